@@ -1,0 +1,216 @@
+// The Python module sharpi._core: converts arguments, lets go of the GIL, and turns Error into Python's exceptions.
+#include <pybind11/functional.h>
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "core/error.h"
+#include "engine/engine.h"
+
+namespace py = pybind11;
+using namespace sharpi;
+
+namespace {
+
+using TensorRow = std::tuple<std::string, uint32_t, std::vector<int64_t>, int32_t, uint64_t, uint64_t>;
+
+// What Python read from a file's header: the spec, and the table that it was read from.
+struct Description {
+    ModelSpec spec;
+    TensorTable tensors;
+};
+
+Metadata toMetadata(const py::dict& values) {
+    std::map<std::string, MetadataValue> result;
+    for (const auto& [key, value] : values) {
+        const auto name = py::cast<std::string>(key);
+        if (py::isinstance<py::bool_>(value)) result[name] = py::cast<bool>(value);
+        else if (py::isinstance<py::str>(value)) result[name] = py::cast<std::string>(value);
+        else if (py::isinstance<py::float_>(value)) result[name] = py::cast<double>(value);
+        else if (py::isinstance<py::int_>(value)) {
+            // uint64 values past int64 are no sizes of anything; kept as numbers so that a look-up can refuse them.
+            int overflow = 0;
+            const long long whole = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+            if (overflow) result[name] = PyLong_AsDouble(value.ptr());
+            else result[name] = static_cast<int64_t>(whole);
+        } else if (py::isinstance<py::array>(value)) {
+            result[name] = py::cast<std::vector<double>>(py::reinterpret_borrow<py::array>(value).attr("astype")("float64").attr("ravel")());
+        }
+    }
+    return Metadata(std::move(result));
+}
+
+Description describe(const py::dict& metadata, const std::vector<TensorRow>& rows) {
+    std::vector<TensorInfo> tensors;
+    for (const auto& [name, type, shape, file, offset, bytes] : rows) {
+        const DTypeInfo* dtype = findDType(type);
+        if (!dtype) throw Error(ErrorKind::BadModel, "tensor '" + name + "' has the unknown type " + std::to_string(type));
+        // Trailing ones say nothing: [n, 1] is a vector of n.
+        std::vector<int64_t> trimmed = shape;
+        while (trimmed.size() > 1 && trimmed.back() == 1 && name.find("exps") == std::string::npos) trimmed.pop_back();
+        tensors.push_back({name, dtype->type, std::move(trimmed), file, offset, bytes});
+    }
+    TensorTable table(std::move(tensors));
+    ModelSpec spec = ModelSpec::read(toMetadata(metadata), table);
+    return {std::move(spec), std::move(table)};
+}
+
+KvType toKvType(const std::string& name) {
+    if (name == "fp32") return KvType::F32;
+    if (name == "bf16") return KvType::BF16;
+    if (name == "fp16") return KvType::F16;
+    throw Error(ErrorKind::InvalidArgument, "unknown KV type '" + name + "': known are fp32, bf16 and fp16");
+}
+
+Interrupted interruptCheck() {
+    return [] {
+        py::gil_scoped_acquire gil;
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        return false;
+    };
+}
+
+// The exception class of sharpi.errors for each kind.
+void translate(std::exception_ptr p) {
+    const char* name = nullptr;
+    std::string what;
+    try {
+        if (p) std::rethrow_exception(p);
+        return;
+    } catch (const Error& e) {
+        what = e.what();
+        switch (e.kind()) {
+            case ErrorKind::InvalidArgument: name = "InvalidRequestError"; break;
+            case ErrorKind::BadModel: name = "ModelFileError"; break;
+            case ErrorKind::OutOfMemory: name = "OutOfMemoryError"; break;
+            case ErrorKind::Internal: name = "InternalError"; break;
+        }
+    } catch (const std::bad_alloc&) {
+        name = "OutOfMemoryError";
+        what = "out of memory: a smaller context or batch needs less";
+    }
+    const py::object type = py::module_::import("sharpi.errors").attr(name);
+    PyErr_SetString(type.ptr(), what.c_str());
+}
+
+py::array_t<float> dequantize(uint32_t type, const py::bytes& data, int64_t cols) {
+    const DTypeInfo* dtype = findDType(type);
+    if (!dtype) throw Error(ErrorKind::InvalidArgument, "unknown type " + std::to_string(type));
+    const auto bytes = static_cast<std::string_view>(data);
+    if (cols <= 0 || cols % dtype->blockElements) throw Error(ErrorKind::InvalidArgument, "columns must be whole blocks");
+    const size_t stride = rowBytes(dtype->type, cols);
+    if (bytes.size() % stride) throw Error(ErrorKind::InvalidArgument, "data is not whole rows");
+    const auto rows = static_cast<py::ssize_t>(bytes.size() / stride);
+    py::array_t<float> out({rows, static_cast<py::ssize_t>(cols)});
+    for (py::ssize_t r = 0; r < rows; ++r) {
+        cpu::kernels().dequantizeRow(dtype->type, bytes.data() + r * stride, cols, out.mutable_data(r, 0));
+    }
+    return out;
+}
+
+void bindDescription(py::module_& m) {
+    py::class_<Description>(m, "Description", "What a model is: read from metadata and tensor table, weights untouched.")
+        .def(py::init(&describe), py::arg("metadata"), py::arg("tensors"))
+        .def_property_readonly("name", [](const Description& d) { return d.spec.name; })
+        .def_property_readonly("architecture", [](const Description& d) { return d.spec.architecture; })
+        .def_property_readonly("vocab_size", [](const Description& d) { return d.spec.vocabSize; })
+        .def_property_readonly("context_length", [](const Description& d) { return d.spec.contextLength; })
+        .def_property_readonly("embedding_length", [](const Description& d) { return d.spec.embedding; })
+        .def_property_readonly("layer_count", [](const Description& d) { return d.spec.layers.size(); })
+        .def_property_readonly("parameter_count", [](const Description& d) { return d.spec.parameters(d.tensors); })
+        .def("kv_bytes", [](const Description& d, const std::string& type, int64_t context) {
+            return Engine::kvBytesFor(d.spec, toKvType(type), context);
+        }, py::arg("kv_dtype"), py::arg("context"), "Bytes of the KV cache for `context` tokens, in whole pages.")
+        .def("kv_bytes_per_token", [](const Description& d, const std::string& type) {
+            return d.spec.kvElementsPerToken() * static_cast<int64_t>(kvElementBytes(toKvType(type)));
+        }, py::arg("kv_dtype"))
+        .def("scratch_bytes", [](const Description& d, int64_t batch, int64_t context, int threads) {
+            EngineOptions options;
+            options.batch = batch;
+            options.context = context;
+            options.threads = threads;
+            return Engine::scratchBytesFor(d.spec, options);
+        }, py::arg("batch"), py::arg("context"), py::arg("threads") = 1);
+}
+
+void bindEngine(py::module_& m) {
+    py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+        .def(py::init([](const Description& d, const std::vector<std::string>& paths, int64_t context, int64_t batch,
+                         int threads, const std::string& kvType) {
+            EngineOptions options;
+            options.context = context;
+            options.batch = batch;
+            options.threads = threads;
+            options.kvType = toKvType(kvType);
+            py::gil_scoped_release release;
+            return std::make_shared<Engine>(d.spec, std::make_unique<Weights>(paths, d.tensors), options);
+        }), py::arg("description"), py::arg("paths"), py::arg("context"), py::arg("batch"), py::arg("threads"), py::arg("kv_dtype"))
+        .def_property_readonly("isa", &Engine::backendName)
+        .def_property_readonly("weight_bytes", &Engine::weightBytes)
+        .def_property_readonly("kv_bytes", &Engine::kvBytes)
+        .def_property_readonly("scratch_bytes", &Engine::scratchBytes)
+        .def("warm", [](const Engine& e, const std::function<bool(uint64_t, uint64_t)>& progress) {
+            py::gil_scoped_release release;
+            e.warm([&](uint64_t done, uint64_t total) {
+                py::gil_scoped_acquire gil;
+                return progress(done, total);
+            });
+        });
+
+    py::class_<Session>(m, "Session")
+        .def(py::init<std::shared_ptr<Engine>>(), py::arg("engine"))
+        .def_property_readonly("tokens", &Session::tokens)
+        .def_property_readonly("reused_tokens", &Session::reusedTokens)
+        .def("reset", &Session::reset, py::call_guard<py::gil_scoped_release>())
+        .def("evaluate", [](Session& s, const std::vector<int32_t>& tokens, const std::vector<int64_t>& chunks) {
+            py::gil_scoped_release release;
+            s.evaluate(tokens, nullptr, chunks, interruptCheck());
+        }, py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{})
+        .def("logits", [](Session& s, const std::vector<int32_t>& tokens, int64_t vocab, const std::vector<int64_t>& chunks) {
+            py::array_t<float> out({static_cast<py::ssize_t>(tokens.size()), static_cast<py::ssize_t>(vocab)});
+            float* data = out.mutable_data();
+            {
+                py::gil_scoped_release release;
+                s.evaluate(tokens, data, chunks, interruptCheck());
+            }
+            return out;
+        }, py::arg("tokens"), py::arg("vocab_size"), py::arg("chunks") = std::vector<int64_t>{})
+        .def("start", [](Session& s, const std::vector<int32_t>& prompt, const SamplingParams& params) {
+            py::gil_scoped_release release;
+            s.start(prompt, params, interruptCheck());
+        }, py::arg("prompt"), py::arg("params"))
+        .def("next", &Session::next, py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+    m.doc() = "The native core of Sharpi.";
+    py::register_exception_translator(translate);
+    bindDescription(m);
+    py::class_<SamplingParams>(m, "SamplingParams")
+        .def(py::init([](float temperature, int32_t topK, float topP, float minP, float repetition, float presence,
+                         float frequency, std::map<int32_t, float> bias, uint64_t seed) {
+            SamplingParams p;
+            p.temperature = temperature;
+            p.topK = topK;
+            p.topP = topP;
+            p.minP = minP;
+            p.repetitionPenalty = repetition;
+            p.presencePenalty = presence;
+            p.frequencyPenalty = frequency;
+            p.logitBias = std::move(bias);
+            p.seed = seed;
+            return p;
+        }), py::kw_only(), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("min_p"),
+            py::arg("repetition_penalty"), py::arg("presence_penalty"), py::arg("frequency_penalty"), py::arg("logit_bias"),
+            py::arg("seed"))
+        .def("validate", &SamplingParams::validate, py::arg("vocab_size"));
+    bindEngine(m);
+    m.def("known_architectures", &knownArchitectures);
+    m.def("dequantize", &dequantize, py::arg("ggml_type"), py::arg("data"), py::arg("cols"),
+          "Rows of a quantized format as float32 [rows, cols].");
+    m.def("cpu_isa", [] { return cpu::kernels().name; }, "The instruction set that kernels run with here.");
+    m.attr("backends") = SHARPI_BACKENDS;
+    m.attr("version") = SHARPI_VERSION;
+}

@@ -1,0 +1,31 @@
+// Element types of GGUF tensors: their numbers in files, names and block sizes.
+// Source: the GGML type enumeration of the GGUF specification.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace sharpi {
+
+enum class DType : uint32_t {
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
+    Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+    IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39,
+};
+
+struct DTypeInfo {
+    DType type;
+    const char* name;
+    uint32_t blockElements;  // elements that share one block of the format
+    uint32_t blockBytes;
+    bool isFloat;  // F32, F16, BF16: multiplied as floats, never with int8 activations
+};
+
+// nullptr if the number names no type that Sharpi can compute with.
+const DTypeInfo* findDType(uint32_t ggmlType);
+// Throws Error(Internal) for a value outside the enumeration.
+const DTypeInfo& info(DType type);
+// Bytes of one row of `cols` elements; cols must be a multiple of blockElements.
+size_t rowBytes(DType type, int64_t cols);
+
+}  // namespace sharpi

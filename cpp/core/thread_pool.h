@@ -1,0 +1,51 @@
+// A fixed set of threads that share one loop at a time. Decoding runs some hundreds of short loops a token, so
+// a worker spins briefly for the next loop before it sleeps, and the caller works too instead of waiting.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace sharpi {
+
+class ThreadPool {
+public:
+    // threads: how many run a loop, the caller included; at least 1.
+    // Throws Error(OutOfMemory) when the system refuses a thread; those started before it are joined.
+    explicit ThreadPool(int threads);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int threads() const { return static_cast<int>(_workers.size()) + 1; }
+
+    // Calls body(task, worker) once for every task in [0, tasks), in any order, worker in [0, threads()).
+    // Returns when all have run. The first exception that a body throws is rethrown here; the remaining
+    // tasks are then skipped. Not reentrant: a body must not call run(), and only one thread may call it.
+    void run(int64_t tasks, const std::function<void(int64_t task, int worker)>& body);
+
+private:
+    void workerLoop(int worker);
+    void drain(int worker);
+
+    std::vector<std::thread> _workers;
+    std::mutex _mutex;
+    std::condition_variable _wake;
+    std::atomic<uint64_t> _generation{0};
+    std::atomic<int> _sleeping{0};
+    std::atomic<bool> _stop{false};
+
+    const std::function<void(int64_t, int)>* _body = nullptr;
+    int64_t _tasks = 0;
+    std::atomic<int64_t> _next{0};
+    std::atomic<int> _busy{0};
+    std::atomic<bool> _failed{false};
+    std::exception_ptr _error;
+};
+
+}  // namespace sharpi

@@ -1,0 +1,62 @@
+// The small-batch matmul contract: which float each dot product is, to the bit.
+//
+// Whoever computes y[t, r] = w[r, :] . x[t, :] (scalar code, AVX2, AVX-512, a GPU warp) gets the same bits by
+// following this page, so where a weight lives, how many tokens are in a call and how rows are shared out never
+// change an answer. On the CPU it holds for every batch size. All float operations are IEEE 754 binary32, rounded
+// to nearest even, subnormals kept; fma is the fused multiply-add, rounded once. No other contraction is allowed.
+//
+// 1. Activations become int8 (weights of quantized types only)
+//
+// A row of x is cut into blocks of 32. For each block, absmax is the largest |x|.
+//   - If any element is infinite or NaN: scale = NaN, all q = 0.
+//   - Otherwise, if absmax < 2^-100 (kTinyActivation): scale = 0, all q = 0.
+//   - Otherwise: scale = absmax / 127; inverse = 127 / absmax (both rounded divisions);
+//     q = rint(x * inverse), ties to even. |q| <= 127 always.
+// sums[0], sums[1] of a block are the integer sums of q over its first and second 16 elements.
+//
+// 2. The sum over a row of quantized weights
+//
+// Element i of a weight row stands for  d * sub[i] * quant[i]  (+ m * min[i], types with a minimum), where quant is
+// the stored number less its offset (or the table's value), sub and min are the integers of its sub-block (1 if the
+// type has none) and d, m the floats of the block:
+//
+//     type                   quant            sub (per)           d              min (per)       m
+//     Q4_0 Q5_0              q - 8, q - 16    1                   block's d      -
+//     Q4_1 Q5_1              q                1                   block's d      1               block's m
+//     Q8_0                   q                1                   block's d      -
+//     IQ4_NL                 table            1                   block's d      -
+//     MXFP4                  table            1                   2^(e - 128)    -
+//     Q2_K                   q                0..15 (16)          d              0..15 (16)      -dmin
+//     Q3_K                   q - 4            -32..31 (16)        d              -
+//     Q4_K Q5_K              q                0..63 (32)          d              0..63 (32)      -dmin
+//     Q6_K                   q - 32           -128..127 (16)      d              -
+//     IQ4_XS                 table            -32..31 (32)        d              -
+//
+// For each block b of 32 elements, with the activation block's q, scale s and sums S0, S1:
+//     J = sum over its elements of sub * quant * q        an exact integer, |J| < 2^24, so float(J) is exact
+//     M = min of first half * S0 + min of second half * S1     likewise (types with a minimum)
+// 32 accumulators start at +0. For b = 0, 1, 2, ... in this order:
+//     acc[b mod 32] = fma(d * s, float(J), acc[b mod 32])
+//     acc[b mod 32] = fma(m * s, float(M), acc[b mod 32])      types with a minimum only
+// where d * s and m * s are rounded products.
+//
+// 3. The sum over a row of float weights (F32, F16, BF16)
+//
+// Activations stay floats and the weight is converted exactly. For i = 0, 1, 2, ...:
+//     acc[i mod 32] = fma(w[i], x[i], acc[i mod 32])
+//
+// 4. The end, for both
+//
+//     for width in 16, 8, 4, 2, 1:   acc[i] = acc[i] + acc[i + width] for every i < width
+//     y = acc[0], or acc[0] + bias where there is one
+#pragma once
+
+namespace sharpi::cpu {
+
+// Elements of an activation block, and accumulators of a row.
+constexpr int kContractBlock = 32;
+constexpr int kContractAccumulators = 32;
+// 2^-100: below it 127 / absmax could overflow; the block counts as zero.
+constexpr float kTinyActivation = 7.888609052210118e-31f;
+
+}  // namespace sharpi::cpu

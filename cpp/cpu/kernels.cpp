@@ -1,0 +1,103 @@
+// Chooses the kernel table for this machine and lays out the buffers that kernels share.
+#include "cpu/kernels.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "core/error.h"
+
+namespace sharpi::cpu {
+
+namespace scalar {
+const Kernels& table();
+size_t attentionScratch(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens);
+}  // namespace scalar
+
+#if defined(__x86_64__)
+namespace avx2 {
+const Kernels& table();
+}
+namespace avx512 {
+const Kernels& table();
+}
+
+static bool hasAvx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+           __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+}
+
+static bool hasAvx512() {
+    return hasAvx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+const Kernels* kernelsFor(const char* name) {
+    if (!std::strcmp(name, "scalar")) return &scalar::table();
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!std::strcmp(name, "avx2") && hasAvx2()) return &avx2::table();
+    if (!std::strcmp(name, "avx512") && hasAvx512()) return &avx512::table();
+#endif
+    return nullptr;
+}
+
+static const Kernels& chooseKernels() {
+    if (const char* wanted = std::getenv("SHARPI_CPU_ISA"); wanted && *wanted) {
+        if (const Kernels* found = kernelsFor(wanted)) return *found;
+        throw Error(ErrorKind::InvalidArgument, std::string("SHARPI_CPU_ISA=") + wanted +
+                                                    " cannot run on this processor (known: scalar, avx2, avx512)");
+    }
+    for (const char* name : {"avx512", "avx2"})
+        if (const Kernels* found = kernelsFor(name)) return *found;
+    return scalar::table();
+}
+
+const Kernels& kernels() {
+    static const Kernels& chosen = chooseKernels();
+    return chosen;
+}
+
+static int64_t roundUp(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+size_t quantizedRowsBytes(int64_t rows, int64_t cols) {
+    const int64_t padded = roundUp(cols, 256);
+    const int64_t q = rows * padded;
+    const int64_t scales = rows * (padded / 32) * static_cast<int64_t>(sizeof(float));
+    const int64_t sums = rows * (padded / 16) * static_cast<int64_t>(sizeof(int16_t));
+    return static_cast<size_t>(roundUp(q, 64) + roundUp(scales, 64) + roundUp(sums, 64));
+}
+
+QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
+    const int64_t padded = roundUp(cols, 256);
+    QuantizedRows view;
+    view.rows = rows;
+    view.cols = cols;
+    view.qStride = padded;
+    view.scaleStride = padded / 32;
+    view.sumStride = padded / 16;
+    uint8_t* at = static_cast<uint8_t*>(buffer);
+    view.q = reinterpret_cast<int8_t*>(at);
+    at += roundUp(rows * view.qStride, 64);
+    view.scale = reinterpret_cast<float*>(at);
+    at += roundUp(rows * view.scaleStride * static_cast<int64_t>(sizeof(float)), 64);
+    view.sums = reinterpret_cast<int16_t*>(at);
+    return view;
+}
+
+size_t kvElementBytes(KvType type) { return type == KvType::F32 ? 4 : 2; }
+
+size_t matmulScratchBytes(int64_t cols) {
+    // The repacked tile: 16 rows of one byte an element, with at most 34 rows of 16 floats of scales a group of 256
+    // (struct TileGroup in matmul_tile.h). Then a few tokens' accumulators and sums, and room for float kernels.
+    const int64_t groups = roundUp(cols, 256) / 256;
+    return static_cast<size_t>(groups * (256 * 16 + 34 * 64) + groups * 8 * 32 * 8 + 65536);
+}
+
+size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens) {
+    return scalar::attentionScratch(heads, kvHeads, headDim, pageTokens);
+}
+
+}  // namespace sharpi::cpu

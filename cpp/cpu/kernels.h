@@ -1,0 +1,95 @@
+// The CPU kernels, as one table per instruction set. The same sources are compiled for each set with other
+// flags; `kernels()` picks a table once at run time. All kernels are single-threaded on the range they are
+// given: sharing work between threads is the backend's job. Every table gives the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/matrix.h"
+#include "memory/kv_pages.h"
+
+namespace sharpi::cpu {
+
+// Activations in the form that the small-batch matmul contract (see contract.h) asks for.
+// Row t: q + t * qStride holds `cols` int8; scale + t * scaleStride one float per 32-block;
+// sums + t * sumStride two int16 per 32-block (sum of q over each half of 16).
+// Strides are padded to whole groups of 8 blocks (256 elements); padding is zero.
+struct QuantizedRows {
+    int64_t rows = 0, cols = 0;
+    int64_t qStride = 0, scaleStride = 0, sumStride = 0;
+    int8_t* q = nullptr;
+    float* scale = nullptr;
+    int16_t* sums = nullptr;
+};
+// Bytes that a QuantizedRows needs, and its layout over a 64-byte-aligned buffer of that size.
+size_t quantizedRowsBytes(int64_t rows, int64_t cols);
+QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols);
+
+// One product y[i, r] = w[r, :] . x[row(i), :] for i < count, r in the range a call is given, where
+// row(i) = rowIndex ? rowIndex[i] : i. Float weight types read xFloat, all others xQuant.
+struct MatmulArgs {
+    Matrix w;
+    const float* xFloat = nullptr;  // [.., cols], row stride = cols
+    const QuantizedRows* xQuant = nullptr;
+    const int32_t* rowIndex = nullptr;
+    int64_t count = 0;
+    const float* bias = nullptr;  // [w.rows] or nullptr; added last
+    float* y = nullptr;           // y[i * yStride + r]
+    int64_t yStride = 0;
+};
+
+// Causal attention of the query rows of one sequence. Query row i (position positions[i]) sees the keys at
+// 0..positions[i] of the sequence whose pages are pageTable[position / pageTokens].
+// q, out: row i at i * rowStride, head h at + h * headDim. Grouped-query: head h reads kv head h / (heads / kvHeads).
+struct AttentionArgs {
+    const float* q = nullptr;
+    float* out = nullptr;
+    int64_t rowStride = 0;
+    const int32_t* positions = nullptr;
+    int32_t heads = 0;
+    float scale = 1.0f;
+    KvPages pages;
+    const int32_t* pageTable = nullptr;
+};
+
+struct Kernels {
+    const char* name;  // "scalar", "avx2", "avx512"
+
+    // --- quantized formats and matmul (matmul_*.cpp) ---
+    void (*dequantizeRow)(DType type, const void* row, int64_t cols, float* out);
+    void (*quantizeRow)(const float* x, int64_t cols, int8_t* q, float* scale, int16_t* sums);
+    // Rows [rowBegin, rowEnd) of w for all `count` inputs. `scratch`: 64-byte-aligned, matmulScratchBytes(cols).
+    void (*matmul)(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, void* scratch);
+
+    // --- everything else (float_*.cpp) ---
+    // y = x / sqrt(mean(x^2) + eps) * weight, one row of n. y may be x.
+    void (*rmsNorm)(const float* x, const float* weight, float eps, int64_t n, float* y);
+    // x += y
+    void (*add)(float* x, const float* y, int64_t n);
+    // x += scale * y
+    void (*addScaled)(float* x, const float* y, float scale, int64_t n);
+    // gate = silu(gate) * up
+    void (*siluMul)(float* gate, const float* up, int64_t n);
+    // Rotates one head of `dims` leading elements by cos/sin[dims / 2]. adjacent: pairs (2i, 2i+1); else (i, i + dims/2).
+    void (*rope)(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent);
+    // Softmax in place over n values.
+    void (*softmax)(float* x, int64_t n);
+    // Stores n floats as KV elements, rounding to nearest even.
+    void (*storeKv)(const float* x, int64_t n, KvType type, void* out);
+    // Query rows [rowBegin, rowEnd) for kv head `kvHead` (all query heads of its group).
+    // The result of a row does not depend on which other rows are in the call.
+    void (*attention)(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int64_t rowEnd, void* scratch);
+};
+
+size_t matmulScratchBytes(int64_t cols);
+// Enough for any row range of up to 64 rows at once.
+size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens);
+
+// The best table this machine can run, or the one SHARPI_CPU_ISA=scalar|avx2|avx512 names.
+// Throws Error(InvalidArgument) if that one cannot run here.
+const Kernels& kernels();
+// nullptr if this build or machine has no such table. For tests that compare tables.
+const Kernels* kernelsFor(const char* name);
+
+}  // namespace sharpi::cpu

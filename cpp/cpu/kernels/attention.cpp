@@ -1,0 +1,290 @@
+// Causal attention over the paged cache, written once for decode and prefill.
+//
+// The result for one query row and head is defined page by page, in ascending order, whatever else is in the call.
+// With m = -inf, l = 0, o = 0 at first, over the keys j < n of a page that the row may see:
+//   s[j] = (q . k[j]) * scale, the dot product by fma over the dimensions in ascending order from +0
+//   m'   = max(m, max s); a = exp(m - m'); p[j] = exp(s[j] - m')                          (exp.h)
+//   l    = fma(l, a, vec.h's 32-accumulator sum of p); o[d] = o[d] * a, then fma(p[j], v[j][d], o[d]) for j ascending
+// and at the end o[d] / l (zeros for a row that sees no key).
+//
+// A page's keys are converted to float and turned once for a block of query rows, so that a vector holds one
+// dimension of 16 keys; scores and outputs are then one and the same small matrix product, blocked in registers.
+// For decode the turning costs less than reading the page from memory does.
+#include "cpu/kernels/exp.h"
+#include "cpu/kernels/internal.h"
+#include "cpu/kernels/transpose.h"
+
+namespace sharpi::cpu::SHARPI_ISA {
+
+// Query rows x heads of the group that share one conversion of a page.
+constexpr int64_t kBlock = 128;
+
+#if defined(__AVX512F__)
+constexpr int kProductRows = 8;
+#else
+constexpr int kProductRows = 2;
+#endif
+
+static int64_t roundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Where everything lies in the scratch, in floats; every part starts on a 64-byte boundary.
+struct Layout {
+    int64_t keyStride, dimStride;  // padded pageTokens and headDim
+    int64_t turnedKeys, values, scores, outputs, maxima, sums, factors, total;
+
+    Layout(int64_t headDim, int64_t pageTokens) {
+        keyStride = roundUp(pageTokens, 2 * kLanes);
+        dimStride = roundUp(headDim, kLanes);
+        int64_t next = 0;
+        const auto take = [&next](int64_t floats) {
+            const int64_t at = next;
+            next += roundUp(floats, kLanes);
+            return at;
+        };
+        turnedKeys = take(dimStride * keyStride);
+        values = take(pageTokens * dimStride);
+        scores = take(kBlock * keyStride);
+        outputs = take(kBlock * dimStride);
+        maxima = take(kBlock);
+        sums = take(kBlock);
+        factors = take(kBlock);
+        total = next;
+    }
+};
+
+size_t attentionScratch(int32_t, int32_t, int32_t headDim, int32_t pageTokens) {
+    return static_cast<size_t>(Layout(headDim, pageTokens).total) * sizeof(float);
+}
+
+// c[r][0 .. 16 kVecs) = c * factor (or 0 without factors) + sum over k of a[r][k] * b[k][..], by fma, k ascending.
+template <int kRows, int kVecs>
+SHARPI_INLINE void productBlock(const float* const* a, int64_t depth, const float* b, int64_t bStride,
+                                const float* factors, float* c, int64_t cStride) {
+    Vec acc[kRows][kVecs];
+    const float* row[kRows];
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++) {
+        row[r] = a[r];
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; j++)
+            acc[r][j] = factors ? vmul(vload(c + r * cStride + j * kLanes), vset(factors[r])) : vzero();
+    }
+    for (int64_t k = 0; k < depth; k++) {
+        Vec line[kVecs];
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; j++) line[j] = vload(b + k * bStride + j * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; r++) {
+            const Vec x = vset(row[r][k]);
+#pragma GCC unroll 8
+            for (int j = 0; j < kVecs; j++) acc[r][j] = vfma(x, line[j], acc[r][j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 8
+        for (int j = 0; j < kVecs; j++) vstore(c + r * cStride + j * kLanes, acc[r][j]);
+}
+
+// The same over any width that is a multiple of 16.
+template <int kRows>
+static __attribute__((noinline)) void product(const float* const* a, int64_t depth, const float* b, int64_t bStride,
+                                              const float* factors, float* c, int64_t cStride, int64_t width) {
+    int64_t at = 0;
+    if constexpr (4 * kRows <= 2 * kProductRows) {  // few rows: more columns hide the latency of the fma chain
+        for (; at + 4 * kLanes <= width; at += 4 * kLanes)
+            productBlock<kRows, 4>(a, depth, b + at, bStride, factors, c + at, cStride);
+    }
+    for (; at + 2 * kLanes <= width; at += 2 * kLanes)
+        productBlock<kRows, 2>(a, depth, b + at, bStride, factors, c + at, cStride);
+    for (; at < width; at += kLanes) productBlock<kRows, 1>(a, depth, b + at, bStride, factors, c + at, cStride);
+}
+
+using Product = void (*)(const float* const*, int64_t, const float*, int64_t, const float*, float*, int64_t, int64_t);
+
+// The widest product for up to `rows` rows, and how many rows it does.
+static Product productFor(int64_t rows, int* done) {
+    *done = rows >= kProductRows ? kProductRows : rows >= 4 && kProductRows > 4 ? 4 : rows >= 2 ? 2 : 1;
+    switch (*done) {
+        case 8: return product<kProductRows == 8 ? 8 : 1>;  // only instantiated where it is used
+        case 4: return product<kProductRows == 8 ? 4 : 1>;
+        case 2: return product<2>;
+        default: return product<1>;
+    }
+}
+
+// The first n keys of a page, turned: out[d * keyStride + j]; zeros in the padding of the last 16 keys.
+template <class Read>
+static void turnKeys(const uint8_t* page, int64_t n, int64_t headDim, int64_t keyStride, float* out) {
+    const auto* keys = reinterpret_cast<const typename Read::Element*>(page);
+    for (int64_t j = 0; j < n; j += kLanes) {
+        for (int64_t d = 0; d < headDim; d += kLanes) {
+            Vec rows[kLanes];
+            if (j + kLanes <= n && d + kLanes <= headDim) {
+#pragma GCC unroll 16
+                for (int i = 0; i < kLanes; i++) rows[i] = Read::load(keys + (j + i) * headDim + d);
+            } else {
+                for (int i = 0; i < kLanes; i++)
+                    rows[i] = j + i < n ? loadFirst<Read>(keys + (j + i) * headDim + d, headDim - d) : vzero();
+            }
+            storeTransposed(rows, out + d * keyStride + j, keyStride);
+        }
+    }
+}
+
+template <class Read>
+static void widenValues(const uint8_t* page, int64_t n, int64_t headDim, int64_t dimStride, float* out) {
+    const auto* values = reinterpret_cast<const typename Read::Element*>(page);
+    for (int64_t j = 0; j < n; j++)
+        for (int64_t d = 0; d < headDim; d += kLanes)
+            vstore(out + j * dimStride + d, loadFirst<Read>(values + j * headDim + d, headDim - d));
+}
+
+// One block of query rows x heads against one page after another.
+struct Block {
+    const AttentionArgs& args;
+    const Layout layout;
+    float* scratch;
+    int64_t count = 0;
+    const float* query[kBlock];
+    float* out[kBlock];
+    int64_t keys[kBlock];  // how many keys, from position 0 on, each row may see
+
+    Block(const AttentionArgs& arguments, float* memory)
+        : args(arguments), layout(arguments.pages.headDim, arguments.pages.pageTokens), scratch(memory) {}
+
+    float* scores(int64_t i) { return scratch + layout.scores + i * layout.keyStride; }
+    float* outputs(int64_t i) { return scratch + layout.outputs + i * layout.dimStride; }
+    int64_t visible(int64_t i, int64_t firstKey) const {
+        const int64_t n = keys[i] - firstKey;
+        return n < 0 ? 0 : n < args.pages.pageTokens ? n : args.pages.pageTokens;
+    }
+};
+
+static void loadPage(Block& block, int32_t kvHead, int64_t pageIndex, int64_t n) {
+    const KvPages& pages = block.args.pages;
+    const int64_t page = static_cast<int64_t>(block.args.pageTable[pageIndex]) * pages.kvHeads + kvHead;
+    const int64_t element = pages.type == KvType::F32 ? 4 : 2;
+    const int64_t bytes = page * pages.pageTokens * pages.headDim * element;
+    float* turned = block.scratch + block.layout.turnedKeys;
+    float* values = block.scratch + block.layout.values;
+    const auto load = [&](auto read) {
+        using Read = decltype(read);
+        turnKeys<Read>(pages.k + bytes, n, pages.headDim, block.layout.keyStride, turned);
+        widenValues<Read>(pages.v + bytes, n, pages.headDim, block.layout.dimStride, values);
+    };
+    switch (pages.type) {
+        case KvType::F32: return load(ReadF32());
+        case KvType::BF16: return load(ReadBf16());
+        case KvType::F16: return load(ReadF16());
+    }
+}
+
+// Turns the n scores of one row into weights; updates the row's maximum, sum and factor for what it has so far.
+static void weighScores(Block& block, int64_t i, int64_t n) {
+    float* s = block.scores(i);
+    float& largest = block.scratch[block.layout.maxima + i];
+    float& sum = block.scratch[block.layout.sums + i];
+    const Vec scale = vset(block.args.scale);
+    for (int64_t j = 0; j < n; j += kLanes) vstore(s + j, vmul(vload(s + j), scale));
+    for (int64_t j = n; j < roundUp(n, 2 * kLanes); j++) s[j] = -__builtin_inff();
+    Vec maxima = vset(largest);
+    for (int64_t j = 0; j < n; j += kLanes) maxima = vmax(maxima, vload(s + j));
+    const float top = vmaxLane(maxima);
+    const float factor = vlane0(vexp(vset(largest - top)));
+    Acc32 acc = {vzero(), vzero()};
+    for (int64_t j = 0; j < n; j += 2 * kLanes) {
+        const Vec lo = vexp(vsub(vload(s + j), vset(top)));
+        const Vec hi = vexp(vsub(vload(s + j + kLanes), vset(top)));
+        vstore(s + j, lo);
+        vstore(s + j + kLanes, hi);
+        acc = {vadd(acc.lo, lo), vadd(acc.hi, hi)};
+    }
+    sum = fmaExact(sum, factor, sum32(acc));
+    largest = top;
+    block.scratch[block.layout.factors + i] = factor;
+}
+
+// Rows [i, i + rows) of the block against the loaded page. Rows may see different numbers of its keys: what all
+// see is done together, the rest row by row, so that a key a row may not see never meets it.
+static void attendRows(Block& block, int64_t i, int rows, Product multiply, int64_t firstKey) {
+    const Layout& layout = block.layout;
+    const int64_t headDim = block.args.pages.headDim;
+    const float* turned = block.scratch + layout.turnedKeys;
+    const float* values = block.scratch + layout.values;
+    int64_t least = block.visible(i, firstKey), most = least;
+    for (int r = 1; r < rows; r++) {
+        const int64_t n = block.visible(i + r, firstKey);
+        least = n < least ? n : least;
+        most = n > most ? n : most;
+    }
+    if (most == 0) return;
+    multiply(block.query + i, headDim, turned, layout.keyStride, nullptr, block.scores(i), layout.keyStride,
+             roundUp(most, kLanes));
+
+    float* factors = block.scratch + layout.factors;
+    const float* weights[8];
+    for (int r = 0; r < rows; r++) {
+        weights[r] = block.scores(i + r);
+        const int64_t n = block.visible(i + r, firstKey);
+        factors[i + r] = 1.0f;
+        if (n > 0) weighScores(block, i + r, n);
+    }
+    multiply(weights, least, values, layout.dimStride, factors + i, block.outputs(i), layout.dimStride,
+             layout.dimStride);
+    const float one = 1.0f;
+    for (int r = 0; r < rows; r++) {
+        const int64_t n = block.visible(i + r, firstKey);
+        const float* rest = weights[r] + least;
+        if (n > least)
+            product<1>(&rest, n - least, values + least * layout.dimStride, layout.dimStride, &one,
+                       block.outputs(i + r), layout.dimStride, layout.dimStride);
+    }
+}
+
+static void attendBlock(Block& block, int32_t kvHead) {
+    const Layout& layout = block.layout;
+    int64_t allKeys = 0;
+    for (int64_t i = 0; i < block.count; i++) {
+        allKeys = block.keys[i] > allKeys ? block.keys[i] : allKeys;
+        block.scratch[layout.maxima + i] = -__builtin_inff();
+        block.scratch[layout.sums + i] = 0.0f;
+        for (int64_t d = 0; d < layout.dimStride; d++) block.outputs(i)[d] = 0.0f;
+    }
+    const int64_t pageTokens = block.args.pages.pageTokens;
+    for (int64_t firstKey = 0; firstKey < allKeys; firstKey += pageTokens) {
+        const int64_t left = allKeys - firstKey;
+        loadPage(block, kvHead, firstKey / pageTokens, left < pageTokens ? left : pageTokens);
+        for (int64_t i = 0; i < block.count;) {
+            int rows = 0;
+            const Product multiply = productFor(block.count - i, &rows);
+            attendRows(block, i, rows, multiply, firstKey);
+            i += rows;
+        }
+    }
+    for (int64_t i = 0; i < block.count; i++) {
+        const float sum = block.scratch[layout.sums + i];
+        for (int64_t d = 0; d < block.args.pages.headDim; d++)
+            block.out[i][d] = block.keys[i] > 0 ? block.outputs(i)[d] / sum : 0.0f;
+    }
+}
+
+void attention(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int64_t rowEnd, void* scratch) {
+    const int64_t group = args.heads / args.pages.kvHeads, headDim = args.pages.headDim;
+    Block block(args, static_cast<float*>(scratch));
+    for (int64_t row = rowBegin; row < rowEnd; row++) {
+        for (int64_t g = 0; g < group; g++) {
+            const int64_t offset = row * args.rowStride + (kvHead * group + g) * headDim;
+            block.query[block.count] = args.q + offset;
+            block.out[block.count] = args.out + offset;
+            block.keys[block.count] = static_cast<int64_t>(args.positions[row]) + 1;
+            if (++block.count == kBlock) {
+                attendBlock(block, kvHead);
+                block.count = 0;
+            }
+        }
+    }
+    if (block.count > 0) attendBlock(block, kvHead);
+}
+
+}  // namespace sharpi::cpu::SHARPI_ISA

@@ -1,0 +1,133 @@
+// The float operations around the matmuls and attention: norm, residual sums, SiLU, rotary, softmax, and rounding
+// to the cache's element type. Each is memory-bound or tiny; what matters is that all instruction sets agree bit
+// by bit, so the order of every sum is vec.h's and the exponential is exp.h's.
+#include "cpu/kernels/exp.h"
+#include "cpu/kernels/internal.h"
+
+namespace sharpi::cpu::SHARPI_ISA {
+
+// Calls body(i, lanes) for each group of 16 elements; the last one may have fewer.
+template <class Body>
+SHARPI_INLINE void forEachVec(int64_t n, Body body) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) body(i, kLanes);
+    if (i < n) body(i, static_cast<int>(n - i));
+}
+
+SHARPI_INLINE Vec take(const float* p, int lanes) { return lanes == kLanes ? vload(p) : vloadPart(p, lanes); }
+SHARPI_INLINE void put(float* p, Vec a, int lanes) { lanes == kLanes ? vstore(p, a) : vstorePart(p, a, lanes); }
+
+static float sumOfSquares(const float* x, int64_t n) {
+    Acc32 acc = {vzero(), vzero()};
+    int64_t i = 0;
+    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+        const Vec lo = vload(x + i), hi = vload(x + i + kLanes);
+        acc = {vfma(lo, lo, acc.lo), vfma(hi, hi, acc.hi)};
+    }
+    if (i < n) {
+        const int64_t rest = n - i;
+        const Vec lo = loadFirst<ReadF32>(x + i, rest);
+        const Vec hi = rest > kLanes ? loadFirst<ReadF32>(x + i + kLanes, rest - kLanes) : vzero();
+        acc = {vfma(lo, lo, acc.lo), vfma(hi, hi, acc.hi)};
+    }
+    return sum32(acc);
+}
+
+// inverse = 1 / sqrt(sum / n + eps), each operation rounded; y = (x * inverse) * weight.
+void rmsNorm(const float* x, const float* weight, float eps, int64_t n, float* y) {
+    const float mean = sumOfSquares(x, n) / static_cast<float>(n);
+    const Vec inverse = vset(1.0f / __builtin_sqrtf(mean + eps));
+    forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
+        put(y + i, vmul(vmul(take(x + i, lanes), inverse), take(weight + i, lanes)), lanes);
+    });
+}
+
+void add(float* x, const float* y, int64_t n) {
+    forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
+        put(x + i, vadd(take(x + i, lanes), take(y + i, lanes)), lanes);
+    });
+}
+
+// One fma an element.
+void addScaled(float* x, const float* y, float scale, int64_t n) {
+    const Vec factor = vset(scale);
+    forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
+        put(x + i, vfma(factor, take(y + i, lanes), take(x + i, lanes)), lanes);
+    });
+}
+
+// (gate / (1 + exp(-gate))) * up, where -gate is 0 - gate.
+void siluMul(float* gate, const float* up, int64_t n) {
+    forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
+        const Vec x = take(gate + i, lanes);
+        const Vec silu = vdiv(x, vadd(vset(1.0f), vexp(vsub(vzero(), x))));
+        put(gate + i, vmul(silu, take(up + i, lanes)), lanes);
+    });
+}
+
+// a' = fma(a, cos, -(b * sin)), b' = fma(a, sin, b * cos), where b's product is rounded first.
+void rope(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent) {
+    const int32_t half = dims / 2;
+    if (adjacent) {
+        for (int32_t i = 0; i < half; i++) {
+            const float a = head[2 * i], b = head[2 * i + 1];
+            head[2 * i] = fmaExact(a, cos[i], -(b * sin[i]));
+            head[2 * i + 1] = fmaExact(a, sin[i], b * cos[i]);
+        }
+        return;
+    }
+    forEachVec(half, [&](int64_t i, int lanes) __attribute__((always_inline)) {
+        const Vec a = take(head + i, lanes), b = take(head + half + i, lanes);
+        const Vec c = take(cos + i, lanes), s = take(sin + i, lanes);
+        put(head + i, vfma(a, c, vmul(vmul(b, s), vset(-1.0f))), lanes);
+        put(head + half + i, vfma(a, s, vmul(b, c)), lanes);
+    });
+}
+
+// exp(x - max) in place, then each divided by their sum (vec.h's order).
+void softmax(float* x, int64_t n) {
+    float largest = -__builtin_inff();
+    Vec maxima = vset(largest);
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) maxima = vmax(maxima, vload(x + i));
+    for (; i < n; i++) largest = x[i] > largest ? x[i] : largest;
+    const float tree = vmaxLane(maxima);
+    const Vec top = vset(tree > largest ? tree : largest);
+
+    Acc32 acc = {vzero(), vzero()};
+    forEachVec(n, [&](int64_t at, int lanes) __attribute__((always_inline)) {
+        put(x + at, vexp(vsub(take(x + at, lanes), top)), lanes);
+        const Vec e = take(x + at, lanes);
+        if (at & kLanes) {
+            acc.hi = vadd(acc.hi, e);
+        } else {
+            acc.lo = vadd(acc.lo, e);
+        }
+    });
+    const Vec total = vset(sum32(acc));
+    forEachVec(n, [&](int64_t at, int lanes) __attribute__((always_inline)) {
+        put(x + at, vdiv(take(x + at, lanes), total), lanes);
+    });
+}
+
+void storeKv(const float* x, int64_t n, KvType type, void* out) {
+    switch (type) {
+        case KvType::F32: {
+            float* to = static_cast<float*>(out);
+            for (int64_t i = 0; i < n; i++) to[i] = x[i];
+            return;
+        }
+        case KvType::BF16: {
+            uint16_t* to = static_cast<uint16_t*>(out);
+            for (int64_t i = 0; i < n; i++) to[i] = bf16FromFloat(x[i]);
+            return;
+        }
+        case KvType::F16: {
+            uint16_t* to = static_cast<uint16_t*>(out);
+            for (int64_t i = 0; i < n; i++) to[i] = f16FromFloat(x[i]);
+            return;
+        }
+    }
+}
+
+}  // namespace sharpi::cpu::SHARPI_ISA

@@ -1,0 +1,42 @@
+// What the kernel sources of one instruction set offer to its table (table.cpp).
+//
+// Every source in this folder is compiled once per set, with SHARPI_ISA as the set's name. A source here must not
+// instantiate inline functions or templates of other namespaces (std containers, std::function, ...): the linker
+// keeps one copy of those, and it may be the one that needs AVX-512.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cpu/kernels.h"
+
+#ifndef SHARPI_ISA
+#error "compile the kernels with -DSHARPI_ISA=scalar, avx2 or avx512"
+#endif
+
+namespace sharpi::cpu::SHARPI_ISA {
+
+// --- quantized formats and matmul: dequantize.cpp, quantize.cpp, matmul.cpp ---
+void dequantizeRow(DType type, const void* row, int64_t cols, float* out);
+void quantizeRow(const float* x, int64_t cols, int8_t* q, float* scale, int16_t* sums);
+void matmul(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, void* scratch);
+void matmulQuantized(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, void* scratch);
+
+// --- float_*.cpp ---
+// F32, F16 and BF16 weights. `scratch` is matmul's, so at least 64 KiB whatever cols is.
+void matmulFloat(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, void* scratch);
+void rmsNorm(const float* x, const float* weight, float eps, int64_t n, float* y);
+void add(float* x, const float* y, int64_t n);
+void addScaled(float* x, const float* y, float scale, int64_t n);
+void siluMul(float* gate, const float* up, int64_t n);
+void rope(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent);
+void softmax(float* x, int64_t n);
+void storeKv(const float* x, int64_t n, KvType type, void* out);
+void attention(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int64_t rowEnd, void* scratch);
+// What cpu::attentionScratchBytes answers; the scalar table's is asked, so every table gives the same.
+size_t attentionScratch(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens);
+
+// --- table.cpp ---
+const Kernels& table();
+
+}  // namespace sharpi::cpu::SHARPI_ISA

@@ -1,0 +1,25 @@
+// One packed, ragged batch for everything: prefill, decode, several sequences, verification of drafted tokens.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace sharpi {
+
+struct Batch {
+    // Rows of one sequence stand together, positions ascending without gaps.
+    std::vector<int32_t> tokens;     // [T]
+    std::vector<int32_t> positions;  // [T]
+    std::vector<int32_t> sequences;  // [T], handles of the KvCache
+    std::vector<int32_t> logitRows;  // rows that want logits, ascending
+
+    int64_t size() const { return static_cast<int64_t>(tokens.size()); }
+    void add(int32_t token, int32_t position, int32_t sequence, bool wantsLogits) {
+        if (wantsLogits) logitRows.push_back(static_cast<int32_t>(tokens.size()));
+        tokens.push_back(token);
+        positions.push_back(position);
+        sequences.push_back(sequence);
+    }
+};
+
+}  // namespace sharpi

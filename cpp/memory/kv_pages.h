@@ -1,0 +1,22 @@
+// How the paged cache of keys and values lies in memory: what attention kernels and the cache agree on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace sharpi {
+
+enum class KvType : uint32_t { F32 = 0, BF16 = 1, F16 = 2 };
+
+inline size_t kvElementBytes(KvType type) { return type == KvType::F32 ? 4 : 2; }
+
+// One layer's keys and values of the paged cache. Page p of kv head h starts at
+// base + ((p * kvHeads + h) * pageTokens) * headDim elements: [pageTokens, headDim], contiguous.
+struct KvPages {
+    KvType type = KvType::F32;
+    int32_t kvHeads = 0, headDim = 0, pageTokens = 0;
+    uint8_t* k = nullptr;
+    uint8_t* v = nullptr;
+};
+
+}  // namespace sharpi

@@ -1,0 +1,91 @@
+// Typed look-ups of metadata; see metadata.h.
+#include "model/metadata.h"
+
+#include <cmath>
+
+#include "core/error.h"
+
+namespace sharpi {
+
+namespace {
+
+[[noreturn]] void bad(const std::string& what) { throw Error(ErrorKind::BadModel, what); }
+
+}  // namespace
+
+const MetadataValue& Metadata::get(const std::string& key) const {
+    const auto it = _values.find(key);
+    if (it == _values.end()) bad("metadata key '" + key + "' is missing");
+    return it->second;
+}
+
+int64_t Metadata::integer(const std::string& key, int64_t low, int64_t high) const {
+    const auto* value = std::get_if<int64_t>(&get(key));
+    if (!value) bad("metadata key '" + key + "' is not a whole number");
+    if (*value < low || *value > high) {
+        bad("metadata key '" + key + "' is " + std::to_string(*value) + ", expected " + std::to_string(low) + " to " +
+            std::to_string(high));
+    }
+    return *value;
+}
+
+int64_t Metadata::integerOr(const std::string& key, int64_t low, int64_t high, int64_t fallback) const {
+    return has(key) ? integer(key, low, high) : fallback;
+}
+
+double Metadata::number(const std::string& key) const {
+    const MetadataValue& value = get(key);
+    double result = 0;
+    if (const auto* real = std::get_if<double>(&value)) result = *real;
+    else if (const auto* whole = std::get_if<int64_t>(&value)) result = static_cast<double>(*whole);
+    else bad("metadata key '" + key + "' is not a number");
+    if (!std::isfinite(result)) bad("metadata key '" + key + "' is not finite");
+    return result;
+}
+
+double Metadata::numberOr(const std::string& key, double fallback) const {
+    return has(key) ? number(key) : fallback;
+}
+
+bool Metadata::flagOr(const std::string& key, bool fallback) const {
+    if (!has(key)) return fallback;
+    const auto* value = std::get_if<bool>(&get(key));
+    if (!value) bad("metadata key '" + key + "' is not true or false");
+    return *value;
+}
+
+std::string Metadata::text(const std::string& key) const {
+    const auto* value = std::get_if<std::string>(&get(key));
+    if (!value) bad("metadata key '" + key + "' is not text");
+    return *value;
+}
+
+std::string Metadata::textOr(const std::string& key, const std::string& fallback) const {
+    return has(key) ? text(key) : fallback;
+}
+
+TensorTable::TensorTable(std::vector<TensorInfo> tensors) : _tensors(std::move(tensors)) {
+    for (size_t i = 0; i < _tensors.size(); ++i) {
+        const TensorInfo& t = _tensors[i];
+        if (!_byName.emplace(t.name, i).second) bad("tensor '" + t.name + "' stands twice in the table");
+        if (t.shape.empty()) bad("tensor '" + t.name + "' has no dimensions");
+        if (t.shape[0] <= 0 || t.shape[0] % info(t.type).blockElements != 0) {
+            bad("tensor '" + t.name + "' has rows of " + std::to_string(t.shape[0]) + " elements, not a multiple of " +
+                std::to_string(info(t.type).blockElements) + " as " + info(t.type).name + " needs");
+        }
+        uint64_t bytes = rowBytes(t.type, t.shape[0]);
+        for (size_t d = 1; d < t.shape.size(); ++d) {
+            const auto extent = static_cast<uint64_t>(t.shape[d]);
+            if (t.shape[d] <= 0 || bytes > (uint64_t{1} << 62) / extent) bad("tensor '" + t.name + "' has an impossible shape");
+            bytes *= extent;
+        }
+        if (bytes != t.bytes) bad("tensor '" + t.name + "' has " + std::to_string(t.bytes) + " bytes, its shape and type give " + std::to_string(bytes));
+    }
+}
+
+const TensorInfo* TensorTable::find(const std::string& name) const {
+    const auto it = _byName.find(name);
+    return it == _byName.end() ? nullptr : &_tensors[it->second];
+}
+
+}  // namespace sharpi

@@ -1,0 +1,155 @@
+"""From a conversation to the text a chat model expects, and from its answer to its parts.
+
+A model file brings its chat template as a Jinja program written by whoever made the file.
+It is run in Jinja's sandbox: it can build a string from the messages, and reach nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .errors import InvalidRequestError, ModelFileError
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+
+class ChatTemplate:
+    """A compiled chat template. `bos_token` and `eos_token` are the texts of those tokens."""
+
+    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+        """Raises ModelFileError if `source` does not parse."""
+        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        try:
+            self._template = _make_environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelFileError(f"the chat template does not parse: line {error.lineno}: "
+                                 f"{_one_line(error)}") from None
+        except RecursionError:
+            raise ModelFileError("the chat template does not parse: it nests too deeply") from None
+
+    def render(
+        self,
+        messages: Sequence[dict[str, str]],
+        add_generation_prompt: bool = True,
+        enable_thinking: bool | None = None,
+        **extra: Any,
+    ) -> str:
+        """The prompt for `messages`, each {"role": ..., "content": ...}.
+
+        enable_thinking: None leaves the choice to the template.
+        extra: further variables for the template (`tools`, `reasoning_effort`, ...).
+        Raises InvalidRequestError if the template refuses the conversation or fails on it.
+        """
+        variables = {**self._tokens, **extra, "messages": list(messages),
+                     "add_generation_prompt": add_generation_prompt}
+        if enable_thinking is not None:
+            variables["enable_thinking"] = enable_thinking
+        try:
+            return self._template.render(variables)
+        except Exception as error:  # a template is a program: it can fail in any way a program can
+            raise InvalidRequestError("the chat template failed on this conversation: "
+                                      f"{_one_line(error)}") from error
+
+
+def prompt_opens_thinking(prompt: str) -> bool:
+    """Whether a rendered prompt ends inside an open <think>, so that the answer starts there."""
+    return prompt.rstrip().endswith(THINK_OPEN)
+
+
+Part = tuple[Literal["thinking", "answer"], str]
+
+
+class ThinkingSplitter:
+    """Tells a streamed answer's thinking from the answer itself.
+
+    The markers <think> and </think> are swallowed, also where they arrive in pieces; all other
+    text comes out once, in order, and as soon as it cannot be part of a marker.
+    """
+
+    def __init__(self, thinking: bool = False) -> None:
+        """thinking: the prompt already opened it (see `prompt_opens_thinking`)."""
+        self._thinking = thinking
+        self._held = ""
+
+    def push(self, text: str) -> list[Part]:
+        """The parts that `text` completes."""
+        parts: list[Part] = []
+        pending = self._held + text
+        while True:
+            marker = THINK_CLOSE if self._thinking else THINK_OPEN
+            before, found, rest = pending.partition(marker)
+            if not found:
+                break
+            self._emit(parts, before)
+            self._thinking = not self._thinking
+            pending = rest
+        held = _marker_start(pending, marker)
+        self._emit(parts, pending[:len(pending) - held])
+        self._held = pending[len(pending) - held:]
+        return parts
+
+    def flush(self) -> list[Part]:
+        """What was held back as the possible start of a marker; call it at the end."""
+        parts: list[Part] = []
+        self._emit(parts, self._held)
+        self._held = ""
+        return parts
+
+    def _emit(self, parts: list[Part], text: str) -> None:
+        if text:
+            parts.append(("thinking" if self._thinking else "answer", text))
+
+
+def _marker_start(text: str, marker: str) -> int:
+    """How many characters at the end of `text` could be the beginning of `marker`."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """Lets `{% generation %}...{% endgeneration %}` pass: some templates mark answers with it."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _make_environment() -> ImmutableSandboxedEnvironment:
+    """The surroundings that templates are written for, those of Hugging Face's transformers."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationTag])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+    # Jinja's own filter escapes <, > and & for HTML, which no model was trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                      sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,73 @@
+"""``sharpi bench``: prefill and decode speed of a model on this machine.
+
+Speed does not depend on which tokens are run, so it runs random ones and needs no tokenizer: a file of random
+weights will do. Each size is run once to warm up (page cache, CPU clocks) and then timed; the median stands, with
+the spread beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+
+import click
+
+from sharpi.cli.options import ModelOptions, model_options
+from sharpi.cli.text import printable, speed
+
+if TYPE_CHECKING:
+    pass
+
+
+@click.command("bench")
+@model_options
+@click.option("--prefill", "prefills", type=click.IntRange(min=0), multiple=True, default=(512,), show_default=True,
+              metavar="N", help="Prompt length to time (repeatable); 0 for none.")
+@click.option("--decode", "decodes", type=click.IntRange(min=0), multiple=True, default=(64,), show_default=True,
+              metavar="N", help="Number of generated tokens to time (repeatable); 0 for none.")
+@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
+              help="Timed runs of each size.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tuple[int, ...], repeat: int,
+                  as_json: bool) -> None:
+    """Measure prefill and decode speed."""
+    prefills, decodes = tuple(filter(None, prefills)), tuple(filter(None, decodes))
+    started = time.perf_counter()
+    with options.load(context=max(1, *prefills, *decodes)) as model:
+        model.bench_prefill(1)
+        first_token = time.perf_counter() - started
+        results = [_measure("prefill", n, repeat, model.bench_prefill) for n in prefills]
+        results += [_measure("decode", n, repeat, lambda tokens: model.bench_decode(0, tokens)) for n in decodes]
+        report = {
+            "model": model.spec.name,
+            "threads": model.threads,
+            "isa": model.isa,
+            "results": results,
+            "load_seconds": model.stats()["load_seconds"],
+            "first_token_seconds": first_token,
+        }
+    click.echo(json.dumps(report, indent=2) if as_json else _table(report))
+
+
+def _measure(kind: str, tokens: int, repeat: int, run: Callable[[int], float]) -> dict[str, Any]:
+    """One entry of the results; `run` takes a number of tokens and returns the seconds they took."""
+    run(tokens)
+    speeds = [tokens / run(tokens) for _ in range(repeat)]
+    spread = {"median": statistics.median(speeds), "min": min(speeds), "max": max(speeds)}
+    return {"kind": kind, "tokens": tokens, "tokens_per_second": spread}
+
+
+def _table(report: dict[str, Any]) -> str:
+    lines = [
+        f"{printable(report['model'])}: {report['threads']} threads, {report['isa']},"
+        f" loaded in {report['load_seconds']:.3f} s, first token after {report['first_token_seconds']:.3f} s",
+        f"  {'':<9}{'tokens':>8}{'tokens/s':>12}{'min':>10}{'max':>10}",
+    ]
+    for result in report["results"]:
+        spread = result["tokens_per_second"]
+        lines.append(f"  {result['kind']:<9}{result['tokens']:>8}{speed(spread['median']):>12}"
+                     f"{speed(spread['min']):>10}{speed(spread['max']):>10}")
+    return "\n".join(lines)

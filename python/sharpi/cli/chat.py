@@ -1,0 +1,159 @@
+"""``sharpi chat``: the conversation at a terminal. Lines are edited with readline, and remembered between visits.
+
+Standard output carries the answers. Reasoning is dimmed on a terminal; where standard output is not one, it goes to
+standard error, so that a pipe receives the answers alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from contextlib import closing, contextmanager
+from pathlib import Path
+from collections.abc import Iterator
+
+import click
+
+from sharpi.cli.conversation import Conversation
+from sharpi.cli.options import ModelOptions, SamplingOptions, model_options, sampling_options
+from sharpi.cli.text import closing_line, printable
+from sharpi.chat import Part
+from sharpi.errors import SharpiError
+
+_HISTORY_LINES = 1000
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_HELP = """/reset  forget the conversation
+/exit   leave (so does Ctrl-D)
+/help   this text
+Ctrl-C stops an answer."""
+
+
+@click.command("chat")
+@model_options
+@click.option("-n", "--max-tokens", "--predict", "max_tokens", type=click.IntRange(min=-1), default=-1,
+              show_default=True, metavar="N", help="Longest answer in tokens; -1 leaves it to the model.")
+@sampling_options
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--thinking/--no-thinking", default=True,
+              help="Whether the template asks for reasoning.  [default: thinking]")
+@click.option("--stats/--no-stats", default=True,
+              help="A line of tokens/s on standard error after each answer.  [default: stats]")
+def chat_command(options: ModelOptions, sampling: SamplingOptions, max_tokens: int, system: str | None,
+                 thinking: bool, stats: bool) -> None:
+    """Talk with a model."""
+    with options.load() as model:
+        conversation = Conversation(model, sampling.arguments(), system=system, thinking=thinking,
+                                    max_tokens=max_tokens)
+        if _at_terminal():
+            click.echo(f"{printable(model.file.name)}. /help lists the commands.", err=True)
+        with _line_editing():
+            for text in _questions(conversation):
+                if _speak(conversation, text) and stats:
+                    click.echo(_dimmed(closing_line(model.stats()), sys.stderr.isatty()), err=True)
+
+
+def _at_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _questions(conversation: Conversation) -> Iterator[str]:
+    """What the person says, line by line, until they leave; commands are obeyed on the way."""
+    while True:
+        try:
+            line = input("> " if _at_terminal() else "").strip()
+        except EOFError:
+            if _at_terminal():
+                click.echo()
+            return
+        except KeyboardInterrupt:
+            click.echo("\n/exit or Ctrl-D leaves", err=True)
+            continue
+        if line == "/exit":
+            return
+        if line == "/reset":
+            conversation.reset()
+        elif line == "/help":
+            click.echo(_HELP, err=True)
+        elif re.fullmatch(r"/\w+", line):
+            click.echo(f"{line} is not a command; /help lists them", err=True)
+        elif line:
+            # Bytes that are not UTF-8 arrive as lone surrogates, which no tokenizer takes.
+            yield line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _speak(conversation: Conversation, text: str) -> bool:
+    """Shows the answer to `text`; false if it was stopped or could not be given."""
+    with closing(conversation.answer(text)) as parts:
+        try:
+            _show(parts)
+            return True
+        except KeyboardInterrupt:
+            _write(_PLAIN + "\n" if _dims() else "\n")
+        except SharpiError as error:
+            click.echo(f"sharpi: error: {error} (/reset starts over)", err=True)
+    return False
+
+
+def _show(parts: Iterator[Part]) -> None:
+    dims = _dims()
+    current = None
+    for kind, text in parts:
+        if kind != current:
+            text = text.lstrip()  # templates surround reasoning with empty lines; the space here is ours
+            if not text:
+                continue
+            if dims:
+                _write(("\n\n" if current else "") + (_DIM if kind == "thinking" else _PLAIN))
+            current = kind
+        if kind == "thinking" and not dims:
+            click.echo(text, nl=False, err=True)
+        else:
+            _write(text)
+    _write(_PLAIN + "\n" if dims else "\n")
+
+
+def _dims() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+
+
+def _dimmed(text: str, dims: bool) -> str:
+    return f"{_DIM}{text}{_PLAIN}" if dims else text
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextmanager
+def _line_editing() -> Iterator[None]:
+    """Gives `input` its line editing and a history on disk. Chatting works without either."""
+    try:
+        import readline
+    except ImportError:  # a Python built without it
+        yield
+        return
+    if not _at_terminal():
+        yield
+        return
+    history = _history_file()
+    try:
+        readline.read_history_file(history)
+    except OSError:
+        pass  # the first visit
+    readline.set_history_length(_HISTORY_LINES)
+    try:
+        yield
+    finally:
+        try:
+            history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            readline.write_history_file(history)
+            history.chmod(0o600)  # what people ask is theirs
+        except OSError:
+            pass  # a cache that cannot be written costs the history, not the chat
+
+
+def _history_file() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "sharpi" / "chat_history"

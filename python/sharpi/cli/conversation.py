@@ -1,0 +1,99 @@
+"""A conversation with a model, without a terminal: messages in, pieces of an answer out.
+
+The whole conversation is rendered and tokenized anew for every answer, because templates rewrite earlier turns
+(most drop old reasoning). What stays the same at its start is found again in the session's KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from sharpi.chat import Part, ThinkingSplitter, prompt_opens_thinking
+from sharpi.errors import InvalidRequestError, SharpiError
+
+if TYPE_CHECKING:
+    from sharpi.model import Model
+
+Message = dict[str, str]
+
+
+class Conversation:
+    """The messages so far, and the session that remembers them.
+
+    An answer that was stopped half way stays in the conversation as far as it came.
+    """
+
+    def __init__(self, model: Model, sampling: Mapping[str, Any], *, system: str | None = None, thinking: bool = True,
+                 max_tokens: int = -1) -> None:
+        """`sampling`: keyword arguments for `generate`. Raises `InvalidRequestError` for a model without a template."""
+        require_template(model)
+        self._model = model
+        self._sampling = sampling
+        self._thinking = thinking
+        self._max_tokens = max_tokens
+        self._opening: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+        self._session = model.session()
+        self.messages: list[Message] = list(self._opening)
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = list(self._opening)
+        self._session.reset()
+
+    def answer(self, text: str) -> Generator[Part, None, None]:
+        """Say `text` and yield the answer's parts as they come; close the iterator to stop it.
+
+        After an error, such as a context that is full, the conversation is as it was before.
+        """
+        self.messages.append({"role": "user", "content": text})
+        spoken: list[Part] = []
+        try:
+            with closing(self._generate()) as parts:
+                for part in parts:
+                    spoken.append(part)
+                    yield part
+        except SharpiError:
+            spoken.clear()
+            raise
+        finally:
+            self._keep(spoken)
+
+    def _generate(self) -> Generator[Part, None, None]:
+        prompt = render_prompt(self._model, self.messages, thinking=self._thinking)
+        tokens = self._model.tokenize(prompt, add_special=False, parse_special=True)
+        limit = max(self._model.context - len(tokens), 1) if self._max_tokens < 0 else self._max_tokens
+        splitter = ThinkingSplitter(prompt_opens_thinking(prompt))
+        with closing(self._session.generate(tokens, max_tokens=limit, **self._sampling)) as generated:
+            for token in generated:
+                yield from splitter.push(token.text)
+        yield from splitter.flush()
+
+    def _keep(self, spoken: list[Part]) -> None:
+        """Turns what was said into the assistant's message; templates want none, or one that says something."""
+        if not spoken:
+            self.messages.pop()
+            return
+        answer, thinking = ("".join(text for kind, text in spoken if kind == wanted).strip()
+                            for wanted in ("answer", "thinking"))
+        message = {"role": "assistant", "content": answer}
+        if thinking:
+            message["reasoning_content"] = thinking  # where the templates that show old reasoning look for it
+        self.messages.append(message)
+
+
+def require_template(model: Model) -> None:
+    """Raises `InvalidRequestError` for a model that holds no chat template."""
+    if model.chat_template is None:
+        raise InvalidRequestError(
+            f"{model.file.name} has no chat template, so it cannot chat; `sharpi run` continues a text")
+
+
+def render_prompt(model: Model, messages: list[Message], *, thinking: bool) -> str:
+    """`messages` as the model's template words them, up to where its answer begins.
+
+    `thinking` false asks the template to leave reasoning out; true leaves the choice to the template.
+    """
+    require_template(model)
+    return model.chat_template.render(messages, enable_thinking=None if thinking else False)

@@ -1,0 +1,149 @@
+"""``sharpi inspect``: what a GGUF file holds. Reads its header only, so it is quick for any size.
+
+It also opens files that Sharpi cannot run, and says then why not: that is when one most wants to look inside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+
+import click
+
+from sharpi.cli.text import printable, size
+
+if TYPE_CHECKING:
+    from sharpi.gguf import GgufFile, TensorInfo
+
+_LONGEST_ARRAY = 8  # elements shown of an array, and characters × 10 of a string
+_LONGEST_STRING = 80
+
+
+@dataclass(frozen=True)
+class _TypeTotal:
+    """All tensors of one type, counted together."""
+
+    type: str
+    tensors: int
+    elements: int
+    bytes: int
+
+
+@click.command("inspect")
+@click.argument("model", required=False)
+@click.option("-m", "--model", "model_option", metavar="FILE", help="The same as MODEL.")
+@click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: metadata, tensors, sizes in bytes.")
+def inspect_command(model: str | None, model_option: str | None, with_tensors: bool, as_json: bool) -> None:
+    """Show the metadata and tensors of MODEL (default: the bundled one)."""
+    from sharpi.errors import SharpiError
+    from sharpi.model import BUNDLED_MODEL, describe
+    from sharpi.gguf import GgufFile
+
+    if model is not None and model_option is not None:
+        raise click.UsageError("give one model, not two", click.get_current_context())
+    path = model or model_option or BUNDLED_MODEL
+    file = GgufFile.open(path)
+    try:
+        describe(path)
+        obstacle = None
+    except SharpiError as error:
+        obstacle = str(error)
+    if as_json:
+        click.echo(json.dumps(_as_json(file, obstacle), indent=2, ensure_ascii=False))
+    else:
+        click.echo(_as_text(file, obstacle, with_tensors))
+
+
+def _type_totals(tensors: Sequence[TensorInfo]) -> list[_TypeTotal]:
+    """Sizes by tensor type, the largest first."""
+    counts: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        counts[tensor.type_name] += 1
+        elements[tensor.type_name] += math.prod(tensor.shape)
+        sizes[tensor.type_name] += tensor.nbytes
+    return [_TypeTotal(name, counts[name], elements[name], total) for name, total in sizes.most_common()]
+
+
+def _as_text(file: GgufFile, obstacle: str | None, with_tensors: bool) -> str:
+    totals = _type_totals(file.tensors)
+    parameters = sum(total.elements for total in totals)
+    lines = [
+        printable(file.name),
+        f"  file           {printable(', '.join(map(str, file.paths)))}",
+        f"  format         GGUF version {file.version}",
+        f"  architecture   {printable(file.architecture)}",
+        f"  parameters     {parameters:,}",
+        f"  tensors        {len(file.tensors)}, {size(file.total_bytes)}",
+        f"  runs here      {'yes' if obstacle is None else 'no: ' + printable(obstacle)}",
+        "",
+        "metadata",
+        *(f"  {printable(key)} = {_value_text(value)}" for key, value in file.metadata.items()),
+        "",
+        "size by type",
+        f"  {'type':<10}{'tensors':>8}{'elements':>18}{'size':>12}{'bits each':>11}",
+        *(f"  {t.type:<10}{t.tensors:>8}{t.elements:>18,}{size(t.bytes):>12}{8 * t.bytes / t.elements:>11.2f}"
+          for t in totals),
+    ]
+    if with_tensors:
+        width = max((len(printable(tensor.name)) for tensor in file.tensors), default=0)
+        lines += ["", "tensors", *(_tensor_text(tensor, width) for tensor in file.tensors)]
+    return "\n".join(lines)
+
+
+def _tensor_text(tensor: TensorInfo, width: int) -> str:
+    shape = " × ".join(map(str, tensor.shape))
+    return f"  {printable(tensor.name):<{width}}  {tensor.type_name:<8}{size(tensor.nbytes):>12}   {shape}"
+
+
+def _value_text(value: Any) -> str:
+    """A metadata value on one line, long strings and arrays cut short and counted."""
+    if isinstance(value, str):
+        shown = printable(value[:_LONGEST_STRING])
+        return shown if len(value) <= _LONGEST_STRING else f"{shown}… ({len(value):,} characters)"
+    if isinstance(value, (bool, int, float)):
+        return str(value)
+    shown = ", ".join(_value_text(_plain(item)) for item in value[:_LONGEST_ARRAY])
+    return f"[{shown}]" if len(value) <= _LONGEST_ARRAY else f"[{shown}, …] ({len(value):,} elements)"
+
+
+def _plain(value: Any) -> Any:
+    """A metadata value as JSON knows it: numpy's numbers and arrays become Python's."""
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    return [_plain(item) for item in value]
+
+
+def _as_json(file: GgufFile, obstacle: str | None) -> dict[str, Any]:
+    totals = _type_totals(file.tensors)
+    return {
+        "name": file.name,
+        "files": [str(path) for path in file.paths],
+        "version": file.version,
+        "architecture": file.architecture,
+        "parameters": sum(total.elements for total in totals),
+        "bytes": file.total_bytes,
+        "runs": obstacle is None,
+        "obstacle": obstacle,
+        "metadata": {key: _json_value(value) for key, value in file.metadata.items()},
+        "types": [vars(total) for total in totals],
+        "tensors": [{"name": tensor.name, "type": tensor.type_name, "shape": list(tensor.shape),
+                     "bytes": tensor.nbytes} for tensor in file.tensors],
+    }
+
+
+def _json_value(value: Any) -> Any:
+    """A metadata value for JSON; of a long array its length and first elements."""
+    if isinstance(value, (bool, int, float, str)) or len(value) <= _LONGEST_ARRAY:
+        return _plain(value)
+    return {"length": len(value), "first": _plain(value[:_LONGEST_ARRAY])}

@@ -1,0 +1,172 @@
+"""The switches several commands share, and what they become.
+
+Each group of switches is one dataclass; its decorator adds the switches to a command and hands the command
+that dataclass, so that a new switch is written once. Names and letters follow llama.cpp's habits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+
+import click
+
+from sharpi.planner import KV_DTYPES
+
+if TYPE_CHECKING:
+    from sharpi.model import Model
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model to open and how; `None` leaves the choice to `Model.load`."""
+
+    model: str | None
+    context: int | None
+    threads: int | None
+    device: str
+    kv_dtype: str | None
+
+    def load(self, *, context: int | None = None) -> Model:
+        """Opens the model, with a progress bar when standard error is a terminal.
+
+        `context` stands in where the person set none.
+        """
+        from sharpi.model import Model  # late: `sharpi --help` should not wait for numpy and the core
+
+        with _loading_bar() as progress:
+            return Model.load(
+                self.model,
+                device=self.device,
+                context=self.context if self.context is not None else context,
+                kv_dtype=self.kv_dtype,
+                threads=self.threads,
+                progress=progress,
+            )
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen; the fields are `Model.generate`'s arguments of the same names."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float] | None
+    seed: int | None
+    stop: tuple[str, ...]
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments for `generate`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+class _LogitBias(click.ParamType):
+    """`ID=VALUE`: a token id and what is added to its logit; `-inf` forbids the token."""
+
+    name = "ID=VALUE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        if isinstance(value, tuple):
+            return value
+        token, _, amount = str(value).partition("=")
+        try:
+            bias = (int(token), float(amount))
+        except ValueError:
+            self.fail(f"{value!r} is not ID=VALUE, as in 15=-2.5", param, ctx)
+        if math.isnan(bias[1]):
+            self.fail(f"{value!r}: the value is not a number", param, ctx)
+        return bias
+
+
+def model_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `-m`, for commands that describe a file without running it."""
+    return click.option("-m", "--model", metavar="FILE",
+                        help="GGUF file (any part of a split one).  [default: the bundled model]")(function)
+
+
+def kv_dtype_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--kv-dtype`."""
+    return click.option("--kv-dtype", type=click.Choice(KV_DTYPES), envvar="SHARPI_KV_DTYPE",
+                        help="Element type of the KV cache; SHARPI_KV_DTYPE sets it too.")(function)
+
+
+def context_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `-c`."""
+    return click.option("-c", "--context", "--ctx-size", "context", type=click.IntRange(min=1), metavar="N",
+                        help="Context length in tokens: prompt and answer together.")(function)
+
+
+def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the switches of `ModelOptions`; the command receives `options: ModelOptions`."""
+    switches = [
+        model_option,
+        context_option,
+        click.option("-t", "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads."),
+        click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
+                     help="Where to run."),
+        kv_dtype_option,
+    ]
+    return _gather(function, "options", ModelOptions, switches)
+
+
+def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the switches of `SamplingOptions`; the command receives `sampling: SamplingOptions`."""
+    option = functools.partial(click.option, show_default=True)
+    switches = [
+        option("--temp", "--temperature", "temperature", type=click.FloatRange(min=0), default=0.8,
+               help="Temperature; 0 always takes the likeliest token."),
+        option("--top-k", type=click.IntRange(min=0), default=40, help="Keep the N likeliest tokens; 0 keeps all."),
+        option("--top-p", type=click.FloatRange(0, 1), default=0.95, help="Keep this much probability; 1 keeps all."),
+        option("--min-p", type=click.FloatRange(0, 1), default=0.05,
+               help="Drop tokens below this share of the likeliest one's probability."),
+        option("--repeat-penalty", "repetition_penalty", type=click.FloatRange(min=0, min_open=True), default=1.0,
+               help="Divide the logits of tokens already seen; 1 is off."),
+        option("--presence-penalty", type=float, default=0.0, help="Subtract this from tokens already seen."),
+        option("--frequency-penalty", type=float, default=0.0,
+               help="Subtract this for every time a token was seen."),
+        option("--logit-bias", type=_LogitBias(), multiple=True, callback=lambda _c, _p, pairs: dict(pairs) or None,
+               help="Add VALUE to the logit of token ID (repeatable)."),
+        option("-s", "--seed", type=click.IntRange(min=0),
+               help="Same seed, same text.  [default: a new one each time]"),
+        option("--stop", multiple=True, metavar="TEXT", help="End before this text appears (repeatable)."),
+    ]
+    return _gather(function, "sampling", SamplingOptions, switches)
+
+
+def _gather(function: Callable[..., Any], name: str, dataclass_type: type, switches: list[Any]) -> Callable[..., Any]:
+    """Adds `switches` to a command and hands it what they say as one `dataclass_type` named `name`."""
+
+    @functools.wraps(function)
+    def command(**given: Any) -> Any:
+        values = {field.name: given.pop(field.name) for field in fields(dataclass_type)}
+        return function(**given, **{name: dataclass_type(**values)})
+
+    wrapped: Callable[..., Any] = command
+    for switch in reversed(switches):
+        wrapped = switch(wrapped)
+    return wrapped
+
+
+@contextmanager
+def _loading_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """A progress callback that draws on standard error and cleans up after itself, or None off a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,81 @@
+"""``sharpi run``: continue a text, or answer one message, and leave.
+
+Standard output carries the text and nothing else, so that it can be piped; what it cost goes to standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from sharpi.cli.conversation import render_prompt
+from sharpi.cli.options import ModelOptions, SamplingOptions, model_options, sampling_options
+from sharpi.cli.text import closing_line
+
+if TYPE_CHECKING:
+    from sharpi.model import Model
+
+
+@click.command("run")
+@model_options
+@click.option("-p", "--prompt", metavar="TEXT", help="The text to continue; - reads standard input.")
+@click.option("-f", "--file", metavar="FILE", help="Read the prompt from a file; - reads standard input.")
+@click.option("-n", "--max-tokens", "--predict", "max_tokens", type=click.IntRange(min=-1), default=256,
+              show_default=True, metavar="N",
+              help="Tokens to generate; -1 goes on until the model or the context ends.")
+@sampling_options
+@click.option("--chat", "as_chat", is_flag=True,
+              help="Wrap the prompt in the model's chat template, as one message; implies --no-echo.")
+@click.option("--echo/--no-echo", default=True, help="Print the prompt before its continuation.  [default: echo]")
+@click.option("--stats/--no-stats", default=True,
+              help="Close with a line of tokens/s on standard error.  [default: stats]")
+def run_command(options: ModelOptions, sampling: SamplingOptions, prompt: str | None, file: str | None,
+                max_tokens: int, as_chat: bool, echo: bool, stats: bool) -> None:
+    """Continue a text."""
+    text = _read_prompt(prompt, file)
+    with options.load() as model:
+        tokens = _chat_tokens(model, text) if as_chat else model.tokenize(text)
+        if echo and not as_chat:
+            _write(text)
+        room = max(model.context - len(tokens), 1)  # a prompt too long is generate's to refuse
+        limit = room if max_tokens < 0 else max_tokens
+        written = 0
+        for token in model.generate(tokens, max_tokens=limit, **sampling.arguments()):
+            written += 1
+            _write(token.text)
+        if sys.stdout.isatty():
+            _write("\n")
+        if written >= room and max_tokens > room:
+            click.echo(f"sharpi: stopped: the context of {model.context} tokens is full (-c sets it)", err=True)
+        if stats:
+            click.echo(closing_line(model.stats()), err=True)
+
+
+def _read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt's text; one newline at the end of a file belongs to the file, not to the prompt."""
+    if (prompt is None) == (file is None):
+        raise click.UsageError("give one prompt: -p TEXT, -f FILE, or -p - to read standard input",
+                               click.get_current_context())
+    if prompt is not None and prompt != "-":
+        return prompt
+    try:
+        data = sys.stdin.buffer.read() if file in (None, "-") else Path(file).read_bytes()
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except OSError as error:
+        raise click.ClickException(f"{file}: cannot read the prompt: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        name = "standard input" if file in (None, "-") else file
+        raise click.ClickException(f"{name}: the prompt is not UTF-8 (byte {error.start})") from error
+
+
+def _chat_tokens(model: Model, text: str) -> list[int]:
+    prompt = render_prompt(model, [{"role": "user", "content": text}], thinking=True)
+    return model.tokenize(prompt, add_special=False, parse_special=True)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,40 @@
+"""How the commands word what they print: sizes, speeds, and text that came out of a file."""
+
+from __future__ import annotations
+
+from typing import Any
+from collections.abc import Mapping
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(count: int) -> str:
+    """A number of bytes for people: `17 B`, `4.2 KiB`, `1.50 GiB`."""
+    if count < 1024:
+        return f"{count} B"
+    value = float(count)
+    unit = 0
+    # 1023.95 and up would round to "1024.0" of the unit; the next one says it better.
+    while value >= 1023.95 and unit + 1 < len(_UNITS):
+        value /= 1024
+        unit += 1
+    return f"{value:.2f} {_UNITS[unit]}" if unit >= 3 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def speed(tokens_per_second: float) -> str:
+    """Tokens a second, with as many digits as mean something."""
+    return f"{tokens_per_second:.1f}" if tokens_per_second < 1000 else f"{tokens_per_second:,.0f}"
+
+
+def closing_line(stats: Mapping[str, Any]) -> str:
+    """What a generation cost, from `Model.stats()`."""
+    prompt = f"prompt {stats['prompt_tokens']} tokens, {speed(stats['prompt_tokens_per_second'])} tokens/s"
+    if stats.get("reused_tokens"):
+        prompt += f" ({stats['reused_tokens']} more kept from before)"
+    generated = f"generated {stats['generated_tokens']} tokens, {speed(stats['generation_tokens_per_second'])} tokens/s"
+    return f"{prompt}; {generated}"
+
+
+def printable(text: str) -> str:
+    """Text from a file with control characters spelled out: a file must not be able to drive the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -1,0 +1,46 @@
+"""The exceptions Sharpi raises: one base class, and one class per thing a caller can do about it."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = [
+    "InternalError",
+    "InvalidRequestError",
+    "ModelFileError",
+    "OutOfMemoryError",
+    "SharpiError",
+]
+
+
+class SharpiError(Exception):
+    """Base of every error that Sharpi raises on purpose."""
+
+
+class ModelFileError(SharpiError):
+    """A model file is missing, damaged, or holds something Sharpi cannot run.
+
+    The message is one line: the file, what is wrong with it and where, and what to do if that helps.
+    """
+
+    @classmethod
+    def about(cls, path: str | os.PathLike[str], what: str) -> ModelFileError:
+        """The error "PATH: WHAT", on one line whatever characters a damaged file or an odd path brings along."""
+        shown = os.fspath(path)
+        if not shown.isprintable():
+            shown = repr(shown)
+        if not what.isprintable():
+            what = "".join(c if c.isprintable() else repr(c)[1:-1] for c in what)
+        return cls(f"{shown}: {what}")
+
+
+class InvalidRequestError(SharpiError, ValueError):
+    """The caller asked for something that cannot be done: an empty prompt, one longer than the context, …"""
+
+
+class OutOfMemoryError(SharpiError, MemoryError):
+    """Device or host memory does not suffice for what was asked."""
+
+
+class InternalError(SharpiError):
+    """A promise Sharpi makes to itself was broken: always a bug worth reporting."""

@@ -1,0 +1,216 @@
+"""Chat templates render what their model was trained on and can do nothing but render.
+
+Two small templates are written here; a folder of real ones (SHARPI_SHARED, or "shared" beside
+the repository) is used where it is at hand.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jinja2")
+
+from sharpi.chat import ChatTemplate, ThinkingSplitter, prompt_opens_thinking  # noqa: E402
+from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError  # noqa: E402
+
+SHARED = Path(os.environ.get("SHARPI_SHARED") or Path(__file__).parents[3] / "shared")
+REAL_TEMPLATES = sorted((SHARED / "templates").glob("*.jinja"))
+CONVERSATION = [
+    {"role": "user", "content": "Where is the <é> harbour?"},
+    {"role": "assistant", "content": "Down the hill."},
+    {"role": "user", "content": "And the\nlighthouse?"},
+]
+
+MARKED = """\
+{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('no role\\n' + message.role) }}
+    {%- endif %}
+[{{ message['role'] }}]{{ message.content | trim }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}
+[assistant]
+    {%- if enable_thinking is defined and not enable_thinking %}
+{{ '<think></think>' }}
+    {%- elif enable_thinking is defined %}
+{{ '<think>\\n' }}
+    {%- endif %}
+{% endif %}
+"""
+
+
+def render(source: str, **options: object) -> str:
+    return ChatTemplate(source, "<s>", "</s>").render(CONVERSATION, **options)  # type: ignore[arg-type]
+
+
+def test_a_conversation_is_rendered_to_the_letter() -> None:
+    # Block tags swallow their line's indentation and newline, as templates expect.
+    assert render(MARKED) == (
+        "<s>[user]Where is the <é> harbour?</s>\n[assistant]Down the hill.</s>\n"
+        "[user]And the\nlighthouse?</s>\n[assistant]")
+    assert render(MARKED, add_generation_prompt=False).endswith("lighthouse?</s>\n")
+
+
+def test_the_thinking_switch_reaches_the_template_only_when_set() -> None:
+    closed, opened, unset = (render(MARKED, enable_thinking=value) for value in (False, True, None))
+    assert closed.endswith("[assistant]<think></think>")
+    assert opened.endswith("[assistant]<think>\n")
+    assert unset.endswith("[assistant]")
+    assert [prompt_opens_thinking(prompt) for prompt in (closed, opened, unset)] == [False, True, False]
+
+
+def test_a_marker_in_what_the_user_wrote_opens_nothing() -> None:
+    prompt = ChatTemplate(MARKED, "", "").render([{"role": "user", "content": "say <think>"}])
+    assert "<think>" in prompt and not prompt_opens_thinking(prompt)
+
+
+def test_the_helpers_templates_rely_on() -> None:
+    assert render("{{ {'b': '<é>', 'a': [1, none]} | tojson }}") == '{"b": "<é>", "a": [1, null]}'
+    assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
+    assert render("{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}") == "user"
+    assert render("{% generation %}{{ messages[1].content }}{% endgeneration %}!") == "Down the hill.!"
+    assert render("{{ tools | length }}{{ effort }}", tools=[{}], effort="low") == "1low"
+    years = {str(datetime.datetime.now().year)}
+    rendered = render("{{ strftime_now('%Y') }}")
+    assert rendered in years | {str(datetime.datetime.now().year)}
+
+
+def test_messages_are_left_as_they_were() -> None:
+    before = [dict(message) for message in CONVERSATION]
+    render("{% set messages = messages[1:] %}{{ messages | length }}")
+    for attempt in ("{{ messages.clear() }}", "{{ messages[0].update({'role': 'x'}) }}"):
+        with pytest.raises(SharpiError):
+            render(attempt)
+    assert before == CONVERSATION
+
+
+def test_a_refusal_is_one_line() -> None:
+    with pytest.raises(InvalidRequestError, match="no role wizard") as caught:
+        ChatTemplate(MARKED, "", "").render([{"role": "wizard", "content": ""}])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", [
+    "{{ messages[0]['content'] + 5 }}", "{{ nothing.at.all }}", "{{ messages[99].role }}",
+    "{{ 1 // 0 }}", "{% include 'other' %}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+])
+def test_a_template_that_fails_is_an_error_of_ours(source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="chat template") as caught:
+        render(source)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{ 'open }}", "{% if x %}", "{{ x | no_such_filter }}", "{% new %}"])
+def test_a_template_that_does_not_parse_is_a_broken_file(source: str) -> None:
+    with pytest.raises(ModelFileError, match="does not parse: line 1") as caught:
+        ChatTemplate(source, "", "")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("escape", [
+    "''.__class__.__mro__[1].__subclasses__()",
+    "cycler.__init__.__globals__.os.mkdir(PATH)",
+    "raise_exception.__globals__['__builtins__']['open'](PATH, 'w')",
+    "strftime_now.__globals__['json'].__loader__",
+    "self.__init__.__globals__.__builtins__.open(PATH, 'w')",
+    "('' | attr('__class__')) | string",
+    "'{0.__class__.__mro__}'.format(messages)",
+    "messages.__class__.__base__",
+    "namespace.__init__.__globals__['sys']",
+    "range(10 ** 9) | list",
+])
+def test_a_template_cannot_leave_its_sandbox(escape: str, tmp_path: Path) -> None:
+    target = tmp_path / "made-by-the-template"
+    source = "{{ " + escape.replace("PATH", repr(str(target))) + " }}"
+    try:
+        rendered = render(source)
+    except SharpiError:
+        rendered = ""
+    assert not target.exists()
+    assert not re.search("class|object|module|built", rendered)
+
+
+# --- thinking ---------------------------------------------------------------------------------
+
+
+def split(pieces: list[str], thinking: bool = False) -> list[tuple[str, str]]:
+    """The splitter's parts, neighbours of one kind joined."""
+    splitter = ThinkingSplitter(thinking)
+    joined: list[tuple[str, str]] = []
+    for kind, text in [part for piece in pieces for part in splitter.push(piece)] + splitter.flush():
+        assert text
+        if joined and joined[-1][0] == kind:
+            joined[-1] = (kind, joined[-1][1] + text)
+        else:
+            joined.append((kind, text))
+    return joined
+
+
+@pytest.mark.parametrize(("text", "thinking", "expected"), [
+    ("plain <b>answer</b>", False, [("answer", "plain <b>answer</b>")]),
+    ("<think>hm\n</think>\n\nyes", False, [("thinking", "hm\n"), ("answer", "\n\nyes")]),
+    ("hm</think>yes", True, [("thinking", "hm"), ("answer", "yes")]),
+    ("<think></think>yes", False, [("answer", "yes")]),
+    ("a<think>b</think>c<think>d", False, [("answer", "a"), ("thinking", "b"), ("answer", "c"), ("thinking", "d")]),
+    ("1 <thin 2 <<think>x<y</thi</think>z<", False,
+     [("answer", "1 <thin 2 <"), ("thinking", "x<y</thi"), ("answer", "z<")]),
+    ("</think>", False, [("answer", "</think>")]),
+    ("never closed </thin", True, [("thinking", "never closed </thin")]),
+])
+def test_thinking_is_told_from_the_answer_however_it_is_cut(
+        text: str, thinking: bool, expected: list[tuple[str, str]]) -> None:
+    rng = random.Random(text)
+    assert split([text], thinking) == expected
+    assert split(list(text), thinking) == expected
+    for _ in range(50):
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 6)))
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+        assert split(pieces, thinking) == expected
+
+
+def test_text_is_held_back_no_longer_than_needed() -> None:
+    splitter = ThinkingSplitter()
+    assert splitter.push("a <") == [("answer", "a ")]
+    assert splitter.push("thi") == []
+    assert splitter.push("s") == [("answer", "<this")]
+    assert splitter.push("<think>b</") == [("thinking", "b")]
+    assert splitter.flush() == [("thinking", "</")]
+    assert splitter.flush() == []
+
+
+# --- real templates ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", REAL_TEMPLATES, ids=lambda path: path.stem)
+def test_real_templates_render_a_conversation(path: Path) -> None:
+    template = ChatTemplate(path.read_text(encoding="utf-8"), "<BOS>", "<EOS>")
+    rendered = template.render(CONVERSATION)
+    places = [rendered.index(message["content"]) for message in CONVERSATION]
+    assert places == sorted(places)
+    shorter = template.render(CONVERSATION, add_generation_prompt=False)
+    # Mistral's templates open the answer by closing the question, with or without being asked.
+    assert rendered.startswith(shorter) and (len(shorter) < len(rendered) or "[/INST]" in rendered)
+    for switch in (True, False):
+        assert CONVERSATION[2]["content"] in template.render(CONVERSATION, enable_thinking=switch)
+
+
+@pytest.mark.parametrize(("name", "opens"), [
+    ("Qwen-Qwen3-0.6B", (False, False)), ("Qwen3.5-4B", (True, False)),
+    ("HuggingFaceTB-SmolLM3-3B", (False, False)), ("deepseek-ai-DeepSeek-V3.1", (True, False)),
+])
+def test_real_templates_take_the_thinking_switch(name: str, opens: tuple[bool, bool]) -> None:
+    path = SHARED / "templates" / f"{name}.jinja"
+    if not path.exists():
+        pytest.skip("no folder of real templates")
+    template = ChatTemplate(path.read_text(encoding="utf-8"), "<BOS>", "<EOS>")
+    on, off = (template.render(CONVERSATION, enable_thinking=switch) for switch in (True, False))
+    assert on != off
+    assert off.rstrip().endswith("</think>")
+    assert (prompt_opens_thinking(on), prompt_opens_thinking(off)) == opens

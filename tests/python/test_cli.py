@@ -1,0 +1,401 @@
+"""The commands: what they print where, their exit codes, and how they end when something goes wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+from gguf import GGUFWriter
+
+from fake_model import FakeModel, Script, cli_runner, install
+from sharpi.cli import main
+from sharpi.cli.text import closing_line, printable, size
+from sharpi.errors import InvalidRequestError, ModelFileError, OutOfMemoryError
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Script:
+    monkeypatch.delenv("SHARPI_KV_DTYPE", raising=False)
+    return install(monkeypatch)
+
+
+def sharpi(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    return cli_runner().invoke(main, arguments, input=stdin, catch_exceptions=False, prog_name="sharpi")
+
+
+def run_real(*arguments: str, **options) -> subprocess.Popen:
+    """The command as a program of its own, for what only a program can show: signals and pipes."""
+    program = "from sharpi.cli import main; main(prog_name='sharpi')"
+    return subprocess.Popen([sys.executable, "-c", program, *arguments], text=True, encoding="utf-8",
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+# --- the group ---------------------------------------------------------------------------------------------------
+
+
+def test_alone_it_shows_help() -> None:
+    result = sharpi()
+    assert result.exit_code == 0
+    assert all(name in result.stdout for name in ("run", "chat", "inspect", "plan", "bench", "--version"))
+
+
+def test_version() -> None:
+    result = sharpi("--version")
+    assert result.exit_code == 0 and re.fullmatch(r"sharpi \S.*\n", result.stdout)
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "inspect", "plan", "bench"])
+def test_every_command_has_help(command: str) -> None:
+    result = sharpi(command, "--help")
+    assert result.exit_code == 0 and result.stdout.startswith(f"Usage: sharpi {command}")
+
+
+@pytest.mark.parametrize("error", [
+    ModelFileError.about("x.gguf", "the file is truncated"),
+    InvalidRequestError("the prompt is empty"),
+    OutOfMemoryError("4.0 GiB more are needed"),
+])
+def test_an_error_is_one_line_and_code_2(script: Script, error: Exception) -> None:
+    def fail(_arguments: dict) -> None:
+        raise error
+
+    script.on_load = fail
+    result = sharpi("run", "-p", "Once")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr == f"sharpi: error: {error}\n"
+
+
+def test_an_error_of_several_lines_is_put_on_one(script: Script) -> None:
+    def fail(_arguments: dict) -> None:
+        raise ModelFileError("first\nsecond  word")
+
+    script.on_load = fail
+    assert sharpi("run", "-p", "Once").stderr == "sharpi: error: first second  word\n"
+
+
+def test_running_out_of_memory_is_said(script: Script) -> None:
+    def fail(_arguments: dict) -> None:
+        raise MemoryError
+
+    script.on_load = fail
+    result = sharpi("run", "-p", "Once")
+    assert result.exit_code == 2 and result.stderr.startswith("sharpi: error: out of memory")
+
+
+@pytest.mark.parametrize("arguments", [
+    ["nonsense"], ["--nonsense"], ["run", "--nonsense"], ["run"], ["run", "-p", "a", "-f", "b"],
+    ["run", "-p", "a", "-n", "-2"], ["run", "-p", "a", "--temp", "-1"], ["run", "-p", "a", "--top-p", "1.5"],
+    ["run", "-p", "a", "-t", "0"], ["run", "-p", "a", "--device", "tpu"], ["run", "-p", "a", "--kv-dtype", "int3"],
+    ["run", "-p", "a", "--logit-bias", "5"], ["run", "-p", "a", "--logit-bias", "x=1"],
+    ["run", "-p", "a", "--logit-bias", "5=nan"], ["bench", "--repeat", "0"], ["inspect", "a", "-m", "b"],
+])
+def test_wrong_use_is_one_line_and_code_2(script: Script, arguments: list[str]) -> None:
+    result = sharpi(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert re.fullmatch(r"sharpi: error: .*--help\)\n", result.stderr)
+    assert script.loads == []
+
+
+# --- run ---------------------------------------------------------------------------------------------------------
+
+
+def test_run_prints_text_on_stdout_and_speed_on_stderr(script: Script) -> None:
+    result = sharpi("run", "-p", "Once upon a time")
+    assert result.exit_code == 0
+    assert result.stdout == "Once upon a time there was a fox."
+    assert result.stderr == "prompt 16 tokens, 1,234 tokens/s; generated 17 tokens, 67.9 tokens/s\n"
+
+
+def test_run_without_echo_and_stats(script: Script) -> None:
+    result = sharpi("run", "-p", "Once upon a time", "--no-echo", "--no-stats")
+    assert (result.stdout, result.stderr) == (" there was a fox.", "")
+
+
+def test_run_hands_its_switches_on(script: Script) -> None:
+    sharpi("run", "-m", "a.gguf", "-c", "77", "-t", "2", "--device", "cpu", "--kv-dtype", "fp16", "-p", "Once",
+           "-n", "5", "--temp", "0.5", "--top-k", "3", "--top-p", "0.7", "--min-p", "0.1", "--repeat-penalty", "1.5",
+           "--presence-penalty", "0.25", "--frequency-penalty", "-0.5", "--logit-bias", "7=-inf",
+           "--logit-bias", "8=2", "--seed", "11", "--stop", "fox", "--stop", "hen")
+    (load,) = script.loads
+    assert {k: load[k] for k in ("path", "context", "threads", "device", "kv_dtype")} == {
+        "path": "a.gguf", "context": 77, "threads": 2, "device": "cpu", "kv_dtype": "fp16"}
+    assert load.get("progress") is None  # standard error is no terminal here
+    assert script.requests == [{
+        "max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.5,
+        "presence_penalty": 0.25, "frequency_penalty": -0.5, "logit_bias": {7: float("-inf"), 8: 2.0}, "seed": 11,
+        "stop": ("fox", "hen")}]
+
+
+def test_the_environment_chooses_the_kv_type(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARPI_KV_DTYPE", "fp16")
+    sharpi("run", "-p", "Once")
+    assert script.loads[0]["kv_dtype"] == "fp16"
+
+
+def test_run_without_limit_fills_the_context(script: Script) -> None:
+    script.context = 20
+    result = sharpi("run", "-p", "Once", "-n", "-1")
+    assert script.requests[0]["max_tokens"] == 16
+    assert result.stdout == "Once there was a fox"
+
+
+def test_run_says_when_the_context_ended_it(script: Script) -> None:
+    script.context = 10
+    script.answer = "x" * 6  # what a model gives when only six tokens fit
+    result = sharpi("run", "-p", "Once", "-n", "100")
+    assert "context of 10 tokens is full" in result.stderr
+    script.context = 1000
+    assert "full" not in sharpi("run", "-p", "Once", "-n", "100").stderr
+
+
+@pytest.mark.parametrize("arguments", [["-p", "-"], ["-f", "-"]])
+@pytest.mark.parametrize("text, prompt", [("Öne\n", "Öne"), ("a\n\n", "a\n"), ("a\r\n", "a"), ("a", "a")])
+def test_run_reads_standard_input(script: Script, arguments: list[str], text: str, prompt: str) -> None:
+    assert sharpi("run", *arguments, stdin=text.encode()).exit_code == 0
+    assert script.prompts == [prompt]
+
+
+def test_run_reads_a_file(script: Script, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("Zwölf Hühner\n".encode())
+    assert sharpi("run", "-f", str(file)).stdout == "Zwölf Hühner there was a fox."
+
+
+@pytest.mark.parametrize("content", [None, b"caf\xe9"])
+def test_an_unreadable_prompt_is_said(script: Script, tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "prompt.txt"
+    if content is not None:
+        file.write_bytes(content)
+    result = sharpi("run", "-f", str(file))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"sharpi: error: {file}: ") and result.stderr.count("\n") == 1
+
+
+def test_run_chat_uses_the_template_and_shows_the_answer_alone(script: Script) -> None:
+    result = sharpi("run", "--chat", "-p", "Hello")
+    assert script.prompts == ["<user>Hello\n<assistant>"]
+    assert result.stdout == " there was a fox."
+
+
+def test_run_chat_without_template_is_an_error(script: Script) -> None:
+    script.template = None
+    result = sharpi("run", "--chat", "-p", "Hello")
+    assert result.exit_code == 2 and "no chat template" in result.stderr
+
+
+def test_ctrl_c_ends_quietly_with_the_text_so_far(script: Script) -> None:
+    def interrupt(index: int) -> None:
+        if index == 6:
+            raise KeyboardInterrupt
+
+    script.on_token = interrupt
+    result = sharpi("run", "-p", "Once")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "Once there", "")
+    assert script.stopped == 1
+
+
+def test_text_the_terminal_cannot_show_does_not_end_it(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", narrow)
+    script.answer = " ein Fräulein"
+    with pytest.raises(SystemExit) as end:
+        main(["run", "-p", "Es war", "--no-stats"], prog_name="sharpi")
+    narrow.flush()
+    assert end.value.code == 0
+    assert narrow.buffer.getvalue() == b"Es war ein Fr?ulein"
+
+
+# --- the program itself, with the bundled model ---------------------------------------------------------------------
+
+
+def test_the_bundled_model_tells_a_story() -> None:
+    arguments = ("run", "-p", "Once upon a time", "-n", "40", "--seed", "1", "-t", "2")
+    results = []
+    for _ in range(2):
+        process = run_real(*arguments)
+        results.append((process.communicate(timeout=120), process.returncode))
+    (out, err), code = results[0]
+    assert code == 0
+    assert out.startswith("Once upon a time ") and len(out.split()) > 12
+    assert re.fullmatch(r"prompt \d+ tokens, [\d.,]+ tokens/s; generated 40 tokens, [\d.,]+ tokens/s\n", err)
+    assert results[1][0][0] == out, "same seed, same text"
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    process = run_real("run", "-p", "Once upon a time", "-n", "-1", "--logit-bias", "0=-inf", "-t", "2")
+    assert process.stdout.read(4) == "Once"
+    process.stdout.close()
+    error = process.stderr.read()
+    assert (process.wait(timeout=120), error) == (141, "")
+
+
+def test_a_real_ctrl_c_ends_quietly() -> None:
+    process = run_real("run", "-p", "Once upon a time", "-n", "-1", "--logit-bias", "0=-inf", "-t", "2")
+    start = process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    rest, error = process.communicate(timeout=120)
+    assert start.startswith("Once upon a time")
+    assert (process.returncode, error) == (130, "")
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "notes.gguf"
+    file.write_text("not a model at all, just some words in a file")
+    for command in (["run", "-p", "x", "-m"], ["chat", "-m"], ["plan", "-m"], ["inspect"], ["bench", "-m"]):
+        result = sharpi(*command, str(file))
+        assert result.exit_code == 2, command
+        assert result.stderr.startswith(f"sharpi: error: {file}: ") and result.stderr.count("\n") == 1
+        assert result.stdout == ""
+
+
+@pytest.mark.parametrize("arguments, word", [
+    (["-p", ""], "empty"),
+    (["-p", "word " * 5000], "context"),
+    (["-p", "x", "-c", "100000000"], "context"),
+])
+def test_impossible_requests_are_said(arguments: list[str], word: str) -> None:
+    result = sharpi("run", "-t", "2", *arguments)
+    assert result.exit_code == 2
+    assert word in result.stderr and result.stderr.count("\n") == 1
+
+
+# --- inspect ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def odd_file(tmp_path: Path) -> Path:
+    """A sound GGUF file of an architecture that nobody has, with text that would like to drive the terminal."""
+    path = tmp_path / "odd.gguf"
+    writer = GGUFWriter(path, "spiral")
+    writer.add_name("odd \x1b[31m one")
+    writer.add_string("spiral.motto", "round " * 40)
+    writer.add_float32("spiral.eps", float("nan"))
+    writer.add_bool("spiral.turns", True)
+    writer.add_array("spiral.numbers", list(range(100)))
+    writer.add_array("tokenizer.ggml.tokens", ["a\n", "b", "c"])
+    writer.add_tensor("first.weight", np.ones((4, 256), dtype=np.float32))
+    writer.add_tensor("second.weight", np.ones((2, 64), dtype=np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_inspect_shows_a_file_that_cannot_run(odd_file: Path) -> None:
+    result = sharpi("inspect", str(odd_file), "--tensors")
+    assert result.exit_code == 0
+    text = result.stdout
+    assert "\x1b" not in text and "odd \\x1b[31m one" in text
+    assert re.search(r"architecture +spiral\n", text)
+    assert re.search(r"runs here +no: .*spiral", text)
+    assert re.search(r"parameters +1,152\n", text)
+    assert "spiral.numbers = [0, 1, 2, 3, 4, 5, 6, 7, …] (100 elements)\n" in text
+    assert "(240 characters)\n" in text
+    assert "tokenizer.ggml.tokens = [a\\n, b, c]\n" in text
+    assert re.search(r"F32 +1 +1,024 +4\.0 KiB +32\.00\n", text)
+    assert re.search(r"second\.weight +F16 +256 B +64 × 2$", text, re.MULTILINE)
+
+
+def test_inspect_lists_tensors_only_when_asked(odd_file: Path) -> None:
+    assert "second.weight" not in sharpi("inspect", "-m", str(odd_file)).stdout
+
+
+def test_inspect_json(odd_file: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    report = json.loads(sharpi("inspect", "--json", str(odd_file)).stdout, parse_constant=refuse)
+    assert report["architecture"] == "spiral" and report["version"] == 3
+    assert report["parameters"] == 1152 and report["bytes"] == 4096 + 256
+    assert report["runs"] is False and "spiral" in report["obstacle"]
+    assert report["metadata"]["spiral.numbers"] == {"length": 100, "first": list(range(8))}
+    assert report["metadata"]["spiral.turns"] is True
+    assert report["types"][0] == {"type": "F32", "tensors": 1, "elements": 1024, "bytes": 4096}
+    assert report["tensors"][1] == {"name": "second.weight", "type": "F16", "shape": [64, 2], "bytes": 256}
+
+
+def test_inspect_knows_the_bundled_model() -> None:
+    report = json.loads(sharpi("inspect", "--json").stdout)
+    assert report["architecture"] == "qwen3moe" and report["runs"] is True and report["obstacle"] is None
+
+
+# --- bench --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def timed(script: Script, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Gives the fake its two timers, whose runs take 4 s, 1 s, 2 s, … in turn; returns the list of runs."""
+    runs: list[tuple[str, int]] = []
+
+    def seconds(kind: str, tokens: int) -> float:
+        runs.append((kind, tokens))
+        same = sum(1 for run in runs if run == (kind, tokens))
+        return [4.0, 1.0, 2.0, 8.0][(same - 1) % 4]
+
+    monkeypatch.setattr(FakeModel, "bench_prefill", lambda self, tokens: seconds("prefill", tokens), raising=False)
+    monkeypatch.setattr(FakeModel, "bench_decode", lambda self, depth, tokens: seconds("decode", tokens), raising=False)
+    return runs
+
+
+def test_bench_json_has_exactly_this_shape(timed: list[tuple[str, int]], script: Script) -> None:
+    report = json.loads(sharpi("bench", "--json", "--prefill", "32", "--decode", "16").stdout)
+    first = report.pop("first_token_seconds")
+    assert isinstance(first, float) and 0 < first < 60
+    assert report == {
+        "model": "fake", "threads": 3, "isa": "avx2", "load_seconds": 0.25,
+        "results": [
+            {"kind": "prefill", "tokens": 32, "tokens_per_second": {"median": 16.0, "min": 4.0, "max": 32.0}},
+            {"kind": "decode", "tokens": 16, "tokens_per_second": {"median": 8.0, "min": 2.0, "max": 16.0}},
+        ]}
+    assert timed.count(("prefill", 32)) == timed.count(("decode", 16)) == 4  # one to warm up, three timed
+    assert script.loads[0]["context"] == 32
+
+
+def test_bench_takes_several_sizes_and_none(timed: list[tuple[str, int]]) -> None:
+    result = sharpi("bench", "--prefill", "8", "--prefill", "24", "--decode", "0", "--repeat", "1")
+    assert result.exit_code == 0
+    assert [line.split()[:2] for line in result.stdout.splitlines()[2:]] == [["prefill", "8"], ["prefill", "24"]]
+    assert not any(kind == "decode" for kind, _ in timed)
+
+
+def test_bench_runs_the_bundled_model() -> None:
+    result = sharpi("bench", "--prefill", "16", "--decode", "4", "--repeat", "2", "--json", "-t", "2")
+    report = json.loads(result.stdout)
+    assert [entry["kind"] for entry in report["results"]] == ["prefill", "decode"]
+    for entry in report["results"]:
+        spread = entry["tokens_per_second"]
+        assert 0 < spread["min"] <= spread["median"] <= spread["max"]
+    assert report["first_token_seconds"] >= report["load_seconds"] > 0
+
+
+# --- wording ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count, text", [
+    (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1048575, "1.0 MiB"), (15 << 20, "15.0 MiB"),
+    (3 << 29, "1.50 GiB"), (5 << 40, "5.00 TiB"),
+])
+def test_size(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+def test_closing_line_tells_what_was_kept() -> None:
+    stats = {"prompt_tokens": 3, "prompt_tokens_per_second": 10.0, "generated_tokens": 0,
+             "generation_tokens_per_second": 0.0, "reused_tokens": 20}
+    assert closing_line(stats) == ("prompt 3 tokens, 10.0 tokens/s (20 more kept from before); "
+                                   "generated 0 tokens, 0.0 tokens/s")
+
+
+def test_printable_keeps_letters_and_spells_controls_out() -> None:
+    assert printable("Grüße\t\x1b]0;x\x07\ud800") == "Grüße\\t\\x1b]0;x\\x07\\ud800"
