@@ -32,7 +32,7 @@ public:
     const char* backendName() const { return _backend.name(); }
     uint64_t weightBytes() const { return _weights->bytes(); }
     size_t kvBytes() const { return _kv.bytes(); }
-    size_t scratchBytes() const { return _backend.memory().held() - _kv.bytes(); }
+    size_t scratchBytes() { return _backend.memory().held() - _kv.bytes(); }
     static size_t kvBytesFor(const ModelSpec& spec, KvType type, int64_t context);
     static size_t scratchBytesFor(const ModelSpec& spec, const EngineOptions& options);
 

@@ -32,10 +32,10 @@ class Spec(Protocol):
     def context_length(self) -> int:
         """The longest context the model was made for, in tokens."""
 
-    def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """Bytes of KV cache one token takes over all layers."""
+    def kv_bytes(self, kv_dtype: str, context: int) -> int:
+        """Bytes of the KV cache for `context` tokens over all layers, in whole pages."""
 
-    def scratch_bytes(self, batch: int, context: int) -> int:
+    def scratch_bytes(self, batch: int, context: int, threads: int) -> int:
         """Bytes of working memory for batches of up to `batch` tokens in a context of `context`."""
 
 
@@ -95,7 +95,7 @@ def choose_kv_dtype(kv_dtype: str | None) -> str:
 
 
 def make_plan(file: GgufFile, spec: Spec, *, context: int | None = None, kv_dtype: str | None = None,
-              batch: int = DEFAULT_BATCH, ram: int | None = None) -> Plan:
+              batch: int = DEFAULT_BATCH, threads: int = 1, ram: int | None = None) -> Plan:
     """The plan for running `file` on the CPU; `ram` stands in for the machine's memory in bytes.
 
     Raises `InvalidRequestError` for a context or KV element type that cannot be had.
@@ -112,22 +112,18 @@ def make_plan(file: GgufFile, spec: Spec, *, context: int | None = None, kv_dtyp
         kv_dtype=kind,
         batch=batch,
         weights_bytes=weights,
-        kv_bytes=_kv_bytes(spec, kind, tokens),
-        scratch_bytes=spec.scratch_bytes(batch, tokens),
+        kv_bytes=spec.kv_bytes(kind, tokens),
+        scratch_bytes=spec.scratch_bytes(batch, tokens, threads),
         ram_bytes=memory,
-        fitting_context=_fitting_context(spec, kind, batch, memory - weights),
+        fitting_context=_fitting_context(spec, kind, batch, threads, memory - weights),
     )
 
 
-def _kv_bytes(spec: Spec, kv_dtype: str, context: int) -> int:
-    return spec.kv_bytes_per_token(kv_dtype) * context
-
-
-def _fitting_context(spec: Spec, kv_dtype: str, batch: int, room: int) -> int:
+def _fitting_context(spec: Spec, kv_dtype: str, batch: int, threads: int, room: int) -> int:
     """The longest context whose KV cache and scratch fit in `room` bytes; both grow with the context."""
 
     def fits(context: int) -> bool:
-        return _kv_bytes(spec, kv_dtype, context) + spec.scratch_bytes(batch, context) <= room
+        return spec.kv_bytes(kv_dtype, context) + spec.scratch_bytes(batch, context, threads) <= room
 
     low, high = 0, spec.context_length
     while low < high:

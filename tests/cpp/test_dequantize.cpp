@@ -47,7 +47,7 @@ TEST_P(Dequantize, GivesEachElementItsValueOnEveryTable) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, Dequantize, testing::ValuesIn(reference::quantizedTypes()),
-                         [](const auto& test) { return std::string(info(test.param).name); });
+                         [](const auto& test) { return std::string(sharpi::findDType(static_cast<uint32_t>(test.param))->name); });
 
 TEST(Dequantize, KnowsFloatTypes) {
     const float values[4] = {1.5f, -0.0f, 65504.0f, 5.9604644775390625e-8f};

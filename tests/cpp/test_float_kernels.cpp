@@ -239,8 +239,9 @@ TEST(FloatKernels, StoreKvOfManyIsNearest) {
                 const double error = std::abs(double(sharpi::floatFromBf16(bf16[i])) - x[i]);
                 ASSERT_LE(error, std::abs(double(sharpi::floatFromBf16(uint16_t(bf16[i] + step))) - x[i]));
                 const double errorF16 = std::abs(double(sharpi::floatFromF16(f16[i])) - x[i]);
-                if ((f16[i] & 0x7fff) > 0 && (f16[i] & 0x7fff) < 0x7bff)
+                if ((f16[i] & 0x7fff) > 0 && (f16[i] & 0x7fff) < 0x7bff) {
                     ASSERT_LE(errorF16, std::abs(double(sharpi::floatFromF16(uint16_t(f16[i] + step))) - x[i]));
+                }
             }
         }
         EXPECT_EQ(bf16.back(), 0xdead);

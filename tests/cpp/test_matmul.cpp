@@ -220,7 +220,7 @@ TEST_P(QuantizedMatmul, IsCloseToTheExactProduct) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, QuantizedMatmul, testing::ValuesIn(reference::quantizedTypes()),
-                         [](const auto& test) { return std::string(info(test.param).name); });
+                         [](const auto& test) { return std::string(sharpi::findDType(static_cast<uint32_t>(test.param))->name); });
 
 TEST(QuantizeRow, FollowsTheContractOnEveryTable) {
     std::mt19937 random(23);

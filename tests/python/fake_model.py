@@ -18,6 +18,19 @@ from sharpi.chat import ChatTemplate
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
             "<assistant>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
 
+# A program that runs a command with the fake, for what only a program can show: signals, pipes, terminals. Its
+# arguments are this folder and the command's; the model says a letter every 20 ms, for ten seconds.
+SLOW_PROGRAM = """
+import sys, time
+sys.path.insert(0, sys.argv.pop(1))
+import pytest, fake_model
+from sharpi.cli import main
+script = fake_model.install(pytest.MonkeyPatch())
+script.answer = "abcdefghij" * 50
+script.on_token = lambda index: time.sleep(0.02)
+main(prog_name="sharpi")
+"""
+
 
 @dataclass
 class Script:
@@ -84,7 +97,7 @@ class FakeModel:
     def session(self) -> FakeSession:
         return FakeSession(self)
 
-    def generate(self, prompt: Sequence[int], *, max_tokens: int, **request: Any) -> Iterator[SimpleNamespace]:
+    def generate(self, prompt: Sequence[int], *, max_tokens: int | None, **request: Any) -> Iterator[SimpleNamespace]:
         self.script.prompts.append("".join(map(chr, prompt)))
         self.script.requests.append({**request, "max_tokens": max_tokens})
         try:

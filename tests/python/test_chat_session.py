@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from fake_model import FakeModel, Script, cli_runner, install
+from fake_model import SLOW_PROGRAM, FakeModel, Script, cli_runner, install
 from sharpi.cli import main
 from sharpi.cli.chat import _show
 from sharpi.cli.conversation import Conversation
@@ -135,14 +135,12 @@ def test_reset_keeps_the_system_message() -> None:
     assert script.resets == 1
 
 
-def test_the_answer_is_as_long_as_asked_or_as_fits() -> None:
-    script = Script(context=40)
-    _, conversation = converse(script)
-    answer(conversation, "One")
-    assert script.requests[0]["max_tokens"] == 40 - len("<user>One\n<assistant>")
-    _, conversation = converse(script, max_tokens=5)
-    answer(conversation, "One")
-    assert script.requests[1]["max_tokens"] == 5
+def test_the_answer_is_as_long_as_asked() -> None:
+    script = Script()
+    for limit in (None, 5):
+        _, conversation = converse(script, max_tokens=limit)
+        answer(conversation, "One")
+        assert script.requests[-1]["max_tokens"] == limit
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
@@ -177,6 +175,8 @@ def test_switches_reach_the_model(script: Script) -> None:
     assert script.prompts == ["<system>S\n<user>One\n<assistant><think></think>"]
     assert {key: script.requests[0][key] for key in ("max_tokens", "temperature", "seed")} == {
         "max_tokens": 4, "temperature": 0.0, "seed": 3}
+    chat(lines="One\n")
+    assert script.requests[1]["max_tokens"] is None
 
 
 def test_an_error_in_a_turn_does_not_end_the_chat(script: Script) -> None:
@@ -210,18 +210,6 @@ def test_reasoning_is_dimmed_on_a_terminal(monkeypatch: pytest.MonkeyPatch, caps
 
 # --- at a terminal ---------------------------------------------------------------------------------------------------
 
-PROGRAM = """
-import sys, time
-sys.path.insert(0, sys.argv.pop(1))
-import pytest, fake_model
-from sharpi.cli import main
-script = fake_model.install(pytest.MonkeyPatch())
-script.answer = "abcdefghij" * 50
-script.on_token = lambda index: time.sleep(0.02)
-main(["chat", "--no-stats"], prog_name="sharpi")
-"""
-
-
 class Terminal:
     """A chat at a pseudo-terminal, typed at and read like a person would."""
 
@@ -229,8 +217,8 @@ class Terminal:
         self._master, slave = pty.openpty()
         environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "TERM": "xterm"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(Path(__file__).parent)], stdin=slave, stdout=slave, stderr=slave,
-            env=environment, start_new_session=True, preexec_fn=_take_terminal)
+            [sys.executable, "-c", SLOW_PROGRAM, str(Path(__file__).parent), "chat", "--no-stats"], stdin=slave,
+            stdout=slave, stderr=slave, env=environment, start_new_session=True, preexec_fn=_take_terminal)
         os.close(slave)
         self.seen = ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from click.testing import Result
 from gguf import GGUFWriter
 
-from fake_model import FakeModel, Script, cli_runner, install
+from fake_model import SLOW_PROGRAM, FakeModel, Script, cli_runner, install
 from sharpi.cli import main
 from sharpi.cli.text import closing_line, printable, size
 from sharpi.errors import InvalidRequestError, ModelFileError, OutOfMemoryError
@@ -31,11 +32,10 @@ def sharpi(*arguments: str, stdin: str | bytes | None = None) -> Result:
     return cli_runner().invoke(main, arguments, input=stdin, catch_exceptions=False, prog_name="sharpi")
 
 
-def run_real(*arguments: str, **options) -> subprocess.Popen:
-    """The command as a program of its own, for what only a program can show: signals and pipes."""
-    program = "from sharpi.cli import main; main(prog_name='sharpi')"
-    return subprocess.Popen([sys.executable, "-c", program, *arguments], text=True, encoding="utf-8",
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+def start_slow(*arguments: str) -> subprocess.Popen:
+    """The command as a program of its own, with a fake model that takes its time."""
+    return subprocess.Popen([sys.executable, "-c", SLOW_PROGRAM, str(Path(__file__).parent), *arguments], text=True,
+                            encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 # --- the group ---------------------------------------------------------------------------------------------------
@@ -142,20 +142,13 @@ def test_the_environment_chooses_the_kv_type(script: Script, monkeypatch: pytest
     assert script.loads[0]["kv_dtype"] == "fp16"
 
 
-def test_run_without_limit_fills_the_context(script: Script) -> None:
-    script.context = 20
-    result = sharpi("run", "-p", "Once", "-n", "-1")
-    assert script.requests[0]["max_tokens"] == 16
-    assert result.stdout == "Once there was a fox"
-
-
-def test_run_says_when_the_context_ended_it(script: Script) -> None:
+@pytest.mark.parametrize("limit, said", [("-1", True), ("100", True), ("6", False), ("5", False)])
+def test_run_says_when_the_context_ended_it(script: Script, limit: str, said: bool) -> None:
     script.context = 10
     script.answer = "x" * 6  # what a model gives when only six tokens fit
-    result = sharpi("run", "-p", "Once", "-n", "100")
-    assert "context of 10 tokens is full" in result.stderr
-    script.context = 1000
-    assert "full" not in sharpi("run", "-p", "Once", "-n", "100").stderr
+    result = sharpi("run", "-p", "Once", "-n", limit)
+    assert script.requests[0]["max_tokens"] == (None if limit == "-1" else int(limit))
+    assert ("context of 10 tokens is full" in result.stderr) == said
 
 
 @pytest.mark.parametrize("arguments", [["-p", "-"], ["-f", "-"]])
@@ -215,37 +208,44 @@ def test_text_the_terminal_cannot_show_does_not_end_it(script: Script, monkeypat
     assert narrow.buffer.getvalue() == b"Es war ein Fr?ulein"
 
 
-# --- the program itself, with the bundled model ---------------------------------------------------------------------
-
-
-def test_the_bundled_model_tells_a_story() -> None:
-    arguments = ("run", "-p", "Once upon a time", "-n", "40", "--seed", "1", "-t", "2")
-    results = []
-    for _ in range(2):
-        process = run_real(*arguments)
-        results.append((process.communicate(timeout=120), process.returncode))
-    (out, err), code = results[0]
-    assert code == 0
-    assert out.startswith("Once upon a time ") and len(out.split()) > 12
-    assert re.fullmatch(r"prompt \d+ tokens, [\d.,]+ tokens/s; generated 40 tokens, [\d.,]+ tokens/s\n", err)
-    assert results[1][0][0] == out, "same seed, same text"
+def test_a_real_ctrl_c_ends_quietly() -> None:
+    process = start_slow("run", "-p", "Once", "-n", "-1")
+    start = process.stdout.read(5)
+    process.send_signal(signal.SIGINT)
+    rest, error = process.communicate(timeout=60)
+    assert start + rest in "Once" + "abcdefghij" * 49, "all text so far, and not the whole of it"
+    assert (process.returncode, error) == (130, "")
 
 
 def test_a_closed_pipe_ends_quietly() -> None:
-    process = run_real("run", "-p", "Once upon a time", "-n", "-1", "--logit-bias", "0=-inf", "-t", "2")
-    assert process.stdout.read(4) == "Once"
+    process = start_slow("run", "-p", "Once", "-n", "-1")
+    assert process.stdout.read(5) == "Oncea"
     process.stdout.close()
-    error = process.stderr.read()
-    assert (process.wait(timeout=120), error) == (141, "")
+    with process.stderr:
+        error = process.stderr.read()
+    assert (process.wait(timeout=60), error) == (141, "")
 
 
-def test_a_real_ctrl_c_ends_quietly() -> None:
-    process = run_real("run", "-p", "Once upon a time", "-n", "-1", "--logit-bias", "0=-inf", "-t", "2")
-    start = process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
-    rest, error = process.communicate(timeout=120)
-    assert start.startswith("Once upon a time")
-    assert (process.returncode, error) == (130, "")
+def test_inspect_into_a_closed_pipe_ends_quietly(odd_file: Path) -> None:
+    program = "from sharpi.cli import main; main(prog_name='sharpi')"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run([sys.executable, "-c", program, "inspect", str(odd_file)], stdout=pipe, timeout=60,
+                              stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+# --- with the bundled model ----------------------------------------------------------------------------------------
+
+
+def test_the_bundled_model_tells_a_story() -> None:
+    arguments = ("run", "-p", "Once upon a time", "-n", "40", "--logit-bias", "0=-inf", "--seed", "1", "-t", "2")
+    first, again = sharpi(*arguments), sharpi(*arguments)
+    assert first.exit_code == 0
+    assert first.stdout.startswith("Once upon a time") and len(first.stdout.split()) > 12
+    assert re.fullmatch(r"prompt \d+ tokens, [\d.,]+ tokens/s; generated 40 tokens, [\d.,]+ tokens/s\n", first.stderr)
+    assert again.stdout == first.stdout, "same seed, same text"
 
 
 def test_a_file_that_is_no_model(tmp_path: Path) -> None:
@@ -267,6 +267,7 @@ def test_impossible_requests_are_said(arguments: list[str], word: str) -> None:
     result = sharpi("run", "-t", "2", *arguments)
     assert result.exit_code == 2
     assert word in result.stderr and result.stderr.count("\n") == 1
+    assert result.stdout == ""
 
 
 # --- inspect ------------------------------------------------------------------------------------------------------

@@ -23,11 +23,11 @@ class FakeSpec:
     context_length: int = 32768
     per_token: int = 1000
 
-    def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        return self.per_token * ELEMENT_BYTES[kv_dtype]
+    def kv_bytes(self, kv_dtype: str, context: int) -> int:
+        return self.per_token * ELEMENT_BYTES[kv_dtype] * context
 
-    def scratch_bytes(self, batch: int, context: int) -> int:
-        return 50 * batch + 3 * context
+    def scratch_bytes(self, batch: int, context: int, threads: int) -> int:
+        return 50 * batch + 3 * context + 7 * threads
 
 
 def fake_file(*sizes: int) -> SimpleNamespace:
@@ -41,13 +41,13 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_sums() -> None:
     plan = make_plan(fake_file(700, 300), FakeSpec(), context=100, kv_dtype="fp32", batch=8, ram=10**9)
-    assert (plan.weights_bytes, plan.kv_bytes, plan.scratch_bytes) == (1000, 400_000, 700)
-    assert plan.total_bytes == 401_700 and plan.fits
-    assert plan.to_dict()["total_bytes"] == 401_700 and plan.to_dict()["fits"] is True
+    assert (plan.weights_bytes, plan.kv_bytes, plan.scratch_bytes) == (1000, 400_000, 707)
+    assert plan.total_bytes == 401_707 and plan.fits
+    assert plan.to_dict()["total_bytes"] == 401_707 and plan.to_dict()["fits"] is True
 
 
 def test_fits_is_exact() -> None:
-    for ram, fits in ((401_700, True), (401_699, False)):
+    for ram, fits in ((401_707, True), (401_706, False)):
         plan = make_plan(fake_file(1000), FakeSpec(), context=100, kv_dtype="fp32", batch=8, ram=ram)
         assert plan.fits is fits
         assert plan.fitting_context == (100 if fits else 99)
@@ -116,7 +116,7 @@ def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, ram: 
 def test_the_plan_is_what_a_run_takes() -> None:
     from sharpi import Model
 
-    planned = json.loads(plan_command("--json", "-c", "100", "--kv-dtype", "fp32").stdout)
+    planned = json.loads(plan_command("--json", "-c", "100", "-t", "2", "--kv-dtype", "fp32").stdout)
     with Model.load(context=100, kv_dtype="fp32", threads=2) as model:
         stats = model.stats()
         assert model.plan.to_dict() == planned

@@ -28,7 +28,7 @@ ALPHABET = ([chr(c) for c in range(32, 127)] + list("\t\n\r\x00\x07\x7f\u00a0\u2
             + list("äßéñŁжщ中文字日本語ひカ한국អ🚀🦙👍\u0301\u0308½²٣५'") + [" "] * 20)
 CORPUS = [
     "It was the best of times, it was the worst of times, it was the age of wisdom.",
-    "I've told you he'll be there in 1984, they'd say; we're not sure.   It'S 12345 miles.",
+    "I've told you he'll be there in 1984, they'd say; we're not sure.   It'S 12345 miles; that's it, she's here, he's there.",
     "Äpfel und Öl kosten 3,50 € – сегодня на рынке 中文字符 日本語 🚀🚀 👍\n\n\tdef f(x):\n        return x\n",
 ] * 3
 
@@ -36,7 +36,7 @@ CORPUS = [
 def random_texts(seed: int, count: int = 300) -> list[str]:
     """Random strings, half of them noise and half cut and shuffled from words and space runs."""
     rng = random.Random(seed)
-    words = " ".join(CORPUS).split() + ["  ", "     ", "\n\n", " \t ", "'s", "'LL", "12345", "</s>", "🦙"]
+    words = " ".join(CORPUS).split() + ["it's", "  ", "     ", "\n\n", " \t ", "'s", "'LL", "12345", "</s>", "🦙"]
     texts = ["", " ", "\n", "a"]
     for _ in range(count):
         texts.append("".join(rng.choices(ALPHABET, k=rng.randint(1, 40))))

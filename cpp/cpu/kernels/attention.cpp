@@ -113,11 +113,21 @@ static Product productFor(int64_t rows, int* done) {
     }
 }
 
+// Asks for `bytes` of the page after this one. Pages lie apart in memory, so the processor does not foresee them;
+// for one query row that waiting would be three quarters of the time.
+SHARPI_INLINE void prefetch(const uint8_t* from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
+}
+
 // The first n keys of a page, turned: out[d * keyStride + j]; zeros in the padding of the last 16 keys.
 template <class Read>
-static void turnKeys(const uint8_t* page, int64_t n, int64_t headDim, int64_t keyStride, float* out) {
-    const auto* keys = reinterpret_cast<const typename Read::Element*>(page);
+static void turnKeys(const uint8_t* page, const uint8_t* nextPage, int64_t n, int64_t headDim, int64_t keyStride,
+                     float* out) {
+    using Element = typename Read::Element;
+    const Element* keys = reinterpret_cast<const Element*>(page);
+    const int64_t lineBytes = headDim * static_cast<int64_t>(sizeof(Element));
     for (int64_t j = 0; j < n; j += kLanes) {
+        if (nextPage) prefetch(nextPage + j * lineBytes, (n - j < kLanes ? n - j : kLanes) * lineBytes);
         for (int64_t d = 0; d < headDim; d += kLanes) {
             Vec rows[kLanes];
             if (j + kLanes <= n && d + kLanes <= headDim) {
@@ -133,11 +143,16 @@ static void turnKeys(const uint8_t* page, int64_t n, int64_t headDim, int64_t ke
 }
 
 template <class Read>
-static void widenValues(const uint8_t* page, int64_t n, int64_t headDim, int64_t dimStride, float* out) {
-    const auto* values = reinterpret_cast<const typename Read::Element*>(page);
-    for (int64_t j = 0; j < n; j++)
+static void widenValues(const uint8_t* page, const uint8_t* nextPage, int64_t n, int64_t headDim, int64_t dimStride,
+                        float* out) {
+    using Element = typename Read::Element;
+    const Element* values = reinterpret_cast<const Element*>(page);
+    const int64_t lineBytes = headDim * static_cast<int64_t>(sizeof(Element));
+    for (int64_t j = 0; j < n; j++) {
+        if (nextPage) prefetch(nextPage + j * lineBytes, lineBytes);
         for (int64_t d = 0; d < headDim; d += kLanes)
             vstore(out + j * dimStride + d, loadFirst<Read>(values + j * headDim + d, headDim - d));
+    }
 }
 
 // One block of query rows x heads against one page after another.
@@ -161,17 +176,21 @@ struct Block {
     }
 };
 
-static void loadPage(Block& block, int32_t kvHead, int64_t pageIndex, int64_t n) {
+// Converts the first n keys and values of the page that holds `firstKey`.
+static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, int64_t n, bool isLast) {
     const KvPages& pages = block.args.pages;
-    const int64_t page = static_cast<int64_t>(block.args.pageTable[pageIndex]) * pages.kvHeads + kvHead;
-    const int64_t element = pages.type == KvType::F32 ? 4 : 2;
-    const int64_t bytes = page * pages.pageTokens * pages.headDim * element;
+    const int32_t* entry = block.args.pageTable + firstKey / pages.pageTokens;
+    const int64_t bytes = pages.headDim * static_cast<int64_t>(pages.pageTokens) * (pages.type == KvType::F32 ? 4 : 2);
+    const int64_t at = (static_cast<int64_t>(entry[0]) * pages.kvHeads + kvHead) * bytes;
+    const int64_t next = isLast ? 0 : (static_cast<int64_t>(entry[1]) * pages.kvHeads + kvHead) * bytes;
     float* turned = block.scratch + block.layout.turnedKeys;
     float* values = block.scratch + block.layout.values;
     const auto load = [&](auto read) {
         using Read = decltype(read);
-        turnKeys<Read>(pages.k + bytes, n, pages.headDim, block.layout.keyStride, turned);
-        widenValues<Read>(pages.v + bytes, n, pages.headDim, block.layout.dimStride, values);
+        turnKeys<Read>(pages.k + at, isLast ? nullptr : pages.k + next, n, pages.headDim, block.layout.keyStride,
+                       turned);
+        widenValues<Read>(pages.v + at, isLast ? nullptr : pages.v + next, n, pages.headDim, block.layout.dimStride,
+                          values);
     };
     switch (pages.type) {
         case KvType::F32: return load(ReadF32());
@@ -254,7 +273,7 @@ static void attendBlock(Block& block, int32_t kvHead) {
     const int64_t pageTokens = block.args.pages.pageTokens;
     for (int64_t firstKey = 0; firstKey < allKeys; firstKey += pageTokens) {
         const int64_t left = allKeys - firstKey;
-        loadPage(block, kvHead, firstKey / pageTokens, left < pageTokens ? left : pageTokens);
+        loadPage(block, kvHead, firstKey, left < pageTokens ? left : pageTokens, left <= pageTokens);
         for (int64_t i = 0; i < block.count;) {
             int rows = 0;
             const Product multiply = productFor(block.count - i, &rows);

@@ -7,6 +7,17 @@
 
 namespace sharpi::cpu::SHARPI_ISA {
 
+// Not inlined: GCC 12 at -O3 drops the stores when it vectorizes this together with the loops around it.
+template <class Block>
+__attribute__((noinline)) static void valuesOfHalf(const Group& g, int half, float* out) {
+    const float scale = g.d[half / 2] * static_cast<float>(g.scale[half]);
+    const float min = Format<Block>::kHasMin ? g.m[half / 2] * static_cast<float>(g.min[half]) : 0.0f;
+    for (int i = 0; i < 16; ++i) {
+        const float value = scale * static_cast<float>(g.quant[half * 16 + i]);
+        out[i] = Format<Block>::kHasMin ? value + min : value;
+    }
+}
+
 template <class Block>
 static void dequantizeBlocks(const void* row, int64_t cols, float* out) {
     using F = Format<Block>;
@@ -16,14 +27,7 @@ static void dequantizeBlocks(const void* row, int64_t cols, float* out) {
         Group g;
         unpack(block, elements / F::kElements, g);
         block += elements / F::kElements;
-        for (int half = 0; half < elements / 16; ++half) {
-            const float scale = g.d[half / 2] * static_cast<float>(g.scale[half]);
-            const float min = F::kHasMin ? g.m[half / 2] * static_cast<float>(g.min[half]) : 0.0f;
-            for (int i = half * 16; i < half * 16 + 16; ++i) {
-                const float value = scale * static_cast<float>(g.quant[i]);
-                out[at + i] = F::kHasMin ? value + min : value;
-            }
-        }
+        for (int half = 0; half < elements / 16; ++half) valuesOfHalf<Block>(g, half, out + at + half * 16);
     }
 }
 

@@ -11,11 +11,11 @@ namespace sharpi::cpu::SHARPI_ISA {
 
 // Outputs that are computed at once: as many as leave two registers free for operands.
 #if defined(__AVX512F__)
-constexpr int kRowBlock = 4, kTokenBlock = 3, kRowsOfOneToken = 4;
+constexpr int kRowBlock = 4, kTokenBlock = 3;
 #elif defined(__AVX2__)
-constexpr int kRowBlock = 1, kTokenBlock = 3, kRowsOfOneToken = 2;
+constexpr int kRowBlock = 1, kTokenBlock = 3;
 #else
-constexpr int kRowBlock = 1, kTokenBlock = 1, kRowsOfOneToken = 1;
+constexpr int kRowBlock = 1, kTokenBlock = 1;
 #endif
 constexpr int64_t kTokenBytesInCache = 256 * 1024;
 
@@ -80,15 +80,12 @@ static __attribute__((noinline)) void matmulBlock(const MatmulArgs& args, int64_
         }
 }
 
-// kRows rows at a time, the rest one by one.
-template <class Read, int kRows, int kTokens>
-static void matmulTokens(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, int64_t tokenBegin,
-                         int64_t tokenEnd) {
-    int64_t row = rowBegin;
-    for (; row + kRows <= rowEnd; row += kRows)
-        for (int64_t t = tokenBegin; t < tokenEnd; t += kTokens) matmulBlock<Read, kRows, kTokens>(args, row, t);
-    for (; row < rowEnd; row++)
-        for (int64_t t = tokenBegin; t < tokenEnd; t += kTokens) matmulBlock<Read, 1, kTokens>(args, row, t);
+// kRows rows against all tokens of [begin, end), so that the rows are in the cache after the first few.
+template <class Read, int kRows>
+static void matmulRows(const MatmulArgs& args, int64_t row, int64_t begin, int64_t end) {
+    int64_t t = begin;
+    for (; t + kTokenBlock <= end; t += kTokenBlock) matmulBlock<Read, kRows, kTokenBlock>(args, row, t);
+    for (; t < end; t++) matmulBlock<Read, kRows, 1>(args, row, t);
 }
 
 template <class Read>
@@ -97,9 +94,9 @@ static void matmulAs(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd) {
     perBlock = perBlock < 8 * kTokenBlock ? 8 * kTokenBlock : perBlock - perBlock % kTokenBlock;
     for (int64_t begin = 0; begin < args.count; begin += perBlock) {
         const int64_t end = begin + perBlock < args.count ? begin + perBlock : args.count;
-        const int64_t whole = begin + (end - begin) / kTokenBlock * kTokenBlock;
-        matmulTokens<Read, kRowBlock, kTokenBlock>(args, rowBegin, rowEnd, begin, whole);
-        matmulTokens<Read, kRowsOfOneToken, 1>(args, rowBegin, rowEnd, whole, end);
+        int64_t row = rowBegin;
+        for (; row + kRowBlock <= rowEnd; row += kRowBlock) matmulRows<Read, kRowBlock>(args, row, begin, end);
+        for (; row < rowEnd; row++) matmulRows<Read, 1>(args, row, begin, end);
     }
 }
 

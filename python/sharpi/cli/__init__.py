@@ -7,7 +7,6 @@ reader that went away (``sharpi run … | head``) ends the program quietly.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -59,7 +58,6 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             ctx.exit(EXIT_INTERRUPTED)
         except BrokenPipeError:
-            _discard_standard_output()
             ctx.exit(EXIT_BROKEN_PIPE)
 
 
@@ -78,16 +76,6 @@ def _tolerate_narrow_terminals() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
-
-
-def _discard_standard_output() -> None:
-    """Python flushes standard output once more when it ends; give that flush somewhere to go."""
-    try:
-        sink = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(sink, sys.stdout.fileno())
-        os.close(sink)
-    except (OSError, ValueError):
-        pass  # a standard output without a descriptor has no flush that could fail
 
 
 def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:

@@ -44,7 +44,7 @@ def chat_command(options: ModelOptions, sampling: SamplingOptions, max_tokens: i
     """Talk with a model."""
     with options.load() as model:
         conversation = Conversation(model, sampling.arguments(), system=system, thinking=thinking,
-                                    max_tokens=max_tokens)
+                                    max_tokens=None if max_tokens < 0 else max_tokens)
         if _at_terminal():
             click.echo(f"{printable(model.file.name)}. /help lists the commands.", err=True)
         with _line_editing():
@@ -149,7 +149,6 @@ def _line_editing() -> Iterator[None]:
         try:
             history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             readline.write_history_file(history)
-            history.chmod(0o600)  # what people ask is theirs
         except OSError:
             pass  # a cache that cannot be written costs the history, not the chat
 

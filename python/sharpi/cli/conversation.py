@@ -26,7 +26,7 @@ class Conversation:
     """
 
     def __init__(self, model: Model, sampling: Mapping[str, Any], *, system: str | None = None, thinking: bool = True,
-                 max_tokens: int = -1) -> None:
+                 max_tokens: int | None = None) -> None:
         """`sampling`: keyword arguments for `generate`. Raises `InvalidRequestError` for a model without a template."""
         require_template(model)
         self._model = model
@@ -63,9 +63,8 @@ class Conversation:
     def _generate(self) -> Generator[Part, None, None]:
         prompt = render_prompt(self._model, self.messages, thinking=self._thinking)
         tokens = self._model.tokenize(prompt, add_special=False, parse_special=True)
-        limit = max(self._model.context - len(tokens), 1) if self._max_tokens < 0 else self._max_tokens
         splitter = ThinkingSplitter(prompt_opens_thinking(prompt))
-        with closing(self._session.generate(tokens, max_tokens=limit, **self._sampling)) as generated:
+        with closing(self._session.generate(tokens, max_tokens=self._max_tokens, **self._sampling)) as generated:
             for token in generated:
                 yield from splitter.push(token.text)
         yield from splitter.flush()

@@ -106,12 +106,18 @@ def context_option(function: Callable[..., Any]) -> Callable[..., Any]:
                         help="Context length in tokens: prompt and answer together.")(function)
 
 
+def threads_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `-t`."""
+    return click.option("-t", "--threads", type=click.IntRange(min=1, max=1024), metavar="N",
+                        help="CPU threads.  [default: all]")(function)
+
+
 def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the switches of `ModelOptions`; the command receives `options: ModelOptions`."""
     switches = [
         model_option,
         context_option,
-        click.option("-t", "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads."),
+        threads_option,
         click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
                      help="Where to run."),
         kv_dtype_option,

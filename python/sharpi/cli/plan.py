@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sharpi.cli.options import context_option, kv_dtype_option, model_option
+from sharpi.cli.options import context_option, kv_dtype_option, model_option, threads_option
 from sharpi.cli.text import printable, size
 
 if TYPE_CHECKING:
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 @click.command("plan")
 @model_option
 @context_option
+@threads_option
 @kv_dtype_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
-def plan_command(model: str | None, context: int | None, kv_dtype: str | None, as_json: bool) -> None:
+def plan_command(model: str | None, context: int | None, threads: int | None, kv_dtype: str | None,
+                 as_json: bool) -> None:
     """Show the memory a model takes, and whether it fits."""
-    from sharpi.model import describe
+    from sharpi.model import default_threads, describe
     from sharpi.planner import make_plan
 
     file, spec = describe(model)
-    plan = make_plan(file, spec, context=context, kv_dtype=kv_dtype)
+    plan = make_plan(file, spec, context=context, kv_dtype=kv_dtype, threads=threads or default_threads())
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan))
 
 

@@ -38,17 +38,16 @@ def run_command(options: ModelOptions, sampling: SamplingOptions, prompt: str | 
     text = _read_prompt(prompt, file)
     with options.load() as model:
         tokens = _chat_tokens(model, text) if as_chat else model.tokenize(text)
-        if echo and not as_chat:
-            _write(text)
-        room = max(model.context - len(tokens), 1)  # a prompt too long is generate's to refuse
-        limit = room if max_tokens < 0 else max_tokens
-        written = 0
+        unsaid = text if echo and not as_chat else ""  # until the first token: a refused prompt is not echoed
+        limit = None if max_tokens < 0 else max_tokens
         for token in model.generate(tokens, max_tokens=limit, **sampling.arguments()):
-            written += 1
-            _write(token.text)
+            _write(unsaid + token.text)
+            unsaid = ""
+        _write(unsaid)
         if sys.stdout.isatty():
             _write("\n")
-        if written >= room and max_tokens > room:
+        generated = model.stats()["generated_tokens"]
+        if len(tokens) + generated >= model.context and generated != limit:
             click.echo(f"sharpi: stopped: the context of {model.context} tokens is full (-c sets it)", err=True)
         if stats:
             click.echo(closing_line(model.stats()), err=True)

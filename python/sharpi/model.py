@@ -1,0 +1,346 @@
+"""The Python API: load a model, ask it for logits or text.
+
+Python reads the file's header, plans and tokenizes; the core maps the weights and runs the model. One `Model` may
+have several `Session`s; they share weights and the room of the KV cache.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from sharpi import _core
+from sharpi.chat import ChatTemplate
+from sharpi.errors import InvalidRequestError, ModelFileError
+from sharpi.gguf import GgufFile
+from sharpi.planner import DEFAULT_BATCH, Plan, make_plan
+from sharpi.tokenizer import Tokenizer
+
+__all__ = ["BUNDLED_MODEL", "Model", "Session", "Token", "describe"]
+
+BUNDLED_MODEL = Path(__file__).parent / "bundled" / "story.gguf"
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A generated token. `text` holds whole characters only: it is empty while a character is incomplete."""
+
+    id: int
+    text: str
+
+
+def describe(path: str | os.PathLike[str] | None = None) -> tuple[GgufFile, _core.Description]:
+    """Reads what a model is, without its weights. `None` is the bundled model.
+
+    Raises `ModelFileError` for a file that cannot be run.
+    """
+    file = GgufFile.open(BUNDLED_MODEL if path is None else path)
+    rows = [(t.name, t.type, list(t.shape), t.file, t.offset, t.nbytes) for t in file.tensors]
+    try:
+        return file, _core.Description(file.scalars(), rows)
+    except ModelFileError as error:
+        raise file.error(str(error)) from None
+
+
+def default_threads() -> int:
+    """As many threads as this process may use at once."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Model:
+    """A model ready to answer. Make one with `Model.load`; close it, or use it in a `with` block."""
+
+    def __init__(self, file: GgufFile, spec: _core.Description, engine: _core.Engine, plan: Plan, threads: int,
+                 load_seconds: float) -> None:
+        self.file = file
+        self.spec = spec
+        self.plan = plan
+        self.threads = threads
+        self.device = "cpu"
+        self._engine: _core.Engine | None = engine
+        self._load_seconds = load_seconds
+        self._tokenizer: Tokenizer | None = None
+        self._timing = _Timing()
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
+             context: int | None = None, kv_dtype: str | None = None, threads: int | None = None,
+             batch: int = DEFAULT_BATCH, progress: Progress | None = None) -> Model:
+        """Opens a GGUF file (any part of a split one); `None` is the bundled model.
+
+        device: "auto", "cpu" or "cuda". context: tokens that prompt and answer may have together. kv_dtype: "fp32",
+        "bf16" (default) or "fp16". batch: rows that prefill takes at once. progress: called with bytes done and
+        bytes in all while the file is read from disk; without it, pages are read as they are first used.
+
+        Raises `ModelFileError`, `InvalidRequestError`, `OutOfMemoryError`.
+        """
+        started = time.perf_counter()
+        if device not in ("auto", "cpu", "cuda"):
+            raise InvalidRequestError(f"unknown device {device!r}: known are auto, cpu and cuda")
+        if device == "cuda" or vram is not None:
+            raise InvalidRequestError("this version of Sharpi has no CUDA engine: use device 'cpu' and no vram")
+        file, spec = describe(path)
+        count = default_threads() if threads is None else threads
+        if not 1 <= count <= 1024:
+            raise InvalidRequestError(f"threads must be 1 to 1024, not {count}")
+        plan = make_plan(file, spec, context=context, kv_dtype=kv_dtype, batch=batch, threads=count)
+        engine = _core.Engine(spec, [str(p) for p in file.paths], plan.context, batch, count, plan.kv_dtype)
+        if progress is not None:
+            def report(done: int, total: int) -> bool:
+                progress(done, total)
+                return True
+            engine.warm(report)
+        return cls(file, spec, engine, plan, count, time.perf_counter() - started)
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives memory back. Sessions that are still held keep it until they go."""
+        self._engine = None
+
+    @property
+    def engine(self) -> _core.Engine:
+        """The core's engine. Raises `InvalidRequestError` on a closed model."""
+        if self._engine is None:
+            raise InvalidRequestError("the model is closed")
+        return self._engine
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and answer may have together."""
+        return self.plan.context
+
+    @property
+    def isa(self) -> str:
+        """The instruction set that the CPU kernels use: "scalar", "avx2" or "avx512"."""
+        return self.engine.isa
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The file's tokenizer, built on first use. Raises `ModelFileError` for a file without one."""
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_metadata(self.file.metadata, str(self.file.paths[0]))
+            if self._tokenizer.vocab_size > self.spec.vocab_size:
+                count, rows = self._tokenizer.vocab_size, self.spec.vocab_size
+                self._tokenizer = None
+                raise self.file.error(f"the tokenizer has {count} tokens, the model only {rows}")
+        return self._tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The file's chat template, `None` if it has none."""
+        source = self.file.metadata.get("tokenizer.chat_template")
+        if not isinstance(source, str):
+            return None
+
+        def text(token: int | None) -> str:
+            return "" if token is None else self.tokenizer.token_text(token)
+
+        return ChatTemplate(source, text(self.tokenizer.bos_id), text(self.tokenizer.eos_id))
+
+    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of `text`; `add_special` adds BOS and EOS as the model wants them, `parse_special` reads the
+        names of control tokens in the text as those tokens."""
+        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens left out."""
+        return self.tokenizer.decode(ids)
+
+    def logits(self, tokens: Sequence[int], *, chunks: Sequence[int] = ()) -> np.ndarray:
+        """float32 [len(tokens), vocab]: row i says what follows tokens[: i + 1].
+
+        chunks: sizes of the pieces in which the tokens are evaluated; the answer does not depend on them.
+        """
+        return _core.Session(self.engine).logits(_as_ids(tokens), self.spec.vocab_size, list(chunks))
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Token]:
+        """Continues `prompt` in a session of its own; for the options see `Session.generate`."""
+        session = self.session()
+        yield from session.generate(prompt, **options)
+
+    def session(self) -> Session:
+        """A new conversation, which keeps its KV cache between calls."""
+        return Session(self)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and speeds of the last generation, and the bytes held."""
+        return {
+            **self._timing.to_dict(),
+            "load_seconds": self._load_seconds,
+            "weights_bytes": self.engine.weight_bytes,
+            "kv_bytes": self.engine.kv_bytes,
+            "scratch_bytes": self.engine.scratch_bytes,
+            "threads": self.threads,
+            "isa": self.isa,
+        }
+
+    def bench_prefill(self, tokens: int) -> float:
+        """Seconds that the prefill of `tokens` random tokens takes."""
+        session, ids = _core.Session(self.engine), self._random_ids(tokens)
+        started = time.perf_counter()
+        session.evaluate(ids)
+        return time.perf_counter() - started
+
+    def bench_decode(self, depth: int, tokens: int) -> float:
+        """Seconds for `tokens` decode steps after `depth` tokens of context."""
+        session = _core.Session(self.engine)
+        if depth:
+            session.evaluate(self._random_ids(depth))
+        ids = self._random_ids(tokens)
+        started = time.perf_counter()
+        session.evaluate(ids, [1] * tokens)
+        return time.perf_counter() - started
+
+    def _random_ids(self, count: int) -> list[int]:
+        return np.random.default_rng(0).integers(0, self.spec.vocab_size, count).tolist()
+
+
+class Session:
+    """A conversation: what was evaluated stays in the KV cache, and the next prompt reuses what it shares with it."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._core = _core.Session(model.engine)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens in the KV cache, in order."""
+        return self._core.tokens
+
+    def reset(self) -> None:
+        """Forgets all tokens."""
+        self._core.reset()
+
+    def generate(self, prompt: str | Sequence[int], *, max_tokens: int | None = None, temperature: float = 0.8,
+                 top_k: int = 40, top_p: float = 0.95, min_p: float = 0.05, repetition_penalty: float = 1.0,
+                 presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+                 logit_bias: Mapping[int, float] | None = None, seed: int | None = None,
+                 stop: Sequence[str] = ()) -> Iterator[Token]:
+        """Yields tokens that continue `prompt` (the whole conversation so far, as text or token ids).
+
+        Ends at `max_tokens` (`None`: no limit), at an end token of the model, where one of the `stop` texts begins,
+        or when the context is full. temperature 0 always takes the most likely token; the same seed gives the same
+        text. Closing the iterator stops the work. Raises `InvalidRequestError` before the first token.
+        """
+        model = self._model
+        if max_tokens is not None and max_tokens < 0:
+            raise InvalidRequestError(f"max_tokens must be 0 or more, not {max_tokens}")
+        if any(not text for text in stop):
+            raise InvalidRequestError("a stop text is empty")
+        if seed is not None and not 0 <= seed < 2**64:
+            raise InvalidRequestError(f"the seed must be 0 to 2^64 - 1, not {seed}")
+        ids = model.tokenize(prompt) if isinstance(prompt, str) else _as_ids(prompt)
+        if not ids:
+            raise InvalidRequestError("the prompt is empty: give at least one token")
+        params = _core.SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=dict(logit_bias or {}),
+            seed=secrets.randbits(63) if seed is None else seed)
+        try:
+            decoder, ends = model.tokenizer.stream(after=ids), model.tokenizer.stop_ids
+        except ModelFileError:
+            if isinstance(prompt, str) or stop:
+                raise
+            decoder, ends = None, frozenset()  # a file without a tokenizer still answers in token ids
+        timing = model._timing = _Timing()
+        started = time.perf_counter()
+        self._core.start(ids, params)
+        timing.prompt_seconds = time.perf_counter() - started
+        timing.reused_tokens = self._core.reused_tokens
+        timing.prompt_tokens = len(ids) - timing.reused_tokens
+        yield from _StopFilter(stop).through(self._tokens(max_tokens, ends, decoder, timing))
+
+    def _tokens(self, max_tokens: int | None, ends: frozenset[int], decoder: Any, timing: _Timing) -> Iterator[Token]:
+        last = None
+        while max_tokens is None or timing.generated_tokens < max_tokens:
+            started = time.perf_counter()
+            token = self._core.next()
+            timing.generation_seconds += time.perf_counter() - started
+            if token is None or token in ends:
+                break
+            timing.generated_tokens += 1
+            last = token
+            yield Token(token, decoder.push(token) if decoder else "")
+        rest = decoder.flush() if decoder else ""
+        if rest and last is not None:
+            yield Token(last, rest)
+
+
+@dataclass
+class _Timing:
+    """Of the last generation."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    generated_tokens: int = 0
+    generation_seconds: float = 0.0
+    reused_tokens: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        def rate(tokens: int, seconds: float) -> float:
+            return tokens / seconds if seconds > 0 else 0.0
+
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_seconds": self.prompt_seconds,
+            "prompt_tokens_per_second": rate(self.prompt_tokens, self.prompt_seconds),
+            "generated_tokens": self.generated_tokens,
+            "generation_seconds": self.generation_seconds,
+            "generation_tokens_per_second": rate(self.generated_tokens, self.generation_seconds),
+            "reused_tokens": self.reused_tokens,
+        }
+
+
+class _StopFilter:
+    """Ends a stream where one of some texts begins, holding text back while it may still become one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+
+    def through(self, tokens: Iterator[Token]) -> Iterator[Token]:
+        held, last = "", None
+        for token in tokens:
+            held, last = held + token.text, token.id
+            found = min((at for text in self._stop if (at := held.find(text)) >= 0), default=-1)
+            if found >= 0:
+                yield Token(token.id, held[:found])
+                return
+            keep = max((self._overlap(held, text) for text in self._stop), default=0)
+            yield Token(token.id, held[: len(held) - keep])
+            held = held[len(held) - keep :]
+        if held and last is not None:
+            yield Token(last, held)
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """How many of the last characters of `text` begin `stop`."""
+        return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+def _as_ids(tokens: Sequence[int]) -> list[int]:
+    """Token ids as the core takes them. Raises `InvalidRequestError` for anything else."""
+    try:
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise ValueError
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequestError("tokens must be a sequence of token ids, 0 to 2^31 - 1") from None
+    return [int(i) for i in ids]
