@@ -47,8 +47,8 @@ class Shape:
     layers: int
     width: int
     heads: int
-    kvHeads: int
-    headSize: int
+    kv_heads: int
+    head_size: int
     experts: int
     used: int
     hidden: int
@@ -122,31 +122,31 @@ class Layer(nn.Module):
 
     def __init__(self, s: Shape, dropout: float) -> None:
         super().__init__()
-        outGain = 0.02 / math.sqrt(2 * s.layers)
+        out_gain = 0.02 / math.sqrt(2 * s.layers)
 
         def matrix(*shape: int, gain: float = 0.02) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape) * gain)
 
         self.shape, self.dropout = s, dropout
         self.attn_norm, self.ffn_norm = Norm(s.width), Norm(s.width)
-        self.attn_q_norm, self.attn_k_norm = Norm(s.headSize), Norm(s.headSize)
-        self.attn_q = matrix(s.heads * s.headSize, s.width)
-        self.attn_k = matrix(s.kvHeads * s.headSize, s.width)
-        self.attn_v = matrix(s.kvHeads * s.headSize, s.width)
-        self.attn_output = matrix(s.width, s.heads * s.headSize, gain=outGain)
+        self.attn_q_norm, self.attn_k_norm = Norm(s.head_size), Norm(s.head_size)
+        self.attn_q = matrix(s.heads * s.head_size, s.width)
+        self.attn_k = matrix(s.kv_heads * s.head_size, s.width)
+        self.attn_v = matrix(s.kv_heads * s.head_size, s.width)
+        self.attn_output = matrix(s.width, s.heads * s.head_size, gain=out_gain)
         self.ffn_gate_inp = matrix(s.experts, s.width)
         self.ffn_gate_exps = matrix(s.experts, s.hidden, s.width)
         self.ffn_up_exps = matrix(s.experts, s.hidden, s.width)
-        self.ffn_down_exps = matrix(s.experts, s.width, s.hidden, gain=outGain)
+        self.ffn_down_exps = matrix(s.experts, s.width, s.hidden, gain=out_gain)
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         s, (batch, length, _) = self.shape, x.shape
-        q = F.linear(x, self.attn_q).view(batch, length, s.heads, s.headSize)
-        k = F.linear(x, self.attn_k).view(batch, length, s.kvHeads, s.headSize)
-        v = F.linear(x, self.attn_v).view(batch, length, s.kvHeads, s.headSize).transpose(1, 2)
+        q = F.linear(x, self.attn_q).view(batch, length, s.heads, s.head_size)
+        k = F.linear(x, self.attn_k).view(batch, length, s.kv_heads, s.head_size)
+        v = F.linear(x, self.attn_v).view(batch, length, s.kv_heads, s.head_size).transpose(1, 2)
         q = rotate(self.attn_q_norm(q).transpose(1, 2), cos, sin)
         k = rotate(self.attn_k_norm(k).transpose(1, 2), cos, sin)
-        group = s.heads // s.kvHeads
+        group = s.heads // s.kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return F.linear(mixed.transpose(1, 2).reshape(batch, length, -1), self.attn_output)
@@ -185,7 +185,7 @@ class StoryModel(nn.Module):
         self.token_embd = nn.Parameter(torch.randn(s.vocab, s.width) * 0.02)
         self.blk = nn.ModuleList(Layer(s, dropout) for _ in range(s.layers))
         self.output_norm = Norm(s.width)
-        frequency = ROPE_BASE ** (-torch.arange(0, s.headSize, 2, dtype=torch.float64) / s.headSize)
+        frequency = ROPE_BASE ** (-torch.arange(0, s.head_size, 2, dtype=torch.float64) / s.head_size)
         angle = torch.arange(s.context, dtype=torch.float64)[:, None] * frequency
         self.register_buffer("cos", angle.cos().float(), persistent=False)
         self.register_buffer("sin", angle.sin().float(), persistent=False)
@@ -277,10 +277,10 @@ def train(model: StoryModel, tokens: Tensor, held: Tensor, teachers: list[StoryM
     muon = Muon(matrices, a.weight_decay)
     adam = torch.optim.AdamW(rest, lr=a.rate, betas=(0.9, 0.98), weight_decay=a.weight_decay / 10)
     average = copy.deepcopy(model)
-    best, bestLoss, bestStep = copy.deepcopy(model), math.inf, 0
+    best, best_loss, best_step = copy.deepcopy(model), math.inf, 0
     length = model.shape.context
-    perEpoch = max(1, len(tokens) // (a.batch * length))
-    steps, began, reach = a.epochs * perEpoch, time.time(), torch.arange(length + 1, device=tokens.device)
+    per_epoch = max(1, len(tokens) // (a.batch * length))
+    steps, began, reach = a.epochs * per_epoch, time.time(), torch.arange(length + 1, device=tokens.device)
     for step in range(steps):
         progress = max(step / steps, (time.time() - began) / (60 * a.minutes))
         rate = a.rate * min(1.0, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
@@ -302,15 +302,15 @@ def train(model: StoryModel, tokens: Tensor, held: Tensor, teachers: list[StoryM
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
             torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), max(0.004, 1 / (step + 1)))
-        if (step + 1) % perEpoch == 0 or step + 1 == steps or progress >= 1:
-            heldLoss, _ = validate(average, held)
-            print(f"epoch {(step + 1) / perEpoch:6.2f}  {time.time() - began:6.1f} s  training {hard.item():.4f}  "
-                  f"validation {heldLoss:.4f}", flush=True)
-            if heldLoss < bestLoss:
-                best, bestLoss, bestStep = copy.deepcopy(average), heldLoss, step + 1
+        if (step + 1) % per_epoch == 0 or step + 1 == steps or progress >= 1:
+            held_loss, _ = validate(average, held)
+            print(f"epoch {(step + 1) / per_epoch:6.2f}  {time.time() - began:6.1f} s  training {hard.item():.4f}  "
+                  f"validation {held_loss:.4f}", flush=True)
+            if held_loss < best_loss:
+                best, best_loss, best_step = copy.deepcopy(average), held_loss, step + 1
         if progress >= 1:
             break
-    return best, bestStep * a.batch * length
+    return best, best_step * a.batch * length
 
 
 # --- the file ------------------------------------------------------------------------------------------------
@@ -336,10 +336,10 @@ def add_metadata(writer: GGUFWriter, s: Shape, tokenizer: Tokenizer) -> None:
     writer.add_expert_count(s.experts)
     writer.add_expert_used_count(s.used)
     writer.add_head_count(s.heads)
-    writer.add_head_count_kv(s.kvHeads)
-    writer.add_key_length(s.headSize)
-    writer.add_value_length(s.headSize)
-    writer.add_rope_dimension_count(s.headSize)
+    writer.add_head_count_kv(s.kv_heads)
+    writer.add_key_length(s.head_size)
+    writer.add_value_length(s.head_size)
+    writer.add_rope_dimension_count(s.head_size)
     writer.add_rope_freq_base(ROPE_BASE)
     writer.add_layer_norm_rms_eps(NORM_EPS)
     writer.add_vocab_size(s.vocab)
@@ -412,12 +412,12 @@ def sample(model: StoryModel, tokenizer: Tokenizer, prompt: str, temperature: fl
     return tokenizer.decode(ids)
 
 
-def report(a: argparse.Namespace, best: StoryModel, tokenizer: Tokenizer, held: Tensor, heldBytes: int) -> None:
+def report(a: argparse.Namespace, best: StoryModel, tokenizer: Tokenizer, held: Tensor, held_bytes: int) -> None:
     """Print the losses before and after quantization, how evenly the experts are used, and samples."""
     stored = read_gguf(a.out, a.device)
     for label, model in (("float32", best), ("as stored", stored)):
         loss, shares = validate(model, held)
-        print(f"{label}: validation {loss:.4f} nats per token, {loss * (len(held) - 1) / heldBytes:.4f} per byte")
+        print(f"{label}: validation {loss:.4f} nats per token, {loss * (len(held) - 1) / held_bytes:.4f} per byte")
     print(f"share of the least and most used expert of a layer: {shares.min():.3f} {shares.max():.3f}")
     print(f"{sum(p.numel() for p in best.parameters()):,} parameters, {a.out.stat().st_size:,} bytes")
     for temperature in (0.0, 0.7, 0.7, 1.0):
@@ -452,22 +452,22 @@ def main() -> None:
     torch.manual_seed(a.seed)
     torch.set_float32_matmul_precision("high")
     books = {p.name: chapters(p.read_text("utf-8")) for p in sorted(a.books.glob("*.txt"))}
-    heldTexts = books.pop(a.validate)
+    held_texts = books.pop(a.validate)
     texts = [c for book in books.values() for c in book]
     tokenizer = train_tokenizer(texts, a.vocab)
     tokens = torch.from_numpy(encode(tokenizer, texts)).to(a.device)
-    held = torch.from_numpy(encode(tokenizer, heldTexts)).to(a.device)
-    heldBytes = sum(len(c.encode()) for c in heldTexts)
+    held = torch.from_numpy(encode(tokenizer, held_texts)).to(a.device)
+    held_bytes = sum(len(c.encode()) for c in held_texts)
     print(f"{len(books)} books, {len(texts)} chapters, {len(tokens):,} tokens; held out {len(held):,} tokens, "
-          f"{heldBytes:,} bytes; on {a.device}")
+          f"{held_bytes:,} bytes; on {a.device}")
     shape = Shape(tokenizer.get_vocab_size(), a.layers, a.width, a.width // 64, max(1, a.width // 192), 64,
                   8, 2, a.hidden, a.context)
     model = StoryModel(shape, a.dropout).to(a.device)
     teachers = [read_gguf(p, a.device) for p in a.teacher]
-    best, trainedOn = train(model, tokens, held, teachers, a)
-    print(f"best after {trainedOn:,} tokens")
+    best, trained_on = train(model, tokens, held, teachers, a)
+    print(f"best after {trained_on:,} tokens")
     write_gguf(a.out, best, tokenizer)
-    report(a, best, tokenizer, held, heldBytes)
+    report(a, best, tokenizer, held, held_bytes)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,19 @@ std::vector<SequenceRows> sequencesOf(const Batch& batch, const KvCache& kv) {
 size_t ForwardPass::scratchBytes(const ModelSpec& spec, int64_t maxRows, int64_t context) {
     const Widths w = widths(spec);
     const int64_t perRow = 3 * spec.embedding + 2 * w.q + 2 * w.kv + 2 * w.hidden;
-    return sizeof(float) * (maxRows * perRow + context * spec.layers.front().attention.rope.dims);
+    int64_t floats = maxRows * perRow + spec.outputNorm.cols;
+    std::vector<const RopeSpec*> rotations;
+    for (const LayerSpec& layer : spec.layers) {
+        const AttentionSpec& a = layer.attention;
+        for (const WeightSlice* vector : {&layer.mixerNorm, &layer.ffnNorm, &a.qNorm, &a.kNorm, &a.qBias, &a.kBias,
+                                          &a.vBias, &a.outputBias}) {
+            floats += vector->cols;  // 0 for one that is absent
+        }
+        if (std::any_of(rotations.begin(), rotations.end(), [&](const RopeSpec* r) { return sameRotation(*r, a.rope); })) continue;
+        rotations.push_back(&a.rope);
+        floats += context * a.rope.dims + a.rope.factors.cols;
+    }
+    return sizeof(float) * floats;
 }
 
 ForwardPass::ForwardPass(const ModelSpec& spec, const Weights& weights, Backend& backend, KvCache& kv, int64_t maxRows,
@@ -78,7 +90,7 @@ ForwardPass::ForwardPass(const ModelSpec& spec, const Weights& weights, Backend&
     : _spec(spec), _weights(weights), _backend(backend), _kv(kv), _maxRows(maxRows), _context(context) {
     const Widths w = widths(spec);
     const auto take = [&](int64_t width, const char* what) {
-        return Buffer(backend.memory(), sizeof(float) * maxRows * width, what);
+        return width ? Buffer(backend.memory(), sizeof(float) * maxRows * width, what) : Buffer();
     };
     _x = take(spec.embedding, "activations");
     _normed = take(spec.embedding, "activations");

@@ -229,7 +229,8 @@ TEST(FloatKernels, StoreKvRoundsToNearestEven) {
 TEST(FloatKernels, StoreKvOfManyIsNearest) {
     std::mt19937 engine(11);
     std::vector<float> x(5003);
-    for (float& value : x) value = std::ldexp(std::uniform_real_distribution<float>(-2, 2)(engine), int(engine() % 40) - 24);
+    std::uniform_real_distribution<float> uniform(-2, 2);
+    for (float& value : x) value = std::ldexp(uniform(engine), static_cast<int>(engine() % 40) - 24);
     for (const Kernels* table : tables()) {
         std::vector<uint16_t> bf16(x.size() + 1, 0xdead), f16 = bf16;
         table->storeKv(x.data(), x.size(), KvType::BF16, bf16.data());

@@ -114,7 +114,7 @@ static Product productFor(int64_t rows, int* done) {
 }
 
 // Asks for `bytes` of the page after this one. Pages lie apart in memory, so the processor does not foresee them;
-// for one query row that waiting would be three quarters of the time.
+// for one query row that waiting would be most of the time.
 SHARPI_INLINE void prefetch(const uint8_t* from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }

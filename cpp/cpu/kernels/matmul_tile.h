@@ -63,31 +63,48 @@ static void readSums(const int16_t* sums, int64_t groups, TokenSums* out) {
     }
 }
 
+// Scales of each row of a tile, one row after another, on their way into columns.
+struct alignas(64) StagedScales {
+    float row[kLanes][16];
+};
+
 template <int count>
-SHARPI_INLINE void storeColumn(float (*to)[kLanes], int lane, const float* values) {
-    for (int i = 0; i < count; ++i) to[i][lane] = values[i];
+static void storeColumns(const StagedScales& staged, float (*to)[kLanes]) {
+    if constexpr (count == 1) {
+        for (int r = 0; r < kLanes; ++r) to[0][r] = staged.row[r][0];
+    } else {
+        alignas(64) uint8_t columns[16][kLanes][4];
+        for (int k = 0; k < count; k += kLanes)
+            transposeWords(reinterpret_cast<const uint8_t*>(staged.row[0] + k), sizeof staged.row[0], columns + k);
+        std::memcpy(to, columns, count * sizeof columns[0]);
+    }
 }
 
 // 16 x int16 as floats: all 16, or the first of each pair.
 template <Sub sub>
-SHARPI_INLINE void storeSubs(float (*to)[kLanes], int lane, __m256i subs) {
-    alignas(32) float values[16];
+SHARPI_INLINE void stageSubs(float* row, __m256i subs) {
     if constexpr (sub == Sub::PerHalf) {
-        _mm256_store_ps(values, _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_castsi256_si128(subs))));
-        _mm256_store_ps(values + 8, _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_extracti128_si256(subs, 1))));
-        storeColumn<16>(to, lane, values);
-    } else if constexpr (sub == Sub::PerBlock) {
-        _mm256_store_ps(values, _mm256_cvtepi32_ps(_mm256_srai_epi32(subs, 16)));
-        storeColumn<8>(to, lane, values);
+        _mm256_store_ps(row, _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_castsi256_si128(subs))));
+        _mm256_store_ps(row + 8, _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_extracti128_si256(subs, 1))));
+    } else {
+        _mm256_store_ps(row, _mm256_cvtepi32_ps(_mm256_srai_epi32(subs, 16)));
+        _mm256_store_ps(row + 8, _mm256_setzero_ps());
     }
+}
+
+SHARPI_INLINE void stageFloats(float* row, __m256 floats) {
+    _mm256_store_ps(row, floats);
+    _mm256_store_ps(row + 8, _mm256_setzero_ps());
 }
 
 // One group of `rows` rows, the others of the tile zero. `blocks`: how many blocks of the file's format.
 template <class Block>
 static void packGroup(const uint8_t* first, size_t rowSize, int rows, int blocks, TileGroup<Block>& tile) {
     using F = Format<Block>;
+    using T = TileGroup<Block>;
     constexpr int kPerGroup = 256 / F::kElements;
     alignas(64) uint8_t stage[kLanes][256];
+    StagedScales d, m, scale, min;
     for (int r = 0; r < kLanes; ++r) {
         Block copy[kPerGroup];
         const Block* block = reinterpret_cast<const Block*>(first + static_cast<size_t>(r) * rowSize);
@@ -98,19 +115,17 @@ static void packGroup(const uint8_t* first, size_t rowSize, int rows, int blocks
         }
         Unpacked u;
         unpackVector(block, u);
-        for (int b = 0; b < 8; ++b)
-            _mm256_store_si256(reinterpret_cast<__m256i*>(stage[r] + 32 * b), u.quant[b]);
-        alignas(32) float values[8];
-        _mm256_store_ps(values, u.d);
-        storeColumn<TileGroup<Block>::kFloats>(tile.d, r, values);
-        if constexpr (F::kHasMin) {
-            _mm256_store_ps(values, u.m);
-            storeColumn<TileGroup<Block>::kFloats>(tile.m, r, values);
-        }
-        if constexpr (F::kScales != Sub::None) storeSubs<F::kScales>(tile.scale, r, u.scale);
-        if constexpr (F::kMins != Sub::None) storeSubs<F::kMins>(tile.min, r, u.min);
+        for (int b = 0; b < 8; ++b) _mm256_store_si256(reinterpret_cast<__m256i*>(stage[r] + 32 * b), u.quant[b]);
+        stageFloats(d.row[r], u.d);
+        if constexpr (F::kHasMin) stageFloats(m.row[r], u.m);
+        if constexpr (F::kScales != Sub::None) stageSubs<F::kScales>(scale.row[r], u.scale);
+        if constexpr (F::kMins != Sub::None) stageSubs<F::kMins>(min.row[r], u.min);
     }
     for (int k = 0; k < 64; k += kLanes) transposeWords(stage[0] + 4 * k, 256, tile.quant + k);
+    storeColumns<T::kFloats>(d, tile.d);
+    if constexpr (F::kHasMin) storeColumns<T::kFloats>(m, tile.m);
+    if constexpr (F::kScales != Sub::None) storeColumns<T::kScaleCount>(scale, tile.scale);
+    if constexpr (F::kMins != Sub::None) storeColumns<T::kMinCount>(min, tile.min);
 }
 
 // Sums of products of 4 * `fours` elements from `quant` on, one per lane, for each token.

@@ -10,7 +10,7 @@ from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from sharpi.chat import Part, ThinkingSplitter, prompt_opens_thinking
+from sharpi.chat import ChatTemplate, Part, ThinkingSplitter, prompt_opens_thinking
 from sharpi.errors import InvalidRequestError, SharpiError
 
 if TYPE_CHECKING:
@@ -82,11 +82,13 @@ class Conversation:
         self.messages.append(message)
 
 
-def require_template(model: Model) -> None:
-    """Raises `InvalidRequestError` for a model that holds no chat template."""
-    if model.chat_template is None:
+def require_template(model: Model) -> ChatTemplate:
+    """The model's chat template. Raises `InvalidRequestError` for a model that holds none."""
+    template = model.chat_template
+    if template is None:
         raise InvalidRequestError(
             f"{model.file.name} has no chat template, so it cannot chat; `sharpi run` continues a text")
+    return template
 
 
 def render_prompt(model: Model, messages: list[Message], *, thinking: bool) -> str:
@@ -94,5 +96,4 @@ def render_prompt(model: Model, messages: list[Message], *, thinking: bool) -> s
 
     `thinking` false asks the template to leave reasoning out; true leaves the choice to the template.
     """
-    require_template(model)
-    return model.chat_template.render(messages, enable_thinking=None if thinking else False)
+    return require_template(model).render(messages, enable_thinking=None if thinking else False)
