@@ -231,7 +231,7 @@ class Session:
                  top_k: int = 40, top_p: float = 0.95, min_p: float = 0.05, repetition_penalty: float = 1.0,
                  presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
                  logit_bias: Mapping[int, float] | None = None, seed: int | None = None,
-                 stop: Sequence[str] = ()) -> Iterator[Token]:
+                 stop: str | Sequence[str] = ()) -> Iterator[Token]:
         """Yields tokens that continue `prompt` (the whole conversation so far, as text or token ids).
 
         Ends at `max_tokens` (`None`: no limit), at an end token of the model, where one of the `stop` texts begins,
@@ -241,6 +241,7 @@ class Session:
         model = self._model
         if max_tokens is not None and max_tokens < 0:
             raise InvalidRequestError(f"max_tokens must be 0 or more, not {max_tokens}")
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if any(not text for text in stop):
             raise InvalidRequestError("a stop text is empty")
         if seed is not None and not 0 <= seed < 2**64:
@@ -248,10 +249,14 @@ class Session:
         ids = model.tokenize(prompt) if isinstance(prompt, str) else _as_ids(prompt)
         if not ids:
             raise InvalidRequestError("the prompt is empty: give at least one token")
-        params = _core.SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=dict(logit_bias or {}),
-            seed=secrets.randbits(63) if seed is None else seed)
+        try:
+            params = _core.SamplingParams(
+                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+                presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+                logit_bias=dict(logit_bias or {}),
+                seed=secrets.randbits(63) if seed is None else seed)
+        except TypeError:
+            raise InvalidRequestError("a sampling option has the wrong type or is too large") from None
         try:
             decoder, ends = model.tokenizer.stream(after=ids), model.tokenizer.stop_ids
         except ModelFileError:

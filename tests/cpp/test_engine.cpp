@@ -1,0 +1,335 @@
+// The engine over small random models of every architecture: however a text is cut into batches, and whatever
+// shares a batch with it, its logits have the same bits; and what fails leaves a session as it was.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "engine/engine.h"
+#include "tiny_model.h"
+
+namespace {
+
+using namespace sharpi;
+
+std::vector<int32_t> randomTokens(int64_t count, int64_t vocab, unsigned seed) {
+    std::mt19937 random(seed);
+    std::vector<int32_t> tokens(count);
+    for (auto& token : tokens) token = static_cast<int32_t>(random() % vocab);
+    return tokens;
+}
+
+std::shared_ptr<Engine> makeEngine(const tiny::Model& model, int64_t context, int64_t batch, int threads, KvType kv = KvType::BF16) {
+    EngineOptions options;
+    options.context = context;
+    options.batch = batch;
+    options.threads = threads;
+    options.kvType = kv;
+    return std::make_shared<Engine>(model.spec(), model.weights(), options);
+}
+
+const float kPoison = std::numeric_limits<float>::quiet_NaN();
+
+std::vector<float> evaluate(Session& session, const std::vector<int32_t>& tokens, int64_t vocab, const std::vector<int64_t>& chunks = {}) {
+    std::vector<float> logits(tokens.size() * vocab, kPoison);
+    session.evaluate(tokens, logits.data(), chunks, nullptr);
+    return logits;
+}
+
+// Finite, and not one row like another: equality between runs would else prove nothing.
+void expectMeaningful(const std::vector<float>& logits, int64_t vocab) {
+    for (const float value : logits) ASSERT_TRUE(std::isfinite(value));
+    const size_t rows = logits.size() / vocab;
+    ASSERT_NE(std::memcmp(&logits[0], &logits[(rows - 1) * vocab], vocab * sizeof(float)), 0);
+    const auto [low, high] = std::minmax_element(logits.begin(), logits.end());
+    EXPECT_GT(*high - *low, 0.1f);
+}
+
+bool sameBits(const std::vector<float>& a, const std::vector<float>& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+TEST(Engine, ChunksDoNotChangeLogits) {
+    for (const tiny::Options& options : tiny::variants()) {
+        SCOPED_TRACE(tiny::describe(options));
+        const tiny::Model model(options);
+        const auto tokens = randomTokens(150, options.vocab, options.seed);  // three pages
+        const auto engine = makeEngine(model, 200, 200, 2);
+        Session session(engine);
+        const auto whole = evaluate(session, tokens, options.vocab);
+        expectMeaningful(whole, options.vocab);
+        EXPECT_EQ(session.tokens(), tokens);
+
+        session.reset();
+        EXPECT_TRUE(sameBits(evaluate(session, tokens, options.vocab, std::vector<int64_t>(150, 1)), whole)) << "token by token";
+        std::mt19937 random(options.seed);
+        for (int round = 0; round < 3; ++round) {
+            std::vector<int64_t> chunks;
+            for (int i = 0; i < 150; ++i) chunks.push_back(1 + random() % (round == 0 ? 5 : 70));
+            session.reset();
+            EXPECT_TRUE(sameBits(evaluate(session, tokens, options.vocab, chunks), whole)) << "random chunks";
+        }
+        // Other thread counts and batch sizes.
+        for (const int threads : {1, 3}) {
+            Session other(makeEngine(model, 200, threads == 1 ? 200 : 37, threads));
+            EXPECT_TRUE(sameBits(evaluate(other, tokens, options.vocab), whole)) << threads << " threads";
+        }
+    }
+}
+
+TEST(Engine, KvTypesAreEachConsistent) {
+    tiny::Options options;
+    const tiny::Model model(options);
+    const auto tokens = randomTokens(100, options.vocab, 5);
+    std::vector<std::vector<float>> results;
+    for (const KvType type : {KvType::F32, KvType::F16, KvType::BF16}) {
+        Session session(makeEngine(model, 128, 128, 2, type));
+        results.push_back(evaluate(session, tokens, options.vocab));
+        session.reset();
+        EXPECT_TRUE(sameBits(evaluate(session, tokens, options.vocab, std::vector<int64_t>(100, 1)), results.back()));
+    }
+    for (size_t i = 1; i < results.size(); ++i) {
+        double largest = 0;
+        for (size_t j = 0; j < results[0].size(); ++j) largest = std::max<double>(largest, std::fabs(results[i][j] - results[0][j]));
+        EXPECT_GT(largest, 0.0) << "the type was not used";
+        EXPECT_LT(largest, 2.0);
+    }
+}
+
+// A forward pass with its own cache, so that several sequences can stand in one batch.
+struct Pass {
+    Pass(const tiny::Model& model, int64_t rows, int64_t context)
+        : spec(model.spec()), weights(model.weights()), backend(2, limits(spec, rows)),
+          kv(backend.memory(), shapes(spec), KvType::BF16, 4 * context), forward(spec, *weights, backend, kv, rows, context) {}
+
+    static std::vector<KvLayerShape> shapes(const ModelSpec& spec) {
+        std::vector<KvLayerShape> all;
+        for (const LayerSpec& layer : spec.layers) all.push_back({layer.attention.kvHeads, layer.attention.headDim});
+        return all;
+    }
+    static CpuLimits limits(const ModelSpec& spec, int64_t rows) {
+        CpuLimits l;
+        const LayerSpec& layer = spec.layers.front();
+        const int64_t hidden = layer.dense ? layer.dense->hidden() : layer.experts->hidden();
+        l.maxRows = rows;
+        l.embedding = spec.embedding;
+        l.heads = layer.attention.heads;
+        l.kvHeads = layer.attention.kvHeads;
+        l.headDim = layer.attention.headDim;
+        l.pageTokens = KvCache::kPageTokens;
+        l.maxCols = std::max({spec.embedding, hidden, int64_t{l.heads} * l.headDim});
+        if (layer.experts) {
+            l.experts = layer.experts->count;
+            l.expertsUsed = layer.experts->used;
+            l.expertHidden = hidden;
+        }
+        return l;
+    }
+
+    ModelSpec spec;
+    std::unique_ptr<Weights> weights;
+    CpuBackend backend;
+    KvCache kv;
+    ForwardPass forward;
+};
+
+TEST(ForwardPass, SequencesInOneBatchDoNotTouchEachOther) {
+    for (const tiny::Options& options : tiny::variants()) {
+        SCOPED_TRACE(tiny::describe(options));
+        const tiny::Model model(options);
+        const std::vector<std::vector<int32_t>> texts = {randomTokens(140, options.vocab, 1), randomTokens(90, options.vocab, 2),
+                                                         randomTokens(33, options.vocab, 3)};
+        std::vector<std::vector<float>> alone;
+        for (const auto& text : texts) {
+            Session session(makeEngine(model, 200, 200, 1));
+            alone.push_back(evaluate(session, text, options.vocab));
+        }
+        Pass pass(model, 128, 200);
+        std::mt19937 random(options.seed);
+        std::vector<int32_t> handles;
+        for (size_t s = 0; s < texts.size(); ++s) handles.push_back(pass.kv.createSequence());
+        std::vector<size_t> done(texts.size(), 0);
+        size_t left = 140 + 90 + 33;
+        while (left > 0) {
+            Batch batch;
+            std::vector<std::pair<size_t, size_t>> wanted;  // sequence and position of each row of logits
+            std::vector<size_t> order = {0, 1, 2};
+            std::shuffle(order.begin(), order.end(), random);
+            for (const size_t s : order) {
+                const size_t count = std::min<size_t>(random() % 40, texts[s].size() - done[s]);
+                if (count == 0) continue;
+                pass.kv.extend(handles[s], static_cast<int64_t>(count));
+                for (size_t i = 0; i < count; ++i, ++done[s], --left) {
+                    const bool want = random() % 3 == 0 || done[s] + 1 == texts[s].size();
+                    batch.add(texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], want);
+                    if (want) wanted.emplace_back(s, done[s]);
+                }
+            }
+            std::vector<float> logits(wanted.size() * options.vocab, kPoison);
+            pass.forward.run(batch, logits.empty() ? nullptr : logits.data());
+            for (size_t i = 0; i < wanted.size(); ++i) {
+                const auto [s, position] = wanted[i];
+                ASSERT_EQ(std::memcmp(&logits[i * options.vocab], &alone[s][position * options.vocab], options.vocab * sizeof(float)), 0)
+                    << "sequence " << s << " at " << position;
+            }
+        }
+    }
+}
+
+TEST(Session, TwoSessionsOfOneEngine) {
+    tiny::Options options;
+    const tiny::Model model(options);
+    const auto a = randomTokens(70, options.vocab, 1), b = randomTokens(80, options.vocab, 2);
+    const auto engine = makeEngine(model, 300, 64, 2);
+    Session alone(engine);
+    const auto expectedA = evaluate(alone, a, options.vocab);
+    alone.reset();
+    const auto expectedB = evaluate(alone, b, options.vocab);
+    alone.reset();
+    Session first(engine), second(engine);
+    std::vector<float> gotA, gotB;
+    for (size_t i = 0; i < 80; i += 10) {
+        if (i < 70) {
+            const auto piece = evaluate(first, {a.begin() + i, a.begin() + i + 10}, options.vocab);
+            gotA.insert(gotA.end(), piece.begin(), piece.end());
+        }
+        const auto piece = evaluate(second, {b.begin() + i, b.begin() + i + 10}, options.vocab);
+        gotB.insert(gotB.end(), piece.begin(), piece.end());
+    }
+    EXPECT_TRUE(sameBits(gotA, expectedA));
+    EXPECT_TRUE(sameBits(gotB, expectedB));
+}
+
+template <typename Call> void expectError(ErrorKind kind, const std::string& part, const Call& call) {
+    try {
+        call();
+        FAIL() << "no error about " << part;
+    } catch (const Error& e) {
+        EXPECT_EQ(e.kind(), kind) << e.what();
+        EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
+    }
+}
+
+TEST(Session, AFailureLeavesItAsItWas) {
+    tiny::Options options;
+    const tiny::Model model(options);
+    const auto engine = makeEngine(model, 128, 128, 2);
+    const auto tokens = randomTokens(100, options.vocab, 9);
+    const std::vector<int32_t> head(tokens.begin(), tokens.begin() + 60), tail(tokens.begin() + 60, tokens.end());
+    Session fresh(engine);
+    const auto whole = evaluate(fresh, tokens, options.vocab);
+    fresh.reset();
+
+    Session session(engine);
+    evaluate(session, head, options.vocab);
+    for (const int32_t wrong : {-1, static_cast<int32_t>(options.vocab), std::numeric_limits<int32_t>::max()}) {
+        std::vector<int32_t> bad = tail;
+        bad[20] = wrong;
+        expectError(ErrorKind::InvalidArgument, std::to_string(wrong), [&] { evaluate(session, bad, options.vocab); });
+        EXPECT_EQ(session.tokens(), head);
+    }
+    expectError(ErrorKind::InvalidArgument, "empty", [&] { evaluate(session, {}, options.vocab); });
+    expectError(ErrorKind::InvalidArgument, "69", [&] { evaluate(session, randomTokens(69, options.vocab, 1), options.vocab); });
+    EXPECT_EQ(session.tokens(), head);
+    // Another session holds the pages that are left: the cache refuses.
+    evaluate(fresh, randomTokens(64, options.vocab, 2), options.vocab);
+    expectError(ErrorKind::OutOfMemory, "KV cache", [&] { evaluate(session, tail, options.vocab); });
+    EXPECT_EQ(session.tokens(), head);
+    fresh.reset();
+    const auto logits = evaluate(session, tail, options.vocab);
+    EXPECT_TRUE(sameBits(logits, {whole.begin() + 60 * options.vocab, whole.end()}));
+}
+
+TEST(Session, InterruptionKeepsWhatWasEvaluated) {
+    tiny::Options options;
+    const tiny::Model model(options);
+    Session session(makeEngine(model, 128, 10, 1));
+    const auto tokens = randomTokens(35, options.vocab, 4);
+    int asked = 0;
+    expectError(ErrorKind::InvalidArgument, "interrupted", [&] { session.evaluate(tokens, nullptr, {}, [&] { return ++asked == 3; }); });
+    EXPECT_EQ(session.tokens(), std::vector<int32_t>(tokens.begin(), tokens.begin() + 20));
+}
+
+std::vector<int32_t> greedy(Session& session, const std::vector<int32_t>& prompt, int count) {
+    SamplingParams params;
+    params.temperature = 0;
+    session.start(prompt, params, nullptr);
+    std::vector<int32_t> made;
+    while (static_cast<int>(made.size()) < count) {
+        const auto token = session.next();
+        if (!token) break;
+        made.push_back(*token);
+    }
+    return made;
+}
+
+TEST(Session, StartReusesTheCommonBeginning) {
+    for (const char* name : {"llama", "qwen3moe"}) {
+        tiny::Options options;
+        options.architecture = name;
+        const tiny::Model model(options);
+        const auto engine = makeEngine(model, 300, 64, 2);
+        auto prompt = randomTokens(100, options.vocab, 3);
+        Session used(engine);
+        greedy(used, prompt, 20);
+        EXPECT_EQ(used.reusedTokens(), 0);
+        for (const size_t changed : {99u, 70u, 64u, 63u, 0u}) {
+            prompt[changed] = (prompt[changed] + 1) % options.vocab;
+            const auto continued = greedy(used, prompt, 20);
+            EXPECT_EQ(used.reusedTokens(), static_cast<int64_t>(changed));
+            Session fresh(engine);
+            EXPECT_EQ(continued, greedy(fresh, prompt, 20)) << "from token " << changed;
+        }
+        // Logits too, after a start that cut the sequence in the middle of a page.
+        const std::vector<int32_t> shorter(prompt.begin(), prompt.begin() + 80), more = randomTokens(30, options.vocab, 8);
+        greedy(used, shorter, 1);
+        EXPECT_EQ(used.reusedTokens(), 79);
+        EXPECT_EQ(used.tokens(), shorter);
+        const auto continued = evaluate(used, more, options.vocab);
+        Session fresh(engine);
+        evaluate(fresh, shorter, options.vocab);
+        EXPECT_TRUE(sameBits(continued, evaluate(fresh, more, options.vocab)));
+    }
+}
+
+TEST(Session, GreedyFollowsTheLogitsUntilTheContextIsFull) {
+    tiny::Options options;
+    const tiny::Model model(options);
+    const auto engine = makeEngine(model, 70, 64, 1);
+    const auto prompt = randomTokens(50, options.vocab, 6);
+    Session session(engine);
+    const auto made = greedy(session, prompt, 1000);
+    EXPECT_EQ(made.size(), 21u);  // the one that the 70th token gives is the last
+    EXPECT_EQ(session.next(), std::nullopt);
+    EXPECT_EQ(session.tokens().size(), 70u);
+    Session check(engine);
+    session.reset();
+    std::vector<int32_t> text = prompt;
+    text.insert(text.end(), made.begin(), made.end() - 1);
+    const auto logits = evaluate(check, text, options.vocab);
+    for (size_t i = 0; i < made.size(); ++i) {
+        const float* row = &logits[(prompt.size() - 1 + i) * options.vocab];
+        EXPECT_EQ(made[i], std::max_element(row, row + options.vocab) - row);
+    }
+}
+
+TEST(Engine, RefusesImpossibleOptions) {
+    tiny::Options options;
+    const tiny::Model model(options);
+    expectError(ErrorKind::InvalidArgument, "context", [&] { makeEngine(model, 0, 1, 1); });
+    expectError(ErrorKind::InvalidArgument, "301", [&] { makeEngine(model, 301, 1, 1); });
+    expectError(ErrorKind::InvalidArgument, "batch", [&] { makeEngine(model, 100, 0, 1); });
+    expectError(ErrorKind::InvalidArgument, "batch", [&] { makeEngine(model, 100, 65537, 1); });
+    expectError(ErrorKind::InvalidArgument, "threads", [&] { makeEngine(model, 100, 10, 0); });
+    EXPECT_EQ(makeEngine(model, 100, 512, 1)->options().batch, 100);
+    EXPECT_EQ(makeEngine(model, 100, 512, 1)->kvBytes(), Engine::kvBytesFor(model.spec(), KvType::BF16, 100));
+}
+
+}  // namespace

@@ -1,0 +1,269 @@
+// Reading a model: every known architecture is understood, and whatever is missing, superfluous or wrong in its
+// metadata and tensors is an error that names it.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "tiny_model.h"
+
+namespace {
+
+using namespace sharpi;
+
+template <typename Call> void expectBadModel(const std::string& part, const Call& call) {
+    try {
+        call();
+        ADD_FAILURE() << "accepted; expected an error about " << part;
+    } catch (const Error& e) {
+        EXPECT_EQ(e.kind(), ErrorKind::BadModel) << e.what();
+        EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << "'" << part << "' is not in: " << e.what();
+    }
+}
+
+// A model that is right until `spoil` had its hands on it.
+void expectSpoiled(const tiny::Options& options, const std::string& part, const std::function<void(tiny::Model&)>& spoil) {
+    tiny::Model model(options);
+    ASSERT_NO_THROW(model.spec());
+    spoil(model);
+    expectBadModel(part, [&] { model.spec(); });
+}
+
+TEST(ModelSpec, ReadsEveryArchitecture) {
+    std::vector<std::string> names;
+    for (const tiny::Options& o : tiny::variants()) {
+        SCOPED_TRACE(tiny::describe(o));
+        const tiny::Model model(o);
+        const ModelSpec spec = model.spec();
+        const Architecture& arch = tiny::architecture(o.architecture);
+        EXPECT_EQ(spec.architecture, o.architecture);
+        EXPECT_EQ(spec.name, "tiny");
+        EXPECT_EQ(spec.vocabSize, o.vocab);
+        EXPECT_EQ(spec.contextLength, o.context);
+        EXPECT_EQ(spec.embedding, o.embedding);
+        EXPECT_FLOAT_EQ(spec.normEpsilon, 1e-5f);
+        EXPECT_EQ(spec.output.tensor == spec.tokenEmbedding.tensor, o.tied);
+        EXPECT_EQ(spec.kvElementsPerToken(), 2 * o.layers * o.kvHeads * o.headDim);
+        ASSERT_EQ(static_cast<int64_t>(spec.layers.size()), o.layers);
+        for (const LayerSpec& layer : spec.layers) {
+            const AttentionSpec& a = layer.attention;
+            EXPECT_EQ(a.heads, o.heads);
+            EXPECT_EQ(a.kvHeads, o.kvHeads);
+            EXPECT_EQ(a.headDim, o.headDim);
+            EXPECT_FLOAT_EQ(a.scale, 0.25f);
+            EXPECT_EQ(a.qkNorm, arch.qkNorm);
+            EXPECT_EQ(a.rope.pairing, arch.pairing);
+            EXPECT_EQ(a.rope.dims, o.headDim);
+            EXPECT_EQ(static_cast<bool>(a.qBias), o.biases);
+            EXPECT_EQ(static_cast<bool>(a.qNorm), arch.qkNorm != AttentionSpec::QkNorm::None);
+            const bool sparse = o.experts > 0 || arch.needsExperts;
+            EXPECT_EQ(layer.experts.has_value(), sparse);
+            EXPECT_EQ(layer.dense.has_value(), !sparse);
+            if (sparse) {
+                EXPECT_EQ(layer.experts->count, o.experts ? o.experts : 4);
+                EXPECT_EQ(layer.experts->used, o.used);
+                EXPECT_EQ(layer.experts->renormalize, arch.expertsRenormalized);
+                EXPECT_EQ(layer.experts->hidden(), o.hidden);
+            } else {
+                EXPECT_EQ(layer.dense->hidden(), o.hidden);
+            }
+        }
+        names.push_back(o.architecture);
+    }
+    for (const std::string& name : knownArchitectures()) EXPECT_EQ(std::count(names.begin(), names.end(), name) > 0, true) << name;
+}
+
+TEST(ModelSpec, UnknownArchitectureIsNamedWithThoseThatAreKnown) {
+    expectSpoiled({}, "'mammoth'", [](tiny::Model& m) { m.metadata["general.architecture"] = std::string("mammoth"); });
+    for (const std::string& known : knownArchitectures())
+        expectSpoiled({}, known, [](tiny::Model& m) { m.metadata["general.architecture"] = std::string("mammoth"); });
+    expectSpoiled({}, "general.architecture", [](tiny::Model& m) { m.metadata.erase("general.architecture"); });
+    expectSpoiled({}, "general.architecture", [](tiny::Model& m) { m.metadata["general.architecture"] = int64_t{3}; });
+}
+
+TEST(ModelSpec, EveryTensorIsNeeded) {
+    for (const tiny::Options& o : tiny::variants()) {
+        const tiny::Model whole(o);
+        for (const TensorInfo& t : whole.tensors) {
+            const bool optional = t.name == "output.weight" || t.name.find(".bias") != std::string::npos;
+            if (optional) continue;
+            tiny::Model model(o);
+            model.erase(t.name);
+            SCOPED_TRACE(tiny::describe(o) + " without " + t.name);
+            // A fused tensor's absence shows as that of its first part.
+            const bool fused = t.name.find("attn_qkv") != std::string::npos || t.name.find("gate_up") != std::string::npos;
+            expectBadModel(fused ? "is missing" : "'" + t.name + "'", [&] { model.spec(); });
+        }
+    }
+}
+
+TEST(ModelSpec, EveryShapeIsChecked) {
+    for (const tiny::Options& o : tiny::variants()) {
+        const tiny::Model whole(o);
+        for (const TensorInfo& t : whole.tensors) {
+            SCOPED_TRACE(tiny::describe(o) + " " + t.name);
+            for (size_t d = 0; d < t.shape.size(); ++d) {
+                tiny::Model model(o);
+                auto shape = t.shape;
+                shape[d] += info(t.type).blockElements;
+                model.reshape(t.name, shape);
+                // The vocabulary is as large as the embedding says, and the experts as wide as ffn_down says: there
+                // it is the other tensors that do not fit.
+                if (t.name == "token_embd.weight" && d == 1) {
+                    if (o.tied) EXPECT_NO_THROW(model.spec());
+                    else expectBadModel("'output.weight'", [&] { model.spec(); });
+                } else if (t.name.find("ffn_down_exps") != std::string::npos && d == 0) {
+                    expectBadModel("ffn_gate", [&] { model.spec(); });
+                } else {
+                    expectBadModel("'" + t.name + "'", [&] { model.spec(); });
+                }
+            }
+            tiny::Model model(o);
+            auto shape = t.shape;
+            shape.push_back(1);
+            model.reshape(t.name, shape);
+            expectBadModel("'" + t.name + "'", [&] { model.spec(); });
+        }
+    }
+}
+
+TEST(ModelSpec, TensorsThatNobodyUsesAreRefused) {
+    for (const char* name : {"blk.0.attn_sinks.weight", "blk.2.attn_norm.weight", "rope.weight", "blk.0.ffn_gate.bias"})
+        expectSpoiled({}, std::string("'") + name + "'", [&](tiny::Model& m) { m.add(name, DType::F32, {64}); });
+    tiny::Model model{tiny::Options()};
+    model.add("rope_freqs.weight", DType::F32, {8});
+    EXPECT_TRUE(static_cast<bool>(model.spec().layers[1].attention.rope.factors));
+}
+
+TEST(ModelSpec, NormsAndBiasesMustBeFloats) {
+    expectSpoiled({}, "'blk.0.attn_norm.weight'", [](tiny::Model& m) {
+        m.tensor("blk.0.attn_norm.weight").type = DType::Q8_0;
+        m.reshape("blk.0.attn_norm.weight", {64});
+    });
+}
+
+TEST(ModelSpec, MetadataOfEveryKindIsChecked) {
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    const auto llama = [](const std::string& rest) { return "llama." + rest; };
+    struct Case {
+        std::string key;
+        MetadataValue value;
+    };
+    const std::vector<Case> cases = {
+        {"context_length", int64_t{0}}, {"context_length", int64_t{1} << 40}, {"context_length", 3.5},
+        {"embedding_length", int64_t{-64}}, {"embedding_length", std::string("64")}, {"embedding_length", true},
+        {"block_count", int64_t{0}}, {"block_count", int64_t{5000}},
+        {"feed_forward_length", int64_t{0}}, {"feed_forward_length", std::vector<double>{96, 96}},
+        {"attention.head_count", int64_t{0}}, {"attention.head_count", int64_t{3}},
+        {"attention.head_count_kv", int64_t{5}}, {"attention.head_count_kv", int64_t{0}},
+        {"attention.key_length", int64_t{1}}, {"attention.key_length", int64_t{15}}, {"attention.key_length", int64_t{5000}},
+        {"attention.layer_norm_rms_epsilon", -1e-5}, {"attention.layer_norm_rms_epsilon", 1.0},
+        {"attention.layer_norm_rms_epsilon", nan}, {"attention.layer_norm_rms_epsilon", std::string("small")},
+        {"rope.dimension_count", int64_t{18}}, {"rope.dimension_count", int64_t{7}}, {"rope.dimension_count", int64_t{0}},
+        {"rope.freq_base", 1.0}, {"rope.freq_base", nan}, {"rope.freq_base", -5.0},
+        {"rope.scaling.factor", 0.0}, {"rope.scaling.factor", -2.0}, {"rope.scaling.type", std::string("bent")},
+        {"rope.scaling.original_context_length", int64_t{0}}, {"expert_count", int64_t{-1}},
+    };
+    for (const Case& c : cases) {
+        SCOPED_TRACE(c.key);
+        // head_count and head_count_kv are wrong together: either may be named.
+        const std::string named = c.key.rfind("attention.head_count", 0) == 0 ? "attention.head_count" : c.key;
+        expectSpoiled({}, llama(named), [&](tiny::Model& m) { m.metadata[llama(c.key)] = c.value; });
+    }
+    expectSpoiled({}, "different lengths", [&](tiny::Model& m) { m.metadata[llama("attention.value_length")] = int64_t{8}; });
+    for (const char* key : {"context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+                            "attention.layer_norm_rms_epsilon"})
+        expectSpoiled({}, llama(key), [&](tiny::Model& m) { m.metadata.erase(llama(key)); });
+
+    tiny::Options sparse;
+    sparse.architecture = "qwen3moe";
+    expectSpoiled(sparse, "qwen3moe.expert_count", [](tiny::Model& m) { m.metadata.erase("qwen3moe.expert_count"); });
+    for (const int64_t used : {0, 5})
+        expectSpoiled(sparse, "qwen3moe.expert_used_count", [&](tiny::Model& m) { m.metadata["qwen3moe.expert_used_count"] = used; });
+    expectSpoiled(sparse, "expert_weights_norm", [](tiny::Model& m) { m.metadata["qwen3moe.expert_weights_norm"] = int64_t{1}; });
+}
+
+TEST(ModelSpec, ReadsRotaryScaling) {
+    tiny::Model model{tiny::Options()};
+    model.metadata["llama.rope.scaling.type"] = std::string("yarn");
+    model.metadata["llama.rope.scaling.factor"] = 4.0;
+    model.metadata["llama.rope.scaling.original_context_length"] = int64_t{75};
+    model.metadata["llama.rope.dimension_count"] = int64_t{8};
+    const RopeSpec rope = model.spec().layers[0].attention.rope;
+    EXPECT_EQ(rope.dims, 8);
+    EXPECT_DOUBLE_EQ(rope.frequencyScale, 0.25);
+    EXPECT_DOUBLE_EQ(rope.extrapolation, 1.0);
+    EXPECT_NEAR(rope.magnitude, 1.1386294361, 1e-9);
+    EXPECT_EQ(rope.originalContext, 75);
+}
+
+TEST(TensorTable, RefusesNonsense) {
+    const auto table = [](TensorInfo t) { return TensorTable({std::move(t)}); };
+    expectBadModel("'w'", [&] { table({"w", DType::F32, {}, 0, 0, 0}); });
+    expectBadModel("'w'", [&] { table({"w", DType::F32, {0, 4}, 0, 0, 0}); });
+    expectBadModel("'w'", [&] { table({"w", DType::F32, {4, -1}, 0, 0, 16}); });
+    expectBadModel("'w'", [&] { table({"w", DType::Q8_0, {33, 2}, 0, 0, 70}); });
+    expectBadModel("'w'", [&] { table({"w", DType::F32, {4, 4}, 0, 0, 63}); });
+    expectBadModel("'w'", [&] { table({"w", DType::F32, {4, int64_t{1} << 40, int64_t{1} << 40}, 0, 0, 0}); });
+    const TensorInfo good = {"w", DType::F32, {4, 4}, 0, 0, 64};
+    EXPECT_NO_THROW(table(good));
+    expectBadModel("'w'", [&] { TensorTable({good, good}); });
+}
+
+// The rows of a fused tensor, byte for byte those of its parts.
+TEST(Weights, FusedSlicesAreTheRightRows) {
+    tiny::Options o;
+    o.architecture = "qwen3moe";
+    o.fusedQkv = o.fusedExperts = o.biases = true;
+    const tiny::Model model(o);
+    const ModelSpec spec = model.spec();
+    const auto weights = model.weights();
+    const LayerSpec& layer = spec.layers[1];
+    const AttentionSpec& a = layer.attention;
+    const auto expectRows = [&](const Matrix& m, const std::string& name, int64_t begin, int64_t rows, int64_t cols) {
+        tiny::Model copy(model);
+        const TensorInfo& t = copy.tensor(name);
+        EXPECT_EQ(m.rows, rows);
+        EXPECT_EQ(m.cols, cols);
+        EXPECT_EQ(std::memcmp(m.data, &model.bytes[t.offset + begin * rowBytes(t.type, cols)], rows * rowBytes(t.type, cols)), 0) << name;
+    };
+    expectRows(weights->matrix(a.q), "blk.1.attn_qkv.weight", 0, 64, 64);
+    expectRows(weights->matrix(a.k), "blk.1.attn_qkv.weight", 64, 32, 64);
+    expectRows(weights->matrix(a.v), "blk.1.attn_qkv.weight", 96, 32, 64);
+    EXPECT_EQ(a.qBias.rowBegin, 0);
+    EXPECT_EQ(a.kBias.rowBegin, 64);
+    EXPECT_EQ(a.vBias.rowBegin, 96);
+    EXPECT_EQ(a.qBias.cols, 64);
+    EXPECT_EQ(a.vBias.cols, 32);
+    const ExpertFfnSpec& f = *layer.experts;
+    for (int32_t e = 0; e < f.count; ++e) {
+        expectRows(weights->matrix(f.gate, e), "blk.1.ffn_gate_up_exps.weight", e * 192, 96, 64);
+        expectRows(weights->matrix(f.up, e), "blk.1.ffn_gate_up_exps.weight", e * 192 + 96, 96, 64);
+        expectRows(weights->matrix(f.down, e), "blk.1.ffn_down_exps.weight", e * 64, 64, 96);
+    }
+}
+
+TEST(Weights, TensorsOutsideTheFileAreNamed) {
+    const auto expectOutside = [](const std::function<void(tiny::Model&)>& spoil) {
+        tiny::Model model{tiny::Options()};
+        ASSERT_NO_THROW(model.weights());
+        spoil(model);
+        expectBadModel("'blk.1.ffn_down.weight'", [&] { model.weights(); });
+    };
+    const char* last = "blk.1.ffn_down.weight";
+    expectOutside([](tiny::Model& m) { m.bytes.pop_back(); });
+    expectOutside([&](tiny::Model& m) { m.tensor(last).offset += 1; });
+    expectOutside([&](tiny::Model& m) { m.tensor(last).offset = std::numeric_limits<uint64_t>::max() - 10; });
+    expectOutside([&](tiny::Model& m) { m.tensor(last).file = 1; });
+    expectOutside([&](tiny::Model& m) { m.tensor(last).file = -1; });
+    const tiny::Model model{tiny::Options()};
+    expectBadModel("/nonexistent/weights", [&] { Weights({"/nonexistent/weights"}, model.table()); });
+    expectBadModel(::testing::TempDir(), [&] { Weights({::testing::TempDir()}, model.table()); });
+}
+
+}  // namespace

@@ -1,0 +1,268 @@
+// Sampling: ties, filters, penalties and reproducibility. What is drawn is compared with a plain implementation of
+// the same rules written here, as whole distributions.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "engine/sampler.h"
+
+namespace {
+
+using namespace sharpi;
+
+const float kInfinity = std::numeric_limits<float>::infinity();
+const float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+std::vector<float> randomLogits(size_t count, unsigned seed, float spread = 2.0f) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal(0.0f, spread);
+    std::vector<float> logits(count);
+    for (float& logit : logits) logit = normal(random);
+    return logits;
+}
+
+// Everything on: no filter removes a token.
+SamplingParams open() {
+    SamplingParams params;
+    params.temperature = 1;
+    params.topK = 0;
+    params.topP = 1;
+    params.minP = 0;
+    return params;
+}
+
+int32_t draw(const SamplingParams& params, std::vector<float> logits, const std::vector<int32_t>& history = {}) {
+    return Sampler(params, static_cast<int64_t>(logits.size())).sample(logits.data(), history);
+}
+
+// The probability of each token by the rules as documented, one filter after another, each over the whole list.
+std::vector<double> expectedDistribution(const SamplingParams& params, const std::vector<float>& logits) {
+    const size_t n = logits.size();
+    std::vector<bool> stays(n, true);
+    const auto rank = [&](size_t token) {
+        size_t better = 0;
+        for (size_t other = 0; other < n; ++other)
+            better += logits[other] > logits[token] || (logits[other] == logits[token] && other < token);
+        return better;
+    };
+    std::vector<size_t> byRank(n);
+    for (size_t i = 0; i < n; ++i) byRank[rank(i)] = i;
+    if (params.topK > 0)
+        for (size_t r = params.topK; r < n; ++r) stays[byRank[r]] = false;
+    const auto probabilities = [&](double temperature) {
+        std::vector<double> p(n, 0.0);
+        double total = 0;
+        for (size_t i = 0; i < n; ++i)
+            if (stays[i]) total += p[i] = std::exp((double(logits[i]) - logits[byRank[0]]) / temperature);
+        for (double& value : p) value /= total;
+        return p;
+    };
+    const std::vector<double> p = probabilities(1);
+    double before = 0;  // of the tokens that are better; the one that crosses topP stays
+    for (size_t r = 0; r < n; ++r) {
+        if (r > 0 && before >= params.topP) stays[byRank[r]] = false;
+        before += p[byRank[r]];
+    }
+    for (size_t i = 0; i < n; ++i)
+        if (i != byRank[0] && p[i] < params.minP * p[byRank[0]]) stays[i] = false;
+    return probabilities(params.temperature);
+}
+
+// Pearson's chi-square over `draws` draws; tokens expected fewer than 5 times are counted together. With d degrees
+// of freedom it has mean d and variance 2 d: the bound, mean + 5 deviations + 5, is passed by chance about once in
+// 10^5 seeds, and the seed is fixed.
+void expectDraws(const SamplingParams& params, const std::vector<float>& logits, int draws) {
+    const std::vector<double> expected = expectedDistribution(params, logits);
+    Sampler sampler(params, static_cast<int64_t>(logits.size()));
+    std::vector<int> counts(logits.size(), 0);
+    for (int i = 0; i < draws; ++i) {
+        std::vector<float> copy = logits;
+        ++counts.at(sampler.sample(copy.data(), {}));
+    }
+    double chi = 0, restExpected = 0;
+    int cells = 0, restCount = 0;
+    for (size_t i = 0; i < logits.size(); ++i) {
+        const double mean = expected[i] * draws;
+        if (mean == 0) {
+            ASSERT_EQ(counts[i], 0) << "token " << i << " was filtered and drawn";
+        } else if (mean < 5) {
+            restExpected += mean;
+            restCount += counts[i];
+        } else {
+            chi += (counts[i] - mean) * (counts[i] - mean) / mean;
+            ++cells;
+        }
+    }
+    if (restExpected >= 5) {
+        chi += (restCount - restExpected) * (restCount - restExpected) / restExpected;
+        ++cells;
+    }
+    const double freedom = std::max(1, cells - 1);
+    EXPECT_LT(chi, freedom + 5 * std::sqrt(2 * freedom) + 5) << cells << " cells";
+}
+
+TEST(Sampler, GreedyTakesTheBestAndTheLowerOfTies) {
+    SamplingParams params;
+    params.temperature = 0;
+    EXPECT_EQ(draw(params, {0, 3, 1, 3, 2}), 1);
+    EXPECT_EQ(draw(params, {5, 5, 5}), 0);
+    EXPECT_EQ(draw(params, {-kInfinity, -9, -kInfinity}), 1);
+    for (unsigned seed = 0; seed < 50; ++seed) {
+        const auto logits = randomLogits(300, seed);
+        EXPECT_EQ(draw(params, logits), std::max_element(logits.begin(), logits.end()) - logits.begin());
+    }
+}
+
+TEST(Sampler, DrawsFollowTheDistribution) {
+    struct Case {
+        float temperature;
+        int32_t topK;
+        float topP, minP;
+    };
+    const Case cases[] = {{1, 0, 1, 0},        {0.5f, 0, 1, 0},        {2, 0, 1, 0},         {1, 5, 1, 0},       {1, 1000, 1, 0},
+                          {1, 0, 0.7f, 0},     {1, 0, 1, 0.1f},        {0.8f, 40, 0.95f, 0.05f}, {1.5f, 20, 0.6f, 0.02f}, {0.7f, 10, 0.9f, 0.3f}};
+    unsigned seed = 1;
+    for (const Case& c : cases) {
+        SCOPED_TRACE("case " + std::to_string(seed));
+        SamplingParams params = open();
+        params.temperature = c.temperature;
+        params.topK = c.topK;
+        params.topP = c.topP;
+        params.minP = c.minP;
+        params.seed = seed;
+        expectDraws(params, randomLogits(60, seed), 20000);
+        ++seed;
+    }
+}
+
+TEST(Sampler, TiesAtTheEdgeOfTopKKeepTheLowerIds) {
+    SamplingParams params = open();
+    params.topK = 3;
+    std::set<int32_t> drawn;
+    for (params.seed = 0; params.seed < 200; ++params.seed) drawn.insert(draw(params, {1, 1, 2, 1, 1}));
+    EXPECT_EQ(drawn, (std::set<int32_t>{0, 1, 2}));
+}
+
+TEST(Sampler, OneCandidateIsCertain) {
+    const auto logits = randomLogits(100, 5);
+    const auto best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+    for (uint64_t seed = 0; seed < 50; ++seed) {
+        for (int which = 0; which < 3; ++which) {
+            SamplingParams params = open();
+            params.seed = seed;
+            if (which == 0) params.topK = 1;
+            if (which == 1) params.topP = 1e-6f;
+            if (which == 2) params.minP = 1;
+            EXPECT_EQ(draw(params, logits), best);
+        }
+    }
+}
+
+// One draw changes the logits in place as the rules say.
+std::vector<float> adjusted(SamplingParams params, std::vector<float> logits, const std::vector<int32_t>& history) {
+    params.temperature = 0;
+    Sampler(params, static_cast<int64_t>(logits.size())).sample(logits.data(), history);
+    return logits;
+}
+
+TEST(Sampler, PenaltiesOfTheRecentTokens) {
+    const std::vector<int32_t> history = {4, 0, 1, 1, 2, 1};
+    const std::vector<float> logits = {3, 2, -1, 5, 4};
+    SamplingParams params;
+    params.penaltyWindow = 5;  // token 4 is too long ago
+    params.repetitionPenalty = 2;
+    EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{1.5f, 1, -2, 5, 4}));
+    params.repetitionPenalty = 1;
+    params.presencePenalty = 0.5f;
+    EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{2.5f, 1.5f, -1.5f, 5, 4}));
+    params.frequencyPenalty = 0.25f;
+    EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{2.25f, 0.75f, -1.75f, 5, 4}));
+    params.repetitionPenalty = 2;  // first, then what is subtracted
+    EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{0.75f, -0.25f, -2.75f, 5, 4}));
+    params.penaltyWindow = 0;
+    EXPECT_EQ(adjusted(params, logits, history), logits);
+    params.penaltyWindow = 1000;  // longer than the history
+    params.repetitionPenalty = 1;
+    params.frequencyPenalty = 0;
+    EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{2.5f, 1.5f, -1.5f, 5, 3.5f}));
+    EXPECT_EQ(adjusted(params, logits, {}), logits);
+}
+
+TEST(Sampler, BiasAddsAndForbids) {
+    SamplingParams params;
+    params.logitBias = {{1, 2.5f}, {3, -1.0f}};
+    EXPECT_EQ(adjusted(params, {1, 2, 3, 4}, {}), (std::vector<float>{1, 4.5f, 3, 3}));
+    params = open();
+    params.logitBias = {{0, -kInfinity}, {3, -kInfinity}};
+    std::set<int32_t> drawn;
+    for (params.seed = 0; params.seed < 300; ++params.seed) drawn.insert(draw(params, {9, 1, 1.5f, 9}));
+    EXPECT_EQ(drawn, (std::set<int32_t>{1, 2}));
+    params.temperature = 0;
+    EXPECT_EQ(draw(params, {9, 1, 1.5f, 9}), 2);
+}
+
+TEST(Sampler, TheSeedDecidesEverything) {
+    const auto text = [](uint64_t seed) {
+        SamplingParams params = open();
+        params.seed = seed;
+        Sampler sampler(params, 200);
+        std::vector<int32_t> tokens;
+        for (unsigned i = 0; i < 100; ++i) {
+            auto logits = randomLogits(200, i);
+            tokens.push_back(sampler.sample(logits.data(), tokens));
+        }
+        return tokens;
+    };
+    EXPECT_EQ(text(42), text(42));
+    EXPECT_NE(text(42), text(43));
+    EXPECT_NE(text(0), text(uint64_t{1} << 32));  // all 64 bits count
+}
+
+TEST(Sampler, NamesTheSettingThatIsOutOfRange) {
+    struct Case {
+        const char* names;
+        std::function<void(SamplingParams&)> spoil;
+    };
+    const Case cases[] = {
+        {"temperature", [](SamplingParams& p) { p.temperature = -0.1f; }},
+        {"temperature", [](SamplingParams& p) { p.temperature = kNaN; }},
+        {"temperature", [](SamplingParams& p) { p.temperature = kInfinity; }},
+        {"top-k", [](SamplingParams& p) { p.topK = -1; }},
+        {"top-p", [](SamplingParams& p) { p.topP = 0; }},
+        {"top-p", [](SamplingParams& p) { p.topP = 1.01f; }},
+        {"top-p", [](SamplingParams& p) { p.topP = kNaN; }},
+        {"min-p", [](SamplingParams& p) { p.minP = -0.01f; }},
+        {"min-p", [](SamplingParams& p) { p.minP = 1.01f; }},
+        {"min-p", [](SamplingParams& p) { p.minP = kNaN; }},
+        {"repetition penalty", [](SamplingParams& p) { p.repetitionPenalty = 0; }},
+        {"repetition penalty", [](SamplingParams& p) { p.repetitionPenalty = kNaN; }},
+        {"penalties", [](SamplingParams& p) { p.presencePenalty = kInfinity; }},
+        {"penalties", [](SamplingParams& p) { p.frequencyPenalty = kNaN; }},
+        {"window", [](SamplingParams& p) { p.penaltyWindow = -1; }},
+        {"bias", [](SamplingParams& p) { p.logitBias[-1] = 1; }},
+        {"bias", [](SamplingParams& p) { p.logitBias[10] = 1; }},
+        {"bias", [](SamplingParams& p) { p.logitBias[9] = kNaN; }},
+    };
+    for (const Case& c : cases) {
+        SamplingParams params;
+        EXPECT_NO_THROW(params.validate(10));
+        c.spoil(params);
+        try {
+            Sampler sampler(params, 10);
+            ADD_FAILURE() << c.names << " was accepted";
+        } catch (const Error& e) {
+            EXPECT_EQ(e.kind(), ErrorKind::InvalidArgument);
+            EXPECT_NE(std::string(e.what()).find(c.names), std::string::npos) << e.what();
+        }
+    }
+}
+
+}  // namespace

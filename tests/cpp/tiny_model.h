@@ -1,0 +1,219 @@
+// A small random model of any known architecture, without a GGUF file: the metadata and tensor table that the
+// container would give, and a temporary file with the weights.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "model/architecture.h"
+#include "model/weights.h"
+
+namespace tiny {
+
+using sharpi::DType;
+
+struct Options {
+    std::string architecture = "llama";
+    DType matrices = DType::Q8_0;  // F32, Q8_0 or Q4_0
+    int64_t layers = 2, embedding = 64, heads = 4, kvHeads = 2, headDim = 16, hidden = 96, vocab = 77, context = 300;
+    int64_t experts = 0, used = 2;  // experts of `hidden` each; 0: dense
+    bool fusedQkv = false, fusedExperts = false, biases = false, tied = false;
+    unsigned seed = 1;
+};
+
+inline const sharpi::Architecture& architecture(const std::string& name) {
+    for (const sharpi::Architecture& a : sharpi::architectures())
+        if (name == a.name) return a;
+    throw std::runtime_error("no architecture " + name);
+}
+
+class Model {
+public:
+    // Public, so that a test can spoil them before it reads.
+    std::map<std::string, sharpi::MetadataValue> metadata;
+    std::vector<sharpi::TensorInfo> tensors;
+    std::vector<uint8_t> bytes;
+
+    explicit Model(const Options& options) : _options(options), _random(options.seed) {
+        if (architecture(options.architecture).needsExperts && !_options.experts) _options.experts = 4;
+        writeMetadata();
+        const int64_t e = _options.embedding;
+        add("token_embd.weight", _options.matrices, {e, _options.vocab});
+        add("output_norm.weight", DType::F32, {e});
+        if (!_options.tied) add("output.weight", _options.matrices, {e, _options.vocab});
+        for (int64_t i = 0; i < _options.layers; ++i) addLayer("blk." + std::to_string(i) + ".");
+    }
+
+    const Options& options() const { return _options; }
+    std::string key(const std::string& rest) const { return _options.architecture + "." + rest; }
+
+    // Appends a tensor of random values: norms near 1, all else near 0.
+    void add(const std::string& name, DType type, const std::vector<int64_t>& shape) {
+        while (bytes.size() % 32) bytes.push_back(0xff);
+        sharpi::TensorInfo t;
+        t.name = name;
+        t.type = type;
+        t.shape = shape;
+        t.offset = bytes.size();
+        int64_t rows = 1;
+        for (size_t d = 1; d < shape.size(); ++d) rows *= shape[d];
+        t.bytes = sharpi::rowBytes(type, shape[0]) * rows;
+        fill(type, t.bytes, name.find("norm") != std::string::npos);
+        tensors.push_back(t);
+    }
+    sharpi::TensorInfo& tensor(const std::string& name) {
+        for (auto& t : tensors)
+            if (t.name == name) return t;
+        throw std::runtime_error("no tensor " + name);
+    }
+    void erase(const std::string& name) { tensors.erase(tensors.begin() + (&tensor(name) - tensors.data())); }
+    void reshape(const std::string& name, const std::vector<int64_t>& shape) {
+        sharpi::TensorInfo& t = tensor(name);
+        t.shape = shape;
+        t.bytes = sharpi::rowBytes(t.type, shape[0]);
+        for (size_t d = 1; d < shape.size(); ++d) t.bytes *= shape[d];
+    }
+
+    sharpi::TensorTable table() const { return sharpi::TensorTable(tensors); }
+    sharpi::ModelSpec spec() const { return sharpi::ModelSpec::read(sharpi::Metadata(metadata), table()); }
+
+    // The file is gone from its folder at once: the mapping keeps its contents.
+    std::unique_ptr<sharpi::Weights> weights() const {
+        std::string path = ::testing::TempDir() + "sharpi_tiny_XXXXXX";
+        const int fd = ::mkstemp(path.data());
+        if (fd < 0) throw std::runtime_error("no temporary file at " + path);
+        FILE* file = ::fdopen(fd, "wb");
+        const bool written = std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size();
+        if (std::fclose(file) != 0 || !written) throw std::runtime_error("cannot write " + path);
+        struct Remove {
+            const std::string& path;
+            ~Remove() { ::unlink(path.c_str()); }
+        } remove{path};
+        return std::make_unique<sharpi::Weights>(std::vector<std::string>{path}, table());
+    }
+
+private:
+    void writeMetadata() {
+        metadata["general.architecture"] = _options.architecture;
+        metadata["general.name"] = std::string("tiny");
+        metadata[key("context_length")] = _options.context;
+        metadata[key("embedding_length")] = _options.embedding;
+        metadata[key("block_count")] = _options.layers;
+        metadata[key("feed_forward_length")] = _options.hidden;
+        metadata[key("attention.head_count")] = _options.heads;
+        metadata[key("attention.head_count_kv")] = _options.kvHeads;
+        metadata[key("attention.key_length")] = _options.headDim;
+        metadata[key("attention.layer_norm_rms_epsilon")] = 1e-5;
+        metadata[key("rope.freq_base")] = 10000.0;
+        if (_options.experts) {
+            metadata[key("expert_count")] = _options.experts;
+            metadata[key("expert_used_count")] = _options.used;
+        }
+    }
+
+    void addLayer(const std::string& block) {
+        const Options& o = _options;
+        const int64_t q = o.heads * o.headDim, kv = o.kvHeads * o.headDim;
+        add(block + "attn_norm.weight", DType::F32, {o.embedding});
+        add(block + "ffn_norm.weight", DType::F32, {o.embedding});
+        const std::vector<std::pair<std::string, int64_t>> parts =
+            o.fusedQkv ? std::vector<std::pair<std::string, int64_t>>{{"attn_qkv", q + 2 * kv}}
+                       : std::vector<std::pair<std::string, int64_t>>{{"attn_q", q}, {"attn_k", kv}, {"attn_v", kv}};
+        for (const auto& [part, rows] : parts) {
+            add(block + part + ".weight", o.matrices, {o.embedding, rows});
+            if (o.biases) add(block + part + ".bias", DType::F32, {rows});
+        }
+        add(block + "attn_output.weight", o.matrices, {q, o.embedding});
+        const auto norm = architecture(o.architecture).qkNorm;
+        if (norm != sharpi::AttentionSpec::QkNorm::None) {
+            const bool perHead = norm == sharpi::AttentionSpec::QkNorm::PerHead;
+            add(block + "attn_q_norm.weight", DType::F32, {perHead ? o.headDim : q});
+            add(block + "attn_k_norm.weight", DType::F32, {perHead ? o.headDim : kv});
+        }
+        if (!o.experts) {
+            add(block + "ffn_gate.weight", o.matrices, {o.embedding, o.hidden});
+            add(block + "ffn_up.weight", o.matrices, {o.embedding, o.hidden});
+            add(block + "ffn_down.weight", o.matrices, {o.hidden, o.embedding});
+            return;
+        }
+        add(block + "ffn_gate_inp.weight", DType::F32, {o.embedding, o.experts});
+        if (o.fusedExperts) {
+            add(block + "ffn_gate_up_exps.weight", o.matrices, {o.embedding, 2 * o.hidden, o.experts});
+        } else {
+            add(block + "ffn_gate_exps.weight", o.matrices, {o.embedding, o.hidden, o.experts});
+            add(block + "ffn_up_exps.weight", o.matrices, {o.embedding, o.hidden, o.experts});
+        }
+        add(block + "ffn_down_exps.weight", o.matrices, {o.hidden, o.embedding, o.experts});
+    }
+
+    void fill(DType type, uint64_t count, bool norm) {
+        const size_t begin = bytes.size();
+        bytes.resize(begin + count);
+        if (type == DType::F32) {
+            std::normal_distribution<float> normal(norm ? 1.0f : 0.0f, 0.2f);
+            for (size_t at = begin; at < bytes.size(); at += 4) {
+                const float value = normal(_random);
+                std::memcpy(&bytes[at], &value, 4);
+            }
+            return;
+        }
+        // Blocks that open with a half-precision scale; any bytes after it are valid numbers.
+        if (type != DType::Q8_0 && type != DType::Q4_0) throw std::runtime_error("a type that tiny models do not write");
+        for (size_t at = begin; at < bytes.size(); ++at) bytes[at] = static_cast<uint8_t>(_random());
+        const uint16_t smallest = type == DType::Q8_0 ? 0x1800 : 0x2800;  // 2^-9, 2^-5
+        for (size_t at = begin; at < bytes.size(); at += sharpi::info(type).blockBytes) {
+            const uint16_t scale = smallest + _random() % 1024;  // up to twice that
+            std::memcpy(&bytes[at], &scale, 2);
+        }
+    }
+
+    Options _options;
+    std::mt19937 _random;
+};
+
+// Every architecture, and the variants of how files store the same parts.
+inline std::vector<Options> variants() {
+    std::vector<Options> all;
+    for (const sharpi::Architecture& a : sharpi::architectures()) {
+        Options o;
+        o.architecture = a.name;
+        o.seed = static_cast<unsigned>(all.size() + 1);
+        all.push_back(o);
+    }
+    Options o;
+    o.seed = 100;
+    o.architecture = "llama";
+    o.experts = 5;
+    o.used = 3;
+    all.push_back(o);
+    o.architecture = "qwen3moe";
+    o.fusedExperts = o.fusedQkv = o.tied = true;
+    o.matrices = DType::Q4_0;
+    all.push_back(o);
+    o = Options();
+    o.architecture = "qwen2";
+    o.fusedQkv = o.biases = true;
+    all.push_back(o);
+    o.fusedQkv = false;
+    o.matrices = DType::F32;
+    all.push_back(o);
+    return all;
+}
+
+inline std::string describe(const Options& o) {
+    return o.architecture + " " + sharpi::info(o.matrices).name + " seed " + std::to_string(o.seed) + (o.fusedQkv ? " fused" : "") +
+           (o.biases ? " biased" : "");
+}
+
+}  // namespace tiny

@@ -1,0 +1,313 @@
+"""Model and Session as people use them: generation, its options, what is refused, and files that cannot be run.
+
+Generation runs on the bundled model, whose text is fluent enough for stop texts and penalties to mean something.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_models import MODELS, write
+
+pytest.importorskip("sharpi._core")
+from sharpi import Model  # noqa: E402
+from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError  # noqa: E402
+
+PROMPT = "Once upon a time"
+GREEDY = {"max_tokens": 40, "temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    with Model.load(device="cpu", context=256) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write(tmp_path / "tiny.gguf", MODELS["llama"])
+
+
+def text_of(model: Model, prompt: str | list[int] = PROMPT, **options) -> str:
+    return "".join(token.text for token in model.generate(prompt, **options))
+
+
+def refused(call, error: type[SharpiError] = InvalidRequestError) -> str:
+    """The one line that `call` is refused with."""
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
+
+
+def test_greedy_text_is_reproducible_and_is_what_the_logits_say(model: Model) -> None:
+    tokens = list(model.generate(PROMPT, **GREEDY))
+    assert tokens == list(model.generate(PROMPT, **GREEDY))
+    assert len("".join(token.text for token in tokens)) > 40
+    ids = model.tokenize(PROMPT)
+    rows = model.logits(ids + [token.id for token in tokens])[len(ids) - 1 : -1]
+    assert rows.argmax(axis=1).tolist() == [token.id for token in tokens]
+
+
+def test_text_does_not_depend_on_threads_or_batch(model: Model) -> None:
+    expected = text_of(model, **GREEDY)
+    for threads, batch in ((1, 512), (3, 2)):
+        with Model.load(device="cpu", context=256, threads=threads, batch=batch) as other:
+            assert text_of(other, **GREEDY) == expected
+
+
+def test_seeds(model: Model) -> None:
+    texts = [text_of(model, max_tokens=30, temperature=1.0, seed=seed) for seed in (1, 1, 2, 3)]
+    assert texts[0] == texts[1]
+    assert len(set(texts)) == 3
+    assert len({text_of(model, max_tokens=30, temperature=1.0) for _ in range(3)}) > 1
+
+
+def test_sampling_options_narrow_the_choice(model: Model) -> None:
+    greedy = text_of(model, **GREEDY)
+    for option in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        assert text_of(model, max_tokens=40, temperature=1.5, seed=4, **option) == greedy
+
+
+def test_max_tokens(model: Model) -> None:
+    assert list(model.generate(PROMPT, max_tokens=0)) == []
+    for count in (1, 7):
+        assert len(list(model.generate(PROMPT, max_tokens=count, temperature=0.0))) == count
+        assert model.stats()["generated_tokens"] == count
+
+
+def test_stop_texts_never_show_and_what_is_before_is_complete(model: Model) -> None:
+    full = text_of(model, **GREEDY)
+    # From inside of a token, across tokens, one that never comes, and several of which the first to come counts.
+    for stop in ([full[10:12]], [full[10:30]], [full[-9:]], ["\x00never"], [full[30:36], full[20:25]], [full[:3]]):
+        places = [full.find(text) for text in stop if text in full]
+        expected = full[: min(places)] if places else full
+        assert text_of(model, stop=stop, **GREEDY) == expected, stop
+
+
+def test_one_stop_text_needs_no_list(model: Model) -> None:
+    full = text_of(model, **GREEDY)
+    assert text_of(model, stop=full[10:30], **GREEDY) == full[: full.find(full[10:30])]
+
+
+def test_text_held_back_for_a_stop_text_comes_after_all(model: Model) -> None:
+    full = text_of(model, **GREEDY)
+    assert text_of(model, stop=[full[-4:] + "\x00"], **GREEDY) == full
+
+
+def test_a_session_reuses_what_prompts_share(model: Model) -> None:
+    session = model.session()
+    ids = model.tokenize(PROMPT)
+    answer = [token.id for token in session.generate(ids, **GREEDY)]
+    longer = ids + answer + model.tokenize(" The end. Then", add_special=False)
+    found = [token.id for token in session.generate(longer, **GREEDY)]
+    stats = model.stats()
+    # The last token that was drawn need not have been evaluated.
+    assert stats["reused_tokens"] in (len(ids + answer) - 1, len(ids + answer))
+    assert stats["prompt_tokens"] == len(longer) - stats["reused_tokens"]
+    assert found == [token.id for token in model.session().generate(longer, **GREEDY)]
+    assert model.stats()["reused_tokens"] == 0
+
+    # Another ending of the same conversation, the same prompt again, and one that shares nothing.
+    for prompt in (longer[:-3] + ids[-2:], longer[:-3] + ids[-2:], list(reversed(longer))):
+        found = [token.id for token in session.generate(prompt, **GREEDY)]
+        assert session.tokens[: len(prompt)] == prompt
+        assert found == [token.id for token in model.session().generate(prompt, **GREEDY)]
+    session.reset()
+    assert session.tokens == []
+    assert [token.id for token in session.generate(ids, **GREEDY)] == answer
+
+
+def test_sessions_do_not_disturb_each_other(model: Model) -> None:
+    prompts = [PROMPT, "The dog", "One day, a girl"]
+    expected = [list(model.generate(prompt, **GREEDY)) for prompt in prompts]
+    running = [model.session().generate(prompt, **GREEDY) for prompt in prompts]
+    found = list(zip(*running, strict=True))
+    assert [list(tokens) for tokens in zip(*found, strict=True)] == expected
+
+
+def test_logit_bias(model: Model) -> None:
+    used = {token.id for token in model.generate(PROMPT, **GREEDY)}
+    forbidden = dict.fromkeys(used, float("-inf"))
+    for options in (GREEDY, {"max_tokens": 40, "temperature": 1.5, "seed": 1}):
+        assert not used & {token.id for token in model.generate(PROMPT, logit_bias=forbidden, **options)}
+    wanted = next(iter(used))
+    assert {token.id for token in model.generate(PROMPT, logit_bias={wanted: 1e6}, **GREEDY)} == {wanted}
+
+
+@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.5}, {"presence_penalty": 5.0},
+                                     {"frequency_penalty": 2.0}])
+def test_penalties_make_repetition_rarer(model: Model, penalty: dict[str, float]) -> None:
+    def distinct(**options) -> float:
+        ids = [token.id for token in model.generate(PROMPT, max_tokens=120, temperature=0.0, **options)]
+        return len(set(ids)) / len(ids)
+
+    assert distinct(**penalty) > distinct()
+
+
+def test_closing_the_iterator_stops_the_work(model: Model) -> None:
+    session = model.session()
+    tokens = session.generate(PROMPT, temperature=0.0)
+    first = [next(tokens) for _ in range(5)]
+    tokens.close()
+    assert model.stats()["generated_tokens"] == 5
+    assert len(session.tokens) < len(model.tokenize(PROMPT)) + 5 + 1
+    with pytest.raises(StopIteration):
+        next(tokens)
+    assert list(session.generate(PROMPT, max_tokens=5, temperature=0.0)) == first
+
+
+def test_generation_ends_where_the_context_is_full(tiny: Path) -> None:
+    with Model.load(tiny, device="cpu", context=16) as model:
+        # A file without a tokenizer, and so without an end token. The last token needs no room.
+        assert len(list(model.generate([1, 2, 3], temperature=0.0))) == 14
+        assert len(list(model.generate(list(range(16)), temperature=0.0))) == 1
+        message = refused(lambda: list(model.generate(list(range(17)))))
+        assert "17" in message and "16" in message
+        refused(lambda: model.logits(list(range(17))))
+
+
+def test_what_is_refused(model: Model, tiny: Path) -> None:
+    def load(**options) -> None:
+        Model.load(tiny, **{"device": "cpu", **options}).close()
+
+    load()
+    assert "empty" in refused(lambda: list(model.generate([], max_tokens=1)))
+    refused(lambda: model.logits([]))
+    for tokens in ([-1], [model.spec.vocab_size], [2**31], [2**70], [0.5], ["a"], [[1]], "ab"):
+        refused(lambda tokens=tokens: model.logits(tokens))
+    assert "512" in refused(lambda: load(context=513))
+    for options in ({"context": 0}, {"context": -5}, {"kv_dtype": "int3"}, {"threads": 0}, {"threads": -1},
+                    {"threads": 10**6}, {"batch": 0}, {"batch": -1}, {"device": "tpu"}):
+        refused(lambda options=options: load(**options))
+    for options in ({"max_tokens": -1}, {"stop": [""]}, {"seed": -1}, {"seed": 2**64}, {"temperature": -1.0},
+                    {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 2.0},
+                    {"repetition_penalty": 0.0}, {"presence_penalty": float("inf")},
+                    {"logit_bias": {model.spec.vocab_size: 1.0}}, {"logit_bias": {1: float("nan")}}, {"logit_bias": {2**40: 1.0}}, {"top_k": 2**40},
+                    {"top_k": 1.5}, {"temperature": "hot"}):
+        refused(lambda options=options: list(model.generate(PROMPT, **{"max_tokens": 1, **options})))
+
+
+def test_a_refusal_leaves_a_session_usable(model: Model) -> None:
+    session = model.session()
+    expected = list(session.generate(PROMPT, **GREEDY))
+    refused(lambda: list(session.generate([1] * 300)))
+    refused(lambda: list(session.generate([1, 2, 10**6])))
+    assert list(session.generate(PROMPT, **GREEDY)) == expected
+
+
+def test_a_closed_model_says_so(tiny: Path) -> None:
+    model = Model.load(tiny, device="cpu")
+    model.close()
+    model.close()
+    for call in (lambda: model.logits([1]), lambda: list(model.generate([1])), model.session, model.stats):
+        assert "closed" in refused(call)
+
+
+def test_stats_and_progress(tiny: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    with Model.load(tiny, device="cpu", threads=1, progress=lambda *bytes_done: seen.append(bytes_done)) as model:
+        assert seen[-1] == (tiny.stat().st_size,) * 2
+        list(model.generate([1, 2, 3], max_tokens=4))
+        stats = model.stats()
+        assert (stats["prompt_tokens"], stats["generated_tokens"], stats["threads"]) == (3, 4, 1)
+        assert stats["weights_bytes"] == model.file.total_bytes == model.plan.weights_bytes
+        assert stats["kv_bytes"] == model.plan.kv_bytes > 0
+        assert stats["scratch_bytes"] == model.plan.scratch_bytes > 0
+        assert json.dumps(model.plan.to_dict())
+
+
+def broken(path: Path, **options) -> str:
+    write(path, **{"model": MODELS["qwen3"], **options})
+    message = refused(lambda: Model.load(path, device="cpu").close(), ModelFileError)
+    assert path.name in message
+    return message
+
+
+def test_files_that_cannot_be_run(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    assert "nosuch" in broken(path, model=replace(MODELS["llama"], arch="nosuch"))
+    for name in ("token_embd.weight", "output_norm.weight", "blk.0.attn_q.weight", "blk.1.attn_k_norm.weight",
+                 "blk.1.ffn_down.weight"):
+        assert name in broken(path, skip=name)
+        assert name in broken(path, change=lambda n, data, name=name: data[..., :-1].copy() if n == name else data)
+    assert "blk.0.surprise" in broken(path, extra=(("blk.0.surprise", np.ones(4, np.float32)),))
+    for key in ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
+                "attention.layer_norm_rms_epsilon"):
+        assert key in broken(path, leave_out_key=key)
+    moe = MODELS["qwen3moe"]
+    assert "expert" in broken(path, model=replace(moe, experts_used=moe.experts + 1))
+    assert "ffn_down_exps" in broken(path, model=moe, skip="blk.1.ffn_down_exps.weight")
+    assert "head_count" in broken(path, model=replace(MODELS["qwen3"], kv_heads=3))
+    assert "block_count" in broken(path, model=replace(MODELS["qwen3"], layers=0))
+    assert "blk.1" in broken(path, change=lambda n, data: data[:-1].copy() if n == "blk.1.attn_v.weight" else data)
+
+
+def test_numbers_that_are_none_do_no_harm(tmp_path: Path) -> None:
+    def poison(name: str, data: np.ndarray) -> np.ndarray:
+        data = data.copy()
+        data.flat[0] = np.nan
+        data.flat[-1] = np.inf
+        return data
+
+    for name in ("llama", "qwen3moe"):
+        path = write(tmp_path / f"{name}.gguf", MODELS[name], change=poison)
+        with Model.load(path, device="cpu") as model:
+            assert model.logits(list(range(60))).shape == (60, 96)
+            for temperature in (0.0, 1.0):
+                ids = [token.id for token in model.generate([1, 2], max_tokens=4, temperature=temperature, seed=1)]
+                assert len(ids) == 4 and all(0 <= i < 96 for i in ids)
+
+
+CRASH_SCRIPT = """
+import sys
+from pathlib import Path
+import numpy as np
+from sharpi import Model
+from sharpi.errors import SharpiError
+
+good, header, cases, seed = Path(sys.argv[1]).read_bytes(), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+path, random = Path(sys.argv[1] + ".damaged.gguf"), np.random.default_rng(seed)
+ran = refused = 0
+for case in range(cases):
+    data = np.frombuffer(good, np.uint8).copy()
+    for at in random.integers(0, header, random.integers(1, 4)):
+        # A flipped bit, or a byte of those that tell most in counts and sizes.
+        data[at] = data[at] ^ (1 << random.integers(8)) if random.random() < 0.6 else random.choice([0, 1, 2, 127, 255])
+    path.write_bytes(data[: random.integers(1, len(data))] if random.random() < 0.1 else data)
+    print("case", case, flush=True)
+    try:
+        with Model.load(path, device="cpu", threads=1, context=None if case % 4 else 8, batch=16) as model:
+            if model.spec.vocab_size:
+                model.logits([0, 1, 2][: model.context])
+                list(model.generate([0], max_tokens=2, seed=1))
+        ran += 1
+    except SharpiError as error:
+        assert str(error) and "\\n" not in str(error), error
+        refused += 1
+print("ran", ran, "refused", refused)
+"""
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "qwen3moe"])
+def test_damaged_files_crash_nothing(name: str, tmp_path: Path) -> None:
+    """Bytes before the first tensor's data are damaged; what the reader lets pass must not crash the engine."""
+    path = write(tmp_path / "m.gguf", MODELS[name])
+    with Model.load(path, device="cpu") as model:
+        header = min(tensor.offset for tensor in model.file.tensors)
+    cases = 2000 if os.environ.get("SHARPI_LONG_TESTS") == "1" else 150
+    done = subprocess.run([sys.executable, "-c", CRASH_SCRIPT, path, str(header), str(cases), "9"], text=True,
+                          capture_output=True, check=False, timeout=600)
+    # A signal shows as a negative code, anything but a SharpiError as 1; the last case begun is the one to look at.
+    assert done.returncode == 0, (done.returncode, done.stdout[-20:], done.stderr[-2000:])
+    ran, refused_count = (int(word) for word in done.stdout.split()[-3::2])
+    assert ran > 0 and refused_count > cases // 4
