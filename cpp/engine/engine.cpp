@@ -142,7 +142,8 @@ void Session::evaluate(const std::vector<int32_t>& tokens, float* logits, const 
 }
 
 void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted) {
-    _sampler.emplace(params, _engine->_spec.vocabSize);
+    _sampler.reset();  // next() refuses to go on from a start that failed
+    params.validate(_engine->_spec.vocabSize);
     if (prompt.empty()) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
     if (static_cast<int64_t>(prompt.size()) > _engine->_options.context) {
         throw Error(ErrorKind::InvalidArgument, "the prompt has " + std::to_string(prompt.size()) + " tokens, the context holds " +
@@ -156,6 +157,7 @@ void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& pa
     _reused = common;
     _history = prompt;
     evaluate(std::vector<int32_t>(prompt.begin() + common, prompt.end()), nullptr, {}, interrupted);
+    _sampler.emplace(params, _engine->_spec.vocabSize);
 }
 
 std::optional<int32_t> Session::next() {

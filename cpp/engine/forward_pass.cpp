@@ -156,7 +156,11 @@ RopeTable ForwardPass::rotation(const RopeSpec& spec) {
         made->spec = spec;
         made->cos = Buffer(_backend.memory(), sizeof(float) * _context * half, "rotary table");
         made->sin = Buffer(_backend.memory(), sizeof(float) * _context * half, "rotary table");
-        const std::vector<double> radians = frequencies(spec, vector(spec.factors));
+        const float* factors = vector(spec.factors);
+        if (factors && !std::all_of(factors, factors + half, [](float f) { return f > 0 && std::isfinite(f); })) {
+            throw Error(ErrorKind::BadModel, "the rotary frequency factors must be positive numbers: the file is damaged");
+        }
+        const std::vector<double> radians = frequencies(spec, factors);
         for (int64_t p = 0; p < _context; ++p) {
             for (int64_t i = 0; i < half; ++i) {
                 const double angle = p * radians[i];

@@ -22,7 +22,7 @@ void SamplingParams::validate(int64_t vocabSize) const {
     require(penaltyWindow >= 0, "the penalty window must be 0 or more");
     for (const auto& [token, bias] : logitBias) {
         require(token >= 0 && token < vocabSize, "logit bias names a token outside the vocabulary");
-        require(!std::isnan(bias), "logit bias must be a number");
+        require(bias < INFINITY, "logit bias must be a number below infinity");
     }
 }
 
@@ -47,7 +47,13 @@ void Sampler::adjust(float* logits, const std::vector<int32_t>& history) const {
 
 int32_t Sampler::sample(float* logits, const std::vector<int32_t>& history) {
     adjust(logits, history);
-    if (_params.temperature == 0) return static_cast<int32_t>(std::max_element(logits, logits + _vocabSize) - logits);
+    // NaN would break the order that sorting relies on; a token that cannot be compared is never chosen.
+    std::replace_if(logits, logits + _vocabSize, [](float logit) { return std::isnan(logit); }, -INFINITY);
+    const auto best = std::max_element(logits, logits + _vocabSize);
+    if (*best == -INFINITY) {
+        throw Error(ErrorKind::InvalidArgument, "no token may be chosen: logit bias forbids all, or the model's weights are damaged");
+    }
+    if (_params.temperature == 0) return static_cast<int32_t>(best - logits);
 
     const auto better = [](const auto& a, const auto& b) { return a.first > b.first || (a.first == b.first && a.second < b.second); };
     _candidates.clear();
@@ -57,10 +63,10 @@ int32_t Sampler::sample(float* logits, const std::vector<int32_t>& history) {
     std::partial_sort(_candidates.begin(), _candidates.begin() + keep, _candidates.end(), better);
 
     // Probabilities before temperature decide which candidates stay; those after it, which one is drawn.
-    const float best = _candidates.front().first;
+    const float highest = _candidates.front().first;
     std::vector<double> weight(keep);
     double total = 0;
-    for (size_t i = 0; i < keep; ++i) total += weight[i] = std::exp(static_cast<double>(_candidates[i].first - best));
+    for (size_t i = 0; i < keep; ++i) total += weight[i] = std::exp(static_cast<double>(_candidates[i].first - highest));
     double cumulated = 0;
     for (size_t i = 0; i < keep; ++i) {
         if (i > 0 && (cumulated >= _params.topP * total || weight[i] < _params.minP * weight[0])) keep = i;
@@ -68,7 +74,7 @@ int32_t Sampler::sample(float* logits, const std::vector<int32_t>& history) {
     }
     total = 0;
     for (size_t i = 0; i < keep; ++i) {
-        total += weight[i] = std::exp(static_cast<double>(_candidates[i].first - best) / _params.temperature);
+        total += weight[i] = std::exp(static_cast<double>(_candidates[i].first - highest) / _params.temperature);
     }
     double draw = static_cast<double>(_random() >> 11) * 0x1p-53 * total;
     for (size_t i = 0; i + 1 < keep; ++i) {

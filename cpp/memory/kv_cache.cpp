@@ -61,7 +61,7 @@ void KvCache::extend(int32_t sequence, int64_t tokens) {
     if (more > freePages()) {
         throw Error(ErrorKind::OutOfMemory, "the KV cache is full: " + std::to_string(s.length + tokens) +
                                                 " tokens asked for, " + std::to_string(freePages() * kPageTokens) +
-                                                " more fit; load the model with a larger context");
+                                                " more fit; close other sessions or load with a larger context");
     }
     for (int64_t i = 0; i < more; ++i) {
         s.pages.push_back(_freePages.back());

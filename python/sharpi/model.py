@@ -1,7 +1,7 @@
 """The Python API: load a model, ask it for logits or text.
 
 Python reads the file's header, plans and tokenizes; the core maps the weights and runs the model. One `Model` may
-have several `Session`s; they share weights and the room of the KV cache.
+have several `Session`s; they share weights and the room of the KV cache: `context` tokens in all.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ class Model:
             raise InvalidRequestError(f"unknown device {device!r}: known are auto, cpu and cuda")
         if device == "cuda" or vram is not None:
             raise InvalidRequestError("this version of Sharpi has no CUDA engine: use device 'cpu' and no vram")
+        for name, value in (("context", context), ("threads", threads), ("batch", batch)):
+            if value is not None and not isinstance(value, int):
+                raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
         file, spec = describe(path)
         count = default_threads() if threads is None else threads
         if not 1 <= count <= 1024:

@@ -320,6 +320,17 @@ TEST(Session, GreedyFollowsTheLogitsUntilTheContextIsFull) {
     }
 }
 
+TEST(Session, AStartThatFailedCannotBeContinued) {
+    tiny::Options options;
+    const tiny::Model model(options);
+    const auto engine = makeEngine(model, 100, 8, 1);
+    Session session(engine);
+    greedy(session, randomTokens(20, options.vocab, 7), 3);
+    expectError(ErrorKind::InvalidArgument, "interrupted",
+                [&] { session.start(randomTokens(30, options.vocab, 8), SamplingParams{}, [] { return true; }); });
+    expectError(ErrorKind::Internal, "start", [&] { session.next(); });
+}
+
 TEST(Engine, RefusesImpossibleOptions) {
     tiny::Options options;
     const tiny::Model model(options);

@@ -265,4 +265,25 @@ TEST(Sampler, NamesTheSettingThatIsOutOfRange) {
     }
 }
 
+TEST(Sampler, NeverChoosesWhatCannotBeCompared) {
+    for (const float temperature : {0.0f, 1.0f}) {
+        SamplingParams params = open();
+        params.temperature = temperature;
+        for (unsigned seed = 0; seed < 50; ++seed) {
+            params.seed = seed;
+            EXPECT_EQ(draw(params, {kNaN, -kInfinity, 0.5f, kNaN}), 2);
+        }
+    }
+}
+
+TEST(Sampler, SaysSoWhenNothingMayBeChosen) {
+    for (const float temperature : {0.0f, 1.0f}) {
+        SamplingParams params = open();
+        params.temperature = temperature;
+        EXPECT_THROW(draw(params, {kNaN, -kInfinity, kNaN}), Error);
+        params.logitBias = {{0, -kInfinity}, {1, -kInfinity}};
+        EXPECT_THROW(draw(params, {1.0f, 2.0f}), Error);
+    }
+}
+
 }  // namespace

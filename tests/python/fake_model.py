@@ -18,6 +18,9 @@ from sharpi.chat import ChatTemplate
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
             "<assistant>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
 
+# What the fake's tokenizer reads as one token when it parses control tokens.
+CONTROL_TOKEN = "<|end|>"
+
 # A program that runs a command with the fake, for what only a program can show: signals, pipes, terminals. Its
 # arguments are this folder and the command's; the model says a letter every 20 ms, for ten seconds.
 SLOW_PROGRAM = """
@@ -92,6 +95,8 @@ class FakeModel:
         pass
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        if parse_special:
+            text = text.replace(CONTROL_TOKEN, "\0")
         return [ord(c) for c in text]
 
     def session(self) -> FakeSession:

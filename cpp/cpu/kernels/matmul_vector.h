@@ -33,6 +33,16 @@ SHARPI_INLINE __m256i dotFours(__m256i quant, __m256i activation) {
 #endif
 }
 
+// Sums of neighbouring lanes, a's and b's in turn within each 128-bit half. Where every lane is at most `largest` and
+// that fits 16 bits, packing and one multiply-add do it with a third of the shuffles of a horizontal add.
+template <int largest>
+SHARPI_INLINE __m256i addPairs(__m256i a, __m256i b) {
+    if constexpr (largest <= 32767)
+        return _mm256_madd_epi16(_mm256_packs_epi32(a, b), _mm256_set1_epi16(1));
+    else
+        return _mm256_hadd_epi32(a, b);
+}
+
 // The block integers J of eight blocks.
 template <class Block>
 SHARPI_INLINE __m256i dotBlocks(const Unpacked& u, const int8_t* q, __m256i sums) {
@@ -40,8 +50,9 @@ SHARPI_INLINE __m256i dotBlocks(const Unpacked& u, const int8_t* q, __m256i sums
     __m256i fours[8];
     for (int b = 0; b < 8; ++b) fours[b] = dotFours<Block>(u.quant[b], loadBytes(q + 32 * b));
     // Lane 0 of each is the first half block's, lane 1 the second's.
-    const __m256i low = _mm256_hadd_epi32(_mm256_hadd_epi32(fours[0], fours[1]), _mm256_hadd_epi32(fours[2], fours[3]));
-    const __m256i high = _mm256_hadd_epi32(_mm256_hadd_epi32(fours[4], fours[5]), _mm256_hadd_epi32(fours[6], fours[7]));
+    constexpr int four = 4 * F::kLargest * 127, eight = 2 * four;
+    const __m256i low = addPairs<eight>(addPairs<four>(fours[0], fours[1]), addPairs<four>(fours[2], fours[3]));
+    const __m256i high = addPairs<eight>(addPairs<four>(fours[4], fours[5]), addPairs<four>(fours[6], fours[7]));
     __m256i first = _mm256_permute2x128_si256(low, high, 0x20);
     __m256i second = _mm256_permute2x128_si256(low, high, 0x31);
     __m256i dot;
@@ -125,7 +136,7 @@ static void rowDots(const uint8_t* row, int64_t cols, const TokenRow* tokens, in
     const int64_t groups = cols / 256;
     for (int64_t g = 0; g < groups; ++g, block += kPerGroup) {
         for (size_t line = 0; line < kPerGroup * sizeof(Block); line += 64)
-            _mm_prefetch(reinterpret_cast<const char*>(block) + 2048 + line, _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(block) + 4096 + line, _MM_HINT_T0);
         Unpacked u;
         unpackVector(block, u);
         for (int t = 0; t < count; ++t) {

@@ -10,17 +10,13 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from collections.abc import Callable
 
 import click
 
 from sharpi.cli.options import ModelOptions, model_options
 from sharpi.cli.text import printable, speed
-
-if TYPE_CHECKING:
-    pass
-
 
 @click.command("bench")
 @model_options
@@ -30,17 +26,18 @@ if TYPE_CHECKING:
               metavar="N", help="Number of generated tokens to time (repeatable); 0 for none.")
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
               help="Timed runs of each size.")
+@click.option("--warmup/--no-warmup", default=True, help="Run each size once before timing it.  [default: warmup]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tuple[int, ...], repeat: int,
-                  as_json: bool) -> None:
+                  warmup: bool, as_json: bool) -> None:
     """Measure prefill and decode speed."""
     prefills, decodes = tuple(filter(None, prefills)), tuple(filter(None, decodes))
     started = time.perf_counter()
     with options.load(context=max(1, *prefills, *decodes)) as model:
         model.bench_prefill(1)
         first_token = time.perf_counter() - started
-        results = [_measure("prefill", n, repeat, model.bench_prefill) for n in prefills]
-        results += [_measure("decode", n, repeat, lambda tokens: model.bench_decode(0, tokens)) for n in decodes]
+        results = [_measure("prefill", n, repeat, warmup, model.bench_prefill) for n in prefills]
+        results += [_measure("decode", n, repeat, warmup, lambda tokens: model.bench_decode(0, tokens)) for n in decodes]
         report = {
             "model": model.spec.name,
             "threads": model.threads,
@@ -52,9 +49,10 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
     click.echo(json.dumps(report, indent=2) if as_json else _table(report))
 
 
-def _measure(kind: str, tokens: int, repeat: int, run: Callable[[int], float]) -> dict[str, Any]:
+def _measure(kind: str, tokens: int, repeat: int, warmup: bool, run: Callable[[int], float]) -> dict[str, Any]:
     """One entry of the results; `run` takes a number of tokens and returns the seconds they took."""
-    run(tokens)
+    if warmup:
+        run(tokens)
     speeds = [tokens / run(tokens) for _ in range(repeat)]
     spread = {"median": statistics.median(speeds), "min": min(speeds), "max": max(speeds)}
     return {"kind": kind, "tokens": tokens, "tokens_per_second": spread}

@@ -94,6 +94,18 @@ def require_template(model: Model) -> ChatTemplate:
 def render_prompt(model: Model, messages: list[Message], *, thinking: bool) -> str:
     """`messages` as the model's template words them, up to where its answer begins.
 
-    `thinking` false asks the template to leave reasoning out; true leaves the choice to the template.
+    `thinking` false asks the template to leave reasoning out; true leaves the choice to the template. Raises
+    `InvalidRequestError` for a message that contains a control token.
     """
+    for message in messages:
+        _refuse_control_tokens(model, message)
     return require_template(model).render(messages, enable_thinking=None if thinking else False)
+
+
+def _refuse_control_tokens(model: Model, message: Message) -> None:
+    """A rendered prompt is read with its control tokens, so a message that spells one could speak for another role."""
+    text = message["content"]
+    if message["role"] != "assistant" and model.tokenize(text, parse_special=True) != model.tokenize(text):
+        raise InvalidRequestError(
+            f"the {message['role']} message spells one of the model's control tokens, such as an end of turn: "
+            "write it differently")
