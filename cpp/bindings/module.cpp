@@ -45,10 +45,7 @@ Description describe(const py::dict& metadata, const std::vector<TensorRow>& row
     for (const auto& [name, type, shape, file, offset, bytes] : rows) {
         const DTypeInfo* dtype = findDType(type);
         if (!dtype) throw Error(ErrorKind::BadModel, "tensor '" + name + "' has the unknown type " + std::to_string(type));
-        // Trailing ones say nothing: [n, 1] is a vector of n.
-        std::vector<int64_t> trimmed = shape;
-        while (trimmed.size() > 1 && trimmed.back() == 1 && name.find("exps") == std::string::npos) trimmed.pop_back();
-        tensors.push_back({name, dtype->type, std::move(trimmed), file, offset, bytes});
+        tensors.push_back({name, dtype->type, shape, file, offset, bytes});
     }
     TensorTable table(std::move(tensors));
     ModelSpec spec = ModelSpec::read(toMetadata(metadata), table);
@@ -158,23 +155,27 @@ void bindEngine(py::module_& m) {
         });
 
     py::class_<Session>(m, "Session")
-        .def(py::init<std::shared_ptr<Engine>>(), py::arg("engine"))
-        .def_property_readonly("tokens", &Session::tokens)
+        .def(py::init<std::shared_ptr<Engine>>(), py::arg("engine").none(false), py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("tokens", [](const Session& s) {
+            py::gil_scoped_release release;  // the session may be locked by a thread that waits for the GIL
+            return s.tokens();
+        })
         .def_property_readonly("reused_tokens", &Session::reusedTokens)
         .def("reset", &Session::reset, py::call_guard<py::gil_scoped_release>())
         .def("evaluate", [](Session& s, const std::vector<int32_t>& tokens, const std::vector<int64_t>& chunks) {
             py::gil_scoped_release release;
             s.evaluate(tokens, nullptr, chunks, interruptCheck());
         }, py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{})
-        .def("logits", [](Session& s, const std::vector<int32_t>& tokens, int64_t vocab, const std::vector<int64_t>& chunks) {
-            py::array_t<float> out({static_cast<py::ssize_t>(tokens.size()), static_cast<py::ssize_t>(vocab)});
+        .def("logits", [](Session& s, const std::vector<int32_t>& tokens, const std::vector<int64_t>& chunks) {
+            s.requireRoom(static_cast<int64_t>(tokens.size()));  // before memory is taken for the answer
+            py::array_t<float> out({static_cast<py::ssize_t>(tokens.size()), static_cast<py::ssize_t>(s.vocabSize())});
             float* data = out.mutable_data();
             {
                 py::gil_scoped_release release;
                 s.evaluate(tokens, data, chunks, interruptCheck());
             }
             return out;
-        }, py::arg("tokens"), py::arg("vocab_size"), py::arg("chunks") = std::vector<int64_t>{})
+        }, py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{})
         .def("start", [](Session& s, const std::vector<int32_t>& prompt, const SamplingParams& params) {
             py::gil_scoped_release release;
             s.start(prompt, params, interruptCheck());

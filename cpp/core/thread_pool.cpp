@@ -2,6 +2,8 @@
 // that the next loop's fields can be written without a worker still reading this one's.
 #include "core/thread_pool.h"
 
+#include <pthread.h>
+
 #include <system_error>
 
 #include "core/error.h"
@@ -17,6 +19,15 @@ namespace {
 // About 50 microseconds: longer than the gaps between the loops of one token, shorter than a person notices as heat.
 constexpr int kSpins = 4000;
 
+// Threads do not survive a fork: a pool made before one must not be waited for after it.
+std::atomic<uint64_t> forks{0};
+
+uint64_t forksSoFar() {
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+    (void)registered;
+    return forks.load(std::memory_order_relaxed);
+}
+
 inline void relax() {
 #if defined(__x86_64__)
     _mm_pause();
@@ -25,10 +36,11 @@ inline void relax() {
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads) {
+ThreadPool::ThreadPool(int threads) : _forks(forksSoFar()) {
     if (threads < 1) {
         throw Error(ErrorKind::InvalidArgument, "threads must be at least 1, got " + std::to_string(threads));
     }
+    _workers.reserve(threads - 1);
     try {
         for (int worker = 1; worker < threads; ++worker) {
             _workers.emplace_back([this, worker] { workerLoop(worker); });
@@ -47,6 +59,10 @@ ThreadPool::ThreadPool(int threads) {
 }
 
 ThreadPool::~ThreadPool() {
+    if (_forks != forksSoFar()) {
+        for (auto& thread : _workers) thread.detach();
+        return;
+    }
     {
         std::lock_guard<std::mutex> lock(_mutex);
         _stop = true;
@@ -60,6 +76,9 @@ void ThreadPool::run(int64_t tasks, const std::function<void(int64_t, int)>& bod
     if (_workers.empty() || tasks == 1) {
         for (int64_t task = 0; task < tasks; ++task) body(task, 0);
         return;
+    }
+    if (_forks != forksSoFar()) {
+        throw Error(ErrorKind::InvalidArgument, "a model cannot be used in a process forked after it was loaded: load it there");
     }
     _body = &body;
     _tasks = tasks;

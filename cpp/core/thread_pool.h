@@ -33,6 +33,7 @@ private:
     void workerLoop(int worker);
     void drain(int worker);
 
+    const uint64_t _forks;  // of this process when the threads were started
     std::vector<std::thread> _workers;
     std::mutex _mutex;
     std::condition_variable _wake;

@@ -87,7 +87,6 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
     return view;
 }
 
-size_t kvElementBytes(KvType type) { return type == KvType::F32 ? 4 : 2; }
 
 size_t matmulScratchBytes(int64_t cols) {
     // The repacked tile: 16 rows of one byte an element, with at most 34 rows of 16 floats of scales a group of 256

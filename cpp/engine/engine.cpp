@@ -83,14 +83,33 @@ void Engine::warm(const std::function<bool(uint64_t, uint64_t)>& progress) const
 }
 
 Session::Session(std::shared_ptr<Engine> engine) : _engine(std::move(engine)) {
+    _logits.resize(_engine->_spec.vocabSize);
     std::lock_guard<std::mutex> lock(_engine->_mutex);
     _sequence = _engine->_kv.createSequence();
-    _logits.resize(_engine->_spec.vocabSize);
 }
 
 Session::~Session() {
     std::lock_guard<std::mutex> lock(_engine->_mutex);
     _engine->_kv.releaseSequence(_sequence);
+}
+
+std::vector<int32_t> Session::tokens() const {
+    std::lock_guard<std::mutex> use(_use);
+    return _tokens;
+}
+
+void Session::requireRoom(int64_t tokens) const {
+    if (tokens == 0) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
+    if (tokens > room()) {
+        throw Error(ErrorKind::InvalidArgument, std::to_string(tokens) + " tokens do not fit: the context has room for " +
+                                                    std::to_string(room()) + "; load with a larger context or shorten the prompt");
+    }
+}
+
+void Session::reset() {
+    std::lock_guard<std::mutex> use(_use);
+    _sampler.reset();
+    keep(0);
 }
 
 void Session::keep(int64_t tokens) {
@@ -120,13 +139,15 @@ void Session::step(const int32_t* tokens, int64_t count, float* logits, bool eve
 
 void Session::evaluate(const std::vector<int32_t>& tokens, float* logits, const std::vector<int64_t>& chunks,
                        const Interrupted& interrupted) {
+    std::lock_guard<std::mutex> use(_use);
+    _sampler.reset();
+    append(tokens, logits, chunks, interrupted);
+}
+
+void Session::append(const std::vector<int32_t>& tokens, float* logits, const std::vector<int64_t>& chunks,
+                     const Interrupted& interrupted) {
     const auto total = static_cast<int64_t>(tokens.size());
-    if (total == 0) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
-    const int64_t room = _engine->_options.context - static_cast<int64_t>(_tokens.size());
-    if (total > room) {
-        throw Error(ErrorKind::InvalidArgument, std::to_string(total) + " tokens do not fit: the context has room for " +
-                                                    std::to_string(room) + "; load with a larger context or shorten the prompt");
-    }
+    requireRoom(total);
     _logitsReady = false;
     int64_t done = 0;
     for (size_t piece = 0; done < total; ++piece) {
@@ -142,6 +163,7 @@ void Session::evaluate(const std::vector<int32_t>& tokens, float* logits, const 
 }
 
 void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted) {
+    std::lock_guard<std::mutex> use(_use);
     _sampler.reset();  // next() refuses to go on from a start that failed
     params.validate(_engine->_spec.vocabSize);
     if (prompt.empty()) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
@@ -156,19 +178,23 @@ void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& pa
     keep(common);
     _reused = common;
     _history = prompt;
-    evaluate(std::vector<int32_t>(prompt.begin() + common, prompt.end()), nullptr, {}, interrupted);
+    append(std::vector<int32_t>(prompt.begin() + common, prompt.end()), nullptr, {}, interrupted);
     _sampler.emplace(params, _engine->_spec.vocabSize);
 }
 
 std::optional<int32_t> Session::next() {
+    std::lock_guard<std::mutex> use(_use);
     if (!_sampler) throw Error(ErrorKind::Internal, "next() before start()");
     if (!_logitsReady) {
-        if (static_cast<int64_t>(_tokens.size()) >= _engine->_options.context) return std::nullopt;
+        if (room() < 1) return std::nullopt;
         step(&_history.back(), 1, _logits.data(), false);
+        _logitsReady = true;
     }
-    _logitsReady = false;
-    const int32_t token = _sampler->sample(_logits.data(), _history);
+    // A copy: should nothing be choosable, the session stays as it is.
+    std::vector<float> adjusted = _logits;
+    const int32_t token = _sampler->sample(adjusted.data(), _history);
     _history.push_back(token);
+    _logitsReady = false;
     return token;
 }
 

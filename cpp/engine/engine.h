@@ -52,6 +52,8 @@ private:
 };
 
 // One conversation: the tokens in the KV cache, and generation that continues them. Holds its Engine alive.
+// Each call is atomic against other threads; callers that hold a lock of their own must not hold it here, since
+// `interrupted` is called with the session locked.
 class Session {
 public:
     explicit Session(std::shared_ptr<Engine> engine);
@@ -59,8 +61,11 @@ public:
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
 
-    const std::vector<int32_t>& tokens() const { return _tokens; }  // evaluated, in order
-    void reset() { keep(0); }
+    std::vector<int32_t> tokens() const;  // evaluated, in order
+    int64_t vocabSize() const { return _engine->_spec.vocabSize; }
+    // Throws Error(InvalidArgument) when `tokens` more do not fit into the context, or there are none.
+    void requireRoom(int64_t tokens) const;
+    void reset();
 
     // Appends tokens; logits, if given, gets [tokens.size(), vocab]: row i follows tokens[0..i].
     // `chunks`: sizes of the pieces to evaluate; empty: the engine's batch size.
@@ -74,11 +79,14 @@ public:
     int64_t reusedTokens() const { return _reused; }
 
 private:
+    int64_t room() const { return _engine->_options.context - static_cast<int64_t>(_tokens.size()); }
     void keep(int64_t tokens);
+    void append(const std::vector<int32_t>& tokens, float* logits, const std::vector<int64_t>& chunks, const Interrupted& interrupted);
     void step(const int32_t* tokens, int64_t count, float* logits, bool everyRow);
 
     std::shared_ptr<Engine> _engine;
     int32_t _sequence;
+    mutable std::mutex _use;
     std::vector<int32_t> _tokens;
     std::vector<int32_t> _history;  // tokens and the one just sampled
     std::optional<Sampler> _sampler;

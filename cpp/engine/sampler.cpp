@@ -64,6 +64,7 @@ int32_t Sampler::sample(float* logits, const std::vector<int32_t>& history) {
 
     // Probabilities before temperature decide which candidates stay; those after it, which one is drawn.
     const float highest = _candidates.front().first;
+    if (std::isinf(highest)) return _candidates.front().second;  // penalties can overflow; no ratio to it exists
     std::vector<double> weight(keep);
     double total = 0;
     for (size_t i = 0; i < keep; ++i) total += weight[i] = std::exp(static_cast<double>(_candidates[i].first - highest));

@@ -1,5 +1,5 @@
 // Chooses a token from logits. Order: logit bias, penalties, top-k, top-p, min-p, temperature, draw: the order that
-// users of GGUF models know. Same seed, same logits: same tokens, on every machine.
+// users of GGUF models know. Same seed, same logits: same tokens.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
 // Reads a ModelSpec off metadata and tensor table. The only place that knows tensors by name.
+#include <algorithm>
 #include <cmath>
 
 #include "core/error.h"
@@ -9,6 +10,8 @@ namespace sharpi {
 namespace {
 
 constexpr int64_t kMaxDim = int64_t{1} << 31;
+// Far beyond any model, and small enough that no product of them overflows when memory is counted.
+constexpr int64_t kMaxContext = int64_t{1} << 27, kMaxWidth = int64_t{1} << 20, kMaxHidden = int64_t{1} << 24;
 
 [[noreturn]] void bad(const std::string& what) { throw Error(ErrorKind::BadModel, what); }
 
@@ -21,7 +24,7 @@ public:
     WeightSlice optional(const std::string& name, const std::vector<int64_t>& shape) {
         const TensorInfo* t = _tensors.find(name);
         if (!t) return {};
-        if (t->shape != shape) bad("tensor '" + name + "' has shape " + show(t->shape) + ", expected " + show(shape));
+        if (withoutTrailingOnes(t->shape) != withoutTrailingOnes(shape)) bad("tensor '" + name + "' has shape " + show(t->shape) + ", expected " + show(shape));
         WeightSlice slice;
         slice.tensor = static_cast<int32_t>(t - _tensors.all().data());
         slice.cols = shape[0];
@@ -58,6 +61,11 @@ public:
     }
 
 private:
+    // Writers differ in whether they keep them: [n, 1] is a vector of n.
+    static std::vector<int64_t> withoutTrailingOnes(std::vector<int64_t> shape) {
+        while (shape.size() > 1 && shape.back() == 1) shape.pop_back();
+        return shape;
+    }
     static std::string show(const std::vector<int64_t>& shape) {
         std::string text = "[";
         for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
@@ -151,6 +159,7 @@ AttentionSpec readAttention(const Architecture& arch, const Metadata& md, Finder
     }
     a.headDim = static_cast<int32_t>(md.integerOr(prefix + "key_length", 2, 4096, embedding / a.heads));
     if (a.headDim % 2) bad("metadata key '" + prefix + "key_length' is odd");
+    if (int64_t{a.heads} * a.headDim > kMaxWidth) bad("metadata keys '" + prefix + "head_count' and 'key_length' give an impossible width");
     if (md.integerOr(prefix + "value_length", 1, 4096, a.headDim) != a.headDim) {
         bad("keys and values of different lengths are not supported by this architecture");
     }
@@ -175,7 +184,7 @@ ExpertFfnSpec readExperts(const Architecture& arch, const Metadata& md, Finder& 
     const std::string prefix = std::string(arch.name) + ".";
     ExpertFfnSpec f;
     f.count = static_cast<int32_t>(md.integer(prefix + "expert_count", 1, 65536));
-    f.used = static_cast<int32_t>(md.integer(prefix + "expert_used_count", 1, f.count));
+    f.used = static_cast<int32_t>(md.integer(prefix + "expert_used_count", 1, std::min(f.count, 1024)));
     f.renormalize = md.flagOr(prefix + "expert_weights_norm", arch.expertsRenormalized);
     f.weightScale = static_cast<float>(md.numberOr(prefix + "expert_weights_scale", 1.0));
     if (f.weightScale == 0) f.weightScale = 1.0f;  // writers store 0 for "not scaled"
@@ -184,6 +193,7 @@ ExpertFfnSpec readExperts(const Architecture& arch, const Metadata& md, Finder& 
     const TensorInfo* down = tensors.find(block + "ffn_down_exps.weight");
     if (!down) bad("tensor '" + block + "ffn_down_exps.weight' is missing");
     const int64_t hidden = down->shape[0];
+    if (hidden > kMaxHidden) bad("tensor '" + down->name + "' has an impossible shape");
     f.down = tensors.required(down->name, {hidden, embedding, f.count});
     if (tensors.has(block + "ffn_gate_up_exps.weight")) {
         const WeightSlice fused = tensors.required(block + "ffn_gate_up_exps.weight", {embedding, 2 * hidden, f.count});
@@ -198,7 +208,7 @@ ExpertFfnSpec readExperts(const Architecture& arch, const Metadata& md, Finder& 
 
 DenseFfnSpec readDense(const Architecture& arch, const Metadata& md, Finder& tensors, const std::string& block,
                        int64_t embedding) {
-    const int64_t hidden = md.integer(std::string(arch.name) + ".feed_forward_length", 1, kMaxDim);
+    const int64_t hidden = md.integer(std::string(arch.name) + ".feed_forward_length", 1, kMaxHidden);
     DenseFfnSpec f;
     f.gate = tensors.required(block + "ffn_gate.weight", {embedding, hidden});
     f.up = tensors.required(block + "ffn_up.weight", {embedding, hidden});
@@ -223,8 +233,8 @@ ModelSpec ModelSpec::read(const Metadata& md, const TensorTable& table) {
     const Architecture& arch = findArchitecture(spec.architecture);
     const std::string prefix = spec.architecture + ".";
     spec.name = md.textOr("general.name", spec.architecture);
-    spec.contextLength = md.integer(prefix + "context_length", 1, kMaxDim);
-    spec.embedding = md.integer(prefix + "embedding_length", 1, int64_t{1} << 20);
+    spec.contextLength = md.integer(prefix + "context_length", 1, kMaxContext);
+    spec.embedding = md.integer(prefix + "embedding_length", 1, kMaxWidth);
     spec.normEpsilon = static_cast<float>(md.number(prefix + "attention.layer_norm_rms_epsilon"));
     if (!(spec.normEpsilon >= 0 && spec.normEpsilon < 1)) bad("metadata key '" + prefix + "attention.layer_norm_rms_epsilon' is outside 0 to 1");
     const int64_t layers = md.integer(prefix + "block_count", 1, 4096);

@@ -24,6 +24,8 @@ MappedFile::MappedFile(const std::string& path) : _path(path) {
     if (::fstat(fd, &status) == 0 && status.st_size > 0) {
         _bytes = static_cast<uint64_t>(status.st_size);
         mapped = ::mmap(nullptr, _bytes, PROT_READ, MAP_SHARED, fd, 0);
+    } else {
+        errno = EINVAL;
     }
     const int error = errno;
     ::close(fd);

@@ -90,8 +90,10 @@ class Model:
         if device == "cuda" or vram is not None:
             raise InvalidRequestError("this version of Sharpi has no CUDA engine: use device 'cpu' and no vram")
         for name, value in (("context", context), ("threads", threads), ("batch", batch)):
-            if value is not None and not isinstance(value, int):
+            if value is not None and not isinstance(value, (int, np.integer)):
                 raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
+        if not 1 <= batch <= 65536:
+            raise InvalidRequestError(f"batch must be 1 to 65536, not {batch}")
         file, spec = describe(path)
         count = default_threads() if threads is None else threads
         if not 1 <= count <= 1024:
@@ -125,7 +127,7 @@ class Model:
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and answer may have together."""
+        """Tokens that the KV cache holds: the prompt and the answer, but for the answer's last token."""
         return self.plan.context
 
     @property
@@ -170,7 +172,7 @@ class Model:
 
         chunks: sizes of the pieces in which the tokens are evaluated; the answer does not depend on them.
         """
-        return _core.Session(self.engine).logits(_as_ids(tokens), self.spec.vocab_size, list(chunks))
+        return _core.Session(self.engine).logits(_as_ids(tokens), list(chunks))
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Token]:
         """Continues `prompt` in a session of its own; for the options see `Session.generate`."""
@@ -220,6 +222,7 @@ class Session:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._core = _core.Session(model.engine)
+        self._turn = 0  # which generation the core session is at
 
     @property
     def tokens(self) -> list[int]:
@@ -227,7 +230,8 @@ class Session:
         return self._core.tokens
 
     def reset(self) -> None:
-        """Forgets all tokens."""
+        """Forgets all tokens; a generation that is under way cannot go on."""
+        self._turn += 1
         self._core.reset()
 
     def generate(self, prompt: str | Sequence[int], *, max_tokens: int | None = None, temperature: float = 0.8,
@@ -268,15 +272,20 @@ class Session:
             decoder, ends = None, frozenset()  # a file without a tokenizer still answers in token ids
         timing = model._timing = _Timing()
         started = time.perf_counter()
+        self._turn += 1
+        turn = self._turn
         self._core.start(ids, params)
         timing.prompt_seconds = time.perf_counter() - started
         timing.reused_tokens = self._core.reused_tokens
         timing.prompt_tokens = len(ids) - timing.reused_tokens
-        yield from _StopFilter(stop).through(self._tokens(max_tokens, ends, decoder, timing))
+        yield from _StopFilter(stop).through(self._tokens(turn, max_tokens, ends, decoder, timing))
 
-    def _tokens(self, max_tokens: int | None, ends: frozenset[int], decoder: Any, timing: _Timing) -> Iterator[Token]:
+    def _tokens(self, turn: int, max_tokens: int | None, ends: frozenset[int], decoder: Any,
+                timing: _Timing) -> Iterator[Token]:
         last = None
         while max_tokens is None or timing.generated_tokens < max_tokens:
+            if turn != self._turn:
+                raise InvalidRequestError("the session was used for something else: this generation cannot go on")
             started = time.perf_counter()
             token = self._core.next()
             timing.generation_seconds += time.perf_counter() - started

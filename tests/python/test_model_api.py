@@ -206,6 +206,32 @@ def test_a_refusal_leaves_a_session_usable(model: Model) -> None:
     assert list(session.generate(PROMPT, **GREEDY)) == expected
 
 
+def test_a_generation_cannot_go_on_after_another_began(model: Model) -> None:
+    session = model.session()
+    first = session.generate(PROMPT, **GREEDY)
+    next(first)
+    expected = list(model.generate([5, 6], **GREEDY))
+    assert list(session.generate([5, 6], **GREEDY)) == expected
+    assert "something else" in refused(lambda: next(first))
+    second = session.generate(PROMPT, **GREEDY)
+    next(second)
+    session.reset()
+    assert "something else" in refused(lambda: next(second))
+
+
+def test_a_forked_process_is_told_so(tiny: Path) -> None:
+    script = ("import os, sys\nfrom sharpi import InvalidRequestError, Model\n"
+              "model = Model.load(sys.argv[1], threads=2)\nmodel.logits([1, 2])\n"
+              "child = os.fork()\n"
+              "if child == 0:\n"
+              "    try:\n        model.logits([1, 2])\n"
+              "    except InvalidRequestError:\n        os._exit(7)\n"
+              "    os._exit(0)\n"
+              "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n")
+    done = subprocess.run([sys.executable, "-c", script, str(tiny)], timeout=60, check=False)
+    assert done.returncode == 7
+
+
 def test_a_closed_model_says_so(tiny: Path) -> None:
     model = Model.load(tiny, device="cpu")
     model.close()
