@@ -243,7 +243,7 @@ ModelSpec ModelSpec::read(const Metadata& md, const TensorTable& table) {
 
     Finder tensors(table);
     const TensorInfo* embeddingTensor = table.find("token_embd.weight");
-    if (!embeddingTensor || embeddingTensor->shape.size() != 2) bad("tensor 'token_embd.weight' is missing or not a matrix");
+    if (!embeddingTensor || embeddingTensor->shape.size() < 2) bad("tensor 'token_embd.weight' is missing or not a matrix");
     spec.vocabSize = embeddingTensor->shape[1];
     if (spec.vocabSize > kMaxDim) bad("tensor 'token_embd.weight' has too many rows");
     spec.tokenEmbedding = tensors.required("token_embd.weight", {spec.embedding, spec.vocabSize});
