@@ -3,8 +3,10 @@
 
     python tests/run.py                # C++ and Python tests
     python tests/run.py --sanitizers   # also the C++ tests under ASan and UBSan, the thread pool under TSan
+    python tests/run.py --gpu          # only the tests that need a GPU, C++ and Python
 
-Needs Python 3.10 or newer, a C++17 compiler, and a network or pip cache for the Python packages.
+What is left goes to pytest. Needs Python 3.10 or newer, a C++17 compiler, and a network or pip cache for the Python
+packages. Where a CUDA toolkit is, the CUDA part is built too; its tests skip themselves where no GPU is.
 """
 
 from __future__ import annotations
@@ -50,35 +52,59 @@ def ensure_googletest() -> None:
     run("apt-get", "install", "-q", "-y", "libgtest-dev")
 
 
-def cpp_tests(python: Path, name: str, *options: str, target: str = "all", pattern: str = ".") -> None:
-    """Builds the C++ tests in a folder of their own and runs those whose names match `pattern`."""
+def with_cuda(wanted: str) -> list[str]:
+    """The build's CUDA settings: AUTO, ON or OFF, and for which GPUs."""
+    # Where no GPU will run them the kernels are compiled once, to see that they do; not once for every generation.
+    architectures = "" if gpu_is_visible() else "90-virtual"
+    return [f"SHARPI_CUDA={wanted}", f"SHARPI_CUDA_ARCHITECTURES={architectures}"]
+
+
+def gpu_is_visible() -> bool:
+    """Whether the driver's own tool finds a GPU."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).returncode == 0
+
+
+def cpp_tests(python: Path, name: str, settings: list[str], *ctest_options: str, target: str = "all") -> None:
+    """Builds the C++ tests in a folder of their own and runs those that ctest's options choose."""
     tools = python.parent
     environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     folder = BUILD / name
     source = os.environ.get("SHARPI_GTEST_SOURCE", str(GTEST_SOURCE))
-    run(tools / "cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", "-DSHARPI_PYTHON=OFF", "-DSHARPI_TESTS=ON",
-        f"-DSHARPI_GTEST_SOURCE={source}", *options, env=environment)
+    settings = ["CMAKE_BUILD_TYPE=Release", "SHARPI_PYTHON=OFF", "SHARPI_TESTS=ON", f"SHARPI_GTEST_SOURCE={source}",
+                *settings]
+    run(tools / "cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *(f"-D{s}" for s in settings), env=environment)
     run(tools / "cmake", "--build", folder, "--target", target, env=environment)
-    run(tools / "ctest", "--test-dir", folder, "--output-on-failure", "--no-tests=error", "-R", pattern,
-        "-j", str(os.cpu_count() or 1), env=environment)
+    run(tools / "ctest", "--test-dir", folder, "--output-on-failure", "--no-tests=error", "-j",
+        str(os.cpu_count() or 1), *ctest_options, env=environment)
+
+
+def install(python: Path, settings: list[str]) -> None:
+    """Installs the package, built in the folder of the C++ tests: the core and the kernels are not compiled again."""
+    environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "CMAKE_GENERATOR": "Ninja"}
+    defines = (f"--config-settings=cmake.define.{setting}" for setting in ["SHARPI_PYTHON=ON", *settings])
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-build-isolation",
+        f"--config-settings=build-dir={BUILD / 'tests'}", *defines, ".[test]", env=environment)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sanitizers", action="store_true", help="also run the C++ tests under sanitizers")
+    parser.add_argument("--gpu", action="store_true", help="run only the tests that need a GPU")
     options, pytest_arguments = parser.parse_known_args()
     if sys.version_info < (3, 10):
         sys.exit("Sharpi needs Python 3.10 or newer")
     BUILD.mkdir(exist_ok=True)
     python = make_environment()
     ensure_googletest()
-    cpp_tests(python, "tests", "-DCMAKE_BUILD_TYPE=Release")
+    cuda = with_cuda("ON" if options.gpu else "AUTO")
+    cpp_tests(python, "tests", cuda, *(["-L", "gpu"] if options.gpu else []))
     if options.sanitizers:
-        cpp_tests(python, "tests-asan", "-DCMAKE_BUILD_TYPE=Release", "-DSHARPI_SANITIZE=address;undefined")
-        cpp_tests(python, "tests-tsan", "-DCMAKE_BUILD_TYPE=Release", "-DSHARPI_SANITIZE=thread",
-                  target="test_thread_pool", pattern="ThreadPool")
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-build-isolation", ".[test]")
-    run(python, "-m", "pytest", "-q", *pytest_arguments)
+        cpp_tests(python, "tests-asan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=address;undefined"])
+        cpp_tests(python, "tests-tsan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=thread"], "-R", "ThreadPool",
+                  target="test_thread_pool")
+    install(python, cuda)
+    run(python, "-m", "pytest", "-q", *(["-m", "gpu"] if options.gpu else []), *pytest_arguments)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@
 #include <pybind11/stl.h>
 
 #include "core/error.h"
+#include "cpu/kernels.h"
 #include "engine/engine.h"
+#include "engine/gpu.h"
 
 namespace py = pybind11;
 using namespace sharpi;
@@ -57,6 +59,18 @@ KvType toKvType(const std::string& name) {
     if (name == "bf16") return KvType::BF16;
     if (name == "fp16") return KvType::F16;
     throw Error(ErrorKind::InvalidArgument, "unknown KV type '" + name + "': known are fp32, bf16 and fp16");
+}
+
+EngineOptions toOptions(int64_t context, int64_t batch, int threads, const std::string& kvType, const std::string& device, size_t vram) {
+    EngineOptions options;
+    options.context = context;
+    options.batch = batch;
+    options.threads = threads;
+    options.kvType = toKvType(kvType);
+    options.vram = vram;
+    if (device != "cpu" && device != "cuda") throw Error(ErrorKind::InvalidArgument, "unknown device '" + device + "': known are cpu and cuda");
+    options.cuda = device == "cuda";
+    return options;
 }
 
 Interrupted interruptCheck() {
@@ -118,31 +132,37 @@ void bindDescription(py::module_& m) {
         .def("kv_bytes", [](const Description& d, const std::string& type, int64_t context) {
             return Engine::kvBytesFor(d.spec, toKvType(type), context);
         }, py::arg("kv_dtype"), py::arg("context"), "Bytes of the KV cache for `context` tokens, in whole pages.")
-        .def("kv_bytes_per_token", [](const Description& d, const std::string& type) {
-            return d.spec.kvElementsPerToken() * static_cast<int64_t>(kvElementBytes(toKvType(type)));
-        }, py::arg("kv_dtype"))
-        .def("scratch_bytes", [](const Description& d, int64_t batch, int64_t context, int threads) {
-            EngineOptions options;
-            options.batch = batch;
-            options.context = context;
-            options.threads = threads;
-            return Engine::scratchBytesFor(d.spec, options);
-        }, py::arg("batch"), py::arg("context"), py::arg("threads") = 1);
+        .def("memory_lines", [](const Description& d, const std::string& device, const std::string& kvType, int64_t batch,
+                                int64_t context, int threads) {
+            std::vector<std::pair<std::string, int64_t>> lines;
+            for (const TraceLine& line : plannedLines(d.spec, d.tensors, toOptions(context, batch, threads, kvType, device, 0))) {
+                lines.emplace_back(line.name, line.taken);
+            }
+            return lines;
+        }, py::arg("device"), py::arg("kv_dtype"), py::arg("batch"), py::arg("context"), py::arg("threads") = 1,
+           "What loading will take of the device's memory, in bytes, line by line as SHARPI_TRACE_VRAM=1 shows it.");
 }
 
 void bindEngine(py::module_& m) {
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
         .def(py::init([](const Description& d, const std::vector<std::string>& paths, int64_t context, int64_t batch,
-                         int threads, const std::string& kvType) {
-            EngineOptions options;
-            options.context = context;
-            options.batch = batch;
-            options.threads = threads;
-            options.kvType = toKvType(kvType);
+                         int threads, const std::string& kvType, const std::string& device, size_t vram) {
+            const EngineOptions options = toOptions(context, batch, threads, kvType, device, vram);
             py::gil_scoped_release release;
             return std::make_shared<Engine>(d.spec, std::make_unique<Weights>(paths, d.tensors), options);
-        }), py::arg("description"), py::arg("paths"), py::arg("context"), py::arg("batch"), py::arg("threads"), py::arg("kv_dtype"))
-        .def_property_readonly("isa", &Engine::backendName)
+        }), py::arg("description"), py::arg("paths"), py::arg("context"), py::arg("batch"), py::arg("threads"), py::arg("kv_dtype"),
+            py::arg("device") = "cpu", py::arg("vram") = 0)
+        .def_property_readonly("device", [](Engine& e) { return e.backend().device(); })
+        .def_property_readonly("device_name", [](Engine& e) { return e.backend().name(); })
+        .def_property_readonly("trace", [](const Engine& e) {
+            std::vector<std::tuple<std::string, size_t, int64_t, size_t>> lines;
+            for (const TraceLine& line : e.trace()) lines.emplace_back(line.name, line.asked, line.taken, line.free);
+            return lines;
+        }, "What loading took: (name, bytes asked for, bytes the device's free memory fell by, bytes free then).")
+        .def_property("graphs", [](Engine& e) { return e.backend().replays(); },
+                      [](Engine& e, bool on) { e.backend().setReplays(on); }, "Whether decode steps are captured and replayed.")
+        .def_property_readonly("kernels_per_step", [](Engine& e) { return e.backend().kernelsPerStep(); })
+        .def_property_readonly("held_bytes", &Engine::heldBytes)
         .def_property_readonly("weight_bytes", &Engine::weightBytes)
         .def_property_readonly("kv_bytes", &Engine::kvBytes)
         .def_property_readonly("scratch_bytes", &Engine::scratchBytes)
@@ -212,6 +232,18 @@ PYBIND11_MODULE(_core, m) {
     m.def("dequantize", &dequantize, py::arg("ggml_type"), py::arg("data"), py::arg("cols"),
           "Rows of a quantized format as float32 [rows, cols].");
     m.def("cpu_isa", [] { return cpu::kernels().name; }, "The instruction set that kernels run with here.");
+    m.def("find_cuda_device", [] {
+        const GpuInfo gpu = findGpu();
+        py::dict info;
+        info["name"] = gpu.name;
+        info["index"] = gpu.index;
+        info["compute_capability"] = std::to_string(gpu.major) + "." + std::to_string(gpu.minor);
+        info["multiprocessors"] = gpu.multiprocessors;
+        info["total_bytes"] = gpu.totalBytes;
+        info["free_bytes"] = gpu.freeBytes;
+        return info;
+    }, "The GPU that device 'cuda' means. Raises InvalidRequestError with the reason where there is none.");
     m.attr("backends") = SHARPI_BACKENDS;
+    m.attr("cuda_state") = SHARPI_CUDA_STATE;
     m.attr("version") = SHARPI_VERSION;
 }

@@ -9,7 +9,20 @@ struct Matrix {
     DType type = DType::F32;
     int64_t rows = 0;            // outputs
     int64_t cols = 0;            // inputs; blocks of the format run along a row
-    const uint8_t* data = nullptr;  // row r starts at data + r * rowBytes(type, cols)
+    // Row r starts at data + r * rowBytes(type, cols); or, on a device, in the places of kernels/packed.h.
+    const uint8_t* data = nullptr;
+};
+
+// Matrices of one shape, one after another: a layer's experts.
+struct MatrixStack {
+    Matrix first;
+    size_t stride = 0;  // bytes from one matrix to the next
+    int32_t count = 0;
+    Matrix at(int32_t i) const {
+        Matrix m = first;
+        if (m.data) m.data += stride * static_cast<size_t>(i);
+        return m;
+    }
 };
 
 }  // namespace sharpi

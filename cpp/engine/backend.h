@@ -1,68 +1,72 @@
-// The operations that ForwardPass is written in. A backend runs them on its processor, over memory that its
-// processor can read; nothing above this interface knows which one it is. Rows are row-major and contiguous.
+// What ForwardPass asks of a processor: the blocks of a model over a batch, in memory that the processor reads.
+// Nothing above this interface knows which processor it is.
+//
+// The blocks are as large as they are so that a backend can fuse what lies between two products. Activations are
+// floats, row-major and contiguous.
 #pragma once
 
 #include <cstdint>
-#include <vector>
+#include <functional>
 
-#include "core/matrix.h"
-#include "memory/device_memory.h"
-#include "memory/kv_pages.h"
+#include "core/sampling_rule.h"
+#include "engine/batch.h"
+#include "engine/layer_weights.h"
+#include "engine/placer.h"
+#include "memory/kv_cache.h"
 
 namespace sharpi {
 
-// One of several products that read the same input: y[t, :] = w x[t, :] + bias.
-struct Linear {
-    Matrix w;
-    const float* bias = nullptr;  // [w.rows], may be nullptr
-    float* y = nullptr;           // [T, w.rows]
+// What a backend's buffers are sized for. Nothing grows after they are taken.
+struct StepLimits {
+    int64_t maxRows = 1;     // rows of a batch
+    int64_t context = 1;     // tokens of a sequence
+    int64_t embedding = 1, vocab = 1;
+    int64_t maxCols = 1;     // inputs of any matrix
+    int32_t heads = 1, kvHeads = 1, headDim = 2, pageTokens = 1;  // the largest of any layer
+    int64_t queryWidth = 1, kvWidth = 1;                          // floats of a row's queries, and of its keys
+    int64_t denseHidden = 0;
+    int32_t experts = 0, expertsUsed = 0;
+    int64_t expertHidden = 0;
+    bool floatWeights = false;  // some matrix is F32
+    KvType kvType = KvType::BF16;
 };
-
-struct RopeTable {
-    const float* cos = nullptr;  // [context, dims / 2]
-    const float* sin = nullptr;
-    int32_t dims = 0;
-    bool adjacent = false;
-};
-
-// The rows [begin, end) of a batch that belong to one sequence.
-struct SequenceRows {
-    int64_t begin = 0, end = 0;
-    const int32_t* pageTable = nullptr;
-};
-
-struct ExpertWeights {
-    std::vector<Matrix> gate, up, down;  // one each per expert
-    Matrix router;
-    int32_t used = 0;
-    bool renormalize = true;
-    float weightScale = 1.0f;
-};
+StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t maxRows, int64_t context, KvType kvType);
 
 class Backend {
 public:
     virtual ~Backend() = default;
-    virtual const char* name() const = 0;
-    virtual DeviceMemory& memory() = 0;
+    virtual const char* device() const = 0;  // "cpu", "cuda"
+    virtual const char* name() const = 0;    // the instruction set, or the GPU's name
+    virtual Allocator& allocator() = 0;
+    virtual Placer& placer() = 0;
+    // Takes all scratch. To be called once, after weights and KV cache are placed. Throws Error(OutOfMemory).
+    virtual void takeScratch(const StepLimits& limits) = 0;
 
-    // out[t, :] = row tokens[t] of table, as floats
-    virtual void embed(const Matrix& table, const int32_t* tokens, int64_t count, float* out) = 0;
-    // Each of `rows` rows of n by itself; y may be x.
-    virtual void rmsNorm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* y) = 0;
-    virtual void linear(const float* x, int64_t count, const std::vector<Linear>& outputs) = 0;
-    // Rotates `heads` heads of headDim in each row, in place.
-    virtual void rope(float* x, const int32_t* positions, int64_t count, int32_t heads, int32_t headDim, const RopeTable& table) = 0;
-    // Writes rows of keys and values [count, kvHeads * headDim] to their positions' places.
-    virtual void storeKv(const float* k, const float* v, const int32_t* positions, const SequenceRows& rows, const KvPages& pages) = 0;
-    // Causal attention of all rows over their sequences. q, out: [T, heads * headDim].
-    virtual void attention(const float* q, const int32_t* positions, const std::vector<SequenceRows>& sequences,
-                           int32_t heads, float scale, const KvPages& pages, float* out) = 0;
-    // gate = silu(gate) * up
-    virtual void siluMul(float* gate, const float* up, int64_t n) = 0;
-    // x += y
-    virtual void add(float* x, const float* y, int64_t n) = 0;
-    // y[t, :] = sum over the chosen experts of weight * down(silu(gate x) * up x), summed by rank. y may not be x.
-    virtual void experts(const float* x, int64_t count, const ExpertWeights& weights, float* y) = 0;
+    // Everything below works on the batch given here; its tokens have room in the cache.
+    virtual void begin(const Batch& batch, const KvCache& kv) = 0;
+    // Runs body, which only calls the blocks below. The same body for batches of the same shape may be recorded and replayed.
+    virtual void region(const std::function<void()>& body) = 0;
+    // Whether it is: off where there is nothing to record.
+    virtual bool replays() const { return false; }
+    virtual void setReplays(bool) {}
+    virtual int64_t kernelsPerStep() const { return 0; }  // launched by the last region()
+
+    // x: [rows, embedding], the backend's own. Row t = the table's row of token t.
+    virtual void embed(const Matrix& table) = 0;
+    // x += output(attention(norm(x)))
+    virtual void attention(const AttentionWeights& weights, const KvPages& pages, float eps) = 0;
+    // x += down(silu(gate n) * up n), n = norm(x)
+    virtual void dense(const DenseWeights& weights, float eps) = 0;
+    // x += sum over the chosen experts of weight * down(silu(gate n) * up n), summed by rank
+    virtual void experts(const ExpertWeights& weights, float eps) = 0;
+    // Logits of the rows [first, first + count) of batch.logitRows, count <= headRows(), kept until the next call.
+    virtual void head(const HeadWeights& weights, float eps, int64_t first, int64_t count) = 0;
+    virtual int64_t headRows() const = 0;
+
+    // Row i of the last head(): [vocab] floats to host memory.
+    virtual void readLogits(int64_t row, int64_t count, float* out) = 0;
+    // Chooses from row i of the last head(), once: the row is changed. -1: no token may be chosen.
+    virtual int32_t sample(int64_t row, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments, double draw) = 0;
 };
 
 }  // namespace sharpi

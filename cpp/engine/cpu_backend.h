@@ -1,43 +1,53 @@
-// The operations on the CPU: shares each among the threads of a pool and calls the kernels of cpu/.
+// The blocks on the CPU: shares each among the threads of a pool and calls the kernels of cpu/.
 #pragma once
+
+#include <memory>
 
 #include "core/thread_pool.h"
 #include "cpu/kernels.h"
 #include "engine/backend.h"
+#include "memory/host_memory.h"
 
 namespace sharpi {
 
-// What the scratch buffers are sized for. Nothing grows after construction.
-struct CpuLimits {
-    int64_t maxRows = 1;       // rows of a batch
-    int64_t maxCols = 1;       // inputs of any matrix
-    int64_t embedding = 1;     // outputs of an expert block
-    int32_t heads = 1, kvHeads = 1, headDim = 2, pageTokens = 1;
-    int32_t experts = 0, expertsUsed = 0;
-    int64_t expertHidden = 0;
+// One of several products that read the same input: y[t, :] = w x[t, :] + bias.
+struct Linear {
+    Matrix w;
+    const float* bias = nullptr;  // [w.rows], may be nullptr
+    float* y = nullptr;           // [T, w.rows]
 };
 
 class CpuBackend : public Backend {
 public:
-    CpuBackend(int threads, const CpuLimits& limits);
-    static size_t scratchBytes(int threads, const CpuLimits& limits);
+    // Weights stay in the mapped files.
+    explicit CpuBackend(int threads);
+    // Weights are copied into `memory`, which host code can read (the fake device), as a GPU's are.
+    CpuBackend(int threads, std::unique_ptr<DeviceMemory> memory);
+    static size_t scratchBytes(int threads, const StepLimits& limits);
 
+    const char* device() const override { return "cpu"; }
     const char* name() const override { return _kernels.name; }
-    DeviceMemory& memory() override { return _memory; }
-    int threads() const { return _pool.threads(); }
+    Allocator& allocator() override { return *_allocator; }
+    Placer& placer() override { return *_placer; }
+    void takeScratch(const StepLimits& limits) override;
 
-    void embed(const Matrix& table, const int32_t* tokens, int64_t count, float* out) override;
-    void rmsNorm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* y) override;
-    void linear(const float* x, int64_t count, const std::vector<Linear>& outputs) override;
-    void rope(float* x, const int32_t* positions, int64_t count, int32_t heads, int32_t headDim, const RopeTable& table) override;
-    void storeKv(const float* k, const float* v, const int32_t* positions, const SequenceRows& rows, const KvPages& pages) override;
-    void attention(const float* q, const int32_t* positions, const std::vector<SequenceRows>& sequences, int32_t heads,
-                   float scale, const KvPages& pages, float* out) override;
-    void siluMul(float* gate, const float* up, int64_t n) override;
-    void add(float* x, const float* y, int64_t n) override;
-    void experts(const float* x, int64_t count, const ExpertWeights& weights, float* y) override;
+    void begin(const Batch& batch, const KvCache& kv) override;
+    void region(const std::function<void()>& body) override { body(); }
+    void embed(const Matrix& table) override;
+    void attention(const AttentionWeights& weights, const KvPages& pages, float eps) override;
+    void dense(const DenseWeights& weights, float eps) override;
+    void experts(const ExpertWeights& weights, float eps) override;
+    void head(const HeadWeights& weights, float eps, int64_t first, int64_t count) override;
+    int64_t headRows() const override;
+    void readLogits(int64_t row, int64_t count, float* out) override;
+    int32_t sample(int64_t row, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments, double draw) override;
 
 private:
+    // The rows [begin, end) of the batch that belong to one sequence.
+    struct SequenceRows {
+        int64_t begin = 0, end = 0;
+        const int32_t* pageTable = nullptr;
+    };
     // A token's share in an expert: `pair` numbers the (token, rank) pairs grouped by expert.
     struct Routing {
         std::vector<int32_t> expertBegin;  // [experts + 1]: pairs of expert e are [begin[e], begin[e + 1])
@@ -45,20 +55,41 @@ private:
         std::vector<int32_t> pairOf;       // [tokens, used]
         std::vector<float> weight;         // [tokens, used]
     };
+    // Where the buffers lie in the scratch, in bytes; made from the limits alone, so that planning counts the same.
+    struct Layout;
+
+    int64_t rows() const { return _batch->size(); }
+    void norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* y);
+    void linear(const float* x, int64_t count, const std::vector<Linear>& outputs);
+    void rope(float* x, int32_t heads, int32_t headDim, const RopeTable& table);
+    void storeKv(const SequenceRows& rows, const KvPages& pages);
+    void attend(const AttentionWeights& weights, const KvPages& pages);
+    void siluMul(float* gate, const float* up, int64_t n);
+    void addToX(const float* y);
     void route(float* logits, int64_t count, const ExpertWeights& weights);
+    void expertProducts(const ExpertWeights& weights);
+    void sumExperts(const ExpertWeights& weights);
     void matmuls(const std::vector<cpu::MatmulArgs>& jobs);
-    cpu::QuantizedRows quantize(const float* x, int64_t count, int64_t cols, const Buffer& buffer);
+    cpu::QuantizedRows quantize(const float* x, int64_t count, int64_t cols, void* buffer);
     // Runs body(begin, end) over [0, n) in pieces of at least `grain`.
     template <typename Body> void forRanges(int64_t n, int64_t grain, const Body& body);
+    template <typename T> T* at(size_t offset) const { return reinterpret_cast<T*>(_scratch.as<uint8_t>() + offset); }
 
     const cpu::Kernels& _kernels;
-    HostMemory _memory;
-    CpuLimits _limits;
+    std::unique_ptr<DeviceMemory> _memory;
+    std::unique_ptr<Allocator> _allocator;
+    std::unique_ptr<Placer> _placer;
     ThreadPool _pool;
-    Buffer _quantized, _quantizedHidden;
-    Buffer _threadScratch;
+    StepLimits _limits;
+    Buffer _scratch;
+    float *_x = nullptr, *_normed = nullptr, *_block = nullptr, *_q = nullptr, *_k = nullptr, *_v = nullptr, *_attended = nullptr;
+    float *_gate = nullptr, *_up = nullptr, *_logits = nullptr, *_routerLogits = nullptr, *_expertOut = nullptr;
+    void *_quantized = nullptr, *_quantizedHidden = nullptr;
+    uint8_t* _threadScratch = nullptr;
     size_t _threadScratchStride = 0;
-    Buffer _routerLogits, _gate, _up, _expertOut;
+
+    const Batch* _batch = nullptr;
+    std::vector<SequenceRows> _sequences;
     Routing _routing;
 };
 

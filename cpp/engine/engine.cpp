@@ -4,38 +4,12 @@
 #include <algorithm>
 
 #include "core/error.h"
+#include "engine/cpu_backend.h"
+#include "engine/gpu.h"
 
 namespace sharpi {
 
 namespace {
-
-std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
-    std::vector<KvLayerShape> shapes;
-    for (const LayerSpec& layer : spec.layers) shapes.push_back({layer.attention.kvHeads, layer.attention.headDim});
-    return shapes;
-}
-
-CpuLimits cpuLimits(const ModelSpec& spec, const EngineOptions& options) {
-    CpuLimits limits;
-    limits.maxRows = options.batch;
-    limits.embedding = limits.maxCols = spec.embedding;
-    limits.pageTokens = KvCache::kPageTokens;
-    for (const LayerSpec& layer : spec.layers) {
-        const AttentionSpec& a = layer.attention;
-        limits.heads = std::max(limits.heads, a.heads);
-        limits.kvHeads = a.kvHeads;
-        limits.headDim = std::max(limits.headDim, a.headDim);
-        limits.maxCols = std::max(limits.maxCols, int64_t{a.heads} * a.headDim);
-        if (layer.dense) limits.maxCols = std::max(limits.maxCols, layer.dense->hidden());
-        if (layer.experts) {
-            limits.maxCols = std::max(limits.maxCols, layer.experts->hidden());
-            limits.experts = std::max(limits.experts, layer.experts->count);
-            limits.expertsUsed = std::max(limits.expertsUsed, layer.experts->used);
-            limits.expertHidden = std::max(limits.expertHidden, layer.experts->hidden());
-        }
-    }
-    return limits;
-}
 
 EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
     if (options.context < 1) throw Error(ErrorKind::InvalidArgument, "context must be at least 1 token");
@@ -48,32 +22,70 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
     return options;
 }
 
+std::unique_ptr<Backend> makeBackend(const EngineOptions& options) {
+    if (options.cuda) return makeGpuBackend(options.vram);
+    return std::make_unique<CpuBackend>(options.threads);
+}
+
 }  // namespace
 
 size_t Engine::kvBytesFor(const ModelSpec& spec, KvType type, int64_t context) {
     return KvCache::bytesFor(kvShapes(spec), type, context);
 }
 
-size_t Engine::scratchBytesFor(const ModelSpec& spec, const EngineOptions& options) {
-    EngineOptions used = options;
-    used.batch = std::min(options.batch, options.context);
-    return CpuBackend::scratchBytes(used.threads, cpuLimits(spec, used)) + ForwardPass::scratchBytes(spec, used.batch, used.context);
+Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options)
+    : Engine(spec, std::move(weights), checked(spec, options), makeBackend(options)) {}
+
+Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options, std::unique_ptr<Backend> backend)
+    : _spec(std::move(spec)), _options(checked(_spec, options)), _files(std::move(weights)), _backend(std::move(backend)),
+      _trace(_backend->allocator(), LoadTrace::wanted()) {
+    const size_t available = _backend->allocator().available();
+    try {
+        load();
+    } catch (const Error& error) {
+        if (error.kind() != ErrorKind::OutOfMemory) throw;
+        throw Error(ErrorKind::OutOfMemory, std::string(error.what()) + "; " + fittingAdvice(_spec, _files->tensors(), _options, available));
+    }
 }
 
-Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options)
-    : _spec(std::move(spec)),
-      _options(checked(_spec, options)),
-      _weights(std::move(weights)),
-      _backend(_options.threads, cpuLimits(_spec, _options)),
-      _kv(_backend.memory(), kvShapes(_spec), _options.kvType, _options.context),
-      _forward(_spec, *_weights, _backend, _kv, _options.batch, _options.context) {}
+void Engine::load() {
+    Allocator& allocator = _backend->allocator();
+    const StepLimits limits = stepLimits(_spec, _files->tensors(), _options.batch, _options.context, _options.kvType);
+    _trace.note("start");
+    _weights.emplace(_spec, *_files, _backend->placer(), _options.context, _trace);
+    _kv.emplace(allocator, kvShapes(_spec), _options.kvType, _options.context);
+    _trace.note("KV cache");
+    const size_t before = allocator.held();
+    _backend->takeScratch(limits);
+    _scratchBytes = allocator.held() - before;
+    _trace.note("scratch");
+    _forward.emplace(_spec, *_weights, *_backend, *_kv, limits);
+    if (_options.cuda) rehearse();
+    _trace.note("graphs");
+}
+
+// A prefill and a decode step, so that kernels are loaded and the step is captured before anyone waits for a token.
+void Engine::rehearse() {
+    const int32_t sequence = _kv->createSequence();
+    const auto run = [&](int64_t rows) {
+        Batch batch;
+        const auto begin = static_cast<int32_t>(_kv->length(sequence));
+        for (int32_t i = 0; i < rows; ++i) batch.add(0, begin + i, sequence, i + 1 == rows);
+        _kv->extend(sequence, rows);
+        _forward->run(batch, nullptr);
+        _forward->sampleLast(SamplingRule(), {}, 0.5);
+    };
+    if (_options.context > 1) run(std::min<int64_t>(_options.batch, std::min<int64_t>(_options.context - 1, 32)));
+    run(1);
+    _kv->releaseSequence(sequence);
+}
 
 void Engine::warm(const std::function<bool(uint64_t, uint64_t)>& progress) const {
     constexpr uint64_t kPage = 4096, kStep = uint64_t{64} << 20;
     uint64_t total = 0, done = 0;
-    for (const MappedFile& file : _weights->files()) total += file.bytes();
+    for (const MappedFile& file : _files->files()) total += file.bytes();
     volatile uint8_t sink = 0;
-    for (const MappedFile& file : _weights->files()) {
+    for (const MappedFile& file : _files->files()) {
         for (uint64_t at = 0; at < file.bytes(); at += kPage) {
             sink = sink + file.data()[at];
             if ((done += std::min(kPage, file.bytes() - at)) % kStep < kPage && !progress(done, total)) return;
@@ -83,14 +95,13 @@ void Engine::warm(const std::function<bool(uint64_t, uint64_t)>& progress) const
 }
 
 Session::Session(std::shared_ptr<Engine> engine) : _engine(std::move(engine)) {
-    _logits.resize(_engine->_spec.vocabSize);
     std::lock_guard<std::mutex> lock(_engine->_mutex);
-    _sequence = _engine->_kv.createSequence();
+    _sequence = _engine->_kv->createSequence();
 }
 
 Session::~Session() {
     std::lock_guard<std::mutex> lock(_engine->_mutex);
-    _engine->_kv.releaseSequence(_sequence);
+    _engine->_kv->releaseSequence(_sequence);
 }
 
 std::vector<int32_t> Session::tokens() const {
@@ -99,6 +110,11 @@ std::vector<int32_t> Session::tokens() const {
 }
 
 void Session::requireRoom(int64_t tokens) const {
+    std::lock_guard<std::mutex> use(_use);
+    checkRoom(tokens);
+}
+
+void Session::checkRoom(int64_t tokens) const {
     if (tokens == 0) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
     if (tokens > room()) {
         throw Error(ErrorKind::InvalidArgument, std::to_string(tokens) + " tokens do not fit: the context has room for " +
@@ -114,24 +130,29 @@ void Session::reset() {
 
 void Session::keep(int64_t tokens) {
     std::lock_guard<std::mutex> lock(_engine->_mutex);
-    _engine->_kv.truncate(_sequence, tokens);
+    _engine->_kv->truncate(_sequence, tokens);
     _tokens.resize(tokens);
-    _logitsReady = false;
+    _chosen.reset();
 }
 
 // Evaluates up to one batch. On failure the session holds what it held before.
-void Session::step(const int32_t* tokens, int64_t count, float* logits, bool everyRow) {
+void Session::step(const int32_t* tokens, int64_t count, Want want, float* logits) {
+    // Outside the lock: the random numbers are the session's own.
+    std::optional<Sampler::Step> choice;
+    if (want == Want::Choice) choice.emplace(_sampler->next(_history));
     std::lock_guard<std::mutex> lock(_engine->_mutex);
     const auto begin = static_cast<int64_t>(_tokens.size());
     Batch batch;
     for (int64_t i = 0; i < count; ++i) {
-        batch.add(tokens[i], static_cast<int32_t>(begin + i), _sequence, logits && (everyRow || i + 1 == count));
+        const bool wanted = want == Want::EveryRow || (want == Want::Choice && i + 1 == count);
+        batch.add(tokens[i], static_cast<int32_t>(begin + i), _sequence, wanted);
     }
-    _engine->_kv.extend(_sequence, count);
+    _engine->_kv->extend(_sequence, count);
     try {
-        _engine->_forward.run(batch, logits);
+        _engine->_forward->run(batch, logits);
+        if (choice) _chosen = _engine->_forward->sampleLast(choice->rule, choice->adjustments, choice->draw);
     } catch (...) {
-        _engine->_kv.truncate(_sequence, begin);
+        _engine->_kv->truncate(_sequence, begin);
         throw;
     }
     _tokens.insert(_tokens.end(), tokens, tokens + count);
@@ -144,22 +165,21 @@ void Session::evaluate(const std::vector<int32_t>& tokens, float* logits, const 
     append(tokens, logits, chunks, interrupted);
 }
 
+// With a sampler, the last row's logits give a token; without, every row's are written where `logits` says.
 void Session::append(const std::vector<int32_t>& tokens, float* logits, const std::vector<int64_t>& chunks,
                      const Interrupted& interrupted) {
     const auto total = static_cast<int64_t>(tokens.size());
-    requireRoom(total);
-    _logitsReady = false;
+    checkRoom(total);
+    _chosen.reset();
     int64_t done = 0;
     for (size_t piece = 0; done < total; ++piece) {
         if (interrupted && interrupted()) throw Error(ErrorKind::InvalidArgument, "interrupted");
         const int64_t wanted = piece < chunks.size() ? chunks[piece] : _engine->_options.batch;
         const int64_t count = std::clamp<int64_t>(wanted, 1, std::min(_engine->_options.batch, total - done));
-        float* rows = logits ? logits + done * _engine->_spec.vocabSize : done + count == total ? _logits.data() : nullptr;
-        step(tokens.data() + done, count, rows, logits != nullptr);
+        const Want want = logits ? Want::EveryRow : _sampler && done + count == total ? Want::Choice : Want::Nothing;
+        step(tokens.data() + done, count, want, logits ? logits + done * _engine->_spec.vocabSize : nullptr);
         done += count;
     }
-    if (logits) std::copy_n(logits + (total - 1) * _engine->_spec.vocabSize, _engine->_spec.vocabSize, _logits.begin());
-    _logitsReady = true;
 }
 
 void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted) {
@@ -178,23 +198,25 @@ void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& pa
     keep(common);
     _reused = common;
     _history = prompt;
-    append(std::vector<int32_t>(prompt.begin() + common, prompt.end()), nullptr, {}, interrupted);
     _sampler.emplace(params, _engine->_spec.vocabSize);
+    try {
+        append(std::vector<int32_t>(prompt.begin() + common, prompt.end()), nullptr, {}, interrupted);
+    } catch (...) {
+        _sampler.reset();
+        throw;
+    }
 }
 
 std::optional<int32_t> Session::next() {
     std::lock_guard<std::mutex> use(_use);
     if (!_sampler) throw Error(ErrorKind::Internal, "next() before start()");
-    if (!_logitsReady) {
+    if (!_chosen) {
         if (room() < 1) return std::nullopt;
-        step(&_history.back(), 1, _logits.data(), false);
-        _logitsReady = true;
+        step(&_history.back(), 1, Want::Choice, nullptr);
     }
-    // A copy: should nothing be choosable, the session stays as it is.
-    std::vector<float> adjusted = _logits;
-    const int32_t token = _sampler->sample(adjusted.data(), _history);
+    const int32_t token = checkedToken(*_chosen);
+    _chosen.reset();
     _history.push_back(token);
-    _logitsReady = false;
     return token;
 }
 

@@ -6,18 +6,11 @@
 #include <mutex>
 #include <optional>
 
-#include "engine/cpu_backend.h"
 #include "engine/forward_pass.h"
+#include "engine/memory_plan.h"
 #include "engine/sampler.h"
 
 namespace sharpi {
-
-struct EngineOptions {
-    int64_t context = 0;  // tokens that the KV cache has room for
-    int64_t batch = 512;  // rows that prefill takes at once
-    int threads = 1;
-    KvType kvType = KvType::BF16;
-};
 
 // Asked between pieces of long work; true stops it by throwing Error(InvalidArgument).
 using Interrupted = std::function<bool()>;
@@ -26,15 +19,18 @@ class Engine {
 public:
     // Throws Error(BadModel), Error(OutOfMemory), Error(InvalidArgument).
     Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options);
+    // On a backend that the caller made.
+    Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options, std::unique_ptr<Backend> backend);
 
     const ModelSpec& spec() const { return _spec; }
     const EngineOptions& options() const { return _options; }
-    const char* backendName() const { return _backend.name(); }
-    uint64_t weightBytes() const { return _weights->bytes(); }
-    size_t kvBytes() const { return _kv.bytes(); }
-    size_t scratchBytes() { return _backend.memory().held() - _kv.bytes(); }
+    Backend& backend() { return *_backend; }
+    const std::vector<TraceLine>& trace() const { return _trace.lines(); }
+    uint64_t weightBytes() const { return _files->bytes(); }
+    size_t kvBytes() const { return _kv->bytes(); }
+    size_t scratchBytes() const { return _scratchBytes; }
+    size_t heldBytes() const { return _backend->allocator().held(); }  // all that the backend's memory holds
     static size_t kvBytesFor(const ModelSpec& spec, KvType type, int64_t context);
-    static size_t scratchBytesFor(const ModelSpec& spec, const EngineOptions& options);
 
     // Touches every page of the files so that the first tokens need not wait for the disk. Returns when done or
     // when progress(done, total) gives false.
@@ -42,12 +38,18 @@ public:
 
 private:
     friend class Session;
+    void load();
+    void rehearse();
+
     ModelSpec _spec;
     EngineOptions _options;
-    std::unique_ptr<Weights> _weights;
-    CpuBackend _backend;
-    KvCache _kv;
-    ForwardPass _forward;
+    std::unique_ptr<Weights> _files;
+    std::unique_ptr<Backend> _backend;
+    LoadTrace _trace;
+    std::optional<ModelWeights> _weights;
+    std::optional<KvCache> _kv;
+    std::optional<ForwardPass> _forward;
+    size_t _scratchBytes = 0;
     std::mutex _mutex;  // one step at a time
 };
 
@@ -79,19 +81,20 @@ public:
     int64_t reusedTokens() const { return _reused; }
 
 private:
+    enum class Want { Nothing, EveryRow, Choice };  // logits of every row, or a token chosen from the last row's
     int64_t room() const { return _engine->_options.context - static_cast<int64_t>(_tokens.size()); }
+    void checkRoom(int64_t tokens) const;
     void keep(int64_t tokens);
     void append(const std::vector<int32_t>& tokens, float* logits, const std::vector<int64_t>& chunks, const Interrupted& interrupted);
-    void step(const int32_t* tokens, int64_t count, float* logits, bool everyRow);
+    void step(const int32_t* tokens, int64_t count, Want want, float* logits);
 
     std::shared_ptr<Engine> _engine;
     int32_t _sequence;
     mutable std::mutex _use;
     std::vector<int32_t> _tokens;
-    std::vector<int32_t> _history;  // tokens and the one just sampled
+    std::vector<int32_t> _history;  // tokens and the one just chosen
     std::optional<Sampler> _sampler;
-    std::vector<float> _logits;
-    bool _logitsReady = false;
+    std::optional<int32_t> _chosen;  // by the last step, not yet handed out; -1: none may be chosen
     int64_t _reused = 0;
 };
 

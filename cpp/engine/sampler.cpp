@@ -1,4 +1,4 @@
-// See sampler.h.
+// See sampler.h, and core/sampling_rule.h for what sampleOnHost computes.
 #include "engine/sampler.h"
 
 #include <algorithm>
@@ -8,6 +8,54 @@
 #include "core/error.h"
 
 namespace sharpi {
+
+namespace {
+
+struct Candidate {
+    float logit;
+    int32_t token;
+};
+
+bool better(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.token < b.token); }
+
+// The weights of candidates, and their sums before and through each in the rule's order.
+struct Sums {
+    std::vector<double> weight, before, through;
+
+    Sums(const std::vector<Candidate>& candidates, int64_t count, int64_t chunk, float temperature)
+        : weight(count), before(count), through(count) {
+        double base = 0, inside = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            if (i % chunk == 0) {
+                base += inside;
+                inside = 0;
+            }
+            weight[i] = samplingWeight(candidates[i].logit, candidates[0].logit, temperature);
+            before[i] = base + inside;
+            inside += weight[i];
+            through[i] = base + inside;
+        }
+    }
+};
+
+// Which of the first `keep` candidates: weights before temperature decide which of them stay, those after it which one
+// is drawn.
+int64_t drawn(const std::vector<Candidate>& candidates, int64_t keep, const SamplingRule& rule, double draw) {
+    const int64_t chunk = samplingChunk(keep);
+    int64_t kept = 1;
+    {
+        const Sums w(candidates, keep, chunk, 1.0f);
+        const double most = rule.topP * w.through[keep - 1];
+        while (kept < keep && w.before[kept] < most && w.weight[kept] >= rule.minP) ++kept;
+    }
+    const Sums v(candidates, kept, chunk, rule.temperature);
+    const double target = draw * v.through[kept - 1];
+    int64_t chosen = 0;
+    while (chosen + 1 < kept && v.through[chosen] <= target) ++chosen;
+    return chosen;
+}
+
+}  // namespace
 
 void SamplingParams::validate(int64_t vocabSize) const {
     const auto require = [](bool ok, const char* what) {
@@ -26,63 +74,57 @@ void SamplingParams::validate(int64_t vocabSize) const {
     }
 }
 
-Sampler::Sampler(const SamplingParams& params, int64_t vocabSize)
-    : _params(params), _vocabSize(vocabSize), _random(params.seed) {
+Sampler::Sampler(const SamplingParams& params, int64_t vocabSize) : _params(params), _random(params.seed) {
     params.validate(vocabSize);
 }
 
-void Sampler::adjust(float* logits, const std::vector<int32_t>& history) const {
-    for (const auto& [token, bias] : _params.logitBias) logits[token] += bias;
+void Sampler::countRecent(const std::vector<int32_t>& history) {
+    _recent.clear();
     const bool penalized = _params.repetitionPenalty != 1 || _params.presencePenalty != 0 || _params.frequencyPenalty != 0;
     if (!penalized) return;
-    std::map<int32_t, int32_t> recent;
     const size_t window = std::min<size_t>(history.size(), _params.penaltyWindow);
-    for (size_t i = history.size() - window; i < history.size(); ++i) ++recent[history[i]];
-    for (const auto& [token, times] : recent) {
-        float& logit = logits[token];
-        logit = logit > 0 ? logit / _params.repetitionPenalty : logit * _params.repetitionPenalty;
-        logit -= _params.presencePenalty + _params.frequencyPenalty * static_cast<float>(times);
+    _window.assign(history.end() - window, history.end());
+    std::sort(_window.begin(), _window.end());
+    for (const int32_t token : _window) {
+        if (_recent.empty() || _recent.back().token != token) _recent.push_back({token, 0, 0.0f});
+        ++_recent.back().times;
     }
 }
 
-int32_t Sampler::sample(float* logits, const std::vector<int32_t>& history) {
-    adjust(logits, history);
-    // NaN would break the order that sorting relies on; a token that cannot be compared is never chosen.
-    std::replace_if(logits, logits + _vocabSize, [](float logit) { return std::isnan(logit); }, -INFINITY);
-    const auto best = std::max_element(logits, logits + _vocabSize);
-    if (*best == -INFINITY) {
-        throw Error(ErrorKind::InvalidArgument, "no token may be chosen: logit bias forbids all, or the model's weights are damaged");
+Sampler::Step Sampler::next(const std::vector<int32_t>& history) {
+    countRecent(history);
+    _adjustments.clear();
+    auto recent = _recent.cbegin();
+    for (const auto& [token, bias] : _params.logitBias) {
+        for (; recent != _recent.cend() && recent->token < token; ++recent) _adjustments.push_back(*recent);
+        const bool both = recent != _recent.cend() && recent->token == token;
+        _adjustments.push_back({token, both ? recent->times : 0, bias});
+        if (both) ++recent;
     }
-    if (_params.temperature == 0) return static_cast<int32_t>(best - logits);
+    _adjustments.insert(_adjustments.end(), recent, _recent.cend());
+    return {_params, _adjustments, static_cast<double>(_random() >> 11) * 0x1p-53};
+}
 
-    const auto better = [](const auto& a, const auto& b) { return a.first > b.first || (a.first == b.first && a.second < b.second); };
-    _candidates.clear();
-    for (int64_t i = 0; i < _vocabSize; ++i) _candidates.emplace_back(logits[i], static_cast<int32_t>(i));
-    size_t keep = _candidates.size();
-    if (_params.topK > 0) keep = std::min<size_t>(keep, _params.topK);
-    std::partial_sort(_candidates.begin(), _candidates.begin() + keep, _candidates.end(), better);
+int32_t sampleOnHost(float* logits, int64_t vocab, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments,
+                     double draw) {
+    for (const TokenAdjustment& change : adjustments) logits[change.token] = adjustedLogit(logits[change.token], change, rule);
+    // NaN would break the order that sorting relies on.
+    std::replace_if(logits, logits + vocab, [](float logit) { return std::isnan(logit); }, -INFINITY);
+    const auto best = std::max_element(logits, logits + vocab);
+    if (best == logits + vocab || *best == -INFINITY) return -1;
+    if (rule.temperature == 0 || std::isinf(*best)) return static_cast<int32_t>(best - logits);
 
-    // Probabilities before temperature decide which candidates stay; those after it, which one is drawn.
-    const float highest = _candidates.front().first;
-    if (std::isinf(highest)) return _candidates.front().second;  // penalties can overflow; no ratio to it exists
-    std::vector<double> weight(keep);
-    double total = 0;
-    for (size_t i = 0; i < keep; ++i) total += weight[i] = std::exp(static_cast<double>(_candidates[i].first - highest));
-    double cumulated = 0;
-    for (size_t i = 0; i < keep; ++i) {
-        if (i > 0 && (cumulated >= _params.topP * total || weight[i] < _params.minP * weight[0])) keep = i;
-        else cumulated += weight[i];
-    }
-    total = 0;
-    for (size_t i = 0; i < keep; ++i) {
-        total += weight[i] = std::exp(static_cast<double>(_candidates[i].first - highest) / _params.temperature);
-    }
-    double draw = static_cast<double>(_random() >> 11) * 0x1p-53 * total;
-    for (size_t i = 0; i + 1 < keep; ++i) {
-        draw -= weight[i];
-        if (draw < 0) return _candidates[i].second;
-    }
-    return _candidates[keep - 1].second;
+    std::vector<Candidate> candidates(vocab);
+    for (int64_t i = 0; i < vocab; ++i) candidates[i] = {logits[i], static_cast<int32_t>(i)};
+    const int64_t keep = rule.topK > 0 ? std::min<int64_t>(vocab, rule.topK) : vocab;
+    if (keep < vocab) std::nth_element(candidates.begin(), candidates.begin() + keep, candidates.end(), better);
+    std::sort(candidates.begin(), candidates.begin() + keep, better);
+    return candidates[drawn(candidates, keep, rule, draw)].token;
+}
+
+int32_t checkedToken(int32_t token) {
+    if (token >= 0) return token;
+    throw Error(ErrorKind::InvalidArgument, "no token may be chosen: logit bias forbids all, or the model's weights are damaged");
 }
 
 }  // namespace sharpi

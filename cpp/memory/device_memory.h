@@ -1,67 +1,36 @@
-// The few calls through which the engine takes memory, so that every byte has one owner and can be counted, and so
-// that running out can be tested. Host memory is the first implementation.
+// The few calls through which the engine touches a device's memory: CUDA's, the host's, or a fake with a set capacity.
+//
+// Addresses and memory are taken separately, as virtual memory works on both processors: that is what lets an
+// allocation begin in the granule where the one before it ended, so that nothing is lost to rounding.
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <utility>
+#include <string>
 
 namespace sharpi {
 
 class DeviceMemory {
 public:
     virtual ~DeviceMemory() = default;
-    // At least 64-byte aligned, contents zero. Throws Error(OutOfMemory) naming `what` and its bytes.
-    virtual void* allocate(size_t bytes, const char* what) = 0;
-    virtual void free(void* data, size_t bytes) noexcept = 0;
-    virtual size_t held() const = 0;  // bytes allocated and not freed
-};
 
-// Anonymous pages: the system hands them out as they are first touched, so a long context costs what is used.
-class HostMemory : public DeviceMemory {
-public:
-    // capacity: the most that may be held at once; 0 = no limit but the system's.
-    explicit HostMemory(size_t capacity = 0) : _capacity(capacity) {}
-    void* allocate(size_t bytes, const char* what) override;
-    void free(void* data, size_t bytes) noexcept override;
-    size_t held() const override { return _held; }
+    virtual std::string name() const = 0;        // for error messages: "the GPU", "this machine"
+    virtual size_t granularity() const = 0;      // commit works in multiples of this; a power of two
+    virtual size_t freeBytes() const = 0;        // what can still be committed, as the device itself says
 
-private:
-    size_t _capacity;
-    size_t _held = 0;
-};
+    // A range of addresses with nothing behind it; bytes is a multiple of the granularity. Throws Error(OutOfMemory).
+    virtual void* reserve(size_t bytes) = 0;
+    virtual void release(void* address, size_t bytes) noexcept = 0;
+    // Puts memory behind a part of a reserved range. False: there is not enough, nothing changed.
+    virtual bool commit(void* address, size_t bytes) = 0;
+    // Whether what commit() gives reads as zero; else its contents are undefined. Where it does, nobody writes zeroes
+    // to it, and a system that hands pages out on first touch gives none for what is never used.
+    virtual bool commitsZeroes() const { return false; }
+    // Gives back what exactly one commit took.
+    virtual void decommit(void* address, size_t bytes) noexcept = 0;
 
-// Owns one allocation.
-class Buffer {
-public:
-    Buffer() = default;
-    Buffer(DeviceMemory& memory, size_t bytes, const char* what)
-        : _memory(&memory), _data(memory.allocate(bytes, what)), _bytes(bytes) {}
-    ~Buffer() { reset(); }
-    Buffer(Buffer&& other) noexcept { swap(other); }
-    Buffer& operator=(Buffer&& other) noexcept {
-        swap(other);
-        return *this;
-    }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-
-    size_t bytes() const { return _bytes; }
-    template <typename T> T* as() const { return static_cast<T*>(_data); }
-
-private:
-    void reset() noexcept {
-        if (_data) _memory->free(_data, _bytes);
-        _data = nullptr;
-    }
-    void swap(Buffer& other) noexcept {
-        std::swap(_memory, other._memory);
-        std::swap(_data, other._data);
-        std::swap(_bytes, other._bytes);
-    }
-    DeviceMemory* _memory = nullptr;
-    void* _data = nullptr;
-    size_t _bytes = 0;
+    virtual void upload(void* to, const void* host, size_t bytes) = 0;
+    virtual void download(void* host, const void* from, size_t bytes) = 0;
+    virtual void zero(void* address, size_t bytes) = 0;
 };
 
 }  // namespace sharpi

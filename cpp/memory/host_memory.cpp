@@ -1,30 +1,66 @@
-// See device_memory.h.
-#include <sys/mman.h>
+// See host_memory.h.
+#include "memory/host_memory.h"
 
-#include <string>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
 
 #include "core/error.h"
-#include "memory/device_memory.h"
 
 namespace sharpi {
 
-void* HostMemory::allocate(size_t bytes, const char* what) {
-    if (bytes == 0) bytes = 1;
-    const bool overCapacity = _capacity != 0 && (bytes > _capacity || _held > _capacity - bytes);
-    void* data = overCapacity ? MAP_FAILED
-                              : ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (data == MAP_FAILED) {
-        throw Error(ErrorKind::OutOfMemory, "out of memory: " + std::string(what) + " needs " + std::to_string(bytes) +
-                                                " bytes; a smaller context or batch needs less");
+namespace {
+
+// MemAvailable of /proc/meminfo in bytes: what can be had without swapping. 0 where the system does not say.
+size_t availableBytes() {
+    std::FILE* file = std::fopen("/proc/meminfo", "r");
+    if (!file) return 0;
+    char line[128];
+    unsigned long long kib = 0;
+    while (std::fgets(line, sizeof line, file) && std::sscanf(line, "MemAvailable: %llu", &kib) != 1) {
     }
-    _held += bytes;
-    return data;
+    std::fclose(file);
+    return static_cast<size_t>(kib) * 1024;
 }
 
-void HostMemory::free(void* data, size_t bytes) noexcept {
-    if (bytes == 0) bytes = 1;
-    ::munmap(data, bytes);
-    _held -= bytes;
+// Addresses without memory. PROT_NONE rather than MAP_NORESERVE: the system does not count such pages, but does count
+// them when they become writable, and so can refuse there what it would refuse to anyone.
+constexpr int kEmpty = MAP_PRIVATE | MAP_ANONYMOUS;
+
+}  // namespace
+
+size_t HostMemory::granularity() const { return static_cast<size_t>(::sysconf(_SC_PAGESIZE)); }
+
+size_t HostMemory::freeBytes() const {
+    if (const size_t bytes = availableBytes()) return bytes;
+#ifdef _SC_AVPHYS_PAGES
+    return static_cast<size_t>(::sysconf(_SC_AVPHYS_PAGES)) * granularity();
+#else
+    return static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * granularity();
+#endif
 }
+
+void* HostMemory::reserve(size_t bytes) {
+    void* address = ::mmap(nullptr, bytes, PROT_NONE, kEmpty, -1, 0);
+    if (address == MAP_FAILED) {
+        throw Error(ErrorKind::OutOfMemory, "the system has no range of " + std::to_string(bytes) + " addresses left");
+    }
+    return address;
+}
+
+void HostMemory::release(void* address, size_t bytes) noexcept { ::munmap(address, bytes); }
+
+bool HostMemory::commit(void* address, size_t bytes) { return ::mprotect(address, bytes, PROT_READ | PROT_WRITE) == 0; }
+
+void HostMemory::decommit(void* address, size_t bytes) noexcept {
+    // Mapping anew drops the pages; a stray access faults instead of reading zeroes.
+    ::mmap(address, bytes, PROT_NONE, kEmpty | MAP_FIXED, -1, 0);
+}
+
+void HostMemory::upload(void* to, const void* host, size_t bytes) { std::memcpy(to, host, bytes); }
+void HostMemory::download(void* host, const void* from, size_t bytes) { std::memcpy(host, from, bytes); }
+void HostMemory::zero(void* address, size_t bytes) { std::memset(address, 0, bytes); }
 
 }  // namespace sharpi

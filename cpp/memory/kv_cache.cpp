@@ -23,8 +23,8 @@ size_t KvCache::bytesFor(const std::vector<KvLayerShape>& layers, KvType type, i
     return bytes;
 }
 
-KvCache::KvCache(DeviceMemory& memory, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens)
-    : _type(type), _buffer(memory, bytesFor(layers, type, tokens), "the KV cache") {
+KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens)
+    : _type(type), _buffer(allocator, bytesFor(layers, type, tokens), "the KV cache") {
     const int64_t pages = pagesFor(tokens);
     auto* next = _buffer.as<uint8_t>();
     for (const KvLayerShape& layer : layers) {

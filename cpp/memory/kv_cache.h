@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "memory/device_memory.h"
+#include "memory/allocator.h"
 #include "memory/kv_pages.h"
 
 namespace sharpi {
@@ -18,7 +18,7 @@ public:
     static constexpr int32_t kPageTokens = 64;
 
     // Room for `tokens` tokens in all, rounded up to whole pages. Throws Error(OutOfMemory).
-    KvCache(DeviceMemory& memory, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens);
+    KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens);
     static size_t bytesFor(const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens);
 
     int32_t createSequence();

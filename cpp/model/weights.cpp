@@ -67,8 +67,13 @@ Matrix Weights::matrix(const WeightSlice& slice, int64_t expert) const {
     Matrix m = whole(slice);
     m.rows = slice.rows;
     m.cols = slice.cols;
-    m.data += static_cast<size_t>(slice.rowBegin + expert * slice.expertStride) * rowBytes(m.type, slice.cols);
+    if (m.data) m.data += static_cast<size_t>(slice.rowBegin + expert * slice.expertStride) * rowBytes(m.type, slice.cols);
     return m;
+}
+
+MatrixStack Weights::stack(const WeightSlice& slice) const {
+    const Matrix first = matrix(slice);
+    return {first, static_cast<size_t>(slice.expertStride) * rowBytes(first.type, first.cols), static_cast<int32_t>(slice.experts)};
 }
 
 Matrix Weights::whole(const WeightSlice& slice) const {
@@ -78,7 +83,7 @@ Matrix Weights::whole(const WeightSlice& slice) const {
     m.cols = t.shape[0];
     m.rows = 1;
     for (size_t d = 1; d < t.shape.size(); ++d) m.rows *= t.shape[d];
-    m.data = _files[t.file].data() + t.offset;
+    if (!_files.empty()) m.data = _files[t.file].data() + t.offset;
     return m;
 }
 

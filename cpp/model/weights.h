@@ -33,13 +33,17 @@ class Weights {
 public:
     // Throws Error(BadModel) when a tensor lies outside its file.
     Weights(const std::vector<std::string>& paths, TensorTable tensors);
+    // Shapes and types alone, every address null: for planning.
+    explicit Weights(TensorTable tensors) : _tensors(std::move(tensors)) {}
 
     const TensorTable& tensors() const { return _tensors; }
     const std::vector<MappedFile>& files() const { return _files; }
     uint64_t bytes() const;  // of all tensors
 
+    const std::string& name(const WeightSlice& slice) const { return _tensors.all().at(static_cast<size_t>(slice.tensor)).name; }
     // The matrix that a slice names; expert in [0, slice.experts). For slices of whole rows.
     Matrix matrix(const WeightSlice& slice, int64_t expert = 0) const;
+    MatrixStack stack(const WeightSlice& slice) const;
     // Where a tensor's bytes start, and its type: for vectors.
     Matrix whole(const WeightSlice& slice) const;
 

@@ -1,11 +1,38 @@
-"""What this machine has: for now, how much memory a model may fill."""
+"""What this machine has: the memory that a model may fill, and the GPU."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
+from sharpi.errors import InvalidRequestError
+
+__all__ = ["Gpu", "gpu", "ram_bytes"]
+
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that Sharpi would use. `free_bytes` is what its driver said when it was asked."""
+
+    name: str
+    index: int
+    compute_capability: str
+    multiprocessors: int
+    total_bytes: int
+    free_bytes: int
+
+
+def gpu() -> Gpu | str:
+    """The GPU, or in one line why there is none: a build without CUDA, no driver, no device, or one too old."""
+    from sharpi import _core  # late: planning and `sharpi --help` need no core
+
+    try:
+        return Gpu(**_core.find_cuda_device())
+    except InvalidRequestError as reason:
+        return str(reason)
 
 
 def ram_bytes() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,9 +19,9 @@ import numpy as np
 
 from sharpi import _core
 from sharpi.chat import ChatTemplate
-from sharpi.errors import InvalidRequestError, ModelFileError
+from sharpi.errors import InvalidRequestError, ModelFileError, OutOfMemoryError
 from sharpi.gguf import GgufFile
-from sharpi.planner import DEFAULT_BATCH, Plan, make_plan
+from sharpi.planner import Plan, make_plan
 from sharpi.tokenizer import Tokenizer
 
 __all__ = ["BUNDLED_MODEL", "Model", "Session", "Token", "describe"]
@@ -52,6 +52,23 @@ def describe(path: str | os.PathLike[str] | None = None) -> tuple[GgufFile, _cor
         raise file.error(str(error)) from None
 
 
+def _open(file: GgufFile, spec: _core.Description, plan: Plan, threads: int) -> _core.Engine:
+    return _core.Engine(spec, [str(path) for path in file.paths], plan.context, plan.batch, threads, plan.kv_dtype,
+                        plan.device, plan.vram or 0)
+
+
+def _warm(engine: _core.Engine, plan: Plan, progress: Progress) -> None:
+    """Reads the file's pages in, where they are still to be read: on the GPU they have been copied."""
+    def report(done: int, total: int) -> bool:
+        progress(done, total)
+        return True
+
+    if plan.device == "cpu":
+        engine.warm(report)
+    else:
+        progress(plan.weights_bytes, plan.weights_bytes)
+
+
 def default_threads() -> int:
     """As many threads as this process may use at once."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -66,7 +83,6 @@ class Model:
         self.spec = spec
         self.plan = plan
         self.threads = threads
-        self.device = "cpu"
         self._engine: _core.Engine | None = engine
         self._load_seconds = load_seconds
         self._tokenizer: Tokenizer | None = None
@@ -75,36 +91,41 @@ class Model:
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
              context: int | None = None, kv_dtype: str | None = None, threads: int | None = None,
-             batch: int = DEFAULT_BATCH, progress: Progress | None = None) -> Model:
+             batch: int | None = None, progress: Progress | None = None) -> Model:
         """Opens a GGUF file (any part of a split one); `None` is the bundled model.
 
-        device: "auto", "cpu" or "cuda". context: tokens that prompt and answer may have together. kv_dtype: "fp32",
-        "bf16" (default) or "fp16". batch: rows that prefill takes at once. progress: called with bytes done and
-        bytes in all while the file is read from disk; without it, pages are read as they are first used.
+        device: "auto", "cpu" or "cuda"; "auto" takes the GPU where there is one and the model fits into its memory.
+        vram: the most to take of that memory, in bytes or as text such as "12GiB"; without it, what is free.
+        context: tokens that prompt and answer may have together. kv_dtype: "fp32", "bf16" (default) or "fp16". batch:
+        rows that prefill takes at once (512, on the GPU 2048). progress: called with bytes done and bytes in all while
+        the file is read from disk; without it, pages are read as they are first used.
 
         Raises `ModelFileError`, `InvalidRequestError`, `OutOfMemoryError`.
         """
         started = time.perf_counter()
-        if device not in ("auto", "cpu", "cuda"):
-            raise InvalidRequestError(f"unknown device {device!r}: known are auto, cpu and cuda")
-        if device == "cuda" or vram is not None:
-            raise InvalidRequestError("this version of Sharpi has no CUDA engine: use device 'cpu' and no vram")
         for name, value in (("context", context), ("threads", threads), ("batch", batch)):
             if value is not None and not isinstance(value, (int, np.integer)):
                 raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
-        if not 1 <= batch <= 65536:
+        if batch is not None and not 1 <= batch <= 65536:
             raise InvalidRequestError(f"batch must be 1 to 65536, not {batch}")
         file, spec = describe(path)
         count = default_threads() if threads is None else threads
         if not 1 <= count <= 1024:
             raise InvalidRequestError(f"threads must be 1 to 1024, not {count}")
-        plan = make_plan(file, spec, context=context, kv_dtype=kv_dtype, batch=batch, threads=count)
-        engine = _core.Engine(spec, [str(p) for p in file.paths], plan.context, batch, count, plan.kv_dtype)
+        plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
+                         threads=count)
+        plan.require()
+        try:
+            engine = _open(file, spec, plan, count)
+        except (InvalidRequestError, OutOfMemoryError) as reason:
+            if device != "auto" or plan.device == "cpu":
+                raise
+            # What the plan could not know: memory that went to somebody else, or a driver that lacks something.
+            onto_cpu = make_plan(file, spec, device="cpu", context=context, kv_dtype=kv_dtype, batch=batch, threads=count)
+            plan = replace(onto_cpu, why=str(reason), gpu=plan.gpu, vram=plan.vram)
+            engine = _open(file, spec, plan, count)
         if progress is not None:
-            def report(done: int, total: int) -> bool:
-                progress(done, total)
-                return True
-            engine.warm(report)
+            _warm(engine, plan, progress)
         return cls(file, spec, engine, plan, count, time.perf_counter() - started)
 
     def __enter__(self) -> Model:
@@ -131,9 +152,19 @@ class Model:
         return self.plan.context
 
     @property
+    def device(self) -> str:
+        """Where the model runs: "cpu" or "cuda"."""
+        return self.plan.device
+
+    @property
+    def device_name(self) -> str:
+        """The name of the GPU, or what the CPU kernels are compiled for."""
+        return self.engine.device_name
+
+    @property
     def isa(self) -> str:
         """The instruction set that the CPU kernels use: "scalar", "avx2" or "avx512"."""
-        return self.engine.isa
+        return _core.cpu_isa()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -184,32 +215,53 @@ class Model:
         return Session(self)
 
     def stats(self) -> dict[str, Any]:
-        """Counts and speeds of the last generation, and the bytes held."""
+        """Counts and speeds of the last generation, and the bytes held; `vram_bytes` by the device's own account."""
+        taken = sum(entry[2] for entry in self.engine.trace) if self.device == "cuda" else 0
         return {
             **self._timing.to_dict(),
             "load_seconds": self._load_seconds,
             "weights_bytes": self.engine.weight_bytes,
             "kv_bytes": self.engine.kv_bytes,
             "scratch_bytes": self.engine.scratch_bytes,
+            "vram_bytes": taken,
+            "device": self.device,
+            "device_name": self.device_name,
             "threads": self.threads,
             "isa": self.isa,
         }
 
     def bench_prefill(self, tokens: int) -> float:
-        """Seconds that the prefill of `tokens` random tokens takes."""
+        """Seconds from a prompt of `tokens` random tokens to the token that follows it."""
         session, ids = _core.Session(self.engine), self._random_ids(tokens)
         started = time.perf_counter()
-        session.evaluate(ids)
+        session.start(ids, _likeliest())
         return time.perf_counter() - started
 
+    @property
+    def graphs(self) -> bool:
+        """Whether a decode step is captured once and replayed, or its kernels launched each time; never on the CPU.
+
+        Set it to compare; the answer does not depend on it. SHARPI_CUDA_GRAPH=0 sets it off at loading.
+        """
+        return self.engine.graphs
+
+    @graphs.setter
+    def graphs(self, replayed: bool) -> None:
+        self.engine.graphs = replayed
+
+    @property
+    def kernels_per_step(self) -> int:
+        """Kernels that the last decode step launched; 0 on the CPU."""
+        return self.engine.kernels_per_step
+
     def bench_decode(self, depth: int, tokens: int) -> float:
-        """Seconds for `tokens` decode steps after `depth` tokens of context."""
+        """Seconds for `tokens` decode steps, each with the choice of a token, after `depth` (at least 1) tokens."""
         session = _core.Session(self.engine)
-        if depth:
-            session.evaluate(self._random_ids(depth))
-        ids = self._random_ids(tokens)
+        session.start(self._random_ids(max(1, depth)), _likeliest())
+        session.next()  # was chosen with the prompt
         started = time.perf_counter()
-        session.evaluate(ids, [1] * tokens)
+        for _ in range(tokens):
+            session.next()
         return time.perf_counter() - started
 
     def _random_ids(self, count: int) -> list[int]:
@@ -348,6 +400,11 @@ class _StopFilter:
     def _overlap(text: str, stop: str) -> int:
         """How many of the last characters of `text` begin `stop`."""
         return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+def _likeliest() -> _core.SamplingParams:
+    return _core.SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
+                                presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, seed=0)
 
 
 def _as_ids(tokens: Sequence[int]) -> list[int]:

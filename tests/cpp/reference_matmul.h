@@ -1,5 +1,5 @@
 // The quantized formats and the matmul contract once more, as slowly and plainly as they can be written: one
-// element at a time, in the words of cpu/contract.h. Tests compare the kernels with this, bit for bit.
+// element at a time, in the words of core/contract.h. Tests compare the kernels with this, bit for bit.
 #pragma once
 
 #include <cmath>

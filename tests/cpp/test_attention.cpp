@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/half.h"
+#include "core/portable.h"
 #include "cpu/kernels.h"
 
 namespace {
@@ -102,7 +103,8 @@ public:
             double sum = 0, top = -1e300;
             for (int32_t j = 0; j <= positions[row]; j++) {
                 double dot = 0;
-                for (int32_t d = 0; d < _shape.headDim; d++) dot += q[d] * stored(_keys, j, kvHead, d);
+                for (int32_t d = 0; d < _shape.headDim; d++)
+                    dot += static_cast<double>(q[d]) * stored(_keys, j, kvHead, d);
                 weights.push_back(dot * scale());
                 top = std::max(top, weights.back());
             }
@@ -114,6 +116,39 @@ public:
         return out;
     }
 
+    // One row and head exactly as attention.cpp's first page defines it, in plain loops.
+    std::vector<float> defined(int64_t row, int32_t h) const {
+        const int32_t kvHead = h / (_shape.heads / _shape.kvHeads), dim = _shape.headDim;
+        const float* q = &query[row * rowStride + static_cast<int64_t>(h) * dim];
+        float m = -std::numeric_limits<float>::infinity(), l = 0;
+        std::vector<float> o(dim, 0.0f);
+        for (int32_t first = 0; first <= positions[row]; first += _shape.pageTokens) {
+            const int32_t n = std::min(_shape.pageTokens, positions[row] + 1 - first);
+            std::vector<float> p;
+            for (int32_t j = 0; j < n; j++) {
+                float dot = 0;
+                for (int32_t d = 0; d < dim; d++) dot = std::fma(q[d], stored(_keys, first + j, kvHead, d), dot);
+                p.push_back(dot * scale());
+            }
+            const float mp = *std::max_element(p.begin(), p.end());
+            float sums[32] = {};
+            for (int32_t j = 0; j < n; j++) sums[j % 32] += p[j] = sharpi::portableExp(p[j] - mp);
+            for (int width = 16; width > 0; width /= 2)
+                for (int i = 0; i < width; i++) sums[i] += sums[i + width];
+            const float joined = std::max(m, mp);
+            const float a = sharpi::portableExp(m - joined), c = sharpi::portableExp(mp - joined);
+            m = joined;
+            l = std::fma(sums[0], c, l * a);
+            for (int32_t d = 0; d < dim; d++) {
+                float op = 0;
+                for (int32_t j = 0; j < n; j++) op = std::fma(p[j], stored(_values, first + j, kvHead, d), op);
+                o[d] = std::fma(op, c, o[d] * a);
+            }
+        }
+        for (float& value : o) value /= l;
+        return o;
+    }
+
     std::vector<float> poisoned() const { return std::vector<float>(_tokens * rowStride, kNaN); }
     int64_t tokens() const { return _tokens; }
 
@@ -123,7 +158,7 @@ public:
 
 private:
     float scale() const { return 1.0f / std::sqrt(static_cast<float>(_shape.headDim)); }
-    double stored(const std::vector<float>& from, int64_t token, int32_t head, int32_t d) const {
+    float stored(const std::vector<float>& from, int64_t token, int32_t head, int32_t d) const {
         const float value = from[(token * _shape.kvHeads + head) * _shape.headDim + d];
         switch (_shape.type) {
             case KvType::BF16: return sharpi::floatFromBf16(sharpi::bf16FromFloat(value));
@@ -176,6 +211,24 @@ TEST(Attention, MatchesTheReferenceAndAllTablesAgree) {
             }
             if (first.empty()) first = out;
             expectSameBits(out, first, std::string(table->name) + ", " + nameOf(shape));
+        }
+    }
+}
+
+// Bit by bit; the GPU's decode kernel is held to the same definition.
+TEST(Attention, FollowsItsWrittenDefinition) {
+    for (const Shape& shape : kShapes) {
+        for (const Kernels* table : tables()) {
+            Sequence sequence(shape, 75, 7);
+            sequence.append(*table, 0, 75);
+            std::vector<float> out = sequence.poisoned();
+            sequence.attend(*table, 0, 75, out);
+            for (int64_t row = 0; row < 75; row++)
+                for (int32_t h = 0; h < shape.heads; h++) {
+                    const float* from = &out[row * sequence.rowStride + static_cast<int64_t>(h) * shape.headDim];
+                    expectSameBits(std::vector<float>(from, from + shape.headDim), sequence.defined(row, h),
+                                   std::string(table->name) + ", " + nameOf(shape));
+                }
         }
     }
 }

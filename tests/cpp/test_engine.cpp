@@ -12,7 +12,9 @@
 #include <vector>
 
 #include "core/error.h"
+#include "engine/cpu_backend.h"
 #include "engine/engine.h"
+#include "memory/fake_device.h"
 #include "tiny_model.h"
 
 namespace {
@@ -106,36 +108,19 @@ TEST(Engine, KvTypesAreEachConsistent) {
 // A forward pass with its own cache, so that several sequences can stand in one batch.
 struct Pass {
     Pass(const tiny::Model& model, int64_t rows, int64_t context)
-        : spec(model.spec()), weights(model.weights()), backend(2, limits(spec, rows)),
-          kv(backend.memory(), shapes(spec), KvType::BF16, 4 * context), forward(spec, *weights, backend, kv, rows, context) {}
-
-    static std::vector<KvLayerShape> shapes(const ModelSpec& spec) {
-        std::vector<KvLayerShape> all;
-        for (const LayerSpec& layer : spec.layers) all.push_back({layer.attention.kvHeads, layer.attention.headDim});
-        return all;
-    }
-    static CpuLimits limits(const ModelSpec& spec, int64_t rows) {
-        CpuLimits l;
-        const LayerSpec& layer = spec.layers.front();
-        const int64_t hidden = layer.dense ? layer.dense->hidden() : layer.experts->hidden();
-        l.maxRows = rows;
-        l.embedding = spec.embedding;
-        l.heads = layer.attention.heads;
-        l.kvHeads = layer.attention.kvHeads;
-        l.headDim = layer.attention.headDim;
-        l.pageTokens = KvCache::kPageTokens;
-        l.maxCols = std::max({spec.embedding, hidden, int64_t{l.heads} * l.headDim});
-        if (layer.experts) {
-            l.experts = layer.experts->count;
-            l.expertsUsed = layer.experts->used;
-            l.expertHidden = hidden;
-        }
-        return l;
+        : spec(model.spec()), files(model.weights()), backend(2), trace(backend.allocator(), false),
+          limits(stepLimits(spec, files->tensors(), rows, context, KvType::BF16)),
+          weights(spec, *files, backend.placer(), context, trace), kv(backend.allocator(), kvShapes(spec), KvType::BF16, 4 * context),
+          forward(spec, weights, backend, kv, limits) {
+        backend.takeScratch(limits);
     }
 
     ModelSpec spec;
-    std::unique_ptr<Weights> weights;
+    std::unique_ptr<Weights> files;
     CpuBackend backend;
+    LoadTrace trace;
+    StepLimits limits;
+    ModelWeights weights;
     KvCache kv;
     ForwardPass forward;
 };
@@ -341,6 +326,123 @@ TEST(Engine, RefusesImpossibleOptions) {
     expectError(ErrorKind::InvalidArgument, "threads", [&] { makeEngine(model, 100, 10, 0); });
     EXPECT_EQ(makeEngine(model, 100, 512, 1)->options().batch, 100);
     EXPECT_EQ(makeEngine(model, 100, 512, 1)->kvBytes(), Engine::kvBytesFor(model.spec(), KvType::BF16, 100));
+}
+
+// The engine on a device of its own memory, as a GPU's is, but in host memory.
+struct OnFake {
+    explicit OnFake(size_t capacity, size_t granularity = size_t{16} << 10)
+        : memory(std::make_unique<FakeDevice>(capacity, granularity)), device(*memory) {}
+    std::shared_ptr<Engine> load(const tiny::Model& model, const EngineOptions& options) {
+        return std::make_shared<Engine>(model.spec(), model.weights(), options, std::make_unique<CpuBackend>(1, std::move(memory)));
+    }
+    std::unique_ptr<FakeDevice> memory;
+    FakeDevice& device;
+};
+
+EngineOptions smallOptions() {
+    EngineOptions options;
+    options.context = 200;
+    options.batch = 16;
+    return options;
+}
+
+TEST(Engine, WeightsCopiedToADeviceGiveTheSameBits) {
+    for (const tiny::Options& options : tiny::variants()) {
+        SCOPED_TRACE(tiny::describe(options));
+        const tiny::Model model(options);
+        const auto tokens = randomTokens(40, options.vocab, 3);
+        Session mapped(makeEngine(model, 200, 16, 1));
+        OnFake fake(size_t{64} << 20);
+        Session copied(fake.load(model, smallOptions()));
+        EXPECT_TRUE(sameBits(evaluate(copied, tokens, options.vocab), evaluate(mapped, tokens, options.vocab)));
+    }
+}
+
+TEST(Engine, AnyAllocationMayFailAndNothingIsLost) {
+    tiny::Options options;
+    options.architecture = "qwen3moe";
+    const tiny::Model model(options);
+    int commits = 0;
+    {
+        OnFake fake(size_t{64} << 20);
+        const auto engine = fake.load(model, smallOptions());
+        commits = fake.device.commits();
+    }
+    ASSERT_GT(commits, 10);
+    for (int n = 1; n <= commits; ++n) {
+        // Kept here, so that what the failed engine gave back can be seen: the backend only borrows it.
+        FakeDevice device(size_t{64} << 20, size_t{16} << 10);
+        const size_t before = device.freeBytes();
+        device.failCommit(n);
+        struct Borrowed : DeviceMemory {
+            explicit Borrowed(FakeDevice& d) : device(d) {}
+            std::string name() const override { return device.name(); }
+            size_t granularity() const override { return device.granularity(); }
+            size_t freeBytes() const override { return device.freeBytes(); }
+            void* reserve(size_t bytes) override { return device.reserve(bytes); }
+            void release(void* address, size_t bytes) noexcept override { device.release(address, bytes); }
+            bool commit(void* address, size_t bytes) override { return device.commit(address, bytes); }
+            void decommit(void* address, size_t bytes) noexcept override { device.decommit(address, bytes); }
+            void upload(void* to, const void* host, size_t bytes) override { device.upload(to, host, bytes); }
+            void download(void* host, const void* from, size_t bytes) override { device.download(host, from, bytes); }
+            void zero(void* address, size_t bytes) override { device.zero(address, bytes); }
+            FakeDevice& device;
+        };
+        try {
+            Engine engine(model.spec(), model.weights(), smallOptions(), std::make_unique<CpuBackend>(1, std::make_unique<Borrowed>(device)));
+            ADD_FAILURE() << "commit " << n << " failed, and nobody said so";
+        } catch (const Error& e) {
+            EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory) << e.what();
+            EXPECT_NE(std::string(e.what()).find("needs"), std::string::npos) << e.what();
+            EXPECT_NE(std::string(e.what()).find(" free"), std::string::npos) << e.what();
+        }
+        EXPECT_EQ(device.freeBytes(), before) << "after the failure of commit " << n;
+    }
+}
+
+TEST(Engine, WhatDoesNotFitIsSaidWithASettingThatWould) {
+    tiny::Options options;
+    options.context = 8000;
+    options.layers = 4;
+    options.kvHeads = 4;
+    options.headDim = 64;
+    const tiny::Model model(options);
+    EngineOptions wanted = smallOptions();
+    wanted.cuda = true;  // plans as for a GPU
+    wanted.context = 8000;
+    try {
+        OnFake(size_t{28} << 20, size_t{2} << 20).load(model, wanted);
+        FAIL() << "it fits";
+    } catch (const Error& e) {
+        const std::string said = e.what();
+        EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory);
+        EXPECT_NE(said.find("KV cache"), std::string::npos) << said;
+        const size_t at = said.find("a context of ");
+        ASSERT_NE(at, std::string::npos) << said;
+        wanted.context = std::stoll(said.substr(at + 13));
+    }
+    EXPECT_GE(wanted.context, 1000);
+    EXPECT_EQ(OnFake(size_t{28} << 20, size_t{2} << 20).load(model, wanted)->options().context, wanted.context);
+}
+
+TEST(Engine, ThePlanCountsWhatLoadingTakes) {
+    for (const tiny::Options& options : tiny::variants()) {
+        SCOPED_TRACE(tiny::describe(options));
+        const tiny::Model model(options);
+        OnFake fake(size_t{64} << 20, size_t{4} << 10);
+        const auto engine = fake.load(model, smallOptions());
+        const auto lines = plannedLines(model.spec(), model.weights()->tensors(), smallOptions());
+        ASSERT_EQ(lines.size() + 1, engine->trace().size());
+        for (size_t i = 0; i < lines.size(); ++i) {
+            const TraceLine& took = engine->trace()[i + 1];
+            EXPECT_EQ(lines[i].name, took.name);
+            if (took.name == "KV cache" || took.name == "scratch" || took.name == "graphs") {
+                EXPECT_EQ(lines[i].asked, took.asked) << took.name;
+            }
+        }
+        EXPECT_EQ(engine->kvBytes() + engine->scratchBytes(),
+                  lines[lines.size() - 3].asked + lines[lines.size() - 2].asked);
+    }
 }
 
 }  // namespace

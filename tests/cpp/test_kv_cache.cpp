@@ -9,12 +9,17 @@
 #include <vector>
 
 #include "core/error.h"
+#include "memory/allocator.h"
+#include "memory/fake_device.h"
+#include "memory/host_memory.h"
 #include "memory/kv_cache.h"
 
 namespace {
 
+using sharpi::Allocator;
 using sharpi::Error;
 using sharpi::ErrorKind;
+using sharpi::FakeDevice;
 using sharpi::HostMemory;
 using sharpi::KvCache;
 using sharpi::KvLayerShape;
@@ -79,8 +84,9 @@ TEST(KvCache, AccountsForPagesUnderRandomUse) {
     for (unsigned seed = 0; seed < 20; ++seed) {
         std::mt19937 random(seed);
         HostMemory memory;
+        Allocator allocator(memory);
         const int64_t pages = 1 + random() % 30;
-        KvCache cache(memory, {{2, 8}, {1, 16}}, KvType::F16, pages * kPage);
+        KvCache cache(allocator, {{2, 8}, {1, 16}}, KvType::F16, pages * kPage);
         Model model(pages);
         int refused = 0;
         for (int round = 0; round < 1000; ++round) {
@@ -123,7 +129,8 @@ TEST(KvCache, AccountsForPagesUnderRandomUse) {
 
 TEST(KvCache, ARefusedExtensionChangesNothing) {
     HostMemory memory;
-    KvCache cache(memory, {{1, 4}}, KvType::F32, 3 * kPage);
+    Allocator allocator(memory);
+    KvCache cache(allocator, {{1, 4}}, KvType::F32, 3 * kPage);
     const int32_t a = cache.createSequence(), b = cache.createSequence();
     cache.extend(a, kPage + 1);
     const std::vector<int32_t> table(cache.pageTable(a), cache.pageTable(a) + 2);
@@ -141,7 +148,8 @@ TEST(KvCache, ARefusedExtensionChangesNothing) {
 
 TEST(KvCache, TruncatesOnlyToWhatIsThere) {
     HostMemory memory;
-    KvCache cache(memory, {{1, 4}}, KvType::F32, 2 * kPage);
+    Allocator allocator(memory);
+    KvCache cache(allocator, {{1, 4}}, KvType::F32, 2 * kPage);
     const int32_t a = cache.createSequence();
     cache.extend(a, 10);
     expectError(ErrorKind::InvalidArgument, [&] { cache.truncate(a, 11); });
@@ -153,7 +161,8 @@ TEST(KvCache, TruncatesOnlyToWhatIsThere) {
 
 TEST(KvCache, UnknownSequencesAreErrors) {
     HostMemory memory;
-    KvCache cache(memory, {{1, 4}}, KvType::F32, kPage);
+    Allocator allocator(memory);
+    KvCache cache(allocator, {{1, 4}}, KvType::F32, kPage);
     for (const int32_t sequence : {-1, 0, 7}) {
         expectError(ErrorKind::Internal, [&] { cache.length(sequence); });
         expectError(ErrorKind::Internal, [&] { cache.extend(sequence, 1); });
@@ -169,23 +178,25 @@ TEST(KvCache, TakesTheBytesItPredicts) {
         const size_t element = type == KvType::F32 ? 4 : 2;
         for (const int64_t tokens : {int64_t{1}, kPage - 1, kPage, kPage + 1, 5 * kPage}) {
             HostMemory memory;
+            Allocator allocator(memory);
             {
-                KvCache cache(memory, layers, type, tokens);
+                KvCache cache(allocator, layers, type, tokens);
                 const size_t expected = 2 * (2 * 8 + 1 * 64 + 4 * 6) * element * pagesOf(tokens) * kPage;
                 EXPECT_EQ(cache.bytes(), expected);
                 EXPECT_EQ(KvCache::bytesFor(layers, type, tokens), expected);
-                EXPECT_EQ(memory.held(), expected);
+                EXPECT_EQ(allocator.held(), expected);
             }
-            EXPECT_EQ(memory.held(), 0u);
+            EXPECT_EQ(allocator.held(), 0u);
         }
     }
 }
 
 TEST(KvCache, LayersDoNotOverlap) {
     HostMemory memory;
+    Allocator allocator(memory);
     const std::vector<KvLayerShape> shapes = {{2, 8}, {1, 64}, {4, 6}};
     const int64_t pages = 3;
-    KvCache cache(memory, shapes, KvType::BF16, pages * kPage);
+    KvCache cache(allocator, shapes, KvType::BF16, pages * kPage);
     std::map<const uint8_t*, const uint8_t*> ranges;
     size_t total = 0;
     for (size_t i = 0; i < shapes.size(); ++i) {
@@ -209,9 +220,12 @@ TEST(KvCache, LayersDoNotOverlap) {
 }
 
 TEST(KvCache, DoesNotFitSmallMemory) {
-    HostMemory memory(1000);
-    expectError(ErrorKind::OutOfMemory, [&] { KvCache(memory, {{1, 4}}, KvType::F32, kPage); });
-    EXPECT_EQ(memory.held(), 0u);
+    FakeDevice memory(1 << 20, 1 << 16);
+    Allocator allocator(memory);
+    expectError(ErrorKind::OutOfMemory, [&] { KvCache(allocator, {{1, 4}}, KvType::F32, 1 << 16); });
+    EXPECT_EQ(allocator.held(), 0u);
+    EXPECT_EQ(memory.freeBytes(), size_t{1} << 20);
+    KvCache(allocator, {{1, 4}}, KvType::F32, 1 << 15);  // exactly what there is
 }
 
 }  // namespace

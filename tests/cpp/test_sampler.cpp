@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -39,8 +40,15 @@ SamplingParams open() {
     return params;
 }
 
+// One choice, as the engine makes it on the CPU.
+int32_t choose(Sampler& sampler, std::vector<float>& logits, const std::vector<int32_t>& history) {
+    const Sampler::Step step = sampler.next(history);
+    return checkedToken(sampleOnHost(logits.data(), static_cast<int64_t>(logits.size()), step.rule, step.adjustments, step.draw));
+}
+
 int32_t draw(const SamplingParams& params, std::vector<float> logits, const std::vector<int32_t>& history = {}) {
-    return Sampler(params, static_cast<int64_t>(logits.size())).sample(logits.data(), history);
+    Sampler sampler(params, static_cast<int64_t>(logits.size()));
+    return choose(sampler, logits, history);
 }
 
 // The probability of each token by the rules as documented, one filter after another, each over the whole list.
@@ -85,7 +93,7 @@ void expectDraws(const SamplingParams& params, const std::vector<float>& logits,
     std::vector<int> counts(logits.size(), 0);
     for (int i = 0; i < draws; ++i) {
         std::vector<float> copy = logits;
-        ++counts.at(sampler.sample(copy.data(), {}));
+        ++counts.at(choose(sampler, copy, {}));
     }
     double chi = 0, restExpected = 0;
     int cells = 0, restCount = 0;
@@ -169,7 +177,8 @@ TEST(Sampler, OneCandidateIsCertain) {
 // One draw changes the logits in place as the rules say.
 std::vector<float> adjusted(SamplingParams params, std::vector<float> logits, const std::vector<int32_t>& history) {
     params.temperature = 0;
-    Sampler(params, static_cast<int64_t>(logits.size())).sample(logits.data(), history);
+    Sampler sampler(params, static_cast<int64_t>(logits.size()));
+    choose(sampler, logits, history);
     return logits;
 }
 
@@ -196,6 +205,75 @@ TEST(Sampler, PenaltiesOfTheRecentTokens) {
     EXPECT_EQ(adjusted(params, logits, {}), logits);
 }
 
+TEST(Sampler, OneAdjustmentATokenByAscendingToken) {
+    SamplingParams params;
+    params.presencePenalty = 1;
+    params.penaltyWindow = 5;
+    params.logitBias = {{0, 0.5f}, {3, -2.0f}, {7, 1.0f}};
+    Sampler sampler(params, 10);
+    const auto listed = [&](const std::vector<int32_t>& history) {
+        std::vector<std::array<float, 3>> list;
+        for (const TokenAdjustment& a : sampler.next(history).adjustments) list.push_back({float(a.token), float(a.times), a.bias});
+        return list;
+    };
+    using List = std::vector<std::array<float, 3>>;
+    EXPECT_EQ(listed({9, 9, 3, 8, 3, 1, 9}), (List{{0, 0, 0.5f}, {1, 1, 0}, {3, 2, -2}, {7, 0, 1}, {8, 1, 0}, {9, 1, 0}}));
+    EXPECT_EQ(listed({}), (List{{0, 0, 0.5f}, {3, 0, -2}, {7, 0, 1}}));
+    EXPECT_EQ(listed({7, 7}), (List{{0, 0, 0.5f}, {3, 0, -2}, {7, 2, 1}}));
+}
+
+TEST(Sampler, BiasThenPenaltiesOnTheSameToken) {
+    SamplingParams params;
+    params.repetitionPenalty = 2;
+    params.presencePenalty = 0.25f;
+    params.logitBias = {{0, 4.0f}, {1, -4.0f}};
+    EXPECT_EQ(adjusted(params, {-1, 1, 9}, {0, 1}), (std::vector<float>{1.25f, -6.25f, 9}));
+}
+
+// The draw walks the cumulated weights: with weights 4 : 2 : 1 : 1 its eighths say which token comes.
+TEST(Sampler, TheDrawWalksTheCandidatesInOrder) {
+    SamplingRule rule;
+    rule.temperature = 1;
+    rule.topK = 0, rule.topP = 1, rule.minP = 0;
+    const std::vector<float> logits = {std::log(1.0f), std::log(4.0f), std::log(1.0f), std::log(2.0f), -kInfinity};
+    const int32_t order[] = {1, 1, 1, 1, 3, 3, 0, 2};
+    for (int eighth = 0; eighth < 8; ++eighth) {
+        for (const double within : {0.001, 0.5, 0.999}) {
+            std::vector<float> copy = logits;
+            EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, (eighth + within) / 8), order[eighth]) << eighth << " " << within;
+        }
+    }
+    std::vector<float> copy = logits;
+    EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, 0.0), 1);
+    EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, 1 - 0x1p-53), 2);  // never the one without weight
+}
+
+// Enough candidates for chunks of several: the order of sums changes, the distribution does not.
+TEST(Sampler, ManyCandidatesAreDrawnByTheirShare) {
+    SamplingRule rule;
+    rule.temperature = 0.7f;
+    rule.topK = 0, rule.topP = 0.9f, rule.minP = 0.001f;
+    const std::vector<float> logits = randomLogits(5000, 77);
+    SamplingParams params;
+    static_cast<SamplingRule&>(params) = rule;
+    const std::vector<double> expected = expectedDistribution(params, logits);
+    std::vector<int32_t> order(logits.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+    std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
+    double before = 0;
+    size_t next = 0;
+    for (size_t r = 0; r < order.size() && expected[order[r]] > 0; ++r) {
+        const double share = expected[order[r]];
+        if (r == next) {
+            std::vector<float> copy = logits;
+            ASSERT_EQ(sampleOnHost(copy.data(), 5000, rule, {}, before + share / 2), order[r]) << "rank " << r;
+            next += 1 + r / 20;
+        }
+        before += share;
+    }
+    EXPECT_GT(next, 500u);  // the filters left enough for the test to mean something
+}
+
 TEST(Sampler, BiasAddsAndForbids) {
     SamplingParams params;
     params.logitBias = {{1, 2.5f}, {3, -1.0f}};
@@ -217,7 +295,7 @@ TEST(Sampler, TheSeedDecidesEverything) {
         std::vector<int32_t> tokens;
         for (unsigned i = 0; i < 100; ++i) {
             auto logits = randomLogits(200, i);
-            tokens.push_back(sampler.sample(logits.data(), tokens));
+            tokens.push_back(choose(sampler, logits, tokens));
         }
         return tokens;
     };

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/kernels.h"
 #include "model/architecture.h"
 #include "model/weights.h"
 
@@ -83,6 +84,29 @@ public:
         t.shape = shape;
         t.bytes = sharpi::rowBytes(t.type, shape[0]);
         for (size_t d = 1; d < shape.size(); ++d) t.bytes *= shape[d];
+    }
+
+    // The same model with every matrix as the F32 values that it stands for.
+    Model asFloats() const {
+        Model floats = *this;
+        floats.tensors.clear();
+        floats.bytes.clear();
+        for (const sharpi::TensorInfo& t : tensors) {
+            sharpi::TensorInfo made = t;
+            while (floats.bytes.size() % 32) floats.bytes.push_back(0xff);
+            made.type = DType::F32;
+            made.offset = floats.bytes.size();
+            const auto rows = static_cast<int64_t>(t.bytes / sharpi::rowBytes(t.type, t.shape[0]));
+            made.bytes = sharpi::rowBytes(DType::F32, t.shape[0]) * rows;
+            floats.bytes.resize(made.offset + made.bytes);
+            std::vector<float> row(t.shape[0]);
+            for (int64_t r = 0; r < rows; ++r) {
+                sharpi::cpu::kernels().dequantizeRow(t.type, &bytes[t.offset + r * sharpi::rowBytes(t.type, t.shape[0])], t.shape[0], row.data());
+                std::memcpy(&floats.bytes[made.offset + r * row.size() * sizeof(float)], row.data(), row.size() * sizeof(float));
+            }
+            floats.tensors.push_back(made);
+        }
+        return floats;
     }
 
     sharpi::TensorTable table() const { return sharpi::TensorTable(tensors); }

@@ -78,6 +78,8 @@ class FakeModel:
 
     threads = 3
     isa = "avx2"
+    device = "cpu"
+    device_name = "avx2"
 
     def __init__(self, script: Script) -> None:
         self.script = script

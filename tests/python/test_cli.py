@@ -94,7 +94,7 @@ def test_running_out_of_memory_is_said(script: Script) -> None:
 @pytest.mark.parametrize("arguments", [
     ["nonsense"], ["--nonsense"], ["run", "--nonsense"], ["run"], ["run", "-p", "a", "-f", "b"],
     ["run", "-p", "a", "-n", "-2"], ["run", "-p", "a", "--temp", "-1"], ["run", "-p", "a", "--top-p", "1.5"],
-    ["run", "-p", "a", "-t", "0"], ["run", "-p", "a", "--device", "tpu"], ["run", "-p", "a", "--kv-dtype", "int3"],
+    ["run", "-p", "a", "-t", "0"], ["run", "-p", "a", "-b", "0"], ["run", "-p", "a", "--device", "tpu"], ["run", "-p", "a", "--kv-dtype", "int3"],
     ["run", "-p", "a", "--logit-bias", "5"], ["run", "-p", "a", "--logit-bias", "x=1"],
     ["run", "-p", "a", "--logit-bias", "5=nan"], ["bench", "--repeat", "0"], ["inspect", "a", "-m", "b"],
 ])
@@ -122,13 +122,15 @@ def test_run_without_echo_and_stats(script: Script) -> None:
 
 
 def test_run_hands_its_switches_on(script: Script) -> None:
-    sharpi("run", "-m", "a.gguf", "-c", "77", "-t", "2", "--device", "cpu", "--kv-dtype", "fp16", "-p", "Once",
+    sharpi("run", "-m", "a.gguf", "-c", "77", "-t", "2", "--device", "cuda", "--vram", "12GiB", "-b", "64",
+           "--kv-dtype", "fp16", "-p", "Once",
            "-n", "5", "--temp", "0.5", "--top-k", "3", "--top-p", "0.7", "--min-p", "0.1", "--repeat-penalty", "1.5",
            "--presence-penalty", "0.25", "--frequency-penalty", "-0.5", "--logit-bias", "7=-inf",
            "--logit-bias", "8=2", "--seed", "11", "--stop", "fox", "--stop", "hen")
     (load,) = script.loads
-    assert {k: load[k] for k in ("path", "context", "threads", "device", "kv_dtype")} == {
-        "path": "a.gguf", "context": 77, "threads": 2, "device": "cpu", "kv_dtype": "fp16"}
+    assert {k: load[k] for k in ("path", "context", "threads", "batch", "device", "vram", "kv_dtype")} == {
+        "path": "a.gguf", "context": 77, "threads": 2, "batch": 64, "device": "cuda", "vram": "12GiB",
+        "kv_dtype": "fp16"}
     assert load.get("progress") is None  # standard error is no terminal here
     assert script.requests == [{
         "max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.5,
@@ -270,6 +272,40 @@ def test_impossible_requests_are_said(arguments: list[str], word: str) -> None:
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("arguments, word", [
+    (["--vram", "some"], "no amount of VRAM"),
+    (["--vram", "1GiB", "--device", "cpu"], "means nothing"),
+])
+def test_impossible_budgets_are_said(arguments: list[str], word: str) -> None:
+    result = sharpi("run", "-p", "x", "-n", "1", *arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert word in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["run", "-p", "x"], ["chat"], ["bench"]])
+def test_a_gpu_that_is_not_there_is_said(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: "there is no usable GPU: no NVIDIA driver is installed")
+    result = sharpi(*command, "--device", "cuda")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == ("sharpi: error: device cuda: there is no usable GPU: no NVIDIA driver is installed\n")
+
+
+def test_a_driver_that_shows_no_gpu_is_said(tmp_path: Path) -> None:
+    """With nothing made up: this machine's own reason, or the one for a GPU that is hidden."""
+    program = "from sharpi.cli import main; main(prog_name='sharpi')"
+    done = subprocess.run([sys.executable, "-c", program, "run", "-p", "x", "--device", "cuda"], text=True, timeout=120,
+                          capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"sharpi: error: device cuda: \S.*\n", done.stderr)
+
+
+def test_auto_runs_on_the_cpu_where_no_gpu_is(tmp_path: Path) -> None:
+    program = "from sharpi.cli import main; main(prog_name='sharpi')"
+    done = subprocess.run([sys.executable, "-c", program, "run", "-p", "Once", "-n", "2", "--temp", "0"], text=True,
+                          timeout=120, capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}, check=False)
+    assert done.returncode == 0 and done.stdout.startswith("Once"), done.stderr
+
+
 # --- inspect ------------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +390,7 @@ def test_bench_json_has_exactly_this_shape(timed: list[tuple[str, int]], script:
     first = report.pop("first_token_seconds")
     assert isinstance(first, float) and 0 < first < 60
     assert report == {
-        "model": "fake", "threads": 3, "isa": "avx2", "load_seconds": 0.25,
+        "model": "fake", "device": "cpu", "device_name": "avx2", "threads": 3, "isa": "avx2", "load_seconds": 0.25,
         "results": [
             {"kind": "prefill", "tokens": 32, "tokens_per_second": {"median": 16.0, "min": 4.0, "max": 32.0}},
             {"kind": "decode", "tokens": 16, "tokens_per_second": {"median": 8.0, "min": 2.0, "max": 16.0}},
@@ -370,10 +406,32 @@ def test_bench_takes_several_sizes_and_none(timed: list[tuple[str, int]]) -> Non
     assert not any(kind == "decode" for kind, _ in timed)
 
 
+def test_bench_on_a_gpu_compares_replay_with_launches(timed: list[tuple[str, int]],
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"device": "cuda", "device_name": "Some GPU", "graphs": True, "kernels_per_step": 99}.items():
+        monkeypatch.setattr(FakeModel, name, value, raising=False)
+    arguments = ("bench", "--prefill", "0", "--decode", "16", "--depth", "500")
+    report = json.loads(sharpi(*arguments, "--json").stdout)
+    assert report["device"] == "cuda" and report["device_name"] == "Some GPU"
+    assert [(entry["graphs"], entry["kernels_per_token"], entry["depth"]) for entry in report["results"]] == [
+        (True, 99, 500), (False, 99, 500)]
+    table = sharpi(*arguments).stdout
+    assert "fake: Some GPU, loaded" in table
+    assert "after 500 tokens, with graphs, 99 kernels a token" in table and "without graphs" in table
+    monkeypatch.setattr(FakeModel, "graphs", False)
+    assert [entry["graphs"] for entry in json.loads(sharpi(*arguments, "--json").stdout)["results"]] == [False]
+
+
+def test_bench_makes_room_for_the_depth(timed: list[tuple[str, int]], script: Script) -> None:
+    sharpi("bench", "--prefill", "32", "--decode", "16", "--depth", "500")
+    assert script.loads[0]["context"] == 516
+
+
 def test_bench_runs_the_bundled_model() -> None:
-    result = sharpi("bench", "--prefill", "16", "--decode", "4", "--repeat", "2", "--json", "-t", "2")
+    result = sharpi("bench", "--prefill", "16", "--decode", "4", "--repeat", "2", "--json", "-t", "2",
+                    "--device", "cpu")
     report = json.loads(result.stdout)
-    assert [entry["kind"] for entry in report["results"]] == ["prefill", "decode"]
+    assert [entry["kind"] for entry in report["results"]] == ["prefill", "decode"] and report["device"] == "cpu"
     for entry in report["results"]:
         spread = entry["tokens_per_second"]
         assert 0 < spread["min"] <= spread["median"] <= spread["max"]

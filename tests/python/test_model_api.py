@@ -18,8 +18,9 @@ import pytest
 from tiny_models import MODELS, write
 
 pytest.importorskip("sharpi._core")
-from sharpi import Model  # noqa: E402
-from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError  # noqa: E402
+from sharpi import Model, _core  # noqa: E402
+from sharpi.errors import InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError  # noqa: E402
+from sharpi.hardware import Gpu  # noqa: E402
 
 PROMPT = "Once upon a time"
 GREEDY = {"max_tokens": 40, "temperature": 0.0}
@@ -187,7 +188,8 @@ def test_what_is_refused(model: Model, tiny: Path) -> None:
         refused(lambda tokens=tokens: model.logits(tokens))
     assert "512" in refused(lambda: load(context=513))
     for options in ({"context": 0}, {"context": -5}, {"kv_dtype": "int3"}, {"threads": 0}, {"threads": -1},
-                    {"threads": 10**6}, {"batch": 0}, {"batch": -1}, {"device": "tpu"}):
+                    {"threads": 10**6}, {"batch": 0}, {"batch": -1}, {"device": "tpu"}, {"vram": "1GiB"},
+                    {"vram": "much", "device": "auto"}, {"vram": 0, "device": "auto"}, {"vram": 1.5, "device": "auto"}):
         refused(lambda options=options: load(**options))
     for options in ({"max_tokens": -1}, {"stop": [""]}, {"seed": -1}, {"seed": 2**64}, {"temperature": -1.0},
                     {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 2.0},
@@ -248,9 +250,37 @@ def test_stats_and_progress(tiny: Path) -> None:
         stats = model.stats()
         assert (stats["prompt_tokens"], stats["generated_tokens"], stats["threads"]) == (3, 4, 1)
         assert stats["weights_bytes"] == model.file.total_bytes == model.plan.weights_bytes
-        assert stats["kv_bytes"] == model.plan.kv_bytes > 0
-        assert stats["scratch_bytes"] == model.plan.scratch_bytes > 0
+        for key in ("kv_bytes", "scratch_bytes"):  # the plan counts whole pages of memory
+            assert stats[key] > 0 and abs(getattr(model.plan, key) - stats[key]) <= 4096
+        assert (stats["device"], stats["vram_bytes"], model.kernels_per_step) == ("cpu", 0, 0)
+        assert stats["device_name"] == model.device_name and model.device == "cpu"
         assert json.dumps(model.plan.to_dict())
+
+
+def test_a_gpu_that_fails_at_loading_leaves_auto_on_the_cpu(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake GPU that has room, and a core that then cannot open the model there."""
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
+    make_engine = _core.Engine
+
+    def engine(*arguments):
+        if "cuda" in arguments:
+            raise OutOfMemoryError("somebody else was quicker")
+        return make_engine(*arguments)
+
+    monkeypatch.setattr(_core, "Engine", engine)
+    with Model.load(tiny) as model:
+        assert (model.device, model.plan.why) == ("cpu", "somebody else was quicker")
+        assert model.logits([1, 2]).shape == (2, 96)
+    assert "quicker" in refused(lambda: Model.load(tiny, device="cuda"), OutOfMemoryError)
+    with Model.load(tiny, device="cpu") as model:
+        assert model.plan.why == ""
+
+
+def test_too_little_vram_is_said_before_anything_is_loaded(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
+    monkeypatch.setattr(_core, "Engine", None)
+    message = refused(lambda: Model.load(tiny, device="cuda", vram="1MiB"), OutOfMemoryError)
+    assert "tiny" in message and "missing" in message and "--device cpu" in message
 
 
 def broken(path: Path, **options) -> str:

@@ -1,72 +1,126 @@
-"""Plans: the sums, the limits, and that `sharpi plan` says what a run then takes."""
+"""Plans: the sums, the limits, the choice of a device, and that `sharpi plan` says what a run then takes."""
 
 from __future__ import annotations
 
 import json
+import math
 import random
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 from fake_model import cli_runner
+from tiny_models import QUANTIZED_TYPES
 
 from sharpi.cli import main
-from sharpi.errors import InvalidRequestError
-from sharpi.hardware import ram_bytes
-from sharpi.planner import DEFAULT_CONTEXT, KV_DTYPES, choose_context, choose_kv_dtype, make_plan
+from sharpi.errors import InvalidRequestError, OutOfMemoryError
+from sharpi.hardware import Gpu, gpu, ram_bytes
+from sharpi.planner import (DEFAULT_BATCH, DEFAULT_CONTEXT, KV_DTYPES, VRAM_MARGIN, choose_context, choose_kv_dtype,
+                            make_plan, parse_vram)
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MIB, GIB = 1 << 20, 1 << 30
+NO_GPU = "there is no usable GPU: none was built into this test"
 
 
 @dataclass
 class FakeSpec:
+    """On the GPU its weights take 1000 bytes, as those of `fake_file(1000)` do."""
+
     context_length: int = 32768
     per_token: int = 1000
 
-    def kv_bytes(self, kv_dtype: str, context: int) -> int:
-        return self.per_token * ELEMENT_BYTES[kv_dtype] * context
-
-    def scratch_bytes(self, batch: int, context: int, threads: int) -> int:
-        return 50 * batch + 3 * context + 7 * threads
+    def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int) -> list[tuple[str, int]]:
+        assert device in ("cpu", "cuda") and 1 <= batch <= context
+        on_gpu = device == "cuda"
+        weights = [("token embedding", 300), ("layer 0", 250), ("layer 1", 350), ("output head", 100)]
+        return [*((name, count if on_gpu else 0) for name, count in weights),
+                ("KV cache", self.per_token * ELEMENT_BYTES[kv_dtype] * context),
+                ("scratch", 50 * batch + 3 * context + 7 * threads), ("graphs", 11 if on_gpu else 0)]
 
 
 def fake_file(*sizes: int) -> SimpleNamespace:
     return SimpleNamespace(name="fake", architecture="llama", tensors=[SimpleNamespace(nbytes=n) for n in sizes])
 
 
+def plan_of(weights: int = 1000, spec: FakeSpec | None = None, **options):
+    return make_plan(fake_file(weights), spec or FakeSpec(),
+                     **{"device": "cpu", "context": 100, "kv_dtype": "fp32", "batch": 8, **options})
+
+
+# What FakeSpec takes with plan_of's options, in all.
+ON_CPU, ON_GPU = 1000 + 400_000 + 707, 1000 + 400_000 + 707 + 11
+
+
 @pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SHARPI_KV_DTYPE", raising=False)
+    set_gpu(monkeypatch, NO_GPU)
 
 
-def test_the_sums() -> None:
-    plan = make_plan(fake_file(700, 300), FakeSpec(), context=100, kv_dtype="fp32", batch=8, ram=10**9)
+def set_gpu(monkeypatch: pytest.MonkeyPatch, found: int | str) -> None:
+    """A GPU with this many bytes free, or a reason why there is none."""
+    device = found if isinstance(found, str) else Gpu("Some GPU", 0, "9.0", 132, 80 * GIB, found)
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: device)
+
+
+# --- the sums ------------------------------------------------------------------------------------------------------
+
+
+def test_the_sums_on_the_cpu() -> None:
+    plan = make_plan(fake_file(700, 300), FakeSpec(), device="cpu", context=100, kv_dtype="fp32", batch=8, ram=10**9)
     assert (plan.weights_bytes, plan.kv_bytes, plan.scratch_bytes) == (1000, 400_000, 707)
-    assert plan.total_bytes == 401_707 and plan.fits
-    assert plan.to_dict()["total_bytes"] == 401_707 and plan.to_dict()["fits"] is True
+    assert plan.total_bytes == ON_CPU and plan.fits and plan.mapped_bytes == 1000
+    shown = json.loads(json.dumps(plan.to_dict()))
+    assert shown["total_bytes"] == ON_CPU and shown["fits"] is True and shown["device"] == "cpu"
 
 
-def test_fits_is_exact() -> None:
-    for ram, fits in ((401_707, True), (401_706, False)):
-        plan = make_plan(fake_file(1000), FakeSpec(), context=100, kv_dtype="fp32", batch=8, ram=ram)
+def test_the_sums_on_the_gpu() -> None:
+    plan = plan_of(device="cuda", vram=10**9)
+    assert (plan.embedding_bytes, plan.layer_bytes, plan.head_bytes, plan.graphs_bytes) == (300, (250, 350), 100, 11)
+    assert plan.mapped_bytes == 0 and plan.weights_bytes == 1000
+    assert plan.total_bytes == ON_GPU == sum(count for _, count in plan.lines)
+    shown = json.loads(json.dumps(plan.to_dict()))
+    assert [line["name"] for line in shown["lines"]][:3] == ["token embedding", "layer 0", "layer 1"]
+    assert shown["vram"] == 10**9 and shown["gpu"] == NO_GPU
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fits_is_exact(device: str) -> None:
+    needed = ON_CPU if device == "cpu" else ON_GPU
+    for room, fits in ((needed, True), (needed - 1, False)):
+        plan = plan_of(device=device, **({"ram": room} if device == "cpu" else {"vram": room}))
         assert plan.fits is fits
         assert plan.fitting_context == (100 if fits else 99)
 
 
-def test_the_fitting_context_is_the_longest_that_fits() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_would_fit_is_the_most_that_does(device: str) -> None:
     dice = random.Random(5)
     for _ in range(200):
         spec = FakeSpec(context_length=dice.randint(1, 5000), per_token=dice.randint(1, 2000))
-        kind = dice.choice(KV_DTYPES)
-        ram = dice.randint(1, 20_000_000)
+        room = dice.randint(1, 20_000_000)
+        options = {"spec": spec, "device": device, "kv_dtype": dice.choice(KV_DTYPES), "batch": dice.choice([16, 300]),
+                   **({"ram": room} if device == "cpu" else {"vram": room})}
         weights = dice.randint(1, 10_000_000)
-
-        best = make_plan(fake_file(weights), spec, kv_dtype=kind, batch=16, ram=ram).fitting_context
+        plan = plan_of(weights, **{**options, "context": None})
+        best = plan.fitting_context
         assert 0 <= best <= spec.context_length
         for context, fits in ((best, True), (best + 1, False)):
             if 1 <= context <= spec.context_length:
-                plan = make_plan(fake_file(weights), spec, context=context, kv_dtype=kind, batch=16, ram=ram)
-                assert plan.fits is fits
+                assert plan_of(weights, **{**options, "context": context}).fits is fits
+        if plan.fitting_batch:
+            assert plan_of(weights, **{**options, "context": None, "batch": plan.fitting_batch}).fits
+            assert plan.fitting_batch == plan.batch or not plan.fits
+        else:
+            assert not plan.fits
+
+
+def test_batches() -> None:
+    assert plan_of(batch=None, context=32768).batch == DEFAULT_BATCH["cpu"] == 512
+    assert plan_of(device="cuda", batch=None, context=32768).batch == DEFAULT_BATCH["cuda"] == 2048
+    assert plan_of(batch=300, context=32768).batch == 300
+    assert plan_of(batch=300, context=200).batch == 200, "no batch is longer than the context"
 
 
 def test_contexts() -> None:
@@ -88,12 +142,110 @@ def test_kv_types(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_kv_dtype(None)
 
 
+@pytest.mark.parametrize("text, count", [
+    (None, None), (12 * GIB, 12 * GIB), ("12GiB", 12 * GIB), ("12 gib", 12 * GIB), (" 12G ", 12 * GIB),
+    ("12GB", 12 * 10**9), ("1.5GiB", 3 * GIB // 2), ("800M", 800 * MIB), ("800mb", 800 * 10**6), ("1TiB", 1024 * GIB),
+    ("12345", 12345), ("12345B", 12345), ("7k", 7168),
+])
+def test_budgets(text: str | int | None, count: int | None) -> None:
+    assert parse_vram(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "lots", "12GiBs", "-1GiB", "1e9", "GiB", "12,5GiB", "1.2.3G", "0", "0.0GiB", 0, -5,
+                                  1 << 62, "9999999TiB", 1.5, True, [], "١٢GiB", "nan", "0x10"])
+def test_budgets_that_are_none(text: object) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        parse_vram(text)
+    assert "VRAM" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+# --- the choice of a device ------------------------------------------------------------------------------------------
+
+
+def test_auto_without_a_gpu_is_the_cpu_and_says_why() -> None:
+    for vram in (None, "12GiB"):
+        plan = plan_of(device="auto", vram=vram)
+        assert (plan.device, plan.why) == ("cpu", NO_GPU)
+        plan.require()
+
+
+def test_auto_takes_the_gpu_where_the_model_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for free, device in ((ON_GPU + VRAM_MARGIN, "cuda"), (ON_GPU + VRAM_MARGIN - 1, "cpu"), (1, "cpu")):
+        set_gpu(monkeypatch, free)
+        plan = plan_of(device="auto")
+        assert plan.device == device and plan.why and "\n" not in plan.why
+        assert ("VRAM" in plan.why) == (device == "cpu")
+        plan.require()
+
+
+def test_auto_heeds_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, GIB)
+    for vram, device in ((ON_GPU, "cuda"), (ON_GPU - 1, "cpu")):
+        plan = plan_of(device="auto", vram=vram)
+        assert (plan.device, plan.vram) == (device, vram)
+        assert ("budget" in plan.why) == (device == "cpu")
+    # What is not free cannot be had, whatever the budget says.
+    set_gpu(monkeypatch, ON_GPU - 1)
+    assert plan_of(device="auto", vram=GIB).device == "cpu"
+
+
+def test_the_gpu_where_there_is_none() -> None:
+    plan = plan_of(device="cuda")
+    assert plan.available_bytes is None and plan.fits
+    with pytest.raises(InvalidRequestError, match="no usable GPU"):
+        plan.require()
+    with pytest.raises(InvalidRequestError, match="no usable GPU"):
+        plan_of(device="cuda", vram=10).require()
+
+
+def test_a_model_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, GIB)
+    plan_of(device="cuda", vram=ON_GPU).require()
+    with pytest.raises(OutOfMemoryError) as refusal:
+        plan_of(device="cuda", vram=300 * 1000, batch=8).require()
+    message = str(refusal.value)
+    assert "\n" not in message and "--device cpu" in message and "are missing" in message
+    context = plan_of(device="cuda", vram=300 * 1000).fitting_context
+    assert 0 < context < 100 and f"-c {context})" in message
+    # Less than the weights: nothing would help, and nothing is offered.
+    with pytest.raises(OutOfMemoryError) as refusal:
+        plan_of(device="cuda", vram=900).require()
+    assert "would fit" not in str(refusal.value)
+    # A smaller batch is enough.
+    with pytest.raises(OutOfMemoryError, match=r"-b 128\)"):
+        plan_of(device="cuda", context=1024, batch=1024, vram=4096000 + 1000 + 11 + 3 * 1024 + 7 + 50 * 200).require()
+
+
+def test_a_budget_on_the_cpu_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="means nothing"):
+        plan_of(device="cpu", vram="1GiB")
+    with pytest.raises(InvalidRequestError, match="unknown device 'tpu'"):
+        plan_of(device="tpu")
+
+
+# --- the machine and the command -------------------------------------------------------------------------------------
+
+
 def test_ram_is_plausible() -> None:
     assert 1 << 26 < ram_bytes() < 1 << 50
 
 
+def test_the_gpu_or_a_reason() -> None:
+    pytest.importorskip("sharpi._core")
+    found = gpu()
+    if isinstance(found, str):
+        assert found and "\n" not in found
+    else:
+        assert 0 < found.free_bytes <= found.total_bytes and float(found.compute_capability) >= 7.5
+
+
 def plan_command(*arguments: str):
     return cli_runner().invoke(main, ["plan", *arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def fake_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharpi.model.describe", lambda path=None: (fake_file(10_000_000), FakeSpec()))
 
 
 @pytest.mark.parametrize("ram, words", [
@@ -101,30 +253,115 @@ def plan_command(*arguments: str):
     (20_000_000, "It would with a context of"),
     (1_000_000, "No context is short enough"),
 ])
-def test_the_command_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, ram: int, words: str) -> None:
-    monkeypatch.setattr("sharpi.model.describe", lambda path=None: (fake_file(10_000_000), FakeSpec()))
+def test_the_command_says_whether_it_fits(fake_described: None, monkeypatch: pytest.MonkeyPatch, ram: int,
+                                          words: str) -> None:
     monkeypatch.setattr("sharpi.planner.ram_bytes", lambda: ram)
-    result = plan_command("-m", "some.gguf", "-c", "8000", "--kv-dtype", "bf16")
+    options = ("-m", "some.gguf", "--kv-dtype", "bf16", "--device", "cpu")
+    result = plan_command("-c", "8000", *options)
     assert result.exit_code == 0
     assert words in result.stdout
     if "would" in words:
         context = int(result.stdout.rsplit("-c ", 1)[1])
-        assert "It fits" in plan_command("-m", "some.gguf", "-c", str(context), "--kv-dtype", "bf16").stdout
-        assert "It fits" not in plan_command("-m", "some.gguf", "-c", str(context + 1), "--kv-dtype", "bf16").stdout
+        assert "It fits" in plan_command("-c", str(context), *options).stdout
+        assert "It fits" not in plan_command("-c", str(context + 1), *options).stdout
+
+
+def test_the_command_plans_for_a_gpu_that_is_not_there(fake_described: None) -> None:
+    options = ("-m", "some.gguf", "--device", "cuda", "-c", "100", "--kv-dtype", "fp32", "-b", "8", "-t", "1")
+    result = plan_command(*options, "--vram", "12GiB")
+    assert result.exit_code == 0 and "on the GPU" in result.stdout
+    assert "It fits" in result.stdout and "12.00 GiB   --vram" in result.stdout
+    assert f"It cannot run on this machine: {NO_GPU}." in result.stdout
+    assert "2 of them" in result.stdout and "layer 1" not in result.stdout
+    assert "layer 1 " in plan_command(*options, "--vram", "12GiB", "--verbose").stdout
+    assert "--vram says how much" in plan_command(*options).stdout
+    short = plan_command(*options, "--vram", "300kB").stdout
+    assert "does not fit" in short and "-c " in short
+    assert json.loads(plan_command(*options, "--json").stdout)["total_bytes"] == ON_GPU
+
+
+def test_the_command_says_what_is_free(fake_described: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, GIB)
+    result = plan_command("-m", "some.gguf", "-c", "100")
+    assert "1.00 GiB   Some GPU" in result.stdout and "Device cuda was chosen" in result.stdout
+    set_gpu(monkeypatch, 1000)
+    result = plan_command("-m", "some.gguf", "-c", "100")
+    assert "mapped from the file" in result.stdout and "Device cpu was chosen: fake needs" in result.stdout
 
 
 def test_the_plan_is_what_a_run_takes() -> None:
     from sharpi import Model
 
-    planned = json.loads(plan_command("--json", "-c", "100", "-t", "2", "--kv-dtype", "fp32").stdout)
-    with Model.load(context=100, kv_dtype="fp32", threads=2) as model:
+    planned = json.loads(plan_command("--json", "-c", "100", "-t", "2", "--kv-dtype", "fp32", "--device", "cpu").stdout)
+    with Model.load(context=100, kv_dtype="fp32", threads=2, device="cpu") as model:
         stats = model.stats()
-        assert model.plan.to_dict() == planned
-    assert {key: stats[key] for key in ("weights_bytes", "kv_bytes", "scratch_bytes")} == {
-        key: planned[key] for key in ("weights_bytes", "kv_bytes", "scratch_bytes")}
+        assert json.loads(json.dumps(model.plan.to_dict())) == planned
+        asked = {name: count for name, count, _, _ in model.engine.trace if name != "start"}
+    assert list(asked) == [line["name"] for line in planned["lines"]]
+    # Lines are in whole pages of memory; one that begins within the page of the line before it may seem a page short.
+    for line in planned["lines"]:
+        assert abs(line["bytes"] - asked[line["name"]]) <= 4096, line
+    assert stats["weights_bytes"] == planned["weights_bytes"]
+    assert (stats["kv_bytes"], stats["scratch_bytes"]) == (asked["KV cache"], asked["scratch"])
 
 
-def test_a_context_beyond_the_models_is_refused() -> None:
-    result = plan_command("-c", "100000000")
+def described(kind: str, *, experts: int) -> tuple[object, int]:
+    """An 8B model, or one of the same shapes with experts, all its matrices of one type: what the core reads off such
+    a file, and the bytes of its tensors. No file is needed for that."""
+    import gguf
+
+    from sharpi import _core
+
+    width, hidden, heads, layers, vocab = 4096, 768 if experts else 12288, 32, 36, 151936
+    arch = "qwen3moe" if experts else "qwen3"
+    integers = {"block_count": layers, "context_length": 40960, "embedding_length": width, "feed_forward_length": hidden,
+                "attention.head_count": heads, "attention.head_count_kv": 8, "attention.key_length": 128,
+                "attention.value_length": 128, "expert_count": experts, "expert_used_count": min(experts, 8),
+                "expert_feed_forward_length": hidden}
+    metadata = {f"{arch}.{key}": value for key, value in integers.items() if value}
+    metadata |= {"general.architecture": arch, f"{arch}.attention.layer_norm_rms_epsilon": 1e-6, f"{arch}.rope.freq_base": 1e6}
+    shapes = {"token_embd": [width, vocab], "output": [width, vocab], "output_norm": [width]}
+    count = [experts] if experts else []
+    suffix = "_exps" if experts else ""
+    for block in (f"blk.{layer}." for layer in range(layers)):
+        shapes |= {block + "attn_norm": [width], block + "ffn_norm": [width], block + "attn_q_norm": [128],
+                   block + "attn_k_norm": [128], block + "attn_q": [width, 4096], block + "attn_k": [width, 1024],
+                   block + "attn_v": [width, 1024], block + "attn_output": [4096, width],
+                   block + "ffn_gate" + suffix: [width, hidden, *count], block + "ffn_up" + suffix: [width, hidden, *count],
+                   block + "ffn_down" + suffix: [hidden, width, *count]}
+        if experts:
+            shapes[block + "ffn_gate_inp"] = [width, experts]
+    rows, at = [], 0
+    for name, shape in shapes.items():
+        of_type = gguf.GGMLQuantizationType["F32" if len(shape) == 1 or name.endswith("gate_inp") else kind]
+        elements, size = gguf.GGML_QUANT_SIZES[of_type]
+        nbytes = math.prod(shape) // elements * size
+        rows.append((name + ".weight", int(of_type), shape, 0, at, nbytes))
+        at += nbytes
+    return _core.Description(metadata, rows), at
+
+
+@pytest.mark.parametrize("experts", [0, 16])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *QUANTIZED_TYPES])
+def test_weights_take_on_the_gpu_what_they_take_in_the_file(kind: str, experts: int) -> None:
+    pytest.importorskip("sharpi._core")
+    spec, file_bytes = described(kind, experts=experts)
+    lines = dict(spec.memory_lines("cuda", "bf16", 2048, 4096, 8))
+    weights = sum(count for name, count in lines.items() if name not in ("KV cache", "scratch", "graphs"))
+    angles = 4096 * 128 * 4
+    assert file_bytes <= weights <= 1.01 * file_bytes + angles
+    assert lines["KV cache"] == 36 * 2 * 8 * 128 * 2 * 4096
+    assert 0 < lines["scratch"] < 2 << 30
+    on_cpu = dict(spec.memory_lines("cpu", "bf16", 512, 4096, 8))
+    assert list(on_cpu) == list(lines)
+    assert sum(count for name, count in on_cpu.items() if name not in ("KV cache", "scratch")) < 1 << 24
+
+
+@pytest.mark.parametrize("arguments, word", [
+    (["-c", "100000000"], "more than the model's"), (["--vram", "lots"], "no amount of VRAM"),
+    (["--vram", "1GiB", "--device", "cpu"], "means nothing"), (["--device", "tpu"], "tpu"), (["-b", "0"], "batch"),
+])
+def test_what_cannot_be_planned_is_refused(arguments: list[str], word: str) -> None:
+    result = plan_command(*arguments)
     assert result.exit_code == 2
-    assert "more than the model's" in result.stderr and result.stderr.count("\n") == 1
+    assert word in result.stderr and result.stderr.count("\n") == 1

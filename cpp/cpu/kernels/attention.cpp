@@ -1,10 +1,14 @@
 // Causal attention over the paged cache, written once for decode and prefill.
 //
-// The result for one query row and head is defined page by page, in ascending order, whatever else is in the call.
-// With m = -inf, l = 0, o = 0 at first, over the keys j < n of a page that the row may see:
-//   s[j] = (q . k[j]) * scale, the dot product by fma over the dimensions in ascending order from +0
-//   m'   = max(m, max s); a = exp(m - m'); p[j] = exp(s[j] - m')                          (exp.h)
-//   l    = fma(l, a, vec.h's 32-accumulator sum of p); o[d] = o[d] * a, then fma(p[j], v[j][d], o[d]) for j ascending
+// The result for one query row and head is defined page by page, whatever else is in the call, so that pages can be
+// computed apart from each other (on a GPU, in parallel) and still give these bits. Each page by itself, over its
+// keys j < n that the row may see:
+//   s[j]  = (q . k[j]) * scale, the dot product by fma over the dimensions in ascending order from +0
+//   mp    = max s, p[j] = exp(s[j] - mp)                                                  (exp.h)
+//   lp    = vec.h's 32-accumulator sum of p; op[d] = fma(p[j], v[j][d], op[d]) for j ascending from +0
+// Then the pages are joined in ascending order, from m = -inf, l = 0, o = 0:
+//   m'    = max(m, mp); a = exp(m - m'); c = exp(mp - m')
+//   l     = fma(lp, c, l * a); o[d] = fma(op[d], c, o[d] * a)
 // and at the end o[d] / l (zeros for a row that sees no key).
 //
 // A page's keys are converted to float and turned once for a block of query rows, so that a vector holds one
@@ -19,8 +23,10 @@ namespace sharpi::cpu::SHARPI_ISA {
 // Query rows x heads of the group that share one conversion of a page.
 constexpr int64_t kBlock = 128;
 
+// The most rows that any table multiplies at once: the scratch is laid out alike for all.
+constexpr int kMaxProductRows = 8;
 #if defined(__AVX512F__)
-constexpr int kProductRows = 8;
+constexpr int kProductRows = kMaxProductRows;
 #else
 constexpr int kProductRows = 2;
 #endif
@@ -30,7 +36,7 @@ static int64_t roundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 // Where everything lies in the scratch, in floats; every part starts on a 64-byte boundary.
 struct Layout {
     int64_t keyStride, dimStride;  // padded pageTokens and headDim
-    int64_t turnedKeys, values, scores, outputs, maxima, sums, factors, total;
+    int64_t turnedKeys, values, scores, partial, outputs, maxima, sums, kept, added, total;
 
     Layout(int64_t headDim, int64_t pageTokens) {
         keyStride = roundUp(pageTokens, 2 * kLanes);
@@ -44,10 +50,12 @@ struct Layout {
         turnedKeys = take(dimStride * keyStride);
         values = take(pageTokens * dimStride);
         scores = take(kBlock * keyStride);
+        partial = take(kMaxProductRows * dimStride);
         outputs = take(kBlock * dimStride);
         maxima = take(kBlock);
         sums = take(kBlock);
-        factors = take(kBlock);
+        kept = take(kBlock);
+        added = take(kBlock);
         total = next;
     }
 };
@@ -56,10 +64,17 @@ size_t attentionScratch(int32_t, int32_t, int32_t headDim, int32_t pageTokens) {
     return static_cast<size_t>(Layout(headDim, pageTokens).total) * sizeof(float);
 }
 
-// c[r][0 .. 16 kVecs) = c * factor (or 0 without factors) + sum over k of a[r][k] * b[k][..], by fma, k ascending.
+// What a product begins from and where it ends: c[r] = start[r] (or 0) + sum, or, where there are factors, the join
+// of a page: c[r] = fma(start[r] + sum, added[r], c[r] * kept[r]). start has c's stride.
+struct Ends {
+    const float* start = nullptr;
+    const float *kept = nullptr, *added = nullptr;
+};
+
+// c[r][0 .. 16 kVecs) from the sum over k of a[r][k] * b[k][..], by fma, k ascending.
 template <int kRows, int kVecs>
 SHARPI_INLINE void productBlock(const float* const* a, int64_t depth, const float* b, int64_t bStride,
-                                const float* factors, float* c, int64_t cStride) {
+                                const Ends& ends, int64_t column, float* c, int64_t cStride) {
     Vec acc[kRows][kVecs];
     const float* row[kRows];
 #pragma GCC unroll 8
@@ -67,12 +82,12 @@ SHARPI_INLINE void productBlock(const float* const* a, int64_t depth, const floa
         row[r] = a[r];
 #pragma GCC unroll 8
         for (int j = 0; j < kVecs; j++)
-            acc[r][j] = factors ? vmul(vload(c + r * cStride + j * kLanes), vset(factors[r])) : vzero();
+            acc[r][j] = ends.start ? vload(ends.start + r * cStride + column + j * kLanes) : vzero();
     }
     for (int64_t k = 0; k < depth; k++) {
         Vec line[kVecs];
 #pragma GCC unroll 8
-        for (int j = 0; j < kVecs; j++) line[j] = vload(b + k * bStride + j * kLanes);
+        for (int j = 0; j < kVecs; j++) line[j] = vload(b + k * bStride + column + j * kLanes);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; r++) {
             const Vec x = vset(row[r][k]);
@@ -81,26 +96,31 @@ SHARPI_INLINE void productBlock(const float* const* a, int64_t depth, const floa
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; r++)
+    for (int r = 0; r < kRows; r++) {
 #pragma GCC unroll 8
-        for (int j = 0; j < kVecs; j++) vstore(c + r * cStride + j * kLanes, acc[r][j]);
+        for (int j = 0; j < kVecs; j++) {
+            float* to = c + r * cStride + column + j * kLanes;
+            if (ends.kept) acc[r][j] = vfma(acc[r][j], vset(ends.added[r]), vmul(vload(to), vset(ends.kept[r])));
+            vstore(to, acc[r][j]);
+        }
+    }
 }
 
 // The same over any width that is a multiple of 16.
 template <int kRows>
 static __attribute__((noinline)) void product(const float* const* a, int64_t depth, const float* b, int64_t bStride,
-                                              const float* factors, float* c, int64_t cStride, int64_t width) {
+                                              const Ends& ends, float* c, int64_t cStride, int64_t width) {
     int64_t at = 0;
     if constexpr (4 * kRows <= 2 * kProductRows) {  // few rows: more columns hide the latency of the fma chain
         for (; at + 4 * kLanes <= width; at += 4 * kLanes)
-            productBlock<kRows, 4>(a, depth, b + at, bStride, factors, c + at, cStride);
+            productBlock<kRows, 4>(a, depth, b, bStride, ends, at, c, cStride);
     }
     for (; at + 2 * kLanes <= width; at += 2 * kLanes)
-        productBlock<kRows, 2>(a, depth, b + at, bStride, factors, c + at, cStride);
-    for (; at < width; at += kLanes) productBlock<kRows, 1>(a, depth, b + at, bStride, factors, c + at, cStride);
+        productBlock<kRows, 2>(a, depth, b, bStride, ends, at, c, cStride);
+    for (; at < width; at += kLanes) productBlock<kRows, 1>(a, depth, b, bStride, ends, at, c, cStride);
 }
 
-using Product = void (*)(const float* const*, int64_t, const float*, int64_t, const float*, float*, int64_t, int64_t);
+using Product = void (*)(const float* const*, int64_t, const float*, int64_t, const Ends&, float*, int64_t, int64_t);
 
 // The widest product for up to `rows` rows, and how many rows it does.
 static Product productFor(int64_t rows, int* done) {
@@ -199,18 +219,15 @@ static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, int64_t n, 
     }
 }
 
-// Turns the n scores of one row into weights; updates the row's maximum, sum and factor for what it has so far.
+// Turns the n scores of one row into the page's weights, and joins the page's maximum and sum to the row's.
 static void weighScores(Block& block, int64_t i, int64_t n) {
     float* s = block.scores(i);
-    float& largest = block.scratch[block.layout.maxima + i];
-    float& sum = block.scratch[block.layout.sums + i];
     const Vec scale = vset(block.args.scale);
     for (int64_t j = 0; j < n; j += kLanes) vstore(s + j, vmul(vload(s + j), scale));
     for (int64_t j = n; j < roundUp(n, 2 * kLanes); j++) s[j] = -__builtin_inff();
-    Vec maxima = vset(largest);
+    Vec maxima = vset(-__builtin_inff());
     for (int64_t j = 0; j < n; j += kLanes) maxima = vmax(maxima, vload(s + j));
     const float top = vmaxLane(maxima);
-    const float factor = vlane0(vexp(vset(largest - top)));
     Acc32 acc = {vzero(), vzero()};
     for (int64_t j = 0; j < n; j += 2 * kLanes) {
         const Vec lo = vexp(vsub(vload(s + j), vset(top)));
@@ -219,16 +236,21 @@ static void weighScores(Block& block, int64_t i, int64_t n) {
         vstore(s + j + kLanes, hi);
         acc = {vadd(acc.lo, lo), vadd(acc.hi, hi)};
     }
-    sum = fmaExact(sum, factor, sum32(acc));
-    largest = top;
-    block.scratch[block.layout.factors + i] = factor;
+    float& largest = block.scratch[block.layout.maxima + i];
+    float& sum = block.scratch[block.layout.sums + i];
+    const float joined = largest > top ? largest : top;
+    const float kept = vlane0(vexp(vset(largest - joined))), added = vlane0(vexp(vset(top - joined)));
+    sum = fmaExact(sum32(acc), added, sum * kept);
+    largest = joined;
+    block.scratch[block.layout.kept + i] = kept;
+    block.scratch[block.layout.added + i] = added;
 }
 
 // Rows [i, i + rows) of the block against the loaded page. Rows may see different numbers of its keys: what all
 // see is done together, the rest row by row, so that a key a row may not see never meets it.
 static void attendRows(Block& block, int64_t i, int rows, Product multiply, int64_t firstKey) {
     const Layout& layout = block.layout;
-    const int64_t headDim = block.args.pages.headDim;
+    const int64_t headDim = block.args.pages.headDim, dimStride = layout.dimStride;
     const float* turned = block.scratch + layout.turnedKeys;
     const float* values = block.scratch + layout.values;
     int64_t least = block.visible(i, firstKey), most = least;
@@ -238,26 +260,28 @@ static void attendRows(Block& block, int64_t i, int rows, Product multiply, int6
         most = n > most ? n : most;
     }
     if (most == 0) return;
-    multiply(block.query + i, headDim, turned, layout.keyStride, nullptr, block.scores(i), layout.keyStride,
+    multiply(block.query + i, headDim, turned, layout.keyStride, Ends(), block.scores(i), layout.keyStride,
              roundUp(most, kLanes));
 
-    float* factors = block.scratch + layout.factors;
-    const float* weights[8];
+    const float* weights[kMaxProductRows];
     for (int r = 0; r < rows; r++) {
         weights[r] = block.scores(i + r);
         const int64_t n = block.visible(i + r, firstKey);
-        factors[i + r] = 1.0f;
         if (n > 0) weighScores(block, i + r, n);
     }
-    multiply(weights, least, values, layout.dimStride, factors + i, block.outputs(i), layout.dimStride,
-             layout.dimStride);
-    const float one = 1.0f;
+    const float *kept = block.scratch + layout.kept + i, *added = block.scratch + layout.added + i;
+    if (least == most) {
+        multiply(weights, least, values, dimStride, {nullptr, kept, added}, block.outputs(i), dimStride, dimStride);
+        return;
+    }
+    float* partial = block.scratch + layout.partial;
+    multiply(weights, least, values, dimStride, Ends(), partial, dimStride, dimStride);
     for (int r = 0; r < rows; r++) {
         const int64_t n = block.visible(i + r, firstKey);
         const float* rest = weights[r] + least;
-        if (n > least)
-            product<1>(&rest, n - least, values + least * layout.dimStride, layout.dimStride, &one,
-                       block.outputs(i + r), layout.dimStride, layout.dimStride);
+        if (n > 0)
+            product<1>(&rest, n - least, values + least * dimStride, dimStride,
+                       {partial + r * dimStride, kept + r, added + r}, block.outputs(i + r), dimStride, dimStride);
     }
 }
 

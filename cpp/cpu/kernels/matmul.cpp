@@ -1,4 +1,4 @@
-// Weights of any type times activations, by the contract (cpu/contract.h).
+// Weights of any type times activations, by the contract (core/contract.h).
 #include "cpu/kernels/internal.h"
 
 #if defined(__AVX2__)

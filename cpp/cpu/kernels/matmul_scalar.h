@@ -1,7 +1,7 @@
 // The contract as plain code: what every other version is measured against, and what runs where no vector table does.
 #pragma once
 
-#include "cpu/contract.h"
+#include "core/contract.h"
 #include "cpu/kernels/fma.h"
 #include "cpu/kernels/internal.h"
 #include "cpu/kernels/unpack_scalar.h"

@@ -8,7 +8,7 @@
 // in the second.
 #pragma once
 
-#include "cpu/contract.h"
+#include "core/contract.h"
 #include "cpu/kernels/internal.h"
 #include "cpu/kernels/lanes.h"
 #include "cpu/kernels/matmul_vector.h"

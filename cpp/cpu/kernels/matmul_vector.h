@@ -7,7 +7,7 @@
 // 16-bit multiply-add each with the sums that came with the activations.
 #pragma once
 
-#include "cpu/contract.h"
+#include "core/contract.h"
 #include "cpu/kernels/internal.h"
 #include "cpu/kernels/unpack_vector.h"
 

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "core/half.h"
-#include "cpu/contract.h"
+#include "core/contract.h"
 #include "cpu/kernels/internal.h"
 
 namespace sharpi::cpu::SHARPI_ISA {

@@ -2,7 +2,7 @@
 
 Speed does not depend on which tokens are run, so it runs random ones and needs no tokenizer: a file of random
 weights will do. Each size is run once to warm up (page cache, CPU clocks) and then timed; the median stands, with
-the spread beside it.
+the spread beside it. On a GPU, decode is timed twice: with the captured step replayed, and with every kernel launched.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from collections.abc import Callable
 
 import click
@@ -18,28 +18,37 @@ import click
 from sharpi.cli.options import ModelOptions, model_options
 from sharpi.cli.text import printable, speed
 
+if TYPE_CHECKING:
+    from sharpi.model import Model
+
+
 @click.command("bench")
 @model_options
 @click.option("--prefill", "prefills", type=click.IntRange(min=0), multiple=True, default=(512,), show_default=True,
               metavar="N", help="Prompt length to time (repeatable); 0 for none.")
 @click.option("--decode", "decodes", type=click.IntRange(min=0), multiple=True, default=(64,), show_default=True,
               metavar="N", help="Number of generated tokens to time (repeatable); 0 for none.")
+@click.option("--depth", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
+              help="Tokens in the context before decode is timed.")
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
               help="Timed runs of each size.")
 @click.option("--warmup/--no-warmup", default=True, help="Run each size once before timing it.  [default: warmup]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tuple[int, ...], repeat: int,
+def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tuple[int, ...], depth: int, repeat: int,
                   warmup: bool, as_json: bool) -> None:
     """Measure prefill and decode speed."""
     prefills, decodes = tuple(filter(None, prefills)), tuple(filter(None, decodes))
     started = time.perf_counter()
-    with options.load(context=max(1, *prefills, *decodes)) as model:
+    with options.load(context=max(1, *prefills, *(max(1, depth) + n for n in decodes))) as model:
         model.bench_prefill(1)
         first_token = time.perf_counter() - started
         results = [_measure("prefill", n, repeat, warmup, model.bench_prefill) for n in prefills]
-        results += [_measure("decode", n, repeat, warmup, lambda tokens: model.bench_decode(0, tokens)) for n in decodes]
+        for n in decodes:
+            results += _decode(model, depth, n, repeat, warmup)
         report = {
             "model": model.spec.name,
+            "device": model.device,
+            "device_name": model.device_name,
             "threads": model.threads,
             "isa": model.isa,
             "results": results,
@@ -47,6 +56,27 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
             "first_token_seconds": first_token,
         }
     click.echo(json.dumps(report, indent=2) if as_json else _table(report))
+
+
+def _decode(model: Model, depth: int, tokens: int, repeat: int, warmup: bool) -> list[dict[str, Any]]:
+    """The entries for one number of tokens: on the GPU one with graphs, unless they are switched off, and one without."""
+    at_depth = {"depth": depth} if depth else {}
+
+    def run(count: int) -> float:
+        return model.bench_decode(depth, count)
+
+    if model.device == "cpu":
+        return [_measure("decode", tokens, repeat, warmup, run) | at_depth]
+    entries = []
+    replays = model.graphs
+    try:
+        for graphs in (True, False) if replays else (False,):
+            model.graphs = graphs
+            entry = _measure("decode", tokens, repeat, warmup, run) | at_depth
+            entries.append(entry | {"graphs": graphs, "kernels_per_token": model.kernels_per_step})
+    finally:
+        model.graphs = replays
+    return entries
 
 
 def _measure(kind: str, tokens: int, repeat: int, warmup: bool, run: Callable[[int], float]) -> dict[str, Any]:
@@ -59,13 +89,23 @@ def _measure(kind: str, tokens: int, repeat: int, warmup: bool, run: Callable[[i
 
 
 def _table(report: dict[str, Any]) -> str:
+    where = f"{report['threads']} threads, {report['isa']}" if report["device"] == "cpu" else report["device_name"]
     lines = [
-        f"{printable(report['model'])}: {report['threads']} threads, {report['isa']},"
+        f"{printable(report['model'])}: {printable(where)},"
         f" loaded in {report['load_seconds']:.3f} s, first token after {report['first_token_seconds']:.3f} s",
         f"  {'':<9}{'tokens':>8}{'tokens/s':>12}{'min':>10}{'max':>10}",
     ]
     for result in report["results"]:
         spread = result["tokens_per_second"]
         lines.append(f"  {result['kind']:<9}{result['tokens']:>8}{speed(spread['median']):>12}"
-                     f"{speed(spread['min']):>10}{speed(spread['max']):>10}")
+                     f"{speed(spread['min']):>10}{speed(spread['max']):>10}{_remark(result)}")
     return "\n".join(lines)
+
+
+def _remark(result: dict[str, Any]) -> str:
+    said = []
+    if "depth" in result:
+        said.append(f"after {result['depth']:,} tokens")
+    if "graphs" in result:
+        said.append(f"{'with' if result['graphs'] else 'without'} graphs, {result['kernels_per_token']} kernels a token")
+    return "   " + ", ".join(said) if said else ""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from sharpi.planner import KV_DTYPES
+from sharpi.planner import DEVICES, KV_DTYPES
 
 if TYPE_CHECKING:
     from sharpi.model import Model
@@ -29,7 +29,9 @@ class ModelOptions:
     model: str | None
     context: int | None
     threads: int | None
+    batch: int | None
     device: str
+    vram: str | None
     kv_dtype: str | None
 
     def load(self, *, context: int | None = None) -> Model:
@@ -43,9 +45,11 @@ class ModelOptions:
             return Model.load(
                 self.model,
                 device=self.device,
+                vram=self.vram,
                 context=self.context if self.context is not None else context,
                 kv_dtype=self.kv_dtype,
                 threads=self.threads,
+                batch=self.batch,
                 progress=progress,
             )
 
@@ -112,14 +116,33 @@ def threads_option(function: Callable[..., Any]) -> Callable[..., Any]:
                         help="CPU threads.  [default: all]")(function)
 
 
+def batch_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `-b`."""
+    return click.option("-b", "--batch", "--batch-size", "batch", type=click.IntRange(min=1, max=65536), metavar="N",
+                        help="Prompt tokens taken at once.  [default: 512, on the GPU 2048]")(function)
+
+
+def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--device`."""
+    return click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True,
+                        help="Where to run; auto takes the GPU if the model fits there.")(function)
+
+
+def vram_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--vram`; the planner reads what it says."""
+    return click.option("--vram", metavar="SIZE",
+                        help="The most VRAM to take, as in 12GiB, 12.5GB, 800MiB.  [default: what is free]")(function)
+
+
 def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the switches of `ModelOptions`; the command receives `options: ModelOptions`."""
     switches = [
         model_option,
         context_option,
         threads_option,
-        click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True,
-                     help="Where to run."),
+        batch_option,
+        device_option,
+        vram_option,
         kv_dtype_option,
     ]
     return _gather(function, "options", ModelOptions, switches)

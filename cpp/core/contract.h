@@ -51,7 +51,7 @@
 //     y = acc[0], or acc[0] + bias where there is one
 #pragma once
 
-namespace sharpi::cpu {
+namespace sharpi {
 
 // Elements of an activation block, and accumulators of a row.
 constexpr int kContractBlock = 32;
@@ -59,4 +59,4 @@ constexpr int kContractAccumulators = 32;
 // 2^-100: below it 127 / absmax could overflow; the block counts as zero.
 constexpr float kTinyActivation = 7.888609052210118e-31f;
 
-}  // namespace sharpi::cpu
+}  // namespace sharpi

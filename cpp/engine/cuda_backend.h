@@ -1,0 +1,88 @@
+// The blocks on one NVIDIA GPU, all weights in its memory.
+//
+// Batches of up to cuda::kMaxMatvecRows rows go through products that follow core/contract.h, so that decode gives the
+// CPU's bits; larger ones through tensor cores. A small batch's launches are captured once for each number of rows and replayed.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <optional>
+
+#include "device/cuda_memory.h"
+#include "device/stream.h"
+#include "engine/backend.h"
+#include "engine/gpu_scratch.h"
+#include "kernels/attention.h"
+#include "kernels/matmul.h"
+
+namespace sharpi {
+
+class CudaBackend : public Backend {
+public:
+    // vram: the most memory to take, in bytes; 0: all. Throws Error(InvalidArgument) where there is no usable GPU.
+    explicit CudaBackend(size_t vram);
+    ~CudaBackend() override;
+
+    const char* device() const override { return "cuda"; }
+    const char* name() const override { return _stream.device().name.c_str(); }
+    Allocator& allocator() override { return _allocator; }
+    Placer& placer() override { return *_placer; }
+    void takeScratch(const StepLimits& limits) override;
+
+    void begin(const Batch& batch, const KvCache& kv) override;
+    void region(const std::function<void()>& body) override;
+    bool replays() const override { return _replays; }
+    void setReplays(bool replay) override { _replays = replay; }
+    int64_t kernelsPerStep() const override { return _kernelsPerStep; }
+    void embed(const Matrix& table) override;
+    void attention(const AttentionWeights& weights, const KvPages& pages, float eps) override;
+    void dense(const DenseWeights& weights, float eps) override;
+    void experts(const ExpertWeights& weights, float eps) override;
+    void head(const HeadWeights& weights, float eps, int64_t first, int64_t count) override;
+    int64_t headRows() const override;
+    void readLogits(int64_t row, int64_t count, float* out) override;
+    int32_t sample(int64_t row, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments, double draw) override;
+
+private:
+    void fill(const Matrix& to, const Matrix& host);
+    bool few() const { return _rows <= cuda::kMaxMatvecRows; }
+    int rows() const { return static_cast<int>(_rows); }
+    int64_t addTiles(const Batch& batch, int32_t* numbers, const GpuScratch::BatchBlock& block);
+    template <typename T> T* at(size_t offset) const { return reinterpret_cast<T*>(_scratch.as<uint8_t>() + offset); }
+    float* floats(size_t offset) const { return at<float>(offset); }
+    cuda::HalfRows halves(size_t hi, size_t lo) const { return {at<uint16_t>(hi), hi == lo ? nullptr : at<uint16_t>(lo)}; }
+    // The forms of few rows that the products with these matrices read.
+    cuda::RowOutputs formsFor(std::initializer_list<Matrix> readers, size_t floatsAt, size_t quantizedAt, int64_t formRows, int64_t cols) const;
+    cuda::MatvecInput input(const cuda::RowOutputs& forms) const { return {forms.floats, forms.quantized}; }
+
+    void attentionFew(const AttentionWeights& weights, const KvPages& pages, float eps);
+    void attentionMany(const AttentionWeights& weights, const KvPages& pages, float eps);
+    void denseFew(const DenseWeights& weights, float eps);
+    void denseMany(const DenseWeights& weights, float eps);
+    void expertsFew(const ExpertWeights& weights, float eps);
+    void expertsMany(const ExpertWeights& weights, float eps);
+    cuda::HeadPreparation preparation(const AttentionWeights& weights, float eps) const;
+
+    cuda::Stream _stream;
+    cuda::CudaMemory _memory;
+    Allocator _allocator;
+    std::unique_ptr<Placer> _placer;
+    void* _staging = nullptr;  // device memory that file rows pass through while loading
+    StepLimits _limits;
+    std::optional<GpuScratch> _layout;
+    Buffer _scratch;
+    std::unique_ptr<cuda::PinnedBuffer> _numbers;  // what begin() uploads
+    std::unique_ptr<cuda::PinnedBuffer> _token;
+
+    // The batch at hand.
+    int64_t _rows = 0, _logitRows = 0;
+    cuda::BatchRows _batch;
+    const int32_t *_tokens = nullptr, *_wanted = nullptr;
+    cuda::QueryTiles _tiles;
+
+    bool _replays;
+    int64_t _kernelsPerStep = 0;
+    std::map<std::pair<int64_t, int64_t>, std::unique_ptr<cuda::Graph>> _graphs;  // by rows, and rows that want logits
+};
+
+}  // namespace sharpi

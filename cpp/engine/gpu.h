@@ -1,0 +1,22 @@
+// The way to the GPU, for builds with CUDA and without.
+#pragma once
+
+#include <memory>
+
+#include "engine/backend.h"
+
+namespace sharpi {
+
+struct GpuInfo {
+    std::string name;
+    int index = 0, major = 0, minor = 0, multiprocessors = 0;
+    size_t totalBytes = 0, freeBytes = 0;
+};
+
+// Throws Error(InvalidArgument) with the reason where there is none: no CUDA in this build, no driver, no device.
+GpuInfo findGpu();
+
+// vram: the most to take of its memory, in bytes; 0: all that is free. Throws as findGpu() does.
+std::unique_ptr<Backend> makeGpuBackend(size_t vram);
+
+}  // namespace sharpi

@@ -1,0 +1,42 @@
+// Where the GPU backend's working memory lies: offsets into one allocation, computed from the limits alone, so that
+// planning and running count the same. No CUDA here: plans are made on machines without a GPU.
+#pragma once
+
+#include "engine/backend.h"
+#include "engine/scratch.h"
+
+namespace sharpi {
+
+struct GpuScratch {
+    // The most sequences of one batch.
+    static constexpr int64_t kMaxSequences = 64;
+
+    explicit GpuScratch(const StepLimits& limits);
+    size_t bytes() const { return _layout.bytes(); }
+
+    // A batch's numbers, as begin() uploads them: int32 each, at these indices into one block. The block for few rows
+    // is apart from the one for many, so that a decode step uploads little.
+    struct BatchBlock {
+        size_t at = 0;  // offset in bytes
+        int64_t rows = 0, sequences = 0, tiles = 0, pages = 0;
+        int64_t tokens = 0, positions = 0, sequence = 0, logitRows = 0, tileBegin = 0, tileEnd = 0, tables = 0, total = 0;
+    };
+    BatchBlock few, many;
+
+    size_t x = 0, q = 0, k = 0, v = 0, logits = 0, chosen = 0, weight = 0;
+    // Few rows: floats and int8 forms.
+    size_t normed = 0, normedQuant = 0, attended = 0, attendedQuant = 0, hidden = 0, hiddenQuant = 0, gate = 0, up = 0;
+    size_t routerLogits = 0, attention = 0, sampling = 0, adjustments = 0, token = 0;
+    // Many rows: bf16 forms, the second half of the split where the model or cache needs it (offset of the first else).
+    bool splitRows = false, splitQueries = false;
+    size_t normedHi = 0, normedLo = 0, qHi = 0, qLo = 0, attendedHi = 0, attendedLo = 0, hiddenHi = 0, hiddenLo = 0;
+    size_t manyGate = 0, manyUp = 0, manyRouterLogits = 0, expertOut = 0, grouping = 0;
+
+private:
+    BatchBlock block(int64_t rows, int64_t sequences, int64_t tiles, int64_t pages);
+    void takeFew(const StepLimits& limits, int64_t rows);
+    void takeMany(const StepLimits& limits);
+    ScratchLayout _layout;
+};
+
+}  // namespace sharpi

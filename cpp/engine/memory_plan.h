@@ -1,0 +1,31 @@
+// What running a model will take, line by line, without loading it: the loading code itself, run over a memory that
+// only counts.
+#pragma once
+
+#include <vector>
+
+#include "engine/backend.h"
+#include "engine/load_trace.h"
+
+namespace sharpi {
+
+struct EngineOptions {
+    int64_t context = 0;  // tokens that the KV cache has room for
+    int64_t batch = 512;  // rows that prefill takes at once
+    int threads = 1;
+    KvType kvType = KvType::BF16;
+    bool cuda = false;    // on the GPU, else on the CPU
+    size_t vram = 0;      // the most to take of the GPU's memory, in bytes; 0: all that is free
+};
+
+// The lines of LoadTrace, in order: "token embedding", "layer 0", ..., "output head", "KV cache", "scratch", "graphs".
+// On the CPU weights count as nothing: they stay in the mapped file.
+std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
+// The sum of what the lines take.
+size_t plannedBytes(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
+// For a model that did not fit into `available` bytes: the setting that would, as words to end an error with.
+std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available);
+
+std::vector<KvLayerShape> kvShapes(const ModelSpec& spec);
+
+}  // namespace sharpi

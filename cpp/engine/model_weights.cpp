@@ -1,0 +1,140 @@
+// See model_weights.h.
+#include "engine/model_weights.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/error.h"
+#include "cpu/kernels.h"
+
+namespace sharpi {
+
+namespace {
+
+bool sameRotation(const RopeSpec& a, const RopeSpec& b) {
+    return a.pairing == b.pairing && a.dims == b.dims && a.base == b.base && a.frequencyScale == b.frequencyScale &&
+           a.extrapolation == b.extrapolation && a.magnitude == b.magnitude && a.betaFast == b.betaFast &&
+           a.betaSlow == b.betaSlow && a.originalContext == b.originalContext && a.factors.tensor == b.factors.tensor;
+}
+
+// Radians per position of each pair. YaRN blends the stretched and the original frequency by how many turns a pair
+// makes over the original context (Peng et al., 2023, section 3.2).
+std::vector<double> frequencies(const RopeSpec& rope, const std::vector<float>& factors) {
+    const double pi = 3.14159265358979323846;
+    const auto pairOfTurns = [&](double turns) {
+        return rope.dims * std::log(rope.originalContext / (turns * 2 * pi)) / (2 * std::log(rope.base));
+    };
+    const double low = std::max(0.0, std::floor(pairOfTurns(rope.betaFast)));
+    const double high = std::min(rope.dims - 1.0, std::ceil(pairOfTurns(rope.betaSlow)));
+    std::vector<double> result(rope.dims / 2);
+    for (size_t i = 0; i < result.size(); ++i) {
+        double plain = std::pow(rope.base, -2.0 * i / rope.dims);
+        if (!factors.empty()) plain /= factors[i];
+        const double ramp = std::clamp((i - low) / std::max(0.001, high - low), 0.0, 1.0);
+        const double keep = (1.0 - ramp) * rope.extrapolation;
+        result[i] = plain * rope.frequencyScale * (1.0 - keep) + plain * keep;
+    }
+    return result;
+}
+
+}  // namespace
+
+ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, int64_t context, LoadTrace& trace)
+    : _files(files), _placer(placer), _context(context) {
+    embedding = matrix(spec.tokenEmbedding);
+    trace.note("token embedding");
+    for (size_t i = 0; i < spec.layers.size(); ++i) {
+        const LayerSpec& from = spec.layers[i];
+        const std::string name = "layer " + std::to_string(i);
+        LayerWeights layer;
+        layer.attention = attention(from, name);
+        if (from.dense) {
+            layer.dense = DenseWeights{vector(from.ffnNorm), matrix(from.dense->gate), matrix(from.dense->up), matrix(from.dense->down)};
+        } else {
+            const ExpertFfnSpec& f = *from.experts;
+            layer.experts = ExpertWeights{vector(from.ffnNorm), matrix(f.router), stack(f.gate), stack(f.up), stack(f.down),
+                                          f.used, f.renormalize, f.weightScale};
+        }
+        layers.push_back(std::move(layer));
+        trace.note(name);
+    }
+    head.norm = vector(spec.outputNorm);
+    const bool tied = spec.output.tensor == spec.tokenEmbedding.tensor && spec.output.rowBegin == spec.tokenEmbedding.rowBegin;
+    head.output = tied ? embedding : matrix(spec.output);
+    trace.note("output head");
+}
+
+Matrix ModelWeights::matrix(const WeightSlice& slice) { return _placer.matrix(_files.matrix(slice), _files.name(slice)); }
+
+MatrixStack ModelWeights::stack(const WeightSlice& slice) { return _placer.stack(_files.stack(slice), _files.name(slice)); }
+
+// Norms, biases and frequency factors are a few rows: kept as floats, whatever the file holds.
+std::vector<float> ModelWeights::floats(const WeightSlice& slice) const {
+    const Matrix m = _files.whole(slice);
+    if (!m.data) return {};
+    std::vector<float> values(static_cast<size_t>(slice.cols));
+    cpu::kernels().dequantizeRow(m.type, m.data + slice.rowBegin * rowBytes(m.type, 1), slice.cols, values.data());
+    return values;
+}
+
+const float* ModelWeights::vector(const WeightSlice& slice) {
+    if (!slice) return nullptr;
+    const std::vector<float> values = floats(slice);
+    return _placer.vector(values.empty() ? nullptr : values.data(), static_cast<size_t>(slice.cols), _files.name(slice));
+}
+
+RopeTable ModelWeights::rotation(const RopeSpec& spec, const std::string& name) {
+    for (const Rotation& known : _rotations) {
+        if (sameRotation(known.spec, spec)) return known.table;
+    }
+    const int64_t half = spec.dims / 2;
+    const auto count = static_cast<size_t>(_context * half);
+    std::vector<float> factors;
+    if (spec.factors) factors = floats(spec.factors);
+    if (!std::all_of(factors.begin(), factors.end(), [](float f) { return f > 0 && std::isfinite(f); })) {
+        throw Error(ErrorKind::BadModel, "the rotary frequency factors must be positive numbers: the file is damaged");
+    }
+    std::vector<float> cos, sin;
+    if (!_files.files().empty()) {  // not when planning
+        const std::vector<double> radians = frequencies(spec, factors);
+        cos.resize(count);
+        sin.resize(count);
+        for (int64_t p = 0; p < _context; ++p) {
+            for (int64_t i = 0; i < half; ++i) {
+                const double angle = p * radians[i];
+                cos[p * half + i] = static_cast<float>(std::cos(angle) * spec.magnitude);
+                sin[p * half + i] = static_cast<float>(std::sin(angle) * spec.magnitude);
+            }
+        }
+    }
+    RopeTable table;
+    table.cos = _placer.vector(cos.empty() ? nullptr : cos.data(), count, name + "'s rotary table");
+    table.sin = _placer.vector(sin.empty() ? nullptr : sin.data(), count, name + "'s rotary table");
+    table.dims = spec.dims;
+    table.adjacent = spec.pairing == RopeSpec::Pairing::Adjacent;
+    _rotations.push_back({spec, table});
+    return table;
+}
+
+AttentionWeights ModelWeights::attention(const LayerSpec& layer, const std::string& name) {
+    const AttentionSpec& a = layer.attention;
+    AttentionWeights w;
+    w.norm = vector(layer.mixerNorm);
+    w.q = matrix(a.q);
+    w.k = matrix(a.k);
+    w.v = matrix(a.v);
+    w.output = matrix(a.output);
+    w.qBias = vector(a.qBias);
+    w.kBias = vector(a.kBias);
+    w.vBias = vector(a.vBias);
+    w.outputBias = vector(a.outputBias);
+    w.qNorm = vector(a.qNorm);
+    w.kNorm = vector(a.kNorm);
+    w.qkNorm = a.qkNorm;
+    w.heads = a.heads;
+    w.scale = a.scale;
+    w.rope = rotation(a.rope, name);
+    return w;
+}
+
+}  // namespace sharpi

@@ -1,0 +1,41 @@
+// Loads a model's weights through a Placer, in the order in which a token meets them.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "engine/layer_weights.h"
+#include "engine/load_trace.h"
+#include "engine/placer.h"
+#include "model/weights.h"
+
+namespace sharpi {
+
+class ModelWeights {
+public:
+    // context: positions that rotary tables cover. Throws Error(OutOfMemory), Error(BadModel).
+    ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, int64_t context, LoadTrace& trace);
+
+    Matrix embedding;
+    std::vector<LayerWeights> layers;
+    HeadWeights head;
+
+private:
+    struct Rotation {
+        RopeSpec spec;
+        RopeTable table;
+    };
+    Matrix matrix(const WeightSlice& slice);
+    MatrixStack stack(const WeightSlice& slice);
+    const float* vector(const WeightSlice& slice);
+    std::vector<float> floats(const WeightSlice& slice) const;
+    RopeTable rotation(const RopeSpec& spec, const std::string& name);
+    AttentionWeights attention(const LayerSpec& layer, const std::string& name);
+
+    const Weights& _files;
+    Placer& _placer;
+    int64_t _context;
+    std::vector<Rotation> _rotations;
+};
+
+}  // namespace sharpi

@@ -1,0 +1,27 @@
+// One allocation for all of a backend's working memory: a list of parts that is laid out the same way for planning
+// and for running.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "memory/allocator.h"
+
+namespace sharpi {
+
+class ScratchLayout {
+public:
+    // The offset of a part of that many bytes.
+    size_t take(size_t bytes) {
+        const size_t at = _bytes;
+        _bytes += (bytes + Allocator::kAlignment - 1) / Allocator::kAlignment * Allocator::kAlignment;
+        return at;
+    }
+    size_t floats(int64_t count) { return take(sizeof(float) * static_cast<size_t>(count)); }
+    size_t bytes() const { return _bytes; }
+
+private:
+    size_t _bytes = 0;
+};
+
+}  // namespace sharpi

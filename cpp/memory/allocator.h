@@ -1,0 +1,140 @@
+// The one way to device memory: every byte taken has a name, and is given back.
+//
+// Devices hand out memory in granules (2 MiB on a GPU), and a model has hundreds of tensors. So allocations are laid
+// end to end in reserved addresses, and memory is put behind them granule by granule: the granule in which one
+// allocation ends is also the one in which the next begins. At any moment, exactly those granules are taken from the
+// device that some allocation, or some buffer kept in the pool, reaches into.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "memory/device_memory.h"
+
+namespace sharpi {
+
+// How an allocation is laid out.
+enum class Fit {
+    Exact,   // not a byte more than asked (but 256-byte alignment): for what lives as long as the model
+    Pooled,  // rounded up to a power of two, kept on free() and handed out again: for short-lived buffers
+};
+
+struct Holding {
+    std::string name;
+    size_t bytes = 0;
+};
+
+// Thread-safe. Everything must have been freed before it is destroyed; what is not is given back then.
+class Allocator {
+public:
+    static constexpr size_t kAlignment = 256;
+
+    // budget: the most to take from the device, in bytes; 0 = all that is free.
+    explicit Allocator(DeviceMemory& memory, size_t budget = 0);
+    ~Allocator();
+    Allocator(const Allocator&) = delete;
+    Allocator& operator=(const Allocator&) = delete;
+
+    // Zeroed, kAlignment-aligned. Throws Error(OutOfMemory) that names `name`, its bytes and what is free; nothing has
+    // changed then, but that pooled buffers nobody uses may have been given back.
+    void* allocate(size_t bytes, Fit fit, const std::string& name);
+    // Throws Error(Internal) for an address that is not held, or no longer.
+    void free(void* address);
+    // Gives the pool's unused buffers back to the device.
+    void trim();
+
+    size_t held() const;       // bytes asked for and not freed
+    size_t taken() const;      // bytes of the device behind them and the pool, in whole granules
+    size_t available() const;  // what can still be taken, within budget and device
+    std::vector<Holding> holdings() const;  // who holds what, largest first, equal names summed
+    DeviceMemory& memory() const { return _memory; }
+
+private:
+    struct Allocation {
+        size_t bytes = 0, room = 0;  // asked for; laid out (aligned, or a power of two)
+        std::string name;
+    };
+    // What one commit took: the granules that one allocation fills alone, or one granule that its neighbours share.
+    struct Chunk {
+        size_t bytes = 0;
+        int users = 0;  // allocations that reach into it
+    };
+    // A part of an allocation's granules that is, or will be, one chunk.
+    struct Piece {
+        uintptr_t begin = 0;
+        size_t bytes = 0;
+        bool taken = false;  // there already, for a neighbour
+    };
+    struct Pieces {
+        std::array<Piece, 3> list;
+        int count = 0;
+        size_t missing() const;
+    };
+    using Ranges = std::map<uintptr_t, size_t>;  // bytes by address
+
+    uintptr_t take(size_t bytes, size_t room, Fit fit);
+    uintptr_t place(size_t bytes, size_t room);
+    Ranges::iterator bestHole(size_t room);
+    Ranges::iterator addRegion(size_t room);
+    void removeUnused(Ranges::iterator hole) noexcept;
+    Pieces piecesOf(uintptr_t begin, size_t room) const;
+    bool hold(const Pieces& pieces);
+    bool holdOne(const Piece& piece);
+    void drop(const Piece& piece) noexcept;
+    void clear(uintptr_t begin, size_t bytes, const Pieces& pieces);
+    void giveBack(uintptr_t begin, size_t room);
+    void trimPool();
+    size_t availableNow() const;
+    std::string outOfMemory(size_t bytes, const std::string& name) const;
+    std::string notHeld(uintptr_t address) const;
+
+    DeviceMemory& _memory;
+    const size_t _budget, _granularity;
+    mutable std::mutex _mutex;
+    size_t _held = 0, _taken = 0;
+    Ranges _regions;                              // what was reserved
+    Ranges _holes;                                // addresses in it that nobody has; neighbours are joined
+    std::map<uintptr_t, Chunk> _chunks;           // memory behind addresses
+    std::map<uintptr_t, Allocation> _exactHandles, _pooledHandles;
+    std::map<size_t, std::vector<uintptr_t>> _pool;  // buffers that nobody uses, by size
+};
+
+// Owns one exact allocation.
+class Buffer {
+public:
+    Buffer() = default;
+    Buffer(Allocator& allocator, size_t bytes, const std::string& name)
+        : _allocator(&allocator), _data(allocator.allocate(bytes, Fit::Exact, name)), _bytes(bytes) {}
+    ~Buffer() { reset(); }
+    Buffer(Buffer&& other) noexcept { swap(other); }
+    Buffer& operator=(Buffer&& other) noexcept {
+        swap(other);
+        return *this;
+    }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    size_t bytes() const { return _bytes; }
+    template <typename T> T* as() const { return static_cast<T*>(_data); }
+
+private:
+    void reset() noexcept {
+        if (_data) _allocator->free(_data);
+        _data = nullptr;
+    }
+    void swap(Buffer& other) noexcept {
+        std::swap(_allocator, other._allocator);
+        std::swap(_data, other._data);
+        std::swap(_bytes, other._bytes);
+    }
+    Allocator* _allocator = nullptr;
+    void* _data = nullptr;
+    size_t _bytes = 0;
+};
+
+}  // namespace sharpi

@@ -1,0 +1,127 @@
+// See stream.h.
+#include "device/stream.h"
+
+#include <cuda_runtime.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "device/launch.cuh"
+
+namespace sharpi::cuda {
+
+namespace {
+
+[[noreturn]] void noDevice(const std::string& reason) {
+    throw Error(ErrorKind::InvalidArgument, "there is no usable GPU: " + reason);
+}
+
+bool switchedOff(const char* name) {
+    const char* value = std::getenv(name);
+    return value && std::strcmp(value, "0") == 0;
+}
+
+}  // namespace
+
+DeviceInfo findDevice() {
+    int driver = 0, count = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) noDevice("no NVIDIA driver is installed");
+    if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess) {
+        cudaGetLastError();
+        if (status == cudaErrorInsufficientDriver) {
+            int runtime = 0;
+            cudaRuntimeGetVersion(&runtime);
+            noDevice("the driver supports CUDA " + std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10) +
+                     ", this build needs " + std::to_string(runtime / 1000) + "." + std::to_string(runtime % 1000 / 10) + ": update the driver");
+        }
+        noDevice(cudaGetErrorString(status));
+    }
+    if (count == 0) noDevice("the driver lists no device");
+    DeviceInfo info;
+    check(cudaSetDevice(0), "choosing the device");
+    cudaDeviceProp properties = {};
+    check(cudaGetDeviceProperties(&properties, 0), "asking for the device's properties");
+    info.name = properties.name;
+    info.major = properties.major;
+    info.minor = properties.minor;
+    info.multiprocessors = properties.multiProcessorCount;
+    if (info.major * 10 + info.minor < 75) {
+        noDevice(info.name + " has compute capability " + std::to_string(info.major) + "." + std::to_string(info.minor) + ", 7.5 is the least");
+    }
+    if (const cudaError_t status = cudaMemGetInfo(&info.freeBytes, &info.totalBytes); status != cudaSuccess) {
+        cudaGetLastError();
+        noDevice(info.name + ": " + cudaGetErrorString(status));
+    }
+    return info;
+}
+
+Graph::~Graph() { cudaGraphExecDestroy(_exec); }
+
+Stream::Stream(const DeviceInfo& device) : _device(device) {
+    check(cudaSetDevice(device.index), "choosing the device");
+    check(cudaStreamCreateWithFlags(&_handle, cudaStreamNonBlocking), "creating a stream");
+    _overlaps = device.major >= 9 && !switchedOff("SHARPI_CUDA_PDL");
+}
+
+Stream::~Stream() {
+    cudaStreamSynchronize(_handle);
+    cudaStreamDestroy(_handle);
+}
+
+void Stream::upload(void* device, const void* host, size_t bytes) {
+    check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, _handle), "copying to the device");
+    synchronize();
+}
+
+void Stream::uploadPinned(void* device, const void* host, size_t bytes) {
+    check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, _handle), "copying to the device");
+}
+
+void Stream::downloadPinned(void* host, const void* device, size_t bytes) {
+    check(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, _handle), "copying from the device");
+}
+
+void Stream::download(void* host, const void* device, size_t bytes) {
+    downloadPinned(host, device, bytes);
+    synchronize();
+}
+
+void Stream::zero(void* device, size_t bytes) { check(cudaMemsetAsync(device, 0, bytes, _handle), "clearing device memory"); }
+
+void Stream::synchronize() { check(cudaStreamSynchronize(_handle), "waiting for the device"); }
+
+std::unique_ptr<Graph> Stream::capture(const std::function<void()>& body) {
+    const int64_t before = _launches;
+    check(cudaStreamBeginCapture(_handle, cudaStreamCaptureModeThreadLocal), "starting to record a step");
+    cudaGraph_t graph = nullptr;
+    try {
+        body();
+    } catch (...) {
+        cudaStreamEndCapture(_handle, &graph);
+        if (graph) cudaGraphDestroy(graph);
+        cudaGetLastError();
+        throw;
+    }
+    check(cudaStreamEndCapture(_handle, &graph), "recording a step");
+    cudaGraphExec_t exec = nullptr;
+    const cudaError_t status = cudaGraphInstantiate(&exec, graph, 0);
+    cudaGraphDestroy(graph);
+    check(status, "preparing a recorded step");
+    const int64_t kernels = _launches - before;
+    _launches = before;
+    return std::make_unique<Graph>(exec, kernels);
+}
+
+void Stream::replay(const Graph& graph) {
+    check(cudaGraphLaunch(graph.handle(), _handle), "replaying a step");
+    _launches += graph.kernels();
+}
+
+PinnedBuffer::PinnedBuffer(size_t bytes) : _bytes(bytes) {
+    check(cudaHostAlloc(&_data, bytes ? bytes : 1, cudaHostAllocDefault), "taking page-locked host memory");
+    std::memset(_data, 0, bytes);
+}
+
+PinnedBuffer::~PinnedBuffer() { cudaFreeHost(_data); }
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,35 @@
+// Products of packed weights with many rows, on tensor cores: prefill's kernels. Weight tiles are expanded to bf16 in
+// shared memory; nothing is expanded in device memory. F32 weights, and f16 and bf16 ones as well where x.lo is
+// given, are multiplied in split form (hi hi + hi lo + lo hi), which keeps about 16 bits of each factor.
+#pragma once
+
+#include "core/matrix.h"
+#include "kernels/matvec.h"
+#include "kernels/rows.h"
+
+namespace sharpi::cuda {
+
+enum class Store { Write, Add };
+
+// y[t, :] (+)= w x[t, :] + bias. y: [rows, w.rows] floats.
+void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store);
+
+// Rows of several experts, grouped: the pairs (token, rank) of expert e are [begin[e], begin[e + 1]).
+// All arrays are in device memory; router.h makes them.
+struct ExpertGroups {
+    const int32_t* begin = nullptr;      // [experts + 1]
+    const int32_t* pairToken = nullptr;  // [pairs]: the row of x that a pair reads
+    const int32_t* tileExpert = nullptr; // [tiles]: which expert the tile of kExpertTile pairs belongs to, -1 past the end
+    const int32_t* tileBegin = nullptr;  // [tiles]: its first pair
+    int64_t pairs = 0;
+    int64_t tiles = 0;                   // room in the tile arrays: maxExpertTiles(pairs, experts)
+};
+constexpr int kExpertTile = 128;
+inline int64_t maxExpertTiles(int64_t pairs, int64_t experts) {
+    return pairs / kExpertTile + (pairs < experts ? pairs : experts) + 1;
+}
+
+// y[p, :] = (expert of p) x[gather ? pairToken[p] : p, :] for all pairs. y: [pairs, w.first.rows] floats.
+void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, const ExpertGroups& groups, bool gather, float* y);
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,28 @@
+// Which experts a token goes to, and the sum of what they answer.
+#pragma once
+
+#include "kernels/matmul.h"
+
+namespace sharpi::cuda {
+
+// Softmax over each row of logits, the `used` best by rank (ties: the lower index), their weights (renormalized or
+// not) times weightScale: the bits of CpuBackend's routing. chosen, weight: [rows, used].
+void route(Stream& stream, const float* logits, int64_t rows, int32_t experts, int32_t used, bool renormalize, float weightScale,
+           int32_t* chosen, float* weight);
+
+// Groups the pairs of `chosen` by expert, in each expert by ascending row, and cuts the groups into tiles.
+// pairOf[t, k]: where pair (t, k) went. counts is scratch. All maxExpertTiles(rows * used, experts) tiles are written.
+struct ExpertGrouping {
+    int32_t *begin = nullptr, *pairToken = nullptr, *pairOf = nullptr, *tileExpert = nullptr, *tileBegin = nullptr;
+    int32_t* counts = nullptr;
+};
+constexpr int64_t kMaxPairSegments = 64;  // counts: [kMaxPairSegments, experts]
+size_t expertGroupingBytes(int64_t rows, int32_t used, int32_t experts);
+ExpertGrouping expertGroupingOver(void* buffer, int64_t rows, int32_t used, int32_t experts);  // 256-byte aligned
+void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts, const ExpertGrouping& to);
+
+// residual[t, :] += sum over ranks k ascending of weight[t, k] * y[pairOf[t, k], :], starting at +0, by fma.
+void combineExperts(Stream& stream, const float* y, const int32_t* pairOf, const float* weight, int64_t rows, int32_t used,
+                    int64_t cols, float* residual);
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,195 @@
+// RMS norm, SiLU and the changes of form between kernels: small work on rows of activations, bit for bit the CPU's
+// (cpu/kernels/float_ops.cpp and quantize.cpp).
+//
+// These kernels sit between the large products and cost latency, not bandwidth, at decode. So a block takes a whole
+// row: all threads fetch it into shared memory in whole words, one warp forms the sum of squares in the order that
+// is fixed for every processor (32 accumulators, one a lane, then the tree), and all threads then scale the row and
+// write it in every form that its readers want: the int8 blocks and the halves cost no launch of their own. The sum's
+// chain of fmas is the one serial part, cols / 32 long; the norm's weights are fetched while the kernel before still
+// runs. At prefill the same kernel runs once a row, several blocks on a multiprocessor, so that one block's sum hides
+// behind another's traffic.
+#include "kernels/rows.h"
+
+#include <algorithm>
+
+#include "kernels/device_rows.cuh"
+
+namespace sharpi::cuda {
+
+namespace {
+
+constexpr int kSegment = 8192;  // elements of a row that are staged at once
+constexpr int kHeld = 2;        // quads of the norm's weights that a thread fetches ahead
+constexpr int kFewRows = 32;    // up to here a block may have the multiprocessor to itself
+constexpr int kElementThreads = 256;
+
+// Continues the lane's accumulator over `count` staged elements that begin at a multiple of 32 of the row. The next
+// values are on their way while the fmas, each of which waits for the one before, work through the last.
+__device__ __forceinline__ float addSquares(const float* staged, int count, float accumulator) {
+    constexpr int kDeep = 8;
+    constexpr int kGroup = kDeep * kContractAccumulators;
+    const int lane = threadIdx.x & 31;
+    const int groups = count / kGroup;
+    float ahead[kDeep];
+    if (groups > 0) {
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) ahead[i] = staged[i * kContractAccumulators + lane];
+    }
+    for (int group = 0; group < groups; ++group) {
+        const float* following = staged + min(group + 1, groups - 1) * kGroup + lane;
+        float now[kDeep];
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) {
+            now[i] = ahead[i];
+            ahead[i] = following[i * kContractAccumulators];
+        }
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) accumulator = fmaf(now[i], now[i], accumulator);
+    }
+    for (int i = groups * kGroup + lane; i < count; i += kContractAccumulators) {
+        accumulator = fmaf(staged[i], staged[i], accumulator);
+    }
+    return accumulator;
+}
+
+// Fetches `count` elements to shared memory, all of a thread's before it waits for the first.
+__device__ __forceinline__ void stage(float4* staged, const float* from, int count, bool whole) {
+    constexpr int kDeep = 4;
+    const int quads = (count + 3) / 4, threads = blockDim.x;
+    for (int first = threadIdx.x; first < quads; first += kDeep * threads) {
+        float4 fetched[kDeep];
+#pragma unroll
+        for (int j = 0; j < kDeep; ++j) {
+            const int q = first + j * threads;
+            if (q < quads) fetched[j] = loadQuad(from + q * 4, whole, count - q * 4);
+        }
+#pragma unroll
+        for (int j = 0; j < kDeep; ++j) {
+            const int q = first + j * threads;
+            if (q < quads) staged[q] = fetched[j];
+        }
+    }
+}
+
+// whole: cols is a multiple of 4 and all float pointers are 16-byte aligned.
+__global__ void __launch_bounds__(512, 2) rmsNormKernel(const float* x, const int32_t* rowIndex, const float* weight, float eps,
+                                                     int64_t cols, bool whole, RowOutputs out) {
+    extern __shared__ float4 stagedQuads[];
+    __shared__ float sharedInverse;
+    allowNext();
+    float* staged = reinterpret_cast<float*>(stagedQuads);
+    const int64_t quads = (cols + 3) / 4;
+    float4 held[kHeld];
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+        const int64_t q = threadIdx.x + int64_t{j} * blockDim.x;
+        held[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (q < quads) held[j] = loadQuad(weight + q * 4, whole, cols - q * 4);
+    }
+    waitForPrevious();
+
+    const int64_t row = blockIdx.x;
+    const float* in = x + (rowIndex ? int64_t{rowIndex[row]} : row) * cols;
+    float accumulator = 0.0f;
+    for (int64_t begin = 0; begin < cols; begin += kSegment) {
+        const int count = static_cast<int>(min(int64_t{kSegment}, cols - begin));
+        if (begin > 0) __syncthreads();
+        stage(stagedQuads, in + begin, count, whole);
+        __syncthreads();
+        if (threadIdx.x < 32) accumulator = addSquares(staged, count, accumulator);
+    }
+    if (threadIdx.x < 32) {
+        const float mean = __fdiv_rn(contractTree(accumulator), static_cast<float>(cols));
+        if (threadIdx.x == 0) sharedInverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
+    }
+    __syncthreads();
+
+    const float inverse = sharedInverse;
+    const bool isStaged = cols <= kSegment;
+    const auto finish = [&](int64_t q, float4 w) {
+        const bool valid = q < quads;
+        const int64_t column = q * 4, left = cols - column;
+        float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (valid) y = isStaged ? stagedQuads[q] : loadQuad(in + column, whole, left);
+        y.x = __fmul_rn(__fmul_rn(y.x, inverse), w.x);
+        y.y = __fmul_rn(__fmul_rn(y.y, inverse), w.y);
+        y.z = __fmul_rn(__fmul_rn(y.z, inverse), w.z);
+        y.w = __fmul_rn(__fmul_rn(y.w, inverse), w.w);
+        if (out.floats && valid) storeQuad(out.floats + row * cols + column, y, whole, left);
+        storeForms(out, row, cols, column, y, valid);
+    };
+    // Whole warps stay together for the forms: a lane past the end has work as long as its warp's first has.
+    const int64_t warpFirst = threadIdx.x & ~31u;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+        const int64_t ahead = int64_t{j} * blockDim.x;
+        if (warpFirst + ahead < quads) finish(threadIdx.x + ahead, held[j]);
+    }
+    for (int64_t ahead = int64_t{kHeld} * blockDim.x; warpFirst + ahead < quads; ahead += blockDim.x) {
+        const int64_t q = threadIdx.x + ahead;
+        float4 w = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (q < quads) w = loadQuad(weight + q * 4, whole, cols - q * 4);
+        finish(q, w);
+    }
+}
+
+// Row blockIdx.x, quads blockIdx.y * kElementThreads and on. Without `up`, gate is only changed in form.
+__global__ void __launch_bounds__(kElementThreads) elementsKernel(const float* gate, const float* up, int64_t cols, bool whole,
+                                                                  RowOutputs out) {
+    allowNext();
+    waitForPrevious();
+    const int64_t row = blockIdx.x;
+    const int64_t column = (int64_t{blockIdx.y} * kElementThreads + threadIdx.x) * 4;
+    const int64_t left = cols - column, at = row * cols + column;
+    const bool valid = left > 0;
+    float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (valid) y = loadQuad(gate + at, whole, left);
+    if (up) {
+        float4 u = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (valid) u = loadQuad(up + at, whole, left);
+        y = make_float4(siluTimes(y.x, u.x), siluTimes(y.y, u.y), siluTimes(y.z, u.z), siluTimes(y.w, u.w));
+        if (out.floats && valid) storeQuad(out.floats + at, y, whole, left);
+    }
+    storeForms(out, row, cols, column, y, valid);
+}
+
+bool isAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+void requireBlocks(int64_t cols, const RowOutputs& out) {
+    if ((out.quantized.q || out.half.hi) && cols % kContractBlock != 0) {
+        throw Error(ErrorKind::Internal, "rows of " + std::to_string(cols) + " elements have no whole blocks of 32");
+    }
+}
+
+void launchElements(Stream& stream, const float* gate, const float* up, int64_t rows, int64_t cols, const RowOutputs& out) {
+    if (rows == 0 || cols == 0) return;
+    requireBlocks(cols, out);
+    const bool whole = cols % 4 == 0 && isAligned(gate) && isAligned(up) && isAligned(out.floats);
+    const int64_t pieces = (cols + 4 * kElementThreads - 1) / (4 * kElementThreads);
+    const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(pieces));
+    launch(stream, elementsKernel, grid, dim3(kElementThreads), 0, gate, up, cols, whole, out);
+}
+
+}  // namespace
+
+void rmsNorm(Stream& stream, const float* x, const int32_t* rowIndex, const float* weight, float eps, int64_t rows, int64_t cols,
+             const RowOutputs& out) {
+    if (rows == 0 || cols == 0) return;
+    requireBlocks(cols, out);
+    const bool whole = cols % 4 == 0 && isAligned(x) && isAligned(weight) && isAligned(out.floats);
+    const int64_t quads = (cols + 3) / 4;
+    const int64_t warps = std::min<int64_t>((quads + 31) / 32, rows <= kFewRows ? 16 : 8);
+    const size_t shared = static_cast<size_t>(std::min<int64_t>(quads, kSegment / 4)) * sizeof(float4);
+    launch(stream, rmsNormKernel, dim3(static_cast<unsigned>(rows)), dim3(static_cast<unsigned>(warps * 32)), shared, x, rowIndex,
+           weight, eps, cols, whole, out);
+}
+
+void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, const RowOutputs& out) {
+    launchElements(stream, x, nullptr, rows, cols, out);
+}
+
+void siluMul(Stream& stream, const float* gate, const float* up, int64_t rows, int64_t cols, const RowOutputs& out) {
+    launchElements(stream, gate, up, rows, cols, out);
+}
+
+}  // namespace sharpi::cuda

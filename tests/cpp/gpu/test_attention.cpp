@@ -1,0 +1,368 @@
+// The GPU's attention: decode bit for bit against the CPU's kernel, prefill against sums in double precision.
+// Whatever a query may not see, and all memory that no query sees, is NaN.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "core/half.h"
+#include "cpu/kernels.h"
+#include "gpu_test.h"
+#include "kernels/attention.h"
+
+namespace sharpi::cuda {
+namespace {
+
+constexpr int32_t kPageTokens = 64;
+
+struct Shape {
+    KvType type;
+    int32_t heads, kvHeads, headDim;
+};
+
+struct Row {
+    int32_t sequence, position;
+};
+
+std::string nameOf(const Shape& s) {
+    return "type " + std::to_string(static_cast<int>(s.type)) + ", heads " + std::to_string(s.heads) + "/" + std::to_string(s.kvHeads) +
+           ", dim " + std::to_string(s.headDim);
+}
+
+// Sequences of given lengths in shuffled pages, on the host and on the device.
+class Cache {
+public:
+    Cache(const Shape& shape, const std::vector<int32_t>& lengths, int64_t pagesPerTable, unsigned seed)
+        : _shape(shape), _pagesPerTable(pagesPerTable) {
+        std::mt19937 random(seed);
+        std::normal_distribution<float> normal;
+        const size_t pages = lengths.size() * static_cast<size_t>(pagesPerTable) + 3;
+        _tables.resize(pages);
+        std::iota(_tables.begin(), _tables.end(), 0);
+        std::shuffle(_tables.begin(), _tables.end(), random);
+        _tables.resize(pages - 3);
+        _k.assign(pages * shape.kvHeads * kPageTokens * shape.headDim * kvElementBytes(shape.type), 0xff);
+        _v = _k;
+        std::vector<float> head(shape.headDim);
+        for (size_t s = 0; s < lengths.size(); s++)
+            for (int32_t t = 0; t < lengths[s]; t++)
+                for (int32_t h = 0; h < shape.kvHeads; h++)
+                    for (std::vector<uint8_t>* to : {&_k, &_v}) {
+                        for (float& x : head) x = normal(random);
+                        cpu::kernels().storeKv(head.data(), shape.headDim, shape.type, to->data() + offset(static_cast<int32_t>(s), t, h));
+                    }
+        deviceK = std::make_unique<DeviceArray<uint8_t>>(_k);
+        deviceV = std::make_unique<DeviceArray<uint8_t>>(_v);
+        deviceTables = std::make_unique<DeviceArray<int32_t>>(_tables);
+    }
+
+    KvPages pages(uint8_t* k, uint8_t* v) const { return {_shape.type, _shape.kvHeads, _shape.headDim, kPageTokens, k, v}; }
+    KvPages onDevice() const { return pages(deviceK->get(), deviceV->get()); }
+    const int32_t* table(int32_t sequence) const { return _tables.data() + sequence * _pagesPerTable; }
+    int64_t pagesPerTable() const { return _pagesPerTable; }
+
+    // The CPU kernel's result for each row by itself.
+    std::vector<float> attendOnCpu(const std::vector<float>& q, const std::vector<Row>& rows, float scale) {
+        const int64_t width = int64_t{_shape.heads} * _shape.headDim;
+        std::vector<float> out(q.size());
+        const size_t bytes = cpu::attentionScratchBytes(_shape.heads, _shape.kvHeads, _shape.headDim, kPageTokens);
+        std::vector<float> scratch(bytes / 4 + 32);
+        void* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+        for (size_t i = 0; i < rows.size(); i++) {
+            cpu::AttentionArgs args;
+            args.q = q.data() + i * width;
+            args.out = out.data() + i * width;
+            args.rowStride = width;
+            args.positions = &rows[i].position;
+            args.heads = _shape.heads;
+            args.scale = scale;
+            args.pages = pages(_k.data(), _v.data());
+            args.pageTable = table(rows[i].sequence);
+            for (int32_t h = 0; h < _shape.kvHeads; h++) cpu::kernels().attention(args, h, 0, 1, aligned);
+        }
+        return out;
+    }
+
+    // One head of one row in double precision.
+    std::vector<double> attendExactly(const double* q, const Row& row, int32_t head, double scale) const {
+        const int32_t kvHead = head / (_shape.heads / _shape.kvHeads);
+        std::vector<double> weights, out(_shape.headDim, 0.0);
+        double top = -1e300, sum = 0;
+        for (int32_t t = 0; t <= row.position; t++) {
+            const uint8_t* key = _k.data() + offset(row.sequence, t, kvHead);
+            double dot = 0;
+            for (int32_t d = 0; d < _shape.headDim; d++) dot += q[d] * element(key, d);
+            weights.push_back(dot * scale);
+            top = std::max(top, weights.back());
+        }
+        for (double& w : weights) sum += w = std::exp(w - top);
+        for (int32_t t = 0; t <= row.position; t++) {
+            const uint8_t* value = _v.data() + offset(row.sequence, t, kvHead);
+            for (int32_t d = 0; d < _shape.headDim; d++) out[d] += weights[t] / sum * element(value, d);
+        }
+        return out;
+    }
+
+    std::unique_ptr<DeviceArray<uint8_t>> deviceK, deviceV;
+    std::unique_ptr<DeviceArray<int32_t>> deviceTables;
+
+private:
+    size_t offset(int32_t sequence, int32_t token, int32_t head) const {
+        const size_t page = static_cast<size_t>(table(sequence)[token / kPageTokens]);
+        return ((page * _shape.kvHeads + head) * kPageTokens + token % kPageTokens) * _shape.headDim * kvElementBytes(_shape.type);
+    }
+    float element(const uint8_t* from, int32_t d) const {
+        if (_shape.type == KvType::F32) return reinterpret_cast<const float*>(from)[d];
+        const uint16_t half = reinterpret_cast<const uint16_t*>(from)[d];
+        return _shape.type == KvType::BF16 ? floatFromBf16(half) : floatFromF16(half);
+    }
+
+    Shape _shape;
+    int64_t _pagesPerTable;
+    std::vector<int32_t> _tables;
+    std::vector<uint8_t> _k, _v;
+};
+
+// The rows of a batch on the device.
+struct DeviceRows {
+    DeviceArray<int32_t> positions, sequences;
+    BatchRows batch;
+
+    static std::vector<int32_t> positionsOf(const std::vector<Row>& rows) {
+        std::vector<int32_t> out;
+        for (const Row& row : rows) out.push_back(row.position);
+        return out;
+    }
+    static std::vector<int32_t> sequencesOf(const std::vector<Row>& rows) {
+        std::vector<int32_t> out;
+        for (const Row& row : rows) out.push_back(row.sequence);
+        return out;
+    }
+    DeviceRows(const std::vector<Row>& rows, const Cache& cache) : positions(positionsOf(rows)), sequences(sequencesOf(rows)) {
+        batch = {static_cast<int64_t>(rows.size()), positions.get(), sequences.get(), cache.deviceTables->get(), cache.pagesPerTable()};
+    }
+};
+
+float scaleOf(const Shape& shape) { return 1.0f / std::sqrt(static_cast<float>(shape.headDim)); }
+
+class Decode : public GpuTest {
+protected:
+    void compare(const Shape& shape, const std::vector<Row>& rows, int64_t pagesPerTable, float queryScale = 1.0f) {
+        std::vector<int32_t> lengths;
+        for (const Row& row : rows) {
+            if (row.sequence >= static_cast<int32_t>(lengths.size())) lengths.resize(row.sequence + 1, 0);
+            lengths[row.sequence] = std::max(lengths[row.sequence], row.position + 1);
+        }
+        Cache cache(shape, lengths, pagesPerTable, 11);
+        const size_t width = static_cast<size_t>(shape.heads) * shape.headDim;
+        const std::vector<float> q = randomFloats(rows.size() * width, queryScale);
+        const DeviceArray<float> deviceQ(q);
+        const DeviceRows on(rows, cache);
+        const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
+        const DeviceArray<uint8_t> scratch(decodeAttentionBytes(on.batch.rows, heads, pagesPerTable * kPageTokens, kPageTokens));
+        const DeviceArray<float> out(q.size());
+        RowOutputs outputs;
+        outputs.floats = out.get();
+        attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(), outputs);
+        EXPECT_TRUE(sameBits(cache.attendOnCpu(q, rows, scaleOf(shape)), out.read())) << nameOf(shape);
+    }
+};
+
+const std::vector<Shape> kShapes = {
+    {KvType::BF16, 8, 2, 128},  {KvType::F16, 8, 2, 128},  {KvType::F32, 8, 2, 128},  {KvType::BF16, 3, 3, 64},   {KvType::F32, 2, 2, 8},
+    {KvType::BF16, 4, 2, 16},   {KvType::F16, 6, 2, 80},   {KvType::F32, 5, 1, 96},   {KvType::BF16, 16, 1, 128}, {KvType::F32, 7, 1, 256},
+    {KvType::BF16, 16, 2, 256}, {KvType::F16, 12, 4, 256}, {KvType::BF16, 10, 2, 72}, {KvType::F32, 16, 1, 32},   {KvType::F16, 2, 1, 8},
+};
+
+// Positions around every border of a page and of the 64 keys' two halves.
+TEST_F(Decode, HasTheBitsOfTheCpu) {
+    for (const Shape& shape : kShapes) {
+        for (const int32_t position : {0, 1, 30, 31, 32, 62, 63, 64, 65, 127, 128, 300}) compare(shape, {{0, position}}, 8);
+    }
+}
+
+TEST_F(Decode, TakesRowsOfSeveralSequences) {
+    for (const Shape& shape : kShapes) {
+        compare(shape, {{1, 63}, {0, 0}, {2, 200}, {3, 64}, {1, 5}, {2, 201}, {2, 202}, {0, 100}}, 5);
+        compare(shape, {{0, 90}, {1, 130}, {2, 12}}, 3);
+    }
+}
+
+// More pages than lanes, and more than a whole number of 32.
+TEST_F(Decode, JoinsManyPages) {
+    compare({KvType::BF16, 8, 2, 128}, {{0, 32 * 64 - 1}, {1, 32 * 64}, {2, 71 * 64 + 7}}, 80);
+    compare({KvType::F32, 2, 1, 64}, {{0, 4000}}, 64);
+}
+
+// Scores of some hundreds: whole pages come to weigh nothing, before and after the largest.
+TEST_F(Decode, CarriesTheMaximumOverPages) {
+    compare({KvType::F32, 4, 1, 64}, {{0, 700}, {1, 64}}, 16, 60.0f);
+    compare({KvType::BF16, 4, 4, 128}, {{0, 3000}}, 64, 60.0f);
+}
+
+// A captured call serves other lengths, pages and sequences.
+TEST_F(Decode, ReplaysWithOtherPositions) {
+    const Shape shape = {KvType::BF16, 8, 2, 128};
+    Cache cache(shape, {600, 300}, 10, 5);
+    const std::vector<std::vector<Row>> steps = {{{0, 0}, {1, 63}}, {{0, 599}, {1, 64}}, {{1, 299}, {0, 128}}};
+    const std::vector<float> q = randomFloats(2 * 8 * 128);
+    const DeviceArray<float> deviceQ(q), out(q.size());
+    const DeviceRows on(steps[0], cache);
+    const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
+    const DeviceArray<uint8_t> scratch(decodeAttentionBytes(2, heads, 640, kPageTokens));
+    RowOutputs outputs;
+    outputs.floats = out.get();
+    const auto call = [&] {
+        attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(), outputs);
+    };
+    call();
+    const auto graph = stream().capture(call);
+    for (const std::vector<Row>& rows : steps) {
+        stream().upload(on.positions.get(), DeviceRows::positionsOf(rows).data(), 8);
+        stream().upload(on.sequences.get(), DeviceRows::sequencesOf(rows).data(), 8);
+        stream().replay(*graph);
+        EXPECT_TRUE(sameBits(cache.attendOnCpu(q, rows, scaleOf(shape)), out.read()));
+    }
+}
+
+TEST_F(Decode, QuantizesAsTheContractSays) {
+    const Shape shape = {KvType::BF16, 6, 2, 96};
+    const std::vector<Row> rows = {{0, 70}, {1, 3}, {0, 71}};
+    Cache cache(shape, {72, 4}, 2, 5);
+    const int64_t cols = 6 * 96, blocks = cols / 32;
+    const std::vector<float> q = randomFloats(rows.size() * cols);
+    const DeviceArray<float> deviceQ(q);
+    const DeviceRows on(rows, cache);
+    const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
+    const DeviceArray<uint8_t> scratch(decodeAttentionBytes(3, heads, 128, kPageTokens));
+    const DeviceArray<int8_t> codes(3 * cols);
+    const DeviceArray<float> scales(3 * blocks);
+    const DeviceArray<int32_t> sums(3 * blocks);
+    RowOutputs outputs;
+    outputs.quantized = {codes.get(), scales.get(), sums.get()};
+    attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(), outputs);
+
+    const std::vector<float> expected = cache.attendOnCpu(q, rows, scaleOf(shape));
+    const std::vector<int8_t> gotCodes = codes.read();
+    const std::vector<float> gotScales = scales.read();
+    const std::vector<int32_t> gotSums = sums.read();
+    for (size_t t = 0; t < rows.size(); t++) {
+        std::vector<int8_t> rowCodes(cols + 256);
+        std::vector<float> rowScales(blocks + 8);
+        std::vector<int16_t> rowSums(2 * blocks + 16);
+        cpu::kernels().quantizeRow(expected.data() + t * cols, cols, rowCodes.data(), rowScales.data(), rowSums.data());
+        for (int64_t i = 0; i < cols; i++) {
+            const int64_t at = (t * 2 + i % 32 / 16) * blocks * 16 + i / 32 * 16 + i % 16;
+            ASSERT_EQ(gotCodes[at], rowCodes[i]) << "row " << t << ", element " << i;
+        }
+        for (int64_t b = 0; b < blocks; b++) {
+            ASSERT_EQ(gotScales[t * blocks + b], rowScales[b]);
+            const auto packed = static_cast<uint32_t>(gotSums[t * blocks + b]);
+            ASSERT_EQ(static_cast<int16_t>(packed & 0xffff), rowSums[2 * b]);
+            ASSERT_EQ(static_cast<int16_t>(packed >> 16), rowSums[2 * b + 1]);
+        }
+    }
+}
+
+// A sequence's chunk in a prefill: rows of the positions [begin, end).
+struct Chunk {
+    int32_t sequence, begin, end;
+};
+
+class Prefill : public GpuTest {
+protected:
+    uint16_t toHalf(float x) { return stream().device().major >= 8 ? bf16FromFloat(x) : f16FromFloat(x); }
+    float fromHalf(uint16_t x) { return stream().device().major >= 8 ? floatFromBf16(x) : floatFromF16(x); }
+
+    // tolerance: of the distance's norm, relative, for each row.
+    void compare(const Shape& shape, const std::vector<Chunk>& chunks, bool split, double tolerance) {
+        std::vector<int32_t> lengths(chunks.size()), begin, end;
+        std::vector<Row> rows;
+        for (const Chunk& chunk : chunks) {
+            lengths[chunk.sequence] = chunk.end;
+            for (int32_t p = chunk.begin; p < chunk.end; p += kQueryTile) {
+                begin.push_back(static_cast<int32_t>(rows.size()));
+                for (int32_t i = p; i < std::min(chunk.end, p + kQueryTile); i++) rows.push_back({chunk.sequence, i});
+                end.push_back(static_cast<int32_t>(rows.size()));
+            }
+        }
+        Cache cache(shape, lengths, *std::max_element(lengths.begin(), lengths.end()) / kPageTokens + 2, 23);
+        const size_t width = static_cast<size_t>(shape.heads) * shape.headDim;
+        std::vector<uint16_t> hi, lo;
+        std::vector<double> exact;
+        for (const float x : randomFloats(rows.size() * width)) {
+            hi.push_back(toHalf(x));
+            lo.push_back(toHalf(x - fromHalf(hi.back())));
+            exact.push_back(split ? x : fromHalf(hi.back()));
+        }
+        const DeviceArray<uint16_t> deviceHi(hi), deviceLo(lo), outHi(hi.size()), outLo(lo.size());
+        const DeviceArray<int32_t> tileBegin(begin), tileEnd(end);
+        const DeviceArray<float> out(hi.size());
+        const DeviceRows on(rows, cache);
+        RowOutputs outputs;
+        outputs.floats = out.get();
+        outputs.half = {outHi.get(), outLo.get()};
+        attentionPrefill(stream(), {deviceHi.get(), split ? deviceLo.get() : nullptr}, {shape.heads, shape.kvHeads, shape.headDim},
+                         scaleOf(shape), on.batch, {tileBegin.get(), tileEnd.get(), static_cast<int64_t>(begin.size())}, cache.onDevice(),
+                         outputs);
+        const std::vector<float> got = out.read();
+        check(cache, shape, rows, exact, got, tolerance);
+        const std::vector<uint16_t> gotHi = outHi.read(), gotLo = outLo.read();
+        for (size_t i = 0; i < got.size(); i++) {
+            ASSERT_EQ(gotHi[i], toHalf(got[i])) << i;
+            ASSERT_EQ(gotLo[i], toHalf(got[i] - fromHalf(gotHi[i]))) << i;
+        }
+    }
+
+    void check(const Cache& cache, const Shape& shape, const std::vector<Row>& rows, const std::vector<double>& q,
+               const std::vector<float>& got, double tolerance) {
+        double worst = 0;
+        for (size_t t = 0; t < rows.size(); t++) {
+            double distance = 0, norm = 0;
+            for (int32_t h = 0; h < shape.heads; h++) {
+                const size_t at = (t * shape.heads + h) * shape.headDim;
+                const std::vector<double> expected = cache.attendExactly(q.data() + at, rows[t], h, scaleOf(shape));
+                for (int32_t d = 0; d < shape.headDim; d++) {
+                    distance += (got[at + d] - expected[d]) * (got[at + d] - expected[d]);
+                    norm += expected[d] * expected[d];
+                }
+            }
+            const double relative = std::sqrt(distance / norm);
+            ASSERT_LT(relative, tolerance) << nameOf(shape) << ", position " << rows[t].position;
+            worst = std::max(worst, relative);
+        }
+        RecordProperty("worst", std::to_string(worst));
+    }
+};
+
+// Queries, keys and values are exact and products are summed in float; what is rounded are the weights, to the 8
+// bits of bf16: each by at most 2^-9, in random directions, against a sum of values that partly cancel.
+constexpr double kBf16 = 5e-3;
+// Factors keep 16 bits and products of two low parts are left out, both 2^-17 or so; scores of about one.
+constexpr double kSplit = 4e-5;
+
+const std::vector<Chunk> kChunks = {{0, 0, 150}, {1, 100, 101}, {2, 63, 129}, {3, 130, 230}, {4, 0, 1}};
+
+TEST_F(Prefill, Bf16IsNearTheExactResult) {
+    for (const Shape& shape : std::vector<Shape>{
+             {KvType::BF16, 4, 2, 128}, {KvType::BF16, 2, 1, 64}, {KvType::BF16, 3, 3, 8}, {KvType::BF16, 4, 1, 16}, {KvType::BF16, 2, 2, 80},
+             {KvType::BF16, 2, 1, 256}, {KvType::BF16, 2, 2, 32}, {KvType::BF16, 1, 1, 192}})
+        compare(shape, kChunks, false, kBf16);
+}
+
+TEST_F(Prefill, SplitFormKeepsSixteenBits) {
+    for (const KvType type : {KvType::F32, KvType::F16, KvType::BF16})
+        for (const int32_t headDim : {8, 16, 32, 64, 72, 128, 256}) compare({type, 4, 2, headDim}, kChunks, true, kSplit);
+}
+
+// A chunk after many cached pages, and tiles of other heights than the kernels'.
+TEST_F(Prefill, ContinuesALongSequence) {
+    compare({KvType::BF16, 2, 1, 128}, {{0, 1000, 1100}}, false, kBf16);
+    compare({KvType::F32, 2, 1, 64}, {{0, 1017, 1040}}, true, kSplit);
+}
+
+}  // namespace
+}  // namespace sharpi::cuda

@@ -1,0 +1,235 @@
+// The whole engine on the GPU against the CPU's: steps of few rows give the same bits, replayed or launched, whatever
+// shares a batch; prefill on tensor cores stays as near as its bf16 products allow; and memory comes back.
+#include <cmath>
+#include <numeric>
+
+#include "engine/cpu_backend.h"
+#include "engine/cuda_backend.h"
+#include "engine/engine.h"
+#include "gpu_test.h"
+#include "tiny_model.h"
+
+namespace sharpi::cuda {
+namespace {
+
+class CudaEngine : public GpuTest {
+protected:
+    std::vector<int32_t> tokens(int64_t count, int64_t vocab) {
+        std::vector<int32_t> made(count);
+        for (int32_t& token : made) token = static_cast<int32_t>(random()() % vocab);
+        return made;
+    }
+    static EngineOptions options(bool cuda, KvType kv = KvType::BF16) {
+        EngineOptions o;
+        o.context = 300;
+        o.batch = 128;
+        o.threads = 2;
+        o.kvType = kv;
+        o.cuda = cuda;
+        return o;
+    }
+    static std::shared_ptr<Engine> load(const tiny::Model& model, const EngineOptions& o) {
+        return std::make_shared<Engine>(model.spec(), model.weights(), o);
+    }
+    static std::vector<float> logits(Session& session, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {
+        std::vector<float> values(text.size() * session.vocabSize(), NAN);
+        session.evaluate(text, values.data(), chunks, nullptr);
+        return values;
+    }
+    static double distance(const std::vector<float>& a, const std::vector<float>& b) {
+        double difference = 0, norm = 0;
+        for (size_t i = 0; i < a.size(); ++i) {
+            difference += (double(a[i]) - b[i]) * (double(a[i]) - b[i]);
+            norm += double(b[i]) * b[i];
+        }
+        return std::sqrt(difference / norm);
+    }
+};
+
+TEST_F(CudaEngine, StepsOfFewRowsHaveTheCpusBits) {
+    for (const tiny::Options& tiny : tiny::variants()) {
+        SCOPED_TRACE(tiny::describe(tiny));
+        const tiny::Model model(tiny);
+        const auto text = tokens(140, tiny.vocab);
+        Session cpu(load(model, options(false)));
+        const auto expected = logits(cpu, text, {});
+        Session gpu(load(model, options(true)));
+        EXPECT_TRUE(sameBits(expected, logits(gpu, text, std::vector<int64_t>(140, 1)))) << "token by token";
+        gpu.reset();
+        std::vector<int64_t> chunks;
+        for (int i = 0; i < 140; ++i) chunks.push_back(1 + random()() % kMaxMatvecRows);
+        EXPECT_TRUE(sameBits(expected, logits(gpu, text, chunks))) << "a few at a time";
+    }
+}
+
+TEST_F(CudaEngine, EveryCacheTypeHasTheCpusBits) {
+    for (const KvType kv : {KvType::F32, KvType::F16, KvType::BF16}) {
+        const tiny::Model model{tiny::Options()};
+        const auto text = tokens(100, 77);
+        Session cpu(load(model, options(false, kv))), gpu(load(model, options(true, kv)));
+        EXPECT_TRUE(sameBits(logits(cpu, text, {}), logits(gpu, text, std::vector<int64_t>(100, 1))));
+    }
+}
+
+// Against the same weights as float32 on the CPU. Rounding both factors of every product to bf16 costs 2^-9 of each,
+// 0.3 % of a product, and some multiples of it after a few layers (with experts also a choice now and then); where all is
+// split into two halves, about 2^-16.
+TEST_F(CudaEngine, PrefillIsNear) {
+    for (const tiny::Options& tiny : tiny::variants()) {
+        const tiny::Model model(tiny), exact = model.asFloats();
+        const auto text = tokens(250, tiny.vocab);
+        Session reference(load(exact, options(false, KvType::F32)));
+        const auto expected = logits(reference, text, {});
+        for (const bool floats : {false, true}) {
+            SCOPED_TRACE(tiny::describe(tiny) + (floats ? " as floats" : ""));
+            Session gpu(load(floats ? exact : model, options(true, floats ? KvType::F32 : KvType::BF16)));
+            Session steps(load(floats ? exact : model, options(true, floats ? KvType::F32 : KvType::BF16)));
+            const double off = distance(logits(gpu, text, {}), expected);
+            const double offSteps = distance(logits(steps, text, std::vector<int64_t>(250, 1)), expected);
+            std::printf("%-40s %s: prefill is off by %.1e, steps by %.1e\n", tiny::describe(tiny).c_str(), floats ? "F32" : "as is", off, offSteps);
+            const bool routed = tiny.experts || tiny.architecture == "qwen3moe" || tiny.architecture == "olmoe";
+            EXPECT_LT(off, floats ? 1e-4 : routed ? 0.1 : 0.02);
+            EXPECT_GT(off, 0.0) << "not the tensor cores' path";
+        }
+    }
+}
+
+TEST_F(CudaEngine, ReplayedStepsAreTheLaunchedOnes) {
+    for (const tiny::Options& tiny : tiny::variants()) {
+        SCOPED_TRACE(tiny::describe(tiny));
+        const tiny::Model model(tiny);
+        const auto engine = load(model, options(true));
+        const auto prompt = tokens(20, tiny.vocab);
+        std::vector<std::vector<int32_t>> texts;
+        std::vector<std::vector<float>> all;
+        for (const bool replay : {true, false}) {
+            engine->backend().setReplays(replay);
+            Session session(engine);
+            SamplingParams greedy;
+            greedy.temperature = 0;
+            session.start(prompt, greedy, nullptr);
+            texts.emplace_back();
+            for (int i = 0; i < 256; ++i) texts.back().push_back(*session.next());
+            EXPECT_GT(engine->backend().kernelsPerStep(), 0);
+            session.reset();
+            all.push_back(logits(session, texts.front(), std::vector<int64_t>(256, 1)));
+        }
+        EXPECT_EQ(texts[0], texts[1]);
+        EXPECT_TRUE(sameBits(all[0], all[1]));
+    }
+}
+
+TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
+    for (const tiny::Options& tiny : tiny::variants()) {
+        SCOPED_TRACE(tiny::describe(tiny));
+        const tiny::Model model(tiny);
+        const ModelSpec spec = model.spec();
+        const auto files = model.weights();
+        const StepLimits limits = stepLimits(spec, files->tensors(), 16, 300, KvType::BF16);
+        CudaBackend backend(0);
+        LoadTrace trace(backend.allocator(), false);
+        const ModelWeights weights(spec, *files, backend.placer(), 300, trace);
+        KvCache kv(backend.allocator(), kvShapes(spec), KvType::BF16, 4 * 300);
+        backend.takeScratch(limits);
+        ForwardPass forward(spec, weights, backend, kv, limits);
+
+        constexpr int kTexts = 4, kLength = 70;
+        std::vector<std::vector<int32_t>> texts;
+        std::vector<std::vector<float>> alone;
+        std::vector<int32_t> handles;
+        Session cpu(load(model, options(false)));
+        for (int s = 0; s < kTexts; ++s) {
+            texts.push_back(tokens(kLength, tiny.vocab));
+            cpu.reset();
+            alone.push_back(logits(cpu, texts.back(), {}));
+            handles.push_back(kv.createSequence());
+        }
+        std::vector<size_t> done(kTexts, 0);
+        for (size_t left = kTexts * kLength; left > 0;) {
+            Batch batch;
+            std::vector<std::pair<size_t, size_t>> rows;
+            for (int s = 0; s < kTexts; ++s) {
+                const size_t count = std::min<size_t>(random()() % 3, kLength - done[s]);
+                if (count == 0) continue;
+                kv.extend(handles[s], static_cast<int64_t>(count));
+                for (size_t i = 0; i < count; ++i, ++done[s], --left) {
+                    batch.add(texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], true);
+                    rows.emplace_back(s, done[s]);
+                }
+            }
+            std::vector<float> got(rows.size() * tiny.vocab, NAN);
+            forward.run(batch, got.data());
+            for (size_t i = 0; i < rows.size(); ++i) {
+                const auto [s, at] = rows[i];
+                ASSERT_EQ(std::memcmp(&got[i * tiny.vocab], &alone[s][at * tiny.vocab], tiny.vocab * sizeof(float)), 0)
+                    << "sequence " << s << " at " << at << " in a batch of " << rows.size();
+            }
+        }
+    }
+}
+
+TEST_F(CudaEngine, ChoosesTheTokensThatTheCpuChooses) {
+    tiny::Options tiny;
+    tiny.vocab = 5000;
+    const tiny::Model model(tiny);
+    const auto prompt = tokens(6, tiny.vocab);  // few: the same bits on both
+    SamplingParams params;
+    params.seed = 5;
+    params.repetitionPenalty = 1.1f;
+    params.logitBias = {{3, 2.0f}, {4999, -1.0f}};
+    for (const float temperature : {0.0f, 0.7f, 1.3f}) {
+        for (const int topK : {0, 1, 40, 3000}) {
+            params.temperature = temperature;
+            params.topK = topK;
+            std::vector<std::vector<int32_t>> texts;
+            for (const bool cuda : {false, true}) {
+                Session session(load(model, options(cuda)));
+                session.start(prompt, params, nullptr);
+                texts.emplace_back();
+                for (int i = 0; i < 60; ++i) texts.back().push_back(*session.next());
+            }
+            EXPECT_EQ(texts[0], texts[1]) << "temperature " << temperature << ", top-k " << topK;
+        }
+    }
+}
+
+TEST_F(CudaEngine, ClosingGivesTheMemoryBack) {
+    const tiny::Model model{tiny::Options()};
+    const auto prompt = tokens(20, 77);
+    const auto round = [&] {
+        Session session(load(model, options(true)));
+        session.start(prompt, SamplingParams(), nullptr);
+        for (int i = 0; i < 3; ++i) session.next();
+    };
+    round();  // kernels stay loaded
+    const size_t before = findDevice().freeBytes;
+    for (int i = 0; i < 100; ++i) round();
+    EXPECT_EQ(findDevice().freeBytes, before);
+}
+
+TEST_F(CudaEngine, ABudgetThatIsTooSmallIsSaid) {
+    tiny::Options tiny;
+    tiny.context = 8000;
+    const tiny::Model model(tiny);
+    EngineOptions o = options(true);
+    o.context = 8000;
+    o.vram = size_t{2} << 20;
+    const size_t before = findDevice().freeBytes;
+    try {
+        load(model, o);
+        FAIL() << "it fits";
+    } catch (const Error& e) {
+        EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory);
+        EXPECT_NE(std::string(e.what()).find("budget"), std::string::npos) << e.what();
+    }
+    EXPECT_EQ(findDevice().freeBytes, before);
+}
+
+TEST_F(CudaEngine, WorkingMemoryNeverGrows) {
+    const tiny::Model model{tiny::Options()};
+    const auto engine = load(model, options(true));
+    EXPECT_THROW(engine->backend().takeScratch(StepLimits()), Error);
+}
+
+}  // namespace
+}  // namespace sharpi::cuda

@@ -1,0 +1,331 @@
+// Prefill's matrix products against double-precision products on the host, of the weights that the CPU's dequantizeRow
+// gives and the activations as the tensor cores get them.
+//
+// What may differ, relative to the root of the summed squares of an output's terms (the size that an error of
+// each term by itself has):
+// - Plain form: weights are rounded to bf16, each by at most 2^-9, 1.1e-3 in the mean. 4e-3 for a whole result leaves
+//   room, and an element may be 4 times that off: 14 standard deviations, but less than what one block missing or
+//   taken twice does.
+// - Split form: weights and activations keep 16 or 17 bits, and the product of the two low halves is left out: about
+//   2^-17 altogether, to which f32 sums, cut off by the tensor cores, add about as much: 2e-5.
+#include <algorithm>
+#include <cmath>
+
+#include "../reference_matmul.h"
+#include "core/half.h"
+#include "cpu/kernels.h"
+#include "gpu_test.h"
+#include "kernels/matmul.h"
+#include "kernels/packed.h"
+
+namespace sharpi::cuda {
+
+namespace {
+
+constexpr double kPlainTolerance = 4e-3, kSplitTolerance = 2e-5;
+constexpr int64_t kGuard = 64;  // floats past the end of y that must stay as they were
+
+// A matrix as floats, as the file has it, and packed on the device.
+struct Weights {
+    Matrix packed;
+    std::vector<float> values;  // [rows, cols]
+    std::unique_ptr<DeviceArray<uint8_t>> bytes;
+};
+
+// What the kernels get and what they stand for.
+struct Activations {
+    std::vector<float> values;  // hi, or hi + lo as the original floats in split form
+    std::unique_ptr<DeviceArray<uint16_t>> hi, lo;
+    HalfRows rows() const { return {hi->get(), lo ? lo->get() : nullptr}; }
+};
+
+struct Expected {
+    std::vector<double> y, size;  // the product, and the root of its terms' squares
+};
+
+std::vector<uint8_t> fileWeights(DType type, int64_t rows, int64_t cols, std::mt19937& random) {
+    if (!info(type).isFloat) return reference::randomWeights(type, rows, cols, reference::Fill::Random, random);
+    std::normal_distribution<float> normal;
+    std::vector<uint8_t> bytes(static_cast<size_t>(rows) * rowBytes(type, cols));
+    for (size_t i = 0; i < static_cast<size_t>(rows * cols); ++i) {
+        const float value = normal(random);
+        const uint16_t half = type == DType::F16 ? f16FromFloat(value) : bf16FromFloat(value);
+        if (type == DType::F32) std::memcpy(&bytes[i * 4], &value, 4);
+        else std::memcpy(&bytes[i * 2], &half, 2);
+    }
+    return bytes;
+}
+
+std::vector<float> dequantize(DType type, const std::vector<uint8_t>& file, int64_t rows, int64_t cols) {
+    std::vector<float> values(static_cast<size_t>(rows * cols));
+    const size_t row = rowBytes(type, cols);
+    for (int64_t r = 0; r < rows; ++r)
+        cpu::kernels().dequantizeRow(type, file.data() + static_cast<size_t>(r) * row, cols, values.data() + r * cols);
+    return values;
+}
+
+Expected multiply(const float* w, int64_t outputs, int64_t cols, const std::vector<const float*>& rows) {
+    Expected result;
+    for (const float* x : rows) {
+        for (int64_t n = 0; n < outputs; ++n) {
+            double sum = 0, squares = 0;
+            for (int64_t k = 0; k < cols; ++k) {
+                const double term = static_cast<double>(w[n * cols + k]) * x[k];
+                sum += term;
+                squares += term * term;
+            }
+            result.y.push_back(sum);
+            result.size.push_back(std::sqrt(squares));
+        }
+    }
+    return result;
+}
+
+void expectClose(const Expected& expected, const std::vector<float>& y, double tolerance, const std::string& what) {
+    double error = 0, size = 0;
+    for (size_t i = 0; i < expected.y.size(); ++i) {
+        const double difference = std::fabs(y[i] - expected.y[i]);
+        // Not "difference > bound": a NaN must fail.
+        ASSERT_TRUE(difference <= 4 * tolerance * expected.size[i] + 1e-30)
+            << what << ": element " << i << " is " << y[i] << ", expected " << expected.y[i] << ", terms " << expected.size[i];
+        error += difference * difference;
+        size += expected.size[i] * expected.size[i];
+    }
+    EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(size)) << what;
+    for (size_t i = expected.y.size(); i < y.size(); ++i) ASSERT_TRUE(std::isnan(y[i])) << what << ": wrote past the end of y";
+}
+
+std::string describe(DType type, int64_t rows, int64_t outputs, int64_t cols) {
+    return std::string(info(type).name) + ", " + std::to_string(rows) + " rows, " + std::to_string(outputs) + " x " + std::to_string(cols);
+}
+
+class Matmul : public GpuTest {
+protected:
+    Weights weights(DType type, int64_t outputs, int64_t cols) {
+        const std::vector<uint8_t> file = fileWeights(type, outputs, cols, random());
+        Weights w;
+        w.values = dequantize(type, file, outputs, cols);
+        w.bytes = std::make_unique<DeviceArray<uint8_t>>(packedBytes(type, outputs, cols));
+        w.packed = {type, outputs, cols, w.bytes->get()};
+        const DeviceArray<uint8_t> onDevice(file);
+        packRows(stream(), w.packed, 0, outputs, onDevice.get());
+        stream().synchronize();
+        return w;
+    }
+
+    Activations activations(int64_t rows, int64_t cols, bool split) {
+        Activations x;
+        x.values = randomFloats(static_cast<size_t>(rows * cols));
+        const bool bf16 = stream().device().major >= 8;
+        std::vector<uint16_t> hi, lo;
+        for (float& value : x.values) {
+            const auto round = [&](float v) { return bf16 ? bf16FromFloat(v) : f16FromFloat(v); };
+            const auto widen = [&](uint16_t v) { return bf16 ? floatFromBf16(v) : floatFromF16(v); };
+            hi.push_back(round(value));
+            lo.push_back(round(value - widen(hi.back())));
+            if (!split) value = widen(hi.back());
+        }
+        x.hi = std::make_unique<DeviceArray<uint16_t>>(hi);
+        if (split) x.lo = std::make_unique<DeviceArray<uint16_t>>(lo);
+        return x;
+    }
+
+    static std::vector<const float*> rowsOf(const Activations& x, int64_t rows, int64_t cols) {
+        std::vector<const float*> result;
+        for (int64_t t = 0; t < rows; ++t) result.push_back(x.values.data() + t * cols);
+        return result;
+    }
+
+    void check(DType type, int64_t rows, int64_t outputs, int64_t cols, bool split) {
+        const Weights w = weights(type, outputs, cols);
+        const Activations x = activations(rows, cols, split);
+        const DeviceArray<float> y(static_cast<size_t>(rows * outputs + kGuard));
+        matmul(stream(), w.packed, x.rows(), rows, nullptr, y.get(), Store::Write);
+        expectClose(multiply(w.values.data(), outputs, cols, rowsOf(x, rows, cols)), y.read(),
+                    split ? kSplitTolerance : kPlainTolerance, describe(type, rows, outputs, cols));
+    }
+};
+
+constexpr DType kFloats[] = {DType::F32, DType::F16, DType::BF16};
+
+TEST_F(Matmul, EveryQuantizedType) {
+    for (const DType type : reference::quantizedTypes()) {
+        // 9 blocks: the last step along k has one. 3 superblocks: all places of a block within one.
+        check(type, 150, 200, info(type).blockElements == 256 ? 768 : 288, false);
+        check(type, 20, 130, info(type).blockElements == 256 ? 256 : 32, false);
+    }
+}
+
+TEST_F(Matmul, FloatTypesPlainAndSplit) {
+    for (const DType type : kFloats) {
+        check(type, 150, 200, 320, true);
+        if (type != DType::F32) check(type, 150, 200, 320, false);
+    }
+}
+
+TEST_F(Matmul, TailsInEveryDimension) {
+    for (const int64_t rows : {1, 9, 63, 64, 65, 127, 128, 129, 257})
+        for (const int64_t outputs : {1, 2, 63, 129, 256}) check(DType::Q4_K, rows, outputs, 256, false);
+}
+
+TEST_F(Matmul, AnyNumberOfColumnsWithFloatWeights) {
+    for (const int64_t cols : {1, 7, 8, 12, 33, 63, 65, 72, 100, 132, 260}) {
+        for (const DType type : kFloats) {
+            check(type, 70, 37, cols, true);
+            if (type != DType::F32) check(type, 70, 37, cols, false);
+        }
+    }
+}
+
+TEST_F(Matmul, SplitWeightsWithoutLowActivations) {
+    const int64_t rows = 40, outputs = 50, cols = 128;
+    const Weights w = weights(DType::F32, outputs, cols);
+    const Activations x = activations(rows, cols, false);
+    const DeviceArray<float> y(static_cast<size_t>(rows * outputs + kGuard));
+    matmul(stream(), w.packed, x.rows(), rows, nullptr, y.get(), Store::Write);
+    expectClose(multiply(w.values.data(), outputs, cols, rowsOf(x, rows, cols)), y.read(), kSplitTolerance, "exact activations");
+}
+
+TEST_F(Matmul, LowHalvesDoNotTouchQuantizedWeights) {
+    const int64_t rows = 40, outputs = 50, cols = 256;
+    const Weights w = weights(DType::Q6_K, outputs, cols);
+    const Activations x = activations(rows, cols, true);
+    const DeviceArray<float> with(static_cast<size_t>(rows * outputs)), without(static_cast<size_t>(rows * outputs));
+    matmul(stream(), w.packed, x.rows(), rows, nullptr, with.get(), Store::Write);
+    matmul(stream(), w.packed, {x.rows().hi, nullptr}, rows, nullptr, without.get(), Store::Write);
+    EXPECT_TRUE(sameBits(without.read(), with.read()));
+}
+
+TEST_F(Matmul, BiasAndAdding) {
+    for (const int64_t outputs : {64, 131}) {
+        const int64_t rows = 77, cols = 512;
+        const Weights w = weights(DType::Q5_K, outputs, cols);
+        const Activations x = activations(rows, cols, false);
+        const std::vector<float> bias = randomFloats(static_cast<size_t>(outputs)), old = randomFloats(static_cast<size_t>(rows * outputs));
+        const DeviceArray<float> onDevice(bias), written(static_cast<size_t>(rows * outputs + kGuard)), added(old), plain(old);
+        Expected expected = multiply(w.values.data(), outputs, cols, rowsOf(x, rows, cols));
+        matmul(stream(), w.packed, x.rows(), rows, nullptr, plain.get(), Store::Add);
+        matmul(stream(), w.packed, x.rows(), rows, onDevice.get(), written.get(), Store::Write);
+        matmul(stream(), w.packed, x.rows(), rows, onDevice.get(), added.get(), Store::Add);
+        const auto shifted = [&](bool withBias, bool withOld) {
+            Expected e = expected;
+            for (size_t i = 0; i < e.y.size(); ++i)
+                e.y[i] += (withBias ? bias[i % static_cast<size_t>(outputs)] : 0.0f) + (withOld ? old[i] : 0.0f);
+            return e;
+        };
+        expectClose(shifted(false, true), plain.read(), kPlainTolerance, "added");
+        expectClose(shifted(true, false), written.read(), kPlainTolerance, "with bias");
+        expectClose(shifted(true, true), added.read(), kPlainTolerance, "with bias, added");
+    }
+}
+
+// Whatever else is in a call, a row's result keeps its bits: tiles of all sizes sum in one order.
+TEST_F(Matmul, ARowDoesNotDependOnTheOthers) {
+    const int64_t rows = 200, outputs = 300, cols = 1024;
+    const Weights w = weights(DType::Q4_K, outputs, cols);
+    const Activations x = activations(rows, cols, false);
+    const DeviceArray<float> all(static_cast<size_t>(rows * outputs));
+    matmul(stream(), w.packed, x.rows(), rows, nullptr, all.get(), Store::Write);
+    const std::vector<float> expected = all.read();
+    for (const int64_t some : {1, 30, 64, 65, 199}) {
+        const DeviceArray<float> y(static_cast<size_t>(some * outputs));
+        matmul(stream(), w.packed, x.rows(), some, nullptr, y.get(), Store::Write);
+        EXPECT_TRUE(sameBits(std::vector<float>(expected.begin(), expected.begin() + some * outputs), y.read())) << some << " rows";
+    }
+}
+
+// The launches of a step follow each other without waiting: a product must see what the launch before it wrote.
+TEST_F(Matmul, ReadsWhatThePreviousLaunchWrote) {
+    const int64_t rows = 256, width = 512;
+    const Weights w = weights(DType::Q8_0, width, width);
+    const std::vector<float> start = randomFloats(static_cast<size_t>(rows * width), 0.1f);
+    const auto run = [&](bool waiting) {
+        const DeviceArray<float> x(start);
+        const DeviceArray<uint16_t> half(static_cast<size_t>(rows * width));
+        const auto pause = [&] { if (waiting) stream().synchronize(); };
+        for (int i = 0; i < 8; ++i) {
+            RowOutputs out;
+            out.half.hi = half.get();
+            convertRows(stream(), x.get(), rows, width, out);
+            pause();
+            matmul(stream(), w.packed, out.half, rows, nullptr, x.get(), Store::Write);
+            pause();
+        }
+        return x.read();
+    };
+    EXPECT_TRUE(sameBits(run(true), run(false)));
+}
+
+class MatmulExperts : public Matmul {
+protected:
+    // counts[e]: how many pairs go to expert e; a pair's row of x is random.
+    void check(DType type, const std::vector<int32_t>& counts, int64_t tokens, int64_t outputs, int64_t cols, bool gather, bool split) {
+        const int64_t experts = static_cast<int64_t>(counts.size());
+        std::vector<int32_t> begin{0}, pairToken, tileExpert, tileBegin;
+        for (size_t e = 0; e < counts.size(); ++e) {
+            begin.push_back(begin.back() + counts[e]);
+            for (int32_t p = begin[e]; p < begin[e + 1]; p += kExpertTile) tileExpert.push_back(static_cast<int32_t>(e)), tileBegin.push_back(p);
+        }
+        const int64_t pairs = begin.back();
+        for (int64_t p = 0; p < pairs; ++p) pairToken.push_back(static_cast<int32_t>(random()() % static_cast<uint32_t>(tokens)));
+        ExpertGroups groups;
+        groups.pairs = pairs;
+        groups.tiles = maxExpertTiles(pairs, experts);
+        ASSERT_LE(static_cast<int64_t>(tileExpert.size()), groups.tiles);
+        tileExpert.resize(static_cast<size_t>(groups.tiles), -1);
+        tileBegin.resize(static_cast<size_t>(groups.tiles), -1);
+
+        const size_t stride = packedBytes(type, outputs, cols);
+        const DeviceArray<uint8_t> stack(stride * counts.size());
+        std::vector<std::vector<float>> values;
+        for (size_t e = 0; e < counts.size(); ++e) {
+            const std::vector<uint8_t> file = fileWeights(type, outputs, cols, random());
+            values.push_back(dequantize(type, file, outputs, cols));
+            const DeviceArray<uint8_t> onDevice(file);
+            packRows(stream(), {type, outputs, cols, stack.get() + e * stride}, 0, outputs, onDevice.get());
+            stream().synchronize();
+        }
+        const Activations x = activations(gather ? tokens : pairs, cols, split);
+        const DeviceArray<int32_t> beginArray(begin), tokenArray(pairToken), expertArray(tileExpert), tileArray(tileBegin);
+        groups.begin = beginArray.get(), groups.pairToken = tokenArray.get();
+        groups.tileExpert = expertArray.get(), groups.tileBegin = tileArray.get();
+        const DeviceArray<float> y(static_cast<size_t>(pairs * outputs + kGuard));
+        matmulExperts(stream(), {{type, outputs, cols, stack.get()}, stride, static_cast<int32_t>(experts)}, x.rows(), groups, gather, y.get());
+
+        Expected expected;
+        for (size_t e = 0; e < counts.size(); ++e) {
+            std::vector<const float*> rows;
+            for (int32_t p = begin[e]; p < begin[e + 1]; ++p) rows.push_back(x.values.data() + (gather ? pairToken[static_cast<size_t>(p)] : p) * cols);
+            const Expected part = multiply(values[e].data(), outputs, cols, rows);
+            expected.y.insert(expected.y.end(), part.y.begin(), part.y.end());
+            expected.size.insert(expected.size.end(), part.size.begin(), part.size.end());
+        }
+        expectClose(expected, y.read(), split ? kSplitTolerance : kPlainTolerance,
+                    describe(type, pairs, outputs, cols) + (gather ? ", gathered" : "") + (split ? ", split" : ""));
+    }
+};
+
+TEST_F(MatmulExperts, EveryType) {
+    for (const DType type : reference::quantizedTypes())
+        check(type, {5, 0, 70, 1}, 33, 150, info(type).blockElements == 256 ? 512 : 96, true, false);
+    for (const DType type : kFloats) check(type, {5, 0, 70, 1}, 33, 150, 100, true, true);
+}
+
+TEST_F(MatmulExperts, GatheredOrNotAndUnevenlyShared) {
+    const std::vector<std::vector<int32_t>> shares = {
+        {0, 0, 0, 300, 0, 0},                    // one expert has all
+        {64, 128, 63, 65, 1, 127},               // on and beside the tiles' borders
+        {0, 3, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0},    // most have none, first and last among them
+        {1},
+    };
+    for (const std::vector<int32_t>& counts : shares)
+        for (const bool gather : {false, true}) check(DType::Q4_K, counts, 40, 130, 256, gather, false);
+}
+
+TEST_F(MatmulExperts, NoPairs) {
+    check(DType::Q6_K, {0, 0, 0}, 4, 130, 256, false, false);
+}
+
+}  // namespace
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,156 @@
+// Routing, grouping and summing of experts on the GPU, against plain host copies of the same rules.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <set>
+
+#include "cpu/kernels.h"
+#include "gpu_test.h"
+#include "kernels/router.h"
+
+namespace sharpi::cuda {
+namespace {
+
+class Router : public GpuTest {
+protected:
+    // Rows of `used` different experts; `skew` makes low experts likely.
+    std::vector<int32_t> randomChoice(int64_t rows, int32_t used, int32_t experts, double skew) {
+        std::vector<int32_t> chosen;
+        std::uniform_real_distribution<double> uniform(0, 1);
+        for (int64_t t = 0; t < rows; ++t) {
+            std::set<int32_t> taken;
+            while (static_cast<int32_t>(taken.size()) < used) {
+                const auto e = std::min<int32_t>(experts - 1, static_cast<int32_t>(experts * std::pow(uniform(random()), skew)));
+                if (taken.insert(e).second) chosen.push_back(e);
+            }
+        }
+        return chosen;
+    }
+};
+
+TEST_F(Router, RoutesAsTheCpuDoes) {
+    struct Case {
+        int64_t rows;
+        int32_t experts, used;
+        bool renormalize;
+        float scale;
+        int distinct;  // logits take this many values, 0: any
+    };
+    const Case cases[] = {{1, 8, 2, true, 1, 0},      {5, 64, 8, false, 1, 0},     {100, 128, 8, true, 2.5f, 0},  {513, 128, 8, true, 1, 3},
+                          {70, 60, 4, true, 1, 2},    {33, 256, 8, true, 1, 0},    {9, 1000, 40, true, 1, 50},    {3, 1024, 1, false, 1, 0},
+                          {65, 512, 10, true, 16, 0}, {4, 7, 7, true, 1, 1},       {1, 1, 1, true, 1, 0},         {300, 33, 32, false, 0.5f, 4}};
+    for (const Case& c : cases) {
+        auto logits = randomFloats(c.rows * c.experts, 3.0f);
+        if (c.distinct) {
+            for (float& l : logits) l = static_cast<float>(random()() % c.distinct);
+        }
+        std::vector<int32_t> expectedChosen;
+        std::vector<float> expectedWeight;
+        std::vector<int32_t> order(c.experts);
+        for (int64_t t = 0; t < c.rows; ++t) {
+            std::vector<float> p(logits.begin() + t * c.experts, logits.begin() + (t + 1) * c.experts);
+            cpu::kernels().softmax(p.data(), c.experts);
+            std::iota(order.begin(), order.end(), 0);
+            std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return p[a] > p[b]; });
+            float sum = 0;
+            for (int32_t k = 0; k < c.used; ++k) sum += p[order[k]];
+            for (int32_t k = 0; k < c.used; ++k) {
+                const float share = c.renormalize ? p[order[k]] / sum : p[order[k]];
+                expectedChosen.push_back(order[k]);
+                expectedWeight.push_back(share * c.scale);
+            }
+        }
+        const DeviceArray<float> deviceLogits(logits), weight(c.rows * c.used);
+        const DeviceArray<int32_t> chosen(c.rows * c.used);
+        route(stream(), deviceLogits.get(), c.rows, c.experts, c.used, c.renormalize, c.scale, chosen.get(), weight.get());
+        ASSERT_EQ(expectedChosen, chosen.read()) << c.experts << " experts";
+        ASSERT_TRUE(sameBits(expectedWeight, weight.read())) << c.experts << " experts";
+    }
+}
+
+TEST_F(Router, BadLogitsStillChooseExpertsThatExist) {
+    const int32_t experts = 100, used = 9;
+    auto logits = randomFloats(4 * experts);
+    std::fill(logits.begin(), logits.begin() + experts, NAN);
+    std::fill(logits.begin() + experts, logits.begin() + 2 * experts, -INFINITY);
+    logits[2 * experts + 5] = NAN;
+    logits[3 * experts + 5] = INFINITY;
+    const DeviceArray<float> deviceLogits(logits), weight(4 * used);
+    const DeviceArray<int32_t> chosen(4 * used);
+    route(stream(), deviceLogits.get(), 4, experts, used, true, 1.0f, chosen.get(), weight.get());
+    const auto result = chosen.read();
+    for (int row = 0; row < 4; ++row) {
+        const std::set<int32_t> distinct(result.begin() + row * used, result.begin() + (row + 1) * used);
+        EXPECT_EQ(distinct.size(), static_cast<size_t>(used)) << row;
+        EXPECT_GE(*distinct.begin(), 0);
+        EXPECT_LT(*distinct.rbegin(), experts);
+    }
+}
+
+TEST_F(Router, GroupsPairsStablyAndCutsTiles) {
+    struct Case {
+        int64_t rows;
+        int32_t used, experts;
+        double skew;
+    };
+    const Case cases[] = {{1, 1, 1, 1},    {1, 8, 128, 1},   {3, 2, 8, 1},      {64, 1, 4, 1},      {63, 8, 8, 1},    {100, 8, 128, 1},
+                          {2048, 8, 128, 1}, {2048, 8, 128, 6}, {2048, 2, 1000, 1}, {9000, 8, 64, 2}, {20000, 1, 2, 3}, {777, 10, 1500, 1},
+                          {17000, 8, 2000, 1}};
+    for (const Case& c : cases) {
+        SCOPED_TRACE(std::to_string(c.rows) + " rows, " + std::to_string(c.used) + " of " + std::to_string(c.experts));
+        const int64_t pairs = c.rows * c.used, tiles = maxExpertTiles(pairs, c.experts);
+        const auto chosen = randomChoice(c.rows, c.used, c.experts, c.skew);
+        const DeviceArray<int32_t> deviceChosen(chosen);
+        const DeviceArray<uint8_t> buffer(expertGroupingBytes(c.rows, c.used, c.experts));
+        groupExperts(stream(), deviceChosen.get(), c.rows, c.used, c.experts, expertGroupingOver(buffer.get(), c.rows, c.used, c.experts));
+
+        auto bytes = buffer.read();
+        const ExpertGrouping at = expertGroupingOver(bytes.data(), c.rows, c.used, c.experts);
+        std::vector<int32_t> begin(c.experts + 1, 0), pairToken(pairs), pairOf(pairs), tileExpert, tileBegin;
+        for (const int32_t e : chosen) ++begin[e + 1];
+        for (int32_t e = 0; e < c.experts; ++e) begin[e + 1] += begin[e];
+        auto next = begin;
+        for (int64_t i = 0; i < pairs; ++i) {
+            pairOf[i] = next[chosen[i]]++;
+            pairToken[pairOf[i]] = static_cast<int32_t>(i / c.used);
+        }
+        for (int32_t e = 0; e < c.experts; ++e) {
+            for (int32_t first = begin[e]; first < begin[e + 1]; first += kExpertTile) {
+                tileExpert.push_back(e);
+                tileBegin.push_back(first);
+            }
+        }
+        ASSERT_LE(static_cast<int64_t>(tileExpert.size()), tiles);
+        ASSERT_EQ(begin, std::vector<int32_t>(at.begin, at.begin + c.experts + 1));
+        ASSERT_EQ(pairOf, std::vector<int32_t>(at.pairOf, at.pairOf + pairs));
+        ASSERT_EQ(pairToken, std::vector<int32_t>(at.pairToken, at.pairToken + pairs));
+        ASSERT_EQ(tileBegin, std::vector<int32_t>(at.tileBegin, at.tileBegin + tileBegin.size()));
+        tileExpert.resize(tiles, -1);
+        ASSERT_EQ(tileExpert, std::vector<int32_t>(at.tileExpert, at.tileExpert + tiles));
+    }
+}
+
+TEST_F(Router, CombinesByRank) {
+    for (const int64_t cols : {1, 32, 99, 130, 1028, 2048}) {
+        const int64_t rows = 21;
+        const int32_t used = 6;
+        const auto y = randomFloats(rows * used * cols), weight = randomFloats(rows * used), residual = randomFloats(rows * cols);
+        std::vector<int32_t> pairOf(rows * used);
+        std::iota(pairOf.begin(), pairOf.end(), 0);
+        std::shuffle(pairOf.begin(), pairOf.end(), random());
+        std::vector<float> expected(rows * cols);
+        for (int64_t i = 0; i < rows * cols; ++i) {
+            const int64_t t = i / cols;
+            float sum = 0;
+            for (int32_t k = 0; k < used; ++k) sum = std::fma(weight[t * used + k], y[pairOf[t * used + k] * cols + i % cols], sum);
+            expected[i] = residual[i] + sum;
+        }
+        const DeviceArray<float> deviceY(y), deviceWeight(weight), deviceResidual(residual);
+        const DeviceArray<int32_t> devicePairs(pairOf);
+        combineExperts(stream(), deviceY.get(), devicePairs.get(), deviceWeight.get(), rows, used, cols, deviceResidual.get());
+        ASSERT_TRUE(sameBits(expected, deviceResidual.read())) << cols;
+    }
+}
+
+}  // namespace
+}  // namespace sharpi::cuda

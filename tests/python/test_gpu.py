@@ -1,0 +1,406 @@
+"""The GPU engine held against numpy, against the CPU engine, against itself, and against its plan.
+
+float32 models must be as near to numpy as rounding allows. Where the contract of the small-batch matmul rules (token by
+token) quantized models must have the CPU's bits. All of it is skipped, with the reason, where no GPU is.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy_model import NumpyModel, relative_error
+from test_reference import NAMES, REFERENCE, STORY, models  # noqa: F401 - `models` is a fixture
+from tiny_models import MODELS, QUANTIZED_TYPES, TinyModel, fused, write
+
+pytest.importorskip("sharpi._core")
+from sharpi import Model, _core  # noqa: E402
+from sharpi.errors import OutOfMemoryError  # noqa: E402
+from sharpi.hardware import Gpu, gpu  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+# The kernels add in other orders than numpy, and prefill multiplies on tensor cores.
+FLOAT32_BOUND = 1e-4
+
+MIB = 1 << 20
+TOKENS = np.random.default_rng(0).integers(0, 96, 80).tolist()
+ONE_BY_ONE = (1,) * len(TOKENS)
+BATCH = 48
+
+WIDE = {"width": 256, "hidden": 256, "heads": 4, "head_dim": 64}
+DENSE = TinyModel("llama", **WIDE)
+EXPERTS = TinyModel("qwen3moe", qk_norm="head", experts=4, experts_used=2, **WIDE)
+QUANTIZED = [pytest.param(replace(base, type=kind), id=f"{name}-{kind}")
+             for name, base in (("dense", DENSE), ("experts", EXPERTS)) for kind in QUANTIZED_TYPES]
+
+
+@cache
+def the_gpu() -> Gpu | str:
+    return gpu()
+
+
+@pytest.fixture(autouse=True)
+def needs_a_gpu() -> None:
+    found = the_gpu()
+    if isinstance(found, str):
+        pytest.skip(found)
+
+
+def free_bytes() -> int:
+    found = gpu()
+    assert isinstance(found, Gpu)
+    return found.free_bytes
+
+
+def load(path: Path | None, **options) -> Model:
+    """What is not told is the GPU, a float32 KV cache, small batches."""
+    return Model.load(path, **{"device": "cuda", "kv_dtype": "fp32", "threads": 2, "batch": BATCH, **options})
+
+
+def logits(path: Path, tokens: list[int] = TOKENS, chunks: tuple[int, ...] = (), **options) -> np.ndarray:
+    with load(path, **options) as model:
+        return model.logits(tokens, chunks=chunks)
+
+
+def assert_as_on_the_cpu(path: Path, tokens: list[int] = TOKENS, **options) -> None:
+    """Token by token the logits have the CPU's bits."""
+    on_cpu = logits(path, tokens, device="cpu", **options)
+    on_gpu = logits(path, tokens, (1,) * len(tokens), **options)
+    assert np.isfinite(on_cpu).all()
+    np.testing.assert_array_equal(on_gpu, on_cpu)
+
+
+# --- right -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_matches_numpy_however_the_tokens_are_cut(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", MODELS[name])
+    expected = NumpyModel(path).logits(TOKENS)
+    random = np.random.default_rng(5)
+    ragged = tuple(random.integers(1, 30, 40).tolist())
+    whole = logits(path, batch=len(TOKENS))
+    assert whole.shape == (len(TOKENS), 96) and whole.dtype == np.float32
+    assert relative_error(whole, expected) < FLOAT32_BOUND
+    with load(path) as model:
+        for chunks in ((), ONE_BY_ONE, ragged):
+            assert relative_error(model.logits(TOKENS, chunks=chunks), expected) < FLOAT32_BOUND, chunks[:3]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_models(name: str, models: Path) -> None:  # noqa: F811
+    golden = np.load(REFERENCE / "golden" / f"{name}.npz")
+    tokens, positions, expected = golden["tokens"].tolist(), golden["positions"], golden["logits"]
+    with load(models / f"{name}.gguf", batch=len(tokens)) as model:
+        for chunks in ([], [1] * len(tokens), np.random.default_rng(3).integers(1, 100, 20).tolist()):
+            assert relative_error(model.logits(tokens, chunks=chunks)[positions], expected) < FLOAT32_BOUND, chunks[:3]
+
+
+@pytest.mark.skipif(not STORY.exists(), reason="no reference of the bundled model")
+def test_bundled_model_in_one_prefill() -> None:
+    """As on the CPU (test_reference.py): 1 to 2 % are what rounding activations may make."""
+    golden = np.load(STORY)
+    with load(None) as model:
+        found = model.logits(golden["tokens"])[golden["positions"]]
+    assert relative_error(found, golden["logits"]) < 0.02
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe"])
+def test_fused_tensors_change_nothing(name: str, tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain.gguf", MODELS[name])
+    joined = write(tmp_path / "joined.gguf", fused(MODELS[name]))
+    for chunks in ((), ONE_BY_ONE):
+        np.testing.assert_array_equal(logits(joined, chunks=chunks), logits(plain, chunks=chunks))
+
+
+@pytest.mark.parametrize("model", QUANTIZED)
+def test_quantized_models_have_the_cpus_bits(model: TinyModel, tmp_path: Path) -> None:
+    assert_as_on_the_cpu(write(tmp_path / "m.gguf", model))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_quantized_has_the_cpus_bits(name: str, tmp_path: Path) -> None:
+    """With a type whose rows are whole blocks in these models, and 16-bit keys and values."""
+    model = replace(MODELS[name], type="Q8_0")
+    assert_as_on_the_cpu(write(tmp_path / "m.gguf", model), kv_dtype="bf16")
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+@pytest.mark.parametrize("base", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_half_precision_matrices(kind: str, base: TinyModel, tmp_path: Path) -> None:
+    """Token by token as near as float32 is. Prefill rounds activations to what tensor cores take, 8 bits of bf16."""
+    path = write(tmp_path / "m.gguf", replace(base, type=kind))
+    expected = NumpyModel(path).logits(TOKENS)
+    assert relative_error(logits(path, chunks=ONE_BY_ONE), expected) < FLOAT32_BOUND
+    assert relative_error(logits(path), expected) < (0.25 if base.experts else 0.03)
+
+
+@pytest.mark.parametrize("model", QUANTIZED)
+def test_quantized_prefill(model: TinyModel, tmp_path: Path) -> None:
+    """The bounds that int8 activations have on the CPU (test_engine.py) hold for what prefill multiplies too."""
+    path = write(tmp_path / "m.gguf", model)
+    error = relative_error(logits(path, TOKENS[:48]), NumpyModel(path).logits(TOKENS[:48]))
+    assert error < (0.25 if model.experts else 0.06)
+
+
+@pytest.mark.parametrize("kv_dtype, bound", [("bf16", 0.06), ("fp16", 0.006)])
+@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+def test_narrow_kv_caches(name: str, kv_dtype: str, bound: float, tmp_path: Path) -> None:
+    """The distances of test_engine.py: what halving keys and values costs, and that nothing else does."""
+    path = write(tmp_path / "m.gguf", MODELS[name])
+    rounded, exact = NumpyModel(path, kv_dtype=kv_dtype).logits(TOKENS), NumpyModel(path).logits(TOKENS)
+    for chunks in ((), ONE_BY_ONE):
+        found = logits(path, chunks=chunks, kv_dtype=kv_dtype)
+        assert relative_error(found, exact) < bound
+        assert relative_error(found, rounded) < 3e-3
+    assert_as_on_the_cpu(write(tmp_path / "q.gguf", replace(DENSE, type="Q4_K")), kv_dtype=kv_dtype)
+
+
+# --- replayed --------------------------------------------------------------------------------------------------------
+
+
+def greedy(model: Model, prompt: list[int], count: int) -> list[int]:
+    return [token.id for token in model.generate(prompt, max_tokens=count, temperature=0.0)]
+
+
+def replayed_and_launched(model: Model, work) -> tuple:
+    """What `work` gives with captured steps and without."""
+    assert model.graphs
+    answers = []
+    for graphs in (True, False):
+        model.graphs = graphs
+        assert model.graphs is graphs
+        answers.append(work())
+        assert model.kernels_per_step > 0
+    model.graphs = True
+    return tuple(answers)
+
+
+def check_replay(path: Path, **options) -> None:
+    """256 greedy tokens and the logits of all of them; more than 256 tokens are several pages of the KV cache."""
+    prompt = TOKENS[:7]
+    with load(path, context=300, **options) as model:
+        def work() -> tuple[list[int], np.ndarray]:
+            tokens = greedy(model, prompt, 256)
+            assert len(tokens) == 256
+            everything = prompt + tokens
+            return tokens, model.logits(everything, chunks=(1,) * len(everything))
+
+        (tokens, rows), (launched_tokens, launched_rows) = replayed_and_launched(model, work)
+    assert tokens == launched_tokens
+    np.testing.assert_array_equal(rows, launched_rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replay_has_the_bits_of_launches(name: str, tmp_path: Path) -> None:
+    check_replay(write(tmp_path / "m.gguf", MODELS[name]))
+
+
+@pytest.mark.parametrize("model", [replace(DENSE, type="Q4_K"), replace(EXPERTS, type="Q6_K")],
+                         ids=["dense", "experts"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp16"])
+def test_replay_of_quantized_models(model: TinyModel, kv_dtype: str, tmp_path: Path) -> None:
+    check_replay(write(tmp_path / "m.gguf", model), kv_dtype=kv_dtype)
+
+
+def test_replay_serves_sessions_in_turn(tmp_path: Path) -> None:
+    """Sessions of other lengths and pages use one captured step, one after another and between prefills."""
+    path = write(tmp_path / "m.gguf", replace(DENSE, type="Q4_K"))
+    prompts = [TOKENS[:1], TOKENS[:40], TOKENS[5:75], TOKENS[3:6]]
+    with load(path, context=480) as model:
+        def alone() -> list[list[int]]:
+            return [greedy(model, prompt, 50) for prompt in prompts]
+
+        def in_turn() -> list[list[int]]:
+            running = [model.session().generate(prompt, max_tokens=50, temperature=0.0) for prompt in prompts]
+            return [[token.id for token in tokens] for tokens in zip(*zip(*running, strict=True), strict=True)]
+
+        expected = alone()
+        assert replayed_and_launched(model, in_turn) == (expected, expected)
+
+
+def test_the_switch_launches_directly(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", MODELS["llama"])
+    script = ("import sys\nfrom sharpi import Model\nmodel = Model.load(sys.argv[1], device='cuda')\n"
+              "tokens = [t.id for t in model.generate([1, 2, 3], max_tokens=20, temperature=0.0)]\n"
+              "print(model.graphs, tokens)\n")
+    said = []
+    for switch in ("0", "1"):
+        done = subprocess.run([sys.executable, "-c", script, path], text=True, capture_output=True, check=False,
+                              timeout=120, env={**os.environ, "SHARPI_CUDA_GRAPH": switch})
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout.split(" ", 1))
+    assert [words[0] for words in said] == ["False", "True"]
+    assert said[0][1] == said[1][1]
+
+
+# --- chosen on the device ----------------------------------------------------------------------------------------------
+
+SAMPLINGS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1, "top_k": 0, "top_p": 1.0, "min_p": 0.0},
+    {"temperature": 0.8, "seed": 2},
+    {"temperature": 1.5, "seed": 3, "top_k": 5},
+    {"temperature": 1.2, "seed": 4, "top_p": 0.7, "min_p": 0.0},
+    {"temperature": 1.5, "seed": 5, "min_p": 0.2, "repetition_penalty": 1.3, "presence_penalty": 0.5,
+     "frequency_penalty": 0.2},
+    {"temperature": 0.9, "seed": 6, "logit_bias": {5: float("-inf"), 7: 2.0, 11: -3.0}},
+]
+
+
+@pytest.fixture(scope="module")
+def stories() -> Iterator[tuple[Model, Model]]:
+    """The bundled model on both processors. In batches of one row a prompt has the CPU's bits on the GPU as well."""
+    if isinstance(the_gpu(), str):
+        pytest.skip(the_gpu())
+    with load(None, batch=1, kv_dtype="bf16", context=512) as on_gpu, load(None, device="cpu", kv_dtype="bf16",
+                                                                          context=512) as on_cpu:
+        yield on_gpu, on_cpu
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: ",".join(s))
+def test_text_is_the_cpus(stories: tuple[Model, Model], sampling: dict) -> None:
+    on_gpu, on_cpu = ("".join(t.text for t in model.generate("Once upon a time", max_tokens=120, **sampling))
+                      for model in stories)
+    assert on_gpu == on_cpu and len(on_cpu) > 40
+
+
+def test_a_conversation_that_goes_on_is_the_cpus(stories: tuple[Model, Model]) -> None:
+    """Prompts that share their beginning: what the KV cache holds of it is kept, the rest cut off."""
+    def tell(model: Model) -> list[list[int]]:
+        session, said = model.session(), []
+        ids = model.tokenize("Once upon a time")
+        for words in (" there was", " The fox", ""):
+            said.append([token.id for token in session.generate(ids, max_tokens=20, temperature=0.7, seed=9)])
+            ids = ids + said[-1][:13] + model.tokenize(words, add_special=False)
+        return said
+
+    on_gpu, on_cpu = (tell(model) for model in stories)
+    assert on_gpu == on_cpu
+
+
+# --- every byte accounted for --------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_gpu(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", MODELS["llama"])
+    with Model.load(path) as model:
+        assert model.device == "cuda" == model.engine.device and model.device_name == the_gpu().name
+        assert model.plan.batch == min(2048, model.context)
+    with Model.load(path, vram=MIB) as model:
+        assert model.device == "cpu" and "budget" in model.plan.why
+
+
+def check_plan(model: Model) -> None:
+    trace = [entry for entry in model.engine.trace if entry[0] != "start"]
+    assert [name for name, *_ in trace] == [name for name, _ in model.plan.lines]
+    for (name, _, taken, _), (_, planned) in zip(trace, model.plan.lines, strict=True):
+        # In steps of 2 MiB; what the driver keeps for captured steps is an estimate.
+        slack = 64 * MIB if name == "graphs" else 2 * MIB
+        assert abs(taken - planned) <= slack, (name, taken, planned)
+    taken = model.stats()["vram_bytes"]
+    assert abs(taken - model.plan.total_bytes) <= max(64 * MIB, taken // 100)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
+def test_the_plan_is_what_a_run_takes(name: str, kv_dtype: str, tmp_path: Path) -> None:
+    with load(write(tmp_path / "m.gguf", MODELS[name]), kv_dtype=kv_dtype, batch=None) as model:
+        check_plan(model)
+
+
+LARGE = {"width": 1024, "heads": 8, "kv_heads": 8, "head_dim": 128, "hidden": 3072, "vocab": 4096, "context": 8192}
+
+
+@pytest.mark.parametrize("model", [
+    TinyModel("llama", layers=6, type="Q4_0", **LARGE),
+    TinyModel("qwen3moe", qk_norm="head", experts=4, experts_used=2, layers=2, type="Q5_1", **LARGE),
+    TinyModel("qwen3", qk_norm="head", layers=2, type="F32", **LARGE),
+], ids=["dense", "experts", "float32"])
+def test_weights_take_no_more_than_in_the_file(model: TinyModel, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", model)
+    before = free_bytes()
+    with load(path, batch=None, kv_dtype="bf16", context=8192) as loaded:
+        check_plan(loaded)
+        file_bytes = loaded.file.total_bytes
+        weights = sum(taken for name, _, taken, _ in loaded.engine.trace
+                      if name in ("token embedding", "output head") or name.startswith("layer "))
+        # The rotary angles of all positions are not the file's.
+        angles = 8192 * model.head_dim * 4
+        assert 0.99 * file_bytes < weights <= 1.01 * file_bytes + angles + 4 * MIB
+        taken = before - free_bytes()
+        assert abs(taken - loaded.plan.total_bytes) <= max(64 * MIB, taken // 100)
+        loaded.logits(TOKENS)
+        greedy(loaded, TOKENS[:3], 20)
+        # Running takes nothing more: scratch is sized, and steps are captured, when the model is loaded.
+        assert before - free_bytes() - taken <= 8 * MIB
+    assert before - free_bytes() <= 2 * MIB
+
+
+def test_a_thousand_models_leak_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", replace(MODELS["qwen3moe"], layers=1))
+
+    def once() -> list[int]:
+        with load(path, context=32, batch=16) as model:
+            return greedy(model, [1, 2, 3], 3)
+
+    expected = [once() for _ in range(5)][-1]  # the driver sets things up for good at first
+    before = free_bytes()
+    for _ in range(1000):
+        assert once() == expected
+    assert before - free_bytes() <= 2 * MIB
+
+
+def test_a_session_outlives_its_model(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", MODELS["llama"])
+    before = free_bytes()
+    model = load(path)
+    session = model.session()
+    expected = greedy(model, [1, 2, 3], 20)
+    model.close()
+    assert free_bytes() < before
+    assert [t.id for t in session.generate([1, 2, 3], max_tokens=20, temperature=0.0)] == expected
+    del session, model
+    assert before - free_bytes() <= 2 * MIB
+
+
+def test_a_budget_that_is_too_small(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", MODELS["qwen3moe"])
+    load(path).close()
+    before = free_bytes()
+    with pytest.raises(OutOfMemoryError, match="--device cpu"):
+        load(path, vram="1MiB")
+    # Without the plan the core finds out: wherever the budget ends, all is given back and the error says what fits.
+    with load(path) as model:
+        spec, paths, needed = model.spec, [str(p) for p in model.file.paths], model.plan.total_bytes
+    refusals = 0
+    for budget in range(2 * MIB, needed, 2 * MIB):
+        try:
+            _core.Engine(spec, paths, 512, BATCH, 2, "fp32", "cuda", budget)
+        except OutOfMemoryError as refusal:
+            refusals += 1
+            assert "\n" not in str(refusal) and "free" in str(refusal)
+        assert before - free_bytes() <= 2 * MIB, budget
+    assert refusals > 2
+
+
+def test_the_trace_is_printed(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", MODELS["llama"])
+    script = "import sys\nfrom sharpi import Model\nModel.load(sys.argv[1], device='cuda').close()\n"
+    for switch in ("1", "0"):
+        done = subprocess.run([sys.executable, "-c", script, path], text=True, capture_output=True, check=False,
+                              timeout=120, env={**os.environ, "SHARPI_TRACE_VRAM": switch})
+        assert done.returncode == 0 and done.stdout == "", done.stderr
+        names = ["start", "token embedding", "layer 0", "layer 1", "output head", "KV cache", "scratch", "graphs"]
+        lines = done.stderr.splitlines()
+        assert len(lines) == (len(names) if switch == "1" else 0)
+        for name, line in zip(names, lines, strict=False):
+            assert name in line and "free" in line
