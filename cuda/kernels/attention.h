@@ -31,13 +31,13 @@ struct HeadPreparation {
     bool adjacent = false;
 };
 
-// Norm and rotation of q [rows, heads * headDim] in place; of k [rows, kvHeads * headDim] with its append, and v's, to
-// the cache. One launch; the bits of the CPU's rmsNorm, rope and storeKv. qHalf: also q's HalfRows, where not null.
+// Norm and rotation of q [rows, heads * headDim] in place; of k [rows, kvHeads * headDim] on its way to the cache (k itself
+// stays), and v's append. One launch; the bits of the CPU's rmsNorm, rope and storeKv. qHalf: also q's HalfRows, where not null.
 void prepareHeads(Stream& stream, float* q, float* k, const float* v, const HeadShape& shape, const HeadPreparation& how,
                   const BatchRows& batch, const KvPages& pages, const HalfRows& qHalf);
 
 // Causal attention of few rows, page by page in parallel: the bits of the CPU's attention (see cpu/kernels/attention.cpp).
-// scratch: decodeAttentionBytes; out: [rows, heads * headDim] in the forms asked for.
+// scratch: decodeAttentionBytes, 256-byte aligned; out: [rows, heads * headDim], floats and quantized (headDim a multiple of 32).
 size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape, int64_t context, int64_t pageTokens);
 void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, float scale, const BatchRows& batch, const KvPages& pages,
                      void* scratch, const RowOutputs& out);

@@ -14,28 +14,20 @@
 //
 // The joining kernel has a warp for 32 dimensions of a head. The running maximum of 32 pages is a prefix
 // maximum over the lanes, so the exponentials of 32 pages are made at once; only the chain itself runs page by page.
-#include <cuda_fp16.h>
-
 #include <algorithm>
-#include <string>
 
-#include "core/contract.h"
-#include "core/error.h"
-#include "core/portable.h"
-#include "device/launch.cuh"
-#include "kernels/attention.h"
+#include "kernels/attention.cuh"
 #include "kernels/mma.cuh"
 
 namespace sharpi::cuda {
 
 namespace {
 
-constexpr int kPageTokens = 64;  // two keys a lane
-constexpr int kMaxHeadDim = 256;
-constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kPageTokens = kAttentionPage;
 constexpr int kJoinWarps = 4;
 
-// What a page gave: [rows][heads][pages of the table], and outputs with headDim floats for each of them.
+// What a page gave: [rows][heads][pages of the table], and outputs with headDim floats for each of them. Their size is
+// decodeAttentionBytes, in workspace.cpp.
 struct Partials {
     float *maxima, *sums, *outputs;
 };
@@ -155,7 +147,7 @@ __device__ __forceinline__ void dotProducts(const uint8_t* first, const uint8_t*
     constexpr int kStep = kType == KvType::F32 ? 4 : 8;
 #pragma unroll
     for (int h = 0; h < kHeads; h++) dots[0][h] = dots[1][h] = 0.0f;
-#pragma unroll 2
+#pragma unroll 4
     for (int d = 0; d < headDim; d += kStep) {
         float keys[2][kStep];
         readElements<kType, kStep>(first, keys[0]);
@@ -174,13 +166,8 @@ __device__ __forceinline__ void dotProducts(const uint8_t* first, const uint8_t*
     }
 }
 
-__device__ __forceinline__ float warpMax(float x) {
-    for (int width = 16; width > 0; width >>= 1) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, width));
-    return x;
-}
-
-__device__ __forceinline__ float warpSum(float x) {
-    for (int width = 16; width > 0; width >>= 1) x = __fadd_rn(x, __shfl_xor_sync(kAllLanes, x, width));
+__device__ __forceinline__ float largestOfWarp(float x) {
+    for (int width = 16; width > 0; width >>= 1) x = fmaxf(x, __shfl_xor_sync(kWholeWarp, x, width));
     return x;
 }
 
@@ -195,10 +182,10 @@ __device__ __forceinline__ void weighScores(const float (&dots)[2][kHeads], int 
     for (int h = 0; h < kHeads; h++) {
         const float first = lane < n ? __fmul_rn(dots[0][h], args.scale) : low;
         const float second = lane + 32 < n ? __fmul_rn(dots[1][h], args.scale) : low;
-        const float top = warpMax(fmaxf(first, second));
+        const float top = largestOfWarp(fmaxf(first, second));
         p[0][h] = portableExp(__fsub_rn(first, top));
         p[1][h] = portableExp(__fsub_rn(second, top));
-        const float sum = warpSum(__fadd_rn(p[0][h], p[1][h]));
+        const float sum = contractTree(__fadd_rn(p[0][h], p[1][h]));
         if (lane == 0 && h < heads) {
             const int64_t at = firstPartial + h * args.batch.pagesPerTable;
             args.partials.maxima[at] = top;
@@ -211,7 +198,8 @@ __device__ __forceinline__ void weighScores(const float (&dots)[2][kHeads], int 
 
 // acc[h][i] = sum over the n keys of weight * value, keys ascending.
 template <KvType kType, int kHeads, int kWidth>
-__device__ __forceinline__ void weighValues(const uint8_t* values, int rowBytes, const float* weights, int n, float (&acc)[kHeads][kWidth]) {
+__device__ __forceinline__ void weighValues(const uint8_t* values, int rowBytes, const float* weights, int n,
+                                            float (&acc)[kHeads][kWidth]) {
 #pragma unroll
     for (int h = 0; h < kHeads; h++)
 #pragma unroll
@@ -275,7 +263,8 @@ __device__ __forceinline__ void attendPage(const PageArgs& args, int row, int kv
         weighValues<kType, kHeads, kWidth>(values + column * (layout.rowBytes / dim), layout.rowBytes, weights, n, acc);
 #pragma unroll
         for (int h = 0; h < kHeads; h++) {
-            if (h < heads) writeFloats<kWidth>(args.partials.outputs + (firstPartial + h * args.batch.pagesPerTable) * dim + column, acc[h]);
+            const int64_t partial = firstPartial + h * args.batch.pagesPerTable;
+            if (h < heads) writeFloats<kWidth>(args.partials.outputs + partial * dim + column, acc[h]);
         }
     }
     __syncthreads();  // the next page overwrites what other warps may still read
@@ -308,51 +297,44 @@ struct JoinArgs {
     RowOutputs out;
 };
 
-// The 32 elements of a warp as block `block` of a row (core/contract.h, section 1).
-__device__ __forceinline__ void quantizeBlock(float x, const QuantizedRows& to, int64_t row, int64_t block, int64_t blocks, int lane) {
-    const bool isFinite = fabsf(x) < __int_as_float(0x7f800000);
-    const bool allFinite = __all_sync(kAllLanes, isFinite);
-    const float largest = warpMax(fabsf(x));
-    float scale = 0.0f;
-    int q = 0;
-    if (!allFinite) {
-        scale = __int_as_float(0x7fc00000);
-    } else if (!(largest < kTinyActivation)) {
-        scale = __fdiv_rn(largest, 127.0f);
-        q = __float2int_rn(__fmul_rn(x, __fdiv_rn(127.0f, largest)));
-    }
-    int sum = q;
-    for (int width = 8; width > 0; width >>= 1) sum += __shfl_xor_sync(kAllLanes, sum, width);
-    const int otherSum = __shfl_xor_sync(kAllLanes, sum, 16);
-    to.q[((row * 2 + lane / 16) * blocks + block) * 16 + lane % 16] = static_cast<int8_t>(q);
-    if (lane == 0) {
-        to.scale[row * blocks + block] = scale;
-        to.sums[row * blocks + block] = (sum & 0xffff) | static_cast<int>(static_cast<unsigned>(otherSum) << 16);
-    }
-}
-
 // What has been joined so far: the same m and l in every lane, a lane's own o.
 struct Joined {
     float m, l, o;
 };
 
-// Joins `count` pages, of which lane i holds the maximum and the sum of the i-th. outputs: a lane's element of the first.
-__device__ __forceinline__ void joinPages(Joined& so, float maximum, float sum, const float* outputs, int stride, int count, int lane) {
-    float top = maximum;
+// 32 pages as a warp holds them: lane i the maximum and the sum of the i-th, every lane its element of all outputs.
+struct Pages {
+    float maximum, sum, outputs[32];
+};
+
+__device__ __forceinline__ void readPages(Pages& pages, const JoinArgs& args, int64_t first, int count, int column) {
+    const int lane = threadIdx.x % 32, dim = args.shape.headDim;
+    pages.maximum = lane < count ? args.partials.maxima[first + lane] : __int_as_float(0xff800000);
+    pages.sum = lane < count ? args.partials.sums[first + lane] : 0.0f;
+    const float* from = args.partials.outputs + first * dim + column;
+#pragma unroll
+    for (int i = 0; i < 32; i++) pages.outputs[i] = i < count ? from[i * dim] : 0.0f;
+}
+
+__device__ __forceinline__ void joinPages(Joined& so, const Pages& pages, int count) {
+    const int lane = threadIdx.x % 32;
+    float top = pages.maximum;
+#pragma unroll
     for (int width = 1; width < 32; width <<= 1) {
-        const float before = __shfl_up_sync(kAllLanes, top, width);
+        const float before = __shfl_up_sync(kWholeWarp, top, width);
         if (lane >= width) top = fmaxf(top, before);
     }
     top = fmaxf(top, so.m);
-    float before = __shfl_up_sync(kAllLanes, top, 1);
+    float before = __shfl_up_sync(kWholeWarp, top, 1);
     if (lane == 0) before = so.m;
-    const float kept = portableExp(__fsub_rn(before, top)), added = portableExp(__fsub_rn(maximum, top));
-    so.m = __shfl_sync(kAllLanes, top, 31);
-#pragma unroll 16
-    for (int i = 0; i < count; i++) {
-        const float a = __shfl_sync(kAllLanes, kept, i), c = __shfl_sync(kAllLanes, added, i);
-        so.l = fmaf(__shfl_sync(kAllLanes, sum, i), c, __fmul_rn(so.l, a));
-        so.o = fmaf(outputs[static_cast<int64_t>(i) * stride], c, __fmul_rn(so.o, a));
+    const float kept = portableExp(__fsub_rn(before, top)), added = portableExp(__fsub_rn(pages.maximum, top));
+    so.m = __shfl_sync(kWholeWarp, top, 31);
+#pragma unroll
+    for (int i = 0; i < 32; i++) {
+        if (i >= count) break;
+        const float a = __shfl_sync(kWholeWarp, kept, i), c = __shfl_sync(kWholeWarp, added, i);
+        so.l = fmaf(__shfl_sync(kWholeWarp, pages.sum, i), c, __fmul_rn(so.l, a));
+        so.o = fmaf(pages.outputs[i], c, __fmul_rn(so.o, a));
     }
 }
 
@@ -363,45 +345,38 @@ __global__ void __launch_bounds__(32 * kJoinWarps) joinAllPages(JoinArgs args) {
     const int64_t item = static_cast<int64_t>(blockIdx.x) * kJoinWarps + threadIdx.x / 32;
     const int64_t head = item / chunks, row = head / args.shape.heads;  // head: of all rows
     if (row >= args.batch.rows) return;
-    const int column = static_cast<int>(item % chunks) * 32 + lane;
+    const int chunk = static_cast<int>(item % chunks), column = chunk * 32 + lane, readable = column < dim ? column : dim - 1;
     const int pages = pagesOf(args.batch.positions[row]);
     const int64_t first = head * args.batch.pagesPerTable;
-    const float low = __int_as_float(0xff800000);
-    Joined so = {low, 0.0f, 0.0f};
+    Joined so = {__int_as_float(0xff800000), 0.0f, 0.0f};
+    Pages next;
+    if (pages > 0) readPages(next, args, first, min(pages, 32), readable);
     for (int page = 0; page < pages; page += 32) {
-        const int count = pages - page < 32 ? pages - page : 32;
-        const float maximum = lane < count ? args.partials.maxima[first + page + lane] : low;
-        const float sum = lane < count ? args.partials.sums[first + page + lane] : 0.0f;
-        const float* outputs = args.partials.outputs + (first + page) * dim + (column < dim ? column : dim - 1);
-        joinPages(so, maximum, sum, outputs, dim, count, lane);
+        const Pages now = next;
+        if (page + 32 < pages) readPages(next, args, first + page + 32, min(pages - page - 32, 32), readable);
+        joinPages(so, now, min(pages - page, 32));
     }
     const float result = pages > 0 ? __fdiv_rn(so.o, so.l) : 0.0f;
-    const int64_t rowFloats = static_cast<int64_t>(args.shape.heads) * dim;
     if (args.out.floats && column < dim) args.out.floats[head * dim + column] = result;
     if (args.out.quantized.q) {
-        const int64_t block = (head * dim - row * rowFloats + column) / 32;
-        quantizeBlock(result, args.out.quantized, row, block, rowFloats / 32, lane);
+        const int blocks = args.shape.heads * chunks;
+        quantizeLane(args.out.quantized, row, blocks, (head - row * args.shape.heads) * chunks + chunk, result);
     }
 }
 
 // --- launching ---------------------------------------------------------------------------------------------------
-
-int sharedLimit() {
-    int device = 0, bytes = 0;
-    check(cudaGetDevice(&device), "the current device");
-    check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "a device attribute");
-    return bytes;
-}
 
 template <KvType kType, int kHeads, int kWidth, bool kStaged> void launchPages(Stream& stream, const PageArgs& args, int warps) {
     const int bytes = PageLayout(kType, args.shape.headDim, warps * kHeads, kStaged).total;
     const auto kernel = attendPages<kType, kHeads, kWidth, kStaged>;
     if (bytes > 48 * 1024) allowShared(kernel, static_cast<size_t>(bytes));
     // As many blocks as the device can hold, or as there can be items: a block goes from item to item.
-    const int64_t perProcessor = std::max(1, std::min(16, 200 * 1024 / bytes));
+    const int room = deviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (bytes + 1024);  // 1 KiB is the system's
+    const int64_t perProcessor = std::max(1, std::min(16, room));
     const int64_t items = args.batch.rows * args.batch.pagesPerTable * args.shape.kvHeads;
     const int64_t blocks = std::min(items, perProcessor * stream.device().multiprocessors);
-    launch(stream, kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(32 * warps)), static_cast<size_t>(bytes), args);
+    const dim3 grid(static_cast<unsigned>(blocks)), block(static_cast<unsigned>(32 * warps));
+    launch(stream, kernel, grid, block, static_cast<size_t>(bytes), args);
 }
 
 // kWidth: the fewest dimensions a lane with which 32 lanes have them all.
@@ -420,7 +395,7 @@ template <KvType kType> void choosePageHeads(Stream& stream, const PageArgs& arg
     const int group = args.shape.heads / args.shape.kvHeads;
     const int heads = group == 1 ? 1 : group <= 4 ? 2 : 4;
     const int warps = (group + heads - 1) / heads;
-    if (PageLayout(kType, args.shape.headDim, warps * heads, true).total > sharedLimit()) {
+    if (PageLayout(kType, args.shape.headDim, warps * heads, true).total > sharedBytesPerBlock()) {
         choosePageWidth<kType, 1, false>(stream, args, group);
     } else if (heads == 1) {
         choosePageWidth<kType, 1, true>(stream, args, warps);
@@ -431,24 +406,14 @@ template <KvType kType> void choosePageHeads(Stream& stream, const PageArgs& arg
     }
 }
 
-void requireDecodable(const HeadShape& shape, const KvPages& pages, const RowOutputs& out) {
-    const bool isKnown = shape.headDim % 8 == 0 && shape.headDim > 0 && shape.headDim <= kMaxHeadDim && shape.heads % shape.kvHeads == 0 &&
-                         shape.heads / shape.kvHeads <= 32;
-    if (!isKnown) {
-        throw Error(ErrorKind::InvalidArgument, "attention with " + std::to_string(shape.heads) + " heads over " + std::to_string(shape.kvHeads) +
-                                                    " of " + std::to_string(shape.headDim) +
-                                                    " elements cannot run on the GPU: heads of 8, 16, .. 256 elements, groups of up to 32");
-    }
-    if (pages.pageTokens != kPageTokens || out.half.hi || (out.quantized.q && shape.headDim % kContractBlock != 0)) {
-        throw Error(ErrorKind::Internal, "attentionDecode asked for pages or outputs that it does not have");
-    }
-}
-
 }  // namespace
 
 void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, float scale, const BatchRows& batch, const KvPages& pages,
                      void* scratch, const RowOutputs& out) {
-    requireDecodable(shape, pages, out);
+    requireAttendable(shape, pages);
+    if (out.half.hi || (out.quantized.q && shape.headDim % kContractBlock != 0)) {
+        throw Error(ErrorKind::Internal, "attentionDecode asked for outputs that it does not have");
+    }
     const Partials partials = partialsOver(scratch, batch.rows, shape.heads, batch.pagesPerTable);
     const PageArgs args = {q, shape, scale, batch, pages, partials};
     switch (pages.type) {

@@ -2,29 +2,20 @@
 //
 // A block takes one tile of query rows of one head, or of two heads of a group, and runs over the keys from the first to
 // the last that its last row sees; a warp owns 16 of the rows, with their outputs, maxima and sums in registers
-// (m16n8k16 products, whose accumulators are laid out as the next product's left operand). With one head a warp spends as long on
-// reading keys and values from shared memory as on multiplying them; two heads read them once. Tiles of keys and values lie in shared memory as rows
-// of 16-bit elements whose 16-byte chunks are exchanged by the row's number, so that ldmatrix meets every bank once; a bf16
-// cache is copied there as it is (cp.async, the next tile while this one is used), the other types are converted on
-// the way. The last tiles come first, since they have the most keys.
+// (m16n8k16 products, whose accumulators are laid out as the next product's left operand). With one head a warp spends as
+// long on reading keys and values from shared memory as on multiplying them; two heads read them once. Tiles of keys and
+// values lie in shared memory as rows of 16-bit elements whose 16-byte chunks are exchanged by the row's number, so that
+// ldmatrix meets every bank once; a bf16 cache is copied there as it is (cp.async, the next tile while this one is
+// used), the other types are converted on the way. The last tiles come first, since they have the most keys.
 //
 // In split form every operand, the weights included, is the sum of two 16-bit numbers and a product is hi hi + hi lo +
 // lo hi: about 16 bits of each factor. A bf16 cache has no low part. Before compute capability 8.0 the 16-bit type is f16.
-#include <cuda_fp16.h>
-
-#include <string>
-
-#include "core/error.h"
-#include "device/launch.cuh"
-#include "kernels/attention.h"
+#include "kernels/attention.cuh"
 #include "kernels/mma.cuh"
 
 namespace sharpi::cuda {
 
 namespace {
-
-constexpr int kPageTokens = 64;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 // What a kernel is compiled for. kDim_: headDim padded with zeros to 32, 64, 128 or 256.
 template <KvType kType_, int kDim_, bool kSplit_, int kHeads_, int kWarps_, int kKeys_, int kStages_> struct Tile {
@@ -138,7 +129,8 @@ template <class T> __device__ __forceinline__ void loadKeys(const PrefillArgs& a
 #endif
     constexpr int kParts = T::kSplitKv ? 2 : 1;
     const int dim = args.shape.headDim;
-    const int64_t line = (int64_t{place.table[firstKey / kPageTokens]} * args.shape.kvHeads + place.kvHead) * kPageTokens + firstKey % kPageTokens;
+    const int64_t page = place.table[firstKey / kAttentionPage];
+    const int64_t line = (page * args.shape.kvHeads + place.kvHead) * kAttentionPage + firstKey % kAttentionPage;
     const uint8_t *keys = args.pages.k + line * dim * kElement, *values = args.pages.v + line * dim * kElement;
     const uint32_t valueStage = stage + kParts * T::kPartBytes;
 #pragma unroll 4
@@ -244,8 +236,8 @@ template <class T> __device__ __forceinline__ void weighScores(Warp<T>& w, int h
         float top = w.largest[h][r];
 #pragma unroll
         for (int j = 0; j < T::kKeys / 8; j++) top = fmaxf(top, fmaxf(w.scores[h][j][2 * r], w.scores[h][j][2 * r + 1]));
-        top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 1));
-        top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, 2));
+        top = fmaxf(top, __shfl_xor_sync(kWholeWarp, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(kWholeWarp, top, 2));
         kept[r] = exp2Fast((w.largest[h][r] - top) * scale);
         w.largest[h][r] = top;
         const float shift = top * scale;
@@ -259,7 +251,7 @@ template <class T> __device__ __forceinline__ void weighScores(Warp<T>& w, int h
             }
         w.sum[h][r] = fmaf(w.sum[h][r], kept[r], sum);
     }
-    if (!__any_sync(kAllLanes, kept[0] != 1.0f || kept[1] != 1.0f)) return;
+    if (!__any_sync(kWholeWarp, kept[0] != 1.0f || kept[1] != 1.0f)) return;
 #pragma unroll
     for (int n = 0; n < T::kDim / 8; n++)
 #pragma unroll
@@ -306,12 +298,7 @@ template <class T> __device__ __forceinline__ void storeRow(const Warp<T>& w, in
         if (8 * n >= args.shape.headDim) break;
         const float first = w.out[h][n][2 * r] * inverse, second = w.out[h][n][2 * r + 1] * inverse;
         if (args.out.floats) *reinterpret_cast<float2*>(args.out.floats + at + 8 * n) = {first, second};
-        if (!args.out.half.hi) continue;
-        const uint32_t hi = packPair(first, second);
-        *reinterpret_cast<uint32_t*>(args.out.half.hi + at + 8 * n) = hi;
-        if (!args.out.half.lo) continue;
-        const float2 kept = unpackPair(hi);
-        *reinterpret_cast<uint32_t*>(args.out.half.lo + at + 8 * n) = packPair(first - kept.x, second - kept.y);
+        if (args.out.half.hi) storeHalfPair(args.out.half, at + 8 * n, first, second);
     }
 }
 
@@ -321,8 +308,8 @@ template <class T> __device__ __forceinline__ void store(Warp<T>& w, const Prefi
     for (int h = 0; h < T::kHeads; h++) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            w.sum[h][r] += __shfl_xor_sync(kAllLanes, w.sum[h][r], 1);
-            w.sum[h][r] += __shfl_xor_sync(kAllLanes, w.sum[h][r], 2);
+            w.sum[h][r] += __shfl_xor_sync(kWholeWarp, w.sum[h][r], 1);
+            w.sum[h][r] += __shfl_xor_sync(kWholeWarp, w.sum[h][r], 2);
             const int row = static_cast<int>(threadIdx.x) / 32 * 16 + lane / 4 + 8 * r;
             if (row >= place.rows) continue;
             const int64_t head = (place.firstRow + row) * args.shape.heads + place.head + h;
@@ -413,13 +400,6 @@ template <class T> __global__ void __launch_bounds__(T::kThreads) attendTile(Pre
 
 // --- launching ---------------------------------------------------------------------------------------------------
 
-int sharedLimit() {
-    int device = 0, bytes = 0;
-    check(cudaGetDevice(&device), "the current device");
-    check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "a device attribute");
-    return bytes;
-}
-
 template <class T> void launchTiles(Stream& stream, const PrefillArgs& args) {
     if (T::kSharedBytes > 48 * 1024) allowShared(attendTile<T>, T::kSharedBytes);
     const dim3 grid(static_cast<unsigned>(args.shape.heads / T::kHeads), static_cast<unsigned>(args.tiles.count), kQueryTile / T::kRows);
@@ -430,10 +410,11 @@ template <KvType kType, bool kSplit, int kDim> void chooseTile(Stream& stream, c
     using Large = Tile<kType, kDim, kSplit, 1, 4, 64, kType == KvType::BF16 ? 2 : 1>;
     if constexpr (!kSplit && kDim <= 128) {  // where a warp has the registers for two heads
         using Twofold = Tile<kType, kDim, kSplit, 2, 4, 64, 2>;
-        if (args.shape.heads / args.shape.kvHeads % 2 == 0 && Twofold::kSharedBytes <= sharedLimit()) return launchTiles<Twofold>(stream, args);
+        const bool isPaired = args.shape.heads / args.shape.kvHeads % 2 == 0;
+        if (isPaired && Twofold::kSharedBytes <= sharedBytesPerBlock()) return launchTiles<Twofold>(stream, args);
     }
     if constexpr (Large::kSharedBytes > 64 * 1024) {  // what every device has
-        if (Large::kSharedBytes > sharedLimit()) return launchTiles<Tile<kType, kDim, kSplit, 1, 2, 16, 1>>(stream, args);
+        if (Large::kSharedBytes > sharedBytesPerBlock()) return launchTiles<Tile<kType, kDim, kSplit, 1, 2, 16, 1>>(stream, args);
     }
     launchTiles<Large>(stream, args);
 }
@@ -449,12 +430,7 @@ template <KvType kType, bool kSplit> void chooseDim(Stream& stream, const Prefil
 
 void attentionPrefill(Stream& stream, const HalfRows& q, const HeadShape& shape, float scale, const BatchRows& batch,
                       const QueryTiles& tiles, const KvPages& pages, const RowOutputs& out) {
-    if (shape.headDim % 8 != 0 || shape.headDim > 256 || shape.heads % shape.kvHeads != 0) {
-        throw Error(ErrorKind::InvalidArgument, "attention with " + std::to_string(shape.heads) + " heads over " + std::to_string(shape.kvHeads) +
-                                                    " of " + std::to_string(shape.headDim) +
-                                                    " elements cannot run on the GPU: heads of 8, 16, .. 256 elements");
-    }
-    if (pages.pageTokens != kPageTokens) throw Error(ErrorKind::Internal, "attentionPrefill asked for pages that it does not have");
+    requireAttendable(shape, pages);
     const PrefillArgs args = {q, shape, scale * 1.44269504088896341f, batch, tiles, pages, out};
     switch (pages.type) {
         case KvType::F32: return chooseDim<KvType::F32, true>(stream, args);

@@ -133,37 +133,73 @@ __device__ __forceinline__ void unpackTable(const uint4& w, const TableWords& ta
 
 // --- the formats -------------------------------------------------------------------------------------------------
 
+// Where a block is in each plane of its matrix.
+struct Planes {
+    const uint8_t* plane[PackedShape::kPlanes];
+};
+
+template <DType T> struct Format;
+
+// Bytes of plane p for each block, or each superblock.
+template <DType T> struct PlanesOf {
+    static constexpr PlaneSizes kSizes = planeSizes(T);
+    template <int p> static constexpr int kBytes = kSizes.plane[p].bytes;
+    template <int p> static constexpr int kBlocks = kSizes.plane[p].blocks;
+
+    // Of block n of the matrix at `data`.
+    static __device__ __forceinline__ Planes at(const uint8_t* data, const PackedShape& shape, int64_t n) {
+        Planes to;
+        place<0>(to, data, shape, n), place<1>(to, data, shape, n), place<2>(to, data, shape, n), place<3>(to, data, shape, n);
+        return to;
+    }
+    // `blocks` blocks (whole superblocks) further on.
+    template <int blocks> static __device__ __forceinline__ void advance(Planes& planes) {
+        move<0, blocks>(planes), move<1, blocks>(planes), move<2, blocks>(planes), move<3, blocks>(planes);
+    }
+
+private:
+    template <int p> static __device__ __forceinline__ void place(Planes& to, const uint8_t* data, const PackedShape& shape, int64_t n) {
+        if constexpr (kBytes<p> != 0) to.plane[p] = data + shape.plane[p] + (kBlocks<p> == 8 ? n >> 3 : n) * kBytes<p>;
+    }
+    template <int p, int blocks> static __device__ __forceinline__ void move(Planes& planes) {
+        if constexpr (kBytes<p> != 0) planes.plane[p] += blocks / kBlocks<p> * kBytes<p>;
+    }
+};
+
 // kSigned: codes are signed bytes (table values, Q8_0); else they are below 64.
-template <bool hasMin, bool twoScales, int offset, bool isSigned> struct FormatTraits {
+template <DType T, bool hasMin, bool twoScales, int offset, bool isSigned> struct FormatTraits {
     static constexpr bool kHasMin = hasMin;
     static constexpr bool kTwoScales = twoScales;
     static constexpr int kOffset = offset;
     static constexpr bool kSigned = isSigned;
+    // Block n of the matrix at `data`.
+    static __device__ __forceinline__ auto load(const uint8_t* data, const PackedShape& shape, int64_t n) {
+        return Format<T>::loadAt(PlanesOf<T>::at(data, shape, n), static_cast<int>(n % 8));
+    }
 };
 
-// Raw: a block as loaded. load(): block n of the matrix at `data`; loads only, so that many can be in flight.
+// Raw: a block as loaded. loadAt(): from its planes, j = n % 8; loads only, so that many can be in flight.
 // codes(): eight words of four bytes, q[0 .. 3] elements 0 .. 15, q[4 .. 7] elements 16 .. 31; kOffset is not subtracted, tables
-// are applied. scales(): j = n % 8.
-template <DType T> struct Format;
+// are applied. scales(): j as above.
 
 struct NibbleBlock {
     uint4 codes;
     uint32_t scale;
 };
 
-template <> struct Format<DType::Q4_0> : FormatTraits<false, false, 8, false> {
+template <> struct Format<DType::Q4_0> : FormatTraits<DType::Q4_0, false, false, 8, false> {
     using Raw = NibbleBlock;
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return {loadWords4(data + shape.plane[0] + n * 16), loadHalf(data + shape.plane[1] + n * 2)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadHalf(at.plane[1])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) { unpackNibbles(raw.codes, q); }
     static __device__ __forceinline__ Scales scales(const Raw& raw, int) { return {floatOfLowHalf(raw.scale)}; }
 };
 
-template <> struct Format<DType::Q4_1> : FormatTraits<true, false, 0, false> {
+template <> struct Format<DType::Q4_1> : FormatTraits<DType::Q4_1, true, false, 0, false> {
     using Raw = NibbleBlock;
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return {loadWords4(data + shape.plane[0] + n * 16), loadWord(data + shape.plane[1] + n * 4)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWord(at.plane[1])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) { unpackNibbles(raw.codes, q); }
     static __device__ __forceinline__ Scales scales(const Raw& raw, int) {
@@ -171,10 +207,10 @@ template <> struct Format<DType::Q4_1> : FormatTraits<true, false, 0, false> {
     }
 };
 
-template <> struct Format<DType::IQ4_NL> : FormatTraits<false, false, 0, true> {
+template <> struct Format<DType::IQ4_NL> : FormatTraits<DType::IQ4_NL, false, false, 0, true> {
     using Raw = NibbleBlock;
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return Format<DType::Q4_0>::load(data, shape, n);
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int j) {
+        return Format<DType::Q4_0>::loadAt(at, j);
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
         constexpr TableWords kTable = tableWords(kIQ4Values);
@@ -183,10 +219,10 @@ template <> struct Format<DType::IQ4_NL> : FormatTraits<false, false, 0, true> {
     static __device__ __forceinline__ Scales scales(const Raw& raw, int) { return {floatOfLowHalf(raw.scale)}; }
 };
 
-template <> struct Format<DType::MXFP4> : FormatTraits<false, false, 0, true> {
+template <> struct Format<DType::MXFP4> : FormatTraits<DType::MXFP4, false, false, 0, true> {
     using Raw = NibbleBlock;
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return {loadWords4(data + shape.plane[0] + n * 16), __ldg(data + shape.plane[1] + n)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), __ldg(at.plane[1])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
         constexpr TableWords kTable = tableWords(kMXFP4Values);
@@ -203,11 +239,10 @@ struct FiveBitBlock {
     uint32_t high, scale;
 };
 
-template <> struct Format<DType::Q5_0> : FormatTraits<false, false, 16, false> {
+template <> struct Format<DType::Q5_0> : FormatTraits<DType::Q5_0, false, false, 16, false> {
     using Raw = FiveBitBlock;
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return {loadWords4(data + shape.plane[0] + n * 16), loadWord(data + shape.plane[1] + n * 4),
-                loadHalf(data + shape.plane[2] + n * 2)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWord(at.plane[1]), loadHalf(at.plane[2])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
         unpackNibbles(raw.codes, q);
@@ -216,11 +251,10 @@ template <> struct Format<DType::Q5_0> : FormatTraits<false, false, 16, false> {
     static __device__ __forceinline__ Scales scales(const Raw& raw, int) { return {floatOfLowHalf(raw.scale)}; }
 };
 
-template <> struct Format<DType::Q5_1> : FormatTraits<true, false, 0, false> {
+template <> struct Format<DType::Q5_1> : FormatTraits<DType::Q5_1, true, false, 0, false> {
     using Raw = FiveBitBlock;
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return {loadWords4(data + shape.plane[0] + n * 16), loadWord(data + shape.plane[1] + n * 4),
-                loadWord(data + shape.plane[2] + n * 4)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWord(at.plane[1]), loadWord(at.plane[2])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) { Format<DType::Q5_0>::codes(raw, q); }
     static __device__ __forceinline__ Scales scales(const Raw& raw, int) {
@@ -228,14 +262,13 @@ template <> struct Format<DType::Q5_1> : FormatTraits<true, false, 0, false> {
     }
 };
 
-template <> struct Format<DType::Q8_0> : FormatTraits<false, false, 0, true> {
+template <> struct Format<DType::Q8_0> : FormatTraits<DType::Q8_0, false, false, 0, true> {
     struct Raw {
         uint4 first, second;
         uint32_t scale;
     };
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return {loadWords4(data + shape.plane[0] + n * 16), loadWords4(data + shape.plane[1] + n * 16),
-                loadHalf(data + shape.plane[2] + n * 2)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWords4(at.plane[1]), loadHalf(at.plane[2])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
         q[0] = raw.first.x, q[1] = raw.first.y, q[2] = raw.first.z, q[3] = raw.first.w;
@@ -244,14 +277,13 @@ template <> struct Format<DType::Q8_0> : FormatTraits<false, false, 0, true> {
     static __device__ __forceinline__ Scales scales(const Raw& raw, int) { return {floatOfLowHalf(raw.scale)}; }
 };
 
-template <> struct Format<DType::Q2_K> : FormatTraits<true, true, 0, false> {
+template <> struct Format<DType::Q2_K> : FormatTraits<DType::Q2_K, true, true, 0, false> {
     struct Raw {
         uint2 codes;
         uint32_t scale, ends;
     };
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return {loadWords2(data + shape.plane[0] + n * 8), loadHalf(data + shape.plane[1] + n * 2),
-                loadWord(data + shape.plane[2] + (n >> 3) * 4)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords2(at.plane[0]), loadHalf(at.plane[1]), loadWord(at.plane[2])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) { unpackPairs(raw.codes, q); }
     static __device__ __forceinline__ Scales scales(const Raw& raw, int) {
@@ -261,16 +293,15 @@ template <> struct Format<DType::Q2_K> : FormatTraits<true, true, 0, false> {
     }
 };
 
-template <> struct Format<DType::Q3_K> : FormatTraits<false, true, 4, false> {
+template <> struct Format<DType::Q3_K> : FormatTraits<DType::Q3_K, false, true, 4, false> {
     struct Raw {
         uint2 codes;
         uint32_t high, scaleLow, scaleHigh, d;
     };
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        const int64_t s = n >> 3;
-        const uint8_t* scale = data + shape.plane[2] + s * 12;
-        return {loadWords2(data + shape.plane[0] + n * 8), loadWord(data + shape.plane[1] + n * 4), loadWord(scale + (n & 4)),
-                loadWord(scale + 8), loadHalf(data + shape.plane[3] + s * 2)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int j) {
+        const uint8_t* scale = at.plane[2];
+        return {loadWords2(at.plane[0]), loadWord(at.plane[1]), loadWord(scale + (j & 4)),
+                loadWord(scale + 8), loadHalf(at.plane[3])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
         unpackPairs(raw.codes, q);
@@ -291,25 +322,24 @@ __device__ __forceinline__ Scales sixBitScales(const uint4& words, int j) {
     return {floatOfLowHalf(words.x), -floatOfHighHalf(words.x), sub, sub, min, min};
 }
 
-template <> struct Format<DType::Q4_K> : FormatTraits<true, false, 0, false> {
+template <> struct Format<DType::Q4_K> : FormatTraits<DType::Q4_K, true, false, 0, false> {
     struct Raw {
         uint4 codes, scale;
     };
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return {loadWords4(data + shape.plane[0] + n * 16), loadWords4(data + shape.plane[1] + (n >> 3) * 16)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWords4(at.plane[1])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) { unpackNibbles(raw.codes, q); }
     static __device__ __forceinline__ Scales scales(const Raw& raw, int j) { return sixBitScales(raw.scale, j); }
 };
 
-template <> struct Format<DType::Q5_K> : FormatTraits<true, false, 0, false> {
+template <> struct Format<DType::Q5_K> : FormatTraits<DType::Q5_K, true, false, 0, false> {
     struct Raw {
         uint4 codes, scale;
         uint32_t high;
     };
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return {loadWords4(data + shape.plane[0] + n * 16), loadWords4(data + shape.plane[2] + (n >> 3) * 16),
-                loadWord(data + shape.plane[1] + n * 4)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWords4(at.plane[2]), loadWord(at.plane[1])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
         unpackNibbles(raw.codes, q);
@@ -318,15 +348,15 @@ template <> struct Format<DType::Q5_K> : FormatTraits<true, false, 0, false> {
     static __device__ __forceinline__ Scales scales(const Raw& raw, int j) { return sixBitScales(raw.scale, j); }
 };
 
-template <> struct Format<DType::Q6_K> : FormatTraits<false, true, 32, false> {
+template <> struct Format<DType::Q6_K> : FormatTraits<DType::Q6_K, false, true, 32, false> {
     struct Raw {
         uint4 codes;
         uint2 high;
         uint32_t scale, d;
     };
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return {loadWords4(data + shape.plane[0] + n * 16), loadWords2(data + shape.plane[1] + n * 8),
-                loadHalf(data + shape.plane[2] + n * 2), loadHalf(data + shape.plane[3] + (n >> 3) * 2)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWords2(at.plane[1]),
+                loadHalf(at.plane[2]), loadHalf(at.plane[3])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
         unpackNibbles(raw.codes, q);
@@ -341,13 +371,13 @@ template <> struct Format<DType::Q6_K> : FormatTraits<false, true, 32, false> {
     }
 };
 
-template <> struct Format<DType::IQ4_XS> : FormatTraits<false, false, 0, true> {
+template <> struct Format<DType::IQ4_XS> : FormatTraits<DType::IQ4_XS, false, false, 0, true> {
     struct Raw {
         uint4 codes;
         uint2 scale;
     };
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return {loadWords4(data + shape.plane[0] + n * 16), loadWords2(data + shape.plane[1] + (n >> 3) * 8)};
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWords2(at.plane[1])};
     }
     static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
         constexpr TableWords kTable = tableWords(kIQ4Values);

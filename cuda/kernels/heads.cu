@@ -1,17 +1,11 @@
 // What lies between the projections and attention, in one launch: norm and rotation of the queries in place, norm,
-// rotation and append of the keys, append of the values.
+// rotation and append of the keys (which stay as they are), append of the values.
 //
 // A warp takes one head of one row: lane i sums the squares of elements i, i + 32, ..., which is the order of
 // the CPU's norm, so the bits are the same whoever ran it; the normed head waits in shared memory for the rotation,
 // which wants two elements that lie in different lanes. A norm over the whole row (FullRow) reads queries that other
 // warps of the row overwrite: there a block takes all query heads of a row, and every warp has its sum before any writes.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "core/error.h"
-#include "device/launch.cuh"
-#include "kernels/attention.h"
-#include "kernels/mma.cuh"
+#include "kernels/attention.cuh"
 
 namespace sharpi::cuda {
 
@@ -19,7 +13,6 @@ namespace {
 
 constexpr int kWarps = 4;
 constexpr int kFullRowWarps = 8;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct Inputs {
     float* q;
@@ -30,8 +23,7 @@ struct Inputs {
 __device__ __forceinline__ float sumOfSquares(const float* x, int n, int lane) {
     float sum = 0.0f;
     for (int i = lane; i < n; i += 32) sum = fmaf(x[i], x[i], sum);
-    for (int width = 16; width > 0; width >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(kAllLanes, sum, width));
-    return sum;
+    return contractTree(sum);
 }
 
 __device__ __forceinline__ float inverseNorm(float sum, int n, float eps) {
@@ -61,12 +53,7 @@ __device__ __forceinline__ void storePair(uint8_t* base, KvType type, int64_t at
 
 __device__ __forceinline__ void storeQuery(const Inputs& in, int64_t at, float first, float second) {
     reinterpret_cast<float2*>(in.q)[at / 2] = {first, second};
-    if (!in.qHalf.hi) return;
-    const uint32_t hi = packPair(first, second);
-    reinterpret_cast<uint32_t*>(in.qHalf.hi)[at / 2] = hi;
-    if (!in.qHalf.lo) return;
-    const float2 kept = unpackPair(hi);
-    reinterpret_cast<uint32_t*>(in.qHalf.lo)[at / 2] = packPair(__fsub_rn(first, kept.x), __fsub_rn(second, kept.y));
+    if (in.qHalf.hi) storeHalfPair(in.qHalf, at, first, second);
 }
 
 // Where a row's head begins in the cache, in elements.
@@ -102,7 +89,8 @@ __device__ __forceinline__ void appendValues(const float* x, int64_t at, const K
 }
 
 // Units of a row: its query heads, key heads, value heads. One warp each.
-__global__ void __launch_bounds__(32 * kWarps) prepareByHead(Inputs in, HeadShape shape, HeadPreparation how, BatchRows batch, KvPages pages) {
+__global__ void __launch_bounds__(32 * kWarps)
+    prepareByHead(Inputs in, HeadShape shape, HeadPreparation how, BatchRows batch, KvPages pages) {
     allowNext();
     waitForPrevious();
     extern __shared__ float buffers[];

@@ -62,44 +62,49 @@ __device__ __forceinline__ uint4 loadElements(const uint16_t* from, int valid) {
 // --- activations -------------------------------------------------------------------------------------------------
 
 // Copies steps of kTileT rows of x. Rows past the end of the tile repeat its last one: their products are never stored.
-template <int kThreads, int kTileT> class RowFeed {
+// kAnyCols: rows may begin anywhere; else call.aligned is known to hold.
+template <int kThreads, int kTileT, bool kAnyCols> class RowFeed {
     static constexpr int kCopies = kTileT * kRowChunks / kThreads, kRowsApart = kThreads / kRowChunks;
     static_assert(kRowsApart % 8 == 0, "all chunks of a thread share their place in the exchange");
 
 public:
-    __device__ __forceinline__ RowFeed(const MatmulCall& call, int64_t begin, int64_t end) : _x(call.x), _cols(call.shape.cols) {
+    __device__ __forceinline__ RowFeed(const MatmulCall& call, int64_t begin, int64_t end)
+        : _x(call.x), _cols(static_cast<int>(call.shape.cols)), _aligned(!kAnyCols || call.aligned) {
         const int row = static_cast<int>(threadIdx.x) / kRowChunks;
         _chunk = static_cast<int>(threadIdx.x) % kRowChunks;
         _to = tileOffset(row, _chunk);
+        const uint32_t chunks = _aligned ? static_cast<uint32_t>(_cols) / 8 : 1;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) {
             const int64_t t = begin + row + i * kRowsApart;
             const int64_t pair = t < end ? t : end - 1;
-            _row[i] = call.gather ? call.groups.pairToken[pair] : static_cast<int32_t>(pair);
+            _row[i] = static_cast<uint32_t>(call.gather ? call.groups.pairToken[pair] : pair) * chunks;
         }
     }
 
-    __device__ __forceinline__ void copy(uint32_t tile, const Step& step, bool aligned) const {
+    __device__ __forceinline__ void copy(uint32_t tile, const Step& step) const {
         const uint16_t* x = step.lowX ? _x.lo : _x.hi;
-        const int64_t k = static_cast<int64_t>(step.k) * kTileDepth + _chunk * 8;
-        if (aligned) {
+        const int k = step.k * kTileDepth + _chunk * 8;
+        if (_aligned) {
             const bool valid = k < _cols;
             x += valid ? k : 0;
 #pragma unroll
-            for (int i = 0; i < kCopies; ++i) copyChunk(tile + _to + i * kRowsApart * kTileRowBytes, x + _row[i] * _cols, valid);
-        } else {
-            const int valid = k < _cols ? static_cast<int>(min(_cols - k, int64_t{8})) : 0;
             for (int i = 0; i < kCopies; ++i)
-                storeShared(tile + _to + i * kRowsApart * kTileRowBytes, loadElements(x + _row[i] * _cols + k, valid));
+                copyChunk(tile + _to + i * kRowsApart * kTileRowBytes, x + static_cast<uint64_t>(_row[i]) * 8, valid);
+        } else if constexpr (kAnyCols) {
+            const int valid = min(_cols - k, 8);
+            for (int i = 0; i < kCopies; ++i)
+                storeShared(tile + _to + i * kRowsApart * kTileRowBytes, loadElements(x + static_cast<int64_t>(_row[i]) * _cols + k, valid));
         }
     }
 
 private:
     HalfRows _x;
-    int64_t _cols;
+    int _cols;
+    bool _aligned;
     uint32_t _to;
     int _chunk;
-    int32_t _row[kCopies];
+    uint32_t _row[kCopies];  // in 16-byte chunks from x, or where rows are not aligned its number
 };
 
 // --- weights -----------------------------------------------------------------------------------------------------
@@ -131,12 +136,11 @@ template <DType T, int kThreads, int kTileN> class QuantizedFeed {
 public:
     __device__ __forceinline__ QuantizedFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow)
         : _w(w), _shape(call.shape), _blocks(static_cast<int>(call.shape.cols / 32)), _block(static_cast<int>(threadIdx.x) % 2),
-          _row(static_cast<int>(threadIdx.x) / 2), _firstRow(firstRow) {}
+          _row(static_cast<int>(threadIdx.x) / 2), _firstRow(static_cast<int>(firstRow)), _lastRow(static_cast<int>(call.shape.rows) - 1) {}
 
     __device__ __forceinline__ void fetch(const Step& step, int part, bool) {
-        const int64_t row = min(_firstRow + rowOf(part), _shape.rows - 1);
-        const int block = min(step.k * 2 + _block, _blocks - 1);
-        _raw = F::load(_w, _shape, row * _blocks + block);
+        const int row = min(_firstRow + rowOf(part), _lastRow), block = min(step.k * 2 + _block, _blocks - 1);
+        _raw = F::load(_w, _shape, static_cast<int64_t>(row) * _blocks + block);
     }
 
     __device__ __forceinline__ void store(uint32_t tile, const Step& step, int part) const {
@@ -165,8 +169,7 @@ private:
 
     const uint8_t* _w;
     const PackedShape& _shape;
-    int _blocks, _block, _row;
-    int64_t _firstRow;
+    int _blocks, _block, _row, _firstRow, _lastRow;
     typename F::Raw _raw;
 };
 
@@ -236,9 +239,9 @@ private:
     uint4 _raw[kChunks][kWords];
 };
 
-constexpr bool isFloatType(DType type) { return type == DType::F32 || type == DType::F16 || type == DType::BF16; }
+template <DType T> constexpr bool kIsFloat = T == DType::F32 || T == DType::F16 || T == DType::BF16;
 
-template <DType T, bool kSplit, int kThreads, int kTileN, bool kFloat = isFloatType(T)> struct WeightFeedOf {
+template <DType T, bool kSplit, int kThreads, int kTileN, bool kFloat = kIsFloat<T>> struct WeightFeedOf {
     using Type = FloatFeed<T, kSplit, kThreads, kTileN>;
 };
 template <DType T, bool kSplit, int kThreads, int kTileN> struct WeightFeedOf<T, kSplit, kThreads, kTileN, false> {

@@ -189,9 +189,9 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
     if (steps > 1) weights.fetch(at(1), 0, call.aligned);
 
     waitForPrevious();
-    const RowFeed<kThreads, Layout::kTileT> rows(call, place.begin, place.end);
+    const RowFeed<kThreads, Layout::kTileT, kIsFloat<T>> rows(call, place.begin, place.end);
     for (int step = 0; step < call.stages - 1; ++step) {
-        if (step < steps) rows.copy(tiles.x(step), at(step), call.aligned);
+        if (step < steps) rows.copy(tiles.x(step), at(step));
         closeCopies();
     }
 
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
         if (call.stages > 2) waitForCopies<1>();
         else waitForCopies<0>();
         __syncthreads();  // this step's tiles are complete, and everyone is done with the last step's
-        if (step + call.stages - 1 < steps) rows.copy(tiles.x(filled), at(step + call.stages - 1), call.aligned);
+        if (step + call.stages - 1 < steps) rows.copy(tiles.x(filled), at(step + call.stages - 1));
         closeCopies();
 #pragma unroll
         for (int k = 0; k < kInner; ++k) {

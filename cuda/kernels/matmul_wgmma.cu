@@ -11,11 +11,8 @@ namespace sharpi::cuda {
 namespace {
 
 bool isWanted() {
-    static const bool wanted = [] {
-        const char* value = std::getenv("SHARPI_CUDA_WGMMA");
-        return !value || std::strcmp(value, "0") != 0;
-    }();
-    return wanted;
+    const char* value = std::getenv("SHARPI_CUDA_WGMMA");
+    return !value || std::strcmp(value, "0") != 0;
 }
 
 // The registers tell an instance with sums in them from one that was compiled empty.

@@ -40,9 +40,9 @@ template <DType T, int kTileT, int kN> __device__ __forceinline__ void multiplyT
     if (steps > 1) weights.fetch(at(1), 0, true);
 
     waitForPrevious();
-    const RowFeed<kWgmmaThreads, kN> rows(call, place.begin, place.end);
+    const RowFeed<kWgmmaThreads, kN, false> rows(call, place.begin, place.end);
     for (int step = 0; step < 2; ++step) {
-        if (step < steps) rows.copy(tileX(step), at(step), true);
+        if (step < steps) rows.copy(tileX(step), at(step));
         closeCopies();
     }
     waitForCopies<1>();
@@ -57,7 +57,7 @@ template <DType T, int kTileT, int kN> __device__ __forceinline__ void multiplyT
         for (int k = 0; k < kTileDepth / 16; ++k)
             WarpgroupProduct<kN>::add(sum, tileDescriptor(tileW(step) + group + k * 32), tileDescriptor(tileX(step) + k * 32));
         closeProducts();
-        if (step + 2 < steps) rows.copy(tileX(step + 2), at(step + 2), true);
+        if (step + 2 < steps) rows.copy(tileX(step + 2), at(step + 2));
         closeCopies();
         if (step + 1 < steps) weights.store(tileW(step + 1), at(step + 1), 0);
         waitForCopies<1>();  // the next step's activations

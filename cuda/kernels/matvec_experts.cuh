@@ -9,7 +9,9 @@
 
 namespace sharpi::cuda {
 
-constexpr int kDownRows = 8;  // of a block
+constexpr int kDownRows = 8;   // of a block
+// An expert's rows are short and there are few blocks: registers are better spent on loads than on warps.
+constexpr int kDownSlots = 4;
 
 struct DownProduct {
     const uint8_t* data = nullptr;
@@ -24,7 +26,7 @@ struct DownProduct {
 };
 
 template <DType D, bool kShared>
-__global__ void __launch_bounds__(kMatvecThreads, minBlocks(1)) downKernel(const __grid_constant__ DownProduct p) {
+__global__ void __launch_bounds__(kMatvecThreads, 2) downKernel(const __grid_constant__ DownProduct p) {
     // The sums [used][kDownRows], then the experts [used], then the activations.
     extern __shared__ __align__(16) uint8_t shared[];
     using S = Steps<D>;
@@ -38,8 +40,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(1)) downKernel(const
     waitForPrevious();
 
     for (int k = threadIdx.x; k < p.used; k += kMatvecThreads) experts[k] = p.chosen[token * p.used + k];
-    typename S::Input x = S::inGlobal(p.x, token * p.used, p.cols);
-    if (kShared) x = S::toShared(x, staged, p.used, p.cols);
+    const auto x = activations<S, kShared>(p.x, token * p.used, p.used, p.cols, staged);
     __syncthreads();
 
     constexpr int kPairs = kDownRows / 2;
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(1)) downKernel(const
         return RowPair{{data, data}, {first, row + 1 < p.rows ? first + units : first}};
     };
     const int items = p.used * kPairs;
-    Pipeline<D, 1> pipeline(p.shape, p.cols, (items - warp + kMatvecWarps - 1) / kMatvecWarps);
+    Pipeline<D, 1, kDownSlots> pipeline(p.shape, p.cols, (items - warp + kMatvecWarps - 1) / kMatvecWarps);
     pipeline.start(place);
     const int row = firstRow + static_cast<int>(threadIdx.x);
     const bool writes = threadIdx.x < kDownRows && row < p.rows;
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(1)) downKernel(const
     if (kShared) finishCopies();
 
     pipeline.run(x, place, [&](int i, int) { return itemOf(i) / kPairs; }, [&](int i, float (&acc)[1][2]) {
-        const float sum = sumAccumulators(acc, lane);
+        const float sum = sumPairs(acc, lane);
         const int item = itemOf(i);
         if (lane % 16 == 0) sums[item / kPairs * kDownRows + item % kPairs * 2 + lane / 16] = sum;
     });
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(1)) downKernel(const
 template <DType D> void launchDown(Stream& stream, const DownProduct& p, int64_t rows) {
     const dim3 grid(static_cast<unsigned>((p.rows + kDownRows - 1) / kDownRows), static_cast<unsigned>(rows));
     const size_t sums = static_cast<size_t>(p.used * (kDownRows + 1) * 4 + 15) / 16 * 16;
-    const size_t bytes = sums + Steps<D>::inputBytes(p.used, p.cols);
+    const size_t bytes = sums + Steps<D>::sharedBytes(p.used, p.cols);
     if (bytes <= kMatvecSharedBytes)
         launch(stream, downKernel<D, true>, grid, dim3(kMatvecThreads), bytes, p);
     else

@@ -12,9 +12,9 @@ namespace sharpi::cuda {
 template void launchProducts<DType::F32>(Stream&, Products, int64_t);
 template void launchProducts<DType::F16>(Stream&, Products, int64_t);
 template void launchProducts<DType::BF16>(Stream&, Products, int64_t);
-template void launchGated<DType::F32>(Stream&, const GatedProduct&, int64_t);
-template void launchGated<DType::F16>(Stream&, const GatedProduct&, int64_t);
-template void launchGated<DType::BF16>(Stream&, const GatedProduct&, int64_t);
+template void launchGated<DType::F32>(Stream&, GatedProduct, int64_t);
+template void launchGated<DType::F16>(Stream&, GatedProduct, int64_t);
+template void launchGated<DType::BF16>(Stream&, GatedProduct, int64_t);
 template void launchDown<DType::F32>(Stream&, const DownProduct&, int64_t);
 template void launchDown<DType::F16>(Stream&, const DownProduct&, int64_t);
 template void launchDown<DType::BF16>(Stream&, const DownProduct&, int64_t);

@@ -23,14 +23,14 @@ static GatedProduct gatedOf(const MatvecInput& x, int rows, const Matrix& gate, 
 }
 
 void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up, const RowOutputs& out) {
-    if (rows == 0) return;
+    if (rows == 0 || gate.rows == 0) return;
     const GatedProduct p = gatedOf(x, rows, gate, up, out);
     withType(gate.type, [&](auto tag) { launchGated<decltype(tag)::kType>(stream, p, 1); });
 }
 
 void expertGated(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& gate, const ExpertStack& up,
                  const int32_t* chosen, int32_t used, const RowOutputs& out) {
-    if (rows == 0 || used == 0) return;
+    if (rows == 0 || used == 0 || gate.first.rows == 0) return;
     GatedProduct p = gatedOf(x, 1, gate.first, up.first, out);
     p.chosen = chosen;
     p.gateStride = static_cast<int64_t>(gate.stride);

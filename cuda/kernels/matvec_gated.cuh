@@ -17,7 +17,8 @@ struct GatedProduct {
     PackedShape shape;  // of each
     int32_t hidden = 0, cols = 0;
     MatvecInput x;
-    int32_t rows = 0;  // of activations
+    int32_t rows = 0;   // of activations
+    int32_t ahead = 0;  // units that a warp fetches ahead
     RowOutputs out;
     // Experts: pair p = blockIdx.y reads row p / used of x and writes row p.
     const int32_t* chosen = nullptr;
@@ -39,18 +40,24 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(T)) gatedKernel(cons
         const int64_t first = static_cast<int64_t>(firstRow + item) * units;
         return RowPair{{gate, up}, {first, first}};
     };
-    Pipeline<D, T> pipeline(p.shape, p.cols, min(p.hidden - firstRow, kGatedRowsPerWarp));
-    if (!p.chosen) pipeline.start(place);
+    const int items = min(p.hidden - firstRow, kGatedRowsPerWarp);
+    Pipeline<D, T> pipeline(p.shape, p.cols, items);
+    const auto start = [&] {
+        pipeline.start(place);
+        const int64_t first = static_cast<int64_t>(firstRow) * units, count = min(static_cast<int64_t>(items) * units, static_cast<int64_t>(p.ahead / 2));
+        pipeline.fetchAhead(gate, first, count);
+        pipeline.fetchAhead(up, first, count);
+    };
+    if (!p.chosen) start();
     waitForPrevious();
 
     const int64_t pair = p.chosen ? blockIdx.y : 0;
-    typename S::Input x = S::inGlobal(p.x, p.chosen ? pair / p.used : 0, p.cols);
-    if (kShared) x = S::toShared(x, shared, p.rows, p.cols);
+    const auto x = activations<S, kShared>(p.x, p.chosen ? pair / p.used : 0, p.rows, p.cols, shared);
     if (p.chosen) {
         const int64_t expert = p.chosen[pair];
         gate += expert * p.gateStride;
         up += expert * p.upStride;
-        pipeline.start(place);
+        start();
     }
     if (kShared) finishCopies();
 
@@ -58,7 +65,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(T)) gatedKernel(cons
     const int t = lane / kLanesPerSum / 2;
     const bool writes = lane % (2 * kLanesPerSum) == 0 && t < p.rows;
     pipeline.run(x, place, [&](int, int t) { return T <= 2 ? t : min(t, p.rows - 1); }, [&](int item, float (&acc)[T][2]) {
-        const float sum = sumAccumulators(acc, lane);
+        const float sum = sumPairs(acc, lane);
         const float upSum = __shfl_down_sync(0xffffffffu, sum, kLanesPerSum);
         if (!writes) return;
         const float value = siluTimes(sum, upSum);
@@ -71,17 +78,19 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(T)) gatedKernel(cons
     if (warp < p.rows) quantizeLane(p.out.quantized, pair + warp, p.hidden / kContractBlock, blockIdx.x, values[warp][lane]);
 }
 
-template <DType D> void launchGated(Stream& stream, const GatedProduct& p, int64_t pairs) {
+// pairs: of experts; 1 without. Fills in ahead.
+template <DType D> void launchGated(Stream& stream, GatedProduct p, int64_t pairs) {
     const dim3 grid(static_cast<unsigned>((p.hidden + kContractBlock - 1) / kContractBlock), static_cast<unsigned>(pairs));
-    const size_t bytes = Steps<D>::inputBytes(p.rows, p.cols);
+    p.ahead = aheadUnits(stream, D, static_cast<int64_t>(grid.x) * pairs, p.rows);
+    const size_t bytes = Steps<D>::sharedBytes(p.rows, p.cols);
     withVariant(p.rows, bytes, [&](auto variant) {
         using V = decltype(variant);
         launch(stream, gatedKernel<D, V::kRows, V::kShared>, grid, dim3(kMatvecThreads), V::kShared ? bytes : 0, p);
     });
 }
 
-extern template void launchGated<DType::F32>(Stream&, const GatedProduct&, int64_t);
-extern template void launchGated<DType::F16>(Stream&, const GatedProduct&, int64_t);
-extern template void launchGated<DType::BF16>(Stream&, const GatedProduct&, int64_t);
+extern template void launchGated<DType::F32>(Stream&, GatedProduct, int64_t);
+extern template void launchGated<DType::F16>(Stream&, GatedProduct, int64_t);
+extern template void launchGated<DType::BF16>(Stream&, GatedProduct, int64_t);
 
 }  // namespace sharpi::cuda

@@ -14,8 +14,6 @@
 //   its sum, below 2^24) are multiplied as floats, exactly too.
 #pragma once
 
-#include <type_traits>
-
 #include "core/contract.h"
 #include "device/launch.cuh"
 #include "kernels/formats.cuh"
@@ -30,23 +28,32 @@ constexpr size_t kMatvecSharedBytes = 48 * 1024;
 
 constexpr bool isFloatType(DType type) { return type == DType::F32 || type == DType::F16 || type == DType::BF16; }
 
+// --- the second-level cache -----------------------------------------------------------------------------------------
+
+// What a launch may have on its way to the cache beyond the loads in flight.
+constexpr int64_t kAheadBytes = 12 * 1024 * 1024;
+
+// Asks for bytes [begin, end) of packed weights, by one thread. Matrices begin and end at whole pieces of 16.
+__device__ __forceinline__ void fetchToCache(const void* begin, const void* end) {
+#if __CUDA_ARCH__ >= 900
+    const uint64_t from = __cvta_generic_to_global(begin) & ~uint64_t{15}, to = (__cvta_generic_to_global(end) + 15) & ~uint64_t{15};
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(static_cast<uint32_t>(to - from)) : "memory");
+#endif
+}
+
 // --- activations in shared memory ----------------------------------------------------------------------------------
 
-// Copies `count` words of kBytes by all threads of the block, not waiting for them where the device can do so.
-template <int kBytes> __device__ __forceinline__ void copyToShared(void* shared, const void* global, int count) {
-    for (int i = threadIdx.x; i < count; i += kMatvecThreads) {
-        void* to = static_cast<uint8_t*>(shared) + i * kBytes;
-        const void* from = static_cast<const uint8_t*>(global) + static_cast<int64_t>(i) * kBytes;
+// One piece of kBytes, not waiting for it where the device can do so.
+template <int kBytes> __device__ __forceinline__ void copyToShared(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 800
-        const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(kBytes) : "memory");
+    const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(kBytes) : "memory");
 #else
-        if (kBytes == 16)
-            *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
-        else
-            *static_cast<uint32_t*>(to) = *static_cast<const uint32_t*>(from);
+    if (kBytes == 16)
+        *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
+    else
+        *static_cast<uint32_t*>(to) = *static_cast<const uint32_t*>(from);
 #endif
-    }
 }
 
 __device__ __forceinline__ void finishCopies() {
@@ -70,6 +77,20 @@ __device__ __forceinline__ int addPair(int pair, int factor0, int factor1, int c
     return __dp2a_lo(pair, (factor0 & 255) | (factor1 & 255) << 8, c);
 }
 
+// As __dp4a, the bytes of a unsigned.
+__device__ __forceinline__ int addUnsigned(uint32_t a, uint32_t b, int c) {
+    int out;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+    return out;
+}
+
+// bits & mask | into: one instruction, which the compiler would take apart to put constants together.
+__device__ __forceinline__ uint32_t insert(uint32_t bits, uint32_t mask, uint32_t into) {
+    uint32_t out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(bits), "r"(mask), "r"(into));
+    return out;
+}
+
 // A block of activations.
 struct QuantizedBlock {
     uint32_t q[8];
@@ -77,90 +98,174 @@ struct QuantizedBlock {
     int sums;
 };
 
+// What Scales says, as floats.
+struct FloatScales {
+    float d, m, sub0, sub1, min0, min1;
+};
+
+template <DType D> __device__ __forceinline__ FloatScales floatScales(const typename Format<D>::Raw& raw, int j) {
+    if constexpr (D == DType::Q4_K || D == DType::Q5_K) {
+        // The bits of (kIntegerBias + sub) and of (kIntegerBias + 16 min) are put together in place: rotated, the upper two
+        // bits of both stand above a nibble.
+        const uint4& words = raw.scale;
+        const uint32_t low = permute(words.z, words.w, j), high = __funnelshift_r(words.y, words.y, 4 * j - 4);
+        const uint32_t sub = insert(low, 0x0f, insert(high, 0x30, kIntegerBiasBits));
+        const uint32_t min = insert(low, 0xf0, insert(high << 2, 0x300, kIntegerBiasBits));
+        const float subValue = unbiased(static_cast<int>(sub)), minValue = fmaf(__uint_as_float(min), 0.0625f, kIntegerBias * -0.0625f);
+        return {floatOfLowHalf(words.x), -floatOfHighHalf(words.x), subValue, subValue, minValue, minValue};
+    } else {
+        const Scales s = Format<D>::scales(raw, j);
+        return {s.d, s.m, exactFloat(s.sub0), exactFloat(s.sub1), exactFloat(s.min0), exactFloat(s.min1)};
+    }
+}
+
 template <DType D, bool isFloat = isFloatType(D)> struct Steps;
 
 template <DType D> struct Steps<D, false> {
     using F = Format<D>;
     using Raw = typename F::Raw;
-    static constexpr int kStepUnits = 32;     // of those that a row is counted in (blocks)
+    static constexpr int kStep = 32;          // units (blocks) of a row in a step: one a lane
     static constexpr int kUnitElements = 32;
 
-    // Rows of activations, wherever they are.
-    struct Input {
+    // --- weights
+
+    using Cursor = Planes;  // at a lane's block
+    // Of the row whose first block is `first`. Lanes past the row's end stay at a block of it.
+    static __device__ __forceinline__ Cursor begin(const uint8_t* data, const PackedShape& shape, int64_t first, int units, int lane) {
+        return PlanesOf<D>::at(data, shape, first + min(lane, units - 1));
+    }
+    static __device__ __forceinline__ void advance(Cursor& cursor) { PlanesOf<D>::template advance<kStep>(cursor); }
+    static __device__ __forceinline__ Raw load(const Cursor& cursor, int, int lane) { return F::loadAt(cursor, lane % 8); }
+    static __device__ __forceinline__ void fetchAhead(const uint8_t* data, const PackedShape& shape, int64_t first, int64_t units) {
+        const Planes begin = PlanesOf<D>::at(data, shape, first), end = PlanesOf<D>::at(data, shape, first + units);
+        if constexpr (PlanesOf<D>::template kBytes<0> != 0) fetchToCache(begin.plane[0], end.plane[0]);
+        if constexpr (PlanesOf<D>::template kBytes<1> != 0) fetchToCache(begin.plane[1], end.plane[1]);
+        if constexpr (PlanesOf<D>::template kBytes<2> != 0) fetchToCache(begin.plane[2], end.plane[2]);
+        if constexpr (PlanesOf<D>::template kBytes<3> != 0) fetchToCache(begin.plane[3], end.plane[3]);
+    }
+
+    // --- activations
+
+    // Rows in shared memory: for each step the lanes' first 16 elements, then their last 16, then scale and sums.
+    static constexpr int kStepBytes = 32 * (16 + 16 + 8);
+    struct SharedInput {
+        const uint8_t* at;
+        int steps;
+        __device__ __forceinline__ QuantizedBlock read(int row, int step, int lane, int) const {
+            const uint8_t* from = at + (row * steps + step) * kStepBytes;
+            const uint4 first = *reinterpret_cast<const uint4*>(from + lane * 16);
+            const uint4 second = *reinterpret_cast<const uint4*>(from + 512 + lane * 16);
+            const uint2 ends = *reinterpret_cast<const uint2*>(from + 1024 + lane * 8);
+            return {{first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w}, __uint_as_float(ends.x), static_cast<int>(ends.y)};
+        }
+    };
+    struct GlobalInput {
         const uint4* q;
         const float* scale;
         const int32_t* sums;
+        __device__ __forceinline__ QuantizedBlock read(int row, int step, int lane, int units) const {
+            const int b = min(step * 32 + lane, units - 1);
+            const uint4 first = q[row * 2 * units + b], second = q[(row * 2 + 1) * units + b];
+            return {{first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w}, scale[row * units + b], sums[row * units + b]};
+        }
     };
-    static size_t inputBytes(int64_t rows, int64_t cols) { return static_cast<size_t>(rows * (cols + cols / 32 * 8)); }
-    static __device__ __forceinline__ Input inGlobal(const MatvecInput& x, int64_t firstRow, int cols) {
+    static size_t sharedBytes(int64_t rows, int64_t cols) { return static_cast<size_t>(rows * ((cols + 1023) / 1024) * kStepBytes); }
+    static __device__ __forceinline__ GlobalInput inGlobal(const MatvecInput& x, int64_t firstRow, int cols) {
         const int64_t blocks = firstRow * (cols / 32);
         return {reinterpret_cast<const uint4*>(x.quantized.q) + blocks * 2, x.quantized.scale + blocks, x.quantized.sums + blocks};
     }
-    static __device__ __forceinline__ Input toShared(const Input& from, uint8_t* shared, int rows, int cols) {
-        const int blocks = rows * (cols / 32);
-        float* scale = reinterpret_cast<float*>(shared + blocks * 32);
-        int32_t* sums = reinterpret_cast<int32_t*>(shared + blocks * 36);
-        copyToShared<16>(shared, from.q, blocks * 2);
-        copyToShared<4>(scale, from.scale, blocks);
-        copyToShared<4>(sums, from.sums, blocks);
-        return {reinterpret_cast<const uint4*>(shared), scale, sums};
-    }
-
-    // Lanes past the row's end load its last block, and do not add it.
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape& shape, int64_t first, int units, int step, int lane) {
-        const int b = lane + 32 * step;
-        return F::load(data, shape, first + (b < units ? b : units - 1));
-    }
-
-    static __device__ __forceinline__ QuantizedBlock read(const Input& x, int row, int units, int b) {
-        const uint4 first = x.q[row * 2 * units + b], second = x.q[(row * 2 + 1) * units + b];
-        return {{first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w}, x.scale[row * units + b], x.sums[row * units + b]};
-    }
-
-    // J and M of the contract, as floats, into the accumulator.
-    static __device__ __forceinline__ float addBlock(const uint32_t (&codes)[8], const Scales& w, const QuantizedBlock& x, float acc) {
-        float j;
-        if (F::kTwoScales) {
-            int dot0 = addPair(x.sums, -F::kOffset, 0, kIntegerBiasBits), dot1 = addPair(x.sums, 0, -F::kOffset, kIntegerBiasBits);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                dot0 = __dp4a(static_cast<int>(codes[k]), static_cast<int>(x.q[k]), dot0);
-                dot1 = __dp4a(static_cast<int>(codes[4 + k]), static_cast<int>(x.q[4 + k]), dot1);
+    static __device__ __forceinline__ SharedInput toShared(const GlobalInput& from, uint8_t* shared, int rows, int cols) {
+        const int blocks = cols / 32, steps = (blocks + 31) / 32;
+        for (int row = 0; row < rows; ++row) {
+            for (int i = threadIdx.x; i < 2 * blocks; i += kMatvecThreads) {
+                const int second = i >= blocks, b = second ? i - blocks : i;
+                uint8_t* step = shared + (row * steps + b / 32) * kStepBytes;
+                copyToShared<16>(step + second * 512 + b % 32 * 16, from.q + row * 2 * blocks + i);
+                copyToShared<4>(step + 1024 + b % 32 * 8 + second * 4,
+                                second ? static_cast<const void*>(from.sums + row * blocks + b) : from.scale + row * blocks + b);
             }
-            j = fmaf(exactFloat(w.sub1), unbiased(dot1), __fmul_rn(exactFloat(w.sub0), unbiased(dot0)));
-        } else {
-            int dot = F::kOffset ? addPair(x.sums, -F::kOffset, -F::kOffset, kIntegerBiasBits) : kIntegerBiasBits;
-#pragma unroll
-            for (int k = 0; k < 8; ++k) dot = __dp4a(static_cast<int>(codes[k]), static_cast<int>(x.q[k]), dot);
-            j = __fmul_rn(exactFloat(w.sub0), unbiased(dot));
         }
+        return {shared, steps};
+    }
+
+    // --- sums
+
+    static constexpr bool kPlainNibbles = D == DType::Q4_0 || D == DType::Q4_1 || D == DType::Q4_K;
+    static constexpr int kOffset = F::kOffset;
+
+    // The block's sum of code * q, for types with one scale a block.
+    static __device__ __forceinline__ float dot(const uint32_t (&codes)[8], const QuantizedBlock& x) {
+        int sum = kOffset ? addPair(x.sums, -kOffset, -kOffset, kIntegerBiasBits) : kIntegerBiasBits;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) sum = __dp4a(static_cast<int>(codes[k]), static_cast<int>(x.q[k]), sum);
+        return unbiased(sum);
+    }
+    // The same from nibbles where they are. The high ones count 16 times too much: the sum of both floats, one of them
+    // divided by 16, is exact, as is taking off what both were biased by.
+    static __device__ __forceinline__ float nibbleDot(const uint4& words, const QuantizedBlock& x) {
+        const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+        int low = kOffset ? addPair(x.sums, -kOffset, -kOffset, kIntegerBiasBits) : kIntegerBiasBits, high = kIntegerBiasBits;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            low = addUnsigned(w[k] & 0x0f0f0f0fu, x.q[k], low);
+            high = addUnsigned(w[k] & 0xf0f0f0f0u, x.q[4 + k], high);
+        }
+        return __fsub_rn(fmaf(__int_as_float(high), 0.0625f, __int_as_float(low)), kIntegerBias * 1.0625f);
+    }
+
+    // The accumulator after a block: J and M of the contract.
+    static __device__ __forceinline__ float addScaled(float j, const FloatScales& w, const QuantizedBlock& x, float acc) {
         acc = fmaf(__fmul_rn(w.d, x.scale), j, acc);
         if (!F::kHasMin) return acc;
         float m;
-        if (F::kTwoScales)
-            m = unbiased(addPair(x.sums, w.min0, w.min1, kIntegerBiasBits));
-        else
-            m = __fmul_rn(exactFloat(w.min0), unbiased(addPair(x.sums, 1, 1, kIntegerBiasBits)));
+        if (F::kTwoScales) {
+            const float second = __fmul_rn(w.min1, unbiased(addPair(x.sums, 0, 1, kIntegerBiasBits)));
+            m = fmaf(w.min0, unbiased(addPair(x.sums, 1, 0, kIntegerBiasBits)), second);
+        } else {
+            m = __fmul_rn(w.min0, unbiased(addPair(x.sums, 1, 1, kIntegerBiasBits)));
+        }
         return fmaf(__fmul_rn(w.m, x.scale), m, acc);
+    }
+    static __device__ __forceinline__ float addBlock(const uint32_t (&codes)[8], const FloatScales& w, const QuantizedBlock& x, float acc) {
+        if (!F::kTwoScales) return addScaled(__fmul_rn(w.sub0, dot(codes, x)), w, x, acc);
+        int dot0 = kOffset ? addPair(x.sums, -kOffset, 0, kIntegerBiasBits) : kIntegerBiasBits;
+        int dot1 = kOffset ? addPair(x.sums, 0, -kOffset, kIntegerBiasBits) : kIntegerBiasBits;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            dot0 = __dp4a(static_cast<int>(codes[k]), static_cast<int>(x.q[k]), dot0);
+            dot1 = __dp4a(static_cast<int>(codes[4 + k]), static_cast<int>(x.q[4 + k]), dot1);
+        }
+        return addScaled(fmaf(w.sub1, unbiased(dot1), __fmul_rn(w.sub0, unbiased(dot0))), w, x, acc);
     }
 
     // rowOf(t): which row of x. acc[t][r] belongs to weight row r.
-    template <int T, typename RowOf>
-    static __device__ __forceinline__ void add(const Raw (&raw)[2], const Input& x, RowOf&& rowOf, int units, int step, int lane, float (&acc)[T][2]) {
-        const int b = lane + 32 * step;
-        if (b >= units) return;
-        uint32_t codes[2][8];
-        Scales scales[2];
+    template <int T, typename Input, typename RowOf>
+    static __device__ __forceinline__ void add(const Raw (&raw)[2], const Input& x, const RowOf& rowOf, int units, int step, int lane, float (&acc)[T][2]) {
+        const bool inside = step * 32 + lane < units;
+        FloatScales scales[2] = {floatScales<D>(raw[0], lane % 8), floatScales<D>(raw[1], lane % 8)};
+        if constexpr (kPlainNibbles && T <= 2) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            F::codes(raw[r], codes[r]);
-            scales[r] = F::scales(raw[r], lane % 8);
-        }
+            for (int t = 0; t < T; ++t) {
+                const QuantizedBlock block = x.read(rowOf(t), step, lane, units);
 #pragma unroll
-        for (int t = 0; t < T; ++t) {
-            const QuantizedBlock block = read(x, rowOf(t), units, b);
+                for (int r = 0; r < 2; ++r) {
+                    const float sum = addScaled(__fmul_rn(scales[r].sub0, nibbleDot(raw[r].codes, block)), scales[r], block, acc[t][r]);
+                    acc[t][r] = inside ? sum : acc[t][r];
+                }
+            }
+        } else {
+            uint32_t codes[2][8];
+            F::codes(raw[0], codes[0]);
+            F::codes(raw[1], codes[1]);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) acc[t][r] = addBlock(codes[r], scales[r], block, acc[t][r]);
+            for (int t = 0; t < T; ++t) {
+                const QuantizedBlock block = x.read(rowOf(t), step, lane, units);
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    const float sum = addBlock(codes[r], scales[r], block, acc[t][r]);
+                    acc[t][r] = inside ? sum : acc[t][r];
+                }
+            }
         }
     }
 };
@@ -181,49 +286,74 @@ template <> struct FloatElement<DType::F32> {
 template <DType D> struct Steps<D, true> {
     using Element = typename FloatElement<D>::Type;
     static constexpr int kAhead = 8;
-    static constexpr int kStepUnits = 32 * kAhead;  // elements
+    static constexpr int kStep = 32 * kAhead;  // units (elements) of a row in a step
     static constexpr int kUnitElements = 1;
     struct Raw {
         Element v[kAhead];
     };
 
-    struct Input {
-        const float* x;
+    struct Cursor {
+        const Element* at;
     };
-    static size_t inputBytes(int64_t rows, int64_t cols) { return static_cast<size_t>(rows * cols) * sizeof(float); }
-    static __device__ __forceinline__ Input inGlobal(const MatvecInput& x, int64_t firstRow, int cols) { return {x.floats + firstRow * cols}; }
-    static __device__ __forceinline__ Input toShared(const Input& from, uint8_t* shared, int rows, int cols) {
-        copyToShared<4>(shared, from.x, rows * cols);
-        return {reinterpret_cast<const float*>(shared)};
+    static __device__ __forceinline__ Cursor begin(const uint8_t* data, const PackedShape&, int64_t first, int, int lane) {
+        return {reinterpret_cast<const Element*>(data) + first + lane};
     }
-
-    static __device__ __forceinline__ Raw load(const uint8_t* data, const PackedShape&, int64_t first, int units, int step, int lane) {
-        const Element* row = reinterpret_cast<const Element*>(data) + first;
+    static __device__ __forceinline__ void advance(Cursor& cursor) { cursor.at += kStep; }
+    static __device__ __forceinline__ Raw load(const Cursor& cursor, int left, int) {
         Raw raw;
 #pragma unroll
-        for (int u = 0; u < kAhead; ++u) {
-            const int i = step * kStepUnits + u * 32 + lane;
-            raw.v[u] = __ldg(row + (i < units ? i : units - 1));
-        }
+        for (int u = 0; u < kAhead; ++u) raw.v[u] = 32 * u < left ? __ldg(cursor.at + 32 * u) : Element{};
         return raw;
     }
 
-    template <int T, typename RowOf>
-    static __device__ __forceinline__ void add(const Raw (&raw)[2], const Input& x, RowOf&& rowOf, int units, int step, int lane, float (&acc)[T][2]) {
+    static __device__ __forceinline__ void fetchAhead(const uint8_t* data, const PackedShape&, int64_t first, int64_t units) {
+        const Element* from = reinterpret_cast<const Element*>(data) + first;
+        fetchToCache(from, from + units);
+    }
+
+    struct SharedInput {
+        const float* x;
+        __device__ __forceinline__ float read(int row, int i, int units) const { return x[row * units + i]; }
+    };
+    struct GlobalInput {
+        const float* x;
+        __device__ __forceinline__ float read(int row, int i, int units) const { return x[static_cast<int64_t>(row) * units + i]; }
+    };
+    static size_t sharedBytes(int64_t rows, int64_t cols) { return static_cast<size_t>(rows * cols) * sizeof(float); }
+    static __device__ __forceinline__ GlobalInput inGlobal(const MatvecInput& x, int64_t firstRow, int cols) { return {x.floats + firstRow * cols}; }
+    static __device__ __forceinline__ SharedInput toShared(const GlobalInput& from, uint8_t* shared, int rows, int cols) {
+        float* to = reinterpret_cast<float*>(shared);
+        for (int i = threadIdx.x; i < rows * cols; i += kMatvecThreads) copyToShared<4>(to + i, from.x + i);
+        return {to};
+    }
+
+    template <int T, typename Input, typename RowOf>
+    static __device__ __forceinline__ void add(const Raw (&raw)[2], const Input& x, const RowOf& rowOf, int units, int step, int lane, float (&acc)[T][2]) {
 #pragma unroll
         for (int u = 0; u < kAhead; ++u) {
-            const int i = step * kStepUnits + u * 32 + lane;
+            const int i = step * kStep + u * 32 + lane;
             if (i >= units) continue;
             const float w0 = FloatElement<D>::value(raw[0].v[u]), w1 = FloatElement<D>::value(raw[1].v[u]);
 #pragma unroll
             for (int t = 0; t < T; ++t) {
-                const float value = x.x[static_cast<int64_t>(rowOf(t)) * units + i];
+                const float value = x.read(rowOf(t), i, units);
                 acc[t][0] = fmaf(w0, value, acc[t][0]);
                 acc[t][1] = fmaf(w1, value, acc[t][1]);
             }
         }
     }
 };
+
+// Rows from `firstRow` on: to shared memory, where finishCopies() must follow, or where they are.
+template <typename S, bool kShared>
+__device__ __forceinline__ auto activations(const MatvecInput& x, int64_t firstRow, int rows, int cols, uint8_t* shared) {
+    const auto global = S::inGlobal(x, firstRow, cols);
+    if constexpr (kShared) {
+        return S::toShared(global, shared, rows, cols);
+    } else {
+        return global;
+    }
+}
 
 // --- the stream of steps ---------------------------------------------------------------------------------------------
 
@@ -233,97 +363,127 @@ struct RowPair {
     int64_t first[2];
 };
 
-// The items (pairs of rows) of a warp. place(item) gives a RowPair.
-template <DType D, int T> class Pipeline {
+// The items (pairs of rows) of a warp, with the loads of kSlots steps in flight. place(item) gives a RowPair.
+template <DType D, int T, int kSlots = 2> class Pipeline {
+    static_assert(kSlots == 2 || kSlots == 4);
+
 public:
     using S = Steps<D>;
-    using Input = typename S::Input;
 
     __device__ __forceinline__ Pipeline(const PackedShape& shape, int cols, int items)
-        : _shape(shape), _units(cols / S::kUnitElements), _steps((_units + S::kStepUnits - 1) / S::kStepUnits), _items(items),
+        : _shape(shape), _units(cols / S::kUnitElements), _steps((_units + S::kStep - 1) / S::kStep), _items(items),
           _lane(threadIdx.x % 32) {}
+
+    // Of the rows' units, `count` from `first` on: to the second-level cache, if there is more to come than the first loads.
+    __device__ __forceinline__ void fetchAhead(const uint8_t* data, int64_t first, int64_t count) const {
+        if (_lane == 0 && _items * _steps > kSlots && count > 0) S::fetchAhead(data, _shape, first, count);
+    }
 
     // The first loads of all.
     template <typename Place> __device__ __forceinline__ void start(const Place& place) {
         if (_items <= 0) return;
-        _rows = place(0);
+        enter(place(0));
 #pragma unroll
-        for (int slot = 0; slot < kDepth; ++slot) fetch(slot, place);
+        for (int slot = 0; slot < kSlots; ++slot) fetch(_slots[slot], place);
     }
 
     // rowOf(item, t): which row of x; done(item, acc) gets every finished pair, with its accumulators still apart.
-    template <typename Place, typename RowOf, typename Done>
+    template <typename Input, typename Place, typename RowOf, typename Done>
     __device__ __forceinline__ void run(const Input& x, const Place& place, const RowOf& rowOf, const Done& done) {
         if (_items <= 0) return;
         float acc[T][2] = {};
-        int item = 0, step = 0;
-        // One step from one slot, which is then loaded anew; false after the last.
-        const auto turn = [&](auto slot) {
-            S::template add<T>(_raw[decltype(slot)::value], x, [&](int t) { return rowOf(item, t); }, _units, step, _lane, acc);
-            fetch(decltype(slot)::value, place);
-            if (++step < _steps) return true;
+        int item = 0, step = 0, turns = _items * _steps;
+        // One step out of a slot, which is then loaded anew.
+        const auto turn = [&](typename S::Raw (&slot)[2]) {
+            S::template add<T>(slot, x, [&](int t) { return rowOf(item, t); }, _units, step, _lane, acc);
+            fetch(slot, place);
+            if (++step < _steps) return;
             done(item, acc);
+            ++item;
             step = 0;
 #pragma unroll
             for (int t = 0; t < T; ++t) acc[t][0] = acc[t][1] = 0.0f;
-            return ++item < _items;
         };
-        // Written out, so that every slot stays in registers.
-        if constexpr (kDepth == 3) {
-            while (turn(Index<0>{}) && turn(Index<1>{}) && turn(Index<2>{})) {}
-        } else {
-            while (turn(Index<0>{}) && turn(Index<1>{})) {}
+        // Written out, so that the slots stay in registers.
+        while (true) {
+            turn(_slots[0]);
+            if (--turns == 0) return;
+            turn(_slots[1]);
+            if (--turns == 0) return;
+            if constexpr (kSlots == 4) {
+                turn(_slots[2]);
+                if (--turns == 0) return;
+                turn(_slots[3]);
+                if (--turns == 0) return;
+            }
         }
     }
 
 private:
-    template <int i> using Index = std::integral_constant<int, i>;
-    // Steps in flight: as many as registers allow at three blocks of 256 threads a multiprocessor.
-    static constexpr int kDepth = T == 1 && sizeof(typename S::Raw) <= 32 ? 3 : 2;
+    __device__ __forceinline__ void enter(const RowPair& rows) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) _cursor[r] = S::begin(rows.data[r], _shape, rows.first[r], _units, _lane);
+        _left = _units - _lane;
+        _step = 0;
+    }
 
-    template <typename Place> __device__ __forceinline__ void fetch(int slot, const Place& place) {
+    template <typename Place> __device__ __forceinline__ void fetch(typename S::Raw (&slot)[2], const Place& place) {
         if (_item >= _items) return;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) _raw[slot][r] = S::load(_rows.data[r], _shape, _rows.first[r], _units, _step, _lane);
-        if (++_step < _steps) return;
-        _step = 0;
-        if (++_item < _items) _rows = place(_item);
+        for (int r = 0; r < 2; ++r) slot[r] = S::load(_cursor[r], _left, _lane);
+        if (++_step < _steps) {
+            _left -= S::kStep;
+            if (_left > 0) S::advance(_cursor[0]), S::advance(_cursor[1]);
+        } else if (++_item < _items) {
+            enter(place(_item));
+        }
     }
 
     const PackedShape& _shape;
     const int _units, _steps, _items, _lane;
-    typename S::Raw _raw[kDepth][2];
-    RowPair _rows;
-    int _item = 0, _step = 0;  // what is loaded next
+    typename S::Raw _slots[kSlots][2];
+    // What is loaded next, and how many units of its row are left from the lane's own on.
+    typename S::Cursor _cursor[2];
+    int _item = 0, _step = 0, _left = 0;
 };
 
 // The sums of N rows' accumulators (a power of two up to 32), in the contract's order: lane l gets the sum of row
 // l / (32 / N). Lanes that would compute a sum twice take over half of the rows instead.
-template <int N> __device__ __forceinline__ float sumAccumulators(float (&v)[N], int lane) {
-    int width = 16;
+template <int N, int kWidth = 16> __device__ __forceinline__ float sumAccumulators(const float (&v)[N], int lane) {
+    if constexpr (N > 1) {
+        const bool upper = lane & kWidth;
+        float rest[N / 2];
 #pragma unroll
-    for (int count = N; count > 1; count /= 2, width /= 2) {
-        const bool upper = lane & width;
-#pragma unroll
-        for (int i = 0; i < count / 2; ++i) {
-            const float kept = upper ? v[i + count / 2] : v[i], given = upper ? v[i] : v[i + count / 2];
-            v[i] = __fadd_rn(kept, __shfl_xor_sync(0xffffffffu, given, width));
+        for (int i = 0; i < N / 2; ++i) {
+            const float kept = upper ? v[i + N / 2] : v[i], given = upper ? v[i] : v[i + N / 2];
+            rest[i] = __fadd_rn(kept, __shfl_xor_sync(0xffffffffu, given, kWidth));
         }
-    }
+        return sumAccumulators<N / 2, kWidth / 2>(rest, lane);
+    } else {
+        float sum = v[0];
 #pragma unroll
-    for (; width >= 1; width /= 2) v[0] = __fadd_rn(v[0], __shfl_xor_sync(0xffffffffu, v[0], width));
-    return v[0];
+        for (int width = kWidth; width >= 1; width /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffffu, sum, width));
+        return sum;
+    }
 }
 
 // The same for acc[t][r]: lane l gets that of t, r with 2 t + r = l / (32 / (2 T)).
-template <int T> __device__ __forceinline__ float sumAccumulators(float (&acc)[T][2], int lane) {
+template <int T> __device__ __forceinline__ float sumPairs(const float (&acc)[T][2], int lane) {
     float v[2 * T];
 #pragma unroll
     for (int t = 0; t < T; ++t) v[2 * t] = acc[t][0], v[2 * t + 1] = acc[t][1];
-    return sumAccumulators<2 * T>(v, lane);
+    return sumAccumulators(v, lane);
 }
 
-constexpr int minBlocks(int T) { return T <= 2 ? 3 : 2; }
+constexpr int minBlocks(int T) { return T == 1 ? 3 : 2; }
+
+// Units of its rows that each warp fetches ahead: as many as all warps that run at once may together.
+inline int32_t aheadUnits(const Stream& stream, DType type, int64_t blocks, int rows) {
+    const int64_t atOnce = static_cast<int64_t>(stream.device().multiprocessors) * minBlocks(rows);
+    const int64_t bytes = kAheadBytes / (kMatvecWarps * (blocks < atOnce ? blocks : atOnce));
+    if (isFloatType(type)) return static_cast<int32_t>(bytes / static_cast<int64_t>(rowBytes(type, 1)));
+    return static_cast<int32_t>(bytes / static_cast<int64_t>(rowBytes(type, 256)) * 8);
+}
 
 // --- choosing a kernel -----------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ struct Products {
     int32_t rows = 0;    // of activations
     int32_t cols = 0;
     int32_t groups = 1;  // pairs of rows that a warp does
+    int32_t ahead = 0;   // units that a warp fetches ahead
     bool add = false;
     // Experts: pair p = blockIdx.y reads row p (rowPerPair) or p / used of x and writes row p of y.
     const int32_t* chosen = nullptr;
@@ -54,8 +55,14 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(T)) productKernel(co
         const int64_t first = static_cast<int64_t>(row) * units;
         return RowPair{{data, data}, {first, row + 1 < w.rows ? first + units : first}};
     };
-    Pipeline<D, T> pipeline(w.shape, p.cols, pairs < p.groups ? pairs : p.groups);
-    if (!p.chosen) pipeline.start(place);
+    const int items = pairs < p.groups ? pairs : p.groups;
+    Pipeline<D, T> pipeline(w.shape, p.cols, items);
+    const auto start = [&] {
+        pipeline.start(place);
+        const int64_t rows = min(2 * items, w.rows - firstRow);
+        pipeline.fetchAhead(data, static_cast<int64_t>(firstRow) * units, min(rows * units, static_cast<int64_t>(p.ahead)));
+    };
+    if (!p.chosen) start();
     waitForPrevious();
 
     int64_t inputRow = 0, outputRow = 0;
@@ -63,11 +70,10 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(T)) productKernel(co
         outputRow = blockIdx.y;
         inputRow = p.rowPerPair ? blockIdx.y : blockIdx.y / p.used;
     }
-    typename S::Input x = S::inGlobal(p.x, inputRow, p.cols);
-    if (kShared) x = S::toShared(x, shared, p.rows, p.cols);
+    const auto x = activations<S, kShared>(p.x, inputRow, p.rows, p.cols, shared);
     if (p.chosen) {
         data += p.chosen[outputRow] * p.stride;
-        pipeline.start(place);
+        start();
     }
 
     // The lanes that write: their row of activations, and of weights within a pair.
@@ -80,7 +86,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(T)) productKernel(co
 
     if (kShared) finishCopies();
     pipeline.run(x, place, [&](int, int t) { return T <= 2 ? t : min(t, p.rows - 1); }, [&](int item, float (&acc)[T][2]) {
-        float sum = sumAccumulators(acc, lane);
+        float sum = sumPairs(acc, lane);
         if (!writes(item)) return;
         if (bias) sum = __fadd_rn(sum, bias[2 * item]);
         y[2 * item] = p.add ? __fadd_rn(before, sum) : sum;
@@ -104,7 +110,7 @@ inline int groupsFor(const Stream& stream, const Products& p, int64_t pairs) {
     return best;
 }
 
-// pairs: of experts; 1 without. Fills in groups and endBlock.
+// pairs: of experts; 1 without. Fills in groups, ahead and endBlock.
 template <DType D> void launchProducts(Stream& stream, Products p, int64_t pairs) {
     p.groups = groupsFor(stream, p, pairs);
     int32_t blocks = 0;
@@ -112,8 +118,9 @@ template <DType D> void launchProducts(Stream& stream, Products p, int64_t pairs
         blocks += ((p.product[i].rows + 1) / 2 + kMatvecWarps * p.groups - 1) / (kMatvecWarps * p.groups);
         p.product[i].endBlock = blocks;
     }
+    p.ahead = aheadUnits(stream, D, blocks * pairs, p.rows);
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(pairs));
-    const size_t bytes = Steps<D>::inputBytes(p.rows, p.cols);
+    const size_t bytes = Steps<D>::sharedBytes(p.rows, p.cols);
     withVariant(p.rows, bytes, [&](auto variant) {
         using V = decltype(variant);
         launch(stream, productKernel<D, V::kRows, V::kShared>, grid, dim3(kMatvecThreads), V::kShared ? bytes : 0, p);

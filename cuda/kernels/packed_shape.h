@@ -27,7 +27,7 @@ struct PlaneSizes {
     PlaneSize plane[PackedShape::kPlanes];
 };
 
-inline PlaneSizes planeSizes(DType type) {
+constexpr PlaneSizes planeSizes(DType type) {
     switch (type) {
         case DType::Q4_0:
         case DType::IQ4_NL: return {{{16, 1}, {2, 1}}};

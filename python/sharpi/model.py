@@ -121,8 +121,8 @@ class Model:
             if device != "auto" or plan.device == "cpu":
                 raise
             # What the plan could not know: memory that went to somebody else, or a driver that lacks something.
-            onto_cpu = make_plan(file, spec, device="cpu", context=context, kv_dtype=kv_dtype, batch=batch, threads=count)
-            plan = replace(onto_cpu, why=str(reason), gpu=plan.gpu, vram=plan.vram)
+            instead = make_plan(file, spec, device="cpu", context=context, kv_dtype=kv_dtype, batch=batch, threads=count)
+            plan = replace(instead, why=str(reason), gpu=plan.gpu, vram=plan.vram)
             engine = _open(file, spec, plan, count)
         if progress is not None:
             _warm(engine, plan, progress)

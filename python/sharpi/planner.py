@@ -26,7 +26,8 @@ KV_DTYPES = ("fp32", "bf16", "fp16")
 DEFAULT_KV_DTYPE = "bf16"
 # Models announce contexts whose KV cache would fill the machine; this much is taken unless a person asks for more.
 DEFAULT_CONTEXT = 4096
-# Prefill on a GPU reads all weights once a batch, and has to multiply for as long as that takes.
+# Prefill on a GPU reads all weights once a batch, and has to multiply for as long as that takes. Less is taken there
+# where only less fits.
 DEFAULT_BATCH = {"cpu": 512, "cuda": 2048}
 # Of the free VRAM this much is left to the driver and to whoever draws on the screen, unless a budget says otherwise.
 VRAM_MARGIN = 256 << 20
@@ -166,17 +167,21 @@ def parse_vram(vram: str | int | None) -> int | None:
     """
     if vram is None:
         return None
-    if isinstance(vram, int) and not isinstance(vram, bool):
-        count = vram
-    else:
-        match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*([a-z]*)\s*", vram.lower()) if isinstance(vram, str) else None
-        unit = _BYTES.get(match[2]) if match else None
-        if match is None or unit is None:
-            raise InvalidRequestError(f"{vram!r} is no amount of VRAM: say it as 12GiB, 12.5GB, 800MiB or in bytes")
-        count = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    count = _bytes_in(vram) if isinstance(vram, str) else vram
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise InvalidRequestError(f"{vram!r} is no amount of VRAM: say it as 12GiB, 12.5GB, 800MiB or in bytes")
     if not 0 < count < 1 << 60:
-        raise InvalidRequestError(f"a VRAM budget of {vram} cannot be: leave it out for all that is free, or use device cpu")
+        raise InvalidRequestError(
+            f"a VRAM budget of {vram} cannot be: leave it out for all that is free, or use device cpu")
     return count
+
+
+def _bytes_in(text: str) -> int | None:
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) *([a-z]*)", text.strip().lower())
+    unit = _BYTES.get(match[2]) if match else None
+    if match is None or unit is None:
+        return None
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
 def choose_context(spec: Spec, context: int | None) -> int:
@@ -251,7 +256,15 @@ class _Request:
         def fits(context: int, rows: int) -> bool:
             return available is None or mapped + sum(count for _, count in lines(context, rows)) <= available
 
-        longest = self.spec.context_length
+        def fits_at(context: int) -> bool:
+            most = min(wanted, context)
+            return _fitting_batch(most, lambda rows: fits(context, rows)) > 0 if shrinks else fits(context, most)
+
+        # Nobody asked for the default: slower prefill is better than another device.
+        shrinks = device == "cuda" and self.batch is None
+        fitting_batch = _fitting_batch(batch, lambda rows: fits(self.context, rows))
+        if shrinks and fitting_batch:
+            batch = fitting_batch
         return Plan(
             model=self.file.name,
             architecture=self.file.architecture,
@@ -260,14 +273,14 @@ class _Request:
             gpu=found,
             vram=self.vram,
             context=self.context,
-            model_context=longest,
+            model_context=self.spec.context_length,
             kv_dtype=self.kv_dtype,
             batch=batch,
             weights_bytes=weights,
             lines=tuple((name, count) for name, count in lines(self.context, batch)),
             available_bytes=available,
-            fitting_context=_largest(longest, lambda context: fits(context, min(wanted, context))),
-            fitting_batch=_fitting_batch(batch, lambda rows: fits(self.context, rows)),
+            fitting_context=_largest(self.spec.context_length, fits_at),
+            fitting_batch=fitting_batch,
         )
 
     def _available(self, device: str, found: Gpu | str | None, ram: int | None) -> int | None:

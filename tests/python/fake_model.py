@@ -85,6 +85,7 @@ class FakeModel:
         self.script = script
         self.context = script.context
         self.file = SimpleNamespace(name="fake")
+        self.plan = SimpleNamespace(gpu=None, why="")
         self.spec = SimpleNamespace(name="fake")
         self.chat_template = ChatTemplate(script.template, "", "") if script.template else None
         self.reused = 0

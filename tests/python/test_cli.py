@@ -20,6 +20,7 @@ from fake_model import SLOW_PROGRAM, FakeModel, Script, cli_runner, install
 from sharpi.cli import main
 from sharpi.cli.text import closing_line, printable, size
 from sharpi.errors import InvalidRequestError, ModelFileError, OutOfMemoryError
+from sharpi.hardware import Gpu
 
 
 @pytest.fixture
@@ -94,7 +95,8 @@ def test_running_out_of_memory_is_said(script: Script) -> None:
 @pytest.mark.parametrize("arguments", [
     ["nonsense"], ["--nonsense"], ["run", "--nonsense"], ["run"], ["run", "-p", "a", "-f", "b"],
     ["run", "-p", "a", "-n", "-2"], ["run", "-p", "a", "--temp", "-1"], ["run", "-p", "a", "--top-p", "1.5"],
-    ["run", "-p", "a", "-t", "0"], ["run", "-p", "a", "-b", "0"], ["run", "-p", "a", "--device", "tpu"], ["run", "-p", "a", "--kv-dtype", "int3"],
+    ["run", "-p", "a", "-t", "0"], ["run", "-p", "a", "-b", "0"], ["run", "-p", "a", "--device", "tpu"],
+    ["run", "-p", "a", "--kv-dtype", "int3"],
     ["run", "-p", "a", "--logit-bias", "5"], ["run", "-p", "a", "--logit-bias", "x=1"],
     ["run", "-p", "a", "--logit-bias", "5=nan"], ["bench", "--repeat", "0"], ["inspect", "a", "-m", "b"],
 ])
@@ -290,19 +292,28 @@ def test_a_gpu_that_is_not_there_is_said(command: list[str], monkeypatch: pytest
     assert result.stderr == ("sharpi: error: device cuda: there is no usable GPU: no NVIDIA driver is installed\n")
 
 
-def test_a_driver_that_shows_no_gpu_is_said(tmp_path: Path) -> None:
-    """With nothing made up: this machine's own reason, or the one for a GPU that is hidden."""
+def test_a_gpu_with_too_little_room_is_said_and_the_cpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 260 << 20))
+    result = sharpi("run", "-p", "Once", "-n", "2", "--no-stats")
+    assert result.exit_code == 0 and result.stdout.startswith("Once")
+    assert re.fullmatch(r"sharpi: on the CPU: Sharpi story needs .* of VRAM and there are .* are missing.*\n", result.stderr)
+
+
+def run_without_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = "from sharpi.cli import main; main(prog_name='sharpi')"
-    done = subprocess.run([sys.executable, "-c", program, "run", "-p", "x", "--device", "cuda"], text=True, timeout=120,
-                          capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}, check=False)
+    return subprocess.run([sys.executable, "-c", program, *arguments], text=True, timeout=120, capture_output=True,
+                          env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}, check=False)
+
+
+def test_a_driver_that_shows_no_gpu_is_said() -> None:
+    """With nothing made up: this machine's own reason, or the one for a GPU that is hidden."""
+    done = run_without_a_gpu("run", "-p", "x", "--device", "cuda")
     assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"sharpi: error: device cuda: \S.*\n", done.stderr)
 
 
-def test_auto_runs_on_the_cpu_where_no_gpu_is(tmp_path: Path) -> None:
-    program = "from sharpi.cli import main; main(prog_name='sharpi')"
-    done = subprocess.run([sys.executable, "-c", program, "run", "-p", "Once", "-n", "2", "--temp", "0"], text=True,
-                          timeout=120, capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}, check=False)
+def test_auto_runs_on_the_cpu_where_no_gpu_is() -> None:
+    done = run_without_a_gpu("run", "-p", "Once", "-n", "2", "--temp", "0")
     assert done.returncode == 0 and done.stdout.startswith("Once"), done.stderr
 
 

@@ -141,7 +141,7 @@ def test_quantized_matrices(kind: str, base: TinyModel, tmp_path: Path) -> None:
     count = 48
     exact, rounded = NumpyModel(path), NumpyModel(path, int8_activations=True)
     assert relative_error(logits(path, TOKENS[:count]), exact.logits(TOKENS[:count])) < (0.25 if base.experts else 0.06)
-    with Model.load(path, kv_dtype="fp32", threads=2) as model:
+    with Model.load(path, kv_dtype="fp32", threads=2, device="cpu") as model:
         errors = [relative_error(model.logits([t]), rounded.logits([t])) for t in range(0, 96, 4)]
     assert np.median(errors) < FLOAT32_BOUND
     assert max(errors) < 0.1

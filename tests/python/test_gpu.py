@@ -242,7 +242,7 @@ def test_the_switch_launches_directly(tmp_path: Path) -> None:
     assert said[0][1] == said[1][1]
 
 
-# --- chosen on the device ----------------------------------------------------------------------------------------------
+# --- chosen on the device --------------------------------------------------------------------------------------------
 
 SAMPLINGS = [
     {"temperature": 0.0},
@@ -287,7 +287,7 @@ def test_a_conversation_that_goes_on_is_the_cpus(stories: tuple[Model, Model]) -
     assert on_gpu == on_cpu
 
 
-# --- every byte accounted for --------------------------------------------------------------------------------------------
+# --- every byte accounted for ----------------------------------------------------------------------------------------
 
 
 def test_auto_takes_the_gpu(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_a_generation_cannot_go_on_after_another_began(model: Model) -> None:
 
 def test_a_forked_process_is_told_so(tiny: Path) -> None:
     script = ("import os, sys\nfrom sharpi import InvalidRequestError, Model\n"
-              "model = Model.load(sys.argv[1], threads=2)\nmodel.logits([1, 2])\n"
+              "model = Model.load(sys.argv[1], threads=2, device='cpu')\nmodel.logits([1, 2])\n"
               "child = os.fork()\n"
               "if child == 0:\n"
               "    try:\n        model.logits([1, 2])\n"

@@ -123,6 +123,18 @@ def test_batches() -> None:
     assert plan_of(batch=300, context=200).batch == 200, "no batch is longer than the context"
 
 
+def test_the_default_batch_on_the_gpu_shrinks_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 1000 + 4096 * 4000 + 3 * 4096 + 7 + 11  # all but the batch
+    for spare, batch in ((2048, 2048), (2047, 1024), (600, 512), (32, 32)):
+        plan = plan_of(device="cuda", batch=None, context=4096, vram=room + 50 * spare)
+        assert plan.fits and plan.batch == plan.fitting_batch == batch
+    assert not plan_of(device="cuda", batch=None, context=4096, vram=room + 50 * 31).fits
+    assert not plan_of(device="cuda", batch=2048, context=4096, vram=room + 50 * 2047).fits, "what was asked for stays"
+    set_gpu(monkeypatch, room + 50 * 600 + VRAM_MARGIN)
+    plan = plan_of(device="auto", batch=None, context=4096)
+    assert (plan.device, plan.batch) == ("cuda", 512)
+
+
 def test_contexts() -> None:
     assert choose_context(FakeSpec(), None) == DEFAULT_CONTEXT
     assert choose_context(FakeSpec(context_length=100), None) == 100
@@ -151,8 +163,8 @@ def test_budgets(text: str | int | None, count: int | None) -> None:
     assert parse_vram(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "lots", "12GiBs", "-1GiB", "1e9", "GiB", "12,5GiB", "1.2.3G", "0", "0.0GiB", 0, -5,
-                                  1 << 62, "9999999TiB", 1.5, True, [], "١٢GiB", "nan", "0x10"])
+@pytest.mark.parametrize("text", ["", "lots", "12GiBs", "-1GiB", "1e9", "GiB", "12,5GiB", "1.2.3G", "0", "0.0GiB", 0,
+                                  -5, 1 << 62, "9999999TiB", 1.5, True, [], "١٢GiB", "nan", "0x10"])
 def test_budgets_that_are_none(text: object) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         parse_vram(text)
@@ -314,12 +326,13 @@ def described(kind: str, *, experts: int) -> tuple[object, int]:
 
     width, hidden, heads, layers, vocab = 4096, 768 if experts else 12288, 32, 36, 151936
     arch = "qwen3moe" if experts else "qwen3"
-    integers = {"block_count": layers, "context_length": 40960, "embedding_length": width, "feed_forward_length": hidden,
-                "attention.head_count": heads, "attention.head_count_kv": 8, "attention.key_length": 128,
+    integers = {"block_count": layers, "context_length": 40960, "embedding_length": width,
+                "feed_forward_length": hidden, "attention.head_count": heads, "attention.head_count_kv": 8, "attention.key_length": 128,
                 "attention.value_length": 128, "expert_count": experts, "expert_used_count": min(experts, 8),
                 "expert_feed_forward_length": hidden}
     metadata = {f"{arch}.{key}": value for key, value in integers.items() if value}
-    metadata |= {"general.architecture": arch, f"{arch}.attention.layer_norm_rms_epsilon": 1e-6, f"{arch}.rope.freq_base": 1e6}
+    metadata |= {"general.architecture": arch, f"{arch}.attention.layer_norm_rms_epsilon": 1e-6,
+                 f"{arch}.rope.freq_base": 1e6}
     shapes = {"token_embd": [width, vocab], "output": [width, vocab], "output_norm": [width]}
     count = [experts] if experts else []
     suffix = "_exps" if experts else ""
@@ -327,7 +340,8 @@ def described(kind: str, *, experts: int) -> tuple[object, int]:
         shapes |= {block + "attn_norm": [width], block + "ffn_norm": [width], block + "attn_q_norm": [128],
                    block + "attn_k_norm": [128], block + "attn_q": [width, 4096], block + "attn_k": [width, 1024],
                    block + "attn_v": [width, 1024], block + "attn_output": [4096, width],
-                   block + "ffn_gate" + suffix: [width, hidden, *count], block + "ffn_up" + suffix: [width, hidden, *count],
+                   block + "ffn_gate" + suffix: [width, hidden, *count],
+                   block + "ffn_up" + suffix: [width, hidden, *count],
                    block + "ffn_down" + suffix: [hidden, width, *count]}
         if experts:
             shapes[block + "ffn_gate_inp"] = [width, experts]

@@ -59,7 +59,7 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
 
 
 def _decode(model: Model, depth: int, tokens: int, repeat: int, warmup: bool) -> list[dict[str, Any]]:
-    """The entries for one number of tokens: on the GPU one with graphs, unless they are switched off, and one without."""
+    """The entries for one number of tokens: on the GPU with graphs, unless they are switched off, and without."""
     at_depth = {"depth": depth} if depth else {}
 
     def run(count: int) -> float:
@@ -107,5 +107,6 @@ def _remark(result: dict[str, Any]) -> str:
     if "depth" in result:
         said.append(f"after {result['depth']:,} tokens")
     if "graphs" in result:
-        said.append(f"{'with' if result['graphs'] else 'without'} graphs, {result['kernels_per_token']} kernels a token")
+        said.append("with graphs" if result["graphs"] else "without graphs")
+        said.append(f"{result['kernels_per_token']} kernels a token")
     return "   " + ", ".join(said) if said else ""

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 
 import click
 
+from sharpi.cli.text import printable
+from sharpi.hardware import Gpu
 from sharpi.planner import DEVICES, KV_DTYPES
 
 if TYPE_CHECKING:
@@ -37,12 +39,12 @@ class ModelOptions:
     def load(self, *, context: int | None = None) -> Model:
         """Opens the model, with a progress bar when standard error is a terminal.
 
-        `context` stands in where the person set none.
+        `context` stands in where the person set none. Standard error says why a GPU that is there is not used.
         """
         from sharpi.model import Model  # late: `sharpi --help` should not wait for numpy and the core
 
         with _loading_bar() as progress:
-            return Model.load(
+            model = Model.load(
                 self.model,
                 device=self.device,
                 vram=self.vram,
@@ -52,6 +54,9 @@ class ModelOptions:
                 batch=self.batch,
                 progress=progress,
             )
+        if model.device == "cpu" and isinstance(model.plan.gpu, Gpu):
+            click.echo(f"sharpi: on the CPU: {printable(model.plan.why)}", err=True)
+        return model
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,11 @@ public:
     explicit DeviceArray(size_t count) : _count(count) {
         require(cudaMalloc(reinterpret_cast<void**>(&_data), bytes()));
         require(cudaMemset(_data, 0xff, bytes()));
+        require(cudaDeviceSynchronize());  // the tests' stream does not wait for the default one
     }
     explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
-        require(cudaMemcpy(_data, values.data(), bytes(), cudaMemcpyHostToDevice));
+        if (_count) require(cudaMemcpy(_data, values.data(), bytes(), cudaMemcpyHostToDevice));
+        require(cudaDeviceSynchronize());
     }
     ~DeviceArray() { cudaFree(_data); }
     DeviceArray(const DeviceArray&) = delete;
@@ -41,7 +43,7 @@ public:
     std::vector<T> read() const {
         std::vector<T> values(_count);
         require(cudaDeviceSynchronize());
-        require(cudaMemcpy(values.data(), _data, _count * sizeof(T), cudaMemcpyDeviceToHost));
+        if (_count) require(cudaMemcpy(values.data(), _data, bytes(), cudaMemcpyDeviceToHost));
         return values;
     }
 

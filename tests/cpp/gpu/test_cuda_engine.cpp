@@ -44,6 +44,14 @@ protected:
         }
         return std::sqrt(difference / norm);
     }
+    static double medianDistance(const std::vector<float>& a, const std::vector<float>& b, int64_t vocab) {
+        std::vector<double> rows;
+        for (size_t at = 0; at < a.size(); at += vocab) {
+            rows.push_back(distance({a.begin() + at, a.begin() + at + vocab}, {b.begin() + at, b.begin() + at + vocab}));
+        }
+        std::nth_element(rows.begin(), rows.begin() + rows.size() / 2, rows.end());
+        return rows[rows.size() / 2];
+    }
 };
 
 TEST_F(CudaEngine, StepsOfFewRowsHaveTheCpusBits) {
@@ -72,8 +80,9 @@ TEST_F(CudaEngine, EveryCacheTypeHasTheCpusBits) {
 }
 
 // Against the same weights as float32 on the CPU. Rounding both factors of every product to bf16 costs 2^-9 of each,
-// 0.3 % of a product, and some multiples of it after a few layers (with experts also a choice now and then); where all is
-// split into two halves, about 2^-16.
+// 0.3 % of a product, and some multiples of it after a few layers; the contract's int8 activations cost more. Where all
+// is split into two halves, 2^-16. The median over rows: an expert chosen otherwise, which any rounding can bring about
+// where two are nearly equal, moves a row far.
 TEST_F(CudaEngine, PrefillIsNear) {
     for (const tiny::Options& tiny : tiny::variants()) {
         const tiny::Model model(tiny), exact = model.asFloats();
@@ -81,14 +90,21 @@ TEST_F(CudaEngine, PrefillIsNear) {
         Session reference(load(exact, options(false, KvType::F32)));
         const auto expected = logits(reference, text, {});
         for (const bool floats : {false, true}) {
-            SCOPED_TRACE(tiny::describe(tiny) + (floats ? " as floats" : ""));
-            Session gpu(load(floats ? exact : model, options(true, floats ? KvType::F32 : KvType::BF16)));
-            Session steps(load(floats ? exact : model, options(true, floats ? KvType::F32 : KvType::BF16)));
-            const double off = distance(logits(gpu, text, {}), expected);
-            const double offSteps = distance(logits(steps, text, std::vector<int64_t>(250, 1)), expected);
-            std::printf("%-40s %s: prefill is off by %.1e, steps by %.1e\n", tiny::describe(tiny).c_str(), floats ? "F32" : "as is", off, offSteps);
-            const bool routed = tiny.experts || tiny.architecture == "qwen3moe" || tiny.architecture == "olmoe";
-            EXPECT_LT(off, floats ? 1e-4 : routed ? 0.1 : 0.02);
+            const std::string name = tiny::describe(tiny) + (floats ? " as floats" : "");
+            SCOPED_TRACE(name);
+            const auto engine = load(floats ? exact : model, options(true, floats ? KvType::F32 : KvType::BF16));
+            Session gpu(engine);
+            const auto prefill = logits(gpu, text, {});
+            gpu.reset();
+            const auto steps = logits(gpu, text, std::vector<int64_t>(250, 1));
+            const double off = medianDistance(prefill, expected, tiny.vocab), offSteps = medianDistance(steps, expected, tiny.vocab);
+            std::printf("%-40s prefill is off by %.1e, steps by %.1e\n", name.c_str(), off, offSteps);
+            if (floats) {
+                EXPECT_LT(distance(prefill, expected), 1e-4);
+            } else {
+                EXPECT_LT(off, 0.03);
+                EXPECT_LT(off, offSteps);
+            }
             EXPECT_GT(off, 0.0) << "not the tensor cores' path";
         }
     }

@@ -10,6 +10,8 @@
 //   2^-17 altogether, to which f32 sums, cut off by the tensor cores, add about as much: 2e-5.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <memory>
 
 #include "../reference_matmul.h"
 #include "core/half.h"
@@ -99,8 +101,15 @@ std::string describe(DType type, int64_t rows, int64_t outputs, int64_t cols) {
     return std::string(info(type).name) + ", " + std::to_string(rows) + " rows, " + std::to_string(outputs) + " x " + std::to_string(cols);
 }
 
-class Matmul : public GpuTest {
+// Every test runs with Hopper's own instructions (where the device has them) and without.
+class Matmul : public GpuTest, public ::testing::WithParamInterface<const char*> {
 protected:
+    void SetUp() override {
+        setenv("SHARPI_CUDA_WGMMA", GetParam(), 1);
+        GpuTest::SetUp();
+    }
+    void TearDown() override { unsetenv("SHARPI_CUDA_WGMMA"); }
+
     Weights weights(DType type, int64_t outputs, int64_t cols) {
         const std::vector<uint8_t> file = fileWeights(type, outputs, cols, random());
         Weights w;
@@ -146,9 +155,13 @@ protected:
     }
 };
 
+const auto kBothWays = ::testing::Values("1", "0");
+const auto nameOfWay = [](const ::testing::TestParamInfo<const char*>& way) { return *way.param == '1' ? "Warpgroups" : "Warps"; };
+INSTANTIATE_TEST_SUITE_P(Product, Matmul, kBothWays, nameOfWay);
+
 constexpr DType kFloats[] = {DType::F32, DType::F16, DType::BF16};
 
-TEST_F(Matmul, EveryQuantizedType) {
+TEST_P(Matmul, EveryQuantizedType) {
     for (const DType type : reference::quantizedTypes()) {
         // 9 blocks: the last step along k has one. 3 superblocks: all places of a block within one.
         check(type, 150, 200, info(type).blockElements == 256 ? 768 : 288, false);
@@ -156,19 +169,19 @@ TEST_F(Matmul, EveryQuantizedType) {
     }
 }
 
-TEST_F(Matmul, FloatTypesPlainAndSplit) {
+TEST_P(Matmul, FloatTypesPlainAndSplit) {
     for (const DType type : kFloats) {
         check(type, 150, 200, 320, true);
         if (type != DType::F32) check(type, 150, 200, 320, false);
     }
 }
 
-TEST_F(Matmul, TailsInEveryDimension) {
+TEST_P(Matmul, TailsInEveryDimension) {
     for (const int64_t rows : {1, 9, 63, 64, 65, 127, 128, 129, 257})
         for (const int64_t outputs : {1, 2, 63, 129, 256}) check(DType::Q4_K, rows, outputs, 256, false);
 }
 
-TEST_F(Matmul, AnyNumberOfColumnsWithFloatWeights) {
+TEST_P(Matmul, AnyNumberOfColumnsWithFloatWeights) {
     for (const int64_t cols : {1, 7, 8, 12, 33, 63, 65, 72, 100, 132, 260}) {
         for (const DType type : kFloats) {
             check(type, 70, 37, cols, true);
@@ -177,7 +190,7 @@ TEST_F(Matmul, AnyNumberOfColumnsWithFloatWeights) {
     }
 }
 
-TEST_F(Matmul, SplitWeightsWithoutLowActivations) {
+TEST_P(Matmul, SplitWeightsWithoutLowActivations) {
     const int64_t rows = 40, outputs = 50, cols = 128;
     const Weights w = weights(DType::F32, outputs, cols);
     const Activations x = activations(rows, cols, false);
@@ -186,7 +199,7 @@ TEST_F(Matmul, SplitWeightsWithoutLowActivations) {
     expectClose(multiply(w.values.data(), outputs, cols, rowsOf(x, rows, cols)), y.read(), kSplitTolerance, "exact activations");
 }
 
-TEST_F(Matmul, LowHalvesDoNotTouchQuantizedWeights) {
+TEST_P(Matmul, LowHalvesDoNotTouchQuantizedWeights) {
     const int64_t rows = 40, outputs = 50, cols = 256;
     const Weights w = weights(DType::Q6_K, outputs, cols);
     const Activations x = activations(rows, cols, true);
@@ -196,7 +209,7 @@ TEST_F(Matmul, LowHalvesDoNotTouchQuantizedWeights) {
     EXPECT_TRUE(sameBits(without.read(), with.read()));
 }
 
-TEST_F(Matmul, BiasAndAdding) {
+TEST_P(Matmul, BiasAndAdding) {
     for (const int64_t outputs : {64, 131}) {
         const int64_t rows = 77, cols = 512;
         const Weights w = weights(DType::Q5_K, outputs, cols);
@@ -220,7 +233,7 @@ TEST_F(Matmul, BiasAndAdding) {
 }
 
 // Whatever else is in a call, a row's result keeps its bits: tiles of all sizes sum in one order.
-TEST_F(Matmul, ARowDoesNotDependOnTheOthers) {
+TEST_P(Matmul, ARowDoesNotDependOnTheOthers) {
     const int64_t rows = 200, outputs = 300, cols = 1024;
     const Weights w = weights(DType::Q4_K, outputs, cols);
     const Activations x = activations(rows, cols, false);
@@ -235,7 +248,7 @@ TEST_F(Matmul, ARowDoesNotDependOnTheOthers) {
 }
 
 // The launches of a step follow each other without waiting: a product must see what the launch before it wrote.
-TEST_F(Matmul, ReadsWhatThePreviousLaunchWrote) {
+TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
     const int64_t rows = 256, width = 512;
     const Weights w = weights(DType::Q8_0, width, width);
     const std::vector<float> start = randomFloats(static_cast<size_t>(rows * width), 0.1f);
@@ -305,13 +318,15 @@ protected:
     }
 };
 
-TEST_F(MatmulExperts, EveryType) {
+INSTANTIATE_TEST_SUITE_P(Product, MatmulExperts, kBothWays, nameOfWay);
+
+TEST_P(MatmulExperts, EveryType) {
     for (const DType type : reference::quantizedTypes())
         check(type, {5, 0, 70, 1}, 33, 150, info(type).blockElements == 256 ? 512 : 96, true, false);
     for (const DType type : kFloats) check(type, {5, 0, 70, 1}, 33, 150, 100, true, true);
 }
 
-TEST_F(MatmulExperts, GatheredOrNotAndUnevenlyShared) {
+TEST_P(MatmulExperts, GatheredOrNotAndUnevenlyShared) {
     const std::vector<std::vector<int32_t>> shares = {
         {0, 0, 0, 300, 0, 0},                    // one expert has all
         {64, 128, 63, 65, 1, 127},               // on and beside the tiles' borders
@@ -322,7 +337,7 @@ TEST_F(MatmulExperts, GatheredOrNotAndUnevenlyShared) {
         for (const bool gather : {false, true}) check(DType::Q4_K, counts, 40, 130, 256, gather, false);
 }
 
-TEST_F(MatmulExperts, NoPairs) {
+TEST_P(MatmulExperts, NoPairs) {
     check(DType::Q6_K, {0, 0, 0}, 4, 130, 256, false, false);
 }
 
