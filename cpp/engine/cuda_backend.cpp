@@ -13,8 +13,9 @@ namespace sharpi {
 
 namespace {
 
-// Large enough for copies at full speed, small beside any model.
-constexpr size_t kStagingBytes = size_t{16} << 20;
+// Large enough for copies at nearly full speed; one granule of the device's memory, so that loading takes no more of it
+// at any moment than the plan says.
+constexpr size_t kStagingBytes = size_t{2} << 20;
 
 bool replayWanted() {
     const char* value = std::getenv("SHARPI_CUDA_GRAPH");

@@ -154,13 +154,16 @@ def test_quantized_prefill(model: TinyModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kv_dtype, bound", [("bf16", 0.06), ("fp16", 0.006)])
 @pytest.mark.parametrize("name", ["llama", "qwen3moe"])
 def test_narrow_kv_caches(name: str, kv_dtype: str, bound: float, tmp_path: Path) -> None:
-    """The distances of test_engine.py: what halving keys and values costs, and that nothing else does."""
+    """The distances of test_engine.py: what halving keys and values costs, and that nothing else does.
+
+    But for a prefill over a bf16 cache: it rounds queries and weights of attention to bf16 as well, 2^-9 each.
+    """
     path = write(tmp_path / "m.gguf", MODELS[name])
     rounded, exact = NumpyModel(path, kv_dtype=kv_dtype).logits(TOKENS), NumpyModel(path).logits(TOKENS)
     for chunks in ((), ONE_BY_ONE):
         found = logits(path, chunks=chunks, kv_dtype=kv_dtype)
         assert relative_error(found, exact) < bound
-        assert relative_error(found, rounded) < 3e-3
+        assert relative_error(found, rounded) < (3e-3 if chunks or kv_dtype == "fp16" else 1e-2)
     assert_as_on_the_cpu(write(tmp_path / "q.gguf", replace(DENSE, type="Q4_K")), kv_dtype=kv_dtype)
 
 
@@ -373,7 +376,7 @@ def test_a_session_outlives_its_model(tmp_path: Path) -> None:
 
 
 def test_a_budget_that_is_too_small(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", MODELS["qwen3moe"])
+    path = write(tmp_path / "m.gguf", TinyModel("llama", layers=2, type="Q4_0", **LARGE))
     load(path).close()
     before = free_bytes()
     with pytest.raises(OutOfMemoryError, match="--device cpu"):
@@ -389,7 +392,7 @@ def test_a_budget_that_is_too_small(tmp_path: Path) -> None:
             refusals += 1
             assert "\n" not in str(refusal) and "free" in str(refusal)
         assert before - free_bytes() <= 2 * MIB, budget
-    assert refusals > 2
+    assert refusals > 5
 
 
 def test_the_trace_is_printed(tmp_path: Path) -> None:

@@ -103,7 +103,9 @@ TEST_F(CudaEngine, PrefillIsNear) {
                 EXPECT_LT(distance(prefill, expected), 1e-4);
             } else {
                 EXPECT_LT(off, 0.03);
-                EXPECT_LT(off, offSteps);
+                if (tiny.matrices != DType::F32) {
+                    EXPECT_LT(off, offSteps);
+                }
             }
             EXPECT_GT(off, 0.0) << "not the tensor cores' path";
         }
