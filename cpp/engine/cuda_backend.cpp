@@ -64,6 +64,7 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     _token = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t));
     _limits = limits;
     _layout = layout;
+    _stream.zero(at<uint8_t>(layout.attention), cuda::kDecodeCounterBytes);
 }
 
 void CudaBackend::begin(const Batch& batch, const KvCache& kv) {

@@ -24,7 +24,7 @@ std::unique_ptr<Backend> makeGpuBackend(size_t vram) { return std::make_unique<C
 namespace {
 
 [[noreturn]] void refuse() {
-    throw Error(ErrorKind::InvalidArgument, "this build of Sharpi has no CUDA part (" SHARPI_CUDA_STATE "): use device cpu");
+    throw Error(ErrorKind::InvalidArgument, "this build of Sharpi has no CUDA part (" SHARPI_CUDA_STATE ")");
 }
 
 }  // namespace

@@ -10,6 +10,9 @@ enum class KvType : uint32_t { F32 = 0, BF16 = 1, F16 = 2 };
 
 inline size_t kvElementBytes(KvType type) { return type == KvType::F32 ? 4 : 2; }
 
+// Pages whose results are joined among themselves before they are joined to the others (cpu/kernels/attention.cpp).
+constexpr int kSegmentPages = 4;
+
 // One layer's keys and values of the paged cache. Page p of kv head h starts at
 // base + ((p * kvHeads + h) * pageTokens) * headDim elements: [pageTokens, headDim], contiguous.
 struct KvPages {

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "device/code_version.h"
 #include "device/launch.cuh"
 
 namespace sharpi::cuda {
@@ -48,6 +49,7 @@ DeviceInfo findDevice() {
     if (info.major * 10 + info.minor < 75) {
         noDevice(info.name + " has compute capability " + std::to_string(info.major) + "." + std::to_string(info.minor) + ", 7.5 is the least");
     }
+    if (codeVersion() == 0) noDevice("this build has no kernels for " + info.name + "; build on a machine that shows it, or set SHARPI_CUDA_ARCHITECTURES");
     if (const cudaError_t status = cudaMemGetInfo(&info.freeBytes, &info.totalBytes); status != cudaSuccess) {
         cudaGetLastError();
         noDevice(info.name + ": " + cudaGetErrorString(status));
@@ -60,7 +62,8 @@ Graph::~Graph() { cudaGraphExecDestroy(_exec); }
 Stream::Stream(const DeviceInfo& device) : _device(device) {
     check(cudaSetDevice(device.index), "choosing the device");
     check(cudaStreamCreateWithFlags(&_handle, cudaStreamNonBlocking), "creating a stream");
-    _overlaps = device.major >= 9 && !switchedOff("SHARPI_CUDA_PDL");
+    // Kernels that were compiled for older devices do not wait for their predecessors by themselves.
+    _overlaps = device.major >= 9 && codeVersion() >= 90 && !switchedOff("SHARPI_CUDA_PDL");
 }
 
 Stream::~Stream() {

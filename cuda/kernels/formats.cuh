@@ -146,23 +146,18 @@ template <DType T> struct PlanesOf {
     template <int p> static constexpr int kBytes = kSizes.plane[p].bytes;
     template <int p> static constexpr int kBlocks = kSizes.plane[p].blocks;
 
-    // Of block n of the matrix at `data`.
-    static __device__ __forceinline__ Planes at(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        Planes to;
-        place<0>(to, data, shape, n), place<1>(to, data, shape, n), place<2>(to, data, shape, n), place<3>(to, data, shape, n);
-        return to;
+    // Of block 0 of the matrix at `data`.
+    static __device__ __forceinline__ Planes begin(const uint8_t* data, const PackedShape& shape) {
+        return {{data + shape.plane[0], data + shape.plane[1], data + shape.plane[2], data + shape.plane[3]}};
     }
-    // `blocks` blocks (whole superblocks) further on.
-    template <int blocks> static __device__ __forceinline__ void advance(Planes& planes) {
-        move<0, blocks>(planes), move<1, blocks>(planes), move<2, blocks>(planes), move<3, blocks>(planes);
+    // n blocks further on than a superblock's first.
+    template <typename Index> static __device__ __forceinline__ Planes at(const Planes& begin, Index n) {
+        return {{step<0>(begin, n), step<1>(begin, n), step<2>(begin, n), step<3>(begin, n)}};
     }
 
 private:
-    template <int p> static __device__ __forceinline__ void place(Planes& to, const uint8_t* data, const PackedShape& shape, int64_t n) {
-        if constexpr (kBytes<p> != 0) to.plane[p] = data + shape.plane[p] + (kBlocks<p> == 8 ? n >> 3 : n) * kBytes<p>;
-    }
-    template <int p, int blocks> static __device__ __forceinline__ void move(Planes& planes) {
-        if constexpr (kBytes<p> != 0) planes.plane[p] += blocks / kBlocks<p> * kBytes<p>;
+    template <int p, typename Index> static __device__ __forceinline__ const uint8_t* step(const Planes& begin, Index n) {
+        return begin.plane[p] + static_cast<int64_t>(kBlocks<p> == 8 ? n >> 3 : n) * kBytes<p>;
     }
 };
 
@@ -174,7 +169,7 @@ template <DType T, bool hasMin, bool twoScales, int offset, bool isSigned> struc
     static constexpr bool kSigned = isSigned;
     // Block n of the matrix at `data`.
     static __device__ __forceinline__ auto load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return Format<T>::loadAt(PlanesOf<T>::at(data, shape, n), static_cast<int>(n % 8));
+        return Format<T>::loadAt(PlanesOf<T>::at(PlanesOf<T>::begin(data, shape), n), static_cast<int>(n % 8));
     }
 };
 

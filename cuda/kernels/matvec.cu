@@ -8,7 +8,7 @@
 namespace sharpi::cuda {
 
 static Product productOf(const Matrix& w, const float* bias, float* y) {
-    if (w.rows > (int64_t{1} << 30)) throw Error(ErrorKind::Internal, "a matrix of " + std::to_string(w.rows) + " rows");
+    checkShape(w);
     Product product;
     product.data = w.data;
     product.shape = packedShape(w.type, w.rows, w.cols);
@@ -22,7 +22,7 @@ static Products productsOf(const MatvecInput& x, int rows, int64_t cols) {
     Products p;
     p.x = x;
     p.rows = rows;
-    p.cols = checkedCols(cols);
+    p.cols = static_cast<int32_t>(cols);
     return p;
 }
 

@@ -8,13 +8,13 @@ void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertS
     const Matrix& first = down.first;
     if (rows == 0 || first.rows == 0) return;
     if (used < 1 || used > 1024) throw Error(ErrorKind::Internal, "expertDownAdd: " + std::to_string(used) + " experts a token");
-    if (first.rows > (int64_t{1} << 30)) throw Error(ErrorKind::Internal, "a matrix of " + std::to_string(first.rows) + " rows");
+    checkShape(first);
     DownProduct p;
     p.data = first.data;
     p.shape = packedShape(first.type, first.rows, first.cols);
     p.stride = static_cast<int64_t>(down.stride);
     p.rows = static_cast<int32_t>(first.rows);
-    p.cols = checkedCols(first.cols);
+    p.cols = static_cast<int32_t>(first.cols);
     p.x = x;
     p.chosen = chosen;
     p.weight = weight;

@@ -48,13 +48,13 @@ __global__ void __launch_bounds__(kMatvecThreads, 2) downKernel(const __grid_con
     const auto itemOf = [&](int i) { return warp + i * kMatvecWarps; };
     const auto place = [&](int i) {
         const int item = itemOf(i);
-        const uint8_t* data = p.data + experts[item / kPairs] * p.stride;
+        const typename S::Base base = S::base(p.data + experts[item / kPairs] * p.stride, p.shape);
         const int row = min(firstRow + item % kPairs * 2, p.rows - 1);
-        const int64_t first = static_cast<int64_t>(row) * units;
-        return RowPair{{data, data}, {first, row + 1 < p.rows ? first + units : first}};
+        const typename S::Index first = static_cast<typename S::Index>(row) * units;
+        return RowPair<D>{{base, base}, {first, row + 1 < p.rows ? first + units : first}};
     };
     const int items = p.used * kPairs;
-    Pipeline<D, 1, kDownSlots> pipeline(p.shape, p.cols, (items - warp + kMatvecWarps - 1) / kMatvecWarps);
+    Pipeline<D, 1, kDownSlots> pipeline(p.cols, (items - warp + kMatvecWarps - 1) / kMatvecWarps);
     pipeline.start(place);
     const int row = firstRow + static_cast<int>(threadIdx.x);
     const bool writes = threadIdx.x < kDownRows && row < p.rows;

@@ -7,7 +7,7 @@ namespace sharpi::cuda {
 static GatedProduct gatedOf(const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up, const RowOutputs& out) {
     if (gate.type != up.type || gate.rows != up.rows || gate.cols != up.cols)
         throw Error(ErrorKind::Internal, "matvecGated: gate and up differ in type or shape");
-    if (gate.rows > (int64_t{1} << 30)) throw Error(ErrorKind::Internal, "a matrix of " + std::to_string(gate.rows) + " rows");
+    checkShape(gate);
     if (out.quantized.q && gate.rows % kContractBlock != 0)
         throw Error(ErrorKind::Internal, "matvecGated: " + std::to_string(gate.rows) + " values cannot be quantized in blocks of 32");
     GatedProduct p;
@@ -15,7 +15,7 @@ static GatedProduct gatedOf(const MatvecInput& x, int rows, const Matrix& gate, 
     p.up = up.data;
     p.shape = packedShape(gate.type, gate.rows, gate.cols);
     p.hidden = static_cast<int32_t>(gate.rows);
-    p.cols = checkedCols(gate.cols);
+    p.cols = static_cast<int32_t>(gate.cols);
     p.x = x;
     p.rows = rows;
     p.out = out;

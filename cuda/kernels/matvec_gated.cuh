@@ -26,37 +26,39 @@ struct GatedProduct {
     int32_t used = 0;
 };
 
-template <DType D, int T, bool kShared>
-__global__ void __launch_bounds__(kMatvecThreads, minBlocks(T)) gatedKernel(const __grid_constant__ GatedProduct p) {
+template <DType D, int T, bool kShared, bool kExperts>
+__global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) gatedKernel(const __grid_constant__ GatedProduct p) {
     extern __shared__ __align__(16) uint8_t shared[];
     __shared__ float values[T][kContractBlock];
     using S = Steps<D>;
     allowNext();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int firstRow = static_cast<int>(blockIdx.x) * kContractBlock + warp * kGatedRowsPerWarp;
-    const uint8_t *gate = p.gate, *up = p.up;
+    using Index = typename S::Index;
+    typename S::Base gate = S::base(p.gate, p.shape), up = S::base(p.up, p.shape);
     const int units = p.cols / S::kUnitElements;
     const auto place = [&](int item) {
-        const int64_t first = static_cast<int64_t>(firstRow + item) * units;
-        return RowPair{{gate, up}, {first, first}};
+        const Index first = static_cast<Index>(firstRow + item) * units;
+        return RowPair<D>{{gate, up}, {first, first}};
     };
     const int items = min(p.hidden - firstRow, kGatedRowsPerWarp);
-    Pipeline<D, T> pipeline(p.shape, p.cols, items);
+    Pipeline<D, T> pipeline(p.cols, items);
     const auto start = [&] {
         pipeline.start(place);
-        const int64_t first = static_cast<int64_t>(firstRow) * units, count = min(static_cast<int64_t>(items) * units, static_cast<int64_t>(p.ahead / 2));
+        const Index first = static_cast<Index>(firstRow) * units;
+        const int64_t count = min(static_cast<int64_t>(items) * units, static_cast<int64_t>(p.ahead / 2));
         pipeline.fetchAhead(gate, first, count);
         pipeline.fetchAhead(up, first, count);
     };
-    if (!p.chosen) start();
+    if (!kExperts) start();
     waitForPrevious();
 
-    const int64_t pair = p.chosen ? blockIdx.y : 0;
-    const auto x = activations<S, kShared>(p.x, p.chosen ? pair / p.used : 0, p.rows, p.cols, shared);
-    if (p.chosen) {
+    const int64_t pair = kExperts ? blockIdx.y : 0;
+    const auto x = activations<S, kShared>(p.x, kExperts ? pair / p.used : 0, p.rows, p.cols, shared);
+    if (kExperts) {
         const int64_t expert = p.chosen[pair];
-        gate += expert * p.gateStride;
-        up += expert * p.upStride;
+        gate = S::base(p.gate + expert * p.gateStride, p.shape);
+        up = S::base(p.up + expert * p.upStride, p.shape);
         start();
     }
     if (kShared) finishCopies();
@@ -83,9 +85,9 @@ template <DType D> void launchGated(Stream& stream, GatedProduct p, int64_t pair
     const dim3 grid(static_cast<unsigned>((p.hidden + kContractBlock - 1) / kContractBlock), static_cast<unsigned>(pairs));
     p.ahead = aheadUnits(stream, D, static_cast<int64_t>(grid.x) * pairs, p.rows);
     const size_t bytes = Steps<D>::sharedBytes(p.rows, p.cols);
-    withVariant(p.rows, bytes, [&](auto variant) {
+    withVariant(p.rows, bytes, p.chosen != nullptr, [&](auto variant) {
         using V = decltype(variant);
-        launch(stream, gatedKernel<D, V::kRows, V::kShared>, grid, dim3(kMatvecThreads), V::kShared ? bytes : 0, p);
+        launch(stream, gatedKernel<D, V::kRows, V::kShared, V::kExperts>, grid, dim3(kMatvecThreads), V::kShared ? bytes : 0, p);
     });
 }
 

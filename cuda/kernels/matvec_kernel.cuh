@@ -7,8 +7,8 @@
 // - The rows of a warp are one stream of steps (a step is a block, or eight float elements, a lane), through which a
 //   few steps of loads always run ahead, over the end of one pair of rows into the next.
 // - Weights are written by no kernel: the first loads are issued before the predecessor has ended, and wait for memory
-//   while it does. Activations are copied to shared memory afterwards, once a block: one wait for the second-level
-//   cache instead of one in every step.
+//   while it does; a part of what follows is asked for into the second-level cache. Activations are copied to shared
+//   memory afterwards, once a block: one wait for that cache instead of one in every step.
 // - Integers become floats by an addition: the bits of 1.5 * 2^23 plus n are the float 12582912 + n for |n| < 2^22,
 //   so dp4a sums that start there cost one subtraction to convert, exactly. Larger products (a sub-block's scale times
 //   its sum, below 2^24) are multiplied as floats, exactly too.
@@ -28,6 +28,10 @@ constexpr size_t kMatvecSharedBytes = 48 * 1024;
 
 constexpr bool isFloatType(DType type) { return type == DType::F32 || type == DType::F16 || type == DType::BF16; }
 
+// Makes a value one that the compiler keeps, rather than putting it together anew in every step.
+__device__ __forceinline__ void keep(const uint8_t*& address) { asm volatile("" : "+l"(address)); }
+__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
 // --- the second-level cache -----------------------------------------------------------------------------------------
 
 // What a launch may have on its way to the cache beyond the loads in flight.
@@ -37,17 +41,31 @@ constexpr int64_t kAheadBytes = 12 * 1024 * 1024;
 __device__ __forceinline__ void fetchToCache(const void* begin, const void* end) {
 #if __CUDA_ARCH__ >= 900
     const uint64_t from = __cvta_generic_to_global(begin) & ~uint64_t{15}, to = (__cvta_generic_to_global(end) + 15) & ~uint64_t{15};
+    if (to == from) return;
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(static_cast<uint32_t>(to - from)) : "memory");
 #endif
 }
 
 // --- activations in shared memory ----------------------------------------------------------------------------------
 
+__device__ __forceinline__ uint32_t sharedAddress(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+// Loads by address: the compiler would make each from the block's window anew.
+template <int kOffset> __device__ __forceinline__ uint4 loadShared4(uint32_t at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4 + %5];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at), "n"(kOffset));
+    return v;
+}
+__device__ __forceinline__ uint2 loadShared2(uint32_t at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+    return v;
+}
+
 // One piece of kBytes, not waiting for it where the device can do so.
 template <int kBytes> __device__ __forceinline__ void copyToShared(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 800
-    const uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at), "l"(from), "n"(kBytes) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(sharedAddress(to)), "l"(from), "n"(kBytes) : "memory");
 #else
     if (kBytes == 16)
         *static_cast<uint4*>(to) = *static_cast<const uint4*>(from);
@@ -129,15 +147,23 @@ template <DType D> struct Steps<D, false> {
 
     // --- weights
 
-    using Cursor = Planes;  // at a lane's block
-    // Of the row whose first block is `first`. Lanes past the row's end stay at a block of it.
-    static __device__ __forceinline__ Cursor begin(const uint8_t* data, const PackedShape& shape, int64_t first, int units, int lane) {
-        return PlanesOf<D>::at(data, shape, first + min(lane, units - 1));
+    using Base = Planes;  // of a matrix
+    // Of blocks in a matrix. Indices take fewer registers than addresses, and no more instructions.
+    using Index = uint32_t;
+    static __device__ __forceinline__ Base base(const uint8_t* data, const PackedShape& shape) {
+        Base planes = PlanesOf<D>::begin(data, shape);
+        keep(planes.plane[0]);
+        keep(planes.plane[1]);
+        if constexpr (PlanesOf<D>::template kBytes<2> != 0) keep(planes.plane[2]);
+        if constexpr (PlanesOf<D>::template kBytes<3> != 0) keep(planes.plane[3]);
+        return planes;
     }
-    static __device__ __forceinline__ void advance(Cursor& cursor) { PlanesOf<D>::template advance<kStep>(cursor); }
-    static __device__ __forceinline__ Raw load(const Cursor& cursor, int, int lane) { return F::loadAt(cursor, lane % 8); }
-    static __device__ __forceinline__ void fetchAhead(const uint8_t* data, const PackedShape& shape, int64_t first, int64_t units) {
-        const Planes begin = PlanesOf<D>::at(data, shape, first), end = PlanesOf<D>::at(data, shape, first + units);
+    // Lanes past the row's end load its last block, which is not added.
+    static __device__ __forceinline__ Raw load(const Base& base, Index first, int units, int step, int lane) {
+        return F::loadAt(PlanesOf<D>::at(base, first + min(step * kStep + lane, units - 1)), lane % 8);
+    }
+    static __device__ __forceinline__ void fetchAhead(const Base& base, Index first, int64_t units) {
+        const Planes begin = PlanesOf<D>::at(base, first), end = PlanesOf<D>::at(base, first + units);
         if constexpr (PlanesOf<D>::template kBytes<0> != 0) fetchToCache(begin.plane[0], end.plane[0]);
         if constexpr (PlanesOf<D>::template kBytes<1> != 0) fetchToCache(begin.plane[1], end.plane[1]);
         if constexpr (PlanesOf<D>::template kBytes<2> != 0) fetchToCache(begin.plane[2], end.plane[2]);
@@ -149,13 +175,12 @@ template <DType D> struct Steps<D, false> {
     // Rows in shared memory: for each step the lanes' first 16 elements, then their last 16, then scale and sums.
     static constexpr int kStepBytes = 32 * (16 + 16 + 8);
     struct SharedInput {
-        const uint8_t* at;
+        uint32_t wide, narrow;  // a lane's, in the first step
         int steps;
-        __device__ __forceinline__ QuantizedBlock read(int row, int step, int lane, int) const {
-            const uint8_t* from = at + (row * steps + step) * kStepBytes;
-            const uint4 first = *reinterpret_cast<const uint4*>(from + lane * 16);
-            const uint4 second = *reinterpret_cast<const uint4*>(from + 512 + lane * 16);
-            const uint2 ends = *reinterpret_cast<const uint2*>(from + 1024 + lane * 8);
+        __device__ __forceinline__ QuantizedBlock read(int row, int step, int, int) const {
+            const uint32_t offset = static_cast<uint32_t>((row * steps + step) * kStepBytes);
+            const uint4 first = loadShared4<0>(wide + offset), second = loadShared4<512>(wide + offset);
+            const uint2 ends = loadShared2(narrow + offset);
             return {{first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w}, __uint_as_float(ends.x), static_cast<int>(ends.y)};
         }
     };
@@ -177,7 +202,7 @@ template <DType D> struct Steps<D, false> {
     static __device__ __forceinline__ SharedInput toShared(const GlobalInput& from, uint8_t* shared, int rows, int cols) {
         const int blocks = cols / 32, steps = (blocks + 31) / 32;
         for (int row = 0; row < rows; ++row) {
-            for (int i = threadIdx.x; i < 2 * blocks; i += kMatvecThreads) {
+            for (int i = threadIdx.x; i < 2 * blocks; i += blockDim.x) {
                 const int second = i >= blocks, b = second ? i - blocks : i;
                 uint8_t* step = shared + (row * steps + b / 32) * kStepBytes;
                 copyToShared<16>(step + second * 512 + b % 32 * 16, from.q + row * 2 * blocks + i);
@@ -185,7 +210,10 @@ template <DType D> struct Steps<D, false> {
                                 second ? static_cast<const void*>(from.sums + row * blocks + b) : from.scale + row * blocks + b);
             }
         }
-        return {shared, steps};
+        uint32_t wide = sharedAddress(shared) + threadIdx.x % 32 * 16, narrow = sharedAddress(shared) + threadIdx.x % 32 * 8 + 1024;
+        keep(wide);
+        keep(narrow);
+        return {wide, narrow, steps};
     }
 
     // --- sums
@@ -241,7 +269,7 @@ template <DType D> struct Steps<D, false> {
     // rowOf(t): which row of x. acc[t][r] belongs to weight row r.
     template <int T, typename Input, typename RowOf>
     static __device__ __forceinline__ void add(const Raw (&raw)[2], const Input& x, const RowOf& rowOf, int units, int step, int lane, float (&acc)[T][2]) {
-        const bool inside = step * 32 + lane < units;
+        const bool inside = step < (units - lane + 31) / 32;
         FloatScales scales[2] = {floatScales<D>(raw[0], lane % 8), floatScales<D>(raw[1], lane % 8)};
         if constexpr (kPlainNibbles && T <= 2) {
 #pragma unroll
@@ -292,24 +320,18 @@ template <DType D> struct Steps<D, true> {
         Element v[kAhead];
     };
 
-    struct Cursor {
-        const Element* at;
-    };
-    static __device__ __forceinline__ Cursor begin(const uint8_t* data, const PackedShape&, int64_t first, int, int lane) {
-        return {reinterpret_cast<const Element*>(data) + first + lane};
-    }
-    static __device__ __forceinline__ void advance(Cursor& cursor) { cursor.at += kStep; }
-    static __device__ __forceinline__ Raw load(const Cursor& cursor, int left, int) {
+    using Base = const Element*;
+    using Index = int64_t;
+    static __device__ __forceinline__ Base base(const uint8_t* data, const PackedShape&) { return reinterpret_cast<const Element*>(data); }
+    static __device__ __forceinline__ Raw load(Base base, Index first, int units, int step, int lane) {
+        const int at = step * kStep + lane;
+        const Element* from = base + first + at;
         Raw raw;
 #pragma unroll
-        for (int u = 0; u < kAhead; ++u) raw.v[u] = 32 * u < left ? __ldg(cursor.at + 32 * u) : Element{};
+        for (int u = 0; u < kAhead; ++u) raw.v[u] = at + 32 * u < units ? __ldg(from + 32 * u) : Element{};
         return raw;
     }
-
-    static __device__ __forceinline__ void fetchAhead(const uint8_t* data, const PackedShape&, int64_t first, int64_t units) {
-        const Element* from = reinterpret_cast<const Element*>(data) + first;
-        fetchToCache(from, from + units);
-    }
+    static __device__ __forceinline__ void fetchAhead(Base base, Index first, int64_t units) { fetchToCache(base + first, base + first + units); }
 
     struct SharedInput {
         const float* x;
@@ -323,7 +345,9 @@ template <DType D> struct Steps<D, true> {
     static __device__ __forceinline__ GlobalInput inGlobal(const MatvecInput& x, int64_t firstRow, int cols) { return {x.floats + firstRow * cols}; }
     static __device__ __forceinline__ SharedInput toShared(const GlobalInput& from, uint8_t* shared, int rows, int cols) {
         float* to = reinterpret_cast<float*>(shared);
-        for (int i = threadIdx.x; i < rows * cols; i += kMatvecThreads) copyToShared<4>(to + i, from.x + i);
+        const int count = rows * cols, quads = reinterpret_cast<uintptr_t>(from.x) % 16 == 0 ? count / 4 : 0;
+        for (int i = threadIdx.x; i < quads; i += blockDim.x) copyToShared<16>(to + 4 * i, from.x + 4 * i);
+        for (int i = 4 * quads + threadIdx.x; i < count; i += blockDim.x) copyToShared<4>(to + i, from.x + i);
         return {to};
     }
 
@@ -357,32 +381,36 @@ __device__ __forceinline__ auto activations(const MatvecInput& x, int64_t firstR
 
 // --- the stream of steps ---------------------------------------------------------------------------------------------
 
-// Two rows of weights: each in a matrix at data, its first unit (block or element) counted from there.
-struct RowPair {
-    const uint8_t* data[2];
-    int64_t first[2];
+// Two rows of weights: each in a matrix at base, its first unit (block or element) counted from there.
+template <DType D> struct RowPair {
+    typename Steps<D>::Base base[2];
+    typename Steps<D>::Index first[2];
 };
 
+// Steps in flight, and blocks of 256 threads that shall fit on a multiprocessor together. A step of floats is a small
+// part of a row, and small matrices of them have few warps.
+constexpr int stepsAhead(DType type, int rows) { return isFloatType(type) && rows == 1 ? 4 : 2; }
+constexpr int minBlocks(DType type, int rows) { return isFloatType(type) || rows > 1 ? 2 : 3; }
+
 // The items (pairs of rows) of a warp, with the loads of kSlots steps in flight. place(item) gives a RowPair.
-template <DType D, int T, int kSlots = 2> class Pipeline {
+template <DType D, int T, int kSlots = stepsAhead(D, T)> class Pipeline {
     static_assert(kSlots == 2 || kSlots == 4);
 
 public:
     using S = Steps<D>;
 
-    __device__ __forceinline__ Pipeline(const PackedShape& shape, int cols, int items)
-        : _shape(shape), _units(cols / S::kUnitElements), _steps((_units + S::kStep - 1) / S::kStep), _items(items),
-          _lane(threadIdx.x % 32) {}
+    __device__ __forceinline__ Pipeline(int cols, int items)
+        : _units(cols / S::kUnitElements), _steps((_units + S::kStep - 1) / S::kStep), _items(items), _lane(threadIdx.x % 32) {}
 
     // Of the rows' units, `count` from `first` on: to the second-level cache, if there is more to come than the first loads.
-    __device__ __forceinline__ void fetchAhead(const uint8_t* data, int64_t first, int64_t count) const {
-        if (_lane == 0 && _items * _steps > kSlots && count > 0) S::fetchAhead(data, _shape, first, count);
+    __device__ __forceinline__ void fetchAhead(const typename S::Base& base, typename S::Index first, int64_t count) const {
+        if (_lane == 0 && _items * _steps > kSlots && count > 0) S::fetchAhead(base, first, count);
     }
 
     // The first loads of all.
     template <typename Place> __device__ __forceinline__ void start(const Place& place) {
         if (_items <= 0) return;
-        enter(place(0));
+        _rows = place(0);
 #pragma unroll
         for (int slot = 0; slot < kSlots; ++slot) fetch(_slots[slot], place);
     }
@@ -420,31 +448,19 @@ public:
     }
 
 private:
-    __device__ __forceinline__ void enter(const RowPair& rows) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) _cursor[r] = S::begin(rows.data[r], _shape, rows.first[r], _units, _lane);
-        _left = _units - _lane;
-        _step = 0;
-    }
-
     template <typename Place> __device__ __forceinline__ void fetch(typename S::Raw (&slot)[2], const Place& place) {
         if (_item >= _items) return;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) slot[r] = S::load(_cursor[r], _left, _lane);
-        if (++_step < _steps) {
-            _left -= S::kStep;
-            if (_left > 0) S::advance(_cursor[0]), S::advance(_cursor[1]);
-        } else if (++_item < _items) {
-            enter(place(_item));
-        }
+        for (int r = 0; r < 2; ++r) slot[r] = S::load(_rows.base[r], _rows.first[r], _units, _step, _lane);
+        if (++_step < _steps) return;
+        _step = 0;
+        if (++_item < _items) _rows = place(_item);
     }
 
-    const PackedShape& _shape;
     const int _units, _steps, _items, _lane;
     typename S::Raw _slots[kSlots][2];
-    // What is loaded next, and how many units of its row are left from the lane's own on.
-    typename S::Cursor _cursor[2];
-    int _item = 0, _step = 0, _left = 0;
+    RowPair<D> _rows;
+    int _item = 0, _step = 0;  // what is loaded next
 };
 
 // The sums of N rows' accumulators (a power of two up to 32), in the contract's order: lane l gets the sum of row
@@ -475,11 +491,9 @@ template <int T> __device__ __forceinline__ float sumPairs(const float (&acc)[T]
     return sumAccumulators(v, lane);
 }
 
-constexpr int minBlocks(int T) { return T == 1 ? 3 : 2; }
-
 // Units of its rows that each warp fetches ahead: as many as all warps that run at once may together.
 inline int32_t aheadUnits(const Stream& stream, DType type, int64_t blocks, int rows) {
-    const int64_t atOnce = static_cast<int64_t>(stream.device().multiprocessors) * minBlocks(rows);
+    const int64_t atOnce = static_cast<int64_t>(stream.device().multiprocessors) * minBlocks(type, rows);
     const int64_t bytes = kAheadBytes / (kMatvecWarps * (blocks < atOnce ? blocks : atOnce));
     if (isFloatType(type)) return static_cast<int32_t>(bytes / static_cast<int64_t>(rowBytes(type, 1)));
     return static_cast<int32_t>(bytes / static_cast<int64_t>(rowBytes(type, 256)) * 8);
@@ -487,18 +501,18 @@ inline int32_t aheadUnits(const Stream& stream, DType type, int64_t blocks, int 
 
 // --- choosing a kernel -----------------------------------------------------------------------------------------------
 
-template <int T, bool shared> struct Variant {
+template <int T, bool shared, bool experts> struct Variant {
     static constexpr int kRows = T;
-    static constexpr bool kShared = shared;
+    static constexpr bool kShared = shared, kExperts = experts;
 };
 
 // f(Variant): for `rows` rows of activations, which take `bytes` in shared memory.
-template <typename F> void withVariant(int rows, size_t bytes, F&& f) {
+template <typename F> void withVariant(int rows, size_t bytes, bool experts, F&& f) {
     if (rows < 1 || rows > kMaxMatvecRows) throw Error(ErrorKind::Internal, "a matrix-vector product of " + std::to_string(rows) + " rows");
-    if (rows == 1 && bytes <= kMatvecSharedBytes) return f(Variant<1, true>{});
-    if (rows == 2 && bytes <= kMatvecSharedBytes) return f(Variant<2, true>{});
-    if (rows <= 4) return f(Variant<4, false>{});
-    return f(Variant<8, false>{});
+    if (experts) return bytes <= kMatvecSharedBytes ? f(Variant<1, true, true>{}) : f(Variant<1, false, true>{});
+    if (rows == 1 && bytes <= kMatvecSharedBytes) return f(Variant<1, true, false>{});
+    if (rows == 2 && bytes <= kMatvecSharedBytes) return f(Variant<2, true, false>{});
+    return rows <= 4 ? f(Variant<4, false, false>{}) : f(Variant<8, false, false>{});
 }
 
 // f(Tag<type>{}) for every type.
@@ -511,10 +525,10 @@ template <typename F> void withType(DType type, F&& f) {
     }
 }
 
-// The index of a matrix's elements and of activations is 32 bits wide along a row.
-inline int checkedCols(int64_t cols) {
-    if (cols < 1 || cols > (int64_t{1} << 26)) throw Error(ErrorKind::Internal, "a matrix of " + std::to_string(cols) + " columns");
-    return static_cast<int>(cols);
+// What the kernels' 32-bit indices reach.
+inline void checkShape(const Matrix& w) {
+    if (w.cols >= 1 && w.cols <= int64_t{1} << 26 && w.rows <= int64_t{1} << 30 && w.rows * (w.cols / 32) < int64_t{1} << 32) return;
+    throw Error(ErrorKind::Internal, "no kernel multiplies a matrix of " + std::to_string(w.rows) + " x " + std::to_string(w.cols));
 }
 
 }  // namespace sharpi::cuda

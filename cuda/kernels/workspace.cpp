@@ -31,11 +31,11 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
     return over;
 }
 
-// Partial maxima and sums [rows, heads, pages], and outputs with headDim floats for each (see attention_decode.cu).
+// Counters, partial maxima and sums [rows, heads, pages], and outputs with headDim floats for each (see attention_decode.cu).
 size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape, int64_t context, int64_t pageTokens) {
     const int64_t pages = (context + pageTokens - 1) / pageTokens;
     const auto partials = static_cast<size_t>(rows * shape.heads * pages);
-    return 2 * aligned(sizeof(float) * partials) + aligned(sizeof(float) * partials * static_cast<size_t>(shape.headDim));
+    return kDecodeCounterBytes + 2 * aligned(sizeof(float) * partials) + aligned(sizeof(float) * partials * static_cast<size_t>(shape.headDim));
 }
 
 namespace {

@@ -120,8 +120,7 @@ public:
     std::vector<float> defined(int64_t row, int32_t h) const {
         const int32_t kvHead = h / (_shape.heads / _shape.kvHeads), dim = _shape.headDim;
         const float* q = &query[row * rowStride + static_cast<int64_t>(h) * dim];
-        float m = -std::numeric_limits<float>::infinity(), l = 0;
-        std::vector<float> o(dim, 0.0f);
+        Joined whole(dim), segment(dim);
         for (int32_t first = 0; first <= positions[row]; first += _shape.pageTokens) {
             const int32_t n = std::min(_shape.pageTokens, positions[row] + 1 - first);
             std::vector<float> p;
@@ -135,18 +134,18 @@ public:
             for (int32_t j = 0; j < n; j++) sums[j % 32] += p[j] = sharpi::portableExp(p[j] - mp);
             for (int width = 16; width > 0; width /= 2)
                 for (int i = 0; i < width; i++) sums[i] += sums[i + width];
-            const float joined = std::max(m, mp);
-            const float a = sharpi::portableExp(m - joined), c = sharpi::portableExp(mp - joined);
-            m = joined;
-            l = std::fma(sums[0], c, l * a);
-            for (int32_t d = 0; d < dim; d++) {
-                float op = 0;
-                for (int32_t j = 0; j < n; j++) op = std::fma(p[j], stored(_values, first + j, kvHead, d), op);
-                o[d] = std::fma(op, c, o[d] * a);
+            std::vector<float> op(dim, 0.0f);
+            for (int32_t d = 0; d < dim; d++)
+                for (int32_t j = 0; j < n; j++) op[d] = std::fma(p[j], stored(_values, first + j, kvHead, d), op[d]);
+            segment.add(mp, sums[0], op);
+            const int32_t next = first + _shape.pageTokens;
+            if (next / _shape.pageTokens % sharpi::kSegmentPages == 0 || next > positions[row]) {
+                whole.add(segment.m, segment.l, segment.o);
+                segment = Joined(dim);
             }
         }
-        for (float& value : o) value /= l;
-        return o;
+        for (float& value : whole.o) value /= whole.l;
+        return whole.o;
     }
 
     std::vector<float> poisoned() const { return std::vector<float>(_tokens * rowStride, kNaN); }
@@ -157,6 +156,20 @@ public:
     int64_t rowStride = 0;
 
 private:
+    struct Joined {
+        float m = -std::numeric_limits<float>::infinity(), l = 0;
+        std::vector<float> o;
+
+        explicit Joined(int32_t dim) : o(dim, 0.0f) {}
+        void add(float mp, float lp, const std::vector<float>& op) {
+            const float joined = std::max(m, mp);
+            const float a = sharpi::portableExp(m - joined), c = sharpi::portableExp(mp - joined);
+            m = joined;
+            l = std::fma(lp, c, l * a);
+            for (size_t d = 0; d < o.size(); d++) o[d] = std::fma(op[d], c, o[d] * a);
+        }
+    };
+
     float scale() const { return 1.0f / std::sqrt(static_cast<float>(_shape.headDim)); }
     float stored(const std::vector<float>& from, int64_t token, int32_t head, int32_t d) const {
         const float value = from[(token * _shape.kvHeads + head) * _shape.headDim + d];

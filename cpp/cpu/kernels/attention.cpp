@@ -6,10 +6,12 @@
 //   s[j]  = (q . k[j]) * scale, the dot product by fma over the dimensions in ascending order from +0
 //   mp    = max s, p[j] = exp(s[j] - mp)                                                  (exp.h)
 //   lp    = vec.h's 32-accumulator sum of p; op[d] = fma(p[j], v[j][d], op[d]) for j ascending from +0
-// Then the pages are joined in ascending order, from m = -inf, l = 0, o = 0:
+// Then the pages of a segment (kSegmentPages, the first from position 0) are joined in ascending order, from m = -inf,
+// l = 0, o = 0:
 //   m'    = max(m, mp); a = exp(m - m'); c = exp(mp - m')
 //   l     = fma(lp, c, l * a); o[d] = fma(op[d], c, o[d] * a)
-// and at the end o[d] / l (zeros for a row that sees no key).
+// the segments in the same way, and at the end o[d] / l (zeros for a row that sees no key). Segments make the chain
+// short that no processor can divide, whoever computes them.
 //
 // A page's keys are converted to float and turned once for a block of query rows, so that a vector holds one
 // dimension of 16 keys; scores and outputs are then one and the same small matrix product, blocked in registers.
@@ -36,7 +38,9 @@ static int64_t roundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 // Where everything lies in the scratch, in floats; every part starts on a 64-byte boundary.
 struct Layout {
     int64_t keyStride, dimStride;  // padded pageTokens and headDim
-    int64_t turnedKeys, values, scores, partial, outputs, maxima, sums, kept, added, total;
+    int64_t turnedKeys, values, scores, partial, outputs, maxima, sums, kept, added;
+    int64_t allOutputs, allMaxima, allSums;  // of the segments before; the others are of the present one
+    int64_t total;
 
     Layout(int64_t headDim, int64_t pageTokens) {
         keyStride = roundUp(pageTokens, 2 * kLanes);
@@ -56,6 +60,9 @@ struct Layout {
         sums = take(kBlock);
         kept = take(kBlock);
         added = take(kBlock);
+        allOutputs = take(kBlock * dimStride);
+        allMaxima = take(kBlock);
+        allSums = take(kBlock);
         total = next;
     }
 };
@@ -190,6 +197,7 @@ struct Block {
 
     float* scores(int64_t i) { return scratch + layout.scores + i * layout.keyStride; }
     float* outputs(int64_t i) { return scratch + layout.outputs + i * layout.dimStride; }
+    float* allOutputs(int64_t i) { return scratch + layout.allOutputs + i * layout.dimStride; }
     int64_t visible(int64_t i, int64_t firstKey) const {
         const int64_t n = keys[i] - firstKey;
         return n < 0 ? 0 : n < args.pages.pageTokens ? n : args.pages.pageTokens;
@@ -219,6 +227,19 @@ static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, int64_t n, 
     }
 }
 
+// What outputs are multiplied with where two parts meet: those so far, and those that come.
+struct Factors {
+    float kept, added;
+};
+
+static Factors join(float& largest, float& sum, float partLargest, float partSum) {
+    const float joined = largest > partLargest ? largest : partLargest;
+    const Factors factors = {vlane0(vexp(vset(largest - joined))), vlane0(vexp(vset(partLargest - joined)))};
+    sum = fmaExact(partSum, factors.added, sum * factors.kept);
+    largest = joined;
+    return factors;
+}
+
 // Turns the n scores of one row into the page's weights, and joins the page's maximum and sum to the row's.
 static void weighScores(Block& block, int64_t i, int64_t n) {
     float* s = block.scores(i);
@@ -238,12 +259,9 @@ static void weighScores(Block& block, int64_t i, int64_t n) {
     }
     float& largest = block.scratch[block.layout.maxima + i];
     float& sum = block.scratch[block.layout.sums + i];
-    const float joined = largest > top ? largest : top;
-    const float kept = vlane0(vexp(vset(largest - joined))), added = vlane0(vexp(vset(top - joined)));
-    sum = fmaExact(sum32(acc), added, sum * kept);
-    largest = joined;
-    block.scratch[block.layout.kept + i] = kept;
-    block.scratch[block.layout.added + i] = added;
+    const Factors factors = join(largest, sum, top, sum32(acc));
+    block.scratch[block.layout.kept + i] = factors.kept;
+    block.scratch[block.layout.added + i] = factors.added;
 }
 
 // Rows [i, i + rows) of the block against the loaded page. Rows may see different numbers of its keys: what all
@@ -285,16 +303,49 @@ static void attendRows(Block& block, int64_t i, int rows, Product multiply, int6
     }
 }
 
+// A segment's state before its first page.
+static void clearState(float& largest, float& sum, float* outputs, int64_t width) {
+    largest = -__builtin_inff();
+    sum = 0.0f;
+    for (int64_t d = 0; d < width; d += kLanes) vstore(outputs + d, vzero());
+}
+
+// Joins the segment of the keys [firstKey, nextKey) to the ones before, for the rows that saw any of it; gives out the
+// result of those that see no more.
+static void closeSegment(Block& block, int64_t firstKey, int64_t nextKey) {
+    const Layout& layout = block.layout;
+    for (int64_t i = 0; i < block.count; i++) {
+        if (block.keys[i] <= firstKey) continue;
+        float &largest = block.scratch[layout.maxima + i], &sum = block.scratch[layout.sums + i];
+        float &allLargest = block.scratch[layout.allMaxima + i], &allSum = block.scratch[layout.allSums + i];
+        float *outputs = block.outputs(i), *all = block.allOutputs(i);
+        if (firstKey == 0) {  // from nothing the formula only makes +0 of -0
+            allLargest = largest;
+            allSum = sum;
+            for (int64_t d = 0; d < layout.dimStride; d += kLanes) vstore(all + d, vadd(vload(outputs + d), vzero()));
+        } else {
+            const Factors factors = join(allLargest, allSum, largest, sum);
+            const Vec kept = vset(factors.kept), added = vset(factors.added);
+            for (int64_t d = 0; d < layout.dimStride; d += kLanes)
+                vstore(all + d, vfma(vload(outputs + d), added, vmul(vload(all + d), kept)));
+        }
+        if (block.keys[i] > nextKey) {
+            clearState(largest, sum, outputs, layout.dimStride);
+        } else {
+            for (int64_t d = 0; d < block.args.pages.headDim; d++) block.out[i][d] = all[d] / allSum;
+        }
+    }
+}
+
 static void attendBlock(Block& block, int32_t kvHead) {
     const Layout& layout = block.layout;
     int64_t allKeys = 0;
     for (int64_t i = 0; i < block.count; i++) {
         allKeys = block.keys[i] > allKeys ? block.keys[i] : allKeys;
-        block.scratch[layout.maxima + i] = -__builtin_inff();
-        block.scratch[layout.sums + i] = 0.0f;
-        for (int64_t d = 0; d < layout.dimStride; d++) block.outputs(i)[d] = 0.0f;
+        clearState(block.scratch[layout.maxima + i], block.scratch[layout.sums + i], block.outputs(i), layout.dimStride);
+        for (int64_t d = 0; block.keys[i] <= 0 && d < block.args.pages.headDim; d++) block.out[i][d] = 0.0f;
     }
-    const int64_t pageTokens = block.args.pages.pageTokens;
+    const int64_t pageTokens = block.args.pages.pageTokens, segmentTokens = kSegmentPages * pageTokens;
     for (int64_t firstKey = 0; firstKey < allKeys; firstKey += pageTokens) {
         const int64_t left = allKeys - firstKey;
         loadPage(block, kvHead, firstKey, left < pageTokens ? left : pageTokens, left <= pageTokens);
@@ -304,11 +355,8 @@ static void attendBlock(Block& block, int32_t kvHead) {
             attendRows(block, i, rows, multiply, firstKey);
             i += rows;
         }
-    }
-    for (int64_t i = 0; i < block.count; i++) {
-        const float sum = block.scratch[layout.sums + i];
-        for (int64_t d = 0; d < block.args.pages.headDim; d++)
-            block.out[i][d] = block.keys[i] > 0 ? block.outputs(i)[d] / sum : 0.0f;
+        const int64_t next = firstKey + pageTokens;
+        if (next >= allKeys || next % segmentTokens == 0) closeSegment(block, firstKey - firstKey % segmentTokens, next);
     }
 }
 

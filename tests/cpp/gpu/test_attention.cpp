@@ -148,6 +148,23 @@ struct DeviceRows {
 
 float scaleOf(const Shape& shape) { return 1.0f / std::sqrt(static_cast<float>(shape.headDim)); }
 
+// Poisoned but for the counters, which are zero before and after every call.
+class DecodeScratch {
+public:
+    DecodeScratch(int64_t rows, const HeadShape& shape, int64_t context) : _bytes(decodeAttentionBytes(rows, shape, context, kPageTokens)) {
+        require(cudaMemset(_bytes.get(), 0, kDecodeCounterBytes));
+        require(cudaDeviceSynchronize());
+    }
+    void* get() const { return _bytes.get(); }
+    bool isReady() const {
+        const std::vector<uint8_t> bytes = _bytes.read();
+        return std::all_of(bytes.begin(), bytes.begin() + kDecodeCounterBytes, [](uint8_t byte) { return byte == 0; });
+    }
+
+private:
+    DeviceArray<uint8_t> _bytes;
+};
+
 class Decode : public GpuTest {
 protected:
     void compare(const Shape& shape, const std::vector<Row>& rows, int64_t pagesPerTable, float queryScale = 1.0f) {
@@ -162,12 +179,13 @@ protected:
         const DeviceArray<float> deviceQ(q);
         const DeviceRows on(rows, cache);
         const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
-        const DeviceArray<uint8_t> scratch(decodeAttentionBytes(on.batch.rows, heads, pagesPerTable * kPageTokens, kPageTokens));
+        const DecodeScratch scratch(on.batch.rows, heads, pagesPerTable * kPageTokens);
         const DeviceArray<float> out(q.size());
         RowOutputs outputs;
         outputs.floats = out.get();
         attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(), outputs);
         EXPECT_TRUE(sameBits(cache.attendOnCpu(q, rows, scaleOf(shape)), out.read())) << nameOf(shape);
+        EXPECT_TRUE(scratch.isReady()) << nameOf(shape);
     }
 };
 
@@ -191,8 +209,11 @@ TEST_F(Decode, TakesRowsOfSeveralSequences) {
     }
 }
 
-// More pages than lanes, and more than a whole number of 32.
+// More pages than lanes, and more than a whole number of 32; few enough to be cut at pages, and more.
 TEST_F(Decode, JoinsManyPages) {
+    const int32_t most = 2 * stream().device().multiprocessors;
+    for (const int32_t pages : {31, 32, 33, 100, most, most + 1, most + 35}) compare({KvType::BF16, 2, 1, 16}, {{0, pages * 64 - 5}}, pages);
+    for (const int32_t pages : {most / 8 + 1, most / 4, most}) compare({KvType::F16, 4, 2, 72}, {{0, pages * 64 - 1}, {1, 40}, {0, pages * 16}}, pages);
     compare({KvType::BF16, 8, 2, 128}, {{0, 32 * 64 - 1}, {1, 32 * 64}, {2, 71 * 64 + 7}}, 80);
     compare({KvType::F32, 2, 1, 64}, {{0, 4000}}, 64);
 }
@@ -212,7 +233,7 @@ TEST_F(Decode, ReplaysWithOtherPositions) {
     const DeviceArray<float> deviceQ(q), out(q.size());
     const DeviceRows on(steps[0], cache);
     const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
-    const DeviceArray<uint8_t> scratch(decodeAttentionBytes(2, heads, 640, kPageTokens));
+    const DecodeScratch scratch(2, heads, 640);
     RowOutputs outputs;
     outputs.floats = out.get();
     const auto call = [&] {
@@ -237,7 +258,7 @@ TEST_F(Decode, QuantizesAsTheContractSays) {
     const DeviceArray<float> deviceQ(q);
     const DeviceRows on(rows, cache);
     const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
-    const DeviceArray<uint8_t> scratch(decodeAttentionBytes(3, heads, 128, kPageTokens));
+    const DecodeScratch scratch(3, heads, 128);
     const DeviceArray<int8_t> codes(3 * cols);
     const DeviceArray<float> scales(3 * blocks);
     const DeviceArray<int32_t> sums(3 * blocks);

@@ -1,0 +1,9 @@
+// Which of this build's kernels the device runs.
+#pragma once
+
+namespace sharpi::cuda {
+
+// The compute capability that they were compiled for, as 10 * major + minor; 0: there are none for this device.
+int codeVersion();
+
+}  // namespace sharpi::cuda
