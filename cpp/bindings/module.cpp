@@ -187,7 +187,10 @@ void bindEngine(py::module_& m) {
             s.evaluate(tokens, nullptr, chunks, interruptCheck());
         }, py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{})
         .def("logits", [](Session& s, const std::vector<int32_t>& tokens, const std::vector<int64_t>& chunks) {
-            s.requireRoom(static_cast<int64_t>(tokens.size()));  // before memory is taken for the answer
+            {
+                py::gil_scoped_release release;
+                s.requireRoom(static_cast<int64_t>(tokens.size()));  // before memory is taken for the answer
+            }
             py::array_t<float> out({static_cast<py::ssize_t>(tokens.size()), static_cast<py::ssize_t>(s.vocabSize())});
             float* data = out.mutable_data();
             {

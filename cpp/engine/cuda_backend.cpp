@@ -13,8 +13,8 @@ namespace sharpi {
 
 namespace {
 
-// Large enough for copies at nearly full speed; one granule of the device's memory, so that loading takes no more of it
-// at any moment than the plan says.
+// Large enough for copies at nearly full speed, and no larger than a granule or two of the device's memory, so that loading
+// takes hardly more of it at any moment than the plan says.
 constexpr size_t kStagingBytes = size_t{2} << 20;
 
 bool replayWanted() {
@@ -68,6 +68,8 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
 }
 
 void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
+    if (::getpid() != _process) throw Error(ErrorKind::InvalidArgument, "a model cannot be used in a process forked after it was loaded");
+    _stream.use();
     _rows = batch.size();
     _logitRows = static_cast<int64_t>(batch.logitRows.size());
     const GpuScratch::BatchBlock& block = few() ? _layout->few : _layout->many;
@@ -123,7 +125,13 @@ void CudaBackend::region(const std::function<void()>& body) {
     } else {
         body();  // also loads the kernels, which must not happen while recording
         _kernelsPerStep = _stream.launches() - before;
-        _graphs[{_rows, _logitRows}] = _stream.capture(body);
+        try {
+            _graphs[{_rows, _logitRows}] = _stream.capture(body);
+        } catch (const Error& error) {
+            // The step itself is done. Without memory for its record, steps are launched.
+            if (error.kind() != ErrorKind::OutOfMemory) throw;
+            _replays = false;
+        }
         return;
     }
     _kernelsPerStep = _stream.launches() - before;

@@ -4,6 +4,9 @@
 // CPU's bits; larger ones through tensor cores. A small batch's launches are captured once for each number of rows and replayed.
 #pragma once
 
+#include <unistd.h>
+
+#include <atomic>
 #include <map>
 #include <memory>
 #include <optional>
@@ -80,8 +83,9 @@ private:
     const int32_t *_tokens = nullptr, *_wanted = nullptr;
     cuda::QueryTiles _tiles;
 
-    bool _replays;
-    int64_t _kernelsPerStep = 0;
+    const pid_t _process = ::getpid();
+    std::atomic<bool> _replays;  // these two are also asked for while a step runs
+    std::atomic<int64_t> _kernelsPerStep{0};
     std::map<std::pair<int64_t, int64_t>, std::unique_ptr<cuda::Graph>> _graphs;  // by rows, and rows that want logits
 };
 

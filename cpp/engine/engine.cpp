@@ -49,6 +49,7 @@ Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOpt
 }
 
 void Engine::load() {
+    if (_options.cuda) requireGpuCanRun(_spec);
     Allocator& allocator = _backend->allocator();
     const StepLimits limits = stepLimits(_spec, _files->tensors(), _options.batch, _options.context, _options.kvType);
     _trace.note("start");
@@ -66,18 +67,15 @@ void Engine::load() {
 
 // A prefill and a decode step, so that kernels are loaded and the step is captured before anyone waits for a token.
 void Engine::rehearse() {
-    const int32_t sequence = _kv->createSequence();
-    const auto run = [&](int64_t rows) {
+    for (const int64_t rows : {std::min<int64_t>(_options.batch, 512), int64_t{1}}) {
+        const int32_t sequence = _kv->createSequence();
         Batch batch;
-        const auto begin = static_cast<int32_t>(_kv->length(sequence));
-        for (int32_t i = 0; i < rows; ++i) batch.add(0, begin + i, sequence, i + 1 == rows);
+        for (int64_t i = 0; i < rows; ++i) batch.add(0, static_cast<int32_t>(i), sequence, i + 1 == rows);
         _kv->extend(sequence, rows);
         _forward->run(batch, nullptr);
         _forward->sampleLast(SamplingRule(), {}, 0.5);
-    };
-    if (_options.context > 1) run(std::min<int64_t>(_options.batch, std::min<int64_t>(_options.context - 1, 32)));
-    run(1);
-    _kv->releaseSequence(sequence);
+        _kv->releaseSequence(sequence);
+    }
 }
 
 void Engine::warm(const std::function<bool(uint64_t, uint64_t)>& progress) const {

@@ -10,6 +10,19 @@
 
 namespace sharpi {
 
+void requireGpuCanRun(const ModelSpec& spec) {
+    const auto require = [](bool ok, const std::string& what) {
+        if (!ok) throw Error(ErrorKind::InvalidArgument, "the GPU cannot run this model: " + what + "; device cpu can");
+    };
+    require(spec.embedding % 4 == 0, "a width of " + std::to_string(spec.embedding) + ", which is no multiple of 4");
+    for (const LayerSpec& layer : spec.layers) {
+        const AttentionSpec& a = layer.attention;
+        require(a.headDim % 8 == 0 && a.headDim <= 256, "heads of " + std::to_string(a.headDim) + " elements, where 8, 16, .. 256 are known");
+        require(a.heads / a.kvHeads <= 16, std::to_string(a.heads) + " heads over " + std::to_string(a.kvHeads) + ", where groups of up to 16 are known");
+        if (layer.experts) require(layer.experts->count <= 1024, std::to_string(layer.experts->count) + " experts a layer, where up to 1024 are known");
+    }
+}
+
 #ifdef SHARPI_WITH_CUDA
 
 GpuInfo findGpu() {

@@ -16,6 +16,9 @@ struct GpuInfo {
 // Throws Error(InvalidArgument) with the reason where there is none: no CUDA in this build, no driver, no device.
 GpuInfo findGpu();
 
+// Throws Error(InvalidArgument) saying what of this model the GPU's kernels do not have; the CPU runs it.
+void requireGpuCanRun(const ModelSpec& spec);
+
 // vram: the most to take of its memory, in bytes; 0: all that is free. Throws as findGpu() does.
 std::unique_ptr<Backend> makeGpuBackend(size_t vram);
 

@@ -11,10 +11,14 @@ __global__ void probe() {}
 
 }  // namespace
 
-int codeVersion() {
+int codeVersion(const char** problem) {
     cudaFuncAttributes attributes = {};
-    if (cudaFuncGetAttributes(&attributes, probe) == cudaSuccess) return attributes.ptxVersion;
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, probe);
+    if (status == cudaSuccess) return attributes.ptxVersion;
     cudaGetLastError();
+    const bool isMissing = status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction ||
+                           status == cudaErrorUnsupportedPtxVersion;
+    if (problem && !isMissing) *problem = cudaGetErrorString(status);
     return 0;
 }
 

@@ -3,7 +3,8 @@
 
 namespace sharpi::cuda {
 
-// The compute capability that they were compiled for, as 10 * major + minor; 0: there are none for this device.
-int codeVersion();
+// The compute capability that they were compiled for, as 10 * major + minor; 0: there are none for this device, or
+// `problem`, if given, says in words why that cannot be told.
+int codeVersion(const char** problem = nullptr);
 
 }  // namespace sharpi::cuda

@@ -3,7 +3,7 @@
 // A kernel's blocks may be started while the kernel before it is still running. So every kernel begins with
 // allowNext() and, before it reads what another kernel wrote or writes anything that one may still read,
 // waitForPrevious(). Only weights, which no kernel writes, may be touched earlier: fetching the first of them there
-// hides the gap between two kernels.
+// hides the gap between two kernels. (The one kernel that writes weights, packing them while loading, lets nothing begin early.)
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,8 @@ namespace sharpi::cuda {
 inline void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
     cudaGetLastError();  // a sticky-free error must not surface in a later, innocent call
-    throw Error(ErrorKind::Internal, std::string("CUDA: ") + what + ": " + cudaGetErrorString(status));
+    const ErrorKind kind = status == cudaErrorMemoryAllocation ? ErrorKind::OutOfMemory : ErrorKind::Internal;
+    throw Error(kind, std::string("CUDA: ") + what + ": " + cudaGetErrorString(status));
 }
 
 #ifdef __CUDACC__

@@ -27,21 +27,26 @@ bool switchedOff(const char* name) {
 DeviceInfo findDevice() {
     int driver = 0, count = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) noDevice("no NVIDIA driver is installed");
-    if (const cudaError_t status = cudaGetDeviceCount(&count); status != cudaSuccess) {
+    if (const cudaError_t counted = cudaGetDeviceCount(&count); counted != cudaSuccess) {
         cudaGetLastError();
-        if (status == cudaErrorInsufficientDriver) {
+        if (counted == cudaErrorInsufficientDriver) {
             int runtime = 0;
             cudaRuntimeGetVersion(&runtime);
             noDevice("the driver supports CUDA " + std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10) +
                      ", this build needs " + std::to_string(runtime / 1000) + "." + std::to_string(runtime % 1000 / 10) + ": update the driver");
         }
-        noDevice(cudaGetErrorString(status));
+        noDevice(cudaGetErrorString(counted));
     }
     if (count == 0) noDevice("the driver lists no device");
     DeviceInfo info;
-    check(cudaSetDevice(0), "choosing the device");
     cudaDeviceProp properties = {};
-    check(cudaGetDeviceProperties(&properties, 0), "asking for the device's properties");
+    // Choosing the device sets it up, which fails where its memory is full or it is another's alone.
+    cudaError_t status = cudaSetDevice(0);
+    if (status == cudaSuccess) status = cudaGetDeviceProperties(&properties, 0);
+    if (status != cudaSuccess) {
+        cudaGetLastError();
+        noDevice(std::string("device 0: ") + cudaGetErrorString(status));
+    }
     info.name = properties.name;
     info.major = properties.major;
     info.minor = properties.minor;
@@ -49,8 +54,10 @@ DeviceInfo findDevice() {
     if (info.major * 10 + info.minor < 75) {
         noDevice(info.name + " has compute capability " + std::to_string(info.major) + "." + std::to_string(info.minor) + ", 7.5 is the least");
     }
+    const char* problem = nullptr;
+    if (codeVersion(&problem) == 0 && problem) noDevice(info.name + ": " + problem);
     if (codeVersion() == 0) noDevice("this build has no kernels for " + info.name + "; build on a machine that shows it, or set SHARPI_CUDA_ARCHITECTURES");
-    if (const cudaError_t status = cudaMemGetInfo(&info.freeBytes, &info.totalBytes); status != cudaSuccess) {
+    if (status = cudaMemGetInfo(&info.freeBytes, &info.totalBytes); status != cudaSuccess) {
         cudaGetLastError();
         noDevice(info.name + ": " + cudaGetErrorString(status));
     }
@@ -70,6 +77,8 @@ Stream::~Stream() {
     cudaStreamSynchronize(_handle);
     cudaStreamDestroy(_handle);
 }
+
+void Stream::use() { check(cudaSetDevice(_device.index), "choosing the device"); }
 
 void Stream::upload(void* device, const void* host, size_t bytes) {
     check(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, _handle), "copying to the device");

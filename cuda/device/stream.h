@@ -56,6 +56,9 @@ public:
     int64_t launches() const { return _launches; }
     void countLaunch() { ++_launches; }
 
+    // Makes its device the calling thread's: another library of the process may have chosen another.
+    void use();
+
     // `host` may be pageable; it can be reused when the call returns.
     void upload(void* device, const void* host, size_t bytes);
     // In stream order, `host` pinned: not to be touched before synchronize().

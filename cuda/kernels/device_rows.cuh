@@ -145,9 +145,20 @@ __device__ __forceinline__ HalfPair splitHalf(float x) {
 #endif
 }
 
-// Four neighbouring elements at `at` (a multiple of 4) of the flat arrays.
-__device__ __forceinline__ void storeHalves(const HalfRows& to, int64_t at, float4 x) {
+// Four neighbouring elements at `at` of the flat arrays; where `whole` is false only the first `count` of them exist and `at` need not be
+// a multiple of 4.
+__device__ __forceinline__ void storeHalves(const HalfRows& to, int64_t at, float4 x, bool whole, int64_t count) {
     const HalfPair a = splitHalf(x.x), b = splitHalf(x.y), c = splitHalf(x.z), d = splitHalf(x.w);
+    if (!whole) {
+        const HalfPair all[4] = {a, b, c, d};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i >= count) return;
+            to.hi[at + i] = all[i].hi;
+            if (to.lo) to.lo[at + i] = all[i].lo;
+        }
+        return;
+    }
     const auto two = [](uint16_t low, uint16_t high) { return static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16; };
     *reinterpret_cast<uint2*>(to.hi + at) = make_uint2(two(a.hi, b.hi), two(c.hi, d.hi));
     if (to.lo) *reinterpret_cast<uint2*>(to.lo + at) = make_uint2(two(a.lo, b.lo), two(c.lo, d.lo));
@@ -158,7 +169,7 @@ __device__ __forceinline__ void storeHalves(const HalfRows& to, int64_t at, floa
 // Four neighbouring elements to every form asked for but floats, as quantizeQuad wants its lanes.
 __device__ __forceinline__ void storeForms(const RowOutputs& out, int64_t row, int64_t cols, int64_t column, float4 x, bool valid) {
     if (out.quantized.q) quantizeQuad(out.quantized, row, cols / kContractBlock, column, x, valid);
-    if (out.half.hi && valid) storeHalves(out.half, row * cols + column, x);
+    if (out.half.hi && valid) storeHalves(out.half, row * cols + column, x, cols % 4 == 0, cols - column);
 }
 
 // The quad at p; where `whole` is false only its first `count` elements exist (the others read as 0) and p may be

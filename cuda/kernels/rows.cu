@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kElementThreads) elementsKernel(const float* g
 bool isAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 void requireBlocks(int64_t cols, const RowOutputs& out) {
-    if ((out.quantized.q || out.half.hi) && cols % kContractBlock != 0) {
+    if (out.quantized.q && cols % kContractBlock != 0) {
         throw Error(ErrorKind::Internal, "rows of " + std::to_string(cols) + " elements have no whole blocks of 32");
     }
 }

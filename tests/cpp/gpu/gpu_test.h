@@ -1,12 +1,17 @@
 // What the GPU tests share: a stream on the device there is, arrays on it, and skipping with the reason where there
 // is none. Arrays are separate device allocations, so that a memory checker sees accesses past their end.
+// SHARPI_REQUIRE_GPU=1: tests fail without a GPU instead. SHARPI_TEST_SEED: the seed of random(), which a test that
+// fails prints.
 #pragma once
 
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
+#include <iostream>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
@@ -53,12 +58,29 @@ private:
     size_t _count;
 };
 
+// Set, and to something else than 0.
+inline bool gpuIsRequired() {
+    const char* value = std::getenv("SHARPI_REQUIRE_GPU");
+    return value && *value && std::strcmp(value, "0") != 0;
+}
+
+inline uint32_t testSeed() {
+    const char* value = std::getenv("SHARPI_TEST_SEED");
+    return value && *value ? static_cast<uint32_t>(std::strtoul(value, nullptr, 10)) : std::random_device{}();
+}
+
 class GpuTest : public ::testing::Test {
 protected:
+    // Here and not in TearDown, which tests override.
+    ~GpuTest() override {
+        if (HasFailure()) std::cout << "SHARPI_TEST_SEED=" << _seed << " draws these numbers again" << std::endl;
+    }
     void SetUp() override {
         try {
             _stream = std::make_unique<Stream>(findDevice());
         } catch (const Error& error) {
+            // Thrown on, it also ends the SetUp of a test that calls this one.
+            if (error.kind() != ErrorKind::InvalidArgument || gpuIsRequired()) throw;
             GTEST_SKIP() << "no GPU: " << error.what();
         }
     }
@@ -73,7 +95,8 @@ protected:
 
 private:
     std::unique_ptr<Stream> _stream;
-    std::mt19937 _random{std::random_device{}()};
+    const uint32_t _seed = testSeed();
+    std::mt19937 _random{_seed};
 };
 
 inline ::testing::AssertionResult sameBits(const std::vector<float>& expected, const std::vector<float>& actual) {
