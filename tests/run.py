@@ -3,7 +3,7 @@
 
     python tests/run.py                # C++ and Python tests
     python tests/run.py --sanitizers   # also the C++ tests under ASan and UBSan, the thread pool under TSan
-    python tests/run.py --gpu          # only the tests that need a GPU, C++ and Python
+    python tests/run.py --gpu          # only the tests that need a GPU, C++ and Python; fails where none is
 
 What is left goes to pytest. Needs Python 3.10 or newer, a C++17 compiler, and a network or pip cache for the Python
 packages. Where a CUDA toolkit is, the CUDA part is built too; its tests skip themselves where no GPU is.
@@ -62,7 +62,10 @@ def with_cuda(wanted: str) -> list[str]:
 def gpu_is_visible() -> bool:
     """Whether the driver's own tool finds a GPU."""
     tool = shutil.which("nvidia-smi")
-    return tool is not None and subprocess.run([tool, "-L"], capture_output=True, check=False).returncode == 0
+    if tool is None:
+        return False
+    listed = subprocess.run([tool, "-L"], capture_output=True, check=False)
+    return listed.returncode == 0 and listed.stdout.startswith(b"GPU ")
 
 
 def cpp_tests(python: Path, name: str, settings: list[str], *ctest_options: str, target: str = "all") -> None:
@@ -94,6 +97,10 @@ def main() -> None:
     options, pytest_arguments = parser.parse_known_args()
     if sys.version_info < (3, 10):
         sys.exit("Sharpi needs Python 3.10 or newer")
+    if options.gpu:
+        if not gpu_is_visible():
+            sys.exit("--gpu: nvidia-smi lists no GPU here; without --gpu the tests that need one are skipped")
+        os.environ["SHARPI_REQUIRE_GPU"] = "1"  # tests that cannot use it then fail instead of skipping
     BUILD.mkdir(exist_ok=True)
     python = make_environment()
     ensure_googletest()

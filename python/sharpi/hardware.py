@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sharpi.errors import InvalidRequestError
+from sharpi.errors import SharpiError
 
 __all__ = ["Gpu", "gpu", "ram_bytes"]
 
@@ -26,13 +26,13 @@ class Gpu:
 
 
 def gpu() -> Gpu | str:
-    """The GPU, or in one line why there is none: a build without CUDA, no driver, no device, or one too old."""
+    """The GPU, or in one line why there is none: a build without CUDA, no driver, no device, one too old or broken."""
     from sharpi import _core  # late: planning and `sharpi --help` need no core
 
     try:
         return Gpu(**_core.find_cuda_device())
-    except InvalidRequestError as reason:
-        return str(reason)
+    except SharpiError as reason:  # a GPU that cannot even be asked is none, whatever class its failure has
+        return " ".join(str(reason).split())
 
 
 def ram_bytes() -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 from sharpi import _core
 from sharpi.chat import ChatTemplate
-from sharpi.errors import InvalidRequestError, ModelFileError, OutOfMemoryError
+from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
 from sharpi.gguf import GgufFile
 from sharpi.planner import Plan, make_plan
 from sharpi.tokenizer import Tokenizer
@@ -117,11 +117,15 @@ class Model:
         plan.require()
         try:
             engine = _open(file, spec, plan, count)
-        except (InvalidRequestError, OutOfMemoryError) as reason:
+        except ModelFileError:
+            raise
+        except SharpiError as reason:
             if device != "auto" or plan.device == "cpu":
                 raise
-            # What the plan could not know: memory that went to somebody else, or a driver that lacks something.
-            instead = make_plan(file, spec, device="cpu", context=context, kv_dtype=kv_dtype, batch=batch, threads=count)
+            # What the plan could not know: memory that went to somebody else, a driver that lacks something, a GPU
+            # that fails at its first kernel.
+            instead = make_plan(file, spec, device="cpu", context=context, kv_dtype=kv_dtype, batch=batch,
+                                threads=count)
             plan = replace(instead, why=str(reason), gpu=plan.gpu, vram=plan.vram)
             engine = _open(file, spec, plan, count)
         if progress is not None:

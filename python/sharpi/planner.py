@@ -29,10 +29,12 @@ DEFAULT_CONTEXT = 4096
 # Prefill on a GPU reads all weights once a batch, and has to multiply for as long as that takes. Less is taken there
 # where only less fits.
 DEFAULT_BATCH = {"cpu": 512, "cuda": 2048}
-# Of the free VRAM this much is left to the driver and to whoever draws on the screen, unless a budget says otherwise.
+# Of the free VRAM this much is left to the driver and to whoever draws on the screen, whatever the budget.
 VRAM_MARGIN = 256 << 20
 
 _SMALLEST_BATCH = 32  # a batch below it is not worth suggesting
+_SMALLEST_CONTEXT = 512  # nor is a context below it, where more was asked for
+_SMALLEST_VRAM = 1 << 20  # less is a unit that was forgotten
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30,
           "t": 1 << 40, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
@@ -44,10 +46,14 @@ class Spec(Protocol):
     def context_length(self) -> int:
         """The longest context the model was made for, in tokens."""
 
+    def kv_bytes(self, kv_dtype: str, context: int) -> int:
+        """Bytes of the KV cache for `context` tokens."""
+
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int,
                      threads: int) -> list[tuple[str, int]]:
         """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "output head", "KV cache",
-        "scratch", "graphs". On the CPU, weights that stay in the mapped file count as nothing."""
+        "scratch", "graphs". On the CPU, weights that stay in the mapped file count as nothing. Bytes are counted in
+        the device's steps: a line that fits into what is left of the step before it takes nothing."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,10 @@ class Plan:
 
     device: "cpu" or "cuda"; `why` says in one line how it was chosen where it was left to the plan. gpu: the GPU, or
     why there is none; a plan for the CPU that nobody asked the GPU about has neither. vram: the budget that was set.
-    lines: what the core allocates, in order. weights_bytes: of the file. available_bytes: what all must fit into, RAM
-    or VRAM; `None` for a GPU that is not there and no budget. fitting_context and fitting_batch: the longest context up
-    to the model's own, and the largest batch up to this one, with which the model would fit, all else as it is; 0 where
-    none does.
+    weights_bytes: of the file. kv_bytes: what the KV cache holds. lines: what the core allocates, in order, counted in
+    the device's steps. available_bytes: what all must fit into, RAM or VRAM; `None` for a GPU that is not there and no
+    budget. fitting_context and fitting_batch: the longest context up to the model's own, and the largest batch up to
+    this one, with which the model would fit, all else as it is; 0 where none does.
     """
 
     model: str
@@ -73,6 +79,7 @@ class Plan:
     kv_dtype: str
     batch: int
     weights_bytes: int
+    kv_bytes: int
     lines: tuple[tuple[str, int], ...]
     available_bytes: int | None
     fitting_context: int
@@ -92,11 +99,6 @@ class Plan:
     def head_bytes(self) -> int:
         """The output head's line; a head that is the embedding costs nothing."""
         return self._line("output head")
-
-    @property
-    def kv_bytes(self) -> int:
-        """The KV cache's line."""
-        return self._line("KV cache")
 
     @property
     def scratch_bytes(self) -> int:
@@ -123,10 +125,15 @@ class Plan:
         """Whether the total is within what is available; true where nobody knows what is."""
         return self.available_bytes is None or self.total_bytes <= self.available_bytes
 
+    @property
+    def offered_context(self) -> int:
+        """For a plan that does not fit: the fitting context, or 0 where it is too short to be worth the offer."""
+        return self.fitting_context if self.fitting_context >= min(_SMALLEST_CONTEXT, self.context) else 0
+
     def to_dict(self) -> dict[str, Any]:
         """Every field and every sum, as `sharpi plan --json` prints them."""
-        sums = ("embedding_bytes", "head_bytes", "kv_bytes", "scratch_bytes", "graphs_bytes", "mapped_bytes",
-                "total_bytes", "fits")
+        sums = ("embedding_bytes", "head_bytes", "scratch_bytes", "graphs_bytes", "mapped_bytes", "total_bytes",
+                "fits")
         lines = [{"name": name, "bytes": count} for name, count in self.lines]
         return {**asdict(self), "lines": lines, **{name: getattr(self, name) for name in sums}}
 
@@ -144,14 +151,17 @@ class Plan:
     def shortage(self) -> str:
         """For a plan that does not fit: how much is missing, and what would fit, in one line."""
         available = self.available_bytes or 0
-        budget = "the VRAM budget is" if self.vram is not None else "there are"
-        needs = "VRAM" if self.device == "cuda" else "RAM"
-        said = [f"{self.model} needs {_size(self.total_bytes)} of {needs} and {budget} {_size(available)}:"
+        needs, room = "RAM", f"there are {_size(available)}"
+        if self.device == "cuda":
+            # A budget beyond what the GPU has free is not what is in the way.
+            needs = "VRAM"
+            room = f"the VRAM budget is {_size(available)}" if self.vram == available else f"{room} free"
+        said = [f"{self.model} needs {_size(self.total_bytes)} of {needs} and {room}:"
                 f" {_size(self.total_bytes - available)} are missing"]
         if self.fitting_batch:
             said.append(f"a batch of {self.fitting_batch} would fit (-b {self.fitting_batch})")
-        if self.fitting_context:
-            said.append(f"a context of {self.fitting_context} tokens would fit (-c {self.fitting_context})")
+        if self.offered_context:
+            said.append(f"a context of {self.offered_context} tokens would fit (-c {self.offered_context})")
         if self.device == "cuda":
             said.append("--device cpu runs it from RAM")
         return "; ".join(said)
@@ -163,25 +173,31 @@ class Plan:
 def parse_vram(vram: str | int | None) -> int | None:
     """A budget in bytes: a number of bytes, or text such as "12GiB", "12GB" (10^9) or "800M" (MiB).
 
-    Raises `InvalidRequestError` for anything else, and for a budget of nothing.
+    Raises `InvalidRequestError` for anything else, and for a budget below 1 MiB.
     """
     if vram is None:
         return None
-    count = _bytes_in(vram) if isinstance(vram, str) else vram
+    count, meant = _bytes_in(vram) if isinstance(vram, str) else (vram, str(vram))
     if not isinstance(count, int) or isinstance(count, bool):
         raise InvalidRequestError(f"{vram!r} is no amount of VRAM: say it as 12GiB, 12.5GB, 800MiB or in bytes")
     if not 0 < count < 1 << 60:
         raise InvalidRequestError(
             f"a VRAM budget of {vram} cannot be: leave it out for all that is free, or use device cpu")
+    if count < _SMALLEST_VRAM:
+        # Of large numbers without a unit MiB are the likelier ones.
+        hint = f"did you mean {meant}{'GiB' if float(meant) < 1000 else 'MiB'}?" if meant else "1MiB is the least"
+        raise InvalidRequestError(f"a VRAM budget of {count} bytes: {hint}")
     return count
 
 
-def _bytes_in(text: str) -> int | None:
+def _bytes_in(text: str) -> tuple[int | None, str]:
+    """The bytes that a text means, `None` for no amount; and its number, where its unit is small or left out."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) *([a-z]*)", text.strip().lower())
     unit = _BYTES.get(match[2]) if match else None
     if match is None or unit is None:
-        return None
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+        return None, ""
+    number = match[1]
+    return int(float(number) * unit) if "." in number else int(number) * unit, number if unit < 10**6 else ""
 
 
 def choose_context(spec: Spec, context: int | None) -> int:
@@ -277,6 +293,7 @@ class _Request:
             kv_dtype=self.kv_dtype,
             batch=batch,
             weights_bytes=weights,
+            kv_bytes=self.spec.kv_bytes(self.kv_dtype, self.context),
             lines=tuple((name, count) for name, count in lines(self.context, batch)),
             available_bytes=available,
             fitting_context=_largest(self.spec.context_length, fits_at),
@@ -288,7 +305,8 @@ class _Request:
             return ram_bytes() if ram is None else ram
         if not isinstance(found, Gpu):
             return self.vram
-        return max(0, found.free_bytes - VRAM_MARGIN) if self.vram is None else min(self.vram, found.free_bytes)
+        free = max(0, found.free_bytes - VRAM_MARGIN)
+        return free if self.vram is None else min(self.vram, free)
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:

@@ -1,7 +1,8 @@
 """The GPU engine held against numpy, against the CPU engine, against itself, and against its plan.
 
 float32 models must be as near to numpy as rounding allows. Where the contract of the small-batch matmul rules (token by
-token) quantized models must have the CPU's bits. All of it is skipped, with the reason, where no GPU is.
+token) quantized models must have the CPU's bits. All of it is skipped, with the reason, where no GPU is; with
+SHARPI_REQUIRE_GPU=1 it fails there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from numpy_model import NumpyModel, relative_error
 from test_reference import NAMES, REFERENCE, STORY, models  # noqa: F401 - `models` is a fixture
 from tiny_models import MODELS, QUANTIZED_TYPES, TinyModel, fused, write
 
-pytest.importorskip("sharpi._core")
+REQUIRED = os.environ.get("SHARPI_REQUIRE_GPU", "") not in ("", "0")
+if not REQUIRED:
+    pytest.importorskip("sharpi._core")
 from sharpi import Model, _core  # noqa: E402
 from sharpi.errors import OutOfMemoryError  # noqa: E402
 from sharpi.hardware import Gpu, gpu  # noqa: E402
@@ -47,11 +50,11 @@ def the_gpu() -> Gpu | str:
     return gpu()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def needs_a_gpu() -> None:
     found = the_gpu()
     if isinstance(found, str):
-        pytest.skip(found)
+        (pytest.fail if REQUIRED else pytest.skip)(found)
 
 
 def free_bytes() -> int:
@@ -126,7 +129,7 @@ def test_quantized_models_have_the_cpus_bits(model: TinyModel, tmp_path: Path) -
     assert_as_on_the_cpu(write(tmp_path / "m.gguf", model))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.hidden % 32 == 0])
 def test_every_architecture_quantized_has_the_cpus_bits(name: str, tmp_path: Path) -> None:
     """With a type whose rows are whole blocks in these models, and 16-bit keys and values."""
     model = replace(MODELS[name], type="Q8_0")
@@ -260,10 +263,8 @@ SAMPLINGS = [
 
 
 @pytest.fixture(scope="module")
-def stories() -> Iterator[tuple[Model, Model]]:
+def stories(needs_a_gpu: None) -> Iterator[tuple[Model, Model]]:
     """The bundled model on both processors. In batches of one row a prompt has the CPU's bits on the GPU as well."""
-    if isinstance(the_gpu(), str):
-        pytest.skip(the_gpu())
     with load(None, batch=1, kv_dtype="bf16", context=512) as on_gpu, load(None, device="cpu", kv_dtype="bf16",
                                                                           context=512) as on_cpu:
         yield on_gpu, on_cpu
@@ -305,10 +306,13 @@ def test_auto_takes_the_gpu(tmp_path: Path) -> None:
 def check_plan(model: Model) -> None:
     trace = [entry for entry in model.engine.trace if entry[0] != "start"]
     assert [name for name, *_ in trace] == [name for name, _ in model.plan.lines]
-    for (name, _, taken, _), (_, planned) in zip(trace, model.plan.lines, strict=True):
-        # In steps of 2 MiB; what the driver keeps for captured steps is an estimate.
-        slack = 64 * MIB if name == "graphs" else 2 * MIB
-        assert abs(taken - planned) <= slack, (name, taken, planned)
+    # What all lines up to one take, within a step of 2 MiB in which a line may begin and 2 MiB of the driver's own.
+    # What it keeps for captured steps is an estimate, and counts only in the sum below.
+    run = plan = 0
+    for (name, _, taken, _), (_, planned) in zip(trace[:-1], model.plan.lines, strict=False):
+        run, plan = run + taken, plan + planned
+        assert abs(run - plan) <= 4 * MIB, (name, run, plan)
+    assert trace[-1][0] == "graphs"
     taken = model.stats()["vram_bytes"]
     assert abs(taken - model.plan.total_bytes) <= max(64 * MIB, taken // 100)
 

@@ -19,7 +19,8 @@ from tiny_models import MODELS, write
 
 pytest.importorskip("sharpi._core")
 from sharpi import Model, _core  # noqa: E402
-from sharpi.errors import InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError  # noqa: E402
+from sharpi.errors import (InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError,  # noqa: E402
+                           SharpiError)
 from sharpi.hardware import Gpu  # noqa: E402
 
 PROMPT = "Once upon a time"
@@ -257,21 +258,26 @@ def test_stats_and_progress(tiny: Path) -> None:
         assert json.dumps(model.plan.to_dict())
 
 
-def test_a_gpu_that_fails_at_loading_leaves_auto_on_the_cpu(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake GPU that has room, and a core that then cannot open the model there."""
+@pytest.mark.parametrize("kind", [OutOfMemoryError, InvalidRequestError, InternalError, ModelFileError])
+def test_a_gpu_that_fails_at_loading_leaves_auto_on_the_cpu(kind: type[SharpiError], tiny: Path,
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fake GPU that has room, and a core that then cannot open the model there. A bad file is bad on the CPU too."""
     monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
     make_engine = _core.Engine
 
     def engine(*arguments):
         if "cuda" in arguments:
-            raise OutOfMemoryError("somebody else was quicker")
+            raise kind("somebody else was quicker")
         return make_engine(*arguments)
 
     monkeypatch.setattr(_core, "Engine", engine)
+    if kind is ModelFileError:
+        assert "quicker" in refused(lambda: Model.load(tiny), kind)
+        return
     with Model.load(tiny) as model:
         assert (model.device, model.plan.why) == ("cpu", "somebody else was quicker")
         assert model.logits([1, 2]).shape == (2, 96)
-    assert "quicker" in refused(lambda: Model.load(tiny, device="cuda"), OutOfMemoryError)
+    assert "quicker" in refused(lambda: Model.load(tiny, device="cuda"), kind)
     with Model.load(tiny, device="cpu") as model:
         assert model.plan.why == ""
 

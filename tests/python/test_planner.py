@@ -13,7 +13,7 @@ from fake_model import cli_runner
 from tiny_models import QUANTIZED_TYPES
 
 from sharpi.cli import main
-from sharpi.errors import InvalidRequestError, OutOfMemoryError
+from sharpi.errors import InternalError, InvalidRequestError, OutOfMemoryError
 from sharpi.hardware import Gpu, gpu, ram_bytes
 from sharpi.planner import (DEFAULT_BATCH, DEFAULT_CONTEXT, KV_DTYPES, VRAM_MARGIN, choose_context, choose_kv_dtype,
                             make_plan, parse_vram)
@@ -28,14 +28,19 @@ class FakeSpec:
     """On the GPU its weights take 1000 bytes, as those of `fake_file(1000)` do."""
 
     context_length: int = 32768
-    per_token: int = 1000
+    per_token: int = 10_000
+    weights: int = 1000
+    kv_line: int | None = None  # what the KV cache's line says, where that is not what the cache holds
+
+    def kv_bytes(self, kv_dtype: str, context: int) -> int:
+        return self.per_token * ELEMENT_BYTES[kv_dtype] * context
 
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int) -> list[tuple[str, int]]:
         assert device in ("cpu", "cuda") and 1 <= batch <= context
         on_gpu = device == "cuda"
-        weights = [("token embedding", 300), ("layer 0", 250), ("layer 1", 350), ("output head", 100)]
+        weights = [("token embedding", 300), ("layer 0", 250), ("layer 1", 350), ("output head", self.weights - 900)]
         return [*((name, count if on_gpu else 0) for name, count in weights),
-                ("KV cache", self.per_token * ELEMENT_BYTES[kv_dtype] * context),
+                ("KV cache", self.kv_bytes(kv_dtype, context) if self.kv_line is None else self.kv_line),
                 ("scratch", 50 * batch + 3 * context + 7 * threads), ("graphs", 11 if on_gpu else 0)]
 
 
@@ -49,7 +54,7 @@ def plan_of(weights: int = 1000, spec: FakeSpec | None = None, **options):
 
 
 # What FakeSpec takes with plan_of's options, in all.
-ON_CPU, ON_GPU = 1000 + 400_000 + 707, 1000 + 400_000 + 707 + 11
+ON_CPU, ON_GPU = 1000 + 4_000_000 + 707, 1000 + 4_000_000 + 707 + 11
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +74,7 @@ def set_gpu(monkeypatch: pytest.MonkeyPatch, found: int | str) -> None:
 
 def test_the_sums_on_the_cpu() -> None:
     plan = make_plan(fake_file(700, 300), FakeSpec(), device="cpu", context=100, kv_dtype="fp32", batch=8, ram=10**9)
-    assert (plan.weights_bytes, plan.kv_bytes, plan.scratch_bytes) == (1000, 400_000, 707)
+    assert (plan.weights_bytes, plan.kv_bytes, plan.scratch_bytes) == (1000, 4_000_000, 707)
     assert plan.total_bytes == ON_CPU and plan.fits and plan.mapped_bytes == 1000
     shown = json.loads(json.dumps(plan.to_dict()))
     assert shown["total_bytes"] == ON_CPU and shown["fits"] is True and shown["device"] == "cpu"
@@ -83,6 +88,13 @@ def test_the_sums_on_the_gpu() -> None:
     shown = json.loads(json.dumps(plan.to_dict()))
     assert [line["name"] for line in shown["lines"]][:3] == ["token embedding", "layer 0", "layer 1"]
     assert shown["vram"] == 10**9 and shown["gpu"] == NO_GPU
+
+
+def test_a_kv_cache_in_the_step_of_the_line_before() -> None:
+    """It takes nothing more of the device, and is not nothing."""
+    plan = plan_of(spec=FakeSpec(kv_line=0), device="cuda", vram=10**9)
+    assert dict(plan.lines)["KV cache"] == 0 and plan.total_bytes == ON_GPU - 4_000_000
+    assert plan.kv_bytes == json.loads(json.dumps(plan.to_dict()))["kv_bytes"] == 4_000_000
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -99,7 +111,7 @@ def test_what_would_fit_is_the_most_that_does(device: str) -> None:
     dice = random.Random(5)
     for _ in range(200):
         spec = FakeSpec(context_length=dice.randint(1, 5000), per_token=dice.randint(1, 2000))
-        room = dice.randint(1, 20_000_000)
+        room = dice.randint(MIB, 20_000_000)
         options = {"spec": spec, "device": device, "kv_dtype": dice.choice(KV_DTYPES), "batch": dice.choice([16, 300]),
                    **({"ram": room} if device == "cpu" else {"vram": room})}
         weights = dice.randint(1, 10_000_000)
@@ -124,7 +136,7 @@ def test_batches() -> None:
 
 
 def test_the_default_batch_on_the_gpu_shrinks_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    room = 1000 + 4096 * 4000 + 3 * 4096 + 7 + 11  # all but the batch
+    room = 1000 + 4096 * 40_000 + 3 * 4096 + 7 + 11  # all but the batch
     for spare, batch in ((2048, 2048), (2047, 1024), (600, 512), (32, 32)):
         plan = plan_of(device="cuda", batch=None, context=4096, vram=room + 50 * spare)
         assert plan.fits and plan.batch == plan.fitting_batch == batch
@@ -157,7 +169,7 @@ def test_kv_types(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("text, count", [
     (None, None), (12 * GIB, 12 * GIB), ("12GiB", 12 * GIB), ("12 gib", 12 * GIB), (" 12G ", 12 * GIB),
     ("12GB", 12 * 10**9), ("1.5GiB", 3 * GIB // 2), ("800M", 800 * MIB), ("800mb", 800 * 10**6), ("1TiB", 1024 * GIB),
-    ("12345", 12345), ("12345B", 12345), ("7k", 7168),
+    ("1234567", 1234567), ("1234567B", 1234567), ("7000k", 7168000), (MIB, MIB), ("1048576", MIB),
 ])
 def test_budgets(text: str | int | None, count: int | None) -> None:
     assert parse_vram(text) == count
@@ -169,6 +181,19 @@ def test_budgets_that_are_none(text: object) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         parse_vram(text)
     assert "VRAM" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("text, words", [
+    (12, "of 12 bytes: did you mean 12GiB?"), ("12", "of 12 bytes: did you mean 12GiB?"),
+    ("12.5 B", "of 12 bytes: did you mean 12.5GiB?"), ("8k", "of 8192 bytes: did you mean 8GiB?"),
+    ("24000", "of 24000 bytes: did you mean 24000MiB?"), (MIB - 1, "of 1048575 bytes: did you mean 1048575MiB?"),
+    ("0.0001GiB", "of 107374 bytes: 1MiB is the least"),
+])
+def test_budgets_whose_unit_was_forgotten(text: str | int, words: str) -> None:
+    for device in ("auto", "cuda"):
+        with pytest.raises(InvalidRequestError) as refusal:
+            plan_of(device=device, vram=text)
+        assert str(refusal.value) == f"a VRAM budget {words}"
 
 
 # --- the choice of a device ------------------------------------------------------------------------------------------
@@ -196,9 +221,11 @@ def test_auto_heeds_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = plan_of(device="auto", vram=vram)
         assert (plan.device, plan.vram) == (device, vram)
         assert ("budget" in plan.why) == (device == "cpu")
-    # What is not free cannot be had, whatever the budget says.
-    set_gpu(monkeypatch, ON_GPU - 1)
-    assert plan_of(device="auto", vram=GIB).device == "cpu"
+    # What is not free, or is left to others, cannot be had, whatever the budget says.
+    for vram in (ON_GPU, GIB):
+        for free, device in ((ON_GPU + VRAM_MARGIN, "cuda"), (ON_GPU + VRAM_MARGIN - 1, "cpu"), (ON_GPU - 1, "cpu")):
+            set_gpu(monkeypatch, free)
+            assert plan_of(device="auto", vram=vram).device == device
 
 
 def test_the_gpu_where_there_is_none() -> None:
@@ -207,25 +234,52 @@ def test_the_gpu_where_there_is_none() -> None:
     with pytest.raises(InvalidRequestError, match="no usable GPU"):
         plan.require()
     with pytest.raises(InvalidRequestError, match="no usable GPU"):
-        plan_of(device="cuda", vram=10).require()
+        plan_of(device="cuda", vram=MIB).require()
 
 
 def test_a_model_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     set_gpu(monkeypatch, GIB)
     plan_of(device="cuda", vram=ON_GPU).require()
     with pytest.raises(OutOfMemoryError) as refusal:
-        plan_of(device="cuda", vram=300 * 1000, batch=8).require()
+        plan_of(device="cuda", context=2000, vram=30_000_000, batch=8).require()
     message = str(refusal.value)
     assert "\n" not in message and "--device cpu" in message and "are missing" in message
-    context = plan_of(device="cuda", vram=300 * 1000).fitting_context
-    assert 0 < context < 100 and f"-c {context})" in message
+    context = plan_of(device="cuda", context=2000, vram=30_000_000).fitting_context
+    assert 512 < context < 2000 and f"-c {context})" in message
     # Less than the weights: nothing would help, and nothing is offered.
     with pytest.raises(OutOfMemoryError) as refusal:
-        plan_of(device="cuda", vram=900).require()
+        plan_of(spec=FakeSpec(weights=10**7), device="cuda", vram=2 * MIB).require()
     assert "would fit" not in str(refusal.value)
     # A smaller batch is enough.
     with pytest.raises(OutOfMemoryError, match=r"-b 128\)"):
-        plan_of(device="cuda", context=1024, batch=1024, vram=4096000 + 1000 + 11 + 3 * 1024 + 7 + 50 * 200).require()
+        room = 40_960_000 + 1000 + 11 + 3 * 1024 + 7 + 50 * 200
+        plan_of(device="cuda", context=1024, batch=1024, vram=room).require()
+
+
+@pytest.mark.parametrize("asked, least", [(2000, 512), (512, 512), (400, 400), (1, 1)])
+def test_contexts_too_short_to_be_of_use_are_not_offered(asked: int, least: int) -> None:
+    def plan(fitting: int):
+        spec = FakeSpec(weights=2 * MIB)
+        room = sum(n for _, n in spec.memory_lines("cuda", "fp32", 1, max(1, fitting), 1)) - (fitting == 0)
+        return plan_of(spec=spec, device="cuda", context=asked, batch=1, vram=room)
+
+    for fitting in {0, 1, least - 1, least, asked - 1} - {asked}:
+        found = plan(fitting)
+        assert not found.fits and found.fitting_context == fitting
+        assert found.offered_context == (fitting if fitting >= least else 0)
+        assert ("-c" in found.shortage()) is (fitting >= least)
+
+
+def test_a_shortage_names_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget where it is the less, and else what the GPU has free."""
+    set_gpu(monkeypatch, VRAM_MARGIN + 3 * MIB)
+    for vram, words in ((2 * MIB, "the VRAM budget is 2.00 MiB:"), (3 * MIB, "the VRAM budget is 3.00 MiB:"),
+                        (GIB, "there are 3.00 MiB free:"), (None, "there are 3.00 MiB free:")):
+        for device in ("cuda", "auto"):
+            plan = plan_of(device=device, vram=vram)
+            said = plan.why if device == "auto" else plan.shortage()
+            assert f"fake needs 3.82 MiB of VRAM and {words} " in said
+    assert "of RAM and there are 3.00 MiB: " in plan_of(ram=3 * MIB).shortage()
 
 
 def test_a_budget_on_the_cpu_is_refused() -> None:
@@ -240,6 +294,17 @@ def test_a_budget_on_the_cpu_is_refused() -> None:
 
 def test_ram_is_plausible() -> None:
     assert 1 << 26 < ram_bytes() < 1 << 50
+
+
+@pytest.mark.parametrize("kind", [InvalidRequestError, InternalError, OutOfMemoryError])
+def test_a_gpu_that_cannot_be_asked_is_none(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    core = pytest.importorskip("sharpi._core")
+
+    def fail() -> None:
+        raise kind("device 0:\nan illegal memory access")
+
+    monkeypatch.setattr(core, "find_cuda_device", fail)
+    assert gpu() == "device 0: an illegal memory access"
 
 
 def test_the_gpu_or_a_reason() -> None:
@@ -262,8 +327,9 @@ def fake_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("ram, words", [
     (1 << 40, "It fits"),
-    (20_000_000, "It would with a context of"),
-    (1_000_000, "No context is short enough"),
+    (40_000_000, "It would with a context of"),
+    (15_000_000, "No context worth having is short enough"),
+    (1_000_000, "No context worth having is short enough"),
 ])
 def test_the_command_says_whether_it_fits(fake_described: None, monkeypatch: pytest.MonkeyPatch, ram: int,
                                           words: str) -> None:
@@ -287,7 +353,9 @@ def test_the_command_plans_for_a_gpu_that_is_not_there(fake_described: None) -> 
     assert "2 of them" in result.stdout and "layer 1" not in result.stdout
     assert "layer 1 " in plan_command(*options, "--vram", "12GiB", "--verbose").stdout
     assert "--vram says how much" in plan_command(*options).stdout
-    short = plan_command(*options, "--vram", "300kB").stdout
+    short = plan_command(*options, "--vram", "2MB").stdout
+    assert "does not fit" in short and "-c " not in short
+    short = plan_command(*options, "-c", "1000", "--vram", "30MB").stdout
     assert "does not fit" in short and "-c " in short
     assert json.loads(plan_command(*options, "--json").stdout)["total_bytes"] == ON_GPU
 
@@ -315,6 +383,7 @@ def test_the_plan_is_what_a_run_takes() -> None:
         assert abs(line["bytes"] - asked[line["name"]]) <= 4096, line
     assert stats["weights_bytes"] == planned["weights_bytes"]
     assert (stats["kv_bytes"], stats["scratch_bytes"]) == (asked["KV cache"], asked["scratch"])
+    assert planned["kv_bytes"] == asked["KV cache"]
 
 
 def described(kind: str, *, experts: int) -> tuple[object, int]:
@@ -373,6 +442,7 @@ def test_weights_take_on_the_gpu_what_they_take_in_the_file(kind: str, experts: 
 
 @pytest.mark.parametrize("arguments, word", [
     (["-c", "100000000"], "more than the model's"), (["--vram", "lots"], "no amount of VRAM"),
+    (["--vram", "12"], "did you mean 12GiB?"),
     (["--vram", "1GiB", "--device", "cpu"], "means nothing"), (["--device", "tpu"], "tpu"), (["-b", "0"], "batch"),
 ])
 def test_what_cannot_be_planned_is_refused(arguments: list[str], word: str) -> None:

@@ -69,6 +69,8 @@ MODELS: dict[str, TinyModel] = {
     "llama": TinyModel("llama"),
     "llama-tied": TinyModel("llama", tied=True, kv_heads=4, epsilon=1e-5),
     "llama-factors": TinyModel("llama", rope_factors=True, kv_heads=1),
+    # Rows of 172 numbers, which are no whole blocks of 32.
+    "llama-odd": TinyModel("llama", hidden=172),
     "llama-partial": TinyModel("llama", rope_dims=16),
     "llama-linear": TinyModel("llama", scaling_type="linear", scaling=(("factor", 4.0),)),
     "llama-yarn": TinyModel("llama", scaling_type="yarn", scaling=(("factor", 4.0),), original_context=256),

@@ -77,7 +77,8 @@ def _the_rest(plan: Plan) -> list[_Row]:
             ("scratch", plan.scratch_bytes, f"batches of {plan.batch:,} tokens")]
     if plan.device == "cuda":
         rows.append(("graphs", plan.graphs_bytes, "captured steps and kernels, about"))
-    return [*rows, ("total", plan.total_bytes, "")]
+    # The KV cache's row is what it holds, the total what the device gives out: the rows need not add up to it.
+    return [*rows, ("total", plan.total_bytes, "in steps of 2 MiB" if plan.device == "cuda" else "")]
 
 
 def _room(plan: Plan) -> list[_Row]:
@@ -100,8 +101,8 @@ def _verdict(plan: Plan) -> str:
     offers = []
     if plan.fitting_batch:
         offers.append(f"a batch of {plan.fitting_batch:,} tokens: -b {plan.fitting_batch}")
-    if plan.fitting_context:
-        offers.append(f"a context of {plan.fitting_context:,} tokens: -c {plan.fitting_context}")
+    if plan.offered_context:
+        offers.append(f"a context of {plan.offered_context:,} tokens: -c {plan.offered_context}")
     if offers:
         return f"{missing} It would with {', or '.join(offers)}"
-    return f"{missing} No context is short enough; take a smaller model or a smaller quantization of it."
+    return f"{missing} No context worth having is short enough; take a smaller model or a smaller quantization of it."
