@@ -18,7 +18,7 @@ void requireGpuCanRun(const ModelSpec& spec) {
     for (const LayerSpec& layer : spec.layers) {
         const AttentionSpec& a = layer.attention;
         require(a.headDim % 8 == 0 && a.headDim <= 256, "heads of " + std::to_string(a.headDim) + " elements, where 8, 16, .. 256 are known");
-        require(a.heads / a.kvHeads <= 16, std::to_string(a.heads) + " heads over " + std::to_string(a.kvHeads) + ", where groups of up to 16 are known");
+        require(a.heads / a.kvHeads <= 32, std::to_string(a.heads) + " heads over " + std::to_string(a.kvHeads) + ", where groups of up to 32 are known");
         if (layer.experts) require(layer.experts->count <= 1024, std::to_string(layer.experts->count) + " experts a layer, where up to 1024 are known");
     }
 }

@@ -25,10 +25,10 @@ inline int sharedBytesPerBlock() { return deviceAttribute(cudaDevAttrMaxSharedMe
 
 inline void requireAttendable(const HeadShape& shape, const KvPages& pages) {
     if (shape.headDim % 8 != 0 || shape.headDim <= 0 || shape.headDim > kMaxHeadDim || shape.heads % shape.kvHeads != 0 ||
-        shape.heads / shape.kvHeads > 16) {
+        shape.heads / shape.kvHeads > 32) {
         throw Error(ErrorKind::InvalidArgument, "attention with " + std::to_string(shape.heads) + " heads over " +
                                                     std::to_string(shape.kvHeads) + " of " + std::to_string(shape.headDim) +
-                                                    " elements cannot run on the GPU: heads of 8, 16, .. 256 elements, groups of up to 16");
+                                                    " elements cannot run on the GPU: heads of 8, 16, .. 256 elements, groups of up to 32");
     }
     if (pages.pageTokens != kAttentionPage) throw Error(ErrorKind::Internal, "attention kernels asked for pages of another size");
 }
@@ -49,10 +49,7 @@ __device__ __forceinline__ float2 halvesToFloats(uint32_t word, KvType type) {
 
 // kCount neighbouring elements; `at` aligned to their size (16 bytes at most).
 template <KvType kType, int kCount> __device__ __forceinline__ void readElements(const uint8_t* at, float (&out)[kCount]) {
-    if constexpr (kCount == 1) {
-        if constexpr (kType == KvType::F32) out[0] = *reinterpret_cast<const float*>(at);
-        else out[0] = halvesToFloats(*reinterpret_cast<const uint16_t*>(at), kType).x;
-    } else if constexpr (kType == KvType::F32) {
+    if constexpr (kType == KvType::F32) {
         if constexpr (kCount == 2) {
             const float2 v = *reinterpret_cast<const float2*>(at);
             out[0] = v.x, out[1] = v.y;
@@ -89,9 +86,7 @@ template <int kCount> __device__ __forceinline__ void readFloats(const float* at
 
 // The same, of what other blocks wrote in this launch: past the first-level cache.
 template <int kCount> __device__ __forceinline__ void readWritten(const float* at, float (&out)[kCount]) {
-    if constexpr (kCount == 1) {
-        out[0] = __ldcg(at);
-    } else if constexpr (kCount == 2) {
+    if constexpr (kCount == 2) {
         const float2 v = __ldcg(reinterpret_cast<const float2*>(at));
         out[0] = v.x, out[1] = v.y;
     } else {
@@ -104,9 +99,7 @@ template <int kCount> __device__ __forceinline__ void readWritten(const float* a
 }
 
 template <int kCount> __device__ __forceinline__ void writeFloats(float* to, const float (&values)[kCount]) {
-    if constexpr (kCount == 1) {
-        *to = values[0];
-    } else if constexpr (kCount == 2) {
+    if constexpr (kCount == 2) {
         *reinterpret_cast<float2*>(to) = {values[0], values[1]};
     } else {
 #pragma unroll

@@ -38,8 +38,8 @@ void prepareHeads(Stream& stream, float* q, float* k, const float* v, const Head
 
 // Causal attention of few rows, in one launch: the bits of the CPU's attention (see cpu/kernels/attention.cpp). scratch:
 // decodeAttentionBytes, 256-byte aligned, its first kDecodeCounterBytes zero before the first call and left so by every call. out:
-// [rows, heads * headDim], floats and quantized (headDim a multiple of 32); rows * heads up to kDecodeCounterBytes / 8.
-constexpr size_t kDecodeCounterBytes = size_t{64} << 10;
+// [rows, heads * headDim], floats and quantized (headDim a multiple of 32); rows * heads up to kDecodeCounterBytes / 4.
+constexpr size_t kDecodeCounterBytes = 16384;
 size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape, int64_t context, int64_t pageTokens);
 void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, float scale, const BatchRows& batch, const KvPages& pages,
                      void* scratch, const RowOutputs& out);

@@ -8,12 +8,11 @@
 // are is read from the positions on the device, so that a captured step serves every length.
 //
 // Inside a block: keys and values are copied to shared memory, in two buffers each, so that the next page is under way
-// while one is computed. The order of the dot product is one chain over the dimensions, so a thread makes whole dot products,
-// of one key with two heads of the group: converting a key to floats, which costs as much as multiplying it, then serves both.
-// Two warps share such a bundle of heads: for the scores each has half of the page's keys, for the weights half of the
-// heads, for the outputs half of the dimensions, of which a lane owns kWidth neighbouring ones and runs over the keys. What a lane owns
-// stays in registers from page to page. Key rows are an odd number of 16-byte units apart, so that eight threads reading eight keys meet
-// eight different banks. Where the shared memory of a device cannot hold a page, the same code reads it from where it lies.
+// while one is computed. The order of the dot product is one chain over the dimensions, so a thread makes whole dot
+// products: a warp has a head of the group, a lane two keys, which reads a query element (a broadcast) once for both. Key
+// rows are an odd number of 16-byte units apart, so that eight threads reading eight keys meet eight different banks. For
+// the outputs a lane owns kWidth neighbouring dimensions and runs over the keys. Each warp keeps to its own heads, so only
+// the copies need barriers. Where the shared memory of a device cannot hold a page, the same code reads it from where it lies.
 #include <algorithm>
 
 #include "kernels/attention.cuh"
@@ -24,11 +23,10 @@ namespace sharpi::cuda {
 namespace {
 
 constexpr int kPageTokens = kAttentionPage;
-constexpr int kBundleWarps = 2;  // warps that share a bundle of heads
-constexpr int kMaxWarps = 16;
+constexpr int kMaxWarps = 8;
 
-// What a piece gave: [rows][heads][pages of the table], and outputs with headDim floats for each of them; before them
-// counts of finished pieces for each row, head and half of its dimensions, zero between launches. Their size is decodeAttentionBytes, in workspace.cpp.
+// What a piece gave: [rows][heads][pages of the table], and outputs with headDim floats for each of them; before them a
+// count of finished pieces for each row and head, zero between launches. Their size is decodeAttentionBytes, in workspace.cpp.
 struct Partials {
     uint32_t* finished;
     float *maxima, *sums, *outputs;
@@ -50,18 +48,18 @@ __device__ __forceinline__ int pagesOf(int position) { return (position + kPageT
 
 // Where things lie in shared memory, in bytes; key and value rows only where pages are copied.
 struct Layout {
-    int rowBytes, keyStride, values, queries, weights, tops, outputs, total;
+    int rowBytes, keyStride, values, queries, outputs, weights, tops, sums, total;
 
-    // slots: heads of the group, rounded up to whole bundles.
-    __host__ __device__ Layout(KvType type, int headDim, int group, int slots, int stages) {
+    __host__ __device__ Layout(KvType type, int headDim, int group, int stages) {
         rowBytes = headDim * (type == KvType::F32 ? 4 : 2);
         keyStride = stages ? (rowBytes / 16 | 1) * 16 : rowBytes;
         values = stages * kPageTokens * keyStride;
         queries = values + stages * kPageTokens * rowBytes;
-        weights = queries + group * headDim * 4;
-        tops = weights + slots * kPageTokens * 4;
-        outputs = tops + 2 * slots * 4;
-        total = outputs + slots * headDim * 4;
+        outputs = queries + group * headDim * 4;
+        weights = outputs + (stages ? group * headDim * 4 : 0);
+        tops = weights + group * kPageTokens * 4;
+        sums = tops + 2 * group * 4;
+        total = sums + 2 * group * 4;
     }
 };
 
@@ -171,26 +169,25 @@ template <int kUnits, int kStages> struct Feeder {
 
 // --- one page ----------------------------------------------------------------------------------------------------
 
-// Dot products of a key with the queries of a bundle.
-template <KvType kType, int kHeads>
-__device__ __forceinline__ void dotProducts(const uint8_t* key, const float* const (&queries)[kHeads], int headDim, float (&dots)[kHeads]) {
+// Dot products of two keys with a query.
+template <KvType kType>
+__device__ __forceinline__ float2 dotProducts(const uint8_t* first, const uint8_t* second, const float* query, int headDim) {
     constexpr int kStep = kType == KvType::F32 ? 4 : 8;
-#pragma unroll
-    for (int h = 0; h < kHeads; h++) dots[h] = 0.0f;
-#pragma unroll 2
+    float2 dots = {0.0f, 0.0f};
+#pragma unroll 4
     for (int d = 0; d < headDim; d += kStep) {
-        float elements[kStep];
-        readElements<kType, kStep>(key, elements);
-        key += 16;
-        float q[kHeads][kStep];
-#pragma unroll
-        for (int h = 0; h < kHeads; h++) readFloats<kStep>(queries[h] + d, q[h]);
+        float keys[2][kStep], q[kStep];
+        readElements<kType, kStep>(first, keys[0]);
+        readElements<kType, kStep>(second, keys[1]);
+        readFloats<kStep>(query + d, q);
+        first += 16, second += 16;
 #pragma unroll
         for (int i = 0; i < kStep; i++) {
-#pragma unroll
-            for (int h = 0; h < kHeads; h++) dots[h] = fmaf(q[h][i], elements[i], dots[h]);
+            dots.x = fmaf(q[i], keys[0][i], dots.x);
+            dots.y = fmaf(q[i], keys[1][i], dots.y);
         }
     }
+    return dots;
 }
 
 // By the order of their bits, that of integers once those of negative numbers are turned.
@@ -200,58 +197,65 @@ __device__ __forceinline__ float largestOfWarp(float x) {
     return __uint_as_float(largest >> 31 ? largest & 0x7fffffffu : ~largest);
 }
 
-// Turns the dot products of a page, kHeads floats apart, into a head's weights; gives its maximum and sum.
-template <int kHeads> __device__ __forceinline__ float2 weighScores(float* weights, int n, float scale, int lane) {
+// The page's weights of a head into `weights`; gives its maximum and sum.
+__device__ __forceinline__ float2 weighScores(float2 dots, int n, float scale, float* weights, int lane) {
     const float low = __int_as_float(0xff800000);
-    const float first = lane < n ? __fmul_rn(weights[lane * kHeads], scale) : low;
-    const float second = lane + 32 < n ? __fmul_rn(weights[(lane + 32) * kHeads], scale) : low;
+    const float first = lane < n ? __fmul_rn(dots.x, scale) : low, second = lane + 32 < n ? __fmul_rn(dots.y, scale) : low;
     const float top = largestOfWarp(fmaxf(first, second));
     const float p = portableExp(__fsub_rn(first, top)), r = portableExp(__fsub_rn(second, top));
-    weights[lane * kHeads] = p;
-    weights[(lane + 32) * kHeads] = r;
+    weights[lane] = p;
+    weights[lane + 32] = r;
     return {top, contractTree(__fadd_rn(p, r))};
 }
 
-// acc[h][i] = sum over the n keys of weight * value, keys ascending. weights: [keys][kHeads].
-template <KvType kType, int kHeads, int kWidth>
-__device__ __forceinline__ void weighValues(const uint8_t* values, int rowBytes, const float* weights, int n, float (&acc)[kHeads][kWidth]) {
+// acc[i] = sum over the n keys of weight * value, keys ascending.
+template <KvType kType, int kWidth>
+__device__ __forceinline__ void weighValues(const uint8_t* values, int rowBytes, const float* weights, int n, float (&acc)[kWidth]) {
 #pragma unroll
-    for (int h = 0; h < kHeads; h++) {
+    for (int i = 0; i < kWidth; i++) acc[i] = 0.0f;
+    int j = 0;
+#pragma unroll 4
+    for (; j + 4 <= n; j += 4) {
+        float weight[4];
+        readFloats<4>(weights + j, weight);
 #pragma unroll
-        for (int i = 0; i < kWidth; i++) acc[h][i] = 0.0f;
-    }
-#pragma unroll 8
-    for (int j = 0; j < n; j++) {
-        float weight[kHeads], value[kWidth];
-        readFloats<kHeads>(weights + j * kHeads, weight);
-        readElements<kType, kWidth>(values + j * rowBytes, value);
+        for (int k = 0; k < 4; k++) {
+            float value[kWidth];
+            readElements<kType, kWidth>(values + k * rowBytes, value);
 #pragma unroll
-        for (int h = 0; h < kHeads; h++) {
-#pragma unroll
-            for (int i = 0; i < kWidth; i++) acc[h][i] = fmaf(weight[h], value[i], acc[h][i]);
+            for (int i = 0; i < kWidth; i++) acc[i] = fmaf(weight[k], value[i], acc[i]);
         }
+        values += 4 * rowBytes;
+    }
+#pragma unroll 1
+    for (; j < n; j++, values += rowBytes) {
+        float value[kWidth];
+        readElements<kType, kWidth>(values, value);
+#pragma unroll
+        for (int i = 0; i < kWidth; i++) acc[i] = fmaf(weights[j], value[i], acc[i]);
     }
 }
 
 // --- a piece -----------------------------------------------------------------------------------------------------
 
-// o / l to wherever it is asked for, of the dimensions from `from` on that a warp has. line: the head's headDim floats of shared
-// memory; the whole warp calls it.
+// o / l to wherever it is asked for. line: headDim floats of shared memory that are this warp's; the whole warp calls it.
 template <int kWidth>
-__device__ __forceinline__ void finishHead(const Args& args, int row, int head, int from, const float (&o)[kWidth], float l, float* line, int lane) {
+__device__ __forceinline__ void finishHead(const Args& args, int row, int head, const float (&o)[kWidth], float l, float* line, int lane) {
     const int dim = args.shape.headDim;
     float result[kWidth];
 #pragma unroll
     for (int i = 0; i < kWidth; i++) result[i] = __fdiv_rn(o[i], l);
-    if (from + lane * kWidth < dim) writeFloats<kWidth>(line + from + lane * kWidth, result);
+    if (lane * kWidth < dim) writeFloats<kWidth>(line + lane * kWidth, result);
     __syncwarp();
     const int64_t cols = static_cast<int64_t>(args.shape.heads) * dim;
-    const int column = from + lane * 4;
-    const bool valid = lane < 8 * kWidth && column < dim;
-    const float4 x = valid ? *reinterpret_cast<const float4*>(line + column) : float4{0.0f, 0.0f, 0.0f, 0.0f};
-    const int64_t at = static_cast<int64_t>(head) * dim + column;
-    if (args.out.floats && valid) *reinterpret_cast<float4*>(args.out.floats + row * cols + at) = x;
-    if (args.out.quantized.q) quantizeQuad(args.out.quantized, row, cols / kContractBlock, at, x, valid);
+    for (int from = 0; from < dim; from += 128) {
+        const int column = from + lane * 4;
+        const bool valid = column < dim;
+        const float4 x = valid ? *reinterpret_cast<const float4*>(line + column) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+        const int64_t at = static_cast<int64_t>(head) * dim + column;
+        if (args.out.floats && valid) *reinterpret_cast<float4*>(args.out.floats + row * cols + at) = x;
+        if (args.out.quantized.q) quantizeQuad(args.out.quantized, row, cols / kContractBlock, at, x, valid);
+    }
 }
 
 // Factors of 32 neighbouring pieces as a warp holds them, lane i those of the i-th.
@@ -292,31 +296,31 @@ __device__ __forceinline__ uint32_t arrive(uint32_t* counter) {
     return before;
 }
 
-// All pieces of a head, in their order, in the dimensions from `from` on. The whole warp calls it.
+// All pieces of a head, in their order. The whole warp calls it.
 template <int kWidth>
-__device__ __forceinline__ void joinPieces(const Args& args, int64_t first, int pieces, int segment, int from, int lane, Joined<kWidth>& whole) {
-    constexpr int kAhead = kWidth == 4 ? 8 : 16;  // pieces whose outputs are under way at once
-    const int dim = args.shape.headDim, column = min(from + lane * kWidth, dim - kWidth);
+__device__ __forceinline__ void joinPieces(const Args& args, int64_t first, int pieces, int segment, int lane, Joined<kWidth>& whole) {
+    constexpr int kAhead = kWidth == 8 ? 4 : 64 / kWidth;  // pieces whose outputs are under way at once
+    const int dim = args.shape.headDim, column = min(lane * kWidth, dim - kWidth);
     const float* outputs = args.partials.outputs + first * dim + column;
     const float *maxima = args.partials.maxima + first, *sums = args.partials.sums + first;
     Joined<kWidth> part;
     part.clear();
     whole.clear();
     Factors factors;
-    for (int piece = 0; piece < pieces; piece += kAhead) {
+    for (int from = 0; from < pieces; from += kAhead) {
         float next[kAhead][kWidth];
 #pragma unroll
-        for (int i = 0; i < kAhead; i++) readWritten<kWidth>(outputs + static_cast<int64_t>(min(piece + i, pieces - 1)) * dim, next[i]);
-        if (piece % 32 == 0) {
-            const bool exists = piece + lane < pieces;
-            const float maximum = exists ? __ldcg(maxima + piece + lane) : __int_as_float(0xff800000);
-            factors.sum = exists ? __ldcg(sums + piece + lane) : 0.0f;
+        for (int i = 0; i < kAhead; i++) readWritten<kWidth>(outputs + static_cast<int64_t>(min(from + i, pieces - 1)) * dim, next[i]);
+        if (from % 32 == 0) {
+            const bool exists = from + lane < pieces;
+            const float maximum = exists ? __ldcg(maxima + from + lane) : __int_as_float(0xff800000);
+            factors.sum = exists ? __ldcg(sums + from + lane) : 0.0f;
             factors.make(maximum, whole.m, segment, lane);
         }
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
-            if (piece + i >= pieces) break;
-            const int at = (piece + i) % 32;
+            if (from + i >= pieces) break;
+            const int at = (from + i) % 32;
             const float sum = __shfl_sync(kWholeWarp, factors.sum, at), segmentKept = __shfl_sync(kWholeWarp, factors.segmentKept, at),
                         segmentAdded = __shfl_sync(kWholeWarp, factors.segmentAdded, at);
             if (segment == 1) {
@@ -325,135 +329,99 @@ __device__ __forceinline__ void joinPieces(const Args& args, int64_t first, int 
             }
             if (at % segment == 0) part.clear();
             part.add(sum, next[i], __shfl_sync(kWholeWarp, factors.kept, at), __shfl_sync(kWholeWarp, factors.added, at));
-            if ((at + 1) % segment == 0 || piece + i + 1 == pieces) whole.add(part.l, part.o, segmentKept, segmentAdded);
+            if ((at + 1) % segment == 0 || from + i + 1 == pieces) whole.add(part.l, part.o, segmentKept, segmentAdded);
         }
     }
 }
 
-// Leaves a piece's result for a head, in the dimensions that this warp has (the half-th half of them); true for the last of the head's
-// pieces to come, which then has what all gave.
+// Leaves a piece's result for a head; true for the last of the head's pieces to come, which then has what all gave.
 template <int kWidth>
-__device__ __forceinline__ bool gather(const Args& args, const Piece& piece, const Cut& cut, int head, int half, Joined<kWidth>& so, int lane) {
+__device__ __forceinline__ bool gather(const Args& args, const Piece& piece, const Cut& cut, int head, Joined<kWidth>& so, int lane) {
     if (cut.pieces == 1) {
         so.joinToNothing();
         return true;
     }
-    const int dim = args.shape.headDim, from = half * 32 * kWidth, column = from + lane * kWidth;
+    const int dim = args.shape.headDim;
     const int64_t flat = static_cast<int64_t>(piece.row) * args.shape.heads + head, first = flat * args.batch.pagesPerTable;
-    uint32_t* finished = args.partials.finished + flat * kBundleWarps + half;
-    if (column < dim) writeFloats<kWidth>(args.partials.outputs + (first + piece.index) * dim + column, so.o);
-    if (lane == 0) {  // both halves write them, each for those that wait for it
+    if (lane * kWidth < dim) writeFloats<kWidth>(args.partials.outputs + (first + piece.index) * dim + lane * kWidth, so.o);
+    if (lane == 0) {
         args.partials.maxima[first + piece.index] = so.m;
         args.partials.sums[first + piece.index] = so.l;
     }
     __syncwarp();
     uint32_t before = 0;
-    if (lane == 0) before = arrive(finished);
+    if (lane == 0) before = arrive(args.partials.finished + flat);
     if (__shfl_sync(kWholeWarp, before, 0) + 1 != static_cast<uint32_t>(cut.pieces)) return false;
-    if (lane == 0) *finished = 0;  // for the next launch
-    __syncwarp();                  // what lane 0 may see now all may
-    joinPieces<kWidth>(args, first, cut.pieces, kSegmentPages / cut.perPiece, from, lane, so);
+    if (lane == 0) args.partials.finished[flat] = 0;  // for the next launch
+    __syncwarp();                                     // what lane 0 may see now all may
+    joinPieces<kWidth>(args, first, cut.pieces, kSegmentPages / cut.perPiece, lane, so);
     return true;
 }
 
-// A block's shared memory as its warps see it, and what this warp does: the bundle of heads from `firstHead` of the group on.
-template <int kHeads> struct Block {
+// A block's shared memory as its warps see it.
+struct Block {
     uint8_t* shared;
     const Layout& layout;
-    int dim, group, lane, firstHead, half;
+    int dim, group, lane, warp, warps;
 
     __device__ float* floats(int at) const { return reinterpret_cast<float*>(shared + at); }
-    // Past the group's end: the last head's, for nothing.
-    __device__ float* query(int h) const { return floats(layout.queries) + min(firstHead + h, group - 1) * dim; }
-    // [kPageTokens][kHeads]: dot products, then weights.
-    __device__ float* weights() const { return floats(layout.weights) + firstHead * kPageTokens; }
-    // A head's maximum and sum over the page, at last over the piece.
-    __device__ float* pageTop(int h) const { return floats(layout.tops) + 2 * (firstHead + h); }
-    __device__ float* output(int h) const { return floats(layout.outputs) + (firstHead + h) * dim; }
+    __device__ float* query(int head) const { return floats(layout.queries) + head * dim; }
+    __device__ float* weights(int head) const { return floats(layout.weights) + head * kPageTokens; }
+    // Of a head: the page's maximum and sum, and the joined ones.
+    __device__ float* pageTop(int head) const { return floats(layout.tops) + 2 * head; }
+    __device__ float* allTop(int head) const { return floats(layout.sums) + 2 * head; }
 };
 
-// Dot products of this warp's half of n keys.
-template <KvType kType, int kHeads>
-__device__ __forceinline__ void scoreKeys(const Block<kHeads>& block, const uint8_t* keys, int n) {
-    const int key = block.half * 32 + block.lane;
-    const float* queries[kHeads];
-#pragma unroll
-    for (int h = 0; h < kHeads; h++) queries[h] = block.query(h);
-    if (block.half * 32 >= n) return;
+// Scores of n keys, for every head of this warp.
+template <KvType kType>
+__device__ __forceinline__ void scorePage(const Args& args, const Block& block, const uint8_t* keys, int n) {
     // Keys past the last one are any that may be read; their scores are not used.
-    float dots[kHeads];
-    dotProducts<kType, kHeads>(keys + min(key, n - 1) * block.layout.keyStride, queries, block.dim, dots);
-    writeFloats<kHeads>(block.weights() + key * kHeads, dots);
-}
-
-// Weights of this warp's half of the bundle's heads.
-template <int kHeads> __device__ __forceinline__ void weighKeys(const Args& args, const Block<kHeads>& block, int n) {
-    constexpr int kEach = (kHeads + kBundleWarps - 1) / kBundleWarps;
-#pragma unroll
-    for (int i = 0; i < kEach; i++) {
-        const int h = block.half * kEach + i;
-        if (h >= kHeads) break;
-        const float2 page = weighScores<kHeads>(block.weights() + h, n, args.scale, block.lane);
-        if (block.lane == 0) *reinterpret_cast<float2*>(block.pageTop(h)) = page;
+    const int lane = block.lane, first = min(lane, n - 1), second = min(lane + 32, n - 1), stride = block.layout.keyStride;
+    for (int head = block.warp; head < block.group; head += block.warps) {
+        const float2 dots = dotProducts<kType>(keys + first * stride, keys + second * stride, block.query(head), block.dim);
+        const float2 page = weighScores(dots, n, args.scale, block.weights(head), lane);
+        if (lane == 0) *reinterpret_cast<float2*>(block.pageTop(head)) = page;
     }
 }
 
-// Outputs of n values in this warp's half of the dimensions, joined to what the piece's earlier pages gave; the first page as it is.
-template <KvType kType, int kHeads, int kWidth>
-__device__ __forceinline__ void joinPage(const Block<kHeads>& block, const uint8_t* values, int n, bool isFirst, Joined<kWidth> (&so)[kHeads]) {
-    const int column = min((block.half * 32 + block.lane) * kWidth, block.dim - kWidth);
-    float acc[kHeads][kWidth];
-    weighValues<kType, kHeads, kWidth>(values + column * (kType == KvType::F32 ? 4 : 2), block.layout.rowBytes, block.weights(), n, acc);
+// Outputs of n values, joined to what the piece's earlier pages gave; the first page as it is.
+template <KvType kType, int kWidth>
+__device__ __forceinline__ void joinPage(const Block& block, int head, const uint8_t* values, int n, bool isFirst, Joined<kWidth>& so) {
+    const int column = min(block.lane * kWidth, block.dim - kWidth), rowBytes = block.layout.rowBytes;
+    float acc[kWidth];
+    weighValues<kType, kWidth>(values + column * (kType == KvType::F32 ? 4 : 2), rowBytes, block.weights(head), n, acc);
+    const float2 page = *reinterpret_cast<const float2*>(block.pageTop(head));
+    if (isFirst) {
+        so.m = page.x, so.l = page.y;
 #pragma unroll
-    for (int h = 0; h < kHeads; h++) {
-        const float2 page = *reinterpret_cast<const float2*>(block.pageTop(h));
-        if (isFirst) {
-            so[h].m = page.x, so[h].l = page.y;
-#pragma unroll
-            for (int i = 0; i < kWidth; i++) so[h].o[i] = acc[h][i];
-            continue;
-        }
-        const float top = fmaxf(so[h].m, page.x);
-        so[h].add(page.y, acc[h], portableExp(__fsub_rn(so[h].m, top)), portableExp(__fsub_rn(page.x, top)));
-        so[h].m = top;
+        for (int i = 0; i < kWidth; i++) so.o[i] = acc[i];
+        return;
     }
+    const float2 state = *reinterpret_cast<const float2*>(block.allTop(head));
+    so.m = state.x, so.l = state.y;
+    readFloats<kWidth>(block.floats(block.layout.outputs) + head * block.dim + column, so.o);
+    const float top = fmaxf(so.m, page.x);
+    so.add(page.y, acc, portableExp(__fsub_rn(so.m, top)), portableExp(__fsub_rn(page.x, top)));
+    so.m = top;
 }
 
-// Hands on what the piece gave. A loop over the heads, through shared memory: the code that joins pieces is long, and would be
-// fetched anew for every head if it were written out for each.
-template <int kHeads, int kWidth>
-__device__ __forceinline__ void finishPiece(const Args& args, const Block<kHeads>& block, const Piece& piece, const Cut& cut,
-                                            Joined<kWidth> (&so)[kHeads]) {
-    const int from = block.half * 32 * kWidth, column = min(from + block.lane * kWidth, block.dim - kWidth);
-    float maxima[kHeads], sums[kHeads];
-#pragma unroll
-    for (int h = 0; h < kHeads; h++) {
-        maxima[h] = so[h].m, sums[h] = so[h].l;
-        writeFloats<kWidth>(block.output(h) + column, so[h].o);
-    }
+template <int kWidth> __device__ __forceinline__ void keepJoined(const Block& block, int head, const Joined<kWidth>& so) {
+    __syncwarp();  // every lane has read the state before
+    if (block.lane * kWidth < block.dim)
+        writeFloats<kWidth>(block.floats(block.layout.outputs) + head * block.dim + block.lane * kWidth, so.o);
+    if (block.lane == 0) *reinterpret_cast<float2*>(block.allTop(head)) = {so.m, so.l};
     __syncwarp();
-#pragma unroll 1
-    for (int h = 0; h < kHeads && block.firstHead + h < block.group; h++) {
-        Joined<kWidth> whole;
-        whole.m = h == 0 ? maxima[0] : maxima[kHeads - 1], whole.l = h == 0 ? sums[0] : sums[kHeads - 1];
-        readFloats<kWidth>(block.output(h) + column, whole.o);
-        __syncwarp();
-        const int head = piece.kvHead * block.group + block.firstHead + h;
-        if (!gather<kWidth>(args, piece, cut, head, block.half, whole, block.lane)) continue;
-        finishHead<kWidth>(args, piece.row, head, from, whole.o, piece.keys > 0 ? whole.l : 1.0f, block.output(h), block.lane);
-    }
 }
 
-// With two buffers, when page i's keys are waited for, its values and the keys of page i + 1 are under way; a buffer is
-// filled again as soon as it has been used. A piece without pages goes once round with nothing.
-template <KvType kType, int kHeads, int kWidth, int kStages>
-__device__ __forceinline__ void attendPiece(const Args& args, const Block<kHeads>& block, const Piece& piece, const Cut& cut) {
-    constexpr int kPending = kStages == 2 ? 2 : 0, kUnits = kWidth * (kType == KvType::F32 ? 16 : 8);
+// With two buffers, when page i's keys are waited for, its values and the keys of page i + 1 are under way; one buffer
+// is filled when the one before has been used. A piece without pages goes once round with nothing.
+template <KvType kType, int kWidth, int kStages>
+__device__ __forceinline__ void attendPiece(const Args& args, const Block& block, const Piece& piece, const Cut& cut) {
+    constexpr int kPending = kStages == 2 ? 2 : 0, kUnits = kWidth * (kType == KvType::F32 ? 8 : 4);
     const Layout& layout = block.layout;
     const Feeder<kUnits, kStages> feeder = {args, piece, layout, sharedAddress(block.shared)};
-    const float* q = args.q + (static_cast<int64_t>(piece.row) * args.shape.heads + piece.kvHead * block.group) * block.dim;
-    const bool hasDims = block.half * 32 * kWidth < block.dim;
-    Joined<kWidth> so[kHeads];
+    const int firstHead = piece.kvHead * block.group;
+    const float* q = args.q + (static_cast<int64_t>(piece.row) * args.shape.heads + firstHead) * block.dim;
     copyBytes(feeder.shared + layout.queries, q, block.group * block.dim * 4);
     if constexpr (kStages > 0) feeder.keys(0);
     if constexpr (kStages == 2) feeder.values(0), feeder.keys(1);
@@ -467,33 +435,37 @@ __device__ __forceinline__ void attendPiece(const Args& args, const Block<kHeads
                       *values = block.shared + layout.values + at * kPageTokens * layout.rowBytes;
         if constexpr (kStages == 0) keys = feeder.place(args.pages.k, page), values = feeder.place(args.pages.v, page);
         if constexpr (kStages > 0) feeder.values(page + kStages - 1);
-        scoreKeys<kType, kHeads>(block, keys, n);
-        __syncthreads();
-        if constexpr (kStages > 0) feeder.keys(page + kStages);
-        if (n > 0) weighKeys<kHeads>(args, block, n);
-        if constexpr (kStages > 0) waitForCopies<kStages == 2 ? 3 : 1>();
-        __syncthreads();
-        if (!hasDims) continue;
-        joinPage<kType, kHeads, kWidth>(block, values, n, page == 0, so);
-        if (page == 0 && cut.perPiece > 1) {
-#pragma unroll
-            for (int h = 0; h < kHeads; h++) so[h].joinToNothing();
+        if (n > 0) scorePage<kType>(args, block, keys, n);
+        if constexpr (kStages > 0) {
+            waitForCopies<kPending>();
+            __syncthreads();
+            feeder.keys(page + kStages);
+        } else {
+            __syncwarp();
+        }
+        for (int head = block.warp; head < block.group; head += block.warps) {
+            Joined<kWidth> so;
+            joinPage<kType, kWidth>(block, head, values, n, page == 0, so);
+            if (page == 0 && cut.perPiece > 1) so.joinToNothing();
+            if (page + 1 < piece.pages) {
+                keepJoined<kWidth>(block, head, so);
+            } else if (gather<kWidth>(args, piece, cut, firstHead + head, so, block.lane)) {
+                finishHead<kWidth>(args, piece.row, firstHead + head, so.o, n > 0 ? so.l : 1.0f, block.query(head), block.lane);
+            }
         }
     }
-    if (hasDims) finishPiece<kHeads, kWidth>(args, block, piece, cut, so);
     waitForCopies<0>();
     __syncthreads();  // the next piece overwrites what other warps may still read
 }
 
 // Block (h, b) takes kv head h of piece b, and of every gridDim.y-th after it, of all the rows' pieces.
-template <KvType kType, int kHeads, int kWidth, int kStages>
-__global__ void __launch_bounds__(32 * kMaxWarps) attendFewRows(const __grid_constant__ Args args) {
+template <KvType kType, int kWidth, int kStages> __global__ void __launch_bounds__(32 * kMaxWarps) attendFewRows(const Args args) {
     allowNext();
     waitForPrevious();
     extern __shared__ __align__(16) uint8_t shared[];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, slots = static_cast<int>(blockDim.x) / 32 / kBundleWarps * kHeads;
-    const Layout layout(kType, args.shape.headDim, args.group, slots, kStages);
-    const Block<kHeads> block = {shared, layout, args.shape.headDim, args.group, lane, warp / kBundleWarps * kHeads, warp % kBundleWarps};
+    const Layout layout(kType, args.shape.headDim, args.group, kStages);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const Block block = {shared, layout, args.shape.headDim, args.group, lane, warp, warps};
     int index = blockIdx.y;
     for (int row = 0; row < static_cast<int>(args.batch.rows); row++) {
         // Volatile, or the second would wait for what the first decides.
@@ -505,7 +477,7 @@ __global__ void __launch_bounds__(32 * kMaxWarps) attendFewRows(const __grid_con
             const int first = index * cut.perPiece, pages = min(cut.pages - first, cut.perPiece);
             const int pageId = lane < pages ? table[first + lane] : 0;
             const Piece piece = {row, static_cast<int>(blockIdx.x), index, pages, position + 1 - first * kPageTokens, pageId};
-            attendPiece<kType, kHeads, kWidth, kStages>(args, block, piece, cut);
+            attendPiece<kType, kWidth, kStages>(args, block, piece, cut);
         }
         index -= cut.pieces;
     }
@@ -513,50 +485,43 @@ __global__ void __launch_bounds__(32 * kMaxWarps) attendFewRows(const __grid_con
 
 // --- launching ---------------------------------------------------------------------------------------------------
 
-int slotsOf(int group, int heads) { return (group + heads - 1) / heads * heads; }
-
-template <KvType kType, int kHeads, int kWidth, int kStages> void launchFewRows(Stream& stream, Args args) {
-    const int slots = slotsOf(args.group, kHeads), warps = slots / kHeads * kBundleWarps;
-    const int bytes = Layout(kType, args.shape.headDim, args.group, slots, kStages).total;
-    const auto kernel = attendFewRows<kType, kHeads, kWidth, kStages>;
+template <KvType kType, int kWidth, int kStages> void launchFewRows(Stream& stream, Args args) {
+    const int bytes = Layout(kType, args.shape.headDim, args.group, kStages).total, warps = std::min(args.group, kMaxWarps);
+    const auto kernel = attendFewRows<kType, kWidth, kStages>;
     if (bytes > 48 * 1024) allowShared(kernel, static_cast<size_t>(bytes));
     // As many blocks as the device can hold, or as there can be pieces: a block goes from piece to piece.
     const int room = deviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (bytes + 1024);  // 1 KiB is the system's
-    const int64_t perProcessor = std::max(1, std::min(8, room)), processors = stream.device().multiprocessors;
+    const int64_t perProcessor = std::max(1, std::min(16, room)), processors = stream.device().multiprocessors;
     const int64_t kvHeads = args.shape.kvHeads, pieces = args.batch.rows * args.batch.pagesPerTable;
     const int64_t blocks = std::min(pieces, std::max<int64_t>(1, perProcessor * processors / kvHeads));
     // Without buffers there is no room to join in either.
-    const int64_t spread = kStages ? perProcessor * processors / kvHeads : pieces;
+    const int64_t spread = kStages ? std::min<int64_t>(perProcessor, 2) * processors / kvHeads : pieces;
     args.shortPages = static_cast<int>(spread / args.batch.rows);
     launch(stream, kernel, dim3(static_cast<unsigned>(kvHeads), static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(32 * warps)),
            static_cast<size_t>(bytes), args);
 }
 
 // Two buffers for pages, or one, or none: what a block's shared memory holds.
-template <KvType kType, int kHeads, int kWidth> void chooseStages(Stream& stream, const Args& args) {
-    const int most = sharedBytesPerBlock(), slots = slotsOf(args.group, kHeads);
-    if (Layout(kType, args.shape.headDim, args.group, slots, 2).total <= most) {
-        launchFewRows<kType, kHeads, kWidth, 2>(stream, args);
-    } else if (Layout(kType, args.shape.headDim, args.group, slots, 1).total <= most) {
-        launchFewRows<kType, kHeads, kWidth, 1>(stream, args);
+template <KvType kType, int kWidth> void chooseStages(Stream& stream, const Args& args) {
+    const int most = sharedBytesPerBlock();
+    if (Layout(kType, args.shape.headDim, args.group, 2).total <= most) {
+        launchFewRows<kType, kWidth, 2>(stream, args);
+    } else if (Layout(kType, args.shape.headDim, args.group, 1).total <= most) {
+        launchFewRows<kType, kWidth, 1>(stream, args);
     } else {
-        launchFewRows<kType, kHeads, kWidth, 0>(stream, args);
+        launchFewRows<kType, kWidth, 0>(stream, args);
     }
 }
 
-// kWidth: the fewest dimensions a lane with which two warps have them all.
-template <KvType kType, int kHeads> void chooseWidth(Stream& stream, const Args& args) {
+// kWidth: the fewest dimensions a lane with which 32 lanes have them all.
+template <KvType kType> void chooseWidth(Stream& stream, const Args& args) {
     if (args.shape.headDim <= 64) {
-        chooseStages<kType, kHeads, 1>(stream, args);
+        chooseStages<kType, 2>(stream, args);
     } else if (args.shape.headDim <= 128) {
-        chooseStages<kType, kHeads, 2>(stream, args);
+        chooseStages<kType, 4>(stream, args);
     } else {
-        chooseStages<kType, kHeads, 4>(stream, args);
+        chooseStages<kType, 8>(stream, args);
     }
-}
-
-template <KvType kType> void chooseHeads(Stream& stream, const Args& args) {
-    args.group == 1 ? chooseWidth<kType, 1>(stream, args) : chooseWidth<kType, 2>(stream, args);
 }
 
 }  // namespace
@@ -565,15 +530,15 @@ void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, flo
                      void* scratch, const RowOutputs& out) {
     requireAttendable(shape, pages);
     if (out.half.hi || (out.quantized.q && shape.headDim % kContractBlock != 0) ||
-        batch.rows * shape.heads * kBundleWarps > int64_t{kDecodeCounterBytes / sizeof(uint32_t)}) {
+        batch.rows * shape.heads > int64_t{kDecodeCounterBytes / sizeof(uint32_t)}) {
         throw Error(ErrorKind::Internal, "attentionDecode asked for outputs or rows that it does not have");
     }
     const Partials partials = partialsOver(scratch, batch.rows, shape.heads, batch.pagesPerTable);
     const Args args = {q, shape, scale, batch, pages, partials, out, shape.heads / shape.kvHeads, 0};
     switch (pages.type) {
-        case KvType::F32: chooseHeads<KvType::F32>(stream, args); break;
-        case KvType::BF16: chooseHeads<KvType::BF16>(stream, args); break;
-        case KvType::F16: chooseHeads<KvType::F16>(stream, args); break;
+        case KvType::F32: chooseWidth<KvType::F32>(stream, args); break;
+        case KvType::BF16: chooseWidth<KvType::BF16>(stream, args); break;
+        case KvType::F16: chooseWidth<KvType::F16>(stream, args); break;
     }
 }
 
