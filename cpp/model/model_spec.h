@@ -80,7 +80,6 @@ struct ModelSpec {
     // Throws Error(BadModel): unknown architecture, missing or ill-shaped tensors, tensors nobody would use.
     static ModelSpec read(const Metadata& metadata, const TensorTable& tensors);
 
-    int64_t kvElementsPerToken() const;  // keys and values of all layers
     int64_t parameters(const TensorTable& tensors) const;
 };
 

@@ -266,12 +266,6 @@ ModelSpec ModelSpec::read(const Metadata& md, const TensorTable& table) {
     return spec;
 }
 
-int64_t ModelSpec::kvElementsPerToken() const {
-    int64_t n = 0;
-    for (const LayerSpec& layer : layers) n += 2 * int64_t{layer.attention.kvHeads} * layer.attention.headDim;
-    return n;
-}
-
 int64_t ModelSpec::parameters(const TensorTable& tensors) const {
     int64_t n = 0;
     for (const TensorInfo& t : tensors.all()) {

@@ -7,6 +7,7 @@ reader that went away (``sharpi run … | head``) ends the program quietly.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -58,6 +59,10 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             ctx.exit(EXIT_INTERRUPTED)
         except BrokenPipeError:
+            # What is still buffered would fail once more, aloud, when the interpreter flushes it on its way out.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
             ctx.exit(EXIT_BROKEN_PIPE)
 
 
