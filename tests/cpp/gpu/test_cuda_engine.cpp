@@ -137,19 +137,30 @@ TEST_F(CudaEngine, ReplayedStepsAreTheLaunchedOnes) {
     }
 }
 
+// A forward pass with its own cache, so that several sequences can stand in one batch.
+struct GpuPass {
+    GpuPass(const tiny::Model& model, int64_t rows, KvType type, int64_t cacheTokens)
+        : spec(model.spec()), files(model.weights()), trace(backend.allocator(), false),
+          limits(stepLimits(spec, files->tensors(), rows, 300, type)), weights(spec, *files, backend.placer(), 300, trace),
+          kv(backend.allocator(), kvShapes(spec), type, cacheTokens), forward(spec, weights, backend, kv, limits) {
+        backend.takeScratch(limits);
+    }
+
+    ModelSpec spec;
+    std::unique_ptr<Weights> files;
+    CudaBackend backend{0};
+    LoadTrace trace;
+    StepLimits limits;
+    ModelWeights weights;
+    KvCache kv;
+    ForwardPass forward;
+};
+
 TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
     for (const tiny::Options& tiny : tiny::variants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
-        const ModelSpec spec = model.spec();
-        const auto files = model.weights();
-        const StepLimits limits = stepLimits(spec, files->tensors(), 16, 300, KvType::BF16);
-        CudaBackend backend(0);
-        LoadTrace trace(backend.allocator(), false);
-        const ModelWeights weights(spec, *files, backend.placer(), 300, trace);
-        KvCache kv(backend.allocator(), kvShapes(spec), KvType::BF16, 4 * 300);
-        backend.takeScratch(limits);
-        ForwardPass forward(spec, weights, backend, kv, limits);
+        GpuPass pass(model, 16, KvType::BF16, 4 * 300);
 
         constexpr int kTexts = 4, kLength = 70;
         std::vector<std::vector<int32_t>> texts;
@@ -160,7 +171,7 @@ TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
             texts.push_back(tokens(kLength, tiny.vocab));
             cpu.reset();
             alone.push_back(logits(cpu, texts.back(), {}));
-            handles.push_back(kv.createSequence());
+            handles.push_back(pass.kv.createSequence());
         }
         std::vector<size_t> done(kTexts, 0);
         for (size_t left = kTexts * kLength; left > 0;) {
@@ -169,14 +180,14 @@ TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
             for (int s = 0; s < kTexts; ++s) {
                 const size_t count = std::min<size_t>(random()() % 3, kLength - done[s]);
                 if (count == 0) continue;
-                kv.extend(handles[s], static_cast<int64_t>(count));
+                pass.kv.extend(handles[s], static_cast<int64_t>(count));
                 for (size_t i = 0; i < count; ++i, ++done[s], --left) {
                     batch.add(texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], true);
                     rows.emplace_back(s, done[s]);
                 }
             }
             std::vector<float> got(rows.size() * tiny.vocab, NAN);
-            forward.run(batch, got.data());
+            pass.forward.run(batch, got.data());
             for (size_t i = 0; i < rows.size(); ++i) {
                 const auto [s, at] = rows[i];
                 ASSERT_EQ(std::memcmp(&got[i * tiny.vocab], &alone[s][at * tiny.vocab], tiny.vocab * sizeof(float)), 0)
@@ -191,15 +202,7 @@ TEST_F(CudaEngine, SequencesShareAPrefill) {
     for (const tiny::Options& tiny : tiny::variants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = tiny::Model(tiny).asFloats();
-        const ModelSpec spec = model.spec();
-        const auto files = model.weights();
-        const StepLimits limits = stepLimits(spec, files->tensors(), 200, 300, KvType::F32);
-        CudaBackend backend(0);
-        LoadTrace trace(backend.allocator(), false);
-        const ModelWeights weights(spec, *files, backend.placer(), 300, trace);
-        KvCache kv(backend.allocator(), kvShapes(spec), KvType::F32, 80 * 64);
-        backend.takeScratch(limits);
-        ForwardPass forward(spec, weights, backend, kv, limits);
+        GpuPass pass(model, 200, KvType::F32, 80 * 64);
         const std::vector<int64_t> lengths = {150, 3, 1, 46};
         std::vector<float> expected;
         Session cpu(load(model, options(false, KvType::F32)));
@@ -209,21 +212,21 @@ TEST_F(CudaEngine, SequencesShareAPrefill) {
             cpu.reset();
             const auto alone = logits(cpu, text, {});
             expected.insert(expected.end(), alone.begin(), alone.end());
-            const int32_t handle = kv.createSequence();
-            kv.extend(handle, length);
+            const int32_t handle = pass.kv.createSequence();
+            pass.kv.extend(handle, length);
             for (int64_t i = 0; i < length; ++i) batch.add(text[i], static_cast<int32_t>(i), handle, true);
         }
         std::vector<float> got(expected.size(), NAN);
-        forward.run(batch, got.data());
+        pass.forward.run(batch, got.data());
         EXPECT_LT(distance(got, expected), 1e-4);
 
         Batch many;  // more sequences than a batch has room for
         for (int i = 0; i < 65; ++i) {
-            const int32_t handle = kv.createSequence();
-            kv.extend(handle, 1);
+            const int32_t handle = pass.kv.createSequence();
+            pass.kv.extend(handle, 1);
             many.add(0, 0, handle, false);
         }
-        EXPECT_THROW(forward.run(many, nullptr), Error);
+        EXPECT_THROW(pass.forward.run(many, nullptr), Error);
     }
 }
 
