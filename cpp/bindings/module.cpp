@@ -162,7 +162,6 @@ void bindEngine(py::module_& m) {
         .def_property("graphs", [](Engine& e) { return e.backend().replays(); },
                       [](Engine& e, bool on) { e.backend().setReplays(on); }, "Whether decode steps are captured and replayed.")
         .def_property_readonly("kernels_per_step", [](Engine& e) { return e.backend().kernelsPerStep(); })
-        .def_property_readonly("held_bytes", &Engine::heldBytes)
         .def_property_readonly("weight_bytes", &Engine::weightBytes)
         .def_property_readonly("kv_bytes", &Engine::kvBytes)
         .def_property_readonly("scratch_bytes", &Engine::scratchBytes)
@@ -236,7 +235,7 @@ PYBIND11_MODULE(_core, m) {
           "Rows of a quantized format as float32 [rows, cols].");
     m.def("cpu_isa", [] { return cpu::kernels().name; }, "The instruction set that kernels run with here.");
     m.def("find_cuda_device", [] {
-        const GpuInfo gpu = findGpu();
+        const cuda::DeviceInfo gpu = findGpu();
         py::dict info;
         info["name"] = gpu.name;
         info["index"] = gpu.index;

@@ -34,7 +34,7 @@ size_t Engine::kvBytesFor(const ModelSpec& spec, KvType type, int64_t context) {
 }
 
 Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options)
-    : Engine(spec, std::move(weights), checked(spec, options), makeBackend(options)) {}
+    : Engine(std::move(spec), std::move(weights), options, makeBackend(options)) {}
 
 Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options, std::unique_ptr<Backend> backend)
     : _spec(std::move(spec)), _options(checked(_spec, options)), _files(std::move(weights)), _backend(std::move(backend)),

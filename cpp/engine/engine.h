@@ -29,7 +29,6 @@ public:
     uint64_t weightBytes() const { return _files->bytes(); }
     size_t kvBytes() const { return _kv->bytes(); }
     size_t scratchBytes() const { return _scratchBytes; }
-    size_t heldBytes() const { return _backend->allocator().held(); }  // all that the backend's memory holds
     static size_t kvBytesFor(const ModelSpec& spec, KvType type, int64_t context);
 
     // Touches every page of the files so that the first tokens need not wait for the disk. Returns when done or

@@ -4,7 +4,6 @@
 #include "core/error.h"
 
 #ifdef SHARPI_WITH_CUDA
-#include "device/stream.h"
 #include "engine/cuda_backend.h"
 #endif
 
@@ -25,10 +24,7 @@ void requireGpuCanRun(const ModelSpec& spec) {
 
 #ifdef SHARPI_WITH_CUDA
 
-GpuInfo findGpu() {
-    const cuda::DeviceInfo d = cuda::findDevice();
-    return {d.name, d.index, d.major, d.minor, d.multiprocessors, d.totalBytes, d.freeBytes};
-}
+cuda::DeviceInfo findGpu() { return cuda::findDevice(); }
 
 std::unique_ptr<Backend> makeGpuBackend(size_t vram) { return std::make_unique<CudaBackend>(vram); }
 
@@ -42,7 +38,7 @@ namespace {
 
 }  // namespace
 
-GpuInfo findGpu() { refuse(); }
+cuda::DeviceInfo findGpu() { refuse(); }
 std::unique_ptr<Backend> makeGpuBackend(size_t) { refuse(); }
 
 #endif

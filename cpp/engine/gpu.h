@@ -3,18 +3,13 @@
 
 #include <memory>
 
+#include "device/stream.h"
 #include "engine/backend.h"
 
 namespace sharpi {
 
-struct GpuInfo {
-    std::string name;
-    int index = 0, major = 0, minor = 0, multiprocessors = 0;
-    size_t totalBytes = 0, freeBytes = 0;
-};
-
 // Throws Error(InvalidArgument) with the reason where there is none: no CUDA in this build, no driver, no device.
-GpuInfo findGpu();
+cuda::DeviceInfo findGpu();
 
 // Throws Error(InvalidArgument) saying what of this model the GPU's kernels do not have; the CPU runs it.
 void requireGpuCanRun(const ModelSpec& spec);

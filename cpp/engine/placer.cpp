@@ -12,8 +12,6 @@ const float* copiedVector(Allocator& allocator, std::vector<Buffer>& buffers, co
     return data;
 }
 
-size_t aligned(size_t bytes) { return (bytes + Allocator::kAlignment - 1) / Allocator::kAlignment * Allocator::kAlignment; }
-
 }  // namespace
 
 const float* MappedPlacer::vector(const float* host, size_t count, const std::string& name) {
@@ -30,7 +28,7 @@ Matrix CopyingPlacer::matrix(const Matrix& host, const std::string& name) {
 
 MatrixStack CopyingPlacer::stack(const MatrixStack& host, const std::string& name) {
     MatrixStack placed = host;
-    placed.stride = host.count > 1 ? aligned(_layout.bytes(host.first)) : _layout.bytes(host.first);
+    placed.stride = host.count > 1 ? Allocator::aligned(_layout.bytes(host.first)) : _layout.bytes(host.first);
     _buffers.emplace_back(_allocator, placed.stride * static_cast<size_t>(host.count), name);
     placed.first.data = _buffers.back().as<uint8_t>();
     if (host.first.data) {

@@ -14,7 +14,7 @@ public:
     // The offset of a part of that many bytes.
     size_t take(size_t bytes) {
         const size_t at = _bytes;
-        _bytes += (bytes + Allocator::kAlignment - 1) / Allocator::kAlignment * Allocator::kAlignment;
+        _bytes += Allocator::aligned(bytes);
         return at;
     }
     size_t floats(int64_t count) { return take(sizeof(float) * static_cast<size_t>(count)); }

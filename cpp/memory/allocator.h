@@ -33,6 +33,7 @@ struct Holding {
 class Allocator {
 public:
     static constexpr size_t kAlignment = 256;
+    static constexpr size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
     // budget: the most to take from the device, in bytes; 0 = all that is free.
     explicit Allocator(DeviceMemory& memory, size_t budget = 0);

@@ -90,7 +90,7 @@ struct CudaMemory::Driver {
 };
 
 CudaMemory::CudaMemory(Stream& stream) : _stream(stream) {
-    useDevice();
+    _stream.use();
     cuda::check(cudaFree(nullptr), "starting the device");  // the runtime may not have made its context yet
     _driver = std::make_unique<Driver>();
     if (!_driver->supports(stream.device().index)) {
@@ -105,17 +105,15 @@ CudaMemory::CudaMemory(Stream& stream) : _stream(stream) {
 CudaMemory::~CudaMemory() = default;
 
 // The device is a property of the calling thread.
-void CudaMemory::useDevice() const { cuda::check(cudaSetDevice(_stream.device().index), "choosing the device"); }
-
 size_t CudaMemory::freeBytes() const {
-    useDevice();
+    _stream.use();
     size_t free = 0, total = 0;
     cuda::check(cudaMemGetInfo(&free, &total), "asking for free memory");
     return free;
 }
 
 void* CudaMemory::reserve(size_t bytes) {
-    useDevice();
+    _stream.use();
     CUdeviceptr address = 0;
     const CUresult status = _driver->memAddressReserve(&address, bytes, _granularity, 0, 0);
     if (status == CUDA_ERROR_OUT_OF_MEMORY || status == CUDA_ERROR_INVALID_VALUE) {  // the latter: more than addresses exist
@@ -131,7 +129,7 @@ void CudaMemory::release(void* address, size_t bytes) noexcept {
 }
 
 bool CudaMemory::commit(void* address, size_t bytes) {
-    useDevice();
+    _stream.use();
     const CUmemAllocationProp properties = propertiesOn(_stream.device());
     CUmemGenericAllocationHandle handle = 0;
     CUresult status = _driver->memCreate(&handle, bytes, &properties, 0);
@@ -164,17 +162,17 @@ void CudaMemory::decommit(void* address, size_t bytes) noexcept {
 }
 
 void CudaMemory::upload(void* to, const void* host, size_t bytes) {
-    useDevice();
+    _stream.use();
     _stream.upload(to, host, bytes);
 }
 
 void CudaMemory::download(void* host, const void* from, size_t bytes) {
-    useDevice();
+    _stream.use();
     _stream.download(host, from, bytes);
 }
 
 void CudaMemory::zero(void* address, size_t bytes) {
-    useDevice();
+    _stream.use();
     _stream.zero(address, bytes);
 }
 

@@ -33,7 +33,6 @@ public:
 
 private:
     struct Driver;  // its entry points
-    void useDevice() const;
 
     Stream& _stream;
     std::unique_ptr<Driver> _driver;

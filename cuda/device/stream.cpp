@@ -55,8 +55,10 @@ DeviceInfo findDevice() {
         noDevice(info.name + " has compute capability " + std::to_string(info.major) + "." + std::to_string(info.minor) + ", 7.5 is the least");
     }
     const char* problem = nullptr;
-    if (codeVersion(&problem) == 0 && problem) noDevice(info.name + ": " + problem);
-    if (codeVersion() == 0) noDevice("this build has no kernels for " + info.name + "; build on a machine that shows it, or set SHARPI_CUDA_ARCHITECTURES");
+    if (codeVersion(&problem) == 0) {
+        noDevice(problem ? info.name + ": " + problem
+                         : "this build has no kernels for " + info.name + "; build on a machine that shows it, or set SHARPI_CUDA_ARCHITECTURES");
+    }
     if (status = cudaMemGetInfo(&info.freeBytes, &info.totalBytes); status != cudaSuccess) {
         cudaGetLastError();
         noDevice(info.name + ": " + cudaGetErrorString(status));

@@ -16,6 +16,7 @@
 #include "engine/engine.h"
 #include "memory/fake_device.h"
 #include "tiny_model.h"
+#include "tiny_pass.h"
 
 namespace {
 
@@ -105,26 +106,6 @@ TEST(Engine, KvTypesAreEachConsistent) {
     }
 }
 
-// A forward pass with its own cache, so that several sequences can stand in one batch.
-struct Pass {
-    Pass(const tiny::Model& model, int64_t rows, int64_t context)
-        : spec(model.spec()), files(model.weights()), backend(2), trace(backend.allocator(), false),
-          limits(stepLimits(spec, files->tensors(), rows, context, KvType::BF16)),
-          weights(spec, *files, backend.placer(), context, trace), kv(backend.allocator(), kvShapes(spec), KvType::BF16, 4 * context),
-          forward(spec, weights, backend, kv, limits) {
-        backend.takeScratch(limits);
-    }
-
-    ModelSpec spec;
-    std::unique_ptr<Weights> files;
-    CpuBackend backend;
-    LoadTrace trace;
-    StepLimits limits;
-    ModelWeights weights;
-    KvCache kv;
-    ForwardPass forward;
-};
-
 TEST(ForwardPass, SequencesInOneBatchDoNotTouchEachOther) {
     for (const tiny::Options& options : tiny::variants()) {
         SCOPED_TRACE(tiny::describe(options));
@@ -136,7 +117,7 @@ TEST(ForwardPass, SequencesInOneBatchDoNotTouchEachOther) {
             Session session(makeEngine(model, 200, 200, 1));
             alone.push_back(evaluate(session, text, options.vocab));
         }
-        Pass pass(model, 128, 200);
+        tiny::Pass<CpuBackend> pass(model, 2, 128, 200, KvType::BF16, 4 * 200);
         std::mt19937 random(options.seed);
         std::vector<int32_t> handles;
         for (size_t s = 0; s < texts.size(); ++s) handles.push_back(pass.kv.createSequence());

@@ -8,6 +8,7 @@
 #include "engine/engine.h"
 #include "gpu_test.h"
 #include "tiny_model.h"
+#include "tiny_pass.h"
 
 namespace sharpi::cuda {
 namespace {
@@ -137,30 +138,11 @@ TEST_F(CudaEngine, ReplayedStepsAreTheLaunchedOnes) {
     }
 }
 
-// A forward pass with its own cache, so that several sequences can stand in one batch.
-struct GpuPass {
-    GpuPass(const tiny::Model& model, int64_t rows, KvType type, int64_t cacheTokens)
-        : spec(model.spec()), files(model.weights()), trace(backend.allocator(), false),
-          limits(stepLimits(spec, files->tensors(), rows, 300, type)), weights(spec, *files, backend.placer(), 300, trace),
-          kv(backend.allocator(), kvShapes(spec), type, cacheTokens), forward(spec, weights, backend, kv, limits) {
-        backend.takeScratch(limits);
-    }
-
-    ModelSpec spec;
-    std::unique_ptr<Weights> files;
-    CudaBackend backend{0};
-    LoadTrace trace;
-    StepLimits limits;
-    ModelWeights weights;
-    KvCache kv;
-    ForwardPass forward;
-};
-
 TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
     for (const tiny::Options& tiny : tiny::variants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
-        GpuPass pass(model, 16, KvType::BF16, 4 * 300);
+        tiny::Pass<CudaBackend> pass(model, 0, 16, 300, KvType::BF16, 4 * 300);
 
         constexpr int kTexts = 4, kLength = 70;
         std::vector<std::vector<int32_t>> texts;
@@ -202,7 +184,7 @@ TEST_F(CudaEngine, SequencesShareAPrefill) {
     for (const tiny::Options& tiny : tiny::variants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = tiny::Model(tiny).asFloats();
-        GpuPass pass(model, 200, KvType::F32, 80 * 64);
+        tiny::Pass<CudaBackend> pass(model, 0, 200, 300, KvType::F32, 80 * 64);
         const std::vector<int64_t> lengths = {150, 3, 1, 46};
         std::vector<float> expected;
         Session cpu(load(model, options(false, KvType::F32)));

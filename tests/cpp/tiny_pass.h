@@ -1,0 +1,32 @@
+// A forward pass over a backend and a cache of its own, so that a test can put several sequences in one batch.
+#pragma once
+
+#include <memory>
+
+#include "engine/forward_pass.h"
+#include "engine/memory_plan.h"
+#include "tiny_model.h"
+
+namespace tiny {
+
+template <typename BackendType> struct Pass {
+    // backendArgument: what BackendType is made from. cacheTokens: room in the KV cache, for all sequences together.
+    template <typename Argument>
+    Pass(const Model& model, Argument backendArgument, int64_t rows, int64_t context, sharpi::KvType type, int64_t cacheTokens)
+        : spec(model.spec()), files(model.weights()), backend(backendArgument), trace(backend.allocator(), false),
+          limits(stepLimits(spec, files->tensors(), rows, context, type)), weights(spec, *files, backend.placer(), context, trace),
+          kv(backend.allocator(), kvShapes(spec), type, cacheTokens), forward(spec, weights, backend, kv, limits) {
+        backend.takeScratch(limits);
+    }
+
+    sharpi::ModelSpec spec;
+    std::unique_ptr<sharpi::Weights> files;
+    BackendType backend;
+    sharpi::LoadTrace trace;
+    sharpi::StepLimits limits;
+    sharpi::ModelWeights weights;
+    sharpi::KvCache kv;
+    sharpi::ForwardPass forward;
+};
+
+}  // namespace tiny
