@@ -72,7 +72,10 @@ bool isAligned(const MatmulCall& call) {
 
 }  // namespace
 
-void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store) {
+void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store,
+            int64_t stride) {
+    if (stride != 0 && stride < w.rows)
+        throw Error(ErrorKind::Internal, "matmul: " + std::to_string(w.rows) + " outputs in rows of " + std::to_string(stride));
     MatmulCall call;
     call.w = w.data;
     call.shape = packedShape(w.type, w.rows, w.cols);
@@ -80,6 +83,7 @@ void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, co
     call.rows = rows;
     call.bias = bias;
     call.y = y;
+    call.stride = stride == 0 ? w.rows : stride;
     call.add = store == Store::Add;
     call.aligned = isAligned(call);
     launchType(stream, call, w.type);
@@ -95,6 +99,7 @@ void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, cons
     call.gather = gather;
     call.rows = groups.pairs;
     call.y = y;
+    call.stride = w.first.rows;
     call.aligned = isAligned(call);
     launchType(stream, call, w.first.type);
 }

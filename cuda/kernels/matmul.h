@@ -11,8 +11,8 @@ namespace sharpi::cuda {
 
 enum class Store { Write, Add };
 
-// y[t, :] (+)= w x[t, :] + bias. y: [rows, w.rows] floats.
-void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store);
+// y[t, :] (+)= w x[t, :] + bias. Row t of y at y + t * stride (0: w.rows).
+void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, const float* bias, float* y, Store store, int64_t stride = 0);
 
 // Rows of several experts, grouped: the pairs (token, rank) of expert e are [begin[e], begin[e + 1]).
 // All arrays are in device memory; router.h makes them.

@@ -37,6 +37,7 @@ struct MatmulCall {
     int64_t rows = 0;
     const float* bias = nullptr;
     float* y = nullptr;
+    int64_t stride = 0;    // from a row of y to the next
 };
 
 // A step of the pipeline in terms of the matrices: the step along k, and which halves it multiplies.

@@ -76,23 +76,24 @@ template <int kThreads, int kTileN> __device__ __forceinline__ void storeTile(co
     static_assert(kTileN == 128, "a lane has four outputs");
     constexpr int kWarps = kThreads / 32, kBatch = 4;  // rows whose old values are on their way at once
     const int column = static_cast<int>(threadIdx.x) % 32 * 4, rows = static_cast<int>(place.end - place.begin);
-    const int64_t outputs = call.shape.rows, n = place.firstRow + column;
-    const int valid = static_cast<int>(max(min(outputs - n, int64_t{4}), int64_t{0}));
-    const bool aligned = outputs % 4 == 0 && reinterpret_cast<uintptr_t>(call.y) % 16 == 0 && reinterpret_cast<uintptr_t>(call.bias) % 16 == 0;
+    const int64_t stride = call.stride, n = place.firstRow + column;
+    const int valid = static_cast<int>(max(min(call.shape.rows - n, int64_t{4}), int64_t{0}));
+    const bool aligned = call.shape.rows % 4 == 0 && stride % 4 == 0 && reinterpret_cast<uintptr_t>(call.y) % 16 == 0 &&
+                         reinterpret_cast<uintptr_t>(call.bias) % 16 == 0;
     if (valid == 0) return;
     for (int first = static_cast<int>(threadIdx.x) / 32; first < rows; first += kWarps * kBatch) {
-        float* y = call.y + (place.begin + first) * outputs + n;
+        float* y = call.y + (place.begin + first) * stride + n;
         float4 value[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
-            value[i] = first + i * kWarps < rows ? addends(call, y + i * kWarps * outputs, n, valid, aligned) : float4{};
+            value[i] = first + i * kWarps < rows ? addends(call, y + i * kWarps * stride, n, valid, aligned) : float4{};
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int row = first + i * kWarps;
             if (row >= rows) break;
             const float4 sum = *reinterpret_cast<const float4*>(tile + sumPlace<kTileN>(row, column));
             const float4 result = {sum.x + value[i].x, sum.y + value[i].y, sum.z + value[i].z, sum.w + value[i].w};
-            float* to = y + i * kWarps * outputs;
+            float* to = y + i * kWarps * stride;
             if (aligned) {
                 *reinterpret_cast<float4*>(to) = result;
             } else {

@@ -7,7 +7,15 @@
 
 namespace sharpi::cuda {
 
-static Product productOf(const Matrix& w, const float* bias, float* y) {
+// 0 stands for rows of the outputs alone.
+static int32_t outputStride(const Matrix& w, int64_t stride) {
+    if (stride == 0) return static_cast<int32_t>(w.rows);
+    if (stride < w.rows || stride > int64_t{1} << 30)
+        throw Error(ErrorKind::Internal, "matvec: " + std::to_string(w.rows) + " outputs in rows of " + std::to_string(stride));
+    return static_cast<int32_t>(stride);
+}
+
+static Product productOf(const Matrix& w, const float* bias, float* y, int64_t stride) {
     checkShape(w);
     Product product;
     product.data = w.data;
@@ -15,6 +23,7 @@ static Product productOf(const Matrix& w, const float* bias, float* y) {
     product.bias = bias;
     product.y = y;
     product.rows = static_cast<int32_t>(w.rows);
+    product.stride = outputStride(w, stride);
     return product;
 }
 
@@ -42,16 +51,16 @@ void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<Ma
             if (done[i] || outputs[i].w.type != leader.type) continue;
             if (outputs[i].w.cols != leader.cols) throw Error(ErrorKind::Internal, "matvec: outputs with different columns");
             done[i] = true;
-            if (outputs[i].w.rows > 0) p.product[p.count++] = productOf(outputs[i].w, outputs[i].bias, outputs[i].y);
+            if (outputs[i].w.rows > 0) p.product[p.count++] = productOf(outputs[i].w, outputs[i].bias, outputs[i].y, outputs[i].stride);
         }
         launchProductsOf(stream, leader.type, p, 1);
     }
 }
 
-void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, const float* bias, float* residual) {
+void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, const float* bias, float* residual, int64_t stride) {
     if (rows == 0 || w.rows == 0) return;
     Products p = productsOf(x, rows, w.cols);
-    p.product[p.count++] = productOf(w, bias, residual);
+    p.product[p.count++] = productOf(w, bias, residual, stride);
     p.add = true;
     launchProductsOf(stream, w.type, p, 1);
 }
@@ -60,7 +69,7 @@ void expertMatvec(Stream& stream, const MatvecInput& x, int rows, const ExpertSt
                   bool rowPerPair, float* y) {
     if (rows == 0 || used == 0 || w.first.rows == 0) return;
     Products p = productsOf(x, 1, w.first.cols);
-    p.product[p.count++] = productOf(w.first, nullptr, y);
+    p.product[p.count++] = productOf(w.first, nullptr, y, 0);
     p.chosen = chosen;
     p.stride = static_cast<int64_t>(w.stride);
     p.used = used;

@@ -20,15 +20,19 @@ struct MatvecInput {
 struct MatvecOutput {
     Matrix w;  // packed
     const float* bias = nullptr;
-    float* y = nullptr;  // [rows, w.rows]
+    float* y = nullptr;   // row t at y + t * stride
+    int64_t stride = 0;   // 0: w.rows
 };
 
 // y = w x + bias for all outputs (same cols, any types), in as few launches as there are types.
 void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<MatvecOutput>& outputs);
-// residual += w x + bias; residual [rows, w.rows]
-void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, const float* bias, float* residual);
-// silu(gate x) * (up x) in the forms asked for (out.half is ignored). gate and up have the same type and shape.
-void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up, const RowOutputs& out);
+// residual += w x + bias; row t of residual at + t * stride (0: w.rows)
+void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, const float* bias, float* residual, int64_t stride = 0);
+// silu(gate x) * (up x) in the forms asked for (out.half is ignored). gate and up have the same type and shape: rows
+// [begin, begin + gate.rows) of matrices of `hidden` rows (0: gate.rows), begin a multiple of 32. out's rows have `hidden` columns,
+// of which those are written.
+void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up, const RowOutputs& out,
+                 int64_t begin = 0, int64_t hidden = 0);
 
 // A stack of expert matrices, each packed by itself.
 using ExpertStack = MatrixStack;

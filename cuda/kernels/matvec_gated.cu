@@ -14,7 +14,7 @@ static GatedProduct gatedOf(const MatvecInput& x, int rows, const Matrix& gate, 
     p.gate = gate.data;
     p.up = up.data;
     p.shape = packedShape(gate.type, gate.rows, gate.cols);
-    p.hidden = static_cast<int32_t>(gate.rows);
+    p.hidden = p.width = static_cast<int32_t>(gate.rows);
     p.cols = static_cast<int32_t>(gate.cols);
     p.x = x;
     p.rows = rows;
@@ -22,9 +22,29 @@ static GatedProduct gatedOf(const MatvecInput& x, int rows, const Matrix& gate, 
     return p;
 }
 
-void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up, const RowOutputs& out) {
+// The same outputs from column `begin` on, so that the kernel need not know of it.
+static RowOutputs columnsFrom(const RowOutputs& out, int64_t begin) {
+    RowOutputs shifted = out;
+    const int64_t block = begin / kContractBlock;
+    if (out.floats) shifted.floats += begin;
+    if (out.quantized.q) {
+        shifted.quantized.q += block * (kContractBlock / 2);
+        shifted.quantized.scale += block;
+        shifted.quantized.sums += block;
+    }
+    return shifted;
+}
+
+void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up, const RowOutputs& out,
+                 int64_t begin, int64_t hidden) {
     if (rows == 0 || gate.rows == 0) return;
-    const GatedProduct p = gatedOf(x, rows, gate, up, out);
+    const int64_t width = hidden == 0 ? gate.rows : hidden;
+    if (begin < 0 || begin % kContractBlock != 0 || width - begin < gate.rows || width > int64_t{1} << 30 ||
+        (out.quantized.q && width % kContractBlock != 0))
+        throw Error(ErrorKind::Internal, "matvecGated: " + std::to_string(gate.rows) + " values from " + std::to_string(begin) +
+                                             " on in rows of " + std::to_string(width));
+    GatedProduct p = gatedOf(x, rows, gate, up, columnsFrom(out, begin));
+    p.width = static_cast<int32_t>(width);
     withType(gate.type, [&](auto tag) { launchGated<decltype(tag)::kType>(stream, p, 1); });
 }
 

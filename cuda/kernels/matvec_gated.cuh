@@ -16,6 +16,7 @@ struct GatedProduct {
     const uint8_t *gate = nullptr, *up = nullptr;
     PackedShape shape;  // of each
     int32_t hidden = 0, cols = 0;
+    int32_t width = 0;  // columns of out's rows, of which these are some
     MatvecInput x;
     int32_t rows = 0;   // of activations
     int32_t ahead = 0;  // units that a warp fetches ahead
@@ -72,12 +73,12 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) gatedKernel(c
         if (!writes) return;
         const float value = siluTimes(sum, upSum);
         values[t][warp * kGatedRowsPerWarp + item] = value;
-        if (p.out.floats) p.out.floats[(pair + t) * p.hidden + firstRow + item] = value;
+        if (p.out.floats) p.out.floats[(pair + t) * p.width + firstRow + item] = value;
     });
 
     if (!p.out.quantized.q) return;
     __syncthreads();
-    if (warp < p.rows) quantizeLane(p.out.quantized, pair + warp, p.hidden / kContractBlock, blockIdx.x, values[warp][lane]);
+    if (warp < p.rows) quantizeLane(p.out.quantized, pair + warp, p.width / kContractBlock, blockIdx.x, values[warp][lane]);
 }
 
 // pairs: of experts; 1 without. Fills in ahead.

@@ -17,6 +17,7 @@ struct Product {
     const float* bias = nullptr;
     float* y = nullptr;
     int32_t rows = 0;
+    int32_t stride = 0;    // from a row of y to the next
     int32_t endBlock = 0;  // the first block past this matrix
 };
 
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) productKernel
     // The lanes that write: their row of activations, and of weights within a pair.
     constexpr int kLanesPerSum = 16 / T;
     const int t = lane / kLanesPerSum / 2, odd = lane / kLanesPerSum % 2;
-    float* y = w.y + (outputRow + t) * w.rows + firstRow + odd;
+    float* y = w.y + (outputRow + t) * w.stride + firstRow + odd;
     const int end = lane % kLanesPerSum == 0 && t < p.rows ? min(w.rows - firstRow, 2 * items) - odd : 0;
     float before = p.add && end > 0 ? *y : 0.0f;
 

@@ -1,9 +1,12 @@
-// Packing: a file's rows to planes, once, when a model is loaded; and rows of a packed embedding table to floats.
+// Packing: a file's rows to planes, when a model is loaded and again and again where weights are streamed; and rows of an
+// embedding table, packed or as in the file, to floats.
 //
-// Packing gives each thread one block of 32: it reads the codes one by one as file_formats.cuh understands them, and
-// writes the words that formats.cuh expects. Reads are single bytes (a file's blocks are at odd addresses) whose cache
-// lines neighbouring threads share; writes are whole words. That is far from the memory's speed, but a file's way to the
-// device takes longer still. Words that a superblock shares are written by its first block.
+// A file's blocks are at odd addresses and of odd sizes. So a thread block first copies its span of the file to shared
+// memory in aligned pieces of 16 bytes: each byte crosses once, in whole lines, and what is read from shared memory then may
+// lie as it likes.
+//
+// Packing gives each thread one block of 32: it takes the codes out of the file's words four at a time, a byte each, and puts
+// them together as formats.cuh expects them. Words that a superblock shares are written by its first block.
 //
 // Embedding gives each thread four elements, so that a warp writes whole lines; the eight threads of a block load the
 // same words, which costs nothing extra.
@@ -16,44 +19,139 @@ namespace {
 
 constexpr int kThreads = 128;
 
+// --- from the file to shared memory ------------------------------------------------------------------------------
+
+// A piece before the first byte and one after the last, and a word that wordAt() reads and does not use.
+constexpr int kStagingSlack = 16 + 16 + 4;
+
+// Copies `bytes` bytes at `from` by all threads and tells where they are. What lies around them in their first and last piece
+// is read as well, but for what is at or past `end`.
+__device__ __forceinline__ const uint8_t* stage(uint8_t* shared, const uint8_t* from, int bytes, const uint8_t* end) {
+    const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(from) & 15);
+    const uint8_t* first = from - skew;
+    const int pieces = (skew + bytes + 15) / 16;
+    for (int i = static_cast<int>(threadIdx.x); i < pieces; i += static_cast<int>(blockDim.x)) {
+        const uint8_t* piece = first + 16 * i;
+        if (piece + 16 <= end) {
+            reinterpret_cast<uint4*>(shared)[i] = *reinterpret_cast<const uint4*>(piece);
+        } else {
+#pragma unroll 1  // rare: one piece of a whole call
+            for (int k = 0; k < 16 && piece + k < end; ++k) shared[16 * i + k] = piece[k];
+        }
+    }
+    __syncthreads();
+    return shared + skew;
+}
+
+// --- codes ---------------------------------------------------------------------------------------------------------
+
+// The codes of a block of 32, a byte each: byte b of word k is element 4 k + b's.
 struct Codes {
-    uint8_t at[32];
+    uint32_t word[8];
 };
+
+// kCount words from any address in staged bytes.
+template <int kCount> struct Words {
+    uint32_t word[kCount];
+
+    __device__ __forceinline__ explicit Words(const void* at) {
+        const uint8_t* bytes = static_cast<const uint8_t*>(at);
+        const unsigned skew = static_cast<unsigned>(reinterpret_cast<uintptr_t>(bytes) & 3);
+        const uint32_t* from = reinterpret_cast<const uint32_t*>(bytes - skew);
+        uint32_t low = from[0];
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+            const uint32_t high = from[k + 1];
+            word[k] = __funnelshift_r(low, high, 8 * skew);
+            low = high;
+        }
+    }
+};
+
+// Of 16 bytes: the low nibbles, then the high ones.
+__device__ __forceinline__ Codes nibbles(const uint8_t* quants) {
+    const Words<4> words(quants);
+    Codes c;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        c.word[k] = words.word[k] & 0x0f0f0f0fu;
+        c.word[4 + k] = words.word[k] >> 4 & 0x0f0f0f0fu;
+    }
+    return c;
+}
+
+// Of 32 bytes: of each the bits that `mask` has, shifted down.
+__device__ __forceinline__ Codes bits(const uint8_t* quants, int shift, uint32_t mask) {
+    const Words<8> words(quants);
+    Codes c;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) c.word[k] = words.word[k] >> shift & mask;
+    return c;
+}
+
+__device__ __forceinline__ Codes joined(Codes low, const Codes& high, int shift) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) low.word[k] |= high.word[k] << shift;
+    return low;
+}
+
+// Bit i of a word to element i.
+__device__ __forceinline__ Codes spreadBits(const uint8_t* high) {
+    const uint32_t word = Words<1>(high).word[0];
+    Codes c;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) c.word[k] = (word >> 4 * k & 15) * 0x00204081u & 0x01010101u;
+    return c;
+}
+
+// The codes of 32-block j, as FileFormat<T>::code has them one by one.
+template <DType T> __device__ __forceinline__ Codes codesOf(const typename FileFormat<T>::Block& b, int j) {
+    if constexpr (T == DType::Q5_0 || T == DType::Q5_1) {
+        return joined(nibbles(b.quants), spreadBits(b.high), 4);
+    } else if constexpr (T == DType::Q8_0) {
+        return bits(reinterpret_cast<const uint8_t*>(b.quants), 0, 0xffffffffu);
+    } else if constexpr (T == DType::Q2_K) {
+        return bits(b.quants + j / 4 * 32, j % 4 * 2, 0x03030303u);
+    } else if constexpr (T == DType::Q3_K) {
+        return joined(bits(b.quants + j / 4 * 32, j % 4 * 2, 0x03030303u), bits(b.high, j, 0x01010101u), 2);
+    } else if constexpr (T == DType::Q4_K) {
+        return bits(b.quants + j / 2 * 32, j % 2 * 4, 0x0f0f0f0fu);
+    } else if constexpr (T == DType::Q5_K) {
+        return joined(bits(b.quants + j / 2 * 32, j % 2 * 4, 0x0f0f0f0fu), bits(b.high, j, 0x01010101u), 4);
+    } else if constexpr (T == DType::Q6_K) {
+        return joined(bits(b.low + j / 4 * 64 + j % 2 * 32, j % 4 / 2 * 4, 0x0f0f0f0fu), bits(b.high + j / 4 * 32, j % 4 * 2, 0x03030303u), 4);
+    } else {
+        return nibbles(b.quants + j * 16);
+    }
+}
+
+// --- planes --------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint4 nibbleWords(const Codes& c) {
     uint32_t word[4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        word[k] = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            word[k] |= static_cast<uint32_t>((c.at[4 * k + i] & 15) | (c.at[16 + 4 * k + i] & 15) << 4) << 8 * i;
-    }
+    for (int k = 0; k < 4; ++k) word[k] = (c.word[k] & 0x0f0f0f0fu) | (c.word[4 + k] & 0x0f0f0f0fu) << 4;
     return {word[0], word[1], word[2], word[3]};
+}
+
+// The low nibbles of a word's bytes, side by side in its low half.
+__device__ __forceinline__ uint32_t squeezed(uint32_t word) {
+    const uint32_t pairs = (word | word >> 4) & 0x00ff00ffu;
+    return (pairs | pairs >> 8) & 0xffffu;
 }
 
 __device__ __forceinline__ uint4 selectorWords(const Codes& c) {
     uint32_t word[4];
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        word[k] = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            word[k] |= (c.at[4 * k + i] | static_cast<uint32_t>(c.at[16 + 4 * k + i]) << 16) << 4 * i;
-    }
+    for (int k = 0; k < 4; ++k) word[k] = squeezed(c.word[k]) | squeezed(c.word[4 + k]) << 16;
     return {word[0], word[1], word[2], word[3]};
-}
-
-// Four codes in a word, from element `first` on.
-__device__ __forceinline__ uint32_t byteWord(const Codes& c, int first) {
-    return c.at[first] | c.at[first + 1] << 8 | c.at[first + 2] << 16 | static_cast<uint32_t>(c.at[first + 3]) << 24;
 }
 
 // Bit `bit` of every code, to where insertBits looks for it.
 __device__ __forceinline__ uint32_t bitWord(const Codes& c, int bit) {
     uint32_t word = 0;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) word |= static_cast<uint32_t>(c.at[i] >> bit & 1) << (8 * (i % 4) + i / 4);
+    for (int k = 0; k < 8; ++k) word |= (c.word[k] >> bit & 0x01010101u) << k;
     return word;
 }
 
@@ -61,7 +159,7 @@ __device__ __forceinline__ uint32_t bitWord(const Codes& c, int bit) {
 __device__ __forceinline__ uint2 pairWords(const Codes& c, int bit) {
     uint32_t word[2] = {0, 0};
 #pragma unroll
-    for (int i = 0; i < 32; ++i) word[i / 16] |= static_cast<uint32_t>(c.at[i] >> bit & 3) << (8 * (i % 4) + i / 4 % 4 * 2);
+    for (int k = 0; k < 8; ++k) word[k / 4] |= (c.word[k] >> bit & 0x03030303u) << k % 4 * 2;
     return {word[0], word[1]};
 }
 
@@ -75,8 +173,8 @@ __device__ __forceinline__ uint32_t halvesWord(uint16_t low, uint16_t high) { re
 template <DType T>
 __device__ __forceinline__ void packCodes(const Codes& c, uint8_t* data, const PackedShape& shape, int64_t n) {
     if constexpr (T == DType::Q8_0) {
-        store(data, shape.plane[0], n, make_uint4(byteWord(c, 0), byteWord(c, 4), byteWord(c, 8), byteWord(c, 12)));
-        store(data, shape.plane[1], n, make_uint4(byteWord(c, 16), byteWord(c, 20), byteWord(c, 24), byteWord(c, 28)));
+        store(data, shape.plane[0], n, make_uint4(c.word[0], c.word[1], c.word[2], c.word[3]));
+        store(data, shape.plane[1], n, make_uint4(c.word[4], c.word[5], c.word[6], c.word[7]));
     } else if constexpr (T == DType::Q2_K || T == DType::Q3_K) {
         store(data, shape.plane[0], n, pairWords(c, 0));
         if constexpr (T == DType::Q3_K) store(data, shape.plane[1], n, bitWord(c, 2));
@@ -104,15 +202,13 @@ __device__ __forceinline__ void packBlockScales(const Block& b, uint8_t* data, c
     }
 }
 
-// The four words of Q4_K and Q5_K, see formats.cuh.
+// The four words of Q4_K and Q5_K, see formats.cuh. The file has 12 bytes: of four scales, then of their mins, six bits in
+// each byte; then, in nibbles, the low bits of the other four of both, whose upper two stand above the six bits.
 template <class Block> __device__ __forceinline__ uint4 sixBitWords(const Block& b) {
-    uint32_t high = 0, low[2] = {0, 0};
-    for (int j = 0; j < 8; ++j) {
-        const uint32_t sub = sixBitsOf(b.scales, j, false), min = sixBitsOf(b.scales, j, true);
-        high |= (sub >> 4 | min >> 4 << 2) << 4 * j;
-        low[j / 4] |= ((sub & 15) | (min & 15) << 4) << 8 * (j % 4);
-    }
-    return {halvesWord(b.d, b.dmin), high, low[0], low[1]};
+    const Words<3> stored(b.scales);
+    const uint32_t subs = stored.word[0], mins = stored.word[1];
+    const auto upper = [&](int shift) { return squeezed((subs >> shift & 0x03030303u) | (mins >> shift & 0x03030303u) << 2); };
+    return {halvesWord(b.d, b.dmin), upper(4) | upper(6) << 16, (subs & 0x0f0f0f0fu) | (mins & 0x0f0f0f0fu) << 4, stored.word[2]};
 }
 
 // Three words of scales, then d.
@@ -156,17 +252,18 @@ __global__ void __launch_bounds__(kThreads)
     packKernel(uint8_t* data, PackedShape shape, int64_t firstBlock, int64_t blocks, const uint8_t* file) {
     using File = FileFormat<T>;
     using Block = typename File::Block;
+    constexpr int kBlocks = kThreads / File::kBlocks, kBytes = static_cast<int>(sizeof(Block));  // the file's, of a thread block
+    __shared__ __align__(16) uint8_t shared[kBlocks * kBytes + kStagingSlack];
     waitForPrevious();
-    const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-    if (i >= blocks) return;
     // Rows are whole blocks one after another, in the file as in the planes.
-    const Block& block = reinterpret_cast<const Block*>(file)[i / File::kBlocks];
-    const int j = static_cast<int>(i % File::kBlocks);
-    const int64_t n = firstBlock + i;
-    Codes codes;
-#pragma unroll
-    for (int e = 0; e < 32; ++e) codes.at[e] = static_cast<uint8_t>(File::code(block, j, e));
-    packCodes<T>(codes, data, shape, n);
+    const int64_t fileBlocks = blocks / File::kBlocks, first = static_cast<int64_t>(blockIdx.x) * kBlocks;
+    const int count = static_cast<int>(min(fileBlocks - first, static_cast<int64_t>(kBlocks)));
+    const uint8_t* staged = stage(shared, file + first * kBytes, count * kBytes, file + fileBlocks * kBytes);
+    const int mine = static_cast<int>(threadIdx.x) / File::kBlocks, j = static_cast<int>(threadIdx.x) % File::kBlocks;
+    if (mine >= count) return;
+    const Block& block = reinterpret_cast<const Block*>(staged)[mine];
+    const int64_t n = firstBlock + static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    packCodes<T>(codesOf<T>(block, j), data, shape, n);
     if constexpr (File::kBlocks == 1)
         packBlockScales<T>(block, data, shape, n);
     else
@@ -213,6 +310,58 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
+// Bytes of a file's row that a thread block of kFileThreads takes: what a piece for each of them covers wherever it begins, since
+// a second round of loads would be a second way across PCIe.
+constexpr int kFileThreads = 256;
+constexpr int kFileBytes = kFileThreads * 16 - 30;
+
+// Block (t, p): part p of row index[t].
+template <DType T>
+__global__ void __launch_bounds__(kFileThreads) embedFileKernel(const uint8_t* table, int64_t cols, const int32_t* index, float* out) {
+    using File = FileFormat<T>;
+    using Block = typename File::Block;
+    constexpr int kBytes = static_cast<int>(sizeof(Block)), kPart = kFileBytes / kBytes, kElements = File::kBlocks * 32;
+    __shared__ __align__(16) uint8_t shared[kFileThreads * 16 + 4];
+    allowNext();
+    waitForPrevious();
+    const int64_t blocks = cols / kElements, first = static_cast<int64_t>(blockIdx.y) * kPart;
+    const int count = static_cast<int>(min(blocks - first, static_cast<int64_t>(kPart)));
+    const uint8_t* from = table + (index[blockIdx.x] * blocks + first) * kBytes;
+    const Block* staged = reinterpret_cast<const Block*>(stage(shared, from, count * kBytes, from + count * kBytes + 15));
+    float4* to = reinterpret_cast<float4*>(out + blockIdx.x * cols + first * kElements);
+    for (int i = static_cast<int>(threadIdx.x); i < count * kElements / 4; i += kFileThreads) {
+        const Block& block = staged[i / (kElements / 4)];
+        const int j = i / 8 % File::kBlocks, element = i % 8 * 4;
+        const HalfScale scale = halfScale<T>(File::scales(block, j), element / 16);
+        float four[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            const float product = __fmul_rn(scale.scale, static_cast<float>(quantOf<T>(File::code(block, j, element + k))));
+            four[k] = Format<T>::kHasMin ? __fadd_rn(product, scale.min) : product;
+        }
+        to[i] = make_float4(four[0], four[1], four[2], four[3]);
+    }
+}
+
+// The same for floats of kBytes bytes.
+template <int kBytes>
+__global__ void __launch_bounds__(kFileThreads)
+    embedFileFloatKernel(const uint8_t* table, int64_t cols, bool isBf16, const int32_t* index, float* out) {
+    constexpr int kPart = kFileBytes / kBytes;
+    __shared__ __align__(16) uint8_t shared[kFileThreads * 16 + 4];
+    allowNext();
+    waitForPrevious();
+    const int64_t first = static_cast<int64_t>(blockIdx.y) * kPart;
+    const int count = static_cast<int>(min(cols - first, static_cast<int64_t>(kPart)));
+    const uint8_t* from = table + (index[blockIdx.x] * cols + first) * kBytes;
+    const uint8_t* staged = stage(shared, from, count * kBytes, from + count * kBytes + 15);
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += kFileThreads) {
+        const uint32_t word = Words<1>(staged + i * kBytes).word[0];
+        const float half = isBf16 ? __uint_as_float(word << 16) : floatOfLowHalf(word);
+        out[blockIdx.x * cols + first + i] = kBytes == 4 ? __uint_as_float(word) : half;
+    }
+}
+
 void requireInside(const Matrix& to, int64_t rowBegin, int64_t rows) {
     if (rowBegin < 0 || rows < 0 || rows > to.rows - rowBegin)
         throw Error(ErrorKind::Internal, "packing rows " + std::to_string(rowBegin) + " to " + std::to_string(rowBegin + rows) +
@@ -251,6 +400,26 @@ void embed(Stream& stream, const Matrix& table, const int32_t* index, int64_t co
         const PackedShape shape = packedShape(table.type, table.rows, table.cols);
         withFormat(table.type, [&](auto tag) {
             launch(stream, embedKernel<decltype(tag)::kType>, grid, dim3(kThreads), 0, table.data, shape, index, out);
+        });
+    }
+}
+
+void embedFromFile(Stream& stream, const Matrix& table, const int32_t* index, int64_t count, float* out) {
+    if (count == 0 || table.cols == 0) return;
+    const auto grid = [&](int64_t blocks, int64_t bytes) {
+        const int64_t part = kFileBytes / bytes;
+        return dim3(static_cast<unsigned>(count), static_cast<unsigned>((blocks + part - 1) / part));
+    };
+    if (table.type == DType::F32) {
+        launch(stream, embedFileFloatKernel<4>, grid(table.cols, 4), dim3(kFileThreads), 0, table.data, table.cols, false, index, out);
+    } else if (info(table.type).isFloat) {
+        launch(stream, embedFileFloatKernel<2>, grid(table.cols, 2), dim3(kFileThreads), 0, table.data, table.cols,
+               table.type == DType::BF16, index, out);
+    } else {
+        withFormat(table.type, [&](auto tag) {
+            using File = FileFormat<decltype(tag)::kType>;
+            launch(stream, embedFileKernel<decltype(tag)::kType>, grid(table.cols / (File::kBlocks * 32), sizeof(typename File::Block)),
+                   dim3(kFileThreads), 0, table.data, table.cols, index, out);
         });
     }
 }

@@ -14,5 +14,8 @@ void packRows(Stream& stream, const Matrix& to, int64_t rowBegin, int64_t rows, 
 
 // out[t, :] = row index[t] of the packed table as floats, the bits of the CPU's dequantizeRow. out is 16-byte aligned.
 void embed(Stream& stream, const Matrix& table, const int32_t* index, int64_t count, float* out);
+// The same from a table as it lies in the file (any alignment), in memory that the device can read: its own, or pinned pages of
+// the host's, of which only the rows asked for cross, in whole aligned pieces of 16 bytes.
+void embedFromFile(Stream& stream, const Matrix& table, const int32_t* index, int64_t count, float* out);
 
 }  // namespace sharpi::cuda

@@ -113,8 +113,8 @@ protected:
     }
     void TearDown() override { unsetenv("SHARPI_CUDA_WGMMA"); }
 
-    Weights weights(DType type, int64_t outputs, int64_t cols) {
-        const std::vector<uint8_t> file = fileWeights(type, outputs, cols, random());
+    Weights weights(DType type, int64_t outputs, int64_t cols) { return weights(type, outputs, cols, fileWeights(type, outputs, cols, random())); }
+    Weights weights(DType type, int64_t outputs, int64_t cols, const std::vector<uint8_t>& file) {
         Weights w;
         w.values = dequantize(type, file, outputs, cols);
         w.bytes = std::make_unique<DeviceArray<uint8_t>>(packedBytes(type, outputs, cols));
@@ -233,6 +233,59 @@ TEST_P(Matmul, BiasAndAdding) {
         expectClose(shifted(true, false), written.read(), kPlainTolerance, "with bias");
         expectClose(shifted(true, true), added.read(), kPlainTolerance, "with bias, added");
     }
+}
+
+// Parts of a matrix, packed by themselves, write their columns of wider rows and nothing else.
+TEST_P(Matmul, PartsHaveTheBitsOfTheWhole) {
+    const int64_t cols = 512, gap = 4;
+    for (const DType type : {DType::Q4_K, DType::Q6_K, DType::BF16, DType::F32}) {
+        for (const int64_t odd : {0, 3}) {  // the first part's rows are all aligned, and are not
+            const std::vector<int64_t> sizes = {64, 1 + odd, 128, 55};
+            const int64_t total = 248 + odd, stride = total + gap * 4;
+            const std::vector<uint8_t> file = fileWeights(type, total, cols, random());
+            const Weights whole = weights(type, total, cols, file);
+            const std::vector<float> bias = randomFloats(static_cast<size_t>(total));
+            const DeviceArray<float> biasOnDevice(bias);
+            for (const int64_t rows : {1, 70, 200}) {
+                SCOPED_TRACE(describe(type, rows, total, cols));
+                const Activations x = activations(rows, cols, type == DType::F32);
+                const std::vector<float> before = randomFloats(static_cast<size_t>(rows * stride));
+                const DeviceArray<float> all(static_cast<size_t>(rows * total)), y(static_cast<size_t>(rows * stride)), sum(before);
+                matmul(stream(), whole.packed, x.rows(), rows, biasOnDevice.get(), all.get(), Store::Write);
+                const std::vector<float> product = all.read();
+                std::vector<float> written = y.read(), added = before;
+                int64_t begin = 0, column = 0;
+                for (const int64_t size : sizes) {
+                    const auto first = file.begin() + begin * static_cast<int64_t>(rowBytes(type, cols));
+                    const Weights part = weights(type, size, cols, {first, first + size * static_cast<int64_t>(rowBytes(type, cols))});
+                    matmul(stream(), part.packed, x.rows(), rows, biasOnDevice.get() + begin, y.get() + column, Store::Write, stride);
+                    matmul(stream(), part.packed, x.rows(), rows, nullptr, sum.get() + column, Store::Add, stride);
+                    stream().synchronize();  // before the part is gone
+                    for (int64_t t = 0; t < rows; ++t)
+                        std::copy_n(&product[static_cast<size_t>(t * total + begin)], size, &written[static_cast<size_t>(t * stride + column)]);
+                    begin += size;
+                    column += size + gap;
+                }
+                ASSERT_EQ(begin, total);
+                EXPECT_TRUE(sameBits(written, y.read()));
+                matmul(stream(), whole.packed, x.rows(), rows, nullptr, all.get(), Store::Write);
+                const std::vector<float> plain = all.read();
+                begin = column = 0;
+                for (const int64_t size : sizes) {
+                    for (int64_t t = 0; t < rows; ++t)
+                        for (int64_t i = 0; i < size; ++i)
+                            added[static_cast<size_t>(t * stride + column + i)] += plain[static_cast<size_t>(t * total + begin + i)];
+                    begin += size;
+                    column += size + gap;
+                }
+                EXPECT_TRUE(sameBits(added, sum.read()));
+            }
+        }
+    }
+    const Weights w = weights(DType::Q8_0, 64, 32);
+    const Activations x = activations(1, 32, false);
+    const DeviceArray<float> y(64);
+    EXPECT_THROW(matmul(stream(), w.packed, x.rows(), 1, nullptr, y.get(), Store::Write, 63), Error);
 }
 
 // Whatever else is in a call, a row's result keeps its bits: tiles of all sizes sum in one order.

@@ -135,6 +135,18 @@ std::vector<float> rowOf(const std::vector<float>& x, int64_t row, int64_t cols)
 
 class MatvecTest : public GpuTest {
 protected:
+    // Brings w.file to the device and packs it.
+    void pack(Weights& w) {
+        w.fileOnDevice = std::make_unique<DeviceArray<uint8_t>>(w.file);
+        const size_t stride = packedBytes(w.type, w.rows, w.cols);
+        w.packed = std::make_unique<DeviceArray<uint8_t>>(stride * static_cast<size_t>(w.count));
+        for (int64_t e = 0; e < w.count; ++e) {
+            Matrix to = w.device();
+            to.data += static_cast<size_t>(e) * stride;
+            packRows(stream(), to, 0, w.rows, w.fileOnDevice->get() + static_cast<size_t>(e) * w.fileBytes());
+        }
+    }
+
     Weights weights(DType type, int64_t rows, int64_t cols, int64_t count = 1, Fill fill = Fill::Random) {
         Weights w{type, rows, cols, count, {}, nullptr, nullptr};
         if (info(type).isFloat) {
@@ -150,14 +162,7 @@ protected:
         } else {
             w.file = reference::randomWeights(type, rows * count, cols, fill, random());
         }
-        w.fileOnDevice = std::make_unique<DeviceArray<uint8_t>>(w.file);
-        const size_t stride = packedBytes(type, rows, cols);
-        w.packed = std::make_unique<DeviceArray<uint8_t>>(stride * static_cast<size_t>(count));
-        for (int64_t e = 0; e < count; ++e) {
-            Matrix to = w.device();
-            to.data += static_cast<size_t>(e) * stride;
-            packRows(stream(), to, 0, rows, w.fileOnDevice->get() + static_cast<size_t>(e) * w.fileBytes());
-        }
+        pack(w);
         return w;
     }
 
@@ -384,6 +389,98 @@ TEST_F(MatvecTest, GatedExtremesHaveTheCpusBits) {
     }
 }
 
+// Parts of a matrix, each packed by itself, that write their columns of wider rows.
+class MatvecPartTest : public MatvecTest {
+protected:
+    // Rows [begin, begin + rows) of w.
+    Weights part(const Weights& w, int64_t begin, int64_t rows) {
+        const size_t row = rowBytes(w.type, w.cols);
+        Weights p{w.type, rows, w.cols, 1, {}, nullptr, nullptr};
+        p.file.assign(w.file.begin() + begin * static_cast<int64_t>(row), w.file.begin() + (begin + rows) * static_cast<int64_t>(row));
+        pack(p);
+        return p;
+    }
+};
+
+const std::vector<DType> kPartTypes = {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::F32, DType::F16};
+
+TEST_F(MatvecPartTest, PartsHaveTheBitsOfTheWhole) {
+    const std::vector<int64_t> sizes = {37, 1, 64, 6};  // with gaps of `gap` between them
+    const int64_t total = 108, gap = 3, stride = total + gap * 4;
+    for (const DType type : kPartTypes) {
+        const Weights whole = weights(type, total, 768);
+        const std::vector<float> bias = randomFloats(static_cast<size_t>(total));
+        const DeviceArray<float> biasOnDevice(bias);
+        for (const int64_t rows : {1, 2, 5, 8}) {
+            SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
+            const Inputs in = inputs(rows, 768, info(type).isFloat);
+            const std::vector<float> before = randomFloats(static_cast<size_t>(rows * stride));
+            const DeviceArray<float> y(static_cast<size_t>(rows * stride)), residual(before);
+            const std::vector<float> product = ::sharpi::cuda::product(whole.host(), in.x, rows, bias.data());
+            std::vector<float> written = y.read(), added = before;
+            std::vector<Weights> parts;
+            std::vector<MatvecOutput> outputs;
+            int64_t begin = 0, column = 0;
+            for (const int64_t size : sizes) {
+                parts.push_back(part(whole, begin, size));
+                outputs.push_back({parts.back().device(), biasOnDevice.get() + begin, y.get() + column, stride});
+                matvecAdd(stream(), in.input(), static_cast<int>(rows), parts.back().device(), biasOnDevice.get() + begin, residual.get() + column, stride);
+                for (int64_t t = 0; t < rows; ++t) {
+                    const float* from = &product[static_cast<size_t>(t * total + begin)];
+                    std::copy_n(from, size, &written[static_cast<size_t>(t * stride + column)]);
+                    cpu::kernels().add(&added[static_cast<size_t>(t * stride + column)], from, size);
+                }
+                begin += size;
+                column += size + gap;
+            }
+            matvec(stream(), in.input(), static_cast<int>(rows), outputs);
+            EXPECT_TRUE(sameBits(written, y.read()));
+            EXPECT_TRUE(sameBits(added, residual.read()));
+        }
+    }
+}
+
+TEST_F(MatvecPartTest, GatedPartsHaveTheBitsOfTheWhole) {
+    const std::vector<int64_t> sizes = {32, 96, 160};
+    const int64_t hidden = 288;
+    for (const DType type : kPartTypes) {
+        const Weights gate = weights(type, hidden, 512), up = weights(type, hidden, 512);
+        for (const int64_t rows : {1, 2, 5, 8}) {
+            SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
+            const Inputs in = inputs(randomFloats(static_cast<size_t>(rows * 512), 0.002f), rows, 512, info(type).isFloat);
+            const std::vector<float> expected = gatedProduct(gate.host(), up.host(), in.x, rows);
+            const DeviceArray<float> floats(static_cast<size_t>(rows * hidden));
+            const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, hidden));
+            RowOutputs out;
+            out.floats = floats.get();
+            out.quantized = quantizedRowsOver(buffer.get(), rows, hidden);
+            int64_t begin = hidden;  // from the last on: each but the one before it leaves the others alone
+            for (size_t i = sizes.size(); i-- > 0;) {
+                begin -= sizes[i];
+                const std::vector<float> untouched = floats.read();
+                const Weights someGate = part(gate, begin, sizes[i]), someUp = part(up, begin, sizes[i]);
+                matvecGated(stream(), in.input(), static_cast<int>(rows), someGate.device(), someUp.device(), out, begin, hidden);
+                const std::vector<float> got = floats.read();
+                for (int64_t t = 0; t < rows; ++t)
+                    ASSERT_TRUE(sameBits({untouched.begin() + t * hidden, untouched.begin() + t * hidden + begin},
+                                         {got.begin() + t * hidden, got.begin() + t * hidden + begin}));
+            }
+            expectForms(expected, rows, hidden, out.floats, out.quantized);
+        }
+    }
+    // A part of rows that are not whole blocks: floats only.
+    const Weights gate = weights(DType::Q8_0, 13, 256), up = weights(DType::Q8_0, 13, 256);
+    const Inputs in = inputs(randomFloats(2 * 256, 0.01f), 2, 256, false);
+    const DeviceArray<float> floats(2 * 45);
+    RowOutputs out;
+    out.floats = floats.get();
+    std::vector<float> expected = floats.read();
+    const std::vector<float> values = gatedProduct(gate.host(), up.host(), in.x, 2);
+    for (size_t t = 0; t < 2; ++t) std::copy_n(&values[t * 13], 13, &expected[t * 45 + 32]);
+    matvecGated(stream(), in.input(), 2, gate.device(), up.device(), out, 32, 45);
+    EXPECT_TRUE(sameBits(expected, floats.read()));
+}
+
 class ExpertMatvecTest : public MatvecTest {
 protected:
     // Distinct experts for every row.
@@ -489,6 +586,11 @@ TEST_F(MatvecTest, RefusesWhatItCannotDo) {
     EXPECT_THROW(matvecGated(stream(), in.input(), 1, w.device(), other.device(), out), Error);
     out.quantized.q = reinterpret_cast<int8_t*>(y.get());
     EXPECT_THROW(matvecGated(stream(), in.input(), 1, w.device(), w.device(), out), Error);
+    out.quantized.q = nullptr;
+    EXPECT_THROW(matvecGated(stream(), in.input(), 1, w.device(), w.device(), out, 16, 96), Error);
+    EXPECT_THROW(matvecGated(stream(), in.input(), 1, w.device(), w.device(), out, 32, 64), Error);
+    EXPECT_THROW(matvec(stream(), in.input(), 1, {{w.device(), nullptr, y.get(), 44}}), Error);
+    EXPECT_THROW(matvecAdd(stream(), in.input(), 1, w.device(), nullptr, y.get(), 44), Error);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // Packed weights: what goes into the planes comes out again, and the reference product is the CPU's, for every type.
 #include <algorithm>
+#include <cmath>
 #include <memory>
 
 #include "gpu_test.h"
@@ -77,6 +78,53 @@ TEST_F(PackedTest, RowsComeOutAsTheCpuHasThem) {
                 ASSERT_TRUE(sameBits(dequantized(type, file, shape, index), out.read()));
             }
         }
+    }
+}
+
+// Rows of a table as it lies in the file, wherever it begins, are the rows of the packed one.
+TEST_F(PackedTest, RowsOfAFileComeOutTheSame) {
+    for (const DType type : allTypes()) {
+        std::vector<Shape> shapes = shapesOf(type);
+        shapes.push_back({4, 256 * 100});  // several thread blocks a row
+        if (info(type).isFloat) shapes.push_back({5, 67});
+        for (const Shape shape : shapes) {
+            const std::vector<uint8_t> file = weights(type, shape, Fill::Random);
+            const std::vector<int32_t> index = {static_cast<int32_t>(shape.rows) - 1, 0, static_cast<int32_t>(shape.rows / 2), 0};
+            const DeviceArray<int32_t> rows(index);
+            const std::vector<float> expected = dequantized(type, file, shape, index);
+            for (const size_t skip : {0, 1, 2, 7, 8, 15}) {
+                SCOPED_TRACE(std::string(info(type).name) + " " + std::to_string(shape.rows) + " x " + std::to_string(shape.cols) +
+                             " at " + std::to_string(skip));
+                std::vector<uint8_t> shifted(skip, 0xff);
+                shifted.insert(shifted.end(), file.begin(), file.end());
+                shifted.resize((shifted.size() + 15) / 16 * 16, 0xff);  // the last row's last piece of 16 bytes is read
+                const DeviceArray<uint8_t> table(shifted);
+                const DeviceArray<float> out(index.size() * static_cast<size_t>(shape.cols) + 16);
+                embedFromFile(stream(), {type, shape.rows, shape.cols, table.get() + skip}, rows.get(), static_cast<int64_t>(index.size()), out.get());
+                std::vector<float> got = out.read();
+                for (size_t i = expected.size(); i < got.size(); ++i) ASSERT_TRUE(std::isnan(got[i])) << "wrote past the end";
+                got.resize(expected.size());
+                ASSERT_TRUE(sameBits(expected, got));
+            }
+        }
+    }
+}
+
+// As a run has it: a table in the host's pinned memory.
+TEST_F(PackedTest, RowsOfAPinnedFileComeOutTheSame) {
+    const Shape shape{300, 4096};
+    for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::F16}) {
+        const std::vector<uint8_t> file = weights(type, shape, Fill::Random);
+        void* pinned = nullptr;
+        require(cudaHostAlloc(&pinned, file.size() + 64, cudaHostAllocDefault));
+        const std::unique_ptr<void, cudaError_t (*)(void*)> owner(pinned, cudaFreeHost);
+        uint8_t* table = static_cast<uint8_t*>(pinned) + 33;
+        std::copy(file.begin(), file.end(), table);
+        const std::vector<int32_t> index = {299, 0, 7, 150};
+        const DeviceArray<int32_t> rows(index);
+        const DeviceArray<float> out(index.size() * static_cast<size_t>(shape.cols));
+        embedFromFile(stream(), {type, shape.rows, shape.cols, table}, rows.get(), 4, out.get());
+        EXPECT_TRUE(sameBits(dequantized(type, file, shape, index), out.read())) << info(type).name;
     }
 }
 
