@@ -8,6 +8,7 @@
 #include "cpu/kernels.h"
 #include "engine/engine.h"
 #include "engine/gpu.h"
+#include "engine/hardware_probe.h"
 
 namespace py = pybind11;
 using namespace sharpi;
@@ -61,8 +62,23 @@ KvType toKvType(const std::string& name) {
     throw Error(ErrorKind::InvalidArgument, "unknown KV type '" + name + "': known are fp32, bf16 and fp16");
 }
 
-EngineOptions toOptions(int64_t context, int64_t batch, int threads, const std::string& kvType, const std::string& device, size_t vram) {
+// (home, rows of the CPU, rank) of each tensor; none: all in VRAM.
+using HomeRows = std::optional<std::vector<std::tuple<std::string, int64_t, int32_t>>>;
+
+Homes toHomes(const HomeRows& rows) {
+    Homes homes;
+    if (!rows) return homes;
+    for (const auto& [home, cpuRows, rank] : *rows) {
+        if (home != "vram" && home != "direct") throw Error(ErrorKind::InvalidArgument, "unknown home '" + home + "': known are vram and direct");
+        homes.push_back({home == "vram" ? Home::Vram : Home::Direct, cpuRows, rank});
+    }
+    return homes;
+}
+
+EngineOptions toOptions(int64_t context, int64_t batch, int threads, const std::string& kvType, const std::string& device, size_t vram,
+                        const HomeRows& homes) {
     EngineOptions options;
+    options.homes = toHomes(homes);
     options.context = context;
     options.batch = batch;
     options.threads = threads;
@@ -119,6 +135,28 @@ py::array_t<float> dequantize(uint32_t type, const py::bytes& data, int64_t cols
     return out;
 }
 
+py::dict measure(int threads, size_t most) {
+    HardwareRates rates;
+    {
+        py::gil_scoped_release release;
+        rates = measureHardware(threads, most);
+    }
+    py::dict values;
+    values["ram_bytes_per_second"] = rates.ramBytesPerSecond;
+    values["cpu_flops"] = rates.cpuFlops;
+    if (rates.gpu) {
+        values["pcie_bytes_per_second"] = rates.gpu->pcieBytesPerSecond;
+        values["ram_bytes_per_second_shared"] = rates.gpu->ramBytesPerSecondShared;
+        values["pcie_bytes_per_second_shared"] = rates.gpu->pcieBytesPerSecondShared;
+        values["vram_bytes_per_second"] = rates.gpu->vramBytesPerSecond;
+        values["gpu_kernel_seconds"] = rates.gpu->kernelSeconds;
+        values["gpu_flops"] = rates.gpu->flops;
+    } else {
+        values["gpu_missing"] = rates.gpuMissing;
+    }
+    return values;
+}
+
 void bindDescription(py::module_& m) {
     py::class_<Description>(m, "Description", "What a model is: read from metadata and tensor table, weights untouched.")
         .def(py::init(&describe), py::arg("metadata"), py::arg("tensors"))
@@ -133,25 +171,51 @@ void bindDescription(py::module_& m) {
             return Engine::kvBytesFor(d.spec, toKvType(type), context);
         }, py::arg("kv_dtype"), py::arg("context"), "Bytes of the KV cache for `context` tokens, in whole pages.")
         .def("memory_lines", [](const Description& d, const std::string& device, const std::string& kvType, int64_t batch,
-                                int64_t context, int threads) {
+                                int64_t context, int threads, const HomeRows& homes) {
             std::vector<std::pair<std::string, int64_t>> lines;
-            for (const TraceLine& line : plannedLines(d.spec, d.tensors, toOptions(context, batch, threads, kvType, device, 0))) {
+            const EngineOptions options = toOptions(context, batch, threads, kvType, device, 0, homes);
+            if (!options.homes.empty() && options.homes.size() != d.tensors.all().size()) {
+                throw Error(ErrorKind::InvalidArgument, "homes for " + std::to_string(options.homes.size()) + " tensors of " + std::to_string(d.tensors.all().size()));
+            }
+            for (const TraceLine& line : plannedLines(d.spec, d.tensors, options)) {
                 lines.emplace_back(line.name, line.taken);
             }
             return lines;
         }, py::arg("device"), py::arg("kv_dtype"), py::arg("batch"), py::arg("context"), py::arg("threads") = 1,
-           "What loading will take of the device's memory, in bytes, line by line as SHARPI_TRACE_VRAM=1 shows it.");
+           py::arg("homes") = py::none(),
+           "What loading will take of the device's memory, in bytes, line by line as SHARPI_TRACE_VRAM=1 shows it.")
+        .def("tensor_uses", [](const Description& d) {
+            std::vector<std::tuple<int32_t, std::string, std::string, int32_t, uint64_t, int64_t, int64_t>> uses;
+            for (const TensorUse& use : tensorUses(d.spec, d.tensors)) {
+                const std::string& name = d.tensors.all()[static_cast<size_t>(use.tensor)].name;
+                uses.emplace_back(use.tensor, name, use.role, use.layer, use.bytesPerToken, use.rows, use.cols);
+            }
+            return uses;
+        }, "(tensor, its name, role, layer or -1, bytes a token reads, rows, columns) in the order in which a token meets them; roles: "
+           "embedding, vector, attention, router, ffn_gate, ffn_up, ffn_down, experts, head.");
 }
 
 void bindEngine(py::module_& m) {
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
         .def(py::init([](const Description& d, const std::vector<std::string>& paths, int64_t context, int64_t batch,
-                         int threads, const std::string& kvType, const std::string& device, size_t vram) {
-            const EngineOptions options = toOptions(context, batch, threads, kvType, device, vram);
+                         int threads, const std::string& kvType, const std::string& device, size_t vram, const HomeRows& homes) {
+            const EngineOptions options = toOptions(context, batch, threads, kvType, device, vram, homes);
             py::gil_scoped_release release;
             return std::make_shared<Engine>(d.spec, std::make_unique<Weights>(paths, d.tensors), options);
         }), py::arg("description"), py::arg("paths"), py::arg("context"), py::arg("batch"), py::arg("threads"), py::arg("kv_dtype"),
-            py::arg("device") = "cpu", py::arg("vram") = 0)
+            py::arg("device") = "cpu", py::arg("vram") = 0, py::arg("homes") = py::none())
+        .def_property_readonly("notes", &Engine::notes, "Lines for people: what was not as planned.")
+        .def("placement", [](const Engine& e) {
+            const Placement p = e.placement();
+            std::vector<std::tuple<int32_t, uint64_t, uint64_t, std::string>> ranges;
+            for (const Placement::Range& r : p.ranges) ranges.emplace_back(r.file, r.begin, r.end, r.home == Home::Vram ? "vram" : "direct");
+            py::dict d;
+            d["vram"] = p.vram;
+            d["direct"] = p.direct;
+            d["cpu"] = p.cpu;
+            d["ranges"] = ranges;
+            return d;
+        }, "Bytes of the file by where they are read (cpu: of the direct ones), and (file, begin, end, home) of its parts.")
         .def_property_readonly("device", [](Engine& e) { return e.backend().device(); })
         .def_property_readonly("device_name", [](Engine& e) { return e.backend().name(); })
         .def_property_readonly("trace", [](const Engine& e) {
@@ -245,6 +309,9 @@ PYBIND11_MODULE(_core, m) {
         info["free_bytes"] = gpu.freeBytes;
         return info;
     }, "The GPU that device 'cuda' means. Raises InvalidRequestError with the reason where there is none.");
+    m.def("measure_hardware", &measure, py::arg("threads"), py::arg("most_bytes") = kProbeBytes,
+          "How fast the CPU, the GPU and the way between them are, measured in a few seconds; \"gpu_missing\" says why there are no "
+          "rates of a GPU. most_bytes: the most to take of each memory. Raises OutOfMemoryError where too little can be had.");
     m.attr("backends") = SHARPI_BACKENDS;
     m.attr("cuda_state") = SHARPI_CUDA_STATE;
     m.attr("version") = SHARPI_VERSION;

@@ -87,16 +87,25 @@ void ThreadPool::run(int64_t tasks, const std::function<void(int64_t, int)>& bod
     _error = nullptr;
     _busy.store(static_cast<int>(_workers.size()), std::memory_order_relaxed);
     _generation.fetch_add(1, std::memory_order_seq_cst);
-    if (_sleeping.load(std::memory_order_seq_cst) > 0) {
-        std::lock_guard<std::mutex> lock(_mutex);
-        _wake.notify_all();
-    }
+    wakeSleepers();
     drain(0);
     for (int spins = 0; _busy.load(std::memory_order_acquire) > 0; ++spins) {
         if (spins < kSpins) relax();
         else std::this_thread::yield();
     }
     if (_error) std::rethrow_exception(_error);
+}
+
+void ThreadPool::stayAwake() {
+    _awake.fetch_add(1, std::memory_order_seq_cst);
+    if (_forks == forksSoFar()) wakeSleepers();
+}
+
+// To be called after a change that ends their sleep. Either the change is seen by who is about to sleep, or who sleeps by us.
+void ThreadPool::wakeSleepers() {
+    if (_sleeping.load(std::memory_order_seq_cst) == 0) return;
+    std::lock_guard<std::mutex> lock(_mutex);
+    _wake.notify_all();
 }
 
 void ThreadPool::drain(int worker) {
@@ -122,9 +131,16 @@ void ThreadPool::workerLoop(int worker) {
                 relax();
                 continue;
             }
+            spins = 0;
+            if (_awake.load(std::memory_order_relaxed) > 0) {
+                std::this_thread::yield();  // where there are more threads than cores, to one with work
+                continue;
+            }
             std::unique_lock<std::mutex> lock(_mutex);
             _sleeping.fetch_add(1, std::memory_order_seq_cst);
-            _wake.wait(lock, [&] { return _generation.load(std::memory_order_seq_cst) != seen || _stop; });
+            _wake.wait(lock, [&] {
+                return _generation.load(std::memory_order_seq_cst) != seen || _awake.load(std::memory_order_seq_cst) > 0 || _stop;
+            });
             _sleeping.fetch_sub(1, std::memory_order_relaxed);
         }
         if (_stop.load(std::memory_order_relaxed)) return;

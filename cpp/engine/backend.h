@@ -39,6 +39,12 @@ public:
     virtual const char* name() const = 0;    // the instruction set, or the GPU's name
     virtual Allocator& allocator() = 0;
     virtual Placer& placer() = 0;
+    // Whether weights come over the bus in every pass.
+    virtual bool streams() const = 0;
+    // Lines for people about how loading went.
+    virtual std::vector<std::string> notes() const { return {}; }
+    // Gives everything back that was placed or taken: loading may begin anew.
+    virtual void unload() = 0;
     // Takes all scratch. To be called once, after weights and KV cache are placed. Throws Error(OutOfMemory).
     virtual void takeScratch(const StepLimits& limits) = 0;
 
@@ -52,7 +58,7 @@ public:
     virtual int64_t kernelsPerStep() const { return 0; }  // launched by the last region()
 
     // x: [rows, embedding], the backend's own. Row t = the table's row of token t.
-    virtual void embed(const Matrix& table) = 0;
+    virtual void embed(const Weight& table) = 0;
     // x += output(attention(norm(x)))
     virtual void attention(const AttentionWeights& weights, const KvPages& pages, float eps) = 0;
     // x += down(silu(gate n) * up n), n = norm(x)

@@ -22,12 +22,9 @@ size_t threadScratch(const StepLimits& l) {
 }
 
 // As the CPU reads them from a file, wherever they lie.
-DeviceLayout fileLayout(DeviceMemory& memory) {
+DeviceLayout fileLayout() {
     DeviceLayout layout;
     layout.bytes = [](const Matrix& m) { return rowBytes(m.type, m.cols) * static_cast<size_t>(m.rows); };
-    layout.fill = [&memory, bytes = layout.bytes](const Matrix& to, const Matrix& host) {
-        memory.upload(const_cast<uint8_t*>(to.data), host.data, bytes(host));
-    };
     return layout;
 }
 
@@ -67,8 +64,22 @@ CpuBackend::CpuBackend(int threads)
       _placer(std::make_unique<MappedPlacer>(*_allocator)), _pool(threads) {}
 
 CpuBackend::CpuBackend(int threads, std::unique_ptr<DeviceMemory> memory)
-    : _kernels(cpu::kernels()), _memory(std::move(memory)), _allocator(std::make_unique<Allocator>(*_memory)),
-      _placer(std::make_unique<CopyingPlacer>(*_allocator, fileLayout(*_memory))), _pool(threads) {}
+    : _kernels(cpu::kernels()), _memory(std::move(memory)), _allocator(std::make_unique<Allocator>(*_memory)), _pool(threads) {
+    readFromDevice();
+}
+
+void CpuBackend::readFromDevice() {
+    _transfers = std::make_unique<CopyingTransfers>(*_memory);
+    _stream = std::make_unique<WeightStream>(*_allocator, fileLayout(), _transfers.get());
+    _placer = std::make_unique<DevicePlacer>(*_allocator, fileLayout(), *_stream);
+}
+
+void CpuBackend::unload() {
+    _scratch = Buffer();
+    _placer.reset();
+    if (_stream) readFromDevice();
+    else _placer = std::make_unique<MappedPlacer>(*_allocator);
+}
 
 void CpuBackend::takeScratch(const StepLimits& limits) {
     const Layout l(_pool.threads(), limits);
@@ -99,6 +110,12 @@ void CpuBackend::begin(const Batch& batch, const KvCache& kv) {
         if (t == 0 || batch.sequences[t] != batch.sequences[t - 1]) _sequences.push_back({t, t, kv.pageTable(batch.sequences[t])});
         _sequences.back().end = t + 1;
     }
+}
+
+void CpuBackend::region(const std::function<void()>& body) {
+    if (_stream) _stream->begin(false, !_batch->logitRows.empty());
+    body();
+    if (_stream) _stream->end();
 }
 
 void CpuBackend::attention(const AttentionWeights& w, const KvPages& pages, float eps) {
@@ -141,10 +158,13 @@ int64_t CpuBackend::headRows() const { return std::min(kHeadRows, _limits.maxRow
 
 void CpuBackend::head(const HeadWeights& w, float eps, int64_t first, int64_t count) {
     const int64_t width = _limits.embedding;
+    const bool again = _stream && first > 0;  // after the region
+    if (again) _stream->beginHead();
     for (int64_t i = 0; i < count; ++i) {
         norm(_x + _batch->logitRows[first + i] * width, w.norm, eps, 1, width, _normed + i * width);
     }
     linear(_normed, count, {{w.output, nullptr, _logits}});
+    if (again) _stream->end();
 }
 
 void CpuBackend::readLogits(int64_t row, int64_t count, float* out) {

@@ -12,7 +12,7 @@ namespace sharpi {
 
 // One of several products that read the same input: y[t, :] = w x[t, :] + bias.
 struct Linear {
-    Matrix w;
+    Weight w;
     const float* bias = nullptr;  // [w.rows], may be nullptr
     float* y = nullptr;           // [T, w.rows]
 };
@@ -21,7 +21,7 @@ class CpuBackend : public Backend {
 public:
     // Weights stay in the mapped files.
     explicit CpuBackend(int threads);
-    // Weights are copied into `memory`, which host code can read (the fake device), as a GPU's are.
+    // Weights are brought into `memory`, which host code can read (the fake device), as they are to a GPU.
     CpuBackend(int threads, std::unique_ptr<DeviceMemory> memory);
     static size_t scratchBytes(int threads, const StepLimits& limits);
 
@@ -29,11 +29,13 @@ public:
     const char* name() const override { return _kernels.name; }
     Allocator& allocator() override { return *_allocator; }
     Placer& placer() override { return *_placer; }
+    bool streams() const override { return _stream && _stream->streams(); }
+    void unload() override;
     void takeScratch(const StepLimits& limits) override;
 
     void begin(const Batch& batch, const KvCache& kv) override;
-    void region(const std::function<void()>& body) override { body(); }
-    void embed(const Matrix& table) override;
+    void region(const std::function<void()>& body) override;
+    void embed(const Weight& table) override;
     void attention(const AttentionWeights& weights, const KvPages& pages, float eps) override;
     void dense(const DenseWeights& weights, float eps) override;
     void experts(const ExpertWeights& weights, float eps) override;
@@ -58,6 +60,7 @@ private:
     // Where the buffers lie in the scratch, in bytes; made from the limits alone, so that planning counts the same.
     struct Layout;
 
+    void readFromDevice();
     int64_t rows() const { return _batch->size(); }
     void norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* y);
     void linear(const float* x, int64_t count, const std::vector<Linear>& outputs);
@@ -70,6 +73,7 @@ private:
     void expertProducts(const ExpertWeights& weights);
     void sumExperts(const ExpertWeights& weights);
     void matmuls(const std::vector<cpu::MatmulArgs>& jobs);
+    void arrive(int32_t group) { if (_stream) _stream->arrive(group); }
     cpu::QuantizedRows quantize(const float* x, int64_t count, int64_t cols, void* buffer);
     // Runs body(begin, end) over [0, n) in pieces of at least `grain`.
     template <typename Body> void forRanges(int64_t n, int64_t grain, const Body& body);
@@ -78,6 +82,8 @@ private:
     const cpu::Kernels& _kernels;
     std::unique_ptr<DeviceMemory> _memory;
     std::unique_ptr<Allocator> _allocator;
+    std::unique_ptr<Transfers> _transfers;
+    std::unique_ptr<WeightStream> _stream;  // where weights are not in the mapped file
     std::unique_ptr<Placer> _placer;
     ThreadPool _pool;
     StepLimits _limits;

@@ -20,11 +20,13 @@ template <typename Body> void CpuBackend::forRanges(int64_t n, int64_t grain, co
     _pool.run(pieces, [&](int64_t piece, int) { body(n * piece / pieces, n * (piece + 1) / pieces); });
 }
 
-void CpuBackend::embed(const Matrix& table) {
+void CpuBackend::embed(const Weight& table) {
+    arrive(table.group);
     const size_t stride = rowBytes(table.type, table.cols);
+    const uint8_t* rowsAt = table.resident() ? table.data : table.file;
     forRanges(rows(), 16, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
-            _kernels.dequantizeRow(table.type, table.data + _batch->tokens[t] * stride, table.cols, _x + t * table.cols);
+            _kernels.dequantizeRow(table.type, rowsAt + _batch->tokens[t] * stride, table.cols, _x + t * table.cols);
         }
     });
 }
@@ -76,17 +78,31 @@ void CpuBackend::linear(const float* x, int64_t count, const std::vector<Linear>
     const bool quantized = std::any_of(outputs.begin(), outputs.end(), [](const Linear& o) { return !info(o.w.type).isFloat; });
     cpu::QuantizedRows xQuant;
     if (quantized) xQuant = quantize(x, count, cols, _quantized);
-    std::vector<cpu::MatmulArgs> jobs;
-    for (const Linear& output : outputs) {
+    const auto jobFor = [&](const Linear& output, const Matrix& w, int64_t rowBegin) {
         cpu::MatmulArgs job;
-        job.w = output.w;
+        job.w = w;
         job.xFloat = x;
         job.xQuant = &xQuant;
         job.count = count;
-        job.bias = output.bias;
-        job.y = output.y;
+        job.bias = output.bias ? output.bias + rowBegin : nullptr;
+        job.y = output.y + rowBegin;
         job.yStride = output.w.rows;
-        jobs.push_back(job);
+        return job;
+    };
+    std::vector<cpu::MatmulArgs> jobs;
+    for (const Linear& output : outputs) {
+        if (output.w.resident()) {
+            arrive(output.w.group);
+            jobs.push_back(jobFor(output, output.w, 0));
+        } else if (output.w.member == 0) {
+            _stream->forPieces(output.w.group, [&](const std::vector<Matrix>& parts, int64_t rowBegin) {
+                std::vector<cpu::MatmulArgs> piece;
+                for (const Linear& o : outputs) {
+                    if (o.w.group == output.w.group) piece.push_back(jobFor(o, parts[static_cast<size_t>(o.w.member)], rowBegin));
+                }
+                matmuls(piece);
+            });
+        }
     }
     matmuls(jobs);
 }
@@ -198,6 +214,7 @@ void CpuBackend::route(float* logits, int64_t count, const ExpertWeights& weight
 
 // Each chosen expert's matrices are read once for all rows that chose it.
 void CpuBackend::expertProducts(const ExpertWeights& weights) {
+    for (const WeightStack* stack : {&weights.gate, &weights.up, &weights.down}) arrive(stack->group);
     const int64_t cols = weights.router.cols, hidden = weights.gate.first.rows, pairs = rows() * weights.used;
     const auto isQuantized = [](const MatrixStack& m) { return !info(m.first.type).isFloat; };
     cpu::QuantizedRows xQuant;

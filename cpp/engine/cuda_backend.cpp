@@ -6,16 +6,11 @@
 #include <cstring>
 
 #include "core/error.h"
-#include "kernels/packed.h"
 #include "kernels/sampling.h"
 
 namespace sharpi {
 
 namespace {
-
-// Large enough for copies at nearly full speed, and no larger than a granule or two of the device's memory, so that loading
-// takes hardly more of it at any moment than the plan says.
-constexpr size_t kStagingBytes = size_t{2} << 20;
 
 bool replayWanted() {
     const char* value = std::getenv("SHARPI_CUDA_GRAPH");
@@ -24,44 +19,42 @@ bool replayWanted() {
 
 }  // namespace
 
-CudaBackend::CudaBackend(size_t vram)
-    : _stream(cuda::findDevice()), _memory(_stream), _allocator(_memory, vram), _replays(replayWanted()) {
-    DeviceLayout layout;
-    layout.bytes = [](const Matrix& m) { return cuda::packedBytes(m.type, m.rows, m.cols); };
-    layout.fill = [this](const Matrix& to, const Matrix& host) { fill(to, host); };
-    _placer = std::make_unique<CopyingPlacer>(_allocator, std::move(layout));
+CudaBackend::CudaBackend(size_t vram, int threads)
+    : _stream(cuda::findDevice()), _memory(_stream), _allocator(_memory, vram), _threads(threads), _replays(replayWanted()) {
+    setUp();
 }
 
-CudaBackend::~CudaBackend() {
-    if (_staging) _allocator.free(_staging);
+void CudaBackend::setUp() {
+    _transfers = std::make_unique<CudaTransfers>(_stream);
+    _weights = std::make_unique<WeightStream>(_allocator, gpuLayout(), _transfers.get());
+    _placer = std::make_unique<DevicePlacer>(_allocator, gpuLayout(), *_weights);
 }
 
-void CudaBackend::fill(const Matrix& to, const Matrix& host) {
-    const size_t row = rowBytes(host.type, host.cols);
-    if (info(host.type).isFloat) {  // packed as in the file
-        _memory.upload(const_cast<uint8_t*>(to.data), host.data, row * static_cast<size_t>(host.rows));
-        return;
-    }
-    if (row > kStagingBytes) throw Error(ErrorKind::BadModel, "a matrix row of " + std::to_string(row) + " bytes is longer than loading can take");
-    if (!_staging) _staging = _allocator.allocate(kStagingBytes, Fit::Pooled, "staging for loading");
-    const auto step = static_cast<int64_t>(kStagingBytes / row);
-    for (int64_t begin = 0; begin < host.rows; begin += step) {
-        const int64_t count = std::min(step, host.rows - begin);
-        _memory.upload(_staging, host.data + static_cast<size_t>(begin) * row, row * static_cast<size_t>(count));
-        cuda::packRows(_stream, to, begin, count, static_cast<const uint8_t*>(_staging));
-    }
+void CudaBackend::unload() {
+    _steps.clear();
+    _share.reset();
+    _mailbox.reset();
+    _scratch = Buffer();
+    _layout.reset();
+    _placer.reset();
+    _weights.reset();
+    _transfers.reset();
+    _allocator.trim();
+    setUp();
 }
 
 void CudaBackend::takeScratch(const StepLimits& limits) {
     if (_layout) throw Error(ErrorKind::Internal, "the GPU's working memory cannot grow: steps that read it may be captured");
     _stream.synchronize();
-    if (_staging) _allocator.free(_staging);
-    _staging = nullptr;
-    _allocator.trim();
     const GpuScratch layout(limits);
     _scratch = Buffer(_allocator, layout.bytes(), "working memory");
     _numbers = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * static_cast<size_t>(std::max(layout.few.total, layout.many.total)));
     _token = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t));
+    if (_weights->sharesRows()) {
+        const int64_t rows = std::min<int64_t>(limits.maxRows, cuda::kMaxMatvecRows);
+        _mailbox = std::make_unique<cuda::PinnedBuffer>(HostShare::mailboxBytes(limits, rows));
+        _share = std::make_unique<HostShare>(_threads, _mailbox->as<void>(), limits, rows, [this] { _stream.poll(); });
+    }
     _limits = limits;
     _layout = layout;
     _stream.zero(at<uint8_t>(layout.attention), cuda::kDecodeCounterBytes);
@@ -75,6 +68,8 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     const GpuScratch::BatchBlock& block = few() ? _layout->few : _layout->many;
     if (_rows > block.rows) throw Error(ErrorKind::Internal, "a batch of " + std::to_string(_rows) + " rows exceeds the working memory taken at loading");
     _stream.synchronize();  // the last batch's numbers may still be on their way
+    _weights->finishUploads();
+    if (_share) _share->begin();
     auto* numbers = _numbers->as<int32_t>();
     std::copy(batch.tokens.begin(), batch.tokens.end(), numbers + block.tokens);
     std::copy(batch.positions.begin(), batch.positions.end(), numbers + block.positions);
@@ -119,15 +114,22 @@ int64_t CudaBackend::addTiles(const Batch& batch, int32_t* numbers, const GpuScr
 void CudaBackend::region(const std::function<void()>& body) {
     const int64_t before = _stream.launches();
     if (!few() || !_replays) {
-        body();
-    } else if (const auto known = _graphs.find({_rows, _logitRows}); known != _graphs.end()) {
-        _stream.replay(*known->second);
+        pass(body);
+    } else if (const auto known = _steps.find({_rows, _logitRows}); known != _steps.end()) {
+        replay(known->second);
     } else {
-        body();  // also loads the kernels, which must not happen while recording
+        pass(body);  // also loads the kernels, which must not happen while recording
         _kernelsPerStep = _stream.launches() - before;
         try {
-            _graphs[{_rows, _logitRows}] = _stream.capture(body);
+            Step step;
+            _stream.synchronize();  // the counters that kernels and CPU wait for start again
+            if (_share) _share->begin();
+            _recorded = &step.jobs;
+            step.graph = _stream.capture([&] { pass(body); });
+            _recorded = nullptr;
+            _steps[{_rows, _logitRows}] = std::move(step);
         } catch (const Error& error) {
+            _recorded = nullptr;
             // The step itself is done. Without memory for its record, steps are launched.
             if (error.kind() != ErrorKind::OutOfMemory) throw;
             _replays = false;
@@ -135,6 +137,39 @@ void CudaBackend::region(const std::function<void()>& body) {
         return;
     }
     _kernelsPerStep = _stream.launches() - before;
+}
+
+// What the GPU does in a step, with weights on their way meanwhile. Kernels that wait for the CPU go on if it fails.
+void CudaBackend::pass(const std::function<void()>& body) {
+    std::optional<HostShare::Awake> awake;
+    if (_share && few() && !_recorded) awake.emplace(*_share);
+    try {
+        _weights->begin(few(), _logitRows > 0);
+        body();
+        _weights->end();
+    } catch (...) {
+        if (_share) _share->abort();
+        _transfers->settle();
+        throw;
+    }
+}
+
+void CudaBackend::replay(const Step& step) {
+    _stream.replay(*step.graph);
+    if (step.jobs.empty()) return;
+    const HostShare::Awake awake(*_share);
+    try {
+        for (const auto& job : step.jobs) job();
+    } catch (...) {
+        _share->abort();
+        throw;
+    }
+}
+
+// Work for the CPU, at this point of the step: what it waits for has been given to the GPU before.
+void CudaBackend::onHost(std::function<void()> job) {
+    if (_recorded) _recorded->push_back(std::move(job));
+    else job();
 }
 
 int64_t CudaBackend::headRows() const { return std::min<int64_t>(_limits.maxRows, cuda::kMaxMatvecRows); }

@@ -1,7 +1,9 @@
-// The blocks on one NVIDIA GPU, all weights in its memory.
+// The blocks on one NVIDIA GPU, with weights in its memory or brought over as they are used.
 //
 // Batches of up to cuda::kMaxMatvecRows rows go through products that follow core/contract.h, so that decode gives the
 // CPU's bits; larger ones through tensor cores. A small batch's launches are captured once for each number of rows and replayed.
+// In small batches the CPU may compute a part of the feed-forward rows (host_share.h): what it does in a step is recorded beside
+// the captured launches.
 #pragma once
 
 #include <unistd.h>
@@ -14,7 +16,9 @@
 #include "device/cuda_memory.h"
 #include "device/stream.h"
 #include "engine/backend.h"
+#include "engine/cuda_transfers.h"
 #include "engine/gpu_scratch.h"
+#include "engine/host_share.h"
 #include "kernels/attention.h"
 #include "kernels/matmul.h"
 
@@ -22,14 +26,17 @@ namespace sharpi {
 
 class CudaBackend : public Backend {
 public:
-    // vram: the most memory to take, in bytes; 0: all. Throws Error(InvalidArgument) where there is no usable GPU.
-    explicit CudaBackend(size_t vram);
-    ~CudaBackend() override;
+    // vram: the most memory to take, in bytes; 0: all. threads: for rows that the CPU computes.
+    // Throws Error(InvalidArgument) where there is no usable GPU.
+    CudaBackend(size_t vram, int threads);
 
     const char* device() const override { return "cuda"; }
     const char* name() const override { return _stream.device().name.c_str(); }
     Allocator& allocator() override { return _allocator; }
     Placer& placer() override { return *_placer; }
+    bool streams() const override { return _weights->streams(); }
+    std::vector<std::string> notes() const override { return _transfers->notes(); }
+    void unload() override;
     void takeScratch(const StepLimits& limits) override;
 
     void begin(const Batch& batch, const KvCache& kv) override;
@@ -37,7 +44,7 @@ public:
     bool replays() const override { return _replays; }
     void setReplays(bool replay) override { _replays = replay; }
     int64_t kernelsPerStep() const override { return _kernelsPerStep; }
-    void embed(const Matrix& table) override;
+    void embed(const Weight& table) override;
     void attention(const AttentionWeights& weights, const KvPages& pages, float eps) override;
     void dense(const DenseWeights& weights, float eps) override;
     void experts(const ExpertWeights& weights, float eps) override;
@@ -47,7 +54,22 @@ public:
     int32_t sample(int64_t row, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments, double draw) override;
 
 private:
-    void fill(const Matrix& to, const Matrix& host);
+    // A captured step, and the CPU's work in it, in order.
+    struct Step {
+        std::unique_ptr<cuda::Graph> graph;
+        std::vector<std::function<void()>> jobs;
+    };
+    // Rows of a weight's product: where they go.
+    struct Product {
+        const Weight& w;
+        const float* bias = nullptr;
+        float* y = nullptr;
+    };
+
+    void setUp();
+    void pass(const std::function<void()>& body);
+    void replay(const Step& step);
+    void onHost(std::function<void()> job);
     bool few() const { return _rows <= cuda::kMaxMatvecRows; }
     int rows() const { return static_cast<int>(_rows); }
     int64_t addTiles(const Batch& batch, int32_t* numbers, const GpuScratch::BatchBlock& block);
@@ -58,9 +80,14 @@ private:
     cuda::RowOutputs formsFor(std::initializer_list<Matrix> readers, size_t floatsAt, size_t quantizedAt, int64_t formRows, int64_t cols) const;
     cuda::MatvecInput input(const cuda::RowOutputs& forms) const { return {forms.floats, forms.quantized}; }
 
+    void productsFew(const cuda::MatvecInput& x, int rows, std::initializer_list<Product> products);
+    void addFew(const cuda::MatvecInput& x, const Weight& w, const float* bias);
+    void gatedFew(const cuda::MatvecInput& x, const DenseWeights& w, const cuda::RowOutputs& hidden);
+    void productMany(const cuda::HalfRows& x, const Weight& w, const float* bias, float* y, cuda::Store store);
     void attentionFew(const AttentionWeights& weights, const KvPages& pages, float eps);
     void attentionMany(const AttentionWeights& weights, const KvPages& pages, float eps);
     void denseFew(const DenseWeights& weights, float eps);
+    void denseShared(const DenseWeights& weights, const cuda::RowOutputs& normed, const cuda::RowOutputs& hidden);
     void denseMany(const DenseWeights& weights, float eps);
     void expertsFew(const ExpertWeights& weights, float eps);
     void expertsMany(const ExpertWeights& weights, float eps);
@@ -69,13 +96,17 @@ private:
     cuda::Stream _stream;
     cuda::CudaMemory _memory;
     Allocator _allocator;
+    const int _threads;
+    std::unique_ptr<CudaTransfers> _transfers;
+    std::unique_ptr<WeightStream> _weights;
     std::unique_ptr<Placer> _placer;
-    void* _staging = nullptr;  // device memory that file rows pass through while loading
     StepLimits _limits;
     std::optional<GpuScratch> _layout;
     Buffer _scratch;
     std::unique_ptr<cuda::PinnedBuffer> _numbers;  // what begin() uploads
     std::unique_ptr<cuda::PinnedBuffer> _token;
+    std::unique_ptr<cuda::PinnedBuffer> _mailbox;
+    std::unique_ptr<HostShare> _share;  // where the CPU computes rows
 
     // The batch at hand.
     int64_t _rows = 0, _logitRows = 0;
@@ -86,7 +117,8 @@ private:
     const pid_t _process = ::getpid();
     std::atomic<bool> _replays;  // these two are also asked for while a step runs
     std::atomic<int64_t> _kernelsPerStep{0};
-    std::map<std::pair<int64_t, int64_t>, std::unique_ptr<cuda::Graph>> _graphs;  // by rows, and rows that want logits
+    std::map<std::pair<int64_t, int64_t>, Step> _steps;        // by rows, and rows that want logits
+    std::vector<std::function<void()>>* _recorded = nullptr;  // where the CPU's work goes while a step is captured
 };
 
 }  // namespace sharpi

@@ -1,6 +1,7 @@
 // The GPU backend's blocks, each for few rows (the contract's products, few launches) and for many (tensor cores).
 #include "core/error.h"
 #include "engine/cuda_backend.h"
+#include "kernels/crossing.h"
 #include "kernels/packed.h"
 #include "kernels/router.h"
 
@@ -23,7 +24,54 @@ cuda::RowOutputs CudaBackend::formsFor(std::initializer_list<Matrix> readers, si
     return forms;
 }
 
-void CudaBackend::embed(const Matrix& table) { cuda::embed(_stream, table, _tokens, _rows, floats(_layout->x)); }
+void CudaBackend::embed(const Weight& table) {
+    if (table.resident()) {
+        _weights->arrive(table.group);
+        cuda::embed(_stream, table, _tokens, _rows, floats(_layout->x));
+        return;
+    }
+    Matrix inFile = table.inFile();
+    inFile.data = _weights->deviceAddress(table.file);
+    cuda::embedFromFile(_stream, inFile, _tokens, _rows, floats(_layout->x));
+}
+
+// Resident matrices share launches; those that come over are multiplied piece by piece.
+void CudaBackend::productsFew(const cuda::MatvecInput& x, int rows, std::initializer_list<Product> products) {
+    std::vector<cuda::MatvecOutput> resident;
+    for (const Product& p : products) {
+        if (p.w.resident()) {
+            _weights->arrive(p.w.group);
+            resident.push_back({p.w, p.bias, p.y});
+            continue;
+        }
+        _weights->forPieces(p.w.group, [&](const std::vector<Matrix>& parts, int64_t begin) {
+            cuda::matvec(_stream, x, rows, {{parts[0], p.bias ? p.bias + begin : nullptr, p.y + begin, p.w.rows}});
+        });
+    }
+    if (!resident.empty()) cuda::matvec(_stream, x, rows, resident);
+}
+
+// To x: residual += w input + bias
+void CudaBackend::addFew(const cuda::MatvecInput& input, const Weight& w, const float* bias) {
+    float* x = floats(_layout->x);
+    if (w.resident()) {
+        _weights->arrive(w.group);
+        return cuda::matvecAdd(_stream, input, rows(), w, bias, x);
+    }
+    _weights->forPieces(w.group, [&](const std::vector<Matrix>& parts, int64_t begin) {
+        cuda::matvecAdd(_stream, input, rows(), parts[0], bias ? bias + begin : nullptr, x + begin, w.rows);
+    });
+}
+
+void CudaBackend::productMany(const cuda::HalfRows& input, const Weight& w, const float* bias, float* y, cuda::Store store) {
+    if (w.resident()) {
+        _weights->arrive(w.group);
+        return cuda::matmul(_stream, w, input, _rows, bias, y, store);
+    }
+    _weights->forPieces(w.group, [&](const std::vector<Matrix>& parts, int64_t begin) {
+        cuda::matmul(_stream, parts[0], input, _rows, bias ? bias + begin : nullptr, y + begin, store, w.rows);
+    });
+}
 
 cuda::HeadPreparation CudaBackend::preparation(const AttentionWeights& w, float eps) const {
     cuda::HeadPreparation how;
@@ -49,8 +97,7 @@ void CudaBackend::attentionFew(const AttentionWeights& w, const KvPages& pages, 
     const cuda::HeadShape shape{w.heads, pages.kvHeads, pages.headDim};
     const cuda::RowOutputs normed = formsFor({w.q, w.k, w.v}, s.normed, s.normedQuant, _rows, _limits.embedding);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, normed);
-    cuda::matvec(_stream, input(normed), rows(),
-                 {{w.q, w.qBias, floats(s.q)}, {w.k, w.kBias, floats(s.k)}, {w.v, w.vBias, floats(s.v)}});
+    productsFew(input(normed), rows(), {{w.q, w.qBias, floats(s.q)}, {w.k, w.kBias, floats(s.k)}, {w.v, w.vBias, floats(s.v)}});
     cuda::prepareHeads(_stream, floats(s.q), floats(s.k), floats(s.v), shape, preparation(w, eps), _batch, pages, {});
 
     cuda::RowOutputs attended = formsFor({w.output}, s.attended, s.attendedQuant, _rows, w.output.cols);
@@ -60,7 +107,7 @@ void CudaBackend::attentionFew(const AttentionWeights& w, const KvPages& pages, 
     if (convert) written = {floats(s.attended), {}, {}};
     cuda::attentionDecode(_stream, floats(s.q), shape, w.scale, _batch, pages, at<uint8_t>(s.attention), written);
     if (convert) cuda::convertRows(_stream, floats(s.attended), _rows, w.output.cols, attended);
-    cuda::matvecAdd(_stream, input(attended), rows(), w.output, w.outputBias, floats(s.x));
+    addFew(input(attended), w.output, w.outputBias);
 }
 
 void CudaBackend::attentionMany(const AttentionWeights& w, const KvPages& pages, float eps) {
@@ -68,38 +115,89 @@ void CudaBackend::attentionMany(const AttentionWeights& w, const KvPages& pages,
     const cuda::HeadShape shape{w.heads, pages.kvHeads, pages.headDim};
     const cuda::HalfRows normed = halves(s.normedHi, s.normedLo), q = halves(s.qHi, s.qLo), attended = halves(s.attendedHi, s.attendedLo);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, {nullptr, {}, normed});
-    cuda::matmul(_stream, w.q, normed, _rows, w.qBias, floats(s.q), cuda::Store::Write);
-    cuda::matmul(_stream, w.k, normed, _rows, w.kBias, floats(s.k), cuda::Store::Write);
-    cuda::matmul(_stream, w.v, normed, _rows, w.vBias, floats(s.v), cuda::Store::Write);
+    productMany(normed, w.q, w.qBias, floats(s.q), cuda::Store::Write);
+    productMany(normed, w.k, w.kBias, floats(s.k), cuda::Store::Write);
+    productMany(normed, w.v, w.vBias, floats(s.v), cuda::Store::Write);
     cuda::prepareHeads(_stream, floats(s.q), floats(s.k), floats(s.v), shape, preparation(w, eps), _batch, pages, q);
     cuda::attentionPrefill(_stream, q, shape, w.scale, _batch, _tiles, pages, {nullptr, {}, attended});
-    cuda::matmul(_stream, w.output, attended, _rows, w.outputBias, floats(s.x), cuda::Store::Add);
+    productMany(attended, w.output, w.outputBias, floats(s.x), cuda::Store::Add);
 }
 
 void CudaBackend::dense(const DenseWeights& w, float eps) { few() ? denseFew(w, eps) : denseMany(w, eps); }
+
+// The GPU's columns of silu(gate x) * (up x).
+void CudaBackend::gatedFew(const cuda::MatvecInput& x, const DenseWeights& w, const cuda::RowOutputs& hidden) {
+    const GpuScratch& s = *_layout;
+    const int64_t width = w.gate.rows;
+    const bool fused = sameType(w.gate, w.up);
+    if (w.gate.resident()) {
+        _weights->arrive(w.gate.group);
+        if (fused) return cuda::matvecGated(_stream, x, rows(), w.gate, w.up, hidden);
+        cuda::matvec(_stream, x, rows(), {{w.gate, nullptr, floats(s.gate)}, {w.up, nullptr, floats(s.up)}});
+    } else {
+        _weights->forPieces(w.gate.group, [&](const std::vector<Matrix>& parts, int64_t begin) {
+            if (fused) return cuda::matvecGated(_stream, x, rows(), parts[0], parts[1], hidden, begin, width);
+            cuda::matvec(_stream, x, rows(), {{parts[0], nullptr, floats(s.gate) + begin, width}, {parts[1], nullptr, floats(s.up) + begin, width}});
+        });
+    }
+    // The CPU's columns are rubbish here, and are overwritten when they come.
+    if (!fused) cuda::siluMul(_stream, floats(s.gate), floats(s.up), _rows, width, hidden);
+}
 
 void CudaBackend::denseFew(const DenseWeights& w, float eps) {
     const GpuScratch& s = *_layout;
     const cuda::RowOutputs normed = formsFor({w.gate, w.up}, s.normed, s.normedQuant, _rows, _limits.embedding);
     const cuda::RowOutputs hidden = formsFor({w.down}, s.hidden, s.hiddenQuant, _rows, w.down.cols);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, normed);
-    if (sameType(w.gate, w.up)) {
-        cuda::matvecGated(_stream, input(normed), rows(), w.gate, w.up, hidden);
+    if (w.gate.cpuRows || w.down.cpuRows) return denseShared(w, normed, hidden);
+    gatedFew(input(normed), w, hidden);
+    addFew(input(hidden), w.down, nullptr);
+}
+
+// The CPU computes the last rows of gate and up, and of down. Each processor needs all of the hidden rows for down, so they
+// are exchanged in between.
+void CudaBackend::denseShared(const DenseWeights& w, const cuda::RowOutputs& normed, const cuda::RowOutputs& hidden) {
+    const Mailbox& mail = _share->mailbox();
+    const int64_t columns = w.gate.rows, ofGpu = w.gate.deviceRows(), width = w.down.rows, widthOfGpu = w.down.deviceRows(), rows = _rows;
+    HostShare* share = _share.get();
+    uint32_t hiddenSent = 0, hiddenReturned = 0;
+    if (w.gate.cpuRows) {
+        const uint32_t sent = share->nextSent();
+        hiddenReturned = share->nextReturned();
+        cuda::sendRows(_stream, normed, rows, 0, _limits.embedding, mail.input, mail.sent, sent);
+        if (ofGpu) gatedFew(input(normed), w, hidden);
+        if (ofGpu && w.down.cpuRows) hiddenSent = share->nextSent(), cuda::sendRows(_stream, hidden, rows, 0, ofGpu, mail.hidden, mail.sent, hiddenSent);
+        onHost([=, gate = w.gate.inFile(), up = w.up.inFile(), down = w.down.inFile(), ticket = hiddenReturned] {
+            share->gated(gate, up, down, rows, ofGpu, sent, ticket);
+        });
+        if (widthOfGpu) cuda::receiveRows(_stream, mail.hidden, rows, ofGpu, columns, mail.returned, hiddenReturned, hidden);
     } else {
-        cuda::matvec(_stream, input(normed), rows(), {{w.gate, nullptr, floats(s.gate)}, {w.up, nullptr, floats(s.up)}});
-        cuda::siluMul(_stream, floats(s.gate), floats(s.up), _rows, w.down.cols, hidden);
+        gatedFew(input(normed), w, hidden);
+        hiddenSent = share->nextSent();
+        cuda::sendRows(_stream, hidden, rows, 0, columns, mail.hidden, mail.sent, hiddenSent);
     }
-    cuda::matvecAdd(_stream, input(hidden), rows(), w.down, nullptr, floats(s.x));
+    if (widthOfGpu) addFew(input(hidden), w.down, nullptr);
+    if (!w.down.cpuRows) return;
+    const uint32_t returned = share->nextReturned();
+    onHost([=, down = w.down.inFile(), after = hiddenSent] { share->down(down, rows, widthOfGpu, after, returned); });
+    cuda::receiveAdd(_stream, mail.down, rows, widthOfGpu, width - widthOfGpu, mail.returned, returned, floats(_layout->x), width);
 }
 
 void CudaBackend::denseMany(const DenseWeights& w, float eps) {
     const GpuScratch& s = *_layout;
     const cuda::HalfRows normed = halves(s.normedHi, s.normedLo), hidden = halves(s.hiddenHi, s.hiddenLo);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, {nullptr, {}, normed});
-    cuda::matmul(_stream, w.gate, normed, _rows, nullptr, floats(s.manyGate), cuda::Store::Write);
-    cuda::matmul(_stream, w.up, normed, _rows, nullptr, floats(s.manyUp), cuda::Store::Write);
+    if (w.gate.resident()) {
+        productMany(normed, w.gate, nullptr, floats(s.manyGate), cuda::Store::Write);
+        productMany(normed, w.up, nullptr, floats(s.manyUp), cuda::Store::Write);
+    } else {
+        _weights->forPieces(w.gate.group, [&](const std::vector<Matrix>& parts, int64_t begin) {
+            cuda::matmul(_stream, parts[0], normed, _rows, nullptr, floats(s.manyGate) + begin, cuda::Store::Write, w.gate.rows);
+            cuda::matmul(_stream, parts[1], normed, _rows, nullptr, floats(s.manyUp) + begin, cuda::Store::Write, w.gate.rows);
+        });
+    }
     cuda::siluMul(_stream, floats(s.manyGate), floats(s.manyUp), _rows, w.down.cols, {nullptr, {}, hidden});
-    cuda::matmul(_stream, w.down, hidden, _rows, nullptr, floats(s.x), cuda::Store::Add);
+    productMany(hidden, w.down, nullptr, floats(s.x), cuda::Store::Add);
 }
 
 void CudaBackend::experts(const ExpertWeights& w, float eps) { few() ? expertsFew(w, eps) : expertsMany(w, eps); }
@@ -112,7 +210,8 @@ void CudaBackend::expertsFew(const ExpertWeights& w, float eps) {
     const cuda::RowOutputs normed = formsFor({w.router, gate, up}, s.normed, s.normedQuant, _rows, _limits.embedding);
     const cuda::RowOutputs hidden = formsFor({down}, s.hidden, s.hiddenQuant, pairs, down.cols);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, normed);
-    cuda::matvec(_stream, input(normed), rows(), {{w.router, nullptr, floats(s.routerLogits)}});
+    productsFew(input(normed), rows(), {{w.router, nullptr, floats(s.routerLogits)}});
+    for (const WeightStack* stack : {&w.gate, &w.up, &w.down}) _weights->arrive(stack->group);
     cuda::route(_stream, floats(s.routerLogits), _rows, w.gate.count, w.used, w.renormalize, w.weightScale, chosen, floats(s.weight));
     if (sameType(gate, up)) {
         cuda::expertGated(_stream, input(normed), rows(), w.gate, w.up, chosen, w.used, hidden);
@@ -131,7 +230,8 @@ void CudaBackend::expertsMany(const ExpertWeights& w, float eps) {
     const cuda::HalfRows normed = halves(s.normedHi, s.normedLo), hidden = halves(s.hiddenHi, s.hiddenLo);
     auto* chosen = at<int32_t>(s.chosen);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, {nullptr, {}, normed});
-    cuda::matmul(_stream, w.router, normed, _rows, nullptr, floats(s.manyRouterLogits), cuda::Store::Write);
+    productMany(normed, w.router, nullptr, floats(s.manyRouterLogits), cuda::Store::Write);
+    for (const WeightStack* stack : {&w.gate, &w.up, &w.down}) _weights->arrive(stack->group);
     cuda::route(_stream, floats(s.manyRouterLogits), _rows, count, w.used, w.renormalize, w.weightScale, chosen, floats(s.weight));
     const cuda::ExpertGrouping made = cuda::expertGroupingOver(at<uint8_t>(s.grouping), _rows, w.used, count);
     cuda::groupExperts(_stream, chosen, _rows, w.used, count, made);
@@ -146,8 +246,21 @@ void CudaBackend::expertsMany(const ExpertWeights& w, float eps) {
 void CudaBackend::head(const HeadWeights& w, float eps, int64_t first, int64_t count) {
     const GpuScratch& s = *_layout;
     const cuda::RowOutputs normed = formsFor({w.output}, s.normed, s.normedQuant, count, _limits.embedding);
+    const bool again = first > 0;  // after the region
+    if (again) _weights->beginHead();
     cuda::rmsNorm(_stream, floats(s.x), _wanted + first, w.norm, eps, count, _limits.embedding, normed);
-    cuda::matvec(_stream, input(normed), static_cast<int>(count), {{w.output, nullptr, floats(s.logits)}});
+    // A small batch has all its logits in the first call, with the step's other work.
+    const bool shared = w.output.cpuRows && few();
+    const uint32_t sent = shared ? _share->nextSent() : 0;
+    if (shared) cuda::sendRows(_stream, normed, count, 0, _limits.embedding, _share->mailbox().input, _share->mailbox().sent, sent);
+    if (!shared || w.output.deviceRows()) productsFew(input(normed), static_cast<int>(count), {{w.output, nullptr, floats(s.logits)}});
+    if (shared) {
+        const Mailbox& mail = _share->mailbox();
+        const uint32_t returned = _share->nextReturned();
+        onHost([=, share = _share.get(), output = w.output.inFile(), begin = w.output.deviceRows()] { share->head(output, count, begin, sent, returned); });
+        cuda::receiveRows(_stream, mail.logits, count, w.output.deviceRows(), w.output.rows, mail.returned, returned, {floats(s.logits), {}, {}});
+    }
+    if (again) _weights->end();
 }
 
 }  // namespace sharpi

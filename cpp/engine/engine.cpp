@@ -19,11 +19,17 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
     }
     if (options.batch < 1 || options.batch > 65536) throw Error(ErrorKind::InvalidArgument, "batch must be 1 to 65536 rows");
     options.batch = std::min(options.batch, options.context);
+    for (const TensorHome& home : options.homes) {
+        if (home.cpuRows < 0) throw Error(ErrorKind::InvalidArgument, "a plan with a negative number of rows for the CPU");
+    }
     return options;
 }
 
+// Others may take memory between the look and the loading: so often it is tried again with less.
+constexpr int kLoadings = 3;
+
 std::unique_ptr<Backend> makeBackend(const EngineOptions& options) {
-    if (options.cuda) return makeGpuBackend(options.vram);
+    if (options.cuda) return makeGpuBackend(options.vram, options.threads);
     return std::make_unique<CpuBackend>(options.threads);
 }
 
@@ -39,21 +45,56 @@ Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOpt
 Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options, std::unique_ptr<Backend> backend)
     : _spec(std::move(spec)), _options(checked(_spec, options)), _files(std::move(weights)), _backend(std::move(backend)),
       _trace(_backend->allocator(), LoadTrace::wanted()) {
-    const size_t available = _backend->allocator().available();
-    try {
-        load();
-    } catch (const Error& error) {
-        if (error.kind() != ErrorKind::OutOfMemory) throw;
-        throw Error(ErrorKind::OutOfMemory, std::string(error.what()) + "; " + fittingAdvice(_spec, _files->tensors(), _options, available));
+    if (!_options.homes.empty() && _options.homes.size() != _files->tensors().all().size()) {
+        throw Error(ErrorKind::InvalidArgument, "a plan for " + std::to_string(_options.homes.size()) + " tensors; the model has " +
+                                                    std::to_string(_files->tensors().all().size()));
     }
+    if (_options.cuda) requireGpuCanRun(_spec);
+    const Homes planned = _options.homes;
+    const size_t available = _backend->allocator().available();
+    for (int attempt = 1;; ++attempt) {
+        try {
+            adaptHomes(planned);
+            load();
+            break;
+        } catch (const Error& error) {
+            if (error.kind() != ErrorKind::OutOfMemory) throw;
+            if (planned.empty() || attempt == kLoadings) {
+                throw Error(ErrorKind::OutOfMemory, std::string(error.what()) + "; " + fittingAdvice(_spec, _files->tensors(), _options, available));
+            }
+            unload();
+        }
+    }
+    for (const std::string& note : _backend->notes()) _notes.push_back(note);
+}
+
+// What was free when the plan was made may be gone: then less is resident, and more comes over the bus.
+void Engine::adaptHomes(const Homes& planned) {
+    if (!_options.cuda || planned.empty()) return;
+    const size_t available = _backend->allocator().available();
+    _options.homes = planned;
+    _options.homes = fittedHomes(_spec, _files->tensors(), _options, available);
+    _notes.clear();
+    const uint64_t wanted = placementOf(_spec, _files->tensors(), planned).vram, held = placement().vram;
+    if (held == wanted) return;
+    const auto mib = [](uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
+    _notes.push_back("only " + mib(available) + " of VRAM are free: " + mib(held) + " of weights are kept there, not the " + mib(wanted) +
+                     " of the plan; it will be slower");
+}
+
+void Engine::unload() {
+    _forward.reset();
+    _kv.reset();
+    _weights.reset();
+    _backend->unload();
+    _trace.restart();
 }
 
 void Engine::load() {
-    if (_options.cuda) requireGpuCanRun(_spec);
     Allocator& allocator = _backend->allocator();
     const StepLimits limits = stepLimits(_spec, _files->tensors(), _options.batch, _options.context, _options.kvType);
     _trace.note("start");
-    _weights.emplace(_spec, *_files, _backend->placer(), _options.context, _trace);
+    _weights.emplace(_spec, *_files, _backend->placer(), _options.homes, _options.context, _trace);
     _kv.emplace(allocator, kvShapes(_spec), _options.kvType, _options.context);
     _trace.note("KV cache");
     const size_t before = allocator.held();
@@ -61,7 +102,8 @@ void Engine::load() {
     _scratchBytes = allocator.held() - before;
     _trace.note("scratch");
     _forward.emplace(_spec, *_weights, *_backend, *_kv, limits);
-    if (_options.cuda) rehearse();
+    // Where weights are still to come, the first prompt need not wait for a pass of its own.
+    if (_options.cuda && !_backend->streams()) rehearse();
     _trace.note("graphs");
 }
 

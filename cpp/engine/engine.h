@@ -8,6 +8,7 @@
 
 #include "engine/forward_pass.h"
 #include "engine/memory_plan.h"
+#include "engine/placement.h"
 #include "engine/sampler.h"
 
 namespace sharpi {
@@ -23,7 +24,10 @@ public:
     Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options, std::unique_ptr<Backend> backend);
 
     const ModelSpec& spec() const { return _spec; }
-    const EngineOptions& options() const { return _options; }
+    const EngineOptions& options() const { return _options; }  // with the homes that it has come to
+    // Lines for people: what was not as planned.
+    const std::vector<std::string>& notes() const { return _notes; }
+    Placement placement() const { return placementOf(_spec, _files->tensors(), _options.homes); }
     Backend& backend() { return *_backend; }
     const std::vector<TraceLine>& trace() const { return _trace.lines(); }
     uint64_t weightBytes() const { return _files->bytes(); }
@@ -37,7 +41,9 @@ public:
 
 private:
     friend class Session;
+    void adaptHomes(const Homes& planned);
     void load();
+    void unload();
     void rehearse();
 
     ModelSpec _spec;
@@ -45,6 +51,7 @@ private:
     std::unique_ptr<Weights> _files;
     std::unique_ptr<Backend> _backend;
     LoadTrace _trace;
+    std::vector<std::string> _notes;
     std::optional<ModelWeights> _weights;
     std::optional<KvCache> _kv;
     std::optional<ForwardPass> _forward;

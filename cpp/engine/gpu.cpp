@@ -26,7 +26,7 @@ void requireGpuCanRun(const ModelSpec& spec) {
 
 cuda::DeviceInfo findGpu() { return cuda::findDevice(); }
 
-std::unique_ptr<Backend> makeGpuBackend(size_t vram) { return std::make_unique<CudaBackend>(vram); }
+std::unique_ptr<Backend> makeGpuBackend(size_t vram, int threads) { return std::make_unique<CudaBackend>(vram, threads); }
 
 #else
 
@@ -39,7 +39,7 @@ namespace {
 }  // namespace
 
 cuda::DeviceInfo findGpu() { refuse(); }
-std::unique_ptr<Backend> makeGpuBackend(size_t) { refuse(); }
+std::unique_ptr<Backend> makeGpuBackend(size_t, int) { refuse(); }
 
 #endif
 

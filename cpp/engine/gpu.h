@@ -14,7 +14,8 @@ cuda::DeviceInfo findGpu();
 // Throws Error(InvalidArgument) saying what of this model the GPU's kernels do not have; the CPU runs it.
 void requireGpuCanRun(const ModelSpec& spec);
 
-// vram: the most to take of its memory, in bytes; 0: all that is free. Throws as findGpu() does.
-std::unique_ptr<Backend> makeGpuBackend(size_t vram);
+// vram: the most to take of its memory, in bytes; 0: all that is free. threads: for what the CPU computes meanwhile. Throws as
+// findGpu() does.
+std::unique_ptr<Backend> makeGpuBackend(size_t vram, int threads);
 
 }  // namespace sharpi

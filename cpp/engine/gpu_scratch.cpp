@@ -4,10 +4,18 @@
 #include <algorithm>
 
 #include "kernels/attention.h"
+#include "kernels/packed_shape.h"
 #include "kernels/router.h"
 #include "kernels/sampling.h"
 
 namespace sharpi {
+
+DeviceLayout gpuLayout() {
+    DeviceLayout layout;
+    layout.bytes = [](const Matrix& m) { return cuda::packedBytes(m.type, m.rows, m.cols); };
+    layout.stages = kTransferStages;
+    return layout;
+}
 
 GpuScratch::GpuScratch(const StepLimits& l) {
     const int64_t rowsOfFew = std::min<int64_t>(l.maxRows, cuda::kMaxMatvecRows);

@@ -7,6 +7,13 @@
 
 namespace sharpi {
 
+// Buffers that weights pass through on their way: while one is packed, perhaps behind a kernel that fills the GPU, the next
+// ones are filled.
+constexpr int kTransferStages = 3;
+
+// How the GPU keeps matrices.
+DeviceLayout gpuLayout();
+
 struct GpuScratch {
     // The most sequences of one batch.
     static constexpr int64_t kMaxSequences = 64;

@@ -1,4 +1,4 @@
-// A model's weights as backends take them: each where its processor reads it.
+// A model's weights as backends take them: each with where its processor finds it.
 #pragma once
 
 #include <vector>
@@ -7,6 +7,21 @@
 #include "model/model_spec.h"
 
 namespace sharpi {
+
+// A matrix: resident (data is where the processor reads it), or in the file, from where memory/weight_stream.h brings it.
+struct Weight : Matrix {
+    int32_t group = -1;             // in the weight stream; -1: there from the beginning
+    int32_t member = 0;             // among the matrices of the group
+    const uint8_t* file = nullptr;  // its rows in the mapped file; nullptr when only planning
+    int64_t cpuRows = 0;            // its last rows that the CPU computes in batches of few rows
+    bool resident() const { return data != nullptr; }
+    Matrix inFile() const { return {type, rows, cols, file}; }
+    int64_t deviceRows() const { return rows - cpuRows; }
+};
+
+struct WeightStack : MatrixStack {
+    int32_t group = -1;
+};
 
 struct RopeTable {
     const float* cos = nullptr;  // [context, dims / 2]
@@ -17,7 +32,7 @@ struct RopeTable {
 
 struct AttentionWeights {
     const float* norm = nullptr;
-    Matrix q, k, v, output;
+    Weight q, k, v, output;
     const float *qBias = nullptr, *kBias = nullptr, *vBias = nullptr, *outputBias = nullptr;  // may be absent
     const float *qNorm = nullptr, *kNorm = nullptr;
     AttentionSpec::QkNorm qkNorm = AttentionSpec::QkNorm::None;
@@ -28,13 +43,13 @@ struct AttentionWeights {
 
 struct DenseWeights {
     const float* norm = nullptr;
-    Matrix gate, up, down;
+    Weight gate, up, down;
 };
 
 struct ExpertWeights {
     const float* norm = nullptr;
-    Matrix router;
-    MatrixStack gate, up, down;
+    Weight router;
+    WeightStack gate, up, down;
     int32_t used = 0;
     bool renormalize = true;
     float weightScale = 1.0f;
@@ -48,7 +63,7 @@ struct LayerWeights {
 
 struct HeadWeights {
     const float* norm = nullptr;
-    Matrix output;
+    Weight output;
 };
 
 }  // namespace sharpi

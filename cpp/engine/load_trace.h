@@ -21,6 +21,7 @@ public:
     LoadTrace(Allocator& allocator, bool print) : _allocator(allocator), _print(print) {}
     // Notes what has happened since the last call, under `name`.
     void note(const std::string& name);
+    void restart();
     const std::vector<TraceLine>& lines() const { return _lines; }
     static bool wanted();  // SHARPI_TRACE_VRAM=1
 

@@ -2,11 +2,12 @@
 #include "engine/memory_plan.h"
 
 #include <algorithm>
+#include <functional>
+#include <set>
 
 #include "engine/cpu_backend.h"
 #include "engine/gpu_scratch.h"
 #include "engine/model_weights.h"
-#include "kernels/packed_shape.h"
 
 namespace sharpi {
 
@@ -59,15 +60,14 @@ std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& te
     LoadTrace trace(allocator, false);
     trace.note("start");
     std::unique_ptr<Placer> placer;
+    WeightStream stream(allocator, gpuLayout(), nullptr);
     if (options.cuda) {
-        DeviceLayout layout;
-        layout.bytes = [](const Matrix& m) { return cuda::packedBytes(m.type, m.rows, m.cols); };
-        placer = std::make_unique<CopyingPlacer>(allocator, layout);
+        placer = std::make_unique<DevicePlacer>(allocator, gpuLayout(), stream);
     } else {
         placer = std::make_unique<MappedPlacer>(allocator);
     }
     const Weights shapes(tensors);
-    const ModelWeights weights(spec, shapes, *placer, options.context, trace);
+    const ModelWeights weights(spec, shapes, *placer, options.homes, options.context, trace);
     const KvCache kv(allocator, kvShapes(spec), options.kvType, options.context);
     trace.note("KV cache");
     const size_t scratchBytes = options.cuda ? GpuScratch(limits).bytes() : CpuBackend::scratchBytes(options.threads, limits);
@@ -86,6 +86,29 @@ size_t plannedBytes(const ModelSpec& spec, const TensorTable& tensors, const Eng
     int64_t total = 0;
     for (const TraceLine& line : plannedLines(spec, tensors, options)) total += line.taken;
     return static_cast<size_t>(total);
+}
+
+Homes fittedHomes(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available) {
+    EngineOptions tried = options;
+    size_t least = plannedBytes(spec, tensors, tried);
+    Homes best = options.homes;
+    if (least <= available) return best;
+    std::set<int32_t, std::greater<>> ranks;
+    for (const TensorHome& home : options.homes) {
+        if (home.home == Home::Vram) ranks.insert(home.rank);
+    }
+    // One after the other: slots may take more than what leaves, so fewer resident tensors are not always fewer bytes.
+    for (const int32_t rank : ranks) {
+        for (TensorHome& home : tried.homes) {
+            if (home.rank >= rank) home.home = Home::Direct;
+        }
+        const size_t taken = plannedBytes(spec, tensors, tried);
+        if (taken <= available) return tried.homes;
+        if (taken >= least) continue;
+        least = taken;
+        best = tried.homes;
+    }
+    return best;
 }
 
 std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available) {

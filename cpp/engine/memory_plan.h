@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "engine/backend.h"
+#include "engine/homes.h"
 #include "engine/load_trace.h"
 
 namespace sharpi {
@@ -16,13 +17,18 @@ struct EngineOptions {
     KvType kvType = KvType::BF16;
     bool cuda = false;    // on the GPU, else on the CPU
     size_t vram = 0;      // the most to take of the GPU's memory, in bytes; 0: all that is free
+    Homes homes;          // on the GPU: where each tensor shall be
 };
 
-// The lines of LoadTrace, in order: "token embedding", "layer 0", ..., "output head", "KV cache", "scratch", "graphs".
+// The lines of LoadTrace, in order: "token embedding", "layer 0", ..., "output head", "streaming" (the slots through which
+// pass what is not resident), "KV cache", "scratch", "graphs".
 // On the CPU weights count as nothing: they stay in the mapped file.
 std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
 // The sum of what the lines take.
 size_t plannedBytes(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
+// The homes in which the plan takes no more than `available` bytes: as in options, or with tensors of the highest ranks made
+// Direct; those of the least memory where nothing fits.
+Homes fittedHomes(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available);
 // For a model that did not fit into `available` bytes: the setting that would, as words to end an error with.
 std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available);
 

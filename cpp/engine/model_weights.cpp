@@ -39,9 +39,9 @@ std::vector<double> frequencies(const RopeSpec& rope, const std::vector<float>& 
 
 }  // namespace
 
-ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, int64_t context, LoadTrace& trace)
-    : _files(files), _placer(placer), _context(context) {
-    embedding = matrix(spec.tokenEmbedding);
+ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, const Homes& homes, int64_t context, LoadTrace& trace)
+    : _files(files), _placer(placer), _homes(homes), _context(context) {
+    embedding = _placer.table(inFile(spec.tokenEmbedding));
     trace.note("token embedding");
     for (size_t i = 0; i < spec.layers.size(); ++i) {
         const LayerSpec& from = spec.layers[i];
@@ -49,24 +49,47 @@ ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& 
         LayerWeights layer;
         layer.attention = attention(from, name);
         if (from.dense) {
-            layer.dense = DenseWeights{vector(from.ffnNorm), matrix(from.dense->gate), matrix(from.dense->up), matrix(from.dense->down)};
+            layer.dense = dense(from);
         } else {
             const ExpertFfnSpec& f = *from.experts;
-            layer.experts = ExpertWeights{vector(from.ffnNorm), matrix(f.router), stack(f.gate), stack(f.up), stack(f.down),
+            layer.experts = ExpertWeights{vector(from.ffnNorm), weight(f.router), stack(f.gate), stack(f.up), stack(f.down),
                                           f.used, f.renormalize, f.weightScale};
         }
         layers.push_back(std::move(layer));
         trace.note(name);
     }
+    _placer.startHead();
     head.norm = vector(spec.outputNorm);
     const bool tied = spec.output.tensor == spec.tokenEmbedding.tensor && spec.output.rowBegin == spec.tokenEmbedding.rowBegin;
-    head.output = tied ? embedding : matrix(spec.output);
+    head.output = tied && embedding.resident() ? embedding : weight(spec.output, true);
     trace.note("output head");
+    _placer.finish();
+    trace.note("streaming");
 }
 
-Matrix ModelWeights::matrix(const WeightSlice& slice) { return _placer.matrix(_files.matrix(slice), _files.name(slice)); }
+FileMatrix ModelWeights::inFile(const WeightSlice& slice) const {
+    FileMatrix f{_files.matrix(slice), {}, _files.name(slice)};
+    if (!_homes.empty()) f.home = _homes.at(static_cast<size_t>(slice.tensor));
+    return f;
+}
 
-MatrixStack ModelWeights::stack(const WeightSlice& slice) { return _placer.stack(_files.stack(slice), _files.name(slice)); }
+Weight ModelWeights::weight(const WeightSlice& slice, bool shared) {
+    FileMatrix f = inFile(slice);
+    if (!shared) f.home.cpuRows = 0;
+    return _placer.weights({f})[0];
+}
+
+DenseWeights ModelWeights::dense(const LayerSpec& layer) {
+    DenseWeights w;
+    w.norm = vector(layer.ffnNorm);
+    const std::vector<Weight> first = _placer.weights({inFile(layer.dense->gate), inFile(layer.dense->up)});
+    w.gate = first[0];
+    w.up = first[1];
+    w.down = _placer.weights({inFile(layer.dense->down)})[0];
+    return w;
+}
+
+WeightStack ModelWeights::stack(const WeightSlice& slice) { return _placer.stack(_files.stack(slice), _files.name(slice)); }
 
 // Norms, biases and frequency factors are a few rows: kept as floats, whatever the file holds.
 std::vector<float> ModelWeights::floats(const WeightSlice& slice) const {
@@ -120,10 +143,10 @@ AttentionWeights ModelWeights::attention(const LayerSpec& layer, const std::stri
     const AttentionSpec& a = layer.attention;
     AttentionWeights w;
     w.norm = vector(layer.mixerNorm);
-    w.q = matrix(a.q);
-    w.k = matrix(a.k);
-    w.v = matrix(a.v);
-    w.output = matrix(a.output);
+    w.q = weight(a.q);
+    w.k = weight(a.k);
+    w.v = weight(a.v);
+    w.output = weight(a.output);
     w.qBias = vector(a.qBias);
     w.kBias = vector(a.kBias);
     w.vBias = vector(a.vBias);

@@ -13,10 +13,10 @@ namespace sharpi {
 
 class ModelWeights {
 public:
-    // context: positions that rotary tables cover. Throws Error(OutOfMemory), Error(BadModel).
-    ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, int64_t context, LoadTrace& trace);
+    // homes: see homes.h. context: positions that rotary tables cover. Throws Error(OutOfMemory), Error(BadModel).
+    ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, const Homes& homes, int64_t context, LoadTrace& trace);
 
-    Matrix embedding;
+    Weight embedding;
     std::vector<LayerWeights> layers;
     HeadWeights head;
 
@@ -25,8 +25,10 @@ private:
         RopeSpec spec;
         RopeTable table;
     };
-    Matrix matrix(const WeightSlice& slice);
-    MatrixStack stack(const WeightSlice& slice);
+    FileMatrix inFile(const WeightSlice& slice) const;
+    Weight weight(const WeightSlice& slice, bool shared = false);  // shared: the CPU may compute rows of it
+    DenseWeights dense(const LayerSpec& layer);
+    WeightStack stack(const WeightSlice& slice);
     const float* vector(const WeightSlice& slice);
     std::vector<float> floats(const WeightSlice& slice) const;
     RopeTable rotation(const RopeSpec& spec, const std::string& name);
@@ -34,6 +36,7 @@ private:
 
     const Weights& _files;
     Placer& _placer;
+    const Homes& _homes;
     int64_t _context;
     std::vector<Rotation> _rotations;
 };

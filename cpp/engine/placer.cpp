@@ -1,9 +1,21 @@
 // See placer.h.
 #include "engine/placer.h"
 
+#include <algorithm>
+
+#include "core/contract.h"
+
 namespace sharpi {
 
 namespace {
+
+Weight weightOf(const Matrix& file, const uint8_t* data) {
+    Weight weight;
+    static_cast<Matrix&>(weight) = file;
+    weight.data = data;
+    weight.file = file.data;
+    return weight;
+}
 
 const float* copiedVector(Allocator& allocator, std::vector<Buffer>& buffers, const float* host, size_t count, const std::string& name) {
     buffers.emplace_back(allocator, count * sizeof(float), name);
@@ -14,26 +26,76 @@ const float* copiedVector(Allocator& allocator, std::vector<Buffer>& buffers, co
 
 }  // namespace
 
+std::vector<Weight> MappedPlacer::weights(const std::vector<FileMatrix>& files) {
+    std::vector<Weight> placed;
+    for (const FileMatrix& f : files) placed.push_back(weightOf(f.file, f.file.data));
+    return placed;
+}
+
+Weight MappedPlacer::table(const FileMatrix& file) { return weightOf(file.file, file.file.data); }
+
+WeightStack MappedPlacer::stack(const MatrixStack& file, const std::string&) {
+    WeightStack placed;
+    static_cast<MatrixStack&>(placed) = file;
+    return placed;
+}
+
 const float* MappedPlacer::vector(const float* host, size_t count, const std::string& name) {
     return copiedVector(_allocator, _buffers, host, count, name);
 }
 
-const float* CopyingPlacer::vector(const float* host, size_t count, const std::string& name) {
+const uint8_t* DevicePlacer::room(size_t bytes, const std::string& name) {
+    _buffers.emplace_back(_allocator, bytes, name);
+    return _buffers.back().as<uint8_t>();
+}
+
+const float* DevicePlacer::vector(const float* host, size_t count, const std::string& name) {
     return copiedVector(_allocator, _buffers, host, count, name);
 }
 
-Matrix CopyingPlacer::matrix(const Matrix& host, const std::string& name) {
-    return stack({host, 0, 1}, name).first;
+std::vector<Weight> DevicePlacer::weights(const std::vector<FileMatrix>& files) {
+    const bool resident = std::all_of(files.begin(), files.end(), [](const FileMatrix& f) { return f.home.home == Home::Vram; });
+    std::vector<Matrix> inFile, onDevice;
+    std::vector<Weight> placed;
+    for (const FileMatrix& f : files) {
+        inFile.push_back(f.file);
+        placed.push_back(weightOf(f.file, resident ? room(_layout.bytes(f.file), f.name) : nullptr));
+        onDevice.push_back(placed.back());
+    }
+    // Whole blocks of activations on either side.
+    const int64_t rows = files[0].file.rows, wanted = std::max<int64_t>(0, rows - files[0].home.cpuRows);
+    const int64_t cpuRows = resident ? 0 : rows - std::min(rows, (wanted + kContractBlock - 1) / kContractBlock * kContractBlock);
+    const int32_t group = resident ? _stream.addResident(onDevice, inFile) : _stream.addStreamed(inFile, cpuRows);
+    for (size_t i = 0; i < placed.size(); ++i) {
+        placed[i].group = group;
+        placed[i].member = static_cast<int32_t>(i);
+        placed[i].cpuRows = cpuRows;
+    }
+    return placed;
 }
 
-MatrixStack CopyingPlacer::stack(const MatrixStack& host, const std::string& name) {
-    MatrixStack placed = host;
-    placed.stride = host.count > 1 ? Allocator::aligned(_layout.bytes(host.first)) : _layout.bytes(host.first);
-    _buffers.emplace_back(_allocator, placed.stride * static_cast<size_t>(host.count), name);
-    placed.first.data = _buffers.back().as<uint8_t>();
-    if (host.first.data) {
-        for (int32_t i = 0; i < host.count; ++i) _layout.fill(placed.at(i), host.at(i));
+Weight DevicePlacer::table(const FileMatrix& file) {
+    if (file.home.home == Home::Vram) return weights({file})[0];
+    _stream.addTable(file.file);
+    return weightOf(file.file, nullptr);
+}
+
+void DevicePlacer::finish() {
+    _stream.take();
+    _stream.uploadAll();
+}
+
+WeightStack DevicePlacer::stack(const MatrixStack& file, const std::string& name) {
+    WeightStack placed;
+    static_cast<MatrixStack&>(placed) = file;
+    placed.stride = file.count > 1 ? Allocator::aligned(_layout.bytes(file.first)) : _layout.bytes(file.first);
+    placed.first.data = room(placed.stride * static_cast<size_t>(file.count), name);
+    std::vector<Matrix> inFile, onDevice;
+    for (int32_t i = 0; i < file.count; ++i) {
+        inFile.push_back(file.at(i));
+        onDevice.push_back(placed.at(i));
     }
+    placed.group = _stream.addResident(onDevice, inFile);
     return placed;
 }
 

@@ -2,31 +2,46 @@
 // placer that copies nothing.
 #pragma once
 
-#include <functional>
 #include <string>
 #include <vector>
 
-#include "core/matrix.h"
-#include "memory/allocator.h"
+#include "engine/homes.h"
+#include "engine/layer_weights.h"
+#include "memory/weight_stream.h"
 
 namespace sharpi {
 
+// A matrix of the mapped file (its data is null when only planning), and where it shall be.
+struct FileMatrix {
+    Matrix file;
+    TensorHome home;
+    std::string name;
+};
+
+// All may throw Error(OutOfMemory). Called in the order in which a token meets the weights.
 class Placer {
 public:
     virtual ~Placer() = default;
-    // Throw Error(OutOfMemory). `host` is the mapped file's; its data is null when only planning.
-    virtual Matrix matrix(const Matrix& host, const std::string& name) = 0;
-    virtual MatrixStack stack(const MatrixStack& host, const std::string& name) = 0;
+    // Matrices that are used together: those that are not resident have the same number of rows.
+    virtual std::vector<Weight> weights(const std::vector<FileMatrix>& files) = 0;
+    // A table of which single rows are read.
+    virtual Weight table(const FileMatrix& file) = 0;
+    virtual WeightStack stack(const MatrixStack& file, const std::string& name) = 0;
     // `count` floats; null: room for them only.
     virtual const float* vector(const float* host, size_t count, const std::string& name) = 0;
+    // What follows belongs to the output head.
+    virtual void startHead() {}
+    // After the last.
+    virtual void finish() {}
 };
 
-// The CPU's: matrices stay in the mapped file.
+// The CPU's: matrices stay in the mapped file, whatever the plan says.
 class MappedPlacer : public Placer {
 public:
     explicit MappedPlacer(Allocator& allocator) : _allocator(allocator) {}
-    Matrix matrix(const Matrix& host, const std::string&) override { return host; }
-    MatrixStack stack(const MatrixStack& host, const std::string&) override { return host; }
+    std::vector<Weight> weights(const std::vector<FileMatrix>& files) override;
+    Weight table(const FileMatrix& file) override;
+    WeightStack stack(const MatrixStack& file, const std::string& name) override;
     const float* vector(const float* host, size_t count, const std::string& name) override;
 
 private:
@@ -34,24 +49,24 @@ private:
     std::vector<Buffer> _buffers;
 };
 
-// How a device keeps a matrix.
-struct DeviceLayout {
-    std::function<size_t(const Matrix&)> bytes;
-    // Fills `to` (allocated, bytes(to)) from the file's rows.
-    std::function<void(const Matrix& to, const Matrix& host)> fill;
-};
-
-// Copies everything into memory of its own.
-class CopyingPlacer : public Placer {
+// A device's: takes memory for what shall be resident, and has everything brought over by the stream.
+class DevicePlacer : public Placer {
 public:
-    CopyingPlacer(Allocator& allocator, DeviceLayout layout) : _allocator(allocator), _layout(std::move(layout)) {}
-    Matrix matrix(const Matrix& host, const std::string& name) override;
-    MatrixStack stack(const MatrixStack& host, const std::string& name) override;
+    DevicePlacer(Allocator& allocator, DeviceLayout layout, WeightStream& stream)
+        : _allocator(allocator), _layout(std::move(layout)), _stream(stream) {}
+    std::vector<Weight> weights(const std::vector<FileMatrix>& files) override;
+    Weight table(const FileMatrix& file) override;
+    WeightStack stack(const MatrixStack& file, const std::string& name) override;
     const float* vector(const float* host, size_t count, const std::string& name) override;
+    void startHead() override { _stream.startHead(); }
+    void finish() override;
 
 private:
+    const uint8_t* room(size_t bytes, const std::string& name);
+
     Allocator& _allocator;
     DeviceLayout _layout;
+    WeightStream& _stream;
     std::vector<Buffer> _buffers;
 };
 

@@ -68,11 +68,17 @@ DeviceInfo findDevice() {
 
 Graph::~Graph() { cudaGraphExecDestroy(_exec); }
 
-Stream::Stream(const DeviceInfo& device) : _device(device) {
+Event::Event() { check(cudaEventCreateWithFlags(&_handle, cudaEventDisableTiming), "creating an event"); }
+
+Event::~Event() { cudaEventDestroy(_handle); }
+
+Stream::Stream(const DeviceInfo& device, Role role) : _device(device) {
     check(cudaSetDevice(device.index), "choosing the device");
-    check(cudaStreamCreateWithFlags(&_handle, cudaStreamNonBlocking), "creating a stream");
+    int lowest = 0, highest = 0;  // priorities: the smaller number goes first
+    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for priorities");
+    check(cudaStreamCreateWithPriority(&_handle, cudaStreamNonBlocking, role == Role::Feed ? highest : lowest), "creating a stream");
     // Kernels that were compiled for older devices do not wait for their predecessors by themselves.
-    _overlaps = device.major >= 9 && codeVersion() >= 90 && !switchedOff("SHARPI_CUDA_PDL");
+    _overlaps = role == Role::Compute && device.major >= 9 && codeVersion() >= 90 && !switchedOff("SHARPI_CUDA_PDL");
 }
 
 Stream::~Stream() {
@@ -103,6 +109,25 @@ void Stream::download(void* host, const void* device, size_t bytes) {
 void Stream::zero(void* device, size_t bytes) { check(cudaMemsetAsync(device, 0, bytes, _handle), "clearing device memory"); }
 
 void Stream::synchronize() { check(cudaStreamSynchronize(_handle), "waiting for the device"); }
+
+void Stream::poll() {
+    const cudaError_t status = cudaStreamQuery(_handle);
+    if (status != cudaErrorNotReady) check(status, "the device's work");
+    else cudaGetLastError();
+}
+
+void Stream::record(const Event& event) { check(cudaEventRecord(event.handle(), _handle), "marking a point in a stream"); }
+
+void Stream::wait(const Event& event) {
+    check(cudaStreamWaitEvent(_handle, event.handle(), 0), "waiting for another stream");
+    _afterWait = true;
+}
+
+bool Stream::capturing() const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(_handle, &status), "asking whether a stream is being recorded");
+    return status != cudaStreamCaptureStatusNone;
+}
 
 std::unique_ptr<Graph> Stream::capture(const std::function<void()>& body) {
     const int64_t before = _launches;

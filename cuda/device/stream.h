@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 
+struct CUevent_st;
 struct CUstream_st;
 struct CUgraphExec_st;
 
@@ -40,21 +41,43 @@ private:
     int64_t _kernels;
 };
 
+// A point in a stream's work that other streams can wait for. Made once, of the calling thread's device; recorded again and
+// again. Recorded while a capture runs, it means nothing outside of it.
+class Event {
+public:
+    Event();
+    ~Event();
+    Event(const Event&) = delete;
+    Event& operator=(const Event&) = delete;
+    CUevent_st* handle() const { return _handle; }
+
+private:
+    CUevent_st* _handle = nullptr;
+};
+
 // Work in order on one device. Every call throws Error(Internal) with CUDA's message when the device refuses.
 class Stream {
 public:
-    explicit Stream(const DeviceInfo& device);
+    enum class Role {
+        Compute,
+        Feed,  // beside a Compute stream, which waits for it: its kernels go first, each after the whole of the one before
+    };
+    explicit Stream(const DeviceInfo& device, Role role = Role::Compute);
     ~Stream();
     Stream(const Stream&) = delete;
     Stream& operator=(const Stream&) = delete;
 
     const DeviceInfo& device() const { return _device; }
     CUstream_st* handle() const { return _handle; }
-    // Whether a kernel may be started while its predecessor ends (programmatic dependent launch; 9.0 and later,
-    // unless SHARPI_CUDA_PDL=0).
-    bool overlapsLaunches() const { return _overlaps; }
+    // Whether the next kernel may be started while its predecessor ends (programmatic dependent launch; 9.0 and later,
+    // unless SHARPI_CUDA_PDL=0). Not after a wait(): kernels fetch weights before they wait for what precedes them, and
+    // weights may be what the event stands for.
+    bool overlapsLaunches() const { return _overlaps && !_afterWait; }
     int64_t launches() const { return _launches; }
-    void countLaunch() { ++_launches; }
+    void countLaunch() {
+        ++_launches;
+        _afterWait = false;
+    }
 
     // Makes its device the calling thread's: another library of the process may have chosen another.
     void use();
@@ -68,6 +91,15 @@ public:
     void download(void* host, const void* device, size_t bytes);
     void zero(void* device, size_t bytes);
     void synchronize();
+    // Throws if the device has failed; does not wait.
+    void poll();
+
+    // The event stands for all work given to the stream so far, each kernel to its end.
+    void record(const Event& event);
+    // Work given to the stream from here on starts after what the event stands for now. In a capture: an event recorded in it,
+    // which takes the stream into the capture.
+    void wait(const Event& event);
+    bool capturing() const;
 
     // Records what `body` launches instead of running it.
     std::unique_ptr<Graph> capture(const std::function<void()>& body);
@@ -76,7 +108,7 @@ public:
 private:
     DeviceInfo _device;
     CUstream_st* _handle = nullptr;
-    bool _overlaps = false;
+    bool _overlaps = false, _afterWait = false;
     int64_t _launches = 0;
 };
 

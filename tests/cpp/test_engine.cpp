@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
@@ -11,53 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "core/error.h"
-#include "engine/cpu_backend.h"
-#include "engine/engine.h"
-#include "memory/fake_device.h"
-#include "tiny_model.h"
+#include "tiny_engine.h"
 #include "tiny_pass.h"
 
 namespace {
 
 using namespace sharpi;
-
-std::vector<int32_t> randomTokens(int64_t count, int64_t vocab, unsigned seed) {
-    std::mt19937 random(seed);
-    std::vector<int32_t> tokens(count);
-    for (auto& token : tokens) token = static_cast<int32_t>(random() % vocab);
-    return tokens;
-}
-
-std::shared_ptr<Engine> makeEngine(const tiny::Model& model, int64_t context, int64_t batch, int threads, KvType kv = KvType::BF16) {
-    EngineOptions options;
-    options.context = context;
-    options.batch = batch;
-    options.threads = threads;
-    options.kvType = kv;
-    return std::make_shared<Engine>(model.spec(), model.weights(), options);
-}
-
-const float kPoison = std::numeric_limits<float>::quiet_NaN();
-
-std::vector<float> evaluate(Session& session, const std::vector<int32_t>& tokens, int64_t vocab, const std::vector<int64_t>& chunks = {}) {
-    std::vector<float> logits(tokens.size() * vocab, kPoison);
-    session.evaluate(tokens, logits.data(), chunks, nullptr);
-    return logits;
-}
-
-// Finite, and not one row like another: equality between runs would else prove nothing.
-void expectMeaningful(const std::vector<float>& logits, int64_t vocab) {
-    for (const float value : logits) ASSERT_TRUE(std::isfinite(value));
-    const size_t rows = logits.size() / vocab;
-    ASSERT_NE(std::memcmp(&logits[0], &logits[(rows - 1) * vocab], vocab * sizeof(float)), 0);
-    const auto [low, high] = std::minmax_element(logits.begin(), logits.end());
-    EXPECT_GT(*high - *low, 0.1f);
-}
-
-bool sameBits(const std::vector<float>& a, const std::vector<float>& b) {
-    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
+using namespace tiny;
 
 TEST(Engine, ChunksDoNotChangeLogits) {
     for (const tiny::Options& options : tiny::variants()) {
@@ -117,7 +76,7 @@ TEST(ForwardPass, SequencesInOneBatchDoNotTouchEachOther) {
             Session session(makeEngine(model, 200, 200, 1));
             alone.push_back(evaluate(session, text, options.vocab));
         }
-        tiny::Pass<CpuBackend> pass(model, 2, 128, 200, KvType::BF16, 4 * 200);
+        tiny::Pass<CpuBackend> pass(model, 128, 200, KvType::BF16, 4 * 200, 2);
         std::mt19937 random(options.seed);
         std::vector<int32_t> handles;
         for (size_t s = 0; s < texts.size(); ++s) handles.push_back(pass.kv.createSequence());
@@ -173,16 +132,6 @@ TEST(Session, TwoSessionsOfOneEngine) {
     EXPECT_TRUE(sameBits(gotB, expectedB));
 }
 
-template <typename Call> void expectError(ErrorKind kind, const std::string& part, const Call& call) {
-    try {
-        call();
-        FAIL() << "no error about " << part;
-    } catch (const Error& e) {
-        EXPECT_EQ(e.kind(), kind) << e.what();
-        EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
-    }
-}
-
 TEST(Session, AFailureLeavesItAsItWas) {
     tiny::Options options;
     const tiny::Model model(options);
@@ -221,19 +170,6 @@ TEST(Session, InterruptionKeepsWhatWasEvaluated) {
     int asked = 0;
     expectError(ErrorKind::InvalidArgument, "interrupted", [&] { session.evaluate(tokens, nullptr, {}, [&] { return ++asked == 3; }); });
     EXPECT_EQ(session.tokens(), std::vector<int32_t>(tokens.begin(), tokens.begin() + 20));
-}
-
-std::vector<int32_t> greedy(Session& session, const std::vector<int32_t>& prompt, int count) {
-    SamplingParams params;
-    params.temperature = 0;
-    session.start(prompt, params, nullptr);
-    std::vector<int32_t> made;
-    while (static_cast<int>(made.size()) < count) {
-        const auto token = session.next();
-        if (!token) break;
-        made.push_back(*token);
-    }
-    return made;
 }
 
 TEST(Session, StartReusesTheCommonBeginning) {
@@ -309,24 +245,6 @@ TEST(Engine, RefusesImpossibleOptions) {
     EXPECT_EQ(makeEngine(model, 100, 512, 1)->kvBytes(), Engine::kvBytesFor(model.spec(), KvType::BF16, 100));
 }
 
-// The engine on a device of its own memory, as a GPU's is, but in host memory.
-struct OnFake {
-    explicit OnFake(size_t capacity, size_t granularity = size_t{16} << 10)
-        : memory(std::make_unique<FakeDevice>(capacity, granularity)), device(*memory) {}
-    std::shared_ptr<Engine> load(const tiny::Model& model, const EngineOptions& options) {
-        return std::make_shared<Engine>(model.spec(), model.weights(), options, std::make_unique<CpuBackend>(1, std::move(memory)));
-    }
-    std::unique_ptr<FakeDevice> memory;
-    FakeDevice& device;
-};
-
-EngineOptions smallOptions() {
-    EngineOptions options;
-    options.context = 200;
-    options.batch = 16;
-    return options;
-}
-
 TEST(Engine, WeightsCopiedToADeviceGiveTheSameBits) {
     for (const tiny::Options& options : tiny::variants()) {
         SCOPED_TRACE(tiny::describe(options));
@@ -351,24 +269,9 @@ TEST(Engine, AnyAllocationMayFailAndNothingIsLost) {
     }
     ASSERT_GT(commits, 10);
     for (int n = 1; n <= commits; ++n) {
-        // Kept here, so that what the failed engine gave back can be seen: the backend only borrows it.
         FakeDevice device(size_t{64} << 20, size_t{16} << 10);
         const size_t before = device.freeBytes();
         device.failCommit(n);
-        struct Borrowed : DeviceMemory {
-            explicit Borrowed(FakeDevice& d) : device(d) {}
-            std::string name() const override { return device.name(); }
-            size_t granularity() const override { return device.granularity(); }
-            size_t freeBytes() const override { return device.freeBytes(); }
-            void* reserve(size_t bytes) override { return device.reserve(bytes); }
-            void release(void* address, size_t bytes) noexcept override { device.release(address, bytes); }
-            bool commit(void* address, size_t bytes) override { return device.commit(address, bytes); }
-            void decommit(void* address, size_t bytes) noexcept override { device.decommit(address, bytes); }
-            void upload(void* to, const void* host, size_t bytes) override { device.upload(to, host, bytes); }
-            void download(void* host, const void* from, size_t bytes) override { device.download(host, from, bytes); }
-            void zero(void* address, size_t bytes) override { device.zero(address, bytes); }
-            FakeDevice& device;
-        };
         try {
             Engine engine(model.spec(), model.weights(), smallOptions(), std::make_unique<CpuBackend>(1, std::make_unique<Borrowed>(device)));
             ADD_FAILURE() << "commit " << n << " failed, and nobody said so";
@@ -425,5 +328,6 @@ TEST(Engine, ThePlanCountsWhatLoadingTakes) {
                   lines[lines.size() - 3].asked + lines[lines.size() - 2].asked);
     }
 }
+
 
 }  // namespace

@@ -131,6 +131,59 @@ TEST(ThreadPool, SleepingWorkersWake) {
     }
 }
 
+// Waits until that many workers sleep; false if they never do.
+bool becomesAsleep(const ThreadPool& pool, int wanted) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (pool.sleeping() != wanted) {
+        if (std::chrono::steady_clock::now() > deadline) return false;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return true;
+}
+
+TEST(ThreadPool, NobodySleepsWhileKeptAwake) {
+    ThreadPool pool(3);
+    for (int round = 0; round < 3; ++round) {
+        ASSERT_TRUE(becomesAsleep(pool, 2)) << "workers without work did not go to sleep";
+        {
+            const ThreadPool::Awake outer(pool);
+            ASSERT_TRUE(becomesAsleep(pool, 0)) << "sleeping workers were not woken";
+            for (int look = 0; look < 20; ++look) {
+                {
+                    const ThreadPool::Awake inner(pool);
+                    EXPECT_EQ(countRuns(pool, 9), std::vector<int>(9, 1));
+                }
+                std::this_thread::sleep_for(std::chrono::milliseconds(2));  // far longer than they spin otherwise
+                ASSERT_EQ(pool.sleeping(), 0);
+            }
+        }
+    }
+    ASSERT_TRUE(becomesAsleep(pool, 2)) << "workers no longer kept awake did not go to sleep";
+    EXPECT_EQ(countRuns(pool, 9), std::vector<int>(9, 1));
+}
+
+TEST(ThreadPool, AwakeComesAndGoesBetweenLoops) {
+    for (const int threads : {1, 2, 4}) {
+        ThreadPool pool(threads);
+        std::mt19937 random(8);
+        for (int loop = 0; loop < 3000; ++loop) {
+            std::unique_ptr<ThreadPool::Awake> awake;
+            if (random() % 2) awake = std::make_unique<ThreadPool::Awake>(pool);
+            const int64_t tasks = 1 + random() % 6;
+            ASSERT_EQ(countRuns(pool, tasks), std::vector<int>(tasks, 1));
+            if (random() % 300 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(3));
+        }
+    }
+}
+
+TEST(ThreadPool, EndsRightAfterBeingKeptAwake) {
+    for (int round = 0; round < 50; ++round) {
+        ThreadPool pool(3);
+        const ThreadPool::Awake awake(pool);
+        if (round % 2) countRuns(pool, 9);
+    }
+}
+
 TEST(ThreadPool, EndsWhileSpinningAsleepAndUnused) {
     for (int round = 0; round < 50; ++round) {
         ThreadPool unused(3);

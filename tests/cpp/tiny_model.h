@@ -112,11 +112,13 @@ public:
     sharpi::TensorTable table() const { return sharpi::TensorTable(tensors); }
     sharpi::ModelSpec spec() const { return sharpi::ModelSpec::read(sharpi::Metadata(metadata), table()); }
 
-    // The file is gone from its folder at once: the mapping keeps its contents.
-    std::unique_ptr<sharpi::Weights> weights() const {
+    // The file is gone from its folder at once: the mapping keeps its contents. descriptor: gets one through which the caller
+    // may change them, and which it closes.
+    std::unique_ptr<sharpi::Weights> weights(int* descriptor = nullptr) const {
         std::string path = ::testing::TempDir() + "sharpi_tiny_XXXXXX";
         const int fd = ::mkstemp(path.data());
         if (fd < 0) throw std::runtime_error("no temporary file at " + path);
+        if (descriptor) *descriptor = ::dup(fd);
         FILE* file = ::fdopen(fd, "wb");
         const bool written = std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size();
         if (std::fclose(file) != 0 || !written) throw std::runtime_error("cannot write " + path);

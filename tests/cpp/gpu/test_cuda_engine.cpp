@@ -142,7 +142,7 @@ TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
     for (const tiny::Options& tiny : tiny::variants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
-        tiny::Pass<CudaBackend> pass(model, 0, 16, 300, KvType::BF16, 4 * 300);
+        tiny::Pass<CudaBackend> pass(model, 16, 300, KvType::BF16, 4 * 300, size_t{0}, 2);
 
         constexpr int kTexts = 4, kLength = 70;
         std::vector<std::vector<int32_t>> texts;
@@ -184,7 +184,7 @@ TEST_F(CudaEngine, SequencesShareAPrefill) {
     for (const tiny::Options& tiny : tiny::variants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = tiny::Model(tiny).asFloats();
-        tiny::Pass<CudaBackend> pass(model, 0, 200, 300, KvType::F32, 80 * 64);
+        tiny::Pass<CudaBackend> pass(model, 200, 300, KvType::F32, 80 * 64, size_t{0}, 2);
         const std::vector<int64_t> lengths = {150, 3, 1, 46};
         std::vector<float> expected;
         Session cpu(load(model, options(false, KvType::F32)));

@@ -1,0 +1,151 @@
+// See cuda_transfers.h.
+#include "engine/cuda_transfers.h"
+
+#include "core/error.h"
+#include "kernels/packed.h"
+
+namespace sharpi {
+
+namespace {
+
+std::unique_ptr<cuda::Stream> feedBeside(const cuda::Stream& compute) {
+    return std::make_unique<cuda::Stream>(compute.device(), cuda::Stream::Role::Feed);
+}
+
+// Floats stay as they are in the file: they need no packing.
+bool staged(const StreamPart& part) { return !info(part.to.type).isFloat; }
+
+}  // namespace
+
+CudaTransfers::CudaTransfers(cuda::Stream& compute)
+    : _compute(compute), _copies(feedBeside(compute)), _packing(feedBeside(compute)), _files(compute.device()) {}
+
+CudaTransfers::~CudaTransfers() {
+    try {
+        settle();
+        synchronize();
+    } catch (const Error&) {
+        // After a fault nothing runs any more, and the error has been or will be told by whoever used the stream.
+    }
+}
+
+void CudaTransfers::synchronize() {
+    _compute.use();
+    _copies->synchronize();
+    _packing->synchronize();
+    _compute.synchronize();
+}
+
+void CudaTransfers::prepare(const std::vector<HostRange>& always, const std::vector<HostRange>& once, void* staging, size_t stageBytes) {
+    _files.pin(always, once);
+    _staging = static_cast<uint8_t*>(staging);
+    _stageBytes = stageBytes;
+}
+
+void CudaTransfers::finishOnce() {
+    synchronize();
+    _files.unpinOnce();
+}
+
+void CudaTransfers::settle() {
+    if (!_open) return;
+    _compute.use();
+    const bool recording = _compute.capturing();
+    bool left = false;
+    for (std::unique_ptr<cuda::Stream>* stream : {&_copies, &_packing}) {
+        // Nothing of a capture has run. Its end lets go of its streams; one that it should keep all the same is of no use any more.
+        if (!(*stream)->capturing())
+            (*stream)->synchronize();
+        else if (recording)
+            left = true;
+        else
+            *stream = feedBeside(_compute);
+    }
+    _open = left;
+}
+
+void CudaTransfers::begin() {
+    settle();
+    _compute.use();
+    _open = true;
+    _fetches = 0;
+    for (Slot& slot : _slots) slot.fetched = slot.isReleased = false;
+    _compute.record(_forked);
+    _copies->wait(_forked);  // and packing waits for copies
+}
+
+void CudaTransfers::end() {
+    if (!_open) throw Error(ErrorKind::Internal, "the end of a pass that was not begun");
+    _copies->record(_joined);
+    _packing->wait(_joined);
+    _packing->record(_joined);
+    _compute.wait(_joined);
+    _open = false;
+}
+
+CudaTransfers::Slot& CudaTransfers::slotAt(int slot) {
+    if (!_open) throw Error(ErrorKind::Internal, "weights are fetched or used outside of a pass");
+    return _slots.at(static_cast<size_t>(slot));
+}
+
+void CudaTransfers::copy(uint8_t* to, const StreamPart& part) {
+    const uint8_t* file = part.file;
+    for (size_t left = part.bytes(); left > 0;) {
+        const HostRange from = _files.source(file, left);
+        _copies->uploadPinned(to, from.begin, from.bytes);
+        to += from.bytes;
+        file += from.bytes;
+        left -= from.bytes;
+    }
+}
+
+void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int slot) {
+    Slot& target = slotAt(slot);
+    const auto stage = static_cast<size_t>(_fetches % kStages);
+    uint8_t* const staging = _staging + stage * _stageBytes;
+    if (_fetches >= kStages) _copies->wait(_stageFree[stage]);
+    ++_fetches;
+
+    size_t used = 0;
+    for (const StreamPart& part : parts) {
+        if (!staged(part)) continue;
+        if (used + part.bytes() > _stageBytes) throw Error(ErrorKind::Internal, "weights on their way are larger than their stage");
+        copy(staging + used, part);
+        used += Allocator::aligned(part.bytes());
+    }
+    // Those that go straight to the slot come last, so that the others need not wait until it is free.
+    bool waited = !target.isReleased;
+    for (const StreamPart& part : parts) {
+        if (staged(part)) continue;
+        if (!waited) _copies->wait(target.released);
+        waited = true;
+        copy(const_cast<uint8_t*>(part.to.data) + rowBytes(part.to.type, part.to.cols) * static_cast<size_t>(part.rowBegin), part);
+    }
+    _copies->record(_copied);
+
+    _packing->wait(_copied);
+    if (target.isReleased) _packing->wait(target.released);
+    used = 0;
+    for (const StreamPart& part : parts) {
+        if (!staged(part)) continue;
+        cuda::packRows(*_packing, part.to, part.rowBegin, part.rows, staging + used);
+        used += Allocator::aligned(part.bytes());
+    }
+    _packing->record(_stageFree[stage]);
+    _packing->record(target.ready);
+    target.fetched = true;
+}
+
+void CudaTransfers::await(int slot) {
+    const Slot& target = slotAt(slot);
+    if (!target.fetched) throw Error(ErrorKind::Internal, "weights are used that were not fetched");
+    _compute.wait(target.ready);
+}
+
+void CudaTransfers::release(int slot) {
+    Slot& target = slotAt(slot);
+    _compute.record(target.released);
+    target.isReleased = true;
+}
+
+}  // namespace sharpi

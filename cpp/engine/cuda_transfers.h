@@ -1,0 +1,69 @@
+// Bringing weights across PCIe while the GPU computes: the copy engine carries a piece's file rows from pinned pages into
+// a stage, and a kernel packs them from there into their slot (kernels/packed.h), each on a stream of its own beside the
+// one that computes.
+//
+// Every order that a pass needs is made of events between the three streams. So a pass works alike when it is launched and
+// when the compute stream is being captured: begin() takes the two streams into the capture and end() brings them back.
+// An event means something within its pass only; passes follow each other because begin() and end() join all three.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/pinned_files.h"
+#include "device/stream.h"
+#include "memory/weight_stream.h"
+
+namespace sharpi {
+
+class CudaTransfers : public Transfers {
+public:
+    // While one stage is packed, perhaps behind a kernel that fills the GPU, the next ones are filled. DeviceLayout::stages.
+    static constexpr int kStages = 3;
+
+    explicit CudaTransfers(cuda::Stream& compute);
+    // Waits for the device, and unpins everything.
+    ~CudaTransfers() override;
+
+    void prepare(const std::vector<HostRange>& always, const std::vector<HostRange>& once, void* staging, size_t stageBytes) override;
+    void finishOnce() override;
+    std::vector<std::string> notes() const override { return _files.notes(); }
+    const uint8_t* deviceAddress(const uint8_t* file) const override { return _files.deviceAddress(file); }
+
+    void begin() override;
+    void end() override;
+    // The rows of a `once` range that could not be pinned are waited for here, which no capture allows.
+    void fetch(const std::vector<StreamPart>& parts, int slot) override;
+    void await(int slot) override;
+    void release(int slot) override;
+
+    // After a pass that was given up half way: waits for what it left running, which would disturb what comes next. begin()
+    // does it too; who replays a captured pass has to. In a capture that is being given up, nothing: the next call does it.
+    void settle();
+
+private:
+    struct Slot {
+        cuda::Event ready, released;
+        bool fetched = false, isReleased = false;  // in this pass
+    };
+    Slot& slotAt(int slot);
+    void copy(uint8_t* to, const StreamPart& part);
+    void synchronize();
+
+    cuda::Stream& _compute;
+    std::unique_ptr<cuda::Stream> _copies, _packing;
+    cuda::PinnedFiles _files;
+    uint8_t* _staging = nullptr;
+    size_t _stageBytes = 0;
+
+    cuda::Event _forked, _copied, _joined;
+    std::array<Slot, WeightStream::kSlots> _slots;
+    std::array<cuda::Event, kStages> _stageFree;
+    int64_t _fetches = 0;  // in this pass
+    bool _open = false;    // between begin() and end()
+};
+
+}  // namespace sharpi

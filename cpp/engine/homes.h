@@ -1,0 +1,27 @@
+// Where a plan wants each tensor's bytes to be.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace sharpi {
+
+enum class Home {
+    Vram,    // resident in the device's memory
+    Direct,  // in the mapped file; brought across the bus each time it is used
+};
+
+struct TensorHome {
+    Home home = Home::Vram;
+    // Of a Direct feed-forward matrix or output head: its last rows, a multiple of 32, that the CPU computes in batches of few
+    // rows. Gate and up of a layer have the same number. In larger batches all rows are brought to the device.
+    int64_t cpuRows = 0;
+    // Where memory turns out shorter than planned, resident tensors of the highest rank become Direct first. Tensors of one
+    // rank change together, as a layer's gate and up must.
+    int32_t rank = 0;
+};
+
+// By tensor, in the order of the file's table; empty: everything is resident.
+using Homes = std::vector<TensorHome>;
+
+}  // namespace sharpi

@@ -1,0 +1,92 @@
+// The CPU's part of a step that runs on a GPU: the last rows of feed-forward matrices and of the output head that are not
+// resident, computed from the mapped file while the GPU brings over and multiplies the others. By core/contract.h the bits are those of one processor.
+//
+// Rows of activations cross through a mailbox in pinned memory (kernels/crossing.h). Who waits for what is numbered: each
+// direction's tickets rise through a step, so that a captured step carries the same numbers each time.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <new>
+
+#include "core/thread_pool.h"
+#include "cpu/kernels.h"
+#include "engine/backend.h"
+#include "kernels/crossing.h"
+
+namespace sharpi {
+
+struct Mailbox {
+    cuda::HostRows input;   // [rows, embedding]: a layer's normalized rows, from the GPU
+    cuda::HostRows hidden;  // [rows, hidden]: each processor writes its columns
+    float* down = nullptr;  // [rows, count]: what the CPU adds to the last `count` columns of x
+    cuda::HostRows logits;  // [rows, vocab], as floats: the CPU writes its columns
+    uint32_t* sent = nullptr;      // the GPU's counter
+    uint32_t* returned = nullptr;  // the CPU's
+};
+
+class HostShare {
+public:
+    // Bytes of the mailbox, for steps of up to `rows` rows.
+    static size_t mailboxBytes(const StepLimits& limits, int64_t rows);
+    // memory: pinned, mailboxBytes() of it, aligned to 4096; zeroed here. threads: the caller included.
+    // waiting: called now and then while the CPU waits for the GPU; throws if the GPU has failed.
+    HostShare(int threads, void* memory, const StepLimits& limits, int64_t rows, std::function<void()> waiting);
+
+    const Mailbox& mailbox() const { return _mailbox; }
+
+    // Before a step, while the GPU does nothing that reads the mailbox: counters and tickets start again.
+    void begin();
+    uint32_t nextSent() { return ++_lastSent; }
+    uint32_t nextReturned() { return ++_lastReturned; }
+
+    // While one lives, waiting threads do not sleep. For the length of a step.
+    class Awake {
+    public:
+        explicit Awake(HostShare& share) : _awake(share._pool) {}
+    private:
+        ThreadPool::Awake _awake;
+    };
+
+    // Waits for `after` from the GPU, then writes columns [begin, gate.rows) of silu(gate x) * (up x), x the mailbox's input, to its
+    // hidden rows, in the form that `reader` (the matrix that reads them) wants, and returns `ticket`. gate and up: as in the file.
+    void gated(const Matrix& gate, const Matrix& up, const Matrix& reader, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket);
+    // Waits for `after` (0: nothing), then writes rows [begin, w.rows) of w hidden to the mailbox's `down`, and returns `ticket`.
+    void down(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket);
+    // Waits for `after`, then writes rows [begin, w.rows) of w input to the mailbox's `logits`, and returns `ticket`.
+    void head(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket);
+    // After a failure: every kernel that waits goes on.
+    void abort() noexcept;
+
+private:
+    struct Release {
+        void operator()(uint8_t* bytes) const { ::operator delete(bytes, std::align_val_t{64}); }
+    };
+
+    void awaitSent(uint32_t ticket);
+    void giveBack(uint32_t ticket);
+    // Rows [begin, w.rows) of w x, once `after` has come: row t at y + t * yStride.
+    void multiply(const Matrix& w, const cuda::HostRows& x, int64_t rows, int64_t begin, float* y, int64_t yStride, uint32_t after);
+    // w's product with rows of the mailbox; y is left to the caller.
+    cpu::MatmulArgs product(const Matrix& w, const cuda::HostRows& x, const cpu::QuantizedRows& xQuant, int64_t rows) const;
+    void finishPiece(int64_t first, int64_t last, const Matrix& reader, int64_t rows);
+    void finishBlock(int64_t first, int64_t last, const Matrix& reader, int64_t rows);
+    uint8_t* threadScratch(int worker) const { return _scratch.get() + static_cast<size_t>(worker) * _threadScratchBytes; }
+
+    const cpu::Kernels& _kernels;
+    ThreadPool _pool;
+    std::function<void()> _waiting;
+    Mailbox _mailbox;
+    int64_t _maxRows;
+    uint32_t _lastSent = 0, _lastReturned = 0;
+
+    // Taken once, so that a step allocates nothing: each thread's scratch for products, then gate and up.
+    size_t _threadScratchBytes = 0;
+    std::unique_ptr<uint8_t, Release> _scratch;
+    float* _gate = nullptr;  // [rows, hidden]
+    float* _up = nullptr;
+    std::unique_ptr<std::atomic<int32_t>[]> _computed;  // hidden rows of each block of 32 that gated() has computed
+};
+
+}  // namespace sharpi

@@ -1,0 +1,79 @@
+// See placement.h.
+#include "engine/placement.h"
+
+#include <algorithm>
+
+namespace sharpi {
+
+namespace {
+
+// Tensors are padded to this in a file: what lies between two neighbours is no reason to count them apart.
+constexpr uint64_t kPadding = 4096;
+
+}  // namespace
+
+std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tensors) {
+    std::vector<TensorUse> uses;
+    const auto add = [&](const WeightSlice& slice, const char* role, int32_t layer, double share = 1.0) {
+        if (!slice) return;
+        const DType type = tensors.all().at(static_cast<size_t>(slice.tensor)).type;
+        const double bytes = static_cast<double>(rowBytes(type, slice.cols)) * static_cast<double>(slice.rows * slice.experts) * share;
+        uses.push_back({slice.tensor, role, layer, static_cast<uint64_t>(bytes), slice.rows, slice.cols});
+    };
+    add(spec.tokenEmbedding, "embedding", -1, 1.0 / static_cast<double>(spec.tokenEmbedding.rows));
+    for (size_t i = 0; i < spec.layers.size(); ++i) {
+        const LayerSpec& l = spec.layers[i];
+        const AttentionSpec& a = l.attention;
+        const auto layer = static_cast<int32_t>(i);
+        for (const WeightSlice& v : {l.mixerNorm, a.qBias, a.kBias, a.vBias, a.outputBias, a.qNorm, a.kNorm, a.rope.factors, l.ffnNorm}) {
+            add(v, "vector", layer);
+        }
+        for (const WeightSlice& m : {a.q, a.k, a.v, a.output}) add(m, "attention", layer);
+        if (l.dense) {
+            add(l.dense->gate, "ffn_gate", layer);
+            add(l.dense->up, "ffn_up", layer);
+            add(l.dense->down, "ffn_down", layer);
+        } else {
+            const ExpertFfnSpec& f = *l.experts;
+            add(f.router, "router", layer);
+            for (const WeightSlice& m : {f.gate, f.up, f.down}) add(m, "experts", layer, static_cast<double>(f.used) / f.count);
+        }
+    }
+    add(spec.outputNorm, "vector", -1);
+    add(spec.output, "head", -1);
+    return uses;
+}
+
+Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const Homes& homes) {
+    Placement placement;
+    std::vector<int32_t> order;
+    std::vector<bool> resident(tensors.all().size(), true);
+    for (const TensorUse& use : tensorUses(spec, tensors)) {
+        const auto tensor = static_cast<size_t>(use.tensor);
+        const std::string role = use.role;
+        if (role == "vector" || role == "experts" || homes.empty() || homes.at(tensor).home == Home::Vram) continue;
+        resident[tensor] = false;
+        if (role.rfind("ffn_", 0) == 0 || role == "head") {
+            placement.cpu += rowBytes(tensors.all()[tensor].type, use.cols) * static_cast<uint64_t>(std::min(homes[tensor].cpuRows, use.rows));
+        }
+    }
+    for (size_t i = 0; i < tensors.all().size(); ++i) {
+        (resident[i] ? placement.vram : placement.direct) += tensors.all()[i].bytes;
+        order.push_back(static_cast<int32_t>(i));
+    }
+    std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+        const TensorInfo &x = tensors.all()[a], &y = tensors.all()[b];
+        return x.file != y.file ? x.file < y.file : x.offset < y.offset;
+    });
+    for (const int32_t i : order) {
+        const TensorInfo& t = tensors.all()[i];
+        const Home home = resident[i] ? Home::Vram : Home::Direct;
+        std::vector<Placement::Range>& ranges = placement.ranges;
+        const bool joins = !ranges.empty() && ranges.back().file == t.file && ranges.back().home == home && t.offset - ranges.back().end <= kPadding;
+        if (joins) ranges.back().end = t.offset + t.bytes;
+        else ranges.push_back({t.file, t.offset, t.offset + t.bytes, home});
+    }
+    return placement;
+}
+
+}  // namespace sharpi

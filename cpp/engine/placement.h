@@ -1,0 +1,37 @@
+// Who uses which tensor for what, for planning; and where everything is, for people.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine/homes.h"
+#include "model/model_spec.h"
+
+namespace sharpi {
+
+// One use of a tensor.
+struct TensorUse {
+    int32_t tensor = -1;
+    // "embedding", "vector" (always resident), "attention", "router", "ffn_gate", "ffn_up", "ffn_down", "experts", "head"
+    const char* role = "";
+    int32_t layer = -1;
+    uint64_t bytesPerToken = 0;  // that a token reads of it
+    int64_t rows = 0, cols = 0;  // of the matrix, or of one of a stack
+};
+// In the order in which a token meets them.
+std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tensors);
+
+// Bytes of the file by where they are read, all of a tensor being in its home.
+struct Placement {
+    struct Range {
+        int32_t file = 0;
+        uint64_t begin = 0, end = 0;
+        Home home = Home::Vram;
+    };
+    uint64_t vram = 0, direct = 0;
+    uint64_t cpu = 0;           // of direct: what the CPU computes in batches of few rows
+    std::vector<Range> ranges;  // in order, neighbours of one home joined
+};
+Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const Homes& homes);
+
+}  // namespace sharpi

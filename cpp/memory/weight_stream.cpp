@@ -1,0 +1,236 @@
+// See weight_stream.h.
+#include "memory/weight_stream.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace sharpi {
+
+namespace {
+
+// Resident weights come in smaller pieces: their staging is only there while a model is loaded.
+constexpr size_t kUploadBytes = size_t{2} << 20;
+
+size_t fileBytes(const Matrix& m) { return rowBytes(m.type, m.cols) * static_cast<size_t>(m.rows); }
+
+size_t stageBytesOf(const std::vector<StreamPart>& parts) {
+    size_t bytes = 0;
+    for (const StreamPart& part : parts) bytes += Allocator::aligned(part.bytes());
+    return bytes;
+}
+
+int64_t roundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+}  // namespace
+
+void CopyingTransfers::fetch(const std::vector<StreamPart>& parts, int) {
+    for (const StreamPart& part : parts) {
+        const size_t begin = rowBytes(part.to.type, part.to.cols) * static_cast<size_t>(part.rowBegin);
+        _memory.upload(const_cast<uint8_t*>(part.to.data) + begin, part.file, part.bytes());
+    }
+}
+
+int32_t WeightStream::addResident(const std::vector<Matrix>& to, const std::vector<Matrix>& file) {
+    Group group;
+    group.to = to;
+    group.file = file;
+    cutIntoUploads(group);
+    _groups.push_back(std::move(group));
+    return groups() - 1;
+}
+
+int32_t WeightStream::addStreamed(const std::vector<Matrix>& file, int64_t cpuRows) {
+    Group group;
+    group.file = file;
+    group.cpuRows = cpuRows;
+    cutIntoPieces(group);
+    _groups.push_back(std::move(group));
+    _streams = true;
+    _sharesRows |= cpuRows > 0;
+    return groups() - 1;
+}
+
+// Equal pieces, so that none is too small for the bus.
+void WeightStream::cutIntoPieces(Group& group) const {
+    const int64_t rows = group.file[0].rows;
+    int64_t count = 1;
+    do {
+        group.pieceRows = std::min(rows, roundUp((rows + count - 1) / count, kRowStep));
+        ++count;
+    } while (slotBytesFor(group, group.pieceRows) > kPieceBytes && group.pieceRows > kRowStep);
+}
+
+void WeightStream::cutIntoUploads(Group& group) {
+    std::vector<StreamPart> parts;
+    size_t bytes = 0;
+    const auto finish = [&] {
+        if (!parts.empty()) group.uploads.push_back(std::move(parts));
+        parts.clear();
+        bytes = 0;
+    };
+    for (size_t i = 0; i < group.to.size(); ++i) {
+        const Matrix& to = group.to[i];
+        const size_t row = rowBytes(to.type, to.cols);
+        const auto step = static_cast<int64_t>(std::max<size_t>(1, kUploadBytes / row));
+        for (int64_t begin = 0; begin < to.rows; begin += step) {
+            const int64_t rows = std::min(step, to.rows - begin);
+            const size_t taken = Allocator::aligned(row * static_cast<size_t>(rows));
+            if (bytes + taken > kUploadBytes) finish();
+            const uint8_t* file = group.file[i].data ? group.file[i].data + row * static_cast<size_t>(begin) : nullptr;
+            parts.push_back({to, begin, rows, file});
+            bytes += taken;
+        }
+    }
+    finish();
+}
+
+// Of a piece of so many rows: each matrix's part begins at a whole alignment.
+size_t WeightStream::slotBytesFor(const Group& group, int64_t rows) const {
+    size_t bytes = 0;
+    for (const Matrix& m : group.file) {
+        const Matrix part{m.type, rows, m.cols, nullptr};
+        bytes += Allocator::aligned(_layout.bytes(part));
+    }
+    return bytes;
+}
+
+void WeightStream::addTable(const Matrix& file) {
+    if (file.data) _tables.push_back({file.data, fileBytes(file)});
+}
+
+void WeightStream::take() {
+    if (_taken) throw Error(ErrorKind::Internal, "the weight stream's slots cannot grow: steps that read them may be captured");
+    _taken = true;
+    std::vector<HostRange> always = _tables, once;
+    size_t stageBytes = 0;
+    int64_t pieces = 0;
+    for (const Group& group : _groups) {
+        for (const Matrix& file : group.file) {
+            if (file.data) (group.resident() ? once : always).push_back({file.data, fileBytes(file)});
+        }
+        for (const auto& parts : group.uploads) stageBytes = std::max(stageBytes, stageBytesOf(parts));
+        if (group.resident()) continue;
+        pieces += pieceCount(group);
+        _slotBytes = std::max(_slotBytes, slotBytesFor(group, group.pieceRows));
+        stageBytes = std::max(stageBytes, stageBytesOf(partsOf(group, 0, 0)));
+    }
+    _slots = static_cast<int>(_streams ? std::min<int64_t>(kSlots, pieces) : kSlots);
+    if (_streams) _slotMemory = Buffer(_allocator, _slotBytes * static_cast<size_t>(_slots), "slots for weights that are not resident");
+    if (_layout.stages) _staging = Buffer(_allocator, stageBytes * static_cast<size_t>(_layout.stages), "staging for weights");
+    if (_transfers) _transfers->prepare(always, once, _staging.as<void>(), stageBytes);
+}
+
+void WeightStream::uploadAll() {
+    if (_streams) return;
+    if (_transfers) {
+        begin(false, true);
+        for (int32_t i = 0; i < groups(); ++i) arrive(i);
+        end();
+        finishUploads();
+    }
+    _staging = Buffer();
+}
+
+void WeightStream::finishUploads() {
+    if (_finished) return;
+    for (const Group& group : _groups) {
+        if (!group.uploads.empty()) return;
+    }
+    _finished = true;
+    if (_transfers) _transfers->finishOnce();
+}
+
+int64_t WeightStream::pieceCount(const Group& group) const {
+    if (group.resident()) return static_cast<int64_t>(group.uploads.size());
+    return (rowsInPass(group) + group.pieceRows - 1) / group.pieceRows;
+}
+
+std::vector<StreamPart> WeightStream::partsOf(const Group& group, int64_t piece, int64_t number) const {
+    if (group.resident()) return group.uploads[static_cast<size_t>(piece)];
+    const int64_t begin = piece * group.pieceRows, rows = std::min(group.pieceRows, rowsInPass(group) - begin);
+    const uint8_t* slot = _slotMemory.as<uint8_t>() + static_cast<size_t>(number % std::max(_slots, 1)) * _slotBytes;
+    std::vector<StreamPart> parts;
+    for (const Matrix& file : group.file) {
+        const Matrix to{file.type, rows, file.cols, slot};
+        const uint8_t* from = file.data ? file.data + rowBytes(file.type, file.cols) * static_cast<size_t>(begin) : nullptr;
+        parts.push_back({to, 0, rows, from});
+        slot += Allocator::aligned(_layout.bytes(to));
+    }
+    return parts;
+}
+
+// To the next piece that there is, or to the end.
+void WeightStream::settle(Cursor& cursor) const {
+    while (cursor.group < _end && cursor.piece >= pieceCount(_groups[cursor.group])) {
+        ++cursor.group;
+        cursor.piece = 0;
+    }
+}
+
+void WeightStream::advance(Cursor& cursor) const {
+    ++cursor.piece;
+    ++cursor.number;
+    settle(cursor);
+}
+
+void WeightStream::begin(bool few, bool withHead) { start(few, 0, withHead ? groups() : headBegin()); }
+
+void WeightStream::beginHead() { start(false, headBegin(), groups()); }
+
+void WeightStream::start(bool few, int32_t first, int32_t end) {
+    if (!_taken || !_transfers) throw Error(ErrorKind::Internal, "a pass before the weights were loaded");
+    _few = few;
+    _end = end;
+    _fetch = _use = Cursor{first, 0, 0};
+    settle(_fetch);
+    settle(_use);
+    _active = _use.group < _end;
+    if (!_active) return;
+    _transfers->begin();
+    for (int i = 0; i < _slots; ++i) fetchNext();
+}
+
+void WeightStream::end() {
+    if (!_active) return;
+    _active = false;
+    settle(_use);
+    if (_use.group < _end) throw Error(ErrorKind::Internal, "a pass left weights of group " + std::to_string(_use.group) + " unused");
+    _transfers->end();
+}
+
+void WeightStream::fetchNext() {
+    if (_fetch.group >= _end) return;
+    _transfers->fetch(partsOf(_groups[_fetch.group], _fetch.piece, _fetch.number), static_cast<int>(_fetch.number % _slots));
+    advance(_fetch);
+}
+
+void WeightStream::arrive(int32_t group) {
+    if (group < 0 || _groups[group].uploads.empty()) return;
+    const auto pieces = static_cast<int64_t>(_groups[group].uploads.size());
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+        acquire(group, piece);
+        release();
+    }
+    _groups[group].uploads.clear();
+}
+
+const std::vector<Matrix>& WeightStream::acquire(int32_t group, int64_t piece) {
+    settle(_use);
+    if (!_active || _use.group != group || _use.piece != piece) {
+        throw Error(ErrorKind::Internal, "weights of group " + std::to_string(group) + " are used where those of group " +
+                                             std::to_string(_use.group) + " come next");
+    }
+    _transfers->await(static_cast<int>(_use.number % _slots));
+    _parts.clear();
+    for (const StreamPart& part : partsOf(_groups[group], piece, _use.number)) _parts.push_back(part.to);
+    return _parts;
+}
+
+void WeightStream::release() {
+    _transfers->release(static_cast<int>(_use.number % _slots));
+    advance(_use);
+    fetchNext();
+}
+
+}  // namespace sharpi

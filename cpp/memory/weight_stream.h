@@ -1,0 +1,178 @@
+// Brings weights from the mapped files to the device in the order in which a pass uses them, each ahead of its use:
+// resident ones once, to where they stay; the others in every pass, piece by piece, through a few slots.
+//
+// Weights are registered in groups, in the order of use. The matrices of a group are used together, the same rows of
+// each: a piece is some rows of all of them. A pass walks through the groups; while piece k is used, the following ones
+// are on their way, as many as there are slots.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/matrix.h"
+#include "memory/allocator.h"
+
+namespace sharpi {
+
+// How a device keeps matrices.
+struct DeviceLayout {
+    std::function<size_t(const Matrix&)> bytes;  // of a matrix of that type and shape
+    int stages = 0;  // buffers on the device that file rows pass through before they are rearranged; 0: it keeps the file's layout
+};
+
+// Rows of a matrix on their way.
+struct StreamPart {
+    Matrix to;               // on the device; a matrix of which these are rows [rowBegin, rowBegin + rows)
+    int64_t rowBegin = 0, rows = 0;
+    const uint8_t* file = nullptr;
+    size_t bytes() const { return rowBytes(to.type, to.cols) * static_cast<size_t>(rows); }
+};
+
+// Host memory that is read while passes run (always) or until all resident weights have arrived (once).
+struct HostRange {
+    const uint8_t* begin = nullptr;
+    size_t bytes = 0;
+};
+
+// How a device fetches. Work is in order with what the device computes, but for what these calls let run ahead.
+class Transfers {
+public:
+    virtual ~Transfers() = default;
+    // Prepares ranges of the mapped files for fetching, neighbours as one; staging: `stages` buffers of stageBytes each.
+    // Throws Error(OutOfMemory) where the system refuses the memory. What it did is told in notes().
+    virtual void prepare(const std::vector<HostRange>& always, const std::vector<HostRange>& once, void* staging, size_t stageBytes) = 0;
+    // Everything resident has arrived: lets go of `once`.
+    virtual void finishOnce() = 0;
+    // Lines for people: what could not be pinned, and what was done instead.
+    virtual std::vector<std::string> notes() const { return {}; }
+    // Where kernels read a byte of an `always` range.
+    virtual const uint8_t* deviceAddress(const uint8_t* file) const { return file; }
+
+    // A pass: fetches between begin() and end() come after what was computed before begin(), and what is computed after
+    // end() comes after all of them.
+    virtual void begin() = 0;
+    virtual void end() = 0;
+    // Starts to bring parts over, after release(slot) if that was called in this pass. All parts together fit into a stage, each
+    // aligned to Allocator::kAlignment.
+    virtual void fetch(const std::vector<StreamPart>& parts, int slot) = 0;
+    // What is computed from here on comes after the last fetch(slot).
+    virtual void await(int slot) = 0;
+    // What was computed up to here was the last to read the slot.
+    virtual void release(int slot) = 0;
+};
+
+// For a device whose memory the host can write, and that keeps the file's layout: copies at once.
+class CopyingTransfers : public Transfers {
+public:
+    explicit CopyingTransfers(DeviceMemory& memory) : _memory(memory) {}
+    void prepare(const std::vector<HostRange>&, const std::vector<HostRange>&, void*, size_t) override {}
+    void finishOnce() override {}
+    void begin() override {}
+    void end() override {}
+    void fetch(const std::vector<StreamPart>& parts, int slot) override;
+    void await(int) override {}
+    void release(int) override {}
+
+private:
+    DeviceMemory& _memory;
+};
+
+class WeightStream {
+public:
+    static constexpr int kSlots = 8;
+    // Large enough for the bus's full speed. A piece is at least 32 rows, whatever they take.
+    static constexpr size_t kPieceBytes = size_t{8} << 20;
+    static constexpr int64_t kRowStep = 32;
+
+    // transfers: nullptr when only planning.
+    WeightStream(Allocator& allocator, DeviceLayout layout, Transfers* transfers)
+        : _allocator(allocator), _layout(std::move(layout)), _transfers(transfers) {}
+
+    // Loading, in the order of use. file: null addresses when only planning.
+    // Matrices with room on the device (to[i].data), of any shapes. Returns the group's number.
+    int32_t addResident(const std::vector<Matrix>& to, const std::vector<Matrix>& file);
+    // Matrices of the same number of rows, the last cpuRows of which batches of few rows do without.
+    int32_t addStreamed(const std::vector<Matrix>& file, int64_t cpuRows);
+    // A table of which single rows are read where they are in the file.
+    void addTable(const Matrix& file);
+    // Takes slots and staging and prepares the files. Once, after the last add. Throws Error(OutOfMemory).
+    void take();
+    // What is added from here on is used by the output head alone.
+    void startHead() { _headBegin = groups(); }
+    // Unless something is streamed (then the first pass does it, and computes meanwhile): brings everything over, and gives
+    // staging back.
+    void uploadAll();
+    // Lets go of what only uploads needed, if all have been made. Not while a step is captured.
+    void finishUploads();
+
+    // A pass over all groups, or all but the head's. few: without the rows that the CPU computes.
+    void begin(bool few, bool withHead);
+    // A pass over the head's alone, with all rows.
+    void beginHead();
+    void end();
+    bool active() const { return _active; }    // between begin() and end(), with something to bring over
+    bool streams() const { return _streams; }  // whether some group is not resident
+    bool sharesRows() const { return _sharesRows; }  // whether the CPU computes rows of some group
+
+    // In a pass: a resident group is there for what is computed next.
+    void arrive(int32_t group);
+    // In a pass: body(parts, rowBegin) for each piece of a streamed group: its matrices' rows [rowBegin, rowBegin + parts[0].rows), each
+    // a matrix of its own.
+    template <typename Body> void forPieces(int32_t group, const Body& body) {
+        const int64_t count = pieceCount(_groups[group]);
+        for (int64_t piece = 0; piece < count; ++piece) {
+            body(acquire(group, piece), piece * _groups[group].pieceRows);
+            release();
+        }
+    }
+    const uint8_t* deviceAddress(const uint8_t* file) const { return _transfers ? _transfers->deviceAddress(file) : file; }
+
+private:
+    struct Group {
+        std::vector<Matrix> file;
+        std::vector<Matrix> to;     // empty: streamed
+        int64_t cpuRows = 0;
+        int64_t pieceRows = 0;      // streamed
+        std::vector<std::vector<StreamPart>> uploads;  // resident: until it has been fetched
+        bool resident() const { return !to.empty(); }
+    };
+    // The next piece to fetch, or to use.
+    struct Cursor {
+        int32_t group = 0;
+        int64_t piece = 0, number = 0;
+    };
+    int32_t groups() const { return static_cast<int32_t>(_groups.size()); }
+    int32_t headBegin() const { return _headBegin < 0 ? groups() : _headBegin; }
+    void start(bool few, int32_t first, int32_t end);
+    int64_t rowsInPass(const Group& group) const { return group.file[0].rows - (_few ? group.cpuRows : 0); }
+    int64_t pieceCount(const Group& group) const;
+    size_t slotBytesFor(const Group& group, int64_t rows) const;
+    void cutIntoPieces(Group& group) const;
+    void cutIntoUploads(Group& group);
+    std::vector<StreamPart> partsOf(const Group& group, int64_t piece, int64_t number) const;
+    void advance(Cursor& cursor) const;
+    void settle(Cursor& cursor) const;
+    void fetchNext();
+    const std::vector<Matrix>& acquire(int32_t group, int64_t piece);
+    void release();
+
+    Allocator& _allocator;
+    DeviceLayout _layout;
+    Transfers* _transfers;
+    std::vector<Group> _groups;
+    std::vector<HostRange> _tables;
+    int32_t _headBegin = -1;
+    bool _streams = false, _sharesRows = false, _taken = false, _finished = false;
+    size_t _slotBytes = 0;
+    int _slots = 0;
+    Buffer _slotMemory, _staging;
+
+    bool _active = false, _few = false;
+    int32_t _end = 0;
+    Cursor _fetch, _use;
+    std::vector<Matrix> _parts;  // of the piece in use
+};
+
+}  // namespace sharpi

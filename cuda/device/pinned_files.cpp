@@ -1,0 +1,285 @@
+// See pinned_files.h.
+//
+// Pages that are not in memory yet would be read from the disk one after another while they are pinned. So they are asked
+// for before, several at a time. And a system that is asked to pin more than it has may kill the process instead of
+// refusing: what it says to be available is looked at first.
+#include "device/pinned_files.h"
+
+#include <cuda_runtime_api.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <system_error>
+#include <thread>
+
+#include "core/error.h"
+#include "device/launch.cuh"
+
+namespace sharpi::cuda {
+
+namespace {
+
+constexpr int kPopulateRead = 22;  // MADV_POPULATE_READ, since Linux 5.14, which older headers lack
+
+struct Mappings {
+    std::vector<AddressRange> all, writable;  // ascending
+};
+
+using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
+
+// What this process has mapped; nothing where the system does not tell.
+Mappings mappingsNow() {
+    Mappings found;
+    const File file(std::fopen("/proc/self/maps", "re"), std::fclose);
+    char* line = nullptr;
+    size_t room = 0;
+    while (file && ::getline(&line, &room, file.get()) > 0) {
+        AddressRange range;
+        char rights[5] = {};
+        if (std::sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %4s", &range.begin, &range.end, rights) != 3) continue;
+        found.all.push_back(range);
+        if (rights[1] == 'w') found.writable.push_back(range);
+    }
+    std::free(line);
+    return found;
+}
+
+// What the system says of its memory, in bytes; nothing where it says nothing.
+struct Memory {
+    size_t available = 0;  // to be had, with the pages of files that others can do without
+    size_t shared = 0;     // files that are nowhere but in memory: they take none when they are pinned, and do not count as available
+    bool fits(size_t bytes, bool inPlace) const {
+        const size_t room = available + (inPlace ? shared : 0);
+        return available == 0 || bytes <= room - room / 16;  // a sixteenth is left to everyone else
+    }
+};
+
+Memory memoryNow() {
+    const File file(std::fopen("/proc/meminfo", "re"), std::fclose);
+    char line[256];
+    Memory memory;
+    size_t kib = 0;
+    while (file && std::fgets(line, sizeof line, file.get())) {
+        if (std::sscanf(line, "MemAvailable: %zu kB", &kib) == 1) memory.available = kib * 1024;
+        if (std::sscanf(line, "Shmem: %zu kB", &kib) == 1) memory.shared = kib * 1024;
+    }
+    return memory;
+}
+
+bool contained(const AddressRange& range, const std::vector<AddressRange>& in) {
+    return std::any_of(in.begin(), in.end(), [&](const AddressRange& r) { return r.begin <= range.begin && range.end <= r.end; });
+}
+
+std::vector<AddressRange> mergedPages(const std::vector<HostRange>& ranges, const std::vector<AddressRange>& mappings, uintptr_t page) {
+    std::vector<AddressRange> pages;
+    for (const HostRange& range : ranges) {
+        if (range.bytes == 0) continue;
+        const auto begin = reinterpret_cast<uintptr_t>(range.begin);
+        pages.push_back({begin / page * page, (begin + range.bytes + page - 1) / page * page});
+    }
+    std::sort(pages.begin(), pages.end(), [](const AddressRange& a, const AddressRange& b) { return a.begin < b.begin; });
+    std::vector<AddressRange> merged;
+    for (const AddressRange& next : pages) {
+        AddressRange* last = merged.empty() ? nullptr : &merged.back();
+        const bool together = last && (next.begin < last->end || (next.begin - last->end < kPinnedGap &&
+                                                                  contained({last->begin, std::max(last->end, next.end)}, mappings)));
+        if (together)
+            last->end = std::max(last->end, next.end);
+        else
+            merged.push_back(next);
+    }
+    return merged;
+}
+
+// Both ascending.
+std::vector<AddressRange> without(const std::vector<AddressRange>& ranges, const std::vector<AddressRange>& taken) {
+    std::vector<AddressRange> left;
+    for (const AddressRange& range : ranges) {
+        uintptr_t begin = range.begin;
+        for (const AddressRange& other : taken) {
+            if (other.end <= begin || other.begin >= range.end) continue;
+            if (other.begin > begin) left.push_back({begin, other.begin});
+            begin = std::min(other.end, range.end);
+        }
+        if (begin < range.end) left.push_back({begin, range.end});
+    }
+    return left;
+}
+
+// body(part) for parts of a range on several threads: where each waits for a disk, they wait together.
+template <typename Body> void inParts(const AddressRange& range, const Body& body) {
+    constexpr uintptr_t kPart = uintptr_t{8} << 20;
+    std::atomic<uintptr_t> next{range.begin};
+    const auto work = [&] {
+        for (;;) {
+            const uintptr_t begin = next.fetch_add(kPart);
+            if (begin >= range.end) return;
+            body(AddressRange{begin, std::min(begin + kPart, range.end)});
+        }
+    };
+    const uintptr_t parts = (range.bytes() + kPart - 1) / kPart;
+    const auto threads = std::min<uintptr_t>({parts, std::max(1u, std::thread::hardware_concurrency()), 8});
+    std::vector<std::thread> others;
+    others.reserve(threads);
+    try {
+        while (others.size() + 1 < threads) others.emplace_back(work);
+    } catch (const std::system_error&) {
+        // With fewer, then.
+    }
+    work();
+    for (std::thread& thread : others) thread.join();
+}
+
+void readAhead(const AddressRange& pages) {
+    ::madvise(reinterpret_cast<void*>(pages.begin), pages.bytes(), MADV_WILLNEED);
+    // Where the kernel does not know it, pinning reads what is missing.
+    inParts(pages, [](const AddressRange& part) { ::madvise(reinterpret_cast<void*>(part.begin), part.bytes(), kPopulateRead); });
+}
+
+bool pinningWanted() {
+    const char* value = std::getenv("SHARPI_CUDA_PIN");
+    return !value || std::strcmp(value, "0") != 0;
+}
+
+std::string mebibytes(size_t bytes) { return std::to_string((bytes + (size_t{1} << 20) - 1) >> 20) + " MiB"; }
+
+}  // namespace
+
+PagesToPin pagesToPin(const std::vector<HostRange>& always, const std::vector<HostRange>& once, const std::vector<AddressRange>& mappings,
+                      uintptr_t page) {
+    PagesToPin pages;
+    pages.always = mergedPages(always, mappings, page);
+    pages.once = without(mergedPages(once, mappings, page), pages.always);
+    return pages;
+}
+
+PinnedFiles::~PinnedFiles() { unpinAll(); }
+
+void PinnedFiles::pin(const std::vector<HostRange>& always, const std::vector<HostRange>& once) {
+    if (!_pins.empty()) throw Error(ErrorKind::Internal, "parts of the files are pinned already");
+    check(cudaSetDevice(_device.index), "choosing the device");
+    const Mappings mappings = mappingsNow();
+    const PagesToPin pages = pagesToPin(always, once, mappings.all, static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE)));
+    try {
+        _pins.reserve(pages.always.size() + pages.once.size());
+        // What passes need goes first, should memory not do for all.
+        for (const AddressRange& range : pages.always) {
+            if (!pinInPlace(range, false, contained(range, mappings.writable))) copyToPinned(range);
+        }
+        for (const AddressRange& range : pages.once) pinInPlace(range, true, contained(range, mappings.writable));
+    } catch (...) {
+        unpinAll();
+        throw;
+    }
+    std::sort(_pins.begin(), _pins.end(), [](const Pin& a, const Pin& b) { return a.pages.begin < b.pages.begin; });
+}
+
+// Whether the system let it. Room for the pin has been made.
+bool PinnedFiles::pinInPlace(const AddressRange& pages, bool once, bool writable) {
+    const auto refused = [&](const std::string& why) {
+        if (!once) _refusal = why;
+        return false;
+    };
+    if (!pinningWanted()) return refused("SHARPI_CUDA_PIN=0");
+    // What is pinned already still counts as available, since it is a file's.
+    const Memory memory = memoryNow();
+    if (!memory.fits(pages.bytes() + _inPlace, true)) return refused("only " + mebibytes(memory.available) + " of memory are available");
+    int readOnly = 0;
+    check(cudaDeviceGetAttribute(&readOnly, cudaDevAttrHostRegisterReadOnlySupported, _device.index), "asking whether the device reads pinned files");
+    if (!readOnly && !writable) return refused(_device.name + " or its driver pins no read-only pages");
+
+    readAhead(pages);
+    auto* begin = reinterpret_cast<uint8_t*>(pages.begin);
+    const cudaError_t status = cudaHostRegister(begin, pages.bytes(), cudaHostRegisterMapped | (readOnly ? cudaHostRegisterReadOnly : 0));
+    if (status != cudaSuccess) {
+        cudaGetLastError();
+        return refused(cudaGetErrorString(status));
+    }
+    _pins.push_back({pages, nullptr, nullptr, once});
+    _inPlace += pages.bytes();
+    if (once) return true;
+    void* device = nullptr;
+    check(cudaHostGetDevicePointer(&device, begin, 0), "asking for the device's address of a pinned file");
+    _pins.back().device = static_cast<const uint8_t*>(device);
+    return true;
+}
+
+void PinnedFiles::copyToPinned(const AddressRange& pages) {
+    void *copy = nullptr, *device = nullptr;
+    cudaError_t status = cudaErrorMemoryAllocation;
+    if (memoryNow().fits(pages.bytes() + _inPlace, false)) status = cudaHostAlloc(&copy, pages.bytes(), cudaHostAllocMapped);
+    if (status == cudaErrorMemoryAllocation) {
+        cudaGetLastError();
+        throw Error(ErrorKind::OutOfMemory,
+                    std::to_string(pages.bytes()) + " bytes (" + mebibytes(pages.bytes()) + ") of the model's file, which the GPU reads while it runs, " +
+                        "could not be pinned in RAM (" + _refusal + "), and there is no memory for a pinned copy: raise the limit on locked memory " +
+                        "(ulimit -l), close other programs, keep more of the model in VRAM (a smaller context leaves room for it), or use --device cpu");
+    }
+    check(status, "taking page-locked host memory");
+    _pins.push_back({pages, static_cast<uint8_t*>(copy), nullptr, false});
+    _copied += pages.bytes();
+    check(cudaHostGetDevicePointer(&device, copy, 0), "asking for the device's address of pinned memory");
+    _pins.back().device = static_cast<const uint8_t*>(device);
+    inParts(pages, [&](const AddressRange& part) {
+        std::memcpy(static_cast<uint8_t*>(copy) + (part.begin - pages.begin), reinterpret_cast<const void*>(part.begin), part.bytes());
+    });
+}
+
+void PinnedFiles::unpin(const Pin& pin) noexcept {
+    const cudaError_t status = pin.copy ? cudaFreeHost(pin.copy) : cudaHostUnregister(reinterpret_cast<void*>(pin.pages.begin));
+    if (status != cudaSuccess) cudaGetLastError();  // after a fault; nothing is read any more
+}
+
+void PinnedFiles::unpinAll() noexcept {
+    if (_pins.empty()) return;
+    cudaSetDevice(_device.index);
+    for (const Pin& pin : _pins) unpin(pin);
+    _pins.clear();
+    _inPlace = _copied = 0;
+}
+
+void PinnedFiles::unpinOnce() {
+    check(cudaSetDevice(_device.index), "choosing the device");
+    const auto kept = std::stable_partition(_pins.begin(), _pins.end(), [](const Pin& pin) { return !pin.once; });
+    std::for_each(kept, _pins.end(), [&](const Pin& pin) {
+        unpin(pin);
+        _inPlace -= pin.pages.bytes();
+    });
+    _pins.erase(kept, _pins.end());
+}
+
+// The first that ends behind an address, if any does.
+const PinnedFiles::Pin* PinnedFiles::find(const uint8_t* file) const {
+    const auto address = reinterpret_cast<uintptr_t>(file);
+    const auto pin = std::upper_bound(_pins.begin(), _pins.end(), address, [](uintptr_t a, const Pin& p) { return a < p.pages.end; });
+    return pin == _pins.end() ? nullptr : &*pin;
+}
+
+const uint8_t* PinnedFiles::deviceAddress(const uint8_t* file) const {
+    const Pin* pin = find(file);
+    const auto address = reinterpret_cast<uintptr_t>(file);
+    if (!pin || address < pin->pages.begin || !pin->device) throw Error(ErrorKind::Internal, "the device reads no such part of the file");
+    return pin->device + (address - pin->pages.begin);
+}
+
+HostRange PinnedFiles::source(const uint8_t* file, size_t bytes) const {
+    const Pin* pin = find(file);
+    if (!pin) return {file, bytes};
+    const auto address = reinterpret_cast<uintptr_t>(file);
+    if (address < pin->pages.begin) return {file, std::min<size_t>(bytes, pin->pages.begin - address)};
+    return {pin->copy ? pin->copy + (address - pin->pages.begin) : file, std::min<size_t>(bytes, pin->pages.end - address)};
+}
+
+std::vector<std::string> PinnedFiles::notes() const {
+    if (_copied == 0) return {};
+    return {"the system refused to pin " + mebibytes(_copied) + " of the file (" + _refusal + "): a pinned copy of it was made"};
+}
+
+}  // namespace sharpi::cuda

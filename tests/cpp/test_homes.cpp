@@ -1,0 +1,307 @@
+// The engine with a plan of where each weight is, on a device in host memory: whatever is resident and whatever is not,
+// whatever memory is missing or is taken meanwhile, logits have the same bits and nothing is lost.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tiny_engine.h"
+
+namespace {
+
+using namespace sharpi;
+using namespace tiny;
+
+// Ranks in the order of use; from `limit` on tensors are in the file, with so many rows of feed-forward matrices and head for the CPU.
+Homes homesUpTo(const tiny::Model& model, int32_t limit, int64_t cpuRows) {
+    Homes homes(model.tensors.size());
+    int32_t rank = 0;
+    for (const TensorUse& use : tensorUses(model.spec(), model.table())) {
+        const std::string role = use.role;
+        if (role == "vector" || role == "experts") continue;
+        TensorHome& home = homes[static_cast<size_t>(use.tensor)];
+        home.rank = role == "ffn_up" ? rank - 1 : rank++;  // with the gate
+        home.home = home.rank < limit ? Home::Vram : Home::Direct;
+        home.cpuRows = role.rfind("ffn_", 0) == 0 || role == "head" ? cpuRows : 0;
+    }
+    return homes;
+}
+
+EngineOptions homeOptions(const Homes& homes, int64_t batch = 16) {
+    EngineOptions options = smallOptions();
+    options.cuda = true;  // or homes would not matter
+    options.batch = batch;
+    options.homes = homes;
+    return options;
+}
+
+std::vector<tiny::Options> modelsWithHomes() {
+    tiny::Options plain, fused, floats, experts;
+    fused.architecture = floats.architecture = "qwen2";
+    fused.fusedQkv = fused.biases = fused.tied = floats.fusedQkv = floats.biases = true;
+    floats.matrices = DType::F32;
+    experts.architecture = "qwen3moe";
+    experts.fusedExperts = experts.fusedQkv = experts.tied = true;
+    experts.matrices = DType::Q4_0;
+    return {plain, fused, floats, experts};
+}
+
+TEST(Homes, WhereWeightsAreDoesNotChangeLogitsOrTokens) {
+    for (const tiny::Options& options : modelsWithHomes()) {
+        const tiny::Model model(options);
+        const auto tokens = randomTokens(80, options.vocab, 3), prompt = randomTokens(40, options.vocab, 4);
+        Session plain(makeEngine(model, 200, 16, 1));
+        const auto logits = evaluate(plain, tokens, options.vocab);
+        expectMeaningful(logits, options.vocab);
+        const auto made = greedy(plain, prompt, 64);
+        std::vector<Homes> sweep;
+        for (const int32_t limit : {0, 1, 2, 4, 6, 7, 9, 100}) {
+            for (const int64_t cpuRows : {0, 32, 1000}) sweep.push_back(homesUpTo(model, limit, cpuRows));
+        }
+        sweep.push_back(homesUpTo(model, 100, 0));
+        sweep.back()[0].home = Home::Direct;  // the embedding alone, or with the head that it is
+        sweep.push_back(homesUpTo(model, 0, 32));
+        sweep.back()[0].home = Home::Vram;
+        for (size_t i = 0; i < sweep.size(); ++i) {
+            const int64_t batch = std::vector<int64_t>{16, 1, 7, 100}[i % 4];
+            SCOPED_TRACE(tiny::describe(options) + " homes " + std::to_string(i) + " batch " + std::to_string(batch));
+            const auto engine = OnFake(size_t{256} << 20, size_t{2} << 20).load(model, homeOptions(sweep[i], batch));
+            ASSERT_TRUE(engine->notes().empty()) << engine->notes()[0];
+            const auto inFile = [](const TensorHome& h) { return h.home == Home::Direct; };
+            const bool streams = std::any_of(sweep[i].begin() + (options.tied ? 0 : 1), sweep[i].end(), inFile);
+            EXPECT_EQ(engine->backend().streams(), streams);
+            Session session(engine);
+            EXPECT_TRUE(sameBits(evaluate(session, tokens, options.vocab), logits));
+            EXPECT_EQ(greedy(session, prompt, 64), made);
+        }
+    }
+}
+
+TEST(Homes, MatricesOfSeveralPiecesGiveTheSameBits) {
+    tiny::Options options;
+    options.architecture = "qwen2";
+    options.biases = true;
+    options.layers = 1;
+    options.embedding = 256;
+    options.hidden = 33024;  // 9 MB each
+    options.heads = 130;
+    options.kvHeads = 10;
+    options.headDim = 256;
+    options.vocab = 40000;
+    const tiny::Model model(options);
+    const auto tokens = randomTokens(12, options.vocab, 3);
+    Session plain(makeEngine(model, 200, 16, 1));
+    const auto logits = evaluate(plain, tokens, options.vocab);
+    for (const int64_t cpuRows : {0, 1024}) {
+        Session session(OnFake(size_t{1} << 30, size_t{2} << 20).load(model, homeOptions(homesUpTo(model, 1, cpuRows))));
+        EXPECT_TRUE(sameBits(evaluate(session, tokens, options.vocab, {9, 1, 2}), logits));
+    }
+}
+
+// The file changes under a loaded model: what is resident must not notice, and what is not must.
+TEST(Homes, ResidentWeightsAreReadOnTheDeviceAndTheOthersInTheFile) {
+    tiny::Options options;
+    const tiny::Model model(options);
+    const auto tokens = randomTokens(20, options.vocab, 3);
+    for (const char* name : {"token_embd.weight", "blk.0.attn_k.weight", "blk.1.ffn_up.weight", "blk.1.ffn_down.weight", "output.weight"}) {
+        tiny::Model changed = model;
+        const TensorInfo tensor = changed.tensor(name);
+        const auto index = static_cast<size_t>(&changed.tensor(name) - changed.tensors.data());
+        for (size_t at = 2; at < tensor.bytes; at += 34) changed.bytes[tensor.offset + at] ^= 0x55;  // the first number of each block
+        Session before(makeEngine(model, 200, 16, 1)), after(makeEngine(changed, 200, 16, 1));
+        const auto logitsBefore = evaluate(before, tokens, options.vocab), logitsAfter = evaluate(after, tokens, options.vocab);
+        ASSERT_FALSE(sameBits(logitsBefore, logitsAfter));
+        for (const bool resident : {true, false}) {
+            SCOPED_TRACE(std::string(name) + (resident ? " resident" : " in the file"));
+            Homes homes = homesUpTo(model, resident ? 0 : 100, 32);  // all others are where this one is not
+            for (size_t i = 0; i < homes.size(); ++i) {
+                if (homes[i].rank == homes[index].rank) homes[i].home = resident ? Home::Vram : Home::Direct;  // gate goes with up
+            }
+            int file = -1;
+            Session session(std::make_shared<Engine>(model.spec(), model.weights(&file), homeOptions(homes),
+                                                     std::make_unique<CpuBackend>(1, std::make_unique<FakeDevice>(size_t{256} << 20))));
+            EXPECT_TRUE(sameBits(evaluate(session, tokens, options.vocab), logitsBefore));
+            const auto written = ::pwrite(file, &changed.bytes[tensor.offset], tensor.bytes, static_cast<off_t>(tensor.offset));
+            ::close(file);
+            ASSERT_EQ(written, static_cast<ssize_t>(tensor.bytes));
+            session.reset();
+            EXPECT_TRUE(sameBits(evaluate(session, tokens, options.vocab), resident ? logitsBefore : logitsAfter));
+        }
+    }
+}
+
+// Large enough that slots take less than what leaves.
+tiny::Options deepModel() {
+    tiny::Options options;
+    options.layers = 24;
+    options.embedding = 256;
+    options.hidden = 640;
+    return options;
+}
+
+void expectLess(const Engine& engine, uint64_t planned) {
+    ASSERT_EQ(engine.notes().size(), 1u);
+    EXPECT_NE(engine.notes()[0].find("MiB of VRAM are free"), std::string::npos) << engine.notes()[0];
+    EXPECT_EQ(engine.notes()[0].find('\n'), std::string::npos);
+    EXPECT_LT(engine.placement().vram, planned);
+}
+
+TEST(Homes, WithLessMemoryThanPlannedItLoadsWithLessAndSaysSo) {
+    const tiny::Model model(deepModel());
+    const int64_t vocab = model.options().vocab;
+    const auto tokens = randomTokens(20, vocab, 3);
+    Session plain(makeEngine(model, 200, 16, 1));
+    const auto logits = evaluate(plain, tokens, vocab);
+    const Homes all = homesUpTo(model, 1000, 32);
+    const size_t granule = size_t{2} << 20;
+    const size_t most = plannedBytes(model.spec(), model.table(), homeOptions(all));
+    const size_t least = plannedBytes(model.spec(), model.table(), homeOptions(homesUpTo(model, 0, 32)));
+    ASSERT_LT(least + 2 * granule, most);
+    const uint64_t planned = placementOf(model.spec(), model.table(), all).vram;
+    uint64_t before = 0;
+    for (size_t capacity = least; capacity <= most; capacity += granule) {
+        SCOPED_TRACE(std::to_string(capacity >> 20) + " of " + std::to_string(most >> 20) + " MiB");
+        const auto engine = OnFake(capacity, granule).load(model, homeOptions(all));
+        if (capacity < most) expectLess(*engine, planned);
+        else EXPECT_TRUE(engine->notes().empty());
+        EXPECT_GE(engine->placement().vram, before);
+        before = engine->placement().vram;
+        EXPECT_EQ(engine->placement().vram, placementOf(model.spec(), model.table(), engine->options().homes).vram);
+        Session session(engine);
+        EXPECT_TRUE(sameBits(evaluate(session, tokens, vocab), logits));
+    }
+    EXPECT_EQ(before, planned);
+    expectError(ErrorKind::OutOfMemory, "needs", [&] { OnFake(granule, granule).load(model, homeOptions(all)); });
+}
+
+TEST(Homes, OthersMayTakeMemoryWhileItLoads) {
+    const tiny::Model model(deepModel());
+    const int64_t vocab = model.options().vocab;
+    const auto tokens = randomTokens(20, vocab, 3);
+    Session plain(makeEngine(model, 200, 16, 1));
+    const auto logits = evaluate(plain, tokens, vocab);
+    const EngineOptions options = homeOptions(homesUpTo(model, 1000, 32));
+    const size_t most = plannedBytes(model.spec(), model.table(), options);
+    const size_t theirs = size_t{22} << 20;  // more than what the plan sets aside for graphs, which there are none of here
+    const uint64_t planned = placementOf(model.spec(), model.table(), options.homes).vram;
+    for (const int at : {1, 3, 5}) {
+        SCOPED_TRACE("before commit " + std::to_string(at));
+        FakeDevice device(most);
+        void* const taken = device.reserve(theirs);
+        {
+            auto memory = std::make_unique<Borrowed>(device);
+            int commits = 0;
+            memory->beforeCommit = [&] { return ++commits != at || device.commit(taken, theirs); };
+            const auto engine = std::make_shared<Engine>(model.spec(), model.weights(), options, std::make_unique<CpuBackend>(1, std::move(memory)));
+            expectLess(*engine, planned);
+            const auto starts = std::count_if(engine->trace().begin(), engine->trace().end(), [](const TraceLine& l) { return l.name == "start"; });
+            EXPECT_EQ(starts, 1) << "lines of the loading that failed";
+            Session session(engine);
+            EXPECT_TRUE(sameBits(evaluate(session, tokens, vocab), logits));
+        }
+        EXPECT_EQ(device.freeBytes(), most - theirs);
+        device.decommit(taken, theirs);
+        device.release(taken, theirs);
+    }
+}
+
+// Nothing of the first attempt is in the second one's way: there is exactly what the plan wants.
+TEST(Homes, ARefusalThatPassesCostsNothing) {
+    const tiny::Model model(deepModel());
+    const EngineOptions options = homeOptions(homesUpTo(model, 80, 32));
+    FakeDevice device(plannedBytes(model.spec(), model.table(), options), size_t{256} << 10);
+    int commits = 0;
+    for (int at = 0, needed = 1; at <= needed; ++at) {
+        SCOPED_TRACE("commit " + std::to_string(at));
+        auto memory = std::make_unique<Borrowed>(device);
+        commits = 0;
+        memory->beforeCommit = [at, &commits] { return ++commits != at; };
+        const Engine engine(model.spec(), model.weights(), options, std::make_unique<CpuBackend>(1, std::move(memory)));
+        if (at == 0) needed = commits;
+        ASSERT_TRUE(engine.notes().empty()) << engine.notes()[0];
+        EXPECT_EQ(commits > needed, at > 0);
+    }
+}
+
+TEST(Homes, AnyCommitMayFailWithAPlan) {
+    tiny::Options options;
+    options.layers = 3;
+    const tiny::Model model(options);
+    const auto tokens = randomTokens(5, model.options().vocab, 3);
+    Session plain(makeEngine(model, 200, 16, 1));
+    const auto logits = evaluate(plain, tokens, model.options().vocab);
+    FakeDevice device(size_t{64} << 20, size_t{4} << 10);
+    const size_t before = device.freeBytes();
+    // Refuses the n-th commit, or all from it on. Whether the engine loaded.
+    const auto loads = [&](int n, bool ever, int& commits) {
+        auto memory = std::make_unique<Borrowed>(device);
+        commits = 0;
+        memory->beforeCommit = [n, ever, &commits] { return ++commits < n || (!ever && commits > n); };
+        try {
+            const auto engine = std::make_shared<Engine>(model.spec(), model.weights(), homeOptions(homesUpTo(model, 5, 32)),
+                                                         std::make_unique<CpuBackend>(1, std::move(memory)));
+            Session session(engine);
+            EXPECT_TRUE(sameBits(evaluate(session, tokens, model.options().vocab), logits)) << "commit " << n;
+            return true;
+        } catch (const Error& e) {
+            EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory) << e.what();
+            EXPECT_NE(std::string(e.what()).find("needs"), std::string::npos) << e.what();
+            return false;
+        }
+    };
+    int needed = 0, commits = 0;
+    ASSERT_TRUE(loads(1 << 30, false, needed));
+    ASSERT_GT(needed, 10);
+    for (int n = 1; n <= needed; ++n) {
+        EXPECT_TRUE(loads(n, false, commits)) << "a single refusal, of commit " << n;
+        EXPECT_EQ(device.freeBytes(), before);
+        EXPECT_FALSE(loads(n, true, commits)) << "nothing from commit " << n << " on";
+        EXPECT_EQ(device.freeBytes(), before);
+        EXPECT_EQ(device.reserved(), 0u);
+    }
+}
+
+TEST(Homes, RefusesPlansOfOtherModels) {
+    const tiny::Model model{tiny::Options()};
+    const Homes right = homesUpTo(model, 3, 32);
+    for (const size_t count : {size_t{1}, right.size() - 1, right.size() + 1}) {
+        Homes wrong = right;
+        wrong.resize(count);
+        expectError(ErrorKind::InvalidArgument, std::to_string(count), [&] { OnFake(size_t{256} << 20).load(model, homeOptions(wrong)); });
+    }
+    Homes negative = right;
+    negative.back().cpuRows = -32;
+    expectError(ErrorKind::InvalidArgument, "negative", [&] { OnFake(size_t{256} << 20).load(model, homeOptions(negative)); });
+}
+
+// The fake device keeps the file's layout, which takes no more than a GPU's, and has no stages.
+TEST(Homes, APlanWithHomesCountsAtLeastWhatLoadingTakes) {
+    for (const tiny::Options& options : modelsWithHomes()) {
+        const tiny::Model model(options);
+        for (const int32_t limit : {0, 3, 6, 100}) {
+            SCOPED_TRACE(tiny::describe(options) + " limit " + std::to_string(limit));
+            const EngineOptions wanted = homeOptions(homesUpTo(model, limit, 32));
+            const auto engine = OnFake(size_t{256} << 20).load(model, wanted);
+            const auto lines = plannedLines(model.spec(), model.table(), wanted);
+            ASSERT_EQ(lines.size() + 1, engine->trace().size());
+            bool told = false;
+            for (size_t i = 0; i < lines.size(); ++i) {
+                const TraceLine& took = engine->trace()[i + 1];
+                EXPECT_EQ(lines[i].name, took.name);
+                if (took.name != "scratch") {
+                    EXPECT_LE(took.asked, lines[i].asked) << took.name;
+                }
+                if (took.name != "streaming") continue;
+                told = true;
+                EXPECT_EQ(took.asked > 0, limit < 100);
+                EXPECT_EQ(lines[i].asked > 0, limit < 100);
+            }
+            EXPECT_TRUE(told);
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,336 @@
+// What planning knows of a model's tensors: who uses which for what, where all their bytes are, and what becomes resident
+// where memory is short.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "engine/memory_plan.h"
+#include "engine/placement.h"
+#include "tiny_model.h"
+
+namespace {
+
+using namespace sharpi;
+
+std::vector<std::string> described(const tiny::Model& model) {
+    std::vector<std::string> lines;
+    for (const TensorUse& use : tensorUses(model.spec(), model.table())) {
+        lines.push_back(model.tensors.at(static_cast<size_t>(use.tensor)).name + " " + use.role + " " + std::to_string(use.layer));
+    }
+    return lines;
+}
+
+TEST(TensorUses, ComeInTheOrderOfAToken) {
+    tiny::Options o;
+    o.architecture = "qwen2";
+    o.biases = true;
+    o.layers = 1;
+    EXPECT_EQ(described(tiny::Model(o)), (std::vector<std::string>{
+        "token_embd.weight embedding -1", "blk.0.attn_norm.weight vector 0", "blk.0.attn_q.bias vector 0", "blk.0.attn_k.bias vector 0",
+        "blk.0.attn_v.bias vector 0", "blk.0.ffn_norm.weight vector 0", "blk.0.attn_q.weight attention 0", "blk.0.attn_k.weight attention 0",
+        "blk.0.attn_v.weight attention 0", "blk.0.attn_output.weight attention 0", "blk.0.ffn_gate.weight ffn_gate 0",
+        "blk.0.ffn_up.weight ffn_up 0", "blk.0.ffn_down.weight ffn_down 0", "output_norm.weight vector -1", "output.weight head -1"}));
+
+    o = tiny::Options();
+    o.architecture = "qwen3moe";
+    o.fusedExperts = o.fusedQkv = o.tied = true;
+    o.layers = 2;
+    std::vector<std::string> expected = {"token_embd.weight embedding -1"};
+    for (const std::string i : {"0", "1"}) {
+        for (const std::string line : {"attn_norm.weight vector", "attn_q_norm.weight vector", "attn_k_norm.weight vector", "ffn_norm.weight vector",
+                                       "attn_qkv.weight attention", "attn_qkv.weight attention", "attn_qkv.weight attention",
+                                       "attn_output.weight attention", "ffn_gate_inp.weight router", "ffn_gate_up_exps.weight experts",
+                                       "ffn_gate_up_exps.weight experts", "ffn_down_exps.weight experts"}) {
+            expected.push_back("blk." + i + "." + line + " " + i);
+        }
+    }
+    expected.push_back("output_norm.weight vector -1");
+    expected.push_back("token_embd.weight head -1");
+    EXPECT_EQ(described(tiny::Model(o)), expected);
+}
+
+std::vector<tiny::Options> manyModels() {
+    std::vector<tiny::Options> all = tiny::variants();
+    for (int64_t vocab : {49, 98, 103, 107, 161, 1001}) {  // 1 / vocab has no exact float
+        tiny::Options o = all[all.size() % 5];
+        o.vocab = vocab;
+        all.push_back(o);
+    }
+    for (int64_t experts : {3, 7, 10}) {
+        tiny::Options o;
+        o.experts = experts;
+        o.used = experts - 1;
+        all.push_back(o);
+    }
+    return all;
+}
+
+TEST(TensorUses, CountWhatATokenReads) {
+    for (const tiny::Options& o : manyModels()) {
+        SCOPED_TRACE(tiny::describe(o) + " vocab " + std::to_string(o.vocab));
+        const tiny::Model model(o);
+        const ModelSpec spec = model.spec();
+        const TensorTable table = model.table();
+        std::map<int32_t, uint64_t> whole;  // of tensors that a token reads in full, slice by slice
+        std::set<int32_t> seen;
+        for (const TensorUse& use : tensorUses(spec, table)) {
+            const TensorInfo& t = table.all().at(static_cast<size_t>(use.tensor));
+            const std::string role = use.role;
+            seen.insert(use.tensor);
+            EXPECT_EQ(use.cols, role == "vector" && o.fusedQkv ? use.cols : t.shape[0]) << t.name;
+            if (role == "embedding") {
+                EXPECT_EQ(use.bytesPerToken, rowBytes(t.type, o.embedding));
+                EXPECT_EQ(use.rows, o.vocab);
+            } else if (role == "experts") {
+                const ExpertFfnSpec& f = *spec.layers[0].experts;
+                EXPECT_EQ(use.bytesPerToken, rowBytes(t.type, use.cols) * static_cast<uint64_t>(use.rows) * static_cast<uint64_t>(f.used)) << t.name;
+            } else if (role == "head") {
+                EXPECT_EQ(use.bytesPerToken, t.bytes);
+                EXPECT_EQ(use.rows, o.vocab);
+            } else {
+                whole[use.tensor] += use.bytesPerToken;
+                EXPECT_EQ(use.bytesPerToken, rowBytes(t.type, use.cols) * static_cast<uint64_t>(use.rows)) << t.name;
+            }
+        }
+        for (const auto& [tensor, bytes] : whole) {
+            EXPECT_EQ(bytes, table.all()[static_cast<size_t>(tensor)].bytes) << table.all()[static_cast<size_t>(tensor)].name;
+        }
+        EXPECT_EQ(seen.size(), table.all().size()) << "each tensor has a use";
+    }
+}
+
+Homes randomHomes(const tiny::Model& model, std::mt19937& random) {
+    Homes homes(model.tensors.size());
+    for (TensorHome& home : homes) {
+        home.home = random() % 2 ? Home::Vram : Home::Direct;
+        home.cpuRows = 32 * static_cast<int64_t>(random() % 5);
+        home.rank = static_cast<int32_t>(random() % 7);
+    }
+    return homes;
+}
+
+// Whether such a tensor may stay in the file: norms, biases and stacks of experts may not.
+bool mayBeDirect(const tiny::Model& model, size_t tensor) {
+    const TensorInfo& t = model.tensors[tensor];
+    return t.shape.size() == 2;
+}
+
+// Some of the tensors in a second file, and gaps of all sizes between them. The second file's offsets go on where the first's end.
+void scatter(tiny::Model& model, std::mt19937& random) {
+    uint64_t next = 0;
+    for (size_t i = 0; i < model.tensors.size(); ++i) {
+        TensorInfo& t = model.tensors[i];
+        t.file = i > model.tensors.size() * 2 / 3;
+        next += (random() % 3 == 0 ? 4096 + random() % 3 : random() % 4097);
+        t.offset = next;
+        next += t.bytes;
+    }
+    std::shuffle(model.tensors.begin(), model.tensors.end(), random);
+}
+
+TEST(PlacementOf, EveryByteIsInOneRange) {
+    std::mt19937 random(3);
+    for (const tiny::Options& o : tiny::variants()) {
+        for (int round = 0; round < 6; ++round) {
+            SCOPED_TRACE(tiny::describe(o) + " round " + std::to_string(round));
+            tiny::Model model(o);
+            if (round > 1) scatter(model, random);
+            const Homes homes = round == 0 ? Homes() : randomHomes(model, random);
+            const Placement placement = placementOf(model.spec(), model.table(), homes);
+            const auto homeOf = [&](size_t i) { return homes.empty() || !mayBeDirect(model, i) ? Home::Vram : homes[i].home; };
+            uint64_t vram = 0, direct = 0, cpu = 0;
+            for (size_t i = 0; i < model.tensors.size(); ++i) {
+                const TensorInfo& t = model.tensors[i];
+                (homeOf(i) == Home::Vram ? vram : direct) += t.bytes;
+                const bool feedForward = t.name.find("ffn_") != std::string::npos && t.name.find("inp") == std::string::npos;
+                const bool head = t.name == (o.tied ? "token_embd.weight" : "output.weight");
+                if (homeOf(i) == Home::Direct && (feedForward || head)) {
+                    cpu += rowBytes(t.type, t.shape[0]) * static_cast<uint64_t>(std::min(t.shape[1], homes[i].cpuRows));
+                }
+                const auto holds = [&](const Placement::Range& r) {
+                    return r.file == t.file && r.begin <= t.offset && t.offset + t.bytes <= r.end && r.home == homeOf(i);
+                };
+                EXPECT_EQ(std::count_if(placement.ranges.begin(), placement.ranges.end(), holds), 1) << t.name;
+            }
+            EXPECT_EQ(placement.vram, vram);
+            EXPECT_EQ(placement.direct, direct);
+            EXPECT_EQ(placement.cpu, cpu);
+            for (size_t i = 1; i < placement.ranges.size(); ++i) {
+                const Placement::Range &a = placement.ranges[i - 1], &b = placement.ranges[i];
+                ASSERT_TRUE(a.file < b.file || (a.file == b.file && a.end <= b.begin)) << "not in order";
+                EXPECT_FALSE(a.file == b.file && a.home == b.home && b.begin - a.end <= 4096) << "neighbours of one home apart";
+            }
+            for (const Placement::Range& r : placement.ranges) {  // no range begins or ends in a gap, or spans a wide one
+                std::vector<std::pair<uint64_t, uint64_t>> within;
+                for (const TensorInfo& t : model.tensors) {
+                    if (t.file == r.file && t.offset >= r.begin && t.offset < r.end) within.emplace_back(t.offset, t.offset + t.bytes);
+                }
+                std::sort(within.begin(), within.end());
+                ASSERT_FALSE(within.empty());
+                EXPECT_EQ(within.front().first, r.begin);
+                EXPECT_EQ(within.back().second, r.end);
+                for (size_t i = 1; i < within.size(); ++i) EXPECT_LE(within[i].first - within[i - 1].second, 4096u);
+            }
+        }
+    }
+}
+
+// The model's homes with tensors of ranks from `limit` on in the file.
+Homes limited(Homes homes, int32_t limit) {
+    for (TensorHome& home : homes) {
+        if (home.rank >= limit) home.home = Home::Direct;
+    }
+    return homes;
+}
+
+bool same(const Homes& a, const Homes& b) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const TensorHome& x, const TensorHome& y) {
+        return x.home == y.home && x.cpuRows == y.cpuRows && x.rank == y.rank;
+    });
+}
+
+// A rank each for the embedding, each layer's attention and its feed-forward, and the head; some planned in the file.
+Homes rankedHomes(const tiny::Model& model, std::mt19937& random) {
+    Homes homes(model.tensors.size());
+    std::map<std::string, TensorHome> of;
+    for (size_t i = 0; i < homes.size(); ++i) {
+        const std::string& name = model.tensors[i].name;
+        std::string key = name.substr(0, name.find("."));
+        if (key == "blk") key = name.substr(0, name.find(".", 4)) + (name.find("ffn") == std::string::npos ? " attention" : " feed-forward");
+        if (!of.count(key)) of[key] = {random() % 8 == 0 ? Home::Direct : Home::Vram, 0, static_cast<int32_t>(random() % 12)};
+        homes[i] = of[key];
+    }
+    return homes;
+}
+
+TEST(FittedHomes, KeepWhatFitsAndNoMore) {
+    tiny::Options large;  // slots are small beside it
+    large.layers = 12;
+    large.embedding = 256;
+    large.hidden = 1280;
+    tiny::Options small;  // slots are larger than what passes through them
+    small.embedding = 512;
+    small.hidden = 2048;
+    small.vocab = 3000;
+    small.matrices = DType::F32;
+    tiny::Options experts = small;
+    experts.architecture = "qwen3moe";
+    experts.hidden = 128;
+    experts.fusedExperts = experts.tied = true;
+    experts.matrices = DType::Q8_0;
+    std::mt19937 random(5);
+    for (const tiny::Options& o : {large, small, experts}) {
+        const tiny::Model model(o);
+        const ModelSpec spec = model.spec();
+        const TensorTable table = model.table();
+        for (int round = 0; round < 4; ++round) {
+            SCOPED_TRACE(tiny::describe(o) + " round " + std::to_string(round));
+            EngineOptions options;
+            options.cuda = true;
+            options.context = 100;
+            options.batch = 16;
+            options.homes = rankedHomes(model, random);
+            const auto planned = [&](const Homes& homes) {
+                EngineOptions tried = options;
+                tried.homes = homes;
+                return plannedBytes(spec, table, tried);
+            };
+            std::vector<size_t> needs;  // by rank limit
+            for (int32_t limit = 0; limit <= 12; ++limit) needs.push_back(planned(limited(options.homes, limit)));
+            const size_t least = *std::min_element(needs.begin(), needs.end());
+            std::set<size_t> sizes = {0, least - 1, SIZE_MAX};
+            for (const size_t need : needs) sizes.insert({need - 1, need, need + 1});
+            Homes before;
+            for (const size_t available : sizes) {
+                const Homes fitted = fittedHomes(spec, table, options, available);
+                int32_t limit = 12;  // of ranks that can stay: tensors of one rank go together
+                if (available >= least) {
+                    while (needs[static_cast<size_t>(limit)] > available) --limit;
+                    EXPECT_TRUE(same(fitted, limited(options.homes, limit))) << available << " has room for ranks below " << limit;
+                } else {
+                    while (limit >= 0 && !same(fitted, limited(options.homes, limit))) --limit;
+                    ASSERT_GE(limit, 0) << "ranks were taken apart";
+                    EXPECT_EQ(planned(fitted), least);
+                }
+                for (size_t i = 0; available > least && i < before.size(); ++i) {
+                    EXPECT_FALSE(before[i].home == Home::Vram && fitted[i].home == Home::Direct) << "more memory made a tensor leave";
+                }
+                if (available >= least) before = fitted;
+            }
+        }
+    }
+}
+
+TEST(FittedHomes, WithoutAPlanThereIsNothingToFit) {
+    const tiny::Model model{tiny::Options()};
+    EngineOptions options;
+    options.cuda = true;
+    options.context = 100;
+    EXPECT_TRUE(fittedHomes(model.spec(), model.table(), options, SIZE_MAX).empty());
+    EXPECT_TRUE(fittedHomes(model.spec(), model.table(), options, 0).empty());
+}
+
+TEST(PlannedLines, StreamingTakesWhatSlotsAndStagingTake) {
+    tiny::Options o;
+    o.layers = 3;
+    o.embedding = 256;
+    o.hidden = 640;
+    const tiny::Model model(o);
+    EngineOptions options;
+    options.cuda = true;
+    options.context = 100;
+    options.batch = 16;
+    const auto line = [&](const std::string& name) {
+        for (const TraceLine& l : plannedLines(model.spec(), model.table(), options))
+            if (l.name == name) return l.asked;
+        ADD_FAILURE() << "no line " << name;
+        return size_t{0};
+    };
+    EXPECT_EQ(line("streaming"), 0u) << "without a plan";
+    const size_t layer = line("layer 1"), head = line("output head"), embedding = line("token embedding");
+    options.homes = Homes(model.tensors.size());
+    EXPECT_EQ(line("streaming"), 0u) << "all resident";
+    EXPECT_EQ(line("layer 1"), layer);
+    for (size_t i = 0; i < model.tensors.size(); ++i) {
+        if (model.tensors[i].name.find("blk.1.ffn") == 0) options.homes[i].home = Home::Direct;
+    }
+    const size_t gate = rowBytes(DType::Q8_0, o.embedding) * static_cast<size_t>(o.hidden);
+    const size_t down = rowBytes(DType::Q8_0, o.hidden) * static_cast<size_t>(o.embedding);
+    EXPECT_LE(line("layer 1") + 2 * gate + down, layer + 4 * 256);
+    EXPECT_GE(line("layer 1") + 2 * gate + down, layer);
+    // Two pieces: gate with up, and down. Two slots, each for gate and up, and three stages.
+    EXPECT_GE(line("streaming"), (2 + 3) * 2 * gate);
+    EXPECT_LE(line("streaming"), (2 + 3) * 2 * (gate + 256));
+    EXPECT_EQ(line("output head"), head);
+    options.homes[0].home = Home::Direct;  // the embedding is read where it is
+    EXPECT_EQ(line("token embedding"), 0u);
+    EXPECT_GT(embedding, 0u);
+    EXPECT_LE(line("streaming"), (2 + 3) * 2 * (gate + 256));
+}
+
+TEST(PlannedLines, ATiedHeadIsResidentOnce) {
+    tiny::Options o;
+    o.tied = true;
+    const tiny::Model model(o);
+    EngineOptions options;
+    options.cuda = true;
+    options.context = 100;
+    const auto head = [&] {
+        for (const TraceLine& l : plannedLines(model.spec(), model.table(), options))
+            if (l.name == "output head") return l.asked;
+        return SIZE_MAX;
+    };
+    EXPECT_EQ(head(), sizeof(float) * static_cast<size_t>(o.embedding)) << "the norm";
+    options.homes = Homes(model.tensors.size());
+    EXPECT_EQ(head(), sizeof(float) * static_cast<size_t>(o.embedding));
+    options.homes[0].home = Home::Direct;
+    EXPECT_EQ(head(), sizeof(float) * static_cast<size_t>(o.embedding));
+}
+
+}  // namespace
