@@ -76,7 +76,7 @@ public:
         const size_t room = 2 * WeightStream::kPieceBytes + (size_t{1} << 20);
         _slotBytes = room;
         _slots = Buffer(_allocator, room * WeightStream::kSlots, "slots");
-        _staging = Buffer(_allocator, room * CudaTransfers::kStages, "staging");
+        _staging = Buffer(_allocator, room * kTransferStages, "staging");
         const double begin = now();
         _transfers->prepare({{_file.data(), kFileBytes}}, {}, _staging.as<void>(), room);
         std::printf("%s; 1 GiB pinned in %.3f s\n", _stream.device().name.c_str(), now() - begin);

@@ -18,7 +18,7 @@ bool staged(const StreamPart& part) { return !info(part.to.type).isFloat; }
 }  // namespace
 
 CudaTransfers::CudaTransfers(cuda::Stream& compute)
-    : _compute(compute), _copies(feedBeside(compute)), _packing(feedBeside(compute)), _files(compute.device()) {}
+    : _compute(compute), _copies{feedBeside(compute), feedBeside(compute)}, _packing(feedBeside(compute)), _files(compute.device()) {}
 
 CudaTransfers::~CudaTransfers() {
     try {
@@ -31,7 +31,7 @@ CudaTransfers::~CudaTransfers() {
 
 void CudaTransfers::synchronize() {
     _compute.use();
-    _copies->synchronize();
+    for (const auto& copies : _copies) copies->synchronize();
     _packing->synchronize();
     _compute.synchronize();
 }
@@ -52,7 +52,7 @@ void CudaTransfers::settle() {
     _compute.use();
     const bool recording = _compute.capturing();
     bool left = false;
-    for (std::unique_ptr<cuda::Stream>* stream : {&_copies, &_packing}) {
+    for (std::unique_ptr<cuda::Stream>* stream : {&_copies[0], &_copies[1], &_packing}) {
         // Nothing of a capture has run. Its end lets go of its streams; one that it should keep all the same is of no use any more.
         if (!(*stream)->capturing())
             (*stream)->synchronize();
@@ -71,13 +71,15 @@ void CudaTransfers::begin() {
     _fetches = 0;
     for (Slot& slot : _slots) slot.fetched = slot.isReleased = false;
     _compute.record(_forked);
-    _copies->wait(_forked);  // and packing waits for copies
+    for (const auto& copies : _copies) copies->wait(_forked);  // and packing waits for copies
 }
 
 void CudaTransfers::end() {
     if (!_open) throw Error(ErrorKind::Internal, "the end of a pass that was not begun");
-    _copies->record(_joined);
-    _packing->wait(_joined);
+    for (const auto& copies : _copies) {
+        copies->record(_joined);
+        _packing->wait(_joined);
+    }
     _packing->record(_joined);
     _compute.wait(_joined);
     _open = false;
@@ -88,11 +90,11 @@ CudaTransfers::Slot& CudaTransfers::slotAt(int slot) {
     return _slots.at(static_cast<size_t>(slot));
 }
 
-void CudaTransfers::copy(uint8_t* to, const StreamPart& part) {
+void CudaTransfers::copy(cuda::Stream& stream, const cuda::PinnedFiles& files, uint8_t* to, const StreamPart& part) {
     const uint8_t* file = part.file;
     for (size_t left = part.bytes(); left > 0;) {
-        const HostRange from = _files.source(file, left);
-        _copies->uploadPinned(to, from.begin, from.bytes);
+        const HostRange from = files.source(file, left);
+        stream.uploadPinned(to, from.begin, from.bytes);
         to += from.bytes;
         file += from.bytes;
         left -= from.bytes;
@@ -101,27 +103,28 @@ void CudaTransfers::copy(uint8_t* to, const StreamPart& part) {
 
 void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int slot) {
     Slot& target = slotAt(slot);
-    const auto stage = static_cast<size_t>(_fetches % kStages);
+    const auto stage = static_cast<size_t>(_fetches % kTransferStages);
+    cuda::Stream& copies = *_copies[static_cast<size_t>(_fetches) % _copies.size()];
     uint8_t* const staging = _staging + stage * _stageBytes;
-    if (_fetches >= kStages) _copies->wait(_stageFree[stage]);
+    if (_fetches >= kTransferStages) copies.wait(_stageFree[stage]);
     ++_fetches;
 
     size_t used = 0;
     for (const StreamPart& part : parts) {
         if (!staged(part)) continue;
         if (used + part.bytes() > _stageBytes) throw Error(ErrorKind::Internal, "weights on their way are larger than their stage");
-        copy(staging + used, part);
+        copy(copies, _files, staging + used, part);
         used += Allocator::aligned(part.bytes());
     }
     // Those that go straight to the slot come last, so that the others need not wait until it is free.
     bool waited = !target.isReleased;
     for (const StreamPart& part : parts) {
         if (staged(part)) continue;
-        if (!waited) _copies->wait(target.released);
+        if (!waited) copies.wait(target.released);
         waited = true;
-        copy(const_cast<uint8_t*>(part.to.data) + rowBytes(part.to.type, part.to.cols) * static_cast<size_t>(part.rowBegin), part);
+        copy(copies, _files, const_cast<uint8_t*>(part.to.data) + rowBytes(part.to.type, part.to.cols) * static_cast<size_t>(part.rowBegin), part);
     }
-    _copies->record(_copied);
+    copies.record(_copied);
 
     _packing->wait(_copied);
     if (target.isReleased) _packing->wait(target.released);

@@ -1,10 +1,10 @@
 // Bringing weights across PCIe while the GPU computes: the copy engine carries a piece's file rows from pinned pages into
-// a stage, and a kernel packs them from there into their slot (kernels/packed.h), each on a stream of its own beside the
-// one that computes.
+// a stage, and a kernel packs them from there into their slot (kernels/packed.h), on streams beside the one that computes.
+// Copies take turns on two streams, so that the bus goes from one to the next without a gap.
 //
-// Every order that a pass needs is made of events between the three streams. So a pass works alike when it is launched and
-// when the compute stream is being captured: begin() takes the two streams into the capture and end() brings them back.
-// An event means something within its pass only; passes follow each other because begin() and end() join all three.
+// Every order that a pass needs is made of events between the streams. So a pass works alike when it is launched and
+// when the compute stream is being captured: begin() takes the others into the capture and end() brings them back.
+// An event means something within its pass only; passes follow each other because begin() and end() join them all.
 #pragma once
 
 #include <array>
@@ -15,15 +15,13 @@
 
 #include "device/pinned_files.h"
 #include "device/stream.h"
+#include "engine/gpu_scratch.h"
 #include "memory/weight_stream.h"
 
 namespace sharpi {
 
 class CudaTransfers : public Transfers {
 public:
-    // While one stage is packed, perhaps behind a kernel that fills the GPU, the next ones are filled. DeviceLayout::stages.
-    static constexpr int kStages = 3;
-
     explicit CudaTransfers(cuda::Stream& compute);
     // Waits for the device, and unpins everything.
     ~CudaTransfers() override;
@@ -50,18 +48,19 @@ private:
         bool fetched = false, isReleased = false;  // in this pass
     };
     Slot& slotAt(int slot);
-    void copy(uint8_t* to, const StreamPart& part);
+    static void copy(cuda::Stream& stream, const cuda::PinnedFiles& files, uint8_t* to, const StreamPart& part);
     void synchronize();
 
     cuda::Stream& _compute;
-    std::unique_ptr<cuda::Stream> _copies, _packing;
+    std::array<std::unique_ptr<cuda::Stream>, 2> _copies;
+    std::unique_ptr<cuda::Stream> _packing;
     cuda::PinnedFiles _files;
     uint8_t* _staging = nullptr;
     size_t _stageBytes = 0;
 
     cuda::Event _forked, _copied, _joined;
     std::array<Slot, WeightStream::kSlots> _slots;
-    std::array<cuda::Event, kStages> _stageFree;
+    std::array<cuda::Event, kTransferStages> _stageFree;
     int64_t _fetches = 0;  // in this pass
     bool _open = false;    // between begin() and end()
 };

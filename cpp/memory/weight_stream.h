@@ -81,9 +81,10 @@ private:
 
 class WeightStream {
 public:
-    static constexpr int kSlots = 8;
-    // Large enough for the bus's full speed. A piece is at least 32 rows, whatever they take.
-    static constexpr size_t kPieceBytes = size_t{8} << 20;
+    static constexpr int kSlots = 6;
+    // Large enough for the bus's full speed, and for products of many rows to fill the device several times over. A piece is
+    // at least 32 rows, whatever they take.
+    static constexpr size_t kPieceBytes = size_t{16} << 20;
     static constexpr int64_t kRowStep = 32;
 
     // transfers: nullptr when only planning.

@@ -1,14 +1,15 @@
-"""What this machine has: the memory that a model may fill, and the GPU."""
+"""What this machine has: its processor, the memory that a model may fill, and the GPU. How fast they are: `profile`."""
 
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
 from sharpi.errors import SharpiError
 
-__all__ = ["Gpu", "gpu", "ram_bytes"]
+__all__ = ["Gpu", "core_count", "cpu_name", "gpu", "ram_bytes"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -33,6 +34,22 @@ def gpu() -> Gpu | str:
         return Gpu(**_core.find_cuda_device())
     except SharpiError as reason:  # a GPU that cannot even be asked is none, whatever class its failure has
         return " ".join(str(reason).split())
+
+
+def cpu_name() -> str:
+    """The processor's name as the system says it, or its kind where the system has no name for it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            names = (value for key, _, value in (line.partition(":") for line in lines) if key.strip() == "model name")
+            name = next(names, "")
+    except OSError:
+        name = ""
+    return " ".join((name or platform.processor() or platform.machine() or "unknown").split())
+
+
+def core_count() -> int:
+    """As many logical processors as this process may use at once."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ram_bytes() -> int:

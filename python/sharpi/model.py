@@ -21,7 +21,8 @@ from sharpi import _core
 from sharpi.chat import ChatTemplate
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
 from sharpi.gguf import GgufFile
-from sharpi.planner import Plan, make_plan
+from sharpi.planner import Plan, make_plan, saved_plan
+from sharpi.profile import HardwareProfile, load_profile
 from sharpi.tokenizer import Tokenizer
 
 __all__ = ["BUNDLED_MODEL", "Model", "Session", "Token", "describe"]
@@ -29,6 +30,7 @@ __all__ = ["BUNDLED_MODEL", "Model", "Session", "Token", "describe"]
 BUNDLED_MODEL = Path(__file__).parent / "bundled" / "story.gguf"
 
 Progress = Callable[[int, int], None]
+Notice = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,28 @@ def describe(path: str | os.PathLike[str] | None = None) -> tuple[GgufFile, _cor
         raise file.error(str(error)) from None
 
 
-def _open(file: GgufFile, spec: _core.Description, plan: Plan, threads: int) -> _core.Engine:
-    return _core.Engine(spec, [str(path) for path in file.paths], plan.context, plan.batch, threads, plan.kv_dtype,
-                        plan.device, plan.vram or 0)
+def _open(file: GgufFile, spec: _core.Description, plan: Plan) -> _core.Engine:
+    arguments = (spec, [str(path) for path in file.paths], plan.context, plan.batch, plan.threads, plan.kv_dtype,
+                 plan.device, plan.vram or 0)
+    return _core.Engine(*arguments, list(plan.homes)) if plan.device == "cuda" else _core.Engine(*arguments)
+
+
+def _engine(file: GgufFile, spec: _core.Description, plan: Plan,
+            asked: Mapping[str, Any] | None) -> tuple[_core.Engine, Plan]:
+    """The engine, and the plan that it runs: where the GPU fails and the choice was the plan's, one for the CPU.
+    asked: what the plan was made of, where another may be made."""
+    try:
+        return _open(file, spec, plan), plan
+    except ModelFileError:
+        raise
+    except SharpiError as reason:
+        if asked is None or plan.device == "cpu":
+            raise
+        # What the plan could not know: memory that went to somebody else, a driver that lacks something, a GPU that
+        # fails at its first kernel.
+        instead = make_plan(file, spec, **{**asked, "device": "cpu", "vram": None})
+        instead = replace(instead, why=str(reason), gpu=plan.gpu, vram=plan.vram)
+        return _open(file, spec, instead), instead
 
 
 def _warm(engine: _core.Engine, plan: Plan, progress: Progress) -> None:
@@ -74,6 +95,24 @@ def default_threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _check_numbers(*, context: Any, threads: Any, batch: Any, **_: Any) -> None:
+    """Raises `InvalidRequestError` for numbers that no model can be loaded with."""
+    for name, value in (("context", context), ("threads", threads), ("batch", batch)):
+        if value is not None and not isinstance(value, (int, np.integer)):
+            raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
+    if batch is not None and not 1 <= batch <= 65536:
+        raise InvalidRequestError(f"batch must be 1 to 65536, not {batch}")
+    if threads is not None and not 1 <= threads <= 1024:
+        raise InvalidRequestError(f"threads must be 1 to 1024, not {threads}")
+
+
+def _refuse_beside_a_plan(asked: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequestError` where something is asked for that the plan says already."""
+    for name, value in asked.items():
+        if value is not None:
+            raise InvalidRequestError(f"a saved plan says the {name} already: leave one of the two out")
+
+
 class Model:
     """A model ready to answer. Make one with `Model.load`; close it, or use it in a `with` block."""
 
@@ -91,46 +130,44 @@ class Model:
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
              context: int | None = None, kv_dtype: str | None = None, threads: int | None = None,
-             batch: int | None = None, progress: Progress | None = None) -> Model:
+             batch: int | None = None, plan: str | os.PathLike[str] | None = None,
+             profile: HardwareProfile | str | os.PathLike[str] | None = None, progress: Progress | None = None,
+             notice: Notice | None = None) -> Model:
         """Opens a GGUF file (any part of a split one); `None` is the bundled model.
 
-        device: "auto", "cpu" or "cuda"; "auto" takes the GPU where there is one and the model fits into its memory.
-        vram: the most to take of that memory, in bytes or as text such as "12GiB"; without it, what is free.
-        context: tokens that prompt and answer may have together. kv_dtype: "fp32", "bf16" (default) or "fp16". batch:
-        rows that prefill takes at once (512, on the GPU 2048). progress: called with bytes done and bytes in all while
-        the file is read from disk; without it, pages are read as they are first used.
+        device: "auto", "cpu" or "cuda"; "auto" takes the GPU where there is one and the model fits into its memory,
+        and else the faster of the two, as predicted. vram: the most to take of that memory, in bytes or as text such
+        as "12GiB"; without it, what is free. Weights that do not fit stay in RAM and are used from there. context:
+        tokens that prompt and answer may have together. kv_dtype: "fp32", "bf16" (default) or "fp16". batch: rows that
+        prefill takes at once (512, on the GPU 2048). plan: a file with a plan for this model, which says all of these.
+        profile: the machine's speeds, or a file with them; without it, they are measured once where they are needed.
+
+        progress: called with bytes done and bytes in all while the file is read from disk; without it, pages are read
+        as they are first used. notice: called with a line for people, where there is something that they may want to
+        know.
 
         Raises `ModelFileError`, `InvalidRequestError`, `OutOfMemoryError`.
         """
         started = time.perf_counter()
-        for name, value in (("context", context), ("threads", threads), ("batch", batch)):
-            if value is not None and not isinstance(value, (int, np.integer)):
-                raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
-        if batch is not None and not 1 <= batch <= 65536:
-            raise InvalidRequestError(f"batch must be 1 to 65536, not {batch}")
+        asked = {"device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype, "threads": threads,
+                 "batch": batch}
+        _check_numbers(**asked)
+        if plan is not None:
+            _refuse_beside_a_plan({**asked, "device": None if device == "auto" else device, "profile": profile})
         file, spec = describe(path)
-        count = default_threads() if threads is None else threads
-        if not 1 <= count <= 1024:
-            raise InvalidRequestError(f"threads must be 1 to 1024, not {count}")
-        plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
-                         threads=count)
-        plan.require()
-        try:
-            engine = _open(file, spec, plan, count)
-        except ModelFileError:
-            raise
-        except SharpiError as reason:
-            if device != "auto" or plan.device == "cpu":
-                raise
-            # What the plan could not know: memory that went to somebody else, a driver that lacks something, a GPU
-            # that fails at its first kernel.
-            instead = make_plan(file, spec, device="cpu", context=context, kv_dtype=kv_dtype, batch=batch,
-                                threads=count)
-            plan = replace(instead, why=str(reason), gpu=plan.gpu, vram=plan.vram)
-            engine = _open(file, spec, plan, count)
+        if plan is not None:
+            made = saved_plan(plan, file, spec)
+        else:
+            asked["threads"] = default_threads() if threads is None else threads
+            known = profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)
+            made = make_plan(file, spec, **asked, profile=known, notice=notice)
+        made.require()
+        engine, made = _engine(file, spec, made, asked if device == "auto" and plan is None else None)
+        for line in engine.notes if notice is not None else ():
+            notice(line)
         if progress is not None:
-            _warm(engine, plan, progress)
-        return cls(file, spec, engine, plan, count, time.perf_counter() - started)
+            _warm(engine, made, progress)
+        return cls(file, spec, engine, made, made.threads, time.perf_counter() - started)
 
     def __enter__(self) -> Model:
         return self
@@ -219,7 +256,10 @@ class Model:
         return Session(self)
 
     def stats(self) -> dict[str, Any]:
-        """Counts and speeds of the last generation, and the bytes held; `vram_bytes` by the device's own account."""
+        """Counts and speeds of the last generation, and the bytes held; `vram_bytes` by the device's own account.
+
+        placement: where the weights are, as the core says: bytes in "vram" and "direct", of the latter in "cpu" the
+        CPU's share, and the "ranges" of the files. notes: lines for people on what became of the plan."""
         taken = sum(entry[2] for entry in self.engine.trace) if self.device == "cuda" else 0
         return {
             **self._timing.to_dict(),
@@ -232,6 +272,8 @@ class Model:
             "device_name": self.device_name,
             "threads": self.threads,
             "isa": self.isa,
+            "placement": self.engine.placement(),
+            "notes": list(self.engine.notes),
         }
 
     def bench_prefill(self, tokens: int) -> float:

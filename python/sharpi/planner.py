@@ -1,28 +1,34 @@
-"""Plans: what a model will take, computed from its metadata before a byte of it is loaded.
+"""Plans: what a model will take, where its weights will be, and how fast it will run, before a byte of it is loaded.
 
 A plan is what `Model.load` carries out and what `sharpi plan` shows; both come from `make_plan`, so that the
 prediction and the run cannot drift apart. Its lines are the core's own: the loading code run over a memory that only
 counts. On the CPU the weights stay in the mapped file and fill RAM beside the lines; on the GPU the lines are all
-there is. Planning is arithmetic: a plan for a GPU can be made where there is none.
+there is. A model that does not fit into the GPU's memory has the most useful of its weights there and the others in
+RAM, to be fetched across PCIe or computed by the CPU. Planning is arithmetic: a plan for a GPU can be made where there
+is none.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
-from sharpi.errors import InvalidRequestError, OutOfMemoryError
+from sharpi.errors import InvalidRequestError, SharpiError
 from sharpi.gguf import GgufFile
 from sharpi.hardware import Gpu, gpu, ram_bytes
+from sharpi.placement import DIRECT, Inventory, Switches, TensorHome
+from sharpi.plan import KV_DTYPES, Plan, fingerprint, load_plan, size_words
+from sharpi.prediction import balanced, completed, decode_on_cpu, decode_on_gpu, prefill_on_cpu, prefill_on_gpu
+from sharpi.profile import ASSUMED, HardwareProfile, current_profile
 
 __all__ = ["DEFAULT_BATCH", "DEFAULT_CONTEXT", "DEVICES", "KV_DTYPES", "Plan", "Spec", "VRAM_MARGIN", "choose_context",
-           "choose_kv_dtype", "make_plan", "parse_vram"]
+           "choose_kv_dtype", "make_plan", "parse_vram", "saved_plan"]
 
 DEVICES = ("auto", "cpu", "cuda")
-KV_DTYPES = ("fp32", "bf16", "fp16")
 DEFAULT_KV_DTYPE = "bf16"
 # Models announce contexts whose KV cache would fill the machine; this much is taken unless a person asks for more.
 DEFAULT_CONTEXT = 4096
@@ -33,10 +39,12 @@ DEFAULT_BATCH = {"cpu": 512, "cuda": 2048}
 VRAM_MARGIN = 256 << 20
 
 _SMALLEST_BATCH = 32  # a batch below it is not worth suggesting
-_SMALLEST_CONTEXT = 512  # nor is a context below it, where more was asked for
 _SMALLEST_VRAM = 1 << 20  # less is a unit that was forgotten
+_ROUNDING = 4 << 20  # by so much sums of bytes may be off that a device gives out in steps
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30,
           "t": 1 << 40, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+Notice = Callable[[str], None]
 
 
 class Spec(Protocol):
@@ -49,125 +57,15 @@ class Spec(Protocol):
     def kv_bytes(self, kv_dtype: str, context: int) -> int:
         """Bytes of the KV cache for `context` tokens."""
 
-    def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int,
-                     threads: int) -> list[tuple[str, int]]:
+    def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
+                     homes: Sequence[TensorHome] | None = None) -> list[tuple[str, int]]:
         """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "output head", "KV cache",
-        "scratch", "graphs". On the CPU, weights that stay in the mapped file count as nothing. Bytes are counted in
-        the device's steps: a line that fits into what is left of the step before it takes nothing."""
+        "scratch", "graphs", and "streaming" where a weight is direct. homes: by tensor in the file's order; `None`:
+        all in VRAM. On the CPU, weights that stay in the mapped file count as nothing. Bytes are counted in the
+        device's steps: a line that fits into what is left of the step before it takes nothing."""
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What a model takes on its device, all in bytes but the context and the batch (tokens).
-
-    device: "cpu" or "cuda"; `why` says in one line how it was chosen where it was left to the plan. gpu: the GPU, or
-    why there is none; a plan for the CPU that nobody asked the GPU about has neither. vram: the budget that was set.
-    weights_bytes: of the file. kv_bytes: what the KV cache holds. lines: what the core allocates, in order, counted in
-    the device's steps. available_bytes: what all must fit into, RAM or VRAM; `None` for a GPU that is not there and no
-    budget. fitting_context and fitting_batch: the longest context up to the model's own, and the largest batch up to
-    this one, with which the model would fit, all else as it is; 0 where none does.
-    """
-
-    model: str
-    architecture: str
-    device: str
-    why: str
-    gpu: Gpu | str | None
-    vram: int | None
-    context: int
-    model_context: int
-    kv_dtype: str
-    batch: int
-    weights_bytes: int
-    kv_bytes: int
-    lines: tuple[tuple[str, int], ...]
-    available_bytes: int | None
-    fitting_context: int
-    fitting_batch: int
-
-    @property
-    def embedding_bytes(self) -> int:
-        """The token embedding's line."""
-        return self._line("token embedding")
-
-    @property
-    def layer_bytes(self) -> tuple[int, ...]:
-        """The layers' lines, first to last."""
-        return tuple(count for name, count in self.lines if name.startswith("layer "))
-
-    @property
-    def head_bytes(self) -> int:
-        """The output head's line; a head that is the embedding costs nothing."""
-        return self._line("output head")
-
-    @property
-    def scratch_bytes(self) -> int:
-        """The working memory's line."""
-        return self._line("scratch")
-
-    @property
-    def graphs_bytes(self) -> int:
-        """The line of the captured steps, and of what the driver keeps for them."""
-        return self._line("graphs")
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Weights that are read where the file is mapped: all of them on the CPU, none on the GPU."""
-        return self.weights_bytes if self.device == "cpu" else 0
-
-    @property
-    def total_bytes(self) -> int:
-        """Mapped weights and all lines together."""
-        return self.mapped_bytes + sum(count for _, count in self.lines)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the total is within what is available; true where nobody knows what is."""
-        return self.available_bytes is None or self.total_bytes <= self.available_bytes
-
-    @property
-    def offered_context(self) -> int:
-        """For a plan that does not fit: the fitting context, or 0 where it is too short to be worth the offer."""
-        return self.fitting_context if self.fitting_context >= min(_SMALLEST_CONTEXT, self.context) else 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Every field and every sum, as `sharpi plan --json` prints them."""
-        sums = ("embedding_bytes", "head_bytes", "scratch_bytes", "graphs_bytes", "mapped_bytes", "total_bytes",
-                "fits")
-        lines = [{"name": name, "bytes": count} for name, count in self.lines]
-        return {**asdict(self), "lines": lines, **{name: getattr(self, name) for name in sums}}
-
-    def require(self) -> None:
-        """Raises where the plan cannot be carried out: `InvalidRequestError` for a GPU that is not there,
-        `OutOfMemoryError` for a model that does not fit into the VRAM. RAM is not checked: the weights are mapped, and
-        what does not fit is read again."""
-        if self.device != "cuda":
-            return
-        if not isinstance(self.gpu, Gpu):
-            raise InvalidRequestError(f"device cuda: {self.gpu}")
-        if not self.fits:
-            raise OutOfMemoryError(self.shortage())
-
-    def shortage(self) -> str:
-        """For a plan that does not fit: how much is missing, and what would fit, in one line."""
-        available = self.available_bytes or 0
-        needs, room = "RAM", f"there are {_size(available)}"
-        if self.device == "cuda":
-            # A budget beyond what the GPU has free is not what is in the way.
-            needs = "VRAM"
-            room = f"the VRAM budget is {_size(available)}" if self.vram == available else f"{room} free"
-        said = [f"{self.model} needs {_size(self.total_bytes)} of {needs} and {room}:"
-                f" {_size(self.total_bytes - available)} are missing"]
-        if self.fitting_batch:
-            said.append(f"a batch of {self.fitting_batch} would fit (-b {self.fitting_batch})")
-        if self.offered_context:
-            said.append(f"a context of {self.offered_context} tokens would fit (-c {self.offered_context})")
-        if self.device == "cuda":
-            said.append("--device cpu runs it from RAM")
-        return "; ".join(said)
-
-    def _line(self, name: str) -> int:
-        return sum(count for line, count in self.lines if line == name)
+    def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
+        """(tensor, name, role, layer, bytes a token reads, rows, columns) in the order in which a token meets them."""
 
 
 def parse_vram(vram: str | int | None) -> int | None:
@@ -222,11 +120,15 @@ def choose_kv_dtype(kv_dtype: str | None) -> str:
 
 def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | int | None = None,
               context: int | None = None, kv_dtype: str | None = None, batch: int | None = None, threads: int = 1,
-              ram: int | None = None) -> Plan:
+              ram: int | None = None, profile: HardwareProfile | None = None, shown: bool = False,
+              notice: Notice | None = None) -> Plan:
     """The plan for running `file`; `ram` stands in for the machine's memory in bytes.
 
-    "auto" is the GPU where there is one and the model fits into its free memory, or into the budget `vram`, and else
-    the CPU. Raises `InvalidRequestError` for what cannot be had.
+    "auto" is the GPU where there is one and the model fits into its free memory, or into the budget `vram`; where
+    only a part of it fits, the GPU or the CPU, whichever is predicted to decode faster. profile: the machine's speeds;
+    without it, they are measured where they are needed and not known. shown: the plan is for a person to look at; it
+    has predictions, and where a profile is given it is for that machine, not for this one. notice: is told, in a line,
+    that the machine is measured. Raises `InvalidRequestError` for what cannot be had.
     """
     if device not in DEVICES:
         raise InvalidRequestError(f"unknown device {device!r}: known are auto, cpu and cuda")
@@ -234,17 +136,79 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     if device == "cpu" and budget is not None:
         raise InvalidRequestError("a VRAM budget means nothing on device cpu: leave it out, or use device cuda or auto")
     tokens = choose_context(spec, context)
-    request = _Request(file, spec, tokens, choose_kv_dtype(kv_dtype), batch, threads, budget)
+    speeds = _Speeds(profile, notice)
+    if shown and profile is not None:
+        ram = profile.ram_bytes if ram is None else ram
+    request = _Request(file, spec, tokens, choose_kv_dtype(kv_dtype), batch, threads, budget, ram, speeds, shown)
     if device == "cpu":
-        return request.plan("cpu", "", None, ram)
-    found = gpu()
-    if device == "cuda":
-        return request.plan("cuda", "", found, ram)
+        return request.on_cpu("", None)
+    found = _profiled_gpu(profile) if shown and profile is not None else gpu()
+    _require_below_card(budget, found)
+    if device == "cuda" or (shown and isinstance(found, str) and budget is not None):
+        return request.on_gpu("", found)
     if isinstance(found, str):
-        return request.plan("cpu", found, found, ram)
-    plan = request.plan("cuda", "the model fits into its memory", found, ram)
-    return plan if plan.fits else request.plan("cpu", plan.shortage().removesuffix("; --device cpu runs it from RAM"),
-                                               found, ram)
+        return request.on_cpu(found, found)
+    return _faster(request, found)
+
+
+def saved_plan(path: str | os.PathLike[str], file: GgufFile, spec: Spec) -> Plan:
+    """The plan that was saved at `path`, for running it on this machine's GPU or CPU. Raises `InvalidRequestError`
+    for a file that is no plan for `file`."""
+    plan = load_plan(path, file, spec)
+    if plan.device == "cpu":
+        return replace(plan, gpu=None)
+    found = gpu()
+    _require_below_card(plan.vram, found)
+    return replace(plan, gpu=found)
+
+
+def _faster(request: _Request, found: Gpu) -> Plan:
+    """The GPU where the model fits, and else the device that decodes faster."""
+    there = request.on_gpu("the model fits into its memory", found)
+    if not there.fits:
+        return request.on_cpu(there.shortage().removesuffix("; --device cpu runs it from RAM"), found)
+    if there.resident:
+        return there
+    if there.decode is None or not request.inventory.streamed(there.homes):
+        return replace(there, why="the model fits into its memory but for the embedding, which is read by rows")
+    here = decode_on_cpu(request.inventory.uses, request.speeds.of("cuda", found), request.threads)
+    said = "the model does not fit into the VRAM whole, and decode is predicted at {:.1f} tokens/s {}, {:.1f} {}"
+    speeds = {"cuda": there.decode.tokens_per_second, "cpu": here.tokens_per_second}
+    if speeds["cuda"] >= speeds["cpu"]:
+        return replace(there, why=said.format(speeds["cuda"], "with the GPU", speeds["cpu"], "without it"))
+    return request.on_cpu(said.format(speeds["cpu"], "on the CPU", speeds["cuda"], "with the GPU"), found)
+
+
+def _profiled_gpu(profile: HardwareProfile) -> Gpu | str:
+    """The GPU of the machine that a profile describes, with nothing else on it."""
+    if profile.gpu is None or profile.vram_bytes is None:
+        return "the profile is of a machine without a GPU"
+    return Gpu(profile.gpu, 0, "", 0, profile.vram_bytes, profile.vram_bytes)
+
+
+def _require_below_card(budget: int | None, found: Gpu | str) -> None:
+    if budget is not None and isinstance(found, Gpu) and budget > found.total_bytes:
+        raise InvalidRequestError(f"a VRAM budget of {size_words(budget)} is more than {found.name} has:"
+                                  f" {size_words(found.total_bytes)}; leave --vram out for all that is free")
+
+
+class _Speeds:
+    """The machine's speeds, measured where somebody first needs them."""
+
+    def __init__(self, given: HardwareProfile | None, notice: Notice | None) -> None:
+        self._known = given
+        self._notice = notice or (lambda line: None)
+
+    def of(self, device: str, found: Gpu | str | None) -> HardwareProfile:
+        """The profile for a plan on `device`. A GPU that is not here is not measured, but assumed."""
+        if self._known is None:
+            here = device == "cpu" or isinstance(found, Gpu)
+            try:
+                self._known = current_profile(here, lambda: self._notice("measuring this machine once, a few seconds"))
+            except SharpiError as reason:
+                self._notice(f"this machine cannot be measured ({reason}): usual speeds are assumed")
+                self._known = ASSUMED
+        return completed(self._known) if device == "cuda" else self._known
 
 
 @dataclass(frozen=True)
@@ -258,32 +222,56 @@ class _Request:
     batch: int | None
     threads: int
     vram: int | None
+    ram: int | None
+    speeds: _Speeds
+    shown: bool
 
-    def plan(self, device: str, why: str, found: Gpu | str | None, ram: int | None) -> Plan:
-        wanted = DEFAULT_BATCH[device] if self.batch is None else self.batch
-        batch = min(wanted, self.context)
-        weights = sum(tensor.nbytes for tensor in self.file.tensors)
-        mapped = weights if device == "cpu" else 0
-        available = self._available(device, found, ram)
+    @cached_property
+    def inventory(self) -> Inventory:
+        """The model's weights in units."""
+        return Inventory.of(self.file, self.spec)
 
-        def lines(context: int, rows: int) -> list[tuple[str, int]]:
-            return self.spec.memory_lines(device, self.kv_dtype, rows, context, self.threads)
+    def on_cpu(self, why: str, found: Gpu | str | None) -> Plan:
+        """The plan for the CPU."""
+        batch = min(self.batch or DEFAULT_BATCH["cpu"], self.context)
+        room = ram_bytes() if self.ram is None else self.ram
+        mapped = sum(tensor.nbytes for tensor in self.file.tensors)
 
         def fits(context: int, rows: int) -> bool:
-            return available is None or mapped + sum(count for _, count in lines(context, rows)) <= available
+            return mapped + self.total("cpu", context, rows, None) <= room
 
-        def fits_at(context: int) -> bool:
-            most = min(wanted, context)
-            return _fitting_batch(most, lambda rows: fits(context, rows)) > 0 if shrinks else fits(context, most)
+        shown: dict[str, Any] = {}
+        if self.shown and fits(self.context, batch):
+            profile, uses = self.speeds.of("cpu", found), self.inventory.uses
+            shown = {"placement": self.inventory.placed_on_cpu(), "profile": profile,
+                     "prefill": prefill_on_cpu(uses, profile, batch, self.threads),
+                     "decode": decode_on_cpu(uses, profile, self.threads)}
+        return self.fill("cpu", why, found, batch, room, None, **shown,
+                          fitting_batch=_fitting_batch(batch, lambda rows: fits(self.context, rows)),
+                          fitting_context=_largest(self.spec.context_length,
+                                                   lambda context: fits(context, min(batch, context))))
 
-        # Nobody asked for the default: slower prefill is better than another device.
-        shrinks = device == "cuda" and self.batch is None
-        fitting_batch = _fitting_batch(batch, lambda rows: fits(self.context, rows))
-        if shrinks and fitting_batch:
-            batch = fitting_batch
+    def on_gpu(self, why: str, found: Gpu | str) -> Plan:
+        """The plan for the GPU: all in VRAM if that fits, and else what of it does."""
+        return _OnGpu(self, found).plan(why)
+
+    def total(self, device: str, context: int, rows: int, homes: Sequence[TensorHome] | None) -> int:
+        """The sum of the lines."""
+        return sum(count for _, count in self.lines(device, context, rows, homes))
+
+    def lines(self, device: str, context: int, rows: int,
+              homes: Sequence[TensorHome] | None) -> list[tuple[str, int]]:
+        """What the core would take; homes: `None` where all is in one place."""
+        asked = (device, self.kv_dtype, rows, context, self.threads)
+        return self.spec.memory_lines(*asked) if homes is None else self.spec.memory_lines(*asked, list(homes))
+
+    def fill(self, device: str, why: str, found: Gpu | str | None, batch: int, available: int | None,
+             counted: Sequence[TensorHome] | None, **more: Any) -> Plan:
+        """The plan, with what is the same on every device filled in."""
         return Plan(
             model=self.file.name,
             architecture=self.file.architecture,
+            fingerprint=fingerprint(self.file),
             device=device,
             why=why,
             gpu=found,
@@ -292,21 +280,142 @@ class _Request:
             model_context=self.spec.context_length,
             kv_dtype=self.kv_dtype,
             batch=batch,
-            weights_bytes=weights,
+            threads=self.threads,
+            weights_bytes=sum(tensor.nbytes for tensor in self.file.tensors),
             kv_bytes=self.spec.kv_bytes(self.kv_dtype, self.context),
-            lines=tuple((name, count) for name, count in lines(self.context, batch)),
+            lines=tuple((name, count) for name, count in self.lines(device, self.context, batch, counted)),
             available_bytes=available,
-            fitting_context=_largest(self.spec.context_length, fits_at),
-            fitting_batch=fitting_batch,
+            **more,
         )
 
-    def _available(self, device: str, found: Gpu | str | None, ram: int | None) -> int | None:
-        if device == "cpu":
-            return ram_bytes() if ram is None else ram
-        if not isinstance(found, Gpu):
-            return self.vram
-        free = max(0, found.free_bytes - VRAM_MARGIN)
-        return free if self.vram is None else min(self.vram, free)
+
+class _OnGpu:
+    """The search for the homes with which a model fits into the VRAM."""
+
+    def __init__(self, request: _Request, found: Gpu | str) -> None:
+        self._request = request
+        self._found = found
+        self._free = max(0, found.free_bytes - VRAM_MARGIN) if isinstance(found, Gpu) else None
+        bounds = [bound for bound in (request.vram, self._free) if bound is not None]
+        self._available = min(bounds) if bounds else None
+        # Nobody asked for the default batch: slower prefill is better than another device.
+        self._shrinks = request.batch is None
+        self._wanted = DEFAULT_BATCH["cuda"] if request.batch is None else request.batch
+        self._switches = Switches.read()
+        self._inventory = request.inventory
+        self._count = len(self._inventory.movable)
+        # Nothing in VRAM that need not be there takes least, but for small models: fetching their matrices takes more
+        # room for slots than the matrices would.
+        counts = [0] + [self._count - 1] * (self._count > 1 and self._within_limit(self._count - 1))
+        self._smallest_homes = [self._inventory.homes(count) for count in counts]
+        self._may_be_whole = self._within_limit(self._count)
+        # What a token reads in full, if that is less than all.
+        lean = self._inventory.homes(max(0, self._count - 1))
+        self._has_lean = (self._count > 0 and self._within_limit(self._count - 1)
+                          and not self._inventory.streamed(lean))
+        self._lean_homes = lean
+
+    def plan(self, why: str) -> Plan:
+        """All in VRAM, or all but the embedding, where that fits, even with a smaller batch than the default; and
+        else as much as does."""
+        request, most = self._request, min(self._wanted, self._request.context)
+        batch = self._batch(most, self._nearly_whole_fits)
+        if batch:
+            homes = self._inventory.homes(self._count - (not self._whole_fits(request.context, batch)))
+        else:
+            batch = self._batch(most, self._part_fits)
+            homes = self._fullest(batch) if batch else self._smallest(most)[1]
+        fits = batch > 0
+        direct = any(home.home == DIRECT for home in homes)
+        predicted: dict[str, Any] = {}
+        if fits and (request.shown or self._inventory.streamed(homes)):
+            profile, uses = request.speeds.of("cuda", self._found), self._inventory.uses
+            predicted = {"profile": profile, "decode": decode_on_gpu(uses, homes, profile, request.threads),
+                         "prefill": prefill_on_gpu(uses, homes, profile, batch)}
+        batch = batch or self._smallest(most)[0]
+        return request.fill("cuda", why, self._found, batch, self._available, homes if direct else None, homes=homes,
+                            placement=self._inventory.placed(homes), **predicted,
+                            fitting_batch=batch if fits else _fitting_batch(most, self._fits_with),
+                            fitting_context=_largest(request.spec.context_length, self._fits_at),
+                            fitting_vram=0 if fits else self._fitting_vram(most))
+
+    def _within_limit(self, resident: int) -> bool:
+        limit = self._switches.limit
+        return limit is None or self._inventory.movable_bytes(resident) <= limit
+
+    def _has_room(self, context: int, rows: int, homes: Sequence[TensorHome] | None) -> bool:
+        return self._available is None or self._request.total("cuda", context, rows, homes) <= self._available
+
+    def _whole_fits(self, context: int, rows: int) -> bool:
+        return self._may_be_whole and self._has_room(context, rows, None)
+
+    def _nearly_whole_fits(self, context: int, rows: int) -> bool:
+        return self._whole_fits(context, rows) or (
+            self._has_lean and self._has_room(context, rows, self._lean_homes))
+
+    def _part_fits(self, context: int, rows: int) -> bool:
+        return self._count > 0 and any(self._has_room(context, rows, homes) for homes in self._smallest_homes)
+
+    def _fits_with(self, rows: int) -> bool:
+        return self._whole_fits(self._request.context, rows) or self._part_fits(self._request.context, rows)
+
+    def _fits_at(self, context: int) -> bool:
+        # A smaller batch takes less: where the smallest does not fit, none does.
+        rows = self._smallest_batch(min(self._wanted, context))
+        return self._whole_fits(context, rows) or self._part_fits(context, rows)
+
+    def _batch(self, most: int, fits: Callable[[int, int], bool]) -> int:
+        """The batch with which it fits, 0 if none does; a batch that was asked for is not changed."""
+        tokens = self._request.context
+        if self._shrinks:
+            return _fitting_batch(most, lambda rows: fits(tokens, rows))
+        return most if fits(tokens, most) else 0
+
+    def _smallest_batch(self, most: int) -> int:
+        """The last one that `_batch` would try."""
+        while self._shrinks and most >= 2 * _SMALLEST_BATCH:
+            most //= 2
+        return most
+
+    def _fullest(self, batch: int) -> tuple[TensorHome, ...]:
+        """The homes with as many units in VRAM as fit, and the CPU's rows."""
+        # Not a binary search: the slots become fewer with the last weights that need them, so that more units in VRAM
+        # may take less. But no unit takes less than its bytes, which is near enough to begin from.
+        lines = self._request.lines("cuda", self._request.context, batch, self._inventory.homes(0))
+        others = sum(count for name, count in lines if name != "streaming") - _ROUNDING
+        resident = _largest(self._count - 1, lambda count: self._within_limit(count) and (
+            self._available is None or others + self._inventory.movable_bytes(count) <= self._available))
+        for count in range(resident, -1, -1):
+            homes = self._inventory.homes(count)
+            if self._has_room(self._request.context, batch, homes):
+                # What the CPU computes takes no VRAM.
+                return self._shared(homes)
+        return min(self._smallest_homes, key=lambda homes: self._total(batch, homes))
+
+    def _shared(self, homes: tuple[TensorHome, ...]) -> tuple[TensorHome, ...]:
+        """`homes` with the CPU's rows, where they are not switched off."""
+        if not self._switches.rows:
+            return homes
+        return balanced(self._inventory, homes, self._request.speeds.of("cuda", self._found), self._request.threads)
+
+    def _smallest(self, most: int) -> tuple[int, tuple[TensorHome, ...]]:
+        """The batch and the homes that take the least."""
+        batch, choices = self._smallest_batch(most), list(self._smallest_homes if self._count else ())
+        if self._may_be_whole or not choices:
+            choices.append(self._inventory.homes(self._count))
+        return batch, min(choices, key=lambda homes: self._total(batch, homes))
+
+    def _total(self, batch: int, homes: Sequence[TensorHome]) -> int:
+        direct = any(home.home == DIRECT for home in homes)
+        return self._request.total("cuda", self._request.context, batch, homes if direct else None)
+
+    def _fitting_vram(self, most: int) -> int:
+        """The least budget that would do, in whole MiB; 0 where the budget is not in the way or cannot be had."""
+        if self._request.vram is None or self._available != self._request.vram:
+            return 0
+        needed = self._total(*self._smallest(most))
+        needed = -(-needed // _SMALLEST_VRAM) * _SMALLEST_VRAM
+        return needed if self._free is None or needed <= self._free else 0
 
 
 def _largest(limit: int, fits: Callable[[int], bool]) -> int:
@@ -324,6 +433,3 @@ def _fitting_batch(batch: int, fits: Callable[[int], bool]) -> int:
         batch = batch // 2 if batch >= 2 * _SMALLEST_BATCH else 0
     return batch
 
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:,.2f} GiB" if count >= 1 << 28 else f"{count / 2**20:,.2f} MiB"

@@ -125,19 +125,29 @@ def test_run_without_echo_and_stats(script: Script) -> None:
 
 def test_run_hands_its_switches_on(script: Script) -> None:
     sharpi("run", "-m", "a.gguf", "-c", "77", "-t", "2", "--device", "cuda", "--vram", "12GiB", "-b", "64",
-           "--kv-dtype", "fp16", "-p", "Once",
+           "--kv-dtype", "fp16", "--profile", "machine.json", "-p", "Once",
            "-n", "5", "--temp", "0.5", "--top-k", "3", "--top-p", "0.7", "--min-p", "0.1", "--repeat-penalty", "1.5",
            "--presence-penalty", "0.25", "--frequency-penalty", "-0.5", "--logit-bias", "7=-inf",
            "--logit-bias", "8=2", "--seed", "11", "--stop", "fox", "--stop", "hen")
     (load,) = script.loads
-    assert {k: load[k] for k in ("path", "context", "threads", "batch", "device", "vram", "kv_dtype")} == {
+    assert {k: load[k] for k in ("path", "context", "threads", "batch", "device", "vram", "kv_dtype", "plan",
+                                 "profile")} == {
         "path": "a.gguf", "context": 77, "threads": 2, "batch": 64, "device": "cuda", "vram": "12GiB",
-        "kv_dtype": "fp16"}
+        "kv_dtype": "fp16", "plan": None, "profile": "machine.json"}
     assert load.get("progress") is None  # standard error is no terminal here
     assert script.requests == [{
         "max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.5,
         "presence_penalty": 0.25, "frequency_penalty": -0.5, "logit_bias": {7: float("-inf"), 8: 2.0}, "seed": 11,
         "stop": ("fox", "hen")}]
+
+
+def test_run_hands_a_plan_on_and_shows_notices(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARPI_KV_DTYPE", "fp16")
+    script.on_load = lambda arguments: arguments["notice"]("less than \x1b[31mplanned")
+    result = sharpi("run", "--plan", "plan.json", "-p", "Once", "--no-stats")
+    assert result.stderr == "sharpi: less than \\x1b[31mplanned\n"
+    (load,) = script.loads
+    assert (load["plan"], load["kv_dtype"], load["context"]) == ("plan.json", None, None)
 
 
 def test_the_environment_chooses_the_kv_type(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,6 +441,12 @@ def test_bench_on_a_gpu_compares_replay_with_launches(timed: list[tuple[str, int
     assert "after 500 tokens, with graphs, 99 kernels a token" in table and "without graphs" in table
     monkeypatch.setattr(FakeModel, "graphs", False)
     assert [entry["graphs"] for entry in json.loads(sharpi(*arguments, "--json").stdout)["results"]] == [False]
+
+
+def test_bench_of_a_plan_takes_its_context(timed: list[tuple[str, int]], script: Script) -> None:
+    assert sharpi("bench", "--plan", "plan.json", "--prefill", "0", "--decode", "0").exit_code == 0
+    assert (script.loads[0]["context"], script.loads[0]["plan"]) == (None, "plan.json")
+    assert sharpi("bench", "--prefill", "0", "--decode", "0").exit_code == 0 and script.loads[1]["context"] == 1
 
 
 def test_bench_makes_room_for_the_depth(timed: list[tuple[str, int]], script: Script) -> None:

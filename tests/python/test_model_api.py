@@ -15,10 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_model import cli_runner
+from fake_weights import MACHINE
 from tiny_models import MODELS, write
 
 pytest.importorskip("sharpi._core")
 from sharpi import Model, _core  # noqa: E402
+from sharpi.cli import main  # noqa: E402
 from sharpi.errors import (InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError,  # noqa: E402
                            SharpiError)
 from sharpi.hardware import Gpu  # noqa: E402
@@ -280,6 +283,52 @@ def test_a_gpu_that_fails_at_loading_leaves_auto_on_the_cpu(kind: type[SharpiErr
     assert "quicker" in refused(lambda: Model.load(tiny, device="cuda"), kind)
     with Model.load(tiny, device="cpu") as model:
         assert model.plan.why == ""
+
+
+class FakeGpuEngine:
+    """Stands in for an engine on a GPU: remembers what it was asked for, and found less memory than planned."""
+
+    notes = ("only 5 MiB of VRAM are free",)
+    trace = ()
+    weight_bytes = kv_bytes = scratch_bytes = 0
+    device_name = "Some GPU"
+
+    def __init__(self, *arguments) -> None:
+        type(self).arguments = arguments
+
+    def placement(self) -> dict:
+        return {"vram": 1, "direct": 2, "cpu": 1, "ranges": [(0, 0, 3, "vram")]}
+
+
+def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
+    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: MACHINE)
+    monkeypatch.setattr(_core, "Engine", FakeGpuEngine)
+    monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "0")
+    said: list[str] = []
+    with Model.load(tiny, device="cuda", notice=said.append) as model:
+        assert FakeGpuEngine.arguments[6:] == ("cuda", 0, list(model.plan.homes))
+        assert not model.plan.resident and model.plan.decode
+        assert said == ["only 5 MiB of VRAM are free"]
+        stats = model.stats()
+        assert stats["notes"] == said and stats["placement"]["ranges"] == [(0, 0, 3, "vram")]
+    monkeypatch.delenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE")
+    with Model.load(tiny, device="cuda", vram="1GiB") as model:
+        assert FakeGpuEngine.arguments[6:] == ("cuda", 1 << 30, list(model.plan.homes))
+        assert model.plan.resident and len(model.plan.homes) == len(model.file.tensors)
+        assert model.plan.decode is None, "nobody needed to know"
+
+
+def test_notes_are_lines_on_standard_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_engine = _core.Engine
+
+    class Noting(make_engine):
+        notes = ("less than planned", "and slower")
+
+    monkeypatch.setattr(_core, "Engine", Noting)
+    result = cli_runner().invoke(main, ["run", "-p", "Once", "-n", "1", "--no-stats", "--device", "cpu"])
+    assert result.exit_code == 0
+    assert result.stderr == "sharpi: less than planned\nsharpi: and slower\n"
 
 
 def test_too_little_vram_is_said_before_anything_is_loaded(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

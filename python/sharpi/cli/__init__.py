@@ -17,6 +17,7 @@ import click
 
 from sharpi.cli.bench import bench_command
 from sharpi.cli.chat import chat_command
+from sharpi.cli.hardware import hardware_command
 from sharpi.cli.inspect import inspect_command
 from sharpi.cli.plan import plan_command
 from sharpi.cli.run import run_command
@@ -104,5 +105,5 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for _command in (run_command, chat_command, inspect_command, plan_command, bench_command):
+for _command in (run_command, chat_command, inspect_command, plan_command, hardware_command, bench_command):
     main.add_command(_command)

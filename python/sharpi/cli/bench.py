@@ -39,7 +39,7 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
     """Measure prefill and decode speed."""
     prefills, decodes = tuple(filter(None, prefills)), tuple(filter(None, decodes))
     started = time.perf_counter()
-    with options.load(context=max(1, *prefills, *(max(1, depth) + n for n in decodes))) as model:
+    with options.load(context=max((1, *prefills, *(max(1, depth) + n for n in decodes)))) as model:
         model.bench_prefill(1)
         first_token = time.perf_counter() - started
         results = [_measure("prefill", n, repeat, warmup, model.bench_prefill) for n in prefills]

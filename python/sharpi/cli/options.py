@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from sharpi.model import Model
 
 
+# The options that a saved plan answers.
+_IN_A_PLAN = ("context", "threads", "batch", "device", "vram", "kv_dtype", "profile")
+
+
 @dataclass(frozen=True)
 class ModelOptions:
     """Which model to open and how; `None` leaves the choice to `Model.load`."""
@@ -35,28 +39,47 @@ class ModelOptions:
     device: str
     vram: str | None
     kv_dtype: str | None
+    plan: str | None
+    profile: str | None
 
     def load(self, *, context: int | None = None) -> Model:
         """Opens the model, with a progress bar when standard error is a terminal.
 
-        `context` stands in where the person set none. Standard error says why a GPU that is there is not used.
+        `context` stands in where the person set none. Standard error says why a GPU that is there is not used, that
+        this machine is measured, and what became of a plan that could not be kept.
         """
         from sharpi.model import Model  # late: `sharpi --help` should not wait for numpy and the core
 
+        if self.plan is not None:
+            _require_no_option_beside_a_plan()
+            context = None
         with _loading_bar() as progress:
             model = Model.load(
                 self.model,
                 device=self.device,
                 vram=self.vram,
                 context=self.context if self.context is not None else context,
-                kv_dtype=self.kv_dtype,
+                # A variable of the environment is no answer to what a plan says.
+                kv_dtype=self.kv_dtype if self.plan is None else None,
                 threads=self.threads,
                 batch=self.batch,
+                plan=self.plan,
+                profile=self.profile,
                 progress=progress,
+                notice=lambda line: click.echo(f"sharpi: {printable(line)}", err=True),
             )
         if model.device == "cpu" and isinstance(model.plan.gpu, Gpu):
             click.echo(f"sharpi: on the CPU: {printable(model.plan.why)}", err=True)
         return model
+
+
+def _require_no_option_beside_a_plan() -> None:
+    """A plan says how to run a model. Raises `click.UsageError` for an option that says it too."""
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        typed = context.get_parameter_source(parameter.name or "") == click.core.ParameterSource.COMMANDLINE
+        if typed and parameter.name in _IN_A_PLAN:
+            raise click.UsageError(f"--plan says what {parameter.opts[-1]} would: leave one of the two out", context)
 
 
 @dataclass(frozen=True)
@@ -130,13 +153,25 @@ def batch_option(function: Callable[..., Any]) -> Callable[..., Any]:
 def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--device`."""
     return click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True,
-                        help="Where to run; auto takes the GPU if the model fits there.")(function)
+                        help="Where to run; auto takes the GPU if the model fits there, else the faster one.")(function)
 
 
 def vram_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--vram`; the planner reads what it says."""
     return click.option("--vram", metavar="SIZE",
                         help="The most VRAM to take, as in 12GiB, 12.5GB, 800MiB.  [default: what is free]")(function)
+
+
+def plan_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--plan`."""
+    return click.option("--plan", metavar="FILE",
+                        help="Run what `sharpi plan --json > FILE` has planned for this model.")(function)
+
+
+def profile_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--profile`."""
+    return click.option("--profile", metavar="FILE",
+                        help="Speeds to plan with, as `sharpi hardware --save` writes them.")(function)
 
 
 def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,6 +184,8 @@ def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
         device_option,
         vram_option,
         kv_dtype_option,
+        plan_option,
+        profile_option,
     ]
     return _gather(function, "options", ModelOptions, switches)
 

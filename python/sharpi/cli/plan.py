@@ -1,20 +1,29 @@
-"""``sharpi plan``: what a model will take on this machine, or on another one's GPU, before loading it."""
+"""``sharpi plan``: what a model will take, where its weights will be and how fast it will be, before loading it."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import TYPE_CHECKING
 
 import click
 
 from sharpi.cli.options import (batch_option, context_option, device_option, kv_dtype_option, model_option,
-                                threads_option, vram_option)
-from sharpi.cli.text import printable, size
+                                profile_option, threads_option, vram_option)
+from sharpi.cli.text import printable, size, speed
+from sharpi.plan import vram_words
 
 if TYPE_CHECKING:
-    from sharpi.planner import Plan
+    from sharpi.placement import Placed
+    from sharpi.plan import Plan
+    from sharpi.profile import HardwareProfile
 
 _Row = tuple[str, int, str]
+
+_BAR = 60  # characters
+# A place where weights are: its column, what the bar shows for it, and how the line below the bar explains that.
+_PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in RAM, fetched over PCIe"),
+           ("cpu", "by the CPU", "-", "in RAM, computed by the CPU"))
 
 
 @click.command("plan")
@@ -25,34 +34,42 @@ _Row = tuple[str, int, str]
 @device_option
 @vram_option
 @kv_dtype_option
+@profile_option
 @click.option("-v", "--verbose", is_flag=True, help="Show every layer by itself.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes, as --plan of run reads it.")
 def plan_command(model: str | None, context: int | None, threads: int | None, batch: int | None, device: str,
-                 vram: str | None, kv_dtype: str | None, verbose: bool, as_json: bool) -> None:
-    """Show the memory a model takes, and whether it fits.
+                 vram: str | None, kv_dtype: str | None, profile: str | None, verbose: bool, as_json: bool) -> None:
+    """Show the memory a model takes, where its weights will be, and how fast it will be.
 
-    A GPU can be planned for without having it: --device cuda --vram 12GiB.
+    A GPU can be planned for without having it: --vram 12GiB. So can another machine: `sharpi hardware --save FILE`
+    there, --profile FILE here.
     """
     from sharpi.model import default_threads, describe
     from sharpi.planner import make_plan
+    from sharpi.profile import load_profile
 
+    known = None if profile is None else load_profile(profile)
+    count = threads or (default_threads() if known is None else known.threads)
     file, spec = describe(model)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
-                     threads=threads or default_threads())
-    click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose))
+                     threads=count, profile=known, shown=True,
+                     notice=lambda line: click.echo(f"sharpi: {printable(line)}", err=True))
+    click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
 
 
-def _table(plan: Plan, verbose: bool) -> str:
+def _table(plan: Plan, verbose: bool, elsewhere: bool) -> str:
     where = "" if plan.device == "cpu" else " on the GPU"
-    lines = [f"{printable(plan.model)} ({printable(plan.architecture)}){where}, context {plan.context:,}"
-             f" of at most {plan.model_context:,} tokens"]
-    rows = [*_weights(plan, verbose), *_the_rest(plan), *_room(plan)]
+    lines = [_wrapped(f"{printable(plan.model)} ({printable(plan.architecture)}){where}, context {plan.context:,}"
+                      f" of at most {plan.model_context:,} tokens")]
+    rows = [*_weights(plan, verbose), *_the_rest(plan), *_room(plan, elsewhere)]
     lines += [f"  {name:<12}{size(count):>12}   {note}".rstrip() for name, count, note in rows]
-    lines.append(_verdict(plan))
+    lines += _verdict(plan)
     if plan.why:
-        lines.append(f"Device {plan.device} was chosen: {plan.why}.")
+        lines.append(_wrapped(f"Device {plan.device} was chosen: {printable(plan.why)}."))
     elif plan.device == "cuda" and isinstance(plan.gpu, str):
-        lines.append(f"It cannot run on this machine: {plan.gpu}.")
+        lines.append(_wrapped(f"It cannot run on this machine: {printable(plan.gpu)}."))
+    if plan.fits:
+        lines += [*_placement(plan), *_speeds(plan)]
     return "\n".join(lines)
 
 
@@ -64,26 +81,34 @@ def _weights(plan: Plan, verbose: bool) -> list[_Row]:
         if not verbose:
             tables = plan.embedding_bytes + sum(layers) + plan.head_bytes
             return [*rows, ("tables", tables, "norms and rotary angles")]
-    rows.append(("embedding", plan.embedding_bytes, ""))
+    direct = {placed.kind for placed in plan.placement if placed.direct or placed.cpu} if plan.device == "cuda" else ()
+    head = "in RAM" if "output head" in direct else ""
+    table = "in RAM, where a token reads one row" if "embedding" in direct else ""
+    if _is_tied(plan):
+        table, head = head, "the same weights"
+    rows.append(("embedding", plan.embedding_bytes, table))
     if verbose:
         rows += [(f"layer {index}", count, "") for index, count in enumerate(layers)]
     else:
-        rows.append(("layers", sum(layers), f"{len(layers)} of them"))
-    return [*rows, ("output head", plan.head_bytes, "")]
+        some = ", some in RAM" if set(direct) - {"embedding", "output head"} else ""
+        rows.append(("layers", sum(layers), f"{len(layers)} of them{some}"))
+    return [*rows, ("output head", plan.head_bytes, head)]
 
 
 def _the_rest(plan: Plan) -> list[_Row]:
     rows = [("KV cache", plan.kv_bytes, f"{plan.context:,} tokens, {plan.kv_dtype}"),
             ("scratch", plan.scratch_bytes, f"batches of {plan.batch:,} tokens")]
+    if plan.streaming_bytes:
+        rows.append(("streaming", plan.streaming_bytes, "slots for weights on their way over PCIe"))
     if plan.device == "cuda":
         rows.append(("graphs", plan.graphs_bytes, "captured steps and kernels, about"))
     # The KV cache's row is what it holds, the total what the device gives out: the rows need not add up to it.
     return [*rows, ("total", plan.total_bytes, "in steps of 2 MiB" if plan.device == "cuda" else "")]
 
 
-def _room(plan: Plan) -> list[_Row]:
+def _room(plan: Plan, elsewhere: bool) -> list[_Row]:
     if plan.device == "cpu":
-        return [("RAM", plan.available_bytes or 0, "this machine")]
+        return [("RAM", plan.available_bytes or 0, "--profile" if elsewhere else "this machine")]
     rows: list[_Row] = []
     if plan.gpu is not None and not isinstance(plan.gpu, str):
         rows.append(("free", plan.gpu.free_bytes, printable(plan.gpu.name)))
@@ -92,17 +117,96 @@ def _room(plan: Plan) -> list[_Row]:
     return rows
 
 
-def _verdict(plan: Plan) -> str:
+def _placement(plan: Plan) -> list[str]:
+    """A table of the weights by kind and by place, and a bar."""
+    if not plan.placement:
+        return []
+    sums = {place: sum(getattr(placed, place) for placed in plan.placement) for place, *_ in _PLACES}
+    places = [place for place in _PLACES if sums[place[0]]]
+
+    def row(name: str, cells: list[str]) -> str:
+        return f"  {name:<14}" + "".join(f"{cell:>14}" for cell in cells)
+
+    def cells(placed: Placed) -> list[str]:
+        counts = [getattr(placed, place) for place, *_ in places]
+        return [size(count) if count else "-" for count in counts]
+
+    return ["", row("weights", [title for _, title, *_ in places]),
+            *(row(_kind(plan, placed), cells(placed)) for placed in plan.placement),
+            row("total", [size(sums[place]) for place, *_ in places]), *_bar(sums)]
+
+
+def _is_tied(plan: Plan) -> bool:
+    """Whether one table is embedding and output head, its bytes the head's."""
+    kinds = {placed.kind for placed in plan.placement}
+    return bool(kinds) and "embedding" not in kinds
+
+
+def _kind(plan: Plan, placed: Placed) -> str:
+    return "embedding/head" if placed.kind == "output head" and _is_tied(plan) else placed.kind
+
+
+def _bar(sums: dict[str, int]) -> list[str]:
+    """The places as parts of a line, to scale, and what they mean."""
+    whole, begin, bar, legend = max(1, sum(sums.values())), 0, "", []
+    for place, _, mark, meaning in _PLACES:
+        if sums[place]:
+            begin += sums[place]
+            # Rounded where parts end, so that the line is as long as it should be.
+            bar = bar.ljust(round(_BAR * begin / whole), mark)
+            legend.append(f"    {mark}  {100 * sums[place] / whole:3.0f} % {meaning}")
+    return [f"  [{bar}]", *legend]
+
+
+def _speeds(plan: Plan) -> list[str]:
+    """The predictions, what bounds them, and which machine they are for."""
+    if plan.prefill is None or plan.decode is None or plan.profile is None:
+        return []
+    rows = ((f"prefill of {plan.batch:,}", plan.prefill), ("decode", plan.decode))
+    lines = [f"  {name:<18}{speed(found.tokens_per_second):>10} tokens/s   bound by {found.bound}"
+             for name, found in rows]
+    return ["", "Predicted:", *lines, *_origin(plan.profile, plan.device)]
+
+
+def _origin(profile: HardwareProfile, device: str) -> list[str]:
+    """The machine that predictions are for."""
+    names, rates = [printable(profile.cpu)], [("RAM", profile.ram_bytes_per_second)]
+    if device == "cuda" and profile.gpu is not None:
+        names.append(printable(profile.gpu))
+        rates += [("PCIe", profile.pcie_bytes_per_second or 0.0), ("VRAM", profile.vram_bytes_per_second or 0.0)]
+    said = f"For {' and '.join(names)}: {', '.join(f'{name} {rate / 1e9:,.0f} GB/s' for name, rate in rates)}"
+    if not profile.assumed:
+        return [_wrapped(f"{said}, as measured.", "  ")]
+    return [_wrapped(f"{said}. The machine that is meant knows better: `sharpi hardware --save FILE` there,"
+                     " --profile FILE here.", "  ")]
+
+
+def _wrapped(text: str, margin: str = "") -> str:
+    return textwrap.fill(text, 80, initial_indent=margin, subsequent_indent=margin or "  ", break_long_words=False,
+                         break_on_hyphens=False)
+
+
+def _verdict(plan: Plan) -> list[str]:
     if plan.available_bytes is None:
-        return "Whether it fits depends on the GPU: --vram says how much there is."
+        return ["Whether it fits depends on the GPU: --vram says how much there is."]
     if plan.fits:
-        return f"It fits, with {size(plan.available_bytes - plan.total_bytes)} to spare."
-    missing = f"It does not fit: {size(plan.total_bytes - plan.available_bytes)} too much."
+        spare = size(plan.available_bytes - plan.total_bytes)
+        if plan.resident:
+            return [f"It fits, with {spare} to spare."]
+        beside = sum(placed.direct + placed.cpu for placed in plan.placement) / max(1, plan.weights_bytes)
+        return [f"It fits with {max(1, round(100 * beside))} % of the weights in RAM, and {spare} to spare."]
+    even = "" if plan.resident else ", even with its weights in RAM"
+    missing = f"It does not fit{even}: {size(plan.total_bytes - plan.available_bytes)} too much."
     offers = []
+    if plan.fitting_vram:
+        offers.append(f"  a larger budget: --vram {vram_words(plan.fitting_vram)}")
     if plan.fitting_batch:
-        offers.append(f"a batch of {plan.fitting_batch:,} tokens: -b {plan.fitting_batch}")
+        offers.append(f"  a batch of {plan.fitting_batch:,} tokens: -b {plan.fitting_batch}")
     if plan.offered_context:
-        offers.append(f"a context of {plan.offered_context:,} tokens: -c {plan.offered_context}")
+        offers.append(f"  a context of {plan.offered_context:,} tokens: -c {plan.offered_context}")
     if offers:
-        return f"{missing} It would with {', or '.join(offers)}"
-    return f"{missing} No context worth having is short enough; take a smaller model or a smaller quantization of it."
+        return [missing, f"It would with{' one of' if len(offers) > 1 else ''}", *offers]
+    if plan.device == "cuda":
+        return [missing, "No context worth having is short enough; --device cpu runs it from RAM."]
+    return [missing, "No context worth having is short enough; take a smaller model or a smaller",
+            "quantization of it."]

@@ -387,7 +387,7 @@ protected:
         return can;
     }
 
-    DeviceArray<uint8_t> staging() const { return DeviceArray<uint8_t>(CudaTransfers::kStages * _stageBytes); }
+    DeviceArray<uint8_t> staging() const { return DeviceArray<uint8_t>(kTransferStages * _stageBytes); }
     void prepare(CudaTransfers& transfers, const DeviceArray<uint8_t>& staging) {
         transfers.prepare(streamedRanges(), rangesOf(_resident), staging.get(), _stageBytes);
     }

@@ -1,0 +1,187 @@
+"""How fast a model will run: a model of time in a handful of sums, from its homes and the machine's measured rates.
+
+Decode, one token on the GPU. Two things go on at once, and the longer one counts:
+
+- PCIe brings the direct weights, all but the CPU's rows: their bytes / its rate.
+- The blocks run one after another: the bytes that products read of VRAM, resident or just arrived / VRAM's rate; a
+  fixed time for each kernel, of which direct weights need more, as they come in pieces; the CPU's rows, bytes / RAM's
+  rate; and two crossings between GPU and CPU for each layer that has such rows. The output head counts as a layer here.
+
+Where the CPU and PCIe both read RAM, the rates are those measured with both at work. Decode on the CPU is the bytes
+that a token reads / RAM's rate.
+
+Prefill, a prompt of one batch on the GPU: again the longer one of bringing all direct weights (the CPU takes no rows
+of large batches) and of the arithmetic, two operations for each parameter and row; plus a fixed time. On the CPU it is
+the arithmetic alone. The output head is computed for the last row only, and counts as nothing in prefill's arithmetic.
+
+Attention over the KV cache is left out: predictions are for short contexts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sharpi.placement import CPU_ROW_STEP, DIRECT, Inventory, TensorHome, Use
+from sharpi.profile import ASSUMED, HardwareProfile
+
+__all__ = ["BOUNDS", "Speed", "Traffic", "balanced", "completed", "decode_on_cpu", "decode_on_gpu", "decode_seconds",
+           "prefill_on_cpu", "prefill_on_gpu", "share_rows", "shares", "traffic"]
+
+# Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
+CROSSING_SECONDS = 15e-6
+# Kernels of a decode step: of a layer, more where it has experts, more where the CPU takes rows; and outside of layers.
+DENSE_LAYER_KERNELS, EXPERT_LAYER_KERNELS, SHARED_LAYER_KERNELS, OTHER_KERNELS = 8, 10, 4, 4
+# Direct weights are multiplied as they come, a piece at a time.
+PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1
+# What a prompt costs besides: the first copy before there is anything to multiply, and the choice of a token.
+PREFILL_SECONDS = 1e-3
+# A smaller fraction of the rows does not pay for its crossings.
+LEAST_SHARE = 0.03
+# The fractions that are tried are multiples of one in so many: finer ones change the speed by less than it is known.
+SHARES = 512
+
+# What can bound a speed. The fixed times of kernels count as the GPU's arithmetic, those of crossings as RAM.
+BOUNDS = ("PCIe", "RAM", "VRAM", "GPU arithmetic", "CPU arithmetic")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A predicted speed, and which of `BOUNDS` it is bound by."""
+
+    tokens_per_second: float
+    bound: str
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one token reads: bytes by place, and the layers by what they launch. shared_layers: those of which the CPU
+    takes rows, and the output head if it does of that."""
+
+    vram: float
+    direct: float
+    cpu: float
+    layers: int
+    expert_layers: int
+    shared_layers: int
+
+
+def completed(profile: HardwareProfile) -> HardwareProfile:
+    """`profile`, with an assumed GPU where it has none; it then says that it is assumed."""
+    if profile.gpu is not None:
+        return profile
+    whole = profile.with_assumed_gpu()
+    # RAM that is read from both sides is slower by as much as in the assumed machine.
+    slowdown = ASSUMED.ram_bytes_per_second_shared / ASSUMED.ram_bytes_per_second
+    return replace(whole, ram_bytes_per_second_shared=profile.ram_bytes_per_second * slowdown)
+
+
+def traffic(uses: Sequence[Use], homes: Sequence[TensorHome]) -> Traffic:
+    """What one token reads where, under `homes`."""
+    vram = direct = cpu = 0.0
+    for use in uses:
+        home, cpu_rows, _ = homes[use.tensor]
+        if home == DIRECT:
+            # The CPU has rows of products: an embedding's are read where the file is, even if it is the head as well.
+            share = use.read_bytes * cpu_rows / use.rows if use.role != "embedding" else 0.0
+            cpu += share
+            direct += use.read_bytes - share
+        else:
+            vram += use.read_bytes
+    layers = {use.layer for use in uses if use.layer >= 0}
+    experts = {use.layer for use in uses if use.role == "experts"}
+    shared = {use.layer for use in uses if use.role != "embedding" and homes[use.tensor].cpu_rows}
+    return Traffic(vram, direct, cpu, len(layers), len(experts), len(shared))
+
+
+def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None = None) -> tuple[float, str]:
+    """Seconds a token takes on the GPU, and what bounds it; `profile` has a GPU's rates. threads: the CPU's, where
+    they may be fewer than those that were measured."""
+    both = reads.cpu > 0 and reads.direct > 0
+    pcie = profile.pcie_bytes_per_second_shared if both else profile.pcie_bytes_per_second
+    ram = profile.ram_bytes_per_second_shared if both else profile.ram_bytes_per_second
+    kernels = (DENSE_LAYER_KERNELS * (reads.layers - reads.expert_layers) + EXPERT_LAYER_KERNELS * reads.expert_layers
+               + SHARED_LAYER_KERNELS * reads.shared_layers + PIECE_KERNELS * reads.direct / PIECE_BYTES
+               + OTHER_KERNELS)
+    serial = {"VRAM": (reads.vram + reads.direct) / profile.vram_bytes_per_second,
+              "GPU arithmetic": kernels * profile.gpu_kernel_seconds,
+              "RAM": (reads.cpu / (ram * _at_work(profile, threads))
+                      + 2 * reads.shared_layers * CROSSING_SECONDS)}
+    streamed, computed = reads.direct / pcie, sum(serial.values())
+    return (streamed, "PCIe") if streamed > computed else (computed, max(serial, key=lambda name: serial[name]))
+
+
+def decode_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile,
+                  threads: int | None = None) -> Speed:
+    """The speed of decode on the GPU."""
+    seconds, bound = decode_seconds(traffic(uses, homes), profile, threads)
+    return Speed(1 / seconds, bound)
+
+
+def decode_on_cpu(uses: Sequence[Use], profile: HardwareProfile, threads: int | None = None) -> Speed:
+    """The speed of decode on the CPU."""
+    read = sum(use.read_bytes for use in uses)
+    return Speed(profile.ram_bytes_per_second * _at_work(profile, threads) / max(1, read), "RAM")
+
+
+def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile, rows: int) -> Speed:
+    """The speed of prefill on the GPU, for a prompt of one batch of `rows` tokens."""
+    direct = sum(use.read_bytes * (rows if use.role == "embedding" else 1)
+                 for use in uses if homes[use.tensor].home == DIRECT)
+    streamed = direct / profile.pcie_bytes_per_second
+    computed = _operations(uses, rows) / profile.gpu_flops
+    seconds = max(streamed, computed) + PREFILL_SECONDS
+    return Speed(rows / seconds, "PCIe" if streamed > computed else "GPU arithmetic")
+
+
+def prefill_on_cpu(uses: Sequence[Use], profile: HardwareProfile, rows: int, threads: int | None = None) -> Speed:
+    """The speed of prefill on the CPU."""
+    rate = profile.cpu_flops * _at_work(profile, threads)
+    return Speed(rows * rate / max(1.0, _operations(uses, rows)), "CPU arithmetic")
+
+
+def shares() -> list[float]:
+    """The fractions of the rows that the CPU may take."""
+    return [0.0, *(step / SHARES for step in range(1, SHARES + 1) if step / SHARES >= LEAST_SHARE)]
+
+
+def share_rows(rows: int, share: float) -> int:
+    """How many of a matrix's rows a fraction of them is, in the CPU's steps."""
+    return min(round(rows * share / CPU_ROW_STEP), rows // CPU_ROW_STEP) * CPU_ROW_STEP
+
+
+def balanced(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
+             threads: int | None = None) -> tuple[TensorHome, ...]:
+    """`homes` with the CPU's rows: one fraction for all matrices that can be shared, the one predicted to decode
+    fastest; none where that is best."""
+    shared = inventory.shareable(homes)
+    if not shared:
+        return tuple(homes)
+    alone = traffic(inventory.uses, homes)
+    # Layers are much alike: a fraction is judged by the few kinds of matrices, not by all. The head is layer -1.
+    kinds = Counter((use.rows, use.read_bytes) for use in shared)
+    most: dict[int, int] = {}
+    for use in shared:
+        most[use.layer] = max(use.rows, most.get(use.layer, 0))
+    layers = Counter(most.values())
+
+    def seconds(share: float) -> float:
+        cpu = sum(count * size * share_rows(rows, share) / rows for (rows, size), count in kinds.items())
+        touched = sum(count for rows, count in layers.items() if share_rows(rows, share))
+        # What is left may be a rounding error instead of nothing.
+        direct = alone.direct - cpu if alone.direct - cpu > 1 else 0.0
+        return decode_seconds(replace(alone, direct=direct, cpu=cpu, shared_layers=touched), profile, threads)[0]
+
+    best = min(shares(), key=seconds)
+    rows = {use.tensor: share_rows(use.rows, best) for use in shared}
+    return tuple(home._replace(cpu_rows=rows.get(tensor, 0)) for tensor, home in enumerate(homes))
+
+
+def _operations(uses: Sequence[Use], rows: int) -> float:
+    return 2.0 * rows * sum(use.parameters for use in uses if use.role not in ("embedding", "vector", "head"))
+
+
+def _at_work(profile: HardwareProfile, threads: int | None) -> float:
+    """Of the measured threads, the fraction that works."""
+    return 1.0 if threads is None else min(1.0, threads / profile.threads)

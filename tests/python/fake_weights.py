@@ -1,0 +1,131 @@
+"""Models that are only sizes, for planning: their tensors, how a token meets them, and what they take of a device.
+
+And machines that are only rates. Everything is known here in plain sums, so that plans can be checked against them.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+from sharpi.profile import ASSUMED, HardwareProfile
+
+MIB, GIB = 1 << 20, 1 << 30
+# The slots for weights on their way: so many pieces of so many bytes at most.
+SLOTS, PIECE = 8, 384 << 10
+STREAMING = SLOTS * PIECE
+
+# Near enough to one H200 with 16 cores, all in round numbers.
+MACHINE = replace(ASSUMED, assumed=False, cpu="Some CPU", cores=16, threads=16, ram_bytes=64 * GIB,
+                  ram_bytes_per_second=100e9, cpu_flops=1e12, gpu="Some GPU", vram_bytes=80 * GIB,
+                  pcie_bytes_per_second=50e9, ram_bytes_per_second_shared=75e9, pcie_bytes_per_second_shared=45e9,
+                  vram_bytes_per_second=3e12, gpu_kernel_seconds=2e-6, gpu_flops=300e12)
+
+
+def random_machine(dice: random.Random) -> HardwareProfile:
+    """A machine whose buses may be in any relation."""
+    ram, pcie = 10 ** dice.uniform(9.5, 12), 10 ** dice.uniform(9.5, 12)
+    return replace(MACHINE, ram_bytes_per_second=ram, pcie_bytes_per_second=pcie,
+                   ram_bytes_per_second_shared=ram * dice.uniform(0.3, 1),
+                   pcie_bytes_per_second_shared=pcie * dice.uniform(0.3, 1),
+                   vram_bytes_per_second=10 ** dice.uniform(11, 12.7), gpu_kernel_seconds=10 ** dice.uniform(-7, -5))
+
+
+@dataclass
+class FakeWeights:
+    """A model of `layers` layers. It is the file of it, and the core's description too.
+
+    On the GPU a resident tensor takes its bytes, a direct one nothing, all in steps of `granule`; and the slots for
+    streaming STREAMING, or less where little is left to stream; rows of a direct embedding need none. experts: layers
+    with experts instead of a dense feed-forward.
+    """
+
+    layers: int = 4
+    tied: bool = False
+    experts: tuple[int, ...] = ()
+    granule: int = 1
+    context_length: int = 32768
+    per_token: int = 1000
+    per_row: int = 2000
+    mixed: random.Random | None = None  # chooses sizes, as files mix types
+    name: str = "fake"
+    architecture: str = "llama"
+    tensors: list[SimpleNamespace] = field(default_factory=list)
+    uses: list[tuple[int, str, str, int, int, int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._add("token_embd", "embedding", -1, 8192, 1024, share=1 / 8192)
+        for layer in range(self.layers):
+            self._add(f"blk.{layer}.attn_norm", "vector", layer, 1, 1024)
+            for name, rows in (("q", 1024), ("k", 256), ("output", 1024)):
+                self._add(f"blk.{layer}.attn_{name}", "attention", layer, rows, 1024)
+            if layer in self.experts:
+                self._add(f"blk.{layer}.ffn_gate_inp", "router", layer, 8, 1024)
+                for name in ("gate", "up", "down"):
+                    self._add(f"blk.{layer}.ffn_{name}_exps", "experts", layer, 8 * 1024, 1024, share=0.25)
+                continue
+            for name, rows, cols in (("gate", 4096, 1024), ("up", 4096, 1024), ("down", 1024, 4096)):
+                self._add(f"blk.{layer}.ffn_{name}", f"ffn_{name}", layer, rows, cols)
+        self._add("output_norm", "vector", -1, 1, 1024)
+        if self.tied:
+            self.uses.append((0, "token_embd", "head", -1, self.tensors[0].nbytes, 8192, 1024))
+        else:
+            self._add("output", "head", -1, 8192, 1024)
+
+    def _add(self, name: str, role: str, layer: int, rows: int, cols: int, share: float = 1.0) -> None:
+        bits = self.mixed.choice((4, 5, 6, 8)) if self.mixed else 4
+        nbytes = rows * cols * bits // 8
+        self.uses.append((len(self.tensors), name, role, layer, int(nbytes * share), rows, cols))
+        self.tensors.append(SimpleNamespace(name=name, type=12, shape=(cols, rows), nbytes=nbytes))
+
+    @property
+    def sizes(self) -> list[int]:
+        return [tensor.nbytes for tensor in self.tensors]
+
+    def resize(self, index: int, nbytes: int) -> None:
+        """Makes a tensor, and what a token reads of it, as large as `nbytes`."""
+        self.tensors[index].nbytes = nbytes
+        self.uses = [(*use[:4], nbytes, *use[5:]) if use[0] == index else use for use in self.uses]
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    def index(self, name: str) -> int:
+        return [tensor.name for tensor in self.tensors].index(name)
+
+    def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
+        return self.uses
+
+    def kv_bytes(self, kv_dtype: str, context: int) -> int:
+        return self.per_token * context
+
+    def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
+                     homes: list[Any] | None = None) -> list[tuple[str, int]]:
+        assert 1 <= batch <= context and (homes is None or (device == "cuda" and len(homes) == len(self.tensors)))
+        lines: dict[str, int] = {}
+        pieces = 0
+        for index, tensor in enumerate(self.tensors):
+            home = homes[index][0] if homes else "vram"
+            assert home in ("vram", "direct")
+            if home == "direct" and (tensor.name != "token_embd" or self.tied):
+                pieces += -(-tensor.nbytes // PIECE)
+            where = {"token_embd": "token embedding"}.get(tensor.name, "output head")
+            line = "layer " + tensor.name.split(".")[1] if tensor.name.startswith("blk.") else where
+            lines[line] = lines.get(line, 0) + (tensor.nbytes if device == "cuda" and home == "vram" else 0)
+        lines |= {"KV cache": self.kv_bytes(kv_dtype, context), "scratch": self.per_row * batch}
+        lines |= {"streaming": PIECE * min(SLOTS, pieces)} if pieces else {}
+        lines |= {"graphs": 1000 if device == "cuda" else 0}
+        asked, taken, steps = 0, 0, []
+        for name, count in lines.items():
+            asked += count
+            steps.append((name, -(-(asked - taken) // self.granule) * self.granule))
+            taken += steps[-1][1]
+        return steps
+
+    def taken(self, batch: int, context: int, homes: Any = None) -> int:
+        """All that it takes on the GPU."""
+        lines = self.memory_lines("cuda", "bf16", batch, context, 1, list(homes) if homes else None)
+        return sum(count for _, count in lines)

@@ -1,0 +1,219 @@
+"""Homes: the order in which VRAM is filled, what may share rows with the CPU, and the switches."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from fake_weights import FakeWeights
+
+from sharpi.errors import InvalidRequestError
+from sharpi.placement import Inventory, Switches, TensorHome
+
+SWITCHES = ("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", "SHARPI_CUDA_ROW_SPLIT")
+
+
+@pytest.fixture(autouse=True)
+def no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def names(model: FakeWeights, inventory: Inventory) -> list[list[str]]:
+    return [[model.tensors[tensor].name for tensor in unit.tensors] for unit in inventory.movable]
+
+
+# --- the order -------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_benefit() -> None:
+    model = FakeWeights(layers=2)
+    assert names(model, Inventory.of(model, model)) == [
+        ["blk.0.attn_q", "blk.0.attn_k", "blk.0.attn_output"], ["blk.1.attn_q", "blk.1.attn_k", "blk.1.attn_output"],
+        ["output"], ["blk.0.ffn_gate", "blk.0.ffn_up"], ["blk.0.ffn_down"], ["blk.1.ffn_gate", "blk.1.ffn_up"],
+        ["blk.1.ffn_down"], ["token_embd"]]
+
+
+def test_the_order_of_benefit_with_experts() -> None:
+    model = FakeWeights(layers=2, experts=(1,))
+    assert names(model, Inventory.of(model, model))[2:4] == [["blk.1.ffn_gate_inp"], ["output"]]
+    inventory = Inventory.of(model, model)
+    homes = inventory.homes(0)
+    for tensor, home in zip(model.tensors, homes, strict=True):
+        stays = "norm" in tensor.name or "_exps" in tensor.name
+        assert (home.home == "vram") is stays is (home.rank == 0), tensor.name
+
+
+def test_an_embedding_that_is_the_head_counts_as_the_head() -> None:
+    model = FakeWeights(layers=1, tied=True)
+    assert names(model, Inventory.of(model, model))[-3:] == [
+        ["token_embd"], ["blk.0.ffn_gate", "blk.0.ffn_up"], ["blk.0.ffn_down"]]
+
+
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"experts": (0, 2)}])
+def test_more_room_only_adds(options: dict) -> None:
+    model = FakeWeights(mixed=random.Random(1), **options)
+    inventory = Inventory.of(model, model)
+    before: set[int] = set()
+    for resident in range(len(inventory.movable) + 1):
+        homes = inventory.homes(resident)
+        held = {tensor for tensor, home in enumerate(homes) if home.home == "vram"}
+        assert before < held
+        gained = held - before
+        assert len({homes[tensor].rank for tensor in gained if homes[tensor].rank}) <= 1
+        fixed = sum(model.sizes[tensor] for tensor, home in enumerate(homes) if home.rank == 0)
+        assert inventory.movable_bytes(resident) == sum(model.sizes[tensor] for tensor in held) - fixed
+        before = held
+    assert before == set(range(len(model.tensors)))
+
+
+def test_ranks_rise_with_what_leaves_first() -> None:
+    """The core takes the highest ranks out of VRAM first; that must undo what was added last."""
+    model = FakeWeights()
+    inventory = Inventory.of(model, model)
+    for resident in range(1, len(inventory.movable) + 1):
+        homes = inventory.homes(resident)
+        highest = max(home.rank for home in homes if home.home == "vram")
+        shrunk = [home._replace(home="direct") if home.rank == highest else home for home in homes]
+        assert tuple(shrunk) == inventory.homes(resident - 1)
+
+
+@pytest.mark.parametrize("layers", [2, 3, 5, 28, 36, 64, 80])
+def test_what_is_direct_is_spread_over_the_model(layers: int) -> None:
+    """Of any beginning of the order: no layer in VRAM is far from the next one, and so none waits for many."""
+    model = FakeWeights(layers=layers)
+    units = [unit for unit in Inventory.of(model, model).movable if unit.kind == "feed-forward"]
+    assert len(units) == 2 * layers and sorted(unit.layer for unit in units[::2]) == list(range(layers))
+    for count in range(len(units) + 1):
+        resident = Counter(unit.layer for unit in units[:count])
+        whole = [layer for layer in range(layers) if resident[layer] == 2]
+        assert sum(1 for some in resident.values() if some == 1) == count % 2, "a layer is finished before the next"
+        runs = [after - before - 1 for before, after in zip([-1, *whole], [*whole, layers], strict=True)]
+        assert max(runs) <= 2.7 * layers / (len(whole) + 1) + 1
+
+
+# --- the CPU's rows --------------------------------------------------------------------------------------------------
+
+
+def test_what_may_be_shared() -> None:
+    model = FakeWeights(layers=2)
+    inventory = Inventory.of(model, model)
+    shared = {use.name for use in inventory.shareable(inventory.homes(0))}
+    assert shared == {f"blk.{layer}.ffn_{name}" for layer in (0, 1) for name in ("gate", "up", "down")} | {"output"}
+    # Layer 0's gate and up are resident, its down is not.
+    shared = {use.name for use in inventory.shareable(inventory.homes(4))}
+    assert shared == {"blk.0.ffn_down", "blk.1.ffn_gate", "blk.1.ffn_up", "blk.1.ffn_down"}
+    assert inventory.shareable(inventory.homes(len(inventory.movable))) == []
+
+
+def test_a_tied_head_is_shared_as_the_head() -> None:
+    model = FakeWeights(layers=1, tied=True)
+    inventory = Inventory.of(model, model)
+    assert [use.role for use in inventory.shareable(inventory.homes(0)) if use.name == "token_embd"] == ["head"]
+    homes = [home._replace(cpu_rows=64) if tensor == 0 else home for tensor, home in enumerate(inventory.homes(0))]
+    inventory.check(homes)
+    head = next(row for row in inventory.placed(homes) if row.kind == "output head")
+    assert (head.direct, head.cpu) == (model.sizes[0] * 8128 // 8192, model.sizes[0] * 64 // 8192)
+    with pytest.raises(InvalidRequestError, match="8224 rows"):
+        inventory.check([home._replace(cpu_rows=8224) if not tensor else home for tensor, home in enumerate(homes)])
+
+
+def test_a_fused_matrix_and_one_of_few_rows_are_not_shared() -> None:
+    model = FakeWeights(layers=1)
+    gate, up, down = (model.index(f"blk.0.ffn_{name}") for name in ("gate", "up", "down"))
+    model.uses = [(gate, *use[1:]) if use[0] == up else use for use in model.uses]
+    model.uses = [(*use[:5], 31, use[6]) if use[0] == down else use for use in model.uses]
+    inventory = Inventory.of(model, model)
+    assert [use.name for use in inventory.shareable(inventory.homes(0))] == ["output"]
+    fused = next(unit for unit in inventory.movable if gate in unit.tensors)
+    assert fused.tensors == (gate,) and fused.nbytes == model.sizes[gate], "its bytes count once"
+
+
+def test_every_byte_is_in_one_place() -> None:
+    dice = random.Random(3)
+    for _ in range(50):
+        model = FakeWeights(layers=dice.randint(1, 5), tied=dice.random() < 0.5, mixed=dice, experts=(0,))
+        inventory = Inventory.of(model, model)
+        homes = list(inventory.homes(dice.randint(0, len(inventory.movable))))
+        on_cpu = 0
+        for use in inventory.shareable(homes):
+            rows = 32 * dice.randint(0, use.rows // 32)
+            homes[use.tensor] = homes[use.tensor]._replace(cpu_rows=rows)
+            on_cpu += use.read_bytes * rows // use.rows
+        placed = inventory.placed(homes)
+        resident = sum(size for size, home in zip(model.sizes, homes, strict=True) if home.home == "vram")
+        assert sum(row.vram for row in placed) == resident
+        assert sum(row.cpu for row in placed) == on_cpu
+        assert sum(row.vram + row.direct + row.cpu for row in placed) == model.total
+        assert all(row.cpu == 0 for row in placed if row.kind not in ("feed-forward", "output head"))
+        alone = inventory.placed_on_cpu()
+        assert sum(row.cpu for row in alone) == model.total and not any(row.vram or row.direct for row in alone)
+
+
+# --- homes from elsewhere --------------------------------------------------------------------------------------------
+
+
+def test_homes_that_a_model_cannot_have() -> None:
+    model = FakeWeights(layers=2)
+    inventory = Inventory.of(model, model)
+    sound = inventory.homes(4)
+    inventory.check(sound)
+
+    def refused(changes: dict[str, dict]) -> str:
+        homes = list(sound)
+        for name, change in changes.items():
+            homes[model.index(name)] = homes[model.index(name)]._replace(**change)
+        with pytest.raises(InvalidRequestError) as refusal:
+            inventory.check(homes)
+        assert "\n" not in str(refusal.value)
+        return str(refusal.value)
+
+    gate, up = "blk.1.ffn_gate", "blk.1.ffn_up"
+    inventory.check([home._replace(cpu_rows=64) if model.tensors[tensor].name in (gate, up) else home
+                     for tensor, home in enumerate(sound)])
+    inventory.check([home._replace(home="direct", cpu_rows=64) if model.tensors[tensor].name == "output" else home
+                     for tensor, home in enumerate(sound)])
+    assert "has to be in VRAM" in refused({"blk.0.attn_norm": {"home": "direct"}})
+    assert "'disk'" in refused({gate: {"home": "disk"}})
+    for rows in (33, -32, 4096 + 32):
+        assert f"{rows} rows" in refused({gate: {"cpu_rows": rows}, up: {"cpu_rows": rows}})
+    assert "different rows" in refused({gate: {"cpu_rows": 64}})
+    assert "different homes" in refused({gate: {"home": "vram"}})
+    resident = {f"blk.0.ffn_{name}": {"cpu_rows": 32} for name in ("gate", "up")}
+    assert "32 rows of blk.0.ffn_gate" in refused(resident)
+    assert "32 rows of output" in refused({"output": {"cpu_rows": 32}}), "it is resident"
+    for name in ("blk.1.attn_q", "token_embd"):
+        assert f"32 rows of {name}" in refused({name: {"home": "direct", "cpu_rows": 32}})
+    with pytest.raises(InvalidRequestError, match=f"homes for 1 tensors, the model has {len(sound)}"):
+        inventory.check([TensorHome()])
+
+
+# --- the switches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache, gigabytes, limit", [
+    (None, None, None), ("1", None, None), ("", "", None), ("0", None, 0), ("0", "4", 0), ("1", "4", 4 << 30),
+    (None, "2.5", 5 << 29), (None, "0", 0), (None, " 1 ", 1 << 30),
+])
+def test_the_cache_switches(cache: str | None, gigabytes: str | None, limit: int | None,
+                            monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(SWITCHES, (cache, gigabytes), strict=False):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert Switches.read().limit == limit
+
+
+@pytest.mark.parametrize("value, on", [("1", True), ("0", False), ("", True)])
+def test_the_row_switch(value: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARPI_CUDA_ROW_SPLIT", value)
+    assert Switches.read().rows is on
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("value", ["maybe", "-1", "nan", "1e3", "two", "0x1", "٣"])
+def test_switches_that_say_nothing(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidRequestError) as refusal:
+        Switches.read()
+    assert name in str(refusal.value) and "\n" not in str(refusal.value)

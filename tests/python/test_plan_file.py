@@ -1,0 +1,262 @@
+"""Saved plans: what is written is what is read, and whatever else a file holds is said in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_model import cli_runner
+from fake_weights import GIB, MACHINE, MIB, FakeWeights
+from tiny_models import MODELS, write
+
+from sharpi.cli import main
+from sharpi.errors import InvalidRequestError, OutOfMemoryError
+from sharpi.hardware import Gpu
+from sharpi.plan import Plan, load_plan
+from sharpi.planner import make_plan, saved_plan
+
+CARD = Gpu("Some GPU", 0, "9.0", 132, 80 * GIB, 79 * GIB)
+# Not CARD, so that one can tell when a plan was made from what is there now.
+OTHER_CARD = Gpu("Another GPU", 0, "8.0", 100, 40 * GIB, 30 * GIB)
+
+
+@pytest.fixture(autouse=True)
+def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SHARPI_KV_DTYPE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB",
+                 "SHARPI_CUDA_ROW_SPLIT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: CARD)
+    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: MACHINE)
+
+
+@pytest.fixture
+def model() -> FakeWeights:
+    return FakeWeights()
+
+
+def plan_of(model: FakeWeights, **options: Any) -> Plan:
+    """A plan with something of everything: resident, direct and the CPU's."""
+    slow = replace(MACHINE, pcie_bytes_per_second_shared=1e9, pcie_bytes_per_second=1e9)
+    plan = make_plan(model, model, **{"device": "cuda", "vram": model.total * 2 // 3, "context": 1000, "batch": 100,
+                                      "threads": 3, "profile": slow, "shown": True, **options})
+    return plan
+
+
+def saved(path: Path, plan: Plan | dict[str, Any]) -> Path:
+    path.write_text(json.dumps(plan.to_dict() if isinstance(plan, Plan) else plan), encoding="utf-8")
+    return path
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises(InvalidRequestError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"vram": 8 * GIB}, {"device": "cpu", "vram": None}, {"shown": False}, {"device": "auto", "vram": None},
+    {"vram": MIB}, {"profile": None},
+])
+def test_what_is_written_is_read(options: dict[str, Any], model: FakeWeights, tmp_path: Path) -> None:
+    plan = plan_of(model, **options)
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert load_plan(saved(tmp_path / "plan.json", plan), model, model) == plan
+
+
+def test_the_plan_has_something_of_everything(model: FakeWeights) -> None:
+    homes = plan_of(model).homes
+    assert {home.home for home in homes} == {"vram", "direct"} and any(home.cpu_rows for home in homes)
+
+
+def test_a_plan_meets_the_gpu_that_is_there_now(model: FakeWeights, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "plan.json", plan_of(model))
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: OTHER_CARD)
+    assert saved_plan(path, model, model).gpu == OTHER_CARD
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: "it was sold")
+    assert "it was sold" in refused(saved_plan(path, model, model).require)
+    path = saved(tmp_path / "plan.json", plan_of(model, device="cpu", vram=None))
+    assert saved_plan(path, model, model).gpu is None
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: CARD)
+    path = saved(tmp_path / "plan.json", plan_of(model, vram=60 * GIB))
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: OTHER_CARD)
+    assert "more than Another GPU has" in refused(lambda: saved_plan(path, model, model))
+
+
+def test_a_plan_that_did_not_fit_does_not_run(model: FakeWeights, tmp_path: Path) -> None:
+    path = saved(tmp_path / "plan.json", plan_of(model, vram=MIB))
+    with pytest.raises(OutOfMemoryError, match="--vram"):
+        saved_plan(path, model, model).require()
+
+
+def test_a_plan_for_another_model(model: FakeWeights, tmp_path: Path) -> None:
+    path = saved(tmp_path / "plan.json", plan_of(model))
+    assert "is for fake (llama), the model is other (llama)" in refused(
+        lambda: load_plan(path, FakeWeights(name="other"), model))
+    assert "the model is fake (qwen3)" in refused(lambda: load_plan(path, FakeWeights(architecture="qwen3"), model))
+    for change in ({"layers": 5}, {"tied": True}):
+        other = FakeWeights(**change)
+        assert "with other tensors" in refused(lambda other=other: load_plan(path, other, other))
+    for name, value in (("name", "blk.0.attn_v"), ("type", 13), ("shape", (512, 2048))):
+        other = FakeWeights()
+        setattr(other.tensors[2], name, value)
+        assert "with other tensors" in refused(lambda other=other: load_plan(path, other, other))
+    short = FakeWeights(context_length=999)
+    assert "context of 1000 tokens is more than the model's" in refused(lambda: load_plan(path, short, short))
+    assert load_plan(path, FakeWeights(), FakeWeights())
+
+
+def test_a_plan_that_lacks_something(model: FakeWeights, tmp_path: Path) -> None:
+    whole = plan_of(model).to_dict()
+    sums = {"embedding_bytes", "head_bytes", "streaming_bytes", "scratch_bytes", "graphs_bytes", "mapped_bytes",
+            "total_bytes", "fits"}
+    for name in whole:
+        path = saved(tmp_path / "plan.json", {key: value for key, value in whole.items() if key != name})
+        if name in sums:
+            assert load_plan(path, model, model)
+        else:
+            assert f"{name!r} is missing" in refused(lambda path=path: load_plan(path, model, model))
+
+
+NONSENSE = {
+    "device": ["tpu", None, 1], "context": [0, -1, 1.5, True, "1000", None, 1 << 70], "batch": [0, 65537, None],
+    "threads": [0, 1025], "kv_dtype": ["int3", None], "vram": [5, -1, "12GiB"], "why": [None, 3], "gpu": [3, {}, [1]],
+    "lines": [None, 3, [3], [{}], [{"name": "x", "bytes": -1}], [{"name": 5, "bytes": 1}], {"name": 3}],
+    "homes": [None, {}, [3], [["vram"]], [["vram", 0, 0, 0]], [["vram", -1, 0]], [["vram", 0.5, 0]], [[0, 0, 0]]],
+    "placement": [None, [3], [{"kind": "x"}], [{"kind": "x", "vram": 1, "direct": -1, "cpu": 0}]],
+    "decode": [3, {}, {"tokens_per_second": 0, "bound": "RAM"}, {"tokens_per_second": float("nan"), "bound": "RAM"},
+               {"tokens_per_second": "5", "bound": "RAM"}, {"tokens_per_second": 5, "bound": "weather"}],
+    "profile": [3, {}, {"version": 0}], "weights_bytes": [-1, "x"], "model": [None], "fitting_vram": [-1],
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_a_plan_with_nonsense(name: str, model: FakeWeights, tmp_path: Path) -> None:
+    whole = plan_of(model).to_dict()
+    for value in NONSENSE[name]:
+        path = saved(tmp_path / "plan.json", {**whole, name: value})
+        message = refused(lambda path=path: load_plan(path, model, model))
+        assert message.startswith(f"{path}: ") and name in message and "make a new plan" in message
+
+
+def test_homes_that_the_model_cannot_have(model: FakeWeights, tmp_path: Path) -> None:
+    whole = plan_of(model).to_dict()
+    norm, gate = model.index("blk.0.attn_norm"), model.index("blk.3.ffn_gate")
+    for tensor, home, words in ((norm, ["direct", 0, 0], "blk.0.attn_norm has to be in VRAM"),
+                                (gate, ["attic", 0, 5], "attic"), (gate, ["direct", 33, 5], "33 rows"),
+                                (gate, ["direct", 0, 5], "different rows")):
+        homes = [home if index == tensor else known for index, known in enumerate(whole["homes"])]
+        path = saved(tmp_path / "plan.json", {**whole, "homes": homes})
+        assert words in refused(lambda path=path: load_plan(path, model, model))
+    path = saved(tmp_path / "plan.json", {**whole, "homes": whole["homes"][1:]})
+    assert "homes for" in refused(lambda: load_plan(path, model, model))
+    path = saved(tmp_path / "plan.json", {**whole, "batch": 1001})
+    assert "longer than its context" in refused(lambda: load_plan(path, model, model))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b"GGUF\x03\x00", b"[" * 100_000,
+                                     b"1" * 5000])
+def test_files_that_are_no_plans(content: bytes, model: FakeWeights, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    message = refused(lambda: load_plan(path, model, model))
+    assert message.startswith(f"{path}: ") and "sharpi plan --json" in message
+
+
+def test_a_model_taken_for_a_plan_is_not_read_whole(model: FakeWeights, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # no machine could hold it
+    assert "too large for a plan" in refused(lambda: load_plan(path, model, model))
+
+
+def test_files_that_cannot_be_read(model: FakeWeights, tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.json", tmp_path):
+        assert "cannot read the plan" in refused(lambda path=path: load_plan(path, model, model))
+
+
+# --- the commands --------------------------------------------------------------------------------------------------
+
+
+def sharpi(*arguments: str) -> Any:
+    return cli_runner().invoke(main, arguments, catch_exceptions=False, prog_name="sharpi")
+
+
+@pytest.fixture
+def story(tmp_path: Path) -> Path:
+    """A plan for the bundled model."""
+    pytest.importorskip("sharpi._core")
+    result = sharpi("plan", "--json", "--device", "cpu", "-c", "77", "-b", "16", "-t", "2", "--kv-dtype", "fp32")
+    assert result.exit_code == 0
+    path = tmp_path / "story.json"
+    path.write_text(result.stdout, encoding="utf-8")
+    return path
+
+
+def test_a_saved_plan_is_run(story: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sharpi import Model
+
+    # What the environment says is for plans that are still to be made.
+    monkeypatch.setenv("SHARPI_KV_DTYPE", "fp16")
+    with Model.load(plan=story) as loaded:
+        assert (loaded.context, loaded.threads, loaded.device, loaded.plan.kv_dtype) == (77, 2, "cpu", "fp32")
+        assert loaded.plan.to_dict() == json.loads(story.read_text(encoding="utf-8"))
+        assert loaded.stats()["kv_bytes"] == loaded.plan.kv_bytes
+    result = sharpi("run", "--plan", str(story), "-p", "Once upon a time", "-n", "500", "--no-stats")
+    assert result.exit_code == 0 and result.stdout.startswith("Once upon a time")
+    assert sharpi("bench", "--prefill", "8", "--decode", "4", "--plan", str(story)).exit_code == 0
+
+
+@pytest.mark.parametrize("option", [["--vram", "1GiB"], ["-c", "77"], ["--ctx-size", "77"], ["--device", "auto"],
+                                    ["--device", "cuda"], ["-b", "16"], ["-t", "2"], ["--kv-dtype", "fp32"],
+                                    ["--profile", "some.json"]])
+@pytest.mark.parametrize("command", [["run", "-p", "x"], ["chat"], ["bench"]])
+def test_options_that_a_plan_answers_are_refused(command: list[str], option: list[str], story: Path) -> None:
+    result = sharpi(*command, "--plan", str(story), *option)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--plan says" in result.stderr and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("options", [{"device": "cpu"}, {"vram": "1GiB"}, {"context": 77}, {"kv_dtype": "fp32"},
+                                     {"threads": 2}, {"batch": 16}, {"profile": MACHINE}])
+def test_arguments_that_a_plan_answers_are_refused(options: dict[str, Any], story: Path) -> None:
+    from sharpi import Model
+
+    assert f"says the {next(iter(options))} already" in refused(lambda: Model.load(plan=story, **options))
+
+
+def test_a_wrong_plan_is_one_line(story: Path, tmp_path: Path) -> None:
+    tiny = write(tmp_path / "tiny.gguf", MODELS["llama"])
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}", encoding="utf-8")
+    for command in (["run", "-p", "x"], ["chat"], ["bench"]):
+        for plan, model in ((story, ["-m", str(tiny)]), (broken, []), (tmp_path / "missing.json", [])):
+            result = sharpi(*command, "--plan", str(plan), *model)
+            assert (result.exit_code, result.stdout) == (2, "")
+            assert result.stderr.startswith(f"sharpi: error: {plan}: ") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["run", "-p", "x"], ["chat"], ["bench"], ["plan"]])
+def test_a_wrong_profile_is_one_line(command: list[str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"version": 1}', encoding="utf-8")
+    for path in (broken, tmp_path / "missing.json"):
+        result = sharpi(*command, "--profile", str(path))
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert str(path) in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_profile_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    MACHINE.save(path)
+    result = sharpi("plan", "--profile", str(path), "--json")
+    assert json.loads(result.stdout)["profile"] == MACHINE.to_dict()
+    assert sharpi("run", "--profile", str(path), "--device", "cpu", "-p", "Once", "-n", "1").exit_code == 0

@@ -1,0 +1,197 @@
+"""Predicted speeds: the sums, what bounds them, and that the CPU's share is the best there is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from fake_weights import MACHINE, FakeWeights, random_machine
+
+from sharpi.placement import Inventory, TensorHome
+from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, PIECE_BYTES, PIECE_KERNELS, PREFILL_SECONDS, balanced,
+                               completed, decode_on_cpu, decode_on_gpu, decode_seconds, prefill_on_cpu,
+                               prefill_on_gpu, share_rows, shares, traffic)
+from sharpi.profile import ASSUMED
+
+
+def inventory_of(**options) -> tuple[FakeWeights, Inventory]:
+    model = FakeWeights(**options)
+    return model, Inventory.of(model, model)
+
+
+def with_rows(inventory: Inventory, homes: tuple[TensorHome, ...], share: float) -> tuple[TensorHome, ...]:
+    rows = {use.tensor: share_rows(use.rows, share) for use in inventory.shareable(homes)}
+    return tuple(home._replace(cpu_rows=rows.get(tensor, 0)) for tensor, home in enumerate(homes))
+
+
+# --- decode ---------------------------------------------------------------------------------------------------------
+
+
+def test_decode_of_a_resident_model() -> None:
+    model, inventory = inventory_of(layers=4)
+    homes = inventory.homes(len(inventory.movable))
+    read = model.total - model.sizes[0] + model.sizes[0] // 8192  # one row of the embedding
+    seconds = read / 3e12 + (8 * 4 + 4) * 2e-6  # nothing comes in pieces
+    assert decode_on_gpu(inventory.uses, homes, MACHINE).tokens_per_second == pytest.approx(1 / seconds)
+    _, inventory = inventory_of(layers=4, experts=(1, 2))
+    reads = traffic(inventory.uses, inventory.homes(len(inventory.movable)))
+    read = sum(use.read_bytes for use in inventory.uses)
+    assert decode_seconds(reads, MACHINE)[0] == pytest.approx(read / 3e12 + (8 * 2 + 10 * 2 + 4) * 2e-6)
+
+
+def test_decode_over_pcie() -> None:
+    model, inventory = inventory_of()
+    homes = inventory.homes(0)
+    direct = sum(use.read_bytes for use in inventory.uses if use.role != "vector")
+    assert traffic(inventory.uses, homes).direct == direct
+    found = decode_on_gpu(inventory.uses, homes, MACHINE)
+    assert found.tokens_per_second == pytest.approx(50e9 / direct) and found.bound == "PCIe"
+
+
+def test_decode_with_rows_on_the_cpu() -> None:
+    _, inventory = inventory_of()
+    homes = with_rows(inventory, inventory.homes(0), 0.5)
+    shared = sum(use.read_bytes for use in inventory.uses if use.role.startswith("ffn") or use.role == "head")
+    reads = traffic(inventory.uses, homes)
+    assert reads.cpu == shared / 2 and reads.shared_layers == 4 + 1
+    # A machine whose PCIe is never in the way shows the other sum.
+    fast = replace(MACHINE, pcie_bytes_per_second_shared=1e15)
+    pieces = PIECE_KERNELS * reads.direct / PIECE_BYTES
+    assert pieces > 1
+    serial = ((reads.vram + reads.direct) / 3e12 + (8 * 4 + 4 * 5 + 4 + pieces) * 2e-6 + shared / 2 / 75e9
+              + 2 * 5 * CROSSING_SECONDS)
+    assert decode_seconds(reads, fast) == (pytest.approx(serial), "RAM")
+    slow = replace(MACHINE, pcie_bytes_per_second_shared=1e9, pcie_bytes_per_second=1e15)
+    assert decode_seconds(reads, slow) == (pytest.approx(reads.direct / 1e9), "PCIe")
+    # Where nothing is left to fetch, the CPU has the RAM for itself.
+    alone = replace(reads, vram=reads.vram + reads.direct, direct=0.0)
+    assert decode_seconds(alone, MACHINE)[0] == pytest.approx(
+        serial - pieces * 2e-6 - shared / 2 / 75e9 + shared / 2 / 100e9)
+
+
+def test_the_rows_of_an_embedding_are_nobodys_share() -> None:
+    """Of a tied embedding the CPU computes rows of the head; the one row that a token is, is read across PCIe."""
+    model, inventory = inventory_of(layers=1, tied=True)
+    homes = with_rows(inventory, inventory.homes(0), 1.0)
+    assert homes[0].cpu_rows == 8192
+    row = model.sizes[0] // 8192
+    attention = sum(use.read_bytes for use in inventory.uses if use.role == "attention")
+    reads = traffic(inventory.uses, homes)
+    assert (reads.direct, reads.shared_layers) == (row + attention, 2)
+    embedding = [use for use in inventory.uses if use.role == "embedding"]
+    assert traffic(embedding, homes).shared_layers == 0 and traffic(embedding, homes).cpu == 0
+
+
+def test_what_bounds_decode() -> None:
+    _, inventory = inventory_of()
+    homes = with_rows(inventory, inventory.homes(3), 0.5)
+    for change, bound in (({"vram_bytes_per_second": 1e6}, "VRAM"), ({"gpu_kernel_seconds": 0.1}, "GPU arithmetic"),
+                          ({"ram_bytes_per_second_shared": 1e6}, "RAM"),
+                          ({"pcie_bytes_per_second_shared": 1e6}, "PCIe")):
+        assert decode_on_gpu(inventory.uses, homes, replace(MACHINE, **change)).bound == bound
+        assert bound in BOUNDS
+    assert decode_on_cpu(inventory.uses, MACHINE).bound == "RAM"
+
+
+def test_fewer_threads_than_were_measured() -> None:
+    _, inventory = inventory_of()
+    for predict in (lambda threads: decode_on_cpu(inventory.uses, MACHINE, threads),
+                    lambda threads: prefill_on_cpu(inventory.uses, MACHINE, 100, threads)):
+        assert predict(4).tokens_per_second == pytest.approx(predict(16).tokens_per_second / 4)
+        assert predict(64) == predict(16) == predict(None), "more of them bring nothing more"
+    homes = inventory.homes(3)
+    shares = [sum(home.cpu_rows for home in balanced(inventory, homes, MACHINE, threads)) for threads in (1, 4, 16)]
+    assert shares == sorted(set(shares)), "a slower CPU gets fewer rows"
+
+
+def test_decode_on_the_cpu() -> None:
+    model, inventory = inventory_of(experts=(0,))
+    read = sum(use.read_bytes for use in inventory.uses)
+    experts = sum(tensor.nbytes for tensor in model.tensors if "_exps" in tensor.name)
+    assert read == pytest.approx(model.total - experts * 0.75 - model.sizes[0] * 8191 / 8192)
+    assert decode_on_cpu(inventory.uses, MACHINE).tokens_per_second == pytest.approx(100e9 / read)
+
+
+# --- prefill --------------------------------------------------------------------------------------------------------
+
+
+def test_prefill() -> None:
+    model, inventory = inventory_of(layers=4, experts=(3,))
+    dense = 3 * 3 * 4096 * 1024 + 4 * (2 * 1024 + 256) * 1024 + 8 * 1024
+    used = dense + 3 * 8 * 1024 * 1024 // 4
+    operations = 2 * 500 * used
+    fast = replace(MACHINE, pcie_bytes_per_second=1e15, gpu_flops=1e12)
+    found = prefill_on_gpu(inventory.uses, inventory.homes(0), fast, 500)
+    assert found.tokens_per_second == pytest.approx(500 / (operations / 1e12 + PREFILL_SECONDS))
+    assert found.bound == "GPU arithmetic"
+    # All that is direct is fetched once, whoever would compute it in decode; of the embedding a row for each token.
+    slow = replace(MACHINE, pcie_bytes_per_second=1e9, gpu_flops=1e15)
+    direct = sum(size for tensor, size in zip(model.tensors, model.sizes, strict=True)
+                 if "norm" not in tensor.name and "_exps" not in tensor.name) - model.sizes[0] * (1 - 500 / 8192)
+    for homes in (inventory.homes(0), with_rows(inventory, inventory.homes(0), 0.5)):
+        found = prefill_on_gpu(inventory.uses, homes, slow, 500)
+        assert found.tokens_per_second == pytest.approx(500 / (direct / 1e9 + PREFILL_SECONDS))
+        assert found.bound == "PCIe"
+    found = prefill_on_cpu(inventory.uses, MACHINE, 500)
+    assert found.tokens_per_second == pytest.approx(500 * 1e12 / operations) and found.bound == "CPU arithmetic"
+
+
+# --- the CPU's share --------------------------------------------------------------------------------------------------
+
+
+def test_the_share_is_the_best_there_is() -> None:
+    """Against every share, each tried in full; on machines of all kinds."""
+    dice = random.Random(11)
+    chosen = set()
+    for _ in range(120):
+        _, inventory = inventory_of(layers=dice.randint(1, 3), mixed=dice, tied=dice.random() < 0.5)
+        machine = random_machine(dice)
+        homes = inventory.homes(dice.randint(0, len(inventory.movable)))
+        found = balanced(inventory, homes, machine)
+        inventory.check(found)
+        assert [home[::2] for home in found] == [home[::2] for home in homes], "only rows change"
+
+        def seconds(tried: tuple[TensorHome, ...], machine=machine, inventory=inventory) -> float:
+            return decode_seconds(traffic(inventory.uses, tried), machine)[0]
+
+        every = [seconds(with_rows(inventory, homes, share)) for share in shares()]
+        assert seconds(found) == pytest.approx(min(every), rel=1e-9)
+        assert min(every) <= seconds(homes), "no row is one of the choices"
+        chosen.add(max(home.cpu_rows for home in found))
+    assert 0 in chosen and 8192 in chosen and len(chosen) > 10, "none, all, and much in between"
+
+
+def test_the_shares_that_are_tried() -> None:
+    tried = shares()
+    assert tried[0] == 0 and tried[-1] == 1 and tried == sorted(tried) and 0.03 <= tried[1] < 0.035
+    assert max(after - before for before, after in zip(tried[1:], tried[2:], strict=False)) < 0.0025
+
+
+def test_shares_that_are_too_small_are_none() -> None:
+    _, inventory = inventory_of()
+    homes = inventory.homes(0)
+    rows = set()
+    for rate in range(1, 200):
+        machine = replace(MACHINE, ram_bytes_per_second=rate * 1e9, ram_bytes_per_second_shared=rate * 1e9,
+                          pcie_bytes_per_second_shared=50e9)
+        rows.add(max(home.cpu_rows for home in balanced(inventory, homes, machine)))
+    assert 0 in rows and min(rows - {0}) >= 0.03 * 4096
+
+
+@pytest.mark.parametrize("rows, share, taken", [
+    (4096, 0.0, 0), (4096, 1.0, 4096), (4096, 0.5, 2048), (100, 1.0, 96), (100, 0.5, 64), (31, 1.0, 0), (64, 0.2, 0),
+])
+def test_rows_come_in_steps(rows: int, share: float, taken: int) -> None:
+    assert share_rows(rows, share) == taken
+
+
+def test_a_machine_without_a_gpu_is_given_an_assumed_one() -> None:
+    cpu_only = replace(MACHINE, **{name: None for name in (
+        "gpu", "vram_bytes", "pcie_bytes_per_second", "ram_bytes_per_second_shared", "pcie_bytes_per_second_shared",
+        "vram_bytes_per_second", "gpu_kernel_seconds", "gpu_flops")})
+    whole = completed(cpu_only)
+    assert whole.assumed and whole.ram_bytes_per_second == MACHINE.ram_bytes_per_second
+    assert whole.pcie_bytes_per_second == ASSUMED.pcie_bytes_per_second
+    assert whole.ram_bytes_per_second_shared == pytest.approx(100e9 * 26 / 40)
+    assert completed(MACHINE) is MACHINE
