@@ -81,7 +81,7 @@ def plot(report: dict[str, Any], svg: str) -> None:
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
     figure.tight_layout()
-    figure.savefig(svg)
+    figure.savefig(svg, metadata={"Date": None})
 
 
 def main() -> None:

@@ -94,14 +94,9 @@ void CpuBackend::linear(const float* x, int64_t count, const std::vector<Linear>
         if (output.w.resident()) {
             arrive(output.w.group);
             jobs.push_back(jobFor(output, output.w, 0));
-        } else if (output.w.member == 0) {
-            _stream->forPieces(output.w.group, [&](const std::vector<Matrix>& parts, int64_t rowBegin) {
-                std::vector<cpu::MatmulArgs> piece;
-                for (const Linear& o : outputs) {
-                    if (o.w.group == output.w.group) piece.push_back(jobFor(o, parts[static_cast<size_t>(o.w.member)], rowBegin));
-                }
-                matmuls(piece);
-            });
+        } else {
+            _stream->forPieces(output.w.group, output.w.member,
+                               [&](const Matrix& part, int64_t rowBegin) { matmuls({jobFor(output, part, rowBegin)}); });
         }
     }
     matmuls(jobs);

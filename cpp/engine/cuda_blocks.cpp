@@ -68,8 +68,8 @@ void CudaBackend::productMany(const cuda::HalfRows& input, const Weight& w, cons
         _weights->arrive(w.group);
         return cuda::matmul(_stream, w, input, _rows, bias, y, store);
     }
-    _weights->forPieces(w.group, [&](const std::vector<Matrix>& parts, int64_t begin) {
-        cuda::matmul(_stream, parts[0], input, _rows, bias ? bias + begin : nullptr, y + begin, store, w.rows);
+    _weights->forPieces(w.group, w.member, [&](const Matrix& part, int64_t begin) {
+        cuda::matmul(_stream, part, input, _rows, bias ? bias + begin : nullptr, y + begin, store, w.rows);
     });
 }
 
@@ -187,15 +187,8 @@ void CudaBackend::denseMany(const DenseWeights& w, float eps) {
     const GpuScratch& s = *_layout;
     const cuda::HalfRows normed = halves(s.normedHi, s.normedLo), hidden = halves(s.hiddenHi, s.hiddenLo);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, {nullptr, {}, normed});
-    if (w.gate.resident()) {
-        productMany(normed, w.gate, nullptr, floats(s.manyGate), cuda::Store::Write);
-        productMany(normed, w.up, nullptr, floats(s.manyUp), cuda::Store::Write);
-    } else {
-        _weights->forPieces(w.gate.group, [&](const std::vector<Matrix>& parts, int64_t begin) {
-            cuda::matmul(_stream, parts[0], normed, _rows, nullptr, floats(s.manyGate) + begin, cuda::Store::Write, w.gate.rows);
-            cuda::matmul(_stream, parts[1], normed, _rows, nullptr, floats(s.manyUp) + begin, cuda::Store::Write, w.gate.rows);
-        });
-    }
+    productMany(normed, w.gate, nullptr, floats(s.manyGate), cuda::Store::Write);
+    productMany(normed, w.up, nullptr, floats(s.manyUp), cuda::Store::Write);
     cuda::siluMul(_stream, floats(s.manyGate), floats(s.manyUp), _rows, w.down.cols, {nullptr, {}, hidden});
     productMany(hidden, w.down, nullptr, floats(s.x), cuda::Store::Add);
 }

@@ -2,6 +2,7 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <cstdio>
 
 #include "core/error.h"
 #include "engine/cpu_backend.h"
@@ -50,22 +51,39 @@ Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOpt
                                                     std::to_string(_files->tensors().all().size()));
     }
     if (_options.cuda) requireGpuCanRun(_spec);
+    loadAdapting();
+    for (const std::string& note : _backend->notes()) _notes.push_back(note);
+    if (_options.cuda && LoadTrace::wanted()) printPlacement();
+}
+
+void Engine::printPlacement() const {
+    const Placement p = placement();
+    const double mib = 1 << 20;
+    for (const Placement::Range& range : p.ranges) {
+        std::fprintf(stderr, "weights: %-6s %10.2f MiB from byte %llu of %s\n", range.home == Home::Vram ? "vram" : "direct",
+                     static_cast<double>(range.end - range.begin) / mib, static_cast<unsigned long long>(range.begin),
+                     _files->files()[static_cast<size_t>(range.file)].path().c_str());
+    }
+    std::fprintf(stderr, "weights: %.2f MiB in vram, %.2f MiB direct, the CPU computes %.2f MiB of these\n", static_cast<double>(p.vram) / mib,
+                 static_cast<double>(p.direct) / mib, static_cast<double>(p.cpu) / mib);
+}
+
+// Loads, with less in the device's memory where less is free than the plan thought.
+void Engine::loadAdapting() {
     const Homes planned = _options.homes;
-    const size_t available = _backend->allocator().available();
     for (int attempt = 1;; ++attempt) {
         try {
             adaptHomes(planned);
-            load();
-            break;
+            return load();
         } catch (const Error& error) {
             if (error.kind() != ErrorKind::OutOfMemory) throw;
-            if (planned.empty() || attempt == kLoadings) {
-                throw Error(ErrorKind::OutOfMemory, std::string(error.what()) + "; " + fittingAdvice(_spec, _files->tensors(), _options, available));
-            }
             unload();
+            if (!planned.empty() && attempt < kLoadings) continue;
+            const size_t available = _backend->allocator().available();
+            if (plannedBytes(_spec, _files->tensors(), _options) <= available) throw;  // it was other memory that is short
+            throw Error(ErrorKind::OutOfMemory, std::string(error.what()) + "; " + fittingAdvice(_spec, _files->tensors(), _options, available));
         }
     }
-    for (const std::string& note : _backend->notes()) _notes.push_back(note);
 }
 
 // What was free when the plan was made may be gone: then less is resident, and more comes over the bus.

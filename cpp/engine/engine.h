@@ -41,9 +41,11 @@ public:
 
 private:
     friend class Session;
+    void loadAdapting();
     void adaptHomes(const Homes& planned);
     void load();
     void unload();
+    void printPlacement() const;
     void rehearse();
 
     ModelSpec _spec;

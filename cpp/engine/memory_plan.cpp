@@ -118,7 +118,6 @@ std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, con
         tried.batch = batch;
         return plannedBytes(spec, tensors, tried) <= available;
     };
-    if (fits(options.context, options.batch)) return "others took memory meanwhile: try again";
     for (int64_t batch = std::min(options.batch, options.context); batch >= 1; batch = batch > 64 ? batch / 2 : 0) {
         if (fits(options.context, batch)) return "a batch of " + std::to_string(batch) + " would fit";
         int64_t low = 0, high = options.context;

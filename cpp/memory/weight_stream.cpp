@@ -44,7 +44,8 @@ int32_t WeightStream::addStreamed(const std::vector<Matrix>& file, int64_t cpuRo
     Group group;
     group.file = file;
     group.cpuRows = cpuRows;
-    cutIntoPieces(group);
+    group.pieceRows = pieceRowsOf(file);
+    for (const Matrix& m : file) group.memberRows.push_back(pieceRowsOf({m}));
     _groups.push_back(std::move(group));
     _streams = true;
     _sharesRows |= cpuRows > 0;
@@ -52,13 +53,14 @@ int32_t WeightStream::addStreamed(const std::vector<Matrix>& file, int64_t cpuRo
 }
 
 // Equal pieces, so that none is too small for the bus.
-void WeightStream::cutIntoPieces(Group& group) const {
-    const int64_t rows = group.file[0].rows;
-    int64_t count = 1;
+int64_t WeightStream::pieceRowsOf(const std::vector<Matrix>& files) const {
+    const int64_t rows = files[0].rows;
+    int64_t count = 1, piece;
     do {
-        group.pieceRows = std::min(rows, roundUp((rows + count - 1) / count, kRowStep));
+        piece = std::min(rows, roundUp((rows + count - 1) / count, kRowStep));
         ++count;
-    } while (slotBytesFor(group, group.pieceRows) > kPieceBytes && group.pieceRows > kRowStep);
+    } while (slotBytesFor(files, piece) > kPieceBytes && piece > kRowStep);
+    return piece;
 }
 
 void WeightStream::cutIntoUploads(Group& group) {
@@ -78,7 +80,7 @@ void WeightStream::cutIntoUploads(Group& group) {
             const size_t taken = Allocator::aligned(row * static_cast<size_t>(rows));
             if (bytes + taken > kUploadBytes) finish();
             const uint8_t* file = group.file[i].data ? group.file[i].data + row * static_cast<size_t>(begin) : nullptr;
-            parts.push_back({to, begin, rows, file});
+            parts.push_back({to, begin, rows, file, begin});
             bytes += taken;
         }
     }
@@ -86,12 +88,9 @@ void WeightStream::cutIntoUploads(Group& group) {
 }
 
 // Of a piece of so many rows: each matrix's part begins at a whole alignment.
-size_t WeightStream::slotBytesFor(const Group& group, int64_t rows) const {
+size_t WeightStream::slotBytesFor(const std::vector<Matrix>& files, int64_t rows) const {
     size_t bytes = 0;
-    for (const Matrix& m : group.file) {
-        const Matrix part{m.type, rows, m.cols, nullptr};
-        bytes += Allocator::aligned(_layout.bytes(part));
-    }
+    for (const Matrix& m : files) bytes += Allocator::aligned(_layout.bytes({m.type, rows, m.cols, nullptr}));
     return bytes;
 }
 
@@ -112,8 +111,12 @@ void WeightStream::take() {
         for (const auto& parts : group.uploads) stageBytes = std::max(stageBytes, stageBytesOf(parts));
         if (group.resident()) continue;
         pieces += pieceCount(group);
-        _slotBytes = std::max(_slotBytes, slotBytesFor(group, group.pieceRows));
-        stageBytes = std::max(stageBytes, stageBytesOf(partsOf(group, 0, 0)));
+        const auto reserve = [&](const std::vector<Matrix>& files, int64_t rows) {
+            _slotBytes = std::max(_slotBytes, slotBytesFor(files, rows));
+            stageBytes = std::max(stageBytes, stageBytesOf(partsOf(files, 0, rows, 0)));
+        };
+        reserve(group.file, group.pieceRows);
+        for (size_t i = 0; i < group.file.size(); ++i) reserve({group.file[i]}, group.memberRows[i]);
     }
     _slots = static_cast<int>(_streams ? std::min<int64_t>(kSlots, pieces) : kSlots);
     if (_streams) _slotMemory = Buffer(_allocator, _slotBytes * static_cast<size_t>(_slots), "slots for weights that are not resident");
@@ -143,18 +146,42 @@ void WeightStream::finishUploads() {
 
 int64_t WeightStream::pieceCount(const Group& group) const {
     if (group.resident()) return static_cast<int64_t>(group.uploads.size());
-    return (rowsInPass(group) + group.pieceRows - 1) / group.pieceRows;
+    if (!_few) return firstPiece(group, static_cast<int32_t>(group.file.size()));
+    return (group.file[0].rows - group.cpuRows + group.pieceRows - 1) / group.pieceRows;
+}
+
+void WeightStream::requireTogether(int32_t group) const {
+    if (!_few && _groups[group].file.size() > 1) throw Error(ErrorKind::Internal, "matrices of a group together in a pass of many rows");
+}
+
+// Of a matrix, in a pass of many rows.
+int64_t WeightStream::firstPiece(const Group& group, int32_t member) const {
+    if (_few) throw Error(ErrorKind::Internal, "one matrix of a group in a pass of few rows");
+    int64_t pieces = 0;
+    for (size_t i = 0; i < static_cast<size_t>(member); ++i) pieces += (group.file[i].rows + group.memberRows[i] - 1) / group.memberRows[i];
+    return pieces;
 }
 
 std::vector<StreamPart> WeightStream::partsOf(const Group& group, int64_t piece, int64_t number) const {
     if (group.resident()) return group.uploads[static_cast<size_t>(piece)];
-    const int64_t begin = piece * group.pieceRows, rows = std::min(group.pieceRows, rowsInPass(group) - begin);
+    if (_few) {
+        const int64_t begin = piece * group.pieceRows, rows = std::min(group.pieceRows, group.file[0].rows - group.cpuRows - begin);
+        return partsOf(group.file, begin, rows, number);
+    }
+    int32_t member = 0;
+    while (piece >= firstPiece(group, member + 1)) ++member;
+    const auto i = static_cast<size_t>(member);
+    const int64_t begin = (piece - firstPiece(group, member)) * group.memberRows[i];
+    return partsOf({group.file[i]}, begin, std::min(group.memberRows[i], group.file[i].rows - begin), number);
+}
+
+std::vector<StreamPart> WeightStream::partsOf(const std::vector<Matrix>& files, int64_t begin, int64_t rows, int64_t number) const {
     const uint8_t* slot = _slotMemory.as<uint8_t>() + static_cast<size_t>(number % std::max(_slots, 1)) * _slotBytes;
     std::vector<StreamPart> parts;
-    for (const Matrix& file : group.file) {
+    for (const Matrix& file : files) {
         const Matrix to{file.type, rows, file.cols, slot};
         const uint8_t* from = file.data ? file.data + rowBytes(file.type, file.cols) * static_cast<size_t>(begin) : nullptr;
-        parts.push_back({to, 0, rows, from});
+        parts.push_back({to, 0, rows, from, begin});
         slot += Allocator::aligned(_layout.bytes(to));
     }
     return parts;
@@ -223,7 +250,10 @@ const std::vector<Matrix>& WeightStream::acquire(int32_t group, int64_t piece) {
     }
     _transfers->await(static_cast<int>(_use.number % _slots));
     _parts.clear();
-    for (const StreamPart& part : partsOf(_groups[group], piece, _use.number)) _parts.push_back(part.to);
+    for (const StreamPart& part : partsOf(_groups[group], piece, _use.number)) {
+        _parts.push_back(part.to);
+        _rowBegin = part.fileRow;
+    }
     return _parts;
 }
 

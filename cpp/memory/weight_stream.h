@@ -1,9 +1,10 @@
 // Brings weights from the mapped files to the device in the order in which a pass uses them, each ahead of its use:
 // resident ones once, to where they stay; the others in every pass, piece by piece, through a few slots.
 //
-// Weights are registered in groups, in the order of use. The matrices of a group are used together, the same rows of
-// each: a piece is some rows of all of them. A pass walks through the groups; while piece k is used, the following ones
-// are on their way, as many as there are slots.
+// Weights are registered in groups, in the order of use. The matrices of a group are used together. In a pass of few rows
+// of activations a piece is the same rows of all of them, so that one kernel can multiply them; in a pass of many it is
+// rows of one, since products of many rows want large matrices, and one matrix follows the other. A pass walks through the
+// groups; while piece k is used, the following ones are on their way, as many as there are slots.
 #pragma once
 
 #include <functional>
@@ -27,6 +28,7 @@ struct StreamPart {
     Matrix to;               // on the device; a matrix of which these are rows [rowBegin, rowBegin + rows)
     int64_t rowBegin = 0, rows = 0;
     const uint8_t* file = nullptr;
+    int64_t fileRow = 0;     // the first one's number in the matrix in the file
     size_t bytes() const { return rowBytes(to.type, to.cols) * static_cast<size_t>(rows); }
 };
 
@@ -119,12 +121,23 @@ public:
 
     // In a pass: a resident group is there for what is computed next.
     void arrive(int32_t group);
-    // In a pass: body(parts, rowBegin) for each piece of a streamed group: its matrices' rows [rowBegin, rowBegin + parts[0].rows), each
-    // a matrix of its own.
+    // In a pass of few rows: body(parts, rowBegin) for each piece of a streamed group: its matrices' rows
+    // [rowBegin, rowBegin + parts[0].rows), each a matrix of its own.
+    // With one matrix in the group, in any pass.
     template <typename Body> void forPieces(int32_t group, const Body& body) {
-        const int64_t count = pieceCount(_groups[group]);
-        for (int64_t piece = 0; piece < count; ++piece) {
-            body(acquire(group, piece), piece * _groups[group].pieceRows);
+        requireTogether(group);
+        for (int64_t piece = 0, count = pieceCount(_groups[group]); piece < count; ++piece) {
+            const std::vector<Matrix>& parts = acquire(group, piece);
+            body(parts, _rowBegin);
+            release();
+        }
+    }
+    // In a pass of many rows: body(part, rowBegin) for each piece of one matrix of a streamed group.
+    template <typename Body> void forPieces(int32_t group, int32_t member, const Body& body) {
+        const int64_t first = firstPiece(_groups[group], member);
+        for (int64_t piece = first, end = firstPiece(_groups[group], member + 1); piece < end; ++piece) {
+            const std::vector<Matrix>& parts = acquire(group, piece);
+            body(parts[0], _rowBegin);
             release();
         }
     }
@@ -135,7 +148,8 @@ private:
         std::vector<Matrix> file;
         std::vector<Matrix> to;     // empty: streamed
         int64_t cpuRows = 0;
-        int64_t pieceRows = 0;      // streamed
+        int64_t pieceRows = 0;             // streamed: of a piece of all matrices
+        std::vector<int64_t> memberRows;  // of a piece of one
         std::vector<std::vector<StreamPart>> uploads;  // resident: until it has been fetched
         bool resident() const { return !to.empty(); }
     };
@@ -147,12 +161,14 @@ private:
     int32_t groups() const { return static_cast<int32_t>(_groups.size()); }
     int32_t headBegin() const { return _headBegin < 0 ? groups() : _headBegin; }
     void start(bool few, int32_t first, int32_t end);
-    int64_t rowsInPass(const Group& group) const { return group.file[0].rows - (_few ? group.cpuRows : 0); }
+    void requireTogether(int32_t group) const;
     int64_t pieceCount(const Group& group) const;
-    size_t slotBytesFor(const Group& group, int64_t rows) const;
-    void cutIntoPieces(Group& group) const;
+    int64_t firstPiece(const Group& group, int32_t member) const;
+    size_t slotBytesFor(const std::vector<Matrix>& files, int64_t rows) const;
+    int64_t pieceRowsOf(const std::vector<Matrix>& files) const;
     void cutIntoUploads(Group& group);
     std::vector<StreamPart> partsOf(const Group& group, int64_t piece, int64_t number) const;
+    std::vector<StreamPart> partsOf(const std::vector<Matrix>& files, int64_t begin, int64_t rows, int64_t number) const;
     void advance(Cursor& cursor) const;
     void settle(Cursor& cursor) const;
     void fetchNext();
@@ -174,6 +190,7 @@ private:
     int32_t _end = 0;
     Cursor _fetch, _use;
     std::vector<Matrix> _parts;  // of the piece in use
+    int64_t _rowBegin = 0;       // the first of its rows
 };
 
 }  // namespace sharpi

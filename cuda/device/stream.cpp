@@ -17,13 +17,6 @@ namespace {
     throw Error(ErrorKind::InvalidArgument, "there is no usable GPU: " + reason);
 }
 
-// What feeds a step goes before what it computes, replayed as well (Stream::Role).
-#if CUDART_VERSION >= 11070
-constexpr unsigned kInstantiate = cudaGraphInstantiateFlagUseNodePriority;
-#else
-constexpr unsigned kInstantiate = 0;
-#endif
-
 bool switchedOff(const char* name) {
     const char* value = std::getenv(name);
     return value && std::strcmp(value, "0") == 0;
@@ -150,7 +143,7 @@ std::unique_ptr<Graph> Stream::capture(const std::function<void()>& body) {
     }
     check(cudaStreamEndCapture(_handle, &graph), "recording a step");
     cudaGraphExec_t exec = nullptr;
-    const cudaError_t status = cudaGraphInstantiate(&exec, graph, kInstantiate);
+    const cudaError_t status = cudaGraphInstantiate(&exec, graph, 0);
     cudaGraphDestroy(graph);
     check(status, "preparing a recorded step");
     const int64_t kernels = _launches - before;

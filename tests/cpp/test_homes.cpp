@@ -4,10 +4,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "memory/weight_stream.h"
 #include "tiny_engine.h"
 
 namespace {
@@ -86,12 +88,14 @@ TEST(Homes, MatricesOfSeveralPiecesGiveTheSameBits) {
     options.biases = true;
     options.layers = 1;
     options.embedding = 256;
-    options.hidden = 33024;  // 9 MB each
-    options.heads = 130;
-    options.kvHeads = 10;
+    options.hidden = 66048;
+    options.heads = 260;
+    options.kvHeads = 20;
     options.headDim = 256;
-    options.vocab = 40000;
+    options.vocab = 62000;
     const tiny::Model model(options);
+    const auto large = [](const TensorInfo& t) { return t.bytes > WeightStream::kPieceBytes; };
+    ASSERT_EQ(std::count_if(model.tensors.begin(), model.tensors.end(), large), 7) << "all matrices but those of keys and values";
     const auto tokens = randomTokens(12, options.vocab, 3);
     Session plain(makeEngine(model, 200, 16, 1));
     const auto logits = evaluate(plain, tokens, options.vocab);
@@ -264,6 +268,30 @@ TEST(Homes, AnyCommitMayFailWithAPlan) {
     }
 }
 
+// Host memory is refused, as to a GPU's transfers, while the device has plenty.
+struct ShortOfHostMemory : CpuBackend {
+    using CpuBackend::CpuBackend;
+    void takeScratch(const StepLimits&) override { throw Error(ErrorKind::OutOfMemory, "no host memory"); }
+};
+
+TEST(Homes, OtherMemoryThatIsShortIsNotTakenForTheDevices) {
+    const tiny::Model model{tiny::Options()};
+    FakeDevice device(size_t{64} << 20);
+    const size_t before = device.freeBytes();
+    for (const Homes& homes : {Homes(), homesUpTo(model, 0, 32), homesUpTo(model, 5, 0), homesUpTo(model, 100, 0)}) {
+        try {
+            const Engine engine(model.spec(), model.weights(), homeOptions(homes),
+                                std::make_unique<ShortOfHostMemory>(1, std::make_unique<Borrowed>(device)));
+            ADD_FAILURE() << "it loads";
+        } catch (const Error& e) {
+            EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory);
+            EXPECT_STREQ(e.what(), "no host memory") << "with advice about the device's";
+        }
+        EXPECT_EQ(device.freeBytes(), before);
+        EXPECT_EQ(device.reserved(), 0u);
+    }
+}
+
 TEST(Homes, RefusesPlansOfOtherModels) {
     const tiny::Model model{tiny::Options()};
     const Homes right = homesUpTo(model, 3, 32);
@@ -302,6 +330,23 @@ TEST(Homes, APlanWithHomesCountsAtLeastWhatLoadingTakes) {
             EXPECT_TRUE(told);
         }
     }
+}
+
+TEST(CopyingTransfers, RowsComeToTheirPlaces) {
+    FakeDevice device(size_t{8} << 20);
+    Allocator allocator(device);
+    CopyingTransfers transfers(device);
+    const size_t row = rowBytes(DType::Q4_0, 64);
+    const auto file = randomTokens(70 * static_cast<int64_t>(row) / 4, 1 << 30, 3);
+    const auto* bytes = reinterpret_cast<const uint8_t*>(file.data());
+    const Buffer place(allocator, 70 * row, "a matrix");
+    auto* const at = place.as<uint8_t>();
+    std::memset(at, 0xcd, 70 * row);
+    const Matrix to{DType::Q4_0, 70, 64, at};
+    transfers.fetch({{to, 32, 38, bytes + 32 * row, 32}}, 0);
+    for (size_t i = 0; i < 32 * row; ++i) ASSERT_EQ(at[i], 0xcd);
+    transfers.fetch({{to, 0, 32, bytes, 0}}, 1);
+    EXPECT_EQ(std::memcmp(at, bytes, 70 * row), 0);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include "core/error.h"
 #include "engine/memory_plan.h"
 #include "engine/placement.h"
+#include "memory/weight_stream.h"
 #include "tiny_model.h"
 
 namespace {
@@ -276,6 +277,13 @@ TEST(FittedHomes, WithoutAPlanThereIsNothingToFit) {
     EXPECT_TRUE(fittedHomes(model.spec(), model.table(), options, 0).empty());
 }
 
+size_t plannedLine(const tiny::Model& model, const EngineOptions& options, const std::string& name) {
+    for (const TraceLine& l : plannedLines(model.spec(), model.table(), options))
+        if (l.name == name) return l.asked;
+    ADD_FAILURE() << "no line " << name;
+    return 0;
+}
+
 TEST(PlannedLines, StreamingTakesWhatSlotsAndStagingTake) {
     tiny::Options o;
     o.layers = 3;
@@ -286,12 +294,7 @@ TEST(PlannedLines, StreamingTakesWhatSlotsAndStagingTake) {
     options.cuda = true;
     options.context = 100;
     options.batch = 16;
-    const auto line = [&](const std::string& name) {
-        for (const TraceLine& l : plannedLines(model.spec(), model.table(), options))
-            if (l.name == name) return l.asked;
-        ADD_FAILURE() << "no line " << name;
-        return size_t{0};
-    };
+    const auto line = [&](const std::string& name) { return plannedLine(model, options, name); };
     EXPECT_EQ(line("streaming"), 0u) << "without a plan";
     const size_t layer = line("layer 1"), head = line("output head"), embedding = line("token embedding");
     options.homes = Homes(model.tensors.size());
@@ -304,14 +307,34 @@ TEST(PlannedLines, StreamingTakesWhatSlotsAndStagingTake) {
     const size_t down = rowBytes(DType::Q8_0, o.hidden) * static_cast<size_t>(o.embedding);
     EXPECT_LE(line("layer 1") + 2 * gate + down, layer + 4 * 256);
     EXPECT_GE(line("layer 1") + 2 * gate + down, layer);
-    // Two pieces: gate with up, and down. Two slots, each for gate and up, and three stages.
-    EXPECT_GE(line("streaming"), (2 + 3) * 2 * gate);
-    EXPECT_LE(line("streaming"), (2 + 3) * 2 * (gate + 256));
+    // The largest piece: gate with up, for few rows. The most of them: gate, up and down, for many. Three slots, three stages.
+    EXPECT_GE(line("streaming"), (3 + 3) * 2 * gate);
+    EXPECT_LE(line("streaming"), (3 + 3) * 2 * (gate + 256));
     EXPECT_EQ(line("output head"), head);
     options.homes[0].home = Home::Direct;  // the embedding is read where it is
     EXPECT_EQ(line("token embedding"), 0u);
     EXPECT_GT(embedding, 0u);
-    EXPECT_LE(line("streaming"), (2 + 3) * 2 * (gate + 256));
+    EXPECT_LE(line("streaming"), (3 + 3) * 2 * (gate + 256));
+}
+
+TEST(PlannedLines, StreamingLargeMatricesTakesSlotsAndStagesOfAPiece) {
+    tiny::Options o;
+    o.layers = 1;
+    o.embedding = 256;
+    o.hidden = 92544;  // four pieces of gate with up, or two of each
+    const tiny::Model model(o);
+    EngineOptions options;
+    options.cuda = true;
+    options.context = 100;
+    options.batch = 16;
+    options.homes = Homes(model.tensors.size());
+    for (size_t i = 0; i < model.tensors.size(); ++i) {
+        if (model.tensors[i].name.find("ffn") != std::string::npos) options.homes[i].home = Home::Direct;
+    }
+    const size_t taken = plannedLine(model, options, "streaming"), piece = 2 * rowBytes(DType::Q8_0, o.embedding) * 23136;
+    EXPECT_GE(taken, (WeightStream::kSlots + 3) * piece);
+    EXPECT_LE(taken, (WeightStream::kSlots + 3) * (piece + 2 * 256));
+    EXPECT_LE(taken, (WeightStream::kSlots + 3) * WeightStream::kPieceBytes);
 }
 
 TEST(PlannedLines, ATiedHeadIsResidentOnce) {
@@ -321,11 +344,7 @@ TEST(PlannedLines, ATiedHeadIsResidentOnce) {
     EngineOptions options;
     options.cuda = true;
     options.context = 100;
-    const auto head = [&] {
-        for (const TraceLine& l : plannedLines(model.spec(), model.table(), options))
-            if (l.name == "output head") return l.asked;
-        return SIZE_MAX;
-    };
+    const auto head = [&] { return plannedLine(model, options, "output head"); };
     EXPECT_EQ(head(), sizeof(float) * static_cast<size_t>(o.embedding)) << "the norm";
     options.homes = Homes(model.tensors.size());
     EXPECT_EQ(head(), sizeof(float) * static_cast<size_t>(o.embedding));

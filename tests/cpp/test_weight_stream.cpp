@@ -25,12 +25,12 @@ constexpr uint8_t kPoison = 0xcd;
 size_t fileRow(const Matrix& m) { return rowBytes(m.type, m.cols); }
 size_t fileBytes(const Matrix& m) { return fileRow(m) * static_cast<size_t>(m.rows); }
 
-// Rows lie `gap` bytes apart, as they do not in the file: so few file bytes make many large pieces, and whoever takes the
-// file's layout for the device's is found out.
+// Rows lie apart, by `gap` bytes for each 256 numbers, as they do not in the file: so few file bytes make many large pieces,
+// and whoever takes the file's layout for the device's is found out.
 struct GappedRows {
     size_t gap = 0;
     int stages = 3;
-    size_t stride(const Matrix& m) const { return fileRow(m) + gap; }
+    size_t stride(const Matrix& m) const { return fileRow(m) + gap * static_cast<size_t>(m.cols) / 256; }
     DeviceLayout layout() const {
         DeviceLayout made;
         made.bytes = [*this](const Matrix& m) { return stride(m) * static_cast<size_t>(m.rows); };
@@ -40,8 +40,7 @@ struct GappedRows {
 };
 
 bool liesIn(const std::vector<HostRange>& ranges, const uint8_t* at, size_t bytes) {
-    return std::any_of(ranges.begin(), ranges.end(),
-                       [&](const HostRange& r) { return at >= r.begin && at + bytes <= r.begin + r.bytes; });
+    return std::any_of(ranges.begin(), ranges.end(), [&](const HostRange& r) { return at >= r.begin && at + bytes <= r.begin + r.bytes; });
 }
 
 class StrictTransfers : public Transfers {
@@ -50,6 +49,7 @@ public:
 
     std::vector<HostRange> always, once;
     std::vector<Matrix> residents;  // their places on the device
+    std::vector<Matrix> files;
     int prepared = 0, finished = 0, passes = 0;
     size_t fetches = 0;             // in this pass
     std::set<int> slotsSeen;
@@ -62,7 +62,6 @@ public:
         once = o;
         stageBytes = bytes;
         EXPECT_EQ(staging != nullptr, _rows.stages > 0);
-        // All of it is there.
         if (staging) std::memset(staging, kPoison, std::min(bytes * static_cast<size_t>(_rows.stages), size_t{1} << 20));
         ++prepared;
     }
@@ -101,6 +100,7 @@ public:
             ASSERT_GE(part.rowBegin, 0);
             ASSERT_LE(part.rowBegin + part.rows, part.to.rows);
             EXPECT_TRUE(liesIn(isResident(part) ? once : always, part.file, part.bytes())) << "a range that was not prepared";
+            EXPECT_TRUE(isOfFile(part)) << "not the rows from " << part.fileRow << " on of any matrix";
             EXPECT_FALSE(isResident(part) && finished) << "a resident weight after finishOnce()";
             if (isResident(part)) residentRows += part.rows;
             EXPECT_EQ(reinterpret_cast<uintptr_t>(part.to.data) % Allocator::kAlignment, 0u);
@@ -140,6 +140,12 @@ private:
     bool isResident(const StreamPart& part) const {
         return std::any_of(residents.begin(), residents.end(), [&](const Matrix& m) { return m.data == part.to.data; });
     }
+    bool isOfFile(const StreamPart& part) const {
+        return std::any_of(files.begin(), files.end(), [&](const Matrix& m) {
+            return m.type == part.to.type && m.cols == part.to.cols && part.fileRow >= 0 && part.fileRow + part.rows <= m.rows &&
+                   part.file == m.data + fileRow(m) * static_cast<size_t>(part.fileRow);
+        });
+    }
     uint8_t* rowAt(const StreamPart& part, int64_t r) const {
         return const_cast<uint8_t*>(part.to.data) + _rows.stride(part.to) * static_cast<size_t>(part.rowBegin + r);
     }
@@ -177,7 +183,8 @@ struct GroupShape {
 // A stream over random matrices, and what each use of it must give.
 class World {
 public:
-    World(GappedRows rows, unsigned seed) : transfers(rows), stream(allocator, rows.layout(), &transfers), _rows(rows), _random(seed) {}
+    World(GappedRows rows, unsigned seed, size_t capacity = size_t{16} << 30)
+        : device(capacity), transfers(rows), stream(allocator, rows.layout(), &transfers), _rows(rows), _random(seed) {}
 
     struct Group {
         std::vector<Matrix> file, to;
@@ -205,12 +212,14 @@ public:
         Group group;
         for (size_t i = 0; i < shape.types.size(); ++i) {
             group.file.push_back(random(shape.types[i], shape.rows, shape.cols[i]));
+            transfers.files.push_back(group.file.back());
             if (!shape.resident) continue;
             Matrix to = group.file.back();
             _buffers.emplace_back(allocator, _rows.layout().bytes(to), "a resident weight");
             to.data = _buffers.back().as<uint8_t>();
             group.to.push_back(to);
             transfers.residents.push_back(to);
+            residentRows += to.rows;
         }
         group.cpuRows = shape.cpuRows;
         group.number = shape.resident ? stream.addResident(group.to, group.file) : stream.addStreamed(group.file, shape.cpuRows);
@@ -236,36 +245,25 @@ public:
             for (size_t i = 0; i < group.to.size(); ++i) expectRows(group.to[i], group.kept[i].data(), "resident");
             return;
         }
-        int64_t next = 0, piece = 0, usual = 0;
-        const int64_t rows = group.file[0].rows - (few ? group.cpuRows : 0);
-        stream.forPieces(group.number, [&](const std::vector<Matrix>& parts, int64_t rowBegin) {
-            ASSERT_EQ(parts.size(), group.file.size());
-            ASSERT_EQ(rowBegin, next);
-            size_t bytes = 0;
-            for (size_t i = 0; i < parts.size(); ++i) {
-                ASSERT_EQ(parts[i].type, group.file[i].type);
-                ASSERT_EQ(parts[i].cols, group.file[i].cols);
-                ASSERT_EQ(parts[i].rows, parts[0].rows);
-                expectRows(parts[i], group.file[i].data + fileRow(parts[i]) * static_cast<size_t>(rowBegin), "streamed");
-                bytes += Allocator::aligned(_rows.layout().bytes(parts[i]));
-            }
-            next += parts[0].rows;
-            ASSERT_LE(next, rows);
-            EXPECT_TRUE(bytes <= WeightStream::kPieceBytes || parts[0].rows <= WeightStream::kRowStep) << bytes;
-            if (piece == 0) usual = parts[0].rows;
-            if (next < rows) {
-                EXPECT_EQ(parts[0].rows % WeightStream::kRowStep, 0);
-                EXPECT_EQ(parts[0].rows, usual);
-            }
-            ++streamedPieces;
-            fetchesAtUse.push_back(transfers.fetches);
-            if (piece++ == stopIn) throw GivenUp();
-        });
-        EXPECT_EQ(next, rows) << "not all rows came";
+        _stopIn = stopIn;
+        // One matrix, as the head is, may be used alike in both kinds of passes.
+        if (few || (group.file.size() == 1 && _random() % 2)) return useTogether(group, few ? group.cpuRows : 0);
+        for (size_t i = 0; i < group.file.size(); ++i) useMember(group, static_cast<int32_t>(i));
+    }
+    void useTogether(const Group& group, int64_t cpuRows = 0) {
+        Walk walk{group.file, group.file[0].rows - cpuRows};
+        stream.forPieces(group.number, [&](const std::vector<Matrix>& parts, int64_t rowBegin) { usePiece(walk, parts, rowBegin); });
+        EXPECT_EQ(walk.next, walk.rows) << "not all rows came";
+    }
+    void useMember(const Group& group, int32_t member) {
+        const Matrix& file = group.file[static_cast<size_t>(member)];
+        Walk walk{{file}, file.rows};
+        stream.forPieces(group.number, member, [&](const Matrix& part, int64_t rowBegin) { usePiece(walk, {part}, rowBegin); });
+        EXPECT_EQ(walk.next, walk.rows) << "not all rows came of matrix " << member;
     }
 
     void pass(bool few, bool withHead, bool headAlone = false) {
-        streamedPieces = 0;
+        transfers.fetches = 0;
         fetchesAtUse.clear();
         const int before = transfers.passes;
         if (headAlone) stream.beginHead();
@@ -277,6 +275,30 @@ public:
         EXPECT_FALSE(stream.active());
     }
 
+    // Rows of the same matrices, piece after piece.
+    struct Walk {
+        std::vector<Matrix> file;
+        int64_t rows = 0, next = 0, usual = 0;
+    };
+    void usePiece(Walk& walk, const std::vector<Matrix>& parts, int64_t rowBegin) {
+        ASSERT_EQ(parts.size(), walk.file.size());
+        ASSERT_EQ(rowBegin, walk.next);
+        size_t bytes = 0;
+        for (size_t i = 0; i < parts.size(); ++i) {
+            ASSERT_EQ(parts[i].type, walk.file[i].type);
+            ASSERT_EQ(parts[i].cols, walk.file[i].cols);
+            ASSERT_EQ(parts[i].rows, parts[0].rows);
+            ASSERT_LE(rowBegin + parts[i].rows, walk.rows);
+            expectRows(parts[i], walk.file[i].data + fileRow(parts[i]) * static_cast<size_t>(rowBegin), "streamed");
+            bytes += Allocator::aligned(_rows.layout().bytes(parts[i]));
+        }
+        EXPECT_TRUE(bytes <= WeightStream::kPieceBytes || parts[0].rows <= WeightStream::kRowStep) << bytes;
+        if (walk.next == 0) walk.usual = parts[0].rows;
+        walk.next += parts[0].rows;
+        EXPECT_TRUE(walk.next == walk.rows || (parts[0].rows == walk.usual && parts[0].rows % WeightStream::kRowStep == 0)) << parts[0].rows;
+        fetchesAtUse.push_back(transfers.fetches);
+        if (_stopIn-- == 0) throw GivenUp();
+    }
     void expectRows(const Matrix& device, const uint8_t* file, const char* what) {
         const size_t bytes = fileRow(device), stride = _rows.stride(device);
         for (int64_t r = 0; r < device.rows; ++r) {
@@ -284,29 +306,25 @@ public:
             ASSERT_EQ(std::memcmp(device.data + stride * row, file + bytes * row, bytes), 0) << what << ", row " << r << " of " << device.rows;
         }
     }
-    int64_t residentRows() const {
-        int64_t rows = 0;
-        for (const Matrix& m : transfers.residents) rows += m.rows;
-        return rows;
-    }
     size_t held(const std::string& name) const {
         for (const Holding& h : allocator.holdings())
             if (h.name == name) return h.bytes;
         return 0;
     }
 
-    FakeDevice device{size_t{16} << 30};
+    FakeDevice device;
     Allocator allocator{device};
     StrictTransfers transfers;
     WeightStream stream;
     std::vector<Group> groups;
     size_t headBegin = SIZE_MAX;
-    int64_t streamedPieces = 0;          // used in this pass
-    std::vector<size_t> fetchesAtUse;    // begun when each streamed piece was used
+    int64_t residentRows = 0;
+    std::vector<size_t> fetchesAtUse;  // begun in this pass when each streamed piece was used
 
 private:
     GappedRows _rows;
     std::mt19937_64 _random;
+    int64_t _stopIn = -1;
     std::deque<std::vector<uint8_t>> _files;
     std::vector<Buffer> _buffers;
 };
@@ -315,9 +333,8 @@ constexpr DType kTypes[] = {DType::F32, DType::F16, DType::Q4_0, DType::Q8_0, DT
 
 GroupShape randomGroup(std::mt19937& random, int64_t mostRows, int residentOf10) {
     GroupShape shape;
-    const size_t matrices = 1 + random() % 2;
     shape.rows = 1 + static_cast<int64_t>(random() % mostRows);
-    for (size_t i = 0; i < matrices; ++i) {
+    for (size_t i = 1 + random() % 3; i > 0; --i) {
         shape.types.push_back(kTypes[random() % std::size(kTypes)]);
         shape.cols.push_back(256 * (1 + static_cast<int64_t>(random() % 4)));
     }
@@ -339,53 +356,42 @@ void addRandomGroups(World& world, std::mt19937& random, size_t count, int64_t m
 
 TEST(WeightStream, EveryByteUsedIsTheFiles) {
     std::mt19937 random(11);
-    const struct {
-        size_t gap;
-        int64_t mostRows;
-    } kinds[] = {{0, 300}, {size_t{24} << 10, 900}, {size_t{300} << 10, 120}};  // one piece; some; 32 rows are more than a piece may be
-    for (int round = 0; round < 45; ++round) {
-        const auto& kind = kinds[round % 3];
+    // Gap and most rows. One piece; some; 32 rows of two matrices may be more than a piece may be; of one, too.
+    const std::pair<size_t, int64_t> kinds[] = {{0, 300}, {size_t{12} << 10, 1500}, {size_t{120} << 10, 120}, {size_t{300} << 10, 90}};
+    for (int round = 0; round < 48; ++round) {
         SCOPED_TRACE("round " + std::to_string(round));
-        World world({kind.gap, round % 5 == 0 ? 0 : 3}, 100u + static_cast<unsigned>(round));
-        addRandomGroups(world, random, 3 + random() % 8, kind.mostRows, round % 4 * 3);
+        const auto& [gap, mostRows] = kinds[round % 4];
+        World world({gap, round % 5 == 0 ? 0 : 3}, 100u + static_cast<unsigned>(round));
+        addRandomGroups(world, random, 3 + random() % 8, mostRows, round / 4 % 4 * 3);
         const Matrix table = world.random(DType::Q6_K, 50, 256);
         world.stream.addTable(table);
         world.stream.take();
         EXPECT_EQ(world.transfers.prepared, 1);
         EXPECT_TRUE(liesIn(world.transfers.always, table.data, fileBytes(table)));
-        const bool streams = std::any_of(world.groups.begin(), world.groups.end(), [](const World::Group& g) { return !g.resident(); });
+        const auto any = [&](const auto& is) { return std::any_of(world.groups.begin(), world.groups.end(), is); };
+        const bool streams = any([](const World::Group& g) { return !g.resident(); });
         EXPECT_EQ(world.stream.streams(), streams);
-        const bool shares = std::any_of(world.groups.begin(), world.groups.end(), [](const World::Group& g) { return g.cpuRows > 0; });
-        EXPECT_EQ(world.stream.sharesRows(), shares);
+        EXPECT_EQ(world.stream.sharesRows(), any([](const World::Group& g) { return g.cpuRows > 0; }));
         world.stream.uploadAll();
         EXPECT_EQ(world.transfers.finished, streams ? 0 : 1);
-        for (World::Group& group : world.groups) {
-            if (!streams) world.keep(group);
-        }
+        if (!streams) std::for_each(world.groups.begin(), world.groups.end(), [&](World::Group& group) { world.keep(group); });
         world.changeFiles();
-
-        std::vector<std::pair<std::vector<size_t>, size_t>> ahead;  // of each pass: fetches at each use, and in all
-        const auto runPass = [&](bool few, bool withHead, bool headAlone) {
-            world.transfers.fetches = 0;
-            world.pass(few, withHead, headAlone);
-            ahead.emplace_back(world.fetchesAtUse, world.transfers.fetches);
+        for (int pass = 0; pass < 6; ++pass) {
+            const bool headAlone = pass < 5 && world.headBegin != SIZE_MAX && random() % 4 == 0;
+            world.pass(!headAlone && random() % 2, headAlone || pass == 5 || random() % 3 > 0, headAlone);
             world.changeFiles();
-        };
-        for (int pass = 0; pass < 5; ++pass) {
-            const bool headAlone = world.headBegin != SIZE_MAX && random() % 4 == 0;
-            runPass(!headAlone && random() % 2, headAlone || random() % 3 > 0, headAlone);
         }
-        runPass(false, true, false);
-        const int64_t pieces = world.streamedPieces;
+        EXPECT_EQ(world.transfers.residentRows, world.residentRows);
+        for (const bool few : {true, false}) {  // only what is streamed comes again, and each use finds all slots under way
+            world.pass(few, true);
+            EXPECT_EQ(world.transfers.fetches, world.fetchesAtUse.size());
+            const size_t slots = world.transfers.slotsSeen.size();
+            for (size_t i = 0; i < world.fetchesAtUse.size(); ++i) EXPECT_EQ(world.fetchesAtUse[i], std::min(world.transfers.fetches, i + slots));
+        }
+        EXPECT_EQ(world.transfers.residentRows, world.residentRows) << "each resident row comes once";
         if (streams) {
-            EXPECT_EQ(static_cast<int64_t>(world.transfers.slotsSeen.size()), std::min<int64_t>(WeightStream::kSlots, pieces));
+            EXPECT_EQ(world.transfers.slotsSeen.size(), std::min(size_t{WeightStream::kSlots}, world.fetchesAtUse.size()));
         }
-        EXPECT_EQ(world.transfers.residentRows, world.residentRows()) << "each resident row comes once";
-        EXPECT_EQ(ahead.back().second, static_cast<size_t>(pieces)) << "only what is streamed comes again";
-        // Of a pass in which nothing resident came, the n-th use finds all slots under way.
-        const size_t slots = world.transfers.slotsSeen.size();
-        const auto& [atUse, total] = ahead.back();
-        for (size_t i = 0; i < atUse.size(); ++i) EXPECT_EQ(atUse[i], std::min(total, i + slots));
 
         world.stream.finishUploads();
         world.stream.finishUploads();
@@ -397,14 +403,15 @@ TEST(WeightStream, EveryByteUsedIsTheFiles) {
 TEST(WeightStream, PiecesOfLargeMatricesAreAlikeAndFit) {
     const struct {
         GroupShape shape;
-        int64_t pieces;
+        size_t few, many;  // pieces
     } cases[] = {
-        {{{DType::Q6_K}, {4096}, 5000, 0, false}, 3},                    // 16 MiB and a little
-        {{{DType::Q4_K, DType::Q6_K}, {4096, 4096}, 3001, 992, false}, 3},
-        {{{DType::Q8_0}, {1024}, 7710, 0, false}, 1},                    // 8 MiB less 128 bytes
-        {{{DType::Q8_0}, {1024}, 7711, 0, false}, 2},
-        {{{DType::F32}, {1 << 16}, 33, 0, false}, 2},                    // 32 rows are 8 MiB
-        {{{DType::F32}, {(1 << 16) + 256}, 100, 0, false}, 4},           // 32 rows are more
+        {{{DType::Q6_K}, {4096}, 5000, 0, false}, 2, 2},                           // 16 MiB and a little
+        {{{DType::Q4_K, DType::Q6_K}, {4096, 4096}, 6001, 1984, false}, 2, 1 + 2},
+        {{{DType::Q8_0}, {1024}, 15420, 0, false}, 1, 1},                          // 16 MiB less 256 bytes
+        {{{DType::Q8_0}, {1024}, 15421, 0, false}, 2, 2},
+        {{{DType::F32}, {1 << 17}, 33, 0, false}, 2, 2},                           // 32 rows are 16 MiB
+        {{{DType::F32}, {(1 << 17) + 256}, 100, 64, false}, 2, 4},                 // 32 rows are more
+        {{{DType::F32, DType::F32}, {1 << 16, 1 << 16}, 70, 0, false}, 3, 2 + 2},  // 32 rows of both are 16 MiB, 64 of one
     };
     World world({0, 3}, 5);
     for (const auto& c : cases) world.add(c.shape);
@@ -413,11 +420,9 @@ TEST(WeightStream, PiecesOfLargeMatricesAreAlikeAndFit) {
         world.stream.begin(few, true);
         for (size_t i = 0; i < world.groups.size(); ++i) {
             SCOPED_TRACE("case " + std::to_string(i));
-            world.streamedPieces = 0;
+            world.fetchesAtUse.clear();
             world.use(world.groups[i], few);
-            if (!few) {
-                EXPECT_EQ(world.streamedPieces, cases[i].pieces);
-            }
+            EXPECT_EQ(world.fetchesAtUse.size(), few ? cases[i].few : cases[i].many);
         }
         world.stream.end();
     }
@@ -444,7 +449,7 @@ TEST(WeightStream, ResidentWeightsComeOnceAndTheOthersEachTime) {
     world.changeFiles();
     world.pass(false, true);
     EXPECT_EQ(world.transfers.fetches, 1u);
-    EXPECT_EQ(world.transfers.residentRows, world.residentRows());
+    EXPECT_EQ(world.transfers.residentRows, world.residentRows);
     EXPECT_EQ(world.groups[0].kept[0], first);
     EXPECT_EQ(world.groups[2].kept[0], headWhenUsed);
     EXPECT_NE(std::memcmp(world.groups[0].file[0].data, first.data(), first.size()), 0) << "the file was not changed";
@@ -454,8 +459,8 @@ TEST(WeightStream, APassGivenUpHalfWayHarmsNoOther) {
     std::mt19937 random(21);
     for (int round = 0; round < 30; ++round) {
         SCOPED_TRACE("round " + std::to_string(round));
-        World world({round % 2 ? size_t{24} << 10 : size_t{0}, 3}, 500u + static_cast<unsigned>(round));
-        addRandomGroups(world, random, 6, 700, 4);
+        World world({round % 2 ? size_t{12} << 10 : size_t{0}, 3}, 500u + static_cast<unsigned>(round));
+        addRandomGroups(world, random, 6, 1000, 4);
         world.stream.take();
         for (int pass = 0; pass < 4; ++pass) {
             const bool few = random() % 2;
@@ -475,36 +480,58 @@ TEST(WeightStream, APassGivenUpHalfWayHarmsNoOther) {
     }
 }
 
-template <typename Call> void expectInternal(const Call& call) {
+template <typename Call> void expectError(ErrorKind kind, const std::string& part, const Call& call) {
     try {
         call();
         ADD_FAILURE() << "no error";
     } catch (const Error& e) {
-        EXPECT_EQ(e.kind(), ErrorKind::Internal) << e.what();
+        EXPECT_EQ(e.kind(), kind) << e.what();
+        EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
     }
 }
 
+template <typename Call> void expectInternal(const Call& call) { expectError(ErrorKind::Internal, "", call); }
+
 TEST(WeightStream, RefusesUsesOutOfOrder) {
     World world({0, 3}, 9);
-    for (const bool resident : {true, false, false, true}) world.add({{DType::Q8_0}, {256}, 40, 0, resident});
-    const auto use = [&](size_t i) { world.use(world.groups[i], false); };
+    for (const size_t matrices : {0, 2, 1, 0}) {  // 0: a resident one
+        world.add({std::vector<DType>(std::max<size_t>(matrices, 1), DType::Q8_0), {256, 512}, 40, 0, matrices == 0});
+    }
+    // 10 group + member, as in a pass of many rows; 10 group + 9: all its matrices; or the pass ends.
+    constexpr int kEnd = -1;
+    const auto use = [&](int what) {
+        if (what == kEnd) return world.stream.end();
+        World::Group& group = world.groups[static_cast<size_t>(what / 10)];
+        if (group.resident()) world.use(group, false);
+        else if (what % 10 == 9) world.useTogether(group);
+        else world.useMember(group, what % 10);
+    };
+    const auto begin = [&](bool few) {
+        world.transfers.mayGiveUp = true;
+        world.stream.begin(few, true);
+    };
     expectInternal([&] { world.stream.begin(false, true); });  // nothing is taken
     world.stream.take();
     expectInternal([&] { world.stream.take(); });
-    expectInternal([&] { use(0); });  // no pass
-    expectInternal([&] { use(1); });
-    for (const std::vector<size_t>& order : std::vector<std::vector<size_t>>{{1}, {0, 2}, {0, 1, 1}, {0, 1, 3}, {3}}) {
-        world.transfers.mayGiveUp = true;
-        world.stream.begin(false, true);
-        for (size_t i = 0; i + 1 < order.size(); ++i) use(order[i]);
-        expectInternal([&] { use(order.back()); });
+    for (const int first : {0, 10, 19}) expectInternal([&] { use(first); });  // no pass
+    const struct {
+        bool few;
+        std::vector<int> uses;  // only the last one is refused
+    } orders[] = {{false, {10}}, {false, {30}}, {false, {0, 11}}, {false, {0, 20}}, {false, {0, 29}}, {false, {0, 10, 10}}, {false, {0, 10, 20}},
+                  {false, {0, 10, 29}}, {false, {0, 10, 11, 10}}, {false, {0, 10, 11, 11}}, {false, {0, 10, 11, 30}}, {false, {0, 10, 11, 20, 20}},
+                  {false, {0, kEnd}}, {false, {0, 10, kEnd}}, {false, {0, 10, 11, kEnd}}, {true, {0, 19, kEnd}},
+                  {true, {0, 29}}, {true, {0, 19, 19}}, {true, {0, 19, 30}}, {true, {0, 10}}, {true, {0, 19, 20}}};
+    for (const auto& order : orders) {
+        SCOPED_TRACE(::testing::PrintToString(order.uses) + (order.few ? " few" : " many"));
+        begin(order.few);
+        for (size_t i = 0; i + 1 < order.uses.size(); ++i) use(order.uses[i]);
+        expectInternal([&] { use(order.uses.back()); });
     }
-    world.transfers.mayGiveUp = true;
-    world.stream.begin(false, true);
-    use(0);
-    use(1);
-    expectInternal([&] { world.stream.end(); });  // two are left
-    EXPECT_FALSE(world.stream.active());
+    begin(true);
+    for (const int what : {0, 19}) use(what);
+    expectInternal([&] { use(20); });  // and the pass goes on
+    for (const int what : {29, 30}) use(what);
+    world.stream.end();
     world.transfers.mayGiveUp = true;
     world.pass(false, true);
 }
@@ -521,7 +548,7 @@ TEST(WeightStream, WithNothingStreamedAllComesAtOnceAndStagingGoes) {
     EXPECT_EQ(world.held("staging for weights"), 0u);
     EXPECT_EQ(world.transfers.finished, 1);
     EXPECT_EQ(world.transfers.passes, 1);
-    EXPECT_EQ(world.transfers.residentRows, world.residentRows());
+    EXPECT_EQ(world.transfers.residentRows, world.residentRows);
     for (const World::Group& group : world.groups) {
         for (size_t i = 0; i < group.to.size(); ++i) world.expectRows(group.to[i], group.file[i].data, "uploaded");
     }
@@ -535,7 +562,7 @@ TEST(WeightStream, WithNothingStreamedAllComesAtOnceAndStagingGoes) {
 TEST(WeightStream, APlanTakesTheSameMemory) {
     std::mt19937 random(31);
     for (int round = 0; round < 12; ++round) {
-        const GappedRows rows{round % 2 ? size_t{24} << 10 : size_t{0}, 3};
+        const GappedRows rows{round % 2 ? size_t{30} << 10 : size_t{0}, 3};
         World world(rows, 700u + static_cast<unsigned>(round));
         addRandomGroups(world, random, 5, 500, round % 3 * 5);
         FakeDevice device{size_t{16} << 30};
@@ -563,37 +590,10 @@ TEST(WeightStream, APlanTakesTheSameMemory) {
 }
 
 TEST(WeightStream, SlotsThatDoNotFitAreRefusedByName) {
-    FakeDevice device(size_t{4} << 20);
-    Allocator allocator(device);
-    StrictTransfers transfers({0, 3});
-    WeightStream stream(allocator, GappedRows{0, 3}.layout(), &transfers);
-    std::vector<uint8_t> file(rowBytes(DType::Q8_0, 1024) * 9000);
-    stream.addStreamed({{DType::Q8_0, 9000, 1024, file.data()}}, 0);
-    try {
-        stream.take();
-        ADD_FAILURE() << "it fits";
-    } catch (const Error& e) {
-        EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory);
-        EXPECT_NE(std::string(e.what()).find("slots"), std::string::npos) << e.what();
-    }
-    EXPECT_EQ(transfers.prepared, 0);
-}
-
-TEST(CopyingTransfers, RowsComeToTheirPlaces) {
-    FakeDevice device(size_t{8} << 20);
-    Allocator allocator(device);
-    CopyingTransfers transfers(device);
-    Matrix m{DType::Q4_0, 70, 64, nullptr};
-    const Buffer place(allocator, fileBytes(m), "a matrix");
-    std::memset(place.as<uint8_t>(), kPoison, fileBytes(m));
-    std::vector<uint8_t> file(fileBytes(m));
-    std::mt19937 random(3);
-    for (auto& b : file) b = static_cast<uint8_t>(random());
-    m.data = place.as<uint8_t>();
-    transfers.fetch({{m, 32, 38, file.data() + 32 * fileRow(m)}}, 0);
-    for (size_t i = 0; i < 32 * fileRow(m); ++i) ASSERT_EQ(place.as<uint8_t>()[i], kPoison);
-    transfers.fetch({{m, 0, 32, file.data()}}, 1);
-    EXPECT_EQ(std::memcmp(place.as<uint8_t>(), file.data(), file.size()), 0);
+    World world({0, 3}, 17, size_t{4} << 20);
+    world.add({{DType::Q8_0}, {1024}, 9000, 0, false});
+    expectError(ErrorKind::OutOfMemory, "slots", [&] { world.stream.take(); });
+    EXPECT_EQ(world.transfers.prepared, 0);
 }
 
 }  // namespace

@@ -9,9 +9,9 @@ import pytest
 from fake_weights import MACHINE, FakeWeights, random_machine
 
 from sharpi.placement import Inventory, TensorHome
-from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, PIECE_BYTES, PIECE_KERNELS, PREFILL_SECONDS, balanced,
-                               completed, decode_on_cpu, decode_on_gpu, decode_seconds, prefill_on_cpu,
-                               prefill_on_gpu, share_rows, shares, traffic)
+from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, DECODE_OVERLAP_LOSS, OVERLAP_LOSS, PIECE_BYTES, PIECE_KERNELS,
+                               PREFILL_EFFICIENCY, PREFILL_SECONDS, balanced, completed, decode_on_cpu, decode_on_gpu,
+                               decode_seconds, prefill_on_cpu, prefill_on_gpu, share_rows, shares, traffic)
 from sharpi.profile import ASSUMED
 
 
@@ -46,7 +46,10 @@ def test_decode_over_pcie() -> None:
     direct = sum(use.read_bytes for use in inventory.uses if use.role != "vector")
     assert traffic(inventory.uses, homes).direct == direct
     found = decode_on_gpu(inventory.uses, homes, MACHINE)
-    assert found.tokens_per_second == pytest.approx(50e9 / direct) and found.bound == "PCIe"
+    # A part of what the GPU does meanwhile is not hidden.
+    own = direct / 3e12 + (8 * 4 + 4 + PIECE_KERNELS * direct / PIECE_BYTES) * 2e-6
+    assert found.tokens_per_second == pytest.approx(1 / (direct / 50e9 + DECODE_OVERLAP_LOSS * own))
+    assert found.bound == "PCIe"
 
 
 def test_decode_with_rows_on_the_cpu() -> None:
@@ -59,11 +62,11 @@ def test_decode_with_rows_on_the_cpu() -> None:
     fast = replace(MACHINE, pcie_bytes_per_second_shared=1e15)
     pieces = PIECE_KERNELS * reads.direct / PIECE_BYTES
     assert pieces > 1
-    serial = ((reads.vram + reads.direct) / 3e12 + (8 * 4 + 4 * 5 + 4 + pieces) * 2e-6 + shared / 2 / 75e9
-              + 2 * 5 * CROSSING_SECONDS)
-    assert decode_seconds(reads, fast) == (pytest.approx(serial), "RAM")
+    own = (reads.vram + reads.direct) / 3e12 + (8 * 4 + 4 * 5 + 4 + pieces) * 2e-6
+    serial = own + shared / 2 / 75e9 + 2 * 5 * CROSSING_SECONDS
+    assert decode_seconds(reads, fast) == (pytest.approx(serial + DECODE_OVERLAP_LOSS * reads.direct / 1e15), "RAM")
     slow = replace(MACHINE, pcie_bytes_per_second_shared=1e9, pcie_bytes_per_second=1e15)
-    assert decode_seconds(reads, slow) == (pytest.approx(reads.direct / 1e9), "PCIe")
+    assert decode_seconds(reads, slow) == (pytest.approx(reads.direct / 1e9 + DECODE_OVERLAP_LOSS * own), "PCIe")
     # Where nothing is left to fetch, the CPU has the RAM for itself.
     alone = replace(reads, vram=reads.vram + reads.direct, direct=0.0)
     assert decode_seconds(alone, MACHINE)[0] == pytest.approx(
@@ -123,7 +126,7 @@ def test_prefill() -> None:
     operations = 2 * 500 * used
     fast = replace(MACHINE, pcie_bytes_per_second=1e15, gpu_flops=1e12)
     found = prefill_on_gpu(inventory.uses, inventory.homes(0), fast, 500)
-    assert found.tokens_per_second == pytest.approx(500 / (operations / 1e12 + PREFILL_SECONDS))
+    assert found.tokens_per_second == pytest.approx(500 / (operations / (1e12 * PREFILL_EFFICIENCY) + PREFILL_SECONDS))
     assert found.bound == "GPU arithmetic"
     # All that is direct is fetched once, whoever would compute it in decode; of the embedding a row for each token.
     slow = replace(MACHINE, pcie_bytes_per_second=1e9, gpu_flops=1e15)
@@ -131,8 +134,13 @@ def test_prefill() -> None:
                  if "norm" not in tensor.name and "_exps" not in tensor.name) - model.sizes[0] * (1 - 500 / 8192)
     for homes in (inventory.homes(0), with_rows(inventory, inventory.homes(0), 0.5)):
         found = prefill_on_gpu(inventory.uses, homes, slow, 500)
-        assert found.tokens_per_second == pytest.approx(500 / (direct / 1e9 + PREFILL_SECONDS))
+        hardly_shown = OVERLAP_LOSS * operations / (1e15 * PREFILL_EFFICIENCY)
+        assert found.tokens_per_second == pytest.approx(500 / (direct / 1e9 + hardly_shown + PREFILL_SECONDS))
         assert found.bound == "PCIe"
+    # Where both take as long, they do not hide each other wholly.
+    even = replace(slow, gpu_flops=operations / PREFILL_EFFICIENCY / (direct / 1e9))
+    found = prefill_on_gpu(inventory.uses, inventory.homes(0), even, 500)
+    assert found.tokens_per_second == pytest.approx(500 / ((1 + OVERLAP_LOSS) * direct / 1e9 + PREFILL_SECONDS))
     found = prefill_on_cpu(inventory.uses, MACHINE, 500)
     assert found.tokens_per_second == pytest.approx(500 * 1e12 / operations) and found.bound == "CPU arithmetic"
 

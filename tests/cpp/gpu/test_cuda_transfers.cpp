@@ -410,7 +410,7 @@ TEST_F(CudaTransfersTest, PiecesPassThroughFewSlots) {
     CudaTransfers transfers(stream());
     prepare(transfers, stages);
     EXPECT_TRUE(transfers.notes().empty()) << transfers.notes()[0];
-    for (const int slots : {2, 8}) {
+    for (const int slots : {2, WeightStream::kSlots}) {
         runPasses(transfers, slots, 6, false);
         runPasses(transfers, slots, 51, true);
     }
@@ -488,7 +488,7 @@ TEST_F(CudaTransfersTest, WhatCannotBePinnedIsCopied) {
     EXPECT_TRUE(canPin(_streamed[0].file[0]));
     uploadResident(transfers);
     transfers.finishOnce();
-    for (const int slots : {2, 8}) {
+    for (const int slots : {2, WeightStream::kSlots}) {
         runPasses(transfers, slots, 2, false);
         runPasses(transfers, slots, 4, true);
     }
