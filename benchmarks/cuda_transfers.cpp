@@ -1,4 +1,4 @@
-// How fast weights come across PCIe: pieces of about 8 MiB of a mapped file of 1 GiB, copied alone, copied and packed, and
+// How fast weights come across PCIe: pieces of about 16 MiB of a mapped file of 1 GiB, copied alone, copied and packed, and
 // each also used by a product, in passes that are launched and in passes that are replayed. Printed in GB/s of the file.
 //
 // The file is made in $TMPDIR (or /tmp) and removed. Few slots show whether the copies wait for what uses them.
@@ -73,7 +73,7 @@ class Benchmark {
 public:
     Benchmark() : _stream(findDevice()), _memory(_stream), _allocator(_memory), _transfers(std::make_unique<CudaTransfers>(_stream)) {
         // A piece of floats is no larger in its slot than in the file; packed ones are hardly so.
-        const size_t room = 2 * WeightStream::kPieceBytes + (size_t{1} << 20);
+        const size_t room = WeightStream::kPieceBytes + (size_t{1} << 20);
         _slotBytes = room;
         _slots = Buffer(_allocator, room * WeightStream::kSlots, "slots");
         _staging = Buffer(_allocator, room * kTransferStages, "staging");
@@ -92,12 +92,13 @@ public:
 
     void run() {
         std::printf("\n%-6s %5s %6s  %-22s %9s %9s\n", "type", "slots", "MiB", "GB/s of", "launched", "replayed");
-        measure("copies alone", {DType::F32, 8, false});
+        constexpr int kAll = WeightStream::kSlots;
+        measure("copies alone", {DType::F32, kAll, false});
         for (const DType type : {DType::Q4_K, DType::Q6_K}) {
-            measure("copies, packing", {type, 8, false});
-            for (const int slots : {8, 4, 2}) measure("copies, packing, use", {type, slots, true});
+            measure("copies, packing", {type, kAll, false});
+            for (const int slots : {kAll, 4, 2}) measure("copies, packing, use", {type, slots, true});
         }
-        for (const size_t mib : {2, 4, 16}) measure("copies, packing, use", {DType::Q4_K, 8, true, mib << 20});
+        for (const size_t mib : {2, 4, 8}) measure("copies, packing, use", {DType::Q4_K, kAll, true, mib << 20});
     }
 
 private:

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +23,30 @@ MODES = {"direct + cache": "0", "direct + cache + CPU rows": "1"}
 
 
 def measure(path: str, cached: float, split: str, decode: int, prefill: int) -> dict[str, Any]:
-    """One load and its speeds; cached: GiB of weights to keep, split: whether the CPU takes rows."""
+    """One load and its speeds, medians of three; cached: GiB of weights to keep, split: whether the CPU takes rows."""
     from sharpi import Model
+    from sharpi.hardware import core_count
+    from sharpi.model import describe
     from sharpi.planner import make_plan
 
     os.environ["SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB"] = f"{cached:.6f}"
     os.environ["SHARPI_CUDA_ROW_SPLIT"] = split
     context = max(prefill, decode) + 256
-    with Model.load(path, device="cuda", context=context) as model:
+    asked = {"device": "cuda", "context": context, "threads": core_count()}
+    # Before the model takes its memory, or there would be none to plan with.
+    plan = make_plan(*describe(path), **asked, shown=True)
+    with Model.load(path, **asked) as model:
+        if model.plan.placement != plan.placement:
+            print("the predictions are of another plan than was loaded: is the GPU in use?", file=sys.stderr)
         model.bench_decode(1, 8)
-        plan = make_plan(model.file, model.spec, device="cuda", context=context, threads=model.threads, shown=True)
         stats = model.stats()
         return {
             "split": split == "1",
             "vram_weights": stats["placement"]["vram"],
             "cpu_weights": stats["placement"]["cpu"],
-            "decode": statistics.median(decode / model.bench_decode(1, decode) for _ in range(3)),
+            "decode": decode / statistics.median(model.bench_decode(1, decode) for _ in range(3)),
             "decode_predicted": plan.decode.tokens_per_second,
-            "prefill": prefill / min(model.bench_prefill(prefill) for _ in range(3)),
+            "prefill": prefill / statistics.median(model.bench_prefill(prefill) for _ in range(3)),
             "prefill_predicted": plan.prefill.tokens_per_second,
             "vram_taken": stats["vram_bytes"],
             "vram_planned": model.plan.total_bytes,

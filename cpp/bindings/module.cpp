@@ -70,6 +70,7 @@ Homes toHomes(const HomeRows& rows) {
     if (!rows) return homes;
     for (const auto& [home, cpuRows, rank] : *rows) {
         if (home != "vram" && home != "direct") throw Error(ErrorKind::InvalidArgument, "unknown home '" + home + "': known are vram and direct");
+        if (cpuRows < 0 || cpuRows > int64_t{1} << 40 || rank < 0) throw Error(ErrorKind::InvalidArgument, "a plan with impossible rows or ranks");
         homes.push_back({home == "vram" ? Home::Vram : Home::Direct, cpuRows, rank});
     }
     return homes;

@@ -41,7 +41,7 @@ public:
     virtual Placer& placer() = 0;
     // Whether weights come over the bus in every pass.
     virtual bool streams() const = 0;
-    // Lines for people about how loading went.
+    // Lines for people about what went otherwise than wanted, so far.
     virtual std::vector<std::string> notes() const { return {}; }
     // Gives everything back that was placed or taken: loading may begin anew.
     virtual void unload() = 0;

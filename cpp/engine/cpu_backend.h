@@ -71,6 +71,13 @@ private:
     void addToX(const float* y);
     void route(float* logits, int64_t count, const ExpertWeights& weights);
     void expertProducts(const ExpertWeights& weights);
+    // One of several products of the chosen experts with the same input.
+    struct ExpertProduct {
+        const WeightStack& w;
+        float* y = nullptr;  // [pairs, w.first.rows]
+    };
+    // Pair p reads row rowIndex[p] of x.
+    void multiplyExperts(const float* x, const cpu::QuantizedRows& xQuant, const int32_t* rowIndex, std::initializer_list<ExpertProduct> products);
     void sumExperts(const ExpertWeights& weights);
     void matmuls(const std::vector<cpu::MatmulArgs>& jobs);
     void arrive(int32_t group) { if (_stream) _stream->arrive(group); }

@@ -207,46 +207,52 @@ void CpuBackend::route(float* logits, int64_t count, const ExpertWeights& weight
     }
 }
 
-// Each chosen expert's matrices are read once for all rows that chose it.
-void CpuBackend::expertProducts(const ExpertWeights& weights) {
-    for (const WeightStack* stack : {&weights.gate, &weights.up, &weights.down}) arrive(stack->group);
-    const int64_t cols = weights.router.cols, hidden = weights.gate.first.rows, pairs = rows() * weights.used;
-    const auto isQuantized = [](const MatrixStack& m) { return !info(m.first.type).isFloat; };
-    cpu::QuantizedRows xQuant;
-    if (isQuantized(weights.gate) || isQuantized(weights.up)) xQuant = quantize(_normed, rows(), cols, _quantized);
+// Each chosen expert's matrices are read once for all rows that chose it. Resident stacks share the threads; those that come over
+// are multiplied piece by piece.
+void CpuBackend::multiplyExperts(const float* x, const cpu::QuantizedRows& xQuant, const int32_t* rowIndex,
+                                 std::initializer_list<ExpertProduct> products) {
     std::vector<cpu::MatmulArgs> jobs;
-    const auto addJob = [&](const Matrix& w, int64_t begin, int64_t end, const float* in, const cpu::QuantizedRows& inQuant,
-                            const int32_t* rowIndex, float* out) {
-        cpu::MatmulArgs job;
-        job.w = w;
-        job.xFloat = in;
-        job.xQuant = &inQuant;
-        job.rowIndex = rowIndex;
-        job.count = end - begin;
-        job.y = out + begin * w.rows;
-        job.yStride = w.rows;
-        jobs.push_back(job);
+    const auto add = [&](const MatrixStack& part, int32_t firstExpert, float* y) {
+        for (int32_t i = 0; i < part.count; ++i) {
+            const int32_t begin = _routing.expertBegin[firstExpert + i], end = _routing.expertBegin[firstExpert + i + 1];
+            if (begin == end) continue;
+            cpu::MatmulArgs job;
+            job.w = part.at(i);
+            job.xFloat = x;
+            job.xQuant = &xQuant;
+            job.rowIndex = rowIndex + begin;
+            job.count = end - begin;
+            job.y = y + begin * job.w.rows;
+            job.yStride = job.w.rows;
+            jobs.push_back(job);
+        }
     };
-    for (int32_t e = 0; e < weights.gate.count; ++e) {
-        const int32_t begin = _routing.expertBegin[e], end = _routing.expertBegin[e + 1];
-        if (begin == end) continue;
-        const int32_t* tokens = _routing.pairToken.data() + begin;
-        addJob(weights.gate.at(e), begin, end, _normed, xQuant, tokens, _gate);
-        addJob(weights.up.at(e), begin, end, _normed, xQuant, tokens, _up);
+    for (const ExpertProduct& product : products) {
+        if (product.w.resident()) {
+            arrive(product.w.group);
+            add(product.w, 0, product.y);
+            continue;
+        }
+        _stream->forExperts(product.w.group, [&](const MatrixStack& part, int32_t firstExpert) {
+            add(part, firstExpert, product.y);
+            matmuls(jobs);
+            jobs.clear();
+        });
     }
     matmuls(jobs);
-    siluMul(_gate, _up, pairs * hidden);
+}
 
-    jobs.clear();
-    cpu::QuantizedRows hiddenQuant;
+void CpuBackend::expertProducts(const ExpertWeights& weights) {
+    const int64_t hidden = weights.gate.first.rows, pairs = rows() * weights.used;
+    const auto isQuantized = [](const MatrixStack& m) { return !info(m.first.type).isFloat; };
+    cpu::QuantizedRows xQuant, hiddenQuant;
+    if (isQuantized(weights.gate) || isQuantized(weights.up)) xQuant = quantize(_normed, rows(), weights.router.cols, _quantized);
+    multiplyExperts(_normed, xQuant, _routing.pairToken.data(), {{weights.gate, _gate}, {weights.up, _up}});
+    siluMul(_gate, _up, pairs * hidden);
     if (isQuantized(weights.down)) hiddenQuant = quantize(_gate, pairs, hidden, _quantizedHidden);
     std::vector<int32_t> rowOf(pairs);
     for (size_t i = 0; i < rowOf.size(); ++i) rowOf[i] = static_cast<int32_t>(i);
-    for (int32_t e = 0; e < weights.down.count; ++e) {
-        const int32_t begin = _routing.expertBegin[e], end = _routing.expertBegin[e + 1];
-        if (begin < end) addJob(weights.down.at(e), begin, end, _gate, hiddenQuant, rowOf.data() + begin, _expertOut);
-    }
-    matmuls(jobs);
+    multiplyExperts(_gate, hiddenQuant, rowOf.data(), {{weights.down, _expertOut}});
 }
 
 // By rank, whatever the order in which the experts were computed.

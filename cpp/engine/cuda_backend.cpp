@@ -24,6 +24,21 @@ CudaBackend::CudaBackend(size_t vram, int threads)
     setUp();
 }
 
+// What a pass that was given up half way left running must end before memory goes.
+CudaBackend::~CudaBackend() {
+    try {
+        _transfers->settle();
+    } catch (const Error&) {
+        // After a fault nothing runs any more.
+    }
+}
+
+std::vector<std::string> CudaBackend::notes() const {
+    std::vector<std::string> notes = _transfers->notes();
+    if (_withoutRecord) notes.push_back("no VRAM is left to record decode steps: their kernels are launched one by one, which is slower");
+    return notes;
+}
+
 void CudaBackend::setUp() {
     _transfers = std::make_unique<CudaTransfers>(_stream);
     _weights = std::make_unique<WeightStream>(_allocator, gpuLayout(), _transfers.get());
@@ -31,6 +46,7 @@ void CudaBackend::setUp() {
 }
 
 void CudaBackend::unload() {
+    _transfers->settle();
     _steps.clear();
     _share.reset();
     _mailbox.reset();
@@ -50,10 +66,10 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     _scratch = Buffer(_allocator, layout.bytes(), "working memory");
     _numbers = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * static_cast<size_t>(std::max(layout.few.total, layout.many.total)));
     _token = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t));
-    if (_weights->sharesRows()) {
+    if (_weights->sharesRows() || _weights->streamsStacks()) {
         const int64_t rows = std::min<int64_t>(limits.maxRows, cuda::kMaxMatvecRows);
         _mailbox = std::make_unique<cuda::PinnedBuffer>(HostShare::mailboxBytes(limits, rows));
-        _share = std::make_unique<HostShare>(_threads, _mailbox->as<void>(), limits, rows, [this] { _stream.poll(); });
+        _share = std::make_unique<HostShare>(_threads, _mailbox->as<void>(), limits, rows, [this] { return _stream.poll(); });
     }
     _limits = limits;
     _layout = layout;
@@ -67,6 +83,7 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     _logitRows = static_cast<int64_t>(batch.logitRows.size());
     const GpuScratch::BatchBlock& block = few() ? _layout->few : _layout->many;
     if (_rows > block.rows) throw Error(ErrorKind::Internal, "a batch of " + std::to_string(_rows) + " rows exceeds the working memory taken at loading");
+    _transfers->settle();
     _stream.synchronize();  // the last batch's numbers may still be on their way
     _weights->finishUploads();
     if (_share) _share->begin();
@@ -120,23 +137,30 @@ void CudaBackend::region(const std::function<void()>& body) {
     } else {
         pass(body);  // also loads the kernels, which must not happen while recording
         _kernelsPerStep = _stream.launches() - before;
-        try {
-            Step step;
-            _stream.synchronize();  // the counters that kernels and CPU wait for start again
-            if (_share) _share->begin();
-            _recorded = &step.jobs;
-            step.graph = _stream.capture([&] { pass(body); });
-            _recorded = nullptr;
-            _steps[{_rows, _logitRows}] = std::move(step);
-        } catch (const Error& error) {
-            _recorded = nullptr;
-            // The step itself is done. Without memory for its record, steps are launched.
-            if (error.kind() != ErrorKind::OutOfMemory) throw;
-            _replays = false;
-        }
+        record(body);
         return;
     }
     _kernelsPerStep = _stream.launches() - before;
+}
+
+void CudaBackend::record(const std::function<void()>& body) {
+    Step step;
+    _stream.synchronize();  // the counters that kernels and CPU wait for start again
+    if (_share) _share->begin();
+    struct Recording {
+        std::vector<std::function<void()>>*& jobs;
+        ~Recording() { jobs = nullptr; }
+    } recording{_recorded};
+    _recorded = &step.jobs;
+    try {
+        step.graph = _stream.capture([&] { pass(body); });
+        _steps[{_rows, _logitRows}] = std::move(step);
+    } catch (const Error& error) {
+        // The step itself is done. Without memory for its record, steps are launched.
+        if (error.kind() != ErrorKind::OutOfMemory) throw;
+        _replays = false;
+        _withoutRecord = true;
+    }
 }
 
 // What the GPU does in a step, with weights on their way meanwhile. Kernels that wait for the CPU go on if it fails.

@@ -2,8 +2,8 @@
 //
 // Batches of up to cuda::kMaxMatvecRows rows go through products that follow core/contract.h, so that decode gives the
 // CPU's bits; larger ones through tensor cores. A small batch's launches are captured once for each number of rows and replayed.
-// In small batches the CPU may compute a part of the feed-forward rows (host_share.h): what it does in a step is recorded beside
-// the captured launches.
+// In small batches the CPU may compute a part of the feed-forward rows, and experts that are not resident (host_share.h): what it
+// does in a step is recorded beside the captured launches.
 #pragma once
 
 #include <unistd.h>
@@ -26,16 +26,17 @@ namespace sharpi {
 
 class CudaBackend : public Backend {
 public:
-    // vram: the most memory to take, in bytes; 0: all. threads: for rows that the CPU computes.
+    // vram: the most memory to take, in bytes; 0: all. threads: for what the CPU computes.
     // Throws Error(InvalidArgument) where there is no usable GPU.
     CudaBackend(size_t vram, int threads);
+    ~CudaBackend() override;
 
     const char* device() const override { return "cuda"; }
     const char* name() const override { return _stream.device().name.c_str(); }
     Allocator& allocator() override { return _allocator; }
     Placer& placer() override { return *_placer; }
     bool streams() const override { return _weights->streams(); }
-    std::vector<std::string> notes() const override { return _transfers->notes(); }
+    std::vector<std::string> notes() const override;
     void unload() override;
     void takeScratch(const StepLimits& limits) override;
 
@@ -68,6 +69,7 @@ private:
 
     void setUp();
     void pass(const std::function<void()>& body);
+    void record(const std::function<void()>& body);
     void replay(const Step& step);
     void onHost(std::function<void()> job);
     bool few() const { return _rows <= cuda::kMaxMatvecRows; }
@@ -90,7 +92,9 @@ private:
     void denseShared(const DenseWeights& weights, const cuda::RowOutputs& normed, const cuda::RowOutputs& hidden);
     void denseMany(const DenseWeights& weights, float eps);
     void expertsFew(const ExpertWeights& weights, float eps);
+    void expertsOnHost(const ExpertWeights& weights);
     void expertsMany(const ExpertWeights& weights, float eps);
+    void expertProductMany(const cuda::HalfRows& x, const WeightStack& w, const cuda::ExpertGroups& groups, bool gather, float* y);
     cuda::HeadPreparation preparation(const AttentionWeights& weights, float eps) const;
 
     cuda::Stream _stream;
@@ -106,7 +110,7 @@ private:
     std::unique_ptr<cuda::PinnedBuffer> _numbers;  // what begin() uploads
     std::unique_ptr<cuda::PinnedBuffer> _token;
     std::unique_ptr<cuda::PinnedBuffer> _mailbox;
-    std::unique_ptr<HostShare> _share;  // where the CPU computes rows
+    std::unique_ptr<HostShare> _share;  // where the CPU computes rows or experts
 
     // The batch at hand.
     int64_t _rows = 0, _logitRows = 0;
@@ -115,6 +119,7 @@ private:
     cuda::QueryTiles _tiles;
 
     const pid_t _process = ::getpid();
+    std::atomic<bool> _withoutRecord{false};  // a step could not be captured
     std::atomic<bool> _replays;  // these two are also asked for while a step runs
     std::atomic<int64_t> _kernelsPerStep{0};
     std::map<std::pair<int64_t, int64_t>, Step> _steps;        // by rows, and rows that want logits

@@ -206,6 +206,7 @@ void CudaBackend::expertsFew(const ExpertWeights& w, float eps) {
     productsFew(input(normed), rows(), {{w.router, nullptr, floats(s.routerLogits)}});
     for (const WeightStack* stack : {&w.gate, &w.up, &w.down}) _weights->arrive(stack->group);
     cuda::route(_stream, floats(s.routerLogits), _rows, w.gate.count, w.used, w.renormalize, w.weightScale, chosen, floats(s.weight));
+    if (!w.gate.resident()) return expertsOnHost(w);
     if (sameType(gate, up)) {
         cuda::expertGated(_stream, input(normed), rows(), w.gate, w.up, chosen, w.used, hidden);
     } else {
@@ -214,6 +215,28 @@ void CudaBackend::expertsFew(const ExpertWeights& w, float eps) {
         cuda::siluMul(_stream, floats(s.gate), floats(s.up), pairs, down.cols, hidden);
     }
     cuda::expertDownAdd(_stream, input(hidden), rows(), w.down, chosen, floats(s.weight), w.used, floats(s.x));
+}
+
+// All of the layer's chosen experts are the CPU's: it reads them where they are in the file.
+void CudaBackend::expertsOnHost(const ExpertWeights& w) {
+    const GpuScratch& s = *_layout;
+    const Mailbox& mail = _share->mailbox();
+    HostShare* share = _share.get();
+    const int64_t rows = _rows, width = _limits.embedding;
+    const int32_t used = w.used;
+    const uint32_t sent = share->nextSent(), returned = share->nextReturned();
+    const cuda::RowOutputs normed = formsFor({w.gate.first, w.up.first}, s.normed, s.normedQuant, rows, width);
+    cuda::sendChoices(_stream, at<int32_t>(s.chosen), floats(s.weight), rows * used, mail.chosen, mail.weight);
+    cuda::sendRows(_stream, normed, rows, 0, width, mail.input, mail.sent, sent);
+    onHost([=, gate = w.gate.file, up = w.up.file, down = w.down.file] { share->experts(gate, up, down, rows, used, sent, returned); });
+    cuda::receiveAdd(_stream, mail.down, rows, 0, width, mail.returned, returned, floats(s.x), width);
+}
+
+void CudaBackend::expertProductMany(const cuda::HalfRows& x, const WeightStack& w, const cuda::ExpertGroups& groups, bool gather, float* y) {
+    if (w.resident()) return cuda::matmulExperts(_stream, w, x, groups, gather, y);
+    _weights->forExperts(w.group, [&](const MatrixStack& part, int32_t firstExpert) {
+        cuda::matmulExperts(_stream, part, x, groups, gather, y, firstExpert, firstExpert + part.count);
+    });
 }
 
 void CudaBackend::expertsMany(const ExpertWeights& w, float eps) {
@@ -229,10 +252,10 @@ void CudaBackend::expertsMany(const ExpertWeights& w, float eps) {
     const cuda::ExpertGrouping made = cuda::expertGroupingOver(at<uint8_t>(s.grouping), _rows, w.used, count);
     cuda::groupExperts(_stream, chosen, _rows, w.used, count, made);
     const cuda::ExpertGroups groups{made.begin, made.pairToken, made.tileExpert, made.tileBegin, pairs, cuda::maxExpertTiles(pairs, count)};
-    cuda::matmulExperts(_stream, w.gate, normed, groups, true, floats(s.manyGate));
-    cuda::matmulExperts(_stream, w.up, normed, groups, true, floats(s.manyUp));
+    expertProductMany(normed, w.gate, groups, true, floats(s.manyGate));
+    expertProductMany(normed, w.up, groups, true, floats(s.manyUp));
     cuda::siluMul(_stream, floats(s.manyGate), floats(s.manyUp), pairs, w.down.first.cols, {nullptr, {}, hidden});
-    cuda::matmulExperts(_stream, w.down, hidden, groups, false, floats(s.expertOut));
+    expertProductMany(hidden, w.down, groups, false, floats(s.expertOut));
     cuda::combineExperts(_stream, floats(s.expertOut), made.pairOf, floats(s.weight), _rows, w.used, w.down.first.rows, floats(s.x));
 }
 

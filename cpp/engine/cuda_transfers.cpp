@@ -90,14 +90,25 @@ CudaTransfers::Slot& CudaTransfers::slotAt(int slot) {
     return _slots.at(static_cast<size_t>(slot));
 }
 
-void CudaTransfers::copy(cuda::Stream& stream, const cuda::PinnedFiles& files, uint8_t* to, const StreamPart& part) {
-    const uint8_t* file = part.file;
-    for (size_t left = part.bytes(); left > 0;) {
-        const HostRange from = files.source(file, left);
-        stream.uploadPinned(to, from.begin, from.bytes);
-        to += from.bytes;
-        file += from.bytes;
-        left -= from.bytes;
+// Neighbours in the file that will be neighbours on the device become one copy: experts are too small for the bus's full speed.
+void CudaTransfers::addCopy(std::vector<Copy>& copies, const Copy& next) {
+    if (!copies.empty()) {
+        Copy& last = copies.back();
+        if (next.file == last.file + last.bytes && next.to == last.to + last.bytes) {
+            last.bytes += next.bytes;
+            return;
+        }
+    }
+    copies.push_back(next);
+}
+
+void CudaTransfers::start(cuda::Stream& stream, Copy copy) const {
+    while (copy.bytes > 0) {
+        const HostRange from = _files.source(copy.file, copy.bytes);
+        stream.uploadPinned(copy.to, from.begin, from.bytes);
+        copy.to += from.bytes;
+        copy.file += from.bytes;
+        copy.bytes -= from.bytes;
     }
 }
 
@@ -110,20 +121,21 @@ void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int slot) {
     ++_fetches;
 
     size_t used = 0;
+    std::vector<Copy> toStage, toSlot;
     for (const StreamPart& part : parts) {
-        if (!staged(part)) continue;
-        if (used + part.bytes() > _stageBytes) throw Error(ErrorKind::Internal, "weights on their way are larger than their stage");
-        copy(copies, _files, staging + used, part);
-        used += Allocator::aligned(part.bytes());
+        if (staged(part)) {
+            if (used + part.bytes() > _stageBytes) throw Error(ErrorKind::Internal, "weights on their way are larger than their stage");
+            addCopy(toStage, {staging + used, part.file, part.bytes()});
+            used += Allocator::aligned(part.bytes());
+        } else {
+            uint8_t* const to = const_cast<uint8_t*>(part.to.data) + rowBytes(part.to.type, part.to.cols) * static_cast<size_t>(part.rowBegin);
+            addCopy(toSlot, {to, part.file, part.bytes()});
+        }
     }
     // Those that go straight to the slot come last, so that the others need not wait until it is free.
-    bool waited = !target.isReleased;
-    for (const StreamPart& part : parts) {
-        if (staged(part)) continue;
-        if (!waited) copies.wait(target.released);
-        waited = true;
-        copy(copies, _files, const_cast<uint8_t*>(part.to.data) + rowBytes(part.to.type, part.to.cols) * static_cast<size_t>(part.rowBegin), part);
-    }
+    for (const Copy& copy : toStage) start(copies, copy);
+    if (!toSlot.empty() && target.isReleased) copies.wait(target.released);
+    for (const Copy& copy : toSlot) start(copies, copy);
     copies.record(_copied);
 
     _packing->wait(_copied);

@@ -48,7 +48,14 @@ private:
         bool fetched = false, isReleased = false;  // in this pass
     };
     Slot& slotAt(int slot);
-    static void copy(cuda::Stream& stream, const cuda::PinnedFiles& files, uint8_t* to, const StreamPart& part);
+    // Bytes of a file, and where they go.
+    struct Copy {
+        uint8_t* to;
+        const uint8_t* file;
+        size_t bytes;
+    };
+    static void addCopy(std::vector<Copy>& copies, const Copy& next);
+    void start(cuda::Stream& stream, Copy copy) const;
     void synchronize();
 
     cuda::Stream& _compute;

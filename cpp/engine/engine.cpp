@@ -26,8 +26,10 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
     return options;
 }
 
-// Others may take memory between the look and the loading: so often it is tried again with less.
+// Others may take memory between the look and the loading: so often it is tried.
 constexpr int kLoadings = 3;
+// What is left free where less is there than the plan thought: kernels and captured steps come with the first tokens.
+constexpr size_t kReserve = size_t{128} << 20;
 
 std::unique_ptr<Backend> makeBackend(const EngineOptions& options) {
     if (options.cuda) return makeGpuBackend(options.vram, options.threads);
@@ -46,14 +48,20 @@ Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOpt
 Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options, std::unique_ptr<Backend> backend)
     : _spec(std::move(spec)), _options(checked(_spec, options)), _files(std::move(weights)), _backend(std::move(backend)),
       _trace(_backend->allocator(), LoadTrace::wanted()) {
+    if (!_options.cuda) _options.homes.clear();  // all is where the file is mapped
     if (!_options.homes.empty() && _options.homes.size() != _files->tensors().all().size()) {
         throw Error(ErrorKind::InvalidArgument, "a plan for " + std::to_string(_options.homes.size()) + " tensors; the model has " +
                                                     std::to_string(_files->tensors().all().size()));
     }
     if (_options.cuda) requireGpuCanRun(_spec);
     loadAdapting();
-    for (const std::string& note : _backend->notes()) _notes.push_back(note);
     if (_options.cuda && LoadTrace::wanted()) printPlacement();
+}
+
+std::vector<std::string> Engine::notes() const {
+    std::vector<std::string> all = _notes;
+    for (const std::string& note : _backend->notes()) all.push_back(note);
+    return all;
 }
 
 void Engine::printPlacement() const {
@@ -73,7 +81,7 @@ void Engine::loadAdapting() {
     const Homes planned = _options.homes;
     for (int attempt = 1;; ++attempt) {
         try {
-            adaptHomes(planned);
+            adaptHomes(planned, attempt == kLoadings);
             return load();
         } catch (const Error& error) {
             if (error.kind() != ErrorKind::OutOfMemory) throw;
@@ -87,11 +95,13 @@ void Engine::loadAdapting() {
 }
 
 // What was free when the plan was made may be gone: then less is resident, and more comes over the bus.
-void Engine::adaptHomes(const Homes& planned) {
+void Engine::adaptHomes(const Homes& planned, bool lastAttempt) {
     if (!_options.cuda || planned.empty()) return;
     const size_t available = _backend->allocator().available();
     _options.homes = planned;
-    _options.homes = fittedHomes(_spec, _files->tensors(), _options, available);
+    if (lastAttempt || plannedBytes(_spec, _files->tensors(), _options) > available) {
+        _options.homes = fittedHomes(_spec, _files->tensors(), _options, available - std::min(kReserve, available / 16));
+    }
     _notes.clear();
     const uint64_t wanted = placementOf(_spec, _files->tensors(), planned).vram, held = placement().vram;
     if (held == wanted) return;

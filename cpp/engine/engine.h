@@ -26,7 +26,7 @@ public:
     const ModelSpec& spec() const { return _spec; }
     const EngineOptions& options() const { return _options; }  // with the homes that it has come to
     // Lines for people: what was not as planned.
-    const std::vector<std::string>& notes() const { return _notes; }
+    std::vector<std::string> notes() const;
     Placement placement() const { return placementOf(_spec, _files->tensors(), _options.homes); }
     Backend& backend() { return *_backend; }
     const std::vector<TraceLine>& trace() const { return _trace.lines(); }
@@ -42,7 +42,7 @@ public:
 private:
     friend class Session;
     void loadAdapting();
-    void adaptHomes(const Homes& planned);
+    void adaptHomes(const Homes& planned, bool lastAttempt);
     void load();
     void unload();
     void printPlacement() const;

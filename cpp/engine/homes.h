@@ -13,8 +13,10 @@ enum class Home {
 
 struct TensorHome {
     Home home = Home::Vram;
-    // Of a Direct feed-forward matrix or output head: its last rows, a multiple of 32, that the CPU computes in batches of few
-    // rows. Gate and up of a layer have the same number. In larger batches all rows are brought to the device.
+    // Of a feed-forward matrix or output head that is Direct, or becomes it: its last rows, a multiple of 32, that the CPU
+    // computes in batches of few rows. Gate and up of a layer have the same number. In larger batches all rows are brought
+    // to the device.
+    // A layer's stacks of experts are Direct together, with no number here: in batches of few rows the CPU computes those chosen.
     int64_t cpuRows = 0;
     // Where memory turns out shorter than planned, resident tensors of the highest rank become Direct first. Tensors of one
     // rank change together, as a layer's gate and up must.

@@ -19,8 +19,11 @@ struct Weight : Matrix {
     int64_t deviceRows() const { return rows - cpuRows; }
 };
 
+// A layer's experts: resident, or in the file. Of a layer's three stacks all are here, or all there.
 struct WeightStack : MatrixStack {
     int32_t group = -1;
+    MatrixStack file;  // in the mapped file; null addresses when only planning
+    bool resident() const { return first.data != nullptr; }
 };
 
 struct RopeTable {

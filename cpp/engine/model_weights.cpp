@@ -51,9 +51,7 @@ ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& 
         if (from.dense) {
             layer.dense = dense(from);
         } else {
-            const ExpertFfnSpec& f = *from.experts;
-            layer.experts = ExpertWeights{vector(from.ffnNorm), weight(f.router), stack(f.gate), stack(f.up), stack(f.down),
-                                          f.used, f.renormalize, f.weightScale};
+            layer.experts = experts(from);
         }
         layers.push_back(std::move(layer));
         trace.note(name);
@@ -89,7 +87,18 @@ DenseWeights ModelWeights::dense(const LayerSpec& layer) {
     return w;
 }
 
-WeightStack ModelWeights::stack(const WeightSlice& slice) { return _placer.stack(_files.stack(slice), _files.name(slice)); }
+Home ModelWeights::home(const WeightSlice& slice) const {
+    return _homes.empty() ? Home::Vram : _homes.at(static_cast<size_t>(slice.tensor)).home;
+}
+
+ExpertWeights ModelWeights::experts(const LayerSpec& layer) {
+    const ExpertFfnSpec& f = *layer.experts;
+    const bool resident = home(f.gate) == Home::Vram && home(f.up) == Home::Vram && home(f.down) == Home::Vram;
+    const auto stack = [&](const WeightSlice& slice) {
+        return _placer.stack(_files.stack(slice), resident ? Home::Vram : Home::Direct, _files.name(slice));
+    };
+    return {vector(layer.ffnNorm), weight(f.router), stack(f.gate), stack(f.up), stack(f.down), f.used, f.renormalize, f.weightScale};
+}
 
 // Norms, biases and frequency factors are a few rows: kept as floats, whatever the file holds.
 std::vector<float> ModelWeights::floats(const WeightSlice& slice) const {

@@ -28,7 +28,8 @@ private:
     FileMatrix inFile(const WeightSlice& slice) const;
     Weight weight(const WeightSlice& slice, bool shared = false);  // shared: the CPU may compute rows of it
     DenseWeights dense(const LayerSpec& layer);
-    WeightStack stack(const WeightSlice& slice);
+    ExpertWeights experts(const LayerSpec& layer);
+    Home home(const WeightSlice& slice) const;
     const float* vector(const WeightSlice& slice);
     std::vector<float> floats(const WeightSlice& slice) const;
     RopeTable rotation(const RopeSpec& spec, const std::string& name);

@@ -2,6 +2,7 @@
 #include "engine/placement.h"
 
 #include <algorithm>
+#include <map>
 
 namespace sharpi {
 
@@ -44,18 +45,45 @@ std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tens
     return uses;
 }
 
-Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const Homes& homes) {
+namespace {
+
+// What homes come to where they differ for matrices that go together, a layer's gate and up or its stacks of experts: all are
+// in the file if one is, and gate's rows count.
+Homes together(const std::vector<TensorUse>& uses, Homes homes) {
+    const auto unit = [](const TensorUse& use) -> std::string {
+        const std::string role = use.role;
+        return role == "ffn_gate" || role == "ffn_up" ? "gated" : role == "experts" ? role : "";
+    };
+    std::map<std::pair<int32_t, std::string>, TensorHome> units;
+    for (const TensorUse& use : uses) {
+        const TensorHome& home = homes[static_cast<size_t>(use.tensor)];
+        if (unit(use).empty()) continue;
+        TensorHome& common = units.emplace(std::pair(use.layer, unit(use)), home).first->second;
+        if (home.home == Home::Direct) common.home = Home::Direct;
+    }
+    for (const TensorUse& use : uses) {
+        if (!unit(use).empty()) homes[static_cast<size_t>(use.tensor)] = units.at({use.layer, unit(use)});
+    }
+    return homes;
+}
+
+}  // namespace
+
+Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const Homes& planned) {
     Placement placement;
     std::vector<int32_t> order;
     std::vector<bool> resident(tensors.all().size(), true);
-    for (const TensorUse& use : tensorUses(spec, tensors)) {
+    const std::vector<TensorUse> uses = tensorUses(spec, tensors);
+    const Homes homes = together(uses, planned.empty() ? Homes(tensors.all().size()) : planned);
+    for (const TensorUse& use : uses) {
         const auto tensor = static_cast<size_t>(use.tensor);
         const std::string role = use.role;
-        if (role == "vector" || role == "experts" || homes.empty() || homes.at(tensor).home == Home::Vram) continue;
+        if (role == "vector" || homes.at(tensor).home == Home::Vram) continue;
+        const bool known = !resident[tensor];  // by another of its uses
         resident[tensor] = false;
-        if (role.rfind("ffn_", 0) == 0 || role == "head") {
-            placement.cpu += rowBytes(tensors.all()[tensor].type, use.cols) * static_cast<uint64_t>(std::min(homes[tensor].cpuRows, use.rows));
-        }
+        const uint64_t row = rowBytes(tensors.all()[tensor].type, use.cols);
+        if (role == "experts" && !known) placement.cpu += tensors.all()[tensor].bytes;
+        if (role.rfind("ffn_", 0) == 0 || role == "head") placement.cpu += row * static_cast<uint64_t>(std::min(homes[tensor].cpuRows, use.rows));
     }
     for (size_t i = 0; i < tensors.all().size(); ++i) {
         (resident[i] ? placement.vram : placement.direct) += tensors.all()[i].bytes;

@@ -21,7 +21,7 @@ struct TensorUse {
 // In the order in which a token meets them.
 std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tensors);
 
-// Bytes of the file by where they are read, all of a tensor being in its home.
+// Bytes of the file by where they are read, all of a tensor being in its home. A layer's stacks of experts are in the file if any is.
 struct Placement {
     struct Range {
         int32_t file = 0;
@@ -29,7 +29,7 @@ struct Placement {
         Home home = Home::Vram;
     };
     uint64_t vram = 0, direct = 0;
-    uint64_t cpu = 0;           // of direct: what the CPU computes in batches of few rows
+    uint64_t cpu = 0;           // of direct: what the CPU computes in batches of few rows; all of experts, of which it reads the chosen
     std::vector<Range> ranges;  // in order, neighbours of one home joined
 };
 Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const Homes& homes);

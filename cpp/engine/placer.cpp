@@ -34,9 +34,9 @@ std::vector<Weight> MappedPlacer::weights(const std::vector<FileMatrix>& files) 
 
 Weight MappedPlacer::table(const FileMatrix& file) { return weightOf(file.file, file.file.data); }
 
-WeightStack MappedPlacer::stack(const MatrixStack& file, const std::string&) {
+WeightStack MappedPlacer::stack(const MatrixStack& file, Home, const std::string&) {
     WeightStack placed;
-    static_cast<MatrixStack&>(placed) = file;
+    static_cast<MatrixStack&>(placed) = placed.file = file;
     return placed;
 }
 
@@ -85,9 +85,14 @@ void DevicePlacer::finish() {
     _stream.uploadAll();
 }
 
-WeightStack DevicePlacer::stack(const MatrixStack& file, const std::string& name) {
+WeightStack DevicePlacer::stack(const MatrixStack& file, Home home, const std::string& name) {
     WeightStack placed;
-    static_cast<MatrixStack&>(placed) = file;
+    static_cast<MatrixStack&>(placed) = placed.file = file;
+    if (home == Home::Direct) {
+        placed.first.data = nullptr;
+        placed.group = _stream.addStreamedStack(file);
+        return placed;
+    }
     placed.stride = file.count > 1 ? Allocator::aligned(_layout.bytes(file.first)) : _layout.bytes(file.first);
     placed.first.data = room(placed.stride * static_cast<size_t>(file.count), name);
     std::vector<Matrix> inFile, onDevice;

@@ -26,7 +26,8 @@ public:
     virtual std::vector<Weight> weights(const std::vector<FileMatrix>& files) = 0;
     // A table of which single rows are read.
     virtual Weight table(const FileMatrix& file) = 0;
-    virtual WeightStack stack(const MatrixStack& file, const std::string& name) = 0;
+    // A stack of experts; home: the same for a layer's three.
+    virtual WeightStack stack(const MatrixStack& file, Home home, const std::string& name) = 0;
     // `count` floats; null: room for them only.
     virtual const float* vector(const float* host, size_t count, const std::string& name) = 0;
     // What follows belongs to the output head.
@@ -41,7 +42,7 @@ public:
     explicit MappedPlacer(Allocator& allocator) : _allocator(allocator) {}
     std::vector<Weight> weights(const std::vector<FileMatrix>& files) override;
     Weight table(const FileMatrix& file) override;
-    WeightStack stack(const MatrixStack& file, const std::string& name) override;
+    WeightStack stack(const MatrixStack& file, Home home, const std::string& name) override;
     const float* vector(const float* host, size_t count, const std::string& name) override;
 
 private:
@@ -56,7 +57,7 @@ public:
         : _allocator(allocator), _layout(std::move(layout)), _stream(stream) {}
     std::vector<Weight> weights(const std::vector<FileMatrix>& files) override;
     Weight table(const FileMatrix& file) override;
-    WeightStack stack(const MatrixStack& file, const std::string& name) override;
+    WeightStack stack(const MatrixStack& file, Home home, const std::string& name) override;
     const float* vector(const float* host, size_t count, const std::string& name) override;
     void startHead() override { _stream.startHead(); }
     void finish() override;

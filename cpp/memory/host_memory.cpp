@@ -4,8 +4,11 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <cstdio>
+#include <algorithm>
 #include <cstring>
+#include <fstream>
+#include <map>
+#include <sstream>
 
 #include "core/error.h"
 
@@ -13,16 +16,46 @@ namespace sharpi {
 
 namespace {
 
-// MemAvailable of /proc/meminfo in bytes: what can be had without swapping. 0 where the system does not say.
-size_t availableBytes() {
-    std::FILE* file = std::fopen("/proc/meminfo", "r");
-    if (!file) return 0;
-    char line[128];
-    unsigned long long kib = 0;
-    while (std::fgets(line, sizeof line, file) && std::sscanf(line, "MemAvailable: %llu", &kib) != 1) {
+// The numbers of a file of lines "name number", by name as sscanf reads it ("MemAvailable:"). Empty where there is no such file.
+std::map<std::string, uint64_t> numbersIn(const std::string& path) {
+    std::map<std::string, uint64_t> numbers;
+    std::ifstream file(path);
+    for (std::string line; std::getline(file, line);) {
+        std::istringstream words(line);
+        std::string name;
+        uint64_t number = 0;
+        if (words >> name >> number) numbers[name] = number;
     }
-    std::fclose(file);
-    return static_cast<size_t>(kib) * 1024;
+    return numbers;
+}
+
+MemoryRoom least(const MemoryRoom& a, const MemoryRoom& b) { return {std::min(a.available, b.available), std::min(a.forFiles, b.forFiles)}; }
+
+MemoryRoom machineRoom(const std::string& processes) {
+    auto kib = numbersIn(processes + "/meminfo");
+    if (!kib.count("MemAvailable:")) return {};
+    const uint64_t available = kib["MemAvailable:"] * 1024;
+    return {available, available + kib["Shmem:"] * 1024};
+}
+
+// What the limit of one control group leaves. Pages of files count as room, since a group at its limit drops them first.
+MemoryRoom groupRoom(const std::string& folder, bool unified) {
+    std::ifstream file(folder + (unified ? "/memory.max" : "/memory.limit_in_bytes"));
+    uint64_t limit = 0;
+    if (!(file >> limit)) return {};  // no such group, or "max"
+    auto bytes = numbersIn(folder + "/memory.stat");
+    // With the groups below it.
+    const uint64_t own = bytes[unified ? "anon" : "total_rss"], shared = bytes[unified ? "shmem" : "total_shmem"];
+    const auto left = [&](uint64_t taken) { return limit > taken ? limit - taken : 0; };
+    return {left(own + shared), left(own)};
+}
+
+// The least that the group at `path` and those around it leave. In a container `root` may be the container's own group, and the path
+// one of the machine's, which is not to be seen there.
+MemoryRoom groupsRoom(const std::string& root, std::string path, bool unified) {
+    MemoryRoom room = groupRoom(root, unified);
+    for (; path.size() > 1; path.resize(path.rfind('/'))) room = least(room, groupRoom(root + path, unified));
+    return room;
 }
 
 // Addresses without memory. PROT_NONE rather than MAP_NORESERVE: the system does not count such pages, but does count
@@ -31,10 +64,24 @@ constexpr int kEmpty = MAP_PRIVATE | MAP_ANONYMOUS;
 
 }  // namespace
 
+MemoryRoom memoryRoom(const std::string& processes, const std::string& groups) {
+    MemoryRoom room = machineRoom(processes);
+    std::ifstream file(processes + "/self/cgroup");
+    // Lines "number:controllers:/path"; the unified hierarchy names no controllers.
+    for (std::string line; std::getline(file, line);) {
+        const size_t first = line.find(':'), second = line.find(':', first + 1);
+        if (first == std::string::npos || second == std::string::npos || line[second + 1] != '/') continue;
+        const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",", path = line.substr(second + 1);
+        if (controllers == ",,") room = least(room, groupsRoom(groups, path, true));
+        if (controllers.find(",memory,") != std::string::npos) room = least(room, groupsRoom(groups + "/memory", path, false));
+    }
+    return room;
+}
+
 size_t HostMemory::granularity() const { return static_cast<size_t>(::sysconf(_SC_PAGESIZE)); }
 
 size_t HostMemory::freeBytes() const {
-    if (const size_t bytes = availableBytes()) return bytes;
+    if (const size_t bytes = memoryRoom().available; bytes != SIZE_MAX) return bytes;
 #ifdef _SC_AVPHYS_PAGES
     return static_cast<size_t>(::sysconf(_SC_AVPHYS_PAGES)) * granularity();
 #else

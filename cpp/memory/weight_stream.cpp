@@ -52,6 +52,18 @@ int32_t WeightStream::addStreamed(const std::vector<Matrix>& file, int64_t cpuRo
     return groups() - 1;
 }
 
+int32_t WeightStream::addStreamedStack(const MatrixStack& file) {
+    Group group;
+    for (int32_t i = 0; i < file.count; ++i) group.file.push_back(file.at(i));
+    const size_t expertBytes = slotBytesFor({file.first}, file.first.rows);
+    const auto most = static_cast<int64_t>(std::max<size_t>(1, kPieceBytes / expertBytes));
+    const int64_t pieces = (file.count + most - 1) / most;
+    group.pieceExperts = (file.count + pieces - 1) / pieces;
+    _groups.push_back(std::move(group));
+    _streams = _streamsStacks = true;
+    return groups() - 1;
+}
+
 // Equal pieces, so that none is too small for the bus.
 int64_t WeightStream::pieceRowsOf(const std::vector<Matrix>& files) const {
     const int64_t rows = files[0].rows;
@@ -111,6 +123,12 @@ void WeightStream::take() {
         for (const auto& parts : group.uploads) stageBytes = std::max(stageBytes, stageBytesOf(parts));
         if (group.resident()) continue;
         pieces += pieceCount(group);
+        if (group.isStack()) {
+            const std::vector<StreamPart> parts = expertParts(group, 0, 0);
+            _slotBytes = std::max(_slotBytes, slotBytesFor({group.file[0]}, group.file[0].rows) * parts.size());
+            stageBytes = std::max(stageBytes, stageBytesOf(parts));
+            continue;
+        }
         const auto reserve = [&](const std::vector<Matrix>& files, int64_t rows) {
             _slotBytes = std::max(_slotBytes, slotBytesFor(files, rows));
             stageBytes = std::max(stageBytes, stageBytesOf(partsOf(files, 0, rows, 0)));
@@ -146,6 +164,7 @@ void WeightStream::finishUploads() {
 
 int64_t WeightStream::pieceCount(const Group& group) const {
     if (group.resident()) return static_cast<int64_t>(group.uploads.size());
+    if (group.isStack()) return _few ? 0 : (static_cast<int64_t>(group.file.size()) + group.pieceExperts - 1) / group.pieceExperts;
     if (!_few) return firstPiece(group, static_cast<int32_t>(group.file.size()));
     return (group.file[0].rows - group.cpuRows + group.pieceRows - 1) / group.pieceRows;
 }
@@ -164,6 +183,7 @@ int64_t WeightStream::firstPiece(const Group& group, int32_t member) const {
 
 std::vector<StreamPart> WeightStream::partsOf(const Group& group, int64_t piece, int64_t number) const {
     if (group.resident()) return group.uploads[static_cast<size_t>(piece)];
+    if (group.isStack()) return expertParts(group, piece, number);
     if (_few) {
         const int64_t begin = piece * group.pieceRows, rows = std::min(group.pieceRows, group.file[0].rows - group.cpuRows - begin);
         return partsOf(group.file, begin, rows, number);
@@ -185,6 +205,20 @@ std::vector<StreamPart> WeightStream::partsOf(const std::vector<Matrix>& files, 
         slot += Allocator::aligned(_layout.bytes(to));
     }
     return parts;
+}
+
+std::vector<StreamPart> WeightStream::expertParts(const Group& group, int64_t piece, int64_t number) const {
+    const int64_t begin = piece * group.pieceExperts, end = std::min(begin + group.pieceExperts, static_cast<int64_t>(group.file.size()));
+    const std::vector<Matrix> experts(group.file.begin() + begin, group.file.begin() + end);
+    return partsOf(experts, 0, experts[0].rows, number);
+}
+
+MatrixStack WeightStream::stackOf(const std::vector<Matrix>& experts) const {
+    return {experts[0], slotBytesFor({experts[0]}, experts[0].rows), static_cast<int32_t>(experts.size())};
+}
+
+void WeightStream::requireKind(int32_t group, bool isStack) const {
+    if (_groups[group].isStack() != isStack) throw Error(ErrorKind::Internal, "group " + std::to_string(group) + " is used as what it is not");
 }
 
 // To the next piece that there is, or to the end.
@@ -244,9 +278,10 @@ void WeightStream::arrive(int32_t group) {
 
 const std::vector<Matrix>& WeightStream::acquire(int32_t group, int64_t piece) {
     settle(_use);
-    if (!_active || _use.group != group || _use.piece != piece) {
-        throw Error(ErrorKind::Internal, "weights of group " + std::to_string(group) + " are used where those of group " +
-                                             std::to_string(_use.group) + " come next");
+    const bool any = _active && _use.group < _end;
+    if (!any || _use.group != group || _use.piece != piece) {
+        throw Error(ErrorKind::Internal, "weights of group " + std::to_string(group) + " are used where " +
+                                             (any ? "those of group " + std::to_string(_use.group) : "none") + " come next");
     }
     _transfers->await(static_cast<int>(_use.number % _slots));
     _parts.clear();

@@ -3,7 +3,8 @@
 //
 // Weights are registered in groups, in the order of use. The matrices of a group are used together. In a pass of few rows
 // of activations a piece is the same rows of all of them, so that one kernel can multiply them; in a pass of many it is
-// rows of one, since products of many rows want large matrices, and one matrix follows the other. A pass walks through the
+// rows of one, since products of many rows want large matrices, and one matrix follows the other. A stack of experts is a group of
+// its own: a piece is whole experts, and a pass of few rows, which uses few of them, does without. A pass walks through the
 // groups; while piece k is used, the following ones are on their way, as many as there are slots.
 #pragma once
 
@@ -85,7 +86,7 @@ class WeightStream {
 public:
     static constexpr int kSlots = 6;
     // Large enough for the bus's full speed, and for products of many rows to fill the device several times over. A piece is
-    // at least 32 rows, whatever they take.
+    // at least 32 rows, or one expert, whatever they take.
     static constexpr size_t kPieceBytes = size_t{16} << 20;
     static constexpr int64_t kRowStep = 32;
 
@@ -98,6 +99,8 @@ public:
     int32_t addResident(const std::vector<Matrix>& to, const std::vector<Matrix>& file);
     // Matrices of the same number of rows, the last cpuRows of which batches of few rows do without.
     int32_t addStreamed(const std::vector<Matrix>& file, int64_t cpuRows);
+    // A stack of experts, used in passes of many rows alone.
+    int32_t addStreamedStack(const MatrixStack& file);
     // A table of which single rows are read where they are in the file.
     void addTable(const Matrix& file);
     // Takes slots and staging and prepares the files. Once, after the last add. Throws Error(OutOfMemory).
@@ -118,6 +121,7 @@ public:
     bool active() const { return _active; }    // between begin() and end(), with something to bring over
     bool streams() const { return _streams; }  // whether some group is not resident
     bool sharesRows() const { return _sharesRows; }  // whether the CPU computes rows of some group
+    bool streamsStacks() const { return _streamsStacks; }  // whether passes of few rows do without some stack
 
     // In a pass: a resident group is there for what is computed next.
     void arrive(int32_t group);
@@ -125,6 +129,7 @@ public:
     // [rowBegin, rowBegin + parts[0].rows), each a matrix of its own.
     // With one matrix in the group, in any pass.
     template <typename Body> void forPieces(int32_t group, const Body& body) {
+        requireKind(group, false);
         requireTogether(group);
         for (int64_t piece = 0, count = pieceCount(_groups[group]); piece < count; ++piece) {
             const std::vector<Matrix>& parts = acquire(group, piece);
@@ -134,6 +139,7 @@ public:
     }
     // In a pass of many rows: body(part, rowBegin) for each piece of one matrix of a streamed group.
     template <typename Body> void forPieces(int32_t group, int32_t member, const Body& body) {
+        requireKind(group, false);
         const int64_t first = firstPiece(_groups[group], member);
         for (int64_t piece = first, end = firstPiece(_groups[group], member + 1); piece < end; ++piece) {
             const std::vector<Matrix>& parts = acquire(group, piece);
@@ -141,17 +147,29 @@ public:
             release();
         }
     }
+    // In a pass of many rows: body(part, firstExpert) for each piece of a streamed stack: the experts
+    // [firstExpert, firstExpert + part.count), a stack of their own. In a pass of few rows there are none.
+    template <typename Body> void forExperts(int32_t group, const Body& body) {
+        requireKind(group, true);
+        for (int64_t piece = 0, count = pieceCount(_groups[group]); piece < count; ++piece) {
+            const std::vector<Matrix>& parts = acquire(group, piece);
+            body(stackOf(parts), static_cast<int32_t>(piece * _groups[group].pieceExperts));
+            release();
+        }
+    }
     const uint8_t* deviceAddress(const uint8_t* file) const { return _transfers ? _transfers->deviceAddress(file) : file; }
 
 private:
     struct Group {
-        std::vector<Matrix> file;
+        std::vector<Matrix> file;   // of a stack: each expert's
         std::vector<Matrix> to;     // empty: streamed
         int64_t cpuRows = 0;
         int64_t pieceRows = 0;             // streamed: of a piece of all matrices
         std::vector<int64_t> memberRows;  // of a piece of one
+        int64_t pieceExperts = 0;          // streamed stacks, and they alone: of a piece
         std::vector<std::vector<StreamPart>> uploads;  // resident: until it has been fetched
         bool resident() const { return !to.empty(); }
+        bool isStack() const { return pieceExperts > 0; }
     };
     // The next piece to fetch, or to use.
     struct Cursor {
@@ -161,14 +179,17 @@ private:
     int32_t groups() const { return static_cast<int32_t>(_groups.size()); }
     int32_t headBegin() const { return _headBegin < 0 ? groups() : _headBegin; }
     void start(bool few, int32_t first, int32_t end);
+    void requireKind(int32_t group, bool isStack) const;
     void requireTogether(int32_t group) const;
     int64_t pieceCount(const Group& group) const;
     int64_t firstPiece(const Group& group, int32_t member) const;
     size_t slotBytesFor(const std::vector<Matrix>& files, int64_t rows) const;
     int64_t pieceRowsOf(const std::vector<Matrix>& files) const;
+    MatrixStack stackOf(const std::vector<Matrix>& experts) const;
     void cutIntoUploads(Group& group);
     std::vector<StreamPart> partsOf(const Group& group, int64_t piece, int64_t number) const;
     std::vector<StreamPart> partsOf(const std::vector<Matrix>& files, int64_t begin, int64_t rows, int64_t number) const;
+    std::vector<StreamPart> expertParts(const Group& group, int64_t piece, int64_t number) const;
     void advance(Cursor& cursor) const;
     void settle(Cursor& cursor) const;
     void fetchNext();
@@ -181,7 +202,7 @@ private:
     std::vector<Group> _groups;
     std::vector<HostRange> _tables;
     int32_t _headBegin = -1;
-    bool _streams = false, _sharesRows = false, _taken = false, _finished = false;
+    bool _streams = false, _sharesRows = false, _streamsStacks = false, _taken = false, _finished = false;
     size_t _slotBytes = 0;
     int _slots = 0;
     Buffer _slotMemory, _staging;

@@ -2,8 +2,9 @@
 //
 // A kernel's blocks may be started while the kernel before it is still running. So every kernel begins with
 // allowNext() and, before it reads what another kernel wrote or writes anything that one may still read,
-// waitForPrevious(). Only weights, which no kernel writes, may be touched earlier: fetching the first of them there
-// hides the gap between two kernels. (The one kernel that writes weights, packing them while loading, lets nothing begin early.)
+// waitForPrevious(). Only weights may be touched earlier: fetching the first of them there hides the gap between two kernels.
+// Weights that are on their way while a pass runs are waited for by an event, and the kernel after such a wait is launched
+// without the overlap (Stream::overlapsLaunches): it fetches nothing before they have come.
 #pragma once
 
 #include <cuda_runtime.h>

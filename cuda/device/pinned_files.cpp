@@ -2,7 +2,7 @@
 //
 // Pages that are not in memory yet would be read from the disk one after another while they are pinned. So they are asked
 // for before, several at a time. And a system that is asked to pin more than it has may kill the process instead of
-// refusing: what it says to be available is looked at first.
+// refusing, and so may a container's limit: what both leave is looked at first.
 #include "device/pinned_files.h"
 
 #include <cuda_runtime_api.h>
@@ -21,6 +21,7 @@
 
 #include "core/error.h"
 #include "device/launch.cuh"
+#include "memory/host_memory.h"
 
 namespace sharpi::cuda {
 
@@ -51,27 +52,7 @@ Mappings mappingsNow() {
     return found;
 }
 
-// What the system says of its memory, in bytes; nothing where it says nothing.
-struct Memory {
-    size_t available = 0;  // to be had, with the pages of files that others can do without
-    size_t shared = 0;     // files that are nowhere but in memory: they take none when they are pinned, and do not count as available
-    bool fits(size_t bytes, bool inPlace) const {
-        const size_t room = available + (inPlace ? shared : 0);
-        return available == 0 || bytes <= room - room / 16;  // a sixteenth is left to everyone else
-    }
-};
-
-Memory memoryNow() {
-    const File file(std::fopen("/proc/meminfo", "re"), std::fclose);
-    char line[256];
-    Memory memory;
-    size_t kib = 0;
-    while (file && std::fgets(line, sizeof line, file.get())) {
-        if (std::sscanf(line, "MemAvailable: %zu kB", &kib) == 1) memory.available = kib * 1024;
-        if (std::sscanf(line, "Shmem: %zu kB", &kib) == 1) memory.shared = kib * 1024;
-    }
-    return memory;
-}
+bool fits(size_t bytes, size_t room) { return room == SIZE_MAX || bytes <= room - room / 16; }  // a sixteenth is left to everyone else
 
 bool contained(const AddressRange& range, const std::vector<AddressRange>& in) {
     return std::any_of(in.begin(), in.end(), [&](const AddressRange& r) { return r.begin <= range.begin && range.end <= r.end; });
@@ -189,8 +170,8 @@ bool PinnedFiles::pinInPlace(const AddressRange& pages, bool once, bool writable
     };
     if (!pinningWanted()) return refused("SHARPI_CUDA_PIN=0");
     // What is pinned already still counts as available, since it is a file's.
-    const Memory memory = memoryNow();
-    if (!memory.fits(pages.bytes() + _inPlace, true)) return refused("only " + mebibytes(memory.available) + " of memory are available");
+    const size_t room = memoryRoom().forFiles;
+    if (!fits(pages.bytes() + _inPlace, room)) return refused("only " + mebibytes(room) + " of memory are available");
     int readOnly = 0;
     check(cudaDeviceGetAttribute(&readOnly, cudaDevAttrHostRegisterReadOnlySupported, _device.index), "asking whether the device reads pinned files");
     if (!readOnly && !writable) return refused(_device.name + " or its driver pins no read-only pages");
@@ -214,7 +195,7 @@ bool PinnedFiles::pinInPlace(const AddressRange& pages, bool once, bool writable
 void PinnedFiles::copyToPinned(const AddressRange& pages) {
     void *copy = nullptr, *device = nullptr;
     cudaError_t status = cudaErrorMemoryAllocation;
-    if (memoryNow().fits(pages.bytes() + _inPlace, false)) status = cudaHostAlloc(&copy, pages.bytes(), cudaHostAllocMapped);
+    if (fits(pages.bytes() + _inPlace, memoryRoom().available)) status = cudaHostAlloc(&copy, pages.bytes(), cudaHostAllocMapped);
     if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
         throw Error(ErrorKind::OutOfMemory,

@@ -110,10 +110,14 @@ void Stream::zero(void* device, size_t bytes) { check(cudaMemsetAsync(device, 0,
 
 void Stream::synchronize() { check(cudaStreamSynchronize(_handle), "waiting for the device"); }
 
-void Stream::poll() {
+bool Stream::poll() {
     const cudaError_t status = cudaStreamQuery(_handle);
-    if (status != cudaErrorNotReady) check(status, "the device's work");
-    else cudaGetLastError();
+    if (status == cudaErrorNotReady) {
+        cudaGetLastError();
+        return false;
+    }
+    check(status, "the device's work");
+    return true;
 }
 
 void Stream::record(const Event& event) { check(cudaEventRecord(event.handle(), _handle), "marking a point in a stream"); }

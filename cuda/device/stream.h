@@ -91,8 +91,8 @@ public:
     void download(void* host, const void* device, size_t bytes);
     void zero(void* device, size_t bytes);
     void synchronize();
-    // Throws if the device has failed; does not wait.
-    void poll();
+    // Whether all work is done. Throws if the device has failed; does not wait.
+    bool poll();
 
     // The event stands for all work given to the stream so far, each kernel to its end.
     void record(const Event& event);

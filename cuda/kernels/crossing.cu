@@ -120,6 +120,19 @@ __global__ void __launch_bounds__(kThreads) sendKernel(const __grid_constant__ C
     storeFlag(sent, ticket);
 }
 
+// The next kernel's flag announces what this one wrote. So that it cannot overtake it, wherever the two run, every thread waits until
+// its words are there for the CPU before the kernel may end, which the next one waits for.
+__global__ void __launch_bounds__(kThreads)
+    sendChoicesKernel(const int32_t* chosen, const float* weight, int count, int32_t* hostChosen, float* hostWeight) {
+    allowNext();
+    waitForPrevious();
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
+        hostChosen[i] = chosen[i];
+        hostWeight[i] = weight[i];
+    }
+    __threadfence_system();
+}
+
 __global__ void __launch_bounds__(kThreads) receiveKernel(const __grid_constant__ Crossing c, int total, const uint32_t* returned, uint32_t ticket) {
     waitForPrevious();
     waitForTicket(returned, ticket);
@@ -223,6 +236,12 @@ dim3 blocksFor(int64_t pieces) {
 void sendRows(Stream& stream, const RowOutputs& from, int64_t rows, int64_t begin, int64_t end, const HostRows& to, uint32_t* sent, uint32_t ticket) {
     const Crossing c = crossingOf(from, rows, begin, end, to);
     launch(stream, sendKernel, dim3(1), threadsFor(c.pieces()), 0, c, c.pieces(), sent, ticket);
+}
+
+void sendChoices(Stream& stream, const int32_t* chosen, const float* weight, int64_t count, int32_t* hostChosen, float* hostWeight) {
+    if (count < 0 || count > INT32_MAX) throw Error(ErrorKind::Internal, "a crossing of " + std::to_string(count) + " choices");
+    if (count == 0) return;
+    launch(stream, sendChoicesKernel, dim3(1), threadsFor(count), 0, chosen, weight, static_cast<int>(count), hostChosen, hostWeight);
 }
 
 void receiveRows(Stream& stream, const HostRows& from, int64_t rows, int64_t begin, int64_t end, const uint32_t* returned, uint32_t ticket,

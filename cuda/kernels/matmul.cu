@@ -2,6 +2,8 @@
 // sizes and device choose among its instances.
 #include "kernels/matmul.h"
 
+#include <algorithm>
+
 #include "kernels/matmul_kernel.cuh"
 #include "kernels/matmul_wgmma.h"
 
@@ -44,7 +46,9 @@ template <DType T, bool kSplit> void launchLayout(Stream& stream, const MatmulCa
 }
 
 template <DType T> void launchFloat(Stream& stream, MatmulCall call) {
-    if (T != DType::F32 && !call.x.lo) return launchLayout<T, false>(stream, call);
+    if constexpr (T != DType::F32) {
+        if (!call.x.lo) return launchLayout<T, false>(stream, call);
+    }
     // bf16 weights have no low half, unless the operands are f16.
     const bool lowX = call.x.lo != nullptr, lowW = T != DType::BF16 || stream.device().major < 8;
     call.passes.count = 1 + lowX + lowW;
@@ -89,13 +93,20 @@ void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, co
     launchType(stream, call, w.type);
 }
 
-void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, const ExpertGroups& groups, bool gather, float* y) {
+void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, const ExpertGroups& groups, bool gather, float* y,
+                   int32_t firstExpert, int32_t endExpert) {
+    const int64_t held = static_cast<int64_t>(firstExpert) + w.count;
+    if (firstExpert < 0 || endExpert < firstExpert || (endExpert != INT32_MAX && endExpert > held))
+        throw Error(ErrorKind::Internal, "matmul: experts " + std::to_string(firstExpert) + " to " + std::to_string(endExpert) + " of a stack of " +
+                                             std::to_string(w.count));
     MatmulCall call;
     call.w = w.first.data;
     call.shape = packedShape(w.first.type, w.first.rows, w.first.cols);
     call.expertStride = w.stride;
     call.x = x;
     call.groups = groups;
+    call.firstExpert = firstExpert;
+    call.endExpert = static_cast<int32_t>(std::min<int64_t>(endExpert, held));
     call.gather = gather;
     call.rows = groups.pairs;
     call.y = y;

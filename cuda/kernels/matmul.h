@@ -3,6 +3,8 @@
 // given, are multiplied in split form (hi hi + hi lo + lo hi), which keeps about 16 bits of each factor.
 #pragma once
 
+#include <cstdint>
+
 #include "core/matrix.h"
 #include "kernels/matvec.h"
 #include "kernels/rows.h"
@@ -30,6 +32,8 @@ inline int64_t maxExpertTiles(int64_t pairs, int64_t experts) {
 }
 
 // y[p, :] = (expert of p) x[gather ? pairToken[p] : p, :] for all pairs. y: [pairs, w.first.rows] floats.
-void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, const ExpertGroups& groups, bool gather, float* y);
+// w may hold experts [firstExpert, endExpert) only: w.first is expert firstExpert, and other experts' rows of y are left alone.
+void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, const ExpertGroups& groups, bool gather, float* y,
+                   int32_t firstExpert = 0, int32_t endExpert = INT32_MAX);
 
 }  // namespace sharpi::cuda

@@ -40,10 +40,10 @@ template <int kTileT, int kTileN> __device__ __forceinline__ TilePlace placeOf(c
         constexpr int kShare = kBlocksPerExpertTile<kTileT>;
         const int tile = static_cast<int>(blockIdx.x) / kShare, part = static_cast<int>(blockIdx.x) % kShare;
         const int expert = call.groups.tileExpert[tile];
-        if (expert < 0) return place;
+        if (expert < call.firstExpert || expert >= call.endExpert) return place;  // past the end of the tiles it is -1
         place.begin = call.groups.tileBegin[tile] + part * kTileT;
         place.end = min(place.begin + kTileT, static_cast<int64_t>(call.groups.begin[expert + 1]));
-        place.w += static_cast<size_t>(expert) * call.expertStride;
+        place.w += static_cast<size_t>(expert - call.firstExpert) * call.expertStride;
     }
     return place;
 }

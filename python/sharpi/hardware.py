@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sharpi.errors import SharpiError
 
-__all__ = ["Gpu", "core_count", "cpu_name", "gpu", "ram_bytes"]
+__all__ = ["Gpu", "core_count", "cpu_name", "gpu", "machine_core_count", "ram_bytes"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -50,6 +50,11 @@ def cpu_name() -> str:
 def core_count() -> int:
     """As many logical processors as this process may use at once."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_core_count() -> int:
+    """As many logical processors as the machine has at work, whether or not this process may use them."""
+    return max(os.cpu_count() or 1, core_count())
 
 
 def ram_bytes() -> int:

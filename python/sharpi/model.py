@@ -21,6 +21,7 @@ from sharpi import _core
 from sharpi.chat import ChatTemplate
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
 from sharpi.gguf import GgufFile
+from sharpi.hardware import core_count
 from sharpi.planner import Plan, make_plan, saved_plan
 from sharpi.profile import HardwareProfile, load_profile
 from sharpi.tokenizer import Tokenizer
@@ -90,13 +91,8 @@ def _warm(engine: _core.Engine, plan: Plan, progress: Progress) -> None:
         progress(plan.weights_bytes, plan.weights_bytes)
 
 
-def default_threads() -> int:
-    """As many threads as this process may use at once."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _check_numbers(*, context: Any, threads: Any, batch: Any, **_: Any) -> None:
-    """Raises `InvalidRequestError` for numbers that no model can be loaded with."""
+def _check(*, context: Any, threads: Any, batch: Any, cpu_moe: Any, **_: Any) -> None:
+    """Raises `InvalidRequestError` for values that no model can be loaded with."""
     for name, value in (("context", context), ("threads", threads), ("batch", batch)):
         if value is not None and not isinstance(value, (int, np.integer)):
             raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
@@ -104,6 +100,8 @@ def _check_numbers(*, context: Any, threads: Any, batch: Any, **_: Any) -> None:
         raise InvalidRequestError(f"batch must be 1 to 65536, not {batch}")
     if threads is not None and not 1 <= threads <= 1024:
         raise InvalidRequestError(f"threads must be 1 to 1024, not {threads}")
+    if cpu_moe not in (None, True, False):
+        raise InvalidRequestError(f"cpu_moe must be true or false, not {cpu_moe!r}")
 
 
 def _refuse_beside_a_plan(asked: Mapping[str, Any]) -> None:
@@ -130,7 +128,7 @@ class Model:
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
              context: int | None = None, kv_dtype: str | None = None, threads: int | None = None,
-             batch: int | None = None, plan: str | os.PathLike[str] | None = None,
+             batch: int | None = None, cpu_moe: bool | None = None, plan: str | os.PathLike[str] | None = None,
              profile: HardwareProfile | str | os.PathLike[str] | None = None, progress: Progress | None = None,
              notice: Notice | None = None) -> Model:
         """Opens a GGUF file (any part of a split one); `None` is the bundled model.
@@ -139,8 +137,10 @@ class Model:
         and else the faster of the two, as predicted. vram: the most to take of that memory, in bytes or as text such
         as "12GiB"; without it, what is free. Weights that do not fit stay in RAM and are used from there. context:
         tokens that prompt and answer may have together. kv_dtype: "fp32", "bf16" (default) or "fp16". batch: rows that
-        prefill takes at once (512, on the GPU 2048). plan: a file with a plan for this model, which says all of these.
-        profile: the machine's speeds, or a file with them; without it, they are measured once where they are needed.
+        prefill takes at once (512, on the GPU 2048). cpu_moe: whether all experts stay in RAM, for the CPU to compute
+        in decode, even where they would fit; `None` is what SHARPI_CPU_MOE says. plan: a file with a plan for this
+        model, which says all of these. profile: the machine's speeds, or a file with them; without it, they are
+        measured once where they are needed.
 
         progress: called with bytes done and bytes in all while the file is read from disk; without it, pages are read
         as they are first used. notice: called with a line for people, where there is something that they may want to
@@ -150,15 +150,15 @@ class Model:
         """
         started = time.perf_counter()
         asked = {"device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype, "threads": threads,
-                 "batch": batch}
-        _check_numbers(**asked)
+                 "batch": batch, "cpu_moe": cpu_moe}
+        _check(**asked)
         if plan is not None:
             _refuse_beside_a_plan({**asked, "device": None if device == "auto" else device, "profile": profile})
         file, spec = describe(path)
         if plan is not None:
             made = saved_plan(plan, file, spec)
         else:
-            asked["threads"] = default_threads() if threads is None else threads
+            asked["threads"] = core_count() if threads is None else threads
             known = profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)
             made = make_plan(file, spec, **asked, profile=known, notice=notice)
         made.require()

@@ -1,10 +1,13 @@
 """Homes: which weights are in VRAM, which are fetched across PCIe each time, and in which order VRAM is filled.
 
 What a token reads in full comes first, because a byte of VRAM saves it a byte of the slow way with every token:
-norms, then attention, routers and the output head, then the feed-forward matrices layer by layer. The embedding comes
-last, of which a token reads one row. Tensors that must change together are a unit, and units have ranks: VRAM holds
-the lowest ones, so that more of it never drives a unit out. Layers take turns in an order of which every beginning is
-spread over the whole model: while a layer in VRAM is computed, the weights of the next that is not are on their way.
+norms, then attention, routers and the output head, then the feed-forward matrices layer by layer. Then come the
+experts, of which a token reads few, and last the embedding, of which it reads one row. Tensors that must change
+together are a unit, as all experts of a layer are, and units have ranks: VRAM holds the lowest ones, so that more of it
+never drives a unit out. Layers take turns in an order of which every beginning is spread over the whole model: while a
+layer in VRAM is computed, the weights of the next that is not are on their way.
+
+Experts that are not in VRAM are the CPU's in batches of few rows, and are fetched, all of them, for large batches.
 """
 
 from __future__ import annotations
@@ -25,12 +28,10 @@ VRAM, DIRECT = "vram", "direct"
 # The CPU takes whole groups of rows of a matrix.
 CPU_ROW_STEP = 32
 
-# Place in the order of benefit, and the kind of weight that people are told. Experts cannot be fetched one by one
-# yet, so they stay in VRAM as norms do.
-_ROLES = {"vector": (0, "norms"), "experts": (1, "experts"), "attention": (2, "attention"), "router": (3, "routers"),
-          "head": (4, "output head"), "ffn_gate": (5, "feed-forward"), "ffn_up": (5, "feed-forward"),
-          "ffn_down": (5, "feed-forward"), "embedding": (6, "embedding")}
-_FIXED = ("vector", "experts")
+# Place in the order of benefit, and the kind of weight that people are told.
+_ROLES = {"vector": (0, "norms"), "attention": (1, "attention"), "router": (2, "routers"), "head": (3, "output head"),
+          "ffn_gate": (4, "feed-forward"), "ffn_up": (4, "feed-forward"), "ffn_down": (4, "feed-forward"),
+          "experts": (5, "experts"), "embedding": (6, "embedding")}
 _SHARED = ("ffn_gate", "ffn_up", "ffn_down", "head")
 _PAIRED = ("ffn_gate", "ffn_up")
 # In the order in which a table shows them.
@@ -41,6 +42,7 @@ class Use(NamedTuple):
     """A tensor as a token meets it, in the words of the core; `parameters` are those that one token multiplies.
 
     tensor: its index in the file's table. layer: -1 outside of layers. read_bytes: what one token reads of it.
+    batch_bytes: what a batch of many tokens does, where that is more: all experts; of an embedding it is a row each.
     """
 
     tensor: int
@@ -51,12 +53,14 @@ class Use(NamedTuple):
     rows: int
     cols: int
     parameters: float
+    batch_bytes: float
 
 
 class TensorHome(NamedTuple):
     """Where a tensor's bytes are, as the core wants to be told: `VRAM`, or `DIRECT`, whose last `cpu_rows` rows the
-    CPU computes in small batches. Where VRAM turns out shorter than planned, the highest ranks leave it first; what
-    has rank 0 cannot."""
+    CPU computes in small batches; direct experts are the CPU's then anyway, with no rows named here. Where VRAM turns
+    out shorter than planned, the highest ranks leave it first; what has rank 0 cannot. `cpu_rows` of a tensor in VRAM
+    are those that the CPU has once it left; until then they mean nothing."""
 
     home: str = VRAM
     cpu_rows: int = 0
@@ -86,25 +90,42 @@ class Unit:
 class Inventory:
     """A model's weights in units, ordered by what VRAM gains with them."""
 
-    def __init__(self, uses: Sequence[Use], sizes: Sequence[int]) -> None:
-        """sizes: bytes of every tensor of the file, in its order."""
+    def __init__(self, uses: Sequence[Use], sizes: Sequence[int], experts_on_cpu: bool = False) -> None:
+        """sizes: bytes of every tensor of the file, in its order. experts_on_cpu: no expert may be in VRAM."""
         self.uses = tuple(uses)
         self.sizes = tuple(sizes)
         self._dearest = _dearest_uses(self.uses)
-        self.units = _units(self._dearest, self.sizes)
-        self.movable = tuple(unit for unit in self.units if unit.rank)
+        self.units = _units(self._dearest, self.sizes, experts_on_cpu)
+        self.movable = tuple(unit for unit in self.units
+                             if unit.rank and not (experts_on_cpu and unit.kind == "experts"))
         self._ranks = {tensor: unit.rank for unit in self.units for tensor in unit.tensors}
+        self._shareable = _shareable(self.uses)
 
     @classmethod
     def of(cls, file: Any, spec: Any) -> Inventory:
         """What the core says of the model `spec`, whose tensors `file` lists."""
-        tensors = file.tensors
-        uses = [Use(index, *rest, parameters=math.prod(tensors[index].shape) * rest[3] / max(1, tensors[index].nbytes))
-                for index, *rest in spec.tensor_uses()]
+        tensors, met = file.tensors, spec.tensor_uses()
+        times = Counter(index for index, *_ in met)
+        uses = []
+        for index, name, role, layer, read, *shape in met:
+            nbytes = tensors[index].nbytes
+            # A tensor of fused experts is met once for each of the equal parts that are fused.
+            batch = nbytes / times[index] if role == "experts" else read
+            uses.append(Use(index, name, role, layer, read, *shape, batch_bytes=batch,
+                            parameters=math.prod(tensors[index].shape) * read / max(1, nbytes)))
         return cls(uses, [tensor.nbytes for tensor in tensors])
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer has experts."""
+        return any(use.role == "experts" for use in self.uses)
+
+    def with_experts_on_cpu(self) -> Inventory:
+        """The same weights, where no expert may be in VRAM."""
+        return Inventory(self.uses, self.sizes, experts_on_cpu=True)
+
     def homes(self, resident: int) -> tuple[TensorHome, ...]:
-        """The homes where the first `resident` movable units are in VRAM, and no row is the CPU's."""
+        """The homes where the first `resident` movable units are in VRAM, and no row of a matrix is the CPU's."""
         last = self.movable[resident - 1].rank if resident else 0
         ranks = (self._ranks.get(tensor, 0) for tensor in range(len(self.sizes)))
         return tuple(TensorHome(VRAM if rank <= last else DIRECT, 0, rank) for rank in ranks)
@@ -114,24 +135,24 @@ class Inventory:
         return sum(unit.nbytes for unit in self.movable[:resident])
 
     def streamed(self, homes: Sequence[TensorHome]) -> bool:
-        """Whether some weight comes across PCIe whole; single rows of an embedding do not count."""
+        """Whether some weight comes across PCIe whole, if only for large batches; single rows of an embedding do not
+        count."""
         return any(use.role != "embedding" and homes[use.tensor].home == DIRECT for use in self.uses)
 
-    def shareable(self, homes: Sequence[TensorHome]) -> list[Use]:
+    def shareable(self, homes: Sequence[TensorHome] | None = None) -> list[Use]:
         """The direct matrices whose rows the CPU may take some of: feed-forward, gate and up only as a pair, and the
-        output head."""
-        times = Counter(use.tensor for use in self.uses if use.role != "embedding")
-        found = [use for use in self.uses if use.role in _SHARED and homes[use.tensor].home == DIRECT
-                 and times[use.tensor] == 1 and use.rows >= CPU_ROW_STEP]
-        pairs = Counter((use.layer, use.rows) for use in found if use.role in _PAIRED)
-        return [use for use in found if use.role not in _PAIRED or pairs[use.layer, use.rows] == 2]
+        output head. Without homes: all that are so wherever they are direct."""
+        return [use for use in self._shareable if homes is None or homes[use.tensor].home == DIRECT]
 
     def placed(self, homes: Sequence[TensorHome]) -> tuple[Placed, ...]:
-        """Bytes by kind of weight and by place, without kinds that the model lacks."""
+        """Bytes by kind of weight and by place, without kinds that the model lacks. Any of a layer's experts may be
+        chosen: where they are direct, all of them are the CPU's."""
         sums = {kind: [0, 0, 0] for kind in KINDS}
         for tensor, use in self._dearest.items():
             size, (home, cpu_rows, _), kind = self.sizes[tensor], homes[tensor], _ROLES[use.role][1]
-            on_cpu = size * cpu_rows // use.rows if cpu_rows else 0
+            on_cpu = size * cpu_rows // use.rows if home == DIRECT and cpu_rows else 0
+            if use.role == "experts" and home == DIRECT:
+                on_cpu = size
             sums[kind][0 if home == VRAM else 1] += size - on_cpu
             sums[kind][2] += on_cpu
         return tuple(Placed(kind, *counts) for kind, counts in sums.items() if any(counts))
@@ -144,7 +165,7 @@ class Inventory:
         """Raises `InvalidRequestError` for homes that this model's tensors cannot have; for plans from elsewhere."""
         if len(homes) != len(self.sizes):
             raise InvalidRequestError(f"it has homes for {len(homes)} tensors, the model has {len(self.sizes)}")
-        may_share = {use.tensor: use.rows for use in self.shareable(homes)}
+        may_share = {use.tensor: use.rows for use in self.shareable()}
         by_layer: dict[int, set[int]] = {}
         for use in self.uses:
             home, cpu_rows, rank = homes[use.tensor]
@@ -157,11 +178,21 @@ class Inventory:
             if use.role in _PAIRED:
                 by_layer.setdefault(use.layer, set()).add(cpu_rows)
         for unit in self.units:
-            if len({homes[tensor][0] for tensor in unit.tensors}) > 1 and unit.kind == "feed-forward":
+            if len({homes[tensor].home for tensor in unit.tensors}) > 1 and unit.kind == "feed-forward":
                 raise InvalidRequestError(f"gate and up of layer {unit.layer} have different homes")
+            # They leave VRAM together too, where it is shorter than planned.
+            if len({homes[tensor] for tensor in unit.tensors}) > 1 and unit.kind == "experts":
+                raise InvalidRequestError(f"the experts of layer {unit.layer} have different homes or ranks")
         for layer, counts in by_layer.items():
             if len(counts) > 1:
                 raise InvalidRequestError(f"gate and up of layer {layer} give the CPU different rows")
+
+
+def _shareable(uses: Sequence[Use]) -> tuple[Use, ...]:
+    times = Counter(use.tensor for use in uses if use.role != "embedding")
+    found = [use for use in uses if use.role in _SHARED and times[use.tensor] == 1 and use.rows >= CPU_ROW_STEP]
+    pairs = Counter((use.layer, use.rows) for use in found if use.role in _PAIRED)
+    return tuple(use for use in found if use.role not in _PAIRED or pairs[use.layer, use.rows] == 2)
 
 
 def _dearest_uses(uses: Sequence[Use]) -> dict[int, Use]:
@@ -173,18 +204,20 @@ def _dearest_uses(uses: Sequence[Use]) -> dict[int, Use]:
     return found
 
 
-def _units(uses: dict[int, Use], sizes: Sequence[int]) -> tuple[Unit, ...]:
-    groups: dict[tuple[int, float, bool], list[int]] = {}
+def _units(uses: dict[int, Use], sizes: Sequence[int], experts_last: bool) -> tuple[Unit, ...]:
+    groups: dict[tuple[bool, int, float, bool], list[int]] = {}
     for tensor, use in uses.items():
-        # A layer's attention is one unit; of its feed-forward gate and up are one, and down is another.
-        layer = -1 if use.role in _FIXED else use.layer
-        groups.setdefault((_ROLES[use.role][0], _turn(layer), use.role == "ffn_down"), []).append(tensor)
+        # A layer's attention is one unit; of its feed-forward gate and up are one, and down is another; but all of its
+        # experts are one. Norms are one for the whole model.
+        layer = -1 if use.role == "vector" else use.layer
+        last = experts_last and use.role == "experts"
+        groups.setdefault((last, _ROLES[use.role][0], _turn(layer), use.role == "ffn_down"), []).append(tensor)
     units: list[Unit] = []
     rank = 0
     for _, tensors in sorted(groups.items()):
         first = uses[tensors[0]]
-        rank += first.role not in _FIXED
-        layer = -1 if first.role in _FIXED else first.layer
+        rank += first.role != "vector"
+        layer = -1 if first.role == "vector" else first.layer
         units.append(Unit(rank, _ROLES[first.role][1], layer, tuple(sorted(tensors)), sum(sizes[t] for t in tensors)))
     return tuple(units)
 
@@ -197,11 +230,13 @@ def _turn(layer: int) -> float:
 @dataclass(frozen=True)
 class Switches:
     """What the environment says of the homes, for comparing: cache is false where nothing that can be fetched may
-    stay in VRAM, `cache_bytes` the most of it that may (`None`: no limit), rows whether the CPU may take rows."""
+    stay in VRAM, `cache_bytes` the most of it that may (`None`: no limit), rows whether the CPU may take rows,
+    cpu_moe whether all experts are the CPU's even where they would fit."""
 
     cache: bool = True
     cache_bytes: int | None = None
     rows: bool = True
+    cpu_moe: bool = False
 
     @property
     def limit(self) -> int | None:
@@ -216,11 +251,11 @@ class Switches:
         if text and not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,15})?", text):
             raise InvalidRequestError(f"{name}={text!r}: say how many GiB, as in 4 or 2.5")
         return cls(cache=_is_on("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE"), rows=_is_on("SHARPI_CUDA_ROW_SPLIT"),
-                   cache_bytes=int(float(text) * 2**30) if text else None)
+                   cache_bytes=int(float(text) * 2**30) if text else None, cpu_moe=_is_on("SHARPI_CPU_MOE", "0"))
 
 
-def _is_on(name: str) -> bool:
-    text = os.environ.get(name, "").strip() or "1"
+def _is_on(name: str, default: str = "1") -> bool:
+    text = os.environ.get(name, "").strip() or default
     if text not in ("0", "1"):
         raise InvalidRequestError(f"{name}={text!r}: it is 0 or 1")
     return text == "1"

@@ -4,8 +4,8 @@ A plan is what `Model.load` carries out and what `sharpi plan` shows; both come 
 prediction and the run cannot drift apart. Its lines are the core's own: the loading code run over a memory that only
 counts. On the CPU the weights stay in the mapped file and fill RAM beside the lines; on the GPU the lines are all
 there is. A model that does not fit into the GPU's memory has the most useful of its weights there and the others in
-RAM, to be fetched across PCIe or computed by the CPU. Planning is arithmetic: a plan for a GPU can be made where there
-is none.
+RAM, to be fetched across PCIe or computed by the CPU, as experts are. Planning is arithmetic: a plan for a GPU can be
+made where there is none.
 """
 
 from __future__ import annotations
@@ -120,12 +120,13 @@ def choose_kv_dtype(kv_dtype: str | None) -> str:
 
 def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | int | None = None,
               context: int | None = None, kv_dtype: str | None = None, batch: int | None = None, threads: int = 1,
-              ram: int | None = None, profile: HardwareProfile | None = None, shown: bool = False,
-              notice: Notice | None = None) -> Plan:
+              cpu_moe: bool | None = None, ram: int | None = None, profile: HardwareProfile | None = None,
+              shown: bool = False, notice: Notice | None = None) -> Plan:
     """The plan for running `file`; `ram` stands in for the machine's memory in bytes.
 
     "auto" is the GPU where there is one and the model fits into its free memory, or into the budget `vram`; where
-    only a part of it fits, the GPU or the CPU, whichever is predicted to decode faster. profile: the machine's speeds;
+    only a part of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts
+    are left to the CPU even where they would fit; `None`: what SHARPI_CPU_MOE says. profile: the machine's speeds;
     without it, they are measured where they are needed and not known. shown: the plan is for a person to look at; it
     has predictions, and where a profile is given it is for that machine, not for this one. notice: is told, in a line,
     that the machine is measured. Raises `InvalidRequestError` for what cannot be had.
@@ -139,7 +140,8 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     speeds = _Speeds(profile, notice)
     if shown and profile is not None:
         ram = profile.ram_bytes if ram is None else ram
-    request = _Request(file, spec, tokens, choose_kv_dtype(kv_dtype), batch, threads, budget, ram, speeds, shown)
+    request = _Request(file, spec, tokens, choose_kv_dtype(kv_dtype), batch, threads, budget, cpu_moe, ram, speeds,
+                       shown)
     if device == "cpu":
         return request.on_cpu("", None)
     found = _profiled_gpu(profile) if shown and profile is not None else gpu()
@@ -172,7 +174,10 @@ def _faster(request: _Request, found: Gpu) -> Plan:
     if there.decode is None or not request.inventory.streamed(there.homes):
         return replace(there, why="the model fits into its memory but for the embedding, which is read by rows")
     here = decode_on_cpu(request.inventory.uses, request.speeds.of("cuda", found), request.threads)
-    said = "the model does not fit into the VRAM whole, and decode is predicted at {:.1f} tokens/s {}, {:.1f} {}"
+    because = "the model does not fit into the VRAM whole"
+    if request.experts_on_cpu:
+        because = "the experts are left to the CPU"
+    said = because + ", and decode is predicted at {:.1f} tokens/s {}, {:.1f} {}"
     speeds = {"cuda": there.decode.tokens_per_second, "cpu": here.tokens_per_second}
     if speeds["cuda"] >= speeds["cpu"]:
         return replace(there, why=said.format(speeds["cuda"], "with the GPU", speeds["cpu"], "without it"))
@@ -211,6 +216,12 @@ class _Speeds:
         return completed(self._known) if device == "cuda" else self._known
 
 
+    def at_hand(self) -> HardwareProfile | None:
+        """What was measured, without measuring; a machine without a GPU's rates does not count."""
+        known = current_profile(False, lambda: None) if self._known is None else self._known
+        return known if known.gpu is not None and not known.assumed else None
+
+
 @dataclass(frozen=True)
 class _Request:
     """What was asked for, checked; a plan for either device can be made of it."""
@@ -222,6 +233,7 @@ class _Request:
     batch: int | None
     threads: int
     vram: int | None
+    cpu_moe: bool | None
     ram: int | None
     speeds: _Speeds
     shown: bool
@@ -231,6 +243,12 @@ class _Request:
         """The model's weights in units."""
         return Inventory.of(self.file, self.spec)
 
+    @cached_property
+    def experts_on_cpu(self) -> bool:
+        """Whether there are experts that may not be in VRAM, though they might fit. Only a GPU's plan asks."""
+        wanted = Switches.read().cpu_moe if self.cpu_moe is None else self.cpu_moe
+        return wanted and self.inventory.has_experts
+
     def on_cpu(self, why: str, found: Gpu | str | None) -> Plan:
         """The plan for the CPU."""
         batch = min(self.batch or DEFAULT_BATCH["cpu"], self.context)
@@ -238,7 +256,7 @@ class _Request:
         mapped = sum(tensor.nbytes for tensor in self.file.tensors)
 
         def fits(context: int, rows: int) -> bool:
-            return mapped + self.total("cpu", context, rows, None) <= room
+            return mapped + self.total("cpu", context, rows, ()) <= room
 
         shown: dict[str, Any] = {}
         if self.shown and fits(self.context, batch):
@@ -246,7 +264,7 @@ class _Request:
             shown = {"placement": self.inventory.placed_on_cpu(), "profile": profile,
                      "prefill": prefill_on_cpu(uses, profile, batch, self.threads),
                      "decode": decode_on_cpu(uses, profile, self.threads)}
-        return self.fill("cpu", why, found, batch, room, None, **shown,
+        return self.fill("cpu", why, found, batch, room, (), **shown,
                           fitting_batch=_fitting_batch(batch, lambda rows: fits(self.context, rows)),
                           fitting_context=_largest(self.spec.context_length,
                                                    lambda context: fits(context, min(batch, context))))
@@ -255,18 +273,20 @@ class _Request:
         """The plan for the GPU: all in VRAM if that fits, and else what of it does."""
         return _OnGpu(self, found).plan(why)
 
-    def total(self, device: str, context: int, rows: int, homes: Sequence[TensorHome] | None) -> int:
+    def total(self, device: str, context: int, rows: int, homes: Sequence[TensorHome]) -> int:
         """The sum of the lines."""
         return sum(count for _, count in self.lines(device, context, rows, homes))
 
     def lines(self, device: str, context: int, rows: int,
-              homes: Sequence[TensorHome] | None) -> list[tuple[str, int]]:
-        """What the core would take; homes: `None` where all is in one place."""
+              homes: Sequence[TensorHome]) -> list[tuple[str, int]]:
+        """What the core would take; on the CPU weights have no homes."""
         asked = (device, self.kv_dtype, rows, context, self.threads)
-        return self.spec.memory_lines(*asked) if homes is None else self.spec.memory_lines(*asked, list(homes))
+        if all(home.home != DIRECT for home in homes):
+            return self.spec.memory_lines(*asked)
+        return self.spec.memory_lines(*asked, list(homes))
 
     def fill(self, device: str, why: str, found: Gpu | str | None, batch: int, available: int | None,
-             counted: Sequence[TensorHome] | None, **more: Any) -> Plan:
+             homes: tuple[TensorHome, ...], **more: Any) -> Plan:
         """The plan, with what is the same on every device filled in."""
         return Plan(
             model=self.file.name,
@@ -283,8 +303,9 @@ class _Request:
             threads=self.threads,
             weights_bytes=sum(tensor.nbytes for tensor in self.file.tensors),
             kv_bytes=self.spec.kv_bytes(self.kv_dtype, self.context),
-            lines=tuple((name, count) for name, count in self.lines(device, self.context, batch, counted)),
+            lines=tuple((name, count) for name, count in self.lines(device, self.context, batch, homes)),
             available_bytes=available,
+            homes=homes,
             **more,
         )
 
@@ -302,38 +323,37 @@ class _OnGpu:
         self._shrinks = request.batch is None
         self._wanted = DEFAULT_BATCH["cuda"] if request.batch is None else request.batch
         self._switches = Switches.read()
-        self._inventory = request.inventory
+        self._inventory = request.inventory.with_experts_on_cpu() if request.experts_on_cpu else request.inventory
         self._count = len(self._inventory.movable)
         # Nothing in VRAM that need not be there takes least, but for small models: fetching their matrices takes more
         # room for slots than the matrices would.
         counts = [0] + [self._count - 1] * (self._count > 1 and self._within_limit(self._count - 1))
         self._smallest_homes = [self._inventory.homes(count) for count in counts]
+        # All that may be in VRAM, and that without what only single rows are read of.
+        self._whole_homes = self._inventory.homes(self._count)
         self._may_be_whole = self._within_limit(self._count)
-        # What a token reads in full, if that is less than all.
-        lean = self._inventory.homes(max(0, self._count - 1))
+        self._lean_homes = self._inventory.homes(max(0, self._count - 1))
         self._has_lean = (self._count > 0 and self._within_limit(self._count - 1)
-                          and not self._inventory.streamed(lean))
-        self._lean_homes = lean
+                          and self._inventory.movable[-1].kind == "embedding")
 
     def plan(self, why: str) -> Plan:
-        """All in VRAM, or all but the embedding, where that fits, even with a smaller batch than the default; and
-        else as much as does."""
+        """All in VRAM that may be, or all but the embedding, where that fits, even with a smaller batch than the
+        default; and else as much as does."""
         request, most = self._request, min(self._wanted, self._request.context)
         batch = self._batch(most, self._nearly_whole_fits)
         if batch:
-            homes = self._inventory.homes(self._count - (not self._whole_fits(request.context, batch)))
+            homes = self._prepared(self._inventory.homes(self._count - (not self._whole_fits(request.context, batch))))
         else:
             batch = self._batch(most, self._part_fits)
             homes = self._fullest(batch) if batch else self._smallest(most)[1]
         fits = batch > 0
-        direct = any(home.home == DIRECT for home in homes)
         predicted: dict[str, Any] = {}
         if fits and (request.shown or self._inventory.streamed(homes)):
             profile, uses = request.speeds.of("cuda", self._found), self._inventory.uses
             predicted = {"profile": profile, "decode": decode_on_gpu(uses, homes, profile, request.threads),
                          "prefill": prefill_on_gpu(uses, homes, profile, batch)}
         batch = batch or self._smallest(most)[0]
-        return request.fill("cuda", why, self._found, batch, self._available, homes if direct else None, homes=homes,
+        return request.fill("cuda", why, self._found, batch, self._available, homes,
                             placement=self._inventory.placed(homes), **predicted,
                             fitting_batch=batch if fits else _fitting_batch(most, self._fits_with),
                             fitting_context=_largest(request.spec.context_length, self._fits_at),
@@ -343,11 +363,11 @@ class _OnGpu:
         limit = self._switches.limit
         return limit is None or self._inventory.movable_bytes(resident) <= limit
 
-    def _has_room(self, context: int, rows: int, homes: Sequence[TensorHome] | None) -> bool:
+    def _has_room(self, context: int, rows: int, homes: Sequence[TensorHome]) -> bool:
         return self._available is None or self._request.total("cuda", context, rows, homes) <= self._available
 
     def _whole_fits(self, context: int, rows: int) -> bool:
-        return self._may_be_whole and self._has_room(context, rows, None)
+        return self._may_be_whole and self._has_room(context, rows, self._whole_homes)
 
     def _nearly_whole_fits(self, context: int, rows: int) -> bool:
         return self._whole_fits(context, rows) or (
@@ -398,16 +418,23 @@ class _OnGpu:
             return homes
         return balanced(self._inventory, homes, self._request.speeds.of("cuda", self._found), self._request.threads)
 
+    def _prepared(self, homes: tuple[TensorHome, ...]) -> tuple[TensorHome, ...]:
+        """`homes` with all in VRAM that may be, and with the rows that the CPU has where memory turns out to be shorter;
+        nobody measures for these alone."""
+        if self._request.shown or self._inventory.streamed(homes):
+            return self._shared(homes)
+        profile = self._request.speeds.at_hand() if self._switches.rows else None
+        return balanced(self._inventory, homes, profile, self._request.threads) if profile else homes
+
     def _smallest(self, most: int) -> tuple[int, tuple[TensorHome, ...]]:
         """The batch and the homes that take the least."""
         batch, choices = self._smallest_batch(most), list(self._smallest_homes if self._count else ())
         if self._may_be_whole or not choices:
-            choices.append(self._inventory.homes(self._count))
+            choices.append(self._whole_homes)
         return batch, min(choices, key=lambda homes: self._total(batch, homes))
 
     def _total(self, batch: int, homes: Sequence[TensorHome]) -> int:
-        direct = any(home.home == DIRECT for home in homes)
-        return self._request.total("cuda", self._request.context, batch, homes if direct else None)
+        return self._request.total("cuda", self._request.context, batch, homes)
 
     def _fitting_vram(self, most: int) -> int:
         """The least budget that would do, in whole MiB; 0 where the budget is not in the way or cannot be had."""

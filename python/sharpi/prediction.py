@@ -4,19 +4,21 @@ Decode, one token on the GPU. Two things go on at once, and the longer one count
 
 - PCIe brings the direct weights, all but the CPU's rows: their bytes / its rate.
 - The blocks run one after another: the bytes that products read of VRAM, resident or just arrived / VRAM's rate; a
-  fixed time for each kernel, of which direct weights need more, as they come in pieces; the CPU's rows, bytes / RAM's
-  rate; and two crossings between GPU and CPU for each layer that has such rows. The output head counts as a layer here.
+  fixed time for each kernel, of which direct weights need more, as they come in pieces; what the CPU computes, its rows
+  and the chosen ones of direct experts, bytes / RAM's rate; and two crossings between GPU and CPU for each layer that
+  has such work. The output head counts as a layer here.
 
 Of the GPU's own part of the second a piece is added to the first: copies run ahead by a few slots only, and begin anew
 with each token.
 
-Where the CPU and PCIe both read RAM, the rates are those measured with both at work. Decode on the CPU is the bytes
-that a token reads / RAM's rate.
+Where the CPU and PCIe both read RAM, the rates are those measured with both at work; the CPU's for as long as PCIe
+brings something. Decode on the CPU is the bytes that a token reads / RAM's rate.
 
-Prefill, a prompt of one batch on the GPU: again the longer one of bringing all direct weights (the CPU takes no rows
-of large batches) and of the arithmetic, two operations for each parameter and row, at the part of a large product's
-rate that whole prompts reach; plus a part of the shorter one, and a fixed time. On the CPU it is the arithmetic alone.
-The output head is computed for the last row only, and counts as nothing in prefill's arithmetic.
+Prefill, a prompt of one batch on the GPU: again the longer one of bringing all direct weights (the CPU takes no part in
+large batches, and of direct experts they need all) and of the arithmetic, two operations for each parameter and row, at
+the part of a large product's rate that whole prompts reach; plus a part of the shorter one, and a fixed time. On the
+CPU it is the arithmetic alone. The output head is computed for the last row only, and counts as nothing in prefill's
+arithmetic.
 
 Attention over the KV cache is left out: predictions are for short contexts.
 """
@@ -35,7 +37,7 @@ __all__ = ["BOUNDS", "Speed", "Traffic", "balanced", "completed", "decode_on_cpu
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
-# Kernels of a decode step: of a layer, more where it has experts, more where the CPU takes rows; and outside of layers.
+# Kernels of a decode step: of a layer, more if it has experts or the CPU takes part; and outside of layers.
 DENSE_LAYER_KERNELS, EXPERT_LAYER_KERNELS, SHARED_LAYER_KERNELS, OTHER_KERNELS = 8, 10, 4, 4
 # Direct weights are multiplied as they come, a piece at a time.
 PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1
@@ -66,7 +68,7 @@ class Speed:
 @dataclass(frozen=True)
 class Traffic:
     """What one token reads: bytes by place, and the layers by what they launch. shared_layers: those of which the CPU
-    takes rows, and the output head if it does of that."""
+    takes rows or the experts, and the output head if it takes rows of that."""
 
     vram: float
     direct: float
@@ -90,38 +92,52 @@ def traffic(uses: Sequence[Use], homes: Sequence[TensorHome]) -> Traffic:
     """What one token reads where, under `homes`."""
     vram = direct = cpu = 0.0
     for use in uses:
-        home, cpu_rows, _ = homes[use.tensor]
-        if home == DIRECT:
-            # The CPU has rows of products: an embedding's are read where the file is, even if it is the head as well.
-            share = use.read_bytes * cpu_rows / use.rows if use.role != "embedding" else 0.0
+        if homes[use.tensor].home == DIRECT:
+            share = use.read_bytes * _on_cpu(use, homes[use.tensor])
             cpu += share
             direct += use.read_bytes - share
         else:
             vram += use.read_bytes
     layers = {use.layer for use in uses if use.layer >= 0}
     experts = {use.layer for use in uses if use.role == "experts"}
-    shared = {use.layer for use in uses if use.role != "embedding" and homes[use.tensor].cpu_rows}
+    shared = {use.layer for use in uses if _on_cpu(use, homes[use.tensor])}
     return Traffic(vram, direct, cpu, len(layers), len(experts), len(shared))
+
+
+def _on_cpu(use: Use, home: TensorHome) -> float:
+    """The part of what a token reads of a tensor that the CPU computes."""
+    if home.home != DIRECT:
+        return 0.0
+    if use.role == "experts":
+        return 1.0
+    # The CPU has rows of products: an embedding's are read where the file is, even if it is the head as well.
+    return home.cpu_rows / use.rows if use.role != "embedding" else 0.0
 
 
 def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None = None) -> tuple[float, str]:
     """Seconds a token takes on the GPU, and what bounds it; `profile` has a GPU's rates. threads: the CPU's, where
     they may be fewer than those that were measured."""
     both = reads.cpu > 0 and reads.direct > 0
-    pcie = profile.pcie_bytes_per_second_shared if both else profile.pcie_bytes_per_second
-    ram = profile.ram_bytes_per_second_shared if both else profile.ram_bytes_per_second
+    streamed = reads.direct / (profile.pcie_bytes_per_second_shared if both else profile.pcie_bytes_per_second)
     kernels = (DENSE_LAYER_KERNELS * (reads.layers - reads.expert_layers) + EXPERT_LAYER_KERNELS * reads.expert_layers
                + SHARED_LAYER_KERNELS * reads.shared_layers + PIECE_KERNELS * reads.direct / PIECE_BYTES
                + OTHER_KERNELS)
     serial = {"VRAM": (reads.vram + reads.direct) / profile.vram_bytes_per_second,
               "GPU arithmetic": kernels * profile.gpu_kernel_seconds,
-              "RAM": (reads.cpu / (ram * _at_work(profile, threads))
+              "RAM": (_cpu_seconds(reads.cpu, streamed, profile, threads)
                       + 2 * reads.shared_layers * CROSSING_SECONDS)}
-    streamed, computed = reads.direct / pcie, sum(serial.values())
+    computed = sum(serial.values())
     shown = DECODE_OVERLAP_LOSS * min(streamed, serial["VRAM"] + serial["GPU arithmetic"])
     if streamed > computed:
         return streamed + shown, "PCIe"
     return computed + shown, max(serial, key=lambda name: serial[name])
+
+
+def _cpu_seconds(count: float, streamed: float, profile: HardwareProfile, threads: int | None) -> float:
+    """Seconds in which the CPU reads `count` bytes, of which PCIe reads RAM too for `streamed`."""
+    beside = profile.ram_bytes_per_second_shared * _at_work(profile, threads)
+    together = min(count / beside, streamed)
+    return together + (count - together * beside) / (profile.ram_bytes_per_second * _at_work(profile, threads))
 
 
 def decode_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile,
@@ -139,7 +155,7 @@ def decode_on_cpu(uses: Sequence[Use], profile: HardwareProfile, threads: int | 
 
 def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile, rows: int) -> Speed:
     """The speed of prefill on the GPU, for a prompt of one batch of `rows` tokens."""
-    direct = sum(use.read_bytes * (rows if use.role == "embedding" else 1)
+    direct = sum(use.batch_bytes * (rows if use.role == "embedding" else 1)
                  for use in uses if homes[use.tensor].home == DIRECT)
     streamed = direct / profile.pcie_bytes_per_second
     computed = _operations(uses, rows) / (PREFILL_EFFICIENCY * profile.gpu_flops)
@@ -166,11 +182,24 @@ def share_rows(rows: int, share: float) -> int:
 def balanced(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
              threads: int | None = None) -> tuple[TensorHome, ...]:
     """`homes` with the CPU's rows: one fraction for all matrices that can be shared, the one predicted to decode
-    fastest; none where that is best."""
+    fastest; none where that is best. Those in VRAM have the rows too that they would give if they had to leave it: the
+    same fraction, or where that is nothing, the one that is best if all of them have left."""
+    share, movable = _best_share(inventory, homes, profile, threads), inventory.shareable()
+    leaving = {use.tensor for use in movable}
+    gone = [home._replace(home=DIRECT) if tensor in leaving else home for tensor, home in enumerate(homes)]
+    once_gone = share or _best_share(inventory, gone, profile, threads)
+    rows = {use.tensor: share_rows(use.rows, share if homes[use.tensor].home == DIRECT else once_gone)
+            for use in movable}
+    return tuple(home._replace(cpu_rows=rows.get(tensor, 0)) for tensor, home in enumerate(homes))
+
+
+def _best_share(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
+                threads: int | None) -> float:
+    """The fraction of their rows that direct matrices had best give the CPU."""
     shared = inventory.shareable(homes)
     if not shared:
-        return tuple(homes)
-    alone = traffic(inventory.uses, homes)
+        return 0.0
+    alone = traffic(inventory.uses, [home._replace(cpu_rows=0) for home in homes])
     # Layers are much alike: a fraction is judged by the few kinds of matrices, not by all. The head is layer -1.
     kinds = Counter((use.rows, use.read_bytes) for use in shared)
     most: dict[int, int] = {}
@@ -183,11 +212,10 @@ def balanced(inventory: Inventory, homes: Sequence[TensorHome], profile: Hardwar
         touched = sum(count for rows, count in layers.items() if share_rows(rows, share))
         # What is left may be a rounding error instead of nothing.
         direct = alone.direct - cpu if alone.direct - cpu > 1 else 0.0
-        return decode_seconds(replace(alone, direct=direct, cpu=cpu, shared_layers=touched), profile, threads)[0]
+        reads = replace(alone, direct=direct, cpu=alone.cpu + cpu, shared_layers=alone.shared_layers + touched)
+        return decode_seconds(reads, profile, threads)[0]
 
-    best = min(shares(), key=seconds)
-    rows = {use.tensor: share_rows(use.rows, best) for use in shared}
-    return tuple(home._replace(cpu_rows=rows.get(tensor, 0)) for tensor, home in enumerate(homes))
+    return min(shares(), key=seconds)
 
 
 def _operations(uses: Sequence[Use], rows: int) -> float:

@@ -16,10 +16,10 @@ from typing import Any
 from collections.abc import Callable, Mapping
 
 from sharpi import hardware
-from sharpi.errors import InvalidRequestError, OutOfMemoryError
+from sharpi.errors import InvalidRequestError
 
 __all__ = ["ASSUMED", "PROFILE_VERSION", "HardwareProfile", "cache_path", "cached_profile", "current_profile", "keep",
-           "load_profile", "measure_profile"]
+           "load_profile", "measure_profile", "uses_all_cores"]
 
 # Of the format: what a field means changes with it, so that a profile of another version is measured anew.
 PROFILE_VERSION = 1
@@ -268,8 +268,8 @@ def measure_profile(threads: int | None = None) -> HardwareProfile:
 def current_profile(measure: bool = True, announce: Callable[[], None] | None = None) -> HardwareProfile:
     """This machine's profile: the one kept from before, else measured now and kept.
 
-    With measure=False nothing is measured, and `ASSUMED` is what there is where none was kept; it is too where
-    measuring finds no memory free. `announce` is called before a measurement begins.
+    With measure=False nothing is measured, and `ASSUMED` is what there is where none was kept. `announce` is called
+    before a measurement begins. Raises as `measure_profile` does: who asks says so, and goes on with `ASSUMED`.
     """
     kept = cached_profile()
     if kept is not None:
@@ -278,17 +278,14 @@ def current_profile(measure: bool = True, announce: Callable[[], None] | None = 
         return ASSUMED
     if announce is not None:
         announce()
-    try:
-        profile = measure_profile()
-    except OutOfMemoryError:
-        return ASSUMED
+    profile = measure_profile()
     keep(profile)
     return profile
 
 
 def cached_profile() -> HardwareProfile | None:
-    """The profile kept from an earlier measurement of this machine, or None: there is none, it is damaged, of another
-    version, or of a machine that was another one then."""
+    """The profile kept from an earlier measurement of this machine with all of its processors, or None: there is none,
+    it is damaged, of another version, or of a machine that was another one then."""
     path = cache_path()
     if path is None:
         return None
@@ -296,13 +293,21 @@ def cached_profile() -> HardwareProfile | None:
         profile = load_profile(path)
     except InvalidRequestError:
         return None
-    return profile if not profile.assumed and _is_this_machine(profile) else None
+    whole = profile.threads == profile.cores and not profile.assumed
+    return profile if whole and _is_this_machine(profile) else None
+
+
+def uses_all_cores(profile: HardwareProfile) -> bool:
+    """Whether a profile that this process measured has the rates of the whole machine: as many threads as it has
+    processors, and this process may use them all."""
+    return profile.threads == profile.cores == hardware.core_count()
 
 
 def keep(profile: HardwareProfile) -> bool:
-    """Puts a profile into the cache; False where there can be none, which costs only the next measurement."""
+    """Puts a profile that this process measured into the cache; False where it was not measured with all processors,
+    and where there can be no cache, which costs only the next measurement."""
     path = cache_path()
-    if path is None:
+    if path is None or not uses_all_cores(profile):
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -329,7 +334,7 @@ def _this_machine() -> dict[str, Any]:
     has_gpu = isinstance(found, hardware.Gpu)
     return {
         "cpu": _name(hardware.cpu_name()),
-        "cores": hardware.core_count(),
+        "cores": hardware.machine_core_count(),
         "ram_bytes": hardware.ram_bytes(),
         "gpu": _name(found.name) if has_gpu else None,
         "vram_bytes": found.total_bytes if has_gpu else None,

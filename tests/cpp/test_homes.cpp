@@ -21,11 +21,14 @@ using namespace tiny;
 Homes homesUpTo(const tiny::Model& model, int32_t limit, int64_t cpuRows) {
     Homes homes(model.tensors.size());
     int32_t rank = 0;
+    std::string before;
     for (const TensorUse& use : tensorUses(model.spec(), model.table())) {
         const std::string role = use.role;
-        if (role == "vector" || role == "experts") continue;
+        const bool together = role == "ffn_up" || (role == "experts" && before == role);  // with the gate; a layer's three stacks
+        before = role;
+        if (role == "vector") continue;
         TensorHome& home = homes[static_cast<size_t>(use.tensor)];
-        home.rank = role == "ffn_up" ? rank - 1 : rank++;  // with the gate
+        home.rank = together ? rank - 1 : rank++;
         home.home = home.rank < limit ? Home::Vram : Home::Direct;
         home.cpuRows = role.rfind("ffn_", 0) == 0 || role == "head" ? cpuRows : 0;
     }
@@ -48,8 +51,15 @@ std::vector<tiny::Options> modelsWithHomes() {
     experts.architecture = "qwen3moe";
     experts.fusedExperts = experts.fusedQkv = experts.tied = true;
     experts.matrices = DType::Q4_0;
-    return {plain, fused, floats, experts};
+    tiny::Options apart, floatExperts;
+    apart.experts = floatExperts.experts = 5;
+    apart.used = 3;
+    floatExperts.used = 1;
+    floatExperts.matrices = DType::F32;
+    return {plain, fused, floats, experts, apart, floatExperts};
 }
+
+bool isStack(const TensorInfo& tensor) { return tensor.name.find("_exps.") != std::string::npos; }
 
 TEST(Homes, WhereWeightsAreDoesNotChangeLogitsOrTokens) {
     for (const tiny::Options& options : modelsWithHomes()) {
@@ -67,6 +77,11 @@ TEST(Homes, WhereWeightsAreDoesNotChangeLogitsOrTokens) {
         sweep.back()[0].home = Home::Direct;  // the embedding alone, or with the head that it is
         sweep.push_back(homesUpTo(model, 0, 32));
         sweep.back()[0].home = Home::Vram;
+        for (size_t t = 0; t < model.tensors.size(); ++t) {  // the others of its layer go with it
+            if (!isStack(model.tensors[t])) continue;
+            sweep.push_back(homesUpTo(model, 100, 0));
+            sweep.back()[t].home = Home::Direct;
+        }
         for (size_t i = 0; i < sweep.size(); ++i) {
             const int64_t batch = std::vector<int64_t>{16, 1, 7, 100}[i % 4];
             SCOPED_TRACE(tiny::describe(options) + " homes " + std::to_string(i) + " batch " + std::to_string(batch));
@@ -80,6 +95,25 @@ TEST(Homes, WhereWeightsAreDoesNotChangeLogitsOrTokens) {
             EXPECT_EQ(greedy(session, prompt, 64), made);
         }
     }
+}
+
+TEST(Homes, StacksOfSeveralPiecesGiveTheSameBits) {
+    tiny::Options options;
+    options.layers = 2;
+    options.embedding = 512;
+    options.hidden = 2560;
+    options.experts = 14;
+    options.used = 3;
+    options.matrices = DType::Q8_0;
+    const tiny::Model model(options);
+    const auto large = [](const TensorInfo& t) { return t.bytes > WeightStream::kPieceBytes; };
+    ASSERT_EQ(std::count_if(model.tensors.begin(), model.tensors.end(), large), 6) << "all stacks";
+    const auto tokens = randomTokens(12, options.vocab, 3);
+    Session plain(makeEngine(model, 200, 16, 1));
+    const auto logits = evaluate(plain, tokens, options.vocab);
+    expectMeaningful(logits, options.vocab);
+    Session session(OnFake(size_t{1} << 30, size_t{2} << 20).load(model, homeOptions(homesUpTo(model, 0, 0))));
+    EXPECT_TRUE(sameBits(evaluate(session, tokens, options.vocab, {9, 1, 2}), logits));
 }
 
 TEST(Homes, MatricesOfSeveralPiecesGiveTheSameBits) {
@@ -107,10 +141,13 @@ TEST(Homes, MatricesOfSeveralPiecesGiveTheSameBits) {
 
 // The file changes under a loaded model: what is resident must not notice, and what is not must.
 TEST(Homes, ResidentWeightsAreReadOnTheDeviceAndTheOthersInTheFile) {
-    tiny::Options options;
-    const tiny::Model model(options);
-    const auto tokens = randomTokens(20, options.vocab, 3);
-    for (const char* name : {"token_embd.weight", "blk.0.attn_k.weight", "blk.1.ffn_up.weight", "blk.1.ffn_down.weight", "output.weight"}) {
+    tiny::Options experts;
+    experts.experts = 4;
+    for (const char* name : {"token_embd.weight", "blk.0.attn_k.weight", "blk.1.ffn_up.weight", "blk.1.ffn_down.weight", "output.weight",
+                             "blk.0.ffn_gate_exps.weight", "blk.0.ffn_up_exps.weight", "blk.1.ffn_down_exps.weight"}) {
+        const tiny::Options options = std::string(name).find("_exps.") == std::string::npos ? tiny::Options() : experts;
+        const tiny::Model model(options);
+        const auto tokens = randomTokens(20, options.vocab, 3);
         tiny::Model changed = model;
         const TensorInfo tensor = changed.tensor(name);
         const auto index = static_cast<size_t>(&changed.tensor(name) - changed.tensors.data());
@@ -122,7 +159,7 @@ TEST(Homes, ResidentWeightsAreReadOnTheDeviceAndTheOthersInTheFile) {
             SCOPED_TRACE(std::string(name) + (resident ? " resident" : " in the file"));
             Homes homes = homesUpTo(model, resident ? 0 : 100, 32);  // all others are where this one is not
             for (size_t i = 0; i < homes.size(); ++i) {
-                if (homes[i].rank == homes[index].rank) homes[i].home = resident ? Home::Vram : Home::Direct;  // gate goes with up
+                if (homes[i].rank == homes[index].rank) homes[i].home = resident ? Home::Vram : Home::Direct;  // gate goes with up, stacks with stacks
             }
             int file = -1;
             Session session(std::make_shared<Engine>(model.spec(), model.weights(&file), homeOptions(homes),
@@ -153,8 +190,9 @@ void expectLess(const Engine& engine, uint64_t planned) {
     EXPECT_LT(engine.placement().vram, planned);
 }
 
-TEST(Homes, WithLessMemoryThanPlannedItLoadsWithLessAndSaysSo) {
-    const tiny::Model model(deepModel());
+void expectToAdapt(const tiny::Options& options) {
+    SCOPED_TRACE(tiny::describe(options));
+    const tiny::Model model(options);
     const int64_t vocab = model.options().vocab;
     const auto tokens = randomTokens(20, vocab, 3);
     Session plain(makeEngine(model, 200, 16, 1));
@@ -179,6 +217,13 @@ TEST(Homes, WithLessMemoryThanPlannedItLoadsWithLessAndSaysSo) {
     }
     EXPECT_EQ(before, planned);
     expectError(ErrorKind::OutOfMemory, "needs", [&] { OnFake(granule, granule).load(model, homeOptions(all)); });
+}
+
+TEST(Homes, WithLessMemoryThanPlannedItLoadsWithLessAndSaysSo) {
+    tiny::Options experts = deepModel();
+    experts.experts = 6;
+    experts.hidden = 192;
+    for (const tiny::Options& options : {deepModel(), experts}) expectToAdapt(options);
 }
 
 TEST(Homes, OthersMayTakeMemoryWhileItLoads) {

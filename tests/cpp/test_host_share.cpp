@@ -209,7 +209,7 @@ struct Desk {
     Bytes memory;
     HostShare share;
 
-    Desk(const Shape& s, int threads, std::function<void()> waiting)
+    Desk(const Shape& s, int threads, std::function<bool()> waiting)
         : memory(poisoned(HostShare::mailboxBytes(limitsOf(s), kMostRows))),
           share(threads, memory.get(), limitsOf(s), kMostRows, std::move(waiting)) {}
     const Mailbox& mailbox() const { return share.mailbox(); }
@@ -278,6 +278,7 @@ void runLayers(const Shape& shape, int threads, int64_t rows, const std::vector<
     PlayedGpu* gpu = nullptr;
     Desk desk(shape, threads, [&] {
         if (gpu->failed()) throw Error(ErrorKind::Internal, "the GPU has failed");
+        return false;  // it may be about to send
     });
     desk.poisonAll();
     HostShare& share = desk.share;
@@ -400,15 +401,16 @@ TEST(HostShare, WaitingIsToldAndMayAnswer) {
     int calls = 0;
     const Mailbox* mailbox = nullptr;
     Desk desk(shape, 2, [&] {
-        if (++calls != 5) return;
+        if (++calls == 1) return false;
         copyIn(layer.input, 3, 0, shape.embedding, mailbox->input);
         __atomic_store_n(mailbox->sent, 7u, __ATOMIC_RELEASE);
+        return true;  // the last that it had to do
     });
     mailbox = &desk.mailbox();
     desk.share.begin();
     desk.poisonAll();
     desk.share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, 3, 64, 6, 1);  // 7 has gone past 6
-    EXPECT_EQ(calls, 5);
+    EXPECT_EQ(calls, 2);
     expectHidden(desk.mailbox().hidden, layer, 3, 64);
     EXPECT_EQ(*desk.mailbox().returned, 1u);
 }
@@ -422,6 +424,7 @@ TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
     Desk desk(shape, 2, [&] {
         ++calls;
         if (fails) throw std::runtime_error("the GPU is gone");
+        return false;
     });
     HostShare& share = desk.share;
     share.begin();
@@ -453,6 +456,33 @@ TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
     copyIn(layer.input, 1, 0, shape.embedding, desk.mailbox().input);
     share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, 1, 32, 0, 1);
     expectHidden(desk.mailbox().hidden, layer, 1, 32);
+}
+
+// Nothing will ever come: not to be waited for.
+TEST(HostShare, WaitingForAGpuThatIsDoneIsAnError) {
+    std::mt19937 random(19);
+    const Shape& shape = kShapes[3];
+    const Layer layer(shape, 2, random);
+    const Mailbox* mailbox = nullptr;
+    int calls = 0;
+    Desk desk(shape, 2, [&] {
+        __atomic_store_n(mailbox->sent, 4u, __ATOMIC_RELEASE);  // an earlier one's
+        if (++calls == 3) throw std::runtime_error("waited for again");
+        return true;
+    });
+    mailbox = &desk.mailbox();
+    desk.share.begin();
+    desk.poisonAll();
+    try {
+        desk.share.down(layer.down.matrix, 2, 0, 5, 1);
+        FAIL() << "something was computed";
+    } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::Internal);
+        EXPECT_NE(std::string(error.what()).find("the GPU is done"), std::string::npos) << error.what();
+    }
+    EXPECT_EQ(calls, 1);
+    EXPECT_EQ(*desk.mailbox().returned, 0u);
+    EXPECT_EQ(desk.mailbox().down[0], -777.0f);
 }
 
 TEST(HostShare, RefusesWhatDoesNotFitTheMailbox) {

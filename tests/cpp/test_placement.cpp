@@ -116,10 +116,34 @@ Homes randomHomes(const tiny::Model& model, std::mt19937& random) {
     return homes;
 }
 
-// Whether such a tensor may stay in the file: norms, biases and stacks of experts may not.
-bool mayBeDirect(const tiny::Model& model, size_t tensor) {
+bool isStack(const TensorInfo& tensor) { return tensor.shape.size() == 3; }
+std::string layerOf(const TensorInfo& tensor) { return tensor.name.substr(0, tensor.name.find('.', 4)); }
+
+bool isGated(const TensorInfo& tensor) {
+    return tensor.name.find("ffn_gate.") != std::string::npos || tensor.name.find("ffn_up.") != std::string::npos;
+}
+bool goTogether(const TensorInfo& a, const TensorInfo& b) {
+    return layerOf(a) == layerOf(b) && ((isStack(a) && isStack(b)) || (isGated(a) && isGated(b)));
+}
+
+// Norms and biases are always resident; a layer's stacks, and its gate and up, together or not at all.
+Home homeOf(const tiny::Model& model, const Homes& homes, size_t tensor) {
     const TensorInfo& t = model.tensors[tensor];
-    return t.shape.size() == 2;
+    if (homes.empty() || t.shape.size() == 1) return Home::Vram;
+    bool direct = homes[tensor].home == Home::Direct;
+    for (size_t i = 0; i < homes.size(); ++i) direct |= goTogether(model.tensors[i], t) && homes[i].home == Home::Direct;
+    return direct ? Home::Direct : Home::Vram;
+}
+
+// Of gate and up gate's number counts.
+int64_t cpuRowsOf(const tiny::Model& model, const Homes& homes, size_t tensor) {
+    const std::string& name = model.tensors[tensor].name;
+    const size_t up = name.find("ffn_up.");
+    if (up == std::string::npos) return homes[tensor].cpuRows;
+    for (size_t i = 0; i < homes.size(); ++i) {
+        if (model.tensors[i].name == name.substr(0, up) + "ffn_gate." + name.substr(up + 7)) return homes[i].cpuRows;
+    }
+    return homes[tensor].cpuRows;
 }
 
 // Some of the tensors in a second file, and gaps of all sizes between them. The second file's offsets go on where the first's end.
@@ -144,18 +168,20 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
             if (round > 1) scatter(model, random);
             const Homes homes = round == 0 ? Homes() : randomHomes(model, random);
             const Placement placement = placementOf(model.spec(), model.table(), homes);
-            const auto homeOf = [&](size_t i) { return homes.empty() || !mayBeDirect(model, i) ? Home::Vram : homes[i].home; };
+            const auto isDirect = [&](size_t i) { return homeOf(model, homes, i) == Home::Direct; };
             uint64_t vram = 0, direct = 0, cpu = 0;
             for (size_t i = 0; i < model.tensors.size(); ++i) {
                 const TensorInfo& t = model.tensors[i];
-                (homeOf(i) == Home::Vram ? vram : direct) += t.bytes;
+                (isDirect(i) ? direct : vram) += t.bytes;
                 const bool feedForward = t.name.find("ffn_") != std::string::npos && t.name.find("inp") == std::string::npos;
                 const bool head = t.name == (o.tied ? "token_embd.weight" : "output.weight");
-                if (homeOf(i) == Home::Direct && (feedForward || head)) {
-                    cpu += rowBytes(t.type, t.shape[0]) * static_cast<uint64_t>(std::min(t.shape[1], homes[i].cpuRows));
+                if (isDirect(i) && isStack(t)) {
+                    cpu += t.bytes;
+                } else if (isDirect(i) && (feedForward || head)) {
+                    cpu += rowBytes(t.type, t.shape[0]) * static_cast<uint64_t>(std::min(t.shape[1], cpuRowsOf(model, homes, i)));
                 }
                 const auto holds = [&](const Placement::Range& r) {
-                    return r.file == t.file && r.begin <= t.offset && t.offset + t.bytes <= r.end && r.home == homeOf(i);
+                    return r.file == t.file && r.begin <= t.offset && t.offset + t.bytes <= r.end && (r.home == Home::Direct) == isDirect(i);
                 };
                 EXPECT_EQ(std::count_if(placement.ranges.begin(), placement.ranges.end(), holds), 1) << t.name;
             }
@@ -335,6 +361,37 @@ TEST(PlannedLines, StreamingLargeMatricesTakesSlotsAndStagesOfAPiece) {
     EXPECT_GE(taken, (WeightStream::kSlots + 3) * piece);
     EXPECT_LE(taken, (WeightStream::kSlots + 3) * (piece + 2 * 256));
     EXPECT_LE(taken, (WeightStream::kSlots + 3) * WeightStream::kPieceBytes);
+}
+
+// Whichever of a layer's stacks a plan names, all three stay in the file.
+TEST(PlannedLines, StacksInTheFileLeaveSlotsAndStagesOfWholeExperts) {
+    for (const bool fused : {false, true}) {
+        tiny::Options o;
+        o.architecture = fused ? "qwen3moe" : "llama";
+        o.fusedExperts = fused;
+        o.layers = 2;
+        o.embedding = 512;
+        o.hidden = 1024;
+        o.experts = 60;  // of 544 KiB: 30 are a piece
+        const tiny::Model model(o);
+        EngineOptions options;
+        options.cuda = true;
+        options.context = 100;
+        options.batch = 16;
+        const size_t layer = plannedLine(model, options, "layer 1"), expert = rowBytes(DType::Q8_0, o.embedding) * static_cast<size_t>(o.hidden);
+        for (size_t i = 0; i < model.tensors.size(); ++i) {
+            if (!isStack(model.tensors[i]) || layerOf(model.tensors[i]) != "blk.1") continue;
+            SCOPED_TRACE(model.tensors[i].name);
+            options.homes = Homes(model.tensors.size());
+            options.homes[i].home = Home::Direct;
+            const size_t left = plannedLine(model, options, "layer 1"), streaming = plannedLine(model, options, "streaming");
+            const size_t stacks = 3 * 60 * expert;
+            EXPECT_GE(left + stacks + stacks / 100, layer);
+            EXPECT_LE(left + stacks, layer);
+            EXPECT_GE(streaming, (WeightStream::kSlots + 3) * 30 * expert);
+            EXPECT_LE(streaming, (WeightStream::kSlots + 3) * WeightStream::kPieceBytes);
+        }
+    }
 }
 
 TEST(PlannedLines, ATiedHeadIsResidentOnce) {

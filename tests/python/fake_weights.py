@@ -39,7 +39,7 @@ class FakeWeights:
 
     On the GPU a resident tensor takes its bytes, a direct one nothing, all in steps of `granule`; and the slots for
     streaming STREAMING, or less where little is left to stream; rows of a direct embedding need none. experts: layers
-    with experts instead of a dense feed-forward.
+    with eight experts, of which a token uses two, instead of a dense feed-forward.
     """
 
     layers: int = 4
@@ -64,7 +64,7 @@ class FakeWeights:
             if layer in self.experts:
                 self._add(f"blk.{layer}.ffn_gate_inp", "router", layer, 8, 1024)
                 for name in ("gate", "up", "down"):
-                    self._add(f"blk.{layer}.ffn_{name}_exps", "experts", layer, 8 * 1024, 1024, share=0.25)
+                    self._add(f"blk.{layer}.ffn_{name}_exps", "experts", layer, 1024, 1024, share=0.25, experts=8)
                 continue
             for name, rows, cols in (("gate", 4096, 1024), ("up", 4096, 1024), ("down", 1024, 4096)):
                 self._add(f"blk.{layer}.ffn_{name}", f"ffn_{name}", layer, rows, cols)
@@ -74,11 +74,13 @@ class FakeWeights:
         else:
             self._add("output", "head", -1, 8192, 1024)
 
-    def _add(self, name: str, role: str, layer: int, rows: int, cols: int, share: float = 1.0) -> None:
+    def _add(self, name: str, role: str, layer: int, rows: int, cols: int, share: float = 1.0,
+             experts: int = 1) -> None:
+        """rows: of one expert, as the core tells them too."""
         bits = self.mixed.choice((4, 5, 6, 8)) if self.mixed else 4
-        nbytes = rows * cols * bits // 8
+        nbytes = experts * rows * cols * bits // 8
         self.uses.append((len(self.tensors), name, role, layer, int(nbytes * share), rows, cols))
-        self.tensors.append(SimpleNamespace(name=name, type=12, shape=(cols, rows), nbytes=nbytes))
+        self.tensors.append(SimpleNamespace(name=name, type=12, shape=(cols, rows, experts), nbytes=nbytes))
 
     @property
     def sizes(self) -> list[int]:

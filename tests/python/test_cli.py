@@ -125,15 +125,15 @@ def test_run_without_echo_and_stats(script: Script) -> None:
 
 def test_run_hands_its_switches_on(script: Script) -> None:
     sharpi("run", "-m", "a.gguf", "-c", "77", "-t", "2", "--device", "cuda", "--vram", "12GiB", "-b", "64",
-           "--kv-dtype", "fp16", "--profile", "machine.json", "-p", "Once",
+           "--kv-dtype", "fp16", "--cpu-moe", "--profile", "machine.json", "-p", "Once",
            "-n", "5", "--temp", "0.5", "--top-k", "3", "--top-p", "0.7", "--min-p", "0.1", "--repeat-penalty", "1.5",
            "--presence-penalty", "0.25", "--frequency-penalty", "-0.5", "--logit-bias", "7=-inf",
            "--logit-bias", "8=2", "--seed", "11", "--stop", "fox", "--stop", "hen")
     (load,) = script.loads
-    assert {k: load[k] for k in ("path", "context", "threads", "batch", "device", "vram", "kv_dtype", "plan",
-                                 "profile")} == {
+    assert {k: load[k] for k in ("path", "context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe",
+                                 "plan", "profile")} == {
         "path": "a.gguf", "context": 77, "threads": 2, "batch": 64, "device": "cuda", "vram": "12GiB",
-        "kv_dtype": "fp16", "plan": None, "profile": "machine.json"}
+        "kv_dtype": "fp16", "cpu_moe": True, "plan": None, "profile": "machine.json"}
     assert load.get("progress") is None  # standard error is no terminal here
     assert script.requests == [{
         "max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.5,
@@ -154,6 +154,7 @@ def test_the_environment_chooses_the_kv_type(script: Script, monkeypatch: pytest
     monkeypatch.setenv("SHARPI_KV_DTYPE", "fp16")
     sharpi("run", "-p", "Once")
     assert script.loads[0]["kv_dtype"] == "fp16"
+    assert script.loads[0]["cpu_moe"] is None, "not said: the environment's is what the plan asks"
 
 
 @pytest.mark.parametrize("limit, said", [("-1", True), ("100", True), ("6", False), ("5", False)])
@@ -306,7 +307,7 @@ def test_a_gpu_with_too_little_room_is_said_and_the_cpu_runs(monkeypatch: pytest
     monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 260 << 20))
     result = sharpi("run", "-p", "Once", "-n", "2", "--no-stats")
     assert result.exit_code == 0 and result.stdout.startswith("Once")
-    assert re.fullmatch(r"sharpi: on the CPU: Sharpi story needs .* of VRAM and there are .* are missing.*\n", result.stderr)
+    assert re.fullmatch(r"sharpi: on the CPU: Sharpi story needs .* of VRAM .*, and there are .* are missing.*\n", result.stderr)
 
 
 def run_without_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -481,6 +482,15 @@ def test_closing_line_tells_what_was_kept() -> None:
              "generation_tokens_per_second": 0.0, "reused_tokens": 20}
     assert closing_line(stats) == ("prompt 3 tokens, 10.0 tokens/s (20 more kept from before); "
                                    "generated 0 tokens, 0.0 tokens/s")
+
+
+def test_the_help_of_plan_says_which_switches_it_makes_void() -> None:
+    said = " ".join(sharpi("run", "--help").stdout.split())
+    said = said[said.index("--plan FILE"):said.index("--profile FILE")]
+    for name in ("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE,", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB,", "SHARPI_CUDA_ROW_SPLIT",
+                 "SHARPI_CPU_MOE"):
+        assert name in said, name
+    assert "no effect" in said
 
 
 def test_printable_keeps_letters_and_spells_controls_out() -> None:

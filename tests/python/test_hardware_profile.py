@@ -39,6 +39,7 @@ class Machine:
     def __init__(self) -> None:
         self.cpu = "Test CPU @ 3 GHz"
         self.cores = 16
+        self.allowed: int | None = None  # processors that this process may use, where not all
         self.ram = 64 * GIB
         self.gpu: Gpu | str = CARD
         self.failure: Exception | None = None
@@ -57,7 +58,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     it = Machine()
     monkeypatch.setattr(sharpi, "_core", SimpleNamespace(measure_hardware=it.measure_hardware), raising=False)
     monkeypatch.setattr(hardware, "cpu_name", lambda: it.cpu)
-    monkeypatch.setattr(hardware, "core_count", lambda: it.cores)
+    monkeypatch.setattr(hardware, "core_count", lambda: it.allowed or it.cores)
+    monkeypatch.setattr(hardware, "machine_core_count", lambda: it.cores)
     monkeypatch.setattr(hardware, "ram_bytes", lambda: it.ram)
     monkeypatch.setattr(hardware, "gpu", lambda: it.gpu)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -382,13 +384,48 @@ def test_a_user_without_a_home_has_no_cache(machine: Machine, monkeypatch: pytes
     assert current_profile().gpu == CARD.name and keep(current_profile()) is False
 
 
-def test_without_memory_to_measure_in_a_plan_reckons_with_typical_rates(machine: Machine) -> None:
-    machine.failure = OutOfMemoryError("weights to measure with: 28.1 MiB asked, 3.0 MiB free")
-    assert current_profile() is ASSUMED
-    assert cached_profile() is None
-    machine.failure = InvalidRequestError("something else")
-    with pytest.raises(InvalidRequestError, match="something else"):
+@pytest.mark.parametrize("failure", [
+    OutOfMemoryError("weights to measure with: 28.1 MiB asked, 3.0 MiB free"), InvalidRequestError("something else")])
+def test_who_asks_hears_why_nothing_could_be_measured(machine: Machine, failure: Exception) -> None:
+    machine.failure = failure
+    with pytest.raises(type(failure), match=str(failure)):
         current_profile()
+    assert cached_profile() is None
+    machine.failure = None
+    assert current_profile() == cached_profile()
+
+
+def test_a_process_with_few_processors_leaves_the_kept_profile_alone(machine: Machine) -> None:
+    whole = current_profile()
+    machine.allowed = 4
+    assert current_profile() == whole and len(machine.requests) == 1, "plans reckon with the threads there are"
+    result = sharpi_hardware("--again")
+    assert "CPU, 4 threads," in result.stdout and "16 processors" in result.stdout
+    assert "Not kept: only what all 16 processors reach is." in result.stdout
+    # As many threads as the machine has processors are not all of them where they share four.
+    assert "Not kept" in sharpi_hardware("--threads", "16", "--again").stdout
+    assert cached_profile() == whole
+    machine.allowed = None
+    assert current_profile() == whole
+    assert [threads for threads, _ in machine.requests] == [16, 4, 16]
+
+
+def test_a_process_with_few_processors_keeps_nothing(machine: Machine) -> None:
+    machine.allowed = 4
+    assert current_profile().threads == 4 and current_profile().cores == 16
+    path = cache_path()
+    assert cached_profile() is None and path is not None and not path.exists()
+
+
+def test_a_profile_of_fewer_threads_is_none_of_the_machine(machine: Machine) -> None:
+    """Whoever put it there: its rates are not what plans for all processors reckon with."""
+    path = cache_path()
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    a_profile(cpu=machine.cpu, threads=1).save(path)
+    assert cached_profile() is None
+    a_profile(cpu=machine.cpu).save(path)
+    assert cached_profile() is not None
 
 
 # --- the machine itself --------------------------------------------------------------------------------------------
@@ -397,7 +434,7 @@ def test_without_memory_to_measure_in_a_plan_reckons_with_typical_rates(machine:
 def test_the_processor_has_a_name_on_one_line() -> None:
     name = hardware.cpu_name()
     assert name and name == " ".join(name.split())
-    assert 1 <= hardware.core_count() <= (os.cpu_count() or 1)
+    assert 1 <= hardware.core_count() <= hardware.machine_core_count() == (os.cpu_count() or 1)
 
 
 def test_a_nameless_processor_has_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,11 +494,16 @@ def test_the_command_measures_once_and_again_on_demand(machine: Machine) -> None
 
 
 def test_the_command_measures_with_as_many_threads_as_it_is_told(machine: Machine) -> None:
-    assert "CPU, 1 thread," in sharpi_hardware("--threads", "1").stdout
-    assert "CPU, 1 thread," in sharpi_hardware().stdout
-    sharpi_hardware("--threads", "1")
+    for threads, words in (("1", "CPU, 1 thread,"), ("4", "CPU, 4 threads,"), ("32", "CPU, 32 threads,")):
+        result = sharpi_hardware("--threads", threads)
+        assert words in result.stdout and "Not kept: only what all 16 processors reach is." in result.stdout
+        assert cached_profile() is None
+    assert f"kept in {cache_path()}" in " ".join(sharpi_hardware().stdout.split())
+    whole = cached_profile()
+    assert whole is not None and whole.threads == 16
     sharpi_hardware("--threads", "4")
-    assert [threads for threads, _ in machine.requests] == [1, 4]
+    assert "CPU, 16 threads," in sharpi_hardware("--threads", "16").stdout and cached_profile() == whole
+    assert [threads for threads, _ in machine.requests] == [1, 4, 32, 16, 4]
 
 
 def test_the_command_says_why_there_is_no_gpu(machine: Machine) -> None:

@@ -193,6 +193,7 @@ def test_what_is_refused(model: Model, tiny: Path) -> None:
     assert "512" in refused(lambda: load(context=513))
     for options in ({"context": 0}, {"context": -5}, {"kv_dtype": "int3"}, {"threads": 0}, {"threads": -1},
                     {"threads": 10**6}, {"batch": 0}, {"batch": -1}, {"device": "tpu"}, {"vram": "1GiB"},
+                    {"cpu_moe": "yes"}, {"cpu_moe": 2},
                     {"vram": "much", "device": "auto"}, {"vram": 0, "device": "auto"}, {"vram": 1.5, "device": "auto"}):
         refused(lambda options=options: load(**options))
     for options in ({"max_tokens": -1}, {"stop": [""]}, {"seed": -1}, {"seed": 2**64}, {"temperature": -1.0},

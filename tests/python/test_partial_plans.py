@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from sharpi.hardware import Gpu
 from sharpi.placement import Inventory
 from sharpi.plan import Plan
 from sharpi.planner import VRAM_MARGIN, make_plan
-from sharpi.prediction import decode_on_gpu
+from sharpi.prediction import decode_on_gpu, share_rows
 from sharpi.profile import ASSUMED
 
 NO_GPU = "there is no usable GPU: none was built into this test"
@@ -26,7 +27,7 @@ NO_GPU = "there is no usable GPU: none was built into this test"
 @pytest.fixture(autouse=True)
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SHARPI_KV_DTYPE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB",
-                 "SHARPI_CUDA_ROW_SPLIT"):
+                 "SHARPI_CUDA_ROW_SPLIT", "SHARPI_CPU_MOE"):
         monkeypatch.delenv(name, raising=False)
     set_gpu(monkeypatch, NO_GPU)
     monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: MACHINE)
@@ -57,7 +58,8 @@ def refused(call: Callable[[], Any], error: type[Exception] = InvalidRequestErro
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"experts": (1,)}, {"granule": 4096}, {"layers": 1},
-                                     {"granule": 2 * MIB}])
+                                     {"granule": 2 * MIB}, {"experts": (0, 1, 2, 3)},
+                                     {"experts": (0, 2), "granule": 2 * MIB, "tied": True}])
 def test_homes_at_many_budgets(options: dict) -> None:
     model = FakeWeights(mixed=random.Random(2), **options)
     inventory = Inventory.of(model, model)
@@ -133,11 +135,31 @@ def test_the_cpu_takes_rows_where_that_is_faster() -> None:
                     ram_bytes_per_second_shared=3e9)
     plan = plan_of(model, model.total * 2 // 3, profile=quick)
     rows = {model.tensors[tensor].name: home.cpu_rows for tensor, home in enumerate(plan.homes) if home.cpu_rows}
-    assert rows and all(".ffn_" in name for name in rows)
+    assert rows and all(".ffn_" in name or name == "output" for name in rows)
+    # The head is in VRAM, with the rows that it gives if it has to leave.
+    assert plan.homes[model.index("output")].home == "vram" and rows["output"] == share_rows(
+        8192, rows["blk.3.ffn_gate"] / 4096)
     assert rows["blk.3.ffn_gate"] == rows["blk.3.ffn_up"] > rows["blk.3.ffn_down"] > 0
     assert any(row.cpu for row in plan.placement)
     none = replace(quick, ram_bytes_per_second=1e7, ram_bytes_per_second_shared=1e7)
     assert not any(home.cpu_rows for home in plan_of(model, model.total * 2 // 3, profile=none).homes)
+
+
+def test_a_resident_model_has_rows_for_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rates that are known; nobody measures for it, nor are rates guessed."""
+    model = FakeWeights(layers=4)
+    set_gpu(monkeypatch, 10 * GIB)
+    cache = Measuring(monkeypatch)
+    assert not any(home.cpu_rows for home in plan_of(model).homes) and cache.measured == 0
+    cache.cached = True
+    plan = plan_of(model)
+    rows = {model.tensors[tensor].name: home.cpu_rows for tensor, home in enumerate(plan.homes) if home.cpu_rows}
+    assert plan.resident and set(rows) == {"output", *(
+        f"blk.{layer}.ffn_{name}" for layer in range(4) for name in ("gate", "up", "down"))}
+    assert not any(row.cpu or row.direct for row in plan.placement)
+    assert plan_of(model, profile=MACHINE).homes == plan.homes
+    monkeypatch.setenv("SHARPI_CUDA_ROW_SPLIT", "0")
+    assert not any(home.cpu_rows for home in plan_of(model).homes)
 
 
 # --- the switches ----------------------------------------------------------------------------------------------------
@@ -149,13 +171,14 @@ def test_nothing_is_cached_where_the_cache_is_off(monkeypatch: pytest.MonkeyPatc
     for vram in (None, model.total * 2, model.total):
         plan = plan_of(model, vram)
         assert plan.homes == plan_of(model, vram).homes and plan.streaming_bytes == STREAMING
-        assert {model.tensors[tensor].name.split(".")[-1] for tensor in held(plan)} == {
-            "attn_norm", "output_norm", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}
+        assert {model.tensors[tensor].name.split(".")[-1] for tensor in held(plan)} == {"attn_norm", "output_norm"}
 
 
-@pytest.mark.parametrize("megabytes", [0, 1, 3, 5, 8, 100])
-def test_the_cache_holds_no_more_than_was_said(megabytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FakeWeights()
+@pytest.mark.parametrize("experts", [(), (0, 3)])
+@pytest.mark.parametrize("megabytes", [0, 1, 3, 5, 8, 30, 100])
+def test_the_cache_holds_no_more_than_was_said(megabytes: int, experts: tuple[int, ...],
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights(experts=experts)
     monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", str(megabytes / 1024))
     for vram in (None, model.total * 2):
         plan = plan_of(model, vram)
@@ -180,7 +203,7 @@ def test_no_rows_for_the_cpu_where_that_is_off(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("name", ["SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB",
-                                  "SHARPI_CUDA_ROW_SPLIT"])
+                                  "SHARPI_CUDA_ROW_SPLIT", "SHARPI_CPU_MOE"])
 def test_switches_that_say_nothing_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "perhaps")
     set_gpu(monkeypatch, 10 * GIB)
@@ -189,19 +212,119 @@ def test_switches_that_say_nothing_are_refused(name: str, monkeypatch: pytest.Mo
     plan_of(FakeWeights(), device="cpu")
 
 
-# --- what cannot be --------------------------------------------------------------------------------------------------
+# --- experts ---------------------------------------------------------------------------------------------------------
 
 
-def test_experts_have_to_be_in_vram(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FakeWeights(experts=(0, 1, 2))
-    experts = sum(tensor.nbytes for tensor in model.tensors if "_exps" in tensor.name)
-    least = model.taken(100, 1000, Inventory.of(model, model).homes(0))
-    assert least > experts
-    assert plan_of(model, least).fits
+MOE = {"layers": 4, "experts": (0, 1, 2, 3)}
+
+
+def experts_in_vram(model: FakeWeights, plan: Plan) -> set[int]:
+    """Layers, each of which has all of its experts there or none."""
+    layers: dict[int, set[str]] = {}
+    for tensor, home in zip(model.tensors, plan.homes, strict=True):
+        if "_exps" in tensor.name:
+            layers.setdefault(int(tensor.name.split(".")[1]), set()).add(home.home)
+            assert home.cpu_rows == 0
+    assert all(len(homes) == 1 for homes in layers.values())
+    return {layer for layer, homes in layers.items() if homes == {"vram"}}
+
+
+def test_experts_need_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights(**MOE)
+    inventory = Inventory.of(model, model)
+    stacks = sum(tensor.nbytes for tensor in model.tensors if "_exps" in tensor.name)
+    least = model.taken(100, 1000, inventory.homes(0))
+    assert least < stacks / 4
+    seen = set()
+    for budget in range(least, model.total + 2 * MIB, MIB // 2):
+        plan = plan_of(model, budget)
+        inside = experts_in_vram(model, plan)
+        seen.add(len(inside))
+        # What a token reads in full is there before any experts are, and they before the embedding.
+        others = {model.tensors[tensor].name for tensor in held(plan) if "_exps" not in model.tensors[tensor].name}
+        assert not inside or len(others) >= len(model.tensors) - 12 - 1
+        assert "token_embd" not in others or len(inside) == 4
+        row = next(row for row in plan.placement if row.kind == "experts")
+        assert (row.vram, row.direct, row.cpu) == (len(inside) * stacks // 4, 0, (4 - len(inside)) * stacks // 4)
+        assert (plan.decode is not None) is (plan.prefill is not None) is (len(inside) < 4), "if something is fetched"
+    assert seen == {0, 1, 2, 3, 4}
     set_gpu(monkeypatch, GIB)
-    assert "missing" in refused(plan_of(model, experts).require, OutOfMemoryError)
-    plan = plan_of(model, experts, device="auto")
-    assert plan.device == "cpu" and "beside the weights that may stay in RAM" in plan.why
+    assert "beside the weights that may stay in RAM" in refused(plan_of(model, least - 1).require, OutOfMemoryError)
+
+
+def test_a_token_reads_few_experts_and_a_prompt_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights(**MOE)
+    plan = plan_of(model, model.total // 2, cpu_moe=True, profile=machine_with(1e8))
+    used = sum(use[4] for use in model.uses if use[2] == "experts")
+    assert plan.decode is not None and plan.prefill is not None and plan.decode.bound == "RAM"
+    assert 0.95 * used / 1e8 < 1 / plan.decode.tokens_per_second < 1.1 * used / 1e8
+    plan = plan_of(model, model.total // 2, cpu_moe=True, profile=machine_with(1e12, 1e8))
+    assert plan.prefill is not None and plan.prefill.bound == "PCIe"
+    assert 0.95 * 4 * used / 1e8 < 100 / plan.prefill.tokens_per_second < 1.1 * 4 * used / 1e8
+
+
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_all_experts_may_be_left_to_the_cpu(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights(layers=4, experts=(0, 1, 3))
+    inventory = Inventory.of(model, model).with_experts_on_cpu()
+    if how == "environment":
+        monkeypatch.setenv("SHARPI_CPU_MOE", "1")
+    options = {"cpu_moe": True} if how == "argument" else {}
+    whole = model.taken(100, 1000, inventory.homes(len(inventory.movable)))
+    least = model.taken(100, 1000, inventory.homes(0))
+    before: set[int] = set()
+    for budget in sorted({2 * model.total, model.total, *range(least, whole + MIB, MIB // 3), whole}):
+        plan = plan_of(model, budget, **options)
+        assert plan.fits and plan.total_bytes == model.taken(100, 1000, plan.homes) <= budget
+        assert not experts_in_vram(model, plan) and before <= held(plan) and plan.streaming_bytes > 0
+        before = held(plan)
+        most = max(count for count in range(len(inventory.movable) + 1)
+                   if model.taken(100, 1000, inventory.homes(count)) <= budget)
+        assert before == held(replace(plan, homes=inventory.homes(most)))
+    assert len(before) == len(model.tensors) - 9, "all else fits"
+    assert not plan_of(model, least - 1, **options).fits
+    # A smaller default batch is better than less in VRAM, as where there are no experts.
+    lean = inventory.homes(len(inventory.movable) - 1)
+    plan = plan_of(model, model.taken(500, 1000, lean), batch=None, **options)
+    assert (plan.homes, plan.batch) == (lean, 500)
+    # What is said last counts.
+    assert plan_of(model, 2 * model.total, cpu_moe=False).resident
+    # There is nothing to leave.
+    assert plan_of(FakeWeights(), 2 * model.total, **options).resident
+    assert plan_of(model, None, **options, device="cpu").homes == ()
+
+
+def test_auto_says_that_experts_were_left_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights(**MOE)
+    set_gpu(monkeypatch, VRAM_MARGIN + 2 * model.total)
+    for kernel, device in ((1e-6, "cuda"), (1e-2, "cpu")):
+        profile = replace(machine_with(10e9), gpu_kernel_seconds=kernel)
+        plan = plan_of(model, device="auto", cpu_moe=True, profile=profile)
+        assert plan.device == device
+        assert plan.why.startswith("the experts are left to the CPU, and decode is predicted at ")
+    assert plan_of(model, device="auto", cpu_moe=False).why == "the model fits into its memory"
+    set_gpu(monkeypatch, VRAM_MARGIN + model.total // 2)
+    assert "does not fit into the VRAM whole" in plan_of(model, device="auto").why
+    dense = FakeWeights(layers=8)
+    assert "does not fit into the VRAM whole" in plan_of(dense, dense.total // 2, device="auto", cpu_moe=True).why
+
+
+def test_experts_leave_before_the_default_batch_shrinks() -> None:
+    """Only for having all, or all but the rows of an embedding, is a smaller batch taken."""
+    for tied in (False, True):
+        model = FakeWeights(**MOE, tied=tied)
+        inventory = Inventory.of(model, model)
+        least = model.taken(1000, 1000, inventory.homes(0))
+        for resident in range(1, len(inventory.movable) - (not tied)):
+            budget = model.taken(250, 1000, inventory.homes(resident))
+            if budget >= least:
+                plan = plan_of(model, budget, batch=None)
+                assert plan.batch == 1000 and plan.streaming_bytes
+                assert len(held(plan)) < len(held(replace(plan, homes=inventory.homes(resident))))
+        assert budget >= least and plan_of(model, model.taken(250, 1000), batch=None).batch in (250, 1000)
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
 
 
 def test_a_budget_that_is_too_small_says_what_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,6 +525,21 @@ def test_the_command_says_when_speeds_are_assumed(monkeypatch: pytest.MonkeyPatc
     said = " ".join(plan_command(monkeypatch, FakeWeights(), "--vram", "1GiB").stdout.split())
     assert "For a CPU of 8 cores (assumed)" in said and "RAM 40 GB/s, PCIe 24 GB/s, VRAM 350 GB/s. " in said
     assert "`sharpi hardware --save FILE` there" in said and "as measured" not in said
+
+
+def test_the_command_shows_experts_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights(**MOE)
+    part = str(model.taken(100, 1000, Inventory.of(model, model).homes(4 + 4 + 1 + 2)))
+    for arguments, places, cells in (
+            (["--vram", "1GiB"], ["in VRAM"], ["48.0 MiB"]),
+            (["--vram", "1GiB", "--cpu-moe"], ["in VRAM", "by the CPU"], ["-", "48.0 MiB"]),
+            (["--vram", part], ["in VRAM", "over PCIe", "by the CPU"], ["24.0 MiB", "-", "24.0 MiB"])):
+        lines = plan_command(monkeypatch, model, *arguments).stdout.splitlines()
+        title, row = (next(line for line in lines if line.startswith(f"  {name} ")) for name in ("weights", "experts"))
+        assert re.split(" {2,}", title.strip()) == ["weights", *places]
+        assert re.split(" {2,}", row.strip()) == ["experts", *cells]
+        assert any("computed by the CPU" in line for line in lines) is ("by the CPU" in places)
+        assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("tied", [False, True])

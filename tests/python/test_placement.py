@@ -11,7 +11,8 @@ from fake_weights import FakeWeights
 from sharpi.errors import InvalidRequestError
 from sharpi.placement import Inventory, Switches, TensorHome
 
-SWITCHES = ("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", "SHARPI_CUDA_ROW_SPLIT")
+SWITCHES = ("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", "SHARPI_CUDA_ROW_SPLIT",
+            "SHARPI_CPU_MOE")
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +37,52 @@ def test_the_order_of_benefit() -> None:
 
 
 def test_the_order_of_benefit_with_experts() -> None:
-    model = FakeWeights(layers=2, experts=(1,))
-    assert names(model, Inventory.of(model, model))[2:4] == [["blk.1.ffn_gate_inp"], ["output"]]
+    """All of a layer's are one unit; what a token reads in full comes before them, the embedding after."""
+    model = FakeWeights(layers=4, experts=(0, 1, 2))
     inventory = Inventory.of(model, model)
-    homes = inventory.homes(0)
-    for tensor, home in zip(model.tensors, homes, strict=True):
-        stays = "norm" in tensor.name or "_exps" in tensor.name
-        assert (home.home == "vram") is stays is (home.rank == 0), tensor.name
+    stacks = {layer: [f"blk.{layer}.ffn_{name}_exps" for name in ("gate", "up", "down")] for layer in (0, 1, 2)}
+    assert names(model, inventory)[4:] == [
+        ["blk.0.ffn_gate_inp"], ["blk.2.ffn_gate_inp"], ["blk.1.ffn_gate_inp"], ["output"],
+        ["blk.3.ffn_gate", "blk.3.ffn_up"], ["blk.3.ffn_down"], stacks[0], stacks[2], stacks[1], ["token_embd"]]
+    assert [unit.layer for unit in inventory.movable if unit.kind == "experts"] == [0, 2, 1]
+    for tensor, home in zip(model.tensors, inventory.homes(0), strict=True):
+        assert (home.home == "vram") is ("norm" in tensor.name) is (home.rank == 0), tensor.name
+
+
+def test_experts_that_are_left_to_the_cpu() -> None:
+    """However much room there is, they are direct; all else keeps its order."""
+    model = FakeWeights(layers=4, experts=(0, 1, 2))
+    inventory = Inventory.of(model, model)
+    kept = inventory.with_experts_on_cpu()
+    assert names(model, kept) == [unit for unit in names(model, inventory) if "_exps" not in unit[0]]
+    for resident in range(len(kept.movable) + 1):
+        homes = kept.homes(resident)
+        inventory.check(homes)
+        direct = {model.tensors[tensor].name for tensor, home in enumerate(homes) if home.home == "direct"}
+        assert {name for name in direct if "_exps" in name} == {tensor.name for tensor in model.tensors
+                                                                if "_exps" in tensor.name}
+        assert len(direct) == 9 + sum(len(unit.tensors) for unit in kept.movable[resident:])
+        # Where VRAM is shorter than planned, ranks decide what leaves: that is nothing that is out already.
+        stays = [home.rank for home in homes if home.home == "vram"]
+        assert max(stays) < min(home.rank for home in homes if home.home == "direct")
+    dense = Inventory.of(FakeWeights(), FakeWeights())
+    assert not dense.has_experts and inventory.has_experts
+    assert dense.with_experts_on_cpu().homes(len(dense.movable)) == dense.homes(len(dense.movable))
+
+
+def test_fused_experts_count_once() -> None:
+    model = FakeWeights(layers=1, experts=(0,), mixed=random.Random(4))
+    gate, up = model.index("blk.0.ffn_gate_exps"), model.index("blk.0.ffn_up_exps")
+    # The core tells of each half of the fused stack; the other tensor is nobody's now.
+    model.resize(gate, 3 << 20)
+    model.uses = [(gate, *use[1:4], (3 << 20) // 8, *use[5:]) if use[0] in (gate, up) else use for use in model.uses]
+    inventory = Inventory.of(model, model)
+    experts = next(unit for unit in inventory.movable if unit.kind == "experts")
+    down = model.index("blk.0.ffn_down_exps")
+    assert experts.tensors == (gate, down) and experts.nbytes == (3 << 20) + model.sizes[down]
+    assert sum(use.batch_bytes for use in inventory.uses if use.role == "experts") == experts.nbytes
+    placed = next(row for row in inventory.placed(inventory.homes(0)) if row.kind == "experts")
+    assert (placed.vram, placed.direct, placed.cpu) == (0, 0, experts.nbytes)
 
 
 def test_an_embedding_that_is_the_head_counts_as_the_head() -> None:
@@ -51,7 +91,7 @@ def test_an_embedding_that_is_the_head_counts_as_the_head() -> None:
         ["token_embd"], ["blk.0.ffn_gate", "blk.0.ffn_up"], ["blk.0.ffn_down"]]
 
 
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"experts": (0, 2)}])
+@pytest.mark.parametrize("options", [{}, {"tied": True}, {"experts": (0, 2)}, {"experts": (0, 1, 2, 3), "tied": True}])
 def test_more_room_only_adds(options: dict) -> None:
     model = FakeWeights(mixed=random.Random(1), **options)
     inventory = Inventory.of(model, model)
@@ -93,6 +133,17 @@ def test_what_is_direct_is_spread_over_the_model(layers: int) -> None:
         assert max(runs) <= 2.7 * layers / (len(whole) + 1) + 1
 
 
+@pytest.mark.parametrize("layers", [2, 3, 5, 28, 48, 80])
+def test_direct_experts_are_spread_over_the_model(layers: int) -> None:
+    model = FakeWeights(layers=layers, experts=tuple(range(layers)))
+    units = [unit.layer for unit in Inventory.of(model, model).movable if unit.kind == "experts"]
+    assert sorted(units) == list(range(layers))
+    for count in range(layers + 1):
+        whole = sorted(units[:count])
+        runs = [after - before - 1 for before, after in zip([-1, *whole], [*whole, layers], strict=True)]
+        assert max(runs) <= 2.7 * layers / (count + 1) + 1
+
+
 # --- the CPU's rows --------------------------------------------------------------------------------------------------
 
 
@@ -119,6 +170,18 @@ def test_a_tied_head_is_shared_as_the_head() -> None:
         inventory.check([home._replace(cpu_rows=8224) if not tensor else home for tensor, home in enumerate(homes)])
 
 
+def test_rows_of_what_is_in_vram_are_nowhere_else() -> None:
+    model = FakeWeights(layers=2)
+    inventory = Inventory.of(model, model)
+    homes = inventory.homes(len(inventory.movable))
+    rows = {use.tensor: 32 for use in inventory.shareable()}
+    assert len(rows) == 3 * 2 + 1
+    carrying = [home._replace(cpu_rows=rows.get(tensor, 0)) for tensor, home in enumerate(homes)]
+    inventory.check(carrying)
+    assert inventory.placed(carrying) == inventory.placed(homes)
+    assert inventory.shareable(carrying) == [] and not inventory.streamed(carrying)
+
+
 def test_a_fused_matrix_and_one_of_few_rows_are_not_shared() -> None:
     model = FakeWeights(layers=1)
     gate, up, down = (model.index(f"blk.0.ffn_{name}") for name in ("gate", "up", "down"))
@@ -132,11 +195,16 @@ def test_a_fused_matrix_and_one_of_few_rows_are_not_shared() -> None:
 
 def test_every_byte_is_in_one_place() -> None:
     dice = random.Random(3)
+    seen = set()
     for _ in range(50):
-        model = FakeWeights(layers=dice.randint(1, 5), tied=dice.random() < 0.5, mixed=dice, experts=(0,))
+        model = FakeWeights(layers=dice.randint(1, 5), tied=dice.random() < 0.5, mixed=dice, experts=(0, 3))
         inventory = Inventory.of(model, model)
         homes = list(inventory.homes(dice.randint(0, len(inventory.movable))))
-        on_cpu = 0
+        # Any expert may be chosen: direct ones are the CPU's, all of them.
+        experts = on_cpu = sum(size for size, home, tensor in zip(model.sizes, homes, model.tensors, strict=True)
+                               if "_exps" in tensor.name and home.home == "direct")
+        assert next((row.cpu for row in inventory.placed(homes) if row.kind == "experts"), 0) == experts
+        seen.add(experts)
         for use in inventory.shareable(homes):
             rows = 32 * dice.randint(0, use.rows // 32)
             homes[use.tensor] = homes[use.tensor]._replace(cpu_rows=rows)
@@ -146,9 +214,10 @@ def test_every_byte_is_in_one_place() -> None:
         assert sum(row.vram for row in placed) == resident
         assert sum(row.cpu for row in placed) == on_cpu
         assert sum(row.vram + row.direct + row.cpu for row in placed) == model.total
-        assert all(row.cpu == 0 for row in placed if row.kind not in ("feed-forward", "output head"))
+        assert all(row.cpu == 0 for row in placed if row.kind not in ("feed-forward", "output head", "experts"))
         alone = inventory.placed_on_cpu()
         assert sum(row.cpu for row in alone) == model.total and not any(row.vram or row.direct for row in alone)
+    assert 0 in seen and len(seen) > 5
 
 
 # --- homes from elsewhere --------------------------------------------------------------------------------------------
@@ -180,13 +249,36 @@ def test_homes_that_a_model_cannot_have() -> None:
         assert f"{rows} rows" in refused({gate: {"cpu_rows": rows}, up: {"cpu_rows": rows}})
     assert "different rows" in refused({gate: {"cpu_rows": 64}})
     assert "different homes" in refused({gate: {"home": "vram"}})
-    resident = {f"blk.0.ffn_{name}": {"cpu_rows": 32} for name in ("gate", "up")}
-    assert "32 rows of blk.0.ffn_gate" in refused(resident)
-    assert "32 rows of output" in refused({"output": {"cpu_rows": 32}}), "it is resident"
+    # What is in VRAM has the rows for when it leaves it, by the same rules.
+    inventory.check([home._replace(cpu_rows=32) if model.tensors[tensor].name in (
+        "blk.0.ffn_gate", "blk.0.ffn_up", "output") else home for tensor, home in enumerate(sound)])
+    assert {sound[model.index(name)].home for name in ("blk.0.ffn_gate", "output")} == {"vram"}
+    assert "different rows" in refused({"blk.0.ffn_gate": {"cpu_rows": 32}})
+    assert "8224 rows of output" in refused({"output": {"cpu_rows": 8192 + 32}})
+    assert "32 rows of blk.0.attn_q" in refused({"blk.0.attn_q": {"cpu_rows": 32}})
     for name in ("blk.1.attn_q", "token_embd"):
         assert f"32 rows of {name}" in refused({name: {"home": "direct", "cpu_rows": 32}})
     with pytest.raises(InvalidRequestError, match=f"homes for 1 tensors, the model has {len(sound)}"):
         inventory.check([TensorHome()])
+
+
+def test_experts_leave_together() -> None:
+    model = FakeWeights(layers=2, experts=(0, 1))
+    inventory = Inventory.of(model, model)
+    first = len(inventory.movable) - 2  # one layer's are resident, the other's are not
+    resident, direct = (model.index(f"blk.{layer}.ffn_up_exps") for layer in (0, 1))
+    homes = inventory.homes(first)
+    assert (homes[resident].home, homes[direct].home) == ("vram", "direct")
+    inventory.check(homes)
+    for tensor, change, words in (
+            (resident, {"home": "direct"}, "the experts of layer 0 have different homes"),
+            (direct, {"home": "vram"}, "the experts of layer 1 have different homes"),
+            (resident, {"rank": 77}, "layer 0 have different homes or ranks"),
+            (direct, {"rank": 77}, "layer 1 have different homes or ranks"),
+            (direct, {"cpu_rows": 32}, "32 rows of blk.1.ffn_up_exps"),
+            (resident, {"cpu_rows": 32}, "32 rows of blk.0.ffn_up_exps")):
+        with pytest.raises(InvalidRequestError, match=words):
+            inventory.check([home._replace(**change) if index == tensor else home for index, home in enumerate(homes)])
 
 
 # --- the switches ----------------------------------------------------------------------------------------------------
@@ -208,6 +300,13 @@ def test_the_cache_switches(cache: str | None, gigabytes: str | None, limit: int
 def test_the_row_switch(value: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARPI_CUDA_ROW_SPLIT", value)
     assert Switches.read().rows is on
+
+
+@pytest.mark.parametrize("value, on", [("1", True), ("0", False), ("", False), (None, False)])
+def test_the_switch_for_experts(value: str | None, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is not None:
+        monkeypatch.setenv("SHARPI_CPU_MOE", value)
+    assert Switches.read().cpu_moe is on
 
 
 @pytest.mark.parametrize("name", SWITCHES)

@@ -27,7 +27,7 @@ OTHER_CARD = Gpu("Another GPU", 0, "8.0", 100, 40 * GIB, 30 * GIB)
 @pytest.fixture(autouse=True)
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SHARPI_KV_DTYPE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB",
-                 "SHARPI_CUDA_ROW_SPLIT"):
+                 "SHARPI_CUDA_ROW_SPLIT", "SHARPI_CPU_MOE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sharpi.planner.gpu", lambda: CARD)
     monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: MACHINE)
@@ -74,6 +74,29 @@ def test_what_is_written_is_read(options: dict[str, Any], model: FakeWeights, tm
 def test_the_plan_has_something_of_everything(model: FakeWeights) -> None:
     homes = plan_of(model).homes
     assert {home.home for home in homes} == {"vram", "direct"} and any(home.cpu_rows for home in homes)
+
+
+def test_a_plan_with_direct_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights(experts=(0, 1, 2))
+    for options in ({}, {"cpu_moe": True, "vram": 8 * GIB}):
+        plan = plan_of(model, **options)
+        homes = {tensor.name: home for tensor, home in zip(model.tensors, plan.homes, strict=True)}
+        direct = {name for name, home in homes.items() if home.home == "direct" and "_exps" in name}
+        assert len(direct) in (3, 6) if not options else len(direct) == 9
+        path = saved(tmp_path / "plan.json", plan)
+        monkeypatch.setenv("SHARPI_CPU_MOE", "0" if options else "1")
+        assert load_plan(path, model, model) == plan, "the environment has no say in a plan that is made"
+        assert saved_plan(path, model, model).homes == plan.homes
+        # A stack that goes its own way.
+        whole, name = plan.to_dict(), sorted(direct)[0]
+        index, layer = model.index(name), name.split(".")[1]
+        for home in (["vram", 0, homes[name].rank], ["direct", 0, homes[name].rank + 1]):
+            changed = [home if at == index else known for at, known in enumerate(whole["homes"])]
+            path = saved(tmp_path / "plan.json", {**whole, "homes": changed})
+            assert f"the experts of layer {layer} have" in refused(lambda path=path: load_plan(path, model, model))
+        changed = [["direct", 32, known[2]] if at == index else known for at, known in enumerate(whole["homes"])]
+        path = saved(tmp_path / "plan.json", {**whole, "homes": changed})
+        assert f"32 rows of {name}" in refused(lambda path=path: load_plan(path, model, model))
 
 
 def test_a_plan_meets_the_gpu_that_is_there_now(model: FakeWeights, tmp_path: Path,
@@ -217,7 +240,7 @@ def test_a_saved_plan_is_run(story: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("option", [["--vram", "1GiB"], ["-c", "77"], ["--ctx-size", "77"], ["--device", "auto"],
                                     ["--device", "cuda"], ["-b", "16"], ["-t", "2"], ["--kv-dtype", "fp32"],
-                                    ["--profile", "some.json"]])
+                                    ["--profile", "some.json"], ["--cpu-moe"]])
 @pytest.mark.parametrize("command", [["run", "-p", "x"], ["chat"], ["bench"]])
 def test_options_that_a_plan_answers_are_refused(command: list[str], option: list[str], story: Path) -> None:
     result = sharpi(*command, "--plan", str(story), *option)
@@ -226,7 +249,8 @@ def test_options_that_a_plan_answers_are_refused(command: list[str], option: lis
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"vram": "1GiB"}, {"context": 77}, {"kv_dtype": "fp32"},
-                                     {"threads": 2}, {"batch": 16}, {"profile": MACHINE}])
+                                     {"threads": 2}, {"batch": 16}, {"cpu_moe": True}, {"cpu_moe": False},
+                                     {"profile": MACHINE}])
 def test_arguments_that_a_plan_answers_are_refused(options: dict[str, Any], story: Path) -> None:
     from sharpi import Model
 

@@ -37,7 +37,7 @@ class FakeSpec:
         return self.per_token * ELEMENT_BYTES[kv_dtype] * context
 
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
-        return [(0, "weights", "experts", 0, 1000, 1, 1000)]
+        return [(0, "weights", "vector", 0, 1000, 1, 1000)]
 
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int) -> list[tuple[str, int]]:
         assert device in ("cpu", "cuda") and 1 <= batch <= context
@@ -65,7 +65,7 @@ ON_CPU, ON_GPU = 1000 + 4_000_000 + 707, 1000 + 4_000_000 + 707 + 11
 @pytest.fixture(autouse=True)
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SHARPI_KV_DTYPE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB",
-                 "SHARPI_CUDA_ROW_SPLIT"):
+                 "SHARPI_CUDA_ROW_SPLIT", "SHARPI_CPU_MOE"):
         monkeypatch.delenv(name, raising=False)
     set_gpu(monkeypatch, NO_GPU)
     monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: MACHINE)

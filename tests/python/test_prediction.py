@@ -10,8 +10,8 @@ from fake_weights import MACHINE, FakeWeights, random_machine
 
 from sharpi.placement import Inventory, TensorHome
 from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, DECODE_OVERLAP_LOSS, OVERLAP_LOSS, PIECE_BYTES, PIECE_KERNELS,
-                               PREFILL_EFFICIENCY, PREFILL_SECONDS, balanced, completed, decode_on_cpu, decode_on_gpu,
-                               decode_seconds, prefill_on_cpu, prefill_on_gpu, share_rows, shares, traffic)
+                               PREFILL_EFFICIENCY, PREFILL_SECONDS, Traffic, balanced, completed, decode_on_cpu,
+                               decode_on_gpu, decode_seconds, prefill_on_cpu, prefill_on_gpu, share_rows, shares, traffic)
 from sharpi.profile import ASSUMED
 
 
@@ -58,19 +58,51 @@ def test_decode_with_rows_on_the_cpu() -> None:
     shared = sum(use.read_bytes for use in inventory.uses if use.role.startswith("ffn") or use.role == "head")
     reads = traffic(inventory.uses, homes)
     assert reads.cpu == shared / 2 and reads.shared_layers == 4 + 1
-    # A machine whose PCIe is never in the way shows the other sum.
-    fast = replace(MACHINE, pcie_bytes_per_second_shared=1e15)
+    # A machine on which PCIe takes just a bit longer than the CPU shows the other sum.
+    pcie = 0.99 * reads.direct / (shared / 2 / 75e9)
+    even = replace(MACHINE, pcie_bytes_per_second_shared=pcie)
     pieces = PIECE_KERNELS * reads.direct / PIECE_BYTES
     assert pieces > 1
     own = (reads.vram + reads.direct) / 3e12 + (8 * 4 + 4 * 5 + 4 + pieces) * 2e-6
     serial = own + shared / 2 / 75e9 + 2 * 5 * CROSSING_SECONDS
-    assert decode_seconds(reads, fast) == (pytest.approx(serial + DECODE_OVERLAP_LOSS * reads.direct / 1e15), "RAM")
+    hidden = DECODE_OVERLAP_LOSS * min(own, reads.direct / pcie)
+    assert decode_seconds(reads, even) == (pytest.approx(serial + hidden), "RAM")
     slow = replace(MACHINE, pcie_bytes_per_second_shared=1e9, pcie_bytes_per_second=1e15)
     assert decode_seconds(reads, slow) == (pytest.approx(reads.direct / 1e9 + DECODE_OVERLAP_LOSS * own), "PCIe")
     # Where nothing is left to fetch, the CPU has the RAM for itself.
     alone = replace(reads, vram=reads.vram + reads.direct, direct=0.0)
     assert decode_seconds(alone, MACHINE)[0] == pytest.approx(
         serial - pieces * 2e-6 - shared / 2 / 75e9 + shared / 2 / 100e9)
+    # And so it has after PCIe is done: here it had three quarters of its rate for a third of the time.
+    quick = replace(MACHINE, pcie_bytes_per_second_shared=3 * reads.direct / (shared / 2 / 75e9))
+    third = shared / 2 / 75e9 / 3
+    hidden = DECODE_OVERLAP_LOSS * min(own, third)
+    assert decode_seconds(reads, quick)[0] == pytest.approx(
+        serial - shared / 2 / 75e9 + third + 2 * third * 0.75 + hidden)
+
+
+def test_decode_with_experts_on_the_cpu() -> None:
+    model, inventory = inventory_of(layers=4, experts=(0, 1, 2))
+    experts = [use for use in inventory.uses if use.role == "experts"]
+    used = sum(use.read_bytes for use in experts)
+    assert used * 4 == sum(model.sizes[use.tensor] for use in experts)
+    homes = inventory.with_experts_on_cpu().homes(len(inventory.movable) - 3)
+    reads = traffic(inventory.uses, homes)
+    row = model.sizes[0] // 8192
+    others = sum(use.read_bytes for use in inventory.uses) - used
+    assert reads == Traffic(vram=others, direct=0, cpu=used, layers=4, expert_layers=3, shared_layers=3)
+    seconds = (others / 3e12 + (8 + 10 * 3 + 4 * 3 + 4) * 2e-6 + used / 100e9 + 2 * 3 * CROSSING_SECONDS)
+    assert decode_seconds(reads, MACHINE) == (pytest.approx(seconds), "RAM")
+    # That an embedding's row comes over PCIe is no reason to think the CPU slower than it is.
+    lean = inventory.with_experts_on_cpu().homes(len(inventory.movable) - 4)
+    reads = traffic(inventory.uses, lean)
+    assert (reads.direct, reads.cpu) == (row, used)
+    assert decode_seconds(reads, MACHINE)[0] == pytest.approx(seconds, rel=1e-4)
+    # Some layers' experts resident: the CPU has the others'.
+    part = inventory.homes(len(inventory.movable) - 2)
+    reads = traffic(inventory.uses, part)
+    assert reads.cpu == used / 3 and reads.shared_layers == 1
+    assert decode_seconds(reads, MACHINE, 4)[0] > decode_seconds(reads, MACHINE, 16)[0]
 
 
 def test_the_rows_of_an_embedding_are_nobodys_share() -> None:
@@ -128,10 +160,11 @@ def test_prefill() -> None:
     found = prefill_on_gpu(inventory.uses, inventory.homes(0), fast, 500)
     assert found.tokens_per_second == pytest.approx(500 / (operations / (1e12 * PREFILL_EFFICIENCY) + PREFILL_SECONDS))
     assert found.bound == "GPU arithmetic"
-    # All that is direct is fetched once, whoever would compute it in decode; of the embedding a row for each token.
+    # All that is direct is fetched once, whoever would compute it in decode, and every expert; of the embedding a row
+    # for each token.
     slow = replace(MACHINE, pcie_bytes_per_second=1e9, gpu_flops=1e15)
     direct = sum(size for tensor, size in zip(model.tensors, model.sizes, strict=True)
-                 if "norm" not in tensor.name and "_exps" not in tensor.name) - model.sizes[0] * (1 - 500 / 8192)
+                 if "norm" not in tensor.name) - model.sizes[0] * (1 - 500 / 8192)
     for homes in (inventory.homes(0), with_rows(inventory, inventory.homes(0), 0.5)):
         found = prefill_on_gpu(inventory.uses, homes, slow, 500)
         hardly_shown = OVERLAP_LOSS * operations / (1e15 * PREFILL_EFFICIENCY)
@@ -153,7 +186,10 @@ def test_the_share_is_the_best_there_is() -> None:
     dice = random.Random(11)
     chosen = set()
     for _ in range(120):
-        _, inventory = inventory_of(layers=dice.randint(1, 3), mixed=dice, tied=dice.random() < 0.5)
+        _, inventory = inventory_of(layers=dice.randint(1, 3), mixed=dice, tied=dice.random() < 0.5,
+                                    experts=dice.choice([(), (), (1,), (0, 2)]))
+        if dice.random() < 0.3:
+            inventory = inventory.with_experts_on_cpu()
         machine = random_machine(dice)
         homes = inventory.homes(dice.randint(0, len(inventory.movable)))
         found = balanced(inventory, homes, machine)
@@ -168,6 +204,36 @@ def test_the_share_is_the_best_there_is() -> None:
         assert min(every) <= seconds(homes), "no row is one of the choices"
         chosen.add(max(home.cpu_rows for home in found))
     assert 0 in chosen and 8192 in chosen and len(chosen) > 10, "none, all, and much in between"
+
+
+def test_rows_in_vram_are_for_when_they_leave_it() -> None:
+    """A unit in VRAM has the rows that it would give if it were direct; until then nobody reckons with them."""
+    dice, seen = random.Random(5), set()
+    for _ in range(40):
+        _, inventory = inventory_of(layers=dice.randint(1, 5), tied=dice.random() < 0.5,
+                                    experts=dice.choice([(), (0,)]))
+        machine = random_machine(dice)
+        leaving = {use.tensor for use in inventory.shareable()}
+        for resident in range(len(inventory.movable) + 1):
+            homes = inventory.homes(resident)
+            found = balanced(inventory, homes, machine)
+            inventory.check(found)
+            shared = inventory.shareable(homes)
+            direct = {share for use in shared if (share := found[use.tensor].cpu_rows / use.rows)}
+            for use in inventory.shareable():
+                share = found[use.tensor].cpu_rows / use.rows
+                if use not in shared and direct:
+                    # But for whole steps of 32 rows, of 1,024 at least.
+                    assert min(abs(share - other) for other in direct) <= 32 / 1024, "as the others"
+                elif use not in shared:
+                    gone = balanced(inventory, [home._replace(home="direct") if tensor in leaving else home
+                                                for tensor, home in enumerate(homes)], machine)
+                    assert found[use.tensor] == gone[use.tensor]._replace(home="vram"), "as if all had left"
+                seen.add((use in shared, bool(direct), share > 0))
+            without = [home._replace(cpu_rows=0) if home.home == "vram" else home for home in found]
+            assert traffic(inventory.uses, found) == traffic(inventory.uses, without)
+            assert inventory.placed(found) == inventory.placed(without)
+    assert {(False, True, True), (False, False, True), (False, False, False), (True, True, True)} <= seen
 
 
 def test_the_shares_that_are_tried() -> None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def hardware_command(threads: int | None, again: bool, as_json: bool, save: str | None) -> None:
     """Measure how fast this machine is, in a few seconds; plans predict speeds from it.
 
-    The result is kept, so that it is measured once; it is measured anew on another machine, or with --again.
+    The result is kept, so that it is measured once; it is measured anew on another machine, or with --again. What is
+    measured with fewer threads than the machine has processors is shown, but not kept.
     """
     from sharpi.profile import cached_profile, keep, measure_profile
 
@@ -90,10 +91,12 @@ def _why_no_gpu() -> str:
 
 
 def _origin(profile: HardwareProfile, kept: bool) -> str:
-    from sharpi.profile import cache_path
+    from sharpi.profile import cache_path, uses_all_cores
 
     when = profile.measured[:16].replace("T", " ")
     where = cache_path()
     if kept and where is not None:
         return f"Measured {when} UTC, kept in {printable(str(where))}."
+    if not uses_all_cores(profile):
+        return f"Measured {when} UTC. Not kept: only what all {profile.cores} processors reach is."
     return f"Measured {when} UTC. It could not be kept{'' if where is None else f' in {printable(str(where))}'}."

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 # The options that a saved plan answers.
-_IN_A_PLAN = ("context", "threads", "batch", "device", "vram", "kv_dtype", "profile")
+_IN_A_PLAN = ("context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe", "profile")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class ModelOptions:
     device: str
     vram: str | None
     kv_dtype: str | None
+    cpu_moe: bool
     plan: str | None
     profile: str | None
 
@@ -63,6 +64,8 @@ class ModelOptions:
                 kv_dtype=self.kv_dtype if self.plan is None else None,
                 threads=self.threads,
                 batch=self.batch,
+                # Left out, it is the environment's.
+                cpu_moe=self.cpu_moe or None,
                 plan=self.plan,
                 profile=self.profile,
                 progress=progress,
@@ -162,10 +165,18 @@ def vram_option(function: Callable[..., Any]) -> Callable[..., Any]:
                         help="The most VRAM to take, as in 12GiB, 12.5GB, 800MiB.  [default: what is free]")(function)
 
 
+def cpu_moe_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--cpu-moe`."""
+    return click.option("--cpu-moe", is_flag=True,
+                        help="Leave all experts to the CPU, even if they fit; SHARPI_CPU_MOE=1 does it too.")(function)
+
+
 def plan_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--plan`."""
     return click.option("--plan", metavar="FILE",
-                        help="Run what `sharpi plan --json > FILE` has planned for this model.")(function)
+                        help="Run what `sharpi plan --json > FILE` has planned for this model; it was made under the"
+                             " switches of then: SHARPI_CUDA_PARTIAL_WEIGHT_CACHE, SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB,"
+                             " SHARPI_CUDA_ROW_SPLIT and SHARPI_CPU_MOE have no effect now.")(function)
 
 
 def profile_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,6 +195,7 @@ def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
         device_option,
         vram_option,
         kv_dtype_option,
+        cpu_moe_option,
         plan_option,
         profile_option,
     ]

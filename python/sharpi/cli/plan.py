@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sharpi.cli.options import (batch_option, context_option, device_option, kv_dtype_option, model_option,
-                                profile_option, threads_option, vram_option)
+from sharpi.cli.options import (batch_option, context_option, cpu_moe_option, device_option, kv_dtype_option,
+                                model_option, profile_option, threads_option, vram_option)
 from sharpi.cli.text import printable, size, speed
 from sharpi.plan import vram_words
 
@@ -34,25 +34,28 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
 @device_option
 @vram_option
 @kv_dtype_option
+@cpu_moe_option
 @profile_option
 @click.option("-v", "--verbose", is_flag=True, help="Show every layer by itself.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes, as --plan of run reads it.")
 def plan_command(model: str | None, context: int | None, threads: int | None, batch: int | None, device: str,
-                 vram: str | None, kv_dtype: str | None, profile: str | None, verbose: bool, as_json: bool) -> None:
+                 vram: str | None, kv_dtype: str | None, cpu_moe: bool, profile: str | None, verbose: bool,
+                 as_json: bool) -> None:
     """Show the memory a model takes, where its weights will be, and how fast it will be.
 
     A GPU can be planned for without having it: --vram 12GiB. So can another machine: `sharpi hardware --save FILE`
     there, --profile FILE here.
     """
-    from sharpi.model import default_threads, describe
+    from sharpi.hardware import core_count
+    from sharpi.model import describe
     from sharpi.planner import make_plan
     from sharpi.profile import load_profile
 
     known = None if profile is None else load_profile(profile)
-    count = threads or (default_threads() if known is None else known.threads)
+    count = threads or (core_count() if known is None else known.threads)
     file, spec = describe(model)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
-                     threads=count, profile=known, shown=True,
+                     threads=count, cpu_moe=cpu_moe or None, profile=known, shown=True,
                      notice=lambda line: click.echo(f"sharpi: {printable(line)}", err=True))
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
 

@@ -268,6 +268,108 @@ TEST_F(CrossingTest, DataIsThereBeforeItsTicket) {
     for (uint32_t i = 0; i < tickets; ++i) expectSent(f[i], {cols, 0, cols}, *to[i], true, true);
 }
 
+// A router's choices have no ticket: the host reads them when it sees that of the rows sent after them.
+TEST_F(CrossingTest, ChoicesAreThereBeforeTheTicketOfTheRows) {
+    constexpr size_t kGuard = 16;
+    const int64_t cols = 4096, counts[] = {1, 2, 8, 31, 64, 80, 511, 1300, 0, 10};
+    const Flags flags;
+    struct Turn {
+        Turn(std::vector<int32_t> experts, std::vector<float> factors, Forms rows)
+            : chosen(std::move(experts)), weight(std::move(factors)), f(std::move(rows)), onDevice(chosen), weightOnDevice(weight), from(f),
+              hostChosen(chosen.size() + kGuard), hostWeight(weight.size() + kGuard), to(1, f.cols) {}
+        // What must have come, and the poison behind it.
+        bool isThere() const {
+            std::vector<int32_t> wantChosen = chosen;
+            wantChosen.resize(chosen.size() + kGuard, -1);
+            std::vector<float> wantWeight = weight;
+            wantWeight.resize(weight.size() + kGuard);
+            std::memset(wantWeight.data() + weight.size(), 0xff, kGuard * sizeof(float));
+            return wantChosen == hostChosen.read() && sameBits(wantWeight, hostWeight.read()) && f.floats == to.floats.read();
+        }
+        std::vector<int32_t> chosen;
+        std::vector<float> weight;
+        Forms f;
+        DeviceArray<int32_t> onDevice;
+        DeviceArray<float> weightOnDevice;
+        DeviceRows from;
+        PinnedArray<int32_t> hostChosen;
+        PinnedArray<float> hostWeight;
+        PinnedRows to;
+    };
+    std::vector<std::unique_ptr<Turn>> turns;
+    for (const int64_t count : counts) {
+        std::vector<int32_t> chosen(static_cast<size_t>(count));
+        for (int32_t& expert : chosen) expert = static_cast<int32_t>(random()() % 256);
+        turns.push_back(std::make_unique<Turn>(std::move(chosen), randomFloats(static_cast<size_t>(count)), forms(1, cols)));
+    }
+    std::atomic<int> missing{0}, early{0};
+    {
+        const Host host([&] {
+            for (uint32_t i = 0; i < turns.size(); ++i) {
+                if (!flags.awaitSent(i + 1)) return void(++missing);
+                early += !turns[i]->isThere();
+            }
+        });
+        for (uint32_t i = 0; i < turns.size(); ++i) {
+            const Turn& turn = *turns[i];
+            sendChoices(stream(), turn.onDevice.get(), turn.weightOnDevice.get(), static_cast<int64_t>(turn.chosen.size()), turn.hostChosen.get(),
+                        turn.hostWeight.get());
+            sendRows(stream(), turn.from.outputs(true, true), 1, 0, cols, turn.to.host(true, true), flags.sent(), i + 1);
+        }
+    }
+    EXPECT_EQ(missing.load(), 0);
+    EXPECT_EQ(early.load(), 0);
+    stream().synchronize();
+    for (const auto& turn : turns) EXPECT_TRUE(turn->isThere()) << turn->chosen.size() << " choices";
+    const Turn& any = *turns[0];
+    EXPECT_THROW(sendChoices(stream(), any.onDevice.get(), any.weightOnDevice.get(), -1, any.hostChosen.get(), any.hostWeight.get()), Error);
+}
+
+// A captured step that is replayed with other choices: nothing of the last replay may be read in the next.
+TEST_F(CrossingTest, ChoicesAreSentAnewInEveryReplay) {
+    const int64_t count = 24, cols = 256;
+    const uint32_t layers = 6, steps = 4;
+    const size_t all = static_cast<size_t>(count * layers);
+    Flags flags;
+    const DeviceRows rows(forms(1, cols));
+    const PinnedRows to(1, cols);
+    const DeviceArray<int32_t> chosen(all);
+    const DeviceArray<float> weight(all);
+    const PinnedArray<int32_t> hostChosen(static_cast<size_t>(count));
+    const PinnedArray<float> hostWeight(static_cast<size_t>(count)), none(1);
+    const DeviceArray<float> x(1);
+    const auto graph = stream().capture([&] {
+        for (uint32_t layer = 0; layer < layers; ++layer) {
+            sendChoices(stream(), chosen.get() + layer * count, weight.get() + layer * count, count, hostChosen.get(), hostWeight.get());
+            sendRows(stream(), rows.outputs(true, false), 1, 0, cols, to.host(true, false), flags.sent(), layer + 1);
+            receiveAdd(stream(), none.get(), 1, 0, 0, flags.returned(), layer + 1, x.get(), 1);  // the mailbox is the next layer's now
+        }
+    });
+    for (uint32_t step = 0; step < steps; ++step) {
+        std::vector<int32_t> wantChosen(all), gotChosen;
+        for (int32_t& expert : wantChosen) expert = static_cast<int32_t>(random()() % 128);
+        const std::vector<float> wantWeight = randomFloats(all);
+        std::vector<float> gotWeight;
+        stream().upload(chosen.get(), wantChosen.data(), all * sizeof(int32_t));
+        stream().upload(weight.get(), wantWeight.data(), all * sizeof(float));
+        flags.reset();
+        {
+            const Host host([&] {
+                for (uint32_t layer = 1; layer <= layers; ++layer) {
+                    if (!flags.awaitSent(layer)) return;
+                    gotChosen.insert(gotChosen.end(), hostChosen.get(), hostChosen.get() + count);
+                    gotWeight.insert(gotWeight.end(), hostWeight.get(), hostWeight.get() + count);
+                    flags.returnedNow().store(layer, std::memory_order_release);
+                }
+            });
+            stream().replay(*graph);
+            stream().synchronize();
+        }
+        EXPECT_EQ(wantChosen, gotChosen);
+        EXPECT_TRUE(sameBits(wantWeight, gotWeight));
+    }
+}
+
 TEST_F(CrossingTest, WhatIsReceivedIsTheDevicesRows) {
     const Flags flags;
     flags.returnedNow().store(7);

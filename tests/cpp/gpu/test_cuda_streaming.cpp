@@ -1,6 +1,8 @@
 // Placement never changes the answer, on the GPU: models whose weights are resident, come across the bus in every pass, or
-// are computed by the CPU in part give the same logits to the bit, and the same tokens.
+// are computed by the CPU in part, as experts that are not resident are, give the same logits to the bit, and the same tokens.
+#include <algorithm>
 #include <cmath>
+#include <functional>
 
 #include "engine/cuda_backend.h"
 #include "engine/engine.h"
@@ -20,6 +22,17 @@ protected:
         o.kvType = kv;
         o.cuda = cuda;
         return o;
+    }
+    // The stacks of experts are in the file in the layers that `inFile` wants there, all else is resident.
+    static Homes expertHomes(const tiny::Model& model, const std::function<bool(int64_t)>& inFile) {
+        Homes made(model.tensors.size());
+        for (size_t i = 0; i < made.size(); ++i) {
+            const std::string& name = model.tensors[i].name;
+            const bool isStack = name.find("_exps.") != std::string::npos;
+            made[i].rank = isStack ? 1 + std::stoi(name.substr(4)) : 0;
+            if (isStack && inFile(std::stoll(name.substr(4)))) made[i].home = Home::Direct;
+        }
+        return made;
     }
     std::vector<int32_t> tokens(int64_t count, int64_t vocab) {
         std::vector<int32_t> made(count);
@@ -49,12 +62,22 @@ protected:
         for (int64_t i = 0; i < total; ++i) chunks.push_back(1 + static_cast<int64_t>(random()() % kMaxMatvecRows));
         return chunks;
     }
-    // The first `resident` tensors stay on the device; of the others' feed-forward rows the CPU has `share` percent.
+    // What has one home and rank in a layer, gate and up or the stacks of experts, has one name here; else a tensor's own.
+    static std::string groupOf(const std::string& tensor) {
+        const std::string layer = tensor.substr(0, tensor.find("ffn_"));
+        if (tensor.find("_exps.") != std::string::npos) return layer + "experts";
+        const bool isPair = tensor.find("ffn_gate.") != std::string::npos || tensor.find("ffn_up.") != std::string::npos;
+        return isPair ? layer + "gate and up" : tensor;
+    }
+    // The first `resident` tensors stay on the device, each with the rest of its group; of the others' feed-forward rows the CPU
+    // has `share` percent.
     static Homes homes(const tiny::Model& model, size_t resident, int share) {
         Homes made(model.tensors.size());
         for (size_t i = 0; i < made.size(); ++i) {
-            made[i].rank = static_cast<int32_t>(i);
-            if (i < resident) continue;
+            const auto first = std::find_if(model.tensors.begin(), model.tensors.end(),
+                                            [&](const TensorInfo& t) { return groupOf(t.name) == groupOf(model.tensors[i].name); });
+            made[i].rank = static_cast<int32_t>(first - model.tensors.begin());
+            if (made[i].rank < static_cast<int32_t>(resident)) continue;
             made[i].home = Home::Direct;
             made[i].cpuRows = model.tensors[i].shape.back() * share / 100;
         }
@@ -74,7 +97,26 @@ std::vector<tiny::Options> models() {
     wide.matrices = DType::Q4_0;
     wide.tied = true;
     all.push_back(wide);
+    wide.experts = 7;
+    wide.used = 4;
+    all.push_back(wide);
+    wide.matrices = DType::F32;
+    wide.used = 1;
+    all.push_back(wide);
     return all;
+}
+
+// Experts of several pieces a stack, as many as there are slots and more, some of them not chosen by any row.
+tiny::Options manyExperts() {
+    tiny::Options tiny;
+    tiny.embedding = 1024;
+    tiny.hidden = 1440;
+    tiny.heads = 8;
+    tiny.headDim = 128;
+    tiny.layers = 3;
+    tiny.experts = 24;  // 1.5 MiB each
+    tiny.used = 4;
+    return tiny;
 }
 
 TEST_F(CudaStreaming, StepsHaveTheSameBitsEverywhere) {
@@ -138,6 +180,48 @@ TEST_F(CudaStreaming, ManyPiecesThroughTheSlots) {
     }
 }
 
+// The usual plan: all but experts is resident, and these in some layers. A step then brings nothing over.
+TEST_F(CudaStreaming, ExpertsInTheFileGiveTheSameBits) {
+    const tiny::Options tiny = manyExperts();
+    const tiny::Model model(tiny);
+    const auto text = tokens(100, tiny.vocab), start = std::vector<int32_t>(text.begin(), text.begin() + 20);
+    const auto steps = logits(load(model, options(false)), text, {});
+    const auto resident = load(model, options(true));
+    const auto prefill = logits(resident, text, {});
+    const auto made = greedy(resident, start, 40);
+    const std::function<bool(int64_t)> kinds[] = {[](int64_t) { return true; }, [](int64_t layer) { return layer == 1; }, [](int64_t layer) { return layer != 1; }};
+    for (const auto& inFile : kinds) {
+        SCOPED_TRACE("kind " + std::to_string(&inFile - kinds));
+        EngineOptions o = options(true);
+        o.homes = expertHomes(model, inFile);
+        const auto engine = load(model, o);
+        EXPECT_TRUE(engine->backend().streams());
+        EXPECT_GT(engine->placement().cpu, 0u);
+        for (int round = 0; round < 2; ++round) {
+            EXPECT_TRUE(sameBits(prefill, logits(engine, text, {})));
+            EXPECT_TRUE(sameBits(steps, logits(engine, text, std::vector<int64_t>(100, 1)))) << "token by token";
+            EXPECT_TRUE(sameBits(steps, logits(engine, text, smallChunks(100)))) << "a few at a time";
+            EXPECT_EQ(made, greedy(engine, start, 40)) << "a prompt of many rows, then single ones";
+        }
+        EXPECT_TRUE(engine->backend().replays());
+        engine->backend().setReplays(false);
+        EXPECT_TRUE(sameBits(steps, logits(engine, text, smallChunks(100)))) << "launched";
+    }
+}
+
+// A step is the first thing that the engine does: what is resident comes meanwhile.
+TEST_F(CudaStreaming, TheFirstPassMayBeAStepWithExpertsInTheFile) {
+    const tiny::Options tiny = manyExperts();
+    const tiny::Model model(tiny);
+    const auto text = tokens(30, tiny.vocab);
+    const auto expected = logits(load(model, options(false)), text, {});
+    EngineOptions o = options(true);
+    o.homes = expertHomes(model, [](int64_t) { return true; });
+    EXPECT_TRUE(sameBits(expected, logits(load(model, o), text, std::vector<int64_t>(30, 1))));
+    o.batch = 8;  // no batch is ever large
+    EXPECT_TRUE(sameBits(expected, logits(load(model, o), text, {})));
+}
+
 // A model's file that stays, to be changed under the engine that has mapped it.
 class ChangingFile {
 public:
@@ -170,11 +254,15 @@ private:
 
 // The proof of where a weight is read: one that is resident does not notice that the file has changed, one that is not does.
 TEST_F(CudaStreaming, ResidentWeightsAreReadFromTheDeviceAndOthersFromTheFile) {
-    const tiny::Model model{tiny::Options()};
+    tiny::Options withExperts;
+    withExperts.experts = 4;
     const auto text = tokens(40, 77);
-    for (const bool resident : {true, false}) {
+    for (const auto& [tiny, resident] : {std::pair(tiny::Options(), true), {tiny::Options(), false}, {withExperts, true}, {withExperts, false}}) {
+        SCOPED_TRACE(std::to_string(tiny.experts) + " experts" + (resident ? ", resident" : ""));
+        const tiny::Model model(tiny);
         EngineOptions o = options(true);
         o.homes = homes(model, resident ? model.tensors.size() : 0, 0);
+        if (tiny.experts && !resident) o.homes = expertHomes(model, [](int64_t) { return true; });
         ChangingFile file(model);
         const auto engine = std::make_shared<Engine>(model.spec(), file.weights(), o);
         const auto before = logits(engine, text, std::vector<int64_t>(40, 1));
@@ -196,6 +284,27 @@ TEST_F(CudaStreaming, WithoutPinningItIsTheSame) {
     ::unsetenv("SHARPI_CUDA_PIN");
     EXPECT_TRUE(sameBits(expected, logits(engine, text, std::vector<int64_t>(40, 1))));
     ASSERT_FALSE(engine->notes().empty());
+}
+
+TEST_F(CudaStreaming, WithLessMemoryExpertsStayInTheFile) {
+    const tiny::Options tiny = manyExperts();
+    const tiny::Model model(tiny);
+    const auto text = tokens(30, tiny.vocab);
+    EngineOptions o = options(true);
+    o.batch = 16;
+    o.homes = expertHomes(model, [](int64_t) { return false; });
+    const size_t all = plannedBytes(model.spec(), model.table(), o);
+    const auto whole = load(model, o);
+    EXPECT_TRUE(whole->notes().empty());
+    const auto expected = logits(whole, text, std::vector<int64_t>(30, 1));
+    EngineOptions least = o;
+    least.homes = expertHomes(model, [](int64_t) { return true; });
+    o.vram = std::max(all - (size_t{8} << 20), plannedBytes(model.spec(), model.table(), least));
+    ASSERT_LT(o.vram, all);
+    const auto engine = load(model, o);
+    ASSERT_EQ(engine->notes().size(), 1u);
+    EXPECT_LT(engine->placement().vram, whole->placement().vram);
+    EXPECT_TRUE(sameBits(expected, logits(engine, text, std::vector<int64_t>(30, 1))));
 }
 
 // Less memory than the plan wants: less is resident, and a line says so.

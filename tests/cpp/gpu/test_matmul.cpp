@@ -12,6 +12,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <memory>
+#include <numeric>
 
 #include "../reference_matmul.h"
 #include "core/half.h"
@@ -325,52 +326,112 @@ TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
     EXPECT_TRUE(sameBits(run(true), run(false)));
 }
 
-class MatmulExperts : public Matmul {
-protected:
-    // counts[e]: how many pairs go to expert e; a pair's row of x is random.
-    void check(DType type, const std::vector<int32_t>& counts, int64_t tokens, int64_t outputs, int64_t cols, bool gather, bool split) {
-        const int64_t experts = static_cast<int64_t>(counts.size());
-        std::vector<int32_t> begin{0}, pairToken, tileExpert, tileBegin;
+// Pairs grouped by expert: counts[e] of them go to expert e, each with a random row of x.
+struct Pairs {
+    Pairs(const std::vector<int32_t>& counts, int64_t tokens, std::mt19937& random) {
+        std::vector<int32_t> tileExpert, tileBegin;
         for (size_t e = 0; e < counts.size(); ++e) {
             begin.push_back(begin.back() + counts[e]);
             for (int32_t p = begin[e]; p < begin[e + 1]; p += kExpertTile) tileExpert.push_back(static_cast<int32_t>(e)), tileBegin.push_back(p);
         }
-        const int64_t pairs = begin.back();
-        for (int64_t p = 0; p < pairs; ++p) pairToken.push_back(static_cast<int32_t>(random()() % static_cast<uint32_t>(tokens)));
-        ExpertGroups groups;
-        groups.pairs = pairs;
-        groups.tiles = maxExpertTiles(pairs, experts);
-        ASSERT_LE(static_cast<int64_t>(tileExpert.size()), groups.tiles);
+        for (int64_t p = 0; p < count(); ++p) token.push_back(static_cast<int32_t>(random() % static_cast<uint32_t>(tokens)));
+        groups.pairs = count();
+        groups.tiles = maxExpertTiles(count(), static_cast<int64_t>(counts.size()));
+        EXPECT_LE(static_cast<int64_t>(tileExpert.size()), groups.tiles);
         tileExpert.resize(static_cast<size_t>(groups.tiles), -1);
         tileBegin.resize(static_cast<size_t>(groups.tiles), -1);
+        groups.begin = put(begin), groups.pairToken = put(token);
+        groups.tileExpert = put(tileExpert), groups.tileBegin = put(tileBegin);
+    }
+    int64_t count() const { return begin.back(); }
 
+    std::vector<int32_t> begin{0}, token;
+    ExpertGroups groups;
+
+private:
+    const int32_t* put(const std::vector<int32_t>& values) {
+        _arrays.push_back(std::make_unique<DeviceArray<int32_t>>(values));
+        return _arrays.back()->get();
+    }
+    std::vector<std::unique_ptr<DeviceArray<int32_t>>> _arrays;
+};
+
+struct Range {
+    int32_t first, end;
+};
+
+class MatmulExperts : public Matmul {
+protected:
+    // Experts of random weights, and their values as floats.
+    std::unique_ptr<DeviceArray<uint8_t>> stack(DType type, size_t experts, int64_t outputs, int64_t cols,
+                                                std::vector<std::vector<float>>& values) {
         const size_t stride = packedBytes(type, outputs, cols);
-        const DeviceArray<uint8_t> stack(stride * counts.size());
-        std::vector<std::vector<float>> values;
-        for (size_t e = 0; e < counts.size(); ++e) {
+        auto packed = std::make_unique<DeviceArray<uint8_t>>(stride * experts);
+        for (size_t e = 0; e < experts; ++e) {
             const std::vector<uint8_t> file = fileWeights(type, outputs, cols, random());
             values.push_back(dequantize(type, file, outputs, cols));
             const DeviceArray<uint8_t> onDevice(file);
-            packRows(stream(), {type, outputs, cols, stack.get() + e * stride}, 0, outputs, onDevice.get());
+            packRows(stream(), {type, outputs, cols, packed->get() + e * stride}, 0, outputs, onDevice.get());
             stream().synchronize();
         }
-        const Activations x = activations(gather ? tokens : pairs, cols, split);
-        const DeviceArray<int32_t> beginArray(begin), tokenArray(pairToken), expertArray(tileExpert), tileArray(tileBegin);
-        groups.begin = beginArray.get(), groups.pairToken = tokenArray.get();
-        groups.tileExpert = expertArray.get(), groups.tileBegin = tileArray.get();
-        const DeviceArray<float> y(static_cast<size_t>(pairs * outputs + kGuard));
-        matmulExperts(stream(), {{type, outputs, cols, stack.get()}, stride, static_cast<int32_t>(experts)}, x.rows(), groups, gather, y.get());
+        return packed;
+    }
+
+    void check(DType type, const std::vector<int32_t>& counts, int64_t tokens, int64_t outputs, int64_t cols, bool gather, bool split) {
+        const Pairs pairs(counts, tokens, random());
+        std::vector<std::vector<float>> values;
+        const auto w = stack(type, counts.size(), outputs, cols, values);
+        const Activations x = activations(gather ? tokens : pairs.count(), cols, split);
+        const DeviceArray<float> y(static_cast<size_t>(pairs.count() * outputs + kGuard));
+        const ExpertStack experts{{type, outputs, cols, w->get()}, packedBytes(type, outputs, cols), static_cast<int32_t>(counts.size())};
+        matmulExperts(stream(), experts, x.rows(), pairs.groups, gather, y.get());
 
         Expected expected;
         for (size_t e = 0; e < counts.size(); ++e) {
             std::vector<const float*> rows;
-            for (int32_t p = begin[e]; p < begin[e + 1]; ++p) rows.push_back(x.values.data() + (gather ? pairToken[static_cast<size_t>(p)] : p) * cols);
+            for (int32_t p = pairs.begin[e]; p < pairs.begin[e + 1]; ++p)
+                rows.push_back(x.values.data() + (gather ? pairs.token[static_cast<size_t>(p)] : p) * cols);
             const Expected part = multiply(values[e].data(), outputs, cols, rows);
             expected.y.insert(expected.y.end(), part.y.begin(), part.y.end());
             expected.size.insert(expected.size.end(), part.size.begin(), part.size.end());
         }
         expectClose(expected, y.read(), split ? kSplitTolerance : kPlainTolerance,
-                    describe(type, pairs, outputs, cols) + (gather ? ", gathered" : "") + (split ? ", split" : ""));
+                    describe(type, pairs.count(), outputs, cols) + (gather ? ", gathered" : "") + (split ? ", split" : ""));
+    }
+
+    // The stack comes in pieces, each by itself in memory that holds nothing else and with gaps that the whole has not. After each
+    // call the rows of the experts seen so far are the whole product's, the others are poison yet.
+    void checkRanges(DType type, const std::vector<int32_t>& counts, std::vector<Range> ranges, bool gather) {
+        const int64_t tokens = 50, outputs = 134, cols = type == DType::F32 ? 100 : 256;
+        SCOPED_TRACE(describe(type, std::accumulate(counts.begin(), counts.end(), 0), outputs, cols));
+        const Pairs pairs(counts, tokens, random());
+        std::vector<std::vector<float>> values;
+        const auto w = stack(type, counts.size(), outputs, cols, values);
+        const std::vector<uint8_t> packed = w->read();
+        const size_t bytes = packedBytes(type, outputs, cols), stride = bytes + 512;
+        const Activations x = activations(gather ? tokens : pairs.count(), cols, type == DType::F32);
+        const DeviceArray<float> whole(static_cast<size_t>(pairs.count() * outputs)), y(whole.size() + kGuard);
+        const ExpertStack all{{type, outputs, cols, w->get()}, bytes, static_cast<int32_t>(counts.size())};
+        matmulExperts(stream(), all, x.rows(), pairs.groups, gather, whole.get());
+        const std::vector<float> product = whole.read();
+        ASSERT_TRUE(std::none_of(product.begin(), product.end(), [](float v) { return std::isnan(v); }));
+        std::vector<float> expected = y.read();
+
+        std::shuffle(ranges.begin(), ranges.end(), random());
+        for (const Range& range : ranges) {
+            const size_t held = static_cast<size_t>(range.end - range.first);
+            std::vector<uint8_t> piece(held * stride, 0xff);
+            for (size_t e = 0; e < held; ++e)
+                std::copy_n(packed.begin() + static_cast<int64_t>((static_cast<size_t>(range.first) + e) * bytes), bytes,
+                            piece.begin() + static_cast<int64_t>(e * stride));
+            const DeviceArray<uint8_t> onDevice(piece);
+            const ExpertStack part{{type, outputs, cols, onDevice.get()}, stride, static_cast<int32_t>(held)};
+            matmulExperts(stream(), part, x.rows(), pairs.groups, gather, y.get(), range.first, range.end);
+            const int64_t begin = pairs.begin[static_cast<size_t>(range.first)] * outputs;
+            const int64_t end = pairs.begin[static_cast<size_t>(range.end)] * outputs;
+            std::copy(product.begin() + begin, product.begin() + end, expected.begin() + begin);
+            ASSERT_TRUE(sameBits(expected, y.read())) << "after experts " << range.first << " to " << range.end;
+        }
     }
 };
 
@@ -391,6 +452,30 @@ TEST_P(MatmulExperts, GatheredOrNotAndUnevenlyShared) {
     };
     for (const std::vector<int32_t>& counts : shares)
         for (const bool gather : {false, true}) check(DType::Q4_K, counts, 40, 130, 256, gather, false);
+}
+
+TEST_P(MatmulExperts, PiecesOfAStackHaveTheBitsOfTheWhole) {
+    const std::vector<int32_t> counts = {5, 0, 130, 1, 64, 0, 0, 257, 3};
+    const std::vector<std::vector<Range>> cuts = {
+        {{0, 9}},
+        {{0, 1}, {1, 2}, {2, 3}, {3, 4}, {4, 5}, {5, 6}, {6, 7}, {7, 8}, {8, 9}},
+        {{0, 2}, {2, 5}, {5, 7}, {7, 9}},  // one of them without any pair
+        {{0, 3}, {3, 3}, {3, 8}, {8, 9}},  // one that is empty
+    };
+    for (const DType type : {DType::Q4_K, DType::Q6_K, DType::BF16, DType::F32})
+        for (const std::vector<Range>& ranges : cuts) checkRanges(type, counts, ranges, random()() % 2 == 0);
+    for (const bool gather : {false, true}) checkRanges(DType::Q4_K, counts, {{0, 4}, {6, 9}}, gather);  // experts that never come
+}
+
+TEST_P(MatmulExperts, RefusesExpertsThatAStackHasNot) {
+    const Pairs pairs({1, 1, 1}, 1, random());
+    const DeviceArray<uint8_t> w(2 * packedBytes(DType::Q8_0, 32, 32));
+    const Activations x = activations(1, 32, false);
+    const DeviceArray<float> y(3 * 32);
+    const ExpertStack two{{DType::Q8_0, 32, 32, w.get()}, packedBytes(DType::Q8_0, 32, 32), 2};
+    for (const Range& range : {Range{-1, 1}, Range{2, 1}, Range{0, 3}, Range{1, 4}})
+        EXPECT_THROW(matmulExperts(stream(), two, x.rows(), pairs.groups, true, y.get(), range.first, range.end), Error) << range.first;
+    stream().synchronize();
 }
 
 TEST_P(MatmulExperts, NoPairs) {
