@@ -4,44 +4,17 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
-#include <new>
 #include <string>
 #include <thread>
 
 #include "core/error.h"
 #include "engine/host_share.h"
-#include "reference_matmul.h"
-
-namespace {
-std::atomic<int64_t> allocations{0};
-}
-
-// Counted, to prove that a step takes no memory. Not inlined: compilers would warn of new paired with free.
-#define SHARPI_APART __attribute__((noinline))
-SHARPI_APART void* operator new(size_t bytes) {
-    allocations.fetch_add(1, std::memory_order_relaxed);
-    if (void* p = std::malloc(bytes ? bytes : 1)) return p;
-    throw std::bad_alloc();
-}
-SHARPI_APART void operator delete(void* p) noexcept { std::free(p); }
-SHARPI_APART void operator delete(void* p, size_t) noexcept { std::free(p); }
+#include "step_test.h"
 
 using namespace sharpi;
+using namespace steptest;
 
 namespace {
-
-struct Free {
-    void operator()(uint8_t* p) const { std::free(p); }
-};
-using Bytes = std::unique_ptr<uint8_t, Free>;
-
-Bytes poisoned(size_t bytes) {
-    const size_t rounded = (bytes + 4095) / 4096 * 4096;
-    Bytes p(static_cast<uint8_t*>(std::aligned_alloc(4096, rounded)));
-    std::memset(p.get(), 0xa5, rounded);
-    return p;
-}
 
 struct Shape {
     DType gate, up, down;
@@ -58,18 +31,7 @@ struct Weights {
     Matrix matrix;
 
     Weights(DType type, int64_t rows, int64_t cols, std::mt19937& random) {
-        if (info(type).isFloat) {
-            std::normal_distribution<float> normal;
-            const size_t size = info(type).blockBytes;
-            bytes.resize(static_cast<size_t>(rows) * rowBytes(type, cols));
-            for (size_t at = 0; at < bytes.size(); at += size) {
-                const uint32_t bits = bitsFromFloat(normal(random));
-                const uint32_t element = type == DType::F32 ? bits : type == DType::BF16 ? bits >> 16 : f16FromFloat(floatFromBits(bits));
-                std::memcpy(&bytes[at], &element, size);
-            }
-        } else {
-            bytes = reference::randomWeights(type, rows, cols, reference::Fill::Random, random);
-        }
+        bytes = randomWeights(type, rows, cols, random);
         matrix = {type, rows, cols, bytes.data()};
     }
 };
