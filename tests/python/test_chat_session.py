@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -262,6 +263,8 @@ def _take_terminal() -> None:
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    # Tests that a shell runs in the background ignore Ctrl-C, and would pass that on.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path: Path) -> None:

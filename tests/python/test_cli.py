@@ -36,7 +36,12 @@ def sharpi(*arguments: str, stdin: str | bytes | None = None) -> Result:
 def start_slow(*arguments: str) -> subprocess.Popen:
     """The command as a program of its own, with a fake model that takes its time."""
     return subprocess.Popen([sys.executable, "-c", SLOW_PROGRAM, str(Path(__file__).parent), *arguments], text=True,
-                            encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                            encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c)
+
+
+def heed_ctrl_c() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 # --- the group ---------------------------------------------------------------------------------------------------
