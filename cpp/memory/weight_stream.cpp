@@ -9,7 +9,7 @@ namespace sharpi {
 
 namespace {
 
-// Resident weights come in smaller pieces: their staging is only there while a model is loaded.
+// Resident weights come in smaller pieces: where nothing is streamed, staging is taken for them alone, before scratch is.
 constexpr size_t kUploadBytes = size_t{2} << 20;
 
 size_t fileBytes(const Matrix& m) { return rowBytes(m.type, m.cols) * static_cast<size_t>(m.rows); }

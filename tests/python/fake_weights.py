@@ -1,6 +1,7 @@
 """Models that are only sizes, for planning: their tensors, how a token meets them, and what they take of a device.
 
-And machines that are only rates. Everything is known here in plain sums, so that plans can be checked against them.
+And machines that are only rates, with or without a GPU. Everything is known here in plain sums, so that plans can be
+checked against them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from sharpi.hardware import Gpu
 from sharpi.profile import ASSUMED, HardwareProfile
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -22,6 +26,25 @@ MACHINE = replace(ASSUMED, assumed=False, cpu="Some CPU", cores=16, threads=16, 
                   ram_bytes_per_second=100e9, cpu_flops=1e12, gpu="Some GPU", vram_bytes=80 * GIB,
                   pcie_bytes_per_second=50e9, ram_bytes_per_second_shared=75e9, pcie_bytes_per_second_shared=45e9,
                   vram_bytes_per_second=3e12, gpu_kernel_seconds=2e-6, gpu_flops=300e12)
+
+
+NO_GPU = "there is no usable GPU: none was built into this test"
+
+
+@pytest.fixture()
+def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU, `MACHINE`'s rates, and nothing said in the environment."""
+    for name in ("SHARPI_KV_DTYPE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB",
+                 "SHARPI_CUDA_ROW_SPLIT", "SHARPI_CPU_MOE"):
+        monkeypatch.delenv(name, raising=False)
+    set_gpu(monkeypatch, NO_GPU)
+    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: MACHINE)
+
+
+def set_gpu(monkeypatch: pytest.MonkeyPatch, found: int | str) -> None:
+    """A GPU with this many bytes free, or a reason why there is none."""
+    device = found if isinstance(found, str) else Gpu("Some GPU", 0, "9.0", 132, 80 * GIB, found)
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: device)
 
 
 def random_machine(dice: random.Random) -> HardwareProfile:

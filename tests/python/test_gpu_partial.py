@@ -36,6 +36,18 @@ def cache(monkeypatch: pytest.MonkeyPatch):  # noqa: ANN201 - a function
     return choose
 
 
+def placement_with_answers(path: Path, seed: int, prefill: np.ndarray, steps: np.ndarray,
+                           tokens: list[int]) -> dict[str, int]:
+    """Where a model's weights are, loaded as the environment says; its answers are these, however tokens are cut."""
+    with load(path) as model:
+        np.testing.assert_array_equal(model.logits(TOKENS), prefill)
+        np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE), steps)
+        ragged = np.random.default_rng(seed).integers(1, 9, len(TOKENS)).tolist()
+        np.testing.assert_array_equal(model.logits(TOKENS, chunks=ragged), steps)
+        assert greedy(model, TOKENS[:3], 60) == tokens
+        return model.stats()["placement"]
+
+
 @pytest.mark.parametrize("name", DENSE)
 def test_the_cache_size_never_changes_the_answer(name: str, tmp_path: Path, cache) -> None:  # noqa: ANN001
     path = write(tmp_path / "m.gguf", DENSE[name])
@@ -46,13 +58,7 @@ def test_the_cache_size_never_changes_the_answer(name: str, tmp_path: Path, cach
     for part in range(8):
         for rows in (False, True):
             cache(whole * part / 7, rows)
-            with load(path) as model:
-                np.testing.assert_array_equal(model.logits(TOKENS), prefill)
-                np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE), steps)
-                ragged = np.random.default_rng(part).integers(1, 9, len(TOKENS)).tolist()
-                np.testing.assert_array_equal(model.logits(TOKENS, chunks=ragged), steps)
-                assert greedy(model, TOKENS[:3], 60) == tokens
-                kept.add(model.stats()["placement"]["vram"])
+            kept.add(placement_with_answers(path, part, prefill, steps, tokens)["vram"])
     assert len(kept) > 3
 
 
@@ -68,20 +74,11 @@ def test_where_experts_are_never_changes_the_answer(name: str, tmp_path: Path, c
         experts = sum(tensor.nbytes for tensor in model.file.tensors if "_exps." in tensor.name)
         assert model.plan.resident and 0 < experts < whole
 
-    def run(seed: int) -> dict[str, int]:
-        with load(path) as model:
-            np.testing.assert_array_equal(model.logits(TOKENS), prefill)
-            np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE), steps)
-            ragged = np.random.default_rng(seed).integers(1, 9, len(TOKENS)).tolist()
-            np.testing.assert_array_equal(model.logits(TOKENS, chunks=ragged), steps)
-            assert greedy(model, TOKENS[:3], 60) == tokens
-            return model.stats()["placement"]
-
     on_cpu, kept = set(), set()
     for part in range(8):
         for rows in (False, True):
             cache(whole * part / 7, rows)
-            placement = run(part)
+            placement = placement_with_answers(path, part, prefill, steps, tokens)
             on_cpu.add(placement["cpu"])
             kept.add(placement["vram"])
     # None, some layers', and all, besides the rows of an output head.
@@ -89,7 +86,7 @@ def test_where_experts_are_never_changes_the_answer(name: str, tmp_path: Path, c
     monkeypatch.setenv("SHARPI_CPU_MOE", "1")
     for size in (0.0, whole / 3, 2.0 * whole):
         cache(size, True)
-        assert run(9)["cpu"] >= experts
+        assert placement_with_answers(path, 9, prefill, steps, tokens)["cpu"] >= experts
 
 
 def test_every_budget_runs_and_is_kept_to(tmp_path: Path) -> None:

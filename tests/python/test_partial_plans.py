@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from fake_model import cli_runner
-from fake_weights import GIB, MACHINE, MIB, STREAMING, FakeWeights
+from fake_weights import (GIB, MACHINE, MIB, NO_GPU, STREAMING, FakeWeights, plain_machine,  # noqa: F401 - a fixture
+                          set_gpu)
 
 from sharpi.cli import main
 from sharpi.errors import InternalError, InvalidRequestError, OutOfMemoryError
@@ -21,21 +22,7 @@ from sharpi.planner import VRAM_MARGIN, make_plan
 from sharpi.prediction import decode_on_gpu, share_rows
 from sharpi.profile import ASSUMED
 
-NO_GPU = "there is no usable GPU: none was built into this test"
-
-
-@pytest.fixture(autouse=True)
-def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SHARPI_KV_DTYPE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB",
-                 "SHARPI_CUDA_ROW_SPLIT", "SHARPI_CPU_MOE"):
-        monkeypatch.delenv(name, raising=False)
-    set_gpu(monkeypatch, NO_GPU)
-    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: MACHINE)
-
-
-def set_gpu(monkeypatch: pytest.MonkeyPatch, found: int | str) -> None:
-    device = found if isinstance(found, str) else Gpu("Some GPU", 0, "9.0", 132, 80 * GIB, found)
-    monkeypatch.setattr("sharpi.planner.gpu", lambda: device)
+pytestmark = pytest.mark.usefixtures("plain_machine")
 
 
 def plan_of(model: FakeWeights, vram: int | None = None, **options: Any) -> Plan:

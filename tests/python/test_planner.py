@@ -10,18 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 from fake_model import cli_runner
-from fake_weights import MACHINE
+from fake_weights import NO_GPU, plain_machine, set_gpu  # noqa: F401 - a fixture
 from tiny_models import QUANTIZED_TYPES
 
 from sharpi.cli import main
 from sharpi.errors import InternalError, InvalidRequestError, OutOfMemoryError
-from sharpi.hardware import Gpu, gpu, ram_bytes
+from sharpi.hardware import gpu, ram_bytes
 from sharpi.planner import (DEFAULT_BATCH, DEFAULT_CONTEXT, KV_DTYPES, VRAM_MARGIN, choose_context, choose_kv_dtype,
                             make_plan, parse_vram)
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MIB, GIB = 1 << 20, 1 << 30
-NO_GPU = "there is no usable GPU: none was built into this test"
+pytestmark = pytest.mark.usefixtures("plain_machine")
 
 
 @dataclass
@@ -60,21 +60,6 @@ def plan_of(weights: int = 1000, spec: FakeSpec | None = None, **options):
 
 # What FakeSpec takes with plan_of's options, in all.
 ON_CPU, ON_GPU = 1000 + 4_000_000 + 707, 1000 + 4_000_000 + 707 + 11
-
-
-@pytest.fixture(autouse=True)
-def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SHARPI_KV_DTYPE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB",
-                 "SHARPI_CUDA_ROW_SPLIT", "SHARPI_CPU_MOE"):
-        monkeypatch.delenv(name, raising=False)
-    set_gpu(monkeypatch, NO_GPU)
-    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: MACHINE)
-
-
-def set_gpu(monkeypatch: pytest.MonkeyPatch, found: int | str) -> None:
-    """A GPU with this many bytes free, or a reason why there is none."""
-    device = found if isinstance(found, str) else Gpu("Some GPU", 0, "9.0", 132, 80 * GIB, found)
-    monkeypatch.setattr("sharpi.planner.gpu", lambda: device)
 
 
 # --- the sums ------------------------------------------------------------------------------------------------------
