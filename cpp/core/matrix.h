@@ -25,4 +25,9 @@ struct MatrixStack {
     }
 };
 
+// A layer's experts: silu(gate x) * (up x) goes through down. Any of the three may be of a type of its own.
+struct ExpertStacks {
+    MatrixStack gate, up, down;
+};
+
 }  // namespace sharpi
