@@ -78,7 +78,7 @@ public:
         _slots = Buffer(_allocator, room * WeightStream::kSlots, "slots");
         _staging = Buffer(_allocator, room * kTransferStages, "staging");
         const double begin = now();
-        _transfers->prepare({{_file.data(), kFileBytes}}, {}, _staging.as<void>(), room);
+        _transfers->prepare({{{_file.data(), kFileBytes}}, {}, {}}, _staging.as<void>(), room);
         std::printf("%s; 1 GiB pinned in %.3f s\n", _stream.device().name.c_str(), now() - begin);
         for (const std::string& note : _transfers->notes()) std::printf("%s\n", note.c_str());
         _forms = Buffer(_allocator, quantizedRowsBytes(1, kCols), "a row");

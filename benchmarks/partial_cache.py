@@ -16,48 +16,72 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from sharpi import Model
+from sharpi.hardware import core_count
+from sharpi.model import describe
+from sharpi.planner import Plan, make_plan
 
 MODES = {"direct + cache": "0", "direct + cache + CPU rows": "1"}
 
 
-def measure(path: str, cached: float, split: str, decode: int, prefill: int) -> dict[str, Any]:
-    """One load and its speeds, medians of three; cached: GiB of weights to keep, split: whether the CPU takes rows."""
-    from sharpi import Model
-    from sharpi.hardware import core_count
-    from sharpi.model import describe
-    from sharpi.planner import make_plan
-
-    os.environ["SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB"] = f"{cached:.6f}"
-    os.environ["SHARPI_CUDA_ROW_SPLIT"] = split
-    context = max(prefill, decode) + 256
-    asked = {"device": "cuda", "context": context, "threads": core_count()}
+@contextmanager
+def loaded(path: str, decode: int, prefill: int, **asked: Any) -> Iterator[tuple[Model, Plan]]:
+    """The model on the GPU with room for what is to be measured, and its plan with predictions."""
+    asked = {"device": "cuda", "context": max(prefill, decode) + 256, "threads": core_count(), **asked}
     # Before the model takes its memory, or there would be none to plan with.
     plan = make_plan(*describe(path), **asked, shown=True)
     with Model.load(path, **asked) as model:
         if model.plan.placement != plan.placement:
             print("the predictions are of another plan than was loaded: is the GPU in use?", file=sys.stderr)
+        yield model, plan
+
+
+def speeds(model: Model, plan: Plan, decode: int, prefill: int) -> dict[str, Any]:
+    """Measured (medians of three) and predicted."""
+    return {
+        "decode": decode / statistics.median(model.bench_decode(1, decode) for _ in range(3)),
+        "decode_predicted": plan.decode.tokens_per_second,
+        "prefill": prefill / statistics.median(model.bench_prefill(prefill) for _ in range(3)),
+        "prefill_predicted": plan.prefill.tokens_per_second,
+        "vram_taken": model.stats()["vram_bytes"],
+        "vram_planned": model.plan.total_bytes,
+    }
+
+
+def against(row: dict[str, Any], name: str, form: str) -> str:
+    """A measured speed, and the predicted one behind it, for a table."""
+    return f"{row[name]:{form}} ({row[f'{name}_predicted']:{form}})"
+
+
+def arguments_of(description: str) -> argparse.ArgumentParser:
+    """What the sweeps have in common."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("-m", "--model")
+    parser.add_argument("--decode", type=int, default=32, help="tokens")
+    parser.add_argument("--prefill", type=int, default=2048, help="tokens")
+    parser.add_argument("--json", type=Path, help="where to keep the measurements, for --plot")
+    parser.add_argument("--plot", type=Path, metavar="FILE.json", help="draw these, measure nothing")
+    return parser
+
+
+def measure(path: str, cached: float, split: str, decode: int, prefill: int) -> dict[str, Any]:
+    """One load and its speeds; cached: GiB of weights to keep, split: whether the CPU takes rows."""
+    os.environ["SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB"] = f"{cached:.6f}"
+    os.environ["SHARPI_CUDA_ROW_SPLIT"] = split
+    with loaded(path, decode, prefill) as (model, plan):
         model.bench_decode(1, 8)
-        stats = model.stats()
-        return {
-            "split": split == "1",
-            "vram_weights": stats["placement"]["vram"],
-            "cpu_weights": stats["placement"]["cpu"],
-            "decode": decode / statistics.median(model.bench_decode(1, decode) for _ in range(3)),
-            "decode_predicted": plan.decode.tokens_per_second,
-            "prefill": prefill / statistics.median(model.bench_prefill(prefill) for _ in range(3)),
-            "prefill_predicted": plan.prefill.tokens_per_second,
-            "vram_taken": stats["vram_bytes"],
-            "vram_planned": model.plan.total_bytes,
-        }
+        placement = model.stats()["placement"]
+        return {"split": split == "1", "vram_weights": placement["vram"], "cpu_weights": placement["cpu"],
+                **speeds(model, plan, decode, prefill)}
 
 
 def table(rows: list[dict[str, Any]], weights: int) -> str:
     """The measurements as Markdown."""
-    def against(row: dict[str, Any], name: str, form: str) -> str:
-        return f"{row[name]:{form}} ({row[f'{name}_predicted']:{form}})"
-
     lines = ["| cached | CPU rows | decode (predicted) | prefill (predicted) | VRAM taken − planned |",
              "| ---: | --- | ---: | ---: | ---: |"]
     for row in rows:
@@ -93,20 +117,13 @@ def plot(report: dict[str, Any], svg: str) -> None:
 
 def main() -> None:
     """See the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-m", "--model")
+    parser = arguments_of(__doc__)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--decode", type=int, default=32)
-    parser.add_argument("--prefill", type=int, default=2048)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, metavar="FILE.json")
     parser.add_argument("--svg", default="partial_cache.svg")
     arguments = parser.parse_args()
     if arguments.plot:
         plot(json.loads(arguments.plot.read_text()), arguments.svg)
         return
-    from sharpi import Model
-
     with Model.load(arguments.model, device="cuda", context=512) as model:
         weights, name, device = model.plan.weights_bytes, model.spec.name, model.device_name
     rows = []
