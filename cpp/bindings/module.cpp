@@ -4,6 +4,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
+
 #include "core/error.h"
 #include "cpu/kernels.h"
 #include "engine/engine.h"
@@ -65,21 +68,25 @@ KvType toKvType(const std::string& name) {
 // (home, rows of the CPU, rank) of each tensor; none: all in VRAM.
 using HomeRows = std::optional<std::vector<std::tuple<std::string, int64_t, int32_t>>>;
 
+constexpr std::array<Home, 3> kHomes{Home::Vram, Home::Direct, Home::Slots};
+
 Homes toHomes(const HomeRows& rows) {
     Homes homes;
     if (!rows) return homes;
     for (const auto& [home, cpuRows, rank] : *rows) {
-        if (home != "vram" && home != "direct") throw Error(ErrorKind::InvalidArgument, "unknown home '" + home + "': known are vram and direct");
+        const auto known = std::find_if(kHomes.begin(), kHomes.end(), [&home = home](Home h) { return home == homeName(h); });
+        if (known == kHomes.end()) throw Error(ErrorKind::InvalidArgument, "unknown home '" + home + "': known are vram, direct and slots");
         if (cpuRows < 0 || cpuRows > int64_t{1} << 40 || rank < 0) throw Error(ErrorKind::InvalidArgument, "a plan with impossible rows or ranks");
-        homes.push_back({home == "vram" ? Home::Vram : Home::Direct, cpuRows, rank});
+        homes.push_back({*known, cpuRows, rank});
     }
     return homes;
 }
 
 EngineOptions toOptions(int64_t context, int64_t batch, int threads, const std::string& kvType, const std::string& device, size_t vram,
-                        const HomeRows& homes) {
+                        const HomeRows& homes, size_t expertSlotBytes) {
     EngineOptions options;
     options.homes = toHomes(homes);
+    options.expertSlotBytes = expertSlotBytes;
     options.context = context;
     options.batch = batch;
     options.threads = threads;
@@ -158,6 +165,14 @@ py::dict measure(int threads, size_t most) {
     return values;
 }
 
+// Throws for homes of another model.
+EngineOptions plannedOptions(const Description& d, EngineOptions options) {
+    if (!options.homes.empty() && options.homes.size() != d.tensors.all().size()) {
+        throw Error(ErrorKind::InvalidArgument, "homes for " + std::to_string(options.homes.size()) + " tensors of " + std::to_string(d.tensors.all().size()));
+    }
+    return options;
+}
+
 void bindDescription(py::module_& m) {
     py::class_<Description>(m, "Description", "What a model is: read from metadata and tensor table, weights untouched.")
         .def(py::init(&describe), py::arg("metadata"), py::arg("tensors"))
@@ -172,19 +187,23 @@ void bindDescription(py::module_& m) {
             return Engine::kvBytesFor(d.spec, toKvType(type), context);
         }, py::arg("kv_dtype"), py::arg("context"), "Bytes of the KV cache for `context` tokens, in whole pages.")
         .def("memory_lines", [](const Description& d, const std::string& device, const std::string& kvType, int64_t batch,
-                                int64_t context, int threads, const HomeRows& homes) {
+                                int64_t context, int threads, const HomeRows& homes, size_t expertSlotBytes) {
             std::vector<std::pair<std::string, int64_t>> lines;
-            const EngineOptions options = toOptions(context, batch, threads, kvType, device, 0, homes);
-            if (!options.homes.empty() && options.homes.size() != d.tensors.all().size()) {
-                throw Error(ErrorKind::InvalidArgument, "homes for " + std::to_string(options.homes.size()) + " tensors of " + std::to_string(d.tensors.all().size()));
-            }
+            const EngineOptions options = plannedOptions(d, toOptions(context, batch, threads, kvType, device, 0, homes, expertSlotBytes));
             for (const TraceLine& line : plannedLines(d.spec, d.tensors, options)) {
                 lines.emplace_back(line.name, line.taken);
             }
             return lines;
         }, py::arg("device"), py::arg("kv_dtype"), py::arg("batch"), py::arg("context"), py::arg("threads") = 1,
-           py::arg("homes") = py::none(),
+           py::arg("homes") = py::none(), py::arg("expert_slot_bytes") = 0,
            "What loading will take of the device's memory, in bytes, line by line as SHARPI_TRACE_VRAM=1 shows it.")
+        .def("expert_pools", [](const Description& d, const HomeRows& homes, size_t expertSlotBytes) {
+            std::vector<std::tuple<int32_t, int64_t, size_t, int64_t>> pools;
+            const EngineOptions options = plannedOptions(d, toOptions(1, 1, 1, "bf16", "cuda", 0, homes, expertSlotBytes));
+            for (const auto& p : expertPools(d.spec, d.tensors, options)) pools.emplace_back(p.layers, p.experts, p.slotBytes, p.capacity);
+            return pools;
+        }, py::arg("homes"), py::arg("expert_slot_bytes"),
+           "(layers, experts of all of them, bytes of a slot, slots) for experts of each size, where experts are in slots.")
         .def("tensor_uses", [](const Description& d) {
             std::vector<std::tuple<int32_t, std::string, std::string, int32_t, uint64_t, int64_t, int64_t>> uses;
             for (const TensorUse& use : tensorUses(d.spec, d.tensors)) {
@@ -196,23 +215,58 @@ void bindDescription(py::module_& m) {
            "embedding, vector, attention, router, ffn_gate, ffn_up, ffn_down, experts, head.");
 }
 
+py::object expertStats(Engine& engine) {
+    ExpertCounts counts;
+    {
+        py::gil_scoped_release release;  // a step may be running
+        counts = engine.expertCounts();
+    }
+    if (counts.layers == 0) return py::none();
+    const auto table = [&counts](const std::vector<uint64_t>& values) {
+        py::array_t<uint64_t> out({static_cast<py::ssize_t>(counts.layers), static_cast<py::ssize_t>(counts.experts)});
+        std::copy(values.begin(), values.end(), out.mutable_data());
+        return out;
+    };
+    std::vector<std::tuple<std::string, uint64_t, uint64_t, uint64_t>> predictors;
+    for (const PredictorCounts& p : counts.predictors) predictors.emplace_back(p.name, p.named, p.used, p.wanted);
+    py::dict d;
+    d["layers"] = counts.layer;
+    d["experts"] = counts.experts;
+    d["present"] = counts.present;
+    d["uses"] = table(counts.uses);
+    d["hits"] = table(counts.hits);
+    d["computed"] = table(counts.computed);
+    d["fetched"] = table(counts.fetched);
+    d["loads"] = table(counts.loads);
+    d["evictions"] = table(counts.evictions);
+    d["predictors"] = predictors;
+    d["capacity"] = counts.capacity;
+    d["resident"] = counts.resident;
+    return d;
+}
+
 void bindEngine(py::module_& m) {
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
         .def(py::init([](const Description& d, const std::vector<std::string>& paths, int64_t context, int64_t batch,
-                         int threads, const std::string& kvType, const std::string& device, size_t vram, const HomeRows& homes) {
-            const EngineOptions options = toOptions(context, batch, threads, kvType, device, vram, homes);
+                         int threads, const std::string& kvType, const std::string& device, size_t vram, const HomeRows& homes,
+                         size_t expertSlotBytes, std::pair<double, double> expertRates, std::vector<std::pair<int32_t, int32_t>> warm) {
+            EngineOptions options = toOptions(context, batch, threads, kvType, device, vram, homes, expertSlotBytes);
+            options.expertUse = {expertRates.first, expertRates.second, std::move(warm)};
             py::gil_scoped_release release;
             return std::make_shared<Engine>(d.spec, std::make_unique<Weights>(paths, d.tensors), options);
         }), py::arg("description"), py::arg("paths"), py::arg("context"), py::arg("batch"), py::arg("threads"), py::arg("kv_dtype"),
-            py::arg("device") = "cpu", py::arg("vram") = 0, py::arg("homes") = py::none())
+            py::arg("device") = "cpu", py::arg("vram") = 0, py::arg("homes") = py::none(), py::arg("expert_slot_bytes") = 0,
+            py::arg("expert_rates") = std::pair<double, double>(0, 0), py::arg("warm") = std::vector<std::pair<int32_t, int32_t>>{})
+        .def("expert_stats", &expertStats, "What has become of each expert so far; None for a model without any.")
         .def_property_readonly("notes", &Engine::notes, "Lines for people: what was not as planned.")
         .def("placement", [](const Engine& e) {
             const Placement p = e.placement();
             std::vector<std::tuple<int32_t, uint64_t, uint64_t, std::string>> ranges;
-            for (const Placement::Range& r : p.ranges) ranges.emplace_back(r.file, r.begin, r.end, r.home == Home::Vram ? "vram" : "direct");
+            for (const Placement::Range& r : p.ranges) ranges.emplace_back(r.file, r.begin, r.end, homeName(r.home));
             py::dict d;
             d["vram"] = p.vram;
             d["direct"] = p.direct;
+            d["slots"] = p.slots;
             d["cpu"] = p.cpu;
             d["ranges"] = ranges;
             return d;

@@ -7,11 +7,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <utility>
+#include <vector>
 
 #include "core/sampling_rule.h"
 #include "engine/batch.h"
 #include "engine/layer_weights.h"
 #include "engine/placer.h"
+#include "memory/expert_profiler.h"
 #include "memory/kv_cache.h"
 
 namespace sharpi {
@@ -25,11 +28,24 @@ struct StepLimits {
     int32_t heads = 1, kvHeads = 1, headDim = 2, pageTokens = 1;  // the largest of any layer
     int64_t queryWidth = 1, kvWidth = 1;                          // floats of a row's queries, and of its keys
     int64_t denseHidden = 0;
-    int32_t experts = 0, expertsUsed = 0;
+    int32_t experts = 0, expertsUsed = 0;  // of any layer
+    int32_t expertLayers = 0;
+    std::vector<std::pair<int32_t, int32_t>> expertRows;  // of each of these: its number in the model, and its experts
     int64_t expertHidden = 0;
+    bool expertSlots = false;  // experts are not resident
     bool floatWeights = false;  // some matrix is F32
     KvType kvType = KvType::BF16;
 };
+
+// Experts that are not resident.
+struct ExpertUse {
+    // Bytes per second at which the CPU computes experts and the GPU fetches them while both do: how a layer's misses are shared
+    // between them. No rate of the bus: all are the CPU's.
+    double cpuRate = 0, busRate = 0;
+    // (layer in the model, expert), most wanted first: what the slots are to hold from the beginning; others follow as there is room.
+    std::vector<std::pair<int32_t, int32_t>> warm;
+};
+
 StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t maxRows, int64_t context, KvType kvType);
 
 class Backend {
@@ -45,8 +61,13 @@ public:
     virtual std::vector<std::string> notes() const { return {}; }
     // Gives everything back that was placed or taken: loading may begin anew.
     virtual void unload() = 0;
+    // What has become of the experts so far. The rows are the layers that have been added.
+    ExpertAccessProfiler& profiler() { return _profiler; }
+    virtual ExpertCounts expertCounts() { return _profiler.counts(); }
     // Takes all scratch. To be called once, after weights and KV cache are placed. Throws Error(OutOfMemory).
     virtual void takeScratch(const StepLimits& limits) = 0;
+    // How experts that are not resident are used, and which are to be in slots first. After takeScratch(); returns when they are there.
+    virtual void startExperts(const ExpertUse&) {}
 
     // Everything below works on the batch given here; its tokens have room in the cache.
     virtual void begin(const Batch& batch, const KvCache& kv) = 0;
@@ -73,6 +94,16 @@ public:
     virtual void readLogits(int64_t row, int64_t count, float* out) = 0;
     // Chooses from row i of the last head(), once: the row is changed. -1: no token may be chosen.
     virtual int32_t sample(int64_t row, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments, double draw) = 0;
+
+protected:
+    // By takeScratch().
+    void profile(const StepLimits& limits) {
+        if (_profiler.counts().layers > 0) return _profiler.clear();  // loading began anew
+        for (const auto& [layer, experts] : limits.expertRows) _profiler.addLayer(layer, experts);
+    }
+
+private:
+    ExpertAccessProfiler _profiler;
 };
 
 }  // namespace sharpi

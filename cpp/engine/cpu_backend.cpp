@@ -71,7 +71,8 @@ CpuBackend::CpuBackend(int threads, std::unique_ptr<DeviceMemory> memory)
 void CpuBackend::readFromDevice() {
     _transfers = std::make_unique<CopyingTransfers>(*_memory);
     _stream = std::make_unique<WeightStream>(*_allocator, fileLayout(), _transfers.get());
-    _placer = std::make_unique<DevicePlacer>(*_allocator, fileLayout(), *_stream);
+    _slots = std::make_unique<ExpertSlotManager>(*_allocator, fileLayout());
+    _placer = std::make_unique<DevicePlacer>(*_allocator, fileLayout(), *_stream, *_slots, nullptr);
 }
 
 void CpuBackend::unload() {
@@ -85,6 +86,7 @@ void CpuBackend::takeScratch(const StepLimits& limits) {
     const Layout l(_pool.threads(), limits);
     _scratch = Buffer(*_allocator, l.total, "working memory");
     _limits = limits;
+    profile(limits);
     _x = at<float>(l.x);
     _normed = at<float>(l.normed);
     _block = at<float>(l.block);
@@ -149,6 +151,10 @@ void CpuBackend::experts(const ExpertWeights& w, float eps) {
     norm(_x, w.norm, eps, rows(), _limits.embedding, _normed);
     linear(_normed, rows(), {{w.router, nullptr, _routerLogits}});
     route(_routerLogits, rows(), w);
+    for (int32_t e = 0; e < w.gate.count; ++e) {
+        const int32_t times = _routing.expertBegin[e + 1] - _routing.expertBegin[e];
+        if (times) profiler().addUse(w.row, e, static_cast<uint64_t>(times));
+    }
     expertProducts(w);
     sumExperts(w);
     addToX(_block);

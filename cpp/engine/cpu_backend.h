@@ -91,6 +91,7 @@ private:
     std::unique_ptr<Allocator> _allocator;
     std::unique_ptr<Transfers> _transfers;
     std::unique_ptr<WeightStream> _stream;  // where weights are not in the mapped file
+    std::unique_ptr<ExpertSlotManager> _slots;  // then too; it stays empty, since the CPU's batches are all alike
     std::unique_ptr<Placer> _placer;
     ThreadPool _pool;
     StepLimits _limits;

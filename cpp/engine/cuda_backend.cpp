@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 
 #include "core/error.h"
 #include "kernels/sampling.h"
@@ -11,6 +12,36 @@
 namespace sharpi {
 
 namespace {
+
+using Experts = std::vector<std::pair<int32_t, int32_t>>;  // (layer of experts, expert)
+
+// Those that the plan names by their layer in the model, without what there is not.
+Experts wantedExperts(const Experts& warm, const StepLimits& limits) {
+    Experts wanted;
+    for (const auto& [layer, expert] : warm) {
+        for (int32_t row = 0; row < limits.expertLayers; ++row) {
+            const auto& [number, experts] = limits.expertRows[static_cast<size_t>(row)];
+            if (number == layer && expert >= 0 && expert < experts) wanted.emplace_back(row, expert);
+        }
+    }
+    return wanted;
+}
+
+// Those that are wanted, then the first of each layer, the second, ...
+Experts fillingOrder(const Experts& wanted, const StepLimits& limits) {
+    Experts order;
+    std::set<std::pair<int32_t, int32_t>> known;
+    const auto add = [&](int32_t row, int32_t expert) {
+        if (known.emplace(row, expert).second) order.emplace_back(row, expert);
+    };
+    for (const auto& [row, expert] : wanted) add(row, expert);
+    for (int32_t expert = 0; expert < limits.experts; ++expert) {
+        for (int32_t row = 0; row < limits.expertLayers; ++row) {
+            if (expert < limits.expertRows[static_cast<size_t>(row)].second) add(row, expert);
+        }
+    }
+    return order;
+}
 
 bool replayWanted() {
     const char* value = std::getenv("SHARPI_CUDA_GRAPH");
@@ -28,6 +59,7 @@ CudaBackend::CudaBackend(size_t vram, int threads)
 CudaBackend::~CudaBackend() {
     try {
         _transfers->settle();
+        settleAhead();
     } catch (const Error&) {
         // After a fault nothing runs any more.
     }
@@ -42,17 +74,25 @@ std::vector<std::string> CudaBackend::notes() const {
 void CudaBackend::setUp() {
     _transfers = std::make_unique<CudaTransfers>(_stream);
     _weights = std::make_unique<WeightStream>(_allocator, gpuLayout(), _transfers.get());
-    _placer = std::make_unique<DevicePlacer>(_allocator, gpuLayout(), *_weights);
+    _slots = std::make_unique<ExpertSlotManager>(_allocator, gpuLayout());
+    _placer = std::make_unique<DevicePlacer>(_allocator, gpuLayout(), *_weights, *_slots, &profiler());
 }
 
 void CudaBackend::unload() {
     _transfers->settle();
+    settleAhead();
     _steps.clear();
+    _ahead.reset();
+    _misses.reset();
+    _prefetcher.reset();
+    _loads.reset();
+    _tables.reset();
     _share.reset();
     _mailbox.reset();
     _scratch = Buffer();
     _layout.reset();
     _placer.reset();
+    _slots.reset();
     _weights.reset();
     _transfers.reset();
     _allocator.trim();
@@ -66,7 +106,8 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     _scratch = Buffer(_allocator, layout.bytes(), "working memory");
     _numbers = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * static_cast<size_t>(std::max(layout.few.total, layout.many.total)));
     _token = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t));
-    if (_weights->sharesRows() || _weights->streamsStacks()) {
+    profile(limits);
+    if (_weights->sharesRows() || limits.expertSlots) {
         const int64_t rows = std::min<int64_t>(limits.maxRows, cuda::kMaxMatvecRows);
         _mailbox = std::make_unique<cuda::PinnedBuffer>(HostShare::mailboxBytes(limits, rows));
         _share = std::make_unique<HostShare>(_threads, _mailbox->as<void>(), limits, rows, [this] { return _stream.poll(); });
@@ -74,6 +115,74 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     _limits = limits;
     _layout = layout;
     _stream.zero(at<uint8_t>(layout.attention), cuda::kDecodeCounterBytes);
+    const size_t experts = static_cast<size_t>(limits.expertLayers) * static_cast<size_t>(limits.experts);
+    if (experts) _stream.zero(at<uint8_t>(layout.expertUses), sizeof(uint32_t) * experts);
+    if (limits.expertSlots) _tables = std::make_unique<cuda::PinnedBuffer>(2 * sizeof(int32_t) * experts);
+}
+
+void CudaBackend::startExperts(const ExpertUse& use) {
+    _foresight = prefetchWanted();
+    if (_slots->capacity() > 0) {
+        std::vector<ExpertStacks> files;
+        for (int32_t row = 0; row < _slots->layers(); ++row) files.push_back(_slots->file(row));
+        _loads = std::make_unique<CudaExpertLoads>(_allocator, _stream, _transfers->files(), files);
+        _slots->setLoads(_loads.get());
+    }
+    _prefetcher = std::make_unique<ExpertPrefetcher>(*_slots, profiler(), _foresight);
+    const auto reachable = [this](const uint8_t* file, size_t bytes) { return _transfers->reachable(file, bytes); };
+    _misses = std::make_unique<ExpertMisses>(*_slots, *_prefetcher, profiler(), use, _foresight, reachable);
+    fillSlots(wantedExperts(use.warm, _limits));
+    if (_foresight == Prefetch::NextLayer) _ahead = std::make_unique<cuda::Stream>(_stream.device(), cuda::Stream::Role::Feed);
+    _tableUploaded = false;
+}
+
+void CudaBackend::fillSlots(const std::vector<std::pair<int32_t, int32_t>>& wanted) {
+    // What the most wanted expert counts for at first: it has to be seen that others are used more.
+    constexpr float kMostWanted = 4;
+    _prefetcher->fill(fillingOrder(wanted, _limits));
+    while (_prefetcher->filling()) {
+        _slots->beginPass();
+        _prefetcher->pump(0);
+    }
+    if (_loads) _loads->settle();
+    _slots->beginPass();
+    // The most wanted last: it is then the last to go.
+    for (size_t i = wanted.size(); i-- > 0;) {
+        const float falling = 1 - static_cast<float>(i) / static_cast<float>(wanted.size());
+        _slots->addUses(wanted[i].first, wanted[i].second, kMostWanted * falling);
+    }
+}
+
+// Fetches what the device has counted since the last time. Of a batch of many rows the slots' policy hears here: a prompt counts for
+// as much as some of the tokens that will follow it.
+void CudaBackend::collectUses() {
+    constexpr double kPromptTokens = 64;
+    std::vector<uint32_t> uses(static_cast<size_t>(_limits.expertLayers) * static_cast<size_t>(_limits.experts));
+    if (uses.empty()) return;
+    _stream.download(uses.data(), at<uint8_t>(_layout->expertUses), sizeof(uint32_t) * uses.size());
+    _stream.zero(at<uint8_t>(_layout->expertUses), sizeof(uint32_t) * uses.size());
+    profiler().addUses(uses.data(), _limits.experts);
+    const double weight = _manyRows ? std::min(1.0, kPromptTokens / static_cast<double>(_manyRows)) : 0;
+    _manyRows = 0;
+    // Layer by layer the last ones would be the last to go.
+    for (int32_t e = 0; weight > 0 && e < _slots->experts(); ++e) {
+        for (int32_t row = 0; row < _slots->layers(); ++row) {
+            const uint32_t times = uses[static_cast<size_t>(row) * static_cast<size_t>(_limits.experts) + static_cast<size_t>(e)];
+            if (times) _slots->addUses(row, e, static_cast<float>(times * weight));
+        }
+    }
+}
+
+ExpertCounts CudaBackend::expertCounts() {
+    if (::getpid() == _process) {  // or there is no device any more
+        _stream.use();
+        collectUses();
+    }
+    ExpertCounts counts = profiler().counts();
+    counts.capacity = _slots->capacity();
+    counts.resident = _slots->resident();
+    counts.slotBytes = _slots->bytes();
+    return counts;
 }
 
 void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
@@ -87,6 +196,7 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     _stream.synchronize();  // the last batch's numbers may still be on their way
     _weights->finishUploads();
     if (_share) _share->begin();
+    if (_limits.expertSlots) beginExperts();
     auto* numbers = _numbers->as<int32_t>();
     std::copy(batch.tokens.begin(), batch.tokens.end(), numbers + block.tokens);
     std::copy(batch.positions.begin(), batch.positions.end(), numbers + block.positions);
@@ -111,6 +221,41 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     _batch = {_rows, device + block.positions, device + block.sequence, device + block.tables, block.pages};
     _tiles.begin = device + block.tileBegin;
     _tiles.end = device + block.tileEnd;
+}
+
+// What has arrived since the last batch can be found by this one.
+void CudaBackend::beginExperts() {
+    if (_passFailed) _slots->passFailed();
+    _passFailed = false;
+    _prefetcher->pump(_misses->takeFetched());  // before the pass: then almost everything may be overwritten
+    _slots->beginPass();
+    const bool many = !few();
+    if (many || _manyRows) collectUses();
+    if (many) _manyRows = _rows;
+    if (many) listMissing();
+    if (_tableUploaded && _slots->tableVersion() == _tableVersion && !many) return;
+    const std::vector<int32_t>& table = _slots->table();
+    std::copy(table.begin(), table.end(), _tables->as<int32_t>());
+    _stream.uploadPinned(at<int32_t>(_layout->expertTable), _tables->as<int32_t>(), sizeof(int32_t) * table.size());
+    if (many) _stream.uploadPinned(at<int32_t>(_layout->expertOrdinal), _tables->as<int32_t>() + table.size(), sizeof(int32_t) * table.size());
+    _tableVersion = _slots->tableVersion();
+    _tableUploaded = true;
+}
+
+// A batch of many rows streams the experts that are in no slot.
+void CudaBackend::listMissing() {
+    const std::vector<int32_t>& table = _slots->table();
+    int32_t* const ordinals = _tables->as<int32_t>() + table.size();
+    for (int32_t row = 0; row < _slots->layers(); ++row) {
+        const size_t first = static_cast<size_t>(row) * static_cast<size_t>(_limits.experts);
+        std::vector<int32_t> missing;
+        for (int32_t e = 0; e < _slots->file(row).gate.count; ++e) {
+            const bool isMissing = table[first + static_cast<size_t>(e)] < 0;
+            ordinals[first + static_cast<size_t>(e)] = isMissing ? static_cast<int32_t>(missing.size()) : -1;
+            if (isMissing) missing.push_back(e);
+        }
+        for (int32_t stack = 0; stack < 3; ++stack) _weights->setWanted(_placer->stackGroup(row) + stack, missing);
+    }
 }
 
 // Cuts the rows of each sequence into tiles for attention; the longest contexts first, so that the last to finish is short.
@@ -163,6 +308,14 @@ void CudaBackend::record(const std::function<void()>& body) {
     }
 }
 
+// What a pass that was given up left running beside it. A stream in a capture that was given up is of no use any more.
+void CudaBackend::settleAhead() {
+    _aheadRuns = false;
+    if (!_ahead) return;
+    if (_ahead->capturing()) _ahead = std::make_unique<cuda::Stream>(_stream.device(), cuda::Stream::Role::Feed);
+    else _ahead->synchronize();
+}
+
 // What the GPU does in a step, with weights on their way meanwhile. Kernels that wait for the CPU go on if it fails.
 void CudaBackend::pass(const std::function<void()>& body) {
     std::optional<HostShare::Awake> awake;
@@ -174,6 +327,8 @@ void CudaBackend::pass(const std::function<void()>& body) {
     } catch (...) {
         if (_share) _share->abort();
         _transfers->settle();
+        settleAhead();
+        _passFailed = true;
         throw;
     }
 }
@@ -186,6 +341,8 @@ void CudaBackend::replay(const Step& step) {
         for (const auto& job : step.jobs) job();
     } catch (...) {
         _share->abort();
+        settleAhead();
+        _passFailed = true;
         throw;
     }
 }

@@ -2,7 +2,7 @@
 //
 // Batches of up to cuda::kMaxMatvecRows rows go through products that follow core/contract.h, so that decode gives the
 // CPU's bits; larger ones through tensor cores. A small batch's launches are captured once for each number of rows and replayed.
-// In small batches the CPU may compute a part of the feed-forward rows, and experts that are not resident (host_share.h): what it
+// In small batches the CPU may compute a part of the feed-forward rows, and experts that are in no slot (host_share.h): what it
 // does in a step is recorded beside the captured launches.
 #pragma once
 
@@ -16,7 +16,9 @@
 #include "device/cuda_memory.h"
 #include "device/stream.h"
 #include "engine/backend.h"
+#include "engine/cuda_expert_loads.h"
 #include "engine/cuda_transfers.h"
+#include "engine/expert_misses.h"
 #include "engine/gpu_scratch.h"
 #include "engine/host_share.h"
 #include "kernels/attention.h"
@@ -39,6 +41,8 @@ public:
     std::vector<std::string> notes() const override;
     void unload() override;
     void takeScratch(const StepLimits& limits) override;
+    void startExperts(const ExpertUse& use) override;
+    ExpertCounts expertCounts() override;
 
     void begin(const Batch& batch, const KvCache& kv) override;
     void region(const std::function<void()>& body) override;
@@ -74,6 +78,12 @@ private:
     void onHost(std::function<void()> job);
     bool few() const { return _rows <= cuda::kMaxMatvecRows; }
     int rows() const { return static_cast<int>(_rows); }
+    void beginExperts();
+    void collectUses();
+    void fillSlots(const std::vector<std::pair<int32_t, int32_t>>& wanted);
+    void settleAhead();
+    void listMissing();
+    int32_t* expertRow(size_t table, int32_t row) const { return at<int32_t>(table) + static_cast<int64_t>(row) * _limits.experts; }
     int64_t addTiles(const Batch& batch, int32_t* numbers, const GpuScratch::BatchBlock& block);
     template <typename T> T* at(size_t offset) const { return reinterpret_cast<T*>(_scratch.as<uint8_t>() + offset); }
     float* floats(size_t offset) const { return at<float>(offset); }
@@ -92,9 +102,13 @@ private:
     void denseShared(const DenseWeights& weights, const cuda::RowOutputs& normed, const cuda::RowOutputs& hidden);
     void denseMany(const DenseWeights& weights, float eps);
     void expertsFew(const ExpertWeights& weights, float eps);
-    void expertsOnHost(const ExpertWeights& weights);
+    void expertsInSlots(const ExpertWeights& weights, const cuda::RowOutputs& normed, float eps);
+    void hiddenOfExperts(const cuda::MatvecInput& x, const ExpertStacks& w, const int32_t* which, int32_t used, const cuda::RowOutputs& hidden);
+    const int32_t* foreseeNext(const ExpertWeights& weights, float eps);
+    void fetchAheadOf(const ExpertWeights& next);
     void expertsMany(const ExpertWeights& weights, float eps);
-    void expertProductMany(const cuda::HalfRows& x, const WeightStack& w, const cuda::ExpertGroups& groups, bool gather, float* y);
+    void expertProductMany(const cuda::HalfRows& x, const WeightStack& w, const MatrixStack& slots, int32_t row, const cuda::ExpertGroups& groups,
+                           bool gather, float* y);
     cuda::HeadPreparation preparation(const AttentionWeights& weights, float eps) const;
 
     cuda::Stream _stream;
@@ -103,7 +117,8 @@ private:
     const int _threads;
     std::unique_ptr<CudaTransfers> _transfers;
     std::unique_ptr<WeightStream> _weights;
-    std::unique_ptr<Placer> _placer;
+    std::unique_ptr<ExpertSlotManager> _slots;
+    std::unique_ptr<DevicePlacer> _placer;
     StepLimits _limits;
     std::optional<GpuScratch> _layout;
     Buffer _scratch;
@@ -111,6 +126,19 @@ private:
     std::unique_ptr<cuda::PinnedBuffer> _token;
     std::unique_ptr<cuda::PinnedBuffer> _mailbox;
     std::unique_ptr<HostShare> _share;  // where the CPU computes rows or experts
+    // Where experts are in slots.
+    std::unique_ptr<cuda::PinnedBuffer> _tables;  // what the device's tables are uploaded from
+    std::unique_ptr<CudaExpertLoads> _loads;
+    std::unique_ptr<ExpertPrefetcher> _prefetcher;
+    std::unique_ptr<ExpertMisses> _misses;
+    Prefetch _foresight = Prefetch::Off;
+    uint64_t _tableVersion = 0;  // of the slots' table, as it was uploaded last
+    bool _tableUploaded = false, _passFailed = false;
+    int64_t _manyRows = 0;  // of the last batch, if it was of many rows
+    // Experts of the next layer come on a stream beside the one that computes.
+    std::unique_ptr<cuda::Stream> _ahead;
+    cuda::Event _aheadForked, _aheadDone;
+    bool _aheadRuns = false;
 
     // The batch at hand.
     int64_t _rows = 0, _logitRows = 0;

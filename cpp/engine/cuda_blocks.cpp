@@ -2,6 +2,7 @@
 #include "core/error.h"
 #include "engine/cuda_backend.h"
 #include "kernels/crossing.h"
+#include "kernels/expert_cache.h"
 #include "kernels/packed.h"
 #include "kernels/router.h"
 
@@ -198,44 +199,91 @@ void CudaBackend::experts(const ExpertWeights& w, float eps) { few() ? expertsFe
 void CudaBackend::expertsFew(const ExpertWeights& w, float eps) {
     const GpuScratch& s = *_layout;
     const Matrix &gate = w.gate.first, &up = w.up.first, &down = w.down.first;
-    const int64_t pairs = _rows * w.used;
     auto* chosen = at<int32_t>(s.chosen);
     const cuda::RowOutputs normed = formsFor({w.router, gate, up}, s.normed, s.normedQuant, _rows, _limits.embedding);
-    const cuda::RowOutputs hidden = formsFor({down}, s.hidden, s.hiddenQuant, pairs, down.cols);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, normed);
     productsFew(input(normed), rows(), {{w.router, nullptr, floats(s.routerLogits)}});
     for (const WeightStack* stack : {&w.gate, &w.up, &w.down}) _weights->arrive(stack->group);
-    cuda::route(_stream, floats(s.routerLogits), _rows, w.gate.count, w.used, w.renormalize, w.weightScale, chosen, floats(s.weight));
-    if (!w.gate.resident()) return expertsOnHost(w);
-    if (sameType(gate, up)) {
-        cuda::expertGated(_stream, input(normed), rows(), w.gate, w.up, chosen, w.used, hidden);
-    } else {
-        cuda::expertMatvec(_stream, input(normed), rows(), w.gate, chosen, w.used, false, floats(s.gate));
-        cuda::expertMatvec(_stream, input(normed), rows(), w.up, chosen, w.used, false, floats(s.up));
-        cuda::siluMul(_stream, floats(s.gate), floats(s.up), pairs, down.cols, hidden);
-    }
+    cuda::route(_stream, floats(s.routerLogits), _rows, w.gate.count, w.used, w.renormalize, w.weightScale, chosen, floats(s.weight),
+                at<uint32_t>(s.expertUses) + static_cast<int64_t>(w.row) * _limits.experts);
+    if (!w.gate.resident()) return expertsInSlots(w, normed, eps);
+    const cuda::RowOutputs hidden = formsFor({down}, s.hidden, s.hiddenQuant, _rows * w.used, down.cols);
+    hiddenOfExperts(input(normed), {w.gate, w.up, w.down}, chosen, w.used, hidden);
     cuda::expertDownAdd(_stream, input(hidden), rows(), w.down, chosen, floats(s.weight), w.used, floats(s.x));
 }
 
-// All of the layer's chosen experts are the CPU's: it reads them where they are in the file.
-void CudaBackend::expertsOnHost(const ExpertWeights& w) {
+// silu(gate x) * (up x) of each pair: of matrix which[pair] of the stacks.
+void CudaBackend::hiddenOfExperts(const cuda::MatvecInput& x, const ExpertStacks& w, const int32_t* which, int32_t used, const cuda::RowOutputs& hidden) {
     const GpuScratch& s = *_layout;
-    const Mailbox& mail = _share->mailbox();
-    HostShare* share = _share.get();
-    const int64_t rows = _rows, width = _limits.embedding;
-    const int32_t used = w.used;
-    const uint32_t sent = share->nextSent(), returned = share->nextReturned();
-    const cuda::RowOutputs normed = formsFor({w.gate.first, w.up.first}, s.normed, s.normedQuant, rows, width);
-    cuda::sendChoices(_stream, at<int32_t>(s.chosen), floats(s.weight), rows * used, mail.chosen, mail.weight);
-    cuda::sendRows(_stream, normed, rows, 0, width, mail.input, mail.sent, sent);
-    onHost([=, gate = w.gate.file, up = w.up.file, down = w.down.file] { share->experts(gate, up, down, rows, used, sent, returned); });
-    cuda::receiveAdd(_stream, mail.down, rows, 0, width, mail.returned, returned, floats(s.x), width);
+    if (sameType(w.gate.first, w.up.first)) return cuda::expertGated(_stream, x, rows(), w.gate, w.up, which, used, hidden);
+    cuda::expertMatvec(_stream, x, rows(), w.gate, which, used, false, floats(s.gate));
+    cuda::expertMatvec(_stream, x, rows(), w.up, which, used, false, floats(s.up));
+    cuda::siluMul(_stream, floats(s.gate), floats(s.up), _rows * used, w.down.first.cols, hidden);
 }
 
-void CudaBackend::expertProductMany(const cuda::HalfRows& x, const WeightStack& w, const cuda::ExpertGroups& groups, bool gather, float* y) {
+// Of the chosen experts the GPU computes those in slots, and what the CPU orders it to fetch; the CPU computes the others
+// meanwhile, reading them where they are in the file (kernels/expert_cache.h).
+void CudaBackend::expertsInSlots(const ExpertWeights& w, const cuda::RowOutputs& normed, float eps) {
+    const GpuScratch& s = *_layout;
+    const Mailbox& mail = _share->mailbox();
+    const ExpertStacks slots = _slots->slots(w.row);
+    const int64_t rows = _rows, pairs = rows * w.used;
+    auto* slot = at<int32_t>(s.slot);
+    auto* orders = at<cuda::DeviceOrders>(s.orders);
+    const int32_t *chosen = at<int32_t>(s.chosen), *foreseen = foreseeNext(w, eps);
+    const uint32_t sent = _share->nextSent(), instructed = _share->nextInstructed(), returned = _share->nextReturned();
+    // The router may read another form than the experts do.
+    const cuda::RowOutputs read = formsFor({w.gate.first, w.up.first}, s.normed, s.normedQuant, rows, _limits.embedding);
+    if (_aheadRuns) _stream.wait(_aheadDone);
+    _aheadRuns = false;
+    cuda::sendExperts(_stream, read, rows, w.used, chosen, expertRow(s.expertTable, w.row), foreseen, slot, orders, mail.input,
+                      mail.choicesOf(w.row), mail.sent, sent);
+    // Before kernels that wait for the CPU: where steps are launched one by one, a kernel's first launch may wait for the GPU.
+    onHost([=, share = _share.get(), plan = _misses.get(), file = w.inFile(), row = w.row, used = w.used, predicted = foreseen != nullptr] {
+        share->experts(file, row, rows, used, predicted, *plan, sent, instructed, returned);
+    });
+    if (slots.gate.count > 0) {
+        const cuda::RowOutputs hidden = formsFor({w.down.first}, s.hidden, s.hiddenQuant, pairs, w.down.first.cols);
+        cuda::fetchExperts(_stream, slots, mail.orders, mail.instructed, instructed, orders, pairs, chosen, slot);
+        if (foreseen && _ahead) fetchAheadOf(*w.next);
+        hiddenOfExperts(input(normed), slots, slot, w.used, hidden);
+        cuda::expertMatvec(_stream, input(hidden), this->rows(), slots.down, slot, w.used, true, floats(s.answers));
+    }
+    cuda::combineAnswers(_stream, floats(s.answers), mail.answers, slot, floats(s.weight), rows, w.used, _limits.embedding, mail.returned, returned,
+                         floats(s.x));
+}
+
+// What the next layer's router makes of this layer's rows: a guess at what it will choose, where somebody wants it.
+const int32_t* CudaBackend::foreseeNext(const ExpertWeights& w, float eps) {
+    if (!w.next || (_foresight != Prefetch::Count && _foresight != Prefetch::NextLayer)) return nullptr;
+    const GpuScratch& s = *_layout;
+    const ExpertWeights& next = *w.next;
+    const cuda::RowOutputs normed = formsFor({next.router}, s.foreseenRows, s.foreseenQuant, _rows, _limits.embedding);
+    if (!next.router.resident() || next.used != w.used) return nullptr;
+    cuda::rmsNorm(_stream, floats(s.x), nullptr, next.norm, eps, _rows, _limits.embedding, normed);
+    cuda::matvec(_stream, input(normed), rows(), {{next.router, nullptr, floats(s.routerLogits)}});
+    cuda::route(_stream, floats(s.routerLogits), _rows, next.gate.count, next.used, next.renormalize, next.weightScale, at<int32_t>(s.foreseen),
+                floats(s.foreseenWeight), nullptr);
+    return at<int32_t>(s.foreseen);
+}
+
+// While this layer's experts are multiplied, and until the next layer looks for its own.
+void CudaBackend::fetchAheadOf(const ExpertWeights& next) {
+    _stream.record(_aheadForked);
+    _ahead->wait(_aheadForked);
+    cuda::fetchAhead(*_ahead, _slots->slots(next.row), at<cuda::DeviceOrders>(_layout->orders), expertRow(_layout->expertTable, next.row));
+    _ahead->record(_aheadDone);
+    _aheadRuns = true;
+}
+
+// Experts in slots are used where they are; the others come over in pieces.
+void CudaBackend::expertProductMany(const cuda::HalfRows& x, const WeightStack& w, const MatrixStack& slots, int32_t row, const cuda::ExpertGroups& groups,
+                                    bool gather, float* y) {
     if (w.resident()) return cuda::matmulExperts(_stream, w, x, groups, gather, y);
-    _weights->forExperts(w.group, [&](const MatrixStack& part, int32_t firstExpert) {
-        cuda::matmulExperts(_stream, part, x, groups, gather, y, firstExpert, firstExpert + part.count);
+    const GpuScratch& s = *_layout;
+    if (slots.count > 0) cuda::matmulExperts(_stream, slots, x, groups, gather, y, {expertRow(s.expertTable, row), 0, slots.count});
+    _weights->forExperts(w.group, [&](const MatrixStack& part, int32_t first) {
+        cuda::matmulExperts(_stream, part, x, groups, gather, y, {expertRow(s.expertOrdinal, row), first, first + part.count});
     });
 }
 
@@ -248,14 +296,16 @@ void CudaBackend::expertsMany(const ExpertWeights& w, float eps) {
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, {nullptr, {}, normed});
     productMany(normed, w.router, nullptr, floats(s.manyRouterLogits), cuda::Store::Write);
     for (const WeightStack* stack : {&w.gate, &w.up, &w.down}) _weights->arrive(stack->group);
-    cuda::route(_stream, floats(s.manyRouterLogits), _rows, count, w.used, w.renormalize, w.weightScale, chosen, floats(s.weight));
+    cuda::route(_stream, floats(s.manyRouterLogits), _rows, count, w.used, w.renormalize, w.weightScale, chosen, floats(s.weight),
+                at<uint32_t>(s.expertUses) + static_cast<int64_t>(w.row) * _limits.experts);
     const cuda::ExpertGrouping made = cuda::expertGroupingOver(at<uint8_t>(s.grouping), _rows, w.used, count);
     cuda::groupExperts(_stream, chosen, _rows, w.used, count, made);
     const cuda::ExpertGroups groups{made.begin, made.pairToken, made.tileExpert, made.tileBegin, pairs, cuda::maxExpertTiles(pairs, count)};
-    expertProductMany(normed, w.gate, groups, true, floats(s.manyGate));
-    expertProductMany(normed, w.up, groups, true, floats(s.manyUp));
+    const ExpertStacks slots = w.gate.resident() ? ExpertStacks{} : _slots->slots(w.row);
+    expertProductMany(normed, w.gate, slots.gate, w.row, groups, true, floats(s.manyGate));
+    expertProductMany(normed, w.up, slots.up, w.row, groups, true, floats(s.manyUp));
     cuda::siluMul(_stream, floats(s.manyGate), floats(s.manyUp), pairs, w.down.first.cols, {nullptr, {}, hidden});
-    expertProductMany(hidden, w.down, groups, false, floats(s.expertOut));
+    expertProductMany(hidden, w.down, slots.down, w.row, groups, false, floats(s.expertOut));
     cuda::combineExperts(_stream, floats(s.expertOut), made.pairOf, floats(s.weight), _rows, w.used, w.down.first.rows, floats(s.x));
 }
 

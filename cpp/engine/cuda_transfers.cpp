@@ -1,6 +1,8 @@
 // See cuda_transfers.h.
 #include "engine/cuda_transfers.h"
 
+#include <utility>
+
 #include "core/error.h"
 #include "kernels/packed.h"
 
@@ -17,8 +19,8 @@ bool staged(const StreamPart& part) { return !info(part.to.type).isFloat; }
 
 }  // namespace
 
-CudaTransfers::CudaTransfers(cuda::Stream& compute)
-    : _compute(compute), _copies{feedBeside(compute), feedBeside(compute)}, _packing(feedBeside(compute)), _files(compute.device()) {}
+CudaTransfers::CudaTransfers(cuda::Stream& compute, cuda::PinnedFiles::RoomNow room)
+    : _compute(compute), _copies{feedBeside(compute), feedBeside(compute)}, _packing(feedBeside(compute)), _files(compute.device(), std::move(room)) {}
 
 CudaTransfers::~CudaTransfers() {
     try {
@@ -36,8 +38,8 @@ void CudaTransfers::synchronize() {
     _compute.synchronize();
 }
 
-void CudaTransfers::prepare(const std::vector<HostRange>& always, const std::vector<HostRange>& once, void* staging, size_t stageBytes) {
-    _files.pin(always, once);
+void CudaTransfers::prepare(const HostRanges& ranges, void* staging, size_t stageBytes) {
+    _files.pin(ranges);
     _staging = static_cast<uint8_t*>(staging);
     _stageBytes = stageBytes;
 }
@@ -123,6 +125,7 @@ void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int slot) {
     size_t used = 0;
     std::vector<Copy> toStage, toSlot;
     for (const StreamPart& part : parts) {
+        _files.expect(part.file, part.bytes());
         if (staged(part)) {
             if (used + part.bytes() > _stageBytes) throw Error(ErrorKind::Internal, "weights on their way are larger than their stage");
             addCopy(toStage, {staging + used, part.file, part.bytes()});

@@ -22,18 +22,21 @@ namespace sharpi {
 
 class CudaTransfers : public Transfers {
 public:
-    explicit CudaTransfers(cuda::Stream& compute);
+    explicit CudaTransfers(cuda::Stream& compute, cuda::PinnedFiles::RoomNow room = [] { return memoryRoom(); });
     // Waits for the device, and unpins everything.
     ~CudaTransfers() override;
 
-    void prepare(const std::vector<HostRange>& always, const std::vector<HostRange>& once, void* staging, size_t stageBytes) override;
+    void prepare(const HostRanges& ranges, void* staging, size_t stageBytes) override;
     void finishOnce() override;
     std::vector<std::string> notes() const override { return _files.notes(); }
     const uint8_t* deviceAddress(const uint8_t* file) const override { return _files.deviceAddress(file); }
+    const uint8_t* reachable(const uint8_t* file, size_t bytes) const override { return _files.reachable(file, bytes); }
+    // What is pinned, for whoever else copies from it.
+    const cuda::PinnedFiles& files() const { return _files; }
 
     void begin() override;
     void end() override;
-    // The rows of a `once` range that could not be pinned are waited for here, which no capture allows.
+    // What could not be pinned of `once` and `optional` ranges is waited for here, which no capture allows.
     void fetch(const std::vector<StreamPart>& parts, int slot) override;
     void await(int slot) override;
     void release(int slot) override;

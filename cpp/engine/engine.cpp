@@ -7,6 +7,7 @@
 #include "core/error.h"
 #include "engine/cpu_backend.h"
 #include "engine/gpu.h"
+#include "memory/expert_prefetcher.h"
 
 namespace sharpi {
 
@@ -18,6 +19,7 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
         throw Error(ErrorKind::InvalidArgument, "a context of " + std::to_string(options.context) +
                                                     " is larger than the model's " + std::to_string(spec.contextLength));
     }
+    prefetchWanted();  // throws for nonsense, before anything is loaded
     if (options.batch < 1 || options.batch > 65536) throw Error(ErrorKind::InvalidArgument, "batch must be 1 to 65536 rows");
     options.batch = std::min(options.batch, options.context);
     for (const TensorHome& home : options.homes) {
@@ -54,8 +56,14 @@ Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOpt
                                                     std::to_string(_files->tensors().all().size()));
     }
     if (_options.cuda) requireGpuCanRun(_spec);
+    _options.homes = normalized(_spec, _files->tensors(), std::move(_options.homes));
     loadAdapting();
     if (_options.cuda && LoadTrace::wanted()) printPlacement();
+}
+
+ExpertCounts Engine::expertCounts() {
+    std::lock_guard<std::mutex> lock(_mutex);
+    return _backend->expertCounts();
 }
 
 std::vector<std::string> Engine::notes() const {
@@ -68,17 +76,21 @@ void Engine::printPlacement() const {
     const Placement p = placement();
     const double mib = 1 << 20;
     for (const Placement::Range& range : p.ranges) {
-        std::fprintf(stderr, "weights: %-6s %10.2f MiB from byte %llu of %s\n", range.home == Home::Vram ? "vram" : "direct",
+        std::fprintf(stderr, "weights: %-6s %10.2f MiB from byte %llu of %s\n", homeName(range.home),
                      static_cast<double>(range.end - range.begin) / mib, static_cast<unsigned long long>(range.begin),
                      _files->files()[static_cast<size_t>(range.file)].path().c_str());
     }
     std::fprintf(stderr, "weights: %.2f MiB in vram, %.2f MiB direct, the CPU computes %.2f MiB of these\n", static_cast<double>(p.vram) / mib,
                  static_cast<double>(p.direct) / mib, static_cast<double>(p.cpu) / mib);
+    if (!p.slots) return;
+    const ExpertCounts counts = _backend->expertCounts();
+    std::fprintf(stderr, "weights: %.2f MiB of experts in slots: %lld of them are kept in %.2f MiB of VRAM\n", static_cast<double>(p.slots) / mib,
+                 static_cast<long long>(counts.resident), static_cast<double>(counts.slotBytes) / mib);
 }
 
 // Loads, with less in the device's memory where less is free than the plan thought.
 void Engine::loadAdapting() {
-    const Homes planned = _options.homes;
+    const FittedPlan planned{_options.homes, _options.expertSlotBytes};
     for (int attempt = 1;; ++attempt) {
         try {
             adaptHomes(planned, attempt == kLoadings);
@@ -86,7 +98,7 @@ void Engine::loadAdapting() {
         } catch (const Error& error) {
             if (error.kind() != ErrorKind::OutOfMemory) throw;
             unload();
-            if (!planned.empty() && attempt < kLoadings) continue;
+            if (!planned.homes.empty() && attempt < kLoadings) continue;
             const size_t available = _backend->allocator().available();
             if (plannedBytes(_spec, _files->tensors(), _options) <= available) throw;  // it was other memory that is short
             throw Error(ErrorKind::OutOfMemory, std::string(error.what()) + "; " + fittingAdvice(_spec, _files->tensors(), _options, available));
@@ -95,15 +107,19 @@ void Engine::loadAdapting() {
 }
 
 // What was free when the plan was made may be gone: then less is resident, and more comes over the bus.
-void Engine::adaptHomes(const Homes& planned, bool lastAttempt) {
-    if (!_options.cuda || planned.empty()) return;
+void Engine::adaptHomes(const FittedPlan& planned, bool lastAttempt) {
+    if (!_options.cuda || planned.homes.empty()) return;
     const size_t available = _backend->allocator().available();
-    _options.homes = planned;
+    _options.homes = planned.homes;
+    _options.expertSlotBytes = planned.expertSlotBytes;
     if (lastAttempt || plannedBytes(_spec, _files->tensors(), _options) > available) {
-        _options.homes = fittedHomes(_spec, _files->tensors(), _options, available - std::min(kReserve, available / 16));
+        const FittedPlan fitted = fittedPlan(_spec, _files->tensors(), _options, available - std::min(kReserve, available / 16));
+        _options.homes = fitted.homes;
+        _options.expertSlotBytes = fitted.expertSlotBytes;
     }
     _notes.clear();
-    const uint64_t wanted = placementOf(_spec, _files->tensors(), planned).vram, held = placement().vram;
+    const uint64_t wanted = placementOf(_spec, _files->tensors(), planned.homes).vram + planned.expertSlotBytes;
+    const uint64_t held = placement().vram + _options.expertSlotBytes;
     if (held == wanted) return;
     const auto mib = [](uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
     _notes.push_back("only " + mib(available) + " of VRAM are free: " + mib(held) + " of weights are kept there, not the " + mib(wanted) +
@@ -120,14 +136,15 @@ void Engine::unload() {
 
 void Engine::load() {
     Allocator& allocator = _backend->allocator();
-    const StepLimits limits = stepLimits(_spec, _files->tensors(), _options.batch, _options.context, _options.kvType);
+    const StepLimits limits = engineLimits(_spec, _files->tensors(), _options);
     _trace.note("start");
-    _weights.emplace(_spec, *_files, _backend->placer(), _options.homes, _options.context, _trace);
+    _weights.emplace(_spec, *_files, _backend->placer(), _options.homes, _options.expertSlotBytes, _options.context, _trace);
     _kv.emplace(allocator, kvShapes(_spec), _options.kvType, _options.context);
     _trace.note("KV cache");
     const size_t before = allocator.held();
     _backend->takeScratch(limits);
     _scratchBytes = allocator.held() - before;
+    if (limits.expertSlots) _backend->startExperts(_options.expertUse);
     _trace.note("scratch");
     _forward.emplace(_spec, *_weights, *_backend, *_kv, limits);
     // Where weights are still to come, the first prompt need not wait for a pass of its own.
@@ -146,6 +163,9 @@ void Engine::rehearse() {
         _forward->sampleLast(SamplingRule(), {}, 0.5);
         _kv->releaseSequence(sequence);
     }
+    // Nobody has asked anything yet.
+    _backend->expertCounts();
+    _backend->profiler().clear();
 }
 
 void Engine::warm(const std::function<bool(uint64_t, uint64_t)>& progress) const {

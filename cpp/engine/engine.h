@@ -27,6 +27,8 @@ public:
     const EngineOptions& options() const { return _options; }  // with the homes that it has come to
     // Lines for people: what was not as planned.
     std::vector<std::string> notes() const;
+    // What has become of the experts; no layers where the model has none. Waits for a step that runs.
+    ExpertCounts expertCounts();
     Placement placement() const { return placementOf(_spec, _files->tensors(), _options.homes); }
     Backend& backend() { return *_backend; }
     const std::vector<TraceLine>& trace() const { return _trace.lines(); }
@@ -42,7 +44,7 @@ public:
 private:
     friend class Session;
     void loadAdapting();
-    void adaptHomes(const Homes& planned, bool lastAttempt);
+    void adaptHomes(const FittedPlan& planned, bool lastAttempt);
     void load();
     void unload();
     void printPlacement() const;

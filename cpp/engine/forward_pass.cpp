@@ -24,6 +24,8 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
         limits.kvWidth = std::max(limits.kvWidth, int64_t{a.kvHeads} * a.headDim);
         if (layer.dense) limits.denseHidden = std::max(limits.denseHidden, layer.dense->hidden());
         if (layer.experts) {
+            ++limits.expertLayers;
+            limits.expertRows.emplace_back(static_cast<int32_t>(&layer - spec.layers.data()), layer.experts->count);
             limits.experts = std::max(limits.experts, layer.experts->count);
             limits.expertsUsed = std::max(limits.expertsUsed, layer.experts->used);
             limits.expertHidden = std::max(limits.expertHidden, layer.experts->hidden());

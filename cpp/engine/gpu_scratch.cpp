@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/attention.h"
+#include "kernels/expert_cache.h"
 #include "kernels/packed_shape.h"
 #include "kernels/router.h"
 #include "kernels/sampling.h"
@@ -29,6 +30,13 @@ GpuScratch::GpuScratch(const StepLimits& l) {
     weight = _layout.floats(l.maxRows * l.expertsUsed);
     few = block(rowsOfFew, rowsOfFew, 0, pages);
     takeFew(l, rowsOfFew);
+    const size_t perExpert = sizeof(int32_t) * static_cast<size_t>(l.expertLayers) * static_cast<size_t>(l.experts);
+    if (perExpert) expertUses = _layout.take(perExpert);
+    if (l.expertSlots) {
+        expertTable = _layout.take(perExpert);
+        expertOrdinal = _layout.take(perExpert);
+        takeExpertSlots(l, rowsOfFew);
+    }
     if (l.maxRows <= cuda::kMaxMatvecRows) return;
     const int64_t sequences = std::min(l.maxRows, kMaxSequences);
     many = block(l.maxRows, sequences, l.maxRows / cuda::kQueryTile + sequences, pages);
@@ -73,6 +81,17 @@ void GpuScratch::takeFew(const StepLimits& l, int64_t rows) {
     sampling = _layout.take(cuda::samplingScratchBytes(l.vocab));
     adjustments = _layout.take(sizeof(TokenAdjustment) * static_cast<size_t>(l.vocab));
     token = _layout.take(sizeof(int32_t));
+}
+
+void GpuScratch::takeExpertSlots(const StepLimits& l, int64_t rows) {
+    const int64_t pairs = rows * l.expertsUsed;
+    slot = _layout.floats(pairs);
+    foreseen = _layout.floats(pairs);
+    foreseenWeight = _layout.floats(pairs);
+    foreseenRows = _layout.floats(rows * l.embedding);
+    foreseenQuant = _layout.take(cuda::quantizedRowsBytes(rows, l.embedding));
+    answers = _layout.floats(pairs * l.embedding);
+    orders = _layout.take(sizeof(cuda::DeviceOrders));
 }
 
 void GpuScratch::takeMany(const StepLimits& l) {

@@ -33,6 +33,10 @@ struct GpuScratch {
     size_t x = 0, q = 0, k = 0, v = 0, logits = 0, chosen = 0, weight = 0;
     // Few rows: floats and int8 forms.
     size_t normed = 0, normedQuant = 0, attended = 0, attendedQuant = 0, hidden = 0, hiddenQuant = 0, gate = 0, up = 0;
+    // Few rows, where experts are in slots: each pair's slot, and its answer; what is foreseen of the next layer; the CPU's orders.
+    size_t slot = 0, answers = 0, orders = 0, foreseen = 0, foreseenWeight = 0, foreseenRows = 0, foreseenQuant = 0;
+    // [layers of experts, experts]: how often each was used; the slot it is in; of those that are not, which one of the layer it is.
+    size_t expertUses = 0, expertTable = 0, expertOrdinal = 0;
     size_t routerLogits = 0, attention = 0, sampling = 0, adjustments = 0, token = 0;
     // Many rows: bf16 forms, the second half of the split where the model or cache needs it (offset of the first else).
     bool splitRows = false, splitQueries = false;
@@ -43,6 +47,7 @@ private:
     BatchBlock block(int64_t rows, int64_t sequences, int64_t tiles, int64_t pages);
     void takeFew(const StepLimits& limits, int64_t rows);
     void takeMany(const StepLimits& limits);
+    void takeExpertSlots(const StepLimits& limits, int64_t rows);
     ScratchLayout _layout;
 };
 

@@ -9,21 +9,24 @@ namespace sharpi {
 enum class Home {
     Vram,    // resident in the device's memory
     Direct,  // in the mapped file; brought across the bus each time it is used
+    Slots,   // experts: in the mapped file, with a cache of single ones in the device's memory (memory/expert_slots.h)
 };
+
+inline const char* homeName(Home home) { return home == Home::Vram ? "vram" : home == Home::Direct ? "direct" : "slots"; }
 
 struct TensorHome {
     Home home = Home::Vram;
     // Of a feed-forward matrix or output head that is Direct, or becomes it: its last rows, a multiple of 32, that the CPU
     // computes in batches of few rows. Gate and up of a layer have the same number. In larger batches all rows are brought
     // to the device.
-    // A layer's stacks of experts are Direct together, with no number here: in batches of few rows the CPU computes those chosen.
     int64_t cpuRows = 0;
     // Where memory turns out shorter than planned, resident tensors of the highest rank become Direct first. Tensors of one
     // rank change together, as a layer's gate and up must.
     int32_t rank = 0;
 };
 
-// By tensor, in the order of the file's table; empty: everything is resident.
+// By tensor, in the order of the file's table; empty: everything is resident. The stacks of experts of all layers are resident
+// together or in Slots together: all are in Slots if one is not resident.
 using Homes = std::vector<TensorHome>;
 
 }  // namespace sharpi

@@ -1,9 +1,9 @@
 // The CPU's part of a step that runs on a GPU, computed from the mapped file: the last rows of feed-forward matrices and of the
-// output head that are not resident, while the GPU brings over and multiplies the others; and the experts that a layer's tokens
-// chose, where its stacks are not resident. By core/contract.h the bits are those of one processor.
+// output head that are not resident, while the GPU brings over and multiplies the others; and of the experts that a layer's tokens
+// chose those that the GPU has not, nor is told to fetch. By core/contract.h the bits are those of one processor.
 //
-// Rows of activations cross through a mailbox in pinned memory (kernels/crossing.h). Who waits for what is numbered: each
-// direction's tickets rise through a step, so that a captured step carries the same numbers each time.
+// Rows of activations cross through a mailbox in pinned memory (kernels/crossing.h, kernels/expert_cache.h). Who waits for what is
+// numbered: each counter's tickets rise through a step, so that a captured step carries the same numbers each time.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,10 @@
 #include "core/thread_pool.h"
 #include "cpu/kernels.h"
 #include "engine/backend.h"
+#include "engine/host_experts.h"
+#include "engine/miss_plan.h"
 #include "kernels/crossing.h"
+#include "kernels/expert_cache.h"
 
 namespace sharpi {
 
@@ -23,11 +26,17 @@ struct Mailbox {
     cuda::HostRows input;   // [rows, embedding]: a layer's normalized rows, from the GPU
     cuda::HostRows hidden;  // [rows, hidden]: each processor writes its columns
     float* down = nullptr;  // [rows, count]: what the CPU adds to the last `count` columns of x
-    int32_t* chosen = nullptr;  // [rows, used]: the experts of each row by rank, from the GPU
-    float* weight = nullptr;    // [rows, used]: and what their answers are multiplied with
     cuda::HostRows logits;  // [rows, vocab], as floats: the CPU writes its columns
-    uint32_t* sent = nullptr;      // the GPU's counter
-    uint32_t* returned = nullptr;  // the CPU's
+    float* answers = nullptr;  // [rows * used, embedding]: of each pair that is the CPU's, what its expert makes of its row
+    cuda::ExpertOrders* orders = nullptr;  // what the GPU shall fetch
+    uint32_t* sent = nullptr;        // the GPU's counter
+    uint32_t* instructed = nullptr;  // the CPU's: orders are there
+    uint32_t* returned = nullptr;    // the CPU's: what it computed is there
+
+    // What the GPU says of a layer of experts, from 0: an area for each, since the CPU may be behind where nothing was missed.
+    cuda::HostChoices choicesOf(int32_t layer) const;
+    int32_t* choices = nullptr;  // [layers of experts, 3, pairs]
+    int64_t pairs = 0;           // rows * used
 };
 
 class HostShare {
@@ -44,6 +53,7 @@ public:
     // Before a step, while the GPU does nothing that reads the mailbox: counters and tickets start again.
     void begin();
     uint32_t nextSent() { return ++_lastSent; }
+    uint32_t nextInstructed() { return ++_lastInstructed; }
     uint32_t nextReturned() { return ++_lastReturned; }
 
     // While one lives, waiting threads do not sleep. For the length of a step.
@@ -61,22 +71,19 @@ public:
     void down(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket);
     // Waits for `after`, then writes rows [begin, w.rows) of w input to the mailbox's `logits`, and returns `ticket`.
     void head(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket);
-    // Waits for `after`, then writes to the mailbox's `down` [rows, embedding] what the experts make of its input: for each row the sum
-    // over its `used` choices by rank of weight * down(silu(gate x) * (up x)), and returns `ticket`. The stacks: as in the file. An
-    // expert that is read is read once, whatever the number of rows that chose it. Throws Error(Internal) where a choice is no expert.
-    void experts(const MatrixStack& gate, const MatrixStack& up, const MatrixStack& down, int64_t rows, int32_t used, uint32_t after,
-                 uint32_t ticket);
+    // A layer of experts, from 0. Waits for `after` and reads the layer's choices, with predictions if there are any. If something is
+    // missed, the plan's orders go out with the ticket `instructed`; of what is still missing then, writes each pair's row
+    // down(silu(gate x) * (up x)), x of the mailbox's input, to the mailbox's `answers` (the weights and the sum are the GPU's). Returns
+    // `ticket`, and tells the plan. Throws Error(Internal) where a choice is no expert, or an order would do harm; what the plan throws
+    // goes through.
+    void experts(const ExpertStacks& file, int32_t layer, int64_t rows, int32_t used, bool predicted, MissPlan& plan, uint32_t after,
+                 uint32_t instructed, uint32_t ticket);
     // After a failure: every kernel that waits goes on.
     void abort() noexcept;
 
 private:
     struct Release {
         void operator()(uint8_t* bytes) const { ::operator delete(bytes, std::align_val_t{64}); }
-    };
-
-    // An expert that was chosen, and its pairs (a row that chose it, at some rank): [begin, end) in the order of experts.
-    struct ChosenExpert {
-        int32_t index, begin, end;
     };
 
     void awaitSent(uint32_t ticket);
@@ -86,14 +93,10 @@ private:
     // w's product with rows of the mailbox; y is left to the caller.
     cpu::MatmulArgs product(const Matrix& w, const cuda::HostRows& x, const cpu::QuantizedRows& xQuant, int64_t rows) const;
     void finishBlock(int64_t first, int64_t last, const Matrix& reader, int64_t rows);
-    void requireFit(const MatrixStack& gate, const MatrixStack& up, const MatrixStack& down, int64_t rows, int32_t used) const;
-    void takeChoices(int32_t experts, int64_t rows, int32_t used);
-    void expertsGated(const MatrixStack& gate, const MatrixStack& up, bool quantized, int64_t rows, int32_t used);
-    void expertRows(const MatrixStack& gate, const MatrixStack& up, const cpu::QuantizedRows& input, const ChosenExpert& expert,
-                    int64_t first, int64_t last, int worker);
-    void finishExpertBlock(const ChosenExpert& expert, int64_t first, int64_t last, int64_t hidden, bool quantized);
-    void expertsDown(const MatrixStack& down, int64_t rows, int32_t used);
-    bool fewPairs() const;  // for each expert: products are not blocked
+    bool takeChoices(int32_t layer, int32_t experts, int32_t pairs, bool predicted);
+    void instruct(int32_t layer, int32_t pairs, bool predicted, MissPlan& plan, uint32_t ticket);
+    void leaveToGpu(int32_t pairs);
+    void checkAhead() const;
     uint8_t* threadScratch(int worker) const { return _scratch.get() + static_cast<size_t>(worker) * _threadScratchBytes; }
 
     const cpu::Kernels& _kernels;
@@ -101,25 +104,20 @@ private:
     std::function<bool()> _waiting;
     Mailbox _mailbox;
     int64_t _maxRows;
-    uint32_t _lastSent = 0, _lastReturned = 0;
+    uint32_t _lastSent = 0, _lastInstructed = 0, _lastReturned = 0;
 
     // Taken once, so that a step allocates nothing: each thread's scratch for products, then gate and up.
     size_t _threadScratchBytes = 0;
     std::unique_ptr<uint8_t, Release> _scratch;
-    float* _gate = nullptr;  // [rows, hidden], or [pairs, an expert's hidden]
+    float* _gate = nullptr;  // [rows, hidden]
     float* _up = nullptr;
-    std::unique_ptr<std::atomic<int32_t>[]> _computed;  // hidden rows computed so far of each block of 32, expert by expert
+    std::unique_ptr<std::atomic<int32_t>[]> _computed;  // hidden rows computed so far of each block of 32
 
-    // Experts. A pair's place is its index in the order of experts.
-    int64_t _maxPairs = 0, _maxExpertHidden = 0;
-    void* _hiddenBuffer = nullptr;
-    cpu::QuantizedRows _hidden;    // [pairs, hidden] of the layer at work, where its down is quantized
-    float* _expertOut = nullptr;   // [pairs, embedding]
-    std::vector<int32_t> _choice;  // by row and rank
-    std::vector<int32_t> _place;   // of the pair of each row and rank
-    std::vector<int32_t> _rowOf;   // each pair's row
-    std::vector<int32_t> _next;    // of each expert: where its next pair goes
-    std::vector<ChosenExpert> _chosen;
+    HostExperts _experts;
+    int32_t _expertLayers, _mostExperts;
+    std::vector<int32_t> _chosen, _slot, _predicted;  // by pair: the layer's, read once
+    std::vector<int32_t> _ours;                       // by pair: the expert if the CPU computes it, else -1
+    cuda::ExpertOrders _orders;
 };
 
 }  // namespace sharpi

@@ -19,7 +19,7 @@ struct Weight : Matrix {
     int64_t deviceRows() const { return rows - cpuRows; }
 };
 
-// A layer's experts: resident, or in the file. Of a layer's three stacks all are here, or all there.
+// A layer's experts: resident, or in the file. Of all layers' stacks all are here, or all there.
 struct WeightStack : MatrixStack {
     int32_t group = -1;
     MatrixStack file;  // in the mapped file; null addresses when only planning
@@ -53,9 +53,12 @@ struct ExpertWeights {
     const float* norm = nullptr;
     Weight router;
     WeightStack gate, up, down;
+    int32_t row = 0;  // this layer's number among those with experts: in statistics, and in the cache of single experts
     int32_t used = 0;
     bool renormalize = true;
     float weightScale = 1.0f;
+    const ExpertWeights* next = nullptr;  // of the next layer with experts
+    ExpertStacks inFile() const { return {gate.file, up.file, down.file}; }
 };
 
 struct LayerWeights {

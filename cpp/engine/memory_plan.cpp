@@ -3,11 +3,15 @@
 
 #include <algorithm>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <set>
 
 #include "engine/cpu_backend.h"
+#include "engine/expert_staging.h"
 #include "engine/gpu_scratch.h"
 #include "engine/model_weights.h"
+#include "engine/placement.h"
 
 namespace sharpi {
 
@@ -15,6 +19,8 @@ namespace {
 
 // What driver and runtime keep for the captured steps and the kernels' code, measured.
 constexpr size_t kGraphBytes = size_t{16} << 20;
+// More of both, and streams, where experts are in slots.
+constexpr size_t kSlotGraphBytes = size_t{24} << 20;
 
 // Addresses with nothing behind them.
 class CountingMemory : public DeviceMemory {
@@ -52,31 +58,73 @@ std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
     return shapes;
 }
 
-std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options) {
-    const int64_t batch = std::min(options.batch, options.context);
-    const StepLimits limits = stepLimits(spec, tensors, batch, options.context, options.kvType);
-    CountingMemory memory(options.cuda ? size_t{2} << 20 : size_t{4} << 10);
-    Allocator allocator(memory);
-    LoadTrace trace(allocator, false);
-    trace.note("start");
-    std::unique_ptr<Placer> placer;
-    WeightStream stream(allocator, gpuLayout(), nullptr);
-    if (options.cuda) {
-        placer = std::make_unique<DevicePlacer>(allocator, gpuLayout(), stream);
-    } else {
-        placer = std::make_unique<MappedPlacer>(allocator);
+namespace {
+
+// A model loaded over a memory that only counts.
+struct Counted {
+    Counted(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options)
+        : memory(options.cuda ? size_t{2} << 20 : size_t{4} << 10), allocator(memory), trace(allocator, false),
+          stream(allocator, gpuLayout(), nullptr), slots(allocator, gpuLayout()) {
+        trace.note("start");
+        if (options.cuda) placer = std::make_unique<DevicePlacer>(allocator, gpuLayout(), stream, slots, nullptr);
+        else placer = std::make_unique<MappedPlacer>(allocator);
+        const Weights shapes(tensors);
+        weights.emplace(spec, shapes, *placer, options.homes, options.expertSlotBytes, options.context, trace);
     }
-    const Weights shapes(tensors);
-    const ModelWeights weights(spec, shapes, *placer, options.homes, options.context, trace);
-    const KvCache kv(allocator, kvShapes(spec), options.kvType, options.context);
-    trace.note("KV cache");
+
+    CountingMemory memory;
+    Allocator allocator;
+    LoadTrace trace;
+    WeightStream stream;
+    ExpertSlotManager slots;
+    std::unique_ptr<Placer> placer;
+    std::optional<ModelWeights> weights;
+};
+
+// What single experts pass through on their way.
+size_t expertStagingBytes(const ExpertSlotManager& slots) {
+    if (slots.capacity() == 0) return 0;
+    std::vector<ExpertStacks> files;
+    for (int32_t row = 0; row < slots.layers(); ++row) files.push_back(slots.file(row));
+    return expertStaging(files).bytes();
+}
+
+size_t withExpertSlots(const ModelSpec& spec, const TensorTable& tensors, EngineOptions options, size_t bytes) {
+    options.expertSlotBytes = bytes;
+    return plannedBytes(spec, tensors, options);
+}
+
+// The most for slots, in whole steps, with which the plan takes no more than `available`; nothing where it takes more without any.
+std::optional<size_t> fittingSlots(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t most, size_t available) {
+    constexpr size_t kStep = size_t{1} << 20;
+    if (withExpertSlots(spec, tensors, options, 0) > available) return std::nullopt;
+    size_t low = 0, high = most / kStep;
+    while (low < high) {
+        const size_t middle = (low + high + 1) / 2;
+        if (withExpertSlots(spec, tensors, options, middle * kStep) <= available) low = middle;
+        else high = middle - 1;
+    }
+    return low * kStep;
+}
+
+}  // namespace
+
+std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& asked) {
+    EngineOptions options = asked;
+    options.homes = normalized(spec, tensors, std::move(options.homes));
+    const StepLimits limits = engineLimits(spec, tensors, options);
+    Counted model(spec, tensors, options);
+    const KvCache kv(model.allocator, kvShapes(spec), options.kvType, options.context);
+    model.trace.note("KV cache");
     const size_t scratchBytes = options.cuda ? GpuScratch(limits).bytes() : CpuBackend::scratchBytes(options.threads, limits);
-    const Buffer scratch(allocator, scratchBytes, "working memory");
-    trace.note("scratch");
-    std::vector<TraceLine> lines(trace.lines().begin() + 1, trace.lines().end());
+    const Buffer scratch(model.allocator, scratchBytes, "working memory");
+    std::optional<Buffer> staging;
+    if (const size_t bytes = expertStagingBytes(model.slots)) staging.emplace(model.allocator, bytes, "staging for experts");
+    model.trace.note("scratch");
+    std::vector<TraceLine> lines(model.trace.lines().begin() + 1, model.trace.lines().end());
     TraceLine graphs;
     graphs.name = "graphs";
-    graphs.asked = options.cuda ? kGraphBytes : 0;
+    graphs.asked = options.cuda ? kGraphBytes + (limits.expertSlots ? kSlotGraphBytes : 0) : 0;
     graphs.taken = static_cast<int64_t>(graphs.asked);
     lines.push_back(graphs);
     return lines;
@@ -88,11 +136,28 @@ size_t plannedBytes(const ModelSpec& spec, const TensorTable& tensors, const Eng
     return static_cast<size_t>(total);
 }
 
-Homes fittedHomes(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available) {
+std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& asked) {
+    EngineOptions options = asked;
+    options.homes = normalized(spec, tensors, std::move(options.homes));
+    return Counted(spec, tensors, options).slots.pools();
+}
+
+StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options) {
+    StepLimits limits = stepLimits(spec, tensors, std::min(options.batch, options.context), options.context, options.kvType);
+    limits.expertSlots = options.cuda && expertsAway(spec, options.homes);
+    return limits;
+}
+
+FittedPlan fittedPlan(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available) {
     EngineOptions tried = options;
     size_t least = plannedBytes(spec, tensors, tried);
-    Homes best = options.homes;
+    FittedPlan best{options.homes, options.expertSlotBytes};
     if (least <= available) return best;
+    if (expertsAway(spec, tried.homes)) {
+        if (const auto bytes = fittingSlots(spec, tensors, tried, options.expertSlotBytes, available)) return {options.homes, *bytes};
+        tried.expertSlotBytes = 0;
+    }
+    const size_t mostSlots = expertsAway(spec, options.homes) ? options.expertSlotBytes : available;
     std::set<int32_t, std::greater<>> ranks;
     for (const TensorHome& home : options.homes) {
         if (home.home == Home::Vram) ranks.insert(home.rank);
@@ -100,13 +165,15 @@ Homes fittedHomes(const ModelSpec& spec, const TensorTable& tensors, const Engin
     // One after the other: slots may take more than what leaves, so fewer resident tensors are not always fewer bytes.
     for (const int32_t rank : ranks) {
         for (TensorHome& home : tried.homes) {
-            if (home.rank >= rank) home.home = Home::Direct;
+            if (home.rank >= rank && home.home == Home::Vram) home.home = Home::Direct;
         }
+        tried.homes = normalized(spec, tensors, tried.homes);
         const size_t taken = plannedBytes(spec, tensors, tried);
-        if (taken <= available) return tried.homes;
+        // What is left goes to single experts.
+        if (taken <= available) return {tried.homes, expertsAway(spec, tried.homes) ? *fittingSlots(spec, tensors, tried, mostSlots, available) : 0};
         if (taken >= least) continue;
         least = taken;
-        best = tried.homes;
+        best = {tried.homes, 0};
     }
     return best;
 }

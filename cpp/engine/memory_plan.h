@@ -18,20 +18,30 @@ struct EngineOptions {
     bool cuda = false;    // on the GPU, else on the CPU
     size_t vram = 0;      // the most to take of the GPU's memory, in bytes; 0: all that is free
     Homes homes;          // on the GPU: where each tensor shall be
+    size_t expertSlotBytes = 0;  // of the GPU's memory, for slots of experts in Slots
+    ExpertUse expertUse;
 };
 
 // The lines of LoadTrace, in order: "token embedding", "layer 0", ..., "output head", "streaming" (the slots through which
-// pass what is not resident), "KV cache", "scratch", "graphs".
+// pass what is not resident), "expert slots", "KV cache", "scratch", "graphs".
 // On the CPU weights count as nothing: they stay in the mapped file.
 std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
 // The sum of what the lines take.
 size_t plannedBytes(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
-// The homes in which the plan takes no more than `available` bytes: as in options, or with tensors of the highest ranks made
-// Direct; those of the least memory where nothing fits.
-Homes fittedHomes(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available);
+// What the plan's budget gives the experts in slots.
+std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
+// A plan that takes no more than `available` bytes: as in options, or with fewer slots for experts, or with tensors of the highest
+// ranks not resident; the one of the least memory where nothing fits.
+struct FittedPlan {
+    Homes homes;
+    size_t expertSlotBytes = 0;
+};
+FittedPlan fittedPlan(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available);
 // For a model that did not fit into `available` bytes: the setting that would, as words to end an error with.
 std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available);
 
+// What a backend's buffers are sized for.
+StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
 std::vector<KvLayerShape> kvShapes(const ModelSpec& spec);
 
 }  // namespace sharpi

@@ -39,8 +39,12 @@ std::vector<double> frequencies(const RopeSpec& rope, const std::vector<float>& 
 
 }  // namespace
 
-ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, const Homes& homes, int64_t context, LoadTrace& trace)
+ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, const Homes& homes, size_t expertSlotBytes, int64_t context,
+                           LoadTrace& trace)
     : _files(files), _placer(placer), _homes(homes), _context(context) {
+    for (const LayerSpec& layer : spec.layers) {
+        if (layer.experts) _expertsResident &= resident(layer.experts->gate) && resident(layer.experts->up) && resident(layer.experts->down);
+    }
     embedding = _placer.table(inFile(spec.tokenEmbedding));
     trace.note("token embedding");
     for (size_t i = 0; i < spec.layers.size(); ++i) {
@@ -61,8 +65,16 @@ ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& 
     const bool tied = spec.output.tensor == spec.tokenEmbedding.tensor && spec.output.rowBegin == spec.tokenEmbedding.rowBegin;
     head.output = tied && embedding.resident() ? embedding : weight(spec.output, true);
     trace.note("output head");
+    const ExpertWeights* next = nullptr;
+    for (auto layer = layers.rbegin(); layer != layers.rend(); ++layer) {
+        if (!layer->experts) continue;
+        layer->experts->next = next;
+        next = &*layer->experts;
+    }
     _placer.finish();
     trace.note("streaming");
+    _placer.takeExpertSlots(expertSlotBytes);
+    trace.note("expert slots");
 }
 
 FileMatrix ModelWeights::inFile(const WeightSlice& slice) const {
@@ -87,17 +99,25 @@ DenseWeights ModelWeights::dense(const LayerSpec& layer) {
     return w;
 }
 
-Home ModelWeights::home(const WeightSlice& slice) const {
-    return _homes.empty() ? Home::Vram : _homes.at(static_cast<size_t>(slice.tensor)).home;
+bool ModelWeights::resident(const WeightSlice& slice) const {
+    return _homes.empty() || _homes.at(static_cast<size_t>(slice.tensor)).home == Home::Vram;
 }
 
 ExpertWeights ModelWeights::experts(const LayerSpec& layer) {
     const ExpertFfnSpec& f = *layer.experts;
-    const bool resident = home(f.gate) == Home::Vram && home(f.up) == Home::Vram && home(f.down) == Home::Vram;
-    const auto stack = [&](const WeightSlice& slice) {
-        return _placer.stack(_files.stack(slice), resident ? Home::Vram : Home::Direct, _files.name(slice));
-    };
-    return {vector(layer.ffnNorm), weight(f.router), stack(f.gate), stack(f.up), stack(f.down), f.used, f.renormalize, f.weightScale};
+    ExpertWeights w;
+    w.norm = vector(layer.ffnNorm);
+    w.router = weight(f.router);
+    const ExpertStacks file{_files.stack(f.gate), _files.stack(f.up), _files.stack(f.down)};
+    const PlacedExperts placed = _placer.experts(file, _expertsResident ? Home::Vram : Home::Slots, _files.name(f.gate));
+    w.gate = placed.gate;
+    w.up = placed.up;
+    w.down = placed.down;
+    w.row = _expertLayers++;
+    w.used = f.used;
+    w.renormalize = f.renormalize;
+    w.weightScale = f.weightScale;
+    return w;
 }
 
 // Norms, biases and frequency factors are a few rows: kept as floats, whatever the file holds.

@@ -13,8 +13,12 @@ namespace sharpi {
 
 class ModelWeights {
 public:
-    // homes: see homes.h. context: positions that rotary tables cover. Throws Error(OutOfMemory), Error(BadModel).
-    ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, const Homes& homes, int64_t context, LoadTrace& trace);
+    // homes: see homes.h. expertSlotBytes: for the slots of experts in Slots. context: positions that rotary tables cover. Throws
+    // Error(OutOfMemory), Error(BadModel).
+    ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, const Homes& homes, size_t expertSlotBytes, int64_t context,
+                 LoadTrace& trace);
+    ModelWeights(const ModelWeights&) = delete;  // layers point to each other
+    ModelWeights& operator=(const ModelWeights&) = delete;
 
     Weight embedding;
     std::vector<LayerWeights> layers;
@@ -29,7 +33,7 @@ private:
     Weight weight(const WeightSlice& slice, bool shared = false);  // shared: the CPU may compute rows of it
     DenseWeights dense(const LayerSpec& layer);
     ExpertWeights experts(const LayerSpec& layer);
-    Home home(const WeightSlice& slice) const;
+    bool resident(const WeightSlice& slice) const;
     const float* vector(const WeightSlice& slice);
     std::vector<float> floats(const WeightSlice& slice) const;
     RopeTable rotation(const RopeSpec& spec, const std::string& name);
@@ -39,6 +43,8 @@ private:
     Placer& _placer;
     const Homes& _homes;
     int64_t _context;
+    bool _expertsResident = true;
+    int32_t _expertLayers = 0;  // so far
     std::vector<Rotation> _rotations;
 };
 

@@ -45,48 +45,55 @@ std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tens
     return uses;
 }
 
-namespace {
-
-// What homes come to where they differ for matrices that go together, a layer's gate and up or its stacks of experts: all are
-// in the file if one is, and gate's rows count.
-Homes together(const std::vector<TensorUse>& uses, Homes homes) {
-    const auto unit = [](const TensorUse& use) -> std::string {
+Homes normalized(const ModelSpec& spec, const TensorTable& tensors, Homes homes) {
+    if (homes.empty()) return homes;
+    const std::vector<TensorUse> uses = tensorUses(spec, tensors);
+    const auto unit = [](const TensorUse& use) -> std::pair<std::string, int32_t> {
         const std::string role = use.role;
-        return role == "ffn_gate" || role == "ffn_up" ? "gated" : role == "experts" ? role : "";
+        if (role == "experts") return {role, -1};
+        return role == "ffn_gate" || role == "ffn_up" ? std::pair(std::string("gated"), use.layer) : std::pair(std::string(), -1);
     };
-    std::map<std::pair<int32_t, std::string>, TensorHome> units;
+    std::map<std::pair<std::string, int32_t>, TensorHome> units;
     for (const TensorUse& use : uses) {
-        const TensorHome& home = homes[static_cast<size_t>(use.tensor)];
-        if (unit(use).empty()) continue;
-        TensorHome& common = units.emplace(std::pair(use.layer, unit(use)), home).first->second;
-        if (home.home == Home::Direct) common.home = Home::Direct;
+        TensorHome& home = homes.at(static_cast<size_t>(use.tensor));
+        if (home.home == Home::Slots && std::string(use.role) != "experts") home.home = Home::Direct;
+        if (unit(use).first.empty()) continue;
+        TensorHome& common = units.emplace(unit(use), home).first->second;
+        if (home.home != Home::Vram) common.home = unit(use).first == "experts" ? Home::Slots : Home::Direct;
     }
     for (const TensorUse& use : uses) {
-        if (!unit(use).empty()) homes[static_cast<size_t>(use.tensor)] = units.at({use.layer, unit(use)});
+        if (unit(use).first.empty()) continue;
+        TensorHome& home = homes[static_cast<size_t>(use.tensor)];
+        const TensorHome& common = units.at(unit(use));
+        home.home = common.home;
+        if (unit(use).first == "gated") home = common;
     }
     return homes;
 }
 
-}  // namespace
+bool expertsAway(const ModelSpec& spec, const Homes& homes) {
+    if (homes.empty()) return false;
+    return std::any_of(spec.layers.begin(), spec.layers.end(), [&](const LayerSpec& layer) {
+        return layer.experts && homes.at(static_cast<size_t>(layer.experts->gate.tensor)).home == Home::Slots;
+    });
+}
 
 Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const Homes& planned) {
     Placement placement;
     std::vector<int32_t> order;
-    std::vector<bool> resident(tensors.all().size(), true);
+    std::vector<Home> where(tensors.all().size(), Home::Vram);
     const std::vector<TensorUse> uses = tensorUses(spec, tensors);
-    const Homes homes = together(uses, planned.empty() ? Homes(tensors.all().size()) : planned);
+    const Homes homes = normalized(spec, tensors, planned.empty() ? Homes(tensors.all().size()) : planned);
     for (const TensorUse& use : uses) {
         const auto tensor = static_cast<size_t>(use.tensor);
         const std::string role = use.role;
         if (role == "vector" || homes.at(tensor).home == Home::Vram) continue;
-        const bool known = !resident[tensor];  // by another of its uses
-        resident[tensor] = false;
+        where[tensor] = homes[tensor].home;
         const uint64_t row = rowBytes(tensors.all()[tensor].type, use.cols);
-        if (role == "experts" && !known) placement.cpu += tensors.all()[tensor].bytes;
         if (role.rfind("ffn_", 0) == 0 || role == "head") placement.cpu += row * static_cast<uint64_t>(std::min(homes[tensor].cpuRows, use.rows));
     }
     for (size_t i = 0; i < tensors.all().size(); ++i) {
-        (resident[i] ? placement.vram : placement.direct) += tensors.all()[i].bytes;
+        (where[i] == Home::Vram ? placement.vram : where[i] == Home::Direct ? placement.direct : placement.slots) += tensors.all()[i].bytes;
         order.push_back(static_cast<int32_t>(i));
     }
     std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
@@ -95,7 +102,7 @@ Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const H
     });
     for (const int32_t i : order) {
         const TensorInfo& t = tensors.all()[i];
-        const Home home = resident[i] ? Home::Vram : Home::Direct;
+        const Home home = where[i];
         std::vector<Placement::Range>& ranges = placement.ranges;
         const bool joins = !ranges.empty() && ranges.back().file == t.file && ranges.back().home == home && t.offset - ranges.back().end <= kPadding;
         if (joins) ranges.back().end = t.offset + t.bytes;

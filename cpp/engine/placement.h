@@ -21,7 +21,13 @@ struct TensorUse {
 // In the order in which a token meets them.
 std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tensors);
 
-// Bytes of the file by where they are read, all of a tensor being in its home. A layer's stacks of experts are in the file if any is.
+// What homes come to where they differ for matrices that go together: a layer's gate and up are Direct if one is, and gate's rows
+// count; all experts of the model are in Slots if one of their stacks is not resident. Nothing else can be in Slots.
+Homes normalized(const ModelSpec& spec, const TensorTable& tensors, Homes homes);
+// Whether experts are in Slots. homes: normalized, or empty.
+bool expertsAway(const ModelSpec& spec, const Homes& homes);
+
+// Bytes of the file by where they are read, all of a tensor being in its home.
 struct Placement {
     struct Range {
         int32_t file = 0;
@@ -29,7 +35,8 @@ struct Placement {
         Home home = Home::Vram;
     };
     uint64_t vram = 0, direct = 0;
-    uint64_t cpu = 0;           // of direct: what the CPU computes in batches of few rows; all of experts, of which it reads the chosen
+    uint64_t slots = 0;         // experts of which single ones are in the device's memory
+    uint64_t cpu = 0;           // of direct: what the CPU computes in batches of few rows
     std::vector<Range> ranges;  // in order, neighbours of one home joined
 };
 Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const Homes& homes);

@@ -17,6 +17,12 @@ Weight weightOf(const Matrix& file, const uint8_t* data) {
     return weight;
 }
 
+WeightStack stackOf(const MatrixStack& file) {
+    WeightStack placed;
+    static_cast<MatrixStack&>(placed) = placed.file = file;
+    return placed;
+}
+
 const float* copiedVector(Allocator& allocator, std::vector<Buffer>& buffers, const float* host, size_t count, const std::string& name) {
     buffers.emplace_back(allocator, count * sizeof(float), name);
     auto* data = buffers.back().as<float>();
@@ -34,10 +40,8 @@ std::vector<Weight> MappedPlacer::weights(const std::vector<FileMatrix>& files) 
 
 Weight MappedPlacer::table(const FileMatrix& file) { return weightOf(file.file, file.file.data); }
 
-WeightStack MappedPlacer::stack(const MatrixStack& file, Home, const std::string&) {
-    WeightStack placed;
-    static_cast<MatrixStack&>(placed) = placed.file = file;
-    return placed;
+PlacedExperts MappedPlacer::experts(const ExpertStacks& file, Home, const std::string&) {
+    return {stackOf(file.gate), stackOf(file.up), stackOf(file.down)};
 }
 
 const float* MappedPlacer::vector(const float* host, size_t count, const std::string& name) {
@@ -85,14 +89,23 @@ void DevicePlacer::finish() {
     _stream.uploadAll();
 }
 
-WeightStack DevicePlacer::stack(const MatrixStack& file, Home home, const std::string& name) {
-    WeightStack placed;
-    static_cast<MatrixStack&>(placed) = placed.file = file;
-    if (home == Home::Direct) {
-        placed.first.data = nullptr;
-        placed.group = _stream.addStreamedStack(file);
-        return placed;
-    }
+PlacedExperts DevicePlacer::experts(const ExpertStacks& file, Home home, const std::string& name) {
+    if (home == Home::Vram) return {residentStack(file.gate, name), residentStack(file.up, name), residentStack(file.down, name)};
+    _slots.addLayer(file);
+    const PlacedExperts placed{streamedStack(file.gate), streamedStack(file.up), streamedStack(file.down)};
+    _stackGroups.push_back(placed.gate.group);
+    return placed;
+}
+
+WeightStack DevicePlacer::streamedStack(const MatrixStack& file) {
+    WeightStack placed = stackOf(file);
+    placed.first.data = nullptr;
+    placed.group = _stream.addStreamedStack(file);
+    return placed;
+}
+
+WeightStack DevicePlacer::residentStack(const MatrixStack& file, const std::string& name) {
+    WeightStack placed = stackOf(file);
     placed.stride = file.count > 1 ? Allocator::aligned(_layout.bytes(file.first)) : _layout.bytes(file.first);
     placed.first.data = room(placed.stride * static_cast<size_t>(file.count), name);
     std::vector<Matrix> inFile, onDevice;

@@ -20,7 +20,8 @@ size_t stageBytesOf(const std::vector<StreamPart>& parts) {
     return bytes;
 }
 
-int64_t roundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+int64_t partsOfAtMost(int64_t n, int64_t most) { return (n + most - 1) / most; }
+int64_t roundUp(int64_t n, int64_t to) { return partsOfAtMost(n, to) * to; }
 
 }  // namespace
 
@@ -54,11 +55,13 @@ int32_t WeightStream::addStreamed(const std::vector<Matrix>& file, int64_t cpuRo
 
 int32_t WeightStream::addStreamedStack(const MatrixStack& file) {
     Group group;
-    for (int32_t i = 0; i < file.count; ++i) group.file.push_back(file.at(i));
+    for (int32_t i = 0; i < file.count; ++i) {
+        group.file.push_back(file.at(i));
+        group.wanted.push_back(i);
+    }
     const size_t expertBytes = slotBytesFor({file.first}, file.first.rows);
     const auto most = static_cast<int64_t>(std::max<size_t>(1, kPieceBytes / expertBytes));
-    const int64_t pieces = (file.count + most - 1) / most;
-    group.pieceExperts = (file.count + pieces - 1) / pieces;
+    group.mostExperts = partsOfAtMost(file.count, partsOfAtMost(file.count, most));
     _groups.push_back(std::move(group));
     _streams = _streamsStacks = true;
     return groups() - 1;
@@ -113,12 +116,14 @@ void WeightStream::addTable(const Matrix& file) {
 void WeightStream::take() {
     if (_taken) throw Error(ErrorKind::Internal, "the weight stream's slots cannot grow: steps that read them may be captured");
     _taken = true;
-    std::vector<HostRange> always = _tables, once;
+    HostRanges ranges;
+    ranges.always = _tables;
     size_t stageBytes = 0;
     int64_t pieces = 0;
     for (const Group& group : _groups) {
+        std::vector<HostRange>& readAs = group.resident() ? ranges.once : group.isStack() ? ranges.optional : ranges.always;
         for (const Matrix& file : group.file) {
-            if (file.data) (group.resident() ? once : always).push_back({file.data, fileBytes(file)});
+            if (file.data) readAs.push_back({file.data, fileBytes(file)});
         }
         for (const auto& parts : group.uploads) stageBytes = std::max(stageBytes, stageBytesOf(parts));
         if (group.resident()) continue;
@@ -139,7 +144,21 @@ void WeightStream::take() {
     _slots = static_cast<int>(_streams ? std::min<int64_t>(kSlots, pieces) : kSlots);
     if (_streams) _slotMemory = Buffer(_allocator, _slotBytes * static_cast<size_t>(_slots), "slots for weights that are not resident");
     if (_layout.stages) _staging = Buffer(_allocator, stageBytes * static_cast<size_t>(_layout.stages), "staging for weights");
-    if (_transfers) _transfers->prepare(always, once, _staging.as<void>(), stageBytes);
+    if (_transfers) _transfers->prepare(ranges, _staging.as<void>(), stageBytes);
+}
+
+void WeightStream::setWanted(int32_t group, std::vector<int32_t> experts) {
+    requireKind(group, true);
+    Group& stack = _groups[group];
+    const auto wrong = [&](size_t i) {
+        return experts[i] < (i == 0 ? 0 : experts[i - 1] + 1) || experts[i] >= static_cast<int32_t>(stack.file.size());
+    };
+    for (size_t i = 0; i < experts.size(); ++i) {
+        if (wrong(i)) throw Error(ErrorKind::Internal, "expert " + std::to_string(experts[i]) + " is wanted where it cannot be");
+    }
+    if (!_taken) throw Error(ErrorKind::Internal, "experts are chosen before the weight stream's slots were taken");
+    _active = false;
+    stack.wanted = std::move(experts);
 }
 
 void WeightStream::uploadAll() {
@@ -164,10 +183,15 @@ void WeightStream::finishUploads() {
 
 int64_t WeightStream::pieceCount(const Group& group) const {
     if (group.resident()) return static_cast<int64_t>(group.uploads.size());
-    if (group.isStack()) return _few ? 0 : (static_cast<int64_t>(group.file.size()) + group.pieceExperts - 1) / group.pieceExperts;
+    if (group.isStack()) return _few ? 0 : stackPieces(group);
     if (!_few) return firstPiece(group, static_cast<int32_t>(group.file.size()));
-    return (group.file[0].rows - group.cpuRows + group.pieceRows - 1) / group.pieceRows;
+    return partsOfAtMost(group.file[0].rows - group.cpuRows, group.pieceRows);
 }
+
+int64_t WeightStream::stackPieces(const Group& group) { return partsOfAtMost(static_cast<int64_t>(group.wanted.size()), group.mostExperts); }
+
+// Of a stack of which some are wanted. Equal pieces, no larger than the slots.
+int64_t WeightStream::expertsOfPiece(const Group& group) { return partsOfAtMost(static_cast<int64_t>(group.wanted.size()), stackPieces(group)); }
 
 void WeightStream::requireTogether(int32_t group) const {
     if (!_few && _groups[group].file.size() > 1) throw Error(ErrorKind::Internal, "matrices of a group together in a pass of many rows");
@@ -177,7 +201,7 @@ void WeightStream::requireTogether(int32_t group) const {
 int64_t WeightStream::firstPiece(const Group& group, int32_t member) const {
     if (_few) throw Error(ErrorKind::Internal, "one matrix of a group in a pass of few rows");
     int64_t pieces = 0;
-    for (size_t i = 0; i < static_cast<size_t>(member); ++i) pieces += (group.file[i].rows + group.memberRows[i] - 1) / group.memberRows[i];
+    for (size_t i = 0; i < static_cast<size_t>(member); ++i) pieces += partsOfAtMost(group.file[i].rows, group.memberRows[i]);
     return pieces;
 }
 
@@ -208,8 +232,9 @@ std::vector<StreamPart> WeightStream::partsOf(const std::vector<Matrix>& files, 
 }
 
 std::vector<StreamPart> WeightStream::expertParts(const Group& group, int64_t piece, int64_t number) const {
-    const int64_t begin = piece * group.pieceExperts, end = std::min(begin + group.pieceExperts, static_cast<int64_t>(group.file.size()));
-    const std::vector<Matrix> experts(group.file.begin() + begin, group.file.begin() + end);
+    const int64_t most = expertsOfPiece(group), begin = piece * most, end = std::min(begin + most, static_cast<int64_t>(group.wanted.size()));
+    std::vector<Matrix> experts;
+    for (int64_t i = begin; i < end; ++i) experts.push_back(group.file[static_cast<size_t>(group.wanted[static_cast<size_t>(i)])]);
     return partsOf(experts, 0, experts[0].rows, number);
 }
 

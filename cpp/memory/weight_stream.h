@@ -4,8 +4,8 @@
 // Weights are registered in groups, in the order of use. The matrices of a group are used together. In a pass of few rows
 // of activations a piece is the same rows of all of them, so that one kernel can multiply them; in a pass of many it is
 // rows of one, since products of many rows want large matrices, and one matrix follows the other. A stack of experts is a group of
-// its own: a piece is whole experts, and a pass of few rows, which uses few of them, does without. A pass walks through the
-// groups; while piece k is used, the following ones are on their way, as many as there are slots.
+// its own: a piece is whole experts, of those that are wanted; a pass of few rows, which uses few of them, does without. A pass
+// walks through the groups; while piece k is used, the following ones are on their way, as many as there are slots.
 #pragma once
 
 #include <functional>
@@ -33,10 +33,17 @@ struct StreamPart {
     size_t bytes() const { return rowBytes(to.type, to.cols) * static_cast<size_t>(rows); }
 };
 
-// Host memory that is read while passes run (always) or until all resident weights have arrived (once).
+// Host memory.
 struct HostRange {
     const uint8_t* begin = nullptr;
     size_t bytes = 0;
+};
+
+// Parts of the mapped files, by how they are read.
+struct HostRanges {
+    std::vector<HostRange> always;    // in every pass, and by kernels
+    std::vector<HostRange> once;      // until all resident weights have arrived
+    std::vector<HostRange> optional;  // in passes of many rows; by kernels only where they can. May be more than memory holds
 };
 
 // How a device fetches. Work is in order with what the device computes, but for what these calls let run ahead.
@@ -44,14 +51,16 @@ class Transfers {
 public:
     virtual ~Transfers() = default;
     // Prepares ranges of the mapped files for fetching, neighbours as one; staging: `stages` buffers of stageBytes each.
-    // Throws Error(OutOfMemory) where the system refuses the memory. What it did is told in notes().
-    virtual void prepare(const std::vector<HostRange>& always, const std::vector<HostRange>& once, void* staging, size_t stageBytes) = 0;
+    // Throws Error(OutOfMemory) where the system refuses the memory for `always`. What it did is told in notes().
+    virtual void prepare(const HostRanges& ranges, void* staging, size_t stageBytes) = 0;
     // Everything resident has arrived: lets go of `once`.
     virtual void finishOnce() = 0;
     // Lines for people: what could not be pinned, and what was done instead.
     virtual std::vector<std::string> notes() const { return {}; }
     // Where kernels read a byte of an `always` range.
     virtual const uint8_t* deviceAddress(const uint8_t* file) const { return file; }
+    // Where kernels read bytes of an `always` or `optional` range; null if they cannot read all of them, one after another.
+    virtual const uint8_t* reachable(const uint8_t* file, size_t) const { return file; }
 
     // A pass: fetches between begin() and end() come after what was computed before begin(), and what is computed after
     // end() comes after all of them.
@@ -70,7 +79,7 @@ public:
 class CopyingTransfers : public Transfers {
 public:
     explicit CopyingTransfers(DeviceMemory& memory) : _memory(memory) {}
-    void prepare(const std::vector<HostRange>&, const std::vector<HostRange>&, void*, size_t) override {}
+    void prepare(const HostRanges&, void*, size_t) override {}
     void finishOnce() override {}
     void begin() override {}
     void end() override {}
@@ -99,7 +108,7 @@ public:
     int32_t addResident(const std::vector<Matrix>& to, const std::vector<Matrix>& file);
     // Matrices of the same number of rows, the last cpuRows of which batches of few rows do without.
     int32_t addStreamed(const std::vector<Matrix>& file, int64_t cpuRows);
-    // A stack of experts, used in passes of many rows alone.
+    // A stack of experts, used in passes of many rows alone. All of them are wanted at first.
     int32_t addStreamedStack(const MatrixStack& file);
     // A table of which single rows are read where they are in the file.
     void addTable(const Matrix& file);
@@ -112,6 +121,10 @@ public:
     void uploadAll();
     // Lets go of what only uploads needed, if all have been made. Not while a step is captured.
     void finishUploads();
+
+    // From now on passes bring only these experts of a streamed stack: ascending, none twice; there may be none. Not within a pass: one
+    // that was left half way ends here.
+    void setWanted(int32_t group, std::vector<int32_t> experts);
 
     // A pass over all groups, or all but the head's. few: without the rows that the CPU computes.
     void begin(bool few, bool withHead);
@@ -147,13 +160,13 @@ public:
             release();
         }
     }
-    // In a pass of many rows: body(part, firstExpert) for each piece of a streamed stack: the experts
-    // [firstExpert, firstExpert + part.count), a stack of their own. In a pass of few rows there are none.
+    // In a pass of many rows: body(part, first) for each piece of a streamed stack: a stack of its own, whose element i is
+    // the (first + i)-th of the wanted experts. In a pass of few rows there are none.
     template <typename Body> void forExperts(int32_t group, const Body& body) {
         requireKind(group, true);
         for (int64_t piece = 0, count = pieceCount(_groups[group]); piece < count; ++piece) {
             const std::vector<Matrix>& parts = acquire(group, piece);
-            body(stackOf(parts), static_cast<int32_t>(piece * _groups[group].pieceExperts));
+            body(stackOf(parts), static_cast<int32_t>(piece * expertsOfPiece(_groups[group])));
             release();
         }
     }
@@ -166,10 +179,11 @@ private:
         int64_t cpuRows = 0;
         int64_t pieceRows = 0;             // streamed: of a piece of all matrices
         std::vector<int64_t> memberRows;  // of a piece of one
-        int64_t pieceExperts = 0;          // streamed stacks, and they alone: of a piece
+        int64_t mostExperts = 0;           // streamed stacks, and they alone: of a piece
+        std::vector<int32_t> wanted;       // of a stack
         std::vector<std::vector<StreamPart>> uploads;  // resident: until it has been fetched
         bool resident() const { return !to.empty(); }
-        bool isStack() const { return pieceExperts > 0; }
+        bool isStack() const { return mostExperts > 0; }
     };
     // The next piece to fetch, or to use.
     struct Cursor {
@@ -182,6 +196,8 @@ private:
     void requireKind(int32_t group, bool isStack) const;
     void requireTogether(int32_t group) const;
     int64_t pieceCount(const Group& group) const;
+    static int64_t stackPieces(const Group& group);
+    static int64_t expertsOfPiece(const Group& group);
     int64_t firstPiece(const Group& group, int32_t member) const;
     size_t slotBytesFor(const std::vector<Matrix>& files, int64_t rows) const;
     int64_t pieceRowsOf(const std::vector<Matrix>& files) const;

@@ -2,7 +2,8 @@
 //
 // Pages that are not in memory yet would be read from the disk one after another while they are pinned. So they are asked
 // for before, several at a time. And a system that is asked to pin more than it has may kill the process instead of
-// refusing, and so may a container's limit: what both leave is looked at first.
+// refusing, and so may a container's limit: what both leave is looked at first. A process with less memory than the file takes
+// pins what fits and leaves room for the rest to come and go.
 #include "device/pinned_files.h"
 
 #include <cuda_runtime_api.h>
@@ -21,7 +22,6 @@
 
 #include "core/error.h"
 #include "device/launch.cuh"
-#include "memory/host_memory.h"
 
 namespace sharpi::cuda {
 
@@ -79,6 +79,12 @@ std::vector<AddressRange> mergedPages(const std::vector<HostRange>& ranges, cons
     return merged;
 }
 
+size_t bytesOf(const std::vector<AddressRange>& ranges) {
+    size_t bytes = 0;
+    for (const AddressRange& range : ranges) bytes += range.bytes();
+    return bytes;
+}
+
 // Both ascending.
 std::vector<AddressRange> without(const std::vector<AddressRange>& ranges, const std::vector<AddressRange>& taken) {
     std::vector<AddressRange> left;
@@ -130,30 +136,49 @@ bool pinningWanted() {
 }
 
 std::string mebibytes(size_t bytes) { return std::to_string((bytes + (size_t{1} << 20) - 1) >> 20) + " MiB"; }
+std::string onlyRoom(size_t bytes) { return "only " + mebibytes(bytes) + " of memory are available"; }
 
 }  // namespace
 
-PagesToPin pagesToPin(const std::vector<HostRange>& always, const std::vector<HostRange>& once, const std::vector<AddressRange>& mappings,
-                      uintptr_t page) {
+PagesToPin pagesToPin(const HostRanges& ranges, const std::vector<AddressRange>& mappings, uintptr_t page) {
     PagesToPin pages;
-    pages.always = mergedPages(always, mappings, page);
-    pages.once = without(mergedPages(once, mappings, page), pages.always);
+    pages.always = mergedPages(ranges.always, mappings, page);
+    pages.optional = without(mergedPages(ranges.optional, mappings, page), pages.always);
+    pages.once = without(without(mergedPages(ranges.once, mappings, page), pages.always), pages.optional);
     return pages;
+}
+
+std::vector<AddressRange> pagesThatFit(const std::vector<AddressRange>& ranges, size_t pinned, size_t room, uintptr_t page) {
+    if (fits(pinned + bytesOf(ranges), room)) return ranges;
+    const size_t most = room - room / 4;
+    size_t left = most > pinned ? (most - pinned) / page * page : 0;
+    std::vector<AddressRange> fitting;
+    for (const AddressRange& range : ranges) {
+        if (left == 0) break;
+        const uintptr_t bytes = std::min<uintptr_t>(range.bytes(), left);
+        fitting.push_back({range.begin, range.begin + bytes});
+        left -= bytes;
+    }
+    return fitting;
 }
 
 PinnedFiles::~PinnedFiles() { unpinAll(); }
 
-void PinnedFiles::pin(const std::vector<HostRange>& always, const std::vector<HostRange>& once) {
+void PinnedFiles::pin(const HostRanges& ranges) {
     if (!_pins.empty()) throw Error(ErrorKind::Internal, "parts of the files are pinned already");
     check(cudaSetDevice(_device.index), "choosing the device");
     const Mappings mappings = mappingsNow();
-    const PagesToPin pages = pagesToPin(always, once, mappings.all, static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE)));
+    const PagesToPin pages = pagesToPin(ranges, mappings.all, static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE)));
     try {
-        _pins.reserve(pages.always.size() + pages.once.size());
+        _pins.reserve(pages.always.size() + pages.optional.size() + pages.once.size());
         // What passes need goes first, should memory not do for all.
         for (const AddressRange& range : pages.always) {
-            if (!pinInPlace(range, false, contained(range, mappings.writable))) copyToPinned(range);
+            const std::string refusal = pinInPlace(range, false, contained(range, mappings.writable));
+            if (refusal.empty()) continue;
+            _refusal = refusal;
+            copyToPinned(range);
         }
+        pinWhatFits(pages.optional, mappings.writable);
         for (const AddressRange& range : pages.once) pinInPlace(range, true, contained(range, mappings.writable));
     } catch (...) {
         unpinAll();
@@ -162,40 +187,51 @@ void PinnedFiles::pin(const std::vector<HostRange>& always, const std::vector<Ho
     std::sort(_pins.begin(), _pins.end(), [](const Pin& a, const Pin& b) { return a.pages.begin < b.pages.begin; });
 }
 
-// Whether the system let it. Room for the pin has been made.
-bool PinnedFiles::pinInPlace(const AddressRange& pages, bool once, bool writable) {
-    const auto refused = [&](const std::string& why) {
-        if (!once) _refusal = why;
-        return false;
-    };
-    if (!pinningWanted()) return refused("SHARPI_CUDA_PIN=0");
+// Until memory or the system wants no more.
+void PinnedFiles::pinWhatFits(const std::vector<AddressRange>& pages, const std::vector<AddressRange>& writable) {
+    _optional = _left = bytesOf(pages);
+    const size_t room = _room().forFiles;
+    _whyLeft = onlyRoom(room);
+    for (const AddressRange& range : pagesThatFit(pages, _inPlace, room, static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE)))) {
+        const std::string refusal = pinInPlace(range, false, contained(range, writable));
+        if (!refusal.empty()) {
+            _whyLeft = refusal;
+            return;
+        }
+        _left -= range.bytes();
+    }
+}
+
+// Why the system did not let it; empty if it did. Room for the pin has been made.
+std::string PinnedFiles::pinInPlace(const AddressRange& pages, bool once, bool writable) {
+    if (!pinningWanted()) return "SHARPI_CUDA_PIN=0";
     // What is pinned already still counts as available, since it is a file's.
-    const size_t room = memoryRoom().forFiles;
-    if (!fits(pages.bytes() + _inPlace, room)) return refused("only " + mebibytes(room) + " of memory are available");
+    const size_t room = _room().forFiles;
+    if (!fits(pages.bytes() + _inPlace, room)) return onlyRoom(room);
     int readOnly = 0;
     check(cudaDeviceGetAttribute(&readOnly, cudaDevAttrHostRegisterReadOnlySupported, _device.index), "asking whether the device reads pinned files");
-    if (!readOnly && !writable) return refused(_device.name + " or its driver pins no read-only pages");
+    if (!readOnly && !writable) return _device.name + " or its driver pins no read-only pages";
 
     readAhead(pages);
     auto* begin = reinterpret_cast<uint8_t*>(pages.begin);
     const cudaError_t status = cudaHostRegister(begin, pages.bytes(), cudaHostRegisterMapped | (readOnly ? cudaHostRegisterReadOnly : 0));
     if (status != cudaSuccess) {
         cudaGetLastError();
-        return refused(cudaGetErrorString(status));
+        return cudaGetErrorString(status);
     }
     _pins.push_back({pages, nullptr, nullptr, once});
     _inPlace += pages.bytes();
-    if (once) return true;
+    if (once) return {};
     void* device = nullptr;
     check(cudaHostGetDevicePointer(&device, begin, 0), "asking for the device's address of a pinned file");
     _pins.back().device = static_cast<const uint8_t*>(device);
-    return true;
+    return {};
 }
 
 void PinnedFiles::copyToPinned(const AddressRange& pages) {
     void *copy = nullptr, *device = nullptr;
     cudaError_t status = cudaErrorMemoryAllocation;
-    if (fits(pages.bytes() + _inPlace, memoryRoom().available)) status = cudaHostAlloc(&copy, pages.bytes(), cudaHostAllocMapped);
+    if (fits(pages.bytes() + _inPlace, _room().available)) status = cudaHostAlloc(&copy, pages.bytes(), cudaHostAllocMapped);
     if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
         throw Error(ErrorKind::OutOfMemory,
@@ -223,7 +259,7 @@ void PinnedFiles::unpinAll() noexcept {
     cudaSetDevice(_device.index);
     for (const Pin& pin : _pins) unpin(pin);
     _pins.clear();
-    _inPlace = _copied = 0;
+    _inPlace = _copied = _optional = _left = 0;
 }
 
 void PinnedFiles::unpinOnce() {
@@ -244,10 +280,28 @@ const PinnedFiles::Pin* PinnedFiles::find(const uint8_t* file) const {
 }
 
 const uint8_t* PinnedFiles::deviceAddress(const uint8_t* file) const {
+    const uint8_t* device = reachable(file, 1);
+    if (!device) throw Error(ErrorKind::Internal, "the device reads no such part of the file");
+    return device;
+}
+
+const uint8_t* PinnedFiles::reachable(const uint8_t* file, size_t bytes) const {
     const Pin* pin = find(file);
     const auto address = reinterpret_cast<uintptr_t>(file);
-    if (!pin || address < pin->pages.begin || !pin->device) throw Error(ErrorKind::Internal, "the device reads no such part of the file");
+    if (!pin || address < pin->pages.begin || bytes > pin->pages.end - address || !pin->device) return nullptr;
     return pin->device + (address - pin->pages.begin);
+}
+
+void PinnedFiles::expect(const uint8_t* file, size_t bytes) const {
+    const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+    auto begin = reinterpret_cast<uintptr_t>(file);
+    const uintptr_t end = begin + bytes;
+    while (begin < end) {
+        const Pin* pin = find(reinterpret_cast<const uint8_t*>(begin));
+        const uintptr_t stop = pin ? std::min(end, pin->pages.begin) : end;
+        if (begin < stop) ::madvise(reinterpret_cast<void*>(begin / page * page), stop - begin / page * page, MADV_WILLNEED);
+        begin = pin ? std::max(begin, pin->pages.end) : end;
+    }
 }
 
 HostRange PinnedFiles::source(const uint8_t* file, size_t bytes) const {
@@ -259,8 +313,13 @@ HostRange PinnedFiles::source(const uint8_t* file, size_t bytes) const {
 }
 
 std::vector<std::string> PinnedFiles::notes() const {
-    if (_copied == 0) return {};
-    return {"the system refused to pin " + mebibytes(_copied) + " of the file (" + _refusal + "): a pinned copy of it was made"};
+    std::vector<std::string> notes;
+    if (_copied > 0) notes.push_back("the system refused to pin " + mebibytes(_copied) + " of the file (" + _refusal + "): a pinned copy of it was made");
+    if (_left > 0) {
+        notes.push_back(mebibytes(_left) + " of " + mebibytes(_optional) + " of experts that are not in VRAM could not be pinned in RAM (" + _whyLeft +
+                        "): the GPU gets them through the system's file cache, which is slower");
+    }
+    return notes;
 }
 
 }  // namespace sharpi::cuda

@@ -22,6 +22,16 @@ bool switchedOff(const char* name) {
     return value && std::strcmp(value, "0") == 0;
 }
 
+// What a question whether work is done was answered with.
+bool isDone(cudaError_t status) {
+    if (status == cudaErrorNotReady) {
+        cudaGetLastError();
+        return false;
+    }
+    check(status, "the device's work");
+    return true;
+}
+
 }  // namespace
 
 DeviceInfo findDevice() {
@@ -72,6 +82,8 @@ Event::Event() { check(cudaEventCreateWithFlags(&_handle, cudaEventDisableTiming
 
 Event::~Event() { cudaEventDestroy(_handle); }
 
+bool Event::reached() const { return isDone(cudaEventQuery(_handle)); }
+
 Stream::Stream(const DeviceInfo& device, Role role) : _device(device) {
     check(cudaSetDevice(device.index), "choosing the device");
     int lowest = 0, highest = 0;  // priorities: the smaller number goes first
@@ -110,15 +122,7 @@ void Stream::zero(void* device, size_t bytes) { check(cudaMemsetAsync(device, 0,
 
 void Stream::synchronize() { check(cudaStreamSynchronize(_handle), "waiting for the device"); }
 
-bool Stream::poll() {
-    const cudaError_t status = cudaStreamQuery(_handle);
-    if (status == cudaErrorNotReady) {
-        cudaGetLastError();
-        return false;
-    }
-    check(status, "the device's work");
-    return true;
-}
+bool Stream::poll() { return isDone(cudaStreamQuery(_handle)); }
 
 void Stream::record(const Event& event) { check(cudaEventRecord(event.handle(), _handle), "marking a point in a stream"); }
 

@@ -50,6 +50,9 @@ public:
     Event(const Event&) = delete;
     Event& operator=(const Event&) = delete;
     CUevent_st* handle() const { return _handle; }
+    // Whether all that it stands for is done; so it is while nothing was recorded. Does not wait. Throws Error(Internal) if the
+    // device has failed.
+    bool reached() const;
 
 private:
     CUevent_st* _handle = nullptr;

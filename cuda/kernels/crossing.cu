@@ -1,113 +1,14 @@
-// Sends rows to the CPU in the middle of a step and takes its answers (crossing.h says how the two sides agree).
-//
-// At one row an answer is some ten kilobytes, so all that counts is the way there and back: everything is copied in pieces
-// of 16 bytes (of 4 where addresses do not allow them), whatever form it belongs to, by threads that have a few pieces each
-// on their way at once. Words that the CPU has just written are never looked for in the first-level cache.
-//
-// A kernel that receives must not allow its successor to start before its data has come. Successors started early would
-// hold the multiprocessors, waiting for milliseconds, while another stream's packing kernels need them for the very
-// weights that the step goes on with.
-#include "kernels/crossing.h"
+// Sends rows to the CPU in the middle of a step and takes its answers (crossing.h says how the two sides agree). At one row an
+// answer is some ten kilobytes, so all that counts is the way there and back (crossing.cuh).
+#include "kernels/crossing.cuh"
 
 #include <algorithm>
-
-#include "device/launch.cuh"
 
 namespace sharpi::cuda {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kAtOnce = 4;     // pieces of a thread that are on their way together
+constexpr int kThreads = kCrossingThreads, kAtOnce = kCrossingAtOnce;
 constexpr int kMaxBlocks = 16;
-
-// The pieces of a form on one side: piece i of row t is at data + t * row + i / 2 * pair + i % 2 * odd, all in bytes. So the
-// device's halves of blocks, which are apart, and the CPU's, which are not, take their turns in the CPU's order.
-struct Side {
-    uint8_t* data = nullptr;
-    int64_t row = 0, odd = 0;
-    int32_t pair = 0;
-
-    __device__ __forceinline__ uint8_t* at(int t, int i) const { return data + t * row + static_cast<int64_t>(i / 2) * pair + i % 2 * odd; }
-};
-
-struct Form {
-    Side device, host;
-    int32_t pieces = 0;  // of a row
-    int32_t end = 0;     // pieces of this form and those before it, in all rows
-    bool wide = false;   // 16 bytes a piece
-};
-
-// What one call copies.
-struct Crossing {
-    static constexpr int kForms = 4;
-    Form form[kForms];
-    int32_t count = 0;
-    int32_t pieces() const { return count ? form[count - 1].end : 0; }
-};
-
-// --- the two processors' common memory ------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t loadFlag(const uint32_t* flag) {
-    uint32_t value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
-    return value;
-}
-// What the block's threads wrote before a barrier is there for whoever sees the value.
-__device__ __forceinline__ void storeFlag(uint32_t* flag, uint32_t value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-__device__ __forceinline__ uint4 loadFresh16(const void* at) {
-    uint4 v;
-    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-    return v;
-}
-__device__ __forceinline__ uint32_t loadFresh4(const void* at) {
-    uint32_t v;
-    asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
-    return v;
-}
-
-// By one thread, since every look crosses PCIe; the block goes on together.
-__device__ __forceinline__ void waitForTicket(const uint32_t* returned, uint32_t ticket) {
-    if (threadIdx.x == 0)
-        while (loadFlag(returned) < ticket) __nanosleep(50);  // kCrossingAborted is no less than any ticket
-    __syncthreads();
-}
-
-template <bool kReceive> __device__ __forceinline__ uint4 loadPiece(const uint8_t* from, bool wide) {
-    if (wide) return kReceive ? loadFresh16(from) : *reinterpret_cast<const uint4*>(from);
-    return {kReceive ? loadFresh4(from) : *reinterpret_cast<const uint32_t*>(from), 0, 0, 0};
-}
-
-template <bool kReceive> __device__ __forceinline__ void copyPieces(const Crossing& c, int total) {
-    const int apart = static_cast<int>(gridDim.x * blockDim.x);
-    for (int first = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); first < total; first += kAtOnce * apart) {
-        uint4 value[kAtOnce];
-        uint8_t* to[kAtOnce];
-        bool wide[kAtOnce];
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-            const int n = first + k * apart;
-            to[k] = nullptr;
-            if (n >= total) continue;
-            int which = 0;
-            while (n >= c.form[which].end) ++which;
-            const Form& form = c.form[which];
-            const int at = n - (which ? c.form[which - 1].end : 0), t = at / form.pieces, i = at - t * form.pieces;
-            wide[k] = form.wide;
-            to[k] = kReceive ? form.device.at(t, i) : form.host.at(t, i);
-            value[k] = loadPiece<kReceive>(kReceive ? form.host.at(t, i) : form.device.at(t, i), wide[k]);
-        }
-#pragma unroll
-        for (int k = 0; k < kAtOnce; ++k) {
-            if (!to[k]) continue;
-            if (wide[k])
-                *reinterpret_cast<uint4*>(to[k]) = value[k];
-            else
-                *reinterpret_cast<uint32_t*>(to[k]) = value[k].x;
-        }
-    }
-}
 
 // One block, so that a barrier is all that the flag has to wait for.
 __global__ void __launch_bounds__(kThreads) sendKernel(const __grid_constant__ Crossing c, int total, uint32_t* sent, uint32_t ticket) {
@@ -120,23 +21,10 @@ __global__ void __launch_bounds__(kThreads) sendKernel(const __grid_constant__ C
     storeFlag(sent, ticket);
 }
 
-// The next kernel's flag announces what this one wrote. So that it cannot overtake it, wherever the two run, every thread waits until
-// its words are there for the CPU before the kernel may end, which the next one waits for.
-__global__ void __launch_bounds__(kThreads)
-    sendChoicesKernel(const int32_t* chosen, const float* weight, int count, int32_t* hostChosen, float* hostWeight) {
-    allowNext();
-    waitForPrevious();
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x)) {
-        hostChosen[i] = chosen[i];
-        hostWeight[i] = weight[i];
-    }
-    __threadfence_system();
-}
-
 __global__ void __launch_bounds__(kThreads) receiveKernel(const __grid_constant__ Crossing c, int total, const uint32_t* returned, uint32_t ticket) {
     waitForPrevious();
     waitForTicket(returned, ticket);
-    allowNext();  // not before: see the top of the file
+    allowNext();  // not before: see crossing.cuh
     copyPieces<true>(c, total);
 }
 
@@ -146,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
     receiveAddKernel(const float* from, int total, int pieces, const uint32_t* returned, uint32_t ticket, float* x, int64_t stride) {
     waitForPrevious();
     waitForTicket(returned, ticket);
-    allowNext();  // not before: see the top of the file
+    allowNext();  // not before: see crossing.cuh
     const int apart = static_cast<int>(gridDim.x * blockDim.x);
     for (int first = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); first < total; first += kAtOnce * apart) {
         uint4 value[kAtOnce];
@@ -175,8 +63,6 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // --- what is copied -------------------------------------------------------------------------------------------------
-
-bool isWhole(const void* at, int64_t bytes) { return reinterpret_cast<uintptr_t>(at) % 16 == 0 && bytes % 16 == 0; }
 
 void addForm(Crossing& c, int64_t rows, Form form, int64_t pieces) {
     const int64_t end = c.pieces() + rows * pieces;
@@ -211,6 +97,8 @@ void addQuantized(Crossing& c, int64_t rows, const QuantizedRows& device, const 
     addWords(c, rows, blocks, device.sums + first, all, host.sums + 2 * first, words);  // two int16 of the host's are one word of the device's
 }
 
+}  // namespace
+
 Crossing crossingOf(const RowOutputs& device, int64_t rows, int64_t begin, int64_t end, const HostRows& host) {
     const int64_t cols = host.cols;
     const bool quantized = device.quantized.q && host.q;
@@ -223,8 +111,7 @@ Crossing crossingOf(const RowOutputs& device, int64_t rows, int64_t begin, int64
     return c;
 }
 
-// Threads for so many pieces: no more than they need, in whole warps.
-dim3 threadsFor(int64_t pieces) { return dim3(static_cast<unsigned>(std::min<int64_t>(kThreads, std::max<int64_t>((pieces + 31) / 32, 1) * 32))); }
+namespace {
 
 dim3 blocksFor(int64_t pieces) {
     constexpr int64_t kShare = kThreads * kAtOnce;
@@ -235,19 +122,13 @@ dim3 blocksFor(int64_t pieces) {
 
 void sendRows(Stream& stream, const RowOutputs& from, int64_t rows, int64_t begin, int64_t end, const HostRows& to, uint32_t* sent, uint32_t ticket) {
     const Crossing c = crossingOf(from, rows, begin, end, to);
-    launch(stream, sendKernel, dim3(1), threadsFor(c.pieces()), 0, c, c.pieces(), sent, ticket);
-}
-
-void sendChoices(Stream& stream, const int32_t* chosen, const float* weight, int64_t count, int32_t* hostChosen, float* hostWeight) {
-    if (count < 0 || count > INT32_MAX) throw Error(ErrorKind::Internal, "a crossing of " + std::to_string(count) + " choices");
-    if (count == 0) return;
-    launch(stream, sendChoicesKernel, dim3(1), threadsFor(count), 0, chosen, weight, static_cast<int>(count), hostChosen, hostWeight);
+    launch(stream, sendKernel, dim3(1), crossingThreads(c.pieces()), 0, c, c.pieces(), sent, ticket);
 }
 
 void receiveRows(Stream& stream, const HostRows& from, int64_t rows, int64_t begin, int64_t end, const uint32_t* returned, uint32_t ticket,
                  const RowOutputs& to) {
     const Crossing c = crossingOf(to, rows, begin, end, from);
-    launch(stream, receiveKernel, blocksFor(c.pieces()), threadsFor(c.pieces()), 0, c, c.pieces(), returned, ticket);
+    launch(stream, receiveKernel, blocksFor(c.pieces()), crossingThreads(c.pieces()), 0, c, c.pieces(), returned, ticket);
 }
 
 void receiveAdd(Stream& stream, const float* from, int64_t rows, int64_t begin, int64_t count, const uint32_t* returned, uint32_t ticket,
@@ -258,7 +139,7 @@ void receiveAdd(Stream& stream, const float* from, int64_t rows, int64_t begin, 
     float* to = x + begin;
     const bool wide = isWhole(from, count * 4) && isWhole(to, cols * 4);
     const int64_t pieces = wide ? count / 4 : count, total = rows * pieces;
-    launch(stream, wide ? receiveAddKernel<4> : receiveAddKernel<1>, blocksFor(total), threadsFor(total), 0, from, static_cast<int>(total),
+    launch(stream, wide ? receiveAddKernel<4> : receiveAddKernel<1>, blocksFor(total), crossingThreads(total), 0, from, static_cast<int>(total),
            static_cast<int>(std::max<int64_t>(pieces, 1)), returned, ticket, to, cols);
 }
 

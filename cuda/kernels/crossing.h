@@ -32,10 +32,6 @@ struct HostRows {
 void sendRows(Stream& stream, const RowOutputs& from, int64_t rows, int64_t begin, int64_t end, const HostRows& to, uint32_t* sent,
               uint32_t ticket);
 
-// Copies `count` choices of a router, experts and weights, to pinned memory. They have no ticket of their own: the next sendRows of
-// the stream announces them with its rows.
-void sendChoices(Stream& stream, const int32_t* chosen, const float* weight, int64_t count, int32_t* hostChosen, float* hostWeight);
-
 // Waits until *returned >= ticket, then copies the same way from the CPU. to's rows have from.cols columns.
 void receiveRows(Stream& stream, const HostRows& from, int64_t rows, int64_t begin, int64_t end, const uint32_t* returned, uint32_t ticket,
                  const RowOutputs& to);

@@ -94,10 +94,10 @@ void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, co
 }
 
 void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, const ExpertGroups& groups, bool gather, float* y,
-                   int32_t firstExpert, int32_t endExpert) {
-    const int64_t held = static_cast<int64_t>(firstExpert) + w.count;
-    if (firstExpert < 0 || endExpert < firstExpert || (endExpert != INT32_MAX && endExpert > held))
-        throw Error(ErrorKind::Internal, "matmul: experts " + std::to_string(firstExpert) + " to " + std::to_string(endExpert) + " of a stack of " +
+                   const ExpertIndex& which) {
+    const int64_t held = static_cast<int64_t>(which.first) + w.count;
+    if (which.first < 0 || which.end < which.first || (which.end != INT32_MAX && which.end > held))
+        throw Error(ErrorKind::Internal, "matmul: experts " + std::to_string(which.first) + " to " + std::to_string(which.end) + " of a stack of " +
                                              std::to_string(w.count));
     MatmulCall call;
     call.w = w.first.data;
@@ -105,8 +105,8 @@ void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, cons
     call.expertStride = w.stride;
     call.x = x;
     call.groups = groups;
-    call.firstExpert = firstExpert;
-    call.endExpert = static_cast<int32_t>(std::min<int64_t>(endExpert, held));
+    call.which = which;
+    call.which.end = static_cast<int32_t>(std::min<int64_t>(which.end, held));
     call.gather = gather;
     call.rows = groups.pairs;
     call.y = y;

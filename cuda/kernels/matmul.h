@@ -31,9 +31,15 @@ inline int64_t maxExpertTiles(int64_t pairs, int64_t experts) {
     return pairs / kExpertTile + (pairs < experts ? pairs : experts) + 1;
 }
 
+// Which matrix of a stack is expert e's: element index[e] - first, where first <= index[e] < end. The stack holds nothing of other
+// experts: their rows of y are left alone.
+struct ExpertIndex {
+    const int32_t* index = nullptr;  // [experts], in device memory; null: e itself
+    int32_t first = 0, end = INT32_MAX;
+};
+
 // y[p, :] = (expert of p) x[gather ? pairToken[p] : p, :] for all pairs. y: [pairs, w.first.rows] floats.
-// w may hold experts [firstExpert, endExpert) only: w.first is expert firstExpert, and other experts' rows of y are left alone.
 void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, const ExpertGroups& groups, bool gather, float* y,
-                   int32_t firstExpert = 0, int32_t endExpert = INT32_MAX);
+                   const ExpertIndex& which = {});
 
 }  // namespace sharpi::cuda

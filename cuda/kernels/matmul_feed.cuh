@@ -38,7 +38,7 @@ struct MatmulCall {
     const float* bias = nullptr;
     float* y = nullptr;
     int64_t stride = 0;    // from a row of y to the next
-    int32_t firstExpert = 0, endExpert = 0;  // those that w holds
+    ExpertIndex which;     // of w's matrices
 };
 
 // A step of the pipeline in terms of the matrices: the step along k, and which halves it multiplies.

@@ -40,10 +40,12 @@ template <int kTileT, int kTileN> __device__ __forceinline__ TilePlace placeOf(c
         constexpr int kShare = kBlocksPerExpertTile<kTileT>;
         const int tile = static_cast<int>(blockIdx.x) / kShare, part = static_cast<int>(blockIdx.x) % kShare;
         const int expert = call.groups.tileExpert[tile];
-        if (expert < call.firstExpert || expert >= call.endExpert) return place;  // past the end of the tiles it is -1
+        if (expert < 0) return place;  // past the end of the tiles
+        const int element = call.which.index ? call.which.index[expert] : expert;
+        if (element < call.which.first || element >= call.which.end) return place;
         place.begin = call.groups.tileBegin[tile] + part * kTileT;
         place.end = min(place.begin + kTileT, static_cast<int64_t>(call.groups.begin[expert + 1]));
-        place.w += static_cast<size_t>(expert - call.firstExpert) * call.expertStride;
+        place.w += static_cast<size_t>(element - call.which.first) * call.expertStride;
     }
     return place;
 }

@@ -37,7 +37,8 @@ void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& g
 // A stack of expert matrices, each packed by itself.
 using ExpertStack = MatrixStack;
 
-// chosen: [rows, used], the experts of each row by rank; pair p = row * used + rank.
+// chosen: [rows, used], the experts of each row by rank; pair p = row * used + rank. expertGated and expertMatvec pass over pairs whose
+// chosen[p] is negative: their outputs stay as they were. expertDownAdd needs all of them.
 // Pair p's silu(gate x) * (up x), x the row of the pair, in the forms asked for ([rows * used, hidden]).
 void expertGated(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& gate, const ExpertStack& up,
                  const int32_t* chosen, int32_t used, const RowOutputs& out);

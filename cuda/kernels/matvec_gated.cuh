@@ -21,7 +21,7 @@ struct GatedProduct {
     int32_t rows = 0;   // of activations
     int32_t ahead = 0;  // units that a warp fetches ahead
     RowOutputs out;
-    // Experts: pair p = blockIdx.y reads row p / used of x and writes row p.
+    // Experts: pair p = blockIdx.y reads row p / used of x and writes row p; nothing is done where chosen[p] < 0.
     const int32_t* chosen = nullptr;
     int64_t gateStride = 0, upStride = 0;
     int32_t used = 0;
@@ -58,6 +58,10 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) gatedKernel(c
     const auto x = activations<S, kShared>(p.x, kExperts ? pair / p.used : 0, p.rows, p.cols, shared);
     if (kExperts) {
         const int64_t expert = p.chosen[pair];
+        if (expert < 0) {  // no one's: passed over
+            if (kShared) finishCopies();
+            return;
+        }
         gate = S::base(p.gate + expert * p.gateStride, p.shape);
         up = S::base(p.up + expert * p.upStride, p.shape);
         start();

@@ -30,7 +30,8 @@ struct Products {
     int32_t groups = 1;  // pairs of rows that a warp does
     int32_t ahead = 0;   // units that a warp fetches ahead
     bool add = false;
-    // Experts: pair p = blockIdx.y reads row p (rowPerPair) or p / used of x and writes row p of y.
+    // Experts: pair p = blockIdx.y reads row p (rowPerPair) or p / used of x and writes row p of y; nothing is done where
+    // chosen[p] < 0.
     const int32_t* chosen = nullptr;
     int64_t stride = 0;
     int32_t used = 0;
@@ -73,7 +74,12 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) productKernel
     }
     const auto x = activations<S, kShared>(p.x, inputRow, p.rows, p.cols, shared);
     if (kExperts) {
-        base = S::base(w.data + p.chosen[outputRow] * p.stride, w.shape);
+        const int64_t expert = p.chosen[outputRow];
+        if (expert < 0) {  // no one's: passed over
+            if (kShared) finishCopies();
+            return;
+        }
+        base = S::base(w.data + expert * p.stride, w.shape);
         start();
     }
 

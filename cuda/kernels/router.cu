@@ -70,7 +70,7 @@ __device__ __forceinline__ void softmaxRow(const float* logits, float* p, int32_
 }
 
 __global__ void routeKernel(const float* logits, int64_t rows, int32_t experts, int32_t used, bool renormalize, float weightScale,
-                            int32_t* chosen, float* weight) {
+                            int32_t* chosen, float* weight, uint32_t* uses) {
     extern __shared__ float sharedFloats[];
     allowNext();
     waitForPrevious();
@@ -92,6 +92,7 @@ __global__ void routeKernel(const float* logits, int64_t rows, int32_t experts, 
         if (lane == 0) {
             picked[k] = best;
             chosen[row * used + k] = index;
+            if (uses) atomicAdd(&uses[index], 1u);
         }
         if (lane == owner) {
             p[index] = kTaken;
@@ -284,13 +285,13 @@ void requireShared(size_t bytes, int32_t experts) {
 }  // namespace
 
 void route(Stream& stream, const float* logits, int64_t rows, int32_t experts, int32_t used, bool renormalize, float weightScale,
-           int32_t* chosen, float* weight) {
+           int32_t* chosen, float* weight, uint32_t* uses) {
     if (rows == 0) return;
     const size_t bytes = (size_t(experts) + used) * sizeof(float);
     requireShared(bytes, experts);
     const int warps = rows > 64 && 4 * bytes <= kGroupShared ? 4 : 1;
     launch(stream, routeKernel, dim3(static_cast<unsigned>((rows + warps - 1) / warps)), dim3(warps * 32), warps * bytes, logits, rows,
-           experts, used, renormalize, weightScale, chosen, weight);
+           experts, used, renormalize, weightScale, chosen, weight, uses);
 }
 
 void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts, const ExpertGrouping& to) {

@@ -6,9 +6,9 @@
 namespace sharpi::cuda {
 
 // Softmax over each row of logits, the `used` best by rank (ties: the lower index), their weights (renormalized or
-// not) times weightScale: the bits of CpuBackend's routing. chosen, weight: [rows, used].
+// not) times weightScale: the bits of CpuBackend's routing. chosen, weight: [rows, used]. uses: [experts], or null: each choice adds 1.
 void route(Stream& stream, const float* logits, int64_t rows, int32_t experts, int32_t used, bool renormalize, float weightScale,
-           int32_t* chosen, float* weight);
+           int32_t* chosen, float* weight, uint32_t* uses = nullptr);
 
 // Groups the pairs of `chosen` by expert, in each expert by ascending row, and cuts the groups into tiles.
 // pairOf[t, k]: where pair (t, k) went. counts is scratch. All maxExpertTiles(rows * used, experts) tiles are written.

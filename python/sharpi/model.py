@@ -20,6 +20,8 @@ import numpy as np
 from sharpi import _core
 from sharpi.chat import ChatTemplate
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
+from sharpi.expert_stats import ExpertStats, unwritable
+from sharpi.files import require_writable
 from sharpi.gguf import GgufFile
 from sharpi.hardware import core_count
 from sharpi.planner import Plan, make_plan, saved_plan
@@ -55,18 +57,21 @@ def describe(path: str | os.PathLike[str] | None = None) -> tuple[GgufFile, _cor
         raise file.error(str(error)) from None
 
 
-def _open(file: GgufFile, spec: _core.Description, plan: Plan) -> _core.Engine:
+def _open(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None) -> _core.Engine:
     arguments = (spec, [str(path) for path in file.paths], plan.context, plan.batch, plan.threads, plan.kv_dtype,
                  plan.device, plan.vram or 0)
-    return _core.Engine(*arguments, list(plan.homes)) if plan.device == "cuda" else _core.Engine(*arguments)
+    if plan.device == "cpu":
+        return _core.Engine(*arguments)
+    return _core.Engine(*arguments, list(plan.homes), expert_slot_bytes=plan.expert_slots,
+                        expert_rates=plan.expert_rates, warm=warm.order() if warm else [])
 
 
-def _engine(file: GgufFile, spec: _core.Description, plan: Plan,
+def _engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None,
             asked: Mapping[str, Any] | None) -> tuple[_core.Engine, Plan]:
     """The engine, and the plan that it runs: where the GPU fails and the choice was the plan's, one for the CPU.
-    asked: what the plan was made of, where another may be made."""
+    warm: what to fill slots by. asked: what the plan was made of, where another may be made."""
     try:
-        return _open(file, spec, plan), plan
+        return _open(file, spec, plan, warm), plan
     except ModelFileError:
         raise
     except SharpiError as reason:
@@ -76,10 +81,10 @@ def _engine(file: GgufFile, spec: _core.Description, plan: Plan,
         # fails at its first kernel.
         instead = make_plan(file, spec, **{**asked, "device": "cpu", "vram": None})
         instead = replace(instead, why=str(reason), gpu=plan.gpu, vram=plan.vram)
-        return _open(file, spec, instead), instead
+        return _open(file, spec, instead, warm), instead
 
 
-def _warm(engine: _core.Engine, plan: Plan, progress: Progress) -> None:
+def _read_pages(engine: _core.Engine, plan: Plan, progress: Progress) -> None:
     """Reads the file's pages in, where they are still to be read: on the GPU they have been copied."""
     def report(done: int, total: int) -> bool:
         progress(done, total)
@@ -104,6 +109,39 @@ def _check(*, context: Any, threads: Any, batch: Any, cpu_moe: Any, **_: Any) ->
         raise InvalidRequestError(f"cpu_moe must be true or false, not {cpu_moe!r}")
 
 
+def _stats_target(path: str | os.PathLike[str] | None) -> str | None:
+    """Where the expert statistics go, if anywhere. Raises `InvalidRequestError` for a path that nothing can be written
+    to: before the model is loaded and used for hours."""
+    target = os.environ.get("SHARPI_EXPERT_STATS") if path is None else os.fspath(path)
+    if not target:
+        return None
+    try:
+        require_writable(target)
+    except (OSError, ValueError) as error:
+        raise unwritable(target, error) from error
+    return target
+
+
+def _warmth(warm: ExpertStats | str | os.PathLike[str] | None, file: GgufFile) -> ExpertStats | None:
+    """The statistics by which the slots are filled, those of `file` and no other model."""
+    if warm is None:
+        return None
+    if not isinstance(warm, ExpertStats):
+        return ExpertStats.load(warm, file)
+    warm.require_model(file)
+    return warm
+
+
+def _unheeded(file: GgufFile, counts: ExpertStats | None, warm: ExpertStats | None, target: str | None) -> list[str]:
+    """What was asked for about experts and has no effect, as lines for people; counts: of the model just loaded."""
+    lines = []
+    if counts is None and target is not None:
+        lines.append(f"no expert statistics are written: {file.name} has no experts")
+    if counts is not None and not counts.capacity and warm is not None:
+        lines.append("nothing is warmed: no experts are in slots")
+    return lines
+
+
 def _refuse_beside_a_plan(asked: Mapping[str, Any]) -> None:
     """Raises `InvalidRequestError` where something is asked for that the plan says already."""
     for name, value in asked.items():
@@ -115,7 +153,7 @@ class Model:
     """A model ready to answer. Make one with `Model.load`; close it, or use it in a `with` block."""
 
     def __init__(self, file: GgufFile, spec: _core.Description, engine: _core.Engine, plan: Plan, threads: int,
-                 load_seconds: float) -> None:
+                 load_seconds: float, expert_stats: str | None = None, notice: Notice | None = None) -> None:
         self.file = file
         self.spec = spec
         self.plan = plan
@@ -124,12 +162,19 @@ class Model:
         self._load_seconds = load_seconds
         self._tokenizer: Tokenizer | None = None
         self._timing = _Timing()
+        self._expert_stats = expert_stats
+        self._process = os.getpid()
+        self._notice = notice
+        self._dense = engine.expert_stats() is None
+        self._bench_runs = 0
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
              context: int | None = None, kv_dtype: str | None = None, threads: int | None = None,
              batch: int | None = None, cpu_moe: bool | None = None, plan: str | os.PathLike[str] | None = None,
-             profile: HardwareProfile | str | os.PathLike[str] | None = None, progress: Progress | None = None,
+             profile: HardwareProfile | str | os.PathLike[str] | None = None,
+             warm: ExpertStats | str | os.PathLike[str] | None = None,
+             expert_stats: str | os.PathLike[str] | None = None, progress: Progress | None = None,
              notice: Notice | None = None) -> Model:
         """Opens a GGUF file (any part of a split one); `None` is the bundled model.
 
@@ -141,6 +186,10 @@ class Model:
         in decode, even where they would fit; `None` is what SHARPI_CPU_MOE says. plan: a file with a plan for this
         model, which says all of these. profile: the machine's speeds, or a file with them; without it, they are
         measured once where they are needed.
+
+        expert_stats: a file to write when the model is closed, with what became of its experts; `None` is what
+        SHARPI_EXPERT_STATS says. warm: such a file of this model, or what it holds: where experts are in slots, the
+        most used ones are brought there first.
 
         progress: called with bytes done and bytes in all while the file is read from disk; without it, pages are read
         as they are first used. notice: called with a line for people, where there is something that they may want to
@@ -154,7 +203,9 @@ class Model:
         _check(**asked)
         if plan is not None:
             _refuse_beside_a_plan({**asked, "device": None if device == "auto" else device, "profile": profile})
+        target = _stats_target(expert_stats)
         file, spec = describe(path)
+        warmth = asked["warm"] = _warmth(warm, file)
         if plan is not None:
             made = saved_plan(plan, file, spec)
         else:
@@ -162,23 +213,34 @@ class Model:
             known = profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)
             made = make_plan(file, spec, **asked, profile=known, notice=notice)
         made.require()
-        engine, made = _engine(file, spec, made, asked if device == "auto" and plan is None else None)
-        for line in engine.notes if notice is not None else ():
+        engine, made = _engine(file, spec, made, warmth, asked if device == "auto" and plan is None else None)
+        counts = ExpertStats.from_engine(engine, made)
+        for line in (*engine.notes, *_unheeded(file, counts, warmth, target)) if notice is not None else ():
             notice(line)
         if progress is not None:
-            _warm(engine, made, progress)
-        return cls(file, spec, engine, made, made.threads, time.perf_counter() - started)
+            _read_pages(engine, made, progress)
+        return cls(file, spec, engine, made, made.threads, time.perf_counter() - started,
+                   None if counts is None else target, notice)
 
     def __enter__(self) -> Model:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except SharpiError as unsaved:
+            if error is None or self._notice is None:
+                raise
+            self._notice(str(unsaved))  # what went wrong inside is the news, and goes on its way
 
     def close(self) -> None:
-        """Gives memory back. Sessions that are still held keep it until they go."""
-        self._engine = None
+        """Gives memory back, and writes the expert statistics that were asked for. Sessions that are still held keep
+        the memory until they go. Raises `InvalidRequestError` where the statistics cannot be written (any more)."""
+        engine, self._engine = self._engine, None
+        # A forked child's counts are its parent's.
+        if engine is not None and self._expert_stats is not None and os.getpid() == self._process:
+            ExpertStats.from_engine(engine, self.plan).save(self._expert_stats)
 
     @property
     def engine(self) -> _core.Engine:
@@ -259,7 +321,11 @@ class Model:
         """Counts and speeds of the last generation, and the bytes held; `vram_bytes` by the device's own account.
 
         placement: where the weights are, as the core says: bytes in "vram" and "direct", of the latter in "cpu" the
-        CPU's share, and the "ranges" of the files. notes: lines for people on what became of the plan."""
+        CPU's share, and the "ranges" of the files. notes: lines for people on what became of the plan.
+
+        experts: since loading, sums over all layers of what `ExpertStats` counts, the "hit_rate" of the "slots", and
+        the "accuracy" of each of the "predictors"; `None` for a model without experts."""
+        experts = ExpertStats.from_engine(self.engine, self.plan)
         taken = sum(entry[2] for entry in self.engine.trace) if self.device == "cuda" else 0
         return {
             **self._timing.to_dict(),
@@ -274,6 +340,7 @@ class Model:
             "isa": self.isa,
             "placement": self.engine.placement(),
             "notes": list(self.engine.notes),
+            "experts": experts.summary() if experts else None,
         }
 
     def bench_prefill(self, tokens: int) -> float:
@@ -301,9 +368,14 @@ class Model:
         return self.engine.kernels_per_step
 
     def bench_decode(self, depth: int, tokens: int) -> float:
-        """Seconds for `tokens` decode steps, each with the choice of a token, after `depth` (at least 1) tokens."""
+        """Seconds for `tokens` decode steps, each with the choice of a token, after `depth` (at least 1) tokens.
+
+        Where there are experts, tokens are drawn, others in each call: the likeliest soon repeat themselves with random
+        weights, and with them the experts, which would make any cache look good."""
         session = _core.Session(self.engine)
-        session.start(self._random_ids(max(1, depth)), _likeliest())
+        self._bench_runs += 1
+        params = _likeliest() if self._dense else _drawn(seed=self._bench_runs)
+        session.start(self._random_ids(max(1, depth)), params)
         session.next()  # was chosen with the prompt
         started = time.perf_counter()
         for _ in range(tokens):
@@ -451,6 +523,11 @@ class _StopFilter:
 def _likeliest() -> _core.SamplingParams:
     return _core.SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
                                 presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, seed=0)
+
+
+def _drawn(seed: int) -> _core.SamplingParams:
+    return _core.SamplingParams(temperature=1.0, top_k=40, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
+                                presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, seed=seed)
 
 
 def _as_ids(tokens: Sequence[int]) -> list[int]:

@@ -3,11 +3,13 @@
 What a token reads in full comes first, because a byte of VRAM saves it a byte of the slow way with every token:
 norms, then attention, routers and the output head, then the feed-forward matrices layer by layer. Then come the
 experts, of which a token reads few, and last the embedding, of which it reads one row. Tensors that must change
-together are a unit, as all experts of a layer are, and units have ranks: VRAM holds the lowest ones, so that more of it
+together are a unit, as gate and up of a layer are, and units have ranks: VRAM holds the lowest ones, so that more of it
 never drives a unit out. Layers take turns in an order of which every beginning is spread over the whole model: while a
 layer in VRAM is computed, the weights of the next that is not are on their way.
 
-Experts that are not in VRAM are the CPU's in batches of few rows, and are fetched, all of them, for large batches.
+All experts of the model are one unit: where not all of them fit, none has a place of its own in VRAM, and what is
+left of it holds a cache of single experts, the slots. Those that are missed are computed by the CPU or fetched; large
+batches fetch all that are not in slots.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from typing import Any, NamedTuple
 
 from sharpi.errors import InvalidRequestError
 
-__all__ = ["CPU_ROW_STEP", "DIRECT", "Inventory", "KINDS", "Placed", "Switches", "TensorHome", "Unit", "Use", "VRAM"]
+__all__ = ["CPU_ROW_STEP", "DIRECT", "ExpertPool", "Inventory", "KINDS", "Placed", "SLOTS", "Switches", "TensorHome",
+           "Unit", "Use", "VRAM"]
 
-VRAM, DIRECT = "vram", "direct"
+VRAM, DIRECT, SLOTS = "vram", "direct", "slots"
 # The CPU takes whole groups of rows of a matrix.
 CPU_ROW_STEP = 32
 
@@ -34,6 +37,7 @@ _ROLES = {"vector": (0, "norms"), "attention": (1, "attention"), "router": (2, "
           "experts": (5, "experts"), "embedding": (6, "embedding")}
 _SHARED = ("ffn_gate", "ffn_up", "ffn_down", "head")
 _PAIRED = ("ffn_gate", "ffn_up")
+_WHOLE_MODEL = ("vector", "experts")
 # In the order in which a table shows them.
 KINDS = tuple(dict.fromkeys(kind for _, kind in sorted(_ROLES.values())))
 
@@ -57,28 +61,41 @@ class Use(NamedTuple):
 
 
 class TensorHome(NamedTuple):
-    """Where a tensor's bytes are, as the core wants to be told: `VRAM`, or `DIRECT`, whose last `cpu_rows` rows the
-    CPU computes in small batches; direct experts are the CPU's then anyway, with no rows named here. Where VRAM turns
-    out shorter than planned, the highest ranks leave it first; what has rank 0 cannot. `cpu_rows` of a tensor in VRAM
-    are those that the CPU has once it left; until then they mean nothing."""
+    """Where a tensor's bytes are, as the core wants to be told: `VRAM`; `DIRECT`, whose last `cpu_rows` rows the CPU
+    computes in small batches; or, for experts alone, `SLOTS`: in RAM, with a cache of single ones in VRAM. Where VRAM
+    turns out shorter than planned, the highest ranks leave it first; what has rank 0 cannot. `cpu_rows` of a tensor in
+    VRAM are those that the CPU has once it left; until then they mean nothing."""
 
     home: str = VRAM
     cpu_rows: int = 0
     rank: int = 0
 
 
+class ExpertPool(NamedTuple):
+    """So many layers whose experts take the same room, and share their slots: `slots` of `slot_bytes` each, for the
+    `experts` of all these layers together. The slots of a model hold the same part of every pool's experts."""
+
+    layers: int
+    experts: int
+    slot_bytes: int
+    slots: int
+
+
 class Placed(NamedTuple):
-    """Bytes of the weights of one kind by where they are used from: each byte is in one of the three."""
+    """Bytes of the weights of one kind by where they are used from: each byte is in one of the four. missed: of
+    experts, those beyond what the slots hold; they are the CPU's or come across PCIe, whichever is quicker just then."""
 
     kind: str
     vram: int
     direct: int
     cpu: int
+    missed: int = 0
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Tensors that change their home together. rank: its place in the order of benefit; 0 never leaves VRAM."""
+    """Tensors that change their home together. rank: its place in the order of benefit; 0 never leaves VRAM. layer: -1
+    where they are of all layers or of none."""
 
     rank: int
     kind: str
@@ -90,14 +107,17 @@ class Unit:
 class Inventory:
     """A model's weights in units, ordered by what VRAM gains with them."""
 
-    def __init__(self, uses: Sequence[Use], sizes: Sequence[int], experts_on_cpu: bool = False) -> None:
-        """sizes: bytes of every tensor of the file, in its order. experts_on_cpu: no expert may be in VRAM."""
+    def __init__(self, uses: Sequence[Use], sizes: Sequence[int]) -> None:
+        """sizes: bytes of every tensor of the file, in its order."""
         self.uses = tuple(uses)
         self.sizes = tuple(sizes)
         self._dearest = _dearest_uses(self.uses)
-        self.units = _units(self._dearest, self.sizes, experts_on_cpu)
-        self.movable = tuple(unit for unit in self.units
-                             if unit.rank and not (experts_on_cpu and unit.kind == "experts"))
+        self.units = _units(self._dearest, self.sizes)
+        self.movable = tuple(unit for unit in self.units if unit.rank)
+        kinds = [unit.kind for unit in self.movable]
+        self.has_experts = "experts" in kinds
+        # So many movable units come before the experts.
+        self.before_experts = kinds.index("experts") if self.has_experts else len(kinds)
         self._ranks = {tensor: unit.rank for unit in self.units for tensor in unit.tensors}
         self._shareable = _shareable(self.uses)
 
@@ -115,20 +135,12 @@ class Inventory:
                             parameters=math.prod(tensors[index].shape) * read / max(1, nbytes)))
         return cls(uses, [tensor.nbytes for tensor in tensors])
 
-    @property
-    def has_experts(self) -> bool:
-        """Whether some layer has experts."""
-        return any(use.role == "experts" for use in self.uses)
-
-    def with_experts_on_cpu(self) -> Inventory:
-        """The same weights, where no expert may be in VRAM."""
-        return Inventory(self.uses, self.sizes, experts_on_cpu=True)
-
     def homes(self, resident: int) -> tuple[TensorHome, ...]:
         """The homes where the first `resident` movable units are in VRAM, and no row of a matrix is the CPU's."""
         last = self.movable[resident - 1].rank if resident else 0
         ranks = (self._ranks.get(tensor, 0) for tensor in range(len(self.sizes)))
-        return tuple(TensorHome(VRAM if rank <= last else DIRECT, 0, rank) for rank in ranks)
+        return tuple(TensorHome(VRAM if rank <= last else self._outside(tensor), 0, rank)
+                     for tensor, rank in enumerate(ranks))
 
     def movable_bytes(self, resident: int) -> int:
         """Bytes of the first `resident` movable units."""
@@ -137,29 +149,32 @@ class Inventory:
     def streamed(self, homes: Sequence[TensorHome]) -> bool:
         """Whether some weight comes across PCIe whole, if only for large batches; single rows of an embedding do not
         count."""
-        return any(use.role != "embedding" and homes[use.tensor].home == DIRECT for use in self.uses)
+        return any(use.role != "embedding" and homes[use.tensor].home != VRAM for use in self.uses)
 
     def shareable(self, homes: Sequence[TensorHome] | None = None) -> list[Use]:
         """The direct matrices whose rows the CPU may take some of: feed-forward, gate and up only as a pair, and the
         output head. Without homes: all that are so wherever they are direct."""
         return [use for use in self._shareable if homes is None or homes[use.tensor].home == DIRECT]
 
-    def placed(self, homes: Sequence[TensorHome]) -> tuple[Placed, ...]:
-        """Bytes by kind of weight and by place, without kinds that the model lacks. Any of a layer's experts may be
-        chosen: where they are direct, all of them are the CPU's."""
-        sums = {kind: [0, 0, 0] for kind in KINDS}
+    def placed(self, homes: Sequence[TensorHome], pools: Sequence[ExpertPool] = ()) -> tuple[Placed, ...]:
+        """Bytes by kind of weight and by place, without kinds that the model lacks. pools: of experts with slots, what
+        these hold; without any slots there is nothing to fetch to, and all experts are the CPU's."""
+        sums = {kind: [0, 0, 0, 0] for kind in KINDS}
+        slots, experts = sum(pool.slots for pool in pools), max(1, sum(pool.experts for pool in pools))
         for tensor, use in self._dearest.items():
             size, (home, cpu_rows, _), kind = self.sizes[tensor], homes[tensor], _ROLES[use.role][1]
-            on_cpu = size * cpu_rows // use.rows if home == DIRECT and cpu_rows else 0
-            if use.role == "experts" and home == DIRECT:
-                on_cpu = size
-            sums[kind][0 if home == VRAM else 1] += size - on_cpu
-            sums[kind][2] += on_cpu
+            vram = size if home == VRAM else size * slots // experts if home == SLOTS else 0
+            cpu = size * cpu_rows // use.rows if home == DIRECT else 0
+            if home == SLOTS and not slots:
+                cpu = size
+            rest = size - vram - cpu
+            for place, count in enumerate((vram, rest * (home == DIRECT), cpu, rest * (home == SLOTS))):
+                sums[kind][place] += count
         return tuple(Placed(kind, *counts) for kind, counts in sums.items() if any(counts))
 
     def placed_on_cpu(self) -> tuple[Placed, ...]:
         """The same for a model that runs on the CPU."""
-        return tuple(Placed(kind, 0, 0, vram) for kind, vram, _, _ in self.placed(self.homes(len(self.movable))))
+        return tuple(Placed(kind, 0, 0, vram) for kind, vram, *_ in self.placed(self.homes(len(self.movable))))
 
     def check(self, homes: Sequence[TensorHome]) -> None:
         """Raises `InvalidRequestError` for homes that this model's tensors cannot have; for plans from elsewhere."""
@@ -169,7 +184,7 @@ class Inventory:
         by_layer: dict[int, set[int]] = {}
         for use in self.uses:
             home, cpu_rows, rank = homes[use.tensor]
-            if home not in (VRAM, DIRECT) or rank < 0:
+            if home not in (VRAM, self._outside(use.tensor)) or rank < 0:
                 raise InvalidRequestError(f"{use.name} has the home {home!r} of rank {rank}")
             if home == DIRECT and not self._ranks[use.tensor]:
                 raise InvalidRequestError(f"{use.name} has to be in VRAM")
@@ -182,10 +197,15 @@ class Inventory:
                 raise InvalidRequestError(f"gate and up of layer {unit.layer} have different homes")
             # They leave VRAM together too, where it is shorter than planned.
             if len({homes[tensor] for tensor in unit.tensors}) > 1 and unit.kind == "experts":
-                raise InvalidRequestError(f"the experts of layer {unit.layer} have different homes or ranks")
+                raise InvalidRequestError("the experts have different homes or ranks")
         for layer, counts in by_layer.items():
             if len(counts) > 1:
                 raise InvalidRequestError(f"gate and up of layer {layer} give the CPU different rows")
+
+    def _outside(self, tensor: int) -> str:
+        """A tensor's home where it is not in VRAM."""
+        use = self._dearest.get(tensor)
+        return SLOTS if use is not None and use.role == "experts" else DIRECT
 
 
 def _shareable(uses: Sequence[Use]) -> tuple[Use, ...]:
@@ -204,20 +224,19 @@ def _dearest_uses(uses: Sequence[Use]) -> dict[int, Use]:
     return found
 
 
-def _units(uses: dict[int, Use], sizes: Sequence[int], experts_last: bool) -> tuple[Unit, ...]:
-    groups: dict[tuple[bool, int, float, bool], list[int]] = {}
+def _units(uses: dict[int, Use], sizes: Sequence[int]) -> tuple[Unit, ...]:
+    groups: dict[tuple[int, float, bool], list[int]] = {}
     for tensor, use in uses.items():
-        # A layer's attention is one unit; of its feed-forward gate and up are one, and down is another; but all of its
-        # experts are one. Norms are one for the whole model.
-        layer = -1 if use.role == "vector" else use.layer
-        last = experts_last and use.role == "experts"
-        groups.setdefault((last, _ROLES[use.role][0], _turn(layer), use.role == "ffn_down"), []).append(tensor)
+        # A layer's attention is one unit; of its feed-forward gate and up are one, and down is another. Norms are one
+        # for the whole model, and so are experts.
+        layer = -1 if use.role in _WHOLE_MODEL else use.layer
+        groups.setdefault((_ROLES[use.role][0], _turn(layer), use.role == "ffn_down"), []).append(tensor)
     units: list[Unit] = []
     rank = 0
     for _, tensors in sorted(groups.items()):
         first = uses[tensors[0]]
         rank += first.role != "vector"
-        layer = -1 if first.role == "vector" else first.layer
+        layer = -1 if first.role in _WHOLE_MODEL else first.layer
         units.append(Unit(rank, _ROLES[first.role][1], layer, tuple(sorted(tensors)), sum(sizes[t] for t in tensors)))
     return tuple(units)
 
@@ -231,7 +250,7 @@ def _turn(layer: int) -> float:
 class Switches:
     """What the environment says of the homes, for comparing: cache is false where nothing that can be fetched may
     stay in VRAM, `cache_bytes` the most of it that may (`None`: no limit), rows whether the CPU may take rows,
-    cpu_moe whether all experts are the CPU's even where they would fit."""
+    cpu_moe whether all experts are the CPU's even where they would fit. What the cache may hold is for slots too."""
 
     cache: bool = True
     cache_bytes: int | None = None

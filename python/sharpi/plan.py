@@ -16,15 +16,18 @@ from typing import Any
 from sharpi.errors import InvalidRequestError, OutOfMemoryError
 from sharpi.gguf import GgufFile
 from sharpi.hardware import Gpu
-from sharpi.placement import DIRECT, Inventory, Placed, TensorHome
+from sharpi.placement import SLOTS, VRAM, ExpertPool, Inventory, Placed, TensorHome
 from sharpi.prediction import BOUNDS, Speed
 from sharpi.profile import HardwareProfile
 
-__all__ = ["KV_DTYPES", "Plan", "SMALLEST_CONTEXT", "fingerprint", "load_plan", "size_words", "vram_words"]
+__all__ = ["KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING", "fingerprint", "load_plan",
+           "size_words", "vram_words"]
 
 KV_DTYPES = ("fp32", "bf16", "fp16")
 _LONGEST_FILE = 64 << 20  # of a plan: many times what a model of thousands of tensors needs
 SMALLEST_CONTEXT = 512  # a shorter one is not worth offering, where more was asked for
+# Where an expected hit rate comes from.
+UNIFORM_ROUTING, SAVED_STATISTICS = "uniform routing assumed", "by saved statistics"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,11 @@ class Plan:
     would do, where one was set that does not, and where it can be had; else 0.
 
     homes: on the GPU, each tensor's, in the file's order. placement: bytes of the weights by kind and by place; empty
-    for a plan for the CPU that is not to be shown. prefill (of one batch) and decode: the predicted speeds, and
+    for a plan for the CPU that is not to be shown. expert_slots: what slots for experts may take, where not all are in
+    VRAM, and expert_pools: what they are then. expert_rates: bytes a second of the CPU and of PCIe, by which they share
+    missed experts; where that of PCIe is 0, all are the CPU's, as they are where nobody knows. hit_rate: the part of
+    the experts' uses that is expected to find them in slots, `None` where no expert has a slot as its home; hit_source
+    says how that is known. prefill (of one batch) and decode: the predicted speeds, and
     `profile` the machine that they are for; `None` where nobody needed to know. fingerprint: of the file's tensors.
     """
 
@@ -65,6 +72,11 @@ class Plan:
     fitting_vram: int = 0
     homes: tuple[TensorHome, ...] = ()
     placement: tuple[Placed, ...] = ()
+    expert_slots: int = 0
+    expert_pools: tuple[ExpertPool, ...] = ()
+    expert_rates: tuple[float, float] = (0.0, 0.0)
+    hit_rate: float | None = None
+    hit_source: str = ""
     prefill: Speed | None = None
     decode: Speed | None = None
     profile: HardwareProfile | None = None
@@ -88,6 +100,26 @@ class Plan:
     def streaming_bytes(self) -> int:
         """The line of the slots through which direct weights pass; 0 where all are resident."""
         return self._line("streaming")
+
+    @property
+    def expert_slots_bytes(self) -> int:
+        """The line of the slots for experts, and of what goes with them; 0 where all experts are resident."""
+        return self._line("expert slots")
+
+    @property
+    def experts(self) -> int:
+        """Of all layers together, where they have slots; else 0."""
+        return sum(pool.experts for pool in self.expert_pools)
+
+    @property
+    def experts_in_slots(self) -> int:
+        """How many of them the slots hold."""
+        return sum(pool.slots for pool in self.expert_pools)
+
+    @property
+    def slots_per_layer(self) -> float:
+        """The mean of the layers whose experts have slots."""
+        return self.experts_in_slots / max(1, sum(pool.layers for pool in self.expert_pools))
 
     @property
     def scratch_bytes(self) -> int:
@@ -117,8 +149,8 @@ class Plan:
 
     @property
     def resident(self) -> bool:
-        """Whether no weight is direct."""
-        return all(home.home != DIRECT for home in self.homes)
+        """Whether all weights have a place of their own in VRAM."""
+        return all(home.home == VRAM for home in self.homes)
 
     @property
     def offered_context(self) -> int:
@@ -127,8 +159,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and every sum, as `sharpi plan --json` prints them."""
-        sums = ("embedding_bytes", "head_bytes", "streaming_bytes", "scratch_bytes", "graphs_bytes", "mapped_bytes",
-                "total_bytes", "fits")
+        sums = ("embedding_bytes", "head_bytes", "streaming_bytes", "expert_slots_bytes", "scratch_bytes", "graphs_bytes",
+                "mapped_bytes", "total_bytes", "experts", "experts_in_slots", "slots_per_layer", "fits")
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
             **{name: getattr(self, name) for name in sums},
@@ -136,6 +168,8 @@ class Plan:
             "lines": [{"name": name, "bytes": count} for name, count in self.lines],
             "homes": [list(home) for home in self.homes],
             "placement": [placed._asdict() for placed in self.placement],
+            "expert_pools": [pool._asdict() for pool in self.expert_pools],
+            "expert_rates": list(self.expert_rates),
             "prefill": asdict(self.prefill) if self.prefill else None,
             "decode": asdict(self.decode) if self.decode else None,
             "profile": self.profile.to_dict() if self.profile else None,
@@ -233,6 +267,8 @@ def _check(plan: Plan, file: GgufFile, spec: Any) -> None:
         raise InvalidRequestError(f"its batch of {plan.batch} is longer than its context")
     if plan.device == "cuda":
         Inventory.of(file, spec).check(plan.homes)
+    if plan.expert_slots and all(home.home != SLOTS for home in plan.homes):
+        raise InvalidRequestError("it has slots for experts, none of which are to be in slots")
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -291,10 +327,7 @@ def _gpu(value: Any) -> Gpu | str | None:
 
 
 def _speed(value: Any) -> Speed:
-    rate = value["tokens_per_second"]
-    if not isinstance(rate, (int, float)) or not 0 < rate < 1e15:
-        raise ValueError
-    return Speed(float(rate), _one_of(*BOUNDS)(value["bound"]))
+    return Speed(_number(1e-300, 1e15)(value["tokens_per_second"]), _one_of(*BOUNDS)(value["bound"]))
 
 
 def _home(value: Any) -> TensorHome:
@@ -308,12 +341,34 @@ def _line(value: Any) -> tuple[str, int]:
 
 
 def _placed(value: Any) -> Placed:
-    return Placed(_text(value["kind"]), *(_count()(value[name]) for name in ("vram", "direct", "cpu")))
+    return Placed(_text(value["kind"]), *(_count()(value[name]) for name in ("vram", "direct", "cpu", "missed")))
+
+
+def _pool(value: Any) -> ExpertPool:
+    pool = ExpertPool(*(_count()(value[name]) for name in ExpertPool._fields))
+    if pool.slots > pool.experts:
+        raise ValueError
+    return pool
+
+
+def _rates(value: Any) -> tuple[float, float]:
+    cpu, pcie = (_number(0, 1e15)(rate) for rate in value)
+    return cpu, pcie
+
+
+def _number(least: float, most: float) -> Callable[[Any], float]:
+    def read(value: Any) -> float:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most:
+            raise ValueError
+        return float(value)
+
+    return read
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     **{name: _text for name in ("model", "architecture", "fingerprint", "why")},
-    **{name: _count() for name in ("weights_bytes", "kv_bytes", "fitting_context", "fitting_batch", "fitting_vram")},
+    **{name: _count() for name in ("weights_bytes", "kv_bytes", "fitting_context", "fitting_batch", "fitting_vram",
+                                   "expert_slots")},
     "device": _one_of("cpu", "cuda"),
     "gpu": _gpu,
     "vram": _maybe(_count(1 << 20)),
@@ -326,6 +381,10 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "lines": _each(_line),
     "homes": _each(_home),
     "placement": _each(_placed),
+    "expert_pools": _each(_pool),
+    "expert_rates": _rates,
+    "hit_rate": _maybe(_number(0, 1)),
+    "hit_source": _one_of("", UNIFORM_ROUTING, SAVED_STATISTICS),
     "prefill": _maybe(_speed),
     "decode": _maybe(_speed),
     "profile": _maybe(HardwareProfile.from_dict),

@@ -4,8 +4,8 @@ A plan is what `Model.load` carries out and what `sharpi plan` shows; both come 
 prediction and the run cannot drift apart. Its lines are the core's own: the loading code run over a memory that only
 counts. On the CPU the weights stay in the mapped file and fill RAM beside the lines; on the GPU the lines are all
 there is. A model that does not fit into the GPU's memory has the most useful of its weights there and the others in
-RAM, to be fetched across PCIe or computed by the CPU, as experts are. Planning is arithmetic: a plan for a GPU can be
-made where there is none.
+RAM, to be fetched across PCIe or computed by the CPU; what is left of the memory are slots for experts. Planning is
+arithmetic: a plan for a GPU can be made where there is none.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sharpi.errors import InvalidRequestError, SharpiError
 from sharpi.gguf import GgufFile
 from sharpi.hardware import Gpu, gpu, ram_bytes
-from sharpi.placement import DIRECT, Inventory, Switches, TensorHome
-from sharpi.plan import KV_DTYPES, Plan, fingerprint, load_plan, size_words
-from sharpi.prediction import balanced, completed, decode_on_cpu, decode_on_gpu, prefill_on_cpu, prefill_on_gpu
+from sharpi.placement import SLOTS, VRAM, ExpertPool, Inventory, Switches, TensorHome
+from sharpi.plan import KV_DTYPES, SAVED_STATISTICS, UNIFORM_ROUTING, Plan, fingerprint, load_plan, size_words
+from sharpi.prediction import (balanced, cached_experts, completed, decode_on_cpu, decode_on_gpu, expert_rates,
+                               hit_rate, prefill_on_cpu, prefill_on_gpu)
 from sharpi.profile import ASSUMED, HardwareProfile, current_profile
+
+if TYPE_CHECKING:
+    from sharpi.expert_stats import ExpertStats
 
 __all__ = ["DEFAULT_BATCH", "DEFAULT_CONTEXT", "DEVICES", "KV_DTYPES", "Plan", "Spec", "VRAM_MARGIN", "choose_context",
            "choose_kv_dtype", "make_plan", "parse_vram", "saved_plan"]
@@ -39,7 +43,8 @@ DEFAULT_BATCH = {"cpu": 512, "cuda": 2048}
 VRAM_MARGIN = 256 << 20
 
 _SMALLEST_BATCH = 32  # a batch below it is not worth suggesting
-_SMALLEST_VRAM = 1 << 20  # less is a unit that was forgotten
+_MIB = 1 << 20
+_SMALLEST_VRAM = _MIB  # less is a unit that was forgotten
 _ROUNDING = 4 << 20  # by so much sums of bytes may be off that a device gives out in steps
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30,
           "t": 1 << 40, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
@@ -58,11 +63,16 @@ class Spec(Protocol):
         """Bytes of the KV cache for `context` tokens."""
 
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
-                     homes: Sequence[TensorHome] | None = None) -> list[tuple[str, int]]:
+                     homes: Sequence[TensorHome] | None = None, expert_slot_bytes: int = 0) -> list[tuple[str, int]]:
         """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "output head", "KV cache",
-        "scratch", "graphs", and "streaming" where a weight is direct. homes: by tensor in the file's order; `None`:
-        all in VRAM. On the CPU, weights that stay in the mapped file count as nothing. Bytes are counted in the
-        device's steps: a line that fits into what is left of the step before it takes nothing."""
+        "scratch", "graphs"; "streaming" where a weight is fetched, and "expert slots" where experts are. homes: by
+        tensor in the file's order; `None`: all in VRAM. expert_slot_bytes: what slots may take. On the CPU, weights
+        that stay in the mapped file count as nothing. Bytes are counted in the device's steps: a line that fits into
+        what is left of the step before it takes nothing."""
+
+    def expert_pools(self, homes: Sequence[TensorHome],
+                     expert_slot_bytes: int) -> list[tuple[int, int, int, int]]:
+        """What slots that may take so much are: by pool (layers, experts in all of them, bytes of a slot, slots)."""
 
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
         """(tensor, name, role, layer, bytes a token reads, rows, columns) in the order in which a token meets them."""
@@ -121,13 +131,14 @@ def choose_kv_dtype(kv_dtype: str | None) -> str:
 def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | int | None = None,
               context: int | None = None, kv_dtype: str | None = None, batch: int | None = None, threads: int = 1,
               cpu_moe: bool | None = None, ram: int | None = None, profile: HardwareProfile | None = None,
-              shown: bool = False, notice: Notice | None = None) -> Plan:
+              warm: ExpertStats | None = None, shown: bool = False, notice: Notice | None = None) -> Plan:
     """The plan for running `file`; `ram` stands in for the machine's memory in bytes.
 
     "auto" is the GPU where there is one and the model fits into its free memory, or into the budget `vram`; where
     only a part of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts
     are left to the CPU even where they would fit; `None`: what SHARPI_CPU_MOE says. profile: the machine's speeds;
-    without it, they are measured where they are needed and not known. shown: the plan is for a person to look at; it
+    without it, they are measured where they are needed and not known. warm: how often each expert is used, to expect
+    hits by; without it, all alike. shown: the plan is for a person to look at; it
     has predictions, and where a profile is given it is for that machine, not for this one. notice: is told, in a line,
     that the machine is measured. Raises `InvalidRequestError` for what cannot be had.
     """
@@ -141,7 +152,7 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     if shown and profile is not None:
         ram = profile.ram_bytes if ram is None else ram
     request = _Request(file, spec, tokens, choose_kv_dtype(kv_dtype), batch, threads, budget, cpu_moe, ram, speeds,
-                       shown)
+                       warm, shown)
     if device == "cpu":
         return request.on_cpu("", None)
     found = _profiled_gpu(profile) if shown and profile is not None else gpu()
@@ -215,7 +226,6 @@ class _Speeds:
                 self._known = ASSUMED
         return completed(self._known) if device == "cuda" else self._known
 
-
     def at_hand(self) -> HardwareProfile | None:
         """What was measured, without measuring; a machine without a GPU's rates does not count."""
         known = current_profile(False, lambda: None) if self._known is None else self._known
@@ -236,6 +246,7 @@ class _Request:
     cpu_moe: bool | None
     ram: int | None
     speeds: _Speeds
+    warm: ExpertStats | None
     shown: bool
 
     @cached_property
@@ -245,7 +256,7 @@ class _Request:
 
     @cached_property
     def experts_on_cpu(self) -> bool:
-        """Whether there are experts that may not be in VRAM, though they might fit. Only a GPU's plan asks."""
+        """Whether there are experts that may not be in VRAM, not even in slots. Only a GPU's plan asks."""
         wanted = Switches.read().cpu_moe if self.cpu_moe is None else self.cpu_moe
         return wanted and self.inventory.has_experts
 
@@ -273,20 +284,20 @@ class _Request:
         """The plan for the GPU: all in VRAM if that fits, and else what of it does."""
         return _OnGpu(self, found).plan(why)
 
-    def total(self, device: str, context: int, rows: int, homes: Sequence[TensorHome]) -> int:
+    def total(self, device: str, context: int, rows: int, homes: Sequence[TensorHome], slots: int = 0) -> int:
         """The sum of the lines."""
-        return sum(count for _, count in self.lines(device, context, rows, homes))
+        return sum(count for _, count in self.lines(device, context, rows, homes, slots))
 
-    def lines(self, device: str, context: int, rows: int,
-              homes: Sequence[TensorHome]) -> list[tuple[str, int]]:
-        """What the core would take; on the CPU weights have no homes."""
+    def lines(self, device: str, context: int, rows: int, homes: Sequence[TensorHome],
+              slots: int = 0) -> list[tuple[str, int]]:
+        """What the core would take; on the CPU weights have no homes. slots: what experts' may take."""
         asked = (device, self.kv_dtype, rows, context, self.threads)
-        if all(home.home != DIRECT for home in homes):
+        if all(home.home == VRAM for home in homes):
             return self.spec.memory_lines(*asked)
-        return self.spec.memory_lines(*asked, list(homes))
+        return self.spec.memory_lines(*asked, list(homes), slots)
 
     def fill(self, device: str, why: str, found: Gpu | str | None, batch: int, available: int | None,
-             homes: tuple[TensorHome, ...], **more: Any) -> Plan:
+             homes: tuple[TensorHome, ...], slots: int = 0, **more: Any) -> Plan:
         """The plan, with what is the same on every device filled in."""
         return Plan(
             model=self.file.name,
@@ -303,9 +314,10 @@ class _Request:
             threads=self.threads,
             weights_bytes=sum(tensor.nbytes for tensor in self.file.tensors),
             kv_bytes=self.spec.kv_bytes(self.kv_dtype, self.context),
-            lines=tuple((name, count) for name, count in self.lines(device, self.context, batch, homes)),
+            lines=tuple((name, count) for name, count in self.lines(device, self.context, batch, homes, slots)),
             available_bytes=available,
             homes=homes,
+            expert_slots=slots,
             **more,
         )
 
@@ -323,10 +335,12 @@ class _OnGpu:
         self._shrinks = request.batch is None
         self._wanted = DEFAULT_BATCH["cuda"] if request.batch is None else request.batch
         self._switches = Switches.read()
-        self._inventory = request.inventory.with_experts_on_cpu() if request.experts_on_cpu else request.inventory
-        self._count = len(self._inventory.movable)
+        self._inventory = request.inventory
+        self._before_experts = self._inventory.before_experts
+        # Of the movable units so many may be in VRAM.
+        self._count = self._before_experts if request.experts_on_cpu else len(self._inventory.movable)
         # Nothing in VRAM that need not be there takes least, but for small models: fetching their matrices takes more
-        # room for slots than the matrices would.
+        # room than the matrices would.
         counts = [0] + [self._count - 1] * (self._count > 1 and self._within_limit(self._count - 1))
         self._smallest_homes = [self._inventory.homes(count) for count in counts]
         # All that may be in VRAM, and that without what only single rows are read of.
@@ -334,37 +348,61 @@ class _OnGpu:
         self._may_be_whole = self._within_limit(self._count)
         self._lean_homes = self._inventory.homes(max(0, self._count - 1))
         self._has_lean = (self._count > 0 and self._within_limit(self._count - 1)
-                          and self._inventory.movable[-1].kind == "embedding")
+                          and self._inventory.movable[self._count - 1].kind == "embedding")
 
     def plan(self, why: str) -> Plan:
         """All in VRAM that may be, or all but the embedding, where that fits, even with a smaller batch than the
-        default; and else as much as does."""
-        request, most = self._request, min(self._wanted, self._request.context)
+        default; and else as much as does, and slots for experts in what is left."""
+        request, most, slots = self._request, min(self._wanted, self._request.context), 0
         batch = self._batch(most, self._nearly_whole_fits)
         if batch:
-            homes = self._prepared(self._inventory.homes(self._count - (not self._whole_fits(request.context, batch))))
+            homes = self._inventory.homes(self._count - (not self._whole_fits(request.context, batch)))
         else:
             batch = self._batch(most, self._part_fits)
-            homes = self._fullest(batch) if batch else self._smallest(most)[1]
+            homes, slots = self._fullest(batch) if batch else (self._smallest(most)[1], 0)
         fits = batch > 0
-        predicted: dict[str, Any] = {}
-        if fits and (request.shown or self._inventory.streamed(homes)):
-            profile, uses = request.speeds.of("cuda", self._found), self._inventory.uses
-            predicted = {"profile": profile, "decode": decode_on_gpu(uses, homes, profile, request.threads),
-                         "prefill": prefill_on_gpu(uses, homes, profile, batch)}
+        details = self._details(homes, slots, batch) if fits else {"placement": self._inventory.placed(homes)}
         batch = batch or self._smallest(most)[0]
-        return request.fill("cuda", why, self._found, batch, self._available, homes,
-                            placement=self._inventory.placed(homes), **predicted,
+        return request.fill("cuda", why, self._found, batch, self._available, slots=slots,
+                            **{"homes": homes, **details},
                             fitting_batch=batch if fits else _fitting_batch(most, self._fits_with),
                             fitting_context=_largest(request.spec.context_length, self._fits_at),
                             fitting_vram=0 if fits else self._fitting_vram(most))
+
+    def _details(self, homes: tuple[TensorHome, ...], slots: int, batch: int) -> dict[str, Any]:
+        """What a plan with these homes, the CPU's rows filled in, says besides: how misses are shared out, what is
+        expected of the slots, where everything is, and speeds where somebody needs them."""
+        request, uses = self._request, self._inventory.uses
+        needed = request.shown or self._inventory.streamed(homes)
+        # Rows and rates that matter only where memory turns out to be shorter are nothing to measure for.
+        profile = request.speeds.of("cuda", self._found) if needed else request.speeds.at_hand()
+        if profile is not None and self._switches.rows:
+            homes = balanced(self._inventory, homes, profile, request.threads)
+        pools = self._pools(homes, slots)
+        cached = cached_experts(uses, pools, request.warm)
+        details: dict[str, Any] = {"homes": homes, "placement": self._inventory.placed(homes, pools)}
+        if profile is not None and self._inventory.has_experts:
+            cpu, pcie = expert_rates(profile, request.threads)
+            details["expert_rates"] = (cpu, 0.0 if request.experts_on_cpu else pcie)
+        if pools:
+            details |= {"expert_pools": pools, "hit_rate": hit_rate(cached),
+                        "hit_source": SAVED_STATISTICS if request.warm else UNIFORM_ROUTING}
+        if needed:
+            details |= {"profile": profile, "decode": decode_on_gpu(uses, homes, profile, request.threads, cached),
+                        "prefill": prefill_on_gpu(uses, homes, profile, batch, cached)}
+        return details
+
+    def _pools(self, homes: Sequence[TensorHome], slots: int) -> tuple[ExpertPool, ...]:
+        if not any(home.home == SLOTS for home in homes):
+            return ()
+        return tuple(ExpertPool(*pool) for pool in self._request.spec.expert_pools(list(homes), slots))
 
     def _within_limit(self, resident: int) -> bool:
         limit = self._switches.limit
         return limit is None or self._inventory.movable_bytes(resident) <= limit
 
-    def _has_room(self, context: int, rows: int, homes: Sequence[TensorHome]) -> bool:
-        return self._available is None or self._request.total("cuda", context, rows, homes) <= self._available
+    def _has_room(self, context: int, rows: int, homes: Sequence[TensorHome], slots: int = 0) -> bool:
+        return self._available is None or self._request.total("cuda", context, rows, homes, slots) <= self._available
 
     def _whole_fits(self, context: int, rows: int) -> bool:
         return self._may_be_whole and self._has_room(context, rows, self._whole_homes)
@@ -397,8 +435,8 @@ class _OnGpu:
             most //= 2
         return most
 
-    def _fullest(self, batch: int) -> tuple[TensorHome, ...]:
-        """The homes with as many units in VRAM as fit, and the CPU's rows."""
+    def _fullest(self, batch: int) -> tuple[tuple[TensorHome, ...], int]:
+        """The homes with as many units in VRAM as fit, where experts are in slots, and what these may take."""
         # Not a binary search: the slots become fewer with the last weights that need them, so that more units in VRAM
         # may take less. But no unit takes less than its bytes, which is near enough to begin from.
         lines = self._request.lines("cuda", self._request.context, batch, self._inventory.homes(0))
@@ -408,23 +446,17 @@ class _OnGpu:
         for count in range(resident, -1, -1):
             homes = self._inventory.homes(count)
             if self._has_room(self._request.context, batch, homes):
-                # What the CPU computes takes no VRAM.
-                return self._shared(homes)
-        return min(self._smallest_homes, key=lambda homes: self._total(batch, homes))
+                return homes, self._slots(batch, homes) if count == self._before_experts else 0
+        return min(self._smallest_homes, key=lambda homes: self._total(batch, homes)), 0
 
-    def _shared(self, homes: tuple[TensorHome, ...]) -> tuple[TensorHome, ...]:
-        """`homes` with the CPU's rows, where they are not switched off."""
-        if not self._switches.rows:
-            return homes
-        return balanced(self._inventory, homes, self._request.speeds.of("cuda", self._found), self._request.threads)
-
-    def _prepared(self, homes: tuple[TensorHome, ...]) -> tuple[TensorHome, ...]:
-        """`homes` with all in VRAM that may be, and with the rows that the CPU has where memory turns out to be shorter;
-        nobody measures for these alone."""
-        if self._request.shown or self._inventory.streamed(homes):
-            return self._shared(homes)
-        profile = self._request.speeds.at_hand() if self._switches.rows else None
-        return balanced(self._inventory, homes, profile, self._request.threads) if profile else homes
+    def _slots(self, batch: int, homes: tuple[TensorHome, ...]) -> int:
+        """Bytes for slots, in whole MiB: all that is left beside everything else; 0 where that holds no expert."""
+        limit = self._switches.limit
+        most = [] if limit is None else [limit - self._inventory.movable_bytes(self._before_experts)]
+        most += [] if self._available is None else [self._available]
+        slots = _MIB * _largest(min(most) // _MIB, lambda count: self._has_room(
+            self._request.context, batch, homes, count * _MIB))
+        return slots if any(pool.slots for pool in self._pools(homes, slots)) else 0
 
     def _smallest(self, most: int) -> tuple[int, tuple[TensorHome, ...]]:
         """The batch and the homes that take the least."""

@@ -4,9 +4,15 @@ Decode, one token on the GPU. Two things go on at once, and the longer one count
 
 - PCIe brings the direct weights, all but the CPU's rows: their bytes / its rate.
 - The blocks run one after another: the bytes that products read of VRAM, resident or just arrived / VRAM's rate; a
-  fixed time for each kernel, of which direct weights need more, as they come in pieces; what the CPU computes, its rows
-  and the chosen ones of direct experts, bytes / RAM's rate; and two crossings between GPU and CPU for each layer that
-  has such work. The output head counts as a layer here.
+  fixed time for each kernel, of which direct weights need more, as they come in pieces; what the CPU computes of rows,
+  bytes / RAM's rate; two crossings between GPU and CPU for each layer that has such work, where the output head counts
+  as a layer; and the experts of layers with slots.
+
+Of a layer with slots each chosen expert is there with the probability that is the hit rate, so the number of misses is
+binomial. Of so many misses PCIe brings as many as make the longer of the two least: what it brings, bytes / its rate,
+and what the CPU computes meanwhile of the others, bytes / RAM's rate. The GPU multiplies with what is in slots and what
+came after that, the CPU may go on for longer; and there is a fixed time for crossings. Where there are no slots, all
+are the CPU's.
 
 Of the GPU's own part of the second a piece is added to the first: copies run ahead by a few slots only, and begin anew
 with each token.
@@ -14,8 +20,8 @@ with each token.
 Where the CPU and PCIe both read RAM, the rates are those measured with both at work; the CPU's for as long as PCIe
 brings something. Decode on the CPU is the bytes that a token reads / RAM's rate.
 
-Prefill, a prompt of one batch on the GPU: again the longer one of bringing all direct weights (the CPU takes no part in
-large batches, and of direct experts they need all) and of the arithmetic, two operations for each parameter and row, at
+Prefill, a prompt of one batch on the GPU: again the longer one of bringing all direct weights and all experts that are
+in no slot (the CPU takes no part in large batches) and of the arithmetic, two operations for each parameter and row, at
 the part of a large product's rate that whole prompts reach; plus a part of the shorter one, and a fixed time. On the
 CPU it is the arithmetic alone. The output head is computed for the last row only, and counts as nothing in prefill's
 arithmetic.
@@ -25,20 +31,31 @@ Attention over the KV cache is left out: predictions are for short contexts.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
-from sharpi.placement import CPU_ROW_STEP, DIRECT, Inventory, TensorHome, Use
+import numpy as np
+
+from sharpi.placement import CPU_ROW_STEP, DIRECT, SLOTS, VRAM, ExpertPool, Inventory, TensorHome, Use
 from sharpi.profile import ASSUMED, HardwareProfile
 
-__all__ = ["BOUNDS", "Speed", "Traffic", "balanced", "completed", "decode_on_cpu", "decode_on_gpu", "decode_seconds",
-           "prefill_on_cpu", "prefill_on_gpu", "share_rows", "shares", "traffic"]
+if TYPE_CHECKING:
+    from sharpi.expert_stats import ExpertStats
+
+__all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "balanced", "cached_experts", "completed", "decode_on_cpu",
+           "decode_on_gpu", "decode_seconds", "expert_rates", "hit_rate", "prefill_on_cpu", "prefill_on_gpu",
+           "share_rows", "shares", "traffic"]
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
-# Kernels of a decode step: of a layer, more if it has experts or the CPU takes part; and outside of layers.
-DENSE_LAYER_KERNELS, EXPERT_LAYER_KERNELS, SHARED_LAYER_KERNELS, OTHER_KERNELS = 8, 10, 4, 4
+# Of a layer some of whose experts are missed: for the GPU to say which, and for the CPU to order and to answer.
+EXPERT_CROSSING_SECONDS = 12e-6
+# Kernels of a decode step: of a layer, more if it has experts, or if the CPU takes rows, or if experts are looked up in
+# slots; and outside of layers.
+DENSE_LAYER_KERNELS, EXPERT_LAYER_KERNELS, SHARED_LAYER_KERNELS, SLOTS_LAYER_KERNELS, OTHER_KERNELS = 8, 10, 4, 2, 4
 # Direct weights are multiplied as they come, a piece at a time.
 PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1
 # What a prompt costs besides: the first copy before there is anything to multiply, and the choice of a token.
@@ -65,10 +82,21 @@ class Speed:
     bound: str
 
 
+class Cached(NamedTuple):
+    """A layer some of whose experts are in slots. used: experts that a token chooses, of `expert_bytes` each. hit: the
+    part of the choices that is expected to be in slots; held: the part of all its experts."""
+
+    used: int
+    expert_bytes: float
+    hit: float
+    held: float
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What one token reads: bytes by place, and the layers by what they launch. shared_layers: those of which the CPU
-    takes rows or the experts, and the output head if it takes rows of that."""
+    takes rows, and the output head if it takes rows of that. left_layers: those whose experts are all the CPU's, whose
+    bytes are in `cpu`. cached: the layers with slots, whose experts' bytes are in no sum."""
 
     vram: float
     direct: float
@@ -76,6 +104,57 @@ class Traffic:
     layers: int
     expert_layers: int
     shared_layers: int
+    left_layers: int = 0
+    cached: tuple[Cached, ...] = ()
+
+
+def cached_experts(uses: Sequence[Use], pools: Sequence[ExpertPool],
+                   warm: ExpertStats | None = None) -> dict[int, Cached]:
+    """The layers with slots, by number. Without statistics every expert is as likely to be used, and to be in a slot,
+    as any other; with them, slots hold those of the largest shares in their layers' uses."""
+    slots, experts = sum(pool.slots for pool in pools), sum(pool.experts for pool in pools)
+    if not slots:
+        return {}
+    chosen: dict[int, float] = Counter()
+    whole: dict[int, float] = Counter()
+    for use in uses:
+        if use.role == "experts":
+            chosen[use.layer] += use.read_bytes
+            whole[use.layer] += use.batch_bytes
+    layers, count = sorted(chosen), experts // len(chosen)
+    known = [(slots / experts,) * 2] * len(layers) if warm is None else _most_used(layers, count, slots, warm)
+    found = {}
+    for layer, (hit, held) in zip(layers, known, strict=True):
+        used = max(1, round(count * chosen[layer] / whole[layer]))
+        found[layer] = Cached(used, chosen[layer] / used, hit, held)
+    return found
+
+
+def _most_used(layers: Sequence[int], count: int, slots: int, warm: ExpertStats) -> list[tuple[float, float]]:
+    """Of each layer, with `count` experts each: the part of its uses that falls on experts in slots, and the part of its
+    experts that is there."""
+    uses = np.ones((len(layers), count))
+    rows = dict(zip(warm.layers, warm.uses, strict=True))
+    for row, layer in zip(uses, layers, strict=True):
+        # A layer of which nothing was counted says nothing of its experts.
+        if layer in rows and rows[layer][:count].any():
+            row[:] = rows[layer][:count]
+    part = uses / uses.sum(axis=1, keepdims=True)
+    inside = np.zeros(part.size, dtype=bool)
+    inside[np.argsort(-part, axis=None, kind="stable")[:slots]] = True
+    inside = inside.reshape(part.shape)
+    return list(zip((part * inside).sum(axis=1).tolist(), inside.mean(axis=1).tolist(), strict=True))
+
+
+def hit_rate(cached: Mapping[int, Cached]) -> float:
+    """The part of all experts' uses that is expected to find the expert in a slot."""
+    return sum(layer.hit for layer in cached.values()) / max(1, len(cached))
+
+
+def expert_rates(profile: HardwareProfile, threads: int | None = None) -> tuple[float, float]:
+    """Bytes a second at which the CPU computes experts and PCIe brings them, both at work: what misses are shared
+    by."""
+    return profile.ram_bytes_per_second_shared * _at_work(profile, threads), profile.pcie_bytes_per_second_shared
 
 
 def completed(profile: HardwareProfile) -> HardwareProfile:
@@ -88,30 +167,33 @@ def completed(profile: HardwareProfile) -> HardwareProfile:
     return replace(whole, ram_bytes_per_second_shared=profile.ram_bytes_per_second * slowdown)
 
 
-def traffic(uses: Sequence[Use], homes: Sequence[TensorHome]) -> Traffic:
-    """What one token reads where, under `homes`."""
+def traffic(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[int, Cached] | None = None) -> Traffic:
+    """What one token reads where, under `homes`; cached: the layers with slots. Of experts without slots all are the
+    CPU's."""
+    cached = cached or {}
     vram = direct = cpu = 0.0
     for use in uses:
-        if homes[use.tensor].home == DIRECT:
-            share = use.read_bytes * _on_cpu(use, homes[use.tensor])
+        home = homes[use.tensor]
+        if home.home == VRAM:
+            vram += use.read_bytes
+        elif home.home == DIRECT:
+            share = use.read_bytes * _on_cpu(use, home)
             cpu += share
             direct += use.read_bytes - share
-        else:
-            vram += use.read_bytes
+        elif use.layer not in cached:
+            cpu += use.read_bytes
     layers = {use.layer for use in uses if use.layer >= 0}
     experts = {use.layer for use in uses if use.role == "experts"}
+    outside = {use.layer for use in uses if homes[use.tensor].home == SLOTS}
     shared = {use.layer for use in uses if _on_cpu(use, homes[use.tensor])}
-    return Traffic(vram, direct, cpu, len(layers), len(experts), len(shared))
+    return Traffic(vram, direct, cpu, len(layers), len(experts), len(shared), len(outside - cached.keys()),
+                   tuple(cached[layer] for layer in sorted(outside & cached.keys())))
 
 
 def _on_cpu(use: Use, home: TensorHome) -> float:
-    """The part of what a token reads of a tensor that the CPU computes."""
-    if home.home != DIRECT:
-        return 0.0
-    if use.role == "experts":
-        return 1.0
-    # The CPU has rows of products: an embedding's are read where the file is, even if it is the head as well.
-    return home.cpu_rows / use.rows if use.role != "embedding" else 0.0
+    """The part of the rows of a direct matrix that the CPU computes. It has rows of products: an embedding's are read
+    where the file is, even if it is the head as well."""
+    return home.cpu_rows / use.rows if home.home == DIRECT and use.role != "embedding" else 0.0
 
 
 def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None = None) -> tuple[float, str]:
@@ -119,18 +201,56 @@ def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None
     they may be fewer than those that were measured."""
     both = reads.cpu > 0 and reads.direct > 0
     streamed = reads.direct / (profile.pcie_bytes_per_second_shared if both else profile.pcie_bytes_per_second)
+    slotted = reads.left_layers + len(reads.cached)
     kernels = (DENSE_LAYER_KERNELS * (reads.layers - reads.expert_layers) + EXPERT_LAYER_KERNELS * reads.expert_layers
-               + SHARED_LAYER_KERNELS * reads.shared_layers + PIECE_KERNELS * reads.direct / PIECE_BYTES
-               + OTHER_KERNELS)
+               + SHARED_LAYER_KERNELS * reads.shared_layers + SLOTS_LAYER_KERNELS * slotted
+               + PIECE_KERNELS * reads.direct / PIECE_BYTES + OTHER_KERNELS)
     serial = {"VRAM": (reads.vram + reads.direct) / profile.vram_bytes_per_second,
               "GPU arithmetic": kernels * profile.gpu_kernel_seconds,
-              "RAM": (_cpu_seconds(reads.cpu, streamed, profile, threads)
-                      + 2 * reads.shared_layers * CROSSING_SECONDS)}
+              "RAM": (_cpu_seconds(reads.cpu, streamed, profile, threads) + 2 * reads.shared_layers * CROSSING_SECONDS
+                      + reads.left_layers * EXPERT_CROSSING_SECONDS),
+              "PCIe": 0.0}
+    # Of what is streamed the GPU's own work hides some; but nothing is streamed beside slots, or next to nothing.
+    own = serial["VRAM"] + serial["GPU arithmetic"]
+    for layer, count in Counter(reads.cached).items():
+        for name, seconds in _cached_seconds(layer, profile, threads).items():
+            serial[name] += count * seconds
     computed = sum(serial.values())
-    shown = DECODE_OVERLAP_LOSS * min(streamed, serial["VRAM"] + serial["GPU arithmetic"])
+    shown = DECODE_OVERLAP_LOSS * min(streamed, own)
     if streamed > computed:
         return streamed + shown, "PCIe"
     return computed + shown, max(serial, key=lambda name: serial[name])
+
+
+def _cached_seconds(layer: Cached, profile: HardwareProfile, threads: int | None) -> dict[str, float]:
+    """The seconds that a layer's experts are expected to take, by what bounds them."""
+    expected = {"VRAM": 0.0, "RAM": 0.0, "PCIe": 0.0}
+    for misses in range(layer.used + 1):
+        chance = (math.comb(layer.used, misses) * (1 - layer.hit) ** misses * layer.hit ** (layer.used - misses))
+        cpu, pcie, fetched = _split(misses, layer.expert_bytes, profile, threads)
+        products = (layer.used - misses + fetched) * layer.expert_bytes / profile.vram_bytes_per_second
+        if cpu > pcie + products:
+            expected["RAM"] += chance * cpu
+        else:
+            expected["PCIe"] += chance * pcie
+            expected["VRAM"] += chance * products
+        expected["RAM"] += chance * EXPERT_CROSSING_SECONDS * (misses > 0)
+    return expected
+
+
+def _split(misses: int, size: float, profile: HardwareProfile, threads: int | None) -> tuple[float, float, int]:
+    """Of the misses, each of `size` bytes, shared out so that the longer part is shortest: the CPU's seconds, those of
+    PCIe, and how many experts PCIe brings."""
+    at_work = _at_work(profile, threads)
+
+    def seconds(fetched: int) -> tuple[float, float]:
+        both = 0 < fetched < misses
+        ram = (profile.ram_bytes_per_second_shared if both else profile.ram_bytes_per_second) * at_work
+        return ((misses - fetched) * size / ram,
+                fetched * size / (profile.pcie_bytes_per_second_shared if both else profile.pcie_bytes_per_second))
+
+    fetched = min(range(misses + 1), key=lambda count: max(seconds(count)))
+    return *seconds(fetched), fetched
 
 
 def _cpu_seconds(count: float, streamed: float, profile: HardwareProfile, threads: int | None) -> float:
@@ -141,9 +261,9 @@ def _cpu_seconds(count: float, streamed: float, profile: HardwareProfile, thread
 
 
 def decode_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile,
-                  threads: int | None = None) -> Speed:
-    """The speed of decode on the GPU."""
-    seconds, bound = decode_seconds(traffic(uses, homes), profile, threads)
+                  threads: int | None = None, cached: Mapping[int, Cached] | None = None) -> Speed:
+    """The speed of decode on the GPU; cached: the layers with slots."""
+    seconds, bound = decode_seconds(traffic(uses, homes, cached), profile, threads)
     return Speed(1 / seconds, bound)
 
 
@@ -153,11 +273,18 @@ def decode_on_cpu(uses: Sequence[Use], profile: HardwareProfile, threads: int | 
     return Speed(profile.ram_bytes_per_second * _at_work(profile, threads) / max(1, read), "RAM")
 
 
-def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile, rows: int) -> Speed:
-    """The speed of prefill on the GPU, for a prompt of one batch of `rows` tokens."""
-    direct = sum(use.batch_bytes * (rows if use.role == "embedding" else 1)
-                 for use in uses if homes[use.tensor].home == DIRECT)
-    streamed = direct / profile.pcie_bytes_per_second
+def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile, rows: int,
+                   cached: Mapping[int, Cached] | None = None) -> Speed:
+    """The speed of prefill on the GPU, for a prompt of one batch of `rows` tokens; cached: the layers with slots."""
+    cached = cached or {}
+    brought = 0.0
+    for use in uses:
+        home = homes[use.tensor].home
+        if home == DIRECT:
+            brought += use.batch_bytes * (rows if use.role == "embedding" else 1)
+        elif home == SLOTS:
+            brought += use.batch_bytes * (1 - (cached[use.layer].held if use.layer in cached else 0.0))
+    streamed = brought / profile.pcie_bytes_per_second
     computed = _operations(uses, rows) / (PREFILL_EFFICIENCY * profile.gpu_flops)
     seconds = max(streamed, computed) + OVERLAP_LOSS * min(streamed, computed) + PREFILL_SECONDS
     return Speed(rows / seconds, "PCIe" if streamed > computed else "GPU arithmetic")

@@ -1,4 +1,4 @@
-// Stacks of experts in the weight stream: they come as whole experts, in passes of many rows alone.
+// Stacks of experts in the weight stream: they come as whole experts, those that are wanted, in passes of many rows alone.
 #include "weight_world.h"
 
 namespace {
@@ -71,6 +71,100 @@ TEST(ExpertStream, PassesOfFewRowsDoWithout) {
     }
 }
 
+TEST(ExpertStream, OnlyThoseThatAreWantedCome) {
+    constexpr size_t kRow = size_t{64} << 10;
+    const struct {
+        std::vector<int32_t> wanted, pieces;
+    } cases[] = {
+        {{0, 1, 2, 3, 4, 5, 6, 7}, {3, 3, 2}},  // not 4 and 4: all nine come by threes, and so large are the slots
+        {{1, 3, 5, 7}, {2, 2}},
+        {{0, 7, 8}, {3}},
+        {{8}, {1}},
+        {{}, {}},
+        {{1, 2, 4, 5, 8}, {3, 2}},
+        {{0, 1, 2, 3, 4, 5, 6, 7, 8}, {3, 3, 3}},
+    };
+    World world(rowsOf(kRow), 13);
+    world.add(matrix(false));
+    world.add(stack(64, 9, 5));
+    world.add(matrix(true));
+    world.stream.take();
+    const size_t held = world.allocator.held();
+    for (const auto& c : cases) {
+        SCOPED_TRACE(::testing::PrintToString(c.wanted));
+        world.want(world.groups[1], c.wanted);
+        world.pass(true, true);
+        EXPECT_EQ(world.fetchesAtUse.size(), 1u);
+        world.pass(false, true);  // which holds every byte against the file
+        world.changeFiles();
+        std::vector<int32_t> counts;
+        world.stream.begin(false, true);
+        world.use(world.groups[0], false);
+        world.stream.forExperts(1, [&](const MatrixStack& part, int32_t first) {
+            EXPECT_EQ(first, std::accumulate(counts.begin(), counts.end(), 0));
+            counts.push_back(part.count);
+        });
+        world.use(world.groups[2], false);
+        world.stream.end();
+        EXPECT_EQ(counts, c.pieces);
+        EXPECT_EQ(world.transfers.fetches, 1 + c.pieces.size());
+    }
+    EXPECT_EQ(world.allocator.held(), held);
+}
+
+TEST(ExpertStream, AnyOfThemMayBeWantedInAnyPass) {
+    std::mt19937 random(17);
+    for (int round = 0; round < 20; ++round) {
+        SCOPED_TRACE("round " + std::to_string(round));
+        World world(rowsOf(size_t{64} << 10), 900u + static_cast<unsigned>(round));
+        for (size_t i = 0; i < 6; ++i) {
+            // Of several to a piece, one to a piece, and more than a piece each.
+            const int64_t rows[] = {1 + static_cast<int64_t>(random() % 100), 256, 257 + static_cast<int64_t>(random() % 40)};
+            const auto apart = static_cast<int64_t>(random() % 2 * (random() % 9));
+            world.add(random() % 4 ? stack(rows[random() % 3], 1 + static_cast<int32_t>(random() % 20), apart) : matrix(random() % 2));
+        }
+        world.stream.take();
+        for (int pass = 0; pass < 8; ++pass) {
+            for (World::Group& group : world.groups) {
+                if (group.isStack && random() % 3) world.wantSome(group);
+            }
+            world.pass(random() % 4 == 0, true);
+            world.changeFiles();
+        }
+        if (::testing::Test::HasFailure()) return;
+    }
+}
+
+TEST(ExpertStream, RefusesToWantWhatThereIsNot) {
+    World world({0, 3}, 19);
+    world.add(stack(16, 4));
+    world.add(matrix(false));
+    world.add(matrix(true));
+    expectInternal([&] { world.stream.setWanted(0, {1}); });  // nothing is taken
+    world.stream.take();
+    for (const std::vector<int32_t>& wrong : {std::vector<int32_t>{4}, {-1}, {-1, 0}, {0, 0}, {2, 1}, {0, 1, 3, 3}, {0, 1, 2, 3, 4}}) {
+        expectInternal([&] { world.stream.setWanted(0, wrong); });
+    }
+    for (const int32_t group : {1, 2}) expectInternal([&] { world.stream.setWanted(group, {}); });
+    world.pass(false, true);  // all are wanted yet
+    world.want(world.groups[0], {1, 3});
+    world.pass(false, true);
+}
+
+TEST(ExpertStream, ToWantOthersEndsAPassThatWasLeft) {
+    World world({0, 3}, 23);
+    world.add(stack(16, 4));
+    world.add(stack(16, 4));
+    world.stream.take();
+    world.stream.begin(false, true);
+    world.use(world.groups[0], false);
+    world.want(world.groups[1], {2});
+    EXPECT_FALSE(world.stream.active());
+    expectError(ErrorKind::Internal, "none", [&] { world.use(world.groups[1], false); });
+    world.transfers.mayGiveUp = true;
+    world.pass(false, true);
+}
+
 TEST(ExpertStream, WithStacksAloneAStepBringsNothing) {
     World world({0, 3}, 7);
     world.add(matrix(true));
@@ -86,6 +180,12 @@ TEST(ExpertStream, WithStacksAloneAStepBringsNothing) {
     EXPECT_EQ(world.transfers.passes, 1) << "there was nothing to do";
     world.pass(false, true);
     EXPECT_EQ(world.transfers.passes, 2);
+    world.want(world.groups[1], {});
+    world.pass(false, true);
+    EXPECT_EQ(world.transfers.passes, 2) << "nothing was wanted";
+    world.want(world.groups[1], {7});
+    world.pass(false, true);
+    EXPECT_EQ(world.transfers.passes, 3);
 }
 
 TEST(ExpertStream, RefusesUsesOutOfOrder) {

@@ -1,255 +1,12 @@
-// The CPU's experts in a GPU step: whatever the types, choices, rows and threads, the mailbox holds the bits of each pair of row and
-// expert computed by itself and summed by rank. A thread plays the GPU. Meant to be run under ThreadSanitizer too.
-#include <gtest/gtest.h>
-
-#include <atomic>
-#include <chrono>
-#include <functional>
-#include <string>
-#include <thread>
-
-#include "core/error.h"
-#include "engine/host_share.h"
-#include "step_test.h"
+// The CPU's part of a layer of experts in a GPU step: whatever the types, choices, rows and threads, and whatever the GPU has or
+// fetches, the mailbox holds for each pair that is the CPU's the bits of that pair computed by itself, and of others nothing. A
+// thread plays the GPU. Meant to be run under ThreadSanitizer too.
+#include "host_experts_world.h"
 
 using namespace sharpi;
 using namespace steptest;
 
 namespace {
-
-constexpr float kPoison = -777.0f;
-constexpr int64_t kMostRows = 9;  // one more than is used: what must stay untouched
-
-struct Shape {
-    DType gate, up, down;
-    int64_t embedding, hidden;
-    int32_t experts, used;
-};
-
-std::string nameOf(const Shape& s) {
-    return std::string(info(s.gate).name) + " " + info(s.up).name + " " + info(s.down).name + ", " + std::to_string(s.embedding) +
-           " x " + std::to_string(s.hidden) + ", " + std::to_string(s.used) + " of " + std::to_string(s.experts);
-}
-
-struct Stack {
-    std::vector<uint8_t> bytes;
-    MatrixStack matrices;
-
-    Stack(DType type, int32_t count, int64_t rows, int64_t cols, std::mt19937& random) {
-        matrices.stride = static_cast<size_t>(rows) * rowBytes(type, cols);
-        matrices.count = count;
-        bytes = randomWeights(type, rows * count, cols, random);
-        matrices.first = {type, rows, cols, bytes.data()};
-    }
-};
-
-// One row in both forms.
-struct Row {
-    std::vector<float> floats;
-    Bytes buffer;
-    cpu::QuantizedRows quantized;
-
-    explicit Row(std::vector<float> values) : floats(std::move(values)) {
-        const int64_t cols = static_cast<int64_t>(floats.size());
-        if (cols % 32 != 0) return;
-        buffer = poisoned(cpu::quantizedRowsBytes(1, cols));
-        quantized = cpu::quantizedRowsOver(buffer.get(), 1, cols);
-        cpu::kernels().quantizeRow(floats.data(), cols, quantized.q, quantized.scale, quantized.sums);
-    }
-};
-
-std::vector<float> multiply(const Matrix& w, const Row& x) {
-    std::vector<float> y(static_cast<size_t>(w.rows), kPoison);
-    const Bytes scratch = poisoned(cpu::matmulScratchBytes(w.cols));
-    cpu::MatmulArgs args;
-    args.w = w;
-    args.xFloat = x.floats.data();
-    args.xQuant = &x.quantized;
-    args.count = 1;
-    args.y = y.data();
-    args.yStride = w.rows;
-    cpu::kernels().matmul(args, 0, w.rows, scratch.get());
-    return y;
-}
-
-enum class Choice {
-    Random,  // different experts at the ranks of a row
-    Same,    // all rows the same, in turned orders
-    Twice,   // one expert at several ranks of a row
-};
-
-// A layer, its input and choices, and what comes of them, pair by pair. `dense`: a layer of one expert that is always chosen.
-struct Layer {
-    Stack gate, up, down;
-    bool dense;
-    int32_t used;
-    std::vector<Row> input;
-    std::vector<int32_t> chosen;
-    std::vector<float> weight, output;
-
-    Layer(const Shape& s, int64_t rows, Choice choice, std::mt19937& random)
-        : gate(s.gate, s.experts, s.hidden, s.embedding, random), up(s.up, s.experts, s.hidden, s.embedding, random),
-          down(s.down, s.experts, s.embedding, s.hidden, random), dense(s.experts == 1), used(s.used) {
-        std::normal_distribution<float> normal;
-        std::vector<int32_t> order(static_cast<size_t>(s.experts));
-        for (int32_t e = 0; e < s.experts; ++e) order[static_cast<size_t>(e)] = e;
-        std::shuffle(order.begin(), order.end(), random);
-        for (int64_t t = 0; t < rows; ++t) {
-            std::vector<float> values(static_cast<size_t>(s.embedding));
-            for (float& v : values) v = normal(random) * 0.1f;
-            input.emplace_back(std::move(values));
-            if (choice == Choice::Random) std::shuffle(order.begin(), order.end(), random);
-            for (int32_t k = 0; k < used; ++k) {
-                const int64_t at = choice == Choice::Same ? (k + t) % used : choice == Choice::Twice ? (t + k / 2) % s.experts : k;
-                chosen.push_back(order[static_cast<size_t>(at)]);
-                weight.push_back(dense ? 1.0f : normal(random));
-            }
-            addOutput(t);
-        }
-    }
-
-    void addOutput(int64_t t) {
-        std::vector<float> sum(static_cast<size_t>(down.matrices.first.rows), 0.0f);
-        for (size_t k = static_cast<size_t>(t * used); k < static_cast<size_t>((t + 1) * used); ++k) {
-            std::vector<float> hidden = multiply(gate.matrices.at(chosen[k]), input[static_cast<size_t>(t)]);
-            const std::vector<float> upped = multiply(up.matrices.at(chosen[k]), input[static_cast<size_t>(t)]);
-            cpu::kernels().siluMul(hidden.data(), upped.data(), static_cast<int64_t>(hidden.size()));
-            const std::vector<float> answer = multiply(down.matrices.at(chosen[k]), Row(hidden));
-            for (size_t i = 0; i < sum.size(); ++i) sum[i] = std::fma(weight[k], answer[i], sum[i]);
-        }
-        output.insert(output.end(), sum.begin(), sum.end());
-    }
-};
-
-StepLimits limitsOf(const std::vector<Shape>& shapes) {
-    StepLimits limits;
-    for (const Shape& s : shapes) {
-        limits.embedding = s.embedding;
-        if (s.experts == 1) {
-            limits.denseHidden = std::max(limits.denseHidden, s.hidden);
-            continue;
-        }
-        limits.experts = std::max(limits.experts, s.experts);
-        limits.expertsUsed = std::max(limits.expertsUsed, s.used);
-        limits.expertHidden = std::max(limits.expertHidden, s.hidden);
-    }
-    return limits;
-}
-
-struct Desk {
-    StepLimits limits;
-    Bytes memory;
-    HostShare share;
-
-    Desk(const std::vector<Shape>& shapes, int threads, std::function<bool()> waiting)
-        : limits(limitsOf(shapes)), memory(poisoned(HostShare::mailboxBytes(limits, kMostRows))),
-          share(threads, memory.get(), limits, kMostRows, std::move(waiting)) {
-        poison();
-    }
-    const Mailbox& mailbox() const { return share.mailbox(); }
-    void poison() const {
-        const Mailbox& box = mailbox();
-        std::fill_n(box.input.floats, kMostRows * box.input.cols, kPoison);
-        for (int64_t t = 0; box.input.q && t < kMostRows; ++t) {
-            std::fill_n(box.input.q + t * box.input.qStride, box.input.cols, static_cast<int8_t>(-128));
-            std::fill_n(box.input.scale + t * (box.input.qStride / 32), box.input.cols / 32, kPoison);
-            std::fill_n(box.input.sums + t * (box.input.qStride / 16), box.input.cols / 16, static_cast<int16_t>(-7777));
-        }
-        std::fill_n(box.down, kMostRows * box.input.cols, kPoison);
-        std::fill_n(box.chosen, kMostRows * limits.expertsUsed, -1);
-        std::fill_n(box.weight, kMostRows * limits.expertsUsed, kPoison);
-    }
-    void give(const Layer& layer) const {
-        const Mailbox& box = mailbox();
-        for (size_t t = 0; t < layer.input.size(); ++t) {
-            const Row& row = layer.input[t];
-            const int64_t at = static_cast<int64_t>(t), blocks = box.input.cols / 32;
-            std::copy(row.floats.begin(), row.floats.end(), box.input.floats + at * box.input.cols);
-            if (!box.input.q) continue;
-            std::copy_n(row.quantized.q, box.input.cols, box.input.q + at * box.input.qStride);
-            std::copy_n(row.quantized.scale, blocks, box.input.scale + at * (box.input.qStride / 32));
-            std::copy_n(row.quantized.sums, 2 * blocks, box.input.sums + at * (box.input.qStride / 16));
-        }
-        if (layer.dense) return;
-        std::copy(layer.chosen.begin(), layer.chosen.end(), box.chosen);
-        std::copy(layer.weight.begin(), layer.weight.end(), box.weight);
-    }
-    void expectOutput(const Layer& layer) const {
-        const float* got = mailbox().down;
-        for (size_t i = 0; i < layer.output.size(); ++i) {
-            ASSERT_EQ(bitsFromFloat(got[i]), bitsFromFloat(layer.output[i])) << "output " << i;
-        }
-        ASSERT_EQ(got[layer.output.size()], kPoison) << "written past the end";
-    }
-    // The CPU's part of a layer.
-    void compute(const Layer& layer, uint32_t after) {
-        const int64_t rows = static_cast<int64_t>(layer.input.size());
-        const MatrixStack &gate = layer.gate.matrices, &up = layer.up.matrices, &down = layer.down.matrices;
-        if (!layer.dense) return share.experts(gate, up, down, rows, layer.used, after, share.nextReturned());
-        share.gated(gate.first, up.first, down.first, rows, 0, after, share.nextReturned());
-        share.down(down.first, rows, 0, 0, share.nextReturned());
-    }
-};
-
-// What the GPU does in a step of some layers. It gives up, and says so, when no answer comes.
-class PlayedGpu {
-public:
-    PlayedGpu(const Desk& desk, const std::vector<Layer>& layers) : _desk(desk), _layers(layers), _thread([this] { play(); }) {}
-    ~PlayedGpu() { _thread.join(); }
-    bool failed() const { return _failed; }
-
-private:
-    void play() {
-        uint32_t sent = 0, returned = 0;
-        for (const Layer& layer : _layers) {
-            // Whoever reads before the counter says so reads poison.
-            if (sent % 3 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
-            _desk.give(layer);
-            __atomic_store_n(_desk.mailbox().sent, ++sent, __ATOMIC_RELEASE);
-            returned += layer.dense ? 2 : 1;
-            if (!receive(returned)) return;
-            _desk.expectOutput(layer);
-            _desk.poison();
-        }
-    }
-    bool receive(uint32_t ticket) {
-        const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
-        for (;;) {
-            const uint32_t returned = __atomic_load_n(_desk.mailbox().returned, __ATOMIC_ACQUIRE);
-            if (returned == ticket) return true;
-            if (returned > ticket || std::chrono::steady_clock::now() > deadline) {
-                _failed = true;
-                return false;
-            }
-            std::this_thread::yield();
-        }
-    }
-
-    const Desk& _desk;
-    const std::vector<Layer>& _layers;
-    std::atomic<bool> _failed{false};
-    std::thread _thread;  // the last: it uses the others
-};
-
-void runLayers(const std::vector<Shape>& shapes, int threads, const std::vector<Layer>& layers) {
-    PlayedGpu* gpu = nullptr;
-    Desk desk(shapes, threads, [&] {
-        if (gpu->failed()) throw Error(ErrorKind::Internal, "the GPU has failed");
-        return false;  // it may be about to send
-    });
-    for (int step = 0; step < 2; ++step) {
-        desk.share.begin();
-        const HostShare::Awake awake(desk.share);
-        PlayedGpu played(desk, layers);
-        gpu = &played;
-        try {
-            for (const Layer& layer : layers) desk.compute(layer, desk.share.nextSent());
-        } catch (...) {
-            desk.share.abort();
-            throw;
-        }
-    }
-}
 
 const Shape kShapes[] = {
     {DType::Q4_K, DType::Q4_K, DType::Q6_K, 256, 512, 16, 8},
@@ -260,6 +17,8 @@ const Shape kShapes[] = {
     {DType::F32, DType::BF16, DType::F16, 100, 333, 7, 2},    // rows that have no quantized form
 };
 
+constexpr Share kNothingThere = {0, 0}, kAllThere = {1, 0}, kAllFetched = {0, 1}, kMixed = {0.4, 0.4};
+
 bool refusesAsInternal(const std::function<void()>& body) {
     try {
         body();
@@ -269,16 +28,33 @@ bool refusesAsInternal(const std::function<void()>& body) {
     return false;
 }
 
-TEST(HostExperts, TheSumByRankHasTheBitsOfEachPairByItself) {
+TEST(HostExperts, EveryPairThatIsMissedHasTheBitsOfItself) {
     std::mt19937 random(21);
     for (const Shape& shape : kShapes) {
         for (const int64_t rows : {1, 3, 8}) {
             SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(rows) + " rows");
             std::vector<Layer> layers;
-            for (int i = 0; i < 2; ++i) layers.emplace_back(shape, rows, Choice::Random, random);
+            for (const Share share : {kNothingThere, kMixed, Share{0.8, 0}, Share{0, 0.5}}) {
+                layers.emplace_back(shape, rows, Choice::Random, share, random);
+            }
             runLayers({shape}, 3, layers);
             if (HasFailure()) return;
         }
+    }
+}
+
+TEST(HostExperts, OfEveryType) {
+    std::mt19937 random(31);
+    std::vector<DType> types = reference::quantizedTypes();
+    types.insert(types.end(), {DType::F32, DType::F16, DType::BF16});
+    for (size_t i = 0; i < types.size(); ++i) {
+        const Shape shape = {types[i], types[(i + 1) % types.size()], types[(i + 5) % types.size()], 256, 256, 6, 3};
+        SCOPED_TRACE(nameOf(shape));
+        std::vector<Layer> layers;
+        for (const int64_t rows : {1, 5}) layers.emplace_back(shape, rows, Choice::Random, Share{0.3, 0.3}, random);
+        layers.emplace_back(shape, 2, Choice::Same, kNothingThere, random);
+        runLayers({shape}, 2, layers);
+        if (HasFailure()) return;
     }
 }
 
@@ -288,10 +64,27 @@ TEST(HostExperts, RowsMayChooseTheSameExpertsAndOneMoreThanOnce) {
         for (const int64_t rows : {2, 8}) {
             SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(rows) + " rows");
             std::vector<Layer> layers;
-            for (const Choice choice : {Choice::Same, Choice::Twice}) layers.emplace_back(shape, rows, choice, random);
+            for (const Choice choice : {Choice::Same, Choice::Twice}) {
+                for (const Share share : {kNothingThere, kMixed}) layers.emplace_back(shape, rows, choice, share, random);
+            }
             runLayers({shape}, 2, layers);
             if (HasFailure()) return;
         }
+    }
+}
+
+// The GPU waits for nobody where nothing is missed, and only for orders where all is fetched: the CPU comes behind.
+TEST(HostExperts, TheGpuMayBeLayersAhead) {
+    std::mt19937 random(32);
+    const Shape& shape = kShapes[1];
+    for (const int64_t rows : {1, 4}) {
+        std::vector<Layer> layers;
+        for (int i = 0; i < 40; ++i) {
+            const Share share = i % 9 == 8 ? kNothingThere : i % 5 == 4 ? kAllFetched : kAllThere;
+            layers.emplace_back(shape, rows, Choice::Random, share, random);
+            ASSERT_EQ(layers.back().ours.empty(), i % 9 != 8);
+        }
+        runLayers({shape}, 2, layers);
     }
 }
 
@@ -299,8 +92,8 @@ TEST(HostExperts, AnyNumberOfThreadsGivesTheSameBits) {
     std::mt19937 random(23);
     for (const Shape& shape : {kShapes[0], kShapes[5]}) {
         std::vector<Layer> layers;
-        layers.emplace_back(shape, 5, Choice::Random, random);
-        layers.emplace_back(shape, 5, Choice::Same, random);
+        layers.emplace_back(shape, 5, Choice::Random, Share{0.3, 0.2}, random);
+        layers.emplace_back(shape, 5, Choice::Same, kNothingThere, random);
         for (int threads = 1; threads <= 16; ++threads) {
             SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(threads) + " threads");
             runLayers({shape}, threads, layers);
@@ -316,9 +109,12 @@ TEST(HostExperts, LayersOfManyKindsInARow) {
         {DType::Q4_0, DType::Q5_0, DType::Q4_1, 256, 96, 20, 3},    {DType::Q6_K, DType::BF16, DType::F32, 256, 45, 3, 2},
         {DType::IQ4_XS, DType::MXFP4, DType::Q8_0, 256, 288, 8, 4},
     };
+    const Share shares[] = {kNothingThere, kAllThere, kAllFetched, kMixed, kMixed};
     for (const int64_t rows : {1, 4}) {
         std::vector<Layer> layers;
-        for (int i = 0; i < 40; ++i) layers.emplace_back(shapes[random() % shapes.size()], rows, Choice::Random, random);
+        for (int i = 0; i < 40; ++i) {
+            layers.emplace_back(shapes[random() % shapes.size()], rows, Choice::Random, shares[random() % std::size(shares)], random);
+        }
         runLayers(shapes, 3, layers);
         if (HasFailure()) return;
     }
@@ -328,7 +124,7 @@ TEST(HostExperts, HiddenRowsMayBeMuchWiderThanTheEmbedding) {
     std::mt19937 random(29);
     const Shape shape = {DType::Q4_0, DType::Q8_0, DType::Q6_K, 256, 6144, 2, 2};
     std::vector<Layer> layers;
-    layers.emplace_back(shape, 5, Choice::Same, random);
+    layers.emplace_back(shape, 5, Choice::Same, kNothingThere, random);
     // Threads whose scratch overlapped would not meet in it every time.
     for (int run = 0; run < 8; ++run) runLayers({shape}, 3, layers);
 }
@@ -336,24 +132,24 @@ TEST(HostExperts, HiddenRowsMayBeMuchWiderThanTheEmbedding) {
 // Layers share their buffers, and the second ends within a group of blocks.
 TEST(HostExperts, ALayerOfNanLeavesNothingToTheNext) {
     std::mt19937 random(30);
-    const Shape wide = {DType::Q4_K, DType::Q4_K, DType::Q8_0, 256, 256, 4, 2};
-    const Shape narrow = {DType::Q4_K, DType::Q4_K, DType::Q8_0, 256, 96, 4, 2};
-    for (const int64_t rows : {1, 8}) {
-        Layer overflowed(wide, rows, Choice::Same, random);
-        const Layer next(narrow, rows, Choice::Same, random);
-        for (Row& row : overflowed.input) {
-            row.floats[0] = INFINITY;
-            row = Row(row.floats);
+    for (const DType type : {DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0, DType::IQ4_NL, DType::MXFP4}) {
+        const Shape wide = {DType::Q4_K, DType::Q4_K, type, 256, 256, 4, 2}, narrow = {DType::Q4_K, DType::Q4_K, type, 256, 96, 4, 2};
+        for (const int64_t rows : {1, 2, 8}) {
+            SCOPED_TRACE(nameOf(narrow) + ", " + std::to_string(rows) + " rows");
+            Layer overflowed(wide, rows, Choice::Same, kNothingThere, random);
+            const Layer next(narrow, rows, Choice::Same, kNothingThere, random);
+            for (Row& row : overflowed.input) {
+                row.floats[0] = INFINITY;
+                row = Row(row.floats);
+            }
+            Desk desk({wide, narrow}, 2, 2, nullptr);
+            desk.share.begin();
+            desk.pass(overflowed, 0);
+            EXPECT_TRUE(std::isnan(desk.mailbox().answers[0]));
+            desk.poison();
+            desk.pass(next, 1);
+            desk.expectAnswers(next);
         }
-        Desk desk({wide, narrow}, 2, nullptr);
-        desk.share.begin();
-        desk.give(overflowed);
-        desk.compute(overflowed, 0);
-        EXPECT_TRUE(std::isnan(desk.mailbox().down[0]));
-        desk.poison();
-        desk.give(next);
-        desk.compute(next, 0);
-        desk.expectOutput(next);
     }
 }
 
@@ -361,110 +157,260 @@ TEST(HostExperts, AStepPassesWithoutTakingMemory) {
     std::mt19937 random(25);
     const Shape& shape = kShapes[0];
     for (const int64_t rows : {1, 8}) {
-        const Layer first(shape, rows, Choice::Random, random), second(shape, rows, Choice::Same, random);
-        Desk desk({shape}, 3, nullptr);
+        const Layer first(shape, rows, Choice::Random, kMixed, random), second(shape, rows, Choice::Same, Share{0, 0.3}, random);
+        Desk desk({shape}, 2, 3, nullptr);
         desk.share.begin();
         const int64_t before = allocations;
-        for (const Layer* layer : {&first, &second}) {
+        {
             const HostShare::Awake awake(desk.share);
-            desk.give(*layer);
-            desk.compute(*layer, 0);
+            desk.pass(first, 0);
+            desk.poison();
+            desk.pass(second, 1);
         }
         EXPECT_EQ(allocations, before);
         EXPECT_EQ(*desk.mailbox().returned, 2u);
-        desk.expectOutput(second);
+        desk.expectAnswers(second);
+    }
+}
+
+// Whoever changes them meanwhile changes nothing: what was checked is what is used.
+TEST(HostExperts, ChoicesAreReadOnce) {
+    std::mt19937 random(33);
+    const Shape& shape = kShapes[0];
+    for (int run = 0; run < 10; ++run) {
+        const Layer layer(shape, 4, Choice::Random, Share{0.3, 0.1}, random);
+        Desk desk({shape}, 3, 2, nullptr);
+        desk.plan.meanwhile = [&] { desk.poisonChoices(); };
+        desk.share.begin();
+        desk.pass(layer, 2);
+        desk.expectAnswers(layer);
     }
 }
 
 TEST(HostExperts, AChoiceThatIsNoExpertIsRefusedAndTheShareStaysUsable) {
     std::mt19937 random(26);
     const Shape& shape = kShapes[1];
-    const Layer layer(shape, 3, Choice::Random, random);
-    Desk desk({shape}, 2, nullptr);
+    const Layer layer(shape, 3, Choice::Random, {0.5, 0.5}, random);
+    Layer predicting(shape, 3, Choice::Random, kNothingThere, random);
+    predicting.orders.aheadFetch[0] = predicting.fetch(0, 1);
+    predicting.orders.ahead = 1;
+    Desk desk({shape, {DType::F32, DType::F32, DType::F32, 160, 32, 6, 2}}, 1, 2, nullptr);  // another layer has an expert more
     desk.share.begin();
-    for (const int32_t wrong : {-1, shape.experts, INT32_MIN, INT32_MAX}) {
+    for (const int32_t wrong : {-1, shape.experts + 1, INT32_MIN, INT32_MAX, shape.experts}) {
         for (const size_t at : {size_t{0}, layer.chosen.size() - 1}) {
-            desk.give(layer);
-            desk.mailbox().chosen[at] = wrong;
-            EXPECT_TRUE(refusesAsInternal([&] { desk.compute(layer, 0); })) << wrong << " at " << at;
-            EXPECT_EQ(desk.mailbox().down[0], kPoison);
-            EXPECT_EQ(*desk.mailbox().returned, 0u);
+            desk.give(layer, 0);
+            desk.mailbox().choicesOf(0).chosen[at] = wrong;
+            EXPECT_TRUE(refusesAsInternal([&] { desk.compute(layer, 0, 0); })) << wrong << " at " << at;
+            desk.give(predicting, 0);
+            if (wrong == shape.experts) continue;  // the next layer may have it
+            desk.mailbox().choicesOf(0).predicted[at] = wrong;
+            EXPECT_TRUE(refusesAsInternal([&] { desk.compute(predicting, 0, 0); })) << wrong << " at " << at;
         }
     }
+    EXPECT_EQ(desk.plan.ordered, 0);
+    EXPECT_EQ(*desk.mailbox().instructed, 0u);
+    desk.expectUntouched();
     desk.share.begin();
-    desk.give(layer);
-    desk.compute(layer, 0);
-    desk.expectOutput(layer);
+    desk.pass(layer, 0);
+    desk.expectAnswers(layer);
     EXPECT_EQ(*desk.mailbox().returned, 1u);
+}
+
+// A layer of which 6 of 8 chosen experts are missed.
+struct Ordered {
+    Layer layer;
+    Desk desk;
+    std::vector<int32_t> missed;
+    int32_t found = -1, slotOfFound = -1, unchosen = -1;
+
+    explicit Ordered(std::mt19937& random)
+        : layer(kShapes[0], 1, Choice::Random, kNothingThere, random), desk({kShapes[0]}, 1, 2, nullptr) {
+        for (size_t p = 0; p < 2; ++p) layer.slot[p] = 20 + static_cast<int32_t>(p), layer.ours.erase(layer.chosen[p]);
+        found = layer.chosen[0], slotOfFound = layer.slot[0];
+        missed.assign(layer.chosen.begin() + 2, layer.chosen.end());
+        while (std::count(layer.chosen.begin(), layer.chosen.end(), ++unchosen)) continue;
+        layer.orders.demanded = 3;
+        for (int i = 0; i < 3; ++i) layer.orders.fetch[i] = layer.fetch(missed[static_cast<size_t>(i)], i);
+        layer.orders.ahead = 2;
+        for (int i = 0; i < 2; ++i) layer.orders.aheadFetch[i] = layer.fetch(i + 5, i);
+        desk.share.begin();
+    }
+};
+
+TEST(HostExperts, OrdersThatWouldDoHarmAreRefused) {
+    std::mt19937 random(34);
+    Ordered o(random);
+    using Orders = cuda::ExpertOrders;
+    const std::vector<std::pair<const char*, std::function<void(Orders&)>>> wrongs = {
+        {"of an expert that is there", [&](Orders& w) { w.fetch[1].expert = o.found; }},
+        {"of an expert that nobody chose", [&](Orders& w) { w.fetch[1].expert = o.unchosen; }},
+        {"of no expert", [&](Orders& w) { w.fetch[2].expert = -1; }},
+        {"of an expert past the last", [&](Orders& w) { w.fetch[0].expert = kShapes[0].experts; }},
+        {"twice", [&](Orders& w) { w.fetch[2].expert = w.fetch[0].expert; }},
+        {"two into a slot", [&](Orders& w) { w.fetch[2].slot = w.fetch[0].slot; }},
+        {"into a slot that is in use", [&](Orders& w) { w.fetch[1].slot = o.slotOfFound; }},
+        {"into no slot", [&](Orders& w) { w.fetch[1].slot = -1; }},
+        {"without a gate", [&](Orders& w) { w.fetch[1].gate = nullptr; }},
+        {"without an up", [&](Orders& w) { w.fetch[1].up = nullptr; }},
+        {"without a down", [&](Orders& w) { w.fetch[1].down = nullptr; }},
+        {"fewer than none", [&](Orders& w) { w.demanded = -1; }},
+        {"more than there is room for", [&](Orders& w) { w.demanded = cuda::kMaxExpertFetches + 1; }},
+        {"fewer than none ahead", [&](Orders& w) { w.ahead = -1; }},
+        {"more ahead than there is room for", [&](Orders& w) { w.ahead = cuda::kMaxExpertFetches + 1; }},
+        {"ahead of no expert", [&](Orders& w) { w.aheadFetch[1].expert = -1; }},
+        {"ahead of an expert past the last", [&](Orders& w) { w.aheadFetch[1].expert = kShapes[0].experts; }},
+        {"ahead twice", [&](Orders& w) { w.aheadFetch[1].expert = w.aheadFetch[0].expert; }},
+        {"ahead, two into a slot", [&](Orders& w) { w.aheadFetch[1].slot = w.aheadFetch[0].slot; }},
+        {"ahead into no slot", [&](Orders& w) { w.aheadFetch[0].slot = -2; }},
+        {"ahead without a down", [&](Orders& w) { w.aheadFetch[0].down = nullptr; }},
+    };
+    o.desk.give(o.layer, 0);
+    for (const auto& [name, change] : wrongs) {
+        SCOPED_TRACE(name);
+        const Orders right = o.layer.orders;
+        change(o.layer.orders);
+        EXPECT_TRUE(refusesAsInternal([&] { o.desk.compute(o.layer, 0, 0); }));
+        EXPECT_EQ(o.desk.plan.ordered, 1);
+        EXPECT_EQ(o.desk.plan.told, 0);
+        EXPECT_EQ(*o.desk.mailbox().instructed, 0u);
+        EXPECT_TRUE(same(*o.desk.mailbox().orders, Orders{}));
+        o.desk.expectUntouched();
+        o.layer.orders = right;
+    }
+    o.desk.share.begin();
+    for (int i = 0; i < 3; ++i) o.layer.ours.erase(o.missed[static_cast<size_t>(i)]);
+    o.desk.compute(o.layer, 0, 0);
+    o.desk.expectAnswers(o.layer);
+    EXPECT_TRUE(same(*o.desk.mailbox().orders, o.layer.orders));
+    EXPECT_EQ(*o.desk.mailbox().instructed, 1u);
+}
+
+TEST(HostExperts, WhatThePlanThrowsGoesThrough) {
+    std::mt19937 random(35);
+    const Layer layer(kShapes[0], 2, Choice::Random, {0.3, 0}, random);
+    Desk desk({kShapes[0]}, 1, 2, nullptr);
+    const Mailbox& box = desk.mailbox();
+    desk.share.begin();
+    desk.plan.thrown = PlayedPlan::Thrown::ByOrder;
+    EXPECT_THROW(desk.pass(layer, 0), std::runtime_error);
+    EXPECT_EQ(*box.instructed, 0u);
+    desk.expectUntouched();
+    desk.share.abort();
+    EXPECT_EQ(*box.instructed, cuda::kCrossingAborted);
+    EXPECT_EQ(*box.returned, cuda::kCrossingAborted);
+
+    desk.share.begin();
+    EXPECT_EQ(*box.instructed, 0u);
+    EXPECT_EQ(*box.returned, 0u);
+    desk.plan.thrown = PlayedPlan::Thrown::ByDone;
+    EXPECT_THROW(desk.pass(layer, 0), std::runtime_error);
+    EXPECT_EQ(*box.instructed, 1u);  // tickets begin again, too
+    EXPECT_EQ(*box.returned, 1u);
+    desk.expectAnswers(layer);
 }
 
 TEST(HostExperts, WaitingThatThrowsEndsTheWait) {
     std::mt19937 random(27);
     const Shape& shape = kShapes[3];
-    const Layer layer(shape, 2, Choice::Random, random);
-    Desk desk({shape}, 2, []() -> bool { throw std::runtime_error("the GPU is gone"); });
+    const Layer layer(shape, 2, Choice::Random, kNothingThere, random);
+    Desk desk({shape}, 1, 2, []() -> bool { throw std::runtime_error("the GPU is gone"); });
     desk.share.begin();
-    desk.give(layer);
-    EXPECT_THROW(desk.compute(layer, 1), std::runtime_error);
-    EXPECT_EQ(*desk.mailbox().returned, 0u);
-    EXPECT_EQ(desk.mailbox().down[0], kPoison);
+    desk.give(layer, 0);
+    EXPECT_THROW(desk.compute(layer, 0, 1), std::runtime_error);
+    EXPECT_EQ(desk.plan.ordered, 0);
+    EXPECT_EQ(*desk.mailbox().instructed, 0u);
+    desk.expectUntouched();
 }
 
 TEST(HostExperts, RefusesWhatDoesNotFitTheMailbox) {
     std::mt19937 random(28);
     const Shape& shape = kShapes[5];
-    const Layer layer(shape, 1, Choice::Random, random);
-    const MatrixStack &gate = layer.gate.matrices, &up = layer.up.matrices, &down = layer.down.matrices;
-    Desk desk({shape}, 2, nullptr);
-    std::fill_n(desk.mailbox().chosen, kMostRows * shape.used, 0);  // no choice is a reason
-    desk.give(layer);
-    const auto refused = [&](const MatrixStack& g, const MatrixStack& u, const MatrixStack& d, int64_t rows, int32_t used) {
-        return refusesAsInternal([&] { desk.share.experts(g, u, d, rows, used, 0, 1); });
+    const Layer layer(shape, 1, Choice::Random, kNothingThere, random);
+    const ExpertStacks right = layer.file();
+    Desk desk({shape}, 2, 2, nullptr);
+    for (int32_t i = 0; i < 2; ++i) {  // no choice is a reason
+        std::fill_n(desk.mailbox().choicesOf(i).chosen, desk.mostPairs(), 0);
+        desk.give(layer, i);
+    }
+    const auto refused = [&](const ExpertStacks& file, int32_t number, int64_t rows, int32_t used) {
+        desk.plan.begin(desk.mailbox(), layer, number, 1);
+        return refusesAsInternal([&] { desk.share.experts(file, number, rows, used, layer.predicts(), desk.plan, 0, 1, 1); });
     };
-    const auto changed = [](MatrixStack stack, const std::function<void(MatrixStack&)>& change) {
-        change(stack);
-        return stack;
+    const auto changed = [&](const std::function<void(ExpertStacks&)>& change) {
+        ExpertStacks stacks = right;
+        change(stacks);
+        return stacks;
     };
-    const MatrixStack more = changed(gate, [](MatrixStack& s) { ++s.count; }), fewer = changed(down, [](MatrixStack& s) { --s.count; });
-    const MatrixStack narrow = changed(up, [](MatrixStack& s) { s.first.cols = 64; });
-    const MatrixStack quantized = changed(gate, [](MatrixStack& s) { s.first.type = DType::Q8_0; });
-    const MatrixStack quantizedDown = changed(down, [](MatrixStack& s) { s.first.type = DType::Q8_0; });
-    const MatrixStack shortened = changed(up, [](MatrixStack& s) { s.first.rows = 320; });
-    const MatrixStack tall = changed(down, [](MatrixStack& s) { ++s.first.rows; });
-    const MatrixStack wide = changed(gate, [](MatrixStack& s) { ++s.first.rows; });
-    EXPECT_TRUE(refused(gate, up, down, kMostRows + 1, 1));
-    EXPECT_TRUE(refused(gate, up, down, 0, 2));
-    EXPECT_TRUE(refused(gate, up, down, 1, 0));
-    EXPECT_TRUE(refused(gate, up, down, kMostRows, 3));
-    EXPECT_TRUE(refused(more, changed(up, [](MatrixStack& s) { ++s.count; }), changed(down, [](MatrixStack& s) { ++s.count; }), 1, 2));
-    EXPECT_TRUE(refused(gate, up, fewer, 1, 2));
-    EXPECT_TRUE(refused(gate, narrow, down, 1, 2));
-    EXPECT_TRUE(refused(quantized, up, down, 1, 2));
-    EXPECT_TRUE(refused(gate, up, quantizedDown, 1, 2));
-    EXPECT_TRUE(refused(gate, shortened, down, 1, 2));
-    EXPECT_TRUE(refused(gate, up, tall, 1, 2));
-    EXPECT_TRUE(refused(wide, up, down, 1, 2));
-    EXPECT_EQ(*desk.mailbox().returned, 0u);
-    EXPECT_EQ(desk.mailbox().down[0], kPoison);
-    EXPECT_FALSE(refused(gate, up, down, 1, 2));
-    desk.expectOutput(layer);
+    EXPECT_TRUE(refused(right, 0, kMostRows + 1, 1));
+    EXPECT_TRUE(refused(right, 0, 0, 2));
+    EXPECT_TRUE(refused(right, 0, 1, 0));
+    EXPECT_TRUE(refused(right, 0, kMostRows, 3));
+    EXPECT_TRUE(refused(right, -1, 1, 2));
+    std::fill_n(desk.mailbox().answers, desk.mostPairs() * shape.embedding, 0.0f);  // would do as choices of a layer past the last
+    EXPECT_TRUE(refused(right, 2, 1, 2));
+    desk.poison();
+    desk.give(layer, 1);
+    const std::function<void(ExpertStacks&)> wrongs[] = {
+        [](ExpertStacks& s) { ++s.gate.count, ++s.up.count, ++s.down.count; },
+        [](ExpertStacks& s) { --s.down.count; },
+        [](ExpertStacks& s) { s.up.first.cols = 64; },
+        [](ExpertStacks& s) { s.gate.first.type = DType::Q8_0; },
+        [](ExpertStacks& s) { s.down.first.type = DType::Q8_0; },
+        [](ExpertStacks& s) { s.up.first.rows = 320; },
+        [](ExpertStacks& s) { ++s.down.first.rows; },
+        [](ExpertStacks& s) { ++s.gate.first.rows; },
+    };
+    for (const auto& wrong : wrongs) EXPECT_TRUE(refused(changed(wrong), 0, 1, 2)) << &wrong - wrongs;
+    EXPECT_EQ(desk.plan.ordered, 0);
+    desk.expectUntouched();
+    EXPECT_FALSE(refused(right, 1, 1, 2));
+    desk.expectAnswers(layer);
 }
 
-TEST(HostExperts, TheMailboxHasRoomForAllChoices) {
+// Everything is filled to its last element, and still its own.
+TEST(HostExperts, TheMailboxHasRoomForAllLayers) {
     const Shape& shape = kShapes[0];
-    Desk desk({shape, {DType::Q4_K, DType::Q4_K, DType::Q4_K, 256, 512, 1, 1}}, 1, nullptr);
+    constexpr int32_t kLayers = 5;
+    Desk desk({shape, {DType::Q4_K, DType::Q4_K, DType::Q4_K, 256, 512, 1, 1}}, kLayers, 1, nullptr);
     const Mailbox& box = desk.mailbox();
     const uint8_t* end = desk.memory.get() + HostShare::mailboxBytes(desk.limits, kMostRows);
-    EXPECT_LE(reinterpret_cast<uint8_t*>(box.chosen + kMostRows * shape.used), end);
-    EXPECT_LE(reinterpret_cast<uint8_t*>(box.weight + kMostRows * shape.used), end);
-    // Everything is poisoned to its last element by now, and still its own.
-    for (int64_t i = 0; i < kMostRows * shape.used; ++i) {
-        ASSERT_EQ(box.chosen[i], -1);
-        ASSERT_EQ(box.weight[i], kPoison);
+    *box.orders = {};
+    std::fill_n(box.hidden.floats, kMostRows * box.hidden.cols, kPoison);
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+        const cuda::HostChoices of = box.choicesOf(layer);
+        int32_t value = 3 * layer;
+        for (int32_t* list : {of.chosen, of.slot, of.predicted}) std::fill_n(list, desk.mostPairs(), value++);
     }
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+        const cuda::HostChoices of = box.choicesOf(layer);
+        for (int64_t p = 0; p < desk.mostPairs(); ++p) {
+            ASSERT_EQ(of.chosen[p], 3 * layer);
+            ASSERT_EQ(of.slot[p], 3 * layer + 1);
+            ASSERT_EQ(of.predicted[p], 3 * layer + 2);
+        }
+        EXPECT_LE(reinterpret_cast<uint8_t*>(of.predicted + desk.mostPairs()), end);
+    }
+    EXPECT_LE(reinterpret_cast<uint8_t*>(box.answers + desk.mostPairs() * shape.embedding), end);
+    EXPECT_LE(reinterpret_cast<uint8_t*>(box.orders + 1), end);
+    EXPECT_TRUE(same(*box.orders, {}));
+    desk.expectUntouched();
     for (int64_t i = 0; i < kMostRows * shape.embedding; ++i) ASSERT_EQ(box.down[i], kPoison);
-    EXPECT_EQ(*box.sent, 0u);
-    EXPECT_EQ(*box.returned, 0u);
+    for (int64_t i = 0; i < kMostRows * box.hidden.cols; ++i) ASSERT_EQ(box.hidden.floats[i], kPoison);
+    const uint32_t* counters[] = {box.sent, box.instructed, box.returned};
+    for (const uint32_t* a : counters) {
+        EXPECT_EQ(*a, 0u);
+        for (const uint32_t* b : counters) EXPECT_TRUE(a == b || std::abs(a - b) >= 32) << "counters in one line";
+    }
+}
+
+// A model whose experts are all resident needs no room for them.
+TEST(HostExperts, WithoutLayersThereIsNoRoomForChoices) {
+    StepLimits limits = limitsOf({kShapes[0]}, 0);
+    const size_t without = HostShare::mailboxBytes(limits, kMostRows);
+    limits.experts = limits.expertsUsed = 0;
+    EXPECT_EQ(HostShare::mailboxBytes(limits, kMostRows), without);
+    limits = limitsOf({kShapes[0]}, 1);
+    EXPECT_GT(HostShare::mailboxBytes(limits, kMostRows), without);
 }
 
 }  // namespace

@@ -328,6 +328,7 @@ TEST(HostShare, TheMailboxStartsAsZeros) {
     // The parts lie apart and inside: filling all of each to its last element must not meet another.
     desk.poisonAll();
     EXPECT_EQ(*box.sent, 0u);
+    EXPECT_EQ(*box.instructed, 0u);
     EXPECT_EQ(*box.returned, 0u);
     EXPECT_LE(reinterpret_cast<uint8_t*>(box.down + kMostRows * shape.embedding), desk.memory.get() + bytes);
     expectQuantized(box.input, {}, kMostRows - 1, shape.embedding, false);
@@ -405,15 +406,20 @@ TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
     EXPECT_EQ(*desk.mailbox().returned, 0u);
     expectHidden(desk.mailbox().hidden, layer, 1, shape.hidden);  // nothing written
     EXPECT_EQ(desk.mailbox().down[0], -777.0f);
+    EXPECT_EQ(share.nextInstructed(), 1u);
+    EXPECT_EQ(share.nextInstructed(), 2u);
     share.abort();
     EXPECT_EQ(*desk.mailbox().returned, cuda::kCrossingAborted);
+    EXPECT_EQ(*desk.mailbox().instructed, cuda::kCrossingAborted);
 
     fails = false;
     *desk.mailbox().sent = 9;
     share.begin();
     EXPECT_EQ(*desk.mailbox().sent, 0u);
+    EXPECT_EQ(*desk.mailbox().instructed, 0u);
     EXPECT_EQ(*desk.mailbox().returned, 0u);
     EXPECT_EQ(share.nextSent(), 1u);
+    EXPECT_EQ(share.nextInstructed(), 1u);
     EXPECT_EQ(share.nextReturned(), 1u);
     copyIn(layer.input, 1, 0, shape.embedding, desk.mailbox().input);
     share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, 1, 32, 0, 1);

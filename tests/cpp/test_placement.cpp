@@ -109,7 +109,7 @@ TEST(TensorUses, CountWhatATokenReads) {
 Homes randomHomes(const tiny::Model& model, std::mt19937& random) {
     Homes homes(model.tensors.size());
     for (TensorHome& home : homes) {
-        home.home = random() % 2 ? Home::Vram : Home::Direct;
+        home.home = std::vector<Home>{Home::Vram, Home::Vram, Home::Direct, Home::Slots}[random() % 4];
         home.cpuRows = 32 * static_cast<int64_t>(random() % 5);
         home.rank = static_cast<int32_t>(random() % 7);
     }
@@ -123,16 +123,16 @@ bool isGated(const TensorInfo& tensor) {
     return tensor.name.find("ffn_gate.") != std::string::npos || tensor.name.find("ffn_up.") != std::string::npos;
 }
 bool goTogether(const TensorInfo& a, const TensorInfo& b) {
-    return layerOf(a) == layerOf(b) && ((isStack(a) && isStack(b)) || (isGated(a) && isGated(b)));
+    return (isStack(a) && isStack(b)) || (layerOf(a) == layerOf(b) && isGated(a) && isGated(b));
 }
 
-// Norms and biases are always resident; a layer's stacks, and its gate and up, together or not at all.
+// Norms and biases are always resident; a layer's gate and up, and all stacks, together or not at all. Stacks alone are in slots.
 Home homeOf(const tiny::Model& model, const Homes& homes, size_t tensor) {
     const TensorInfo& t = model.tensors[tensor];
     if (homes.empty() || t.shape.size() == 1) return Home::Vram;
-    bool direct = homes[tensor].home == Home::Direct;
-    for (size_t i = 0; i < homes.size(); ++i) direct |= goTogether(model.tensors[i], t) && homes[i].home == Home::Direct;
-    return direct ? Home::Direct : Home::Vram;
+    bool away = homes[tensor].home != Home::Vram;
+    for (size_t i = 0; i < homes.size(); ++i) away |= goTogether(model.tensors[i], t) && homes[i].home != Home::Vram;
+    return !away ? Home::Vram : isStack(t) ? Home::Slots : Home::Direct;
 }
 
 // Of gate and up gate's number counts.
@@ -168,25 +168,24 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
             if (round > 1) scatter(model, random);
             const Homes homes = round == 0 ? Homes() : randomHomes(model, random);
             const Placement placement = placementOf(model.spec(), model.table(), homes);
-            const auto isDirect = [&](size_t i) { return homeOf(model, homes, i) == Home::Direct; };
-            uint64_t vram = 0, direct = 0, cpu = 0;
+            uint64_t vram = 0, direct = 0, slots = 0, cpu = 0;
             for (size_t i = 0; i < model.tensors.size(); ++i) {
                 const TensorInfo& t = model.tensors[i];
-                (isDirect(i) ? direct : vram) += t.bytes;
+                const Home where = homeOf(model, homes, i);
+                (where == Home::Vram ? vram : where == Home::Direct ? direct : slots) += t.bytes;
                 const bool feedForward = t.name.find("ffn_") != std::string::npos && t.name.find("inp") == std::string::npos;
                 const bool head = t.name == (o.tied ? "token_embd.weight" : "output.weight");
-                if (isDirect(i) && isStack(t)) {
-                    cpu += t.bytes;
-                } else if (isDirect(i) && (feedForward || head)) {
+                if (where == Home::Direct && (feedForward || head)) {
                     cpu += rowBytes(t.type, t.shape[0]) * static_cast<uint64_t>(std::min(t.shape[1], cpuRowsOf(model, homes, i)));
                 }
                 const auto holds = [&](const Placement::Range& r) {
-                    return r.file == t.file && r.begin <= t.offset && t.offset + t.bytes <= r.end && (r.home == Home::Direct) == isDirect(i);
+                    return r.file == t.file && r.begin <= t.offset && t.offset + t.bytes <= r.end && r.home == where;
                 };
                 EXPECT_EQ(std::count_if(placement.ranges.begin(), placement.ranges.end(), holds), 1) << t.name;
             }
             EXPECT_EQ(placement.vram, vram);
             EXPECT_EQ(placement.direct, direct);
+            EXPECT_EQ(placement.slots, slots);
             EXPECT_EQ(placement.cpu, cpu);
             for (size_t i = 1; i < placement.ranges.size(); ++i) {
                 const Placement::Range &a = placement.ranges[i - 1], &b = placement.ranges[i];
@@ -209,9 +208,9 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
 }
 
 // The model's homes with tensors of ranks from `limit` on in the file.
-Homes limited(Homes homes, int32_t limit) {
-    for (TensorHome& home : homes) {
-        if (home.rank >= limit) home.home = Home::Direct;
+Homes limited(const tiny::Model& model, Homes homes, int32_t limit) {
+    for (size_t i = 0; i < homes.size(); ++i) {
+        if (homes[i].rank >= limit) homes[i].home = isStack(model.tensors[i]) ? Home::Slots : Home::Direct;
     }
     return homes;
 }
@@ -222,7 +221,7 @@ bool same(const Homes& a, const Homes& b) {
     });
 }
 
-// A rank each for the embedding, each layer's attention and its feed-forward, and the head; some planned in the file.
+// A rank each for the embedding, each layer's attention and its feed-forward, all experts, and the head; some planned in the file.
 Homes rankedHomes(const tiny::Model& model, std::mt19937& random) {
     Homes homes(model.tensors.size());
     std::map<std::string, TensorHome> of;
@@ -230,13 +229,15 @@ Homes rankedHomes(const tiny::Model& model, std::mt19937& random) {
         const std::string& name = model.tensors[i].name;
         std::string key = name.substr(0, name.find("."));
         if (key == "blk") key = name.substr(0, name.find(".", 4)) + (name.find("ffn") == std::string::npos ? " attention" : " feed-forward");
-        if (!of.count(key)) of[key] = {random() % 8 == 0 ? Home::Direct : Home::Vram, 0, static_cast<int32_t>(random() % 12)};
+        if (isStack(model.tensors[i])) key = "experts";
+        const Home away = key == "experts" ? Home::Slots : Home::Direct;
+        if (!of.count(key)) of[key] = {random() % 8 == 0 ? away : Home::Vram, 0, static_cast<int32_t>(random() % 12)};
         homes[i] = of[key];
     }
     return homes;
 }
 
-TEST(FittedHomes, KeepWhatFitsAndNoMore) {
+TEST(FittedPlan, KeepsWhatFitsAndNoMore) {
     tiny::Options large;  // slots are small beside it
     large.layers = 12;
     large.embedding = 256;
@@ -269,24 +270,24 @@ TEST(FittedHomes, KeepWhatFitsAndNoMore) {
                 return plannedBytes(spec, table, tried);
             };
             std::vector<size_t> needs;  // by rank limit
-            for (int32_t limit = 0; limit <= 12; ++limit) needs.push_back(planned(limited(options.homes, limit)));
+            for (int32_t limit = 0; limit <= 12; ++limit) needs.push_back(planned(limited(model, options.homes, limit)));
             const size_t least = *std::min_element(needs.begin(), needs.end());
             std::set<size_t> sizes = {0, least - 1, SIZE_MAX};
             for (const size_t need : needs) sizes.insert({need - 1, need, need + 1});
             Homes before;
             for (const size_t available : sizes) {
-                const Homes fitted = fittedHomes(spec, table, options, available);
+                const Homes fitted = fittedPlan(spec, table, options, available).homes;
                 int32_t limit = 12;  // of ranks that can stay: tensors of one rank go together
                 if (available >= least) {
                     while (needs[static_cast<size_t>(limit)] > available) --limit;
-                    EXPECT_TRUE(same(fitted, limited(options.homes, limit))) << available << " has room for ranks below " << limit;
+                    EXPECT_TRUE(same(fitted, limited(model, options.homes, limit))) << available << " has room for ranks below " << limit;
                 } else {
-                    while (limit >= 0 && !same(fitted, limited(options.homes, limit))) --limit;
+                    while (limit >= 0 && !same(fitted, limited(model, options.homes, limit))) --limit;
                     ASSERT_GE(limit, 0) << "ranks were taken apart";
                     EXPECT_EQ(planned(fitted), least);
                 }
                 for (size_t i = 0; available > least && i < before.size(); ++i) {
-                    EXPECT_FALSE(before[i].home == Home::Vram && fitted[i].home == Home::Direct) << "more memory made a tensor leave";
+                    EXPECT_FALSE(before[i].home == Home::Vram && fitted[i].home != Home::Vram) << "more memory made a tensor leave";
                 }
                 if (available >= least) before = fitted;
             }
@@ -294,13 +295,78 @@ TEST(FittedHomes, KeepWhatFitsAndNoMore) {
     }
 }
 
-TEST(FittedHomes, WithoutAPlanThereIsNothingToFit) {
+TEST(FittedPlan, WithoutHomesThereIsNothingToFit) {
     const tiny::Model model{tiny::Options()};
     EngineOptions options;
     options.cuda = true;
     options.context = 100;
-    EXPECT_TRUE(fittedHomes(model.spec(), model.table(), options, SIZE_MAX).empty());
-    EXPECT_TRUE(fittedHomes(model.spec(), model.table(), options, 0).empty());
+    EXPECT_TRUE(fittedPlan(model.spec(), model.table(), options, SIZE_MAX).homes.empty());
+    EXPECT_TRUE(fittedPlan(model.spec(), model.table(), options, 0).homes.empty());
+}
+
+// A model of experts of 544 KiB each, and a plan that leaves them all in the file.
+struct ManyExperts {
+    ManyExperts() : model(shape()) {
+        options.cuda = true;
+        options.context = 100;
+        options.batch = 16;
+        options.homes = Homes(model.tensors.size());
+        for (size_t i = 0; i < model.tensors.size(); ++i) {
+            options.homes[i].rank = isStack(model.tensors[i]) ? 1 : 0;
+            if (isStack(model.tensors[i])) options.homes[i].home = Home::Slots;
+        }
+    }
+    static tiny::Options shape() {
+        tiny::Options o;
+        o.layers = 3;
+        o.embedding = 512;
+        o.hidden = 1024;
+        o.experts = 40;
+        return o;
+    }
+    size_t planned(size_t slotBytes, const Homes& homes) const {
+        EngineOptions tried = options;
+        tried.expertSlotBytes = slotBytes;
+        tried.homes = homes;
+        return plannedBytes(model.spec(), model.table(), tried);
+    }
+    const tiny::Model model;
+    EngineOptions options;
+};
+
+TEST(FittedPlan, SlotsShrinkToWhatThereIs) {
+    ManyExperts m;
+    m.options.expertSlotBytes = size_t{90} << 20;
+    const size_t none = m.planned(0, m.options.homes), all = m.planned(m.options.expertSlotBytes, m.options.homes);
+    ASSERT_GT(all, none + (size_t{80} << 20));
+    for (size_t available = none; available <= all + 1; available += (all - none) / 7) {
+        const FittedPlan fitted = fittedPlan(m.model.spec(), m.model.table(), m.options, available);
+        EXPECT_TRUE(same(fitted.homes, m.options.homes));
+        EXPECT_LE(m.planned(fitted.expertSlotBytes, fitted.homes), available);
+        EXPECT_LE(fitted.expertSlotBytes, m.options.expertSlotBytes);
+        if (available >= all) EXPECT_EQ(fitted.expertSlotBytes, m.options.expertSlotBytes);
+        else EXPECT_GT(m.planned(fitted.expertSlotBytes + (size_t{3} << 20), fitted.homes), available) << "there was room for more";
+    }
+}
+
+TEST(FittedPlan, ExpertsThatDoNotFitWholeLeaveTheirRoomToSlots) {
+    ManyExperts m;
+    for (TensorHome& home : m.options.homes) home.home = Home::Vram;
+    const size_t whole = m.planned(0, m.options.homes);
+    const FittedPlan fitted = fittedPlan(m.model.spec(), m.model.table(), m.options, whole - (size_t{30} << 20));
+    for (size_t i = 0; i < fitted.homes.size(); ++i) {
+        EXPECT_EQ(fitted.homes[i].home, isStack(m.model.tensors[i]) ? Home::Slots : Home::Vram) << m.model.tensors[i].name;
+    }
+    EXPECT_GT(fitted.expertSlotBytes, size_t{8} << 20);
+    EXPECT_LE(m.planned(fitted.expertSlotBytes, fitted.homes), whole - (size_t{30} << 20));
+    m.options.homes = fitted.homes;
+    m.options.expertSlotBytes = fitted.expertSlotBytes;
+    const auto pools = expertPools(m.model.spec(), m.model.table(), m.options);
+    ASSERT_EQ(pools.size(), 1u);
+    EXPECT_EQ(pools[0].layers, 3);
+    EXPECT_EQ(pools[0].experts, 120);
+    EXPECT_GT(pools[0].capacity, 2 * pools[0].landing);
+    EXPECT_EQ(static_cast<size_t>(pools[0].capacity + pools[0].landing), fitted.expertSlotBytes / pools[0].slotBytes);
 }
 
 size_t plannedLine(const tiny::Model& model, const EngineOptions& options, const std::string& name) {
@@ -363,7 +429,7 @@ TEST(PlannedLines, StreamingLargeMatricesTakesSlotsAndStagesOfAPiece) {
     EXPECT_LE(taken, (WeightStream::kSlots + 3) * WeightStream::kPieceBytes);
 }
 
-// Whichever of a layer's stacks a plan names, all three stay in the file.
+// Whichever of the stacks a plan names, all stay in the file.
 TEST(PlannedLines, StacksInTheFileLeaveSlotsAndStagesOfWholeExperts) {
     for (const bool fused : {false, true}) {
         tiny::Options o;

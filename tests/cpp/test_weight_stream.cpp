@@ -49,7 +49,7 @@ TEST(WeightStream, EveryByteUsedIsTheFiles) {
         world.stream.addTable(table);
         world.stream.take();
         EXPECT_EQ(world.transfers.prepared, 1);
-        EXPECT_TRUE(liesIn(world.transfers.always, table.data, fileBytes(table)));
+        EXPECT_TRUE(liesIn(world.transfers.ranges.always, table.data, fileBytes(table)));
         const auto any = [&](const auto& is) { return std::any_of(world.groups.begin(), world.groups.end(), is); };
         const bool streams = any([](const World::Group& g) { return !g.resident(); });
         EXPECT_EQ(world.stream.streams(), streams);
@@ -60,9 +60,15 @@ TEST(WeightStream, EveryByteUsedIsTheFiles) {
         if (!streams) std::for_each(world.groups.begin(), world.groups.end(), [&](World::Group& group) { world.keep(group); });
         world.changeFiles();
         for (int pass = 0; pass < 6; ++pass) {
+            for (World::Group& group : world.groups) {
+                if (group.isStack && random() % 2) world.wantSome(group);
+            }
             const bool headAlone = pass < 5 && world.headBegin != SIZE_MAX && random() % 4 == 0;
             world.pass(!headAlone && random() % 2, headAlone || pass == 5 || random() % 3 > 0, headAlone);
             world.changeFiles();
+        }
+        for (World::Group& group : world.groups) {
+            if (group.isStack) world.wantAll(group);
         }
         EXPECT_EQ(world.transfers.residentRows, world.residentRows);
         for (const bool few : {true, false}) {  // only what is streamed comes again, and each use finds all slots under way
@@ -155,6 +161,9 @@ TEST(WeightStream, APassGivenUpHalfWayHarmsNoOther) {
             }
             world.transfers.mayGiveUp = true;
             world.changeFiles();
+            for (World::Group& group : world.groups) {
+                if (group.isStack && random() % 2) world.wantSome(group);
+            }
             if (pass % 2) world.pass(random() % 2, true);
         }
         world.transfers.mayGiveUp = true;

@@ -29,6 +29,7 @@ struct Options {
     DType matrices = DType::Q8_0;  // F32, Q8_0 or Q4_0
     int64_t layers = 2, embedding = 64, heads = 4, kvHeads = 2, headDim = 16, hidden = 96, vocab = 77, context = 300;
     int64_t experts = 0, used = 2;  // experts of `hidden` each; 0: dense
+    std::vector<DType> mixed;  // types that the feed-forward matrices of all layers take in turns; empty: all are as `matrices`
     bool fusedQkv = false, fusedExperts = false, biases = false, tied = false;
     unsigned seed = 1;
 };
@@ -168,20 +169,21 @@ private:
             add(block + "attn_k_norm.weight", DType::F32, {perHead ? o.headDim : kv});
         }
         if (!o.experts) {
-            add(block + "ffn_gate.weight", o.matrices, {o.embedding, o.hidden});
-            add(block + "ffn_up.weight", o.matrices, {o.embedding, o.hidden});
-            add(block + "ffn_down.weight", o.matrices, {o.hidden, o.embedding});
+            add(block + "ffn_gate.weight", nextType(), {o.embedding, o.hidden});
+            add(block + "ffn_up.weight", nextType(), {o.embedding, o.hidden});
+            add(block + "ffn_down.weight", nextType(), {o.hidden, o.embedding});
             return;
         }
         add(block + "ffn_gate_inp.weight", DType::F32, {o.embedding, o.experts});
         if (o.fusedExperts) {
-            add(block + "ffn_gate_up_exps.weight", o.matrices, {o.embedding, 2 * o.hidden, o.experts});
+            add(block + "ffn_gate_up_exps.weight", nextType(), {o.embedding, 2 * o.hidden, o.experts});
         } else {
-            add(block + "ffn_gate_exps.weight", o.matrices, {o.embedding, o.hidden, o.experts});
-            add(block + "ffn_up_exps.weight", o.matrices, {o.embedding, o.hidden, o.experts});
+            add(block + "ffn_gate_exps.weight", nextType(), {o.embedding, o.hidden, o.experts});
+            add(block + "ffn_up_exps.weight", nextType(), {o.embedding, o.hidden, o.experts});
         }
-        add(block + "ffn_down_exps.weight", o.matrices, {o.hidden, o.embedding, o.experts});
+        add(block + "ffn_down_exps.weight", nextType(), {o.hidden, o.embedding, o.experts});
     }
+    DType nextType() { return _options.mixed.empty() ? _options.matrices : _options.mixed[_typesTaken++ % _options.mixed.size()]; }
 
     void fill(DType type, uint64_t count, bool norm) {
         const size_t begin = bytes.size();
@@ -206,6 +208,7 @@ private:
 
     Options _options;
     std::mt19937 _random;
+    size_t _typesTaken = 0;
 };
 
 // Every architecture, and the variants of how files store the same parts.
@@ -239,7 +242,7 @@ inline std::vector<Options> variants() {
 
 inline std::string describe(const Options& o) {
     return o.architecture + " " + sharpi::info(o.matrices).name + " seed " + std::to_string(o.seed) + (o.fusedQkv ? " fused" : "") +
-           (o.biases ? " biased" : "");
+           (o.biases ? " biased" : "") + (o.mixed.empty() ? "" : " mixed");
 }
 
 }  // namespace tiny

@@ -14,7 +14,7 @@ template <typename BackendType> struct Pass {
     template <typename... Arguments>
     Pass(const Model& model, int64_t rows, int64_t context, sharpi::KvType type, int64_t cacheTokens, Arguments&&... backendArguments)
         : spec(model.spec()), files(model.weights()), backend(std::forward<Arguments>(backendArguments)...), trace(backend.allocator(), false),
-          limits(stepLimits(spec, files->tensors(), rows, context, type)), weights(spec, *files, backend.placer(), {}, context, trace),
+          limits(stepLimits(spec, files->tensors(), rows, context, type)), weights(spec, *files, backend.placer(), {}, 0, context, trace),
           kv(backend.allocator(), kvShapes(spec), type, cacheTokens), forward(spec, weights, backend, kv, limits) {
         backend.takeScratch(limits);
     }

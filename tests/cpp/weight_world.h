@@ -10,6 +10,7 @@
 #include <cstring>
 #include <deque>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
@@ -51,9 +52,9 @@ class StrictTransfers : public Transfers {
 public:
     explicit StrictTransfers(GappedRows rows) : _rows(rows) {}
 
-    std::vector<HostRange> always, once;
+    HostRanges ranges;
     std::vector<Matrix> residents;  // their places on the device
-    std::vector<Matrix> files;
+    std::vector<Matrix> files, experts;  // what there is in the files, and which of it is of a stack
     int prepared = 0, finished = 0, passes = 0;
     size_t fetches = 0;             // in this pass
     std::set<int> slotsSeen;
@@ -61,9 +62,8 @@ public:
     size_t stageBytes = 0;
     bool mayGiveUp = false;         // the last pass may have been left before its end
 
-    void prepare(const std::vector<HostRange>& a, const std::vector<HostRange>& o, void* staging, size_t bytes) override {
-        always = a;
-        once = o;
+    void prepare(const HostRanges& all, void* staging, size_t bytes) override {
+        ranges = all;
         stageBytes = bytes;
         EXPECT_EQ(staging != nullptr, _rows.stages > 0);
         if (staging) std::memset(staging, kPoison, std::min(bytes * static_cast<size_t>(_rows.stages), size_t{1} << 20));
@@ -103,7 +103,7 @@ public:
             ASSERT_GT(part.rows, 0);
             ASSERT_GE(part.rowBegin, 0);
             ASSERT_LE(part.rowBegin + part.rows, part.to.rows);
-            EXPECT_TRUE(liesIn(isResident(part) ? once : always, part.file, part.bytes())) << "a range that was not prepared";
+            EXPECT_TRUE(liesIn(rangesOf(part), part.file, part.bytes())) << "a range that was not prepared";
             EXPECT_TRUE(isOfFile(part)) << "not the rows from " << part.fileRow << " on of any matrix";
             EXPECT_FALSE(isResident(part) && finished) << "a resident weight after finishOnce()";
             if (isResident(part)) residentRows += part.rows;
@@ -144,8 +144,12 @@ private:
     bool isResident(const StreamPart& part) const {
         return std::any_of(residents.begin(), residents.end(), [&](const Matrix& m) { return m.data == part.to.data; });
     }
-    bool isOfFile(const StreamPart& part) const {
-        return std::any_of(files.begin(), files.end(), [&](const Matrix& m) {
+    const std::vector<HostRange>& rangesOf(const StreamPart& part) const {
+        return isResident(part) ? ranges.once : isOf(experts, part) ? ranges.optional : ranges.always;
+    }
+    bool isOfFile(const StreamPart& part) const { return isOf(files, part); }
+    static bool isOf(const std::vector<Matrix>& matrices, const StreamPart& part) {
+        return std::any_of(matrices.begin(), matrices.end(), [&](const Matrix& m) {
             return m.type == part.to.type && m.cols == part.to.cols && part.fileRow >= 0 && part.fileRow + part.rows <= m.rows &&
                    part.file == m.data + fileRow(m) * static_cast<size_t>(part.fileRow);
         });
@@ -195,6 +199,7 @@ public:
     struct Group {
         std::vector<Matrix> file, to;  // of a stack: each expert's
         bool isStack = false;
+        std::vector<int32_t> wanted;   // of a stack
         std::vector<std::vector<uint8_t>> kept;  // resident: what was in the file when it came
         int64_t cpuRows = 0;
         int32_t number = -1;
@@ -241,9 +246,29 @@ public:
         const MatrixStack stack{first, fileRow(first) * static_cast<size_t>(every), shape.experts};
         for (int32_t i = 0; i < stack.count; ++i) {
             group.file.push_back(stack.at(i));
+            group.wanted.push_back(i);
             transfers.files.push_back(stack.at(i));
+            transfers.experts.push_back(stack.at(i));
         }
         return stream.addStreamedStack(stack);
+    }
+    void want(Group& group, std::vector<int32_t> experts) {
+        group.wanted = experts;
+        stream.setWanted(group.number, std::move(experts));
+    }
+    void wantAll(Group& group) {
+        std::vector<int32_t> experts(group.file.size());
+        std::iota(experts.begin(), experts.end(), 0);
+        want(group, std::move(experts));
+    }
+    // Any of them, all of them or none.
+    void wantSome(Group& group) {
+        const uint64_t kind = _random() % 6, share = 1 + _random() % 8;
+        std::vector<int32_t> experts;
+        for (size_t i = 0; i < group.file.size(); ++i) {
+            if (kind == 0 || (kind > 1 && _random() % 8 < share)) experts.push_back(static_cast<int32_t>(i));
+        }
+        want(group, std::move(experts));
     }
     void startHead() {
         stream.startHead();
@@ -278,20 +303,26 @@ public:
     void useExperts(const Group& group, bool few) {
         const Matrix& expert = group.file[0];
         const size_t stride = Allocator::aligned(_rows.layout().bytes(expert)), most = std::max<size_t>(1, WeightStream::kPieceBytes / stride);
+        const auto upTo = [](size_t n, size_t limit) { return (n + limit - 1) / limit; };
+        // As many as a piece of the whole stack has, at most: the slots hold no more. And pieces alike.
+        const size_t limit = upTo(group.file.size(), upTo(group.file.size(), most)), all = few ? 0 : group.wanted.size(), expected = upTo(all, limit);
         size_t next = 0, pieces = 0;
-        stream.forExperts(group.number, [&](const MatrixStack& part, int32_t firstExpert) {
+        stream.forExperts(group.number, [&](const MatrixStack& part, int32_t first) {
             const auto count = static_cast<size_t>(part.count);
-            ASSERT_EQ(static_cast<size_t>(firstExpert), next);
-            ASSERT_TRUE(count >= 1 && count <= most && next + count <= group.file.size()) << count << " experts in a piece";
+            ASSERT_EQ(static_cast<size_t>(first), next);
+            ASSERT_LE(next + count, all);
+            ASSERT_TRUE(count >= 1 && (count == upTo(all, expected) || next + count == all)) << count << " experts in a piece";
             ASSERT_TRUE(part.first.type == expert.type && part.first.rows == expert.rows && part.first.cols == expert.cols);
-            for (size_t i = 0; i < count; ++i) expectRows(part.at(static_cast<int32_t>(i)), group.file[next + i].data, "an expert");
+            for (size_t i = 0; i < count; ++i) {
+                expectRows(part.at(static_cast<int32_t>(i)), group.file[static_cast<size_t>(group.wanted[next + i])].data, "an expert");
+            }
             next += count;
             ++pieces;
             fetchesAtUse.push_back(transfers.fetches);
             if (_stopIn-- == 0) throw GivenUp();
         });
-        EXPECT_EQ(next, few ? 0 : group.file.size()) << "not all experts came, or some in a pass of few rows";
-        EXPECT_EQ(pieces, few ? 0 : (group.file.size() + most - 1) / most);
+        EXPECT_EQ(next, all) << "not all wanted experts came, or some in a pass of few rows";
+        EXPECT_EQ(pieces, expected);
     }
     void useMember(const Group& group, int32_t member) {
         const Matrix& file = group.file[static_cast<size_t>(member)];

@@ -42,6 +42,7 @@ class Script:
     answer: str = " there was a fox."
     context: int = 1000
     template: str | None = TEMPLATE
+    experts: dict[str, Any] | None = None
     on_load: Callable[[dict[str, Any]], None] = lambda arguments: None
     on_token: Callable[[int], None] = lambda index: None
     loads: list[dict[str, Any]] = field(default_factory=list)
@@ -119,7 +120,7 @@ class FakeModel:
     def stats(self) -> dict[str, Any]:
         return {"prompt_tokens": self._counts[0] - self.reused, "prompt_tokens_per_second": 1234.5,
                 "generated_tokens": self._counts[1], "generation_tokens_per_second": 67.89,
-                "reused_tokens": self.reused, "load_seconds": 0.25}
+                "reused_tokens": self.reused, "load_seconds": 0.25, "experts": self.script.experts}
 
 
 def install(monkeypatch: Any) -> Script:

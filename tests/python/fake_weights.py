@@ -11,15 +11,20 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from sharpi.expert_stats import ExpertStats
 from sharpi.hardware import Gpu
+from sharpi.plan import fingerprint
 from sharpi.profile import ASSUMED, HardwareProfile
 
 MIB, GIB = 1 << 20, 1 << 30
 # The slots for weights on their way: so many pieces of so many bytes at most.
 SLOTS, PIECE = 8, 384 << 10
 STREAMING = SLOTS * PIECE
+# Slots for experts: so many of each pool are for those that are used once, and so many bytes go with them.
+LANDING, STAGING = 1, 12345
 
 # Near enough to one H200 with 16 cores, all in round numbers.
 MACHINE = replace(ASSUMED, assumed=False, cpu="Some CPU", cores=16, threads=16, ram_bytes=64 * GIB,
@@ -61,8 +66,9 @@ class FakeWeights:
     """A model of `layers` layers. It is the file of it, and the core's description too.
 
     On the GPU a resident tensor takes its bytes, a direct one nothing, all in steps of `granule`; and the slots for
-    streaming STREAMING, or less where little is left to stream; rows of a direct embedding need none. experts: layers
-    with eight experts, of which a token uses two, instead of a dense feed-forward.
+    streaming STREAMING, or less where little is left to stream; rows of a direct embedding need none. Experts in slots
+    take STAGING, and what is said for slots, or less if they are fewer. experts: layers with eight experts, of which a
+    token uses two, instead of a dense feed-forward.
     """
 
     layers: int = 4
@@ -127,21 +133,44 @@ class FakeWeights:
     def kv_bytes(self, kv_dtype: str, context: int) -> int:
         return self.per_token * context
 
+    def layer_expert_bytes(self, layer: int) -> int:
+        """Of one expert."""
+        return sum(tensor.nbytes for tensor in self.tensors
+                   if tensor.name.startswith(f"blk.{layer}.") and "_exps" in tensor.name) // 8
+
+    def expert_pools(self, homes: list[Any], expert_slot_bytes: int) -> list[tuple[int, int, int, int]]:
+        """Layers whose experts are of one size share slots, and have a part of the room by what all experts take."""
+        by_size: dict[int, int] = {}
+        for layer in self.experts:
+            assert {home[0] for home, tensor in zip(homes, self.tensors, strict=True)
+                    if tensor.name.startswith(f"blk.{layer}.") and "_exps" in tensor.name} == {"slots"}
+            size = self.layer_expert_bytes(layer)
+            by_size[size] = by_size.get(size, 0) + 1
+        whole = sum(8 * size * layers for size, layers in by_size.items())
+        return [(layers, 8 * layers, size, min(8 * layers, max(0, expert_slot_bytes * 8 * layers // whole - LANDING)))
+                for size, layers in by_size.items()]
+
+    def _slots_bytes(self, homes: list[Any], expert_slot_bytes: int) -> int:
+        pools = self.expert_pools(homes, expert_slot_bytes)
+        return STAGING + sum((slots + LANDING) * size for _, _, size, slots in pools if slots)
+
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
-                     homes: list[Any] | None = None) -> list[tuple[str, int]]:
+                     homes: list[Any] | None = None, expert_slot_bytes: int = 0) -> list[tuple[str, int]]:
         assert 1 <= batch <= context and (homes is None or (device == "cuda" and len(homes) == len(self.tensors)))
         lines: dict[str, int] = {}
-        pieces = 0
+        pieces, slotted = 0, False
         for index, tensor in enumerate(self.tensors):
             home = homes[index][0] if homes else "vram"
-            assert home in ("vram", "direct")
-            if home == "direct" and (tensor.name != "token_embd" or self.tied):
+            assert home in ("vram", "slots" if "_exps" in tensor.name else "direct")
+            slotted |= home == "slots"
+            if home != "vram" and (tensor.name != "token_embd" or self.tied):
                 pieces += -(-tensor.nbytes // PIECE)
             where = {"token_embd": "token embedding"}.get(tensor.name, "output head")
             line = "layer " + tensor.name.split(".")[1] if tensor.name.startswith("blk.") else where
             lines[line] = lines.get(line, 0) + (tensor.nbytes if device == "cuda" and home == "vram" else 0)
         lines |= {"KV cache": self.kv_bytes(kv_dtype, context), "scratch": self.per_row * batch}
         lines |= {"streaming": PIECE * min(SLOTS, pieces)} if pieces else {}
+        lines |= {"expert slots": self._slots_bytes(homes, expert_slot_bytes)} if slotted else {}
         lines |= {"graphs": 1000 if device == "cuda" else 0}
         asked, taken, steps = 0, 0, []
         for name, count in lines.items():
@@ -150,7 +179,14 @@ class FakeWeights:
             taken += steps[-1][1]
         return steps
 
-    def taken(self, batch: int, context: int, homes: Any = None) -> int:
+    def taken(self, batch: int, context: int, homes: Any = None, expert_slot_bytes: int = 0) -> int:
         """All that it takes on the GPU."""
-        lines = self.memory_lines("cuda", "bf16", batch, context, 1, list(homes) if homes else None)
+        lines = self.memory_lines("cuda", "bf16", batch, context, 1, list(homes) if homes else None, expert_slot_bytes)
         return sum(count for _, count in lines)
+
+
+def stats_of(model: FakeWeights, uses: np.ndarray) -> ExpertStats:
+    """Statistics that say how often each expert was used, by layer with experts, and nothing else."""
+    none = np.zeros_like(uses)
+    return ExpertStats(model.name, model.architecture, fingerprint(model), tuple(model.experts),
+                       (uses.shape[1],) * len(uses), uses, none, none, none, none, none)

@@ -312,7 +312,7 @@ def test_a_gpu_with_too_little_room_is_said_and_the_cpu_runs(monkeypatch: pytest
     monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 260 << 20))
     result = sharpi("run", "-p", "Once", "-n", "2", "--no-stats")
     assert result.exit_code == 0 and result.stdout.startswith("Once")
-    assert re.fullmatch(r"sharpi: on the CPU: Sharpi story needs .* of VRAM .*, and there are .* are missing.*\n", result.stderr)
+    assert re.fullmatch(r"sharpi: on the CPU: Sharpi story needs .* of VRAM.* and there are .* are missing.*\n", result.stderr)
 
 
 def run_without_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -418,6 +418,7 @@ def test_bench_json_has_exactly_this_shape(timed: list[tuple[str, int]], script:
     assert isinstance(first, float) and 0 < first < 60
     assert report == {
         "model": "fake", "device": "cpu", "device_name": "avx2", "threads": 3, "isa": "avx2", "load_seconds": 0.25,
+        "experts": None,
         "results": [
             {"kind": "prefill", "tokens": 32, "tokens_per_second": {"median": 16.0, "min": 4.0, "max": 32.0}},
             {"kind": "decode", "tokens": 16, "tokens_per_second": {"median": 8.0, "min": 2.0, "max": 16.0}},

@@ -406,8 +406,8 @@ def test_the_trace_is_printed(tmp_path: Path) -> None:
         done = subprocess.run([sys.executable, "-c", script, path], text=True, capture_output=True, check=False,
                               timeout=120, env={**os.environ, "SHARPI_TRACE_VRAM": switch})
         assert done.returncode == 0 and done.stdout == "", done.stderr
-        names = ["start", "token embedding", "layer 0", "layer 1", "output head", "streaming", "KV cache", "scratch",
-                 "graphs"]
+        names = ["start", "token embedding", "layer 0", "layer 1", "output head", "streaming", "expert slots",
+                 "KV cache", "scratch", "graphs"]
         lines = done.stderr.splitlines()
         ranges = [line for line in lines if line.startswith("weights: ")]
         lines = [line for line in lines if line not in ranges]

@@ -24,6 +24,7 @@ from sharpi import Model, _core  # noqa: E402
 from sharpi.cli import main  # noqa: E402
 from sharpi.errors import (InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError,  # noqa: E402
                            SharpiError)
+from sharpi.expert_stats import COUNTS, ExpertStats  # noqa: E402
 from sharpi.hardware import Gpu  # noqa: E402
 
 PROMPT = "Once upon a time"
@@ -269,10 +270,10 @@ def test_a_gpu_that_fails_at_loading_leaves_auto_on_the_cpu(kind: type[SharpiErr
     monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
     make_engine = _core.Engine
 
-    def engine(*arguments):
+    def engine(*arguments, **options):
         if "cuda" in arguments:
             raise kind("somebody else was quicker")
-        return make_engine(*arguments)
+        return make_engine(*arguments, **options)
 
     monkeypatch.setattr(_core, "Engine", engine)
     if kind is ModelFileError:
@@ -293,9 +294,13 @@ class FakeGpuEngine:
     trace = ()
     weight_bytes = kv_bytes = scratch_bytes = 0
     device_name = "Some GPU"
+    counts = None
 
-    def __init__(self, *arguments) -> None:
-        type(self).arguments = arguments
+    def __init__(self, *arguments, **options) -> None:
+        type(self).arguments, type(self).options = arguments, options
+
+    def expert_stats(self) -> dict | None:
+        return self.counts
 
     def placement(self) -> dict:
         return {"vram": 1, "direct": 2, "cpu": 1, "ranges": [(0, 0, 3, "vram")]}
@@ -309,6 +314,7 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
     said: list[str] = []
     with Model.load(tiny, device="cuda", notice=said.append) as model:
         assert FakeGpuEngine.arguments[6:] == ("cuda", 0, list(model.plan.homes))
+        assert FakeGpuEngine.options == {"expert_slot_bytes": 0, "expert_rates": (0.0, 0.0), "warm": []}
         assert not model.plan.resident and model.plan.decode
         assert said == ["only 5 MiB of VRAM are free"]
         stats = model.stats()
@@ -337,6 +343,165 @@ def test_too_little_vram_is_said_before_anything_is_loaded(tiny: Path, monkeypat
     monkeypatch.setattr(_core, "Engine", None)
     message = refused(lambda: Model.load(tiny, device="cuda", vram="1MiB"), OutOfMemoryError)
     assert "tiny" in message and "missing" in message and "--device cpu" in message
+
+
+# --- experts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def moe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("SHARPI_EXPERT_STATS", raising=False)
+    return write(tmp_path / "moe.gguf", MODELS["qwen3moe"])
+
+
+def saved_uses(moe: Path, path: Path) -> ExpertStats:
+    """Statistics of the model at `moe`, at `path` too, with uses that order its experts in a way of their own."""
+    with Model.load(moe, device="cpu", expert_stats=path) as model:
+        model.logits([1, 2, 3])
+    saved = ExpertStats.load(path)
+    saved = replace(saved, uses=np.random.default_rng(8).permutation(saved.uses.size).astype(np.uint64).reshape(
+        saved.uses.shape))
+    saved.save(path)
+    return saved
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "olmoe"])
+def test_every_choice_of_an_expert_is_counted(name: str, tmp_path: Path) -> None:
+    tiny = MODELS[name]
+    saved = tmp_path / "stats.json"
+    with Model.load(write(tmp_path / "m.gguf", tiny), device="cpu", batch=32, expert_stats=saved) as model:
+        assert model.stats()["experts"]["uses"] == 0
+        model.logits(list(range(70)))
+        assert len(list(model.generate([1, 2, 3], max_tokens=6, temperature=0.0))) == 6
+        rows = 70 + 3 + 5  # the last token is not evaluated
+        experts = model.stats()["experts"]
+        assert experts["uses"] == rows * tiny.experts_used * tiny.layers
+        assert (experts["hit_rate"], experts["slots"]) == (None, 0)
+        assert not saved.exists(), "it is written at the end"
+    stats = ExpertStats.load(saved, model.file)
+    assert stats.uses.sum(axis=1).tolist() == [rows * tiny.experts_used] * tiny.layers
+    assert stats.layers == tuple(range(tiny.layers)) and stats.present == (tiny.experts,) * tiny.layers
+    # Each row chooses an expert once at most, and random routers choose more than a few.
+    assert stats.uses.max() <= rows and (stats.uses > 0).sum() > tiny.experts_used * tiny.layers
+
+
+def test_expert_stats_are_written_however_it_ends(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "stats.json"
+    for ending in (KeyboardInterrupt, RuntimeError):
+        with pytest.raises(ending), Model.load(moe, device="cpu", expert_stats=path) as model:
+            model.logits([1, 2])
+            raise ending
+        assert ExpertStats.load(path).uses.sum() == 2 * 3 * 2
+        path.unlink()
+    model.close()
+    assert not path.exists(), "a closed model has nothing more to write"
+
+    monkeypatch.setenv("SHARPI_EXPERT_STATS", str(path))
+    Model.load(moe, device="cpu", expert_stats=tmp_path / "other.json").close()
+    assert not path.exists() and ExpertStats.load(tmp_path / "other.json").uses.sum() == 0
+    Model.load(moe, device="cpu").close()
+    assert ExpertStats.load(path)
+    monkeypatch.setenv("SHARPI_EXPERT_STATS", "")
+    Model.load(moe, device="cpu").close()
+
+
+def test_statistics_that_cannot_be_written_are_said_before_loading(moe: Path, tmp_path: Path,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "Engine", None)
+    for path in (tmp_path, tmp_path / "no" / "stats.json", moe / "below", "a\0b"):
+        message = refused(lambda path=path: Model.load(moe, device="cpu", expert_stats=path))
+        assert "statistics" in message and "written" in message
+    assert os.listdir(tmp_path) == ["moe.gguf"]
+
+
+def test_statistics_that_cannot_be_written_any_more_hide_no_error(moe: Path, tmp_path: Path) -> None:
+    def loaded(**options) -> Model:
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        model = Model.load(moe, device="cpu", expert_stats=folder / "stats.json", **options)
+        folder.rmdir()
+        return model
+
+    model = loaded()
+    assert "stats.json" in refused(model.close)
+    assert "closed" in refused(model.session)
+    model.close()
+
+    said: list[str] = []
+    with pytest.raises(KeyError, match="inside"), loaded(notice=said.append):
+        raise KeyError("inside")
+    assert len(said) == 1 and "stats.json" in said[0]
+
+    def without_notice() -> None:
+        with loaded():
+            raise KeyError("inside")
+
+    assert "stats.json" in refused(without_notice), "nobody else would hear of it"
+
+
+def test_a_model_without_experts_has_no_statistics(tiny: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "stats.json"
+    with Model.load(tiny, device="cpu", expert_stats=path, notice=said.append) as model:
+        assert model.stats()["experts"] is None
+    assert len(said) == 1 and "no experts" in said[0] and not path.exists()
+
+
+def test_warmth_is_of_the_same_model_and_is_handed_to_the_gpu(moe: Path, tiny: Path, tmp_path: Path,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "stats.json"
+    saved = saved_uses(moe, path)
+    assert "the model is" in refused(lambda: Model.load(tiny, device="cpu", warm=path))
+    assert "the model is" in refused(lambda: Model.load(tiny, device="cpu", warm=saved))
+    assert "cannot read" in refused(lambda: Model.load(moe, device="cpu", warm=tmp_path / "none.json"))
+
+    said: list[str] = []
+    with Model.load(moe, device="cpu", warm=path, notice=said.append) as model:
+        assert model.logits([1]).shape == (1, 96)
+    assert len(said) == 1 and "nothing is warmed" in said[0]
+
+    counts = {name: getattr(saved, name) for name in COUNTS}
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
+    monkeypatch.setattr(_core, "Engine", FakeGpuEngine)
+    monkeypatch.setattr(FakeGpuEngine, "counts", {
+        "layers": saved.layers, "present": saved.present, **counts, "predictors": [("next-token", 8, 2, 4)],
+        "capacity": 4, "resident": 3})
+    for warm in (path, saved):
+        with Model.load(moe, device="cuda", warm=warm, notice=said.append) as model:
+            assert FakeGpuEngine.options["warm"] == saved.order() and saved.order() != sorted(saved.order())
+            experts = model.stats()["experts"]
+            assert (experts["slots"], experts["resident"]) == (4, 3)
+            assert experts["predictors"]["next-token"]["accuracy"] == 0.25
+    assert "nothing is warmed" not in "".join(said[1:])
+    planned = Model.load.__globals__["make_plan"]
+    monkeypatch.setitem(Model.load.__globals__, "make_plan", lambda *a, **b: replace(
+        planned(*a, **b), expert_slots=5 << 20, expert_rates=(1e9, 2e9)))
+    with Model.load(moe, device="cuda"):
+        assert FakeGpuEngine.options == {"expert_slot_bytes": 5 << 20, "expert_rates": (1e9, 2e9), "warm": []}
+
+
+def test_plans_are_predicted_with_warmth(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, seen = saved_uses(moe, tmp_path / "stats.json"), []
+    planned = Model.load.__globals__["make_plan"]
+
+    def make_plan(*arguments, **options):
+        seen.append(options["warm"])
+        return planned(*arguments, **options)
+
+    monkeypatch.setitem(Model.load.__globals__, "make_plan", make_plan)
+    Model.load(moe, device="cpu", warm=saved).close()
+    Model.load(moe, device="cpu").close()
+    assert seen == [saved, None]
+
+
+def test_decode_is_timed_with_other_experts_each_time(moe: Path) -> None:
+    with Model.load(moe, device="cpu") as model:
+        seen = [model.engine.expert_stats()["uses"]]
+        for _ in range(3):
+            model.bench_decode(1, 20)
+            seen.append(model.engine.expert_stats()["uses"])
+        first, *others = (after - before for before, after in zip(seen, seen[1:], strict=False))
+        assert all(not np.array_equal(first, other) for other in others)
 
 
 def broken(path: Path, **options) -> str:

@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from fake_model import cli_runner
 from fake_weights import (GIB, MACHINE, MIB, NO_GPU, STREAMING, FakeWeights, plain_machine,  # noqa: F401 - a fixture
                           set_gpu)
+from planning import Measuring, held, machine_with, plan_command, plan_of, refused
 
-from sharpi.cli import main
-from sharpi.errors import InternalError, InvalidRequestError, OutOfMemoryError
+from sharpi.errors import InternalError, OutOfMemoryError
 from sharpi.hardware import Gpu
 from sharpi.placement import Inventory
-from sharpi.plan import Plan
-from sharpi.planner import VRAM_MARGIN, make_plan
+from sharpi.planner import VRAM_MARGIN
 from sharpi.prediction import decode_on_gpu, share_rows
 from sharpi.profile import ASSUMED
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
-
-
-def plan_of(model: FakeWeights, vram: int | None = None, **options: Any) -> Plan:
-    return make_plan(model, model, **{"device": "cuda", "vram": vram, "context": 1000, "batch": 100, "threads": 16,
-                                      **options})
-
-
-def held(plan: Plan) -> set[int]:
-    return {tensor for tensor, home in enumerate(plan.homes) if home.home == "vram"}
-
-
-def refused(call: Callable[[], Any], error: type[Exception] = InvalidRequestError) -> str:
-    with pytest.raises(error) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # --- homes at every budget -------------------------------------------------------------------------------------------
@@ -53,14 +33,15 @@ def test_homes_at_many_budgets(options: dict) -> None:
     whole, least = model.taken(100, 1000), model.taken(100, 1000, inventory.homes(0))
     assert least < whole
     before: set[int] = set()
-    sizes = set()
+    sizes, slots = set(), 0
     for budget in sorted({least, whole - 1, whole, 2 * whole, *range(least, whole, (whole - least) // 97 or 1)}):
         plan = plan_of(model, budget)
         assert plan.fits and plan.total_bytes <= budget
-        assert plan.total_bytes == model.taken(100, 1000, plan.homes)
+        assert plan.total_bytes == model.taken(100, 1000, plan.homes, plan.expert_slots)
         resident = held(plan)
         assert before <= resident, "more VRAM drove something out"
-        # The longest beginning of the order of benefit that fits, all tried.
+        # The longest beginning of the order of benefit that fits, all tried; what comes after the experts does not
+        # count without them.
         most = max(count for count in [*range(len(inventory.movable)), 0]
                    if model.taken(100, 1000, inventory.homes(count)) <= budget)
         most = len(inventory.movable) if budget >= whole else most
@@ -68,11 +49,21 @@ def test_homes_at_many_budgets(options: dict) -> None:
         assert plan.resident is (budget >= whole)
         assert (plan.streaming_bytes > 0) is (most < len(inventory.movable) - (not model.tied))
         inventory.check(plan.homes)
-        assert sum(row.vram for row in plan.placement) == sum(model.sizes[tensor] for tensor in resident)
-        assert sum(row.vram + row.direct + row.cpu for row in plan.placement) == model.total
+        assert sum(row.vram for row in plan.placement if row.kind != "experts") == sum(
+            model.sizes[tensor] for tensor in resident if "_exps" not in model.tensors[tensor].name)
+        assert sum(sum(row[1:]) for row in plan.placement) == model.total
+        # Slots take what is left, to the last MiB, and only once nothing else needs it.
+        slotted = most == inventory.before_experts and inventory.has_experts
+        assert plan.expert_slots % MIB == 0 and (not plan.expert_slots or slotted)
+        if slotted:
+            more = plan.expert_slots + MIB
+            holds = any(pool[3] for pool in model.expert_pools(list(plan.homes), more))
+            assert model.taken(100, 1000, plan.homes, more) > budget or not holds
+            assert plan.experts_in_slots >= slots
+            slots = plan.experts_in_slots
         before = resident
         sizes.add(len(resident))
-    assert len(sizes) >= min(4, len(inventory.movable))
+    assert len(sizes) >= min(4, len(inventory.movable)) and (slots > 0) is inventory.has_experts
     short = plan_of(model, least - 1)
     assert not short.fits and short.total_bytes == least
 
@@ -158,6 +149,7 @@ def test_nothing_is_cached_where_the_cache_is_off(monkeypatch: pytest.MonkeyPatc
     for vram in (None, model.total * 2, model.total):
         plan = plan_of(model, vram)
         assert plan.homes == plan_of(model, vram).homes and plan.streaming_bytes == STREAMING
+        assert plan.expert_slots == 0 and plan.expert_slots_bytes > 0, "but for what goes with slots"
         assert {model.tensors[tensor].name.split(".")[-1] for tensor in held(plan)} == {"attn_norm", "output_norm"}
 
 
@@ -176,6 +168,11 @@ def test_the_cache_holds_no_more_than_was_said(megabytes: int, experts: tuple[in
         units = [unit for unit in inventory.movable if set(unit.tensors) <= held(plan)]
         if len(units) < len(inventory.movable):
             assert cached + inventory.movable[len(units)].nbytes > megabytes * MIB
+        # What is left of it is for slots.
+        assert cached + plan.expert_slots <= megabytes * MIB
+        if experts and len(units) == inventory.before_experts:
+            assert (plan.expert_slots > 0) is (megabytes * MIB - cached >= 2 * MIB)
+            assert cached + plan.expert_slots > (megabytes - 1) * MIB or not plan.expert_slots
         assert plan.resident is (megabytes == 100)
 
 
@@ -197,118 +194,6 @@ def test_switches_that_say_nothing_are_refused(name: str, monkeypatch: pytest.Mo
     for device in ("cuda", "auto"):
         assert name in refused(lambda device=device: plan_of(FakeWeights(), device=device))
     plan_of(FakeWeights(), device="cpu")
-
-
-# --- experts ---------------------------------------------------------------------------------------------------------
-
-
-MOE = {"layers": 4, "experts": (0, 1, 2, 3)}
-
-
-def experts_in_vram(model: FakeWeights, plan: Plan) -> set[int]:
-    """Layers, each of which has all of its experts there or none."""
-    layers: dict[int, set[str]] = {}
-    for tensor, home in zip(model.tensors, plan.homes, strict=True):
-        if "_exps" in tensor.name:
-            layers.setdefault(int(tensor.name.split(".")[1]), set()).add(home.home)
-            assert home.cpu_rows == 0
-    assert all(len(homes) == 1 for homes in layers.values())
-    return {layer for layer, homes in layers.items() if homes == {"vram"}}
-
-
-def test_experts_need_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FakeWeights(**MOE)
-    inventory = Inventory.of(model, model)
-    stacks = sum(tensor.nbytes for tensor in model.tensors if "_exps" in tensor.name)
-    least = model.taken(100, 1000, inventory.homes(0))
-    assert least < stacks / 4
-    seen = set()
-    for budget in range(least, model.total + 2 * MIB, MIB // 2):
-        plan = plan_of(model, budget)
-        inside = experts_in_vram(model, plan)
-        seen.add(len(inside))
-        # What a token reads in full is there before any experts are, and they before the embedding.
-        others = {model.tensors[tensor].name for tensor in held(plan) if "_exps" not in model.tensors[tensor].name}
-        assert not inside or len(others) >= len(model.tensors) - 12 - 1
-        assert "token_embd" not in others or len(inside) == 4
-        row = next(row for row in plan.placement if row.kind == "experts")
-        assert (row.vram, row.direct, row.cpu) == (len(inside) * stacks // 4, 0, (4 - len(inside)) * stacks // 4)
-        assert (plan.decode is not None) is (plan.prefill is not None) is (len(inside) < 4), "if something is fetched"
-    assert seen == {0, 1, 2, 3, 4}
-    set_gpu(monkeypatch, GIB)
-    assert "beside the weights that may stay in RAM" in refused(plan_of(model, least - 1).require, OutOfMemoryError)
-
-
-def test_a_token_reads_few_experts_and_a_prompt_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FakeWeights(**MOE)
-    plan = plan_of(model, model.total // 2, cpu_moe=True, profile=machine_with(1e8))
-    used = sum(use[4] for use in model.uses if use[2] == "experts")
-    assert plan.decode is not None and plan.prefill is not None and plan.decode.bound == "RAM"
-    assert 0.95 * used / 1e8 < 1 / plan.decode.tokens_per_second < 1.1 * used / 1e8
-    plan = plan_of(model, model.total // 2, cpu_moe=True, profile=machine_with(1e12, 1e8))
-    assert plan.prefill is not None and plan.prefill.bound == "PCIe"
-    assert 0.95 * 4 * used / 1e8 < 100 / plan.prefill.tokens_per_second < 1.1 * 4 * used / 1e8
-
-
-@pytest.mark.parametrize("how", ["argument", "environment"])
-def test_all_experts_may_be_left_to_the_cpu(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FakeWeights(layers=4, experts=(0, 1, 3))
-    inventory = Inventory.of(model, model).with_experts_on_cpu()
-    if how == "environment":
-        monkeypatch.setenv("SHARPI_CPU_MOE", "1")
-    options = {"cpu_moe": True} if how == "argument" else {}
-    whole = model.taken(100, 1000, inventory.homes(len(inventory.movable)))
-    least = model.taken(100, 1000, inventory.homes(0))
-    before: set[int] = set()
-    for budget in sorted({2 * model.total, model.total, *range(least, whole + MIB, MIB // 3), whole}):
-        plan = plan_of(model, budget, **options)
-        assert plan.fits and plan.total_bytes == model.taken(100, 1000, plan.homes) <= budget
-        assert not experts_in_vram(model, plan) and before <= held(plan) and plan.streaming_bytes > 0
-        before = held(plan)
-        most = max(count for count in range(len(inventory.movable) + 1)
-                   if model.taken(100, 1000, inventory.homes(count)) <= budget)
-        assert before == held(replace(plan, homes=inventory.homes(most)))
-    assert len(before) == len(model.tensors) - 9, "all else fits"
-    assert not plan_of(model, least - 1, **options).fits
-    # A smaller default batch is better than less in VRAM, as where there are no experts.
-    lean = inventory.homes(len(inventory.movable) - 1)
-    plan = plan_of(model, model.taken(500, 1000, lean), batch=None, **options)
-    assert (plan.homes, plan.batch) == (lean, 500)
-    # What is said last counts.
-    assert plan_of(model, 2 * model.total, cpu_moe=False).resident
-    # There is nothing to leave.
-    assert plan_of(FakeWeights(), 2 * model.total, **options).resident
-    assert plan_of(model, None, **options, device="cpu").homes == ()
-
-
-def test_auto_says_that_experts_were_left_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FakeWeights(**MOE)
-    set_gpu(monkeypatch, VRAM_MARGIN + 2 * model.total)
-    for kernel, device in ((1e-6, "cuda"), (1e-2, "cpu")):
-        profile = replace(machine_with(10e9), gpu_kernel_seconds=kernel)
-        plan = plan_of(model, device="auto", cpu_moe=True, profile=profile)
-        assert plan.device == device
-        assert plan.why.startswith("the experts are left to the CPU, and decode is predicted at ")
-    assert plan_of(model, device="auto", cpu_moe=False).why == "the model fits into its memory"
-    set_gpu(monkeypatch, VRAM_MARGIN + model.total // 2)
-    assert "does not fit into the VRAM whole" in plan_of(model, device="auto").why
-    dense = FakeWeights(layers=8)
-    assert "does not fit into the VRAM whole" in plan_of(dense, dense.total // 2, device="auto", cpu_moe=True).why
-
-
-def test_experts_leave_before_the_default_batch_shrinks() -> None:
-    """Only for having all, or all but the rows of an embedding, is a smaller batch taken."""
-    for tied in (False, True):
-        model = FakeWeights(**MOE, tied=tied)
-        inventory = Inventory.of(model, model)
-        least = model.taken(1000, 1000, inventory.homes(0))
-        for resident in range(1, len(inventory.movable) - (not tied)):
-            budget = model.taken(250, 1000, inventory.homes(resident))
-            if budget >= least:
-                plan = plan_of(model, budget, batch=None)
-                assert plan.batch == 1000 and plan.streaming_bytes
-                assert len(held(plan)) < len(held(replace(plan, homes=inventory.homes(resident))))
-        assert budget >= least and plan_of(model, model.taken(250, 1000), batch=None).batch in (250, 1000)
 
 
 # --- what cannot be --------------------------------------------------------------------------------------------------
@@ -380,11 +265,6 @@ def test_a_budget_above_the_card_is_refused(device: str, monkeypatch: pytest.Mon
 # --- which device, and when it is measured ---------------------------------------------------------------------------
 
 
-def machine_with(ram: float, pcie: float = 50e9) -> Any:
-    return replace(MACHINE, ram_bytes_per_second=ram, ram_bytes_per_second_shared=ram, pcie_bytes_per_second=pcie,
-                   pcie_bytes_per_second_shared=pcie)
-
-
 def test_auto_takes_the_device_that_decodes_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeWeights()
     set_gpu(monkeypatch, VRAM_MARGIN + model.total // 2 + STREAMING)
@@ -398,23 +278,6 @@ def test_auto_takes_the_device_that_decodes_faster(monkeypatch: pytest.MonkeyPat
     set_gpu(monkeypatch, VRAM_MARGIN + 2 * model.total)
     plan = plan_of(model, device="auto", profile=machine_with(1e14, 1e7))
     assert (plan.device, plan.why) == ("cuda", "the model fits into its memory")
-
-
-class Measuring:
-    """Stands in for the profile's cache: what it holds, and whether somebody had to measure."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, cached: bool = False) -> None:
-        self.cached = cached
-        self.measured = 0
-        self.said: list[str] = []
-        monkeypatch.setattr("sharpi.planner.current_profile", self)
-
-    def __call__(self, measure: bool, announce: Callable[[], None]) -> Any:
-        if not self.cached and measure:
-            announce()
-            self.measured += 1
-            self.cached = True
-        return MACHINE if self.cached else ASSUMED
 
 
 def test_it_is_measured_only_where_that_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,12 +338,6 @@ def test_a_plan_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def plan_command(monkeypatch: pytest.MonkeyPatch, model: FakeWeights, *arguments: str) -> Any:
-    monkeypatch.setattr("sharpi.model.describe", lambda path=None: (model, model))
-    return cli_runner().invoke(main, ["plan", "-c", "1000", "-b", "100", "-t", "16", *arguments],
-                               catch_exceptions=False, prog_name="sharpi")
-
-
 def test_the_command_shows_what_lives_where(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(machine_with(2e9, 2e9), cpu="A processor of a name so long that it needs two lines of a terminal")
     monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: slow)
@@ -512,21 +369,6 @@ def test_the_command_says_when_speeds_are_assumed(monkeypatch: pytest.MonkeyPatc
     said = " ".join(plan_command(monkeypatch, FakeWeights(), "--vram", "1GiB").stdout.split())
     assert "For a CPU of 8 cores (assumed)" in said and "RAM 40 GB/s, PCIe 24 GB/s, VRAM 350 GB/s. " in said
     assert "`sharpi hardware --save FILE` there" in said and "as measured" not in said
-
-
-def test_the_command_shows_experts_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = FakeWeights(**MOE)
-    part = str(model.taken(100, 1000, Inventory.of(model, model).homes(4 + 4 + 1 + 2)))
-    for arguments, places, cells in (
-            (["--vram", "1GiB"], ["in VRAM"], ["48.0 MiB"]),
-            (["--vram", "1GiB", "--cpu-moe"], ["in VRAM", "by the CPU"], ["-", "48.0 MiB"]),
-            (["--vram", part], ["in VRAM", "over PCIe", "by the CPU"], ["24.0 MiB", "-", "24.0 MiB"])):
-        lines = plan_command(monkeypatch, model, *arguments).stdout.splitlines()
-        title, row = (next(line for line in lines if line.startswith(f"  {name} ")) for name in ("weights", "experts"))
-        assert re.split(" {2,}", title.strip()) == ["weights", *places]
-        assert re.split(" {2,}", row.strip()) == ["experts", *cells]
-        assert any("computed by the CPU" in line for line in lines) is ("by the CPU" in places)
-        assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -9,7 +9,7 @@ import pytest
 from fake_weights import FakeWeights
 
 from sharpi.errors import InvalidRequestError
-from sharpi.placement import Inventory, Switches, TensorHome
+from sharpi.placement import ExpertPool, Inventory, Switches, TensorHome
 
 SWITCHES = ("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", "SHARPI_CUDA_ROW_SPLIT",
             "SHARPI_CPU_MOE")
@@ -37,37 +37,38 @@ def test_the_order_of_benefit() -> None:
 
 
 def test_the_order_of_benefit_with_experts() -> None:
-    """All of a layer's are one unit; what a token reads in full comes before them, the embedding after."""
+    """The model's are one unit; what a token reads in full comes before them, the embedding after."""
     model = FakeWeights(layers=4, experts=(0, 1, 2))
     inventory = Inventory.of(model, model)
-    stacks = {layer: [f"blk.{layer}.ffn_{name}_exps" for name in ("gate", "up", "down")] for layer in (0, 1, 2)}
+    stacks = [f"blk.{layer}.ffn_{name}_exps" for layer in (0, 1, 2) for name in ("gate", "up", "down")]
     assert names(model, inventory)[4:] == [
         ["blk.0.ffn_gate_inp"], ["blk.2.ffn_gate_inp"], ["blk.1.ffn_gate_inp"], ["output"],
-        ["blk.3.ffn_gate", "blk.3.ffn_up"], ["blk.3.ffn_down"], stacks[0], stacks[2], stacks[1], ["token_embd"]]
-    assert [unit.layer for unit in inventory.movable if unit.kind == "experts"] == [0, 2, 1]
+        ["blk.3.ffn_gate", "blk.3.ffn_up"], ["blk.3.ffn_down"], stacks, ["token_embd"]]
+    assert inventory.movable[inventory.before_experts].kind == "experts" and inventory.before_experts == 10
     for tensor, home in zip(model.tensors, inventory.homes(0), strict=True):
         assert (home.home == "vram") is ("norm" in tensor.name) is (home.rank == 0), tensor.name
 
 
-def test_experts_that_are_left_to_the_cpu() -> None:
-    """However much room there is, they are direct; all else keeps its order."""
-    model = FakeWeights(layers=4, experts=(0, 1, 2))
-    inventory = Inventory.of(model, model)
-    kept = inventory.with_experts_on_cpu()
-    assert names(model, kept) == [unit for unit in names(model, inventory) if "_exps" not in unit[0]]
-    for resident in range(len(kept.movable) + 1):
-        homes = kept.homes(resident)
-        inventory.check(homes)
-        direct = {model.tensors[tensor].name for tensor, home in enumerate(homes) if home.home == "direct"}
-        assert {name for name in direct if "_exps" in name} == {tensor.name for tensor in model.tensors
-                                                                if "_exps" in tensor.name}
-        assert len(direct) == 9 + sum(len(unit.tensors) for unit in kept.movable[resident:])
-        # Where VRAM is shorter than planned, ranks decide what leaves: that is nothing that is out already.
-        stays = [home.rank for home in homes if home.home == "vram"]
-        assert max(stays) < min(home.rank for home in homes if home.home == "direct")
+def test_experts_outside_of_vram_are_in_slots() -> None:
+    """All or none of them, at every number of units; everything else is direct where it is not in VRAM."""
+    for tied in (False, True):
+        model = FakeWeights(layers=4, experts=(0, 1, 2), tied=tied)
+        inventory = Inventory.of(model, model)
+        assert inventory.has_experts
+        for resident in range(len(inventory.movable) + 1):
+            homes = inventory.homes(resident)
+            inventory.check(homes)
+            seen: dict[bool, set[str]] = {True: set(), False: set()}
+            for home, tensor in zip(homes, model.tensors, strict=True):
+                seen["_exps" in tensor.name].add(home.home)
+            assert seen[True] == {"vram" if resident > inventory.before_experts else "slots"}
+            assert seen[False] <= {"vram", "direct"}
+            assert inventory.streamed(homes) is (resident <= inventory.before_experts)
+        lean = inventory.homes(inventory.before_experts)
+        direct = [tensor.name for home, tensor in zip(lean, model.tensors, strict=True) if home.home == "direct"]
+        assert direct == ([] if tied else ["token_embd"]), "an embedding's rows need no VRAM"
     dense = Inventory.of(FakeWeights(), FakeWeights())
-    assert not dense.has_experts and inventory.has_experts
-    assert dense.with_experts_on_cpu().homes(len(dense.movable)) == dense.homes(len(dense.movable))
+    assert not dense.has_experts and dense.before_experts == len(dense.movable)
 
 
 def test_fused_experts_count_once() -> None:
@@ -82,7 +83,7 @@ def test_fused_experts_count_once() -> None:
     assert experts.tensors == (gate, down) and experts.nbytes == (3 << 20) + model.sizes[down]
     assert sum(use.batch_bytes for use in inventory.uses if use.role == "experts") == experts.nbytes
     placed = next(row for row in inventory.placed(inventory.homes(0)) if row.kind == "experts")
-    assert (placed.vram, placed.direct, placed.cpu) == (0, 0, experts.nbytes)
+    assert placed == ("experts", 0, 0, experts.nbytes, 0)
 
 
 def test_an_embedding_that_is_the_head_counts_as_the_head() -> None:
@@ -131,17 +132,6 @@ def test_what_is_direct_is_spread_over_the_model(layers: int) -> None:
         assert sum(1 for some in resident.values() if some == 1) == count % 2, "a layer is finished before the next"
         runs = [after - before - 1 for before, after in zip([-1, *whole], [*whole, layers], strict=True)]
         assert max(runs) <= 2.7 * layers / (len(whole) + 1) + 1
-
-
-@pytest.mark.parametrize("layers", [2, 3, 5, 28, 48, 80])
-def test_direct_experts_are_spread_over_the_model(layers: int) -> None:
-    model = FakeWeights(layers=layers, experts=tuple(range(layers)))
-    units = [unit.layer for unit in Inventory.of(model, model).movable if unit.kind == "experts"]
-    assert sorted(units) == list(range(layers))
-    for count in range(layers + 1):
-        whole = sorted(units[:count])
-        runs = [after - before - 1 for before, after in zip([-1, *whole], [*whole, layers], strict=True)]
-        assert max(runs) <= 2.7 * layers / (count + 1) + 1
 
 
 # --- the CPU's rows --------------------------------------------------------------------------------------------------
@@ -200,9 +190,9 @@ def test_every_byte_is_in_one_place() -> None:
         model = FakeWeights(layers=dice.randint(1, 5), tied=dice.random() < 0.5, mixed=dice, experts=(0, 3))
         inventory = Inventory.of(model, model)
         homes = list(inventory.homes(dice.randint(0, len(inventory.movable))))
-        # Any expert may be chosen: direct ones are the CPU's, all of them.
+        # Any expert may be chosen: without slots all are the CPU's.
         experts = on_cpu = sum(size for size, home, tensor in zip(model.sizes, homes, model.tensors, strict=True)
-                               if "_exps" in tensor.name and home.home == "direct")
+                               if "_exps" in tensor.name and home.home == "slots")
         assert next((row.cpu for row in inventory.placed(homes) if row.kind == "experts"), 0) == experts
         seen.add(experts)
         for use in inventory.shareable(homes):
@@ -213,11 +203,30 @@ def test_every_byte_is_in_one_place() -> None:
         resident = sum(size for size, home in zip(model.sizes, homes, strict=True) if home.home == "vram")
         assert sum(row.vram for row in placed) == resident
         assert sum(row.cpu for row in placed) == on_cpu
-        assert sum(row.vram + row.direct + row.cpu for row in placed) == model.total
+        assert sum(sum(row[1:]) for row in placed) == model.total
         assert all(row.cpu == 0 for row in placed if row.kind not in ("feed-forward", "output head", "experts"))
         alone = inventory.placed_on_cpu()
-        assert sum(row.cpu for row in alone) == model.total and not any(row.vram or row.direct for row in alone)
+        assert sum(row.cpu for row in alone) == model.total == sum(sum(row[1:]) for row in alone)
     assert 0 in seen and len(seen) > 5
+
+
+def test_experts_are_placed_by_what_the_slots_hold() -> None:
+    model = FakeWeights(layers=4, experts=(0, 1, 3))
+    inventory = Inventory.of(model, model)
+    homes = inventory.homes(inventory.before_experts)
+    layer = 8 * model.layer_expert_bytes(0)
+
+    def experts(pools: list[ExpertPool]) -> tuple[int, ...]:
+        placed = inventory.placed(homes, pools)
+        assert sum(sum(row[1:]) for row in placed) == model.total
+        assert not any(row.missed for row in placed if row.kind != "experts")
+        return next(row for row in placed if row.kind == "experts")[1:]
+
+    pools = [ExpertPool(2, 16, 1, 4), ExpertPool(1, 8, 1, 2)]
+    inside = 3 * layer // 4
+    assert experts(pools) == (inside, 0, 0, 3 * layer - inside)
+    assert experts([ExpertPool(3, 24, 1, 0)]) == (0, 0, 3 * layer, 0), "there is no place to fetch to"
+    assert experts([ExpertPool(3, 24, 1, 24)]) == (3 * layer, 0, 0, 0)
 
 
 # --- homes from elsewhere --------------------------------------------------------------------------------------------
@@ -265,18 +274,19 @@ def test_homes_that_a_model_cannot_have() -> None:
 def test_experts_leave_together() -> None:
     model = FakeWeights(layers=2, experts=(0, 1))
     inventory = Inventory.of(model, model)
-    first = len(inventory.movable) - 2  # one layer's are resident, the other's are not
-    resident, direct = (model.index(f"blk.{layer}.ffn_up_exps") for layer in (0, 1))
-    homes = inventory.homes(first)
-    assert (homes[resident].home, homes[direct].home) == ("vram", "direct")
-    inventory.check(homes)
-    for tensor, change, words in (
-            (resident, {"home": "direct"}, "the experts of layer 0 have different homes"),
-            (direct, {"home": "vram"}, "the experts of layer 1 have different homes"),
-            (resident, {"rank": 77}, "layer 0 have different homes or ranks"),
-            (direct, {"rank": 77}, "layer 1 have different homes or ranks"),
-            (direct, {"cpu_rows": 32}, "32 rows of blk.1.ffn_up_exps"),
-            (resident, {"cpu_rows": 32}, "32 rows of blk.0.ffn_up_exps")):
+    first, last = (model.index(f"blk.{layer}.ffn_{name}_exps") for layer, name in ((0, "gate"), (1, "up")))
+    resident, outside = (inventory.homes(inventory.before_experts + 1), inventory.homes(inventory.before_experts))
+    assert (resident[first].home, outside[last].home) == ("vram", "slots")
+    for homes, tensor, change, words in (
+            (resident, first, {"home": "slots"}, "the experts have different homes or ranks"),
+            (outside, last, {"home": "vram"}, "the experts have different homes or ranks"),
+            (resident, last, {"rank": 77}, "the experts have different homes or ranks"),
+            (outside, first, {"rank": 77}, "the experts have different homes or ranks"),
+            (outside, first, {"home": "direct"}, "blk.0.ffn_gate_exps has the home 'direct'"),
+            (outside, model.index("output"), {"home": "slots"}, "output has the home 'slots'"),
+            (outside, last, {"cpu_rows": 32}, "32 rows of blk.1.ffn_up_exps"),
+            (resident, first, {"cpu_rows": 32}, "32 rows of blk.0.ffn_gate_exps")):
+        inventory.check(homes)
         with pytest.raises(InvalidRequestError, match=words):
             inventory.check([home._replace(**change) if index == tensor else home for index, home in enumerate(homes)])
 

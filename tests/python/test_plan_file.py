@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_model import cli_runner
-from fake_weights import GIB, MACHINE, MIB, FakeWeights
+from fake_weights import GIB, MACHINE, MIB, FakeWeights, stats_of
 from tiny_models import MODELS, write
 
 from sharpi.cli import main
@@ -76,27 +77,48 @@ def test_the_plan_has_something_of_everything(model: FakeWeights) -> None:
     assert {home.home for home in homes} == {"vram", "direct"} and any(home.cpu_rows for home in homes)
 
 
-def test_a_plan_with_direct_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeWeights(experts=(0, 1, 2))
-    for options in ({}, {"cpu_moe": True, "vram": 8 * GIB}):
+    uses = np.array([[9, 9, 1, 1, 1, 1, 1, 1]] * 3, np.uint64)
+    for options in ({}, {"warm": stats_of(model, uses)}, {"cpu_moe": True, "vram": 8 * GIB}):
         plan = plan_of(model, **options)
-        homes = {tensor.name: home for tensor, home in zip(model.tensors, plan.homes, strict=True)}
-        direct = {name for name, home in homes.items() if home.home == "direct" and "_exps" in name}
-        assert len(direct) in (3, 6) if not options else len(direct) == 9
+        slotted = [tensor.name for tensor, home in zip(model.tensors, plan.homes, strict=True) if home.home == "slots"]
+        assert len(slotted) == 9 and all("_exps" in name for name in slotted)
+        assert (plan.expert_slots > 0) is (plan.experts_in_slots > 0) is (plan.expert_rates[1] > 0) is (
+            "cpu_moe" not in options)
+        assert plan.hit_source == ("by saved statistics" if "warm" in options else "uniform routing assumed")
         path = saved(tmp_path / "plan.json", plan)
-        monkeypatch.setenv("SHARPI_CPU_MOE", "0" if options else "1")
+        monkeypatch.setenv("SHARPI_CPU_MOE", "0" if "cpu_moe" in options else "1")
         assert load_plan(path, model, model) == plan, "the environment has no say in a plan that is made"
-        assert saved_plan(path, model, model).homes == plan.homes
-        # A stack that goes its own way.
-        whole, name = plan.to_dict(), sorted(direct)[0]
-        index, layer = model.index(name), name.split(".")[1]
-        for home in (["vram", 0, homes[name].rank], ["direct", 0, homes[name].rank + 1]):
-            changed = [home if at == index else known for at, known in enumerate(whole["homes"])]
-            path = saved(tmp_path / "plan.json", {**whole, "homes": changed})
-            assert f"the experts of layer {layer} have" in refused(lambda path=path: load_plan(path, model, model))
-        changed = [["direct", 32, known[2]] if at == index else known for at, known in enumerate(whole["homes"])]
-        path = saved(tmp_path / "plan.json", {**whole, "homes": changed})
-        assert f"32 rows of {name}" in refused(lambda path=path: load_plan(path, model, model))
+        found = saved_plan(path, model, model)
+        assert (found.homes, found.expert_slots, found.expert_rates) == (
+            plan.homes, plan.expert_slots, plan.expert_rates)
+        monkeypatch.delenv("SHARPI_CPU_MOE")
+
+        def refused_with(plan: Plan = plan, **changes: Any) -> str:
+            path = saved(tmp_path / "plan.json", {**plan.to_dict(), **changes})
+            return refused(lambda: load_plan(path, model, model))
+
+        index = model.index(slotted[4])
+        whole, rank = plan.to_dict()["homes"], plan.homes[index].rank
+        # A stack that goes its own way; and what was, before there were slots.
+        for home, words in ((["vram", 0, rank], "the experts have different homes"),
+                            (["slots", 0, rank + 1], "the experts have different homes"),
+                            (["slots", 32, rank], f"32 rows of {slotted[4]}"),
+                            (["direct", 0, rank], f"{slotted[4]} has the home 'direct'")):
+            changed = [home if at == index else known for at, known in enumerate(whole)]
+            assert words in refused_with(homes=changed)
+        inside = [["vram", 0, known[2]] if known[0] == "slots" else known for known in whole]
+        if plan.expert_slots:
+            assert "slots for experts, none of which are to be in slots" in refused_with(homes=inside)
+
+
+def test_a_plan_from_before_there_were_slots(model: FakeWeights, tmp_path: Path) -> None:
+    whole = plan_of(model).to_dict()
+    later = ("expert_slots", "expert_pools", "expert_rates", "hit_rate", "hit_source")
+    path = saved(tmp_path / "plan.json", {name: value for name, value in whole.items() if name not in later})
+    message = refused(lambda: load_plan(path, model, model))
+    assert message.startswith(f"{path}: ") and "is missing" in message and message.endswith("make a new plan")
 
 
 def test_a_plan_meets_the_gpu_that_is_there_now(model: FakeWeights, tmp_path: Path,
@@ -139,8 +161,8 @@ def test_a_plan_for_another_model(model: FakeWeights, tmp_path: Path) -> None:
 
 def test_a_plan_that_lacks_something(model: FakeWeights, tmp_path: Path) -> None:
     whole = plan_of(model).to_dict()
-    sums = {"embedding_bytes", "head_bytes", "streaming_bytes", "scratch_bytes", "graphs_bytes", "mapped_bytes",
-            "total_bytes", "fits"}
+    sums = {"embedding_bytes", "head_bytes", "streaming_bytes", "expert_slots_bytes", "scratch_bytes", "graphs_bytes",
+            "mapped_bytes", "total_bytes", "experts", "experts_in_slots", "slots_per_layer", "fits"}
     for name in whole:
         path = saved(tmp_path / "plan.json", {key: value for key, value in whole.items() if key != name})
         if name in sums:
@@ -154,7 +176,15 @@ NONSENSE = {
     "threads": [0, 1025], "kv_dtype": ["int3", None], "vram": [5, -1, "12GiB"], "why": [None, 3], "gpu": [3, {}, [1]],
     "lines": [None, 3, [3], [{}], [{"name": "x", "bytes": -1}], [{"name": 5, "bytes": 1}], {"name": 3}],
     "homes": [None, {}, [3], [["vram"]], [["vram", 0, 0, 0]], [["vram", -1, 0]], [["vram", 0.5, 0]], [[0, 0, 0]]],
-    "placement": [None, [3], [{"kind": "x"}], [{"kind": "x", "vram": 1, "direct": -1, "cpu": 0}]],
+    "placement": [None, [3], [{"kind": "x"}], [{"kind": "x", "vram": 1, "direct": -1, "cpu": 0, "missed": 0}],
+                  [{"kind": "x", "vram": 1, "direct": 1, "cpu": 0}]],
+    "expert_slots": [-1, None, 0.5, True, "1GiB"], "hit_source": [None, "hearsay"],
+    "expert_rates": [None, 3, [], [1], [1, 2, 3], [-1, 1], [1, float("nan")], [1, "2"], [1, float("inf")], {}],
+    "hit_rate": [-0.1, 1.1, float("nan"), "0.5", True],
+    "expert_pools": [None, 3, {}, [3], [[]], [{}], [{"layers": [1], "experts": 8, "slot_bytes": 1, "slots": 0}],
+                     [{"layers": 1, "experts": 8, "slot_bytes": 1, "slots": 9}],
+                     [{"layers": -1, "experts": 8, "slot_bytes": 1, "slots": 0}],
+                     [{"layers": 1, "experts": 8, "slot_bytes": -1, "slots": 0}]],
     "decode": [3, {}, {"tokens_per_second": 0, "bound": "RAM"}, {"tokens_per_second": float("nan"), "bound": "RAM"},
                {"tokens_per_second": "5", "bound": "RAM"}, {"tokens_per_second": 5, "bound": "weather"}],
     "profile": [3, {}, {"version": 0}], "weights_bytes": [-1, "x"], "model": [None], "fitting_vram": [-1],

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from fake_weights import MACHINE, FakeWeights, random_machine
+from fake_weights import MACHINE, FakeWeights, random_machine, stats_of
 
-from sharpi.placement import Inventory, TensorHome
-from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, DECODE_OVERLAP_LOSS, OVERLAP_LOSS, PIECE_BYTES, PIECE_KERNELS,
-                               PREFILL_EFFICIENCY, PREFILL_SECONDS, Traffic, balanced, completed, decode_on_cpu,
-                               decode_on_gpu, decode_seconds, prefill_on_cpu, prefill_on_gpu, share_rows, shares, traffic)
-from sharpi.profile import ASSUMED
+from sharpi.placement import ExpertPool, Inventory, TensorHome
+from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, DECODE_OVERLAP_LOSS, EXPERT_CROSSING_SECONDS, OVERLAP_LOSS,
+                               PIECE_BYTES, PIECE_KERNELS, PREFILL_EFFICIENCY, PREFILL_SECONDS, SLOTS_LAYER_KERNELS,
+                               Cached, Traffic, balanced, cached_experts, completed, decode_on_cpu, decode_on_gpu,
+                               decode_seconds, expert_rates, hit_rate, prefill_on_cpu, prefill_on_gpu, share_rows,
+                               shares, traffic)
+from sharpi.profile import ASSUMED, HardwareProfile
 
 
 def inventory_of(**options) -> tuple[FakeWeights, Inventory]:
@@ -86,23 +90,139 @@ def test_decode_with_experts_on_the_cpu() -> None:
     experts = [use for use in inventory.uses if use.role == "experts"]
     used = sum(use.read_bytes for use in experts)
     assert used * 4 == sum(model.sizes[use.tensor] for use in experts)
-    homes = inventory.with_experts_on_cpu().homes(len(inventory.movable) - 3)
-    reads = traffic(inventory.uses, homes)
+    reads = traffic(inventory.uses, inventory.homes(inventory.before_experts))
     row = model.sizes[0] // 8192
-    others = sum(use.read_bytes for use in inventory.uses) - used
-    assert reads == Traffic(vram=others, direct=0, cpu=used, layers=4, expert_layers=3, shared_layers=3)
-    seconds = (others / 3e12 + (8 + 10 * 3 + 4 * 3 + 4) * 2e-6 + used / 100e9 + 2 * 3 * CROSSING_SECONDS)
-    assert decode_seconds(reads, MACHINE) == (pytest.approx(seconds), "RAM")
+    others = sum(use.read_bytes for use in inventory.uses) - used - row
+    assert reads == Traffic(vram=others, direct=row, cpu=used, layers=4, expert_layers=3, shared_layers=0, left_layers=3)
     # That an embedding's row comes over PCIe is no reason to think the CPU slower than it is.
-    lean = inventory.with_experts_on_cpu().homes(len(inventory.movable) - 4)
-    reads = traffic(inventory.uses, lean)
-    assert (reads.direct, reads.cpu) == (row, used)
-    assert decode_seconds(reads, MACHINE)[0] == pytest.approx(seconds, rel=1e-4)
-    # Some layers' experts resident: the CPU has the others'.
-    part = inventory.homes(len(inventory.movable) - 2)
-    reads = traffic(inventory.uses, part)
-    assert reads.cpu == used / 3 and reads.shared_layers == 1
-    assert decode_seconds(reads, MACHINE, 4)[0] > decode_seconds(reads, MACHINE, 16)[0]
+    seconds = (others / 3e12 + (8 + 10 * 3 + SLOTS_LAYER_KERNELS * 3 + 4) * 2e-6 + used / 100e9
+               + 3 * EXPERT_CROSSING_SECONDS)
+    found, bound = decode_seconds(reads, MACHINE)
+    assert (found, bound) == (pytest.approx(seconds, rel=1e-4), "RAM")
+    assert decode_seconds(reads, MACHINE, 4)[0] > found
+
+
+# --- experts in slots -----------------------------------------------------------------------------------------------
+
+
+def seconds_of(layer: Cached, machine: HardwareProfile, threads: int) -> float:
+    """What a layer's experts take: the mean over every way in which its choices may be hits, each written out."""
+    working = min(1.0, threads / machine.threads)
+    total = 0.0
+    for hits in itertools.product((True, False), repeat=layer.used):
+        chance = 1.0
+        for hit in hits:
+            chance *= layer.hit if hit else 1 - layer.hit
+        missed = hits.count(False)
+        ways = []
+        for fetched in range(missed + 1):
+            computed, size = missed - fetched, layer.expert_bytes
+            alone = not fetched or not computed
+            cpu = computed * size / working / (
+                machine.ram_bytes_per_second if alone else machine.ram_bytes_per_second_shared)
+            pcie = fetched * size / (
+                machine.pcie_bytes_per_second if alone else machine.pcie_bytes_per_second_shared)
+            products = (hits.count(True) + fetched) * size / machine.vram_bytes_per_second
+            ways.append((max(cpu, pcie), max(cpu, pcie + products)))
+        total += chance * (min(ways)[1] + (EXPERT_CROSSING_SECONDS if missed else 0.0))
+    return total
+
+
+def test_decode_with_slots() -> None:
+    dice, bounds = random.Random(8), set()
+    for _ in range(300):
+        machine, threads = random_machine(dice), dice.choice((1, 4, 16, 64))
+        layers = [Cached(dice.randint(1, 6), 10 ** dice.uniform(4, 7), dice.choice((0.0, 1.0, dice.random())),
+                         dice.random()) for _ in range(dice.randint(1, 3))]
+        cached = tuple(layers * 2)
+        # Nothing else takes time but kernels.
+        reads = Traffic(0, 0, 0, len(cached), len(cached), 0, 0, cached)
+        kernels = ((10 + SLOTS_LAYER_KERNELS) * len(cached) + 4) * machine.gpu_kernel_seconds
+        found, bound = decode_seconds(reads, machine, threads)
+        assert found == pytest.approx(2 * sum(seconds_of(layer, machine, threads) for layer in layers) + kernels)
+        bounds.add(bound)
+    assert bounds == {"PCIe", "RAM", "VRAM", "GPU arithmetic"}
+
+
+def test_slots_only_help() -> None:
+    model, inventory = inventory_of(layers=4, experts=(0, 1, 2, 3))
+    homes = inventory.homes(inventory.before_experts)
+    reads = traffic(inventory.uses, homes)
+    before = decode_seconds(reads, MACHINE)[0]
+    size, prefill = model.layer_expert_bytes(0), 0.0
+    for slots in range(1, 33):
+        cached = cached_experts(inventory.uses, [ExpertPool(4, 32, size, slots)])
+        assert cached == dict.fromkeys(range(4), Cached(2, size, slots / 32, slots / 32))
+        assert hit_rate(cached) == pytest.approx(slots / 32)
+        with_slots = traffic(inventory.uses, homes, cached)
+        assert with_slots == replace(reads, cpu=0, left_layers=0, cached=(cached[0],) * 4)
+        now = decode_seconds(with_slots, MACHINE)[0]
+        assert now < before
+        assert decode_on_gpu(inventory.uses, homes, MACHINE, 16, cached).tokens_per_second == pytest.approx(1 / now)
+        faster = prefill_on_gpu(inventory.uses, homes, replace(MACHINE, pcie_bytes_per_second=1e9), 100, cached)
+        assert faster.tokens_per_second > prefill
+        before, prefill = now, faster.tokens_per_second
+    # With all of them in slots, it is what resident experts take, but for looking them up.
+    resident = traffic(inventory.uses, inventory.homes(inventory.before_experts + 1))
+    assert before == pytest.approx(decode_seconds(resident, MACHINE)[0] + 4 * SLOTS_LAYER_KERNELS * 2e-6)
+    assert prefill == prefill_on_gpu(inventory.uses, inventory.homes(inventory.before_experts + 1),
+                                     replace(MACHINE, pcie_bytes_per_second=1e9), 100).tokens_per_second
+
+
+def test_without_slots_experts_are_the_cpus() -> None:
+    model, inventory = inventory_of(layers=3, experts=(0, 1, 2))
+    size = model.layer_expert_bytes(0)
+    for pools in ([], [ExpertPool(3, 24, size, 0)]):
+        cached = cached_experts(inventory.uses, pools)
+        assert cached == {} and hit_rate(cached) == 0
+        reads = traffic(inventory.uses, inventory.homes(inventory.before_experts), cached)
+        assert (reads.cpu, reads.left_layers, reads.cached) == (6 * size, 3, ())
+
+
+def test_prefill_brings_the_experts_that_are_in_no_slot() -> None:
+    model, inventory = inventory_of(layers=3, experts=(0, 1))
+    homes = inventory.homes(inventory.before_experts)
+    size = model.layer_expert_bytes(0)
+    slow = replace(MACHINE, pcie_bytes_per_second=1e8, gpu_flops=1e16)
+    brought = (16 - 9) * size + 50 * model.sizes[0] // 8192
+    uses = np.array([[9, 9, 9, 9, 9, 9, 9, 1], [5, 5, 1, 1, 1, 1, 1, 1]], np.uint64)
+    for warm in (None, stats_of(model, uses)):
+        cached = cached_experts(inventory.uses, [ExpertPool(2, 16, size, 9)], warm)
+        found = prefill_on_gpu(inventory.uses, homes, slow, 50, cached)
+        assert found.tokens_per_second == pytest.approx(50 / (brought / 1e8 + PREFILL_SECONDS), rel=1e-4)
+        assert found.bound == "PCIe"
+
+
+def test_statistics_say_which_experts_are_in_slots() -> None:
+    """Against taking the most used ones; slots are given to whichever layer needs them."""
+    dice = random.Random(21)
+    uneven = 0
+    for _ in range(60):
+        model, inventory = inventory_of(layers=5, experts=(0, 1, 3, 4))
+        uses = np.array([[dice.randint(1, 1000) ** 2 for _ in range(8)] for _ in range(4)], np.uint64)
+        if dice.random() < 0.3:
+            uses[dice.randint(0, 3)] = 0
+        slots, some = dice.randint(1, 32), dice.randint(0, 8)
+        pools = [ExpertPool(3, 24, 1, max(0, slots - some)), ExpertPool(1, 8, 1, min(slots, some))]
+        cached = cached_experts(inventory.uses, pools, stats_of(model, uses))
+        assert list(cached) == [0, 1, 3, 4] and {layer.used for layer in cached.values()} == {2}
+        part = [[count / sum(row) if any(row) else 1 / 8 for count in row] for row in uses.tolist()]
+        best = sorted(itertools.chain(*part), reverse=True)[:slots]
+        assert hit_rate(cached) == pytest.approx(sum(best) / 4)
+        assert sum(layer.held for layer in cached.values()) * 8 == pytest.approx(slots)
+        for mine, layer in zip(part, cached.values(), strict=True):
+            assert layer.hit == pytest.approx(sum(sorted(mine, reverse=True)[:round(8 * layer.held)]))
+        uneven += len({layer.held for layer in cached.values()}) > 1
+        assert hit_rate(cached) >= hit_rate(cached_experts(inventory.uses, pools)) - 1e-9
+    assert uneven > 20
+
+
+def test_the_rates_by_which_misses_are_shared() -> None:
+    assert expert_rates(MACHINE) == expert_rates(MACHINE, 64) == (75e9, 45e9)
+    assert expert_rates(MACHINE, 4) == (75e9 / 4, 45e9)
+
+
+# --- what bounds it, and on the CPU -----------------------------------------------------------------------------------
 
 
 def test_the_rows_of_an_embedding_are_nobodys_share() -> None:
@@ -188,8 +308,6 @@ def test_the_share_is_the_best_there_is() -> None:
     for _ in range(120):
         _, inventory = inventory_of(layers=dice.randint(1, 3), mixed=dice, tied=dice.random() < 0.5,
                                     experts=dice.choice([(), (), (1,), (0, 2)]))
-        if dice.random() < 0.3:
-            inventory = inventory.with_experts_on_cpu()
         machine = random_machine(dice)
         homes = inventory.homes(dice.randint(0, len(inventory.movable)))
         found = balanced(inventory, homes, machine)

@@ -17,6 +17,7 @@ import click
 
 from sharpi.cli.bench import bench_command
 from sharpi.cli.chat import chat_command
+from sharpi.cli.experts import experts_command
 from sharpi.cli.hardware import hardware_command
 from sharpi.cli.inspect import inspect_command
 from sharpi.cli.plan import plan_command
@@ -105,5 +106,6 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for _command in (run_command, chat_command, inspect_command, plan_command, hardware_command, bench_command):
+for _command in (run_command, chat_command, inspect_command, plan_command, hardware_command, bench_command,
+                 experts_command):
     main.add_command(_command)

@@ -45,6 +45,7 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
         results = [_measure("prefill", n, repeat, warmup, model.bench_prefill) for n in prefills]
         for n in decodes:
             results += _decode(model, depth, n, repeat, warmup)
+        stats = model.stats()
         report = {
             "model": model.spec.name,
             "device": model.device,
@@ -52,7 +53,8 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
             "threads": model.threads,
             "isa": model.isa,
             "results": results,
-            "load_seconds": model.stats()["load_seconds"],
+            "load_seconds": stats["load_seconds"],
+            "experts": stats["experts"],
             "first_token_seconds": first_token,
         }
     click.echo(json.dumps(report, indent=2) if as_json else _table(report))
@@ -99,6 +101,9 @@ def _table(report: dict[str, Any]) -> str:
         spread = result["tokens_per_second"]
         lines.append(f"  {result['kind']:<9}{result['tokens']:>8}{speed(spread['median']):>12}"
                      f"{speed(spread['min']):>10}{speed(spread['max']):>10}{_remark(result)}")
+    experts = report["experts"]
+    if experts and experts["slots"] and experts["hit_rate"] is not None:
+        lines.append(f"  slots for {experts['slots']:,} experts, hit rate {100 * experts['hit_rate']:.1f} %")
     return "\n".join(lines)
 
 

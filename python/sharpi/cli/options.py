@@ -42,6 +42,8 @@ class ModelOptions:
     cpu_moe: bool
     plan: str | None
     profile: str | None
+    expert_stats: str | None
+    warm: str | None
 
     def load(self, *, context: int | None = None) -> Model:
         """Opens the model, with a progress bar when standard error is a terminal.
@@ -68,6 +70,8 @@ class ModelOptions:
                 cpu_moe=self.cpu_moe or None,
                 plan=self.plan,
                 profile=self.profile,
+                expert_stats=self.expert_stats,
+                warm=self.warm,
                 progress=progress,
                 notice=lambda line: click.echo(f"sharpi: {printable(line)}", err=True),
             )
@@ -185,6 +189,20 @@ def profile_option(function: Callable[..., Any]) -> Callable[..., Any]:
                         help="Speeds to plan with, as `sharpi hardware --save` writes them.")(function)
 
 
+def expert_stats_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--expert-stats`."""
+    return click.option("--expert-stats", metavar="FILE",
+                        help="Write at the end what became of the model's experts, for `sharpi experts` and --warm;"
+                             " SHARPI_EXPERT_STATS sets it too.")(function)
+
+
+def warm_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--warm`."""
+    return click.option("--warm", metavar="FILE",
+                        help="Bring those experts to the GPU first that were used most, by what --expert-stats has"
+                             " written.")(function)
+
+
 def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the switches of `ModelOptions`; the command receives `options: ModelOptions`."""
     switches = [
@@ -198,6 +216,8 @@ def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
         cpu_moe_option,
         plan_option,
         profile_option,
+        expert_stats_option,
+        warm_option,
     ]
     return _gather(function, "options", ModelOptions, switches)
 

@@ -23,6 +23,7 @@ _Row = tuple[str, int, str]
 _BAR = 60  # characters
 # A place where weights are: its column, what the bar shows for it, and how the line below the bar explains that.
 _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in RAM, fetched over PCIe"),
+           ("missed", "on a miss", "~", "in RAM, on a miss computed by the CPU or fetched"),
            ("cpu", "by the CPU", "-", "in RAM, computed by the CPU"))
 
 
@@ -36,16 +37,18 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
 @kv_dtype_option
 @cpu_moe_option
 @profile_option
+@click.option("--warm", metavar="FILE", help="Expect experts to be used as --expert-stats of `sharpi run` has written.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every layer by itself.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes, as --plan of run reads it.")
 def plan_command(model: str | None, context: int | None, threads: int | None, batch: int | None, device: str,
-                 vram: str | None, kv_dtype: str | None, cpu_moe: bool, profile: str | None, verbose: bool,
-                 as_json: bool) -> None:
+                 vram: str | None, kv_dtype: str | None, cpu_moe: bool, profile: str | None, warm: str | None,
+                 verbose: bool, as_json: bool) -> None:
     """Show the memory a model takes, where its weights will be, and how fast it will be.
 
     A GPU can be planned for without having it: --vram 12GiB. So can another machine: `sharpi hardware --save FILE`
     there, --profile FILE here.
     """
+    from sharpi.expert_stats import ExpertStats
     from sharpi.hardware import core_count
     from sharpi.model import describe
     from sharpi.planner import make_plan
@@ -56,6 +59,7 @@ def plan_command(model: str | None, context: int | None, threads: int | None, ba
     file, spec = describe(model)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
                      threads=count, cpu_moe=cpu_moe or None, profile=known, shown=True,
+                     warm=None if warm is None else ExpertStats.load(warm, file),
                      notice=lambda line: click.echo(f"sharpi: {printable(line)}", err=True))
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
 
@@ -84,7 +88,7 @@ def _weights(plan: Plan, verbose: bool) -> list[_Row]:
         if not verbose:
             tables = plan.embedding_bytes + sum(layers) + plan.head_bytes
             return [*rows, ("tables", tables, "norms and rotary angles")]
-    direct = {placed.kind for placed in plan.placement if placed.direct or placed.cpu} if plan.device == "cuda" else ()
+    direct = {placed.kind for placed in plan.placement if _in_ram(placed)} if plan.device == "cuda" else ()
     head = "in RAM" if "output head" in direct else ""
     table = "in RAM, where a token reads one row" if "embedding" in direct else ""
     if _is_tied(plan):
@@ -103,9 +107,12 @@ def _the_rest(plan: Plan) -> list[_Row]:
             ("scratch", plan.scratch_bytes, f"batches of {plan.batch:,} tokens")]
     if plan.streaming_bytes:
         rows.append(("streaming", plan.streaming_bytes, "slots for weights on their way over PCIe"))
+    if plan.expert_slots:
+        rows.append(("expert slots", plan.expert_slots, "a cache of single experts"))
     if plan.device == "cuda":
         rows.append(("graphs", plan.graphs_bytes, "captured steps and kernels, about"))
-    # The KV cache's row is what it holds, the total what the device gives out: the rows need not add up to it.
+    # The rows of slots and KV cache are what these hold, the total what the device gives out: the rows need not add up
+    # to it.
     return [*rows, ("total", plan.total_bytes, "in steps of 2 MiB" if plan.device == "cuda" else "")]
 
 
@@ -136,7 +143,20 @@ def _placement(plan: Plan) -> list[str]:
 
     return ["", row("weights", [title for _, title, *_ in places]),
             *(row(_kind(plan, placed), cells(placed)) for placed in plan.placement),
-            row("total", [size(sums[place]) for place, *_ in places]), *_bar(sums)]
+            row("total", [size(sums[place]) for place, *_ in places]), *_bar(sums), *_slots(plan)]
+
+
+def _slots(plan: Plan) -> list[str]:
+    """How many experts are in slots, and how often one is expected there."""
+    if not plan.expert_slots or plan.hit_rate is None:
+        return []
+    return [_wrapped(f"Experts in slots: {plan.experts_in_slots:,} of {plan.experts:,}"
+                     f" ({100 * plan.experts_in_slots / plan.experts:.0f} %), {plan.slots_per_layer:.1f} a layer;"
+                     f" expected hit rate {100 * plan.hit_rate:.0f} % ({plan.hit_source}).", "  ")]
+
+
+def _in_ram(placed: Placed) -> int:
+    return placed.direct + placed.missed + placed.cpu
 
 
 def _is_tied(plan: Plan) -> bool:
@@ -196,7 +216,7 @@ def _verdict(plan: Plan) -> list[str]:
         spare = size(plan.available_bytes - plan.total_bytes)
         if plan.resident:
             return [f"It fits, with {spare} to spare."]
-        beside = sum(placed.direct + placed.cpu for placed in plan.placement) / max(1, plan.weights_bytes)
+        beside = sum(map(_in_ram, plan.placement)) / max(1, plan.weights_bytes)
         return [f"It fits with {max(1, round(100 * beside))} % of the weights in RAM, and {spare} to spare."]
     even = "" if plan.resident else ", even with its weights in RAM"
     missing = f"It does not fit{even}: {size(plan.total_bytes - plan.available_bytes)} too much."

@@ -32,7 +32,14 @@ def closing_line(stats: Mapping[str, Any]) -> str:
     if stats.get("reused_tokens"):
         prompt += f" ({stats['reused_tokens']} more kept from before)"
     generated = f"generated {stats['generated_tokens']} tokens, {speed(stats['generation_tokens_per_second'])} tokens/s"
-    return f"{prompt}; {generated}"
+    return f"{prompt}; {generated}{_hits(stats.get('experts'))}"
+
+
+def _hits(experts: Mapping[str, Any] | None) -> str:
+    """The part of the experts' choices, since loading, that slots answered, where there are slots."""
+    if not experts or not experts["slots"] or experts["hit_rate"] is None:
+        return ""
+    return f"; {100 * experts['hit_rate']:.1f} % of experts from slots"
 
 
 def printable(text: str) -> str:

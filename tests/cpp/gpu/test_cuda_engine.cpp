@@ -5,38 +5,14 @@
 
 #include "engine/cpu_backend.h"
 #include "engine/cuda_backend.h"
-#include "engine/engine.h"
-#include "gpu_test.h"
-#include "tiny_model.h"
+#include "engine_test.h"
 #include "tiny_pass.h"
 
 namespace sharpi::cuda {
 namespace {
 
-class CudaEngine : public GpuTest {
+class CudaEngine : public EngineTest {
 protected:
-    std::vector<int32_t> tokens(int64_t count, int64_t vocab) {
-        std::vector<int32_t> made(count);
-        for (int32_t& token : made) token = static_cast<int32_t>(random()() % vocab);
-        return made;
-    }
-    static EngineOptions options(bool cuda, KvType kv = KvType::BF16) {
-        EngineOptions o;
-        o.context = 300;
-        o.batch = 128;
-        o.threads = 2;
-        o.kvType = kv;
-        o.cuda = cuda;
-        return o;
-    }
-    static std::shared_ptr<Engine> load(const tiny::Model& model, const EngineOptions& o) {
-        return std::make_shared<Engine>(model.spec(), model.weights(), o);
-    }
-    static std::vector<float> logits(Session& session, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {
-        std::vector<float> values(text.size() * session.vocabSize(), NAN);
-        session.evaluate(text, values.data(), chunks, nullptr);
-        return values;
-    }
     static double distance(const std::vector<float>& a, const std::vector<float>& b) {
         double difference = 0, norm = 0;
         for (size_t i = 0; i < a.size(); ++i) {
@@ -63,11 +39,9 @@ TEST_F(CudaEngine, StepsOfFewRowsHaveTheCpusBits) {
         Session cpu(load(model, options(false)));
         const auto expected = logits(cpu, text, {});
         Session gpu(load(model, options(true)));
-        EXPECT_TRUE(sameBits(expected, logits(gpu, text, std::vector<int64_t>(140, 1)))) << "token by token";
+        EXPECT_TRUE(sameBits(expected, logits(gpu, text, oneByOne(140)))) << "token by token";
         gpu.reset();
-        std::vector<int64_t> chunks;
-        for (int i = 0; i < 140; ++i) chunks.push_back(1 + random()() % kMaxMatvecRows);
-        EXPECT_TRUE(sameBits(expected, logits(gpu, text, chunks))) << "a few at a time";
+        EXPECT_TRUE(sameBits(expected, logits(gpu, text, smallChunks(140)))) << "a few at a time";
     }
 }
 
@@ -76,7 +50,7 @@ TEST_F(CudaEngine, EveryCacheTypeHasTheCpusBits) {
         const tiny::Model model{tiny::Options()};
         const auto text = tokens(100, 77);
         Session cpu(load(model, options(false, kv))), gpu(load(model, options(true, kv)));
-        EXPECT_TRUE(sameBits(logits(cpu, text, {}), logits(gpu, text, std::vector<int64_t>(100, 1))));
+        EXPECT_TRUE(sameBits(logits(cpu, text, {}), logits(gpu, text, oneByOne(100))));
     }
 }
 
@@ -97,7 +71,7 @@ TEST_F(CudaEngine, PrefillIsNear) {
             Session gpu(engine);
             const auto prefill = logits(gpu, text, {});
             gpu.reset();
-            const auto steps = logits(gpu, text, std::vector<int64_t>(250, 1));
+            const auto steps = logits(gpu, text, oneByOne(250));
             const double off = medianDistance(prefill, expected, tiny.vocab), offSteps = medianDistance(steps, expected, tiny.vocab);
             std::printf("%-40s prefill is off by %.1e, steps by %.1e\n", name.c_str(), off, offSteps);
             if (floats) {
@@ -131,7 +105,7 @@ TEST_F(CudaEngine, ReplayedStepsAreTheLaunchedOnes) {
             for (int i = 0; i < 256; ++i) texts.back().push_back(*session.next());
             EXPECT_GT(engine->backend().kernelsPerStep(), 0);
             session.reset();
-            all.push_back(logits(session, texts.front(), std::vector<int64_t>(256, 1)));
+            all.push_back(logits(session, texts.front(), oneByOne(256)));
         }
         EXPECT_EQ(texts[0], texts[1]);
         EXPECT_TRUE(sameBits(all[0], all[1]));

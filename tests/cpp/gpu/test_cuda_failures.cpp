@@ -6,7 +6,7 @@
 #include "cpu/kernels.h"
 #include "engine/host_share.h"
 #include "gpu_test.h"
-#include "kernels/crossing.h"
+#include "kernels/expert_cache.h"
 
 namespace sharpi::cuda {
 namespace {
@@ -21,10 +21,18 @@ StepLimits limits() {
     limits.experts = kExperts;
     limits.expertsUsed = kUsed;
     limits.expertHidden = kHidden;
+    limits.expertLayers = 1;
     return limits;
 }
 
-// A step of some turns: the GPU sends rows and the experts that they chose, the CPU answers, the GPU adds that to the rows.
+// Leaves all to the CPU.
+struct NoOrders : MissPlan {
+    void order(int32_t, const int32_t*, const int32_t*, const int32_t*, int32_t, ExpertOrders&) override {}
+    void done(int32_t, const int32_t*, const int32_t*, const int32_t*, int32_t, size_t, double) override {}
+};
+
+// A step of some turns: the GPU sends rows and the experts that they chose, none of which it has, and waits for orders and answers,
+// which it adds to the rows.
 class CudaFailures : public GpuTest {
 protected:
     struct Turn {
@@ -55,6 +63,10 @@ protected:
             turn.weightOnDevice = std::make_unique<DeviceArray<float>>(turn.weight);
         }
         _x = std::make_unique<DeviceArray<float>>(kRows * kEmbedding);
+        _table = std::make_unique<DeviceArray<int32_t>>(std::vector<int32_t>(kExperts, -1));
+        _slot = std::make_unique<DeviceArray<int32_t>>(kRows * kUsed);
+        _orders = std::make_unique<DeviceArray<DeviceOrders>>(1);
+        _room = std::make_unique<DeviceArray<float>>(3 * kHidden * kEmbedding);
         _start = randomFloats(kRows * kEmbedding);
         computeExpected();
     }
@@ -67,8 +79,9 @@ protected:
         return made;
     }
     static void answer(HostShare& share, const Turn& turn, uint32_t after, uint32_t ticket) {
-        share.experts(stack(turn.gate, kHidden, kEmbedding), stack(turn.up, kHidden, kEmbedding), stack(turn.down, kEmbedding, kHidden), kRows,
-                      kUsed, after, ticket);
+        NoOrders plan;
+        share.experts({stack(turn.gate, kHidden, kEmbedding), stack(turn.up, kHidden, kEmbedding), stack(turn.down, kEmbedding, kHidden)}, 0, kRows,
+                      kUsed, false, plan, after, ticket, ticket);
     }
 
     // The step without a GPU.
@@ -81,10 +94,16 @@ protected:
         _expected = _start;
         for (const Turn& turn : _turns) {
             std::copy(_expected.begin(), _expected.end(), mail.input.floats);
-            std::copy(turn.chosen.begin(), turn.chosen.end(), mail.chosen);
-            std::copy(turn.weight.begin(), turn.weight.end(), mail.weight);
+            std::copy(turn.chosen.begin(), turn.chosen.end(), mail.choicesOf(0).chosen);
+            std::fill_n(mail.choicesOf(0).slot, turn.chosen.size(), -1);
             answer(share, turn, 0, 1);
-            cpu::kernels().add(_expected.data(), mail.down, kRows * kEmbedding);
+            for (int64_t row = 0; row < kRows; ++row) {
+                std::vector<float> sum(kEmbedding, 0.0f);
+                for (int64_t p = row * kUsed; p < (row + 1) * kUsed; ++p) {
+                    cpu::kernels().addScaled(sum.data(), mail.answers + p * kEmbedding, turn.weight[static_cast<size_t>(p)], kEmbedding);
+                }
+                cpu::kernels().add(&_expected[static_cast<size_t>(row * kEmbedding)], sum.data(), kEmbedding);
+            }
         }
         ASSERT_FALSE(sameBits(_start, _expected));
     }
@@ -94,12 +113,19 @@ protected:
         const Mailbox& mail = _share->mailbox();
         RowOutputs rows;
         rows.floats = _x->get();
-        sendChoices(stream(), _turns[turn].onDevice->get(), _turns[turn].weightOnDevice->get(), kRows * kUsed, mail.chosen, mail.weight);
-        sendRows(stream(), rows, kRows, 0, kEmbedding, mail.input, mail.sent, ticketOf(turn));
+        const int32_t* chosen = _turns[turn].onDevice->get();
+        const auto slots = [this](int64_t rows, int64_t cols) {
+            return MatrixStack{{DType::F32, rows, cols, reinterpret_cast<const uint8_t*>(_room->get())}, 3 * sizeof(float) * kHidden * kEmbedding, 1};
+        };
+        sendExperts(stream(), rows, kRows, kUsed, chosen, _table->get(), nullptr, _slot->get(), _orders->get(), mail.input, mail.choicesOf(0),
+                    mail.sent, ticketOf(turn));
+        fetchExperts(stream(), {slots(kHidden, kEmbedding), slots(kHidden, kEmbedding), slots(kEmbedding, kHidden)}, mail.orders, mail.instructed,
+                     ticketOf(turn), _orders->get(), kRows * kUsed, chosen, _slot->get());
     }
     void receive(size_t turn) {
         const Mailbox& mail = _share->mailbox();
-        receiveAdd(stream(), mail.down, kRows, 0, kEmbedding, mail.returned, ticketOf(turn), _x->get(), kEmbedding);
+        combineAnswers(stream(), _room->get(), mail.answers, _slot->get(), _turns[turn].weightOnDevice->get(), kRows, kUsed, kEmbedding,
+                       mail.returned, ticketOf(turn), _x->get());
     }
     void answer(size_t turn) { answer(*_share, _turns[turn], ticketOf(turn), ticketOf(turn)); }
     static uint32_t ticketOf(size_t turn) { return static_cast<uint32_t>(turn + 1); }
@@ -144,6 +170,7 @@ protected:
         } catch (const Failure&) {
         }
         uint32_t* returned = _share->mailbox().returned;
+        EXPECT_EQ(__atomic_exchange_n(_share->mailbox().instructed, kCrossingAborted, __ATOMIC_RELEASE), kCrossingAborted);
         EXPECT_EQ(__atomic_exchange_n(returned, kCrossingAborted, __ATOMIC_RELEASE), kCrossingAborted);  // a test that fails ends, too
         stream().synchronize();
     }
@@ -162,7 +189,9 @@ protected:
     std::unique_ptr<PinnedBuffer> _mailbox;
     std::unique_ptr<HostShare> _share;
     Turn _turns[kTurns];
-    std::unique_ptr<DeviceArray<float>> _x;
+    std::unique_ptr<DeviceArray<float>> _x, _room;
+    std::unique_ptr<DeviceArray<int32_t>> _table, _slot;
+    std::unique_ptr<DeviceArray<DeviceOrders>> _orders;
     std::vector<float> _start, _expected;
 };
 

@@ -1,71 +1,32 @@
 // Placement never changes the answer, on the GPU: models whose weights are resident, come across the bus in every pass, or
 // are computed by the CPU in part, as experts that are not resident are, give the same logits to the bit, and the same tokens.
 #include <algorithm>
-#include <cmath>
-#include <functional>
+#include <numeric>
+#include <thread>
+#include <tuple>
 
 #include "engine/cuda_backend.h"
-#include "engine/engine.h"
-#include "gpu_test.h"
-#include "tiny_model.h"
+#include "engine_test.h"
 
 namespace sharpi::cuda {
 namespace {
 
-class CudaStreaming : public GpuTest {
+class CudaStreaming : public EngineTest {
 protected:
-    static EngineOptions options(bool cuda, KvType kv = KvType::BF16) {
-        EngineOptions o;
-        o.context = 300;
-        o.batch = 128;
-        o.threads = 3;
-        o.kvType = kv;
-        o.cuda = cuda;
-        return o;
-    }
-    // The stacks of experts are in the file in the layers that `inFile` wants there, all else is resident.
-    static Homes expertHomes(const tiny::Model& model, const std::function<bool(int64_t)>& inFile) {
+    static bool isStack(const TensorInfo& tensor) { return tensor.name.find("_exps.") != std::string::npos; }
+    // The experts are in slots, or resident; all else is resident.
+    static Homes expertHomes(const tiny::Model& model, bool inSlots) {
         Homes made(model.tensors.size());
         for (size_t i = 0; i < made.size(); ++i) {
-            const std::string& name = model.tensors[i].name;
-            const bool isStack = name.find("_exps.") != std::string::npos;
-            made[i].rank = isStack ? 1 + std::stoi(name.substr(4)) : 0;
-            if (isStack && inFile(std::stoll(name.substr(4)))) made[i].home = Home::Direct;
+            made[i].rank = isStack(model.tensors[i]) ? 1 : 0;
+            if (inSlots && isStack(model.tensors[i])) made[i].home = Home::Slots;
         }
         return made;
     }
-    std::vector<int32_t> tokens(int64_t count, int64_t vocab) {
-        std::vector<int32_t> made(count);
-        for (int32_t& token : made) token = static_cast<int32_t>(random()() % vocab);
-        return made;
-    }
-    static std::shared_ptr<Engine> load(const tiny::Model& model, const EngineOptions& o) {
-        return std::make_shared<Engine>(model.spec(), model.weights(), o);
-    }
-    static std::vector<float> logits(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {
-        Session session(engine);
-        std::vector<float> values(text.size() * session.vocabSize(), NAN);
-        session.evaluate(text, values.data(), chunks, nullptr);
-        return values;
-    }
-    static std::vector<int32_t> greedy(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& prompt, int count) {
-        Session session(engine);
-        SamplingParams params;
-        params.temperature = 0;
-        session.start(prompt, params, nullptr);
-        std::vector<int32_t> text;
-        for (int i = 0; i < count; ++i) text.push_back(*session.next());
-        return text;
-    }
-    std::vector<int64_t> smallChunks(int64_t total) {
-        std::vector<int64_t> chunks;
-        for (int64_t i = 0; i < total; ++i) chunks.push_back(1 + static_cast<int64_t>(random()() % kMaxMatvecRows));
-        return chunks;
-    }
-    // What has one home and rank in a layer, gate and up or the stacks of experts, has one name here; else a tensor's own.
+    // What has one home and rank, a layer's gate and up or all experts, has one name here; else a tensor's own.
     static std::string groupOf(const std::string& tensor) {
         const std::string layer = tensor.substr(0, tensor.find("ffn_"));
-        if (tensor.find("_exps.") != std::string::npos) return layer + "experts";
+        if (tensor.find("_exps.") != std::string::npos) return "experts";
         const bool isPair = tensor.find("ffn_gate.") != std::string::npos || tensor.find("ffn_up.") != std::string::npos;
         return isPair ? layer + "gate and up" : tensor;
     }
@@ -78,11 +39,56 @@ protected:
                                             [&](const TensorInfo& t) { return groupOf(t.name) == groupOf(model.tensors[i].name); });
             made[i].rank = static_cast<int32_t>(first - model.tensors.begin());
             if (made[i].rank < static_cast<int32_t>(resident)) continue;
-            made[i].home = Home::Direct;
-            made[i].cpuRows = model.tensors[i].shape.back() * share / 100;
+            made[i].home = isStack(model.tensors[i]) ? Home::Slots : Home::Direct;
+            made[i].cpuRows = isStack(model.tensors[i]) ? 0 : model.tensors[i].shape.back() * share / 100;
         }
         return made;
     }
+
+    // The usual plan for experts that do not fit: all else is resident, and of them as many as so many bytes hold.
+    // On a bus of that rate the GPU fetches what a step misses, up to kMaxExpertFetches of it.
+    static constexpr double kFastBus = 1e13;
+    static EngineOptions inSlots(const tiny::Model& model, size_t bytes, double busRate = kFastBus) {
+        EngineOptions o = options(true);
+        o.homes = expertHomes(model, true);
+        o.expertSlotBytes = bytes;
+        o.expertUse.cpuRate = 1e9;
+        o.expertUse.busRate = busRate;
+        return o;
+    }
+    static size_t bytesOfAllExperts(const tiny::Model& model) {
+        size_t bytes = 0;
+        for (const auto& pool : expertPools(model.spec(), model.table(), inSlots(model, 0))) bytes += pool.slotBytes * static_cast<size_t>(pool.experts);
+        return bytes;
+    }
+    // What is to come out wherever weights are: in steps what the CPU says, in batches of many rows what a resident model does.
+    struct Answers {
+        std::vector<int32_t> text, start, continued;
+        std::vector<float> steps, prefill;
+    };
+    Answers answersOf(const tiny::Model& model) {
+        Answers a;
+        a.text = tokens(100, model.options().vocab);
+        a.start.assign(a.text.begin(), a.text.begin() + 20);
+        a.steps = logits(load(model, options(false)), a.text, {});
+        const auto resident = load(model, options(true));
+        a.prefill = logits(resident, a.text, {});
+        a.continued = greedy(resident, a.start, 40);
+        return a;
+    }
+    // Twice: the second time finds other experts in slots. Then by direct launches.
+    void expectAnswers(const std::shared_ptr<Engine>& engine, const Answers& a) {
+        for (int round = 0; round < 2; ++round) {
+            EXPECT_TRUE(sameBits(a.prefill, logits(engine, a.text, {})));
+            EXPECT_TRUE(sameBits(a.steps, logits(engine, a.text, oneByOne(100)))) << "token by token";
+            EXPECT_TRUE(sameBits(a.steps, logits(engine, a.text, smallChunks(100)))) << "a few at a time";
+            EXPECT_EQ(a.continued, greedy(engine, a.start, 40)) << "a prompt of many rows, then single ones";
+        }
+        EXPECT_TRUE(engine->backend().replays());
+        engine->backend().setReplays(false);
+        EXPECT_TRUE(sameBits(a.steps, logits(engine, a.text, smallChunks(100)))) << "launched";
+    }
+    static uint64_t sum(const std::vector<uint64_t>& values) { return std::accumulate(values.begin(), values.end(), uint64_t{0}); }
 };
 
 std::vector<tiny::Options> models() {
@@ -132,7 +138,7 @@ TEST_F(CudaStreaming, StepsHaveTheSameBitsEverywhere) {
                 EngineOptions o = options(true);
                 o.homes = homes(model, resident, share);
                 const auto engine = load(model, o);
-                EXPECT_TRUE(sameBits(expected, logits(engine, text, std::vector<int64_t>(90, 1)))) << "token by token, replayed";
+                EXPECT_TRUE(sameBits(expected, logits(engine, text, oneByOne(90)))) << "token by token, replayed";
                 EXPECT_TRUE(sameBits(expected, logits(engine, text, smallChunks(90)))) << "a few at a time";
                 EXPECT_EQ(expectedTokens, greedy(engine, {text.begin(), text.begin() + 5}, 64));
                 engine->backend().setReplays(false);
@@ -169,43 +175,157 @@ TEST_F(CudaStreaming, ManyPiecesThroughTheSlots) {
     const tiny::Model model(tiny);
     const auto text = tokens(60, tiny.vocab);
     const auto resident = load(model, options(true));
-    const auto steps = logits(resident, text, std::vector<int64_t>(60, 1)), prefill = logits(resident, text, {});
+    const auto steps = logits(resident, text, oneByOne(60)), prefill = logits(resident, text, {});
     for (const int share : {0, 30}) {
         EngineOptions o = options(true);
         o.homes = homes(model, 0, share);
         const auto engine = load(model, o);
         EXPECT_TRUE(sameBits(prefill, logits(engine, text, {})));
-        for (int round = 0; round < 3; ++round) EXPECT_TRUE(sameBits(steps, logits(engine, text, std::vector<int64_t>(60, 1))));
+        for (int round = 0; round < 3; ++round) EXPECT_TRUE(sameBits(steps, logits(engine, text, oneByOne(60))));
         EXPECT_TRUE(sameBits(prefill, logits(engine, text, {})));
     }
 }
 
-// The usual plan: all but experts is resident, and these in some layers. A step then brings nothing over.
-TEST_F(CudaStreaming, ExpertsInTheFileGiveTheSameBits) {
+// Slots hold none of the experts, a few, most or all; misses are the CPU's, the GPU's, or both's.
+TEST_F(CudaStreaming, ExpertsInSlotsGiveTheSameBits) {
+    const tiny::Model model(manyExperts());
+    const Answers expected = answersOf(model);
+    constexpr size_t kExpert = size_t{5} << 20;
+    for (const auto& [slots, busRate] : std::vector<std::pair<size_t, double>>{
+             {0, 0}, {0, kFastBus}, {12, 0}, {12, kFastBus}, {30, kFastBus}, {60, 0}, {200, kFastBus}}) {
+        SCOPED_TRACE(std::to_string(slots) + " slots, a bus of " + std::to_string(busRate));
+        const auto engine = load(model, inSlots(model, slots * kExpert, busRate));
+        EXPECT_TRUE(engine->backend().streams());
+        EXPECT_GT(engine->placement().slots, 0u);
+        expectAnswers(engine, expected);
+        const ExpertCounts counts = engine->expertCounts();
+        EXPECT_EQ(sum(counts.hits) > 0, slots > 0);
+        EXPECT_EQ(sum(counts.computed) == 0, slots == 200) << "all fit";
+        EXPECT_EQ(sum(counts.fetched) > 0, slots > 0 && slots < 200 && busRate > 0);
+        EXPECT_LT(sum(counts.hits) + sum(counts.computed) + sum(counts.fetched), sum(counts.uses)) << "prefill counts as use alone";
+    }
+}
+
+TEST_F(CudaStreaming, ExpertsOfEveryModelMayBeInSlots) {
+    for (const tiny::Options& tiny : models()) {
+        const tiny::Model model(tiny);
+        if (!model.options().experts) continue;
+        const size_t all = bytesOfAllExperts(model);
+        const Answers expected = answersOf(model);
+        for (const size_t bytes : {size_t{0}, all / 4, all * 2 / 3, 2 * all}) {
+            SCOPED_TRACE(tiny::describe(tiny) + ", " + std::to_string(bytes) + " of " + std::to_string(all) + " bytes");
+            const auto engine = load(model, inSlots(model, bytes));
+            expectAnswers(engine, expected);
+            EXPECT_EQ(sum(engine->expertCounts().hits) > 0, bytes > 0);
+        }
+    }
+}
+
+// Layers whose experts are of other types than those of the layers beside them, and gates of other types than the rows of up.
+TEST_F(CudaStreaming, ExpertsOfMixedTypesInSlotsGiveTheSameBits) {
+    tiny::Options tiny = manyExperts();
+    tiny.embedding = 512;
+    tiny.hidden = 736;
+    tiny.layers = 4;
+    tiny.experts = 16;
+    tiny.mixed = {DType::Q8_0, DType::Q8_0, DType::Q4_0, DType::F32};
+    const tiny::Model model(tiny);
+    const size_t all = bytesOfAllExperts(model);
+    EXPECT_GE(expertPools(model.spec(), model.table(), inSlots(model, all / 2)).size(), 3u);
+    const Answers expected = answersOf(model);
+    for (const auto& [bytes, busRate] : std::vector<std::pair<size_t, double>>{
+             {all / 6, kFastBus}, {all / 2, 0}, {all / 2, kFastBus}, {2 * all, kFastBus}}) {
+        SCOPED_TRACE(std::to_string(bytes) + " of " + std::to_string(all) + " bytes, rate " + std::to_string(busRate));
+        const auto engine = load(model, inSlots(model, bytes, busRate));
+        expectAnswers(engine, expected);
+        const ExpertCounts counts = engine->expertCounts();
+        for (int32_t row = 0; row < counts.layers; ++row) {
+            const auto begin = counts.hits.begin() + int64_t{row} * counts.experts;
+            EXPECT_GT(std::accumulate(begin, begin + counts.experts, uint64_t{0}), 0u) << "layer " << row << " has slots";
+        }
+    }
+}
+
+// Where nothing is fetched, what is warmed stays: the same text then finds as many in slots as its uses say.
+TEST_F(CudaStreaming, WarmedSlotsHoldTheMostUsed) {
+    const tiny::Model model(manyExperts());
+    const auto text = tokens(80, model.options().vocab);
+    const auto cold = load(model, inSlots(model, 0, 0));
+    const auto expected = logits(cold, text, oneByOne(80));
+    const ExpertCounts counted = cold->expertCounts();
+    ASSERT_EQ(sum(counted.computed), sum(counted.uses));
+    std::vector<std::pair<int32_t, int32_t>> order;
+    for (size_t i = 0; i < counted.uses.size(); ++i) {
+        order.emplace_back(counted.layer[i / static_cast<size_t>(counted.experts)], static_cast<int32_t>(i) % counted.experts);
+    }
+    const auto uses = [&](const std::pair<int32_t, int32_t>& e) { return counted.uses[static_cast<size_t>(e.first * counted.experts + e.second)]; };
+    std::stable_sort(order.begin(), order.end(), [&](const auto& a, const auto& b) { return uses(a) > uses(b); });
+    EngineOptions o = inSlots(model, bytesOfAllExperts(model) / 4, 0);
+    o.expertUse.warm = order;
+    const auto warm = load(model, o);
+    EXPECT_TRUE(sameBits(expected, logits(warm, text, oneByOne(80))));
+    const ExpertCounts found = warm->expertCounts();
+    ASSERT_GT(found.capacity, 4);
+    EXPECT_EQ(found.resident, found.capacity);
+    uint64_t wanted = 0;
+    for (int64_t i = 0; i < found.capacity; ++i) wanted += uses(order[static_cast<size_t>(i)]);
+    EXPECT_EQ(sum(found.hits), wanted);
+    EXPECT_EQ(sum(found.computed), sum(counted.uses) - wanted);
+}
+
+// Several sessions in threads of their own; their steps come in any order, and each changes what the next finds.
+TEST_F(CudaStreaming, ThreadsShareTheSlots) {
+    constexpr int kThreads = 4;
+    const tiny::Model model(manyExperts());
+    const auto onCpu = load(model, options(false));
+    const auto engine = load(model, inSlots(model, bytesOfAllExperts(model) / 4));
+    std::vector<std::vector<int32_t>> texts;
+    std::vector<std::vector<int64_t>> chunks;
+    std::vector<std::vector<float>> got(kThreads);
+    for (int i = 0; i < kThreads; ++i) {
+        texts.push_back(tokens(50, model.options().vocab));
+        chunks.push_back(smallChunks(50));
+    }
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < kThreads; ++i) threads.emplace_back([&, i] { got[i] = logits(engine, texts[i], chunks[i]); });
+    for (std::thread& thread : threads) thread.join();
+    for (size_t i = 0; i < kThreads; ++i) EXPECT_TRUE(sameBits(logits(onCpu, texts[i], {}), got[i])) << "thread " << i;
+}
+
+TEST_F(CudaStreaming, AnInterruptedTextLeavesTheSlotsUsable) {
+    const tiny::Model model(manyExperts());
+    const auto text = tokens(60, model.options().vocab);
+    const auto expected = logits(load(model, options(false)), text, {});
+    const auto engine = load(model, inSlots(model, bytesOfAllExperts(model) / 4));
+    for (const int pieces : {0, 1, 7, 30}) {
+        Session session(engine);
+        int asked = 0;
+        EXPECT_THROW(session.evaluate(text, nullptr, oneByOne(60), [&] { return asked++ == pieces; }), Error);
+        session.reset();
+        EXPECT_TRUE(sameBits(expected, logits(session, text, smallChunks(60)))) << "after " << pieces;
+    }
+}
+
+// Guesses at what comes next change what is where, and nothing else.
+TEST_F(CudaStreaming, PrefetchingGivesTheSameBits) {
     const tiny::Options tiny = manyExperts();
     const tiny::Model model(tiny);
-    const auto text = tokens(100, tiny.vocab), start = std::vector<int32_t>(text.begin(), text.begin() + 20);
+    const auto text = tokens(60, tiny.vocab);
     const auto steps = logits(load(model, options(false)), text, {});
-    const auto resident = load(model, options(true));
-    const auto prefill = logits(resident, text, {});
-    const auto made = greedy(resident, start, 40);
-    const std::function<bool(int64_t)> kinds[] = {[](int64_t) { return true; }, [](int64_t layer) { return layer == 1; }, [](int64_t layer) { return layer != 1; }};
-    for (const auto& inFile : kinds) {
-        SCOPED_TRACE("kind " + std::to_string(&inFile - kinds));
-        EngineOptions o = options(true);
-        o.homes = expertHomes(model, inFile);
-        const auto engine = load(model, o);
-        EXPECT_TRUE(engine->backend().streams());
-        EXPECT_GT(engine->placement().cpu, 0u);
-        for (int round = 0; round < 2; ++round) {
-            EXPECT_TRUE(sameBits(prefill, logits(engine, text, {})));
-            EXPECT_TRUE(sameBits(steps, logits(engine, text, std::vector<int64_t>(100, 1)))) << "token by token";
-            EXPECT_TRUE(sameBits(steps, logits(engine, text, smallChunks(100)))) << "a few at a time";
-            EXPECT_EQ(made, greedy(engine, start, 40)) << "a prompt of many rows, then single ones";
+    for (const char* mode : {"count", "next-token", "next-layer"}) {
+        SCOPED_TRACE(mode);
+        ::setenv("SHARPI_EXPERT_PREFETCH", mode, 1);
+        const auto engine = load(model, inSlots(model, size_t{150} << 20));
+        ::unsetenv("SHARPI_EXPERT_PREFETCH");
+        for (int round = 0; round < 3; ++round) {
+            EXPECT_TRUE(sameBits(steps, logits(engine, text, oneByOne(60))));
+            EXPECT_TRUE(sameBits(steps, logits(engine, text, smallChunks(60))));
         }
-        EXPECT_TRUE(engine->backend().replays());
         engine->backend().setReplays(false);
-        EXPECT_TRUE(sameBits(steps, logits(engine, text, smallChunks(100)))) << "launched";
+        EXPECT_TRUE(sameBits(steps, logits(engine, text, smallChunks(60)))) << "launched";
+        const ExpertCounts counts = engine->expertCounts();
+        ASSERT_EQ(counts.predictors.size(), mode == std::string("next-token") ? 1u : 2u);
+        for (const PredictorCounts& p : counts.predictors) EXPECT_GT(p.used, 0u) << p.name;
     }
 }
 
@@ -215,9 +335,8 @@ TEST_F(CudaStreaming, TheFirstPassMayBeAStepWithExpertsInTheFile) {
     const tiny::Model model(tiny);
     const auto text = tokens(30, tiny.vocab);
     const auto expected = logits(load(model, options(false)), text, {});
-    EngineOptions o = options(true);
-    o.homes = expertHomes(model, [](int64_t) { return true; });
-    EXPECT_TRUE(sameBits(expected, logits(load(model, o), text, std::vector<int64_t>(30, 1))));
+    EngineOptions o = inSlots(model, size_t{100} << 20);
+    EXPECT_TRUE(sameBits(expected, logits(load(model, o), text, oneByOne(30))));
     o.batch = 8;  // no batch is ever large
     EXPECT_TRUE(sameBits(expected, logits(load(model, o), text, {})));
 }
@@ -262,13 +381,13 @@ TEST_F(CudaStreaming, ResidentWeightsAreReadFromTheDeviceAndOthersFromTheFile) {
         const tiny::Model model(tiny);
         EngineOptions o = options(true);
         o.homes = homes(model, resident ? model.tensors.size() : 0, 0);
-        if (tiny.experts && !resident) o.homes = expertHomes(model, [](int64_t) { return true; });
+        if (tiny.experts && !resident) o.homes = expertHomes(model, true);
         ChangingFile file(model);
         const auto engine = std::make_shared<Engine>(model.spec(), file.weights(), o);
-        const auto before = logits(engine, text, std::vector<int64_t>(40, 1));
-        EXPECT_TRUE(sameBits(before, logits(engine, text, std::vector<int64_t>(40, 1))));
+        const auto before = logits(engine, text, oneByOne(40));
+        EXPECT_TRUE(sameBits(before, logits(engine, text, oneByOne(40))));
         file.change();
-        const auto after = logits(engine, text, std::vector<int64_t>(40, 1));
+        const auto after = logits(engine, text, oneByOne(40));
         EXPECT_EQ(resident, static_cast<bool>(sameBits(before, after)));
     }
 }
@@ -282,29 +401,30 @@ TEST_F(CudaStreaming, WithoutPinningItIsTheSame) {
     o.homes = homes(model, 4, 30);
     const auto engine = load(model, o);
     ::unsetenv("SHARPI_CUDA_PIN");
-    EXPECT_TRUE(sameBits(expected, logits(engine, text, std::vector<int64_t>(40, 1))));
+    EXPECT_TRUE(sameBits(expected, logits(engine, text, oneByOne(40))));
     ASSERT_FALSE(engine->notes().empty());
 }
 
-TEST_F(CudaStreaming, WithLessMemoryExpertsStayInTheFile) {
+TEST_F(CudaStreaming, WithLessMemoryExpertsAreInSlots) {
     const tiny::Options tiny = manyExperts();
     const tiny::Model model(tiny);
     const auto text = tokens(30, tiny.vocab);
     EngineOptions o = options(true);
     o.batch = 16;
-    o.homes = expertHomes(model, [](int64_t) { return false; });
+    o.homes = expertHomes(model, false);
     const size_t all = plannedBytes(model.spec(), model.table(), o);
     const auto whole = load(model, o);
     EXPECT_TRUE(whole->notes().empty());
-    const auto expected = logits(whole, text, std::vector<int64_t>(30, 1));
+    const auto expected = logits(whole, text, oneByOne(30));
     EngineOptions least = o;
-    least.homes = expertHomes(model, [](int64_t) { return true; });
+    least.homes = expertHomes(model, true);
     o.vram = std::max(all - (size_t{8} << 20), plannedBytes(model.spec(), model.table(), least));
     ASSERT_LT(o.vram, all);
     const auto engine = load(model, o);
     ASSERT_EQ(engine->notes().size(), 1u);
     EXPECT_LT(engine->placement().vram, whole->placement().vram);
-    EXPECT_TRUE(sameBits(expected, logits(engine, text, std::vector<int64_t>(30, 1))));
+    EXPECT_GT(engine->placement().slots, 0u);
+    EXPECT_TRUE(sameBits(expected, logits(engine, text, oneByOne(30))));
 }
 
 // Less memory than the plan wants: less is resident, and a line says so.
@@ -320,13 +440,13 @@ TEST_F(CudaStreaming, LessMemoryThanPlanned) {
     const size_t all = plannedBytes(model.spec(), model.table(), o);
     const auto whole = load(model, o);
     EXPECT_TRUE(whole->notes().empty());
-    const auto expected = logits(whole, text, std::vector<int64_t>(40, 1));
+    const auto expected = logits(whole, text, oneByOne(40));
     o.vram = all - (size_t{40} << 20);
     const auto engine = load(model, o);
     ASSERT_EQ(engine->notes().size(), 1u);
     EXPECT_LT(engine->placement().vram, whole->placement().vram);
     EXPECT_GT(engine->placement().vram, 0u);
-    EXPECT_TRUE(sameBits(expected, logits(engine, text, std::vector<int64_t>(40, 1))));
+    EXPECT_TRUE(sameBits(expected, logits(engine, text, oneByOne(40))));
 }
 
 }  // namespace

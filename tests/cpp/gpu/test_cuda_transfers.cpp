@@ -1,14 +1,12 @@
 // Weights on their way: pieces of a mapped file through slots, launched and replayed, read by products that would show
-// a piece that came too late or was overwritten too early; and what is pinned, when, and where the system refuses.
+// a piece that came too late or was overwritten too early; from pages that are pinned, that the system refuses to pin, and that
+// memory has no room to pin.
 #include <cuda_runtime_api.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -16,108 +14,11 @@
 #include "gpu_test.h"
 #include "kernels/matvec.h"
 #include "kernels/packed.h"
-#include "model/weights.h"
+#include "mapped_test_file.h"
 #include "reference_matmul.h"
 
 namespace sharpi::cuda {
 namespace {
-
-constexpr uintptr_t kPage = 4096;
-
-// --- which pages -------------------------------------------------------------------------------------------------------
-
-HostRange range(uintptr_t begin, uintptr_t end) { return {reinterpret_cast<const uint8_t*>(begin), end - begin}; }
-
-TEST(PagesToPin, AreWholeAndJoinedOverSmallGapsOfOneMapping) {
-    const uintptr_t base = 16 << 20, far = base + kPinnedGap + 3 * kPage;
-    const std::vector<HostRange> always = {range(far + 5, far + 6), range(base + 10, base + 20), range(base + 2 * kPage - 1, base + 2 * kPage + 1)};
-    const AddressRange low{base, base + 3 * kPage};
-    // One page less than the gap, and the gap itself.
-    EXPECT_EQ(pagesToPin(always, {}, {{0, far + kPage}}, kPage).always, (std::vector<AddressRange>{low, {far, far + kPage}}));
-    const std::vector<HostRange> nearer = {always[1], always[2], range(far - kPage, far - kPage + 1)};
-    EXPECT_EQ(pagesToPin(nearer, {}, {{0, far + kPage}}, kPage).always, (std::vector<AddressRange>{{base, far}}));
-    // Two mappings: what lies between them is nobody's.
-    EXPECT_EQ(pagesToPin(nearer, {}, {{0, base + 3 * kPage}, {base + 3 * kPage, far}}, kPage).always,
-              (std::vector<AddressRange>{low, {far - kPage, far}}));
-    EXPECT_TRUE(pagesToPin({range(base, base)}, {}, {}, kPage).always.empty());
-}
-
-// Against a set of pages, one by one.
-TEST(PagesToPin, RandomRangesAreAllCoveredOnceAndOnlyThey) {
-    std::mt19937 random(testSeed());
-    for (int turn = 0; turn < 300; ++turn) {
-        const auto some = [&](int count) {
-            std::vector<HostRange> ranges;
-            for (int i = 0; i < count; ++i) {
-                const uintptr_t begin = (uintptr_t{64} << 20) + random() % (uintptr_t{24} << 20);
-                ranges.push_back(range(begin, begin + 1 + random() % (random() % 2 ? 300000 : 9000)));
-            }
-            return ranges;
-        };
-        const std::vector<HostRange> always = some(static_cast<int>(random() % 9)), once = some(static_cast<int>(random() % 9));
-        const uintptr_t cut = (uintptr_t{64} << 20) + random() % 6000 * kPage;
-        const PagesToPin pages = pagesToPin(always, once, {{0, cut}, {cut, uintptr_t{1} << 40}}, kPage);
-        std::set<uintptr_t> left[2], pinned;
-        for (int c = 0; c < 2; ++c)
-            for (const HostRange& r : c ? once : always) {
-                const auto begin = reinterpret_cast<uintptr_t>(r.begin);
-                for (uintptr_t p = begin / kPage; p <= (begin + r.bytes - 1) / kPage; ++p) left[c].insert(p);
-            }
-        for (int c = 0; c < 2; ++c) {
-            uintptr_t last = 0;
-            for (const AddressRange& r : c ? pages.once : pages.always) {
-                ASSERT_EQ(r.begin % kPage + r.end % kPage, 0u);
-                ASSERT_LT(r.begin, r.end);
-                ASSERT_LE(last, r.begin);
-                last = r.end;
-                uintptr_t gap = 0;
-                for (uintptr_t p = r.begin / kPage; p < r.end / kPage; ++p) {
-                    ASSERT_TRUE(pinned.insert(p).second) << "a page pinned twice";
-                    gap = left[c].erase(p) || left[1 - c].count(p) ? 0 : gap + 1;
-                    ASSERT_LT(gap * kPage, kPinnedGap) << "a page far from any range";
-                }
-            }
-        }
-        for (const uintptr_t p : left[0]) FAIL() << "page " << p << " is not pinned for good";
-        for (const uintptr_t p : left[1]) ASSERT_TRUE(pinned.count(p)) << "page " << p << " is not pinned";
-    }
-}
-
-// --- pieces through slots ----------------------------------------------------------------------------------------------
-
-// A mapped file without a name.
-class TemporaryFile {
-public:
-    explicit TemporaryFile(const std::vector<uint8_t>& bytes, uint64_t size = 0) {
-        std::string path = ::testing::TempDir() + "sharpi_transfers_XXXXXX";
-        const int fd = ::mkstemp(path.data());
-        bool written = fd >= 0 && ::ftruncate(fd, static_cast<off_t>(size)) == 0;
-        for (size_t at = 0; written && at < bytes.size();) {
-            const ssize_t count = ::write(fd, bytes.data() + at, bytes.size() - at);
-            written = count > 0;
-            at += static_cast<size_t>(std::max<ssize_t>(count, 0));
-        }
-        if (fd >= 0) ::close(fd);
-        try {
-            if (written) _mapped.emplace(path);
-        } catch (const Error&) {
-        }
-        ::unlink(path.c_str());
-        if (!_mapped) throw std::runtime_error("no temporary file of " + std::to_string(std::max<uint64_t>(size, bytes.size())) + " bytes");
-    }
-    const uint8_t* data() const { return _mapped->data(); }
-    size_t bytes() const { return _mapped->bytes(); }
-
-private:
-    std::optional<MappedFile> _mapped;
-};
-
-// Sets SHARPI_CUDA_PIN=0 for as long as it lives.
-class NoPinning {
-public:
-    NoPinning() { ::setenv("SHARPI_CUDA_PIN", "0", 1); }
-    ~NoPinning() { ::unsetenv("SHARPI_CUDA_PIN"); }
-};
 
 constexpr int64_t kCols = 512;
 constexpr int kRows = 3;
@@ -377,19 +278,11 @@ protected:
         for (size_t i = 0; i < _resident.size(); ++i) EXPECT_EQ(expected[i]->read(), arrived[i]->read()) << "matrix " << i;
     }
 
-    // Whether pages in the middle of a matrix can be pinned: not if they are already.
-    bool canPin(const Matrix& m) {
-        const auto begin = reinterpret_cast<uintptr_t>(m.data) / kPage * kPage + kPage;
-        void* page = reinterpret_cast<void*>(begin);
-        const bool can = cudaHostRegister(page, kPage, cudaHostRegisterMapped | cudaHostRegisterReadOnly) == cudaSuccess;
-        cudaGetLastError();
-        if (can) require(cudaHostUnregister(page));
-        return can;
-    }
+    static bool canPin(const Matrix& m) { return cuda::canPin(m.data); }
 
     DeviceArray<uint8_t> staging() const { return DeviceArray<uint8_t>(kTransferStages * _stageBytes); }
     void prepare(CudaTransfers& transfers, const DeviceArray<uint8_t>& staging) {
-        transfers.prepare(streamedRanges(), rangesOf(_resident), staging.get(), _stageBytes);
+        transfers.prepare({streamedRanges(), rangesOf(_resident), {}}, staging.get(), _stageBytes);
     }
 
     std::vector<Group> _streamed;
@@ -494,21 +387,27 @@ TEST_F(CudaTransfersTest, WhatCannotBePinnedIsCopied) {
     }
 }
 
-// Every byte of it, also where several threads copy.
-TEST_F(CudaTransfersTest, ACopyIsTheWholeOfTheFile) {
-    std::vector<uint8_t> bytes((size_t{20} << 20) + random()() % 100000);
-    for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random()());
-    const TemporaryFile file(bytes);
-    for (const bool pinned : {true, false}) {
-        std::optional<NoPinning> off;
-        if (!pinned) off.emplace();
-        PinnedFiles files(stream().device());
-        files.pin({{file.data(), file.bytes()}}, {});
-        const HostRange source = files.source(file.data() + 77, file.bytes() - 77);
-        ASSERT_EQ(source.bytes, file.bytes() - 77);
-        EXPECT_EQ(source.begin == file.data() + 77, pinned);
-        EXPECT_EQ(std::memcmp(source.begin, &bytes[77], source.bytes), 0);
+// What is optional is pinned as far as memory goes, and comes from wherever it is.
+TEST_F(CudaTransfersTest, PiecesComeFromPagesThatAreNotPinned) {
+    computeExpected();
+    const DeviceArray<uint8_t> stages = staging();
+    const std::vector<HostRange> streamed = streamedRanges();
+    size_t bytes = 0;
+    for (const HostRange& range : streamed) bytes += range.bytes;
+    for (const size_t room : {16 * _file->bytes(), bytes, size_t{0}}) {
+        SCOPED_TRACE(room);
+        CudaTransfers transfers(stream(), [=] { return MemoryRoom{room, room}; });
+        transfers.prepare({{}, rangesOf(_resident), streamed}, stages.get(), _stageBytes);
+        const auto read = std::count_if(streamed.begin(), streamed.end(), [&](const HostRange& r) { return transfers.reachable(r.begin, r.bytes); });
+        const auto most = static_cast<int64_t>(streamed.size());
+        EXPECT_TRUE(room == 0 ? read == 0 : room == bytes ? read > 0 && read < most : read == most) << read << " of " << most;
+        EXPECT_EQ(transfers.notes().size(), read == most ? 0u : 1u);
+        EXPECT_EQ(transfers.files().reachable(streamed[0].begin, 1), transfers.reachable(streamed[0].begin, 1));
+        uploadResident(transfers);
+        transfers.finishOnce();
+        for (const int slots : {2, WeightStream::kSlots}) runPasses(transfers, slots, 4, false);
     }
+    for (const Group& group : _streamed) EXPECT_TRUE(canPin(group.file[0]));
 }
 
 // More than any machine has: one clear error, and nothing stays pinned.
@@ -531,7 +430,7 @@ TEST_F(CudaTransfersTest, TooMuchToPinIsOneError) {
         if (!pinned) off.emplace();
         CudaTransfers transfers(stream());
         try {
-            transfers.prepare(always, rangesOf(_resident), nullptr, 0);
+            transfers.prepare({always, rangesOf(_resident), {}}, nullptr, 0);
             FAIL() << "8 TiB were pinned";
         } catch (const Error& error) {
             EXPECT_EQ(error.kind(), ErrorKind::OutOfMemory);

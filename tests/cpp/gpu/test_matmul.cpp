@@ -401,7 +401,8 @@ protected:
 
     // The stack comes in pieces, each by itself in memory that holds nothing else and with gaps that the whole has not. After each
     // call the rows of the experts seen so far are the whole product's, the others are poison yet.
-    void checkRanges(DType type, const std::vector<int32_t>& counts, std::vector<Range> ranges, bool gather) {
+    // order: the experts that the elements are, which the call is then told by an index; empty: all of them as they come.
+    void checkRanges(DType type, const std::vector<int32_t>& counts, std::vector<Range> ranges, bool gather, std::vector<int32_t> order = {}) {
         const int64_t tokens = 50, outputs = 134, cols = type == DType::F32 ? 100 : 256;
         SCOPED_TRACE(describe(type, std::accumulate(counts.begin(), counts.end(), 0), outputs, cols));
         const Pairs pairs(counts, tokens, random());
@@ -417,20 +418,32 @@ protected:
         ASSERT_TRUE(std::none_of(product.begin(), product.end(), [](float v) { return std::isnan(v); }));
         std::vector<float> expected = y.read();
 
+        // Of those that no element is: never an element's number.
+        std::vector<int32_t> places(counts.size());
+        for (int32_t& place : places) place = random()() % 2 ? -1 : static_cast<int32_t>(order.size());
+        for (size_t i = 0; i < order.size(); ++i) places[static_cast<size_t>(order[i])] = static_cast<int32_t>(i);
+        const DeviceArray<int32_t> index(places);
+        const bool indexed = !order.empty();
+        if (!indexed) {
+            order.resize(counts.size());
+            std::iota(order.begin(), order.end(), 0);
+        }
         std::shuffle(ranges.begin(), ranges.end(), random());
         for (const Range& range : ranges) {
             const size_t held = static_cast<size_t>(range.end - range.first);
             std::vector<uint8_t> piece(held * stride, 0xff);
-            for (size_t e = 0; e < held; ++e)
-                std::copy_n(packed.begin() + static_cast<int64_t>((static_cast<size_t>(range.first) + e) * bytes), bytes,
-                            piece.begin() + static_cast<int64_t>(e * stride));
+            for (size_t i = 0; i < held; ++i)
+                std::copy_n(packed.begin() + order[static_cast<size_t>(range.first) + i] * static_cast<int64_t>(bytes), bytes,
+                            piece.begin() + static_cast<int64_t>(i * stride));
             const DeviceArray<uint8_t> onDevice(piece);
             const ExpertStack part{{type, outputs, cols, onDevice.get()}, stride, static_cast<int32_t>(held)};
-            matmulExperts(stream(), part, x.rows(), pairs.groups, gather, y.get(), range.first, range.end);
-            const int64_t begin = pairs.begin[static_cast<size_t>(range.first)] * outputs;
-            const int64_t end = pairs.begin[static_cast<size_t>(range.end)] * outputs;
-            std::copy(product.begin() + begin, product.begin() + end, expected.begin() + begin);
-            ASSERT_TRUE(sameBits(expected, y.read())) << "after experts " << range.first << " to " << range.end;
+            matmulExperts(stream(), part, x.rows(), pairs.groups, gather, y.get(), {indexed ? index.get() : nullptr, range.first, range.end});
+            for (int32_t i = range.first; i < range.end; ++i) {
+                const auto e = static_cast<size_t>(order[static_cast<size_t>(i)]);
+                std::copy(product.begin() + pairs.begin[e] * outputs, product.begin() + pairs.begin[e + 1] * outputs,
+                          expected.begin() + pairs.begin[e] * outputs);
+            }
+            ASSERT_TRUE(sameBits(expected, y.read())) << "after elements " << range.first << " to " << range.end;
         }
     }
 };
@@ -467,6 +480,27 @@ TEST_P(MatmulExperts, PiecesOfAStackHaveTheBitsOfTheWhole) {
     for (const bool gather : {false, true}) checkRanges(DType::Q4_K, counts, {{0, 4}, {6, 9}}, gather);  // experts that never come
 }
 
+// As they lie in a cache's slots, or as those come that are wanted of a stack.
+TEST_P(MatmulExperts, AnIndexSaysWhichElementIsAnExperts) {
+    const std::vector<int32_t> counts = {5, 0, 130, 1, 64, 0, 0, 257, 3};
+    for (const DType type : {DType::Q4_K, DType::Q6_K, DType::BF16, DType::F32}) {
+        for (int turn = 0; turn < 4; ++turn) {
+            std::vector<int32_t> order(counts.size());
+            std::iota(order.begin(), order.end(), 0);
+            std::shuffle(order.begin(), order.end(), random());
+            if (turn > 0) order.resize(1 + random()() % order.size());
+            if (turn % 2) std::sort(order.begin(), order.end());
+            std::vector<Range> ranges;
+            for (int32_t first = 0; first < static_cast<int32_t>(order.size());) {
+                const int32_t end = turn == 0 ? 9 : std::min(static_cast<int32_t>(order.size()), first + 1 + static_cast<int32_t>(random()() % 4));
+                ranges.push_back({first, end});
+                first = end;
+            }
+            checkRanges(type, counts, ranges, random()() % 2 == 0, order);
+        }
+    }
+}
+
 TEST_P(MatmulExperts, RefusesExpertsThatAStackHasNot) {
     const Pairs pairs({1, 1, 1}, 1, random());
     const DeviceArray<uint8_t> w(2 * packedBytes(DType::Q8_0, 32, 32));
@@ -474,7 +508,7 @@ TEST_P(MatmulExperts, RefusesExpertsThatAStackHasNot) {
     const DeviceArray<float> y(3 * 32);
     const ExpertStack two{{DType::Q8_0, 32, 32, w.get()}, packedBytes(DType::Q8_0, 32, 32), 2};
     for (const Range& range : {Range{-1, 1}, Range{2, 1}, Range{0, 3}, Range{1, 4}})
-        EXPECT_THROW(matmulExperts(stream(), two, x.rows(), pairs.groups, true, y.get(), range.first, range.end), Error) << range.first;
+        EXPECT_THROW(matmulExperts(stream(), two, x.rows(), pairs.groups, true, y.get(), {nullptr, range.first, range.end}), Error) << range.first;
     stream().synchronize();
 }
 

@@ -68,6 +68,25 @@ TEST_F(Router, RoutesAsTheCpuDoes) {
     }
 }
 
+// Choices add up over calls, and the rest of what routing says stays as it is.
+TEST_F(Router, CountsWhatItChooses) {
+    for (const int64_t rows : {1, 7, 300}) {
+        const int32_t experts = 100, used = 6;
+        std::vector<uint32_t> expected(experts + 1, 5);  // what was counted before, and a word that is not counted in
+        const DeviceArray<uint32_t> uses(expected);
+        for (int call = 0; call < 2; ++call) {
+            const DeviceArray<float> logits(randomFloats(rows * experts, 2.0f)), weight(rows * used), plainWeight(rows * used);
+            const DeviceArray<int32_t> chosen(rows * used), plainChosen(rows * used);
+            route(stream(), logits.get(), rows, experts, used, true, 1.0f, plainChosen.get(), plainWeight.get());
+            route(stream(), logits.get(), rows, experts, used, true, 1.0f, chosen.get(), weight.get(), uses.get());
+            ASSERT_EQ(plainChosen.read(), chosen.read());
+            ASSERT_TRUE(sameBits(plainWeight.read(), weight.read()));
+            for (const int32_t e : chosen.read()) ++expected[e];
+        }
+        EXPECT_EQ(expected, uses.read());
+    }
+}
+
 TEST_F(Router, BadLogitsStillChooseExpertsThatExist) {
     const int32_t experts = 100, used = 9;
     auto logits = randomFloats(4 * experts);

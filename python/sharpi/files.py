@@ -1,0 +1,54 @@
+"""Files that are written whole or not at all: what is there stays as it was until the new one is complete."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+__all__ = ["require_writable", "write_whole"]
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Writes `data` to `path`, in place of what is there. Raises `OSError`."""
+    if _is_special(path):
+        Path(path).write_bytes(data)
+        return
+    target, draft = _target_and_draft(path)
+    try:
+        draft.write_bytes(data)
+        os.replace(draft, target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def require_writable(path: str | os.PathLike[str]) -> None:
+    """Raises the `OSError` that `write_whole` would, but for a disk that is full by then. Nothing that is there
+    changes, and nothing is left behind."""
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if _is_special(path):
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+        return
+    target, draft = _target_and_draft(path)
+    if target.exists():
+        with target.open("ab"):
+            pass
+    try:
+        draft.touch()
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _is_special(path: str | os.PathLike[str]) -> bool:
+    """Whether it is a pipe or a terminal, say, which must not be replaced by a file."""
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
+def _target_and_draft(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """Where a link leads to, so that it stays one, and a name beside it that nobody else writes to."""
+    target = Path(os.path.realpath(path))
+    return target, target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")

@@ -1,0 +1,61 @@
+// What tests of whole engines on the GPU share: loading tiny models on either processor, and asking them.
+#pragma once
+
+#include <cmath>
+
+#include "engine/engine.h"
+#include "gpu_test.h"
+#include "kernels/matvec.h"  // kMaxMatvecRows
+#include "tiny_model.h"
+
+namespace sharpi::cuda {
+
+class EngineTest : public GpuTest {
+protected:
+    static EngineOptions options(bool cuda, KvType kv = KvType::BF16) {
+        EngineOptions o;
+        o.context = 300;
+        o.batch = 128;
+        o.threads = 3;
+        o.kvType = kv;
+        o.cuda = cuda;
+        return o;
+    }
+    static std::shared_ptr<Engine> load(const tiny::Model& model, const EngineOptions& o) {
+        return std::make_shared<Engine>(model.spec(), model.weights(), o);
+    }
+
+    std::vector<int32_t> tokens(int64_t count, int64_t vocab) {
+        std::vector<int32_t> made(static_cast<size_t>(count));
+        for (int32_t& token : made) token = static_cast<int32_t>(random()() % static_cast<uint32_t>(vocab));
+        return made;
+    }
+    // Pieces of few rows, enough for so many tokens.
+    std::vector<int64_t> smallChunks(int64_t total) {
+        std::vector<int64_t> chunks;
+        for (int64_t i = 0; i < total; ++i) chunks.push_back(1 + static_cast<int64_t>(random()() % kMaxMatvecRows));
+        return chunks;
+    }
+    static std::vector<int64_t> oneByOne(int64_t total) { return std::vector<int64_t>(static_cast<size_t>(total), 1); }
+
+    static std::vector<float> logits(Session& session, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {
+        std::vector<float> values(text.size() * static_cast<size_t>(session.vocabSize()), NAN);
+        session.evaluate(text, values.data(), chunks, nullptr);
+        return values;
+    }
+    static std::vector<float> logits(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {
+        Session session(engine);
+        return logits(session, text, chunks);
+    }
+    static std::vector<int32_t> greedy(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& prompt, int count) {
+        Session session(engine);
+        SamplingParams params;
+        params.temperature = 0;
+        session.start(prompt, params, nullptr);
+        std::vector<int32_t> text;
+        for (int i = 0; i < count; ++i) text.push_back(*session.next());
+        return text;
+    }
+};
+
+}  // namespace sharpi::cuda
