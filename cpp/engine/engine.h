@@ -93,6 +93,9 @@ private:
     int64_t room() const { return _engine->_options.context - static_cast<int64_t>(_tokens.size()); }
     void checkRoom(int64_t tokens) const;
     void keep(int64_t tokens);
+    void recompute();
+    void run(const int32_t* tokens, int64_t begin, int64_t count, Want want, float* logits,
+             const std::optional<Sampler::Step>& choice = std::nullopt);
     void append(const std::vector<int32_t>& tokens, float* logits, const std::vector<int64_t>& chunks, const Interrupted& interrupted);
     void step(const int32_t* tokens, int64_t count, Want want, float* logits);
 

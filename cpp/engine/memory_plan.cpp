@@ -48,7 +48,17 @@ private:
 
 std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
     std::vector<KvLayerShape> shapes;
-    for (const LayerSpec& layer : spec.layers) shapes.push_back({layer.attention.kvHeads, layer.attention.headDim});
+    for (const LayerSpec& layer : spec.layers) {
+        shapes.push_back(layer.attention ? KvLayerShape{layer.attention->kvHeads, layer.attention->headDim} : KvLayerShape());
+    }
+    return shapes;
+}
+
+std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec) {
+    std::vector<RecurrentShape> shapes;
+    for (const LayerSpec& layer : spec.layers) {
+        shapes.push_back(layer.delta ? RecurrentShape{layer.delta->convState(), layer.delta->matrixState()} : RecurrentShape());
+    }
     return shapes;
 }
 
@@ -68,7 +78,9 @@ std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& te
     }
     const Weights shapes(tensors);
     const ModelWeights weights(spec, shapes, *placer, options.homes, options.context, trace);
-    const KvCache kv(allocator, kvShapes(spec), options.kvType, options.context);
+    RecurrentState states(allocator, recurrentShapes(spec), options.sequences);
+    if (states.any()) trace.note("recurrent state");
+    const KvCache kv(allocator, kvShapes(spec), options.kvType, options.context, std::move(states));
     trace.note("KV cache");
     const size_t scratchBytes = options.cuda ? GpuScratch(limits).bytes() : CpuBackend::scratchBytes(options.threads, limits);
     const Buffer scratch(allocator, scratchBytes, "working memory");

@@ -15,13 +15,16 @@ struct EngineOptions {
     int64_t batch = 512;  // rows that prefill takes at once
     int threads = 1;
     KvType kvType = KvType::BF16;
+    // States of sequences that a model with recurrent layers has room for: of one for each that holds tokens, and of earlier
+    // tokens of these, to which they may be cut back.
+    int32_t sequences = 4;
     bool cuda = false;    // on the GPU, else on the CPU
     size_t vram = 0;      // the most to take of the GPU's memory, in bytes; 0: all that is free
     Homes homes;          // on the GPU: where each tensor shall be
 };
 
 // The lines of LoadTrace, in order: "token embedding", "layer 0", ..., "output head", "streaming" (the slots through which
-// pass what is not resident), "KV cache", "scratch", "graphs".
+// pass what is not resident), "recurrent state" (where there is one), "KV cache", "scratch", "graphs".
 // On the CPU weights count as nothing: they stay in the mapped file.
 std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
 // The sum of what the lines take.
@@ -32,6 +35,8 @@ Homes fittedHomes(const ModelSpec& spec, const TensorTable& tensors, const Engin
 // For a model that did not fit into `available` bytes: the setting that would, as words to end an error with.
 std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available);
 
+// By layer.
 std::vector<KvLayerShape> kvShapes(const ModelSpec& spec);
+std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec);
 
 }  // namespace sharpi

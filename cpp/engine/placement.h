@@ -18,7 +18,7 @@ struct TensorUse {
     uint64_t bytesPerToken = 0;  // that a token reads of it
     int64_t rows = 0, cols = 0;  // of the matrix, or of one of a stack
 };
-// In the order in which a token meets them.
+// In the order in which a token meets them; without those of prediction layers, which are not loaded.
 std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tensors);
 
 // Bytes of the file by where they are read, all of a tensor being in its home. A layer's stacks of experts are in the file if any is.

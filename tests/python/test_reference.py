@@ -22,7 +22,8 @@ from sharpi import Model  # noqa: E402
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("SHARPI_SHARED") or REPOSITORY.parent / "shared")
 REFERENCE = SHARED / "reference"
-NAMES = ["llama", "llama-tied", "llama-scaled", "mixtral", "qwen2", "qwen3", "qwen3moe", "olmoe"]
+NAMES = ["llama", "llama-tied", "llama-scaled", "mixtral", "qwen2", "qwen3", "qwen3moe", "olmoe", "qwen35",
+         "qwen35moe"]
 STORY = Path(__file__).parent / "data" / "story_golden.npz"
 
 
