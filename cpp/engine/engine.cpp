@@ -202,7 +202,8 @@ void Session::reset() {
 // Keeps the first `tokens`, or fewer: see KvCache::truncate.
 void Session::keep(int64_t tokens) {
     std::lock_guard<std::mutex> lock(_engine->_mutex);
-    _tokens.resize(static_cast<size_t>(_engine->_kv->truncate(_sequence, tokens)));
+    KvCache& kv = *_engine->_kv;  // which a step that failed may have left with fewer
+    _tokens.resize(static_cast<size_t>(kv.truncate(_sequence, std::min(tokens, kv.length(_sequence)))));
     _chosen.reset();
 }
 

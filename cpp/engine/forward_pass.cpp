@@ -52,6 +52,12 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
     return limits;
 }
 
+ForwardPass::ForwardPass(const ModelSpec& spec, const ModelWeights& weights, Backend& backend, KvCache& kv, const StepLimits& limits)
+    : _spec(spec), _weights(weights), _backend(backend), _kv(kv), _limits(limits) {
+    const bool recurrent = std::any_of(spec.layers.begin(), spec.layers.end(), [](const LayerSpec& layer) { return layer.delta.has_value(); });
+    if (recurrent && !kv.states().any()) throw Error(ErrorKind::Internal, "a cache without states for a model with recurrent layers");
+}
+
 void ForwardPass::check(const Batch& batch) const {
     if (batch.size() > _limits.maxRows) {
         throw Error(ErrorKind::Internal, "a batch of " + std::to_string(batch.size()) + " rows, scratch holds " + std::to_string(_limits.maxRows));

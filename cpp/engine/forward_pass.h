@@ -10,8 +10,8 @@ namespace sharpi {
 
 class ForwardPass {
 public:
-    ForwardPass(const ModelSpec& spec, const ModelWeights& weights, Backend& backend, KvCache& kv, const StepLimits& limits)
-        : _spec(spec), _weights(weights), _backend(backend), _kv(kv), _limits(limits) {}
+    // Throws Error(Internal) for a cache without the states that the model's layers need.
+    ForwardPass(const ModelSpec& spec, const ModelWeights& weights, Backend& backend, KvCache& kv, const StepLimits& limits);
 
     // Room in the KV cache for the batch's rows must have been made (KvCache::extend). Commits them.
     // logits: [batch.logitRows.size(), vocabSize] in host memory; nullptr: they stay with the backend.

@@ -126,10 +126,10 @@ bool goTogether(const TensorInfo& a, const TensorInfo& b) {
     return layerOf(a) == layerOf(b) && ((isStack(a) && isStack(b)) || (isGated(a) && isGated(b)));
 }
 
-// Norms and biases are always resident; a layer's stacks, and its gate and up, together or not at all.
+// Norms, biases and convolutions are always resident; a layer's stacks, and its gate and up, together or not at all.
 Home homeOf(const tiny::Model& model, const Homes& homes, size_t tensor) {
     const TensorInfo& t = model.tensors[tensor];
-    if (homes.empty() || t.shape.size() == 1) return Home::Vram;
+    if (homes.empty() || t.shape.size() == 1 || t.name.find("ssm_conv1d") != std::string::npos) return Home::Vram;
     bool direct = homes[tensor].home == Home::Direct;
     for (size_t i = 0; i < homes.size(); ++i) direct |= goTogether(model.tensors[i], t) && homes[i].home == Home::Direct;
     return direct ? Home::Direct : Home::Vram;
@@ -173,7 +173,8 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
             for (size_t i = 0; i < model.tensors.size(); ++i) {
                 const TensorInfo& t = model.tensors[i];
                 (isDirect(i) ? direct : vram) += t.bytes;
-                const bool feedForward = t.name.find("ffn_") != std::string::npos && t.name.find("inp") == std::string::npos;
+                const bool feedForward = t.name.find("ffn_") != std::string::npos && t.name.find("inp") == std::string::npos &&
+                                         t.name.find("shexp") == std::string::npos;
                 const bool head = t.name == (o.tied ? "token_embd.weight" : "output.weight");
                 if (isDirect(i) && isStack(t)) {
                     cpu += t.bytes;
