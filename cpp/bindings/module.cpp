@@ -77,7 +77,7 @@ Homes toHomes(const HomeRows& rows) {
 }
 
 EngineOptions toOptions(int64_t context, int64_t batch, int threads, const std::string& kvType, const std::string& device, size_t vram,
-                        const HomeRows& homes) {
+                        const HomeRows& homes, int32_t sequences) {
     EngineOptions options;
     options.homes = toHomes(homes);
     options.context = context;
@@ -85,6 +85,7 @@ EngineOptions toOptions(int64_t context, int64_t batch, int threads, const std::
     options.threads = threads;
     options.kvType = toKvType(kvType);
     options.vram = vram;
+    options.sequences = sequences;
     if (device != "cpu" && device != "cuda") throw Error(ErrorKind::InvalidArgument, "unknown device '" + device + "': known are cpu and cuda");
     options.cuda = device == "cuda";
     return options;
@@ -172,9 +173,9 @@ void bindDescription(py::module_& m) {
             return Engine::kvBytesFor(d.spec, toKvType(type), context);
         }, py::arg("kv_dtype"), py::arg("context"), "Bytes of the KV cache for `context` tokens, in whole pages.")
         .def("memory_lines", [](const Description& d, const std::string& device, const std::string& kvType, int64_t batch,
-                                int64_t context, int threads, const HomeRows& homes) {
+                                int64_t context, int threads, const HomeRows& homes, int32_t sequences) {
             std::vector<std::pair<std::string, int64_t>> lines;
-            const EngineOptions options = toOptions(context, batch, threads, kvType, device, 0, homes);
+            const EngineOptions options = toOptions(context, batch, threads, kvType, device, 0, homes, sequences);
             if (!options.homes.empty() && options.homes.size() != d.tensors.all().size()) {
                 throw Error(ErrorKind::InvalidArgument, "homes for " + std::to_string(options.homes.size()) + " tensors of " + std::to_string(d.tensors.all().size()));
             }
@@ -183,7 +184,7 @@ void bindDescription(py::module_& m) {
             }
             return lines;
         }, py::arg("device"), py::arg("kv_dtype"), py::arg("batch"), py::arg("context"), py::arg("threads") = 1,
-           py::arg("homes") = py::none(),
+           py::arg("homes") = py::none(), py::arg("sequences") = EngineOptions().sequences,
            "What loading will take of the device's memory, in bytes, line by line as SHARPI_TRACE_VRAM=1 shows it.")
         .def("tensor_uses", [](const Description& d) {
             std::vector<std::tuple<int32_t, std::string, std::string, int32_t, uint64_t, int64_t, int64_t>> uses;
@@ -199,12 +200,13 @@ void bindDescription(py::module_& m) {
 void bindEngine(py::module_& m) {
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
         .def(py::init([](const Description& d, const std::vector<std::string>& paths, int64_t context, int64_t batch,
-                         int threads, const std::string& kvType, const std::string& device, size_t vram, const HomeRows& homes) {
-            const EngineOptions options = toOptions(context, batch, threads, kvType, device, vram, homes);
+                         int threads, const std::string& kvType, const std::string& device, size_t vram, const HomeRows& homes,
+                         int32_t sequences) {
+            const EngineOptions options = toOptions(context, batch, threads, kvType, device, vram, homes, sequences);
             py::gil_scoped_release release;
             return std::make_shared<Engine>(d.spec, std::make_unique<Weights>(paths, d.tensors), options);
         }), py::arg("description"), py::arg("paths"), py::arg("context"), py::arg("batch"), py::arg("threads"), py::arg("kv_dtype"),
-            py::arg("device") = "cpu", py::arg("vram") = 0, py::arg("homes") = py::none())
+            py::arg("device") = "cpu", py::arg("vram") = 0, py::arg("homes") = py::none(), py::arg("sequences") = EngineOptions().sequences)
         .def_property_readonly("notes", &Engine::notes, "Lines for people: what was not as planned.")
         .def("placement", [](const Engine& e) {
             const Placement p = e.placement();
@@ -229,6 +231,7 @@ void bindEngine(py::module_& m) {
         .def_property_readonly("kernels_per_step", [](Engine& e) { return e.backend().kernelsPerStep(); })
         .def_property_readonly("weight_bytes", &Engine::weightBytes)
         .def_property_readonly("kv_bytes", &Engine::kvBytes)
+        .def_property_readonly("state_bytes", &Engine::stateBytes, "Of the recurrent states; 0 for a model without.")
         .def_property_readonly("scratch_bytes", &Engine::scratchBytes)
         .def("warm", [](const Engine& e, const std::function<bool(uint64_t, uint64_t)>& progress) {
             py::gil_scoped_release release;

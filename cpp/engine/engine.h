@@ -32,6 +32,7 @@ public:
     const std::vector<TraceLine>& trace() const { return _trace.lines(); }
     uint64_t weightBytes() const { return _files->bytes(); }
     size_t kvBytes() const { return _kv->bytes(); }
+    size_t stateBytes() const { return _kv->states().bytes(); }
     size_t scratchBytes() const { return _scratchBytes; }
     static size_t kvBytesFor(const ModelSpec& spec, KvType type, int64_t context);
 

@@ -20,9 +20,11 @@ from sharpi.placement import DIRECT, Inventory, Placed, TensorHome
 from sharpi.prediction import BOUNDS, Speed
 from sharpi.profile import HardwareProfile
 
-__all__ = ["KV_DTYPES", "Plan", "SMALLEST_CONTEXT", "fingerprint", "load_plan", "size_words", "vram_words"]
+__all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "Plan", "SMALLEST_CONTEXT", "fingerprint", "load_plan", "size_words", "vram_words"]
 
 KV_DTYPES = ("fp32", "bf16", "fp16")
+# Of a model with recurrent layers: conversations, and states to go back to in these.
+DEFAULT_SEQUENCES = 4
 _LONGEST_FILE = 64 << 20  # of a plan: many times what a model of thousands of tensors needs
 SMALLEST_CONTEXT = 512  # a shorter one is not worth offering, where more was asked for
 
@@ -42,6 +44,7 @@ class Plan:
     homes: on the GPU, each tensor's, in the file's order. placement: bytes of the weights by kind and by place; empty
     for a plan for the CPU that is not to be shown. prefill (of one batch) and decode: the predicted speeds, and
     `profile` the machine that they are for; `None` where nobody needed to know. fingerprint: of the file's tensors.
+    sequences: how many there is room for whose recurrent state is held, in a model that has one.
     """
 
     model: str
@@ -68,6 +71,7 @@ class Plan:
     prefill: Speed | None = None
     decode: Speed | None = None
     profile: HardwareProfile | None = None
+    sequences: int = DEFAULT_SEQUENCES
 
     @property
     def embedding_bytes(self) -> int:
@@ -88,6 +92,11 @@ class Plan:
     def streaming_bytes(self) -> int:
         """The line of the slots through which direct weights pass; 0 where all are resident."""
         return self._line("streaming")
+
+    @property
+    def state_bytes(self) -> int:
+        """The line of the recurrent states; 0 for a model without."""
+        return self._line("recurrent state")
 
     @property
     def scratch_bytes(self) -> int:
@@ -127,7 +136,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and every sum, as `sharpi plan --json` prints them."""
-        sums = ("embedding_bytes", "head_bytes", "streaming_bytes", "scratch_bytes", "graphs_bytes", "mapped_bytes",
+        sums = ("embedding_bytes", "head_bytes", "streaming_bytes", "state_bytes", "scratch_bytes", "graphs_bytes", "mapped_bytes",
                 "total_bytes", "fits")
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
@@ -322,6 +331,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "kv_dtype": _one_of(*KV_DTYPES),
     "batch": _count(1, 65536),
     "threads": _count(1, 1024),
+    "sequences": _count(1, 4096),
     "available_bytes": _maybe(_count()),
     "lines": _each(_line),
     "homes": _each(_home),

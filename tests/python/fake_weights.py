@@ -128,7 +128,7 @@ class FakeWeights:
         return self.per_token * context
 
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
-                     homes: list[Any] | None = None) -> list[tuple[str, int]]:
+                     homes: list[Any] | None = None, sequences: int = 4) -> list[tuple[str, int]]:
         assert 1 <= batch <= context and (homes is None or (device == "cuda" and len(homes) == len(self.tensors)))
         lines: dict[str, int] = {}
         pieces = 0
