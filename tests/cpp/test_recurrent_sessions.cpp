@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/gpu.h"
 #include "tiny_engine.h"
 #include "tiny_pass.h"
 
@@ -197,6 +198,13 @@ TEST(RecurrentSessions, RowsOfABatchCanBeTakenBack) {
             ASSERT_EQ(pass.kv.truncate(handle, done), done);
         }
     }
+}
+
+TEST(RecurrentSessions, TheGpuRefusesThemBeforeLoading) {
+    for (const tiny::Options& options : hybrids()) {
+        expectError(ErrorKind::InvalidArgument, "runs on the CPU so far", [&] { requireGpuCanRun(Model(options).spec()); });
+    }
+    for (const tiny::Options& options : gpuVariants()) EXPECT_NO_THROW(requireGpuCanRun(Model(options).spec()));
 }
 
 TEST(RecurrentSessions, ACacheThatDoesNotFitTheModelIsRefused) {
