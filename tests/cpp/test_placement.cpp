@@ -209,6 +209,37 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
     }
 }
 
+// Layers with a state, the expert for every token, and a prediction layer, which nobody uses: it takes no place.
+TEST(TensorUses, OfAHybrid) {
+    tiny::Options o;
+    o.architecture = "qwen35moe";
+    o.predictions = 1;
+    const tiny::Model model(o);
+    std::vector<std::string> expected = {"token_embd.weight embedding -1"};
+    const auto layer = [&](const std::string& index, const std::vector<std::string>& lines) {
+        for (const std::string& line : lines) expected.push_back("blk." + index + "." + line + " " + index);
+        for (const std::string line : {"ffn_gate_inp.weight router", "ffn_gate_exps.weight experts", "ffn_up_exps.weight experts",
+                                       "ffn_down_exps.weight experts", "ffn_gate_shexp.weight attention", "ffn_up_shexp.weight attention",
+                                       "ffn_down_shexp.weight attention"})
+            expected.push_back("blk." + index + "." + line + " " + index);
+    };
+    layer("0", {"attn_norm.weight vector", "ssm_conv1d.weight vector", "ssm_dt.bias vector", "ssm_a vector", "ssm_norm.weight vector",
+                "post_attention_norm.weight vector", "ffn_gate_inp_shexp.weight vector", "attn_qkv.weight attention", "attn_gate.weight attention",
+                "ssm_alpha.weight attention", "ssm_beta.weight attention", "ssm_out.weight attention"});
+    layer("1", {"attn_norm.weight vector", "attn_q_norm.weight vector", "attn_k_norm.weight vector", "post_attention_norm.weight vector",
+                "ffn_gate_inp_shexp.weight vector", "attn_q.weight attention", "attn_k.weight attention", "attn_v.weight attention",
+                "attn_output.weight attention"});
+    expected.push_back("output_norm.weight vector -1");
+    expected.push_back("output.weight head -1");
+    EXPECT_EQ(described(model), expected);
+
+    uint64_t used = 0;
+    for (const TensorInfo& t : model.tensors) used += t.name.rfind("blk.2.", 0) == 0 ? 0 : t.bytes;
+    const Placement placement = placementOf(model.spec(), model.table(), {});
+    EXPECT_EQ(placement.vram, used);
+    EXPECT_EQ(placement.direct + placement.cpu, 0u);
+}
+
 // The model's homes with tensors of ranks from `limit` on in the file.
 Homes limited(Homes homes, int32_t limit) {
     for (TensorHome& home : homes) {

@@ -105,6 +105,8 @@ HYBRIDS: dict[str, TinyModel] = {
                         predictions=1),
     "qwen35-odd": TinyModel("qwen35", qk_norm="head", layers=5, rope_dims=16, tied=True,
                             delta=Delta(key_heads=3, value_heads=3, head_dim=20, conv=3, interval=2)),
+    # No layer with attention, so no KV cache.
+    "qwen35-states": TinyModel("qwen35", qk_norm="head", layers=2, delta=Delta(key_heads=1, conv=2)),
     "qwen35moe": TinyModel("qwen35moe", qk_norm="head", layers=4, delta=Delta(), rope_dims=16, rope_base=1e7,
                            experts=8, experts_used=3, shared=32, predictions=1),
 }
