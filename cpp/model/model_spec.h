@@ -94,8 +94,9 @@ struct LayerSpec {
     std::optional<ExpertFfnSpec> experts;
 };
 
-// A layer that guesses the token after the next (multi-token prediction): from norm(embedding of the next token) and
-// norm(the last layer's output), joined and projected, through the layer to the output head behind a norm of its own.
+// A layer that guesses the token after the next (multi-token prediction): embeddingNorm(embedding of the next token) and
+// hiddenNorm(what the model's output head reads), one behind the other, are projected, go through the layer, and to the
+// output head behind a norm of their own. What that norm gives stands for the head's input in a further guess.
 struct PredictionSpec {
     LayerSpec layer;
     WeightSlice projection;                           // [embedding, 2 * embedding]

@@ -151,7 +151,7 @@ def test_states_do_not_drift(tmp_path: Path) -> None:
 
 def test_a_narrow_kv_cache_at_long_context(tmp_path: Path) -> None:
     """bf16 is wrong by 0.2 % of each key and value. Random ones average out over many tokens, and so do their errors:
-    the bound is a tenth of what one attention layer makes of them in short texts."""
+    3e-5 of the logits as measured, where 300 tokens of such models have 8e-4."""
     path = write(tmp_path / "m.gguf", replace(HYBRIDS["qwen35"], context=LONG))
     _, narrow = long_logits(path, kv_dtype="bf16")
     _, exact = long_logits(path, kv_dtype="fp32")
