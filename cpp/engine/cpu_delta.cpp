@@ -18,10 +18,12 @@ constexpr int32_t kColumnPiece = 64;    // of a head's matrix
 
 void CpuBackend::splitGatedQueries(const AttentionWeights& w, int32_t headDim) {
     const size_t bytes = sizeof(float) * static_cast<size_t>(headDim);
-    for (int64_t head = 0; head < rows() * w.heads; ++head) {
-        std::memcpy(_q + head * headDim, _gatedQueries + 2 * head * headDim, bytes);
-        std::memcpy(_queryGate + head * headDim, _gatedQueries + (2 * head + 1) * headDim, bytes);
-    }
+    forRanges(rows() * w.heads, std::max<int64_t>(1, kElementGrain / headDim), [&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) {
+            std::memcpy(_q + head * headDim, _gatedQueries + 2 * head * headDim, bytes);
+            std::memcpy(_queryGate + head * headDim, _gatedQueries + (2 * head + 1) * headDim, bytes);
+        }
+    });
 }
 
 // Each piece of channels goes through a sequence's rows in order, from state to state.
@@ -107,9 +109,11 @@ void CpuBackend::addSharedExpert(const SharedExpertWeights& w) {
     linear(_normed, rows(), {{w.gate, nullptr, _gate}, {w.up, nullptr, _up}, {scale, nullptr, _sharedScale}});
     siluMul(_gate, _up, rows() * w.gate.rows);
     linear(_gate, rows(), {{w.down, nullptr, _normed}});
-    for (int64_t t = 0; t < rows(); ++t) {
-        _kernels.addScaled(_block + t * width, _normed + t * width, portableSigmoid(_sharedScale[t]), width);
-    }
+    forRanges(rows(), std::max<int64_t>(1, kElementGrain / width), [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
+            _kernels.addScaled(_block + t * width, _normed + t * width, portableSigmoid(_sharedScale[t]), width);
+        }
+    });
 }
 
 }  // namespace sharpi
