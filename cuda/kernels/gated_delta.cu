@@ -25,6 +25,7 @@ constexpr int kAhead = 4;         // rows of the convolution's inputs that are a
 constexpr int kSums = 8;          // accumulators of a column's sums
 constexpr int kWarpColumns = 16;
 constexpr int kStagedRows = 8;
+constexpr int kNormWarps = 8;
 constexpr int kElementThreads = 256;
 
 __device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, portableExp(__fsub_rn(0.0f, x)))); }
@@ -41,6 +42,7 @@ struct ConvWork {
     float* windows;  // [ranges, width - 1, channels]: the inputs before each range; nullptr: those of its state
     const int32_t *from, *to;
     RowRanges ranges;
+    HalfRows halves;  // [rows, 2 * keyHeads * dim], where not null
 };
 
 // The channels of a head that a lane has: lane, lane + 32, ..
@@ -93,9 +95,17 @@ __device__ __forceinline__ void convolveRow(const ConvWork& work, ConvHead<kPer,
         for (int p = 0; p < kPer; p++) y[p] = __fmul_rn(y[p], inverse);
     }
     float* out = work.mixed + t * work.channels + head.first;
+    const bool halves = work.halves.hi && index < 2 * work.keyHeads;
 #pragma unroll
-    for (int p = 0; p < kPer; p++)
-        if (p < head.count) out[32 * p] = y[p];
+    for (int p = 0; p < kPer; p++) {
+        if (p >= head.count) break;
+        out[32 * p] = y[p];
+        if (!halves) continue;
+        const int64_t at = t * 2 * work.keyHeads * work.dim + head.first + 32 * p;
+        const HalfPair pair = splitHalf(y[p]);
+        work.halves.hi[at] = pair.hi;
+        if (work.halves.lo) work.halves.lo[at] = pair.lo;
+    }
 }
 
 // The decays and steps of rows [begin, end), by one warp.
@@ -176,8 +186,7 @@ __global__ void __launch_bounds__(kElementThreads) windowsKernel(ConvWork work, 
 // --- delta rule ----------------------------------------------------------------------------------------------------
 
 struct DeltaWork {
-    const float *mixed, *decay, *step, *gate, *norm;
-    float eps;
+    const float *mixed, *decay, *step, *gate;
     int32_t keyHeads, valueHeads, dim;
     float* states;  // slots of [valueHeads, dim, dim]
     const int32_t *from, *to;
@@ -203,7 +212,7 @@ template <int kLines> __device__ __forceinline__ void stageRows(const DeltaWork&
     for (int item = threadIdx.x >> 5; item < 4 * count; item += warps) {
         const int row = item >> 2, part = item & 3;
         const float* mixed = work.mixed + (first + row) * channels;
-        if (e >= dim) continue;
+        if (e >= dim || (part == 3 && !work.gate)) continue;
         const float* from = part == 0   ? mixed + keyHead * dim
                             : part == 1 ? mixed + keyWidth + keyHead * dim
                             : part == 2 ? mixed + 2 * keyWidth + int64_t{head} * dim
@@ -294,17 +303,24 @@ template <int kLines, bool kWhole> struct MatrixPart {
     }
 };
 
-// A warp norms the head's output of a row, gates it and writes it.
-__device__ __forceinline__ void writeGated(const DeltaWork& work, const float* o, const float* gate, int64_t t, const RowOutputs& out) {
+struct NormWork {
+    const float* weight;
+    float eps;
+    int32_t valueHeads, dim;
+};
+
+// A warp norms a head's output o of row t, gates it (neither without a weight) and writes it. o may be where the floats go.
+__device__ __forceinline__ void writeGated(const NormWork& work, const float* o, const float* gate, int64_t t, int head, const RowOutputs& out) {
     const int lane = threadIdx.x & 31, dim = work.dim;
-    const int64_t cols = int64_t{work.valueHeads} * dim, first = int64_t{blockIdx.x} * dim;
+    const int64_t cols = int64_t{work.valueHeads} * dim, first = int64_t{head} * dim;
     float squares = 0.0f;
     for (int e = lane; e < dim; e += 32) squares = fmaf(o[e], o[e], squares);
     const float mean = __fdiv_rn(contractTree(squares), static_cast<float>(dim));
     const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, work.eps)));
     for (int e = lane; e - lane < dim; e += 32) {
         const bool valid = e < dim;
-        const float y = valid ? siluTimes(gate[e], __fmul_rn(__fmul_rn(o[e], inverse), work.norm[e])) : 0.0f;
+        float y = valid ? o[e] : 0.0f;
+        if (valid && work.weight) y = siluTimes(gate[e], __fmul_rn(__fmul_rn(y, inverse), work.weight[e]));
         const int64_t at = t * cols + first + e;
         if (out.quantized.q) quantizeLane(out.quantized, t, cols / kContractBlock, (first + e - lane) / kContractBlock, y);
         if (!valid) continue;
@@ -319,7 +335,7 @@ __device__ __forceinline__ void writeGated(const DeltaWork& work, const float* o
 
 // Value head blockIdx.x through the rows of sequence blockIdx.y, a warp for each 16 columns.
 template <int kLines, bool kWhole>
-__global__ void __launch_bounds__(kLines * kSums / kWarpColumns * 32) deltaKernel(DeltaWork work, RowOutputs out) {
+__global__ void __launch_bounds__(kLines * kSums / kWarpColumns * 32) deltaKernel(DeltaWork work, NormWork norm, RowOutputs out) {
     extern __shared__ float4 stagedQuads[];
     allowNext();
     auto& staged = *reinterpret_cast<Staged<kLines>*>(stagedQuads);
@@ -353,9 +369,19 @@ __global__ void __launch_bounds__(kLines * kSums / kWarpColumns * 32) deltaKerne
             if (to >= 0) part.write(states + to * slot, dim);
         }
         __syncthreads();
-        for (int row = warp; row < count; row += warps) writeGated(work, staged.out[row], staged.gate[row], first + row, out);
+        for (int row = warp; row < count; row += warps) writeGated(norm, staged.out[row], staged.gate[row], first + row, blockIdx.x, out);
         __syncthreads();
     }
+}
+
+// Value head blockIdx.y of rows kNormWarps * blockIdx.x and on, a warp a row.
+__global__ void __launch_bounds__(kNormWarps * 32) gatedNormKernel(const float* x, const float* gate, int64_t rows, NormWork norm, RowOutputs out) {
+    allowNext();
+    waitForPrevious();
+    const int64_t row = int64_t{blockIdx.x} * kNormWarps + (threadIdx.x >> 5);
+    if (row >= rows) return;
+    const int64_t at = (row * norm.valueHeads + blockIdx.y) * norm.dim;
+    writeGated(norm, x + at, gate + at, row, blockIdx.y, out);
 }
 
 // --- gated attention -------------------------------------------------------------------------------------------------
@@ -392,10 +418,10 @@ void launchGatedHeads(Stream& stream, const float* x, const float* gated, int64_
 }
 
 ConvWork convWork(const DeltaInputs& in, const DeltaParameters& p, const DeltaShape& s, const DeltaStates& states, const DeltaBatch& batch,
-                  const RowRanges& ranges, void* windows) {
+                  const RowRanges& ranges, void* windows, const HalfRows& halves) {
     const auto queryScale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(s.dim)));
     return {in.mixed,  in.alpha,     in.beta,      p.conv, p.stepBias,   p.decay,     p.eps,                        queryScale,
-            s.keyHeads, s.valueHeads, s.dim,       s.channels(), states.conv, static_cast<float*>(windows), batch.from, batch.to, ranges};
+            s.keyHeads, s.valueHeads, s.dim,       s.channels(), states.conv, static_cast<float*>(windows), batch.from, batch.to, ranges, halves};
 }
 
 using ConvKernel = void (*)(ConvWork);
@@ -409,10 +435,18 @@ void launchConv(Stream& stream, const ConvWork& work, int width) {
     launch(stream, kernel, grid, dim3(kConvWarps * 32), 0, work);
 }
 
-template <int kLines> void launchDelta(Stream& stream, const DeltaWork& work, const RowOutputs& out) {
+template <int kLines> void launchDelta(Stream& stream, const DeltaWork& work, const NormWork& norm, const RowOutputs& out) {
     const dim3 grid(static_cast<unsigned>(work.valueHeads), static_cast<unsigned>(work.sequences.count));
     const auto kernel = work.dim == kLines * kSums ? deltaKernel<kLines, true> : deltaKernel<kLines, false>;
-    launch(stream, kernel, grid, dim3(kLines * kSums / kWarpColumns * 32), sizeof(Staged<kLines>), work, out);
+    launch(stream, kernel, grid, dim3(kLines * kSums / kWarpColumns * 32), sizeof(Staged<kLines>), work, norm, out);
+}
+
+// body(outputs), without what a head alone cannot write: blocks of 32 that lie in two heads, which are then made from the floats.
+template <typename Body> void withForms(Stream& stream, const DeltaShape& shape, int64_t rows, const RowOutputs& out, Body body) {
+    const bool apart = shape.dim % kContractBlock != 0 && out.quantized.q;
+    if (apart && !out.floats) throw Error(ErrorKind::Internal, "heads of " + std::to_string(shape.dim) + " elements are quantized from floats");
+    body(RowOutputs{out.floats, apart ? QuantizedRows() : out.quantized, out.half});
+    if (apart) convertRows(stream, out.floats, rows, shape.valueWidth(), {nullptr, out.quantized, {}});
 }
 
 }  // namespace
@@ -431,13 +465,13 @@ size_t prepareDeltaBytes(int64_t tiles, const DeltaShape& shape) { return sizeof
 void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
                   const DeltaBatch& batch) {
     requireDelta(shape);
-    launchConv(stream, convWork(in, parameters, shape, states, batch, batch.sequences, nullptr), shape.convWidth);
+    launchConv(stream, convWork(in, parameters, shape, states, batch, batch.sequences, nullptr, {}), shape.convWidth);
 }
 
 void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
-                  const DeltaBatch& batch, const RowRanges& tiles, void* windows) {
+                  const DeltaBatch& batch, const RowRanges& tiles, void* windows, const HalfRows& queriesAndKeys) {
     requireDelta(shape);
-    const ConvWork work = convWork(in, parameters, shape, states, batch, tiles, windows);
+    const ConvWork work = convWork(in, parameters, shape, states, batch, tiles, windows, queriesAndKeys);
     const dim3 grid(static_cast<unsigned>((work.channels + kElementThreads - 1) / kElementThreads), static_cast<unsigned>(tiles.count));
     launch(stream, windowsKernel, grid, dim3(kElementThreads), 0, work, shape.convWidth);
     launchConv(stream, work, shape.convWidth);
@@ -446,16 +480,23 @@ void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& 
 void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
                const DeltaBatch& batch, const RowOutputs& out) {
     requireDelta(shape);
-    const DeltaWork work = {in.mixed, in.alpha, in.beta, in.gate, parameters.headNorm, parameters.eps, shape.keyHeads, shape.valueHeads,
-                            shape.dim, states.matrix, batch.from, batch.to, batch.sequences};
-    // Blocks of 32 that lie in two heads are made from the floats.
-    const bool apart = shape.dim % kContractBlock != 0 && out.quantized.q;
-    if (apart && !out.floats) throw Error(ErrorKind::Internal, "heads of " + std::to_string(shape.dim) + " elements are quantized from floats");
-    const RowOutputs direct = {out.floats, apart ? QuantizedRows() : out.quantized, out.half};
-    if (shape.dim <= 32) launchDelta<4>(stream, work, direct);
-    else if (shape.dim <= 64) launchDelta<8>(stream, work, direct);
-    else launchDelta<16>(stream, work, direct);
-    if (apart) convertRows(stream, out.floats, batch.rows, shape.valueWidth(), {nullptr, out.quantized, {}});
+    const DeltaWork work = {in.mixed, in.alpha, in.beta, in.gate, shape.keyHeads, shape.valueHeads, shape.dim, states.matrix, batch.from, batch.to,
+                            batch.sequences};
+    const NormWork norm = {parameters.headNorm, parameters.eps, shape.valueHeads, shape.dim};
+    withForms(stream, shape, batch.rows, out, [&](const RowOutputs& direct) {
+        if (shape.dim <= 32) launchDelta<4>(stream, work, norm, direct);
+        else if (shape.dim <= 64) launchDelta<8>(stream, work, norm, direct);
+        else launchDelta<16>(stream, work, norm, direct);
+    });
+}
+
+void gatedNorm(Stream& stream, const float* x, const float* gate, const DeltaParameters& parameters, const DeltaShape& shape, int64_t rows,
+               const RowOutputs& out) {
+    const NormWork norm = {parameters.headNorm, parameters.eps, shape.valueHeads, shape.dim};
+    const dim3 grid(static_cast<unsigned>((rows + kNormWarps - 1) / kNormWarps), static_cast<unsigned>(shape.valueHeads));
+    withForms(stream, shape, rows, out, [&](const RowOutputs& direct) {
+        launch(stream, gatedNormKernel, grid, dim3(kNormWarps * 32), 0, x, gate, rows, norm, direct);
+    });
 }
 
 void splitGatedQueries(Stream& stream, const float* gated, int64_t rows, int32_t heads, int32_t headDim, float* q) {

@@ -59,19 +59,36 @@ struct DeltaInputs {
 void requireDelta(const DeltaShape& shape);
 
 // In place: mixed becomes silu(conv(mixed)) with queries and keys at their lengths, alpha the decay, beta the step; the states of the
-// convolution are written. Bits of the CPU's (engine/cpu_delta.cpp).
-// Without tiles: a warp takes a head's channels through all rows of a sequence, for few rows. With tiles (the rows once
-// more, cut anywhere; not across sequences): for many rows; windows: prepareDeltaBytes.
-size_t prepareDeltaBytes(int64_t tiles, const DeltaShape& shape);
+// convolution are written. Bits of the CPU's (engine/cpu_delta.cpp). A warp takes a head's channels through all rows of a
+// sequence: for few rows.
 void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
                   const DeltaBatch& batch);
+// The same for many rows, all tiles at once. tiles: the rows once more, cut anywhere and in any order, not across sequences.
+// windows: prepareDeltaBytes. queriesAndKeys: also these in halves, [rows, 2 * keyWidth], where not null.
+size_t prepareDeltaBytes(int64_t tiles, const DeltaShape& shape);
 void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
-                  const DeltaBatch& batch, const RowRanges& tiles, void* windows);
+                  const DeltaBatch& batch, const RowRanges& tiles, void* windows, const HalfRows& queriesAndKeys);
 
 // The delta rule, row after row, then silu(gate) * headNorm: rows of valueHeads * dim in the forms asked for. Bits of
-// the CPU's. For few rows; right for any number. Where dim is no multiple of 32, out.floats must be among the forms.
+// the CPU's. For few rows; right for any number. Where dim is no multiple of 32, out.floats must be among the forms. Without a
+// headNorm there is neither norm nor gate.
 void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
                const DeltaBatch& batch, const RowOutputs& out);
+
+// The same for many rows, on tensor cores. tiles: of up to kDeltaChunk rows; a state is kept only after the last row of one.
+// queriesAndKeys: see prepareDelta; with a low part products are in split form, and what is attended and the states stay within 5e-5
+// of the largest number of their head (2e-2 without). attended: [rows, valueWidth], what comes before the norm; may be out.floats. The
+// values in in.mixed are overwritten. scratch: deltaChunkBytes, 256-byte aligned. (A device whose blocks have too little shared
+// memory goes row after row.)
+constexpr int kDeltaChunk = 64;
+size_t deltaChunkBytes(int64_t rows, int64_t tiles, const DeltaShape& shape, bool split);
+void deltaRuleInChunks(Stream& stream, const DeltaInputs& in, const HalfRows& queriesAndKeys, const DeltaParameters& parameters,
+                       const DeltaShape& shape, const DeltaStates& states, const DeltaBatch& batch, const RowRanges& tiles, void* scratch,
+                       float* attended, const RowOutputs& out);
+
+// silu(gate) * headNorm of each head of x [rows, valueWidth], in the forms asked for, as deltaRule does it. out.floats may be x.
+void gatedNorm(Stream& stream, const float* x, const float* gate, const DeltaParameters& parameters, const DeltaShape& shape, int64_t rows,
+               const RowOutputs& out);
 
 // Gated attention's product holds, for each head, the query and then its gate. The queries, as the next kernels want them:
 // q [rows, heads * headDim] from gated [rows, heads, 2, headDim].

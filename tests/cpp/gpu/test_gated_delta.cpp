@@ -1,4 +1,5 @@
-// Gated DeltaNet and the gates of attention on the GPU: row after row bit for bit against the CPU's kernels.
+// Gated DeltaNet and the gates of attention on the GPU: row after row bit for bit against the CPU's kernels, in chunks against double
+// precision.
 #include <algorithm>
 #include <cmath>
 
@@ -54,16 +55,51 @@ struct World {
         }
     }
 
-    std::vector<float> gated() const {
-        std::vector<float> y = gate, normed = out;
+    std::vector<float> gated(const std::vector<float>& attended) const {
+        std::vector<float> y = gate, normed = attended;
         for (size_t h = 0; h < normed.size(); h += shape.dim) {
-            cpu::kernels().rmsNorm(&out[h], headNorm.data(), kEps, shape.dim, &normed[h]);
+            cpu::kernels().rmsNorm(&attended[h], headNorm.data(), kEps, shape.dim, &normed[h]);
         }
         cpu::kernels().siluMul(y.data(), normed.data(), static_cast<int64_t>(y.size()));
         return y;
     }
 
+    // The delta rule in double precision, of what useCpu prepared, from these states: they become those after it. Answers:
+    // [rows, valueWidth].
+    std::vector<double> inDouble(std::vector<float>& states) const {
+        std::vector<double> answers(static_cast<size_t>(rows * shape.valueWidth()));
+        int64_t row = 0;
+        for (const Part& part : parts) {
+            for (int32_t h = 0; h < shape.valueHeads; ++h) headInDouble(part, row, h, states, answers);
+            row += part.rows();
+        }
+        return answers;
+    }
+
 private:
+    void headInDouble(const Part& part, int64_t row, int32_t head, std::vector<float>& states, std::vector<double>& answers) const {
+        const int64_t dim = shape.dim;
+        const auto matrix = [&](int32_t slot) { return &states[slot * shape.matrixFloats() + head * dim * dim]; };
+        std::vector<double> s(static_cast<size_t>(dim * dim));
+        if (part.from >= 0) std::copy_n(matrix(part.from), dim * dim, s.begin());
+        auto kept = part.kept.begin();
+        for (int64_t t = row; t < row + part.rows(); ++t) {
+            const float* q = &mixed[t * shape.channels() + head % shape.keyHeads * dim];
+            const float *k = q + shape.keyWidth(), *v = &mixed[t * shape.channels() + 2 * shape.keyWidth() + head * dim];
+            for (double& x : s) x *= alpha[t * shape.valueHeads + head];
+            for (int64_t j = 0; j < dim; ++j) {
+                double recalled = 0, answer = 0;
+                for (int64_t i = 0; i < dim; ++i) recalled += s[i * dim + j] * k[i];
+                const double delta = (v[j] - recalled) * beta[t * shape.valueHeads + head];
+                for (int64_t i = 0; i < dim; ++i) answer += (s[i * dim + j] += delta * k[i]) * q[i];
+                answers[t * shape.valueWidth() + head * dim + j] = answer;
+            }
+            if (t - row + 1 != kept->first) continue;
+            std::copy(s.begin(), s.end(), matrix(kept->second));
+            ++kept;
+        }
+    }
+
     void convolve(const cpu::Kernels& k, int64_t row, int64_t count, int32_t from, int32_t to) {
         cpu::ConvArgs args;
         args.x = &mixed[row * shape.channels()];
@@ -176,6 +212,18 @@ protected:
         EXPECT_TRUE(sameBits(expected.convStates, device.convStates.read())) << what << ", states of the convolution";
     }
 
+    // Queries and keys, next to each other in a row of `mixed`, as convertRows would give them.
+    void expectHalves(const World& w, const std::vector<uint16_t>& hi, const std::vector<uint16_t>& lo) {
+        const int64_t width = 2 * w.shape.keyWidth();
+        std::vector<float> x;
+        for (int64_t t = 0; t < w.rows; ++t) x.insert(x.end(), &w.mixed[t * w.shape.channels()], &w.mixed[t * w.shape.channels()] + width);
+        const DeviceArray<float> floats(x);
+        const DeviceArray<uint16_t> otherHi(x.size()), otherLo(x.size());
+        convertRows(stream(), floats.get(), w.rows, width, {nullptr, {}, {otherHi.get(), otherLo.get()}});
+        EXPECT_EQ(otherHi.read(), hi);
+        EXPECT_EQ(otherLo.read(), lo);
+    }
+
     // Every form is another's that is tested: what the kernel wrote is what convertRows makes of the floats.
     void expectForms(const World& w, const std::vector<float>& floats, const DeviceArray<uint8_t>* quantized, const DeviceArray<uint16_t>& hi,
                      const DeviceArray<uint16_t>& lo) {
@@ -234,9 +282,11 @@ TEST_F(GatedDelta, PreparesInTilesCutAnywhere) {
         const DeviceArray<int32_t> deviceBegin(begin), deviceEnd(end);
         const auto count = static_cast<int64_t>(tiles.size());
         const DeviceArray<uint8_t> windows(prepareDeltaBytes(count, w.shape));
+        const DeviceArray<uint16_t> hi(w.rows * 2 * w.shape.keyWidth()), lo(hi.size());
         prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch, {deviceBegin.get(), deviceEnd.get(), count},
-                     windows.get());
+                     windows.get(), {hi.get(), lo.get()});
         w.useCpu();
+        expectHalves(w, hi.read(), lo.read());
         expectPrepared(w, device, nameOf(w));
     }
 }
@@ -254,11 +304,91 @@ TEST_F(GatedDelta, RunsTheDeltaRuleWithTheBitsOfTheCpu) {
         prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch);
         deltaRule(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch, {floats.get(), rows, {hi.get(), lo.get()}});
         w.useCpu();
-        const std::vector<float> expected = w.gated();
+        const std::vector<float> expected = w.gated(w.out);
         ASSERT_TRUE(sameBits(expected, floats.read())) << nameOf(w);
         EXPECT_TRUE(sameBits(w.matrixStates, device.matrixStates.read())) << nameOf(w) << ", states";
         EXPECT_TRUE(sameBits(w.gate, device.gate.read()));
         expectForms(w, expected, blocks ? &quantized : nullptr, hi, lo);
+    }
+}
+
+// Each sequence's rows, cut where a state is kept, and elsewhere at random or after 64.
+std::vector<std::pair<int32_t, int32_t>> chunksOf(const World& w, std::mt19937& random, bool whole) {
+    std::vector<std::pair<int32_t, int32_t>> tiles = {{0, 0}};
+    for (size_t s = 0; s < w.begin.size(); ++s) {
+        for (int32_t at = w.begin[s]; at < w.end[s];) {
+            int32_t until = std::min<int32_t>(w.end[s], at + (whole ? kDeltaChunk : 1 + static_cast<int32_t>(random() % kDeltaChunk)));
+            for (int32_t t = at; t < until; ++t)
+                if (w.to[static_cast<size_t>(t)] >= 0) until = t + 1;
+            tiles.emplace_back(at, until);
+            at = until;
+        }
+    }
+    std::shuffle(tiles.begin(), tiles.end(), random);
+    return tiles;
+}
+
+// The largest error, relative to the largest number of the same head: numbers lie as [.., heads, group].
+double errorOf(const std::vector<double>& expected, const std::vector<float>& got, size_t heads, size_t group) {
+    double error = 0;
+    for (size_t head = 0; head < heads; ++head) {
+        double largest = 1e-30, difference = 0;
+        for (size_t first = head * group; first < expected.size(); first += heads * group) {
+            for (size_t i = first; i < first + group; ++i) {
+                if (std::isnan(expected[i]) && std::isnan(got[i])) continue;  // a slot that is not used
+                largest = std::max(largest, std::abs(expected[i]));
+                const double d = std::abs(expected[i] - got[i]);
+                difference = std::isnan(d) ? INFINITY : std::max(difference, d);
+            }
+        }
+        error = std::max(error, difference / largest);
+    }
+    return error;
+}
+
+class GatedDeltaChunks : public GatedDelta {
+protected:
+    void compare(const Case& c, bool whole, bool split) {
+        World w = world(c);
+        if (w.shape.valueHeads > 2) w.decay[0] = -1000.0f, w.decay[1] = 0.0f;  // forgets all at each row; never forgets
+        const DeviceWorld device(w);
+        std::vector<float> states = w.matrixStates;
+        const auto tiles = chunksOf(w, random(), whole);
+        std::vector<int32_t> begin, end;
+        for (const auto& [b, e] : tiles) begin.push_back(b), end.push_back(e);
+        const DeviceArray<int32_t> deviceBegin(begin), deviceEnd(end);
+        const RowRanges ranges = {deviceBegin.get(), deviceEnd.get(), static_cast<int64_t>(tiles.size())};
+        const DeviceArray<uint8_t> windows(prepareDeltaBytes(ranges.count, w.shape)), scratch(deltaChunkBytes(w.rows, ranges.count, w.shape, split));
+        const auto size = static_cast<size_t>(w.rows * w.shape.valueWidth());
+        const DeviceArray<uint16_t> keysHi(w.rows * 2 * w.shape.keyWidth()), keysLo(keysHi.size()), hi(size), lo(size);
+        const DeviceArray<float> attended(size), floats(size);
+        const HalfRows keys = {keysHi.get(), split ? keysLo.get() : nullptr};
+        prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch, ranges, windows.get(), keys);
+        deltaRuleInChunks(stream(), device.inputs(), keys, device.parameters(), w.shape, device.states(), device.batch, ranges, scratch.get(),
+                          attended.get(), {floats.get(), {}, {hi.get(), lo.get()}});
+        w.useCpu();
+        const std::vector<double> expected = w.inDouble(states);
+        const std::vector<float> got = attended.read();
+        const double bound = split ? 5e-5 : 2e-2;
+        const size_t matrix = static_cast<size_t>(w.shape.dim) * w.shape.dim;
+        const std::string name = nameOf(w) + (split ? ", split" : "");
+        EXPECT_LT(errorOf(expected, got, w.shape.valueHeads, w.shape.dim), bound) << name;
+        EXPECT_LT(errorOf({states.begin(), states.end()}, device.matrixStates.read(), w.shape.valueHeads, matrix), bound) << name << ", states";
+        const std::vector<float> gated = w.gated(got);
+        EXPECT_TRUE(sameBits(gated, floats.read())) << name;
+        expectForms(w, gated, nullptr, hi, lo);
+    }
+};
+
+const std::vector<Part> kLongParts = {{-1, {{150, 0}}}, {1, {{64, 2}}}, {3, {{70, 4}, {71, 5}, {130, 3}}}, {6, {{3, 6}}}, {-1, {{1, 7}, {65, 8}}}};
+
+TEST_F(GatedDeltaChunks, AreNearDoublePrecision) {
+    for (const bool split : {true, false}) {
+        for (const bool whole : {true, false}) {
+            for (const DeltaShape& shape : {DeltaShape{2, 3, 16, 4}, {1, 2, 32, 3}, {2, 3, 64, 4}, {1, 1, 40, 2}, {1, 3, 128, 4}, {1, 1, 96, 4}}) {
+                compare({shape, kLongParts}, whole, split);
+            }
+        }
     }
 }
 
@@ -271,7 +401,7 @@ TEST_F(GatedDelta, WritesNoFormThatIsNotAskedFor) {
     deltaRule(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch,
               {nullptr, quantizedRowsOver(quantized.get(), w.rows, w.shape.valueWidth()), {}});
     w.useCpu();
-    const DeviceArray<float> floats(w.gated());
+    const DeviceArray<float> floats(w.gated(w.out));
     convertRows(stream(), floats.get(), w.rows, w.shape.valueWidth(), {nullptr, quantizedRowsOver(expected.get(), w.rows, w.shape.valueWidth()), {}});
     EXPECT_EQ(expected.read(), quantized.read());
 }
