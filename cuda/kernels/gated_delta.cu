@@ -280,26 +280,33 @@ template <int kLines, bool kWhole> struct MatrixPart {
             if (exists && has(m)) *reinterpret_cast<float4*>(matrix + (n + kSums * m) * dim + column) = lines[m];
     }
 
-    // One row; what it gives for the lane's columns. k, q: this lane's elements. v: of its columns.
+    // One row; what it gives for the lane's columns. k, q: this lane's elements, in shared memory. v: of its columns.
     __device__ __forceinline__ float4 advance(const float* k, const float* q, float4 v, float decay, float step) {
         float4 recalled = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int m = 0; m < kLines; m++) {
-            if (!has(m)) break;
-            lines[m] = times(lines[m], decay);
-            recalled = timesPlus(lines[m], k[m], recalled);
-        }
+        forEachLine(k, [&](float4& line, float key) {
+            line = times(line, decay);
+            recalled = timesPlus(line, key, recalled);
+        });
         recalled = columnTotals(recalled);
         const float4 delta = make_float4(__fmul_rn(__fsub_rn(v.x, recalled.x), step), __fmul_rn(__fsub_rn(v.y, recalled.y), step),
                                          __fmul_rn(__fsub_rn(v.z, recalled.z), step), __fmul_rn(__fsub_rn(v.w, recalled.w), step));
         float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-        for (int m = 0; m < kLines; m++) {
-            if (!has(m)) break;
-            lines[m] = timesPlus(delta, k[m], lines[m]);
-            out = timesPlus(lines[m], q[m], out);
-        }
+        forEachLine(k, [&](float4& line, float key) { line = timesPlus(delta, key, line); });
+        forEachLine(q, [&](float4& line, float query) { out = timesPlus(line, query, out); });
         return columnTotals(out);
+    }
+
+private:
+    // each(line, its element of x), lines ascending.
+    template <typename Each> __device__ __forceinline__ void forEachLine(const float* x, Each each) {
+#pragma unroll
+        for (int m = 0; m < kLines; m += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(x + m);
+            const float elements[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (has(m + i)) each(lines[m + i], elements[i]);
+        }
     }
 };
 
@@ -355,15 +362,8 @@ __global__ void __launch_bounds__(kLines * kSums / kWarpColumns * 32) deltaKerne
         __syncthreads();
         for (int row = 0; row < count; row++) {
             const int lane = part.n * Staged<kLines>::kPitch;
-            float k[kLines], q[kLines];
-#pragma unroll
-            for (int m = 0; m < kLines; m += 4) {
-                const float4 a = *reinterpret_cast<const float4*>(staged.k[row] + lane + m), b = *reinterpret_cast<const float4*>(staged.q[row] + lane + m);
-                k[m] = a.x, k[m + 1] = a.y, k[m + 2] = a.z, k[m + 3] = a.w;
-                q[m] = b.x, q[m + 1] = b.y, q[m + 2] = b.z, q[m + 3] = b.w;
-            }
             const float4 v = *reinterpret_cast<const float4*>(staged.v[row] + part.column);
-            const float4 o = part.advance(k, q, v, staged.decay[row], staged.step[row]);
+            const float4 o = part.advance(staged.k[row] + lane, staged.q[row] + lane, v, staged.decay[row], staged.step[row]);
             if (part.n == 0) *reinterpret_cast<float4*>(staged.out[row] + part.column) = o;
             const int to = staged.to[row];
             if (to >= 0) part.write(states + to * slot, dim);

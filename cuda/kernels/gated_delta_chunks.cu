@@ -30,21 +30,28 @@ constexpr int kChunk = kDeltaChunk;
 constexpr int kMaxStateWarps = 4;      // 64 columns of a state a block
 constexpr int kSystemPitch = kChunk + 4;
 
-// kDim: dim padded with zeros to 16, 32, 64 or 128. kAhead: the second kernel has room for all that it uses of a chunk;
-// where a device has less shared memory, keys and the weights of D take the place of W and queries once those are used.
-template <int kDim_, bool kSplit_, bool kAhead_> struct Chunks {
+// kDim: dim padded with zeros to 16, 32, 64 or 128.
+template <int kDim_, bool kSplit_> struct Chunks {
     static constexpr int kDim = kDim_;
-    static constexpr bool kSplit = kSplit_, kAhead = kAhead_;
+    static constexpr bool kSplit = kSplit_;
     static constexpr int kParts = kSplit ? 2 : 1;
     static constexpr int kRowBytes = 2 * kDim, kRowChunks16 = kDim / 8;
     static constexpr int kTileBytes = kChunk * kRowBytes;     // keys, queries or W of a chunk, hi or lo
     static constexpr int kWeightBytes = kChunk * kChunk * 2;  // of D, hi or lo
-    static constexpr int kThreads = 2 * kDim;                 // of the first kernel: a column of U or W each
-    static constexpr int kStateWarps = kDim / 16 < kMaxStateWarps ? kDim / 16 : kMaxStateWarps;
     // What a chunk of a head leaves for the second kernel: W, the weights of D, gains and last ratios.
     static constexpr int kLeftBytes = kParts * (kTileBytes + kWeightBytes) + 2 * kChunk * 4;
+    // The first kernel: a thread for each column of U and W.
+    static constexpr int kThreads = 2 * kDim;
     static constexpr int kSystemBytes = 2 * kParts * kTileBytes + 2 * kChunk * kSystemPitch * 4 + 3 * kChunk * 4;
-    static constexpr int kFirstBytes = kParts * 2 * kTileBytes, kSecondBytes = kParts * (kTileBytes + kWeightBytes);
+};
+
+// The second kernel. kAhead: it has room for all that it uses of a chunk; where a device has less shared memory, keys
+// and the weights of D take the place of W and queries once those are used.
+template <int kDim, bool kSplit, bool kAhead_> struct StateChunks : Chunks<kDim, kSplit> {
+    using Base = Chunks<kDim, kSplit>;
+    static constexpr bool kAhead = kAhead_;
+    static constexpr int kWarps = kDim / 16 < kMaxStateWarps ? kDim / 16 : kMaxStateWarps;
+    static constexpr int kFirstBytes = Base::kParts * 2 * Base::kTileBytes, kSecondBytes = Base::kParts * (Base::kTileBytes + Base::kWeightBytes);
     static constexpr int kSecondAt = kAhead ? kFirstBytes : 0;
     static constexpr int kGainsAt = kAhead ? kFirstBytes + kSecondBytes : kFirstBytes > kSecondBytes ? kFirstBytes : kSecondBytes;
     static constexpr int kStateBytes = kGainsAt + 2 * kChunk * 4;
@@ -151,37 +158,40 @@ template <class C> __device__ __forceinline__ void copyHead(const ChunkWork& wor
 // --- the first kernel ------------------------------------------------------------------------------------------------
 
 // What a block of it has in shared memory.
-template <class C> struct System {
+template <class C> struct SystemBlock {
     uint32_t keys, queries;
     float *matrix, *ratio;  // [kChunk, kSystemPitch]
     float *gain, *step, *decay;
 
-    __device__ __forceinline__ explicit System(uint8_t* memory)
+    __device__ __forceinline__ explicit SystemBlock(uint8_t* memory)
         : keys(sharedAddress(memory)), queries(keys + C::kParts * C::kTileBytes),
           matrix(reinterpret_cast<float*>(memory + 2 * C::kParts * C::kTileBytes)), ratio(matrix + kChunk * kSystemPitch),
           gain(ratio + kChunk * kSystemPitch), step(gain + kChunk), decay(step + kChunk) {}
 };
 
 // ratio(t, s) for all s <= t, and the gains.
-template <class C> __device__ __forceinline__ void makeRatios(const System<C>& system) {
+template <class C> __device__ __forceinline__ void makeRatios(const SystemBlock<C>& system) {
     for (int s = threadIdx.x; s <= kChunk; s += C::kThreads) {
         float product = 1.0f;
         if (s == kChunk) {
+#pragma unroll 16
             for (int t = 0; t < kChunk; t++) system.gain[t] = product *= system.decay[t];
             continue;
         }
+#pragma unroll 16
         for (int t = 0; t < kChunk; t++) {
-            if (t > s) product *= system.decay[t];
+            product *= t > s ? system.decay[t] : 1.0f;
             system.ratio[t * kSystemPitch + s] = t < s ? 0.0f : product;
         }
     }
 }
 
-// A warp's job: 16 rows of the keys' or the queries' products with the keys. Of the keys they become the system's matrix,
-// of the queries the weights of D.
-template <class C> __device__ __forceinline__ void multiplyRows(const System<C>& system, int job, uint8_t* weights) {
-    const int lane = threadIdx.x & 31, row = job % 4 * 16;
+// A warp's job of eight: 16 rows of the keys' or the queries' products with the keys. Of the keys they become the system's matrix,
+// of the queries the weights of D. Later rows have more to do: warps j and j + 4, which share a scheduler, have 80 together.
+template <class C> __device__ __forceinline__ void multiplyRows(const SystemBlock<C>& system, int job, uint8_t* weights) {
+    const int lane = threadIdx.x & 31;
     const bool isKeys = job < 4;
+    const int row = (isKeys ? job : 7 - job) * 16;
     const uint32_t left = isKeys ? system.keys : system.queries;
     float sums[kChunk / 8][4] = {};
 #pragma unroll
@@ -245,7 +255,7 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, C::kDim >= 128
     const int64_t begin = work.tiles.begin[blockIdx.y], end = work.tiles.end[blockIdx.y];
     if (begin >= end) return;
     const int head = blockIdx.x, keyHead = head % work.keyHeads, count = static_cast<int>(end - begin);
-    const System<C> system(memory);
+    const SystemBlock<C> system(memory);
     copyHead<C>(work, system.queries, begin, count, int64_t{keyHead} * work.dim);
     copyHead<C>(work, system.keys, begin, count, work.keyWidth() + int64_t{keyHead} * work.dim);
     closeCopies();
@@ -257,7 +267,8 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, C::kDim >= 128
     // The right sides: a column of the values or of the keys.
     const bool isValue = threadIdx.x < C::kDim;
     const int column = isValue ? threadIdx.x : threadIdx.x - C::kDim;
-    float* lines = work.mixed + begin * work.channels() + (isValue ? 2 * work.keyWidth() + int64_t{head} * work.dim : work.keyWidth() + int64_t{keyHead} * work.dim) + column;
+    const int64_t firstColumn = isValue ? 2 * work.keyWidth() + int64_t{head} * work.dim : work.keyWidth() + int64_t{keyHead} * work.dim;
+    float* lines = work.mixed + begin * work.channels() + firstColumn + column;
     const bool exists = column < work.dim;
     float x[kChunk];
 #pragma unroll
@@ -347,7 +358,7 @@ template <class C> struct StateColumns {
     int column, line;  // of state[0][0]
 
     __device__ __forceinline__ StateColumns()
-        : column((blockIdx.y * C::kStateWarps + (threadIdx.x >> 5)) * 16 + (threadIdx.x & 31) / 4), line(threadIdx.x % 4 * 2) {}
+        : column((blockIdx.y * C::kWarps + (threadIdx.x >> 5)) * 16 + (threadIdx.x & 31) / 4), line(threadIdx.x % 4 * 2) {}
 
     // each(value, line, column) for those that exist.
     template <int kCount, typename Each>
@@ -420,7 +431,7 @@ template <class C> struct StateColumns {
 };
 
 // Value head blockIdx.x, columns of blockIdx.y, through the chunks of sequence blockIdx.z.
-template <class C> __global__ void __launch_bounds__(C::kStateWarps * 32) stateKernel(ChunkWork work) {
+template <class C> __global__ void __launch_bounds__(C::kWarps * 32) stateKernel(ChunkWork work) {
     extern __shared__ __align__(128) uint8_t memory[];
     allowNext();
     const int64_t begin = work.sequences.begin[blockIdx.z], end = work.sequences.end[blockIdx.z];
@@ -479,20 +490,21 @@ template <class C> __global__ void __launch_bounds__(C::kStateWarps * 32) stateK
 
 template <class C> void launchState(Stream& stream, const ChunkWork& work) {
     allowShared(stateKernel<C>, C::kStateBytes);
-    const auto columns = static_cast<unsigned>((work.dim + 16 * C::kStateWarps - 1) / (16 * C::kStateWarps));
+    const auto columns = static_cast<unsigned>((work.dim + 16 * C::kWarps - 1) / (16 * C::kWarps));
     const dim3 grid(static_cast<unsigned>(work.valueHeads), columns, static_cast<unsigned>(work.sequences.count));
-    launch(stream, stateKernel<C>, grid, dim3(C::kStateWarps * 32), C::kStateBytes, work);
+    launch(stream, stateKernel<C>, grid, dim3(C::kWarps * 32), C::kStateBytes, work);
 }
 
 // Whether the device has the shared memory.
 template <int kDim, bool kSplit> bool launchChunks(Stream& stream, const ChunkWork& work) {
-    using Ahead = Chunks<kDim, kSplit, true>;
-    using Least = Chunks<kDim, kSplit, Ahead::kStateBytes <= Ahead::kSystemBytes>;
+    using System = Chunks<kDim, kSplit>;
+    using Ahead = StateChunks<kDim, kSplit, true>;
+    using Least = StateChunks<kDim, kSplit, Ahead::kStateBytes <= System::kSystemBytes>;
     const int shared = sharedBytesPerBlock();
-    if (shared < Ahead::kSystemBytes || shared < Least::kStateBytes) return false;
-    allowShared(systemKernel<Ahead>, Ahead::kSystemBytes);
+    if (shared < System::kSystemBytes || shared < Least::kStateBytes) return false;
+    allowShared(systemKernel<System>, System::kSystemBytes);
     const dim3 grid(static_cast<unsigned>(work.valueHeads), static_cast<unsigned>(work.tiles.count));
-    launch(stream, systemKernel<Ahead>, grid, dim3(Ahead::kThreads), Ahead::kSystemBytes, work);
+    launch(stream, systemKernel<System>, grid, dim3(System::kThreads), System::kSystemBytes, work);
     if (shared >= Ahead::kStateBytes) launchState<Ahead>(stream, work);
     else launchState<Least>(stream, work);
     return true;

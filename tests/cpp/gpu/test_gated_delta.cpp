@@ -44,11 +44,11 @@ struct World {
         for (const Part& part : parts) {
             int32_t slot = part.from;
             int64_t done = 0;
-            for (const auto& [until, to] : part.kept) {
-                convolve(k, row + done, until - done, slot, to);
+            for (const auto& [until, next] : part.kept) {
+                convolve(k, row + done, until - done, slot, next);
                 prepare(k, row + done, until - done);
-                deltaRule(k, row + done, until - done, slot, to);
-                slot = to;
+                deltaRule(k, row + done, until - done, slot, next);
+                slot = next;
                 done = until;
             }
             row += part.rows();
@@ -100,15 +100,15 @@ private:
         }
     }
 
-    void convolve(const cpu::Kernels& k, int64_t row, int64_t count, int32_t from, int32_t to) {
+    void convolve(const cpu::Kernels& k, int64_t row, int64_t count, int32_t slot, int32_t next) {
         cpu::ConvArgs args;
         args.x = &mixed[row * shape.channels()];
         args.rows = count;
         args.channels = shape.channels();
         args.weight = conv.data();
         args.width = shape.convWidth;
-        args.from = from < 0 ? nullptr : &convStates[from * shape.convFloats()];
-        args.to = &convStates[to * shape.convFloats()];
+        args.from = slot < 0 ? nullptr : &convStates[slot * shape.convFloats()];
+        args.to = &convStates[next * shape.convFloats()];
         k.convSilu(args, 0, shape.channels());
     }
 
@@ -126,7 +126,7 @@ private:
         }
     }
 
-    void deltaRule(const cpu::Kernels& k, int64_t row, int64_t count, int32_t from, int32_t to) {
+    void deltaRule(const cpu::Kernels& k, int64_t row, int64_t count, int32_t slot, int32_t next) {
         std::vector<float> scratch(cpu::deltaScratchBytes(shape.dim) / sizeof(float) + 16);
         auto* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
         for (int32_t h = 0; h < shape.valueHeads; ++h) {
@@ -143,8 +143,8 @@ private:
             args.outStride = shape.valueWidth();
             args.rows = count;
             args.dim = shape.dim;
-            args.from = from < 0 ? nullptr : &matrixStates[from * shape.matrixFloats() + matrix];
-            args.to = &matrixStates[to * shape.matrixFloats() + matrix];
+            args.from = slot < 0 ? nullptr : &matrixStates[slot * shape.matrixFloats() + matrix];
+            args.to = &matrixStates[next * shape.matrixFloats() + matrix];
             k.deltaRule(args, 0, shape.dim, aligned);
         }
     }
@@ -233,7 +233,9 @@ protected:
         const DeviceArray<uint16_t> otherHi(floats.size()), otherLo(floats.size());
         const QuantizedRows rows = quantized ? quantizedRowsOver(otherQuantized.get(), w.rows, cols) : QuantizedRows();
         convertRows(stream(), x.get(), w.rows, cols, {nullptr, rows, {otherHi.get(), otherLo.get()}});
-        if (quantized) EXPECT_EQ(otherQuantized.read(), quantized->read());
+        if (quantized) {
+            EXPECT_EQ(otherQuantized.read(), quantized->read());
+        }
         EXPECT_EQ(otherHi.read(), hi.read());
         EXPECT_EQ(otherLo.read(), lo.read());
     }
