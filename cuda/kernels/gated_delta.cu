@@ -264,7 +264,8 @@ template <int kLines, bool kWhole> struct MatrixPart {
     bool exists;  // the column
 
     __device__ __forceinline__ explicit MatrixPart(int dim)
-        : count(dim / kSums), n((threadIdx.x & 31) >> 2), column((threadIdx.x >> 5) * kWarpColumns + (threadIdx.x & 3) * 4), exists(column < dim) {}
+        : count(dim / kSums), n((threadIdx.x & 31) >> 2), column((threadIdx.x >> 5) * kWarpColumns + (threadIdx.x & 3) * 4),
+          exists(column < dim) {}
 
     __device__ __forceinline__ bool has(int m) const { return kWhole || m < count; }
     __device__ __forceinline__ void read(const float* matrix, int dim) {
@@ -375,7 +376,8 @@ __global__ void __launch_bounds__(kLines * kSums / kWarpColumns * 32) deltaKerne
 }
 
 // Value head blockIdx.y of rows kNormWarps * blockIdx.x and on, a warp a row.
-__global__ void __launch_bounds__(kNormWarps * 32) gatedNormKernel(const float* x, const float* gate, int64_t rows, NormWork norm, RowOutputs out) {
+__global__ void __launch_bounds__(kNormWarps * 32) gatedNormKernel(const float* x, const float* gate, int64_t rows, NormWork norm,
+                                                                   RowOutputs out) {
     allowNext();
     waitForPrevious();
     const int64_t row = int64_t{blockIdx.x} * kNormWarps + (threadIdx.x >> 5);
@@ -388,7 +390,8 @@ __global__ void __launch_bounds__(kNormWarps * 32) gatedNormKernel(const float* 
 
 // Four elements a thread of row blockIdx.x. gated: [rows, heads, 2, headDim], headDim a multiple of 4. x == nullptr: the queries to
 // out.floats.
-__global__ void __launch_bounds__(kElementThreads) gatedHeadsKernel(const float* x, const float* gated, int64_t cols, int headDim, RowOutputs out) {
+__global__ void __launch_bounds__(kElementThreads) gatedHeadsKernel(const float* x, const float* gated, int64_t cols, int headDim,
+                                                                    RowOutputs out) {
     allowNext();
     waitForPrevious();
     const int64_t row = blockIdx.x, column = (int64_t{blockIdx.y} * kElementThreads + threadIdx.x) * 4;
@@ -420,13 +423,15 @@ void launchGatedHeads(Stream& stream, const float* x, const float* gated, int64_
 ConvWork convWork(const DeltaInputs& in, const DeltaParameters& p, const DeltaShape& s, const DeltaStates& states, const DeltaBatch& batch,
                   const RowRanges& ranges, void* windows, const HalfRows& halves) {
     const auto queryScale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(s.dim)));
-    return {in.mixed,  in.alpha,     in.beta,      p.conv, p.stepBias,   p.decay,     p.eps,                        queryScale,
-            s.keyHeads, s.valueHeads, s.dim,       s.channels(), states.conv, static_cast<float*>(windows), batch.from, batch.to, ranges, halves};
+    return {in.mixed, in.alpha, in.beta, p.conv, p.stepBias, p.decay, p.eps, queryScale, s.keyHeads, s.valueHeads, s.dim, s.channels(),
+            states.conv, static_cast<float*>(windows), batch.from, batch.to, ranges, halves};
 }
 
 using ConvKernel = void (*)(ConvWork);
 
-template <int kPer> ConvKernel convKernelFor(int width) { return width == 2 ? convKernel<kPer, 2> : width == 3 ? convKernel<kPer, 3> : convKernel<kPer, 4>; }
+template <int kPer> ConvKernel convKernelFor(int width) {
+    return width == 2 ? convKernel<kPer, 2> : width == 3 ? convKernel<kPer, 3> : convKernel<kPer, 4>;
+}
 
 void launchConv(Stream& stream, const ConvWork& work, int width) {
     const int warps = 2 * work.keyHeads + work.valueHeads + 1;  // the last makes decays and steps
@@ -452,9 +457,8 @@ template <typename Body> void withForms(Stream& stream, const DeltaShape& shape,
 }  // namespace
 
 void requireDelta(const DeltaShape& shape) {
-    if (shape.keyHeads > 0 && shape.valueHeads > 0 && shape.dim > 0 && shape.dim % kSums == 0 && shape.dim <= kMaxDeltaDim && shape.convWidth >= 2 &&
-        shape.convWidth <= kMaxConvWidth)
-        return;
+    const bool heads = shape.keyHeads > 0 && shape.valueHeads > 0 && shape.dim > 0 && shape.dim % kSums == 0 && shape.dim <= kMaxDeltaDim;
+    if (heads && shape.convWidth >= 2 && shape.convWidth <= kMaxConvWidth) return;
     throw Error(ErrorKind::InvalidArgument, "Gated DeltaNet with heads of " + std::to_string(shape.dim) + " elements and a convolution over " +
                                                 std::to_string(shape.convWidth) +
                                                 " inputs cannot run on the GPU: heads of 8, 16, .. 128 elements, 2 to 4 inputs");
@@ -480,8 +484,8 @@ void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& 
 void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
                const DeltaBatch& batch, const RowOutputs& out) {
     requireDelta(shape);
-    const DeltaWork work = {in.mixed, in.alpha, in.beta, in.gate, shape.keyHeads, shape.valueHeads, shape.dim, states.matrix, batch.from, batch.to,
-                            batch.sequences};
+    const DeltaWork work = {in.mixed, in.alpha, in.beta, in.gate, shape.keyHeads, shape.valueHeads, shape.dim, states.matrix,
+                            batch.from, batch.to, batch.sequences};
     const NormWork norm = {parameters.headNorm, parameters.eps, shape.valueHeads, shape.dim};
     withForms(stream, shape, batch.rows, out, [&](const RowOutputs& direct) {
         if (shape.dim <= 32) launchDelta<4>(stream, work, norm, direct);

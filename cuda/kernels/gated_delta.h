@@ -70,8 +70,8 @@ void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& 
                   const DeltaBatch& batch, const RowRanges& tiles, void* windows, const HalfRows& queriesAndKeys);
 
 // The delta rule, row after row, then silu(gate) * headNorm: rows of valueHeads * dim in the forms asked for. Bits of
-// the CPU's. For few rows; right for any number. Where dim is no multiple of 32, out.floats must be among the forms. Without a
-// headNorm there is neither norm nor gate.
+// the CPU's. For few rows of each sequence, however many those are; right for any number of rows. Where dim is no multiple of 32,
+// out.floats must be among the forms. Without a headNorm there is neither norm nor gate.
 void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
                const DeltaBatch& batch, const RowOutputs& out);
 

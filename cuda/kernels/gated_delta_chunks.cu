@@ -51,7 +51,8 @@ template <int kDim, bool kSplit, bool kAhead_> struct StateChunks : Chunks<kDim,
     using Base = Chunks<kDim, kSplit>;
     static constexpr bool kAhead = kAhead_;
     static constexpr int kWarps = kDim / 16 < kMaxStateWarps ? kDim / 16 : kMaxStateWarps;
-    static constexpr int kFirstBytes = Base::kParts * 2 * Base::kTileBytes, kSecondBytes = Base::kParts * (Base::kTileBytes + Base::kWeightBytes);
+    static constexpr int kFirstBytes = Base::kParts * 2 * Base::kTileBytes;
+    static constexpr int kSecondBytes = Base::kParts * (Base::kTileBytes + Base::kWeightBytes);
     static constexpr int kSecondAt = kAhead ? kFirstBytes : 0;
     static constexpr int kGainsAt = kAhead ? kFirstBytes + kSecondBytes : kFirstBytes > kSecondBytes ? kFirstBytes : kSecondBytes;
     static constexpr int kStateBytes = kGainsAt + 2 * kChunk * 4;
@@ -126,25 +127,37 @@ private:
     }
 };
 
-// c0, c1 += a b, for the two halves of b along n; the low parts lie `partBytes` behind the high ones.
-template <bool kSplit, typename Load>
-__device__ __forceinline__ void multiplyPair(float (&c0)[4], float (&c1)[4], const uint32_t (&aHi)[4], const uint32_t (&aLo)[4], uint32_t tile,
-                                             int partBytes, Load load) {
-    uint32_t b[4];
-    load(b, tile);
-    multiplyAdd(c0, aHi, b[0], b[1]);
-    multiplyAdd(c1, aHi, b[2], b[3]);
+// sums[2 p], sums[2 p + 1] += a b for right operands p of [kFirst, min(kEnd, end)); load(b, tile, p) reads one, the low parts lie
+// partBytes behind. Each accumulator waits for its last product, so all take their turn before one has its next.
+template <bool kSplit, int kFirst, int kEnd, typename Load>
+__device__ __forceinline__ void multiplyPairs(float (*sums)[4], int end, const uint32_t (&aHi)[4], const uint32_t (&aLo)[4], uint32_t tile,
+                                              int partBytes, Load load) {
+    uint32_t b[kEnd - kFirst][4];
+    const auto loadAll = [&](uint32_t from) {
+#pragma unroll
+        for (int p = kFirst; p < kEnd; p++)
+            if (p < end) load(b[p - kFirst], from, p);
+    };
+    const auto multiplyAll = [&](const uint32_t (&a)[4]) {
+#pragma unroll
+        for (int p = kFirst; p < kEnd; p++) {
+            if (p >= end) break;
+            multiplyAdd(sums[2 * p], a, b[p - kFirst][0], b[p - kFirst][1]);
+            multiplyAdd(sums[2 * p + 1], a, b[p - kFirst][2], b[p - kFirst][3]);
+        }
+    };
+    loadAll(tile);
+    multiplyAll(aHi);
     if constexpr (kSplit) {
-        multiplyAdd(c0, aLo, b[0], b[1]);
-        multiplyAdd(c1, aLo, b[2], b[3]);
-        load(b, tile + partBytes);
-        multiplyAdd(c0, aHi, b[0], b[1]);
-        multiplyAdd(c1, aHi, b[2], b[3]);
+        multiplyAll(aLo);
+        loadAll(tile + partBytes);
+        multiplyAll(aHi);
     }
 }
 
 // Starts the copies of `count` rows of a head's queries or keys; zeros where there is nothing.
-template <class C> __device__ __forceinline__ void copyHead(const ChunkWork& work, uint32_t to, int64_t firstRow, int count, int64_t firstColumn) {
+template <class C>
+__device__ __forceinline__ void copyHead(const ChunkWork& work, uint32_t to, int64_t firstRow, int count, int64_t firstColumn) {
     const int64_t stride = 2 * work.keyWidth();
     for (int i = threadIdx.x; i < kChunk * C::kRowChunks16; i += blockDim.x) {
         const int row = i / C::kRowChunks16, chunk = i % C::kRowChunks16;
@@ -199,13 +212,9 @@ template <class C> __device__ __forceinline__ void multiplyRows(const SystemBloc
         uint32_t aHi[4], aLo[4];
         loadLeft<C::kRowBytes>(aHi, left, row, column);
         if constexpr (C::kSplit) loadLeft<C::kRowBytes>(aLo, left + C::kTileBytes, row, column);
-#pragma unroll
-        for (int n = 0; n < kChunk / 8; n += 2) {
-            if (n * 8 > row) continue;
-            multiplyPair<C::kSplit>(sums[n], sums[n + 1], aHi, aLo, system.keys, C::kTileBytes, [&](uint32_t (&b)[4], uint32_t tile) {
-                loadRight<C::kRowBytes>(b, tile, n * 8, column);
-            });
-        }
+        multiplyPairs<C::kSplit, 0, 4>(sums, row / 16 + 1, aHi, aLo, system.keys, C::kTileBytes, [&](uint32_t (&b)[4], uint32_t tile, int p) {
+            loadRight<C::kRowBytes>(b, tile, p * 16, column);
+        });
     }
 #pragma unroll
     for (int n = 0; n < kChunk / 8; n++) {
@@ -216,7 +225,7 @@ template <class C> __device__ __forceinline__ void multiplyRows(const SystemBloc
             const float x = sums[n][2 * half] * ratio.x, y = sums[n][2 * half + 1] * ratio.y;
             if (isKeys) {
                 const float step = system.step[t];
-                *reinterpret_cast<float2*>(system.matrix + t * kSystemPitch + s) = {s < t ? x * step : 0.0f, s + 1 < t ? y * step : 0.0f};
+                *reinterpret_cast<float2*>(system.matrix + t * kSystemPitch + s) = {x * step, y * step};
                 continue;
             }
             auto* to = reinterpret_cast<uint32_t*>(weights + (t * kChunk + s) * 2);
@@ -264,15 +273,6 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, C::kDim >= 128
         system.decay[t] = t < count ? work.decay[at] : 1.0f;
         system.step[t] = t < count ? work.step[at] : 0.0f;
     }
-    // The right sides: a column of the values or of the keys.
-    const bool isValue = threadIdx.x < C::kDim;
-    const int column = isValue ? threadIdx.x : threadIdx.x - C::kDim;
-    const int64_t firstColumn = isValue ? 2 * work.keyWidth() + int64_t{head} * work.dim : work.keyWidth() + int64_t{keyHead} * work.dim;
-    float* lines = work.mixed + begin * work.channels() + firstColumn + column;
-    const bool exists = column < work.dim;
-    float x[kChunk];
-#pragma unroll
-    for (int t = 0; t < kChunk; t++) x[t] = exists && t < count ? lines[t * work.channels()] : 0.0f;
     __syncthreads();
     makeRatios(system);
     waitForCopies<0>();
@@ -285,6 +285,15 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, C::kDim >= 128
         gains[t] = system.gain[t];
         gains[kChunk + t] = system.ratio[(kChunk - 1) * kSystemPitch + t];
     }
+    // The right sides: a column of the values or of the keys.
+    const bool isValue = threadIdx.x < C::kDim;
+    const int column = isValue ? threadIdx.x : threadIdx.x - C::kDim;
+    const int64_t firstColumn = isValue ? 2 * work.keyWidth() + int64_t{head} * work.dim : work.keyWidth() + int64_t{keyHead} * work.dim;
+    float* lines = work.mixed + begin * work.channels() + firstColumn + column;
+    const bool exists = column < work.dim;
+    float x[kChunk];
+#pragma unroll
+    for (int t = 0; t < kChunk; t++) x[t] = exists && t < count ? lines[t * work.channels()] : 0.0f;
     if (head == 0 && threadIdx.x == 0) work.tileAt[begin] = {static_cast<int>(blockIdx.y), static_cast<int>(end)};
     __syncthreads();
 
@@ -377,12 +386,9 @@ template <class C> struct StateColumns {
 #pragma unroll
         for (int k = 0; k < C::kDim / 16; k++) {
             const LeftOperand<C::kSplit> a(state[2 * k], state[2 * k + 1]);
-#pragma unroll
-            for (int n = 0; n < kChunk / 8; n += 2) {
-                const auto load = [&](uint32_t (&b)[4], uint32_t tile) { loadRight<C::kRowBytes>(b, tile, n * 8, k * 16); };
-                multiplyPair<C::kSplit>(minusD[n], minusD[n + 1], a.hi, a.lo, block.w, C::kTileBytes, load);
-                multiplyPair<C::kSplit>(out[n], out[n + 1], a.hi, a.lo, block.queries, C::kTileBytes, load);
-            }
+            const auto load = [&](uint32_t (&b)[4], uint32_t tile, int p) { loadRight<C::kRowBytes>(b, tile, p * 16, k * 16); };
+            multiplyPairs<C::kSplit, 0, kPairs>(minusD, kPairs, a.hi, a.lo, block.w, C::kTileBytes, load);
+            multiplyPairs<C::kSplit, 0, kPairs>(out, kPairs, a.hi, a.lo, block.queries, C::kTileBytes, load);
         }
     }
 
@@ -393,16 +399,11 @@ template <class C> struct StateColumns {
             const float2 gain = *reinterpret_cast<const float2*>(block.gain + n * 8 + line);
             out[n][0] *= gain.x, out[n][1] *= gain.y, out[n][2] *= gain.x, out[n][3] *= gain.y;
         }
-#pragma unroll
-        for (int k = 0; k < kChunk / 16; k++) {
-            const LeftOperand<C::kSplit> a(d[2 * k], d[2 * k + 1]);
-#pragma unroll
-            for (int n = 2 * k; n < kChunk / 8; n += 2) {
-                multiplyPair<C::kSplit>(out[n], out[n + 1], a.hi, a.lo, block.weights, C::kWeightBytes, [&](uint32_t (&b)[4], uint32_t tile) {
-                    loadRight<2 * kChunk>(b, tile, n * 8, k * 16);
-                });
-            }
-        }
+        // Row s of D has no weight in rows before s.
+        addWeighted<0>(block, d, out);
+        addWeighted<1>(block, d, out);
+        addWeighted<2>(block, d, out);
+        addWeighted<3>(block, d, out);
     }
 
     // state = gain * state + (ratios * D) keys; d is changed.
@@ -420,13 +421,24 @@ template <class C> struct StateColumns {
 #pragma unroll
         for (int k = 0; k < kChunk / 16; k++) {
             const LeftOperand<C::kSplit> a(d[2 * k], d[2 * k + 1]);
-#pragma unroll
-            for (int n = 0; n < C::kDim / 8; n += 2) {
-                multiplyPair<C::kSplit>(state[n], state[n + 1], a.hi, a.lo, block.keys, C::kTileBytes, [&](uint32_t (&b)[4], uint32_t tile) {
-                    loadRightTurned<C::kRowBytes>(b, tile, k * 16, n * 8);
-                });
+            const auto load = [&](uint32_t (&b)[4], uint32_t tile, int p) { loadRightTurned<C::kRowBytes>(b, tile, k * 16, p * 16); };
+            constexpr int kStatePairs = C::kDim / 16, kAtOnce = kStatePairs < 4 ? kStatePairs : 4;
+            multiplyPairs<C::kSplit, 0, kAtOnce>(state, kAtOnce, a.hi, a.lo, block.keys, C::kTileBytes, load);
+            if constexpr (kStatePairs > 4) {
+                multiplyPairs<C::kSplit, 4, kStatePairs>(state, kStatePairs, a.hi, a.lo, block.keys, C::kTileBytes, load);
             }
         }
+    }
+
+private:
+    static constexpr int kPairs = kChunk / 16;
+
+    // out += what rows 16 kStep .. 16 kStep + 15 of D have in it.
+    template <int kStep>
+    __device__ __forceinline__ void addWeighted(const StateBlock<C>& block, const float (&d)[kChunk / 8][4], float (&out)[kChunk / 8][4]) const {
+        const LeftOperand<C::kSplit> a(d[2 * kStep], d[2 * kStep + 1]);
+        const auto load = [&](uint32_t (&b)[4], uint32_t tile, int p) { loadRight<2 * kChunk>(b, tile, p * 16, kStep * 16); };
+        multiplyPairs<C::kSplit, kStep, kPairs>(out, kPairs, a.hi, a.lo, block.weights, C::kWeightBytes, load);
     }
 };
 
@@ -436,14 +448,14 @@ template <class C> __global__ void __launch_bounds__(C::kWarps * 32) stateKernel
     allowNext();
     const int64_t begin = work.sequences.begin[blockIdx.z], end = work.sequences.end[blockIdx.z];
     if (begin >= end) return waitForPrevious();
-    const int head = blockIdx.x, dim = work.dim;
-    const int64_t matrix = int64_t{dim} * dim, slot = matrix * work.valueHeads, width = int64_t{work.valueHeads} * dim;
+    const int head = blockIdx.x, dim = work.dim, channels = static_cast<int>(work.channels()), width = work.valueHeads * dim;
+    const int64_t matrix = int64_t{dim} * dim, slot = matrix * work.valueHeads;
     float* states = work.states + head * matrix;
     const int from = work.from[begin];
     const StateBlock<C> block(memory);
     StateColumns<C> columns;
     columns.forEach(columns.state, C::kDim, C::kDim, [&](float& x, int line, int column) {
-        x = from >= 0 && line < dim && column < dim ? states[from * slot + line * dim + column] : 0.0f;
+        x = from >= 0 && line < dim && column < dim ? states[from * slot + (line * dim + column)] : 0.0f;
     });
     waitForPrevious();
 
@@ -455,7 +467,7 @@ template <class C> __global__ void __launch_bounds__(C::kWarps * 32) stateKernel
         for (int t = threadIdx.x; t < 2 * kChunk; t += blockDim.x) block.gain[t] = gains[t];
         float d[kChunk / 8][4] = {}, out[kChunk / 8][4] = {};
         const float* u = work.mixed + tile.begin * work.channels() + 2 * work.keyWidth() + int64_t{head} * dim;
-        columns.forEach(d, tile.count, dim, [&](float& x, int row, int column) { x = -u[row * work.channels() + column]; });
+        columns.forEach(d, tile.count, dim, [&](float& x, int row, int column) { x = -u[row * channels + column]; });
         waitForCopies<C::kAhead ? 1 : 0>();
         __syncthreads();
         columns.recall(block, d, out);
@@ -478,7 +490,8 @@ template <class C> __global__ void __launch_bounds__(C::kWarps * 32) stateKernel
         columns.update(block, d);
         const int to = work.to[next - 1];
         if (to >= 0) {
-            columns.forEach(columns.state, dim, dim, [&](float& x, int line, int column) { states[to * slot + line * dim + column] = x; });
+            float* kept = states + to * slot;
+            columns.forEach(columns.state, dim, dim, [&](float& x, int line, int column) { kept[line * dim + column] = x; });
         }
         if (next >= end) return;
         __syncthreads();
@@ -536,7 +549,8 @@ void deltaRuleInChunks(Stream& stream, const DeltaInputs& in, const HalfRows& qu
     requireDelta(shape);
     auto* bytes = static_cast<uint8_t*>(scratch);
     const ChunkWork work = {in.mixed, in.alpha, in.beta, queriesAndKeys, shape.keyHeads, shape.valueHeads, shape.dim, states.matrix,
-                            batch.from, batch.to, batch.sequences, tiles, reinterpret_cast<int2*>(bytes), bytes + tileListBytes(batch.rows), attended};
+                            batch.from, batch.to, batch.sequences, tiles, reinterpret_cast<int2*>(bytes),
+                            bytes + tileListBytes(batch.rows), attended};
     const bool fits = queriesAndKeys.lo ? launchSize<true>(stream, work) : launchSize<false>(stream, work);
     if (!fits) deltaRule(stream, {in.mixed, in.alpha, in.beta, nullptr}, DeltaParameters(), shape, states, batch, {attended, {}, {}});
     gatedNorm(stream, attended, in.gate, parameters, shape, batch.rows, out);
