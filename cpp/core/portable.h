@@ -43,4 +43,24 @@ SHARPI_PORTABLE float portableExp(float x) {
     return x < -87.0f ? 0.0f : result;
 }
 
+// 1 / (1 + exp(0 - x))
+SHARPI_PORTABLE float portableSigmoid(float x) { return 1.0f / (1.0f + portableExp(0.0f - x)); }
+
+// log(1 + exp(x)) = max(x, 0) + log(1 + u) with u = exp(-|x|), and log(1 + u) = 2 atanh(s) with s = u / (2 + u) <= 1/3: its
+// series up to s^13, whose rest is below 2e-8 of it.
+SHARPI_PORTABLE float portableSoftplus(float x) {
+    const float u = portableExp(0.0f - fabsf(x));
+    const float s = u / (2.0f + u);
+    const float square = s * s;
+    float p = 1.0f / 13.0f;
+    p = fmaf(p, square, 1.0f / 11.0f);
+    p = fmaf(p, square, 1.0f / 9.0f);
+    p = fmaf(p, square, 1.0f / 7.0f);
+    p = fmaf(p, square, 1.0f / 5.0f);
+    p = fmaf(p, square, 1.0f / 3.0f);
+    p = fmaf(p, square, 1.0f);
+    const float tail = 2.0f * s;
+    return fmaf(p, tail, x > 0.0f ? x : 0.0f);
+}
+
 }  // namespace sharpi

@@ -99,4 +99,7 @@ size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, in
     return scalar::attentionScratch(heads, kvHeads, headDim, pageTokens);
 }
 
+// Sixteen columns of a head's matrix.
+size_t deltaScratchBytes(int32_t dim) { return static_cast<size_t>(dim) * 16 * sizeof(float); }
+
 }  // namespace sharpi::cpu

@@ -53,6 +53,30 @@ struct AttentionArgs {
     const int32_t* pageTable = nullptr;
 };
 
+// Gated DeltaNet's convolution and SiLU over the rows of one sequence, in place. See kernels/delta.cpp.
+constexpr int kMaxConvWidth = 64;
+struct ConvArgs {
+    float* x = nullptr;  // [rows, channels]
+    int64_t rows = 0, channels = 0;
+    const float* weight = nullptr;  // [width, channels]
+    int32_t width = 0;              // up to kMaxConvWidth
+    const float* from = nullptr;    // [width - 1, channels]: the inputs before the first row; nullptr: zeros
+    float* to = nullptr;            // those before the row after the last; may be `from`
+};
+
+// Its delta rule over the rows of one sequence, for one value head: row t's query at q + t * rowStride, and so on.
+struct DeltaArgs {
+    const float *q = nullptr, *k = nullptr, *v = nullptr;
+    int64_t rowStride = 0;
+    const float *decay = nullptr, *step = nullptr;  // a number each: row t's at + t * stepStride
+    int64_t stepStride = 0;
+    float* out = nullptr;
+    int64_t outStride = 0, rows = 0;
+    int32_t dim = 0;
+    const float* from = nullptr;  // [dim, dim]: the state before the first row; nullptr: zeros
+    float* to = nullptr;          // the state after the last; may be `from`
+};
+
 struct Kernels {
     const char* name;  // "scalar", "avx2", "avx512"
 
@@ -71,6 +95,10 @@ struct Kernels {
     void (*addScaled)(float* x, const float* y, float scale, int64_t n);
     // gate = silu(gate) * up
     void (*siluMul)(float* gate, const float* up, int64_t n);
+    // x = x / sqrt(sum of x^2 + eps) * scale, one row of n.
+    void (*l2Norm)(float* x, float eps, float scale, int64_t n);
+    // x = x * sigmoid(gate)
+    void (*sigmoidMul)(float* x, const float* gate, int64_t n);
     // Rotates one head of `dims` leading elements by cos/sin[dims / 2]. adjacent: pairs (2i, 2i+1); else (i, i + dims/2).
     void (*rope)(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent);
     // Softmax in place over n values.
@@ -80,11 +108,17 @@ struct Kernels {
     // Query rows [rowBegin, rowEnd) for kv head `kvHead` (all query heads of its group).
     // The result of a row does not depend on which other rows are in the call.
     void (*attention)(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int64_t rowEnd, void* scratch);
+    // Channels [begin, end).
+    void (*convSilu)(const ConvArgs& args, int64_t begin, int64_t end);
+    // Columns [begin, end) of the state, and of v and out. `scratch`: 64-byte-aligned, deltaScratchBytes(dim).
+    void (*deltaRule)(const DeltaArgs& args, int32_t begin, int32_t end, void* scratch);
 };
 
 size_t matmulScratchBytes(int64_t cols);
 // Enough for any row range of up to 64 rows at once.
 size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens);
+
+size_t deltaScratchBytes(int32_t dim);
 
 // The best table this machine can run, or the one SHARPI_CPU_ISA=scalar|avx2|avx512 names.
 // Throws Error(InvalidArgument) if that one cannot run here.

@@ -31,8 +31,11 @@ struct StepLimits {
     int32_t experts = 0, expertsUsed = 0;  // of any layer
     int32_t expertLayers = 0;
     std::vector<std::pair<int32_t, int32_t>> expertRows;  // of each of these: its number in the model, and its experts
-    int64_t expertHidden = 0;
+    int64_t expertHidden = 0, sharedHidden = 0;  // sharedHidden: of the expert for every token
     bool expertSlots = false;  // experts are not resident
+    int64_t gatedQueryWidth = 0;                                  // queries and their gates; 0: no gates
+    int64_t deltaChannels = 0, deltaWidth = 0;                    // Gated DeltaNet: of q, k and v; of v
+    int32_t deltaHeads = 0, deltaDim = 0;
     bool floatWeights = false;  // some matrix is F32
     KvType kvType = KvType::BF16;
 };
@@ -80,11 +83,15 @@ public:
 
     // x: [rows, embedding], the backend's own. Row t = the table's row of token t.
     virtual void embed(const Weight& table) = 0;
-    // x += output(attention(norm(x)))
+    // x += output(attention(norm(x))), or output(attention(norm(x)) * sigmoid(gate)) where it is gated
     virtual void attention(const AttentionWeights& weights, const KvPages& pages, float eps) = 0;
+    // x += output(headNorm(deltaRule(silu(conv(qkv n)), alpha n, beta n)) * silu(gate n)), n = norm(x); the sequences' states
+    // are taken on, from and to the slots that the cache given to begin() names.
+    virtual void gatedDelta(const GatedDeltaWeights& weights, const RecurrentLayer& state, float eps) = 0;
     // x += down(silu(gate n) * up n), n = norm(x)
     virtual void dense(const DenseWeights& weights, float eps) = 0;
-    // x += sum over the chosen experts of weight * down(silu(gate n) * up n), summed by rank
+    // x += sum over the chosen experts of weight * down(silu(gate n) * up n), summed by rank; then the shared expert's, where
+    // there is one, times sigmoid(scale . n)
     virtual void experts(const ExpertWeights& weights, float eps) = 0;
     // Logits of the rows [first, first + count) of batch.logitRows, count <= headRows(), kept until the next call.
     virtual void head(const HeadWeights& weights, float eps, int64_t first, int64_t count) = 0;

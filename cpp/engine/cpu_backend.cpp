@@ -16,8 +16,8 @@ constexpr size_t kAlign = 64;
 constexpr int64_t kHeadRows = 64;
 
 size_t threadScratch(const StepLimits& l) {
-    const size_t bytes = std::max(cpu::matmulScratchBytes(l.maxCols),
-                                  cpu::attentionScratchBytes(l.heads, l.kvHeads, l.headDim, l.pageTokens));
+    const size_t bytes = std::max({cpu::matmulScratchBytes(l.maxCols), cpu::deltaScratchBytes(l.deltaDim),
+                                   cpu::attentionScratchBytes(l.heads, l.kvHeads, l.headDim, l.pageTokens)});
     return (bytes + kAlign - 1) / kAlign * kAlign;
 }
 
@@ -32,17 +32,18 @@ DeviceLayout fileLayout() {
 
 struct CpuBackend::Layout {
     size_t x, normed, block, q, k, v, attended, gate, up, logits, quantized, threads;
-    size_t routerLogits, expertOut, quantizedHidden, total;
+    size_t routerLogits, expertOut, quantizedHidden, gatedQueries, queryGate, sharedScale;
+    size_t deltaMixed, deltaGate, deltaAlpha, deltaBeta, total;
 
     Layout(int threadCount, const StepLimits& l) {
         ScratchLayout s;
         const int64_t pairs = l.maxRows * l.expertsUsed;
-        const int64_t hidden = std::max(l.maxRows * l.denseHidden, pairs * l.expertHidden);
+        const int64_t hidden = std::max({l.maxRows * l.denseHidden, l.maxRows * l.sharedHidden, pairs * l.expertHidden});
         x = s.floats(l.maxRows * l.embedding);
         normed = s.floats(l.maxRows * l.embedding);
         block = s.floats(l.maxRows * l.embedding);
         q = s.floats(l.maxRows * l.queryWidth);
-        attended = s.floats(l.maxRows * l.queryWidth);
+        attended = s.floats(l.maxRows * std::max(l.queryWidth, l.deltaWidth));
         k = s.floats(l.maxRows * l.kvWidth);
         v = s.floats(l.maxRows * l.kvWidth);
         gate = s.floats(hidden);
@@ -53,6 +54,13 @@ struct CpuBackend::Layout {
         routerLogits = s.floats(l.maxRows * l.experts);
         expertOut = s.floats(pairs * l.embedding);
         quantizedHidden = s.take(pairs ? cpu::quantizedRowsBytes(pairs, l.expertHidden) : 0);
+        gatedQueries = s.floats(l.maxRows * l.gatedQueryWidth);
+        queryGate = s.floats(l.maxRows * l.gatedQueryWidth / 2);
+        sharedScale = s.floats(l.sharedHidden ? l.maxRows : 0);
+        deltaMixed = s.floats(l.maxRows * l.deltaChannels);
+        deltaGate = s.floats(l.maxRows * l.deltaWidth);
+        deltaAlpha = s.floats(l.maxRows * l.deltaHeads);
+        deltaBeta = s.floats(l.maxRows * l.deltaHeads);
         total = s.bytes();
     }
 };
@@ -99,6 +107,13 @@ void CpuBackend::takeScratch(const StepLimits& limits) {
     _logits = at<float>(l.logits);
     _routerLogits = at<float>(l.routerLogits);
     _expertOut = at<float>(l.expertOut);
+    _gatedQueries = at<float>(l.gatedQueries);
+    _queryGate = at<float>(l.queryGate);
+    _sharedScale = at<float>(l.sharedScale);
+    _deltaMixed = at<float>(l.deltaMixed);
+    _deltaGate = at<float>(l.deltaGate);
+    _deltaAlpha = at<float>(l.deltaAlpha);
+    _deltaBeta = at<float>(l.deltaBeta);
     _quantized = at<uint8_t>(l.quantized);
     _quantizedHidden = at<uint8_t>(l.quantizedHidden);
     _threadScratch = at<uint8_t>(l.threads);
@@ -109,7 +124,8 @@ void CpuBackend::begin(const Batch& batch, const KvCache& kv) {
     _batch = &batch;
     _sequences.clear();
     for (int64_t t = 0; t < batch.size(); ++t) {
-        if (t == 0 || batch.sequences[t] != batch.sequences[t - 1]) _sequences.push_back({t, t, kv.pageTable(batch.sequences[t])});
+        const int32_t sequence = batch.sequences[t];
+        if (t == 0 || sequence != batch.sequences[t - 1]) _sequences.push_back({t, t, kv.pageTable(sequence), kv.states().steps(sequence)});
         _sequences.back().end = t + 1;
     }
 }
@@ -122,7 +138,8 @@ void CpuBackend::region(const std::function<void()>& body) {
 
 void CpuBackend::attention(const AttentionWeights& w, const KvPages& pages, float eps) {
     norm(_x, w.norm, eps, rows(), _limits.embedding, _normed);
-    linear(_normed, rows(), {{w.q, w.qBias, _q}, {w.k, w.kBias, _k}, {w.v, w.vBias, _v}});
+    linear(_normed, rows(), {{w.q, w.qBias, w.gated ? _gatedQueries : _q}, {w.k, w.kBias, _k}, {w.v, w.vBias, _v}});
+    if (w.gated) splitGatedQueries(w, pages.headDim);
     const int64_t headDim = pages.headDim;
     if (w.qkNorm == AttentionSpec::QkNorm::PerHead) {
         norm(_q, w.qNorm, eps, rows() * w.heads, headDim, _q);
@@ -135,7 +152,20 @@ void CpuBackend::attention(const AttentionWeights& w, const KvPages& pages, floa
     rope(_k, pages.kvHeads, pages.headDim, w.rope);
     for (const SequenceRows& s : _sequences) storeKv(s, pages);
     attend(w, pages);
+    if (w.gated) sigmoidMul(_attended, _queryGate, rows() * w.heads * headDim);
     linear(_attended, rows(), {{w.output, w.outputBias, _block}});
+    addToX(_block);
+}
+
+void CpuBackend::gatedDelta(const GatedDeltaWeights& w, const RecurrentLayer& state, float eps) {
+    norm(_x, w.norm, eps, rows(), _limits.embedding, _normed);
+    linear(_normed, rows(), {{w.qkv, nullptr, _deltaMixed}, {w.gate, nullptr, _deltaGate}, {w.alpha, nullptr, _deltaAlpha}, {w.beta, nullptr, _deltaBeta}});
+    convolve(w, state);
+    prepareDelta(w, eps);
+    deltaRule(w, state);
+    norm(_attended, w.headNorm, eps, rows() * w.valueHeads, w.headDim, _attended);
+    siluMul(_deltaGate, _attended, rows() * w.valueHeads * w.headDim);
+    linear(_deltaGate, rows(), {{w.output, nullptr, _block}});
     addToX(_block);
 }
 
@@ -157,6 +187,7 @@ void CpuBackend::experts(const ExpertWeights& w, float eps) {
     }
     expertProducts(w);
     sumExperts(w);
+    if (w.shared) addSharedExpert(*w.shared);
     addToX(_block);
 }
 

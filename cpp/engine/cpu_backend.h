@@ -1,6 +1,7 @@
 // The blocks on the CPU: shares each among the threads of a pool and calls the kernels of cpu/.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 
 #include "core/thread_pool.h"
@@ -37,6 +38,7 @@ public:
     void region(const std::function<void()>& body) override;
     void embed(const Weight& table) override;
     void attention(const AttentionWeights& weights, const KvPages& pages, float eps) override;
+    void gatedDelta(const GatedDeltaWeights& weights, const RecurrentLayer& state, float eps) override;
     void dense(const DenseWeights& weights, float eps) override;
     void experts(const ExpertWeights& weights, float eps) override;
     void head(const HeadWeights& weights, float eps, int64_t first, int64_t count) override;
@@ -49,6 +51,7 @@ private:
     struct SequenceRows {
         int64_t begin = 0, end = 0;
         const int32_t* pageTable = nullptr;
+        std::vector<StateStep> steps;  // in rows of the sequence; none where the model has no recurrent state
     };
     // A token's share in an expert: `pair` numbers the (token, rank) pairs grouped by expert.
     struct Routing {
@@ -67,7 +70,12 @@ private:
     void rope(float* x, int32_t heads, int32_t headDim, const RopeTable& table);
     void storeKv(const SequenceRows& rows, const KvPages& pages);
     void attend(const AttentionWeights& weights, const KvPages& pages);
+    void splitGatedQueries(const AttentionWeights& weights, int32_t headDim);
+    void convolve(const GatedDeltaWeights& weights, const RecurrentLayer& state);
+    void prepareDelta(const GatedDeltaWeights& weights, float eps);
+    void deltaRule(const GatedDeltaWeights& weights, const RecurrentLayer& state);
     void siluMul(float* gate, const float* up, int64_t n);
+    void sigmoidMul(float* x, const float* gate, int64_t n);
     void addToX(const float* y);
     void route(float* logits, int64_t count, const ExpertWeights& weights);
     void expertProducts(const ExpertWeights& weights);
@@ -79,11 +87,16 @@ private:
     // Pair p reads row rowIndex[p] of x.
     void multiplyExperts(const float* x, const cpu::QuantizedRows& xQuant, const int32_t* rowIndex, std::initializer_list<ExpertProduct> products);
     void sumExperts(const ExpertWeights& weights);
+    void addSharedExpert(const SharedExpertWeights& weights);
     void matmuls(const std::vector<cpu::MatmulArgs>& jobs);
     void arrive(int32_t group) { if (_stream) _stream->arrive(group); }
     cpu::QuantizedRows quantize(const float* x, int64_t count, int64_t cols, void* buffer);
     // Runs body(begin, end) over [0, n) in pieces of at least `grain`.
-    template <typename Body> void forRanges(int64_t n, int64_t grain, const Body& body);
+    template <typename Body> void forRanges(int64_t n, int64_t grain, const Body& body) {
+        const int64_t pieces = std::clamp<int64_t>(n / grain, 1, _pool.threads());
+        _pool.run(pieces, [&](int64_t piece, int) { body(n * piece / pieces, n * (piece + 1) / pieces); });
+    }
+    static constexpr int64_t kElementGrain = 8192;  // below this a loop is not worth waking threads for
     template <typename T> T* at(size_t offset) const { return reinterpret_cast<T*>(_scratch.as<uint8_t>() + offset); }
 
     const cpu::Kernels& _kernels;
@@ -98,6 +111,8 @@ private:
     Buffer _scratch;
     float *_x = nullptr, *_normed = nullptr, *_block = nullptr, *_q = nullptr, *_k = nullptr, *_v = nullptr, *_attended = nullptr;
     float *_gate = nullptr, *_up = nullptr, *_logits = nullptr, *_routerLogits = nullptr, *_expertOut = nullptr;
+    float *_gatedQueries = nullptr, *_queryGate = nullptr, *_sharedScale = nullptr;
+    float *_deltaMixed = nullptr, *_deltaGate = nullptr, *_deltaAlpha = nullptr, *_deltaBeta = nullptr;
     void *_quantized = nullptr, *_quantizedHidden = nullptr;
     uint8_t* _threadScratch = nullptr;
     size_t _threadScratchStride = 0;

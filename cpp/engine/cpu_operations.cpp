@@ -10,15 +10,9 @@ namespace sharpi {
 namespace {
 
 constexpr int64_t kRowTile = 16;         // the blocked matmul works on tiles of 16 rows
-constexpr int64_t kElementGrain = 8192;  // below this a loop is not worth waking threads for
 constexpr int64_t kQueryBlock = 64;      // what attentionScratchBytes is sized for
 
 }  // namespace
-
-template <typename Body> void CpuBackend::forRanges(int64_t n, int64_t grain, const Body& body) {
-    const int64_t pieces = std::clamp<int64_t>(n / grain, 1, _pool.threads());
-    _pool.run(pieces, [&](int64_t piece, int) { body(n * piece / pieces, n * (piece + 1) / pieces); });
-}
 
 void CpuBackend::embed(const Weight& table) {
     arrive(table.group);

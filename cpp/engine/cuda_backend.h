@@ -51,6 +51,7 @@ public:
     int64_t kernelsPerStep() const override { return _kernelsPerStep; }
     void embed(const Weight& table) override;
     void attention(const AttentionWeights& weights, const KvPages& pages, float eps) override;
+    void gatedDelta(const GatedDeltaWeights& weights, const RecurrentLayer& state, float eps) override;
     void dense(const DenseWeights& weights, float eps) override;
     void experts(const ExpertWeights& weights, float eps) override;
     void head(const HeadWeights& weights, float eps, int64_t first, int64_t count) override;

@@ -124,6 +124,10 @@ void CudaBackend::attentionMany(const AttentionWeights& w, const KvPages& pages,
     productMany(attended, w.output, w.outputBias, floats(s.x), cuda::Store::Add);
 }
 
+void CudaBackend::gatedDelta(const GatedDeltaWeights&, const RecurrentLayer&, float) {
+    throw Error(ErrorKind::InvalidArgument, "Gated DeltaNet runs on the CPU so far");  // requireGpuCanRun refuses before loading
+}
+
 void CudaBackend::dense(const DenseWeights& w, float eps) { few() ? denseFew(w, eps) : denseMany(w, eps); }
 
 // The GPU's columns of silu(gate x) * (up x).

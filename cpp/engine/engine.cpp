@@ -22,6 +22,7 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
     prefetchWanted();  // throws for nonsense, before anything is loaded
     if (options.batch < 1 || options.batch > 65536) throw Error(ErrorKind::InvalidArgument, "batch must be 1 to 65536 rows");
     options.batch = std::min(options.batch, options.context);
+    if (options.sequences < 1 || options.sequences > 4096) throw Error(ErrorKind::InvalidArgument, "sequences must be 1 to 4096");
     for (const TensorHome& home : options.homes) {
         if (home.cpuRows < 0) throw Error(ErrorKind::InvalidArgument, "a plan with a negative number of rows for the CPU");
     }
@@ -139,7 +140,9 @@ void Engine::load() {
     const StepLimits limits = engineLimits(_spec, _files->tensors(), _options);
     _trace.note("start");
     _weights.emplace(_spec, *_files, _backend->placer(), _options.homes, _options.expertSlotBytes, _options.context, _trace);
-    _kv.emplace(allocator, kvShapes(_spec), _options.kvType, _options.context);
+    RecurrentState states(allocator, recurrentShapes(_spec), _options.sequences);
+    if (states.any()) _trace.note("recurrent state");
+    _kv.emplace(allocator, kvShapes(_spec), _options.kvType, _options.context, std::move(states));
     _trace.note("KV cache");
     const size_t before = allocator.held();
     _backend->takeScratch(limits);
@@ -216,11 +219,40 @@ void Session::reset() {
     keep(0);
 }
 
+// Keeps the first `tokens`, or fewer: see KvCache::truncate.
 void Session::keep(int64_t tokens) {
     std::lock_guard<std::mutex> lock(_engine->_mutex);
-    _engine->_kv->truncate(_sequence, tokens);
-    _tokens.resize(tokens);
+    KvCache& kv = *_engine->_kv;  // which a step that failed may have left with fewer
+    _tokens.resize(static_cast<size_t>(kv.truncate(_sequence, std::min(tokens, kv.length(_sequence)))));
     _chosen.reset();
+}
+
+// Computes again what the cache lost of the session's tokens, with a step that failed.
+void Session::recompute() {
+    const auto held = static_cast<int64_t>(_tokens.size());
+    for (int64_t begin = _engine->_kv->length(_sequence); begin < held;) {
+        const int64_t count = std::min(_engine->_options.batch, held - begin);
+        run(_tokens.data() + begin, begin, count, Want::Nothing, nullptr);
+        begin += count;
+    }
+}
+
+// Computes one batch of the sequence's tokens, which come at `begin`, with the engine locked. If it throws, the cache is as it
+// was, but for a state that there was no room to keep.
+void Session::run(const int32_t* tokens, int64_t begin, int64_t count, Want want, float* logits, const std::optional<Sampler::Step>& choice) {
+    Batch batch;
+    for (int64_t i = 0; i < count; ++i) {
+        const bool wanted = want == Want::EveryRow || (want == Want::Choice && i + 1 == count);
+        batch.add(tokens[i], static_cast<int32_t>(begin + i), _sequence, wanted);
+    }
+    _engine->_kv->extend(_sequence, count, count > 1 && want == Want::Choice ? 1 : 0);
+    try {
+        _engine->_forward->run(batch, logits);
+        if (choice) _chosen = _engine->_forward->sampleLast(choice->rule, choice->adjustments, choice->draw);
+    } catch (...) {
+        _engine->_kv->truncate(_sequence, begin);
+        throw;
+    }
 }
 
 // Evaluates up to one batch. On failure the session holds what it held before.
@@ -229,20 +261,11 @@ void Session::step(const int32_t* tokens, int64_t count, Want want, float* logit
     std::optional<Sampler::Step> choice;
     if (want == Want::Choice) choice.emplace(_sampler->next(_history));
     std::lock_guard<std::mutex> lock(_engine->_mutex);
+    recompute();
     const auto begin = static_cast<int64_t>(_tokens.size());
-    Batch batch;
-    for (int64_t i = 0; i < count; ++i) {
-        const bool wanted = want == Want::EveryRow || (want == Want::Choice && i + 1 == count);
-        batch.add(tokens[i], static_cast<int32_t>(begin + i), _sequence, wanted);
-    }
-    _engine->_kv->extend(_sequence, count);
-    try {
-        _engine->_forward->run(batch, logits);
-        if (choice) _chosen = _engine->_forward->sampleLast(choice->rule, choice->adjustments, choice->draw);
-    } catch (...) {
-        _engine->_kv->truncate(_sequence, begin);
-        throw;
-    }
+    run(tokens, begin, count, want, logits, choice);
+    // A prompt may be given again, or with another end: all but its last token are then held.
+    if (count > 1 && want == Want::Choice) _engine->_kv->keepState(_sequence, begin + count - 1);
     _tokens.insert(_tokens.end(), tokens, tokens + count);
 }
 
@@ -284,11 +307,11 @@ void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& pa
     const auto limit = static_cast<int64_t>(std::min(_tokens.size(), prompt.size() - 1));
     while (common < limit && _tokens[common] == prompt[common]) ++common;
     keep(common);
-    _reused = common;
+    _reused = static_cast<int64_t>(_tokens.size());
     _history = prompt;
     _sampler.emplace(params, _engine->_spec.vocabSize);
     try {
-        append(std::vector<int32_t>(prompt.begin() + common, prompt.end()), nullptr, {}, interrupted);
+        append(std::vector<int32_t>(prompt.begin() + _reused, prompt.end()), nullptr, {}, interrupted);
     } catch (...) {
         _sampler.reset();
         throw;

@@ -34,6 +34,7 @@ public:
     const std::vector<TraceLine>& trace() const { return _trace.lines(); }
     uint64_t weightBytes() const { return _files->bytes(); }
     size_t kvBytes() const { return _kv->bytes(); }
+    size_t stateBytes() const { return _kv->states().bytes(); }
     size_t scratchBytes() const { return _scratchBytes; }
     static size_t kvBytesFor(const ModelSpec& spec, KvType type, int64_t context);
 
@@ -95,6 +96,9 @@ private:
     int64_t room() const { return _engine->_options.context - static_cast<int64_t>(_tokens.size()); }
     void checkRoom(int64_t tokens) const;
     void keep(int64_t tokens);
+    void recompute();
+    void run(const int32_t* tokens, int64_t begin, int64_t count, Want want, float* logits,
+             const std::optional<Sampler::Step>& choice = std::nullopt);
     void append(const std::vector<int32_t>& tokens, float* logits, const std::vector<int64_t>& chunks, const Interrupted& interrupted);
     void step(const int32_t* tokens, int64_t count, Want want, float* logits);
 

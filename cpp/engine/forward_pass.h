@@ -10,10 +10,10 @@ namespace sharpi {
 
 class ForwardPass {
 public:
-    ForwardPass(const ModelSpec& spec, const ModelWeights& weights, Backend& backend, const KvCache& kv, const StepLimits& limits)
-        : _spec(spec), _weights(weights), _backend(backend), _kv(kv), _limits(limits) {}
+    // Throws Error(Internal) for a cache without the states that the model's layers need.
+    ForwardPass(const ModelSpec& spec, const ModelWeights& weights, Backend& backend, KvCache& kv, const StepLimits& limits);
 
-    // Room in the KV cache for the batch's rows must have been made (KvCache::extend).
+    // Room in the KV cache for the batch's rows must have been made (KvCache::extend). Commits them.
     // logits: [batch.logitRows.size(), vocabSize] in host memory; nullptr: they stay with the backend.
     void run(const Batch& batch, float* logits);
     // Chooses from the logits of the last run's last row, once. -1: no token may be chosen.
@@ -21,10 +21,11 @@ public:
 
 private:
     void check(const Batch& batch) const;
+    void checkStates(const Batch& batch) const;
     const ModelSpec& _spec;
     const ModelWeights& _weights;
     Backend& _backend;
-    const KvCache& _kv;
+    KvCache& _kv;
     StepLimits _limits;
     int64_t _lastRow = -1;  // where the backend holds the last row's logits
 };

@@ -15,9 +15,12 @@ void requireGpuCanRun(const ModelSpec& spec) {
     };
     require(spec.embedding % 4 == 0, "a width of " + std::to_string(spec.embedding) + ", which is no multiple of 4");
     for (const LayerSpec& layer : spec.layers) {
-        const AttentionSpec& a = layer.attention;
+        require(!layer.delta, "Gated DeltaNet, which runs on the CPU so far");
+        const AttentionSpec& a = *layer.attention;
+        require(!a.gated, "attention with gates, which runs on the CPU so far");
         require(a.headDim % 8 == 0 && a.headDim <= 256, "heads of " + std::to_string(a.headDim) + " elements, where 8, 16, .. 256 are known");
         require(a.heads / a.kvHeads <= 32, std::to_string(a.heads) + " heads over " + std::to_string(a.kvHeads) + ", where groups of up to 32 are known");
+        require(!layer.experts || !layer.experts->shared, "a shared expert, which runs on the CPU so far");
         if (layer.experts) require(layer.experts->count <= 1024, std::to_string(layer.experts->count) + " experts a layer, where up to 1024 are known");
     }
 }

@@ -41,11 +41,26 @@ struct AttentionWeights {
     AttentionSpec::QkNorm qkNorm = AttentionSpec::QkNorm::None;
     int32_t heads = 0;
     float scale = 1.0f;
+    bool gated = false;  // q's rows are, for each head, its query's and then its gate's
     RopeTable rope;
+};
+
+struct GatedDeltaWeights {
+    const float* norm = nullptr;
+    Weight qkv, gate, alpha, beta, output;
+    const float* conv = nullptr;                          // [convWidth, channels]: turned around from the file's
+    const float *stepBias = nullptr, *decay = nullptr;    // [value heads]
+    const float* headNorm = nullptr;                      // [headDim]
+    int32_t keyHeads = 0, valueHeads = 0, headDim = 0, convWidth = 0;
 };
 
 struct DenseWeights {
     const float* norm = nullptr;
+    Weight gate, up, down;
+};
+
+struct SharedExpertWeights {
+    const float* scale = nullptr;  // [embedding]
     Weight gate, up, down;
 };
 
@@ -57,12 +72,14 @@ struct ExpertWeights {
     int32_t used = 0;
     bool renormalize = true;
     float weightScale = 1.0f;
+    std::optional<SharedExpertWeights> shared;
     const ExpertWeights* next = nullptr;  // of the next layer with experts
     ExpertStacks inFile() const { return {gate.file, up.file, down.file}; }
 };
 
 struct LayerWeights {
-    AttentionWeights attention;
+    std::optional<AttentionWeights> attention;  // exactly one of the two
+    std::optional<GatedDeltaWeights> delta;
     std::optional<DenseWeights> dense;  // exactly one of the two
     std::optional<ExpertWeights> experts;
 };

@@ -54,7 +54,17 @@ private:
 
 std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
     std::vector<KvLayerShape> shapes;
-    for (const LayerSpec& layer : spec.layers) shapes.push_back({layer.attention.kvHeads, layer.attention.headDim});
+    for (const LayerSpec& layer : spec.layers) {
+        shapes.push_back(layer.attention ? KvLayerShape{layer.attention->kvHeads, layer.attention->headDim} : KvLayerShape());
+    }
+    return shapes;
+}
+
+std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec) {
+    std::vector<RecurrentShape> shapes;
+    for (const LayerSpec& layer : spec.layers) {
+        shapes.push_back(layer.delta ? RecurrentShape{layer.delta->convState(), layer.delta->matrixState()} : RecurrentShape());
+    }
     return shapes;
 }
 
@@ -114,7 +124,9 @@ std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& te
     options.homes = normalized(spec, tensors, std::move(options.homes));
     const StepLimits limits = engineLimits(spec, tensors, options);
     Counted model(spec, tensors, options);
-    const KvCache kv(model.allocator, kvShapes(spec), options.kvType, options.context);
+    RecurrentState states(model.allocator, recurrentShapes(spec), options.sequences);
+    if (states.any()) model.trace.note("recurrent state");
+    const KvCache kv(model.allocator, kvShapes(spec), options.kvType, options.context, std::move(states));
     model.trace.note("KV cache");
     const size_t scratchBytes = options.cuda ? GpuScratch(limits).bytes() : CpuBackend::scratchBytes(options.threads, limits);
     const Buffer scratch(model.allocator, scratchBytes, "working memory");

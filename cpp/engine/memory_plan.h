@@ -15,6 +15,9 @@ struct EngineOptions {
     int64_t batch = 512;  // rows that prefill takes at once
     int threads = 1;
     KvType kvType = KvType::BF16;
+    // States of sequences that a model with recurrent layers has room for: of one for each that holds tokens, and of earlier
+    // tokens of these, to which they may be cut back.
+    int32_t sequences = 4;
     bool cuda = false;    // on the GPU, else on the CPU
     size_t vram = 0;      // the most to take of the GPU's memory, in bytes; 0: all that is free
     Homes homes;          // on the GPU: where each tensor shall be
@@ -23,7 +26,7 @@ struct EngineOptions {
 };
 
 // The lines of LoadTrace, in order: "token embedding", "layer 0", ..., "output head", "streaming" (the slots through which
-// pass what is not resident), "expert slots", "KV cache", "scratch", "graphs".
+// pass what is not resident), "expert slots", "recurrent state" (where there is one), "KV cache", "scratch", "graphs".
 // On the CPU weights count as nothing: they stay in the mapped file.
 std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
 // The sum of what the lines take.
@@ -42,6 +45,8 @@ std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, con
 
 // What a backend's buffers are sized for.
 StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
+// By layer.
 std::vector<KvLayerShape> kvShapes(const ModelSpec& spec);
+std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec);
 
 }  // namespace sharpi

@@ -51,7 +51,11 @@ ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& 
         const LayerSpec& from = spec.layers[i];
         const std::string name = "layer " + std::to_string(i);
         LayerWeights layer;
-        layer.attention = attention(from, name);
+        if (from.attention) {
+            layer.attention = attention(from, name);
+        } else {
+            layer.delta = gatedDelta(from);
+        }
         if (from.dense) {
             layer.dense = dense(from);
         } else {
@@ -117,15 +121,21 @@ ExpertWeights ModelWeights::experts(const LayerSpec& layer) {
     w.used = f.used;
     w.renormalize = f.renormalize;
     w.weightScale = f.weightScale;
+    if (f.shared) w.shared = sharedExpert(*f.shared);
     return w;
+}
+
+SharedExpertWeights ModelWeights::sharedExpert(const SharedExpertSpec& f) {
+    return {vector(f.scale), weight(f.gate), weight(f.up), weight(f.down)};
 }
 
 // Norms, biases and frequency factors are a few rows: kept as floats, whatever the file holds.
 std::vector<float> ModelWeights::floats(const WeightSlice& slice) const {
     const Matrix m = _files.whole(slice);
     if (!m.data) return {};
-    std::vector<float> values(static_cast<size_t>(slice.cols));
-    cpu::kernels().dequantizeRow(m.type, m.data + slice.rowBegin * rowBytes(m.type, 1), slice.cols, values.data());
+    const int64_t count = slice.rows * slice.cols;
+    std::vector<float> values(static_cast<size_t>(count));
+    cpu::kernels().dequantizeRow(m.type, m.data + slice.rowBegin * rowBytes(m.type, 1), count, values.data());
     return values;
 }
 
@@ -133,6 +143,17 @@ const float* ModelWeights::vector(const WeightSlice& slice) {
     if (!slice) return nullptr;
     const std::vector<float> values = floats(slice);
     return _placer.vector(values.empty() ? nullptr : values.data(), static_cast<size_t>(slice.cols), _files.name(slice));
+}
+
+// [cols, rows]: a row for each input.
+const float* ModelWeights::turnedMatrix(const WeightSlice& slice) {
+    const std::vector<float> values = floats(slice);
+    std::vector<float> turned(values.size());
+    for (size_t i = 0; i < values.size(); ++i) {
+        const auto row = static_cast<int64_t>(i) / slice.cols, column = static_cast<int64_t>(i) % slice.cols;
+        turned[static_cast<size_t>(column * slice.rows + row)] = values[i];
+    }
+    return _placer.vector(turned.empty() ? nullptr : turned.data(), static_cast<size_t>(slice.rows * slice.cols), _files.name(slice));
 }
 
 RopeTable ModelWeights::rotation(const RopeSpec& spec, const std::string& name) {
@@ -169,7 +190,7 @@ RopeTable ModelWeights::rotation(const RopeSpec& spec, const std::string& name) 
 }
 
 AttentionWeights ModelWeights::attention(const LayerSpec& layer, const std::string& name) {
-    const AttentionSpec& a = layer.attention;
+    const AttentionSpec& a = *layer.attention;
     AttentionWeights w;
     w.norm = vector(layer.mixerNorm);
     w.q = weight(a.q);
@@ -185,7 +206,28 @@ AttentionWeights ModelWeights::attention(const LayerSpec& layer, const std::stri
     w.qkNorm = a.qkNorm;
     w.heads = a.heads;
     w.scale = a.scale;
+    w.gated = a.gated;
     w.rope = rotation(a.rope, name);
+    return w;
+}
+
+GatedDeltaWeights ModelWeights::gatedDelta(const LayerSpec& layer) {
+    const GatedDeltaSpec& d = *layer.delta;
+    GatedDeltaWeights w;
+    w.norm = vector(layer.mixerNorm);
+    w.qkv = weight(d.qkv);
+    w.gate = weight(d.gate);
+    w.alpha = weight(d.alpha);
+    w.beta = weight(d.beta);
+    w.output = weight(d.output);
+    w.conv = turnedMatrix(d.conv);
+    w.stepBias = vector(d.stepBias);
+    w.decay = vector(d.decay);
+    w.headNorm = vector(d.norm);
+    w.keyHeads = d.keyHeads;
+    w.valueHeads = d.valueHeads;
+    w.headDim = d.headDim;
+    w.convWidth = d.convWidth;
     return w;
 }
 

@@ -35,9 +35,12 @@ private:
     ExpertWeights experts(const LayerSpec& layer);
     bool resident(const WeightSlice& slice) const;
     const float* vector(const WeightSlice& slice);
+    const float* turnedMatrix(const WeightSlice& slice);
     std::vector<float> floats(const WeightSlice& slice) const;
     RopeTable rotation(const RopeSpec& spec, const std::string& name);
     AttentionWeights attention(const LayerSpec& layer, const std::string& name);
+    GatedDeltaWeights gatedDelta(const LayerSpec& layer);
+    SharedExpertWeights sharedExpert(const SharedExpertSpec& spec);
 
     const Weights& _files;
     Placer& _placer;

@@ -11,6 +11,15 @@ namespace {
 // Tensors are padded to this in a file: what lies between two neighbours is no reason to count them apart.
 constexpr uint64_t kPadding = 4096;
 
+// What a layer's mixer uses, in order.
+struct Mixer {
+    std::vector<WeightSlice> vectors, matrices;
+};
+Mixer mixerOf(const AttentionSpec& a) {
+    return {{a.qBias, a.kBias, a.vBias, a.outputBias, a.qNorm, a.kNorm, a.rope.factors}, {a.q, a.k, a.v, a.output}};
+}
+Mixer mixerOf(const GatedDeltaSpec& d) { return {{d.conv, d.stepBias, d.decay, d.norm}, {d.qkv, d.gate, d.alpha, d.beta, d.output}}; }
+
 }  // namespace
 
 std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tensors) {
@@ -24,12 +33,14 @@ std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tens
     add(spec.tokenEmbedding, "embedding", -1, 1.0 / static_cast<double>(spec.tokenEmbedding.rows));
     for (size_t i = 0; i < spec.layers.size(); ++i) {
         const LayerSpec& l = spec.layers[i];
-        const AttentionSpec& a = l.attention;
         const auto layer = static_cast<int32_t>(i);
-        for (const WeightSlice& v : {l.mixerNorm, a.qBias, a.kBias, a.vBias, a.outputBias, a.qNorm, a.kNorm, a.rope.factors, l.ffnNorm}) {
-            add(v, "vector", layer);
-        }
-        for (const WeightSlice& m : {a.q, a.k, a.v, a.output}) add(m, "attention", layer);
+        const Mixer mixer = l.attention ? mixerOf(*l.attention) : mixerOf(*l.delta);
+        const bool shared = l.experts && l.experts->shared;
+        add(l.mixerNorm, "vector", layer);
+        for (const WeightSlice& v : mixer.vectors) add(v, "vector", layer);
+        add(l.ffnNorm, "vector", layer);
+        if (shared) add(l.experts->shared->scale, "vector", layer);
+        for (const WeightSlice& m : mixer.matrices) add(m, "attention", layer);
         if (l.dense) {
             add(l.dense->gate, "ffn_gate", layer);
             add(l.dense->up, "ffn_up", layer);
@@ -38,6 +49,8 @@ std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tens
             const ExpertFfnSpec& f = *l.experts;
             add(f.router, "router", layer);
             for (const WeightSlice& m : {f.gate, f.up, f.down}) add(m, "experts", layer, static_cast<double>(f.used) / f.count);
+            // Used in full by every token, as attention is.
+            if (shared) for (const WeightSlice& m : {f.shared->gate, f.shared->up, f.shared->down}) add(m, "attention", layer);
         }
     }
     add(spec.outputNorm, "vector", -1);
@@ -83,6 +96,8 @@ Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const H
     std::vector<int32_t> order;
     std::vector<Home> where(tensors.all().size(), Home::Vram);
     const std::vector<TensorUse> uses = tensorUses(spec, tensors);
+    std::vector<bool> used(tensors.all().size(), false);
+    for (const TensorUse& use : uses) used[static_cast<size_t>(use.tensor)] = true;
     const Homes homes = normalized(spec, tensors, planned.empty() ? Homes(tensors.all().size()) : planned);
     for (const TensorUse& use : uses) {
         const auto tensor = static_cast<size_t>(use.tensor);
@@ -93,6 +108,7 @@ Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const H
         if (role.rfind("ffn_", 0) == 0 || role == "head") placement.cpu += row * static_cast<uint64_t>(std::min(homes[tensor].cpuRows, use.rows));
     }
     for (size_t i = 0; i < tensors.all().size(); ++i) {
+        if (!used[i]) continue;  // a prediction layer's stays in the file
         (where[i] == Home::Vram ? placement.vram : where[i] == Home::Direct ? placement.direct : placement.slots) += tensors.all()[i].bytes;
         order.push_back(static_cast<int32_t>(i));
     }

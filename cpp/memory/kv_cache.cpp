@@ -23,8 +23,8 @@ size_t KvCache::bytesFor(const std::vector<KvLayerShape>& layers, KvType type, i
     return bytes;
 }
 
-KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens)
-    : _type(type), _buffer(allocator, bytesFor(layers, type, tokens), "the KV cache") {
+KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens, RecurrentState states)
+    : _type(type), _buffer(allocator, bytesFor(layers, type, tokens), "the KV cache"), _states(std::move(states)) {
     const int64_t pages = pagesFor(tokens);
     auto* next = _buffer.as<uint8_t>();
     for (const KvLayerShape& layer : layers) {
@@ -55,7 +55,7 @@ void KvCache::releaseSequence(int32_t sequence) {
     at(sequence).live = false;
 }
 
-void KvCache::extend(int32_t sequence, int64_t tokens) {
+void KvCache::extend(int32_t sequence, int64_t tokens, int32_t snapshots) {
     Sequence& s = at(sequence);
     const int64_t more = pagesFor(s.length + tokens) - static_cast<int64_t>(s.pages.size());
     if (more > freePages()) {
@@ -63,6 +63,7 @@ void KvCache::extend(int32_t sequence, int64_t tokens) {
                                                 " tokens asked for, " + std::to_string(freePages() * kPageTokens) +
                                                 " more fit; close other sessions or load with a larger context");
     }
+    _states.extend(sequence, s.length, s.length + tokens, snapshots);
     for (int64_t i = 0; i < more; ++i) {
         s.pages.push_back(_freePages.back());
         _freePages.pop_back();
@@ -70,16 +71,17 @@ void KvCache::extend(int32_t sequence, int64_t tokens) {
     s.length += tokens;
 }
 
-void KvCache::truncate(int32_t sequence, int64_t tokens) {
+int64_t KvCache::truncate(int32_t sequence, int64_t tokens) {
     Sequence& s = at(sequence);
     if (tokens < 0 || tokens > s.length) {
         throw Error(ErrorKind::InvalidArgument, "cannot keep " + std::to_string(tokens) + " of " + std::to_string(s.length) + " tokens");
     }
-    s.length = tokens;
-    while (static_cast<int64_t>(s.pages.size()) > pagesFor(tokens)) {
+    s.length = _states.truncate(sequence, tokens);
+    while (static_cast<int64_t>(s.pages.size()) > pagesFor(s.length)) {
         _freePages.push_back(s.pages.back());
         s.pages.pop_back();
     }
+    return s.length;
 }
 
 }  // namespace sharpi

@@ -12,6 +12,8 @@ struct Architecture {
     AttentionSpec::QkNorm qkNorm;
     bool expertsRenormalized;
     bool needsExperts;
+    bool hybrid;          // layers of Gated DeltaNet between those of attention, which is gated
+    const char* ffnNorm;  // the name of the norm before the feed-forward part
 };
 
 const std::vector<Architecture>& architectures();

@@ -42,14 +42,37 @@ struct AttentionSpec {
     int32_t heads = 0, kvHeads = 0, headDim = 0;
     float scale = 1.0f;
     QkNorm qkNorm = QkNorm::None;
+    bool gated = false;  // q gives each head's query and then its gate; what is attended is multiplied by sigmoid(gate)
     RopeSpec rope;
     WeightSlice q, k, v, output;
     WeightSlice qBias, kBias, vBias, outputBias;  // may be absent
     WeightSlice qNorm, kNorm;                     // absent with QkNorm::None
 };
 
+// Gated DeltaNet (Yang et al., 2024): a matrix per value head in place of a cache, taken on token by token. Value head h
+// reads the queries and keys of key head h mod keyHeads. What is computed is written at cpu/kernels/delta.cpp.
+struct GatedDeltaSpec {
+    int32_t keyHeads = 0, valueHeads = 0, headDim = 0;  // keys and values are equally long
+    int32_t convWidth = 0;                              // inputs that the convolution sees, the present one included
+    WeightSlice qkv, gate, alpha, beta, output;
+    WeightSlice conv;                  // [channels, convWidth], over q, k and v
+    WeightSlice stepBias, decay, norm;  // by value head, by value head, by element of a head; decay is negative
+    int64_t keyWidth() const { return int64_t{keyHeads} * headDim; }
+    int64_t valueWidth() const { return int64_t{valueHeads} * headDim; }
+    int64_t channels() const { return 2 * keyWidth() + valueWidth(); }
+    // What it keeps of a sequence, in floats: the convolution's last inputs, and each head's matrix.
+    int64_t convState() const { return (convWidth - 1) * channels(); }
+    int64_t matrixState() const { return valueWidth() * headDim; }
+};
+
 struct DenseFfnSpec {
     WeightSlice gate, up, down;
+    int64_t hidden() const { return gate.rows; }
+};
+
+// An expert that every token goes through, times sigmoid(scale . x).
+struct SharedExpertSpec {
+    WeightSlice scale, gate, up, down;
     int64_t hidden() const { return gate.rows; }
 };
 
@@ -59,14 +82,26 @@ struct ExpertFfnSpec {
     bool renormalize = true;
     float weightScale = 1.0f;
     WeightSlice router, gate, up, down;
+    std::optional<SharedExpertSpec> shared;
     int64_t hidden() const { return gate.rows; }
 };
 
 struct LayerSpec {
     WeightSlice mixerNorm, ffnNorm;
-    AttentionSpec attention;
+    std::optional<AttentionSpec> attention;  // exactly one of the two
+    std::optional<GatedDeltaSpec> delta;
     std::optional<DenseFfnSpec> dense;  // exactly one of the two
     std::optional<ExpertFfnSpec> experts;
+};
+
+// A layer that guesses the token after the next (multi-token prediction): embeddingNorm(embedding of the next token) and
+// hiddenNorm(what the model's output head reads), one behind the other, are projected, go through the layer, and to the
+// output head behind a norm of their own. What that norm gives stands for the head's input in a further guess.
+struct PredictionSpec {
+    LayerSpec layer;
+    WeightSlice projection;                           // [embedding, 2 * embedding]
+    WeightSlice embeddingNorm, hiddenNorm, headNorm;  // headNorm may be absent: the model's
+    WeightSlice embedding, output;                    // may be absent: the model's
 };
 
 struct ModelSpec {
@@ -76,6 +111,7 @@ struct ModelSpec {
     float normEpsilon = 0;
     WeightSlice tokenEmbedding, outputNorm, output;  // output is tokenEmbedding when the file ties them
     std::vector<LayerSpec> layers;
+    std::vector<PredictionSpec> predictions;  // described, and not run by a forward pass
 
     // Throws Error(BadModel): unknown architecture, missing or ill-shaped tensors, tensors nobody would use.
     static ModelSpec read(const Metadata& metadata, const TensorTable& tensors);

@@ -43,7 +43,8 @@ public:
 
     // Biases and norms are read as one float row.
     WeightSlice optionalVector(const std::string& name, int64_t n) { return vectorOnly(optional(name, {n}), name); }
-    WeightSlice requiredVector(const std::string& name, int64_t n) { return vectorOnly(required(name, {n}), name); }
+    WeightSlice requiredVector(const std::string& name, int64_t n) { return requiredFloats(name, {n}); }
+    WeightSlice requiredFloats(const std::string& name, const std::vector<int64_t>& shape) { return vectorOnly(required(name, shape), name); }
 
     bool has(const std::string& name) const { return _tensors.find(name) != nullptr; }
     const TensorInfo* find(const std::string& name) const { return _tensors.find(name); }
@@ -119,7 +120,7 @@ RopeSpec readRope(const Architecture& arch, const Metadata& md, Finder& tensors,
 }
 
 void readQkv(AttentionSpec& a, Finder& tensors, const std::string& block, int64_t embedding) {
-    const int64_t qRows = int64_t{a.heads} * a.headDim, kvRows = int64_t{a.kvHeads} * a.headDim;
+    const int64_t qRows = int64_t{a.heads} * a.headDim * (a.gated ? 2 : 1), kvRows = int64_t{a.kvHeads} * a.headDim;
     if (tensors.has(block + "attn_qkv.weight")) {
         const WeightSlice fused = tensors.required(block + "attn_qkv.weight", {embedding, qRows + 2 * kvRows});
         a.q = rowsOf(fused, 0, qRows);
@@ -166,6 +167,7 @@ AttentionSpec readAttention(const Architecture& arch, const Metadata& md, Finder
     a.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(a.headDim)));
     a.rope = readRope(arch, md, tensors, a.headDim, context);
     a.qkNorm = arch.qkNorm;
+    a.gated = arch.hybrid;
     readQkv(a, tensors, block, embedding);
     const int64_t qRows = int64_t{a.heads} * a.headDim;
     a.output = tensors.required(block + "attn_output.weight", {qRows, embedding});
@@ -179,6 +181,49 @@ AttentionSpec readAttention(const Architecture& arch, const Metadata& md, Finder
     return a;
 }
 
+GatedDeltaSpec readGatedDelta(const Architecture& arch, const Metadata& md, Finder& tensors, const std::string& block,
+                              int64_t embedding) {
+    const std::string prefix = std::string(arch.name) + ".ssm.";
+    GatedDeltaSpec d;
+    d.keyHeads = static_cast<int32_t>(md.integer(prefix + "group_count", 1, 65536));
+    d.valueHeads = static_cast<int32_t>(md.integer(prefix + "time_step_rank", 1, 65536));
+    d.headDim = static_cast<int32_t>(md.integer(prefix + "state_size", 1, 4096));
+    d.convWidth = static_cast<int32_t>(md.integer(prefix + "conv_kernel", 2, 64));
+    if (d.valueHeads % d.keyHeads) bad("metadata key '" + prefix + "time_step_rank' is not a multiple of group_count");
+    if (d.channels() > kMaxWidth) bad("metadata keys '" + prefix + "time_step_rank' and 'state_size' give an impossible width");
+    if (md.integer(prefix + "inner_size", 1, kMaxWidth) != d.valueWidth()) {
+        bad("metadata key '" + prefix + "inner_size' is not time_step_rank times state_size: keys and values of different lengths are not supported");
+    }
+    d.qkv = tensors.required(block + "attn_qkv.weight", {embedding, d.channels()});
+    d.gate = tensors.required(block + "attn_gate.weight", {embedding, d.valueWidth()});
+    d.alpha = tensors.required(block + "ssm_alpha.weight", {embedding, d.valueHeads});
+    d.beta = tensors.required(block + "ssm_beta.weight", {embedding, d.valueHeads});
+    d.output = tensors.required(block + "ssm_out.weight", {d.valueWidth(), embedding});
+    d.conv = tensors.requiredFloats(block + "ssm_conv1d.weight", {d.convWidth, d.channels()});
+    d.stepBias = tensors.requiredVector(block + "ssm_dt.bias", d.valueHeads);
+    d.decay = tensors.requiredVector(block + "ssm_a", d.valueHeads);
+    d.norm = tensors.requiredVector(block + "ssm_norm.weight", d.headDim);
+    return d;
+}
+
+// The width of experts that no key need tell: that of the tensor which brings them back to the model's.
+int64_t expertHidden(const Finder& tensors, const std::string& name) {
+    const TensorInfo* down = tensors.find(name);
+    if (!down) bad("tensor '" + name + "' is missing");
+    if (down->shape[0] > kMaxHidden) bad("tensor '" + name + "' has an impossible shape");
+    return down->shape[0];
+}
+
+SharedExpertSpec readSharedExpert(Finder& tensors, const std::string& block, int64_t embedding) {
+    SharedExpertSpec f;
+    const int64_t hidden = expertHidden(tensors, block + "ffn_down_shexp.weight");
+    f.scale = tensors.requiredVector(block + "ffn_gate_inp_shexp.weight", embedding);
+    f.gate = tensors.required(block + "ffn_gate_shexp.weight", {embedding, hidden});
+    f.up = tensors.required(block + "ffn_up_shexp.weight", {embedding, hidden});
+    f.down = tensors.required(block + "ffn_down_shexp.weight", {hidden, embedding});
+    return f;
+}
+
 ExpertFfnSpec readExperts(const Architecture& arch, const Metadata& md, Finder& tensors, const std::string& block,
                           int64_t embedding) {
     const std::string prefix = std::string(arch.name) + ".";
@@ -190,11 +235,8 @@ ExpertFfnSpec readExperts(const Architecture& arch, const Metadata& md, Finder& 
     if (f.weightScale == 0) f.weightScale = 1.0f;  // writers store 0 for "not scaled"
     f.router = tensors.required(block + "ffn_gate_inp.weight", {embedding, f.count});
 
-    const TensorInfo* down = tensors.find(block + "ffn_down_exps.weight");
-    if (!down) bad("tensor '" + block + "ffn_down_exps.weight' is missing");
-    const int64_t hidden = down->shape[0];
-    if (hidden > kMaxHidden) bad("tensor '" + down->name + "' has an impossible shape");
-    f.down = tensors.required(down->name, {hidden, embedding, f.count});
+    const int64_t hidden = expertHidden(tensors, block + "ffn_down_exps.weight");
+    f.down = tensors.required(block + "ffn_down_exps.weight", {hidden, embedding, f.count});
     if (tensors.has(block + "ffn_gate_up_exps.weight")) {
         const WeightSlice fused = tensors.required(block + "ffn_gate_up_exps.weight", {embedding, 2 * hidden, f.count});
         f.gate = rowsOf(fused, 0, hidden);
@@ -203,6 +245,7 @@ ExpertFfnSpec readExperts(const Architecture& arch, const Metadata& md, Finder& 
         f.gate = tensors.required(block + "ffn_gate_exps.weight", {embedding, hidden, f.count});
         f.up = tensors.required(block + "ffn_up_exps.weight", {embedding, hidden, f.count});
     }
+    if (arch.hybrid) f.shared = readSharedExpert(tensors, block, embedding);
     return f;
 }
 
@@ -214,6 +257,39 @@ DenseFfnSpec readDense(const Architecture& arch, const Metadata& md, Finder& ten
     f.up = tensors.required(block + "ffn_up.weight", {embedding, hidden});
     f.down = tensors.required(block + "ffn_down.weight", {hidden, embedding});
     return f;
+}
+
+// Attention is in every n-th layer of a hybrid, and in all of others.
+bool hasAttention(const Architecture& arch, const Metadata& md, int64_t layer) {
+    if (!arch.hybrid) return true;
+    return (layer + 1) % md.integerOr(std::string(arch.name) + ".full_attention_interval", 1, 4096, 4) == 0;
+}
+
+LayerSpec readLayer(const Architecture& arch, const Metadata& md, Finder& tensors, const std::string& block, const ModelSpec& spec,
+                    bool attention) {
+    LayerSpec layer;
+    layer.mixerNorm = tensors.requiredVector(block + "attn_norm.weight", spec.embedding);
+    layer.ffnNorm = tensors.requiredVector(block + arch.ffnNorm + ".weight", spec.embedding);
+    if (attention) layer.attention = readAttention(arch, md, tensors, block, spec.embedding, spec.contextLength);
+    else layer.delta = readGatedDelta(arch, md, tensors, block, spec.embedding);
+    const bool experts = md.integerOr(spec.architecture + ".expert_count", 0, 65536, 0) > 0;
+    if (arch.needsExperts && !experts) bad("metadata key '" + spec.architecture + ".expert_count' is missing");
+    if (experts) layer.experts = readExperts(arch, md, tensors, block, spec.embedding);
+    else layer.dense = readDense(arch, md, tensors, block, spec.embedding);
+    tensors.ignore(block + "attn_rot_embd");  // cached frequencies of early converters
+    return layer;
+}
+
+PredictionSpec readPrediction(const Architecture& arch, const Metadata& md, Finder& tensors, const std::string& block, const ModelSpec& spec) {
+    PredictionSpec p;
+    p.layer = readLayer(arch, md, tensors, block, spec, true);
+    p.projection = tensors.required(block + "nextn.eh_proj.weight", {2 * spec.embedding, spec.embedding});
+    p.embeddingNorm = tensors.requiredVector(block + "nextn.enorm.weight", spec.embedding);
+    p.hiddenNorm = tensors.requiredVector(block + "nextn.hnorm.weight", spec.embedding);
+    p.headNorm = tensors.optionalVector(block + "nextn.shared_head_norm.weight", spec.embedding);
+    p.embedding = tensors.optional(block + "nextn.embed_tokens.weight", {spec.embedding, spec.vocabSize});
+    p.output = tensors.optional(block + "nextn.shared_head_head.weight", {spec.embedding, spec.vocabSize});
+    return p;
 }
 
 const Architecture& findArchitecture(const std::string& name) {
@@ -237,9 +313,8 @@ ModelSpec ModelSpec::read(const Metadata& md, const TensorTable& table) {
     spec.embedding = md.integer(prefix + "embedding_length", 1, kMaxWidth);
     spec.normEpsilon = static_cast<float>(md.number(prefix + "attention.layer_norm_rms_epsilon"));
     if (!(spec.normEpsilon >= 0 && spec.normEpsilon < 1)) bad("metadata key '" + prefix + "attention.layer_norm_rms_epsilon' is outside 0 to 1");
-    const int64_t layers = md.integer(prefix + "block_count", 1, 4096);
-    const bool experts = md.integerOr(prefix + "expert_count", 0, 65536, 0) > 0;
-    if (arch.needsExperts && !experts) bad("metadata key '" + prefix + "expert_count' is missing");
+    const int64_t blocks = md.integer(prefix + "block_count", 1, 4096);
+    const int64_t predictions = arch.hybrid ? md.integerOr(prefix + "nextn_predict_layers", 0, blocks - 1, 0) : 0;
 
     Finder tensors(table);
     const TensorInfo* embeddingTensor = table.find("token_embd.weight");
@@ -251,16 +326,10 @@ ModelSpec ModelSpec::read(const Metadata& md, const TensorTable& table) {
     spec.output = tensors.optional("output.weight", {spec.embedding, spec.vocabSize});
     if (!spec.output) spec.output = spec.tokenEmbedding;
 
-    for (int64_t i = 0; i < layers; ++i) {
+    for (int64_t i = 0; i < blocks; ++i) {
         const std::string block = "blk." + std::to_string(i) + ".";
-        LayerSpec layer;
-        layer.mixerNorm = tensors.requiredVector(block + "attn_norm.weight", spec.embedding);
-        layer.ffnNorm = tensors.requiredVector(block + "ffn_norm.weight", spec.embedding);
-        layer.attention = readAttention(arch, md, tensors, block, spec.embedding, spec.contextLength);
-        if (experts) layer.experts = readExperts(arch, md, tensors, block, spec.embedding);
-        else layer.dense = readDense(arch, md, tensors, block, spec.embedding);
-        tensors.ignore(block + "attn_rot_embd");  // cached frequencies of early converters
-        spec.layers.push_back(std::move(layer));
+        if (i < blocks - predictions) spec.layers.push_back(readLayer(arch, md, tensors, block, spec, hasAttention(arch, md, i)));
+        else spec.predictions.push_back(readPrediction(arch, md, tensors, block, spec));
     }
     tensors.requireAllUsed(spec.architecture);
     return spec;

@@ -61,9 +61,9 @@ def _open(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats
     arguments = (spec, [str(path) for path in file.paths], plan.context, plan.batch, plan.threads, plan.kv_dtype,
                  plan.device, plan.vram or 0)
     if plan.device == "cpu":
-        return _core.Engine(*arguments)
+        return _core.Engine(*arguments, sequences=plan.sequences)
     return _core.Engine(*arguments, list(plan.homes), expert_slot_bytes=plan.expert_slots,
-                        expert_rates=plan.expert_rates, warm=warm.order() if warm else [])
+                        expert_rates=plan.expert_rates, warm=warm.order() if warm else [], sequences=plan.sequences)
 
 
 def _engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None,
@@ -96,15 +96,17 @@ def _read_pages(engine: _core.Engine, plan: Plan, progress: Progress) -> None:
         progress(plan.weights_bytes, plan.weights_bytes)
 
 
-def _check(*, context: Any, threads: Any, batch: Any, cpu_moe: Any, **_: Any) -> None:
+def _check(*, context: Any, threads: Any, batch: Any, cpu_moe: Any, sequences: Any, **_: Any) -> None:
     """Raises `InvalidRequestError` for values that no model can be loaded with."""
-    for name, value in (("context", context), ("threads", threads), ("batch", batch)):
+    for name, value in (("context", context), ("threads", threads), ("batch", batch), ("sequences", sequences)):
         if value is not None and not isinstance(value, (int, np.integer)):
             raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
     if batch is not None and not 1 <= batch <= 65536:
         raise InvalidRequestError(f"batch must be 1 to 65536, not {batch}")
     if threads is not None and not 1 <= threads <= 1024:
         raise InvalidRequestError(f"threads must be 1 to 1024, not {threads}")
+    if sequences is not None and not 1 <= sequences <= 4096:
+        raise InvalidRequestError(f"sequences must be 1 to 4096, not {sequences}")
     if cpu_moe not in (None, True, False):
         raise InvalidRequestError(f"cpu_moe must be true or false, not {cpu_moe!r}")
 
@@ -171,8 +173,8 @@ class Model:
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
              context: int | None = None, kv_dtype: str | None = None, threads: int | None = None,
-             batch: int | None = None, cpu_moe: bool | None = None, plan: str | os.PathLike[str] | None = None,
-             profile: HardwareProfile | str | os.PathLike[str] | None = None,
+             batch: int | None = None, cpu_moe: bool | None = None, sequences: int | None = None,
+             plan: str | os.PathLike[str] | None = None, profile: HardwareProfile | str | os.PathLike[str] | None = None,
              warm: ExpertStats | str | os.PathLike[str] | None = None,
              expert_stats: str | os.PathLike[str] | None = None, progress: Progress | None = None,
              notice: Notice | None = None) -> Model:
@@ -183,7 +185,9 @@ class Model:
         as "12GiB"; without it, what is free. Weights that do not fit stay in RAM and are used from there. context:
         tokens that prompt and answer may have together. kv_dtype: "fp32", "bf16" (default) or "fp16". batch: rows that
         prefill takes at once (512, on the GPU 2048). cpu_moe: whether all experts stay in RAM, for the CPU to compute
-        in decode, even where they would fit; `None` is what SHARPI_CPU_MOE says. plan: a file with a plan for this
+        in decode, even where they would fit; `None` is what SHARPI_CPU_MOE says. sequences: conversations that may hold
+        tokens at once, where the model keeps a state for each of them (4, of which those not used serve to go back in
+        others). plan: a file with a plan for this
         model, which says all of these. profile: the machine's speeds, or a file with them; without it, they are
         measured once where they are needed.
 
@@ -199,7 +203,7 @@ class Model:
         """
         started = time.perf_counter()
         asked = {"device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype, "threads": threads,
-                 "batch": batch, "cpu_moe": cpu_moe}
+                 "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences}
         _check(**asked)
         if plan is not None:
             _refuse_beside_a_plan({**asked, "device": None if device == "auto" else device, "profile": profile})
@@ -332,6 +336,7 @@ class Model:
             "load_seconds": self._load_seconds,
             "weights_bytes": self.engine.weight_bytes,
             "kv_bytes": self.engine.kv_bytes,
+            "state_bytes": self.engine.state_bytes,
             "scratch_bytes": self.engine.scratch_bytes,
             "vram_bytes": taken,
             "device": self.device,

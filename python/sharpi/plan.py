@@ -20,10 +20,12 @@ from sharpi.placement import SLOTS, VRAM, ExpertPool, Inventory, Placed, TensorH
 from sharpi.prediction import BOUNDS, Speed
 from sharpi.profile import HardwareProfile
 
-__all__ = ["KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING", "fingerprint", "load_plan",
-           "size_words", "vram_words"]
+__all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING", "fingerprint",
+           "load_plan", "size_words", "vram_words"]
 
 KV_DTYPES = ("fp32", "bf16", "fp16")
+# Of a model with recurrent layers: conversations, and states to go back to in these.
+DEFAULT_SEQUENCES = 4
 _LONGEST_FILE = 64 << 20  # of a plan: many times what a model of thousands of tensors needs
 SMALLEST_CONTEXT = 512  # a shorter one is not worth offering, where more was asked for
 # Where an expected hit rate comes from.
@@ -49,6 +51,7 @@ class Plan:
     the experts' uses that is expected to find them in slots, `None` where no expert has a slot as its home; hit_source
     says how that is known. prefill (of one batch) and decode: the predicted speeds, and
     `profile` the machine that they are for; `None` where nobody needed to know. fingerprint: of the file's tensors.
+    sequences: how many there is room for whose recurrent state is held, in a model that has one.
     """
 
     model: str
@@ -80,6 +83,7 @@ class Plan:
     prefill: Speed | None = None
     decode: Speed | None = None
     profile: HardwareProfile | None = None
+    sequences: int = DEFAULT_SEQUENCES
 
     @property
     def embedding_bytes(self) -> int:
@@ -122,6 +126,11 @@ class Plan:
         return self.experts_in_slots / max(1, sum(pool.layers for pool in self.expert_pools))
 
     @property
+    def state_bytes(self) -> int:
+        """The line of the recurrent states; 0 for a model without."""
+        return self._line("recurrent state")
+
+    @property
     def scratch_bytes(self) -> int:
         """The working memory's line."""
         return self._line("scratch")
@@ -159,8 +168,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and every sum, as `sharpi plan --json` prints them."""
-        sums = ("embedding_bytes", "head_bytes", "streaming_bytes", "expert_slots_bytes", "scratch_bytes", "graphs_bytes",
-                "mapped_bytes", "total_bytes", "experts", "experts_in_slots", "slots_per_layer", "fits")
+        sums = ("embedding_bytes", "head_bytes", "streaming_bytes", "expert_slots_bytes", "state_bytes", "scratch_bytes",
+                "graphs_bytes", "mapped_bytes", "total_bytes", "experts", "experts_in_slots", "slots_per_layer", "fits")
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
             **{name: getattr(self, name) for name in sums},
@@ -377,6 +386,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "kv_dtype": _one_of(*KV_DTYPES),
     "batch": _count(1, 65536),
     "threads": _count(1, 1024),
+    "sequences": _count(1, 4096),
     "available_bytes": _maybe(_count()),
     "lines": _each(_line),
     "homes": _each(_home),

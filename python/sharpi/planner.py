@@ -21,7 +21,8 @@ from sharpi.errors import InvalidRequestError, SharpiError
 from sharpi.gguf import GgufFile
 from sharpi.hardware import Gpu, gpu, ram_bytes
 from sharpi.placement import SLOTS, VRAM, ExpertPool, Inventory, Switches, TensorHome
-from sharpi.plan import KV_DTYPES, SAVED_STATISTICS, UNIFORM_ROUTING, Plan, fingerprint, load_plan, size_words
+from sharpi.plan import (DEFAULT_SEQUENCES, KV_DTYPES, SAVED_STATISTICS, UNIFORM_ROUTING, Plan, fingerprint, load_plan,
+                         size_words)
 from sharpi.prediction import (balanced, cached_experts, completed, decode_on_cpu, decode_on_gpu, expert_rates,
                                hit_rate, prefill_on_cpu, prefill_on_gpu)
 from sharpi.profile import ASSUMED, HardwareProfile, current_profile
@@ -63,12 +64,14 @@ class Spec(Protocol):
         """Bytes of the KV cache for `context` tokens."""
 
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
-                     homes: Sequence[TensorHome] | None = None, expert_slot_bytes: int = 0) -> list[tuple[str, int]]:
+                     homes: Sequence[TensorHome] | None = None, expert_slot_bytes: int = 0,
+                     sequences: int = DEFAULT_SEQUENCES) -> list[tuple[str, int]]:
         """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "output head", "KV cache",
-        "scratch", "graphs"; "streaming" where a weight is fetched, and "expert slots" where experts are. homes: by
-        tensor in the file's order; `None`: all in VRAM. expert_slot_bytes: what slots may take. On the CPU, weights
-        that stay in the mapped file count as nothing. Bytes are counted in the device's steps: a line that fits into
-        what is left of the step before it takes nothing."""
+        "scratch", "graphs"; "streaming" where a weight is fetched, "expert slots" where experts are, and
+        "recurrent state" for a model that keeps one for each of `sequences`. homes: by tensor in the file's order;
+        `None`: all in VRAM. expert_slot_bytes: what slots may take. On the CPU, weights that stay in the mapped file
+        count as nothing. Bytes are counted in the device's steps: a line that fits into what is left of the step before
+        it takes nothing."""
 
     def expert_pools(self, homes: Sequence[TensorHome],
                      expert_slot_bytes: int) -> list[tuple[int, int, int, int]]:
@@ -130,14 +133,15 @@ def choose_kv_dtype(kv_dtype: str | None) -> str:
 
 def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | int | None = None,
               context: int | None = None, kv_dtype: str | None = None, batch: int | None = None, threads: int = 1,
-              cpu_moe: bool | None = None, ram: int | None = None, profile: HardwareProfile | None = None,
-              warm: ExpertStats | None = None, shown: bool = False, notice: Notice | None = None) -> Plan:
+              cpu_moe: bool | None = None, sequences: int | None = None, ram: int | None = None,
+              profile: HardwareProfile | None = None, warm: ExpertStats | None = None, shown: bool = False,
+              notice: Notice | None = None) -> Plan:
     """The plan for running `file`; `ram` stands in for the machine's memory in bytes.
 
     "auto" is the GPU where there is one and the model fits into its free memory, or into the budget `vram`; where
     only a part of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts
-    are left to the CPU even where they would fit; `None`: what SHARPI_CPU_MOE says. profile: the machine's speeds;
-    without it, they are measured where they are needed and not known. warm: how often each expert is used, to expect
+    are left to the CPU even where they would fit; `None`: what SHARPI_CPU_MOE says. sequences: see `Plan`. profile: the
+    machine's speeds; without it, they are measured where they are needed and not known. warm: how often each expert is used, to expect
     hits by; without it, all alike. shown: the plan is for a person to look at; it
     has predictions, and where a profile is given it is for that machine, not for this one. notice: is told, in a line,
     that the machine is measured. Raises `InvalidRequestError` for what cannot be had.
@@ -152,7 +156,7 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     if shown and profile is not None:
         ram = profile.ram_bytes if ram is None else ram
     request = _Request(file, spec, tokens, choose_kv_dtype(kv_dtype), batch, threads, budget, cpu_moe, ram, speeds,
-                       warm, shown)
+                       warm, shown, sequences or DEFAULT_SEQUENCES)
     if device == "cpu":
         return request.on_cpu("", None)
     found = _profiled_gpu(profile) if shown and profile is not None else gpu()
@@ -248,6 +252,7 @@ class _Request:
     speeds: _Speeds
     warm: ExpertStats | None
     shown: bool
+    sequences: int
 
     @cached_property
     def inventory(self) -> Inventory:
@@ -293,8 +298,8 @@ class _Request:
         """What the core would take; on the CPU weights have no homes. slots: what experts' may take."""
         asked = (device, self.kv_dtype, rows, context, self.threads)
         if all(home.home == VRAM for home in homes):
-            return self.spec.memory_lines(*asked)
-        return self.spec.memory_lines(*asked, list(homes), slots)
+            return self.spec.memory_lines(*asked, sequences=self.sequences)
+        return self.spec.memory_lines(*asked, list(homes), slots, self.sequences)
 
     def fill(self, device: str, why: str, found: Gpu | str | None, batch: int, available: int | None,
              homes: tuple[TensorHome, ...], slots: int = 0, **more: Any) -> Plan:
@@ -312,6 +317,7 @@ class _Request:
             kv_dtype=self.kv_dtype,
             batch=batch,
             threads=self.threads,
+            sequences=self.sequences,
             weights_bytes=sum(tensor.nbytes for tensor in self.file.tensors),
             kv_bytes=self.spec.kv_bytes(self.kv_dtype, self.context),
             lines=tuple((name, count) for name, count in self.lines(device, self.context, batch, homes, slots)),

@@ -49,8 +49,22 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
         EXPECT_FLOAT_EQ(spec.normEpsilon, 1e-5f);
         EXPECT_EQ(spec.output.tensor == spec.tokenEmbedding.tensor, o.tied);
         ASSERT_EQ(static_cast<int64_t>(spec.layers.size()), o.layers);
-        for (const LayerSpec& layer : spec.layers) {
-            const AttentionSpec& a = layer.attention;
+        for (size_t i = 0; i < spec.layers.size(); ++i) {
+            const LayerSpec& layer = spec.layers[i];
+            const bool attends = !arch.hybrid || (i + 1) % static_cast<size_t>(o.interval) == 0;
+            ASSERT_EQ(layer.attention.has_value(), attends);
+            ASSERT_EQ(layer.delta.has_value(), !attends);
+            if (!attends) {
+                EXPECT_EQ(layer.delta->keyHeads, o.keyHeads);
+                EXPECT_EQ(layer.delta->valueHeads, o.valueHeads);
+                EXPECT_EQ(layer.delta->headDim, o.deltaDim);
+                EXPECT_EQ(layer.delta->convState(), (o.convWidth - 1) * (2 * o.keyHeads + o.valueHeads) * o.deltaDim);
+                EXPECT_EQ(layer.delta->matrixState(), o.valueHeads * o.deltaDim * o.deltaDim);
+                continue;
+            }
+            const AttentionSpec& a = *layer.attention;
+            EXPECT_EQ(a.gated, arch.hybrid);
+            EXPECT_EQ(a.q.rows, o.heads * o.headDim * (arch.hybrid ? 2 : 1));
             EXPECT_EQ(a.heads, o.heads);
             EXPECT_EQ(a.kvHeads, o.kvHeads);
             EXPECT_EQ(a.headDim, o.headDim);
@@ -68,6 +82,7 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
                 EXPECT_EQ(layer.experts->used, o.used);
                 EXPECT_EQ(layer.experts->renormalize, arch.expertsRenormalized);
                 EXPECT_EQ(layer.experts->hidden(), o.hidden);
+                EXPECT_EQ(layer.experts->shared.has_value(), arch.hybrid);
             } else {
                 EXPECT_EQ(layer.dense->hidden(), o.hidden);
             }
@@ -116,7 +131,7 @@ TEST(ModelSpec, EveryShapeIsChecked) {
                 if (t.name == "token_embd.weight" && d == 1) {
                     if (o.tied) EXPECT_NO_THROW(model.spec());
                     else expectBadModel("'output.weight'", [&] { model.spec(); });
-                } else if (t.name.find("ffn_down_exps") != std::string::npos && d == 0) {
+                } else if (t.name.find("ffn_down_") != std::string::npos && t.name.find("exp") != std::string::npos && d == 0) {
                     expectBadModel("ffn_gate", [&] { model.spec(); });
                 } else {
                     expectBadModel("'" + t.name + "'", [&] { model.spec(); });
@@ -139,7 +154,7 @@ TEST(ModelSpec, TensorsThatNobodyUsesAreRefused) {
         expectSpoiled({}, std::string("'") + name + "'", [&](tiny::Model& m) { m.add(name, DType::F32, {64}); });
     tiny::Model model{tiny::Options()};
     model.add("rope_freqs.weight", DType::F32, {8});
-    EXPECT_TRUE(static_cast<bool>(model.spec().layers[1].attention.rope.factors));
+    EXPECT_TRUE(static_cast<bool>(model.spec().layers[1].attention->rope.factors));
 }
 
 TEST(ModelSpec, NormsAndBiasesMustBeFloats) {
@@ -190,13 +205,67 @@ TEST(ModelSpec, MetadataOfEveryKindIsChecked) {
     expectSpoiled(sparse, "expert_weights_norm", [](tiny::Model& m) { m.metadata["qwen3moe.expert_weights_norm"] = int64_t{1}; });
 }
 
+TEST(ModelSpec, HybridsNameWhatIsWrong) {
+    tiny::Options o;
+    o.architecture = "qwen35";
+    const std::vector<std::pair<std::string, int64_t>> wrong = {
+        {"ssm.group_count", 0}, {"ssm.group_count", 3}, {"ssm.time_step_rank", 0}, {"ssm.time_step_rank", 65537}, {"ssm.state_size", 0},
+        {"ssm.state_size", 5000}, {"ssm.inner_size", 63}, {"ssm.conv_kernel", 1}, {"ssm.conv_kernel", 65},
+        {"full_attention_interval", 0}, {"nextn_predict_layers", 2}, {"nextn_predict_layers", -1}};
+    for (const auto& [key, value] : wrong) {
+        SCOPED_TRACE(key + " " + std::to_string(value));
+        // Heads that are no multiple are told of where either is named.
+        const std::string named = key == "ssm.group_count" && value == 3 ? "group_count" : "qwen35." + key;
+        expectSpoiled(o, named, [&, name = key, number = value](tiny::Model& m) { m.metadata["qwen35." + name] = number; });
+    }
+    for (const char* key : {"ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel"})
+        expectSpoiled(o, std::string("qwen35.") + key, [&](tiny::Model& m) { m.metadata.erase(std::string("qwen35.") + key); });
+    // Another interval wants other tensors.
+    expectSpoiled(o, "'blk.1.attn_qkv.weight'", [](tiny::Model& m) { m.metadata["qwen35.full_attention_interval"] = int64_t{3}; });
+    o.convWidth = 32;
+    expectSpoiled(o, "'blk.0.ssm_conv1d.weight' must be", [](tiny::Model& m) {
+        m.tensor("blk.0.ssm_conv1d.weight").type = DType::Q8_0;
+        m.reshape("blk.0.ssm_conv1d.weight", {32, 128});
+    });
+}
+
+// It is described, needed, and no layer of the forward pass.
+TEST(ModelSpec, ReadsPredictionLayers) {
+    for (const char* architecture : {"qwen35", "qwen35moe"}) {
+        tiny::Options o;
+        o.architecture = architecture;
+        o.predictions = 1;
+        const tiny::Model whole(o);
+        const ModelSpec spec = whole.spec();
+        EXPECT_EQ(spec.layers.size(), 2u);
+        ASSERT_EQ(spec.predictions.size(), 1u);
+        const PredictionSpec& p = spec.predictions[0];
+        EXPECT_TRUE(p.layer.attention && p.layer.attention->gated);
+        EXPECT_EQ(p.projection.cols, 2 * o.embedding);
+        EXPECT_TRUE(p.headNorm);
+        EXPECT_FALSE(p.embedding || p.output);
+        for (const TensorInfo& t : whole.tensors) {
+            if (t.name.rfind("blk.2.", 0) != 0 || t.name.find("shared_head") != std::string::npos) continue;
+            tiny::Model model(o);
+            model.erase(t.name);
+            expectBadModel("'" + t.name + "'", [&] { model.spec(); });
+        }
+        tiny::Model own(o);
+        own.add("blk.2.nextn.embed_tokens.weight", DType::F32, {o.embedding, o.vocab});
+        own.add("blk.2.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
+        EXPECT_TRUE(own.spec().predictions[0].embedding && own.spec().predictions[0].output);
+    }
+    tiny::Options other;  // no other architecture has one
+    expectSpoiled(other, "'blk.0.nextn.enorm.weight'", [](tiny::Model& m) { m.add("blk.0.nextn.enorm.weight", DType::F32, {64}); });
+}
+
 TEST(ModelSpec, ReadsRotaryScaling) {
     tiny::Model model{tiny::Options()};
     model.metadata["llama.rope.scaling.type"] = std::string("yarn");
     model.metadata["llama.rope.scaling.factor"] = 4.0;
     model.metadata["llama.rope.scaling.original_context_length"] = int64_t{75};
     model.metadata["llama.rope.dimension_count"] = int64_t{8};
-    const RopeSpec rope = model.spec().layers[0].attention.rope;
+    const RopeSpec rope = model.spec().layers[0].attention->rope;
     EXPECT_EQ(rope.dims, 8);
     EXPECT_DOUBLE_EQ(rope.frequencyScale, 0.25);
     EXPECT_DOUBLE_EQ(rope.extrapolation, 1.0);
@@ -226,7 +295,7 @@ TEST(Weights, FusedSlicesAreTheRightRows) {
     const ModelSpec spec = model.spec();
     const auto weights = model.weights();
     const LayerSpec& layer = spec.layers[1];
-    const AttentionSpec& a = layer.attention;
+    const AttentionSpec& a = *layer.attention;
     const auto expectRows = [&](const Matrix& m, const std::string& name, int64_t begin, int64_t rows, int64_t cols) {
         tiny::Model copy(model);
         const TensorInfo& t = copy.tensor(name);

@@ -126,10 +126,10 @@ bool goTogether(const TensorInfo& a, const TensorInfo& b) {
     return (isStack(a) && isStack(b)) || (layerOf(a) == layerOf(b) && isGated(a) && isGated(b));
 }
 
-// Norms and biases are always resident; a layer's gate and up, and all stacks, together or not at all. Stacks alone are in slots.
+// Norms, biases and convolutions are always resident; a layer's gate and up, and all stacks, together or not at all. Stacks alone are in slots.
 Home homeOf(const tiny::Model& model, const Homes& homes, size_t tensor) {
     const TensorInfo& t = model.tensors[tensor];
-    if (homes.empty() || t.shape.size() == 1) return Home::Vram;
+    if (homes.empty() || t.shape.size() == 1 || t.name.find("ssm_conv1d") != std::string::npos) return Home::Vram;
     bool away = homes[tensor].home != Home::Vram;
     for (size_t i = 0; i < homes.size(); ++i) away |= goTogether(model.tensors[i], t) && homes[i].home != Home::Vram;
     return !away ? Home::Vram : isStack(t) ? Home::Slots : Home::Direct;
@@ -173,7 +173,8 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
                 const TensorInfo& t = model.tensors[i];
                 const Home where = homeOf(model, homes, i);
                 (where == Home::Vram ? vram : where == Home::Direct ? direct : slots) += t.bytes;
-                const bool feedForward = t.name.find("ffn_") != std::string::npos && t.name.find("inp") == std::string::npos;
+                const bool feedForward = t.name.find("ffn_") != std::string::npos && t.name.find("inp") == std::string::npos &&
+                                         t.name.find("shexp") == std::string::npos;
                 const bool head = t.name == (o.tied ? "token_embd.weight" : "output.weight");
                 if (where == Home::Direct && (feedForward || head)) {
                     cpu += rowBytes(t.type, t.shape[0]) * static_cast<uint64_t>(std::min(t.shape[1], cpuRowsOf(model, homes, i)));
@@ -205,6 +206,37 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
             }
         }
     }
+}
+
+// Layers with a state, the expert for every token, and a prediction layer, which nobody uses: it takes no place.
+TEST(TensorUses, OfAHybrid) {
+    tiny::Options o;
+    o.architecture = "qwen35moe";
+    o.predictions = 1;
+    const tiny::Model model(o);
+    std::vector<std::string> expected = {"token_embd.weight embedding -1"};
+    const auto layer = [&](const std::string& index, const std::vector<std::string>& lines) {
+        for (const std::string& line : lines) expected.push_back("blk." + index + "." + line + " " + index);
+        for (const std::string line : {"ffn_gate_inp.weight router", "ffn_gate_exps.weight experts", "ffn_up_exps.weight experts",
+                                       "ffn_down_exps.weight experts", "ffn_gate_shexp.weight attention", "ffn_up_shexp.weight attention",
+                                       "ffn_down_shexp.weight attention"})
+            expected.push_back("blk." + index + "." + line + " " + index);
+    };
+    layer("0", {"attn_norm.weight vector", "ssm_conv1d.weight vector", "ssm_dt.bias vector", "ssm_a vector", "ssm_norm.weight vector",
+                "post_attention_norm.weight vector", "ffn_gate_inp_shexp.weight vector", "attn_qkv.weight attention", "attn_gate.weight attention",
+                "ssm_alpha.weight attention", "ssm_beta.weight attention", "ssm_out.weight attention"});
+    layer("1", {"attn_norm.weight vector", "attn_q_norm.weight vector", "attn_k_norm.weight vector", "post_attention_norm.weight vector",
+                "ffn_gate_inp_shexp.weight vector", "attn_q.weight attention", "attn_k.weight attention", "attn_v.weight attention",
+                "attn_output.weight attention"});
+    expected.push_back("output_norm.weight vector -1");
+    expected.push_back("output.weight head -1");
+    EXPECT_EQ(described(model), expected);
+
+    uint64_t used = 0;
+    for (const TensorInfo& t : model.tensors) used += t.name.rfind("blk.2.", 0) == 0 ? 0 : t.bytes;
+    const Placement placement = placementOf(model.spec(), model.table(), {});
+    EXPECT_EQ(placement.vram, used);
+    EXPECT_EQ(placement.direct + placement.cpu, 0u);
 }
 
 // The model's homes with tensors of ranks from `limit` on in the file.

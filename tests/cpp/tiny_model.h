@@ -30,6 +30,8 @@ struct Options {
     int64_t layers = 2, embedding = 64, heads = 4, kvHeads = 2, headDim = 16, hidden = 96, vocab = 77, context = 300;
     int64_t experts = 0, used = 2;  // experts of `hidden` each; 0: dense
     std::vector<DType> mixed;  // types that the feed-forward matrices of all layers take in turns; empty: all are as `matrices`
+    // Of hybrids: every `interval`-th layer has attention, the others these heads.
+    int64_t interval = 2, keyHeads = 2, valueHeads = 4, deltaDim = 16, convWidth = 4, predictions = 0;
     bool fusedQkv = false, fusedExperts = false, biases = false, tied = false;
     unsigned seed = 1;
 };
@@ -54,13 +56,13 @@ public:
         add("token_embd.weight", _options.matrices, {e, _options.vocab});
         add("output_norm.weight", DType::F32, {e});
         if (!_options.tied) add("output.weight", _options.matrices, {e, _options.vocab});
-        for (int64_t i = 0; i < _options.layers; ++i) addLayer("blk." + std::to_string(i) + ".");
+        for (int64_t i = 0; i < _options.layers + _options.predictions; ++i) addLayer(i);
     }
 
     const Options& options() const { return _options; }
     std::string key(const std::string& rest) const { return _options.architecture + "." + rest; }
 
-    // Appends a tensor of random values: norms near 1, all else near 0.
+    // Appends a tensor of random values: norms near 1, decays near -1, all else near 0.
     void add(const std::string& name, DType type, const std::vector<int64_t>& shape) {
         while (bytes.size() % 32) bytes.push_back(0xff);
         sharpi::TensorInfo t;
@@ -71,7 +73,8 @@ public:
         int64_t rows = 1;
         for (size_t d = 1; d < shape.size(); ++d) rows *= shape[d];
         t.bytes = sharpi::rowBytes(type, shape[0]) * rows;
-        fill(type, t.bytes, name.find("norm") != std::string::npos);
+        const bool decay = name.find("ssm_a") != std::string::npos && name.find("alpha") == std::string::npos;
+        fill(type, t.bytes, name.find("norm") != std::string::npos ? 1.0f : decay ? -1.0f : 0.0f);
         tensors.push_back(t);
     }
     sharpi::TensorInfo& tensor(const std::string& name) {
@@ -147,16 +150,52 @@ private:
             metadata[key("expert_count")] = _options.experts;
             metadata[key("expert_used_count")] = _options.used;
         }
+        if (!hybrid()) return;
+        metadata[key("block_count")] = _options.layers + _options.predictions;
+        metadata[key("nextn_predict_layers")] = _options.predictions;
+        metadata[key("full_attention_interval")] = _options.interval;
+        metadata[key("ssm.group_count")] = _options.keyHeads;
+        metadata[key("ssm.time_step_rank")] = _options.valueHeads;
+        metadata[key("ssm.state_size")] = _options.deltaDim;
+        metadata[key("ssm.inner_size")] = _options.valueHeads * _options.deltaDim;
+        metadata[key("ssm.conv_kernel")] = _options.convWidth;
     }
 
-    void addLayer(const std::string& block) {
+    bool hybrid() const { return architecture(_options.architecture).hybrid; }
+
+    void addLayer(int64_t i) {
+        const std::string block = "blk." + std::to_string(i) + ".";
+        const int64_t e = _options.embedding;
+        add(block + "attn_norm.weight", DType::F32, {e});
+        add(block + architecture(_options.architecture).ffnNorm + ".weight", DType::F32, {e});
+        if (hybrid() && i < _options.layers && (i + 1) % _options.interval) addDelta(block);
+        else addAttention(block);
+        addFeedForward(block);
+        if (i < _options.layers) return;
+        add(block + "nextn.eh_proj.weight", _options.matrices, {2 * e, e});
+        for (const char* name : {"enorm", "hnorm", "shared_head_norm"}) add(block + "nextn." + name + ".weight", DType::F32, {e});
+    }
+
+    void addDelta(const std::string& block) {
         const Options& o = _options;
-        const int64_t q = o.heads * o.headDim, kv = o.kvHeads * o.headDim;
-        add(block + "attn_norm.weight", DType::F32, {o.embedding});
-        add(block + "ffn_norm.weight", DType::F32, {o.embedding});
+        const int64_t values = o.valueHeads * o.deltaDim, channels = 2 * o.keyHeads * o.deltaDim + values;
+        add(block + "attn_qkv.weight", o.matrices, {o.embedding, channels});
+        add(block + "attn_gate.weight", o.matrices, {o.embedding, values});
+        add(block + "ssm_alpha.weight", o.matrices, {o.embedding, o.valueHeads});
+        add(block + "ssm_beta.weight", DType::F32, {o.embedding, o.valueHeads});
+        add(block + "ssm_out.weight", o.matrices, {values, o.embedding});
+        add(block + "ssm_conv1d.weight", DType::F32, {o.convWidth, channels});
+        add(block + "ssm_dt.bias", DType::F32, {o.valueHeads});
+        add(block + "ssm_a", DType::F32, {o.valueHeads});
+        add(block + "ssm_norm.weight", DType::F32, {o.deltaDim});
+    }
+
+    void addAttention(const std::string& block) {
+        const Options& o = _options;
+        const int64_t q = o.heads * o.headDim, kv = o.kvHeads * o.headDim, queries = hybrid() ? 2 * q : q;
         const std::vector<std::pair<std::string, int64_t>> parts =
-            o.fusedQkv ? std::vector<std::pair<std::string, int64_t>>{{"attn_qkv", q + 2 * kv}}
-                       : std::vector<std::pair<std::string, int64_t>>{{"attn_q", q}, {"attn_k", kv}, {"attn_v", kv}};
+            o.fusedQkv ? std::vector<std::pair<std::string, int64_t>>{{"attn_qkv", queries + 2 * kv}}
+                       : std::vector<std::pair<std::string, int64_t>>{{"attn_q", queries}, {"attn_k", kv}, {"attn_v", kv}};
         for (const auto& [part, rows] : parts) {
             add(block + part + ".weight", o.matrices, {o.embedding, rows});
             if (o.biases) add(block + part + ".bias", DType::F32, {rows});
@@ -168,6 +207,10 @@ private:
             add(block + "attn_q_norm.weight", DType::F32, {perHead ? o.headDim : q});
             add(block + "attn_k_norm.weight", DType::F32, {perHead ? o.headDim : kv});
         }
+    }
+
+    void addFeedForward(const std::string& block) {
+        const Options& o = _options;
         if (!o.experts) {
             add(block + "ffn_gate.weight", nextType(), {o.embedding, o.hidden});
             add(block + "ffn_up.weight", nextType(), {o.embedding, o.hidden});
@@ -182,14 +225,19 @@ private:
             add(block + "ffn_up_exps.weight", nextType(), {o.embedding, o.hidden, o.experts});
         }
         add(block + "ffn_down_exps.weight", nextType(), {o.hidden, o.embedding, o.experts});
+        if (!hybrid()) return;
+        add(block + "ffn_gate_inp_shexp.weight", DType::F32, {o.embedding});
+        add(block + "ffn_gate_shexp.weight", o.matrices, {o.embedding, o.hidden});
+        add(block + "ffn_up_shexp.weight", o.matrices, {o.embedding, o.hidden});
+        add(block + "ffn_down_shexp.weight", o.matrices, {o.hidden, o.embedding});
     }
     DType nextType() { return _options.mixed.empty() ? _options.matrices : _options.mixed[_typesTaken++ % _options.mixed.size()]; }
 
-    void fill(DType type, uint64_t count, bool norm) {
+    void fill(DType type, uint64_t count, float around) {
         const size_t begin = bytes.size();
         bytes.resize(begin + count);
         if (type == DType::F32) {
-            std::normal_distribution<float> normal(norm ? 1.0f : 0.0f, 0.2f);
+            std::normal_distribution<float> normal(around, 0.2f);
             for (size_t at = begin; at < bytes.size(); at += 4) {
                 const float value = normal(_random);
                 std::memcpy(&bytes[at], &value, 4);
@@ -211,10 +259,11 @@ private:
     size_t _typesTaken = 0;
 };
 
-// Every architecture, and the variants of how files store the same parts.
-inline std::vector<Options> variants() {
+// Every architecture that the GPU runs, and the variants of how files store the same parts.
+inline std::vector<Options> gpuVariants() {
     std::vector<Options> all;
     for (const sharpi::Architecture& a : sharpi::architectures()) {
+        if (a.hybrid) continue;
         Options o;
         o.architecture = a.name;
         o.seed = static_cast<unsigned>(all.size() + 1);
@@ -237,6 +286,38 @@ inline std::vector<Options> variants() {
     o.fusedQkv = false;
     o.matrices = DType::F32;
     all.push_back(o);
+    return all;
+}
+
+// Those that run on the CPU only.
+inline std::vector<Options> hybrids() {
+    std::vector<Options> all;
+    Options o;
+    o.seed = 200;
+    o.architecture = "qwen35";
+    all.push_back(o);
+    o.matrices = DType::F32;
+    o.layers = 5;
+    o.interval = 3;
+    o.keyHeads = 1;
+    o.valueHeads = 3;
+    o.deltaDim = 20;  // fills no vector
+    o.convWidth = 2;
+    o.fusedQkv = o.tied = true;
+    all.push_back(o);
+    o = Options();
+    o.seed = 201;
+    o.architecture = "qwen35moe";
+    all.push_back(o);
+    o.fusedExperts = true;
+    o.matrices = DType::Q4_0;
+    all.push_back(o);
+    return all;
+}
+
+inline std::vector<Options> variants() {
+    std::vector<Options> all = gpuVariants();
+    for (const Options& o : hybrids()) all.push_back(o);
     return all;
 }
 

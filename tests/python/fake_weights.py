@@ -155,7 +155,8 @@ class FakeWeights:
         return STAGING + sum((slots + LANDING) * size for _, _, size, slots in pools if slots)
 
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
-                     homes: list[Any] | None = None, expert_slot_bytes: int = 0) -> list[tuple[str, int]]:
+                     homes: list[Any] | None = None, expert_slot_bytes: int = 0,
+                     sequences: int = 4) -> list[tuple[str, int]]:
         assert 1 <= batch <= context and (homes is None or (device == "cuda" and len(homes) == len(self.tensors)))
         lines: dict[str, int] = {}
         pieces, slotted = 0, False

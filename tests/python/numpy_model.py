@@ -45,10 +45,13 @@ class NumpyModel:
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float64 [len(tokens), vocab]."""
         x = self._tensor("token_embd.weight")[tokens]
-        for layer in range(self._key("block_count")):
+        for layer in range(self._key("block_count") - self._key("nextn_predict_layers", 0)):
             block = f"blk.{layer}."
-            x = x + self._attention(block, self._norm(x, block + "attn_norm.weight"))
-            normed = self._norm(x, block + "ffn_norm.weight")
+            normed = self._norm(x, block + "attn_norm.weight")
+            recurrent = block + "ssm_a" in self._infos
+            x = x + (self._delta(block, normed) if recurrent else self._attention(block, normed))
+            after = block + "post_attention_norm.weight"
+            normed = self._norm(x, after if after in self._infos else block + "ffn_norm.weight")
             experts = block + "ffn_gate_inp.weight" in self._infos
             x = x + (self._experts(block, normed) if experts else self._dense(block, normed))
         output = "output.weight" if "output.weight" in self._infos else "token_embd.weight"
@@ -84,12 +87,16 @@ class NumpyModel:
     def _attention(self, block: str, x: np.ndarray) -> np.ndarray:
         count = len(x)
         q, k, v = self._qkv(block, x)
+        gate = 1.0
+        if self._arch.startswith("qwen35"):
+            q, logit = np.split(q.reshape(count, self._heads, 2 * self._head_dim), 2, axis=2)
+            gate = _sigmoid(logit).reshape(count, -1)
         if self._arch == "olmoe":
             q, k = self._norm(q, block + "attn_q_norm.weight"), self._norm(k, block + "attn_k_norm.weight")
         q = q.reshape(count, self._heads, self._head_dim)
         k = k.reshape(count, self._kv_heads, self._head_dim)
         v = v.reshape(count, self._kv_heads, self._head_dim)
-        if self._arch in ("qwen3", "qwen3moe"):
+        if self._arch in ("qwen3", "qwen3moe", "qwen35", "qwen35moe"):
             q, k = self._norm(q, block + "attn_q_norm.weight"), self._norm(k, block + "attn_k_norm.weight")
         q, k = self._rotate(q), self._rotate(k)
         k, v = self._round_kv(k), self._round_kv(v)
@@ -100,7 +107,29 @@ class NumpyModel:
                 scores = k[: row + 1, shared] @ q[row, head] / np.sqrt(self._head_dim)
                 weights = np.exp(scores - scores.max())
                 result[row, head] = weights @ v[: row + 1, shared] / weights.sum()
-        return self._linear(result.reshape(count, -1), block + "attn_output.weight")
+        return self._linear(gate * result.reshape(count, -1), block + "attn_output.weight")
+
+    def _delta(self, block: str, x: np.ndarray) -> np.ndarray:
+        """Gated DeltaNet as its paper says it (Yang et al., 2024, equation 10), a token at a time, heads as an axis."""
+        count, heads, dim = len(x), self._key("ssm.time_step_rank"), self._key("ssm.state_size")
+        mixed = self._linear(x, block + "attn_qkv.weight")
+        taps = self._tensor(block + "ssm_conv1d.weight")
+        padded = np.vstack([np.zeros((taps.shape[1] - 1, mixed.shape[1])), mixed])
+        mixed = _silu(sum(padded[tap : tap + count] * taps[:, tap] for tap in range(taps.shape[1])))
+        keys = self._key("ssm.group_count")
+        q, k, v = np.split(mixed.reshape(count, -1, dim), [keys, 2 * keys], axis=1)
+        # Value head h goes with key head h mod keys.
+        q, k = (np.tile(_unit(part), (1, heads // keys, 1)) for part in (q, k))
+        step = _sigmoid(self._linear(x, block + "ssm_beta.weight"))
+        pace = np.log1p(np.exp(self._linear(x, block + "ssm_alpha.weight") + self._tensor(block + "ssm_dt.bias")))
+        decay = np.exp(self._tensor(block + "ssm_a") * pace)
+        state, out = np.zeros((heads, dim, dim)), np.empty_like(v)  # state: values by keys
+        for t in range(count):
+            erase = np.eye(dim) - step[t, :, None, None] * k[t, :, :, None] * k[t, :, None, :]
+            state = decay[t, :, None, None] * state @ erase + step[t, :, None, None] * v[t, :, :, None] * k[t, :, None, :]
+            out[t] = (state @ q[t, :, :, None])[..., 0] / np.sqrt(dim)
+        z = self._linear(x, block + "attn_gate.weight").reshape(count, heads, dim)
+        return self._linear((self._norm(out, block + "ssm_norm.weight") * _silu(z)).reshape(count, -1), block + "ssm_out.weight")
 
     def _qkv(self, block: str, x: np.ndarray) -> list[np.ndarray]:
         def biased(name: str) -> np.ndarray:
@@ -171,6 +200,10 @@ class NumpyModel:
             rows = np.flatnonzero(weights[:, expert])
             if rows.size:
                 result[rows] += weights[rows, expert, None] * self._expert(block, x[rows], expert)
+        if block + "ffn_gate_inp_shexp.weight" in self._infos:
+            share = _sigmoid(x @ self._tensor(block + "ffn_gate_inp_shexp.weight"))
+            hidden = _silu(self._linear(x, block + "ffn_gate_shexp.weight")) * self._linear(x, block + "ffn_up_shexp.weight")
+            result += share[:, None] * self._linear(hidden, block + "ffn_down_shexp.weight")
         return result
 
     def _expert(self, block: str, x: np.ndarray, expert: int) -> np.ndarray:
@@ -180,6 +213,14 @@ class NumpyModel:
             gate = self._linear(x, block + "ffn_gate_exps.weight", expert)
             up = self._linear(x, block + "ffn_up_exps.weight", expert)
         return self._linear(_silu(gate) * up, block + "ffn_down_exps.weight", expert)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def _unit(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def _silu(x: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy_model import NumpyModel, relative_error
-from tiny_models import MODELS, QUANTIZED_TYPES, TinyModel, as_version_2, fused, write
+from tiny_models import HYBRIDS, MODELS, QUANTIZED_TYPES, Delta, TinyModel, as_version_2, fused, write
 
 pytest.importorskip("sharpi._core")
 from sharpi import Model  # noqa: E402
@@ -27,10 +27,16 @@ FLOAT32_BOUND = 1e-5
 TOKENS = np.random.default_rng(0).integers(0, 96, 80).tolist()
 BATCH = 48
 
+ALL = MODELS | HYBRIDS
+
 # A row of every quantized type must be a whole number of its blocks.
 WIDE = {"width": 256, "hidden": 256, "heads": 4, "head_dim": 64}
 DENSE = TinyModel("llama", **WIDE)
 EXPERTS = TinyModel("qwen3moe", qk_norm="head", experts=4, experts_used=2, **WIDE)
+HYBRID = TinyModel("qwen35", qk_norm="head", delta=Delta(value_heads=8, head_dim=32, interval=2), **WIDE)
+HYBRID_EXPERTS = TinyModel("qwen35moe", qk_norm="head", experts=4, experts_used=2, shared=256, **WIDE,
+                           delta=Delta(value_heads=8, head_dim=32, interval=2))
+BASES = {"dense": DENSE, "experts": EXPERTS, "hybrid": HYBRID, "hybrid with experts": HYBRID_EXPERTS}
 
 
 def logits(path: Path, tokens: list[int] = TOKENS, chunks: tuple[int, ...] = (), **options) -> np.ndarray:
@@ -39,9 +45,9 @@ def logits(path: Path, tokens: list[int] = TOKENS, chunks: tuple[int, ...] = (),
         return model.logits(tokens, chunks=chunks)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ALL)
 def test_matches_numpy_however_the_tokens_are_cut(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", MODELS[name])
+    path = write(tmp_path / "m.gguf", ALL[name])
     expected = NumpyModel(path).logits(TOKENS)
     whole = logits(path, batch=len(TOKENS))
     assert whole.shape == (len(TOKENS), 96) and whole.dtype == np.float32
@@ -51,10 +57,10 @@ def test_matches_numpy_however_the_tokens_are_cut(name: str, tmp_path: Path) -> 
         np.testing.assert_array_equal(logits(path, chunks=chunks), whole)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2", "qwen3moe", "olmoe"])
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2", "qwen3moe", "olmoe", "qwen35", "qwen35moe"])
 def test_fused_tensors_change_nothing(name: str, tmp_path: Path) -> None:
-    plain = write(tmp_path / "plain.gguf", MODELS[name])
-    joined = write(tmp_path / "joined.gguf", fused(MODELS[name]))
+    plain = write(tmp_path / "plain.gguf", ALL[name])
+    joined = write(tmp_path / "joined.gguf", fused(ALL[name]))
     assert plain.read_bytes() != joined.read_bytes()
     np.testing.assert_array_equal(logits(joined), logits(plain))
 
@@ -77,8 +83,9 @@ def test_version_2_and_split_files_are_the_same_model(tmp_path: Path) -> None:
         np.testing.assert_array_equal(logits(part), expected)
 
 
-@pytest.mark.parametrize("model", [MODELS["mixtral"], replace(DENSE, type="Q4_K"), replace(EXPERTS, type="Q6_K")],
-                         ids=["float32", "dense", "experts"])
+@pytest.mark.parametrize("model", [MODELS["mixtral"], replace(DENSE, type="Q4_K"), replace(EXPERTS, type="Q6_K"),
+                                   replace(HYBRID, type="Q4_K"), HYBRIDS["qwen35-odd"]],
+                         ids=["float32", "dense", "experts", "hybrid", "odd hybrid"])
 def test_the_number_of_threads_changes_nothing(model: TinyModel, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", model)
     one = logits(path, threads=1)
@@ -98,8 +105,9 @@ with Model.load(path, kv_dtype="bf16", threads=2, batch=48, device="cpu") as mod
 """
 
 
-@pytest.mark.parametrize("model", [replace(DENSE, type="Q4_K"), replace(EXPERTS, type="Q5_0")],
-                         ids=["dense", "experts"])
+@pytest.mark.parametrize("model", [replace(DENSE, type="Q4_K"), replace(EXPERTS, type="Q5_0"),
+                                   replace(HYBRID, type="Q4_K"), HYBRIDS["qwen35-odd"], HYBRIDS["qwen35moe"]],
+                         ids=["dense", "experts", "hybrid", "odd hybrid", "hybrid with experts"])
 def test_the_instruction_set_changes_nothing(model: TinyModel, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", model)
     found: dict[str, np.ndarray] = {}
@@ -119,14 +127,14 @@ def test_the_instruction_set_changes_nothing(model: TinyModel, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
-@pytest.mark.parametrize("base", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_half_precision_matrices_lose_nothing(kind: str, base: TinyModel, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", replace(base, type=kind))
     assert relative_error(logits(path), NumpyModel(path).logits(TOKENS)) < FLOAT32_BOUND
 
 
 @pytest.mark.parametrize("kind", QUANTIZED_TYPES)
-@pytest.mark.parametrize("base", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_quantized_matrices(kind: str, base: TinyModel, tmp_path: Path) -> None:
     """Every matrix of one type: embeddings, attention, experts, router and output.
 
@@ -148,12 +156,12 @@ def test_quantized_matrices(kind: str, base: TinyModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype, bound", [("bf16", 0.06), ("fp16", 0.006)])
-@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35"])
 def test_narrow_kv_caches(name: str, kv_dtype: str, bound: float, tmp_path: Path) -> None:
     """bf16 keeps 8 bits, fp16 11: half an ulp is 0.2 % and 0.02 % of each key and value; the layers after them and
     a router multiply it some ten times at most. numpy that rounds keys and values alike is as near as float32 is, a
     rare rounding of a tie to the other side apart."""
-    path = write(tmp_path / "m.gguf", MODELS[name])
+    path = write(tmp_path / "m.gguf", ALL[name])
     found = logits(path, kv_dtype=kv_dtype)
     assert FLOAT32_BOUND < relative_error(found, NumpyModel(path).logits(TOKENS)) < bound
     assert relative_error(found, NumpyModel(path, kv_dtype=kv_dtype).logits(TOKENS)) < 3e-4

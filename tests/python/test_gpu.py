@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from numpy_model import NumpyModel, relative_error
 from test_reference import NAMES, REFERENCE, STORY, models  # noqa: F401 - `models` is a fixture
-from tiny_models import MODELS, QUANTIZED_TYPES, TinyModel, fused, write
+from tiny_models import HYBRIDS, MODELS, QUANTIZED_TYPES, TinyModel, fused, write
 
 REQUIRED = os.environ.get("SHARPI_REQUIRE_GPU", "") not in ("", "0")
 if not REQUIRED:
     pytest.importorskip("sharpi._core")
 from sharpi import Model, _core  # noqa: E402
-from sharpi.errors import OutOfMemoryError  # noqa: E402
+from sharpi.errors import InvalidRequestError, OutOfMemoryError  # noqa: E402
 from sharpi.hardware import Gpu, gpu  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -415,3 +415,12 @@ def test_the_trace_is_printed(tmp_path: Path) -> None:
         assert len(lines) == (len(names) if switch == "1" else 0)
         for name, line in zip(names, lines, strict=False):
             assert name in line and "free" in line
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_what_only_the_cpu_runs_is_refused(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", HYBRIDS[name])
+    with pytest.raises(InvalidRequestError, match="runs on the CPU so far"):
+        Model.load(path, device="cuda")
+    with Model.load(path) as model:
+        assert model.device == "cpu" and "so far" in model.plan.why

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from fake_model import cli_runner
 from fake_weights import MACHINE
-from tiny_models import MODELS, write
+from tiny_models import HYBRIDS, MODELS, write
 
 pytest.importorskip("sharpi._core")
 from sharpi import Model, _core  # noqa: E402
@@ -292,7 +292,7 @@ class FakeGpuEngine:
 
     notes = ("only 5 MiB of VRAM are free",)
     trace = ()
-    weight_bytes = kv_bytes = scratch_bytes = 0
+    weight_bytes = kv_bytes = state_bytes = scratch_bytes = 0
     device_name = "Some GPU"
     counts = None
 
@@ -314,7 +314,7 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
     said: list[str] = []
     with Model.load(tiny, device="cuda", notice=said.append) as model:
         assert FakeGpuEngine.arguments[6:] == ("cuda", 0, list(model.plan.homes))
-        assert FakeGpuEngine.options == {"expert_slot_bytes": 0, "expert_rates": (0.0, 0.0), "warm": []}
+        assert FakeGpuEngine.options == {"expert_slot_bytes": 0, "expert_rates": (0.0, 0.0), "warm": [], "sequences": 4}
         assert not model.plan.resident and model.plan.decode
         assert said == ["only 5 MiB of VRAM are free"]
         stats = model.stats()
@@ -477,7 +477,7 @@ def test_warmth_is_of_the_same_model_and_is_handed_to_the_gpu(moe: Path, tiny: P
     monkeypatch.setitem(Model.load.__globals__, "make_plan", lambda *a, **b: replace(
         planned(*a, **b), expert_slots=5 << 20, expert_rates=(1e9, 2e9)))
     with Model.load(moe, device="cuda"):
-        assert FakeGpuEngine.options == {"expert_slot_bytes": 5 << 20, "expert_rates": (1e9, 2e9), "warm": []}
+        assert FakeGpuEngine.options == {"expert_slot_bytes": 5 << 20, "expert_rates": (1e9, 2e9), "warm": [], "sequences": 4}
 
 
 def test_plans_are_predicted_with_warmth(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,6 +528,16 @@ def test_files_that_cannot_be_run(tmp_path: Path) -> None:
     assert "head_count" in broken(path, model=replace(MODELS["qwen3"], kv_heads=3))
     assert "block_count" in broken(path, model=replace(MODELS["qwen3"], layers=0))
     assert "blk.1" in broken(path, change=lambda n, data: data[:-1].copy() if n == "blk.1.attn_v.weight" else data)
+    hybrid = HYBRIDS["qwen35moe"]
+    for name in ("blk.0.ssm_conv1d.weight", "blk.1.ssm_a", "blk.2.ssm_out.weight", "blk.3.attn_q.weight",
+                 "blk.0.ffn_gate_inp_shexp.weight", "blk.4.nextn.eh_proj.weight", "blk.4.post_attention_norm.weight"):
+        assert name in broken(path, model=hybrid, skip=name)
+        assert name in broken(path, model=hybrid,
+                              change=lambda n, data, name=name: data[..., :-1].copy() if n == name else data)
+    for key in ("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.time_step_rank", "ssm.inner_size"):
+        assert key in broken(path, model=hybrid, leave_out_key=key)
+    # Without this key the prediction layer would be one like the others.
+    assert "blk.4" in broken(path, model=hybrid, leave_out_key="nextn_predict_layers")
 
 
 def test_numbers_that_are_none_do_no_harm(tmp_path: Path) -> None:
@@ -537,8 +547,10 @@ def test_numbers_that_are_none_do_no_harm(tmp_path: Path) -> None:
         data.flat[-1] = np.inf
         return data
 
-    for name in ("llama", "qwen3moe"):
-        path = write(tmp_path / f"{name}.gguf", MODELS[name], change=poison)
+    for name, model in {**MODELS, **HYBRIDS}.items():
+        if name not in ("llama", "qwen3moe", "qwen35", "qwen35moe"):
+            continue
+        path = write(tmp_path / f"{name}.gguf", model, change=poison)
         with Model.load(path, device="cpu") as model:
             assert model.logits(list(range(60))).shape == (60, 96)
             assert np.isnan(model.logits([1, 2])).all()
@@ -577,10 +589,10 @@ print("ran", ran, "refused", refused)
 """
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "qwen3moe"])
+@pytest.mark.parametrize("name", ["llama-yarn", "qwen3moe", "qwen35", "qwen35moe"])
 def test_damaged_files_crash_nothing(name: str, tmp_path: Path) -> None:
     """Bytes before the first tensor's data are damaged; what the reader lets pass must not crash the engine."""
-    path = write(tmp_path / "m.gguf", MODELS[name])
+    path = write(tmp_path / "m.gguf", {**MODELS, **HYBRIDS}[name])
     with Model.load(path, device="cpu") as model:
         header = min(tensor.offset for tensor in model.file.tensors)
     cases = 2000 if os.environ.get("SHARPI_LONG_TESTS") == "1" else 150

@@ -161,8 +161,8 @@ def test_a_plan_for_another_model(model: FakeWeights, tmp_path: Path) -> None:
 
 def test_a_plan_that_lacks_something(model: FakeWeights, tmp_path: Path) -> None:
     whole = plan_of(model).to_dict()
-    sums = {"embedding_bytes", "head_bytes", "streaming_bytes", "expert_slots_bytes", "scratch_bytes", "graphs_bytes",
-            "mapped_bytes", "total_bytes", "experts", "experts_in_slots", "slots_per_layer", "fits"}
+    sums = {"embedding_bytes", "head_bytes", "streaming_bytes", "expert_slots_bytes", "state_bytes", "scratch_bytes",
+            "graphs_bytes", "mapped_bytes", "total_bytes", "experts", "experts_in_slots", "slots_per_layer", "fits"}
     for name in whole:
         path = saved(tmp_path / "plan.json", {key: value for key, value in whole.items() if key != name})
         if name in sums:
@@ -173,7 +173,7 @@ def test_a_plan_that_lacks_something(model: FakeWeights, tmp_path: Path) -> None
 
 NONSENSE = {
     "device": ["tpu", None, 1], "context": [0, -1, 1.5, True, "1000", None, 1 << 70], "batch": [0, 65537, None],
-    "threads": [0, 1025], "kv_dtype": ["int3", None], "vram": [5, -1, "12GiB"], "why": [None, 3], "gpu": [3, {}, [1]],
+    "threads": [0, 1025], "sequences": [0, 4097, None], "kv_dtype": ["int3", None], "vram": [5, -1, "12GiB"], "why": [None, 3], "gpu": [3, {}, [1]],
     "lines": [None, 3, [3], [{}], [{"name": "x", "bytes": -1}], [{"name": 5, "bytes": 1}], {"name": 3}],
     "homes": [None, {}, [3], [["vram"]], [["vram", 0, 0, 0]], [["vram", -1, 0]], [["vram", 0.5, 0]], [[0, 0, 0]]],
     "placement": [None, [3], [{"kind": "x"}], [{"kind": "x", "vram": 1, "direct": -1, "cpu": 0, "missed": 0}],
@@ -279,7 +279,7 @@ def test_options_that_a_plan_answers_are_refused(command: list[str], option: lis
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"vram": "1GiB"}, {"context": 77}, {"kv_dtype": "fp32"},
-                                     {"threads": 2}, {"batch": 16}, {"cpu_moe": True}, {"cpu_moe": False},
+                                     {"threads": 2}, {"batch": 16}, {"sequences": 2}, {"cpu_moe": True}, {"cpu_moe": False},
                                      {"profile": MACHINE}])
 def test_arguments_that_a_plan_answers_are_refused(options: dict[str, Any], story: Path) -> None:
     from sharpi import Model

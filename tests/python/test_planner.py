@@ -39,8 +39,9 @@ class FakeSpec:
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
         return [(0, "weights", "vector", 0, 1000, 1, 1000)]
 
-    def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int) -> list[tuple[str, int]]:
-        assert device in ("cpu", "cuda") and 1 <= batch <= context
+    def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int, homes: None = None,
+                     sequences: int = 4) -> list[tuple[str, int]]:
+        assert device in ("cpu", "cuda") and 1 <= batch <= context and homes is None and sequences == 4
         on_gpu = device == "cuda"
         weights = [("token embedding", 300), ("layer 0", 250), ("layer 1", 350), ("output head", self.weights - 900)]
         return [*((name, count if on_gpu else 0) for name, count in weights),

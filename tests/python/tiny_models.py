@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-__all__ = ["MODELS", "QUANTIZED_TYPES", "TinyModel", "as_version_2", "fused", "write"]
+__all__ = ["HYBRIDS", "MODELS", "QUANTIZED_TYPES", "Delta", "TinyModel", "as_version_2", "fused", "write"]
 
 QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
                    "MXFP4")
@@ -36,8 +36,20 @@ _SCALE_AT: dict[str, tuple[int, int | None, float]] = {
 
 
 @dataclass(frozen=True)
+class Delta:
+    """The Gated DeltaNet layers of a hybrid, in which every `interval`-th layer has attention."""
+
+    key_heads: int = 2
+    value_heads: int = 4
+    head_dim: int = 16
+    conv: int = 4
+    interval: int = 4
+
+
+@dataclass(frozen=True)
 class TinyModel:
-    """What to write. `scaling` holds float metadata below `rope.scaling.`; `type` is that of all matrices."""
+    """What to write. `shared` is the width of an expert for every token, `predictions` how many layers predict further
+    tokens; `scaling` holds float metadata below `rope.scaling.`; `type` is that of all matrices."""
 
     arch: str
     width: int = 64
@@ -60,6 +72,9 @@ class TinyModel:
     qk_norm: str | None = None
     experts: int = 0
     experts_used: int = 0
+    shared: int = 0
+    delta: Delta | None = None
+    predictions: int = 0
     fused_qkv: bool = False
     fused_experts: bool = False
     type: str = "F32"
@@ -84,6 +99,18 @@ MODELS: dict[str, TinyModel] = {
     "olmoe": TinyModel("olmoe", qk_norm="row", experts=6, experts_used=2, kv_heads=4, head_dim=16, epsilon=1e-5),
 }
 
+# Gated DeltaNet with attention in between, which is gated; heads of odd sizes too, which fill no vector.
+HYBRIDS: dict[str, TinyModel] = {
+    "qwen35": TinyModel("qwen35", qk_norm="head", layers=4, delta=Delta(value_heads=6), rope_dims=8, rope_base=1e7,
+                        predictions=1),
+    "qwen35-odd": TinyModel("qwen35", qk_norm="head", layers=5, rope_dims=16, tied=True,
+                            delta=Delta(key_heads=3, value_heads=3, head_dim=20, conv=3, interval=2)),
+    # No layer with attention, so no KV cache.
+    "qwen35-states": TinyModel("qwen35", qk_norm="head", layers=2, delta=Delta(key_heads=1, conv=2)),
+    "qwen35moe": TinyModel("qwen35moe", qk_norm="head", layers=4, delta=Delta(), rope_dims=16, rope_base=1e7,
+                           experts=8, experts_used=3, shared=32, predictions=1),
+}
+
 
 def fused(model: TinyModel) -> TinyModel:
     """The same weights in a file that stores q, k and v as one tensor, and gate and up of the experts as one."""
@@ -101,7 +128,7 @@ def write(path: Path, model: TinyModel, *, seed: int = 1, skip: str | None = Non
     """
     writer = gguf.GGUFWriter(path, model.arch, **writer_options)
     _metadata(writer, model, leave_out_key)
-    for name, data, kind in _tensors(model, np.random.default_rng(seed)):
+    for name, data, kind in _Tensors(model, np.random.default_rng(seed)).made:
         if name == skip:
             continue
         if kind == "F32":
@@ -136,6 +163,13 @@ def _metadata(writer: gguf.GGUFWriter, m: TinyModel, leave_out: str | None) -> N
     }
     if m.experts:
         integers |= {"expert_count": m.experts, "expert_used_count": m.experts_used}
+    if m.delta:
+        d = m.delta
+        integers |= {"ssm.conv_kernel": d.conv, "ssm.state_size": d.head_dim, "ssm.group_count": d.key_heads,
+                     "ssm.time_step_rank": d.value_heads, "ssm.inner_size": d.value_heads * d.head_dim,
+                     "full_attention_interval": d.interval}
+    if m.predictions:
+        integers |= {"block_count": m.layers + m.predictions, "nextn_predict_layers": m.predictions}
     if m.original_context:
         integers["rope.scaling.original_context_length"] = m.original_context
     floats = {"attention.layer_norm_rms_epsilon": m.epsilon, "rope.freq_base": m.rope_base}
@@ -152,57 +186,103 @@ def _metadata(writer: gguf.GGUFWriter, m: TinyModel, leave_out: str | None) -> N
     writer.add_tokenizer_model("none")
 
 
-def _tensors(m: TinyModel, random: np.random.Generator) -> list[tuple[str, np.ndarray, str]]:
-    """(name, data, type) of all tensors. The same seed draws the same numbers for a fused and an unfused model."""
-    result: list[tuple[str, np.ndarray, str]] = []
+class _Tensors:
+    """Makes all tensors of a model as (name, data, type). The same seed draws the same numbers for a fused and an
+    unfused model."""
 
-    def matrix(*shape: int, gain: float) -> np.ndarray:
-        return _matrix(m.type, shape, gain / np.sqrt(shape[-1]), random)
+    def __init__(self, m: TinyModel, random: np.random.Generator) -> None:
+        self.made: list[tuple[str, np.ndarray, str]] = []
+        self._m = m
+        self._random = random
+        self._put("token_embd.weight", self._matrix(m.vocab, m.width, gain=0.8 * np.sqrt(m.width)))
+        if not m.tied:
+            self._put("output.weight", self._matrix(m.vocab, m.width, gain=2.0))
+        self._vector("output_norm.weight", m.width, 1.0)
+        if m.rope_factors:
+            pairs = (m.rope_dims or m.head_dim) // 2
+            self._floats("rope_freqs.weight", np.linspace(1.0, 6.0, pairs))
+        for layer in range(m.layers + m.predictions):
+            self._layer(f"blk.{layer}.", layer < m.layers and m.delta is not None and (layer + 1) % m.delta.interval != 0)
+            if layer >= m.layers:
+                self._prediction(f"blk.{layer}.nextn.")
 
-    def vector(name: str, n: int, around: float) -> None:
-        result.append((name, (around + 0.2 * random.standard_normal(n)).astype(np.float32), "F32"))
+    def _matrix(self, *shape: int, gain: float) -> np.ndarray:
+        return _matrix(self._m.type, shape, gain / np.sqrt(shape[-1]), self._random)
 
-    def put(name: str, data: np.ndarray) -> None:
-        result.append((name, data, m.type))
+    def _put(self, name: str, data: np.ndarray) -> None:
+        self.made.append((name, data, self._m.type))
 
-    put("token_embd.weight", matrix(m.vocab, m.width, gain=0.8 * np.sqrt(m.width)))
-    if not m.tied:
-        put("output.weight", matrix(m.vocab, m.width, gain=2.0))
-    vector("output_norm.weight", m.width, 1.0)
-    if m.rope_factors:
-        pairs = (m.rope_dims or m.head_dim) // 2
-        result.append(("rope_freqs.weight", np.linspace(1.0, 6.0, pairs, dtype=np.float32), "F32"))
-    q_rows, kv_rows = m.heads * m.head_dim, m.kv_heads * m.head_dim
-    for layer in range(m.layers):
-        block = f"blk.{layer}."
-        vector(block + "attn_norm.weight", m.width, 1.0)
-        vector(block + "ffn_norm.weight", m.width, 1.0)
-        parts = {"q": matrix(q_rows, m.width, gain=1.5), "k": matrix(kv_rows, m.width, gain=1.5),
-                 "v": matrix(kv_rows, m.width, gain=1.0)}
-        biases = {key: (0.3 * random.standard_normal(len(part))).astype(np.float32) for key, part in parts.items()}
+    def _floats(self, name: str, data: np.ndarray) -> None:
+        self.made.append((name, data.astype(np.float32), "F32"))
+
+    def _vector(self, name: str, n: int, around: float) -> None:
+        self._floats(name, around + 0.2 * self._random.standard_normal(n))
+
+    def _layer(self, block: str, delta: bool) -> None:
+        self._vector(block + "attn_norm.weight", self._m.width, 1.0)
+        self._vector(block + ("post_attention_norm.weight" if self._m.delta else "ffn_norm.weight"), self._m.width, 1.0)
+        if delta:
+            self._delta(block)
+        else:
+            self._attention(block)
+        self._feed_forward(block)
+
+    def _attention(self, block: str) -> None:
+        m, q_rows, kv_rows = self._m, self._m.heads * self._m.head_dim, self._m.kv_heads * self._m.head_dim
+        # A query's gate follows it, head by head.
+        parts = {"q": self._matrix(q_rows * (2 if m.delta else 1), m.width, gain=1.5),
+                 "k": self._matrix(kv_rows, m.width, gain=1.5), "v": self._matrix(kv_rows, m.width, gain=1.0)}
+        biases = {key: 0.3 * self._random.standard_normal(len(part)) for key, part in parts.items()}
         if m.fused_qkv:
             parts = {"qkv": np.concatenate(list(parts.values()))}
             biases = {"qkv": np.concatenate(list(biases.values()))}
         for key, part in parts.items():
-            put(f"{block}attn_{key}.weight", part)
+            self._put(f"{block}attn_{key}.weight", part)
             if m.bias:
-                result.append((f"{block}attn_{key}.bias", biases[key], "F32"))
-        put(block + "attn_output.weight", matrix(m.width, q_rows, gain=2.0))
+                self._floats(f"{block}attn_{key}.bias", biases[key])
+        self._put(block + "attn_output.weight", self._matrix(m.width, q_rows, gain=2.0))
         if m.qk_norm:
-            vector(block + "attn_q_norm.weight", m.head_dim if m.qk_norm == "head" else q_rows, 1.2)
-            vector(block + "attn_k_norm.weight", m.head_dim if m.qk_norm == "head" else kv_rows, 1.2)
+            self._vector(block + "attn_q_norm.weight", m.head_dim if m.qk_norm == "head" else q_rows, 1.2)
+            self._vector(block + "attn_k_norm.weight", m.head_dim if m.qk_norm == "head" else kv_rows, 1.2)
+
+    def _delta(self, block: str) -> None:
+        m, d = self._m, self._m.delta
+        assert d is not None
+        keys, values = d.key_heads * d.head_dim, d.value_heads * d.head_dim
+        self._put(block + "attn_qkv.weight", self._matrix(2 * keys + values, m.width, gain=1.0))
+        self._put(block + "attn_gate.weight", self._matrix(values, m.width, gain=1.0))
+        self._floats(block + "ssm_conv1d.weight", self._random.standard_normal((2 * keys + values, d.conv)) / np.sqrt(d.conv))
+        self._vector(block + "ssm_dt.bias", d.value_heads, 0.0)
+        self._floats(block + "ssm_a", -np.exp(0.5 * self._random.standard_normal(d.value_heads) - 1.0))
+        self._put(block + "ssm_beta.weight", self._matrix(d.value_heads, m.width, gain=1.0))
+        self._put(block + "ssm_alpha.weight", self._matrix(d.value_heads, m.width, gain=1.0))
+        self._vector(block + "ssm_norm.weight", d.head_dim, 1.0)
+        self._put(block + "ssm_out.weight", self._matrix(m.width, values, gain=1.5))
+
+    def _feed_forward(self, block: str) -> None:
+        m = self._m
         count = (m.experts,) if m.experts else ()
         suffix = "_exps.weight" if m.experts else ".weight"
         if m.experts:
-            put(block + "ffn_gate_inp.weight", matrix(m.experts, m.width, gain=2.0))
-        gate, up = (matrix(*count, m.hidden, m.width, gain=1.2) for _ in range(2))
+            self._put(block + "ffn_gate_inp.weight", self._matrix(m.experts, m.width, gain=2.0))
+        gate, up = (self._matrix(*count, m.hidden, m.width, gain=1.2) for _ in range(2))
         if m.fused_experts:
-            put(block + "ffn_gate_up_exps.weight", np.concatenate([gate, up], axis=1))
+            self._put(block + "ffn_gate_up_exps.weight", np.concatenate([gate, up], axis=1))
         else:
-            put(block + "ffn_gate" + suffix, gate)
-            put(block + "ffn_up" + suffix, up)
-        put(block + "ffn_down" + suffix, matrix(*count, m.width, m.hidden, gain=3.0))
-    return result
+            self._put(block + "ffn_gate" + suffix, gate)
+            self._put(block + "ffn_up" + suffix, up)
+        self._put(block + "ffn_down" + suffix, self._matrix(*count, m.width, m.hidden, gain=3.0))
+        if m.shared:
+            self._vector(block + "ffn_gate_inp_shexp.weight", m.width, 0.0)
+            for key in ("gate", "up"):
+                self._put(f"{block}ffn_{key}_shexp.weight", self._matrix(m.shared, m.width, gain=1.2))
+            self._put(block + "ffn_down_shexp.weight", self._matrix(m.width, m.shared, gain=3.0))
+
+    def _prediction(self, block: str) -> None:
+        width = self._m.width
+        self._put(block + "eh_proj.weight", self._matrix(width, 2 * width, gain=1.0))
+        for key in ("enorm", "hnorm", "shared_head_norm"):
+            self._vector(f"{block}{key}.weight", width, 1.0)
 
 
 def _matrix(kind: str, shape: tuple[int, ...], deviation: float, random: np.random.Generator) -> np.ndarray:

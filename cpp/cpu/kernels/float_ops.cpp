@@ -42,6 +42,12 @@ void rmsNorm(const float* x, const float* weight, float eps, int64_t n, float* y
     });
 }
 
+// inverse = scale / sqrt(sum + eps), each operation rounded; x = x * inverse.
+void l2Norm(float* x, float eps, float scale, int64_t n) {
+    const Vec inverse = vset(scale / __builtin_sqrtf(sumOfSquares(x, n) + eps));
+    forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) { put(x + i, vmul(take(x + i, lanes), inverse), lanes); });
+}
+
 void add(float* x, const float* y, int64_t n) {
     forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
         put(x + i, vadd(take(x + i, lanes), take(y + i, lanes)), lanes);
@@ -62,6 +68,14 @@ void siluMul(float* gate, const float* up, int64_t n) {
         const Vec x = take(gate + i, lanes);
         const Vec silu = vdiv(x, vadd(vset(1.0f), vexp(vsub(vzero(), x))));
         put(gate + i, vmul(silu, take(up + i, lanes)), lanes);
+    });
+}
+
+// x / (1 + exp(-gate)), where -gate is 0 - gate.
+void sigmoidMul(float* x, const float* gate, int64_t n) {
+    forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
+        const Vec below = vadd(vset(1.0f), vexp(vsub(vzero(), take(gate + i, lanes))));
+        put(x + i, vdiv(take(x + i, lanes), below), lanes);
     });
 }
 

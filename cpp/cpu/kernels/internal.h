@@ -29,12 +29,18 @@ void rmsNorm(const float* x, const float* weight, float eps, int64_t n, float* y
 void add(float* x, const float* y, int64_t n);
 void addScaled(float* x, const float* y, float scale, int64_t n);
 void siluMul(float* gate, const float* up, int64_t n);
+void l2Norm(float* x, float eps, float scale, int64_t n);
+void sigmoidMul(float* x, const float* gate, int64_t n);
 void rope(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent);
 void softmax(float* x, int64_t n);
 void storeKv(const float* x, int64_t n, KvType type, void* out);
 void attention(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int64_t rowEnd, void* scratch);
 // What cpu::attentionScratchBytes answers; the scalar table's is asked, so every table gives the same.
 size_t attentionScratch(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens);
+
+// --- delta.cpp ---
+void convSilu(const ConvArgs& args, int64_t begin, int64_t end);
+void deltaRule(const DeltaArgs& args, int32_t begin, int32_t end, void* scratch);
 
 // --- table.cpp ---
 const Kernels& table();

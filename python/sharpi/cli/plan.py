@@ -105,6 +105,8 @@ def _weights(plan: Plan, verbose: bool) -> list[_Row]:
 def _the_rest(plan: Plan) -> list[_Row]:
     rows = [("KV cache", plan.kv_bytes, f"{plan.context:,} tokens, {plan.kv_dtype}"),
             ("scratch", plan.scratch_bytes, f"batches of {plan.batch:,} tokens")]
+    if plan.state_bytes:
+        rows.insert(0, ("state", plan.state_bytes, f"of recurrent layers, for {plan.sequences:,} sequences"))
     if plan.streaming_bytes:
         rows.append(("streaming", plan.streaming_bytes, "slots for weights on their way over PCIe"))
     if plan.expert_slots:

@@ -32,7 +32,7 @@ protected:
 };
 
 TEST_F(CudaEngine, StepsOfFewRowsHaveTheCpusBits) {
-    for (const tiny::Options& tiny : tiny::variants()) {
+    for (const tiny::Options& tiny : tiny::gpuVariants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
         const auto text = tokens(140, tiny.vocab);
@@ -59,7 +59,7 @@ TEST_F(CudaEngine, EveryCacheTypeHasTheCpusBits) {
 // is split into two halves, 2^-16. The median over rows: an expert chosen otherwise, which any rounding can bring about
 // where two are nearly equal, moves a row far.
 TEST_F(CudaEngine, PrefillIsNear) {
-    for (const tiny::Options& tiny : tiny::variants()) {
+    for (const tiny::Options& tiny : tiny::gpuVariants()) {
         const tiny::Model model(tiny), exact = model.asFloats();
         const auto text = tokens(250, tiny.vocab);
         Session reference(load(exact, options(false, KvType::F32)));
@@ -88,7 +88,7 @@ TEST_F(CudaEngine, PrefillIsNear) {
 }
 
 TEST_F(CudaEngine, ReplayedStepsAreTheLaunchedOnes) {
-    for (const tiny::Options& tiny : tiny::variants()) {
+    for (const tiny::Options& tiny : tiny::gpuVariants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
         const auto engine = load(model, options(true));
@@ -113,7 +113,7 @@ TEST_F(CudaEngine, ReplayedStepsAreTheLaunchedOnes) {
 }
 
 TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
-    for (const tiny::Options& tiny : tiny::variants()) {
+    for (const tiny::Options& tiny : tiny::gpuVariants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
         tiny::Pass<CudaBackend> pass(model, 16, 300, KvType::BF16, 4 * 300, size_t{0}, 2);
@@ -155,7 +155,7 @@ TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
 
 // The same on tensor cores, in float32, where the distance is small enough to tell a wrong row from rounding.
 TEST_F(CudaEngine, SequencesShareAPrefill) {
-    for (const tiny::Options& tiny : tiny::variants()) {
+    for (const tiny::Options& tiny : tiny::gpuVariants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = tiny::Model(tiny).asFloats();
         tiny::Pass<CudaBackend> pass(model, 200, 300, KvType::F32, 80 * 64, size_t{0}, 2);

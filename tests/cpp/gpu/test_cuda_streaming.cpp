@@ -92,7 +92,7 @@ protected:
 };
 
 std::vector<tiny::Options> models() {
-    std::vector<tiny::Options> all = tiny::variants();
+    std::vector<tiny::Options> all = tiny::gpuVariants();
     // Rows that are no whole number of pieces of 32, and more of them than one.
     tiny::Options wide;
     wide.embedding = 160;

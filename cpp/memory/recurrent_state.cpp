@@ -1,0 +1,138 @@
+// See recurrent_state.h.
+#include "memory/recurrent_state.h"
+
+#include <algorithm>
+#include <string>
+
+#include "core/error.h"
+
+namespace sharpi {
+
+namespace {
+
+// Every part of a layer begins on a boundary that vector loads like.
+size_t partBytes(int64_t floats, int32_t slots) {
+    return Allocator::aligned(sizeof(float) * static_cast<size_t>(floats) * static_cast<size_t>(slots));
+}
+
+}  // namespace
+
+size_t RecurrentState::bytesFor(const std::vector<RecurrentShape>& layers, int32_t slots) {
+    size_t bytes = 0;
+    for (const RecurrentShape& shape : layers) bytes += partBytes(shape.convFloats, slots) + partBytes(shape.matrixFloats, slots);
+    return bytes;
+}
+
+RecurrentState::RecurrentState(Allocator& allocator, const std::vector<RecurrentShape>& layers, int32_t slots) {
+    const size_t bytes = bytesFor(layers, slots);
+    if (!bytes) return;
+    _slots = slots;
+    _buffer = Buffer(allocator, bytes, "the recurrent state");
+    auto* next = _buffer.as<uint8_t>();
+    for (const RecurrentShape& shape : layers) {
+        uint8_t* matrix = next + partBytes(shape.convFloats, slots);
+        _layers.push_back({shape, reinterpret_cast<float*>(next), reinterpret_cast<float*>(matrix)});
+        next = matrix + partBytes(shape.matrixFloats, slots);
+    }
+    for (int32_t slot = slots - 1; slot >= 0; --slot) _free.push_back(slot);
+}
+
+RecurrentState::Sequence& RecurrentState::at(int32_t sequence) {
+    if (_sequences.size() <= static_cast<size_t>(sequence)) _sequences.resize(static_cast<size_t>(sequence) + 1);
+    return _sequences[static_cast<size_t>(sequence)];
+}
+
+// A free slot, or that of a state which no sequence stands at: not kept before kept, old before new. -1: there is none.
+int32_t RecurrentState::take() {
+    if (_free.empty()) {
+        std::vector<State>* among = nullptr;
+        size_t index = 0;
+        for (Sequence& s : _sequences) {
+            for (size_t i = 0; i + 1 < s.states.size(); ++i) {
+                const State &state = s.states[i], *best = among ? &(*among)[index] : nullptr;
+                if (best && std::pair(best->kept, best->made) < std::pair(state.kept, state.made)) continue;
+                among = &s.states;
+                index = i;
+            }
+        }
+        if (!among) return -1;
+        _free.push_back((*among)[index].slot);
+        among->erase(among->begin() + static_cast<std::ptrdiff_t>(index));
+    }
+    const int32_t slot = _free.back();
+    _free.pop_back();
+    return slot;
+}
+
+void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, int32_t snapshots) {
+    if (!any() || begin == end) return;
+    Sequence& s = at(sequence);
+    if (!s.coming.empty() || (s.states.empty() ? 0 : s.states.back().tokens) != begin) {
+        throw Error(ErrorKind::Internal, "the recurrent state of sequence " + std::to_string(sequence) + " is not that of its " +
+                                             std::to_string(begin) + " tokens");
+    }
+    int32_t last = take();
+    s.begin = begin;
+    s.from = s.states.empty() ? -1 : s.states.back().slot;
+    if (last < 0) {
+        if (s.from < 0) {
+            throw Error(ErrorKind::OutOfMemory, "no room for the recurrent state of another sequence, " + std::to_string(_slots) +
+                                                    " are held; close other sessions or load with room for more sequences");
+        }
+        last = s.from;
+        s.states.pop_back();
+    }
+    s.coming.push_back({end, last, false, 0});
+    for (int64_t tokens = end - 1; tokens > begin && tokens >= end - snapshots; --tokens) {
+        const int32_t slot = take();
+        if (slot < 0) break;
+        s.coming.insert(s.coming.begin(), {tokens, slot, false, 0});
+    }
+}
+
+std::vector<StateStep> RecurrentState::steps(int32_t sequence) const {
+    std::vector<StateStep> steps;
+    if (static_cast<size_t>(sequence) >= _sequences.size()) return steps;
+    const Sequence& s = _sequences[static_cast<size_t>(sequence)];
+    int64_t begin = 0;
+    int32_t from = s.from;
+    for (const State& state : s.coming) {
+        steps.push_back({begin, state.tokens - s.begin, from, state.slot});
+        begin = steps.back().end;
+        from = state.slot;
+    }
+    return steps;
+}
+
+void RecurrentState::commit(int32_t sequence) {
+    if (!any()) return;
+    Sequence& s = at(sequence);
+    for (State& state : s.coming) {
+        state.made = ++_made;
+        s.states.push_back(state);
+    }
+    s.coming.clear();
+}
+
+int64_t RecurrentState::truncate(int32_t sequence, int64_t tokens) {
+    if (!any()) return tokens;
+    Sequence& s = at(sequence);
+    for (const State& state : s.coming) _free.push_back(state.slot);
+    s.coming.clear();
+    while (!s.states.empty() && s.states.back().tokens > tokens) {
+        _free.push_back(s.states.back().slot);
+        s.states.pop_back();
+    }
+    return s.states.empty() ? 0 : s.states.back().tokens;
+}
+
+bool RecurrentState::keep(int32_t sequence, int64_t tokens) {
+    if (!any()) return false;
+    std::vector<State>& states = at(sequence).states;
+    const auto state = std::find_if(states.begin(), states.end(), [&](const State& s) { return s.tokens == tokens; });
+    if (state == states.end()) return false;
+    state->kept = true;
+    return true;
+}
+
+}  // namespace sharpi

@@ -1,0 +1,460 @@
+// Gated DeltaNet and the gates of attention on the GPU: row after row bit for bit against the CPU's kernels, in chunks against double
+// precision.
+#include <algorithm>
+#include <cmath>
+
+#include "core/half.h"
+#include "core/portable.h"
+#include "cpu/kernels.h"
+#include "gpu_test.h"
+#include "kernels/gated_delta.h"
+
+namespace sharpi::cuda {
+namespace {
+
+constexpr float kEps = 1e-6f;
+constexpr int32_t kSlots = 9;
+
+// Rows of one sequence: from a slot (or nothing) through states that are kept after some of them.
+struct Part {
+    int32_t from;
+    std::vector<std::pair<int64_t, int32_t>> kept;  // after so many rows, in this slot; the last after all
+    int64_t rows() const { return kept.back().first; }
+};
+
+struct Case {
+    DeltaShape shape;
+    std::vector<Part> parts;
+};
+
+// States and products of a batch, on the host, and what the CPU makes of them.
+struct World {
+    DeltaShape shape;
+    std::vector<Part> parts;
+    int64_t rows = 0;
+    std::vector<float> conv, stepBias, decay, headNorm;  // weights
+    std::vector<float> convStates, matrixStates;
+    std::vector<float> mixed, alpha, beta, gate, out;
+    std::vector<int32_t> from, to, begin, end;
+
+    void useCpu() {
+        const cpu::Kernels& k = cpu::kernels();
+        int64_t row = 0;
+        out.assign(static_cast<size_t>(rows * shape.valueWidth()), NAN);
+        for (const Part& part : parts) {
+            int32_t slot = part.from;
+            int64_t done = 0;
+            for (const auto& [until, next] : part.kept) {
+                convolve(k, row + done, until - done, slot, next);
+                prepare(k, row + done, until - done);
+                deltaRule(k, row + done, until - done, slot, next);
+                slot = next;
+                done = until;
+            }
+            row += part.rows();
+        }
+    }
+
+    std::vector<float> gated(const std::vector<float>& attended) const {
+        std::vector<float> y = gate, normed = attended;
+        for (size_t h = 0; h < normed.size(); h += shape.dim) {
+            cpu::kernels().rmsNorm(&attended[h], headNorm.data(), kEps, shape.dim, &normed[h]);
+        }
+        cpu::kernels().siluMul(y.data(), normed.data(), static_cast<int64_t>(y.size()));
+        return y;
+    }
+
+    // The delta rule in double precision, of what useCpu prepared, from these states: they become those after it. Answers:
+    // [rows, valueWidth].
+    std::vector<double> inDouble(std::vector<float>& states) const {
+        std::vector<double> answers(static_cast<size_t>(rows * shape.valueWidth()));
+        int64_t row = 0;
+        for (const Part& part : parts) {
+            for (int32_t h = 0; h < shape.valueHeads; ++h) headInDouble(part, row, h, states, answers);
+            row += part.rows();
+        }
+        return answers;
+    }
+
+private:
+    void headInDouble(const Part& part, int64_t row, int32_t head, std::vector<float>& states, std::vector<double>& answers) const {
+        const int64_t dim = shape.dim;
+        const auto matrix = [&](int32_t slot) { return &states[slot * shape.matrixFloats() + head * dim * dim]; };
+        std::vector<double> s(static_cast<size_t>(dim * dim));
+        if (part.from >= 0) std::copy_n(matrix(part.from), dim * dim, s.begin());
+        auto kept = part.kept.begin();
+        for (int64_t t = row; t < row + part.rows(); ++t) {
+            const float* q = &mixed[t * shape.channels() + head % shape.keyHeads * dim];
+            const float *k = q + shape.keyWidth(), *v = &mixed[t * shape.channels() + 2 * shape.keyWidth() + head * dim];
+            for (double& x : s) x *= alpha[t * shape.valueHeads + head];
+            for (int64_t j = 0; j < dim; ++j) {
+                double recalled = 0, answer = 0;
+                for (int64_t i = 0; i < dim; ++i) recalled += s[i * dim + j] * k[i];
+                const double delta = (v[j] - recalled) * beta[t * shape.valueHeads + head];
+                for (int64_t i = 0; i < dim; ++i) answer += (s[i * dim + j] += delta * k[i]) * q[i];
+                answers[t * shape.valueWidth() + head * dim + j] = answer;
+            }
+            if (t - row + 1 != kept->first) continue;
+            std::copy(s.begin(), s.end(), matrix(kept->second));
+            ++kept;
+        }
+    }
+
+    void convolve(const cpu::Kernels& k, int64_t row, int64_t count, int32_t slot, int32_t next) {
+        cpu::ConvArgs args;
+        args.x = &mixed[row * shape.channels()];
+        args.rows = count;
+        args.channels = shape.channels();
+        args.weight = conv.data();
+        args.width = shape.convWidth;
+        args.from = slot < 0 ? nullptr : &convStates[slot * shape.convFloats()];
+        args.to = &convStates[next * shape.convFloats()];
+        k.convSilu(args, 0, shape.channels());
+    }
+
+    void prepare(const cpu::Kernels& k, int64_t row, int64_t count) {
+        const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(shape.dim)));
+        for (int64_t t = row; t < row + count; ++t) {
+            for (int32_t h = 0; h < 2 * shape.keyHeads; ++h) {
+                k.l2Norm(&mixed[t * shape.channels() + h * shape.dim], kEps, h < shape.keyHeads ? scale : 1.0f, shape.dim);
+            }
+            for (int32_t h = 0; h < shape.valueHeads; ++h) {
+                float &a = alpha[t * shape.valueHeads + h], &b = beta[t * shape.valueHeads + h];
+                a = portableExp(decay[h] * portableSoftplus(a + stepBias[h]));
+                b = portableSigmoid(b);
+            }
+        }
+    }
+
+    void deltaRule(const cpu::Kernels& k, int64_t row, int64_t count, int32_t slot, int32_t next) {
+        std::vector<float> scratch(cpu::deltaScratchBytes(shape.dim) / sizeof(float) + 16);
+        auto* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+        for (int32_t h = 0; h < shape.valueHeads; ++h) {
+            const int64_t matrix = int64_t{h} * shape.dim * shape.dim;
+            cpu::DeltaArgs args;
+            args.q = &mixed[row * shape.channels() + h % shape.keyHeads * shape.dim];
+            args.k = args.q + shape.keyWidth();
+            args.v = &mixed[row * shape.channels() + 2 * shape.keyWidth() + h * shape.dim];
+            args.rowStride = shape.channels();
+            args.decay = &alpha[row * shape.valueHeads + h];
+            args.step = &beta[row * shape.valueHeads + h];
+            args.stepStride = shape.valueHeads;
+            args.out = &out[row * shape.valueWidth() + h * shape.dim];
+            args.outStride = shape.valueWidth();
+            args.rows = count;
+            args.dim = shape.dim;
+            args.from = slot < 0 ? nullptr : &matrixStates[slot * shape.matrixFloats() + matrix];
+            args.to = &matrixStates[next * shape.matrixFloats() + matrix];
+            k.deltaRule(args, 0, shape.dim, aligned);
+        }
+    }
+};
+
+// Its copy on the device.
+struct DeviceWorld {
+    DeviceArray<float> conv, stepBias, decay, headNorm, convStates, matrixStates, mixed, alpha, beta, gate;
+    DeviceArray<int32_t> from, to, begin, end;
+    DeltaBatch batch;
+
+    explicit DeviceWorld(const World& w)
+        : conv(w.conv), stepBias(w.stepBias), decay(w.decay), headNorm(w.headNorm), convStates(w.convStates), matrixStates(w.matrixStates),
+          mixed(w.mixed), alpha(w.alpha), beta(w.beta), gate(w.gate), from(w.from), to(w.to), begin(w.begin), end(w.end),
+          batch{w.rows, from.get(), to.get(), {begin.get(), end.get(), static_cast<int64_t>(w.begin.size())}} {}
+
+    DeltaInputs inputs() const { return {mixed.get(), alpha.get(), beta.get(), gate.get()}; }
+    DeltaParameters parameters() const { return {conv.get(), stepBias.get(), decay.get(), headNorm.get(), kEps}; }
+    DeltaStates states() const { return {convStates.get(), matrixStates.get()}; }
+};
+
+class GatedDelta : public GpuTest {
+protected:
+    World world(const Case& c) {
+        World w;
+        w.shape = c.shape;
+        w.parts = c.parts;
+        for (const Part& part : c.parts) {
+            w.begin.push_back(static_cast<int32_t>(w.rows));
+            w.from.push_back(part.from < 0 ? kStateIsZero : part.from);
+            w.from.resize(static_cast<size_t>(w.rows + part.rows()), kStateIsOfRowBefore);
+            w.to.resize(w.from.size(), -1);
+            for (const auto& [until, slot] : part.kept) w.to[static_cast<size_t>(w.rows + until - 1)] = slot;
+            w.rows += part.rows();
+            w.end.push_back(static_cast<int32_t>(w.rows));
+        }
+        // As a captured launch pads the list.
+        w.begin.insert(w.begin.begin() + 1, 0);
+        w.end.insert(w.end.begin() + 1, 0);
+        const DeltaShape& s = w.shape;
+        w.conv = randomFloats(s.convWidth * s.channels(), 0.5f);
+        w.stepBias = randomFloats(s.valueHeads);
+        w.decay = randomFloats(s.valueHeads);
+        for (float& a : w.decay) a = -std::exp(0.5f * a - 1.0f);
+        w.headNorm = randomFloats(s.dim);
+        w.convStates.assign(static_cast<size_t>(kSlots * s.convFloats()), NAN);
+        w.matrixStates.assign(static_cast<size_t>(kSlots * s.matrixFloats()), NAN);
+        for (const Part& part : c.parts) {
+            if (part.from < 0) continue;
+            const auto conv = randomFloats(s.convFloats()), matrix = randomFloats(s.matrixFloats());
+            std::copy(conv.begin(), conv.end(), w.convStates.begin() + part.from * s.convFloats());
+            std::copy(matrix.begin(), matrix.end(), w.matrixStates.begin() + part.from * s.matrixFloats());
+        }
+        w.mixed = randomFloats(w.rows * s.channels(), 2.0f);
+        w.alpha = randomFloats(w.rows * s.valueHeads, 3.0f);
+        w.beta = randomFloats(w.rows * s.valueHeads, 3.0f);
+        w.gate = randomFloats(w.rows * s.valueWidth(), 3.0f);
+        return w;
+    }
+
+    void expectPrepared(const World& expected, const DeviceWorld& device, const std::string& what) {
+        EXPECT_TRUE(sameBits(expected.mixed, device.mixed.read())) << what << ", convolution";
+        EXPECT_TRUE(sameBits(expected.alpha, device.alpha.read())) << what << ", decays";
+        EXPECT_TRUE(sameBits(expected.beta, device.beta.read())) << what << ", steps";
+        EXPECT_TRUE(sameBits(expected.convStates, device.convStates.read())) << what << ", states of the convolution";
+    }
+
+    // Queries and keys, next to each other in a row of `mixed`, as convertRows would give them.
+    void expectHalves(const World& w, const std::vector<uint16_t>& hi, const std::vector<uint16_t>& lo) {
+        const int64_t width = 2 * w.shape.keyWidth();
+        std::vector<float> x;
+        for (int64_t t = 0; t < w.rows; ++t) x.insert(x.end(), &w.mixed[t * w.shape.channels()], &w.mixed[t * w.shape.channels()] + width);
+        const DeviceArray<float> floats(x);
+        const DeviceArray<uint16_t> otherHi(x.size()), otherLo(x.size());
+        convertRows(stream(), floats.get(), w.rows, width, {nullptr, {}, {otherHi.get(), otherLo.get()}});
+        EXPECT_EQ(otherHi.read(), hi);
+        EXPECT_EQ(otherLo.read(), lo);
+    }
+
+    // Every form is another's that is tested: what the kernel wrote is what convertRows makes of the floats.
+    void expectForms(const World& w, const std::vector<float>& floats, const DeviceArray<uint8_t>* quantized, const DeviceArray<uint16_t>& hi,
+                     const DeviceArray<uint16_t>& lo) {
+        const int64_t cols = w.shape.valueWidth();
+        const DeviceArray<float> x(floats);
+        const DeviceArray<uint8_t> otherQuantized(quantized ? quantized->size() : 0);
+        const DeviceArray<uint16_t> otherHi(floats.size()), otherLo(floats.size());
+        const QuantizedRows rows = quantized ? quantizedRowsOver(otherQuantized.get(), w.rows, cols) : QuantizedRows();
+        convertRows(stream(), x.get(), w.rows, cols, {nullptr, rows, {otherHi.get(), otherLo.get()}});
+        if (quantized) {
+            EXPECT_EQ(otherQuantized.read(), quantized->read());
+        }
+        EXPECT_EQ(otherHi.read(), hi.read());
+        EXPECT_EQ(otherLo.read(), lo.read());
+    }
+
+    std::string nameOf(const World& w) {
+        return std::to_string(w.shape.keyHeads) + " and " + std::to_string(w.shape.valueHeads) + " heads of " + std::to_string(w.shape.dim) +
+               ", " + std::to_string(w.rows) + " rows";
+    }
+};
+
+// Fresh and not, in place and not, with states kept on the way; the last has more rows than a block stages at once.
+const std::vector<Part> kParts = {{-1, {{1, 0}}}, {1, {{2, 2}}}, {3, {{1, 4}, {2, 5}, {3, 3}}}, {6, {{21, 6}}}, {-1, {{3, 7}, {9, 8}}}};
+const std::vector<Part> kOneRowEach = {{4, {{1, 4}}}, {-1, {{1, 0}}}, {2, {{1, 3}}}};
+
+const std::vector<Case> kCases = {
+    {{2, 6, 64, 4}, kParts},    {{2, 4, 16, 4}, kParts},     {{1, 3, 128, 4}, kParts},     {{1, 4, 16, 2}, kOneRowEach}, {{3, 5, 32, 3}, kParts},
+    {{2, 2, 8, 4}, kOneRowEach}, {{1, 2, 40, 3}, kOneRowEach}, {{2, 5, 96, 4}, kOneRowEach}, {{1, 2, 72, 2}, kParts},
+    {{16, 48, 128, 4}, kOneRowEach},
+};
+
+TEST_F(GatedDelta, PreparesWithTheBitsOfTheCpu) {
+    for (const Case& c : kCases) {
+        World w = world(c);
+        const DeviceWorld device(w);
+        prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch);
+        w.useCpu();
+        expectPrepared(w, device, nameOf(w));
+    }
+}
+
+// Tiles shorter than the convolution too, in any order.
+TEST_F(GatedDelta, PreparesInTilesCutAnywhere) {
+    for (const Case& c : kCases) {
+        World w = world(c);
+        const DeviceWorld device(w);
+        std::vector<std::pair<int32_t, int32_t>> tiles = {{0, 0}};
+        for (size_t s = 0; s < w.begin.size(); ++s) {
+            for (int32_t at = w.begin[s]; at < w.end[s];) {
+                const int32_t until = std::min<int32_t>(w.end[s], at + 1 + static_cast<int32_t>(random()() % 7));
+                tiles.emplace_back(at, until);
+                at = until;
+            }
+        }
+        std::shuffle(tiles.begin(), tiles.end(), random());
+        std::vector<int32_t> begin, end;
+        for (const auto& [b, e] : tiles) begin.push_back(b), end.push_back(e);
+        const DeviceArray<int32_t> deviceBegin(begin), deviceEnd(end);
+        const auto count = static_cast<int64_t>(tiles.size());
+        const DeviceArray<uint8_t> windows(prepareDeltaBytes(count, w.shape));
+        const DeviceArray<uint16_t> hi(w.rows * 2 * w.shape.keyWidth()), lo(hi.size());
+        prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch,
+                     {deviceBegin.get(), deviceEnd.get(), count}, windows.get(), {hi.get(), lo.get()});
+        w.useCpu();
+        expectHalves(w, hi.read(), lo.read());
+        expectPrepared(w, device, nameOf(w));
+    }
+}
+
+TEST_F(GatedDelta, RunsTheDeltaRuleWithTheBitsOfTheCpu) {
+    for (const Case& c : kCases) {
+        World w = world(c);
+        const DeviceWorld device(w);
+        const auto size = static_cast<size_t>(w.rows * w.shape.valueWidth());
+        const DeviceArray<float> floats(size);
+        const DeviceArray<uint16_t> hi(size), lo(size);
+        const bool blocks = w.shape.valueWidth() % 32 == 0;
+        const DeviceArray<uint8_t> quantized(blocks ? quantizedRowsBytes(w.rows, w.shape.valueWidth()) : 0);
+        const QuantizedRows rows = blocks ? quantizedRowsOver(quantized.get(), w.rows, w.shape.valueWidth()) : QuantizedRows();
+        prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch);
+        deltaRule(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch,
+                  {floats.get(), rows, {hi.get(), lo.get()}});
+        w.useCpu();
+        const std::vector<float> expected = w.gated(w.out);
+        ASSERT_TRUE(sameBits(expected, floats.read())) << nameOf(w);
+        EXPECT_TRUE(sameBits(w.matrixStates, device.matrixStates.read())) << nameOf(w) << ", states";
+        EXPECT_TRUE(sameBits(w.gate, device.gate.read()));
+        expectForms(w, expected, blocks ? &quantized : nullptr, hi, lo);
+    }
+}
+
+// Each sequence's rows, cut where a state is kept, and elsewhere at random or after 64.
+std::vector<std::pair<int32_t, int32_t>> chunksOf(const World& w, std::mt19937& random, bool whole) {
+    std::vector<std::pair<int32_t, int32_t>> tiles = {{0, 0}};
+    for (size_t s = 0; s < w.begin.size(); ++s) {
+        for (int32_t at = w.begin[s]; at < w.end[s];) {
+            int32_t until = std::min<int32_t>(w.end[s], at + (whole ? kDeltaChunk : 1 + static_cast<int32_t>(random() % kDeltaChunk)));
+            for (int32_t t = at; t < until; ++t)
+                if (w.to[static_cast<size_t>(t)] >= 0) until = t + 1;
+            tiles.emplace_back(at, until);
+            at = until;
+        }
+    }
+    std::shuffle(tiles.begin(), tiles.end(), random);
+    return tiles;
+}
+
+// The largest error, relative to the largest number of the same head: numbers lie as [.., heads, group].
+double errorOf(const std::vector<double>& expected, const std::vector<float>& got, size_t heads, size_t group) {
+    double error = 0;
+    for (size_t head = 0; head < heads; ++head) {
+        double largest = 1e-30, difference = 0;
+        for (size_t first = head * group; first < expected.size(); first += heads * group) {
+            for (size_t i = first; i < first + group; ++i) {
+                if (std::isnan(expected[i]) && std::isnan(got[i])) continue;  // a slot that is not used
+                largest = std::max(largest, std::abs(expected[i]));
+                const double d = std::abs(expected[i] - got[i]);
+                difference = std::isnan(d) ? INFINITY : std::max(difference, d);
+            }
+        }
+        error = std::max(error, difference / largest);
+    }
+    return error;
+}
+
+class GatedDeltaChunks : public GatedDelta {
+protected:
+    void compare(const Case& c, bool whole, bool split) {
+        World w = world(c);
+        if (w.shape.valueHeads > 2) w.decay[0] = -1000.0f, w.decay[1] = 0.0f;  // forgets all at each row; never forgets
+        const DeviceWorld device(w);
+        std::vector<float> states = w.matrixStates;
+        const auto tiles = chunksOf(w, random(), whole);
+        std::vector<int32_t> begin, end;
+        for (const auto& [b, e] : tiles) begin.push_back(b), end.push_back(e);
+        const DeviceArray<int32_t> deviceBegin(begin), deviceEnd(end);
+        const RowRanges ranges = {deviceBegin.get(), deviceEnd.get(), static_cast<int64_t>(tiles.size())};
+        const DeviceArray<uint8_t> windows(prepareDeltaBytes(ranges.count, w.shape));
+        const DeviceArray<uint8_t> scratch(deltaChunkBytes(w.rows, ranges.count, w.shape, split));
+        const auto size = static_cast<size_t>(w.rows * w.shape.valueWidth());
+        const DeviceArray<uint16_t> keysHi(w.rows * 2 * w.shape.keyWidth()), keysLo(keysHi.size()), hi(size), lo(size);
+        const DeviceArray<float> attended(size), floats(size);
+        const HalfRows keys = {keysHi.get(), split ? keysLo.get() : nullptr};
+        prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch, ranges, windows.get(), keys);
+        deltaRuleInChunks(stream(), device.inputs(), keys, device.parameters(), w.shape, device.states(), device.batch, ranges, scratch.get(),
+                          attended.get(), {floats.get(), {}, {hi.get(), lo.get()}});
+        w.useCpu();
+        const std::vector<double> expected = w.inDouble(states);
+        const std::vector<float> got = attended.read();
+        const double bound = split ? 5e-5 : 2e-2;
+        const size_t matrix = static_cast<size_t>(w.shape.dim) * w.shape.dim;
+        const std::string name = nameOf(w) + (split ? ", split" : "");
+        EXPECT_LT(errorOf(expected, got, w.shape.valueHeads, w.shape.dim), bound) << name;
+        EXPECT_LT(errorOf({states.begin(), states.end()}, device.matrixStates.read(), w.shape.valueHeads, matrix), bound) << name << ", states";
+        const std::vector<float> gated = w.gated(got);
+        EXPECT_TRUE(sameBits(gated, floats.read())) << name;
+        expectForms(w, gated, nullptr, hi, lo);
+    }
+};
+
+const std::vector<Part> kLongParts = {
+    {-1, {{150, 0}}}, {1, {{64, 2}}}, {3, {{70, 4}, {71, 5}, {130, 3}}}, {6, {{3, 6}}}, {-1, {{1, 7}, {65, 8}}}};
+
+const std::vector<DeltaShape> kChunkShapes = {{2, 3, 16, 4}, {1, 2, 32, 3}, {2, 3, 64, 4}, {1, 1, 40, 2}, {1, 3, 128, 4}, {1, 1, 96, 4}};
+
+TEST_F(GatedDeltaChunks, AreNearDoublePrecision) {
+    for (const bool split : {true, false}) {
+        for (const DeltaShape& shape : kChunkShapes) {
+            compare({shape, kLongParts}, true, split);
+            compare({shape, kLongParts}, false, split);
+        }
+    }
+}
+
+// Only the form that decode's next product reads.
+TEST_F(GatedDelta, WritesNoFormThatIsNotAskedFor) {
+    World w = world({{1, 2, 64, 4}, kOneRowEach});
+    const DeviceWorld device(w);
+    const DeviceArray<uint8_t> quantized(quantizedRowsBytes(w.rows, w.shape.valueWidth())), expected(quantized.size());
+    prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch);
+    deltaRule(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch,
+              {nullptr, quantizedRowsOver(quantized.get(), w.rows, w.shape.valueWidth()), {}});
+    w.useCpu();
+    const DeviceArray<float> floats(w.gated(w.out));
+    convertRows(stream(), floats.get(), w.rows, w.shape.valueWidth(),
+                {nullptr, quantizedRowsOver(expected.get(), w.rows, w.shape.valueWidth()), {}});
+    EXPECT_EQ(expected.read(), quantized.read());
+}
+
+TEST_F(GatedDelta, RefusesWhatItHasNoKernelsFor) {
+    EXPECT_NO_THROW(requireDelta({16, 48, 128, 4}));
+    for (const DeltaShape& shape : {DeltaShape{2, 2, 256, 4}, {2, 2, 20, 4}, {2, 2, 64, 5}, {2, 2, 64, 1}, {0, 2, 64, 4}}) {
+        try {
+            requireDelta(shape);
+            FAIL() << shape.dim;
+        } catch (const Error& error) {
+            EXPECT_EQ(error.kind(), ErrorKind::InvalidArgument);
+        }
+    }
+    const World w = world({{1, 1, 16, 4}, kOneRowEach});
+    const DeviceWorld device(w);
+    const DeviceArray<uint8_t> quantized(quantizedRowsBytes(w.rows, 32));
+    EXPECT_THROW(deltaRule(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch,
+                           {nullptr, quantizedRowsOver(quantized.get(), w.rows, 32), {}}),
+                 Error);
+}
+
+TEST_F(GatedDelta, GatesAttentionWithTheBitsOfTheCpu) {
+    for (const auto& [heads, headDim] : {std::pair{24, 256}, {2, 16}, {3, 32}, {4, 8}}) {
+        const int64_t rows = 5, cols = heads * headDim;
+        std::vector<float> gated = randomFloats(2 * rows * cols, 5.0f);
+        const float edges[] = {0.0f, -0.0f, 87.5f, -87.5f, 100.0f, -100.0f, INFINITY, -INFINITY};
+        std::copy(std::begin(edges), std::end(edges), gated.begin() + headDim);  // the first gate
+        std::vector<float> q(rows * cols), gates(rows * cols), x = randomFloats(rows * cols);
+        for (int64_t h = 0; h < rows * heads; ++h) {
+            std::copy_n(&gated[2 * h * headDim], headDim, &q[h * headDim]);
+            std::copy_n(&gated[(2 * h + 1) * headDim], headDim, &gates[h * headDim]);
+        }
+        const DeviceArray<float> deviceGated(gated), deviceX(x), deviceQ(q.size());
+        const DeviceArray<uint8_t> quantized(quantizedRowsBytes(rows, cols)), expected(quantized.size());
+        splitGatedQueries(stream(), deviceGated.get(), rows, heads, headDim, deviceQ.get());
+        EXPECT_TRUE(sameBits(q, deviceQ.read()));
+        cpu::kernels().sigmoidMul(x.data(), gates.data(), rows * cols);
+        gateHeads(stream(), deviceX.get(), deviceGated.get(), rows, heads, headDim,
+                  {deviceX.get(), quantizedRowsOver(quantized.get(), rows, cols), {}});
+        EXPECT_TRUE(sameBits(x, deviceX.read())) << headDim;
+        convertRows(stream(), deviceX.get(), rows, cols, {nullptr, quantizedRowsOver(expected.get(), rows, cols), {}});
+        EXPECT_EQ(expected.read(), quantized.read());
+    }
+}
+
+}  // namespace
+}  // namespace sharpi::cuda

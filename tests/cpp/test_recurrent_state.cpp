@@ -1,0 +1,239 @@
+// The slots of the recurrent state: whatever happens to several sequences, a step begins from the state of exactly the
+// tokens that the sequence has, and what cannot be kept is said. Checked by writing into each slot which tokens it stands for.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "memory/fake_device.h"
+#include "memory/host_memory.h"
+#include "memory/kv_cache.h"
+
+namespace {
+
+using namespace sharpi;
+
+const std::vector<RecurrentShape> kLayers = {{3, 5}, {0, 0}, {2, 7}};
+
+template <typename Call> void expectError(ErrorKind kind, const Call& call) {
+    try {
+        call();
+        FAIL() << "no error";
+    } catch (const Error& e) {
+        EXPECT_EQ(e.kind(), kind) << e.what();
+    }
+}
+
+// A cache with room for many tokens and few states, and steps that write a sum over the tokens into every float of a state.
+class World {
+public:
+    explicit World(int32_t slots, int64_t tokens = 4096)
+        : _allocator(_memory), cache(_allocator, {{0, 0}, {1, 4}, {0, 0}}, KvType::F32, tokens, RecurrentState(_allocator, kLayers, slots)) {}
+
+    // What floats of a state after these tokens hold: exact in a float.
+    static float signature(const std::vector<int>& tokens) {
+        uint32_t sum = 1;
+        for (const int token : tokens) sum = (sum * 31 + static_cast<uint32_t>(token)) % 1000003;
+        return static_cast<float>(sum);
+    }
+
+    int32_t create() {
+        const int32_t handle = cache.createSequence();
+        texts[handle] = {};
+        return handle;
+    }
+
+    // Takes the sequence on by some tokens; where it fails, with rubbish in the slots that were to be written.
+    void step(int32_t handle, const std::vector<int>& more, int32_t snapshots, bool fails) {
+        std::vector<int>& text = texts[handle];
+        cache.extend(handle, static_cast<int64_t>(more.size()), snapshots);
+        const std::vector<StateStep> steps = cache.states().steps(handle);
+        ASSERT_FALSE(steps.empty());
+        std::vector<int> so_far = text;
+        int64_t at = 0;
+        for (const StateStep& s : steps) {
+            ASSERT_EQ(s.begin, at);
+            ASSERT_LT(s.begin, s.end);
+            if (!fails || at == 0) check(s.from, so_far);
+            so_far.insert(so_far.end(), more.begin() + s.begin, more.begin() + s.end);
+            write(s.to, fails ? -1.0f : signature(so_far));
+            at = s.end;
+        }
+        ASSERT_EQ(at, static_cast<int64_t>(more.size()));
+        if (fails) {
+            text.resize(static_cast<size_t>(cache.truncate(handle, static_cast<int64_t>(text.size()))));
+        } else {
+            cache.commit(handle);
+            text = so_far;
+        }
+    }
+
+    int64_t truncate(int32_t handle, int64_t tokens) {
+        const int64_t kept = cache.truncate(handle, tokens);
+        EXPECT_LE(kept, tokens);
+        EXPECT_EQ(kept, cache.length(handle));
+        texts[handle].resize(static_cast<size_t>(kept));
+        return kept;
+    }
+
+private:
+    void check(int32_t slot, const std::vector<int>& text) {
+        if (slot < 0) {
+            ASSERT_TRUE(text.empty()) << "begins from nothing after " << text.size() << " tokens";
+            return;
+        }
+        for (const float* value : floats(slot)) ASSERT_EQ(*value, signature(text)) << "not the state of its tokens";
+    }
+    void write(int32_t slot, float value) {
+        for (float* at : floats(slot)) *at = value;
+    }
+    std::vector<float*> floats(int32_t slot) const {
+        std::vector<float*> all;
+        for (size_t i = 0; i < kLayers.size(); ++i) {
+            const RecurrentLayer& layer = cache.states().layer(i);
+            for (int64_t f = 0; f < kLayers[i].convFloats; ++f) all.push_back(layer.convOf(slot) + f);
+            for (int64_t f = 0; f < kLayers[i].matrixFloats; ++f) all.push_back(layer.matrixOf(slot) + f);
+        }
+        return all;
+    }
+
+    HostMemory _memory;
+    Allocator _allocator;
+
+public:
+    KvCache cache;
+    std::map<int32_t, std::vector<int>> texts;
+};
+
+std::vector<int> someTokens(std::mt19937& random, int most) {
+    std::vector<int> tokens(1 + random() % static_cast<unsigned>(most));
+    for (int& token : tokens) token = static_cast<int>(random() % 1000);
+    return tokens;
+}
+
+TEST(RecurrentState, IsThatOfTheTokensUnderRandomUse) {
+    for (unsigned seed = 0; seed < 30; ++seed) {
+        std::mt19937 random(seed);
+        const int32_t slots = 1 + static_cast<int32_t>(random() % 6);
+        World world(slots, 1 << 20);
+        int refused = 0, cutShort = 0;
+        for (int round = 0; round < 800; ++round) {
+            const unsigned action = random() % 12;
+            if (world.texts.empty() || (action == 0 && world.texts.size() < 8)) {
+                world.create();
+                continue;
+            }
+            const int32_t handle = std::next(world.texts.begin(), random() % world.texts.size())->first;
+            std::vector<int>& text = world.texts[handle];
+            if (action <= 7) {
+                try {
+                    world.step(handle, someTokens(random, 9), static_cast<int32_t>(random() % 4), action == 7);
+                } catch (const Error& e) {
+                    ASSERT_EQ(e.kind(), ErrorKind::OutOfMemory) << e.what();
+                    ASSERT_TRUE(text.empty()) << "a sequence that has a state can always go on";
+                    ++refused;
+                }
+            } else if (action <= 9) {
+                const auto wanted = static_cast<int64_t>(random() % (text.size() + 1));
+                cutShort += world.truncate(handle, wanted) < wanted;
+            } else if (action == 10) {
+                world.cache.keepState(handle, static_cast<int64_t>(random() % (text.size() + 1)));
+            } else {
+                world.cache.releaseSequence(handle);
+                world.texts.erase(handle);
+            }
+            if (::testing::Test::HasFatalFailure()) FAIL() << "seed " << seed << " round " << round;
+        }
+        if (slots < 4) {
+            EXPECT_GT(refused, 0);
+        }
+        EXPECT_GT(cutShort, 0);
+        for (const auto& [handle, text] : world.texts) world.cache.releaseSequence(handle);
+        EXPECT_EQ(world.cache.states().freeSlots(), slots) << "a slot was lost";
+    }
+}
+
+TEST(RecurrentState, ThereIsRoomForAsManySequencesAsSlots) {
+    World world(3);
+    const int32_t handles[] = {world.create(), world.create(), world.create(), world.create()};
+    for (int round = 0; round < 3; ++round) {
+        for (int i = 0; i < 3; ++i) world.step(handles[i], {round, i}, 0, false);
+    }
+    expectError(ErrorKind::OutOfMemory, [&] { world.cache.extend(handles[3], 1); });
+    EXPECT_EQ(world.cache.length(handles[3]), 0);
+    EXPECT_EQ(world.truncate(handles[1], 0), 0);
+    world.step(handles[3], {7}, 0, false);
+    EXPECT_EQ(world.texts[handles[0]], (std::vector<int>{0, 0, 1, 0, 2, 0}));
+}
+
+TEST(RecurrentState, AFailedStepCostsNothingWhileThereIsRoom) {
+    World world(2);
+    const int32_t a = world.create();
+    world.step(a, {1, 2, 3}, 0, false);
+    world.step(a, {4, 5}, 0, true);
+    EXPECT_EQ(world.texts[a], (std::vector<int>{1, 2, 3}));
+    const int32_t b = world.create();
+    world.step(b, {9}, 0, false);
+    world.step(a, {4, 5}, 0, true);  // in place: nothing is left of it
+    EXPECT_EQ(world.texts[a], (std::vector<int>()));
+    world.step(a, {1}, 0, false);
+}
+
+TEST(RecurrentState, SnapshotsLetASequenceBeCutBack) {
+    World world(4);
+    const int32_t a = world.create();
+    world.step(a, {1, 2, 3, 4, 5}, 3, false);
+    for (const int64_t tokens : {4, 3, 2}) EXPECT_EQ(world.truncate(a, tokens), tokens);
+    EXPECT_EQ(world.truncate(a, 1), 0);
+    world.step(a, {1, 2, 3, 4, 5}, 9, false);  // more than there is room for: of the last ones
+    EXPECT_EQ(world.truncate(a, 2), 2);
+    EXPECT_EQ(world.truncate(a, 1), 0);
+}
+
+TEST(RecurrentState, WhatShallBeKeptGoesLast) {
+    World world(3);
+    const int32_t a = world.create();
+    world.step(a, {1, 2, 3}, 0, false);
+    world.cache.keepState(a, 3);
+    for (int token = 4; token < 9; ++token) world.step(a, {token}, 0, false);
+    EXPECT_EQ(world.truncate(a, 6), 3);
+    world.step(a, {4}, 0, false);
+    const int32_t b = world.create();
+    world.step(b, {1}, 0, false);
+    world.step(b, {2}, 0, false);  // takes the slot that was kept
+    EXPECT_EQ(world.truncate(a, 3), 0);
+}
+
+TEST(RecurrentState, RefusesStepsFromElsewhere) {
+    World world(4);
+    const int32_t a = world.create();
+    world.cache.extend(a, 2);
+    expectError(ErrorKind::Internal, [&] { world.cache.extend(a, 2); });  // a step is under way
+    EXPECT_EQ(world.cache.length(a), 2);
+    world.cache.commit(a);
+    world.cache.extend(a, 2);
+    EXPECT_EQ(world.cache.truncate(a, 2), 2);
+    EXPECT_TRUE(world.cache.states().steps(a).empty());
+}
+
+TEST(RecurrentState, TakesTheBytesItPredicts) {
+    FakeDevice memory(1 << 20, 1 << 12);
+    Allocator allocator(memory);
+    for (const int32_t slots : {1, 5, 64}) {
+        const RecurrentState states(allocator, kLayers, slots);
+        EXPECT_EQ(states.bytes(), RecurrentState::bytesFor(kLayers, slots));
+        EXPECT_EQ(allocator.held(), states.bytes());
+        EXPECT_GE(states.bytes(), sizeof(float) * (3 + 5 + 2 + 7) * static_cast<size_t>(slots));
+        EXPECT_EQ(states.freeSlots(), slots);
+    }
+    EXPECT_EQ(allocator.held(), 0u);
+    EXPECT_EQ(RecurrentState::bytesFor({{0, 0}, {0, 0}}, 9), 0u);
+    EXPECT_FALSE(RecurrentState(allocator, {{0, 0}}, 9).any());
+    expectError(ErrorKind::OutOfMemory, [&] { RecurrentState(allocator, {{1 << 20, 0}}, 1); });
+    EXPECT_EQ(allocator.held(), 0u);
+}
+
+}  // namespace
