@@ -32,7 +32,7 @@ struct StepLimits {
     int32_t expertLayers = 0;
     std::vector<std::pair<int32_t, int32_t>> expertRows;  // of each of these: its number in the model, and its experts
     int64_t expertHidden = 0, sharedHidden = 0;  // sharedHidden: of the expert for every token
-    bool expertSlots = false;  // experts are not resident
+    bool expertSlots = false;  // experts are in Slots, perhaps with room for none
     int64_t gatedQueryWidth = 0;                                  // queries and their gates; 0: no gates
     int64_t deltaChannels = 0, deltaWidth = 0;                    // Gated DeltaNet: of q, k and v; of v
     int32_t deltaHeads = 0, deltaDim = 0;

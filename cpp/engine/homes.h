@@ -20,8 +20,8 @@ struct TensorHome {
     // computes in batches of few rows. Gate and up of a layer have the same number. In larger batches all rows are brought
     // to the device.
     int64_t cpuRows = 0;
-    // Where memory turns out shorter than planned, resident tensors of the highest rank become Direct first. Tensors of one
-    // rank change together, as a layer's gate and up must.
+    // Where memory turns out shorter than planned, resident tensors of the highest rank become Direct first, experts
+    // Slots. Tensors of one rank change together, as a layer's gate and up must.
     int32_t rank = 0;
 };
 

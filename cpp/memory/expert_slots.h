@@ -3,8 +3,8 @@
 // use, and what may be overwritten meanwhile, is decided here and nowhere else:
 //
 // - A pass works with the table as it was when the pass began (table()), which the device has a copy of.
-// - A pass of few rows goes through the layers in order and reports each (reached()). Experts of the layers behind it may then be
-//   overwritten, and those of the layer it is in that were not chosen; the layers before it may not.
+// - A pass of few rows goes through the layers in order and reports each (reached()). Experts of layers that it has left may
+//   then be overwritten, and those of the layer it is in that were not chosen; those of layers still to come may not.
 // - A pass of many rows reports nothing, so only slots that hold nothing are filled while it runs. The same holds from beginPass()
 //   until the first layer is reached; when a pass of few rows is over, and the next has not begun, nearly everything may be overwritten.
 //

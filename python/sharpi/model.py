@@ -324,8 +324,8 @@ class Model:
     def stats(self) -> dict[str, Any]:
         """Counts and speeds of the last generation, and the bytes held; `vram_bytes` by the device's own account.
 
-        placement: where the weights are, as the core says: bytes in "vram" and "direct", of the latter in "cpu" the
-        CPU's share, and the "ranges" of the files. notes: lines for people on what became of the plan.
+        placement: where the weights are, as the core says: bytes in "vram", "direct" (of these "cpu" is the CPU's
+        share) and "slots" (experts in the file, of which single ones are in VRAM), and the "ranges" of the files. notes: lines for people on what became of the plan.
 
         experts: since loading, sums over all layers of what `ExpertStats` counts, the "hit_rate" of the "slots", and
         the "accuracy" of each of the "predictors"; `None` for a model without experts."""
