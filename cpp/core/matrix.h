@@ -13,6 +13,9 @@ struct Matrix {
     const uint8_t* data = nullptr;
 };
 
+// What it takes in a file.
+inline size_t fileBytes(const Matrix& m) { return rowBytes(m.type, m.cols) * static_cast<size_t>(m.rows); }
+
 // Matrices of one shape, one after another: a layer's experts.
 struct MatrixStack {
     Matrix first;

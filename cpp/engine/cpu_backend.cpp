@@ -24,7 +24,7 @@ size_t threadScratch(const StepLimits& l) {
 // As the CPU reads them from a file, wherever they lie.
 DeviceLayout fileLayout() {
     DeviceLayout layout;
-    layout.bytes = [](const Matrix& m) { return rowBytes(m.type, m.cols) * static_cast<size_t>(m.rows); };
+    layout.bytes = fileBytes;
     return layout;
 }
 

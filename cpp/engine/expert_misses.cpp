@@ -73,7 +73,7 @@ int64_t ExpertMisses::takeFetched() { return std::exchange(_fetched, 0); }
 bool ExpertMisses::fetch(int32_t layer, int32_t expert, bool ahead, cuda::ExpertFetch& to) {
     const ExpertStacks& file = _slots.file(layer);
     const auto reach = [&](const MatrixStack& stack) {
-        return _reachable(stack.at(expert).data, static_cast<size_t>(stack.first.rows) * rowBytes(stack.first.type, stack.first.cols));
+        return _reachable(stack.at(expert).data, fileBytes(stack.first));
     };
     to.expert = expert;
     to.gate = reach(file.gate);

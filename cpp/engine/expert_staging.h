@@ -30,7 +30,7 @@ inline ExpertStaging expertStaging(const std::vector<ExpertStacks>& file) {
     for (const ExpertStacks& layer : file) {
         size_t all = 0, staged = 0;
         for (const Matrix* m : {&layer.gate.first, &layer.up.first, &layer.down.first}) {
-            const size_t bytes = Allocator::aligned(rowBytes(m->type, m->cols) * static_cast<size_t>(m->rows));
+            const size_t bytes = Allocator::aligned(fileBytes(*m));
             all += bytes;
             if (!info(m->type).isFloat) staged += bytes;
         }

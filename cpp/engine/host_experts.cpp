@@ -25,8 +25,6 @@ void clearPadding(const cpu::QuantizedRows& rows) {
 
 bool isFloat(const MatrixStack& stack) { return info(stack.first.type).isFloat; }
 
-size_t bytesOf(const Matrix& w) { return static_cast<size_t>(w.rows) * rowBytes(w.type, w.cols); }
-
 }  // namespace
 
 HostExperts::HostExperts(ThreadPool& pool, const StepLimits& limits, int64_t rows)
@@ -81,7 +79,7 @@ size_t HostExperts::compute(const ExpertStacks& file, const cuda::HostRows& x, i
         }
     };
     _pool.run(first.count() + second.count(), std::ref(piece));
-    return _chosen.size() * (bytesOf(file.gate.first) + bytesOf(file.up.first) + bytesOf(file.down.first));
+    return _chosen.size() * (fileBytes(file.gate.first) + fileBytes(file.up.first) + fileBytes(file.down.first));
 }
 
 void HostExperts::sortByExpert(const int32_t* expert, int32_t pairs, int32_t used) {

@@ -13,12 +13,6 @@
 
 namespace sharpi {
 
-namespace {
-
-size_t fileBytes(const Matrix& m) { return rowBytes(m.type, m.cols) * static_cast<size_t>(m.rows); }
-
-}  // namespace
-
 // --- loading ------------------------------------------------------------------------------------------------------------
 
 size_t ExpertSlotManager::slotBytesOf(const ExpertStacks& file) const {

@@ -12,8 +12,6 @@ namespace {
 // Resident weights come in smaller pieces: where nothing is streamed, staging is taken for them alone, before scratch is.
 constexpr size_t kUploadBytes = size_t{2} << 20;
 
-size_t fileBytes(const Matrix& m) { return rowBytes(m.type, m.cols) * static_cast<size_t>(m.rows); }
-
 size_t stageBytesOf(const std::vector<StreamPart>& parts) {
     size_t bytes = 0;
     for (const StreamPart& part : parts) bytes += Allocator::aligned(part.bytes());

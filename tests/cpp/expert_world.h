@@ -23,8 +23,6 @@ namespace slotted {
 
 using namespace sharpi;
 
-inline size_t fileBytes(const Matrix& m) { return rowBytes(m.type, m.cols) * static_cast<size_t>(m.rows); }
-
 // A matrix takes more room on the device than in the file.
 inline size_t deviceBytes(const Matrix& m) { return fileBytes(m) + 40 * static_cast<size_t>(m.rows); }
 

@@ -28,8 +28,6 @@ using namespace sharpi;
 constexpr uint8_t kPoison = 0xcd;
 
 inline size_t fileRow(const Matrix& m) { return rowBytes(m.type, m.cols); }
-inline size_t fileBytes(const Matrix& m) { return fileRow(m) * static_cast<size_t>(m.rows); }
-
 // Rows lie apart, by `gap` bytes for each 256 numbers, as they do not in the file: so few file bytes make many large pieces,
 // and whoever takes the file's layout for the device's is found out.
 struct GappedRows {
