@@ -9,9 +9,9 @@
 
 #include "core/error.h"
 #include "cpu/kernels.h"
-#include "engine/engine.h"
 #include "engine/gpu.h"
 #include "engine/hardware_probe.h"
+#include "engine/session.h"
 
 namespace py = pybind11;
 using namespace sharpi;
@@ -46,7 +46,7 @@ Metadata toMetadata(const py::dict& values) {
     return Metadata(std::move(result));
 }
 
-Description describe(const py::dict& metadata, const std::vector<TensorRow>& rows) {
+Description describe(const py::dict& metadata, const std::vector<TensorRow>& rows, bool predictions) {
     std::vector<TensorInfo> tensors;
     for (const auto& [name, type, shape, file, offset, bytes] : rows) {
         const DTypeInfo* dtype = findDType(type);
@@ -55,6 +55,7 @@ Description describe(const py::dict& metadata, const std::vector<TensorRow>& row
     }
     TensorTable table(std::move(tensors));
     ModelSpec spec = ModelSpec::read(toMetadata(metadata), table);
+    if (!predictions) spec.predictions.clear();
     return {std::move(spec), std::move(table)};
 }
 
@@ -63,6 +64,15 @@ KvType toKvType(const std::string& name) {
     if (name == "bf16") return KvType::BF16;
     if (name == "fp16") return KvType::F16;
     throw Error(ErrorKind::InvalidArgument, "unknown KV type '" + name + "': known are fp32, bf16 and fp16");
+}
+
+DraftOptions toDraftOptions(const std::string& source, int32_t tokens) {
+    DraftOptions options;
+    options.tokens = tokens;
+    if (source == "ngram") options.source = DraftOptions::Source::NGram;
+    else if (source == "mtp") options.source = DraftOptions::Source::Prediction;
+    else if (source != "off") throw Error(ErrorKind::InvalidArgument, "unknown drafts '" + source + "': known are off, ngram and mtp");
+    return options;
 }
 
 // (home, rows of the CPU, rank) of each tensor; none: all in VRAM.
@@ -176,13 +186,23 @@ EngineOptions plannedOptions(const Description& d, EngineOptions options) {
 
 void bindDescription(py::module_& m) {
     py::class_<Description>(m, "Description", "What a model is: read from metadata and tensor table, weights untouched.")
-        .def(py::init(&describe), py::arg("metadata"), py::arg("tensors"))
+        .def(py::init(&describe), py::arg("metadata"), py::arg("tensors"), py::arg("predictions") = true,
+             "predictions: whether a prediction layer that the file has is used. Without, it is neither planned nor loaded.")
         .def_property_readonly("name", [](const Description& d) { return d.spec.name; })
         .def_property_readonly("architecture", [](const Description& d) { return d.spec.architecture; })
         .def_property_readonly("vocab_size", [](const Description& d) { return d.spec.vocabSize; })
         .def_property_readonly("context_length", [](const Description& d) { return d.spec.contextLength; })
         .def_property_readonly("embedding_length", [](const Description& d) { return d.spec.embedding; })
         .def_property_readonly("layer_count", [](const Description& d) { return d.spec.layers.size(); })
+        .def_property_readonly("prediction_layers", [](const Description& d) { return d.spec.predictions.size(); })
+        .def_property_readonly("state_bytes", [](const Description& d) {
+            int64_t floats = 0;
+            for (const RecurrentShape& shape : recurrentShapes(d.spec)) floats += shape.convFloats + shape.matrixFloats;
+            return floats * static_cast<int64_t>(sizeof(float));
+        }, "What the recurrent layers keep of one sequence; 0 for a model without.")
+        .def_property_readonly("shared_experts", [](const Description& d) {
+            return std::count_if(d.spec.layers.begin(), d.spec.layers.end(), [](const LayerSpec& l) { return l.experts && l.experts->shared; });
+        }, "Layers with an expert that every token goes through.")
         .def_property_readonly("parameter_count", [](const Description& d) { return d.spec.parameters(d.tensors); })
         .def("kv_bytes", [](const Description& d, const std::string& type, int64_t context) {
             return Engine::kvBytesFor(d.spec, toKvType(type), context);
@@ -212,7 +232,8 @@ void bindDescription(py::module_& m) {
                 uses.emplace_back(use.tensor, name, use.role, use.layer, use.bytesPerToken, use.rows, use.cols);
             }
             return uses;
-        }, "(tensor, its name, role, layer or -1, bytes a token reads, rows, columns) in the order in which a token meets them; roles: "
+        }, "(tensor, its name, role, layer or -1, bytes a token reads, rows, columns) in the order in which a token meets them; the "
+           "prediction layer has the number layer_count, and is read for a draft; roles: "
            "embedding, vector, attention, router, ffn_gate, ffn_up, ffn_down, experts, head.");
 }
 
@@ -321,10 +342,18 @@ void bindEngine(py::module_& m) {
             }
             return out;
         }, py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{})
-        .def("start", [](Session& s, const std::vector<int32_t>& prompt, const SamplingParams& params) {
+        .def("start", [](Session& s, const std::vector<int32_t>& prompt, const SamplingParams& params, const std::string& draft, int32_t draftTokens) {
+            const DraftOptions drafts = toDraftOptions(draft, draftTokens);
             py::gil_scoped_release release;
-            s.start(prompt, params, interruptCheck());
-        }, py::arg("prompt"), py::arg("params"))
+            s.start(prompt, params, interruptCheck(), drafts);
+        }, py::arg("prompt"), py::arg("params"), py::arg("draft") = "off", py::arg("draft_tokens") = 1,
+           "draft: where guesses at coming tokens are from: \"off\", \"ngram\" (the text) or \"mtp\" (the model's prediction layer). The "
+           "text does not depend on it.")
+        .def_property_readonly("draft_counts", [](const Session& s) {
+            py::gil_scoped_release release;
+            const DraftCounts counts = s.draftCounts();
+            return std::tuple(counts.steps, counts.drafted, counts.accepted);
+        }, "Since start(): steps of the model, tokens drafted for them, and those of these that were right.")
         .def("next", &Session::next, py::call_guard<py::gil_scoped_release>());
 }
 

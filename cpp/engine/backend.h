@@ -35,7 +35,8 @@ struct StepLimits {
     bool expertSlots = false;  // experts are in Slots, perhaps with room for none
     int64_t gatedQueryWidth = 0;                                  // queries and their gates; 0: no gates
     int64_t deltaChannels = 0, deltaWidth = 0;                    // Gated DeltaNet: of q, k and v; of v
-    int32_t deltaHeads = 0, deltaDim = 0;
+    int32_t deltaHeads = 0, deltaDim = 0, deltaConvWidth = 0;
+    bool drafts = false;        // there is a prediction layer
     bool floatWeights = false;  // some matrix is F32
     KvType kvType = KvType::BF16;
 };
@@ -47,6 +48,24 @@ struct ExpertUse {
     double cpuRate = 0, busRate = 0;
     // (layer in the model, expert), most wanted first: what the slots are to hold from the beginning; others follow as there is room.
     std::vector<std::pair<int32_t, int32_t>> warm;
+};
+
+// What a pass goes through.
+enum class Pass {
+    Model,       // the model's layers
+    Draft,       // its prediction layer, on from rows of the model
+    DraftAgain,  // the same, on from rows of itself
+};
+
+// The weights that are used.
+inline WeightStream::Part partOf(Pass pass) { return pass == Pass::Model ? WeightStream::Part::Model : WeightStream::Part::Prediction; }
+
+// A token to be chosen by core/sampling_rule.h.
+struct Choice {
+    int64_t row = 0;  // of the last head()
+    SamplingRule rule;
+    std::vector<TokenAdjustment> adjustments;  // by ascending token
+    double draw = 0;  // in [0, 1)
 };
 
 StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t maxRows, int64_t context, KvType kvType);
@@ -74,8 +93,9 @@ public:
 
     // Everything below works on the batch given here; its tokens have room in the cache.
     virtual void begin(const Batch& batch, const KvCache& kv) = 0;
-    // Runs body, which only calls the blocks below. The same body for batches of the same shape may be recorded and replayed.
-    virtual void region(const std::function<void()>& body) = 0;
+    // Runs body, which only calls the blocks below: the same ones for each kind of pass, so that those of batches of the same
+    // shape may be recorded and replayed.
+    virtual void region(Pass pass, const std::function<void()>& body) = 0;
     // Whether it is: off where there is nothing to record.
     virtual bool replays() const { return false; }
     virtual void setReplays(bool) {}
@@ -83,6 +103,9 @@ public:
 
     // x: [rows, embedding], the backend's own. Row t = the table's row of token t.
     virtual void embed(const Weight& table) = 0;
+    // What a prediction layer goes on from. x row t = projection [norms[0](the table's row of token t), norms[1](n)], one behind the
+    // other, with n = rmsNorm(x's row sources[t], sourceNorm): what the output head read of that row.
+    virtual void joinDraft(const PredictionWeights& weights, const float* sourceNorm, float eps) = 0;
     // x += output(attention(norm(x))), or output(attention(norm(x)) * sigmoid(gate)) where it is gated
     virtual void attention(const AttentionWeights& weights, const KvPages& pages, float eps) = 0;
     // x += output(headNorm(deltaRule(silu(conv(qkv n)), alpha n, beta n)) * silu(gate n)), n = norm(x); the sequences' states
@@ -99,8 +122,8 @@ public:
 
     // Row i of the last head(): [vocab] floats to host memory.
     virtual void readLogits(int64_t row, int64_t count, float* out) = 0;
-    // Chooses from row i of the last head(), once: the row is changed. -1: no token may be chosen.
-    virtual int32_t sample(int64_t row, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments, double draw) = 0;
+    // A token from each of these rows, each of them once: the row is changed. -1: no token may be chosen.
+    virtual std::vector<int32_t> sample(const std::vector<Choice>& choices) = 0;
 
 protected:
     // By takeScratch().

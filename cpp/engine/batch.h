@@ -12,6 +12,9 @@ struct Batch {
     std::vector<int32_t> positions;  // [T]
     std::vector<int32_t> sequences;  // [T], handles of the KvCache
     std::vector<int32_t> logitRows;  // rows that want logits, ascending
+    // Of a batch for a prediction layer, [T]: the row of the last pass that row t goes on from. Token t is then the one that
+    // followed there, position t that of the row gone on from. Empty else.
+    std::vector<int32_t> sources;
 
     int64_t size() const { return static_cast<int64_t>(tokens.size()); }
     void add(int32_t token, int32_t position, int32_t sequence, bool wantsLogits) {

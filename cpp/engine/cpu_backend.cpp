@@ -33,7 +33,7 @@ DeviceLayout fileLayout() {
 struct CpuBackend::Layout {
     size_t x, normed, block, q, k, v, attended, gate, up, logits, quantized, threads;
     size_t routerLogits, expertOut, quantizedHidden, gatedQueries, queryGate, sharedScale;
-    size_t deltaMixed, deltaGate, deltaAlpha, deltaBeta, total;
+    size_t deltaMixed, deltaGate, deltaAlpha, deltaBeta, joined, total;
 
     Layout(int threadCount, const StepLimits& l) {
         ScratchLayout s;
@@ -61,6 +61,7 @@ struct CpuBackend::Layout {
         deltaGate = s.floats(l.maxRows * l.deltaWidth);
         deltaAlpha = s.floats(l.maxRows * l.deltaHeads);
         deltaBeta = s.floats(l.maxRows * l.deltaHeads);
+        joined = s.floats(l.drafts ? 2 * l.maxRows * l.embedding : 0);
         total = s.bytes();
     }
 };
@@ -114,6 +115,7 @@ void CpuBackend::takeScratch(const StepLimits& limits) {
     _deltaGate = at<float>(l.deltaGate);
     _deltaAlpha = at<float>(l.deltaAlpha);
     _deltaBeta = at<float>(l.deltaBeta);
+    _joined = at<float>(l.joined);
     _quantized = at<uint8_t>(l.quantized);
     _quantizedHidden = at<uint8_t>(l.quantizedHidden);
     _threadScratch = at<uint8_t>(l.threads);
@@ -130,10 +132,24 @@ void CpuBackend::begin(const Batch& batch, const KvCache& kv) {
     }
 }
 
-void CpuBackend::region(const std::function<void()>& body) {
-    if (_stream) _stream->begin(false, !_batch->logitRows.empty());
+void CpuBackend::region(Pass pass, const std::function<void()>& body) {
+    if (_stream) _stream->begin(partOf(pass), false, !_batch->logitRows.empty());
     body();
     if (_stream) _stream->end();
+}
+
+void CpuBackend::embed(const Weight& table) { readRows(table, _x, _limits.embedding); }
+
+void CpuBackend::joinDraft(const PredictionWeights& w, const float* sourceNorm, float eps) {
+    const int64_t width = _limits.embedding;
+    readRows(w.embedding, _joined, 2 * width);
+    for (int64_t t = 0; t < rows(); ++t) {
+        float *token = _joined + 2 * t * width, *source = token + width;
+        _kernels.rmsNorm(token, w.norms, eps, width, token);
+        _kernels.rmsNorm(_x + _batch->sources[static_cast<size_t>(t)] * width, sourceNorm, eps, width, source);
+        _kernels.rmsNorm(source, w.norms + width, eps, width, source);
+    }
+    linear(_joined, rows(), {{w.projection, nullptr, _x}});
 }
 
 void CpuBackend::attention(const AttentionWeights& w, const KvPages& pages, float eps) {
@@ -208,8 +224,10 @@ void CpuBackend::readLogits(int64_t row, int64_t count, float* out) {
     std::memcpy(out, _logits + row * _limits.vocab, sizeof(float) * static_cast<size_t>(count * _limits.vocab));
 }
 
-int32_t CpuBackend::sample(int64_t row, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments, double draw) {
-    return sampleOnHost(_logits + row * _limits.vocab, _limits.vocab, rule, adjustments, draw);
+std::vector<int32_t> CpuBackend::sample(const std::vector<Choice>& choices) {
+    std::vector<int32_t> tokens;
+    for (const Choice& c : choices) tokens.push_back(sampleOnHost(_logits + c.row * _limits.vocab, _limits.vocab, c.rule, c.adjustments, c.draw));
+    return tokens;
 }
 
 }  // namespace sharpi

@@ -35,8 +35,9 @@ public:
     void takeScratch(const StepLimits& limits) override;
 
     void begin(const Batch& batch, const KvCache& kv) override;
-    void region(const std::function<void()>& body) override;
+    void region(Pass pass, const std::function<void()>& body) override;
     void embed(const Weight& table) override;
+    void joinDraft(const PredictionWeights& weights, const float* sourceNorm, float eps) override;
     void attention(const AttentionWeights& weights, const KvPages& pages, float eps) override;
     void gatedDelta(const GatedDeltaWeights& weights, const RecurrentLayer& state, float eps) override;
     void dense(const DenseWeights& weights, float eps) override;
@@ -44,7 +45,7 @@ public:
     void head(const HeadWeights& weights, float eps, int64_t first, int64_t count) override;
     int64_t headRows() const override;
     void readLogits(int64_t row, int64_t count, float* out) override;
-    int32_t sample(int64_t row, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments, double draw) override;
+    std::vector<int32_t> sample(const std::vector<Choice>& choices) override;
 
 private:
     // The rows [begin, end) of the batch that belong to one sequence.
@@ -65,6 +66,7 @@ private:
 
     void readFromDevice();
     int64_t rows() const { return _batch->size(); }
+    void readRows(const Weight& table, float* out, int64_t outStride);
     void norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* y);
     void linear(const float* x, int64_t count, const std::vector<Linear>& outputs);
     void rope(float* x, int32_t heads, int32_t headDim, const RopeTable& table);
@@ -111,6 +113,7 @@ private:
     Buffer _scratch;
     float *_x = nullptr, *_normed = nullptr, *_block = nullptr, *_q = nullptr, *_k = nullptr, *_v = nullptr, *_attended = nullptr;
     float *_gate = nullptr, *_up = nullptr, *_logits = nullptr, *_routerLogits = nullptr, *_expertOut = nullptr;
+    float* _joined = nullptr;  // [rows, 2 * embedding]
     float *_gatedQueries = nullptr, *_queryGate = nullptr, *_sharedScale = nullptr;
     float *_deltaMixed = nullptr, *_deltaGate = nullptr, *_deltaAlpha = nullptr, *_deltaBeta = nullptr;
     void *_quantized = nullptr, *_quantizedHidden = nullptr;

@@ -14,13 +14,14 @@ constexpr int64_t kQueryBlock = 64;      // what attentionScratchBytes is sized 
 
 }  // namespace
 
-void CpuBackend::embed(const Weight& table) {
+// The batch's tokens' rows of a table.
+void CpuBackend::readRows(const Weight& table, float* out, int64_t outStride) {
     arrive(table.group);
     const size_t stride = rowBytes(table.type, table.cols);
     const uint8_t* rowsAt = table.resident() ? table.data : table.file;
     forRanges(rows(), 16, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; ++t) {
-            _kernels.dequantizeRow(table.type, rowsAt + _batch->tokens[t] * stride, table.cols, _x + t * table.cols);
+            _kernels.dequantizeRow(table.type, rowsAt + _batch->tokens[t] * stride, table.cols, out + t * outStride);
         }
     });
 }

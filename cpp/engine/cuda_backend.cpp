@@ -67,7 +67,7 @@ CudaBackend::~CudaBackend() {
 
 std::vector<std::string> CudaBackend::notes() const {
     std::vector<std::string> notes = _transfers->notes();
-    if (_withoutRecord) notes.push_back("no VRAM is left to record decode steps: their kernels are launched one by one, which is slower");
+    if (_withoutRecord) notes.push_back("no VRAM is left to record some decode steps: their kernels are launched one by one, which is slower");
     return notes;
 }
 
@@ -82,6 +82,7 @@ void CudaBackend::unload() {
     _transfers->settle();
     settleAhead();
     _steps.clear();
+    _withoutRecord = false;
     _ahead.reset();
     _misses.reset();
     _prefetcher.reset();
@@ -105,7 +106,7 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     const GpuScratch layout(limits);
     _scratch = Buffer(_allocator, layout.bytes(), "working memory");
     _numbers = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * static_cast<size_t>(std::max(layout.few.total, layout.many.total)));
-    _token = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t));
+    _token = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * cuda::kMaxMatvecRows);
     profile(limits);
     if (_weights->sharesRows() || limits.expertSlots) {
         const int64_t rows = std::min<int64_t>(limits.maxRows, cuda::kMaxMatvecRows);
@@ -205,7 +206,9 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     for (int64_t t = 0; t < _rows; ++t) {
         if (t == 0 || batch.sequences[t] != batch.sequences[t - 1]) {
             if (++sequences > block.sequences) throw Error(ErrorKind::Internal, "more than " + std::to_string(block.sequences) + " sequences in a batch");
-            const int64_t pages = (kv.length(batch.sequences[t]) + KvCache::kPageTokens - 1) / KvCache::kPageTokens;
+            int64_t last = t;
+            while (last + 1 < _rows && batch.sequences[last + 1] == batch.sequences[t]) ++last;
+            const int64_t pages = batch.positions[last] / KvCache::kPageTokens + 1;
             if (pages > block.pages) throw Error(ErrorKind::Internal, "a sequence longer than the context");
             int32_t* table = numbers + block.tables + (sequences - 1) * block.pages;
             std::copy_n(kv.pageTable(batch.sequences[t]), pages, table);
@@ -214,13 +217,73 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
         numbers[block.sequence + t] = static_cast<int32_t>(sequences - 1);
     }
     _tiles.count = few() ? 0 : addTiles(batch, numbers, block);
-    auto* device = at<int32_t>(block.at);
-    _stream.uploadPinned(device, numbers, sizeof(int32_t) * static_cast<size_t>(used));
+    if (_limits.deltaHeads) addStates(batch, kv, numbers, block);
+    if (_limits.drafts) addSources(batch, numbers, block);
+    _stream.uploadPinned(at<int32_t>(block.at), numbers, sizeof(int32_t) * static_cast<size_t>(used));
+    pointAt(block);
+}
+
+// Where kernels find the batch's numbers.
+void CudaBackend::pointAt(const GpuScratch::BatchBlock& block) {
+    const auto* device = at<int32_t>(block.at);
     _tokens = device + block.tokens;
     _wanted = device + block.logitRows;
     _batch = {_rows, device + block.positions, device + block.sequence, device + block.tables, block.pages};
     _tiles.begin = device + block.tileBegin;
     _tiles.end = device + block.tileEnd;
+    _sources = device + block.sources;
+    _joinedRows = device + block.joined;
+    _states.rows = _rows;
+    _states.from = device + block.stateFrom;
+    _states.to = device + block.stateTo;
+    _states.sequences.begin = device + block.begin;
+    _states.sequences.end = device + block.end;
+    _deltaTiles.begin = device + block.deltaTileBegin;
+    _deltaTiles.end = device + block.deltaTileEnd;
+}
+
+// Which slots hold the states that rows begin from and leave. Of few rows each might be a sequence of its own: a captured step
+// has room for that.
+void CudaBackend::addStates(const Batch& batch, const KvCache& kv, int32_t* numbers, const GpuScratch::BatchBlock& block) {
+    int64_t sequences = 0, tiles = 0, longest = 0;
+    for (int64_t begin = 0, end = 0; begin < _rows; begin = end) {
+        while (end < _rows && batch.sequences[end] == batch.sequences[begin]) ++end;
+        numbers[block.begin + sequences] = static_cast<int32_t>(begin);
+        numbers[block.end + sequences++] = static_cast<int32_t>(end);
+        longest = std::max(longest, end - begin);
+        std::fill(numbers + block.stateFrom + begin, numbers + block.stateFrom + end, cuda::kStateIsOfRowBefore);
+        std::fill(numbers + block.stateTo + begin, numbers + block.stateTo + end, -1);
+        // A draft's rows go through no recurrent layer.
+        for (const StateStep& step : batch.sources.empty() ? kv.states().steps(batch.sequences[begin]) : std::vector<StateStep>()) {
+            if (step.begin == 0) numbers[block.stateFrom + begin] = step.from < 0 ? cuda::kStateIsZero : step.from;
+            numbers[block.stateTo + begin + step.end - 1] = step.to;
+            // A state is kept after a tile's last row only.
+            for (int64_t at = step.begin; !few() && at < step.end; at += cuda::kDeltaChunk) {
+                if (tiles < block.deltaTiles) {
+                    numbers[block.deltaTileBegin + tiles] = static_cast<int32_t>(begin + at);
+                    numbers[block.deltaTileEnd + tiles] = static_cast<int32_t>(begin + std::min(at + cuda::kDeltaChunk, step.end));
+                }
+                ++tiles;
+            }
+        }
+    }
+    if (few()) {
+        std::fill(numbers + block.begin + sequences, numbers + block.begin + _rows, 0);
+        std::fill(numbers + block.end + sequences, numbers + block.end + _rows, 0);
+    }
+    _states.sequences.count = few() ? _rows : sequences;
+    // A tile of few rows would leave the tensor cores empty: many sequences that each go on by a token or two.
+    _deltaInTiles = !few() && tiles <= block.deltaTiles && longest > cuda::kMaxMatvecRows;
+    _deltaTiles.count = _deltaInTiles ? tiles : 0;
+}
+
+// Of a draft: the rows gone on from, and how they and the tokens' embeddings are put next to each other.
+void CudaBackend::addSources(const Batch& batch, int32_t* numbers, const GpuScratch::BatchBlock& block) const {
+    std::copy(batch.sources.begin(), batch.sources.end(), numbers + block.sources);
+    for (int64_t t = 0; t < _rows; ++t) {
+        numbers[block.joined + 2 * t] = static_cast<int32_t>(t);
+        numbers[block.joined + 2 * t + 1] = static_cast<int32_t>(_rows + t);
+    }
 }
 
 // What has arrived since the last batch can be found by this one.
@@ -273,22 +336,23 @@ int64_t CudaBackend::addTiles(const Batch& batch, int32_t* numbers, const GpuScr
     return count;
 }
 
-void CudaBackend::region(const std::function<void()>& body) {
+void CudaBackend::region(Pass which, const std::function<void()>& body) {
     const int64_t before = _stream.launches();
-    if (!few() || !_replays) {
-        pass(body);
-    } else if (const auto known = _steps.find({_rows, _logitRows}); known != _steps.end()) {
+    const auto known = few() && _replays ? _steps.find({which, _rows, _logitRows}) : _steps.end();
+    if (known != _steps.end()) {
         replay(known->second);
+    } else if (!few() || !_replays || _withoutRecord) {
+        pass(which, body);
     } else {
-        pass(body);  // also loads the kernels, which must not happen while recording
-        _kernelsPerStep = _stream.launches() - before;
-        record(body);
+        pass(which, body);  // also loads the kernels, which must not happen while recording
+        if (which == Pass::Model) _kernelsPerStep = _stream.launches() - before;
+        record(which, body);
         return;
     }
-    _kernelsPerStep = _stream.launches() - before;
+    if (which == Pass::Model) _kernelsPerStep = _stream.launches() - before;
 }
 
-void CudaBackend::record(const std::function<void()>& body) {
+void CudaBackend::record(Pass which, const std::function<void()>& body) {
     Step step;
     _stream.synchronize();  // the counters that kernels and CPU wait for start again
     if (_share) _share->begin();
@@ -298,12 +362,11 @@ void CudaBackend::record(const std::function<void()>& body) {
     } recording{_recorded};
     _recorded = &step.jobs;
     try {
-        step.graph = _stream.capture([&] { pass(body); });
-        _steps[{_rows, _logitRows}] = std::move(step);
+        step.graph = _stream.capture([&] { pass(which, body); });
+        _steps[{which, _rows, _logitRows}] = std::move(step);
     } catch (const Error& error) {
-        // The step itself is done. Without memory for its record, steps are launched.
+        // The step itself is done. Without memory for its record, steps like it are launched.
         if (error.kind() != ErrorKind::OutOfMemory) throw;
-        _replays = false;
         _withoutRecord = true;
     }
 }
@@ -317,11 +380,11 @@ void CudaBackend::settleAhead() {
 }
 
 // What the GPU does in a step, with weights on their way meanwhile. Kernels that wait for the CPU go on if it fails.
-void CudaBackend::pass(const std::function<void()>& body) {
+void CudaBackend::pass(Pass which, const std::function<void()>& body) {
     std::optional<HostShare::Awake> awake;
     if (_share && few() && !_recorded) awake.emplace(*_share);
     try {
-        _weights->begin(few(), _logitRows > 0);
+        _weights->begin(partOf(which), few(), _logitRows > 0);
         body();
         _weights->end();
     } catch (...) {
@@ -359,14 +422,18 @@ void CudaBackend::readLogits(int64_t row, int64_t count, float* out) {
     _stream.download(out, floats(_layout->logits) + row * _limits.vocab, sizeof(float) * static_cast<size_t>(count * _limits.vocab));
 }
 
-int32_t CudaBackend::sample(int64_t row, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments, double draw) {
+std::vector<int32_t> CudaBackend::sample(const std::vector<Choice>& choices) {
     auto* changes = at<TokenAdjustment>(_layout->adjustments);
-    if (!adjustments.empty()) _stream.upload(changes, adjustments.data(), sizeof(TokenAdjustment) * adjustments.size());
-    cuda::sampleToken(_stream, floats(_layout->logits) + row * _limits.vocab, _limits.vocab, rule, changes,
-                      static_cast<int32_t>(adjustments.size()), draw, at<void*>(_layout->sampling), at<int32_t>(_layout->token));
-    _stream.downloadPinned(_token->as<int32_t>(), at<int32_t>(_layout->token), sizeof(int32_t));
+    auto* tokens = at<int32_t>(_layout->token);
+    for (size_t i = 0; i < choices.size(); ++i) {
+        const Choice& c = choices[i];
+        if (!c.adjustments.empty()) _stream.upload(changes, c.adjustments.data(), sizeof(TokenAdjustment) * c.adjustments.size());
+        cuda::sampleToken(_stream, floats(_layout->logits) + c.row * _limits.vocab, _limits.vocab, c.rule, changes,
+                          static_cast<int32_t>(c.adjustments.size()), c.draw, at<void*>(_layout->sampling), tokens + i);
+    }
+    _stream.downloadPinned(_token->as<int32_t>(), tokens, sizeof(int32_t) * choices.size());
     _stream.synchronize();
-    return *_token->as<int32_t>();
+    return {_token->as<int32_t>(), _token->as<int32_t>() + choices.size()};
 }
 
 }  // namespace sharpi

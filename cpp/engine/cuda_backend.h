@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <tuple>
 
 #include "device/cuda_memory.h"
 #include "device/stream.h"
@@ -22,6 +23,7 @@
 #include "engine/gpu_scratch.h"
 #include "engine/host_share.h"
 #include "kernels/attention.h"
+#include "kernels/gated_delta.h"
 #include "kernels/matmul.h"
 
 namespace sharpi {
@@ -45,11 +47,12 @@ public:
     ExpertCounts expertCounts() override;
 
     void begin(const Batch& batch, const KvCache& kv) override;
-    void region(const std::function<void()>& body) override;
+    void region(Pass pass, const std::function<void()>& body) override;
     bool replays() const override { return _replays; }
     void setReplays(bool replay) override { _replays = replay; }
     int64_t kernelsPerStep() const override { return _kernelsPerStep; }
     void embed(const Weight& table) override;
+    void joinDraft(const PredictionWeights& weights, const float* sourceNorm, float eps) override;
     void attention(const AttentionWeights& weights, const KvPages& pages, float eps) override;
     void gatedDelta(const GatedDeltaWeights& weights, const RecurrentLayer& state, float eps) override;
     void dense(const DenseWeights& weights, float eps) override;
@@ -57,7 +60,7 @@ public:
     void head(const HeadWeights& weights, float eps, int64_t first, int64_t count) override;
     int64_t headRows() const override;
     void readLogits(int64_t row, int64_t count, float* out) override;
-    int32_t sample(int64_t row, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments, double draw) override;
+    std::vector<int32_t> sample(const std::vector<Choice>& choices) override;
 
 private:
     // A captured step, and the CPU's work in it, in order.
@@ -73,8 +76,8 @@ private:
     };
 
     void setUp();
-    void pass(const std::function<void()>& body);
-    void record(const std::function<void()>& body);
+    void pass(Pass which, const std::function<void()>& body);
+    void record(Pass which, const std::function<void()>& body);
     void replay(const Step& step);
     void onHost(std::function<void()> job);
     bool few() const { return _rows <= cuda::kMaxMatvecRows; }
@@ -86,6 +89,9 @@ private:
     void listMissing();
     int32_t* expertRow(size_t table, int32_t row) const { return at<int32_t>(table) + static_cast<int64_t>(row) * _limits.experts; }
     int64_t addTiles(const Batch& batch, int32_t* numbers, const GpuScratch::BatchBlock& block);
+    void addStates(const Batch& batch, const KvCache& kv, int32_t* numbers, const GpuScratch::BatchBlock& block);
+    void addSources(const Batch& batch, int32_t* numbers, const GpuScratch::BatchBlock& block) const;
+    void pointAt(const GpuScratch::BatchBlock& block);
     template <typename T> T* at(size_t offset) const { return reinterpret_cast<T*>(_scratch.as<uint8_t>() + offset); }
     float* floats(size_t offset) const { return at<float>(offset); }
     cuda::HalfRows halves(size_t hi, size_t lo) const { return {at<uint16_t>(hi), hi == lo ? nullptr : at<uint16_t>(lo)}; }
@@ -99,6 +105,12 @@ private:
     void productMany(const cuda::HalfRows& x, const Weight& w, const float* bias, float* y, cuda::Store store);
     void attentionFew(const AttentionWeights& weights, const KvPages& pages, float eps);
     void attentionMany(const AttentionWeights& weights, const KvPages& pages, float eps);
+    void readTable(const Weight& table, float* out);
+    void deltaFew(const GatedDeltaWeights& weights, const cuda::DeltaStates& states, float eps);
+    void deltaMany(const GatedDeltaWeights& weights, const cuda::DeltaStates& states, float eps);
+    cuda::DeltaInputs deltaInputs() const;
+    cuda::SharedAnswer sharedFew(const ExpertWeights& layer, const cuda::RowOutputs& normed);
+    cuda::SharedAnswer sharedMany(const ExpertWeights& layer, const cuda::HalfRows& normed);
     void denseFew(const DenseWeights& weights, float eps);
     void denseShared(const DenseWeights& weights, const cuda::RowOutputs& normed, const cuda::RowOutputs& hidden);
     void denseMany(const DenseWeights& weights, float eps);
@@ -144,14 +156,17 @@ private:
     // The batch at hand.
     int64_t _rows = 0, _logitRows = 0;
     cuda::BatchRows _batch;
-    const int32_t *_tokens = nullptr, *_wanted = nullptr;
+    const int32_t *_tokens = nullptr, *_wanted = nullptr, *_sources = nullptr, *_joinedRows = nullptr;
+    cuda::DeltaBatch _states;
+    cuda::RowRanges _deltaTiles;
+    bool _deltaInTiles = false;  // or row after row
     cuda::QueryTiles _tiles;
 
     const pid_t _process = ::getpid();
     std::atomic<bool> _withoutRecord{false};  // a step could not be captured
     std::atomic<bool> _replays;  // these two are also asked for while a step runs
     std::atomic<int64_t> _kernelsPerStep{0};
-    std::map<std::pair<int64_t, int64_t>, Step> _steps;        // by rows, and rows that want logits
+    std::map<std::tuple<Pass, int64_t, int64_t>, Step> _steps;  // by rows, and rows that want logits
     std::vector<std::function<void()>>* _recorded = nullptr;  // where the CPU's work goes while a step is captured
 };
 

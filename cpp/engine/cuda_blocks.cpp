@@ -13,6 +13,19 @@ namespace {
 bool isFloat(const Matrix& m) { return info(m.type).isFloat; }
 bool sameType(const Matrix& a, const Matrix& b) { return a.type == b.type; }
 
+// As a matrix of one row.
+Weight scaleOf(const SharedExpertWeights& w) {
+    Weight scale;
+    scale.rows = 1;
+    scale.cols = w.gate.cols;
+    scale.data = reinterpret_cast<const uint8_t*>(w.scale);
+    return scale;
+}
+
+cuda::RowOutputs withForms(const cuda::RowOutputs& a, const cuda::RowOutputs& b) {
+    return {a.floats ? a.floats : b.floats, a.quantized.q ? a.quantized : b.quantized, a.half};
+}
+
 }  // namespace
 
 cuda::RowOutputs CudaBackend::formsFor(std::initializer_list<Matrix> readers, size_t floatsAt, size_t quantizedAt,
@@ -25,15 +38,17 @@ cuda::RowOutputs CudaBackend::formsFor(std::initializer_list<Matrix> readers, si
     return forms;
 }
 
-void CudaBackend::embed(const Weight& table) {
+void CudaBackend::embed(const Weight& table) { readTable(table, floats(_layout->x)); }
+
+// The batch's tokens' rows of a table.
+void CudaBackend::readTable(const Weight& table, float* out) {
     if (table.resident()) {
         _weights->arrive(table.group);
-        cuda::embed(_stream, table, _tokens, _rows, floats(_layout->x));
-        return;
+        return cuda::embed(_stream, table, _tokens, _rows, out);
     }
     Matrix inFile = table.inFile();
     inFile.data = _weights->deviceAddress(table.file);
-    cuda::embedFromFile(_stream, inFile, _tokens, _rows, floats(_layout->x));
+    cuda::embedFromFile(_stream, inFile, _tokens, _rows, out);
 }
 
 // Resident matrices share launches; those that come over are multiplied piece by piece.
@@ -98,16 +113,19 @@ void CudaBackend::attentionFew(const AttentionWeights& w, const KvPages& pages, 
     const cuda::HeadShape shape{w.heads, pages.kvHeads, pages.headDim};
     const cuda::RowOutputs normed = formsFor({w.q, w.k, w.v}, s.normed, s.normedQuant, _rows, _limits.embedding);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, normed);
-    productsFew(input(normed), rows(), {{w.q, w.qBias, floats(s.q)}, {w.k, w.kBias, floats(s.k)}, {w.v, w.vBias, floats(s.v)}});
+    float* const queries = floats(w.gated ? s.gatedQueries : s.q);
+    productsFew(input(normed), rows(), {{w.q, w.qBias, queries}, {w.k, w.kBias, floats(s.k)}, {w.v, w.vBias, floats(s.v)}});
+    if (w.gated) cuda::splitGatedQueries(_stream, queries, _rows, w.heads, pages.headDim, floats(s.q));
     cuda::prepareHeads(_stream, floats(s.q), floats(s.k), floats(s.v), shape, preparation(w, eps), _batch, pages, {});
 
     cuda::RowOutputs attended = formsFor({w.output}, s.attended, s.attendedQuant, _rows, w.output.cols);
     // Contract blocks do not cross heads only where a head is whole blocks.
-    const bool convert = !isFloat(w.output) && pages.headDim % 32 != 0;
+    const bool convert = w.gated || (!isFloat(w.output) && pages.headDim % 32 != 0);
     cuda::RowOutputs written = attended;
     if (convert) written = {floats(s.attended), {}, {}};
     cuda::attentionDecode(_stream, floats(s.q), shape, w.scale, _batch, pages, at<uint8_t>(s.attention), written);
-    if (convert) cuda::convertRows(_stream, floats(s.attended), _rows, w.output.cols, attended);
+    if (w.gated) cuda::gateHeads(_stream, floats(s.attended), queries, _rows, w.heads, pages.headDim, attended);
+    else if (convert) cuda::convertRows(_stream, floats(s.attended), _rows, w.output.cols, attended);
     addFew(input(attended), w.output, w.outputBias);
 }
 
@@ -116,16 +134,16 @@ void CudaBackend::attentionMany(const AttentionWeights& w, const KvPages& pages,
     const cuda::HeadShape shape{w.heads, pages.kvHeads, pages.headDim};
     const cuda::HalfRows normed = halves(s.normedHi, s.normedLo), q = halves(s.qHi, s.qLo), attended = halves(s.attendedHi, s.attendedLo);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, {nullptr, {}, normed});
-    productMany(normed, w.q, w.qBias, floats(s.q), cuda::Store::Write);
+    float* const queries = floats(w.gated ? s.gatedQueries : s.q);
+    productMany(normed, w.q, w.qBias, queries, cuda::Store::Write);
     productMany(normed, w.k, w.kBias, floats(s.k), cuda::Store::Write);
     productMany(normed, w.v, w.vBias, floats(s.v), cuda::Store::Write);
+    if (w.gated) cuda::splitGatedQueries(_stream, queries, _rows, w.heads, pages.headDim, floats(s.q));
     cuda::prepareHeads(_stream, floats(s.q), floats(s.k), floats(s.v), shape, preparation(w, eps), _batch, pages, q);
-    cuda::attentionPrefill(_stream, q, shape, w.scale, _batch, _tiles, pages, {nullptr, {}, attended});
+    const cuda::RowOutputs ungated{floats(s.attendedFloats), {}, {}}, written{nullptr, {}, attended};
+    cuda::attentionPrefill(_stream, q, shape, w.scale, _batch, _tiles, pages, w.gated ? ungated : written);
+    if (w.gated) cuda::gateHeads(_stream, ungated.floats, queries, _rows, w.heads, pages.headDim, written);
     productMany(attended, w.output, w.outputBias, floats(s.x), cuda::Store::Add);
-}
-
-void CudaBackend::gatedDelta(const GatedDeltaWeights&, const RecurrentLayer&, float) {
-    throw Error(ErrorKind::InvalidArgument, "Gated DeltaNet runs on the CPU so far");  // requireGpuCanRun refuses before loading
 }
 
 void CudaBackend::dense(const DenseWeights& w, float eps) { few() ? denseFew(w, eps) : denseMany(w, eps); }
@@ -204,16 +222,19 @@ void CudaBackend::expertsFew(const ExpertWeights& w, float eps) {
     const GpuScratch& s = *_layout;
     const Matrix &gate = w.gate.first, &up = w.up.first, &down = w.down.first;
     auto* chosen = at<int32_t>(s.chosen);
-    const cuda::RowOutputs normed = formsFor({w.router, gate, up}, s.normed, s.normedQuant, _rows, _limits.embedding);
+    cuda::RowOutputs normed = formsFor({w.router, gate, up}, s.normed, s.normedQuant, _rows, _limits.embedding);
+    if (w.shared) normed = withForms(normed, formsFor({scaleOf(*w.shared), w.shared->gate, w.shared->up}, s.normed, s.normedQuant, _rows, _limits.embedding));
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, normed);
-    productsFew(input(normed), rows(), {{w.router, nullptr, floats(s.routerLogits)}});
+    if (w.shared) productsFew(input(normed), rows(), {{w.router, nullptr, floats(s.routerLogits)}, {scaleOf(*w.shared), nullptr, floats(s.sharedScale)}});
+    else productsFew(input(normed), rows(), {{w.router, nullptr, floats(s.routerLogits)}});
     for (const WeightStack* stack : {&w.gate, &w.up, &w.down}) _weights->arrive(stack->group);
     cuda::route(_stream, floats(s.routerLogits), _rows, w.gate.count, w.used, w.renormalize, w.weightScale, chosen, floats(s.weight),
                 at<uint32_t>(s.expertUses) + static_cast<int64_t>(w.row) * _limits.experts);
     if (!w.gate.resident()) return expertsInSlots(w, normed, eps);
+    const cuda::SharedAnswer shared = sharedFew(w, normed);
     const cuda::RowOutputs hidden = formsFor({down}, s.hidden, s.hiddenQuant, _rows * w.used, down.cols);
     hiddenOfExperts(input(normed), {w.gate, w.up, w.down}, chosen, w.used, hidden);
-    cuda::expertDownAdd(_stream, input(hidden), rows(), w.down, chosen, floats(s.weight), w.used, floats(s.x));
+    cuda::expertDownAdd(_stream, input(hidden), rows(), w.down, chosen, floats(s.weight), w.used, floats(s.x), shared);
 }
 
 // silu(gate x) * (up x) of each pair: of matrix which[pair] of the stacks.
@@ -242,6 +263,7 @@ void CudaBackend::expertsInSlots(const ExpertWeights& w, const cuda::RowOutputs&
     _aheadRuns = false;
     cuda::sendExperts(_stream, read, rows, w.used, chosen, expertRow(s.expertTable, w.row), foreseen, slot, orders, mail.input,
                       mail.choicesOf(w.row), mail.sent, sent);
+    const cuda::SharedAnswer shared = sharedFew(w, normed);  // beside the CPU's work
     // Before kernels that wait for the CPU: where steps are launched one by one, a kernel's first launch may wait for the GPU.
     onHost([=, share = _share.get(), plan = _misses.get(), file = w.inFile(), row = w.row, used = w.used, predicted = foreseen != nullptr] {
         share->experts(file, row, rows, used, predicted, *plan, sent, instructed, returned);
@@ -254,7 +276,7 @@ void CudaBackend::expertsInSlots(const ExpertWeights& w, const cuda::RowOutputs&
         cuda::expertMatvec(_stream, input(hidden), this->rows(), slots.down, slot, w.used, true, floats(s.answers));
     }
     cuda::combineAnswers(_stream, floats(s.answers), mail.answers, slot, floats(s.weight), rows, w.used, _limits.embedding, mail.returned, returned,
-                         floats(s.x));
+                         floats(s.x), shared);
 }
 
 // What the next layer's router makes of this layer's rows: a guess at what it will choose, where somebody wants it.
@@ -297,7 +319,8 @@ void CudaBackend::expertsMany(const ExpertWeights& w, float eps) {
     const int32_t count = w.gate.count;
     const cuda::HalfRows normed = halves(s.normedHi, s.normedLo), hidden = halves(s.hiddenHi, s.hiddenLo);
     auto* chosen = at<int32_t>(s.chosen);
-    cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, {nullptr, {}, normed});
+    cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding,
+                  {w.shared ? floats(s.sharedOut) : nullptr, {}, normed});
     productMany(normed, w.router, nullptr, floats(s.manyRouterLogits), cuda::Store::Write);
     for (const WeightStack* stack : {&w.gate, &w.up, &w.down}) _weights->arrive(stack->group);
     cuda::route(_stream, floats(s.manyRouterLogits), _rows, count, w.used, w.renormalize, w.weightScale, chosen, floats(s.weight),
@@ -310,7 +333,39 @@ void CudaBackend::expertsMany(const ExpertWeights& w, float eps) {
     expertProductMany(normed, w.up, slots.up, w.row, groups, true, floats(s.manyUp));
     cuda::siluMul(_stream, floats(s.manyGate), floats(s.manyUp), pairs, w.down.first.cols, {nullptr, {}, hidden});
     expertProductMany(hidden, w.down, slots.down, w.row, groups, false, floats(s.expertOut));
-    cuda::combineExperts(_stream, floats(s.expertOut), made.pairOf, floats(s.weight), _rows, w.used, w.down.first.rows, floats(s.x));
+    const cuda::SharedAnswer shared = sharedMany(w, normed);
+    cuda::combineExperts(_stream, floats(s.expertOut), made.pairOf, floats(s.weight), _rows, w.used, w.down.first.rows, floats(s.x), shared);
+}
+
+// The expert that every token goes through; its scale is there already.
+cuda::SharedAnswer CudaBackend::sharedFew(const ExpertWeights& layer, const cuda::RowOutputs& normed) {
+    if (!layer.shared) return {};
+    const GpuScratch& s = *_layout;
+    const SharedExpertWeights& w = *layer.shared;
+    const cuda::RowOutputs hidden = formsFor({w.down}, s.hidden, s.hiddenQuant, _rows, w.down.cols);
+    if (w.gate.resident() && w.up.resident() && sameType(w.gate, w.up)) {
+        for (const Weight* matrix : {&w.gate, &w.up}) _weights->arrive(matrix->group);
+        cuda::matvecGated(_stream, input(normed), rows(), w.gate, w.up, hidden);
+    } else {
+        productsFew(input(normed), rows(), {{w.gate, nullptr, floats(s.gate)}, {w.up, nullptr, floats(s.up)}});
+        cuda::siluMul(_stream, floats(s.gate), floats(s.up), _rows, w.down.cols, hidden);
+    }
+    productsFew(input(hidden), rows(), {{w.down, nullptr, floats(s.sharedOut)}});
+    return {floats(s.sharedOut), floats(s.sharedScale)};
+}
+
+cuda::SharedAnswer CudaBackend::sharedMany(const ExpertWeights& layer, const cuda::HalfRows& normed) {
+    if (!layer.shared) return {};
+    const GpuScratch& s = *_layout;
+    const SharedExpertWeights& w = *layer.shared;
+    const cuda::HalfRows hidden = halves(s.hiddenHi, s.hiddenLo);
+    float* const y = floats(s.sharedOut);  // at first the normed rows themselves, for their scales
+    cuda::rowDots(_stream, y, w.scale, _rows, _limits.embedding, floats(s.sharedScale));
+    productMany(normed, w.gate, nullptr, floats(s.manyGate), cuda::Store::Write);
+    productMany(normed, w.up, nullptr, floats(s.manyUp), cuda::Store::Write);
+    cuda::siluMul(_stream, floats(s.manyGate), floats(s.manyUp), _rows, w.down.cols, {nullptr, {}, hidden});
+    productMany(hidden, w.down, nullptr, y, cuda::Store::Write);
+    return {y, floats(s.sharedScale)};
 }
 
 void CudaBackend::head(const HeadWeights& w, float eps, int64_t first, int64_t count) {

@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "engine/cpu_backend.h"
+#include "engine/drafter.h"
 #include "engine/gpu.h"
 #include "memory/expert_prefetcher.h"
 
@@ -155,20 +156,31 @@ void Engine::load() {
     _trace.note("graphs");
 }
 
-// A prefill and a decode step, so that kernels are loaded and the step is captured before anyone waits for a token.
+// A prefill and a decode step, so that kernels are loaded and the step is captured before anyone waits for a token; where the
+// model drafts, what that takes too.
 void Engine::rehearse() {
-    for (const int64_t rows : {std::min<int64_t>(_options.batch, 512), int64_t{1}}) {
+    std::vector<int64_t> shapes = {std::min<int64_t>(_options.batch, 512), 1};
+    if (_weights->prediction && _options.batch > 1) shapes.push_back(2);
+    for (const int64_t rows : shapes) {
         const int32_t sequence = _kv->createSequence();
         Batch batch;
-        for (int64_t i = 0; i < rows; ++i) batch.add(0, static_cast<int32_t>(i), sequence, i + 1 == rows);
-        _kv->extend(sequence, rows);
+        for (int64_t i = 0; i < rows; ++i) batch.add(0, static_cast<int32_t>(i), sequence, i + 1 == rows || rows == 2);
+        _kv->extend(sequence, rows, rows == 2 ? 1 : 0);
         _forward->run(batch, nullptr);
-        _forward->sampleLast(SamplingRule(), {}, 0.5);
+        _forward->sample(std::vector<Choice>(batch.logitRows.size()));
+        if (_weights->prediction) rehearseDrafts(sequence, rows);
         _kv->releaseSequence(sequence);
     }
     // Nobody has asked anything yet.
     _backend->expertCounts();
     _backend->profiler().clear();
+}
+
+void Engine::rehearseDrafts(int32_t sequence, int64_t rows) {
+    Sampler sampler(SamplingParams(), _spec.vocabSize);
+    const std::vector<int32_t> history;
+    Drafter::Text text{sampler, history, {}, rows < _options.context ? 2 : 1};
+    Drafter().predict(*_forward, *_kv, {sequence, 0, std::vector<int32_t>(static_cast<size_t>(rows), 0)}, &text);
 }
 
 void Engine::warm(const std::function<bool(uint64_t, uint64_t)>& progress) const {
@@ -183,152 +195,6 @@ void Engine::warm(const std::function<bool(uint64_t, uint64_t)>& progress) const
         }
     }
     progress(total, total);
-}
-
-Session::Session(std::shared_ptr<Engine> engine) : _engine(std::move(engine)) {
-    std::lock_guard<std::mutex> lock(_engine->_mutex);
-    _sequence = _engine->_kv->createSequence();
-}
-
-Session::~Session() {
-    std::lock_guard<std::mutex> lock(_engine->_mutex);
-    _engine->_kv->releaseSequence(_sequence);
-}
-
-std::vector<int32_t> Session::tokens() const {
-    std::lock_guard<std::mutex> use(_use);
-    return _tokens;
-}
-
-void Session::requireRoom(int64_t tokens) const {
-    std::lock_guard<std::mutex> use(_use);
-    checkRoom(tokens);
-}
-
-void Session::checkRoom(int64_t tokens) const {
-    if (tokens == 0) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
-    if (tokens > room()) {
-        throw Error(ErrorKind::InvalidArgument, std::to_string(tokens) + " tokens do not fit: the context has room for " +
-                                                    std::to_string(room()) + "; load with a larger context or shorten the prompt");
-    }
-}
-
-void Session::reset() {
-    std::lock_guard<std::mutex> use(_use);
-    _sampler.reset();
-    keep(0);
-}
-
-// Keeps the first `tokens`, or fewer: see KvCache::truncate.
-void Session::keep(int64_t tokens) {
-    std::lock_guard<std::mutex> lock(_engine->_mutex);
-    KvCache& kv = *_engine->_kv;  // which a step that failed may have left with fewer
-    _tokens.resize(static_cast<size_t>(kv.truncate(_sequence, std::min(tokens, kv.length(_sequence)))));
-    _chosen.reset();
-}
-
-// Computes again what the cache lost of the session's tokens, with a step that failed.
-void Session::recompute() {
-    const auto held = static_cast<int64_t>(_tokens.size());
-    for (int64_t begin = _engine->_kv->length(_sequence); begin < held;) {
-        const int64_t count = std::min(_engine->_options.batch, held - begin);
-        run(_tokens.data() + begin, begin, count, Want::Nothing, nullptr);
-        begin += count;
-    }
-}
-
-// Computes one batch of the sequence's tokens, which come at `begin`, with the engine locked. If it throws, the cache is as it
-// was, but for a state that there was no room to keep.
-void Session::run(const int32_t* tokens, int64_t begin, int64_t count, Want want, float* logits, const std::optional<Sampler::Step>& choice) {
-    Batch batch;
-    for (int64_t i = 0; i < count; ++i) {
-        const bool wanted = want == Want::EveryRow || (want == Want::Choice && i + 1 == count);
-        batch.add(tokens[i], static_cast<int32_t>(begin + i), _sequence, wanted);
-    }
-    _engine->_kv->extend(_sequence, count, count > 1 && want == Want::Choice ? 1 : 0);
-    try {
-        _engine->_forward->run(batch, logits);
-        if (choice) _chosen = _engine->_forward->sampleLast(choice->rule, choice->adjustments, choice->draw);
-    } catch (...) {
-        _engine->_kv->truncate(_sequence, begin);
-        throw;
-    }
-}
-
-// Evaluates up to one batch. On failure the session holds what it held before.
-void Session::step(const int32_t* tokens, int64_t count, Want want, float* logits) {
-    // Outside the lock: the random numbers are the session's own.
-    std::optional<Sampler::Step> choice;
-    if (want == Want::Choice) choice.emplace(_sampler->next(_history));
-    std::lock_guard<std::mutex> lock(_engine->_mutex);
-    recompute();
-    const auto begin = static_cast<int64_t>(_tokens.size());
-    run(tokens, begin, count, want, logits, choice);
-    // A prompt may be given again, or with another end: all but its last token are then held.
-    if (count > 1 && want == Want::Choice) _engine->_kv->keepState(_sequence, begin + count - 1);
-    _tokens.insert(_tokens.end(), tokens, tokens + count);
-}
-
-void Session::evaluate(const std::vector<int32_t>& tokens, float* logits, const std::vector<int64_t>& chunks,
-                       const Interrupted& interrupted) {
-    std::lock_guard<std::mutex> use(_use);
-    _sampler.reset();
-    append(tokens, logits, chunks, interrupted);
-}
-
-// With a sampler, the last row's logits give a token; without, every row's are written where `logits` says.
-void Session::append(const std::vector<int32_t>& tokens, float* logits, const std::vector<int64_t>& chunks,
-                     const Interrupted& interrupted) {
-    const auto total = static_cast<int64_t>(tokens.size());
-    checkRoom(total);
-    _chosen.reset();
-    int64_t done = 0;
-    for (size_t piece = 0; done < total; ++piece) {
-        if (interrupted && interrupted()) throw Error(ErrorKind::InvalidArgument, "interrupted");
-        const int64_t wanted = piece < chunks.size() ? chunks[piece] : _engine->_options.batch;
-        const int64_t count = std::clamp<int64_t>(wanted, 1, std::min(_engine->_options.batch, total - done));
-        const Want want = logits ? Want::EveryRow : _sampler && done + count == total ? Want::Choice : Want::Nothing;
-        step(tokens.data() + done, count, want, logits ? logits + done * _engine->_spec.vocabSize : nullptr);
-        done += count;
-    }
-}
-
-void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted) {
-    std::lock_guard<std::mutex> use(_use);
-    _sampler.reset();  // next() refuses to go on from a start that failed
-    params.validate(_engine->_spec.vocabSize);
-    if (prompt.empty()) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
-    if (static_cast<int64_t>(prompt.size()) > _engine->_options.context) {
-        throw Error(ErrorKind::InvalidArgument, "the prompt has " + std::to_string(prompt.size()) + " tokens, the context holds " +
-                                                    std::to_string(_engine->_options.context) + ": shorten it or ask for a larger context");
-    }
-    // The last token is evaluated again even if it is held: its logits are needed.
-    int64_t common = 0;
-    const auto limit = static_cast<int64_t>(std::min(_tokens.size(), prompt.size() - 1));
-    while (common < limit && _tokens[common] == prompt[common]) ++common;
-    keep(common);
-    _reused = static_cast<int64_t>(_tokens.size());
-    _history = prompt;
-    _sampler.emplace(params, _engine->_spec.vocabSize);
-    try {
-        append(std::vector<int32_t>(prompt.begin() + _reused, prompt.end()), nullptr, {}, interrupted);
-    } catch (...) {
-        _sampler.reset();
-        throw;
-    }
-}
-
-std::optional<int32_t> Session::next() {
-    std::lock_guard<std::mutex> use(_use);
-    if (!_sampler) throw Error(ErrorKind::Internal, "next() before start()");
-    if (!_chosen) {
-        if (room() < 1) return std::nullopt;
-        step(&_history.back(), 1, Want::Choice, nullptr);
-    }
-    const int32_t token = checkedToken(*_chosen);
-    _chosen.reset();
-    _history.push_back(token);
-    return token;
 }
 
 }  // namespace sharpi

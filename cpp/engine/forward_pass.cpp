@@ -7,53 +7,6 @@
 
 namespace sharpi {
 
-namespace {
-
-void addLimits(StepLimits& limits, const AttentionSpec& a) {
-    const int64_t width = int64_t{a.heads} * a.headDim;
-    limits.heads = std::max(limits.heads, a.heads);
-    limits.kvHeads = std::max(limits.kvHeads, a.kvHeads);
-    limits.headDim = std::max(limits.headDim, a.headDim);
-    limits.queryWidth = std::max(limits.queryWidth, width);
-    limits.kvWidth = std::max(limits.kvWidth, int64_t{a.kvHeads} * a.headDim);
-    if (a.gated) limits.gatedQueryWidth = std::max(limits.gatedQueryWidth, 2 * width);
-}
-
-void addLimits(StepLimits& limits, const GatedDeltaSpec& d) {
-    limits.deltaChannels = std::max(limits.deltaChannels, d.channels());
-    limits.deltaWidth = std::max(limits.deltaWidth, d.valueWidth());
-    limits.deltaHeads = std::max(limits.deltaHeads, d.valueHeads);
-    limits.deltaDim = std::max(limits.deltaDim, d.headDim);
-}
-
-}  // namespace
-
-StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t maxRows, int64_t context, KvType kvType) {
-    StepLimits limits;
-    limits.maxRows = maxRows;
-    limits.context = context;
-    limits.embedding = limits.maxCols = spec.embedding;
-    limits.vocab = spec.vocabSize;
-    limits.pageTokens = KvCache::kPageTokens;
-    limits.kvType = kvType;
-    for (const LayerSpec& layer : spec.layers) {
-        if (layer.attention) addLimits(limits, *layer.attention);
-        else addLimits(limits, *layer.delta);
-        if (layer.dense) limits.denseHidden = std::max(limits.denseHidden, layer.dense->hidden());
-        if (layer.experts) {
-            ++limits.expertLayers;
-            limits.expertRows.emplace_back(static_cast<int32_t>(&layer - spec.layers.data()), layer.experts->count);
-            limits.experts = std::max(limits.experts, layer.experts->count);
-            limits.expertsUsed = std::max(limits.expertsUsed, layer.experts->used);
-            limits.expertHidden = std::max(limits.expertHidden, layer.experts->hidden());
-            if (layer.experts->shared) limits.sharedHidden = std::max(limits.sharedHidden, layer.experts->shared->hidden());
-        }
-    }
-    limits.maxCols = std::max({limits.embedding, limits.queryWidth, limits.deltaWidth, limits.denseHidden, limits.expertHidden, limits.sharedHidden});
-    for (const TensorInfo& t : tensors.all()) limits.floatWeights |= t.type == DType::F32 && t.shape.size() > 1;
-    return limits;
-}
-
 ForwardPass::ForwardPass(const ModelSpec& spec, const ModelWeights& weights, Backend& backend, KvCache& kv, const StepLimits& limits)
     : _spec(spec), _weights(weights), _backend(backend), _kv(kv), _limits(limits) {
     const bool recurrent = std::any_of(spec.layers.begin(), spec.layers.end(), [](const LayerSpec& layer) { return layer.delta.has_value(); });
@@ -73,7 +26,6 @@ void ForwardPass::check(const Batch& batch) const {
             throw Error(ErrorKind::Internal, "position " + std::to_string(batch.positions[t]) + " is outside the context");
         }
     }
-    if (_kv.states().any()) checkStates(batch);
 }
 
 // A state goes on from where it is: a batch must have exactly the rows that the cache was extended by.
@@ -89,39 +41,61 @@ void ForwardPass::checkStates(const Batch& batch) const {
 }
 
 void ForwardPass::run(const Batch& batch, float* logits) {
-    _lastRow = -1;
+    _heldRows = 0;
     if (batch.size() == 0) return;
     check(batch);
+    if (_kv.states().any()) checkStates(batch);
     _backend.begin(batch, _kv);
     const auto wanted = static_cast<int64_t>(batch.logitRows.size());
     const float eps = _spec.normEpsilon;
     int64_t first = 0, count = std::min(wanted, _backend.headRows());
-    _backend.region([&] {
+    _backend.region(Pass::Model, [&] {
         _backend.embed(_weights.embedding);
-        for (size_t i = 0; i < _weights.layers.size(); ++i) {
-            const LayerWeights& layer = _weights.layers[i];
-            if (layer.attention) _backend.attention(*layer.attention, _kv.layer(i), eps);
-            else _backend.gatedDelta(*layer.delta, _kv.states().layer(i), eps);
-            if (layer.dense) _backend.dense(*layer.dense, eps);
-            else _backend.experts(*layer.experts, eps);
-        }
+        for (size_t i = 0; i < _weights.layers.size(); ++i) mixAndFeed(_weights.layers[i], i);
         if (count) _backend.head(_weights.head, eps, 0, count);
     });
     for (const int32_t sequence : batch.sequences) _kv.commit(sequence);
     while (count) {
         if (logits) _backend.readLogits(0, count, logits + first * _spec.vocabSize);
-        _lastRow = count - 1;
+        _heldRows = count;
         first += count;
         count = std::min(wanted - first, _backend.headRows());
         if (count) _backend.head(_weights.head, eps, first, count);
     }
 }
 
-int32_t ForwardPass::sampleLast(const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments, double draw) {
-    if (_lastRow < 0) throw Error(ErrorKind::Internal, "no logits to choose from");
-    const int64_t row = _lastRow;
-    _lastRow = -1;
-    return _backend.sample(row, rule, adjustments, draw);
+void ForwardPass::mixAndFeed(const LayerWeights& layer, size_t index) {
+    const float eps = _spec.normEpsilon;
+    if (layer.attention) _backend.attention(*layer.attention, _kv.layer(index), eps);
+    else _backend.gatedDelta(*layer.delta, _kv.states().layer(index), eps);
+    if (layer.dense) _backend.dense(*layer.dense, eps);
+    else _backend.experts(*layer.experts, eps);
+}
+
+void ForwardPass::draft(const Batch& batch, bool again) {
+    _heldRows = 0;
+    if (!_weights.prediction) throw Error(ErrorKind::Internal, "a draft of a model without a prediction layer");
+    const auto wanted = static_cast<int64_t>(batch.logitRows.size());
+    if (batch.sources.size() != batch.tokens.size() || wanted > _backend.headRows()) throw Error(ErrorKind::Internal, "an impossible batch to draft");
+    check(batch);
+    const PredictionWeights& w = *_weights.prediction;
+    const float eps = _spec.normEpsilon;
+    _backend.begin(batch, _kv);
+    _backend.region(again ? Pass::DraftAgain : Pass::Draft, [&] {
+        _backend.joinDraft(w, again ? w.head.norm : _weights.head.norm, eps);
+        mixAndFeed(w.layer, _weights.layers.size());
+        if (wanted) _backend.head(w.head, eps, 0, wanted);
+    });
+    _heldRows = wanted;
+}
+
+std::vector<int32_t> ForwardPass::sample(std::vector<Choice> choices) {
+    const auto count = static_cast<int64_t>(choices.size());
+    if (count > _heldRows) throw Error(ErrorKind::Internal, "no logits to choose from");
+    int64_t row = _heldRows - count;
+    for (Choice& choice : choices) choice.row = row++;
+    _heldRows = 0;
+    return _backend.sample(choices);
 }
 
 }  // namespace sharpi

@@ -2,6 +2,7 @@
 #include "engine/gpu.h"
 
 #include "core/error.h"
+#include "kernels/gated_delta.h"
 
 #ifdef SHARPI_WITH_CUDA
 #include "engine/cuda_backend.h"
@@ -14,14 +15,17 @@ void requireGpuCanRun(const ModelSpec& spec) {
         if (!ok) throw Error(ErrorKind::InvalidArgument, "the GPU cannot run this model: " + what + "; device cpu can");
     };
     require(spec.embedding % 4 == 0, "a width of " + std::to_string(spec.embedding) + ", which is no multiple of 4");
-    for (const LayerSpec& layer : spec.layers) {
-        require(!layer.delta, "Gated DeltaNet, which runs on the CPU so far");
+    for (const LayerSpec* loaded : spec.loadedLayers()) {
+        const LayerSpec& layer = *loaded;
+        if (layer.experts) require(layer.experts->count <= 1024, std::to_string(layer.experts->count) + " experts a layer, where up to 1024 are known");
+        if (layer.delta) {
+            const GatedDeltaSpec& d = *layer.delta;
+            cuda::requireDelta({d.keyHeads, d.valueHeads, d.headDim, d.convWidth});
+            continue;
+        }
         const AttentionSpec& a = *layer.attention;
-        require(!a.gated, "attention with gates, which runs on the CPU so far");
         require(a.headDim % 8 == 0 && a.headDim <= 256, "heads of " + std::to_string(a.headDim) + " elements, where 8, 16, .. 256 are known");
         require(a.heads / a.kvHeads <= 32, std::to_string(a.heads) + " heads over " + std::to_string(a.kvHeads) + ", where groups of up to 32 are known");
-        require(!layer.experts || !layer.experts->shared, "a shared expert, which runs on the CPU so far");
-        if (layer.experts) require(layer.experts->count <= 1024, std::to_string(layer.experts->count) + " experts a layer, where up to 1024 are known");
     }
 }
 

@@ -89,4 +89,13 @@ struct HeadWeights {
     Weight output;
 };
 
+// See PredictionSpec.
+struct PredictionWeights {
+    Weight embedding;
+    const float* norms = nullptr;  // [2, embedding]: of the token's embedding, and of the row gone on from
+    Weight projection;
+    LayerWeights layer;
+    HeadWeights head;
+};
+
 }  // namespace sharpi

@@ -54,16 +54,16 @@ private:
 
 std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
     std::vector<KvLayerShape> shapes;
-    for (const LayerSpec& layer : spec.layers) {
-        shapes.push_back(layer.attention ? KvLayerShape{layer.attention->kvHeads, layer.attention->headDim} : KvLayerShape());
+    for (const LayerSpec* layer : spec.loadedLayers()) {
+        shapes.push_back(layer->attention ? KvLayerShape{layer->attention->kvHeads, layer->attention->headDim} : KvLayerShape());
     }
     return shapes;
 }
 
 std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec) {
     std::vector<RecurrentShape> shapes;
-    for (const LayerSpec& layer : spec.layers) {
-        shapes.push_back(layer.delta ? RecurrentShape{layer.delta->convState(), layer.delta->matrixState()} : RecurrentShape());
+    for (const LayerSpec* layer : spec.loadedLayers()) {
+        shapes.push_back(layer->delta ? RecurrentShape{layer->delta->convState(), layer->delta->matrixState()} : RecurrentShape());
     }
     return shapes;
 }

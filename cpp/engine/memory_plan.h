@@ -25,8 +25,8 @@ struct EngineOptions {
     ExpertUse expertUse;
 };
 
-// The lines of LoadTrace, in order: "token embedding", "layer 0", ..., "output head", "streaming" (the slots through which
-// pass what is not resident), "expert slots", "recurrent state" (where there is one), "KV cache", "scratch", "graphs".
+// The lines of LoadTrace, in order: "token embedding", "layer 0", ..., "prediction layer" (where there is one), "output
+// head", "streaming" (the slots through which pass what is not resident), "expert slots", "recurrent state" (where there is one), "KV cache", "scratch", "graphs".
 // On the CPU weights count as nothing: they stay in the mapped file.
 std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
 // The sum of what the lines take.
@@ -45,7 +45,7 @@ std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, con
 
 // What a backend's buffers are sized for.
 StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
-// By layer.
+// By layer; a prediction layer's is the last.
 std::vector<KvLayerShape> kvShapes(const ModelSpec& spec);
 std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec);
 

@@ -42,34 +42,31 @@ std::vector<double> frequencies(const RopeSpec& rope, const std::vector<float>& 
 ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, const Homes& homes, size_t expertSlotBytes, int64_t context,
                            LoadTrace& trace)
     : _files(files), _placer(placer), _homes(homes), _context(context) {
-    for (const LayerSpec& layer : spec.layers) {
-        if (layer.experts) _expertsResident &= resident(layer.experts->gate) && resident(layer.experts->up) && resident(layer.experts->down);
+    for (const LayerSpec* layer : spec.loadedLayers()) {
+        if (layer->experts) _expertsResident &= resident(layer->experts->gate) && resident(layer->experts->up) && resident(layer->experts->down);
     }
     embedding = _placer.table(inFile(spec.tokenEmbedding));
     trace.note("token embedding");
     for (size_t i = 0; i < spec.layers.size(); ++i) {
-        const LayerSpec& from = spec.layers[i];
         const std::string name = "layer " + std::to_string(i);
-        LayerWeights layer;
-        if (from.attention) {
-            layer.attention = attention(from, name);
-        } else {
-            layer.delta = gatedDelta(from);
-        }
-        if (from.dense) {
-            layer.dense = dense(from);
-        } else {
-            layer.experts = experts(from);
-        }
-        layers.push_back(std::move(layer));
+        layers.push_back(loadLayer(spec.layers[i], name));
         trace.note(name);
+    }
+    if (!spec.predictions.empty()) {
+        _placer.startPrediction();
+        prediction = loadPrediction(spec.predictions[0], "prediction layer");
+        trace.note("prediction layer");
     }
     _placer.startHead();
     head.norm = vector(spec.outputNorm);
     const bool tied = spec.output.tensor == spec.tokenEmbedding.tensor && spec.output.rowBegin == spec.tokenEmbedding.rowBegin;
     head.output = tied && embedding.resident() ? embedding : weight(spec.output, true);
+    if (prediction) {
+        prediction->head.output = head.output;
+        if (!prediction->head.norm) prediction->head.norm = head.norm;
+    }
     trace.note("output head");
-    const ExpertWeights* next = nullptr;
+    const ExpertWeights* next = nullptr;  // the prediction layer's come in passes of their own
     for (auto layer = layers.rbegin(); layer != layers.rend(); ++layer) {
         if (!layer->experts) continue;
         layer->experts->next = next;
@@ -79,6 +76,26 @@ ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& 
     trace.note("streaming");
     _placer.takeExpertSlots(expertSlotBytes);
     trace.note("expert slots");
+}
+
+LayerWeights ModelWeights::loadLayer(const LayerSpec& from, const std::string& name) {
+    LayerWeights layer;
+    if (from.attention) layer.attention = attention(from, name);
+    else layer.delta = gatedDelta(from);
+    if (from.dense) layer.dense = dense(from);
+    else layer.experts = experts(from);
+    return layer;
+}
+
+// In the order of use, but for the head, which is loaded after it.
+PredictionWeights ModelWeights::loadPrediction(const PredictionSpec& spec, const std::string& name) {
+    PredictionWeights w;
+    w.embedding = spec.embedding ? _placer.table(inFile(spec.embedding)) : embedding;
+    w.norms = vectors(spec.embeddingNorm, spec.hiddenNorm);
+    w.projection = weight(spec.projection);
+    w.layer = loadLayer(spec.layer, name);
+    w.head.norm = vector(spec.headNorm);
+    return w;
 }
 
 FileMatrix ModelWeights::inFile(const WeightSlice& slice) const {
@@ -135,7 +152,7 @@ std::vector<float> ModelWeights::floats(const WeightSlice& slice) const {
     if (!m.data) return {};
     const int64_t count = slice.rows * slice.cols;
     std::vector<float> values(static_cast<size_t>(count));
-    cpu::kernels().dequantizeRow(m.type, m.data + slice.rowBegin * rowBytes(m.type, 1), count, values.data());
+    cpu::kernels().dequantizeRow(m.type, m.data + rowBytes(m.type, slice.rowBegin), count, values.data());
     return values;
 }
 
@@ -143,6 +160,15 @@ const float* ModelWeights::vector(const WeightSlice& slice) {
     if (!slice) return nullptr;
     const std::vector<float> values = floats(slice);
     return _placer.vector(values.empty() ? nullptr : values.data(), static_cast<size_t>(slice.cols), _files.name(slice));
+}
+
+// One behind the other.
+const float* ModelWeights::vectors(const WeightSlice& first, const WeightSlice& second) {
+    std::vector<float> values = floats(first);
+    const std::vector<float> others = floats(second);
+    values.insert(values.end(), others.begin(), others.end());
+    const std::string name = _files.name(first) + " and " + _files.name(second);
+    return _placer.vector(values.empty() ? nullptr : values.data(), static_cast<size_t>(first.cols + second.cols), name);
 }
 
 // [cols, rows]: a row for each input.

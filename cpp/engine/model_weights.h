@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/layer_weights.h"
@@ -23,6 +24,7 @@ public:
     Weight embedding;
     std::vector<LayerWeights> layers;
     HeadWeights head;
+    std::optional<PredictionWeights> prediction;
 
 private:
     struct Rotation {
@@ -35,12 +37,15 @@ private:
     ExpertWeights experts(const LayerSpec& layer);
     bool resident(const WeightSlice& slice) const;
     const float* vector(const WeightSlice& slice);
+    const float* vectors(const WeightSlice& first, const WeightSlice& second);
     const float* turnedMatrix(const WeightSlice& slice);
     std::vector<float> floats(const WeightSlice& slice) const;
     RopeTable rotation(const RopeSpec& spec, const std::string& name);
     AttentionWeights attention(const LayerSpec& layer, const std::string& name);
     GatedDeltaWeights gatedDelta(const LayerSpec& layer);
     SharedExpertWeights sharedExpert(const SharedExpertSpec& spec);
+    LayerWeights loadLayer(const LayerSpec& layer, const std::string& name);
+    PredictionWeights loadPrediction(const PredictionSpec& spec, const std::string& name);
 
     const Weights& _files;
     Placer& _placer;

@@ -30,10 +30,8 @@ std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tens
         const double bytes = static_cast<double>(rowBytes(type, slice.cols)) * static_cast<double>(slice.rows * slice.experts) * share;
         uses.push_back({slice.tensor, role, layer, static_cast<uint64_t>(bytes), slice.rows, slice.cols});
     };
-    add(spec.tokenEmbedding, "embedding", -1, 1.0 / static_cast<double>(spec.tokenEmbedding.rows));
-    for (size_t i = 0; i < spec.layers.size(); ++i) {
-        const LayerSpec& l = spec.layers[i];
-        const auto layer = static_cast<int32_t>(i);
+    const auto addTable = [&](const WeightSlice& table, int32_t layer) { add(table, "embedding", layer, 1.0 / static_cast<double>(table.rows)); };
+    const auto addLayer = [&](const LayerSpec& l, int32_t layer) {
         const Mixer mixer = l.attention ? mixerOf(*l.attention) : mixerOf(*l.delta);
         const bool shared = l.experts && l.experts->shared;
         add(l.mixerNorm, "vector", layer);
@@ -45,13 +43,22 @@ std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tens
             add(l.dense->gate, "ffn_gate", layer);
             add(l.dense->up, "ffn_up", layer);
             add(l.dense->down, "ffn_down", layer);
-        } else {
-            const ExpertFfnSpec& f = *l.experts;
-            add(f.router, "router", layer);
-            for (const WeightSlice& m : {f.gate, f.up, f.down}) add(m, "experts", layer, static_cast<double>(f.used) / f.count);
-            // Used in full by every token, as attention is.
-            if (shared) for (const WeightSlice& m : {f.shared->gate, f.shared->up, f.shared->down}) add(m, "attention", layer);
+            return;
         }
+        const ExpertFfnSpec& f = *l.experts;
+        add(f.router, "router", layer);
+        for (const WeightSlice& m : {f.gate, f.up, f.down}) add(m, "experts", layer, static_cast<double>(f.used) / f.count);
+        // Used in full by every token, as attention is.
+        if (shared) for (const WeightSlice& m : {f.shared->gate, f.shared->up, f.shared->down}) add(m, "attention", layer);
+    };
+    addTable(spec.tokenEmbedding, -1);
+    int32_t number = 0;
+    for (const LayerSpec& layer : spec.layers) addLayer(layer, number++);
+    for (const PredictionSpec& p : spec.predictions) {
+        if (p.embedding) addTable(p.embedding, number);
+        for (const WeightSlice& v : {p.embeddingNorm, p.hiddenNorm, p.headNorm}) add(v, "vector", number);
+        add(p.projection, "attention", number);
+        addLayer(p.layer, number++);
     }
     add(spec.outputNorm, "vector", -1);
     add(spec.output, "head", -1);
@@ -86,8 +93,9 @@ Homes normalized(const ModelSpec& spec, const TensorTable& tensors, Homes homes)
 
 bool expertsAway(const ModelSpec& spec, const Homes& homes) {
     if (homes.empty()) return false;
-    return std::any_of(spec.layers.begin(), spec.layers.end(), [&](const LayerSpec& layer) {
-        return layer.experts && homes.at(static_cast<size_t>(layer.experts->gate.tensor)).home == Home::Slots;
+    const std::vector<const LayerSpec*> layers = spec.loadedLayers();
+    return std::any_of(layers.begin(), layers.end(), [&](const LayerSpec* layer) {
+        return layer->experts && homes.at(static_cast<size_t>(layer->experts->gate.tensor)).home == Home::Slots;
     });
 }
 
@@ -108,7 +116,7 @@ Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const H
         if (role.rfind("ffn_", 0) == 0 || role == "head") placement.cpu += row * static_cast<uint64_t>(std::min(homes[tensor].cpuRows, use.rows));
     }
     for (size_t i = 0; i < tensors.all().size(); ++i) {
-        if (!used[i]) continue;  // a prediction layer's stays in the file
+        if (!used[i]) continue;  // a prediction layer's that is not loaded stays in the file
         (where[i] == Home::Vram ? placement.vram : where[i] == Home::Direct ? placement.direct : placement.slots) += tensors.all()[i].bytes;
         order.push_back(static_cast<int32_t>(i));
     }

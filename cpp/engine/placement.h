@@ -18,7 +18,8 @@ struct TensorUse {
     uint64_t bytesPerToken = 0;  // that a token reads of it
     int64_t rows = 0, cols = 0;  // of the matrix, or of one of a stack
 };
-// In the order in which a token meets them; without those of prediction layers, which are not loaded.
+// In the order in which a token meets them. A prediction layer that is loaded has the number behind the last layer's; its
+// projection counts as attention, since a draft reads both in full.
 std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tensors);
 
 // What homes come to where they differ for matrices that go together: a layer's gate and up are Direct if one is, and gate's rows

@@ -36,6 +36,8 @@ public:
     virtual PlacedExperts experts(const ExpertStacks& file, Home home, const std::string& name) = 0;
     // `count` floats; null: room for them only.
     virtual const float* vector(const float* host, size_t count, const std::string& name) = 0;
+    // What follows belongs to a prediction layer.
+    virtual void startPrediction() {}
     // What follows belongs to the output head.
     virtual void startHead() {}
     // After the last.
@@ -67,6 +69,7 @@ public:
     Weight table(const FileMatrix& file) override;
     PlacedExperts experts(const ExpertStacks& file, Home home, const std::string& name) override;
     const float* vector(const float* host, size_t count, const std::string& name) override;
+    void startPrediction() override { _stream.startPrediction(); }
     void startHead() override { _stream.startHead(); }
     void finish() override;
     void takeExpertSlots(size_t bytes) override { _slots.take(bytes, _profiler); }

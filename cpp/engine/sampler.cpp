@@ -78,31 +78,48 @@ Sampler::Sampler(const SamplingParams& params, int64_t vocabSize) : _params(para
     params.validate(vocabSize);
 }
 
-void Sampler::countRecent(const std::vector<int32_t>& history) {
-    _recent.clear();
+std::vector<TokenAdjustment> Sampler::recent(const std::vector<int32_t>& history, const std::vector<int32_t>& drafted) const {
+    std::vector<TokenAdjustment> counted;
     const bool penalized = _params.repetitionPenalty != 1 || _params.presencePenalty != 0 || _params.frequencyPenalty != 0;
-    if (!penalized) return;
-    const size_t window = std::min<size_t>(history.size(), _params.penaltyWindow);
-    _window.assign(history.end() - window, history.end());
-    std::sort(_window.begin(), _window.end());
-    for (const int32_t token : _window) {
-        if (_recent.empty() || _recent.back().token != token) _recent.push_back({token, 0, 0.0f});
-        ++_recent.back().times;
+    if (!penalized) return counted;
+    const size_t window = std::min<size_t>(history.size() + drafted.size(), _params.penaltyWindow);
+    const size_t ofDrafted = std::min(window, drafted.size());
+    std::vector<int32_t> tokens(history.end() - static_cast<std::ptrdiff_t>(window - ofDrafted), history.end());
+    tokens.insert(tokens.end(), drafted.end() - static_cast<std::ptrdiff_t>(ofDrafted), drafted.end());
+    std::sort(tokens.begin(), tokens.end());
+    for (const int32_t token : tokens) {
+        if (counted.empty() || counted.back().token != token) counted.push_back({token, 0, 0.0f});
+        ++counted.back().times;
+    }
+    return counted;
+}
+
+double Sampler::draw(size_t ahead) {
+    while (_draws.size() <= ahead) _draws.push_back(static_cast<double>(_random() >> 11) * 0x1p-53);
+    return _draws[ahead];
+}
+
+void Sampler::advance(size_t tokens) {
+    for (; tokens > 0; --tokens) {
+        draw(0);
+        _draws.pop_front();
     }
 }
 
-Sampler::Step Sampler::next(const std::vector<int32_t>& history) {
-    countRecent(history);
-    _adjustments.clear();
-    auto recent = _recent.cbegin();
+Choice Sampler::next(const std::vector<int32_t>& history, const std::vector<int32_t>& drafted) {
+    const std::vector<TokenAdjustment> counted = recent(history, drafted);
+    Choice choice;
+    choice.rule = _params;
+    auto at = counted.cbegin();
     for (const auto& [token, bias] : _params.logitBias) {
-        for (; recent != _recent.cend() && recent->token < token; ++recent) _adjustments.push_back(*recent);
-        const bool both = recent != _recent.cend() && recent->token == token;
-        _adjustments.push_back({token, both ? recent->times : 0, bias});
-        if (both) ++recent;
+        for (; at != counted.cend() && at->token < token; ++at) choice.adjustments.push_back(*at);
+        const bool both = at != counted.cend() && at->token == token;
+        choice.adjustments.push_back({token, both ? at->times : 0, bias});
+        if (both) ++at;
     }
-    _adjustments.insert(_adjustments.end(), recent, _recent.cend());
-    return {_params, _adjustments, static_cast<double>(_random() >> 11) * 0x1p-53};
+    choice.adjustments.insert(choice.adjustments.end(), at, counted.cend());
+    choice.draw = draw(drafted.size());
+    return choice;
 }
 
 int32_t sampleOnHost(float* logits, int64_t vocab, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments,

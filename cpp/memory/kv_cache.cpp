@@ -71,6 +71,18 @@ void KvCache::extend(int32_t sequence, int64_t tokens, int32_t snapshots) {
     s.length += tokens;
 }
 
+bool KvCache::reserve(int32_t sequence, int64_t tokens) {
+    Sequence& s = at(sequence);
+    const int64_t pages = pagesFor(s.length + tokens);
+    if (pages - static_cast<int64_t>(s.pages.size()) > freePages()) return false;
+    s.pages.reserve(static_cast<size_t>(pages));
+    while (static_cast<int64_t>(s.pages.size()) < pages) {
+        s.pages.push_back(_freePages.back());
+        _freePages.pop_back();
+    }
+    return true;
+}
+
 int64_t KvCache::truncate(int32_t sequence, int64_t tokens) {
     Sequence& s = at(sequence);
     if (tokens < 0 || tokens > s.length) {

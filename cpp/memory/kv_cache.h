@@ -31,6 +31,10 @@ public:
     // up to so many of them at no cost, if there is room. Throws Error(OutOfMemory) when no page is free, or no slot for the
     // state; the sequence is then unchanged.
     void extend(int32_t sequence, int64_t tokens, int32_t snapshots = 0);
+    // So many snapshots can be had at no cost: see RecurrentState::snapshotRoom.
+    int32_t snapshotRoom(int32_t sequence) const { return _states.snapshotRoom(sequence); }
+    // Pages for `tokens` more, at the sequence's length as it stays; truncate() gives back what is not used. Whether there are.
+    bool reserve(int32_t sequence, int64_t tokens);
     // What extend() made room for has been computed.
     void commit(int32_t sequence) { _states.commit(sequence); }
     // Keeps the first `tokens`, or fewer where the state after these is no longer there: how many it keeps. The others have

@@ -2,6 +2,7 @@
 #include "memory/recurrent_state.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "core/error.h"
@@ -43,13 +44,14 @@ RecurrentState::Sequence& RecurrentState::at(int32_t sequence) {
 }
 
 // A free slot, or that of a state which no sequence stands at: not kept before kept, old before new. -1: there is none.
-int32_t RecurrentState::take() {
+int32_t RecurrentState::take(bool evenKept) {
     if (_free.empty()) {
         std::vector<State>* among = nullptr;
         size_t index = 0;
         for (Sequence& s : _sequences) {
             for (size_t i = 0; i + 1 < s.states.size(); ++i) {
                 const State &state = s.states[i], *best = among ? &(*among)[index] : nullptr;
+                if (state.kept && !evenKept) continue;
                 if (best && std::pair(best->kept, best->made) < std::pair(state.kept, state.made)) continue;
                 among = &s.states;
                 index = i;
@@ -71,7 +73,7 @@ void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, int32_
         throw Error(ErrorKind::Internal, "the recurrent state of sequence " + std::to_string(sequence) + " is not that of its " +
                                              std::to_string(begin) + " tokens");
     }
-    int32_t last = take();
+    int32_t last = take(true);
     s.begin = begin;
     s.from = s.states.empty() ? -1 : s.states.back().slot;
     if (last < 0) {
@@ -84,10 +86,30 @@ void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, int32_
     }
     s.coming.push_back({end, last, false, 0});
     for (int64_t tokens = end - 1; tokens > begin && tokens >= end - snapshots; --tokens) {
-        const int32_t slot = take();
+        int32_t slot = take(false);
+        const bool inPlace = slot < 0 && !s.states.empty() && s.states.back().slot == s.from && !s.states.back().kept;
+        if (inPlace) {
+            slot = s.from;
+            s.states.pop_back();
+        }
+        if (slot < 0) slot = take(true);
         if (slot < 0) break;
         s.coming.insert(s.coming.begin(), {tokens, slot, false, 0});
+        if (inPlace) break;
     }
+}
+
+int32_t RecurrentState::snapshotRoom(int32_t sequence) const {
+    if (!any()) return std::numeric_limits<int32_t>::max();
+    int32_t room = freeSlots() - 1;  // one is for the state after the step
+    for (size_t index = 0; index < _sequences.size(); ++index) {
+        const std::vector<State>& states = _sequences[index].states;
+        for (size_t i = 0; i < states.size(); ++i) {
+            const bool mayGo = i + 1 < states.size() || index == static_cast<size_t>(sequence);
+            if (mayGo && !states[i].kept) ++room;
+        }
+    }
+    return std::max(room, 0);
 }
 
 std::vector<StateStep> RecurrentState::steps(int32_t sequence) const {

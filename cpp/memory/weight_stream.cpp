@@ -160,14 +160,23 @@ void WeightStream::setWanted(int32_t group, std::vector<int32_t> experts) {
 }
 
 void WeightStream::uploadAll() {
-    if (_streams) return;
+    if (_streams) return uploadPrediction();
     if (_transfers) {
-        begin(false, true);
+        start(false, 0, groups(), 0, 0);
         for (int32_t i = 0; i < groups(); ++i) arrive(i);
         end();
         finishUploads();
     }
     _staging = Buffer();
+}
+
+void WeightStream::uploadPrediction() {
+    for (int32_t i = predictionBegin(); _transfers && i < headBegin(); ++i) {
+        if (!_groups[i].resident()) continue;
+        start(false, i, i + 1, 0, 0);
+        arrive(i);
+        end();
+    }
 }
 
 void WeightStream::finishUploads() {
@@ -246,8 +255,9 @@ void WeightStream::requireKind(int32_t group, bool isStack) const {
 
 // To the next piece that there is, or to the end.
 void WeightStream::settle(Cursor& cursor) const {
-    while (cursor.group < _end && cursor.piece >= pieceCount(_groups[cursor.group])) {
-        ++cursor.group;
+    const auto leaveOut = [&] { return cursor.group >= _leaveOut && cursor.group < _goOn; };
+    while (cursor.group < _end && (leaveOut() || cursor.piece >= pieceCount(_groups[cursor.group]))) {
+        cursor.group = leaveOut() ? _goOn : cursor.group + 1;
         cursor.piece = 0;
     }
 }
@@ -258,14 +268,20 @@ void WeightStream::advance(Cursor& cursor) const {
     settle(cursor);
 }
 
-void WeightStream::begin(bool few, bool withHead) { start(few, 0, withHead ? groups() : headBegin()); }
+void WeightStream::begin(Part part, bool few, bool withHead) {
+    const int32_t end = withHead ? groups() : headBegin();
+    if (part == Part::Model) start(few, 0, end, predictionBegin(), headBegin());
+    else start(few, predictionBegin(), end, 0, 0);
+}
 
-void WeightStream::beginHead() { start(false, headBegin(), groups()); }
+void WeightStream::beginHead() { start(false, headBegin(), groups(), 0, 0); }
 
-void WeightStream::start(bool few, int32_t first, int32_t end) {
+void WeightStream::start(bool few, int32_t first, int32_t end, int32_t leaveOut, int32_t goOn) {
     if (!_taken || !_transfers) throw Error(ErrorKind::Internal, "a pass before the weights were loaded");
     _few = few;
     _end = end;
+    _leaveOut = leaveOut;
+    _goOn = goOn;
     _fetch = _use = Cursor{first, 0, 0};
     settle(_fetch);
     settle(_use);

@@ -93,6 +93,9 @@ private:
 
 class WeightStream {
 public:
+    // The groups that a pass walks through, beside the output head's.
+    enum class Part { Model, Prediction };
+
     static constexpr int kSlots = 6;
     // Large enough for the bus's full speed, and for products of many rows to fill the device several times over. A piece is
     // at least 32 rows, or one expert, whatever they take.
@@ -114,10 +117,13 @@ public:
     void addTable(const Matrix& file);
     // Takes slots and staging and prepares the files. Once, after the last add. Throws Error(OutOfMemory).
     void take();
+    // What is added from here on is a prediction layer's: passes of their own walk through it. Before startHead().
+    void startPrediction() { _predictionBegin = groups(); }
     // What is added from here on is used by the output head alone.
     void startHead() { _headBegin = groups(); }
     // Unless something is streamed (then the first pass does it, and computes meanwhile): brings everything over, and gives
-    // staging back.
+    // staging back. What of the prediction layer is resident comes now in any case: there may never be a pass over it, and
+    // until the last upload is made none of the files' pages are let go of.
     void uploadAll();
     // Lets go of what only uploads needed, if all have been made. Not while a step is captured.
     void finishUploads();
@@ -126,8 +132,8 @@ public:
     // that was left half way ends here.
     void setWanted(int32_t group, std::vector<int32_t> experts);
 
-    // A pass over all groups, or all but the head's. few: without the rows that the CPU computes.
-    void begin(bool few, bool withHead);
+    // A pass over a part's groups, and the head's or not. few: without the rows that the CPU computes.
+    void begin(Part part, bool few, bool withHead);
     // A pass over the head's alone, with all rows.
     void beginHead();
     void end();
@@ -192,7 +198,9 @@ private:
     };
     int32_t groups() const { return static_cast<int32_t>(_groups.size()); }
     int32_t headBegin() const { return _headBegin < 0 ? groups() : _headBegin; }
-    void start(bool few, int32_t first, int32_t end);
+    int32_t predictionBegin() const { return _predictionBegin < 0 ? headBegin() : _predictionBegin; }
+    void uploadPrediction();
+    void start(bool few, int32_t first, int32_t end, int32_t leaveOut, int32_t goOn);
     void requireKind(int32_t group, bool isStack) const;
     void requireTogether(int32_t group) const;
     int64_t pieceCount(const Group& group) const;
@@ -217,7 +225,7 @@ private:
     Transfers* _transfers;
     std::vector<Group> _groups;
     std::vector<HostRange> _tables;
-    int32_t _headBegin = -1;
+    int32_t _predictionBegin = -1, _headBegin = -1;
     bool _streams = false, _sharesRows = false, _streamsStacks = false, _taken = false, _finished = false;
     size_t _slotBytes = 0;
     int _slots = 0;
@@ -225,6 +233,7 @@ private:
 
     bool _active = false, _few = false;
     int32_t _end = 0;
+    int32_t _leaveOut = 0, _goOn = 0;  // groups [_leaveOut, _goOn) are passed over
     Cursor _fetch, _use;
     std::vector<Matrix> _parts;  // of the piece in use
     int64_t _rowBegin = 0;       // the first of its rows

@@ -101,7 +101,7 @@ struct PredictionSpec {
     LayerSpec layer;
     WeightSlice projection;                           // [embedding, 2 * embedding]
     WeightSlice embeddingNorm, hiddenNorm, headNorm;  // headNorm may be absent: the model's
-    WeightSlice embedding, output;                    // may be absent: the model's
+    WeightSlice embedding;                            // may be absent: the model's
 };
 
 struct ModelSpec {
@@ -111,12 +111,16 @@ struct ModelSpec {
     float normEpsilon = 0;
     WeightSlice tokenEmbedding, outputNorm, output;  // output is tokenEmbedding when the file ties them
     std::vector<LayerSpec> layers;
-    std::vector<PredictionSpec> predictions;  // described, and not run by a forward pass
+    // One at most is run: of several in a file the first, and none that has an output head of its own, which would take as
+    // much memory as the model's. Empty: nothing of it is loaded.
+    std::vector<PredictionSpec> predictions;
 
     // Throws Error(BadModel): unknown architecture, missing or ill-shaped tensors, tensors nobody would use.
     static ModelSpec read(const Metadata& metadata, const TensorTable& tensors);
 
     int64_t parameters(const TensorTable& tensors) const;
+    // All layers whose weights are loaded, in the order of use: the prediction layer is the last.
+    std::vector<const LayerSpec*> loadedLayers() const;
 };
 
 // The names that ModelSpec::read knows, in order.

@@ -217,7 +217,7 @@ int64_t expertHidden(const Finder& tensors, const std::string& name) {
 SharedExpertSpec readSharedExpert(Finder& tensors, const std::string& block, int64_t embedding) {
     SharedExpertSpec f;
     const int64_t hidden = expertHidden(tensors, block + "ffn_down_shexp.weight");
-    f.scale = tensors.requiredVector(block + "ffn_gate_inp_shexp.weight", embedding);
+    f.scale = tensors.required(block + "ffn_gate_inp_shexp.weight", {embedding});  // floats by habit, but some writers quantize it
     f.gate = tensors.required(block + "ffn_gate_shexp.weight", {embedding, hidden});
     f.up = tensors.required(block + "ffn_up_shexp.weight", {embedding, hidden});
     f.down = tensors.required(block + "ffn_down_shexp.weight", {hidden, embedding});
@@ -280,7 +280,9 @@ LayerSpec readLayer(const Architecture& arch, const Metadata& md, Finder& tensor
     return layer;
 }
 
-PredictionSpec readPrediction(const Architecture& arch, const Metadata& md, Finder& tensors, const std::string& block, const ModelSpec& spec) {
+// Nothing where it has an output head of its own.
+std::optional<PredictionSpec> readPrediction(const Architecture& arch, const Metadata& md, Finder& tensors, const std::string& block,
+                                             const ModelSpec& spec) {
     PredictionSpec p;
     p.layer = readLayer(arch, md, tensors, block, spec, true);
     p.projection = tensors.required(block + "nextn.eh_proj.weight", {2 * spec.embedding, spec.embedding});
@@ -288,7 +290,7 @@ PredictionSpec readPrediction(const Architecture& arch, const Metadata& md, Find
     p.hiddenNorm = tensors.requiredVector(block + "nextn.hnorm.weight", spec.embedding);
     p.headNorm = tensors.optionalVector(block + "nextn.shared_head_norm.weight", spec.embedding);
     p.embedding = tensors.optional(block + "nextn.embed_tokens.weight", {spec.embedding, spec.vocabSize});
-    p.output = tensors.optional(block + "nextn.shared_head_head.weight", {spec.embedding, spec.vocabSize});
+    if (tensors.optional(block + "nextn.shared_head_head.weight", {spec.embedding, spec.vocabSize})) return std::nullopt;
     return p;
 }
 
@@ -328,11 +330,23 @@ ModelSpec ModelSpec::read(const Metadata& md, const TensorTable& table) {
 
     for (int64_t i = 0; i < blocks; ++i) {
         const std::string block = "blk." + std::to_string(i) + ".";
-        if (i < blocks - predictions) spec.layers.push_back(readLayer(arch, md, tensors, block, spec, hasAttention(arch, md, i)));
-        else spec.predictions.push_back(readPrediction(arch, md, tensors, block, spec));
+        if (i < blocks - predictions) {
+            spec.layers.push_back(readLayer(arch, md, tensors, block, spec, hasAttention(arch, md, i)));
+            continue;
+        }
+        std::optional<PredictionSpec> prediction = readPrediction(arch, md, tensors, block, spec);
+        // Those behind the first go on from one another, each for one further token.
+        if (prediction && i == blocks - predictions) spec.predictions.push_back(*std::move(prediction));
     }
     tensors.requireAllUsed(spec.architecture);
     return spec;
+}
+
+std::vector<const LayerSpec*> ModelSpec::loadedLayers() const {
+    std::vector<const LayerSpec*> all;
+    for (const LayerSpec& layer : layers) all.push_back(&layer);
+    for (const PredictionSpec& prediction : predictions) all.push_back(&prediction.layer);
+    return all;
 }
 
 int64_t ModelSpec::parameters(const TensorTable& tensors) const {

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 
+#include "core/portable.h"
 #include "kernels/crossing.cuh"
 #include "kernels/packed_blocks.cuh"
 
@@ -241,7 +242,7 @@ constexpr int kRanksAtOnce = 8;  // ranks of an element that are on their way to
 template <int kFloats>
 __global__ void __launch_bounds__(kAnswerThreads)
     combineAnswersKernel(const float* y, const float* hostY, const int32_t* slot, const float* weight, int32_t used, int pieces,
-                         const uint32_t* returned, uint32_t ticket, float* residual) {
+                         const uint32_t* returned, uint32_t ticket, SharedAnswer shared, float* residual) {
     waitForPrevious();
     const int64_t firstPair = static_cast<int64_t>(blockIdx.y) * used;
     bool isHosts = false;
@@ -277,7 +278,13 @@ __global__ void __launch_bounds__(kAnswerThreads)
             for (int i = 0; i < kFloats; ++i) sum[i] = fmaf(factor[k], __uint_as_float(words[i]), sum[i]);
         }
     }
-    float* to = residual + (static_cast<int64_t>(blockIdx.y) * pieces + piece) * kFloats;
+    const int64_t at = (static_cast<int64_t>(blockIdx.y) * pieces + piece) * kFloats;
+    if (shared.y) {
+        const float factor = portableSigmoid(shared.scale[blockIdx.y]);
+#pragma unroll
+        for (int i = 0; i < kFloats; ++i) sum[i] = fmaf(factor, shared.y[at + i], sum[i]);
+    }
+    float* to = residual + at;
     if constexpr (kFloats == 4) {
         float4 old = *reinterpret_cast<const float4*>(to);
         *reinterpret_cast<float4*>(to) =
@@ -352,14 +359,14 @@ void fetchAhead(Stream& stream, const ExpertStacks& slots, const DeviceOrders* o
 }
 
 void combineAnswers(Stream& stream, const float* y, const float* hostY, const int32_t* slot, const float* weight, int64_t rows, int32_t used,
-                    int64_t cols, const uint32_t* returned, uint32_t ticket, float* residual) {
+                    int64_t cols, const uint32_t* returned, uint32_t ticket, float* residual, const SharedAnswer& shared) {
     pairCount(rows * used);
     if (cols < 0 || cols > int64_t{1} << 30) throw Error(ErrorKind::Internal, "answers of " + std::to_string(cols) + " columns");
     const bool wide = isWhole(y, cols * 4) && isWhole(hostY, 0) && isWhole(residual, 0);
     const int64_t pieces = wide ? cols / 4 : cols;
     const dim3 grid(static_cast<unsigned>((pieces + kAnswerThreads - 1) / kAnswerThreads), static_cast<unsigned>(rows));
     launch(stream, wide ? combineAnswersKernel<4> : combineAnswersKernel<1>, grid, dim3(kAnswerThreads), 0, y, hostY, slot, weight, used,
-           static_cast<int>(pieces), returned, ticket, residual);
+           static_cast<int>(pieces), returned, ticket, shared, residual);
 }
 
 }  // namespace sharpi::cuda

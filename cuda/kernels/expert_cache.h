@@ -66,8 +66,8 @@ void fetchAhead(Stream& stream, const ExpertStacks& slots, const DeviceOrders* o
 
 // residual[t, :] += sum over ranks k ascending of weight[t, k] * y[p, :], by fma from +0, p = t * used + k; y is of the GPU
 // ([pairs, cols], device) where slot[p] >= 0, else of the CPU ([pairs, cols], pinned), for whom it waits where a row has any of its:
-// until *returned >= ticket.
+// until *returned >= ticket. Then the shared answer.
 void combineAnswers(Stream& stream, const float* y, const float* hostY, const int32_t* slot, const float* weight, int64_t rows, int32_t used,
-                    int64_t cols, const uint32_t* returned, uint32_t ticket, float* residual);
+                    int64_t cols, const uint32_t* returned, uint32_t ticket, float* residual, const SharedAnswer& shared = {});
 
 }  // namespace sharpi::cuda

@@ -18,8 +18,6 @@ namespace sharpi::cuda {
 
 namespace {
 
-constexpr int kMaxConvWidth = 4;
-constexpr int kMaxDeltaDim = 128;
 constexpr int kConvWarps = 4;
 constexpr int kAhead = 4;         // rows of the convolution's inputs that are asked for together
 constexpr int kSums = 8;          // accumulators of a column's sums
@@ -455,16 +453,6 @@ template <typename Body> void withForms(Stream& stream, const DeltaShape& shape,
 }
 
 }  // namespace
-
-void requireDelta(const DeltaShape& shape) {
-    const bool heads = shape.keyHeads > 0 && shape.valueHeads > 0 && shape.dim > 0 && shape.dim % kSums == 0 && shape.dim <= kMaxDeltaDim;
-    if (heads && shape.convWidth >= 2 && shape.convWidth <= kMaxConvWidth) return;
-    throw Error(ErrorKind::InvalidArgument, "Gated DeltaNet with heads of " + std::to_string(shape.dim) + " elements and a convolution over " +
-                                                std::to_string(shape.convWidth) +
-                                                " inputs cannot run on the GPU: heads of 8, 16, .. 128 elements, 2 to 4 inputs");
-}
-
-size_t prepareDeltaBytes(int64_t tiles, const DeltaShape& shape) { return sizeof(float) * static_cast<size_t>(tiles * shape.convFloats()); }
 
 void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
                   const DeltaBatch& batch) {

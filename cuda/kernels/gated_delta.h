@@ -71,7 +71,7 @@ void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& 
 
 // The delta rule, row after row, then silu(gate) * headNorm: rows of valueHeads * dim in the forms asked for. Bits of
 // the CPU's. For few rows of each sequence, however many those are; right for any number of rows. Where dim is no multiple of 32,
-// out.floats must be among the forms. Without a headNorm there is neither norm nor gate.
+// int8 forms are made from out.floats, which must then be among them. Without a headNorm there is neither norm nor gate.
 void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
                const DeltaBatch& batch, const RowOutputs& out);
 
@@ -81,6 +81,7 @@ void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& par
 // values in in.mixed are overwritten. scratch: deltaChunkBytes, 256-byte aligned. (A device whose blocks have too little shared
 // memory goes row after row.)
 constexpr int kDeltaChunk = 64;
+size_t deltaTileListBytes(int64_t rows);  // the first part of it
 size_t deltaChunkBytes(int64_t rows, int64_t tiles, const DeltaShape& shape, bool split);
 void deltaRuleInChunks(Stream& stream, const DeltaInputs& in, const HalfRows& queriesAndKeys, const DeltaParameters& parameters,
                        const DeltaShape& shape, const DeltaStates& states, const DeltaBatch& batch, const RowRanges& tiles, void* scratch,

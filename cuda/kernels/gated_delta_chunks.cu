@@ -530,18 +530,7 @@ template <bool kSplit> bool launchSize(Stream& stream, const ChunkWork& work) {
     return launchChunks<128, kSplit>(stream, work);
 }
 
-size_t leftBytes(int32_t dim, bool split) {
-    const size_t padded = dim <= 16 ? 16 : dim <= 32 ? 32 : dim <= 64 ? 64 : 128;
-    return (split ? 2 : 1) * 2 * kChunk * (padded + kChunk) + 2 * kChunk * sizeof(float);
-}
-
-size_t tileListBytes(int64_t rows) { return (static_cast<size_t>(rows) * sizeof(int2) + 255) / 256 * 256; }
-
 }  // namespace
-
-size_t deltaChunkBytes(int64_t rows, int64_t tiles, const DeltaShape& shape, bool split) {
-    return tileListBytes(rows) + static_cast<size_t>(tiles * shape.valueHeads) * leftBytes(shape.dim, split);
-}
 
 void deltaRuleInChunks(Stream& stream, const DeltaInputs& in, const HalfRows& queriesAndKeys, const DeltaParameters& parameters,
                        const DeltaShape& shape, const DeltaStates& states, const DeltaBatch& batch, const RowRanges& tiles, void* scratch,
@@ -550,7 +539,7 @@ void deltaRuleInChunks(Stream& stream, const DeltaInputs& in, const HalfRows& qu
     auto* bytes = static_cast<uint8_t*>(scratch);
     const ChunkWork work = {in.mixed, in.alpha, in.beta, queriesAndKeys, shape.keyHeads, shape.valueHeads, shape.dim, states.matrix,
                             batch.from, batch.to, batch.sequences, tiles, reinterpret_cast<int2*>(bytes),
-                            bytes + tileListBytes(batch.rows), attended};
+                            bytes + deltaTileListBytes(batch.rows), attended};
     const bool fits = queriesAndKeys.lo ? launchSize<true>(stream, work) : launchSize<false>(stream, work);
     if (!fits) deltaRule(stream, {in.mixed, in.alpha, in.beta, nullptr}, DeltaParameters(), shape, states, batch, {attended, {}, {}});
     gatedNorm(stream, attended, in.gate, parameters, shape, batch.rows, out);

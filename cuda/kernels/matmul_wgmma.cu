@@ -40,7 +40,7 @@ template <DType T, int kTileT> bool launchTiles(Stream& stream, const MatmulCall
 // Large tiles expand each weight for more rows; small ones leave fewer multiprocessors without work at the end. In units
 // of a small tile's time, a large one taking two.
 template <DType T> bool launchType(Stream& stream, const MatmulCall& call) {
-    constexpr double kCostOfSmall = 1.15;
+    constexpr double kCostOfSmall = 1.45;
     const auto rounds = [&](int64_t tileT) {
         const int64_t blocks = (call.rows + tileT - 1) / tileT * ((call.shape.rows + kWgmmaTileN - 1) / kWgmmaTileN);
         const int64_t processors = stream.device().multiprocessors;

@@ -46,9 +46,10 @@ void expertGated(Stream& stream, const MatvecInput& x, int rows, const ExpertSta
 // rowPerPair: x has one row a pair, else one a row.
 void expertMatvec(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& w, const int32_t* chosen, int32_t used,
                   bool rowPerPair, float* y);
-// residual[t, :] += sum over ranks k ascending of weight[t, k] * (down x[t * used + k, :]), the sum starting at +0 by fma.
+// residual[t, :] += sum over ranks k ascending of weight[t, k] * (down x[t * used + k, :]), the sum starting at +0 by fma;
+// then the shared answer.
 void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& down, const int32_t* chosen,
-                   const float* weight, int32_t used, float* residual);
+                   const float* weight, int32_t used, float* residual, const SharedAnswer& shared = {});
 
 // One thread a product, straight from the file's layout (w.data: device memory, unpacked): what the fast kernels are
 // tested against.

@@ -4,7 +4,7 @@
 namespace sharpi::cuda {
 
 void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& down, const int32_t* chosen,
-                   const float* weight, int32_t used, float* residual) {
+                   const float* weight, int32_t used, float* residual, const SharedAnswer& shared) {
     const Matrix& first = down.first;
     if (rows == 0 || first.rows == 0) return;
     if (used < 1 || used > 1024) throw Error(ErrorKind::Internal, "expertDownAdd: " + std::to_string(used) + " experts a token");
@@ -20,6 +20,7 @@ void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertS
     p.weight = weight;
     p.used = used;
     p.residual = residual;
+    p.shared = shared;
     withType(first.type, [&](auto tag) { launchDown<decltype(tag)::kType>(stream, p, rows); });
 }
 

@@ -5,6 +5,7 @@
 // blocks a row has. The sums meet in shared memory, where one thread a row adds them in the order of the ranks.
 #pragma once
 
+#include "core/portable.h"
 #include "kernels/matvec_kernel.cuh"
 
 namespace sharpi::cuda {
@@ -22,6 +23,7 @@ struct DownProduct {
     const int32_t* chosen = nullptr;
     const float* weight = nullptr;
     int32_t used = 0;
+    SharedAnswer shared;
     float* residual = nullptr;
 };
 
@@ -60,6 +62,8 @@ __global__ void __launch_bounds__(kMatvecThreads, 2) downKernel(const __grid_con
     const bool writes = threadIdx.x < kDownRows && row < p.rows;
     float* residual = p.residual + token * p.rows + row;
     const float before = writes ? *residual : 0.0f;
+    const bool isShared = p.shared.y != nullptr;
+    const float sharedAnswer = writes && isShared ? p.shared.y[token * p.rows + row] : 0.0f;
     if (kShared) finishCopies();
 
     pipeline.run(x, place, [&](int i, int) { return itemOf(i) / kPairs; }, [&](int i, float (&acc)[1][2]) {
@@ -71,6 +75,7 @@ __global__ void __launch_bounds__(kMatvecThreads, 2) downKernel(const __grid_con
     if (!writes) return;
     float y = 0.0f;
     for (int k = 0; k < p.used; ++k) y = fmaf(p.weight[token * p.used + k], sums[k * kDownRows + threadIdx.x], y);
+    if (isShared) y = fmaf(portableSigmoid(p.shared.scale[token]), sharedAnswer, y);
     *residual = __fadd_rn(before, y);
 }
 

@@ -253,7 +253,7 @@ __global__ void placePairsKernel(const int32_t* chosen, int64_t pairs, int64_t s
 constexpr int kCombineThreads = 256;
 
 __global__ void __launch_bounds__(kCombineThreads) combineKernel(const float* y, const int32_t* pairOf, const float* weight,
-                                                                 int32_t used, int64_t cols, bool whole, float* residual) {
+                                                                 int32_t used, int64_t cols, bool whole, SharedAnswer shared, float* residual) {
     allowNext();
     waitForPrevious();
     const int64_t row = blockIdx.x;
@@ -269,6 +269,11 @@ __global__ void __launch_bounds__(kCombineThreads) combineKernel(const float* y,
         sum.y = fmaf(factor, answer.y, sum.y);
         sum.z = fmaf(factor, answer.z, sum.z);
         sum.w = fmaf(factor, answer.w, sum.w);
+    }
+    if (shared.y) {
+        const float factor = portableSigmoid(shared.scale[row]);
+        const float4 answer = loadQuad(shared.y + row * cols + column, whole, left);
+        sum = make_float4(fmaf(factor, answer.x, sum.x), fmaf(factor, answer.y, sum.y), fmaf(factor, answer.z, sum.z), fmaf(factor, answer.w, sum.w));
     }
     float* to = residual + row * cols + column;
     const float4 old = loadQuad(to, whole, left);
@@ -309,12 +314,12 @@ void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t u
 }
 
 void combineExperts(Stream& stream, const float* y, const int32_t* pairOf, const float* weight, int64_t rows, int32_t used,
-                    int64_t cols, float* residual) {
+                    int64_t cols, float* residual, const SharedAnswer& shared) {
     if (rows == 0 || cols == 0) return;
-    const bool whole = cols % 4 == 0 && isAligned(y) && isAligned(residual);
+    const bool whole = cols % 4 == 0 && isAligned(y) && isAligned(shared.y) && isAligned(residual);
     const int64_t pieces = (cols + 4 * kCombineThreads - 1) / (4 * kCombineThreads);
     launch(stream, combineKernel, dim3(static_cast<unsigned>(rows), static_cast<unsigned>(pieces)), dim3(kCombineThreads), 0, y, pairOf,
-           weight, used, cols, whole, residual);
+           weight, used, cols, whole, shared, residual);
 }
 
 }  // namespace sharpi::cuda

@@ -21,8 +21,9 @@ size_t expertGroupingBytes(int64_t rows, int32_t used, int32_t experts);
 ExpertGrouping expertGroupingOver(void* buffer, int64_t rows, int32_t used, int32_t experts);  // 256-byte aligned
 void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts, const ExpertGrouping& to);
 
-// residual[t, :] += sum over ranks k ascending of weight[t, k] * y[pairOf[t, k], :], starting at +0, by fma.
+// residual[t, :] += sum over ranks k ascending of weight[t, k] * y[pairOf[t, k], :], starting at +0, by fma; then the
+// shared answer.
 void combineExperts(Stream& stream, const float* y, const int32_t* pairOf, const float* weight, int64_t rows, int32_t used,
-                    int64_t cols, float* residual);
+                    int64_t cols, float* residual, const SharedAnswer& shared = {});
 
 }  // namespace sharpi::cuda

@@ -22,6 +22,7 @@ constexpr int kSegment = 8192;  // elements of a row that are staged at once
 constexpr int kHeld = 2;        // quads of the norm's weights that a thread fetches ahead
 constexpr int kFewRows = 32;    // up to here a block may have the multiprocessor to itself
 constexpr int kElementThreads = 256;
+constexpr int kDotRows = 8;  // of a block
 
 // Continues the lane's accumulator over `count` staged elements that begin at a multiple of 32 of the row. The next
 // values are on their way while the fmas, each of which waits for the one before, work through the last.
@@ -72,13 +73,14 @@ __device__ __forceinline__ void stage(float4* staged, const float* from, int cou
 }
 
 // whole: cols is a multiple of 4 and all float pointers are 16-byte aligned.
-__global__ void __launch_bounds__(512, 2) rmsNormKernel(const float* x, const int32_t* rowIndex, const float* weight, float eps,
-                                                     int64_t cols, bool whole, RowOutputs out) {
+__global__ void __launch_bounds__(512, 2) rmsNormKernel(const float* x, const int32_t* rowIndex, const float* weights, float eps,
+                                                     int64_t cols, bool whole, RowOutputs out, int32_t weightRows) {
     extern __shared__ float4 stagedQuads[];
     __shared__ float sharedInverse;
     allowNext();
     float* staged = reinterpret_cast<float*>(stagedQuads);
     const int64_t quads = (cols + 3) / 4;
+    const float* weight = weights + int64_t{blockIdx.x % weightRows} * cols;
     float4 held[kHeld];
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
@@ -133,6 +135,19 @@ __global__ void __launch_bounds__(512, 2) rmsNormKernel(const float* x, const in
     }
 }
 
+// A warp a row: a lane is an accumulator.
+__global__ void __launch_bounds__(kDotRows * 32) rowDotsKernel(const float* x, const float* weight, int64_t rows, int64_t cols, float* y) {
+    allowNext();
+    waitForPrevious();
+    const int64_t row = int64_t{blockIdx.x} * kDotRows + threadIdx.x / 32;
+    if (row >= rows) return;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    float sum = 0.0f;
+    for (int64_t i = lane; i < cols; i += kContractAccumulators) sum = fmaf(weight[i], x[row * cols + i], sum);
+    sum = contractTree(sum);
+    if (lane == 0) y[row] = sum;
+}
+
 // Row blockIdx.x, quads blockIdx.y * kElementThreads and on. Without `up`, gate is only changed in form.
 __global__ void __launch_bounds__(kElementThreads) elementsKernel(const float* gate, const float* up, int64_t cols, bool whole,
                                                                   RowOutputs out) {
@@ -173,7 +188,7 @@ void launchElements(Stream& stream, const float* gate, const float* up, int64_t 
 }  // namespace
 
 void rmsNorm(Stream& stream, const float* x, const int32_t* rowIndex, const float* weight, float eps, int64_t rows, int64_t cols,
-             const RowOutputs& out) {
+             const RowOutputs& out, int32_t weightRows) {
     if (rows == 0 || cols == 0) return;
     requireBlocks(cols, out);
     const bool whole = cols % 4 == 0 && isAligned(x) && isAligned(weight) && isAligned(out.floats);
@@ -181,7 +196,12 @@ void rmsNorm(Stream& stream, const float* x, const int32_t* rowIndex, const floa
     const int64_t warps = std::min<int64_t>((quads + 31) / 32, rows <= kFewRows ? 16 : 8);
     const size_t shared = static_cast<size_t>(std::min<int64_t>(quads, kSegment / 4)) * sizeof(float4);
     launch(stream, rmsNormKernel, dim3(static_cast<unsigned>(rows)), dim3(static_cast<unsigned>(warps * 32)), shared, x, rowIndex,
-           weight, eps, cols, whole, out);
+           weight, eps, cols, whole, out, weightRows);
+}
+
+void rowDots(Stream& stream, const float* x, const float* weight, int64_t rows, int64_t cols, float* y) {
+    if (rows == 0) return;
+    launch(stream, rowDotsKernel, dim3(static_cast<unsigned>((rows + kDotRows - 1) / kDotRows)), dim3(kDotRows * 32), 0, x, weight, rows, cols, y);
 }
 
 void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, const RowOutputs& out) {

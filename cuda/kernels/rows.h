@@ -28,12 +28,21 @@ struct RowOutputs {
     HalfRows half;
 };
 
+// What an expert that every row goes through adds to the row's sum over its chosen experts: sigmoid(scale[t]) * y[t, :], by one
+// fma. Nothing where y is null.
+struct SharedAnswer {
+    const float* y = nullptr;      // [rows, cols]
+    const float* scale = nullptr;  // [rows]
+};
+
 size_t quantizedRowsBytes(int64_t rows, int64_t cols);
 QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols);  // 256-byte aligned buffer
 
-// out row t = rmsNorm of x's row rowIndex ? rowIndex[t] : t (bits of the CPU's rmsNorm).
+// out row t = rmsNorm of x's row rowIndex ? rowIndex[t] : t (bits of the CPU's rmsNorm), with row t % weightRows of weight.
 void rmsNorm(Stream& stream, const float* x, const int32_t* rowIndex, const float* weight, float eps, int64_t rows, int64_t cols,
-             const RowOutputs& out);
+             const RowOutputs& out, int32_t weightRows = 1);
+// y[t] = weight . x[t, :], bits of the contract's float products.
+void rowDots(Stream& stream, const float* x, const float* weight, int64_t rows, int64_t cols, float* y);
 // Other forms of x [rows, cols] (out.floats is ignored).
 void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, const RowOutputs& out);
 // silu(gate) * up (bits of the CPU's siluMul) in the forms asked for. gate, up: [rows, cols]; out.floats may be gate.

@@ -1,7 +1,11 @@
 // How large the workspaces of the kernels are and how they are divided: host arithmetic, built without a toolkit too,
 // because plans are made on machines that have none.
+#include <string>
+
 #include "core/contract.h"
+#include "core/error.h"
 #include "kernels/attention.h"
+#include "kernels/gated_delta.h"
 #include "kernels/router.h"
 #include "kernels/rows.h"
 #include "kernels/sampling.h"
@@ -70,6 +74,26 @@ ExpertGrouping expertGroupingOver(void* buffer, int64_t rows, int32_t used, int3
         at += aligned(sizeof(int32_t) * static_cast<size_t>(count));
         return taken;
     });
+}
+
+void requireDelta(const DeltaShape& shape) {
+    const bool heads = shape.keyHeads > 0 && shape.valueHeads > 0 && shape.dim > 0 && shape.dim % 8 == 0 && shape.dim <= 128;
+    if (heads && shape.convWidth >= 2 && shape.convWidth <= 4) return;
+    throw Error(ErrorKind::InvalidArgument, "Gated DeltaNet with heads of " + std::to_string(shape.dim) + " elements and a convolution over " +
+                                                std::to_string(shape.convWidth) +
+                                                " inputs cannot run on the GPU: heads of 8, 16, .. 128 elements, 2 to 4 inputs");
+}
+
+size_t prepareDeltaBytes(int64_t tiles, const DeltaShape& shape) { return sizeof(float) * static_cast<size_t>(tiles * shape.convFloats()); }
+
+// Pairs of numbers.
+size_t deltaTileListBytes(int64_t rows) { return aligned(static_cast<size_t>(rows) * 2 * sizeof(int32_t)); }
+
+// Of each tile and head: two operands in halves, [kDeltaChunk, dim] and [kDeltaChunk, kDeltaChunk], and two floats a row.
+size_t deltaChunkBytes(int64_t rows, int64_t tiles, const DeltaShape& shape, bool split) {
+    const size_t padded = shape.dim <= 16 ? 16 : shape.dim <= 32 ? 32 : shape.dim <= 64 ? 64 : 128;
+    const size_t left = (split ? 2 : 1) * sizeof(uint16_t) * kDeltaChunk * (padded + kDeltaChunk) + 2 * kDeltaChunk * sizeof(float);
+    return deltaTileListBytes(rows) + static_cast<size_t>(tiles * shape.valueHeads) * left;
 }
 
 // Keys, ids and their sorted copies; what the sort itself works in is as large as two of them and some tables.

@@ -75,7 +75,7 @@ inline std::vector<float> multiply(const Matrix& w, const Row& x) {
     return y;
 }
 
-enum class Choice {
+enum class Routing {
     Random,  // different experts at the ranks of a row
     Same,    // all rows the same, in turned orders
     Twice,   // one expert at several ranks of a row
@@ -97,7 +97,7 @@ struct Layer {
     std::set<int32_t> ours;                   // the experts that are left to the CPU
     std::vector<std::vector<float>> answers;  // of all pairs
 
-    Layer(const Shape& s, int64_t rows, Choice choice, Share share, std::mt19937& random)
+    Layer(const Shape& s, int64_t rows, Routing choice, Share share, std::mt19937& random)
         : gate(s.gate, s.experts, s.hidden, s.embedding, random), up(s.up, s.experts, s.hidden, s.embedding, random),
           down(s.down, s.experts, s.embedding, s.hidden, random), dense(s.experts == 1), used(s.used) {
         std::normal_distribution<float> normal;
@@ -108,9 +108,9 @@ struct Layer {
             std::vector<float> values(static_cast<size_t>(s.embedding));
             for (float& v : values) v = normal(random) * 0.1f;
             input.emplace_back(std::move(values));
-            if (choice == Choice::Random) std::shuffle(order.begin(), order.end(), random);
+            if (choice == Routing::Random) std::shuffle(order.begin(), order.end(), random);
             for (int32_t k = 0; k < used; ++k) {
-                const int64_t at = choice == Choice::Same ? (k + t) % used : choice == Choice::Twice ? (t + k / 2) % s.experts : k;
+                const int64_t at = choice == Routing::Same ? (k + t) % used : choice == Routing::Twice ? (t + k / 2) % s.experts : k;
                 chosen.push_back(order[static_cast<size_t>(at)]);
                 predicted.push_back(static_cast<int32_t>(random() % static_cast<uint32_t>(s.experts)));
                 answers.push_back(answer(chosen.back(), input.back()));

@@ -40,7 +40,7 @@ TEST(ExpertStream, PiecesAreAsManyExpertsAsFitAndAlike) {
         EXPECT_EQ(world.transfers.stageBytes, static_cast<size_t>(c.pieces[0]) * Allocator::aligned(expertInFile));
         for (int round = 0; round < 2; ++round) {
             std::vector<int32_t> counts;
-            world.stream.begin(false, true);
+            world.stream.begin(WeightStream::Part::Model, false, true);
             world.stream.forExperts(0, [&](const MatrixStack& part, int32_t) { counts.push_back(part.count); });
             world.stream.end();
             EXPECT_EQ(counts, c.pieces);
@@ -98,7 +98,7 @@ TEST(ExpertStream, OnlyThoseThatAreWantedCome) {
         world.pass(false, true);  // which holds every byte against the file
         world.changeFiles();
         std::vector<int32_t> counts;
-        world.stream.begin(false, true);
+        world.stream.begin(WeightStream::Part::Model, false, true);
         world.use(world.groups[0], false);
         world.stream.forExperts(1, [&](const MatrixStack& part, int32_t first) {
             EXPECT_EQ(first, std::accumulate(counts.begin(), counts.end(), 0));
@@ -156,7 +156,7 @@ TEST(ExpertStream, ToWantOthersEndsAPassThatWasLeft) {
     world.add(stack(16, 4));
     world.add(stack(16, 4));
     world.stream.take();
-    world.stream.begin(false, true);
+    world.stream.begin(WeightStream::Part::Model, false, true);
     world.use(world.groups[0], false);
     world.want(world.groups[1], {2});
     EXPECT_FALSE(world.stream.active());
@@ -197,7 +197,7 @@ TEST(ExpertStream, RefusesUsesOutOfOrder) {
     const auto use = [&](size_t group) { world.use(world.groups[group], false); };
     const auto begin = [&](bool few) {
         world.transfers.mayGiveUp = true;
-        world.stream.begin(few, true);
+        world.stream.begin(WeightStream::Part::Model, few, true);
     };
     const auto nothing = [](const auto&...) {};
     expectInternal([&] { use(0); });  // no pass
@@ -229,7 +229,7 @@ TEST(ExpertStream, RefusesTheHeadInAPassWithoutIt) {
         world.startHead();
         world.add(isStack ? stack(16, 4) : matrix(false));
         world.stream.take();
-        world.stream.begin(false, false);
+        world.stream.begin(WeightStream::Part::Model, false, false);
         world.use(world.groups[0], false);
         expectError(ErrorKind::Internal, "none", [&] { world.use(world.groups[1], false); });
         world.stream.end();

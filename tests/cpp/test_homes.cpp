@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "memory/weight_stream.h"
@@ -55,7 +56,31 @@ std::vector<tiny::Options> modelsWithHomes() {
     apart.used = 3;
     floatExperts.used = 1;
     floatExperts.matrices = DType::F32;
-    return {plain, fused, floats, experts, apart, floatExperts};
+    std::vector<tiny::Options> all = {plain, fused, floats, experts, apart, floatExperts};
+    for (const char* architecture : {"qwen35", "qwen35moe"}) {  // with a prediction layer
+        tiny::Options hybrid;
+        hybrid.architecture = architecture;
+        hybrid.predictions = 1;
+        hybrid.vocab = 12;  // drafts by such weights are right by chance alone
+        hybrid.tied = all.size() % 2;
+        all.push_back(hybrid);
+    }
+    return all;
+}
+
+// Text with drafts of the prediction layer, where there is one, and what became of these.
+std::pair<std::vector<int32_t>, std::vector<int64_t>> drafted(Session& session, bool predicts, const std::vector<int32_t>& prompt) {
+    SamplingParams params;
+    params.temperature = 1.5f;
+    params.seed = 5;
+    DraftOptions drafts;
+    drafts.source = predicts ? DraftOptions::Source::Prediction : DraftOptions::Source::NGram;
+    drafts.tokens = 2;
+    session.start(prompt, params, nullptr, drafts);
+    std::vector<int32_t> made;
+    while (made.size() < 48) made.push_back(*session.next());
+    const DraftCounts counts = session.draftCounts();
+    return {made, {counts.steps, counts.drafted, counts.accepted}};
 }
 
 bool isStack(const TensorInfo& tensor) { return tensor.name.find("_exps.") != std::string::npos; }
@@ -68,6 +93,8 @@ TEST(Homes, WhereWeightsAreDoesNotChangeLogitsOrTokens) {
         const auto logits = evaluate(plain, tokens, options.vocab);
         expectMeaningful(logits, options.vocab);
         const auto made = greedy(plain, prompt, 64);
+        const auto withDrafts = drafted(plain, options.predictions > 0, prompt);
+        EXPECT_TRUE(!options.predictions || withDrafts.second[2] > 0) << "no draft was right";
         std::vector<Homes> sweep;
         for (const int32_t limit : {0, 1, 2, 4, 6, 7, 9, 100}) {
             for (const int64_t cpuRows : {0, 32, 1000}) sweep.push_back(homesUpTo(model, limit, cpuRows));
@@ -92,8 +119,32 @@ TEST(Homes, WhereWeightsAreDoesNotChangeLogitsOrTokens) {
             Session session(engine);
             EXPECT_TRUE(sameBits(evaluate(session, tokens, options.vocab), logits));
             EXPECT_EQ(greedy(session, prompt, 64), made);
+            const auto again = drafted(session, options.predictions > 0, prompt);
+            EXPECT_EQ(again.first, withDrafts.first);
+            EXPECT_TRUE(batch == 1 || again.second == withDrafts.second) << "drafts were other ones";
         }
     }
+}
+
+// Some writers quantize what is a vector of floats in other files.
+TEST(Homes, AVectorMayBeQuantized) {
+    tiny::Options options;
+    options.architecture = "qwen35moe";
+    const char* name = "blk.1.ffn_gate_inp_shexp.weight";
+    tiny::Model quantized(options), floats(options);
+    quantized.erase(name);
+    quantized.add(name, DType::Q8_0, {options.embedding});
+    const TensorInfo& from = quantized.tensor(name);
+    std::vector<float> values(static_cast<size_t>(options.embedding));
+    cpu::kernels().dequantizeRow(from.type, &quantized.bytes[from.offset], options.embedding, values.data());
+    std::memcpy(&floats.bytes[floats.tensor(name).offset], values.data(), values.size() * sizeof(float));
+    const auto tokens = randomTokens(20, options.vocab, 3);
+    Session expected(makeEngine(floats, 200, 16, 1)), plain(makeEngine(quantized, 200, 16, 1));
+    const auto logits = evaluate(expected, tokens, options.vocab);
+    expectMeaningful(logits, options.vocab);
+    EXPECT_TRUE(sameBits(evaluate(plain, tokens, options.vocab), logits));
+    Session away(OnFake(size_t{256} << 20).load(quantized, homeOptions(homesUpTo(quantized, 0, 0))));
+    EXPECT_TRUE(sameBits(evaluate(away, tokens, options.vocab), logits));
 }
 
 TEST(Homes, StacksOfSeveralPiecesGiveTheSameBits) {

@@ -35,7 +35,7 @@ TEST(HostExperts, EveryPairThatIsMissedHasTheBitsOfItself) {
             SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(rows) + " rows");
             std::vector<Layer> layers;
             for (const Share share : {kNothingThere, kMixed, Share{0.8, 0}, Share{0, 0.5}}) {
-                layers.emplace_back(shape, rows, Choice::Random, share, random);
+                layers.emplace_back(shape, rows, Routing::Random, share, random);
             }
             runLayers({shape}, 3, layers);
             if (HasFailure()) return;
@@ -51,8 +51,8 @@ TEST(HostExperts, OfEveryType) {
         const Shape shape = {types[i], types[(i + 1) % types.size()], types[(i + 5) % types.size()], 256, 256, 6, 3};
         SCOPED_TRACE(nameOf(shape));
         std::vector<Layer> layers;
-        for (const int64_t rows : {1, 5}) layers.emplace_back(shape, rows, Choice::Random, Share{0.3, 0.3}, random);
-        layers.emplace_back(shape, 2, Choice::Same, kNothingThere, random);
+        for (const int64_t rows : {1, 5}) layers.emplace_back(shape, rows, Routing::Random, Share{0.3, 0.3}, random);
+        layers.emplace_back(shape, 2, Routing::Same, kNothingThere, random);
         runLayers({shape}, 2, layers);
         if (HasFailure()) return;
     }
@@ -64,7 +64,7 @@ TEST(HostExperts, RowsMayChooseTheSameExpertsAndOneMoreThanOnce) {
         for (const int64_t rows : {2, 8}) {
             SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(rows) + " rows");
             std::vector<Layer> layers;
-            for (const Choice choice : {Choice::Same, Choice::Twice}) {
+            for (const Routing choice : {Routing::Same, Routing::Twice}) {
                 for (const Share share : {kNothingThere, kMixed}) layers.emplace_back(shape, rows, choice, share, random);
             }
             runLayers({shape}, 2, layers);
@@ -81,7 +81,7 @@ TEST(HostExperts, TheGpuMayBeLayersAhead) {
         std::vector<Layer> layers;
         for (int i = 0; i < 40; ++i) {
             const Share share = i % 9 == 8 ? kNothingThere : i % 5 == 4 ? kAllFetched : kAllThere;
-            layers.emplace_back(shape, rows, Choice::Random, share, random);
+            layers.emplace_back(shape, rows, Routing::Random, share, random);
             ASSERT_EQ(layers.back().ours.empty(), i % 9 != 8);
         }
         runLayers({shape}, 2, layers);
@@ -92,8 +92,8 @@ TEST(HostExperts, AnyNumberOfThreadsGivesTheSameBits) {
     std::mt19937 random(23);
     for (const Shape& shape : {kShapes[0], kShapes[5]}) {
         std::vector<Layer> layers;
-        layers.emplace_back(shape, 5, Choice::Random, Share{0.3, 0.2}, random);
-        layers.emplace_back(shape, 5, Choice::Same, kNothingThere, random);
+        layers.emplace_back(shape, 5, Routing::Random, Share{0.3, 0.2}, random);
+        layers.emplace_back(shape, 5, Routing::Same, kNothingThere, random);
         for (int threads = 1; threads <= 16; ++threads) {
             SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(threads) + " threads");
             runLayers({shape}, threads, layers);
@@ -113,7 +113,7 @@ TEST(HostExperts, LayersOfManyKindsInARow) {
     for (const int64_t rows : {1, 4}) {
         std::vector<Layer> layers;
         for (int i = 0; i < 40; ++i) {
-            layers.emplace_back(shapes[random() % shapes.size()], rows, Choice::Random, shares[random() % std::size(shares)], random);
+            layers.emplace_back(shapes[random() % shapes.size()], rows, Routing::Random, shares[random() % std::size(shares)], random);
         }
         runLayers(shapes, 3, layers);
         if (HasFailure()) return;
@@ -124,7 +124,7 @@ TEST(HostExperts, HiddenRowsMayBeMuchWiderThanTheEmbedding) {
     std::mt19937 random(29);
     const Shape shape = {DType::Q4_0, DType::Q8_0, DType::Q6_K, 256, 6144, 2, 2};
     std::vector<Layer> layers;
-    layers.emplace_back(shape, 5, Choice::Same, kNothingThere, random);
+    layers.emplace_back(shape, 5, Routing::Same, kNothingThere, random);
     // Threads whose scratch overlapped would not meet in it every time.
     for (int run = 0; run < 8; ++run) runLayers({shape}, 3, layers);
 }
@@ -136,8 +136,8 @@ TEST(HostExperts, ALayerOfNanLeavesNothingToTheNext) {
         const Shape wide = {DType::Q4_K, DType::Q4_K, type, 256, 256, 4, 2}, narrow = {DType::Q4_K, DType::Q4_K, type, 256, 96, 4, 2};
         for (const int64_t rows : {1, 2, 8}) {
             SCOPED_TRACE(nameOf(narrow) + ", " + std::to_string(rows) + " rows");
-            Layer overflowed(wide, rows, Choice::Same, kNothingThere, random);
-            const Layer next(narrow, rows, Choice::Same, kNothingThere, random);
+            Layer overflowed(wide, rows, Routing::Same, kNothingThere, random);
+            const Layer next(narrow, rows, Routing::Same, kNothingThere, random);
             for (Row& row : overflowed.input) {
                 row.floats[0] = INFINITY;
                 row = Row(row.floats);
@@ -157,7 +157,7 @@ TEST(HostExperts, AStepPassesWithoutTakingMemory) {
     std::mt19937 random(25);
     const Shape& shape = kShapes[0];
     for (const int64_t rows : {1, 8}) {
-        const Layer first(shape, rows, Choice::Random, kMixed, random), second(shape, rows, Choice::Same, Share{0, 0.3}, random);
+        const Layer first(shape, rows, Routing::Random, kMixed, random), second(shape, rows, Routing::Same, Share{0, 0.3}, random);
         Desk desk({shape}, 2, 3, nullptr);
         desk.share.begin();
         const int64_t before = allocations;
@@ -178,7 +178,7 @@ TEST(HostExperts, ChoicesAreReadOnce) {
     std::mt19937 random(33);
     const Shape& shape = kShapes[0];
     for (int run = 0; run < 10; ++run) {
-        const Layer layer(shape, 4, Choice::Random, Share{0.3, 0.1}, random);
+        const Layer layer(shape, 4, Routing::Random, Share{0.3, 0.1}, random);
         Desk desk({shape}, 3, 2, nullptr);
         desk.plan.meanwhile = [&] { desk.poisonChoices(); };
         desk.share.begin();
@@ -190,8 +190,8 @@ TEST(HostExperts, ChoicesAreReadOnce) {
 TEST(HostExperts, AChoiceThatIsNoExpertIsRefusedAndTheShareStaysUsable) {
     std::mt19937 random(26);
     const Shape& shape = kShapes[1];
-    const Layer layer(shape, 3, Choice::Random, {0.5, 0.5}, random);
-    Layer predicting(shape, 3, Choice::Random, kNothingThere, random);
+    const Layer layer(shape, 3, Routing::Random, {0.5, 0.5}, random);
+    Layer predicting(shape, 3, Routing::Random, kNothingThere, random);
     predicting.orders.aheadFetch[0] = predicting.fetch(0, 1);
     predicting.orders.ahead = 1;
     Desk desk({shape, {DType::F32, DType::F32, DType::F32, 160, 32, 6, 2}}, 1, 2, nullptr);  // another layer has an expert more
@@ -224,7 +224,7 @@ struct Ordered {
     int32_t found = -1, slotOfFound = -1, unchosen = -1;
 
     explicit Ordered(std::mt19937& random)
-        : layer(kShapes[0], 1, Choice::Random, kNothingThere, random), desk({kShapes[0]}, 1, 2, nullptr) {
+        : layer(kShapes[0], 1, Routing::Random, kNothingThere, random), desk({kShapes[0]}, 1, 2, nullptr) {
         for (size_t p = 0; p < 2; ++p) layer.slot[p] = 20 + static_cast<int32_t>(p), layer.ours.erase(layer.chosen[p]);
         found = layer.chosen[0], slotOfFound = layer.slot[0];
         missed.assign(layer.chosen.begin() + 2, layer.chosen.end());
@@ -287,7 +287,7 @@ TEST(HostExperts, OrdersThatWouldDoHarmAreRefused) {
 
 TEST(HostExperts, WhatThePlanThrowsGoesThrough) {
     std::mt19937 random(35);
-    const Layer layer(kShapes[0], 2, Choice::Random, {0.3, 0}, random);
+    const Layer layer(kShapes[0], 2, Routing::Random, {0.3, 0}, random);
     Desk desk({kShapes[0]}, 1, 2, nullptr);
     const Mailbox& box = desk.mailbox();
     desk.share.begin();
@@ -312,7 +312,7 @@ TEST(HostExperts, WhatThePlanThrowsGoesThrough) {
 TEST(HostExperts, WaitingThatThrowsEndsTheWait) {
     std::mt19937 random(27);
     const Shape& shape = kShapes[3];
-    const Layer layer(shape, 2, Choice::Random, kNothingThere, random);
+    const Layer layer(shape, 2, Routing::Random, kNothingThere, random);
     Desk desk({shape}, 1, 2, []() -> bool { throw std::runtime_error("the GPU is gone"); });
     desk.share.begin();
     desk.give(layer, 0);
@@ -325,7 +325,7 @@ TEST(HostExperts, WaitingThatThrowsEndsTheWait) {
 TEST(HostExperts, RefusesWhatDoesNotFitTheMailbox) {
     std::mt19937 random(28);
     const Shape& shape = kShapes[5];
-    const Layer layer(shape, 1, Choice::Random, kNothingThere, random);
+    const Layer layer(shape, 1, Routing::Random, kNothingThere, random);
     const ExpertStacks right = layer.file();
     Desk desk({shape}, 2, 2, nullptr);
     for (int32_t i = 0; i < 2; ++i) {  // no choice is a reason

@@ -146,6 +146,34 @@ TEST(KvCache, ARefusedExtensionChangesNothing) {
     EXPECT_EQ(cache.freePages(), 0);
 }
 
+TEST(KvCache, ReservedPagesAreTheNextOnesAndGoBack) {
+    HostMemory memory;
+    Allocator allocator(memory);
+    KvCache cache(allocator, {{1, 4}}, KvType::F32, 4 * kPage);
+    const int32_t a = cache.createSequence(), b = cache.createSequence();
+    cache.extend(a, kPage - 2);
+    EXPECT_TRUE(cache.reserve(a, 2));  // the page it has
+    EXPECT_EQ(cache.freePages(), 3);
+    EXPECT_TRUE(cache.reserve(a, kPage + 3));
+    EXPECT_EQ(cache.freePages(), 1);
+    EXPECT_EQ(cache.length(a), kPage - 2);
+    const std::vector<int32_t> table(cache.pageTable(a), cache.pageTable(a) + 3);
+    EXPECT_EQ(std::set<int32_t>(table.begin(), table.end()).size(), 3u);
+    EXPECT_FALSE(cache.reserve(a, 3 * kPage + 3));
+    EXPECT_FALSE(cache.reserve(b, kPage + 1));
+    EXPECT_EQ(cache.freePages(), 1);
+    EXPECT_TRUE(cache.reserve(a, 1));  // fewer than there are: nothing
+    EXPECT_EQ(cache.freePages(), 1);
+    cache.extend(a, kPage);
+    EXPECT_EQ(std::vector<int32_t>(cache.pageTable(a), cache.pageTable(a) + 3), table);
+    EXPECT_EQ(cache.truncate(a, cache.length(a)), 2 * kPage - 2);
+    EXPECT_EQ(cache.freePages(), 2);
+    EXPECT_TRUE(cache.reserve(a, kPage));
+    expectError(ErrorKind::OutOfMemory, [&] { cache.extend(b, 2 * kPage); });
+    cache.releaseSequence(a);
+    EXPECT_EQ(cache.freePages(), 4);
+}
+
 TEST(KvCache, TruncatesOnlyToWhatIsThere) {
     HostMemory memory;
     Allocator allocator(memory);

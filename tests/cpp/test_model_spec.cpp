@@ -229,7 +229,7 @@ TEST(ModelSpec, HybridsNameWhatIsWrong) {
     });
 }
 
-// It is described, needed, and no layer of the forward pass.
+// It is described, needed, and no layer of the model's own.
 TEST(ModelSpec, ReadsPredictionLayers) {
     for (const char* architecture : {"qwen35", "qwen35moe"}) {
         tiny::Options o;
@@ -243,7 +243,9 @@ TEST(ModelSpec, ReadsPredictionLayers) {
         EXPECT_TRUE(p.layer.attention && p.layer.attention->gated);
         EXPECT_EQ(p.projection.cols, 2 * o.embedding);
         EXPECT_TRUE(p.headNorm);
-        EXPECT_FALSE(p.embedding || p.output);
+        EXPECT_FALSE(p.embedding);
+        const std::vector<const LayerSpec*> loaded = spec.loadedLayers();
+        EXPECT_EQ(loaded, (std::vector<const LayerSpec*>{&spec.layers[0], &spec.layers[1], &p.layer}));
         for (const TensorInfo& t : whole.tensors) {
             if (t.name.rfind("blk.2.", 0) != 0 || t.name.find("shared_head") != std::string::npos) continue;
             tiny::Model model(o);
@@ -252,8 +254,23 @@ TEST(ModelSpec, ReadsPredictionLayers) {
         }
         tiny::Model own(o);
         own.add("blk.2.nextn.embed_tokens.weight", DType::F32, {o.embedding, o.vocab});
+        EXPECT_TRUE(own.spec().predictions.at(0).embedding);
         own.add("blk.2.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
-        EXPECT_TRUE(own.spec().predictions[0].embedding && own.spec().predictions[0].output);
+        EXPECT_TRUE(own.spec().predictions.empty()) << "with an output head of its own";
+        EXPECT_EQ(own.spec().loadedLayers().size(), 2u);
+        own.reshape("blk.2.nextn.shared_head_head.weight", {o.embedding, o.vocab + 1});
+        expectBadModel("shared_head_head", [&] { own.spec(); });
+
+        o.predictions = 3;  // which are read, and of which the first is kept
+        tiny::Model several(o);
+        ASSERT_EQ(several.spec().predictions.size(), 1u);
+        EXPECT_EQ(several.tensors[static_cast<size_t>(several.spec().predictions[0].projection.tensor)].name, "blk.2.nextn.eh_proj.weight");
+        several.add("blk.3.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
+        EXPECT_EQ(several.spec().predictions.size(), 1u);
+        several.add("blk.2.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
+        EXPECT_TRUE(several.spec().predictions.empty()) << "the second goes on from the first";
+        several.erase("blk.4.nextn.hnorm.weight");
+        expectBadModel("'blk.4.nextn.hnorm.weight'", [&] { several.spec(); });
     }
     tiny::Options other;  // no other architecture has one
     expectSpoiled(other, "'blk.0.nextn.enorm.weight'", [](tiny::Model& m) { m.add("blk.0.nextn.enorm.weight", DType::F32, {64}); });

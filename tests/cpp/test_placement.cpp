@@ -19,13 +19,14 @@ namespace {
 
 using namespace sharpi;
 
-std::vector<std::string> described(const tiny::Model& model) {
+std::vector<std::string> described(const tiny::Model& model, const ModelSpec& spec) {
     std::vector<std::string> lines;
-    for (const TensorUse& use : tensorUses(model.spec(), model.table())) {
+    for (const TensorUse& use : tensorUses(spec, model.table())) {
         lines.push_back(model.tensors.at(static_cast<size_t>(use.tensor)).name + " " + use.role + " " + std::to_string(use.layer));
     }
     return lines;
 }
+std::vector<std::string> described(const tiny::Model& model) { return described(model, model.spec()); }
 
 TEST(TensorUses, ComeInTheOrderOfAToken) {
     tiny::Options o;
@@ -56,8 +57,18 @@ TEST(TensorUses, ComeInTheOrderOfAToken) {
     EXPECT_EQ(described(tiny::Model(o)), expected);
 }
 
-std::vector<tiny::Options> manyModels() {
+// Every variant, and hybrids with a prediction layer.
+std::vector<tiny::Options> variantsAndPredictions() {
     std::vector<tiny::Options> all = tiny::variants();
+    for (tiny::Options o : tiny::hybrids()) {
+        o.predictions = 1;
+        all.push_back(o);
+    }
+    return all;
+}
+
+std::vector<tiny::Options> manyModels() {
+    std::vector<tiny::Options> all = variantsAndPredictions();
     for (int64_t vocab : {49, 98, 103, 107, 161, 1001}) {  // 1 / vocab has no exact float
         tiny::Options o = all[all.size() % 5];
         o.vocab = vocab;
@@ -161,7 +172,7 @@ void scatter(tiny::Model& model, std::mt19937& random) {
 
 TEST(PlacementOf, EveryByteIsInOneRange) {
     std::mt19937 random(3);
-    for (const tiny::Options& o : tiny::variants()) {
+    for (const tiny::Options& o : variantsAndPredictions()) {
         for (int round = 0; round < 6; ++round) {
             SCOPED_TRACE(tiny::describe(o) + " round " + std::to_string(round));
             tiny::Model model(o);
@@ -208,12 +219,13 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
     }
 }
 
-// Layers with a state, the expert for every token, and a prediction layer, which nobody uses: it takes no place.
+// Layers with a state, the expert for every token, and a prediction layer, which takes no place where it is not used.
 TEST(TensorUses, OfAHybrid) {
     tiny::Options o;
     o.architecture = "qwen35moe";
     o.predictions = 1;
-    const tiny::Model model(o);
+    tiny::Model model(o);
+    model.add("blk.2.nextn.embed_tokens.weight", DType::Q8_0, {o.embedding, o.vocab});
     std::vector<std::string> expected = {"token_embd.weight embedding -1"};
     const auto layer = [&](const std::string& index, const std::vector<std::string>& lines) {
         for (const std::string& line : lines) expected.push_back("blk." + index + "." + line + " " + index);
@@ -225,18 +237,55 @@ TEST(TensorUses, OfAHybrid) {
     layer("0", {"attn_norm.weight vector", "ssm_conv1d.weight vector", "ssm_dt.bias vector", "ssm_a vector", "ssm_norm.weight vector",
                 "post_attention_norm.weight vector", "ffn_gate_inp_shexp.weight vector", "attn_qkv.weight attention", "attn_gate.weight attention",
                 "ssm_alpha.weight attention", "ssm_beta.weight attention", "ssm_out.weight attention"});
-    layer("1", {"attn_norm.weight vector", "attn_q_norm.weight vector", "attn_k_norm.weight vector", "post_attention_norm.weight vector",
-                "ffn_gate_inp_shexp.weight vector", "attn_q.weight attention", "attn_k.weight attention", "attn_v.weight attention",
-                "attn_output.weight attention"});
-    expected.push_back("output_norm.weight vector -1");
-    expected.push_back("output.weight head -1");
-    EXPECT_EQ(described(model), expected);
-
-    uint64_t used = 0;
-    for (const TensorInfo& t : model.tensors) used += t.name.rfind("blk.2.", 0) == 0 ? 0 : t.bytes;
-    const Placement placement = placementOf(model.spec(), model.table(), {});
+    const std::vector<std::string> attention = {
+        "attn_norm.weight vector", "attn_q_norm.weight vector", "attn_k_norm.weight vector", "post_attention_norm.weight vector",
+        "ffn_gate_inp_shexp.weight vector", "attn_q.weight attention", "attn_k.weight attention", "attn_v.weight attention",
+        "attn_output.weight attention"};
+    layer("1", attention);
+    std::vector<std::string> without = expected;
+    for (const std::string line : {"embed_tokens.weight embedding", "enorm.weight vector", "hnorm.weight vector", "shared_head_norm.weight vector",
+                                   "eh_proj.weight attention"})
+        expected.push_back("blk.2.nextn." + line + " 2");
+    layer("2", attention);
+    for (auto* lines : {&expected, &without}) {
+        lines->push_back("output_norm.weight vector -1");
+        lines->push_back("output.weight head -1");
+    }
+    ModelSpec spec = model.spec();
+    EXPECT_EQ(described(model, spec), expected);
+    uint64_t all = 0, used = 0;
+    for (const TensorInfo& t : model.tensors) {
+        all += t.bytes;
+        used += t.name.rfind("blk.2.", 0) == 0 ? 0 : t.bytes;
+    }
+    EXPECT_EQ(placementOf(spec, model.table(), {}).vram, all);
+    spec.predictions.clear();
+    EXPECT_EQ(described(model, spec), without);
+    const Placement placement = placementOf(spec, model.table(), {});
     EXPECT_EQ(placement.vram, used);
     EXPECT_EQ(placement.direct + placement.cpu, 0u);
+}
+
+// Experts of all layers go together, whichever layer's stack a plan names.
+TEST(ExpertsAway, ThePredictionLayersCount) {
+    tiny::Options o;
+    o.architecture = "qwen35moe";
+    o.predictions = 1;
+    const tiny::Model model(o);
+    ModelSpec spec = model.spec();
+    for (size_t i = 0; i < model.tensors.size(); ++i) {
+        if (!isStack(model.tensors[i])) continue;
+        Homes homes(model.tensors.size());
+        homes[i].home = Home::Direct;
+        const Homes made = normalized(spec, model.table(), homes);
+        EXPECT_TRUE(expertsAway(spec, made));
+        for (size_t k = 0; k < made.size(); ++k) {
+            EXPECT_EQ(made[k].home, isStack(model.tensors[k]) ? Home::Slots : Home::Vram) << model.tensors[k].name;
+        }
+        ModelSpec without = spec;
+        without.predictions.clear();
+        EXPECT_EQ(expertsAway(without, normalized(without, model.table(), homes)), layerOf(model.tensors[i]) != "blk.2");
+    }
 }
 
 // The model's homes with tensors of ranks from `limit` on in the file.

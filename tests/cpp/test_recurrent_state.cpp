@@ -2,6 +2,7 @@
 // tokens that the sequence has, and what cannot be kept is said. Checked by writing into each slot which tokens it stands for.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <random>
 #include <string>
@@ -49,9 +50,10 @@ public:
     // Takes the sequence on by some tokens; where it fails, with rubbish in the slots that were to be written.
     void step(int32_t handle, const std::vector<int>& more, int32_t snapshots, bool fails) {
         std::vector<int>& text = texts[handle];
+        const auto promised = std::min<int64_t>({snapshots, cache.snapshotRoom(handle), static_cast<int64_t>(more.size()) - 1});
         cache.extend(handle, static_cast<int64_t>(more.size()), snapshots);
         const std::vector<StateStep> steps = cache.states().steps(handle);
-        ASSERT_FALSE(steps.empty());
+        ASSERT_GE(static_cast<int64_t>(steps.size()), 1 + promised);
         std::vector<int> so_far = text;
         int64_t at = 0;
         for (const StateStep& s : steps) {
@@ -205,6 +207,43 @@ TEST(RecurrentState, WhatShallBeKeptGoesLast) {
     world.step(b, {1}, 0, false);
     world.step(b, {2}, 0, false);  // takes the slot that was kept
     EXPECT_EQ(world.truncate(a, 3), 0);
+}
+
+TEST(RecurrentState, SnapshotsWithinTheRoomTakeNothingThatShallBeKept) {
+    for (const int32_t slots : {1, 2, 3, 4, 6}) {
+        World world(slots);
+        const int32_t a = world.create();
+        EXPECT_EQ(world.cache.snapshotRoom(a), slots - 1);
+        world.step(a, {1, 2, 3}, 0, false);
+        world.cache.keepState(a, 3);
+        EXPECT_EQ(world.cache.snapshotRoom(a), std::max(slots - 2, 0));
+        world.step(a, {4}, 0, false);
+        // The kept state and, in place of the one that the step began from, those of its rows; where a step fails, the kept one is left.
+        const int32_t room = world.cache.snapshotRoom(a);
+        EXPECT_EQ(room, std::max(slots - 2, 0));
+        if (slots < 3) continue;  // it was given up by the step before
+        for (int round = 0; round < 3; ++round) {
+            ASSERT_EQ(world.cache.snapshotRoom(a), room);
+            world.step(a, {5, 6, 7, 8, 9, 10, 11}, room, false);
+            const int64_t end = world.cache.length(a);
+            for (int64_t tokens = end - 1; tokens >= end - room; --tokens) EXPECT_EQ(world.truncate(a, tokens), tokens);
+        }
+        const int32_t b = world.create();
+        EXPECT_EQ(world.cache.snapshotRoom(b), slots - 3) << "what another stands at, and what it keeps, stay";
+        const int64_t length = world.cache.length(a);
+        world.step(a, {5, 6, 7, 8, 9, 10, 11}, room, true);
+        EXPECT_EQ(world.cache.length(a), 3) << "there was no room for the state of " << length << " tokens too";
+    }
+}
+
+TEST(RecurrentState, AStateThatShallBeKeptIsNotOverwrittenForASnapshot) {
+    World world(2);
+    const int32_t a = world.create();
+    world.step(a, {1, 2, 3}, 0, false);
+    world.cache.keepState(a, 3);
+    EXPECT_EQ(world.cache.snapshotRoom(a), 0);
+    world.step(a, {4, 5}, 1, true);
+    EXPECT_EQ(world.texts[a], (std::vector<int>{1, 2, 3}));
 }
 
 TEST(RecurrentState, RefusesStepsFromElsewhere) {

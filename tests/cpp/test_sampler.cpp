@@ -42,8 +42,9 @@ SamplingParams open() {
 
 // One choice, as the engine makes it on the CPU.
 int32_t choose(Sampler& sampler, std::vector<float>& logits, const std::vector<int32_t>& history) {
-    const Sampler::Step step = sampler.next(history);
-    return checkedToken(sampleOnHost(logits.data(), static_cast<int64_t>(logits.size()), step.rule, step.adjustments, step.draw));
+    const Choice choice = sampler.next(history);
+    sampler.advance(1);
+    return checkedToken(sampleOnHost(logits.data(), static_cast<int64_t>(logits.size()), choice.rule, choice.adjustments, choice.draw));
 }
 
 int32_t draw(const SamplingParams& params, std::vector<float> logits, const std::vector<int32_t>& history = {}) {
@@ -302,6 +303,48 @@ TEST(Sampler, TheSeedDecidesEverything) {
     EXPECT_EQ(text(42), text(42));
     EXPECT_NE(text(42), text(43));
     EXPECT_NE(text(0), text(uint64_t{1} << 32));  // all 64 bits count
+}
+
+// Positions ahead have the penalties and the random numbers that they get when the text has come to them, however many of
+// those asked for were thrown away.
+TEST(Sampler, PositionsAheadAreThoseThatComeLater) {
+    std::mt19937 random(11);
+    for (int round = 0; round < 20; ++round) {
+        SamplingParams params;
+        params.seed = random();
+        params.penaltyWindow = static_cast<int32_t>(random() % 12);
+        params.presencePenalty = round % 2 ? 0.5f : 0.0f;
+        params.logitBias = {{3, 1.0f}, {7, -1.0f}};
+        Sampler one(params, 10), ahead(params, 10);
+        std::vector<int32_t> history(random() % 6, 2), text = history;
+        std::vector<Choice> expected;
+        for (int i = 0; i < 60; ++i) {
+            expected.push_back(one.next(text));
+            one.advance(1);
+            text.push_back(static_cast<int32_t>(random() % 10));
+        }
+        const size_t prompt = history.size();
+        while (history.size() + 8 < text.size()) {
+            const size_t asked = random() % 8, taken = random() % (asked + 1);
+            for (size_t i = 0; i <= asked; ++i) {
+                const std::vector<int32_t> drafted(text.begin() + static_cast<std::ptrdiff_t>(history.size()),
+                                                   text.begin() + static_cast<std::ptrdiff_t>(history.size() + i));
+                const Choice choice = ahead.next(history, drafted), &same = expected[history.size() - prompt + i];
+                ASSERT_EQ(choice.draw, same.draw);
+                ASSERT_EQ(choice.adjustments.size(), same.adjustments.size());
+                for (size_t a = 0; a < same.adjustments.size(); ++a) {
+                    EXPECT_EQ(choice.adjustments[a].token, same.adjustments[a].token);
+                    EXPECT_EQ(choice.adjustments[a].times, same.adjustments[a].times);
+                    EXPECT_EQ(choice.adjustments[a].bias, same.adjustments[a].bias);
+                }
+            }
+            ahead.advance(taken + 1);
+            for (size_t i = 0; i <= taken; ++i) history.push_back(text[history.size()]);
+        }
+        Sampler skipped(params, 10);
+        skipped.advance(30);  // without having been asked
+        EXPECT_EQ(skipped.next(text).draw, expected[30].draw);
+    }
 }
 
 TEST(Sampler, NamesTheSettingThatIsOutOfRange) {

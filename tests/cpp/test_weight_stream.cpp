@@ -29,7 +29,9 @@ GroupShape randomGroup(std::mt19937& random, int64_t mostRows, int residentOf10)
 
 void addRandomGroups(World& world, std::mt19937& random, size_t count, int64_t mostRows, int residentOf10) {
     const size_t head = random() % 3 == 0 ? count : count - 1 - random() % 2;
+    const size_t prediction = random() % 2 ? count : head - random() % (head + 1);  // there may be nothing else, or none of it
     for (size_t i = 0; i < count; ++i) {
+        if (i == prediction) world.startPrediction();
         if (i == head) world.startHead();
         world.add(randomGroup(random, mostRows, residentOf10));
     }
@@ -57,29 +59,40 @@ TEST(WeightStream, EveryByteUsedIsTheFiles) {
         EXPECT_EQ(world.stream.sharesRows(), any([](const World::Group& g) { return g.cpuRows > 0; }));
         world.stream.uploadAll();
         EXPECT_EQ(world.transfers.finished, streams ? 0 : 1);
-        if (!streams) std::for_each(world.groups.begin(), world.groups.end(), [&](World::Group& group) { world.keep(group); });
+        for (size_t i = 0; i < world.groups.size(); ++i) {
+            if (!streams || world.ofPrediction(i)) world.keep(world.groups[i]);
+        }
         world.changeFiles();
         for (int pass = 0; pass < 6; ++pass) {
             for (World::Group& group : world.groups) {
                 if (group.isStack && random() % 2) world.wantSome(group);
             }
             const bool headAlone = pass < 5 && world.headBegin != SIZE_MAX && random() % 4 == 0;
-            world.pass(!headAlone && random() % 2, headAlone || pass == 5 || random() % 3 > 0, headAlone);
+            const auto part = pass < 5 && random() % 3 == 0 ? WeightStream::Part::Prediction : WeightStream::Part::Model;
+            world.pass(part, !headAlone && random() % 2, headAlone || pass == 5 || random() % 3 > 0, headAlone);
             world.changeFiles();
         }
         for (World::Group& group : world.groups) {
             if (group.isStack) world.wantAll(group);
         }
         EXPECT_EQ(world.transfers.residentRows, world.residentRows);
+        size_t pieces = 0;
         for (const bool few : {true, false}) {  // only what is streamed comes again, and each use finds all slots under way
-            world.pass(few, true);
-            EXPECT_EQ(world.transfers.fetches, world.fetchesAtUse.size());
-            const size_t slots = world.transfers.slotsSeen.size();
-            for (size_t i = 0; i < world.fetchesAtUse.size(); ++i) EXPECT_EQ(world.fetchesAtUse[i], std::min(world.transfers.fetches, i + slots));
+            for (const auto part : {WeightStream::Part::Prediction, WeightStream::Part::Model}) {
+                world.pass(part, few, part == WeightStream::Part::Model);
+                EXPECT_EQ(world.transfers.fetches, world.fetchesAtUse.size());
+                const size_t slots = world.transfers.slotsSeen.size();
+                for (size_t i = 0; i < world.fetchesAtUse.size(); ++i) EXPECT_EQ(world.fetchesAtUse[i], std::min(world.transfers.fetches, i + slots));
+                pieces += few ? 0 : world.transfers.fetches;
+            }
         }
         EXPECT_EQ(world.transfers.residentRows, world.residentRows) << "each resident row comes once";
+        // Parts have passes of their own, and one may have fewer pieces than there are slots for both.
         if (streams) {
-            EXPECT_EQ(world.transfers.slotsSeen.size(), std::min(size_t{WeightStream::kSlots}, world.fetchesAtUse.size()));
+            EXPECT_LE(world.transfers.slotsSeen.size(), std::min(size_t{WeightStream::kSlots}, pieces));
+        }
+        if (streams && world.predictionBegin == SIZE_MAX) {
+            EXPECT_EQ(world.transfers.slotsSeen.size(), std::min(size_t{WeightStream::kSlots}, pieces));
         }
 
         world.stream.finishUploads();
@@ -106,7 +119,7 @@ TEST(WeightStream, PiecesOfLargeMatricesAreAlikeAndFit) {
     for (const auto& c : cases) world.add(c.shape);
     world.stream.take();
     for (const bool few : {false, true}) {
-        world.stream.begin(few, true);
+        world.stream.begin(WeightStream::Part::Model, few, true);
         for (size_t i = 0; i < world.groups.size(); ++i) {
             SCOPED_TRACE("case " + std::to_string(i));
             world.fetchesAtUse.clear();
@@ -144,6 +157,72 @@ TEST(WeightStream, ResidentWeightsComeOnceAndTheOthersEachTime) {
     EXPECT_NE(std::memcmp(world.groups[0].file[0].data, first.data(), first.size()), 0) << "the file was not changed";
 }
 
+// Passes over the model leave the prediction layer out, those over it all else but the head; and what of it is resident does not
+// wait for a pass that may never be made.
+TEST(WeightStream, APredictionLayerHasPassesOfItsOwn) {
+    using Part = WeightStream::Part;
+    World world({0, 3}, 8);
+    const GroupShape streamed{{DType::Q8_0}, {256}, 96, 32, false}, resident{{DType::Q6_K}, {256}, 50, 0, true};
+    GroupShape stack{{DType::Q8_0}, {256}, 40, 0, false};
+    stack.experts = 4;
+    for (const GroupShape& shape : {streamed, resident, stack}) world.add(shape);
+    world.startPrediction();
+    for (const GroupShape& shape : {resident, stack, streamed, resident}) world.add(shape);
+    world.startHead();
+    for (const GroupShape& shape : {streamed, resident}) world.add(shape);
+    world.stream.take();
+    world.stream.uploadAll();
+    EXPECT_EQ(world.transfers.residentRows, 100) << "the prediction layer's";
+    for (const size_t group : {size_t{3}, size_t{6}}) world.keep(world.groups[group]);
+    world.stream.finishUploads();
+    EXPECT_EQ(world.transfers.finished, 0);
+    world.changeFiles();
+    const struct {
+        Part part;
+        bool few, withHead;
+        size_t fetches;
+    } passes[] = {{Part::Prediction, false, false, 2}, {Part::Model, false, false, 3}, {Part::Prediction, true, false, 1},
+                  {Part::Model, true, true, 3}, {Part::Model, false, true, 3}, {Part::Prediction, false, true, 3},
+                  {Part::Prediction, true, true, 2}, {Part::Model, true, false, 1}};
+    for (const auto& p : passes) {  // each use is held against the file
+        world.pass(p.part, p.few, p.withHead);
+        EXPECT_EQ(world.transfers.fetches, p.fetches);
+        world.changeFiles();
+    }
+    EXPECT_EQ(world.transfers.residentRows, world.residentRows);
+    world.stream.finishUploads();
+    EXPECT_EQ(world.transfers.finished, 1);
+
+    const auto refused = [&](Part part, const std::vector<size_t>& uses) {
+        world.stream.begin(part, true, true);
+        for (size_t i = 0; i + 1 < uses.size(); ++i) world.use(world.groups[uses[i]], true);
+        expectInternal([&] { world.use(world.groups[uses.back()], true); });
+        expectInternal([&] { world.stream.end(); });
+        world.transfers.mayGiveUp = true;
+    };
+    refused(Part::Model, {5});
+    refused(Part::Model, {0, 5});
+    refused(Part::Prediction, {0});
+    refused(Part::Prediction, {7});
+    refused(Part::Prediction, {5, 5});
+    world.pass(Part::Prediction, true, true);
+}
+
+TEST(WeightStream, WithoutADraftNothingStaysPinned) {
+    World world({0, 3}, 8);
+    world.add({{DType::Q8_0}, {256}, 96, 0, false});
+    world.startPrediction();
+    world.add({{DType::Q6_K}, {256}, 50, 0, true});
+    world.startHead();
+    world.add({{DType::Q6_K}, {256}, 70, 0, true});
+    world.stream.take();
+    world.stream.uploadAll();
+    world.keep(world.groups[1]);
+    world.pass(false, true);
+    world.stream.finishUploads();
+    EXPECT_EQ(world.transfers.finished, 1);
+}
+
 TEST(WeightStream, APassGivenUpHalfWayHarmsNoOther) {
     std::mt19937 random(21);
     for (int round = 0; round < 30; ++round) {
@@ -153,10 +232,13 @@ TEST(WeightStream, APassGivenUpHalfWayHarmsNoOther) {
         world.stream.take();
         for (int pass = 0; pass < 4; ++pass) {
             const bool few = random() % 2;
-            world.stream.begin(few, true);
+            const auto part = random() % 3 ? WeightStream::Part::Model : WeightStream::Part::Prediction;
+            world.stream.begin(part, few, true);
             const size_t stop = random() % world.groups.size();
             try {
-                for (size_t i = 0; i <= stop; ++i) world.use(world.groups[i], few, i == stop ? static_cast<int64_t>(random() % 3) : -1);
+                for (size_t i = 0; i <= stop; ++i) {
+                    if (world.isIn(i, part, true)) world.use(world.groups[i], few, i == stop ? static_cast<int64_t>(random() % 3) : -1);
+                }
             } catch (const World::GivenUp&) {
             }
             world.transfers.mayGiveUp = true;
@@ -188,9 +270,9 @@ TEST(WeightStream, RefusesUsesOutOfOrder) {
     };
     const auto begin = [&](bool few) {
         world.transfers.mayGiveUp = true;
-        world.stream.begin(few, true);
+        world.stream.begin(WeightStream::Part::Model, few, true);
     };
-    expectInternal([&] { world.stream.begin(false, true); });  // nothing is taken
+    expectInternal([&] { world.stream.begin(WeightStream::Part::Model, false, true); });  // nothing is taken
     world.stream.take();
     expectInternal([&] { world.stream.take(); });
     for (const int first : {0, 10, 19}) expectInternal([&] { use(first); });  // no pass
@@ -264,7 +346,7 @@ TEST(WeightStream, APlanTakesTheSameMemory) {
         planned.uploadAll();
         planned.finishUploads();
         EXPECT_EQ(allocator.held() + residents, world.allocator.held()) << "after uploading";
-        expectInternal([&] { planned.begin(false, true); });
+        expectInternal([&] { planned.begin(WeightStream::Part::Model, false, true); });
         EXPECT_EQ(planned.deviceAddress(world.groups[0].file[0].data), world.groups[0].file[0].data);
         EXPECT_EQ(world.stream.deviceAddress(world.groups[0].file[0].data), world.groups[0].file[0].data + 4096);
     }

@@ -15,7 +15,7 @@
 
 #include "core/error.h"
 #include "engine/cpu_backend.h"
-#include "engine/engine.h"
+#include "engine/session.h"
 #include "memory/fake_device.h"
 #include "tiny_model.h"
 

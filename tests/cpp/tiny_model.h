@@ -259,7 +259,50 @@ private:
     size_t _typesTaken = 0;
 };
 
-// Every architecture that the GPU runs, and the variants of how files store the same parts.
+// Gated DeltaNet with attention in between, as both processors run it.
+inline std::vector<Options> gpuHybrids() {
+    std::vector<Options> all;
+    Options o;
+    o.seed = 200;
+    o.architecture = "qwen35";
+    all.push_back(o);
+    o.matrices = DType::F32;
+    o.layers = 5;
+    o.interval = 3;
+    o.keyHeads = 1;
+    o.valueHeads = 3;
+    o.deltaDim = 24;  // no whole warp
+    o.convWidth = 2;
+    o.fusedQkv = o.tied = true;
+    all.push_back(o);
+    o = Options();
+    o.seed = 201;
+    o.architecture = "qwen35moe";
+    all.push_back(o);
+    o.fusedExperts = true;
+    o.matrices = DType::Q4_0;
+    o.deltaDim = 40;
+    o.convWidth = 3;
+    all.push_back(o);
+    return all;
+}
+
+// What only the CPU runs: heads that fill no vector, and a longer convolution.
+inline std::vector<Options> cpuHybrids() {
+    Options heads = gpuHybrids()[1];
+    heads.deltaDim = 20;
+    Options convolution = gpuHybrids()[0];
+    convolution.convWidth = 5;
+    return {heads, convolution};
+}
+
+inline std::vector<Options> hybrids() {
+    std::vector<Options> all = gpuHybrids();
+    for (const Options& o : cpuHybrids()) all.push_back(o);
+    return all;
+}
+
+// Every architecture, and the variants of how files store the same parts, as both processors run them.
 inline std::vector<Options> gpuVariants() {
     std::vector<Options> all;
     for (const sharpi::Architecture& a : sharpi::architectures()) {
@@ -286,38 +329,13 @@ inline std::vector<Options> gpuVariants() {
     o.fusedQkv = false;
     o.matrices = DType::F32;
     all.push_back(o);
-    return all;
-}
-
-// Those that run on the CPU only.
-inline std::vector<Options> hybrids() {
-    std::vector<Options> all;
-    Options o;
-    o.seed = 200;
-    o.architecture = "qwen35";
-    all.push_back(o);
-    o.matrices = DType::F32;
-    o.layers = 5;
-    o.interval = 3;
-    o.keyHeads = 1;
-    o.valueHeads = 3;
-    o.deltaDim = 20;  // fills no vector
-    o.convWidth = 2;
-    o.fusedQkv = o.tied = true;
-    all.push_back(o);
-    o = Options();
-    o.seed = 201;
-    o.architecture = "qwen35moe";
-    all.push_back(o);
-    o.fusedExperts = true;
-    o.matrices = DType::Q4_0;
-    all.push_back(o);
+    for (const Options& hybrid : gpuHybrids()) all.push_back(hybrid);
     return all;
 }
 
 inline std::vector<Options> variants() {
     std::vector<Options> all = gpuVariants();
-    for (const Options& o : hybrids()) all.push_back(o);
+    for (const Options& o : cpuHybrids()) all.push_back(o);
     return all;
 }
 

@@ -268,9 +268,18 @@ public:
         }
         want(group, std::move(experts));
     }
+    void startPrediction() {
+        stream.startPrediction();
+        predictionBegin = groups.size();
+    }
     void startHead() {
         stream.startHead();
         headBegin = groups.size();
+    }
+    bool ofHead(size_t group) const { return group >= headBegin; }
+    bool ofPrediction(size_t group) const { return group >= predictionBegin && !ofHead(group); }
+    bool isIn(size_t group, WeightStream::Part part, bool withHead) const {
+        return ofHead(group) ? withHead : ofPrediction(group) == (part == WeightStream::Part::Prediction);
     }
 
     // That a resident group has come, or is just coming.
@@ -329,15 +338,17 @@ public:
         EXPECT_EQ(walk.next, walk.rows) << "not all rows came of matrix " << member;
     }
 
-    void pass(bool few, bool withHead, bool headAlone = false) {
+    void pass(bool few, bool withHead, bool headAlone = false) { pass(WeightStream::Part::Model, few, withHead, headAlone); }
+    void pass(WeightStream::Part part, bool few, bool withHead, bool headAlone = false) {
         transfers.fetches = 0;
         fetchesAtUse.clear();
         const int before = transfers.passes;
         if (headAlone) stream.beginHead();
-        else stream.begin(few, withHead);
+        else stream.begin(part, few, withHead);
         EXPECT_EQ(stream.active(), transfers.passes == before + 1) << "a pass with nothing to bring over is none";
-        const size_t first = headAlone ? headBegin : 0, end = withHead ? groups.size() : std::min(headBegin, groups.size());
-        for (size_t i = first; i < end; ++i) use(groups[i], few);
+        for (size_t i = 0; i < groups.size(); ++i) {
+            if (headAlone ? ofHead(i) : isIn(i, part, withHead)) use(groups[i], few);
+        }
         stream.end();
         EXPECT_FALSE(stream.active());
     }
@@ -384,7 +395,7 @@ public:
     StrictTransfers transfers;
     WeightStream stream;
     std::vector<Group> groups;
-    size_t headBegin = SIZE_MAX;
+    size_t predictionBegin = SIZE_MAX, headBegin = SIZE_MAX;
     int64_t residentRows = 0;
     std::vector<size_t> fetchesAtUse;  // begun in this pass when each streamed piece was used
 

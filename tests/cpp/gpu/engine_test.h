@@ -1,9 +1,10 @@
 // What tests of whole engines on the GPU share: loading tiny models on either processor, and asking them.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
-#include "engine/engine.h"
+#include "engine/session.h"
 #include "gpu_test.h"
 #include "kernels/matvec.h"  // kMaxMatvecRows
 #include "tiny_model.h"
@@ -46,6 +47,24 @@ protected:
     static std::vector<float> logits(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {
         Session session(engine);
         return logits(session, text, chunks);
+    }
+    // Of all numbers together, relative to the second.
+    static double distance(const std::vector<float>& a, const std::vector<float>& b) {
+        double difference = 0, norm = 0;
+        for (size_t i = 0; i < a.size(); ++i) {
+            difference += (double(a[i]) - b[i]) * (double(a[i]) - b[i]);
+            norm += double(b[i]) * b[i];
+        }
+        return std::sqrt(difference / norm);
+    }
+    // The median over rows of it.
+    static double medianDistance(const std::vector<float>& a, const std::vector<float>& b, int64_t vocab) {
+        std::vector<double> rows;
+        for (size_t at = 0; at < a.size(); at += vocab) {
+            rows.push_back(distance({a.begin() + at, a.begin() + at + vocab}, {b.begin() + at, b.begin() + at + vocab}));
+        }
+        std::nth_element(rows.begin(), rows.begin() + rows.size() / 2, rows.end());
+        return rows[rows.size() / 2];
     }
     static std::vector<int32_t> greedy(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& prompt, int count) {
         Session session(engine);

@@ -11,25 +11,7 @@
 namespace sharpi::cuda {
 namespace {
 
-class CudaEngine : public EngineTest {
-protected:
-    static double distance(const std::vector<float>& a, const std::vector<float>& b) {
-        double difference = 0, norm = 0;
-        for (size_t i = 0; i < a.size(); ++i) {
-            difference += (double(a[i]) - b[i]) * (double(a[i]) - b[i]);
-            norm += double(b[i]) * b[i];
-        }
-        return std::sqrt(difference / norm);
-    }
-    static double medianDistance(const std::vector<float>& a, const std::vector<float>& b, int64_t vocab) {
-        std::vector<double> rows;
-        for (size_t at = 0; at < a.size(); at += vocab) {
-            rows.push_back(distance({a.begin() + at, a.begin() + at + vocab}, {b.begin() + at, b.begin() + at + vocab}));
-        }
-        std::nth_element(rows.begin(), rows.begin() + rows.size() / 2, rows.end());
-        return rows[rows.size() / 2];
-    }
-};
+class CudaEngine : public EngineTest {};
 
 TEST_F(CudaEngine, StepsOfFewRowsHaveTheCpusBits) {
     for (const tiny::Options& tiny : tiny::gpuVariants()) {
@@ -176,6 +158,7 @@ TEST_F(CudaEngine, SequencesShareAPrefill) {
         pass.forward.run(batch, got.data());
         EXPECT_LT(distance(got, expected), 1e-4);
 
+        if (pass.kv.states().any()) continue;  // there is no room for so many states
         Batch many;  // more sequences than a batch has room for
         for (int i = 0; i < 65; ++i) {
             const int32_t handle = pass.kv.createSequence();

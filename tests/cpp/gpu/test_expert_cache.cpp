@@ -4,6 +4,7 @@
 #include <numeric>
 #include <set>
 
+#include "core/portable.h"
 #include "crossing_test.h"
 #include "kernels/expert_cache.h"
 #include "kernels/matvec.h"
@@ -157,6 +158,49 @@ protected:
         ASSERT_EQ(wantSlot, slotOnDevice.read());
         EXPECT_EQ(device.read()[0].ready, 1u);
     }
+
+    // hosts: pairs of the CPU: none, some, all. skip: floats before the shared answer.
+    void expectCombined(int64_t cols, int32_t used, int32_t hosts, bool isShared, size_t skip = 0) {
+        SCOPED_TRACE(std::to_string(cols) + " columns, " + std::to_string(used) + " ranks, " + std::to_string(hosts));
+        const int64_t rows = 1 + below(8);
+        const size_t pairs = static_cast<size_t>(rows * used), values = pairs * static_cast<size_t>(cols);
+        std::vector<int32_t> slot(pairs);
+        for (int32_t& s : slot) s = hosts == 2 || (hosts == 1 && below(2)) ? -1 : below(40);
+        if (hosts == 1) slot[random()() % pairs] = -1;
+        // Where the other side's answer stands there is poison.
+        std::vector<float> answers = randomFloats(values), y = answers;
+        const std::vector<float> weight = randomFloats(pairs), before = randomFloats(static_cast<size_t>(rows * cols));
+        const PinnedArray<float> hostY(values);
+        for (size_t p = 0; p < pairs; ++p)
+            if (slot[p] < 0) std::fill_n(y.begin() + static_cast<int64_t>(p) * cols, cols, NAN);
+        const DeviceArray<float> yOnDevice(y), weightOnDevice(weight), residual(before);
+        const DeviceArray<int32_t> slotOnDevice(slot);
+        const std::vector<float> answer = randomFloats(skip + before.size()), scale = randomFloats(static_cast<size_t>(rows), 20.0f);
+        const DeviceArray<float> answerOnDevice(answer), scaleOnDevice(scale);
+        const Flags flags;
+        {
+            const Patience patience(flags);
+            const Host host([&] {
+                if (!hosts) return;
+                later();
+                for (size_t p = 0; p < pairs; ++p)
+                    if (slot[p] < 0) std::copy_n(answers.begin() + static_cast<int64_t>(p) * cols, cols, hostY.get() + static_cast<int64_t>(p) * cols);
+                flags.returnedNow().store(9, std::memory_order_release);
+            });
+            combineAnswers(stream(), yOnDevice.get(), hostY.get(), slotOnDevice.get(), weightOnDevice.get(), rows, used, cols,
+                           flags.returned(), 9, residual.get(), {isShared ? answerOnDevice.get() + skip : nullptr, scaleOnDevice.get()});
+            stream().synchronize();
+        }
+        std::vector<float> want = before;
+        for (int64_t t = 0; t < rows; ++t) {
+            std::vector<float> sum(static_cast<size_t>(cols), 0.0f);
+            for (size_t p = static_cast<size_t>(t * used); p < static_cast<size_t>((t + 1) * used); ++p)
+                cpu::kernels().addScaled(sum.data(), &answers[p * static_cast<size_t>(cols)], weight[p], cols);
+            if (isShared) cpu::kernels().addScaled(sum.data(), &answer[skip + static_cast<size_t>(t * cols)], portableSigmoid(scale[static_cast<size_t>(t)]), cols);
+            cpu::kernels().add(&want[static_cast<size_t>(t * cols)], sum.data(), cols);
+        }
+        ASSERT_TRUE(sameBits(want, residual.read()));
+    }
 };
 
 TEST_F(ExpertCacheTest, WhatIsFetchedIsWhatLoadingPacks) {
@@ -303,50 +347,16 @@ TEST_F(ExpertCacheTest, WhatIsFetchedAheadIsInTheTable) {
 }
 
 TEST_F(ExpertCacheTest, AnswersAreAddedByRank) {
-    for (const int64_t cols : {1, 32, 99, 130, 1028, 2048}) {
-        for (const int32_t used : {1, 2, 8, 9, 20}) {
-            for (const int32_t hosts : {0, 1, 2}) {  // pairs of the CPU: none, some, all
-                SCOPED_TRACE(std::to_string(cols) + " columns, " + std::to_string(used) + " ranks, " + std::to_string(hosts));
-                const int64_t rows = 1 + below(8);
-                const size_t pairs = static_cast<size_t>(rows * used), values = pairs * static_cast<size_t>(cols);
-                std::vector<int32_t> slot(pairs);
-                for (int32_t& s : slot) s = hosts == 2 || (hosts == 1 && below(2)) ? -1 : below(40);
-                if (hosts == 1) slot[random()() % pairs] = -1;
-                // Where the other side's answer stands there is poison.
-                std::vector<float> answers = randomFloats(values), y = answers;
-                const std::vector<float> weight = randomFloats(pairs), before = randomFloats(static_cast<size_t>(rows * cols));
-                const PinnedArray<float> hostY(values);
-                for (size_t p = 0; p < pairs; ++p)
-                    if (slot[p] < 0) std::fill_n(y.begin() + static_cast<int64_t>(p) * cols, cols, NAN);
-                const DeviceArray<float> yOnDevice(y), weightOnDevice(weight), residual(before);
-                const DeviceArray<int32_t> slotOnDevice(slot);
-                const Flags flags;
-                {
-                    const Patience patience(flags);
-                    const Host host([&] {
-                        if (!hosts) return;
-                        later();
-                        for (size_t p = 0; p < pairs; ++p)
-                            if (slot[p] < 0) std::copy_n(answers.begin() + static_cast<int64_t>(p) * cols, cols, hostY.get() + static_cast<int64_t>(p) * cols);
-                        flags.returnedNow().store(9, std::memory_order_release);
-                    });
-                    combineAnswers(stream(), yOnDevice.get(), hostY.get(), slotOnDevice.get(), weightOnDevice.get(), rows, used, cols,
-                                   flags.returned(), 9, residual.get());
-                    stream().synchronize();
-                }
-                std::vector<float> want(before.size());
-                for (int64_t t = 0; t < rows; ++t) {
-                    for (int64_t i = 0; i < cols; ++i) {
-                        float sum = 0.0f;
-                        for (int32_t k = 0; k < used; ++k)
-                            sum = std::fma(weight[static_cast<size_t>(t * used + k)], answers[static_cast<size_t>((t * used + k) * cols + i)], sum);
-                        want[static_cast<size_t>(t * cols + i)] = before[static_cast<size_t>(t * cols + i)] + sum;
-                    }
-                }
-                ASSERT_TRUE(sameBits(want, residual.read()));
-            }
-        }
-    }
+    for (const int64_t cols : {1, 32, 99, 130, 1028, 2048})
+        for (const int32_t used : {1, 2, 8, 9, 20})
+            for (const int32_t hosts : {0, 1, 2}) ASSERT_NO_FATAL_FAILURE(expectCombined(cols, used, hosts, false));
+}
+
+TEST_F(ExpertCacheTest, TheSharedAnswerIsAddedLast) {
+    for (const int64_t cols : {1, 99, 130, 1028, 2048})
+        for (const int32_t used : {1, 8, 9})
+            for (const int32_t hosts : {0, 1, 2})
+                for (const size_t skip : {0, 1}) ASSERT_NO_FATAL_FAILURE(expectCombined(cols, used, hosts, true, skip));
 }
 
 TEST_F(ExpertCacheTest, AbortingLetsEverythingGoOn) {

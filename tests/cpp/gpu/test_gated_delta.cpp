@@ -266,15 +266,18 @@ TEST_F(GatedDelta, PreparesWithTheBitsOfTheCpu) {
     }
 }
 
-// Tiles shorter than the convolution too, in any order.
+// Tiles shorter than the convolution too, in any order, and long ones.
 TEST_F(GatedDelta, PreparesInTilesCutAnywhere) {
-    for (const Case& c : kCases) {
+    std::vector<Case> cases = kCases;
+    for (const Case& c : kCases) cases.push_back({c.shape, {{-1, {{150, 0}}}, {1, {{64, 2}, {65, 3}, {101, 1}}}}});
+    for (const Case& c : cases) {
         World w = world(c);
         const DeviceWorld device(w);
+        const int longest = w.rows > 100 ? 70 : 7;
         std::vector<std::pair<int32_t, int32_t>> tiles = {{0, 0}};
         for (size_t s = 0; s < w.begin.size(); ++s) {
             for (int32_t at = w.begin[s]; at < w.end[s];) {
-                const int32_t until = std::min<int32_t>(w.end[s], at + 1 + static_cast<int32_t>(random()() % 7));
+                const int32_t until = std::min<int32_t>(w.end[s], at + 1 + static_cast<int32_t>(random()() % longest));
                 tiles.emplace_back(at, until);
                 at = until;
             }
@@ -368,9 +371,12 @@ protected:
         const DeviceArray<uint16_t> keysHi(w.rows * 2 * w.shape.keyWidth()), keysLo(keysHi.size()), hi(size), lo(size);
         const DeviceArray<float> attended(size), floats(size);
         const HalfRows keys = {keysHi.get(), split ? keysLo.get() : nullptr};
+        const bool blocks = w.shape.valueWidth() % 32 == 0;
+        const DeviceArray<uint8_t> quantized(blocks ? quantizedRowsBytes(w.rows, w.shape.valueWidth()) : 0);
+        const QuantizedRows rows = blocks ? quantizedRowsOver(quantized.get(), w.rows, w.shape.valueWidth()) : QuantizedRows();
         prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch, ranges, windows.get(), keys);
         deltaRuleInChunks(stream(), device.inputs(), keys, device.parameters(), w.shape, device.states(), device.batch, ranges, scratch.get(),
-                          attended.get(), {floats.get(), {}, {hi.get(), lo.get()}});
+                          attended.get(), {floats.get(), rows, {hi.get(), lo.get()}});
         w.useCpu();
         const std::vector<double> expected = w.inDouble(states);
         const std::vector<float> got = attended.read();
@@ -381,7 +387,7 @@ protected:
         EXPECT_LT(errorOf({states.begin(), states.end()}, device.matrixStates.read(), w.shape.valueHeads, matrix), bound) << name << ", states";
         const std::vector<float> gated = w.gated(got);
         EXPECT_TRUE(sameBits(gated, floats.read())) << name;
-        expectForms(w, gated, nullptr, hi, lo);
+        expectForms(w, gated, blocks ? &quantized : nullptr, hi, lo);
     }
 };
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <numeric>
 
+#include "core/portable.h"
 #include "cpu/kernels.h"
 #include "gpu_test.h"
 #include "kernels/matvec.h"
@@ -543,26 +544,25 @@ TEST_F(ExpertMatvecTest, ProductsHaveTheCpusBits) {
     }
 }
 
-struct DownCase {
-    int64_t rows, outputs, hidden;
-    int32_t used, experts;
-};
-
 TEST_F(ExpertMatvecTest, DownHasTheCpusBits) {
+    struct Case { int64_t rows, outputs, hidden; int32_t used, experts; };
     // One expert, few, more than there are warps; activations beyond shared memory; rows that fill no block.
-    const std::vector<DownCase> cases = {{1, 37, 768, 8, 9}, {3, 64, 256, 1, 2}, {2, 5, 512, 11, 12}, {8, 8, 1280, 2, 4}, {1, 9, 6144, 8, 8}};
+    const std::vector<Case> cases = {{1, 37, 768, 8, 9}, {3, 64, 256, 1, 2}, {2, 5, 512, 11, 12}, {8, 8, 1280, 2, 4}, {1, 9, 6144, 8, 8}};
     for (const DType type : allTypes()) {
-        for (const DownCase& c : cases) {
+        for (const Case& c : cases) {
             SCOPED_TRACE(std::string(info(type).name) + " hidden " + std::to_string(c.hidden));
             const Weights w = weights(type, c.outputs, c.hidden, c.experts);
             const int64_t pairs = c.rows * c.used;
             const Inputs in = inputs(pairs, c.hidden, info(type).isFloat);
             const std::vector<int32_t> chosen = choose(c.rows, c.used, c.experts);
             const std::vector<float> weight = randomFloats(static_cast<size_t>(pairs)), before = randomFloats(static_cast<size_t>(c.rows * c.outputs));
+            const std::vector<float> answer = randomFloats(before.size()), scale = randomFloats(static_cast<size_t>(c.rows), 20.0f);
             const DeviceArray<int32_t> chosenOnDevice(chosen);
-            const DeviceArray<float> weightOnDevice(weight), residual(before);
+            const DeviceArray<float> weightOnDevice(weight), residual(before), sharedResidual(before), answerOnDevice(answer), scaleOnDevice(scale);
             expertDownAdd(stream(), in.input(), static_cast<int>(c.rows), w.stack(), chosenOnDevice.get(), weightOnDevice.get(), c.used, residual.get());
-            std::vector<float> expected = before;
+            expertDownAdd(stream(), in.input(), static_cast<int>(c.rows), w.stack(), chosenOnDevice.get(), weightOnDevice.get(), c.used,
+                          sharedResidual.get(), {answerOnDevice.get(), scaleOnDevice.get()});
+            std::vector<float> expected = before, withShared = before;
             for (int64_t t = 0; t < c.rows; ++t) {
                 std::vector<float> sum(static_cast<size_t>(c.outputs), 0.0f);
                 for (int64_t p = t * c.used; p < (t + 1) * c.used; ++p) {
@@ -570,8 +570,11 @@ TEST_F(ExpertMatvecTest, DownHasTheCpusBits) {
                     cpu::kernels().addScaled(sum.data(), y.data(), weight[static_cast<size_t>(p)], c.outputs);
                 }
                 cpu::kernels().add(&expected[static_cast<size_t>(t * c.outputs)], sum.data(), c.outputs);
+                cpu::kernels().addScaled(sum.data(), &answer[static_cast<size_t>(t * c.outputs)], portableSigmoid(scale[static_cast<size_t>(t)]), c.outputs);
+                cpu::kernels().add(&withShared[static_cast<size_t>(t * c.outputs)], sum.data(), c.outputs);
             }
             EXPECT_TRUE(sameBits(expected, residual.read()));
+            EXPECT_TRUE(sameBits(withShared, sharedResidual.read()));
         }
     }
 }

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <set>
 
+#include "core/portable.h"
 #include "cpu/kernels.h"
 #include "gpu_test.h"
 #include "kernels/router.h"
@@ -168,6 +169,36 @@ TEST_F(Router, CombinesByRank) {
         const DeviceArray<int32_t> devicePairs(pairOf);
         combineExperts(stream(), deviceY.get(), devicePairs.get(), deviceWeight.get(), rows, used, cols, deviceResidual.get());
         ASSERT_TRUE(sameBits(expected, deviceResidual.read())) << cols;
+    }
+}
+
+TEST_F(Router, CombinesTheSharedAnswerLast) {
+    for (const int64_t cols : {1, 32, 99, 130, 1028, 2048}) {
+        for (int crooked = 0; crooked < 4; ++crooked) {  // none, or one of the arrays begins at no whole 16 bytes
+            for (const bool isThere : {true, false}) {
+                SCOPED_TRACE(std::to_string(cols) + " columns, " + std::to_string(crooked) + (isThere ? "" : ", not there"));
+                const int64_t rows = 9, ofY = crooked == 1, ofShared = crooked == 2, ofResidual = crooked == 3;
+                const int32_t used = 5;
+                const auto y = randomFloats(ofY + rows * used * cols), shared = randomFloats(ofShared + rows * cols);
+                const auto weight = randomFloats(rows * used), scale = randomFloats(rows, 20.0f), residual = randomFloats(ofResidual + rows * cols);
+                std::vector<int32_t> pairOf(rows * used);
+                std::iota(pairOf.begin(), pairOf.end(), 0);
+                std::shuffle(pairOf.begin(), pairOf.end(), random());
+                std::vector<float> expected = residual;
+                for (int64_t t = 0; t < rows; ++t) {
+                    std::vector<float> sum(cols, 0.0f);
+                    for (int64_t i = t * used; i < (t + 1) * used; ++i)
+                        cpu::kernels().addScaled(sum.data(), y.data() + ofY + pairOf[i] * cols, weight[i], cols);
+                    if (isThere) cpu::kernels().addScaled(sum.data(), shared.data() + ofShared + t * cols, portableSigmoid(scale[t]), cols);
+                    cpu::kernels().add(expected.data() + ofResidual + t * cols, sum.data(), cols);
+                }
+                const DeviceArray<float> deviceY(y), deviceShared(shared), deviceWeight(weight), deviceScale(scale), deviceResidual(residual);
+                const DeviceArray<int32_t> devicePairs(pairOf);
+                combineExperts(stream(), deviceY.get() + ofY, devicePairs.get(), deviceWeight.get(), rows, used, cols, deviceResidual.get() + ofResidual,
+                               {isThere ? deviceShared.get() + ofShared : nullptr, deviceScale.get()});
+                ASSERT_TRUE(sameBits(expected, deviceResidual.read()));
+            }
+        }
     }
 }
 

@@ -135,6 +135,59 @@ TEST_F(Rows, NormReadsTheRowsItIsTold) {
     expectHalves(expected, hi.read(), nullptr);
 }
 
+// A row of each kind in turn, each kind with weights of its own.
+TEST_F(Rows, NormTakesItsWeightsInTurn) {
+    for (const int64_t cols : {1, 31, 33, 100, 160, 1024, 4097, 8224, 20002}) {
+        for (const int32_t kinds : {2, 3}) {
+            for (const size_t skip : {0, 1}) {  // floats before the weights
+                SCOPED_TRACE(std::to_string(cols) + " columns, " + std::to_string(kinds) + " kinds, skip " + std::to_string(skip));
+                const int64_t rows = kinds * 5 - 1;
+                const auto x = randomFloats(rows * cols), weights = randomFloats(skip + kinds * cols);
+                std::vector<int32_t> index(rows);
+                for (int64_t r = 0; r < rows; ++r) index[r] = static_cast<int32_t>((r * 3 + 1) % rows);
+                std::vector<float> expected(rows * cols);
+                for (int64_t r = 0; r < rows; ++r)
+                    _cpu.rmsNorm(x.data() + index[r] * cols, weights.data() + skip + r % kinds * cols, 1e-5f, cols, expected.data() + r * cols);
+                const bool blocks = cols % 32 == 0;
+                const DeviceArray<float> deviceX(x), deviceWeights(weights), floats(rows * cols);
+                const DeviceArray<int32_t> deviceIndex(index);
+                const DeviceArray<uint8_t> quantized(quantizedRowsBytes(rows, cols));
+                const DeviceArray<uint16_t> hi(rows * cols), lo(rows * cols);
+                RowOutputs out{floats.get(), {}, {}};
+                if (blocks) out = {floats.get(), quantizedRowsOver(quantized.get(), rows, cols), {hi.get(), lo.get()}};
+                rmsNorm(stream(), deviceX.get(), deviceIndex.get(), deviceWeights.get() + skip, 1e-5f, rows, cols, out, kinds);
+                ASSERT_TRUE(sameBits(expected, floats.read()));
+                if (!blocks) continue;
+                expectQuantized(expected, rows, cols, quantized);
+                const auto low = lo.read();
+                expectHalves(expected, hi.read(), &low);
+            }
+        }
+    }
+}
+
+TEST_F(Rows, DotsAreTheCpusProducts) {
+    for (const int64_t cols : {1, 2, 31, 32, 33, 100, 2048, 4097, 20002}) {
+        for (const int64_t rows : {1, 7, 8, 9, 300}) {
+            for (const size_t skip : {0, 1}) {  // floats before each array
+                const auto x = randomFloats(skip + rows * cols), weight = randomFloats(skip + cols);
+                std::vector<float> expected(skip + rows + 1);
+                std::memset(expected.data(), 0xff, expected.size() * sizeof(float));
+                cpu::MatmulArgs args;
+                args.w = {DType::F32, 1, cols, reinterpret_cast<const uint8_t*>(weight.data() + skip)};
+                args.xFloat = x.data() + skip;
+                args.count = rows;
+                args.y = expected.data() + skip;
+                args.yStride = 1;
+                _cpu.matmul(args, 0, 1, nullptr);  // floats need no scratch
+                const DeviceArray<float> deviceX(x), deviceWeight(weight), y(expected.size());
+                rowDots(stream(), deviceX.get() + skip, deviceWeight.get() + skip, rows, cols, y.get() + skip);
+                ASSERT_TRUE(sameBits(expected, y.read())) << rows << " rows of " << cols;
+            }
+        }
+    }
+}
+
 TEST_F(Rows, QuantizesDifficultBlocksAsTheCpuDoes) {
     for (const int64_t cols : {32, 384, 1056, 4096}) {
         const int64_t rows = 9;
