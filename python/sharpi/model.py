@@ -7,9 +7,8 @@ have several `Session`s; they share weights and the room of the KV cache: `conte
 from __future__ import annotations
 
 import os
-import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 
 from sharpi import _core
 from sharpi.chat import ChatTemplate
+from sharpi.drafts import DraftedRun, choose_drafts
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
 from sharpi.expert_stats import ExpertStats, unwritable
 from sharpi.files import require_writable
@@ -26,6 +26,7 @@ from sharpi.gguf import GgufFile
 from sharpi.hardware import core_count
 from sharpi.planner import Plan, make_plan, saved_plan
 from sharpi.profile import HardwareProfile, load_profile
+from sharpi.session import Session, Timing, Token, as_ids
 from sharpi.tokenizer import Tokenizer
 
 __all__ = ["BUNDLED_MODEL", "Model", "Session", "Token", "describe"]
@@ -35,24 +36,24 @@ BUNDLED_MODEL = Path(__file__).parent / "bundled" / "story.gguf"
 Progress = Callable[[int, int], None]
 Notice = Callable[[str], None]
 
-
-@dataclass(frozen=True)
-class Token:
-    """A generated token. `text` holds whole characters only: it is empty while a character is incomplete."""
-
-    id: int
-    text: str
+# Drafts are timed with so many tokens, which no other is as likely as.
+_FEW, _SURELY = 4, 1000.0
 
 
-def describe(path: str | os.PathLike[str] | None = None) -> tuple[GgufFile, _core.Description]:
-    """Reads what a model is, without its weights. `None` is the bundled model.
+def describe(path: str | os.PathLike[str] | None = None, *, mtp: bool = True) -> tuple[GgufFile, _core.Description]:
+    """Reads what a model is, without its weights. `None` is the bundled model. mtp: whether a prediction layer that the
+    file may have is part of it.
 
     Raises `ModelFileError` for a file that cannot be run.
     """
     file = GgufFile.open(BUNDLED_MODEL if path is None else path)
+    return file, _spec(file, mtp)
+
+
+def _spec(file: GgufFile, mtp: bool) -> _core.Description:
     rows = [(t.name, t.type, list(t.shape), t.file, t.offset, t.nbytes) for t in file.tensors]
     try:
-        return file, _core.Description(file.scalars(), rows)
+        return _core.Description(file.scalars(), rows, predictions=mtp)
     except ModelFileError as error:
         raise file.error(str(error)) from None
 
@@ -96,7 +97,7 @@ def _read_pages(engine: _core.Engine, plan: Plan, progress: Progress) -> None:
         progress(plan.weights_bytes, plan.weights_bytes)
 
 
-def _check(*, context: Any, threads: Any, batch: Any, cpu_moe: Any, sequences: Any, **_: Any) -> None:
+def _check(*, context: Any, threads: Any, batch: Any, cpu_moe: Any, sequences: Any, mtp: Any, **_: Any) -> None:
     """Raises `InvalidRequestError` for values that no model can be loaded with."""
     for name, value in (("context", context), ("threads", threads), ("batch", batch), ("sequences", sequences)):
         if value is not None and not isinstance(value, (int, np.integer)):
@@ -107,8 +108,9 @@ def _check(*, context: Any, threads: Any, batch: Any, cpu_moe: Any, sequences: A
         raise InvalidRequestError(f"threads must be 1 to 1024, not {threads}")
     if sequences is not None and not 1 <= sequences <= 4096:
         raise InvalidRequestError(f"sequences must be 1 to 4096, not {sequences}")
-    if cpu_moe not in (None, True, False):
-        raise InvalidRequestError(f"cpu_moe must be true or false, not {cpu_moe!r}")
+    for name, value in (("cpu_moe", cpu_moe), ("mtp", mtp)):
+        if value not in (None, True, False):
+            raise InvalidRequestError(f"{name} must be true or false, not {value!r}")
 
 
 def _stats_target(path: str | os.PathLike[str] | None) -> str | None:
@@ -163,7 +165,7 @@ class Model:
         self._engine: _core.Engine | None = engine
         self._load_seconds = load_seconds
         self._tokenizer: Tokenizer | None = None
-        self._timing = _Timing()
+        self.timing = Timing()  # of the last generation
         self._expert_stats = expert_stats
         self._process = os.getpid()
         self._notice = notice
@@ -174,7 +176,8 @@ class Model:
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
              context: int | None = None, kv_dtype: str | None = None, threads: int | None = None,
              batch: int | None = None, cpu_moe: bool | None = None, sequences: int | None = None,
-             plan: str | os.PathLike[str] | None = None, profile: HardwareProfile | str | os.PathLike[str] | None = None,
+             mtp: bool | None = None, plan: str | os.PathLike[str] | None = None,
+             profile: HardwareProfile | str | os.PathLike[str] | None = None,
              warm: ExpertStats | str | os.PathLike[str] | None = None,
              expert_stats: str | os.PathLike[str] | None = None, progress: Progress | None = None,
              notice: Notice | None = None) -> Model:
@@ -187,9 +190,9 @@ class Model:
         prefill takes at once (512, on the GPU 2048). cpu_moe: whether all experts stay in RAM, for the CPU to compute
         in decode, even where they would fit; `None` is what SHARPI_CPU_MOE says. sequences: conversations that may hold
         tokens at once, where the model keeps a state for each of them (4, of which those not used serve to go back in
-        others). plan: a file with a plan for this
-        model, which says all of these. profile: the machine's speeds, or a file with them; without it, they are
-        measured once where they are needed.
+        others). mtp: whether a prediction layer is loaded, to draft tokens with; `None`: where the file has one. plan: a
+        file with a plan for this model, which says all of these. profile: the machine's speeds, or a file with them;
+        without it, they are measured once where they are needed.
 
         expert_stats: a file to write when the model is closed, with what became of its experts; `None` is what
         SHARPI_EXPERT_STATS says. warm: such a file of this model, or what it holds: where experts are in slots, the
@@ -204,15 +207,19 @@ class Model:
         started = time.perf_counter()
         asked = {"device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype, "threads": threads,
                  "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences}
-        _check(**asked)
+        _check(**asked, mtp=mtp)
         if plan is not None:
-            _refuse_beside_a_plan({**asked, "device": None if device == "auto" else device, "profile": profile})
+            _refuse_beside_a_plan({**asked, "device": None if device == "auto" else device, "profile": profile,
+                                    "mtp": mtp})
         target = _stats_target(expert_stats)
-        file, spec = describe(path)
+        file, spec = describe(path, mtp=mtp is not False)
         warmth = asked["warm"] = _warmth(warm, file)
         if plan is not None:
             made = saved_plan(plan, file, spec)
+            spec = spec if made.mtp else _spec(file, False)
         else:
+            if mtp and not spec.prediction_layers:
+                raise InvalidRequestError(f"{file.name} has no prediction layer to draft with: leave mtp out")
             asked["threads"] = core_count() if threads is None else threads
             known = profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)
             made = make_plan(file, spec, **asked, profile=known, notice=notice)
@@ -310,7 +317,7 @@ class Model:
 
         chunks: sizes of the pieces in which the tokens are evaluated; the answer does not depend on them.
         """
-        return _core.Session(self.engine).logits(_as_ids(tokens), list(chunks))
+        return _core.Session(self.engine).logits(as_ids(tokens), list(chunks))
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Token]:
         """Continues `prompt` in a session of its own; for the options see `Session.generate`."""
@@ -323,6 +330,7 @@ class Model:
 
     def stats(self) -> dict[str, Any]:
         """Counts and speeds of the last generation, and the bytes held; `vram_bytes` by the device's own account.
+        steps: passes of the model after the prompt's; acceptance_rate: of the drafted tokens, `None` where there were none.
 
         placement: where the weights are, as the core says: bytes in "vram", "direct" (of these "cpu" is the CPU's
         share) and "slots" (experts in the file, of which single ones are in VRAM), and the "ranges" of the files. notes: lines for people on what became of the plan.
@@ -332,7 +340,7 @@ class Model:
         experts = ExpertStats.from_engine(self.engine, self.plan)
         taken = sum(entry[2] for entry in self.engine.trace) if self.device == "cuda" else 0
         return {
-            **self._timing.to_dict(),
+            **self.timing.to_dict(),
             "load_seconds": self._load_seconds,
             "weights_bytes": self.engine.weight_bytes,
             "kv_bytes": self.engine.kv_bytes,
@@ -387,142 +395,29 @@ class Model:
             session.next()
         return time.perf_counter() - started
 
+    def bench_drafts(self, depth: int, tokens: int, draft: str, draft_tokens: int | None = None) -> DraftedRun:
+        """What it takes to generate at least `tokens` tokens with drafts (see `Session.generate`) after `depth` (at
+        least 1) tokens.
+
+        What a step costs counts here, not how often a guess is right, which random tokens cannot tell. So that there
+        is always something to look up for "ngram", all tokens are drawn from a few, alike for every way of drafting."""
+        drafts = choose_drafts(draft, draft_tokens, mtp=self.plan.mtp)
+        self._bench_runs += 1
+        few = np.random.default_rng(0).choice(self.spec.vocab_size, min(_FEW, self.spec.vocab_size), replace=False)
+        prompt = np.random.default_rng(self._bench_runs).choice(few, max(1, depth)).tolist()
+        session = _core.Session(self.engine)
+        session.start(prompt, _drawn(self._bench_runs, {int(token): _SURELY for token in few}), *drafts)
+        session.next()  # was chosen with the prompt
+        before = np.array(session.draft_counts)
+        started = time.perf_counter()
+        for _ in range(tokens):
+            session.next()
+        seconds = time.perf_counter() - started
+        steps, drafted, accepted = (np.array(session.draft_counts) - before).tolist()
+        return DraftedRun(seconds, steps + accepted, steps, drafted, accepted)
+
     def _random_ids(self, count: int) -> list[int]:
         return np.random.default_rng(0).integers(0, self.spec.vocab_size, count).tolist()
-
-
-class Session:
-    """A conversation: what was evaluated stays in the KV cache, and the next prompt reuses what it shares with it."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-        self._core = _core.Session(model.engine)
-        self._turn = 0  # which generation the core session is at
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens in the KV cache, in order."""
-        return self._core.tokens
-
-    def reset(self) -> None:
-        """Forgets all tokens; a generation that is under way cannot go on."""
-        self._turn += 1
-        self._core.reset()
-
-    def generate(self, prompt: str | Sequence[int], *, max_tokens: int | None = None, temperature: float = 0.8,
-                 top_k: int = 40, top_p: float = 0.95, min_p: float = 0.05, repetition_penalty: float = 1.0,
-                 presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-                 logit_bias: Mapping[int, float] | None = None, seed: int | None = None,
-                 stop: str | Sequence[str] = ()) -> Iterator[Token]:
-        """Yields tokens that continue `prompt` (the whole conversation so far, as text or token ids).
-
-        Ends at `max_tokens` (`None`: no limit), at an end token of the model, where one of the `stop` texts begins,
-        or when the context is full. temperature 0 always takes the most likely token; the same seed gives the same
-        text. Closing the iterator stops the work. Raises `InvalidRequestError` before the first token.
-        """
-        model = self._model
-        if max_tokens is not None and max_tokens < 0:
-            raise InvalidRequestError(f"max_tokens must be 0 or more, not {max_tokens}")
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if any(not text for text in stop):
-            raise InvalidRequestError("a stop text is empty")
-        if seed is not None and not 0 <= seed < 2**64:
-            raise InvalidRequestError(f"the seed must be 0 to 2^64 - 1, not {seed}")
-        ids = model.tokenize(prompt) if isinstance(prompt, str) else _as_ids(prompt)
-        if not ids:
-            raise InvalidRequestError("the prompt is empty: give at least one token")
-        try:
-            params = _core.SamplingParams(
-                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-                presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-                logit_bias=dict(logit_bias or {}),
-                seed=secrets.randbits(63) if seed is None else seed)
-        except TypeError:
-            raise InvalidRequestError("a sampling option has the wrong type or is too large") from None
-        try:
-            decoder, ends = model.tokenizer.stream(after=ids), model.tokenizer.stop_ids
-        except ModelFileError:
-            if isinstance(prompt, str) or stop:
-                raise
-            decoder, ends = None, frozenset()  # a file without a tokenizer still answers in token ids
-        timing = model._timing = _Timing()
-        started = time.perf_counter()
-        self._turn += 1
-        turn = self._turn
-        self._core.start(ids, params)
-        timing.prompt_seconds = time.perf_counter() - started
-        timing.reused_tokens = self._core.reused_tokens
-        timing.prompt_tokens = len(ids) - timing.reused_tokens
-        yield from _StopFilter(stop).through(self._tokens(turn, max_tokens, ends, decoder, timing))
-
-    def _tokens(self, turn: int, max_tokens: int | None, ends: frozenset[int], decoder: Any,
-                timing: _Timing) -> Iterator[Token]:
-        last = None
-        while max_tokens is None or timing.generated_tokens < max_tokens:
-            if turn != self._turn:
-                raise InvalidRequestError("the session was used for something else: this generation cannot go on")
-            started = time.perf_counter()
-            token = self._core.next()
-            timing.generation_seconds += time.perf_counter() - started
-            if token is None or token in ends:
-                break
-            timing.generated_tokens += 1
-            last = token
-            yield Token(token, decoder.push(token) if decoder else "")
-        rest = decoder.flush() if decoder else ""
-        if rest and last is not None:
-            yield Token(last, rest)
-
-
-@dataclass
-class _Timing:
-    """Of the last generation."""
-
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    generated_tokens: int = 0
-    generation_seconds: float = 0.0
-    reused_tokens: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        def rate(tokens: int, seconds: float) -> float:
-            return tokens / seconds if seconds > 0 else 0.0
-
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "prompt_seconds": self.prompt_seconds,
-            "prompt_tokens_per_second": rate(self.prompt_tokens, self.prompt_seconds),
-            "generated_tokens": self.generated_tokens,
-            "generation_seconds": self.generation_seconds,
-            "generation_tokens_per_second": rate(self.generated_tokens, self.generation_seconds),
-            "reused_tokens": self.reused_tokens,
-        }
-
-
-class _StopFilter:
-    """Ends a stream where one of some texts begins, holding text back while it may still become one."""
-
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
-
-    def through(self, tokens: Iterator[Token]) -> Iterator[Token]:
-        held, last = "", None
-        for token in tokens:
-            held, last = held + token.text, token.id
-            found = min((at for text in self._stop if (at := held.find(text)) >= 0), default=-1)
-            if found >= 0:
-                yield Token(token.id, held[:found])
-                return
-            keep = max((self._overlap(held, text) for text in self._stop), default=0)
-            yield Token(token.id, held[: len(held) - keep])
-            held = held[len(held) - keep :]
-        if held and last is not None:
-            yield Token(last, held)
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """How many of the last characters of `text` begin `stop`."""
-        return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
 def _likeliest() -> _core.SamplingParams:
@@ -530,19 +425,6 @@ def _likeliest() -> _core.SamplingParams:
                                 presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, seed=0)
 
 
-def _drawn(seed: int) -> _core.SamplingParams:
+def _drawn(seed: int, bias: Mapping[int, float] | None = None) -> _core.SamplingParams:
     return _core.SamplingParams(temperature=1.0, top_k=40, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
-                                presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, seed=seed)
-
-
-def _as_ids(tokens: Sequence[int]) -> list[int]:
-    """Token ids as the core takes them. Raises `InvalidRequestError` for anything else."""
-    try:
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise ValueError
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidRequestError("tokens must be a sequence of token ids, 0 to 2^31 - 1") from None
-    return [int(i) for i in ids]
+                                presence_penalty=0.0, frequency_penalty=0.0, logit_bias=dict(bias or {}), seed=seed)

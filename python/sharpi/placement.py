@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from sharpi.errors import InvalidRequestError
 
-__all__ = ["CPU_ROW_STEP", "DIRECT", "ExpertPool", "Inventory", "KINDS", "Placed", "SLOTS", "Switches", "TensorHome",
+__all__ = ["Beside", "CPU_ROW_STEP", "DIRECT", "ExpertPool", "Inventory", "KINDS", "Placed", "SLOTS", "Switches", "TensorHome",
            "Unit", "Use", "VRAM"]
 
 VRAM, DIRECT, SLOTS = "vram", "direct", "slots"
@@ -58,6 +58,14 @@ class Use(NamedTuple):
     cols: int
     parameters: float
     batch_bytes: float
+
+
+class Beside(NamedTuple):
+    """What a token meets beside its weights. state_bytes: of recurrent layers, read and written by every token.
+    shared_experts: layers with an expert for every token."""
+
+    state_bytes: int = 0
+    shared_experts: int = 0
 
 
 class TensorHome(NamedTuple):
@@ -107,10 +115,16 @@ class Unit:
 class Inventory:
     """A model's weights in units, ordered by what VRAM gains with them."""
 
-    def __init__(self, uses: Sequence[Use], sizes: Sequence[int]) -> None:
-        """sizes: bytes of every tensor of the file, in its order."""
+    def __init__(self, uses: Sequence[Use], sizes: Sequence[int], layers: int | None = None,
+                 beside: Beside = Beside()) -> None:
+        """sizes: bytes of every tensor of the file, in its order. layers: how many the model has, where layers that
+        follow them are its prediction layer."""
         self.uses = tuple(uses)
         self.sizes = tuple(sizes)
+        self.beside = beside
+        # What a token meets, and what a drafted one does beside that: the prediction layer, with what it shares.
+        self.model_uses = tuple(use for use in self.uses if layers is None or use.layer < layers)
+        self.draft_uses = _drafting(self.uses, layers)
         self._dearest = _dearest_uses(self.uses)
         self.units = _units(self._dearest, self.sizes)
         self.movable = tuple(unit for unit in self.units if unit.rank)
@@ -122,18 +136,21 @@ class Inventory:
         self._shareable = _shareable(self.uses)
 
     @classmethod
-    def of(cls, file: Any, spec: Any) -> Inventory:
-        """What the core says of the model `spec`, whose tensors `file` lists."""
+    def of(cls, file: Any, spec: Any, *, mtp: bool = True) -> Inventory:
+        """What the core says of the model `spec`, whose tensors `file` lists; mtp: with its prediction layer."""
         tensors, met = file.tensors, spec.tensor_uses()
         times = Counter(index for index, *_ in met)
         uses = []
         for index, name, role, layer, read, *shape in met:
+            if layer >= spec.layer_count and not mtp:
+                continue
             nbytes = tensors[index].nbytes
             # A tensor of fused experts is met once for each of the equal parts that are fused.
             batch = nbytes / times[index] if role == "experts" else read
             uses.append(Use(index, name, role, layer, read, *shape, batch_bytes=batch,
                             parameters=math.prod(tensors[index].shape) * read / max(1, nbytes)))
-        return cls(uses, [tensor.nbytes for tensor in tensors])
+        return cls(uses, [tensor.nbytes for tensor in tensors], spec.layer_count,
+                   Beside(spec.state_bytes, spec.shared_experts))
 
     def homes(self, resident: int) -> tuple[TensorHome, ...]:
         """The homes where the first `resident` movable units are in VRAM, and no row of a matrix is the CPU's."""
@@ -206,6 +223,13 @@ class Inventory:
         """A tensor's home where it is not in VRAM."""
         use = self._dearest.get(tensor)
         return SLOTS if use is not None and use.role == "experts" else DIRECT
+
+
+def _drafting(uses: Sequence[Use], layers: int | None) -> tuple[Use, ...]:
+    """The uses of the prediction layer, and of the embedding and the head that it shares with the model."""
+    own = [use for use in uses if layers is not None and use.layer >= layers]
+    shared = {"head"} if any(use.role == "embedding" for use in own) else {"embedding", "head"}
+    return (*own, *(use for use in uses if use.role in shared and use.layer < 0)) if own else ()
 
 
 def _shareable(uses: Sequence[Use]) -> tuple[Use, ...]:

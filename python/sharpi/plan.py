@@ -51,7 +51,9 @@ class Plan:
     the experts' uses that is expected to find them in slots, `None` where no expert has a slot as its home; hit_source
     says how that is known. prefill (of one batch) and decode: the predicted speeds, and
     `profile` the machine that they are for; `None` where nobody needed to know. fingerprint: of the file's tensors.
-    sequences: how many there is room for whose recurrent state is held, in a model that has one.
+    sequences: how many there is room for whose recurrent state is held, in a model that has one. mtp: whether the file's
+    prediction layer is loaded, for drafted tokens. draft_cost: what such a token adds to a step, as a part of a plain
+    step's time; `None` where there is no prediction layer, or nobody needed to know. Predicted decode is without drafts.
     """
 
     model: str
@@ -84,6 +86,8 @@ class Plan:
     decode: Speed | None = None
     profile: HardwareProfile | None = None
     sequences: int = DEFAULT_SEQUENCES
+    mtp: bool = False
+    draft_cost: float | None = None
 
     @property
     def embedding_bytes(self) -> int:
@@ -94,6 +98,11 @@ class Plan:
     def layer_bytes(self) -> tuple[int, ...]:
         """The layers' lines, first to last."""
         return tuple(count for name, count in self.lines if name.startswith("layer "))
+
+    @property
+    def prediction_bytes(self) -> int:
+        """The prediction layer's line; 0 where none is loaded."""
+        return self._line("prediction layer")
 
     @property
     def head_bytes(self) -> int:
@@ -168,8 +177,9 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Every field and every sum, as `sharpi plan --json` prints them."""
-        sums = ("embedding_bytes", "head_bytes", "streaming_bytes", "expert_slots_bytes", "state_bytes", "scratch_bytes",
-                "graphs_bytes", "mapped_bytes", "total_bytes", "experts", "experts_in_slots", "slots_per_layer", "fits")
+        sums = ("embedding_bytes", "prediction_bytes", "head_bytes", "streaming_bytes", "expert_slots_bytes",
+                "state_bytes", "scratch_bytes", "graphs_bytes", "mapped_bytes", "total_bytes", "experts",
+                "experts_in_slots", "slots_per_layer", "fits")
         return {
             **{field.name: getattr(self, field.name) for field in fields(self)},
             **{name: getattr(self, name) for name in sums},
@@ -274,8 +284,10 @@ def _check(plan: Plan, file: GgufFile, spec: Any) -> None:
         raise InvalidRequestError(f"its context of {plan.context} tokens is more than the model's")
     if plan.batch > plan.context:
         raise InvalidRequestError(f"its batch of {plan.batch} is longer than its context")
+    if plan.mtp and not spec.prediction_layers:
+        raise InvalidRequestError("it loads a prediction layer, and the model has none to use")
     if plan.device == "cuda":
-        Inventory.of(file, spec).check(plan.homes)
+        Inventory.of(file, spec, mtp=plan.mtp).check(plan.homes)
     if plan.expert_slots and all(home.home != SLOTS for home in plan.homes):
         raise InvalidRequestError("it has slots for experts, none of which are to be in slots")
 
@@ -305,6 +317,12 @@ def _one_of(*choices: str) -> Callable[[Any], str]:
         return value
 
     return read
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError
+    return value
 
 
 def _count(least: int = 0, most: int = 1 << 60) -> Callable[[Any], int]:
@@ -387,6 +405,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "batch": _count(1, 65536),
     "threads": _count(1, 1024),
     "sequences": _count(1, 4096),
+    "mtp": _truth,
+    "draft_cost": _maybe(_number(0, 1e9)),
     "available_bytes": _maybe(_count()),
     "lines": _each(_line),
     "homes": _each(_home),

@@ -23,8 +23,8 @@ from sharpi.hardware import Gpu, gpu, ram_bytes
 from sharpi.placement import SLOTS, VRAM, ExpertPool, Inventory, Switches, TensorHome
 from sharpi.plan import (DEFAULT_SEQUENCES, KV_DTYPES, SAVED_STATISTICS, UNIFORM_ROUTING, Plan, fingerprint, load_plan,
                          size_words)
-from sharpi.prediction import (balanced, cached_experts, completed, decode_on_cpu, decode_on_gpu, expert_rates,
-                               hit_rate, prefill_on_cpu, prefill_on_gpu)
+from sharpi.prediction import (balanced, cached_experts, completed, decode_on_cpu, decode_on_gpu, draft_cost_on_cpu,
+                               draft_cost_on_gpu, expert_rates, hit_rate, prefill_on_cpu, prefill_on_gpu)
 from sharpi.profile import ASSUMED, HardwareProfile, current_profile
 
 if TYPE_CHECKING:
@@ -60,14 +60,30 @@ class Spec(Protocol):
     def context_length(self) -> int:
         """The longest context the model was made for, in tokens."""
 
+    @property
+    def layer_count(self) -> int:
+        """The model's layers, without its prediction layer."""
+
+    @property
+    def prediction_layers(self) -> int:
+        """1 where a prediction layer is to be loaded, else 0."""
+
+    @property
+    def state_bytes(self) -> int:
+        """What recurrent layers keep of one sequence."""
+
+    @property
+    def shared_experts(self) -> int:
+        """Layers with an expert for every token."""
+
     def kv_bytes(self, kv_dtype: str, context: int) -> int:
         """Bytes of the KV cache for `context` tokens."""
 
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
                      homes: Sequence[TensorHome] | None = None, expert_slot_bytes: int = 0,
                      sequences: int = DEFAULT_SEQUENCES) -> list[tuple[str, int]]:
-        """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "output head", "KV cache",
-        "scratch", "graphs"; "streaming" where a weight is fetched, "expert slots" where experts are, and
+        """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "prediction layer" where there
+        is one, "output head", "KV cache", "scratch", "graphs"; "streaming" where a weight is fetched, "expert slots" where experts are, and
         "recurrent state" for a model that keeps one for each of `sequences`. homes: by tensor in the file's order;
         `None`: all in VRAM. expert_slot_bytes: what slots may take. On the CPU, weights that stay in the mapped file
         count as nothing. Bytes are counted in the device's steps: a line that fits into what is left of the step before
@@ -78,7 +94,8 @@ class Spec(Protocol):
         """What slots that may take so much are: by pool (layers, experts in all of them, bytes of a slot, slots)."""
 
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
-        """(tensor, name, role, layer, bytes a token reads, rows, columns) in the order in which a token meets them."""
+        """(tensor, name, role, layer, bytes a token reads, rows, columns) in the order in which a token meets them; of
+        the prediction layer, the layer is `layer_count`."""
 
 
 def parse_vram(vram: str | int | None) -> int | None:
@@ -188,7 +205,8 @@ def _faster(request: _Request, found: Gpu) -> Plan:
         return there
     if there.decode is None or not request.inventory.streamed(there.homes):
         return replace(there, why="the model fits into its memory but for the embedding, which is read by rows")
-    here = decode_on_cpu(request.inventory.uses, request.speeds.of("cuda", found), request.threads)
+    known = request.inventory
+    here = decode_on_cpu(known.model_uses, request.speeds.of("cuda", found), request.threads, known.beside)
     because = "the model does not fit into the VRAM whole"
     if request.experts_on_cpu:
         because = "the experts are left to the CPU"
@@ -276,10 +294,11 @@ class _Request:
 
         shown: dict[str, Any] = {}
         if self.shown and fits(self.context, batch):
-            profile, uses = self.speeds.of("cpu", found), self.inventory.uses
-            shown = {"placement": self.inventory.placed_on_cpu(), "profile": profile,
-                     "prefill": prefill_on_cpu(uses, profile, batch, self.threads),
-                     "decode": decode_on_cpu(uses, profile, self.threads)}
+            profile, known = self.speeds.of("cpu", found), self.inventory
+            shown = {"placement": known.placed_on_cpu(), "profile": profile,
+                     "prefill": prefill_on_cpu(known.model_uses, profile, batch, self.threads),
+                     "decode": decode_on_cpu(known.model_uses, profile, self.threads, known.beside),
+                     "draft_cost": draft_cost_on_cpu(known)}
         return self.fill("cpu", why, found, batch, room, (), **shown,
                           fitting_batch=_fitting_batch(batch, lambda rows: fits(self.context, rows)),
                           fitting_context=_largest(self.spec.context_length,
@@ -318,6 +337,7 @@ class _Request:
             batch=batch,
             threads=self.threads,
             sequences=self.sequences,
+            mtp=self.spec.prediction_layers > 0,
             weights_bytes=sum(tensor.nbytes for tensor in self.file.tensors),
             kv_bytes=self.spec.kv_bytes(self.kv_dtype, self.context),
             lines=tuple((name, count) for name, count in self.lines(device, self.context, batch, homes, slots)),
@@ -378,14 +398,14 @@ class _OnGpu:
     def _details(self, homes: tuple[TensorHome, ...], slots: int, batch: int) -> dict[str, Any]:
         """What a plan with these homes, the CPU's rows filled in, says besides: how misses are shared out, what is
         expected of the slots, where everything is, and speeds where somebody needs them."""
-        request, uses = self._request, self._inventory.uses
+        request, known = self._request, self._inventory
         needed = request.shown or self._inventory.streamed(homes)
         # Rows and rates that matter only where memory turns out to be shorter are nothing to measure for.
         profile = request.speeds.of("cuda", self._found) if needed else request.speeds.at_hand()
         if profile is not None and self._switches.rows:
             homes = balanced(self._inventory, homes, profile, request.threads)
         pools = self._pools(homes, slots)
-        cached = cached_experts(uses, pools, request.warm)
+        cached = cached_experts(known.uses, pools, request.warm)
         details: dict[str, Any] = {"homes": homes, "placement": self._inventory.placed(homes, pools)}
         if profile is not None and self._inventory.has_experts:
             cpu, pcie = expert_rates(profile, request.threads)
@@ -394,8 +414,11 @@ class _OnGpu:
             details |= {"expert_pools": pools, "hit_rate": hit_rate(cached),
                         "hit_source": SAVED_STATISTICS if request.warm else UNIFORM_ROUTING}
         if needed:
-            details |= {"profile": profile, "decode": decode_on_gpu(uses, homes, profile, request.threads, cached),
-                        "prefill": prefill_on_gpu(uses, homes, profile, batch, cached)}
+            uses, threads = known.model_uses, request.threads
+            details |= {"profile": profile,
+                        "decode": decode_on_gpu(uses, homes, profile, threads, cached, known.beside),
+                        "prefill": prefill_on_gpu(uses, homes, profile, batch, cached),
+                        "draft_cost": draft_cost_on_gpu(known, homes, profile, threads, cached)}
         return details
 
     def _pools(self, homes: Sequence[TensorHome], slots: int) -> tuple[ExpertPool, ...]:

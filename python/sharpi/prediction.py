@@ -26,6 +26,13 @@ the part of a large product's rate that whole prompts reach; plus a part of the 
 CPU it is the arithmetic alone. The output head is computed for the last row only, and counts as nothing in prefill's
 arithmetic.
 
+A recurrent state is read and written once by every token of decode. In prefill many tokens share its way through
+memory, and its arithmetic is about a hundredth of the products': both are left out.
+
+A drafted token adds to a step of decode: the prediction layer with the output head, which draft it, and in the step that
+judges it one more row, which costs nothing but the experts that are chosen for it. All other predictions are without
+drafts.
+
 Attention over the KV cache is left out: predictions are for short contexts.
 """
 
@@ -39,15 +46,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sharpi.placement import CPU_ROW_STEP, DIRECT, SLOTS, VRAM, ExpertPool, Inventory, TensorHome, Use
+from sharpi.placement import CPU_ROW_STEP, DIRECT, SLOTS, VRAM, Beside, ExpertPool, Inventory, TensorHome, Use
 from sharpi.profile import ASSUMED, HardwareProfile
 
 if TYPE_CHECKING:
     from sharpi.expert_stats import ExpertStats
 
 __all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "balanced", "cached_experts", "completed", "decode_on_cpu",
-           "decode_on_gpu", "decode_seconds", "expert_rates", "hit_rate", "prefill_on_cpu", "prefill_on_gpu",
-           "share_rows", "shares", "traffic"]
+           "decode_on_gpu", "decode_seconds", "draft_cost_on_cpu", "draft_cost_on_gpu", "expert_rates", "hit_rate",
+           "prefill_on_cpu", "prefill_on_gpu", "share_rows", "shares", "traffic"]
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
@@ -56,6 +63,9 @@ EXPERT_CROSSING_SECONDS = 12e-6
 # Kernels of a decode step: of a layer, more if it has experts, or if the CPU takes rows, or if experts are looked up in
 # slots; and outside of layers.
 DENSE_LAYER_KERNELS, EXPERT_LAYER_KERNELS, SHARED_LAYER_KERNELS, SLOTS_LAYER_KERNELS, OTHER_KERNELS = 8, 10, 4, 2, 4
+# And more: of every layer of a model with recurrent ones (theirs have products of more types, and the attention between
+# them is gated), and of a layer with an expert for every token.
+RECURRENT_MODEL_KERNELS, SHARED_EXPERT_KERNELS = 1, 2
 # Direct weights are multiplied as they come, a piece at a time.
 PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1
 # What a prompt costs besides: the first copy before there is anything to multiply, and the choice of a token.
@@ -96,7 +106,7 @@ class Cached(NamedTuple):
 class Traffic:
     """What one token reads: bytes by place, and the layers by what they launch. shared_layers: those of which the CPU
     takes rows, and the output head if it takes rows of that. left_layers: those whose experts are all the CPU's, whose
-    bytes are in `cpu`. cached: the layers with slots, whose experts' bytes are in no sum."""
+    bytes are in `cpu`. cached: the layers with slots, whose experts' bytes are in no sum. beside: what is no weight."""
 
     vram: float
     direct: float
@@ -106,6 +116,7 @@ class Traffic:
     shared_layers: int
     left_layers: int = 0
     cached: tuple[Cached, ...] = ()
+    beside: Beside = Beside()
 
 
 def cached_experts(uses: Sequence[Use], pools: Sequence[ExpertPool],
@@ -167,7 +178,8 @@ def completed(profile: HardwareProfile) -> HardwareProfile:
     return replace(whole, ram_bytes_per_second_shared=profile.ram_bytes_per_second * slowdown)
 
 
-def traffic(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[int, Cached] | None = None) -> Traffic:
+def traffic(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[int, Cached] | None = None,
+            beside: Beside = Beside()) -> Traffic:
     """What one token reads where, under `homes`; cached: the layers with slots. Of experts without slots all are the
     CPU's."""
     cached = cached or {}
@@ -187,7 +199,7 @@ def traffic(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[in
     outside = {use.layer for use in uses if homes[use.tensor].home == SLOTS}
     shared = {use.layer for use in uses if _on_cpu(use, homes[use.tensor])}
     return Traffic(vram, direct, cpu, len(layers), len(experts), len(shared), len(outside - cached.keys()),
-                   tuple(cached[layer] for layer in sorted(outside & cached.keys())))
+                   tuple(cached[layer] for layer in sorted(outside & cached.keys())), beside)
 
 
 def _on_cpu(use: Use, home: TensorHome) -> float:
@@ -201,11 +213,13 @@ def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None
     they may be fewer than those that were measured."""
     both = reads.cpu > 0 and reads.direct > 0
     streamed = reads.direct / (profile.pcie_bytes_per_second_shared if both else profile.pcie_bytes_per_second)
-    slotted = reads.left_layers + len(reads.cached)
+    slotted, beside = reads.left_layers + len(reads.cached), reads.beside
     kernels = (DENSE_LAYER_KERNELS * (reads.layers - reads.expert_layers) + EXPERT_LAYER_KERNELS * reads.expert_layers
                + SHARED_LAYER_KERNELS * reads.shared_layers + SLOTS_LAYER_KERNELS * slotted
+               + RECURRENT_MODEL_KERNELS * reads.layers * (beside.state_bytes > 0)
+               + SHARED_EXPERT_KERNELS * beside.shared_experts
                + PIECE_KERNELS * reads.direct / PIECE_BYTES + OTHER_KERNELS)
-    serial = {"VRAM": (reads.vram + reads.direct) / profile.vram_bytes_per_second,
+    serial = {"VRAM": (reads.vram + reads.direct + 2 * beside.state_bytes) / profile.vram_bytes_per_second,
               "GPU arithmetic": kernels * profile.gpu_kernel_seconds,
               "RAM": (_cpu_seconds(reads.cpu, streamed, profile, threads) + 2 * reads.shared_layers * CROSSING_SECONDS
                       + reads.left_layers * EXPERT_CROSSING_SECONDS),
@@ -261,16 +275,49 @@ def _cpu_seconds(count: float, streamed: float, profile: HardwareProfile, thread
 
 
 def decode_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile,
-                  threads: int | None = None, cached: Mapping[int, Cached] | None = None) -> Speed:
+                  threads: int | None = None, cached: Mapping[int, Cached] | None = None,
+                  beside: Beside = Beside()) -> Speed:
     """The speed of decode on the GPU; cached: the layers with slots."""
-    seconds, bound = decode_seconds(traffic(uses, homes, cached), profile, threads)
+    seconds, bound = decode_seconds(traffic(uses, homes, cached, beside), profile, threads)
     return Speed(1 / seconds, bound)
 
 
-def decode_on_cpu(uses: Sequence[Use], profile: HardwareProfile, threads: int | None = None) -> Speed:
+def decode_on_cpu(uses: Sequence[Use], profile: HardwareProfile, threads: int | None = None,
+                  beside: Beside = Beside()) -> Speed:
     """The speed of decode on the CPU."""
-    read = sum(use.read_bytes for use in uses)
+    read = sum(use.read_bytes for use in uses) + 2 * beside.state_bytes
     return Speed(profile.ram_bytes_per_second * _at_work(profile, threads) / max(1, read), "RAM")
+
+
+def draft_cost_on_gpu(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
+                      threads: int | None = None, cached: Mapping[int, Cached] | None = None) -> float | None:
+    """What a token that the prediction layer drafts adds to a step on the GPU, as a part of a plain step's time; `None`
+    without such a layer."""
+    if not inventory.draft_uses:
+        return None
+    doubled = {layer: known._replace(used=2 * known.used) for layer, known in (cached or {}).items()}
+
+    def seconds(uses: Sequence[Use], cached: Mapping[int, Cached] | None, beside: Beside) -> float:
+        return decode_seconds(traffic(uses, homes, cached, beside), profile, threads)[0]
+
+    plain = seconds(inventory.model_uses, cached, inventory.beside)
+    judged = seconds(_of_two_rows(inventory.model_uses), doubled, inventory.beside)
+    return (judged - plain + seconds(inventory.draft_uses, cached, Beside())) / plain
+
+
+def draft_cost_on_cpu(inventory: Inventory) -> float | None:
+    """The same on the CPU."""
+    if not inventory.draft_uses:
+        return None
+    plain, judged, drafted = (sum(use.read_bytes for use in uses) for uses in (
+        inventory.model_uses, _of_two_rows(inventory.model_uses), inventory.draft_uses))
+    return (judged - plain + drafted) / max(1, plain + 2 * inventory.beside.state_bytes)
+
+
+def _of_two_rows(uses: Sequence[Use]) -> list[Use]:
+    """The uses of two tokens at once: weights are read for both, but experts that are others."""
+    return [use._replace(read_bytes=round(min(2 * use.read_bytes, use.batch_bytes))) if use.role == "experts" else use
+            for use in uses]
 
 
 def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile, rows: int,
@@ -323,10 +370,11 @@ def balanced(inventory: Inventory, homes: Sequence[TensorHome], profile: Hardwar
 def _best_share(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
                 threads: int | None) -> float:
     """The fraction of their rows that direct matrices had best give the CPU."""
-    shared = inventory.shareable(homes)
+    of_model = set(inventory.model_uses)
+    shared = [use for use in inventory.shareable(homes) if use in of_model]
     if not shared:
         return 0.0
-    alone = traffic(inventory.uses, [home._replace(cpu_rows=0) for home in homes])
+    alone = traffic(inventory.model_uses, [home._replace(cpu_rows=0) for home in homes], beside=inventory.beside)
     # Layers are much alike: a fraction is judged by the few kinds of matrices, not by all. The head is layer -1.
     kinds = Counter((use.rows, use.read_bytes) for use in shared)
     most: dict[int, int] = {}

@@ -43,6 +43,8 @@ class Script:
     context: int = 1000
     template: str | None = TEMPLATE
     experts: dict[str, Any] | None = None
+    mtp: bool = False
+    drafts: tuple[int, int] = (0, 0)  # drafted and accepted
     on_load: Callable[[dict[str, Any]], None] = lambda arguments: None
     on_token: Callable[[int], None] = lambda index: None
     loads: list[dict[str, Any]] = field(default_factory=list)
@@ -86,7 +88,7 @@ class FakeModel:
         self.script = script
         self.context = script.context
         self.file = SimpleNamespace(name="fake")
-        self.plan = SimpleNamespace(gpu=None, why="")
+        self.plan = SimpleNamespace(gpu=None, why="", mtp=script.mtp)
         self.spec = SimpleNamespace(name="fake")
         self.chat_template = ChatTemplate(script.template, "", "") if script.template else None
         self.reused = 0
@@ -120,7 +122,8 @@ class FakeModel:
     def stats(self) -> dict[str, Any]:
         return {"prompt_tokens": self._counts[0] - self.reused, "prompt_tokens_per_second": 1234.5,
                 "generated_tokens": self._counts[1], "generation_tokens_per_second": 67.89,
-                "reused_tokens": self.reused, "load_seconds": 0.25, "experts": self.script.experts}
+                "reused_tokens": self.reused, "load_seconds": 0.25, "experts": self.script.experts,
+                "drafted_tokens": self.script.drafts[0], "accepted_tokens": self.script.drafts[1]}
 
 
 def install(monkeypatch: Any) -> Script:

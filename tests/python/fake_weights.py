@@ -68,7 +68,7 @@ class FakeWeights:
     On the GPU a resident tensor takes its bytes, a direct one nothing, all in steps of `granule`; and the slots for
     streaming STREAMING, or less where little is left to stream; rows of a direct embedding need none. Experts in slots
     take STAGING, and what is said for slots, or less if they are fewer. experts: layers with eight experts, of which a
-    token uses two, instead of a dense feed-forward.
+    token uses two, instead of a dense feed-forward. The last layer of all is the prediction layer, where there is one.
     """
 
     layers: int = 4
@@ -81,12 +81,15 @@ class FakeWeights:
     mixed: random.Random | None = None  # chooses sizes, as files mix types
     name: str = "fake"
     architecture: str = "llama"
+    prediction_layers: int = 0
+    state_bytes: int = 0
+    shared_experts: int = 0
     tensors: list[SimpleNamespace] = field(default_factory=list)
     uses: list[tuple[int, str, str, int, int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._add("token_embd", "embedding", -1, 8192, 1024, share=1 / 8192)
-        for layer in range(self.layers):
+        for layer in range(self.layers + self.prediction_layers):
             self._add(f"blk.{layer}.attn_norm", "vector", layer, 1, 1024)
             for name, rows in (("q", 1024), ("k", 256), ("output", 1024)):
                 self._add(f"blk.{layer}.attn_{name}", "attention", layer, rows, 1024)
@@ -110,6 +113,10 @@ class FakeWeights:
         nbytes = experts * rows * cols * bits // 8
         self.uses.append((len(self.tensors), name, role, layer, int(nbytes * share), rows, cols))
         self.tensors.append(SimpleNamespace(name=name, type=12, shape=(cols, rows, experts), nbytes=nbytes))
+
+    @property
+    def layer_count(self) -> int:
+        return self.layers
 
     @property
     def sizes(self) -> list[int]:
@@ -168,6 +175,7 @@ class FakeWeights:
                 pieces += -(-tensor.nbytes // PIECE)
             where = {"token_embd": "token embedding"}.get(tensor.name, "output head")
             line = "layer " + tensor.name.split(".")[1] if tensor.name.startswith("blk.") else where
+            line = "prediction layer" if line == f"layer {self.layers}" else line
             lines[line] = lines.get(line, 0) + (tensor.nbytes if device == "cuda" and home == "vram" else 0)
         lines |= {"KV cache": self.kv_bytes(kv_dtype, context), "scratch": self.per_row * batch}
         lines |= {"streaming": PIECE * min(SLOTS, pieces)} if pieces else {}

@@ -44,18 +44,40 @@ class NumpyModel:
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float64 [len(tokens), vocab]."""
+        return self._head(self._rows(tokens))
+
+    def draft_logits(self, tokens: list[int]) -> np.ndarray:
+        """The prediction layer's, float64 [len(tokens) - 1, vocab]: row j goes on from the model's row j with token j + 1."""
+        block = f"blk.{self._layers()}."
+        embedding = block + "nextn.embed_tokens.weight"
+        following = self._tensor(embedding if embedding in self._infos else "token_embd.weight")[tokens[1:]]
+        joined = [self._norm(following, block + "nextn.enorm.weight"),
+                  self._norm(self._rows(tokens)[:-1], block + "nextn.hnorm.weight")]
+        x = self._layer(block, self._linear(np.hstack(joined), block + "nextn.eh_proj.weight"))
+        norm = block + "nextn.shared_head_norm.weight"
+        return self._head(self._norm(x, norm if norm in self._infos else "output_norm.weight"))
+
+    def _layers(self) -> int:
+        return self._key("block_count") - self._key("nextn_predict_layers", 0)
+
+    def _rows(self, tokens: list[int]) -> np.ndarray:
+        """What the output head reads."""
         x = self._tensor("token_embd.weight")[tokens]
-        for layer in range(self._key("block_count") - self._key("nextn_predict_layers", 0)):
-            block = f"blk.{layer}."
-            normed = self._norm(x, block + "attn_norm.weight")
-            recurrent = block + "ssm_a" in self._infos
-            x = x + (self._delta(block, normed) if recurrent else self._attention(block, normed))
-            after = block + "post_attention_norm.weight"
-            normed = self._norm(x, after if after in self._infos else block + "ffn_norm.weight")
-            experts = block + "ffn_gate_inp.weight" in self._infos
-            x = x + (self._experts(block, normed) if experts else self._dense(block, normed))
-        output = "output.weight" if "output.weight" in self._infos else "token_embd.weight"
-        return self._linear(self._norm(x, "output_norm.weight"), output)
+        for layer in range(self._layers()):
+            x = self._layer(f"blk.{layer}.", x)
+        return self._norm(x, "output_norm.weight")
+
+    def _head(self, rows: np.ndarray) -> np.ndarray:
+        return self._linear(rows, "output.weight" if "output.weight" in self._infos else "token_embd.weight")
+
+    def _layer(self, block: str, x: np.ndarray) -> np.ndarray:
+        normed = self._norm(x, block + "attn_norm.weight")
+        recurrent = block + "ssm_a" in self._infos
+        x = x + (self._delta(block, normed) if recurrent else self._attention(block, normed))
+        after = block + "post_attention_norm.weight"
+        normed = self._norm(x, after if after in self._infos else block + "ffn_norm.weight")
+        experts = block + "ffn_gate_inp.weight" in self._infos
+        return x + (self._experts(block, normed) if experts else self._dense(block, normed))
 
     def _key(self, name: str, default: float | None = None):
         value = self._file.metadata.get(f"{self._arch}.{name}", default)

@@ -101,7 +101,8 @@ def test_running_out_of_memory_is_said(script: Script) -> None:
     ["nonsense"], ["--nonsense"], ["run", "--nonsense"], ["run"], ["run", "-p", "a", "-f", "b"],
     ["run", "-p", "a", "-n", "-2"], ["run", "-p", "a", "--temp", "-1"], ["run", "-p", "a", "--top-p", "1.5"],
     ["run", "-p", "a", "-t", "0"], ["run", "-p", "a", "-b", "0"], ["run", "-p", "a", "--device", "tpu"],
-    ["run", "-p", "a", "--kv-dtype", "int3"],
+    ["run", "-p", "a", "--kv-dtype", "int3"], ["run", "-p", "a", "--sequences", "0"], ["bench", "--draft", "off"],
+    ["run", "-p", "a", "--draft", "guess"], ["chat", "--draft-tokens", "8"], ["bench", "--draft-tokens", "0"],
     ["run", "-p", "a", "--logit-bias", "5"], ["run", "-p", "a", "--logit-bias", "x=1"],
     ["run", "-p", "a", "--logit-bias", "5=nan"], ["bench", "--repeat", "0"], ["inspect", "a", "-m", "b"],
 ])
@@ -130,20 +131,21 @@ def test_run_without_echo_and_stats(script: Script) -> None:
 
 def test_run_hands_its_switches_on(script: Script) -> None:
     sharpi("run", "-m", "a.gguf", "-c", "77", "-t", "2", "--device", "cuda", "--vram", "12GiB", "-b", "64",
-           "--kv-dtype", "fp16", "--cpu-moe", "--profile", "machine.json", "-p", "Once",
+           "--kv-dtype", "fp16", "--cpu-moe", "--sequences", "9", "--no-mtp", "--profile", "machine.json", "-p", "Once",
            "-n", "5", "--temp", "0.5", "--top-k", "3", "--top-p", "0.7", "--min-p", "0.1", "--repeat-penalty", "1.5",
            "--presence-penalty", "0.25", "--frequency-penalty", "-0.5", "--logit-bias", "7=-inf",
-           "--logit-bias", "8=2", "--seed", "11", "--stop", "fox", "--stop", "hen")
+           "--logit-bias", "8=2", "--seed", "11", "--stop", "fox", "--stop", "hen", "--draft", "ngram",
+           "--draft-tokens", "3")
     (load,) = script.loads
     assert {k: load[k] for k in ("path", "context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe",
-                                 "plan", "profile")} == {
+                                 "sequences", "mtp", "plan", "profile")} == {
         "path": "a.gguf", "context": 77, "threads": 2, "batch": 64, "device": "cuda", "vram": "12GiB",
-        "kv_dtype": "fp16", "cpu_moe": True, "plan": None, "profile": "machine.json"}
+        "kv_dtype": "fp16", "cpu_moe": True, "sequences": 9, "mtp": False, "plan": None, "profile": "machine.json"}
     assert load.get("progress") is None  # standard error is no terminal here
     assert script.requests == [{
         "max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.5,
         "presence_penalty": 0.25, "frequency_penalty": -0.5, "logit_bias": {7: float("-inf"), 8: 2.0}, "seed": 11,
-        "stop": ("fox", "hen")}]
+        "stop": ("fox", "hen"), "draft": "ngram", "draft_tokens": 3}]
 
 
 def test_run_hands_a_plan_on_and_shows_notices(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +162,7 @@ def test_the_environment_chooses_the_kv_type(script: Script, monkeypatch: pytest
     sharpi("run", "-p", "Once")
     assert script.loads[0]["kv_dtype"] == "fp16"
     assert script.loads[0]["cpu_moe"] is None, "not said: the environment's is what the plan asks"
+    assert script.loads[0]["mtp"] is None, "not said: where the file has a prediction layer"
 
 
 @pytest.mark.parametrize("limit, said", [("-1", True), ("100", True), ("6", False), ("5", False)])

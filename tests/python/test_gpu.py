@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from numpy_model import NumpyModel, relative_error
 from test_reference import NAMES, REFERENCE, STORY, models  # noqa: F401 - `models` is a fixture
-from tiny_models import HYBRIDS, MODELS, QUANTIZED_TYPES, TinyModel, fused, write
+from tiny_models import HYBRIDS, MODELS, ON_CPU_ONLY, ON_GPU, QUANTIZED_TYPES, Delta, TinyModel, fused, write
 
 REQUIRED = os.environ.get("SHARPI_REQUIRE_GPU", "") not in ("", "0")
 if not REQUIRED:
@@ -41,8 +41,12 @@ BATCH = 48
 WIDE = {"width": 256, "hidden": 256, "heads": 4, "head_dim": 64}
 DENSE = TinyModel("llama", **WIDE)
 EXPERTS = TinyModel("qwen3moe", qk_norm="head", experts=4, experts_used=2, **WIDE)
+HYBRID = TinyModel("qwen35", qk_norm="head", delta=Delta(value_heads=8, head_dim=32, interval=2), **WIDE)
+HYBRID_EXPERTS = TinyModel("qwen35moe", qk_norm="head", experts=4, experts_used=2, shared=256,
+                           delta=Delta(value_heads=4, head_dim=64, interval=2), **WIDE)
+BASES = {"dense": DENSE, "experts": EXPERTS, "hybrid": HYBRID, "hybrid with experts": HYBRID_EXPERTS}
 QUANTIZED = [pytest.param(replace(base, type=kind), id=f"{name}-{kind}")
-             for name, base in (("dense", DENSE), ("experts", EXPERTS)) for kind in QUANTIZED_TYPES]
+             for name, base in BASES.items() for kind in QUANTIZED_TYPES]
 
 
 @cache
@@ -84,9 +88,9 @@ def assert_as_on_the_cpu(path: Path, tokens: list[int] = TOKENS, **options) -> N
 # --- right -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ON_GPU)
 def test_matches_numpy_however_the_tokens_are_cut(name: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", MODELS[name])
+    path = write(tmp_path / "m.gguf", ON_GPU[name])
     expected = NumpyModel(path).logits(TOKENS)
     random = np.random.default_rng(5)
     ragged = tuple(random.integers(1, 30, 40).tolist())
@@ -116,10 +120,10 @@ def test_bundled_model_in_one_prefill() -> None:
     assert relative_error(found, golden["logits"]) < 0.02
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3moe", "qwen35", "qwen35moe"])
 def test_fused_tensors_change_nothing(name: str, tmp_path: Path) -> None:
-    plain = write(tmp_path / "plain.gguf", MODELS[name])
-    joined = write(tmp_path / "joined.gguf", fused(MODELS[name]))
+    plain = write(tmp_path / "plain.gguf", ON_GPU[name])
+    joined = write(tmp_path / "joined.gguf", fused(ON_GPU[name]))
     for chunks in ((), ONE_BY_ONE):
         np.testing.assert_array_equal(logits(joined, chunks=chunks), logits(plain, chunks=chunks))
 
@@ -129,21 +133,22 @@ def test_quantized_models_have_the_cpus_bits(model: TinyModel, tmp_path: Path) -
     assert_as_on_the_cpu(write(tmp_path / "m.gguf", model))
 
 
-@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.hidden % 32 == 0])
+@pytest.mark.parametrize("name", [name for name, model in ON_GPU.items() if model.hidden % 32 == 0])
 def test_every_architecture_quantized_has_the_cpus_bits(name: str, tmp_path: Path) -> None:
     """With a type whose rows are whole blocks in these models, and 16-bit keys and values."""
-    model = replace(MODELS[name], type="Q8_0")
+    model = replace(ON_GPU[name], type="Q8_0")
     assert_as_on_the_cpu(write(tmp_path / "m.gguf", model), kv_dtype="bf16")
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
-@pytest.mark.parametrize("base", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_half_precision_matrices(kind: str, base: TinyModel, tmp_path: Path) -> None:
-    """Token by token as near as float32 is. Prefill rounds activations to what tensor cores take, 8 bits of bf16."""
+    """Token by token as near as float32 is. Prefill rounds activations to what tensor cores take, 8 bits of bf16; so
+    does the delta rule in chunks, with every factor of the products that it chains."""
     path = write(tmp_path / "m.gguf", replace(base, type=kind))
     expected = NumpyModel(path).logits(TOKENS)
     assert relative_error(logits(path, chunks=ONE_BY_ONE), expected) < FLOAT32_BOUND
-    assert relative_error(logits(path), expected) < (0.25 if base.experts else 0.03)
+    assert relative_error(logits(path), expected) < (0.25 if base.experts else 0.06 if base.delta else 0.03)
 
 
 @pytest.mark.parametrize("model", QUANTIZED)
@@ -155,13 +160,13 @@ def test_quantized_prefill(model: TinyModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype, bound", [("bf16", 0.06), ("fp16", 0.006)])
-@pytest.mark.parametrize("name", ["llama", "qwen3moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35"])
 def test_narrow_kv_caches(name: str, kv_dtype: str, bound: float, tmp_path: Path) -> None:
     """The distances of test_engine.py: what halving keys and values costs, and that nothing else does.
 
     But for a prefill over a bf16 cache: it rounds queries and weights of attention to bf16 as well, 2^-9 each.
     """
-    path = write(tmp_path / "m.gguf", MODELS[name])
+    path = write(tmp_path / "m.gguf", ON_GPU[name])
     rounded, exact = NumpyModel(path, kv_dtype=kv_dtype).logits(TOKENS), NumpyModel(path).logits(TOKENS)
     for chunks in ((), ONE_BY_ONE):
         found = logits(path, chunks=chunks, kv_dtype=kv_dtype)
@@ -205,21 +210,23 @@ def check_replay(path: Path, **options) -> None:
     np.testing.assert_array_equal(rows, launched_rows)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ON_GPU)
 def test_replay_has_the_bits_of_launches(name: str, tmp_path: Path) -> None:
-    check_replay(write(tmp_path / "m.gguf", MODELS[name]))
+    check_replay(write(tmp_path / "m.gguf", ON_GPU[name]))
 
 
-@pytest.mark.parametrize("model", [replace(DENSE, type="Q4_K"), replace(EXPERTS, type="Q6_K")],
-                         ids=["dense", "experts"])
+@pytest.mark.parametrize("model", [replace(base, type=kind) for base, kind in zip(
+    BASES.values(), ("Q4_K", "Q6_K", "Q5_K", "Q4_K"), strict=True)], ids=BASES)
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp16"])
 def test_replay_of_quantized_models(model: TinyModel, kv_dtype: str, tmp_path: Path) -> None:
     check_replay(write(tmp_path / "m.gguf", model), kv_dtype=kv_dtype)
 
 
-def test_replay_serves_sessions_in_turn(tmp_path: Path) -> None:
-    """Sessions of other lengths and pages use one captured step, one after another and between prefills."""
-    path = write(tmp_path / "m.gguf", replace(DENSE, type="Q4_K"))
+@pytest.mark.parametrize("base", [DENSE, HYBRID], ids=["dense", "hybrid"])
+def test_replay_serves_sessions_in_turn(base: TinyModel, tmp_path: Path) -> None:
+    """Sessions of other lengths and pages, and states in other slots, use one captured step, one after another and
+    between prefills."""
+    path = write(tmp_path / "m.gguf", replace(base, type="Q4_K"))
     prompts = [TOKENS[:1], TOKENS[:40], TOKENS[5:75], TOKENS[3:6]]
     with load(path, context=480) as model:
         def alone() -> list[list[int]]:
@@ -317,10 +324,10 @@ def check_plan(model: Model) -> None:
     assert abs(taken - model.plan.total_bytes) <= max(64 * MIB, taken // 100)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ON_GPU)
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16"])
 def test_the_plan_is_what_a_run_takes(name: str, kv_dtype: str, tmp_path: Path) -> None:
-    with load(write(tmp_path / "m.gguf", MODELS[name]), kv_dtype=kv_dtype, batch=None) as model:
+    with load(write(tmp_path / "m.gguf", ON_GPU[name]), kv_dtype=kv_dtype, batch=None) as model:
         check_plan(model)
 
 
@@ -331,7 +338,8 @@ LARGE = {"width": 1024, "heads": 8, "kv_heads": 8, "head_dim": 128, "hidden": 30
     TinyModel("llama", layers=6, type="Q4_0", **LARGE),
     TinyModel("qwen3moe", qk_norm="head", experts=4, experts_used=2, layers=2, type="Q5_1", **LARGE),
     TinyModel("qwen3", qk_norm="head", layers=2, type="F32", **LARGE),
-], ids=["dense", "experts", "float32"])
+    TinyModel("qwen35", qk_norm="head", layers=4, type="Q4_K", delta=Delta(8, 16, 64), **LARGE),
+], ids=["dense", "experts", "float32", "hybrid"])
 def test_weights_take_no_more_than_in_the_file(model: TinyModel, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", model)
     before = free_bytes()
@@ -417,10 +425,14 @@ def test_the_trace_is_printed(tmp_path: Path) -> None:
             assert name in line and "free" in line
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", ON_CPU_ONLY)
 def test_what_only_the_cpu_runs_is_refused(name: str, tmp_path: Path) -> None:
+    """Heads of 20 elements, a convolution over 5 inputs."""
     path = write(tmp_path / "m.gguf", HYBRIDS[name])
-    with pytest.raises(InvalidRequestError, match="runs on the CPU so far"):
+    before = free_bytes()
+    with pytest.raises(InvalidRequestError, match="cannot run"):
         Model.load(path, device="cuda")
+    assert before - free_bytes() <= 2 * MIB
     with Model.load(path) as model:
-        assert model.device == "cpu" and "so far" in model.plan.why
+        assert model.device == "cpu" and "cannot run" in model.plan.why
+        assert len(greedy(model, [1, 2, 3], 5)) == 5

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_gpu import BATCH, MIB, ONE_BY_ONE, TOKENS, free_bytes, greedy, load, needs_a_gpu  # noqa: F401 - a fixture
-from tiny_models import MODELS, TinyModel, fused, write
+from tiny_models import HYBRIDS, MODELS, Delta, TinyModel, fused, write
 
 from sharpi import Model
 from sharpi.errors import OutOfMemoryError
@@ -27,6 +27,9 @@ GIB = 1 << 30
 SIZES: dict[str, Any] = {"width": 256, "heads": 4, "head_dim": 64, "hidden": 256, "layers": 3, "experts": 24,
                          "experts_used": 3}
 ARCHITECTURES = {name: replace(model, **SIZES) for name, model in MODELS.items() if model.experts}
+# Without its prediction layer, whose experts count only where it is asked: see test_gpu_hybrids.py.
+ARCHITECTURES["qwen35moe"] = replace(HYBRIDS["qwen35moe"], **SIZES, shared=256, predictions=0,
+                                     delta=Delta(value_heads=4, head_dim=64, interval=3))
 QWEN = replace(ARCHITECTURES["qwen3moe"], type="Q4_K")
 EVERY_MODEL = [pytest.param(replace(model, type=kind), id=f"{name}-{kind}")
                for name, model in ARCHITECTURES.items() for kind in ("F32", "Q4_K")]

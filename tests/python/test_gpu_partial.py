@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_gpu import BATCH, LARGE, MIB, ONE_BY_ONE, TOKENS, free_bytes, greedy, load, needs_a_gpu  # noqa: F401 - a fixture
-from tiny_models import MODELS, TinyModel, write
+from tiny_models import ON_GPU, TinyModel, write
 
 from sharpi.errors import OutOfMemoryError
 
 pytestmark = pytest.mark.gpu
 
-DENSE = {name: model for name, model in MODELS.items() if not model.experts}
-WITH_EXPERTS = {name: model for name, model in MODELS.items() if model.experts}
+DENSE = {name: model for name, model in ON_GPU.items() if not model.experts}
+WITH_EXPERTS = {name: model for name, model in ON_GPU.items() if model.experts}
 GIB = 1 << 30
 # A model of some 60 MiB, so that budgets of whole granules differ.
 MEDIUM = TinyModel("qwen3", qk_norm="head", layers=6, type="Q4_0", **LARGE)

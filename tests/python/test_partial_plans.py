@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,6 +20,40 @@ from sharpi.prediction import decode_on_gpu, share_rows
 from sharpi.profile import ASSUMED
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
+
+
+# --- a prediction layer ---------------------------------------------------------------------------------------------
+
+
+def test_a_plan_with_a_prediction_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, without = FakeWeights(prediction_layers=1), FakeWeights()
+    for vram in (8 * GIB, model.total * 2 // 3):
+        plan = plan_of(model, vram, shown=True)
+        assert plan.mtp and plan.draft_cost is not None and 0 < plan.draft_cost < 1
+        layer = [use[0] for use in model.uses if use[3] == 4]
+        held_there = sum(model.sizes[tensor] for tensor in layer if plan.homes[tensor].home == "vram")
+        assert plan.prediction_bytes == held_there > 0 and len(plan.layer_bytes) == 4
+        assert sum(sum(placed[1:]) for placed in plan.placement) == model.total, "the table counts it"
+    assert plan_of(model, 8 * GIB, shown=True).decode == plan_of(without, 8 * GIB, shown=True).decode
+    plain = plan_of(without, 8 * GIB, shown=True)
+    assert (plain.mtp, plain.draft_cost, plain.prediction_bytes) == (False, None, 0)
+    said = plan_command(monkeypatch, model, "--vram", "8GiB").stdout
+    assert re.search(r"\n  prediction +[\d.]+ MiB +a layer that drafts tokens\n", said)
+    cost = f"{100 * plan_of(model, 8 * GIB, shown=True).draft_cost:.0f} %"
+    words = " ".join(said.split())
+    assert f"adds about {cost} to a step: it pays where more than {cost} of them are accepted." in words
+    said = plan_command(monkeypatch, without, "--vram", "8GiB").stdout
+    assert "prediction" not in said and "drafted" not in said
+    on_cpu = plan_command(monkeypatch, model, "--device", "cpu").stdout
+    assert "A token drafted by the prediction layer adds about" in on_cpu
+
+
+def test_drafts_that_cannot_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights(layers=1, prediction_layers=1)
+    model.resize(model.index("blk.1.ffn_up"), 100 * MIB)  # to draft takes longer than to decode
+    cost = plan_of(model, device="cpu", shown=True).draft_cost
+    assert cost is not None and cost >= 1
+    assert "it does not pay here" in " ".join(plan_command(monkeypatch, model, "--device", "cpu").stdout.split())
 
 
 # --- homes at every budget -------------------------------------------------------------------------------------------

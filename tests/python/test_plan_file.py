@@ -113,6 +113,23 @@ def test_a_plan_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             assert "slots for experts, none of which are to be in slots" in refused_with(homes=inside)
 
 
+def test_a_plan_that_leaves_the_prediction_layer_in_the_file(tmp_path: Path) -> None:
+    whole, without = (FakeWeights(experts=(0, 1, 2, 4), prediction_layers=1) for _ in range(2))
+    # What the core says of the same file where the layer is not to be loaded.
+    without.prediction_layers, without.experts = 0, (0, 1, 2)
+    without.uses = [use for use in without.uses if use[3] < 4]
+    plan = plan_of(without, shown=True)
+    assert not plan.mtp and plan.draft_cost is None and plan.expert_slots
+    path = saved(tmp_path / "plan.json", plan)
+    for spec in (without, whole):  # the layer's experts have no home to speak of
+        assert load_plan(path, whole, spec) == plan
+    flipped = saved(tmp_path / "flipped.json", {**plan.to_dict(), "mtp": True})
+    assert "the experts have different homes" in refused(lambda: load_plan(flipped, whole, whole))
+    path = saved(tmp_path / "plan.json", plan_of(whole))
+    assert load_plan(path, whole, whole).mtp
+    assert "loads a prediction layer" in refused(lambda: load_plan(path, whole, without))
+
+
 def test_a_plan_from_before_there_were_slots(model: FakeWeights, tmp_path: Path) -> None:
     whole = plan_of(model).to_dict()
     later = ("expert_slots", "expert_pools", "expert_rates", "hit_rate", "hit_source")
@@ -161,7 +178,7 @@ def test_a_plan_for_another_model(model: FakeWeights, tmp_path: Path) -> None:
 
 def test_a_plan_that_lacks_something(model: FakeWeights, tmp_path: Path) -> None:
     whole = plan_of(model).to_dict()
-    sums = {"embedding_bytes", "head_bytes", "streaming_bytes", "expert_slots_bytes", "state_bytes", "scratch_bytes",
+    sums = {"embedding_bytes", "prediction_bytes", "head_bytes", "streaming_bytes", "expert_slots_bytes", "state_bytes", "scratch_bytes",
             "graphs_bytes", "mapped_bytes", "total_bytes", "experts", "experts_in_slots", "slots_per_layer", "fits"}
     for name in whole:
         path = saved(tmp_path / "plan.json", {key: value for key, value in whole.items() if key != name})
@@ -173,7 +190,8 @@ def test_a_plan_that_lacks_something(model: FakeWeights, tmp_path: Path) -> None
 
 NONSENSE = {
     "device": ["tpu", None, 1], "context": [0, -1, 1.5, True, "1000", None, 1 << 70], "batch": [0, 65537, None],
-    "threads": [0, 1025], "sequences": [0, 4097, None], "kv_dtype": ["int3", None], "vram": [5, -1, "12GiB"], "why": [None, 3], "gpu": [3, {}, [1]],
+    "threads": [0, 1025], "sequences": [0, 4097, None], "mtp": [None, 1, "yes"],
+    "draft_cost": [-0.1, "0.1", True, float("nan")], "kv_dtype": ["int3", None], "vram": [5, -1, "12GiB"], "why": [None, 3], "gpu": [3, {}, [1]],
     "lines": [None, 3, [3], [{}], [{"name": "x", "bytes": -1}], [{"name": 5, "bytes": 1}], {"name": 3}],
     "homes": [None, {}, [3], [["vram"]], [["vram", 0, 0, 0]], [["vram", -1, 0]], [["vram", 0.5, 0]], [[0, 0, 0]]],
     "placement": [None, [3], [{"kind": "x"}], [{"kind": "x", "vram": 1, "direct": -1, "cpu": 0, "missed": 0}],
@@ -270,7 +288,7 @@ def test_a_saved_plan_is_run(story: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("option", [["--vram", "1GiB"], ["-c", "77"], ["--ctx-size", "77"], ["--device", "auto"],
                                     ["--device", "cuda"], ["-b", "16"], ["-t", "2"], ["--kv-dtype", "fp32"],
-                                    ["--profile", "some.json"], ["--cpu-moe"]])
+                                    ["--profile", "some.json"], ["--cpu-moe"], ["--sequences", "4"], ["--no-mtp"]])
 @pytest.mark.parametrize("command", [["run", "-p", "x"], ["chat"], ["bench"]])
 def test_options_that_a_plan_answers_are_refused(command: list[str], option: list[str], story: Path) -> None:
     result = sharpi(*command, "--plan", str(story), *option)
@@ -280,6 +298,7 @@ def test_options_that_a_plan_answers_are_refused(command: list[str], option: lis
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"vram": "1GiB"}, {"context": 77}, {"kv_dtype": "fp32"},
                                      {"threads": 2}, {"batch": 16}, {"sequences": 2}, {"cpu_moe": True}, {"cpu_moe": False},
+                                     {"mtp": True}, {"mtp": False},
                                      {"profile": MACHINE}])
 def test_arguments_that_a_plan_answers_are_refused(options: dict[str, Any], story: Path) -> None:
     from sharpi import Model

@@ -31,6 +31,10 @@ class FakeSpec:
     context_length: int = 32768
     per_token: int = 10_000
     weights: int = 1000
+    layer_count: int = 2
+    prediction_layers: int = 0
+    state_bytes: int = 0
+    shared_experts: int = 0
     kv_line: int | None = None  # what the KV cache's line says, where that is not what the cache holds
 
     def kv_bytes(self, kv_dtype: str, context: int) -> int:
@@ -316,7 +320,7 @@ def plan_command(*arguments: str):
 
 @pytest.fixture
 def fake_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharpi.model.describe", lambda path=None: (fake_file(10_000_000), FakeSpec()))
+    monkeypatch.setattr("sharpi.model.describe", lambda path=None, mtp=True: (fake_file(10_000_000), FakeSpec()))
 
 
 @pytest.mark.parametrize("ram, words", [

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from fake_weights import MACHINE, FakeWeights, random_machine, stats_of
 
-from sharpi.placement import ExpertPool, Inventory, TensorHome
+from sharpi.placement import Beside, ExpertPool, Inventory, TensorHome
 from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, DECODE_OVERLAP_LOSS, EXPERT_CROSSING_SECONDS, OVERLAP_LOSS,
-                               PIECE_BYTES, PIECE_KERNELS, PREFILL_EFFICIENCY, PREFILL_SECONDS, SLOTS_LAYER_KERNELS,
-                               Cached, Traffic, balanced, cached_experts, completed, decode_on_cpu, decode_on_gpu,
-                               decode_seconds, expert_rates, hit_rate, prefill_on_cpu, prefill_on_gpu, share_rows,
+                               PIECE_BYTES, PIECE_KERNELS, PREFILL_EFFICIENCY, PREFILL_SECONDS, RECURRENT_MODEL_KERNELS,
+                               SHARED_EXPERT_KERNELS, SLOTS_LAYER_KERNELS, Cached, Traffic, balanced, cached_experts,
+                               completed, decode_on_cpu, decode_on_gpu, decode_seconds, draft_cost_on_cpu,
+                               draft_cost_on_gpu, expert_rates, hit_rate, prefill_on_cpu, prefill_on_gpu, share_rows,
                                shares, traffic)
 from sharpi.profile import ASSUMED, HardwareProfile
 
@@ -100,6 +101,102 @@ def test_decode_with_experts_on_the_cpu() -> None:
     found, bound = decode_seconds(reads, MACHINE)
     assert (found, bound) == (pytest.approx(seconds, rel=1e-4), "RAM")
     assert decode_seconds(reads, MACHINE, 4)[0] > found
+
+
+# --- recurrent layers -----------------------------------------------------------------------------------------------
+
+
+def test_a_state_is_read_and_written_by_every_token() -> None:
+    _, plain = inventory_of(layers=4, experts=(1, 3))
+    _, hybrid = inventory_of(layers=4, experts=(1, 3), state_bytes=30_000_000, shared_experts=2)
+    assert plain.beside == Beside() and hybrid.beside == Beside(30_000_000, 2)
+    homes = plain.homes(len(plain.movable))
+    seconds = [1 / decode_on_gpu(each.model_uses, homes, MACHINE, beside=each.beside).tokens_per_second
+               for each in (plain, hybrid)]
+    kernels = RECURRENT_MODEL_KERNELS * 4 + SHARED_EXPERT_KERNELS * 2
+    assert seconds[1] - seconds[0] == pytest.approx(60e6 / 3e12 + kernels * 2e-6)
+    seconds = [1 / decode_on_cpu(each.model_uses, MACHINE, beside=each.beside).tokens_per_second
+               for each in (plain, hybrid)]
+    assert seconds[1] - seconds[0] == pytest.approx(60e6 / 100e9)
+
+
+# --- drafted tokens -------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_layer_is_no_part_of_plain_decode() -> None:
+    """Wherever its weights are: plain decode does not read them."""
+    for options in ({}, {"experts": (0, 1, 2)}, {"tied": True}):
+        _, without = inventory_of(layers=4, **options)
+        model, inventory = inventory_of(layers=4, prediction_layers=1, **options)
+        head = 0 if options.get("tied") else 1
+        assert [use[2:] for use in inventory.model_uses] == [use[2:] for use in without.uses]
+        assert {use.layer for use in inventory.draft_uses} == {4, -1} and not without.draft_uses
+        assert [use.role for use in inventory.draft_uses if use.layer < 0] == ["embedding", "head"]
+        assert len({use.tensor for use in inventory.draft_uses if use.layer < 0}) == 1 + head
+        # Its tensors have their places, and their rows.
+        assert len(inventory.units) > len(without.units) or options.get("experts")
+        assert {use.layer for use in inventory.shareable()} >= ({4} if 4 not in model.experts else set())
+        for share in (0, 0.5):
+            homes = [with_rows(each, each.homes(0), share) for each in (inventory, without)]
+            assert decode_on_gpu(inventory.model_uses, homes[0], MACHINE) == decode_on_gpu(
+                without.uses, homes[1], MACHINE)
+    dice = random.Random(5)
+    for _ in range(4):  # and has no say in what the CPU takes
+        machine = random_machine(dice)
+        _, without = inventory_of(layers=4)
+        _, inventory = inventory_of(layers=4, prediction_layers=1)
+        rows = [[balanced(each, each.homes(0), machine)[use.tensor].cpu_rows for use in each.uses if use.layer in range(4)]
+                for each in (inventory, without)]
+        assert rows[0] == rows[1]
+
+
+def test_an_inventory_without_the_layer() -> None:
+    model, inventory = inventory_of(layers=4, prediction_layers=1, experts=(0, 4))
+    without = Inventory.of(model, model, mtp=False)
+    assert without.uses == inventory.model_uses and not without.draft_uses
+    unused = {use.tensor for use in inventory.uses} - {use.tensor for use in without.uses}
+    assert unused and all(without.homes(0)[tensor] == TensorHome("vram", 0, 0) for tensor in unused)
+
+
+def test_what_a_drafted_token_costs() -> None:
+    _, inventory = inventory_of(layers=4, prediction_layers=1)
+    homes = inventory.homes(len(inventory.movable))
+    read = {name: sum(use.read_bytes for use in uses) for name, uses in (
+        ("model", inventory.model_uses), ("layer", [use for use in inventory.uses if use.layer == 4]),
+        ("shared", [use for use in inventory.uses if use.role in ("embedding", "head")]))}
+    plain = read["model"] / 3e12 + (8 * 4 + 4) * 2e-6
+    draft = (read["layer"] + read["shared"]) / 3e12 + (8 + 4) * 2e-6
+    assert draft_cost_on_gpu(inventory, homes, MACHINE) == pytest.approx(draft / plain)
+    assert draft_cost_on_cpu(inventory) == pytest.approx((read["layer"] + read["shared"]) / read["model"])
+    _, without = inventory_of(layers=4)
+    assert draft_cost_on_gpu(without, without.homes(0), MACHINE) is None is draft_cost_on_cpu(without)
+
+
+def test_a_judged_row_has_its_own_experts() -> None:
+    _, inventory = inventory_of(layers=4, prediction_layers=1, experts=(0, 1, 2, 3), state_bytes=10_000_000)
+    experts = sum(use.read_bytes for use in inventory.model_uses if use.role == "experts")
+    drafted = sum(use.read_bytes for use in inventory.draft_uses)
+    plain = sum(use.read_bytes for use in inventory.model_uses) + 20_000_000
+    assert draft_cost_on_cpu(inventory) == pytest.approx((experts + drafted) / plain)
+    homes = inventory.homes(len(inventory.movable))
+    reads = traffic(inventory.model_uses, homes, beside=inventory.beside)
+    seconds = decode_seconds(reads, MACHINE)[0]
+    assert draft_cost_on_gpu(inventory, homes, MACHINE) == pytest.approx(
+        (experts / 3e12 + drafted / 3e12 + (8 + 4) * 2e-6) / seconds)
+    # In slots a second row misses as often as the first: never less than without it.
+    homes = inventory.homes(inventory.before_experts)
+    layer = inventory.draft_uses[0].layer
+    for hit in (0.0, 0.5, 1.0):
+        cached = {number: Cached(2, 1e6, hit, hit) for number in range(layer)}
+        doubled = {number: known._replace(used=4) for number, known in cached.items()}
+        times = [decode_seconds(traffic(inventory.model_uses, homes, each, inventory.beside), MACHINE)[0]
+                 for each in (cached, doubled)]
+        draft = decode_seconds(traffic(inventory.draft_uses, homes), MACHINE)[0]
+        assert draft_cost_on_gpu(inventory, homes, MACHINE, None, cached) == pytest.approx(
+            (times[1] - times[0] + draft) / times[0])
+    # More than all of them no token reads.
+    every = [use._replace(batch_bytes=use.read_bytes) for use in inventory.uses]
+    assert draft_cost_on_cpu(Inventory(every, inventory.sizes, 4, inventory.beside)) == pytest.approx(drafted / plain)
 
 
 # --- experts in slots -----------------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from sharpi import Model  # noqa: E402
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("SHARPI_SHARED") or REPOSITORY.parent / "shared")
 REFERENCE = SHARED / "reference"
-NAMES = ["llama", "llama-tied", "llama-scaled", "mixtral", "qwen2", "qwen3", "qwen3moe", "olmoe"]
-ON_CPU_ONLY = ["qwen35", "qwen35moe"]
+NAMES = ["llama", "llama-tied", "llama-scaled", "mixtral", "qwen2", "qwen3", "qwen3moe", "olmoe", "qwen35", "qwen35moe"]
 STORY = Path(__file__).parent / "data" / "story_golden.npz"
 
 
@@ -32,13 +31,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (REFERENCE / "make_tiny.py").exists():
         pytest.skip(f"no reference in {REFERENCE}")
     out = tmp_path_factory.mktemp("reference")
-    for name in [*NAMES, *ON_CPU_ONLY]:
+    for name in NAMES:
         subprocess.run([sys.executable, REFERENCE / "make_tiny.py", out, "--seed", "7", "--only", name], check=True,
                        capture_output=True)
     return out
 
 
-@pytest.mark.parametrize("name", [*NAMES, *ON_CPU_ONLY])
+@pytest.mark.parametrize("name", NAMES)
 def test_tiny_models(name: str, models: Path) -> None:
     golden = np.load(REFERENCE / "golden" / f"{name}.npz")
     tokens, positions, expected = golden["tokens"].tolist(), golden["positions"], golden["logits"]

@@ -14,7 +14,8 @@ from typing import Any
 import gguf
 import numpy as np
 
-__all__ = ["HYBRIDS", "MODELS", "QUANTIZED_TYPES", "Delta", "TinyModel", "as_version_2", "fused", "write"]
+__all__ = ["HYBRIDS", "MODELS", "ON_CPU_ONLY", "ON_GPU", "QUANTIZED_TYPES", "Delta", "TinyModel", "as_version_2", "fused",
+           "write"]
 
 QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
                    "MXFP4")
@@ -99,17 +100,26 @@ MODELS: dict[str, TinyModel] = {
     "olmoe": TinyModel("olmoe", qk_norm="row", experts=6, experts_used=2, kv_heads=4, head_dim=16, epsilon=1e-5),
 }
 
-# Gated DeltaNet with attention in between, which is gated; heads of odd sizes too, which fill no vector.
+# Gated DeltaNet with attention in between, which is gated.
 HYBRIDS: dict[str, TinyModel] = {
     "qwen35": TinyModel("qwen35", qk_norm="head", layers=4, delta=Delta(value_heads=6), rope_dims=8, rope_base=1e7,
                         predictions=1),
+    # Heads that fill no vector.
     "qwen35-odd": TinyModel("qwen35", qk_norm="head", layers=5, rope_dims=16, tied=True,
                             delta=Delta(key_heads=3, value_heads=3, head_dim=20, conv=3, interval=2)),
+    # Heads that are no whole warp.
+    "qwen35-uneven": TinyModel("qwen35", qk_norm="head", layers=5, rope_dims=16, tied=True,
+                               delta=Delta(key_heads=1, value_heads=4, head_dim=24, conv=3, interval=2)),
+    "qwen35-long-convolution": TinyModel("qwen35", qk_norm="head", layers=2, delta=Delta(conv=5, interval=2)),
     # No layer with attention, so no KV cache.
     "qwen35-states": TinyModel("qwen35", qk_norm="head", layers=2, delta=Delta(key_heads=1, conv=2)),
     "qwen35moe": TinyModel("qwen35moe", qk_norm="head", layers=4, delta=Delta(), rope_dims=16, rope_base=1e7,
                            experts=8, experts_used=3, shared=32, predictions=1),
 }
+
+# The GPU has no kernels for their heads, or for their convolution.
+ON_CPU_ONLY = ("qwen35-odd", "qwen35-long-convolution")
+ON_GPU = {name: model for name, model in (MODELS | HYBRIDS).items() if name not in ON_CPU_ONLY}
 
 
 def fused(model: TinyModel) -> TinyModel:

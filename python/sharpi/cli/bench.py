@@ -3,6 +3,8 @@
 Speed does not depend on which tokens are run, so it runs random ones and needs no tokenizer: a file of random
 weights will do. Each size is run once to warm up (page cache, CPU clocks) and then timed; the median stands, with
 the spread beside it. On a GPU, decode is timed twice: with the captured step replayed, and with every kernel launched.
+How often drafted tokens are accepted depends on the text, and random tokens say nothing of it: of drafts it is the cost of
+a step that is timed, beside a plain step.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ import json
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import click
 
 from sharpi.cli.options import ModelOptions, model_options
 from sharpi.cli.text import printable, speed
+from sharpi.drafts import MOST_DRAFT_TOKENS, choose_drafts
 
 if TYPE_CHECKING:
     from sharpi.model import Model
@@ -30,21 +33,31 @@ if TYPE_CHECKING:
               metavar="N", help="Number of generated tokens to time (repeatable); 0 for none.")
 @click.option("--depth", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
               help="Tokens in the context before decode is timed.")
+@click.option("--draft", type=click.Choice(("mtp", "ngram")),
+              help="Also time steps with tokens drafted by the prediction layer, or looked up.")
+@click.option("--draft-tokens", type=click.IntRange(min=1, max=MOST_DRAFT_TOKENS), multiple=True, default=(1, 2),
+              show_default=True, metavar="N", help="Drafted tokens of a step to time (repeatable).")
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
               help="Timed runs of each size.")
 @click.option("--warmup/--no-warmup", default=True, help="Run each size once before timing it.  [default: warmup]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tuple[int, ...], depth: int, repeat: int,
-                  warmup: bool, as_json: bool) -> None:
+def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tuple[int, ...], depth: int,
+                  draft: str | None, draft_tokens: tuple[int, ...], repeat: int, warmup: bool, as_json: bool) -> None:
     """Measure prefill and decode speed."""
     prefills, decodes = tuple(filter(None, prefills)), tuple(filter(None, decodes))
     started = time.perf_counter()
-    with options.load(context=max((1, *prefills, *(max(1, depth) + n for n in decodes)))) as model:
+    # Of drafted tokens the last step may have more than are asked for.
+    beyond = 0 if draft is None else 1 + MOST_DRAFT_TOKENS
+    with options.load(context=max((1, *prefills, *(max(1, depth) + n + beyond for n in decodes)))) as model:
+        if draft is not None:
+            choose_drafts(draft, None, mtp=model.plan.mtp)  # raises before anything is timed
         model.bench_prefill(1)
         first_token = time.perf_counter() - started
         results = [_measure("prefill", n, repeat, warmup, model.bench_prefill) for n in prefills]
         for n in decodes:
             results += _decode(model, depth, n, repeat, warmup)
+            if draft is not None:
+                results += _drafts(model, depth, n, draft, draft_tokens, repeat, warmup)
         stats = model.stats()
         report = {
             "model": model.spec.name,
@@ -85,9 +98,28 @@ def _measure(kind: str, tokens: int, repeat: int, warmup: bool, run: Callable[[i
     """One entry of the results; `run` takes a number of tokens and returns the seconds they took."""
     if warmup:
         run(tokens)
-    speeds = [tokens / run(tokens) for _ in range(repeat)]
-    spread = {"median": statistics.median(speeds), "min": min(speeds), "max": max(speeds)}
-    return {"kind": kind, "tokens": tokens, "tokens_per_second": spread}
+    return {"kind": kind, "tokens": tokens,
+            "tokens_per_second": _spread([tokens / run(tokens) for _ in range(repeat)])}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _drafts(model: Model, depth: int, tokens: int, draft: str, counts: Sequence[int], repeat: int,
+            warmup: bool) -> list[dict[str, Any]]:
+    """The entries for steps without drafts and with these numbers of drafted tokens, timed in turn."""
+    ways = [("off", None), *((draft, count) for count in counts)]
+    rounds = [[model.bench_drafts(depth, tokens, *way) for way in ways] for _ in range(repeat + warmup)]
+    entries = []
+    for (kind, count), *runs in zip(ways, *rounds[warmup:], strict=True):
+        entry = {"kind": "drafts", "draft": kind, "draft_tokens": count or 0, "tokens": tokens,
+                 **{name: sum(getattr(run, name) for run in runs) for name in ("steps", "drafted", "accepted")},
+                 "seconds_per_step": _spread([run.seconds_per_step for run in runs])}
+        plain = entries[0] if entries else entry
+        entry["plain_steps"] = entry["seconds_per_step"]["median"] / plain["seconds_per_step"]["median"]
+        entries.append(entry | ({"depth": depth} if depth else {}))
+    return entries
 
 
 def _table(report: dict[str, Any]) -> str:
@@ -98,6 +130,9 @@ def _table(report: dict[str, Any]) -> str:
         f"  {'':<9}{'tokens':>8}{'tokens/s':>12}{'min':>10}{'max':>10}",
     ]
     for result in report["results"]:
+        if result["kind"] == "drafts":
+            lines += _draft_rows(result)
+            continue
         spread = result["tokens_per_second"]
         lines.append(f"  {result['kind']:<9}{result['tokens']:>8}{speed(spread['median']):>12}"
                      f"{speed(spread['min']):>10}{speed(spread['max']):>10}{_remark(result)}")
@@ -105,6 +140,23 @@ def _table(report: dict[str, Any]) -> str:
     if experts and experts["slots"] and experts["hit_rate"] is not None:
         lines.append(f"  slots for {experts['slots']:,} experts, hit rate {100 * experts['hit_rate']:.1f} %")
     return "\n".join(lines)
+
+
+def _draft_rows(result: dict[str, Any]) -> list[str]:
+    """A row on steps with drafts; the first of them, on plain steps, below what its columns mean."""
+    spread = {name: 1000 * value for name, value in result["seconds_per_step"].items()}
+    name = "plain" if result["draft"] == "off" else f"{result['draft']} {result['draft_tokens']}"
+    row = (f"  {name:<9}{result['tokens']:>8}{spread['median']:>12.3f}{spread['min']:>10.3f}{spread['max']:>10.3f}")
+    if result["draft"] == "off":
+        at = f"   after {result['depth']:,} tokens" if "depth" in result else ""
+        return [f"  {'drafts':<9}{'tokens':>8}{'ms a step':>12}{'min':>10}{'max':>10}", row + at]
+    if not result["drafted"]:
+        return [f"{row}   {result['plain_steps']:.2f} plain steps, and nothing was drafted"]
+    each, accepted = result["drafted"] / result["steps"], result["accepted"] / result["drafted"]
+    # A step gives as many tokens more as are accepted, and takes so many plain steps more.
+    needed = max(0.0, (result["plain_steps"] - 1) / each)
+    return [f"{row}   {result['plain_steps']:.2f} plain steps, pays from {100 * needed:.0f} % accepted; here"
+            f" {100 * accepted:.0f} % of {each:.1f} a step"]
 
 
 def _remark(result: dict[str, Any]) -> str:

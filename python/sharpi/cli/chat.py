@@ -16,7 +16,8 @@ from collections.abc import Iterator
 import click
 
 from sharpi.cli.conversation import Conversation
-from sharpi.cli.options import ModelOptions, SamplingOptions, model_options, sampling_options
+from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, draft_options, model_options,
+                                sampling_options)
 from sharpi.cli.text import closing_line, printable
 from sharpi.chat import Part
 from sharpi.errors import SharpiError
@@ -34,16 +35,17 @@ Ctrl-C stops an answer."""
 @click.option("-n", "--max-tokens", "--predict", "max_tokens", type=click.IntRange(min=-1), default=-1,
               show_default=True, metavar="N", help="Longest answer in tokens; -1 leaves it to the model.")
 @sampling_options
+@draft_options
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option("--thinking/--no-thinking", default=True,
               help="Whether the template asks for reasoning.  [default: thinking]")
 @click.option("--stats/--no-stats", default=True,
               help="A line of tokens/s on standard error after each answer.  [default: stats]")
-def chat_command(options: ModelOptions, sampling: SamplingOptions, max_tokens: int, system: str | None,
-                 thinking: bool, stats: bool) -> None:
+def chat_command(options: ModelOptions, sampling: SamplingOptions, drafts: DraftOptions, max_tokens: int,
+                 system: str | None, thinking: bool, stats: bool) -> None:
     """Talk with a model."""
     with options.load() as model:
-        conversation = Conversation(model, sampling.arguments(), system=system, thinking=thinking,
+        conversation = Conversation(model, {**sampling.arguments(), **drafts.arguments()}, system=system, thinking=thinking,
                                     max_tokens=None if max_tokens < 0 else max_tokens)
         if _at_terminal():
             click.echo(f"{printable(model.file.name)}. /help lists the commands.", err=True)

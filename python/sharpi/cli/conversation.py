@@ -25,12 +25,12 @@ class Conversation:
     An answer that was stopped half way stays in the conversation as far as it came.
     """
 
-    def __init__(self, model: Model, sampling: Mapping[str, Any], *, system: str | None = None, thinking: bool = True,
+    def __init__(self, model: Model, options: Mapping[str, Any], *, system: str | None = None, thinking: bool = True,
                  max_tokens: int | None = None) -> None:
-        """`sampling`: keyword arguments for `generate`. Raises `InvalidRequestError` for a model without a template."""
+        """`options`: keyword arguments for `generate`. Raises `InvalidRequestError` for a model without a template."""
         require_template(model)
         self._model = model
-        self._sampling = sampling
+        self._options = options
         self._thinking = thinking
         self._max_tokens = max_tokens
         self._opening: list[Message] = [{"role": "system", "content": system}] if system is not None else []
@@ -64,7 +64,7 @@ class Conversation:
         prompt = render_prompt(self._model, self.messages, thinking=self._thinking)
         tokens = self._model.tokenize(prompt, add_special=False, parse_special=True)
         splitter = ThinkingSplitter(prompt_opens_thinking(prompt))
-        with closing(self._session.generate(tokens, max_tokens=self._max_tokens, **self._sampling)) as generated:
+        with closing(self._session.generate(tokens, max_tokens=self._max_tokens, **self._options)) as generated:
             for token in generated:
                 yield from splitter.push(token.text)
         yield from splitter.flush()

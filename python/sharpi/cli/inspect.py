@@ -49,14 +49,13 @@ def inspect_command(model: str | None, model_option: str | None, with_tensors: b
     path = model or model_option or BUNDLED_MODEL
     file = GgufFile.open(path)
     try:
-        describe(path)
-        obstacle = None
+        spec, obstacle = describe(path)[1], None
     except SharpiError as error:
-        obstacle = str(error)
+        spec, obstacle = None, str(error)
     if as_json:
-        click.echo(json.dumps(_as_json(file, obstacle), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(_as_json(file, spec, obstacle), indent=2, ensure_ascii=False))
     else:
-        click.echo(_as_text(file, obstacle, with_tensors))
+        click.echo(_as_text(file, spec, obstacle, with_tensors))
 
 
 def _type_totals(tensors: Sequence[TensorInfo]) -> list[_TypeTotal]:
@@ -71,7 +70,7 @@ def _type_totals(tensors: Sequence[TensorInfo]) -> list[_TypeTotal]:
     return [_TypeTotal(name, counts[name], elements[name], total) for name, total in sizes.most_common()]
 
 
-def _as_text(file: GgufFile, obstacle: str | None, with_tensors: bool) -> str:
+def _as_text(file: GgufFile, spec: Any, obstacle: str | None, with_tensors: bool) -> str:
     totals = _type_totals(file.tensors)
     parameters = sum(total.elements for total in totals)
     lines = [
@@ -82,6 +81,7 @@ def _as_text(file: GgufFile, obstacle: str | None, with_tensors: bool) -> str:
         f"  parameters     {parameters:,}",
         f"  tensors        {len(file.tensors)}, {size(file.total_bytes)}",
         f"  runs here      {'yes' if obstacle is None else 'no: ' + printable(obstacle)}",
+        *_special_layers(spec),
         "",
         "metadata",
         *(f"  {printable(key)} = {_value_text(value)}" for key, value in file.metadata.items()),
@@ -95,6 +95,16 @@ def _as_text(file: GgufFile, obstacle: str | None, with_tensors: bool) -> str:
         width = max((len(printable(tensor.name)) for tensor in file.tensors), default=0)
         lines += ["", "tensors", *(_tensor_text(tensor, width) for tensor in file.tensors)]
     return "\n".join(lines)
+
+
+def _special_layers(spec: Any) -> list[str]:
+    """What a model has beside usual layers; nothing of one that cannot run."""
+    lines = []
+    if spec is not None and spec.prediction_layers:
+        lines.append("  prediction     a layer that drafts tokens (--no-mtp leaves it in the file)")
+    if spec is not None and spec.state_bytes:
+        lines.append(f"  state          {size(spec.state_bytes)} for each sequence, of recurrent layers")
+    return lines
 
 
 def _tensor_text(tensor: TensorInfo, width: int) -> str:
@@ -124,7 +134,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value]
 
 
-def _as_json(file: GgufFile, obstacle: str | None) -> dict[str, Any]:
+def _as_json(file: GgufFile, spec: Any, obstacle: str | None) -> dict[str, Any]:
     totals = _type_totals(file.tensors)
     return {
         "name": file.name,
@@ -135,6 +145,8 @@ def _as_json(file: GgufFile, obstacle: str | None) -> dict[str, Any]:
         "bytes": file.total_bytes,
         "runs": obstacle is None,
         "obstacle": obstacle,
+        "prediction_layers": spec.prediction_layers if spec else 0,
+        "state_bytes": spec.state_bytes if spec else 0,
         "metadata": {key: _json_value(value) for key, value in file.metadata.items()},
         "types": [vars(total) for total in totals],
         "tensors": [{"name": tensor.name, "type": tensor.type_name, "shape": list(tensor.shape),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import click
 
 from sharpi.cli.text import printable
+from sharpi.drafts import DRAFTS, MOST_DRAFT_TOKENS
 from sharpi.hardware import Gpu
 from sharpi.planner import DEVICES, KV_DTYPES
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 # The options that a saved plan answers.
-_IN_A_PLAN = ("context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe", "profile")
+_IN_A_PLAN = ("context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe", "sequences", "no_mtp", "profile")
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class ModelOptions:
     vram: str | None
     kv_dtype: str | None
     cpu_moe: bool
+    sequences: int | None
+    no_mtp: bool
     plan: str | None
     profile: str | None
     expert_stats: str | None
@@ -68,6 +71,8 @@ class ModelOptions:
                 batch=self.batch,
                 # Left out, it is the environment's.
                 cpu_moe=self.cpu_moe or None,
+                sequences=self.sequences,
+                mtp=False if self.no_mtp else None,
                 plan=self.plan,
                 profile=self.profile,
                 expert_stats=self.expert_stats,
@@ -103,6 +108,18 @@ class SamplingOptions:
     logit_bias: dict[int, float] | None
     seed: int | None
     stop: tuple[str, ...]
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments for `generate`."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Who drafts tokens, and how many; the fields are `Model.generate`'s arguments of the same names."""
+
+    draft: str | None
+    draft_tokens: int | None
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments for `generate`."""
@@ -175,6 +192,19 @@ def cpu_moe_option(function: Callable[..., Any]) -> Callable[..., Any]:
                         help="Leave all experts to the CPU, even if they fit; SHARPI_CPU_MOE=1 does it too.")(function)
 
 
+def sequences_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--sequences`."""
+    return click.option("--sequences", type=click.IntRange(min=1, max=4096), metavar="N",
+                        help="Of a model with recurrent layers: states to keep room for. Each conversation needs one,"
+                             " each drafted token another and one more; the others are for going back.  [default: 4]")(function)
+
+
+def no_mtp_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--no-mtp`."""
+    return click.option("--no-mtp", "no_mtp", is_flag=True,
+                        help="Leave a prediction layer, which drafts tokens, in the file.")(function)
+
+
 def plan_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--plan`."""
     return click.option("--plan", metavar="FILE",
@@ -214,6 +244,8 @@ def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
         vram_option,
         kv_dtype_option,
         cpu_moe_option,
+        sequences_option,
+        no_mtp_option,
         plan_option,
         profile_option,
         expert_stats_option,
@@ -244,6 +276,19 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
         option("--stop", multiple=True, metavar="TEXT", help="End before this text appears (repeatable)."),
     ]
     return _gather(function, "sampling", SamplingOptions, switches)
+
+
+def draft_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the switches of `DraftOptions`; the command receives `drafts: DraftOptions`."""
+    switches = [
+        click.option("--draft", type=click.Choice(DRAFTS),
+                     help="Who guesses tokens, to be judged several in one step: the model's prediction layer, a look at"
+                          " what followed the same words before, or nobody. The text is the same with each.  [default:"
+                          " mtp where the file has a prediction layer, else off]"),
+        click.option("--draft-tokens", type=click.IntRange(min=1, max=MOST_DRAFT_TOKENS), metavar="N",
+                     help="Tokens guessed at once.  [default: 1 for mtp, 4 for ngram]"),
+    ]
+    return _gather(function, "drafts", DraftOptions, switches)
 
 
 def _gather(function: Callable[..., Any], name: str, dataclass_type: type, switches: list[Any]) -> Callable[..., Any]:

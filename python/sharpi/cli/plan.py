@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from sharpi.cli.options import (batch_option, context_option, cpu_moe_option, device_option, kv_dtype_option,
-                                model_option, profile_option, threads_option, vram_option)
+                                model_option, no_mtp_option, profile_option, sequences_option, threads_option,
+                                vram_option)
 from sharpi.cli.text import printable, size, speed
 from sharpi.plan import vram_words
 
@@ -36,13 +37,15 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
 @vram_option
 @kv_dtype_option
 @cpu_moe_option
+@sequences_option
+@no_mtp_option
 @profile_option
 @click.option("--warm", metavar="FILE", help="Expect experts to be used as --expert-stats of `sharpi run` has written.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every layer by itself.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes, as --plan of run reads it.")
 def plan_command(model: str | None, context: int | None, threads: int | None, batch: int | None, device: str,
-                 vram: str | None, kv_dtype: str | None, cpu_moe: bool, profile: str | None, warm: str | None,
-                 verbose: bool, as_json: bool) -> None:
+                 vram: str | None, kv_dtype: str | None, cpu_moe: bool, sequences: int | None, no_mtp: bool,
+                 profile: str | None, warm: str | None, verbose: bool, as_json: bool) -> None:
     """Show the memory a model takes, where its weights will be, and how fast it will be.
 
     A GPU can be planned for without having it: --vram 12GiB. So can another machine: `sharpi hardware --save FILE`
@@ -56,9 +59,9 @@ def plan_command(model: str | None, context: int | None, threads: int | None, ba
 
     known = None if profile is None else load_profile(profile)
     count = threads or (core_count() if known is None else known.threads)
-    file, spec = describe(model)
+    file, spec = describe(model, mtp=not no_mtp)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
-                     threads=count, cpu_moe=cpu_moe or None, profile=known, shown=True,
+                     threads=count, cpu_moe=cpu_moe or None, sequences=sequences, profile=known, shown=True,
                      warm=None if warm is None else ExpertStats.load(warm, file),
                      notice=lambda line: click.echo(f"sharpi: {printable(line)}", err=True))
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
@@ -86,7 +89,7 @@ def _weights(plan: Plan, verbose: bool) -> list[_Row]:
     if plan.device == "cpu":
         rows.append(("weights", plan.mapped_bytes, "mapped from the file"))
         if not verbose:
-            tables = plan.embedding_bytes + sum(layers) + plan.head_bytes
+            tables = plan.embedding_bytes + sum(layers) + plan.prediction_bytes + plan.head_bytes
             return [*rows, ("tables", tables, "norms and rotary angles")]
     direct = {placed.kind for placed in plan.placement if _in_ram(placed)} if plan.device == "cuda" else ()
     head = "in RAM" if "output head" in direct else ""
@@ -99,6 +102,8 @@ def _weights(plan: Plan, verbose: bool) -> list[_Row]:
     else:
         some = ", some in RAM" if set(direct) - {"embedding", "output head"} else ""
         rows.append(("layers", sum(layers), f"{len(layers)} of them{some}"))
+    if plan.mtp:
+        rows.append(("prediction", plan.prediction_bytes, "a layer that drafts tokens"))
     return [*rows, ("output head", plan.head_bytes, head)]
 
 
@@ -190,7 +195,16 @@ def _speeds(plan: Plan) -> list[str]:
     rows = ((f"prefill of {plan.batch:,}", plan.prefill), ("decode", plan.decode))
     lines = [f"  {name:<18}{speed(found.tokens_per_second):>10} tokens/s   bound by {found.bound}"
              for name, found in rows]
-    return ["", "Predicted:", *lines, *_origin(plan.profile, plan.device)]
+    return ["", "Predicted:", *lines, *_drafting(plan), *_origin(plan.profile, plan.device)]
+
+
+def _drafting(plan: Plan) -> list[str]:
+    """What a drafted token costs, and so how often it has to be right."""
+    if plan.draft_cost is None:
+        return []
+    part = f"{100 * plan.draft_cost:.0f} %"
+    pays = f"it pays where more than {part} of them are accepted" if plan.draft_cost < 1 else "it does not pay here"
+    return [_wrapped(f"Without drafts. A token drafted by the prediction layer adds about {part} to a step: {pays}.", "  ")]
 
 
 def _origin(profile: HardwareProfile, device: str) -> list[str]:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from sharpi.cli.conversation import render_prompt
-from sharpi.cli.options import ModelOptions, SamplingOptions, model_options, sampling_options
+from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, draft_options, model_options,
+                                sampling_options)
 from sharpi.cli.text import closing_line
 
 if TYPE_CHECKING:
@@ -27,20 +28,21 @@ if TYPE_CHECKING:
               show_default=True, metavar="N",
               help="Tokens to generate; -1 goes on until the model or the context ends.")
 @sampling_options
+@draft_options
 @click.option("--chat", "as_chat", is_flag=True,
               help="Wrap the prompt in the model's chat template, as one message; implies --no-echo.")
 @click.option("--echo/--no-echo", default=True, help="Print the prompt before its continuation.  [default: echo]")
 @click.option("--stats/--no-stats", default=True,
               help="Close with a line of tokens/s on standard error.  [default: stats]")
-def run_command(options: ModelOptions, sampling: SamplingOptions, prompt: str | None, file: str | None,
-                max_tokens: int, as_chat: bool, echo: bool, stats: bool) -> None:
+def run_command(options: ModelOptions, sampling: SamplingOptions, drafts: DraftOptions, prompt: str | None,
+                file: str | None, max_tokens: int, as_chat: bool, echo: bool, stats: bool) -> None:
     """Continue a text."""
     text = _read_prompt(prompt, file)
     with options.load() as model:
         tokens = _chat_tokens(model, text) if as_chat else model.tokenize(text)
         unsaid = text if echo and not as_chat else ""  # until the first token: a refused prompt is not echoed
         limit = None if max_tokens < 0 else max_tokens
-        for token in model.generate(tokens, max_tokens=limit, **sampling.arguments()):
+        for token in model.generate(tokens, max_tokens=limit, **sampling.arguments(), **drafts.arguments()):
             _write(unsaid + token.text)
             unsaid = ""
         _write(unsaid)

@@ -32,7 +32,16 @@ def closing_line(stats: Mapping[str, Any]) -> str:
     if stats.get("reused_tokens"):
         prompt += f" ({stats['reused_tokens']} more kept from before)"
     generated = f"generated {stats['generated_tokens']} tokens, {speed(stats['generation_tokens_per_second'])} tokens/s"
-    return f"{prompt}; {generated}{_hits(stats.get('experts'))}"
+    return f"{prompt}; {generated}{_drafts(stats)}{_hits(stats.get('experts'))}"
+
+
+def _drafts(stats: Mapping[str, Any]) -> str:
+    """What became of drafted tokens, where there were any."""
+    drafted = stats.get("drafted_tokens")
+    if not drafted:
+        return ""
+    accepted = stats["accepted_tokens"]
+    return f"; drafts: {accepted:,} of {drafted:,} accepted ({100 * accepted / drafted:.0f} %)"
 
 
 def _hits(experts: Mapping[str, Any] | None) -> str:

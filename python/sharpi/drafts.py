@@ -1,0 +1,58 @@
+"""Drafted tokens: who guesses them, and how many at once.
+
+A step over a few tokens takes hardly longer than one over a single token, so tokens that somebody guesses are judged
+all at once, and those that the model would have chosen anyway are answers already. What the model says is the same
+with drafts and without, for the same seed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sharpi.errors import InvalidRequestError
+
+__all__ = ["DEFAULT_DRAFT_TOKENS", "DRAFTS", "DraftedRun", "MOST_DRAFT_TOKENS", "choose_drafts"]
+
+# The model's own prediction layer (multi-token prediction); what followed the last few tokens earlier in the text;
+# nobody.
+DRAFTS = ("mtp", "ngram", "off")
+# With the token before them they are a step of 8, the largest that computes the bits of single tokens on every device.
+MOST_DRAFT_TOKENS = 7
+# A prediction layer is made to guess one token, and asked again it guesses worse. A repeated passage goes on for long,
+# and to look it up costs nothing.
+DEFAULT_DRAFT_TOKENS = {"mtp": 1, "ngram": 4}
+
+
+class DraftedRun(NamedTuple):
+    """What it took to generate `tokens` tokens. steps: passes of the model; drafted, accepted: tokens."""
+
+    seconds: float
+    tokens: int
+    steps: int
+    drafted: int
+    accepted: int
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The mean, drafting included."""
+        return self.seconds / max(1, self.steps)
+
+
+def choose_drafts(draft: str | None, count: int | None, *, mtp: bool) -> tuple[str, int]:
+    """Who drafts and how many tokens, where `draft` and `count` were asked for; mtp: whether a prediction layer is
+    loaded. Raises `InvalidRequestError` for what cannot be had."""
+    chosen: Any = ("mtp" if mtp else "off") if draft is None else draft
+    if chosen not in DRAFTS:
+        raise InvalidRequestError(f"draft must be mtp, ngram or off, not {draft!r}")
+    if chosen == "mtp" and not mtp:
+        raise InvalidRequestError("draft mtp needs a prediction layer, and none is loaded: the file has none to use, or"
+                                  " it was left there (--no-mtp); draft ngram works without")
+    if count is None:
+        return chosen, DEFAULT_DRAFT_TOKENS.get(chosen, 1)
+    if not isinstance(count, (int, np.integer)) or isinstance(count, bool) or not 1 <= count <= MOST_DRAFT_TOKENS:
+        raise InvalidRequestError(f"draft_tokens must be 1 to {MOST_DRAFT_TOKENS}, not {count!r}")
+    if chosen == "off":
+        raise InvalidRequestError(f"draft_tokens is {count}, but nobody drafts: say draft ngram too")
+    return chosen, int(count)
