@@ -116,6 +116,7 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     _limits = limits;
     _layout = layout;
     _stream.zero(at<uint8_t>(layout.attention), cuda::kDecodeCounterBytes);
+    if (layout.deltaReaderBytes) _stream.zero(at<uint8_t>(layout.deltaReaders), layout.deltaReaderBytes);
     const size_t experts = static_cast<size_t>(limits.expertLayers) * static_cast<size_t>(limits.experts);
     if (experts) _stream.zero(at<uint8_t>(layout.expertUses), sizeof(uint32_t) * experts);
     if (limits.expertSlots) _tables = std::make_unique<cuda::PinnedBuffer>(2 * sizeof(int32_t) * experts);

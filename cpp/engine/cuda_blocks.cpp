@@ -13,15 +13,6 @@ namespace {
 bool isFloat(const Matrix& m) { return info(m.type).isFloat; }
 bool sameType(const Matrix& a, const Matrix& b) { return a.type == b.type; }
 
-// As a matrix of one row.
-Weight scaleOf(const SharedExpertWeights& w) {
-    Weight scale;
-    scale.rows = 1;
-    scale.cols = w.gate.cols;
-    scale.data = reinterpret_cast<const uint8_t*>(w.scale);
-    return scale;
-}
-
 cuda::RowOutputs withForms(const cuda::RowOutputs& a, const cuda::RowOutputs& b) {
     return {a.floats ? a.floats : b.floats, a.quantized.q ? a.quantized : b.quantized, a.half};
 }
@@ -223,13 +214,17 @@ void CudaBackend::expertsFew(const ExpertWeights& w, float eps) {
     const Matrix &gate = w.gate.first, &up = w.up.first, &down = w.down.first;
     auto* chosen = at<int32_t>(s.chosen);
     cuda::RowOutputs normed = formsFor({w.router, gate, up}, s.normed, s.normedQuant, _rows, _limits.embedding);
-    if (w.shared) normed = withForms(normed, formsFor({scaleOf(*w.shared), w.shared->gate, w.shared->up}, s.normed, s.normedQuant, _rows, _limits.embedding));
+    cuda::SharedScale scale;
+    if (w.shared) {
+        normed = withForms(normed, formsFor({w.shared->gate, w.shared->up}, s.normed, s.normedQuant, _rows, _limits.embedding));
+        normed.floats = floats(s.normed);
+        scale = {normed.floats, w.shared->scale, _limits.embedding, floats(s.sharedScale)};
+    }
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, normed);
-    if (w.shared) productsFew(input(normed), rows(), {{w.router, nullptr, floats(s.routerLogits)}, {scaleOf(*w.shared), nullptr, floats(s.sharedScale)}});
-    else productsFew(input(normed), rows(), {{w.router, nullptr, floats(s.routerLogits)}});
+    productsFew(input(normed), rows(), {{w.router, nullptr, floats(s.routerLogits)}});
     for (const WeightStack* stack : {&w.gate, &w.up, &w.down}) _weights->arrive(stack->group);
     cuda::route(_stream, floats(s.routerLogits), _rows, w.gate.count, w.used, w.renormalize, w.weightScale, chosen, floats(s.weight),
-                at<uint32_t>(s.expertUses) + static_cast<int64_t>(w.row) * _limits.experts);
+                at<uint32_t>(s.expertUses) + static_cast<int64_t>(w.row) * _limits.experts, scale);
     if (!w.gate.resident()) return expertsInSlots(w, normed, eps);
     const cuda::SharedAnswer shared = sharedFew(w, normed);
     const cuda::RowOutputs hidden = formsFor({down}, s.hidden, s.hiddenQuant, _rows * w.used, down.cols);

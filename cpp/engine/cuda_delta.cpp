@@ -27,10 +27,10 @@ void CudaBackend::deltaFew(const GatedDeltaWeights& w, const cuda::DeltaStates& 
     const cuda::RowOutputs normed = formsFor({w.qkv, w.gate, w.alpha, w.beta}, s.normed, s.normedQuant, _rows, _limits.embedding);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, normed);
     productsFew(input(normed), rows(), {{w.qkv, nullptr, in.mixed}, {w.gate, nullptr, floats(s.deltaGate)}, {w.alpha, nullptr, in.alpha}, {w.beta, nullptr, in.beta}});
-    cuda::prepareDelta(_stream, in, parametersOf(w, eps), shapeOf(w), states, _states);
     cuda::RowOutputs attended = formsFor({w.output}, s.attended, s.attendedQuant, _rows, w.output.cols);
     if (w.headDim % 32 != 0) attended.floats = floats(s.attended);  // blocks that lie in two heads are made from these
-    cuda::deltaRule(_stream, in, parametersOf(w, eps), shapeOf(w), states, _states, attended);
+    static_assert(cuda::kMaxMatvecRows <= cuda::kDeltaStepRows);
+    cuda::deltaStep(_stream, in, parametersOf(w, eps), shapeOf(w), states, _states, at<uint32_t>(s.deltaReaders), attended);
     addFew(input(attended), w.output, nullptr);
 }
 

@@ -18,6 +18,19 @@ DeviceLayout gpuLayout() {
     return layout;
 }
 
+namespace {
+
+cuda::DeltaShape deltaShape(const StepLimits& l) {
+    cuda::DeltaShape shape;
+    shape.dim = l.deltaDim;
+    shape.valueHeads = l.deltaHeads;
+    shape.keyHeads = static_cast<int32_t>((l.deltaChannels - l.deltaWidth) / 2 / l.deltaDim);
+    shape.convWidth = l.deltaConvWidth;
+    return shape;
+}
+
+}  // namespace
+
 GpuScratch::GpuScratch(const StepLimits& l) {
     const int64_t rowsOfFew = std::min<int64_t>(l.maxRows, cuda::kMaxMatvecRows);
     const bool isMany = l.maxRows > cuda::kMaxMatvecRows;
@@ -111,6 +124,8 @@ void GpuScratch::takeFew(const StepLimits& l, int64_t rows) {
     token = _layout.take(sizeof(int32_t) * static_cast<size_t>(rows));
     sharedScale = _layout.floats(l.sharedHidden ? l.maxRows : 0);
     joined = _layout.floats(l.drafts ? 2 * rows * l.embedding : 0);
+    deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(rows, deltaShape(l)) : 0;
+    deltaReaders = _layout.take(deltaReaderBytes);
     joinedQuant = _layout.take(l.drafts ? cuda::quantizedRowsBytes(rows, 2 * l.embedding) : 0);
 }
 
@@ -147,11 +162,7 @@ void GpuScratch::takeManyMixer(const StepLimits& l) {
     takeHalves(rows * std::max(l.queryWidth, l.deltaWidth), splitRows, attendedHi, attendedLo);
     attendedFloats = _layout.floats(rows * std::max(l.gatedQueryWidth / 2, l.deltaWidth));
     if (!l.deltaHeads) return;
-    cuda::DeltaShape shape;
-    shape.dim = l.deltaDim;
-    shape.valueHeads = l.deltaHeads;
-    shape.keyHeads = static_cast<int32_t>((l.deltaChannels - l.deltaWidth) / 2 / l.deltaDim);
-    shape.convWidth = l.deltaConvWidth;
+    const cuda::DeltaShape shape = deltaShape(l);
     takeHalves(rows * 2 * shape.keyWidth(), true, keysHi, keysLo);
     deltaWindows = _layout.take(cuda::prepareDeltaBytes(many.deltaTiles, shape));
     deltaChunks = _layout.take(cuda::deltaChunkBytes(rows, many.deltaTiles, shape, true));

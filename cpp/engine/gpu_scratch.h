@@ -53,6 +53,7 @@ struct GpuScratch {
     bool splitRows = false, splitQueries = false;
     size_t normedHi = 0, normedLo = 0, qHi = 0, qLo = 0, attendedHi = 0, attendedLo = 0, hiddenHi = 0, hiddenLo = 0;
     size_t manyGate = 0, manyUp = 0, manyRouterLogits = 0, expertOut = 0, grouping = 0;
+    size_t deltaReaders = 0, deltaReaderBytes = 0;  // few rows; zero between launches
     size_t joinedHi = 0, joinedLo = 0, keysHi = 0, keysLo = 0, attendedFloats = 0, deltaWindows = 0, deltaChunks = 0;
 
 private:

@@ -37,22 +37,37 @@ __device__ __forceinline__ void allowNext() {
 #endif
 }
 
-// sharedBytes: dynamic shared memory; past 48 KiB the kernel's limit must have been raised (allowShared).
+// `cluster` neighbouring blocks of a row of the grid form a cluster (kernels/cluster.cuh); 1: there are none. sharedBytes: dynamic
+// shared memory; past 48 KiB the kernel's limit must have been raised (allowShared).
 template <typename... Parameters, typename... Arguments>
-void launch(Stream& stream, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t sharedBytes, Arguments&&... arguments) {
+void launchClusters(Stream& stream, void (*kernel)(Parameters...), unsigned cluster, dim3 grid, dim3 block, size_t sharedBytes,
+                    Arguments&&... arguments) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = sharedBytes;
     config.stream = stream.handle();
-    cudaLaunchAttribute overlap = {};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &overlap;
-    config.numAttrs = stream.overlapsLaunches() ? 1 : 0;
+    cudaLaunchAttribute attributes[2] = {};
+    config.attrs = attributes;
+    if (stream.overlapsLaunches()) {
+        cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+        overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        overlap.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (cluster > 1) {
+        cudaLaunchAttribute& together = attributes[config.numAttrs++];
+        together.id = cudaLaunchAttributeClusterDimension;
+        together.val.clusterDim.x = cluster;
+        together.val.clusterDim.y = together.val.clusterDim.z = 1;
+    }
     check(cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...), "a kernel launch");
     stream.countLaunch();
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch(Stream& stream, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t sharedBytes, Arguments&&... arguments) {
+    launchClusters(stream, kernel, 1, grid, block, sharedBytes, std::forward<Arguments>(arguments)...);
 }
 
 // Lets `kernel` use more than 48 KiB of dynamic shared memory.

@@ -56,6 +56,13 @@ __device__ __forceinline__ float siluTimes(float gate, float up) {
 
 // --- int8 blocks: core/contract.h section 1 -------------------------------------------------------------------------
 
+// absmax / 127 rounded once: a product with 1 / 127 rounded, and a correction. Right for every absmax that blockScale divides.
+__device__ __forceinline__ float over127(float absmax) {
+    const float reciprocal = 0x1.020408p-7f;
+    const float first = __fmul_rn(absmax, reciprocal);
+    return fmaf(fmaf(-127.0f, first, absmax), reciprocal, first);
+}
+
 // What a block's largest magnitude (its bits) makes of the block.
 struct BlockScale {
     float scale, inverse;
@@ -66,11 +73,13 @@ __device__ __forceinline__ BlockScale blockScale(uint32_t largest) {
     const float absmax = __uint_as_float(largest);
     if (largest >= 0x7f800000u) return {__uint_as_float(0x7fc00000u), 0.0f, true};
     if (absmax < kTinyActivation) return {0.0f, 0.0f, true};
-    return {__fdiv_rn(absmax, 127.0f), __fdiv_rn(127.0f, absmax), false};
+    return {over127(absmax), __fdiv_rn(127.0f, absmax), false};
 }
 
+// Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits: a conversion has a quarter of the rate.
 __device__ __forceinline__ int32_t quantized(float x, const BlockScale& block) {
-    return block.zero ? 0 : __float2int_rn(__fmul_rn(x, block.inverse));
+    const float shifted = __fadd_rn(__fmul_rn(x, block.inverse), 0x1.8p+23f);
+    return block.zero ? 0 : static_cast<int32_t>(__float_as_uint(shifted) - 0x4b400000u);
 }
 
 // first + 65536 * second, as sums of the two halves give it, in the form that is stored.

@@ -1,4 +1,5 @@
 // Gated DeltaNet row after row, bit for bit the CPU's (cpu/kernels/delta.cpp has the order of every sum), in two launches a layer.
+// A step's few rows go through gated_delta_step.cu.
 //
 // The convolution: a warp takes a head's channels through the rows of a sequence, the last inputs in registers, so that the
 // head's length, which norms queries and keys, is a sum over the warp in the order that all norms have.
@@ -12,7 +13,7 @@
 
 #include <cmath>
 
-#include "kernels/device_rows.cuh"
+#include "kernels/gated_delta.cuh"
 
 namespace sharpi::cuda {
 
@@ -20,13 +21,11 @@ namespace {
 
 constexpr int kConvWarps = 4;
 constexpr int kAhead = 4;         // rows of the convolution's inputs that are asked for together
-constexpr int kSums = 8;          // accumulators of a column's sums
-constexpr int kWarpColumns = 16;
 constexpr int kStagedRows = 8;
 constexpr int kNormWarps = 8;
+constexpr int kMaxDeltaDim = 128;
 constexpr int kElementThreads = 256;
-
-__device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.0f, portableExp(__fsub_rn(0.0f, x)))); }
+constexpr int kStepBlocks = 4;    // of a tile: its decays and steps
 
 // --- convolution ---------------------------------------------------------------------------------------------------
 
@@ -37,7 +36,7 @@ struct ConvWork {
     int32_t keyHeads, valueHeads, dim;
     int64_t channels;
     float* states;   // slots of [width - 1, channels]
-    float* windows;  // [ranges, width - 1, channels]: the inputs before each range; nullptr: those of its state
+    float* windows;  // [ranges, width - 1, channels]: the inputs before each range, where it is a tile
     const int32_t *from, *to;
     RowRanges ranges;
     HalfRows halves;  // [rows, 2 * keyHeads * dim], where not null
@@ -52,6 +51,12 @@ template <int kPer, int kWidth> struct ConvHead {
     __device__ __forceinline__ ConvHead(int head, int dim)
         : first(int64_t{head} * dim + (threadIdx.x & 31)), count((dim - static_cast<int>(threadIdx.x & 31) + 31) / 32) {}
 
+    __device__ __forceinline__ void readWeights(const ConvWork& work) {
+#pragma unroll
+        for (int p = 0; p < kPer; p++)
+#pragma unroll
+            for (int w = 0; w < kWidth; w++) weight[p][w] = p < count ? work.weight[w * work.channels + first + 32 * p] : 0.0f;
+    }
     // window[..][1 ..] from, and [0 ..] to, [width - 1, channels] at `at`.
     __device__ __forceinline__ void readWindow(const float* at, int64_t channels) {
 #pragma unroll
@@ -65,6 +70,18 @@ template <int kPer, int kWidth> struct ConvHead {
 #pragma unroll
             for (int w = 1; w < kWidth; w++)
                 if (p < count) at[(w - 1) * channels + first + 32 * p] = window[p][w];
+    }
+    // Of the rows from `row` on, those before `last`: inputs and slots.
+    __device__ __forceinline__ void readRows(const ConvWork& work, int64_t row, int64_t last, float (&x)[kAhead][kPer],
+                                             int (&to)[kAhead]) const {
+        const float* in = work.mixed + row * work.channels + first;
+#pragma unroll
+        for (int r = 0; r < kAhead; r++, in += work.channels) {
+            const bool exists = row + r < last;
+            to[r] = exists ? work.to[row + r] : -1;
+#pragma unroll
+            for (int p = 0; p < kPer; p++) x[r][p] = exists && p < count ? in[32 * p] : 0.0f;
+        }
     }
     __device__ __forceinline__ float advance(int p, float x) {
 #pragma unroll
@@ -106,15 +123,11 @@ __device__ __forceinline__ void convolveRow(const ConvWork& work, ConvHead<kPer,
     }
 }
 
-// The decays and steps of rows [begin, end), by one warp.
-__device__ __forceinline__ void makeSteps(const ConvWork& work, int64_t begin, int64_t end) {
-    const int64_t last = end * work.valueHeads;
-    for (int64_t i = begin * work.valueHeads + (threadIdx.x & 31); i < last; i += 32) {
-        const int h = static_cast<int>(i % work.valueHeads);
-        const float alpha = __fadd_rn(work.alpha[i], work.stepBias[h]);
-        work.alpha[i] = portableExp(__fmul_rn(work.decay[h], portableSoftplus(alpha)));
-        work.beta[i] = portableSigmoid(work.beta[i]);
-    }
+// Item i of alpha and beta, which is head h's: its decay and its step.
+__device__ __forceinline__ void makeStep(const ConvWork& work, int64_t i, int h) {
+    const float alpha = __fadd_rn(work.alpha[i], work.stepBias[h]);
+    work.alpha[i] = portableExp(__fmul_rn(work.decay[h], portableSoftplus(alpha)));
+    work.beta[i] = portableSigmoid(work.beta[i]);
 }
 
 // A warp a head of the range blockIdx.y, and one more warp for its decays and steps.
@@ -126,30 +139,21 @@ template <int kPer, int kWidth> __global__ void __launch_bounds__(kConvWarps * 3
     if (begin >= end || index > heads) return waitForPrevious();
     if (index == heads) {
         waitForPrevious();
-        return makeSteps(work, begin, end);
+        const int count = static_cast<int>(end - begin) * work.valueHeads;
+        for (int i = threadIdx.x & 31; i < count; i += 32) makeStep(work, begin * work.valueHeads + i, i % work.valueHeads);
+        return;
     }
     ConvHead<kPer, kWidth> head(index, work.dim);
-#pragma unroll
-    for (int p = 0; p < kPer; p++)
-#pragma unroll
-        for (int w = 0; w < kWidth; w++) head.weight[p][w] = p < head.count ? work.weight[w * work.channels + head.first + 32 * p] : 0.0f;
+    head.readWeights(work);
     const int64_t past = (kWidth - 1) * work.channels;
     const int from = work.from[begin];
-    if (!work.windows) head.readWindow(from < 0 ? nullptr : work.states + from * past, work.channels);
+    head.readWindow(from < 0 ? nullptr : work.states + from * past, work.channels);
     waitForPrevious();
-    if (work.windows) head.readWindow(work.windows + blockIdx.y * past, work.channels);
 
     for (int64_t first = begin; first < end; first += kAhead) {
         float x[kAhead][kPer];
         int to[kAhead];
-#pragma unroll
-        for (int r = 0; r < kAhead; r++) {
-            const bool exists = first + r < end;
-            to[r] = exists ? work.to[first + r] : -1;
-            const float* in = work.mixed + (first + r) * work.channels + head.first;
-#pragma unroll
-            for (int p = 0; p < kPer; p++) x[r][p] = exists && p < head.count ? in[32 * p] : 0.0f;
-        }
+        head.readRows(work, first, end, x, to);
 #pragma unroll
         for (int r = 0; r < kAhead; r++) {
             if (first + r >= end) break;
@@ -159,13 +163,21 @@ template <int kPer, int kWidth> __global__ void __launch_bounds__(kConvWarps * 3
     }
 }
 
-// Puts aside the inputs before each range: the convolution overwrites inputs, and states that it begins from.
-__global__ void __launch_bounds__(kElementThreads) windowsKernel(ConvWork work, int width) {
+// Puts aside the inputs before each range (the convolution overwrites inputs, and states that it begins from) and makes its
+// decays and steps: the first `channelBlocks` blocks of a range and the others.
+__global__ void __launch_bounds__(kElementThreads) windowsKernel(ConvWork work, int width, int channelBlocks) {
     allowNext();
     waitForPrevious();
+    const int64_t begin = work.ranges.begin[blockIdx.y], end = work.ranges.end[blockIdx.y], past = width - 1;
+    if (static_cast<int>(blockIdx.x) >= channelBlocks) {
+        const int count = static_cast<int>(end - begin) * work.valueHeads, stride = kStepBlocks * kElementThreads;
+        for (int i = (blockIdx.x - channelBlocks) * kElementThreads + threadIdx.x; i < count; i += stride) {
+            makeStep(work, begin * work.valueHeads + i, i % work.valueHeads);
+        }
+        return;
+    }
     const int64_t channel = int64_t{blockIdx.x} * kElementThreads + threadIdx.x;
-    const int64_t begin = work.ranges.begin[blockIdx.y], past = width - 1;
-    if (channel >= work.channels || begin >= work.ranges.end[blockIdx.y]) return;
+    if (channel >= work.channels || begin >= end) return;
     float* window = work.windows + blockIdx.y * past * work.channels + channel;
     int64_t row = begin;
     for (int64_t w = past - 1; w >= 0; w--) {
@@ -178,6 +190,43 @@ __global__ void __launch_bounds__(kElementThreads) windowsKernel(ConvWork work, 
             const int64_t entry = w + begin - row;
             window[w * work.channels] = from < 0 ? 0.0f : work.states[(from * past + entry) * work.channels + channel];
         }
+    }
+}
+
+// Head blockIdx.x of the range blockIdx.y, each warp a part of its rows: short walks, and many of them, keep memory busy. kWhole:
+// heads of 32 * kPer elements.
+template <int kPer, int kWidth, bool kWhole> __global__ void __launch_bounds__(kConvWarps * 32, 6) convTilesKernel(ConvWork work) {
+    allowNext();
+    const int64_t begin = work.ranges.begin[blockIdx.y], end = work.ranges.end[blockIdx.y];
+    if (begin >= end) return waitForPrevious();
+    ConvHead<kPer, kWidth> head(blockIdx.x, kWhole ? 32 * kPer : work.dim);
+    if (kWhole) head.count = kPer;
+    head.readWeights(work);
+    waitForPrevious();
+
+    const int64_t past = (kWidth - 1) * work.channels, rows = (end - begin + kConvWarps - 1) / kConvWarps;
+    const int64_t first = begin + (threadIdx.x >> 5) * rows, last = min(first + rows, end);
+    // Inputs before the first row may be another warp's, who overwrites them when all have read.
+#pragma unroll
+    for (int w = 1; w < kWidth; w++) {
+        const int64_t row = first - kWidth + w;
+        const float* at = row >= begin ? work.mixed + row * work.channels
+                                       : work.windows + blockIdx.y * past + (row - begin + kWidth - 1) * work.channels;
+#pragma unroll
+        for (int p = 0; p < kPer; p++) head.window[p][w] = first < last && p < head.count ? at[head.first + 32 * p] : 0.0f;
+    }
+    float x[kAhead][kPer];
+    int to[kAhead];
+    head.readRows(work, first, last, x, to);
+    __syncthreads();
+    for (int64_t row = first; row < last; row += kAhead) {
+#pragma unroll
+        for (int r = 0; r < kAhead; r++) {
+            if (row + r >= last) return;
+            convolveRow(work, head, blockIdx.x, row + r, x[r]);
+            if (to[r] >= 0) head.writeWindow(work.states + to[r] * past, work.channels);
+        }
+        head.readRows(work, row + kAhead, last, x, to);
     }
 }
 
@@ -233,81 +282,6 @@ template <int kLines> __device__ __forceinline__ void stageRows(const DeltaWork&
         staged.to[threadIdx.x] = work.to[first + threadIdx.x];
     }
 }
-
-// The ends of four columns' sums: acc[n] += acc[n + 4], then + 2, + 1. Every lane gets its columns'.
-__device__ __forceinline__ float4 columnTotals(float4 a) {
-#pragma unroll
-    for (int width = 16; width >= 4; width /= 2) {
-        a.x = __fadd_rn(a.x, __shfl_xor_sync(kWholeWarp, a.x, width));
-        a.y = __fadd_rn(a.y, __shfl_xor_sync(kWholeWarp, a.y, width));
-        a.z = __fadd_rn(a.z, __shfl_xor_sync(kWholeWarp, a.z, width));
-        a.w = __fadd_rn(a.w, __shfl_xor_sync(kWholeWarp, a.w, width));
-    }
-    return a;
-}
-
-__device__ __forceinline__ float4 times(float4 a, float b) {
-    return make_float4(__fmul_rn(a.x, b), __fmul_rn(a.y, b), __fmul_rn(a.z, b), __fmul_rn(a.w, b));
-}
-
-// a * b + c
-__device__ __forceinline__ float4 timesPlus(float4 a, float b, float4 c) {
-    return make_float4(fmaf(a.x, b, c.x), fmaf(a.y, b, c.y), fmaf(a.z, b, c.z), fmaf(a.w, b, c.w));
-}
-
-// The lane's part of a head's matrix. kWhole: dim is 8 * kLines, else less.
-template <int kLines, bool kWhole> struct MatrixPart {
-    float4 lines[kLines];
-    int count, n, column;
-    bool exists;  // the column
-
-    __device__ __forceinline__ explicit MatrixPart(int dim)
-        : count(dim / kSums), n((threadIdx.x & 31) >> 2), column((threadIdx.x >> 5) * kWarpColumns + (threadIdx.x & 3) * 4),
-          exists(column < dim) {}
-
-    __device__ __forceinline__ bool has(int m) const { return kWhole || m < count; }
-    __device__ __forceinline__ void read(const float* matrix, int dim) {
-#pragma unroll
-        for (int m = 0; m < kLines; m++) {
-            lines[m] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (matrix && exists && has(m)) lines[m] = *reinterpret_cast<const float4*>(matrix + (n + kSums * m) * dim + column);
-        }
-    }
-    __device__ __forceinline__ void write(float* matrix, int dim) const {
-#pragma unroll
-        for (int m = 0; m < kLines; m++)
-            if (exists && has(m)) *reinterpret_cast<float4*>(matrix + (n + kSums * m) * dim + column) = lines[m];
-    }
-
-    // One row; what it gives for the lane's columns. k, q: this lane's elements, in shared memory. v: of its columns.
-    __device__ __forceinline__ float4 advance(const float* k, const float* q, float4 v, float decay, float step) {
-        float4 recalled = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        forEachLine(k, [&](float4& line, float key) {
-            line = times(line, decay);
-            recalled = timesPlus(line, key, recalled);
-        });
-        recalled = columnTotals(recalled);
-        const float4 delta = make_float4(__fmul_rn(__fsub_rn(v.x, recalled.x), step), __fmul_rn(__fsub_rn(v.y, recalled.y), step),
-                                         __fmul_rn(__fsub_rn(v.z, recalled.z), step), __fmul_rn(__fsub_rn(v.w, recalled.w), step));
-        float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        forEachLine(k, [&](float4& line, float key) { line = timesPlus(delta, key, line); });
-        forEachLine(q, [&](float4& line, float query) { out = timesPlus(line, query, out); });
-        return columnTotals(out);
-    }
-
-private:
-    // each(line, its element of x), lines ascending.
-    template <typename Each> __device__ __forceinline__ void forEachLine(const float* x, Each each) {
-#pragma unroll
-        for (int m = 0; m < kLines; m += 4) {
-            const float4 four = *reinterpret_cast<const float4*>(x + m);
-            const float elements[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                if (has(m + i)) each(lines[m + i], elements[i]);
-        }
-    }
-};
 
 struct NormWork {
     const float* weight;
@@ -373,15 +347,36 @@ __global__ void __launch_bounds__(kLines * kSums / kWarpColumns * 32) deltaKerne
     }
 }
 
-// Value head blockIdx.y of rows kNormWarps * blockIdx.x and on, a warp a row.
+// Value head blockIdx.y of rows kNormWarps * blockIdx.x and on, a warp a row: what writeGated writes, four neighbouring elements a
+// lane, all asked for before any is used.
 __global__ void __launch_bounds__(kNormWarps * 32) gatedNormKernel(const float* x, const float* gate, int64_t rows, NormWork norm,
                                                                    RowOutputs out) {
     allowNext();
-    waitForPrevious();
+    const int lane = threadIdx.x & 31, dim = norm.dim, e = lane * 4;
     const int64_t row = int64_t{blockIdx.x} * kNormWarps + (threadIdx.x >> 5);
+    const bool valid = e < dim;
+    const float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const float4 weight = valid ? *reinterpret_cast<const float4*>(norm.weight + e) : none;
+    waitForPrevious();
     if (row >= rows) return;
-    const int64_t at = (row * norm.valueHeads + blockIdx.y) * norm.dim;
-    writeGated(norm, x + at, gate + at, row, blockIdx.y, out);
+    const int64_t cols = int64_t{norm.valueHeads} * dim, column = int64_t{blockIdx.y} * dim + e;
+    const float* head = x + row * cols + (column - e);
+    float each[kMaxDeltaDim / 32];  // as the sum wants them: a lane's are 32 apart
+#pragma unroll
+    for (int p = 0; p < kMaxDeltaDim / 32; p++) each[p] = lane + 32 * p < dim ? head[lane + 32 * p] : 0.0f;
+    float4 y = valid ? *reinterpret_cast<const float4*>(head + e) : none;
+    const float4 by = valid ? *reinterpret_cast<const float4*>(gate + row * cols + column) : none;
+    float squares = 0.0f;
+#pragma unroll
+    for (int p = 0; p < kMaxDeltaDim / 32; p++) squares = fmaf(each[p], each[p], squares);
+    const float mean = __fdiv_rn(contractTree(squares), static_cast<float>(dim));
+    const float inverse = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, norm.eps)));
+    y.x = siluTimes(by.x, __fmul_rn(__fmul_rn(y.x, inverse), weight.x));
+    y.y = siluTimes(by.y, __fmul_rn(__fmul_rn(y.y, inverse), weight.y));
+    y.z = siluTimes(by.z, __fmul_rn(__fmul_rn(y.z, inverse), weight.z));
+    y.w = siluTimes(by.w, __fmul_rn(__fmul_rn(y.w, inverse), weight.w));
+    if (valid && out.floats) *reinterpret_cast<float4*>(out.floats + row * cols + column) = y;
+    storeForms(out, row, cols, column, y, valid);
 }
 
 // --- gated attention -------------------------------------------------------------------------------------------------
@@ -431,6 +426,7 @@ template <int kPer> ConvKernel convKernelFor(int width) {
     return width == 2 ? convKernel<kPer, 2> : width == 3 ? convKernel<kPer, 3> : convKernel<kPer, 4>;
 }
 
+// Of sequences.
 void launchConv(Stream& stream, const ConvWork& work, int width) {
     const int warps = 2 * work.keyHeads + work.valueHeads + 1;  // the last makes decays and steps
     const dim3 grid(static_cast<unsigned>((warps + kConvWarps - 1) / kConvWarps), static_cast<unsigned>(work.ranges.count));
@@ -438,18 +434,27 @@ void launchConv(Stream& stream, const ConvWork& work, int width) {
     launch(stream, kernel, grid, dim3(kConvWarps * 32), 0, work);
 }
 
+template <int kPer> ConvKernel convTilesKernelFor(int width, int dim) {
+    if (dim != 32 * kPer) {
+        return width == 2 ? convTilesKernel<kPer, 2, false> : width == 3 ? convTilesKernel<kPer, 3, false> : convTilesKernel<kPer, 4, false>;
+    }
+    return width == 2 ? convTilesKernel<kPer, 2, true> : width == 3 ? convTilesKernel<kPer, 3, true> : convTilesKernel<kPer, 4, true>;
+}
+
+void launchConvTiles(Stream& stream, const ConvWork& work, int width) {
+    const int channelBlocks = static_cast<int>((work.channels + kElementThreads - 1) / kElementThreads);
+    const auto tiles = static_cast<unsigned>(work.ranges.count);
+    launch(stream, windowsKernel, dim3(channelBlocks + kStepBlocks, tiles), dim3(kElementThreads), 0, work, width, channelBlocks);
+    const ConvKernel kernel = work.dim <= 32   ? convTilesKernelFor<1>(width, work.dim)
+                              : work.dim <= 64 ? convTilesKernelFor<2>(width, work.dim)
+                                               : convTilesKernelFor<4>(width, work.dim);
+    launch(stream, kernel, dim3(2 * work.keyHeads + work.valueHeads, tiles), dim3(kConvWarps * 32), 0, work);
+}
+
 template <int kLines> void launchDelta(Stream& stream, const DeltaWork& work, const NormWork& norm, const RowOutputs& out) {
     const dim3 grid(static_cast<unsigned>(work.valueHeads), static_cast<unsigned>(work.sequences.count));
     const auto kernel = work.dim == kLines * kSums ? deltaKernel<kLines, true> : deltaKernel<kLines, false>;
     launch(stream, kernel, grid, dim3(kLines * kSums / kWarpColumns * 32), sizeof(Staged<kLines>), work, norm, out);
-}
-
-// body(outputs), without what a head alone cannot write: blocks of 32 that lie in two heads, which are then made from the floats.
-template <typename Body> void withForms(Stream& stream, const DeltaShape& shape, int64_t rows, const RowOutputs& out, Body body) {
-    const bool apart = shape.dim % kContractBlock != 0 && out.quantized.q;
-    if (apart && !out.floats) throw Error(ErrorKind::Internal, "heads of " + std::to_string(shape.dim) + " elements are quantized from floats");
-    body(RowOutputs{out.floats, apart ? QuantizedRows() : out.quantized, out.half});
-    if (apart) convertRows(stream, out.floats, rows, shape.valueWidth(), {nullptr, out.quantized, {}});
 }
 
 }  // namespace
@@ -463,10 +468,7 @@ void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& 
 void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
                   const DeltaBatch& batch, const RowRanges& tiles, void* windows, const HalfRows& queriesAndKeys) {
     requireDelta(shape);
-    const ConvWork work = convWork(in, parameters, shape, states, batch, tiles, windows, queriesAndKeys);
-    const dim3 grid(static_cast<unsigned>((work.channels + kElementThreads - 1) / kElementThreads), static_cast<unsigned>(tiles.count));
-    launch(stream, windowsKernel, grid, dim3(kElementThreads), 0, work, shape.convWidth);
-    launchConv(stream, work, shape.convWidth);
+    launchConvTiles(stream, convWork(in, parameters, shape, states, batch, tiles, windows, queriesAndKeys), shape.convWidth);
 }
 
 void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,

@@ -2,6 +2,7 @@
 // one. And the gates of gated attention.
 #pragma once
 
+#include "core/portable.h"
 #include "kernels/rows.h"
 
 namespace sharpi::cuda {
@@ -9,12 +10,12 @@ namespace sharpi::cuda {
 // Heads of 8, 16, .. 128 elements, convolutions over 2, 3 or 4 inputs.
 struct DeltaShape {
     int32_t keyHeads = 0, valueHeads = 0, dim = 0, convWidth = 0;  // value head h reads key head h % keyHeads
-    int64_t keyWidth() const { return int64_t{keyHeads} * dim; }
-    int64_t valueWidth() const { return int64_t{valueHeads} * dim; }
-    int64_t channels() const { return 2 * keyWidth() + valueWidth(); }
+    SHARPI_PORTABLE int64_t keyWidth() const { return int64_t{keyHeads} * dim; }
+    SHARPI_PORTABLE int64_t valueWidth() const { return int64_t{valueHeads} * dim; }
+    SHARPI_PORTABLE int64_t channels() const { return 2 * keyWidth() + valueWidth(); }
     // Of a state: [convWidth - 1, channels], and [valueHeads, dim, dim] (a line for each element of a key).
-    int64_t convFloats() const { return (convWidth - 1) * channels(); }
-    int64_t matrixFloats() const { return valueWidth() * dim; }
+    SHARPI_PORTABLE int64_t convFloats() const { return (convWidth - 1) * channels(); }
+    SHARPI_PORTABLE int64_t matrixFloats() const { return valueWidth() * dim; }
 };
 
 // A layer's states, slot after slot, as memory/recurrent_state.h holds them.
@@ -75,7 +76,14 @@ void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& 
 void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
                const DeltaBatch& batch, const RowOutputs& out);
 
-// The same for many rows, on tensor cores. tiles: of up to kDeltaChunk rows; a state is kept only after the last row of one.
+// prepareDelta and deltaRule in one launch, for batches of up to kDeltaStepRows rows; `in` stays as it is. scratch: deltaStepBytes,
+// 4-byte aligned, zero before the first call and left so by every call.
+constexpr int64_t kDeltaStepRows = 8;
+size_t deltaStepBytes(int64_t sequences, const DeltaShape& shape);
+void deltaStep(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
+               const DeltaBatch& batch, void* scratch, const RowOutputs& out);
+
+// The delta rule for many rows, on tensor cores. tiles: of up to kDeltaChunk rows; a state is kept only after the last row of one.
 // queriesAndKeys: see prepareDelta; with a low part products are in split form, and what is attended and the states stay within 5e-5
 // of the largest number of their head (2e-2 without). attended: [rows, valueWidth], what comes before the norm; may be out.floats. The
 // values in in.mixed are overwritten. scratch: deltaChunkBytes, 256-byte aligned. (A device whose blocks have too little shared

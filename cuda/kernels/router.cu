@@ -1,8 +1,11 @@
 // Experts: which ones a token goes to, its pairs grouped by expert for the tensor cores, and the sum of their answers.
 //
-// route: a warp a row. Expert i belongs to lane i mod 32, which is also the accumulator that the CPU's softmax
+// route: a warp a row, all of it in registers, without a wait for memory but the logits: at decode a single warp's latency is
+// what the kernel costs. Expert i belongs to lane i mod 32, which is also the accumulator that the CPU's softmax
 // (cpu/kernels/float_ops.cpp) adds it to, so each lane's own ascending sum and the contract's tree give the CPU's bits.
-// Ranks are then taken one by one; only the lane that lost its best looks for another.
+// Ranks are then taken one by one. Each lane has set its best apart and looks for the next while the warp compares, so
+// that a rank costs the warp's two comparisons and little else. The shared expert's scale, a dot product, is the work of a
+// second warp meanwhile.
 //
 // groupExperts: a stable counting sort in two kernels. Blocks count their segment of the pairs by expert; then every
 // block adds up those counts again (a small table, cheaper to re-read than a third launch) and places its pairs, the
@@ -21,88 +24,148 @@ namespace {
 
 // --- route --------------------------------------------------------------------------------------------------------
 
-constexpr float kTaken = -1.0f;  // no probability
+constexpr int kRouteWarps = 8;  // of a block, half of them for the scales
+constexpr int32_t kMostRouted = 1024;  // experts: 32 a lane
+constexpr float kSmallQuotient = 0x1p-90f;
 
-// Larger is better; taken ones come last and NaN before them, so that chosen indices are valid whatever the logits.
-__device__ __forceinline__ uint32_t rankKey(float p) {
-    if (p == kTaken) return 0;
-    return p >= 0.0f ? __float_as_uint(p) + 2 : 1;
-}
-
-struct Best {
-    uint32_t key;
-    int32_t index;
-};
-
-// The best of a lane's own experts, the lower index among equals.
-__device__ __forceinline__ Best bestOfLane(const float* p, int32_t experts, int lane) {
-    Best best = {0, experts};
-    for (int32_t e = lane; e < experts; e += 32) {
-        const uint32_t key = rankKey(p[e]);
-        if (key > best.key) best = {key, e};
-    }
-    return best;
-}
+// Larger is better; NaN comes last, so that chosen indices are valid whatever the logits. 0 is left for what is not there or taken.
+__device__ __forceinline__ uint32_t rankKey(float p) { return p >= 0.0f ? __float_as_uint(p) + 2 : 1; }
+__device__ __forceinline__ float probabilityOf(uint32_t key) { return __uint_as_float(key == 1 ? 0x7fc00000u : key - 2); }
 
 __device__ __forceinline__ int32_t warpMin(int32_t value) {
     return static_cast<int32_t>(~warpMax(~static_cast<uint32_t>(value)));  // for values that are not negative
 }
 
-// p: a lane's own experts are read and written only by it.
-__device__ __forceinline__ void softmaxRow(const float* logits, float* p, int32_t experts, int lane) {
-    float top = -INFINITY;
-    for (int32_t e = lane; e < experts; e += 32) {
-        p[e] = logits[e];
-        top = p[e] > top ? p[e] : top;
-    }
-#pragma unroll
-    for (int width = 16; width > 0; width /= 2) {
-        const float other = __shfl_xor_sync(kWholeWarp, top, width);
-        top = other > top ? other : top;
-    }
-    float sum = 0.0f;
-    for (int32_t e = lane; e < experts; e += 32) {
-        p[e] = portableExp(__fsub_rn(p[e], top));
-        sum = __fadd_rn(sum, p[e]);
-    }
-    const float total = contractTree(sum);
-    for (int32_t e = lane; e < experts; e += 32) p[e] = __fdiv_rn(p[e], total);
+// As unsigned integers in the same order.
+__device__ __forceinline__ float largestOfWarp(float value) {
+    const uint32_t bits = __float_as_uint(value);
+    const uint32_t largest = warpMax(bits >> 31 ? ~bits : bits | 0x80000000u);
+    return __uint_as_float(largest >> 31 ? largest ^ 0x80000000u : ~largest);
 }
 
-__global__ void routeKernel(const float* logits, int64_t rows, int32_t experts, int32_t used, bool renormalize, float weightScale,
-                            int32_t* chosen, float* weight, uint32_t* uses) {
-    extern __shared__ float sharedFloats[];
+// e / total rounded once, without a division for each: two corrections make of e * inverse, with inverse = 1 / total rounded, the
+// correctly rounded quotient (Markstein), unless it is so small that a remainder is not exact.
+__device__ __forceinline__ float quotient(float e, float total, float inverse) {
+    const float first = __fmul_rn(e, inverse);
+    const float second = fmaf(fmaf(-total, first, e), inverse, first);
+    return fmaf(fmaf(-total, second, e), inverse, second);
+}
+
+// p: the lane's logits, -infinity where there is no expert, become its probabilities.
+template <int kHeld> __device__ __forceinline__ void softmaxRow(float (&p)[kHeld]) {
+    float top = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) top = p[i] > top ? p[i] : top;
+    top = largestOfWarp(top);
+    bool small = false;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+        p[i] = portableExp(__fsub_rn(p[i], top));
+        sum = __fadd_rn(sum, p[i]);
+        small |= p[i] > 0.0f && p[i] < kSmallQuotient;
+    }
+    const float total = contractTree(sum), inverse = __fdiv_rn(1.0f, total);
+    if (small) {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) p[i] = __fdiv_rn(p[i], total);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) p[i] = quotient(p[i], total, inverse);
+    }
+}
+
+// A lane's expert 32 * slot + lane.
+struct Best {
+    uint32_t key;
+    int32_t slot;
+};
+
+// The best of a lane's keys, the lower slot among equals.
+template <int kHeld> __device__ __forceinline__ Best bestOf(const uint32_t (&keys)[kHeld]) {
+    Best best[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) best[i] = {keys[i], i};
+#pragma unroll
+    for (int width = 1; width < kHeld; width *= 2) {
+#pragma unroll
+        for (int i = 0; i < kHeld; i += 2 * width) {
+            if (best[i + width].key > best[i].key) best[i] = best[i + width];
+        }
+    }
+    return best[0];
+}
+
+template <int kHeld> __device__ __forceinline__ void remove(uint32_t (&keys)[kHeld], int32_t slot) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) keys[i] = i == slot ? 0 : keys[i];
+}
+
+// scale.weight . its row, in the contract's order. One warp.
+__device__ __forceinline__ void scaleRow(const SharedScale& scale, int64_t row, int lane) {
+    constexpr int kDeep = 16;
+    const float* x = scale.x + row * scale.cols;
+    float sum = 0.0f;
+    for (int64_t begin = lane; begin < scale.cols; begin += kDeep * kContractAccumulators) {
+        const int left = static_cast<int>(min(scale.cols - begin, int64_t{kDeep * kContractAccumulators}));
+        float weights[kDeep], values[kDeep];
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) {
+            const bool valid = i * kContractAccumulators < left;
+            weights[i] = valid ? scale.weight[begin + i * kContractAccumulators] : 0.0f;
+            values[i] = valid ? x[begin + i * kContractAccumulators] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) {
+            if (i * kContractAccumulators < left) sum = fmaf(weights[i], values[i], sum);
+        }
+    }
+    sum = contractTree(sum);
+    if (lane == 0) scale.y[row] = sum;
+}
+
+// kHeld: experts of a lane. The first `routers` warps of a block route a row each; where there are as many again, these form
+// the rows' scales.
+template <int kHeld>
+__global__ void __launch_bounds__(kRouteWarps * 32) routeKernel(const float* logits, int64_t rows, int32_t experts, int32_t used, int routers,
+                                                                bool renormalize, float weightScale, int32_t* chosen, float* weight,
+                                                                uint32_t* uses, SharedScale scale) {
+    extern __shared__ uint2 sharedPicks[];
     allowNext();
     waitForPrevious();
     const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const int64_t row = int64_t{blockIdx.x} * (blockDim.x / 32) + warp;
+    const int64_t row = int64_t{blockIdx.x} * routers + warp % routers;
     if (row >= rows) return;
-    float* p = sharedFloats + int64_t{warp} * (experts + used);
-    float* picked = p + experts;  // [used], written by lane 0
-    softmaxRow(logits + row * experts, p, experts, lane);
+    if (warp >= routers) return scaleRow(scale, row, lane);
+    uint2* picks = sharedPicks + warp * used;  // key and index by rank
 
-    Best mine = bestOfLane(p, experts, lane);
+    float p[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) p[i] = i * 32 + lane < experts ? logits[row * experts + i * 32 + lane] : -INFINITY;
+    softmaxRow(p);
+    uint32_t keys[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) keys[i] = i * 32 + lane < experts ? rankKey(p[i]) : 0;
+
+    Best mine = bestOf(keys);
+    remove(keys, mine.slot);
     float sum = 0.0f;
     for (int32_t k = 0; k < used; ++k) {
         const uint32_t key = warpMax(mine.key);
-        const int32_t index = warpMin(mine.key == key ? mine.index : experts);
-        const int owner = index & 31;
-        const float best = __shfl_sync(kWholeWarp, lane == owner ? p[index] : 0.0f, owner);
-        sum = __fadd_rn(sum, best);
-        if (lane == 0) {
-            picked[k] = best;
-            chosen[row * used + k] = index;
-            if (uses) atomicAdd(&uses[index], 1u);
-        }
-        if (lane == owner) {
-            p[index] = kTaken;
-            mine = bestOfLane(p, experts, lane);
-        }
+        const Best next = bestOf(keys);
+        const int32_t index = warpMin(mine.key == key ? mine.slot * 32 + lane : kMostRouted);
+        const bool isMine = (index & 31) == lane;
+        if (isMine) mine = next;
+        remove(keys, isMine ? next.slot : kHeld);
+        if (lane == 0) picks[k] = make_uint2(key, index);
+        sum = __fadd_rn(sum, probabilityOf(key));
     }
     __syncwarp();
     for (int32_t k = lane; k < used; k += 32) {
-        const float share = renormalize ? __fdiv_rn(picked[k], sum) : picked[k];
+        const float best = probabilityOf(picks[k].x);
+        const float share = renormalize ? __fdiv_rn(best, sum) : best;
         weight[row * used + k] = __fmul_rn(share, weightScale);
+        chosen[row * used + k] = picks[k].y;
+        if (uses) atomicAdd(&uses[picks[k].y], 1u);
     }
 }
 
@@ -283,20 +346,20 @@ __global__ void __launch_bounds__(kCombineThreads) combineKernel(const float* y,
 
 bool isAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-void requireShared(size_t bytes, int32_t experts) {
-    if (bytes > kGroupShared) throw Error(ErrorKind::InvalidArgument, std::to_string(experts) + " experts a layer are more than the GPU engine can route");
+void refuseExperts(int32_t experts) {
+    throw Error(ErrorKind::InvalidArgument, std::to_string(experts) + " experts a layer are more than the GPU engine can route");
 }
 
 }  // namespace
 
 void route(Stream& stream, const float* logits, int64_t rows, int32_t experts, int32_t used, bool renormalize, float weightScale,
-           int32_t* chosen, float* weight, uint32_t* uses) {
+           int32_t* chosen, float* weight, uint32_t* uses, const SharedScale& scale) {
     if (rows == 0) return;
-    const size_t bytes = (size_t(experts) + used) * sizeof(float);
-    requireShared(bytes, experts);
-    const int warps = rows > 64 && 4 * bytes <= kGroupShared ? 4 : 1;
-    launch(stream, routeKernel, dim3(static_cast<unsigned>((rows + warps - 1) / warps)), dim3(warps * 32), warps * bytes, logits, rows,
-           experts, used, renormalize, weightScale, chosen, weight, uses);
+    if (experts > kMostRouted) refuseExperts(experts);
+    const int routers = rows > 64 ? kRouteWarps / 2 : 1;
+    const auto kernel = experts <= 128 ? routeKernel<4> : experts <= 256 ? routeKernel<8> : experts <= 512 ? routeKernel<16> : routeKernel<32>;
+    launch(stream, kernel, dim3(static_cast<unsigned>((rows + routers - 1) / routers)), dim3((scale.x ? 2 : 1) * routers * 32),
+           size_t(routers) * used * sizeof(uint2), logits, rows, experts, used, routers, renormalize, weightScale, chosen, weight, uses, scale);
 }
 
 void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts, const ExpertGrouping& to) {
@@ -306,7 +369,7 @@ void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t u
     const dim3 grid(static_cast<unsigned>(segments.count));
     const int warps = groupWarps(experts);
     const size_t shared = (size_t(warps) * experts + 2 * (size_t(experts) + 1)) * sizeof(int32_t);
-    requireShared(shared, experts);
+    if (shared > kGroupShared) refuseExperts(experts);
     launch(stream, countPairsKernel, grid, dim3(kGroupWarps * 32), sizeof(int32_t) * experts, chosen, pairs, segments.length, experts,
            to.counts);
     launch(stream, placePairsKernel, grid, dim3(warps * 32), shared, chosen, pairs, segments.length, used, experts,

@@ -5,10 +5,19 @@
 
 namespace sharpi::cuda {
 
+// The shared expert's scale of each row t, formed beside the routing: y[t] = weight . x[t, :], bits of the contract's float
+// products. Nothing where x is null.
+struct SharedScale {
+    const float *x = nullptr, *weight = nullptr;  // [rows, cols], [cols]
+    int64_t cols = 0;
+    float* y = nullptr;  // [rows]
+};
+
 // Softmax over each row of logits, the `used` best by rank (ties: the lower index), their weights (renormalized or
 // not) times weightScale: the bits of CpuBackend's routing. chosen, weight: [rows, used]. uses: [experts], or null: each choice adds 1.
+// At most 1024 experts.
 void route(Stream& stream, const float* logits, int64_t rows, int32_t experts, int32_t used, bool renormalize, float weightScale,
-           int32_t* chosen, float* weight, uint32_t* uses = nullptr);
+           int32_t* chosen, float* weight, uint32_t* uses = nullptr, const SharedScale& scale = {});
 
 // Groups the pairs of `chosen` by expert, in each expert by ascending row, and cuts the groups into tiles.
 // pairOf[t, k]: where pair (t, k) went. counts is scratch. All maxExpertTiles(rows * used, experts) tiles are written.

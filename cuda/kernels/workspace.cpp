@@ -84,6 +84,9 @@ void requireDelta(const DeltaShape& shape) {
                                                 " inputs cannot run on the GPU: heads of 8, 16, .. 128 elements, 2 to 4 inputs");
 }
 
+// A count for each sequence and key head.
+size_t deltaStepBytes(int64_t sequences, const DeltaShape& shape) { return sizeof(uint32_t) * static_cast<size_t>(sequences * shape.keyHeads); }
+
 size_t prepareDeltaBytes(int64_t tiles, const DeltaShape& shape) { return sizeof(float) * static_cast<size_t>(tiles * shape.convFloats()); }
 
 // Pairs of numbers.

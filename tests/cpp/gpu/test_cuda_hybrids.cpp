@@ -11,8 +11,10 @@
 namespace sharpi::cuda {
 namespace {
 
-// Of float32 models with a float32 cache. Products in split form, and the delta rule in chunks of them, keep 16 bits of each factor.
-constexpr double kNear = 1e-4;
+// Of float32 models with a float32 cache. Products in split form, and the delta rule in chunks of them, keep 16 bits of each factor;
+// where keys or queries are short, making them unit vectors enlarges what is lost: 1.7e-4 is the most seen. A state that is
+// not the sequence's own moves logits by more than 1e-2.
+constexpr double kNear = 3e-4;
 
 class CudaHybrids : public EngineTest {
 protected:

@@ -2,6 +2,7 @@
 // precision.
 #include <algorithm>
 #include <cmath>
+#include <memory>
 
 #include "core/half.h"
 #include "core/portable.h"
@@ -319,6 +320,78 @@ TEST_F(GatedDelta, RunsTheDeltaRuleWithTheBitsOfTheCpu) {
     }
 }
 
+// Few rows: fresh and not, in place and not, with states kept on the way.
+const std::vector<Part> kFewParts = {{-1, {{1, 0}}}, {1, {{2, 2}}}, {3, {{1, 4}, {2, 5}, {3, 3}}}, {6, {{2, 6}}}};
+const std::vector<Part> kDraftedInPlace = {{2, {{1, 0}, {2, 1}, {3, 3}, {4, 4}, {5, 5}, {6, 6}, {7, 7}, {8, 2}}}};
+
+const std::vector<Case> kFewCases = {
+    {{1, 3, 128, 4}, kFewParts},   {{2, 6, 64, 4}, kFewParts},  {{2, 4, 16, 4}, kFewParts},   {{3, 5, 32, 3}, kFewParts},   {{1, 2, 72, 2}, kFewParts},
+    {{2, 5, 96, 4}, kFewParts},    {{2, 2, 8, 4}, kOneRowEach}, {{1, 2, 40, 3}, kOneRowEach}, {{2, 5, 128, 2}, kOneRowEach}, {{16, 48, 128, 4}, kOneRowEach},
+    {{1, 4, 16, 2}, kDraftedInPlace}, {{2, 4, 128, 4}, kDraftedInPlace}, {{2, 3, 48, 3}, kDraftedInPlace}, {{1, 2, 128, 4}, {{-1, {{7, 3}}}}},
+};
+
+TEST_F(GatedDelta, StepsWithTheBitsOfTheCpu) {
+    for (const Case& c : kFewCases) {
+        World w = world(c);
+        const DeviceWorld device(w);
+        const auto size = static_cast<size_t>(w.rows * w.shape.valueWidth());
+        const DeviceArray<float> floats(size);
+        const DeviceArray<uint16_t> hi(size), lo(size);
+        const bool blocks = w.shape.valueWidth() % 32 == 0;
+        const DeviceArray<uint8_t> quantized(blocks ? quantizedRowsBytes(w.rows, w.shape.valueWidth()) : 0);
+        const QuantizedRows rows = blocks ? quantizedRowsOver(quantized.get(), w.rows, w.shape.valueWidth()) : QuantizedRows();
+        const std::vector<uint8_t> none(deltaStepBytes(device.batch.sequences.count, w.shape), 0);
+        const DeviceArray<uint8_t> scratch(none);
+        deltaStep(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch, scratch.get(),
+                  {floats.get(), rows, {hi.get(), lo.get()}});
+        EXPECT_TRUE(sameBits(w.mixed, device.mixed.read()));
+        EXPECT_TRUE(sameBits(w.alpha, device.alpha.read()));
+        EXPECT_TRUE(sameBits(w.beta, device.beta.read()));
+        EXPECT_EQ(none, scratch.read()) << nameOf(w);
+        w.useCpu();
+        const std::vector<float> expected = w.gated(w.out);
+        ASSERT_TRUE(sameBits(expected, floats.read())) << nameOf(w);
+        EXPECT_TRUE(sameBits(w.convStates, device.convStates.read())) << nameOf(w) << ", states of the convolution";
+        EXPECT_TRUE(sameBits(w.matrixStates, device.matrixStates.read())) << nameOf(w) << ", states";
+        expectForms(w, expected, blocks ? &quantized : nullptr, hi, lo);
+    }
+}
+
+// Layers after each other, as close as they get, with states that every pass overwrites: a block that comes late must not read what
+// another has written, and all layers count in the same place.
+TEST_F(GatedDelta, StepsLayerAfterLayerInPlace) {
+    const DeltaShape shape = {2, 16, 128, 4};
+    const size_t layers = 6, passes = 8;
+    std::vector<World> worlds(layers);
+    std::vector<std::unique_ptr<DeviceWorld>> devices(layers);
+    const DeviceArray<uint8_t> scratch(std::vector<uint8_t>(deltaStepBytes(2, shape), 0));
+    const auto size = static_cast<size_t>(shape.valueWidth());
+    const DeviceArray<float> floats(layers * size);
+    for (size_t pass = 0; pass < passes; ++pass) {
+        for (size_t layer = 0; layer < layers; ++layer) {
+            World w = world({shape, {{1, {{1, 1}}}}});
+            if (pass > 0) w.convStates = worlds[layer].convStates, w.matrixStates = worlds[layer].matrixStates;
+            worlds[layer] = w;
+            devices[layer] = std::make_unique<DeviceWorld>(w);
+        }
+        for (size_t layer = 0; layer < layers; ++layer) {
+            const DeviceWorld& d = *devices[layer];
+            deltaStep(stream(), d.inputs(), d.parameters(), shape, d.states(), d.batch, scratch.get(), {floats.get() + layer * size, {}, {}});
+        }
+        std::vector<float> expected;
+        for (World& w : worlds) {
+            w.useCpu();
+            const std::vector<float> gated = w.gated(w.out);
+            expected.insert(expected.end(), gated.begin(), gated.end());
+        }
+        ASSERT_TRUE(sameBits(expected, floats.read())) << pass;
+        for (size_t layer = 0; layer < layers; ++layer) {
+            ASSERT_TRUE(sameBits(worlds[layer].convStates, devices[layer]->convStates.read())) << pass;
+            ASSERT_TRUE(sameBits(worlds[layer].matrixStates, devices[layer]->matrixStates.read())) << pass;
+        }
+    }
+}
+
 // Each sequence's rows, cut where a state is kept, and elsewhere at random or after 64.
 std::vector<std::pair<int32_t, int32_t>> chunksOf(const World& w, std::mt19937& random, bool whole) {
     std::vector<std::pair<int32_t, int32_t>> tiles = {{0, 0}};
@@ -357,7 +430,15 @@ class GatedDeltaChunks : public GatedDelta {
 protected:
     void compare(const Case& c, bool whole, bool split) {
         World w = world(c);
-        if (w.shape.valueHeads > 2) w.decay[0] = -1000.0f, w.decay[1] = 0.0f;  // forgets all at each row; never forgets
+        if (w.shape.valueHeads > 2) {
+            w.decay[0] = -1000.0f, w.decay[1] = 0.0f;  // forgets all at each row; never forgets
+            // Keys that are all alike, and steps of 1: each row says anew what the rows before said.
+            for (int64_t t = 1; t < w.rows; ++t) {
+                const auto keys = w.mixed.begin() + w.shape.keyWidth();
+                std::copy_n(keys, w.shape.dim, keys + t * w.shape.channels());
+                w.beta[t * w.shape.valueHeads + 1] = w.beta[t * w.shape.valueHeads + 2] = 20.0f;
+            }
+        }
         const DeviceWorld device(w);
         std::vector<float> states = w.matrixStates;
         const auto tiles = chunksOf(w, random(), whole);
@@ -402,6 +483,8 @@ TEST_F(GatedDeltaChunks, AreNearDoublePrecision) {
             compare({shape, kLongParts}, true, split);
             compare({shape, kLongParts}, false, split);
         }
+        // So many heads that a block takes more of each.
+        compare({{2, 24, 128, 4}, {{-1, {{150, 0}}}, {1, {{64, 2}, {70, 1}}}}}, true, split);
     }
 }
 

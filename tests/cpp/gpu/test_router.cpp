@@ -1,6 +1,7 @@
 // Routing, grouping and summing of experts on the GPU, against plain host copies of the same rules.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 #include <set>
 
@@ -39,7 +40,9 @@ TEST_F(Router, RoutesAsTheCpuDoes) {
     };
     const Case cases[] = {{1, 8, 2, true, 1, 0},      {5, 64, 8, false, 1, 0},     {100, 128, 8, true, 2.5f, 0},  {513, 128, 8, true, 1, 3},
                           {70, 60, 4, true, 1, 2},    {33, 256, 8, true, 1, 0},    {9, 1000, 40, true, 1, 50},    {3, 1024, 1, false, 1, 0},
-                          {65, 512, 10, true, 16, 0}, {4, 7, 7, true, 1, 1},       {1, 1, 1, true, 1, 0},         {300, 33, 32, false, 0.5f, 4}};
+                          {65, 512, 10, true, 16, 0}, {4, 7, 7, true, 1, 1},       {1, 1, 1, true, 1, 0},         {300, 33, 32, false, 0.5f, 4},
+                          {1, 129, 8, true, 1, 0},    {8, 257, 8, true, 1, 3},     {2, 513, 33, true, 1, 0},      {7, 1024, 1024, true, 1, 9},
+                          {1, 256, 8, true, 1, 1}};
     for (const Case& c : cases) {
         auto logits = randomFloats(c.rows * c.experts, 3.0f);
         if (c.distinct) {
@@ -67,6 +70,71 @@ TEST_F(Router, RoutesAsTheCpuDoes) {
         ASSERT_EQ(expectedChosen, chosen.read()) << c.experts << " experts";
         ASSERT_TRUE(sameBits(expectedWeight, weight.read())) << c.experts << " experts";
     }
+}
+
+// Down to quotients that are no normal numbers, and to none.
+TEST_F(Router, RoutesProbabilitiesOfAnySize) {
+    for (const float spread : {10.0f, 40.0f, 60.0f, 80.0f, 100.0f, 1000.0f}) {
+        for (const int32_t experts : {60, 256, 384, 1000}) {
+            SCOPED_TRACE(std::to_string(experts) + " experts, logits over " + std::to_string(spread));
+            const int64_t rows = 5;
+            std::uniform_real_distribution<float> uniform(-spread, 0.0f);
+            std::vector<float> logits(rows * experts), expected;
+            for (float& l : logits) l = uniform(random());
+            std::vector<int32_t> expectedChosen;
+            for (int64_t t = 0; t < rows; ++t) {
+                std::vector<float> p(logits.begin() + t * experts, logits.begin() + (t + 1) * experts);
+                std::vector<int32_t> order(experts);
+                cpu::kernels().softmax(p.data(), experts);
+                std::iota(order.begin(), order.end(), 0);
+                std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return p[a] > p[b]; });
+                expectedChosen.insert(expectedChosen.end(), order.begin(), order.end());
+                for (const int32_t e : order) expected.push_back(p[e]);
+            }
+            const DeviceArray<float> deviceLogits(logits), weight(rows * experts);
+            const DeviceArray<int32_t> chosen(rows * experts);
+            route(stream(), deviceLogits.get(), rows, experts, experts, false, 1.0f, chosen.get(), weight.get());
+            ASSERT_EQ(expectedChosen, chosen.read());
+            ASSERT_TRUE(sameBits(expected, weight.read()));
+        }
+    }
+}
+
+// The scale is the contract's product, and routing is what it is without it.
+TEST_F(Router, FormsTheSharedScaleBesideIt) {
+    for (const int64_t cols : {1, 31, 100, 511, 512, 2048, 4128}) {
+        for (const int64_t rows : {1, 8, 65, 261}) {
+            for (const size_t skip : {0, 1}) {  // floats before each array
+                SCOPED_TRACE(std::to_string(rows) + " rows of " + std::to_string(cols) + ", skip " + std::to_string(skip));
+                const int32_t experts = 70, used = 5;
+                const auto logits = randomFloats(rows * experts, 2.0f), x = randomFloats(skip + rows * cols), vector = randomFloats(skip + cols);
+                std::vector<float> expected(skip + rows + 1);
+                std::memset(expected.data(), 0xff, expected.size() * sizeof(float));
+                cpu::MatmulArgs args;
+                args.w = {DType::F32, 1, cols, reinterpret_cast<const uint8_t*>(vector.data() + skip)};
+                args.xFloat = x.data() + skip;
+                args.count = rows;
+                args.y = expected.data() + skip;
+                args.yStride = 1;
+                cpu::kernels().matmul(args, 0, 1, nullptr);  // floats need no scratch
+                const DeviceArray<float> deviceLogits(logits), deviceX(x), deviceVector(vector), y(expected.size());
+                const DeviceArray<float> weight(rows * used), plainWeight(rows * used);
+                const DeviceArray<int32_t> chosen(rows * used), plainChosen(rows * used);
+                route(stream(), deviceLogits.get(), rows, experts, used, true, 1.0f, plainChosen.get(), plainWeight.get());
+                route(stream(), deviceLogits.get(), rows, experts, used, true, 1.0f, chosen.get(), weight.get(), nullptr,
+                      {deviceX.get() + skip, deviceVector.get() + skip, cols, y.get() + skip});
+                ASSERT_TRUE(sameBits(expected, y.read()));
+                ASSERT_EQ(plainChosen.read(), chosen.read());
+                ASSERT_TRUE(sameBits(plainWeight.read(), weight.read()));
+            }
+        }
+    }
+}
+
+TEST_F(Router, RefusesMoreExpertsThanALaneHolds) {
+    const DeviceArray<float> logits(1025), weight(1);
+    const DeviceArray<int32_t> chosen(1);
+    EXPECT_THROW(route(stream(), logits.get(), 1, 1025, 1, true, 1.0f, chosen.get(), weight.get()), Error);
 }
 
 // Choices add up over calls, and the rest of what routing says stays as it is.

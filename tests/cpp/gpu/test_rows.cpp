@@ -91,7 +91,7 @@ protected:
 
 TEST_F(Rows, NormIsTheCpusInEveryForm) {
     for (const int64_t cols : kBlockWidths) {
-        for (const int64_t rows : {1, 3, 40}) {
+        for (const int64_t rows : {1, 3, 8, 9, 40}) {
             const auto x = randomFloats(rows * cols, 3.0f), weight = randomFloats(cols);
             std::vector<float> expected(rows * cols);
             for (int64_t r = 0; r < rows; ++r) _cpu.rmsNorm(x.data() + r * cols, weight.data(), 1e-5f, cols, expected.data() + r * cols);
@@ -115,7 +115,9 @@ TEST_F(Rows, NormOfAnyWidthAndInPlace) {
         const auto x = randomFloats(rows * cols), weight = randomFloats(cols);
         std::vector<float> expected(rows * cols);
         for (int64_t r = 0; r < rows; ++r) _cpu.rmsNorm(x.data() + r * cols, weight.data(), 1e-6f, cols, expected.data() + r * cols);
-        const DeviceArray<float> deviceX(x), deviceWeight(weight);
+        const DeviceArray<float> deviceX(x), deviceWeight(weight), apart(rows * cols);
+        rmsNorm(stream(), deviceX.get(), nullptr, deviceWeight.get(), 1e-6f, rows, cols, {apart.get(), {}, {}});
+        ASSERT_TRUE(sameBits(expected, apart.read())) << cols;
         rmsNorm(stream(), deviceX.get(), nullptr, deviceWeight.get(), 1e-6f, rows, cols, {deviceX.get(), {}, {}});
         ASSERT_TRUE(sameBits(expected, deviceX.read())) << cols;
     }
