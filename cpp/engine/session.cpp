@@ -119,7 +119,8 @@ std::vector<int32_t> Session::choose(const Piece& piece) {
     return chosen;
 }
 
-// Where nobody generates, whoever goes on from the tokens may want drafts.
+// Where nobody generates, whoever goes on from the tokens may want drafts. A generation that drafts in another way leaves the layer
+// out: its cache has nothing of those rows then, which costs a later generation right guesses, never the text.
 bool Session::predicts() const {
     return _engine->_weights->prediction && (!_sampler || _drafter.options().source == DraftOptions::Source::Prediction);
 }

@@ -40,7 +40,7 @@ public:
     // Keeps the first `tokens`, or fewer where the state after these is no longer there: how many it keeps. The others have
     // to be computed again. Throws Error(InvalidArgument) when the sequence has fewer.
     int64_t truncate(int32_t sequence, int64_t tokens);
-    // Cutting the sequence back to `tokens` shall stay possible as long as there is room.
+    // Cutting the sequence back to `tokens` shall stay possible as long as there is room; of what was said before, no longer.
     void keepState(int32_t sequence, int64_t tokens) { _states.keep(sequence, tokens); }
 
     const int32_t* pageTable(int32_t sequence) const { return at(sequence).pages.data(); }

@@ -153,6 +153,7 @@ bool RecurrentState::keep(int32_t sequence, int64_t tokens) {
     std::vector<State>& states = at(sequence).states;
     const auto state = std::find_if(states.begin(), states.end(), [&](const State& s) { return s.tokens == tokens; });
     if (state == states.end()) return false;
+    for (State& other : states) other.kept = false;
     state->kept = true;
     return true;
 }

@@ -61,7 +61,8 @@ public:
     // Forgets a step that was begun, and all states after more than `tokens` tokens. Of how many tokens the state is that
     // is left, at most `tokens`.
     int64_t truncate(int32_t sequence, int64_t tokens);
-    // The state after `tokens` tokens shall be among the last to be given up. Whether it is held.
+    // The state after `tokens` tokens shall be among the last to be given up, and the one that was so of this sequence no longer:
+    // a long conversation would fill all slots with the ends of its prompts. Whether it is held.
     bool keep(int32_t sequence, int64_t tokens);
 
 private:

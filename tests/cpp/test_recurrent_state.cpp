@@ -246,6 +246,23 @@ TEST(RecurrentState, AStateThatShallBeKeptIsNotOverwrittenForASnapshot) {
     EXPECT_EQ(world.texts[a], (std::vector<int>{1, 2, 3}));
 }
 
+TEST(RecurrentState, OfASequenceOneStateIsKept) {
+    World world(4);
+    const int32_t a = world.create(), b = world.create();
+    world.step(b, {9}, 0, false);
+    for (int turn = 1; turn <= 5; ++turn) {
+        world.step(a, {turn, turn, turn}, 0, false);
+        world.cache.keepState(a, 3 * turn);
+        EXPECT_EQ(world.cache.snapshotRoom(a), 1) << "turn " << turn;
+    }
+    world.step(a, {6}, 0, false);
+    world.cache.keepState(a, 4);  // is not held
+    EXPECT_EQ(world.cache.snapshotRoom(a), 1);
+    for (int token = 7; token < 12; ++token) world.step(a, {token}, 0, false);
+    EXPECT_EQ(world.truncate(a, 15), 15);
+    EXPECT_EQ(world.truncate(a, 14), 0);
+}
+
 TEST(RecurrentState, RefusesStepsFromElsewhere) {
     World world(4);
     const int32_t a = world.create();
