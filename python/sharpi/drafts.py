@@ -13,7 +13,7 @@ import numpy as np
 
 from sharpi.errors import InvalidRequestError
 
-__all__ = ["DEFAULT_DRAFT_TOKENS", "DRAFTS", "DraftedRun", "MOST_DRAFT_TOKENS", "choose_drafts"]
+__all__ = ["DEFAULT_DRAFT_TOKENS", "DRAFTS", "DraftedRun", "MOST_COST", "MOST_DRAFT_TOKENS", "choose_drafts"]
 
 # The model's own prediction layer (multi-token prediction); what followed the last few tokens earlier in the text;
 # nobody.
@@ -23,6 +23,9 @@ MOST_DRAFT_TOKENS = 7
 # A prediction layer is made to guess one token, and asked again it guesses worse. A repeated passage goes on for long,
 # and to look it up costs nothing.
 DEFAULT_DRAFT_TOKENS = {"mtp": 1, "ngram": 4}
+# Of a plain step: a prediction layer that costs more would have to be right more often than most are, so it drafts only if
+# asked to.
+MOST_COST = 0.8
 
 
 class DraftedRun(NamedTuple):
@@ -40,10 +43,12 @@ class DraftedRun(NamedTuple):
         return self.seconds / max(1, self.steps)
 
 
-def choose_drafts(draft: str | None, count: int | None, *, mtp: bool) -> tuple[str, int]:
+def choose_drafts(draft: str | None, count: int | None, *, mtp: bool, cost: float | None = None) -> tuple[str, int]:
     """Who drafts and how many tokens, where `draft` and `count` were asked for; mtp: whether a prediction layer is
-    loaded. Raises `InvalidRequestError` for what cannot be had."""
-    chosen: Any = ("mtp" if mtp else "off") if draft is None else draft
+    loaded; cost: what a token that it drafts adds to a step, as a part of a plain one, if that is known. Raises
+    `InvalidRequestError` for what cannot be had."""
+    by_itself = mtp and (count is not None or cost is None or cost < MOST_COST)
+    chosen: Any = ("mtp" if by_itself else "off") if draft is None else draft
     if chosen not in DRAFTS:
         raise InvalidRequestError(f"draft must be mtp, ngram or off, not {draft!r}")
     if chosen == "mtp" and not mtp:

@@ -212,7 +212,7 @@ class Model:
             _refuse_beside_a_plan({**asked, "device": None if device == "auto" else device, "profile": profile,
                                     "mtp": mtp})
         target = _stats_target(expert_stats)
-        file, spec = describe(path, mtp=mtp is not False)
+        file, spec = describe(path, mtp=mtp is None or bool(mtp))
         warmth = asked["warm"] = _warmth(warm, file)
         if plan is not None:
             made = saved_plan(plan, file, spec)
@@ -330,10 +330,12 @@ class Model:
 
     def stats(self) -> dict[str, Any]:
         """Counts and speeds of the last generation, and the bytes held; `vram_bytes` by the device's own account.
-        steps: passes of the model after the prompt's; acceptance_rate: of the drafted tokens, `None` where there were none.
+        steps: passes of the model after the prompt's; acceptance_rate: of the drafted tokens, `None` where there were
+        none.
 
         placement: where the weights are, as the core says: bytes in "vram", "direct" (of these "cpu" is the CPU's
-        share) and "slots" (experts in the file, of which single ones are in VRAM), and the "ranges" of the files. notes: lines for people on what became of the plan.
+        share) and "slots" (experts in the file, of which single ones are in VRAM), and the "ranges" of the files. notes:
+        lines for people on what became of the plan.
 
         experts: since loading, sums over all layers of what `ExpertStats` counts, the "hit_rate" of the "slots", and
         the "accuracy" of each of the "predictors"; `None` for a model without experts."""

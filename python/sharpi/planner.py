@@ -83,8 +83,9 @@ class Spec(Protocol):
                      homes: Sequence[TensorHome] | None = None, expert_slot_bytes: int = 0,
                      sequences: int = DEFAULT_SEQUENCES) -> list[tuple[str, int]]:
         """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "prediction layer" where there
-        is one, "output head", "KV cache", "scratch", "graphs"; "streaming" where a weight is fetched, "expert slots" where experts are, and
-        "recurrent state" for a model that keeps one for each of `sequences`. homes: by tensor in the file's order;
+        is one, "output head", "KV cache", "scratch", "graphs"; "streaming" where a weight is fetched, "expert slots"
+        where experts are, and "recurrent state" for a model that keeps one for each of `sequences`. homes: by tensor in
+        the file's order;
         `None`: all in VRAM. expert_slot_bytes: what slots may take. On the CPU, weights that stay in the mapped file
         count as nothing. Bytes are counted in the device's steps: a line that fits into what is left of the step before
         it takes nothing."""
@@ -298,7 +299,7 @@ class _Request:
             shown = {"placement": known.placed_on_cpu(), "profile": profile,
                      "prefill": prefill_on_cpu(known.model_uses, profile, batch, self.threads),
                      "decode": decode_on_cpu(known.model_uses, profile, self.threads, known.beside),
-                     "draft_cost": draft_cost_on_cpu(known)}
+                     "draft_cost": draft_cost_on_cpu(known, profile, self.threads)}
         return self.fill("cpu", why, found, batch, room, (), **shown,
                           fitting_batch=_fitting_batch(batch, lambda rows: fits(self.context, rows)),
                           fitting_context=_largest(self.spec.context_length,

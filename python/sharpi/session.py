@@ -63,8 +63,9 @@ class Session:
 
         draft: who guesses tokens for the model to judge several in one step: "mtp", the model's prediction layer;
         "ngram", what followed the last few tokens earlier in the text; "off". `None` is "mtp" where a prediction layer
-        is loaded, else "off". draft_tokens: how many are guessed at once, 1 to 7 (1 for "mtp", 4 for "ngram"). The text
-        is the same with each.
+        is loaded and the plan expects it to pay, else "off". draft_tokens: how many are guessed at once at most, 1 to 7 (1 for "mtp", 4 for "ngram");
+        with recurrent layers no more than there is room for states, which `Model.load`'s `sequences` says, less two.
+        The text is the same with each.
         """
         model = self._model
         if max_tokens is not None and max_tokens < 0:
@@ -74,7 +75,7 @@ class Session:
             raise InvalidRequestError("a stop text is empty")
         if seed is not None and not 0 <= seed < 2**64:
             raise InvalidRequestError(f"the seed must be 0 to 2^64 - 1, not {seed}")
-        drafts = choose_drafts(draft, draft_tokens, mtp=model.plan.mtp)
+        drafts = choose_drafts(draft, draft_tokens, mtp=model.plan.mtp, cost=model.plan.draft_cost)
         ids = model.tokenize(prompt) if isinstance(prompt, str) else as_ids(prompt)
         if not ids:
             raise InvalidRequestError("the prompt is empty: give at least one token")

@@ -26,10 +26,17 @@ class NumpyModel:
     """A model file, run by numpy.
 
     int8_activations: round what goes into a quantized matrix as the engine does, to int8 in blocks of 32; left out,
-    nothing is rounded. kv_dtype: round keys and values as a cache of that type does.
+    nothing is rounded. kv_dtype: round keys and values as a cache of that type does. otherwise: (layer, row) where the
+    last of the chosen experts gives way to the next best.
+
+    closest_choice: after a call, (gap, layer, row) of the choice of experts with the least between the last chosen one and
+    the next best, as a part of the layer's largest router logit.
     """
 
-    def __init__(self, path: Path, *, int8_activations: bool = False, kv_dtype: str = "fp32") -> None:
+    def __init__(self, path: Path, *, int8_activations: bool = False, kv_dtype: str = "fp32",
+                 otherwise: tuple[str, int] | None = None) -> None:
+        self._otherwise = otherwise
+        self.closest_choice: tuple[float, str, int] | None = None
         self._file = GgufFile.open(path)
         self._infos = {tensor.name: tensor for tensor in self._file.tensors}
         self._read: dict[str, np.ndarray] = {}
@@ -212,7 +219,12 @@ class NumpyModel:
         scores = self._linear(x, block + "ffn_gate_inp.weight")
         probabilities = np.exp(scores - scores.max(axis=1, keepdims=True))
         probabilities /= probabilities.sum(axis=1, keepdims=True)
-        used = np.argsort(-probabilities, axis=1, kind="stable")[:, : self._key("expert_used_count")]
+        order, count = np.argsort(-probabilities, axis=1, kind="stable"), self._key("expert_used_count")
+        self._note_choice(block, np.take_along_axis(scores, order, axis=1)[:, count - 1 : count + 1], np.abs(scores).max())
+        if self._otherwise is not None and self._otherwise[0] == block:
+            row = order[self._otherwise[1]]
+            row[count - 1], row[count] = row[count], row[count - 1]
+        used = order[:, :count]
         weights = np.zeros_like(probabilities)
         np.put_along_axis(weights, used, np.take_along_axis(probabilities, used, axis=1), axis=1)
         if self._arch != "olmoe":
@@ -227,6 +239,14 @@ class NumpyModel:
             hidden = _silu(self._linear(x, block + "ffn_gate_shexp.weight")) * self._linear(x, block + "ffn_up_shexp.weight")
             result += share[:, None] * self._linear(hidden, block + "ffn_down_shexp.weight")
         return result
+
+    def _note_choice(self, block: str, scores: np.ndarray, largest: float) -> None:
+        if scores.shape[1] < 2:
+            return  # all are chosen
+        gaps = (scores[:, 0] - scores[:, 1]) / largest
+        row = int(gaps.argmin())
+        if self.closest_choice is None or gaps[row] < self.closest_choice[0]:
+            self.closest_choice = (float(gaps[row]), block, row)
 
     def _expert(self, block: str, x: np.ndarray, expert: int) -> np.ndarray:
         if block + "ffn_gate_up_exps.weight" in self._infos:

@@ -17,7 +17,7 @@ from tiny_models import HYBRIDS, MODELS, write
 
 from sharpi.cli import main
 from sharpi.cli.text import closing_line
-from sharpi.drafts import DraftedRun, choose_drafts
+from sharpi.drafts import MOST_COST, DraftedRun, choose_drafts
 from sharpi.errors import InvalidRequestError
 
 pytest.importorskip("sharpi._core")
@@ -62,6 +62,13 @@ def load(path: Path, **options: Any) -> Model:
 ])
 def test_what_is_chosen(asked: tuple[Any, Any], mtp: bool, chosen: tuple[str, int]) -> None:
     assert choose_drafts(*asked, mtp=mtp) == chosen
+
+
+@pytest.mark.parametrize("cost, chosen", [(0.79, "mtp"), (0.8, "off"), (3.0, "off")])
+def test_a_layer_that_is_not_expected_to_pay_drafts_if_asked_to(cost: float, chosen: str) -> None:
+    assert choose_drafts(None, None, mtp=True, cost=cost) == (chosen, 1)
+    assert choose_drafts("mtp", None, mtp=True, cost=cost) == ("mtp", 1)
+    assert choose_drafts(None, 2, mtp=True, cost=cost) == ("mtp", 2)
 
 
 @pytest.mark.parametrize("asked, mtp, words", [
@@ -140,6 +147,19 @@ def test_a_conversation_that_changes_its_way_of_drafting(predicting: Path) -> No
             text = whole[: random.integers(1, len(whole) + 1)][:120] + random.integers(0, 96, random.integers(1, 9)).tolist()
 
 
+def test_a_long_conversation_has_as_many_drafts_as_a_short_one(predicting: Path) -> None:
+    """The states that there is room for by default do for two drafted tokens, in the first turn and in the last."""
+    random = np.random.default_rng(12)
+    with load(predicting) as model:
+        session, text = model.session(), []
+        for _ in range(7):
+            text += random.integers(0, 96, 9).tolist()
+            text += [token.id for token in session.generate(text, max_tokens=20, draft_tokens=2, temperature=0)]
+            stats = model.stats()
+            assert stats["drafted_tokens"] == 2 * stats["steps"] > 0
+            assert stats["reused_tokens"] > 0 or len(text) == 29
+
+
 def test_the_bundled_model_tells_the_same_story() -> None:
     def story(*arguments: str) -> tuple[str, str]:
         result = sharpi("run", "-p", "Once upon a time", "-n", "120", "-t", "2", "--device", "cpu", *arguments)
@@ -174,6 +194,9 @@ def test_a_prediction_layer_is_loaded_where_there_is_one(predicting: Path, plain
             assert "draft" in refused(lambda options=options: next(without.generate([1], **options)))
     with load(plain) as model, load(plain, mtp=False):
         assert not model.plan.mtp and model.plan.state_bytes == 0
+    for off in (0, np.False_):
+        with load(predicting, mtp=off) as model:
+            assert not model.plan.mtp
     for value in (2, "yes", 0.5):
         assert "mtp must be true or false" in refused(lambda value=value: load(plain, mtp=value))
 
@@ -187,8 +210,20 @@ def test_a_plan_says_whether_it_is_loaded(predicting: Path, tmp_path: Path) -> N
             assert model.plan.mtp is mtp and model.spec.prediction_layers == mtp
             assert model.plan.to_dict() == json.loads(result.stdout)
             list(model.generate([1, 2, 3], max_tokens=5, temperature=0))
-            assert (model.stats()["drafted_tokens"] > 0) is mtp
+            pays = mtp and model.plan.draft_cost < MOST_COST
+            assert (model.stats()["drafted_tokens"] > 0) is pays
         assert "says the mtp already" in refused(lambda saved=saved: Model.load(predicting, plan=saved, mtp=False))
+
+
+def test_a_plan_counts_the_weights_that_are_loaded(predicting: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "0")
+    arguments = ("plan", "-m", str(predicting), "--vram", "200MiB", "-t", "1")
+    for more in ((), ("--no-mtp",)):
+        plan = json.loads(sharpi(*arguments, "--json", *more).stdout)
+        outside = sum(kind["direct"] + kind["cpu"] + kind["missed"] for kind in plan["placement"])
+        weights = outside + sum(kind["vram"] for kind in plan["placement"])
+        assert (weights < 0.9 * plan["weights_bytes"]) == bool(more), "the prediction layer is left in the file"
+        assert f"It fits with {100 * outside / weights:.0f} % of the weights in RAM" in sharpi(*arguments, *more).stdout
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------
@@ -220,6 +255,14 @@ def test_chat_hands_drafts_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
     assert (script.requests[0]["draft"], script.requests[0]["draft_tokens"]) == ("ngram", None)
     assert script.loads[0]["mtp"] is False
+
+
+@pytest.mark.parametrize("arguments", [("--draft", "mtp"), ("--draft-tokens", "2")])
+def test_chat_refuses_drafts_before_the_first_question(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    script = install(monkeypatch)
+    result = cli_runner().invoke(main, ["chat", *arguments], input="Hello\nAgain\n", catch_exceptions=False)
+    assert (result.exit_code, result.stdout, script.requests) == (2, "", [])
+    assert "draft" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_inspect_shows_what_is_special(predicting: Path, plain: Path) -> None:
@@ -274,7 +317,7 @@ def test_bench_times_drafts_beside_plain_steps(predicting: Path) -> None:
     table = sharpi(*arguments, "--draft-tokens", "3").stdout.splitlines()
     assert [line.split()[:2] for line in table[2:]] == [["decode", "12"], ["drafts", "tokens"], ["plain", "12"],
                                                         ["mtp", "3"]]
-    assert re.search(r"[\d.]+ plain steps, pays from \d+ % accepted; here \d+ % of [\d.]+ a step$", table[-1])
+    assert re.search(r"[\d.]+ plain steps, (pays from \d+ % accepted|does not pay); here \d+ % of [\d.]+ a step$", table[-1])
 
 
 def test_bench_refuses_before_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +326,9 @@ def test_bench_refuses_before_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert "needs a prediction layer" in result.stderr and result.stderr.count("\n") == 1
     assert script.loads[0]["context"] == 512, "there is room for the prompt"
+    result = sharpi("bench", "--draft-tokens", "2")
+    assert (result.exit_code, result.stdout, len(script.loads)) == (2, "", 1)
+    assert "nobody drafts" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_bench_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +356,10 @@ def test_bench_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     table = sharpi(*arguments).stdout
     assert "1.25 plain steps, pays from 25 % accepted; here 50 % of 1.0 a step\n" in table
     assert "1.50 plain steps, pays from 25 % accepted; here 50 % of 2.0 a step\n" in table
+    # A drafted token that costs more than a plain step cannot pay.
+    monkeypatch.setattr(FakeModel, "bench_drafts", lambda self, depth, tokens, draft, count: DraftedRun(
+        tokens * (1.0 + 1.5 * (count or 0)), tokens, tokens, tokens * (count or 0), 0), raising=False)
+    assert "2.50 plain steps, does not pay; here 0 % of 1.0 a step\n" in sharpi(*arguments).stdout
     # Nothing to look up.
     monkeypatch.setattr(FakeModel, "bench_drafts", lambda self, depth, tokens, draft, count: DraftedRun(
         2.0, tokens, tokens, 0, 0), raising=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -102,13 +102,27 @@ def test_matches_numpy_however_the_tokens_are_cut(name: str, tmp_path: Path) -> 
             assert relative_error(model.logits(TOKENS, chunks=chunks), expected) < FLOAT32_BOUND, chunks[:3]
 
 
+def golden_answers(path: Path, golden: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """The golden logits; and where a choice between two experts hangs on less than products in split form keep, 2^-17,
+    those with the other one chosen, which is as right."""
+    model, tokens = NumpyModel(path), golden["tokens"].tolist()
+    assert relative_error(model.logits(tokens)[golden["positions"]], golden["logits"]) < 1e-5
+    answers = [golden["logits"]]
+    if model.closest_choice is not None and model.closest_choice[0] < 2**-17:
+        answers.append(NumpyModel(path, otherwise=model.closest_choice[1:]).logits(tokens)[golden["positions"]])
+    return answers
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_reference_models(name: str, models: Path) -> None:  # noqa: F811
     golden = np.load(REFERENCE / "golden" / f"{name}.npz")
-    tokens, positions, expected = golden["tokens"].tolist(), golden["positions"], golden["logits"]
+    tokens, positions, answers = golden["tokens"].tolist(), golden["positions"], golden_answers(models / f"{name}.gguf", golden)
     with load(models / f"{name}.gguf", batch=len(tokens)) as model:
         for chunks in ([], [1] * len(tokens), np.random.default_rng(3).integers(1, 100, 20).tolist()):
-            assert relative_error(model.logits(tokens, chunks=chunks)[positions], expected) < FLOAT32_BOUND, chunks[:3]
+            found = model.logits(tokens, chunks=chunks)[positions]
+            assert min(relative_error(found, each) for each in answers) < FLOAT32_BOUND, chunks[:3]
+        steps = model.logits(tokens, chunks=[1] * len(tokens))[positions]
+        assert relative_error(steps, answers[0]) < FLOAT32_BOUND
 
 
 @pytest.mark.skipif(not STORY.exists(), reason="no reference of the bundled model")

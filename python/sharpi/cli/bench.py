@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tuple[int, ...], depth: int,
                   draft: str | None, draft_tokens: tuple[int, ...], repeat: int, warmup: bool, as_json: bool) -> None:
     """Measure prefill and decode speed."""
+    context = click.get_current_context()
+    if draft is None and context.get_parameter_source("draft_tokens") == click.core.ParameterSource.COMMANDLINE:
+        raise click.UsageError("--draft-tokens says how many, but nobody drafts: say --draft ngram too", context)
     prefills, decodes = tuple(filter(None, prefills)), tuple(filter(None, decodes))
     started = time.perf_counter()
     # Of drafted tokens the last step may have more than are asked for.
@@ -155,8 +158,9 @@ def _draft_rows(result: dict[str, Any]) -> list[str]:
     each, accepted = result["drafted"] / result["steps"], result["accepted"] / result["drafted"]
     # A step gives as many tokens more as are accepted, and takes so many plain steps more.
     needed = max(0.0, (result["plain_steps"] - 1) / each)
-    return [f"{row}   {result['plain_steps']:.2f} plain steps, pays from {100 * needed:.0f} % accepted; here"
-            f" {100 * accepted:.0f} % of {each:.1f} a step"]
+    pays = f"pays from {100 * needed:.0f} % accepted" if needed < 1 else "does not pay"
+    return [f"{row}   {result['plain_steps']:.2f} plain steps, {pays}; here {100 * accepted:.0f} % of {each:.1f}"
+            " a step"]
 
 
 def _remark(result: dict[str, Any]) -> str:

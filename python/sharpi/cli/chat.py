@@ -20,6 +20,7 @@ from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, dra
                                 sampling_options)
 from sharpi.cli.text import closing_line, printable
 from sharpi.chat import Part
+from sharpi.drafts import choose_drafts
 from sharpi.errors import SharpiError
 
 _HISTORY_LINES = 1000
@@ -45,8 +46,9 @@ def chat_command(options: ModelOptions, sampling: SamplingOptions, drafts: Draft
                  system: str | None, thinking: bool, stats: bool) -> None:
     """Talk with a model."""
     with options.load() as model:
-        conversation = Conversation(model, {**sampling.arguments(), **drafts.arguments()}, system=system, thinking=thinking,
-                                    max_tokens=None if max_tokens < 0 else max_tokens)
+        choose_drafts(drafts.draft, drafts.draft_tokens, mtp=model.plan.mtp)  # raises now, not at every question
+        conversation = Conversation(model, {**sampling.arguments(), **drafts.arguments()}, system=system,
+                                    thinking=thinking, max_tokens=None if max_tokens < 0 else max_tokens)
         if _at_terminal():
             click.echo(f"{printable(model.file.name)}. /help lists the commands.", err=True)
         with _line_editing():

@@ -284,9 +284,10 @@ def draft_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--draft", type=click.Choice(DRAFTS),
                      help="Who guesses tokens, to be judged several in one step: the model's prediction layer, a look at"
                           " what followed the same words before, or nobody. The text is the same with each.  [default:"
-                          " mtp where the file has a prediction layer, else off]"),
+                          " mtp where a prediction layer is expected to pay, else off]"),
         click.option("--draft-tokens", type=click.IntRange(min=1, max=MOST_DRAFT_TOKENS), metavar="N",
-                     help="Tokens guessed at once.  [default: 1 for mtp, 4 for ngram]"),
+                     help="The most tokens guessed at once; with recurrent layers no more than --sequences less two."
+                          "  [default: 1 for mtp, 4 for ngram]"),
     ]
     return _gather(function, "drafts", DraftOptions, switches)
 

@@ -12,6 +12,7 @@ from sharpi.cli.options import (batch_option, context_option, cpu_moe_option, de
                                 model_option, no_mtp_option, profile_option, sequences_option, threads_option,
                                 vram_option)
 from sharpi.cli.text import printable, size, speed
+from sharpi.drafts import MOST_COST
 from sharpi.plan import vram_words
 
 if TYPE_CHECKING:
@@ -203,7 +204,9 @@ def _drafting(plan: Plan) -> list[str]:
     if plan.draft_cost is None:
         return []
     part = f"{100 * plan.draft_cost:.0f} %"
-    pays = f"it pays where more than {part} of them are accepted" if plan.draft_cost < 1 else "it does not pay here"
+    pays = f"it pays where more than {part} of them are accepted"
+    if plan.draft_cost >= MOST_COST:
+        pays = "it drafts only if asked to (--draft mtp)"
     return [_wrapped(f"Without drafts. A token drafted by the prediction layer adds about {part} to a step: {pays}.", "  ")]
 
 
@@ -232,7 +235,9 @@ def _verdict(plan: Plan) -> list[str]:
         spare = size(plan.available_bytes - plan.total_bytes)
         if plan.resident:
             return [f"It fits, with {spare} to spare."]
-        beside = sum(map(_in_ram, plan.placement)) / max(1, plan.weights_bytes)
+        # Not of the file, which may have a prediction layer that is left there.
+        weights = sum(placed.vram + _in_ram(placed) for placed in plan.placement)
+        beside = sum(map(_in_ram, plan.placement)) / max(1, weights)
         return [f"It fits with {max(1, round(100 * beside))} % of the weights in RAM, and {spare} to spare."]
     even = "" if plan.resident else ", even with its weights in RAM"
     missing = f"It does not fit{even}: {size(plan.total_bytes - plan.available_bytes)} too much."
