@@ -22,16 +22,16 @@ brings something. Decode on the CPU is the bytes that a token reads / RAM's rate
 
 Prefill, a prompt of one batch on the GPU: again the longer one of bringing all direct weights and all experts that are
 in no slot (the CPU takes no part in large batches) and of the arithmetic, two operations for each parameter and row, at
-the part of a large product's rate that whole prompts reach; plus a part of the shorter one, and a fixed time. On the
-CPU it is the arithmetic alone. The output head is computed for the last row only, and counts as nothing in prefill's
-arithmetic.
+the part of a large product's rate that whole prompts reach, which is less for experts that get few rows each; plus a
+part of the shorter one, and a fixed time. On the CPU it is the arithmetic alone. The output head is computed for the
+last row only, and counts as nothing in prefill's arithmetic.
 
 A recurrent state is read and written once by every token of decode. In prefill many tokens share its way through
 memory, and its arithmetic is about a hundredth of the products': both are left out.
 
 A drafted token adds to a step of decode: the prediction layer with the output head, which draft it, and in the step that
-judges it one more row, which costs nothing but the experts that are chosen for it. All other predictions are without
-drafts.
+judges it one more row, which costs a part of the GPU's own time, or on the CPU its arithmetic, and the experts that are
+chosen for it. All other predictions are without drafts.
 
 Attention over the KV cache is left out: predictions are for short contexts.
 """
@@ -72,6 +72,9 @@ PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1
 PREFILL_SECONDS = 1e-3
 # What a prompt reaches of a large product's rate, with its norms, attention and smaller products: 0.71 to 0.79 measured.
 PREFILL_EFFICIENCY = 0.75
+# The products of experts reach a part of that, and of that part m / (m + a tile's rows) where m rows come to an expert: fitted to
+# prompts of 2,048 through models with 128 and 256 experts.
+EXPERT_EFFICIENCY, EXPERT_TILE = 0.66, 128
 # Bringing weights and multiplying them hide each other but for this part of the shorter one, as measured: in prefill, and in
 # decode of what the GPU does in a token's time.
 OVERLAP_LOSS, DECODE_OVERLAP_LOSS = 0.15, 0.45
@@ -341,9 +344,17 @@ def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: Ha
         elif home == SLOTS:
             brought += use.batch_bytes * (1 - (cached[use.layer].held if use.layer in cached else 0.0))
     streamed = brought / profile.pcie_bytes_per_second
-    computed = _operations(uses, rows) / (PREFILL_EFFICIENCY * profile.gpu_flops)
+    computed = sum(_operations([use], rows) / _efficiency(use, rows) for use in uses) / profile.gpu_flops
     seconds = max(streamed, computed) + OVERLAP_LOSS * min(streamed, computed) + PREFILL_SECONDS
     return Speed(rows / seconds, "PCIe" if streamed > computed else "GPU arithmetic")
+
+
+def _efficiency(use: Use, rows: int) -> float:
+    """The part of a large product's rate that a prompt's product with this tensor reaches."""
+    if use.role != "experts":
+        return PREFILL_EFFICIENCY
+    reached = rows * use.read_bytes / use.batch_bytes  # rows of an expert
+    return PREFILL_EFFICIENCY * EXPERT_EFFICIENCY * reached / (reached + EXPERT_TILE)
 
 
 def prefill_on_cpu(uses: Sequence[Use], profile: HardwareProfile, rows: int, threads: int | None = None) -> Speed:

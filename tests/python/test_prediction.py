@@ -11,7 +11,8 @@ import pytest
 from fake_weights import MACHINE, FakeWeights, random_machine, stats_of
 
 from sharpi.placement import Beside, ExpertPool, Inventory, TensorHome
-from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, DECODE_OVERLAP_LOSS, EXPERT_CROSSING_SECONDS, OVERLAP_LOSS,
+from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, DECODE_OVERLAP_LOSS, EXPERT_CROSSING_SECONDS,
+                               EXPERT_EFFICIENCY, EXPERT_TILE, OVERLAP_LOSS,
                                PIECE_BYTES, PIECE_KERNELS, PREFILL_EFFICIENCY, PREFILL_SECONDS, RECURRENT_MODEL_KERNELS,
                                SHARED_EXPERT_KERNELS, SLOTS_LAYER_KERNELS, Cached, Traffic, balanced, cached_experts,
                                completed, decode_on_cpu, decode_on_gpu, decode_seconds, draft_cost_on_cpu,
@@ -389,9 +390,11 @@ def test_prefill() -> None:
     dense = 3 * 3 * 4096 * 1024 + 4 * (2 * 1024 + 256) * 1024 + 8 * 1024
     used = dense + 3 * 8 * 1024 * 1024 // 4
     operations = 2 * 500 * used
+    # An expert gets a quarter of the rows.
+    slowed = 2 * 500 * (dense + (used - dense) / EXPERT_EFFICIENCY * (125 + EXPERT_TILE) / 125)
     fast = replace(MACHINE, pcie_bytes_per_second=1e15, gpu_flops=1e12)
     found = prefill_on_gpu(inventory.uses, inventory.homes(0), fast, 500)
-    assert found.tokens_per_second == pytest.approx(500 / (operations / (1e12 * PREFILL_EFFICIENCY) + PREFILL_SECONDS))
+    assert found.tokens_per_second == pytest.approx(500 / (slowed / (1e12 * PREFILL_EFFICIENCY) + PREFILL_SECONDS))
     assert found.bound == "GPU arithmetic"
     # All that is direct is fetched once, whoever would compute it in decode, and every expert; of the embedding a row
     # for each token.
@@ -400,11 +403,11 @@ def test_prefill() -> None:
                  if "norm" not in tensor.name) - model.sizes[0] * (1 - 500 / 8192)
     for homes in (inventory.homes(0), with_rows(inventory, inventory.homes(0), 0.5)):
         found = prefill_on_gpu(inventory.uses, homes, slow, 500)
-        hardly_shown = OVERLAP_LOSS * operations / (1e15 * PREFILL_EFFICIENCY)
+        hardly_shown = OVERLAP_LOSS * slowed / (1e15 * PREFILL_EFFICIENCY)
         assert found.tokens_per_second == pytest.approx(500 / (direct / 1e9 + hardly_shown + PREFILL_SECONDS))
         assert found.bound == "PCIe"
     # Where both take as long, they do not hide each other wholly.
-    even = replace(slow, gpu_flops=operations / PREFILL_EFFICIENCY / (direct / 1e9))
+    even = replace(slow, gpu_flops=slowed / PREFILL_EFFICIENCY / (direct / 1e9))
     found = prefill_on_gpu(inventory.uses, inventory.homes(0), even, 500)
     assert found.tokens_per_second == pytest.approx(500 / ((1 + OVERLAP_LOSS) * direct / 1e9 + PREFILL_SECONDS))
     found = prefill_on_cpu(inventory.uses, MACHINE, 500)
