@@ -7,13 +7,16 @@ with drafts and without, for the same seed.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from sharpi.errors import InvalidRequestError
 
-__all__ = ["DEFAULT_DRAFT_TOKENS", "DRAFTS", "DraftedRun", "MOST_COST", "MOST_DRAFT_TOKENS", "choose_drafts"]
+if TYPE_CHECKING:
+    from sharpi.plan import Plan
+
+__all__ = ["DEFAULT_DRAFT_TOKENS", "DRAFTS", "DraftedRun", "MOST_COST", "MOST_DRAFT_TOKENS", "choose_drafts", "missing_states"]
 
 # The model's own prediction layer (multi-token prediction); what followed the last few tokens earlier in the text;
 # nobody.
@@ -61,3 +64,12 @@ def choose_drafts(draft: str | None, count: int | None, *, mtp: bool, cost: floa
     if chosen == "off":
         raise InvalidRequestError(f"draft_tokens is {count}, but nobody drafts: say draft ngram too")
     return chosen, int(count)
+
+
+def missing_states(count: int, plan: Plan) -> str | None:
+    """A line for people where a model with recurrent layers has no room for the states of `count` drafted tokens: the
+    one that a step begins from, and one behind each of its rows."""
+    room = max(0, plan.sequences - 2)
+    if not plan.state_bytes or count <= room:
+        return None
+    return f"no more than {room} of {count} drafted tokens at once: each needs a state, and sequences {count + 2} makes room"

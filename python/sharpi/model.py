@@ -169,6 +169,7 @@ class Model:
         self._expert_stats = expert_stats
         self._process = os.getpid()
         self._notice = notice
+        self._noticed: set[str] = set()
         self._dense = engine.expert_stats() is None
         self._bench_runs = 0
 
@@ -252,6 +253,12 @@ class Model:
         # A forked child's counts are its parent's.
         if engine is not None and self._expert_stats is not None and os.getpid() == self._process:
             ExpertStats.from_engine(engine, self.plan).save(self._expert_stats)
+
+    def tell(self, line: str) -> None:
+        """Gives `line` to whoever asked for notices, unless it was said before."""
+        if self._notice is not None and line not in self._noticed:
+            self._noticed.add(line)
+            self._notice(line)
 
     @property
     def engine(self) -> _core.Engine:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from sharpi import _core
-from sharpi.drafts import choose_drafts
+from sharpi.drafts import choose_drafts, missing_states
 from sharpi.errors import InvalidRequestError, ModelFileError
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class Session:
         if seed is not None and not 0 <= seed < 2**64:
             raise InvalidRequestError(f"the seed must be 0 to 2^64 - 1, not {seed}")
         drafts = choose_drafts(draft, draft_tokens, mtp=model.plan.mtp, cost=model.plan.draft_cost)
+        if draft_tokens is not None and (line := missing_states(drafts[1], model.plan)):
+            model.tell(line)
         ids = model.tokenize(prompt) if isinstance(prompt, str) else as_ids(prompt)
         if not ids:
             raise InvalidRequestError("the prompt is empty: give at least one token")

@@ -364,3 +364,17 @@ def test_bench_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeModel, "bench_drafts", lambda self, depth, tokens, draft, count: DraftedRun(
         2.0, tokens, tokens, 0, 0), raising=False)
     assert "1.00 plain steps, and nothing was drafted\n" in sharpi(*arguments).stdout
+
+
+def test_drafts_without_room_for_their_states(predicting: Path, plain: Path) -> None:
+    lines: list[str] = []
+    with load(predicting, notice=lines.append) as model:
+        for count in (1, 2, 3, 7, 7):
+            list(model.generate([1, 2, 3], max_tokens=4, draft="mtp", draft_tokens=count))
+        list(model.generate([1, 2, 3], max_tokens=4, draft="ngram"))  # as many as go
+    assert [line.split(":")[0] for line in lines] == [f"no more than 2 of {count} drafted tokens at once" for count in (3, 7)]
+    assert "sequences 9" in lines[1]
+    for path, room in ((predicting, 9), (plain, 1)):
+        with load(path, notice=lines.append, sequences=room) as model:
+            list(model.generate([1, 2, 3], max_tokens=4, draft="ngram", draft_tokens=7))
+    assert len(lines) == 2
