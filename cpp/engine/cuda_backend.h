@@ -114,6 +114,7 @@ private:
     void denseFew(const DenseWeights& weights, float eps);
     void denseShared(const DenseWeights& weights, const cuda::RowOutputs& normed, const cuda::RowOutputs& hidden);
     void denseMany(const DenseWeights& weights, float eps);
+    void feedMany(const cuda::HalfRows& x, const Weight& gate, const Weight& up, const Weight& down, float* y, cuda::Store store);
     void expertsFew(const ExpertWeights& weights, float eps);
     void expertsInSlots(const ExpertWeights& weights, const cuda::RowOutputs& normed, float eps);
     void hiddenOfExperts(const cuda::MatvecInput& x, const ExpertStacks& w, const int32_t* which, int32_t used, const cuda::RowOutputs& hidden);

@@ -199,12 +199,19 @@ void CudaBackend::denseShared(const DenseWeights& w, const cuda::RowOutputs& nor
 
 void CudaBackend::denseMany(const DenseWeights& w, float eps) {
     const GpuScratch& s = *_layout;
-    const cuda::HalfRows normed = halves(s.normedHi, s.normedLo), hidden = halves(s.hiddenHi, s.hiddenLo);
+    const cuda::HalfRows normed = halves(s.normedHi, s.normedLo);
     cuda::rmsNorm(_stream, floats(s.x), nullptr, w.norm, eps, _rows, _limits.embedding, {nullptr, {}, normed});
-    productMany(normed, w.gate, nullptr, floats(s.manyGate), cuda::Store::Write);
-    productMany(normed, w.up, nullptr, floats(s.manyUp), cuda::Store::Write);
-    cuda::siluMul(_stream, floats(s.manyGate), floats(s.manyUp), _rows, w.down.cols, {nullptr, {}, hidden});
-    productMany(hidden, w.down, nullptr, floats(s.x), cuda::Store::Add);
+    feedMany(normed, w.gate, w.up, w.down, floats(s.x), cuda::Store::Add);
+}
+
+// y (+)= down(silu(gate x) * up x)
+void CudaBackend::feedMany(const cuda::HalfRows& x, const Weight& gate, const Weight& up, const Weight& down, float* y, cuda::Store store) {
+    const GpuScratch& s = *_layout;
+    const cuda::HalfRows hidden = halves(s.hiddenHi, s.hiddenLo);
+    productMany(x, gate, nullptr, floats(s.manyGate), cuda::Store::Write);
+    productMany(x, up, nullptr, floats(s.manyUp), cuda::Store::Write);
+    cuda::siluMul(_stream, floats(s.manyGate), floats(s.manyUp), _rows, down.cols, {nullptr, {}, hidden});
+    productMany(hidden, down, nullptr, y, store);
 }
 
 void CudaBackend::experts(const ExpertWeights& w, float eps) { few() ? expertsFew(w, eps) : expertsMany(w, eps); }
@@ -353,13 +360,9 @@ cuda::SharedAnswer CudaBackend::sharedMany(const ExpertWeights& layer, const cud
     if (!layer.shared) return {};
     const GpuScratch& s = *_layout;
     const SharedExpertWeights& w = *layer.shared;
-    const cuda::HalfRows hidden = halves(s.hiddenHi, s.hiddenLo);
     float* const y = floats(s.sharedOut);  // at first the normed rows themselves, for their scales
     cuda::rowDots(_stream, y, w.scale, _rows, _limits.embedding, floats(s.sharedScale));
-    productMany(normed, w.gate, nullptr, floats(s.manyGate), cuda::Store::Write);
-    productMany(normed, w.up, nullptr, floats(s.manyUp), cuda::Store::Write);
-    cuda::siluMul(_stream, floats(s.manyGate), floats(s.manyUp), _rows, w.down.cols, {nullptr, {}, hidden});
-    productMany(hidden, w.down, nullptr, y, cuda::Store::Write);
+    feedMany(normed, w.gate, w.up, w.down, y, cuda::Store::Write);
     return {y, floats(s.sharedScale)};
 }
 

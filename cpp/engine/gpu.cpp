@@ -3,6 +3,7 @@
 
 #include "core/error.h"
 #include "kernels/gated_delta.h"
+#include "kernels/router.h"
 
 #ifdef SHARPI_WITH_CUDA
 #include "engine/cuda_backend.h"
@@ -14,10 +15,14 @@ void requireGpuCanRun(const ModelSpec& spec) {
     const auto require = [](bool ok, const std::string& what) {
         if (!ok) throw Error(ErrorKind::InvalidArgument, "the GPU cannot run this model: " + what + "; device cpu can");
     };
+    const auto requireExperts = [&](const ExpertFfnSpec& experts) {
+        require(experts.count <= cuda::kMostRouted,
+                std::to_string(experts.count) + " experts a layer, where up to " + std::to_string(cuda::kMostRouted) + " are known");
+    };
     require(spec.embedding % 4 == 0, "a width of " + std::to_string(spec.embedding) + ", which is no multiple of 4");
     for (const LayerSpec* loaded : spec.loadedLayers()) {
         const LayerSpec& layer = *loaded;
-        if (layer.experts) require(layer.experts->count <= 1024, std::to_string(layer.experts->count) + " experts a layer, where up to 1024 are known");
+        if (layer.experts) requireExperts(*layer.experts);
         if (layer.delta) {
             const GatedDeltaSpec& d = *layer.delta;
             cuda::requireDelta({d.keyHeads, d.valueHeads, d.headDim, d.convWidth});

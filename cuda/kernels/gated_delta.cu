@@ -23,7 +23,6 @@ constexpr int kConvWarps = 4;
 constexpr int kAhead = 4;         // rows of the convolution's inputs that are asked for together
 constexpr int kStagedRows = 8;
 constexpr int kNormWarps = 8;
-constexpr int kMaxDeltaDim = 128;
 constexpr int kElementThreads = 256;
 constexpr int kStepBlocks = 4;    // of a tile: its decays and steps
 

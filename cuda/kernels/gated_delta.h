@@ -7,7 +7,8 @@
 
 namespace sharpi::cuda {
 
-// Heads of 8, 16, .. 128 elements, convolutions over 2, 3 or 4 inputs.
+// Heads of 8, 16, .. kMaxDeltaDim elements, convolutions over 2 to kMaxDeltaConv inputs.
+constexpr int32_t kMaxDeltaDim = 128, kMaxDeltaConv = 4;
 struct DeltaShape {
     int32_t keyHeads = 0, valueHeads = 0, dim = 0, convWidth = 0;  // value head h reads key head h % keyHeads
     SHARPI_PORTABLE int64_t keyWidth() const { return int64_t{keyHeads} * dim; }

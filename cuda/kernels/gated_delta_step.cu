@@ -22,7 +22,7 @@ namespace sharpi::cuda {
 
 namespace {
 
-constexpr int kTaps = 4;  // of the convolution; shorter ones have zeros before
+constexpr int kTaps = kMaxDeltaConv;  // of the convolution; shorter ones have zeros before
 constexpr int kPast = kTaps - 1;
 constexpr int kParts = 3;  // query, key, value
 

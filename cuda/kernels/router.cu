@@ -25,7 +25,6 @@ namespace {
 // --- route --------------------------------------------------------------------------------------------------------
 
 constexpr int kRouteWarps = 8;  // of a block, half of them for the scales
-constexpr int32_t kMostRouted = 1024;  // experts: 32 a lane
 constexpr float kSmallQuotient = 0x1p-90f;
 
 // Larger is better; NaN comes last, so that chosen indices are valid whatever the logits. 0 is left for what is not there or taken.

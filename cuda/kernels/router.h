@@ -13,9 +13,11 @@ struct SharedScale {
     float* y = nullptr;  // [rows]
 };
 
+constexpr int32_t kMostRouted = 1024;  // experts of a layer: 32 a lane
+
 // Softmax over each row of logits, the `used` best by rank (ties: the lower index), their weights (renormalized or
 // not) times weightScale: the bits of CpuBackend's routing. chosen, weight: [rows, used]. uses: [experts], or null: each choice adds 1.
-// At most 1024 experts.
+// At most kMostRouted experts.
 void route(Stream& stream, const float* logits, int64_t rows, int32_t experts, int32_t used, bool renormalize, float weightScale,
            int32_t* chosen, float* weight, uint32_t* uses = nullptr, const SharedScale& scale = {});
 

@@ -77,11 +77,12 @@ ExpertGrouping expertGroupingOver(void* buffer, int64_t rows, int32_t used, int3
 }
 
 void requireDelta(const DeltaShape& shape) {
-    const bool heads = shape.keyHeads > 0 && shape.valueHeads > 0 && shape.dim > 0 && shape.dim % 8 == 0 && shape.dim <= 128;
-    if (heads && shape.convWidth >= 2 && shape.convWidth <= 4) return;
+    const bool heads = shape.keyHeads > 0 && shape.valueHeads > 0 && shape.dim > 0 && shape.dim % 8 == 0 && shape.dim <= kMaxDeltaDim;
+    if (heads && shape.convWidth >= 2 && shape.convWidth <= kMaxDeltaConv) return;
     throw Error(ErrorKind::InvalidArgument, "Gated DeltaNet with heads of " + std::to_string(shape.dim) + " elements and a convolution over " +
                                                 std::to_string(shape.convWidth) +
-                                                " inputs cannot run on the GPU: heads of 8, 16, .. 128 elements, 2 to 4 inputs");
+                                                " inputs cannot run on the GPU: heads of 8, 16, .. " + std::to_string(kMaxDeltaDim) + " elements, 2 to " +
+                                                std::to_string(kMaxDeltaConv) + " inputs");
 }
 
 // A count for each sequence and key head.
