@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 from sharpi.errors import InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError
 
 if TYPE_CHECKING:
+    from sharpi.conversation import Reply
+    from sharpi.generation import Generation
     from sharpi.model import Model, Session, Token
 
 __version__ = "0.1.0"
-__all__ = ["InternalError", "InvalidRequestError", "Model", "ModelFileError", "OutOfMemoryError", "Session",
-           "SharpiError", "Token", "__version__"]
+__all__ = ["Generation", "InternalError", "InvalidRequestError", "Model", "ModelFileError", "OutOfMemoryError",
+           "Reply", "Session", "SharpiError", "Token", "__version__"]
 
-_FROM_MODEL = ("Model", "Session", "Token")
+_FROM_MODEL = ("Generation", "Model", "Reply", "Session", "Token")
 
 
 def __getattr__(name: str) -> Any:

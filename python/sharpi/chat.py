@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -36,7 +36,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         enable_thinking: bool | None = None,
         **extra: Any,
@@ -63,7 +63,11 @@ def prompt_opens_thinking(prompt: str) -> bool:
     return prompt.rstrip().endswith(THINK_OPEN)
 
 
-Part = tuple[Literal["thinking", "answer"], str]
+class Part(NamedTuple):
+    """A piece of an answer: of the reasoning that comes first, or of what is said."""
+
+    kind: Literal["thinking", "answer"]
+    text: str
 
 
 class ThinkingSplitter:
@@ -104,7 +108,7 @@ class ThinkingSplitter:
 
     def _emit(self, parts: list[Part], text: str) -> None:
         if text:
-            parts.append(("thinking" if self._thinking else "answer", text))
+            parts.append(Part("thinking" if self._thinking else "answer", text))
 
 
 def _marker_start(text: str, marker: str) -> int:

@@ -11,25 +11,31 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from sharpi import _core
+from sharpi.arguments import token_ids
 from sharpi.chat import ChatTemplate
+from sharpi.conversation import Message, Reply
 from sharpi.drafts import DraftedRun, choose_drafts
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
 from sharpi.expert_stats import ExpertStats, unwritable
 from sharpi.files import require_writable
+from sharpi.generation import Generation, GenerationOptions, Meter, takes_generation_options
 from sharpi.gguf import GgufFile
 from sharpi.hardware import core_count
 from sharpi.planner import Plan, make_plan, saved_plan
 from sharpi.profile import HardwareProfile, load_profile
-from sharpi.session import Session, Timing, Token, as_ids
+from sharpi.session import Session, Timing, Token
 from sharpi.tokenizer import Tokenizer
 
-__all__ = ["BUNDLED_MODEL", "Model", "Session", "Token", "describe"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["BUNDLED_MODEL", "Generation", "Model", "Reply", "Session", "Token", "describe"]
 
 BUNDLED_MODEL = Path(__file__).parent / "bundled" / "story.gguf"
 
@@ -165,7 +171,7 @@ class Model:
         self._engine: _core.Engine | None = engine
         self._load_seconds = load_seconds
         self._tokenizer: Tokenizer | None = None
-        self.timing = Timing()  # of the last generation
+        self._last_meter = Meter(Timing())  # of the generation started last
         self._expert_stats = expert_stats
         self._process = os.getpid()
         self._notice = notice
@@ -324,19 +330,30 @@ class Model:
 
         chunks: sizes of the pieces in which the tokens are evaluated; the answer does not depend on them.
         """
-        return _core.Session(self.engine).logits(as_ids(tokens), list(chunks))
+        return _core.Session(self.engine).logits(token_ids("tokens", tokens), [*chunks])
 
-    def generate(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Token]:
-        """Continues `prompt` in a session of its own; for the options see `Session.generate`."""
-        session = self.session()
-        yield from session.generate(prompt, **options)
+    @takes_generation_options
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> Generation:
+        """Continues `prompt` in a session of its own: see `Session.generate`, and `GenerationOptions` for the options."""
+        return self.session().generate(prompt, **options)
+
+    @takes_generation_options
+    def chat(self, messages: Sequence[Message], *, system: str | None = None, thinking: bool | None = None,
+             tools: Sequence[Mapping[str, Any]] | None = None, **options: Unpack[GenerationOptions]) -> Reply:
+        """Answers `messages` in a session of its own: see `Session.chat`, which computes less for a further turn."""
+        return self.session().chat(messages, system=system, thinking=thinking, tools=tools, **options)
 
     def session(self) -> Session:
         """A new conversation, which keeps its KV cache between calls."""
         return Session(self)
 
+    def note_generation(self, meter: Meter) -> None:
+        """Makes a generation the one whose figures `stats` has."""
+        self._last_meter = meter
+
     def stats(self) -> dict[str, Any]:
-        """Counts and speeds of the last generation, and the bytes held; `vram_bytes` by the device's own account.
+        """Counts and speeds of the generation started last, and the bytes held; `vram_bytes` by the device's own account.
+        With several sessions at work, ask each generation: `Generation.stats`.
         steps: passes of the model after the prompt's; acceptance_rate: of the drafted tokens, `None` where there were
         none.
 
@@ -349,7 +366,7 @@ class Model:
         experts = ExpertStats.from_engine(self.engine, self.plan)
         taken = sum(entry[2] for entry in self.engine.trace) if self.device == "cuda" else 0
         return {
-            **self.timing.to_dict(),
+            **self._last_meter.timing.to_dict(),
             "load_seconds": self._load_seconds,
             "weights_bytes": self.engine.weight_bytes,
             "kv_bytes": self.engine.kv_bytes,

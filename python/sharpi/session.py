@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from collections.abc import Iterator, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from sharpi import _core
+from sharpi.arguments import flag, maybe, token_ids
+from sharpi.conversation import Message, Reply, checked_messages, render_prompt, reply_to
 from sharpi.drafts import choose_drafts, missing_states
 from sharpi.errors import InvalidRequestError, ModelFileError
+from sharpi.generation import Generation, GenerationOptions, Meter, checked_options, takes_generation_options
 
 if TYPE_CHECKING:
-    from sharpi.model import Model
+    from typing_extensions import Unpack
 
-__all__ = ["Session", "Timing", "Token", "as_ids"]
+    from sharpi.model import Model
+    from sharpi.tokenizer import StreamDecoder
+
+__all__ = ["Session", "Timing", "Token"]
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
@@ -49,75 +55,86 @@ class Session:
         self._turn += 1
         self._core.reset()
 
-    def generate(self, prompt: str | Sequence[int], *, max_tokens: int | None = None, temperature: float = 0.8,
-                 top_k: int = 40, top_p: float = 0.95, min_p: float = 0.05, repetition_penalty: float = 1.0,
-                 presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
-                 logit_bias: Mapping[int, float] | None = None, seed: int | None = None,
-                 stop: str | Sequence[str] = (), draft: str | None = None,
-                 draft_tokens: int | None = None) -> Iterator[Token]:
-        """Yields tokens that continue `prompt` (the whole conversation so far, as text or token ids).
+    @takes_generation_options
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> Generation:
+        """Continues `prompt`: the whole conversation so far, as text or as token ids.
 
-        Ends at `max_tokens` (`None`: no limit), at an end token of the model, where one of the `stop` texts begins,
-        or when the context is full. temperature 0 always takes the most likely token; the same seed gives the same
-        text. Closing the iterator stops the work. Raises `InvalidRequestError` before the first token.
-
-        draft: who guesses tokens for the model to judge several in one step: "mtp", the model's prediction layer;
-        "ngram", what followed the last few tokens earlier in the text; "off". `None` is "mtp" where a prediction layer
-        is loaded and the plan expects it to pay, else "off". draft_tokens: how many are guessed at once at most, 1 to 7 (1 for "mtp", 4 for "ngram");
-        with recurrent layers no more than there is room for states, which `Model.load`'s `sequences` says, less two.
-        The text is the same with each.
+        The tokens end at `max_tokens`, at an end token of the model, before a `stop` text, or when the context is full.
+        `GenerationOptions` says what the options mean. Raises `InvalidRequestError` at the call.
         """
-        model = self._model
-        if max_tokens is not None and max_tokens < 0:
-            raise InvalidRequestError(f"max_tokens must be 0 or more, not {max_tokens}")
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if any(not text for text in stop):
-            raise InvalidRequestError("a stop text is empty")
-        if seed is not None and not 0 <= seed < 2**64:
-            raise InvalidRequestError(f"the seed must be 0 to 2^64 - 1, not {seed}")
-        drafts = choose_drafts(draft, draft_tokens, mtp=model.plan.mtp, cost=model.plan.draft_cost)
-        if draft_tokens is not None and (line := missing_states(drafts[1], model.plan)):
+        model, given = self._model, checked_options(options)
+        model.engine  # raises if the model is closed
+        drafts = choose_drafts(given["draft"], given["draft_tokens"], mtp=model.plan.mtp, cost=model.plan.draft_cost)
+        if given["draft_tokens"] is not None and (line := missing_states(drafts[1], model.plan)):
             model.tell(line)
-        ids = model.tokenize(prompt) if isinstance(prompt, str) else as_ids(prompt)
-        if not ids:
-            raise InvalidRequestError("the prompt is empty: give at least one token")
-        try:
-            params = _core.SamplingParams(
-                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-                presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
-                logit_bias=dict(logit_bias or {}),
-                seed=secrets.randbits(63) if seed is None else seed)
-        except TypeError:
-            raise InvalidRequestError("a sampling option has the wrong type or is too large") from None
+        ids = model.tokenize(prompt) if isinstance(prompt, str) else token_ids("prompt", prompt, or_text="text or ")
+        self._require_prompt(ids)
+        params = _core.SamplingParams(**{name: given[name] for name in _SAMPLING}, logit_bias=given["logit_bias"] or {},
+                                      seed=secrets.randbits(63) if given["seed"] is None else given["seed"])
+        params.validate(model.spec.vocab_size)
         try:
             decoder, ends = model.tokenizer.stream(after=ids), model.tokenizer.stop_ids
         except ModelFileError:
-            if isinstance(prompt, str) or stop:
+            if isinstance(prompt, str) or given["stop"]:
                 raise
             decoder, ends = None, frozenset()  # a file without a tokenizer still answers in token ids
-        timing = model.timing = Timing()
-        started = time.perf_counter()
+        meter = Meter(Timing())
+        tokens = self._tokens(lambda: self._start(ids, params, drafts, meter), given["max_tokens"], ends, decoder,
+                              meter)
+        return Generation(_StopFilter(given["stop"]).through(tokens), meter)
+
+    @takes_generation_options
+    def chat(self, messages: Sequence[Message], *, system: str | None = None, thinking: bool | None = None,
+             tools: Sequence[Mapping[str, Any]] | None = None, **options: Unpack[GenerationOptions]) -> Reply:
+        """Answers `messages`, each {"role": ..., "content": ...}: the whole conversation so far.
+
+        system: a system message to put before them. thinking: whether the chat template asks for reasoning; `None`
+        leaves it to the template. tools: descriptions of functions for the template. options: see `GenerationOptions`.
+        Append the reply's `message` to the messages to go on; this session then computes only what is new. Raises
+        `InvalidRequestError` at the call.
+        """
+        conversation = checked_messages(messages, system)
+        prompt = render_prompt(self._model, conversation, thinking=maybe(flag, "thinking", thinking), tools=tools)
+        return reply_to(prompt, self._model, self, options)
+
+    def _require_prompt(self, ids: list[int]) -> None:
+        """Raises `InvalidRequestError` for a prompt that no session of the model can take."""
+        model = self._model
+        if not ids:
+            raise InvalidRequestError("the prompt is empty: give at least one token")
+        if len(ids) > model.context:
+            raise InvalidRequestError(f"the prompt has {len(ids)} tokens, the context holds {model.context}: shorten it"
+                                      " or ask for a larger context")
+        if max(ids) >= model.spec.vocab_size:
+            raise InvalidRequestError(f"token {max(ids)} is outside the vocabulary of {model.spec.vocab_size}")
+
+    def _start(self, ids: list[int], params: _core.SamplingParams, drafts: tuple[str, int], meter: Meter) -> int:
+        """Evaluates the prompt; returns the turn that the core session is then at."""
+        self._model.note_generation(meter)
         self._turn += 1
         turn = self._turn
+        started = time.perf_counter()
         self._core.start(ids, params, *drafts)
-        timing.prompt_seconds = time.perf_counter() - started
-        timing.reused_tokens = self._core.reused_tokens
-        timing.prompt_tokens = len(ids) - timing.reused_tokens
-        yield from _StopFilter(stop).through(self._tokens(turn, max_tokens, ends, decoder, timing))
+        seconds, reused = time.perf_counter() - started, self._core.reused_tokens
+        meter.timing = Timing(prompt_seconds=seconds, reused_tokens=reused, prompt_tokens=len(ids) - reused)
+        return turn
 
-    def _tokens(self, turn: int, max_tokens: int | None, ends: frozenset[int], decoder: Any,
-                timing: Timing) -> Iterator[Token]:
-        last = None
-        while max_tokens is None or timing.generated_tokens < max_tokens:
+    def _tokens(self, start: Callable[[], int], max_tokens: int | None, ends: frozenset[int],
+                decoder: StreamDecoder | None, meter: Meter) -> Iterator[Token]:
+        turn, last, count, seconds = start(), None, 0, 0.0
+        while max_tokens is None or count < max_tokens:
             if turn != self._turn:
                 raise InvalidRequestError("the session was used for something else: this generation cannot go on")
             started = time.perf_counter()
             token = self._core.next()
-            timing.generation_seconds += time.perf_counter() - started
-            timing.steps, timing.drafted_tokens, timing.accepted_tokens = self._core.draft_counts
-            if token is None or token in ends:
+            seconds += time.perf_counter() - started
+            ended = token is None or token in ends
+            count += not ended
+            steps, drafted, accepted = self._core.draft_counts
+            meter.timing = replace(meter.timing, generated_tokens=count, generation_seconds=seconds, steps=steps,
+                                   drafted_tokens=drafted, accepted_tokens=accepted)
+            if token is None or ended:
                 break
-            timing.generated_tokens += 1
             last = token
             yield Token(token, decoder.push(token) if decoder else "")
         rest = decoder.flush() if decoder else ""
@@ -125,10 +142,10 @@ class Session:
             yield Token(last, rest)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Timing:
-    """Of the last generation. steps: passes of the model after the prompt's; drafted_tokens and accepted_tokens: what
-    was guessed for them, and what of it the model would have chosen anyway."""
+    """What a generation has cost so far. steps: passes of the model after the prompt's; drafted_tokens and
+    accepted_tokens: what was guessed for them, and what of it the model would have chosen anyway."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -165,7 +182,7 @@ class _StopFilter:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
 
-    def through(self, tokens: Iterator[Token]) -> Iterator[Token]:
+    def through(self, tokens: Iterator[Token]) -> Generator[Token, None, None]:
         held, last = "", None
         for token in tokens:
             held, last = held + token.text, token.id
@@ -183,16 +200,3 @@ class _StopFilter:
     def _overlap(text: str, stop: str) -> int:
         """How many of the last characters of `text` begin `stop`."""
         return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
-
-
-def as_ids(tokens: Sequence[int]) -> list[int]:
-    """Token ids as the core takes them. Raises `InvalidRequestError` for anything else."""
-    try:
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise ValueError
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        raise InvalidRequestError("tokens must be a sequence of token ids, 0 to 2^31 - 1") from None
-    return [int(i) for i in ids]

@@ -18,7 +18,7 @@ from click.testing import Result
 from fake_model import CONTROL_TOKEN, SLOW_PROGRAM, FakeModel, Script, cli_runner, install
 from sharpi.cli import main
 from sharpi.cli.chat import _show
-from sharpi.cli.conversation import Conversation
+from sharpi.conversation import Conversation
 from sharpi.errors import InvalidRequestError
 
 NO_SAMPLING: dict = {}

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import click
 
-from sharpi.cli.conversation import Conversation
+from sharpi.conversation import Conversation
 from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, draft_options, model_options,
                                 sampling_options)
 from sharpi.cli.text import closing_line, printable

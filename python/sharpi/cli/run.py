@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sharpi.cli.conversation import render_prompt
+from sharpi.conversation import render_prompt
 from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, draft_options, model_options,
                                 sampling_options)
 from sharpi.cli.text import closing_line
@@ -73,7 +73,7 @@ def _read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 def _chat_tokens(model: Model, text: str) -> list[int]:
-    prompt = render_prompt(model, [{"role": "user", "content": text}], thinking=True)
+    prompt = render_prompt(model, [{"role": "user", "content": text}])
     return model.tokenize(prompt, add_special=False, parse_special=True)
 
 

@@ -1,0 +1,216 @@
+"""Conversations with a model: messages in, the parts of an answer out.
+
+The whole conversation is rendered and tokenized anew for every answer, because templates rewrite earlier turns
+(most drop old reasoning). What stays the same at its start is found again in the session's KV cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from sharpi import arguments
+from sharpi.chat import ChatTemplate, Part, ThinkingSplitter, prompt_opens_thinking
+from sharpi.errors import InvalidRequestError, SharpiError
+
+if TYPE_CHECKING:
+    from sharpi.generation import Generation
+    from sharpi.model import Model
+    from sharpi.session import Session, Timing
+
+__all__ = ["Conversation", "Message", "Reply", "checked_messages", "render_prompt", "reply_to", "require_template"]
+
+# "role" and "content"; an assistant's may have "reasoning_content" and "tool_calls", as templates know them.
+Message = Mapping[str, Any]
+
+
+class Reply(Iterator[Part]):
+    """A model's answer to some messages: iterate over its parts.
+
+    It is one `Generation`: see there what starts and stops the work. `message` is the answer as the assistant's
+    message, as far as it has come.
+    """
+
+    def __init__(self, generation: Generation, splitter: ThinkingSplitter) -> None:
+        self._generation = generation
+        self._spoken: list[Part] = []
+        self._parts = self._read(splitter)
+
+    def _read(self, splitter: ThinkingSplitter) -> Generator[Part, None, None]:
+        for token in self._generation:
+            yield from splitter.push(token.text)
+        yield from splitter.flush()
+
+    def __iter__(self) -> Reply:
+        return self
+
+    def __next__(self) -> Part:
+        part = next(self._parts)
+        self._spoken.append(part)
+        return part
+
+    def close(self) -> None:
+        """Stops the work; asking for more parts then ends at once."""
+        self._parts.close()
+        self._generation.close()
+
+    def __enter__(self) -> Reply:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Reply, {self.timing.generated_tokens:,} tokens so far>"
+
+    @property
+    def message(self) -> dict[str, str]:
+        """{"role": "assistant", "content": ...} with what was said so far, and "reasoning_content" if there was any."""
+        return _assistant_message(self._spoken)
+
+    @property
+    def timing(self) -> Timing:
+        """What the answer has cost so far."""
+        return self._generation.timing
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and speeds so far, under the names that `Model.stats` has for them."""
+        return self._generation.stats()
+
+
+class Conversation:
+    """The messages so far, and the session that remembers them.
+
+    An answer that was stopped half way stays in the conversation as far as it came.
+    """
+
+    def __init__(self, model: Model, options: Mapping[str, Any], *, system: str | None = None, thinking: bool = True,
+                 max_tokens: int | None = None) -> None:
+        """`options`: keyword arguments for `generate`. Raises `InvalidRequestError` for a model without a template."""
+        require_template(model)
+        self._model = model
+        self._options = options
+        self._thinking = thinking
+        self._max_tokens = max_tokens
+        self._opening: list[Message] = [{"role": "system", "content": system}] if system is not None else []
+        self._session = model.session()
+        self.messages: list[Message] = list(self._opening)
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = list(self._opening)
+        self._session.reset()
+
+    def answer(self, text: str) -> Generator[Part, None, None]:
+        """Say `text` and yield the answer's parts as they come; close the iterator to stop it.
+
+        After an error, such as a context that is full, the conversation is as it was before.
+        """
+        self.messages.append({"role": "user", "content": text})
+        spoken: list[Part] = []
+        try:
+            with self._reply() as parts:
+                for part in parts:
+                    spoken.append(part)
+                    yield part
+        except SharpiError:
+            spoken.clear()
+            raise
+        finally:
+            self._keep(spoken)
+
+    def _reply(self) -> Reply:
+        prompt = render_prompt(self._model, self.messages, thinking=None if self._thinking else False)
+        return reply_to(prompt, self._model, self._session, {**self._options, "max_tokens": self._max_tokens})
+
+    def _keep(self, spoken: list[Part]) -> None:
+        """Turns what was said into the assistant's message; templates want none, or one that says something."""
+        if not spoken:
+            self.messages.pop()
+            return
+        self.messages.append(_assistant_message(spoken))
+
+
+def _assistant_message(spoken: Sequence[Part]) -> dict[str, str]:
+    answer, thinking = ("".join(text for kind, text in spoken if kind == wanted).strip()
+                        for wanted in ("answer", "thinking"))
+    message = {"role": "assistant", "content": answer}
+    if thinking:
+        message["reasoning_content"] = thinking  # where the templates that show old reasoning look for it
+    return message
+
+
+def reply_to(prompt: str, model: Model, session: Session, options: Mapping[str, Any]) -> Reply:
+    """The answer to a rendered prompt. options: keyword arguments for `Session.generate`."""
+    tokens = model.tokenize(prompt, add_special=False, parse_special=True)
+    return Reply(session.generate(tokens, **options), ThinkingSplitter(prompt_opens_thinking(prompt)))
+
+
+def checked_messages(messages: Any, system: Any = None) -> list[Message]:
+    """`messages` after a system message, if one is given. Raises `InvalidRequestError`, which says which message is
+    wrong, for what no template could take."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise InvalidRequestError('messages must be a list of messages such as {"role": "user", "content": "Hello"},'
+                                  f" not {arguments.shown(messages)}")
+    if not messages:
+        raise InvalidRequestError("messages is empty: give at least one message")
+    for index, message in enumerate(messages):
+        name = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(f"{name} must have a role and a content, not be {arguments.shown(message)}")
+        arguments.text(f'{name}["role"]', message.get("role"))
+        if message.get("content") is not None or "tool_calls" not in message:
+            arguments.text(f'{name}["content"]', message.get("content"))
+    if arguments.maybe(arguments.text, "system", system) is None:
+        return list(messages)
+    if messages[0]["role"] == "system":
+        raise InvalidRequestError("system: the messages begin with a system message already")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def require_template(model: Model) -> ChatTemplate:
+    """The model's chat template. Raises `InvalidRequestError` for a model that holds none."""
+    template = model.chat_template
+    if template is None:
+        raise InvalidRequestError(
+            f"{model.file.name} has no chat template, so it cannot chat; `sharpi run` continues a text")
+    return template
+
+
+def render_prompt(model: Model, messages: Sequence[Message], *, thinking: bool | None = None,
+                  tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    """`messages` as the model's template words them, up to where its answer begins.
+
+    thinking: whether the template asks for reasoning; `None` leaves the choice to the template. tools: descriptions of
+    functions that the model may call, as the template wants them. Raises `InvalidRequestError` for a message or a tool
+    that contains a control token.
+    """
+    template = require_template(model)
+    for message in messages:
+        if message["role"] != "assistant" and message.get("content"):
+            _refuse_control_tokens(model, f"the {message['role']} message spells", message["content"])
+    if tools is None:
+        return template.render(messages, enable_thinking=thinking)
+    _refuse_control_tokens(model, "tools spell", _tools_text(tools))
+    return template.render(messages, enable_thinking=thinking, tools=list(tools))
+
+
+def _tools_text(tools: Any) -> str:
+    """Raises `InvalidRequestError` unless `tools` is a list of JSON objects."""
+    if (isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence)
+            or any(not isinstance(tool, Mapping) for tool in tools)):
+        raise InvalidRequestError(f"tools must be a list of descriptions of functions, not {arguments.shown(tools)}")
+    try:
+        return json.dumps([*tools], ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidRequestError("tools must hold JSON: text, numbers, lists and dictionaries with text as keys") from None
+
+
+def _refuse_control_tokens(model: Model, who: str, text: str) -> None:
+    """A rendered prompt is read with its control tokens, so a message that spells one could speak for another role."""
+    if model.tokenize(text, parse_special=True) != model.tokenize(text):
+        raise InvalidRequestError(f"{who} one of the model's control tokens, such as an end of turn:"
+                                  " write it differently")

@@ -1,0 +1,183 @@
+"""`Generation`: the tokens of one answer as they come, what they cost, and the options that shape them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+from sharpi import arguments
+from sharpi.errors import InvalidRequestError
+
+if TYPE_CHECKING:
+    from sharpi.session import Timing, Token
+
+__all__ = ["DEFAULT_OPTIONS", "Generation", "GenerationOptions", "Meter", "checked_options", "takes_generation_options"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MOST_SEED = (1 << 64) - 1
+
+
+class GenerationOptions(TypedDict, total=False):
+    """The keyword arguments of every method that generates; `DEFAULT_OPTIONS` has their defaults.
+
+    max_tokens: the most tokens to generate; `None` leaves the end to the model and the context. temperature: 0 always
+    takes the most likely token. top_k, top_p, min_p: keep the k most likely tokens (0: all), the most likely ones that
+    reach this probability together, and those at least this likely relative to the most likely one.
+    repetition_penalty, presence_penalty, frequency_penalty: for tokens already seen. logit_bias: what to add to the
+    logits of tokens; -inf forbids one. seed: the same seed gives the same text; `None` takes a new one. stop: a text,
+    or several, before the first of which the answer ends.
+
+    draft: who guesses tokens, so that the model can check several in one step: "mtp", the model's prediction layer;
+    "ngram", what followed the last few tokens earlier in the text; "off". `None` is "mtp" if a prediction layer is
+    loaded and the plan expects it to pay, else "off". draft_tokens: the most tokens guessed at once, 1 to 7 (default:
+    1 for "mtp", 4 for "ngram"); a model with recurrent layers has room for `sequences` less two (see `Model.load`). The
+    text is the same with any of these.
+    """
+
+    max_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str]
+    draft: str | None
+    draft_tokens: int | None
+
+
+DEFAULT_OPTIONS: GenerationOptions = {
+    "max_tokens": None, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None, "seed": None, "stop": (), "draft": None,
+    "draft_tokens": None,
+}
+
+
+def checked_options(options: GenerationOptions) -> dict[str, Any]:
+    """All options, each of its type, with defaults for those left out; `stop` as a tuple. The core checks the ranges of
+    the sampling options. Raises `InvalidRequestError`, which names the option, and `TypeError` for an unknown one."""
+    unknown = [name for name in options if name not in _CHECKS]
+    if unknown:
+        raise TypeError(f"{unknown[0]!r} is no option of a generation; there are {', '.join(_CHECKS)}")
+    given = {**DEFAULT_OPTIONS, **options}
+    return {name: check(name, given[name]) for name, check in _CHECKS.items()}
+
+
+def _limit(name: str, value: Any) -> int | None:
+    count = arguments.maybe(arguments.whole, name, value)
+    if count is not None and count < 0:
+        raise InvalidRequestError(f"{name} must be 0 or more, not {count}")
+    return count
+
+
+def _seed(name: str, value: Any) -> int | None:
+    seed = arguments.maybe(arguments.whole, name, value)
+    if seed is not None and not 0 <= seed <= _MOST_SEED:
+        raise InvalidRequestError(f"{name} must be 0 to 2^64 - 1, not {seed}")
+    return seed
+
+
+def _int32(name: str, value: Any) -> int:
+    count = arguments.whole(name, value)
+    if not 0 <= count < 1 << 31:
+        raise InvalidRequestError(f"{name} must be 0 to 2^31 - 1, not {count}")
+    return count
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, Sequence) or any(not isinstance(part, str) for part in texts):
+        raise InvalidRequestError(f"{name} must be a text or a sequence of texts, not {arguments.shown(value)}")
+    if any(not part for part in texts):
+        raise InvalidRequestError(f"{name} has an empty text")
+    return tuple(texts)
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "max_tokens": _limit,
+    "temperature": arguments.number,
+    "top_k": _int32,
+    **dict.fromkeys(("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+                    arguments.number),
+    "logit_bias": lambda name, value: arguments.maybe(arguments.token_numbers, name, value),
+    "seed": _seed,
+    "stop": _texts,
+    "draft": lambda name, value: arguments.maybe(arguments.text, name, value),
+    "draft_tokens": lambda name, value: arguments.maybe(arguments.whole, name, value),
+}
+
+
+def takes_generation_options(method: F) -> F:
+    """Lets `inspect.signature` and `help` show the options of a method that takes them as `**options`, as type checkers
+    do."""
+
+    @functools.wraps(method)
+    def shown(*args: Any, **options: Any) -> Any:
+        return method(*args, **options)
+
+    signature = inspect.signature(method)
+    kinds = GenerationOptions.__annotations__
+    named = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default,
+                                 annotation=getattr(kinds[name], "__forward_arg__", kinds[name]))
+               for name, default in DEFAULT_OPTIONS.items()]
+    shown.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    return typing.cast(F, shown)
+
+
+class Meter:
+    """Holds what a generation has cost so far. The figures are replaced as a whole, so that any thread may read them."""
+
+    __slots__ = ("timing",)
+
+    def __init__(self, timing: Timing) -> None:
+        self.timing = timing
+
+
+class Generation(Iterator["Token"]):
+    """An answer that is being generated: iterate over its tokens.
+
+    The prompt is evaluated when the first token is asked for. The work stops when `close` is called, at the end of a
+    `with` block, and when the object is dropped.
+    """
+
+    def __init__(self, tokens: Generator[Token, None, None], meter: Meter) -> None:
+        self._tokens = tokens
+        self._meter = meter
+
+    @property
+    def timing(self) -> Timing:
+        """What this generation has cost so far, whatever other sessions do; any thread may ask."""
+        return self._meter.timing
+
+    def __iter__(self) -> Generation:
+        return self
+
+    def __next__(self) -> Token:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """Stops the work; asking for more tokens then ends at once."""
+        self._tokens.close()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Generation, {self.timing.generated_tokens:,} tokens so far>"
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and speeds so far, under the names that `Model.stats` has for them."""
+        return self.timing.to_dict()

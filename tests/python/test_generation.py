@@ -1,0 +1,104 @@
+"""A generation as an object: what is refused at the call, what stops it, and figures that are its own."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from sharpi import Generation, InvalidRequestError, Model, Session
+from sharpi.generation import DEFAULT_OPTIONS, GenerationOptions
+from sharpi.session import Timing
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    with Model.load(device="cpu", context=512, threads=1) as loaded:
+        yield loaded
+
+
+def test_the_signatures_show_every_option_with_its_default() -> None:
+    assert set(DEFAULT_OPTIONS) == set(GenerationOptions.__annotations__)
+    for method in (Model.generate, Session.generate, Model.chat, Session.chat):
+        parameters = inspect.signature(method).parameters
+        assert {name: parameters[name].default for name in DEFAULT_OPTIONS} == DEFAULT_OPTIONS
+        assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in DEFAULT_OPTIONS)
+        assert not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def test_an_unknown_option_is_a_type_error_that_names_it(model: Model) -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        model.generate(PROMPT, temprature=0.5)  # type: ignore[call-arg]
+
+
+def test_what_is_refused_is_refused_at_the_call(model: Model) -> None:
+    session = model.session()
+    kept = list(session.generate(PROMPT, max_tokens=4, temperature=0.0))
+    tokens = session.tokens
+    for prompt, options in (([], {}), ([1] * 513, {}), ([model.spec.vocab_size], {}), (PROMPT, {"top_p": 2.0}),
+                            (PROMPT, {"logit_bias": {model.spec.vocab_size: 1.0}}), (PROMPT, {"draft": "mtp"})):
+        with pytest.raises(InvalidRequestError):
+            session.generate(prompt, **options)
+    assert session.tokens == tokens, "a refusal must leave the session alone"
+    assert list(session.generate(PROMPT, max_tokens=4, temperature=0.0)) == kept
+
+
+def test_nothing_is_computed_before_the_first_token_is_asked_for(model: Model) -> None:
+    session = model.session()
+    running = session.generate(PROMPT, max_tokens=3)
+    other = session.generate("The dog", max_tokens=3)
+    assert session.tokens == [] and running.timing == Timing()
+    running.close()
+    assert list(running) == [] and session.tokens == []
+    assert len(list(other)) == 3, "one that never began disturbs no other"
+
+
+def test_a_with_block_stops_the_work(model: Model) -> None:
+    session = model.session()
+    with session.generate(PROMPT, temperature=0.0) as running:
+        assert isinstance(running, Generation) and iter(running) is running
+        for _ in range(5):
+            next(running)
+    held = session.tokens
+    assert list(running) == [] and session.tokens == held
+    assert running.timing.generated_tokens == running.stats()["generated_tokens"] == 5
+    assert "5 tokens" in repr(running)
+
+
+def test_sessions_in_threads_have_their_own_figures(model: Model) -> None:
+    """Both are at work at once: each thread waits for the other after its prompt and before its last token."""
+    prompts, limits = (PROMPT, " ".join([PROMPT] * 20)), (30, 7)
+    generations: list[Generation] = [model.session().generate(prompt, max_tokens=limit, temperature=0.0)
+                                     for prompt, limit in zip(prompts, limits, strict=True)]
+    barrier = threading.Barrier(2, timeout=60)
+
+    def drain(index: int) -> None:
+        next(generations[index])
+        barrier.wait()
+        for _ in range(limits[index] - 2):
+            next(generations[index])
+        barrier.wait()
+        assert len(list(generations[index])) == 1
+
+    threads = [threading.Thread(target=drain, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for prompt, limit, generation in zip(prompts, limits, generations, strict=True):
+        stats = generation.stats()
+        assert (stats["prompt_tokens"], stats["generated_tokens"]) == (len(model.tokenize(prompt)), limit)
+        assert stats["prompt_seconds"] > 0 and stats["generation_seconds"] > 0
+
+
+def test_the_model_has_the_figures_of_the_generation_that_began_last(model: Model) -> None:
+    first, second = (model.session().generate(PROMPT, max_tokens=count, temperature=0.0) for count in (6, 9))
+    next(first)
+    list(second)
+    list(first)
+    assert model.stats()["generated_tokens"] == 9
+    assert (first.stats()["generated_tokens"], second.stats()["generated_tokens"]) == (6, 9)
