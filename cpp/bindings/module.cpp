@@ -41,6 +41,9 @@ Metadata toMetadata(const py::dict& values) {
             else result[name] = static_cast<int64_t>(whole);
         } else if (py::isinstance<py::array>(value)) {
             result[name] = py::cast<std::vector<double>>(py::reinterpret_borrow<py::array>(value).attr("astype")("float64").attr("ravel")());
+        } else {
+            // An array that the core never reads. It still knows the key, so that no default stands in for it.
+            result[name] = std::vector<double>();
         }
     }
     return Metadata(std::move(result));

@@ -2,6 +2,7 @@
 #include "model/metadata.h"
 
 #include <cmath>
+#include <iterator>
 
 #include "core/error.h"
 
@@ -10,6 +11,14 @@ namespace sharpi {
 namespace {
 
 [[noreturn]] void bad(const std::string& what) { throw Error(ErrorKind::BadModel, what); }
+
+// In the order of MetadataValue's alternatives.
+constexpr const char* kKinds[] = {"a bool", "an integer", "a float", "a string", "an array"};
+static_assert(std::size(kKinds) == std::variant_size_v<MetadataValue>);
+
+[[noreturn]] void mistyped(const std::string& key, const MetadataValue& value, const char* wanted) {
+    bad("metadata key '" + key + "' is " + kKinds[value.index()] + ", not " + wanted);
+}
 
 }  // namespace
 
@@ -20,8 +29,9 @@ const MetadataValue& Metadata::get(const std::string& key) const {
 }
 
 int64_t Metadata::integer(const std::string& key, int64_t low, int64_t high) const {
-    const auto* value = std::get_if<int64_t>(&get(key));
-    if (!value) bad("metadata key '" + key + "' is not a whole number");
+    const MetadataValue& found = get(key);
+    const auto* value = std::get_if<int64_t>(&found);
+    if (!value) mistyped(key, found, "a whole number of 64 bits");
     if (*value < low || *value > high) {
         bad("metadata key '" + key + "' is " + std::to_string(*value) + ", expected " + std::to_string(low) + " to " +
             std::to_string(high));
@@ -38,7 +48,7 @@ double Metadata::number(const std::string& key) const {
     double result = 0;
     if (const auto* real = std::get_if<double>(&value)) result = *real;
     else if (const auto* whole = std::get_if<int64_t>(&value)) result = static_cast<double>(*whole);
-    else bad("metadata key '" + key + "' is not a number");
+    else mistyped(key, value, "a number");
     if (!std::isfinite(result)) bad("metadata key '" + key + "' is not finite");
     return result;
 }
@@ -49,14 +59,16 @@ double Metadata::numberOr(const std::string& key, double fallback) const {
 
 bool Metadata::flagOr(const std::string& key, bool fallback) const {
     if (!has(key)) return fallback;
-    const auto* value = std::get_if<bool>(&get(key));
-    if (!value) bad("metadata key '" + key + "' is not true or false");
+    const MetadataValue& found = get(key);
+    const auto* value = std::get_if<bool>(&found);
+    if (!value) mistyped(key, found, "a bool");
     return *value;
 }
 
 std::string Metadata::text(const std::string& key) const {
-    const auto* value = std::get_if<std::string>(&get(key));
-    if (!value) bad("metadata key '" + key + "' is not text");
+    const MetadataValue& found = get(key);
+    const auto* value = std::get_if<std::string>(&found);
+    if (!value) mistyped(key, found, "a string");
     return *value;
 }
 

@@ -13,6 +13,7 @@
 
 namespace sharpi {
 
+// An array is there to be recognized as one; one of strings is empty.
 using MetadataValue = std::variant<bool, int64_t, double, std::string, std::vector<double>>;
 
 // Key → value with typed look-ups. All throw Error(BadModel) naming the key when it is missing (and there is no

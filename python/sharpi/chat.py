@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -21,9 +22,9 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 class ChatTemplate:
-    """A compiled chat template. `bos_token` and `eos_token` are the texts of those tokens."""
+    """A compiled chat template. `bos_token` and `eos_token` are the texts of those tokens, `file` is named in errors."""
 
-    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+    def __init__(self, source: str, bos_token: str, eos_token: str, file: str | os.PathLike[str] | None = None) -> None:
         """Raises ModelFileError if `source` does not parse."""
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:

@@ -17,15 +17,16 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sharpi.errors import ModelFileError
+from sharpi.metadata import LazyStringArray, Metadata, quoted
 
 __all__ = ["TENSOR_TYPES", "GgufFile", "LazyStringArray", "TensorInfo", "TensorType"]
 
@@ -67,9 +68,7 @@ _MAX_ARRAY_DEPTH = 4
 _MAX_INT64 = (1 << 63) - 1
 
 _DEFAULT_ALIGNMENT = 32
-_SMALL_ARRAY = 4096
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
-_REQUIRED: Any = object()
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -105,70 +104,16 @@ class TensorInfo:
         return TENSOR_TYPES[self.type].name
 
 
-class LazyStringArray(Sequence[str]):
-    """An array of strings, kept as its bytes and decoded whole when an element is first asked for.
-
-    Decoding raises `ModelFileError` if a string is not valid UTF-8.
-    """
-
-    def __init__(self, path: Path, key: str, raw: bytes, count: int) -> None:
-        """`raw`: the strings as in the file (length, bytes, …), already known to hold exactly `count`."""
-        self._path = path
-        self._key = key
-        self._raw = raw
-        self._count = count
-        self._strings: list[str] | None = None
-
-    def decode(self) -> list[str]:
-        """All strings; the same list at every call."""
-        if self._strings is None:
-            self._strings = self._decode()
-            self._raw = b""
-        return self._strings
-
-    def _decode(self) -> list[str]:
-        raw, length_at = self._raw, _U64.unpack_from
-        strings: list[str] = []
-        append = strings.append
-        position = 0
-        try:
-            for _ in range(self._count):
-                start = position + 8
-                position = start + length_at(raw, position)[0]
-                append(str(raw[start:position], "utf-8"))
-        except UnicodeDecodeError:
-            raise ModelFileError.about(self._path, f"string {len(strings)} of {_quote(self._key)} is not valid UTF-8: "
-                                                   "the file is damaged") from None
-        return strings
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        return self.decode()[index]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.decode())
-
-    def __repr__(self) -> str:
-        return f"<LazyStringArray {self._key!r}, {self._count} strings>"
-
-
 @dataclass(frozen=True, eq=False)
 class GgufFile:
     """An opened model: one file, or all parts of a split one. Make it with `GgufFile.open`.
 
-    `metadata` holds Python numbers, bools and strings, read-only numpy arrays, and a `LazyStringArray` for an array
-    of strings (a list for an array of arrays). For a split model it is that of the first part.
+    `metadata` gives checked access to the values in the header. For a split model it is that of the first part.
     """
 
     paths: list[Path]
     version: int
-    metadata: Mapping[str, Any]
+    metadata: Metadata
     tensors: list[TensorInfo]
 
     @classmethod
@@ -178,9 +123,8 @@ class GgufFile:
         paths = _all_parts(path)
         parts = [_read_part(part_path, index) for index, part_path in enumerate(paths)]
         _check_split(paths, parts)
-        model = cls(paths, parts[0].version, MappingProxyType(parts[0].metadata),
-                    [tensor for part in parts for tensor in part.tensors])
-        if not model.get_str("general.architecture"):
+        model = cls(paths, parts[0].version, parts[0].metadata, [tensor for part in parts for tensor in part.tensors])
+        if not model.metadata.get_str("general.architecture"):
             raise model.error("'general.architecture' is empty")
         return model
 
@@ -191,7 +135,8 @@ class GgufFile:
 
     @property
     def name(self) -> str:
-        """The model's name for people: `general.name`, else the file's name."""
+        """The model's name for people: `general.name`, else the file's name. A name of a wrong type is the core's to
+        refuse: the files that cannot run have to be shown under some name too."""
         name = self.metadata.get("general.name")
         return name if isinstance(name, str) and name else self.paths[0].stem
 
@@ -200,89 +145,14 @@ class GgufFile:
         """Bytes of all tensors together."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def scalars(self) -> dict[str, Any]:
-        """The metadata without its bulk: numbers, bools, strings and numeric arrays of up to 4096 elements."""
-        return {
-            key: value for key, value in self.metadata.items()
-            if isinstance(value, (bool, int, float, str))
-            or (isinstance(value, np.ndarray) and value.size <= _SMALL_ARRAY)
-        }
-
     def error(self, what: str) -> ModelFileError:
-        """A `ModelFileError` about this model, for whoever finds its contents wanting later on."""
-        return ModelFileError.about(self.paths[0], what)
-
-    def get_int(self, key: str, default: Any = _REQUIRED, *, minimum: int | None = None,
-                maximum: int | None = None) -> Any:
-        """The integer at `key`; `default` where it is absent. Missing, mistyped or out of range: `ModelFileError`."""
-        value = self._get(key, default, int, "an integer")
-        if key in self.metadata and minimum is not None and value < minimum:
-            raise self.error(f"{key!r} is {value}, less than {minimum}")
-        if key in self.metadata and maximum is not None and value > maximum:
-            raise self.error(f"{key!r} is {value}, more than {maximum}")
-        return value
-
-    def get_float(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The number at `key` as a float; `default` where it is absent."""
-        value = self._get(key, default, (int, float), "a number")
-        return float(value) if key in self.metadata else value
-
-    def get_bool(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The bool at `key`; `default` where it is absent."""
-        return self._get(key, default, bool, "a bool")
-
-    def get_str(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The string at `key`; `default` where it is absent."""
-        return self._get(key, default, str, "a string")
-
-    def get_strings(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The array of strings at `key`, not yet decoded; `default` where it is absent."""
-        return self._get(key, default, LazyStringArray, "an array of strings")
-
-    def get_ints(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The array of integers at `key` (numpy, its type as in the file); `default` where it is absent."""
-        return self._get_numbers(key, default, "iu", "an array of integers")
-
-    def get_floats(self, key: str, default: Any = _REQUIRED) -> Any:
-        """The array of floats at `key` (numpy, its type as in the file); `default` where it is absent."""
-        return self._get_numbers(key, default, "f", "an array of floats")
-
-    def _get(self, key: str, default: Any, kind: type | tuple[type, ...], kind_name: str) -> Any:
-        if key not in self.metadata:
-            if default is _REQUIRED:
-                raise self.error(f"metadata key {key!r} is missing")
-            return default
-        value = self.metadata[key]
-        # bool is a subclass of int, but a flag where a size belongs is a damaged file.
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self.error(f"{key!r} is {_kind_of(value)}, not {kind_name}")
-        return value
-
-    def _get_numbers(self, key: str, default: Any, dtype_kinds: str, kind_name: str) -> Any:
-        value = self._get(key, default, np.ndarray, kind_name)
-        if key in self.metadata and value.dtype.kind not in dtype_kinds:
-            raise self.error(f"{key!r} is {_kind_of(value)}, not {kind_name}")
-        return value
-
-
-def _kind_of(value: Any) -> str:
-    # bool before int, whose subclass it is.
-    names = {bool: "a bool", int: "an integer", float: "a float", str: "a string",
-             LazyStringArray: "an array of strings"}
-    for kind, name in names.items():
-        if isinstance(value, kind):
-            return name
-    return f"an array of {value.dtype.name}" if isinstance(value, np.ndarray) else "an array of arrays"
-
-
-def _quote(name: str) -> str:
-    """`name` in quotes for an error message, cut where a damaged length made it absurd."""
-    return repr(name if len(name) <= 80 else name[:77] + "...")
+        """A `ModelFileError` about this model, for code that finds its contents wanting later on."""
+        return self.metadata.error(what)
 
 
 class _Part(NamedTuple):
     version: int
-    metadata: dict[str, Any]
+    metadata: Metadata
     tensors: list[TensorInfo]
 
 
@@ -308,29 +178,23 @@ def _check_split(paths: list[Path], parts: list[_Part]) -> None:
         if len(paths) > 1 and "split.count" not in part.metadata:
             raise ModelFileError.about(path, "is named like part of a split model, but has no 'split.count': "
                                              "rename it if it is whole")
-        count = part.metadata.get("split.count", 1)
-        number = part.metadata.get("split.no", 0)
-        if not _is_count(count) or not _is_count(number):
-            raise ModelFileError.about(path, "'split.count' or 'split.no' is not a non-negative integer")
+        count = part.metadata.get_int("split.count", 1, minimum=0)
+        number = part.metadata.get_int("split.no", 0, minimum=0)
         if max(count, 1) != len(paths):
             hint = ("rename it to NAME-00001-of-00002.gguf and so on, beside its other parts" if len(paths) == 1
                     else f"its name says {len(paths)}")
             raise ModelFileError.about(path, f"'split.count' is {count}; {hint}")
         if number != index:
             raise ModelFileError.about(path, f"'split.no' is {number}, but by its name it should be {index}")
-    expected = parts[0].metadata.get("split.tensors.count")
     found = sum(len(part.tensors) for part in parts)
-    if len(paths) > 1 and expected is not None and (not _is_count(expected) or expected != found):
-        raise ModelFileError.about(paths[0], f"'split.tensors.count' is {expected!r}, but the parts hold {found}")
+    expected = parts[0].metadata.get_int("split.tensors.count", found) if len(paths) > 1 else found
+    if expected != found:
+        raise ModelFileError.about(paths[0], f"'split.tensors.count' is {expected}, but the parts hold {found}")
     homes: dict[str, int] = {}
     for tensor in (tensor for part in parts for tensor in part.tensors):
         if homes.setdefault(tensor.name, tensor.file) != tensor.file:
-            raise ModelFileError.about(paths[tensor.file], f"tensor {_quote(tensor.name)} is also in another part, "
+            raise ModelFileError.about(paths[tensor.file], f"tensor {quoted(tensor.name)} is also in another part, "
                                                            f"{paths[homes[tensor.name]].name}")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _read_part(path: Path, file: int) -> _Part:
@@ -434,16 +298,16 @@ class _HeaderReader:
         raise self._fail(f"GGUF version {version} is unknown (2 and 3 are read): "
                          "a newer file than this Sharpi, or damaged")
 
-    def _read_metadata(self, count: int) -> dict[str, Any]:
+    def _read_metadata(self, count: int) -> Metadata:
         self._check_room(count, _MIN_ENTRY_BYTES, "metadata entries")
         metadata: dict[str, Any] = {}
         for index in range(count):
             key = self._string(f"the key of metadata entry {index}")
             if key in metadata:
-                raise self._fail(f"metadata key {_quote(key)} appears twice")
-            where = f"metadata {_quote(key)}"
+                raise self._fail(f"metadata key {quoted(key)} appears twice")
+            where = f"metadata {quoted(key)}"
             metadata[key] = self._value(self._number(_U32, where), key, where, 0)
-        return metadata
+        return Metadata(self._path, metadata)
 
     def _value(self, kind: int, key: str, where: str, depth: int) -> Any:
         if kind == _STRING:
@@ -493,20 +357,19 @@ class _HeaderReader:
             raise self._ends_early(where) from None
         return LazyStringArray(self._path, key, self._bytes(position - start, where), count)
 
-    def _alignment(self, metadata: Mapping[str, Any]) -> int:
-        alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not _is_count(alignment) or alignment % 8 or alignment & (alignment - 1) or alignment == 0:
-            shown = alignment if isinstance(alignment, (int, float)) else _kind_of(alignment)
-            raise self._fail(f"'general.alignment' is {shown}, not a power of two of at least 8")
+    def _alignment(self, metadata: Metadata) -> int:
+        alignment = metadata.get_int("general.alignment", _DEFAULT_ALIGNMENT)
+        if alignment < 8 or alignment & (alignment - 1):
+            raise self._fail(f"'general.alignment' is {alignment}, not a power of two of at least 8")
         return alignment
 
     def _read_tensor_record(self) -> tuple[str, int, tuple[int, ...], int]:
         """The next entry of the tensor table: name, type, shape, offset from the start of the data."""
         name = self._string("a tensor's name")
-        where = f"the entry of tensor {_quote(name)}"
+        where = f"the entry of tensor {quoted(name)}"
         rank = self._number(_U32, where)
         if not 1 <= rank <= 4:
-            raise self._fail(f"tensor {_quote(name)} has {rank} dimensions: 1 to 4 are possible")
+            raise self._fail(f"tensor {quoted(name)} has {rank} dimensions: 1 to 4 are possible")
         shape = tuple(self._number(_U64, where) for _ in range(rank))
         return name, self._number(_U32, where), shape, self._number(_U64, where)
 
@@ -517,9 +380,9 @@ class _HeaderReader:
         tensors: dict[str, TensorInfo] = {}
         for name, kind, shape, offset in records:
             if name in tensors:
-                raise self._fail(f"tensor {_quote(name)} appears twice")
+                raise self._fail(f"tensor {quoted(name)} appears twice")
             if offset % alignment:
-                raise self._fail(f"tensor {_quote(name)} is at offset {offset}, not a multiple of {alignment}")
+                raise self._fail(f"tensor {quoted(name)} is at offset {offset}, not a multiple of {alignment}")
             nbytes = self._tensor_bytes(name, kind, shape)
             tensors[name] = TensorInfo(name, kind, shape, self._file, data_start + offset, nbytes)
         self._check_places(sorted(tensors.values(), key=lambda tensor: tensor.offset))
@@ -528,32 +391,32 @@ class _HeaderReader:
     def _tensor_bytes(self, name: str, kind: int, shape: tuple[int, ...]) -> int:
         if kind not in TENSOR_TYPES:
             known = ", ".join(tensor_type.name for tensor_type in TENSOR_TYPES.values())
-            raise self._fail(f"tensor {_quote(name)} has {_foreign_type(kind)}; Sharpi computes with {known}")
+            raise self._fail(f"tensor {quoted(name)} has {_foreign_type(kind)}; Sharpi computes with {known}")
         _, block_elements, block_bytes = TENSOR_TYPES[kind]
         elements = 1
         for extent in shape:
             elements *= extent
         if elements == 0:
-            raise self._fail(f"tensor {_quote(name)} has an empty dimension: shape {list(shape)}")
+            raise self._fail(f"tensor {quoted(name)} has an empty dimension: shape {list(shape)}")
         if shape[0] % block_elements:
-            raise self._fail(f"tensor {_quote(name)} has rows of {shape[0]} elements, but {TENSOR_TYPES[kind].name} "
+            raise self._fail(f"tensor {quoted(name)} has rows of {shape[0]} elements, but {TENSOR_TYPES[kind].name} "
                              f"packs them in blocks of {block_elements}")
         nbytes = elements // block_elements * block_bytes
         if max(elements, nbytes) > _MAX_INT64:
-            raise self._fail(f"tensor {_quote(name)} is impossibly large: shape {list(shape)}")
+            raise self._fail(f"tensor {quoted(name)} is impossibly large: shape {list(shape)}")
         return nbytes
 
     def _check_places(self, by_offset: list[TensorInfo]) -> None:
         """That the tensors, given in order of offset, lie inside the file and apart from each other."""
         for tensor, following in zip(by_offset, by_offset[1:]):
             if tensor.offset + tensor.nbytes > following.offset:
-                raise self._fail(f"tensors {_quote(tensor.name)} and {_quote(following.name)} overlap: "
+                raise self._fail(f"tensors {quoted(tensor.name)} and {quoted(following.name)} overlap: "
                                  "the file is damaged")
         outside = [tensor for tensor in by_offset if tensor.offset + tensor.nbytes > self._size]
         if outside:
             missing = outside[-1].offset + outside[-1].nbytes - self._size
             raise self._fail(f"{missing:,} bytes are missing at the end, where {len(outside)} of {len(by_offset)} "
-                             f"tensors ({_quote(outside[0].name)} first) should be: an incomplete download?")
+                             f"tensors ({quoted(outside[0].name)} first) should be: an incomplete download?")
 
 
 def _foreign_type(kind: int) -> str:

@@ -53,13 +53,37 @@ def describe(path: str | os.PathLike[str] | None = None, *, mtp: bool = True) ->
     Raises `ModelFileError` for a file that cannot be run.
     """
     file = GgufFile.open(BUNDLED_MODEL if path is None else path)
-    return file, _spec(file, mtp)
+    return file, read_spec(file, mtp)
 
 
-def _spec(file: GgufFile, mtp: bool) -> _core.Description:
+def read_tokenizer(file: GgufFile, spec: _core.Description | None) -> Tokenizer:
+    """The file's tokenizer. Raises `ModelFileError` for a file without one, and for one that does not go with the
+    model, if there is a model to go with."""
+    tokenizer = Tokenizer.from_metadata(file.metadata)
+    if spec is not None and tokenizer.vocab_size > spec.vocab_size:
+        raise file.error(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {spec.vocab_size}")
+    return tokenizer
+
+
+def read_chat_template(file: GgufFile, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """The file's chat template, `None` if it has none. Raises `ModelFileError` for one that does not parse. Without a
+    tokenizer, it is given no begin and end tokens."""
+    source = file.metadata.get_str("tokenizer.chat_template", None)
+    if source is None:
+        return None
+
+    def text(token: int | None) -> str:
+        return "" if tokenizer is None or token is None else tokenizer.token_text(token)
+
+    bos, eos = (None, None) if tokenizer is None else (tokenizer.bos_id, tokenizer.eos_id)
+    return ChatTemplate(source, text(bos), text(eos), file.paths[0])
+
+
+def read_spec(file: GgufFile, mtp: bool = True) -> _core.Description:
+    """What the model is. Raises `ModelFileError` for a file that cannot be run."""
     rows = [(t.name, t.type, list(t.shape), t.file, t.offset, t.nbytes) for t in file.tensors]
     try:
-        return _core.Description(file.scalars(), rows, predictions=mtp)
+        return _core.Description(file.metadata.scalars(), rows, predictions=mtp)
     except ModelFileError as error:
         raise file.error(str(error)) from None
 
@@ -223,7 +247,7 @@ class Model:
         warmth = asked["warm"] = _warmth(warm, file)
         if plan is not None:
             made = saved_plan(plan, file, spec)
-            spec = spec if made.mtp else _spec(file, False)
+            spec = spec if made.mtp else read_spec(file, False)
         else:
             if mtp and not spec.prediction_layers:
                 raise InvalidRequestError(f"{file.name} has no prediction layer to draft with: leave mtp out")
@@ -297,24 +321,13 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         """The file's tokenizer, built on first use. Raises `ModelFileError` for a file without one."""
         if self._tokenizer is None:
-            self._tokenizer = Tokenizer.from_metadata(self.file.metadata, str(self.file.paths[0]))
-            if self._tokenizer.vocab_size > self.spec.vocab_size:
-                count, rows = self._tokenizer.vocab_size, self.spec.vocab_size
-                self._tokenizer = None
-                raise self.file.error(f"the tokenizer has {count} tokens, the model only {rows}")
+            self._tokenizer = read_tokenizer(self.file, self.spec)
         return self._tokenizer
 
     @property
     def chat_template(self) -> ChatTemplate | None:
         """The file's chat template, `None` if it has none."""
-        source = self.file.metadata.get("tokenizer.chat_template")
-        if not isinstance(source, str):
-            return None
-
-        def text(token: int | None) -> str:
-            return "" if token is None else self.tokenizer.token_text(token)
-
-        return ChatTemplate(source, text(self.tokenizer.bos_id), text(self.tokenizer.eos_id))
+        return read_chat_template(self.file, self.tokenizer)
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`; `add_special` adds BOS and EOS as the model wants them, `parse_special` reads the

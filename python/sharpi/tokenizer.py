@@ -17,17 +17,19 @@ import codecs
 import heapq
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, Protocol
 
 from .errors import InvalidRequestError, ModelFileError
+from .metadata import Metadata, quoted
 
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 _SILENT = (CONTROL, UNKNOWN)  # a meaning but no text
 _SPECIAL = (*_SILENT, USER_DEFINED)  # spelled as they are, found before the text is cut
+
+_NO_TOKENIZER = (None, "none", "no_vocab")  # values of tokenizer.ggml.model
 
 SPACE_MARK = "\u2581"  # how SentencePiece vocabularies write a space
 
@@ -107,12 +109,12 @@ for _names, _pretokenizer in (
     _PRETOKENIZERS.update(dict.fromkeys(_names.split(), _pretokenizer))
 
 
-def _find_pretokenizer(name: object, source: str) -> PreTokenizer:
-    if isinstance(name, str) and name in _PRETOKENIZERS:
+def _find_pretokenizer(metadata: Metadata) -> PreTokenizer:
+    name = metadata.get_str("tokenizer.ggml.pre", None)
+    if name in _PRETOKENIZERS:
         return _PRETOKENIZERS[name]
-    said = "names no pre-tokenizer" if name is None else f"names the unknown pre-tokenizer {name!r}"
-    raise ModelFileError.about(source, f"tokenizer.ggml.pre {said}; known are "
-                         f"{', '.join(sorted(_PRETOKENIZERS))}")
+    said = "names no pre-tokenizer" if name is None else f"names the unknown pre-tokenizer {quoted(name)}"
+    raise metadata.error(f"tokenizer.ggml.pre {said}; known are {', '.join(sorted(_PRETOKENIZERS))}")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -137,7 +139,7 @@ _CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
 class Vocabulary:
     """The tokens of one file with their types and scores, and the ids with a role."""
 
-    source: str
+    source: str  # names the file in messages
     kind: str  # "gpt2" or "llama"
     tokens: list[str]
     types: list[int]
@@ -149,41 +151,38 @@ class Vocabulary:
     stop_ids: frozenset[int] = frozenset()
 
     @classmethod
-    def read(cls, metadata: Mapping[str, Any], source: str) -> Vocabulary:
-        kind = metadata.get("tokenizer.ggml.model")
-        if kind in (None, "none", "no_vocab"):
-            raise ModelFileError.about(source, "the file has no tokenizer, so it only takes token ids")
+    def read(cls, metadata: Metadata) -> Vocabulary:
+        """Raises ModelFileError for a file without a tokenizer, with an unknown one, or with a broken one."""
+        kind = metadata.get_str("tokenizer.ggml.model", None)
+        if kind in _NO_TOKENIZER:
+            raise metadata.error("the file has no tokenizer, so it only takes token ids")
         if kind not in ("gpt2", "llama"):
-            raise ModelFileError.about(source, f"unknown tokenizer.ggml.model {kind!r}; "
-                                 "known are gpt2, llama")
-        tokens = _array(metadata, "tokens", source)
+            raise metadata.error(f"unknown tokenizer.ggml.model {quoted(kind)}; known are gpt2, llama")
+        tokens = list(metadata.get_strings("tokenizer.ggml.tokens", ()))
         if not tokens:
-            raise ModelFileError.about(source, "tokenizer.ggml.tokens is missing or empty")
-        if not all(isinstance(token, str) for token in tokens):
-            raise ModelFileError.about(source, "tokenizer.ggml.tokens holds something else than strings")
-        types = _array(metadata, "token_type", source, len(tokens)) or [NORMAL] * len(tokens)
-        scores = _array(metadata, "scores", source, len(tokens))
+            raise metadata.error("tokenizer.ggml.tokens is missing or empty")
+        types = _numbers(metadata, "token_type", metadata.get_ints, len(tokens)) or [NORMAL] * len(tokens)
+        scores = _numbers(metadata, "scores", metadata.get_floats, len(tokens))
         if kind == "llama" and not scores:
-            raise ModelFileError.about(source, "tokenizer.ggml.scores is missing, "
-                                 "which the tokenizer model llama needs")
+            raise metadata.error("tokenizer.ggml.scores is missing, which the tokenizer model llama needs")
         if any(score != score for score in scores):
-            raise ModelFileError.about(source, "tokenizer.ggml.scores holds a NaN")
-        vocabulary = cls(source, kind, tokens, types, scores, _index_tokens(tokens, source))
+            raise metadata.error("tokenizer.ggml.scores holds a NaN")
+        vocabulary = cls(str(metadata.path), kind, tokens, types, scores, _index_tokens(tokens, metadata))
         vocabulary._read_roles(metadata)
         return vocabulary
 
-    def _read_roles(self, metadata: Mapping[str, Any]) -> None:
+    def _read_roles(self, metadata: Metadata) -> None:
         defaults = {"bos": 1, "eos": 2, "unknown": 0} if self.kind == "llama" else {}
 
         def role(name: str) -> int | None:
-            token = metadata.get(f"tokenizer.ggml.{name}_token_id")
+            key = f"tokenizer.ggml.{name}_token_id"
+            token = metadata.get_int(key, None)
             if token is None:
                 token = defaults.get(name)
                 return token if token is not None and token < len(self.tokens) else None
-            if not isinstance(token, Integral) or not 0 <= token < len(self.tokens):
-                raise ModelFileError.about(self.source, f"tokenizer.ggml.{name}_token_id is {token}, but "
-                                     f"the vocabulary has {len(self.tokens)} tokens")
-            return int(token)
+            if not 0 <= token < len(self.tokens):
+                raise metadata.error(f"{key} is {token}, but the vocabulary has {len(self.tokens)} tokens")
+            return token
 
         self.bos_id, self.eos_id, self.unk_id = role("bos"), role("eos"), role("unknown")
         stops = {role(name) for name in ("eos", "eot", "eom")} - {None}
@@ -206,7 +205,7 @@ class Vocabulary:
         if kind == BYTE:
             match = re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", text)
             if match is None:
-                raise ModelFileError.about(self.source, f"the byte token {text!r} does not read <0xNN>")
+                raise ModelFileError.about(self.source, f"the byte token {quoted(text)} does not read <0xNN>")
             return bytes([int(match[1], 16)])
         if kind in _SPECIAL:
             return text.encode("utf-8")
@@ -218,27 +217,24 @@ class Vocabulary:
             return text.encode("utf-8")
 
 
-def _array(metadata: Mapping[str, Any], name: str, source: str, count: int | None = None) -> list[Any]:
-    values = metadata.get(f"tokenizer.ggml.{name}")
-    if values is None:
+def _numbers(metadata: Metadata, name: str, get: Callable[..., Any], count: int) -> list[Any]:
+    """The array of one number for each token, read with `get`; empty if the file has none."""
+    key = f"tokenizer.ggml.{name}"
+    values = get(key, None)
+    if values is None or not len(values):
         return []
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
-        raise ModelFileError.about(source, f"tokenizer.ggml.{name} is not an array")
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
-    if count is not None and len(values) != count:
-        raise ModelFileError.about(source, f"tokenizer.ggml.{name} has {len(values)} entries for "
-                             f"{count} tokens")
-    return values
+    if len(values) != count:
+        raise metadata.error(f"{key} has {len(values)} entries for {count} tokens")
+    return values.tolist()
 
 
-def _index_tokens(tokens: list[str], source: str) -> dict[str, int]:
+def _index_tokens(tokens: list[str], metadata: Metadata) -> dict[str, int]:
     id_of = {text: token for token, text in enumerate(tokens) if text}
     if len(id_of) + tokens.count("") != len(tokens):
         first: dict[str, int] = {}
         for token, text in enumerate(tokens):
             if text and first.setdefault(text, token) != token:
-                raise ModelFileError.about(source, f"tokens {first[text]} and {token} "
-                                     f"are both {text!r}")
+                raise metadata.error(f"tokens {first[text]} and {token} are both {quoted(text)}")
     return id_of
 
 
@@ -275,11 +271,11 @@ class _ByteLevelEncoder:
     def _parse_merges(self, merges: Iterable[str], known: dict[str, int]) -> list[tuple[str, str]]:
         pairs = []
         for rank, merge in enumerate(merges):
-            left, _, right = merge.partition(" ") if isinstance(merge, str) else ("", "", "")
+            left, _, right = merge.partition(" ")
             if not left or not right or " " in right:
-                raise ModelFileError.about(self._source, f"merge {rank}, {merge!r}, is not two tokens")
+                raise ModelFileError.about(self._source, f"merge {rank}, {quoted(merge)}, is not two tokens")
             if left not in known or right not in known or left + right not in known:
-                raise ModelFileError.about(self._source, f"merge {rank}, {merge!r}, names or makes "
+                raise ModelFileError.about(self._source, f"merge {rank}, {quoted(merge)}, names or makes "
                                      "a token the vocabulary lacks")
             pairs.append((left, right))
         return pairs
@@ -386,21 +382,17 @@ class Tokenizer:
     Made by `from_metadata`; the heavy part (merges, joints) is built by the first `encode`.
     """
 
-    def __init__(self, vocabulary: Vocabulary, metadata: Mapping[str, Any]) -> None:
+    def __init__(self, vocabulary: Vocabulary, metadata: Metadata) -> None:
         self._vocabulary = vocabulary
         self._merges: Sequence[str] = ()
         self._pretokenizer: PreTokenizer | None = None
         add_bos = vocabulary.kind == "llama"
         if vocabulary.kind == "gpt2":
-            self._pretokenizer = _find_pretokenizer(metadata.get("tokenizer.ggml.pre"),
-                                                    vocabulary.source)
+            self._pretokenizer = _find_pretokenizer(metadata)
             add_bos = self._pretokenizer.add_bos
-            self._merges = metadata.get("tokenizer.ggml.merges", "")
-            if isinstance(self._merges, str) or not isinstance(self._merges, Iterable):
-                raise ModelFileError.about(vocabulary.source,
-                                           "tokenizer.ggml.merges is missing or not an array")
-        self._prefix_space = vocabulary.kind == "llama" and bool(
-            metadata.get("tokenizer.ggml.add_space_prefix", True))
+            self._merges = metadata.get_strings("tokenizer.ggml.merges")
+        prefix_space = metadata.get_bool("tokenizer.ggml.add_space_prefix", True)
+        self._prefix_space = vocabulary.kind == "llama" and prefix_space
         self.add_bos = self._adds(metadata, "bos", add_bos, vocabulary.bos_id)
         self.add_eos = self._adds(metadata, "eos", False, vocabulary.eos_id)
         self._pieces = vocabulary.pieces()
@@ -408,23 +400,38 @@ class Tokenizer:
         self._splitters: dict[bool, re.Pattern[str] | None] = {}
 
     @classmethod
-    def from_metadata(cls, metadata: Mapping[str, Any], source: str) -> Tokenizer:
-        """Reads the `tokenizer.ggml.*` keys; `source` names the file in messages.
+    def from_metadata(cls, metadata: Metadata) -> Tokenizer:
+        """Reads the `tokenizer.ggml.*` keys.
 
         Raises ModelFileError if the file has no tokenizer, an unknown one, or a broken one.
         """
-        return cls(Vocabulary.read(metadata, source), metadata)
+        return cls(Vocabulary.read(metadata), metadata)
 
-    def _adds(self, metadata: Mapping[str, Any], name: str, default: bool, token: int | None) -> bool:
-        wanted = metadata.get(f"tokenizer.ggml.add_{name}_token")
+    @staticmethod
+    def _adds(metadata: Metadata, name: str, default: bool, token: int | None) -> bool:
+        key = f"tokenizer.ggml.add_{name}_token"
+        wanted = metadata.get_bool(key, None)
         if wanted and token is None:
-            raise ModelFileError.about(self._vocabulary.source, f"tokenizer.ggml.add_{name}_token is set, "
-                                 f"but there is no {name}_token_id")
-        return token is not None and bool(default if wanted is None else wanted)
+            raise metadata.error(f"{key} is set, but there is no {name}_token_id")
+        return token is not None and (default if wanted is None else wanted)
+
+    def prepare(self) -> None:
+        """Builds what `encode` needs, which it otherwise does when first called. Raises ModelFileError for merges that
+        are broken."""
+        if self._encoder is None:
+            if self._pretokenizer is None:
+                self._encoder = _ScoreEncoder(self._vocabulary, self._pieces)
+            else:
+                self._encoder = _ByteLevelEncoder(self._vocabulary, self._merges, self._pretokenizer)
 
     @property
     def vocab_size(self) -> int:
         return len(self._pieces)
+
+    @property
+    def kind(self) -> str:
+        """What tokenizer.ggml.model says: "gpt2" (byte-level BPE) or "llama" (SentencePiece)."""
+        return self._vocabulary.kind
 
     @property
     def bos_id(self) -> int | None:
@@ -469,11 +476,7 @@ class Tokenizer:
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
-        if self._encoder is None:
-            if self._pretokenizer is None:
-                self._encoder = _ScoreEncoder(self._vocabulary, self._pieces)
-            else:
-                self._encoder = _ByteLevelEncoder(self._vocabulary, self._merges, self._pretokenizer)
+        self.prepare()
         return self._encoder.encode(text)
 
     def _split_special(self, text: str, parse_special: bool) -> Iterator[tuple[str, int | None]]:

@@ -139,8 +139,8 @@ def check_holds_together(model: GgufFile) -> None:
         assert ends[tensor.file] <= model.paths[tensor.file].stat().st_size
     assert len({tensor.name for tensor in model.tensors}) == len(model.tensors)
     assert model.total_bytes == sum(tensor.nbytes for tensor in model.tensors)
-    for value in model.scalars().values():
-        assert isinstance(value, (bool, int, float, str, np.ndarray))
+    for value in model.metadata.scalars().values():
+        assert isinstance(value, (bool, int, float, str, np.ndarray)) or value == ()
 
 
 def use(path: Path) -> None:
@@ -150,10 +150,10 @@ def use(path: Path) -> None:
     for value in model.metadata.values():
         if isinstance(value, LazyStringArray):
             assert len(value.decode()) == len(value)
-    assert model.get_int("llama.block_count", 0) >= 0
-    model.get_floats("tokenizer.ggml.scores", None)
-    model.get_ints("llama.sections", None)
-    model.get_float("llama.attention.layer_norm_rms_epsilon", 0.0)
+    assert model.metadata.get_int("llama.block_count", 0) >= 0
+    model.metadata.get_floats("tokenizer.ggml.scores", None)
+    model.metadata.get_ints("llama.sections", None)
+    model.metadata.get_float("llama.attention.layer_norm_rms_epsilon", 0.0)
 
 
 def check_outcome(path: Path, names: tuple[str, ...]) -> None:

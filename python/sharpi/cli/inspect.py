@@ -17,7 +17,9 @@ import click
 from sharpi.cli.text import printable, size
 
 if TYPE_CHECKING:
+    from sharpi.chat import ChatTemplate
     from sharpi.gguf import GgufFile, TensorInfo
+    from sharpi.tokenizer import Tokenizer
 
 _LONGEST_ARRAY = 8  # elements shown of an array, and characters × 10 of a string
 _LONGEST_STRING = 80
@@ -40,22 +42,61 @@ class _TypeTotal:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: metadata, tensors, sizes in bytes.")
 def inspect_command(model: str | None, model_option: str | None, with_tensors: bool, as_json: bool) -> None:
     """Show the metadata and tensors of MODEL (default: the bundled one)."""
-    from sharpi.errors import SharpiError
-    from sharpi.model import BUNDLED_MODEL, describe
     from sharpi.gguf import GgufFile
+    from sharpi.model import BUNDLED_MODEL
 
     if model is not None and model_option is not None:
         raise click.UsageError("give one model, not two", click.get_current_context())
     path = model or model_option or BUNDLED_MODEL
     file = GgufFile.open(path)
-    try:
-        spec, obstacle = describe(path)[1], None
-    except SharpiError as error:
-        spec, obstacle = None, str(error)
+    verdict = _judge(file)
     if as_json:
-        click.echo(json.dumps(_as_json(file, spec, obstacle), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(_as_json(file, verdict), indent=2, ensure_ascii=False))
     else:
-        click.echo(_as_text(file, spec, obstacle, with_tensors))
+        click.echo(_as_text(file, verdict, with_tensors))
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What works with a file, found by reading each part as `sharpi run` and `sharpi chat` do. `spec`, `tokenizer` and
+    `template` are `None` if they cannot be used; `obstacles` then says why, by part."""
+
+    spec: Any
+    tokenizer: Tokenizer | None
+    template: ChatTemplate | None
+    obstacles: dict[str, str]
+
+    @property
+    def runs(self) -> bool:
+        """Whether `sharpi run` takes the file: it needs the model and the tokenizer."""
+        return self.spec is not None and self.tokenizer is not None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why it does not."""
+        return None if self.runs else self.obstacles.get("model") or self.obstacles["tokenizer"]
+
+
+def _judge(file: GgufFile) -> _Verdict:
+    from sharpi.errors import SharpiError
+    from sharpi.model import read_chat_template, read_spec, read_tokenizer
+
+    spec = tokenizer = template = None
+    obstacles = {}
+    try:
+        spec = read_spec(file)
+    except SharpiError as error:
+        obstacles["model"] = str(error)
+    try:
+        tokenizer = read_tokenizer(file, spec)
+        tokenizer.prepare()
+    except SharpiError as error:
+        tokenizer, obstacles["tokenizer"] = None, str(error)
+    try:
+        template = read_chat_template(file, tokenizer)
+    except SharpiError as error:
+        obstacles["chat_template"] = str(error)
+    return _Verdict(spec, tokenizer, template, obstacles)
 
 
 def _type_totals(tensors: Sequence[TensorInfo]) -> list[_TypeTotal]:
@@ -70,7 +111,7 @@ def _type_totals(tensors: Sequence[TensorInfo]) -> list[_TypeTotal]:
     return [_TypeTotal(name, counts[name], elements[name], total) for name, total in sizes.most_common()]
 
 
-def _as_text(file: GgufFile, spec: Any, obstacle: str | None, with_tensors: bool) -> str:
+def _as_text(file: GgufFile, verdict: _Verdict, with_tensors: bool) -> str:
     totals = _type_totals(file.tensors)
     parameters = sum(total.elements for total in totals)
     lines = [
@@ -80,8 +121,8 @@ def _as_text(file: GgufFile, spec: Any, obstacle: str | None, with_tensors: bool
         f"  architecture   {printable(file.architecture)}",
         f"  parameters     {parameters:,}",
         f"  tensors        {len(file.tensors)}, {size(file.total_bytes)}",
-        f"  runs here      {'yes' if obstacle is None else 'no: ' + printable(obstacle)}",
-        *_special_layers(spec),
+        *_readiness(verdict),
+        *_special_layers(verdict.spec),
         "",
         "metadata",
         *(f"  {printable(key)} = {_value_text(value)}" for key, value in file.metadata.items()),
@@ -95,6 +136,27 @@ def _as_text(file: GgufFile, spec: Any, obstacle: str | None, with_tensors: bool
         width = max((len(printable(tensor.name)) for tensor in file.tensors), default=0)
         lines += ["", "tensors", *(_tensor_text(tensor, width) for tensor in file.tensors)]
     return "\n".join(lines)
+
+
+def _readiness(verdict: _Verdict) -> list[str]:
+    """What works with the file, and what stands in the way of the rest."""
+    runs = "yes"
+    if not verdict.runs:
+        runs = "no: " + printable(verdict.obstacle or "")
+    lines = [f"  runs here      {runs}"]
+    if verdict.spec is not None and verdict.tokenizer is None:
+        lines.append("                 what works are token ids: Model.generate([1, 2, 3]) in Python, sharpi plan, sharpi bench")
+    if verdict.tokenizer is not None:
+        lines.append(f"  tokenizer      {verdict.tokenizer.kind}, {verdict.tokenizer.vocab_size:,} tokens")
+    elif verdict.spec is None:
+        lines.append(f"  tokenizer      no: {printable(verdict.obstacles['tokenizer'])}")
+    if verdict.template is not None:
+        lines.append("  chat template  yes")
+    elif "chat_template" in verdict.obstacles:
+        lines.append(f"  chat template  no: {printable(verdict.obstacles['chat_template'])}")
+    else:
+        lines.append("  chat template  none, so sharpi chat does not take the file")
+    return lines
 
 
 def _special_layers(spec: Any) -> list[str]:
@@ -134,8 +196,8 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value]
 
 
-def _as_json(file: GgufFile, spec: Any, obstacle: str | None) -> dict[str, Any]:
-    totals = _type_totals(file.tensors)
+def _as_json(file: GgufFile, verdict: _Verdict) -> dict[str, Any]:
+    totals, spec = _type_totals(file.tensors), verdict.spec
     return {
         "name": file.name,
         "files": [str(path) for path in file.paths],
@@ -143,8 +205,11 @@ def _as_json(file: GgufFile, spec: Any, obstacle: str | None) -> dict[str, Any]:
         "architecture": file.architecture,
         "parameters": sum(total.elements for total in totals),
         "bytes": file.total_bytes,
-        "runs": obstacle is None,
-        "obstacle": obstacle,
+        "runs": verdict.runs,
+        "chats": verdict.runs and verdict.template is not None,
+        "takes_token_ids": spec is not None,
+        "obstacle": verdict.obstacle,
+        "obstacles": verdict.obstacles,
         "prediction_layers": spec.prediction_layers if spec else 0,
         "state_bytes": spec.state_bytes if spec else 0,
         "metadata": {key: _json_value(value) for key, value in file.metadata.items()},
