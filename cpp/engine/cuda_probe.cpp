@@ -24,9 +24,7 @@ constexpr int64_t kCols = 4096, kRows = 12288;
 constexpr int64_t kBatch = 2048, kLeastBatch = 128;
 constexpr int kKernels = 200;
 // A link that saves power takes a moment to come up to speed, as the GPU's clocks do.
-constexpr double kWarmSeconds = 0.1, kMeasureSeconds = 0.3;
-constexpr double kRunSeconds = 0.01;  // so long that the wait at the end does not count
-constexpr int kRuns = 7;
+constexpr double kWarmSeconds = 0.03;
 
 }  // namespace
 
@@ -116,11 +114,8 @@ double CudaProbe::pcieBytesPerSecond() {
         return copies([end = secondsNow() + seconds] { return secondsNow() >= end; });
     };
     copyFor(kWarmSeconds);
-    const std::vector<Span> spans = copyFor(kMeasureSeconds);
     // Over all of them: when a span ends is when this thread wakes, which says little about each by itself.
-    double bytes = 0;
-    for (const Span& span : spans) bytes += span.bytes;
-    return bytes / (spans.back().end - spans.front().begin);
+    return rateOf(copyFor(kSampleSeconds));
 }
 
 Matrix CudaProbe::matrix(size_t index) const {
@@ -138,10 +133,8 @@ double CudaProbe::secondsOf(const std::function<void()>& launch) {
     _stream.synchronize();
     double once = run(1);  // the first one loads kernels
     for (const double end = secondsNow() + kWarmSeconds; secondsNow() < end;) once = run(1);
-    const int times = static_cast<int>(std::clamp(kRunSeconds / once, 1.0, 1000.0));
-    std::vector<double> seconds;
-    for (int i = 0; i < kRuns; ++i) seconds.push_back(run(times));
-    return median(std::move(seconds));
+    // For so long that the wait at the end does not count.
+    return run(static_cast<int>(std::clamp(kSampleSeconds / once, 1.0, 10000.0)));
 }
 
 double CudaProbe::secondsOfGraph(const std::function<void()>& body) {

@@ -23,6 +23,7 @@ public:
     // Copies to the GPU, one after another without a gap, until `enough` says so, which is asked after every 64 MiB; those
     // given by then are waited for. For any thread: it sleeps while the copies run. At least one span.
     std::vector<Span> copies(const std::function<bool()>& enough);
+    // One sample of each.
     double pcieBytesPerSecond();
     double vramBytesPerSecond();
     double kernelSeconds();

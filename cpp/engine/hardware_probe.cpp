@@ -9,7 +9,8 @@
 #include <chrono>
 #include <cstring>
 #include <future>
-#include <tuple>
+#include <numeric>
+#include <utility>
 
 #include "core/blocks.h"
 #include "core/error.h"
@@ -27,11 +28,10 @@ namespace sharpi {
 namespace {
 
 constexpr size_t kLeastBytes = size_t{1} << 20;
-constexpr double kWarmSeconds = 0.1, kMeasureSeconds = 0.4;
-constexpr double kSpanSeconds = 0.02;  // short enough to leave hiccups out, long enough for the clock not to matter
+constexpr double kSpanSeconds = 0.01;  // long enough for the clock not to matter
 // A feed-forward matrix of an 8B model: decode's loops are as long.
 constexpr int64_t kCols = 4096, kRows = 12288;
-constexpr int64_t kBatch = 256, kBatchRows = 4096;
+constexpr int64_t kBatch = 256, kBatchRows = 4096, kLeastBatchRows = 64;
 constexpr int64_t kRowTile = 16;
 constexpr uint16_t kScale = 0x1c00;  // 2^-8 in f16
 
@@ -53,7 +53,8 @@ void useSmallPages(const Buffer& memory) {
 class CpuProbe {
 public:
     CpuProbe(int threads, size_t most);
-    double ramBytesPerSecond();
+    // One sample.
+    double ramBytesPerSecond() { return rateOf(products(kSampleSeconds)); }
     double flops();
     // One-row products, one matrix after another, for that long.
     std::vector<Span> products(double seconds);
@@ -73,6 +74,7 @@ private:
     size_t _scratchStride;
     int64_t _rows, _count;  // of a matrix; matrices
     int64_t _next = 0;
+    int64_t _batchRows = 0;  // of the matrix that a batch is multiplied with; 0: not chosen yet
 };
 
 CpuProbe::CpuProbe(int threads, size_t most)
@@ -151,28 +153,31 @@ std::vector<Span> CpuProbe::products(double seconds) {
     return spans;
 }
 
-double CpuProbe::ramBytesPerSecond() {
-    products(kWarmSeconds);
-    return medianRate(products(kMeasureSeconds));
-}
-
 double CpuProbe::flops() {
-    const Matrix w = matrix(0, std::min(kBatchRows, _rows));
-    std::vector<double> times;
-    multiply(w, kBatch);
-    const double start = secondsNow();
-    do {
+    const auto secondsOf = [&](int64_t rows) {
         const double begin = secondsNow();
-        multiply(w, kBatch);
-        times.push_back(secondsNow() - begin);
-    } while (secondsNow() - start < kMeasureSeconds);
-    return 2.0 * static_cast<double>(kBatch * w.rows * w.cols) / median(times);
+        multiply(matrix(0, rows), kBatch);
+        return secondsNow() - begin;
+    };
+    if (!_batchRows) {  // as many as a sample has time for: without vector instructions a whole matrix takes seconds
+        const int64_t few = std::min(kLeastBatchRows, _rows), most = std::min(kBatchRows, _rows);
+        secondsOf(few);
+        const auto inTime = static_cast<int64_t>(kSampleSeconds / secondsOf(few) * static_cast<double>(few));
+        _batchRows = std::clamp(inTime / kRowTile * kRowTile, few, most);
+    }
+    int64_t rows = 0;
+    double seconds = 0;
+    do {
+        seconds += secondsOf(_batchRows);
+        rows += _batchRows;
+    } while (seconds < kSampleSeconds);
+    return 2.0 * static_cast<double>(kBatch * rows * kCols) / seconds;
 }
 
 #ifdef SHARPI_WITH_CUDA
 
-// The CPU's products while the copy engine works; gives (CPU's, copies') rates.
-std::pair<double, double> measureTogether(CpuProbe& cpu, CudaProbe& gpu) {
+// A sample of the CPU's products while the copy engine works: the CPU's and the copies' rates.
+std::vector<double> measureTogether(CpuProbe& cpu, CudaProbe& gpu) {
     std::atomic<bool> enough{false};
     std::future<std::vector<Span>> copies = std::async(std::launch::async, [&] { return gpu.copies([&] { return enough.load(); }); });
     struct End {  // also when a product fails: the other thread must not go on
@@ -182,26 +187,29 @@ std::pair<double, double> measureTogether(CpuProbe& cpu, CudaProbe& gpu) {
     std::vector<Span> products;
     {
         const End end{enough};
-        cpu.products(kWarmSeconds);
-        products = cpu.products(kMeasureSeconds);
+        products = cpu.products(kSampleSeconds);
     }
-    return ratesTogether(products, copies.get());
+    const auto [ram, pcie] = ratesTogether(products, copies.get());
+    return {ram, pcie};
 }
 
-GpuRates measureGpu(CpuProbe& cpu, size_t most) {
+void measureAll(CpuProbe& cpu, Series& ram, Series& flops, HardwareRates& rates, size_t most) {
+    if (!rates.gpuMissing.empty()) return sampleInTurn({&ram, &flops});
     CudaProbe gpu(most);
-    GpuRates rates;
-    rates.pcieBytesPerSecond = gpu.pcieBytesPerSecond();
-    std::tie(rates.ramBytesPerSecondShared, rates.pcieBytesPerSecondShared) = measureTogether(cpu, gpu);
-    rates.vramBytesPerSecond = gpu.vramBytesPerSecond();
-    rates.kernelSeconds = gpu.kernelSeconds();
-    rates.flops = gpu.flops();
-    return rates;
+    Series pcie{[&] { return std::vector<double>{gpu.pcieBytesPerSecond()}; }};
+    Series both{[&] { return measureTogether(cpu, gpu); }};
+    Series vram{[&] { return std::vector<double>{gpu.vramBytesPerSecond()}; }};
+    Series kernels{[&] { return std::vector<double>{1 / gpu.kernelSeconds()}; }};
+    Series products{[&] { return std::vector<double>{gpu.flops()}; }};
+    sampleInTurn({&ram, &flops, &pcie, &both, &vram, &kernels, &products});
+    Samples kernelSeconds = kernels.rate();
+    for (double& seconds : kernelSeconds) seconds = 1 / seconds;
+    rates.gpu = GpuRates{pcie.rate(), both.rate(0), both.rate(1), vram.rate(), std::move(kernelSeconds), products.rate()};
 }
 
 #else
 
-GpuRates measureGpu(CpuProbe&, size_t) { throw Error(ErrorKind::Internal, "this build has no CUDA part to measure a GPU with"); }
+void measureAll(CpuProbe&, Series& ram, Series& flops, HardwareRates&, size_t) { sampleInTurn({&ram, &flops}); }
 
 #endif
 
@@ -209,16 +217,40 @@ GpuRates measureGpu(CpuProbe&, size_t) { throw Error(ErrorKind::Internal, "this 
 
 double secondsNow() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
-double median(std::vector<double> values) {
-    const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-    std::nth_element(values.begin(), middle, values.end());
-    return *middle;
+double rateOf(const std::vector<Span>& spans) {
+    double bytes = 0;
+    for (const Span& span : spans) bytes += span.bytes;
+    return bytes / (spans.back().end - spans.front().begin);
 }
 
-double medianRate(const std::vector<Span>& spans) {
-    std::vector<double> rates;
-    for (const Span& span : spans) rates.push_back(span.bytes / (span.end - span.begin));
-    return median(std::move(rates));
+bool Series::settled() const {
+    if (samples.size() >= kMostSamples) return true;
+    double best = 0;
+    size_t calm = 0;
+    for (const std::vector<double>& sample : samples) {
+        const double sum = std::accumulate(sample.begin(), sample.end(), 0.0);
+        calm = sum > best * (1 + kRise) ? 0 : calm + 1;
+        best = std::max(best, sum);
+    }
+    return samples.size() >= kLeastSamples && calm >= kCalmSamples;
+}
+
+Samples Series::rate(size_t index) const {
+    Samples values;
+    for (const std::vector<double>& sample : samples) values.push_back(sample.at(index));
+    return values;
+}
+
+void sampleInTurn(const std::vector<Series*>& series) {
+    for (Series* each : series) each->take();
+    for (bool more = true; more;) {
+        more = false;
+        for (Series* each : series) {
+            if (each->settled()) continue;
+            each->samples.push_back(each->take());
+            more = true;
+        }
+    }
 }
 
 std::pair<double, double> ratesTogether(const std::vector<Span>& one, const std::vector<Span>& other) {
@@ -270,9 +302,11 @@ HardwareRates measureHardware(int threads, size_t most) {
         rates.gpuMissing = error.what();
     }
     CpuProbe cpu(threads, most);
-    rates.ramBytesPerSecond = cpu.ramBytesPerSecond();
-    rates.cpuFlops = cpu.flops();
-    if (rates.gpuMissing.empty()) rates.gpu = measureGpu(cpu, most);
+    Series ram{[&] { return std::vector<double>{cpu.ramBytesPerSecond()}; }};
+    Series flops{[&] { return std::vector<double>{cpu.flops()}; }};
+    measureAll(cpu, ram, flops, rates, most);
+    rates.ramBytesPerSecond = ram.rate();
+    rates.cpuFlops = flops.rate();
     return rates;
 }
 

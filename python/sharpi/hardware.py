@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sharpi.errors import SharpiError
 
-__all__ = ["Gpu", "core_count", "cpu_name", "gpu", "machine_core_count", "ram_bytes"]
+__all__ = ["Gpu", "busy_seconds", "core_count", "cpu_name", "gpu", "machine_core_count", "ram_bytes"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -55,6 +55,18 @@ def core_count() -> int:
 def machine_core_count() -> int:
     """As many logical processors as the machine has at work, whether or not this process may use them."""
     return max(os.cpu_count() or 1, core_count())
+
+
+def busy_seconds() -> float | None:
+    """Seconds for which the machine's processors have worked since it started, all of them together and whatever for;
+    `None` if the system does not say. The time that a virtual machine had to wait for its processors counts as well."""
+    try:
+        with open("/proc/stat", encoding="ascii") as lines:
+            name, *counts = next(lines).split()
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, counts[:8])
+    except (OSError, ValueError, StopIteration):
+        return None
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") if name == "cpu" else None
 
 
 def ram_bytes() -> int:

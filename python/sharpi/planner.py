@@ -25,7 +25,8 @@ from sharpi.plan import (DEFAULT_SEQUENCES, KV_DTYPES, SAVED_STATISTICS, UNIFORM
                          size_words)
 from sharpi.prediction import (balanced, cached_experts, completed, decode_on_cpu, decode_on_gpu, draft_cost_on_cpu,
                                draft_cost_on_gpu, expert_rates, hit_rate, prefill_on_cpu, prefill_on_gpu)
-from sharpi.profile import ASSUMED, HardwareProfile, current_profile
+from sharpi.profile import ASSUMED, HardwareProfile
+from sharpi.profile_cache import current_profile, measuring_words
 
 if TYPE_CHECKING:
     from sharpi.expert_stats import ExpertStats
@@ -243,7 +244,7 @@ class _Speeds:
         if self._known is None:
             here = device == "cpu" or isinstance(found, Gpu)
             try:
-                self._known = current_profile(here, lambda: self._notice("measuring this machine once, a few seconds"))
+                self._known = current_profile(here, lambda reason: self._notice(measuring_words(reason)))
             except SharpiError as reason:
                 self._notice(f"this machine cannot be measured ({reason}): usual speeds are assumed")
                 self._known = ASSUMED
@@ -251,7 +252,7 @@ class _Speeds:
 
     def at_hand(self) -> HardwareProfile | None:
         """What was measured, without measuring; a machine without a GPU's rates does not count."""
-        known = current_profile(False, lambda: None) if self._known is None else self._known
+        known = current_profile(False) if self._known is None else self._known
         return known if known.gpu is not None and not known.assumed else None
 
 

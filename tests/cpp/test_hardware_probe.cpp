@@ -37,14 +37,49 @@ size_t residentBytes() {
     return read == 2 ? static_cast<size_t>(resident) * static_cast<size_t>(::sysconf(_SC_PAGESIZE)) : 0;
 }
 
-TEST(Median, IsTheMiddleWhateverTheOrder) {
-    EXPECT_EQ(median({3}), 3);
-    EXPECT_EQ(median({9, 1, 4}), 4);
-    EXPECT_EQ(median({5, 1e9, 2, 3, -7}), 3);
+TEST(RateOf, IsOverAllSpans) {
+    EXPECT_DOUBLE_EQ(rateOf({{2, 4, 10}}), 5);
+    EXPECT_DOUBLE_EQ(rateOf({{0, 1, 10}, {1, 2, 10}, {2, 10, 40}}), 6);
 }
 
-TEST(Median, OneSpanThatWasHeldUpDoesNotCount) {
-    EXPECT_DOUBLE_EQ(medianRate({{0, 1, 10}, {1, 2, 10}, {2, 102, 10}, {102, 103, 10}, {103, 104, 12}}), 10);
+// A series whose samples are these, then the last of them for good.
+Series seriesOf(std::vector<double> values) {
+    return {[values, next = size_t{0}]() mutable { return std::vector<double>{values[std::min(next++, values.size() - 1)]}; }};
+}
+
+TEST(SampleInTurn, EndsWhenTheBestNoLongerRises) {
+    const double little = 1 + kRise / 2, much = 1 + 2 * kRise;
+    struct Case {
+        std::vector<double> values;  // the first warms up
+        size_t samples;
+    };
+    for (const Case& c : {Case{{1, 1}, kLeastSamples}, Case{{9, 1}, kLeastSamples}, Case{{1, 1, 1, much}, 3 + kCalmSamples},
+                          Case{{1, 1, 1, 0.2, 0.3, much}, 5 + kCalmSamples}, Case{{1, 1, little, little}, kLeastSamples},
+                          Case{{1, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, kMostSamples}}) {
+        Series series = seriesOf(c.values);
+        sampleInTurn({&series});
+        ASSERT_EQ(series.samples.size(), c.samples);
+        for (size_t i = 0; i < series.samples.size(); ++i) EXPECT_EQ(series.rate()[i], c.values[std::min(i + 1, c.values.size() - 1)]);
+    }
+}
+
+TEST(SampleInTurn, ABusyMomentSpoilsOneSampleOfEach) {
+    std::string order;
+    const auto logged = [&order](char name) { return [&order, name] { return order += name, std::vector<double>{1}; }; };
+    Series a{logged('a')}, b{logged('b')}, rising{[&, n = 0]() mutable { return order += 'c', std::vector<double>{double(++n)}; }};
+    sampleInTurn({&a, &b, &rising});
+    std::string expected = "abc";
+    for (size_t i = 0; i < kMostSamples; ++i) expected += i < kLeastSamples ? "abc" : "c";
+    EXPECT_EQ(order, expected);
+}
+
+TEST(SampleInTurn, RatesOfOneMomentAreComparedByTheirSum) {
+    // What one gains the other loses: nothing rises. Of a rate by itself it would.
+    Series series{[n = 0.0]() mutable { return n += 1, std::vector<double>{n, 100 - n}; }};
+    sampleInTurn({&series});
+    EXPECT_EQ(series.samples.size(), kLeastSamples);
+    EXPECT_EQ(series.rate(0)[1] + series.rate(1)[1], 100);
+    EXPECT_EQ(series.rate(0).front(), 2) << "the first sample does not count";
 }
 
 TEST(RatesTogether, CountsOnlyWhileBothRan) {
@@ -116,9 +151,13 @@ TEST(FillRandom, DiffersByPlaceAndSeedAndNotByCall) {
     EXPECT_NEAR(ones / 64000, 0.5, 0.02);
 }
 
-void expectRate(double value, const char* name) {
-    EXPECT_TRUE(std::isfinite(value)) << name;
-    EXPECT_GT(value, 0) << name;
+void expectRate(const Samples& values, const char* name) {
+    EXPECT_GE(values.size(), kLeastSamples) << name;
+    EXPECT_LE(values.size(), kMostSamples) << name;
+    for (const double value : values) {
+        EXPECT_TRUE(std::isfinite(value)) << name;
+        EXPECT_GT(value, 0) << name;
+    }
 }
 
 TEST(MeasureHardware, GivesFinitePositiveRates) {
@@ -132,6 +171,7 @@ TEST(MeasureHardware, GivesFinitePositiveRates) {
             expectRate(rates.gpu->pcieBytesPerSecond, "PCIe");
             expectRate(rates.gpu->ramBytesPerSecondShared, "RAM while PCIe works");
             expectRate(rates.gpu->pcieBytesPerSecondShared, "PCIe while the CPU works");
+            EXPECT_EQ(rates.gpu->ramBytesPerSecondShared.size(), rates.gpu->pcieBytesPerSecondShared.size());
             expectRate(rates.gpu->vramBytesPerSecond, "VRAM");
             expectRate(rates.gpu->kernelSeconds, "kernel");
             expectRate(rates.gpu->flops, "GPU arithmetic");

@@ -43,7 +43,7 @@ def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
                  "SHARPI_CUDA_ROW_SPLIT", "SHARPI_CPU_MOE"):
         monkeypatch.delenv(name, raising=False)
     set_gpu(monkeypatch, NO_GPU)
-    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: MACHINE)
+    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce=None: MACHINE)
 
 
 def set_gpu(monkeypatch: pytest.MonkeyPatch, found: int | str) -> None:

@@ -51,9 +51,10 @@ class Measuring:
         self.said: list[str] = []
         monkeypatch.setattr("sharpi.planner.current_profile", self)
 
-    def __call__(self, measure: bool, announce: Callable[[], None]) -> Any:
+    def __call__(self, measure: bool, announce: Callable[[str], None] | None = None) -> Any:
         if not self.cached and measure:
-            announce()
+            assert announce is not None
+            announce("")
             self.measured += 1
             self.cached = True
         return MACHINE if self.cached else ASSUMED

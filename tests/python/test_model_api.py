@@ -308,7 +308,7 @@ class FakeGpuEngine:
 
 def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
-    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: MACHINE)
+    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce=None: MACHINE)
     monkeypatch.setattr(_core, "Engine", FakeGpuEngine)
     monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "0")
     said: list[str] = []

@@ -375,7 +375,7 @@ def test_a_plan_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_shows_what_lives_where(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(machine_with(2e9, 2e9), cpu="A processor of a name so long that it needs two lines of a terminal")
-    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: slow)
+    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce=None: slow)
     model = FakeWeights(layers=6)
     result = plan_command(monkeypatch, model, "--vram", str(model.total * 2 // 3))
     assert result.exit_code == 0 and result.stderr == ""
@@ -400,7 +400,7 @@ def test_the_command_shows_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_command_says_when_speeds_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: ASSUMED)
+    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce=None: ASSUMED)
     said = " ".join(plan_command(monkeypatch, FakeWeights(), "--vram", "1GiB").stdout.split())
     assert "For a CPU of 8 cores (assumed)" in said and "RAM 40 GB/s, PCIe 24 GB/s, VRAM 350 GB/s. " in said
     assert "`sharpi hardware --save FILE` there" in said and "as measured" not in said

@@ -31,7 +31,7 @@ def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
                  "SHARPI_CUDA_ROW_SPLIT", "SHARPI_CPU_MOE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sharpi.planner.gpu", lambda: CARD)
-    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce: MACHINE)
+    monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce=None: MACHINE)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``sharpi hardware``: how fast this machine is at what models need, measured once and then remembered."""
+"""``sharpi hardware``: how fast this machine is at what models need, measured and then remembered."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ if TYPE_CHECKING:
 def hardware_command(threads: int | None, again: bool, as_json: bool, save: str | None) -> None:
     """Measure how fast this machine is, in a few seconds; plans predict speeds from it.
 
-    The result is kept, so that it is measured once; it is measured anew on another machine, or with --again. What is
-    measured with fewer threads than the machine has processors is shown, but not kept.
+    Each rate is the best of several short samples; its spread is the part by which the slowest fell short. The result
+    is kept for 30 days. The machine is measured anew before that if it has changed, if other programs were busy the
+    last time, if a model ran at another speed than predicted, or with --again. What is measured with fewer threads than
+    the machine has processors is shown, but not kept.
     """
-    from sharpi.profile import cached_profile, keep, measure_profile
+    from sharpi.profile_cache import cached_profile, current_profile, keep, measure_profile, measuring_words
 
-    profile = None if again else cached_profile()
+    def say(reason: str) -> None:
+        click.echo(f"sharpi: {measuring_words(reason)}", err=True)
+
+    known = None if again else cached_profile()
     # Rates of other numbers of threads say nothing about the one that was asked for.
-    if profile is not None and threads not in (None, profile.threads):
-        profile = None
-    kept = profile is not None
-    if profile is None:
-        click.echo("sharpi: measuring this machine, which takes a few seconds", err=True)
+    if not again and threads in (None, known.threads if known is not None else None):
+        profile = current_profile(announce=say)
+        kept = profile == cached_profile()
+    else:
+        say("")
         profile = measure_profile(threads)
         kept = keep(profile)
     if save is not None:
@@ -47,36 +52,41 @@ def _table(profile: HardwareProfile, kept: bool) -> str:
         lines.append(f"no GPU: {_why_no_gpu()}")
     else:
         lines.append(f"{printable(profile.gpu)}, {size(profile.vram_bytes or 0)} of VRAM")
-    rows = [row for row in _rows(profile) if row[1] is not None]
-    lines += ["", *(f"  {what:<30}{rate:>14}   {where}" for what, rate, where in rows), ""]
+    lines += ["", f"  {'':<26}{'best':>13}{'spread':>9}",
+              *(f"  {what:<26}{rate:>13}{spread:>9}   {where}" for what, rate, spread, where in _rows(profile)), ""]
+    if profile.busy:
+        lines.append("Other programs were busy while this was measured: the machine may be faster.")
     return "\n".join([*lines, _origin(profile, kept)])
 
 
-def _rows(profile: HardwareProfile) -> list[tuple[str, str | None, str]]:
-    """(what, rate, where it was measured)"""
+def _rows(profile: HardwareProfile) -> list[tuple[str, str, str, str]]:
+    """(what, rate, spread, where it was measured)"""
     cpu = f"CPU, {profile.threads} {'thread' if profile.threads == 1 else 'threads'}"
     both = "CPU and copies at once"
-    kernel = profile.gpu_kernel_seconds
-    return [
-        ("weights read from RAM", _bytes_rate(profile.ram_bytes_per_second), f"{cpu}, one row"),
-        ("products of large batches", _flops(profile.cpu_flops), f"{cpu}, 256 rows"),
-        ("copies to the GPU", _bytes_rate(profile.pcie_bytes_per_second), "PCIe, pinned memory"),
-        ("weights read from RAM", _bytes_rate(profile.ram_bytes_per_second_shared), both),
-        ("copies to the GPU", _bytes_rate(profile.pcie_bytes_per_second_shared), both),
-        ("weights read from VRAM", _bytes_rate(profile.vram_bytes_per_second), "GPU, one row"),
-        ("a small kernel", None if kernel is None else f"{kernel * 1e6:.2f} us", "GPU, captured step"),
-        ("products of large batches", _flops(profile.gpu_flops), "GPU, 2,048 rows"),
+    rows = [
+        ("weights read from RAM", "ram_bytes_per_second", f"{cpu}, one row"),
+        ("products of large batches", "cpu_flops", f"{cpu}, 256 rows"),
+        ("copies to the GPU", "pcie_bytes_per_second", "PCIe, pinned memory"),
+        ("weights read from RAM", "ram_bytes_per_second_shared", both),
+        ("copies to the GPU", "pcie_bytes_per_second_shared", both),
+        ("weights read from VRAM", "vram_bytes_per_second", "GPU, one row"),
+        ("a small kernel", "gpu_kernel_seconds", "GPU, captured step"),
+        ("products of large batches", "gpu_flops", "GPU, 2,048 rows"),
     ]
+    return [(what, _rate(name, getattr(profile, name)), _part(profile.spread.get(name)), where)
+            for what, name, where in rows if getattr(profile, name) is not None]
 
 
-def _bytes_rate(rate: float | None) -> str | None:
-    return None if rate is None else f"{_three_digits(rate / 1e9)} GB/s"
+def _part(spread: float | None) -> str:
+    return "" if spread is None else f"{100 * spread:.0f} %"
 
 
-def _flops(rate: float | None) -> str | None:
-    if rate is None:
-        return None
-    return f"{_three_digits(rate / 1e12)} TFLOP/s" if rate >= 1e12 else f"{_three_digits(rate / 1e9)} GFLOP/s"
+def _rate(name: str, rate: float) -> str:
+    if name.endswith("_seconds"):
+        return f"{rate * 1e6:.2f} us"
+    if name.endswith("_flops"):
+        return f"{_three_digits(rate / 1e12)} TFLOP/s" if rate >= 1e12 else f"{_three_digits(rate / 1e9)} GFLOP/s"
+    return f"{_three_digits(rate / 1e9)} GB/s"
 
 
 def _three_digits(value: float) -> str:
@@ -91,12 +101,25 @@ def _why_no_gpu() -> str:
 
 
 def _origin(profile: HardwareProfile, kept: bool) -> str:
-    from sharpi.profile import cache_path, uses_all_cores
+    from sharpi.profile_cache import cache_path, may_be_kept, why_stale
 
-    when = profile.measured[:16].replace("T", " ")
+    when = f"Measured {profile.measured[:16].replace('T', ' ')} UTC{_age(profile)}"
     where = cache_path()
     if kept and where is not None:
-        return f"Measured {when} UTC, kept in {printable(str(where))}."
-    if not uses_all_cores(profile):
-        return f"Measured {when} UTC. Not kept: only what all {profile.cores} processors reach is."
-    return f"Measured {when} UTC. It could not be kept{'' if where is None else f' in {printable(str(where))}'}."
+        stale = why_stale(profile)
+        wanted = "" if stale is None else f"\nIt should be measured again ({stale}), but {printable(str(where.parent))} cannot be written to."
+        return f"{when}, kept in {printable(str(where))}.{wanted}"
+    if not may_be_kept(profile):
+        return f"{when}. Not kept: only what all {profile.cores} processors reach is."
+    return f"{when}. It could not be kept{'' if where is None else f' in {printable(str(where))}'}."
+
+
+def _age(profile: HardwareProfile) -> str:
+    from sharpi.profile_cache import age_of
+
+    age = age_of(profile)
+    hours = 0 if age is None else int(age.total_seconds() // 3600)
+    if hours < 1:
+        return ""
+    count, unit = (hours, "hour") if hours < 48 else (hours // 24, "day")
+    return f", {count} {unit}{'s' if count > 1 else ''} ago"
