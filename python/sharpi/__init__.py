@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sharpi.errors import InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError
+from sharpi.errors import HubError, InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError
 
 if TYPE_CHECKING:
     from sharpi.model import Model, Session, Token
 
 __version__ = "0.1.0"
-__all__ = ["InternalError", "InvalidRequestError", "Model", "ModelFileError", "OutOfMemoryError", "Session",
+__all__ = ["HubError", "InternalError", "InvalidRequestError", "Model", "ModelFileError", "OutOfMemoryError", "Session",
            "SharpiError", "Token", "__version__"]
 
 _FROM_MODEL = ("Model", "Session", "Token")
