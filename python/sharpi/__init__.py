@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sharpi.errors import InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError
+from sharpi.errors import HubError, InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError
 
 if TYPE_CHECKING:
     from sharpi.conversation import Reply
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sharpi.model import Model, Session, Token
 
 __version__ = "0.1.0"
-__all__ = ["Generation", "InternalError", "InvalidRequestError", "Model", "ModelFileError", "OutOfMemoryError",
-           "Reply", "Session", "SharpiError", "Token", "__version__"]
+__all__ = ["Generation", "HubError", "InternalError", "InvalidRequestError", "Model", "ModelFileError",
+           "OutOfMemoryError", "Reply", "Session", "SharpiError", "Token", "__version__"]
 
 _FROM_MODEL = ("Generation", "Model", "Reply", "Session", "Token")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 __all__ = [
+    "HubError",
     "InternalError",
     "InvalidRequestError",
     "ModelFileError",
@@ -32,6 +33,10 @@ class ModelFileError(SharpiError):
         if not what.isprintable():
             what = "".join(c if c.isprintable() else repr(c)[1:-1] for c in what)
         return cls(f"{shown}: {what}")
+
+
+class HubError(ModelFileError):
+    """A model cannot be had by its name: it does not exist, may not be read, is out of reach, or arrived damaged."""
 
 
 class InvalidRequestError(SharpiError, ValueError):

@@ -28,7 +28,7 @@ import numpy as np
 from sharpi.errors import ModelFileError
 from sharpi.metadata import LazyStringArray, Metadata, quoted
 
-__all__ = ["TENSOR_TYPES", "GgufFile", "LazyStringArray", "TensorInfo", "TensorType"]
+__all__ = ["TENSOR_TYPES", "GgufFile", "LazyStringArray", "TensorInfo", "TensorType", "has_whole_header"]
 
 
 class TensorType(NamedTuple):
@@ -150,6 +150,26 @@ class GgufFile:
         return self.metadata.error(what)
 
 
+class _HeaderEndsEarlyError(ModelFileError):
+    """The bytes end before the header does."""
+
+
+def has_whole_header(path: str | os.PathLike[str]) -> bool:
+    """Whether a file's beginning, kept at `path`, holds all of its header: then a sparse file of the whole one's size is
+    enough for `GgufFile.open`. Raises `ModelFileError` if what is there is wrong."""
+    path = Path(path)
+    mapped, size = _map_header(path)
+    with mapped:
+        try:
+            # Where tensors end is not looked at: the file may be as long as it likes.
+            _HeaderReader(path, 0, mapped, _MAX_INT64).read()
+        except _HeaderEndsEarlyError:
+            if size >= _MAX_HEADER_BYTES:
+                raise
+            return False
+    return True
+
+
 class _Part(NamedTuple):
     version: int
     metadata: Metadata
@@ -248,9 +268,10 @@ class _HeaderReader:
 
     def _ends_early(self, where: str) -> ModelFileError:
         if len(self._mapped) < self._size:
-            return self._fail(f"{where} reaches beyond the first {_MAX_HEADER_BYTES >> 20} MiB: the file is damaged")
-        return self._fail(f"the file ends inside {where}, after {self._size:,} bytes: an incomplete download, "
-                          "or damaged")
+            what = f"{where} reaches beyond the first {_MAX_HEADER_BYTES >> 20} MiB: the file is damaged"
+        else:
+            what = f"the file ends inside {where}, after {self._size:,} bytes: an incomplete download, or damaged"
+        return _HeaderEndsEarlyError.about(self._path, what)
 
     def _number(self, layout: struct.Struct, where: str) -> Any:
         end = self._position + layout.size
@@ -280,8 +301,8 @@ class _HeaderReader:
         """Before anything is made by a count from the file: that so many can lie in what is left of it."""
         room = (len(self._mapped) - self._position) // least_bytes
         if count > room:
-            raise self._fail(f"the header counts {count:,} {things}, but only {room:,} could fit: "
-                             "an incomplete download, or damaged")
+            raise _HeaderEndsEarlyError.about(self._path, f"the header counts {count:,} {things}, but only {room:,} "
+                                                          "could fit: an incomplete download, or damaged")
 
     def _read_version(self) -> int:
         magic = self._mapped[:4]

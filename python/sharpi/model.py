@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from sharpi import _core
+from sharpi import _core, hub
 from sharpi.arguments import token_ids
 from sharpi.chat import ChatTemplate
 from sharpi.conversation import Message, Reply
@@ -47,12 +47,12 @@ _FEW, _SURELY = 4, 1000.0
 
 
 def describe(path: str | os.PathLike[str] | None = None, *, mtp: bool = True) -> tuple[GgufFile, _core.Description]:
-    """Reads what a model is, without its weights. `None` is the bundled model. mtp: whether a prediction layer that the
-    file may have is part of it.
+    """Reads what a model is, without its weights. `None` is the bundled model; of a name such as "user/repo:Q4_K_M" that is
+    not in the cache, the header alone is downloaded. mtp: whether a prediction layer that the file may have is part of it.
 
     Raises `ModelFileError` for a file that cannot be run.
     """
-    file = GgufFile.open(BUNDLED_MODEL if path is None else path)
+    file = GgufFile.open(BUNDLED_MODEL if path is None else hub.look(path).path)
     return file, read_spec(file, mtp)
 
 
@@ -212,7 +212,8 @@ class Model:
              warm: ExpertStats | str | os.PathLike[str] | None = None,
              expert_stats: str | os.PathLike[str] | None = None, progress: Progress | None = None,
              notice: Notice | None = None) -> Model:
-        """Opens a GGUF file (any part of a split one); `None` is the bundled model.
+        """Opens a GGUF file (any part of a split one), or a model on the Hugging Face Hub by its name, such as
+        "user/repo:Q4_K_M", which is downloaded if the cache does not have it; `None` is the bundled model.
 
         device: "auto", "cpu" or "cuda"; "auto" takes the GPU where there is one and the model fits into its memory,
         and else the faster of the two, as predicted. vram: the most to take of that memory, in bytes or as text such
@@ -229,8 +230,8 @@ class Model:
         SHARPI_EXPERT_STATS says. warm: such a file of this model, or what it holds: where experts are in slots, the
         most used ones are brought there first.
 
-        progress: called with bytes done and bytes in all while the file is read from disk; without it, pages are read
-        as they are first used. notice: called with a line for people, where there is something that they may want to
+        progress: called with bytes done and bytes in all while the file is downloaded, and while it is read from disk;
+        without it, pages are read as they are first used. notice: called with a line for people, where there is something that they may want to
         know.
 
         Raises `ModelFileError`, `InvalidRequestError`, `OutOfMemoryError`.
@@ -243,6 +244,9 @@ class Model:
             _refuse_beside_a_plan({**asked, "device": None if device == "auto" else device, "profile": profile,
                                     "mtp": mtp})
         target = _stats_target(expert_stats)
+        if path is not None:
+            path = hub.locate(path, notice=notice,
+                              progress=None if progress is None else lambda _, done, total: progress(done, total))
         file, spec = describe(path, mtp=mtp is None or bool(mtp))
         warmth = asked["warm"] = _warmth(warm, file)
         if plan is not None:

@@ -20,7 +20,9 @@ from sharpi.cli.chat import chat_command
 from sharpi.cli.experts import experts_command
 from sharpi.cli.hardware import hardware_command
 from sharpi.cli.inspect import inspect_command
+from sharpi.cli.list import list_command, rm_command
 from sharpi.cli.plan import plan_command
+from sharpi.cli.pull import pull_command
 from sharpi.cli.run import run_command
 from sharpi.errors import SharpiError
 
@@ -107,5 +109,5 @@ def main(ctx: click.Context) -> None:
 
 
 for _command in (run_command, chat_command, inspect_command, plan_command, hardware_command, bench_command,
-                 experts_command):
+                 experts_command, pull_command, list_command, rm_command):
     main.add_command(_command)

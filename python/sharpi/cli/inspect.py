@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import click
 
+from sharpi.cli.pull import described, not_here
 from sharpi.cli.text import printable, size
 
 if TYPE_CHECKING:
@@ -37,23 +38,24 @@ class _TypeTotal:
 
 @click.command("inspect")
 @click.argument("model", required=False)
-@click.option("-m", "--model", "model_option", metavar="FILE", help="The same as MODEL.")
+@click.option("-m", "--model", "-hf", "--hf-repo", "model_option", metavar="MODEL", help="The same as MODEL.")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: metadata, tensors, sizes in bytes.")
 def inspect_command(model: str | None, model_option: str | None, with_tensors: bool, as_json: bool) -> None:
-    """Show the metadata and tensors of MODEL (default: the bundled one)."""
+    """Show the metadata and tensors of MODEL, a file or a name such as user/repo:Q4_K_M (default: the bundled one)."""
     from sharpi.gguf import GgufFile
     from sharpi.model import BUNDLED_MODEL
 
-    if model is not None and model_option is not None:
-        raise click.UsageError("give one model, not two", click.get_current_context())
-    path = model or model_option or BUNDLED_MODEL
+    found = described(model, model_option)
+    path = BUNDLED_MODEL if found is None else found.path
     file = GgufFile.open(path)
     verdict = _judge(file)
     if as_json:
         click.echo(json.dumps(_as_json(file, verdict), indent=2, ensure_ascii=False))
     else:
         click.echo(_as_text(file, verdict, with_tensors))
+    if found is not None and found.missing:
+        click.echo(f"{'sharpi: ' if as_json else ''}{not_here(found)}", err=as_json)
 
 
 @dataclass(frozen=True)

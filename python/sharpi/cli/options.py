@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import click
 
+from sharpi.cli.pull import fetched
 from sharpi.cli.text import printable
 from sharpi.drafts import DRAFTS, MOST_DRAFT_TOKENS
 from sharpi.hardware import Gpu
@@ -59,9 +60,10 @@ class ModelOptions:
         if self.plan is not None:
             _require_no_option_beside_a_plan()
             context = None
+        model_path = fetched(self.model)
         with _loading_bar() as progress:
             model = Model.load(
-                self.model,
+                model_path,
                 device=self.device,
                 vram=self.vram,
                 context=self.context if self.context is not None else context,
@@ -146,8 +148,10 @@ class _LogitBias(click.ParamType):
 
 def model_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `-m`, for commands that describe a file without running it."""
-    return click.option("-m", "--model", metavar="FILE",
-                        help="GGUF file (any part of a split one).  [default: the bundled model]")(function)
+    return click.option("-m", "--model", "-hf", "--hf-repo", "model", metavar="MODEL",
+                        help="GGUF file (any part of a split one), or the name of a model on the Hugging Face Hub:"
+                             " user/repo or user/repo:QUANT, downloaded if it is not here.  [default: the bundled model]"
+                        )(function)
 
 
 def kv_dtype_option(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import click
 from sharpi.cli.options import (batch_option, context_option, cpu_moe_option, device_option, kv_dtype_option,
                                 model_option, no_mtp_option, profile_option, sequences_option, threads_option,
                                 vram_option)
+from sharpi.cli.pull import described, not_here
 from sharpi.cli.text import printable, size, speed
 from sharpi.drafts import MOST_COST
 from sharpi.plan import vram_words
@@ -30,6 +31,7 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
 
 
 @click.command("plan")
+@click.argument("name", metavar="[MODEL]", required=False)
 @model_option
 @context_option
 @threads_option
@@ -44,10 +46,13 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
 @click.option("--warm", metavar="FILE", help="Expect experts to be used as --expert-stats of `sharpi run` has written.")
 @click.option("-v", "--verbose", is_flag=True, help="Show every layer by itself.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes, as --plan of run reads it.")
-def plan_command(model: str | None, context: int | None, threads: int | None, batch: int | None, device: str,
+def plan_command(name: str | None, model: str | None, context: int | None, threads: int | None, batch: int | None, device: str,
                  vram: str | None, kv_dtype: str | None, cpu_moe: bool, sequences: int | None, no_mtp: bool,
                  profile: str | None, warm: str | None, verbose: bool, as_json: bool) -> None:
     """Show the memory a model takes, where its weights will be, and how fast it will be.
+
+    MODEL is a file or a name such as user/repo:Q4_K_M, the same as -m. Of a model that is not downloaded yet, only
+    the header is read.
 
     A GPU can be planned for without having it: --vram 12GiB. So can another machine: `sharpi hardware --save FILE`
     there, --profile FILE here.
@@ -58,14 +63,17 @@ def plan_command(model: str | None, context: int | None, threads: int | None, ba
     from sharpi.planner import make_plan
     from sharpi.profile import load_profile
 
+    found = described(name, model)
     known = None if profile is None else load_profile(profile)
     count = threads or (core_count() if known is None else known.threads)
-    file, spec = describe(model, mtp=not no_mtp)
+    file, spec = describe(found.path if found else None, mtp=not no_mtp)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
                      threads=count, cpu_moe=cpu_moe or None, sequences=sequences, profile=known, shown=True,
                      warm=None if warm is None else ExpertStats.load(warm, file),
                      notice=lambda line: click.echo(f"sharpi: {printable(line)}", err=True))
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
+    if found is not None and found.missing:
+        click.echo(f"sharpi: {not_here(found)}" if as_json else _wrapped(f"\n{not_here(found)}"), err=as_json)
 
 
 def _table(plan: Plan, verbose: bool, elsewhere: bool) -> str:

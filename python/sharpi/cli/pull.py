@@ -1,0 +1,94 @@
+"""``sharpi pull``: download a model by its name. Also what other commands need to take a name in a file's place.
+
+Standard output carries the path of each model, for scripts; what happens meanwhile goes to standard error.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+
+import click
+
+from sharpi.cli.text import printable, size
+
+if TYPE_CHECKING:
+    from sharpi.hub import Found
+
+_DownloadProgress = Callable[[str, int, int], None]
+
+
+@click.command("pull")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+def pull_command(names: tuple[str, ...]) -> None:
+    """Download models, or what is newer of them, from the Hugging Face Hub.
+
+    NAME is user/repo or user/repo:QUANT, as in bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M; without a QUANT it is
+    Q4_K_M, if there is one. user/repo@REVISION and user/repo/FILE.gguf work too.
+
+    Models go into the cache that other tools use too (HF_HOME moves it). HF_TOKEN opens private and gated ones,
+    HF_ENDPOINT names another Hub. An interrupted download goes on where it ended.
+    """
+    from sharpi import hub
+
+    for name in names:
+        with _said_if_interrupted(), _download_bar() as progress:
+            path, _ = hub.pull(name, progress=progress, notice=_tell)
+        click.echo(str(path))
+
+
+def fetched(model: str | None) -> str | os.PathLike[str] | None:
+    """The file of the model that a person named: a path as it is; what a name stands for, downloaded if it must be."""
+    from sharpi import hub
+
+    if model is None:
+        return None
+    with _said_if_interrupted(), _download_bar() as progress:
+        return hub.locate(model, progress=progress, notice=_tell)
+
+
+def described(argument: str | None, option: str | None) -> Found | None:
+    """What a command describes that takes a model as an argument or with -m; `None` is the bundled model."""
+    from sharpi import hub
+
+    if argument is not None and option is not None:
+        raise click.UsageError("give one model, not two", click.get_current_context())
+    model = argument if argument is not None else option
+    return None if model is None else hub.look(model, notice=_tell)
+
+
+def not_here(found: Found) -> str:
+    """That a model was described by its header alone."""
+    return f"Not downloaded yet: {size(found.missing)}; `sharpi pull {printable(found.name)}` gets it."
+
+
+def _tell(line: str) -> None:
+    click.echo(f"sharpi: {printable(line)}", err=True)
+
+
+@contextmanager
+def _said_if_interrupted() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        _tell("interrupted; what has come stays, and the same command goes on from there")
+        raise
+
+
+@contextmanager
+def _download_bar() -> Iterator[_DownloadProgress | None]:
+    """A bar on standard error that cleans up after itself; `None` where nothing may move."""
+    if not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+               TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("downloading", total=None, visible=False)
+        yield lambda verb, done, total: bar.update(task, description=verb, completed=done, total=total, visible=True)
