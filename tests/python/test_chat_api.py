@@ -12,6 +12,8 @@ import pytest
 
 from sharpi import InvalidRequestError, Model, Reply
 from sharpi.chat import Part
+from sharpi.gguf import GgufFile
+from sharpi.metadata import Metadata
 
 TEMPLATE = ("{% if tools is defined %}<tools>{{ tools | tojson }}\n{% endif %}"
             "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
@@ -23,8 +25,13 @@ FEW = {"max_tokens": 12, "temperature": 0.0}
 @pytest.fixture(scope="module")
 def model() -> Iterator[Model]:
     with Model.load(device="cpu", context=512, threads=1) as loaded:
-        loaded.file = replace(loaded.file, metadata={**loaded.file.metadata, "tokenizer.chat_template": TEMPLATE})
+        loaded.file = with_template(loaded.file, TEMPLATE)
         yield loaded
+
+
+def with_template(file: GgufFile, template: str) -> GgufFile:
+    """`file` as if it held `template`."""
+    return replace(file, metadata=Metadata(file.paths[0], {**file.metadata, "tokenizer.chat_template": template}))
 
 
 def text_after(model: Model, prompt: str) -> str:
@@ -72,7 +79,7 @@ def test_a_session_computes_only_what_is_new(model: Model) -> None:
 
 def test_reasoning_is_told_apart(model: Model) -> None:
     opens = TEMPLATE + "<think>"
-    model.file, kept = replace(model.file, metadata={**model.file.metadata, "tokenizer.chat_template": opens}), model.file
+    model.file, kept = with_template(model.file, opens), model.file
     try:
         reply = model.chat(HELLO, **FEW)
         assert {part.kind for part in reply} == {"thinking"}
