@@ -20,6 +20,19 @@ namespace {
 
 using TensorRow = std::tuple<std::string, uint32_t, std::vector<int64_t>, int32_t, uint64_t, uint64_t>;
 
+// Destroys what may wait for a lock or for threads, and gives much memory back: other Python threads go on meanwhile. The GIL may be let
+// go of already: an engine goes with its last session.
+struct DeleteUnlocked {
+    template <typename T> void operator()(T* object) const {
+        if (!PyGILState_Check()) {
+            delete object;
+            return;
+        }
+        py::gil_scoped_release release;
+        delete object;
+    }
+};
+
 // What Python read from a file's header: the spec, and the table that it was read from.
 struct Description {
     ModelSpec spec;
@@ -151,8 +164,10 @@ py::array_t<float> dequantize(uint32_t type, const py::bytes& data, int64_t cols
     if (bytes.size() % stride) throw Error(ErrorKind::InvalidArgument, "data is not whole rows");
     const auto rows = static_cast<py::ssize_t>(bytes.size() / stride);
     py::array_t<float> out({rows, static_cast<py::ssize_t>(cols)});
+    float* const to = out.mutable_data();
+    py::gil_scoped_release release;
     for (py::ssize_t r = 0; r < rows; ++r) {
-        cpu::kernels().dequantizeRow(dtype->type, bytes.data() + r * stride, cols, out.mutable_data(r, 0));
+        cpu::kernels().dequantizeRow(dtype->type, bytes.data() + r * stride, cols, to + r * cols);
     }
     return out;
 }
@@ -214,6 +229,7 @@ void bindDescription(py::module_& m) {
                                  int64_t context, int threads, const HomeRows& homes, size_t expertSlotBytes, int32_t sequences) {
             std::vector<std::pair<std::string, int64_t>> lines;
             const EngineOptions options = plannedOptions(d, toOptions(context, batch, threads, kvType, device, 0, homes, expertSlotBytes, sequences));
+            py::gil_scoped_release release;
             for (const TraceLine& line : plannedLines(d.spec, d.tensors, options)) {
                 lines.emplace_back(line.name, line.taken);
             }
@@ -224,6 +240,7 @@ void bindDescription(py::module_& m) {
         .def("expert_pools", [](const Description& d, const HomeRows& homes, size_t expertSlotBytes) {
             std::vector<std::tuple<int32_t, int64_t, size_t, int64_t>> pools;
             const EngineOptions options = plannedOptions(d, toOptions(1, 1, 1, "bf16", "cuda", 0, homes, expertSlotBytes, 1));
+            py::gil_scoped_release release;
             for (const auto& p : expertPools(d.spec, d.tensors, options)) pools.emplace_back(p.layers, p.experts, p.slotBytes, p.capacity);
             return pools;
         }, py::arg("homes"), py::arg("expert_slot_bytes"),
@@ -279,7 +296,7 @@ void bindEngine(py::module_& m) {
             EngineOptions options = toOptions(context, batch, threads, kvType, device, vram, homes, expertSlotBytes, sequences);
             options.expertUse = {expertRates.first, expertRates.second, std::move(warm)};
             py::gil_scoped_release release;
-            return std::make_shared<Engine>(d.spec, std::make_unique<Weights>(paths, d.tensors), options);
+            return std::shared_ptr<Engine>(new Engine(d.spec, std::make_unique<Weights>(paths, d.tensors), options), DeleteUnlocked());
         }), py::arg("description"), py::arg("paths"), py::arg("context"), py::arg("batch"), py::arg("threads"), py::arg("kv_dtype"),
             py::arg("device") = "cpu", py::arg("vram") = 0, py::arg("homes") = py::none(), py::arg("expert_slot_bytes") = 0,
             py::arg("expert_rates") = std::pair<double, double>(0, 0), py::arg("warm") = std::vector<std::pair<int32_t, int32_t>>{},
@@ -320,7 +337,7 @@ void bindEngine(py::module_& m) {
             });
         });
 
-    py::class_<Session>(m, "Session")
+    py::class_<Session, std::unique_ptr<Session, DeleteUnlocked>>(m, "Session")
         .def(py::init<std::shared_ptr<Engine>>(), py::arg("engine").none(false), py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("tokens", [](const Session& s) {
             py::gil_scoped_release release;  // the session may be locked by a thread that waits for the GIL
@@ -390,7 +407,10 @@ PYBIND11_MODULE(_core, m) {
           "Rows of a quantized format as float32 [rows, cols].");
     m.def("cpu_isa", [] { return cpu::kernels().name; }, "The instruction set that kernels run with here.");
     m.def("find_cuda_device", [] {
-        const cuda::DeviceInfo gpu = findGpu();
+        const cuda::DeviceInfo gpu = [] {
+            py::gil_scoped_release release;  // the first use of a GPU takes its time
+            return findGpu();
+        }();
         py::dict info;
         info["name"] = gpu.name;
         info["index"] = gpu.index;

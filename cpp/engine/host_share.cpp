@@ -102,6 +102,7 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
 }
 
 void HostShare::begin() {
+    _instructedAt.reset();
     _lastSent = _lastInstructed = _lastReturned = 0;
     for (uint32_t* counter : {_mailbox.sent, _mailbox.instructed, _mailbox.returned}) __atomic_store_n(counter, 0u, __ATOMIC_RELEASE);
 }
@@ -132,6 +133,7 @@ void HostShare::gated(const Matrix& gate, const Matrix& up, const Matrix& reader
     for (int64_t block = begin / kContractBlock; block * kContractBlock < hidden; ++block) {
         _computed[static_cast<size_t>(block)].store(0, std::memory_order_relaxed);
     }
+    _instructedAt.reset();
     awaitSent(after);
     const Pieces pieces(hidden - begin, _pool.threads(), rows <= kFewRows ? kTile / 2 : kTile);
     const auto piece = [&](int64_t i, int worker) {
@@ -166,6 +168,7 @@ void HostShare::multiply(const Matrix& w, const cuda::HostRows& x, int64_t rows,
     args.w.data = w.data + static_cast<size_t>(begin) * rowBytes(w.type, w.cols);
     args.y = y;
     args.yStride = yStride;
+    _instructedAt.reset();
     awaitSent(after);
     const Pieces pieces(args.w.rows, _pool.threads(), rows <= kFewRows ? kTile / 4 : kTile);
     const auto piece = [&](int64_t i, int worker) { _kernels.matmul(args, pieces.begin(i), pieces.end(i), threadScratch(worker)); };
@@ -189,7 +192,7 @@ void HostShare::experts(const ExpertStacks& file, int32_t layer, int64_t rows, i
     _experts.requireFit(file, _mailbox.input, rows, used);
     require(layer >= 0 && layer < _expertLayers, "a layer of experts that the mailbox has no room for");
     const int32_t pairs = static_cast<int32_t>(rows * used);
-    awaitSent(after);
+    tellTurn(awaitSent(after), plan);
     if (takeChoices(layer, file.gate.count, pairs, predicted)) instruct(layer, pairs, predicted, plan, instructed);
     size_t bytes = 0;
     double seconds = 0;
@@ -202,6 +205,12 @@ void HostShare::experts(const ExpertStacks& file, int32_t layer, int64_t rows, i
         giveBack(ticket);
     }
     plan.done(layer, _chosen.data(), _slot.data(), predicted ? _predicted.data() : nullptr, pairs, bytes, seconds);
+}
+
+// The time from the last layer's orders to this layer's question, if the CPU had nothing else to do and waited for it.
+void HostShare::tellTurn(bool waited, MissPlan& plan) {
+    if (waited && _instructedAt) plan.followed(std::chrono::duration<double>(Clock::now() - *_instructedAt).count());
+    _instructedAt.reset();
 }
 
 // Returns whether something was missed. All is read once: it is another processor's, and what was checked must be what is used.
@@ -229,6 +238,7 @@ void HostShare::instruct(int32_t layer, int32_t pairs, bool predicted, MissPlan&
     checkAhead();
     *_mailbox.orders = _orders;
     __atomic_store_n(_mailbox.instructed, ticket, __ATOMIC_RELEASE);
+    _instructedAt = Clock::now();
 }
 
 // What the GPU fetches is no longer the CPU's. A wrong order would overwrite what the GPU is using, or leave a pair to nobody.
@@ -262,9 +272,10 @@ void HostShare::checkAhead() const {
     }
 }
 
-void HostShare::awaitSent(uint32_t ticket) {
+// Returns whether the ticket had not come yet.
+bool HostShare::awaitSent(uint32_t ticket) {
     const auto there = [&] { return __atomic_load_n(_mailbox.sent, __ATOMIC_ACQUIRE) >= ticket; };
-    if (there()) return;  // what it takes to read the clock is not worth it
+    if (there()) return false;  // what it takes to read the clock is not worth it
     const auto start = Clock::now();
     auto nextYield = start + kYieldInterval, nextLook = start + kLookInterval;
     while (!there()) {
@@ -278,6 +289,7 @@ void HostShare::awaitSent(uint32_t ticket) {
         // The ticket may have come with the last of the GPU's work, after the look at it above.
         if (_waiting && _waiting() && !there()) throw Error(ErrorKind::Internal, "the GPU is done, but has not sent what the CPU waits for");
     }
+    return true;
 }
 
 void HostShare::giveBack(uint32_t ticket) { __atomic_store_n(_mailbox.returned, ticket, __ATOMIC_RELEASE); }

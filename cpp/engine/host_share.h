@@ -7,9 +7,11 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <new>
+#include <optional>
 #include <vector>
 
 #include "core/thread_pool.h"
@@ -86,13 +88,14 @@ private:
         void operator()(uint8_t* bytes) const { ::operator delete(bytes, std::align_val_t{64}); }
     };
 
-    void awaitSent(uint32_t ticket);
+    bool awaitSent(uint32_t ticket);
     void giveBack(uint32_t ticket);
     // Rows [begin, w.rows) of w x, once `after` has come: row t at y + t * yStride.
     void multiply(const Matrix& w, const cuda::HostRows& x, int64_t rows, int64_t begin, float* y, int64_t yStride, uint32_t after);
     // w's product with rows of the mailbox; y is left to the caller.
     cpu::MatmulArgs product(const Matrix& w, const cuda::HostRows& x, const cpu::QuantizedRows& xQuant, int64_t rows) const;
     void finishBlock(int64_t first, int64_t last, const Matrix& reader, int64_t rows);
+    void tellTurn(bool waited, MissPlan& plan);
     bool takeChoices(int32_t layer, int32_t experts, int32_t pairs, bool predicted);
     void instruct(int32_t layer, int32_t pairs, bool predicted, MissPlan& plan, uint32_t ticket);
     void leaveToGpu(int32_t pairs);
@@ -118,6 +121,7 @@ private:
     std::vector<int32_t> _chosen, _slot, _predicted;  // by pair: the layer's, read once
     std::vector<int32_t> _ours;                       // by pair: the expert if the CPU computes it, else -1
     cuda::ExpertOrders _orders;
+    std::optional<std::chrono::steady_clock::time_point> _instructedAt;  // the last layer's orders went out; none: nothing was missed there
 };
 
 }  // namespace sharpi

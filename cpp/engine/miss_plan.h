@@ -22,6 +22,9 @@ public:
     // 0 and 0 if nothing was left to it.
     virtual void done(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted, int32_t pairs, size_t bytes,
                       double seconds) = 0;
+    // The GPU asks about the next layer of the same step, so many seconds after the last layer's orders were out. Not called where the
+    // CPU had other work in between, or was late to look.
+    virtual void followed(double seconds) { (void)seconds; }
 };
 
 }  // namespace sharpi

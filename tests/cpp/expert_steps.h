@@ -57,13 +57,19 @@ public:
     }
     // A layer; bytes and seconds as HostShare::experts tells them. Returns the orders: empty if nothing was missed.
     cuda::ExpertOrders layer(int32_t layer, const List& chosen, const List* predicted = nullptr, size_t bytes = 0, double seconds = 0) {
+        const cuda::ExpertOrders orders = order(layer, chosen, predicted);
+        finish(bytes, seconds);
+        return orders;
+    }
+    // Its first half, and its second.
+    cuda::ExpertOrders order(int32_t layer, const List& chosen, const List* predicted = nullptr) {
         const auto pairs = static_cast<int32_t>(chosen.size());
         slot.clear();
         for (const int32_t expert : chosen) slot.push_back(onDevice(layer, expert));
-        const int32_t* foreseen = predicted ? predicted->data() : nullptr;
+        _layer = layer, _chosen = chosen, _predicted = predicted;
         cuda::ExpertOrders orders;
         missed = std::count(slot.begin(), slot.end(), -1);
-        if (missed) misses->order(layer, chosen.data(), slot.data(), foreseen, pairs, orders);
+        if (missed) misses->order(layer, chosen.data(), slot.data(), predicted ? predicted->data() : nullptr, pairs, orders);
         List at = slot;
         checkDemanded(layer, chosen, orders, at);
         checkAhead(layer + 1, orders);
@@ -71,8 +77,11 @@ public:
             if (at[p] < 0) continue;
             EXPECT_TRUE(world.isThere(layer, chosen[p], at[p])) << "expert " << chosen[p] << " of layer " << layer << ", slot " << at[p];
         }
-        misses->done(layer, chosen.data(), slot.data(), foreseen, pairs, bytes, seconds);
         return orders;
+    }
+    void finish(size_t bytes, double seconds) {
+        const auto pairs = static_cast<int32_t>(_chosen.size());
+        misses->done(_layer, _chosen.data(), slot.data(), _predicted ? _predicted->data() : nullptr, pairs, bytes, seconds);
     }
     int32_t onDevice(int32_t layer, int32_t expert) const { return _table.at(static_cast<size_t>(layer * world.slots->experts() + expert)); }
     uint64_t counted(const std::vector<uint64_t>& counts, int32_t layer, int32_t expert) const {
@@ -139,6 +148,10 @@ private:
         }
     }
     List _table;  // the device's
+    // The layer at work.
+    int32_t _layer = 0;
+    List _chosen;
+    const List* _predicted = nullptr;
 };
 
 }  // namespace slotted

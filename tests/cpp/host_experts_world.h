@@ -11,6 +11,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "core/error.h"
 #include "engine/host_share.h"
@@ -206,12 +207,14 @@ public:
         EXPECT_GE(seconds, 0);
         if (thrown == Thrown::ByDone) throw std::runtime_error("not to be told");
     }
+    void followed(double seconds) override { turns.push_back(seconds); }
 
     enum class Thrown { No, ByOrder, ByDone };
     Thrown thrown = Thrown::No;
     std::function<void()> meanwhile;  // called before orders are made
     cuda::ExpertOrders orders;
     int ordered = 0, told = 0;
+    std::vector<double> turns;  // what followed() told of all layers
 
 private:
     void expectTold(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted, int32_t pairs) const {

@@ -151,13 +151,13 @@ TEST(ExpertMisses, TheSlowerOfBothIsDoneSoonest) {
         const double cpuRate = std::exp(between(random, std::log(1e8), std::log(1e11))), busRate = cpuRate * std::exp(between(random, -3, 3));
         Steps steps(layersOf(1), 0, {cpuRate, busRate});
         const auto one = static_cast<double>(steps.world.slots->expertBytes(0));
-        TimeLine cpu(ExpertMisses::kCpuStart, cpuRate, 2 * one);
+        TimeLine cpu(MissShare::kCpuStart, cpuRate, 2 * one);
         for (int step = 0; step < 30; ++step) {
             const int32_t missed = static_cast<int32_t>(random() % 24);
             const size_t bytes = static_cast<size_t>(one * std::exp(between(random, 0, 9)));
             const auto seconds = [&](int32_t n) {
                 const double ours = missed > n ? cpu.seconds(static_cast<double>(bytes) * (missed - n)) : 0;
-                const double fetches = n > 0 ? ExpertMisses::kFetchStart + static_cast<double>(bytes) * n / busRate : 0;
+                const double fetches = n > 0 ? MissShare::kFetchStart + static_cast<double>(bytes) * n / busRate : 0;
                 return std::max(ours, fetches);
             };
             const int32_t n = steps.misses->share(missed, bytes);
@@ -169,6 +169,7 @@ TEST(ExpertMisses, TheSlowerOfBothIsDoneSoonest) {
             const size_t computed = static_cast<size_t>(one * static_cast<double>(random() % 8));  // 0: nothing was left to the CPU
             const double took = computed ? (1e-5 + static_cast<double>(computed) / cpuRate) * between(random, 0.3, 3) : 0;
             if (computed) cpu.add(static_cast<double>(computed), took);
+            else cpu.fade();
             steps.begin();
             steps.layer(0, {static_cast<int32_t>(random() % 8)}, nullptr, computed, took);
         }
@@ -209,6 +210,36 @@ TEST(ExpertMisses, LearnsHowFastTheCpuIs) {
     EXPECT_GE(steps.misses->share(8, bytes), 7);
     learn(1e12);
     EXPECT_EQ(steps.misses->share(8, bytes), 0);
+}
+
+// What the best share leaves idle gets an expert now and then (miss_share.h), in orders as in the count of what became of them.
+TEST(ExpertMisses, TestsWhatItDoesNotUse) {
+    for (const bool cpuIsIdle : {true, false}) {
+        SCOPED_TRACE(cpuIsIdle ? "all are fetched" : "all are computed");
+        Steps steps(layersOf(1, 64), 20, cpuIsIdle ? Rates{1e7, 1e12} : Rates{1e12, 1e7});
+        const size_t bytes = steps.world.slots->expertBytes(0);
+        const int32_t usual = cpuIsIdle ? 2 : 0;
+        std::map<int32_t, int> found;
+        for (int i = 0; i < 1000; ++i) {
+            ASSERT_EQ(steps.misses->share(2, bytes), usual);
+            steps.begin();
+            List missing;
+            for (int32_t e = i; missing.size() < 2; ++e) {
+                if (steps.onDevice(0, e % 64) < 0) missing.push_back(e % 64);
+            }
+            const int32_t fetched = steps.order(0, missing).demanded;
+            const double cpu = fetched < 2 ? (cpuIsIdle ? 1e-3 : 1e-6) : 0, bus = fetched > 0 ? (cpuIsIdle ? 1e-6 : 1e-3) : 0;
+            steps.finish(static_cast<size_t>(2 - fetched) * bytes, cpu);
+            steps.misses->followed(1e-3 + std::max(cpu, bus));
+            ++found[fetched];
+        }
+        EXPECT_GT(found[usual], 900);
+        EXPECT_GT(found[1], 3);
+        const ExpertCounts counts = steps.profiler.counts();
+        uint64_t computed = 0;
+        for (const uint64_t count : counts.computed) computed += count;
+        EXPECT_EQ(computed, static_cast<uint64_t>(found[1] + 2 * found[0]));
+    }
 }
 
 }  // namespace

@@ -309,6 +309,42 @@ TEST(HostExperts, WhatThePlanThrowsGoesThrough) {
     desk.expectAnswers(layer);
 }
 
+// From a layer's orders to the next layer's question: where the CPU waited for it, and had nothing else to do.
+TEST(HostExperts, ThePlanHearsHowLongTheGpuTook) {
+    std::mt19937 random(36);
+    const Shape shape = kShapes[0], wide = {DType::Q8_0, DType::Q8_0, DType::Q8_0, shape.embedding, 96, 1, 1};
+    const Layer missed(shape, 2, Routing::Random, {0.3, 0}, random), there(shape, 2, Routing::Random, kAllThere, random);
+    const Layer dense(wide, 2, Routing::Random, kNothingThere, random);
+    uint32_t ticket = 0;
+    std::optional<Desk> desk;
+    // Called once the CPU waits: so it has waited when the ticket comes.
+    desk.emplace(std::vector<Shape>{shape, wide}, 1, 2, [&] {
+        __atomic_store_n(desk->mailbox().sent, ticket, __ATOMIC_RELEASE);
+        return false;
+    });
+    const auto waited = [&](const Layer& layer) {
+        desk->give(layer, 0);
+        desk->compute(layer, 0, ++ticket);
+    };
+    desk->share.begin();
+    waited(missed);
+    EXPECT_TRUE(desk->plan.turns.empty()) << "no layer came before it";
+    waited(there);
+    ASSERT_EQ(desk->plan.turns.size(), 1u);
+    EXPECT_GT(desk->plan.turns[0], 0);
+    waited(missed);
+    EXPECT_EQ(desk->plan.turns.size(), 1u) << "the layer before it had no orders";
+    desk->pass(missed, 0);
+    EXPECT_EQ(desk->plan.turns.size(), 1u) << "the question was there before the CPU looked";
+    desk->pass(dense, 0);
+    waited(missed);
+    EXPECT_EQ(desk->plan.turns.size(), 1u) << "other work came between";
+    desk->share.begin();
+    ticket = 0;
+    waited(missed);
+    EXPECT_EQ(desk->plan.turns.size(), 1u) << "another step";
+}
+
 TEST(HostExperts, WaitingThatThrowsEndsTheWait) {
     std::mt19937 random(27);
     const Shape& shape = kShapes[3];
