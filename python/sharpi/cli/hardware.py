@@ -25,8 +25,11 @@ def hardware_command(threads: int | None, again: bool, as_json: bool, save: str 
     The result is kept, so that it is measured once; it is measured anew on another machine, or with --again. What is
     measured with fewer threads than the machine has processors is shown, but not kept.
     """
+    from sharpi.hardware import usable_threads
     from sharpi.profile import cached_profile, keep, measure_profile
 
+    if threads is not None:
+        threads = usable_threads(threads, lambda line: click.echo(f"sharpi: {line}", err=True))
     profile = None if again else cached_profile()
     # Rates of other numbers of threads say nothing about the one that was asked for.
     if profile is not None and threads not in (None, profile.threads):
