@@ -1,5 +1,19 @@
-// See thread_pool.h. A loop is published by raising _generation; it is over when every worker has left it, so
-// that the next loop's fields can be written without a worker still reading this one's.
+// See thread_pool.h.
+//
+// A loop is its fields (_body, _tasks, _error) and two counters. run() writes the fields and _unfinished = tasks, then publishes
+// the loop by storing _unclaimed = tasks (release). Nothing else lets a thread in:
+//
+// - A thread claims a task by taking 1 from _unclaimed (acquire). If it was above 0, the task is `tasks - what it was`, and it is
+//   one of the loop that is published now: the value read comes from that loop's store, or from claims after it (one release
+//   sequence), so the fields are visible. If it was 0 or less, the thread has nothing and must not read the fields. What such a
+//   late claim took is overwritten by the next loop's store.
+// - Threads count the tasks that they have done and take them from _unfinished in one step (release), after their last claim. Until
+//   they have, _unfinished is above 0: a loop cannot end, and no field can change, while somebody holds one of its tasks.
+// - run() returns when it reads _unfinished == 0 (acquire), and so sees all that bodies wrote. Nobody holds a task then, so the
+//   fields are run()'s to write again, wherever the workers are.
+//
+// So it does not matter which loop a worker believes it is in: a worker that slept through a thousand loops claims a task of the
+// next one. _generation only tells waiting workers that it is worth looking.
 #include "core/thread_pool.h"
 
 #include <pthread.h>
@@ -41,18 +55,14 @@ ThreadPool::ThreadPool(int threads) : _forks(forksSoFar()) {
         throw Error(ErrorKind::InvalidArgument, "threads must be at least 1, got " + std::to_string(threads));
     }
     _workers.reserve(threads - 1);
+    _beds.reset(new Bed[static_cast<size_t>(threads - 1)]);
     try {
         for (int worker = 1; worker < threads; ++worker) {
             _workers.emplace_back([this, worker] { workerLoop(worker); });
         }
     } catch (const std::system_error& e) {
         const size_t started = _workers.size();
-        {
-            std::lock_guard<std::mutex> lock(_mutex);
-            _stop = true;
-        }
-        _wake.notify_all();
-        for (auto& thread : _workers) thread.join();
+        stopWorkers();
         throw Error(ErrorKind::OutOfMemory, "the system refused thread " + std::to_string(started + 2) + " of " +
                                                 std::to_string(threads) + ": ask for fewer threads");
     }
@@ -63,11 +73,12 @@ ThreadPool::~ThreadPool() {
         for (auto& thread : _workers) thread.detach();
         return;
     }
-    {
-        std::lock_guard<std::mutex> lock(_mutex);
-        _stop = true;
-    }
-    _wake.notify_all();
+    stopWorkers();
+}
+
+void ThreadPool::stopWorkers() {
+    _stop.store(true, std::memory_order_seq_cst);
+    wakeSleepers();
     for (auto& thread : _workers) thread.join();
 }
 
@@ -82,18 +93,30 @@ void ThreadPool::run(int64_t tasks, const std::function<void(int64_t, int)>& bod
     }
     _body = &body;
     _tasks = tasks;
-    _next.store(0, std::memory_order_relaxed);
-    _failed.store(false, std::memory_order_relaxed);
     _error = nullptr;
-    _busy.store(static_cast<int>(_workers.size()), std::memory_order_relaxed);
+    _unfinished.store(tasks, std::memory_order_relaxed);
+    _unclaimed.store(tasks, std::memory_order_release);
     _generation.fetch_add(1, std::memory_order_seq_cst);
     wakeSleepers();
     drain(0);
-    for (int spins = 0; _busy.load(std::memory_order_acquire) > 0; ++spins) {
-        if (spins < kSpins) relax();
-        else std::this_thread::yield();
-    }
+    awaitTasks();
     if (_error) std::rethrow_exception(_error);
+}
+
+// Until the tasks that workers hold are done. A worker may have lost its core in the middle of one: after a while the caller
+// sleeps, so that the worker can have the caller's core.
+void ThreadPool::awaitTasks() {
+    for (int spins = 0; spins < kSpins; ++spins) {
+        if (_unfinished.load(std::memory_order_acquire) == 0) return;
+        relax();
+    }
+    // A thread that ended an earlier loop may post late. Then this wakes too soon and sleeps again.
+    for (;;) {
+        _callerSleeps.store(true, std::memory_order_seq_cst);
+        if (_unfinished.load(std::memory_order_seq_cst) == 0) break;
+        _ended.wait();
+    }
+    _callerSleeps.store(false, std::memory_order_relaxed);
 }
 
 void ThreadPool::stayAwake() {
@@ -101,25 +124,53 @@ void ThreadPool::stayAwake() {
     if (_forks == forksSoFar()) wakeSleepers();
 }
 
-// To be called after a change that ends their sleep. Either the change is seen by who is about to sleep, or who sleeps by us.
+// To be called after a change that ends their sleep. A worker that is about to sleep sees the change, or is seen here.
 void ThreadPool::wakeSleepers() {
     if (_sleeping.load(std::memory_order_seq_cst) == 0) return;
-    std::lock_guard<std::mutex> lock(_mutex);
-    _wake.notify_all();
+    for (int worker = 1; worker < threads(); ++worker) {
+        if (rise(worker)) _beds[worker - 1].wake.post();
+    }
 }
 
+// Sleeps until there is something to see, unless there is already.
+void ThreadPool::sleep(int worker, uint64_t seen) {
+    _sleeping.fetch_add(1, std::memory_order_seq_cst);
+    _beds[worker - 1].taken.store(true, std::memory_order_seq_cst);
+    const bool called = _generation.load(std::memory_order_seq_cst) != seen || _awake.load(std::memory_order_seq_cst) > 0 ||
+                        _stop.load(std::memory_order_seq_cst);
+    if (called && rise(worker)) return;
+    _beds[worker - 1].wake.wait();
+}
+
+// Ends a worker's sleep, for one of those who try at once: true for that one.
+bool ThreadPool::rise(int worker) {
+    if (!_beds[worker - 1].taken.exchange(false, std::memory_order_seq_cst)) return false;
+    _sleeping.fetch_sub(1, std::memory_order_relaxed);
+    return true;
+}
+
+// Runs tasks until none is left to claim, then reports them.
 void ThreadPool::drain(int worker) {
-    for (;;) {
-        const int64_t task = _next.fetch_add(1, std::memory_order_relaxed);
-        if (task >= _tasks || _failed.load(std::memory_order_relaxed)) return;
+    int64_t done = 0;
+    // Looks before it takes: threads that come late only read.
+    while (_unclaimed.load(std::memory_order_relaxed) > 0) {
+        const int64_t left = _unclaimed.fetch_sub(1, std::memory_order_acquire);
+        if (left <= 0) break;
+        ++done;
         try {
-            (*_body)(task, worker);
+            (*_body)(_tasks - left, worker);
         } catch (...) {
-            std::lock_guard<std::mutex> lock(_mutex);
+            // Tasks that nobody has begun are skipped: they count as done.
+            const int64_t skipped = _unclaimed.exchange(0, std::memory_order_relaxed);
+            if (skipped > 0) done += skipped;
+            std::lock_guard<std::mutex> lock(_errorMutex);
             if (!_error) _error = std::current_exception();
-            _failed.store(true, std::memory_order_relaxed);
         }
     }
+    if (done == 0) return;
+    // Either the caller, about to sleep, sees that no task is left, or it is seen here.
+    const bool last = _unfinished.fetch_sub(done, std::memory_order_seq_cst) == done;
+    if (last && _callerSleeps.load(std::memory_order_seq_cst) && _callerSleeps.exchange(false, std::memory_order_seq_cst)) _ended.post();
 }
 
 void ThreadPool::workerLoop(int worker) {
@@ -133,20 +184,14 @@ void ThreadPool::workerLoop(int worker) {
             }
             spins = 0;
             if (_awake.load(std::memory_order_relaxed) > 0) {
-                std::this_thread::yield();  // where there are more threads than cores, to one with work
+                std::this_thread::yield();  // if there are more threads than cores, to one with work
                 continue;
             }
-            std::unique_lock<std::mutex> lock(_mutex);
-            _sleeping.fetch_add(1, std::memory_order_seq_cst);
-            _wake.wait(lock, [&] {
-                return _generation.load(std::memory_order_seq_cst) != seen || _awake.load(std::memory_order_seq_cst) > 0 || _stop;
-            });
-            _sleeping.fetch_sub(1, std::memory_order_relaxed);
+            sleep(worker, seen);
         }
         if (_stop.load(std::memory_order_relaxed)) return;
-        ++seen;  // run() waits for every worker, so generations are never skipped
+        seen = _generation.load(std::memory_order_acquire);
         drain(worker);
-        _busy.fetch_sub(1, std::memory_order_release);
     }
 }
 

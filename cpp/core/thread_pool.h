@@ -1,14 +1,17 @@
 // A fixed set of threads that share one loop at a time. Decoding runs some hundreds of short loops a token, so
-// a worker spins briefly for the next loop before it sleeps, and the caller works too instead of waiting. Who runs loops
-// further apart, between answers of a GPU, keeps the workers awake for as long as that takes.
+// a worker spins briefly for the next loop before it sleeps, and the caller works too instead of waiting. A loop ends when
+// its tasks are done, whoever did them: a worker that the system does not schedule is not waited for, unless it holds a task.
+// A caller whose loops are further apart, between answers of a GPU, keeps the workers awake for as long as that takes.
 #pragma once
 
+#include <semaphore.h>
+
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -27,8 +30,10 @@ public:
     int threads() const { return static_cast<int>(_workers.size()) + 1; }
 
     // Calls body(task, worker) once for every task in [0, tasks), in any order, worker in [0, threads()).
-    // Returns when all have run. The first exception that a body throws is rethrown here; the remaining
-    // tasks are then skipped. Not reentrant: a body must not call run(), and only one thread may call it.
+    // Tasks begin in ascending order, so a body may wait for a task of a lower number. A worker may get no task at all.
+    // Returns when all have run; no thread touches the body after that. The first exception that a body throws is rethrown
+    // here; tasks that have not begun are then skipped. Not reentrant: a body must not call run(), and only one thread may
+    // call it.
     // Give it a std::ref where making a std::function would allocate.
     void run(int64_t tasks, const std::function<void(int64_t task, int worker)>& body);
 
@@ -45,32 +50,60 @@ public:
         ThreadPool& _pool;
     };
 
-    // Workers that are asleep now.
+    // Workers that are asleep and not yet woken, even if they are still to get a core.
     int sleeping() const { return _sleeping.load(std::memory_order_relaxed); }
 
 private:
+    // post() never waits. A condition variable would not do: waking its sleepers may wait for one that was woken before and is
+    // not scheduled.
+    class Semaphore {
+    public:
+        Semaphore() { sem_init(&_semaphore, 0, 0); }
+        ~Semaphore() { sem_destroy(&_semaphore); }
+        Semaphore(const Semaphore&) = delete;
+        Semaphore& operator=(const Semaphore&) = delete;
+        void post() { sem_post(&_semaphore); }
+        void wait() {
+            while (sem_wait(&_semaphore) != 0) {}  // a signal interrupted it
+        }
+
+    private:
+        sem_t _semaphore;
+    };
+    // Where one worker sleeps.
+    struct Bed {
+        std::atomic<bool> taken{false};
+        Semaphore wake;
+    };
+
     void stayAwake();
     void wakeSleepers();
     void workerLoop(int worker);
+    void sleep(int worker, uint64_t seen);
+    bool rise(int worker);
     void drain(int worker);
+    void awaitTasks();
+    void stopWorkers();
 
     const uint64_t _forks;  // of this process when the threads were started
     std::vector<std::thread> _workers;
-    std::mutex _mutex;
-    std::condition_variable _wake;
+    std::unique_ptr<Bed[]> _beds;  // one for each worker
     std::atomic<int> _sleeping{0};
+    Semaphore _ended;  // wakes a caller that sleeps until the last task is done
 
     // In lines of their own: what waiting workers look at all the time, what a loop is, and what changes during one.
     static constexpr size_t kApart = 128;  // processors fetch lines of 64 bytes in pairs
-    alignas(kApart) std::atomic<uint64_t> _generation{0};
+    alignas(kApart) std::atomic<uint64_t> _generation{0};  // loops published so far
     std::atomic<bool> _stop{false};
     std::atomic<int> _awake{0};  // guards
+    // To be read only while holding a task; see thread_pool.cpp.
     alignas(kApart) const std::function<void(int64_t, int)>* _body = nullptr;
     int64_t _tasks = 0;
-    std::atomic<bool> _failed{false};
+    std::mutex _errorMutex;
     std::exception_ptr _error;
-    alignas(kApart) std::atomic<int64_t> _next{0};
-    alignas(kApart) std::atomic<int> _busy{0};
+    alignas(kApart) std::atomic<int64_t> _unclaimed{0};  // tasks that nobody has begun; 0 or less: none
+    alignas(kApart) std::atomic<int64_t> _unfinished{0};  // tasks that are not yet reported as done
+    std::atomic<bool> _callerSleeps{false};
 };
 
 }  // namespace sharpi

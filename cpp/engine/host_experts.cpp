@@ -3,6 +3,8 @@
 // computed then, since pieces are handed out in order.
 #include "engine/host_experts.h"
 
+#include <thread>
+
 #include "engine/host_blocks.h"
 #include "engine/scratch.h"
 
@@ -11,6 +13,8 @@ namespace sharpi {
 using namespace host;
 
 namespace {
+
+constexpr int kSpinsBeforeYield = 4000;  // some 50 microseconds
 
 // Zeros behind the columns of each row.
 void clearPadding(const cpu::QuantizedRows& rows) {
@@ -176,7 +180,8 @@ void HostExperts::down(const MatrixStack& w, float* answers, size_t which, int64
     args.count = expert.places();
     args.y = args.count == 1 ? answer(expert.begin) : _out + expert.begin * width;
     args.yStride = width;
-    while (_blocksLeft[which].load(std::memory_order_acquire) > 0) relax();
+    // The thread that computes them may have lost its core: after a while, let it have this one.
+    for (int spins = 0; _blocksLeft[which].load(std::memory_order_acquire) > 0; ++spins) spins < kSpinsBeforeYield ? relax() : std::this_thread::yield();
     _kernels.matmul(args, first, last, threadScratch(worker));
     for (int32_t place = expert.begin; args.count > 1 && place < expert.end; ++place) {
         std::copy(_out + place * width + first, _out + place * width + last, answer(place) + first);

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from sharpi.errors import SharpiError
 
-__all__ = ["Gpu", "busy_seconds", "core_count", "cpu_name", "gpu", "machine_core_count", "ram_bytes"]
+__all__ = ["Gpu", "busy_seconds", "core_count", "cpu_name", "gpu", "machine_core_count", "ram_bytes", "usable_threads"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -50,6 +51,18 @@ def cpu_name() -> str:
 def core_count() -> int:
     """As many logical processors as this process may use at once."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_threads(asked: int | None, notice: Callable[[str], None] | None = None, cores: int | None = None) -> int:
+    """As many threads as `asked`, all by default, but no more than there are cores: threads that share one only get in
+    each other's way. `notice` is told of a number that is cut. cores: another machine's.
+    """
+    most = core_count() if cores is None else cores
+    if asked is None or asked <= most:
+        return int(most if asked is None else asked)
+    if notice is not None:
+        notice(f"{asked} threads are too many for {most} {'core' if most == 1 else 'cores'}: {most} will run")
+    return most
 
 
 def machine_core_count() -> int:

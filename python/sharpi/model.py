@@ -26,7 +26,7 @@ from sharpi.expert_stats import ExpertStats, unwritable
 from sharpi.files import require_writable
 from sharpi.generation import Generation, GenerationOptions, Meter, takes_generation_options
 from sharpi.gguf import GgufFile
-from sharpi.hardware import core_count
+from sharpi.hardware import usable_threads
 from sharpi.planner import Plan, make_plan, saved_plan
 from sharpi.profile import HardwareProfile, load_profile
 from sharpi.session import Session, Timing, Token
@@ -219,7 +219,8 @@ class Model:
         and else the faster of the two, as predicted. vram: the most to take of that memory, in bytes or as text such
         as "12GiB"; without it, what is free. Weights that do not fit stay in RAM and are used from there. context:
         tokens that prompt and answer may have together. kv_dtype: "fp32", "bf16" (default) or "fp16". batch: rows that
-        prefill takes at once (512, on the GPU 2048). cpu_moe: whether all experts stay in RAM, for the CPU to compute
+        prefill takes at once (512, on the GPU 2048). threads: the CPU's, as many as there are cores by default and at
+        most. cpu_moe: whether all experts stay in RAM, for the CPU to compute
         in decode, even where they would fit; `None` is what SHARPI_CPU_MOE says. sequences: conversations that may hold
         tokens at once, where the model keeps a state for each of them (4, of which those not used serve to go back in
         others). mtp: whether a prediction layer is loaded, to draft tokens with; `None`: where the file has one. plan: a
@@ -251,11 +252,12 @@ class Model:
         warmth = asked["warm"] = _warmth(warm, file)
         if plan is not None:
             made = saved_plan(plan, file, spec)
+            made = replace(made, threads=usable_threads(made.threads, notice))
             spec = spec if made.mtp else read_spec(file, False)
         else:
             if mtp and not spec.prediction_layers:
                 raise InvalidRequestError(f"{file.name} has no prediction layer to draft with: leave mtp out")
-            asked["threads"] = core_count() if threads is None else threads
+            asked["threads"] = usable_threads(threads, notice)
             known = profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)
             made = make_plan(file, spec, **asked, profile=known, notice=notice)
         made.require()

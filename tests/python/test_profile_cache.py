@@ -183,7 +183,7 @@ def test_a_process_with_few_processors_leaves_the_kept_profile_alone(machine: Ma
     assert cached_profile() == whole
     machine.allowed = None
     assert current_profile() == whole
-    assert [threads for threads, _ in machine.requests] == [16, 4, 16]
+    assert [threads for threads, _ in machine.requests] == [16, 4, 4]
 
 
 def test_a_process_with_few_processors_keeps_nothing(machine: Machine) -> None:

@@ -27,11 +27,14 @@ def hardware_command(threads: int | None, again: bool, as_json: bool, save: str 
     last time, if a model ran at another speed than predicted, or with --again. What is measured with fewer threads than
     the machine has processors is shown, but not kept.
     """
+    from sharpi.hardware import usable_threads
     from sharpi.profile_cache import cached_profile, current_profile, keep, measure_profile, measuring_words
 
     def say(reason: str) -> None:
         click.echo(f"sharpi: {measuring_words(reason)}", err=True)
 
+    if threads is not None:
+        threads = usable_threads(threads, lambda line: click.echo(f"sharpi: {line}", err=True))
     known = None if again else cached_profile()
     # Rates of other numbers of threads say nothing about the one that was asked for.
     if not again and threads in (None, known.threads if known is not None else None):

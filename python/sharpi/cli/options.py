@@ -169,7 +169,7 @@ def context_option(function: Callable[..., Any]) -> Callable[..., Any]:
 def threads_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `-t`."""
     return click.option("-t", "--threads", type=click.IntRange(min=1, max=1024), metavar="N",
-                        help="CPU threads.  [default: all]")(function)
+                        help="CPU threads, at most as many as there are cores.  [default: all]")(function)
 
 
 def batch_option(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,19 +58,23 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
     there, --profile FILE here.
     """
     from sharpi.expert_stats import ExpertStats
-    from sharpi.hardware import core_count
+    from sharpi.hardware import usable_threads
     from sharpi.model import describe
     from sharpi.planner import make_plan
     from sharpi.profile import load_profile
 
     found = described(name, model)
     known = None if profile is None else load_profile(profile)
-    count = threads or (core_count() if known is None else known.threads)
+    notice = lambda line: click.echo(f"sharpi: {printable(line)}", err=True)
+    if known is not None and threads is None:
+        count = known.threads
+    else:
+        count = usable_threads(threads, notice, cores=None if known is None else known.cores)
     file, spec = describe(found.path if found else None, mtp=not no_mtp)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
                      threads=count, cpu_moe=cpu_moe or None, sequences=sequences, profile=known, shown=True,
                      warm=None if warm is None else ExpertStats.load(warm, file),
-                     notice=lambda line: click.echo(f"sharpi: {printable(line)}", err=True))
+                     notice=notice)
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
     if found is not None and found.missing:
         click.echo(f"sharpi: {not_here(found)}" if as_json else _wrapped(f"\n{not_here(found)}"), err=as_json)
