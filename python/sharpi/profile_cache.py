@@ -189,6 +189,9 @@ def keep(profile: HardwareProfile) -> bool:
         profile.save(path)
     except (OSError, InvalidRequestError):
         return False
+    doubts = _Doubts.read()
+    if doubts.profile:
+        _Doubts("", doubts.models).write()  # they were of the one before
     return True
 
 

@@ -343,8 +343,8 @@ def test_a_gpu_that_is_not_here_is_not_measured(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_machine_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(measure: bool, announce: Callable[[], None]) -> None:
-        announce()
+    def fail(measure: bool, announce: Callable[[str], None] | None = None) -> None:
+        announce("")
         raise InternalError("the GPU fell off the bus")
 
     monkeypatch.setattr("sharpi.planner.current_profile", fail)

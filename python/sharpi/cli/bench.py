@@ -73,7 +73,18 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
             "experts": stats["experts"],
             "first_token_seconds": first_token,
         }
+        if warmup:
+            _compare(model, results, elsewhere=options.plan is not None or options.profile is not None)
     click.echo(json.dumps(report, indent=2) if as_json else _table(report))
+
+
+def _compare(model: Model, results: list[dict[str, Any]], elsewhere: bool) -> None:
+    """Says which of the speeds were not as predicted."""
+    from sharpi.agreement import disagreement, seen_in_bench
+
+    for seen in seen_in_bench(results):
+        if line := disagreement(model, seen, elsewhere=elsewhere, known=True):
+            click.echo(f"sharpi: {line}", err=True)
 
 
 def _decode(model: Model, depth: int, tokens: int, repeat: int, warmup: bool) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ def hardware_command(threads: int | None, again: bool, as_json: bool, save: str 
         profile = current_profile(announce=say)
         kept = profile == cached_profile()
     else:
-        say("")
+        click.echo("sharpi: measuring this machine, a few seconds", err=True)
         profile = measure_profile(threads)
         kept = keep(profile)
     if save is not None:

@@ -230,9 +230,19 @@ def _origin(profile: HardwareProfile, device: str) -> list[str]:
         rates += [("PCIe", profile.pcie_bytes_per_second or 0.0), ("VRAM", profile.vram_bytes_per_second or 0.0)]
     said = f"For {' and '.join(names)}: {', '.join(f'{name} {rate / 1e9:,.0f} GB/s' for name, rate in rates)}"
     if not profile.assumed:
-        return [_wrapped(f"{said}, as measured.", "  ")]
+        return [_wrapped(f"{said}, {_measured(profile, device)}.", "  ")]
     return [_wrapped(f"{said}. The machine that is meant knows better: `sharpi hardware --save FILE` there,"
                      " --profile FILE here.", "  ")]
+
+
+def _measured(profile: HardwareProfile, device: str) -> str:
+    """When these rates were measured, and how far their samples are apart."""
+    if not profile.measured:
+        return "as measured"
+    shown = ("ram_bytes_per_second", *(("pcie_bytes_per_second", "vram_bytes_per_second") if device == "cuda" else ()))
+    parts = [profile.spread[name] for name in shown if name in profile.spread]
+    spread = f", spread {100 * max(parts):.0f} %" if parts else ""
+    return f"measured {profile.measured[:10]}{' while other programs were busy' if profile.busy else ''}{spread}"
 
 
 def _wrapped(text: str, margin: str = "") -> str:

@@ -53,6 +53,17 @@ def run_command(options: ModelOptions, sampling: SamplingOptions, drafts: DraftO
             click.echo(f"sharpi: stopped: the context of {model.context} tokens is full (-c sets it)", err=True)
         if stats:
             click.echo(closing_line(model.stats()), err=True)
+        _compare(model, options, stats)
+
+
+def _compare(model: Model, options: ModelOptions, said: bool) -> None:
+    """Notes, and says where wanted, that decode was not as fast as predicted."""
+    from sharpi.agreement import disagreement, seen_in_run
+
+    seen = seen_in_run(model.stats())
+    line = seen and disagreement(model, seen, elsewhere=options.plan is not None or options.profile is not None, known=False)
+    if line and said:
+        click.echo(f"sharpi: {line}", err=True)
 
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:
