@@ -98,7 +98,7 @@ def real_tests(python: Path, *options: str) -> str | None:
     fetched = subprocess.run([str(python), str(script)], check=False).returncode
     if fetched not in (0, 3):  # 3: a download failed
         sys.exit("failed: a real checkpoint is not what its hash says")
-    run(python, "-m", "pytest", "-q", "-rs", "-rP", *options, "tests/real")
+    run(python, "-m", "pytest", "-q", "-rsP", *options, "tests/real")
     if not fetched:
         return None
     return "NOT TESTED: a real checkpoint could not be downloaded; the lines above that begin with NO CHECKPOINT say why"
