@@ -3,6 +3,7 @@
 
     python tests/run.py                # C++ and Python tests
     python tests/run.py --sanitizers   # also the C++ tests under ASan and UBSan, the thread pool under TSan
+    python tests/run.py --real         # also real checkpoints, which are downloaded (340 MB) and kept in the user's cache
     python tests/run.py --gpu          # only the tests that need a GPU, C++ and Python; fails where none is
 
 What is left goes to pytest. Needs Python 3.10 or newer, a C++17 compiler, and a network or pip cache for the Python
@@ -90,10 +91,24 @@ def install(python: Path, settings: list[str]) -> None:
         f"--config-settings=build-dir={BUILD / 'tests'}", *defines, ".[test]", env=environment)
 
 
+def real_tests(python: Path, *options: str) -> str | None:
+    """Runs real checkpoints. Returns a line for the end if some could not be fetched, which fails nothing."""
+    script = ROOT / "tests" / "real" / "checkpoints.py"
+    print("+", python, script, flush=True)
+    fetched = subprocess.run([str(python), str(script)], check=False).returncode
+    if fetched not in (0, 3):  # 3: a download failed
+        sys.exit("failed: a real checkpoint is not what its hash says")
+    run(python, "-m", "pytest", "-q", "-rsP", *options, "tests/real")
+    if not fetched:
+        return None
+    return "NOT TESTED: a real checkpoint could not be downloaded; the lines above that begin with NO CHECKPOINT say why"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sanitizers", action="store_true", help="also run the C++ tests under sanitizers")
     parser.add_argument("--gpu", action="store_true", help="run only the tests that need a GPU")
+    parser.add_argument("--real", action="store_true", help="also run real checkpoints, downloaded and kept in a cache")
     options, pytest_arguments = parser.parse_known_args()
     if sys.version_info < (3, 10):
         sys.exit("Sharpi needs Python 3.10 or newer")
@@ -112,6 +127,9 @@ def main() -> None:
                   target="test_thread_pool")
     install(python, cuda)
     run(python, "-m", "pytest", "-q", *(["-m", "gpu"] if options.gpu else []), *pytest_arguments)
+    untested = real_tests(python, *(["-m", "gpu"] if options.gpu else [])) if options.real else None
+    if untested:
+        print(untested, flush=True)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,51 @@ TEST(Sampler, TiesAtTheEdgeOfTopKKeepTheLowerIds) {
     EXPECT_EQ(drawn, (std::set<int32_t>{0, 1, 2}));
 }
 
+// Tokens of equal weight that no sum can tell apart: one whose predecessors already make up top-p is cut, to the bit.
+TEST(Sampler, TiesAtTheEdgeOfTopPKeepTheLowerIds) {
+    struct Case {
+        float topP;
+        std::vector<float> logits;
+        std::set<int32_t> kept;
+    };
+    const Case cases[] = {
+        {0.5f, {1, 1}, {0}},                       // exactly half is before the second
+        {0.25f, {2, 2, 2, 2}, {0}},
+        {0.5f, {2, 2, 2, 2}, {0, 1}},
+        {0.75f, {2, 2, 2, 2}, {0, 1, 2}},
+        {std::nextafter(0.5f, 1.0f), {2, 2, 2, 2}, {0, 1, 2}},
+        {std::nextafter(0.5f, 0.0f), {2, 2, 2, 2}, {0, 1}},
+        {0.75f, {-kInfinity, 3, -kInfinity, 3, 3, 3}, {1, 3, 4}},
+    };
+    for (const Case& c : cases) {
+        SamplingParams params = open();
+        params.topP = c.topP;
+        std::set<int32_t> drawn;
+        for (params.seed = 0; params.seed < 300; ++params.seed) drawn.insert(draw(params, c.logits));
+        EXPECT_EQ(drawn, c.kept) << "top-p " << c.topP << " of " << c.logits.size();
+    }
+}
+
+TEST(Sampler, TiesAtTheEdgeOfMinPStay) {
+    SamplingParams params = open();
+    params.minP = 1;
+    std::set<int32_t> drawn;
+    for (params.seed = 0; params.seed < 200; ++params.seed) drawn.insert(draw(params, {1, 3, 3, 2.999f, 3}));
+    EXPECT_EQ(drawn, (std::set<int32_t>{1, 2, 4}));
+}
+
+// A draw that falls on the bound between two tokens takes the later one.
+TEST(Sampler, ADrawOnABoundTakesTheNextToken) {
+    SamplingRule rule;
+    rule.temperature = 1;
+    rule.topK = 0, rule.topP = 1, rule.minP = 0;
+    for (int quarter = 0; quarter < 4; ++quarter) {
+        std::vector<float> logits(4, 0.5f);
+        EXPECT_EQ(sampleOnHost(logits.data(), 4, rule, {}, quarter / 4.0), quarter);
+        EXPECT_EQ(sampleOnHost(logits.data(), 4, rule, {}, std::nextafter((quarter + 1) / 4.0, 0.0)), quarter);
+    }
+}
+
 TEST(Sampler, OneCandidateIsCertain) {
     const auto logits = randomLogits(100, 5);
     const auto best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());

@@ -1,0 +1,259 @@
+#!/usr/bin/env python3
+"""Changes the source in small ways, one at a time, and says which changes no test notices.
+
+    python tests/mutate.py --python 60 --cpp 40 --seed 1 --save before.json   # draw changes, run them
+    python tests/mutate.py --replay before.json --only-survivors              # the same changes on today's source
+    python tests/mutate.py --list --python 10                                 # show them, run nothing
+
+Everything happens in a copy of the tracked files under build/mutate; the work tree is never touched. C++ needs CMake and
+Ninja, Python the built module beside python/sharpi. A change counts as noticed when the tests of its file fail, crash
+or run over their time; if those pass, a C++ change is held against all C++ tests. One that does not compile counts for
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from mutation_sites import Site, cpp_sites, python_sites  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+TREE = ROOT / "build" / os.environ.get("SHARPI_MUTATE", "mutate")  # a name for each that runs at the same time
+BUILT = TREE / "build" / "tests"
+MEMORY = 24 << 30  # address space of a test: a change may make a loop allocate for ever
+SECONDS = 400
+COMPILER = "the compiler"
+
+# Which tests hold which file: names of pytest files and of C++ test programs without "test_".
+PYTHON_TESTS = {
+    "session": "where_text_ends model_api chat_session drafts engine", "chat": "chat_template chat_session", "tokenizer": "tokenizer",
+    "gguf": "gguf corruption dequantize", "planner": "planner placement partial_plans expert_plans plan_file",
+    "placement": "placement partial_plans expert_plans planner", "plan": "plan_file planner cli partial_plans",
+    "heat_map": "heat_map experts_command", "expert_stats": "expert_stats experts_command model_api",
+    "drafts": "drafts model_api", "prediction": "prediction partial_plans expert_plans",
+    "files": "expert_stats cli hardware_profile", "model": "model_api engine drafts expert_stats",
+}
+CPP_TESTS = {
+    "sampler": "sampler drafts", "sampling_rule": "sampler", "session": "draft_sessions recurrent_sessions drafts engine",
+    "drafter": "drafts draft_sessions prediction_layer", "kv_cache": "kv_cache drafts recurrent_sessions",
+    "recurrent_state": "recurrent_state recurrent_sessions", "allocator": "allocator allocator_random memory",
+    "weight_stream": "weight_stream expert_stream", "fake_device": "allocator weight_stream", "host_memory": "host_memory memory",
+    "expert_slots": "expert_slots expert_slots_random expert_slot_budget", "expert_policy": "expert_policy expert_slots",
+    "expert_profiler": "expert_profiler", "expert_prefetcher": "expert_prefetcher", "placement": "placement homes",
+    "memory_plan": "placement memory engine", "placer": "homes placement", "read_spec": "model_spec", "metadata": "model_spec",
+    "architecture": "model_spec", "weights": "engine model_spec", "dtype": "dequantize model_spec", "workspace": "placement",
+    "step_limits": "placement", "forward_pass": "engine drafts prediction_layer", "host_experts": "host_experts expert_shares",
+    "gpu_scratch": "placement", "packed_shape": "packed_layout placement",
+}
+CPP_FILES = ("cpp/core/dtype.cpp", "cpp/core/sampling_rule.h", "cpp/memory/*.cpp", "cpp/model/*.cpp", "cpp/engine/sampler.cpp",
+             "cpp/engine/session.cpp", "cpp/engine/drafter.cpp", "cpp/engine/placement.cpp", "cpp/engine/placer.cpp",
+             "cpp/engine/memory_plan.cpp", "cpp/engine/step_limits.cpp", "cpp/engine/forward_pass.cpp",
+             "cpp/engine/gpu_scratch.cpp", "cuda/kernels/*.cpp", "cuda/kernels/packed_shape.h")
+
+
+@dataclass
+class Result:
+    site: Site
+    killed: bool
+    by: str  # the tests that noticed
+    seconds: float
+
+    @property
+    def counts(self) -> bool:
+        return self.by != COMPILER
+
+
+def make_tree(base: str) -> None:
+    """A copy of the tracked files as they are at `base`, or in the work tree if it is empty."""
+    if (TREE / "tests").exists():
+        for entry in TREE.iterdir():
+            if entry.name != "build":
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    TREE.mkdir(parents=True, exist_ok=True)
+    if base:
+        archive = subprocess.run(["git", "archive", base], cwd=ROOT, check=True, capture_output=True).stdout
+        subprocess.run(["tar", "x"], cwd=TREE, input=archive, check=True)
+    else:
+        names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, check=True,
+                               capture_output=True, text=True).stdout
+        for name in filter(None, names.split("\0")):
+            if (ROOT / name).is_file():
+                (TREE / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, TREE / name)
+    for module in (ROOT / "python" / "sharpi").glob("_core*.so"):
+        shutil.copy2(module, TREE / "python" / "sharpi")
+
+
+def draw(tree: Path, python: int, cpp: int, seed: int) -> list[Site]:
+    """So many changes of either language: a file at random, then a place in it; no line twice."""
+    chooser = random.Random(seed)
+    sites = []
+    for count, files, find in ((python, [tree / f"python/sharpi/{name}.py" for name in PYTHON_TESTS], python_sites),
+                               (cpp, sorted(p for glob in CPP_FILES for p in tree.glob(glob)), cpp_sites)):
+        found = {path: find(path, tree) for path in files}
+        files = [path for path in files if found[path]]
+        drawn: list[Site] = []
+        while len(drawn) < count:
+            site = chooser.choice(found[chooser.choice(files)])
+            if all((other.file, other.line) != (site.file, site.line) for other in drawn):
+                drawn.append(site)
+        sites += drawn
+    return sites
+
+
+def limits() -> None:
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def passes(command: list[str], seconds: float = SECONDS) -> bool:
+    """Whether a test command succeeds in its time; all that it started ends with it."""
+    environment = {**os.environ, "PYTHONPATH": str(TREE / "python"), "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(command, cwd=TREE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               stdin=subprocess.DEVNULL, env=environment, preexec_fn=limits)
+    try:
+        return process.wait(timeout=seconds) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+
+
+def pytest_passes(name: str) -> bool:
+    return passes([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/python/test_{name}.py"])
+
+
+def python_tests(site: Site) -> list[str]:
+    names = PYTHON_TESTS[Path(site.file).stem].split()
+    return [name for name in names if (TREE / f"tests/python/test_{name}.py").exists()]
+
+
+def python_killer(site: Site) -> str:
+    """The pytest file that notices the change, or nothing."""
+    return next((f"test_{name}.py" for name in python_tests(site) if not pytest_passes(name)), "")
+
+
+def require_sound(sites: list[Site]) -> None:
+    """Ends the program if tests fail with no change made: they would notice anything."""
+    names = sorted({name for site in sites if site.file.endswith(".py") for name in python_tests(site)})
+    broken = [name for name in names if not pytest_passes(name)]
+    if not all(site.file.endswith(".py") for site in sites):
+        if not build():
+            sys.exit("the unchanged source does not build")
+        broken += [name for name in cpp_programs() if not cpp_passes(name)]
+    if broken:
+        sys.exit(f"these tests fail with no change made: {' '.join(broken)}")
+
+
+def build(*targets: str) -> bool:
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") or "cmake"
+    if not (BUILT / "build.ninja").exists():
+        subprocess.run([cmake, "-S", str(TREE), "-B", str(BUILT), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+                        "-DSHARPI_PYTHON=OFF", "-DSHARPI_TESTS=ON", "-DSHARPI_CUDA=OFF"], check=True,
+                       stdout=subprocess.DEVNULL)
+    return subprocess.run([cmake, "--build", str(BUILT), "--target", *(targets or ("all",))], stdout=subprocess.DEVNULL,
+                          stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def cpp_programs() -> list[str]:
+    return sorted(path.stem for path in (TREE / "tests" / "cpp").glob("test_*.cpp"))
+
+
+def cpp_passes(name: str) -> bool:
+    return passes([str(BUILT / "tests" / "cpp" / name), "--gtest_brief=1"])
+
+
+def cpp_killer(site: Site) -> str:
+    """The C++ test program that notices the change, or nothing."""
+    first = [f"test_{name}" for name in CPP_TESTS.get(Path(site.file).stem, "").split()]
+    every = cpp_programs()
+    for names in ([name for name in first if name in every], [name for name in every if name not in first]):
+        if names and not build(*names):
+            return COMPILER
+        for name in names:
+            if not cpp_passes(name):
+                return name
+    return ""
+
+
+def run(site: Site) -> Result | None:
+    """What became of a change; `None` if today's source has no such place."""
+    path = TREE / site.file
+    original = path.read_text(encoding="utf-8")
+    changed = site.applied(original)
+    if changed is None:
+        return None
+    started = time.monotonic()
+    try:
+        path.write_text(changed, encoding="utf-8")
+        by = python_killer(site) if site.file.endswith(".py") else cpp_killer(site)
+    finally:
+        path.write_text(original, encoding="utf-8")
+    return Result(site, bool(by), by, time.monotonic() - started)
+
+
+def save(results: list[Result], path: str | None) -> None:
+    if path:
+        rows = [{**asdict(r.site), "killed": r.killed, "by": r.by} for r in results]
+        Path(path).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def load(path: str, survivors: bool) -> list[Site]:
+    rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    return [Site(row["file"], row["line"], row["kind"], row["before"], row["after"], row["which"]) for row in rows
+            if not (survivors and row["killed"])]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=int, default=0, metavar="N", help="changes to Python files")
+    parser.add_argument("--cpp", type=int, default=0, metavar="N", help="changes to C++ files")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--base", default="", metavar="REV", help="the commit to change; without it, the work tree")
+    parser.add_argument("--save", metavar="FILE", help="write what became of each change")
+    parser.add_argument("--replay", metavar="FILE", help="run the changes of such a file")
+    parser.add_argument("--only-survivors", action="store_true", help="of --replay, only those that no test noticed")
+    parser.add_argument("--list", action="store_true", help="show the changes and run nothing")
+    options = parser.parse_args()
+    make_tree(options.base)
+    sites = (load(options.replay, options.only_survivors) if options.replay
+             else draw(TREE, options.python, options.cpp, options.seed))
+    results: list[Result] = []
+    if not options.list:
+        require_sound(sites)
+    for number, site in enumerate(sites, 1):
+        if options.list:
+            print(site)
+            continue
+        result = run(site)
+        if result is None:
+            print(f"{number}/{len(sites)} gone      {site}", flush=True)
+            continue
+        results.append(result)
+        what = f"{'killed   ' if result.counts else 'refused  '} {site}  [{result.by}]" if result.killed else f"SURVIVED  {site}"
+        print(f"{number}/{len(sites)} {result.seconds:5.0f} s {what}", flush=True)
+        save(results, options.save)
+    if results:
+        print(f"{sum(not r.killed for r in results)} of {sum(r.counts for r in results)} changes survive")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
