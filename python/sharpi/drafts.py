@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from sharpi.choices import DRAFTS, MOST_DRAFT_TOKENS
 from sharpi.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -18,11 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_DRAFT_TOKENS", "DRAFTS", "DraftedRun", "MOST_COST", "MOST_DRAFT_TOKENS", "choose_drafts", "missing_states"]
 
-# The model's own prediction layer (multi-token prediction); what followed the last few tokens earlier in the text;
-# nobody.
-DRAFTS = ("mtp", "ngram", "off")
-# With the token before them they are a step of 8, the largest that computes the bits of single tokens on every device.
-MOST_DRAFT_TOKENS = 7
 # A prediction layer is made to guess one token, and asked again it guesses worse. A repeated passage goes on for long,
 # and to look it up costs nothing.
 DEFAULT_DRAFT_TOKENS = {"mtp": 1, "ngram": 4}

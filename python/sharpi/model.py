@@ -30,6 +30,7 @@ from sharpi.hardware import usable_threads
 from sharpi.planner import Plan, make_plan, saved_plan
 from sharpi.profile import HardwareProfile, load_profile
 from sharpi.session import Session, Timing, Token
+from sharpi.switches import check_switches
 from sharpi.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ class Model:
         started = time.perf_counter()
         asked = {"device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype, "threads": threads,
                  "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences}
+        check_switches()
         _check(**asked, mtp=mtp)
         if plan is not None:
             _refuse_beside_a_plan({**asked, "device": None if device == "auto" else device, "profile": profile,

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from sharpi.errors import InvalidRequestError
+from sharpi.switches import check_switches, is_on
 
 __all__ = ["Beside", "CPU_ROW_STEP", "DIRECT", "ExpertPool", "Inventory", "KINDS", "Placed", "SLOTS", "Switches", "TensorHome",
            "Unit", "Use", "VRAM"]
@@ -288,17 +288,9 @@ class Switches:
 
     @classmethod
     def read(cls) -> Switches:
-        """Raises `InvalidRequestError` for what is no value of a switch."""
-        name = "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB"
-        text = os.environ.get(name, "").strip()
-        if text and not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,15})?", text):
-            raise InvalidRequestError(f"{name}={text!r}: say how many GiB, as in 4 or 2.5")
-        return cls(cache=_is_on("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE"), rows=_is_on("SHARPI_CUDA_ROW_SPLIT"),
-                   cache_bytes=int(float(text) * 2**30) if text else None, cpu_moe=_is_on("SHARPI_CPU_MOE", "0"))
-
-
-def _is_on(name: str, default: str = "1") -> bool:
-    text = os.environ.get(name, "").strip() or default
-    if text not in ("0", "1"):
-        raise InvalidRequestError(f"{name}={text!r}: it is 0 or 1")
-    return text == "1"
+        """Raises `InvalidRequestError` for a value that means nothing."""
+        check_switches()
+        gigabytes = os.environ.get("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB")
+        return cls(cache=is_on("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", True), rows=is_on("SHARPI_CUDA_ROW_SPLIT", True),
+                   cache_bytes=int(float(gigabytes) * 2**30) if gigabytes else None,
+                   cpu_moe=is_on("SHARPI_CPU_MOE", False))

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from sharpi.choices import KV_DTYPES
 from sharpi.errors import InvalidRequestError, OutOfMemoryError
 from sharpi.gguf import GgufFile
 from sharpi.hardware import Gpu
@@ -23,7 +24,6 @@ from sharpi.profile import HardwareProfile
 __all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING", "fingerprint",
            "load_plan", "size_words", "vram_words"]
 
-KV_DTYPES = ("fp32", "bf16", "fp16")
 # Of a model with recurrent layers: conversations, and states to go back to in these.
 DEFAULT_SEQUENCES = 4
 _LONGEST_FILE = 64 << 20  # of a plan: many times what a model of thousands of tensors needs

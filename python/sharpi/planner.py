@@ -17,16 +17,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sharpi.choices import DEVICES, KV_DTYPES
 from sharpi.errors import InvalidRequestError, SharpiError
 from sharpi.gguf import GgufFile
 from sharpi.hardware import Gpu, gpu, ram_bytes
 from sharpi.placement import SLOTS, VRAM, ExpertPool, Inventory, Switches, TensorHome
-from sharpi.plan import (DEFAULT_SEQUENCES, KV_DTYPES, SAVED_STATISTICS, UNIFORM_ROUTING, Plan, fingerprint, load_plan,
+from sharpi.plan import (DEFAULT_SEQUENCES, SAVED_STATISTICS, UNIFORM_ROUTING, Plan, fingerprint, load_plan,
                          size_words)
 from sharpi.prediction import (balanced, cached_experts, completed, decode_on_cpu, decode_on_gpu, draft_cost_on_cpu,
                                draft_cost_on_gpu, expert_rates, hit_rate, prefill_on_cpu, prefill_on_gpu)
 from sharpi.profile import ASSUMED, HardwareProfile
 from sharpi.profile_cache import current_profile, measuring_words
+from sharpi.switches import check_switches
 
 if TYPE_CHECKING:
     from sharpi.expert_stats import ExpertStats
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_BATCH", "DEFAULT_CONTEXT", "DEVICES", "KV_DTYPES", "Plan", "Spec", "VRAM_MARGIN", "choose_context",
            "choose_kv_dtype", "make_plan", "parse_vram", "saved_plan"]
 
-DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_KV_DTYPE = "bf16"
 # Models announce contexts whose KV cache would fill the machine; this much is taken unless a person asks for more.
 DEFAULT_CONTEXT = 4096
@@ -165,6 +166,7 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     has predictions, and where a profile is given it is for that machine, not for this one. notice: is told, in a line,
     that the machine is measured. Raises `InvalidRequestError` for what cannot be had.
     """
+    check_switches()
     if device not in DEVICES:
         raise InvalidRequestError(f"unknown device {device!r}: known are auto, cpu and cuda")
     budget = parse_vram(vram)

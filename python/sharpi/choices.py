@@ -1,0 +1,13 @@
+"""What can be chosen by name. It imports nothing, so that `sharpi --help` need not wait for what carries the choices out."""
+
+from __future__ import annotations
+
+__all__ = ["DEVICES", "DRAFTS", "KV_DTYPES", "MOST_DRAFT_TOKENS"]
+
+DEVICES = ("auto", "cpu", "cuda")
+KV_DTYPES = ("fp32", "bf16", "fp16")
+# The model's own prediction layer (multi-token prediction); what followed the last few tokens earlier in the text;
+# nobody.
+DRAFTS = ("mtp", "ngram", "off")
+# With the token before them they are a step of 8, the largest that computes the bits of single tokens on every device.
+MOST_DRAFT_TOKENS = 7
