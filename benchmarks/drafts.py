@@ -57,7 +57,7 @@ def timed(model: Model, kind: tuple[str, int], arguments: argparse.Namespace) ->
                             draft_tokens=count):
         pass
     stats = model.stats()
-    return DraftedRun(stats["generation_seconds"], stats["generated_tokens"], stats["steps"], stats["drafted_tokens"],
+    return DraftedRun(stats["generation_seconds"], stats["decoded_tokens"], stats["steps"], stats["drafted_tokens"],
                       stats["accepted_tokens"])
 
 

@@ -121,18 +121,14 @@ class Session:
 
     def _tokens(self, start: Callable[[], int], max_tokens: int | None, ends: frozenset[int],
                 decoder: StreamDecoder | None, meter: Meter) -> Iterator[Token]:
-        turn, last, count, seconds = start(), None, 0, 0.0
-        while max_tokens is None or count < max_tokens:
+        turn, last = start(), None
+        while max_tokens is None or meter.timing.generated_tokens < max_tokens:
             if turn != self._turn:
                 raise InvalidRequestError("the session was used for something else: this generation cannot go on")
             started = time.perf_counter()
             token = self._core.next()
-            seconds += time.perf_counter() - started
             ended = token is None or token in ends
-            count += not ended
-            steps, drafted, accepted = self._core.draft_counts
-            meter.timing = replace(meter.timing, generated_tokens=count, generation_seconds=seconds, steps=steps,
-                                   drafted_tokens=drafted, accepted_tokens=accepted)
+            meter.timing = meter.timing.after(token, time.perf_counter() - started, ended, self._core.draft_counts)
             if token is None or ended:
                 break
             last = token
@@ -145,7 +141,12 @@ class Session:
 @dataclass(frozen=True)
 class Timing:
     """What a generation has cost so far. steps: passes of the model after the prompt's; drafted_tokens and
-    accepted_tokens: what was guessed for them, and what of it the model would have chosen anyway."""
+    accepted_tokens: what was guessed for them, and what of it the model would have chosen anyway.
+
+    The prompt's pass gives the first token too, so its time is the prompt's. generation_seconds is the time of the
+    steps after it, and decoded_tokens counts the tokens that came of these, an end token among them: it took a step as
+    any other. context_full: the context ended the answer, neither the model nor a limit.
+    """
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -155,11 +156,23 @@ class Timing:
     steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    decoded_tokens: int = 0
+    context_full: bool = False
+
+    def after(self, token: int | None, seconds: float, ended: bool, drafts: Sequence[int]) -> Timing:
+        """With one more token, `None` if the context had no room for it: how long it took to get, whether it ends the
+        answer, and the counts of drafts (steps, drafted, accepted) then."""
+        stepped = token is not None and self.generated_tokens > 0
+        steps, drafted, accepted = drafts
+        return replace(self, generated_tokens=self.generated_tokens + (not ended),
+                       decoded_tokens=self.decoded_tokens + stepped,
+                       generation_seconds=self.generation_seconds + (seconds if stepped else 0.0), steps=steps,
+                       drafted_tokens=drafted, accepted_tokens=accepted, context_full=token is None)
 
     def to_dict(self) -> dict[str, Any]:
-        """As `Model.stats` has it; acceptance_rate is `None` where nothing was drafted."""
-        def rate(tokens: int, seconds: float) -> float:
-            return tokens / seconds if seconds > 0 else 0.0
+        """As `Model.stats` has it. A rate is `None` if there is nothing to take it of."""
+        def rate(tokens: int, seconds: float) -> float | None:
+            return tokens / seconds if tokens and seconds > 0 else None
 
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -167,12 +180,14 @@ class Timing:
             "prompt_tokens_per_second": rate(self.prompt_tokens, self.prompt_seconds),
             "generated_tokens": self.generated_tokens,
             "generation_seconds": self.generation_seconds,
-            "generation_tokens_per_second": rate(self.generated_tokens, self.generation_seconds),
+            "generation_tokens_per_second": rate(self.decoded_tokens, self.generation_seconds),
             "reused_tokens": self.reused_tokens,
             "steps": self.steps,
             "drafted_tokens": self.drafted_tokens,
             "accepted_tokens": self.accepted_tokens,
             "acceptance_rate": self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None,
+            "decoded_tokens": self.decoded_tokens,
+            "context_full": self.context_full,
         }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from click.testing import CliRunner
 
 from sharpi.chat import ChatTemplate
+from sharpi.errors import InvalidRequestError
 
 TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
             "<assistant>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}")
@@ -93,6 +94,7 @@ class FakeModel:
         self.chat_template = ChatTemplate(script.template, "", "") if script.template else None
         self.reused = 0
         self._counts = (0, 0)
+        self._full = False
 
     def __enter__(self) -> FakeModel:
         return self
@@ -111,9 +113,15 @@ class FakeModel:
     def generate(self, prompt: Sequence[int], *, max_tokens: int | None, **request: Any) -> Iterator[SimpleNamespace]:
         self.script.prompts.append("".join(map(chr, prompt)))
         self.script.requests.append({**request, "max_tokens": max_tokens})
+        if len(prompt) > self.context:
+            raise InvalidRequestError(f"the prompt has {len(prompt)} tokens, the context holds {self.context}")
+        self._full = False
         try:
             for index, character in enumerate(self.script.answer[:max_tokens]):
                 self.script.on_token(index)
+                if len(prompt) + index > self.context:
+                    self._full = True
+                    break
                 self._counts = (len(prompt), index + 1)
                 yield SimpleNamespace(id=ord(character), text=character)
         finally:
@@ -122,7 +130,7 @@ class FakeModel:
     def stats(self) -> dict[str, Any]:
         return {"prompt_tokens": self._counts[0] - self.reused, "prompt_tokens_per_second": 1234.5,
                 "generated_tokens": self._counts[1], "generation_tokens_per_second": 67.89,
-                "reused_tokens": self.reused, "load_seconds": 0.25, "experts": self.script.experts,
+                "reused_tokens": self.reused, "context_full": self._full, "load_seconds": 0.25, "experts": self.script.experts,
                 "drafted_tokens": self.script.drafts[0], "accepted_tokens": self.script.drafts[1]}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, TextIO
 from collections.abc import Mapping
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -28,11 +29,28 @@ def speed(tokens_per_second: float) -> str:
 
 def closing_line(stats: Mapping[str, Any]) -> str:
     """What a generation cost, from `Model.stats()`."""
-    prompt = f"prompt {stats['prompt_tokens']} tokens, {speed(stats['prompt_tokens_per_second'])} tokens/s"
+    prompt = f"prompt {_tokens(stats['prompt_tokens'], stats['prompt_tokens_per_second'])}"
     if stats.get("reused_tokens"):
-        prompt += f" ({stats['reused_tokens']} more kept from before)"
-    generated = f"generated {stats['generated_tokens']} tokens, {speed(stats['generation_tokens_per_second'])} tokens/s"
+        prompt += f" ({stats['reused_tokens']:,} more kept from before)"
+    generated = f"generated {_tokens(stats['generated_tokens'], stats['generation_tokens_per_second'])}"
     return f"{prompt}; {generated}{_drafts(stats)}{_hits(stats.get('experts'))}"
+
+
+def _tokens(count: int, tokens_per_second: float | None) -> str:
+    """How many tokens, and how fast, unless nothing was timed: the first token of an answer comes with the prompt."""
+    rate = "" if tokens_per_second is None else f", {speed(tokens_per_second)} tokens/s"
+    return f"{plural(count, 'token')}{rate}"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 token`, `2,000 tokens`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def takes_escapes(stream: TextIO | None) -> bool:
+    """Whether escape codes may be written to `stream`: it is a terminal that knows them, and NO_COLOR is not set."""
+    return (stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+            and not os.environ.get("NO_COLOR"))
 
 
 def _drafts(stats: Mapping[str, Any]) -> str:
@@ -54,3 +72,8 @@ def _hits(experts: Mapping[str, Any] | None) -> str:
 def printable(text: str) -> str:
     """Text from a file with control characters spelled out: a file must not be able to drive the terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def context_full_line(context: int) -> str:
+    """Why a text ends where it does."""
+    return f"stopped: the context of {context:,} tokens is full (-c sets it)"
