@@ -2,12 +2,15 @@
 
 The whole conversation is rendered and tokenized anew for every answer, because templates rewrite earlier turns
 (most drop old reasoning). What stays the same at its start is found again in the session's KV cache.
+
+When the context gets full, the oldest turns are dropped: only then, and then until half of it is free, because what
+comes after a dropped turn has to be computed again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +27,9 @@ __all__ = ["Conversation", "Message", "Reply", "checked_messages", "render_promp
 
 # "role" and "content"; an assistant's may have "reasoning_content" and "tool_calls", as templates know them.
 Message = Mapping[str, Any]
+
+# Of the context, the part that should be free for an answer: turns are dropped if it is not, until twice that is.
+_ANSWER_ROOM = 0.25
 
 
 class Reply(Iterator[Part]):
@@ -88,9 +94,11 @@ class Conversation:
     """
 
     def __init__(self, model: Model, options: Mapping[str, Any], *, system: str | None = None, thinking: bool = True,
-                 max_tokens: int | None = None) -> None:
-        """`options`: keyword arguments for `generate`. Raises `InvalidRequestError` for a model without a template."""
+                 max_tokens: int | None = None, notice: Callable[[str], None] | None = None) -> None:
+        """`options`: keyword arguments for `generate`; notice: is told in a line what was dropped. Raises
+        `InvalidRequestError` for a model without a template."""
         require_template(model)
+        self._notice = notice or (lambda line: None)
         self._model = model
         self._options = options
         self._thinking = thinking
@@ -123,8 +131,32 @@ class Conversation:
             self._keep(spoken)
 
     def _reply(self) -> Reply:
-        prompt = render_prompt(self._model, self.messages, thinking=None if self._thinking else False)
-        return reply_to(prompt, self._model, self._session, {**self._options, "max_tokens": self._max_tokens})
+        prompt, tokens = self._fitting_prompt()
+        generation = self._session.generate(tokens, **{**self._options, "max_tokens": self._max_tokens})
+        return Reply(generation, ThinkingSplitter(prompt_opens_thinking(prompt)))
+
+    def _fitting_prompt(self) -> tuple[str, list[int]]:
+        """The conversation as a prompt that leaves room for an answer, if dropping turns can make some."""
+        prompt, tokens = self._prompt(self.messages)
+        context = self._model.context
+        room = int(context * _ANSWER_ROOM)
+        if self._max_tokens is not None:
+            room = min(room, self._max_tokens)
+        if len(tokens) + room <= context:
+            return prompt, tokens
+        messages, turns = list(self.messages), 0
+        while len(tokens) + 2 * room > context and _drop_oldest_turn(messages, len(self._opening)):
+            turns += 1
+            prompt, tokens = self._prompt(messages)
+        if turns and len(tokens) <= context:  # a question that fits in no case drops nothing
+            self.messages = messages
+            dropped = "turn was" if turns == 1 else f"{turns:,} turns were"
+            self._notice(f"the context of {context:,} tokens is nearly full: the oldest {dropped} dropped (-c sets it)")
+        return prompt, tokens
+
+    def _prompt(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        prompt = render_prompt(self._model, messages, thinking=None if self._thinking else False)
+        return prompt, self._model.tokenize(prompt, add_special=False, parse_special=True)
 
     def _keep(self, spoken: list[Part]) -> None:
         """Turns what was said into the assistant's message; templates want none, or one that says something."""
@@ -132,6 +164,16 @@ class Conversation:
             self.messages.pop()
             return
         self.messages.append(_assistant_message(spoken))
+
+
+def _drop_oldest_turn(messages: list[Message], opening: int) -> bool:
+    """Drops a question and its answer, which come after `opening` messages. The last question stays."""
+    later = (index for index in range(opening + 1, len(messages)) if messages[index]["role"] == "user")
+    end = next(later, None)
+    if end is None:
+        return False
+    del messages[opening:end]
+    return True
 
 
 def _assistant_message(spoken: Sequence[Part]) -> dict[str, str]:

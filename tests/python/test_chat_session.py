@@ -159,9 +159,10 @@ def test_the_answer_is_as_long_as_asked() -> None:
 
 def test_a_model_without_template_is_one_line(script: Script) -> None:
     script.template = None
-    result = chat(lines="Hello\n")
-    assert result.exit_code == 2 and result.stdout == ""
-    assert result.stderr.count("\n") == 1 and "sharpi run" in result.stderr
+    for arguments, words in (((), "sharpi chat -m "), (("-m", "some.gguf"), "`sharpi run`")):
+        result = chat(*arguments, lines="Hello\n")
+        assert result.exit_code == 2 and result.stdout == ""
+        assert result.stderr.count("\n") == 1 and words in result.stderr
 
 
 def test_answers_go_to_stdout_and_the_rest_to_stderr(script: Script) -> None:

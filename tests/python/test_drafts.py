@@ -328,7 +328,7 @@ def test_bench_refuses_before_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert script.loads[0]["context"] == 512, "there is room for the prompt"
     result = sharpi("bench", "--draft-tokens", "2")
     assert (result.exit_code, result.stdout, len(script.loads)) == (2, "", 1)
-    assert "nobody drafts" in result.stderr and result.stderr.count("\n") == 1
+    assert "needs --draft mtp" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_bench_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,12 +73,12 @@ def test_the_table_has_a_line_for_each_layer(tmp_path: Path) -> None:
 def test_totals_are_said_in_sentences(tmp_path: Path) -> None:
     said = sentences(sharpi("experts", saved(tmp_path)).stdout)
     assert "Uses: 1,330," in said
-    assert ("Of 144 choices in steps of few tokens, 82 (56.9 %) were found in slots, 18 the CPU computed, 44 the GPU"
-            " fetched.") in said
+    assert ("Steps of few tokens made 144 choices: 82 (56.9 %) were found in slots, the CPU computed 18, and the GPU fetched"
+            " 44.") in said
     assert "Slots: 7 for 16 experts (43.8 %), 6 filled at the end; 19 loads, 5 evictions." in said
-    assert ("Predictor next-token (the next token uses this token's experts): of 1,000 experts that it named 37.0 %"
-            " were used; they were 74.0 % of those used.") in said
-    assert "Predictor next-layer" in said and said.count("never put to the test") == 1
+    assert ("Predictor next-token (the next token uses this token's experts) named 1,000 experts: 37.0 % of"
+            " them were used, and they were 74.0 % of the experts used.") in said
+    assert "Predictor next-layer" in said and said.count("never tested") == 1
 
 
 def test_without_slots_there_is_no_hit_rate(tmp_path: Path) -> None:
@@ -87,8 +87,8 @@ def test_without_slots_there_is_no_hit_rate(tmp_path: Path) -> None:
                                      predictors=(Predictor("my own", 4, 1, 2),)))
     assert [row[2] for row in rows(result.stdout)] == ["-"] * 3
     said = sentences(result.stdout)
-    assert "No step had slots to look in" in said and "Slots:" not in said
-    assert "Predictor my own: of 4 experts that it named 25.0 % were used; they were 50.0 % of those used." in said
+    assert "no step had slots to look in" in said and "Slots:" not in said
+    assert "Predictor my own named 4 experts: 25.0 % of them were used, and they were 50.0 % of the experts used." in said
 
 
 def test_the_picture_is_beside_the_file_or_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_names_from_the_file_are_shown_as_they_are(tmp_path: Path) -> None:
     result = sharpi("experts", saved(tmp_path, model=name, predictors=(Predictor(name, 1, 1, 1),)))
     assert "\x1b" not in result.stdout
     assert result.stdout.startswith("\\x1b[31m[red]:smile:[/red] (qwen3moe)")
-    assert "Predictor \\x1b[31m[red]:smile:[/red]:" in sentences(result.stdout)
+    assert "Predictor \\x1b[31m[red]:smile:[/red] named" in sentences(result.stdout)
 
 
 def test_a_terminal_of_ascii_gets_bars_of_ascii(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_a_process_with_few_processors_leaves_the_kept_profile_alone(machine: Ma
     assert current_profile() == whole and len(machine.requests) == 1, "plans reckon with the threads there are"
     result = sharpi_hardware("--again")
     assert "CPU, 4 threads," in result.stdout and "16 processors" in result.stdout
-    assert "Not kept: only what all 16 processors reach is." in result.stdout
+    assert "Not kept, because it did not use all 16 processors." in result.stdout
     # As many threads as the machine has processors are not all of them where they share four.
     assert "Not kept" in sharpi_hardware("--threads", "16", "--again").stdout
     assert cached_profile() == whole

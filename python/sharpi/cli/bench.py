@@ -17,42 +17,50 @@ from collections.abc import Callable, Sequence
 
 import click
 
+from sharpi.choices import MOST_DRAFT_TOKENS
+from sharpi.cli.help import Command, section
 from sharpi.cli.options import ModelOptions, model_options
-from sharpi.cli.text import printable, speed
-from sharpi.drafts import MOST_DRAFT_TOKENS, choose_drafts
+from sharpi.cli.text import plural, printable, speed
 
 if TYPE_CHECKING:
     from sharpi.model import Model
 
 
-@click.command("bench")
+@click.command("bench", cls=Command, examples=(
+    "sharpi bench -m model.gguf",
+    "sharpi bench -m model.gguf --prefill 2048 --decode 128 --depth 8192",
+    "sharpi bench -m model.gguf --vram 8GiB --json"))
+@section(
+    "Measurement",
+    click.option("--prefill", "prefills", type=click.IntRange(min=0), multiple=True, default=(512,), show_default=True,
+                 metavar="N", help="Length of a prompt to time (repeatable); 0 for none."),
+    click.option("--decode", "decodes", type=click.IntRange(min=0), multiple=True, default=(64,), show_default=True,
+                 metavar="N", help="Number of generated tokens to time (repeatable); 0 for none."),
+    click.option("--depth", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
+                 help="Tokens in the context before decode is timed."),
+    click.option("--draft", type=click.Choice(("mtp", "ngram")),
+                 help="Also time steps with drafted tokens, from the prediction layer or looked up in the text."),
+    click.option("--draft-tokens", type=click.IntRange(min=1, max=MOST_DRAFT_TOKENS), multiple=True, default=(1, 2),
+                 show_default=True, metavar="N", help="Number of drafted tokens in a step to time (repeatable)."),
+    click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
+                 help="Timed runs of each size; the median is shown."),
+    click.option("--warmup/--no-warmup", default=True, help="Run each size once before timing it.  [default: warmup]"),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON."))
 @model_options
-@click.option("--prefill", "prefills", type=click.IntRange(min=0), multiple=True, default=(512,), show_default=True,
-              metavar="N", help="Prompt length to time (repeatable); 0 for none.")
-@click.option("--decode", "decodes", type=click.IntRange(min=0), multiple=True, default=(64,), show_default=True,
-              metavar="N", help="Number of generated tokens to time (repeatable); 0 for none.")
-@click.option("--depth", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
-              help="Tokens in the context before decode is timed.")
-@click.option("--draft", type=click.Choice(("mtp", "ngram")),
-              help="Also time steps with tokens drafted by the prediction layer, or looked up.")
-@click.option("--draft-tokens", type=click.IntRange(min=1, max=MOST_DRAFT_TOKENS), multiple=True, default=(1, 2),
-              show_default=True, metavar="N", help="Drafted tokens of a step to time (repeatable).")
-@click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, metavar="N",
-              help="Timed runs of each size.")
-@click.option("--warmup/--no-warmup", default=True, help="Run each size once before timing it.  [default: warmup]")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tuple[int, ...], depth: int,
                   draft: str | None, draft_tokens: tuple[int, ...], repeat: int, warmup: bool, as_json: bool) -> None:
-    """Measure prefill and decode speed."""
+    """Measure a model's speed: prefill (the prompt) and decode (the answer)."""
     context = click.get_current_context()
     if draft is None and context.get_parameter_source("draft_tokens") == click.core.ParameterSource.COMMANDLINE:
-        raise click.UsageError("--draft-tokens says how many, but nobody drafts: say --draft ngram too", context)
+        raise click.UsageError("--draft-tokens needs --draft mtp or --draft ngram", context)
     prefills, decodes = tuple(filter(None, prefills)), tuple(filter(None, decodes))
     started = time.perf_counter()
     # Of drafted tokens the last step may have more than are asked for.
     beyond = 0 if draft is None else 1 + MOST_DRAFT_TOKENS
     with options.load(context=max((1, *prefills, *(max(1, depth) + n + beyond for n in decodes)))) as model:
         if draft is not None:
+            from sharpi.drafts import choose_drafts
+
             choose_drafts(draft, None, mtp=model.plan.mtp)  # raises before anything is timed
         model.bench_prefill(1)
         first_token = time.perf_counter() - started
@@ -137,7 +145,7 @@ def _drafts(model: Model, depth: int, tokens: int, draft: str, counts: Sequence[
 
 
 def _table(report: dict[str, Any]) -> str:
-    where = f"{report['threads']} threads, {report['isa']}" if report["device"] == "cpu" else report["device_name"]
+    where = f"{plural(report['threads'], 'thread')}, {report['isa']}" if report["device"] == "cpu" else report["device_name"]
     lines = [
         f"{printable(report['model'])}: {printable(where)},"
         f" loaded in {report['load_seconds']:.3f} s, first token after {report['first_token_seconds']:.3f} s",

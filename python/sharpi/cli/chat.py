@@ -11,17 +11,21 @@ import re
 import sys
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 from collections.abc import Iterator
 
 import click
 
-from sharpi.conversation import Conversation
-from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, draft_options, model_options,
+from sharpi.cli.help import Command, section
+from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, chat_options, draft_options, model_options,
                                 sampling_options)
-from sharpi.cli.text import closing_line, printable
-from sharpi.chat import Part
-from sharpi.drafts import choose_drafts
-from sharpi.errors import SharpiError
+from sharpi.cli.text import closing_line, context_full_line, printable, takes_escapes
+from sharpi.errors import InvalidRequestError, SharpiError
+
+if TYPE_CHECKING:
+    from sharpi.chat import Part
+    from sharpi.conversation import Conversation
+    from sharpi.model import Model
 
 _HISTORY_LINES = 1000
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -31,30 +35,56 @@ _HELP = """/reset  forget the conversation
 Ctrl-C stops an answer."""
 
 
-@click.command("chat")
+# A small model with a chat template, for people who have none yet.
+_GOOD_MODEL = "bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M"
+
+
+@click.command("chat", cls=Command, examples=(
+    f"sharpi chat -m {_GOOD_MODEL}",
+    "sharpi chat -m model.gguf --system 'Answer in one sentence.'",
+    "sharpi chat -m model.gguf --vram 8GiB -c 8192"))
+@chat_options
+@section(
+    "Output",
+    click.option("-n", "--max-tokens", "--predict", "max_tokens", type=click.IntRange(min=-1), default=-1,
+                 show_default=True, metavar="N", help="Most tokens of an answer; -1 sets no limit."),
+    click.option("--stats/--no-stats", default=True,
+                 help="Show a line of speeds on standard error after each answer.  [default: stats]"))
 @model_options
-@click.option("-n", "--max-tokens", "--predict", "max_tokens", type=click.IntRange(min=-1), default=-1,
-              show_default=True, metavar="N", help="Longest answer in tokens; -1 leaves it to the model.")
 @sampling_options
 @draft_options
-@click.option("--system", metavar="TEXT", help="System message.")
-@click.option("--thinking/--no-thinking", default=True,
-              help="Whether the template asks for reasoning.  [default: thinking]")
-@click.option("--stats/--no-stats", default=True,
-              help="A line of tokens/s on standard error after each answer.  [default: stats]")
 def chat_command(options: ModelOptions, sampling: SamplingOptions, drafts: DraftOptions, max_tokens: int,
                  system: str | None, thinking: bool, stats: bool) -> None:
-    """Talk with a model."""
+    """Talk with a model.
+
+    Ctrl-C stops an answer, Ctrl-D leaves, and /help lists the commands. The model needs a chat template.
+    """
     with options.load() as model:
+        from sharpi.conversation import Conversation
+        from sharpi.drafts import choose_drafts
+
+        if model.chat_template is None and options.model is None and options.plan is None:
+            raise InvalidRequestError("the bundled model cannot chat, because it has no chat template. This one can, and is"
+                                      f" small: sharpi chat -m {_GOOD_MODEL}")
         choose_drafts(drafts.draft, drafts.draft_tokens, mtp=model.plan.mtp)  # raises now, not at every question
         conversation = Conversation(model, {**sampling.arguments(), **drafts.arguments()}, system=system,
-                                    thinking=thinking, max_tokens=None if max_tokens < 0 else max_tokens)
+                                    thinking=thinking, max_tokens=None if max_tokens < 0 else max_tokens,
+                                    notice=lambda line: click.echo(f"sharpi: {line}", err=True))
         if _at_terminal():
             click.echo(f"{printable(model.file.name)}. /help lists the commands.", err=True)
         with _line_editing():
             for text in _questions(conversation):
-                if _speak(conversation, text) and stats:
-                    click.echo(_dimmed(closing_line(model.stats()), sys.stderr.isatty()), err=True)
+                if _speak(conversation, text):
+                    _remark(model, stats)
+
+
+def _remark(model: Model, stats: bool) -> None:
+    """What is to be said after an answer."""
+    figures = model.stats()
+    if figures["context_full"]:
+        click.echo(f"sharpi: {context_full_line(model.context)}", err=True)
+    if stats:
+        click.echo(_dimmed(closing_line(figures), takes_escapes(sys.stderr)), err=True)
 
 
 def _at_terminal() -> bool:
@@ -66,6 +96,8 @@ def _questions(conversation: Conversation) -> Iterator[str]:
     while True:
         try:
             line = input("> " if _at_terminal() else "").strip()
+        except OSError as error:
+            raise click.ClickException(f"standard input: {error.strerror}") from error
         except EOFError:
             if _at_terminal():
                 click.echo()
@@ -82,8 +114,7 @@ def _questions(conversation: Conversation) -> Iterator[str]:
         elif re.fullmatch(r"/\w+", line):
             click.echo(f"{line} is not a command; /help lists them", err=True)
         elif line:
-            # Bytes that are not UTF-8 arrive as lone surrogates, which no tokenizer takes.
-            yield line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+            yield line
 
 
 def _speak(conversation: Conversation, text: str) -> bool:
@@ -118,7 +149,7 @@ def _show(parts: Iterator[Part]) -> None:
 
 
 def _dims() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    return takes_escapes(sys.stdout)
 
 
 def _dimmed(text: str, dims: bool) -> str:
@@ -141,6 +172,8 @@ def _line_editing() -> Iterator[None]:
     if not _at_terminal():
         yield
         return
+    if not takes_escapes(sys.stdout):
+        readline.parse_and_bind("set enable-bracketed-paste off")
     history = _history_file()
     try:
         readline.read_history_file(history)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sharpi.cli.text import printable
+from sharpi.cli.help import Command
+from sharpi.cli.text import printable, takes_escapes
+from sharpi.interrupts import leaving_at_once
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,22 +32,31 @@ _GUESSES = {
 }
 
 
-@click.command("experts")
-@click.argument("path", metavar="PATH")
-@click.option("--png", metavar="FILE", help="Where to write the heat map.  [default: PATH, ending in .png]")
+@click.command("experts", cls=Command, examples=(
+    'sharpi run -m model.gguf --expert-stats use.json "Once upon a time"',
+    "sharpi experts use.json"))
+@click.argument("path", metavar="FILE")
+@click.option("--png", metavar="FILE", help="Where to write the heat map.  [default: beside FILE, ending in .png]")
 def experts_command(path: str, png: str | None) -> None:
-    """Show the expert statistics in PATH, and draw a heat map of them."""
-    from rich.console import Console
+    """Show how a model's experts were used, and draw a heat map.
 
-    from sharpi.expert_stats import ExpertStats
+    FILE is what --expert-stats of `sharpi run` and `sharpi chat` writes.
+    """
+    with leaving_at_once():
+        from rich.console import Console
+
+        from sharpi.expert_stats import ExpertStats
 
     stats = ExpertStats.load(path)
     picture = _picture_path(path, png)
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.print(_title(stats))
-    console.print(_table(stats, plain=not _encodes_bars()))
-    for line in _totals(stats):
-        console.print(line)
+    console = Console(highlight=False, markup=False, emoji=False,
+                      color_system="auto" if takes_escapes(sys.stdout) else None)
+    with console.capture() as shown:  # written below, because rich has an exit code of its own for a broken pipe
+        console.print(_title(stats))
+        console.print(_table(stats, plain=not _encodes_bars()))
+        for line in _totals(stats):
+            console.print(line)
+    click.echo(shown.get(), nl=False)
     _write_picture(stats, picture)
     click.echo(f"Heat map: {printable(os.fspath(picture))}")
 
@@ -67,7 +78,7 @@ def _write_picture(stats: ExpertStats, path: Path) -> None:
         write_whole(path, draw(stats))
     except OSError as error:
         raise InvalidRequestError(
-            f"{printable(os.fspath(path))}: the heat map cannot be written there: {error.strerror or error}") from error
+            f"{printable(os.fspath(path))}: the heat map cannot be written: {error.strerror or error}") from error
 
 
 def _title(stats: ExpertStats) -> str:
@@ -117,13 +128,14 @@ def _encodes_bars() -> bool:
 def _totals(stats: ExpertStats) -> list[str]:
     hits, computed, fetched = (int(counts.sum()) for counts in (stats.hits, stats.computed, stats.fetched))
     choices = hits + computed + fetched
-    lines = [f"Uses: {int(stats.uses.sum()):,}, of prompts and answers. {_TOP_WORDS.capitalize()}: the share that a"
-             " layer's most used experts have."]
+    lines = [f"Uses: {int(stats.uses.sum()):,}, in prompts and answers. {_TOP_WORDS.capitalize()}: the share of the uses"
+             " that a layer's most used experts have."]
     if choices:
-        lines.append(f"Of {choices:,} choices in steps of few tokens, {hits:,} ({_percent(hits / choices)}) were found"
-                     f" in slots, {computed:,} the CPU computed, {fetched:,} the GPU fetched.")
+        lines.append(f"Steps of few tokens made {choices:,} choices: {hits:,} ({_percent(hits / choices)}) were found in"
+                     f" slots, the CPU computed {computed:,}, and the GPU fetched {fetched:,}.")
     else:
-        lines.append("No step had slots to look in: a hit rate needs a GPU that does not hold all experts.")
+        lines.append("There is no hit rate, because no step had slots to look in: only a GPU that does not hold all experts"
+                     " has slots.")
     if stats.capacity:
         everything = sum(stats.present)
         lines.append(f"Slots: {stats.capacity:,} for {everything:,} experts ({_percent(stats.capacity / everything)}),"
@@ -136,6 +148,6 @@ def _prediction(predictor: Predictor) -> str:
     name = printable(predictor.name)
     guess = f" ({_GUESSES[name]})" if name in _GUESSES else ""
     if predictor.accuracy is None or predictor.coverage is None:
-        return f"Predictor {name}{guess} was never put to the test."
-    return (f"Predictor {name}{guess}: of {predictor.named:,} experts that it named {_percent(predictor.accuracy)} were"
-            f" used; they were {_percent(predictor.coverage)} of those used.")
+        return f"Predictor {name}{guess} was never tested."
+    return (f"Predictor {name}{guess} named {predictor.named:,} experts: {_percent(predictor.accuracy)} of them were used,"
+            f" and they were {_percent(predictor.coverage)} of the experts used.")

@@ -7,28 +7,34 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sharpi.cli.help import Command
 from sharpi.cli.options import threads_option
-from sharpi.cli.text import printable, size
+from sharpi.cli.text import plural, printable, size
+from sharpi.interrupts import leaving_at_once
 
 if TYPE_CHECKING:
     from sharpi.profile import HardwareProfile
 
 
-@click.command("hardware")
+@click.command("hardware", cls=Command, examples=(
+    "sharpi hardware",
+    "sharpi hardware --save machine.json       and, on another machine:",
+    "sharpi plan -m model.gguf --profile machine.json"))
 @threads_option
-@click.option("--again", is_flag=True, help="Measure anew, whatever is known already.")
+@click.option("--again", is_flag=True, help="Measure again, even if the speeds are known.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON, in bytes, operations and seconds.")
-@click.option("--save", metavar="FILE", help="Also write the profile to FILE, for --profile here or elsewhere.")
+@click.option("--save", metavar="FILE", help="Also write the profile to FILE, for --profile.")
 def hardware_command(threads: int | None, again: bool, as_json: bool, save: str | None) -> None:
-    """Measure how fast this machine is, in a few seconds; plans predict speeds from it.
+    """Show how fast this machine is at what models need.
 
-    Each rate is the best of several short samples; its spread is the part by which the slowest fell short. The result
-    is kept for 30 days. The machine is measured anew before that if it has changed, if other programs were busy the
-    last time, if a model ran at another speed than predicted, or with --again. What is measured with fewer threads than
-    the machine has processors is shown, but not kept.
+    `sharpi plan` predicts speeds from it. Each rate is the best of several short samples, and its spread says by how
+    much the slowest fell short. The result is kept for 30 days. The machine is measured again sooner if it has changed,
+    if other programs were busy the last time, if a model ran at another speed than predicted, or with --again. Speeds
+    with fewer threads than the machine has processors are shown, but not kept.
     """
-    from sharpi.hardware import usable_threads
-    from sharpi.profile_cache import cached_profile, current_profile, keep, measure_profile, measuring_words
+    with leaving_at_once():
+        from sharpi.hardware import usable_threads
+        from sharpi.profile_cache import cached_profile, current_profile, keep, measure_profile, measuring_words
 
     def say(reason: str) -> None:
         click.echo(f"sharpi: {measuring_words(reason)}", err=True)
@@ -50,7 +56,7 @@ def hardware_command(threads: int | None, again: bool, as_json: bool, save: str 
 
 
 def _table(profile: HardwareProfile, kept: bool) -> str:
-    lines = [f"{printable(profile.cpu)}, {profile.cores} processors, {size(profile.ram_bytes)} of RAM"]
+    lines = [f"{printable(profile.cpu)}, {plural(profile.cores, 'processor')}, {size(profile.ram_bytes)} of RAM"]
     if profile.gpu is None:
         lines.append(f"no GPU: {_why_no_gpu()}")
     else:
@@ -64,7 +70,7 @@ def _table(profile: HardwareProfile, kept: bool) -> str:
 
 def _rows(profile: HardwareProfile) -> list[tuple[str, str, str, str]]:
     """(what, rate, spread, where it was measured)"""
-    cpu = f"CPU, {profile.threads} {'thread' if profile.threads == 1 else 'threads'}"
+    cpu = f"CPU, {plural(profile.threads, 'thread')}"
     both = "CPU and copies at once"
     rows = [
         ("weights read from RAM", "ram_bytes_per_second", f"{cpu}, one row"),
@@ -113,7 +119,7 @@ def _origin(profile: HardwareProfile, kept: bool) -> str:
         wanted = "" if stale is None else f"\nIt should be measured again ({stale}), but {printable(str(where.parent))} cannot be written to."
         return f"{when}, kept in {printable(str(where))}.{wanted}"
     if not may_be_kept(profile):
-        return f"{when}. Not kept: only what all {profile.cores} processors reach is."
+        return f"{when}. Not kept, because it did not use all {profile.cores} processors."
     return f"{when}. It could not be kept{'' if where is None else f' in {printable(str(where))}'}."
 
 
@@ -124,5 +130,4 @@ def _age(profile: HardwareProfile) -> str:
     hours = 0 if age is None else int(age.total_seconds() // 3600)
     if hours < 1:
         return ""
-    count, unit = (hours, "hour") if hours < 48 else (hours // 24, "day")
-    return f", {count} {unit}{'s' if count > 1 else ''} ago"
+    return f", {plural(hours, 'hour') if hours < 48 else plural(hours // 24, 'day')} ago"

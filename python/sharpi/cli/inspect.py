@@ -14,8 +14,10 @@ from collections.abc import Sequence
 
 import click
 
+from sharpi.cli.help import Command
 from sharpi.cli.pull import described, not_here
 from sharpi.cli.text import printable, size
+from sharpi.interrupts import leaving_at_once
 
 if TYPE_CHECKING:
     from sharpi.chat import ChatTemplate
@@ -36,15 +38,24 @@ class _TypeTotal:
     bytes: int
 
 
-@click.command("inspect")
-@click.argument("model", required=False)
+@click.command("inspect", cls=Command, examples=(
+    "sharpi inspect model.gguf",
+    "sharpi inspect user/repo:Q4_K_M",
+    "sharpi inspect model.gguf --tensors",
+    "sharpi inspect model.gguf --json | jq .metadata"))
+@click.argument("model", required=False, metavar="[MODEL]")
 @click.option("-m", "--model", "-hf", "--hf-repo", "model_option", metavar="MODEL", help="The same as MODEL.")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: metadata, tensors, sizes in bytes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes.")
 def inspect_command(model: str | None, model_option: str | None, with_tensors: bool, as_json: bool) -> None:
-    """Show the metadata and tensors of MODEL, a file or a name such as user/repo:Q4_K_M (default: the bundled one)."""
-    from sharpi.gguf import GgufFile
-    from sharpi.model import BUNDLED_MODEL
+    """Show what a model's file holds, and whether it runs here.
+
+    MODEL is a file or a name such as user/repo:Q4_K_M; of a model that is not downloaded yet, only the header is read.
+    Without MODEL, the bundled one is shown.
+    """
+    with leaving_at_once():
+        from sharpi.gguf import GgufFile
+        from sharpi.model import BUNDLED_MODEL
 
     found = described(model, model_option)
     path = BUNDLED_MODEL if found is None else found.path
@@ -167,7 +178,7 @@ def _special_layers(spec: Any) -> list[str]:
     if spec is not None and spec.prediction_layers:
         lines.append("  prediction     a layer that drafts tokens (--no-mtp leaves it in the file)")
     if spec is not None and spec.state_bytes:
-        lines.append(f"  state          {size(spec.state_bytes)} for each sequence, of recurrent layers")
+        lines.append(f"  state          {size(spec.state_bytes)} for each sequence, in recurrent layers")
     return lines
 
 

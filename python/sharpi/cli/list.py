@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from sharpi.cli.help import Command
 from sharpi.cli.text import printable, size
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ _AGES = ((86400 * 365, "year"), (86400 * 30, "month"), (86400 * 7, "week"), (864
          (60, "minute"))
 
 
-@click.command("list")
+@click.command("list", cls=Command)
 @click.option("-v", "--verbose", is_flag=True, help="Show each model's path too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: sizes in bytes, times in seconds since 1970.")
 def list_command(verbose: bool, as_json: bool) -> None:
@@ -37,7 +38,7 @@ def list_command(verbose: bool, as_json: bool) -> None:
         click.echo("sharpi: no models yet; `sharpi pull user/repo` downloads one", err=True)
 
 
-@click.command("rm")
+@click.command("rm", cls=Command)
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def rm_command(names: tuple[str, ...], yes: bool) -> None:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 
 import click
 
+from sharpi.choices import DEVICES, DRAFTS, KV_DTYPES, MOST_DRAFT_TOKENS
+from sharpi.cli.help import section
 from sharpi.cli.pull import fetched
-from sharpi.cli.text import printable
-from sharpi.drafts import DRAFTS, MOST_DRAFT_TOKENS
-from sharpi.hardware import Gpu
-from sharpi.planner import DEVICES, KV_DTYPES
+from sharpi.cli.text import printable, takes_escapes
+from sharpi.interrupts import leaving_at_once
 
 if TYPE_CHECKING:
     from sharpi.model import Model
@@ -55,7 +55,9 @@ class ModelOptions:
         `context` stands in where the person set none. Standard error says why a GPU that is there is not used, that
         this machine is measured, and what became of a plan that could not be kept.
         """
-        from sharpi.model import Model  # late: `sharpi --help` should not wait for numpy and the core
+        with leaving_at_once():  # and late: `sharpi --help` should not wait for numpy and the core
+            from sharpi.hardware import Gpu
+            from sharpi.model import Model
 
         if self.plan is not None:
             _require_no_option_beside_a_plan()
@@ -67,8 +69,7 @@ class ModelOptions:
                 device=self.device,
                 vram=self.vram,
                 context=self.context if self.context is not None else context,
-                # A variable of the environment is no answer to what a plan says.
-                kv_dtype=self.kv_dtype if self.plan is None else None,
+                kv_dtype=self.kv_dtype,
                 threads=self.threads,
                 batch=self.batch,
                 # Left out, it is the environment's.
@@ -149,111 +150,106 @@ class _LogitBias(click.ParamType):
 def model_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `-m`, for commands that describe a file without running it."""
     return click.option("-m", "--model", "-hf", "--hf-repo", "model", metavar="MODEL",
-                        help="GGUF file (any part of a split one), or the name of a model on the Hugging Face Hub:"
-                             " user/repo or user/repo:QUANT, downloaded if it is not here.  [default: the bundled model]"
-                        )(function)
+                        help="GGUF file, of a split one any part; or a model on the Hugging Face Hub, user/repo or"
+                             " user/repo:QUANT, which is downloaded if it is not here.  [default: the bundled"
+                             " model]")(function)
 
 
 def kv_dtype_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--kv-dtype`."""
-    return click.option("--kv-dtype", type=click.Choice(KV_DTYPES), envvar="SHARPI_KV_DTYPE",
-                        help="Element type of the KV cache; SHARPI_KV_DTYPE sets it too.")(function)
+    return click.option("--kv-dtype", type=click.Choice(KV_DTYPES),
+                        help="Element type of the KV cache; SHARPI_KV_DTYPE sets it too.  [default: bf16]")(function)
 
 
 def context_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `-c`."""
     return click.option("-c", "--context", "--ctx-size", "context", type=click.IntRange(min=1), metavar="N",
-                        help="Context length in tokens: prompt and answer together.")(function)
+                        help="Length of the context in tokens: prompt and answer together.  [default: 4096, or the"
+                             " model's own if that is shorter]")(function)
 
 
 def threads_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `-t`."""
     return click.option("-t", "--threads", type=click.IntRange(min=1, max=1024), metavar="N",
-                        help="CPU threads, at most as many as there are cores.  [default: all]")(function)
+                        help="CPU threads, at most one for each core.  [default: all cores]")(function)
 
 
 def batch_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `-b`."""
     return click.option("-b", "--batch", "--batch-size", "batch", type=click.IntRange(min=1, max=65536), metavar="N",
-                        help="Prompt tokens taken at once.  [default: 512, on the GPU 2048]")(function)
+                        help="Prompt tokens computed at once.  [default: 512, on the GPU 2048]")(function)
 
 
 def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--device`."""
     return click.option("--device", type=click.Choice(DEVICES), default="auto", show_default=True,
-                        help="Where to run; auto takes the GPU if the model fits there, else the faster one.")(function)
+                        help="Where to run. auto takes the GPU if the model fits there, else the device that is"
+                             " predicted to be faster.")(function)
 
 
 def vram_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--vram`; the planner reads what it says."""
     return click.option("--vram", metavar="SIZE",
-                        help="The most VRAM to take, as in 12GiB, 12.5GB, 800MiB.  [default: what is free]")(function)
+                        help="Most GPU memory to take, such as 12GiB, 12.5GB or 800MiB.  [default: what is"
+                             " free]")(function)
 
 
 def cpu_moe_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--cpu-moe`."""
     return click.option("--cpu-moe", is_flag=True,
-                        help="Leave all experts to the CPU, even if they fit; SHARPI_CPU_MOE=1 does it too.")(function)
+                        help="Leave all experts to the CPU, even if they fit in VRAM; SHARPI_CPU_MOE=1 does it"
+                             " too.")(function)
 
 
 def sequences_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--sequences`."""
     return click.option("--sequences", type=click.IntRange(min=1, max=4096), metavar="N",
-                        help="Of a model with recurrent layers: states to keep room for. Each conversation needs one,"
-                             " each drafted token another and one more; the others are for going back.  [default: 4]")(function)
+                        help="States to make room for, if the model has recurrent layers. A conversation takes one, and"
+                             " N drafted tokens take N + 1 more; those left over serve to go back in a conversation."
+                             "  [default: 4]")(function)
 
 
 def no_mtp_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--no-mtp`."""
     return click.option("--no-mtp", "no_mtp", is_flag=True,
-                        help="Leave a prediction layer, which drafts tokens, in the file.")(function)
+                        help="Do not load the file's prediction layer, which drafts tokens.")(function)
 
 
 def plan_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--plan`."""
     return click.option("--plan", metavar="FILE",
-                        help="Run what `sharpi plan --json > FILE` has planned for this model; it was made under the"
-                             " switches of then: SHARPI_CUDA_PARTIAL_WEIGHT_CACHE, SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB,"
-                             " SHARPI_CUDA_ROW_SPLIT and SHARPI_CPU_MOE have no effect now.")(function)
+                        help="Run the plan that `sharpi plan --json > FILE` saved for this model. A plan keeps the"
+                             " switches that it was made with: SHARPI_CUDA_PARTIAL_WEIGHT_CACHE,"
+                             " SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB, SHARPI_CUDA_ROW_SPLIT and SHARPI_CPU_MOE have no"
+                             " effect on it.")(function)
 
 
 def profile_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--profile`."""
     return click.option("--profile", metavar="FILE",
-                        help="Speeds to plan with, as `sharpi hardware --save` writes them.")(function)
+                        help="Plan with the speeds in FILE, which `sharpi hardware --save FILE` writes.")(function)
 
 
 def expert_stats_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--expert-stats`."""
     return click.option("--expert-stats", metavar="FILE",
-                        help="Write at the end what became of the model's experts, for `sharpi experts` and --warm;"
+                        help="Write how each expert was used to FILE at the end, for `sharpi experts` and --warm;"
                              " SHARPI_EXPERT_STATS sets it too.")(function)
 
 
 def warm_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--warm`."""
     return click.option("--warm", metavar="FILE",
-                        help="Bring those experts to the GPU first that were used most, by what --expert-stats has"
-                             " written.")(function)
+                        help="Start with the experts in VRAM that were used most according to FILE, which --expert-stats"
+                             " writes.")(function)
 
 
 def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the switches of `ModelOptions`; the command receives `options: ModelOptions`."""
     switches = [
-        model_option,
-        context_option,
-        threads_option,
-        batch_option,
-        device_option,
-        vram_option,
-        kv_dtype_option,
-        cpu_moe_option,
-        sequences_option,
-        no_mtp_option,
-        plan_option,
-        profile_option,
-        expert_stats_option,
-        warm_option,
+        section("Model", model_option, context_option, kv_dtype_option, sequences_option, no_mtp_option),
+        section("Device and memory", device_option, vram_option, threads_option, batch_option, cpu_moe_option,
+                warm_option, expert_stats_option, plan_option, profile_option),
     ]
     return _gather(function, "options", ModelOptions, switches)
 
@@ -261,39 +257,55 @@ def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
 def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the switches of `SamplingOptions`; the command receives `sampling: SamplingOptions`."""
     option = functools.partial(click.option, show_default=True)
-    switches = [
-        option("--temp", "--temperature", "temperature", type=click.FloatRange(min=0), default=0.8,
-               help="Temperature; 0 always takes the likeliest token."),
-        option("--top-k", type=click.IntRange(min=0), default=40, help="Keep the N likeliest tokens; 0 keeps all."),
-        option("--top-p", type=click.FloatRange(0, 1), default=0.95, help="Keep this much probability; 1 keeps all."),
-        option("--min-p", type=click.FloatRange(0, 1), default=0.05,
-               help="Drop tokens below this share of the likeliest one's probability."),
+    switches = section(
+        "Sampling",
+        option("--temp", "--temperature", "temperature", type=click.FloatRange(min=0), default=0.8, metavar="X",
+               help="Temperature; 0 always takes the most likely token."),
+        option("--top-k", type=click.IntRange(min=0), default=40, metavar="N",
+               help="Choose among the N most likely tokens; 0 keeps all."),
+        option("--top-p", type=click.FloatRange(0, 1), default=0.95, metavar="X",
+               help="Choose among the most likely tokens that have this probability together; 1 keeps all."),
+        option("--min-p", type=click.FloatRange(0, 1), default=0.05, metavar="X",
+               help="Drop tokens less likely than this fraction of the most likely one."),
         option("--repeat-penalty", "repetition_penalty", type=click.FloatRange(min=0, min_open=True), default=1.0,
-               help="Divide the logits of tokens already seen; 1 is off."),
-        option("--presence-penalty", type=float, default=0.0, help="Subtract this from tokens already seen."),
-        option("--frequency-penalty", type=float, default=0.0,
-               help="Subtract this for every time a token was seen."),
+               metavar="X", help="Make tokens that were seen already less likely; 1 is off."),
+        option("--presence-penalty", type=float, default=0.0, metavar="X",
+               help="Subtract this from the logit of each token that was seen already."),
+        option("--frequency-penalty", type=float, default=0.0, metavar="X",
+               help="Subtract this for each time that a token was seen."),
         option("--logit-bias", type=_LogitBias(), multiple=True, callback=lambda _c, _p, pairs: dict(pairs) or None,
-               help="Add VALUE to the logit of token ID (repeatable)."),
-        option("-s", "--seed", type=click.IntRange(min=0),
-               help="Same seed, same text.  [default: a new one each time]"),
-        option("--stop", multiple=True, metavar="TEXT", help="End before this text appears (repeatable)."),
-    ]
-    return _gather(function, "sampling", SamplingOptions, switches)
+               help="Add VALUE to the logit of token ID; -inf forbids it (repeatable)."),
+        option("-s", "--seed", type=click.IntRange(min=-1), default=-1, metavar="N",
+               callback=lambda _c, _p, seed: None if seed == -1 else seed,
+               help="The same seed gives the same text; -1 takes a new one each time."),
+        option("--stop", multiple=True, metavar="TEXT", help="End before TEXT appears (repeatable)."),
+    )
+    return _gather(function, "sampling", SamplingOptions, [switches])
 
 
 def draft_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the switches of `DraftOptions`; the command receives `drafts: DraftOptions`."""
-    switches = [
+    switches = section(
+        "Drafted tokens",
         click.option("--draft", type=click.Choice(DRAFTS),
-                     help="Who guesses tokens, to be judged several in one step: the model's prediction layer, a look at"
-                          " what followed the same words before, or nobody. The text is the same with each.  [default:"
-                          " mtp where a prediction layer is expected to pay, else off]"),
+                     help="What guesses tokens, several of which one step can check: mtp is the model's prediction"
+                          " layer, ngram repeats what followed the same words before. The text is the same with each."
+                          "  [default: mtp if the file has such a layer and it is expected to pay, else off]"),
         click.option("--draft-tokens", type=click.IntRange(min=1, max=MOST_DRAFT_TOKENS), metavar="N",
-                     help="The most tokens guessed at once; with recurrent layers no more than --sequences less two."
+                     help="Most tokens guessed at once; with recurrent layers at most --sequences less two."
                           "  [default: 1 for mtp, 4 for ngram]"),
-    ]
-    return _gather(function, "drafts", DraftOptions, switches)
+    )
+    return _gather(function, "drafts", DraftOptions, [switches])
+
+
+def chat_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds what a chat template is told: the command receives `system` and `thinking`."""
+    return section(
+        "Chat template",
+        click.option("--system", metavar="TEXT", help="System message."),
+        click.option("--thinking/--no-thinking", default=True,
+                     help="Whether the template may ask for reasoning.  [default: thinking]"),
+    )(function)
 
 
 def _gather(function: Callable[..., Any], name: str, dataclass_type: type, switches: list[Any]) -> Callable[..., Any]:
@@ -312,8 +324,8 @@ def _gather(function: Callable[..., Any], name: str, dataclass_type: type, switc
 
 @contextmanager
 def _loading_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """A progress callback that draws on standard error and cleans up after itself, or None off a terminal."""
-    if not sys.stderr.isatty():
+    """A progress callback that draws on standard error and cleans up after itself, or None if it cannot draw there."""
+    if not takes_escapes(sys.stderr):
         yield None
         return
     from rich.console import Console

@@ -11,10 +11,11 @@ import click
 from sharpi.cli.options import (batch_option, context_option, cpu_moe_option, device_option, kv_dtype_option,
                                 model_option, no_mtp_option, profile_option, sequences_option, threads_option,
                                 vram_option)
+from sharpi.cli.ending import EXIT_DOES_NOT_FIT
+from sharpi.cli.help import Command, section
 from sharpi.cli.pull import described, not_here
 from sharpi.cli.text import printable, size, speed
-from sharpi.drafts import MOST_COST
-from sharpi.plan import vram_words
+from sharpi.interrupts import leaving_at_once
 
 if TYPE_CHECKING:
     from sharpi.placement import Placed
@@ -30,38 +31,36 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
            ("cpu", "by the CPU", "-", "in RAM, computed by the CPU"))
 
 
-@click.command("plan")
+@click.command("plan", cls=Command, examples=(
+    "sharpi plan model.gguf                       for this machine",
+    "sharpi plan user/repo:Q4_K_M                 before it is downloaded",
+    "sharpi plan model.gguf --vram 12GiB          for a GPU with 12 GiB to spare",
+    "sharpi plan model.gguf --json > plan.json    for --plan plan.json"))
 @click.argument("name", metavar="[MODEL]", required=False)
-@model_option
-@context_option
-@threads_option
-@batch_option
-@device_option
-@vram_option
-@kv_dtype_option
-@cpu_moe_option
-@sequences_option
-@no_mtp_option
-@profile_option
-@click.option("--warm", metavar="FILE", help="Expect experts to be used as --expert-stats of `sharpi run` has written.")
-@click.option("-v", "--verbose", is_flag=True, help="Show every layer by itself.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes, as --plan of run reads it.")
+@section("Model", model_option, context_option, kv_dtype_option, sequences_option, no_mtp_option)
+@section("Device and memory", device_option, vram_option, threads_option, batch_option, cpu_moe_option,
+         click.option("--warm", metavar="FILE", help="Expect experts to be used as in FILE, which --expert-stats of"
+                                                     " `sharpi run` writes."),
+         profile_option)
+@section("Output",
+         click.option("-v", "--verbose", is_flag=True, help="Show each layer."),
+         click.option("--json", "as_json", is_flag=True,
+                      help="Print JSON with sizes in bytes, which --plan of `sharpi run` reads."))
 def plan_command(name: str | None, model: str | None, context: int | None, threads: int | None, batch: int | None, device: str,
                  vram: str | None, kv_dtype: str | None, cpu_moe: bool, sequences: int | None, no_mtp: bool,
                  profile: str | None, warm: str | None, verbose: bool, as_json: bool) -> None:
-    """Show the memory a model takes, where its weights will be, and how fast it will be.
+    """Show the memory that a model takes, where its weights go, and its speed.
 
-    MODEL is a file or a name such as user/repo:Q4_K_M, the same as -m. Of a model that is not downloaded yet, only
-    the header is read.
-
-    A GPU can be planned for without having it: --vram 12GiB. So can another machine: `sharpi hardware --save FILE`
-    there, --profile FILE here.
+    MODEL is a file or a name such as user/repo:Q4_K_M, the same as -m; of a model that is not downloaded yet, only the
+    header is read. The exit code is 1 if the model does not fit. --vram 12GiB plans for a GPU that need not be there;
+    --profile FILE plans for another machine, where `sharpi hardware --save FILE` was run.
     """
-    from sharpi.expert_stats import ExpertStats
-    from sharpi.hardware import usable_threads
-    from sharpi.model import describe
-    from sharpi.planner import make_plan
-    from sharpi.profile import load_profile
+    with leaving_at_once():
+        from sharpi.expert_stats import ExpertStats
+        from sharpi.hardware import usable_threads
+        from sharpi.model import describe
+        from sharpi.planner import make_plan
+        from sharpi.profile import load_profile
 
     found = described(name, model)
     known = None if profile is None else load_profile(profile)
@@ -78,6 +77,8 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
     if found is not None and found.missing:
         click.echo(f"sharpi: {not_here(found)}" if as_json else _wrapped(f"\n{not_here(found)}"), err=as_json)
+    if not plan.fits:
+        click.get_current_context().exit(EXIT_DOES_NOT_FIT)
 
 
 def _table(plan: Plan, verbose: bool, elsewhere: bool) -> str:
@@ -213,13 +214,16 @@ def _speeds(plan: Plan) -> list[str]:
 
 def _drafting(plan: Plan) -> list[str]:
     """What a drafted token costs, and so how often it has to be right."""
+    from sharpi.drafts import MOST_COST
+
     if plan.draft_cost is None:
         return []
     part = f"{100 * plan.draft_cost:.0f} %"
-    pays = f"it pays where more than {part} of them are accepted"
+    pays = f"drafts pay if more than {part} of them are accepted"
     if plan.draft_cost >= MOST_COST:
-        pays = "it drafts only if asked to (--draft mtp)"
-    return [_wrapped(f"Without drafts. A token drafted by the prediction layer adds about {part} to a step: {pays}.", "  ")]
+        pays = "it drafts only with --draft mtp"
+    return [_wrapped(f"Decode is without drafts. A token from the prediction layer adds about {part} to a step: {pays}.",
+                     "  ")]
 
 
 def _origin(profile: HardwareProfile, device: str) -> list[str]:
@@ -231,8 +235,8 @@ def _origin(profile: HardwareProfile, device: str) -> list[str]:
     said = f"For {' and '.join(names)}: {', '.join(f'{name} {rate / 1e9:,.0f} GB/s' for name, rate in rates)}"
     if not profile.assumed:
         return [_wrapped(f"{said}, {_measured(profile, device)}.", "  ")]
-    return [_wrapped(f"{said}. The machine that is meant knows better: `sharpi hardware --save FILE` there,"
-                     " --profile FILE here.", "  ")]
+    return [_wrapped(f"{said}, which is assumed. For measured speeds, run `sharpi hardware --save FILE` on that machine and"
+                     " give --profile FILE here.", "  ")]
 
 
 def _measured(profile: HardwareProfile, device: str) -> str:
@@ -252,7 +256,7 @@ def _wrapped(text: str, margin: str = "") -> str:
 
 def _verdict(plan: Plan) -> list[str]:
     if plan.available_bytes is None:
-        return ["Whether it fits depends on the GPU: --vram says how much there is."]
+        return ["Whether it fits depends on the GPU: --vram says how much memory it has."]
     if plan.fits:
         spare = size(plan.available_bytes - plan.total_bytes)
         if plan.resident:
@@ -261,6 +265,8 @@ def _verdict(plan: Plan) -> list[str]:
         weights = sum(placed.vram + _in_ram(placed) for placed in plan.placement)
         beside = sum(map(_in_ram, plan.placement)) / max(1, weights)
         return [f"It fits with {max(1, round(100 * beside))} % of the weights in RAM, and {spare} to spare."]
+    from sharpi.plan import vram_words
+
     even = "" if plan.resident else ", even with its weights in RAM"
     missing = f"It does not fit{even}: {size(plan.total_bytes - plan.available_bytes)} too much."
     offers = []
@@ -273,6 +279,6 @@ def _verdict(plan: Plan) -> list[str]:
     if offers:
         return [missing, f"It would with{' one of' if len(offers) > 1 else ''}", *offers]
     if plan.device == "cuda":
-        return [missing, "No context worth having is short enough; --device cpu runs it from RAM."]
-    return [missing, "No context worth having is short enough; take a smaller model or a smaller",
+        return [missing, "No useful context is short enough; --device cpu runs it from RAM."]
+    return [missing, "No useful context is short enough: take a smaller model, or a smaller",
             "quantization of it."]

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from sharpi.cli.text import printable, size
+from sharpi.cli.help import Command
+from sharpi.cli.text import printable, size, takes_escapes
 
 if TYPE_CHECKING:
     from sharpi.hub import Found
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 _DownloadProgress = Callable[[str, int, int], None]
 
 
-@click.command("pull")
+@click.command("pull", cls=Command, examples=(
+    "sharpi pull bartowski/SmolLM2-135M-Instruct-GGUF",
+    "sharpi pull user/repo:Q8_0"))
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 def pull_command(names: tuple[str, ...]) -> None:
     """Download models, or what is newer of them, from the Hugging Face Hub.
@@ -81,7 +84,7 @@ def _said_if_interrupted() -> Iterator[None]:
 @contextmanager
 def _download_bar() -> Iterator[_DownloadProgress | None]:
     """A bar on standard error that cleans up after itself; `None` where nothing may move."""
-    if not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if not takes_escapes(sys.stderr):
         yield None
         return
     from rich.console import Console

@@ -7,87 +7,163 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Mapping
 
 import click
 
-from sharpi.conversation import render_prompt
-from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, draft_options, model_options,
+from sharpi.cli.help import Command, section
+from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, chat_options, draft_options, model_options,
                                 sampling_options)
-from sharpi.cli.text import closing_line
+from sharpi.cli.text import closing_line, context_full_line
 
 if TYPE_CHECKING:
     from sharpi.model import Model
 
+_LONGEST_PROMPT = 64 << 20  # bytes; more than any context holds
 
-@click.command("run")
+
+@click.command("run", cls=Command, examples=(
+    'sharpi run "Once upon a time" -n 100',
+    "sharpi run -m model.gguf --chat 'What is a GGUF file?'",
+    "cat notes.txt | sharpi run -m model.gguf --temp 0",
+    "sharpi run -m model.gguf -f prompt.txt --vram 8GiB > answer.txt"))
+@click.argument("words", nargs=-1, metavar="[TEXT]")
+@section(
+    "Prompt",
+    click.option("-p", "--prompt", metavar="TEXT", help="The same as TEXT; - reads standard input, as no text does."),
+    click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - reads standard input."),
+    click.option("--special", is_flag=True,
+                 help="Read the names of control tokens in the prompt, such as <|im_start|>, as those tokens."),
+    click.option("--chat", "as_chat", is_flag=True,
+                 help="Send the prompt as one message, in the model's chat template; implies --no-echo."))
+@chat_options
+@section(
+    "Output",
+    click.option("-n", "--max-tokens", "--predict", "max_tokens", type=click.IntRange(min=-1), default=256,
+                 show_default=True, metavar="N", help="Most tokens to generate; -1 sets no limit."),
+    click.option("--echo/--no-echo", default=True, help="Print the prompt before what follows it.  [default: echo]"),
+    click.option("--stats/--no-stats", default=True,
+                 help="End with a line of speeds on standard error.  [default: stats]"))
 @model_options
-@click.option("-p", "--prompt", metavar="TEXT", help="The text to continue; - reads standard input.")
-@click.option("-f", "--file", metavar="FILE", help="Read the prompt from a file; - reads standard input.")
-@click.option("-n", "--max-tokens", "--predict", "max_tokens", type=click.IntRange(min=-1), default=256,
-              show_default=True, metavar="N",
-              help="Tokens to generate; -1 goes on until the model or the context ends.")
 @sampling_options
 @draft_options
-@click.option("--chat", "as_chat", is_flag=True,
-              help="Wrap the prompt in the model's chat template, as one message; implies --no-echo.")
-@click.option("--echo/--no-echo", default=True, help="Print the prompt before its continuation.  [default: echo]")
-@click.option("--stats/--no-stats", default=True,
-              help="Close with a line of tokens/s on standard error.  [default: stats]")
-def run_command(options: ModelOptions, sampling: SamplingOptions, drafts: DraftOptions, prompt: str | None,
-                file: str | None, max_tokens: int, as_chat: bool, echo: bool, stats: bool) -> None:
-    """Continue a text."""
-    text = _read_prompt(prompt, file)
+def run_command(options: ModelOptions, sampling: SamplingOptions, drafts: DraftOptions, words: tuple[str, ...],
+                prompt: str | None, file: str | None, special: bool, as_chat: bool, system: str | None, thinking: bool,
+                max_tokens: int, echo: bool, stats: bool) -> None:
+    """Continue TEXT, or answer it with --chat.
+
+    Without TEXT, -p or -f the prompt is read from a pipe.
+    """
+    _require_chat(as_chat, special)
+    text = _read_prompt(words, prompt, file)
     with options.load() as model:
-        tokens = _chat_tokens(model, text) if as_chat else model.tokenize(text)
-        unsaid = text if echo and not as_chat else ""  # until the first token: a refused prompt is not echoed
-        limit = None if max_tokens < 0 else max_tokens
-        for token in model.generate(tokens, max_tokens=limit, **sampling.arguments(), **drafts.arguments()):
-            _write(unsaid + token.text)
-            unsaid = ""
-        _write(unsaid)
-        if sys.stdout.isatty():
-            _write("\n")
-        generated = model.stats()["generated_tokens"]
-        if len(tokens) + generated >= model.context and generated != limit:
-            click.echo(f"sharpi: stopped: the context of {model.context} tokens is full (-c sets it)", err=True)
+        tokens = (_chat_tokens(model, text, system, thinking) if as_chat
+                  else model.tokenize(text, parse_special=special))
+        output = _Output(text if echo and not as_chat else "")
+        try:
+            for token in model.generate(tokens, max_tokens=None if max_tokens < 0 else max_tokens,
+                                        **sampling.arguments(), **drafts.arguments()):
+                output.write(token.text)
+            output.write("")
+        finally:
+            output.end_line()
+        figures = model.stats()
+        if figures["context_full"]:
+            click.echo(f"sharpi: {context_full_line(model.context)}", err=True)
         if stats:
-            click.echo(closing_line(model.stats()), err=True)
-        _compare(model, options, stats)
+            click.echo(closing_line(figures), err=True)
+        _compare(model, options, figures, stats)
 
 
-def _compare(model: Model, options: ModelOptions, said: bool) -> None:
+def _compare(model: Model, options: ModelOptions, figures: Mapping[str, Any], said: bool) -> None:
     """Notes, and says where wanted, that decode was not as fast as predicted."""
     from sharpi.agreement import disagreement, seen_in_run
 
-    seen = seen_in_run(model.stats())
+    seen = seen_in_run(figures)
     line = seen and disagreement(model, seen, elsewhere=options.plan is not None or options.profile is not None, known=False)
     if line and said:
         click.echo(f"sharpi: {line}", err=True)
 
 
-def _read_prompt(prompt: str | None, file: str | None) -> str:
+def _require_chat(as_chat: bool, special: bool) -> None:
+    """Raises `click.UsageError` for options that contradict `--chat`, or need it."""
+    context = click.get_current_context()
+    if as_chat and special:
+        raise click.UsageError("--special is for prompts without --chat, whose template has the control tokens", context)
+    for name, option in (("system", "--system"), ("thinking", "--no-thinking")):
+        if not as_chat and context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{option} needs --chat", context)
+
+
+def _read_prompt(words: tuple[str, ...], prompt: str | None, file: str | None) -> str:
     """The prompt's text; one newline at the end of a file belongs to the file, not to the prompt."""
-    if (prompt is None) == (file is None):
-        raise click.UsageError("give one prompt: -p TEXT, -f FILE, or -p - to read standard input",
-                               click.get_current_context())
-    if prompt is not None and prompt != "-":
-        return prompt
+    context = click.get_current_context()
+    if len(words) > 1:
+        raise click.UsageError("the text is one argument: put it in quotes", context)
+    given = [text for text in (*words, prompt) if text is not None]
+    if len(given) + (file is not None) > 1:
+        raise click.UsageError("give one prompt: TEXT, -p TEXT or -f FILE", context)
+    if given and given[0] != "-":
+        if words and words[0].endswith(".gguf"):
+            raise click.UsageError(f"a model's file comes after -m: sharpi run -m {words[0]} TEXT", context)
+        return given[0]
+    if file not in (None, "-"):
+        return _decoded(str(file), _read_file(Path(file)))
+    if not given and file is None and sys.stdin.isatty():
+        raise click.UsageError('give a prompt: sharpi run "Once upon a time", -f FILE, or a pipe', context)
     try:
-        data = sys.stdin.buffer.read() if file in (None, "-") else Path(file).read_bytes()
-        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
+        return _decoded("standard input", _bounded(sys.stdin.buffer, "standard input"))
     except OSError as error:
-        raise click.ClickException(f"{file}: cannot read the prompt: {error.strerror}") from error
+        raise click.ClickException(f"standard input: the prompt cannot be read: {error.strerror}") from error
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            return _bounded(stream, str(path))
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"{path}: the prompt cannot be read: {getattr(error, 'strerror', error)}") from error
+
+
+def _bounded(stream: BinaryIO, name: str) -> bytes:
+    data = stream.read(_LONGEST_PROMPT + 1)
+    if len(data) > _LONGEST_PROMPT:
+        raise click.ClickException(f"{name}: the prompt is longer than {_LONGEST_PROMPT >> 20} MiB")
+    return data
+
+
+def _decoded(name: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        name = "standard input" if file in (None, "-") else file
         raise click.ClickException(f"{name}: the prompt is not UTF-8 (byte {error.start})") from error
 
 
-def _chat_tokens(model: Model, text: str) -> list[int]:
-    prompt = render_prompt(model, [{"role": "user", "content": text}])
+def _chat_tokens(model: Model, text: str, system: str | None, thinking: bool) -> list[int]:
+    from sharpi.conversation import checked_messages, render_prompt
+
+    messages = checked_messages([{"role": "user", "content": text}], system)
+    prompt = render_prompt(model, messages, thinking=None if thinking else False)
     return model.tokenize(prompt, add_special=False, parse_special=True)
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+class _Output:
+    """Standard output, whose last line is ended whatever ends the text."""
+
+    def __init__(self, unsaid: str) -> None:
+        """unsaid: goes before the first token; a prompt that is refused is not echoed."""
+        self._unsaid = unsaid
+        self._open = False
+
+    def write(self, text: str) -> None:
+        text, self._unsaid = self._unsaid + text, ""
+        if text:
+            self._open = not text.endswith("\n")
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def end_line(self) -> None:
+        if self._open:
+            self._open = False
+            self.write("\n")
