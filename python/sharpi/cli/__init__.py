@@ -34,7 +34,7 @@ class _Program(Group):
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         name = prog_name or "sharpi"
-        typed = list(sys.argv[1:] if args is None else args)
+        typed = [*(sys.argv[1:] if args is None else args)]
         sys.exit(exit_code(lambda: self._run(typed, name, complete_var or COMPLETION_VARIABLE, extra)))
 
     def _run(self, args: list[str], name: str, complete_var: str, extra: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ that shows only when the last of it is flushed.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -24,6 +25,9 @@ __all__ = ["EXIT_DOES_NOT_FIT", "EXIT_ERROR", "exit_code"]
 EXIT_DOES_NOT_FIT = 1  # of `sharpi plan`
 EXIT_ERROR = 2
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+# What writing may fail with.
+_UNWRITABLE = (errno.ENOSPC, errno.EBADF, errno.EIO, errno.EFBIG, errno.EDQUOT, errno.EAGAIN, errno.ENXIO)
 
 
 def exit_code(work: Callable[[], Any]) -> int:
@@ -75,14 +79,11 @@ def _ending(error: BaseException) -> tuple[int, str | None] | None:
 
 
 def _place(error: OSError) -> str:
-    """The file that an error is about. One without a name comes from a standard stream."""
+    """The file that an error is about. What cannot be written and has no name is standard output: commands say
+    themselves what they cannot read, and of standard error nobody could be told."""
     if error.filename is not None:
         return printable(os.fsdecode(error.filename))
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        return "standard output"
-    return "input or output"
+    return "standard output" if error.errno in _UNWRITABLE else "input or output"
 
 
 def _drop_what_cannot_be_written(stream: Any) -> None:

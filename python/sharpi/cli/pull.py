@@ -49,6 +49,7 @@ def fetched(model: str | None) -> str | os.PathLike[str] | None:
 
     if model is None:
         return None
+    _require_name(model)
     with _said_if_interrupted(), _download_bar() as progress:
         return hub.locate(model, progress=progress, notice=_tell)
 
@@ -60,7 +61,15 @@ def described(argument: str | None, option: str | None) -> Found | None:
     if argument is not None and option is not None:
         raise click.UsageError("give one model, not two", click.get_current_context())
     model = argument if argument is not None else option
-    return None if model is None else hub.look(model, notice=_tell)
+    if model is None:
+        return None
+    _require_name(model)
+    return hub.look(model, notice=_tell)
+
+
+def _require_name(model: str) -> None:
+    if not model:
+        raise click.UsageError("the name of the model is empty", click.get_current_context())
 
 
 def not_here(found: Found) -> str:
