@@ -64,7 +64,7 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool
     cls=_Program, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]},
     sections={"Text": ("run", "chat"), "Models": ("pull", "list", "rm", "inspect", "plan", "experts"),
               "Speed": ("bench", "hardware")},
-    examples=('sharpi run "Once upon a time"             continue a text with the bundled model',
+    examples=('sharpi run "Once upon a time"             continue a text, with a toy model',
               "sharpi chat -m model.gguf                 talk with a model",
               "sharpi plan -m model.gguf --vram 12GiB    what fits, and how fast it will be",
               "sharpi COMMAND --help                     all options of a command"))
