@@ -154,6 +154,54 @@ def test_the_answer_is_as_long_as_asked() -> None:
         assert script.requests[-1]["max_tokens"] == limit
 
 
+def test_the_oldest_turns_are_dropped_when_the_context_gets_full() -> None:
+    said: list[str] = []
+    script = Script(answer="0123456789", context=200)
+    _, conversation = converse(script, system="S", notice=said.append)
+    dropped = []
+    for turn in range(12):
+        before = len(said)
+        assert "".join(text for _, text in answer(conversation, f"question {turn:02}")) == "0123456789"
+        prompt = script.prompts[-1]
+        assert prompt.startswith("<system>S\n<user>") and prompt.endswith(f"<user>question {turn:02}\n<assistant>")
+        assert len(prompt) <= 150, "a quarter of the context is left for the answer"
+        if len(said) > before:
+            assert len(prompt) <= 100, "and half of it, once turns are dropped"
+            dropped.append(turn)
+    # A turn has 46 characters, and the context 200.
+    assert dropped and set(said) <= {"the context of 200 tokens is nearly full: the oldest turn was dropped (-c sets it)",
+                                     "the context of 200 tokens is nearly full: the oldest 2 turns were dropped (-c sets it)"}
+    assert min(later - sooner for sooner, later in zip(dropped, dropped[1:], strict=False)) >= 2, "not at every question"
+    assert all(message["role"] == role for message, role in zip(conversation.messages,
+                                                                ["system", *["user", "assistant"] * 9], strict=False))
+
+
+def test_nothing_is_dropped_for_a_question_that_never_fits() -> None:
+    said: list[str] = []
+    script = Script(answer="Hi.", context=100)
+    _, conversation = converse(script, notice=said.append)
+    answer(conversation, "One")
+    before = list(conversation.messages)
+    with pytest.raises(InvalidRequestError, match="context"):
+        answer(conversation, "word " * 40)
+    assert conversation.messages == before and said == []
+
+
+def test_short_answers_need_little_room() -> None:
+    script = Script(answer="Hi.", context=100)
+    said: list[str] = []
+    _, conversation = converse(script, notice=said.append, max_tokens=3)
+    answer(conversation, "x" * 75)  # 92 characters with its turn's words
+    assert script.prompts[-1].startswith("<user>xxx") and said == []
+
+
+def test_an_answer_that_the_context_cut_is_marked(script: Script) -> None:
+    script.context, script.answer = 50, "x" * 100
+    result = chat("--no-stats", lines="One\n")
+    assert result.stdout == "x" * (50 - len("<user>One\n<assistant>") + 1) + "\n"
+    assert result.stderr == "sharpi: stopped: the context of 50 tokens is full (-c sets it)\n"
+
+
 # --- the command ---------------------------------------------------------------------------------------------------
 
 

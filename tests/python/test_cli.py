@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -11,13 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 from click.testing import Result
 from gguf import GGUFWriter
 
-from fake_model import SLOW_PROGRAM, FakeModel, Script, cli_runner, install
-from sharpi.cli import main
+from fake_model import CONTROL_TOKEN, SLOW_PROGRAM, FakeModel, Script, cli_runner, install
+from sharpi.cli import habits, main
 from sharpi.cli.text import closing_line, printable, size
 from sharpi.errors import InvalidRequestError, ModelFileError, OutOfMemoryError
 from sharpi.hardware import Gpu
@@ -504,3 +506,104 @@ def test_the_help_of_plan_says_which_switches_it_makes_void() -> None:
 
 def test_printable_keeps_letters_and_spells_controls_out() -> None:
     assert printable("Grüße\t\x1b]0;x\x07\ud800") == "Grüße\\t\\x1b]0;x\\x07\\ud800"
+
+
+# --- help and habits ------------------------------------------------------------------------------------------------
+
+
+def every_command() -> dict[str, click.Command]:
+    return {"": main, **main.commands}
+
+
+@pytest.mark.parametrize("name", every_command())
+def test_help_is_whole_at_80_columns(name: str) -> None:
+    text = sharpi(*filter(None, (name,)), "--help").stdout
+    assert max(map(len, text.splitlines())) <= 80 and "..." not in text.replace("[ARGS]...", "").replace("NAME...", "")
+    command = every_command()[name]
+    for option in (parameter for parameter in command.params if isinstance(parameter, click.Option)):
+        assert re.search(rf"^  .*{option.opts[-1]}\b", text, re.MULTILINE), option.opts
+        assert all(word in text for word in (option.help or "").split() if word.isalpha()), option.help
+
+
+def test_every_command_is_in_a_section() -> None:
+    placed = [name for names in main.sections.values() for name in names]
+    assert sorted(placed + ["version", "completion", "help"]) == sorted(main.commands)
+
+
+def test_hints_name_what_there_is() -> None:
+    options = {name for command in every_command().values() for parameter in command.params
+               for name in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+    for hint in (*habits._OPTION_HINTS.values(), *habits._COMMAND_HINTS.values()):
+        assert set(re.findall(r"(?<![\w=-])--?[a-z][\w-]*", hint)) <= options, hint
+        assert set(re.findall(r"`sharpi (\w+)", hint)) <= set(main.commands), hint
+
+
+@pytest.mark.parametrize("option", habits._OPTION_HINTS)
+def test_an_option_of_llama_cpp_is_known_or_answered(script: Script, option: str) -> None:
+    """Whatever follows it, it is never read as several short options."""
+    known = {name for parameter in main.commands["run"].params for name in parameter.opts}
+    for rest in ((), ("on",), ("8",)):
+        result = sharpi("run", option, *rest, "-p", "Once")
+        if option in known:
+            assert option in ("-hf", "--hf-repo")
+        else:
+            assert (result.exit_code, result.stdout, script.loads) == (2, "", [])
+            assert result.stderr.startswith(f"sharpi: error: no such option: {option}; "), result.stderr
+
+
+@pytest.mark.parametrize("arguments, error", [
+    (["-pn", "5"], "no such option: -pn"), (["-np5", "x"], "no such option: -np5"), (["-hv"], "no such option: -hv"),
+    (["-n5x", "x"], "no such option: -n5x"), (["-fprompt.txt"], "no such option: -fprompt.txt"),
+    (["--stat", "x"], "did you mean --stats?"), (["--max_tokens", "5"], "did you mean --max-tokens?"),
+])
+def test_short_options_are_not_clustered(script: Script, arguments: list[str], error: str) -> None:
+    result = sharpi("run", *arguments)
+    assert (result.exit_code, result.stdout, script.loads) == (2, "", []) and error in result.stderr
+
+
+def test_values_may_look_like_options(script: Script) -> None:
+    assert sharpi("run", "-p", "-ngl", "--stop", "--mlock", "-n5", "-s-1", "--seed=3").exit_code == 0
+    assert script.prompts == ["-ngl"]
+    assert (script.requests[0]["stop"], script.requests[0]["max_tokens"], script.requests[0]["seed"]) == (("--mlock",), 5, 3)
+    assert sharpi("run", "-n", "5", "--", "-ngl").exit_code == 0 and script.prompts[1] == "-ngl"
+
+
+def test_a_random_seed_is_none(script: Script) -> None:
+    for arguments in ((), ("-s", "-1"), ("--seed=-1",)):
+        assert sharpi("run", "Once", *arguments).exit_code == 0
+    assert [request["seed"] for request in script.requests] == [None] * 3
+
+
+def test_control_tokens_are_read_if_asked_for(script: Script) -> None:
+    for arguments in ((), ("--special",)):
+        assert sharpi("run", f"a{CONTROL_TOKEN}b", *arguments).exit_code == 0
+    assert script.prompts == [f"a{CONTROL_TOKEN}b", "a\0b"]
+
+
+def test_run_chat_has_a_system_message(script: Script) -> None:
+    assert sharpi("run", "--chat", "--system", "Be brief.", "--no-thinking", "Hello").exit_code == 0
+    assert script.prompts == ["<system>Be brief.\n<user>Hello\n<assistant><think></think>"]
+
+
+def test_an_interrupted_line_is_ended_once(script: Script) -> None:
+    script.answer = " there.\n"
+    assert sharpi("run", "Once").stdout == "Once there.\n"
+    script.answer = ""
+    assert sharpi("run", "Once", "--no-echo").stdout == ""
+
+
+def test_an_error_that_has_no_file_is_not_taken_for_another(script: Script) -> None:
+    def fail(_arguments: dict) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    script.on_load = fail
+    assert sharpi("run", "Once").stderr == "sharpi: error: input or output: Cannot allocate memory\n"
+
+
+def test_a_bug_is_not_hidden(script: Script) -> None:
+    def fail(_arguments: dict) -> None:
+        raise ZeroDivisionError
+
+    script.on_load = fail
+    with pytest.raises(ZeroDivisionError):
+        sharpi("run", "Once")
