@@ -6,7 +6,7 @@ import os
 import reprlib
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -76,8 +76,8 @@ def function(name: str, value: Any) -> Callable[..., Any]:
     raise InvalidRequestError(f"{name} must be a function, not {shown(value)}")
 
 
-def token_ids(name: str, value: Any, *, or_text: Literal["text or ", ""] = "") -> list[int]:
-    """Token ids as the core takes them. or_text: what else a caller may pass, for the message."""
+def token_ids(name: str, value: Any, *, what: str = "token ids") -> list[int]:
+    """Token ids, as the core takes them. what: how a message words a sequence of them."""
     try:
         ids = np.asarray(value)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
@@ -85,8 +85,7 @@ def token_ids(name: str, value: Any, *, or_text: Literal["text or ", ""] = "") -
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= _MOST_TOKEN:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise InvalidRequestError(f"{name} must be {or_text}a sequence of token ids, 0 to 2^31 - 1,"
-                                  f" not {shown(value)}") from None
+        raise InvalidRequestError(f"{name} must be {what}, each 0 to 2^31 - 1, not {shown(value)}") from None
     return [int(i) for i in ids]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["DEVICES", "DRAFTS", "KV_DTYPES", "MOST_DRAFT_TOKENS"]
+__all__ = ["DEVICES", "DRAFTS", "KV_DTYPES", "MOST_DRAFT_TOKENS", "ROPE_SCALINGS"]
 
 DEVICES = ("auto", "cpu", "cuda")
 KV_DTYPES = ("fp32", "bf16", "fp16")
+# How the rotary embedding is stretched: not, evenly, or its slow rotations alone.
+ROPE_SCALINGS = ("none", "linear", "yarn")
 # The model's own prediction layer (multi-token prediction); what followed the last few tokens earlier in the text;
 # nobody.
 DRAFTS = ("mtp", "ngram", "off")

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from sharpi import _core, hub
-from sharpi.arguments import token_ids
+from sharpi import _core, arguments, hub
 from sharpi.chat import ChatTemplate
 from sharpi.conversation import Message, Reply
 from sharpi.drafts import DraftedRun, choose_drafts
@@ -29,6 +29,7 @@ from sharpi.gguf import GgufFile
 from sharpi.hardware import usable_threads
 from sharpi.planner import Plan, make_plan, saved_plan
 from sharpi.profile import HardwareProfile, load_profile
+from sharpi.rope import RopeScaling
 from sharpi.session import Session, Timing, Token
 from sharpi.switches import check_switches
 from sharpi.tokenizer import Tokenizer
@@ -47,14 +48,16 @@ Notice = Callable[[str], None]
 _FEW, _SURELY = 4, 1000.0
 
 
-def describe(path: str | os.PathLike[str] | None = None, *, mtp: bool = True) -> tuple[GgufFile, _core.Description]:
+def describe(path: str | os.PathLike[str] | None = None, *, mtp: bool = True,
+             rope: RopeScaling | None = None) -> tuple[GgufFile, _core.Description]:
     """Reads what a model is, without its weights. `None` is the bundled model; of a name such as "user/repo:Q4_K_M" that is
     not in the cache, the header alone is downloaded. mtp: whether a prediction layer that the file may have is part of it.
+    rope: a scaling to use in place of the file's.
 
-    Raises `ModelFileError` for a file that cannot be run.
+    Raises `ModelFileError` for a file that cannot be run, `InvalidRequestError` for a scaling that does not suit it.
     """
     file = GgufFile.open(BUNDLED_MODEL if path is None else hub.look(path).path)
-    return file, read_spec(file, mtp)
+    return file, read_spec(file, mtp, rope)
 
 
 def read_tokenizer(file: GgufFile, spec: _core.Description | None) -> Tokenizer:
@@ -80,11 +83,12 @@ def read_chat_template(file: GgufFile, tokenizer: Tokenizer | None) -> ChatTempl
     return ChatTemplate(source, text(bos), text(eos), file.paths[0])
 
 
-def read_spec(file: GgufFile, mtp: bool = True) -> _core.Description:
+def read_spec(file: GgufFile, mtp: bool = True, rope: RopeScaling | None = None) -> _core.Description:
     """What the model is. Raises `ModelFileError` for a file that cannot be run."""
     rows = [(t.name, t.type, list(t.shape), t.file, t.offset, t.nbytes) for t in file.tensors]
     try:
-        return _core.Description(file.metadata.scalars(), rows, predictions=mtp)
+        metadata = file.metadata.scalars() | (rope.metadata(file) if rope else {})
+        return _core.Description(metadata, rows, predictions=mtp)
     except ModelFileError as error:
         raise file.error(str(error)) from None
 
@@ -128,20 +132,42 @@ def _read_pages(engine: _core.Engine, plan: Plan, progress: Progress) -> None:
         progress(plan.weights_bytes, plan.weights_bytes)
 
 
-def _check(*, context: Any, threads: Any, batch: Any, cpu_moe: Any, sequences: Any, mtp: Any, **_: Any) -> None:
-    """Raises `InvalidRequestError` for values that no model can be loaded with."""
-    for name, value in (("context", context), ("threads", threads), ("batch", batch), ("sequences", sequences)):
-        if value is not None and not isinstance(value, (int, np.integer)):
-            raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
-    if batch is not None and not 1 <= batch <= 65536:
-        raise InvalidRequestError(f"batch must be 1 to 65536, not {batch}")
-    if threads is not None and not 1 <= threads <= 1024:
-        raise InvalidRequestError(f"threads must be 1 to 1024, not {threads}")
-    if sequences is not None and not 1 <= sequences <= 4096:
-        raise InvalidRequestError(f"sequences must be 1 to 4096, not {sequences}")
-    for name, value in (("cpu_moe", cpu_moe), ("mtp", mtp)):
-        if value not in (None, True, False):
-            raise InvalidRequestError(f"{name} must be true or false, not {value!r}")
+def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Model.load`, each of its type. Raises `InvalidRequestError`, which names the argument."""
+    values = dict(given)
+    for name, (check, *bounds) in _LOAD_CHECKS.items():
+        if given[name] is None and name != "device":  # the only one whose default is not None
+            continue
+        value = values[name] = check(name, given[name])
+        if bounds and not bounds[0] <= value <= bounds[1]:
+            raise InvalidRequestError(f"{name} must be {bounds[0]} to {bounds[1]}, not {value}")
+    return values
+
+
+def _profile_or_path(name: str, value: Any) -> Any:
+    return value if isinstance(value, HardwareProfile) else arguments.path(name, value)
+
+
+def _stats_or_path(name: str, value: Any) -> Any:
+    return value if isinstance(value, ExpertStats) else arguments.path(name, value)
+
+
+# The arguments that a plan is made of, beside the file, the machine and the scaling.
+_PLANNED = ("device", "vram", "context", "kv_dtype", "threads", "batch", "cpu_moe", "sequences")
+
+# How `Model.load`'s arguments are checked, and the bounds of numbers; the planner and `RopeScaling` check the others.
+_LOAD_CHECKS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("path", "plan", "expert_stats"), (arguments.path,)),
+    **dict.fromkeys(("device", "kv_dtype"), (arguments.text,)),
+    **dict.fromkeys(("cpu_moe", "mtp"), (arguments.flag,)),
+    **dict.fromkeys(("progress", "notice"), (arguments.function,)),
+    "context": (arguments.whole,),
+    "batch": (arguments.whole, 1, 65536),
+    "threads": (arguments.whole, 1, 1024),
+    "sequences": (arguments.whole, 1, 4096),
+    "profile": (_profile_or_path,),
+    "warm": (_stats_or_path,),
+}
 
 
 def _stats_target(path: str | os.PathLike[str] | None) -> str | None:
@@ -208,7 +234,9 @@ class Model:
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
              context: int | None = None, kv_dtype: str | None = None, threads: int | None = None,
              batch: int | None = None, cpu_moe: bool | None = None, sequences: int | None = None,
-             mtp: bool | None = None, plan: str | os.PathLike[str] | None = None,
+             mtp: bool | None = None, rope_scaling: str | None = None, rope_scale: float | None = None,
+             rope_freq_base: float | None = None, rope_freq_scale: float | None = None,
+             yarn_orig_ctx: int | None = None, plan: str | os.PathLike[str] | None = None,
              profile: HardwareProfile | str | os.PathLike[str] | None = None,
              warm: ExpertStats | str | os.PathLike[str] | None = None,
              expert_stats: str | os.PathLike[str] | None = None, progress: Progress | None = None,
@@ -216,46 +244,55 @@ class Model:
         """Opens a GGUF file (any part of a split one), or a model on the Hugging Face Hub by its name, such as
         "user/repo:Q4_K_M", which is downloaded if the cache does not have it; `None` is the bundled model.
 
-        device: "auto", "cpu" or "cuda"; "auto" takes the GPU where there is one and the model fits into its memory,
-        and else the faster of the two, as predicted. vram: the most to take of that memory, in bytes or as text such
-        as "12GiB"; without it, what is free. Weights that do not fit stay in RAM and are used from there. context:
+        device: "auto", "cpu" or "cuda"; "auto" takes the GPU if there is one and the model fits into its memory, else
+        whichever of the two is predicted to be faster. vram: the most GPU memory to take, in bytes or as text such as
+        "12GiB"; without it, what is free. Weights that do not fit stay in RAM and are used from there. context: the
         tokens that prompt and answer may have together. kv_dtype: "fp32", "bf16" (default) or "fp16". batch: rows that
-        prefill takes at once (512, on the GPU 2048). threads: the CPU's, as many as there are cores by default and at
-        most. cpu_moe: whether all experts stay in RAM, for the CPU to compute
-        in decode, even where they would fit; `None` is what SHARPI_CPU_MOE says. sequences: conversations that may hold
-        tokens at once, where the model keeps a state for each of them (4, of which those not used serve to go back in
-        others). mtp: whether a prediction layer is loaded, to draft tokens with; `None`: where the file has one. plan: a
-        file with a plan for this model, which says all of these. profile: the machine's speeds, or a file with them;
-        without it, they are measured once where they are needed.
+        prefill takes at once (512, on the GPU 2048). threads: the CPU's; by default and at most as many as there are
+        cores. cpu_moe: whether all experts stay in RAM and the CPU computes them in decode, even if they would fit; `None` is what SHARPI_CPU_MOE says. sequences: for a model with recurrent
+        layers, how many states to keep (4); each conversation that holds tokens needs one, the others serve to roll
+        back. mtp: whether to load a prediction layer, to draft tokens with; `None`: if the file has one.
+
+        rope_scaling ("none", "linear" or "yarn"), rope_scale, rope_freq_base, rope_freq_scale (1 / rope_scale) and
+        yarn_orig_ctx stretch the model to contexts longer than the file's, as llama.cpp's options of these names do:
+        see `RopeScaling`. Without them the file decides.
+
+        plan: a file with a plan for this model, which says all of the above. profile: the machine's speeds, or a file
+        with them; without it, they are measured once, when they are first needed.
 
         expert_stats: a file to write when the model is closed, with what became of its experts; `None` is what
-        SHARPI_EXPERT_STATS says. warm: such a file of this model, or what it holds: where experts are in slots, the
-        most used ones are brought there first.
+        SHARPI_EXPERT_STATS says. warm: such a file of this model, or its contents: if experts are in slots, the most
+        used ones are loaded first.
 
         progress: called with bytes done and bytes in all while the file is downloaded, and while it is read from disk;
-        without it, pages are read as they are first used. notice: called with a line for people, where there is something that they may want to
-        know.
+        without it, pages are read when they are first used. notice: called with a line of text when there is something
+        people may want to know.
 
         Raises `ModelFileError`, `InvalidRequestError`, `OutOfMemoryError`.
         """
         started = time.perf_counter()
-        asked = {"device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype, "threads": threads,
-                 "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences}
         check_switches()
-        _check(**asked, mtp=mtp)
+        rope_asked = {"rope_scaling": rope_scaling, "rope_scale": rope_scale, "rope_freq_base": rope_freq_base,
+                      "rope_freq_scale": rope_freq_scale, "yarn_orig_ctx": yarn_orig_ctx}
+        given = _checked({"path": path, "device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype,
+                          "threads": threads, "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences, "mtp": mtp,
+                          "plan": plan, "profile": profile, "warm": warm, "expert_stats": expert_stats,
+                          "progress": progress, "notice": notice})
+        asked = {name: given[name] for name in _PLANNED}
         if plan is not None:
             _refuse_beside_a_plan({**asked, "device": None if device == "auto" else device, "profile": profile,
-                                    "mtp": mtp})
+                                   "mtp": mtp, **rope_asked})
+        asked["rope"] = rope = RopeScaling.asked(**rope_asked)
         target = _stats_target(expert_stats)
         if path is not None:
             path = hub.locate(path, notice=notice,
                               progress=None if progress is None else lambda _, done, total: progress(done, total))
-        file, spec = describe(path, mtp=mtp is None or bool(mtp))
+        file, spec = describe(path, mtp=mtp is None or bool(mtp), rope=rope)
         warmth = asked["warm"] = _warmth(warm, file)
         if plan is not None:
             made = saved_plan(plan, file, spec)
             made = replace(made, threads=usable_threads(made.threads, notice))
-            spec = spec if made.mtp else read_spec(file, False)
+            spec = spec if made.mtp and made.rope is None else read_spec(file, made.mtp, made.rope)
         else:
             if mtp and not spec.prediction_layers:
                 raise InvalidRequestError(f"{file.name} has no prediction layer to draft with: leave mtp out")
@@ -265,8 +302,9 @@ class Model:
         made.require()
         engine, made = _engine(file, spec, made, warmth, asked if device == "auto" and plan is None else None)
         counts = ExpertStats.from_engine(engine, made)
-        for line in (*engine.notes, *_unheeded(file, counts, warmth, target)) if notice is not None else ():
-            notice(line)
+        if notice is not None:
+            for line in (*engine.notes, *_unheeded(file, counts, warmth, target)):
+                notice(line)
         if progress is not None:
             _read_pages(engine, made, progress)
         return cls(file, spec, engine, made, made.threads, time.perf_counter() - started,
@@ -338,20 +376,22 @@ class Model:
         return read_chat_template(self.file, self.tokenizer)
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of `text`; `add_special` adds BOS and EOS as the model wants them, `parse_special` reads the
-        names of control tokens in the text as those tokens."""
-        return self.tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
+        """Token ids of `text`. add_special: with BOS and EOS as the model wants them. parse_special: the names of control
+        tokens in the text become those tokens."""
+        return self.tokenizer.encode(arguments.text("text", text), arguments.flag("add_special", add_special),
+                                     arguments.flag("parse_special", parse_special))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids, control tokens left out."""
-        return self.tokenizer.decode(ids)
+        return self.tokenizer.decode(arguments.token_ids("ids", ids))
 
-    def logits(self, tokens: Sequence[int], *, chunks: Sequence[int] = ()) -> np.ndarray:
+    def logits(self, tokens: Sequence[int], *, chunks: Sequence[int] = ()) -> npt.NDArray[np.float32]:
         """float32 [len(tokens), vocab]: row i says what follows tokens[: i + 1].
 
         chunks: sizes of the pieces in which the tokens are evaluated; the answer does not depend on them.
         """
-        return _core.Session(self.engine).logits(token_ids("tokens", tokens), [*chunks])
+        sizes = arguments.token_ids("chunks", chunks, what="numbers of tokens")
+        return _core.Session(self.engine).logits(arguments.token_ids("tokens", tokens), sizes)
 
     @takes_generation_options
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> Generation:

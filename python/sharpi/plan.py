@@ -20,6 +20,7 @@ from sharpi.hardware import Gpu
 from sharpi.placement import SLOTS, VRAM, ExpertPool, Inventory, Placed, TensorHome
 from sharpi.prediction import BOUNDS, Speed
 from sharpi.profile import HardwareProfile
+from sharpi.rope import RopeScaling
 
 __all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING", "fingerprint",
            "load_plan", "size_words", "vram_words"]
@@ -54,6 +55,7 @@ class Plan:
     sequences: how many there is room for whose recurrent state is held, in a model that has one. mtp: whether the file's
     prediction layer is loaded, for drafted tokens. draft_cost: what such a token adds to a step, as a part of a plain
     step's time; `None` where there is no prediction layer, or nobody needed to know. Predicted decode is without drafts.
+    rope: the scaling that replaces the file's; `model_context` is the longest context with it.
     """
 
     model: str
@@ -88,6 +90,14 @@ class Plan:
     sequences: int = DEFAULT_SEQUENCES
     mtp: bool = False
     draft_cost: float | None = None
+    rope: RopeScaling | None = None
+
+    def __repr__(self) -> str:
+        vram = "" if self.device == "cpu" else f", {size_words(self.total_bytes)} of VRAM"
+        speed = "" if self.decode is None else f", decode {self.decode.tokens_per_second:.1f} tokens/s predicted"
+        unfit = "" if self.fits else ", does not fit"
+        return (f"<Plan for {self.model!r} on {self.device}: context {self.context:,} in {self.kv_dtype}, batch"
+                f" {self.batch:,}{vram}{speed}{unfit}>")
 
     @property
     def embedding_bytes(self) -> int:
@@ -192,6 +202,7 @@ class Plan:
             "prefill": asdict(self.prefill) if self.prefill else None,
             "decode": asdict(self.decode) if self.decode else None,
             "profile": self.profile.to_dict() if self.profile else None,
+            "rope": self.rope.to_dict() if self.rope else None,
         }
 
     @classmethod
@@ -280,7 +291,7 @@ def _check(plan: Plan, file: GgufFile, spec: Any) -> None:
         raise InvalidRequestError("the plan is for {} ({}), the model is {} ({})".format(*made_for, *given))
     if plan.fingerprint != fingerprint(file):
         raise InvalidRequestError(f"the plan is for another {plan.model}, with other tensors")
-    if plan.context > spec.context_length:
+    if plan.context > (plan.rope.longest_context(file) if plan.rope else spec.context_length):
         raise InvalidRequestError(f"its context of {plan.context} tokens is more than the model's")
     if plan.batch > plan.context:
         raise InvalidRequestError(f"its batch of {plan.batch} is longer than its context")
@@ -383,6 +394,10 @@ def _rates(value: Any) -> tuple[float, float]:
     return cpu, pcie
 
 
+def _rope(value: Any) -> RopeScaling:
+    return RopeScaling(**{field.name: value[field.name] for field in fields(RopeScaling)})
+
+
 def _number(least: float, most: float) -> Callable[[Any], float]:
     def read(value: Any) -> float:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value <= most:
@@ -418,4 +433,5 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "prefill": _maybe(_speed),
     "decode": _maybe(_speed),
     "profile": _maybe(HardwareProfile.from_dict),
+    "rope": _maybe(_rope),
 }

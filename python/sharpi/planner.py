@@ -28,6 +28,7 @@ from sharpi.prediction import (balanced, cached_experts, completed, decode_on_cp
                                draft_cost_on_gpu, expert_rates, hit_rate, prefill_on_cpu, prefill_on_gpu)
 from sharpi.profile import ASSUMED, HardwareProfile
 from sharpi.profile_cache import current_profile, measuring_words
+from sharpi.rope import RopeScaling
 from sharpi.switches import check_switches
 
 if TYPE_CHECKING:
@@ -139,7 +140,8 @@ def choose_context(spec: Spec, context: int | None) -> int:
         raise InvalidRequestError(f"a context of {context} tokens: it must be at least 1")
     if context > spec.context_length:
         raise InvalidRequestError(
-            f"a context of {context:,} tokens is more than the model's {spec.context_length:,}")
+            f"a context of {context:,} tokens is more than the model's {spec.context_length:,}; to stretch it, at some"
+            " cost in quality: --rope-scaling yarn --rope-scale N")
     return context
 
 
@@ -155,7 +157,7 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
               context: int | None = None, kv_dtype: str | None = None, batch: int | None = None, threads: int = 1,
               cpu_moe: bool | None = None, sequences: int | None = None, ram: int | None = None,
               profile: HardwareProfile | None = None, warm: ExpertStats | None = None, shown: bool = False,
-              notice: Notice | None = None) -> Plan:
+              rope: RopeScaling | None = None, notice: Notice | None = None) -> Plan:
     """The plan for running `file`; `ram` stands in for the machine's memory in bytes.
 
     "auto" is the GPU where there is one and the model fits into its free memory, or into the budget `vram`; where
@@ -163,8 +165,8 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     are left to the CPU even where they would fit; `None`: what SHARPI_CPU_MOE says. sequences: see `Plan`. profile: the
     machine's speeds; without it, they are measured where they are needed and not known. warm: how often each expert is used, to expect
     hits by; without it, all alike. shown: the plan is for a person to look at; it
-    has predictions, and where a profile is given it is for that machine, not for this one. notice: is told, in a line,
-    that the machine is measured. Raises `InvalidRequestError` for what cannot be had.
+    has predictions, and where a profile is given it is for that machine, not for this one. rope: the scaling that `spec`
+    was read with. notice: is told, in a line, that the machine is measured. Raises `InvalidRequestError` for what cannot be had.
     """
     check_switches()
     if device not in DEVICES:
@@ -177,7 +179,7 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     if shown and profile is not None:
         ram = profile.ram_bytes if ram is None else ram
     request = _Request(file, spec, tokens, choose_kv_dtype(kv_dtype), batch, threads, budget, cpu_moe, ram, speeds,
-                       warm, shown, sequences or DEFAULT_SEQUENCES)
+                       warm, shown, sequences or DEFAULT_SEQUENCES, rope)
     if device == "cpu":
         return request.on_cpu("", None)
     found = _profiled_gpu(profile) if shown and profile is not None else gpu()
@@ -275,6 +277,7 @@ class _Request:
     warm: ExpertStats | None
     shown: bool
     sequences: int
+    rope: RopeScaling | None
 
     @cached_property
     def inventory(self) -> Inventory:
@@ -342,6 +345,7 @@ class _Request:
             threads=self.threads,
             sequences=self.sequences,
             mtp=self.spec.prediction_layers > 0,
+            rope=self.rope,
             weights_bytes=sum(tensor.nbytes for tensor in self.file.tensors),
             kv_bytes=self.spec.kv_bytes(self.kv_dtype, self.context),
             lines=tuple((name, count) for name, count in self.lines(device, self.context, batch, homes, slots)),

@@ -67,7 +67,7 @@ class Session:
         drafts = choose_drafts(given["draft"], given["draft_tokens"], mtp=model.plan.mtp, cost=model.plan.draft_cost)
         if given["draft_tokens"] is not None and (line := missing_states(drafts[1], model.plan)):
             model.tell(line)
-        ids = model.tokenize(prompt) if isinstance(prompt, str) else token_ids("prompt", prompt, or_text="text or ")
+        ids = model.tokenize(prompt) if isinstance(prompt, str) else token_ids("prompt", prompt, what="text or token ids")
         self._require_prompt(ids)
         params = _core.SamplingParams(**{name: given[name] for name in _SAMPLING}, logit_bias=given["logit_bias"] or {},
                                       seed=secrets.randbits(63) if given["seed"] is None else given["seed"])

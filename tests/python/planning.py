@@ -62,6 +62,6 @@ class Measuring:
 
 def plan_command(monkeypatch: pytest.MonkeyPatch, model: FakeWeights, *arguments: str) -> Any:
     """What `sharpi plan` says of a model."""
-    monkeypatch.setattr("sharpi.model.describe", lambda path=None, mtp=True: (model, model))
+    monkeypatch.setattr("sharpi.model.describe", lambda path=None, mtp=True, rope=None: (model, model))
     return cli_runner().invoke(main, ["plan", "-c", "1000", "-b", "100", "-t", "16", *arguments],
                                catch_exceptions=False, prog_name="sharpi")

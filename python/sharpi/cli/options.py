@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from sharpi.choices import DEVICES, DRAFTS, KV_DTYPES, MOST_DRAFT_TOKENS
+from sharpi.choices import DEVICES, DRAFTS, KV_DTYPES, MOST_DRAFT_TOKENS, ROPE_SCALINGS
 from sharpi.cli.help import section
 from sharpi.cli.pull import fetched
 from sharpi.cli.text import printable, takes_escapes
@@ -27,11 +27,28 @@ if TYPE_CHECKING:
 
 
 # The options that a saved plan answers.
-_IN_A_PLAN = ("context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe", "sequences", "no_mtp", "profile")
+_IN_A_PLAN = ("context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe", "sequences", "no_mtp", "profile",
+              "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx")
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class RopeOptions:
+    """How the model is stretched to longer contexts; the fields are `Model.load`'s arguments of the same names."""
+
+    rope_scaling: str | None
+    rope_scale: float | None
+    rope_freq_base: float | None
+    rope_freq_scale: float | None
+    yarn_orig_ctx: int | None
+
+    def rope_arguments(self) -> dict[str, Any]:
+        """The keyword arguments for `Model.load` and `RopeScaling.asked`."""
+        given = {field.name: getattr(self, field.name) for field in fields(RopeOptions)}
+        return given | {"yarn_orig_ctx": self.yarn_orig_ctx or None}  # as in llama.cpp, 0 is the file's
+
+
+@dataclass(frozen=True)
+class ModelOptions(RopeOptions):
     """Which model to open and how; `None` leaves the choice to `Model.load`."""
 
     model: str | None
@@ -76,6 +93,7 @@ class ModelOptions:
                 cpu_moe=self.cpu_moe or None,
                 sequences=self.sequences,
                 mtp=False if self.no_mtp else None,
+                **self.rope_arguments(),
                 plan=self.plan,
                 profile=self.profile,
                 expert_stats=self.expert_stats,
@@ -244,10 +262,29 @@ def warm_option(function: Callable[..., Any]) -> Callable[..., Any]:
                              " writes.")(function)
 
 
+def rope_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the switches of `RopeOptions`; the command receives `rope: RopeOptions`."""
+    return _gather(function, "rope", RopeOptions, [section("Longer contexts", *_ROPE_SWITCHES)])
+
+
+# Names and meanings are llama.cpp's.
+_ROPE_SWITCHES = [
+    click.option("--rope-scaling", type=click.Choice(ROPE_SCALINGS),
+                 help="How to stretch the model to longer contexts.  [default: as the file says, else linear]"),
+    click.option("--rope-scale", type=float, metavar="N", help="Stretch the context by this factor."),
+    click.option("--rope-freq-base", type=float, metavar="N",
+                 help="Base of the rotary frequencies; a larger one stretches too (NTK-aware).  [default: the file's]"),
+    click.option("--rope-freq-scale", type=float, metavar="N", help="1 / --rope-scale: stretch the context by 1/N."),
+    click.option("--yarn-orig-ctx", type=click.IntRange(min=0), metavar="N",
+                 help="With yarn: the context the model was trained with.  [default: the file's]"),
+]
+
+
 def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the switches of `ModelOptions`; the command receives `options: ModelOptions`."""
     switches = [
         section("Model", model_option, context_option, kv_dtype_option, sequences_option, no_mtp_option),
+        section("Longer contexts", *_ROPE_SWITCHES),
         section("Device and memory", device_option, vram_option, threads_option, batch_option, cpu_moe_option,
                 warm_option, expert_stats_option, plan_option, profile_option),
     ]

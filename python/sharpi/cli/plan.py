@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from sharpi.cli.options import (batch_option, context_option, cpu_moe_option, device_option, kv_dtype_option,
-                                model_option, no_mtp_option, profile_option, sequences_option, threads_option,
-                                vram_option)
+from sharpi.cli.options import (RopeOptions, batch_option, context_option, cpu_moe_option, device_option,
+                                kv_dtype_option, model_option, no_mtp_option, profile_option, rope_options,
+                                sequences_option, threads_option, vram_option)
 from sharpi.cli.ending import EXIT_DOES_NOT_FIT
 from sharpi.cli.help import Command, section
 from sharpi.cli.pull import described, not_here
@@ -38,6 +38,7 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
     "sharpi plan model.gguf --json > plan.json    for --plan plan.json"))
 @click.argument("name", metavar="[MODEL]", required=False)
 @section("Model", model_option, context_option, kv_dtype_option, sequences_option, no_mtp_option)
+@rope_options
 @section("Device and memory", device_option, vram_option, threads_option, batch_option, cpu_moe_option,
          click.option("--warm", metavar="FILE", help="Expect experts to be used as in FILE, which --expert-stats of"
                                                      " `sharpi run` writes."),
@@ -48,7 +49,7 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
                       help="Print JSON with sizes in bytes, which --plan of `sharpi run` reads."))
 def plan_command(name: str | None, model: str | None, context: int | None, threads: int | None, batch: int | None, device: str,
                  vram: str | None, kv_dtype: str | None, cpu_moe: bool, sequences: int | None, no_mtp: bool,
-                 profile: str | None, warm: str | None, verbose: bool, as_json: bool) -> None:
+                 rope: RopeOptions, profile: str | None, warm: str | None, verbose: bool, as_json: bool) -> None:
     """Show the memory that a model takes, where its weights go, and its speed.
 
     MODEL is a file or a name such as user/repo:Q4_K_M, the same as -m; of a model that is not downloaded yet, only the
@@ -61,6 +62,7 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
         from sharpi.model import describe
         from sharpi.planner import make_plan
         from sharpi.profile import load_profile
+        from sharpi.rope import RopeScaling
 
     found = described(name, model)
     known = None if profile is None else load_profile(profile)
@@ -69,9 +71,10 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
         count = known.threads
     else:
         count = usable_threads(threads, notice, cores=None if known is None else known.cores)
-    file, spec = describe(found.path if found else None, mtp=not no_mtp)
+    scaling = RopeScaling.asked(**rope.rope_arguments())
+    file, spec = describe(found.path if found else None, mtp=not no_mtp, rope=scaling)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
-                     threads=count, cpu_moe=cpu_moe or None, sequences=sequences, profile=known, shown=True,
+                     threads=count, cpu_moe=cpu_moe or None, sequences=sequences, profile=known, shown=True, rope=scaling,
                      warm=None if warm is None else ExpertStats.load(warm, file),
                      notice=notice)
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
