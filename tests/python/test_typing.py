@@ -1,0 +1,150 @@
+"""Types: the stubs of the core say what the module has, and type checkers see the API as it is.
+
+mypy and pyright run if they are installed (the `test` extra has mypy); each looks at the package and at programs as
+users write them.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sharpi
+from sharpi import _core
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(sharpi.__file__).parent
+
+GOOD = """
+from collections.abc import Iterator
+import numpy as np
+import numpy.typing as npt
+from sharpi import Generation, Model, Reply, Session, Token
+from sharpi.chat import Part
+
+with Model.load("m.gguf", device="cuda", vram="12GiB", context=8192, rope_scaling="yarn", rope_scale=4.0) as model:
+    ids: list[int] = model.tokenize("Once")
+    rows: npt.NDArray[np.float32] = model.logits(ids)
+    running: Generation = model.generate("Once", max_tokens=3, temperature=0.5, stop=["a", "b"], logit_bias={5: -1.0})
+    texts: list[str] = [token.text for token in running]
+    seconds: float = running.timing.prompt_seconds
+    token: Token = next(model.generate(ids, seed=None))
+    session: Session = model.session()
+    reply: Reply = session.chat([{"role": "user", "content": "Hello"}], system="Brief.", thinking=False, max_tokens=5)
+    parts: Iterator[Part] = iter(reply)
+    kind: str = next(parts).kind
+    message: dict[str, str] = reply.message
+    with model.chat([{"role": "user", "content": "Hello"}], tools=[{"name": "add"}], top_p=0.5) as other:
+        other.close()
+"""
+# Each line is wrong in one way.
+WRONG = """
+from sharpi import Model
+model = Model.load()
+model.generate("Once", max_tokens="3")
+model.generate("Once", temprature=0.5)
+model.session().generate(3)
+model.chat([{"role": "user", "content": "Hello"}], top_k=1.5)
+model.chat("Hello")
+Model.load(context="long")
+Model.load(rope_scaling=4)
+text: int = next(model.generate("Once")).text
+"""
+
+
+def signature(line: str) -> ast.FunctionDef:
+    """What a function that pybind11 has made takes, by the first line of its docstring."""
+    tree = ast.parse(f"def {line}: ...").body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    return tree
+
+
+def parameters(function: ast.FunctionDef) -> dict[str, Any]:
+    """Names in order with defaults (`...` for none), a star where keywords begin; names of no meaning are "_"."""
+    given = function.args
+    positional = [*(None for _ in given.posonlyargs), *(a.arg for a in given.args)]
+    names = ["_" if name is None or name.startswith("arg") else name for name in positional]
+    if given.posonlyargs and names:
+        names[0] = "self" if given.posonlyargs[0].arg == "self" else names[0]
+    defaults = [...] * (len(names) - len(given.defaults)) + [ast.literal_eval(value) for value in given.defaults]
+    found: dict[str, Any] = dict(zip(names, defaults, strict=True))
+    if given.kwonlyargs:
+        found["*"] = ...
+    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        found[argument.arg] = ... if default is None else ast.literal_eval(default)
+    return found
+
+
+def of_module(value: Any) -> dict[str, Any] | str:
+    """A function's parameters, or what kind of attribute it is."""
+    if isinstance(value, property):
+        return "read and written" if value.fset else "read"
+    if callable(value):
+        return parameters(signature(value.__doc__.splitlines()[0]))
+    return type(value).__name__
+
+
+def of_stub(node: ast.stmt) -> tuple[str, dict[str, Any] | str]:
+    if isinstance(node, ast.AnnAssign):
+        return ast.unparse(node.target), "read and written" if node.col_offset else ast.unparse(node.annotation)
+    assert isinstance(node, ast.FunctionDef)
+    is_property = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
+    return node.name, "read" if is_property else parameters(node)
+
+
+def test_the_stubs_are_the_module() -> None:
+    stub = ast.parse((PACKAGE / "_core.pyi").read_text(encoding="utf-8"))
+    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
+    rest = [node for node in stub.body if isinstance(node, ast.FunctionDef | ast.AnnAssign)]
+    public = {name: value for name, value in vars(_core).items() if not name.startswith("_")}
+    assert {name for name, value in public.items() if isinstance(value, type)} == set(classes)
+    for name, node in classes.items():
+        members = {key: of_module(value) for key, value in vars(getattr(_core, name)).items()
+                   if key == "__init__" or not key.startswith("_")}
+        assert dict(map(of_stub, [part for part in node.body if not isinstance(part, ast.Expr)])) == members, name
+    assert dict(map(of_stub, rest)) == {name: of_module(value) for name, value in public.items()
+                                        if not isinstance(value, type)}
+
+
+def checked(tool: list[str], *targets: Path | str) -> tuple[int, str]:
+    """How a type checker ends, and what it says, with the settings of the project."""
+    done = subprocess.run([sys.executable, "-m", *tool, *map(str, targets)], cwd=ROOT, text=True, check=False,
+                          capture_output=True, timeout=300, env={**os.environ, "MYPYPATH": str(PACKAGE.parent)})
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(find_spec("mypy") is None, reason="mypy is not installed")
+def test_mypy_finds_the_package_sound_and_sees_the_api(tmp_path: Path) -> None:
+    good, wrong = tmp_path / "good.py", tmp_path / "wrong.py"
+    good.write_text(GOOD, encoding="utf-8")
+    wrong.write_text(WRONG, encoding="utf-8")
+    mypy = ["mypy", "--config-file", str(ROOT / "pyproject.toml"), "--no-error-summary"]
+    code, said = checked(mypy, "-p", "sharpi")
+    assert code == 0, said
+    code, said = checked([*mypy, "--strict"], good)
+    assert code == 0, said
+    _, said = checked(mypy, wrong)
+    lines = {int(line.split(":")[1]) for line in said.splitlines() if ": error:" in line}
+    assert lines == set(range(4, len(WRONG.splitlines()) + 1)), said
+
+
+@pytest.mark.skipif(find_spec("pyright") is None and shutil.which("pyright") is None, reason="pyright is not installed")
+@pytest.mark.skipif(shutil.which("node") is None, reason="pyright would download node")
+def test_pyright_sees_the_api(tmp_path: Path) -> None:
+    good, wrong = tmp_path / "good.py", tmp_path / "wrong.py"
+    good.write_text(GOOD, encoding="utf-8")
+    wrong.write_text(WRONG, encoding="utf-8")
+    pyright = ["pyright", "--pythonpath", sys.executable]
+    code, said = checked(pyright, good)
+    assert code == 0, said
+    _, said = checked(pyright, wrong)
+    lines = {int(line.rsplit(" - error", 1)[0].split(":")[-2]) for line in said.splitlines() if " - error" in line}
+    assert lines == set(range(4, len(WRONG.splitlines()) + 1)), said
