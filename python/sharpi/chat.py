@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from .errors import InvalidRequestError, ModelFileError

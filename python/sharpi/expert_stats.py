@@ -144,8 +144,8 @@ class ExpertStats:
         if counts is None:
             return None
         present = tuple(map(int, counts["present"]))
-        return cls(plan.model, plan.architecture, plan.fingerprint, tuple(map(int, counts["layers"])), present,
-                   *(np.asarray(counts[name], np.uint64)[:, : max(present)] for name in COUNTS),
+        tables: dict[str, Any] = {name: np.asarray(counts[name], np.uint64)[:, : max(present)] for name in COUNTS}
+        return cls(plan.model, plan.architecture, plan.fingerprint, tuple(map(int, counts["layers"])), present, **tables,
                    predictors=tuple(Predictor(name, *map(int, numbers)) for name, *numbers in counts["predictors"]),
                    capacity=int(counts["capacity"]), resident=int(counts["resident"]))
 
@@ -208,7 +208,7 @@ def _read(data: Any) -> ExpertStats:
     fields = {name: _field(data, name, read) for name, read in _READERS.items()}
     rows = fields.pop("rows")
     present = tuple(len(row["uses"]) for row in rows)
-    counts = {name: np.zeros((len(rows), max(present)), np.uint64) for name in COUNTS}
+    counts: dict[str, Any] = {name: np.zeros((len(rows), max(present)), np.uint64) for name in COUNTS}
     for index, row in enumerate(rows):
         for name in COUNTS:
             counts[name][index, : present[index]] = row[name]
@@ -248,7 +248,7 @@ def _predictor(value: Any) -> Predictor:
 
 
 def _rows(value: Any) -> list[dict[str, Any]]:
-    rows = [{"layer": _count(row["layer"]), **{name: list(map(_count, _list(row[name]))) for name in COUNTS}}
+    rows: list[dict[str, Any]] = [{"layer": _count(row["layer"]), **{name: list(map(_count, _list(row[name]))) for name in COUNTS}}
             for row in _list(value)]
     layers, lengths = [row["layer"] for row in rows], [len(row["uses"]) for row in rows]
     sound = (rows and layers == sorted(set(layers)) and layers[-1] <= _LAST_LAYER

@@ -8,6 +8,7 @@ use.
 from __future__ import annotations
 
 import io
+import math
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ __all__ = ["colours", "draw", "relative_uses"]
 # from one to the other bends to; there lightness is half way, so that it grows evenly.
 _DARK, _BEND, _LIGHT = (0.20, 0.02, -0.10), (0.58, 0.24, 0.02), (0.96, -0.02, 0.11)
 _ABSENT = (200, 200, 200)  # an expert that a layer does not have
+_Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 _PAPER, _INK, _LINES = (255, 255, 255), (30, 30, 30), (120, 120, 120)
 
 _MARGIN = 16
@@ -94,7 +96,7 @@ def _subtitle(stats: ExpertStats) -> str:
     return said
 
 
-def _axes(image: Image.Image, pen: ImageDraw.ImageDraw, font: ImageFont.ImageFont, box: tuple[int, int, int, int],
+def _axes(image: Image.Image, pen: ImageDraw.ImageDraw, font: _Font, box: tuple[int, int, int, int],
           stats: ExpertStats, cell: tuple[int, int]) -> None:
     """Numbers of experts below the map and of layers beside it, as many as there is room for, and what they count."""
     left, above, right, below = box
@@ -110,7 +112,7 @@ def _axes(image: Image.Image, pen: ImageDraw.ImageDraw, font: ImageFont.ImageFon
     _write_upwards(image, font, "layer", (_MARGIN, (above + below) // 2))
 
 
-def _scale(image: Image.Image, pen: ImageDraw.ImageDraw, font: ImageFont.ImageFont, where: tuple[int, int, int],
+def _scale(image: Image.Image, pen: ImageDraw.ImageDraw, font: _Font, where: tuple[int, int, int],
            top: float) -> None:
     """The colours' meaning: a bar from 0 below to `top`; where: its left, top and bottom edge."""
     left, above, below = where
@@ -143,7 +145,7 @@ def _step(cell: int, room: int) -> int:
     return step
 
 
-def _write_upwards(image: Image.Image, font: ImageFont.ImageFont, text: str, centre: tuple[int, int]) -> None:
+def _write_upwards(image: Image.Image, font: _Font, text: str, centre: tuple[int, int]) -> None:
     """Text turned to the left; centre: the middle of its left edge on the page, and of its length."""
     length = round(font.getlength(text))
     strip = Image.new("RGB", (length, _SMALL + 4), _PAPER)
@@ -151,10 +153,10 @@ def _write_upwards(image: Image.Image, font: ImageFont.ImageFont, text: str, cen
     image.paste(strip.rotate(90, expand=True), (centre[0], centre[1] - length // 2))
 
 
-def _fitting(text: str, font: ImageFont.ImageFont, width: int) -> str:
+def _fitting(text: str, font: _Font, width: int) -> str:
     """The text, or as much of its beginning as fits."""
     text = "".join(c if c.isprintable() else "?" for c in text[:width])
     if font.getlength(text) <= width:
         return text
-    count = bisect_right(range(len(text)), width, key=lambda count: font.getlength(text[:count] + "..."))
+    count = bisect_right(range(len(text)), width, key=lambda count: math.ceil(font.getlength(text[:count] + "...")))
     return text[: count - 1] + "..."

@@ -272,7 +272,7 @@ class Model:
         """
         started = time.perf_counter()
         check_switches()
-        rope_asked = {"rope_scaling": rope_scaling, "rope_scale": rope_scale, "rope_freq_base": rope_freq_base,
+        rope_asked: dict[str, Any] = {"rope_scaling": rope_scaling, "rope_scale": rope_scale, "rope_freq_base": rope_freq_base,
                       "rope_freq_scale": rope_freq_scale, "yarn_orig_ctx": yarn_orig_ctx}
         given = _checked({"path": path, "device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype,
                           "threads": threads, "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences, "mtp": mtp,
@@ -328,7 +328,9 @@ class Model:
         engine, self._engine = self._engine, None
         # A forked child's counts are its parent's.
         if engine is not None and self._expert_stats is not None and os.getpid() == self._process:
-            ExpertStats.from_engine(engine, self.plan).save(self._expert_stats)
+            stats = ExpertStats.from_engine(engine, self.plan)
+            if stats is not None:
+                stats.save(self._expert_stats)
 
     def tell(self, line: str) -> None:
         """Gives `line` to whoever asked for notices, unless it was said before."""

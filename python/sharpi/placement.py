@@ -141,13 +141,13 @@ class Inventory:
         tensors, met = file.tensors, spec.tensor_uses()
         times = Counter(index for index, *_ in met)
         uses = []
-        for index, name, role, layer, read, *shape in met:
+        for index, name, role, layer, read, rows, cols in met:
             if layer >= spec.layer_count and not mtp:
                 continue
             nbytes = tensors[index].nbytes
             # A tensor of fused experts is met once for each of the equal parts that are fused.
             batch = nbytes / times[index] if role == "experts" else read
-            uses.append(Use(index, name, role, layer, read, *shape, batch_bytes=batch,
+            uses.append(Use(index, name, role, layer, read, rows, cols, batch_bytes=batch,
                             parameters=math.prod(tensors[index].shape) * read / max(1, nbytes)))
         return cls(uses, [tensor.nbytes for tensor in tensors], spec.layer_count,
                    Beside(spec.state_bytes, spec.shared_experts))

@@ -361,7 +361,9 @@ def _each(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
 def _gpu(value: Any) -> Gpu | str | None:
     if not isinstance(value, dict):
         return _maybe(_text)(value)
-    return Gpu(**{field.name: (_text if field.type == "str" else _count())(value[field.name]) for field in fields(Gpu)})
+    read = {field.name: _text if field.type == "str" else _count() for field in fields(Gpu)}
+    given: dict[str, Any] = {name: check(value[name]) for name, check in read.items()}
+    return Gpu(**given)
 
 
 def _speed(value: Any) -> Speed:

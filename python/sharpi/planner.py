@@ -62,25 +62,31 @@ class Spec(Protocol):
     @property
     def context_length(self) -> int:
         """The longest context the model was made for, in tokens."""
+        ...
 
     @property
     def layer_count(self) -> int:
         """The model's layers, without its prediction layer."""
+        ...
 
     @property
     def prediction_layers(self) -> int:
         """1 where a prediction layer is to be loaded, else 0."""
+        ...
 
     @property
     def state_bytes(self) -> int:
         """What recurrent layers keep of one sequence."""
+        ...
 
     @property
     def shared_experts(self) -> int:
         """Layers with an expert for every token."""
+        ...
 
     def kv_bytes(self, kv_dtype: str, context: int) -> int:
         """Bytes of the KV cache for `context` tokens."""
+        ...
 
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
                      homes: Sequence[TensorHome] | None = None, expert_slot_bytes: int = 0,
@@ -92,14 +98,17 @@ class Spec(Protocol):
         `None`: all in VRAM. expert_slot_bytes: what slots may take. On the CPU, weights that stay in the mapped file
         count as nothing. Bytes are counted in the device's steps: a line that fits into what is left of the step before
         it takes nothing."""
+        ...
 
     def expert_pools(self, homes: Sequence[TensorHome],
                      expert_slot_bytes: int) -> list[tuple[int, int, int, int]]:
         """What slots that may take so much are: by pool (layers, experts in all of them, bytes of a slot, slots)."""
+        ...
 
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
         """(tensor, name, role, layer, bytes a token reads, rows, columns) in the order in which a token meets them; of
         the prediction layer, the layer is `layer_count`."""
+        ...
 
 
 def parse_vram(vram: str | int | None) -> int | None:
@@ -421,7 +430,7 @@ class _OnGpu:
         if pools:
             details |= {"expert_pools": pools, "hit_rate": hit_rate(cached),
                         "hit_source": SAVED_STATISTICS if request.warm else UNIFORM_ROUTING}
-        if needed:
+        if needed and profile is not None:
             uses, threads = known.model_uses, request.threads
             details |= {"profile": profile,
                         "decode": decode_on_gpu(uses, homes, profile, threads, cached, known.beside),

@@ -36,10 +36,13 @@ chosen for it. All other predictions are without drafts.
 Attention over the KV cache is left out: predictions are for short contexts.
 """
 
+# A profile has no rates of a GPU if there is none, and predictions for a GPU are made only if there are.
+# pyright: reportOptionalOperand=false, reportOperatorIssue=false, reportReturnType=false
+
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -132,8 +135,8 @@ def cached_experts(uses: Sequence[Use], pools: Sequence[ExpertPool],
     slots, experts = sum(pool.slots for pool in pools), sum(pool.experts for pool in pools)
     if not slots:
         return {}
-    chosen: dict[int, float] = Counter()
-    whole: dict[int, float] = Counter()
+    chosen: defaultdict[int, float] = defaultdict(float)
+    whole: defaultdict[int, float] = defaultdict(float)
     for use in uses:
         if use.role == "experts":
             chosen[use.layer] += use.read_bytes

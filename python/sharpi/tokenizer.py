@@ -185,7 +185,7 @@ class Vocabulary:
             return token
 
         self.bos_id, self.eos_id, self.unk_id = role("bos"), role("eos"), role("unknown")
-        stops = {role(name) for name in ("eos", "eot", "eom")} - {None}
+        stops = {token for name in ("eos", "eot", "eom") if (token := role(name)) is not None}
         for text in _STOP_TEXTS:
             token = self.id_of.get(text)
             # A normal token that merely reads like one ("</s>" in a web vocabulary) is text.
@@ -462,7 +462,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InvalidRequestError(f"the text is not valid Unicode: {error.reason} "
                                       f"at character {error.start}") from None
-        ids = [self._vocabulary.bos_id] if add_special and self.add_bos else []
+        ids = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         after_special = True
         for part, token in self._split_special(text, parse_special):
             if token is not None:
@@ -471,12 +471,13 @@ class Tokenizer:
             else:
                 ids += self._encode_plain(" " + part if self._prefix_space and after_special else part)
                 after_special = False
-        if add_special and self.add_eos:
+        if add_special and self.add_eos and self._vocabulary.eos_id is not None:
             ids.append(self._vocabulary.eos_id)
         return ids
 
     def _encode_plain(self, text: str) -> list[int]:
         self.prepare()
+        assert self._encoder is not None
         return self._encoder.encode(text)
 
     def _split_special(self, text: str, parse_special: bool) -> Iterator[tuple[str, int | None]]:

@@ -133,7 +133,7 @@ def _drafts(model: Model, depth: int, tokens: int, draft: str, counts: Sequence[
     """The entries for steps without drafts and with these numbers of drafted tokens, timed in turn."""
     ways = [("off", None), *((draft, count) for count in counts)]
     rounds = [[model.bench_drafts(depth, tokens, *way) for way in ways] for _ in range(repeat + warmup)]
-    entries = []
+    entries: list[dict[str, Any]] = []
     for (kind, count), *runs in zip(ways, *rounds[warmup:], strict=True):
         entry = {"kind": "drafts", "draft": kind, "draft_tokens": count or 0, "tokens": tokens,
                  **{name: sum(getattr(run, name) for run in runs) for name in ("steps", "drafted", "accepted")},

@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 Notice = Callable[[str], None]
 
 # The base of what its HTTP library raises, which is another one in each major version.
-_HttpError = next(base for base in reversed(HfHubHTTPError.__mro__) if base.__name__ == "HTTPError")
+_HttpError: type[Exception] = next(base for base in reversed(HfHubHTTPError.__mro__) if base.__name__ == "HTTPError")
 _CHUNK = 1 << 20
 _RETRY_AFTER = (0.25, 1.0, 4.0)  # seconds; counted anew whenever something came
 _LIBRARY = "sharpi"
