@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from sharpi.errors import HubError, InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Generation", "HubError", "InternalError", "InvalidRequestError", "Model", "ModelFileError",
            "OutOfMemoryError", "Reply", "Session", "SharpiError", "Token", "__version__"]
+
+# What a program does not ask to hear goes nowhere: see `logging` in the standard library.
+logging.getLogger("sharpi").addHandler(logging.NullHandler())
 
 _FROM_MODEL = ("Generation", "Model", "Reply", "Session", "Token")
 

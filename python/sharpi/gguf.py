@@ -128,6 +128,10 @@ class GgufFile:
             raise model.error("'general.architecture' is empty")
         return model
 
+    def __repr__(self) -> str:
+        parts = "" if len(self.paths) == 1 else f" in {len(self.paths)} parts"
+        return f"<GgufFile {str(self.paths[0])!r}{parts}: {self.name!r}, {len(self.tensors)} tensors>"
+
     @property
     def architecture(self) -> str:
         """The model's family, such as "qwen3moe"."""

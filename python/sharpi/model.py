@@ -6,6 +6,7 @@ have several `Session`s; they share weights and the room of the KV cache: `conte
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import replace
@@ -44,6 +45,8 @@ BUNDLED_MODEL = Path(__file__).parent / "bundled" / "story.gguf"
 Progress = Callable[[int, int], None]
 Notice = Callable[[str], None]
 
+_log = logging.getLogger(__name__)
+
 # Drafts are timed with so many tokens, which no other is as likely as.
 _FEW, _SURELY = 4, 1000.0
 
@@ -57,6 +60,8 @@ def describe(path: str | os.PathLike[str] | None = None, *, mtp: bool = True,
     Raises `ModelFileError` for a file that cannot be run, `InvalidRequestError` for a scaling that does not suit it.
     """
     file = GgufFile.open(BUNDLED_MODEL if path is None else hub.look(path).path)
+    _log.debug("%s: %s, %d tensors of %d bytes in %d files", file.paths[0], file.architecture, len(file.tensors),
+               file.total_bytes, len(file.paths))
     return file, read_spec(file, mtp, rope)
 
 
@@ -113,8 +118,9 @@ def _engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertSta
     except SharpiError as reason:
         if asked is None or plan.device == "cpu":
             raise
-        # What the plan could not know: memory that went to somebody else, a driver that lacks something, a GPU that
+        # What the plan could not know: memory that another process took, a driver that lacks something, a GPU that
         # fails at its first kernel.
+        _log.warning("%s: the GPU cannot be used, so the CPU is: %s", file.name, reason)
         instead = make_plan(file, spec, **{**asked, "device": "cpu", "vram": None})
         instead = replace(instead, why=str(reason), gpu=plan.gpu, vram=plan.vram)
         return _open(file, spec, instead, warm), instead
@@ -203,6 +209,17 @@ def _unheeded(file: GgufFile, counts: ExpertStats | None, warm: ExpertStats | No
     return lines
 
 
+def _teller(notice: Notice | None) -> Notice:
+    """Hands lines for people to `notice`, if there is one, and to the log, where `told` says whether they have been
+    seen."""
+    def tell(line: str) -> None:
+        _log.info("%s", line, extra={"told": notice is not None})
+        if notice is not None:
+            notice(line)
+
+    return tell
+
+
 def _refuse_beside_a_plan(asked: Mapping[str, Any]) -> None:
     """Raises `InvalidRequestError` where something is asked for that the plan says already."""
     for name, value in asked.items():
@@ -270,7 +287,7 @@ class Model:
 
         Raises `ModelFileError`, `InvalidRequestError`, `OutOfMemoryError`.
         """
-        started = time.perf_counter()
+        started, tell = time.perf_counter(), _teller(notice)
         check_switches()
         rope_asked: dict[str, Any] = {"rope_scaling": rope_scaling, "rope_scale": rope_scale, "rope_freq_base": rope_freq_base,
                       "rope_freq_scale": rope_freq_scale, "yarn_orig_ctx": yarn_orig_ctx}
@@ -285,7 +302,7 @@ class Model:
         asked["rope"] = rope = RopeScaling.asked(**rope_asked)
         target = _stats_target(expert_stats)
         if path is not None:
-            path = hub.locate(path, notice=notice,
+            path = hub.locate(path, notice=tell,
                               progress=None if progress is None else lambda _, done, total: progress(done, total))
         file, spec = describe(path, mtp=mtp is None or bool(mtp), rope=rope)
         warmth = asked["warm"] = _warmth(warm, file)
@@ -298,17 +315,23 @@ class Model:
                 raise InvalidRequestError(f"{file.name} has no prediction layer to draft with: leave mtp out")
             asked["threads"] = usable_threads(threads, notice)
             known = profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)
-            made = make_plan(file, spec, **asked, profile=known, notice=notice)
+            made = make_plan(file, spec, **asked, profile=known, notice=tell)
+        _log.info("%r from %s", made, file.paths[0])
         made.require()
         engine, made = _engine(file, spec, made, warmth, asked if device == "auto" and plan is None else None)
         counts = ExpertStats.from_engine(engine, made)
-        if notice is not None:
-            for line in (*engine.notes, *_unheeded(file, counts, warmth, target)):
-                notice(line)
+        for line in (*engine.notes, *_unheeded(file, counts, warmth, target)):
+            tell(line)
         if progress is not None:
             _read_pages(engine, made, progress)
-        return cls(file, spec, engine, made, made.threads, time.perf_counter() - started,
-                   None if counts is None else target, notice)
+        seconds = time.perf_counter() - started
+        _log.info("%s is loaded after %.3f s: %s (%s), %d threads", file.name, seconds, made.device, engine.device_name,
+                  made.threads)
+        return cls(file, spec, engine, made, made.threads, seconds, None if counts is None else target, notice)
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._engine is None else ""
+        return f"<Model {self.file.name!r} on {self.device}, context {self.context:,} tokens{closed}>"
 
     def __enter__(self) -> Model:
         return self
@@ -336,7 +359,7 @@ class Model:
         """Gives `line` to whoever asked for notices, unless it was said before."""
         if self._notice is not None and line not in self._noticed:
             self._noticed.add(line)
-            self._notice(line)
+            _teller(self._notice)(line)
 
     @property
     def engine(self) -> _core.Engine:

@@ -168,6 +168,12 @@ class HardwareProfile:
             if problem:
                 raise InvalidRequestError(f"hardware profile: {each.name} {problem}")
 
+    def __repr__(self) -> str:
+        pcie = "" if self.pcie_bytes_per_second is None else f", PCIe {self.pcie_bytes_per_second / 1e9:.1f} GB/s"
+        gpu = "" if self.gpu is None else f" and {self.gpu!r}"
+        return (f"<HardwareProfile of {self.cpu!r}{gpu}: RAM {self.ram_bytes_per_second / 1e9:.1f} GB/s{pcie}"
+                f"{', assumed' if self.assumed else ''}>")
+
     def to_dict(self) -> dict[str, Any]:
         """Every field, as a profile's file has them."""
         return asdict(self)

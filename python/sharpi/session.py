@@ -5,6 +5,7 @@ The core chooses tokens; here they become text, end where a text or a token ends
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Session", "Timing", "Token"]
 
+_log = logging.getLogger(__name__)
+
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -44,6 +47,9 @@ class Session:
         self._model = model
         self._core = _core.Session(model.engine)
         self._turn = 0  # which generation the core session is at
+
+    def __repr__(self) -> str:
+        return f"<Session of {self._model!r}>"
 
     @property
     def tokens(self) -> list[int]:
@@ -122,17 +128,24 @@ class Session:
     def _tokens(self, start: Callable[[], int], max_tokens: int | None, ends: frozenset[int],
                 decoder: StreamDecoder | None, meter: Meter) -> Iterator[Token]:
         turn, last = start(), None
-        while max_tokens is None or meter.timing.generated_tokens < max_tokens:
-            if turn != self._turn:
-                raise InvalidRequestError("the session was used for something else: this generation cannot go on")
-            started = time.perf_counter()
-            token = self._core.next()
-            ended = token is None or token in ends
-            meter.timing = meter.timing.after(token, time.perf_counter() - started, ended, self._core.draft_counts)
-            if token is None or ended:
-                break
-            last = token
-            yield Token(token, decoder.push(token) if decoder else "")
+        try:
+            while max_tokens is None or meter.timing.generated_tokens < max_tokens:
+                if turn != self._turn:
+                    raise InvalidRequestError("the session was used for something else: this generation cannot go on")
+                started = time.perf_counter()
+                token = self._core.next()
+                seconds, ended = time.perf_counter() - started, token is None or token in ends
+                meter.timing = meter.timing.after(token, seconds, ended, self._core.draft_counts)
+                if token is None or ended:
+                    break
+                last = token
+                yield Token(token, decoder.push(token) if decoder else "")
+        finally:
+            done = meter.timing
+            _log.debug("%d tokens generated in %.3f s and %d steps, %d of %d drafted tokens accepted, after a prompt of %d"
+                       " in %.3f s, %d more kept from before", done.generated_tokens, done.generation_seconds, done.steps,
+                       done.accepted_tokens, done.drafted_tokens, done.prompt_tokens, done.prompt_seconds,
+                       done.reused_tokens)
         rest = decoder.flush() if decoder else ""
         if rest and last is not None:
             yield Token(last, rest)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from sharpi import Generation, InvalidRequestError, Model, Session
 from sharpi.generation import DEFAULT_OPTIONS, GenerationOptions
+from sharpi.profile import ASSUMED
 from sharpi.session import Timing
 
 PROMPT = "Once upon a time"
@@ -102,3 +104,43 @@ def test_the_model_has_the_figures_of_the_generation_that_began_last(model: Mode
     list(first)
     assert model.stats()["generated_tokens"] == 9
     assert (first.stats()["generated_tokens"], second.stats()["generated_tokens"]) == (6, 9)
+
+
+def test_before_any_generation_there_are_no_speeds(model: Model) -> None:
+    with Model.load(device="cpu", context=64, threads=1) as fresh:
+        stats = fresh.stats()
+    counts = ("prompt_tokens", "generated_tokens", "reused_tokens", "steps", "drafted_tokens", "accepted_tokens")
+    assert [stats[name] for name in counts] == [0] * len(counts)
+    rates = ("prompt_tokens_per_second", "generation_tokens_per_second", "acceptance_rate")
+    assert [stats[name] for name in rates] == [None] * len(rates)
+
+
+def test_a_closed_model_keeps_what_needs_no_engine(tmp_path: Path) -> None:
+    model = Model.load(device="cpu", context=64, threads=1)
+    session, ids = model.session(), model.tokenize(PROMPT)
+    running = session.generate(PROMPT, max_tokens=4)
+    next(running)
+    model.close()
+    assert model.tokenize(PROMPT) == ids and model.detokenize(ids) == PROMPT
+    assert (model.context, model.device, model.chat_template) == (64, "cpu", None) and model.plan and model.isa
+    for call in (model.session, model.stats, lambda: model.generate(PROMPT), lambda: model.logits(ids),
+                 lambda: session.generate(PROMPT), lambda: model.device_name, lambda: model.graphs):
+        with pytest.raises(InvalidRequestError, match="the model is closed"):
+            call()
+    assert len(list(running)) == 3, "what is under way may end: the session keeps the memory"
+
+
+def test_what_objects_say_of_themselves(model: Model) -> None:
+    session = model.session()
+    assert repr(model) == "<Model 'Sharpi story' on cpu, context 512 tokens>"
+    assert repr(session) == f"<Session of {model!r}>"
+    assert "'Sharpi story' on cpu" in repr(model.plan) and "context 512" in repr(model.plan)
+    assert "story.gguf" in repr(model.file) and f"{len(model.file.tensors)} tensors" in repr(model.file)
+    assert "RAM 40.0 GB/s" in repr(ASSUMED) and "assumed" in repr(ASSUMED)
+    token = next(session.generate(PROMPT, max_tokens=1, temperature=0.0))
+    assert repr(token) == f"Token(id={token.id}, text={token.text!r})"
+    values = (model, session, model.plan, model.file, ASSUMED, session.generate(PROMPT), model.file.metadata)
+    assert all(len(repr(value)) < 300 and "\n" not in repr(value) for value in values)
+    closed = Model.load(device="cpu", context=64, threads=1)
+    closed.close()
+    assert repr(closed).endswith("closed>")

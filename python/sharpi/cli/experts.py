@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sharpi.cli.help import Command
+from sharpi.cli.logs import log_options
 from sharpi.cli.text import printable, takes_escapes
 from sharpi.interrupts import leaving_at_once
 
@@ -37,6 +38,7 @@ _GUESSES = {
     "sharpi experts use.json"))
 @click.argument("path", metavar="FILE")
 @click.option("--png", metavar="FILE", help="Where to write the heat map.  [default: beside FILE, ending in .png]")
+@log_options
 def experts_command(path: str, png: str | None) -> None:
     """Show how a model's experts were used, and draw a heat map.
 

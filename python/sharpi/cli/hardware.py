@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from sharpi.cli.help import Command
+from sharpi.cli.logs import log_options
 from sharpi.cli.options import threads_option
 from sharpi.cli.text import plural, printable, size
 from sharpi.interrupts import leaving_at_once
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--again", is_flag=True, help="Measure again, even if the speeds are known.")
 @click.option("--json", "as_json", is_flag=True, help="Print the profile as JSON, in bytes, operations and seconds.")
 @click.option("--save", metavar="FILE", help="Also write the profile to FILE, for --profile.")
+@log_options
 def hardware_command(threads: int | None, again: bool, as_json: bool, save: str | None) -> None:
     """Show how fast this machine is at what models need.
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import click
 
 from sharpi.cli.help import Command
+from sharpi.cli.logs import log_options
 from sharpi.cli.pull import described, not_here
 from sharpi.cli.text import printable, size
 from sharpi.interrupts import leaving_at_once
@@ -47,6 +48,7 @@ class _TypeTotal:
 @click.option("-m", "--model", "-hf", "--hf-repo", "model_option", metavar="MODEL", help="The same as MODEL.")
 @click.option("--tensors", "with_tensors", is_flag=True, help="List every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with sizes in bytes.")
+@log_options
 def inspect_command(model: str | None, model_option: str | None, with_tensors: bool, as_json: bool) -> None:
     """Show what a model's file holds, and whether it runs here.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from sharpi.cli.help import Command
+from sharpi.cli.logs import log_file_option, log_options
 from sharpi.cli.text import printable, size
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ _AGES = ((86400 * 365, "year"), (86400 * 30, "month"), (86400 * 7, "week"), (864
 @click.command("list", cls=Command)
 @click.option("-v", "--verbose", is_flag=True, help="Show each model's path too.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: sizes in bytes, times in seconds since 1970.")
+@log_file_option
 def list_command(verbose: bool, as_json: bool) -> None:
     """List the models in the cache by the names that other commands take.
 
@@ -41,6 +43,7 @@ def list_command(verbose: bool, as_json: bool) -> None:
 @click.command("rm", cls=Command)
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@log_options
 def rm_command(names: tuple[str, ...], yes: bool) -> None:
     """Remove models from the cache.
 

@@ -19,6 +19,7 @@ import click
 from sharpi.choices import DEVICES, DRAFTS, KV_DTYPES, MOST_DRAFT_TOKENS, ROPE_SCALINGS
 from sharpi.cli.help import section
 from sharpi.cli.pull import fetched
+from sharpi.cli.logs import log_file_option, verbose_option
 from sharpi.cli.text import printable, takes_escapes
 from sharpi.interrupts import leaving_at_once
 
@@ -288,7 +289,7 @@ def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
         section("Device and memory", device_option, vram_option, threads_option, batch_option, cpu_moe_option,
                 warm_option, expert_stats_option, plan_option, profile_option),
     ]
-    return _gather(function, "options", ModelOptions, switches)
+    return _gather(section("Output", verbose_option, log_file_option)(function), "options", ModelOptions, switches)
 
 
 def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:

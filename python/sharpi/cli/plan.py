@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sharpi.cli.logs import log_file_option
 from sharpi.cli.options import (RopeOptions, batch_option, context_option, cpu_moe_option, device_option,
                                 kv_dtype_option, model_option, no_mtp_option, profile_option, rope_options,
                                 sequences_option, threads_option, vram_option)
@@ -45,6 +46,7 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
          profile_option)
 @section("Output",
          click.option("-v", "--verbose", is_flag=True, help="Show each layer."),
+         log_file_option,
          click.option("--json", "as_json", is_flag=True,
                       help="Print JSON with sizes in bytes, which --plan of `sharpi run` reads."))
 def plan_command(name: str | None, model: str | None, context: int | None, threads: int | None, batch: int | None, device: str,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import click
 
 from sharpi.cli.help import Command
+from sharpi.cli.logs import log_options
 from sharpi.cli.text import printable, size, takes_escapes
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _DownloadProgress = Callable[[str, int, int], None]
     "sharpi pull bartowski/SmolLM2-135M-Instruct-GGUF",
     "sharpi pull user/repo:Q8_0"))
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@log_options
 def pull_command(names: tuple[str, ...]) -> None:
     """Download models, or what is newer of them, from the Hugging Face Hub.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import shutil
 import time
@@ -29,6 +30,8 @@ from sharpi.hub.cache import folder_of
 from sharpi.hub.names import HubFile, Name, Variant
 
 __all__ = ["Listing", "Progress", "amount", "ask", "download", "explained", "missing_bytes", "receive"]
+
+_log = logging.getLogger(__name__)
 
 # What is done, bytes done, bytes in all.
 Progress = Callable[[str, int, int], None]
@@ -52,6 +55,7 @@ class Listing:
 
 def ask(name: Name) -> Listing:
     """Asks the Hub for a repository's files. Raises `HubError`."""
+    _log.debug("asking %s for the files of %s", constants.ENDPOINT, name.repo)
     with explained(name):
         try:
             info = HfApi(library_name=_LIBRARY).model_info(name.repo, revision=name.revision, files_metadata=True)
@@ -194,6 +198,7 @@ def receive(url: str, out: BinaryIO, end: int, report: Callable[[int], None] | N
     """Appends to `out`, which holds the beginning of the file at `url`, until it holds `end` bytes, or fewer if the
     connection ends. A server that cannot begin in the middle makes it start over."""
     start = out.tell()
+    _log.debug("GET %s, bytes %d to %d", url, start, end - 1)
     headers = build_hf_headers(library_name=_LIBRARY)
     headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{end - 1}"}
     with get_session().stream("GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
