@@ -7,7 +7,7 @@ For each budget (GiB; none: all that is free) the model is loaded once. Each run
 way of drafting; what is compared is always of one run, and medians of the runs are given. Drafts are looked up in the
 text (ngram), and made by the prediction layer where the file has one (mtp).
 
-With random weights acceptance says nothing, so the text is made of a few tokens, drawn (`Model.bench_drafts`): there is
+With random weights acceptance says nothing, so the text is made of a few tokens, drawn (`Benchmark.drafts`): there is
 always something to look up. --prompt continues a text instead, greedily, which shows the acceptance of a trained model.
 A step with drafts pays when it accepts more tokens than the last column says.
 """
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sharpi import Model
+from sharpi.benchmark import Benchmark
 from sharpi.drafts import DraftedRun
 from sharpi.hardware import core_count
 
@@ -48,27 +49,27 @@ def kinds_of(model: Model) -> list[tuple[str, int]]:
     return [("off", 0), *((source, count) for source in sources for count in range(1, MOST_DRAFTS + 1))]
 
 
-def timed(model: Model, kind: tuple[str, int], arguments: argparse.Namespace) -> DraftedRun:
+def timed(benchmark: Benchmark, model: Model, kind: tuple[str, int], arguments: argparse.Namespace) -> DraftedRun:
     """One run of one kind."""
     source, count = kind[0], kind[1] or None
     if arguments.prompt is None:
-        return model.bench_drafts(arguments.depth, arguments.tokens, source, count)
-    for _ in model.generate(arguments.prompt, max_tokens=arguments.tokens, temperature=0.0, draft=source,
-                            draft_tokens=count):
+        return benchmark.drafts(arguments.depth, arguments.tokens, source, count)
+    generation = model.generate(arguments.prompt, max_tokens=arguments.tokens, temperature=0.0, draft=source,
+                                draft_tokens=count)
+    for _ in generation:
         pass
-    stats = model.stats()
-    return DraftedRun(stats["generation_seconds"], stats["decoded_tokens"], stats["steps"], stats["drafted_tokens"],
-                      stats["accepted_tokens"])
+    cost = generation.timing
+    return DraftedRun(cost.generation_seconds, cost.decoded_tokens, cost.steps, cost.drafted_tokens, cost.accepted_tokens)
 
 
 def costs(model: Model, arguments: argparse.Namespace) -> list[Cost]:
     """Every kind's medians."""
-    kinds = kinds_of(model)
+    kinds, benchmark = kinds_of(model), Benchmark(model)
     measured: dict[tuple[str, int], list[Cost]] = {kind: [] for kind in kinds}
     for index in range(arguments.runs + 1):
         plain = 0.0
         for kind in kinds:
-            run = timed(model, kind, arguments)
+            run = timed(benchmark, model, kind, arguments)
             if run.steps == 0:
                 raise SystemExit("the text ended before there was a step to measure")
             plain = plain or run.seconds_per_step

@@ -16,6 +16,7 @@ from typing import Any
 
 from partial_cache import against, arguments_of, loaded, speeds
 from sharpi import Model
+from sharpi.benchmark import Benchmark
 from sharpi.expert_stats import ExpertStats
 
 
@@ -37,7 +38,7 @@ def measure(path: str, gib: float, warm: str | None, warm_up: int, decode: int, 
     """One budget's row."""
     asked = {"vram": int(gib * 2**30), "warm": ExpertStats.load(warm) if warm else None}
     with loaded(path, max(decode, warm_up), prefill, **asked) as (model, plan):
-        model.bench_decode(1, warm_up)
+        Benchmark(model).decode(1, warm_up)
         before = counted(model)
         # Prefill counts nothing among the choices, so it may stand between.
         row = speeds(model, plan, decode, prefill)

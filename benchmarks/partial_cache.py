@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sharpi import Model
+from sharpi.benchmark import Benchmark
 from sharpi.hardware import core_count
 from sharpi.model import describe
 from sharpi.planner import Plan, make_plan
@@ -43,10 +44,11 @@ def loaded(path: str, decode: int, prefill: int, **asked: Any) -> Iterator[tuple
 
 def speeds(model: Model, plan: Plan, decode: int, prefill: int) -> dict[str, Any]:
     """Measured (medians of three) and predicted."""
+    benchmark = Benchmark(model)
     return {
-        "decode": decode / statistics.median(model.bench_decode(1, decode) for _ in range(3)),
+        "decode": decode / statistics.median(benchmark.decode(1, decode) for _ in range(3)),
         "decode_predicted": plan.decode.tokens_per_second,
-        "prefill": prefill / statistics.median(model.bench_prefill(prefill) for _ in range(3)),
+        "prefill": prefill / statistics.median(benchmark.prefill(prefill) for _ in range(3)),
         "prefill_predicted": plan.prefill.tokens_per_second,
         "vram_taken": model.stats()["vram_bytes"],
         "vram_planned": model.plan.total_bytes,
@@ -74,7 +76,7 @@ def measure(path: str, cached: float, split: str, decode: int, prefill: int) -> 
     os.environ["SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB"] = f"{cached:.6f}"
     os.environ["SHARPI_CUDA_ROW_SPLIT"] = split
     with loaded(path, decode, prefill) as (model, plan):
-        model.bench_decode(1, 8)
+        Benchmark(model).decode(1, 8)
         placement = model.stats()["placement"]
         return {"split": split == "1", "vram_weights": placement["vram"], "cpu_weights": placement["cpu"],
                 **speeds(model, plan, decode, prefill)}

@@ -47,10 +47,10 @@ def number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False; numpy's are taken, 0 and 1 are not."""
-    if isinstance(value, (bool, np.bool_)):
+    """True or False; numpy's, 1 and 0 mean the same."""
+    if isinstance(value, (bool, np.bool_)) or (isinstance(value, int) and value in (0, 1)):
         return bool(value)
-    raise InvalidRequestError(f"{name} must be True or False, not {shown(value)}")
+    raise InvalidRequestError(f"{name} must be true or false, not {shown(value)}")
 
 
 def text(name: str, value: Any) -> str:

@@ -21,7 +21,6 @@ import numpy.typing as npt
 from sharpi import _core, arguments, hub
 from sharpi.chat import ChatTemplate
 from sharpi.conversation import Message, Reply
-from sharpi.drafts import DraftedRun, choose_drafts
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
 from sharpi.expert_stats import ExpertStats, unwritable
 from sharpi.files import require_writable
@@ -46,9 +45,6 @@ Progress = Callable[[int, int], None]
 Notice = Callable[[str], None]
 
 _log = logging.getLogger(__name__)
-
-# Drafts are timed with so many tokens, which no other is as likely as.
-_FEW, _SURELY = 4, 1000.0
 
 
 def describe(path: str | os.PathLike[str] | None = None, *, mtp: bool = True,
@@ -244,8 +240,6 @@ class Model:
         self._process = os.getpid()
         self._notice = notice
         self._noticed: set[str] = set()
-        self._dense = engine.expert_stats() is None
-        self._bench_runs = 0
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
@@ -468,13 +462,6 @@ class Model:
             "experts": experts.summary() if experts else None,
         }
 
-    def bench_prefill(self, tokens: int) -> float:
-        """Seconds from a prompt of `tokens` random tokens to the token that follows it."""
-        session, ids = _core.Session(self.engine), self._random_ids(tokens)
-        started = time.perf_counter()
-        session.start(ids, _likeliest())
-        return time.perf_counter() - started
-
     @property
     def graphs(self) -> bool:
         """Whether a decode step is captured once and replayed, or its kernels launched each time; never on the CPU.
@@ -491,52 +478,3 @@ class Model:
     def kernels_per_step(self) -> int:
         """Kernels that the last decode step launched; 0 on the CPU."""
         return self.engine.kernels_per_step
-
-    def bench_decode(self, depth: int, tokens: int) -> float:
-        """Seconds for `tokens` decode steps, each with the choice of a token, after `depth` (at least 1) tokens.
-
-        Where there are experts, tokens are drawn, others in each call: the likeliest soon repeat themselves with random
-        weights, and with them the experts, which would make any cache look good."""
-        session = _core.Session(self.engine)
-        self._bench_runs += 1
-        params = _likeliest() if self._dense else _drawn(seed=self._bench_runs)
-        session.start(self._random_ids(max(1, depth)), params)
-        session.next()  # was chosen with the prompt
-        started = time.perf_counter()
-        for _ in range(tokens):
-            session.next()
-        return time.perf_counter() - started
-
-    def bench_drafts(self, depth: int, tokens: int, draft: str, draft_tokens: int | None = None) -> DraftedRun:
-        """What it takes to generate at least `tokens` tokens with drafts (see `Session.generate`) after `depth` (at
-        least 1) tokens.
-
-        What a step costs counts here, not how often a guess is right, which random tokens cannot tell. So that there
-        is always something to look up for "ngram", all tokens are drawn from a few, alike for every way of drafting."""
-        drafts = choose_drafts(draft, draft_tokens, mtp=self.plan.mtp)
-        self._bench_runs += 1
-        few = np.random.default_rng(0).choice(self.spec.vocab_size, min(_FEW, self.spec.vocab_size), replace=False)
-        prompt = np.random.default_rng(self._bench_runs).choice(few, max(1, depth)).tolist()
-        session = _core.Session(self.engine)
-        session.start(prompt, _drawn(self._bench_runs, {int(token): _SURELY for token in few}), *drafts)
-        session.next()  # was chosen with the prompt
-        before = np.array(session.draft_counts)
-        started = time.perf_counter()
-        for _ in range(tokens):
-            session.next()
-        seconds = time.perf_counter() - started
-        steps, drafted, accepted = (np.array(session.draft_counts) - before).tolist()
-        return DraftedRun(seconds, steps + accepted, steps, drafted, accepted)
-
-    def _random_ids(self, count: int) -> list[int]:
-        return np.random.default_rng(0).integers(0, self.spec.vocab_size, count).tolist()
-
-
-def _likeliest() -> _core.SamplingParams:
-    return _core.SamplingParams(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
-                                presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, seed=0)
-
-
-def _drawn(seed: int, bias: Mapping[int, float] | None = None) -> _core.SamplingParams:
-    return _core.SamplingParams(temperature=1.0, top_k=40, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
-                                presence_penalty=0.0, frequency_penalty=0.0, logit_bias=dict(bias or {}), seed=seed)

@@ -17,7 +17,7 @@ from sharpi.metadata import Metadata
 HELLO = [{"role": "user", "content": "Hello"}]
 NO_WHOLE: list[Any] = ["3", 1.5, True, [1], object(), np.float32(2)]
 NO_NUMBER: list[Any] = ["hot", None, True, [1.0], 1j, object(), 10**400]
-NO_FLAG: list[Any] = [0, 1, "yes", [], object()]
+NO_FLAG: list[Any] = [2, -1, 1.0, "yes", [], object()]
 NO_TEXT: list[Any] = [3, b"ab", ["a"], object()]
 NO_PATH: list[Any] = [3, b"ab", ["a"], object()]
 NO_IDS: list[Any] = [None, 7, [-1], [1.5], ["a"], [[1]], [True], [2**31], {1: 2}, object()]

@@ -19,6 +19,7 @@ from click.testing import Result
 from gguf import GGUFWriter
 
 from fake_model import CONTROL_TOKEN, SLOW_PROGRAM, FakeModel, Script, cli_runner, install
+from sharpi.benchmark import Benchmark
 from sharpi.cli import habits, main
 from sharpi.cli.text import closing_line, printable, size
 from sharpi.errors import InvalidRequestError, ModelFileError, OutOfMemoryError
@@ -412,8 +413,8 @@ def timed(script: Script, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, in
         same = sum(1 for run in runs if run == (kind, tokens))
         return [4.0, 1.0, 2.0, 8.0][(same - 1) % 4]
 
-    monkeypatch.setattr(FakeModel, "bench_prefill", lambda self, tokens: seconds("prefill", tokens), raising=False)
-    monkeypatch.setattr(FakeModel, "bench_decode", lambda self, depth, tokens: seconds("decode", tokens), raising=False)
+    monkeypatch.setattr(Benchmark, "prefill", lambda self, tokens: seconds("prefill", tokens))
+    monkeypatch.setattr(Benchmark, "decode", lambda self, depth, tokens: seconds("decode", tokens))
     return runs
 
 

@@ -22,6 +22,7 @@ from sharpi.errors import InvalidRequestError
 
 pytest.importorskip("sharpi._core")
 from sharpi import Model  # noqa: E402
+from sharpi.benchmark import Benchmark  # noqa: E402
 
 
 def sharpi(*arguments: str) -> Result:
@@ -293,13 +294,13 @@ def test_there_is_room_for_so_many_states(predicting: Path) -> None:
 def test_a_step_with_drafts_is_timed(predicting: Path, plain: Path) -> None:
     with load(predicting) as model:
         for draft, count in (("off", None), ("mtp", 1), ("mtp", 2), ("ngram", 2)):
-            run = model.bench_drafts(5, 40, draft, count)
+            run = Benchmark(model).drafts(5, 40, draft, count)
             assert 40 <= run.tokens == run.steps + run.accepted <= 40 + (count or 0)
             assert run.seconds > 0 and run.seconds_per_step == run.seconds / run.steps
             assert 0 <= run.accepted <= run.drafted <= (count or 0) * run.steps
             assert (run.drafted > run.steps / 2) == (draft != "off"), "there is something to look up"
     with load(plain) as model:
-        assert "prediction layer" in refused(lambda: model.bench_drafts(5, 40, "mtp"))
+        assert "prediction layer" in refused(lambda: Benchmark(model).drafts(5, 40, "mtp"))
 
 
 def test_bench_times_drafts_beside_plain_steps(predicting: Path) -> None:
@@ -336,15 +337,15 @@ def test_bench_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     script, runs = install(monkeypatch), []
     script.mtp = True
 
-    def run(self: FakeModel, depth: int, tokens: int, draft: str, count: int | None) -> DraftedRun:
+    def run(self: Benchmark, depth: int, tokens: int, draft: str, count: int | None) -> DraftedRun:
         runs.append((draft, count))
         steps = tokens // (1 + (count or 0))
         return DraftedRun(steps * (1.0 + (count or 0) / 4) * (100 if len(runs) <= 3 else 1), tokens, steps,
                           steps * (count or 0), steps * (count or 0) // 2)
 
-    monkeypatch.setattr(FakeModel, "bench_drafts", run, raising=False)
-    monkeypatch.setattr(FakeModel, "bench_prefill", lambda self, tokens: 1.0, raising=False)
-    monkeypatch.setattr(FakeModel, "bench_decode", lambda self, depth, tokens: 1.0, raising=False)
+    monkeypatch.setattr(Benchmark, "drafts", run)
+    monkeypatch.setattr(Benchmark, "prefill", lambda self, tokens: 1.0)
+    monkeypatch.setattr(Benchmark, "decode", lambda self, depth, tokens: 1.0)
     arguments = ("bench", "--draft", "mtp", "--prefill", "0", "--decode", "12", "--repeat", "2")
     results = json.loads(sharpi(*arguments, "--json").stdout)["results"]
     assert runs == [("off", None), ("mtp", 1), ("mtp", 2)] * 3
@@ -357,12 +358,12 @@ def test_bench_takes_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1.25 plain steps, pays from 25 % accepted; here 50 % of 1.0 a step\n" in table
     assert "1.50 plain steps, pays from 25 % accepted; here 50 % of 2.0 a step\n" in table
     # A drafted token that costs more than a plain step cannot pay.
-    monkeypatch.setattr(FakeModel, "bench_drafts", lambda self, depth, tokens, draft, count: DraftedRun(
-        tokens * (1.0 + 1.5 * (count or 0)), tokens, tokens, tokens * (count or 0), 0), raising=False)
+    monkeypatch.setattr(Benchmark, "drafts", lambda self, depth, tokens, draft, count: DraftedRun(
+        tokens * (1.0 + 1.5 * (count or 0)), tokens, tokens, tokens * (count or 0), 0))
     assert "2.50 plain steps, does not pay; here 0 % of 1.0 a step\n" in sharpi(*arguments).stdout
     # Nothing to look up.
-    monkeypatch.setattr(FakeModel, "bench_drafts", lambda self, depth, tokens, draft, count: DraftedRun(
-        2.0, tokens, tokens, 0, 0), raising=False)
+    monkeypatch.setattr(Benchmark, "drafts", lambda self, depth, tokens, draft, count: DraftedRun(
+        2.0, tokens, tokens, 0, 0))
     assert "1.00 plain steps, and nothing was drafted\n" in sharpi(*arguments).stdout
 
 

@@ -20,6 +20,7 @@ from PIL import Image
 from test_expert_stats import random_stats, table
 
 pytest.importorskip("sharpi._core")
+from sharpi.benchmark import Benchmark  # noqa: E402
 from sharpi.cli import main  # noqa: E402
 from sharpi.expert_stats import ExpertStats, Predictor  # noqa: E402
 
@@ -144,7 +145,7 @@ def test_a_terminal_of_ascii_gets_bars_of_ascii(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [["run", "-p", "x"], ["chat"], ["bench", "--prefill", "0", "--decode", "0"]])
 def test_commands_hand_the_files_on(command: list[str], script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeModel, "bench_prefill", lambda self, tokens: 1.0, raising=False)
+    monkeypatch.setattr(Benchmark, "prefill", lambda self, tokens: 1.0)
     assert sharpi(*command, "--expert-stats", "to.json", "--warm", "from.json", input="").exit_code == 0
     assert sharpi(*command, "--plan", "plan.json", "--warm", "from.json", input="").exit_code == 0, "a plan has none"
     assert sharpi(*command, input="").exit_code == 0
@@ -161,7 +162,7 @@ def test_the_closing_line_has_the_hit_rate_where_there_are_slots(experts: Any, s
 
 
 def test_bench_shows_the_hit_rate(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeModel, "bench_prefill", lambda self, tokens: 1.0, raising=False)
+    monkeypatch.setattr(Benchmark, "prefill", lambda self, tokens: 1.0)
     script.experts = HITS
     command = ("bench", "--prefill", "0", "--decode", "0")
     assert "slots for 24 experts, hit rate 74.2 %" in sharpi(*command).stdout

@@ -23,6 +23,7 @@ from sharpi.cli.options import ModelOptions, model_options
 from sharpi.cli.text import plural, printable, speed
 
 if TYPE_CHECKING:
+    from sharpi.benchmark import Benchmark
     from sharpi.model import Model
 
 
@@ -62,13 +63,16 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
             from sharpi.drafts import choose_drafts
 
             choose_drafts(draft, None, mtp=model.plan.mtp)  # raises before anything is timed
-        model.bench_prefill(1)
+        from sharpi.benchmark import Benchmark
+
+        benchmark = Benchmark(model)
+        benchmark.prefill(1)
         first_token = time.perf_counter() - started
-        results = [_measure("prefill", n, repeat, warmup, model.bench_prefill) for n in prefills]
+        results = [_measure("prefill", n, repeat, warmup, benchmark.prefill) for n in prefills]
         for n in decodes:
-            results += _decode(model, depth, n, repeat, warmup)
+            results += _decode(model, benchmark, depth, n, repeat, warmup)
             if draft is not None:
-                results += _drafts(model, depth, n, draft, draft_tokens, repeat, warmup)
+                results += _drafts(benchmark, depth, n, draft, draft_tokens, repeat, warmup)
         stats = model.stats()
         report = {
             "model": model.spec.name,
@@ -95,12 +99,13 @@ def _compare(model: Model, results: list[dict[str, Any]], elsewhere: bool) -> No
             click.echo(f"sharpi: {line}", err=True)
 
 
-def _decode(model: Model, depth: int, tokens: int, repeat: int, warmup: bool) -> list[dict[str, Any]]:
+def _decode(model: Model, benchmark: Benchmark, depth: int, tokens: int, repeat: int,
+            warmup: bool) -> list[dict[str, Any]]:
     """The entries for one number of tokens: on the GPU with graphs, unless they are switched off, and without."""
     at_depth = {"depth": depth} if depth else {}
 
     def run(count: int) -> float:
-        return model.bench_decode(depth, count)
+        return benchmark.decode(depth, count)
 
     if model.device == "cpu":
         return [_measure("decode", tokens, repeat, warmup, run) | at_depth]
@@ -128,11 +133,11 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def _drafts(model: Model, depth: int, tokens: int, draft: str, counts: Sequence[int], repeat: int,
+def _drafts(benchmark: Benchmark, depth: int, tokens: int, draft: str, counts: Sequence[int], repeat: int,
             warmup: bool) -> list[dict[str, Any]]:
     """The entries for steps without drafts and with these numbers of drafted tokens, timed in turn."""
     ways = [("off", None), *((draft, count) for count in counts)]
-    rounds = [[model.bench_drafts(depth, tokens, *way) for way in ways] for _ in range(repeat + warmup)]
+    rounds = [[benchmark.drafts(depth, tokens, *way) for way in ways] for _ in range(repeat + warmup)]
     entries: list[dict[str, Any]] = []
     for (kind, count), *runs in zip(ways, *rounds[warmup:], strict=True):
         entry = {"kind": "drafts", "draft": kind, "draft_tokens": count or 0, "tokens": tokens,
