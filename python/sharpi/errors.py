@@ -1,4 +1,4 @@
-"""The exceptions Sharpi raises: one base class, and one class per thing a caller can do about it."""
+"""The exceptions that Sharpi raises: a base class, and one class for each way in which a caller can react."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelFileError(SharpiError):
 
     @classmethod
     def about(cls, path: str | os.PathLike[str], what: str) -> ModelFileError:
-        """The error "PATH: WHAT", on one line whatever characters a damaged file or an odd path brings along."""
+        """The error "PATH: WHAT", on one line whatever characters a damaged file or an odd path contains."""
         shown = os.fspath(path)
         if not shown.isprintable():
             shown = repr(shown)
@@ -44,8 +44,8 @@ class InvalidRequestError(SharpiError, ValueError):
 
 
 class OutOfMemoryError(SharpiError, MemoryError):
-    """Device or host memory does not suffice for what was asked."""
+    """There is not enough device or host memory for the request."""
 
 
 class InternalError(SharpiError):
-    """A promise Sharpi makes to itself was broken: always a bug worth reporting."""
+    """Sharpi broke one of its own invariants: always a bug, please report it."""

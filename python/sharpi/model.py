@@ -95,18 +95,18 @@ def read_spec(file: GgufFile, mtp: bool = True, rope: RopeScaling | None = None)
 
 
 def _open(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None) -> _core.Engine:
-    arguments = (spec, [str(path) for path in file.paths], plan.context, plan.batch, plan.threads, plan.kv_dtype,
-                 plan.device, plan.vram or 0)
+    common = (spec, [str(path) for path in file.paths], plan.context, plan.batch, plan.threads, plan.kv_dtype,
+              plan.device, plan.vram or 0)
     if plan.device == "cpu":
-        return _core.Engine(*arguments, sequences=plan.sequences)
-    return _core.Engine(*arguments, list(plan.homes), expert_slot_bytes=plan.expert_slots,
+        return _core.Engine(*common, sequences=plan.sequences)
+    return _core.Engine(*common, list(plan.homes), expert_slot_bytes=plan.expert_slots,
                         expert_rates=plan.expert_rates, warm=warm.order() if warm else [], sequences=plan.sequences)
 
 
 def _engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None,
             asked: Mapping[str, Any] | None) -> tuple[_core.Engine, Plan]:
-    """The engine, and the plan that it runs: where the GPU fails and the choice was the plan's, one for the CPU.
-    warm: what to fill slots by. asked: what the plan was made of, where another may be made."""
+    """The engine, and the plan that it runs: if the GPU fails and it was the plan's choice, one for the CPU. warm: says
+    which experts fill the slots first. asked: what the plan was made of, if another may be made."""
     try:
         return _open(file, spec, plan, warm), plan
     except ModelFileError:
@@ -114,8 +114,8 @@ def _engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertSta
     except SharpiError as reason:
         if asked is None or plan.device == "cpu":
             raise
-        # What the plan could not know: memory that another process took, a driver that lacks something, a GPU that
-        # fails at its first kernel.
+        # The plan could not know that another process takes the memory, that the driver lacks something, or that the
+        # GPU fails at its first kernel.
         _log.warning("%s: the GPU cannot be used, so the CPU is: %s", file.name, reason)
         instead = make_plan(file, spec, **{**asked, "device": "cpu", "vram": None})
         instead = replace(instead, why=str(reason), gpu=plan.gpu, vram=plan.vram)
@@ -123,7 +123,7 @@ def _engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertSta
 
 
 def _read_pages(engine: _core.Engine, plan: Plan, progress: Progress) -> None:
-    """Reads the file's pages in, where they are still to be read: on the GPU they have been copied."""
+    """Reads the file's pages in, unless that is done: for the GPU they have been copied."""
     def report(done: int, total: int) -> bool:
         progress(done, total)
         return True
@@ -154,8 +154,9 @@ def _stats_or_path(name: str, value: Any) -> Any:
     return value if isinstance(value, ExpertStats) else arguments.path(name, value)
 
 
-# The arguments that a plan is made of, beside the file, the machine and the scaling.
+# The arguments that plans are made of, and those of the scaling.
 _PLANNED = ("device", "vram", "context", "kv_dtype", "threads", "batch", "cpu_moe", "sequences")
+_ROPE = ("rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx")
 
 # How `Model.load`'s arguments are checked, and the bounds of numbers; the planner and `RopeScaling` check the others.
 _LOAD_CHECKS: dict[str, tuple[Any, ...]] = {
@@ -173,8 +174,8 @@ _LOAD_CHECKS: dict[str, tuple[Any, ...]] = {
 
 
 def _stats_target(path: str | os.PathLike[str] | None) -> str | None:
-    """Where the expert statistics go, if anywhere. Raises `InvalidRequestError` for a path that nothing can be written
-    to: before the model is loaded and used for hours."""
+    """Where the expert statistics go, if anywhere. Raises `InvalidRequestError` for a path that cannot be written to now,
+    before the model is loaded and used for hours."""
     target = os.environ.get("SHARPI_EXPERT_STATS") if path is None else os.fspath(path)
     if not target:
         return None
@@ -186,7 +187,7 @@ def _stats_target(path: str | os.PathLike[str] | None) -> str | None:
 
 
 def _warmth(warm: ExpertStats | str | os.PathLike[str] | None, file: GgufFile) -> ExpertStats | None:
-    """The statistics by which the slots are filled, those of `file` and no other model."""
+    """The statistics that say which experts to load first. Raises `InvalidRequestError` for those of another model."""
     if warm is None:
         return None
     if not isinstance(warm, ExpertStats):
@@ -196,7 +197,7 @@ def _warmth(warm: ExpertStats | str | os.PathLike[str] | None, file: GgufFile) -
 
 
 def _unheeded(file: GgufFile, counts: ExpertStats | None, warm: ExpertStats | None, target: str | None) -> list[str]:
-    """What was asked for about experts and has no effect, as lines for people; counts: of the model just loaded."""
+    """Lines about requests for experts that have no effect. counts: of the model just loaded."""
     lines = []
     if counts is None and target is not None:
         lines.append(f"no expert statistics are written: {file.name} has no experts")
@@ -206,8 +207,8 @@ def _unheeded(file: GgufFile, counts: ExpertStats | None, warm: ExpertStats | No
 
 
 def _teller(notice: Notice | None) -> Notice:
-    """Hands lines for people to `notice`, if there is one, and to the log, where `told` says whether they have been
-    seen."""
+    """Passes lines for people to `notice`, if there is one, and to the log, whose records say whether they were `told`
+    already."""
     def tell(line: str) -> None:
         _log.info("%s", line, extra={"told": notice is not None})
         if notice is not None:
@@ -216,11 +217,28 @@ def _teller(notice: Notice | None) -> Notice:
     return tell
 
 
-def _refuse_beside_a_plan(asked: Mapping[str, Any]) -> None:
-    """Raises `InvalidRequestError` where something is asked for that the plan says already."""
-    for name, value in asked.items():
-        if value is not None:
+def _refuse_beside_a_plan(given: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequestError` if something is asked for that a saved plan says already."""
+    for name in (*_PLANNED, "mtp", "profile", *_ROPE):
+        if given[name] is not None and (name, given[name]) != ("device", "auto"):
             raise InvalidRequestError(f"a saved plan says the {name} already: leave one of the two out")
+
+
+def _planned(file: GgufFile, spec: _core.Description, given: Mapping[str, Any],
+             more: Mapping[str, Any]) -> tuple[Plan, _core.Description, dict[str, Any] | None]:
+    """The plan for the arguments of `Model.load`, the spec that it is for, and the arguments for `make_plan` if the
+    device was left to it. more: arguments for `make_plan` beside those of `Model.load`."""
+    if given["plan"] is not None:
+        made = saved_plan(given["plan"], file, spec)
+        made = replace(made, threads=usable_threads(made.threads, more["notice"]))
+        return made, spec if made.mtp and made.rope is None else read_spec(file, made.mtp, made.rope), None
+    if given["mtp"] and not spec.prediction_layers:
+        raise InvalidRequestError(f"{file.name} has no prediction layer to draft with: leave mtp out")
+    asked = {**{name: given[name] for name in _PLANNED}, **more}
+    asked["threads"] = usable_threads(given["threads"], more["notice"])
+    profile = given["profile"]
+    known = profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)
+    return make_plan(file, spec, **asked, profile=known), spec, asked if given["device"] == "auto" else None
 
 
 class Model:
@@ -260,9 +278,10 @@ class Model:
         "12GiB"; without it, what is free. Weights that do not fit stay in RAM and are used from there. context: the
         tokens that prompt and answer may have together. kv_dtype: "fp32", "bf16" (default) or "fp16". batch: rows that
         prefill takes at once (512, on the GPU 2048). threads: the CPU's; by default and at most as many as there are
-        cores. cpu_moe: whether all experts stay in RAM and the CPU computes them in decode, even if they would fit; `None` is what SHARPI_CPU_MOE says. sequences: for a model with recurrent
-        layers, how many states to keep (4); each conversation that holds tokens needs one, the others serve to roll
-        back. mtp: whether to load a prediction layer, to draft tokens with; `None`: if the file has one.
+        cores. cpu_moe: whether all experts stay in RAM and the CPU computes them in decode, even if they would fit;
+        `None` is what SHARPI_CPU_MOE says. sequences: for a model with recurrent layers, how many states to keep (4);
+        each conversation that holds tokens needs one, the others serve to roll back. mtp: whether to load a prediction
+        layer, to draft tokens with; `None`: if the file has one.
 
         rope_scaling ("none", "linear" or "yarn"), rope_scale, rope_freq_base, rope_freq_scale (1 / rope_scale) and
         yarn_orig_ctx stretch the model to contexts longer than the file's, as llama.cpp's options of these names do:
@@ -283,36 +302,25 @@ class Model:
         """
         started, tell = time.perf_counter(), _teller(notice)
         check_switches()
-        rope_asked: dict[str, Any] = {"rope_scaling": rope_scaling, "rope_scale": rope_scale, "rope_freq_base": rope_freq_base,
-                      "rope_freq_scale": rope_freq_scale, "yarn_orig_ctx": yarn_orig_ctx}
-        given = _checked({"path": path, "device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype,
-                          "threads": threads, "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences, "mtp": mtp,
-                          "plan": plan, "profile": profile, "warm": warm, "expert_stats": expert_stats,
-                          "progress": progress, "notice": notice})
-        asked = {name: given[name] for name in _PLANNED}
+        given = _checked({
+            "path": path, "device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype, "threads": threads,
+            "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences, "mtp": mtp, "rope_scaling": rope_scaling,
+            "rope_scale": rope_scale, "rope_freq_base": rope_freq_base, "rope_freq_scale": rope_freq_scale,
+            "yarn_orig_ctx": yarn_orig_ctx, "plan": plan, "profile": profile, "warm": warm,
+            "expert_stats": expert_stats, "progress": progress, "notice": notice})
         if plan is not None:
-            _refuse_beside_a_plan({**asked, "device": None if device == "auto" else device, "profile": profile,
-                                   "mtp": mtp, **rope_asked})
-        asked["rope"] = rope = RopeScaling.asked(**rope_asked)
+            _refuse_beside_a_plan(given)
+        rope = RopeScaling.asked(**{name: given[name] for name in _ROPE})
         target = _stats_target(expert_stats)
         if path is not None:
             path = hub.locate(path, notice=tell,
                               progress=None if progress is None else lambda _, done, total: progress(done, total))
-        file, spec = describe(path, mtp=mtp is None or bool(mtp), rope=rope)
-        warmth = asked["warm"] = _warmth(warm, file)
-        if plan is not None:
-            made = saved_plan(plan, file, spec)
-            made = replace(made, threads=usable_threads(made.threads, notice))
-            spec = spec if made.mtp and made.rope is None else read_spec(file, made.mtp, made.rope)
-        else:
-            if mtp and not spec.prediction_layers:
-                raise InvalidRequestError(f"{file.name} has no prediction layer to draft with: leave mtp out")
-            asked["threads"] = usable_threads(threads, notice)
-            known = profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)
-            made = make_plan(file, spec, **asked, profile=known, notice=tell)
+        file, spec = describe(path, mtp=given["mtp"] is not False, rope=rope)
+        warmth = _warmth(warm, file)
+        made, spec, asked = _planned(file, spec, given, {"rope": rope, "warm": warmth, "notice": tell})
         _log.info("%r from %s", made, file.paths[0])
         made.require()
-        engine, made = _engine(file, spec, made, warmth, asked if device == "auto" and plan is None else None)
+        engine, made = _engine(file, spec, made, warmth, asked)
         counts = ExpertStats.from_engine(engine, made)
         for line in (*engine.notes, *_unheeded(file, counts, warmth, target)):
             tell(line)
@@ -337,11 +345,11 @@ class Model:
         except SharpiError as unsaved:
             if error is None or self._notice is None:
                 raise
-            self._notice(str(unsaved))  # what went wrong inside is the news, and goes on its way
+            self._notice(str(unsaved))  # the error from inside the block goes on its way
 
     def close(self) -> None:
-        """Gives memory back, and writes the expert statistics that were asked for. Sessions that are still held keep
-        the memory until they go. Raises `InvalidRequestError` where the statistics cannot be written (any more)."""
+        """Releases memory, and writes the expert statistics that were asked for. Sessions that still exist keep the
+        memory until they are gone. Raises `InvalidRequestError` if the statistics can no longer be written."""
         engine, self._engine = self._engine, None
         # A forked child's counts are its parent's.
         if engine is not None and self._expert_stats is not None and os.getpid() == self._process:
@@ -350,8 +358,8 @@ class Model:
                 stats.save(self._expert_stats)
 
     def tell(self, line: str) -> None:
-        """Gives `line` to whoever asked for notices, unless it was said before."""
-        if self._notice is not None and line not in self._noticed:
+        """Passes `line` to the caller's `notice` and to the log, once."""
+        if line not in self._noticed:
             self._noticed.add(line)
             _teller(self._notice)(line)
 
@@ -364,7 +372,7 @@ class Model:
 
     @property
     def context(self) -> int:
-        """Tokens that the KV cache holds: the prompt and the answer, but for the answer's last token."""
+        """Tokens that the KV cache has room for: the prompt and the answer without its last token."""
         return self.plan.context
 
     @property
@@ -433,9 +441,8 @@ class Model:
 
     def stats(self) -> dict[str, Any]:
         """Counts and speeds of the generation started last, and the bytes held; `vram_bytes` by the device's own account.
-        With several sessions at work, ask each generation: `Generation.stats`.
-        steps: passes of the model after the prompt's; acceptance_rate: of the drafted tokens, `None` where there were
-        none.
+        If several sessions work at once, ask each generation: `Generation.stats`. steps: passes of the model after the
+        prompt's. acceptance_rate: of the drafted tokens. A rate is `None` if nothing was counted or timed.
 
         placement: where the weights are, as the core says: bytes in "vram", "direct" (of these "cpu" is the CPU's
         share) and "slots" (experts in the file, of which single ones are in VRAM), and the "ranges" of the files. notes:

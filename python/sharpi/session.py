@@ -1,6 +1,6 @@
 """A conversation with a model: what it holds of the text so far, and the tokens that continue it.
 
-The core chooses tokens; here they become text, end where a text or a token ends them, and are timed and counted.
+The core chooses tokens. Here they become text, are counted and timed, and end at an end token or a stop text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "pr
 
 @dataclass(frozen=True)
 class Token:
-    """A generated token. `text` holds whole characters only: it is empty while a character is incomplete."""
+    """A generated token. `text` has whole characters only, and is empty while a character is incomplete."""
 
     id: int
     text: str
@@ -57,7 +57,7 @@ class Session:
         return self._core.tokens
 
     def reset(self) -> None:
-        """Forgets all tokens; a generation that is under way cannot go on."""
+        """Forgets all tokens. A generation that has begun cannot continue."""
         self._turn += 1
         self._core.reset()
 
@@ -69,7 +69,7 @@ class Session:
         `GenerationOptions` says what the options mean. Raises `InvalidRequestError` at the call.
         """
         model, given = self._model, checked_options(options)
-        model.engine  # raises if the model is closed
+        _ = model.engine  # raises if the model is closed
         drafts = choose_drafts(given["draft"], given["draft_tokens"], mtp=model.plan.mtp, cost=model.plan.draft_cost)
         if given["draft_tokens"] is not None and (line := missing_states(drafts[1], model.plan)):
             model.tell(line)
