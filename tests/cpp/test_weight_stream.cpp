@@ -137,19 +137,27 @@ TEST(WeightStream, ResidentWeightsComeOnceAndTheOthersEachTime) {
     world.startHead();
     world.add({{DType::Q6_K}, {256}, 300, 0, true});
     world.stream.take();
+    std::vector<double> told;
+    world.stream.onUploaded([&](double seconds) { told.push_back(seconds); });
     const std::vector<uint8_t> first(world.groups[0].file[0].data, world.groups[0].file[0].data + fileBytes(world.groups[0].file[0]));
     world.pass(false, false);
     EXPECT_GT(world.transfers.fetches, 4u);
     EXPECT_EQ(world.transfers.residentRows, 18000) << "the head's have not been asked for";
     world.stream.finishUploads();
     EXPECT_EQ(world.transfers.finished, 0) << "the head's have not come";
+    EXPECT_TRUE(told.empty());
     world.changeFiles();
     const std::vector<uint8_t> headWhenUsed(world.groups[2].file[0].data, world.groups[2].file[0].data + fileBytes(world.groups[2].file[0]));
     world.pass(true, true);  // use() holds every byte against what the file was, or is
+    EXPECT_TRUE(told.empty()) << "nobody has waited for them yet";
     world.stream.finishUploads();
     EXPECT_EQ(world.transfers.finished, 1);
+    ASSERT_EQ(told.size(), 1u);
+    EXPECT_GT(told[0], 0);
     world.changeFiles();
     world.pass(false, true);
+    world.stream.finishUploads();
+    EXPECT_EQ(told.size(), 1u) << "told again";
     EXPECT_EQ(world.transfers.fetches, 1u);
     EXPECT_EQ(world.transfers.residentRows, world.residentRows);
     EXPECT_EQ(world.groups[0].kept[0], first);
