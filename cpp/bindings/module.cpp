@@ -309,12 +309,21 @@ void bindEngine(py::module_& m) {
             for (const Placement::Range& r : p.ranges) ranges.emplace_back(r.file, r.begin, r.end, homeName(r.home));
             py::dict d;
             d["vram"] = p.vram;
+            d["ram"] = p.ram;
             d["direct"] = p.direct;
             d["slots"] = p.slots;
             d["cpu"] = p.cpu;
             d["ranges"] = ranges;
+            py::dict cache;
+            cache["kept"] = p.kept;
+            cache["candidates"] = p.candidates;
+            cache["bytes"] = p.keptBytes;
+            cache["candidate_bytes"] = p.candidateBytes;
+            cache["seconds"] = e.uploadSeconds();
+            d["cache"] = cache;
             return d;
-        }, "Bytes of the file by where they are read (cpu: of the direct ones), and (file, begin, end, home) of its parts.")
+        }, "Bytes of the file by where they are read: vram or ram; of ram: direct and slots, and what the CPU computes with; (file, begin, end, "
+           "home) of its parts; and of the tensors that may be kept in VRAM or not, how many are.")
         .def_property_readonly("device", [](Engine& e) { return e.backend().device(); })
         .def_property_readonly("device_name", [](Engine& e) { return e.backend().name(); })
         .def_property_readonly("trace", [](const Engine& e) {

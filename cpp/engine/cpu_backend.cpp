@@ -84,6 +84,10 @@ void CpuBackend::readFromDevice() {
     _placer = std::make_unique<DevicePlacer>(*_allocator, fileLayout(), *_stream, *_slots, nullptr);
 }
 
+void CpuBackend::whenUploaded(std::function<void(double)> told) {
+    if (_stream) _stream->onUploaded(std::move(told));
+}
+
 void CpuBackend::unload() {
     _scratch = Buffer();
     _placer.reset();
@@ -123,6 +127,7 @@ void CpuBackend::takeScratch(const StepLimits& limits) {
 }
 
 void CpuBackend::begin(const Batch& batch, const KvCache& kv) {
+    if (_stream) _stream->finishUploads();
     _batch = &batch;
     _sequences.clear();
     for (int64_t t = 0; t < batch.size(); ++t) {

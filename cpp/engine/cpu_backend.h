@@ -31,6 +31,7 @@ public:
     Allocator& allocator() override { return *_allocator; }
     Placer& placer() override { return *_placer; }
     bool streams() const override { return _stream && _stream->streams(); }
+    void whenUploaded(std::function<void(double)> told) override;
     void unload() override;
     void takeScratch(const StepLimits& limits) override;
 

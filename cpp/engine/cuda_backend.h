@@ -41,6 +41,7 @@ public:
     Placer& placer() override { return *_placer; }
     bool streams() const override { return _weights->streams(); }
     std::vector<std::string> notes() const override;
+    void whenUploaded(std::function<void(double)> told) override { _weights->onUploaded(std::move(told)); }
     void unload() override;
     void takeScratch(const StepLimits& limits) override;
     void startExperts(const ExpertUse& use) override;

@@ -51,7 +51,7 @@ Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOpt
 
 Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options, std::unique_ptr<Backend> backend)
     : _spec(std::move(spec)), _options(checked(_spec, options)), _files(std::move(weights)), _backend(std::move(backend)),
-      _trace(_backend->allocator(), LoadTrace::wanted()) {
+      _trace(_backend->allocator(), !LoadTrace::wanted() ? nullptr : options.cuda ? "vram" : "ram") {
     if (!_options.cuda) _options.homes.clear();  // all is where the file is mapped
     if (!_options.homes.empty() && _options.homes.size() != _files->tensors().all().size()) {
         throw Error(ErrorKind::InvalidArgument, "a plan for " + std::to_string(_options.homes.size()) + " tensors; the model has " +
@@ -60,7 +60,7 @@ Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOpt
     if (_options.cuda) requireGpuCanRun(_spec);
     _options.homes = normalized(_spec, _files->tensors(), std::move(_options.homes));
     loadAdapting();
-    if (_options.cuda && LoadTrace::wanted()) printPlacement();
+    if (LoadTrace::wanted()) printPlacement();
 }
 
 ExpertCounts Engine::expertCounts() {
@@ -74,6 +74,25 @@ std::vector<std::string> Engine::notes() const {
     return all;
 }
 
+Placement Engine::placement() const {
+    return _options.cuda ? placementOf(_spec, _files->tensors(), _options.homes) : placementOnCpu(_spec, _files->tensors());
+}
+
+std::optional<double> Engine::uploadSeconds() const {
+    const double seconds = _uploadSeconds;
+    return seconds < 0 ? std::nullopt : std::optional(seconds);
+}
+
+// Of a cache that holds all there is nothing to say.
+void Engine::uploaded(double seconds) {
+    _uploadSeconds = seconds;
+    const Placement p = placement();
+    if (!LoadTrace::wanted() || p.kept == p.candidates) return;
+    const double mib = 1 << 20;
+    std::fprintf(stderr, "weights: %d of %d tensors are kept in vram, %.2f of %.2f MiB, brought there in %.0f ms\n", p.kept, p.candidates,
+                 static_cast<double>(p.keptBytes) / mib, static_cast<double>(p.candidateBytes) / mib, seconds * 1e3);
+}
+
 void Engine::printPlacement() const {
     const Placement p = placement();
     const double mib = 1 << 20;
@@ -81,6 +100,10 @@ void Engine::printPlacement() const {
         std::fprintf(stderr, "weights: %-6s %10.2f MiB from byte %llu of %s\n", homeName(range.home),
                      static_cast<double>(range.end - range.begin) / mib, static_cast<unsigned long long>(range.begin),
                      _files->files()[static_cast<size_t>(range.file)].path().c_str());
+    }
+    if (!_options.cuda) {
+        std::fprintf(stderr, "weights: %.2f MiB in ram, where the file is mapped\n", static_cast<double>(p.ram) / mib);
+        return;
     }
     std::fprintf(stderr, "weights: %.2f MiB in vram, %.2f MiB direct, the CPU computes %.2f MiB of these\n", static_cast<double>(p.vram) / mib,
                  static_cast<double>(p.direct) / mib, static_cast<double>(p.cpu) / mib);
@@ -140,6 +163,8 @@ void Engine::load() {
     Allocator& allocator = _backend->allocator();
     const StepLimits limits = engineLimits(_spec, _files->tensors(), _options);
     _trace.note("start");
+    _uploadSeconds = -1;
+    _backend->whenUploaded([this](double seconds) { uploaded(seconds); });
     _weights.emplace(_spec, *_files, _backend->placer(), _options.homes, _options.expertSlotBytes, _options.context, _trace);
     RecurrentState states(allocator, recurrentShapes(_spec), _options.sequences);
     if (states.any()) _trace.note("recurrent state");

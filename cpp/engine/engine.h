@@ -1,6 +1,7 @@
 // A loaded model ready to answer: weights, backend, KV cache and forward pass. Sessions (session.h) talk to it.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -25,7 +26,9 @@ public:
     std::vector<std::string> notes() const;
     // What has become of the experts; no layers where the model has none. Waits for a step that runs.
     ExpertCounts expertCounts();
-    Placement placement() const { return placementOf(_spec, _files->tensors(), _options.homes); }
+    Placement placement() const;
+    // Seconds in which what the device keeps was brought over, from the first of it on; none until all is there, or on the CPU.
+    std::optional<double> uploadSeconds() const;
     Backend& backend() { return *_backend; }
     const std::vector<TraceLine>& trace() const { return _trace.lines(); }
     uint64_t weightBytes() const { return _files->bytes(); }
@@ -45,6 +48,7 @@ private:
     void load();
     void unload();
     void printPlacement() const;
+    void uploaded(double seconds);
     void rehearse();
     void rehearseDrafts(int32_t sequence, int64_t rows);
 
@@ -54,6 +58,7 @@ private:
     std::unique_ptr<Backend> _backend;
     LoadTrace _trace;
     std::vector<std::string> _notes;
+    std::atomic<double> _uploadSeconds{-1};  // < 0: not all is there
     std::optional<ModelWeights> _weights;
     std::optional<KvCache> _kv;
     std::optional<ForwardPass> _forward;

@@ -10,9 +10,12 @@ enum class Home {
     Vram,    // resident in the device's memory
     Direct,  // in the mapped file; brought across the bus each time it is used
     Slots,   // experts: in the mapped file, with a cache of single ones in the device's memory (memory/expert_slots.h)
+    Ram,     // the CPU runs the model: where the file is mapped. No plan says so, and no tensor of a model on a GPU is there
 };
 
-inline const char* homeName(Home home) { return home == Home::Vram ? "vram" : home == Home::Direct ? "direct" : "slots"; }
+inline const char* homeName(Home home) {
+    return home == Home::Vram ? "vram" : home == Home::Direct ? "direct" : home == Home::Slots ? "slots" : "ram";
+}
 
 struct TensorHome {
     Home home = Home::Vram;

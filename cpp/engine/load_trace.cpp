@@ -22,10 +22,10 @@ void LoadTrace::note(const std::string& name) {
     const size_t before = _lines.empty() ? free : _lines.back().free;
     _lines.push_back({name, held - _held, static_cast<int64_t>(before) - static_cast<int64_t>(free), free});
     _held = held;
-    if (!_print) return;
+    if (!_memory) return;
     const double mib = 1 << 20;
     const TraceLine& line = _lines.back();
-    std::fprintf(stderr, "vram: %-16s asked %10.2f MiB, took %10.2f MiB, free %10.2f MiB\n", name.c_str(), line.asked / mib,
+    std::fprintf(stderr, "%s: %-16s asked %10.2f MiB, took %10.2f MiB, free %10.2f MiB\n", _memory, name.c_str(), line.asked / mib,
                  line.taken / mib, line.free / mib);
 }
 

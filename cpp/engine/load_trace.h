@@ -17,8 +17,8 @@ struct TraceLine {
 
 class LoadTrace {
 public:
-    // print: each line also goes to standard error.
-    LoadTrace(Allocator& allocator, bool print) : _allocator(allocator), _print(print) {}
+    // memory: each line also goes to standard error, after this name; null: it does not.
+    LoadTrace(Allocator& allocator, const char* memory) : _allocator(allocator), _memory(memory) {}
     // Notes what has happened since the last call, under `name`.
     void note(const std::string& name);
     void restart();
@@ -27,7 +27,7 @@ public:
 
 private:
     Allocator& _allocator;
-    bool _print;
+    const char* _memory;
     size_t _held = 0;
     std::vector<TraceLine> _lines;
 };

@@ -73,7 +73,7 @@ namespace {
 // A model loaded over a memory that only counts.
 struct Counted {
     Counted(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options)
-        : memory(options.cuda ? size_t{2} << 20 : size_t{4} << 10), allocator(memory), trace(allocator, false),
+        : memory(options.cuda ? size_t{2} << 20 : size_t{4} << 10), allocator(memory), trace(allocator, nullptr),
           stream(allocator, gpuLayout(), nullptr), slots(allocator, gpuLayout()) {
         trace.note("start");
         if (options.cuda) placer = std::make_unique<DevicePlacer>(allocator, gpuLayout(), stream, slots, nullptr);

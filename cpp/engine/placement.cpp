@@ -99,26 +99,13 @@ bool expertsAway(const ModelSpec& spec, const Homes& homes) {
     });
 }
 
-Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const Homes& planned) {
-    Placement placement;
+namespace {
+
+// Adds the ranges of tensors that are used, in the order of the files.
+void addRanges(Placement& placement, const TensorTable& tensors, const std::vector<bool>& used, const std::vector<Home>& where) {
     std::vector<int32_t> order;
-    std::vector<Home> where(tensors.all().size(), Home::Vram);
-    const std::vector<TensorUse> uses = tensorUses(spec, tensors);
-    std::vector<bool> used(tensors.all().size(), false);
-    for (const TensorUse& use : uses) used[static_cast<size_t>(use.tensor)] = true;
-    const Homes homes = normalized(spec, tensors, planned.empty() ? Homes(tensors.all().size()) : planned);
-    for (const TensorUse& use : uses) {
-        const auto tensor = static_cast<size_t>(use.tensor);
-        const std::string role = use.role;
-        if (role == "vector" || homes.at(tensor).home == Home::Vram) continue;
-        where[tensor] = homes[tensor].home;
-        const uint64_t row = rowBytes(tensors.all()[tensor].type, use.cols);
-        if (role.rfind("ffn_", 0) == 0 || role == "head") placement.cpu += row * static_cast<uint64_t>(std::min(homes[tensor].cpuRows, use.rows));
-    }
-    for (size_t i = 0; i < tensors.all().size(); ++i) {
-        if (!used[i]) continue;  // a prediction layer's that is not loaded stays in the file
-        (where[i] == Home::Vram ? placement.vram : where[i] == Home::Direct ? placement.direct : placement.slots) += tensors.all()[i].bytes;
-        order.push_back(static_cast<int32_t>(i));
+    for (size_t i = 0; i < used.size(); ++i) {
+        if (used[i]) order.push_back(static_cast<int32_t>(i));  // a prediction layer's that is not loaded stays in the file
     }
     std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
         const TensorInfo &x = tensors.all()[a], &y = tensors.all()[b];
@@ -132,6 +119,54 @@ Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const H
         if (joins) ranges.back().end = t.offset + t.bytes;
         else ranges.push_back({t.file, t.offset, t.offset + t.bytes, home});
     }
+}
+
+std::vector<bool> usedTensors(const TensorTable& tensors, const std::vector<TensorUse>& uses) {
+    std::vector<bool> used(tensors.all().size(), false);
+    for (const TensorUse& use : uses) used[static_cast<size_t>(use.tensor)] = true;
+    return used;
+}
+
+}  // namespace
+
+Placement placementOnCpu(const ModelSpec& spec, const TensorTable& tensors) {
+    Placement placement;
+    const std::vector<bool> used = usedTensors(tensors, tensorUses(spec, tensors));
+    for (size_t i = 0; i < used.size(); ++i) placement.ram += used[i] ? tensors.all()[i].bytes : 0;
+    placement.cpu = placement.ram;
+    addRanges(placement, tensors, used, std::vector<Home>(used.size(), Home::Ram));
+    return placement;
+}
+
+Placement placementOf(const ModelSpec& spec, const TensorTable& tensors, const Homes& planned) {
+    Placement placement;
+    std::vector<Home> where(tensors.all().size(), Home::Vram);
+    const std::vector<TensorUse> uses = tensorUses(spec, tensors);
+    const std::vector<bool> used = usedTensors(tensors, uses);
+    std::vector<bool> mayLeave(used.size(), false);
+    const Homes homes = normalized(spec, tensors, planned.empty() ? Homes(tensors.all().size()) : planned);
+    for (const TensorUse& use : uses) {
+        const auto tensor = static_cast<size_t>(use.tensor);
+        const std::string role = use.role;
+        if (role != "vector") mayLeave[tensor] = true;
+        if (role == "vector" || homes.at(tensor).home == Home::Vram) continue;
+        where[tensor] = homes[tensor].home;
+        const uint64_t row = rowBytes(tensors.all()[tensor].type, use.cols);
+        if (role.rfind("ffn_", 0) == 0 || role == "head") placement.cpu += row * static_cast<uint64_t>(std::min(homes[tensor].cpuRows, use.rows));
+    }
+    for (size_t i = 0; i < tensors.all().size(); ++i) {
+        if (!used[i]) continue;
+        const uint64_t bytes = tensors.all()[i].bytes;
+        const bool resident = where[i] == Home::Vram;
+        (resident ? placement.vram : where[i] == Home::Direct ? placement.direct : placement.slots) += bytes;
+        if (!mayLeave[i]) continue;
+        ++placement.candidates;
+        placement.candidateBytes += bytes;
+        placement.kept += resident;
+        placement.keptBytes += resident ? bytes : 0;
+    }
+    placement.ram = placement.direct + placement.slots;
+    addRanges(placement, tensors, used, where);
     return placement;
 }
 

@@ -185,7 +185,10 @@ void WeightStream::finishUploads() {
         if (!group.uploads.empty()) return;
     }
     _finished = true;
-    if (_transfers) _transfers->finishOnce();
+    if (!_transfers) return;
+    _transfers->finishOnce();
+    const auto now = std::chrono::steady_clock::now();
+    if (_onUploaded) _onUploaded(std::chrono::duration<double>(now - _uploadsBegan.value_or(now)).count());
 }
 
 int64_t WeightStream::pieceCount(const Group& group) const {
@@ -287,6 +290,7 @@ void WeightStream::start(bool few, int32_t first, int32_t end, int32_t leaveOut,
     settle(_use);
     _active = _use.group < _end;
     if (!_active) return;
+    if (!_uploadsBegan) _uploadsBegan = std::chrono::steady_clock::now();
     _transfers->begin();
     for (int i = 0; i < _slots; ++i) fetchNext();
 }

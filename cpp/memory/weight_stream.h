@@ -8,7 +8,9 @@
 // walks through the groups; while piece k is used, the following ones are on their way, as many as there are slots.
 #pragma once
 
+#include <chrono>
 #include <functional>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -125,6 +127,9 @@ public:
     // staging back. What of the prediction layer is resident comes now in any case: there may never be a pass over it, and
     // until the last upload is made none of the files' pages are let go of.
     void uploadAll();
+    // Calls `told` once all that is resident has arrived, with the seconds since the first of it was asked for: by the next
+    // finishUploads(), so before the second pass at the latest.
+    void onUploaded(std::function<void(double seconds)> told) { _onUploaded = std::move(told); }
     // Lets go of what only uploads needed, if all have been made. Not while a step is captured.
     void finishUploads();
 
@@ -227,6 +232,8 @@ private:
     std::vector<HostRange> _tables;
     int32_t _predictionBegin = -1, _headBegin = -1;
     bool _streams = false, _sharesRows = false, _streamsStacks = false, _taken = false, _finished = false;
+    std::function<void(double)> _onUploaded;
+    std::optional<std::chrono::steady_clock::time_point> _uploadsBegan;
     size_t _slotBytes = 0;
     int _slots = 0;
     Buffer _slotMemory, _staging;

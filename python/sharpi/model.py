@@ -444,9 +444,12 @@ class Model:
         If several sessions work at once, ask each generation: `Generation.stats`. steps: passes of the model after the
         prompt's. acceptance_rate: of the drafted tokens. A rate is `None` if nothing was counted or timed.
 
-        placement: where the weights are, as the core says: bytes in "vram", "direct" (of these "cpu" is the CPU's
-        share) and "slots" (experts in the file, of which single ones are in VRAM), and the "ranges" of the files. notes:
-        lines for people on what became of the plan.
+        placement: where the weights are, as the core says: each byte is in "vram" or in "ram", where the file is mapped.
+        Of those in "ram", on the GPU: "direct" ones are brought over each time, and "slots" ones are experts, of which
+        single ones are in VRAM too; "cpu": those that the CPU computes with, on the CPU all of them. "ranges": (file,
+        begin, end, home) of the files' parts, home one of "vram", "direct", "slots" and, on the CPU, "ram". "cache":
+        how many tensors are "kept" in VRAM of the "candidates", their "bytes" and "candidate_bytes", and the "seconds"
+        in which they came (`None` until all are there). notes: lines for people on what became of the plan.
 
         experts: since loading, sums over all layers of what `ExpertStats` counts, the "hit_rate" of the "slots", and
         the "accuracy" of each of the "predictors"; `None` for a model without experts."""

@@ -1,28 +1,48 @@
-// Random tests: one seed for all that a test draws, which a test that fails prints. SHARPI_TEST_SEED draws other numbers, or those of a
-// failure again.
+// The seeds of random tests. As a rule each is a constant, so that a test draws the same numbers every time; SHARPI_TEST_SEED=N draws
+// others in all of them. A test that fails says which it drew.
 #pragma once
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <iostream>
-#include <random>
 
 namespace sharpi {
 
-// Where it is not set, the same numbers are drawn each time.
-inline uint32_t testSeed(uint32_t usual = 1) {
-    const char* value = std::getenv("SHARPI_TEST_SEED");
-    return value && *value ? static_cast<uint32_t>(std::strtoul(value, nullptr, 10)) : usual;
-}
-
-class SeededTest : public testing::Test {
-protected:
-    ~SeededTest() override {
-        if (HasFailure()) std::cout << "SHARPI_TEST_SEED=" << seed() << " draws these numbers again" << std::endl;
+class SeedTeller : public testing::EmptyTestEventListener {
+public:
+    static const char* wanted() {
+        const char* value = std::getenv("SHARPI_TEST_SEED");
+        return value && *value ? value : nullptr;
     }
-    static uint32_t seed() { return testSeed(); }
+    std::atomic<bool> drew{false};  // tests may draw in threads of their own
+
+private:
+    void OnTestStart(const testing::TestInfo&) override { drew = false; }
+    void OnTestEnd(const testing::TestInfo& test) override {
+        if (!drew || !test.result()->Failed()) return;
+        if (wanted()) std::cout << "SHARPI_TEST_SEED=" << wanted() << " draws these numbers again" << std::endl;
+        else std::cout << "these are the numbers that it always draws; SHARPI_TEST_SEED=N draws others" << std::endl;
+    }
 };
+
+inline SeedTeller& seedTeller() {
+    static SeedTeller* const teller = [] {
+        auto* made = new SeedTeller;  // GoogleTest owns it
+        testing::UnitTest::GetInstance()->listeners().Append(made);
+        return made;
+    }();
+    return *teller;
+}
+inline const bool seedsAreTold = (seedTeller(), true);  // before the first test starts
+
+// usual: what tells this generator from the others of its test.
+inline uint32_t testSeed(uint32_t usual) {
+    seedTeller().drew = true;
+    const char* value = SeedTeller::wanted();
+    return value ? static_cast<uint32_t>(std::strtoul(value, nullptr, 10)) ^ (usual * 2654435761u) : usual;
+}
 
 }  // namespace sharpi

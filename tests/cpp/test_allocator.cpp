@@ -16,6 +16,7 @@
 #include "core/error.h"
 #include "memory/allocator.h"
 #include "memory/fake_device.h"
+#include "seed.h"
 
 namespace {
 
@@ -431,7 +432,7 @@ TEST(Allocator, SeveralThreadsAtOnce) {
     device.poisonCommits();
     Allocator allocator(device);
     const auto work = [&](unsigned seed) {
-        std::mt19937 random(seed);
+        std::mt19937 random(sharpi::testSeed(seed));
         std::vector<std::pair<uint8_t*, size_t>> mine;
         const auto value = static_cast<uint8_t>(seed);
         const auto free = [&](size_t index) {

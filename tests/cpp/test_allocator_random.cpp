@@ -12,6 +12,7 @@
 #include "core/error.h"
 #include "memory/allocator.h"
 #include "memory/fake_device.h"
+#include "seed.h"
 
 namespace {
 
@@ -109,7 +110,7 @@ size_t randomSize(std::mt19937& random) {
 }
 
 void randomRounds(unsigned seed, bool pooled, bool poisoned, size_t largestReserve) {
-    std::mt19937 random(seed);
+    std::mt19937 random(sharpi::testSeed(seed));
     FakeDevice device(8 * kMiB, 64 * kKiB);
     device.setLargestReserve(largestReserve);
     if (poisoned) device.poisonCommits();

@@ -11,6 +11,7 @@
 
 #include "core/portable.h"
 #include "cpu/kernels.h"
+#include "seed.h"
 
 namespace {
 
@@ -27,7 +28,7 @@ std::vector<const Kernels*> tables() {
 }
 
 std::vector<float> randomFloats(int64_t n, unsigned seed, float spread = 1.0f) {
-    std::mt19937 engine(seed);
+    std::mt19937 engine(sharpi::testSeed(seed));
     std::normal_distribution<float> normal(0.0f, spread);
     std::vector<float> values(static_cast<size_t>(n));
     for (float& value : values) value = normal(engine);

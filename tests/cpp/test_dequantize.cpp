@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "reference_matmul.h"
+#include "seed.h"
 
 using namespace sharpi;
 using namespace sharpi::cpu;
@@ -25,7 +26,7 @@ class Dequantize : public testing::TestWithParam<DType> {};
 
 TEST_P(Dequantize, GivesEachElementItsValueOnEveryTable) {
     const DType type = GetParam();
-    std::mt19937 random(3);
+    std::mt19937 random(sharpi::testSeed(3));
     for (const int64_t cols : {256, 768, 32 * 11}) {
         if (cols % info(type).blockElements != 0) continue;
         const auto bytes = reference::randomWeights(type, 1, cols, reference::Fill::Random, random);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "draft_world.h"
+#include "seed.h"
 
 namespace {
 
@@ -19,7 +20,7 @@ using namespace tiny;
 class Pair {
 public:
     Pair(const Model& model, const EngineOptions& options, unsigned seed)
-        : _watched(model, options), _a(_watched.engine), _b(engineOf(model, options)), _random(seed), _vocab(model.options().vocab),
+        : _watched(model, options), _a(_watched.engine), _b(engineOf(model, options)), _random(sharpi::testSeed(seed)), _vocab(model.options().vocab),
           _hybrid(_watched.engine->stateBytes() > 0), _predicts(model.options().predictions > 0) {}
     int failures = 0, steps = 0, startedAhead = 0, evaluatedAhead = 0;
     Totals totals;

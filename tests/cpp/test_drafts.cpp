@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "draft_world.h"
+#include "seed.h"
 
 namespace {
 
@@ -30,7 +31,7 @@ TEST(NgramDraft, IsWhatFollowedTheLongestLatestMatch) {
         }
         return std::vector<int32_t>();
     };
-    std::mt19937 random(1);
+    std::mt19937 random(sharpi::testSeed(1));
     int found = 0, none = 0;
     for (int round = 0; round < 3000; ++round) {
         const auto text = randomTokens(random() % 40, 1 + random() % 12, random());
@@ -124,7 +125,7 @@ TEST(Drafts, SessionsThatTakeTurnsDoNotTouchEachOther) {
             const Source source = options.predictions && i < 2 ? Source::Prediction : Source::NGram;
             sessions.back()->start(prompt, params, nullptr, drafts(source, 1 + static_cast<int32_t>(i)));
         }
-        std::mt19937 random(4);
+        std::mt19937 random(sharpi::testSeed(4));
         for (size_t done = 0; done < 4 * 60;) {
             const size_t i = random() % 4;
             if (texts[i].size() == 60) continue;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "expert_steps.h"
+#include "seed.h"
 
 namespace {
 
@@ -50,7 +51,7 @@ TEST(ExpertMisses, FetchedOfAllLayersIsCounted) {
 
 // What the CPU is to compute is not fetched. Shared out is every missed expert once, however many rows chose it, and no other.
 TEST(ExpertMisses, OrdersWhatSharesSay) {
-    std::mt19937 random(9);
+    std::mt19937 random(sharpi::testSeed(9));
     std::set<int32_t> found;
     for (const double busRate : {1e8, 3e8, 1e9, 3e9}) {
         Steps steps(layersOf(1, 60), 60, {1e8, busRate});
@@ -386,7 +387,7 @@ TEST(ExpertMisses, WhatWasFetchedToStayIsNoHint) {
 class RandomSteps : public testing::TestWithParam<Prefetch> {};
 
 TEST_P(RandomSteps, NothingIsWrong) {
-    std::mt19937 random(11 + static_cast<unsigned>(GetParam()));
+    std::mt19937 random(sharpi::testSeed(11 + static_cast<unsigned>(GetParam())));
     std::vector<LayerShape> shapes = layersOf(4, 24);
     shapes[1].types = {DType::Q8_0, DType::Q4_0, DType::Q8_0};
     shapes[3].types = shapes[1].types;

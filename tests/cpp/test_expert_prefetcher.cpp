@@ -20,6 +20,7 @@
 #include "memory/expert_prefetcher.h"
 #include "memory/expert_slots.h"
 #include "memory/fake_device.h"
+#include "seed.h"
 
 namespace {
 
@@ -133,7 +134,7 @@ std::vector<int32_t> numbers(int32_t begin, int32_t end) {
 // --- what is to be there from the beginning --------------------------------------------------------------------------------
 
 TEST(ExpertPrefetcher, FillsInOrderUntilNoMoreFits) {
-    std::mt19937 random(1);
+    std::mt19937 random(sharpi::testSeed(1));
     World world({4, 4, 4}, 20, 25, Prefetch::Off);
     const auto capacity = static_cast<size_t>(world.slots.capacity());
     ASSERT_EQ(capacity, 25u);
@@ -153,7 +154,7 @@ TEST(ExpertPrefetcher, FillsInOrderUntilNoMoreFits) {
 }
 
 TEST(ExpertPrefetcher, FillingWaitsWhileNoMoreMayBeOnTheirWay) {
-    std::mt19937 random(2);
+    std::mt19937 random(sharpi::testSeed(2));
     World world({4, 4}, 10, 20, Prefetch::Off);
     const Experts order = shuffled(2, 10, random);
     world.prefetcher->fill(order);
@@ -166,7 +167,7 @@ TEST(ExpertPrefetcher, FillingWaitsWhileNoMoreMayBeOnTheirWay) {
 
 // Passes that fetch themselves slow it down, and do not stop it.
 TEST(ExpertPrefetcher, FillingGoesOnSlowlyBesidePassesThatFetch) {
-    std::mt19937 random(3);
+    std::mt19937 random(sharpi::testSeed(3));
     World world({4, 4}, 20, 40, Prefetch::Off);
     world.loads.most = 11;
     const Experts order = shuffled(2, 20, random);
@@ -371,7 +372,7 @@ struct Counted {
 };
 
 TEST(ExpertPrefetcher, CountsHowOftenGuessesAreRight) {
-    std::mt19937 random(7);
+    std::mt19937 random(sharpi::testSeed(7));
     World world({4, 4, 4}, 16, 0, Prefetch::Count);
     const auto draw = [&] {
         std::vector<int32_t> experts(1 + random() % 12);  // rows times ranks, with repetitions

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "expert_steps.h"
+#include "seed.h"
 
 namespace {
 
@@ -20,7 +21,7 @@ using namespace slotted;
 constexpr double kExpert = 3e6;  // bytes
 
 TEST(TimeLine, IsAsExpectedBeforeAnythingIsSeen) {
-    std::mt19937 random(1);
+    std::mt19937 random(sharpi::testSeed(1));
     for (int i = 0; i < 100; ++i) {
         const double start = between(random, 0, 1e-4), rate = between(random, 1e9, 1e11), around = between(random, 1e4, 1e8);
         const TimeLine line(start, rate, around);
@@ -33,7 +34,7 @@ TEST(TimeLine, IsAsExpectedBeforeAnythingIsSeen) {
 
 // Times scatter by a tenth around a line; what was expected is off by far.
 TEST(TimeLine, FindsStartAndSlope) {
-    std::mt19937 random(2);
+    std::mt19937 random(sharpi::testSeed(2));
     for (int i = 0; i < 20; ++i) {
         const double start = between(random, 1e-5, 1e-4), rate = between(random, 1e10, 1e11);
         TimeLine line(between(random, 0, 1e-3), between(random, 1e9, 1e12), 2 * kExpert);
@@ -51,7 +52,7 @@ TEST(TimeLine, FindsStartAndSlope) {
 
 // However long the machine was as it was before.
 TEST(TimeLine, FollowsAChange) {
-    std::mt19937 random(3);
+    std::mt19937 random(sharpi::testSeed(3));
     for (const int before : {100, 10000}) {
         TimeLine line(1e-5, 5e10, 2 * kExpert);
         const auto add = [&](int times, double start, double rate) {
@@ -75,7 +76,7 @@ TEST(TimeLine, FollowsAChange) {
 
 TEST(TimeLine, FewThatAreOddMatterLittle) {
     TimeLine line(1e-5, 5e10, 2 * kExpert);
-    std::mt19937 random(4);
+    std::mt19937 random(sharpi::testSeed(4));
     for (int n = 0; n < 2000; ++n) {
         const double bytes = kExpert * static_cast<double>(1 + random() % 8);
         line.add(bytes, 1e-5 + bytes / 5e10);
@@ -88,7 +89,7 @@ TEST(TimeLine, FewThatAreOddMatterLittle) {
 
 // Neither start nor slope, whatever was seen.
 TEST(TimeLine, IsNeverNegative) {
-    std::mt19937 random(5);
+    std::mt19937 random(sharpi::testSeed(5));
     int flat = 0, throughOrigin = 0, both = 0;
     for (int i = 0; i < 500; ++i) {
         TimeLine line(between(random, 0, 1e-4), between(random, 1e9, 1e11), between(random, 1e5, 1e7));
@@ -108,7 +109,7 @@ TEST(TimeLine, IsNeverNegative) {
 
 // Without a slope in what is seen, the line keeps the one that was expected; for ever, and not only until that is forgotten.
 TEST(TimeLine, KeepsItsSlopeWhereAllIsOfOneSize) {
-    std::mt19937 random(6);
+    std::mt19937 random(sharpi::testSeed(6));
     for (const int times : {10, 1000, 20000, 60000}) {
         for (const double scatter : {0.0, 0.2}) {
             TimeLine line(1e-5, 5e10, 2 * kExpert);
@@ -131,7 +132,7 @@ TEST(TimeLine, KeepsItsSlopeWhereAllIsOfOneSize) {
 // --- shares -------------------------------------------------------------------------------------------------------------------
 
 TEST(ExpertMisses, WithoutARateAllIsTheCpus) {
-    std::mt19937 random(7);
+    std::mt19937 random(sharpi::testSeed(7));
     for (const Rates rates : {Rates{0, 0}, Rates{5e10, 0}, Rates{0, 5e10}}) {
         Steps steps(layersOf(1), 4, rates);
         for (int32_t missed = 0; missed < 20; ++missed) EXPECT_EQ(steps.misses->share(missed, 1 + random() % 10000000), 0);
@@ -145,7 +146,7 @@ TEST(ExpertMisses, WithoutARateAllIsTheCpus) {
 
 // Against all splits, with a line of the test's own that sees what the plan sees.
 TEST(ExpertMisses, TheSlowerOfBothIsDoneSoonest) {
-    std::mt19937 random(8);
+    std::mt19937 random(sharpi::testSeed(8));
     std::map<int32_t, int> found;
     for (int turn = 0; turn < 60; ++turn) {
         const double cpuRate = std::exp(between(random, std::log(1e8), std::log(1e11))), busRate = cpuRate * std::exp(between(random, -3, 3));

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "expert_world.h"
+#include "seed.h"
 
 namespace {
 
@@ -56,7 +57,7 @@ void expectApart(const ExpertSlotManager& slots) {
 }
 
 TEST(ExpertSlots, CutABudgetByWhatAllExpertsTake) {
-    std::mt19937 random(11);
+    std::mt19937 random(sharpi::testSeed(11));
     for (int round = 0; round < 20; ++round) {
         const std::vector<LayerShape> layers = randomLayers(random, 1 + static_cast<int>(random() % 12));
         size_t all = 0, least = SIZE_MAX;

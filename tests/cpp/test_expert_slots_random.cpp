@@ -12,6 +12,7 @@
 
 #include "expert_world.h"
 #include "memory/expert_policy.h"
+#include "seed.h"
 
 namespace {
 
@@ -80,7 +81,7 @@ private:
 class Drive {
 public:
     Drive(unsigned seed, int32_t layers, int32_t experts, int32_t capacity)
-        : _random(seed), _layers(layers), _experts(experts), _capacity(capacity), _world(shapes(layers, experts)), _slots(*_world.slots),
+        : _random(sharpi::testSeed(seed)), _layers(layers), _experts(experts), _capacity(capacity), _world(shapes(layers, experts)), _slots(*_world.slots),
           _plain(layers, experts, capacity) {
         _world.take(_world.budgetFor(capacity));
     }
@@ -258,7 +259,7 @@ TEST(ExpertSlotsAtRandom, DoWhatTheRulesSayAndOverwriteNothingInUse) {
     int64_t evictions = 0, loads = 0, hits = 0;
     for (unsigned seed = 0; seed < 30; ++seed) {
         SCOPED_TRACE("seed " + std::to_string(seed));
-        std::mt19937 random(seed);
+        std::mt19937 random(sharpi::testSeed(seed));
         const auto layers = 1 + static_cast<int32_t>(random() % 5), experts = 2 + static_cast<int32_t>(random() % 14);
         Drive drive(seed, layers, experts, 1 + static_cast<int32_t>(random() % static_cast<unsigned>(seed % 2 ? layers * experts : layers)));
         for (int pass = 0; pass < 200; ++pass) {
@@ -274,7 +275,7 @@ TEST(ExpertSlotsAtRandom, DoWhatTheRulesSayAndOverwriteNothingInUse) {
 
 // Layers of several sizes of slots, of which each expert must land where its own pool is.
 TEST(ExpertSlotsAtRandom, MixedSizesDoNotDisturbEachOther) {
-    std::mt19937 random(9);
+    std::mt19937 random(sharpi::testSeed(9));
     std::vector<LayerShape> layers(6);
     layers[1].hidden = layers[4].hidden = 96;
     layers[2].types = {DType::Q8_0, DType::Q4_0, DType::F32};
@@ -325,7 +326,7 @@ TEST(ExpertSlotsAtRandom, AnswerManyThreadsWhileOneDrivesPasses) {
     std::vector<std::thread> threads;
     for (unsigned t = 0; t < 4; ++t) {
         threads.emplace_back([&, t] {
-            std::mt19937 random(t);
+            std::mt19937 random(sharpi::testSeed(static_cast<uint32_t>(t)));
             while (!done) {
                 const int32_t slot = slots.tryGet(static_cast<int32_t>(random() % 4), static_cast<int32_t>(random() % 16));
                 const int64_t resident = slots.resident();
@@ -335,7 +336,7 @@ TEST(ExpertSlotsAtRandom, AnswerManyThreadsWhileOneDrivesPasses) {
             }
         });
     }
-    std::mt19937 random(40);
+    std::mt19937 random(sharpi::testSeed(40));
     for (int pass = 0; pass < 300; ++pass) {
         world.loads.arrive(random() % (world.loads.running() + 1));
         slots.beginPass();

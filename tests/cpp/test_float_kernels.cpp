@@ -11,6 +11,7 @@
 
 #include "core/half.h"
 #include "cpu/kernels.h"
+#include "seed.h"
 
 namespace {
 
@@ -29,7 +30,7 @@ std::vector<const Kernels*> tables() {
 }
 
 std::vector<float> randomFloats(int64_t n, unsigned seed, float spread = 1.0f) {
-    std::mt19937 engine(seed);
+    std::mt19937 engine(sharpi::testSeed(seed));
     std::normal_distribution<float> normal(0.0f, spread);
     std::vector<float> values(n);
     for (float& value : values) value = normal(engine);
@@ -227,7 +228,7 @@ TEST(FloatKernels, StoreKvRoundsToNearestEven) {
 }
 
 TEST(FloatKernels, StoreKvOfManyIsNearest) {
-    std::mt19937 engine(11);
+    std::mt19937 engine(sharpi::testSeed(11));
     std::vector<float> x(5003);
     std::uniform_real_distribution<float> uniform(-2, 2);
     for (float& value : x) value = std::ldexp(uniform(engine), static_cast<int>(engine() % 40) - 24);
@@ -338,7 +339,7 @@ TEST(FloatMatmul, BatchesAndRowSplitsDoNotChangeABit) {
         Scratch scratch(sharpi::cpu::matmulScratchBytes(cols));
         std::vector<float> whole(count * (rows + 2), kNaN), parts = whole;
         table->matmul(c.args(whole.data(), false, true), 0, rows, scratch.aligned());
-        std::mt19937 engine(5);
+        std::mt19937 engine(sharpi::testSeed(5));
         for (int64_t begin = 0, end; begin < rows; begin = end) {
             end = std::min<int64_t>(rows, begin + 1 + engine() % 6);
             for (int64_t first = 0, last; first < count; first = last) {

@@ -224,6 +224,40 @@ TEST(Homes, ResidentWeightsAreReadOnTheDeviceAndTheOthersInTheFile) {
     }
 }
 
+// With a partial cache, once the first pass has brought everything: one line, and the same numbers.
+TEST(Homes, ThePartialCacheIsReportedWhenItIsFull) {
+    const tiny::Model model{tiny::Options()};
+    const auto tokens = randomTokens(20, 77, 3);
+    for (const int32_t limit : {5, 1000}) {
+        SCOPED_TRACE(limit);
+        ::setenv("SHARPI_TRACE_VRAM", "1", 1);
+        testing::internal::CaptureStderr();
+        const auto engine = OnFake(size_t{256} << 20, size_t{2} << 20).load(model, homeOptions(homesUpTo(model, limit, 32)));
+        const std::string loading = testing::internal::GetCapturedStderr();
+        EXPECT_NE(loading.find("vram: KV cache"), std::string::npos) << loading;
+        EXPECT_EQ(loading.find("are kept in vram"), std::string::npos) << loading;
+        const bool isPartial = limit < 1000;
+        EXPECT_EQ(engine->uploadSeconds().has_value(), !isPartial) << "the rest comes behind the first pass";
+        Session session(engine);
+        testing::internal::CaptureStderr();
+        evaluate(session, tokens, 77, {10, 5, 5});
+        const std::string report = testing::internal::GetCapturedStderr();
+        ::unsetenv("SHARPI_TRACE_VRAM");
+        ASSERT_TRUE(engine->uploadSeconds());
+        EXPECT_GE(*engine->uploadSeconds(), 0);
+        const Placement p = engine->placement();
+        const std::string expected = "weights: " + std::to_string(p.kept) + " of " + std::to_string(p.candidates) + " tensors are kept in vram, ";
+        if (isPartial) {
+            EXPECT_EQ(report.rfind(expected, 0), 0u) << report;
+            EXPECT_EQ(std::count(report.begin(), report.end(), '\n'), 1) << report;
+            EXPECT_EQ(p.kept, 5) << "the embedding, and the first layer's query, key, value and output";
+        } else {
+            EXPECT_EQ(report, "");
+            EXPECT_EQ(p.kept, p.candidates);
+        }
+    }
+}
+
 // Large enough that slots take less than what leaves.
 tiny::Options deepModel() {
     tiny::Options options;

@@ -2,6 +2,7 @@
 // fetches, the mailbox holds for each pair that is the CPU's the bits of that pair computed by itself, and of others nothing. A
 // thread plays the GPU. Meant to be run under ThreadSanitizer too.
 #include "host_experts_world.h"
+#include "seed.h"
 
 using namespace sharpi;
 using namespace steptest;
@@ -29,7 +30,7 @@ bool refusesAsInternal(const std::function<void()>& body) {
 }
 
 TEST(HostExperts, EveryPairThatIsMissedHasTheBitsOfItself) {
-    std::mt19937 random(21);
+    std::mt19937 random(sharpi::testSeed(21));
     for (const Shape& shape : kShapes) {
         for (const int64_t rows : {1, 3, 8}) {
             SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(rows) + " rows");
@@ -44,7 +45,7 @@ TEST(HostExperts, EveryPairThatIsMissedHasTheBitsOfItself) {
 }
 
 TEST(HostExperts, OfEveryType) {
-    std::mt19937 random(31);
+    std::mt19937 random(sharpi::testSeed(31));
     std::vector<DType> types = reference::quantizedTypes();
     types.insert(types.end(), {DType::F32, DType::F16, DType::BF16});
     for (size_t i = 0; i < types.size(); ++i) {
@@ -59,7 +60,7 @@ TEST(HostExperts, OfEveryType) {
 }
 
 TEST(HostExperts, RowsMayChooseTheSameExpertsAndOneMoreThanOnce) {
-    std::mt19937 random(22);
+    std::mt19937 random(sharpi::testSeed(22));
     for (const Shape& shape : kShapes) {
         for (const int64_t rows : {2, 8}) {
             SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(rows) + " rows");
@@ -75,7 +76,7 @@ TEST(HostExperts, RowsMayChooseTheSameExpertsAndOneMoreThanOnce) {
 
 // The GPU waits for nobody where nothing is missed, and only for orders where all is fetched: the CPU comes behind.
 TEST(HostExperts, TheGpuMayBeLayersAhead) {
-    std::mt19937 random(32);
+    std::mt19937 random(sharpi::testSeed(32));
     const Shape& shape = kShapes[1];
     for (const int64_t rows : {1, 4}) {
         std::vector<Layer> layers;
@@ -89,7 +90,7 @@ TEST(HostExperts, TheGpuMayBeLayersAhead) {
 }
 
 TEST(HostExperts, AnyNumberOfThreadsGivesTheSameBits) {
-    std::mt19937 random(23);
+    std::mt19937 random(sharpi::testSeed(23));
     for (const Shape& shape : {kShapes[0], kShapes[5]}) {
         std::vector<Layer> layers;
         layers.emplace_back(shape, 5, Routing::Random, Share{0.3, 0.2}, random);
@@ -103,7 +104,7 @@ TEST(HostExperts, AnyNumberOfThreadsGivesTheSameBits) {
 }
 
 TEST(HostExperts, LayersOfManyKindsInARow) {
-    std::mt19937 random(24);
+    std::mt19937 random(sharpi::testSeed(24));
     const std::vector<Shape> shapes = {
         {DType::Q4_K, DType::Q4_K, DType::Q6_K, 256, 512, 6, 4},    {DType::Q8_0, DType::Q8_0, DType::Q8_0, 256, 1056, 1, 1},
         {DType::Q4_0, DType::Q5_0, DType::Q4_1, 256, 96, 20, 3},    {DType::Q6_K, DType::BF16, DType::F32, 256, 45, 3, 2},
@@ -121,7 +122,7 @@ TEST(HostExperts, LayersOfManyKindsInARow) {
 }
 
 TEST(HostExperts, HiddenRowsMayBeMuchWiderThanTheEmbedding) {
-    std::mt19937 random(29);
+    std::mt19937 random(sharpi::testSeed(29));
     const Shape shape = {DType::Q4_0, DType::Q8_0, DType::Q6_K, 256, 6144, 2, 2};
     std::vector<Layer> layers;
     layers.emplace_back(shape, 5, Routing::Same, kNothingThere, random);
@@ -131,7 +132,7 @@ TEST(HostExperts, HiddenRowsMayBeMuchWiderThanTheEmbedding) {
 
 // Layers share their buffers, and the second ends within a group of blocks.
 TEST(HostExperts, ALayerOfNanLeavesNothingToTheNext) {
-    std::mt19937 random(30);
+    std::mt19937 random(sharpi::testSeed(30));
     for (const DType type : {DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0, DType::IQ4_NL, DType::MXFP4}) {
         const Shape wide = {DType::Q4_K, DType::Q4_K, type, 256, 256, 4, 2}, narrow = {DType::Q4_K, DType::Q4_K, type, 256, 96, 4, 2};
         for (const int64_t rows : {1, 2, 8}) {
@@ -154,7 +155,7 @@ TEST(HostExperts, ALayerOfNanLeavesNothingToTheNext) {
 }
 
 TEST(HostExperts, AStepPassesWithoutTakingMemory) {
-    std::mt19937 random(25);
+    std::mt19937 random(sharpi::testSeed(25));
     const Shape& shape = kShapes[0];
     for (const int64_t rows : {1, 8}) {
         const Layer first(shape, rows, Routing::Random, kMixed, random), second(shape, rows, Routing::Same, Share{0, 0.3}, random);
@@ -175,7 +176,7 @@ TEST(HostExperts, AStepPassesWithoutTakingMemory) {
 
 // Whoever changes them meanwhile changes nothing: what was checked is what is used.
 TEST(HostExperts, ChoicesAreReadOnce) {
-    std::mt19937 random(33);
+    std::mt19937 random(sharpi::testSeed(33));
     const Shape& shape = kShapes[0];
     for (int run = 0; run < 10; ++run) {
         const Layer layer(shape, 4, Routing::Random, Share{0.3, 0.1}, random);
@@ -188,7 +189,7 @@ TEST(HostExperts, ChoicesAreReadOnce) {
 }
 
 TEST(HostExperts, AChoiceThatIsNoExpertIsRefusedAndTheShareStaysUsable) {
-    std::mt19937 random(26);
+    std::mt19937 random(sharpi::testSeed(26));
     const Shape& shape = kShapes[1];
     const Layer layer(shape, 3, Routing::Random, {0.5, 0.5}, random);
     Layer predicting(shape, 3, Routing::Random, kNothingThere, random);
@@ -238,7 +239,7 @@ struct Ordered {
 };
 
 TEST(HostExperts, OrdersThatWouldDoHarmAreRefused) {
-    std::mt19937 random(34);
+    std::mt19937 random(sharpi::testSeed(34));
     Ordered o(random);
     using Orders = cuda::ExpertOrders;
     const std::vector<std::pair<const char*, std::function<void(Orders&)>>> wrongs = {
@@ -286,7 +287,7 @@ TEST(HostExperts, OrdersThatWouldDoHarmAreRefused) {
 }
 
 TEST(HostExperts, WhatThePlanThrowsGoesThrough) {
-    std::mt19937 random(35);
+    std::mt19937 random(sharpi::testSeed(35));
     const Layer layer(kShapes[0], 2, Routing::Random, {0.3, 0}, random);
     Desk desk({kShapes[0]}, 1, 2, nullptr);
     const Mailbox& box = desk.mailbox();
@@ -311,7 +312,7 @@ TEST(HostExperts, WhatThePlanThrowsGoesThrough) {
 
 // From a layer's orders to the next layer's question: where the CPU waited for it, and had nothing else to do.
 TEST(HostExperts, ThePlanHearsHowLongTheGpuTook) {
-    std::mt19937 random(36);
+    std::mt19937 random(sharpi::testSeed(36));
     const Shape shape = kShapes[0], wide = {DType::Q8_0, DType::Q8_0, DType::Q8_0, shape.embedding, 96, 1, 1};
     const Layer missed(shape, 2, Routing::Random, {0.3, 0}, random), there(shape, 2, Routing::Random, kAllThere, random);
     const Layer dense(wide, 2, Routing::Random, kNothingThere, random);
@@ -346,7 +347,7 @@ TEST(HostExperts, ThePlanHearsHowLongTheGpuTook) {
 }
 
 TEST(HostExperts, WaitingThatThrowsEndsTheWait) {
-    std::mt19937 random(27);
+    std::mt19937 random(sharpi::testSeed(27));
     const Shape& shape = kShapes[3];
     const Layer layer(shape, 2, Routing::Random, kNothingThere, random);
     Desk desk({shape}, 1, 2, []() -> bool { throw std::runtime_error("the GPU is gone"); });
@@ -359,7 +360,7 @@ TEST(HostExperts, WaitingThatThrowsEndsTheWait) {
 }
 
 TEST(HostExperts, RefusesWhatDoesNotFitTheMailbox) {
-    std::mt19937 random(28);
+    std::mt19937 random(sharpi::testSeed(28));
     const Shape& shape = kShapes[5];
     const Layer layer(shape, 1, Routing::Random, kNothingThere, random);
     const ExpertStacks right = layer.file();

@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "engine/host_share.h"
+#include "seed.h"
 #include "step_test.h"
 
 using namespace sharpi;
@@ -272,7 +273,7 @@ const Shape kShapes[] = {
 };
 
 TEST(HostShare, AnySplitGivesTheBitsOfTheWhole) {
-    std::mt19937 random(11);
+    std::mt19937 random(sharpi::testSeed(11));
     for (const Shape& shape : kShapes) {
         for (const int64_t rows : {1, 3, 8}) {
             std::vector<Layer> layers;
@@ -290,7 +291,7 @@ TEST(HostShare, AnySplitGivesTheBitsOfTheWhole) {
 }
 
 TEST(HostShare, AnyNumberOfThreadsGivesTheSameBits) {
-    std::mt19937 random(12);
+    std::mt19937 random(sharpi::testSeed(12));
     const Shape& shape = kShapes[0];
     for (const int64_t rows : {2, 5}) {
         std::vector<Layer> layers;
@@ -303,7 +304,7 @@ TEST(HostShare, AnyNumberOfThreadsGivesTheSameBits) {
 }
 
 TEST(HostShare, ManyLayersInARow) {
-    std::mt19937 random(13);
+    std::mt19937 random(sharpi::testSeed(13));
     const Shape shape = {DType::Q4_0, DType::Q8_0, DType::Q4_1, 64, 288};
     std::vector<Layer> layers;
     for (int i = 0; i < 60; ++i) layers.emplace_back(shape, 1, random);
@@ -311,7 +312,7 @@ TEST(HostShare, ManyLayersInARow) {
 }
 
 TEST(HostShare, NothingToComputeIsAnsweredToo) {
-    std::mt19937 random(14);
+    std::mt19937 random(sharpi::testSeed(14));
     const Shape& shape = kShapes[1];
     std::vector<Layer> layers;
     layers.emplace_back(shape, 2, random);
@@ -338,7 +339,7 @@ TEST(HostShare, TheMailboxStartsAsZeros) {
 }
 
 TEST(HostShare, ASharePassesWithoutTakingMemory) {
-    std::mt19937 random(15);
+    std::mt19937 random(sharpi::testSeed(15));
     const Shape& shape = kShapes[0];
     for (const int64_t rows : {1, 8}) {
         const Layer layer(shape, rows, random);
@@ -358,7 +359,7 @@ TEST(HostShare, ASharePassesWithoutTakingMemory) {
 }
 
 TEST(HostShare, WaitingIsToldAndMayAnswer) {
-    std::mt19937 random(16);
+    std::mt19937 random(sharpi::testSeed(16));
     const Shape& shape = kShapes[1];
     const Layer layer(shape, 3, random);
     int calls = 0;
@@ -379,7 +380,7 @@ TEST(HostShare, WaitingIsToldAndMayAnswer) {
 }
 
 TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
-    std::mt19937 random(17);
+    std::mt19937 random(sharpi::testSeed(17));
     const Shape& shape = kShapes[2];
     const Layer layer(shape, 1, random);
     bool fails = true;
@@ -428,7 +429,7 @@ TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
 
 // Nothing will ever come: not to be waited for.
 TEST(HostShare, WaitingForAGpuThatIsDoneIsAnError) {
-    std::mt19937 random(19);
+    std::mt19937 random(sharpi::testSeed(19));
     const Shape& shape = kShapes[3];
     const Layer layer(shape, 2, random);
     const Mailbox* mailbox = nullptr;
@@ -454,7 +455,7 @@ TEST(HostShare, WaitingForAGpuThatIsDoneIsAnError) {
 }
 
 TEST(HostShare, RefusesWhatDoesNotFitTheMailbox) {
-    std::mt19937 random(18);
+    std::mt19937 random(sharpi::testSeed(18));
     const Shape& shape = kShapes[4];
     const Layer layer(shape, 1, random);
     const Matrix &gate = layer.gate.matrix, &up = layer.up.matrix, &down = layer.down.matrix;

@@ -13,6 +13,7 @@
 #include "memory/fake_device.h"
 #include "memory/host_memory.h"
 #include "memory/kv_cache.h"
+#include "seed.h"
 
 namespace {
 
@@ -82,7 +83,7 @@ template <typename Call> void expectError(ErrorKind kind, const Call& call) {
 
 TEST(KvCache, AccountsForPagesUnderRandomUse) {
     for (unsigned seed = 0; seed < 20; ++seed) {
-        std::mt19937 random(seed);
+        std::mt19937 random(sharpi::testSeed(seed));
         HostMemory memory;
         Allocator allocator(memory);
         const int64_t pages = 1 + random() % 30;

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "reference_matmul.h"
+#include "seed.h"
 
 using namespace sharpi;
 using namespace sharpi::cpu;
@@ -120,7 +121,7 @@ std::vector<int64_t> colsFor(DType type) {
 class QuantizedMatmul : public testing::TestWithParam<DType> {};
 
 TEST_P(QuantizedMatmul, HasTheContractsBitsForEveryShape) {
-    std::mt19937 random(7 + static_cast<unsigned>(GetParam()));
+    std::mt19937 random(sharpi::testSeed(7 + static_cast<unsigned>(GetParam())));
     for (const int64_t cols : colsFor(GetParam())) {
         for (const int64_t count : {1, 2, 3, 4, 5, 8, 17}) {
             const Case c{19, cols, count};
@@ -134,7 +135,7 @@ TEST_P(QuantizedMatmul, HasTheContractsBitsForEveryShape) {
 }
 
 TEST_P(QuantizedMatmul, HasTheContractsBitsForLongRowsAndManyTokens) {
-    std::mt19937 random(11);
+    std::mt19937 random(sharpi::testSeed(11));
     for (const Case& c : {Case{3, 4096 + 256, 1}, Case{17, 4096 + 256, 6}, Case{5, 512, 64}, Case{3, 256, 512}}) {
         const auto w = reference::randomWeights(GetParam(), c.rows, c.cols, c.fill, random);
         const Inputs in = makeInputs(*tables()[0], c.count, c.cols, c.activations, random);
@@ -146,7 +147,7 @@ TEST_P(QuantizedMatmul, HasTheContractsBitsForLongRowsAndManyTokens) {
 
 // Every bit of the quants and sub-scales set, or none, against activations at +-127: where 16-bit sums would overflow.
 TEST_P(QuantizedMatmul, SurvivesExtremeQuants) {
-    std::mt19937 random(13);
+    std::mt19937 random(sharpi::testSeed(13));
     int64_t largest = 0;
     for (const Fill fill : {Fill::AllOnes, Fill::AllZeros}) {
         for (const int64_t count : {1, 2, 8}) {
@@ -164,7 +165,7 @@ TEST_P(QuantizedMatmul, SurvivesExtremeQuants) {
 }
 
 TEST_P(QuantizedMatmul, SelectsRowsAddsBiasAndKeepsToItsRange) {
-    std::mt19937 random(17);
+    std::mt19937 random(sharpi::testSeed(17));
     for (const int64_t count : {3, 9}) {
         const Case c{40, 768, count};
         const auto w = reference::randomWeights(GetParam(), c.rows, c.cols, c.fill, random);
@@ -185,7 +186,7 @@ TEST_P(QuantizedMatmul, SelectsRowsAddsBiasAndKeepsToItsRange) {
 // (s / 2) * sum |w|. The rounding of inverse = 127 / absmax and of the float sums adds a little; the bound's
 // factor 1.001 and the term with |w| |x| cover it (an accumulator sees cols / 1024 fmas, then 5 additions).
 TEST_P(QuantizedMatmul, IsCloseToTheExactProduct) {
-    std::mt19937 random(19);
+    std::mt19937 random(sharpi::testSeed(19));
     const int64_t rows = 20, cols = 1024;
     const auto w = reference::randomWeights(GetParam(), rows, cols, Fill::Random, random);
     for (const Kernels* table : tables()) {
@@ -223,7 +224,7 @@ INSTANTIATE_TEST_SUITE_P(Types, QuantizedMatmul, testing::ValuesIn(reference::qu
                          [](const auto& test) { return std::string(sharpi::findDType(static_cast<uint32_t>(test.param))->name); });
 
 TEST(QuantizeRow, FollowsTheContractOnEveryTable) {
-    std::mt19937 random(23);
+    std::mt19937 random(sharpi::testSeed(23));
     std::normal_distribution<float> normal;
     const int64_t cols = 32 * 21;
     std::vector<float> x(cols);

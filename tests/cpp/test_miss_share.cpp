@@ -41,8 +41,8 @@ struct Machine {
 // Decode on such a machine. disturbed: what else happens to the CPU's time of a layer.
 class Decode {
 public:
-    Decode(const Machine& machine, double cpuRate, double busRate, uint32_t seed)
-        : machine(machine), share(cpuRate, busRate, kExpert), _random(seed) {}
+    Decode(const Machine& machine, double cpuRate, double busRate)
+        : machine(machine), share(cpuRate, busRate, kExpert) {}
 
     // Layers with misses; returns their seconds over those of the best share, which knows the machine.
     double run(int layers) {
@@ -85,7 +85,7 @@ private:
         while (missed == 0) missed = std::binomial_distribution<int32_t>(kUsed, machine.misses)(_random);
         return missed;
     }
-    std::mt19937 _random;
+    std::mt19937 _random{testSeed(1)};
 };
 
 // Seconds over those of the best share: probes may add a hundredth, and the noise moves the choice between two that are nearly as good.
@@ -95,9 +95,7 @@ constexpr int kLearning = 4000;  // layers: 83 tokens of 48 layers
 // Another process holds half of the cores: a loop takes twice as long, and one in five waits for a thread that has lost its core.
 double halfOfTheCores(double seconds, std::mt19937& random) { return 2 * seconds + (random() % 5 == 0 ? between(random, 1e-3, 4e-3) : 0); }
 
-class MissShares : public SeededTest {};
-
-TEST_F(MissShares, AWrongProfileIsCorrected) {
+TEST(MissShare, AWrongProfileIsCorrected) {
     for (const double slowness : {0.25, 1.0, 10.0}) {
         for (const double misses : {0.15, 0.35, 0.8}) {
             for (const double cpuOff : {0.25, 1.0, 4.0}) {
@@ -107,7 +105,7 @@ TEST_F(MissShares, AWrongProfileIsCorrected) {
                     Machine machine;
                     machine.cpuExpert *= slowness;
                     machine.misses = misses;
-                    Decode decode(machine, machine.cpuRate() * cpuOff, machine.busRate() * busOff, seed());
+                    Decode decode(machine, machine.cpuRate() * cpuOff, machine.busRate() * busOff);
                     decode.run(kLearning);
                     EXPECT_LT(decode.run(10000), kNear);
                 }
@@ -117,11 +115,11 @@ TEST_F(MissShares, AWrongProfileIsCorrected) {
 }
 
 // For a second another process holds half of the cores: from the first layer on, or later.
-TEST_F(MissShares, ABurstIsForgotten) {
+TEST(MissShare, ABurstIsForgotten) {
     for (const double at : {0.0, 0.001, 0.5}) {
         SCOPED_TRACE(testing::Message() << "after " << at << " s");
         const Machine machine;
-        Decode decode(machine, machine.cpuRate(), machine.busRate(), seed());
+        Decode decode(machine, machine.cpuRate(), machine.busRate());
         while (decode.now < at) decode.layer();
         decode.disturbed = halfOfTheCores;
         while (decode.now < at + 1) decode.layer();
@@ -135,9 +133,9 @@ TEST_F(MissShares, ABurstIsForgotten) {
 }
 
 // While it lasts the bus has to do the work: it is not twice as slow as with the bus alone.
-TEST_F(MissShares, ABurstIsNoticed) {
+TEST(MissShare, ABurstIsNoticed) {
     const Machine machine;
-    Decode decode(machine, machine.cpuRate(), machine.busRate(), seed());
+    Decode decode(machine, machine.cpuRate(), machine.busRate());
     decode.run(kLearning);
     decode.disturbed = halfOfTheCores;
     decode.run(500);
@@ -147,16 +145,16 @@ TEST_F(MissShares, ABurstIsNoticed) {
 }
 
 // The first layer of all takes 10 ms, as where a thread loses its core: it is as good as forgotten at once.
-TEST_F(MissShares, AnAccidentMattersLittle) {
+TEST(MissShare, AnAccidentMattersLittle) {
     const Machine machine;
-    Decode decode(machine, machine.cpuRate(), machine.busRate(), seed());
+    Decode decode(machine, machine.cpuRate(), machine.busRate());
     decode.disturbed = [&](double seconds, std::mt19937&) { return decode.computedExperts ? seconds : 10e-3; };
     while (!decode.computedExperts) decode.layer();
     EXPECT_LT(decode.run(1000), kNear);
 }
 
 // Whatever was measured, a hundred times in a row: a second for the CPU, for fetches, for the GPU's own part, or nothing at all.
-TEST_F(MissShares, NoStateLasts) {
+TEST(MissShare, NoStateLasts) {
     struct Wrong {
         size_t fetched, computed;
         double cpu, turn;
@@ -164,7 +162,7 @@ TEST_F(MissShares, NoStateLasts) {
     for (const Wrong& wrong : {Wrong{0, 4, 1, 1}, Wrong{4, 0, 0, 1}, Wrong{0, 1, 1e-5, 1}, Wrong{4, 4, 1e-9, 1e-9}}) {
         SCOPED_TRACE(testing::Message() << wrong.fetched << " fetched, " << wrong.computed << " computed in " << wrong.cpu << ", " << wrong.turn);
         const Machine machine;
-        Decode decode(machine, machine.cpuRate(), machine.busRate(), seed());
+        Decode decode(machine, machine.cpuRate(), machine.busRate());
         decode.run(1000);
         for (int i = 0; i < 100; ++i) {
             decode.share.done(wrong.fetched * kExpert, wrong.computed * kExpert, wrong.cpu);
@@ -176,13 +174,13 @@ TEST_F(MissShares, NoStateLasts) {
 }
 
 // A side that is as slow as it looks is tested at little cost, and not given work again and again.
-TEST_F(MissShares, WhatIsSlowIsTestedCheaply) {
+TEST(MissShare, WhatIsSlowIsTestedCheaply) {
     for (const double slower : {4.0, 10.0, 30.0, 100.0}) {
         for (const bool isCpu : {false, true}) {
             SCOPED_TRACE(testing::Message() << (isCpu ? "the CPU " : "the bus ") << slower << " times as slow");
             Machine machine;
             (isCpu ? machine.cpuExpert : machine.busExpert) *= slower;
-            Decode decode(machine, Machine().cpuRate(), Machine().busRate(), seed());
+            Decode decode(machine, Machine().cpuRate(), Machine().busRate());
             decode.run(kLearning);
             decode.fetchedExperts = decode.computedExperts = 0;
             EXPECT_LT(decode.run(30000), kNear);

@@ -13,6 +13,7 @@
 #include "engine/memory_plan.h"
 #include "engine/placement.h"
 #include "memory/weight_stream.h"
+#include "seed.h"
 #include "tiny_model.h"
 
 namespace {
@@ -171,7 +172,7 @@ void scatter(tiny::Model& model, std::mt19937& random) {
 }
 
 TEST(PlacementOf, EveryByteIsInOneRange) {
-    std::mt19937 random(3);
+    std::mt19937 random(sharpi::testSeed(3));
     for (const tiny::Options& o : variantsAndPredictions()) {
         for (int round = 0; round < 6; ++round) {
             SCOPED_TRACE(tiny::describe(o) + " round " + std::to_string(round));
@@ -180,6 +181,10 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
             const Homes homes = round == 0 ? Homes() : randomHomes(model, random);
             const Placement placement = placementOf(model.spec(), model.table(), homes);
             uint64_t vram = 0, direct = 0, slots = 0, cpu = 0;
+            std::set<size_t> candidates;
+            for (const TensorUse& use : tensorUses(model.spec(), model.table())) {
+                if (std::string(use.role) != "vector") candidates.insert(static_cast<size_t>(use.tensor));
+            }
             for (size_t i = 0; i < model.tensors.size(); ++i) {
                 const TensorInfo& t = model.tensors[i];
                 const Home where = homeOf(model, homes, i);
@@ -199,6 +204,17 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
             EXPECT_EQ(placement.direct, direct);
             EXPECT_EQ(placement.slots, slots);
             EXPECT_EQ(placement.cpu, cpu);
+            EXPECT_EQ(placement.ram, direct + slots);
+            EXPECT_EQ(placement.candidateBytes - placement.keptBytes, direct + slots) << "what is a candidate, and not kept";
+            EXPECT_EQ(placement.candidates, static_cast<int32_t>(candidates.size()));
+            int32_t kept = 0;
+            uint64_t keptBytes = 0;
+            for (const size_t i : candidates) {
+                kept += homeOf(model, homes, i) == Home::Vram;
+                keptBytes += homeOf(model, homes, i) == Home::Vram ? model.tensors[i].bytes : 0;
+            }
+            EXPECT_EQ(placement.kept, kept);
+            EXPECT_EQ(placement.keptBytes, keptBytes);
             for (size_t i = 1; i < placement.ranges.size(); ++i) {
                 const Placement::Range &a = placement.ranges[i - 1], &b = placement.ranges[i];
                 ASSERT_TRUE(a.file < b.file || (a.file == b.file && a.end <= b.begin)) << "not in order";
@@ -215,6 +231,24 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
                 EXPECT_EQ(within.back().second, r.end);
                 for (size_t i = 1; i < within.size(); ++i) EXPECT_LE(within[i].first - within[i - 1].second, 4096u);
             }
+        }
+    }
+}
+
+TEST(PlacementOf, OnTheCpuAllIsInRam) {
+    for (const tiny::Options& o : variantsAndPredictions()) {
+        SCOPED_TRACE(tiny::describe(o));
+        const tiny::Model model(o);
+        const Placement resident = placementOf(model.spec(), model.table(), {}), placement = placementOnCpu(model.spec(), model.table());
+        EXPECT_EQ(placement.ram, resident.vram);
+        EXPECT_EQ(placement.cpu, placement.ram);
+        EXPECT_EQ(placement.vram + placement.direct + placement.slots, 0u);
+        EXPECT_EQ(placement.candidates, 0);
+        ASSERT_EQ(placement.ranges.size(), resident.ranges.size());
+        for (size_t i = 0; i < placement.ranges.size(); ++i) {
+            EXPECT_EQ(placement.ranges[i].begin, resident.ranges[i].begin);
+            EXPECT_EQ(placement.ranges[i].end, resident.ranges[i].end);
+            EXPECT_EQ(std::string(homeName(placement.ranges[i].home)), "ram");
         }
     }
 }
@@ -333,7 +367,7 @@ TEST(FittedPlan, KeepsWhatFitsAndNoMore) {
     experts.hidden = 128;
     experts.fusedExperts = experts.tied = true;
     experts.matrices = DType::Q8_0;
-    std::mt19937 random(5);
+    std::mt19937 random(sharpi::testSeed(5));
     for (const tiny::Options& o : {large, small, experts}) {
         const tiny::Model model(o);
         const ModelSpec spec = model.spec();

@@ -14,6 +14,7 @@
 
 #include "core/error.h"
 #include "engine/sampler.h"
+#include "seed.h"
 
 namespace {
 
@@ -23,7 +24,7 @@ const float kInfinity = std::numeric_limits<float>::infinity();
 const float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 std::vector<float> randomLogits(size_t count, unsigned seed, float spread = 2.0f) {
-    std::mt19937 random(seed);
+    std::mt19937 random(sharpi::testSeed(seed));
     std::normal_distribution<float> normal(0.0f, spread);
     std::vector<float> logits(count);
     for (float& logit : logits) logit = normal(random);
@@ -353,7 +354,7 @@ TEST(Sampler, TheSeedDecidesEverything) {
 // Positions ahead have the penalties and the random numbers that they get when the text has come to them, however many of
 // those asked for were thrown away.
 TEST(Sampler, PositionsAheadAreThoseThatComeLater) {
-    std::mt19937 random(11);
+    std::mt19937 random(sharpi::testSeed(11));
     for (int round = 0; round < 20; ++round) {
         SamplingParams params;
         params.seed = random();

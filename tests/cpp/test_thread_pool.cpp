@@ -20,6 +20,7 @@
 
 #include "core/error.h"
 #include "core/thread_pool.h"
+#include "seed.h"
 
 namespace {
 
@@ -62,7 +63,7 @@ TEST(ThreadPool, NegativeTaskCountsRunNothing) {
 TEST(ThreadPool, ManyLoopsBackToBack) {
     for (const int threads : {2, 4}) {
         ThreadPool pool(threads);
-        std::mt19937 random(7);
+        std::mt19937 random(sharpi::testSeed(7));
         int64_t expected = 0;
         std::vector<int64_t> sums(threads, 0);  // plain: each worker adds to its own
         for (int loop = 0; loop < 20000; ++loop) {
@@ -172,7 +173,7 @@ TEST(ThreadPool, NobodySleepsWhileKeptAwake) {
 TEST(ThreadPool, AwakeComesAndGoesBetweenLoops) {
     for (const int threads : {1, 2, 4}) {
         ThreadPool pool(threads);
-        std::mt19937 random(8);
+        std::mt19937 random(sharpi::testSeed(8));
         for (int loop = 0; loop < 3000; ++loop) {
             std::unique_ptr<ThreadPool::Awake> awake;
             if (random() % 2) awake = std::make_unique<ThreadPool::Awake>(pool);

@@ -14,7 +14,7 @@ template <typename BackendType> struct Pass {
     // backendArguments: what BackendType is made from. cacheTokens: room in the KV cache, for all sequences together.
     template <typename... Arguments>
     Pass(const Model& model, int64_t rows, int64_t context, sharpi::KvType type, int64_t cacheTokens, Arguments&&... backendArguments)
-        : spec(model.spec()), files(model.weights()), backend(std::forward<Arguments>(backendArguments)...), trace(backend.allocator(), false),
+        : spec(model.spec()), files(model.weights()), backend(std::forward<Arguments>(backendArguments)...), trace(backend.allocator(), nullptr),
           limits(stepLimits(spec, files->tensors(), rows, context, type)), weights(spec, *files, backend.placer(), {}, 0, context, trace),
           kv(backend.allocator(), kvShapes(spec), type, cacheTokens, sharpi::RecurrentState(backend.allocator(), recurrentShapes(spec), kStates)),
           forward(spec, weights, backend, kv, limits) {

@@ -327,6 +327,29 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
         assert model.plan.decode is None, "nobody needed to know"
 
 
+def test_on_the_cpu_all_weights_are_in_ram(tiny: Path) -> None:
+    with Model.load(tiny, device="cpu") as model:
+        placement, weights = model.stats()["placement"], sum(tensor.nbytes for tensor in model.file.tensors)
+        assert set(placement) == {"vram", "ram", "direct", "slots", "cpu", "ranges", "cache"}
+        assert placement["ram"] == placement["cpu"] == weights
+        assert placement["vram"] == placement["direct"] == placement["slots"] == 0
+        assert {home for *_, home in placement["ranges"]} == {"ram"}
+        assert placement["cache"] == {"kept": 0, "candidates": 0, "bytes": 0, "candidate_bytes": 0, "seconds": None}
+
+
+def test_the_trace_of_the_cpu_speaks_of_ram(tiny: Path) -> None:
+    script = "import sys\nfrom sharpi import Model\nModel.load(sys.argv[1], device='cpu').close()\n"
+    for switch in ("1", "0"):
+        done = subprocess.run([sys.executable, "-c", script, tiny], text=True, capture_output=True, check=False,
+                              env={**os.environ, "SHARPI_TRACE_VRAM": switch})
+        assert done.returncode == 0 and done.stdout == "", done.stderr
+        assert "vram" not in done.stderr
+        lines = done.stderr.splitlines()
+        assert [line.split(":")[0] for line in lines] == (["ram"] * (len(lines) - 2) + ["weights"] * 2
+                                                          if switch == "1" else [])
+        assert switch == "0" or any("KV cache" in line for line in lines)
+
+
 def test_notes_are_lines_on_standard_error(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_engine = _core.Engine
 

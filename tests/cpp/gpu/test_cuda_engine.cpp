@@ -208,6 +208,9 @@ TEST_F(CudaEngine, ClosingGivesTheMemoryBack) {
     EXPECT_EQ(findDevice().freeBytes, before);
 }
 
+// The first engine of a process leaves something behind that belongs to the process and not to the engine: the driver loads kernels
+// with their first launch, and the pools that it keeps for streams, events and page-locked memory grow, by 2 MiB at a time. So the
+// first refusal is not held against memory, but no later one may take any.
 TEST_F(CudaEngine, ABudgetThatIsTooSmallIsSaid) {
     tiny::Options tiny;
     tiny.context = 8000;
@@ -215,14 +218,18 @@ TEST_F(CudaEngine, ABudgetThatIsTooSmallIsSaid) {
     EngineOptions o = options(true);
     o.context = 8000;
     o.vram = size_t{2} << 20;
+    const auto refuse = [&] {
+        try {
+            load(model, o);
+            ADD_FAILURE() << "it fits";
+        } catch (const Error& e) {
+            EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory);
+            EXPECT_NE(std::string(e.what()).find("budget"), std::string::npos) << e.what();
+        }
+    };
+    refuse();
     const size_t before = findDevice().freeBytes;
-    try {
-        load(model, o);
-        FAIL() << "it fits";
-    } catch (const Error& e) {
-        EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory);
-        EXPECT_NE(std::string(e.what()).find("budget"), std::string::npos) << e.what();
-    }
+    for (int i = 0; i < 50; ++i) refuse();
     EXPECT_EQ(findDevice().freeBytes, before);
 }
 
