@@ -342,6 +342,13 @@ def test_a_gpu_that_is_not_here_is_not_measured(monkeypatch: pytest.MonkeyPatch)
             assert plan.profile is not None and plan.profile.assumed is not cached
 
 
+def test_of_free_memory_256_mib_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, 10 * GIB)
+    assert plan_of(FakeWeights()).available_bytes == 10 * GIB - (256 << 20)
+    assert plan_of(FakeWeights(), 10 * GIB - (100 << 20)).available_bytes == 10 * GIB - (256 << 20)
+    assert plan_of(FakeWeights(), 9 * GIB).available_bytes == 9 * GIB
+
+
 def test_a_machine_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(measure: bool, announce: Callable[[str], None] | None = None) -> None:
         announce("")
