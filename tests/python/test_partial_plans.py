@@ -406,6 +406,19 @@ def test_the_command_shows_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
     assert "For Some CPU: RAM 100 GB/s, as measured." in result.stdout and "PCIe" not in result.stdout
 
 
+def test_a_prediction_says_when_its_rates_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights()
+    spread = {"ram_bytes_per_second": 0.04, "pcie_bytes_per_second": 0.01, "vram_bytes_per_second": 0.11, "cpu_flops": 0.5}
+    for device, busy, said in (("cpu", False, "measured 2026-11-22, spread 4 %."),
+                               ("cuda", False, "measured 2026-11-22, spread 11 %."),
+                               ("cpu", True, "measured 2026-11-22 while other programs were busy, spread 4 %.")):
+        known = replace(MACHINE, measured="2026-11-22T09:13:55+00:00", spread=spread, busy=busy)
+        monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce=None, known=known: known)
+        vram = ("--vram", "5MiB") if device == "cuda" else ()
+        assert said in " ".join(plan_command(monkeypatch, model, "--device", device, *vram).stdout.split())
+
+
+
 def test_the_command_says_when_speeds_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce=None: ASSUMED)
     said = " ".join(plan_command(monkeypatch, FakeWeights(), "--vram", "1GiB").stdout.split())
