@@ -311,13 +311,13 @@ def _now() -> datetime:
 def _this_machine() -> dict[str, Any]:
     """What tells one machine from another, by the profile's fields."""
     found = hardware.gpu()
-    has_gpu = isinstance(found, hardware.Gpu)
+    gpu = found if isinstance(found, hardware.Gpu) else None
     return {
         "cpu": device_name(hardware.cpu_name()),
         "cores": hardware.machine_core_count(),
         "ram_bytes": hardware.ram_bytes(),
-        "gpu": device_name(found.name) if has_gpu else None,
-        "vram_bytes": found.total_bytes if has_gpu else None,
+        "gpu": device_name(gpu.name) if gpu else None,
+        "vram_bytes": gpu.total_bytes if gpu else None,
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fake_model import cli_runner
-from profiled_machine import NO_CARD, Machine, a_profile, machine, sharpi_hardware  # noqa: F401
+from profiled_machine import NO_CARD, Machine, a_profile, machine_fixture, sharpi_hardware  # noqa: F401
 
 from sharpi.cli import main
 from sharpi.errors import OutOfMemoryError
