@@ -54,8 +54,8 @@ def sampled(name: str, best: float) -> list[float]:
     return [best / part for part in (0.95, 1, 0.9)] if name.endswith("_seconds") else [0.95 * best, best, 0.9 * best]
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+@pytest.fixture(name="machine")
+def machine_fixture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     it = Machine()
     monkeypatch.setattr(sharpi, "_core", SimpleNamespace(measure_hardware=it.measure_hardware), raising=False)
     monkeypatch.setattr(hardware, "cpu_name", lambda: it.cpu)

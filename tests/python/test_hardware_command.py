@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from fake_model import cli_runner
-from profiled_machine import NO_CARD, Machine, a_profile, machine, sharpi_hardware  # noqa: F401
+from profiled_machine import NO_CARD, Machine, a_profile, machine_fixture, sharpi_hardware  # noqa: F401
 
 from sharpi.cli import main
 from sharpi.errors import OutOfMemoryError
@@ -30,6 +31,35 @@ def test_the_command_shows_what_was_measured(machine: Machine) -> None:
                  "16 threads", str(cache_path())):
         assert text in result.stdout, text
     assert all(len(line) <= 80 for line in result.stdout.splitlines() if str(cache_path()) not in line)
+
+
+def test_the_command_shows_spreads_and_age(machine: Machine) -> None:
+    machine.samples = {"ram_bytes_per_second": [47e9, 41e9, 44e9], "gpu_kernel_seconds": [2e-6, 4e-6]}
+    lines = sharpi_hardware().stdout.splitlines()
+    assert "best" in lines[3] and "spread" in lines[3]
+    ram, kernel = (next(line for line in lines if name in line) for name in ("16 threads, one row", "a small kernel"))
+    assert ram.split("   ")[-2].split() == ["13", "%"] and "47.0 GB/s" in ram
+    assert "2.00 us" in kernel and "50 %" in kernel
+    assert "UTC, kept in" in " ".join(lines) and "ago" not in " ".join(lines)
+    for passed, words in ((timedelta(minutes=90), "1 hour ago"), (timedelta(hours=47), "47 hours ago"),
+                          (timedelta(days=29), "29 days ago")):
+        machine.now += passed
+        assert f"Measured 2026-01-02 04:00 UTC, {words}, kept in" in sharpi_hardware().stdout
+        machine.now -= passed
+    assert len(machine.requests) == 1
+
+
+def test_the_command_says_that_the_machine_was_busy(machine: Machine) -> None:
+    assert "busy" not in sharpi_hardware().stdout
+    machine.samples = {"cpu_flops": [1e12, 1.1e12, 2e12]}
+    assert "Other programs were busy while this was measured: the machine may be faster." in sharpi_hardware("--again").stdout
+
+
+def test_the_command_measures_what_no_longer_holds(machine: Machine) -> None:
+    sharpi_hardware()
+    machine.now += timedelta(days=31)
+    assert sharpi_hardware().stderr == "sharpi: measuring this machine again, a few seconds: that was 31 days ago\n"
+    assert sharpi_hardware().stderr == "" and len(machine.requests) == 2
 
 
 def test_the_command_measures_once_and_again_on_demand(machine: Machine) -> None:

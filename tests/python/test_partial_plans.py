@@ -341,6 +341,13 @@ def test_a_gpu_that_is_not_here_is_not_measured(monkeypatch: pytest.MonkeyPatch)
             assert plan.profile is not None and plan.profile.assumed is not cached
 
 
+def test_of_free_memory_256_mib_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, 10 * GIB)
+    assert plan_of(FakeWeights()).available_bytes == 10 * GIB - (256 << 20)
+    assert plan_of(FakeWeights(), 10 * GIB - (100 << 20)).available_bytes == 10 * GIB - (256 << 20)
+    assert plan_of(FakeWeights(), 9 * GIB).available_bytes == 9 * GIB
+
+
 def test_a_machine_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(measure: bool, announce: Callable[[str], None] | None = None) -> None:
         announce("")
@@ -396,6 +403,19 @@ def test_the_command_shows_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
     assert "by the CPU" in result.stdout and "in VRAM" not in result.stdout
     assert "[" + "-" * 60 + "]" in result.stdout and "bound by RAM" in result.stdout
     assert "For Some CPU: RAM 100 GB/s, as measured." in result.stdout and "PCIe" not in result.stdout
+
+
+def test_a_prediction_says_when_its_rates_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights()
+    spread = {"ram_bytes_per_second": 0.04, "pcie_bytes_per_second": 0.01, "vram_bytes_per_second": 0.11, "cpu_flops": 0.5}
+    for device, busy, said in (("cpu", False, "measured 2026-11-22, spread 4 %."),
+                               ("cuda", False, "measured 2026-11-22, spread 11 %."),
+                               ("cpu", True, "measured 2026-11-22 while other programs were busy, spread 4 %.")):
+        known = replace(MACHINE, measured="2026-11-22T09:13:55+00:00", spread=spread, busy=busy)
+        monkeypatch.setattr("sharpi.planner.current_profile", lambda measure, announce=None, known=known: known)
+        vram = ("--vram", "5MiB") if device == "cuda" else ()
+        assert said in " ".join(plan_command(monkeypatch, model, "--device", device, *vram).stdout.split())
+
 
 
 def test_the_command_says_when_speeds_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from profiled_machine import (CARD, CPU_RATES, GIB, GPU_RATES, NO_CARD, Machine, a_profile, machine,  # noqa: F401
+from profiled_machine import (CARD, CPU_RATES, GIB, GPU_RATES, NO_CARD, Machine, a_profile, machine_fixture,  # noqa: F401
                               sharpi_hardware, without_gpu)
 
 from sharpi import hardware, profile_cache
