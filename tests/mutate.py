@@ -53,9 +53,10 @@ CPP_TESTS = {
     "expert_slots": "expert_slots expert_slots_random expert_slot_budget", "expert_policy": "expert_policy expert_slots",
     "expert_profiler": "expert_profiler", "expert_prefetcher": "expert_prefetcher", "placement": "placement homes",
     "memory_plan": "placement memory engine", "placer": "homes placement", "read_spec": "model_spec", "metadata": "model_spec",
-    "architecture": "model_spec", "weights": "engine model_spec", "dtype": "dequantize model_spec", "workspace": "placement",
+    "architecture": "model_spec", "weights": "engine model_spec", "dtype": "dequantize model_spec",
+    "workspace": "gpu_scratch placement",
     "step_limits": "placement", "forward_pass": "engine drafts prediction_layer", "host_experts": "host_experts expert_shares",
-    "gpu_scratch": "placement", "packed_shape": "packed_layout placement",
+    "gpu_scratch": "gpu_scratch placement", "packed_shape": "packed_layout placement",
 }
 CPP_FILES = ("cpp/core/dtype.cpp", "cpp/core/sampling_rule.h", "cpp/memory/*.cpp", "cpp/model/*.cpp", "cpp/engine/sampler.cpp",
              "cpp/engine/session.cpp", "cpp/engine/drafter.cpp", "cpp/engine/placement.cpp", "cpp/engine/placer.cpp",

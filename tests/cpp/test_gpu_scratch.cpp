@@ -25,16 +25,28 @@ struct Part {
     int64_t bytes;
 };
 
-void expectApart(std::vector<Part> parts, size_t end) {
+// One behind the other, without a gap but for alignment. Returns where the last one ends.
+size_t expectApart(std::vector<Part> parts, size_t end) {
     parts.erase(std::remove_if(parts.begin(), parts.end(), [](const Part& p) { return p.bytes == 0; }), parts.end());
     std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
     for (size_t i = 0; i < parts.size(); ++i) {
-        ASSERT_GE(parts[i].bytes, 0) << parts[i].name;
+        EXPECT_GE(parts[i].bytes, 0) << parts[i].name;
         const bool last = i + 1 == parts.size();
-        EXPECT_LE(parts[i].begin + static_cast<size_t>(parts[i].bytes), last ? end : parts[i + 1].begin)
-            << parts[i].name << " reaches into " << (last ? "what comes behind" : parts[i + 1].name);
+        const size_t ends = parts[i].begin + static_cast<size_t>(parts[i].bytes), next = last ? end : parts[i + 1].begin;
+        EXPECT_LE(ends, next) << parts[i].name << " reaches into " << (last ? "what comes behind" : parts[i + 1].name);
+        if (!last) {
+            EXPECT_LT(next, ends + 256) << parts[i].name << " has more than it needs";
+        }
         EXPECT_EQ(parts[i].begin % 256, 0u) << parts[i].name;
     }
+    return parts.back().begin + static_cast<size_t>(parts.back().bytes);
+}
+
+// That of hybrid() below.
+cuda::DeltaShape deltaShape() {
+    cuda::DeltaShape shape;
+    shape.dim = 64, shape.valueHeads = 8, shape.keyHeads = 4, shape.convWidth = 4;
+    return shape;
 }
 
 int64_t quantized(int64_t rows, int64_t cols) { return static_cast<int64_t>(cuda::quantizedRowsBytes(rows, cols)); }
@@ -116,7 +128,7 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l, int64_t few)
         {"keysHi", s.keysHi, kHalf * rows * keys},
         {"keysLo", s.keysLo, kHalf * rows * keys},
         {"deltaWindows", s.deltaWindows, l.deltaHeads ? kFloat * s.many.deltaTiles * (l.deltaConvWidth - 1) * l.deltaChannels : 0},
-        {"deltaChunks", s.deltaChunks, l.deltaHeads ? kHalf * s.many.deltaTiles * l.deltaHeads * 64 * (l.deltaDim + 64) : 0},
+        {"deltaChunks", s.deltaChunks, l.deltaHeads ? static_cast<int64_t>(cuda::deltaChunkBytes(rows, s.many.deltaTiles, deltaShape(), true)) : 0},
     };
     parts.insert(parts.end(), many.begin(), many.end());
     return parts;
@@ -184,11 +196,13 @@ TEST(GpuScratch, WhatIsUsedTogetherLiesApart) {
             SCOPED_TRACE(std::to_string(rows) + " rows, experts " + std::to_string(l.experts) + ", heads of delta " + std::to_string(l.deltaHeads));
             const GpuScratch s(l);
             const int64_t few = std::min<int64_t>(rows, 8);
+            size_t end = 0;
             for (const auto phase : {ofMixer, ofFeed, ofJoin}) {
                 std::vector<Part> parts = always(s, l, few);
                 for (const Part& part : phase(s, l, few)) parts.push_back(part);
-                expectApart(parts, s.bytes());
+                end = std::max(end, expectApart(parts, s.bytes()));
             }
+            EXPECT_LT(s.bytes(), end + 256) << "no more is taken than the largest phase needs";
         }
     }
 }
@@ -254,6 +268,16 @@ TEST(GpuScratch, WorkspacesHoldWhatTheyAreDividedInto) {
                          {"pairOf", at(over.pairOf), kInt * pairs}, {"tileExpert", at(over.tileExpert), kInt * tiles},
                          {"tileBegin", at(over.tileBegin), kInt * tiles}, {"counts", at(over.counts), kInt * cuda::kMaxPairSegments * experts}},
                         memory.size());
+        }
+    }
+    // Of each tile and head two operands, in halves or twice that, and two floats a row; of each row two numbers.
+    for (const int64_t rows : {1, 64, 1000}) {
+        const int64_t tiles = rows / 64 + 1, operands = tiles * 8 * 64 * (64 + 64);
+        for (const bool split : {false, true}) {
+            const int64_t needed = 2 * kInt * rows + (split ? 2 : 1) * kHalf * operands + tiles * 8 * 64 * 2 * kFloat;
+            const auto taken = static_cast<int64_t>(cuda::deltaChunkBytes(rows, tiles, deltaShape(), split));
+            EXPECT_GE(taken, needed);
+            EXPECT_LT(taken, needed + 256);
         }
     }
     // A partial result for each page begun: a maximum, a sum and headDim outputs.
