@@ -7,7 +7,7 @@
 
 Everything happens in a copy of the tracked files under build/mutate; the work tree is never touched. C++ needs CMake and
 Ninja, Python the built module beside python/sharpi. A change counts as noticed when the tests of its file fail, crash
-or run over their time; if those pass, a C++ change is held against all C++ tests. One that does not compile counts for
+or run over their time; if those pass, a C++ change is held against all C++ tests (not with --quick). One that does not compile counts for
 nothing.
 """
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / os.environ.get("SHARPI_MUTATE", "mutate")  # a name for each that runs at the same time
 BUILT = TREE / "build" / "tests"
 MEMORY = 24 << 30  # address space of a test: a change may make a loop allocate for ever
-SECONDS = 400
+CPU_SECONDS, SECONDS = 180, 1800  # of a test program: the first whatever else runs here, the second for one that sleeps
 COMPILER = "the compiler"
 
 # Which tests hold which file: names of pytest files and of C++ test programs without "test_".
@@ -53,9 +53,10 @@ CPP_TESTS = {
     "expert_slots": "expert_slots expert_slots_random expert_slot_budget", "expert_policy": "expert_policy expert_slots",
     "expert_profiler": "expert_profiler", "expert_prefetcher": "expert_prefetcher", "placement": "placement homes",
     "memory_plan": "placement memory engine", "placer": "homes placement", "read_spec": "model_spec", "metadata": "model_spec",
-    "architecture": "model_spec", "weights": "engine model_spec", "dtype": "dequantize model_spec", "workspace": "placement",
+    "architecture": "model_spec", "weights": "engine model_spec", "dtype": "dequantize model_spec",
+    "workspace": "gpu_scratch placement",
     "step_limits": "placement", "forward_pass": "engine drafts prediction_layer", "host_experts": "host_experts expert_shares",
-    "gpu_scratch": "placement", "packed_shape": "packed_layout placement",
+    "gpu_scratch": "gpu_scratch placement", "packed_shape": "packed_layout placement",
 }
 CPP_FILES = ("cpp/core/dtype.cpp", "cpp/core/sampling_rule.h", "cpp/memory/*.cpp", "cpp/model/*.cpp", "cpp/engine/sampler.cpp",
              "cpp/engine/session.cpp", "cpp/engine/drafter.cpp", "cpp/engine/placement.cpp", "cpp/engine/placer.cpp",
@@ -116,6 +117,7 @@ def draw(tree: Path, python: int, cpp: int, seed: int) -> list[Site]:
 def limits() -> None:
     os.setsid()
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
@@ -150,14 +152,15 @@ def python_killer(site: Site) -> str:
     return next((f"test_{name}.py" for name in python_tests(site) if not pytest_passes(name)), "")
 
 
-def require_sound(sites: list[Site]) -> None:
+def require_sound(sites: list[Site], quick: bool) -> None:
     """Ends the program if tests fail with no change made: they would notice anything."""
     names = sorted({name for site in sites if site.file.endswith(".py") for name in python_tests(site)})
     broken = [name for name in names if not pytest_passes(name)]
-    if not all(site.file.endswith(".py") for site in sites):
-        if not build():
-            sys.exit("the unchanged source does not build")
-        broken += [name for name in cpp_programs() if not cpp_passes(name)]
+    cpp = [site for site in sites if not site.file.endswith(".py")]
+    if cpp and not build():
+        sys.exit("the unchanged source does not build")
+    programs = {name for site in cpp for name in (cpp_tests(site) if quick else cpp_programs())}
+    broken += [name for name in sorted(programs) if not cpp_passes(name)]
     if broken:
         sys.exit(f"these tests fail with no change made: {' '.join(broken)}")
 
@@ -180,11 +183,15 @@ def cpp_passes(name: str) -> bool:
     return passes([str(BUILT / "tests" / "cpp" / name), "--gtest_brief=1"])
 
 
-def cpp_killer(site: Site) -> str:
+def cpp_tests(site: Site) -> list[str]:
+    return [f"test_{name}" for name in CPP_TESTS[Path(site.file).stem].split() if f"test_{name}" in cpp_programs()]
+
+
+def cpp_killer(site: Site, quick: bool) -> str:
     """The C++ test program that notices the change, or nothing."""
-    first = [f"test_{name}" for name in CPP_TESTS.get(Path(site.file).stem, "").split()]
-    every = cpp_programs()
-    for names in ([name for name in first if name in every], [name for name in every if name not in first]):
+    first = cpp_tests(site)
+    others = [] if quick else [name for name in cpp_programs() if name not in first]
+    for names in (first, others):
         if names and not build(*names):
             return COMPILER
         for name in names:
@@ -193,7 +200,7 @@ def cpp_killer(site: Site) -> str:
     return ""
 
 
-def run(site: Site) -> Result | None:
+def run(site: Site, quick: bool) -> Result | None:
     """What became of a change; `None` if today's source has no such place."""
     path = TREE / site.file
     original = path.read_text(encoding="utf-8")
@@ -203,7 +210,7 @@ def run(site: Site) -> Result | None:
     started = time.monotonic()
     try:
         path.write_text(changed, encoding="utf-8")
-        by = python_killer(site) if site.file.endswith(".py") else cpp_killer(site)
+        by = python_killer(site) if site.file.endswith(".py") else cpp_killer(site, quick)
     finally:
         path.write_text(original, encoding="utf-8")
     return Result(site, bool(by), by, time.monotonic() - started)
@@ -230,6 +237,7 @@ def main() -> int:
     parser.add_argument("--save", metavar="FILE", help="write what became of each change")
     parser.add_argument("--replay", metavar="FILE", help="run the changes of such a file")
     parser.add_argument("--only-survivors", action="store_true", help="of --replay, only those that no test noticed")
+    parser.add_argument("--quick", action="store_true", help="hold a C++ change against the tests of its file only")
     parser.add_argument("--list", action="store_true", help="show the changes and run nothing")
     options = parser.parse_args()
     make_tree(options.base)
@@ -237,12 +245,12 @@ def main() -> int:
              else draw(TREE, options.python, options.cpp, options.seed))
     results: list[Result] = []
     if not options.list:
-        require_sound(sites)
+        require_sound(sites, options.quick)
     for number, site in enumerate(sites, 1):
         if options.list:
             print(site)
             continue
-        result = run(site)
+        result = run(site, options.quick)
         if result is None:
             print(f"{number}/{len(sites)} gone      {site}", flush=True)
             continue

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -104,6 +105,32 @@ TEST(Half, KnowsEveryE8m0) {
     for (int e = 0; e < 256; ++e) EXPECT_EQ(halfFromE8m0(static_cast<uint8_t>(e)), std::ldexp(1.0, e - 128));
 }
 
+// As GGUF files have them: number, name, elements and bytes of a block, floats or codes.
+TEST(DTypes, AreThoseOfTheFormat) {
+    struct Known {
+        uint32_t number;
+        const char* name;
+        int64_t elements;
+        size_t bytes;
+        bool isFloat;
+    };
+    const Known types[] = {{0, "F32", 1, 4, true},        {1, "F16", 1, 2, true},        {2, "Q4_0", 32, 18, false},   {3, "Q4_1", 32, 20, false},
+                           {6, "Q5_0", 32, 22, false},    {7, "Q5_1", 32, 24, false},    {8, "Q8_0", 32, 34, false},   {10, "Q2_K", 256, 84, false},
+                           {11, "Q3_K", 256, 110, false}, {12, "Q4_K", 256, 144, false}, {13, "Q5_K", 256, 176, false}, {14, "Q6_K", 256, 210, false},
+                           {20, "IQ4_NL", 32, 18, false}, {23, "IQ4_XS", 256, 136, false}, {30, "BF16", 1, 2, true},    {39, "MXFP4", 32, 17, false}};
+    size_t found = 0;
+    for (uint32_t number = 0; number < 100; ++number) found += findDType(number) != nullptr;
+    EXPECT_EQ(found, std::size(types));
+    for (const Known& known : types) {
+        const DTypeInfo* type = findDType(known.number);
+        ASSERT_NE(type, nullptr) << known.name;
+        EXPECT_STREQ(type->name, known.name);
+        EXPECT_EQ(type->blockElements, known.elements) << known.name;
+        EXPECT_EQ(type->blockBytes, known.bytes) << known.name;
+        EXPECT_EQ(type->isFloat, known.isFloat) << known.name;
+    }
+}
+
 TEST(DTypes, AreFoundByNumberAndMeasured) {
     EXPECT_EQ(findDType(12), &info(DType::Q4_K));
     EXPECT_EQ(findDType(4), nullptr);
@@ -111,6 +138,7 @@ TEST(DTypes, AreFoundByNumberAndMeasured) {
     EXPECT_EQ(rowBytes(DType::Q8_0, 96), 102u);
     EXPECT_EQ(rowBytes(DType::BF16, 7), 14u);
     EXPECT_THROW(rowBytes(DType::Q6_K, 128), Error);
+    EXPECT_THROW(rowBytes(DType::F32, -1), Error);
     EXPECT_THROW(info(static_cast<DType>(999)), Error);
 }
 

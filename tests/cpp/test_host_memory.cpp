@@ -45,7 +45,10 @@ TEST_F(HostMemoryRoom, OfAMachineWithoutGroups) {
     expect(SIZE_MAX, SIZE_MAX);
     machine();
     expect(40 * kGiB, 43 * kGiB);
-    write("proc/self/cgroup", "nonsense\n:\n7\n3:cpu,memory:\n");
+    // Lines that name no group: what is there for all has nothing to do with this process.
+    unified("", std::to_string(kGiB), 0, 0);
+    write("groups/memory/memory.limit_in_bytes", "1\n");
+    write("proc/self/cgroup", "nonsense\n:\n/:\n7\n3:cpu,memory:\n0::\n0::elsewhere\n5:memory:elsewhere\n");
     expect(40 * kGiB, 43 * kGiB);
 }
 

@@ -92,6 +92,41 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
     for (const std::string& name : knownArchitectures()) EXPECT_EQ(std::count(names.begin(), names.end(), name) > 0, true) << name;
 }
 
+// What tells the architectures apart, as their models' own code has it: tests that read the table would agree with any.
+TEST(ModelSpec, ArchitecturesAreWhatTheirModelsAre) {
+    using Pairing = RopeSpec::Pairing;
+    using QkNorm = AttentionSpec::QkNorm;
+    struct Known {
+        const char* name;
+        Pairing pairing;
+        QkNorm qkNorm;
+        bool renormalized, needsExperts, hybrid;
+    };
+    const Known models[] = {
+        {"llama", Pairing::Adjacent, QkNorm::None, true, false, false},  // Mixtral divides by the sum of the chosen
+        {"qwen2", Pairing::Halves, QkNorm::None, true, false, false},
+        {"qwen3", Pairing::Halves, QkNorm::PerHead, true, false, false},
+        {"qwen3moe", Pairing::Halves, QkNorm::PerHead, true, true, false},
+        {"olmoe", Pairing::Halves, QkNorm::FullRow, false, true, false},
+        {"qwen35", Pairing::Halves, QkNorm::PerHead, true, false, true},
+        {"qwen35moe", Pairing::Halves, QkNorm::PerHead, true, true, true},
+    };
+    for (const Known& known : models) {
+        const Architecture& arch = tiny::architecture(known.name);
+        EXPECT_EQ(arch.pairing, known.pairing) << known.name;
+        EXPECT_EQ(arch.qkNorm, known.qkNorm) << known.name;
+        EXPECT_EQ(arch.expertsRenormalized, known.renormalized) << known.name;
+        EXPECT_EQ(arch.needsExperts, known.needsExperts) << known.name;
+        EXPECT_EQ(arch.hybrid, known.hybrid) << known.name;
+        EXPECT_STREQ(arch.ffnNorm, known.hybrid ? "post_attention_norm" : "ffn_norm") << known.name;
+    }
+}
+
+TEST(ModelSpec, CountsParameters) {
+    const TensorTable tensors({{"a", DType::F32, {5}, 0, 0, 20}, {"b", DType::F32, {4, 3}, 0, 32, 48}, {"c", DType::Q8_0, {32, 2, 7}, 0, 96, 476}});
+    EXPECT_EQ(ModelSpec().parameters(tensors), 5 + 12 + 448);
+}
+
 TEST(ModelSpec, UnknownArchitectureIsNamedWithThoseThatAreKnown) {
     expectSpoiled({}, "'mammoth'", [](tiny::Model& m) { m.metadata["general.architecture"] = std::string("mammoth"); });
     for (const std::string& known : knownArchitectures())

@@ -10,6 +10,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -293,6 +294,73 @@ TEST(Sampler, TheDrawWalksTheCandidatesInOrder) {
     std::vector<float> copy = logits;
     EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, 0.0), 1);
     EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, 1 - 0x1p-53), 2);  // never the one without weight
+}
+
+// The rule once more, sum by sum as core/sampling_rule.h words it: which candidate of `keep` in order, and the bounds between them.
+struct PlainRule {
+    std::vector<double> through;
+    int64_t kept = 0;
+
+    PlainRule(const std::vector<float>& ordered, const SamplingRule& rule) {
+        const auto keep = static_cast<int64_t>(ordered.size());
+        const auto [before, sums] = summed(ordered, keep, keep, 1.0f);
+        for (kept = 1; kept < keep; ++kept) {
+            if (before[kept] >= rule.topP * sums[keep - 1] || samplingWeight(ordered[kept], ordered[0], 1.0f) < rule.minP) break;
+        }
+        through = summed(ordered, kept, keep, rule.temperature).second;
+    }
+
+    int64_t choice(double draw) const {
+        const double target = draw * through[kept - 1];
+        for (int64_t i = 0; i < kept; ++i) {
+            if (through[i] > target) return i;
+        }
+        return -1;
+    }
+
+private:
+    using Sums = std::vector<double>;
+
+    // before and through of the first `count`, in the chunks of `keep`.
+    static std::pair<Sums, Sums> summed(const std::vector<float>& ordered, int64_t count, int64_t keep, float temperature) {
+        const int64_t chunk = (keep + 1023) / 1024;
+        Sums before, through;
+        double base = 0;
+        for (int64_t begin = 0; begin < count; begin += chunk) {
+            double inside = 0;
+            for (int64_t i = begin; i < std::min(begin + chunk, count); ++i) {
+                const double weight = samplingWeight(ordered[i], ordered[0], temperature);
+                before.push_back(base + inside);
+                inside = inside + weight;
+                through.push_back(base + inside);
+            }
+            base = base + inside;
+        }
+        return {before, through};
+    }
+};
+
+// Draws on and beside the bounds between candidates tell apart sums that were added in another order. Only weights of very
+// different sizes do: sums of a few thousand floats of like size are exact in doubles, in any order.
+TEST(Sampler, SumsAreAddedInTheRulesOrder) {
+    for (const int count : {700, 1024, 1025, 5000, 5001, 20001}) {
+        SamplingRule rule;
+        rule.temperature = 0.7f;
+        rule.topK = 0, rule.topP = count % 2 ? 1 : std::nextafter(1.0f, 0.0f), rule.minP = 0;
+        std::vector<float> logits = randomLogits(static_cast<size_t>(count), static_cast<unsigned>(count), 8);
+        std::sort(logits.begin(), logits.end(), std::greater<>());  // so that a token is its place in the order
+        const PlainRule plain(logits, rule);
+        ASSERT_GT(plain.kept, 100);
+        const double total = plain.through[plain.kept - 1];
+        for (int64_t i = 0; i < plain.kept; i += std::max<int64_t>(1, plain.kept / 100)) {
+            const double bound = plain.through[i] / total;
+            for (const double draw : {std::nextafter(bound, 0.0), bound, std::nextafter(bound, 1.0)}) {
+                if (draw >= 1) continue;
+                std::vector<float> copy = logits;
+                ASSERT_EQ(sampleOnHost(copy.data(), count, rule, {}, draw), plain.choice(draw)) << i << " of " << count;
+            }
+        }
+    }
 }
 
 // Enough candidates for chunks of several: the order of sums changes, the distribution does not.

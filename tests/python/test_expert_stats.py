@@ -258,3 +258,10 @@ def test_statistics_of_another_model_are_refused(tmp_path: Path) -> None:
     named = replace(ExpertStats.load(path), model="\x1b[2Jodd\n")
     named.save(path)
     assert "odd" in refused(lambda: ExpertStats.load(path, mine))
+
+
+def test_statistics_that_say_nothing_of_slots_have_none() -> None:
+    stats = random_stats()
+    bare = ExpertStats(stats.model, stats.architecture, stats.fingerprint, stats.layers, stats.present,
+                       *(getattr(stats, name) for name in COUNTS))
+    assert bare.summary()["slots"] == bare.summary()["resident"] == 0 and bare.summary()["predictors"] == {}

@@ -119,3 +119,48 @@ def test_nothing_used_and_odd_names_are_drawn() -> None:
     for name in ("", "x" * 5000, "\x1b[31m\n\u4e2d\u6587\U0001f600"):
         assert picture(replace(nothing, model=name)).shape == shape
     assert not np.array_equal(picture(replace(nothing, model="a")), picture(replace(nothing, model="b")))
+
+
+LINES = 120
+
+
+def test_the_scale_is_marked_where_its_values_are() -> None:
+    for uses in (random_uses(6, 16), np.array([np.roll([1000] + [1] * 199, row) for row in range(20)], np.uint64)):
+        stats = stats_of(uses)
+        image = picture(stats)
+        left, top, across, down = find(image, expected_cells(stats))
+        layers, experts = uses.shape
+        height, most = layers * down, max(2.0, float(np.nanmax(relative_uses(stats))))
+        beside = image[:, left + experts * across + 20 + 16 + 2]  # between the bar and the numbers
+        marked = np.flatnonzero((beside == LINES).all(axis=1))
+        values = ((top + height - 1 - marked) / (height - 1)) ** 2 * most
+        # Marks are a pixel exact, which is so much of a value.
+        exact = 2 * np.sqrt(values * most) / (height - 1) + 0.001
+        wanted = [value for value in (0, 0.25, 1, 2, 4, 8, 16, 32, 64, 128, 256) if value <= most]
+        assert {0, 1} <= {value for value in wanted if (abs(values - value) <= exact).any()}
+        assert all(any(abs(value - near) <= room for near in wanted) for value, room in zip(values, exact))
+        assert len(values) > 2 and values.max() >= most / 4, "the scale is marked up to its end"
+        assert (np.diff(marked) >= 15).all(), "and the numbers have room"
+
+
+def test_axes_are_marked_outside_of_the_map() -> None:
+    stats = stats_of(random_uses(6, 16))
+    image = picture(stats)
+    left, top, across, down = find(image, expected_cells(stats))
+    below = (image[top + 6 * down + 2, left:left + 16 * across] == LINES).all(axis=1)
+    beside = (image[top:top + 6 * down, left - 4] == LINES).all(axis=1)
+    for marks, cell in ((np.flatnonzero(below), across), (np.flatnonzero(beside), down)):
+        assert len(marks) > 2 and marks[0] // cell == 0
+        assert (abs(marks % cell - cell // 2) <= 1).all(), "in the middle of cells"
+
+
+def test_words_along_the_sides_are_whole() -> None:
+    stats = stats_of(random_uses(48, 128))
+    image = picture(stats)
+    left, top, across, down = find(image, expected_cells(stats))
+    ink = (image < 100).all(axis=2)
+    for side, word in ((ink[:, left + 128 * across + 20 + 16 + 35:], "uses / layer's mean"), (ink[:, :24], "layer")):
+        rows = np.flatnonzero(side[top:top + 48 * down].any(axis=1))
+        assert np.ptp(rows) > 5 * len(word), f"{word!r} is cut off"
+        middle = (rows[0] + rows[-1]) / 2
+        assert abs(middle - 24 * down) < 12, f"{word!r} is not in the middle"
