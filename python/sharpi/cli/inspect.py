@@ -49,11 +49,13 @@ def inspect_command(model: str | None, model_option: str | None, with_tensors: b
     found = described(model, model_option)
     path = BUNDLED_MODEL if found is None else found.path
     file = GgufFile.open(path)
+    # Where it is: of a model that is not here, on the Hub.
+    files = list(found.files) if found is not None and found.missing else [str(path) for path in file.paths]
     verdict = _judge(file)
     if as_json:
-        click.echo(json.dumps(_as_json(file, verdict), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(_as_json(file, verdict, files), indent=2, ensure_ascii=False))
     else:
-        click.echo(_as_text(file, verdict, with_tensors))
+        click.echo(_as_text(file, verdict, files, with_tensors))
     if found is not None and found.missing:
         click.echo(f"{'sharpi: ' if as_json else ''}{not_here(found)}", err=as_json)
 
@@ -113,12 +115,12 @@ def _type_totals(tensors: Sequence[TensorInfo]) -> list[_TypeTotal]:
     return [_TypeTotal(name, counts[name], elements[name], total) for name, total in sizes.most_common()]
 
 
-def _as_text(file: GgufFile, verdict: _Verdict, with_tensors: bool) -> str:
+def _as_text(file: GgufFile, verdict: _Verdict, files: list[str], with_tensors: bool) -> str:
     totals = _type_totals(file.tensors)
     parameters = sum(total.elements for total in totals)
     lines = [
         printable(file.name),
-        f"  file           {printable(', '.join(map(str, file.paths)))}",
+        f"  file           {printable(', '.join(files))}",
         f"  format         GGUF version {file.version}",
         f"  architecture   {printable(file.architecture)}",
         f"  parameters     {parameters:,}",
@@ -198,11 +200,11 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value]
 
 
-def _as_json(file: GgufFile, verdict: _Verdict) -> dict[str, Any]:
+def _as_json(file: GgufFile, verdict: _Verdict, files: list[str]) -> dict[str, Any]:
     totals, spec = _type_totals(file.tensors), verdict.spec
     return {
         "name": file.name,
-        "files": [str(path) for path in file.paths],
+        "files": files,
         "version": file.version,
         "architecture": file.architecture,
         "parameters": sum(total.elements for total in totals),

@@ -77,7 +77,7 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
                      notice=notice)
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
     if found is not None and found.missing:
-        click.echo(f"sharpi: {not_here(found)}" if as_json else _wrapped(f"\n{not_here(found)}"), err=as_json)
+        click.echo(f"sharpi: {not_here(found)}" if as_json else f"\n{_wrapped(not_here(found))}", err=as_json)
 
 
 def _table(plan: Plan, verbose: bool, elsewhere: bool) -> str:
