@@ -399,6 +399,17 @@ def test_what_is_not_a_hub(story: World) -> None:
         f"user/story: {story.hub.url} does not answer like a Hub; HF_ENDPOINT names it")
 
 
+def test_a_hub_does_not_choose_where_files_go(story: World) -> None:
+    paths = ("../../../evil-Q4_K_M.gguf", "/tmp/evil-Q4_K_M.gguf", "a/../../evil-Q4_K_M.gguf", "evil\x1b[2J-Q4_K_M.gguf")
+    story.hub.repos["user/evil"] = Repo({path: BUNDLED_MODEL for path in paths})
+    for command in ("pull", "plan"):
+        assert "has no GGUF file of a model" in story.refused(command, "user/evil")
+    story.hub.repos["user/evil"] = Repo({"m-Q4_K_M.gguf": BUNDLED_MODEL}, commit="../" * 10 + "evil")
+    assert "does not say which commit it has" in story.refused("plan", "user/evil")
+    story.hub.repos["user/evil"] = Repo({"m-Q4_K_M.gguf": BUNDLED_MODEL}, hashes={"m-Q4_K_M.gguf": "../../evil"})
+    assert "gives no checksum for m-Q4_K_M.gguf" in story.refused("pull", "user/evil")
+
+
 def test_no_network(story: World) -> None:
     assert re.fullmatch(r"user/story: cannot be read from http://127\.0\.0\.1:9: .*refused.*",
                         story.refused("run", "-m", "user/story", "-p", "x", HF_ENDPOINT="http://127.0.0.1:9"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, h
 
 from sharpi.errors import HubError, SharpiError
 from sharpi.files import write_whole
-from sharpi.hub.cache import folder_of
+from sharpi.hub.cache import COMMIT, folder_of, read_ref
 from sharpi.hub.names import HubFile, Name, Variant
 
 __all__ = ["Listing", "Progress", "amount", "ask", "download", "explained", "missing_bytes", "receive"]
@@ -36,6 +37,7 @@ Notice = Callable[[str], None]
 
 # The base of what its HTTP library raises, which is another one in each major version.
 _HttpError = next(base for base in reversed(HfHubHTTPError.__mro__) if base.__name__ == "HTTPError")
+_ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _CHUNK = 1 << 20
 _RETRY_AFTER = (0.25, 1.0, 4.0)  # seconds; counted anew whenever something came
 _LIBRARY = "sharpi"
@@ -57,14 +59,19 @@ def ask(name: Name) -> Listing:
             info = HfApi(library_name=_LIBRARY).model_info(name.repo, revision=name.revision, files_metadata=True)
             files = tuple(HubFile(file.rfilename, (file.lfs.size if file.lfs else file.size) or 0,
                                   (file.lfs.sha256 if file.lfs else file.blob_id) or "")
-                          for file in info.siblings or ())
+                          for file in info.siblings or () if _is_plain(file.rfilename))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, (HfHubHTTPError, HFValidationError)):
                 raise
             raise HubError(f"{name}: {constants.ENDPOINT} does not answer like a Hub; HF_ENDPOINT names it") from error
-    if not info.sha:
+    if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
         raise HubError(f"{name}: {constants.ENDPOINT} does not say which commit it has; HF_ENDPOINT names it")
     return Listing(name, info.sha, files)
+
+
+def _is_plain(path: str) -> bool:
+    """Whether it names a file below the repository's folder: a Hub must not choose where files go, nor drive terminals."""
+    return path.isprintable() and "\\" not in path and not set(path.split("/")) & {"", ".", ".."}
 
 
 def missing_bytes(name: Name, variant: Variant) -> int:
@@ -92,7 +99,7 @@ def download(listing: Listing, variant: Variant, progress: Progress | None, noti
             report("downloading", 0, done)
         # Last, so that a branch's name never leads to a commit of which only a part has come.
         ref = folder_of(name.repo) / "refs" / (name.revision or constants.DEFAULT_REVISION)
-        if name.revision != listing.commit:
+        if name.revision != listing.commit and read_ref(ref) != listing.commit:
             ref.parent.mkdir(parents=True, exist_ok=True)
             write_whole(ref, listing.commit.encode())
     return snapshot / variant.files[0].path
@@ -130,7 +137,7 @@ def _require_room(name: Name, count: int) -> None:
 
 def _download_file(listing: Listing, file: HubFile, report: Callable[[str, int], None], notice: Notice | None) -> None:
     blob = _blob(listing.name.repo, file)
-    if not file.etag.isalnum():
+    if not _ETAG.fullmatch(file.etag):
         raise HubError(f"{listing.name}: {constants.ENDPOINT} gives no checksum for {file.path}")
     blob.parent.mkdir(parents=True, exist_ok=True)
     with _alone(blob, notice):
@@ -221,7 +228,7 @@ def _verify(name: Name, file: HubFile, path: Path, report: Callable[[str, int], 
             digest.update(chunk)
             done += len(chunk)
             report("checking", done)
-    if digest.hexdigest() != file.etag.lower():
+    if digest.hexdigest() != file.etag:
         path.unlink()
         raise HubError(f"{name}: {file.path} arrived damaged (its checksum is not the one that {constants.ENDPOINT}"
                        " gives) and was removed: try again")
