@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from collections.abc import Sequence
 
 import click
 
-from sharpi.cli.pull import described, not_here
+from sharpi.cli.pull import described, named_as, not_here
 from sharpi.cli.text import printable, size
 
 if TYPE_CHECKING:
@@ -47,11 +47,12 @@ def inspect_command(model: str | None, model_option: str | None, with_tensors: b
     from sharpi.model import BUNDLED_MODEL
 
     found = described(model, model_option)
-    path = BUNDLED_MODEL if found is None else found.path
-    file = GgufFile.open(path)
-    # Where it is: of a model that is not here, on the Hub.
-    files = list(found.files) if found is not None and found.missing else [str(path) for path in file.paths]
-    verdict = _judge(file)
+    with named_as(found):
+        file = GgufFile.open(BUNDLED_MODEL if found is None else found.path)
+    verdict, files = _judge(file), [str(path) for path in file.paths]
+    if found is not None and found.files:
+        files = list(found.files)
+        verdict = replace(verdict, obstacles={part: found.told(text) for part, text in verdict.obstacles.items()})
     if as_json:
         click.echo(json.dumps(_as_json(file, verdict, files), indent=2, ensure_ascii=False))
     else:

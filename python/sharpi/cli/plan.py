@@ -11,7 +11,7 @@ import click
 from sharpi.cli.options import (batch_option, context_option, cpu_moe_option, device_option, kv_dtype_option,
                                 model_option, no_mtp_option, profile_option, sequences_option, threads_option,
                                 vram_option)
-from sharpi.cli.pull import described, not_here
+from sharpi.cli.pull import described, named_as, not_here
 from sharpi.cli.text import printable, size, speed
 from sharpi.drafts import MOST_COST
 from sharpi.plan import vram_words
@@ -70,7 +70,8 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
         count = known.threads
     else:
         count = usable_threads(threads, notice, cores=None if known is None else known.cores)
-    file, spec = describe(found.path if found else None, mtp=not no_mtp)
+    with named_as(found):
+        file, spec = describe(found.path if found else None, mtp=not no_mtp)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
                      threads=count, cpu_moe=cpu_moe or None, sequences=sequences, profile=known, shown=True,
                      warm=None if warm is None else ExpertStats.load(warm, file),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import click
 
 from sharpi.cli.text import printable, size
+from sharpi.errors import ModelFileError
 
 if TYPE_CHECKING:
     from sharpi.hub import Found
@@ -58,6 +59,17 @@ def described(argument: str | None, option: str | None) -> Found | None:
         raise click.UsageError("give one model, not two", click.get_current_context())
     model = argument if argument is not None else option
     return None if model is None else hub.look(model, notice=_tell)
+
+
+@contextmanager
+def named_as(found: Found | None) -> Iterator[None]:
+    """Lets an error name the model's file on the Hub, not the one that its header is kept in."""
+    try:
+        yield
+    except ModelFileError as error:
+        if found is None:
+            raise
+        raise ModelFileError(found.told(str(error))) from error
 
 
 def not_here(found: Found) -> str:

@@ -31,6 +31,14 @@ class Found:
     missing: int = 0
     files: tuple[str, ...] = ()
 
+    def told(self, text: str) -> str:
+        """A message with the files' names on the Hub in place of where their headers are kept."""
+        if not self.files:
+            return text
+        shared = os.path.commonprefix([str(self.path)[::-1], self.files[0][::-1]])
+        kept, source = str(self.path)[: -len(shared)], self.files[0][: -len(shared)]
+        return text.replace(kept, source)
+
 
 def locate(model: Model, *, progress: Progress | None = None, notice: Notice | None = None) -> Model:
     """The file to load: a path as it is; for a name its file in the cache, downloaded now if it is not there yet.

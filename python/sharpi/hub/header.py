@@ -18,7 +18,7 @@ from sharpi.errors import HubError, ModelFileError
 from sharpi.gguf import has_whole_header
 from sharpi.hub.download import Listing, explained, receive
 from sharpi.hub.names import HubFile, Variant
-from sharpi.profile import cache_path
+from sharpi.profile_cache import cache_path
 
 __all__ = ["fetch_header", "forget"]
 
