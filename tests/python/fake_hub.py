@@ -60,6 +60,7 @@ class FakeHub:
         self.corrupt = False  # the last byte of each file is another one
         self.no_ranges = False
         self.pause = 0.0  # seconds between blocks
+        self.sent = 0  # bytes of files
         self.broken_with: int | None = None  # status of all answers about repositories
         self.not_a_hub = False
         self.files_broken_with: int | None = None
@@ -221,6 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
                     return
                 self.wfile.write(block)
                 sent += len(block)
+                fake.sent += len(block)
                 if fake.pause:
                     self.wfile.flush()
                     time.sleep(fake.pause)

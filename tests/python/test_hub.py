@@ -330,24 +330,15 @@ def test_two_pulls_at_once_download_once(story: World) -> None:
 
 
 def test_a_full_disk(story: World) -> None:
-    # As large as a download may get, by the limit on the size of files: the signal is ignored, so write() fails.
-    limited = ("import errno, resource, signal, sys\n"
-               "import sharpi.hub.download as download\n"
-               "original = download.receive\n"
-               "def receive(url, out, end, report):\n"
-               "    class Full:\n"
-               "        def write(self, data):\n"
-               "            if out.tell() + len(data) > 4 << 20: raise OSError(errno.ENOSPC, 'No space left on device')\n"
-               "            return out.write(data)\n"
-               "        def __getattr__(self, name): return getattr(out, name)\n"
-               "    original(url, Full(), end, report)\n"
-               "download.receive = receive\n"
-               "from sharpi.cli import main; main(prog_name='sharpi')")
-    out, err = story.run("pull", "user/story", code=2, program=[*PYTHON, limited])
-    assert err.splitlines()[-1] == (
-        f"sharpi: error: user/story: the disk with {story.cache} is full; what has come stays, for the next attempt, and"
-        " HF_HOME names another place")
-    assert list(story.blobs().values()) == [4 << 20]
+    blobs = story.snapshot().parents[1] / "blobs"
+    blobs.mkdir(parents=True)
+    # What is written there fails as on a disk without room.
+    partial = blobs / (story.hub.repos["user/story"].hash_of("story-Q4_K_M.gguf") + ".incomplete")
+    partial.symlink_to("/dev/full")
+    assert story.refused("pull", "user/story") == (
+        f"user/story: the disk with {story.cache} is full; what has come stays, for the next attempt, and HF_HOME names"
+        " another place")
+    assert len(story.hub.asked("/cdn/")) == 1  # another attempt would not help
 
 
 def test_too_little_room_is_said_before(large: World) -> None:
@@ -355,6 +346,7 @@ def test_too_little_room_is_said_before(large: World) -> None:
     larger.touch()
     os.truncate(larger, 1 << 43)  # 8 TiB, of which the disk holds nothing
     large.hub.repos["user/large"] = Repo({"large-Q4_0.gguf": larger}, hashes={"large-Q4_0.gguf": "a" * 64})
+    large.hub.files_broken_with = 404  # so that a test that fails does not fill the disk
     message = large.refused("pull", "user/large")
     assert re.fullmatch(r"user/large: 8192\.00 GiB are to be downloaded, but \S+ has room for only [\d.]+ GiB; HF_HOME"
                         " names another place", message)
@@ -454,10 +446,27 @@ def test_offline_without_the_model(story: World) -> None:
     assert story.hub.requests == []
 
 
+def test_pull_offline_gives_what_is_here(story: World) -> None:
+    path, _ = story.run("pull", "user/story:Q8_0")
+    story.forget_requests()
+    assert story.run("pull", "user/story:Q8_0", HF_HUB_OFFLINE="1") == (
+        path, "sharpi: user/story:Q8_0: is in the cache; HF_HUB_OFFLINE forbids to look for a newer one\n")
+    assert story.hub.requests == []
+
+
 def test_another_quant_in_the_cache_is_used_and_named(story: World) -> None:
     story.run("pull", "user/story:Q8_0")
     story.forget_requests()
     assert story.run("inspect", "user/story")[1] == "sharpi: user/story: Q8_0 is taken, which is in the cache\n"
+    assert story.hub.requests == []
+
+
+def test_what_only_an_older_commit_has_is_still_found(story: World) -> None:
+    story.run("pull", "user/story:Q8_0")
+    story.hub.repos["user/story"] = Repo(story.hub.repos["user/story"].files, commit="2" * 40)
+    story.run("pull", "user/story")
+    story.forget_requests()
+    assert json.loads(story.run("inspect", "--json", "-m", "user/story:Q8_0")[0])["architecture"] == "llama"
     assert story.hub.requests == []
 
 
@@ -556,6 +565,8 @@ def test_what_was_downloaded_in_part_is_not_counted_again(story: World) -> None:
 def test_plan_of_a_server_without_ranges_still_reads_no_more_than_the_header(large: World) -> None:
     large.hub.no_ranges = True
     assert "Not downloaded yet" in large.run("inspect", "user/large")[0]
+    # What a connection holds on its way is sent too.
+    assert large.hub.sent < 64 << 20
 
 
 def test_a_file_that_is_no_model(story: World) -> None:

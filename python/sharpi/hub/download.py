@@ -1,7 +1,7 @@
 """Asks the Hub what a repository has, and downloads files of it into the cache.
 
-`huggingface_hub` knows requests, tokens, redirects and the cache's layout. The bytes of a file are received here, because
-its own download throws a partial file away (since version 1.0), and does not compare the hash of what came.
+`huggingface_hub` knows requests, tokens, redirects and the cache's layout. The bytes of a file are received here: its
+own download throws away what has come when it is interrupted, and does not compare the hash of what it received.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 Notice = Callable[[str], None]
 
 # The base of what its HTTP library raises, which is another one in each major version.
-_HttpError = next(base for base in reversed(HfHubHTTPError.__mro__) if base.__name__ == "HTTPError")
+_HttpError: type[Exception] = next(base for base in reversed(HfHubHTTPError.__mro__) if base.__name__ == "HTTPError")
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _CHUNK = 1 << 20
 _RETRY_AFTER = (0.25, 1.0, 4.0)  # seconds; counted anew whenever something came
@@ -70,7 +70,8 @@ def ask(name: Name) -> Listing:
 
 
 def _is_plain(path: str) -> bool:
-    """Whether it names a file below the repository's folder: a Hub must not choose where files go, nor drive terminals."""
+    """Whether it names a file below the repository's folder: a Hub must not choose where files go, nor what a terminal
+    does."""
     return path.isprintable() and "\\" not in path and not set(path.split("/")) & {"", ".", ".."}
 
 
@@ -148,7 +149,8 @@ def _download_file(listing: Listing, file: HubFile, report: Callable[[str, int],
     # Finds the blob, so it makes the link and downloads nothing.
     linked = hf_hub_download(listing.name.repo, file.path, revision=listing.commit, library_name=_LIBRARY)
     if os.path.getsize(linked) != file.size:
-        raise HubError(f"{listing.name}: {linked} is not as large as {constants.ENDPOINT} says: remove it and try again")
+        raise HubError(f"{listing.name}: {linked} is not as large as {constants.ENDPOINT} says: remove it and try"
+                       " again")
 
 
 @contextmanager
@@ -269,7 +271,7 @@ def _refusal(name: Name, error: Exception) -> str:
     if isinstance(error, EntryNotFoundError):
         return f"the file is no longer at {endpoint}/{name.repo}"
     if status == 401:
-        return f"{endpoint} does not accept the token: HF_TOKEN sets it, https://huggingface.co/settings/tokens shows it"
+        return f"{endpoint} does not accept the token: HF_TOKEN sets it, {endpoint}/settings/tokens shows it"
     if status == 403:
         return f"{endpoint} forbids it; the token (HF_TOKEN) may lack the permission"
     if status is not None:
