@@ -43,8 +43,9 @@ def test_a_name(text: str, name: Name) -> None:
 
 
 @pytest.mark.parametrize("text", [
-    "", "a", "model.gguf", "a/model.gguf", "./a/b", "../a/b", "/a/b", "~/a", "a/b/", "a/b/c", "a//b", "a/b:", "a/b@", ".a/b",
-    "a/b-", "a/b--c", "a/b..c", "a/../b.gguf", "a/b/../c.gguf", "a/b:x/y", "a b/c", "a/b\0", "x" * 96 + "/y", "hf.co/a/b",
+    "", "a", "model.gguf", "a/model.gguf", "./a/b", "../a/b", "/a/b", "~/a", "a/b/", "a/b/c", "a//b", "a/b:",
+    "a/b@", ".a/b", "a/b-", "a/b--c", "a/b..c", "a/../b.gguf", "a/b/../c.gguf", "a/b:x/y", "a b/c", "a/b\0",
+    "x" * 96 + "/y", "hf.co/a/b",
 ])
 def test_a_path(text: str) -> None:
     assert Name.parse(text) is None
@@ -83,15 +84,15 @@ def test_labels() -> None:
 
 
 def test_what_is_no_model_is_skipped() -> None:
-    assert list(labels("mmproj-model-f16.gguf", "model-mmproj.gguf", "imatrix_unsloth.gguf", "a/x-imatrix.gguf", "README.md",
-                       "x.gguf.part", "imatrix.dat", "x-Q4_0.gguf", "immatrix-Q8_0.gguf")) == [
+    assert list(labels("mmproj-model-f16.gguf", "model-mmproj.gguf", "imatrix_unsloth.gguf", "a/x-imatrix.gguf",
+                       "README.md", "x.gguf.part", "imatrix.dat", "x-Q4_0.gguf", "immatrix-Q8_0.gguf")) == [
         "immatrix-Q8_0.gguf", "x-Q4_0.gguf"]
 
 
 @pytest.mark.parametrize("text, path", [
-    ("a/b", "m-Q4_K_M.gguf"), ("a/b:q4_k_m", "m-Q4_K_M.gguf"), ("a/b:Q8_0", "m-q8_0.gguf"), ("a/b:ud-q2_k", "m-UD-Q2_K.gguf"),
-    ("a/b:Q2_K", "m-UD-Q2_K.gguf"), ("a/b:extra", "extra.gguf"), ("a/b:Extra.gguf", "extra.gguf"),
-    ("a/b/extra.gguf", "extra.gguf"),
+    ("a/b", "m-Q4_K_M.gguf"), ("a/b:q4_k_m", "m-Q4_K_M.gguf"), ("a/b:Q8_0", "m-q8_0.gguf"),
+    ("a/b:ud-q2_k", "m-UD-Q2_K.gguf"), ("a/b:Q2_K", "m-UD-Q2_K.gguf"), ("a/b:extra", "extra.gguf"),
+    ("a/b:Extra.gguf", "extra.gguf"), ("a/b/extra.gguf", "extra.gguf"),
 ])
 def test_one_of_several(text: str, path: str) -> None:
     assert chosen(text, "m-q8_0.gguf", "m-Q4_K_M.gguf", "m-UD-Q2_K.gguf", "extra.gguf", "mmproj-Q4_K_M.gguf") == [path]
