@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ import click
 
 from sharpi.cli.help import Command
 from sharpi.cli.logs import log_options
-from sharpi.cli.pull import described, not_here
+from sharpi.cli.pull import described, named_as, not_here
 from sharpi.cli.text import printable, size
 from sharpi.interrupts import leaving_at_once
 
@@ -60,13 +60,16 @@ def inspect_command(model: str | None, model_option: str | None, with_tensors: b
         from sharpi.model import BUNDLED_MODEL
 
     found = described(model, model_option)
-    path = BUNDLED_MODEL if found is None else found.path
-    file = GgufFile.open(path)
-    verdict = _judge(file)
+    with named_as(found):
+        file = GgufFile.open(BUNDLED_MODEL if found is None else found.path)
+    verdict, files = _judge(file), [str(path) for path in file.paths]
+    if found is not None and found.files:
+        files = list(found.files)
+        verdict = replace(verdict, obstacles={part: found.told(text) for part, text in verdict.obstacles.items()})
     if as_json:
-        click.echo(json.dumps(_as_json(file, verdict), indent=2, ensure_ascii=False))
+        click.echo(json.dumps(_as_json(file, verdict, files), indent=2, ensure_ascii=False))
     else:
-        click.echo(_as_text(file, verdict, with_tensors))
+        click.echo(_as_text(file, verdict, files, with_tensors))
     if found is not None and found.missing:
         click.echo(f"{'sharpi: ' if as_json else ''}{not_here(found)}", err=as_json)
 
@@ -126,12 +129,12 @@ def _type_totals(tensors: Sequence[TensorInfo]) -> list[_TypeTotal]:
     return [_TypeTotal(name, counts[name], elements[name], total) for name, total in sizes.most_common()]
 
 
-def _as_text(file: GgufFile, verdict: _Verdict, with_tensors: bool) -> str:
+def _as_text(file: GgufFile, verdict: _Verdict, files: list[str], with_tensors: bool) -> str:
     totals = _type_totals(file.tensors)
     parameters = sum(total.elements for total in totals)
     lines = [
         printable(file.name),
-        f"  file           {printable(', '.join(map(str, file.paths)))}",
+        f"  file           {printable(', '.join(files))}",
         f"  format         GGUF version {file.version}",
         f"  architecture   {printable(file.architecture)}",
         f"  parameters     {parameters:,}",
@@ -211,11 +214,11 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value]
 
 
-def _as_json(file: GgufFile, verdict: _Verdict) -> dict[str, Any]:
+def _as_json(file: GgufFile, verdict: _Verdict, files: list[str]) -> dict[str, Any]:
     totals, spec = _type_totals(file.tensors), verdict.spec
     return {
         "name": file.name,
-        "files": [str(path) for path in file.paths],
+        "files": files,
         "version": file.version,
         "architecture": file.architecture,
         "parameters": sum(total.elements for total in totals),

@@ -14,7 +14,7 @@ from sharpi.cli.options import (RopeOptions, batch_option, context_option, cpu_m
                                 sequences_option, threads_option, vram_option)
 from sharpi.cli.ending import EXIT_DOES_NOT_FIT
 from sharpi.cli.help import Command, section
-from sharpi.cli.pull import described, not_here
+from sharpi.cli.pull import described, named_as, not_here
 from sharpi.cli.text import printable, size, speed
 from sharpi.interrupts import leaving_at_once
 
@@ -74,14 +74,15 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
     else:
         count = usable_threads(threads, notice, cores=None if known is None else known.cores)
     scaling = RopeScaling.asked(**rope.rope_arguments())
-    file, spec = describe(found.path if found else None, mtp=not no_mtp, rope=scaling)
+    with named_as(found):
+        file, spec = describe(found.path if found else None, mtp=not no_mtp, rope=scaling)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
                      threads=count, cpu_moe=cpu_moe or None, sequences=sequences, profile=known, shown=True, rope=scaling,
                      warm=None if warm is None else ExpertStats.load(warm, file),
                      notice=notice)
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
     if found is not None and found.missing:
-        click.echo(f"sharpi: {not_here(found)}" if as_json else _wrapped(f"\n{not_here(found)}"), err=as_json)
+        click.echo(f"sharpi: {not_here(found)}" if as_json else f"\n{_wrapped(not_here(found))}", err=as_json)
     if not plan.fits:
         click.get_current_context().exit(EXIT_DOES_NOT_FIT)
 

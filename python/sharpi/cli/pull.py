@@ -16,6 +16,7 @@ import click
 from sharpi.cli.help import Command
 from sharpi.cli.logs import log_options
 from sharpi.cli.text import printable, size, takes_escapes
+from sharpi.errors import ModelFileError
 
 if TYPE_CHECKING:
     from sharpi.hub import Found
@@ -72,6 +73,17 @@ def described(argument: str | None, option: str | None) -> Found | None:
 def _require_name(model: str) -> None:
     if not model:
         raise click.UsageError("the name of the model is empty", click.get_current_context())
+
+
+@contextmanager
+def named_as(found: Found | None) -> Iterator[None]:
+    """Lets an error name the model's file on the Hub, not the one that its header is kept in."""
+    try:
+        yield
+    except ModelFileError as error:
+        if found is None:
+            raise
+        raise ModelFileError(found.told(str(error))) from error
 
 
 def not_here(found: Found) -> str:

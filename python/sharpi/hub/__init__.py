@@ -1,7 +1,7 @@
 """Models by name: `user/repo[:QUANT]` on the Hugging Face Hub, kept in its cache on this machine.
 
-What the cache has is used without a look at the network; `pull` alone asks whether there is something newer. Strings that
-are paths pass through untouched, and what needs the network is imported only for a name.
+What the cache has is used without a look at the network; `pull` alone asks whether there is something newer. Strings
+that are paths pass through untouched, and what needs the network is imported only for a name.
 """
 
 from __future__ import annotations
@@ -30,6 +30,14 @@ class Found:
     name: str = ""
     missing: int = 0
     files: tuple[str, ...] = ()
+
+    def told(self, text: str) -> str:
+        """A message with the files' names on the Hub in place of where their headers are kept."""
+        if not self.files:
+            return text
+        shared = os.path.commonprefix([str(self.path)[::-1], self.files[0][::-1]])
+        kept, source = str(self.path)[: -len(shared)], self.files[0][: -len(shared)]
+        return text.replace(kept, source)
 
 
 def locate(model: Model, *, progress: Progress | None = None, notice: Notice | None = None) -> Model:
@@ -69,7 +77,14 @@ def pull(model: str, *, progress: Progress | None = None, notice: Notice | None 
     if name is None:
         raise HubError(f"{model}: is {'a local file' if os.path.exists(model) else 'no name of a model'};"
                        " names are user/repo or user/repo:QUANT")
-    return _pull(name, progress, notice)
+    from huggingface_hub import constants
+
+    here = _cached(name, notice) if constants.HF_HUB_OFFLINE else None
+    if here is None:
+        return _pull(name, progress, notice)
+    if notice is not None:
+        notice(f"{here.name}: is in the cache; HF_HUB_OFFLINE forbids to look for a newer one")
+    return Path(here.path), here.name
 
 
 def _name(model: Model) -> Name | None:

@@ -21,9 +21,9 @@ from huggingface_hub import constants
 from sharpi.errors import HubError
 from sharpi.hub.names import HubFile, Name, Variant, choose, matching, variants
 
-__all__ = ["CachedModel", "cached", "find", "folder_of", "listed", "remove"]
+__all__ = ["COMMIT", "CachedModel", "cached", "find", "folder_of", "listed", "read_ref", "remove"]
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def _snapshots(name: Name) -> list[Path]:
     newer ones: a file that another commit had is better than none."""
     folder = folder_of(name.repo)
     revision = name.revision or "main"
-    commit = revision if _COMMIT.fullmatch(revision) else _read_ref(folder / "refs" / revision)
+    commit = revision if COMMIT.fullmatch(revision) else read_ref(folder / "refs" / revision)
     first = [folder / "snapshots" / commit] if commit else []
     if name.revision is not None:
         return first
@@ -79,12 +79,13 @@ def _all_snapshots(folder: Path) -> list[Path]:
     return sorted(found, key=lambda entry: (-entry.stat().st_mtime, entry.name))
 
 
-def _read_ref(path: Path) -> str | None:
+def read_ref(path: Path) -> str | None:
+    """The commit that a file below `refs` names, if it does."""
     try:
         commit = path.read_text().strip()
     except (OSError, ValueError):
         return None
-    return commit if _COMMIT.fullmatch(commit) else None
+    return commit if COMMIT.fullmatch(commit) else None
 
 
 def _files(snapshot: Path) -> Iterator[HubFile]:
@@ -109,7 +110,7 @@ def listed() -> list[CachedModel]:
 def cached(repo: str) -> list[CachedModel]:
     """A repository's models in the cache."""
     folder = folder_of(repo)
-    main = _read_ref(folder / "refs" / "main")
+    main = read_ref(folder / "refs" / "main")
     snapshots = _all_snapshots(folder)
     snapshots.sort(key=lambda snapshot: snapshot.name != main)
     seen: set[str] = set()

@@ -1,7 +1,7 @@
 """Asks the Hub what a repository has, and downloads files of it into the cache.
 
-`huggingface_hub` knows requests, tokens, redirects and the cache's layout. The bytes of a file are received here, because
-its own download throws a partial file away (since version 1.0), and does not compare the hash of what came.
+`huggingface_hub` knows requests, tokens, redirects and the cache's layout. The bytes of a file are received here: its
+own download throws away what has come when it is interrupted, and does not compare the hash of what it received.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, h
 
 from sharpi.errors import HubError, SharpiError
 from sharpi.files import write_whole
-from sharpi.hub.cache import folder_of
+from sharpi.hub.cache import COMMIT, folder_of, read_ref
 from sharpi.hub.names import HubFile, Name, Variant
 
 __all__ = ["Listing", "Progress", "amount", "ask", "download", "explained", "missing_bytes", "receive"]
@@ -39,6 +40,7 @@ Notice = Callable[[str], None]
 
 # The base of what its HTTP library raises, which is another one in each major version.
 _HttpError: type[Exception] = next(base for base in reversed(HfHubHTTPError.__mro__) if base.__name__ == "HTTPError")
+_ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _CHUNK = 1 << 20
 _RETRY_AFTER = (0.25, 1.0, 4.0)  # seconds; counted anew whenever something came
 _LIBRARY = "sharpi"
@@ -61,14 +63,20 @@ def ask(name: Name) -> Listing:
             info = HfApi(library_name=_LIBRARY).model_info(name.repo, revision=name.revision, files_metadata=True)
             files = tuple(HubFile(file.rfilename, (file.lfs.size if file.lfs else file.size) or 0,
                                   (file.lfs.sha256 if file.lfs else file.blob_id) or "")
-                          for file in info.siblings or ())
+                          for file in info.siblings or () if _is_plain(file.rfilename))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, (HfHubHTTPError, HFValidationError)):
                 raise
             raise HubError(f"{name}: {constants.ENDPOINT} does not answer like a Hub; HF_ENDPOINT names it") from error
-    if not info.sha:
+    if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
         raise HubError(f"{name}: {constants.ENDPOINT} does not say which commit it has; HF_ENDPOINT names it")
     return Listing(name, info.sha, files)
+
+
+def _is_plain(path: str) -> bool:
+    """Whether it names a file below the repository's folder: a Hub must not choose where files go, nor what a terminal
+    does."""
+    return path.isprintable() and "\\" not in path and not set(path.split("/")) & {"", ".", ".."}
 
 
 def missing_bytes(name: Name, variant: Variant) -> int:
@@ -96,7 +104,7 @@ def download(listing: Listing, variant: Variant, progress: Progress | None, noti
             report("downloading", 0, done)
         # Last, so that a branch's name never leads to a commit of which only a part has come.
         ref = folder_of(name.repo) / "refs" / (name.revision or constants.DEFAULT_REVISION)
-        if name.revision != listing.commit:
+        if name.revision != listing.commit and read_ref(ref) != listing.commit:
             ref.parent.mkdir(parents=True, exist_ok=True)
             write_whole(ref, listing.commit.encode())
     return snapshot / variant.files[0].path
@@ -134,7 +142,7 @@ def _require_room(name: Name, count: int) -> None:
 
 def _download_file(listing: Listing, file: HubFile, report: Callable[[str, int], None], notice: Notice | None) -> None:
     blob = _blob(listing.name.repo, file)
-    if not file.etag.isalnum():
+    if not _ETAG.fullmatch(file.etag):
         raise HubError(f"{listing.name}: {constants.ENDPOINT} gives no checksum for {file.path}")
     blob.parent.mkdir(parents=True, exist_ok=True)
     with _alone(blob, notice):
@@ -145,7 +153,8 @@ def _download_file(listing: Listing, file: HubFile, report: Callable[[str, int],
     # Finds the blob, so it makes the link and downloads nothing.
     linked = hf_hub_download(listing.name.repo, file.path, revision=listing.commit, library_name=_LIBRARY)
     if os.path.getsize(linked) != file.size:
-        raise HubError(f"{listing.name}: {linked} is not as large as {constants.ENDPOINT} says: remove it and try again")
+        raise HubError(f"{listing.name}: {linked} is not as large as {constants.ENDPOINT} says: remove it and try"
+                       " again")
 
 
 @contextmanager
@@ -226,7 +235,7 @@ def _verify(name: Name, file: HubFile, path: Path, report: Callable[[str, int], 
             digest.update(chunk)
             done += len(chunk)
             report("checking", done)
-    if digest.hexdigest() != file.etag.lower():
+    if digest.hexdigest() != file.etag:
         path.unlink()
         raise HubError(f"{name}: {file.path} arrived damaged (its checksum is not the one that {constants.ENDPOINT}"
                        " gives) and was removed: try again")
@@ -267,7 +276,7 @@ def _refusal(name: Name, error: Exception) -> str:
     if isinstance(error, EntryNotFoundError):
         return f"the file is no longer at {endpoint}/{name.repo}"
     if status == 401:
-        return f"{endpoint} does not accept the token: HF_TOKEN sets it, https://huggingface.co/settings/tokens shows it"
+        return f"{endpoint} does not accept the token: HF_TOKEN sets it, {endpoint}/settings/tokens shows it"
     if status == 403:
         return f"{endpoint} forbids it; the token (HF_TOKEN) may lack the permission"
     if status is not None:

@@ -1,7 +1,7 @@
 """The headers of models that are not downloaded: enough to plan with, a few MiB of many GiB.
 
-A header is received by growing ranges until it is whole, and kept in Sharpi's own cache as a sparse file that is as long
-as the real one, so that it opens as if the model were here. Its tensors are zeros: nothing but a header is read from it.
+A header is received by growing ranges until it is whole, and kept in Sharpi's own cache as a sparse file that is as
+long as the real one, so that it opens as if the model were here. Its tensors are zeros: only the header is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_HEADER = 256 << 20
 
 
 def fetch_header(listing: Listing, variant: Variant) -> Path:
-    """A sparse file (of a split model, beside those of its other parts) with the header of a model. Raises `HubError`."""
+    """A sparse file with the header of a model; of a split one, beside those of its other parts. Raises `HubError`."""
     folder = _folder(listing.name.repo) / listing.commit
     with explained(listing.name):
         try:
