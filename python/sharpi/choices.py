@@ -1,4 +1,4 @@
-"""What can be chosen by name. It imports nothing, so that `sharpi --help` need not wait for what carries the choices out."""
+"""What can be chosen by name. It imports nothing, so that `sharpi --help` need not wait for the code behind the names."""
 
 from __future__ import annotations
 

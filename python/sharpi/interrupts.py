@@ -14,8 +14,8 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 @contextmanager
 def leaving_at_once() -> Iterator[None]:
-    """Ctrl-C ends the program on the spot. It is for imports, which have nothing to clean up: a `KeyboardInterrupt` inside
-    one may come out as another error, or be printed and swallowed by a callback."""
+    """Ctrl-C ends the program on the spot. It is for imports, which have nothing to clean up: a `KeyboardInterrupt`
+    inside one may come out as another error, or be printed and swallowed by a callback."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # an ignored one stays ignored
         yield
         return

@@ -565,7 +565,7 @@ def test_short_options_are_not_clustered(script: Script, arguments: list[str], e
 def test_values_may_look_like_options(script: Script) -> None:
     assert sharpi("run", "-p", "-ngl", "--stop", "--mlock", "-n5", "-s-1", "--seed=3").exit_code == 0
     assert script.prompts == ["-ngl"]
-    assert (script.requests[0]["stop"], script.requests[0]["max_tokens"], script.requests[0]["seed"]) == (("--mlock",), 5, 3)
+    assert [script.requests[0][name] for name in ("stop", "max_tokens", "seed")] == [("--mlock",), 5, 3]
     assert sharpi("run", "-n", "5", "--", "-ngl").exit_code == 0 and script.prompts[1] == "-ngl"
 
 

@@ -7,6 +7,7 @@ Ctrl-C; 141 for a reader that went away. It never shows a traceback.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -201,11 +202,11 @@ WRONG = [
     ("sharpi run Once -t 99999", "99999 is not in the range"),
     ("sharpi run Once --temp hot", "'hot' is not a valid float"),
     ("sharpi run Once --temp nan", "temperature"),
-    ("sharpi run Once --top-k 99999999999999999999999", "too large"),
+    ("sharpi run Once --top-k 99999999999999999999999", "0 to 2^31 - 1"),
     ("sharpi run Once --top-p 2", "not in the range"),
-    ("sharpi run Once -s 99999999999999999999999", "the seed must be"),
+    ("sharpi run Once -s 99999999999999999999999", "0 to 2^64 - 1"),
     ("sharpi run Once --logit-bias 999999=1", "outside the vocabulary"),
-    ("sharpi run Once --stop ''", "stop text is empty"),
+    ("sharpi run Once --stop ''", "empty"),
     ("sharpi run Once --vram lots", "no amount of VRAM"),
     ("sharpi run Once --device tpu", "'tpu' is not one of"),
     ("sharpi run Once --device cuda", "device cuda: "),
@@ -262,8 +263,8 @@ def test_other_exit_codes(room: Path, line: str, code: int) -> None:
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["click.core", "sharpi.cli.text", "numpy._core.multiarray", "tokenizers",
-                                    "sharpi._core"])
+@pytest.mark.parametrize("module", [
+    "click.core", "sharpi.cli.text", "numpy._core.multiarray", "tokenizers", "sharpi._core"])
 def test_ctrl_c_while_it_starts_says_nothing(room: Path, module: str) -> None:
     """Python tells what it imports, so that Ctrl-C comes while it does."""
     process = subprocess.Popen([sys.executable, "-X", "importtime", "-m", "sharpi", "run", "Once", *ENDLESS.split()],
@@ -284,8 +285,9 @@ def at_terminal(room: Path) -> Iterator:
     started: list[pexpect.spawn] = []
 
     def start(*arguments: str, **more: str) -> pexpect.spawn:
-        child = pexpect.spawn(str(room / "bin" / "sharpi"), list(arguments), cwd=str(room), timeout=120, encoding="utf-8",
-                              env=environment(room, **more), preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        child = pexpect.spawn(str(room / "bin" / "sharpi"), list(arguments), cwd=str(room), timeout=120,
+                              encoding="utf-8", env=environment(room, **more),
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         started.append(child)
         return child
 
@@ -343,18 +345,17 @@ def test_a_chat(at_terminal, talker: str) -> None:
 
 @pytest.mark.parametrize("variables, escapes", [
     ({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({"NO_COLOR": ""}, True)])
-def test_escape_codes_only_where_they_are_wanted(at_terminal, talker: str, variables: dict[str, str], escapes: bool) -> None:
+def test_escape_codes_only_where_they_are_wanted(at_terminal, talker: str, variables: dict[str, str],
+                                                 escapes: bool) -> None:
     child = at_terminal("chat", "-m", talker, "-n", "3", "-t", "1", **variables)
-    child.logfile_read = said = open(os.devnull, "w")  # noqa: SIM115
-    seen: list[str] = []
-    said.write = seen.append  # type: ignore[method-assign]
+    child.logfile_read = seen = io.StringIO()
     child.expect("> ")
     child.sendline("Hello")
     child.expect("generated")
     child.expect("> ")
     child.sendeof()
     assert ended(child) == 0
-    assert ("\x1b" in "".join(seen)) == escapes, "".join(seen)
+    assert ("\x1b" in seen.getvalue()) == escapes, seen.getvalue()
 
 
 def test_a_chat_goes_on_when_the_context_is_full(at_terminal, talker: str) -> None:
@@ -401,7 +402,8 @@ def test_answers_in_a_pipe(room: Path, talker: str, line: str, answers: int) -> 
 
 def test_a_chat_whose_input_is_closed(room: Path, talker: str) -> None:
     done = typed(room, "sharpi chat -m talker.gguf <&-")
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr == "sharpi: error: standard input: Bad file descriptor\n"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "sharpi: error: standard input: Bad file descriptor\n"
 
 
 def test_the_installed_program_is_the_one_that_is_tested() -> None:

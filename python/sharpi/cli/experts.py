@@ -130,14 +130,14 @@ def _encodes_bars() -> bool:
 def _totals(stats: ExpertStats) -> list[str]:
     hits, computed, fetched = (int(counts.sum()) for counts in (stats.hits, stats.computed, stats.fetched))
     choices = hits + computed + fetched
-    lines = [f"Uses: {int(stats.uses.sum()):,}, in prompts and answers. {_TOP_WORDS.capitalize()}: the share of the uses"
-             " that a layer's most used experts have."]
+    lines = [f"Uses: {int(stats.uses.sum()):,}, in prompts and answers. {_TOP_WORDS.capitalize()}: the share of the"
+             " uses that a layer's most used experts have."]
     if choices:
-        lines.append(f"Steps of few tokens made {choices:,} choices: {hits:,} ({_percent(hits / choices)}) were found in"
-                     f" slots, the CPU computed {computed:,}, and the GPU fetched {fetched:,}.")
+        lines.append(f"Steps of few tokens made {choices:,} choices: {hits:,} ({_percent(hits / choices)}) were found"
+                     f" in slots, the CPU computed {computed:,}, and the GPU fetched {fetched:,}.")
     else:
-        lines.append("There is no hit rate, because no step had slots to look in: only a GPU that does not hold all experts"
-                     " has slots.")
+        lines.append("There is no hit rate, because no step had slots to look in: only a GPU that does not hold all"
+                     " experts has slots.")
     if stats.capacity:
         everything = sum(stats.present)
         lines.append(f"Slots: {stats.capacity:,} for {everything:,} experts ({_percent(stats.capacity / everything)}),"
@@ -151,5 +151,5 @@ def _prediction(predictor: Predictor) -> str:
     guess = f" ({_GUESSES[name]})" if name in _GUESSES else ""
     if predictor.accuracy is None or predictor.coverage is None:
         return f"Predictor {name}{guess} was never tested."
-    return (f"Predictor {name}{guess} named {predictor.named:,} experts: {_percent(predictor.accuracy)} of them were used,"
-            f" and they were {_percent(predictor.coverage)} of the experts used.")
+    return (f"Predictor {name}{guess} named {predictor.named:,} experts: {_percent(predictor.accuracy)} of them were"
+            f" used, and they were {_percent(predictor.coverage)} of the experts used.")

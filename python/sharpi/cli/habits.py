@@ -21,11 +21,12 @@ _ONE_GPU = "leave it out: Sharpi uses one GPU, and CUDA_VISIBLE_DEVICES chooses 
 
 # By the names that llama.cpp gives an option: what to type instead.
 _OPTIONS: dict[tuple[str, ...], str] = {
-    ("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file", "-hft", "--hf-token"): "use -m user/repo:QUANT; HF_TOKEN is heeded",
+    ("-hf", "-hfr", "--hf-repo", "-hff", "--hf-file"): "use -m user/repo:QUANT",
+    ("-hft", "--hf-token"): "set HF_TOKEN in the environment",
     ("-mu", "--model-url", "-dr", "--docker-repo"): "download the file, and use -m FILE",
     ("-ngl", "--gpu-layers", "--n-gpu-layers"):
         "leave it out to fill the free GPU memory; --vram SIZE takes less of it, --device cpu none",
-    ("-ncmoe", "--n-cpu-moe"): "leave it out: experts that fit go to the GPU one by one; --cpu-moe keeps them all on the CPU",
+    ("-ncmoe", "--n-cpu-moe"): "leave it out: experts that fit go to the GPU one by one; --cpu-moe keeps all on the CPU",
     ("-cmoe",): "use --cpu-moe",
     ("-ot", "--override-tensor"): "use --vram SIZE, or `sharpi plan --json > FILE` and --plan FILE",
     ("-ts", "--tensor-split", "-sm", "--split-mode", "-mg", "--main-gpu"): _ONE_GPU,
@@ -52,7 +53,8 @@ _OPTIONS: dict[tuple[str, ...], str] = {
     ("-e", "--escape", "--no-escape"): "let the shell write line breaks: -p $'first\\nsecond'",
     ("-bf", "--binary-file"): "use -f FILE",
     ("--no-display-prompt",): "use --no-echo",
-    ("-co", "--color", "--simple-io", "--no-perf", "--perf", "--log-disable"): "leave it out; --no-stats ends without the line of speeds",
+    ("-co", "--color", "--simple-io", "--no-perf", "--perf", "--log-disable"):
+        "leave it out; --no-stats leaves out the line of speeds",
     ("--context-shift", "--no-context-shift", "--keep"): "leave it out: `sharpi chat` drops the oldest turns by itself",
     ("--ignore-eos",): "use --logit-bias ID=-inf with the end token's ID",
     ("-l",): "use --logit-bias ID=VALUE",
@@ -71,7 +73,8 @@ _OPTIONS: dict[tuple[str, ...], str] = {
 _OPTION_HINTS = {name: hint for names, hint in _OPTIONS.items() for name in names}
 
 _COMMAND_HINTS = {
-    **dict.fromkeys(("serve", "server", "start", "ps", "stop"), "there is no server yet; `sharpi chat` talks at the terminal"),
+    **dict.fromkeys(("serve", "server", "start", "ps", "stop"),
+                    "there is no server yet; `sharpi chat` talks at the terminal"),
     **dict.fromkeys(("show", "info", "metadata"), "use `sharpi inspect`"),
     **dict.fromkeys(("generate", "complete", "cli", "prompt"), "use `sharpi run`"),
     **dict.fromkeys(("benchmark", "perf"), "use `sharpi bench`"),

@@ -1,4 +1,4 @@
-"""Commands whose help is in sections, with examples, and complete at 80 columns; and which refuse what they do not know."""
+"""Commands that show their help in sections, whole at 80 columns and with examples, and refuse what they do not know."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Group(Command, click.Group):
         super().__init__(*args, **kwargs)
         self.sections = sections or {}
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: click.Context,
+                        args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Refuses unknown commands."""
         if not ctx.resilient_parsing:
             refuse_foreign_command(self, ctx, args[0])

@@ -49,8 +49,8 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
          log_file_option,
          click.option("--json", "as_json", is_flag=True,
                       help="Print JSON with sizes in bytes, which --plan of `sharpi run` reads."))
-def plan_command(name: str | None, model: str | None, context: int | None, threads: int | None, batch: int | None, device: str,
-                 vram: str | None, kv_dtype: str | None, cpu_moe: bool, sequences: int | None, no_mtp: bool,
+def plan_command(name: str | None, model: str | None, context: int | None, threads: int | None, batch: int | None,
+                 device: str, vram: str | None, kv_dtype: str | None, cpu_moe: bool, sequences: int | None, no_mtp: bool,
                  rope: RopeOptions, profile: str | None, warm: str | None, verbose: bool, as_json: bool) -> None:
     """Show the memory that a model takes, where its weights go, and its speed.
 
@@ -228,8 +228,8 @@ def _drafting(plan: Plan) -> list[str]:
     pays = f"drafts pay if more than {part} of them are accepted"
     if plan.draft_cost >= MOST_COST:
         pays = "it drafts only with --draft mtp"
-    return [_wrapped(f"Decode is without drafts. A token from the prediction layer adds about {part} to a step: {pays}.",
-                     "  ")]
+    said = f"Decode is without drafts. A token from the prediction layer adds about {part} to a step: {pays}."
+    return [_wrapped(said, "  ")]
 
 
 def _origin(profile: HardwareProfile, device: str) -> list[str]:

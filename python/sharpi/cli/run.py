@@ -81,7 +81,8 @@ def _compare(model: Model, options: ModelOptions, figures: Mapping[str, Any], sa
     from sharpi.agreement import disagreement, seen_in_run
 
     seen = seen_in_run(figures)
-    line = seen and disagreement(model, seen, elsewhere=options.plan is not None or options.profile is not None, known=False)
+    elsewhere = options.plan is not None or options.profile is not None
+    line = seen and disagreement(model, seen, elsewhere=elsewhere, known=False)
     if line and said:
         click.echo(f"sharpi: {line}", err=True)
 
@@ -90,7 +91,7 @@ def _require_chat(as_chat: bool, special: bool) -> None:
     """Raises `click.UsageError` for options that contradict `--chat`, or need it."""
     context = click.get_current_context()
     if as_chat and special:
-        raise click.UsageError("--special is for prompts without --chat, whose template has the control tokens", context)
+        raise click.UsageError("--special does not go with --chat, whose template has the control tokens", context)
     for name, option in (("system", "--system"), ("thinking", "--no-thinking")):
         if not as_chat and context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{option} needs --chat", context)
