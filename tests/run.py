@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
+BORROWED = "borrowed.pth"  # names folders of packages outside the environment
 GTEST_SOURCE = Path("/usr/src/googletest")
 
 
@@ -118,6 +119,8 @@ def make_environment() -> Tools:
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
+    for left in folder.glob(f"lib/*/site-packages/{BORROWED}"):
+        left.unlink()
     path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"], str(Path(sys.executable).parent)])
     building, running = lists_in_pyproject()
     programs = [f"cmake>={promised_cmake()}"] if not is_new_enough("cmake", promised_cmake(), path) else []
@@ -133,10 +136,9 @@ def make_environment() -> Tools:
 
 def borrow(tools: Tools, needed: list[str]) -> Tools:
     """Lets the environment see the packages of the Python that runs this. What they lack may still lie in PIP_FIND_LINKS."""
-    own = subprocess.run([tools.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True,
-                         capture_output=True, text=True).stdout.strip()
-    seen = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages") and entry != own]
-    Path(own, "borrowed.pth").write_text("".join(f"{entry}\n" for entry in seen), encoding="utf-8")
+    own = next(tools.python.parent.parent.glob("lib/*/site-packages"))
+    seen = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages") and Path(entry) != own]
+    (own / BORROWED).write_text("".join(f"{entry}\n" for entry in seen), encoding="utf-8")
     missing = unmet(tools.python, needed)
     if missing:
         try:
