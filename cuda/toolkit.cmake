@@ -4,6 +4,7 @@
 #   SHARPI_CUDA_BUILT   whether CUDA is built
 #   SHARPI_CUDA_STATE   in words, what is built or why not
 #   CMAKE_CUDA_ARCHITECTURES, and the target CUDA::cudart_static, where it is built
+cmake_policy(VERSION 3.18)  # as the project's: a script that includes this alone has none, and then no IN_LIST
 set(SHARPI_CUDA_OLDEST 12.0)
 set(SHARPI_CUDA_BUILT FALSE)
 

@@ -6,40 +6,162 @@
     python tests/run.py --real         # also real checkpoints, which are downloaded (340 MB) and kept in the user's cache
     python tests/run.py --gpu          # only the tests that need a GPU, C++ and Python; fails where none is
 
-What is left goes to pytest. Needs Python 3.10 or newer, a C++17 compiler, and a network or pip cache for the Python
-packages. Where a CUDA toolkit is, the CUDA part is built too; its tests skip themselves where no GPU is.
+What is left goes to pytest. Needs Python 3.10 or newer and a C++17 compiler. CMake and ninja are taken from the PATH if
+they are new enough. Python packages come from pip; if it reaches no index, those of the Python that runs this script
+are used, and one line says what is missing. If there is a CUDA toolkit, the CUDA part is built too; its tests skip
+themselves where no GPU is.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build"
+BORROWED = "borrowed.pth"  # names folders of packages outside the environment
 GTEST_SOURCE = Path("/usr/src/googletest")
 
 
 def run(*command: str | Path, **options: object) -> None:
     """Runs a command, shows it, and stops everything when it fails."""
     print("+", *command, flush=True)
-    subprocess.run([str(part) for part in command], check=True, cwd=ROOT, **options)
+    subprocess.run([str(part) for part in command], check=True, **{"cwd": ROOT, **options})
 
 
-def make_environment() -> Path:
-    """The virtual environment's Python, with the build tools in it."""
+@dataclass(frozen=True)
+class Tools:
+    """What builds and tests: a virtual environment's Python, and where programs are looked for."""
+
+    python: Path
+    path: str
+    borrowed: bool  # whether packages are those of the Python that runs this script
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "PATH": self.path}
+
+    def program(self, name: str) -> str:
+        found = shutil.which(name, path=self.path)
+        if found is None:
+            sys.exit(f"{name} is not here: install it")
+        return found
+
+    def pip(self, *arguments: str | Path) -> None:
+        run(self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1", *arguments,
+            env=self.environment)
+
+
+def promised_cmake() -> str:
+    """The oldest CMake that pyproject.toml promises to build with."""
+    found = re.search(r'^cmake\.version = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found is not None, "pyproject.toml says no cmake.version"
+    return found[1]
+
+
+def is_new_enough(program: str, oldest: str, path: str) -> bool:
+    """Whether a program is on the path, and what it says first with --version is no older than `oldest`."""
+    found = shutil.which(program, path=path)
+    if found is None:
+        return False
+    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"\d+(\.\d+)+", said)
+    return version is not None and numbers(version[0]) >= numbers(oldest)
+
+
+def numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+# Prints, as JSON, which of the requirements in sys.argv are not met by what this Python sees.
+UNMET = """
+import json, sys
+from importlib import metadata
+from pip._vendor.packaging.requirements import Requirement
+def met(text):
+    requirement = Requirement(text)
+    try:
+        return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+    except metadata.PackageNotFoundError:
+        return False
+print(json.dumps([text for text in sys.argv[1:] if not met(text)]))
+"""
+
+
+def unmet(python: Path, requirements: list[str]) -> list[str]:
+    done = subprocess.run([python, "-c", UNMET, *requirements], check=True, capture_output=True, text=True)
+    missing: list[str] = json.loads(done.stdout)
+    return missing
+
+
+def lists_in_pyproject() -> tuple[list[str], list[str]]:
+    """What building needs, and what running and testing needs, as pyproject.toml says; Python 3.10 has no reader for it."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+    def quoted(key: str) -> list[str]:
+        found = re.search(rf"^{key} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL)
+        assert found is not None, f"pyproject.toml has no {key}"
+        return re.findall(r'"([^"]+)"', found[1])
+
+    return quoted("requires"), [*quoted("dependencies"), *quoted("test")]
+
+
+def make_environment() -> Tools:
+    """A virtual environment with the build tools in it, or with those of the Python that runs this where pip reaches nothing."""
     folder = BUILD / "venv"
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "cmake>=3.18", "ninja",
-        "scikit-build-core>=0.10", "pybind11>=2.12")
-    return python
+    for left in folder.glob(f"lib/*/site-packages/{BORROWED}"):
+        left.unlink()
+    path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"], str(Path(sys.executable).parent)])
+    building, running = lists_in_pyproject()
+    programs = [f"cmake>={promised_cmake()}"] if not is_new_enough("cmake", promised_cmake(), path) else []
+    programs += ["ninja"] if shutil.which("ninja", path=path) is None else []
+    tools = Tools(python, path, borrowed=False)
+    try:
+        tools.pip(*programs, *building)
+        return tools
+    except subprocess.CalledProcessError:
+        print("pip reaches no index: using the packages of", sys.executable, flush=True)
+    return borrow(Tools(python, path, borrowed=True), [*programs, *building, *running])
+
+
+def borrow(tools: Tools, needed: list[str]) -> Tools:
+    """Lets the environment see the packages of the Python that runs this. What they lack may still lie in PIP_FIND_LINKS."""
+    own = next(tools.python.parent.parent.glob("lib/*/site-packages"))
+    seen = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages") and Path(entry) != own]
+    (own / BORROWED).write_text("".join(f"{entry}\n" for entry in seen), encoding="utf-8")
+    missing = unmet(tools.python, needed)
+    if missing:
+        try:
+            tools.pip("--no-deps", *missing)
+        except subprocess.CalledProcessError:
+            sys.exit(f"missing, and pip cannot fetch it: {', '.join(missing)}; connect to a package index, or name a"
+                     " folder with wheels in PIP_FIND_LINKS")
+    return tools
+
+
+def fetch_oldest_cmake(tools: Tools) -> None:
+    """Gets the oldest CMake that is promised, for the tests of the build, by the variable SHARPI_OLDEST_CMAKE."""
+    version = promised_cmake()
+    folder = BUILD / f"cmake-{version}"
+    program = folder / "cmake" / "data" / "bin" / "cmake"
+    if not program.exists():
+        try:
+            tools.pip("--no-deps", "--only-binary=:all:", "--target", folder, f"cmake=={version}.*")
+        except subprocess.CalledProcessError:
+            print(f"CMake {version}, the oldest that is promised, cannot be fetched: its tests skip themselves", flush=True)
+            return
+    os.environ["SHARPI_OLDEST_CMAKE"] = str(program)
 
 
 def ensure_googletest() -> None:
@@ -69,26 +191,27 @@ def gpu_is_visible() -> bool:
     return listed.returncode == 0 and listed.stdout.startswith(b"GPU ")
 
 
-def cpp_tests(python: Path, name: str, settings: list[str], *ctest_options: str, target: str = "all") -> None:
+def cpp_tests(tools: Tools, name: str, settings: list[str], *ctest_options: str, target: str = "all") -> None:
     """Builds the C++ tests in a folder of their own and runs those that ctest's options choose."""
-    tools = python.parent
-    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     folder = BUILD / name
     source = os.environ.get("SHARPI_GTEST_SOURCE", str(GTEST_SOURCE))
     settings = ["CMAKE_BUILD_TYPE=Release", "SHARPI_PYTHON=OFF", "SHARPI_TESTS=ON", f"SHARPI_GTEST_SOURCE={source}",
                 *settings]
-    run(tools / "cmake", "-S", ROOT, "-B", folder, "-G", "Ninja", *(f"-D{s}" for s in settings), env=environment)
-    run(tools / "cmake", "--build", folder, "--target", target, env=environment)
-    run(tools / "ctest", "--test-dir", folder, "--output-on-failure", "--no-tests=error", "-j",
-        str(os.cpu_count() or 1), *ctest_options, env=environment)
+    cmake = tools.program("cmake")
+    run(cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", *(f"-D{s}" for s in settings), env=tools.environment)
+    run(cmake, "--build", folder, "--target", target, env=tools.environment)
+    # Of the same CMake, in the folder: older ones have no --test-dir.
+    run(tools.program("ctest"), "--output-on-failure", "--no-tests=error", "-j", str(os.cpu_count() or 1), *ctest_options,
+        env=tools.environment, cwd=folder)
 
 
-def install(python: Path, settings: list[str]) -> None:
+def install(tools: Tools, settings: list[str]) -> None:
     """Installs the package, built in the folder of the C++ tests: the core and the kernels are not compiled again."""
-    environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "CMAKE_GENERATOR": "Ninja"}
     defines = (f"--config-settings=cmake.define.{setting}" for setting in ["SHARPI_PYTHON=ON", *settings])
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-build-isolation",
-        f"--config-settings=build-dir={BUILD / 'tests'}", *defines, ".[test]", env=environment)
+    # Borrowed packages are complete, as far as we need them; pip would look for what they in turn ask for.
+    dependencies = ["--no-deps", "."] if tools.borrowed else [".[test]"]
+    os.environ["CMAKE_GENERATOR"] = "Ninja"
+    tools.pip("--no-build-isolation", f"--config-settings=build-dir={BUILD / 'tests'}", *defines, *dependencies)
 
 
 def real_tests(python: Path, *options: str) -> str | None:
@@ -117,17 +240,19 @@ def main() -> None:
             sys.exit("--gpu: nvidia-smi lists no GPU here; without --gpu the tests that need one are skipped")
         os.environ["SHARPI_REQUIRE_GPU"] = "1"  # tests that cannot use it then fail instead of skipping
     BUILD.mkdir(exist_ok=True)
-    python = make_environment()
+    tools = make_environment()
     ensure_googletest()
     cuda = with_cuda("ON" if options.gpu else "AUTO")
-    cpp_tests(python, "tests", cuda, *(["-L", "gpu"] if options.gpu else []))
+    cpp_tests(tools, "tests", cuda, *(["-L", "gpu"] if options.gpu else []))
     if options.sanitizers:
-        cpp_tests(python, "tests-asan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=address;undefined"])
-        cpp_tests(python, "tests-tsan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=thread"], "-R", "ThreadPool",
+        cpp_tests(tools, "tests-asan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=address;undefined"])
+        cpp_tests(tools, "tests-tsan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=thread"], "-R", "ThreadPool",
                   target="test_thread_pool")
-    install(python, cuda)
-    run(python, "-m", "pytest", "-q", *(["-m", "gpu"] if options.gpu else []), *pytest_arguments)
-    untested = real_tests(python, *(["-m", "gpu"] if options.gpu else [])) if options.real else None
+    install(tools, cuda)
+    if not options.gpu:
+        fetch_oldest_cmake(tools)
+    run(tools.python, "-m", "pytest", "-q", *(["-m", "gpu"] if options.gpu else []), *pytest_arguments, env=tools.environment)
+    untested = real_tests(tools.python, *(["-m", "gpu"] if options.gpu else [])) if options.real else None
     if untested:
         print(untested, flush=True)
 

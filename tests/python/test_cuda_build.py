@@ -1,11 +1,13 @@
 """How the build decides about CUDA: what is missing is said in one line, and is an error only where CUDA was asked for.
 
-Toolkits are pretended by scripts that stand in for nvcc; no GPU and no toolkit is needed.
+Toolkits are pretended by scripts that stand in for nvcc; no GPU and no toolkit is needed. All is tested with the CMake that is
+here and with the oldest that pyproject.toml promises, which tests/run.py fetches and names in SHARPI_OLDEST_CMAKE.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,11 +37,24 @@ message("chosen: ${chosen}")
 """
 
 
-def find_cmake() -> str:
+PROMISED = re.search(r'^cmake\.version = ">=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)[1]
+
+
+@pytest.fixture(params=["the CMake here", "the oldest CMake"])
+def cmake(request: pytest.FixtureRequest) -> str:
+    """The CMake that a test is run with."""
+    if not shutil.which("c++"):
+        pytest.skip("no C++ compiler is here")
     beside = Path(sys.executable).parent / "cmake"
     found = str(beside) if beside.exists() else shutil.which("cmake")
-    if found is None or not shutil.which("c++"):
-        pytest.skip("CMake or a C++ compiler is not here")
+    if request.param == "the oldest CMake":
+        found = os.environ.get("SHARPI_OLDEST_CMAKE")
+        if not found:
+            pytest.skip(f"CMake {PROMISED} is not here: tests/run.py fetches it")
+        said = subprocess.run([found, "--version"], text=True, capture_output=True, check=True).stdout
+        assert said.startswith(f"cmake version {PROMISED}."), "not the oldest that is promised"
+    if found is None:
+        pytest.skip("CMake is not here")
     return found
 
 
@@ -53,20 +68,20 @@ def pretend(folder: Path, name: str, says: str) -> Path:
     return program
 
 
-def run_cmake(*arguments: str, nvcc: Path | None = None, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_cmake(cmake: str, *arguments: str, nvcc: Path | None = None, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in ("CUDACXX", "CUDA_HOME", "CUDA_PATH")}
     if nvcc is not None:
         environment["CUDACXX"] = str(nvcc)
     if path is not None:
         environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
-    return subprocess.run([find_cmake(), *arguments], text=True, capture_output=True, env=environment, check=False,
+    return subprocess.run([cmake, *arguments], text=True, capture_output=True, env=environment, check=False,
                           timeout=300)
 
 
-def decide(tmp_path: Path, wanted: str, *, nvcc: Path | None = None) -> tuple[int, str]:
+def decide(cmake: str, tmp_path: Path, wanted: str, *, nvcc: Path | None = None) -> tuple[int, str]:
     """The exit code of configuring, and what was decided or the error, on one line."""
     (tmp_path / "CMakeLists.txt").write_text(PROJECT % TOOLKIT)
-    done = run_cmake("-S", str(tmp_path), "-B", str(tmp_path / "build"), f"-DSHARPI_CUDA={wanted}",
+    done = run_cmake(cmake, "-S", str(tmp_path), "-B", str(tmp_path / "build"), f"-DSHARPI_CUDA={wanted}",
                      f"-DNOTHING_IS_HERE={'OFF' if nvcc else 'ON'}", nvcc=nvcc)
     text = " ".join((done.stdout if done.returncode == 0 else done.stderr).split())
     return done.returncode, text
@@ -82,10 +97,10 @@ OBSTACLES = {
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.parametrize("wanted", ["AUTO", "ON"])
-def test_what_is_missing_is_said(obstacle: str, wanted: str, tmp_path: Path) -> None:
+def test_what_is_missing_is_said(obstacle: str, wanted: str, tmp_path: Path, cmake: str) -> None:
     says, reason = OBSTACLES[obstacle]
     nvcc = pretend(tmp_path / "toolkit" / "bin", "nvcc", says) if says else None
-    code, text = decide(tmp_path, wanted, nvcc=nvcc)
+    code, text = decide(cmake, tmp_path, wanted, nvcc=nvcc)
     if wanted == "AUTO":
         assert code == 0 and "decided: FALSE: not built: " in text
     else:
@@ -93,9 +108,9 @@ def test_what_is_missing_is_said(obstacle: str, wanted: str, tmp_path: Path) -> 
     assert reason in text
 
 
-def test_off_is_off_and_nonsense_is_refused(tmp_path: Path) -> None:
-    assert decide(tmp_path / ".", "OFF")[1].count("decided: FALSE: not built: SHARPI_CUDA=OFF") == 1
-    code, text = decide(tmp_path, "PERHAPS")
+def test_off_is_off_and_nonsense_is_refused(tmp_path: Path, cmake: str) -> None:
+    assert decide(cmake, tmp_path / ".", "OFF")[1].count("decided: FALSE: not built: SHARPI_CUDA=OFF") == 1
+    code, text = decide(cmake, tmp_path, "PERHAPS")
     assert code != 0 and "must be AUTO, ON or OFF, not 'PERHAPS'" in text
 
 
@@ -108,13 +123,21 @@ def test_off_is_off_and_nonsense_is_refused(tmp_path: Path) -> None:
     ("9.0\n13.7\n", "75-virtual;80-virtual;90-virtual"),
     ("No devices were found\n", "75-virtual;80-virtual;90-virtual"),
 ])
-def test_a_machine_with_gpus_builds_for_them_only(shown: str, chosen: str, tmp_path: Path) -> None:
+def test_a_machine_with_gpus_builds_for_them_only(shown: str, chosen: str, tmp_path: Path, cmake: str) -> None:
     nvcc = pretend(tmp_path / "nvcc", "nvcc", "".join(f"compute_{n}\n" for n in (75, 80, 86, 89, 90, 120)))
     pretend(tmp_path / "smi", "nvidia-smi", shown)
     script = tmp_path / "choice.cmake"
     script.write_text(CHOICE % TOOLKIT)
-    done = run_cmake(f"-DSHARPI_NVCC={nvcc}", "-P", str(script), path=tmp_path / "smi")
+    done = run_cmake(cmake, f"-DSHARPI_NVCC={nvcc}", "-P", str(script), path=tmp_path / "smi")
     assert done.returncode == 0 and f"chosen: {chosen}\n" in done.stderr, done.stderr
+
+
+def test_the_whole_project_is_configured(tmp_path: Path, cmake: str) -> None:
+    done = run_cmake(cmake, "-S", str(REPOSITORY), "-B", str(tmp_path), "-DSHARPI_CUDA=OFF", "-DSHARPI_PYTHON=OFF")
+    assert done.returncode == 0 and "CUDA: not built: SHARPI_CUDA=OFF" in done.stdout, done.stderr
+    assert "Policy" not in done.stderr and "Warning" not in done.stderr, done.stderr
+    told = (REPOSITORY / "CMakeLists.txt").read_text(encoding="utf-8")
+    assert f"cmake_minimum_required(VERSION {PROMISED})" in told and f"cmake_policy(VERSION {PROMISED})" in TOOLKIT.read_text()
 
 
 def test_the_module_needs_no_driver_and_no_toolkit() -> None:
