@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn
 import jinja2
 import jinja2.ext
 
-from .errors import InvalidRequestError, ModelFileError
+from .errors import InvalidRequestError, ModelFileError, one_line
 from .template_limits import MAX_DEPTH, Limits, MeteredEnvironment, TemplateLimitError
 
 _LONGEST_MESSAGE, _LONGEST_DATE = 500, 200
@@ -47,7 +47,7 @@ class ChatTemplate:
             raise self._broken(f"does not parse: {_one_line(error)}") from None
 
     def _broken(self, what: str) -> ModelFileError:
-        return ModelFileError(_printable(f"{self._name} {what}"))
+        return ModelFileError(one_line(f"{self._name} {what}"))
 
     def render(
         self,
@@ -76,7 +76,7 @@ class ChatTemplate:
             except Exception as error:  # a template is a program: it can fail in any way a program can
                 what = f"{self._name} failed on this conversation: {_one_line(error)}"
         # Not chained: the failure holds everything that the template has made.
-        raise InvalidRequestError(_printable(what))
+        raise InvalidRequestError(one_line(what))
 
 
 def prompt_opens_thinking(prompt: str) -> bool:
@@ -182,6 +182,3 @@ def _one_line(error: Exception) -> str:
     text = " ".join(str(error)[:_LONGEST_MESSAGE].split())
     return text or type(error).__name__
 
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

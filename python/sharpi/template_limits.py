@@ -18,6 +18,7 @@ import functools
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
@@ -172,7 +173,10 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         if sum(1 for _ in tree.find_all(nodes.Node)) > MAX_NODES:
             raise TemplateLimitError(f"has more than {MAX_NODES:,} parts")
         tree = _Instrument().visit(tree)
-        return Template.from_code(self, self.compile(tree), self.make_globals(None))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's, about `1[2]` and the like
+            code = self.compile(tree)
+        return Template.from_code(self, code, self.make_globals(None))
 
     # --- what rewritten templates call ----------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ HOSTILE = {
 }
 
 # These come to an end by themselves, and put out little.
-HARMLESS = {"power of a power", "a date", "many branches"}
+HARMLESS = {"power of a power", "a date", "many branches", "many alternatives"}
 
 
 def outcome(source: str) -> str:
