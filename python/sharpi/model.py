@@ -77,7 +77,8 @@ def read_spec(file: GgufFile, mtp: bool = True) -> _core.Description:
     """What the model is. Raises `ModelFileError` for a file that cannot be run."""
     rows = [(t.name, t.type, list(t.shape), t.file, t.offset, t.nbytes) for t in file.tensors]
     try:
-        return _core.Description(file.metadata.scalars(), rows, predictions=mtp)
+        with np.errstate(invalid="ignore"):  # an odd NaN in an array is no news for people
+            return _core.Description(file.metadata.scalars(), rows, predictions=mtp)
     except ModelFileError as error:
         raise file.error(str(error)) from None
 

@@ -1,7 +1,7 @@
 """Chat templates render what their model was trained on and can do nothing but render.
 
-Two small templates are written here; a folder of real ones (SHARPI_SHARED, or "shared" beside
-the repository) is used where it is at hand.
+Two small templates are written here, and those of some real models are in tests/data. A folder with more
+(SHARPI_SHARED, or "shared" beside the repository) is used if it is at hand.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from sharpi.chat import ChatTemplate, ThinkingSplitter, prompt_opens_thinking
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
 
 SHARED = Path(os.environ.get("SHARPI_SHARED") or Path(__file__).parents[3] / "shared")
-REAL_TEMPLATES = sorted((SHARED / "templates").glob("*.jinja"))
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+REAL_TEMPLATES = sorted({path.name: path for folder in (SHARED / "templates", TEMPLATES)
+                         for path in folder.glob("*.jinja")}.values())
 CONVERSATION = [
     {"role": "user", "content": "Where is the <é> harbour?"},
     {"role": "assistant", "content": "Down the hill."},
@@ -286,10 +288,7 @@ def test_real_templates_render_a_conversation(path: Path) -> None:
     ("HuggingFaceTB-SmolLM3-3B", (False, False)), ("deepseek-ai-DeepSeek-V3.1", (True, False)),
 ])
 def test_real_templates_take_the_thinking_switch(name: str, opens: tuple[bool, bool]) -> None:
-    path = SHARED / "templates" / f"{name}.jinja"
-    if not path.exists():
-        pytest.skip("no folder of real templates")
-    template = ChatTemplate(path.read_text(encoding="utf-8"), "<BOS>", "<EOS>")
+    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"), "<BOS>", "<EOS>")
     on, off = (template.render(CONVERSATION, enable_thinking=switch) for switch in (True, False))
     assert on != off
     assert off.rstrip().endswith("</think>")
