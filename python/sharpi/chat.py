@@ -1,14 +1,17 @@
 """From a conversation to the text a chat model expects, and from its answer to its parts.
 
 A model file brings its chat template as a Jinja program written by whoever made the file.
-It is run in Jinja's sandbox: it can build a string from the messages, and reach nothing else.
+It is run in Jinja's sandbox: it can build a string from the messages, and reach nothing else. What it may take of time
+and memory is limited too (`template_limits`).
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -16,9 +19,11 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from .errors import InvalidRequestError, ModelFileError
+from .errors import InvalidRequestError, ModelFileError, one_line
+from .template_limits import MAX_DEPTH, Limits, MeteredEnvironment, TemplateLimitError
+
+_LONGEST_MESSAGE, _LONGEST_DATE = 500, 200
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
@@ -27,15 +32,24 @@ class ChatTemplate:
     """A compiled chat template. `bos_token` and `eos_token` are the texts of those tokens, `file` is named in errors."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str, file: str | os.PathLike[str] | None = None) -> None:
-        """Raises ModelFileError if `source` does not parse."""
+        """Raises ModelFileError if `source` does not parse, or is too large to be one."""
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._name = "the chat template" if file is None else f"{os.fspath(file)}: the chat template"
+        self._lock = threading.Lock()  # the environment counts for one rendering at a time
+        self._environment = _make_environment()
         try:
-            self._template = _make_environment().from_string(source)
+            self._template = self._environment.program(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ModelFileError(f"the chat template does not parse: line {error.lineno}: "
-                                 f"{_one_line(error)}") from None
+            raise self._broken(f"does not parse: line {error.lineno}: {_one_line(error)}") from None
         except RecursionError:
-            raise ModelFileError("the chat template does not parse: it nests too deeply") from None
+            raise self._broken("does not parse: it nests too deeply") from None
+        except TemplateLimitError as error:
+            raise self._broken(str(error)) from None
+        except Exception as error:  # a number of thousands of digits, more nested loops than Python takes, ...
+            raise self._broken(f"does not parse: {_one_line(error)}") from None
+
+    def _broken(self, what: str) -> ModelFileError:
+        return ModelFileError(one_line(f"{self._name} {what}"))
 
     def render(
         self,
@@ -48,17 +62,23 @@ class ChatTemplate:
 
         enable_thinking: None leaves the choice to the template.
         extra: further variables for the template (`tools`, `reasoning_effort`, ...).
-        Raises InvalidRequestError if the template refuses the conversation or fails on it.
+        Raises InvalidRequestError if the template refuses the conversation, fails on it, or goes beyond its limits
+        (see `template_limits`).
         """
         variables = {**self._tokens, **extra, "messages": list(messages),
                      "add_generation_prompt": add_generation_prompt}
         if enable_thinking is not None:
             variables["enable_thinking"] = enable_thinking
-        try:
-            return self._template.render(variables)
-        except Exception as error:  # a template is a program: it can fail in any way a program can
-            raise InvalidRequestError("the chat template failed on this conversation: "
-                                      f"{_one_line(error)}") from error
+        with self._lock:
+            try:
+                self._environment.limits.start(variables)
+                return self._template.render(variables)
+            except TemplateLimitError as error:
+                what = f"{self._name} {error} on this conversation: it is broken, or the conversation far too long"
+            except Exception as error:  # a template is a program: it can fail in any way a program can
+                what = f"{self._name} failed on this conversation: {_one_line(error)}"
+        # Not chained: the failure holds everything that the template has made.
+        raise InvalidRequestError(one_line(what))
 
 
 def prompt_opens_thinking(prompt: str) -> bool:
@@ -132,20 +152,24 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _make_environment() -> ImmutableSandboxedEnvironment:
+def _make_environment() -> MeteredEnvironment:
     """The surroundings that templates are written for, those of Hugging Face's transformers."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True,
-        extensions=[jinja2.ext.loopcontrols, _GenerationTag])
-    environment.filters["tojson"] = _to_json
+    environment = MeteredEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                     extensions=[jinja2.ext.loopcontrols, _GenerationTag])
+    environment.add_filter("tojson", functools.partial(_to_json, environment.limits))
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
+def _to_json(limits: Limits, value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
              separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
     # Jinja's own filter escapes <, > and & for HTML, which no model was trained on.
+    before = limits.steps
+    characters = limits.measure(value)
+    width = indent if isinstance(indent, int) else len(indent or "")
+    spaces = max(0, width) * MAX_DEPTH + limits.measure(separators)
+    limits.require(6 * characters + (limits.steps - before) * spaces)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                       sort_keys=sort_keys)
 
@@ -155,8 +179,12 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
+    if len(pattern) > _LONGEST_DATE:
+        raise jinja2.TemplateError("the date's format is too long")
     return datetime.datetime.now().strftime(pattern)
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error)[:_LONGEST_MESSAGE].split())
+    return text or type(error).__name__
+

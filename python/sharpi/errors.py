@@ -11,7 +11,13 @@ __all__ = [
     "ModelFileError",
     "OutOfMemoryError",
     "SharpiError",
+    "one_line",
 ]
+
+
+def one_line(text: str) -> str:
+    """`text` for a message: on one line, whatever characters a damaged file brings along."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class SharpiError(Exception):
@@ -30,9 +36,7 @@ class ModelFileError(SharpiError):
         shown = os.fspath(path)
         if not shown.isprintable():
             shown = repr(shown)
-        if not what.isprintable():
-            what = "".join(c if c.isprintable() else repr(c)[1:-1] for c in what)
-        return cls(f"{shown}: {what}")
+        return cls(f"{shown}: {one_line(what)}")
 
 
 class HubError(ModelFileError):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sharpi.errors import InvalidRequestError
+from sharpi.errors import InvalidRequestError, one_line
 from sharpi.files import write_whole
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class ExpertStats:
             raise InvalidRequestError(
                 f"{_shown(path)}: cannot read the expert statistics: {error.strerror or error}") from error
         except InvalidRequestError as error:
-            raise InvalidRequestError(f"{_shown(path)}: {_printable(str(error))}") from None
+            raise InvalidRequestError(f"{_shown(path)}: {one_line(str(error))}") from None
         except (ValueError, RecursionError):  # no text, no JSON, or JSON to break a reader with
             raise InvalidRequestError(f"{_shown(path)}: {_FOREIGN}") from None
         return stats
@@ -190,7 +190,7 @@ class ExpertStats:
 
 def unwritable(path: str | os.PathLike[str], error: Exception) -> InvalidRequestError:
     """The error of a file that statistics cannot be written to."""
-    reason = (error.strerror if isinstance(error, OSError) else None) or _printable(str(error))
+    reason = (error.strerror if isinstance(error, OSError) else None) or one_line(str(error))
     return InvalidRequestError(f"{_shown(path)}: the expert statistics cannot be written there: {reason}")
 
 
@@ -272,9 +272,5 @@ def _part(some: np.ndarray, of: np.ndarray) -> float | None:
     return int(some.sum()) / whole if whole else None
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
 def _shown(path: str | os.PathLike[str]) -> str:
-    return _printable(os.fspath(path))
+    return one_line(os.fspath(path))

@@ -89,7 +89,8 @@ def read_spec(file: GgufFile, mtp: bool = True, rope: RopeScaling | None = None)
     rows = [(t.name, t.type, list(t.shape), t.file, t.offset, t.nbytes) for t in file.tensors]
     try:
         metadata = file.metadata.scalars() | (rope.metadata(file) if rope else {})
-        return _core.Description(metadata, rows, predictions=mtp)
+        with np.errstate(invalid="ignore"):  # an odd NaN in an array is no news for people
+            return _core.Description(metadata, rows, predictions=mtp)
     except ModelFileError as error:
         raise file.error(str(error)) from None
 

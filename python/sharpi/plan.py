@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sharpi.choices import KV_DTYPES
-from sharpi.errors import InvalidRequestError, OutOfMemoryError
+from sharpi.errors import InvalidRequestError, OutOfMemoryError, one_line
 from sharpi.gguf import GgufFile
 from sharpi.hardware import Gpu
 from sharpi.placement import SLOTS, VRAM, ExpertPool, Inventory, Placed, TensorHome
@@ -278,7 +278,7 @@ def load_plan(path: str | os.PathLike[str], file: GgufFile, spec: Any) -> Plan:
     except OSError as error:
         raise InvalidRequestError(f"{path}: cannot read the plan: {error.strerror or error}") from error
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{path}: {' '.join(str(error).split())}; make a new plan") from None
+        raise InvalidRequestError(one_line(f"{path}: {error}; make a new plan")) from None
     except (ValueError, RecursionError):  # no text, no JSON, or JSON to break a reader with
         raise InvalidRequestError(f"{path}: it is no plan: `sharpi plan --json` prints one") from None
     return plan

@@ -1,7 +1,7 @@
 """Chat templates render what their model was trained on and can do nothing but render.
 
-Two small templates are written here; a folder of real ones (SHARPI_SHARED, or "shared" beside
-the repository) is used where it is at hand.
+Two small templates are written here, and those of some real models are in tests/data. A folder with more
+(SHARPI_SHARED, or "shared" beside the repository) is used if it is at hand.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ import datetime
 import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("jinja2")
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from sharpi.chat import ChatTemplate, ThinkingSplitter, prompt_opens_thinking  # noqa: E402
-from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError  # noqa: E402
+from hostile_templates import HARMLESS, HOSTILE
+from sharpi.chat import ChatTemplate, ThinkingSplitter, prompt_opens_thinking
+from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
 
 SHARED = Path(os.environ.get("SHARPI_SHARED") or Path(__file__).parents[3] / "shared")
-REAL_TEMPLATES = sorted((SHARED / "templates").glob("*.jinja"))
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+REAL_TEMPLATES = sorted({path.name: path for folder in (SHARED / "templates", TEMPLATES)
+                         for path in folder.glob("*.jinja")}.values())
 CONVERSATION = [
     {"role": "user", "content": "Where is the <é> harbour?"},
     {"role": "assistant", "content": "Down the hill."},
@@ -137,6 +142,82 @@ def test_a_template_cannot_leave_its_sandbox(escape: str, tmp_path: Path) -> Non
     assert not re.search("class|object|module|built", rendered)
 
 
+# --- limits -----------------------------------------------------------------------------------
+
+
+def test_a_hostile_template_ends_in_an_error_that_names_it() -> None:
+    program = Path(__file__).with_name("hostile_templates.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, encoding="utf-8", check=False)
+    found = dict(line.split("\t") for line in done.stdout.splitlines())
+    missing = [name for name in HOSTILE if name not in found]
+    assert not missing, f"the program ended with {done.returncode} in {missing[0]!r}: {done.stderr[-500:]}"
+    for name, outcome in found.items():
+        if name in HARMLESS:
+            assert re.fullmatch(r"\d{1,4} characters", outcome), name
+        else:
+            assert outcome.startswith("hostile.gguf: the chat template ") and len(outcome) < 800, (name, outcome)
+            assert "memory" not in outcome.lower(), (name, outcome)
+
+
+def test_limits_are_counted_and_so_the_same_each_time() -> None:
+    template = ChatTemplate(MARKED, "<s>", "</s>")
+    counts = set()
+    for _ in range(3):
+        template.render(CONVERSATION)
+        counts.add((template._environment.limits.steps, template._environment.limits.made))
+    assert len(counts) == 1 and min(counts.pop()) > 0
+
+
+def test_a_template_works_again_after_it_went_too_far() -> None:
+    template = ChatTemplate("{% if messages | length == 1 %}{{ 'a' * 10 ** 9 }}{% endif %}b", "", "", "a.gguf")
+    with pytest.raises(InvalidRequestError, match=r"^a\.gguf: the chat template makes more than"):
+        template.render(CONVERSATION[:1])
+    assert template.render(CONVERSATION) == "b"
+
+
+def test_a_long_conversation_is_within_the_limits() -> None:
+    """1,000 turns of 4 KB, and a template that looks back from each turn to the first."""
+    looks_back = ("{% for m in messages %}{% set n = namespace(k=0) %}{% for o in messages[:loop.index] %}"
+                  "{% if o.role == m.role %}{% set n.k = n.k + 1 %}{% endif %}{% endfor %}"
+                  "{{ n.k ~ m.role ~ m.content | trim }}{% endfor %}")
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 800} for i in range(1000)]
+    rendered = ChatTemplate(looks_back, "", "").render(messages)
+    assert rendered.startswith("1userword ") and rendered.count("word") == 800_000
+
+
+@pytest.mark.parametrize(("source", "expected"), [
+    ("{{ 'a' * 3 ~ 1 ~ none ~ [1, 'b'] }}", "aaa1None[1, 'b']"),
+    ("{{ '%s and %05.1f' % ('a', 2) }}{{ '%s' | format('b') }}", "a and 002.0b"),
+    ("{{ '{} {x:>4}|{0!r}'.format('a', x=1) }}", None),
+    ("{{ '{:>4}|{x!r}'.format('a', x='b') }}{{ '{a}'.format_map({'a': 1}) }}", "   a|'b'1"),
+    ("{{ 'a,b'.split(',') | join('-') }}{{ ' a '.strip() }}{{ 'aXa'.replace('X', 'yy') }}", "a-baayya"),
+    ("{{ ['b', 'a', 'b'] | unique | sort | join }}{{ [3, 1] | max }}{{ [1, 2] | sum }}", "ab33"),
+    ("{{ {'a': 1}.items() | list }}{{ {'a': {'b': 2}}.a.get('b') }}", "[('a', 1)]2"),
+    ("{{ 1 < 2 < 3 }}{{ 'a' in 'abc' }}{{ 2 not in [1] }}{{ (1, 2) == (1, 2) }}", "TrueTrueTrueTrue"),
+    ("{{ messages[0].content[6:8] }}{{ messages[::-1][0].role }}", "isuser"),
+    ("{% for a, b in {'x': 1, 'y': 2} | dictsort %}{{ a }}{{ b }}{{ loop.last }}{% endfor %}", "x1Falsey2True"),
+    ("{% for i in range(5) if i is odd %}{{ loop.index }}/{{ loop.length }}:{{ i }} {% else %}none{% endfor %}",
+     "1/2:1 2/2:3 "),
+    ("{% macro m(a, b=2) %}{{ a }}{{ b }}{{ varargs }}{{ caller() }}{% endmacro %}{% call m(1) %}c{% endcall %}",
+     "12()c"),
+    ("{% set n = namespace(a=[]) %}{% for i in 'ab' %}{% set n.a = n.a + [i] %}{% endfor %}{{ n.a }}", "['a', 'b']"),
+    ("{% set x %}a{{ 1 }}{% endset %}{{ x | upper }}{% filter upper %}b{% endfilter %}", "A1B"),
+    ("{{ 'a\nb' | indent(2) }}{{ 'a' | center(5) }}|{{ [1, 2, 3] | batch(2, 0) | list }}", "a\n  b  a  |[[1, 2], [3, 0]]"),
+    ("{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='role') | list }}", "['user', 'user']"),
+    ("{{ 7 // 2 }}{{ 7 % 4 }}{{ 2 ** 10 }}{{ -3 | abs }}{{ 7 / 2 }}{{ 5 - 2 }}{{ 1.55 | round(1) }}", "33102433.531.6"),
+])
+def test_what_templates_do_within_the_limits_is_done_as_jinja_does_it(source: str, expected: str | None) -> None:
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
+    try:
+        by_jinja = plain.render(messages=CONVERSATION)
+    except ValueError:
+        assert expected is None
+        with pytest.raises(InvalidRequestError):
+            render(source)
+        return
+    assert render(source) == by_jinja == expected
+
+
 # --- thinking ---------------------------------------------------------------------------------
 
 
@@ -195,8 +276,9 @@ def test_real_templates_render_a_conversation(path: Path) -> None:
     places = [rendered.index(message["content"]) for message in CONVERSATION]
     assert places == sorted(places)
     shorter = template.render(CONVERSATION, add_generation_prompt=False)
-    # Mistral's templates open the answer by closing the question, with or without being asked.
-    assert rendered.startswith(shorter) and (len(shorter) < len(rendered) or "[/INST]" in rendered)
+    # Mistral's and Cohere's templates open the answer with or without being asked, and Phi's ends with EOS if not asked.
+    assert rendered.startswith(shorter.removesuffix("<EOS>"))
+    assert len(shorter) < len(rendered) or "[/INST]" in rendered or "<|CHATBOT_TOKEN|>" in rendered
     for switch in (True, False):
         assert CONVERSATION[2]["content"] in template.render(CONVERSATION, enable_thinking=switch)
 
@@ -206,10 +288,7 @@ def test_real_templates_render_a_conversation(path: Path) -> None:
     ("HuggingFaceTB-SmolLM3-3B", (False, False)), ("deepseek-ai-DeepSeek-V3.1", (True, False)),
 ])
 def test_real_templates_take_the_thinking_switch(name: str, opens: tuple[bool, bool]) -> None:
-    path = SHARED / "templates" / f"{name}.jinja"
-    if not path.exists():
-        pytest.skip("no folder of real templates")
-    template = ChatTemplate(path.read_text(encoding="utf-8"), "<BOS>", "<EOS>")
+    template = ChatTemplate((TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"), "<BOS>", "<EOS>")
     on, off = (template.render(CONVERSATION, enable_thinking=switch) for switch in (True, False))
     assert on != off
     assert off.rstrip().endswith("</think>")

@@ -2,13 +2,15 @@
 
 Small vocabularies are made here: byte-level ones are trained with `tokenizers` itself, whose own
 pipeline then says what is right; SentencePiece ones are written by hand and checked against
-a merge loop that looks at the whole text after every merge. Real vocabularies with known ids
-are used where a folder of them is at hand (SHARPI_SHARED, or "shared" beside the repository).
+a merge loop that looks at the whole text after every merge. Two real vocabularies with known ids
+are in tests/data; more are used if a folder of them is at hand (SHARPI_SHARED, or "shared" beside the
+repository).
 """
 
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import random
 import struct
@@ -17,15 +19,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
-tokenizers = pytest.importorskip("tokenizers")
-
-from sharpi.errors import InvalidRequestError, ModelFileError  # noqa: E402
-from sharpi.metadata import LazyStringArray, Metadata  # noqa: E402
-from sharpi.tokenizer import Tokenizer  # noqa: E402
+from sharpi.errors import InvalidRequestError, ModelFileError
+from sharpi.gguf import GgufFile
+from sharpi.metadata import LazyStringArray, Metadata
+from sharpi.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 SHARED = Path(os.environ.get("SHARPI_SHARED") or Path(__file__).parents[3] / "shared")
+DATA = Path(__file__).parents[1] / "data" / "tokenizers"
 ALPHABET = ([chr(c) for c in range(32, 127)] + list("\t\n\r\x00\x07\x7f\u00a0\u2028\u200d\ufeff")
             + list("äßéñŁжщ中文字日本語ひカ한국អ🚀🦙👍\u0301\u0308½²٣५'") + [" "] * 20)
 CORPUS = [
@@ -461,17 +464,38 @@ def test_requests_that_make_no_sense(gpt2_metadata: dict[str, Any]) -> None:
 # --- real vocabularies ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "llama-spm", "qwen2", "phi-3"])
-def test_real_vocabularies_give_the_known_ids(name: str) -> None:
-    path = SHARED / "vocab" / f"ggml-vocab-{name}.gguf"
-    if not path.exists():
-        pytest.skip("no folder of real vocabularies")
-    from sharpi.gguf import GgufFile
-
-    tokenizer = Tokenizer.from_metadata(GgufFile.open(path).metadata)
-    texts = Path(f"{path}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
-    expected = [[int(token) for token in line.split()] for line in Path(f"{path}.out").read_text().split("\n")]
+def check_known_ids(tokenizer: Tokenizer, cases: Path) -> None:
+    """Against the texts in `cases`.inp and their ids in `cases`.out."""
+    texts = Path(f"{cases}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    expected = [[int(token) for token in line.split()] for line in Path(f"{cases}.out").read_text().split("\n")]
     assert len(texts) == len(expected) > 40
     for text, ids in zip(texts, expected):
         assert tokenizer.encode(text, add_special=False) == ids, repr(text)
         assert tokenizer.decode(ids) == text
+
+
+def test_gpt2_gives_the_known_ids() -> None:
+    from sharpi.tokenizer import _CHAR_OF_BYTE
+
+    merges = lzma.decompress((DATA / "gpt-2-merges.txt.xz").read_bytes()).decode().split("\n")
+    tokens = [*sorted(_CHAR_OF_BYTE.values()), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    tokenizer = tokenizer_of({
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [NORMAL] * 50256 + [CONTROL], "tokenizer.ggml.merges": merges})
+    check_known_ids(tokenizer, DATA / "gpt-2")
+
+
+def test_phi3_gives_the_known_ids() -> None:
+    lines = lzma.decompress((DATA / "phi-3-tokens.jsonl.xz").read_bytes()).decode().split("\n")
+    tokens, scores, types = map(list, zip(*map(json.loads, lines)))
+    tokenizer = tokenizer_of({
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types, "tokenizer.ggml.eos_token_id": 32000})
+    check_known_ids(tokenizer, DATA / "phi-3")
+
+
+@pytest.mark.skipif(not (SHARED / "vocab").exists(), reason=f"no more vocabularies in {SHARED / 'vocab'}")
+@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "llama-spm", "qwen2", "phi-3"])
+def test_real_vocabularies_give_the_known_ids(name: str) -> None:
+    path = SHARED / "vocab" / f"ggml-vocab-{name}.gguf"
+    check_known_ids(Tokenizer.from_metadata(GgufFile.open(path).metadata), path)
