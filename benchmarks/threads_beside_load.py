@@ -1,10 +1,10 @@
-"""What threads cost when other programs want the cores: decode with all threads and with one, alone and beside busy processes.
+"""What threads cost when other programs want the cores: decode with all and with one, alone and beside busy processes.
 
     python benchmarks/threads_beside_load.py [-m MODEL] [--busy 0 1 2] [--rounds 5] [--tokens 48] [--against DIR]
 
-A process loads the model twice, for one thread and for all, and lets them generate `--tokens` tokens in turn, so that what
-else the machine does meets both. What counts is the ratio of such a pair. `--against` is the `python` folder of another
-build of Sharpi, measured in alternating rounds. Busy processes are endless loops at ordinary priority.
+A process loads the model twice, for one thread and for all, and lets them generate `--tokens` tokens in turn, so that
+what else the machine does meets both. What counts is the ratio of such a pair. `--against` is the `python` folder of
+another build of Sharpi, measured in alternating rounds. Busy processes are endless loops at ordinary priority.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ for pair in range(pairs + 1):
 def measure(package: Path, options: argparse.Namespace, cores: int) -> list[tuple[float, float]]:
     """Pairs of tokens/s with one thread and with `cores`, prefill of a few tokens included."""
     command = [sys.executable, "-c", GENERATE, options.model, str(options.tokens), str(PAIRS), str(cores)]
-    said = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(package)}, check=True, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     return [(float(one), float(all_cores)) for one, all_cores in (line.split() for line in said.stdout.splitlines())]
 
 

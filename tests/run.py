@@ -62,7 +62,8 @@ class Tools:
 
 def promised_cmake() -> str:
     """The oldest CMake that pyproject.toml promises to build with."""
-    found = re.search(r'^cmake\.version = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^cmake\.version = ">=([\d.]+)"', text, re.MULTILINE)
     assert found is not None, "pyproject.toml says no cmake.version"
     return found[1]
 
@@ -103,7 +104,7 @@ def unmet(python: Path, requirements: list[str]) -> list[str]:
 
 
 def lists_in_pyproject() -> tuple[list[str], list[str]]:
-    """What building needs, and what running and testing needs, as pyproject.toml says; Python 3.10 has no reader for it."""
+    """What building needs, and what running and testing needs, as pyproject.toml says: Python 3.10 cannot read TOML."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
     def quoted(key: str) -> list[str]:
@@ -115,7 +116,7 @@ def lists_in_pyproject() -> tuple[list[str], list[str]]:
 
 
 def make_environment() -> Tools:
-    """A virtual environment with the build tools in it, or with those of the Python that runs this where pip reaches nothing."""
+    """A virtual environment with the build tools in it; if pip reaches no index, with those of the Python that runs this."""
     folder = BUILD / "venv"
     python = folder / "bin" / "python"
     if not python.exists():
@@ -136,7 +137,7 @@ def make_environment() -> Tools:
 
 
 def borrow(tools: Tools, needed: list[str]) -> Tools:
-    """Lets the environment see the packages of the Python that runs this. What they lack may still lie in PIP_FIND_LINKS."""
+    """Lets the environment see the packages of the Python that runs this. What is not there may lie in PIP_FIND_LINKS."""
     own = next(tools.python.parent.parent.glob("lib/*/site-packages"))
     seen = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages") and Path(entry) != own]
     (own / BORROWED).write_text("".join(f"{entry}\n" for entry in seen), encoding="utf-8")
@@ -159,7 +160,7 @@ def fetch_oldest_cmake(tools: Tools) -> None:
         try:
             tools.pip("--no-deps", "--only-binary=:all:", "--target", folder, f"cmake=={version}.*")
         except subprocess.CalledProcessError:
-            print(f"CMake {version}, the oldest that is promised, cannot be fetched: its tests skip themselves", flush=True)
+            print(f"CMake {version}, the oldest that is promised, cannot be fetched: its tests are skipped", flush=True)
             return
     os.environ["SHARPI_OLDEST_CMAKE"] = str(program)
 

@@ -1,19 +1,20 @@
 // See thread_pool.h.
 //
-// A loop is its fields (_body, _tasks, _error) and two counters. run() writes the fields and _unfinished = tasks, then publishes
-// the loop by storing _unclaimed = tasks (release). Nothing else lets a thread in:
+// A loop is its fields (_body, _tasks, _error) and two counters. run() writes the fields and _unfinished = tasks, then
+// publishes the loop by storing _unclaimed = tasks (release). Nothing else lets a thread in:
 //
-// - A thread claims a task by taking 1 from _unclaimed (acquire). If it was above 0, the task is `tasks - what it was`, and it is
-//   one of the loop that is published now: the value read comes from that loop's store, or from claims after it (one release
-//   sequence), so the fields are visible. If it was 0 or less, the thread has nothing and must not read the fields. What such a
-//   late claim took is overwritten by the next loop's store.
-// - Threads count the tasks that they have done and take them from _unfinished in one step (release), after their last claim. Until
-//   they have, _unfinished is above 0: a loop cannot end, and no field can change, while somebody holds one of its tasks.
-// - run() returns when it reads _unfinished == 0 (acquire), and so sees all that bodies wrote. Nobody holds a task then, so the
-//   fields are run()'s to write again, wherever the workers are.
+// - A thread claims a task by taking 1 from _unclaimed (acquire). If it was above 0, the task is `tasks - what it was`, and
+//   it is one of the loop that is published now: the value read comes from that loop's store, or from claims after it (one
+//   release sequence), so the fields are visible. If it was 0 or less, the thread has nothing and must not read the fields.
+//   What such a late claim took is overwritten by the next loop's store.
+// - Threads count the tasks that they have done and take them from _unfinished in one step (release), after their last
+//   claim. Until they have, _unfinished is above 0: a loop cannot end, and no field can change, while a thread holds one of
+//   its tasks.
+// - run() returns when it reads _unfinished == 0 (acquire), and so sees all that bodies wrote. Nobody holds a task then, so
+//   the fields are run()'s to write again, wherever the workers are.
 //
-// So it does not matter which loop a worker believes it is in: a worker that slept through a thousand loops claims a task of the
-// next one. _generation only tells waiting workers that it is worth looking.
+// So it does not matter which loop a worker believes it is in: a worker that slept through a thousand loops claims a task
+// of the next one. _generation only tells waiting workers that it is worth looking.
 #include "core/thread_pool.h"
 
 #include <pthread.h>
@@ -103,8 +104,8 @@ void ThreadPool::run(int64_t tasks, const std::function<void(int64_t, int)>& bod
     if (_error) std::rethrow_exception(_error);
 }
 
-// Until the tasks that workers hold are done. A worker may have lost its core in the middle of one: after a while the caller
-// sleeps, so that the worker can have the caller's core.
+// Until the tasks that workers hold are done. A worker may have lost its core in the middle of one: after a while the
+// caller sleeps, so that the worker can have the caller's core.
 void ThreadPool::awaitTasks() {
     for (int spins = 0; spins < kSpins; ++spins) {
         if (_unfinished.load(std::memory_order_acquire) == 0) return;
@@ -136,8 +137,8 @@ void ThreadPool::wakeSleepers() {
 void ThreadPool::sleep(int worker, uint64_t seen) {
     _sleeping.fetch_add(1, std::memory_order_seq_cst);
     _beds[worker - 1].taken.store(true, std::memory_order_seq_cst);
-    const bool called = _generation.load(std::memory_order_seq_cst) != seen || _awake.load(std::memory_order_seq_cst) > 0 ||
-                        _stop.load(std::memory_order_seq_cst);
+    const bool called = _generation.load(std::memory_order_seq_cst) != seen ||
+                        _awake.load(std::memory_order_seq_cst) > 0 || _stop.load(std::memory_order_seq_cst);
     if (called && rise(worker)) return;
     _beds[worker - 1].wake.wait();
 }
@@ -170,7 +171,10 @@ void ThreadPool::drain(int worker) {
     if (done == 0) return;
     // Either the caller, about to sleep, sees that no task is left, or it is seen here.
     const bool last = _unfinished.fetch_sub(done, std::memory_order_seq_cst) == done;
-    if (last && _callerSleeps.load(std::memory_order_seq_cst) && _callerSleeps.exchange(false, std::memory_order_seq_cst)) _ended.post();
+    if (last && _callerSleeps.load(std::memory_order_seq_cst) &&
+        _callerSleeps.exchange(false, std::memory_order_seq_cst)) {
+        _ended.post();
+    }
 }
 
 void ThreadPool::workerLoop(int worker) {

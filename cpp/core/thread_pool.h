@@ -1,7 +1,8 @@
 // A fixed set of threads that share one loop at a time. Decoding runs some hundreds of short loops a token, so
-// a worker spins briefly for the next loop before it sleeps, and the caller works too instead of waiting. A loop ends when
-// its tasks are done, whoever did them: a worker that the system does not schedule is not waited for, unless it holds a task.
-// A caller whose loops are further apart, between answers of a GPU, keeps the workers awake for as long as that takes.
+// a worker spins briefly for the next loop before it sleeps, and the caller works too instead of waiting. A loop ends
+// when its tasks are done, whoever did them: a worker that the system does not schedule is not waited for, unless it holds
+// a task. A caller whose loops are further apart, between answers of a GPU, keeps the workers awake for as long as that
+// takes.
 #pragma once
 
 #include <semaphore.h>
@@ -31,9 +32,9 @@ public:
 
     // Calls body(task, worker) once for every task in [0, tasks), in any order, worker in [0, threads()).
     // Tasks begin in ascending order, so a body may wait for a task of a lower number. A worker may get no task at all.
-    // Returns when all have run; no thread touches the body after that. The first exception that a body throws is rethrown
-    // here; tasks that have not begun are then skipped. Not reentrant: a body must not call run(), and only one thread may
-    // call it.
+    // Returns when all have run; no thread touches the body after that. The first exception that a body throws is
+    // rethrown here; tasks that have not begun are then skipped. Not reentrant: a body must not call run(), and only one
+    // thread may call it.
     // Give it a std::ref where making a std::function would allocate.
     void run(int64_t tasks, const std::function<void(int64_t task, int worker)>& body);
 
@@ -54,8 +55,8 @@ public:
     int sleeping() const { return _sleeping.load(std::memory_order_relaxed); }
 
 private:
-    // post() never waits. A condition variable would not do: waking its sleepers may wait for one that was woken before and is
-    // not scheduled.
+    // post() never waits. A condition variable would not do: waking its sleepers may wait for one that was woken before
+    // and is not scheduled.
     class Semaphore {
     public:
         Semaphore() { sem_init(&_semaphore, 0, 0); }

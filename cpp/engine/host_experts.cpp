@@ -181,7 +181,9 @@ void HostExperts::down(const MatrixStack& w, float* answers, size_t which, int64
     args.y = args.count == 1 ? answer(expert.begin) : _out + expert.begin * width;
     args.yStride = width;
     // The thread that computes them may have lost its core: after a while, let it have this one.
-    for (int spins = 0; _blocksLeft[which].load(std::memory_order_acquire) > 0; ++spins) spins < kSpinsBeforeYield ? relax() : std::this_thread::yield();
+    for (int spins = 0; _blocksLeft[which].load(std::memory_order_acquire) > 0; ++spins) {
+        spins < kSpinsBeforeYield ? relax() : std::this_thread::yield();
+    }
     _kernels.matmul(args, first, last, threadScratch(worker));
     for (int32_t place = expert.begin; args.count > 1 && place < expert.end; ++place) {
         std::copy(_out + place * width + first, _out + place * width + last, answer(place) + first);

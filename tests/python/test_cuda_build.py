@@ -1,7 +1,7 @@
 """How the build decides about CUDA: what is missing is said in one line, and is an error only where CUDA was asked for.
 
-Toolkits are pretended by scripts that stand in for nvcc; no GPU and no toolkit is needed. All is tested with the CMake that is
-here and with the oldest that pyproject.toml promises, which tests/run.py fetches and names in SHARPI_OLDEST_CMAKE.
+Toolkits are pretended by scripts that stand in for nvcc; no GPU and no toolkit is needed. All is tested with the CMake
+that is here and with the oldest that pyproject.toml promises, which tests/run.py fetches and names in SHARPI_OLDEST_CMAKE.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ message("chosen: ${chosen}")
 """
 
 
-PROMISED = re.search(r'^cmake\.version = ">=([\d.]+)"', (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)[1]
+PYPROJECT = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+PROMISED = re.search(r'^cmake\.version = ">=([\d.]+)"', PYPROJECT, re.MULTILINE)[1]
 
 
 @pytest.fixture(params=["the CMake here", "the oldest CMake"])
@@ -137,7 +138,8 @@ def test_the_whole_project_is_configured(tmp_path: Path, cmake: str) -> None:
     assert done.returncode == 0 and "CUDA: not built: SHARPI_CUDA=OFF" in done.stdout, done.stderr
     assert "Policy" not in done.stderr and "Warning" not in done.stderr, done.stderr
     told = (REPOSITORY / "CMakeLists.txt").read_text(encoding="utf-8")
-    assert f"cmake_minimum_required(VERSION {PROMISED})" in told and f"cmake_policy(VERSION {PROMISED})" in TOOLKIT.read_text()
+    assert f"cmake_minimum_required(VERSION {PROMISED})" in told
+    assert f"cmake_policy(VERSION {PROMISED})" in TOOLKIT.read_text(encoding="utf-8")
 
 
 def test_the_module_needs_no_driver_and_no_toolkit() -> None:

@@ -76,7 +76,8 @@ def test_a_model_says_how_many_threads_run(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("three_cores")
 def test_commands_cut_threads_and_say_so(tmp_path: Path) -> None:
-    bench = sharpi("bench", "-t", "1000", "--device", "cpu", "--prefill", "8", "--decode", "2", "--repeat", "1", "--json")
+    bench = sharpi("bench", "-t", "1000", "--device", "cpu", "--prefill", "8", "--decode", "2", "--repeat", "1",
+                   "--json")
     assert bench.stderr.splitlines() == [f"sharpi: {CUT}"] and json.loads(bench.stdout)["threads"] == 3
     run = sharpi("run", "-t", "1000", "--device", "cpu", "-p", "Once", "-n", "2")
     assert run.stderr.splitlines()[0] == f"sharpi: {CUT}"
