@@ -1,4 +1,4 @@
-"""What can be chosen by name. It imports nothing, so that `sharpi --help` need not wait for the code behind the names."""
+"""What can be chosen by name. It imports nothing, so that `sharpi --help` waits for no code behind it."""
 
 from __future__ import annotations
 

@@ -26,6 +26,8 @@ BUNDLED = Path(sharpi.__file__).parent / "bundled" / "story.gguf"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 ENDLESS = "-n -1 --logit-bias 0=-inf -t 1"  # without its end token, the bundled model goes on until it is stopped
 
+SLOW = {"SHARPI_CPU_ISA": "scalar"}  # so that Ctrl-C comes before the context is full
+
 
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -304,8 +306,8 @@ def ended(child: pexpect.spawn) -> int | None:
 
 
 def test_ctrl_c_in_run_ends_the_line(at_terminal) -> None:
-    child = at_terminal("run", "Once upon a time", *ENDLESS.split())
-    child.expect("Once upon a time .{10}")
+    child = at_terminal("run", "Once upon a time", *ENDLESS.split(), **SLOW)
+    child.expect("Once upon a time.{10}")
     child.sendintr()
     assert ended(child) == 130
     assert child.before.endswith("^C\r\n") and "Traceback" not in child.before
@@ -377,7 +379,7 @@ def test_a_chat_goes_on_when_the_context_is_full(at_terminal, talker: str) -> No
 
 
 def test_ctrl_c_in_a_chat(at_terminal, talker: str) -> None:
-    child = at_terminal("chat", "-m", talker, "-t", "1", "--logit-bias", "0=-inf", "--no-stats")
+    child = at_terminal("chat", "-m", talker, "-t", "1", "--logit-bias", "0=-inf", "--no-stats", **SLOW)
     child.expect("> ")
     child.sendline("Hello")
     child.expect("Hello\r\n.{20}")

@@ -150,7 +150,9 @@ def _drafts(benchmark: Benchmark, depth: int, tokens: int, draft: str, counts: S
 
 
 def _table(report: dict[str, Any]) -> str:
-    where = f"{plural(report['threads'], 'thread')}, {report['isa']}" if report["device"] == "cpu" else report["device_name"]
+    where = report["device_name"]
+    if report["device"] == "cpu":
+        where = f"{plural(report['threads'], 'thread')}, {report['isa']}"
     lines = [
         f"{printable(report['model'])}: {printable(where)},"
         f" loaded in {report['load_seconds']:.3f} s, first token after {report['first_token_seconds']:.3f} s",

@@ -26,7 +26,7 @@ _OPTIONS: dict[tuple[str, ...], str] = {
     ("-mu", "--model-url", "-dr", "--docker-repo"): "download the file, and use -m FILE",
     ("-ngl", "--gpu-layers", "--n-gpu-layers"):
         "leave it out to fill the free GPU memory; --vram SIZE takes less of it, --device cpu none",
-    ("-ncmoe", "--n-cpu-moe"): "leave it out: experts that fit go to the GPU one by one; --cpu-moe keeps all on the CPU",
+    ("-ncmoe", "--n-cpu-moe"): "leave it out: the experts that fit go to the GPU; --cpu-moe keeps all on the CPU",
     ("-cmoe",): "use --cpu-moe",
     ("-ot", "--override-tensor"): "use --vram SIZE, or `sharpi plan --json > FILE` and --plan FILE",
     ("-ts", "--tensor-split", "-sm", "--split-mode", "-mg", "--main-gpu"): _ONE_GPU,

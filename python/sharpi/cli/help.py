@@ -1,4 +1,4 @@
-"""Commands that show their help in sections, whole at 80 columns and with examples, and refuse what they do not know."""
+"""Commands that show help in sections, whole at 80 columns and with examples, and refuse what they do not know."""
 
 from __future__ import annotations
 

@@ -241,8 +241,8 @@ def _origin(profile: HardwareProfile, device: str) -> list[str]:
     said = f"For {' and '.join(names)}: {', '.join(f'{name} {rate / 1e9:,.0f} GB/s' for name, rate in rates)}"
     if not profile.assumed:
         return [_wrapped(f"{said}, {_measured(profile, device)}.", "  ")]
-    return [_wrapped(f"{said}, which is assumed. For measured speeds, run `sharpi hardware --save FILE` on that machine and"
-                     " give --profile FILE here.", "  ")]
+    return [_wrapped(f"{said}. For measured speeds, run `sharpi hardware --save FILE` on that machine and give"
+                     " --profile FILE here.", "  ")]
 
 
 def _measured(profile: HardwareProfile, device: str) -> str:
