@@ -305,7 +305,7 @@ def ended(child: pexpect.spawn) -> int | None:
 
 def test_ctrl_c_in_run_ends_the_line(at_terminal) -> None:
     child = at_terminal("run", "Once upon a time", *ENDLESS.split())
-    child.expect("Once upon a time .{10}")
+    child.expect("Once upon a time.{10}")
     child.sendintr()
     assert ended(child) == 130
     assert child.before.endswith("^C\r\n") and "Traceback" not in child.before
