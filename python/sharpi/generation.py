@@ -136,7 +136,7 @@ def takes_generation_options(method: F) -> F:
 
 
 class Meter:
-    """Holds what a generation has cost so far. The figures are replaced as a whole, so that any thread may read them."""
+    """Holds what a generation has cost so far. The figures are replaced as a whole, so any thread may read them."""
 
     __slots__ = ("timing",)
 
