@@ -87,10 +87,8 @@ def _seed(name: str, value: Any) -> int | None:
 
 def _top(name: str, value: Any) -> int:
     count = arguments.whole(name, value)
-    if count < 0:
-        raise InvalidRequestError(f"{name} must be 0 (all) or more, not {count}")
-    if count >= 1 << 31:
-        raise InvalidRequestError(f"{name} is too large: {count}")
+    if not 0 <= count < 1 << 31:
+        raise InvalidRequestError(f"{name} must be 0 to 2^31 - 1, not {count}")
     return count
 
 
