@@ -59,7 +59,8 @@ def timed(benchmark: Benchmark, model: Model, kind: tuple[str, int], arguments: 
     for _ in generation:
         pass
     cost = generation.timing
-    return DraftedRun(cost.generation_seconds, cost.decoded_tokens, cost.steps, cost.drafted_tokens, cost.accepted_tokens)
+    return DraftedRun(cost.generation_seconds, cost.decoded_tokens, cost.steps, cost.drafted_tokens,
+                      cost.accepted_tokens)
 
 
 def costs(model: Model, arguments: argparse.Namespace) -> list[Cost]:

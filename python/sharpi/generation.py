@@ -81,11 +81,11 @@ def _limit(name: str, value: Any) -> int | None:
 def _seed(name: str, value: Any) -> int | None:
     seed = arguments.maybe(arguments.whole, name, value)
     if seed is not None and not 0 <= seed <= _MOST_SEED:
-        raise InvalidRequestError(f"{name} must be 0 to 2^64 - 1, not {seed}")
+        raise InvalidRequestError(f"the {name} must be 0 to 2^64 - 1, not {seed}")
     return seed
 
 
-def _int32(name: str, value: Any) -> int:
+def _top(name: str, value: Any) -> int:
     count = arguments.whole(name, value)
     if not 0 <= count < 1 << 31:
         raise InvalidRequestError(f"{name} must be 0 to 2^31 - 1, not {count}")
@@ -97,14 +97,14 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(texts, Sequence) or any(not isinstance(part, str) for part in texts):
         raise InvalidRequestError(f"{name} must be a text or a sequence of texts, not {arguments.shown(value)}")
     if any(not part for part in texts):
-        raise InvalidRequestError(f"{name} has an empty text")
+        raise InvalidRequestError(f"a {name} text is empty")
     return tuple(texts)
 
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "max_tokens": _limit,
     "temperature": arguments.number,
-    "top_k": _int32,
+    "top_k": _top,
     **dict.fromkeys(("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
                     arguments.number),
     "logit_bias": lambda name, value: arguments.maybe(arguments.token_numbers, name, value),
@@ -134,7 +134,7 @@ def takes_generation_options(method: F) -> F:
 
 
 class Meter:
-    """Holds what a generation has cost so far. The figures are replaced as a whole, so that any thread may read them."""
+    """Holds what a generation has cost so far. The figures are replaced as a whole, so any thread may read them."""
 
     __slots__ = ("timing",)
 

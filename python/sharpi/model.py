@@ -277,8 +277,8 @@ class Model:
         device: "auto", "cpu" or "cuda"; "auto" takes the GPU if there is one and the model fits into its memory, else
         whichever of the two is predicted to be faster. vram: the most GPU memory to take, in bytes or as text such as
         "12GiB"; without it, what is free. Weights that do not fit stay in RAM and are used from there. context: the
-        tokens that prompt and answer may have together. kv_dtype: "fp32", "bf16" (default) or "fp16". batch: rows that
-        prefill takes at once (512, on the GPU 2048). threads: the CPU's; by default and at most as many as there are
+        tokens that prompt and answer may have together (0: all that the model has; default: 4096). kv_dtype: "fp32",
+        "bf16" (default) or "fp16". batch: rows that prefill takes at once (512, on the GPU 2048). threads: the CPU's; by default and at most as many as there are
         cores. cpu_moe: whether all experts stay in RAM and the CPU computes them in decode, even if they would fit;
         `None` is what SHARPI_CPU_MOE says. sequences: for a model with recurrent layers, how many states to keep (4);
         each conversation that holds tokens needs one, the others serve to roll back. mtp: whether to load a prediction

@@ -142,11 +142,14 @@ def _bytes_in(text: str) -> tuple[int | None, str]:
 
 
 def choose_context(spec: Spec, context: int | None) -> int:
-    """The context to use where `context` was asked for. Raises `InvalidRequestError` for one the model lacks."""
+    """The context to use if `context` is asked for; 0 is all that the model has. Raises `InvalidRequestError` for a longer
+    one."""
     if context is None:
         return min(spec.context_length, DEFAULT_CONTEXT)
-    if context < 1:
-        raise InvalidRequestError(f"a context of {context} tokens: it must be at least 1")
+    if context == 0:
+        return spec.context_length
+    if context < 0:
+        raise InvalidRequestError(f"a context of {context} tokens: it must be at least 1, or 0 for the model's own")
     if context > spec.context_length:
         raise InvalidRequestError(
             f"a context of {context:,} tokens is more than the model's {spec.context_length:,}; to stretch it, at some"
@@ -175,7 +178,8 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     machine's speeds; without it, they are measured where they are needed and not known. warm: how often each expert is used, to expect
     hits by; without it, all alike. shown: the plan is for a person to look at; it
     has predictions, and where a profile is given it is for that machine, not for this one. rope: the scaling that `spec`
-    was read with. notice: is told, in a line, that the machine is measured. Raises `InvalidRequestError` for what cannot be had.
+    was read with. notice: is told, in a line, that the machine is measured. Raises `InvalidRequestError` for what cannot
+    be had.
     """
     check_switches()
     if device not in DEVICES:

@@ -27,9 +27,10 @@ _MOST_CONTEXT = 1 << 27  # the core takes no longer one
 class RopeScaling:
     """What to use in place of the file's; `None` leaves it as the file says.
 
-    rope_scaling: "none", "linear" (positions are divided by the scale; Chen et al., 2023) or "yarn" (only slow rotations
-    are; Peng et al., 2023). rope_scale: the context grows by this factor. rope_freq_base: the base of the frequencies;
-    a larger one stretches the slow rotations most ("NTK-aware"). yarn_orig_ctx: the context the model was trained with.
+    rope_scaling: "none", "linear" (positions are divided by the scale; Chen et al., 2023) or "yarn" (slow rotations
+    only; Peng et al., 2023). rope_scale: the context grows by this factor. rope_freq_base: the base of the frequencies;
+    a larger one stretches the slow rotations most ("NTK-aware"). yarn_orig_ctx: the context that the model was trained
+    with.
     """
 
     rope_scaling: str | None = None

@@ -73,7 +73,8 @@ class Session:
         drafts = choose_drafts(given["draft"], given["draft_tokens"], mtp=model.plan.mtp, cost=model.plan.draft_cost)
         if given["draft_tokens"] is not None and (line := missing_states(drafts[1], model.plan)):
             model.tell(line)
-        ids = model.tokenize(prompt) if isinstance(prompt, str) else token_ids("prompt", prompt, what="text or token ids")
+        ids = (model.tokenize(prompt) if isinstance(prompt, str)
+               else token_ids("prompt", prompt, what="text or token ids"))
         self._require_prompt(ids)
         params = _core.SamplingParams(**{name: given[name] for name in _SAMPLING}, logit_bias=given["logit_bias"] or {},
                                       seed=secrets.randbits(63) if given["seed"] is None else given["seed"])
@@ -142,9 +143,9 @@ class Session:
                 yield Token(token, decoder.push(token) if decoder else "")
         finally:
             done = meter.timing
-            _log.debug("%d tokens generated in %.3f s and %d steps, %d of %d drafted tokens accepted, after a prompt of %d"
-                       " in %.3f s, %d more kept from before", done.generated_tokens, done.generation_seconds, done.steps,
-                       done.accepted_tokens, done.drafted_tokens, done.prompt_tokens, done.prompt_seconds,
+            _log.debug("%d tokens generated in %.3f s and %d steps, %d of %d drafted tokens accepted, after a prompt of"
+                       " %d in %.3f s, %d more kept from before", done.generated_tokens, done.generation_seconds,
+                       done.steps, done.accepted_tokens, done.drafted_tokens, done.prompt_tokens, done.prompt_seconds,
                        done.reused_tokens)
         rest = decoder.flush() if decoder else ""
         if rest and last is not None:

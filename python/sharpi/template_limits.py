@@ -23,8 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from jinja2 import Template, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.runtime import BlockReference, LoopContext, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
 from jinja2.utils import Namespace, pass_eval_context
 from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
@@ -95,7 +96,7 @@ class Limits:
                 characters += 16 if not isinstance(item, int) else 8 + item.bit_length() // 3
                 if isinstance(item, Namespace):
                     item = vars(item).get("_Namespace__attrs", ())
-                if isinstance(item, (dict, list, tuple, set, frozenset, Mapping, *_VIEWS)):
+                if isinstance(item, _WALKED):
                     self.spend(2 * len(item))
                     following.extend(item)
                     if isinstance(item, Mapping):
@@ -135,7 +136,8 @@ class Limits:
             yield value
 
 
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_VIEWS: Any = (type({}.keys()), type({}.values()), type({}.items()))
+_WALKED: Any = (dict, list, tuple, set, frozenset, Mapping, *_VIEWS)
 
 
 class _Own:
@@ -262,7 +264,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
     def _format(self, text: str, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> str:
         if name == "format_map":
-            args, options = (), args[0]
+            options, args = args[0], ()
         if isinstance(text, Markup):
             return Markup(_EscapingFormatter(self, escape=text.escape).vformat(text, args, options))
         return _Formatter(self).vformat(text, args, options)
@@ -304,11 +306,11 @@ class _Checked:
         return super().convert_field(value, conversion)  # type: ignore[misc]
 
 
-class _Formatter(_Checked, SandboxedFormatter):
+class _Formatter(_Checked, SandboxedFormatter):  # type: ignore[misc]
     pass
 
 
-class _EscapingFormatter(_Checked, SandboxedEscapeFormatter):
+class _EscapingFormatter(_Checked, SandboxedEscapeFormatter):  # type: ignore[misc]
     pass
 
 
@@ -418,7 +420,8 @@ def _check_deep(limits: Limits, value: Any, *args: Any, **options: Any) -> None:
 def _check_sum(limits: Limits, value: Any, attribute: Any = None, start: Any = 0) -> None:
     _check_deep(limits, value, start)
     if isinstance(start, (list, tuple)) and isinstance(value, Sized):
-        limits.require(_ELEMENT * len(value) * sum(len(part) for part in value if isinstance(part, Sized)) // 2)
+        parts: Any = value
+        limits.require(_ELEMENT * len(parts) * sum(len(part) for part in parts if isinstance(part, Sized)) // 2)
 
 
 def _check_list(limits: Limits, value: Any, *_: Any, **__: Any) -> None:
@@ -449,6 +452,11 @@ def _check_format(limits: Limits, value: Any, *args: Any, **options: Any) -> Non
     _check_percent(limits, str(value), args or options)
 
 
+def _check_trim(limits: Limits, value: Any, chars: Any = None) -> None:
+    limits.written(value)
+    _check_search(limits, str(value), chars)
+
+
 def _check_batch(limits: Limits, value: Any, linecount: Any = 0, fill_with: Any = None) -> None:
     _check_list(limits, value)
     if fill_with is not None and isinstance(linecount, int):
@@ -468,7 +476,7 @@ _FILTER_CHECKS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("list", "reverse", "slice"), _check_list),
     "batch": _check_batch, "center": _check_width, "format": _check_format, "indent": _check_indent,
     "join": _check_joined, "replace": _check_replaced, "sum": _check_sum,
-    "trim": lambda limits, value, chars=None: (limits.written(value), _check_search(limits, str(value), chars)),
+    "trim": _check_trim,
 }
 _WALKING = frozenset(name for name, check in _FILTER_CHECKS.items()
                      if check in (_check_deep, _check_sum, _check_joined))
@@ -477,7 +485,7 @@ _COMPARING_TESTS = frozenset("== eq equalto != ne > gt greaterthan >= ge < lt le
 
 def _metered_filter(limits: Limits, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """The filter, which charges for what it does; `functools.wraps` hands on what Jinja marks filters with."""
-    check = _FILTER_CHECKS.get(name, _check_rare)
+    check: Callable[..., None] = _FILTER_CHECKS.get(name, _check_rare)
     at = 1 if getattr(run, "jinja_pass_arg", None) is not None else 0  # behind the context, which some filters take
 
     @functools.wraps(run)
@@ -492,7 +500,7 @@ def _metered_filter(limits: Limits, name: str, run: Callable[..., Any]) -> Calla
     return metered
 
 
-def _metered_test(limits: Limits, run: Callable[..., Any]) -> Callable[..., Any]:
+def _metered_test(limits: Limits, run: Any) -> Callable[..., Any]:
     @functools.wraps(run)
     def metered(*values: Any) -> Any:
         for value in values:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from fake_model import FakeModel, cli_runner, install
+from fake_model import cli_runner, install
 from tiny_models import HYBRIDS, MODELS, write
 
 from sharpi.cli import main

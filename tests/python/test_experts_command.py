@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from fake_model import FakeModel, Script, cli_runner, install
+from fake_model import Script, cli_runner, install
 from PIL import Image
 from test_expert_stats import random_stats, table
 

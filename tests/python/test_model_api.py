@@ -193,7 +193,7 @@ def test_what_is_refused(model: Model, tiny: Path) -> None:
     for tokens in ([-1], [model.spec.vocab_size], [2**31], [2**70], [0.5], ["a"], [[1]], "ab"):
         refused(lambda tokens=tokens: model.logits(tokens))
     assert "512" in refused(lambda: load(context=513))
-    for options in ({"context": 0}, {"context": -5}, {"kv_dtype": "int3"}, {"threads": 0}, {"threads": -1},
+    for options in ({"context": -1}, {"context": -5}, {"kv_dtype": "int3"}, {"threads": 0}, {"threads": -1},
                     {"threads": 10**6}, {"batch": 0}, {"batch": -1}, {"device": "tpu"}, {"vram": "1GiB"},
                     {"cpu_moe": "yes"}, {"cpu_moe": 2},
                     {"vram": "much", "device": "auto"}, {"vram": 0, "device": "auto"}, {"vram": 1.5, "device": "auto"}):

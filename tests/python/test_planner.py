@@ -149,7 +149,8 @@ def test_contexts() -> None:
     assert choose_context(FakeSpec(), None) == DEFAULT_CONTEXT
     assert choose_context(FakeSpec(context_length=100), None) == 100
     assert choose_context(FakeSpec(), 32768) == 32768
-    for context in (32769, 0, -1):
+    assert choose_context(FakeSpec(context_length=5000), 0) == 5000
+    for context in (32769, -1):
         with pytest.raises(InvalidRequestError, match="context"):
             choose_context(FakeSpec(), context)
 

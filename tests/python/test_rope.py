@@ -81,6 +81,8 @@ def test_the_longest_context_grows(file: TinyModel, options: dict[str, Any], lon
     path = write(tmp_path / "m.gguf", file)
     with Model.load(path, device="cpu", context=longest, threads=1, **options) as model:
         assert (model.context, model.spec.context_length, model.plan.model_context) == (longest, longest, longest)
+    with Model.load(path, device="cpu", context=0, threads=1, **options) as model:
+        assert model.context == longest, "0 is all that there is"
     with pytest.raises(InvalidRequestError, match=f"more than the model's {longest:,}"):
         Model.load(path, device="cpu", context=longest + 1, threads=1, **options)
 

@@ -111,6 +111,8 @@ def _option_arguments(args: Sequence[str], takes_value: dict[str, bool], intersp
         elif argument in takes_value or name in takes_value:
             if argument in takes_value and takes_value[argument]:
                 next(rest, None)
+        elif re.fullmatch(r"-([A-Za-z])\1+", argument) and takes_value.get(argument[:2]) is False:  # as in -vv
+            continue
         elif not (re.fullmatch(r"-[A-Za-z]-?[0-9]+", argument) and takes_value.get(argument[:2])):  # as in -c4096
             yield argument
 

@@ -182,9 +182,9 @@ def kv_dtype_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def context_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `-c`."""
-    return click.option("-c", "--context", "--ctx-size", "context", type=click.IntRange(min=1), metavar="N",
-                        help="Length of the context in tokens: prompt and answer together.  [default: 4096, or the"
-                             " model's own if that is shorter]")(function)
+    return click.option("-c", "--context", "--ctx-size", "context", type=click.IntRange(min=0), metavar="N",
+                        help="Length of the context in tokens: prompt and answer together; 0 is the model's own. "
+                             " [default: 4096, or the model's own if that is shorter]")(function)
 
 
 def threads_option(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,7 +77,8 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
     with named_as(found):
         file, spec = describe(found.path if found else None, mtp=not no_mtp, rope=scaling)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
-                     threads=count, cpu_moe=cpu_moe or None, sequences=sequences, profile=known, shown=True, rope=scaling,
+                     threads=count, cpu_moe=cpu_moe or None, sequences=sequences, profile=known, shown=True,
+                     rope=scaling,
                      warm=None if warm is None else ExpertStats.load(warm, file),
                      notice=notice)
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
