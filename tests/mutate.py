@@ -40,7 +40,7 @@ COMPILER = "the compiler"
 PYTHON_TESTS = {
     "session": "where_text_ends model_api chat_session drafts engine", "chat": "chat_template chat_session", "tokenizer": "tokenizer",
     "gguf": "gguf corruption dequantize", "planner": "planner placement partial_plans expert_plans plan_file",
-    "placement": "placement partial_plans expert_plans planner", "plan": "plan_file planner cli partial_plans",
+    "placement": "placement prediction partial_plans expert_plans planner", "plan": "plan_file planner cli partial_plans",
     "heat_map": "heat_map experts_command", "expert_stats": "expert_stats experts_command model_api",
     "drafts": "drafts model_api", "prediction": "prediction partial_plans expert_plans",
     "files": "expert_stats cli hardware_profile", "model": "model_api engine drafts expert_stats",
