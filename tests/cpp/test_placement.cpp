@@ -491,24 +491,6 @@ size_t plannedLine(const tiny::Model& model, const EngineOptions& options, const
     return 0;
 }
 
-// Captured steps take memory that nobody asks the allocator for: a plan counts it too.
-TEST(PlannedLines, GraphsAreCounted) {
-    ManyExperts m;
-    const auto lines = [&](bool cuda) {
-        EngineOptions options = m.options;
-        options.cuda = cuda;
-        return plannedLines(m.model.spec(), m.model.table(), options);
-    };
-    const TraceLine onGpu = lines(true).back(), onCpu = lines(false).back();
-    EXPECT_EQ(onGpu.name, "graphs");
-    EXPECT_GE(onGpu.taken, int64_t{16} << 20);
-    EXPECT_EQ(onGpu.taken, static_cast<int64_t>(onGpu.asked));
-    EXPECT_EQ(onCpu.taken, 0);
-    int64_t sum = 0;
-    for (const TraceLine& line : lines(true)) sum += line.taken;
-    EXPECT_EQ(m.planned(m.options.expertSlotBytes, m.options.homes), static_cast<size_t>(sum));
-}
-
 TEST(PlannedLines, StreamingTakesWhatSlotsAndStagingTake) {
     tiny::Options o;
     o.layers = 3;

@@ -1,14 +1,17 @@
-// What DevicePlacer makes of a plan's homes: which of a matrix's rows are the CPU's.
+// What DevicePlacer makes of a plan's homes: which of a matrix's rows are the CPU's. And what a plan counts beside weights.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "core/contract.h"
+#include "engine/memory_plan.h"
 #include "engine/placer.h"
 #include "memory/allocator.h"
 #include "memory/expert_slots.h"
 #include "memory/fake_device.h"
 #include "memory/weight_stream.h"
+#include "tiny_model.h"
 
 namespace {
 
@@ -65,6 +68,28 @@ TEST(DevicePlacer, NoRowsOfWhatIsResidentAreTheCpus) {
     EXPECT_EQ(weight.cpuRows, 0);
     EXPECT_NE(weight.data, nullptr);
     EXPECT_EQ(world.place(96, Home::Direct, 64).data, nullptr);
+}
+
+// Captured steps take memory that nobody asks the allocator for: a plan counts it too.
+TEST(PlannedLines, GraphsAreCounted) {
+    const tiny::Model model{tiny::Options()};
+    for (const bool cuda : {false, true}) {
+        EngineOptions options;
+        options.cuda = cuda;
+        options.context = 100;
+        options.batch = 16;
+        const std::vector<TraceLine> lines = plannedLines(model.spec(), model.table(), options);
+        EXPECT_EQ(lines.back().name, "graphs");
+        EXPECT_EQ(lines.back().taken, static_cast<int64_t>(lines.back().asked));
+        if (cuda) {
+            EXPECT_GE(lines.back().taken, int64_t{16} << 20);
+        } else {
+            EXPECT_EQ(lines.back().taken, 0);
+        }
+        int64_t sum = 0;
+        for (const TraceLine& line : lines) sum += line.taken;
+        EXPECT_EQ(plannedBytes(model.spec(), model.table(), options), static_cast<size_t>(sum));
+    }
 }
 
 }  // namespace
