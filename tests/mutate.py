@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Changes the source in small ways, one at a time, and says which changes no test notices.
 
-    python tests/mutate.py --python 60 --cpp 40 --seed 1 --save before.json   # draw changes, run them
-    python tests/mutate.py --replay before.json --only-survivors              # the same changes on today's source
-    python tests/mutate.py --list --python 10                                 # show them, run nothing
+    python tests/mutate.py --python 60 --cpp 40 --seed 1 --save before.json  # draw changes, run them
+    python tests/mutate.py --replay before.json --only-survivors             # the same changes on today's source
+    python tests/mutate.py --list --python 10                                # show them, run nothing
 
-Everything happens in a copy of the tracked files under build/mutate; the work tree is never touched. C++ needs CMake and
-Ninja, Python the built module beside python/sharpi. A change counts as noticed when the tests of its file fail, crash
-or run over their time; if those pass, a C++ change is held against all C++ tests (not with --quick). One that does not compile counts for
-nothing.
+Everything happens in a copy of the tracked files under build/mutate; the work tree is never touched. C++ needs CMake
+and Ninja, Python the built module beside python/sharpi. A change counts as noticed when the tests of its file fail,
+crash or run over their time; if those pass, a C++ change is held against all C++ tests (not with --quick). One that
+does not compile counts for nothing.
 """
 
 from __future__ import annotations
@@ -38,30 +38,67 @@ COMPILER = "the compiler"
 
 # Which tests hold which file: names of pytest files and of C++ test programs without "test_".
 PYTHON_TESTS = {
-    "session": "where_text_ends model_api chat_session drafts engine", "chat": "chat_template chat_session", "tokenizer": "tokenizer",
-    "gguf": "gguf corruption dequantize", "planner": "planner placement partial_plans expert_plans plan_file",
-    "placement": "placement partial_plans expert_plans planner", "plan": "plan_file planner cli partial_plans",
-    "heat_map": "heat_map experts_command", "expert_stats": "expert_stats experts_command model_api",
-    "drafts": "drafts model_api", "prediction": "prediction partial_plans expert_plans",
-    "files": "expert_stats cli hardware_profile", "model": "model_api engine drafts expert_stats",
+    "session": "where_text_ends model_api chat_session drafts engine",
+    "chat": "chat_template chat_session",
+    "tokenizer": "tokenizer",
+    "gguf": "gguf corruption dequantize",
+    "planner": "planner placement partial_plans expert_plans plan_file",
+    "placement": "placement prediction partial_plans expert_plans planner",
+    "plan": "plan_file planner cli partial_plans",
+    "heat_map": "heat_map experts_command",
+    "expert_stats": "expert_stats experts_command model_api",
+    "drafts": "drafts model_api",
+    "prediction": "prediction partial_plans expert_plans",
+    "files": "expert_stats cli hardware_profile",
+    "model": "model_api engine drafts expert_stats",
 }
 CPP_TESTS = {
-    "sampler": "sampler drafts", "sampling_rule": "sampler", "session": "draft_sessions recurrent_sessions drafts engine",
-    "drafter": "drafts draft_sessions prediction_layer", "kv_cache": "kv_cache drafts recurrent_sessions",
-    "recurrent_state": "recurrent_state recurrent_sessions", "allocator": "allocator allocator_random memory",
-    "weight_stream": "weight_stream expert_stream", "fake_device": "allocator weight_stream", "host_memory": "host_memory memory",
-    "expert_slots": "expert_slots expert_slots_random expert_slot_budget", "expert_policy": "expert_policy expert_slots",
-    "expert_profiler": "expert_profiler", "expert_prefetcher": "expert_prefetcher", "placement": "placement homes",
-    "memory_plan": "placement memory engine", "placer": "homes placement", "read_spec": "model_spec", "metadata": "model_spec",
-    "architecture": "model_spec", "weights": "engine model_spec", "dtype": "dequantize model_spec",
+    "sampler": "sampler drafts",
+    "sampling_rule": "sampler",
+    "session": "draft_sessions recurrent_sessions drafts engine",
+    "drafter": "drafts draft_sessions prediction_layer",
+    "kv_cache": "kv_cache drafts recurrent_sessions",
+    "recurrent_state": "recurrent_state recurrent_sessions",
+    "allocator": "allocator allocator_random memory",
+    "weight_stream": "weight_stream expert_stream",
+    "fake_device": "allocator weight_stream",
+    "host_memory": "host_memory memory",
+    "expert_slots": "expert_slots expert_slots_random expert_slot_budget",
+    "expert_policy": "expert_policy expert_slots",
+    "expert_profiler": "expert_profiler",
+    "expert_prefetcher": "expert_prefetcher",
+    "placement": "placement homes",
+    "memory_plan": "placement memory engine",
+    "placer": "homes placement",
+    "read_spec": "model_spec",
+    "metadata": "model_spec",
+    "architecture": "model_spec",
+    "weights": "engine model_spec",
+    "dtype": "dequantize model_spec",
     "workspace": "gpu_scratch placement",
-    "step_limits": "placement", "forward_pass": "engine drafts prediction_layer", "host_experts": "host_experts expert_shares",
-    "gpu_scratch": "gpu_scratch placement", "packed_shape": "packed_layout placement",
+    "step_limits": "placement",
+    "forward_pass": "engine drafts prediction_layer",
+    "host_experts": "host_experts expert_shares",
+    "gpu_scratch": "gpu_scratch placement",
+    "packed_shape": "packed_layout placement",
 }
-CPP_FILES = ("cpp/core/dtype.cpp", "cpp/core/sampling_rule.h", "cpp/memory/*.cpp", "cpp/model/*.cpp", "cpp/engine/sampler.cpp",
-             "cpp/engine/session.cpp", "cpp/engine/drafter.cpp", "cpp/engine/placement.cpp", "cpp/engine/placer.cpp",
-             "cpp/engine/memory_plan.cpp", "cpp/engine/step_limits.cpp", "cpp/engine/forward_pass.cpp",
-             "cpp/engine/gpu_scratch.cpp", "cuda/kernels/*.cpp", "cuda/kernels/packed_shape.h")
+CPP_FILES = (
+    "cpp/core/dtype.cpp",
+    "cpp/core/sampling_rule.h",
+    "cpp/memory/*.cpp",
+    "cpp/model/*.cpp",
+    "cpp/engine/sampler.cpp",
+    "cpp/engine/session.cpp",
+    "cpp/engine/drafter.cpp",
+    "cpp/engine/placement.cpp",
+    "cpp/engine/placer.cpp",
+    "cpp/engine/memory_plan.cpp",
+    "cpp/engine/step_limits.cpp",
+    "cpp/engine/forward_pass.cpp",
+    "cpp/engine/gpu_scratch.cpp",
+    "cuda/kernels/*.cpp",
+    "cuda/kernels/packed_shape.h",
+)
 
 
 @dataclass
@@ -255,7 +292,8 @@ def main() -> int:
             print(f"{number}/{len(sites)} gone      {site}", flush=True)
             continue
         results.append(result)
-        what = f"{'killed   ' if result.counts else 'refused  '} {site}  [{result.by}]" if result.killed else f"SURVIVED  {site}"
+        noticed = f"{'killed   ' if result.counts else 'refused  '} {site}  [{result.by}]"
+        what = noticed if result.killed else f"SURVIVED  {site}"
         print(f"{number}/{len(sites)} {result.seconds:5.0f} s {what}", flush=True)
         save(results, options.save)
     if results:

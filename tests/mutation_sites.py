@@ -57,6 +57,10 @@ _ARITHMETIC = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "//"), 
                ast.Mod: ("%", "//")}
 
 
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes)))
+
+
 class _PythonSites:
     def __init__(self, path: Path, root: Path) -> None:
         self._path, self._root = path, root
@@ -103,9 +107,7 @@ class _PythonSites:
             old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
             self._between("and/or", node.values[0], node.values[1], old, new)
         elif isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-            strings = any(isinstance(n, (ast.JoinedStr, ast.Constant)) and not isinstance(getattr(n, "value", 0), (int, float))
-                          for n in (node.left, node.right))
-            if not strings:
+            if not any(_is_text(side) for side in (node.left, node.right)):
                 self._between("arithmetic", node.left, node.right, *_ARITHMETIC[type(node.op)])
         elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
             text = str(not node.value) if isinstance(node.value, bool) else str(node.value + 1)
@@ -156,7 +158,8 @@ def _code_only(source: str) -> str:
 def _matches(code: str) -> Iterator[tuple[str, int, int, str]]:
     for pattern, text in _CPP:
         for found in re.finditer(pattern, code):
-            if text in (" + ", " - ") and "\0" in code[code.rfind("\n", 0, found.start()) + 1:code.find("\n", found.end())]:
+            line = code[code.rfind("\n", 0, found.start()) + 1:code.find("\n", found.end())]
+            if text in (" + ", " - ") and "\0" in line:
                 continue  # joined strings have no difference
             yield "operator", found.start(), found.end(), text
     for found in _NUMBER.finditer(code):

@@ -1,6 +1,7 @@
 // Reading a model: every known architecture is understood, and whatever is missing, superfluous or wrong in its
 // metadata and tensors is an error that names it.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -368,6 +369,18 @@ TEST(Weights, FusedSlicesAreTheRightRows) {
         expectRows(weights->matrix(f.gate, e), "blk.1.ffn_gate_up_exps.weight", e * 192, 96, 64);
         expectRows(weights->matrix(f.up, e), "blk.1.ffn_gate_up_exps.weight", e * 192 + 96, 96, 64);
         expectRows(weights->matrix(f.down, e), "blk.1.ffn_down_exps.weight", e * 64, 64, 96);
+    }
+}
+
+// A program started with standard input closed gets its number for the first file that it opens.
+TEST(Weights, AFileMayHaveTheNumberOfStandardInput) {
+    const tiny::Model model{tiny::Options()};
+    const int saved = ::dup(0);
+    ::close(0);
+    EXPECT_NO_THROW(model.weights());
+    if (saved >= 0) {
+        ::dup2(saved, 0);
+        ::close(saved);
     }
 }
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from sharpi import Model, Token
+from sharpi.metadata import Metadata
 from sharpi.session import _StopFilter
+from sharpi.tokenizer import Tokenizer
 
 PROMPT = "Once upon a time"
 
@@ -56,8 +58,8 @@ def test_each_kind_of_end_token_ends(role: str, model: Model) -> None:
     """The same token in each role: a file has up to three kinds."""
     ids = model.tokenize(PROMPT)
     third = list(model.generate(ids, max_tokens=3, temperature=0.0))[2].id
-    metadata = {**model.file.metadata, f"tokenizer.ggml.{role}_token_id": third}
-    tokenizer = type(model.tokenizer).from_metadata(metadata, "story")
+    metadata = Metadata("story.gguf", {**model.file.metadata, f"tokenizer.ggml.{role}_token_id": third})
+    tokenizer = Tokenizer.from_metadata(metadata)
     assert third in tokenizer.stop_ids
     before, model._tokenizer = model.tokenizer, tokenizer
     try:
