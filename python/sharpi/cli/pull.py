@@ -26,7 +26,7 @@ _DownloadProgress = Callable[[str, int, int], None]
 
 @click.command("pull", cls=Command, examples=(
     "sharpi pull bartowski/SmolLM2-135M-Instruct-GGUF",
-    "sharpi pull user/repo:Q8_0"))
+    "sharpi pull bartowski/SmolLM2-135M-Instruct-GGUF:Q8_0"))
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @log_options
 def pull_command(names: tuple[str, ...]) -> None:
@@ -34,10 +34,6 @@ def pull_command(names: tuple[str, ...]) -> None:
 
     NAME is user/repo or user/repo:QUANT. Without a QUANT it is Q4_K_M, or the nearest that the repository has.
     user/repo@REVISION and user/repo/FILE.gguf work too.
-
-    \b
-      sharpi pull bartowski/SmolLM2-135M-Instruct-GGUF
-      sharpi pull bartowski/SmolLM2-135M-Instruct-GGUF:Q8_0
 
     Models go into the Hub's cache, which other tools use too; HF_HOME moves it. HF_TOKEN opens private and gated
     models, HF_ENDPOINT names another Hub. An interrupted download resumes with the same command.
