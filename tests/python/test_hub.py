@@ -75,7 +75,7 @@ def test_pull_of_all_parts(split: World) -> None:
 
 def test_pull_without_q4_k_m_says_what_it_takes(split: World) -> None:
     assert split.run("pull", "user/split")[1].splitlines()[0] == (
-        "sharpi: user/split: there is no Q4_K_M; Q4_0 is taken")
+        "sharpi: user/split: no Q4_K_M there; using Q4_0")
 
 
 def test_pull_by_file_and_revision(story: World) -> None:
@@ -95,8 +95,8 @@ def test_a_file_that_arrives_damaged_is_removed(story: World) -> None:
         story.hub.repos["user/story"] = Repo(story.hub.repos["user/story"].files, not_lfs=not_lfs)
         story.hub.corrupt = True
         assert story.refused("pull", "user/story:Q8_0") == (
-            f"user/story:Q8_0: story-Q8_0.gguf arrived damaged (its checksum is not the one that {story.hub.url} gives)"
-            " and was removed: try again")
+            f"user/story:Q8_0: story-Q8_0.gguf is damaged: its checksum differs from the one at {story.hub.url}; it was"
+            " removed, try again")
         assert story.blobs() == {} and not (story.snapshot() / "story-Q8_0.gguf").exists()
     story.hub.corrupt = False
     story.run("pull", "user/story:Q8_0")
@@ -144,7 +144,7 @@ def test_ctrl_c_keeps_what_came_and_the_next_pull_goes_on(story: World) -> None:
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and out == ""
-    assert err.splitlines()[-1] == ("sharpi: interrupted; what has come stays, and the same command goes on from there")
+    assert err.splitlines()[-1] == ("sharpi: interrupted; the same command resumes the download")
     (partial, size), = story.blobs().items()
     assert partial.endswith(".incomplete") and 2 << 20 < size < BUNDLED_MODEL.stat().st_size
     assert story.run("list")[0].splitlines()[1].startswith("user/story (interrupted)")
@@ -177,8 +177,8 @@ def test_a_full_disk(story: World) -> None:
     partial = blobs / (story.hub.repos["user/story"].hash_of("story-Q4_K_M.gguf") + ".incomplete")
     partial.symlink_to("/dev/full")
     assert story.refused("pull", "user/story") == (
-        f"user/story: the disk with {story.cache} is full; what has come stays, for the next attempt, and HF_HOME names"
-        " another place")
+        f"user/story: the disk of {story.cache} is full; the partial download stays for the next attempt; HF_HOME"
+        " moves the cache")
     assert len(story.hub.asked("/cdn/")) == 1  # another attempt would not help
 
 
@@ -189,15 +189,15 @@ def test_too_little_room_is_said_before(large: World) -> None:
     large.hub.repos["user/large"] = Repo({"large-Q4_0.gguf": larger}, hashes={"large-Q4_0.gguf": "a" * 64})
     large.hub.files_broken_with = 404  # so that a test that fails does not fill the disk
     message = large.refused("pull", "user/large")
-    assert re.fullmatch(r"user/large: 8192\.00 GiB are to be downloaded, but \S+ has room for only [\d.]+ GiB; HF_HOME"
-                        " names another place", message)
+    assert re.fullmatch(r"user/large: needs 8192\.00 GiB, but \S+ has only [\d.]+ GiB free; HF_HOME moves the cache",
+                        message)
     assert large.hub.asked("/cdn/") == []
 
 
 def test_a_cache_that_cannot_be_written_to(story: World) -> None:
     (story.folder / "hf").write_text("a file where the cache should be")
     assert story.refused("pull", "user/story") == (
-        f"user/story: cannot be put into {story.cache}: Not a directory; HF_HOME names another place")
+        f"user/story: cannot be written to {story.cache}: Not a directory; HF_HOME moves the cache")
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
@@ -205,12 +205,12 @@ def test_a_cache_that_cannot_be_written_to(story: World) -> None:
 
 def test_repositories_that_are_missing_private_or_gated(story: World) -> None:
     url, repo = story.hub.url, story.hub.repos["user/story"]
-    missing = f"no such file here, and no such model at {url}, or "
-    assert story.refused("pull", "user/none") == f"user/none: {missing}it is private: then set HF_TOKEN"
+    missing = f"no such file, and no such model at {url} "
+    assert story.refused("pull", "user/none") == f"user/none: {missing}(if it is private, set HF_TOKEN)"
     repo.token = "hf_secret"
-    assert story.refused("pull", "user/story") == f"user/story: {missing}it is private: then set HF_TOKEN"
+    assert story.refused("pull", "user/story") == f"user/story: {missing}(if it is private, set HF_TOKEN)"
     assert story.refused("pull", "user/story", HF_TOKEN="hf_other") == (
-        f"user/story: {missing}HF_TOKEN may not read it")
+        f"user/story: {missing}(or HF_TOKEN may not read it)")
     repo.token, repo.gated = None, True
     gated = f"user/story: access is gated: accept its terms at {url}/user/story "
     assert story.refused("pull", "user/story") == f"{gated}and set HF_TOKEN to a token of yours"
@@ -229,7 +229,7 @@ def test_a_hub_in_trouble(story: World, status: int, said: str) -> None:
 def test_what_is_not_a_hub(story: World) -> None:
     story.hub.not_a_hub = True
     assert story.refused("pull", "user/story") == (
-        f"user/story: {story.hub.url} does not answer like a Hub; HF_ENDPOINT names it")
+        f"user/story: {story.hub.url} does not answer like a Hub; check HF_ENDPOINT")
 
 
 def test_a_hub_does_not_choose_where_files_go(story: World) -> None:
@@ -265,7 +265,8 @@ def test_paths_with_a_mistake_in_them_ask_no_hub(story: World, arguments: tuple[
 def test_pull_takes_only_names(story: World) -> None:
     (story.folder / "x.gguf").touch()
     assert story.refused("pull", "x.gguf") == "x.gguf: is a local file; names are user/repo or user/repo:QUANT"
-    assert story.refused("pull", "y.gguf") == "y.gguf: is no name of a model; names are user/repo or user/repo:QUANT"
+    assert story.refused("pull", "y.gguf") == (
+        "y.gguf: is not the name of a model; names are user/repo or user/repo:QUANT")
 
 
 # --- names in a file's place -------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ def test_run_by_name_downloads_once_and_then_needs_no_network(story: World) -> N
 
 def test_offline_without_the_model(story: World) -> None:
     assert story.refused("run", "-m", "user/story", "-p", "x", HF_HUB_OFFLINE="1") == (
-        "user/story: is not in the cache, and HF_HUB_OFFLINE forbids to download it")
+        "user/story: is not in the cache, and HF_HUB_OFFLINE forbids a download")
     assert story.hub.requests == []
 
 
@@ -292,14 +293,14 @@ def test_pull_offline_gives_what_is_here(story: World) -> None:
     path, _ = story.run("pull", "user/story:Q8_0")
     story.forget_requests()
     assert story.run("pull", "user/story:Q8_0", HF_HUB_OFFLINE="1") == (
-        path, "sharpi: user/story:Q8_0: is in the cache; HF_HUB_OFFLINE forbids to look for a newer one\n")
+        path, "sharpi: user/story:Q8_0: is in the cache; HF_HUB_OFFLINE is set, so no newer version is looked for\n")
     assert story.hub.requests == []
 
 
 def test_another_quant_in_the_cache_is_used_and_named(story: World) -> None:
     story.run("pull", "user/story:Q8_0")
     story.forget_requests()
-    assert story.run("inspect", "user/story")[1] == "sharpi: user/story: Q8_0 is taken, which is in the cache\n"
+    assert story.run("inspect", "user/story")[1] == "sharpi: user/story: using Q8_0, which is in the cache\n"
     assert story.hub.requests == []
 
 
@@ -322,7 +323,7 @@ def test_a_split_model_of_which_a_part_is_missing_is_not_here(split: World) -> N
     part = sorted((split.snapshot("user/split") / "Q4_0").iterdir())[1]
     part.resolve().unlink()
     assert split.refused("inspect", "user/split", HF_HUB_OFFLINE="1") == (
-        "user/split: is not in the cache, and HF_HUB_OFFLINE forbids to download it")
+        "user/split: is not in the cache, and HF_HUB_OFFLINE forbids a download")
     split.forget_requests()
     split.run("pull", "user/split")
     assert len(split.hub.asked("/cdn/")) == 1

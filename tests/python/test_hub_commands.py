@@ -26,7 +26,7 @@ def test_plan_before_the_download_needs_the_header_alone(large: World) -> None:
     here, _ = large.run("plan", str(path), *plan)
     out, err = large.run("plan", "user/large:Q4_0", *plan)
     size = path.stat().st_size
-    assert out == f"{here}\nNot downloaded yet: {size / 2**30:.2f} GiB; `sharpi pull user/large:Q4_0` gets it.\n"
+    assert out == f"{here}\nNot downloaded yet: {size / 2**30:.2f} GiB; `sharpi pull user/large:Q4_0` downloads it.\n"
     assert err == "" and "Predicted:" in out and "It fits with" in out
     received = sum(int(last) + 1 - int(first) for first, last in (
         request.range.removeprefix("bytes=").split("-") for request in large.hub.asked("/cdn/")))
@@ -42,7 +42,7 @@ def test_plan_before_the_download_needs_the_header_alone(large: World) -> None:
 def test_a_plan_as_json_says_it_aside_and_is_carried_out_after_the_download(story: World) -> None:
     arguments = ("--device", "cpu", "-c", "64", "-t", "2", "--json")
     out, err = story.run("plan", "user/story", *arguments, "--profile", str(story.profile))
-    assert err == "sharpi: Not downloaded yet: 14.3 MiB; `sharpi pull user/story:Q4_K_M` gets it.\n"
+    assert err == "sharpi: Not downloaded yet: 14.3 MiB; `sharpi pull user/story:Q4_K_M` downloads it.\n"
     (story.folder / "plan.json").write_text(out)
     text, _ = story.run("run", "-m", "user/story", "--plan", "plan.json", "-p", "Once", "-n", "4", "--no-stats")
     assert text.startswith("Once") and len(text) > len("Once\n")
@@ -132,7 +132,7 @@ def test_list_names_what_is_here(story: World, split: World) -> None:
 def test_rm_needs_a_yes(story: World) -> None:
     story.run("pull", "user/story:Q8_0")
     out, err = story.run("rm", "user/story:Q8_0", code=2)
-    assert err.splitlines()[-1] == ("sharpi: error: nobody can be asked here: -y removes without asking (see sharpi rm"
+    assert err.splitlines()[-1] == ("sharpi: error: nobody can confirm here: add -y to remove (see sharpi rm"
                                     " --help)")
     assert (story.snapshot() / "story-Q8_0.gguf").exists()
 

@@ -70,7 +70,7 @@ def _named(name: str) -> list[CachedModel]:
 
     parsed = Name.parse(name)
     if parsed is None:
-        raise HubError(f"{name}: is no name of a model in the cache; `sharpi list` shows them")
+        raise HubError(f"{name}: is not the name of a model in the cache; `sharpi list` shows them")
     models = cached(parsed.repo)
     if parsed.quant is not None or parsed.file is not None:
         fit = matching(parsed, [model.variant for model in models if model.variant is not None])
@@ -86,7 +86,7 @@ def _require_yes(yes: bool, count: int) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise click.UsageError("nobody can be asked here: -y removes without asking", click.get_current_context())
+        raise click.UsageError("nobody can confirm here: add -y to remove", click.get_current_context())
     click.confirm("Remove it?" if count == 1 else "Remove them?", abort=True, err=True)
 
 

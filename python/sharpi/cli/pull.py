@@ -26,17 +26,17 @@ _DownloadProgress = Callable[[str, int, int], None]
 
 @click.command("pull", cls=Command, examples=(
     "sharpi pull bartowski/SmolLM2-135M-Instruct-GGUF",
-    "sharpi pull user/repo:Q8_0"))
+    "sharpi pull bartowski/SmolLM2-135M-Instruct-GGUF:Q8_0"))
 @click.argument("names", metavar="NAME...", nargs=-1, required=True)
 @log_options
 def pull_command(names: tuple[str, ...]) -> None:
-    """Download models, or what is newer of them, from the Hugging Face Hub.
+    """Download models, or newer versions of them, from the Hugging Face Hub.
 
-    NAME is user/repo or user/repo:QUANT, as in bartowski/SmolLM2-135M-Instruct-GGUF:Q4_K_M; without a QUANT it is
-    Q4_K_M, if there is one. user/repo@REVISION and user/repo/FILE.gguf work too.
+    NAME is user/repo or user/repo:QUANT. Without a QUANT it is Q4_K_M, or the nearest that the repository has.
+    user/repo@REVISION and user/repo/FILE.gguf work too.
 
-    Models go into the cache that other tools use too (HF_HOME moves it). HF_TOKEN opens private and gated ones,
-    HF_ENDPOINT names another Hub. An interrupted download goes on where it ended.
+    Models go into the Hub's cache, which other tools use too; HF_HOME moves it. HF_TOKEN opens private and gated
+    models, HF_ENDPOINT names another Hub. An interrupted download resumes with the same command.
     """
     from sharpi import hub
 
@@ -88,7 +88,7 @@ def named_as(found: Found | None) -> Iterator[None]:
 
 def not_here(found: Found) -> str:
     """That a model was described by its header alone."""
-    return f"Not downloaded yet: {size(found.missing)}; `sharpi pull {printable(found.name)}` gets it."
+    return f"Not downloaded yet: {size(found.missing)}; `sharpi pull {printable(found.name)}` downloads it."
 
 
 def _tell(line: str) -> None:
@@ -100,7 +100,7 @@ def _said_if_interrupted() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _tell("interrupted; what has come stays, and the same command goes on from there")
+        _tell("interrupted; the same command resumes the download")
         raise
 
 

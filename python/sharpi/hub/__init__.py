@@ -75,7 +75,7 @@ def pull(model: str, *, progress: Progress | None = None, notice: Notice | None 
     """Downloads a model, or what is newer of it; its path in the cache, and what to type for it. Raises `HubError`."""
     name = _name(model)
     if name is None:
-        raise HubError(f"{model}: is {'a local file' if os.path.exists(model) else 'no name of a model'};"
+        raise HubError(f"{model}: is {'a local file' if os.path.exists(model) else 'not the name of a model'};"
                        " names are user/repo or user/repo:QUANT")
     from huggingface_hub import constants
 
@@ -83,7 +83,7 @@ def pull(model: str, *, progress: Progress | None = None, notice: Notice | None 
     if here is None:
         return _pull(name, progress, notice)
     if notice is not None:
-        notice(f"{here.name}: is in the cache; HF_HUB_OFFLINE forbids to look for a newer one")
+        notice(f"{here.name}: is in the cache; HF_HUB_OFFLINE is set, so no newer version is looked for")
     return Path(here.path), here.name
 
 
@@ -100,7 +100,7 @@ def _cached(name: Name, notice: Notice | None) -> Found | None:
         return None
     snapshot, variant = found
     if name.quant is None and name.file is None and variant.label != DEFAULT_QUANT and notice is not None:
-        notice(f"{name}: {variant.label or variant.stem} is taken, which is in the cache")
+        notice(f"{name}: using {variant.label or variant.stem}, which is in the cache")
     return Found(snapshot / variant.files[0].path, variant.name(name.source))
 
 
@@ -122,5 +122,5 @@ def _chosen(name: Name, offered: list[Variant], notice: Notice | None) -> Varian
     """The model that `name` means on the Hub; a line says which, if the name does not."""
     variant = choose(name, offered, "the Hub")
     if name.quant is None and name.file is None and variant.label != DEFAULT_QUANT and notice is not None:
-        notice(f"{name}: there is no {DEFAULT_QUANT}; {variant.label or variant.stem} is taken")
+        notice(f"{name}: no {DEFAULT_QUANT} there; using {variant.label or variant.stem}")
     return variant

@@ -67,9 +67,9 @@ def ask(name: Name) -> Listing:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, (HfHubHTTPError, HFValidationError)):
                 raise
-            raise HubError(f"{name}: {constants.ENDPOINT} does not answer like a Hub; HF_ENDPOINT names it") from error
+            raise HubError(f"{name}: {constants.ENDPOINT} does not answer like a Hub; check HF_ENDPOINT") from error
     if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
-        raise HubError(f"{name}: {constants.ENDPOINT} does not say which commit it has; HF_ENDPOINT names it")
+        raise HubError(f"{name}: {constants.ENDPOINT} does not say which commit it has; check HF_ENDPOINT")
     return Listing(name, info.sha, files)
 
 
@@ -136,8 +136,8 @@ def _require_room(name: Name, count: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if count > free:
-        raise HubError(f"{name}: {amount(count)} are to be downloaded, but {root} has room for only {amount(free)};"
-                       " HF_HOME names another place")
+        raise HubError(f"{name}: needs {amount(count)}, but {root} has only {amount(free)} free; HF_HOME moves the"
+                       " cache")
 
 
 def _download_file(listing: Listing, file: HubFile, report: Callable[[str, int], None], notice: Notice | None) -> None:
@@ -237,8 +237,8 @@ def _verify(name: Name, file: HubFile, path: Path, report: Callable[[str, int], 
             report("checking", done)
     if digest.hexdigest() != file.etag:
         path.unlink()
-        raise HubError(f"{name}: {file.path} arrived damaged (its checksum is not the one that {constants.ENDPOINT}"
-                       " gives) and was removed: try again")
+        raise HubError(f"{name}: {file.path} is damaged: its checksum differs from the one at {constants.ENDPOINT};"
+                       " it was removed, try again")
 
 
 @contextmanager
@@ -255,8 +255,8 @@ def explained(name: Name) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         where = constants.HF_HUB_CACHE
-        what = (f"the disk with {where} is full; what has come stays, for the next attempt, and HF_HOME names another"
-                " place" if full else f"cannot be put into {where}: {_reason(error)}; HF_HOME names another place")
+        what = (f"the disk of {where} is full; the partial download stays for the next attempt; HF_HOME moves"
+                " the cache" if full else f"cannot be written to {where}: {_reason(error)}; HF_HOME moves the cache")
         raise HubError(f"{name}: {what}") from error
 
 
@@ -264,15 +264,15 @@ def _refusal(name: Name, error: Exception) -> str:
     endpoint = constants.ENDPOINT
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, OfflineModeIsEnabled):
-        return "is not in the cache, and HF_HUB_OFFLINE forbids to download it"
+        return "is not in the cache, and HF_HUB_OFFLINE forbids a download"
     if isinstance(error, GatedRepoError):
         known = "with the account of your token" if get_token() else "and set HF_TOKEN to a token of yours"
         return f"access is gated: accept its terms at {endpoint}/{name.repo} {known}"
     if isinstance(error, RevisionNotFoundError):
         return f"{endpoint}/{name.repo} has no revision {name.revision or constants.DEFAULT_REVISION}"
     if isinstance(error, RepositoryNotFoundError) or (status == 401 and not get_token()):
-        private = "HF_TOKEN may not read it" if get_token() else "it is private: then set HF_TOKEN"
-        return f"no such file here, and no such model at {endpoint}, or {private}"
+        private = "or HF_TOKEN may not read it" if get_token() else "if it is private, set HF_TOKEN"
+        return f"no such file, and no such model at {endpoint} ({private})"
     if isinstance(error, EntryNotFoundError):
         return f"the file is no longer at {endpoint}/{name.repo}"
     if status == 401:
