@@ -129,7 +129,8 @@ def make_environment() -> Tools:
     programs += ["ninja"] if shutil.which("ninja", path=path) is None else []
     tools = Tools(python, path, borrowed=False)
     try:
-        tools.pip(*programs, *building)
+        # All at once: an environment that sees the build tools by PYTHONPATH may still lack what the tests need.
+        tools.pip(*programs, *building, *running)
         return tools
     except subprocess.CalledProcessError:
         print("pip reaches no index: using the packages of", sys.executable, flush=True)
@@ -209,10 +210,9 @@ def cpp_tests(tools: Tools, name: str, settings: list[str], *ctest_options: str,
 def install(tools: Tools, settings: list[str]) -> None:
     """Installs the package, built in the folder of the C++ tests: the core and the kernels are not compiled again."""
     defines = (f"--config-settings=cmake.define.{setting}" for setting in ["SHARPI_PYTHON=ON", *settings])
-    # Borrowed packages are complete, as far as we need them; pip would look for what they in turn ask for.
-    dependencies = ["--no-deps", "."] if tools.borrowed else [".[test]"]
     os.environ["CMAKE_GENERATOR"] = "Ninja"
-    tools.pip("--no-build-isolation", f"--config-settings=build-dir={BUILD / 'tests'}", *defines, *dependencies)
+    # What it depends on is there already; of borrowed packages pip would look for what they in turn ask for.
+    tools.pip("--no-build-isolation", "--no-deps", f"--config-settings=build-dir={BUILD / 'tests'}", *defines, ".")
 
 
 def real_tests(python: Path, *options: str) -> str | None:
