@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_models import GOLDEN, write_golden
 from numpy_model import NumpyModel, relative_error
-from test_reference import NAMES, REFERENCE, STORY, models  # noqa: F401 - `models` is a fixture
+from test_reference import LOGITS, STORY
 from tiny_models import HYBRIDS, MODELS, ON_CPU_ONLY, ON_GPU, QUANTIZED_TYPES, Delta, TinyModel, fused, write
 
 REQUIRED = os.environ.get("SHARPI_REQUIRE_GPU", "") not in ("", "0")
@@ -113,11 +114,11 @@ def golden_answers(path: Path, golden: Mapping[str, np.ndarray]) -> list[np.ndar
     return answers
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_reference_models(name: str, models: Path) -> None:  # noqa: F811
-    golden = np.load(REFERENCE / "golden" / f"{name}.npz")
-    tokens, positions, answers = golden["tokens"].tolist(), golden["positions"], golden_answers(models / f"{name}.gguf", golden)
-    with load(models / f"{name}.gguf", batch=len(tokens)) as model:
+@pytest.mark.parametrize("name", GOLDEN)
+def test_reference_models(name: str, tmp_path: Path) -> None:
+    golden, path = np.load(LOGITS / f"{name}.npz"), write_golden(name, tmp_path)
+    tokens, positions, answers = golden["tokens"].tolist(), golden["positions"], golden_answers(path, golden)
+    with load(path, batch=len(tokens)) as model:
         for chunks in ([], [1] * len(tokens), np.random.default_rng(3).integers(1, 100, 20).tolist()):
             found = model.logits(tokens, chunks=chunks)[positions]
             assert min(relative_error(found, each) for each in answers) < FLOAT32_BOUND, chunks[:3]

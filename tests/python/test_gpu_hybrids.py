@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_models import write_golden
 from numpy_model import NumpyModel, relative_error
-from test_gpu import (  # noqa: F401 - `needs_a_gpu` and `models` are fixtures
-    FLOAT32_BOUND, HYBRID, HYBRID_EXPERTS, LARGE, MIB, ONE_BY_ONE, TOKENS, free_bytes, golden_answers, greedy, load, models,
+from test_gpu import (  # noqa: F401 - `needs_a_gpu` is a fixture
+    FLOAT32_BOUND, HYBRID, HYBRID_EXPERTS, LARGE, MIB, ONE_BY_ONE, TOKENS, free_bytes, golden_answers, greedy, load,
     needs_a_gpu)
 from test_gpu_partial import cache  # noqa: F401 - a fixture
 from test_hybrids import LONG, long_logits
-from test_reference import REFERENCE
+from test_reference import LOGITS
 from tiny_models import HYBRIDS, MODELS, Delta, TinyModel, write
 
 from sharpi import Model
@@ -42,23 +43,23 @@ EXACT: dict[str, Any] = {"batch": 8, "kv_dtype": "bf16", "sequences": 16}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reference_models_cut_anywhere(name: str, models: Path) -> None:  # noqa: F811
-    golden = np.load(REFERENCE / "golden" / f"{name}.npz")
-    tokens, positions, answers = golden["tokens"].tolist(), golden["positions"], golden_answers(models / f"{name}.gguf", golden)
+def test_reference_models_cut_anywhere(name: str, tmp_path: Path) -> None:
+    golden, path = np.load(LOGITS / f"{name}.npz"), write_golden(name, tmp_path)
+    tokens, positions, answers = golden["tokens"].tolist(), golden["positions"], golden_answers(path, golden)
     random = np.random.default_rng()
     cuts = [[64] * 5, [63, 65, 1, 127], [9] * 40, [200, 1, 1, 1], *(random.integers(1, 1 + most, 300).tolist()
                                                                     for most in (8, 12, 70, 70, 290))]
-    with load(models / f"{name}.gguf", batch=len(tokens)) as model:
+    with load(path, batch=len(tokens)) as model:
         for chunks in cuts:
             found = model.logits(tokens, chunks=chunks)[positions]
             assert min(relative_error(found, each) for each in answers) < FLOAT32_BOUND, chunks
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reference_models_wherever_they_are(name: str, models: Path, cache) -> None:  # noqa: ANN001, F811
+def test_reference_models_wherever_they_are(name: str, tmp_path: Path, cache) -> None:  # noqa: ANN001, F811
     """Token by token and a few at a time the CPU's bits, in one prefill those of a resident model."""
-    golden = np.load(REFERENCE / "golden" / f"{name}.npz")
-    path, tokens = models / f"{name}.gguf", golden["tokens"].tolist()
+    golden, path = np.load(LOGITS / f"{name}.npz"), write_golden(name, tmp_path)
+    tokens = golden["tokens"].tolist()
     with load(path, device="cpu") as model:
         steps = model.logits(tokens)
     assert relative_error(steps[golden["positions"]], golden["logits"]) < FLOAT32_BOUND
