@@ -6,7 +6,7 @@
     python tests/fuzz/fuzz.py --replay failing-template-7-4711.bin     # a saved input again
 
 Every input ends in success or in a SharpiError of one printable line. Anything else is a failure: another exception, a
-crash, more than 20 seconds, memory that keeps growing or passes the limit. Inputs run in a child process, which a crash
+crash, more than 20 seconds, more than 1 GiB of memory. Inputs run in a child process, which a crash
 may take with it; the failing one is saved with its bytes halved again and again as long as it fails, and the program
 exits with 1. It prints the seed, so that a run can be repeated, and how many inputs ended in what.
 """
@@ -124,6 +124,12 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
 
 
+def set_clock(seconds: float) -> None:
+    """Ends the process after so much processor time, which a busy machine does not stretch, or if it waits for long."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.alarm(int(20 * seconds))
+
+
 def ready(scale: int) -> None:
     """Imports what takes memory and time once, and lowers the limits of templates, so that more of them are tried."""
     import sharpi.chat  # noqa: F401
@@ -143,13 +149,13 @@ def run_child(target: str, seed: int, first: int, count: int, at: mmap.mmap, out
     with tempfile.TemporaryDirectory() as folder:
         for index in range(first, first + count):
             at[:8] = struct.pack("<Q", index)
-            signal.alarm(SECONDS)
+            set_clock(SECONDS)
             try:
                 counts[judge(inputs.make(target, seed, index), Path(folder))] += 1
             except Failure as failure:
                 os.write(out, f"!{failure}".encode()[:60000])
                 return
-            signal.alarm(0)
+            set_clock(0)
     os.write(out, "\n".join(f"{number}\t{what}" for what, number in counts.most_common()).encode()[:60000])
 
 
@@ -174,14 +180,15 @@ def in_child(work: Callable[[int], None]) -> tuple[str, str]:
         return "", written[1:]
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        return "", f"more than {SECONDS} seconds" if number == signal.SIGALRM else f"killed by {signal.Signals(number).name}"
+        slow = number in (signal.SIGPROF, signal.SIGALRM)
+        return "", f"more than {SECONDS} seconds" if slow else f"killed by {signal.Signals(number).name}"
     return written, f"ended with {os.WEXITSTATUS(status)}" if os.WEXITSTATUS(status) else ""
 
 
 def fails(given: Input) -> str:
     """How an input fails, in a process of its own; empty if it does not."""
     def work(out: int) -> None:
-        signal.alarm(SECONDS)
+        set_clock(SECONDS)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 judge(given, Path(folder))

@@ -45,7 +45,9 @@ EXACT: dict[str, Any] = {"batch": 8, "kv_dtype": "bf16", "sequences": 16}
 def test_reference_models_cut_anywhere(name: str, models: Path) -> None:  # noqa: F811
     golden = np.load(REFERENCE / "golden" / f"{name}.npz")
     tokens, positions, answers = golden["tokens"].tolist(), golden["positions"], golden_answers(models / f"{name}.gguf", golden)
-    random = np.random.default_rng()
+    seed = np.random.SeedSequence().entropy
+    print(f"seed {seed}")
+    random = np.random.default_rng(seed)
     cuts = [[64] * 5, [63, 65, 1, 127], [9] * 40, [200, 1, 1, 1], *(random.integers(1, 1 + most, 300).tolist()
                                                                     for most in (8, 12, 70, 70, 290))]
     with load(models / f"{name}.gguf", batch=len(tokens)) as model:
