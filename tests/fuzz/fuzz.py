@@ -72,7 +72,8 @@ def use_template(path: Path) -> str:
     from sharpi.chat import ChatTemplate
 
     template = ChatTemplate(path.read_bytes().decode("utf-8", "replace"), "<s>", "</s>", path)
-    template.render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello <b>"}], tools=[{"a": [1]}])
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello <b>"}]
+    template.render(messages, tools=[{"a": [1]}])
     return "rendered"
 
 
@@ -106,7 +107,7 @@ def judge(given: Input, folder: Path) -> str:
     except SharpiError as error:
         message = str(error)
         if not message.isprintable() or len(message) > 2000:
-            raise Failure(f"an error of {len(message)} characters, or with some that cannot be printed: {message!r:.300}") from None
+            raise Failure(f"an error of {len(message)} characters, some perhaps unprintable: {message!r:.300}") from None
         return shape_of(message.replace(str(path), "FILE"))
     except BaseException as error:
         raise Failure("".join(traceback.format_exception(error)[-6:])) from error

@@ -26,8 +26,8 @@ COUNTS = {"header": 1500, "metadata": 500, "tokenizer": 250, "template": 250, "p
 
 @pytest.mark.parametrize("target", inputs.TARGETS)
 def test_nothing_gets_out_of_hand(target: str, tmp_path: Path) -> None:
-    command = [sys.executable, FUZZ / "fuzz.py", "--seed", str(SEED), "--target", target, "--count", str(COUNTS[target]),
-               "--save", tmp_path]
+    command = [sys.executable, FUZZ / "fuzz.py", "--seed", str(SEED), "--target", target,
+               "--count", str(COUNTS[target]), "--save", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     assert f"{COUNTS[target]:,} inputs" in done.stdout
