@@ -305,7 +305,7 @@ COMPARING_TESTS = frozenset("== eq equalto != ne > gt greaterthan >= ge < lt les
 
 def metered_filter(limits: Limits, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
     """The filter, which charges for what it does; `functools.wraps` hands on what Jinja marks filters with."""
-    check = _FILTER_CHECKS.get(name, _check_rare)
+    check: Callable[..., None] = _FILTER_CHECKS.get(name, _check_rare)
     at = 1 if getattr(run, "jinja_pass_arg", None) is not None else 0  # behind the context, which some filters take
 
     @functools.wraps(run)
@@ -320,7 +320,7 @@ def metered_filter(limits: Limits, name: str, run: Callable[..., Any]) -> Callab
     return metered
 
 
-def metered_test(limits: Limits, run: Callable[..., Any]) -> Callable[..., Any]:
+def metered_test(limits: Limits, run: Any) -> Callable[..., Any]:
     @functools.wraps(run)
     def metered(*values: Any) -> Any:
         for value in values:

@@ -163,9 +163,9 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 _BUILTIN = (str, bytes, int, float, list, tuple, dict, set, frozenset, *VIEWS)
 _TEXT_METHODS = frozenset(
     "capitalize casefold center count endswith expandtabs find format format_map index isalnum isalpha isascii "
-    "isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition "
-    "removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip "
-    "swapcase title upper zfill striptags unescape".split())
+    "isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower "
+    "lstrip partition removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split "
+    "splitlines startswith strip swapcase title upper zfill striptags unescape".split())
 _METHODS: dict[type, frozenset[str]] = {
     str: _TEXT_METHODS,
     list: frozenset({"copy", "count", "index"}),

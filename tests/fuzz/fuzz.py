@@ -34,6 +34,7 @@ from inputs import Input
 SECONDS = 20
 MEMORY = 1 << 30  # beyond what the process starts with
 TOKENS = 40
+CHUNK = 10_000  # inputs of one process
 
 
 def use_model(path: Path) -> str:
@@ -43,9 +44,9 @@ def use_model(path: Path) -> str:
     from sharpi.planner import make_plan
 
     file = GgufFile.open(path)
-    verdict = _judge(file)
-    _as_json(file, verdict)
-    _as_text(file, verdict, with_tensors=True)
+    verdict, files = _judge(file), [str(part) for part in file.paths]
+    _as_json(file, verdict, files)
+    _as_text(file, verdict, files, with_tensors=True)
     if verdict.tokenizer is not None:
         use_tokenizer(verdict.tokenizer)
     if verdict.template is not None:
@@ -107,7 +108,7 @@ def judge(given: Input, folder: Path) -> str:
     except SharpiError as error:
         message = str(error)
         if not message.isprintable() or len(message) > 2000:
-            raise Failure(f"an error of {len(message)} characters, some perhaps unprintable: {message!r:.300}") from None
+            raise Failure(f"an error of {len(message)} characters, or unprintable: {message!r:.300}") from None
         return shape_of(message.replace(str(path), "FILE"))
     except BaseException as error:
         raise Failure("".join(traceback.format_exception(error)[-6:])) from error
@@ -216,11 +217,19 @@ def minimized(given: Input, tries: int = 200) -> Input:
 
 def run_target(target: str, seed: int, first: int, count: int, save: Path) -> bool:
     """Runs a target's inputs, and says what became of them; whether all went well."""
-    at = mmap.mmap(-1, 8)
-    written, failure = in_child(lambda out: run_child(target, seed, first, count, at, out))
+    at, failure = mmap.mmap(-1, 8), ""
+    counts: collections.Counter[str] = collections.Counter()
+    for start in range(first, first + count, CHUNK):
+        some = min(CHUNK, first + count - start)
+        written, failure = in_child(lambda out: run_child(target, seed, start, some, at, out))  # noqa: B023
+        if failure:
+            break
+        for line in written.splitlines():
+            number, _, what = line.partition("\t")
+            counts[what] += int(number)
+        print(f"{target}: {counts.total():,} inputs from {first} with seed {seed}, none out of hand", flush=True)
+    print("".join(f"  {number}  {what}\n" for what, number in counts.most_common()), flush=True)
     if not failure:
-        print(f"{target}: {count:,} inputs from {first} with seed {seed}, none out of hand")
-        print("".join(f"  {line}\n" for line in written.replace("\t", "  ").splitlines()), flush=True)
         return True
     index = struct.unpack("<Q", at[:8])[0]
     given = inputs.make(target, seed, index)

@@ -232,9 +232,10 @@ def _templates() -> list[str]:
 
 WORDS = ["x", "messages", "messages[0]", "messages[0].content", "n.x", "loop.index", "range(99999)", "range(9)", "'a'",
          "1", "99999", "10 ** 9", "[]", "[x, x]", "(x,)", "{'a': x}", "{x: 1}", "none", "true", "namespace(x=x)",
-         "namespace", "loop", "cycler(1, x)", "self", "caller", "varargs", "dict(a=x)", "strftime_now(x)", "joiner(x)", "m(x)", "m", "loop.changed(x)", "-x", "not x"]
-OPERATORS = [" + ", " - ", " * ", " / ", " // ", " % ", " ** ", " ~ ", " == ", " < ", " in ", " not in ", " and ", " or ",
-             " is "]
+         "namespace", "loop", "cycler(1, x)", "self", "caller", "varargs", "dict(a=x)", "strftime_now(x)", "joiner(x)",
+         "m(x)", "m", "loop.changed(x)", "-x", "not x"]
+OPERATORS = [" + ", " - ", " * ", " / ", " // ", " % ", " ** ", " ~ ", " == ", " < ", " in ", " not in ", " and ",
+             " or ", " is "]
 CALLS = [f".{name}({given})" for name, given in (
     ("join", "x"), ("center", "99999"), ("ljust", "x"), ("replace", "'a', x"), ("split", "x"), ("rsplit", "'a', 1"),
     ("format", "x, a=x"), ("format_map", "x"), ("items", ""), ("get", "x"), ("strip", "x"), ("expandtabs", "9999"),

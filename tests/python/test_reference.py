@@ -1,7 +1,8 @@
 """Logits held against those of another program.
 
-tests/data/golden holds what llama.cpp, float32 throughout, answers for small models that `golden_models` writes. If there
-is a folder with the originals (SHARPI_SHARED, or `shared` beside the repository), they are checked to be the same.
+tests/data/golden holds what llama.cpp, float32 throughout, answers for small models that `golden_models` writes. If
+there is a folder with the originals (SHARPI_SHARED, or `shared` beside the repository), they are checked to be the
+same.
 """
 
 from __future__ import annotations
