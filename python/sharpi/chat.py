@@ -21,7 +21,8 @@ import jinja2.nodes
 import jinja2.parser
 
 from .errors import InvalidRequestError, ModelFileError, one_line
-from .template_limits import MAX_DEPTH, Limits, MeteredEnvironment, TemplateLimitError
+from .template_limits import MAX_DEPTH, Limits, TemplateLimitError
+from .template_sandbox import MeteredEnvironment
 
 _LONGEST_MESSAGE, _LONGEST_DATE = 500, 200
 
@@ -29,7 +30,7 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 
 
 class ChatTemplate:
-    """A compiled chat template. `bos_token` and `eos_token` are the texts of those tokens, `file` is named in errors."""
+    """A compiled chat template. `bos_token` and `eos_token` are the texts of those tokens; errors name the `file`."""
 
     def __init__(self, source: str, bos_token: str, eos_token: str, file: str | os.PathLike[str] | None = None) -> None:
         """Raises ModelFileError if `source` does not parse, or is too large to be one."""

@@ -233,6 +233,14 @@ TEST(ModelSpec, MetadataOfEveryKindIsChecked) {
                             "attention.layer_norm_rms_epsilon"})
         expectSpoiled({}, llama(key), [&](tiny::Model& m) { m.metadata.erase(llama(key)); });
 
+    // What is found is named as well as what is wanted.
+    const auto becomes = [&](const char* key, MetadataValue value, const std::string& said) {
+        expectSpoiled({}, "'" + llama(key) + "' is " + said, [&](tiny::Model& m) { m.metadata[llama(key)] = value; });
+    };
+    becomes("context_length", std::vector<double>{}, "an array, not a whole number of 64 bits");
+    becomes("rope.freq_base", std::vector<double>{1e4}, "an array, not a number");
+    becomes("rope.scaling.type", true, "a bool, not a string");
+
     tiny::Options sparse;
     sparse.architecture = "qwen3moe";
     expectSpoiled(sparse, "qwen3moe.expert_count", [](tiny::Model& m) { m.metadata.erase("qwen3moe.expert_count"); });

@@ -6,7 +6,7 @@
     python tests/fuzz/fuzz.py --replay failing-template-7-4711.bin     # a saved input again
 
 Every input ends in success or in a SharpiError of one printable line. Anything else is a failure: another exception, a
-crash, more than 20 seconds, memory that keeps growing or passes the limit. Inputs run in a child process, which a crash
+crash, more than 20 seconds, more than 1 GiB of memory. Inputs run in a child process, which a crash
 may take with it; the failing one is saved with its bytes halved again and again as long as it fails, and the program
 exits with 1. It prints the seed, so that a run can be repeated, and how many inputs ended in what.
 """
@@ -34,6 +34,7 @@ from inputs import Input
 SECONDS = 20
 MEMORY = 1 << 30  # beyond what the process starts with
 TOKENS = 40
+CHUNK = 10_000  # inputs of one process
 
 
 def use_model(path: Path) -> str:
@@ -43,9 +44,9 @@ def use_model(path: Path) -> str:
     from sharpi.planner import make_plan
 
     file = GgufFile.open(path)
-    verdict = _judge(file)
-    _as_json(file, verdict)
-    _as_text(file, verdict, with_tensors=True)
+    verdict, files = _judge(file), [str(part) for part in file.paths]
+    _as_json(file, verdict, files)
+    _as_text(file, verdict, files, with_tensors=True)
     if verdict.tokenizer is not None:
         use_tokenizer(verdict.tokenizer)
     if verdict.template is not None:
@@ -72,7 +73,8 @@ def use_template(path: Path) -> str:
     from sharpi.chat import ChatTemplate
 
     template = ChatTemplate(path.read_bytes().decode("utf-8", "replace"), "<s>", "</s>", path)
-    template.render([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello <b>"}], tools=[{"a": [1]}])
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello <b>"}]
+    template.render(messages, tools=[{"a": [1]}])
     return "rendered"
 
 
@@ -106,7 +108,7 @@ def judge(given: Input, folder: Path) -> str:
     except SharpiError as error:
         message = str(error)
         if not message.isprintable() or len(message) > 2000:
-            raise Failure(f"an error of {len(message)} characters, or with some that cannot be printed: {message!r:.300}") from None
+            raise Failure(f"an error of {len(message)} characters, or unprintable: {message!r:.300}") from None
         return shape_of(message.replace(str(path), "FILE"))
     except BaseException as error:
         raise Failure("".join(traceback.format_exception(error)[-6:])) from error
@@ -122,6 +124,12 @@ def limit_memory() -> None:
     with open("/proc/self/statm") as stream:
         now = int(stream.read().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
+
+
+def set_clock(seconds: float) -> None:
+    """Ends the process after so much processor time, which a busy machine does not stretch, or if it waits for long."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.alarm(int(20 * seconds))
 
 
 def ready(scale: int) -> None:
@@ -143,13 +151,13 @@ def run_child(target: str, seed: int, first: int, count: int, at: mmap.mmap, out
     with tempfile.TemporaryDirectory() as folder:
         for index in range(first, first + count):
             at[:8] = struct.pack("<Q", index)
-            signal.alarm(SECONDS)
+            set_clock(SECONDS)
             try:
                 counts[judge(inputs.make(target, seed, index), Path(folder))] += 1
             except Failure as failure:
                 os.write(out, f"!{failure}".encode()[:60000])
                 return
-            signal.alarm(0)
+            set_clock(0)
     os.write(out, "\n".join(f"{number}\t{what}" for what, number in counts.most_common()).encode()[:60000])
 
 
@@ -174,14 +182,15 @@ def in_child(work: Callable[[int], None]) -> tuple[str, str]:
         return "", written[1:]
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        return "", f"more than {SECONDS} seconds" if number == signal.SIGALRM else f"killed by {signal.Signals(number).name}"
+        slow = number in (signal.SIGPROF, signal.SIGALRM)
+        return "", f"more than {SECONDS} seconds" if slow else f"killed by {signal.Signals(number).name}"
     return written, f"ended with {os.WEXITSTATUS(status)}" if os.WEXITSTATUS(status) else ""
 
 
 def fails(given: Input) -> str:
     """How an input fails, in a process of its own; empty if it does not."""
     def work(out: int) -> None:
-        signal.alarm(SECONDS)
+        set_clock(SECONDS)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 judge(given, Path(folder))
@@ -208,11 +217,19 @@ def minimized(given: Input, tries: int = 200) -> Input:
 
 def run_target(target: str, seed: int, first: int, count: int, save: Path) -> bool:
     """Runs a target's inputs, and says what became of them; whether all went well."""
-    at = mmap.mmap(-1, 8)
-    written, failure = in_child(lambda out: run_child(target, seed, first, count, at, out))
+    at, failure = mmap.mmap(-1, 8), ""
+    counts: collections.Counter[str] = collections.Counter()
+    for start in range(first, first + count, CHUNK):
+        some = min(CHUNK, first + count - start)
+        written, failure = in_child(lambda out: run_child(target, seed, start, some, at, out))  # noqa: B023
+        if failure:
+            break
+        for line in written.splitlines():
+            number, _, what = line.partition("\t")
+            counts[what] += int(number)
+        print(f"{target}: {counts.total():,} inputs from {first} with seed {seed}, none out of hand", flush=True)
+    print("".join(f"  {number}  {what}\n" for what, number in counts.most_common()), flush=True)
     if not failure:
-        print(f"{target}: {count:,} inputs from {first} with seed {seed}, none out of hand")
-        print("".join(f"  {line}\n" for line in written.replace("\t", "  ").splitlines()), flush=True)
         return True
     index = struct.unpack("<Q", at[:8])[0]
     given = inputs.make(target, seed, index)

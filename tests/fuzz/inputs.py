@@ -18,19 +18,19 @@ from container import ARRAY, BOOL, F32, FORMATS, I32, STRING, U32, U64, Containe
 TESTS = Path(__file__).parents[1] / "python"
 sys.path.append(str(TESTS))
 
-INTEGERS = [0, 1, 2, 3, 4, 7, 8, 9, 13, 31, 32, 63, 64, 96, 255, 512, 4096, 65537, (1 << 24) + 1, (1 << 31) - 1, 1 << 31,
-            (1 << 32) - 1, 1 << 32, 1 << 40, (1 << 62) - 1, 1 << 63, (1 << 64) - 8, (1 << 64) - 1]
+INTEGERS = [0, 1, 2, 3, 4, 7, 8, 9, 13, 31, 32, 63, 64, 96, 255, 512, 4096, 65537, (1 << 24) + 1, (1 << 31) - 1,
+            1 << 31, (1 << 32) - 1, 1 << 32, 1 << 40, (1 << 62) - 1, 1 << 63, (1 << 64) - 8, (1 << 64) - 1]
 FLOATS = [0.0, -0.0, 1.0, -1.0, 1e-6, 0.5, 1e4, 1e38, 1e-45, float("inf"), float("-inf"), float("nan")]
-TEXTS = ["", "a", "llama", "gpt2", "none", "qwen2", "gpt-2", "linear", "yarn", "<s>", "</s>", "<0x0A>", "<0xZZ>", "\u2581", "é",
-         "日本", "🚀", "a b", "x" * 300, "\0", "\n", "\x1b[31m", "{{ messages }}", "1"]
-TOKEN_PARTS = ["a", "b", "c", "ab", "\u2581", "\u2581a", "Ġ", "Ġa", "é", "Ã", "©", "<", ">", "<s>", "</s>", "<|im_end|>", "🚀", "0", "12",
-               "'", "s", "\n", "Ċ", "<0x41>", "<unk>", "."]
+TEXTS = ["", "a", "llama", "gpt2", "none", "qwen2", "gpt-2", "linear", "yarn", "<s>", "</s>", "<0x0A>", "<0xZZ>",
+         "\u2581", "é", "日本", "🚀", "a b", "x" * 300, "\0", "\n", "\x1b[31m", "{{ messages }}", "1"]
+TOKEN_PARTS = ["a", "b", "c", "ab", "\u2581", "\u2581a", "Ġ", "Ġa", "é", "Ã", "©", "<", ">", "<s>", "</s>",
+               "<|im_end|>", "🚀", "0", "12", "'", "s", "\n", "Ċ", "<0x41>", "<unk>", "."]
 
 
 @dataclass(frozen=True)
 class Input:
-    """What the fuzzer gives to the code: the content of a file, and what kind of file it is. `zeros` follow the content:
-    nothing that is tried reads the weights."""
+    """What the fuzzer gives to the code: the content of a file, and what kind of file it is. `zeros` follow the
+    content, for weights that nobody reads here."""
 
     kind: str  # "model", "template" or "plan"
     content: bytes
@@ -79,7 +79,8 @@ def with_tokenizer(file: Container, kind: str) -> Container:
         "add_bos_token": (BOOL, b"\1"), "add_eos_token": (BOOL, b"\0"), "add_space_prefix": (BOOL, b"\1"),
     }
     metadata = {f"tokenizer.ggml.{key}".encode(): value for key, value in values.items()}
-    metadata[b"tokenizer.chat_template"] = STRING, text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    metadata[b"tokenizer.chat_template"] = STRING, text(template)
     return replace(file, metadata={**file.metadata, **metadata})
 
 
@@ -181,7 +182,8 @@ def damaged_tensors(tensors: list[Tensor], dice: random.Random) -> list[Tensor]:
     elif accident == 4:
         changed[index] = replace(tensor, offset=dice.choice(INTEGERS))
     else:
-        changed[index] = replace(tensor, name=dice.choice([dice.choice(tensors).name, b"", b"blk.0.odd", b"\xff", b"x" * 500]))
+        names = [dice.choice(tensors).name, b"", b"blk.0.odd", b"\xff", b"x" * 500]
+        changed[index] = replace(tensor, name=dice.choice(names))
     return changed
 
 
@@ -189,7 +191,8 @@ def damaged_tokenizer(dice: random.Random) -> Input:
     """A sound model with a vocabulary of odd tokens, types, scores, merges and roles."""
     file = with_tokenizer(dice.choice(originals()), dice.choice(["llama", "gpt2"]))
     count = dice.choice([0, 1, 5, 40, 40, 261, 267])
-    tokens = ["".join(dice.choices(TOKEN_PARTS, k=dice.randint(0, 3))) + dice.choice(["", str(n)]) for n in range(count)]
+    tokens = ["".join(dice.choices(TOKEN_PARTS, k=dice.randint(0, 3))) + dice.choice(["", str(n)])
+              for n in range(count)]
     if dice.random() < 0.9:
         tokens = list(dict.fromkeys(tokens))
     few = [1] * 12 + [2, 3, 4, 5, 0, -1, 99] + [6] * (dice.random() < 0.1)
@@ -211,7 +214,8 @@ def damaged_tokenizer(dice: random.Random) -> Input:
         pre = dice.choice(["gpt-2", "llama-bpe", "qwen2", "tekken", "deepseek-v3", "deepseek-coder", "gpt-4o", "none"])
         file = file.with_value("tokenizer.ggml.pre", STRING, text(pre))
     if dice.random() < 0.2:
-        file = file.with_value(dice.choice([key.decode() for key in file.metadata if b"tokenizer" in key]), *any_value(dice))
+        keys = [key.decode() for key in file.metadata if b"tokenizer" in key]
+        file = file.with_value(dice.choice(keys), *any_value(dice))
     return Input("model", file.header(), file.data_bytes)
 
 
@@ -226,14 +230,17 @@ def _templates() -> list[str]:
     return [MARKED] * 10 + [source for source in HOSTILE.values() if len(source) < 2000]
 
 
-WORDS = ["x", "messages", "messages[0]", "messages[0].content", "n.x", "loop.index", "range(99999)", "range(9)", "'a'", "1", "99999",
-         "10 ** 9", "[]", "[x, x]", "(x,)", "{'a': x}", "{x: 1}", "none", "true", "namespace(x=x)", "namespace", "loop", "cycler(1, x)",
-         "self", "caller", "varargs", "dict(a=x)", "strftime_now(x)", "joiner(x)", "m(x)", "m", "loop.changed(x)", "-x", "not x"]
-OPERATORS = [" + ", " - ", " * ", " / ", " // ", " % ", " ** ", " ~ ", " == ", " < ", " in ", " not in ", " and ", " or ", " is "]
+WORDS = ["x", "messages", "messages[0]", "messages[0].content", "n.x", "loop.index", "range(99999)", "range(9)", "'a'",
+         "1", "99999", "10 ** 9", "[]", "[x, x]", "(x,)", "{'a': x}", "{x: 1}", "none", "true", "namespace(x=x)",
+         "namespace", "loop", "cycler(1, x)", "self", "caller", "varargs", "dict(a=x)", "strftime_now(x)", "joiner(x)",
+         "m(x)", "m", "loop.changed(x)", "-x", "not x"]
+OPERATORS = [" + ", " - ", " * ", " / ", " // ", " % ", " ** ", " ~ ", " == ", " < ", " in ", " not in ", " and ",
+             " or ", " is "]
 CALLS = [f".{name}({given})" for name, given in (
-    ("join", "x"), ("center", "99999"), ("ljust", "x"), ("replace", "'a', x"), ("split", "x"), ("rsplit", "'a', 1"), ("format", "x, a=x"),
-    ("format_map", "x"), ("items", ""), ("get", "x"), ("strip", "x"), ("expandtabs", "9999"), ("zfill", "x"), ("encode", ""), ("count", "x"),
-    ("index", "x"), ("append", "x"), ("update", "x"), ("__class__", ""), ("translate", "x"), ("to_bytes", "99"), ("copy", ""))]
+    ("join", "x"), ("center", "99999"), ("ljust", "x"), ("replace", "'a', x"), ("split", "x"), ("rsplit", "'a', 1"),
+    ("format", "x, a=x"), ("format_map", "x"), ("items", ""), ("get", "x"), ("strip", "x"), ("expandtabs", "9999"),
+    ("zfill", "x"), ("encode", ""), ("count", "x"), ("index", "x"), ("append", "x"), ("update", "x"), ("__class__", ""),
+    ("translate", "x"), ("to_bytes", "99"), ("copy", ""))]
 
 
 def _expression(dice: random.Random, depth: int = 0) -> str:
@@ -253,21 +260,25 @@ def _expression(dice: random.Random, depth: int = 0) -> str:
         return f"({inner()}){dice.choice(CALLS)}"
     if shape == 7:
         return f"({inner()})[{dice.choice([inner(), inner() + ':', '::' + inner()])}]"
-    return f"({inner()} is {dice.choice([name for name in DEFAULT_TESTS if name.isalpha()])}{dice.choice(['', f'({inner()})'])})"
+    test, given = dice.choice([name for name in DEFAULT_TESTS if name.isalpha()]), dice.choice(["", f"({inner()})"])
+    return f"({inner()} is {test}{given})"
 
 
 def _statement(dice: random.Random, depth: int = 0) -> str:
     body = "".join(_statement(dice, depth + 1) for _ in range(dice.randint(0, 3))) if depth < 4 else "a"
     value = _expression(dice)
     return dice.choice([
-        f"{{{{ {value} }}}}", f"{{% set x = {value} %}}", f"{{% set n.x = {value} %}}", f"{{% set x %}}{body}{{% endset %}}",
+        f"{{{{ {value} }}}}", f"{{% set x = {value} %}}", f"{{% set n.x = {value} %}}",
+        f"{{% set x %}}{body}{{% endset %}}",
         f"{{% for x in {value} %}}{body}{{% endfor %}}", f"{{% for x in range(99999) %}}{body}{{% endfor %}}",
         f"{{% for x in {value} if {value} recursive %}}{body}{{{{ loop(x) }}}}{{% else %}}{body}{{% endfor %}}",
-        f"{{% if {value} %}}{body}{{% else %}}{body}{{% endif %}}", f"{{% macro m(x, y={value}) %}}{body}{{% endmacro %}}",
+        f"{{% if {value} %}}{body}{{% else %}}{body}{{% endif %}}",
+        f"{{% macro m(x, y={value}) %}}{body}{{% endmacro %}}",
         f"{{% call m({value}) %}}{body}{{% endcall %}}", f"{{% filter upper %}}{body}{{% endfilter %}}",
         f"{{% with x = {value} %}}{body}{{% endwith %}}", "{% raw %}{{{% endraw %}", "text ", f"{{# {value} #}}",
         f"{{% block b{dice.randrange(1000)} %}}{body}{{% endblock %}}",
-        f"{{% for x in {value} %}}{body}{{% if {value} %}}{{% break %}}{{% endif %}}{{% endfor %}}", f"{{% generation %}}{body}{{% endgeneration %}}",
+        f"{{% for x in {value} %}}{body}{{% if {value} %}}{{% break %}}{{% endif %}}{{% endfor %}}",
+        f"{{% generation %}}{body}{{% endgeneration %}}",
     ])
 
 
@@ -281,7 +292,8 @@ def odd_template(dice: random.Random) -> Input:
         for _ in range(dice.randint(1, 3)):
             start = dice.randrange(len(source) + 1)
             end = min(len(source), start + dice.randint(0, 30))
-            piece = dice.choice(["", source[start:end] * 2, dice.choice(WORDS), dice.choice(OPERATORS), dice.choice("{}%()[]|'\"\\")])
+            piece = dice.choice(["", source[start:end] * 2, dice.choice(WORDS), dice.choice(OPERATORS),
+                                 dice.choice("{}%()[]|'\"\\")])
             source = source[:start] + piece + source[end:]
     return Input("template", source.encode("utf-8", "replace"))
 
@@ -320,9 +332,9 @@ def damaged_plan(dice: random.Random) -> Input:
         if dice.random() < 0.15:
             del place[key]
         else:
-            place[key] = dice.choice([None, True, [], {}, "", "vram", "slots", "cpu", "cuda", [[]], {"a": 1}, -1, 0.5, 1e308,
-                                      dice.choice(INTEGERS), -dice.choice(INTEGERS), 10 ** 400, float("nan"), float("inf"),
-                                      "x" * 300, "\ud800", "\x1b", [None] * 3, place[key]])
+            place[key] = dice.choice([None, True, [], {}, "", "vram", "slots", "cpu", "cuda", [[]], {"a": 1}, -1, 0.5,
+                                      1e308, dice.choice(INTEGERS), -dice.choice(INTEGERS), 10 ** 400, float("nan"),
+                                      float("inf"), "x" * 300, "\ud800", "\x1b", [None] * 3, place[key]])
         if not plan:
             break
     return Input("plan", json.dumps(plan).encode())

@@ -202,7 +202,8 @@ def test_a_long_conversation_is_within_the_limits() -> None:
      "12()c"),
     ("{% set n = namespace(a=[]) %}{% for i in 'ab' %}{% set n.a = n.a + [i] %}{% endfor %}{{ n.a }}", "['a', 'b']"),
     ("{% set x %}a{{ 1 }}{% endset %}{{ x | upper }}{% filter upper %}b{% endfilter %}", "A1B"),
-    ("{{ 'a\nb' | indent(2) }}{{ 'a' | center(5) }}|{{ [1, 2, 3] | batch(2, 0) | list }}", "a\n  b  a  |[[1, 2], [3, 0]]"),
+    ("{{ 'a\nb' | indent(2) }}{{ 'a' | center(5) }}|{{ [1, 2, 3] | batch(2, 0) | list }}",
+     "a\n  b  a  |[[1, 2], [3, 0]]"),
     ("{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='role') | list }}", "['user', 'user']"),
     ("{{ 7 // 2 }}{{ 7 % 4 }}{{ 2 ** 10 }}{{ -3 | abs }}{{ 7 / 2 }}{{ 5 - 2 }}{{ 1.55 | round(1) }}", "33102433.531.6"),
 ])
@@ -276,7 +277,7 @@ def test_real_templates_render_a_conversation(path: Path) -> None:
     places = [rendered.index(message["content"]) for message in CONVERSATION]
     assert places == sorted(places)
     shorter = template.render(CONVERSATION, add_generation_prompt=False)
-    # Mistral's and Cohere's templates open the answer with or without being asked, and Phi's ends with EOS if not asked.
+    # Mistral's and Cohere's templates open the answer with or without being asked; Phi's ends with EOS if not asked.
     assert rendered.startswith(shorter.removesuffix("<EOS>"))
     assert len(shorter) < len(rendered) or "[/INST]" in rendered or "<|CHATBOT_TOKEN|>" in rendered
     for switch in (True, False):

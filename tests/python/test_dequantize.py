@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gguf
 import numpy as np
 import pytest
 
-gguf = pytest.importorskip("gguf")
-_core = pytest.importorskip("sharpi._core")
+from sharpi import _core
 
 # Byte offsets of the f16 scales of a block. All other bytes may be anything.
 SCALES: dict[str, tuple[int, ...]] = {

@@ -15,14 +15,12 @@ from click.testing import Result
 from fake_model import cli_runner, install
 from tiny_models import HYBRIDS, MODELS, write
 
+from sharpi import Model
+from sharpi.benchmark import Benchmark
 from sharpi.cli import main
 from sharpi.cli.text import closing_line
 from sharpi.drafts import MOST_COST, DraftedRun, choose_drafts
 from sharpi.errors import InvalidRequestError
-
-pytest.importorskip("sharpi._core")
-from sharpi import Model  # noqa: E402
-from sharpi.benchmark import Benchmark  # noqa: E402
 
 
 def sharpi(*arguments: str) -> Result:

@@ -17,8 +17,7 @@ import pytest
 from numpy_model import NumpyModel, relative_error
 from tiny_models import HYBRIDS, MODELS, QUANTIZED_TYPES, Delta, TinyModel, as_version_2, fused, write
 
-pytest.importorskip("sharpi._core")
-from sharpi import Model  # noqa: E402
+from sharpi import Model
 
 # float32 against float64: about 1e-6 is what rounding makes of it.
 FLOAT32_BOUND = 1e-5

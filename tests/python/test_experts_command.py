@@ -19,10 +19,9 @@ from fake_model import Script, cli_runner, install
 from PIL import Image
 from test_expert_stats import random_stats, table
 
-pytest.importorskip("sharpi._core")
-from sharpi.benchmark import Benchmark  # noqa: E402
-from sharpi.cli import main  # noqa: E402
-from sharpi.expert_stats import ExpertStats, Predictor  # noqa: E402
+from sharpi.benchmark import Benchmark
+from sharpi.cli import main
+from sharpi.expert_stats import ExpertStats, Predictor
 
 HITS = {"hit_rate": 0.7423, "slots": 24, "resident": 24}
 

@@ -22,13 +22,11 @@ from numpy_model import NumpyModel, relative_error
 from test_reference import LOGITS, STORY
 from tiny_models import HYBRIDS, MODELS, ON_CPU_ONLY, ON_GPU, QUANTIZED_TYPES, Delta, TinyModel, fused, write
 
-REQUIRED = os.environ.get("SHARPI_REQUIRE_GPU", "") not in ("", "0")
-if not REQUIRED:
-    pytest.importorskip("sharpi._core")
-from sharpi import Model, _core  # noqa: E402
-from sharpi.errors import InvalidRequestError, OutOfMemoryError  # noqa: E402
-from sharpi.hardware import Gpu, gpu  # noqa: E402
+from sharpi import Model, _core
+from sharpi.errors import InvalidRequestError, OutOfMemoryError
+from sharpi.hardware import Gpu, gpu
 
+REQUIRED = os.environ.get("SHARPI_REQUIRE_GPU", "") not in ("", "0")
 pytestmark = pytest.mark.gpu
 
 # The kernels add in other orders than numpy, and prefill multiplies on tensor cores.
@@ -126,7 +124,6 @@ def test_reference_models(name: str, tmp_path: Path) -> None:
         assert relative_error(steps, answers[0]) < FLOAT32_BOUND
 
 
-@pytest.mark.skipif(not STORY.exists(), reason="no reference of the bundled model")
 def test_bundled_model_in_one_prefill() -> None:
     """As on the CPU (test_reference.py): 1 to 2 % are what rounding activations may make."""
     golden = np.load(STORY)

@@ -170,7 +170,9 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path, cache) -> None:  # noqa: AN
         time.sleep(wait)
         kill(run)
     # Python and the driver start first: the later moments are those of pinning and loading.
-    for part in np.random.default_rng().uniform(0.2, 1.0, 12):
+    seed = np.random.SeedSequence().entropy
+    print(f"seed {seed}")
+    for part in np.random.default_rng(seed).uniform(0.2, 1.0, 12):
         run = start()
         time.sleep(up_after * part)
         kill(run)

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from numpy_model import NumpyModel, relative_error
 from tiny_models import HYBRIDS, MODELS, write
 
-_core = pytest.importorskip("sharpi._core")
-from click.testing import CliRunner  # noqa: E402
-from sharpi import Model  # noqa: E402
-from sharpi.cli import main  # noqa: E402
-from sharpi.errors import InvalidRequestError, OutOfMemoryError  # noqa: E402
+from sharpi import Model, _core
+from sharpi.cli import main
+from sharpi.errors import InvalidRequestError, OutOfMemoryError
 
 
 @pytest.fixture

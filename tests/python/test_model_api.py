@@ -19,14 +19,13 @@ from fake_model import cli_runner
 from fake_weights import MACHINE
 from tiny_models import HYBRIDS, MODELS, write
 
-pytest.importorskip("sharpi._core")
-from sharpi import Model, _core  # noqa: E402
-from sharpi.benchmark import Benchmark  # noqa: E402
-from sharpi.cli import main  # noqa: E402
-from sharpi.errors import (InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError,  # noqa: E402
+from sharpi import Model, _core
+from sharpi.benchmark import Benchmark
+from sharpi.cli import main
+from sharpi.errors import (InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError,
                            SharpiError)
-from sharpi.expert_stats import COUNTS, ExpertStats  # noqa: E402
-from sharpi.hardware import Gpu  # noqa: E402
+from sharpi.expert_stats import COUNTS, ExpertStats
+from sharpi.hardware import Gpu
 
 PROMPT = "Once upon a time"
 GREEDY = {"max_tokens": 40, "temperature": 0.0}

@@ -264,7 +264,6 @@ def sharpi(*arguments: str) -> Any:
 @pytest.fixture
 def story(tmp_path: Path) -> Path:
     """A plan for the bundled model."""
-    pytest.importorskip("sharpi._core")
     result = sharpi("plan", "--json", "--device", "cpu", "-c", "77", "-b", "16", "-t", "2", "--kv-dtype", "fp32")
     assert result.exit_code == 0
     path = tmp_path / "story.json"

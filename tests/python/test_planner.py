@@ -297,7 +297,7 @@ def test_ram_is_plausible() -> None:
 
 @pytest.mark.parametrize("kind", [InvalidRequestError, InternalError, OutOfMemoryError])
 def test_a_gpu_that_cannot_be_asked_is_none(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    core = pytest.importorskip("sharpi._core")
+    from sharpi import _core as core
 
     def fail() -> None:
         raise kind("device 0:\nan illegal memory access")
@@ -307,7 +307,6 @@ def test_a_gpu_that_cannot_be_asked_is_none(kind: type[Exception], monkeypatch: 
 
 
 def test_the_gpu_or_a_reason() -> None:
-    pytest.importorskip("sharpi._core")
     found = gpu()
     if isinstance(found, str):
         assert found and "\n" not in found
@@ -431,7 +430,6 @@ def described(kind: str, *, experts: int) -> tuple[object, int]:
 @pytest.mark.parametrize("experts", [0, 16])
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *QUANTIZED_TYPES])
 def test_weights_take_on_the_gpu_what_they_take_in_the_file(kind: str, experts: int) -> None:
-    pytest.importorskip("sharpi._core")
     spec, file_bytes = described(kind, experts=experts)
     lines = dict(spec.memory_lines("cuda", "bf16", 2048, 4096, 8))
     weights = sum(count for name, count in lines.items() if name not in ("KV cache", "scratch", "graphs"))

@@ -1,7 +1,8 @@
 """Logits held against those of another program.
 
-tests/data/golden holds what llama.cpp, float32 throughout, answers for small models that `golden_models` writes. If there
-is a folder with the originals (SHARPI_SHARED, or `shared` beside the repository), they are checked to be the same.
+tests/data/golden holds what llama.cpp, float32 throughout, answers for small models that `golden_models` writes. If
+there is a folder with the originals (SHARPI_SHARED, or `shared` beside the repository), they are checked to be the
+same.
 """
 
 from __future__ import annotations
@@ -22,39 +23,49 @@ from sharpi import Model
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("SHARPI_SHARED") or REPOSITORY.parent / "shared")
 ORIGINALS = SHARED / "reference"
-LOGITS = REPOSITORY / "tests" / "data" / "golden"
+REFERENCE = REPOSITORY / "tests" / "data"
+NAMES = list(GOLDEN)
 STORY = Path(__file__).parent / "data" / "story_golden.npz"
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_tiny_models(name: str, tmp_path: Path) -> None:
-    golden = np.load(LOGITS / f"{name}.npz")
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the models that the logits are of."""
+    folder = tmp_path_factory.mktemp("reference")
+    for name in NAMES:
+        write_golden(name, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiny_models(name: str, models: Path) -> None:
+    golden = np.load(REFERENCE / "golden" / f"{name}.npz")
     tokens, positions, expected = golden["tokens"].tolist(), golden["positions"], golden["logits"]
     ragged = np.random.default_rng(3).integers(1, 100, 20).tolist()
-    with Model.load(write_golden(name, tmp_path), device="cpu", kv_dtype="fp32", batch=len(tokens)) as model:
+    with Model.load(models / f"{name}.gguf", device="cpu", kv_dtype="fp32", batch=len(tokens)) as model:
         for chunks in ([], [1] * len(tokens), ragged):
             # Row r of the reference follows tokens[: positions[r] + 1], as row positions[r] of ours does.
             found = model.logits(tokens, chunks=chunks)[positions]
             assert relative_error(found, expected) < 1e-5, chunks[:3]
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_models_are_those_of_the_logits(name: str) -> None:
     """A weight that is drawn in another way shows here, and not as a wrong logit."""
     assert digest(name) == GOLDEN[name].digest
 
 
 @pytest.mark.skipif(not (ORIGINALS / "make_tiny.py").exists(), reason=f"no originals in {ORIGINALS}")
-@pytest.mark.parametrize("name", GOLDEN)
-def test_models_and_logits_are_the_originals(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_models_and_logits_are_the_originals(name: str, models: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, ORIGINALS / "make_tiny.py", tmp_path / "original", "--seed", "7", "--only", name],
                    check=True, capture_output=True)
     original, ours = ({tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
-                      for path in (tmp_path / "original" / f"{name}.gguf", write_golden(name, tmp_path)))
+                      for path in (tmp_path / "original" / f"{name}.gguf", models / f"{name}.gguf"))
     assert original.keys() == ours.keys()
     for tensor in ours:
         assert np.array_equal(original[tensor], ours[tensor]), tensor
-    ours, original = np.load(LOGITS / f"{name}.npz"), np.load(ORIGINALS / "golden" / f"{name}.npz")
+    ours, original = np.load(REFERENCE / "golden" / f"{name}.npz"), np.load(ORIGINALS / "golden" / f"{name}.npz")
     for array in ("tokens", "positions", "logits"):
         assert np.array_equal(original[array], ours[array]), array
 

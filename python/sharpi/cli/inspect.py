@@ -163,7 +163,7 @@ def _readiness(verdict: _Verdict) -> list[str]:
         runs = "no: " + printable(verdict.obstacle or "")
     lines = [f"  runs here      {runs}"]
     if verdict.spec is not None and verdict.tokenizer is None:
-        lines.append("                 what works are token ids: Model.generate([1, 2, 3]) in Python, sharpi plan, sharpi bench")
+        lines.append("                 token ids work: Model.generate([1, 2, 3]) in Python, sharpi plan, sharpi bench")
     if verdict.tokenizer is not None:
         lines.append(f"  tokenizer      {verdict.tokenizer.kind}, {verdict.tokenizer.vocab_size:,} tokens")
     elif verdict.spec is None:
