@@ -63,14 +63,13 @@ __all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "balanced", "cached_experts",
 CROSSING_SECONDS = 15e-6
 # Of a layer some of whose experts are missed: for the GPU to say which, and for the CPU to order and to answer.
 EXPERT_CROSSING_SECONDS = 12e-6
-# Kernels of a decode step: of a layer, more if it has experts, or if the CPU takes rows, or if experts are looked up in
-# slots; and outside of layers.
-DENSE_LAYER_KERNELS, EXPERT_LAYER_KERNELS, SHARED_LAYER_KERNELS, SLOTS_LAYER_KERNELS, OTHER_KERNELS = 8, 10, 4, 2, 4
-# And more: of every layer of a model with recurrent ones (theirs have products of more types, and the attention between
-# them is gated), and of a layer with an expert for every token.
-RECURRENT_MODEL_KERNELS, SHARED_EXPERT_KERNELS = 1, 2
+# What a decode step takes besides reading weights, in times of the small kernel that a profile has measured: of a layer, more
+# if it has experts, or if the CPU takes rows, or if experts are looked up in slots; and outside of layers.
+DENSE_LAYER_KERNELS, EXPERT_LAYER_KERNELS, SHARED_LAYER_KERNELS, SLOTS_LAYER_KERNELS, OTHER_KERNELS = 10, 16, 6, 3, 6
+# And more of a layer with an expert for every token.
+SHARED_EXPERT_KERNELS = 3
 # Direct weights are multiplied as they come, a piece at a time.
-PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1
+PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1.5
 # What a prompt costs besides: the first copy before there is anything to multiply, and the choice of a token.
 PREFILL_SECONDS = 1e-3
 # What a prompt reaches of a large product's rate, with its norms, attention and smaller products: 0.71 to 0.79 measured.
@@ -225,7 +224,6 @@ def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None
     slotted, beside = reads.left_layers + len(reads.cached), reads.beside
     kernels = (DENSE_LAYER_KERNELS * (reads.layers - reads.expert_layers) + EXPERT_LAYER_KERNELS * reads.expert_layers
                + SHARED_LAYER_KERNELS * reads.shared_layers + SLOTS_LAYER_KERNELS * slotted
-               + RECURRENT_MODEL_KERNELS * reads.layers * (beside.state_bytes > 0)
                + SHARED_EXPERT_KERNELS * beside.shared_experts
                + PIECE_KERNELS * reads.direct / PIECE_BYTES + OTHER_KERNELS)
     serial = {"VRAM": (reads.vram + reads.direct + 2 * beside.state_bytes) / profile.vram_bytes_per_second,

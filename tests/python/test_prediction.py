@@ -11,13 +11,13 @@ import pytest
 from fake_weights import MACHINE, FakeWeights, random_machine, stats_of
 
 from sharpi.placement import Beside, ExpertPool, Inventory, TensorHome
-from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, DECODE_OVERLAP_LOSS, EXPERT_CROSSING_SECONDS,
-                               EXPERT_EFFICIENCY, EXPERT_TILE, OVERLAP_LOSS,
-                               PIECE_BYTES, PIECE_KERNELS, PREFILL_EFFICIENCY, PREFILL_SECONDS, RECURRENT_MODEL_KERNELS,
-                               SHARED_EXPERT_KERNELS, SLOTS_LAYER_KERNELS, Cached, Traffic, balanced, cached_experts,
-                               completed, decode_on_cpu, decode_on_gpu, decode_seconds, draft_cost_on_cpu,
-                               draft_cost_on_gpu, expert_rates, hit_rate, prefill_on_cpu, prefill_on_gpu, share_rows,
-                               shares, traffic)
+from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, DECODE_OVERLAP_LOSS, DENSE_LAYER_KERNELS,
+                               EXPERT_CROSSING_SECONDS, EXPERT_EFFICIENCY, EXPERT_LAYER_KERNELS, EXPERT_TILE,
+                               OTHER_KERNELS, OVERLAP_LOSS, PIECE_BYTES, PIECE_KERNELS, PREFILL_EFFICIENCY,
+                               PREFILL_SECONDS, SHARED_EXPERT_KERNELS, SHARED_LAYER_KERNELS, SLOTS_LAYER_KERNELS,
+                               Cached, Traffic, balanced, cached_experts, completed, decode_on_cpu, decode_on_gpu,
+                               decode_seconds, draft_cost_on_cpu, draft_cost_on_gpu, expert_rates, hit_rate,
+                               prefill_on_cpu, prefill_on_gpu, share_rows, shares, traffic)
 from sharpi.profile import ASSUMED, HardwareProfile
 
 
@@ -38,12 +38,13 @@ def test_decode_of_a_resident_model() -> None:
     model, inventory = inventory_of(layers=4)
     homes = inventory.homes(len(inventory.movable))
     read = model.total - model.sizes[0] + model.sizes[0] // 8192  # one row of the embedding
-    seconds = read / 3e12 + (8 * 4 + 4) * 2e-6  # nothing comes in pieces
+    seconds = read / 3e12 + (DENSE_LAYER_KERNELS * 4 + OTHER_KERNELS) * 2e-6  # nothing comes in pieces
     assert decode_on_gpu(inventory.uses, homes, MACHINE).tokens_per_second == pytest.approx(1 / seconds)
     _, inventory = inventory_of(layers=4, experts=(1, 2))
     reads = traffic(inventory.uses, inventory.homes(len(inventory.movable)))
     read = sum(use.read_bytes for use in inventory.uses)
-    assert decode_seconds(reads, MACHINE)[0] == pytest.approx(read / 3e12 + (8 * 2 + 10 * 2 + 4) * 2e-6)
+    assert decode_seconds(reads, MACHINE)[0] == pytest.approx(
+        read / 3e12 + ((DENSE_LAYER_KERNELS + EXPERT_LAYER_KERNELS) * 2 + OTHER_KERNELS) * 2e-6)
 
 
 def test_decode_over_pcie() -> None:
@@ -53,7 +54,7 @@ def test_decode_over_pcie() -> None:
     assert traffic(inventory.uses, homes).direct == direct
     found = decode_on_gpu(inventory.uses, homes, MACHINE)
     # A part of what the GPU does meanwhile is not hidden.
-    own = direct / 3e12 + (8 * 4 + 4 + PIECE_KERNELS * direct / PIECE_BYTES) * 2e-6
+    own = direct / 3e12 + (DENSE_LAYER_KERNELS * 4 + OTHER_KERNELS + PIECE_KERNELS * direct / PIECE_BYTES) * 2e-6
     assert found.tokens_per_second == pytest.approx(1 / (direct / 50e9 + DECODE_OVERLAP_LOSS * own))
     assert found.bound == "PCIe"
 
@@ -69,7 +70,7 @@ def test_decode_with_rows_on_the_cpu() -> None:
     even = replace(MACHINE, pcie_bytes_per_second_shared=pcie)
     pieces = PIECE_KERNELS * reads.direct / PIECE_BYTES
     assert pieces > 1
-    own = (reads.vram + reads.direct) / 3e12 + (8 * 4 + 4 * 5 + 4 + pieces) * 2e-6
+    own = (reads.vram + reads.direct) / 3e12 + (DENSE_LAYER_KERNELS * 4 + SHARED_LAYER_KERNELS * 5 + OTHER_KERNELS + pieces) * 2e-6
     serial = own + shared / 2 / 75e9 + 2 * 5 * CROSSING_SECONDS
     hidden = DECODE_OVERLAP_LOSS * min(own, reads.direct / pcie)
     assert decode_seconds(reads, even) == (pytest.approx(serial + hidden), "RAM")
@@ -97,11 +98,13 @@ def test_decode_with_experts_on_the_cpu() -> None:
     others = sum(use.read_bytes for use in inventory.uses) - used - row
     assert reads == Traffic(vram=others, direct=row, cpu=used, layers=4, expert_layers=3, shared_layers=0, left_layers=3)
     # That an embedding's row comes over PCIe is no reason to think the CPU slower than it is.
-    seconds = (others / 3e12 + (8 + 10 * 3 + SLOTS_LAYER_KERNELS * 3 + 4) * 2e-6 + used / 100e9
+    seconds = (others / 3e12 + used / 100e9
+               + (DENSE_LAYER_KERNELS + (EXPERT_LAYER_KERNELS + SLOTS_LAYER_KERNELS) * 3 + OTHER_KERNELS) * 2e-6
                + 3 * EXPERT_CROSSING_SECONDS)
     found, bound = decode_seconds(reads, MACHINE)
-    assert (found, bound) == (pytest.approx(seconds, rel=1e-4), "RAM")
-    assert decode_seconds(reads, MACHINE, 4)[0] > found
+    assert (found, bound) == (pytest.approx(seconds, rel=1e-4), "GPU arithmetic")
+    fewer, bound = decode_seconds(reads, MACHINE, 4)
+    assert fewer > found and bound == "RAM"
 
 
 # --- recurrent layers -----------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ def test_a_state_is_read_and_written_by_every_token() -> None:
     homes = plain.homes(len(plain.movable))
     seconds = [1 / decode_on_gpu(each.model_uses, homes, MACHINE, beside=each.beside).tokens_per_second
                for each in (plain, hybrid)]
-    kernels = RECURRENT_MODEL_KERNELS * 4 + SHARED_EXPERT_KERNELS * 2
+    kernels = SHARED_EXPERT_KERNELS * 2
     assert seconds[1] - seconds[0] == pytest.approx(60e6 / 3e12 + kernels * 2e-6)
     seconds = [1 / decode_on_cpu(each.model_uses, MACHINE, beside=each.beside).tokens_per_second
                for each in (plain, hybrid)]
@@ -171,8 +174,8 @@ def test_what_a_drafted_token_costs() -> None:
     read = {name: sum(use.read_bytes for use in uses) for name, uses in (
         ("model", inventory.model_uses), ("layer", [use for use in inventory.uses if use.layer == 4]),
         ("shared", [use for use in inventory.uses if use.role in ("embedding", "head")]))}
-    plain = read["model"] / 3e12 + (8 * 4 + 4) * 2e-6
-    draft = (read["layer"] + read["shared"]) / 3e12 + (8 + 4) * 2e-6
+    plain = read["model"] / 3e12 + (DENSE_LAYER_KERNELS * 4 + OTHER_KERNELS) * 2e-6
+    draft = (read["layer"] + read["shared"]) / 3e12 + (DENSE_LAYER_KERNELS + OTHER_KERNELS) * 2e-6
     assert draft_cost_on_gpu(inventory, homes, MACHINE) == pytest.approx(draft / plain + 0.2)
     # Where weights come over PCIe a second row costs the GPU's own part.
     away = inventory.homes(0)
@@ -197,7 +200,7 @@ def test_a_judged_row_has_its_own_experts() -> None:
     reads = traffic(inventory.model_uses, homes, beside=inventory.beside)
     seconds = decode_seconds(reads, MACHINE)[0]
     assert draft_cost_on_gpu(inventory, homes, MACHINE) == pytest.approx(
-        (experts / 3e12 + drafted / 3e12 + (8 + 4) * 2e-6) / seconds + 0.2)
+        (experts / 3e12 + drafted / 3e12 + (DENSE_LAYER_KERNELS + OTHER_KERNELS) * 2e-6) / seconds + 0.2)
     # In slots a second row misses as often as the first: never less than without it.
     resident = decode_seconds(traffic(inventory.model_uses, homes, None, inventory.beside), MACHINE)[0]
     homes = inventory.homes(inventory.before_experts)
@@ -251,7 +254,7 @@ def test_decode_with_slots() -> None:
         cached = tuple(layers * 2)
         # Nothing else takes time but kernels.
         reads = Traffic(0, 0, 0, len(cached), len(cached), 0, 0, cached)
-        kernels = ((10 + SLOTS_LAYER_KERNELS) * len(cached) + 4) * machine.gpu_kernel_seconds
+        kernels = ((EXPERT_LAYER_KERNELS + SLOTS_LAYER_KERNELS) * len(cached) + OTHER_KERNELS) * machine.gpu_kernel_seconds
         found, bound = decode_seconds(reads, machine, threads)
         assert found == pytest.approx(2 * sum(seconds_of(layer, machine, threads) for layer in layers) + kernels)
         bounds.add(bound)

@@ -64,7 +64,8 @@ def predicted(row: dict[str, Any], plan: Plan) -> Iterator[tuple[str, float]]:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    return "-".join(str(row[name]) for name in ("model", "cached", "cpu_rows", "vram_gib", "cpu_moe") if name in row)
+    return "-".join(str(row[name]) for name in ("machine", "model", "cached", "cpu_rows", "vram_gib", "cpu_moe")
+                    if name in row)
 
 
 @pytest.mark.parametrize("row", recorded()["measured"], ids=name_of)
