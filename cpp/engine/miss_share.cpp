@@ -118,7 +118,11 @@ int32_t MissShare::probe(int32_t missed, int32_t best, double bytes) {
         return missed - 1;
     }
     const bool ownIsKnown = _owns >= kOwnsNeeded;
-    if (best > 0 && (!ownIsKnown || _ownIdle >= kIdle)) return pay(_busAllowance, extra(0)) ? 0 : best;
+    if (best > 0 && (!ownIsKnown || _ownIdle >= kIdle)) {
+        if (!pay(_busAllowance, extra(0)) && _ownIdle < kLongest) return best;
+        _ownIdle = 0;
+        return 0;
+    }
     const int32_t more = std::min({best + 1, missed, cuda::kMaxExpertFetches});
     if (more > best && ownIsKnown && _busIdle >= kIdle && (pay(_busAllowance, extra(more)) || _busIdle >= kLongest)) {
         _busIdle = 0;
