@@ -10,16 +10,15 @@ comes after a dropped turn has to be computed again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sharpi import arguments
 from sharpi.chat import ChatTemplate, Part, ThinkingSplitter, prompt_opens_thinking
 from sharpi.errors import InvalidRequestError, SharpiError
+from sharpi.generation import Generation, Stream
 
 if TYPE_CHECKING:
-    from sharpi.generation import Generation
     from sharpi.model import Model
     from sharpi.session import Session, Timing
 
@@ -32,7 +31,7 @@ Message = Mapping[str, Any]
 _ANSWER_ROOM = 0.25
 
 
-class Reply(Iterator[Part]):
+class Reply(Stream[Part]):
     """A model's answer to some messages: iterate over its parts.
 
     It is one `Generation`: see there what starts and stops the work. `message` is the answer as the assistant's
@@ -40,34 +39,23 @@ class Reply(Iterator[Part]):
     """
 
     def __init__(self, generation: Generation, splitter: ThinkingSplitter) -> None:
+        super().__init__(self._read(splitter))
         self._generation = generation
         self._spoken: list[Part] = []
-        self._parts = self._read(splitter)
 
     def _read(self, splitter: ThinkingSplitter) -> Generator[Part, None, None]:
         for token in self._generation:
             yield from splitter.push(token.text)
         yield from splitter.flush()
 
-    def __iter__(self) -> Reply:
-        return self
-
     def __next__(self) -> Part:
-        part = next(self._parts)
+        part = super().__next__()
         self._spoken.append(part)
         return part
 
     def close(self) -> None:
-        """Stops the work; asking for more parts then ends at once."""
-        self._parts.close()
+        super().close()
         self._generation.close()
-
-    def __enter__(self) -> Reply:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Reply, {self.timing.generated_tokens:,} tokens so far>"
