@@ -7,6 +7,7 @@ expected) and by numpy.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,9 @@ def test_switches_reach_the_model(tmp_path: Path) -> None:
 def test_metadata_of_a_file_are_checked(tmp_path: Path) -> None:
     file = GgufFile.open(write(tmp_path / "m.gguf", SHORT))
     for key, value in (("llama.rope.scaling.factor", "much"), ("llama.context_length", 0),
-                       ("llama.rope.scaling.type", 3), ("llama.rope.scaling.original_context_length", -5)):
+                       ("llama.rope.scaling.type", 3), ("llama.rope.scaling.original_context_length", -5),
+                       *(("llama.rope.scaling.factor", factor) for factor in (math.inf, math.nan, 0.0, -4.0)),
+                       *(("llama.rope.freq_base", base) for base in (0.0, 1e-300, -1.0, math.inf, math.nan))):
         damaged = replace(file, metadata=Metadata(file.paths[0], {**file.metadata, key: value}))
         with pytest.raises(Exception, match=key.removeprefix("llama.")) as caught:
             RopeScaling(rope_freq_base=1e5).metadata(damaged)
