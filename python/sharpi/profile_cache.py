@@ -21,7 +21,7 @@ from typing import Any
 
 from sharpi import hardware
 from sharpi.errors import InvalidRequestError, SharpiError
-from sharpi.files import write_whole
+from sharpi.files import cache_folder, write_whole
 from sharpi.profile import ASSUMED, GPU_FIELDS, HardwareProfile, device_name, load_profile
 
 __all__ = ["BUSY_AGE", "LONGEST_AGE", "age_of", "cache_path", "cached_profile", "current_profile", "doubt", "keep",
@@ -253,13 +253,8 @@ class _Doubts:
 
 def cache_path() -> Path | None:
     """Where this user's profile is kept; None for a user without a home."""
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(folder):  # the specification of that variable: relative paths are to be ignored
-        try:
-            folder = os.path.join(Path.home(), ".cache")
-        except RuntimeError:
-            return None
-    return Path(folder) / "sharpi" / "hardware.json"
+    folder = cache_folder()
+    return None if folder is None else folder / "hardware.json"
 
 
 def _measures_all() -> bool:

@@ -17,7 +17,7 @@ from click.testing import Result
 
 from fake_model import CONTROL_TOKEN, SLOW_PROGRAM, FakeModel, Script, cli_runner, install
 from sharpi.cli import main
-from sharpi.cli.chat import _show
+from sharpi.cli.chat import _line_editing, _show
 from sharpi.conversation import Conversation
 from sharpi.errors import InvalidRequestError
 
@@ -323,6 +323,17 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     # Tests that a shell runs in the background ignore Ctrl-C, and would pass that on.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_without_a_home_there_is_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    monkeypatch.setattr("sharpi.cli.chat._at_terminal", lambda: True)
+    with _line_editing():
+        pass
 
 
 def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path: Path) -> None:

@@ -232,6 +232,20 @@ def test_what_is_not_a_hub(story: World) -> None:
         f"user/story: {story.hub.url} does not answer like a Hub; check HF_ENDPOINT")
 
 
+@pytest.mark.parametrize("said", [{"size": "12"}, {"size": -5}, {"size": 1.5}, {"sha256": 7}])
+def test_a_hub_that_says_odd_things_of_its_files(story: World, said: dict[str, object]) -> None:
+    story.hub.said_of_files = said
+    for command in ("pull", "plan"):
+        assert story.refused(command, "user/story") == (
+            f"user/story: {story.hub.url} does not answer like a Hub; check HF_ENDPOINT")
+
+
+@pytest.mark.parametrize(("name", "value"), [("HF_ENDPOINT", "http://[bad"), ("HF_HUB_DOWNLOAD_TIMEOUT", "soon")])
+def test_variables_that_make_no_sense(story: World, name: str, value: str) -> None:
+    for command in (["pull", "user/story"], ["list"], ["run", "-m", "user/story", "-p", "x"], ["rm", "user/story"]):
+        assert story.refused(*command, **{name: value}).startswith("an HF_ variable of the environment makes no sense")
+
+
 def test_a_hub_does_not_choose_where_files_go(story: World) -> None:
     paths = ("../../../evil-Q4_K_M.gguf", "/tmp/evil-Q4_K_M.gguf", "a/../../evil-Q4_K_M.gguf",
              "evil\x1b[2J-Q4_K_M.gguf")

@@ -6,7 +6,6 @@ standard error, so that a pipe receives the answers alone.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from contextlib import closing, contextmanager
@@ -21,6 +20,7 @@ from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, cha
                                 sampling_options)
 from sharpi.cli.text import closing_line, context_full_line, printable, takes_escapes
 from sharpi.errors import InvalidRequestError, SharpiError
+from sharpi.files import cache_folder
 
 if TYPE_CHECKING:
     from sharpi.chat import Part
@@ -173,6 +173,9 @@ def _line_editing() -> Iterator[None]:
         yield
         return
     history = _history_file()
+    if history is None:
+        yield
+        return
     try:
         readline.read_history_file(history)
     except OSError:
@@ -188,6 +191,6 @@ def _line_editing() -> Iterator[None]:
             pass  # a cache that cannot be written costs the history, not the chat
 
 
-def _history_file() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "sharpi" / "chat_history"
+def _history_file() -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / "chat_history"

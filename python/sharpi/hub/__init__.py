@@ -77,9 +77,9 @@ def pull(model: str, *, progress: Progress | None = None, notice: Notice | None 
     if name is None:
         raise HubError(f"{model}: is {'a local file' if os.path.exists(model) else 'not the name of a model'};"
                        " names are user/repo or user/repo:QUANT")
-    from huggingface_hub import constants
+    from sharpi.hub.cache import is_offline
 
-    here = _cached(name, notice) if constants.HF_HUB_OFFLINE else None
+    here = _cached(name, notice) if is_offline() else None
     if here is None:
         return _pull(name, progress, notice)
     if notice is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from filelock import Timeout
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url
@@ -61,7 +61,7 @@ def ask(name: Name) -> Listing:
     with explained(name):
         try:
             info = HfApi(library_name=_LIBRARY).model_info(name.repo, revision=name.revision, files_metadata=True)
-            files = tuple(HubFile(file.rfilename, (file.lfs.size if file.lfs else file.size) or 0,
+            files = tuple(_listed(file.rfilename, (file.lfs.size if file.lfs else file.size) or 0,
                                   (file.lfs.sha256 if file.lfs else file.blob_id) or "")
                           for file in info.siblings or () if _is_plain(file.rfilename))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -71,6 +71,12 @@ def ask(name: Name) -> Listing:
     if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
         raise HubError(f"{name}: {constants.ENDPOINT} does not say which commit it has; check HF_ENDPOINT")
     return Listing(name, info.sha, files)
+
+
+def _listed(path: str, size: Any, etag: Any) -> HubFile:
+    if not isinstance(size, int) or size < 0 or not isinstance(etag, str):
+        raise TypeError(f"{path} has a size of {size!r} and a checksum of {etag!r}")
+    return HubFile(path, size, etag)
 
 
 def _is_plain(path: str) -> bool:
