@@ -15,12 +15,12 @@ from profiled_machine import Machine, machine_fixture  # noqa: F401
 from sharpi import profile_cache
 from sharpi.agreement import LEAST_READ, LEAST_STEPS, Seen, disagreement, seen_in_bench, seen_in_run
 from sharpi.cli import main
-from sharpi.cli.text import speed
 from sharpi.placement import Inventory
 from sharpi.planner import make_plan
 from sharpi.prediction import decode_on_cpu
 from sharpi.profile import HardwareProfile
 from sharpi.profile_cache import cached_profile, current_profile, keep
+from sharpi.words import speed
 
 AGAIN = "this machine's speeds are measured again at the next start"
 NOT_AGAIN = "measuring this machine again did not help, the prediction is off for this model"

@@ -189,7 +189,7 @@ def test_too_little_room_is_said_before(large: World) -> None:
     large.hub.repos["user/large"] = Repo({"large-Q4_0.gguf": larger}, hashes={"large-Q4_0.gguf": "a" * 64})
     large.hub.files_broken_with = 404  # so that a test that fails does not fill the disk
     message = large.refused("pull", "user/large")
-    assert re.fullmatch(r"user/large: needs 8192\.00 GiB, but \S+ has only [\d.]+ GiB free; HF_HOME moves the cache",
+    assert re.fullmatch(r"user/large: needs 8\.00 TiB, but \S+ has only [\d.]+ GiB free; HF_HOME moves the cache",
                         message)
     assert large.hub.asked("/cdn/") == []
 
@@ -240,7 +240,8 @@ def test_a_hub_that_says_odd_things_of_its_files(story: World, said: dict[str, o
             f"user/story: {story.hub.url} does not answer like a Hub; check HF_ENDPOINT")
 
 
-@pytest.mark.parametrize(("name", "value"), [("HF_ENDPOINT", "http://[bad"), ("HF_HUB_DOWNLOAD_TIMEOUT", "soon")])
+@pytest.mark.parametrize(("name", "value"), [("HF_ENDPOINT", "http://[bad"), ("HF_ENDPOINT", "http://host:abc"),
+                                           ("HF_HUB_DOWNLOAD_TIMEOUT", "soon")])
 def test_variables_that_make_no_sense(story: World, name: str, value: str) -> None:
     for command in (["pull", "user/story"], ["list"], ["run", "-m", "user/story", "-p", "x"], ["rm", "user/story"]):
         assert story.refused(*command, **{name: value}).startswith("an HF_ variable of the environment makes no sense")

@@ -18,7 +18,7 @@ import click
 from sharpi.cli.help import Command, section
 from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, chat_options, draft_options, model_options,
                                 sampling_options)
-from sharpi.cli.text import closing_line, context_full_line, printable, takes_escapes
+from sharpi.cli.text import closing_line, context_full_line, printable, say, takes_escapes
 from sharpi.errors import InvalidRequestError, SharpiError
 from sharpi.files import cache_folder
 
@@ -69,7 +69,7 @@ def chat_command(options: ModelOptions, sampling: SamplingOptions, drafts: Draft
         choose_drafts(drafts.draft, drafts.draft_tokens, mtp=model.plan.mtp)  # raises now, not at every question
         conversation = Conversation(model, {**sampling.arguments(), **drafts.arguments()}, system=system,
                                     thinking=thinking, max_tokens=None if max_tokens < 0 else max_tokens,
-                                    notice=lambda line: click.echo(f"sharpi: {line}", err=True))
+                                    notice=say)
         if _at_terminal():
             click.echo(f"{printable(model.file.name)}. /help lists the commands.", err=True)
         with _line_editing():
@@ -82,7 +82,7 @@ def _remark(model: Model, stats: bool) -> None:
     """What is to be said after an answer."""
     figures = model.stats()
     if figures["context_full"]:
-        click.echo(f"sharpi: {context_full_line(model.context)}", err=True)
+        say(context_full_line(model.context))
     if stats:
         click.echo(_dimmed(closing_line(figures), takes_escapes(sys.stderr)), err=True)
 
@@ -126,7 +126,7 @@ def _speak(conversation: Conversation, text: str) -> bool:
         except KeyboardInterrupt:
             _write(_PLAIN + "\n" if _dims() else "\n")
         except SharpiError as error:
-            click.echo(f"sharpi: error: {error} (/reset starts over)", err=True)
+            say(f"error: {error} (/reset starts over)")
     return False
 
 

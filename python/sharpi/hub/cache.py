@@ -15,13 +15,16 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from sharpi.errors import HubError
 from sharpi.hub.names import HubFile, Name, Variant, choose, matching, variants
 
 try:
-    from huggingface_hub import constants
-except ValueError as error:  # it reads its variables while it is imported
+    from huggingface_hub import constants  # which reads its variables
+
+    urlsplit(constants.ENDPOINT).port  # noqa: B018 - other modules of it ask for this while they are imported
+except ValueError as error:
     raise HubError(f"an HF_ variable of the environment makes no sense: {error}") from error
 
 __all__ = ["COMMIT", "CachedModel", "cached", "find", "folder_of", "is_offline", "listed", "read_ref", "remove"]

@@ -29,8 +29,9 @@ from sharpi.errors import HubError, SharpiError
 from sharpi.files import write_whole
 from sharpi.hub.cache import COMMIT, folder_of, read_ref
 from sharpi.hub.names import HubFile, Name, Variant
+from sharpi.words import size
 
-__all__ = ["Listing", "Progress", "amount", "ask", "download", "explained", "missing_bytes", "receive"]
+__all__ = ["Listing", "Progress", "ask", "download", "explained", "missing_bytes", "receive"]
 
 _log = logging.getLogger(__name__)
 
@@ -116,11 +117,6 @@ def download(listing: Listing, variant: Variant, progress: Progress | None, noti
     return snapshot / variant.files[0].path
 
 
-def amount(count: int) -> str:
-    """A number of bytes for people."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
 def _blob(repo: str, file: HubFile) -> Path:
     return folder_of(repo) / "blobs" / file.etag
 
@@ -142,7 +138,7 @@ def _require_room(name: Name, count: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if count > free:
-        raise HubError(f"{name}: needs {amount(count)}, but {root} has only {amount(free)} free; HF_HOME moves the"
+        raise HubError(f"{name}: needs {size(count)}, but {root} has only {size(free)} free; HF_HOME moves the"
                        " cache")
 
 
