@@ -1,4 +1,5 @@
-"""Whether a model ran as fast as predicted: what `run` and `bench` say if it did not, and that the machine is measured again.
+"""Whether a model ran as fast as predicted: what `run` and `bench` say if it did not, and that the machine is measured
+again.
 
 Speeds are compared only where the prediction means something: enough steps; a token that reads more than any cache
 holds; short contexts, no drafted tokens, and all threads, as predictions assume; the plan carried out as it was made,

@@ -236,7 +236,8 @@ def _tools_text(tools: Any) -> str:
     try:
         return json.dumps([*tools], ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
-        raise InvalidRequestError("tools must be JSON: text, numbers, lists, and dictionaries with text as keys") from None
+        raise InvalidRequestError(
+            "tools must be JSON: text, numbers, lists, and dictionaries with text as keys") from None
 
 
 def _refuse_control_tokens(model: Model, who: str, text: str) -> None:

@@ -1,5 +1,5 @@
-"""Where Sharpi keeps files for a user, and files that are written whole or not at all: what is there stays as it was until
-the new one is complete."""
+"""Where Sharpi keeps files for a user, and files that are written whole or not at all: what is there stays as it was
+until the new one is complete."""
 
 from __future__ import annotations
 

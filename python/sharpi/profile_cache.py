@@ -31,8 +31,8 @@ __all__ = ["BUSY_AGE", "LONGEST_AGE", "age_of", "cache_path", "cached_profile", 
 LONGEST_AGE, BUSY_AGE = timedelta(days=30), timedelta(hours=1)
 # A clock that was set back: by less than this it does not matter.
 _CLOCK_SKEW = timedelta(hours=1)
-# The machine is busy if other programs have this part of its processors, or if the median sample of what the CPU does is
-# this much slower than the best.
+# The machine is busy if other programs have this part of its processors, or if the median sample of what the CPU does
+# is this much slower than the best.
 _BUSY_SHARE, _BUSY_MEDIAN = 0.1, 0.2
 _MOST_BYTES = 1 << 30  # to take of each memory while measuring; the core's own default
 # A driver's or a kernel's update changes what they say of the same memory a little.
@@ -60,7 +60,8 @@ def measure_profile(threads: int | None = None) -> HardwareProfile:
         samples = {name: values for name, values in samples.items() if name not in GPU_FIELDS}
     best, spread = _judged(samples)
     busy = others_share > _BUSY_SHARE or any(
-        statistics.median(samples[name]) < (1 - _BUSY_MEDIAN) * best[name] for name in ("ram_bytes_per_second", "cpu_flops"))
+        statistics.median(samples[name]) < (1 - _BUSY_MEDIAN) * best[name]
+        for name in ("ram_bytes_per_second", "cpu_flops"))
     return HardwareProfile(threads=count, measured=_now().isoformat(timespec="seconds"), spread=spread, busy=busy,
                            **{**machine, **best})
 
@@ -211,7 +212,8 @@ def doubt(profile: HardwareProfile, key: str) -> bool:
 
 @dataclass(frozen=True)
 class _Doubts:
-    """profile: the date of the profile that is doubted, or "". models: for what it has been measured again, and when."""
+    """profile: the date of the profile that is doubted, or "". models: for what it has been measured again, and
+    when."""
 
     profile: str = ""
     models: Mapping[str, str] = field(default_factory=dict)
@@ -270,8 +272,8 @@ def _may_keep() -> bool:
 
 @contextmanager
 def _turn(seconds: float) -> Iterator[None]:
-    """One process at a time, so that none disturbs another's measurement. Waits for at most this long, and for nobody if
-    the folder cannot be locked."""
+    """One process at a time, so that none disturbs another's measurement. Waits for at most this long, and for nobody
+    if the folder cannot be locked."""
     path = cache_path()
     handle = None
     try:

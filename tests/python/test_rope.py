@@ -145,12 +145,14 @@ def test_a_saved_plan_keeps_the_scaling(tmp_path: Path) -> None:
 
 def test_switches_reach_the_model(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", SHORT)
-    for switches, longest in ((["--rope-scale", "4"], 256), (["--rope-scaling", "linear", "--rope-freq-scale", "0.5"], 128),
+    for switches, longest in ((["--rope-scale", "4"], 256),
+                              (["--rope-scaling", "linear", "--rope-freq-scale", "0.5"], 128),
                               (["--rope-scaling", "yarn", "--rope-scale", "4", "--yarn-orig-ctx", "100"], 400),
                               (["--rope-scaling", "yarn", "--rope-scale", "4", "--yarn-orig-ctx", "0"], 256),
                               (["--rope-freq-base", "80000"], 449)):
         common = ["-m", str(path), "--device", "cpu", "--json", *switches]
-        for command in (["plan"], ["bench", "--prefill", "200" if longest > 200 else "100", "--decode", "0", "--repeat", "1"]):
+        prefill = "200" if longest > 200 else "100"
+        for command in (["plan"], ["bench", "--prefill", prefill, "--decode", "0", "--repeat", "1"]):
             result = cli_runner().invoke(main, [*command, *common])
             assert result.exit_code == 0, result.stderr
             if command == ["plan"]:

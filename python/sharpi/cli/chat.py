@@ -64,8 +64,8 @@ def chat_command(options: ModelOptions, sampling: SamplingOptions, drafts: Draft
         from sharpi.drafts import choose_drafts
 
         if model.chat_template is None and options.model is None and options.plan is None:
-            raise InvalidRequestError("the bundled model cannot chat, because it has no chat template. This one can, and"
-                                      f" is small: sharpi chat -m {_GOOD_MODEL}")
+            raise InvalidRequestError("the bundled model cannot chat, because it has no chat template. This one can,"
+                                      f" and is small: sharpi chat -m {_GOOD_MODEL}")
         choose_drafts(drafts.draft, drafts.draft_tokens, mtp=model.plan.mtp)  # raises now, not at every question
         conversation = Conversation(model, {**sampling.arguments(), **drafts.arguments()}, system=system,
                                     thinking=thinking, max_tokens=None if max_tokens < 0 else max_tokens,

@@ -116,7 +116,8 @@ def _origin(profile: HardwareProfile, kept: bool) -> str:
     where = cache_path()
     if kept and where is not None:
         stale = why_stale(profile)
-        wanted = "" if stale is None else f"\nIt should be measured again ({stale}), but {printable(str(where.parent))} cannot be written to."
+        wanted = "" if stale is None else (f"\nIt should be measured again ({stale}), but"
+                                           f" {printable(str(where.parent))} cannot be written to.")
         return f"{when}, kept in {printable(str(where))}.{wanted}"
     if not may_be_kept(profile):
         return f"{when}. Not kept, because it did not use all {profile.cores} processors."
