@@ -27,7 +27,7 @@ __all__ = ["Conversation", "Message", "Reply", "checked_messages", "render_promp
 # "role" and "content"; an assistant's may have "reasoning_content" and "tool_calls", as templates know them.
 Message = Mapping[str, Any]
 
-# Of the context, the part that should be free for an answer: turns are dropped if it is not, until twice that is.
+# The part of the context that should be free for an answer: if it is not, turns are dropped until twice that is.
 _ANSWER_ROOM = 0.25
 
 
@@ -240,8 +240,8 @@ def _tools_text(tools: Any) -> str:
             "tools must be JSON: text, numbers, lists, and dictionaries with text as keys") from None
 
 
-def _refuse_control_tokens(model: Model, who: str, text: str) -> None:
+def _refuse_control_tokens(model: Model, what: str, text: str) -> None:
     """A rendered prompt is read with its control tokens, so a message that spells one could speak for another role."""
     if model.tokenize(text, parse_special=True) != model.tokenize(text):
-        raise InvalidRequestError(f"{who} one of the model's control tokens, such as an end of turn:"
+        raise InvalidRequestError(f"{what} one of the model's control tokens, such as an end of turn:"
                                   " write it differently")

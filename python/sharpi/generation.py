@@ -35,7 +35,7 @@ class GenerationOptions(TypedDict, total=False):
     logits of tokens; -inf forbids one. seed: the same seed gives the same text; `None` takes a new one. stop: a text,
     or several, before the first of which the answer ends.
 
-    draft: who guesses tokens, so that the model can check several in one step: "mtp", the model's prediction layer;
+    draft: what guesses tokens, so that the model can check several in one step: "mtp", the model's prediction layer;
     "ngram", what followed the last few tokens earlier in the text; "off". `None` is "mtp" if a prediction layer is
     loaded and the plan expects it to pay, else "off". draft_tokens: the most tokens guessed at once, 1 to 7 (default:
     1 for "mtp", 4 for "ngram"); a model with recurrent layers has room for `sequences` less two (see `Model.load`). The

@@ -172,9 +172,9 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
               rope: RopeScaling | None = None, notice: Notice | None = None) -> Plan:
     """The plan for running `file`; `ram` stands in for the machine's memory in bytes.
 
-    "auto" is the GPU where there is one and the model fits into its free memory, or into the budget `vram`; where only
-    a part of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts are
-    left to the CPU even where they would fit; `None`: what SHARPI_CPU_MOE says. sequences: see `Plan`. profile: the
+    "auto" is the GPU if there is one and the model fits into its free memory, or into the budget `vram`; if only a part
+    of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts are left to
+    the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences: see `Plan`. profile: the
     machine's speeds; without it, they are measured where they are needed and not known. warm: how often each expert is
     used, to expect hits by; without it, all alike. shown: the plan is for a person to look at; it has predictions, and
     where a profile is given it is for that machine, not for this one. rope: the scaling that `spec` was read with.

@@ -45,7 +45,7 @@ _LONGEST_WAIT = 60.0  # seconds, for another process that measures
 def measure_profile(threads: int | None = None) -> HardwareProfile:
     """Measures this machine now, which takes a few seconds; `threads`: the CPU's, all by default.
 
-    Raises `OutOfMemoryError` where too little memory is free to measure in.
+    Raises `OutOfMemoryError` if too little memory is free to measure in.
     """
     from sharpi import _core  # late: planning and `sharpi --help` need no core
 
@@ -180,8 +180,8 @@ def may_be_kept(profile: HardwareProfile) -> bool:
 
 
 def keep(profile: HardwareProfile) -> bool:
-    """Puts a profile that this process measured into the cache; False for one that is not to be kept, and where there
-    can be no cache, which costs only the next measurement."""
+    """Puts a profile that this process measured into the cache; False for one that is not to be kept, and if there can
+    be no cache, which costs only the next measurement."""
     path = cache_path()
     if path is None or not may_be_kept(profile):
         return False

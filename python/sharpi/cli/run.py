@@ -77,7 +77,7 @@ def run_command(options: ModelOptions, sampling: SamplingOptions, drafts: DraftO
 
 
 def _compare(model: Model, options: ModelOptions, figures: Mapping[str, Any], said: bool) -> None:
-    """Notes, and says where wanted, that decode was not as fast as predicted."""
+    """Notes that decode was not as fast as predicted, and says so if `said`."""
     from sharpi.agreement import disagreement, seen_in_run
 
     seen = seen_in_run(figures)
