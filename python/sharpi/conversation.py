@@ -105,6 +105,7 @@ class Conversation:
 
         After an error, such as a context that is full, the conversation is as it was before.
         """
+        before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         spoken: list[Part] = []
         try:
@@ -114,6 +115,7 @@ class Conversation:
                     yield part
         except SharpiError:
             spoken.clear()
+            self.messages = [*before, self.messages[-1]]  # turns may have been dropped
             raise
         finally:
             self._keep(spoken)

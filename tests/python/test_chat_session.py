@@ -188,6 +188,23 @@ def test_nothing_is_dropped_for_a_question_that_never_fits() -> None:
     assert conversation.messages == before and said == []
 
 
+def test_an_error_brings_dropped_turns_back() -> None:
+    said: list[str] = []
+    script = Script(answer="0123456789", context=200)
+    _, conversation = converse(script, notice=said.append)
+    for turn in range(3):
+        answer(conversation, f"question {turn:02}")
+    before = list(conversation.messages)
+
+    def fail(index: int) -> None:
+        raise InvalidRequestError("something went wrong")
+
+    script.on_token = fail
+    with pytest.raises(InvalidRequestError, match="went wrong"):
+        answer(conversation, "question " * 6)
+    assert said and conversation.messages == before
+
+
 def test_short_answers_need_little_room() -> None:
     script = Script(answer="Hi.", context=100)
     said: list[str] = []
