@@ -63,15 +63,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from partial_cache import loaded
 
     asked = {"vram": int(arguments.vram * 2**30)} if arguments.device == "cuda" else {}
-    with loaded(arguments.model, max(arguments.decode, arguments.warm_up), 1, device=arguments.device, **asked) as (model, _):
+    most = max(arguments.decode, arguments.warm_up)
+    with loaded(arguments.model, most, 1, device=arguments.device, **asked) as (model, _):
         with held(arguments.beside == "warm-up"):
             model.bench_decode(1, arguments.warm_up)
         before = counted(model)
         with held(arguments.beside == "timed"):
             seconds = model.bench_decode(1, arguments.decode)
         after = counted(model)
-        sums = {name: int(getattr(after, name).sum() - getattr(before, name).sum()) for name in ("computed", "fetched", "hits")}
-        return {"tokens_per_second": arguments.decode / seconds, **sums, "model": model.spec.name, "device": model.device_name}
+        sums = {name: int(getattr(after, name).sum() - getattr(before, name).sum())
+                for name in ("computed", "fetched", "hits")}
+        return {"tokens_per_second": arguments.decode / seconds, **sums, "model": model.spec.name,
+                "device": model.device_name}
 
 
 def fresh(arguments: argparse.Namespace, beside: str | None) -> dict[str, Any]:

@@ -176,7 +176,8 @@ def passes(command: list[str], seconds: float = SECONDS) -> bool:
 
 
 def pytest_passes(name: str) -> bool:
-    return passes([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/python/test_{name}.py"])
+    return passes([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+                   f"tests/python/test_{name}.py"])
 
 
 def python_tests(site: Site) -> list[str]:

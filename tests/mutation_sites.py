@@ -11,8 +11,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Site:
-    """A change of lines: `before` is the text of whole lines from `line` on, `after` what takes its place. which: the how
-    manyeth such text in the file it is."""
+    """A change of lines: `before` is the text of whole lines from `line` on, `after` what takes its place. which: the
+    number of such texts in the file before it."""
 
     file: str
     line: int

@@ -116,7 +116,8 @@ def lists_in_pyproject() -> tuple[list[str], list[str]]:
 
 
 def make_environment() -> Tools:
-    """A virtual environment with the build tools in it; if pip reaches no index, with those of the Python that runs this."""
+    """A virtual environment with the build tools in it; if pip reaches no index, with those of the Python that runs
+    this."""
     folder = BUILD / "venv"
     python = folder / "bin" / "python"
     if not python.exists():
@@ -138,9 +139,11 @@ def make_environment() -> Tools:
 
 
 def borrow(tools: Tools, needed: list[str]) -> Tools:
-    """Lets the environment see the packages of the Python that runs this. What is not there may lie in PIP_FIND_LINKS."""
+    """Lets the environment see the packages of the Python that runs this. What is not there may lie in
+    PIP_FIND_LINKS."""
     own = next(tools.python.parent.parent.glob("lib/*/site-packages"))
-    seen = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages") and Path(entry) != own]
+    seen = [entry for entry in sys.path
+            if Path(entry).name in ("site-packages", "dist-packages") and Path(entry) != own]
     (own / BORROWED).write_text("".join(f"{entry}\n" for entry in seen), encoding="utf-8")
     missing = unmet(tools.python, needed)
     if missing:
@@ -252,7 +255,8 @@ def main() -> None:
     install(tools, cuda)
     if not options.gpu:
         fetch_oldest_cmake(tools)
-    run(tools.python, "-m", "pytest", "-q", *(["-m", "gpu"] if options.gpu else []), *pytest_arguments, env=tools.environment)
+    run(tools.python, "-m", "pytest", "-q", *(["-m", "gpu"] if options.gpu else []), *pytest_arguments,
+        env=tools.environment)
     untested = real_tests(tools.python, *(["-m", "gpu"] if options.gpu else [])) if options.real else None
     if untested:
         print(untested, flush=True)

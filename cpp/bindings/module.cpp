@@ -431,7 +431,8 @@ PYBIND11_MODULE(_core, m) {
     }, "The GPU that device 'cuda' means. Raises InvalidRequestError with the reason where there is none.");
     m.def("measure_hardware", &measure, py::arg("threads"), py::arg("most_bytes") = kProbeBytes,
           "How fast the CPU, the GPU and the way between them are, measured in a few seconds: for each rate a list of samples. Samples "
-          "of the two \"_shared\" rates with the same index are of one moment. \"gpu_missing\" says why there are no rates of a GPU. most_bytes: the most to take of each memory. Raises OutOfMemoryError where too little can be had.");
+          "of the two \"_shared\" rates with the same index are of one moment. \"gpu_missing\" says why there are no rates of a GPU. "
+          "most_bytes: the most to take of each memory. Raises OutOfMemoryError if too little can be had.");
     m.attr("backends") = SHARPI_BACKENDS;
     m.attr("cuda_state") = SHARPI_CUDA_STATE;
     m.attr("version") = SHARPI_VERSION;

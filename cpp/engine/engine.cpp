@@ -83,7 +83,7 @@ std::optional<double> Engine::uploadSeconds() const {
     return seconds < 0 ? std::nullopt : std::optional(seconds);
 }
 
-// Of a cache that holds all there is nothing to say.
+// There is nothing to say about a cache that holds everything.
 void Engine::uploaded(double seconds) {
     _uploadSeconds = seconds;
     const Placement p = placement();

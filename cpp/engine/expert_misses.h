@@ -22,7 +22,7 @@ public:
     ExpertMisses(ExpertSlotManager& slots, ExpertPrefetcher& prefetcher, ExpertAccessProfiler& profiler, const ExpertUse& use,
                  Prefetch mode, Reachable reachable);
 
-    // How many of `missed` experts of so many bytes the GPU had best fetch; order() may try another number.
+    // How many of `missed` experts of `bytes` bytes each the GPU should fetch; order() may try another number.
     int32_t share(int32_t missed, size_t bytes) const { return _share.best(missed, bytes); }
     int64_t takeFetched();  // experts that the GPU was ordered to fetch since the last call, those ahead too: the bus was busy
 

@@ -14,7 +14,7 @@ namespace sharpi {
 class MissPlan {
 public:
     virtual ~MissPlan() = default;
-    // Something was missed: which experts shall the GPU fetch? Writes up to cuda::kMaxExpertFetches demanded fetches, each of a
+    // Something was missed: which experts should the GPU fetch? Writes up to cuda::kMaxExpertFetches demanded fetches, each of a
     // missed expert, once, into a slot that no pair of the layer uses, and what to fetch ahead. orders: empty.
     virtual void order(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted, int32_t pairs,
                        cuda::ExpertOrders& orders) = 0;
@@ -22,8 +22,8 @@ public:
     // 0 and 0 if nothing was left to it.
     virtual void done(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted, int32_t pairs, size_t bytes,
                       double seconds) = 0;
-    // The GPU asks about the next layer of the same step, so many seconds after the last layer's orders were out. Not called where the
-    // CPU had other work in between, or was late to look.
+    // The GPU asks about the next layer of the same step, `seconds` after the last layer's orders were out. Not called if the CPU had
+    // other work in between, or was late to look.
     virtual void followed(double seconds) { (void)seconds; }
 };
 

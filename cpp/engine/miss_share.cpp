@@ -15,7 +15,7 @@ namespace {
 
 // What was seen is forgotten within a few times 256 layers: the CPU's speed changes with what else runs on the machine.
 constexpr double kKept = 1.0 - 1.0 / 256;
-// What was expected counts as much as so many layers before anything is seen, and is weighed again with every layer: in the end an
+// What was expected counts as much as kExpected layers before anything is seen, and is weighed again with every layer: in the end an
 // eighth of a layer's worth of it stays.
 constexpr double kExpected = 8, kExpectedAgain = 0.125 / 256;
 // What was seen never counts for less than a part of a layer: without news the line stays as it is.
@@ -25,7 +25,7 @@ constexpr double kLeastWeight = 0.25;
 constexpr int32_t kOwnsNeeded = 4;
 // The GPU's own part cannot be shorter by accident, so a shorter one counts for more.
 constexpr double kShorter = 1.0 / 16, kLonger = 1.0 / 64;
-// Where the GPU came so much later than the CPU was done, the fetches were what it waited for.
+// If the GPU asks later than this factor of the CPU's time, the fetches were what it waited for.
 constexpr double kLater = 1.05;
 // Seconds: the most allowance that is saved up for either.
 constexpr double kMostSaved = 5e-3;
@@ -118,7 +118,11 @@ int32_t MissShare::probe(int32_t missed, int32_t best, double bytes) {
         return missed - 1;
     }
     const bool ownIsKnown = _owns >= kOwnsNeeded;
-    if (best > 0 && (!ownIsKnown || _ownIdle >= kIdle)) return pay(_busAllowance, extra(0)) ? 0 : best;
+    if (best > 0 && (!ownIsKnown || _ownIdle >= kIdle)) {
+        if (!pay(_busAllowance, extra(0)) && _ownIdle < kLongest) return best;
+        _ownIdle = 0;
+        return 0;
+    }
     const int32_t more = std::min({best + 1, missed, cuda::kMaxExpertFetches});
     if (more > best && ownIsKnown && _busIdle >= kIdle && (pay(_busAllowance, extra(more)) || _busIdle >= kLongest)) {
         _busIdle = 0;

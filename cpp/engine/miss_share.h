@@ -20,10 +20,10 @@ class TimeLine {
 public:
     static constexpr double kMostSurprise = 8;
 
-    // Before anything is seen: a start of so many seconds, and then so many bytes per second; around `bytes` > 0. A trace of that stays: it
-    // gives the line its slope where all that was seen is of one size.
+    // What is expected before anything is seen: `start` seconds, then `rate` bytes per second, around `bytes` > 0. A trace of it stays: it
+    // gives the line its slope if all that was seen is of one size.
     TimeLine(double start, double rate, double bytes);
-    // A layer took so long. More than kMostSurprise times what the line says counts as that.
+    // What a layer took. More than kMostSurprise times what the line says counts as kMostSurprise times that.
     void add(double bytes, double seconds);
     // A layer went by without a measurement.
     void fade();
@@ -53,15 +53,15 @@ public:
     // Bytes per second by the profile, and of an expert. Without both rates all experts are the CPU's.
     MissShare(double cpuRate, double busRate, size_t expertBytes);
 
-    // How many of `missed` experts of so many bytes the GPU had best fetch. Of several such numbers the least: what is fetched may
-    // drive others out.
+    // How many of `missed` experts of `bytes` bytes each the GPU should fetch. If several numbers are as good, the least: what is fetched
+    // may drive others out.
     int32_t best(int32_t missed, size_t bytes) const;
     // The same for a layer that is about to be shared: now and then another number, to measure by.
     int32_t choose(int32_t missed, size_t bytes);
 
     // What became of the layer that was shared last. computed: bytes that the CPU read of experts, in how many seconds; 0 and 0 if none.
     void done(size_t fetched, size_t computed, double seconds);
-    // And how many seconds after its orders the GPU asked about the next layer. Not called where something else came between.
+    // And how many seconds after its orders the GPU asked about the next layer. Not called if something else came between.
     void followed(double seconds);
 
 private:
@@ -71,7 +71,7 @@ private:
 
     const bool _shares;
     TimeLine _cpu, _bus;
-    // What the GPU does from the end of a layer's experts to the next layer's question, where the CPU ended last. Of so many measurements.
+    // Seconds from the end of a layer's experts to the next layer's question, if the CPU ended last; from _owns measurements.
     double _own = 0;
     int32_t _owns = 0;
     // Layers with misses since each was measured.

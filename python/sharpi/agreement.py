@@ -1,4 +1,5 @@
-"""Whether a model ran as fast as predicted: what `run` and `bench` say if it did not, and that the machine is measured again.
+"""Whether a model ran as fast as predicted: what `run` and `bench` say if it did not, and that the machine is measured
+again.
 
 Speeds are compared only where the prediction means something: enough steps; a token that reads more than any cache
 holds; short contexts, no drafted tokens, and all threads, as predictions assume; the plan carried out as it was made,
@@ -16,6 +17,7 @@ from sharpi.placement import Inventory
 from sharpi.prediction import Speed, cached_experts, decode_on_cpu, decode_on_gpu, prefill_on_cpu, prefill_on_gpu
 from sharpi.profile import HardwareProfile
 from sharpi.profile_cache import cached_profile, doubt, why_stale
+from sharpi.words import speed
 
 if TYPE_CHECKING:
     from sharpi.model import Model
@@ -82,7 +84,7 @@ def disagreement(model: Model, seen: Seen, *, elsewhere: bool, known: bool) -> s
     predicted = found.tokens_per_second
     if abs(seen.tokens_per_second - predicted) <= MOST_OFF * predicted:
         return None
-    said = f"{seen.what} was predicted at {_words(predicted)} tokens/s and ran at {_words(seen.tokens_per_second)}: "
+    said = f"{seen.what} was predicted at {speed(predicted)} tokens/s and ran at {speed(seen.tokens_per_second)}: "
     if elsewhere or profile != cached_profile():
         return said + "the profile may be of another machine, or of a busy one (`sharpi hardware` measures this one)"
     if doubt(profile, f"{model.plan.fingerprint} {model.plan.device} {seen.what}"):
@@ -130,7 +132,3 @@ def _hits_as_expected(model: Model) -> bool:
     expected = model.plan.hit_rate
     found = (model.stats()["experts"] or {}).get("hit_rate")
     return expected is None or (found is not None and abs(found - expected) <= _MOST_HIT_RATE_OFF)
-
-
-def _words(tokens_per_second: float) -> str:
-    return f"{tokens_per_second:.1f}" if tokens_per_second < 1000 else f"{tokens_per_second:,.0f}"

@@ -10,16 +10,15 @@ comes after a dropped turn has to be computed again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sharpi import arguments
 from sharpi.chat import ChatTemplate, Part, ThinkingSplitter, prompt_opens_thinking
 from sharpi.errors import InvalidRequestError, SharpiError
+from sharpi.generation import Generation, Stream
 
 if TYPE_CHECKING:
-    from sharpi.generation import Generation
     from sharpi.model import Model
     from sharpi.session import Session, Timing
 
@@ -28,11 +27,11 @@ __all__ = ["Conversation", "Message", "Reply", "checked_messages", "render_promp
 # "role" and "content"; an assistant's may have "reasoning_content" and "tool_calls", as templates know them.
 Message = Mapping[str, Any]
 
-# Of the context, the part that should be free for an answer: turns are dropped if it is not, until twice that is.
+# The part of the context that should be free for an answer: if it is not, turns are dropped until twice that is.
 _ANSWER_ROOM = 0.25
 
 
-class Reply(Iterator[Part]):
+class Reply(Stream[Part]):
     """A model's answer to some messages: iterate over its parts.
 
     It is one `Generation`: see there what starts and stops the work. `message` is the answer as the assistant's
@@ -40,34 +39,23 @@ class Reply(Iterator[Part]):
     """
 
     def __init__(self, generation: Generation, splitter: ThinkingSplitter) -> None:
+        super().__init__(self._read(splitter))
         self._generation = generation
         self._spoken: list[Part] = []
-        self._parts = self._read(splitter)
 
     def _read(self, splitter: ThinkingSplitter) -> Generator[Part, None, None]:
         for token in self._generation:
             yield from splitter.push(token.text)
         yield from splitter.flush()
 
-    def __iter__(self) -> Reply:
-        return self
-
     def __next__(self) -> Part:
-        part = next(self._parts)
+        part = super().__next__()
         self._spoken.append(part)
         return part
 
     def close(self) -> None:
-        """Stops the work; asking for more parts then ends at once."""
-        self._parts.close()
+        super().close()
         self._generation.close()
-
-    def __enter__(self) -> Reply:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Reply, {self.timing.generated_tokens:,} tokens so far>"
@@ -117,6 +105,7 @@ class Conversation:
 
         After an error, such as a context that is full, the conversation is as it was before.
         """
+        before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         spoken: list[Part] = []
         try:
@@ -126,6 +115,7 @@ class Conversation:
                     yield part
         except SharpiError:
             spoken.clear()
+            self.messages = [*before, self.messages[-1]]  # turns may have been dropped
             raise
         finally:
             self._keep(spoken)
@@ -248,11 +238,12 @@ def _tools_text(tools: Any) -> str:
     try:
         return json.dumps([*tools], ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
-        raise InvalidRequestError("tools must be JSON: text, numbers, lists, and dictionaries with text as keys") from None
+        raise InvalidRequestError(
+            "tools must be JSON: text, numbers, lists, and dictionaries with text as keys") from None
 
 
-def _refuse_control_tokens(model: Model, who: str, text: str) -> None:
+def _refuse_control_tokens(model: Model, what: str, text: str) -> None:
     """A rendered prompt is read with its control tokens, so a message that spells one could speak for another role."""
     if model.tokenize(text, parse_special=True) != model.tokenize(text):
-        raise InvalidRequestError(f"{who} one of the model's control tokens, such as an end of turn:"
+        raise InvalidRequestError(f"{what} one of the model's control tokens, such as an end of turn:"
                                   " write it differently")

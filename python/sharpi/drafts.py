@@ -1,4 +1,4 @@
-"""Drafted tokens: who guesses them, and how many at once.
+"""Drafted tokens: what guesses them, and how many at once.
 
 A step over a few tokens takes hardly longer than one over a single token, so tokens that somebody guesses are judged
 all at once, and those that the model would have chosen anyway are answers already. What the model says is the same

@@ -248,8 +248,9 @@ def _predictor(value: Any) -> Predictor:
 
 
 def _rows(value: Any) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = [{"layer": _count(row["layer"]), **{name: list(map(_count, _list(row[name]))) for name in COUNTS}}
-            for row in _list(value)]
+    rows: list[dict[str, Any]] = [
+        {"layer": _count(row["layer"]), **{name: list(map(_count, _list(row[name]))) for name in COUNTS}}
+        for row in _list(value)]
     layers, lengths = [row["layer"] for row in rows], [len(row["uses"]) for row in rows]
     sound = (rows and layers == sorted(set(layers)) and layers[-1] <= _LAST_LAYER
              and min(lengths) > 0 and len(rows) * max(lengths) <= _MOST_CELLS

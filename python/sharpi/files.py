@@ -1,4 +1,5 @@
-"""Files that are written whole or not at all: what is there stays as it was until the new one is complete."""
+"""Where Sharpi keeps files for a user, and files that are written whole or not at all: what is there stays as it was
+until the new one is complete."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ import os
 import threading
 from pathlib import Path
 
-__all__ = ["require_writable", "write_whole"]
+__all__ = ["cache_folder", "draft_beside", "require_writable", "write_whole"]
+
+
+def cache_folder() -> Path | None:
+    """Where Sharpi keeps what it could make again for this user; None for a user without a home."""
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(folder):  # the specification of that variable: relative paths are to be ignored
+        try:
+            folder = os.path.join(Path.home(), ".cache")
+        except RuntimeError:
+            return None
+    return Path(folder) / "sharpi"
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
@@ -49,6 +61,11 @@ def _is_special(path: str | os.PathLike[str]) -> bool:
 
 
 def _target_and_draft(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Where a link leads to, so that it stays one, and a name beside it that nobody else writes to."""
+    """Where a link leads to, so that it stays one, and its draft."""
     target = Path(os.path.realpath(path))
-    return target, target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
+    return target, draft_beside(target)
+
+
+def draft_beside(target: Path) -> Path:
+    """A file beside `target` that no other process or thread writes to, to be put in its place once it is whole."""
+    return target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")

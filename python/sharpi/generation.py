@@ -15,9 +15,12 @@ from sharpi.errors import InvalidRequestError
 if TYPE_CHECKING:
     from sharpi.session import Timing, Token
 
-__all__ = ["DEFAULT_OPTIONS", "Generation", "GenerationOptions", "Meter", "checked_options", "takes_generation_options"]
+__all__ = ["DEFAULT_OPTIONS", "Generation", "GenerationOptions", "Meter", "Stream", "checked_options",
+           "takes_generation_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+S = TypeVar("S", bound="Stream[Any]")
 
 _MOST_SEED = (1 << 64) - 1
 
@@ -32,7 +35,7 @@ class GenerationOptions(TypedDict, total=False):
     logits of tokens; -inf forbids one. seed: the same seed gives the same text; `None` takes a new one. stop: a text,
     or several, before the first of which the answer ends.
 
-    draft: who guesses tokens, so that the model can check several in one step: "mtp", the model's prediction layer;
+    draft: what guesses tokens, so that the model can check several in one step: "mtp", the model's prediction layer;
     "ngram", what followed the last few tokens earlier in the text; "off". `None` is "mtp" if a prediction layer is
     loaded and the plan expects it to pay, else "off". draft_tokens: the most tokens guessed at once, 1 to 7 (default:
     1 for "mtp", 4 for "ngram"); a model with recurrent layers has room for `sequences` less two (see `Model.load`). The
@@ -142,38 +145,56 @@ class Meter:
         self.timing = timing
 
 
-class Generation(Iterator["Token"]):
+class Stream(Iterator[T]):
+    """What a generator makes, until somebody has enough of it.
+
+    The work stops when `close` is called, from any thread, at the end of a `with` block, and when the object is
+    dropped.
+    """
+
+    def __init__(self, items: Generator[T, None, None]) -> None:
+        self._items = items
+        self._closed = False
+
+    def __iter__(self: S) -> S:
+        return self
+
+    def __next__(self) -> T:
+        if self._closed:
+            self.close()
+            raise StopIteration
+        return next(self._items)
+
+    def close(self) -> None:
+        """Stops the work; asking for more then ends at once. What another thread is just asking for, it still gets."""
+        self._closed = True
+        try:
+            self._items.close()
+        except ValueError:
+            pass  # another thread runs the generator: it is closed when that thread asks again
+
+    def __enter__(self: S) -> S:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Generation(Stream["Token"]):
     """An answer that is being generated: iterate over its tokens.
 
-    The prompt is evaluated when the first token is asked for. The work stops when `close` is called, at the end of a
-    `with` block, and when the object is dropped.
+    The prompt is evaluated when the first token is asked for. `Stream` says what stops the work.
     """
 
     def __init__(self, tokens: Generator[Token, None, None], meter: Meter) -> None:
-        self._tokens = tokens
+        super().__init__(tokens)
         self._meter = meter
 
     @property
     def timing(self) -> Timing:
         """What this generation has cost so far, whatever other sessions do; any thread may ask."""
         return self._meter.timing
-
-    def __iter__(self) -> Generation:
-        return self
-
-    def __next__(self) -> Token:
-        return next(self._tokens)
-
-    def close(self) -> None:
-        """Stops the work; asking for more tokens then ends at once."""
-        self._tokens.close()
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Generation, {self.timing.generated_tokens:,} tokens so far>"

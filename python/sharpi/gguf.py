@@ -159,8 +159,8 @@ class _HeaderEndsEarlyError(ModelFileError):
 
 
 def has_whole_header(path: str | os.PathLike[str]) -> bool:
-    """Whether a file's beginning, kept at `path`, holds all of its header: then a sparse file of the whole one's size is
-    enough for `GgufFile.open`. Raises `ModelFileError` if what is there is wrong."""
+    """Whether a file's beginning, kept at `path`, holds all of its header: then a sparse file of the whole one's size
+    is enough for `GgufFile.open`. Raises `ModelFileError` if what is there is wrong."""
     path = Path(path)
     mapped, size = _map_header(path)
     with mapped:

@@ -49,9 +49,9 @@ _log = logging.getLogger(__name__)
 
 def describe(path: str | os.PathLike[str] | None = None, *, mtp: bool = True,
              rope: RopeScaling | None = None) -> tuple[GgufFile, _core.Description]:
-    """Reads what a model is, without its weights. `None` is the bundled model; of a name such as "user/repo:Q4_K_M" that is
-    not in the cache, the header alone is downloaded. mtp: whether a prediction layer that the file may have is part of it.
-    rope: a scaling to use in place of the file's.
+    """Reads what a model is, without its weights. `None` is the bundled model; of a name such as "user/repo:Q4_K_M"
+    that is not in the cache, the header alone is downloaded. mtp: whether a prediction layer that the file may have is
+    part of it. rope: a scaling to use in place of the file's.
 
     Raises `ModelFileError` for a file that cannot be run, `InvalidRequestError` for a scaling that does not suit it.
     """
@@ -175,8 +175,8 @@ _LOAD_CHECKS: dict[str, tuple[Any, ...]] = {
 
 
 def _stats_target(path: str | os.PathLike[str] | None) -> str | None:
-    """Where the expert statistics go, if anywhere. Raises `InvalidRequestError` for a path that cannot be written to now,
-    before the model is loaded and used for hours."""
+    """Where the expert statistics go, if anywhere. Raises `InvalidRequestError` for a path that cannot be written to
+    now, before the model is loaded and used for hours."""
     target = os.environ.get("SHARPI_EXPERT_STATS") if path is None else os.fspath(path)
     if not target:
         return None
@@ -278,11 +278,11 @@ class Model:
         whichever of the two is predicted to be faster. vram: the most GPU memory to take, in bytes or as text such as
         "12GiB"; without it, what is free. Weights that do not fit stay in RAM and are used from there. context: the
         tokens that prompt and answer may have together (0: all that the model has; default: 4096). kv_dtype: "fp32",
-        "bf16" (default) or "fp16". batch: rows that prefill takes at once (512, on the GPU 2048). threads: the CPU's; by default and at most as many as there are
-        cores. cpu_moe: whether all experts stay in RAM and the CPU computes them in decode, even if they would fit;
-        `None` is what SHARPI_CPU_MOE says. sequences: for a model with recurrent layers, how many states to keep (4);
-        each conversation that holds tokens needs one, the others serve to roll back. mtp: whether to load a prediction
-        layer, to draft tokens with; `None`: if the file has one.
+        "bf16" (default) or "fp16". batch: rows that prefill takes at once (512, on the GPU 2048). threads: the CPU's;
+        by default and at most as many as there are cores. cpu_moe: whether all experts stay in RAM and the CPU computes
+        them in decode, even if they would fit; `None` is what SHARPI_CPU_MOE says. sequences: for a model with
+        recurrent layers, how many states to keep (4); each conversation that holds tokens needs one, the others serve
+        to roll back. mtp: whether to load a prediction layer, to draft tokens with; `None`: if the file has one.
 
         rope_scaling ("none", "linear" or "yarn"), rope_scale, rope_freq_base, rope_freq_scale (1 / rope_scale) and
         yarn_orig_ctx stretch the model to contexts longer than the file's, as llama.cpp's options of these names do:
@@ -404,8 +404,8 @@ class Model:
         return read_chat_template(self.file, self.tokenizer)
 
     def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of `text`. add_special: with BOS and EOS as the model wants them. parse_special: the names of control
-        tokens in the text become those tokens."""
+        """Token ids of `text`. add_special: with BOS and EOS as the model wants them. parse_special: the names of
+        control tokens in the text become those tokens."""
         return self.tokenizer.encode(arguments.text("text", text), arguments.flag("add_special", add_special),
                                      arguments.flag("parse_special", parse_special))
 
@@ -423,7 +423,8 @@ class Model:
 
     @takes_generation_options
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> Generation:
-        """Continues `prompt` in a session of its own: see `Session.generate`, and `GenerationOptions` for the options."""
+        """Continues `prompt` in a session of its own: see `Session.generate`, and `GenerationOptions` for the
+        options."""
         return self.session().generate(prompt, **options)
 
     @takes_generation_options
@@ -441,16 +442,16 @@ class Model:
         self._last_meter = meter
 
     def stats(self) -> dict[str, Any]:
-        """Counts and speeds of the generation started last, and the bytes held; `vram_bytes` by the device's own account.
-        If several sessions work at once, ask each generation: `Generation.stats`. steps: passes of the model after the
-        prompt's. acceptance_rate: of the drafted tokens. A rate is `None` if nothing was counted or timed.
+        """Counts and speeds of the generation started last, and the bytes held; `vram_bytes` by the device's own
+        account. If several sessions work at once, ask each generation: `Generation.stats`. steps: passes of the model
+        after the prompt's. acceptance_rate: of the drafted tokens. A rate is `None` if nothing was counted or timed.
 
-        placement: where the weights are, as the core says: each byte is in "vram" or in "ram", where the file is mapped.
-        Of those in "ram", on the GPU: "direct" ones are brought over each time, and "slots" ones are experts, of which
-        single ones are in VRAM too; "cpu": those that the CPU computes with, on the CPU all of them. "ranges": (file,
-        begin, end, home) of the files' parts, home one of "vram", "direct", "slots" and, on the CPU, "ram". "cache":
-        how many tensors are "kept" in VRAM of the "candidates", their "bytes" and "candidate_bytes", and the "seconds"
-        in which they came (`None` until all are there). notes: lines for people on what became of the plan.
+        placement: where the weights are, as the core says: each byte is in "vram" or in "ram", where the file is
+        mapped. Of those in "ram", on the GPU: "direct" ones are brought over each time, and "slots" ones are experts,
+        of which single ones are in VRAM too; "cpu": those that the CPU computes with, on the CPU all of them. "ranges":
+        (file, begin, end, home) of the files' parts, home one of "vram", "direct", "slots" and, on the CPU, "ram".
+        "cache": how many tensors are "kept" in VRAM of the "candidates", their "bytes" and "candidate_bytes", and the
+        "seconds" in which they came (`None` until all are there). notes: lines for people on what became of the plan.
 
         experts: since loading, sums over all layers of what `ExpertStats` counts, the "hit_rate" of the "slots", and
         the "accuracy" of each of the "predictors"; `None` for a model without experts."""

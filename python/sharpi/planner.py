@@ -142,8 +142,8 @@ def _bytes_in(text: str) -> tuple[int | None, str]:
 
 
 def choose_context(spec: Spec, context: int | None) -> int:
-    """The context to use if `context` is asked for; 0 is all that the model has. Raises `InvalidRequestError` for a longer
-    one."""
+    """The context to use if `context` is asked for; 0 is all that the model has. Raises `InvalidRequestError` for a
+    longer one."""
     if context is None:
         return min(spec.context_length, DEFAULT_CONTEXT)
     if context == 0:
@@ -172,14 +172,13 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
               rope: RopeScaling | None = None, notice: Notice | None = None) -> Plan:
     """The plan for running `file`; `ram` stands in for the machine's memory in bytes.
 
-    "auto" is the GPU where there is one and the model fits into its free memory, or into the budget `vram`; where
-    only a part of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts
-    are left to the CPU even where they would fit; `None`: what SHARPI_CPU_MOE says. sequences: see `Plan`. profile: the
-    machine's speeds; without it, they are measured where they are needed and not known. warm: how often each expert is used, to expect
-    hits by; without it, all alike. shown: the plan is for a person to look at; it
-    has predictions, and where a profile is given it is for that machine, not for this one. rope: the scaling that `spec`
-    was read with. notice: is told, in a line, that the machine is measured. Raises `InvalidRequestError` for what cannot
-    be had.
+    "auto" is the GPU if there is one and the model fits into its free memory, or into the budget `vram`; if only a part
+    of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts are left to
+    the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences: see `Plan`. profile: the
+    machine's speeds; without it, they are measured where they are needed and not known. warm: how often each expert is
+    used, to expect hits by; without it, all alike. shown: the plan is for a person to look at; it has predictions, and
+    where a profile is given it is for that machine, not for this one. rope: the scaling that `spec` was read with.
+    notice: is told, in a line, that the machine is measured. Raises `InvalidRequestError` for what cannot be had.
     """
     check_switches()
     if device not in DEVICES:

@@ -21,7 +21,7 @@ from typing import Any
 
 from sharpi import hardware
 from sharpi.errors import InvalidRequestError, SharpiError
-from sharpi.files import write_whole
+from sharpi.files import cache_folder, write_whole
 from sharpi.profile import ASSUMED, GPU_FIELDS, HardwareProfile, device_name, load_profile
 
 __all__ = ["BUSY_AGE", "LONGEST_AGE", "age_of", "cache_path", "cached_profile", "current_profile", "doubt", "keep",
@@ -31,8 +31,8 @@ __all__ = ["BUSY_AGE", "LONGEST_AGE", "age_of", "cache_path", "cached_profile", 
 LONGEST_AGE, BUSY_AGE = timedelta(days=30), timedelta(hours=1)
 # A clock that was set back: by less than this it does not matter.
 _CLOCK_SKEW = timedelta(hours=1)
-# The machine is busy if other programs have this part of its processors, or if the median sample of what the CPU does is
-# this much slower than the best.
+# The machine is busy if other programs have this part of its processors, or if the median sample of what the CPU does
+# is this much slower than the best.
 _BUSY_SHARE, _BUSY_MEDIAN = 0.1, 0.2
 _MOST_BYTES = 1 << 30  # to take of each memory while measuring; the core's own default
 # A driver's or a kernel's update changes what they say of the same memory a little.
@@ -45,7 +45,7 @@ _LONGEST_WAIT = 60.0  # seconds, for another process that measures
 def measure_profile(threads: int | None = None) -> HardwareProfile:
     """Measures this machine now, which takes a few seconds; `threads`: the CPU's, all by default.
 
-    Raises `OutOfMemoryError` where too little memory is free to measure in.
+    Raises `OutOfMemoryError` if too little memory is free to measure in.
     """
     from sharpi import _core  # late: planning and `sharpi --help` need no core
 
@@ -60,7 +60,8 @@ def measure_profile(threads: int | None = None) -> HardwareProfile:
         samples = {name: values for name, values in samples.items() if name not in GPU_FIELDS}
     best, spread = _judged(samples)
     busy = others_share > _BUSY_SHARE or any(
-        statistics.median(samples[name]) < (1 - _BUSY_MEDIAN) * best[name] for name in ("ram_bytes_per_second", "cpu_flops"))
+        statistics.median(samples[name]) < (1 - _BUSY_MEDIAN) * best[name]
+        for name in ("ram_bytes_per_second", "cpu_flops"))
     return HardwareProfile(threads=count, measured=_now().isoformat(timespec="seconds"), spread=spread, busy=busy,
                            **{**machine, **best})
 
@@ -179,8 +180,8 @@ def may_be_kept(profile: HardwareProfile) -> bool:
 
 
 def keep(profile: HardwareProfile) -> bool:
-    """Puts a profile that this process measured into the cache; False for one that is not to be kept, and where there
-    can be no cache, which costs only the next measurement."""
+    """Puts a profile that this process measured into the cache; False for one that is not to be kept, and if there can
+    be no cache, which costs only the next measurement."""
     path = cache_path()
     if path is None or not may_be_kept(profile):
         return False
@@ -211,7 +212,8 @@ def doubt(profile: HardwareProfile, key: str) -> bool:
 
 @dataclass(frozen=True)
 class _Doubts:
-    """profile: the date of the profile that is doubted, or "". models: for what it has been measured again, and when."""
+    """profile: the date of the profile that is doubted, or "". models: for what it has been measured again, and
+    when."""
 
     profile: str = ""
     models: Mapping[str, str] = field(default_factory=dict)
@@ -253,13 +255,8 @@ class _Doubts:
 
 def cache_path() -> Path | None:
     """Where this user's profile is kept; None for a user without a home."""
-    folder = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(folder):  # the specification of that variable: relative paths are to be ignored
-        try:
-            folder = os.path.join(Path.home(), ".cache")
-        except RuntimeError:
-            return None
-    return Path(folder) / "sharpi" / "hardware.json"
+    folder = cache_folder()
+    return None if folder is None else folder / "hardware.json"
 
 
 def _measures_all() -> bool:
@@ -275,8 +272,8 @@ def _may_keep() -> bool:
 
 @contextmanager
 def _turn(seconds: float) -> Iterator[None]:
-    """One process at a time, so that none disturbs another's measurement. Waits for at most this long, and for nobody if
-    the folder cannot be locked."""
+    """One process at a time, so that none disturbs another's measurement. Waits for at most this long, and for nobody
+    if the folder cannot be locked."""
     path = cache_path()
     handle = None
     try:

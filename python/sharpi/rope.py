@@ -94,6 +94,8 @@ class RopeScaling:
         """How, and by which factor: what was asked for, else the file's; llama.cpp's default is linear."""
         prefix = f"{file.architecture}.rope."
         own = file.metadata.get_float(f"{prefix}scaling.factor", file.metadata.get_float(f"{prefix}scale_linear", 1.0))
+        if self.rope_scale is None and not 0 < own < math.inf:
+            raise file.error(f"'{prefix}scaling.factor' is {own}, not a positive number")  # the core's bounds
         factor = own if self.rope_scale is None else self.rope_scale
         kind = self.rope_scaling or file.metadata.get_str(f"{prefix}scaling.type", "none")
         if self.rope_scaling is None and kind == "none" and factor != 1:
@@ -109,8 +111,11 @@ class RopeScaling:
         width = file.metadata.get_int(f"{prefix}embedding_length", minimum=1)
         dims = file.metadata.get_int(f"{prefix}rope.dimension_count",
                             file.metadata.get_int(f"{prefix}attention.key_length", width // heads))
-        grown = (self.rope_freq_base or 1.0) / file.metadata.get_float(f"{prefix}rope.freq_base", 10000.0)
-        return max(1.0, grown ** ((dims - 2) / dims)) if grown > 0 and dims >= 2 else 1.0
+        base = file.metadata.get_float(f"{prefix}rope.freq_base", 10000.0)
+        if not 1 < base < math.inf:  # the core's bounds too
+            raise file.error(f"'{prefix}rope.freq_base' is {base}, not a number above 1")
+        grown = (self.rope_freq_base or 1.0) / base
+        return max(1.0, grown ** ((dims - 2) / dims)) if dims >= 2 else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as a saved plan has them."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ class Session:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._core = _core.Session(model.engine)
+        self._lock = threading.RLock()  # from a look at the turn to what is done in it
         self._turn = 0  # which generation the core session is at
 
     def __repr__(self) -> str:
@@ -58,8 +60,9 @@ class Session:
 
     def reset(self) -> None:
         """Forgets all tokens. A generation that has begun cannot continue."""
-        self._turn += 1
-        self._core.reset()
+        with self._lock:
+            self._turn += 1
+            self._core.reset()
 
     @takes_generation_options
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> Generation:
@@ -118,11 +121,12 @@ class Session:
     def _start(self, ids: list[int], params: _core.SamplingParams, drafts: tuple[str, int], meter: Meter) -> int:
         """Evaluates the prompt; returns the turn that the core session is then at."""
         self._model.note_generation(meter)
-        self._turn += 1
-        turn = self._turn
-        started = time.perf_counter()
-        self._core.start(ids, params, *drafts)
-        seconds, reused = time.perf_counter() - started, self._core.reused_tokens
+        with self._lock:
+            self._turn += 1
+            turn = self._turn
+            started = time.perf_counter()
+            self._core.start(ids, params, *drafts)
+            seconds, reused = time.perf_counter() - started, self._core.reused_tokens
         meter.timing = Timing(prompt_seconds=seconds, reused_tokens=reused, prompt_tokens=len(ids) - reused)
         return turn
 
@@ -131,12 +135,14 @@ class Session:
         turn, last = start(), None
         try:
             while max_tokens is None or meter.timing.generated_tokens < max_tokens:
-                if turn != self._turn:
-                    raise InvalidRequestError("the session was used for something else: this generation cannot go on")
-                started = time.perf_counter()
-                token = self._core.next()
-                seconds, ended = time.perf_counter() - started, token is None or token in ends
-                meter.timing = meter.timing.after(token, seconds, ended, self._core.draft_counts)
+                with self._lock:
+                    if turn != self._turn:
+                        raise InvalidRequestError("the session was used for something else: this generation cannot go"
+                                                  " on")
+                    started = time.perf_counter()
+                    token = self._core.next()
+                    seconds, ended = time.perf_counter() - started, token is None or token in ends
+                    meter.timing = meter.timing.after(token, seconds, ended, self._core.draft_counts)
                 if token is None or ended:
                     break
                 last = token

@@ -81,7 +81,8 @@ private:
 class Drive {
 public:
     Drive(unsigned seed, int32_t layers, int32_t experts, int32_t capacity)
-        : _random(sharpi::testSeed(seed)), _layers(layers), _experts(experts), _capacity(capacity), _world(shapes(layers, experts)), _slots(*_world.slots),
+        : _random(sharpi::testSeed(seed)), _layers(layers), _experts(experts), _capacity(capacity),
+          _world(shapes(layers, experts)), _slots(*_world.slots),
           _plain(layers, experts, capacity) {
         _world.take(_world.budgetFor(capacity));
     }

@@ -283,7 +283,8 @@ TEST(GpuScratch, WorkspacesHoldWhatTheyAreDividedInto) {
     // A partial result for each page begun: a maximum, a sum and headDim outputs.
     for (const int64_t context : {1, 64, 65, 1000}) {
         const int64_t partials = 3 * 6 * ((context + 63) / 64);
-        EXPECT_GE(cuda::decodeAttentionBytes(3, {6, 2, 128}, context, 64), static_cast<size_t>(cuda::kDecodeCounterBytes + kFloat * partials * (2 + 128)));
+        EXPECT_GE(cuda::decodeAttentionBytes(3, {6, 2, 128}, context, 64),
+                  static_cast<size_t>(cuda::kDecodeCounterBytes + kFloat * partials * (2 + 128)));
     }
 }
 

@@ -114,6 +114,17 @@ TEST(MissShare, AWrongProfileIsCorrected) {
     }
 }
 
+// Experts so large that computing a layer's takes longer than any allowance for probes. The profile says that the bus is the faster side.
+TEST(MissShare, LargeExpertsAreMeasuredToo) {
+    Machine machine;
+    machine.cpuExpert = 10e-3;
+    machine.busExpert = 30e-3;
+    machine.misses = 0.9;
+    Decode decode(machine, machine.cpuRate(), machine.cpuRate() * 20);
+    decode.run(6 * MissShare::kLongest);
+    EXPECT_LT(decode.run(10000), kNear);
+}
+
 // For a second another process holds half of the cores: from the first layer on, or later.
 TEST(MissShare, ABurstIsForgotten) {
     for (const double at : {0.0, 0.001, 0.5}) {

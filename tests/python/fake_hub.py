@@ -63,6 +63,7 @@ class FakeHub:
         self.sent = 0  # bytes of files
         self.broken_with: int | None = None  # status of all answers about repositories
         self.not_a_hub = False
+        self.said_of_files: dict[str, object] = {}  # what the list of files says of each instead
         self.files_broken_with: int | None = None
         hub = self
 
@@ -149,7 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
         for path, file in repo.files.items():
             sibling = {"rfilename": path, "size": file.stat().st_size, "blobId": repo.hash_of(path)[:40]}
             if not repo.not_lfs:
-                sibling["lfs"] = {"sha256": repo.hash_of(path), "size": file.stat().st_size, "pointerSize": 134}
+                sibling["lfs"] = {"sha256": repo.hash_of(path), "size": file.stat().st_size, "pointerSize": 134,
+                                  **self.fake.said_of_files}
             siblings.append(sibling)
         body = json.dumps({"id": name, "sha": repo.commit, "siblings": siblings, "private": False, "tags": [],
                            "downloads": 0, "likes": 0}).encode()

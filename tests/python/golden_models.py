@@ -62,10 +62,12 @@ GOLDEN = {
     "mixtral": Golden("llama", "2c1a707905d03db3", experts=(8, 2, 256)),
     "qwen2": Golden("qwen2", "05f66e0a099dd1b0", bias=True, tied=True, epsilon=1e-5),
     "qwen3": Golden("qwen3", "bb4ca56e521f1392", heads=(4, 2, 128), qk_norm="head", base=1e6),
-    "qwen3moe": Golden("qwen3moe", "611cea47b4f3524a", heads=(4, 1, 128), qk_norm="head", base=1e6, experts=(16, 4, 256)),
+    "qwen3moe": Golden("qwen3moe", "611cea47b4f3524a", heads=(4, 1, 128), qk_norm="head", base=1e6,
+                       experts=(16, 4, 256)),
     "olmoe": Golden("olmoe", "ef9d1454dda70aff", heads=(8, 8, 32), qk_norm="row", experts=(8, 3, 512), epsilon=1e-5),
     "qwen35": Golden("qwen35", "d3c456c368324cb7", delta=(2, 6, 64, 4), **_HYBRID),
-    "qwen35moe": Golden("qwen35moe", "1fc6d747e46ebe56", delta=(2, 4, 64, 4), experts=(16, 4, 256), shared=256, **_HYBRID),
+    "qwen35moe": Golden("qwen35moe", "1fc6d747e46ebe56", delta=(2, 4, 64, 4), experts=(16, 4, 256), shared=256,
+                        **_HYBRID),
 }
 
 # A tensor to draw: name, shape with rows first, and its standard deviation times the root of a row's length; or, for

@@ -45,7 +45,8 @@ def write_without_weights(path: Path, name: str) -> None:
     writer = gguf.GGUFWriter(path, model["architecture"])
     writer.add_name(name)
     for key, value in model["keys"].items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}.get(type(value), writer.add_array)
+        known = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add = known.get(type(value), writer.add_array)
         add(f"{model['architecture']}.{key}", value)
     whole = 0
     for tensor, shape, kind in tensors_of(model):

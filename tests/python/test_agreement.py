@@ -15,12 +15,12 @@ from profiled_machine import Machine, machine_fixture  # noqa: F401
 from sharpi import profile_cache
 from sharpi.agreement import LEAST_READ, LEAST_STEPS, Seen, disagreement, seen_in_bench, seen_in_run
 from sharpi.cli import main
-from sharpi.cli.text import speed
 from sharpi.placement import Inventory
 from sharpi.planner import make_plan
 from sharpi.prediction import decode_on_cpu
 from sharpi.profile import HardwareProfile
 from sharpi.profile_cache import cached_profile, current_profile, keep
+from sharpi.words import speed
 
 AGAIN = "this machine's speeds are measured again at the next start"
 NOT_AGAIN = "measuring this machine again did not help, the prediction is off for this model"
@@ -55,7 +55,8 @@ def expected(model: Loaded) -> float:
 
 def said(model: Loaded, part: float, known: bool = False, elsewhere: bool = False, **changes: Any) -> str | None:
     """What is said of decode at this part of its prediction."""
-    seen = Seen(**{"what": "decode", "tokens_per_second": part * expected(model), "tokens": 64, "held": 40.0, **changes})
+    seen = Seen(**{"what": "decode", "tokens_per_second": part * expected(model), "tokens": 64, "held": 40.0,
+                   **changes})
     return disagreement(model, seen, elsewhere=elsewhere, known=known)  # type: ignore[arg-type]
 
 
@@ -164,7 +165,8 @@ def test_experts_are_found_in_slots_as_expected(machine: Machine, monkeypatch: p
 
 
 def test_what_a_run_tells() -> None:
-    stats = {"steps": 32, "drafted_tokens": 0, "reused_tokens": 10, "prompt_tokens": 5, "generation_tokens_per_second": 7.5}
+    stats = {"steps": 32, "drafted_tokens": 0, "reused_tokens": 10, "prompt_tokens": 5,
+             "generation_tokens_per_second": 7.5}
     assert seen_in_run(stats) == Seen("decode", 7.5, 32, 31.0)
     assert seen_in_run({**stats, "steps": LEAST_STEPS - 1}) is None and seen_in_run({}) is None
     assert seen_in_run({**stats, "drafted_tokens": 1}) is None
@@ -176,7 +178,8 @@ def test_what_a_bench_tells() -> None:
                {"kind": "decode", "tokens": 64, "depth": 100, "graphs": True, **at},
                {"kind": "decode", "tokens": 64, "graphs": False, **at}, {"kind": "decode", "tokens": 31, **at},
                {"kind": "drafts", "tokens": 64, "seconds_per_step": {}}, {"kind": "decode", "tokens": 32, **at}]
-    assert seen_in_bench(entries) == [Seen("prefill", 9.0, 512), Seen("decode", 9.0, 64, 132.0), Seen("decode", 9.0, 32, 17.0)]
+    assert seen_in_bench(entries) == [Seen("prefill", 9.0, 512), Seen("decode", 9.0, 64, 132.0),
+                                      Seen("decode", 9.0, 32, 17.0)]
 
 
 # --- the commands ---------------------------------------------------------------------------------------------------
@@ -184,7 +187,8 @@ def test_what_a_bench_tells() -> None:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HardwareProfile:
-    """A profile of this very machine, kept, by which it is far faster than any; and the bundled model is worth comparing."""
+    """A profile of this very machine, kept, by which it is far faster than any; and the bundled model is worth
+    comparing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("SHARPI_CPU_ISA", "")
     monkeypatch.setattr(profile_cache, "_measures_all", lambda: True)

@@ -17,7 +17,7 @@ from click.testing import Result
 
 from fake_model import CONTROL_TOKEN, SLOW_PROGRAM, FakeModel, Script, cli_runner, install
 from sharpi.cli import main
-from sharpi.cli.chat import _show
+from sharpi.cli.chat import _line_editing, _show
 from sharpi.conversation import Conversation
 from sharpi.errors import InvalidRequestError
 
@@ -188,6 +188,23 @@ def test_nothing_is_dropped_for_a_question_that_never_fits() -> None:
     assert conversation.messages == before and said == []
 
 
+def test_an_error_brings_dropped_turns_back() -> None:
+    said: list[str] = []
+    script = Script(answer="0123456789", context=200)
+    _, conversation = converse(script, notice=said.append)
+    for turn in range(3):
+        answer(conversation, f"question {turn:02}")
+    before = list(conversation.messages)
+
+    def fail(index: int) -> None:
+        raise InvalidRequestError("something went wrong")
+
+    script.on_token = fail
+    with pytest.raises(InvalidRequestError, match="went wrong"):
+        answer(conversation, "question " * 6)
+    assert said and conversation.messages == before
+
+
 def test_short_answers_need_little_room() -> None:
     script = Script(answer="Hi.", context=100)
     said: list[str] = []
@@ -323,6 +340,17 @@ def _take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     # Tests that a shell runs in the background ignore Ctrl-C, and would pass that on.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_without_a_home_there_is_no_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    monkeypatch.setattr("sharpi.cli.chat._at_terminal", lambda: True)
+    with _line_editing():
+        pass
 
 
 def test_at_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tmp_path: Path) -> None:

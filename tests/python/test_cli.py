@@ -21,9 +21,10 @@ from gguf import GGUFWriter
 from fake_model import CONTROL_TOKEN, SLOW_PROGRAM, FakeModel, Script, cli_runner, install
 from sharpi.benchmark import Benchmark
 from sharpi.cli import habits, main
-from sharpi.cli.text import closing_line, printable, size
+from sharpi.cli.text import closing_line, printable
 from sharpi.errors import InvalidRequestError, ModelFileError, OutOfMemoryError
 from sharpi.hardware import Gpu
+from sharpi.words import size
 
 
 @pytest.fixture
@@ -608,3 +609,9 @@ def test_a_bug_is_not_hidden(script: Script) -> None:
     script.on_load = fail
     with pytest.raises(ZeroDivisionError):
         sharpi("run", "Once")
+
+
+def test_an_error_does_not_drive_the_terminal() -> None:
+    result = cli_runner().invoke(main, ["run", "-f", "no\x1b[2Jsuch\nfile"])
+    assert result.exit_code == 2 and result.stderr.startswith("sharpi: error: no\\x1b[2Jsuch file: ")
+    assert all(line.isprintable() for line in result.stderr.splitlines())

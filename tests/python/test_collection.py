@@ -1,7 +1,7 @@
 """Sessions and engines are collected without stopping other Python threads, whatever they have to wait for.
 
-A thread that counts shows who has the GIL: between two statements with no call between them, the count moves only if the
-object that is collected there lets go of the GIL. Whether another thread takes it in that moment is chance, so each
+A thread that counts shows who has the GIL: between two statements with no call between them, the count moves only if
+the object that is collected there lets go of the GIL. Whether another thread takes it in that moment is chance, so each
 test has many attempts, of which one is enough.
 """
 

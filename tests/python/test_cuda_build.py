@@ -1,7 +1,8 @@
 """How the build decides about CUDA: what is missing is said in one line, and is an error only where CUDA was asked for.
 
 Toolkits are pretended by scripts that stand in for nvcc; no GPU and no toolkit is needed. All is tested with the CMake
-that is here and with the oldest that pyproject.toml promises, which tests/run.py fetches and names in SHARPI_OLDEST_CMAKE.
+that is here and with the oldest that pyproject.toml promises, which tests/run.py fetches and names in
+SHARPI_OLDEST_CMAKE.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def pretend(folder: Path, name: str, says: str) -> Path:
     return program
 
 
-def run_cmake(cmake: str, *arguments: str, nvcc: Path | None = None, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_cmake(cmake: str, *arguments: str, nvcc: Path | None = None,
+              path: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {key: value for key, value in os.environ.items() if key not in ("CUDACXX", "CUDA_HOME", "CUDA_PATH")}
     if nvcc is not None:
         environment["CUDACXX"] = str(nvcc)

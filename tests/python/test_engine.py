@@ -85,8 +85,10 @@ def test_version_2_and_split_files_are_the_same_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", [MODELS["mixtral"], replace(DENSE, type="Q4_K"), replace(EXPERTS, type="Q6_K"),
                                    replace(HYBRID, type="Q4_K"), HYBRIDS["qwen35-odd"]],
                          ids=["float32", "dense", "experts", "hybrid", "odd hybrid"])
-def test_the_number_of_threads_changes_nothing(model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharpi.hardware.core_count", lambda: 8)  # more threads than cores are cut; bits hold for them too
+def test_the_number_of_threads_changes_nothing(model: TinyModel, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    # More threads than cores are cut; bits hold for them too.
+    monkeypatch.setattr("sharpi.hardware.core_count", lambda: 8)
     path = write(tmp_path / "m.gguf", model)
     one = logits(path, threads=1)
     for threads in (2, 3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,6 +70,53 @@ def test_a_with_block_stops_the_work(model: Model) -> None:
     assert list(running) == [] and session.tokens == held
     assert running.timing.generated_tokens == running.stats()["generated_tokens"] == 5
     assert "5 tokens" in repr(running)
+
+
+def test_another_thread_may_stop_the_work(model: Model) -> None:
+    """It closes the generation while a token of it is computed, as a server does whose client has gone."""
+    session = model.session()
+    running, begun, got = session.generate(PROMPT, temperature=0.0), threading.Event(), []
+
+    def drain() -> None:
+        for token in running:
+            got.append(token)
+            begun.set()
+
+    thread = threading.Thread(target=drain)
+    thread.start()
+    assert begun.wait(60)
+    for _ in range(100):  # one of them comes while the generator runs
+        running.close()
+    thread.join(60)
+    assert not thread.is_alive() and list(running) == []
+    assert 0 < len(got) == running.timing.generated_tokens < 400, "the context of 512 did not end it"
+
+
+def test_a_token_of_one_generation_never_comes_out_of_another(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins another generation of the session just when the first one, which still has its turn, is about to
+    ask for a token: the other waits, and the first gets its own."""
+    prompts = (PROMPT, "The dog and the cat")
+    expected = [[token.id for token in model.generate(prompt, max_tokens=3, temperature=0.0)] for prompt in prompts]
+    session, others = model.session(), []
+    thread = threading.Thread(target=lambda: others.extend(
+        token.id for token in session.generate(prompts[1], max_tokens=3, temperature=0.0)))
+    running = session.generate(prompts[0], max_tokens=3, temperature=0.0)
+    got = [next(running).id]
+    clock, here = time.perf_counter, threading.current_thread()
+
+    def interrupted() -> float:
+        """The clock is read between the look at the turn and the token."""
+        if threading.current_thread() is here and not thread.ident:
+            thread.start()
+            thread.join(1.0)  # long enough for all three of its tokens, if nothing keeps it
+        return clock()
+
+    monkeypatch.setattr("sharpi.session.time.perf_counter", interrupted)
+    got.append(next(running).id)
+    thread.join(60)
+    assert got == expected[0][:2] and others == expected[1]
+    with pytest.raises(InvalidRequestError, match="used for something else"):
+        next(running)
 
 
 def test_sessions_in_threads_have_their_own_figures(model: Model) -> None:

@@ -52,7 +52,8 @@ def test_the_command_shows_spreads_and_age(machine: Machine) -> None:
 def test_the_command_says_that_the_machine_was_busy(machine: Machine) -> None:
     assert "busy" not in sharpi_hardware().stdout
     machine.samples = {"cpu_flops": [1e12, 1.1e12, 2e12]}
-    assert "Other programs were busy while this was measured: the machine may be faster." in sharpi_hardware("--again").stdout
+    assert ("Other programs were busy while this was measured: the machine may be faster."
+            in sharpi_hardware("--again").stdout)
 
 
 def test_the_command_measures_what_no_longer_holds(machine: Machine) -> None:

@@ -189,7 +189,7 @@ def test_too_little_room_is_said_before(large: World) -> None:
     large.hub.repos["user/large"] = Repo({"large-Q4_0.gguf": larger}, hashes={"large-Q4_0.gguf": "a" * 64})
     large.hub.files_broken_with = 404  # so that a test that fails does not fill the disk
     message = large.refused("pull", "user/large")
-    assert re.fullmatch(r"user/large: needs 8192\.00 GiB, but \S+ has only [\d.]+ GiB free; HF_HOME moves the cache",
+    assert re.fullmatch(r"user/large: needs 8\.00 TiB, but \S+ has only [\d.]+ GiB free; HF_HOME moves the cache",
                         message)
     assert large.hub.asked("/cdn/") == []
 
@@ -230,6 +230,21 @@ def test_what_is_not_a_hub(story: World) -> None:
     story.hub.not_a_hub = True
     assert story.refused("pull", "user/story") == (
         f"user/story: {story.hub.url} does not answer like a Hub; check HF_ENDPOINT")
+
+
+@pytest.mark.parametrize("said", [{"size": "12"}, {"size": -5}, {"size": 1.5}, {"sha256": 7}])
+def test_a_hub_that_says_odd_things_of_its_files(story: World, said: dict[str, object]) -> None:
+    story.hub.said_of_files = said
+    for command in ("pull", "plan"):
+        assert story.refused(command, "user/story") == (
+            f"user/story: {story.hub.url} does not answer like a Hub; check HF_ENDPOINT")
+
+
+@pytest.mark.parametrize(("name", "value"), [("HF_ENDPOINT", "http://[bad"), ("HF_ENDPOINT", "http://host:abc"),
+                                           ("HF_HUB_DOWNLOAD_TIMEOUT", "soon")])
+def test_variables_that_make_no_sense(story: World, name: str, value: str) -> None:
+    for command in (["pull", "user/story"], ["list"], ["run", "-m", "user/story", "-p", "x"], ["rm", "user/story"]):
+        assert story.refused(*command, **{name: value}).startswith("an HF_ variable of the environment makes no sense")
 
 
 def test_a_hub_does_not_choose_where_files_go(story: World) -> None:

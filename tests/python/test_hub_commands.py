@@ -104,6 +104,23 @@ def test_without_a_cache_of_ones_own_headers_pass(large: World) -> None:
     assert not list(large.folder.glob("sharpi-*"))
 
 
+def test_two_threads_may_ask_for_one_header(large: World) -> None:
+    """Both receive it at once; each into a draft of its own."""
+    large.hub.pause = 0.02
+    script = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from sharpi.hub import look
+both = threading.Barrier(2)
+def ask(_):
+    both.wait()
+    return look("user/large").path
+with ThreadPoolExecutor(2) as pool:
+    assert len(set(pool.map(ask, range(2)))) == 1
+"""
+    large.run(script, program=PYTHON)
+
+
 def test_two_models_are_too_many(story: World) -> None:
     for command in ("plan", "inspect"):
         assert story.refused(command, "user/story", "-m", "user/story").startswith("give one model, not two")

@@ -53,7 +53,8 @@ def test_drafts_that_cannot_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     model.resize(model.index("blk.1.ffn_up"), 100 * MIB)  # to draft takes longer than to decode
     cost = plan_of(model, device="cpu", shown=True).draft_cost
     assert cost is not None and cost >= 1
-    assert "it drafts only with --draft mtp" in " ".join(plan_command(monkeypatch, model, "--device", "cpu").stdout.split())
+    said = plan_command(monkeypatch, model, "--device", "cpu").stdout
+    assert "it drafts only with --draft mtp" in " ".join(said.split())
 
 
 # --- homes at every budget -------------------------------------------------------------------------------------------
@@ -407,7 +408,8 @@ def test_the_command_shows_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_prediction_says_when_its_rates_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeWeights()
-    spread = {"ram_bytes_per_second": 0.04, "pcie_bytes_per_second": 0.01, "vram_bytes_per_second": 0.11, "cpu_flops": 0.5}
+    spread = {"ram_bytes_per_second": 0.04, "pcie_bytes_per_second": 0.01, "vram_bytes_per_second": 0.11,
+              "cpu_flops": 0.5}
     for device, busy, said in (("cpu", False, "measured 2026-11-22, spread 4 %."),
                                ("cuda", False, "measured 2026-11-22, spread 11 %."),
                                ("cpu", True, "measured 2026-11-22 while other programs were busy, spread 4 %.")):

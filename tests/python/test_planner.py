@@ -320,7 +320,8 @@ def plan_command(*arguments: str):
 
 @pytest.fixture
 def fake_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharpi.model.describe", lambda path=None, mtp=True, rope=None: (fake_file(10_000_000), FakeSpec()))
+    monkeypatch.setattr("sharpi.model.describe",
+                        lambda path=None, mtp=True, rope=None: (fake_file(10_000_000), FakeSpec()))
 
 
 @pytest.mark.parametrize("ram, words", [

@@ -224,13 +224,15 @@ def test_the_best_sample_stands_and_the_spread_is_kept(machine: Machine) -> None
 
 def test_rates_that_were_measured_together_stay_together(machine: Machine) -> None:
     """The best of each by itself is more than both have together."""
-    machine.samples = {"ram_bytes_per_second_shared": [90e9, 75e9, 80e9], "pcie_bytes_per_second_shared": [30e9, 50e9, 44e9]}
+    machine.samples = {"ram_bytes_per_second_shared": [90e9, 75e9, 80e9],
+                       "pcie_bytes_per_second_shared": [30e9, 50e9, 44e9]}
     profile = measure_profile()
     assert (profile.ram_bytes_per_second_shared, profile.pcie_bytes_per_second_shared) == (75e9, 50e9)
     assert profile.spread["ram_bytes_per_second_shared"] == 0 and profile.spread["pcie_bytes_per_second_shared"] == 0.4
 
 
-@pytest.mark.parametrize(("others", "busy"), [(0.0, False), (0.05, False), (0.2, True), (3.0, True), (None, False), (-1.0, False)])
+@pytest.mark.parametrize(("others", "busy"), [(0.0, False), (0.05, False), (0.2, True), (3.0, True), (None, False),
+                                              (-1.0, False)])
 def test_a_machine_with_other_programs_at_work_is_busy(machine: Machine, monkeypatch: pytest.MonkeyPatch,
                                                        others: float | None, busy: bool) -> None:
     """others: the part of all processors that they take while it is measured; this process takes half of one."""
@@ -265,12 +267,14 @@ def test_the_processors_work_is_counted() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "", "cpu", "cpu 1 2 x 4 5 6 7 8", "intr 1 2 3 4 5 6 7 8"])
-def test_a_system_that_counts_otherwise_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None) -> None:
+def test_a_system_that_counts_otherwise_says_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                     content: str | None) -> None:
     path = tmp_path / "stat"
     if content is not None:
         path.write_text(content)
     real = open
-    monkeypatch.setattr("builtins.open", lambda name, **options: real(path if name == "/proc/stat" else name, **options))
+    monkeypatch.setattr("builtins.open",
+                        lambda name, **options: real(path if name == "/proc/stat" else name, **options))
     assert hardware.busy_seconds() is None
     path.write_text("cpu  100 20 3 4000 50 6 7 8 9 10\ncpu0 1\n")
     assert hardware.busy_seconds() == (100 + 20 + 3 + 6 + 7 + 8) / os.sysconf("SC_CLK_TCK")
@@ -491,7 +495,8 @@ def test_the_core_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = rates.pop("gpu_missing", None)
     assert set(rates) == set(CPU_RATES) | (set() if missing else set(GPU_RATES))
     for samples in rates.values():
-        assert len(samples) >= 5 and all(isinstance(rate, float) and math.isfinite(rate) and rate > 0 for rate in samples)
+        assert len(samples) >= 5
+        assert all(isinstance(rate, float) and math.isfinite(rate) and rate > 0 for rate in samples)
     assert missing is None or missing.strip()
     for threads, most in ((0, 32 << 20), (-1, 32 << 20), (1025, 32 << 20), (2, 0), (2, 1000)):
         with pytest.raises(InvalidRequestError):

@@ -52,7 +52,8 @@ def planned(row: dict[str, Any], described: Any, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", f"{whole * row['cached'] / GIB:.6f}")
     monkeypatch.setenv("SHARPI_CUDA_ROW_SPLIT", str(int(row.get("cpu_rows", True))))
     vram = row["vram_gib"] * GIB if "vram_gib" in row else None
-    return make_plan(file, spec, device="cuda", vram=vram, context=2304, threads=16, cpu_moe=row.get("cpu_moe"), shown=True)
+    return make_plan(file, spec, device="cuda", vram=vram, context=2304, threads=16, cpu_moe=row.get("cpu_moe"),
+                     shown=True)
 
 
 def predicted(row: dict[str, Any], plan: Plan) -> Iterator[tuple[str, float]]:
@@ -69,7 +70,8 @@ def name_of(row: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("row", recorded()["measured"], ids=name_of)
-def test_a_prediction_is_as_near_as_it_was(row: dict[str, Any], described: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prediction_is_as_near_as_it_was(row: dict[str, Any], described: Any,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
     for what, speed in predicted(row, planned(row, described, monkeypatch)):
         measured, within = row[what]
         assert speed == pytest.approx(measured, rel=within / 100), f"{what} of {name_of(row)}, {row['section']}"

@@ -7,6 +7,7 @@ expected) and by numpy.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,12 +145,14 @@ def test_a_saved_plan_keeps_the_scaling(tmp_path: Path) -> None:
 
 def test_switches_reach_the_model(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", SHORT)
-    for switches, longest in ((["--rope-scale", "4"], 256), (["--rope-scaling", "linear", "--rope-freq-scale", "0.5"], 128),
+    for switches, longest in ((["--rope-scale", "4"], 256),
+                              (["--rope-scaling", "linear", "--rope-freq-scale", "0.5"], 128),
                               (["--rope-scaling", "yarn", "--rope-scale", "4", "--yarn-orig-ctx", "100"], 400),
                               (["--rope-scaling", "yarn", "--rope-scale", "4", "--yarn-orig-ctx", "0"], 256),
                               (["--rope-freq-base", "80000"], 449)):
         common = ["-m", str(path), "--device", "cpu", "--json", *switches]
-        for command in (["plan"], ["bench", "--prefill", "200" if longest > 200 else "100", "--decode", "0", "--repeat", "1"]):
+        prefill = "200" if longest > 200 else "100"
+        for command in (["plan"], ["bench", "--prefill", prefill, "--decode", "0", "--repeat", "1"]):
             result = cli_runner().invoke(main, [*command, *common])
             assert result.exit_code == 0, result.stderr
             if command == ["plan"]:
@@ -159,7 +162,9 @@ def test_switches_reach_the_model(tmp_path: Path) -> None:
 def test_metadata_of_a_file_are_checked(tmp_path: Path) -> None:
     file = GgufFile.open(write(tmp_path / "m.gguf", SHORT))
     for key, value in (("llama.rope.scaling.factor", "much"), ("llama.context_length", 0),
-                       ("llama.rope.scaling.type", 3), ("llama.rope.scaling.original_context_length", -5)):
+                       ("llama.rope.scaling.type", 3), ("llama.rope.scaling.original_context_length", -5),
+                       *(("llama.rope.scaling.factor", factor) for factor in (math.inf, math.nan, 0.0, -4.0)),
+                       *(("llama.rope.freq_base", base) for base in (0.0, 1e-300, -1.0, math.inf, math.nan))):
         damaged = replace(file, metadata=Metadata(file.paths[0], {**file.metadata, key: value}))
         with pytest.raises(Exception, match=key.removeprefix("llama.")) as caught:
             RopeScaling(rope_freq_base=1e5).metadata(damaged)

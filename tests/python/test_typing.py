@@ -102,7 +102,8 @@ def of_stub(node: ast.stmt) -> tuple[str, dict[str, Any] | str]:
 
 def test_the_stubs_are_the_module() -> None:
     stub = ast.parse((PACKAGE / "_core.pyi").read_text(encoding="utf-8"))
-    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
+    classes = {node.name: node for node in stub.body
+               if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
     rest = [node for node in stub.body if isinstance(node, ast.FunctionDef | ast.AnnAssign)]
     public = {name: value for name, value in vars(_core).items() if not name.startswith("_")}
     assert {name for name, value in public.items() if isinstance(value, type)} == set(classes)

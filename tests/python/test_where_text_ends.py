@@ -26,8 +26,8 @@ def model() -> Iterator[Model]:
 
 
 def bias_to_end_within(model: Model, ids: list[int], tokens: list[Token], end: int) -> tuple[int, float]:
-    """After how many of the likeliest `tokens` behind the prompt the end token comes, and the bias that lets it win there
-    for the first time."""
+    """After how many of the likeliest `tokens` behind the prompt the end token comes, and the bias that lets it win
+    there for the first time."""
     rows = model.logits(ids + [token.id for token in tokens])[len(ids) - 1:-1]
     missing = rows.max(axis=1) - rows[:, end]
     later = np.flatnonzero(missing == np.minimum.accumulate(missing))

@@ -1,5 +1,5 @@
-"""SmolLM2 on a GPU: in steps of few rows its logits are the CPU's, to the bit, and so is its text. A prompt that goes through
-the tensor cores is rounded otherwise; where the texts part then is printed."""
+"""SmolLM2 on a GPU: in steps of few rows its logits are the CPU's, to the bit, and so is its text. A prompt that goes
+through the tensor cores is rounded otherwise; where the texts part then is printed."""
 
 from __future__ import annotations
 

@@ -95,7 +95,8 @@ def test_tools_are_rendered_and_reach_the_model(model: Model) -> None:
 
 
 def perplexity(model: Model, ids: list[int], chunk: int = 512) -> float:
-    """As llama.cpp's `llama-perplexity -c 512` has it: chunks by themselves, of each of which the second half counts."""
+    """As llama.cpp's `llama-perplexity -c 512` has it: chunks by themselves, of each of which the second half
+    counts."""
     losses = []
     for begin in range(0, len(ids) - chunk + 1, chunk):
         part = ids[begin:begin + chunk]
@@ -106,9 +107,9 @@ def perplexity(model: Model, ids: list[int], chunk: int = 512) -> float:
 
 
 def test_perplexity_is_llama_cpps(model: Model) -> None:
-    """Both round activations to int8, each in its own way. In float64 (numpy_model.py) the text has 30.880; llama.cpp is
-    0.24 % above, Sharpi 0.34 %, with a standard error of 0.2 % for what rounding does. The bound is two of those and a
-    half; one wrong layer costs tens of percents."""
+    """Both round activations to int8, each in its own way. In float64 (numpy_model.py) the text has 30.880; llama.cpp
+    is 0.24 % above, Sharpi 0.34 %, with a standard error of 0.2 % for what rounding does. The bound is two of those and
+    a half; one wrong layer costs tens of percents."""
     ids = model.tokenize(TEXT.read_text(encoding="utf-8"))
     assert len(ids) == LLAMA_CPP_TOKENS
     found = perplexity(model, ids)

@@ -22,6 +22,7 @@ from sharpi.cli.list import list_command, rm_command
 from sharpi.cli.plan import plan_command
 from sharpi.cli.pull import pull_command
 from sharpi.cli.run import run_command
+from sharpi.cli.text import say
 from sharpi.switches import check_switches, misspelt_switches
 
 
@@ -78,7 +79,7 @@ def main(ctx: click.Context) -> None:
         return
     check_switches()
     for name, meant in misspelt_switches():
-        click.echo(f"sharpi: the environment's {name} has no effect: did you mean {meant}?", err=True)
+        say(f"the environment's {name} has no effect: did you mean {meant}?")
 
 
 for _command in (run_command, chat_command, inspect_command, plan_command, hardware_command, bench_command,

@@ -20,7 +20,8 @@ import click
 from sharpi.choices import MOST_DRAFT_TOKENS
 from sharpi.cli.help import Command, section
 from sharpi.cli.options import ModelOptions, model_options
-from sharpi.cli.text import plural, printable, speed
+from sharpi.cli.text import printable, say
+from sharpi.words import plural, speed
 
 if TYPE_CHECKING:
     from sharpi.benchmark import Benchmark
@@ -96,7 +97,7 @@ def _compare(model: Model, results: list[dict[str, Any]], elsewhere: bool) -> No
 
     for seen in seen_in_bench(results):
         if line := disagreement(model, seen, elsewhere=elsewhere, known=True):
-            click.echo(f"sharpi: {line}", err=True)
+            say(line)
 
 
 def _decode(model: Model, benchmark: Benchmark, depth: int, tokens: int, repeat: int,

@@ -6,7 +6,6 @@ standard error, so that a pipe receives the answers alone.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from contextlib import closing, contextmanager
@@ -19,8 +18,9 @@ import click
 from sharpi.cli.help import Command, section
 from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, chat_options, draft_options, model_options,
                                 sampling_options)
-from sharpi.cli.text import closing_line, context_full_line, printable, takes_escapes
+from sharpi.cli.text import closing_line, context_full_line, printable, say, takes_escapes
 from sharpi.errors import InvalidRequestError, SharpiError
+from sharpi.files import cache_folder
 
 if TYPE_CHECKING:
     from sharpi.chat import Part
@@ -64,12 +64,12 @@ def chat_command(options: ModelOptions, sampling: SamplingOptions, drafts: Draft
         from sharpi.drafts import choose_drafts
 
         if model.chat_template is None and options.model is None and options.plan is None:
-            raise InvalidRequestError("the bundled model cannot chat, because it has no chat template. This one can, and"
-                                      f" is small: sharpi chat -m {_GOOD_MODEL}")
+            raise InvalidRequestError("the bundled model cannot chat, because it has no chat template. This one can,"
+                                      f" and is small: sharpi chat -m {_GOOD_MODEL}")
         choose_drafts(drafts.draft, drafts.draft_tokens, mtp=model.plan.mtp)  # raises now, not at every question
         conversation = Conversation(model, {**sampling.arguments(), **drafts.arguments()}, system=system,
                                     thinking=thinking, max_tokens=None if max_tokens < 0 else max_tokens,
-                                    notice=lambda line: click.echo(f"sharpi: {line}", err=True))
+                                    notice=say)
         if _at_terminal():
             click.echo(f"{printable(model.file.name)}. /help lists the commands.", err=True)
         with _line_editing():
@@ -82,7 +82,7 @@ def _remark(model: Model, stats: bool) -> None:
     """What is to be said after an answer."""
     figures = model.stats()
     if figures["context_full"]:
-        click.echo(f"sharpi: {context_full_line(model.context)}", err=True)
+        say(context_full_line(model.context))
     if stats:
         click.echo(_dimmed(closing_line(figures), takes_escapes(sys.stderr)), err=True)
 
@@ -126,7 +126,7 @@ def _speak(conversation: Conversation, text: str) -> bool:
         except KeyboardInterrupt:
             _write(_PLAIN + "\n" if _dims() else "\n")
         except SharpiError as error:
-            click.echo(f"sharpi: error: {error} (/reset starts over)", err=True)
+            say(f"error: {error} (/reset starts over)")
     return False
 
 
@@ -173,6 +173,9 @@ def _line_editing() -> Iterator[None]:
         yield
         return
     history = _history_file()
+    if history is None:
+        yield
+        return
     try:
         readline.read_history_file(history)
     except OSError:
@@ -188,6 +191,6 @@ def _line_editing() -> Iterator[None]:
             pass  # a cache that cannot be written costs the history, not the chat
 
 
-def _history_file() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "sharpi" / "chat_history"
+def _history_file() -> Path | None:
+    folder = cache_folder()
+    return None if folder is None else folder / "chat_history"

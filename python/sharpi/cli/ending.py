@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from sharpi.cli.text import printable
+from sharpi.cli.text import printable, say
 from sharpi.errors import SharpiError
 from sharpi.interrupts import EXIT_INTERRUPTED
 
@@ -43,7 +43,7 @@ def exit_code(work: Callable[[], Any]) -> int:
     _drop_what_cannot_be_written(sys.stdout)  # first, so that the error comes last
     if message is not None:
         try:
-            click.echo(f"sharpi: error: {' '.join(message.splitlines())}", err=True)
+            say(f"error: {' '.join(message.splitlines())}")
         except OSError:
             pass  # nobody can be told
     _drop_what_cannot_be_written(sys.stderr)

@@ -10,8 +10,9 @@ import click
 from sharpi.cli.help import Command
 from sharpi.cli.logs import log_options
 from sharpi.cli.options import threads_option
-from sharpi.cli.text import plural, printable, size
+from sharpi.cli.text import printable, say
 from sharpi.interrupts import leaving_at_once
+from sharpi.words import plural, size
 
 if TYPE_CHECKING:
     from sharpi.profile import HardwareProfile
@@ -38,18 +39,15 @@ def hardware_command(threads: int | None, again: bool, as_json: bool, save: str 
         from sharpi.hardware import usable_threads
         from sharpi.profile_cache import cached_profile, current_profile, keep, measure_profile, measuring_words
 
-    def say(reason: str) -> None:
-        click.echo(f"sharpi: {measuring_words(reason)}", err=True)
-
     if threads is not None:
-        threads = usable_threads(threads, lambda line: click.echo(f"sharpi: {line}", err=True))
+        threads = usable_threads(threads, say)
     known = None if again else cached_profile()
     # Rates of other numbers of threads say nothing about the one that was asked for.
     if not again and threads in (None, known.threads if known is not None else None):
-        profile = current_profile(announce=say)
+        profile = current_profile(announce=lambda reason: say(measuring_words(reason)))
         kept = profile == cached_profile()
     else:
-        click.echo("sharpi: measuring this machine, a few seconds", err=True)
+        say("measuring this machine, a few seconds")
         profile = measure_profile(threads)
         kept = keep(profile)
     if save is not None:
@@ -118,7 +116,8 @@ def _origin(profile: HardwareProfile, kept: bool) -> str:
     where = cache_path()
     if kept and where is not None:
         stale = why_stale(profile)
-        wanted = "" if stale is None else f"\nIt should be measured again ({stale}), but {printable(str(where.parent))} cannot be written to."
+        wanted = "" if stale is None else (f"\nIt should be measured again ({stale}), but"
+                                           f" {printable(str(where.parent))} cannot be written to.")
         return f"{when}, kept in {printable(str(where))}.{wanted}"
     if not may_be_kept(profile):
         return f"{when}. Not kept, because it did not use all {profile.cores} processors."

@@ -17,8 +17,9 @@ import click
 from sharpi.cli.help import Command
 from sharpi.cli.logs import log_options
 from sharpi.cli.pull import described, named_as, not_here
-from sharpi.cli.text import printable, size
+from sharpi.cli.text import printable, say
 from sharpi.interrupts import leaving_at_once
+from sharpi.words import size
 
 if TYPE_CHECKING:
     from sharpi.chat import ChatTemplate
@@ -71,7 +72,7 @@ def inspect_command(model: str | None, model_option: str | None, with_tensors: b
     else:
         click.echo(_as_text(file, verdict, files, with_tensors))
     if found is not None and found.missing:
-        click.echo(f"{'sharpi: ' if as_json else ''}{not_here(found)}", err=as_json)
+        (say if as_json else click.echo)(not_here(found))
 
 
 @dataclass(frozen=True)

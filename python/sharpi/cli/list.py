@@ -11,7 +11,8 @@ import click
 
 from sharpi.cli.help import Command
 from sharpi.cli.logs import log_file_option, log_options
-from sharpi.cli.text import printable, size
+from sharpi.cli.text import printable, say
+from sharpi.words import size
 
 if TYPE_CHECKING:
     from sharpi.hub.cache import CachedModel
@@ -37,7 +38,7 @@ def list_command(verbose: bool, as_json: bool) -> None:
     elif models:
         click.echo(_table(models, verbose))
     else:
-        click.echo("sharpi: no models yet; `sharpi pull user/repo` downloads one", err=True)
+        say("no models yet; `sharpi pull user/repo` downloads one")
 
 
 @click.command("rm", cls=Command)

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import click
 
-from sharpi.cli.text import printable
+from sharpi.cli.text import printable, say
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -77,7 +77,7 @@ class _ErrorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "told", False):
-            click.echo(f"sharpi: {printable(record.getMessage())}", err=True)
+            say(record.getMessage())
 
 
 class _FileHandler(logging.StreamHandler[IO[str]]):
@@ -91,8 +91,7 @@ class _FileHandler(logging.StreamHandler[IO[str]]):
     def handleError(self, record: logging.LogRecord) -> None:
         reason = sys.exc_info()[1]
         logging.getLogger("sharpi").removeHandler(self)
-        click.echo(f"sharpi: {printable(self._file)}: the log ends here, it cannot be written:"
-                   f" {getattr(reason, 'strerror', None) or reason}", err=True)
+        say(f"{self._file}: the log ends here, it cannot be written: {getattr(reason, 'strerror', None) or reason}")
 
     def close(self) -> None:
         try:

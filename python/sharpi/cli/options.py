@@ -20,7 +20,7 @@ from sharpi.choices import DEVICES, DRAFTS, KV_DTYPES, MOST_DRAFT_TOKENS, ROPE_S
 from sharpi.cli.help import section
 from sharpi.cli.pull import fetched
 from sharpi.cli.logs import log_file_option, verbose_option
-from sharpi.cli.text import printable, takes_escapes
+from sharpi.cli.text import say, takes_escapes
 from sharpi.interrupts import leaving_at_once
 
 if TYPE_CHECKING:
@@ -100,10 +100,10 @@ class ModelOptions(RopeOptions):
                 expert_stats=self.expert_stats,
                 warm=self.warm,
                 progress=progress,
-                notice=lambda line: click.echo(f"sharpi: {printable(line)}", err=True),
+                notice=say,
             )
         if model.device == "cpu" and isinstance(model.plan.gpu, Gpu):
-            click.echo(f"sharpi: on the CPU: {printable(model.plan.why)}", err=True)
+            say(f"on the CPU: {model.plan.why}")
         return model
 
 

@@ -15,8 +15,9 @@ from sharpi.cli.options import (RopeOptions, batch_option, context_option, cpu_m
 from sharpi.cli.ending import EXIT_DOES_NOT_FIT
 from sharpi.cli.help import Command, section
 from sharpi.cli.pull import described, named_as, not_here
-from sharpi.cli.text import printable, size, speed
+from sharpi.cli.text import printable, say
 from sharpi.interrupts import leaving_at_once
+from sharpi.words import size, speed
 
 if TYPE_CHECKING:
     from sharpi.placement import Placed
@@ -68,11 +69,10 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
 
     found = described(name, model)
     known = None if profile is None else load_profile(profile)
-    notice = lambda line: click.echo(f"sharpi: {printable(line)}", err=True)
     if known is not None and threads is None:
         count = known.threads
     else:
-        count = usable_threads(threads, notice, cores=None if known is None else known.cores)
+        count = usable_threads(threads, say, cores=None if known is None else known.cores)
     scaling = RopeScaling.asked(**rope.rope_arguments())
     with named_as(found):
         file, spec = describe(found.path if found else None, mtp=not no_mtp, rope=scaling)
@@ -80,10 +80,13 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
                      threads=count, cpu_moe=cpu_moe or None, sequences=sequences, profile=known, shown=True,
                      rope=scaling,
                      warm=None if warm is None else ExpertStats.load(warm, file),
-                     notice=notice)
+                     notice=say)
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
     if found is not None and found.missing:
-        click.echo(f"sharpi: {not_here(found)}" if as_json else f"\n{_wrapped(not_here(found))}", err=as_json)
+        if as_json:
+            say(not_here(found))
+        else:
+            click.echo(f"\n{_wrapped(not_here(found))}")
     if not plan.fits:
         click.get_current_context().exit(EXIT_DOES_NOT_FIT)
 

@@ -15,8 +15,9 @@ import click
 
 from sharpi.cli.help import Command
 from sharpi.cli.logs import log_options
-from sharpi.cli.text import printable, size, takes_escapes
+from sharpi.cli.text import printable, say, takes_escapes
 from sharpi.errors import ModelFileError
+from sharpi.words import size
 
 if TYPE_CHECKING:
     from sharpi.hub import Found
@@ -42,7 +43,7 @@ def pull_command(names: tuple[str, ...]) -> None:
 
     for name in names:
         with _said_if_interrupted(), _download_bar() as progress:
-            path, _ = hub.pull(name, progress=progress, notice=_tell)
+            path, _ = hub.pull(name, progress=progress, notice=say)
         click.echo(str(path))
 
 
@@ -54,7 +55,7 @@ def fetched(model: str | None) -> str | os.PathLike[str] | None:
         return None
     _require_name(model)
     with _said_if_interrupted(), _download_bar() as progress:
-        return hub.locate(model, progress=progress, notice=_tell)
+        return hub.locate(model, progress=progress, notice=say)
 
 
 def described(argument: str | None, option: str | None) -> Found | None:
@@ -67,7 +68,7 @@ def described(argument: str | None, option: str | None) -> Found | None:
     if model is None:
         return None
     _require_name(model)
-    return hub.look(model, notice=_tell)
+    return hub.look(model, notice=say)
 
 
 def _require_name(model: str) -> None:
@@ -91,16 +92,12 @@ def not_here(found: Found) -> str:
     return f"Not downloaded yet: {size(found.missing)}; `sharpi pull {printable(found.name)}` downloads it."
 
 
-def _tell(line: str) -> None:
-    click.echo(f"sharpi: {printable(line)}", err=True)
-
-
 @contextmanager
 def _said_if_interrupted() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _tell("interrupted; the same command resumes the download")
+        say("interrupted; the same command resumes the download")
         raise
 
 

@@ -15,7 +15,7 @@ import click
 from sharpi.cli.help import Command, section
 from sharpi.cli.options import (DraftOptions, ModelOptions, SamplingOptions, chat_options, draft_options, model_options,
                                 sampling_options)
-from sharpi.cli.text import closing_line, context_full_line
+from sharpi.cli.text import closing_line, context_full_line, say
 
 if TYPE_CHECKING:
     from sharpi.model import Model
@@ -70,21 +70,21 @@ def run_command(options: ModelOptions, sampling: SamplingOptions, drafts: DraftO
             output.end_line()
         figures = model.stats()
         if figures["context_full"]:
-            click.echo(f"sharpi: {context_full_line(model.context)}", err=True)
+            say(context_full_line(model.context))
         if stats:
             click.echo(closing_line(figures), err=True)
         _compare(model, options, figures, stats)
 
 
 def _compare(model: Model, options: ModelOptions, figures: Mapping[str, Any], said: bool) -> None:
-    """Notes, and says where wanted, that decode was not as fast as predicted."""
+    """Notes that decode was not as fast as predicted, and says so if `said`."""
     from sharpi.agreement import disagreement, seen_in_run
 
     seen = seen_in_run(figures)
     elsewhere = options.plan is not None or options.profile is not None
     line = seen and disagreement(model, seen, elsewhere=elsewhere, known=False)
     if line and said:
-        click.echo(f"sharpi: {line}", err=True)
+        say(line)
 
 
 def _require_chat(as_chat: bool, special: bool) -> None:

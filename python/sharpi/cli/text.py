@@ -6,26 +6,10 @@ import os
 from typing import Any, TextIO
 from collections.abc import Mapping
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+import click
 
-
-def size(count: int) -> str:
-    """A number of bytes for people: `17 B`, `4.2 KiB`, `1.50 GiB`."""
-    if count < 1024:
-        return f"{count} B"
-    value = float(count)
-    unit = 0
-    # 1023.95 and up would round to "1024.0" of the unit; the next one says it better.
-    while value >= 1023.95 and unit + 1 < len(_UNITS):
-        value /= 1024
-        unit += 1
-    return f"{value:.2f} {_UNITS[unit]}" if unit >= 3 else f"{value:.1f} {_UNITS[unit]}"
-
-
-def speed(tokens_per_second: float) -> str:
-    """Tokens a second, with as many digits as mean something."""
-    return f"{tokens_per_second:.1f}" if tokens_per_second < 1000 else f"{tokens_per_second:,.0f}"
-
+from sharpi.errors import one_line
+from sharpi.words import plural, speed
 
 def closing_line(stats: Mapping[str, Any]) -> str:
     """What a generation cost, from `Model.stats()`."""
@@ -40,11 +24,6 @@ def _tokens(count: int, tokens_per_second: float | None) -> str:
     """How many tokens, and how fast, unless nothing was timed: the first token of an answer comes with the prompt."""
     rate = "" if tokens_per_second is None else f", {speed(tokens_per_second)} tokens/s"
     return f"{plural(count, 'token')}{rate}"
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 token`, `2,000 tokens`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def takes_escapes(stream: TextIO | None) -> bool:
@@ -71,7 +50,12 @@ def _hits(experts: Mapping[str, Any] | None) -> str:
 
 def printable(text: str) -> str:
     """Text from a file with control characters spelled out: a file must not be able to drive the terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return one_line(text)
+
+
+def say(line: str) -> None:
+    """A line for people, on standard error."""
+    click.echo(f"sharpi: {printable(line)}", err=True)
 
 
 def context_full_line(context: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from sharpi.errors import HubError
 from sharpi.hub.names import DEFAULT_QUANT, Name, Variant, choose, variants
+from sharpi.words import size
 
 __all__ = ["Found", "locate", "look", "pull"]
 
@@ -77,9 +78,9 @@ def pull(model: str, *, progress: Progress | None = None, notice: Notice | None 
     if name is None:
         raise HubError(f"{model}: is {'a local file' if os.path.exists(model) else 'not the name of a model'};"
                        " names are user/repo or user/repo:QUANT")
-    from huggingface_hub import constants
+    from sharpi.hub.cache import is_offline
 
-    here = _cached(name, notice) if constants.HF_HUB_OFFLINE else None
+    here = _cached(name, notice) if is_offline() else None
     if here is None:
         return _pull(name, progress, notice)
     if notice is not None:
@@ -105,7 +106,7 @@ def _cached(name: Name, notice: Notice | None) -> Found | None:
 
 
 def _pull(name: Name, progress: Progress | None, notice: Notice | None) -> tuple[Path, str]:
-    from sharpi.hub.download import amount, ask, download, missing_bytes
+    from sharpi.hub.download import ask, download, missing_bytes
 
     listing = ask(name)
     offered = variants(listing.files)
@@ -114,7 +115,7 @@ def _pull(name: Name, progress: Progress | None, notice: Notice | None) -> tuple
     missing = missing_bytes(name, variant)
     if notice is not None:
         parts = f" in {len(variant.files)} parts" if len(variant.files) > 1 else ""
-        notice(f"{called}: downloading {amount(missing)}{parts}" if missing else f"{called}: nothing new to download")
+        notice(f"{called}: downloading {size(missing)}{parts}" if missing else f"{called}: nothing new to download")
     return download(listing, variant, progress, notice), called
 
 

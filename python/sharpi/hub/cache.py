@@ -15,13 +15,19 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-from huggingface_hub import constants
+from urllib.parse import urlsplit
 
 from sharpi.errors import HubError
 from sharpi.hub.names import HubFile, Name, Variant, choose, matching, variants
 
-__all__ = ["COMMIT", "CachedModel", "cached", "find", "folder_of", "listed", "read_ref", "remove"]
+try:
+    from huggingface_hub import constants  # which reads its variables
+
+    urlsplit(constants.ENDPOINT).port  # noqa: B018 - other modules of it ask for this while they are imported
+except ValueError as error:
+    raise HubError(f"an HF_ variable of the environment makes no sense: {error}") from error
+
+__all__ = ["COMMIT", "CachedModel", "cached", "find", "folder_of", "is_offline", "listed", "read_ref", "remove"]
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -42,6 +48,11 @@ class CachedModel:
     def path(self) -> Path:
         """Its file, of a split model the first part."""
         return self.snapshot if self.variant is None else self.snapshot / self.variant.files[0].path
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids to look at the network."""
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def folder_of(repo: str) -> Path:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from filelock import Timeout
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url
@@ -29,8 +29,9 @@ from sharpi.errors import HubError, SharpiError
 from sharpi.files import write_whole
 from sharpi.hub.cache import COMMIT, folder_of, read_ref
 from sharpi.hub.names import HubFile, Name, Variant
+from sharpi.words import size
 
-__all__ = ["Listing", "Progress", "amount", "ask", "download", "explained", "missing_bytes", "receive"]
+__all__ = ["Listing", "Progress", "ask", "download", "explained", "missing_bytes", "receive"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def ask(name: Name) -> Listing:
     with explained(name):
         try:
             info = HfApi(library_name=_LIBRARY).model_info(name.repo, revision=name.revision, files_metadata=True)
-            files = tuple(HubFile(file.rfilename, (file.lfs.size if file.lfs else file.size) or 0,
+            files = tuple(_listed(file.rfilename, (file.lfs.size if file.lfs else file.size) or 0,
                                   (file.lfs.sha256 if file.lfs else file.blob_id) or "")
                           for file in info.siblings or () if _is_plain(file.rfilename))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -71,6 +72,12 @@ def ask(name: Name) -> Listing:
     if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
         raise HubError(f"{name}: {constants.ENDPOINT} does not say which commit it has; check HF_ENDPOINT")
     return Listing(name, info.sha, files)
+
+
+def _listed(path: str, size: Any, etag: Any) -> HubFile:
+    if not isinstance(size, int) or size < 0 or not isinstance(etag, str):
+        raise TypeError(f"{path} has a size of {size!r} and a checksum of {etag!r}")
+    return HubFile(path, size, etag)
 
 
 def _is_plain(path: str) -> bool:
@@ -110,11 +117,6 @@ def download(listing: Listing, variant: Variant, progress: Progress | None, noti
     return snapshot / variant.files[0].path
 
 
-def amount(count: int) -> str:
-    """A number of bytes for people."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
 def _blob(repo: str, file: HubFile) -> Path:
     return folder_of(repo) / "blobs" / file.etag
 
@@ -136,7 +138,7 @@ def _require_room(name: Name, count: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
     if count > free:
-        raise HubError(f"{name}: needs {amount(count)}, but {root} has only {amount(free)} free; HF_HOME moves the"
+        raise HubError(f"{name}: needs {size(count)}, but {root} has only {size(free)} free; HF_HOME moves the"
                        " cache")
 
 

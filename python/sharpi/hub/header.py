@@ -7,7 +7,6 @@ long as the real one, so that it opens as if the model were here. Its tensors ar
 from __future__ import annotations
 
 import atexit
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,10 +14,10 @@ from pathlib import Path
 from huggingface_hub import hf_hub_url
 
 from sharpi.errors import HubError, ModelFileError
+from sharpi.files import cache_folder, draft_beside
 from sharpi.gguf import has_whole_header
 from sharpi.hub.download import Listing, explained, receive
 from sharpi.hub.names import HubFile, Variant
-from sharpi.profile_cache import cache_path
 
 __all__ = ["fetch_header", "forget"]
 
@@ -47,9 +46,7 @@ def forget(repo: str) -> None:
 
 
 def _folder(repo: str) -> Path:
-    own = cache_path()
-    root = own.parent if own is not None else _passing_folder()
-    return root / "headers" / repo.replace("/", "--")
+    return (cache_folder() or _passing_folder()) / "headers" / repo.replace("/", "--")
 
 
 def _passing_folder() -> Path:
@@ -64,7 +61,7 @@ def _fetch(listing: Listing, file: HubFile, target: Path, first: int) -> None:
         return
     url = hf_hub_url(listing.name.repo, file.path, revision=listing.commit)
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft = draft_beside(target)
     longest = min(file.size, _LONGEST_HEADER)
     try:
         with open(draft, "wb") as out:
@@ -78,7 +75,7 @@ def _fetch(listing: Listing, file: HubFile, target: Path, first: int) -> None:
                     break
                 end = min(2 * end, longest)
             out.truncate(file.size)
-        os.replace(draft, target)
+        draft.replace(target)
     finally:
         draft.unlink(missing_ok=True)
 

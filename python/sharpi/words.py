@@ -1,0 +1,30 @@
+"""How people are told of sizes, speeds and numbers of things."""
+
+from __future__ import annotations
+
+__all__ = ["plural", "size", "speed"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(count: int) -> str:
+    """A number of bytes for people: `17 B`, `4.2 KiB`, `1.50 GiB`."""
+    if count < 1024:
+        return f"{count} B"
+    value = float(count)
+    unit = 0
+    # 1023.95 and up would round to "1024.0" of the unit; the next one says it better.
+    while value >= 1023.95 and unit + 1 < len(_UNITS):
+        value /= 1024
+        unit += 1
+    return f"{value:.2f} {_UNITS[unit]}" if unit >= 3 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def speed(tokens_per_second: float) -> str:
+    """Tokens a second, with as many digits as mean something."""
+    return f"{tokens_per_second:.1f}" if tokens_per_second < 1000 else f"{tokens_per_second:,.0f}"
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 token`, `2,000 tokens`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
