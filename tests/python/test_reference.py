@@ -23,7 +23,7 @@ from sharpi import Model
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("SHARPI_SHARED") or REPOSITORY.parent / "shared")
 ORIGINALS = SHARED / "reference"
-REFERENCE = REPOSITORY / "tests" / "data"
+LOGITS = REPOSITORY / "tests" / "data" / "golden"
 NAMES = list(GOLDEN)
 STORY = Path(__file__).parent / "data" / "story_golden.npz"
 
@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tiny_models(name: str, models: Path) -> None:
-    golden = np.load(REFERENCE / "golden" / f"{name}.npz")
+    golden = np.load(LOGITS / f"{name}.npz")
     tokens, positions, expected = golden["tokens"].tolist(), golden["positions"], golden["logits"]
     ragged = np.random.default_rng(3).integers(1, 100, 20).tolist()
     with Model.load(models / f"{name}.gguf", device="cpu", kv_dtype="fp32", batch=len(tokens)) as model:
@@ -65,7 +65,7 @@ def test_models_and_logits_are_the_originals(name: str, models: Path, tmp_path: 
     assert original.keys() == ours.keys()
     for tensor in ours:
         assert np.array_equal(original[tensor], ours[tensor]), tensor
-    ours, original = np.load(REFERENCE / "golden" / f"{name}.npz"), np.load(ORIGINALS / "golden" / f"{name}.npz")
+    ours, original = np.load(LOGITS / f"{name}.npz"), np.load(ORIGINALS / "golden" / f"{name}.npz")
     for array in ("tokens", "positions", "logits"):
         assert np.array_equal(original[array], ours[array]), array
 
