@@ -103,8 +103,9 @@ def unmet(python: Path, requirements: list[str]) -> list[str]:
     return missing
 
 
-def lists_in_pyproject() -> tuple[list[str], list[str]]:
-    """What building needs, and what running and testing needs, as pyproject.toml says: Python 3.10 cannot read TOML."""
+def lists_in_pyproject() -> tuple[list[str], list[str], list[str]]:
+    """What building needs, what running and testing needs, and what checks types, as pyproject.toml says; Python 3.10 has
+    no reader for it."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
     def quoted(key: str) -> list[str]:
@@ -112,7 +113,7 @@ def lists_in_pyproject() -> tuple[list[str], list[str]]:
         assert found is not None, f"pyproject.toml has no {key}"
         return re.findall(r'"([^"]+)"', found[1])
 
-    return quoted("requires"), [*quoted("dependencies"), *quoted("test")]
+    return quoted("requires"), [*quoted("dependencies"), *quoted("test")], quoted("types")
 
 
 def make_environment() -> Tools:
@@ -125,13 +126,13 @@ def make_environment() -> Tools:
     for left in folder.glob(f"lib/*/site-packages/{BORROWED}"):
         left.unlink()
     path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"], str(Path(sys.executable).parent)])
-    building, running = lists_in_pyproject()
+    building, running, types = lists_in_pyproject()
     programs = [f"cmake>={promised_cmake()}"] if not is_new_enough("cmake", promised_cmake(), path) else []
     programs += ["ninja"] if shutil.which("ninja", path=path) is None else []
     tools = Tools(python, path, borrowed=False)
     try:
         # All at once: an environment that sees the build tools by PYTHONPATH may still lack what the tests need.
-        tools.pip(*programs, *building, *running)
+        tools.pip(*programs, *building, *running, *types)
         return tools
     except subprocess.CalledProcessError:
         print("pip reaches no index: using the packages of", sys.executable, flush=True)

@@ -51,8 +51,9 @@ def test_a_program_is_taken_if_it_is_new_enough(script: ModuleType, tmp_path: Pa
 
 
 def test_what_the_project_needs_is_read_from_pyproject(script: ModuleType) -> None:
-    building, running = script.lists_in_pyproject()
+    building, running, types = script.lists_in_pyproject()
     assert [name.split(">")[0] for name in building] == ["scikit-build-core", "pybind11"]
+    assert [name.split(">")[0] for name in types] == ["mypy"]
     assert {"numpy", "click", "pytest", "hypothesis"} <= {name.split(">")[0] for name in running}
     assert script.promised_cmake() == "3.18"
 
@@ -62,7 +63,7 @@ def test_what_the_machine_has_is_borrowed(script: ModuleType, tmp_path: Path, mo
     program(tmp_path / "bin", "ninja", "1.11")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     # Not every Python that runs these tests has the build's packages too.
-    monkeypatch.setattr(script, "lists_in_pyproject", lambda: (["pluggy>=0.1"], ["pytest>=8", "numpy>=1.24"]))
+    monkeypatch.setattr(script, "lists_in_pyproject", lambda: (["pluggy>=0.1"], ["pytest>=8", "numpy>=1.24"], []))
     tools = script.make_environment()
     assert tools.borrowed and tools.program("cmake") == str(tmp_path / "bin" / "cmake")
     seen = subprocess.run([tools.python, "-c", "import numpy, pytest; print(pytest.__version__)"], check=True,
@@ -75,7 +76,7 @@ def test_what_the_machine_has_is_borrowed(script: ModuleType, tmp_path: Path, mo
 @pytest.mark.parametrize("missing", ["no-such-thing>=1", "pytest>=99"])
 def test_what_is_missing_is_said(script: ModuleType, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "is_new_enough", lambda *_: True)
-    monkeypatch.setattr(script, "lists_in_pyproject", lambda: (["pluggy>=0.1"], ["pytest>=8", missing]))
+    monkeypatch.setattr(script, "lists_in_pyproject", lambda: (["pluggy>=0.1"], ["pytest>=8", missing], []))
     with pytest.raises(SystemExit) as stopped:
         script.make_environment()
     said = str(stopped.value)
@@ -85,6 +86,6 @@ def test_what_is_missing_is_said(script: ModuleType, missing: str, monkeypatch: 
 
 def test_an_old_cmake_is_missing_too(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "promised_cmake", lambda: "99.0")
-    monkeypatch.setattr(script, "lists_in_pyproject", lambda: (["pluggy>=0.1"], ["pytest>=8"]))
+    monkeypatch.setattr(script, "lists_in_pyproject", lambda: (["pluggy>=0.1"], ["pytest>=8"], []))
     with pytest.raises(SystemExit, match=r"^missing, and pip cannot fetch it: cmake>=99\.0; "):
         script.make_environment()

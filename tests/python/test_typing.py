@@ -1,6 +1,6 @@
 """Types: the stubs of the core say what the module has, and type checkers see the API as it is.
 
-mypy and pyright run if they are installed (the `test` extra has mypy); each looks at the package and at programs as
+mypy and pyright run if they are installed (the `types` extra has mypy); each looks at the package and at programs as
 users write them.
 """
 
