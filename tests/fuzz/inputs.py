@@ -171,7 +171,7 @@ def damaged_tensors(tensors: list[Tensor], dice: random.Random) -> list[Tensor]:
     tensor, accident = tensors[index], dice.randrange(6)
     if accident == 0:
         del changed[index]
-    elif accident == 1:
+    elif accident == 1 and tensor.shape:
         shape = list(tensor.shape)
         shape[dice.randrange(len(shape))] = dice.choice(INTEGERS)
         changed[index] = replace(tensor, shape=tuple(shape))
