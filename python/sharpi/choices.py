@@ -1,8 +1,8 @@
-"""What can be chosen by name. It imports nothing, so that `sharpi --help` waits for no code behind it."""
+"""What can be chosen, and what is chosen by default. It imports nothing, so that `sharpi --help` waits for no code behind it."""
 
 from __future__ import annotations
 
-__all__ = ["DEVICES", "DRAFTS", "KV_DTYPES", "MOST_DRAFT_TOKENS", "ROPE_SCALINGS"]
+__all__ = ["DEVICES", "DRAFTS", "KV_DTYPES", "MIN_P", "MOST_DRAFT_TOKENS", "ROPE_SCALINGS", "TEMPERATURE", "TOP_K", "TOP_P"]
 
 DEVICES = ("auto", "cpu", "cuda")
 KV_DTYPES = ("fp32", "bf16", "fp16")
@@ -13,3 +13,5 @@ ROPE_SCALINGS = ("none", "linear", "yarn")
 DRAFTS = ("mtp", "ngram", "off")
 # With the token before them they are a step of 8, the largest that computes the bits of single tokens on every device.
 MOST_DRAFT_TOKENS = 7
+# How tokens are drawn by default, in Python and at the command line. Penalties are off.
+TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 40, 0.95, 0.05

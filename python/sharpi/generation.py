@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from sharpi import arguments
+from sharpi.choices import MIN_P, TEMPERATURE, TOP_K, TOP_P
 from sharpi.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ class GenerationOptions(TypedDict, total=False):
 
 
 DEFAULT_OPTIONS: GenerationOptions = {
-    "max_tokens": None, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.0,
-    "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None, "seed": None, "stop": (), "draft": None,
-    "draft_tokens": None,
+    "max_tokens": None, "temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "min_p": MIN_P,
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None, "seed": None, "stop": (),
+    "draft": None, "draft_tokens": None,
 }
 
 

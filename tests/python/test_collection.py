@@ -1,8 +1,8 @@
 """Sessions and engines are collected without stopping other Python threads, whatever they have to wait for.
 
-A thread that counts shows who has the GIL: between two statements with no call between them, the count moves only if
-the object that is collected there lets go of the GIL. Whether another thread takes it in that moment is chance, so each
-test has many attempts, of which one is enough.
+Another thread counts. Two statements with no call between them hold the GIL throughout, so the count moves there only if
+the object collected between them releases it. Whether the other thread takes the GIL at that moment is chance, so each
+test makes many attempts, and one success is enough.
 """
 
 from __future__ import annotations

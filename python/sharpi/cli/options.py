@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from sharpi.choices import DEVICES, DRAFTS, KV_DTYPES, MOST_DRAFT_TOKENS, ROPE_SCALINGS
+from sharpi.choices import (DEVICES, DRAFTS, KV_DTYPES, MIN_P, MOST_DRAFT_TOKENS, ROPE_SCALINGS, TEMPERATURE, TOP_K,
+                            TOP_P)
 from sharpi.cli.help import section
 from sharpi.cli.pull import fetched
 from sharpi.cli.logs import log_file_option, verbose_option
@@ -297,13 +298,13 @@ def sampling_options(function: Callable[..., Any]) -> Callable[..., Any]:
     option = functools.partial(click.option, show_default=True)
     switches = section(
         "Sampling",
-        option("--temp", "--temperature", "temperature", type=click.FloatRange(min=0), default=0.8, metavar="X",
-               help="Temperature; 0 always takes the most likely token."),
-        option("--top-k", type=click.IntRange(min=0), default=40, metavar="N",
+        option("--temp", "--temperature", "temperature", type=click.FloatRange(min=0), default=TEMPERATURE,
+               metavar="X", help="Temperature; 0 always takes the most likely token."),
+        option("--top-k", type=click.IntRange(min=0), default=TOP_K, metavar="N",
                help="Choose among the N most likely tokens; 0 keeps all."),
-        option("--top-p", type=click.FloatRange(0, 1), default=0.95, metavar="X",
+        option("--top-p", type=click.FloatRange(0, 1), default=TOP_P, metavar="X",
                help="Choose among the most likely tokens that have this probability together; 1 keeps all."),
-        option("--min-p", type=click.FloatRange(0, 1), default=0.05, metavar="X",
+        option("--min-p", type=click.FloatRange(0, 1), default=MIN_P, metavar="X",
                help="Drop tokens less likely than this fraction of the most likely one."),
         option("--repeat-penalty", "repetition_penalty", type=click.FloatRange(min=0, min_open=True), default=1.0,
                metavar="X", help="Make tokens that were seen already less likely; 1 is off."),
