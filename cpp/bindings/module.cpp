@@ -109,7 +109,7 @@ Homes toHomes(const HomeRows& rows) {
 }
 
 EngineOptions toOptions(int64_t context, int64_t batch, int threads, const std::string& kvType, const std::string& device, size_t vram,
-                        const HomeRows& homes, size_t expertSlotBytes, int32_t sequences) {
+                        const HomeRows& homes, size_t expertSlotBytes, int32_t sequences, const std::string& prompt) {
     EngineOptions options;
     options.homes = toHomes(homes);
     options.expertSlotBytes = expertSlotBytes;
@@ -119,6 +119,8 @@ EngineOptions toOptions(int64_t context, int64_t batch, int threads, const std::
     options.kvType = toKvType(kvType);
     options.vram = vram;
     options.sequences = sequences;
+    if (prompt != "exact" && prompt != "fast") throw Error(ErrorKind::InvalidArgument, "unknown prompt mode '" + prompt + "': known are exact and fast");
+    options.prompt = prompt == "exact" ? PromptMode::Exact : PromptMode::Fast;
     if (device != "cpu" && device != "cuda") throw Error(ErrorKind::InvalidArgument, "unknown device '" + device + "': known are cpu and cuda");
     options.cuda = device == "cuda";
     return options;
@@ -226,9 +228,10 @@ void bindDescription(py::module_& m) {
             return Engine::kvBytesFor(d.spec, toKvType(type), context);
         }, py::arg("kv_dtype"), py::arg("context"), "Bytes of the KV cache for `context` tokens, in whole pages.")
         .def("memory_lines", [](const Description& d, const std::string& device, const std::string& kvType, int64_t batch,
-                                 int64_t context, int threads, const HomeRows& homes, size_t expertSlotBytes, int32_t sequences) {
+                                 int64_t context, int threads, const HomeRows& homes, size_t expertSlotBytes, int32_t sequences,
+                                 const std::string& prompt) {
             std::vector<std::pair<std::string, int64_t>> lines;
-            const EngineOptions options = plannedOptions(d, toOptions(context, batch, threads, kvType, device, 0, homes, expertSlotBytes, sequences));
+            const EngineOptions options = plannedOptions(d, toOptions(context, batch, threads, kvType, device, 0, homes, expertSlotBytes, sequences, prompt));
             py::gil_scoped_release release;
             for (const TraceLine& line : plannedLines(d.spec, d.tensors, options)) {
                 lines.emplace_back(line.name, line.taken);
@@ -236,10 +239,11 @@ void bindDescription(py::module_& m) {
             return lines;
         }, py::arg("device"), py::arg("kv_dtype"), py::arg("batch"), py::arg("context"), py::arg("threads") = 1,
            py::arg("homes") = py::none(), py::arg("expert_slot_bytes") = 0, py::arg("sequences") = EngineOptions().sequences,
+           py::arg("prompt") = "fast",
            "What loading will take of the device's memory, in bytes, line by line as SHARPI_TRACE_VRAM=1 shows it.")
         .def("expert_pools", [](const Description& d, const HomeRows& homes, size_t expertSlotBytes) {
             std::vector<std::tuple<int32_t, int64_t, size_t, int64_t>> pools;
-            const EngineOptions options = plannedOptions(d, toOptions(1, 1, 1, "bf16", "cuda", 0, homes, expertSlotBytes, 1));
+            const EngineOptions options = plannedOptions(d, toOptions(1, 1, 1, "bf16", "cuda", 0, homes, expertSlotBytes, 1, "fast"));
             py::gil_scoped_release release;
             for (const auto& p : expertPools(d.spec, d.tensors, options)) pools.emplace_back(p.layers, p.experts, p.slotBytes, p.capacity);
             return pools;
@@ -292,15 +296,15 @@ void bindEngine(py::module_& m) {
         .def(py::init([](const Description& d, const std::vector<std::string>& paths, int64_t context, int64_t batch,
                          int threads, const std::string& kvType, const std::string& device, size_t vram, const HomeRows& homes,
                          size_t expertSlotBytes, std::pair<double, double> expertRates, std::vector<std::pair<int32_t, int32_t>> warm,
-                         int32_t sequences) {
-            EngineOptions options = toOptions(context, batch, threads, kvType, device, vram, homes, expertSlotBytes, sequences);
+                         int32_t sequences, const std::string& prompt) {
+            EngineOptions options = toOptions(context, batch, threads, kvType, device, vram, homes, expertSlotBytes, sequences, prompt);
             options.expertUse = {expertRates.first, expertRates.second, std::move(warm)};
             py::gil_scoped_release release;
             return std::shared_ptr<Engine>(new Engine(d.spec, std::make_unique<Weights>(paths, d.tensors), options), DeleteUnlocked());
         }), py::arg("description"), py::arg("paths"), py::arg("context"), py::arg("batch"), py::arg("threads"), py::arg("kv_dtype"),
             py::arg("device") = "cpu", py::arg("vram") = 0, py::arg("homes") = py::none(), py::arg("expert_slot_bytes") = 0,
             py::arg("expert_rates") = std::pair<double, double>(0, 0), py::arg("warm") = std::vector<std::pair<int32_t, int32_t>>{},
-            py::arg("sequences") = EngineOptions().sequences)
+            py::arg("sequences") = EngineOptions().sequences, py::arg("prompt") = "fast")
         .def("expert_stats", &expertStats, "What has become of each expert so far; None for a model without any.")
         .def_property_readonly("notes", &Engine::notes, "Lines for people: what was not as planned.")
         .def("placement", [](const Engine& e) {

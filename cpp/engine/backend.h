@@ -39,6 +39,7 @@ struct StepLimits {
     bool drafts = false;        // there is a prediction layer
     bool floatWeights = false;  // some matrix is F32
     KvType kvType = KvType::BF16;
+    PromptMode prompt = PromptMode::Fast;
 };
 
 // Experts that are not resident.
@@ -93,6 +94,13 @@ public:
     virtual void takeScratch(const StepLimits& limits) = 0;
     // How experts that are not resident are used, and which are to be in slots first. After takeScratch(); returns when they are there.
     virtual void startExperts(const ExpertUse&) {}
+
+    // The most decode rows of a batch.
+    virtual int64_t decodeRows() const = 0;
+    // Whether prompt rows are computed as decode rows are. A row's kind then does not show.
+    virtual bool oneArithmetic() const = 0;
+    // Prompt rows of a sequence must begin at a multiple of so many positions: a recurrent layer takes them in whole tiles from there.
+    virtual int64_t promptStep() const = 0;
 
     // Everything below works on the batch given here; its tokens have room in the cache.
     virtual void begin(const Batch& batch, const KvCache& kv) = 0;

@@ -35,6 +35,9 @@ public:
     void unload() override;
     void takeScratch(const StepLimits& limits) override;
 
+    int64_t decodeRows() const override { return _limits.maxRows; }
+    bool oneArithmetic() const override { return true; }
+    int64_t promptStep() const override { return 1; }
     void begin(const Batch& batch, const KvCache& kv) override;
     void region(Pass pass, const std::function<void()>& body) override;
     void embed(const Weight& table) override;

@@ -47,6 +47,9 @@ public:
     void startExperts(const ExpertUse& use) override;
     ExpertCounts expertCounts() override;
 
+    int64_t decodeRows() const override { return std::min<int64_t>(_limits.maxRows, GpuScratch::kMaxDecodeRows); }
+    bool oneArithmetic() const override { return _limits.prompt == PromptMode::Exact; }
+    int64_t promptStep() const override { return _limits.deltaHeads && !oneArithmetic() ? kPromptTile : 1; }
     void begin(const Batch& batch, const KvCache& kv) override;
     void region(Pass pass, const std::function<void()>& body) override;
     bool replays() const override { return _replays; }

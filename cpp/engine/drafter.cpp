@@ -58,7 +58,7 @@ void Drafter::predict(ForwardPass& forward, KvCache& kv, const Rows& rows, Text*
     const auto count = static_cast<int64_t>(rows.followers.size()), most = text ? text->most : 0;
     Batch batch;
     for (int64_t i = 0; i < count; ++i) {
-        batch.add(rows.followers[static_cast<size_t>(i)], static_cast<int32_t>(rows.begin + i), rows.sequence, most > 0 && i + 1 == count);
+        batch.add(RowKind::Prompt, rows.followers[static_cast<size_t>(i)], static_cast<int32_t>(rows.begin + i), rows.sequence, most > 0 && i + 1 == count);
         batch.sources.push_back(static_cast<int32_t>(i));
     }
     forward.draft(batch, false);
@@ -70,7 +70,7 @@ void Drafter::predict(ForwardPass& forward, KvCache& kv, const Rows& rows, Text*
             const auto ahead = static_cast<int64_t>(drafts.size());
             if (!kv.reserve(rows.sequence, ahead)) break;
             Batch again;
-            again.add(drafts.back(), static_cast<int32_t>(rows.begin + count + ahead - 1), rows.sequence, true);
+            again.add(RowKind::Decode, drafts.back(), static_cast<int32_t>(rows.begin + count + ahead - 1), rows.sequence, true);
             again.sources.push_back(source);
             source = 0;
             forward.draft(again, true);

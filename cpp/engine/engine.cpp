@@ -189,7 +189,7 @@ void Engine::rehearse() {
     for (const int64_t rows : shapes) {
         const int32_t sequence = _kv->createSequence();
         Batch batch;
-        for (int64_t i = 0; i < rows; ++i) batch.add(0, static_cast<int32_t>(i), sequence, i + 1 == rows || rows == 2);
+        for (int64_t i = 0; i < rows; ++i) batch.add(RowKind::Prompt, 0, static_cast<int32_t>(i), sequence, i + 1 == rows || rows == 2);
         _kv->extend(sequence, rows, rows == 2 ? 1 : 0);
         _forward->run(batch, nullptr);
         _forward->sample(std::vector<Choice>(batch.logitRows.size()));

@@ -18,6 +18,8 @@ DeviceLayout gpuLayout();
 struct GpuScratch {
     // The most sequences of one batch.
     static constexpr int64_t kMaxSequences = 64;
+    // The most decode rows of one batch.
+    static constexpr int64_t kMaxDecodeRows = 64;
     // Pieces of sequences, beside those of whole tiles, that recurrent layers take many rows of a batch in: ends of sequences, and
     // states that are kept. A batch of more goes through them row after row.
     static constexpr int64_t kMorePieces = 16;

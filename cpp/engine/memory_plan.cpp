@@ -156,6 +156,7 @@ std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, con
 
 StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options) {
     StepLimits limits = stepLimits(spec, tensors, std::min(options.batch, options.context), options.context, options.kvType);
+    limits.prompt = options.prompt;
     limits.expertSlots = options.cuda && expertsAway(spec, options.homes);
     return limits;
 }

@@ -15,6 +15,7 @@ struct EngineOptions {
     int64_t batch = 512;  // rows that prefill takes at once
     int threads = 1;
     KvType kvType = KvType::BF16;
+    PromptMode prompt = PromptMode::Fast;  // on the GPU; the CPU has one arithmetic
     // States of sequences that a model with recurrent layers has room for: of one for each that holds tokens, and of earlier
     // tokens of these, to which they may be cut back.
     int32_t sequences = 4;

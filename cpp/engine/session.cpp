@@ -85,7 +85,7 @@ std::vector<int32_t> Session::run(const Piece& piece) {
     Batch batch;
     for (int64_t i = 0; i < piece.count; ++i) {
         const bool wanted = piece.want == Want::EveryRow || (piece.want == Want::Choice && i >= firstChoice);
-        batch.add(piece.tokens[i], static_cast<int32_t>(piece.begin + i), _sequence, wanted);
+        batch.add(RowKind::Prompt, piece.tokens[i], static_cast<int32_t>(piece.begin + i), _sequence, wanted);
     }
     // A prompt may be given again, or with another end: all but its last token are then held.
     const int64_t snapshots = piece.drafted ? piece.drafted : piece.count > 1 && piece.want == Want::Choice ? 1 : 0;

@@ -93,7 +93,7 @@ TEST(ForwardPass, SequencesInOneBatchDoNotTouchEachOther) {
                 pass.kv.extend(handles[s], static_cast<int64_t>(count));
                 for (size_t i = 0; i < count; ++i, ++done[s], --left) {
                     const bool want = random() % 3 == 0 || done[s] + 1 == texts[s].size();
-                    batch.add(texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], want);
+                    batch.add(RowKind::Prompt, texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], want);
                     if (want) wanted.emplace_back(s, done[s]);
                 }
             }

@@ -99,7 +99,7 @@ struct Loaded {
 std::vector<float> run(Loaded& model, const std::vector<int32_t>& text) {
     const int32_t handle = model.kv.createSequence();
     Batch batch;
-    for (size_t i = 0; i < text.size(); ++i) batch.add(text[i], static_cast<int32_t>(i), handle, true);
+    for (size_t i = 0; i < text.size(); ++i) batch.add(RowKind::Prompt, text[i], static_cast<int32_t>(i), handle, true);
     model.kv.extend(handle, batch.size());
     std::vector<float> logits(text.size() * static_cast<size_t>(model.spec.vocabSize), kPoison);
     model.forward.run(batch, logits.data());
@@ -124,8 +124,8 @@ std::vector<float> drafts(Loaded& model, const std::vector<int32_t>& text, const
         Batch batch, behind;
         for (int64_t i = 0; i < count; ++i) {
             const auto at = static_cast<size_t>(done + i);
-            batch.add(text[at], static_cast<int32_t>(at), handle, i % 3 == 0);
-            behind.add(text[at + 1], static_cast<int32_t>(at), handle, true);
+            batch.add(RowKind::Prompt, text[at], static_cast<int32_t>(at), handle, i % 3 == 0);
+            behind.add(RowKind::Prompt, text[at + 1], static_cast<int32_t>(at), handle, true);
             behind.sources.push_back(static_cast<int32_t>(i));
         }
         model.kv.extend(handle, count);
@@ -137,7 +137,7 @@ std::vector<float> drafts(Loaded& model, const std::vector<int32_t>& text, const
     EXPECT_TRUE(again.empty() || model.kv.reserve(handle, static_cast<int64_t>(again.size())));
     for (const int32_t token : again) {
         Batch behind;
-        behind.add(token, static_cast<int32_t>(done++), handle, true);
+        behind.add(RowKind::Prompt, token, static_cast<int32_t>(done++), handle, true);
         behind.sources = {static_cast<int32_t>(last)};
         last = 0;
         draft(behind, true);
@@ -322,12 +322,12 @@ TEST(PredictionLayer, SeveralSequencesDraftAsEachAlone) {
             for (int64_t i = 0; i < count; ++i) {
                 const auto at = static_cast<int32_t>(done[s] + i);
                 if (i < kept[s]) {
-                    behind.add(texts[s][static_cast<size_t>(at) + 1], at, handles[s], true);
+                    behind.add(RowKind::Prompt, texts[s][static_cast<size_t>(at) + 1], at, handles[s], true);
                     behind.sources.push_back(static_cast<int32_t>(batch.size()));
                     rows.emplace_back(s, at);
                 }
                 const auto drafted = static_cast<int32_t>(random() % kWidth);
-                batch.add(i < kept[s] ? texts[s][static_cast<size_t>(at)] : drafted, at, handles[s], true);
+                batch.add(RowKind::Prompt, i < kept[s] ? texts[s][static_cast<size_t>(at)] : drafted, at, handles[s], true);
             }
         }
         if (batch.size() == 0) continue;
@@ -491,7 +491,7 @@ TEST(PredictionLayer, ImpossibleDraftsAreRefused) {
     const int32_t handle = loaded.kv.createSequence();
     loaded.kv.extend(handle, 2);
     Batch batch;
-    for (int i = 0; i < 2; ++i) batch.add(1, i, handle, false);
+    for (int i = 0; i < 2; ++i) batch.add(RowKind::Prompt, 1, i, handle, false);
     loaded.forward.run(batch, nullptr);
     expectError(ErrorKind::Internal, "draft", [&] { loaded.forward.draft(batch, false); });  // from nowhere
     batch.sources = {0, 1};
@@ -510,7 +510,7 @@ TEST(PredictionLayer, ImpossibleDraftsAreRefused) {
     const int32_t other = without.kv.createSequence();
     without.kv.extend(other, 1);
     Batch one;
-    one.add(1, 0, other, true);
+    one.add(RowKind::Prompt, 1, 0, other, true);
     without.forward.run(one, nullptr);
     one.sources = {0};
     expectError(ErrorKind::Internal, "without a prediction layer", [&] { without.forward.draft(one, false); });

@@ -157,7 +157,7 @@ TEST(RecurrentSessions, SixtyFourSequencesGetTheAnswersTheyGetAlone) {
                 pass.kv.extend(handles[static_cast<size_t>(s)], count);
                 for (int i = 0; i < count; ++i) {
                     const int at = done[static_cast<size_t>(s)]++;
-                    batch.add(texts[static_cast<size_t>(s)][static_cast<size_t>(at)], at, handles[static_cast<size_t>(s)], true);
+                    batch.add(RowKind::Prompt, texts[static_cast<size_t>(s)][static_cast<size_t>(at)], at, handles[static_cast<size_t>(s)], true);
                     rows.emplace_back(s, at);
                 }
             }
@@ -188,7 +188,7 @@ TEST(RecurrentSessions, RowsOfABatchCanBeTakenBack) {
             Batch batch;
             for (int64_t i = 0; i < right + wrong; ++i) {
                 const int32_t token = i < right ? text[static_cast<size_t>(done + i)] : static_cast<int32_t>(random() % options.vocab);
-                batch.add(token, static_cast<int32_t>(done + i), handle, true);
+                batch.add(RowKind::Prompt, token, static_cast<int32_t>(done + i), handle, true);
             }
             pass.kv.extend(handle, right + wrong, static_cast<int32_t>(wrong));
             std::vector<float> logits(batch.logitRows.size() * static_cast<size_t>(options.vocab), kPoison);
@@ -219,7 +219,7 @@ TEST(RecurrentSessions, ACacheThatDoesNotFitTheModelIsRefused) {
     pass.kv.extend(handle, 3);
     for (const int rows : {2, 4}) {
         Batch batch;
-        for (int i = 0; i < rows; ++i) batch.add(1, i, handle, false);
+        for (int i = 0; i < rows; ++i) batch.add(RowKind::Prompt, 1, i, handle, false);
         expectError(ErrorKind::Internal, "rows of sequence", [&] { pass.forward.run(batch, nullptr); });
     }
     expectError(ErrorKind::InvalidArgument, "sequences", [&] { hybridEngine(model, 0); });

@@ -120,7 +120,7 @@ TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
                 if (count == 0) continue;
                 pass.kv.extend(handles[s], static_cast<int64_t>(count));
                 for (size_t i = 0; i < count; ++i, ++done[s], --left) {
-                    batch.add(texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], true);
+                    batch.add(RowKind::Prompt, texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], true);
                     rows.emplace_back(s, done[s]);
                 }
             }
@@ -152,7 +152,7 @@ TEST_F(CudaEngine, SequencesShareAPrefill) {
             expected.insert(expected.end(), alone.begin(), alone.end());
             const int32_t handle = pass.kv.createSequence();
             pass.kv.extend(handle, length);
-            for (int64_t i = 0; i < length; ++i) batch.add(text[i], static_cast<int32_t>(i), handle, true);
+            for (int64_t i = 0; i < length; ++i) batch.add(RowKind::Prompt, text[i], static_cast<int32_t>(i), handle, true);
         }
         std::vector<float> got(expected.size(), NAN);
         pass.forward.run(batch, got.data());
@@ -163,7 +163,7 @@ TEST_F(CudaEngine, SequencesShareAPrefill) {
         for (int i = 0; i < 65; ++i) {
             const int32_t handle = pass.kv.createSequence();
             pass.kv.extend(handle, 1);
-            many.add(0, 0, handle, false);
+            many.add(RowKind::Prompt, 0, 0, handle, false);
         }
         EXPECT_THROW(pass.forward.run(many, nullptr), Error);
     }

@@ -59,7 +59,7 @@ struct Together {
             if (!counts[s]) continue;
             pass.kv.extend(handles[s], static_cast<int64_t>(counts[s]));
             for (size_t i = 0; i < counts[s]; ++i, ++done[s]) {
-                batch.add(texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], true);
+                batch.add(RowKind::Prompt, texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], true);
                 rows.emplace_back(s, done[s]);
             }
         }
@@ -246,7 +246,7 @@ TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
                 Batch batch;
                 for (int64_t i = 0; i < right + wrong; ++i) {
                     const auto token = i < right ? text[static_cast<size_t>(done + i)] : static_cast<int32_t>(random()() % 77);
-                    batch.add(token, static_cast<int32_t>(done + i), handle, true);
+                    batch.add(RowKind::Prompt, token, static_cast<int32_t>(done + i), handle, true);
                 }
                 pass.kv.extend(handle, right + wrong, static_cast<int32_t>(wrong));
                 std::vector<float> got(batch.logitRows.size() * static_cast<size_t>(tiny.vocab), NAN);
@@ -277,7 +277,7 @@ TEST_F(CudaHybrids, RowsOfAPrefillCanBeTakenBack) {
             Batch batch;
             for (int64_t i = 0; i < right + wrong; ++i) {
                 const auto token = i < right ? text[static_cast<size_t>(done + i)] : static_cast<int32_t>(random()() % 77);
-                batch.add(token, static_cast<int32_t>(done + i), handle, true);
+                batch.add(RowKind::Prompt, token, static_cast<int32_t>(done + i), handle, true);
             }
             pass.kv.extend(handle, right + wrong, static_cast<int32_t>(wrong));
             std::vector<float> got(batch.logitRows.size() * static_cast<size_t>(tiny.vocab), NAN);
