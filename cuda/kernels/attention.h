@@ -13,6 +13,11 @@ struct BatchRows {
     const int32_t* sequence = nullptr;    // [rows]: which page table
     const int32_t* pageTables = nullptr;  // [sequences, pagesPerTable]
     int64_t pagesPerTable = 0;
+
+    // Rows [first, first + count) of these. Page tables are the sequences', so they stay.
+    BatchRows from(int64_t first, int64_t count) const {
+        return {count, positions + first, sequence + first, pageTables, pagesPerTable};
+    }
 };
 
 struct HeadShape {

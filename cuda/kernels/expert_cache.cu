@@ -53,6 +53,17 @@ __global__ void __launch_bounds__(kCrossingThreads)
     storeFlag(sent, ticket);
 }
 
+constexpr int kLookUpThreads = 256;
+
+__global__ void __launch_bounds__(kLookUpThreads) lookUpKernel(const int32_t* chosen, int pairs, ExpertIndex which, int32_t* element) {
+    allowNext();
+    waitForPrevious();
+    const int p = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+    if (p >= pairs) return;
+    const int32_t place = which.index ? which.index[chosen[p]] : chosen[p];
+    element[p] = place >= which.first && place < which.end ? place - which.first : -1;
+}
+
 // --- bringing experts over -----------------------------------------------------------------------------------------------
 
 constexpr int kFetchThreads = 256;
@@ -367,6 +378,13 @@ void combineAnswers(Stream& stream, const float* y, const float* hostY, const in
     const dim3 grid(static_cast<unsigned>((pieces + kAnswerThreads - 1) / kAnswerThreads), static_cast<unsigned>(rows));
     launch(stream, wide ? combineAnswersKernel<4> : combineAnswersKernel<1>, grid, dim3(kAnswerThreads), 0, y, hostY, slot, weight, used,
            static_cast<int>(pieces), returned, ticket, shared, residual);
+}
+
+void lookUpExperts(Stream& stream, const int32_t* chosen, int64_t pairs, const ExpertIndex& which, int32_t* element) {
+    const int count = pairCount(pairs);
+    if (count == 0) return;
+    launch(stream, lookUpKernel, dim3(static_cast<unsigned>((count + kLookUpThreads - 1) / kLookUpThreads)), dim3(kLookUpThreads), 0, chosen,
+           count, which, element);
 }
 
 }  // namespace sharpi::cuda

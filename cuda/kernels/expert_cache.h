@@ -13,6 +13,7 @@
 
 #include "core/matrix.h"
 #include "kernels/crossing.h"
+#include "kernels/matmul.h"
 #include "kernels/rows.h"
 
 namespace sharpi::cuda {
@@ -69,5 +70,9 @@ void fetchAhead(Stream& stream, const ExpertStacks& slots, const DeviceOrders* o
 // until *returned >= ticket. Then the shared answer.
 void combineAnswers(Stream& stream, const float* y, const float* hostY, const int32_t* slot, const float* weight, int64_t rows, int32_t used,
                     int64_t cols, const uint32_t* returned, uint32_t ticket, float* residual, const SharedAnswer& shared = {});
+
+// element[p] = which matrix of a stack is that of pair p's expert, -1 if the stack does not hold it. So expertGated and expertMatvec
+// find the experts of a stack that holds only some of them, at the places that `which` names.
+void lookUpExperts(Stream& stream, const int32_t* chosen, int64_t pairs, const ExpertIndex& which, int32_t* element);
 
 }  // namespace sharpi::cuda

@@ -17,6 +17,11 @@ struct MatvecInput {
     QuantizedRows quantized;
 };
 
+// The same rows from row `row` on.
+inline MatvecInput rowsFrom(const MatvecInput& x, int64_t row, int64_t cols) {
+    return {x.floats ? x.floats + row * cols : nullptr, rowsFrom(x.quantized, row, cols)};
+}
+
 struct MatvecOutput {
     Matrix w;  // packed
     const float* bias = nullptr;

@@ -326,7 +326,8 @@ __global__ void __launch_bounds__(kCombineThreads) combineKernel(const float* y,
 #pragma unroll 4
     for (int32_t k = 0; k < used; ++k) {
         const float factor = weight[row * used + k];
-        const float4 answer = loadQuad(y + int64_t{pairOf[row * used + k]} * cols + column, whole, left);
+        const int64_t pair = pairOf ? int64_t{pairOf[row * used + k]} : row * used + k;
+        const float4 answer = loadQuad(y + pair * cols + column, whole, left);
         sum.x = fmaf(factor, answer.x, sum.x);
         sum.y = fmaf(factor, answer.y, sum.y);
         sum.z = fmaf(factor, answer.z, sum.z);

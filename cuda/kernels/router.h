@@ -33,7 +33,7 @@ ExpertGrouping expertGroupingOver(void* buffer, int64_t rows, int32_t used, int3
 void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts, const ExpertGrouping& to);
 
 // residual[t, :] += sum over ranks k ascending of weight[t, k] * y[pairOf[t, k], :], starting at +0, by fma; then the
-// shared answer.
+// shared answer. pairOf null: y is in the order of the pairs, pair (t, k) at t * used + k.
 void combineExperts(Stream& stream, const float* y, const int32_t* pairOf, const float* weight, int64_t rows, int32_t used,
                     int64_t cols, float* residual, const SharedAnswer& shared = {});
 

@@ -35,6 +35,33 @@ struct SharedAnswer {
     const float* scale = nullptr;  // [rows]
 };
 
+// The same rows from row `row` on. Forms that are absent stay so. A row of halves keeps its alignment if cols is a multiple of 8.
+inline QuantizedRows rowsFrom(const QuantizedRows& rows, int64_t row, int64_t cols) {
+    QuantizedRows rest = rows;
+    if (rest.q) rest.q += row * cols;
+    if (rest.scale) rest.scale += row * (cols / 32);
+    if (rest.sums) rest.sums += row * (cols / 32);
+    return rest;
+}
+inline HalfRows rowsFrom(const HalfRows& rows, int64_t row, int64_t cols) {
+    HalfRows rest = rows;
+    if (rest.hi) rest.hi += row * cols;
+    if (rest.lo) rest.lo += row * cols;
+    return rest;
+}
+inline RowOutputs rowsFrom(const RowOutputs& rows, int64_t row, int64_t cols) {
+    RowOutputs rest;
+    rest.floats = rows.floats ? rows.floats + row * cols : nullptr;
+    rest.quantized = rowsFrom(rows.quantized, row, cols);
+    rest.half = rowsFrom(rows.half, row, cols);
+    return rest;
+}
+inline SharedAnswer rowsFrom(const SharedAnswer& rows, int64_t row, int64_t cols) {
+    SharedAnswer rest;
+    if (rows.y) rest = {rows.y + row * cols, rows.scale + row};
+    return rest;
+}
+
 size_t quantizedRowsBytes(int64_t rows, int64_t cols);
 QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols);  // 256-byte aligned buffer
 
