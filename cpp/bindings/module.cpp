@@ -108,6 +108,12 @@ Homes toHomes(const HomeRows& rows) {
     return homes;
 }
 
+RowKind toRowKind(const std::string& kind) {
+    if (kind == "prompt") return RowKind::Prompt;
+    if (kind == "decode") return RowKind::Decode;
+    throw Error(ErrorKind::InvalidArgument, "unknown kind of rows '" + kind + "': known are prompt and decode");
+}
+
 EngineOptions toOptions(int64_t context, int64_t batch, int threads, const std::string& kvType, const std::string& device, size_t vram,
                         const HomeRows& homes, size_t expertSlotBytes, int32_t sequences, const std::string& prompt) {
     EngineOptions options;
@@ -358,11 +364,14 @@ void bindEngine(py::module_& m) {
         })
         .def_property_readonly("reused_tokens", &Session::reusedTokens)
         .def("reset", &Session::reset, py::call_guard<py::gil_scoped_release>())
-        .def("evaluate", [](Session& s, const std::vector<int32_t>& tokens, const std::vector<int64_t>& chunks) {
+        .def("evaluate", [](Session& s, const std::vector<int32_t>& tokens, const std::vector<int64_t>& chunks, const std::string& kind) {
+            const RowKind rows = toRowKind(kind);
             py::gil_scoped_release release;
-            s.evaluate(tokens, nullptr, chunks, interruptCheck());
-        }, py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{})
-        .def("logits", [](Session& s, const std::vector<int32_t>& tokens, const std::vector<int64_t>& chunks) {
+            s.evaluate(tokens, rows, nullptr, chunks, interruptCheck());
+        }, py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{}, py::arg("kind") = "prompt",
+           "Appends tokens, computed as rows of this kind: \"prompt\" or \"decode\". chunks: the sizes of pieces.")
+        .def("logits", [](Session& s, const std::vector<int32_t>& tokens, const std::vector<int64_t>& chunks, const std::string& kind) {
+            const RowKind rows = toRowKind(kind);
             {
                 py::gil_scoped_release release;
                 s.requireRoom(static_cast<int64_t>(tokens.size()));  // before memory is taken for the answer
@@ -371,10 +380,11 @@ void bindEngine(py::module_& m) {
             float* data = out.mutable_data();
             {
                 py::gil_scoped_release release;
-                s.evaluate(tokens, data, chunks, interruptCheck());
+                s.evaluate(tokens, rows, data, chunks, interruptCheck());
             }
             return out;
-        }, py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{})
+        }, py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{}, py::arg("kind") = "prompt",
+           "As evaluate(): float32 [tokens, vocab], row i behind token i.")
         .def("start", [](Session& s, const std::vector<int32_t>& prompt, const SamplingParams& params, const std::string& draft, int32_t draftTokens) {
             const DraftOptions drafts = toDraftOptions(draft, draftTokens);
             py::gil_scoped_release release;

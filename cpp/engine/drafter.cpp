@@ -58,7 +58,8 @@ void Drafter::predict(ForwardPass& forward, KvCache& kv, const Rows& rows, Text*
     const auto count = static_cast<int64_t>(rows.followers.size()), most = text ? text->most : 0;
     Batch batch;
     for (int64_t i = 0; i < count; ++i) {
-        batch.add(RowKind::Prompt, rows.followers[static_cast<size_t>(i)], static_cast<int32_t>(rows.begin + i), rows.sequence, most > 0 && i + 1 == count);
+        const bool drafts = most > 0 && i + 1 == count;
+        batch.add(rows.kind, rows.followers[static_cast<size_t>(i)], static_cast<int32_t>(rows.begin + i), rows.sequence, drafts);
         batch.sources.push_back(static_cast<int32_t>(i));
     }
     forward.draft(batch, false);

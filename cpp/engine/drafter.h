@@ -11,7 +11,7 @@
 namespace sharpi {
 
 struct DraftOptions {
-    // With the token that goes before them these are 8 rows: so many the GPU computes to the CPU's bits.
+    // With the token that goes before them these are 8 rows: the GPU multiplies as many decode rows at once.
     static constexpr int32_t kMostTokens = 7;
     enum class Source { Off, NGram, Prediction };
     Source source = Source::Off;
@@ -42,8 +42,10 @@ public:
     // Up to `most` tokens that may follow the history.
     std::vector<int32_t> drafts(const std::vector<int32_t>& history, int64_t most) const;
 
-    // Rows [0, followers.size()) of the model's last pass, which are the sequence's and came at `begin`, where it now ends.
+    // Rows [0, followers.size()) of the model's last pass, which are the sequence's, of one kind, and came at `begin`, where it now
+    // ends. The prediction layer's rows are of the same kind; those that go on from its own are decode rows.
     struct Rows {
+        RowKind kind = RowKind::Prompt;
         int32_t sequence = 0;
         int64_t begin = 0;
         std::vector<int32_t> followers;  // the token that follows each

@@ -22,7 +22,7 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
     }
     prefetchWanted();  // throws for nonsense, before anything is loaded
     if (options.batch < 1 || options.batch > 65536) throw Error(ErrorKind::InvalidArgument, "batch must be 1 to 65536 rows");
-    options.batch = std::min(options.batch, options.context);
+    options.batch = batchRows(options);
     if (options.sequences < 1 || options.sequences > 4096) throw Error(ErrorKind::InvalidArgument, "sequences must be 1 to 4096");
     for (const TensorHome& home : options.homes) {
         if (home.cpuRows < 0) throw Error(ErrorKind::InvalidArgument, "a plan with a negative number of rows for the CPU");
@@ -181,31 +181,36 @@ void Engine::load() {
     _trace.note("graphs");
 }
 
-// A prefill and a decode step, so that kernels are loaded and the step is captured before anyone waits for a token; where the
-// model drafts, what that takes too.
+// A prefill and a decode step, so that kernels are loaded and the step is captured before anyone waits for a token; if the model
+// drafts, a step with a draft too.
 void Engine::rehearse() {
-    std::vector<int64_t> shapes = {std::min<int64_t>(_options.batch, 512), 1};
-    if (_weights->prediction && _options.batch > 1) shapes.push_back(2);
-    for (const int64_t rows : shapes) {
-        const int32_t sequence = _kv->createSequence();
-        Batch batch;
-        for (int64_t i = 0; i < rows; ++i) batch.add(RowKind::Prompt, 0, static_cast<int32_t>(i), sequence, i + 1 == rows || rows == 2);
-        _kv->extend(sequence, rows, rows == 2 ? 1 : 0);
-        _forward->run(batch, nullptr);
-        _forward->sample(std::vector<Choice>(batch.logitRows.size()));
-        if (_weights->prediction) rehearseDrafts(sequence, rows);
-        _kv->releaseSequence(sequence);
-    }
+    rehearse(RowKind::Prompt, std::min<int64_t>(_options.batch, 512));
+    rehearse(RowKind::Decode, 1);
+    if (_weights->prediction && _options.batch > 1) rehearse(RowKind::Decode, 2);
     // Nobody has asked anything yet.
     _backend->expertCounts();
     _backend->profiler().clear();
 }
 
-void Engine::rehearseDrafts(int32_t sequence, int64_t rows) {
+// A sequence of these rows. Decode rows all give a token, as drafts do, and may be taken back.
+void Engine::rehearse(RowKind kind, int64_t rows) {
+    const int32_t sequence = _kv->createSequence();
+    Batch batch;
+    for (int64_t i = 0; i < rows; ++i) batch.add(kind, 0, static_cast<int32_t>(i), sequence, i + 1 == rows || kind == RowKind::Decode);
+    std::vector<int64_t> marks;
+    for (int64_t length = 1; length < rows && kind == RowKind::Decode; ++length) marks.push_back(length);
+    _kv->extend(sequence, rows, marks);
+    _forward->run(batch, nullptr);
+    _forward->sample(std::vector<Choice>(batch.logitRows.size()));
+    if (_weights->prediction) rehearseDrafts(kind, sequence, rows);
+    _kv->releaseSequence(sequence);
+}
+
+void Engine::rehearseDrafts(RowKind kind, int32_t sequence, int64_t rows) {
     Sampler sampler(SamplingParams(), _spec.vocabSize);
     const std::vector<int32_t> history;
     Drafter::Text text{sampler, history, {}, rows < _options.context ? 2 : 1};
-    Drafter().predict(*_forward, *_kv, {sequence, 0, std::vector<int32_t>(static_cast<size_t>(rows), 0)}, &text);
+    Drafter().predict(*_forward, *_kv, {kind, sequence, 0, std::vector<int32_t>(static_cast<size_t>(rows), 0)}, &text);
 }
 
 void Engine::warm(const std::function<bool(uint64_t, uint64_t)>& progress) const {

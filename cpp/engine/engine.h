@@ -50,7 +50,8 @@ private:
     void printPlacement() const;
     void uploaded(double seconds);
     void rehearse();
-    void rehearseDrafts(int32_t sequence, int64_t rows);
+    void rehearse(RowKind kind, int64_t rows);
+    void rehearseDrafts(RowKind kind, int32_t sequence, int64_t rows);
 
     ModelSpec _spec;
     EngineOptions _options;

@@ -17,6 +17,14 @@ void ForwardPass::check(const Batch& batch) const {
     if (batch.size() > _limits.maxRows) {
         throw Error(ErrorKind::Internal, "a batch of " + std::to_string(batch.size()) + " rows, scratch holds " + std::to_string(_limits.maxRows));
     }
+    const int64_t decodeRows = batch.decodeRows;
+    if (decodeRows < 0 || decodeRows > std::min(batch.size(), _backend.decodeRows())) {
+        throw Error(ErrorKind::Internal, "a batch of " + std::to_string(batch.size()) + " rows with " + std::to_string(decodeRows) +
+                                             " decode rows, the backend takes " + std::to_string(_backend.decodeRows()));
+    }
+    if (decodeRows > 0 && batch.hasPromptRows() && batch.sequences[decodeRows - 1] == batch.sequences[decodeRows]) {
+        throw Error(ErrorKind::Internal, "decode rows and prompt rows of sequence " + std::to_string(batch.sequences[decodeRows]) + " in one batch");
+    }
     for (int64_t t = 0; t < batch.size(); ++t) {
         if (batch.tokens[t] < 0 || batch.tokens[t] >= _spec.vocabSize) {
             throw Error(ErrorKind::InvalidArgument, "token " + std::to_string(batch.tokens[t]) +

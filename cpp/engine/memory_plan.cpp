@@ -154,8 +154,13 @@ std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, con
     return Counted(spec, tensors, options).slots.pools();
 }
 
+int64_t batchRows(const EngineOptions& options) {
+    const int64_t least = options.cuda && options.prompt == PromptMode::Fast ? kPromptTile : 1;
+    return std::min(std::max(options.batch, least), options.context);
+}
+
 StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options) {
-    StepLimits limits = stepLimits(spec, tensors, std::min(options.batch, options.context), options.context, options.kvType);
+    StepLimits limits = stepLimits(spec, tensors, batchRows(options), options.context, options.kvType);
     limits.prompt = options.prompt;
     limits.expertSlots = options.cuda && expertsAway(spec, options.homes);
     return limits;
@@ -198,7 +203,7 @@ std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, con
         tried.batch = batch;
         return plannedBytes(spec, tensors, tried) <= available;
     };
-    for (int64_t batch = std::min(options.batch, options.context); batch >= 1; batch = batch > 64 ? batch / 2 : 0) {
+    for (int64_t batch = batchRows(options); batch >= 1; batch = batch > 64 ? std::max<int64_t>(batch / 2, 64) : 0) {
         if (fits(options.context, batch)) return "a batch of " + std::to_string(batch) + " would fit";
         int64_t low = 0, high = options.context;
         while (low < high) {

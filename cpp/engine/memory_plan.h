@@ -44,6 +44,9 @@ FittedPlan fittedPlan(const ModelSpec& spec, const TensorTable& tensors, const E
 // For a model that did not fit into `available` bytes: the setting that would, as words to end an error with.
 std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available);
 
+// Rows of a batch: those asked for, within the context. In Fast mode on the GPU at least a tile of prompt rows, since a recurrent
+// layer takes them in whole tiles.
+int64_t batchRows(const EngineOptions& options);
 // What a backend's buffers are sized for.
 StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
 // By layer; a prediction layer's is the last.

@@ -55,7 +55,7 @@ void KvCache::releaseSequence(int32_t sequence) {
     at(sequence).live = false;
 }
 
-void KvCache::extend(int32_t sequence, int64_t tokens, int32_t snapshots) {
+void KvCache::extend(int32_t sequence, int64_t tokens, const std::vector<int64_t>& marks) {
     Sequence& s = at(sequence);
     const int64_t more = pagesFor(s.length + tokens) - static_cast<int64_t>(s.pages.size());
     if (more > freePages()) {
@@ -63,7 +63,7 @@ void KvCache::extend(int32_t sequence, int64_t tokens, int32_t snapshots) {
                                                 " tokens asked for, " + std::to_string(freePages() * kPageTokens) +
                                                 " more fit; close other sessions or load with a larger context");
     }
-    _states.extend(sequence, s.length, s.length + tokens, snapshots);
+    _states.extend(sequence, s.length, s.length + tokens, marks);
     for (int64_t i = 0; i < more; ++i) {
         s.pages.push_back(_freePages.back());
         _freePages.pop_back();

@@ -27,11 +27,11 @@ public:
     int32_t createSequence();
     void releaseSequence(int32_t sequence);
     int64_t length(int32_t sequence) const { return at(sequence).length; }
-    // Makes room for `tokens` more, which the next step computes. snapshots: it shall be possible to cut the sequence back by
-    // up to so many of them at no cost, if there is room. Throws Error(OutOfMemory) when no page is free, or no slot for the
-    // state; the sequence is then unchanged.
-    void extend(int32_t sequence, int64_t tokens, int32_t snapshots = 0);
-    // So many snapshots can be had at no cost: see RecurrentState::snapshotRoom.
+    // Makes room for `tokens` more, which the next step computes. marks: lengths of the sequence to which it shall be possible to
+    // cut it back at no cost, if there is room: see RecurrentState::extend. Throws Error(OutOfMemory) when no page is free, or no
+    // slot for the state; the sequence is then unchanged.
+    void extend(int32_t sequence, int64_t tokens, const std::vector<int64_t>& marks = {});
+    // The number of marks that can be had at no cost: see RecurrentState::snapshotRoom.
     int32_t snapshotRoom(int32_t sequence) const { return _states.snapshotRoom(sequence); }
     // Pages for `tokens` more, at the sequence's length as it stays; truncate() gives back what is not used. Whether there are.
     bool reserve(int32_t sequence, int64_t tokens);

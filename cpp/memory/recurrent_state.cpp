@@ -66,12 +66,17 @@ int32_t RecurrentState::take(bool evenKept) {
     return slot;
 }
 
-void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, int32_t snapshots) {
+void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, const std::vector<int64_t>& marks) {
     if (!any() || begin == end) return;
     Sequence& s = at(sequence);
     if (!s.coming.empty() || (s.states.empty() ? 0 : s.states.back().tokens) != begin) {
         throw Error(ErrorKind::Internal, "the recurrent state of sequence " + std::to_string(sequence) + " is not that of its " +
                                              std::to_string(begin) + " tokens");
+    }
+    for (size_t i = 0; i < marks.size(); ++i) {
+        if (marks[i] > (i ? marks[i - 1] : begin) && marks[i] < end) continue;
+        throw Error(ErrorKind::Internal, "a state wanted after " + std::to_string(marks[i]) + " tokens of a step from " + std::to_string(begin) +
+                                             " to " + std::to_string(end));
     }
     int32_t last = take(true);
     s.begin = begin;
@@ -85,7 +90,7 @@ void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, int32_
         s.states.pop_back();
     }
     s.coming.push_back({end, last, false, 0});
-    for (int64_t tokens = end - 1; tokens > begin && tokens >= end - snapshots; --tokens) {
+    for (auto mark = marks.rbegin(); mark != marks.rend(); ++mark) {
         int32_t slot = take(false);
         const bool inPlace = slot < 0 && !s.states.empty() && s.states.back().slot == s.from && !s.states.back().kept;
         if (inPlace) {
@@ -94,7 +99,7 @@ void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, int32_
         }
         if (slot < 0) slot = take(true);
         if (slot < 0) break;
-        s.coming.insert(s.coming.begin(), {tokens, slot, false, 0});
+        s.coming.insert(s.coming.begin(), {*mark, slot, false, 0});
         if (inPlace) break;
     }
 }

@@ -47,12 +47,12 @@ public:
     bool any() const { return _slots > 0; }
     int32_t freeSlots() const { return static_cast<int32_t>(_free.size()); }
 
-    // Takes slots for a step from `begin` tokens, where the sequence's state is, to `end`. snapshots: of so many tokens
-    // before the last the states are wanted too; those for which no slot can be had are left out, and the first may be had by
-    // overwriting the state that the step begins from. Throws Error(OutOfMemory) when there is no slot at all; nothing has
-    // changed then.
-    void extend(int32_t sequence, int64_t begin, int64_t end, int32_t snapshots);
-    // So many snapshots can extend() have without giving up a state that shall be kept. No limit where there are no slots.
+    // Takes slots for a step from `begin` tokens, where the sequence's state is, to `end`. marks: lengths between these, ascending,
+    // after which the state is wanted too, those nearest the end the most. Marks for which no slot can be had are left out, and the
+    // first may be had by overwriting the state that the step begins from. Throws Error(OutOfMemory) when there is no slot at all,
+    // and Error(Internal) for a step from elsewhere or impossible marks; nothing has changed then.
+    void extend(int32_t sequence, int64_t begin, int64_t end, const std::vector<int64_t>& marks = {});
+    // The number of marks that extend() can have without giving up a state that shall be kept. No limit where there are no slots.
     int32_t snapshotRoom(int32_t sequence) const;
     // What the step that was begun consists of; none: nothing.
     std::vector<StateStep> steps(int32_t sequence) const;

@@ -1,7 +1,7 @@
 """The native core, as `cpp/bindings/module.cpp` makes it. Errors are those of `sharpi.errors`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -116,8 +116,12 @@ class Session:
     @property
     def reused_tokens(self) -> int: ...
     def reset(self) -> None: ...
-    def evaluate(self, tokens: Sequence[int], chunks: Sequence[int] = []) -> None: ...
-    def logits(self, tokens: Sequence[int], chunks: Sequence[int] = []) -> npt.NDArray[np.float32]: ...
+    def evaluate(
+        self, tokens: Sequence[int], chunks: Sequence[int] = [], kind: Literal["prompt", "decode"] = "prompt",
+    ) -> None: ...
+    def logits(
+        self, tokens: Sequence[int], chunks: Sequence[int] = [], kind: Literal["prompt", "decode"] = "prompt",
+    ) -> npt.NDArray[np.float32]: ...
     def start(
         self, prompt: Sequence[int], params: SamplingParams, draft: str = "off", draft_tokens: int = 1,
     ) -> None: ...

@@ -168,7 +168,7 @@ TEST(Session, InterruptionKeepsWhatWasEvaluated) {
     Session session(makeEngine(model, 128, 10, 1));
     const auto tokens = randomTokens(35, options.vocab, 4);
     int asked = 0;
-    expectError(ErrorKind::InvalidArgument, "interrupted", [&] { session.evaluate(tokens, nullptr, {}, [&] { return ++asked == 3; }); });
+    expectError(ErrorKind::InvalidArgument, "interrupted", [&] { session.evaluate(tokens, RowKind::Prompt, nullptr, {}, [&] { return ++asked == 3; }); });
     EXPECT_EQ(session.tokens(), std::vector<int32_t>(tokens.begin(), tokens.begin() + 20));
 }
 

@@ -18,6 +18,7 @@
 #include "engine/placement.h"
 #include "memory/fake_device.h"
 #include "seed.h"
+#include "state_marks.h"
 #include "tiny_engine.h"
 
 namespace {
@@ -318,7 +319,7 @@ TEST(PredictionLayer, SeveralSequencesDraftAsEachAlone) {
         for (size_t s = 0; s < kSequences; ++s) {
             kept[s] = std::min<int64_t>(static_cast<int64_t>(random() % 4), kRows - done[s]);
             const int64_t count = kept[s] + static_cast<int64_t>(random() % 3);
-            if (count) model.kv.extend(handles[s], count, static_cast<int32_t>(count - kept[s]));
+            if (count) model.kv.extend(handles[s], count, lastMarks(done[s], done[s] + count, count - kept[s]));
             for (int64_t i = 0; i < count; ++i) {
                 const auto at = static_cast<int32_t>(done[s] + i);
                 if (i < kept[s]) {

@@ -10,6 +10,7 @@
 
 #include "engine/gpu.h"
 #include "seed.h"
+#include "state_marks.h"
 #include "tiny_engine.h"
 #include "tiny_pass.h"
 
@@ -190,7 +191,7 @@ TEST(RecurrentSessions, RowsOfABatchCanBeTakenBack) {
                 const int32_t token = i < right ? text[static_cast<size_t>(done + i)] : static_cast<int32_t>(random() % options.vocab);
                 batch.add(RowKind::Prompt, token, static_cast<int32_t>(done + i), handle, true);
             }
-            pass.kv.extend(handle, right + wrong, static_cast<int32_t>(wrong));
+            pass.kv.extend(handle, right + wrong, lastMarks(done, done + right + wrong, wrong));
             std::vector<float> logits(batch.logitRows.size() * static_cast<size_t>(options.vocab), kPoison);
             pass.forward.run(batch, logits.data());
             ASSERT_EQ(std::memcmp(logits.data(), &expected[static_cast<size_t>(done * options.vocab)],

@@ -13,6 +13,7 @@
 #include "memory/host_memory.h"
 #include "memory/kv_cache.h"
 #include "seed.h"
+#include "state_marks.h"
 
 namespace {
 
@@ -48,13 +49,22 @@ public:
         return handle;
     }
 
-    // Takes the sequence on by some tokens; where it fails, with rubbish in the slots that were to be written.
+    // Takes the sequence on by some tokens, with the states before the last `snapshots` of them.
     void step(int32_t handle, const std::vector<int>& more, int32_t snapshots, bool fails) {
+        const auto begin = static_cast<int64_t>(texts[handle].size());
+        stepTo(handle, more, tiny::lastMarks(begin, begin + static_cast<int64_t>(more.size()), snapshots), fails);
+    }
+
+    // Takes the sequence on by some tokens; where it fails, with rubbish in the slots that were to be written.
+    void stepTo(int32_t handle, const std::vector<int>& more, const std::vector<int64_t>& marks, bool fails) {
         std::vector<int>& text = texts[handle];
-        const auto promised = std::min<int64_t>({snapshots, cache.snapshotRoom(handle), static_cast<int64_t>(more.size()) - 1});
-        cache.extend(handle, static_cast<int64_t>(more.size()), snapshots);
+        const auto promised = std::min<int64_t>(static_cast<int64_t>(marks.size()), cache.snapshotRoom(handle));
+        cache.extend(handle, static_cast<int64_t>(more.size()), marks);
         const std::vector<StateStep> steps = cache.states().steps(handle);
         ASSERT_GE(static_cast<int64_t>(steps.size()), 1 + promised);
+        for (size_t i = 1; i < steps.size(); ++i) {  // those nearest the end
+            ASSERT_EQ(static_cast<int64_t>(text.size()) + steps[steps.size() - 1 - i].end, marks.at(marks.size() - i));
+        }
         std::vector<int> so_far = text;
         int64_t at = 0;
         for (const StateStep& s : steps) {
@@ -133,7 +143,12 @@ TEST(RecurrentState, IsThatOfTheTokensUnderRandomUse) {
             std::vector<int>& text = world.texts[handle];
             if (action <= 7) {
                 try {
-                    world.step(handle, someTokens(random, 9), static_cast<int32_t>(random() % 4), action == 7);
+                    const auto more = someTokens(random, 9);
+                    std::vector<int64_t> marks;
+                    for (size_t length = text.size() + 1; length < text.size() + more.size(); ++length) {
+                        if (random() % 3 == 0) marks.push_back(static_cast<int64_t>(length));
+                    }
+                    world.stepTo(handle, more, marks, action == 7);
                 } catch (const Error& e) {
                     ASSERT_EQ(e.kind(), ErrorKind::OutOfMemory) << e.what();
                     ASSERT_TRUE(text.empty()) << "a sequence that has a state can always go on";
@@ -194,6 +209,32 @@ TEST(RecurrentState, SnapshotsLetASequenceBeCutBack) {
     world.step(a, {1, 2, 3, 4, 5}, 9, false);  // more than there is room for: of the last ones
     EXPECT_EQ(world.truncate(a, 2), 2);
     EXPECT_EQ(world.truncate(a, 1), 0);
+}
+
+TEST(RecurrentState, StatesAreHadWhereTheyAreWanted) {
+    World world(4);
+    const int32_t a = world.create();
+    world.stepTo(a, {1, 2, 3, 4, 5, 6, 7, 8}, {2, 5}, false);
+    EXPECT_EQ(world.truncate(a, 7), 5);
+    EXPECT_EQ(world.truncate(a, 4), 2);
+    // One slot beside the last: the later of both.
+    World small(2);
+    const int32_t b = small.create();
+    small.stepTo(b, {1, 2, 3, 4, 5, 6, 7, 8}, {2, 5}, false);
+    EXPECT_EQ(small.truncate(b, 7), 5);
+    EXPECT_EQ(small.truncate(b, 4), 0);
+}
+
+TEST(RecurrentState, ImpossibleMarksAreRefusedAndChangeNothing) {
+    World world(4);
+    const int32_t a = world.create();
+    world.step(a, {1, 2, 3}, 0, false);
+    for (const std::vector<int64_t>& marks : std::vector<std::vector<int64_t>>{{3}, {8}, {2}, {9}, {5, 5}, {6, 5}, {4, 8}}) {
+        expectError(ErrorKind::Internal, [&] { world.cache.extend(a, 5, marks); });
+        EXPECT_EQ(world.cache.length(a), 3);
+        EXPECT_EQ(world.cache.states().freeSlots(), 3);
+    }
+    world.stepTo(a, {4, 5, 6, 7, 8}, {4, 7}, false);
 }
 
 TEST(RecurrentState, WhatShallBeKeptGoesLast) {

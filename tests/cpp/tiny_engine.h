@@ -41,9 +41,9 @@ inline std::shared_ptr<sharpi::Engine> makeEngine(const Model& model, int64_t co
 const float kPoison = std::numeric_limits<float>::quiet_NaN();
 
 inline std::vector<float> evaluate(sharpi::Session& session, const std::vector<int32_t>& tokens, int64_t vocab,
-                                   const std::vector<int64_t>& chunks = {}) {
+                                   const std::vector<int64_t>& chunks = {}, sharpi::RowKind kind = sharpi::RowKind::Prompt) {
     std::vector<float> logits(tokens.size() * vocab, kPoison);
-    session.evaluate(tokens, logits.data(), chunks, nullptr);
+    session.evaluate(tokens, kind, logits.data(), chunks, nullptr);
     return logits;
 }
 

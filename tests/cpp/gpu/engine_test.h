@@ -41,7 +41,7 @@ protected:
 
     static std::vector<float> logits(Session& session, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {
         std::vector<float> values(text.size() * static_cast<size_t>(session.vocabSize()), NAN);
-        session.evaluate(text, values.data(), chunks, nullptr);
+        session.evaluate(text, RowKind::Prompt, values.data(), chunks, nullptr);
         return values;
     }
     static std::vector<float> logits(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {

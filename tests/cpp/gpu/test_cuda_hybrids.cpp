@@ -6,6 +6,7 @@
 
 #include "engine/cuda_backend.h"
 #include "engine_test.h"
+#include "state_marks.h"
 #include "tiny_pass.h"
 
 namespace sharpi::cuda {
@@ -248,7 +249,7 @@ TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
                     const auto token = i < right ? text[static_cast<size_t>(done + i)] : static_cast<int32_t>(random()() % 77);
                     batch.add(RowKind::Prompt, token, static_cast<int32_t>(done + i), handle, true);
                 }
-                pass.kv.extend(handle, right + wrong, static_cast<int32_t>(wrong));
+                pass.kv.extend(handle, right + wrong, tiny::lastMarks(done, done + right + wrong, wrong));
                 std::vector<float> got(batch.logitRows.size() * static_cast<size_t>(tiny.vocab), NAN);
                 pass.forward.run(batch, got.data());
                 got.resize(static_cast<size_t>(right * tiny.vocab));
@@ -279,7 +280,7 @@ TEST_F(CudaHybrids, RowsOfAPrefillCanBeTakenBack) {
                 const auto token = i < right ? text[static_cast<size_t>(done + i)] : static_cast<int32_t>(random()() % 77);
                 batch.add(RowKind::Prompt, token, static_cast<int32_t>(done + i), handle, true);
             }
-            pass.kv.extend(handle, right + wrong, static_cast<int32_t>(wrong));
+            pass.kv.extend(handle, right + wrong, tiny::lastMarks(done, done + right + wrong, wrong));
             std::vector<float> got(batch.logitRows.size() * static_cast<size_t>(tiny.vocab), NAN);
             pass.forward.run(batch, got.data());
             all.insert(all.end(), got.begin(), got.begin() + right * tiny.vocab);
@@ -341,7 +342,7 @@ TEST_F(CudaHybrids, AFailureLeavesTheTokensAsTheyWere) {
             for (const int32_t wrong : {-1, static_cast<int32_t>(tiny.vocab)}) {
                 std::vector<int32_t> bad = tail;
                 bad[5] = wrong;
-                EXPECT_THROW(session.evaluate(bad, nullptr, {}, nullptr), Error);
+                EXPECT_THROW(session.evaluate(bad, RowKind::Prompt, nullptr, {}, nullptr), Error);
                 EXPECT_EQ(session.tokens(), head);
             }
             auto all = first;
@@ -350,7 +351,7 @@ TEST_F(CudaHybrids, AFailureLeavesTheTokensAsTheyWere) {
             EXPECT_TRUE(sameBits(expected, all)) << "room for " << room;
             int asked = 0;
             session.reset();
-            EXPECT_THROW(session.evaluate(text, nullptr, oneByOne(100), [&] { return asked++ == 30; }), Error);
+            EXPECT_THROW(session.evaluate(text, RowKind::Prompt, nullptr, oneByOne(100), [&] { return asked++ == 30; }), Error);
             session.reset();
             EXPECT_TRUE(sameBits(expected, logits(session, text, smallChunks(100)))) << "after an interruption";
         }

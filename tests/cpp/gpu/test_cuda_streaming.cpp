@@ -268,7 +268,7 @@ TEST_F(CudaStreaming, AnInterruptedTextLeavesTheSlotsUsable) {
     for (const int pieces : {0, 1, 7, 30}) {
         Session session(engine);
         int asked = 0;
-        EXPECT_THROW(session.evaluate(text, nullptr, oneByOne(60), [&] { return asked++ == pieces; }), Error);
+        EXPECT_THROW(session.evaluate(text, RowKind::Prompt, nullptr, oneByOne(60), [&] { return asked++ == pieces; }), Error);
         session.reset();
         EXPECT_TRUE(sameBits(expected, logits(session, text, smallChunks(60)))) << "after " << pieces;
     }
