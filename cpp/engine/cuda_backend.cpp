@@ -105,11 +105,12 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     _stream.synchronize();
     const GpuScratch layout(limits);
     _scratch = Buffer(_allocator, layout.bytes(), "working memory");
-    _numbers = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * static_cast<size_t>(std::max(layout.few.total, layout.many.total)));
+    const int64_t numbers = std::max(layout.step.layout->count(), layout.batch.layout->count());
+    _numbers = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * static_cast<size_t>(numbers));
     _token = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * cuda::kMaxMatvecRows);
     profile(limits);
     if (_weights->sharesRows() || limits.expertSlots) {
-        const int64_t rows = std::min<int64_t>(limits.maxRows, cuda::kMaxMatvecRows);
+        const int64_t rows = layout.step.layout->room().rows;
         _mailbox = std::make_unique<cuda::PinnedBuffer>(HostShare::mailboxBytes(limits, rows));
         _share = std::make_unique<HostShare>(_threads, _mailbox->as<void>(), limits, rows, [this] { return _stream.poll(); });
     }
@@ -155,8 +156,8 @@ void CudaBackend::fillSlots(const std::vector<std::pair<int32_t, int32_t>>& want
     }
 }
 
-// Fetches what the device has counted since the last time. Of a batch of many rows the slots' policy hears here: a prompt counts for
-// as much as some of the tokens that will follow it.
+// Fetches what the device has counted since the last time. The slots' policy hears of a batch with prompt rows here: a prompt counts
+// for as much as some of the tokens that will follow it.
 void CudaBackend::collectUses() {
     constexpr double kPromptTokens = 64;
     std::vector<uint32_t> uses(static_cast<size_t>(_limits.expertLayers) * static_cast<size_t>(_limits.experts));
@@ -164,8 +165,8 @@ void CudaBackend::collectUses() {
     _stream.download(uses.data(), at<uint8_t>(_layout->expertUses), sizeof(uint32_t) * uses.size());
     _stream.zero(at<uint8_t>(_layout->expertUses), sizeof(uint32_t) * uses.size());
     profiler().addUses(uses.data(), _limits.experts);
-    const double weight = _manyRows ? std::min(1.0, kPromptTokens / static_cast<double>(_manyRows)) : 0;
-    _manyRows = 0;
+    const double weight = _promptRows ? std::min(1.0, kPromptTokens / static_cast<double>(_promptRows)) : 0;
+    _promptRows = 0;
     // Layer by layer the last ones would be the last to go.
     for (int32_t e = 0; weight > 0 && e < _slots->experts(); ++e) {
         for (int32_t row = 0; row < _slots->layers(); ++row) {
@@ -189,102 +190,22 @@ ExpertCounts CudaBackend::expertCounts() {
 
 void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     if (::getpid() != _process) throw Error(ErrorKind::InvalidArgument, "a model cannot be used in a process forked after it was loaded");
+    if (batch.decodeRows > decodeRows()) {
+        throw Error(ErrorKind::Internal, "a batch of " + std::to_string(batch.decodeRows) + " decode rows: " + std::to_string(decodeRows()) + " are the most");
+    }
     _stream.use();
-    _rows = batch.size();
+    _step = !batch.hasPromptRows();
     _logitRows = static_cast<int64_t>(batch.logitRows.size());
-    const GpuScratch::BatchBlock& block = few() ? _layout->few : _layout->many;
-    if (_rows > block.rows) throw Error(ErrorKind::Internal, "a batch of " + std::to_string(_rows) + " rows exceeds the working memory taken at loading");
     _transfers->settle();
     _stream.synchronize();  // the last batch's numbers may still be on their way
     _weights->finishUploads();
+    const GpuScratch::Numbers& numbers = _step ? _layout->step : _layout->batch;
+    auto* const host = _numbers->as<int32_t>();
+    const BatchNumbers::Filled filled = numbers.layout->fill(batch, kv, oneArithmetic() ? batch.size() : batch.decodeRows, host, at<int32_t>(numbers.at));
+    _view = filled.view;
     if (_share) _share->begin();
     if (_limits.expertSlots) beginExperts();
-    auto* numbers = _numbers->as<int32_t>();
-    std::copy(batch.tokens.begin(), batch.tokens.end(), numbers + block.tokens);
-    std::copy(batch.positions.begin(), batch.positions.end(), numbers + block.positions);
-    std::copy(batch.logitRows.begin(), batch.logitRows.end(), numbers + block.logitRows);
-    int64_t sequences = 0, used = block.tables;
-    for (int64_t t = 0; t < _rows; ++t) {
-        if (t == 0 || batch.sequences[t] != batch.sequences[t - 1]) {
-            if (++sequences > block.sequences) throw Error(ErrorKind::Internal, "more than " + std::to_string(block.sequences) + " sequences in a batch");
-            int64_t last = t;
-            while (last + 1 < _rows && batch.sequences[last + 1] == batch.sequences[t]) ++last;
-            const int64_t pages = batch.positions[last] / KvCache::kPageTokens + 1;
-            if (pages > block.pages) throw Error(ErrorKind::Internal, "a sequence longer than the context");
-            int32_t* table = numbers + block.tables + (sequences - 1) * block.pages;
-            std::copy_n(kv.pageTable(batch.sequences[t]), pages, table);
-            used = table + pages - numbers;
-        }
-        numbers[block.sequence + t] = static_cast<int32_t>(sequences - 1);
-    }
-    _tiles.count = few() ? 0 : addTiles(batch, numbers, block);
-    if (_limits.deltaHeads) addStates(batch, kv, numbers, block);
-    if (_limits.drafts) addSources(batch, numbers, block);
-    _stream.uploadPinned(at<int32_t>(block.at), numbers, sizeof(int32_t) * static_cast<size_t>(used));
-    pointAt(block);
-}
-
-// Where kernels find the batch's numbers.
-void CudaBackend::pointAt(const GpuScratch::BatchBlock& block) {
-    const auto* device = at<int32_t>(block.at);
-    _tokens = device + block.tokens;
-    _wanted = device + block.logitRows;
-    _batch = {_rows, device + block.positions, device + block.sequence, device + block.tables, block.pages};
-    _tiles.begin = device + block.tileBegin;
-    _tiles.end = device + block.tileEnd;
-    _sources = device + block.sources;
-    _joinedRows = device + block.joined;
-    _states.rows = _rows;
-    _states.from = device + block.stateFrom;
-    _states.to = device + block.stateTo;
-    _states.sequences.begin = device + block.begin;
-    _states.sequences.end = device + block.end;
-    _deltaTiles.begin = device + block.deltaTileBegin;
-    _deltaTiles.end = device + block.deltaTileEnd;
-}
-
-// Which slots hold the states that rows begin from and leave. Of few rows each might be a sequence of its own: a captured step
-// has room for that.
-void CudaBackend::addStates(const Batch& batch, const KvCache& kv, int32_t* numbers, const GpuScratch::BatchBlock& block) {
-    int64_t sequences = 0, tiles = 0, longest = 0;
-    for (int64_t begin = 0, end = 0; begin < _rows; begin = end) {
-        while (end < _rows && batch.sequences[end] == batch.sequences[begin]) ++end;
-        numbers[block.begin + sequences] = static_cast<int32_t>(begin);
-        numbers[block.end + sequences++] = static_cast<int32_t>(end);
-        longest = std::max(longest, end - begin);
-        std::fill(numbers + block.stateFrom + begin, numbers + block.stateFrom + end, cuda::kStateIsOfRowBefore);
-        std::fill(numbers + block.stateTo + begin, numbers + block.stateTo + end, -1);
-        // A draft's rows go through no recurrent layer.
-        for (const StateStep& step : batch.sources.empty() ? kv.states().steps(batch.sequences[begin]) : std::vector<StateStep>()) {
-            if (step.begin == 0) numbers[block.stateFrom + begin] = step.from < 0 ? cuda::kStateIsZero : step.from;
-            numbers[block.stateTo + begin + step.end - 1] = step.to;
-            // A state is kept after a tile's last row only.
-            for (int64_t at = step.begin; !few() && at < step.end; at += cuda::kDeltaChunk) {
-                if (tiles < block.deltaTiles) {
-                    numbers[block.deltaTileBegin + tiles] = static_cast<int32_t>(begin + at);
-                    numbers[block.deltaTileEnd + tiles] = static_cast<int32_t>(begin + std::min(at + cuda::kDeltaChunk, step.end));
-                }
-                ++tiles;
-            }
-        }
-    }
-    if (few()) {
-        std::fill(numbers + block.begin + sequences, numbers + block.begin + _rows, 0);
-        std::fill(numbers + block.end + sequences, numbers + block.end + _rows, 0);
-    }
-    _states.sequences.count = few() ? _rows : sequences;
-    // A tile of few rows would leave the tensor cores empty: many sequences that each go on by a token or two.
-    _deltaInTiles = !few() && tiles <= block.deltaTiles && longest > cuda::kMaxMatvecRows;
-    _deltaTiles.count = _deltaInTiles ? tiles : 0;
-}
-
-// Of a draft: the rows gone on from, and how they and the tokens' embeddings are put next to each other.
-void CudaBackend::addSources(const Batch& batch, int32_t* numbers, const GpuScratch::BatchBlock& block) const {
-    std::copy(batch.sources.begin(), batch.sources.end(), numbers + block.sources);
-    for (int64_t t = 0; t < _rows; ++t) {
-        numbers[block.joined + 2 * t] = static_cast<int32_t>(t);
-        numbers[block.joined + 2 * t + 1] = static_cast<int32_t>(_rows + t);
-    }
+    _stream.uploadPinned(at<int32_t>(numbers.at), host, sizeof(int32_t) * static_cast<size_t>(filled.used));
 }
 
 // What has arrived since the last batch can be found by this one.
@@ -293,20 +214,19 @@ void CudaBackend::beginExperts() {
     _passFailed = false;
     _prefetcher->pump(_misses->takeFetched());  // before the pass: then almost everything may be overwritten
     _slots->beginPass();
-    const bool many = !few();
-    if (many || _manyRows) collectUses();
-    if (many) _manyRows = _rows;
-    if (many) listMissing();
-    if (_tableUploaded && _slots->tableVersion() == _tableVersion && !many) return;
+    if (!_step || _promptRows) collectUses();
+    if (!_step) _promptRows = _view.rows;
+    if (!_step) listMissing();
+    if (_tableUploaded && _slots->tableVersion() == _tableVersion && _step) return;
     const std::vector<int32_t>& table = _slots->table();
     std::copy(table.begin(), table.end(), _tables->as<int32_t>());
     _stream.uploadPinned(at<int32_t>(_layout->expertTable), _tables->as<int32_t>(), sizeof(int32_t) * table.size());
-    if (many) _stream.uploadPinned(at<int32_t>(_layout->expertOrdinal), _tables->as<int32_t>() + table.size(), sizeof(int32_t) * table.size());
+    if (!_step) _stream.uploadPinned(at<int32_t>(_layout->expertOrdinal), _tables->as<int32_t>() + table.size(), sizeof(int32_t) * table.size());
     _tableVersion = _slots->tableVersion();
     _tableUploaded = true;
 }
 
-// A batch of many rows streams the experts that are in no slot.
+// A batch that is no step streams the experts that are in no slot.
 void CudaBackend::listMissing() {
     const std::vector<int32_t>& table = _slots->table();
     int32_t* const ordinals = _tables->as<int32_t>() + table.size();
@@ -322,53 +242,80 @@ void CudaBackend::listMissing() {
     }
 }
 
-// Cuts the rows of each sequence into tiles for attention; the longest contexts first, so that the last to finish is short.
-int64_t CudaBackend::addTiles(const Batch& batch, int32_t* numbers, const GpuScratch::BatchBlock& block) {
-    int64_t count = 0;
-    for (int64_t end = _rows; end > 0;) {
-        int64_t begin = end - 1;
-        while (begin > 0 && end - begin < cuda::kQueryTile && batch.sequences[begin - 1] == batch.sequences[end - 1]) --begin;
-        if (count == block.tiles) throw Error(ErrorKind::Internal, "more query tiles than the working memory has room for");
-        numbers[block.tileBegin + count] = static_cast<int32_t>(begin);
-        numbers[block.tileEnd + count] = static_cast<int32_t>(end);
-        ++count;
-        end = begin;
-    }
-    return count;
-}
-
 void CudaBackend::region(Pass which, const std::function<void()>& body) {
     const int64_t before = _stream.launches();
-    const auto known = few() && _replays ? _steps.find({which, _rows, _logitRows}) : _steps.end();
-    if (known != _steps.end()) {
-        replay(known->second);
-    } else if (!few() || !_replays || _withoutRecord) {
-        pass(which, body);
-    } else {
-        pass(which, body);  // also loads the kernels, which must not happen while recording
-        if (which == Pass::Model) _kernelsPerStep = _stream.launches() - before;
-        record(which, body);
-        return;
-    }
+    const Step* const step = recorded(which, body);
+    if (step) replay(*step);
+    else launch(which, body);
     if (which == Pass::Model) _kernelsPerStep = _stream.launches() - before;
 }
 
-void CudaBackend::record(Pass which, const std::function<void()>& body) {
+// The record of a step of this shape, made at the first one; null if there is none. A record cannot hold the first pass over
+// weights, which brings those that stay.
+const CudaBackend::Step* CudaBackend::recorded(Pass which, const std::function<void()>& body) {
+    if (!_step || !_replays || !_weights->uploaded()) return nullptr;
+    const std::tuple<Pass, int64_t, int64_t> shape{which, _view.rows, _logitRows};
+    if (const auto known = _steps.find(shape); known != _steps.end()) return &known->second;
+    if (_withoutRecord) return nullptr;
     Step step;
-    _stream.synchronize();  // the counters that kernels and CPU wait for start again
-    if (_share) _share->begin();
-    struct Recording {
-        std::vector<std::function<void()>>*& jobs;
-        ~Recording() { jobs = nullptr; }
-    } recording{_recorded};
-    _recorded = &step.jobs;
     try {
-        step.graph = _stream.capture([&] { pass(which, body); });
-        _steps[{which, _rows, _logitRows}] = std::move(step);
+        step.graph = _stream.capture([&] { pass(which, body, step.work); });
     } catch (const Error& error) {
-        // The step itself is done. Without memory for its record, steps like it are launched.
         if (error.kind() != ErrorKind::OutOfMemory) throw;
+        // Nothing has run. Without memory for their records, this step and others like it are launched.
         _withoutRecord = true;
+        _passFailed = false;
+        if (_share) _share->begin();
+        return nullptr;
+    }
+    return &_steps.insert_or_assign(shape, std::move(step)).first->second;
+}
+
+void CudaBackend::launch(Pass which, const std::function<void()>& body) {
+    std::optional<HostShare::Awake> awake;
+    if (_share && _step) awake.emplace(*_share);
+    HostWork work(HostWork::When::AtOnce);
+    pass(which, body, work);
+}
+
+// What the GPU does in a pass, with weights on their way meanwhile.
+void CudaBackend::pass(Pass which, const std::function<void()>& body, HostWork& work) {
+    struct Made {
+        HostWork*& at;
+        ~Made() { at = nullptr; }
+    } made{_work};
+    _work = &work;
+    try {
+        _weights->begin(partOf(which), _step, _logitRows > 0);
+        body();
+        _weights->end();
+    } catch (...) {
+        giveUp();
+        throw;
+    }
+}
+
+void CudaBackend::replay(const Step& step) {
+    _stream.replay(*step.graph);
+    if (step.work.empty()) return;
+    const HostShare::Awake awake(*_share);
+    try {
+        step.work.run();
+    } catch (...) {
+        giveUp();
+        throw;
+    }
+}
+
+// A pass has failed half way. Kernels that wait for the CPU go on.
+void CudaBackend::giveUp() noexcept {
+    if (_share) _share->abort();
+    _passFailed = true;
+    try {
+        _transfers->settle();
+        settleAhead();
+    } catch (const Error&) {
+        // The error that is under way says more.
     }
 }
 
@@ -378,43 +325,6 @@ void CudaBackend::settleAhead() {
     if (!_ahead) return;
     if (_ahead->capturing()) _ahead = std::make_unique<cuda::Stream>(_stream.device(), cuda::Stream::Role::Feed);
     else _ahead->synchronize();
-}
-
-// What the GPU does in a step, with weights on their way meanwhile. Kernels that wait for the CPU go on if it fails.
-void CudaBackend::pass(Pass which, const std::function<void()>& body) {
-    std::optional<HostShare::Awake> awake;
-    if (_share && few() && !_recorded) awake.emplace(*_share);
-    try {
-        _weights->begin(partOf(which), few(), _logitRows > 0);
-        body();
-        _weights->end();
-    } catch (...) {
-        if (_share) _share->abort();
-        _transfers->settle();
-        settleAhead();
-        _passFailed = true;
-        throw;
-    }
-}
-
-void CudaBackend::replay(const Step& step) {
-    _stream.replay(*step.graph);
-    if (step.jobs.empty()) return;
-    const HostShare::Awake awake(*_share);
-    try {
-        for (const auto& job : step.jobs) job();
-    } catch (...) {
-        _share->abort();
-        settleAhead();
-        _passFailed = true;
-        throw;
-    }
-}
-
-// Work for the CPU, at this point of the step: what it waits for has been given to the GPU before.
-void CudaBackend::onHost(std::function<void()> job) {
-    if (_recorded) _recorded->push_back(std::move(job));
-    else job();
 }
 
 int64_t CudaBackend::headRows() const { return std::min<int64_t>(_limits.maxRows, cuda::kMaxMatvecRows); }

@@ -1,9 +1,12 @@
 // The blocks on one NVIDIA GPU, with weights in its memory or brought over as they are used.
 //
-// Batches of up to cuda::kMaxMatvecRows rows go through products that follow core/contract.h, so that decode gives the
-// CPU's bits; larger ones through tensor cores. A small batch's launches are captured once for each number of rows and replayed.
-// In small batches the CPU may compute a part of the feed-forward rows, and experts that are in no slot (host_share.h): what it
-// does in a step is recorded beside the captured launches.
+// A batch's rows are exact or fast. Exact rows follow core/contract.h, so they have the CPU's bits: decode rows always, prompt rows in
+// PromptMode::Exact. Fast rows, which are the other prompt rows, go through tensor cores. Each block takes both ranges, and a row's
+// range alone decides its bits.
+//
+// A batch of decode rows alone is a step. Its launches are captured once for each number of rows and replayed. In a step the CPU
+// may compute a part of the feed-forward rows, and experts that are in no slot (host_share.h): that work is listed beside the
+// captured launches. In other batches the GPU computes all, and what is not resident is brought to it.
 #pragma once
 
 #include <unistd.h>
@@ -22,6 +25,7 @@
 #include "engine/expert_misses.h"
 #include "engine/gpu_scratch.h"
 #include "engine/host_share.h"
+#include "engine/host_work.h"
 #include "kernels/attention.h"
 #include "kernels/gated_delta.h"
 #include "kernels/matmul.h"
@@ -67,10 +71,20 @@ public:
     std::vector<int32_t> sample(const std::vector<Choice>& choices) override;
 
 private:
-    // A captured step, and the CPU's work in it, in order.
+    // A captured step, and what the CPU does in it.
     struct Step {
         std::unique_ptr<cuda::Graph> graph;
-        std::vector<std::function<void()>> jobs;
+        HostWork work{HostWork::When::Later};
+    };
+    // A batch's activations in the forms that its products read.
+    struct Activations {
+        cuda::RowOutputs exact;  // [exact rows, cols]: floats and int8 blocks
+        cuda::HalfRows fast;     // [fast rows, cols]
+        int64_t cols = 0;
+        // The exact rows from `first` on.
+        cuda::MatvecInput from(int64_t first) const {
+            return cuda::rowsFrom(cuda::MatvecInput{exact.floats, exact.quantized}, first, cols);
+        }
     };
     // Rows of a weight's product: where they go.
     struct Product {
@@ -80,54 +94,71 @@ private:
     };
 
     void setUp();
-    void pass(Pass which, const std::function<void()>& body);
-    void record(Pass which, const std::function<void()>& body);
-    void replay(const Step& step);
-    void onHost(std::function<void()> job);
-    bool few() const { return _rows <= cuda::kMaxMatvecRows; }
-    int rows() const { return static_cast<int>(_rows); }
     void beginExperts();
+    void listMissing();
     void collectUses();
     void fillSlots(const std::vector<std::pair<int32_t, int32_t>>& wanted);
-    void settleAhead();
-    void listMissing();
     int32_t* expertRow(size_t table, int32_t row) const { return at<int32_t>(table) + static_cast<int64_t>(row) * _limits.experts; }
-    int64_t addTiles(const Batch& batch, int32_t* numbers, const GpuScratch::BatchBlock& block);
-    void addStates(const Batch& batch, const KvCache& kv, int32_t* numbers, const GpuScratch::BatchBlock& block);
-    void addSources(const Batch& batch, int32_t* numbers, const GpuScratch::BatchBlock& block) const;
-    void pointAt(const GpuScratch::BatchBlock& block);
+
+    void launch(Pass which, const std::function<void()>& body);
+    const Step* recorded(Pass which, const std::function<void()>& body);
+    void replay(const Step& step);
+    void pass(Pass which, const std::function<void()>& body, HostWork& work);
+    void giveUp() noexcept;
+    void settleAhead();
+
     template <typename T> T* at(size_t offset) const { return reinterpret_cast<T*>(_scratch.as<uint8_t>() + offset); }
     float* floats(size_t offset) const { return at<float>(offset); }
     cuda::HalfRows halves(size_t hi, size_t lo) const { return {at<uint16_t>(hi), hi == lo ? nullptr : at<uint16_t>(lo)}; }
-    // The forms of few rows that the products with these matrices read.
-    cuda::RowOutputs formsFor(std::initializer_list<Matrix> readers, size_t floatsAt, size_t quantizedAt, int64_t formRows, int64_t cols) const;
-    cuda::MatvecInput input(const cuda::RowOutputs& forms) const { return {forms.floats, forms.quantized}; }
+    int64_t exactRows() const { return _view.exactRows; }
+    int64_t fastRows() const { return _view.fastRows(); }
+    // Calls body(first, rows) for groups of the exact rows, of as many as a launch of the contract's products takes.
+    template <typename Body> void forExactGroups(const Body& body) const {
+        for (int64_t first = 0; first < exactRows(); first += cuda::kMaxMatvecRows) {
+            body(first, static_cast<int>(std::min<int64_t>(cuda::kMaxMatvecRows, exactRows() - first)));
+        }
+    }
+    // Calls body(part, begin) for each part of a matrix that is on the device at once: w's rows [begin, begin + part.rows).
+    template <typename Body> void forParts(const Weight& w, const Body& body) {
+        if (w.resident()) {
+            _weights->arrive(w.group);
+            body(w, 0);
+        } else if (_step) {
+            _weights->forPieces(w.group, [&](const std::vector<Matrix>& parts, int64_t begin) { body(parts[0], begin); });
+        } else {
+            _weights->forPieces(w.group, w.member, body);
+        }
+    }
 
-    void productsFew(const cuda::MatvecInput& x, int rows, std::initializer_list<Product> products);
-    void addFew(const cuda::MatvecInput& x, const Weight& w, const float* bias);
-    void gatedFew(const cuda::MatvecInput& x, const DenseWeights& w, const cuda::RowOutputs& hidden);
-    void productMany(const cuda::HalfRows& x, const Weight& w, const float* bias, float* y, cuda::Store store);
-    void attentionFew(const AttentionWeights& weights, const KvPages& pages, float eps);
-    void attentionMany(const AttentionWeights& weights, const KvPages& pages, float eps);
+    // `rows` exact rows in the forms that the products with these matrices read.
+    cuda::RowOutputs exactForms(std::initializer_list<Matrix> readers, size_t floatsAt, size_t quantizedAt, int64_t rows, int64_t cols) const;
+    Activations normed(const float* weight, float eps, std::initializer_list<Matrix> readers, float* exactFloats = nullptr, float* fastFloats = nullptr);
+    Activations hiddenRows(const Matrix& reader, int64_t perRow) const;
+    void products(const Activations& x, std::initializer_list<Product> products);
+    void exactProducts(const Activations& x, std::vector<cuda::MatvecOutput> outputs);
+    void addProduct(const Activations& x, const Weight& w, const float* bias);
+    void gated(const Activations& x, const Weight& gate, const Weight& up, const Activations& hidden);
     void readTable(const Weight& table, float* out);
-    void deltaFew(const GatedDeltaWeights& weights, const cuda::DeltaStates& states, float eps);
-    void deltaMany(const GatedDeltaWeights& weights, const cuda::DeltaStates& states, float eps);
-    cuda::DeltaInputs deltaInputs() const;
-    cuda::SharedAnswer sharedFew(const ExpertWeights& layer, const cuda::RowOutputs& normed);
-    cuda::SharedAnswer sharedMany(const ExpertWeights& layer, const cuda::HalfRows& normed);
-    void denseFew(const DenseWeights& weights, float eps);
-    void denseShared(const DenseWeights& weights, const cuda::RowOutputs& normed, const cuda::RowOutputs& hidden);
-    void denseMany(const DenseWeights& weights, float eps);
-    void feedMany(const cuda::HalfRows& x, const Weight& gate, const Weight& up, const Weight& down, float* y, cuda::Store store);
-    void expertsFew(const ExpertWeights& weights, float eps);
-    void expertsInSlots(const ExpertWeights& weights, const cuda::RowOutputs& normed, float eps);
-    void hiddenOfExperts(const cuda::MatvecInput& x, const ExpertStacks& w, const int32_t* which, int32_t used, const cuda::RowOutputs& hidden);
+    cuda::HeadPreparation preparation(const AttentionWeights& weights, float eps) const;
+    void attendExact(const AttentionWeights& weights, const cuda::HeadShape& shape, const KvPages& pages, const float* queries, const Activations& attended);
+    void attendFast(const AttentionWeights& weights, const cuda::HeadShape& shape, const KvPages& pages, const float* queries, const Activations& attended);
+    void denseShared(const DenseWeights& weights, const Activations& in, const Activations& hidden);
+    void deltaExact(const GatedDeltaWeights& weights, const cuda::DeltaInputs& in, const cuda::DeltaStates& states, float eps, const Activations& attended);
+    void deltaFast(const GatedDeltaWeights& weights, const cuda::DeltaInputs& in, const cuda::DeltaStates& states, float eps, const Activations& attended);
+
+    void routeRows(const ExpertWeights& weights, const Activations& in);
+    // What the shared expert adds to the rows from `first` on.
+    cuda::SharedAnswer sharedAnswer(const ExpertWeights& layer, int64_t first) const;
+    void sharedExpert(const ExpertWeights& layer, const Activations& in);
+    void expertsOfStep(const ExpertWeights& weights, const Activations& in);
+    void expertsInSlots(const ExpertWeights& weights, const Activations& in, float eps);
+    void expertsByStack(const ExpertWeights& weights, const Activations& in);
+    void pairProducts(const Activations& x, const MatrixStack& w, const int32_t* which, int32_t used, bool ofRows, float* y);
+    void hiddenOfExperts(const Activations& x, const ExpertStacks& w, const int32_t* which, int32_t used, const Activations& hidden);
+    void expertProduct(const Activations& x, const WeightStack& w, const MatrixStack& slots, const ExpertWeights& layer, const cuda::ExpertGroups& groups,
+                       bool ofRows, float* y);
     const int32_t* foreseeNext(const ExpertWeights& weights, float eps);
     void fetchAheadOf(const ExpertWeights& next);
-    void expertsMany(const ExpertWeights& weights, float eps);
-    void expertProductMany(const cuda::HalfRows& x, const WeightStack& w, const MatrixStack& slots, int32_t row, const cuda::ExpertGroups& groups,
-                           bool gather, float* y);
-    cuda::HeadPreparation preparation(const AttentionWeights& weights, float eps) const;
 
     cuda::Stream _stream;
     cuda::CudaMemory _memory;
@@ -152,27 +183,23 @@ private:
     Prefetch _foresight = Prefetch::Off;
     uint64_t _tableVersion = 0;  // of the slots' table, as it was uploaded last
     bool _tableUploaded = false, _passFailed = false;
-    int64_t _manyRows = 0;  // of the last batch, if it was of many rows
+    int64_t _promptRows = 0;  // of the last batch, if it was no step
     // Experts of the next layer come on a stream beside the one that computes.
     std::unique_ptr<cuda::Stream> _ahead;
     cuda::Event _aheadForked, _aheadDone;
     bool _aheadRuns = false;
 
     // The batch at hand.
-    int64_t _rows = 0, _logitRows = 0;
-    cuda::BatchRows _batch;
-    const int32_t *_tokens = nullptr, *_wanted = nullptr, *_sources = nullptr, *_joinedRows = nullptr;
-    cuda::DeltaBatch _states;
-    cuda::RowRanges _deltaTiles;
-    bool _deltaInTiles = false;  // or row after row
-    cuda::QueryTiles _tiles;
+    BatchView _view;
+    int64_t _logitRows = 0;
+    bool _step = false;  // it has decode rows alone
+    HostWork* _work = nullptr;  // of the pass whose launches are being made
 
     const pid_t _process = ::getpid();
     std::atomic<bool> _withoutRecord{false};  // a step could not be captured
     std::atomic<bool> _replays;  // these two are also asked for while a step runs
     std::atomic<int64_t> _kernelsPerStep{0};
     std::map<std::tuple<Pass, int64_t, int64_t>, Step> _steps;  // by rows, and rows that want logits
-    std::vector<std::function<void()>>* _recorded = nullptr;  // where the CPU's work goes while a step is captured
 };
 
 }  // namespace sharpi

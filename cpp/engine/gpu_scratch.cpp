@@ -29,114 +29,82 @@ cuda::DeltaShape deltaShape(const StepLimits& l) {
     return shape;
 }
 
+// Rows that one launch of the contract's products takes.
+int64_t groupRows(const StepLimits& l) { return std::min<int64_t>(l.maxRows, cuda::kMaxMatvecRows); }
+
 }  // namespace
 
-GpuScratch::GpuScratch(const StepLimits& l) {
-    const int64_t rowsOfFew = std::min<int64_t>(l.maxRows, cuda::kMaxMatvecRows);
-    const bool isMany = l.maxRows > cuda::kMaxMatvecRows;
-    x = _layout.floats(l.maxRows * l.embedding);
-    logits = _layout.floats(rowsOfFew * l.vocab);
-    chosen = _layout.floats(l.maxRows * l.expertsUsed);
-    weight = _layout.floats(l.maxRows * l.expertsUsed);
-    few = block(l, rowsOfFew, rowsOfFew, false);
-    takeFew(l, rowsOfFew);
-    const size_t perExpert = sizeof(int32_t) * static_cast<size_t>(l.expertLayers) * static_cast<size_t>(l.experts);
-    if (perExpert) expertUses = _layout.take(perExpert);
-    if (l.expertSlots) {
-        expertTable = _layout.take(perExpert);
-        expertOrdinal = _layout.take(perExpert);
-        takeExpertSlots(l, rowsOfFew);
-    }
-    if (isMany) takeMany(l);
+GpuScratch::GpuScratch(const StepLimits& l)
+    : exactRows(l.prompt == PromptMode::Exact ? l.maxRows : std::min(l.maxRows, kMaxDecodeRows)),
+      fastRows(l.prompt == PromptMode::Exact ? 0 : l.maxRows), splitRows(l.floatWeights), splitQueries(l.kvType != KvType::BF16) {
+    BatchNumbers::Room room;
+    room.rows = std::min(l.maxRows, kMaxDecodeRows);
+    room.sequences = std::min(room.rows, kMaxSequences);
+    room.pages = (l.context + l.pageTokens - 1) / l.pageTokens;
+    room.recurrent = l.deltaHeads > 0;
+    room.drafts = l.drafts;
+    room.captured = true;
+    step = numbers(room);
+    room.captured = false;
+    room.rows = l.maxRows;
+    room.sequences = std::min(l.maxRows, kMaxSequences);
+    room.fastSequences = fastRows ? std::min(l.maxRows, kMaxPrompts) : 0;
+    batch = numbers(room);
+    takeAlways(l);
+    takeExperts(l);
     // What a mixer works in is free again when the feed-forward part begins; a draft is joined before either.
     const ScratchLayout before = _layout;
     takeMixer(l);
-    if (isMany) takeManyMixer(l);
     const ScratchLayout mixer = _layout;
     _layout = before;
     takeFeed(l);
-    if (isMany) takeManyFeed(l);
     const ScratchLayout feed = _layout;
     _layout = before;
-    takeJoined(l, isMany);
+    takeJoined(l);
     _layout.cover(mixer);
     _layout.cover(feed);
 }
 
-GpuScratch::BatchBlock GpuScratch::block(const StepLimits& l, int64_t rows, int64_t sequences, bool isMany) {
-    BatchBlock b;
-    b.rows = rows;
-    b.sequences = sequences;
-    b.tiles = isMany ? rows / cuda::kQueryTile + sequences : 0;
-    b.deltaTiles = isMany && l.deltaHeads ? std::min(rows, rows / cuda::kDeltaChunk + kMorePieces) : 0;
-    b.pages = (l.context + l.pageTokens - 1) / l.pageTokens;
-    const auto take = [&b](int64_t count) {
-        const int64_t index = b.total;
-        b.total += count;
-        return index;
-    };
-    b.tokens = take(rows);
-    b.positions = take(rows);
-    b.sequence = take(rows);
-    b.logitRows = take(rows);
-    b.tileBegin = take(b.tiles);
-    b.tileEnd = take(b.tiles);
-    b.sources = take(l.drafts ? rows : 0);
-    b.joined = take(l.drafts ? 2 * rows : 0);
-    b.stateFrom = take(l.deltaHeads ? rows : 0);
-    b.stateTo = take(l.deltaHeads ? rows : 0);
-    b.begin = take(l.deltaHeads ? sequences : 0);
-    b.end = take(l.deltaHeads ? sequences : 0);
-    b.deltaTileBegin = take(b.deltaTiles);
-    b.deltaTileEnd = take(b.deltaTiles);
-    b.tables = take(sequences * b.pages);
-    b.at = _layout.take(sizeof(int32_t) * static_cast<size_t>(b.total));
-    return b;
+GpuScratch::Numbers GpuScratch::numbers(const BatchNumbers::Room& room) {
+    Numbers numbers;
+    numbers.layout.emplace(room);
+    numbers.at = _layout.take(sizeof(int32_t) * static_cast<size_t>(numbers.layout->count()));
+    return numbers;
 }
 
-void GpuScratch::takeMixer(const StepLimits& l) {
-    q = _layout.floats(l.maxRows * l.queryWidth);
-    k = _layout.floats(l.maxRows * l.kvWidth);
-    v = _layout.floats(l.maxRows * l.kvWidth);
-    gatedQueries = _layout.floats(l.maxRows * l.gatedQueryWidth);
-    deltaMixed = _layout.floats(l.maxRows * l.deltaChannels);
-    deltaGate = _layout.floats(l.maxRows * l.deltaWidth);
-    deltaAlpha = _layout.floats(l.maxRows * l.deltaHeads);
-    deltaBeta = _layout.floats(l.maxRows * l.deltaHeads);
-}
-
-void GpuScratch::takeFew(const StepLimits& l, int64_t rows) {
-    const int64_t width = std::max({l.denseHidden, l.expertsUsed * l.expertHidden, l.sharedHidden}), attendedWidth = std::max(l.queryWidth, l.deltaWidth);
-    const size_t hiddenForms = std::max({cuda::quantizedRowsBytes(rows, l.denseHidden), cuda::quantizedRowsBytes(rows * l.expertsUsed, l.expertHidden),
-                                         cuda::quantizedRowsBytes(rows, l.sharedHidden)});
-    normed = _layout.floats(rows * l.embedding);
-    normedQuant = _layout.take(cuda::quantizedRowsBytes(rows, l.embedding));
-    attended = _layout.floats(rows * attendedWidth);
-    attendedQuant = _layout.take(cuda::quantizedRowsBytes(rows, attendedWidth));
-    hidden = _layout.floats(rows * width);
-    hiddenQuant = _layout.take(hiddenForms);
-    gate = _layout.floats(rows * width);
-    up = _layout.floats(rows * width);
-    routerLogits = _layout.floats(rows * l.experts);
-    attention = _layout.take(cuda::decodeAttentionBytes(rows, {l.heads, l.kvHeads, l.headDim}, l.context, l.pageTokens));
+void GpuScratch::takeAlways(const StepLimits& l) {
+    const int64_t group = groupRows(l);
+    x = _layout.floats(l.maxRows * l.embedding);
+    logits = _layout.floats(group * l.vocab);
+    normed = _layout.floats(exactRows * l.embedding);
+    normedQuant = _layout.take(cuda::quantizedRowsBytes(exactRows, l.embedding));
+    takeHalves(fastRows * l.embedding, splitRows, normedHi, normedLo);
+    attention = _layout.take(cuda::decodeAttentionBytes(group, {l.heads, l.kvHeads, l.headDim}, l.context, l.pageTokens));
+    deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(std::min(group, cuda::kDeltaStepRows), deltaShape(l)) : 0;
+    deltaReaders = _layout.take(deltaReaderBytes);
     sampling = _layout.take(cuda::samplingScratchBytes(l.vocab));
     adjustments = _layout.take(sizeof(TokenAdjustment) * static_cast<size_t>(l.vocab));
-    token = _layout.take(sizeof(int32_t) * static_cast<size_t>(rows));
-    sharedScale = _layout.floats(l.sharedHidden ? l.maxRows : 0);
-    joined = _layout.floats(l.drafts ? 2 * rows * l.embedding : 0);
-    deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(rows, deltaShape(l)) : 0;
-    deltaReaders = _layout.take(deltaReaderBytes);
-    joinedQuant = _layout.take(l.drafts ? cuda::quantizedRowsBytes(rows, 2 * l.embedding) : 0);
+    token = _layout.take(sizeof(int32_t) * static_cast<size_t>(group));
 }
 
-void GpuScratch::takeExpertSlots(const StepLimits& l, int64_t rows) {
-    const int64_t pairs = rows * l.expertsUsed;
-    slot = _layout.floats(pairs);
-    foreseen = _layout.floats(pairs);
-    foreseenWeight = _layout.floats(pairs);
-    foreseenRows = _layout.floats(rows * l.embedding);
-    foreseenQuant = _layout.take(cuda::quantizedRowsBytes(rows, l.embedding));
-    answers = _layout.floats(pairs * l.embedding);
+void GpuScratch::takeExperts(const StepLimits& l) {
+    if (!l.expertsUsed) return;
+    const int64_t pairs = l.maxRows * l.expertsUsed, stepRows = step.layout->room().rows, stepPairs = stepRows * l.expertsUsed;
+    const size_t perExpert = sizeof(int32_t) * static_cast<size_t>(l.expertLayers) * static_cast<size_t>(l.experts);
+    chosen = _layout.floats(pairs);
+    weight = _layout.floats(pairs);
+    routerLogits = _layout.floats(l.maxRows * l.experts);
+    sharedScale = _layout.floats(l.sharedHidden ? l.maxRows : 0);
+    grouping = fastRows ? _layout.take(cuda::expertGroupingBytes(fastRows, l.expertsUsed, l.experts)) : 0;
+    expertUses = _layout.take(perExpert);
+    if (!l.expertSlots) return;
+    expertTable = _layout.take(perExpert);
+    expertOrdinal = _layout.take(perExpert);
+    slot = _layout.floats(exactRows * l.expertsUsed);
+    foreseen = _layout.floats(stepPairs);
+    foreseenWeight = _layout.floats(stepPairs);
+    foreseenRows = _layout.floats(stepRows * l.embedding);
+    foreseenQuant = _layout.take(cuda::quantizedRowsBytes(stepRows, l.embedding));
     orders = _layout.take(sizeof(cuda::DeviceOrders));
 }
 
@@ -145,42 +113,52 @@ void GpuScratch::takeHalves(int64_t count, bool split, size_t& hi, size_t& lo) {
     if (split) lo = _layout.take(sizeof(uint16_t) * static_cast<size_t>(count));
 }
 
-void GpuScratch::takeFeed(const StepLimits& l) { sharedOut = _layout.floats(l.sharedHidden ? l.maxRows * l.embedding : 0); }
-
-void GpuScratch::takeMany(const StepLimits& l) {
-    many = block(l, l.maxRows, std::min(l.maxRows, kMaxSequences), true);
-    splitRows = l.floatWeights;
-    splitQueries = l.kvType != KvType::BF16;
-    takeHalves(l.maxRows * l.embedding, splitRows, normedHi, normedLo);
-    manyRouterLogits = _layout.floats(l.maxRows * l.experts);
-    grouping = l.expertsUsed ? _layout.take(cuda::expertGroupingBytes(l.maxRows, l.expertsUsed, l.experts)) : 0;
+void GpuScratch::takeMixer(const StepLimits& l) {
+    const int64_t attendedWidth = std::max(l.queryWidth, l.deltaWidth);
+    q = _layout.floats(l.maxRows * l.queryWidth);
+    k = _layout.floats(l.maxRows * l.kvWidth);
+    v = _layout.floats(l.maxRows * l.kvWidth);
+    gatedQueries = _layout.floats(l.maxRows * l.gatedQueryWidth);
+    deltaMixed = _layout.floats(l.maxRows * l.deltaChannels);
+    deltaGate = _layout.floats(l.maxRows * l.deltaWidth);
+    deltaAlpha = _layout.floats(l.maxRows * l.deltaHeads);
+    deltaBeta = _layout.floats(l.maxRows * l.deltaHeads);
+    attended = _layout.floats(exactRows * attendedWidth);
+    attendedQuant = _layout.take(cuda::quantizedRowsBytes(exactRows, attendedWidth));
+    if (fastRows) takeFastMixer(l);
 }
 
-void GpuScratch::takeManyMixer(const StepLimits& l) {
-    const int64_t rows = l.maxRows;
-    takeHalves(rows * l.queryWidth, splitQueries, qHi, qLo);
-    takeHalves(rows * std::max(l.queryWidth, l.deltaWidth), splitRows, attendedHi, attendedLo);
-    attendedFloats = _layout.floats(rows * std::max(l.gatedQueryWidth / 2, l.deltaWidth));
+void GpuScratch::takeFastMixer(const StepLimits& l) {
+    takeHalves(fastRows * l.queryWidth, splitQueries, qHi, qLo);
+    takeHalves(fastRows * std::max(l.queryWidth, l.deltaWidth), splitRows, attendedHi, attendedLo);
+    attendedFloats = _layout.floats(fastRows * std::max(l.gatedQueryWidth / 2, l.deltaWidth));
     if (!l.deltaHeads) return;
     const cuda::DeltaShape shape = deltaShape(l);
-    takeHalves(rows * 2 * shape.keyWidth(), true, keysHi, keysLo);
-    deltaWindows = _layout.take(cuda::prepareDeltaBytes(many.deltaTiles, shape));
-    deltaChunks = _layout.take(cuda::deltaChunkBytes(rows, many.deltaTiles, shape, true));
+    const int64_t tiles = batch.layout->deltaTiles();
+    takeHalves(fastRows * 2 * shape.keyWidth(), true, keysHi, keysLo);
+    deltaWindows = _layout.take(cuda::prepareDeltaBytes(tiles, shape));
+    deltaChunks = _layout.take(cuda::deltaChunkBytes(fastRows, tiles, shape, true));
 }
 
-void GpuScratch::takeJoined(const StepLimits& l, bool isMany) {
+void GpuScratch::takeFeed(const StepLimits& l) {
+    const int64_t pairs = l.maxRows * l.expertsUsed, exactPairs = exactRows * l.expertsUsed, fastPairs = fastRows * l.expertsUsed;
+    const auto widest = [&](int64_t rows, int64_t ofPairs) { return std::max({rows * l.denseHidden, ofPairs * l.expertHidden, rows * l.sharedHidden}); };
+    gate = _layout.floats(widest(l.maxRows, pairs));
+    up = _layout.floats(widest(l.maxRows, pairs));
+    hidden = _layout.floats(widest(exactRows, exactPairs));
+    hiddenQuant = _layout.take(std::max({cuda::quantizedRowsBytes(exactRows, l.denseHidden), cuda::quantizedRowsBytes(exactPairs, l.expertHidden),
+                                         cuda::quantizedRowsBytes(exactRows, l.sharedHidden)}));
+    takeHalves(widest(fastRows, fastPairs), splitRows, hiddenHi, hiddenLo);
+    expertOut = _layout.floats(pairs * l.embedding);
+    sharedOut = _layout.floats(l.sharedHidden ? l.maxRows * l.embedding : 0);
+}
+
+void GpuScratch::takeJoined(const StepLimits& l) {
     if (!l.drafts) return;
     apart = _layout.floats(2 * l.maxRows * l.embedding);
-    if (isMany) takeHalves(2 * l.maxRows * l.embedding, splitRows, joinedHi, joinedLo);
-}
-
-void GpuScratch::takeManyFeed(const StepLimits& l) {
-    const int64_t rows = l.maxRows, pairs = rows * l.expertsUsed;
-    const int64_t hiddenFloats = std::max({rows * l.denseHidden, pairs * l.expertHidden, rows * l.sharedHidden});
-    takeHalves(hiddenFloats, splitRows, hiddenHi, hiddenLo);
-    manyGate = _layout.floats(hiddenFloats);
-    manyUp = _layout.floats(hiddenFloats);
-    expertOut = _layout.floats(pairs * l.embedding);
+    joined = _layout.floats(2 * exactRows * l.embedding);
+    joinedQuant = _layout.take(cuda::quantizedRowsBytes(exactRows, 2 * l.embedding));
+    takeHalves(2 * fastRows * l.embedding, splitRows, joinedHi, joinedLo);
 }
 
 }  // namespace sharpi

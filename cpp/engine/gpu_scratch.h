@@ -2,7 +2,10 @@
 // planning and running count the same. No CUDA here: plans are made on machines without a GPU.
 #pragma once
 
+#include <optional>
+
 #include "engine/backend.h"
+#include "engine/batch_numbers.h"
 #include "engine/scratch.h"
 #include "kernels/gated_delta.h"
 
@@ -16,59 +19,52 @@ constexpr int kTransferStages = 3;
 DeviceLayout gpuLayout();
 
 struct GpuScratch {
-    // The most sequences of one batch.
-    static constexpr int64_t kMaxSequences = 64;
-    // The most decode rows of one batch.
-    static constexpr int64_t kMaxDecodeRows = 64;
-    // Pieces of sequences, beside those of whole tiles, that recurrent layers take many rows of a batch in: ends of sequences, and
-    // states that are kept. A batch of more goes through them row after row.
-    static constexpr int64_t kMorePieces = 16;
+    // The most sequences of one batch, and those among them that are prompts; the most decode rows.
+    static constexpr int64_t kMaxSequences = 64, kMaxPrompts = 16, kMaxDecodeRows = 64;
 
     explicit GpuScratch(const StepLimits& limits);
     size_t bytes() const { return _layout.bytes(); }
 
-    // A batch's numbers, as begin() uploads them: int32 each, at these indices into one block. The block for few rows
-    // is apart from the one for many, so that a decode step uploads little.
-    struct BatchBlock {
+    // Rows that follow the contract (exact), and rows that go through tensor cores (fast): the most of each in a batch.
+    int64_t exactRows = 0, fastRows = 0;
+    // A batch's numbers: of a step, which has decode rows alone, and of any batch. Apart, so that a step uploads little.
+    struct Numbers {
         size_t at = 0;  // offset in bytes
-        int64_t rows = 0, sequences = 0, tiles = 0, deltaTiles = 0, pages = 0;
-        int64_t tokens = 0, positions = 0, sequence = 0, logitRows = 0, tileBegin = 0, tileEnd = 0;
-        int64_t sources = 0, joined = 0;                           // of drafts
-        int64_t stateFrom = 0, stateTo = 0, begin = 0, end = 0;    // of recurrent layers: by row, and by sequence
-        int64_t deltaTileBegin = 0, deltaTileEnd = 0, tables = 0, total = 0;
+        std::optional<BatchNumbers> layout;
     };
-    BatchBlock few, many;
+    Numbers step, batch;
 
-    size_t x = 0, q = 0, k = 0, v = 0, logits = 0, chosen = 0, weight = 0;
+    // Floats of all rows, exact before fast.
+    size_t x = 0, q = 0, k = 0, v = 0, chosen = 0, weight = 0, routerLogits = 0;
     size_t gatedQueries = 0, deltaMixed = 0, deltaGate = 0, deltaAlpha = 0, deltaBeta = 0;
+    size_t gate = 0, up = 0;                // of rows, or of pairs of a row and an expert
+    size_t expertOut = 0;                   // of pairs
     size_t sharedScale = 0, sharedOut = 0;  // of the expert for every token
-    // What a draft goes on from, [rows, 2 * embedding]: two blocks of rows, then side by side, for few rows as floats and int8 forms.
-    size_t apart = 0, joined = 0, joinedQuant = 0;
-    // Few rows: floats and int8 forms.
-    size_t normed = 0, normedQuant = 0, attended = 0, attendedQuant = 0, hidden = 0, hiddenQuant = 0, gate = 0, up = 0;
-    // Few rows, where experts are in slots: each pair's slot, and its answer; what is foreseen of the next layer; the CPU's orders.
-    size_t slot = 0, answers = 0, orders = 0, foreseen = 0, foreseenWeight = 0, foreseenRows = 0, foreseenQuant = 0;
-    // [layers of experts, experts]: how often each was used; the slot it is in; of those that are not, which one of the layer it is.
-    size_t expertUses = 0, expertTable = 0, expertOrdinal = 0;
-    size_t routerLogits = 0, attention = 0, sampling = 0, adjustments = 0, token = 0;
-    // Many rows: bf16 forms, the second half of the split where the model or cache needs it (offset of the first else).
+    size_t apart = 0;                       // [2 * rows, embedding]: what a draft goes on from, before it is joined
+    size_t logits = 0;                      // of up to kMaxMatvecRows rows
+    // Exact rows: floats and int8 forms.
+    size_t normed = 0, normedQuant = 0, attended = 0, attendedQuant = 0, hidden = 0, hiddenQuant = 0, joined = 0, joinedQuant = 0;
+    size_t attention = 0;
+    size_t deltaReaders = 0, deltaReaderBytes = 0;  // zero between launches
+    // Fast rows: 16-bit forms, the low half of the split where the model or cache needs it (offset of the high half else).
     bool splitRows = false, splitQueries = false;
     size_t normedHi = 0, normedLo = 0, qHi = 0, qLo = 0, attendedHi = 0, attendedLo = 0, hiddenHi = 0, hiddenLo = 0;
-    size_t manyGate = 0, manyUp = 0, manyRouterLogits = 0, expertOut = 0, grouping = 0;
-    size_t deltaReaders = 0, deltaReaderBytes = 0;  // few rows; zero between launches
-    size_t joinedHi = 0, joinedLo = 0, keysHi = 0, keysLo = 0, attendedFloats = 0, deltaWindows = 0, deltaChunks = 0;
+    size_t joinedHi = 0, joinedLo = 0, keysHi = 0, keysLo = 0, attendedFloats = 0, deltaWindows = 0, deltaChunks = 0, grouping = 0;
+    // If experts are in slots: the matrix of each pair, or -1; what is foreseen of the next layer; the CPU's orders.
+    size_t slot = 0, orders = 0, foreseen = 0, foreseenWeight = 0, foreseenRows = 0, foreseenQuant = 0;
+    // [layers of experts, experts]: how often each was used; the slot it is in; of those that are not, which one of the layer it is.
+    size_t expertUses = 0, expertTable = 0, expertOrdinal = 0;
+    size_t sampling = 0, adjustments = 0, token = 0;
 
 private:
-    BatchBlock block(const StepLimits& limits, int64_t rows, int64_t sequences, bool isMany);
+    Numbers numbers(const BatchNumbers::Room& room);
+    void takeAlways(const StepLimits& limits);
+    void takeExperts(const StepLimits& limits);
     void takeMixer(const StepLimits& limits);
+    void takeFastMixer(const StepLimits& limits);
     void takeFeed(const StepLimits& limits);
-    void takeFew(const StepLimits& limits, int64_t rows);
-    void takeMany(const StepLimits& limits);
-    void takeManyMixer(const StepLimits& limits);
-    void takeJoined(const StepLimits& limits, bool isMany);
-    void takeManyFeed(const StepLimits& limits);
+    void takeJoined(const StepLimits& limits);
     void takeHalves(int64_t count, bool split, size_t& hi, size_t& lo);
-    void takeExpertSlots(const StepLimits& limits, int64_t rows);
     ScratchLayout _layout;
 };
 

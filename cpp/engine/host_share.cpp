@@ -8,6 +8,7 @@
 
 #include "engine/host_blocks.h"
 #include "engine/scratch.h"
+#include "kernels/matvec.h"
 
 
 namespace sharpi {
@@ -38,7 +39,7 @@ struct MailboxLayout {
           inputQuantized(parts.take(cpu::quantizedRowsBytes(rows, limits.embedding))),
           hidden(parts.floats(rows * limits.denseHidden)),
           hiddenQuantized(parts.take(cpu::quantizedRowsBytes(rows, limits.denseHidden))),
-          down(parts.floats(rows * limits.embedding)), logits(parts.floats(rows * limits.vocab)),
+          down(parts.floats(rows * limits.embedding)), logits(parts.floats(std::min<int64_t>(rows, cuda::kMaxMatvecRows) * limits.vocab)),
           orders(parts.take(sizeof(cuda::ExpertOrders))),
           choices(parts.take(sizeof(int32_t) * 3 * static_cast<size_t>(limits.expertLayers * expertPairs(limits, rows)))),
           answers(parts.floats(expertPairs(limits, rows) * limits.embedding)) {}
@@ -103,7 +104,6 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
 
 void HostShare::begin() {
     _instructedAt.reset();
-    _lastSent = _lastInstructed = _lastReturned = 0;
     for (uint32_t* counter : {_mailbox.sent, _mailbox.instructed, _mailbox.returned}) __atomic_store_n(counter, 0u, __ATOMIC_RELEASE);
 }
 
@@ -183,6 +183,7 @@ void HostShare::down(const Matrix& w, int64_t rows, int64_t begin, uint32_t afte
 
 void HostShare::head(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket) {
     require(begin >= 0 && begin <= w.rows && w.rows == _mailbox.logits.cols, "logits of another number than the mailbox's");
+    require(rows <= cuda::kMaxMatvecRows, "logits of more rows than the mailbox was made for");
     multiply(w, _mailbox.input, rows, begin, _mailbox.logits.floats + begin, w.rows, after);
     giveBack(ticket);
 }

@@ -3,7 +3,8 @@
 // chose those that the GPU has not, nor is told to fetch. By core/contract.h the bits are those of one processor.
 //
 // Rows of activations cross through a mailbox in pinned memory (kernels/crossing.h, kernels/expert_cache.h). Who waits for what is
-// numbered: each counter's tickets rise through a step, so that a captured step carries the same numbers each time.
+// numbered: each counter's tickets (HostWork::nextSent and its kin) rise through a step, so that a captured step carries the same
+// numbers each time.
 #pragma once
 
 #include <atomic>
@@ -28,7 +29,7 @@ struct Mailbox {
     cuda::HostRows input;   // [rows, embedding]: a layer's normalized rows, from the GPU
     cuda::HostRows hidden;  // [rows, hidden]: each processor writes its columns
     float* down = nullptr;  // [rows, count]: what the CPU adds to the last `count` columns of x
-    cuda::HostRows logits;  // [rows, vocab], as floats: the CPU writes its columns
+    cuda::HostRows logits;  // [up to kMaxMatvecRows rows, vocab], as floats: the CPU writes its columns
     float* answers = nullptr;  // [rows * used, embedding]: of each pair that is the CPU's, what its expert makes of its row
     cuda::ExpertOrders* orders = nullptr;  // what the GPU shall fetch
     uint32_t* sent = nullptr;        // the GPU's counter
@@ -52,11 +53,8 @@ public:
 
     const Mailbox& mailbox() const { return _mailbox; }
 
-    // Before a step, while the GPU does nothing that reads the mailbox: counters and tickets start again.
+    // Before a step, while the GPU does nothing that reads the mailbox: the counters start again at 0.
     void begin();
-    uint32_t nextSent() { return ++_lastSent; }
-    uint32_t nextInstructed() { return ++_lastInstructed; }
-    uint32_t nextReturned() { return ++_lastReturned; }
 
     // While one lives, waiting threads do not sleep. For the length of a step.
     class Awake {
@@ -107,7 +105,6 @@ private:
     std::function<bool()> _waiting;
     Mailbox _mailbox;
     int64_t _maxRows;
-    uint32_t _lastSent = 0, _lastInstructed = 0, _lastReturned = 0;
 
     // Taken once, so that a step allocates nothing: each thread's scratch for products, then gate and up.
     size_t _threadScratchBytes = 0;

@@ -132,6 +132,8 @@ public:
     void onUploaded(std::function<void(double seconds)> told) { _onUploaded = std::move(told); }
     // Lets go of what only uploads needed, if all have been made. Not while a step is captured.
     void finishUploads();
+    // Whether finishUploads() has found all of them made.
+    bool uploaded() const { return _finished; }
 
     // From now on passes bring only these experts of a streamed stack: ascending, none twice; there may be none. Not within a pass: one
     // that was left half way ends here.

@@ -15,6 +15,7 @@
 
 #include "core/error.h"
 #include "engine/host_share.h"
+#include "engine/host_work.h"
 #include "step_test.h"
 
 namespace steptest {
@@ -236,6 +237,7 @@ struct Desk {
     StepLimits limits;
     Bytes memory;
     HostShare share;
+    HostWork work{HostWork::When::AtOnce};
     PlayedPlan plan;
 
     Desk(const std::vector<Shape>& shapes, size_t layers, int threads, std::function<bool()> waiting)
@@ -300,15 +302,19 @@ struct Desk {
         EXPECT_TRUE(std::all_of(answers, answers + mostPairs() * mailbox().input.cols, [](float v) { return v == kPoison; }));
         EXPECT_EQ(*mailbox().returned, 0u);
     }
+    void beginStep() {
+        share.begin();
+        work = HostWork(HostWork::When::AtOnce);
+    }
     // The CPU's part of a layer.
     void compute(const Layer& layer, int32_t number, uint32_t after) {
         if (layer.dense) {
             const ExpertStacks file = layer.file();
-            share.gated(file.gate.first, file.up.first, file.down.first, layer.rows(), 0, after, share.nextReturned());
-            share.down(file.down.first, layer.rows(), 0, 0, share.nextReturned());
+            share.gated(file.gate.first, file.up.first, file.down.first, layer.rows(), 0, after, work.nextReturned());
+            share.down(file.down.first, layer.rows(), 0, 0, work.nextReturned());
             return;
         }
-        const uint32_t instructed = share.nextInstructed(), returned = share.nextReturned();
+        const uint32_t instructed = work.nextInstructed(), returned = work.nextReturned();
         plan.begin(mailbox(), layer, number, returned);
         share.experts(layer.file(), number, layer.rows(), layer.used, layer.predicts(), plan, after, instructed, returned);
         EXPECT_EQ(plan.ordered, layer.anyMissed() ? 1 : 0);
@@ -389,14 +395,14 @@ inline void runLayers(const std::vector<Shape>& shapes, int threads, const std::
         return false;  // it may be about to send
     });
     for (int step = 0; step < 2; ++step) {
-        desk.share.begin();
+        desk.beginStep();
         desk.poison();
         desk.poisonChoices();
         const HostShare::Awake awake(desk.share);
         PlayedGpu played(desk, layers);
         gpu = &played;
         try {
-            for (size_t i = 0; i < layers.size(); ++i) desk.compute(layers[i], static_cast<int32_t>(i), desk.share.nextSent());
+            for (size_t i = 0; i < layers.size(); ++i) desk.compute(layers[i], static_cast<int32_t>(i), desk.work.nextSent());
         } catch (...) {
             desk.share.abort();
             throw;

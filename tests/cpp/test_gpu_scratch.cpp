@@ -51,62 +51,49 @@ cuda::DeltaShape deltaShape() {
 
 int64_t quantized(int64_t rows, int64_t cols) { return static_cast<int64_t>(cuda::quantizedRowsBytes(rows, cols)); }
 
-// What is held all through a step. few: rows of a step of few.
-std::vector<Part> always(const GpuScratch& s, const StepLimits& l, int64_t few) {
-    const int64_t attended = std::max(l.queryWidth, l.deltaWidth), pairs = few * l.expertsUsed;
-    const int64_t hidden = std::max({l.denseHidden, l.expertsUsed * l.expertHidden, l.sharedHidden});
-    const int64_t hiddenForms = std::max({quantized(few, l.denseHidden), quantized(pairs, l.expertHidden), quantized(few, l.sharedHidden)});
-    const int64_t counted = kInt * l.expertLayers * l.experts, slotted = l.expertSlots ? 1 : 0;
-    std::vector<Part> parts = {
-        {"x", s.x, kFloat * l.maxRows * l.embedding},
-        {"logits", s.logits, kFloat * few * l.vocab},
-        {"chosen", s.chosen, kInt * l.maxRows * l.expertsUsed},
-        {"weight", s.weight, kFloat * l.maxRows * l.expertsUsed},
-        {"few", s.few.at, kInt * s.few.total},
-        {"normed", s.normed, kFloat * few * l.embedding},
-        {"normedQuant", s.normedQuant, quantized(few, l.embedding)},
-        {"attended", s.attended, kFloat * few * attended},
-        {"attendedQuant", s.attendedQuant, quantized(few, attended)},
-        {"hidden", s.hidden, kFloat * few * hidden},
-        {"hiddenQuant", s.hiddenQuant, hiddenForms},
-        {"gate", s.gate, kFloat * few * hidden},
-        {"up", s.up, kFloat * few * hidden},
-        {"routerLogits", s.routerLogits, kFloat * few * l.experts},
-        {"attention", s.attention, static_cast<int64_t>(cuda::decodeAttentionBytes(few, {l.heads, l.kvHeads, l.headDim}, l.context, l.pageTokens))},
+// Bytes of a block's numbers.
+int64_t numberBytes(const GpuScratch::Numbers& numbers) { return kInt * numbers.layout->count(); }
+
+// What is held all through a pass.
+std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
+    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, group = std::min<int64_t>(rows, 8), stepRows = std::min<int64_t>(rows, 64);
+    const int64_t counted = kInt * l.expertLayers * l.experts, slotted = l.expertSlots ? 1 : 0, split = l.floatWeights ? 1 : 0;
+    return {
+        {"step", s.step.at, numberBytes(s.step)},
+        {"batch", s.batch.at, numberBytes(s.batch)},
+        {"x", s.x, kFloat * rows * l.embedding},
+        {"logits", s.logits, kFloat * group * l.vocab},
+        {"normed", s.normed, kFloat * exact * l.embedding},
+        {"normedQuant", s.normedQuant, quantized(exact, l.embedding)},
+        {"normedHi", s.normedHi, kHalf * fast * l.embedding},
+        {"normedLo", s.normedLo, split * kHalf * fast * l.embedding},
+        {"attention", s.attention, static_cast<int64_t>(cuda::decodeAttentionBytes(group, {l.heads, l.kvHeads, l.headDim}, l.context, l.pageTokens))},
+        {"deltaReaders", s.deltaReaders, l.deltaHeads ? static_cast<int64_t>(cuda::deltaStepBytes(group, deltaShape())) : 0},
         {"sampling", s.sampling, static_cast<int64_t>(cuda::samplingScratchBytes(l.vocab))},
         {"adjustments", s.adjustments, static_cast<int64_t>(sizeof(TokenAdjustment)) * l.vocab},
-        {"token", s.token, kInt * few},
-        {"sharedScale", s.sharedScale, l.sharedHidden ? kFloat * l.maxRows : 0},
-        {"joined", s.joined, l.drafts ? kFloat * 2 * few * l.embedding : 0},
-        {"joinedQuant", s.joinedQuant, l.drafts ? quantized(few, 2 * l.embedding) : 0},
-        {"deltaReaders", s.deltaReaders, static_cast<int64_t>(s.deltaReaderBytes)},
+        {"token", s.token, kInt * group},
+        {"chosen", s.chosen, kInt * rows * l.expertsUsed},
+        {"weight", s.weight, kFloat * rows * l.expertsUsed},
+        {"routerLogits", s.routerLogits, kFloat * rows * l.experts},
+        {"sharedScale", s.sharedScale, l.sharedHidden ? kFloat * rows : 0},
+        {"grouping", s.grouping, l.expertsUsed && fast ? static_cast<int64_t>(cuda::expertGroupingBytes(fast, l.expertsUsed, l.experts)) : 0},
         {"expertUses", s.expertUses, counted},
         {"expertTable", s.expertTable, slotted * counted},
         {"expertOrdinal", s.expertOrdinal, slotted * counted},
-        {"slot", s.slot, slotted * kInt * pairs},
-        {"foreseen", s.foreseen, slotted * kInt * pairs},
-        {"foreseenWeight", s.foreseenWeight, slotted * kFloat * pairs},
-        {"foreseenRows", s.foreseenRows, slotted * kFloat * few * l.embedding},
-        {"foreseenQuant", s.foreseenQuant, slotted * quantized(few, l.embedding)},
-        {"answers", s.answers, slotted * kFloat * pairs * l.embedding},
+        {"slot", s.slot, slotted * kInt * exact * l.expertsUsed},
+        {"foreseen", s.foreseen, slotted * kInt * stepRows * l.expertsUsed},
+        {"foreseenWeight", s.foreseenWeight, slotted * kFloat * stepRows * l.expertsUsed},
+        {"foreseenRows", s.foreseenRows, slotted * kFloat * stepRows * l.embedding},
+        {"foreseenQuant", s.foreseenQuant, slotted * quantized(stepRows, l.embedding)},
         {"orders", s.orders, slotted * static_cast<int64_t>(sizeof(cuda::DeviceOrders))},
     };
-    if (l.maxRows <= few) return parts;
-    const int64_t split = l.floatWeights ? 1 : 0;
-    const std::vector<Part> many = {
-        {"many", s.many.at, kInt * s.many.total},
-        {"normedHi", s.normedHi, kHalf * l.maxRows * l.embedding},
-        {"normedLo", s.normedLo, split * kHalf * l.maxRows * l.embedding},
-        {"manyRouterLogits", s.manyRouterLogits, kFloat * l.maxRows * l.experts},
-        {"grouping", s.grouping, l.expertsUsed ? static_cast<int64_t>(cuda::expertGroupingBytes(l.maxRows, l.expertsUsed, l.experts)) : 0},
-    };
-    parts.insert(parts.end(), many.begin(), many.end());
-    return parts;
 }
 
-std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l, int64_t few) {
-    const int64_t rows = l.maxRows, attended = std::max(l.queryWidth, l.deltaWidth);
-    std::vector<Part> parts = {
+std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
+    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, attended = std::max(l.queryWidth, l.deltaWidth);
+    const int64_t splitQueries = l.kvType != KvType::BF16 ? 1 : 0, split = l.floatWeights ? 1 : 0, delta = l.deltaHeads && fast ? 1 : 0;
+    const int64_t keys = l.deltaChannels - l.deltaWidth, tiles = s.batch.layout->deltaTiles();  // keys: of queries and keys together
+    return {
         {"q", s.q, kFloat * rows * l.queryWidth},
         {"k", s.k, kFloat * rows * l.kvWidth},
         {"v", s.v, kFloat * rows * l.kvWidth},
@@ -115,49 +102,45 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l, int64_t few)
         {"deltaGate", s.deltaGate, kFloat * rows * l.deltaWidth},
         {"deltaAlpha", s.deltaAlpha, kFloat * rows * l.deltaHeads},
         {"deltaBeta", s.deltaBeta, kFloat * rows * l.deltaHeads},
+        {"attended", s.attended, kFloat * exact * attended},
+        {"attendedQuant", s.attendedQuant, quantized(exact, attended)},
+        {"qHi", s.qHi, kHalf * fast * l.queryWidth},
+        {"qLo", s.qLo, splitQueries * kHalf * fast * l.queryWidth},
+        {"attendedHi", s.attendedHi, kHalf * fast * attended},
+        {"attendedLo", s.attendedLo, split * kHalf * fast * attended},
+        {"attendedFloats", s.attendedFloats, kFloat * fast * std::max(l.gatedQueryWidth / 2, l.deltaWidth)},
+        {"keysHi", s.keysHi, delta * kHalf * fast * keys},
+        {"keysLo", s.keysLo, delta * kHalf * fast * keys},
+        {"deltaWindows", s.deltaWindows, delta * kFloat * tiles * (l.deltaConvWidth - 1) * l.deltaChannels},
+        {"deltaChunks", s.deltaChunks, delta ? static_cast<int64_t>(cuda::deltaChunkBytes(fast, tiles, deltaShape(), true)) : 0},
     };
-    if (rows <= few) return parts;
-    const int64_t splitQueries = l.kvType != KvType::BF16 ? 1 : 0, split = l.floatWeights ? 1 : 0;
-    const int64_t keys = l.deltaHeads ? l.deltaChannels - l.deltaWidth : 0;  // of queries and keys together
-    const std::vector<Part> many = {
-        {"qHi", s.qHi, kHalf * rows * l.queryWidth},
-        {"qLo", s.qLo, splitQueries * kHalf * rows * l.queryWidth},
-        {"attendedHi", s.attendedHi, kHalf * rows * attended},
-        {"attendedLo", s.attendedLo, split * kHalf * rows * attended},
-        {"attendedFloats", s.attendedFloats, kFloat * rows * std::max(l.gatedQueryWidth / 2, l.deltaWidth)},
-        {"keysHi", s.keysHi, kHalf * rows * keys},
-        {"keysLo", s.keysLo, kHalf * rows * keys},
-        {"deltaWindows", s.deltaWindows, l.deltaHeads ? kFloat * s.many.deltaTiles * (l.deltaConvWidth - 1) * l.deltaChannels : 0},
-        {"deltaChunks", s.deltaChunks, l.deltaHeads ? static_cast<int64_t>(cuda::deltaChunkBytes(rows, s.many.deltaTiles, deltaShape(), true)) : 0},
-    };
-    parts.insert(parts.end(), many.begin(), many.end());
-    return parts;
 }
 
-std::vector<Part> ofFeed(const GpuScratch& s, const StepLimits& l, int64_t few) {
-    const int64_t rows = l.maxRows, pairs = rows * l.expertsUsed, split = l.floatWeights ? 1 : 0;
-    const int64_t hidden = std::max({rows * l.denseHidden, pairs * l.expertHidden, rows * l.sharedHidden});
-    std::vector<Part> parts = {{"sharedOut", s.sharedOut, l.sharedHidden ? kFloat * rows * l.embedding : 0}};
-    if (rows <= few) return parts;
-    const std::vector<Part> many = {
-        {"hiddenHi", s.hiddenHi, kHalf * hidden},
-        {"hiddenLo", s.hiddenLo, split * kHalf * hidden},
-        {"manyGate", s.manyGate, kFloat * hidden},
-        {"manyUp", s.manyUp, kFloat * hidden},
-        {"expertOut", s.expertOut, kFloat * pairs * l.embedding},
+std::vector<Part> ofFeed(const GpuScratch& s, const StepLimits& l) {
+    const int64_t used = l.expertsUsed, split = l.floatWeights ? 1 : 0;
+    const auto widest = [&](int64_t rows) { return std::max({rows * l.denseHidden, rows * used * l.expertHidden, rows * l.sharedHidden}); };
+    const int64_t forms = std::max({quantized(s.exactRows, l.denseHidden), quantized(s.exactRows * used, l.expertHidden), quantized(s.exactRows, l.sharedHidden)});
+    return {
+        {"gate", s.gate, kFloat * widest(l.maxRows)},
+        {"up", s.up, kFloat * widest(l.maxRows)},
+        {"hidden", s.hidden, kFloat * widest(s.exactRows)},
+        {"hiddenQuant", s.hiddenQuant, forms},
+        {"hiddenHi", s.hiddenHi, kHalf * widest(s.fastRows)},
+        {"hiddenLo", s.hiddenLo, split * kHalf * widest(s.fastRows)},
+        {"expertOut", s.expertOut, kFloat * l.maxRows * used * l.embedding},
+        {"sharedOut", s.sharedOut, l.sharedHidden ? kFloat * l.maxRows * l.embedding : 0},
     };
-    parts.insert(parts.end(), many.begin(), many.end());
-    return parts;
 }
 
-std::vector<Part> ofJoin(const GpuScratch& s, const StepLimits& l, int64_t few) {
+std::vector<Part> ofJoin(const GpuScratch& s, const StepLimits& l) {
     if (!l.drafts) return {};
-    const int64_t rows = 2 * l.maxRows * l.embedding;
-    std::vector<Part> parts = {{"apart", s.apart, kFloat * rows}};
-    if (l.maxRows <= few) return parts;
-    parts.push_back({"joinedHi", s.joinedHi, kHalf * rows});
-    parts.push_back({"joinedLo", s.joinedLo, l.floatWeights ? kHalf * rows : 0});
-    return parts;
+    return {
+        {"apart", s.apart, kFloat * 2 * l.maxRows * l.embedding},
+        {"joined", s.joined, kFloat * 2 * s.exactRows * l.embedding},
+        {"joinedQuant", s.joinedQuant, quantized(s.exactRows, 2 * l.embedding)},
+        {"joinedHi", s.joinedHi, kHalf * 2 * s.fastRows * l.embedding},
+        {"joinedLo", s.joinedLo, l.floatWeights ? kHalf * 2 * s.fastRows * l.embedding : 0},
+    };
 }
 
 StepLimits dense(int64_t rows) {
@@ -191,57 +174,22 @@ StepLimits hybrid(int64_t rows) {
 
 TEST(GpuScratch, WhatIsUsedTogetherLiesApart) {
     for (const auto make : {dense, withExperts, hybrid}) {
-        for (const int64_t rows : {1, 5, 8, 9, 64, 300, 2048}) {
-            const StepLimits l = make(rows);
-            SCOPED_TRACE(std::to_string(rows) + " rows, experts " + std::to_string(l.experts) + ", heads of delta " + std::to_string(l.deltaHeads));
-            const GpuScratch s(l);
-            const int64_t few = std::min<int64_t>(rows, 8);
-            size_t end = 0;
-            for (const auto phase : {ofMixer, ofFeed, ofJoin}) {
-                std::vector<Part> parts = always(s, l, few);
-                for (const Part& part : phase(s, l, few)) parts.push_back(part);
-                end = std::max(end, expectApart(parts, s.bytes()));
-            }
-            EXPECT_LT(s.bytes(), end + 256) << "no more is taken than the largest phase needs";
-        }
-    }
-}
-
-TEST(GpuScratch, ABatchsNumbersLieApart) {
-    for (const auto make : {dense, withExperts, hybrid}) {
-        for (const int64_t rows : {1, 8, 9, 300, 2048}) {
-            const StepLimits l = make(rows);
-            const GpuScratch s(l);
-            std::vector<std::pair<const GpuScratch::BatchBlock*, int64_t>> blocks = {{&s.few, std::min<int64_t>(rows, 8)}};
-            if (rows > 8) blocks.push_back({&s.many, rows});
-            for (const auto& [b, most] : blocks) {
-                const bool many = b == &s.many;
-                // Of a prompt: tiles of rows, one more for each sequence that ends inside of one.
-                const int64_t sequences = many ? std::min<int64_t>(most, GpuScratch::kMaxSequences) : most;
-                const int64_t tiles = many ? most / cuda::kQueryTile + sequences : 0, pages = (l.context + 63) / 64;
-                const int64_t drafts = l.drafts ? 1 : 0, delta = l.deltaHeads ? 1 : 0;
-                EXPECT_EQ(b->rows, most);
-                EXPECT_EQ(b->sequences, sequences);
-                EXPECT_EQ(b->pages, pages);
-                struct Numbers {
-                    int64_t at, count;
-                };
-                std::vector<Numbers> all = {{b->tokens, most}, {b->positions, most}, {b->sequence, most}, {b->logitRows, most},
-                                            {b->tileBegin, tiles}, {b->tileEnd, tiles}, {b->sources, drafts * most}, {b->joined, drafts * 2 * most},
-                                            {b->stateFrom, delta * most}, {b->stateTo, delta * most}, {b->begin, delta * sequences},
-                                            {b->end, delta * sequences}, {b->deltaTileBegin, b->deltaTiles}, {b->deltaTileEnd, b->deltaTiles},
-                                            {b->tables, sequences * pages}};
-                all.erase(std::remove_if(all.begin(), all.end(), [](const Numbers& n) { return n.count == 0; }), all.end());
-                std::sort(all.begin(), all.end(), [](const Numbers& x, const Numbers& y) { return x.at < y.at; });
-                int64_t end = 0;
-                for (const Numbers& n : all) {
-                    EXPECT_EQ(n.at, end) << "nothing overlaps, and nothing is uploaded for nobody";
-                    end = n.at + n.count;
+        for (const PromptMode prompt : {PromptMode::Fast, PromptMode::Exact}) {
+            for (const int64_t rows : {1, 5, 8, 9, 64, 300, 2048}) {
+                StepLimits l = make(rows);
+                l.prompt = prompt;
+                SCOPED_TRACE(std::to_string(rows) + " rows, experts " + std::to_string(l.experts) + ", heads of delta " + std::to_string(l.deltaHeads) +
+                             (prompt == PromptMode::Exact ? ", exact" : ", fast"));
+                const GpuScratch s(l);
+                EXPECT_EQ(s.exactRows, prompt == PromptMode::Exact ? rows : std::min<int64_t>(rows, 64));
+                EXPECT_EQ(s.fastRows, prompt == PromptMode::Exact ? 0 : rows);
+                size_t end = 0;
+                for (const auto phase : {ofMixer, ofFeed, ofJoin}) {
+                    std::vector<Part> parts = always(s, l);
+                    for (const Part& part : phase(s, l)) parts.push_back(part);
+                    end = std::max(end, expectApart(parts, s.bytes()));
                 }
-                EXPECT_EQ(b->total, end);
-            }
-            if (rows > 8 && l.deltaHeads) {
-                EXPECT_EQ(s.many.deltaTiles, std::min(rows, rows / 64 + GpuScratch::kMorePieces));
+                EXPECT_LT(s.bytes(), end + 256) << "no more is taken than the largest phase needs";
             }
         }
     }

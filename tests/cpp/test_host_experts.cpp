@@ -144,7 +144,7 @@ TEST(HostExperts, ALayerOfNanLeavesNothingToTheNext) {
                 row = Row(row.floats);
             }
             Desk desk({wide, narrow}, 2, 2, nullptr);
-            desk.share.begin();
+            desk.beginStep();
             desk.pass(overflowed, 0);
             EXPECT_TRUE(std::isnan(desk.mailbox().answers[0]));
             desk.poison();
@@ -160,7 +160,7 @@ TEST(HostExperts, AStepPassesWithoutTakingMemory) {
     for (const int64_t rows : {1, 8}) {
         const Layer first(shape, rows, Routing::Random, kMixed, random), second(shape, rows, Routing::Same, Share{0, 0.3}, random);
         Desk desk({shape}, 2, 3, nullptr);
-        desk.share.begin();
+        desk.beginStep();
         const int64_t before = allocations;
         {
             const HostShare::Awake awake(desk.share);
@@ -182,7 +182,7 @@ TEST(HostExperts, ChoicesAreReadOnce) {
         const Layer layer(shape, 4, Routing::Random, Share{0.3, 0.1}, random);
         Desk desk({shape}, 3, 2, nullptr);
         desk.plan.meanwhile = [&] { desk.poisonChoices(); };
-        desk.share.begin();
+        desk.beginStep();
         desk.pass(layer, 2);
         desk.expectAnswers(layer);
     }
@@ -196,7 +196,7 @@ TEST(HostExperts, AChoiceThatIsNoExpertIsRefusedAndTheShareStaysUsable) {
     predicting.orders.aheadFetch[0] = predicting.fetch(0, 1);
     predicting.orders.ahead = 1;
     Desk desk({shape, {DType::F32, DType::F32, DType::F32, 160, 32, 6, 2}}, 1, 2, nullptr);  // another layer has an expert more
-    desk.share.begin();
+    desk.beginStep();
     for (const int32_t wrong : {-1, shape.experts + 1, INT32_MIN, INT32_MAX, shape.experts}) {
         for (const size_t at : {size_t{0}, layer.chosen.size() - 1}) {
             desk.give(layer, 0);
@@ -211,7 +211,7 @@ TEST(HostExperts, AChoiceThatIsNoExpertIsRefusedAndTheShareStaysUsable) {
     EXPECT_EQ(desk.plan.ordered, 0);
     EXPECT_EQ(*desk.mailbox().instructed, 0u);
     desk.expectUntouched();
-    desk.share.begin();
+    desk.beginStep();
     desk.pass(layer, 0);
     desk.expectAnswers(layer);
     EXPECT_EQ(*desk.mailbox().returned, 1u);
@@ -234,7 +234,7 @@ struct Ordered {
         for (int i = 0; i < 3; ++i) layer.orders.fetch[i] = layer.fetch(missed[static_cast<size_t>(i)], i);
         layer.orders.ahead = 2;
         for (int i = 0; i < 2; ++i) layer.orders.aheadFetch[i] = layer.fetch(i + 5, i);
-        desk.share.begin();
+        desk.beginStep();
     }
 };
 
@@ -278,7 +278,7 @@ TEST(HostExperts, OrdersThatWouldDoHarmAreRefused) {
         o.desk.expectUntouched();
         o.layer.orders = right;
     }
-    o.desk.share.begin();
+    o.desk.beginStep();
     for (int i = 0; i < 3; ++i) o.layer.ours.erase(o.missed[static_cast<size_t>(i)]);
     o.desk.compute(o.layer, 0, 0);
     o.desk.expectAnswers(o.layer);
@@ -291,7 +291,7 @@ TEST(HostExperts, WhatThePlanThrowsGoesThrough) {
     const Layer layer(kShapes[0], 2, Routing::Random, {0.3, 0}, random);
     Desk desk({kShapes[0]}, 1, 2, nullptr);
     const Mailbox& box = desk.mailbox();
-    desk.share.begin();
+    desk.beginStep();
     desk.plan.thrown = PlayedPlan::Thrown::ByOrder;
     EXPECT_THROW(desk.pass(layer, 0), std::runtime_error);
     EXPECT_EQ(*box.instructed, 0u);
@@ -300,7 +300,7 @@ TEST(HostExperts, WhatThePlanThrowsGoesThrough) {
     EXPECT_EQ(*box.instructed, cuda::kCrossingAborted);
     EXPECT_EQ(*box.returned, cuda::kCrossingAborted);
 
-    desk.share.begin();
+    desk.beginStep();
     EXPECT_EQ(*box.instructed, 0u);
     EXPECT_EQ(*box.returned, 0u);
     desk.plan.thrown = PlayedPlan::Thrown::ByDone;
@@ -327,7 +327,7 @@ TEST(HostExperts, ThePlanHearsHowLongTheGpuTook) {
         desk->give(layer, 0);
         desk->compute(layer, 0, ++ticket);
     };
-    desk->share.begin();
+    desk->beginStep();
     waited(missed);
     EXPECT_TRUE(desk->plan.turns.empty()) << "no layer came before it";
     waited(there);
@@ -340,7 +340,7 @@ TEST(HostExperts, ThePlanHearsHowLongTheGpuTook) {
     desk->pass(dense, 0);
     waited(missed);
     EXPECT_EQ(desk->plan.turns.size(), 1u) << "other work came between";
-    desk->share.begin();
+    desk->beginStep();
     ticket = 0;
     waited(missed);
     EXPECT_EQ(desk->plan.turns.size(), 1u) << "another step";
@@ -351,7 +351,7 @@ TEST(HostExperts, WaitingThatThrowsEndsTheWait) {
     const Shape& shape = kShapes[3];
     const Layer layer(shape, 2, Routing::Random, kNothingThere, random);
     Desk desk({shape}, 1, 2, []() -> bool { throw std::runtime_error("the GPU is gone"); });
-    desk.share.begin();
+    desk.beginStep();
     desk.give(layer, 0);
     EXPECT_THROW(desk.compute(layer, 0, 1), std::runtime_error);
     EXPECT_EQ(desk.plan.ordered, 0);

@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "engine/host_share.h"
+#include "engine/host_work.h"
 #include "seed.h"
 #include "step_test.h"
 
@@ -249,12 +250,13 @@ void runLayers(const Shape& shape, int threads, int64_t rows, const std::vector<
         share.begin();
         const HostShare::Awake awake(share);
         PlayedGpu played(desk.mailbox(), layers, rows, split);
+        HostWork work(HostWork::When::AtOnce);
         gpu = &played;
         try {
             for (const Layer& layer : layers) {
-                const uint32_t sent = share.nextSent(), returned = share.nextReturned();
+                const uint32_t sent = work.nextSent(), returned = work.nextReturned();
                 share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, rows, split.hidden, sent, returned);
-                const uint32_t sentHidden = share.nextSent(), returnedDown = share.nextReturned();
+                const uint32_t sentHidden = work.nextSent(), returnedDown = work.nextReturned();
                 share.down(layer.down.matrix, rows, split.output, sentHidden, returnedDown);
             }
         } catch (...) {
@@ -393,11 +395,12 @@ TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
     HostShare& share = desk.share;
     share.begin();
     desk.poisonAll();
+    HostWork work(HostWork::When::AtOnce);
     for (const bool gated : {true, false}) {
         std::string caught;
         try {
-            if (gated) share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, 1, 0, share.nextSent(), share.nextReturned());
-            else share.down(layer.down.matrix, 1, 0, share.nextSent(), share.nextReturned());
+            if (gated) share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, 1, 0, work.nextSent(), work.nextReturned());
+            else share.down(layer.down.matrix, 1, 0, work.nextSent(), work.nextReturned());
         } catch (const std::runtime_error& e) {
             caught = e.what();
         }
@@ -407,8 +410,6 @@ TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
     EXPECT_EQ(*desk.mailbox().returned, 0u);
     expectHidden(desk.mailbox().hidden, layer, 1, shape.hidden);  // nothing written
     EXPECT_EQ(desk.mailbox().down[0], -777.0f);
-    EXPECT_EQ(share.nextInstructed(), 1u);
-    EXPECT_EQ(share.nextInstructed(), 2u);
     share.abort();
     EXPECT_EQ(*desk.mailbox().returned, cuda::kCrossingAborted);
     EXPECT_EQ(*desk.mailbox().instructed, cuda::kCrossingAborted);
@@ -419,9 +420,6 @@ TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
     EXPECT_EQ(*desk.mailbox().sent, 0u);
     EXPECT_EQ(*desk.mailbox().instructed, 0u);
     EXPECT_EQ(*desk.mailbox().returned, 0u);
-    EXPECT_EQ(share.nextSent(), 1u);
-    EXPECT_EQ(share.nextInstructed(), 1u);
-    EXPECT_EQ(share.nextReturned(), 1u);
     copyIn(layer.input, 1, 0, shape.embedding, desk.mailbox().input);
     share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, 1, 32, 0, 1);
     expectHidden(desk.mailbox().hidden, layer, 1, 32);

@@ -31,22 +31,40 @@ protected:
         for (int32_t& token : made) token = static_cast<int32_t>(random()() % static_cast<uint32_t>(vocab));
         return made;
     }
-    // Pieces of few rows, enough for so many tokens.
+    // What the tests of equality with the CPU load: prompt rows follow the contract.
+    static EngineOptions exact(EngineOptions o) {
+        o.prompt = PromptMode::Exact;
+        return o;
+    }
+    // Pieces of a few rows, most of them for one launch of the contract's products, enough for `total` tokens.
     std::vector<int64_t> smallChunks(int64_t total) {
         std::vector<int64_t> chunks;
-        for (int64_t i = 0; i < total; ++i) chunks.push_back(1 + static_cast<int64_t>(random()() % kMaxMatvecRows));
+        for (int64_t i = 0; i < total; ++i) {
+            const int64_t most = random()() % 4 ? kMaxMatvecRows : 5 * kMaxMatvecRows;
+            chunks.push_back(1 + static_cast<int64_t>(random()() % static_cast<uint32_t>(most)));
+        }
         return chunks;
     }
     static std::vector<int64_t> oneByOne(int64_t total) { return std::vector<int64_t>(static_cast<size_t>(total), 1); }
 
-    static std::vector<float> logits(Session& session, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {
+    // Of prompt rows.
+    static std::vector<float> logits(Session& session, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks,
+                                     RowKind kind = RowKind::Prompt) {
         std::vector<float> values(text.size() * static_cast<size_t>(session.vocabSize()), NAN);
-        session.evaluate(text, RowKind::Prompt, values.data(), chunks, nullptr);
+        session.evaluate(text, kind, values.data(), chunks, nullptr);
         return values;
     }
     static std::vector<float> logits(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {
         Session session(engine);
         return logits(session, text, chunks);
+    }
+    // Of decode rows.
+    static std::vector<float> steps(Session& session, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {
+        return logits(session, text, chunks, RowKind::Decode);
+    }
+    static std::vector<float> steps(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& text, const std::vector<int64_t>& chunks) {
+        Session session(engine);
+        return steps(session, text, chunks);
     }
     // Of all numbers together, relative to the second.
     static double distance(const std::vector<float>& a, const std::vector<float>& b) {

@@ -18,9 +18,10 @@ struct Written {
 
 class CudaDrafts : public PlacementTest {
 protected:
-    // Batches of few rows alone, so that all is to the bit; states for each drafted token.
+    // Prompts follow the contract too, so that all is to the bit; states for each drafted token.
     static EngineOptions few(EngineOptions o, int64_t context = 300) {
         o.context = context;
+        o.prompt = PromptMode::Exact;
         o.batch = kMaxMatvecRows;
         o.sequences = 2 * kMaxMatvecRows;
         return o;

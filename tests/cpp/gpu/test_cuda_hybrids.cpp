@@ -1,6 +1,6 @@
 // Models with recurrent layers on the GPU, against the CPU: a state that is not that of its sequence's tokens answers wrongly without
-// a sign of it. Steps of few rows have the CPU's bits, from whatever slot they begin; prefill stays near, however it is cut, whatever
-// shares its batch and whatever was taken back before.
+// a sign of it. Decode rows and exact prompts have the CPU's bits, from whatever slot they begin; fast prompts stay near, and have the
+// same bits however they are cut, whatever shares their batch and whatever was taken back before.
 #include <cmath>
 #include <thread>
 
@@ -53,14 +53,14 @@ struct Together {
         return true;
     }
     // The next counts[s] rows of each text s, in one batch.
-    void run(const std::vector<size_t>& counts) {
+    void run(const std::vector<size_t>& counts, RowKind kind) {
         Batch batch;
         std::vector<std::pair<size_t, size_t>> rows;
         for (size_t s = 0; s < texts.size(); ++s) {
             if (!counts[s]) continue;
             pass.kv.extend(handles[s], static_cast<int64_t>(counts[s]));
             for (size_t i = 0; i < counts[s]; ++i, ++done[s]) {
-                batch.add(RowKind::Prompt, texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], true);
+                batch.add(kind, texts[s][done[s]], static_cast<int32_t>(done[s]), handles[s], true);
                 rows.emplace_back(s, done[s]);
             }
         }
@@ -80,14 +80,14 @@ struct Together {
     std::vector<size_t> done;
 };
 
-// Batches of up to 8 rows, of some of the sequences: each step begins from other slots than the one that was captured.
+// Batches of some rows, of some of the sequences: each step begins from other slots than the one that was captured.
 TEST_F(CudaHybrids, StepsOfSixtyFourSequencesHaveTheCpusBits) {
     constexpr size_t kTexts = 64, kLength = 12;
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
         for (const bool replay : {true, false}) {
-            Together all(model, 16, 64, KvType::BF16, kTexts + 6);
+            Together all(model, 64, 64, KvType::BF16, kTexts + 30);
             all.pass.backend.setReplays(replay);
             Session cpu(load(model, options(false)));
             for (size_t s = 0; s < kTexts; ++s) {
@@ -97,7 +97,7 @@ TEST_F(CudaHybrids, StepsOfSixtyFourSequencesHaveTheCpusBits) {
             }
             while (!all.finished()) {
                 std::vector<size_t> counts(kTexts, 0);
-                size_t rows = 1 + random()() % kMaxMatvecRows;
+                size_t rows = 1 + random()() % (random()() % 4 ? kMaxMatvecRows : 3 * kMaxMatvecRows);
                 for (size_t look = 0; look < 2 * kTexts && rows; ++look) {
                     const size_t s = random()() % kTexts;
                     if (counts[s]) continue;
@@ -105,7 +105,7 @@ TEST_F(CudaHybrids, StepsOfSixtyFourSequencesHaveTheCpusBits) {
                     rows -= counts[s];
                 }
                 if (std::all_of(counts.begin(), counts.end(), [](size_t count) { return count == 0; })) continue;
-                all.run(counts);
+                all.run(counts, RowKind::Decode);
             }
             for (size_t s = 0; s < kTexts; ++s) {
                 ASSERT_TRUE(sameBits(all.alone[s], all.got[s])) << "sequence " << s << (replay ? ", replayed" : ", launched");
@@ -115,13 +115,13 @@ TEST_F(CudaHybrids, StepsOfSixtyFourSequencesHaveTheCpusBits) {
 }
 
 // All of them in each batch, most with a row, some with several.
-TEST_F(CudaHybrids, SixtyFourSequencesInOneBatchGetTheAnswersTheyGetAlone) {
-    constexpr size_t kTexts = 64, kLength = 24;
+TEST_F(CudaHybrids, SixtyFourRowsInOneBatchHaveTheCpusBits) {
+    constexpr size_t kTexts = 40, kLength = 24, kMost = GpuScratch::kMaxDecodeRows;
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
-        const tiny::Model model = tiny::Model(tiny).asFloats();
-        Together all(model, kTexts * 8, 64, KvType::F32, kTexts);
-        Session cpu(load(model, options(false, KvType::F32)));
+        const tiny::Model model(tiny);
+        Together all(model, kMost, 64, KvType::BF16, 2 * kTexts);
+        Session cpu(load(model, options(false)));
         for (size_t s = 0; s < kTexts; ++s) {
             const auto text = tokens(kLength, tiny.vocab);
             cpu.reset();
@@ -129,35 +129,46 @@ TEST_F(CudaHybrids, SixtyFourSequencesInOneBatchGetTheAnswersTheyGetAlone) {
         }
         while (!all.finished()) {
             std::vector<size_t> counts;
-            for (size_t s = 0; s < kTexts; ++s) counts.push_back(std::min<size_t>(random()() % 3 ? 1 : 1 + random()() % 8, all.left(s)));
-            all.run(counts);
+            size_t room = kMost - kTexts;
+            for (size_t s = 0; s < kTexts; ++s) {
+                const size_t more = random()() % 3 ? 0 : std::min<size_t>(random()() % 8, room);
+                counts.push_back(std::min(1 + more, all.left(s)));
+                room -= more;
+            }
+            all.run(counts, RowKind::Decode);
         }
-        for (size_t s = 0; s < kTexts; ++s) expectNear(all.got[s], all.alone[s], model, "sequence " + std::to_string(s));
+        for (size_t s = 0; s < kTexts; ++s) EXPECT_TRUE(sameBits(all.got[s], all.alone[s])) << "sequence " << s;
         EXPECT_GT(distance(all.got[0], all.alone[1]), 0.1) << "all say the same";
     }
 }
 
-// Sequences that begin and sequences that go on, of a few tokens and of more than a chunk, in batches of any size.
+// Sequences that begin and sequences that go on, of a few tokens and of more than a tile, in batches of any size.
 TEST_F(CudaHybrids, PromptsOfDifferentLengthsGoOnInOneBatch) {
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = tiny::Model(tiny).asFloats();
         Together all(model, 900, 300, KvType::F32, 16);
+        const auto engine = load(model, options(true, KvType::F32));
         Session cpu(load(model, options(false, KvType::F32)));
+        std::vector<std::vector<float>> fast;
         for (const int64_t length : {290, 64, 65, 1, 127, 2, 200, 8}) {
             const auto text = tokens(length, tiny.vocab);
             cpu.reset();
             all.add(text, logits(cpu, text, {}));
+            fast.push_back(logits(engine, text, {}));
         }
         while (!all.finished()) {
             std::vector<size_t> counts;
             for (size_t s = 0; s < all.texts.size(); ++s) {
-                const size_t most = random()() % 2 ? 100 : 5;
-                counts.push_back(std::min<size_t>(random()() % most, all.left(s)));
+                const size_t tiles = random()() % 4;
+                counts.push_back(std::min<size_t>(tiles * kPromptTile, all.left(s)));
             }
-            if (std::any_of(counts.begin(), counts.end(), [](size_t count) { return count > 0; })) all.run(counts);
+            if (std::any_of(counts.begin(), counts.end(), [](size_t count) { return count > 0; })) all.run(counts, RowKind::Prompt);
         }
-        for (size_t s = 0; s < all.texts.size(); ++s) expectNear(all.got[s], all.alone[s], model, "sequence " + std::to_string(s));
+        for (size_t s = 0; s < all.texts.size(); ++s) {
+            expectNear(all.got[s], all.alone[s], model, "sequence " + std::to_string(s));
+            EXPECT_TRUE(sameBits(all.got[s], fast[s])) << "sequence " << s;
+        }
     }
 }
 
@@ -175,10 +186,12 @@ TEST_F(CudaHybrids, PrefillMayBeCutAnywhere) {
             cuts.emplace_back();
             for (int piece = 0; piece < 290; ++piece) cuts.back().push_back(1 + static_cast<int64_t>(random()() % (i < 3 ? 100 : 20)));
         }
+        const auto whole = logits(engine, text, {});
         for (const auto& chunks : cuts) {
             std::string what = chunks.empty() ? "one pass" : "pieces of";
             for (size_t i = 0; i < std::min<size_t>(chunks.size(), 6); ++i) what += " " + std::to_string(chunks[i]);
             const auto got = logits(engine, text, chunks);
+            EXPECT_TRUE(sameBits(got, whole)) << what;
             expectNear(got, expected, model, what);
             const auto last = static_cast<std::ptrdiff_t>(20 * tiny.vocab);
             expectNear({got.end() - last, got.end()}, {expected.end() - last, expected.end()}, model, what + ", the last rows");
@@ -191,7 +204,7 @@ TEST_F(CudaHybrids, EveryCacheTypeHasTheCpusBits) {
         const tiny::Model model{hybrids()[0]};
         const auto text = tokens(150, model.options().vocab);
         Session cpu(load(model, options(false, kv))), gpu(load(model, options(true, kv)));
-        EXPECT_TRUE(sameBits(logits(cpu, text, {}), logits(gpu, text, smallChunks(150))));
+        EXPECT_TRUE(sameBits(logits(cpu, text, {}), steps(gpu, text, smallChunks(150))));
     }
 }
 
@@ -214,11 +227,15 @@ TEST_F(CudaHybrids, LongTextsDoNotDrift) {
         const auto text = tokens(kLength, tiny.vocab);
         const auto expected = logits(at(false), text, {});
         const auto engine = at(true);
-        EXPECT_TRUE(sameBits(expected, logits(engine, text, smallChunks(kLength)))) << "a few at a time";
+        EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(kLength)))) << "a few at a time";
         if (!floats) continue;
-        std::vector<int64_t> steps(kLength, 1);
-        std::fill_n(steps.begin(), 7, 512);
-        const auto prefill = logits(engine, text, {}), mixed = logits(engine, text, steps);
+        // Decode rows behind a prompt.
+        Session session(engine);
+        const auto half = kLength - kPart;
+        auto mixed = logits(session, {text.begin(), text.begin() + half}, {});
+        const auto behind = CudaHybrids::steps(session, {text.begin() + half, text.end()}, smallChunks(kPart));
+        mixed.insert(mixed.end(), behind.begin(), behind.end());
+        const auto prefill = logits(engine, text, {});
         for (const int64_t begin : {int64_t{0}, kLength / 2, kLength - kPart}) {
             const auto part = [&](const std::vector<float>& all) {
                 return std::vector<float>(all.begin() + begin * tiny.vocab, all.begin() + (begin + kPart) * tiny.vocab);
@@ -238,7 +255,7 @@ TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
         const auto text = tokens(60, tiny.vocab);
         const auto expected = logits(load(model, options(false)), text, {});
         for (const bool replay : {true, false}) {
-            tiny::Pass<CudaBackend> pass(model, 16, 64, KvType::BF16, 128, size_t{0}, 2);
+            tiny::Pass<CudaBackend> pass(model, 64, 64, KvType::BF16, 128, size_t{0}, 2);
             pass.backend.setReplays(replay);
             const int32_t handle = pass.kv.createSequence();
             for (int64_t done = 0; done < 60;) {
@@ -247,7 +264,7 @@ TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
                 Batch batch;
                 for (int64_t i = 0; i < right + wrong; ++i) {
                     const auto token = i < right ? text[static_cast<size_t>(done + i)] : static_cast<int32_t>(random()() % 77);
-                    batch.add(RowKind::Prompt, token, static_cast<int32_t>(done + i), handle, true);
+                    batch.add(RowKind::Decode, token, static_cast<int32_t>(done + i), handle, true);
                 }
                 pass.kv.extend(handle, right + wrong, tiny::lastMarks(done, done + right + wrong, wrong));
                 std::vector<float> got(batch.logitRows.size() * static_cast<size_t>(tiny.vocab), NAN);
@@ -262,37 +279,43 @@ TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
     }
 }
 
+// A prompt's state is kept after whole tiles: the rows behind the last of them are taken back, and come again with others.
 TEST_F(CudaHybrids, RowsOfAPrefillCanBeTakenBack) {
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = tiny::Model(tiny).asFloats();
-        constexpr int64_t kLength = 280;
+        constexpr int64_t kLength = 5 * kPromptTile;
         const auto text = tokens(kLength, tiny.vocab);
-        const auto expected = logits(load(model, options(false, KvType::F32)), text, {});
-        tiny::Pass<CudaBackend> pass(model, 300, 300, KvType::F32, 320, size_t{0}, 2);
-        const int32_t handle = pass.kv.createSequence();
-        std::vector<float> all;
-        for (int64_t done = 0; done < kLength;) {
-            const auto right = std::min<int64_t>(1 + random()() % 70, kLength - done);
-            const auto wrong = static_cast<int64_t>(random()() % 7);  // of the 8 slots one holds the state before, one gets the last
+        tiny::Pass<CudaBackend> pass(model, kLength, kLength, KvType::F32, 2 * kLength, size_t{0}, 2);
+        const auto run = [&](int32_t handle, int64_t right, int64_t wrong) {
+            const int64_t done = pass.kv.length(handle);
             Batch batch;
             for (int64_t i = 0; i < right + wrong; ++i) {
                 const auto token = i < right ? text[static_cast<size_t>(done + i)] : static_cast<int32_t>(random()() % 77);
                 batch.add(RowKind::Prompt, token, static_cast<int32_t>(done + i), handle, true);
             }
-            pass.kv.extend(handle, right + wrong, tiny::lastMarks(done, done + right + wrong, wrong));
+            if (wrong) pass.kv.extend(handle, right + wrong, {done + right});
+            else pass.kv.extend(handle, right);
             std::vector<float> got(batch.logitRows.size() * static_cast<size_t>(tiny.vocab), NAN);
             pass.forward.run(batch, got.data());
-            all.insert(all.end(), got.begin(), got.begin() + right * tiny.vocab);
-            done += right;
-            ASSERT_EQ(pass.kv.truncate(handle, done), done);
+            got.resize(static_cast<size_t>(right * tiny.vocab));
+            EXPECT_EQ(pass.kv.truncate(handle, done + right), done + right);
+            return got;
+        };
+        const int32_t whole = pass.kv.createSequence(), handle = pass.kv.createSequence();
+        const auto expected = run(whole, kLength, 0);
+        std::vector<float> all;
+        while (pass.kv.length(handle) < kLength) {
+            const int64_t left = kLength - pass.kv.length(handle), right = std::min<int64_t>(left, kPromptTile * (1 + random()() % 2));
+            const auto got = run(handle, right, std::min<int64_t>(random()() % 100, left - right));
+            all.insert(all.end(), got.begin(), got.end());
         }
-        expectNear(all, expected, model, "all rows");
+        EXPECT_TRUE(sameBits(all, expected));
     }
 }
 
-// Sessions whose prompts share beginnings, which are cut back to states that are still there or computed again. In batches of few rows
-// all of it has the CPU's bits, so the texts are the same, and so is what was kept.
+// Sessions whose prompts share beginnings, which are cut back to states that are still there or computed again. With exact prompts all
+// of it has the CPU's bits, so the texts are the same, and so is what was kept.
 TEST_F(CudaHybrids, CuttingBackIsAsOnTheCpu) {
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
@@ -301,7 +324,7 @@ TEST_F(CudaHybrids, CuttingBackIsAsOnTheCpu) {
         params.temperature = 0;
         for (const int32_t room : {1, 3}) {
             const auto at = [&](bool cuda, int32_t sequences) {
-                EngineOptions o = options(cuda);
+                EngineOptions o = exact(options(cuda));
                 o.batch = kMaxMatvecRows;
                 o.sequences = sequences;
                 return load(model, o);
@@ -334,7 +357,7 @@ TEST_F(CudaHybrids, AFailureLeavesTheTokensAsTheyWere) {
         const auto expected = logits(load(model, options(false)), text, {});
         const std::vector<int32_t> head(text.begin(), text.begin() + 60), tail(text.begin() + 60, text.end());
         for (const int32_t room : {1, 3}) {
-            EngineOptions o = options(true);
+            EngineOptions o = exact(options(true));
             o.batch = kMaxMatvecRows;
             o.sequences = room;
             Session session(load(model, o));
@@ -351,9 +374,9 @@ TEST_F(CudaHybrids, AFailureLeavesTheTokensAsTheyWere) {
             EXPECT_TRUE(sameBits(expected, all)) << "room for " << room;
             int asked = 0;
             session.reset();
-            EXPECT_THROW(session.evaluate(text, RowKind::Prompt, nullptr, oneByOne(100), [&] { return asked++ == 30; }), Error);
+            EXPECT_THROW(session.evaluate(text, RowKind::Decode, nullptr, oneByOne(100), [&] { return asked++ == 30; }), Error);
             session.reset();
-            EXPECT_TRUE(sameBits(expected, logits(session, text, smallChunks(100)))) << "after an interruption";
+            EXPECT_TRUE(sameBits(expected, steps(session, text, smallChunks(100)))) << "after an interruption";
         }
     }
 }
@@ -376,7 +399,7 @@ TEST_F(CudaHybrids, ThreadsHaveStatesOfTheirOwn) {
             chunks.push_back(smallChunks(50));
         }
         std::vector<std::thread> threads;
-        for (size_t i = 0; i < kThreads; ++i) threads.emplace_back([&, i] { got[i] = logits(engine, texts[i], chunks[i]); });
+        for (size_t i = 0; i < kThreads; ++i) threads.emplace_back([&, i] { got[i] = steps(engine, texts[i], chunks[i]); });
         for (std::thread& thread : threads) thread.join();
         for (size_t i = 0; i < kThreads; ++i) EXPECT_TRUE(sameBits(logits(onCpu, texts[i], {}), got[i])) << "thread " << i;
     }

@@ -103,14 +103,15 @@ TEST_F(CudaStreaming, StepsHaveTheSameBitsEverywhere) {
         for (const size_t resident : {size_t{0}, model.tensors.size() / 2, model.tensors.size() - 2}) {
             for (const int share : {0, 40, 100}) {
                 SCOPED_TRACE("resident " + std::to_string(resident) + ", the CPU's share " + std::to_string(share));
-                EngineOptions o = options(true);
+                EngineOptions o = exact(options(true));
                 o.homes = homes(model, resident, share);
                 const auto engine = load(model, o);
-                EXPECT_TRUE(sameBits(expected, logits(engine, text, oneByOne(90)))) << "token by token, replayed";
-                EXPECT_TRUE(sameBits(expected, logits(engine, text, smallChunks(90)))) << "a few at a time";
+                EXPECT_TRUE(sameBits(expected, logits(engine, text, {}))) << "an exact prompt";
+                EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(90)))) << "token by token, replayed";
+                EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(90)))) << "a few at a time";
                 EXPECT_EQ(expectedTokens, greedy(engine, {text.begin(), text.begin() + 5}, 64));
                 engine->backend().setReplays(false);
-                EXPECT_TRUE(sameBits(expected, logits(engine, text, smallChunks(90)))) << "launched";
+                EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(90)))) << "launched";
             }
         }
     }
@@ -143,13 +144,13 @@ TEST_F(CudaStreaming, ManyPiecesThroughTheSlots) {
     const tiny::Model model(tiny);
     const auto text = tokens(60, tiny.vocab);
     const auto resident = load(model, options(true));
-    const auto steps = logits(resident, text, oneByOne(60)), prefill = logits(resident, text, {});
+    const auto stepped = steps(resident, text, oneByOne(60)), prefill = logits(resident, text, {});
     for (const int share : {0, 30}) {
         EngineOptions o = options(true);
         o.homes = homes(model, 0, share);
         const auto engine = load(model, o);
         EXPECT_TRUE(sameBits(prefill, logits(engine, text, {})));
-        for (int round = 0; round < 3; ++round) EXPECT_TRUE(sameBits(steps, logits(engine, text, oneByOne(60))));
+        for (int round = 0; round < 3; ++round) EXPECT_TRUE(sameBits(stepped, steps(engine, text, oneByOne(60))));
         EXPECT_TRUE(sameBits(prefill, logits(engine, text, {})));
     }
 }
@@ -189,6 +190,21 @@ TEST_F(CudaStreaming, ExpertsOfEveryModelMayBeInSlots) {
     }
 }
 
+TEST_F(CudaStreaming, ExactPromptsWithExpertsInSlotsHaveTheCpusBits) {
+    for (const tiny::Options& tiny : models()) {
+        const tiny::Model model(tiny);
+        if (!model.options().experts) continue;
+        SCOPED_TRACE(tiny::describe(tiny));
+        const auto text = tokens(150, tiny.vocab);
+        const auto expected = logits(load(model, options(false)), text, {});
+        for (const size_t bytes : {size_t{0}, bytesOfAllExperts(model) / 3}) {
+            const auto engine = load(model, exact(inSlots(model, bytes)));
+            EXPECT_TRUE(sameBits(expected, logits(engine, text, smallChunks(150)))) << bytes << " bytes of slots";
+            EXPECT_TRUE(sameBits(expected, logits(engine, text, {}))) << bytes << " bytes of slots";
+        }
+    }
+}
+
 // Layers whose experts are of other types than those of the layers beside them, and gates of other types than the rows of up.
 TEST_F(CudaStreaming, ExpertsOfMixedTypesInSlotsGiveTheSameBits) {
     tiny::Options tiny = manyExperts();
@@ -219,7 +235,7 @@ TEST_F(CudaStreaming, WarmedSlotsHoldTheMostUsed) {
     const tiny::Model model(manyExperts());
     const auto text = tokens(80, model.options().vocab);
     const auto cold = load(model, inSlots(model, 0, 0));
-    const auto expected = logits(cold, text, oneByOne(80));
+    const auto expected = steps(cold, text, oneByOne(80));
     const ExpertCounts counted = cold->expertCounts();
     ASSERT_EQ(sum(counted.computed), sum(counted.uses));
     std::vector<std::pair<int32_t, int32_t>> order;
@@ -231,7 +247,7 @@ TEST_F(CudaStreaming, WarmedSlotsHoldTheMostUsed) {
     EngineOptions o = inSlots(model, bytesOfAllExperts(model) / 4, 0);
     o.expertUse.warm = order;
     const auto warm = load(model, o);
-    EXPECT_TRUE(sameBits(expected, logits(warm, text, oneByOne(80))));
+    EXPECT_TRUE(sameBits(expected, steps(warm, text, oneByOne(80))));
     const ExpertCounts found = warm->expertCounts();
     ASSERT_GT(found.capacity, 4);
     EXPECT_EQ(found.resident, found.capacity);
@@ -255,7 +271,7 @@ TEST_F(CudaStreaming, ThreadsShareTheSlots) {
         chunks.push_back(smallChunks(50));
     }
     std::vector<std::thread> threads;
-    for (size_t i = 0; i < kThreads; ++i) threads.emplace_back([&, i] { got[i] = logits(engine, texts[i], chunks[i]); });
+    for (size_t i = 0; i < kThreads; ++i) threads.emplace_back([&, i] { got[i] = steps(engine, texts[i], chunks[i]); });
     for (std::thread& thread : threads) thread.join();
     for (size_t i = 0; i < kThreads; ++i) EXPECT_TRUE(sameBits(logits(onCpu, texts[i], {}), got[i])) << "thread " << i;
 }
@@ -268,9 +284,9 @@ TEST_F(CudaStreaming, AnInterruptedTextLeavesTheSlotsUsable) {
     for (const int pieces : {0, 1, 7, 30}) {
         Session session(engine);
         int asked = 0;
-        EXPECT_THROW(session.evaluate(text, RowKind::Prompt, nullptr, oneByOne(60), [&] { return asked++ == pieces; }), Error);
+        EXPECT_THROW(session.evaluate(text, RowKind::Decode, nullptr, oneByOne(60), [&] { return asked++ == pieces; }), Error);
         session.reset();
-        EXPECT_TRUE(sameBits(expected, logits(session, text, smallChunks(60)))) << "after " << pieces;
+        EXPECT_TRUE(sameBits(expected, steps(session, text, smallChunks(60)))) << "after " << pieces;
     }
 }
 
@@ -279,18 +295,18 @@ TEST_F(CudaStreaming, PrefetchingGivesTheSameBits) {
     const tiny::Options tiny = manyExperts();
     const tiny::Model model(tiny);
     const auto text = tokens(60, tiny.vocab);
-    const auto steps = logits(load(model, options(false)), text, {});
+    const auto expected = logits(load(model, options(false)), text, {});
     for (const char* mode : {"count", "next-token", "next-layer"}) {
         SCOPED_TRACE(mode);
         ::setenv("SHARPI_EXPERT_PREFETCH", mode, 1);
         const auto engine = load(model, inSlots(model, size_t{150} << 20));
         ::unsetenv("SHARPI_EXPERT_PREFETCH");
         for (int round = 0; round < 3; ++round) {
-            EXPECT_TRUE(sameBits(steps, logits(engine, text, oneByOne(60))));
-            EXPECT_TRUE(sameBits(steps, logits(engine, text, smallChunks(60))));
+            EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(60))));
+            EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(60))));
         }
         engine->backend().setReplays(false);
-        EXPECT_TRUE(sameBits(steps, logits(engine, text, smallChunks(60)))) << "launched";
+        EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(60)))) << "launched";
         const ExpertCounts counts = engine->expertCounts();
         ASSERT_EQ(counts.predictors.size(), mode == std::string("next-token") ? 1u : 2u);
         for (const PredictorCounts& p : counts.predictors) EXPECT_GT(p.used, 0u) << p.name;
@@ -304,7 +320,8 @@ TEST_F(CudaStreaming, TheFirstPassMayBeAStepWithExpertsInTheFile) {
     const auto text = tokens(30, tiny.vocab);
     const auto expected = logits(load(model, options(false)), text, {});
     EngineOptions o = inSlots(model, size_t{100} << 20);
-    EXPECT_TRUE(sameBits(expected, logits(load(model, o), text, oneByOne(30))));
+    EXPECT_TRUE(sameBits(expected, steps(load(model, o), text, oneByOne(30))));
+    o = exact(o);
     o.batch = 8;  // no batch is ever large
     EXPECT_TRUE(sameBits(expected, logits(load(model, o), text, {})));
 }
@@ -352,10 +369,10 @@ TEST_F(CudaStreaming, ResidentWeightsAreReadFromTheDeviceAndOthersFromTheFile) {
         if (tiny.experts && !resident) o.homes = expertHomes(model, true);
         ChangingFile file(model);
         const auto engine = std::make_shared<Engine>(model.spec(), file.weights(), o);
-        const auto before = logits(engine, text, oneByOne(40));
-        EXPECT_TRUE(sameBits(before, logits(engine, text, oneByOne(40))));
+        const auto before = steps(engine, text, oneByOne(40));
+        EXPECT_TRUE(sameBits(before, steps(engine, text, oneByOne(40))));
         file.change();
-        const auto after = logits(engine, text, oneByOne(40));
+        const auto after = steps(engine, text, oneByOne(40));
         EXPECT_EQ(resident, static_cast<bool>(sameBits(before, after)));
     }
 }
@@ -369,7 +386,7 @@ TEST_F(CudaStreaming, WithoutPinningItIsTheSame) {
     o.homes = homes(model, 4, 30);
     const auto engine = load(model, o);
     ::unsetenv("SHARPI_CUDA_PIN");
-    EXPECT_TRUE(sameBits(expected, logits(engine, text, oneByOne(40))));
+    EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(40))));
     ASSERT_FALSE(engine->notes().empty());
 }
 
@@ -383,7 +400,7 @@ TEST_F(CudaStreaming, WithLessMemoryExpertsAreInSlots) {
     const size_t all = plannedBytes(model.spec(), model.table(), o);
     const auto whole = load(model, o);
     EXPECT_TRUE(whole->notes().empty());
-    const auto expected = logits(whole, text, oneByOne(30));
+    const auto expected = steps(whole, text, oneByOne(30));
     EngineOptions least = o;
     least.homes = expertHomes(model, true);
     o.vram = std::max(all - (size_t{8} << 20), plannedBytes(model.spec(), model.table(), least));
@@ -392,7 +409,7 @@ TEST_F(CudaStreaming, WithLessMemoryExpertsAreInSlots) {
     ASSERT_EQ(engine->notes().size(), 1u);
     EXPECT_LT(engine->placement().vram, whole->placement().vram);
     EXPECT_GT(engine->placement().slots, 0u);
-    EXPECT_TRUE(sameBits(expected, logits(engine, text, oneByOne(30))));
+    EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(30))));
 }
 
 // Less memory than the plan wants: less is resident, and a line says so.
@@ -408,13 +425,13 @@ TEST_F(CudaStreaming, LessMemoryThanPlanned) {
     const size_t all = plannedBytes(model.spec(), model.table(), o);
     const auto whole = load(model, o);
     EXPECT_TRUE(whole->notes().empty());
-    const auto expected = logits(whole, text, oneByOne(40));
+    const auto expected = steps(whole, text, oneByOne(40));
     o.vram = all - (size_t{40} << 20);
     const auto engine = load(model, o);
     ASSERT_EQ(engine->notes().size(), 1u);
     EXPECT_LT(engine->placement().vram, whole->placement().vram);
     EXPECT_GT(engine->placement().vram, 0u);
-    EXPECT_TRUE(sameBits(expected, logits(engine, text, oneByOne(40))));
+    EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(40))));
 }
 
 }  // namespace
