@@ -51,6 +51,9 @@ public:
     void readLogits(int64_t row, int64_t count, float* out) override;
     std::vector<int32_t> sample(const std::vector<Choice>& choices) override;
 
+protected:
+    float* x() const { return _x; }  // [rows, embedding]
+
 private:
     // The rows [begin, end) of the batch that belong to one sequence.
     struct SequenceRows {

@@ -8,6 +8,12 @@
 
 namespace sharpi {
 
+// By at least half, so that a token at a time does not copy all of them each time.
+void Transcript::reserve(int64_t tokens) {
+    const auto wanted = static_cast<size_t>(tokens);
+    if (wanted > _tokens.capacity()) _tokens.reserve(std::max(wanted, _tokens.capacity() + _tokens.capacity() / 2));
+}
+
 void Transcript::append(const int32_t* tokens, int64_t count, RowKind kind) {
     _tokens.insert(_tokens.end(), tokens, tokens + count);
     if (kind == RowKind::Prompt && count) _promptTokens = size();

@@ -29,7 +29,7 @@ public:
     int64_t size() const { return static_cast<int64_t>(_tokens.size()); }
     int64_t promptTokens() const { return _promptTokens; }
 
-    void reserve(int64_t tokens) { _tokens.reserve(static_cast<size_t>(tokens)); }
+    void reserve(int64_t tokens);
     // Prompt rows make prompt rows of all tokens before them.
     void append(const int32_t* tokens, int64_t count, RowKind kind);
     // Appends what `longer`, which begins with these tokens, has up to its token `end`, and takes its kinds. Does not throw within
