@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from sharpi import _core, arguments, hub
 from sharpi.chat import ChatTemplate
+from sharpi.choices import ROW_KINDS
 from sharpi.conversation import Message, Reply
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
 from sharpi.expert_stats import ExpertStats, unwritable
@@ -418,13 +419,19 @@ class Model:
         """The text of token ids, control tokens left out."""
         return self.tokenizer.decode(arguments.token_ids("ids", ids))
 
-    def logits(self, tokens: Sequence[int], *, chunks: Sequence[int] = ()) -> npt.NDArray[np.float32]:
+    def logits(self, tokens: Sequence[int], *, chunks: Sequence[int] = (),
+               kind: Literal["prompt", "decode"] = "prompt") -> npt.NDArray[np.float32]:
         """float32 [len(tokens), vocab]: row i says what follows tokens[: i + 1].
 
+        kind: what the tokens are computed as: "prompt", as those of a prompt are, or "decode", as those of an answer
+        are. The two differ only on a GPU whose prompts are fast (`plan.prompt`); "decode" has the CPU's bits there too.
         chunks: sizes of the pieces in which the tokens are evaluated; the answer does not depend on them.
         """
-        sizes = arguments.token_ids("chunks", chunks, what="numbers of tokens")
-        return _core.Session(self.engine).logits(arguments.token_ids("tokens", tokens), sizes)
+        ids, sizes = (arguments.token_ids("tokens", tokens),
+                      arguments.token_ids("chunks", chunks, what="numbers of tokens"))
+        if arguments.text("kind", kind) not in ROW_KINDS:
+            raise InvalidRequestError(f"kind must be {' or '.join(ROW_KINDS)}, not {arguments.shown(kind)}")
+        return _core.Session(self.engine).logits(ids, sizes, kind)
 
     @takes_generation_options
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> Generation:

@@ -111,6 +111,11 @@ def test_tokens(model: Model, value: Any) -> None:
     assert names(refusal(lambda: model.logits([1, 2], chunks=value)), "chunks")
 
 
+@pytest.mark.parametrize("value", [None, *NO_TEXT, "", "answer", "Prompt"])
+def test_kinds(model: Model, value: Any) -> None:
+    assert names(refusal(lambda: model.logits([1, 2], kind=value)), "kind")
+
+
 @pytest.mark.parametrize("value", [None, *NO_TEXT])
 def test_text(model: Model, value: Any) -> None:
     assert names(refusal(lambda: model.tokenize(value)), "text")

@@ -34,6 +34,7 @@ with Model.load("m.gguf", device="cuda", vram="12GiB", context=8192, rope_scalin
                 prompt="exact") as model:
     ids: list[int] = model.tokenize("Once")
     rows: npt.NDArray[np.float32] = model.logits(ids)
+    steps: npt.NDArray[np.float32] = model.logits(ids, chunks=[1], kind="decode")
     running: Generation = model.generate("Once", max_tokens=3, temperature=0.5, stop=["a", "b"], logit_bias={5: -1.0})
     texts: list[str] = [token.text for token in running]
     seconds: float = running.timing.prompt_seconds
@@ -58,6 +59,7 @@ model.chat("Hello")
 Model.load(context="long")
 Model.load(rope_scaling=4)
 Model.load(prompt=True)
+model.logits([1], kind="answer")
 text: int = next(model.generate("Once")).text
 """
 
