@@ -124,7 +124,9 @@ def _predicted(model: Model, profile: HardwareProfile, seen: Seen) -> Speed | No
         cached = {layer: known._replace(hit=plan.hit_rate) for layer, known in cached.items()}
     if seen.what == "decode":
         return decode_on_gpu(uses, plan.homes, profile, threads, cached, beside)
-    return prefill_on_gpu(uses, plan.homes, profile, seen.tokens, cached) if seen.tokens >= _LEAST_BATCH else None
+    if seen.tokens < _LEAST_BATCH:
+        return None
+    return prefill_on_gpu(uses, plan.homes, profile, seen.tokens, cached, plan.prompt)
 
 
 def _hits_as_expected(model: Model) -> bool:

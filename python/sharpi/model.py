@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from sharpi import _core, arguments, hub
 from sharpi.chat import ChatTemplate
+from sharpi.choices import ROW_KINDS
 from sharpi.conversation import Message, Reply
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
 from sharpi.expert_stats import ExpertStats, unwritable
@@ -99,9 +100,10 @@ def _open(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats
     common = (spec, [str(path) for path in file.paths], plan.context, plan.batch, plan.threads, plan.kv_dtype,
               plan.device, plan.vram or 0)
     if plan.device == "cpu":
-        return _core.Engine(*common, sequences=plan.sequences)
+        return _core.Engine(*common, sequences=plan.sequences, prompt=plan.prompt)
     return _core.Engine(*common, list(plan.homes), expert_slot_bytes=plan.expert_slots,
-                        expert_rates=plan.expert_rates, warm=warm.order() if warm else [], sequences=plan.sequences)
+                        expert_rates=plan.expert_rates, warm=warm.order() if warm else [], sequences=plan.sequences,
+                        prompt=plan.prompt)
 
 
 def _engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None,
@@ -156,13 +158,13 @@ def _stats_or_path(name: str, value: Any) -> Any:
 
 
 # The arguments that plans are made of, and those of the scaling.
-_PLANNED = ("device", "vram", "context", "kv_dtype", "threads", "batch", "cpu_moe", "sequences")
+_PLANNED = ("device", "vram", "context", "kv_dtype", "threads", "batch", "cpu_moe", "sequences", "prompt")
 _ROPE = ("rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx")
 
 # How `Model.load`'s arguments are checked, and the bounds of numbers; the planner and `RopeScaling` check the others.
 _LOAD_CHECKS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("path", "plan", "expert_stats"), (arguments.path,)),
-    **dict.fromkeys(("device", "kv_dtype"), (arguments.text,)),
+    **dict.fromkeys(("device", "kv_dtype", "prompt"), (arguments.text,)),
     **dict.fromkeys(("cpu_moe", "mtp"), (arguments.flag,)),
     **dict.fromkeys(("progress", "notice"), (arguments.function,)),
     "context": (arguments.whole,),
@@ -264,8 +266,8 @@ class Model:
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
              context: int | None = None, kv_dtype: str | None = None, threads: int | None = None,
              batch: int | None = None, cpu_moe: bool | None = None, sequences: int | None = None,
-             mtp: bool | None = None, rope_scaling: str | None = None, rope_scale: float | None = None,
-             rope_freq_base: float | None = None, rope_freq_scale: float | None = None,
+             prompt: str | None = None, mtp: bool | None = None, rope_scaling: str | None = None,
+             rope_scale: float | None = None, rope_freq_base: float | None = None, rope_freq_scale: float | None = None,
              yarn_orig_ctx: int | None = None, plan: str | os.PathLike[str] | None = None,
              profile: HardwareProfile | str | os.PathLike[str] | None = None,
              warm: ExpertStats | str | os.PathLike[str] | None = None,
@@ -282,7 +284,10 @@ class Model:
         by default and at most as many as there are cores. cpu_moe: whether all experts stay in RAM and the CPU computes
         them in decode, even if they would fit; `None` is what SHARPI_CPU_MOE says. sequences: for a model with
         recurrent layers, how many states to keep (4); each conversation that holds tokens needs one, the others serve
-        to roll back. mtp: whether to load a prediction layer, to draft tokens with; `None`: if the file has one.
+        to roll back. prompt: how the GPU computes prompts: "exact" gives the same bits as every other processor,
+        "fast" uses tensor cores, so the bits depend on the kind of GPU too, and takes batches of 64 rows or more;
+        `None` is what the kind of GPU says, so far "fast". The CPU's are exact. mtp: whether to load a prediction
+        layer, to draft tokens with; `None`: if the file has one.
 
         rope_scaling ("none", "linear" or "yarn"), rope_scale, rope_freq_base, rope_freq_scale (1 / rope_scale) and
         yarn_orig_ctx stretch the model to contexts longer than the file's, as llama.cpp's options of these names do:
@@ -305,8 +310,9 @@ class Model:
         check_switches()
         given = _checked({
             "path": path, "device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype, "threads": threads,
-            "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences, "mtp": mtp, "rope_scaling": rope_scaling,
-            "rope_scale": rope_scale, "rope_freq_base": rope_freq_base, "rope_freq_scale": rope_freq_scale,
+            "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences, "prompt": prompt, "mtp": mtp,
+            "rope_scaling": rope_scaling, "rope_scale": rope_scale, "rope_freq_base": rope_freq_base,
+            "rope_freq_scale": rope_freq_scale,
             "yarn_orig_ctx": yarn_orig_ctx, "plan": plan, "profile": profile, "warm": warm,
             "expert_stats": expert_stats, "progress": progress, "notice": notice})
         if plan is not None:
@@ -413,13 +419,19 @@ class Model:
         """The text of token ids, control tokens left out."""
         return self.tokenizer.decode(arguments.token_ids("ids", ids))
 
-    def logits(self, tokens: Sequence[int], *, chunks: Sequence[int] = ()) -> npt.NDArray[np.float32]:
+    def logits(self, tokens: Sequence[int], *, chunks: Sequence[int] = (),
+               kind: Literal["prompt", "decode"] = "prompt") -> npt.NDArray[np.float32]:
         """float32 [len(tokens), vocab]: row i says what follows tokens[: i + 1].
 
+        kind: what the tokens are computed as: "prompt", as those of a prompt are, or "decode", as those of an answer
+        are. The two differ only on a GPU whose prompts are fast (`plan.prompt`); "decode" has the CPU's bits there too.
         chunks: sizes of the pieces in which the tokens are evaluated; the answer does not depend on them.
         """
-        sizes = arguments.token_ids("chunks", chunks, what="numbers of tokens")
-        return _core.Session(self.engine).logits(arguments.token_ids("tokens", tokens), sizes)
+        ids, sizes = (arguments.token_ids("tokens", tokens),
+                      arguments.token_ids("chunks", chunks, what="numbers of tokens"))
+        if arguments.text("kind", kind) not in ROW_KINDS:
+            raise InvalidRequestError(f"kind must be {' or '.join(ROW_KINDS)}, not {arguments.shown(kind)}")
+        return _core.Session(self.engine).logits(ids, sizes, kind)
 
     @takes_generation_options
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> Generation:
@@ -445,6 +457,7 @@ class Model:
         """Counts and speeds of the generation started last, and the bytes held; `vram_bytes` by the device's own
         account. If several sessions work at once, ask each generation: `Generation.stats`. steps: passes of the model
         after the prompt's. acceptance_rate: of the drafted tokens. A rate is `None` if nothing was counted or timed.
+        prompt: how prompts are computed, "exact" or "fast".
 
         placement: where the weights are, as the core says: each byte is in "vram" or in "ram", where the file is
         mapped. Of those in "ram", on the GPU: "direct" ones are brought over each time, and "slots" ones are experts,
@@ -467,6 +480,7 @@ class Model:
             "vram_bytes": taken,
             "device": self.device,
             "device_name": self.device_name,
+            "prompt": self.plan.prompt,
             "threads": self.threads,
             "isa": self.isa,
             "placement": self.engine.placement(),

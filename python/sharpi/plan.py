@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from sharpi.choices import KV_DTYPES
+from sharpi.choices import EXACT, FAST, KV_DTYPES, PROMPT_MODES
 from sharpi.errors import InvalidRequestError, OutOfMemoryError, one_line
 from sharpi.gguf import GgufFile
 from sharpi.hardware import Gpu
 from sharpi.placement import SLOTS, VRAM, ExpertPool, Inventory, Placed, TensorHome
 from sharpi.prediction import BOUNDS, Speed
 from sharpi.profile import HardwareProfile
+from sharpi.prompt_modes import FAST_TILE
 from sharpi.rope import RopeScaling
 
 __all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING", "fingerprint",
@@ -55,6 +56,7 @@ class Plan:
     sequences: how many there is room for whose recurrent state is held, in a model that has one. mtp: whether the file's
     prediction layer is loaded, for drafted tokens. draft_cost: what such a token adds to a step, as a part of a plain
     step's time; `None` where there is no prediction layer, or nobody needed to know. Predicted decode is without drafts.
+    prompt: how prompts are computed, "exact" or "fast"; on the CPU always "exact".
     rope: the scaling that replaces the file's; `model_context` is the longest context with it.
     """
 
@@ -68,6 +70,7 @@ class Plan:
     context: int
     model_context: int
     kv_dtype: str
+    prompt: str
     batch: int
     threads: int
     weights_bytes: int
@@ -96,8 +99,8 @@ class Plan:
         vram = "" if self.device == "cpu" else f", {size_words(self.total_bytes)} of VRAM"
         speed = "" if self.decode is None else f", decode {self.decode.tokens_per_second:.1f} tokens/s predicted"
         unfit = "" if self.fits else ", does not fit"
-        return (f"<Plan for {self.model!r} on {self.device}: context {self.context:,} in {self.kv_dtype}, batch"
-                f" {self.batch:,}{vram}{speed}{unfit}>")
+        return (f"<Plan for {self.model!r} on {self.device}: context {self.context:,} in {self.kv_dtype}, {self.prompt}"
+                f" prompts in batches of {self.batch:,}{vram}{speed}{unfit}>")
 
     @property
     def embedding_bytes(self) -> int:
@@ -295,6 +298,10 @@ def _check(plan: Plan, file: GgufFile, spec: Any) -> None:
         raise InvalidRequestError(f"its context of {plan.context} tokens is more than the model's")
     if plan.batch > plan.context:
         raise InvalidRequestError(f"its batch of {plan.batch} is longer than its context")
+    if plan.prompt == FAST and plan.device == "cpu":
+        raise InvalidRequestError(f"its 'prompt' is {FAST}, and the CPU's prompts are {EXACT}")
+    if plan.prompt == FAST and plan.batch < min(FAST_TILE, plan.context):
+        raise InvalidRequestError(f"its batch of {plan.batch} is less than the {FAST_TILE} that fast prompts take")
     if plan.mtp and not spec.prediction_layers:
         raise InvalidRequestError("it loads a prediction layer, and the model has none to use")
     if plan.device == "cuda":
@@ -419,6 +426,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "context": _count(1),
     "model_context": _count(1),
     "kv_dtype": _one_of(*KV_DTYPES),
+    "prompt": _one_of(*PROMPT_MODES),
     "batch": _count(1, 65536),
     "threads": _count(1, 1024),
     "sequences": _count(1, 4096),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sharpi.choices import DEVICES, KV_DTYPES
+from sharpi.choices import DEVICES, EXACT, FAST, KV_DTYPES
 from sharpi.errors import InvalidRequestError, SharpiError
 from sharpi.gguf import GgufFile
 from sharpi.hardware import Gpu, gpu, ram_bytes
@@ -28,6 +28,7 @@ from sharpi.prediction import (balanced, cached_experts, completed, decode_on_cp
                                draft_cost_on_gpu, expert_rates, hit_rate, prefill_on_cpu, prefill_on_gpu)
 from sharpi.profile import ASSUMED, HardwareProfile
 from sharpi.profile_cache import current_profile, measuring_words
+from sharpi.prompt_modes import FAST_TILE, choose_prompt, least_batch, rounding_words
 from sharpi.rope import RopeScaling
 from sharpi.switches import check_switches
 
@@ -46,7 +47,6 @@ DEFAULT_BATCH = {"cpu": 512, "cuda": 2048}
 # Of the free VRAM this much is left to the driver and to whoever draws on the screen, whatever the budget.
 VRAM_MARGIN = 256 << 20
 
-_SMALLEST_BATCH = 32  # a batch below it is not worth suggesting
 _MIB = 1 << 20
 _SMALLEST_VRAM = _MIB  # less is a unit that was forgotten
 _ROUNDING = 4 << 20  # by so much sums of bytes may be off that a device gives out in steps
@@ -90,7 +90,7 @@ class Spec(Protocol):
 
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
                      homes: Sequence[TensorHome] | None = None, expert_slot_bytes: int = 0,
-                     sequences: int = DEFAULT_SEQUENCES) -> list[tuple[str, int]]:
+                     sequences: int = DEFAULT_SEQUENCES, prompt: str = FAST) -> list[tuple[str, int]]:
         """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "prediction layer" where there
         is one, "output head", "KV cache", "scratch", "graphs"; "streaming" where a weight is fetched, "expert slots"
         where experts are, and "recurrent state" for a model that keeps one for each of `sequences`. homes: by tensor in
@@ -167,18 +167,20 @@ def choose_kv_dtype(kv_dtype: str | None) -> str:
 
 def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | int | None = None,
               context: int | None = None, kv_dtype: str | None = None, batch: int | None = None, threads: int = 1,
-              cpu_moe: bool | None = None, sequences: int | None = None, ram: int | None = None,
-              profile: HardwareProfile | None = None, warm: ExpertStats | None = None, shown: bool = False,
-              rope: RopeScaling | None = None, notice: Notice | None = None) -> Plan:
+              cpu_moe: bool | None = None, sequences: int | None = None, prompt: str | None = None,
+              ram: int | None = None, profile: HardwareProfile | None = None, warm: ExpertStats | None = None,
+              shown: bool = False, rope: RopeScaling | None = None, notice: Notice | None = None) -> Plan:
     """The plan for running `file`; `ram` stands in for the machine's memory in bytes.
 
     "auto" is the GPU if there is one and the model fits into its free memory, or into the budget `vram`; if only a part
     of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts are left to
-    the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences: see `Plan`. profile: the
-    machine's speeds; without it, they are measured where they are needed and not known. warm: how often each expert is
-    used, to expect hits by; without it, all alike. shown: the plan is for a person to look at; it has predictions, and
-    where a profile is given it is for that machine, not for this one. rope: the scaling that `spec` was read with.
-    notice: is told, in a line, that the machine is measured. Raises `InvalidRequestError` for what cannot be had.
+    the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences: see `Plan`. prompt: "exact" or "fast";
+    `None`: what the kind of GPU says. A batch that is too small for fast prompts is rounded up. profile: the machine's
+    speeds; without it, they are measured where they are needed and not known. warm: how often each expert is used, to
+    expect hits by; without it, all alike. shown: the plan is for a person to look at; it has predictions, and where a
+    profile is given it is for that machine, not for this one. rope: the scaling that `spec` was read with. notice: is
+    told, in a line, that the machine is measured, or that the batch was rounded up. Raises `InvalidRequestError` for
+    what cannot be had.
     """
     check_switches()
     if device not in DEVICES:
@@ -190,13 +192,23 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     speeds = _Speeds(profile, notice)
     if shown and profile is not None:
         ram = profile.ram_bytes if ram is None else ram
+    found: Gpu | str | None = None
+    if device != "cpu":
+        found = _profiled_gpu(profile) if shown and profile is not None else gpu()
     request = _Request(file, spec, tokens, choose_kv_dtype(kv_dtype), batch, threads, budget, cpu_moe, ram, speeds,
-                       warm, shown, sequences or DEFAULT_SEQUENCES, rope)
-    if device == "cpu":
+                       warm, shown, sequences or DEFAULT_SEQUENCES, rope, choose_prompt(prompt, found))
+    plan = _on_device(request, device, found)
+    if notice is not None and plan.device == "cuda" and batch is not None and plan.batch > batch:
+        notice(rounding_words(batch, plan.batch))
+    return plan
+
+
+def _on_device(request: _Request, device: str, found: Gpu | str | None) -> Plan:
+    """The plan for the device that was asked for, or for the one that "auto" takes. found: see `Plan.gpu`."""
+    if found is None:
         return request.on_cpu("", None)
-    found = _profiled_gpu(profile) if shown and profile is not None else gpu()
-    _require_below_card(budget, found)
-    if device == "cuda" or (shown and isinstance(found, str) and budget is not None):
+    _require_below_card(request.vram, found)
+    if device == "cuda" or (request.shown and isinstance(found, str) and request.vram is not None):
         return request.on_gpu("", found)
     if isinstance(found, str):
         return request.on_cpu(found, found)
@@ -290,6 +302,7 @@ class _Request:
     shown: bool
     sequences: int
     rope: RopeScaling | None
+    prompt: str  # of a plan for the GPU
 
     @cached_property
     def inventory(self) -> Inventory:
@@ -319,9 +332,10 @@ class _Request:
                      "decode": decode_on_cpu(known.model_uses, profile, self.threads, known.beside),
                      "draft_cost": draft_cost_on_cpu(known, profile, self.threads)}
         return self.fill("cpu", why, found, batch, room, (), **shown,
-                          fitting_batch=_fitting_batch(batch, lambda rows: fits(self.context, rows)),
-                          fitting_context=_largest(self.spec.context_length,
-                                                   lambda context: fits(context, min(batch, context))))
+                         fitting_batch=_fitting_batch(batch, least_batch("cpu", EXACT),
+                                                       lambda rows: fits(self.context, rows)),
+                         fitting_context=_largest(self.spec.context_length,
+                                                  lambda context: fits(context, min(batch, context))))
 
     def on_gpu(self, why: str, found: Gpu | str) -> Plan:
         """The plan for the GPU: all in VRAM if that fits, and else what of it does."""
@@ -335,9 +349,14 @@ class _Request:
               slots: int = 0) -> list[tuple[str, int]]:
         """What the core would take; on the CPU weights have no homes. slots: what experts' may take."""
         asked = (device, self.kv_dtype, rows, context, self.threads)
+        more: dict[str, Any] = {"sequences": self.sequences, "prompt": self.prompt_on(device)}
         if all(home.home == VRAM for home in homes):
-            return self.spec.memory_lines(*asked, sequences=self.sequences)
-        return self.spec.memory_lines(*asked, list(homes), slots, self.sequences)
+            return self.spec.memory_lines(*asked, **more)
+        return self.spec.memory_lines(*asked, list(homes), slots, **more)
+
+    def prompt_on(self, device: str) -> str:
+        """How the device computes prompts."""
+        return self.prompt if device == "cuda" else EXACT
 
     def fill(self, device: str, why: str, found: Gpu | str | None, batch: int, available: int | None,
              homes: tuple[TensorHome, ...], slots: int = 0, **more: Any) -> Plan:
@@ -353,6 +372,7 @@ class _Request:
             context=self.context,
             model_context=self.spec.context_length,
             kv_dtype=self.kv_dtype,
+            prompt=self.prompt_on(device),
             batch=batch,
             threads=self.threads,
             sequences=self.sequences,
@@ -380,6 +400,9 @@ class _OnGpu:
         # Nobody asked for the default batch: slower prefill is better than another device.
         self._shrinks = request.batch is None
         self._wanted = DEFAULT_BATCH["cuda"] if request.batch is None else request.batch
+        if request.prompt == FAST:
+            self._wanted = max(self._wanted, FAST_TILE)
+        self._least = least_batch("cuda", request.prompt)
         self._switches = Switches.read()
         self._inventory = request.inventory
         self._before_experts = self._inventory.before_experts
@@ -411,7 +434,7 @@ class _OnGpu:
         batch = batch or self._smallest(most)[0]
         return request.fill("cuda", why, self._found, batch, self._available, slots=slots,
                             **{"homes": homes, **details},
-                            fitting_batch=batch if fits else _fitting_batch(most, self._fits_with),
+                            fitting_batch=batch if fits else _fitting_batch(most, self._least, self._fits_with),
                             fitting_context=_largest(request.spec.context_length, self._fits_at),
                             fitting_vram=0 if fits else self._fitting_vram(most))
 
@@ -437,7 +460,7 @@ class _OnGpu:
             uses, threads = known.model_uses, request.threads
             details |= {"profile": profile,
                         "decode": decode_on_gpu(uses, homes, profile, threads, cached, known.beside),
-                        "prefill": prefill_on_gpu(uses, homes, profile, batch, cached),
+                        "prefill": prefill_on_gpu(uses, homes, profile, batch, cached, request.prompt),
                         "draft_cost": draft_cost_on_gpu(known, homes, profile, threads, cached)}
         return details
 
@@ -475,12 +498,12 @@ class _OnGpu:
         """The batch with which it fits, 0 if none does; a batch that was asked for is not changed."""
         tokens = self._request.context
         if self._shrinks:
-            return _fitting_batch(most, lambda rows: fits(tokens, rows))
+            return _fitting_batch(most, self._least, lambda rows: fits(tokens, rows))
         return most if fits(tokens, most) else 0
 
     def _smallest_batch(self, most: int) -> int:
         """The last one that `_batch` would try."""
-        while self._shrinks and most >= 2 * _SMALLEST_BATCH:
+        while self._shrinks and most >= 2 * self._least:
             most //= 2
         return most
 
@@ -535,9 +558,9 @@ def _largest(limit: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _fitting_batch(batch: int, fits: Callable[[int], bool]) -> int:
-    """The first of `batch`, a half of it, a quarter, … that fits."""
+def _fitting_batch(batch: int, least: int, fits: Callable[[int], bool]) -> int:
+    """The first of `batch`, a half of it, a quarter, … down to `least` that fits; 0 if none does."""
     while batch >= 1 and not fits(batch):
-        batch = batch // 2 if batch >= 2 * _SMALLEST_BATCH else 0
+        batch = batch // 2 if batch >= 2 * least else 0
     return batch
 

@@ -26,6 +26,10 @@ the part of a large product's rate that whole prompts reach, which is less for e
 part of the shorter one, and a fixed time. On the CPU it is the arithmetic alone. The output head is computed for the
 last row only, and counts as nothing in prefill's arithmetic.
 
+An exact prompt's arithmetic on the GPU is that of steps of eight rows, one after another: what such a step reads of
+VRAM, where each of eight rows chooses other experts, a factor for the eight rows of all other matrices, and its
+kernels. What is direct is still brought once a batch.
+
 A recurrent state is read and written once by every token of decode. In prefill many tokens share its way through
 memory, and its arithmetic is about a hundredth of the products': both are left out.
 
@@ -49,6 +53,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sharpi.choices import EXACT, FAST
 from sharpi.placement import CPU_ROW_STEP, DIRECT, SLOTS, VRAM, Beside, ExpertPool, Inventory, TensorHome, Use
 from sharpi.profile import ASSUMED, HardwareProfile
 
@@ -83,6 +88,9 @@ OVERLAP_LOSS, DECODE_OVERLAP_LOSS = 0.15, 0.45
 # What a second row adds to what the GPU does in a step, whose products of few rows are bound by arithmetic too: 0.24 and
 # 0.21 measured.
 SECOND_ROW = 0.2
+# Rows of an exact prompt that the GPU takes at once, and what a matrix's products with that many take, in times of what
+# its product with one takes. An estimate: it has not been measured yet.
+EXACT_ROWS, EXACT_ROWS_COST = 8, 2.0
 # A smaller fraction of the rows does not pay for its crossings.
 LEAST_SHARE = 0.03
 # The fractions that are tried are multiples of one in so many: finer ones change the speed by less than it is known.
@@ -221,13 +229,9 @@ def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None
     they may be fewer than those that were measured."""
     both = reads.cpu > 0 and reads.direct > 0
     streamed = reads.direct / (profile.pcie_bytes_per_second_shared if both else profile.pcie_bytes_per_second)
-    slotted, beside = reads.left_layers + len(reads.cached), reads.beside
-    kernels = (DENSE_LAYER_KERNELS * (reads.layers - reads.expert_layers) + EXPERT_LAYER_KERNELS * reads.expert_layers
-               + SHARED_LAYER_KERNELS * reads.shared_layers + SLOTS_LAYER_KERNELS * slotted
-               + SHARED_EXPERT_KERNELS * beside.shared_experts
-               + PIECE_KERNELS * reads.direct / PIECE_BYTES + OTHER_KERNELS)
+    beside = reads.beside
     serial = {"VRAM": (reads.vram + reads.direct + 2 * beside.state_bytes) / profile.vram_bytes_per_second,
-              "GPU arithmetic": kernels * profile.gpu_kernel_seconds,
+              "GPU arithmetic": _kernels(reads) * profile.gpu_kernel_seconds,
               "RAM": (_cpu_seconds(reads.cpu, streamed, profile, threads) + 2 * reads.shared_layers * CROSSING_SECONDS
                       + reads.left_layers * EXPERT_CROSSING_SECONDS),
               "PCIe": 0.0}
@@ -241,6 +245,15 @@ def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None
     if streamed > computed:
         return streamed + shown, "PCIe"
     return computed + shown, max(serial, key=lambda name: serial[name])
+
+
+def _kernels(reads: Traffic) -> float:
+    """The fixed times of a step's kernels, in times of the one that a profile has measured."""
+    return (DENSE_LAYER_KERNELS * (reads.layers - reads.expert_layers) + EXPERT_LAYER_KERNELS * reads.expert_layers
+            + SHARED_LAYER_KERNELS * reads.shared_layers
+            + SLOTS_LAYER_KERNELS * (reads.left_layers + len(reads.cached))
+            + SHARED_EXPERT_KERNELS * reads.beside.shared_experts
+            + PIECE_KERNELS * reads.direct / PIECE_BYTES + OTHER_KERNELS)
 
 
 def _cached_seconds(layer: Cached, profile: HardwareProfile, threads: int | None) -> dict[str, float]:
@@ -308,7 +321,7 @@ def draft_cost_on_gpu(inventory: Inventory, homes: Sequence[TensorHome], profile
         return decode_seconds(traffic(uses, homes, cached, beside), profile, threads)[0]
 
     plain = seconds(inventory.model_uses, cached, inventory.beside)
-    judged = seconds(_of_two_rows(inventory.model_uses), doubled, inventory.beside)
+    judged = seconds(_of_rows(inventory.model_uses, 2), doubled, inventory.beside)
     resident = traffic(inventory.model_uses, [TensorHome()] * len(homes), None, inventory.beside)
     row = SECOND_ROW * min(plain, decode_seconds(resident, profile, threads)[0])
     return (judged - plain + row + seconds(inventory.draft_uses, cached, Beside())) / plain
@@ -319,7 +332,7 @@ def draft_cost_on_cpu(inventory: Inventory, profile: HardwareProfile, threads: i
     if not inventory.draft_uses:
         return None
     plain, judged, drafted = (sum(use.read_bytes for use in uses) for uses in (
-        inventory.model_uses, _of_two_rows(inventory.model_uses), inventory.draft_uses))
+        inventory.model_uses, _of_rows(inventory.model_uses, 2), inventory.draft_uses))
     multiplied = sum(use.parameters for use in (*inventory.model_uses, *inventory.draft_uses)
                      if use.role not in ("embedding", "vector"))
     at_work = _at_work(profile, threads)
@@ -327,15 +340,16 @@ def draft_cost_on_cpu(inventory: Inventory, profile: HardwareProfile, threads: i
     return added * decode_on_cpu(inventory.model_uses, profile, threads, inventory.beside).tokens_per_second
 
 
-def _of_two_rows(uses: Sequence[Use]) -> list[Use]:
-    """The uses of two tokens at once: weights are read for both, but experts that are others."""
-    return [use._replace(read_bytes=round(min(2 * use.read_bytes, use.batch_bytes))) if use.role == "experts" else use
-            for use in uses]
+def _of_rows(uses: Sequence[Use], rows: int) -> list[Use]:
+    """The uses of a few tokens at once: weights are read once for all of them, but each chooses experts of its own."""
+    return [use._replace(read_bytes=round(min(rows * use.read_bytes, use.batch_bytes))) if use.role == "experts"
+            else use for use in uses]
 
 
 def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile, rows: int,
-                   cached: Mapping[int, Cached] | None = None) -> Speed:
-    """The speed of prefill on the GPU, for a prompt of one batch of `rows` tokens; cached: the layers with slots."""
+                   cached: Mapping[int, Cached] | None = None, prompt: str = FAST) -> Speed:
+    """The speed of prefill on the GPU, for an "exact" or "fast" prompt of one batch of `rows` tokens; cached: the
+    layers with slots."""
     cached = cached or {}
     brought = 0.0
     for use in uses:
@@ -345,9 +359,26 @@ def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: Ha
         elif home == SLOTS:
             brought += use.batch_bytes * (1 - (cached[use.layer].held if use.layer in cached else 0.0))
     streamed = brought / profile.pcie_bytes_per_second
-    computed = sum(_operations([use], rows) / _efficiency(use, rows) for use in uses) / profile.gpu_flops
+    if prompt == EXACT:
+        computed = _exact_seconds(uses, [TensorHome()] * len(homes), profile, rows)
+    else:
+        computed = _fast_seconds(uses, profile, rows)
     seconds = max(streamed, computed) + OVERLAP_LOSS * min(streamed, computed) + PREFILL_SECONDS
     return Speed(rows / seconds, "PCIe" if streamed > computed else "GPU arithmetic")
+
+
+def _fast_seconds(uses: Sequence[Use], profile: HardwareProfile, rows: int) -> float:
+    """Seconds of the GPU's arithmetic for so many rows on tensor cores."""
+    return sum(_operations([use], rows) / _efficiency(use, rows) for use in uses) / profile.gpu_flops
+
+
+def _exact_seconds(uses: Sequence[Use], resident: Sequence[TensorHome], profile: HardwareProfile, rows: int) -> float:
+    """Seconds of the GPU's arithmetic for so many rows by the contract; resident: homes with all tensors in VRAM."""
+    products = [use for use in uses if use.role not in ("embedding", "head")]
+    read = sum(use.read_bytes * (1 if use.role == "experts" else EXACT_ROWS_COST)
+               for use in _of_rows(products, EXACT_ROWS))
+    step = read / profile.vram_bytes_per_second + _kernels(traffic(products, resident)) * profile.gpu_kernel_seconds
+    return math.ceil(rows / EXACT_ROWS) * step
 
 
 def _efficiency(use: Use, rows: int) -> float:

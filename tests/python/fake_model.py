@@ -89,7 +89,7 @@ class FakeModel:
         self.script = script
         self.context = script.context
         self.file = SimpleNamespace(name="fake")
-        self.plan = SimpleNamespace(gpu=None, why="", mtp=script.mtp)
+        self.plan = SimpleNamespace(gpu=None, why="", mtp=script.mtp, prompt="exact")
         self.spec = SimpleNamespace(name="fake")
         self.chat_template = ChatTemplate(script.template, "", "") if script.template else None
         self.reused = 0

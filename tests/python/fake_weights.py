@@ -163,7 +163,8 @@ class FakeWeights:
 
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
                      homes: list[Any] | None = None, expert_slot_bytes: int = 0,
-                     sequences: int = 4) -> list[tuple[str, int]]:
+                     sequences: int = 4, prompt: str = "fast") -> list[tuple[str, int]]:
+        assert prompt == "exact" or (device == "cuda" and prompt == "fast" and batch >= min(64, context))
         assert 1 <= batch <= context and (homes is None or (device == "cuda" and len(homes) == len(self.tensors)))
         lines: dict[str, int] = {}
         pieces, slotted = 0, False

@@ -25,7 +25,8 @@ NO_IDS: list[Any] = [None, 7, [-1], [1.5], ["a"], [[1]], [True], [2**31], {1: 2}
 LOAD: dict[str, list[Any]] = {
     "path": NO_PATH, "device": [None, 1, "tpu", ["cpu"]], "vram": [1.5, True, [1], object(), "much"],
     **dict.fromkeys(("context", "threads", "batch", "sequences"), NO_WHOLE),
-    "kv_dtype": [3, "int3", ["bf16"], b"bf16"], **dict.fromkeys(("cpu_moe", "mtp"), NO_FLAG),
+    "kv_dtype": [3, "int3", ["bf16"], b"bf16"], "prompt": [3, "quick", "", ["exact"], b"exact", True],
+    **dict.fromkeys(("cpu_moe", "mtp"), NO_FLAG),
     "plan": NO_PATH, "profile": NO_PATH, "warm": NO_PATH, "expert_stats": NO_PATH,
     "progress": ["aloud", 3], "notice": ["aloud", 3],
     "rope_scaling": [3, "twice", ["yarn"], b"yarn"],
@@ -108,6 +109,11 @@ def test_tokens(model: Model, value: Any) -> None:
     assert names(refusal(lambda: model.logits(value)), "tokens")
     assert names(refusal(lambda: model.detokenize(value)), "ids")
     assert names(refusal(lambda: model.logits([1, 2], chunks=value)), "chunks")
+
+
+@pytest.mark.parametrize("value", [None, *NO_TEXT, "", "answer", "Prompt"])
+def test_kinds(model: Model, value: Any) -> None:
+    assert names(refusal(lambda: model.logits([1, 2], kind=value)), "kind")
 
 
 @pytest.mark.parametrize("value", [None, *NO_TEXT])

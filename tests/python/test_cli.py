@@ -135,21 +135,40 @@ def test_run_without_echo_and_stats(script: Script) -> None:
 
 def test_run_hands_its_switches_on(script: Script) -> None:
     sharpi("run", "-m", "a.gguf", "-c", "77", "-t", "2", "--device", "cuda", "--vram", "12GiB", "-b", "64",
-           "--kv-dtype", "fp16", "--cpu-moe", "--sequences", "9", "--no-mtp", "--profile", "machine.json", "-p", "Once",
+           "--kv-dtype", "fp16", "--prompt", "exact",
+           "--cpu-moe", "--sequences", "9", "--no-mtp", "--profile", "machine.json", "-p", "Once",
            "-n", "5", "--temp", "0.5", "--top-k", "3", "--top-p", "0.7", "--min-p", "0.1", "--repeat-penalty", "1.5",
            "--presence-penalty", "0.25", "--frequency-penalty", "-0.5", "--logit-bias", "7=-inf",
            "--logit-bias", "8=2", "--seed", "11", "--stop", "fox", "--stop", "hen", "--draft", "ngram",
            "--draft-tokens", "3")
     (load,) = script.loads
     assert {k: load[k] for k in ("path", "context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe",
-                                 "sequences", "mtp", "plan", "profile")} == {
+                                 "sequences", "prompt", "mtp", "plan", "profile")} == {
         "path": "a.gguf", "context": 77, "threads": 2, "batch": 64, "device": "cuda", "vram": "12GiB",
-        "kv_dtype": "fp16", "cpu_moe": True, "sequences": 9, "mtp": False, "plan": None, "profile": "machine.json"}
+        "kv_dtype": "fp16", "cpu_moe": True, "sequences": 9, "prompt": "exact", "mtp": False, "plan": None,
+        "profile": "machine.json"}
     assert load.get("progress") is None  # standard error is no terminal here
     assert script.requests == [{
         "max_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.7, "min_p": 0.1, "repetition_penalty": 1.5,
         "presence_penalty": 0.25, "frequency_penalty": -0.5, "logit_bias": {7: float("-inf"), 8: 2.0}, "seed": 11,
         "stop": ("fox", "hen"), "draft": "ngram", "draft_tokens": 3}]
+
+
+@pytest.mark.parametrize("arguments", [["-p", "fast"], ["--text", "fast"], ["fast"], ["--text=fast"]])
+@pytest.mark.parametrize("mode", [None, "exact", "fast"])
+def test_the_text_of_a_prompt_and_how_it_is_computed_are_two_things(script: Script, arguments: list[str],
+                                                                    mode: str | None) -> None:
+    assert sharpi("run", *arguments, *(["--prompt", mode] if mode else [])).exit_code == 0
+    assert script.prompts == ["fast"] and script.loads[0]["prompt"] == mode
+
+
+@pytest.mark.parametrize("text", ["Once upon a time", "Exact", "", "a" * 5000, "\n", "-p"])
+@pytest.mark.parametrize("command", ["run", "chat", "bench", "plan"])
+def test_a_text_after_prompt_is_refused_and_told_where_it_belongs(script: Script, command: str, text: str) -> None:
+    result = sharpi(command, "--prompt", text)
+    assert result.exit_code == 2 and result.stdout == "" and script.loads == []
+    assert result.stderr.count("\n") == 1 and len(result.stderr) < 300
+    assert "is not exact or fast" in result.stderr and "after -p, as in `sharpi run -p TEXT`" in result.stderr
 
 
 def test_run_hands_a_plan_on_and_shows_notices(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,8 +443,8 @@ def test_bench_json_has_exactly_this_shape(timed: list[tuple[str, int]], script:
     first = report.pop("first_token_seconds")
     assert isinstance(first, float) and 0 < first < 60
     assert report == {
-        "model": "fake", "device": "cpu", "device_name": "avx2", "threads": 3, "isa": "avx2", "load_seconds": 0.25,
-        "experts": None,
+        "model": "fake", "device": "cpu", "device_name": "avx2", "prompt": "exact", "threads": 3, "isa": "avx2",
+        "load_seconds": 0.25, "experts": None,
         "results": [
             {"kind": "prefill", "tokens": 32, "tokens_per_second": {"median": 16.0, "min": 4.0, "max": 32.0}},
             {"kind": "decode", "tokens": 16, "tokens_per_second": {"median": 8.0, "min": 2.0, "max": 16.0}},
@@ -451,7 +470,7 @@ def test_bench_on_a_gpu_compares_replay_with_launches(timed: list[tuple[str, int
     assert [(entry["graphs"], entry["kernels_per_token"], entry["depth"]) for entry in report["results"]] == [
         (True, 99, 500), (False, 99, 500)]
     table = sharpi(*arguments).stdout
-    assert "fake: Some GPU, loaded" in table
+    assert "fake: Some GPU, exact prompts, loaded" in table
     assert "after 500 tokens, with graphs, 99 kernels a token" in table and "without graphs" in table
     monkeypatch.setattr(FakeModel, "graphs", False)
     assert [entry["graphs"] for entry in json.loads(sharpi(*arguments, "--json").stdout)["results"]] == [False]

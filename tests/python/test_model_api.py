@@ -314,7 +314,8 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
     said: list[str] = []
     with Model.load(tiny, device="cuda", notice=said.append) as model:
         assert FakeGpuEngine.arguments[6:] == ("cuda", 0, list(model.plan.homes))
-        assert FakeGpuEngine.options == {"expert_slot_bytes": 0, "expert_rates": (0.0, 0.0), "warm": [], "sequences": 4}
+        assert FakeGpuEngine.options == {"expert_slot_bytes": 0, "expert_rates": (0.0, 0.0), "warm": [], "sequences": 4,
+                                         "prompt": "fast"}
         assert not model.plan.resident and model.plan.decode
         assert said == ["only 5 MiB of VRAM are free"]
         stats = model.stats()
@@ -324,6 +325,37 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
         assert FakeGpuEngine.arguments[6:] == ("cuda", 1 << 30, list(model.plan.homes))
         assert model.plan.resident and len(model.plan.homes) == len(model.file.tensors)
         assert model.plan.decode is None, "nobody needed to know"
+
+
+@pytest.mark.parametrize("prompt, batch, rows", [(None, 8, 64), ("fast", 64, 64), ("exact", 8, 8)])
+def test_the_gpu_is_told_how_to_compute_prompts(prompt: str | None, batch: int, rows: int, tiny: Path, tmp_path: Path,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
+    monkeypatch.setattr(_core, "Engine", FakeGpuEngine)
+    monkeypatch.setattr(FakeGpuEngine, "notes", ())
+    said: list[str] = []
+
+    def check(model: Model) -> None:
+        assert FakeGpuEngine.options["prompt"] == model.plan.prompt == model.stats()["prompt"] == (prompt or "fast")
+        assert FakeGpuEngine.arguments[3] == model.plan.batch == rows
+
+    with Model.load(tiny, device="cuda", prompt=prompt, batch=batch, notice=said.append) as model:
+        check(model)
+        assert [line.split(":")[0] for line in said] == (
+            [f"a batch of {batch} is rounded up to 64"] if rows != batch else [])
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps(model.plan.to_dict()), encoding="utf-8")
+    with Model.load(tiny, plan=saved) as model:
+        check(model)
+
+
+def test_on_the_cpu_prompts_are_exact_whatever_is_asked(tiny: Path) -> None:
+    rows = []
+    for prompt in (None, "exact", "fast"):
+        with Model.load(tiny, device="cpu", prompt=prompt) as model:
+            assert model.plan.prompt == model.stats()["prompt"] == "exact"
+            rows.append(model.logits(list(range(40))))
+    assert np.array_equal(rows[0], rows[1]) and np.array_equal(rows[0], rows[2])
 
 
 def test_on_the_cpu_all_weights_are_in_ram(tiny: Path) -> None:
@@ -500,7 +532,8 @@ def test_warmth_is_of_the_same_model_and_is_handed_to_the_gpu(moe: Path, tiny: P
     monkeypatch.setitem(Model.load.__globals__, "make_plan", lambda *a, **b: replace(
         planned(*a, **b), expert_slots=5 << 20, expert_rates=(1e9, 2e9)))
     with Model.load(moe, device="cuda"):
-        assert FakeGpuEngine.options == {"expert_slot_bytes": 5 << 20, "expert_rates": (1e9, 2e9), "warm": [], "sequences": 4}
+        assert FakeGpuEngine.options == {"expert_slot_bytes": 5 << 20, "expert_rates": (1e9, 2e9), "warm": [],
+                                         "sequences": 4, "prompt": "fast"}
 
 
 def test_plans_are_predicted_with_warmth(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,8 @@ def test_a_plan_that_lacks_something(model: FakeWeights, tmp_path: Path) -> None
 NONSENSE = {
     "device": ["tpu", None, 1], "context": [0, -1, 1.5, True, "1000", None, 1 << 70], "batch": [0, 65537, None],
     "threads": [0, 1025], "sequences": [0, 4097, None], "mtp": [None, 1, "yes"],
-    "draft_cost": [-0.1, "0.1", True, float("nan")], "kv_dtype": ["int3", None], "vram": [5, -1, "12GiB"], "why": [None, 3], "gpu": [3, {}, [1]],
+    "draft_cost": [-0.1, "0.1", True, float("nan")], "kv_dtype": ["int3", None], "prompt": ["quick", None, 1, "Fast"],
+    "vram": [5, -1, "12GiB"], "why": [None, 3], "gpu": [3, {}, [1]],
     "lines": [None, 3, [3], [{}], [{"name": "x", "bytes": -1}], [{"name": 5, "bytes": 1}], {"name": 3}],
     "homes": [None, {}, [3], [["vram"]], [["vram", 0, 0, 0]], [["vram", -1, 0]], [["vram", 0.5, 0]], [[0, 0, 0]]],
     "placement": [None, [3], [{"kind": "x"}], [{"kind": "x", "vram": 1, "direct": -1, "cpu": 0, "missed": 0}],
@@ -216,6 +217,30 @@ def test_a_plan_with_nonsense(name: str, model: FakeWeights, tmp_path: Path) -> 
         path = saved(tmp_path / "plan.json", {**whole, name: value})
         message = refused(lambda path=path: load_plan(path, model, model))
         assert message.startswith(f"{path}: ") and name in message and "make a new plan" in message
+
+
+def test_a_plan_keeps_how_prompts_are_computed(model: FakeWeights, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever GPU is there now, and whatever is its default."""
+    for prompt in ("exact", "fast"):
+        path = saved(tmp_path / "plan.json", plan_of(model, prompt=prompt))
+        for default in ("exact", "fast"):
+            monkeypatch.setattr("sharpi.prompt_modes._BY_COMPUTE_CAPABILITY", {"9.0": default, "8.0": default})
+            for card in (CARD, OTHER_CARD):
+                monkeypatch.setattr("sharpi.planner.gpu", lambda card=card: card)
+                assert saved_plan(path, model, model).prompt == prompt
+
+
+def test_prompts_that_cannot_be(model: FakeWeights, tmp_path: Path) -> None:
+    """What no plan says, as the CPU has one arithmetic and the planner rounds batches up."""
+    on_cpu, on_gpu = plan_of(model, device="cpu", vram=None).to_dict(), plan_of(model).to_dict()
+    for plan, words in (({**on_cpu, "prompt": "fast"}, "its 'prompt' is fast, and the CPU's prompts are exact"),
+                        ({**on_gpu, "batch": 63}, "its batch of 63 is less than the 64 that fast prompts take"),
+                        ({**on_gpu, "batch": 39, "context": 40}, "its batch of 39 is less than the 64")):
+        path = saved(tmp_path / "plan.json", plan)
+        assert words in refused(lambda path=path: load_plan(path, model, model))
+    for changes in ({"batch": 64}, {"batch": 40, "context": 40}, {"batch": 1, "prompt": "exact"}):
+        assert load_plan(saved(tmp_path / "plan.json", {**on_gpu, **changes}), model, model)
 
 
 def test_homes_that_the_model_cannot_have(model: FakeWeights, tmp_path: Path) -> None:
@@ -287,7 +312,8 @@ def test_a_saved_plan_is_run(story: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("option", [["--vram", "1GiB"], ["-c", "77"], ["--ctx-size", "77"], ["--device", "auto"],
                                     ["--device", "cuda"], ["-b", "16"], ["-t", "2"], ["--kv-dtype", "fp32"],
-                                    ["--profile", "some.json"], ["--cpu-moe"], ["--sequences", "4"], ["--no-mtp"]])
+                                    ["--profile", "some.json"], ["--cpu-moe"], ["--sequences", "4"], ["--no-mtp"],
+                                    ["--prompt", "exact"]])
 @pytest.mark.parametrize("command", [["run", "-p", "x"], ["chat"], ["bench"]])
 def test_options_that_a_plan_answers_are_refused(command: list[str], option: list[str], story: Path) -> None:
     result = sharpi(*command, "--plan", str(story), *option)
@@ -297,7 +323,7 @@ def test_options_that_a_plan_answers_are_refused(command: list[str], option: lis
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"vram": "1GiB"}, {"context": 77}, {"kv_dtype": "fp32"},
                                      {"threads": 2}, {"batch": 16}, {"sequences": 2}, {"cpu_moe": True}, {"cpu_moe": False},
-                                     {"mtp": True}, {"mtp": False},
+                                     {"mtp": True}, {"mtp": False}, {"prompt": "exact"},
                                      {"profile": MACHINE}])
 def test_arguments_that_a_plan_answers_are_refused(options: dict[str, Any], story: Path) -> None:
     from sharpi import Model

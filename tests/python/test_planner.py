@@ -15,7 +15,7 @@ from tiny_models import QUANTIZED_TYPES
 
 from sharpi.cli import main
 from sharpi.errors import InternalError, InvalidRequestError, OutOfMemoryError
-from sharpi.hardware import gpu, ram_bytes
+from sharpi.hardware import Gpu, gpu, ram_bytes
 from sharpi.planner import (DEFAULT_BATCH, DEFAULT_CONTEXT, KV_DTYPES, VRAM_MARGIN, choose_context, choose_kv_dtype,
                             make_plan, parse_vram)
 
@@ -44,8 +44,9 @@ class FakeSpec:
         return [(0, "weights", "vector", 0, 1000, 1, 1000)]
 
     def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int, homes: None = None,
-                     sequences: int = 4) -> list[tuple[str, int]]:
+                     sequences: int = 4, prompt: str = "exact") -> list[tuple[str, int]]:
         assert device in ("cpu", "cuda") and 1 <= batch <= context and homes is None and sequences == 4
+        assert prompt == "exact" or (device == "cuda" and prompt == "fast" and batch >= min(64, context))
         on_gpu = device == "cuda"
         weights = [("token embedding", 300), ("layer 0", 250), ("layer 1", 350), ("output head", self.weights - 900)]
         return [*((name, count if on_gpu else 0) for name, count in weights),
@@ -59,8 +60,9 @@ def fake_file(*sizes: int) -> SimpleNamespace:
 
 
 def plan_of(weights: int = 1000, spec: FakeSpec | None = None, **options):
+    """With exact prompts, whose batches may be of any size."""
     return make_plan(fake_file(weights), spec or FakeSpec(),
-                     **{"device": "cpu", "context": 100, "kv_dtype": "fp32", "batch": 8, **options})
+                     **{"device": "cpu", "context": 100, "kv_dtype": "fp32", "batch": 8, "prompt": "exact", **options})
 
 
 # What FakeSpec takes with plan_of's options, in all.
@@ -143,6 +145,87 @@ def test_the_default_batch_on_the_gpu_shrinks_to_what_fits(monkeypatch: pytest.M
     set_gpu(monkeypatch, room + 50 * 600 + VRAM_MARGIN)
     plan = plan_of(device="auto", batch=None, context=4096)
     assert (plan.device, plan.batch) == ("cuda", 512)
+
+
+def fast_plan(notices: list[str] | None = None, **options):
+    """A plan for the GPU whose prompts are computed as is the default."""
+    notice = None if notices is None else notices.append
+    return plan_of(**{"device": "cuda", "context": 4096, "prompt": None, "notice": notice, **options})
+
+
+def test_batches_of_fast_prompts_are_whole_tiles() -> None:
+    for asked, batch in ((1, 64), (8, 64), (63, 64), (64, 64), (65, 65), (2048, 2048), (None, 2048)):
+        notices: list[str] = []
+        assert fast_plan(notices, batch=asked).batch == batch
+        said = [f"a batch of {asked} is rounded up to 64: fast prompts are computed in tiles of 64 tokens"
+                " (--prompt exact takes any batch)"]
+        assert notices == (said if asked and asked < 64 else [])
+        assert fast_plan(notices, batch=asked, prompt="exact").batch == asked or asked is None
+    assert fast_plan(batch=8, context=40).batch == 40, "no batch is longer than the context"
+    assert fast_plan(batch=None, context=40).batch == 40
+    notices = []
+    assert fast_plan(notices, batch=64, context=40).batch == 40 and notices == []
+    assert fast_plan(notices, batch=8, device="cpu").batch == 8 and notices == []
+
+
+def test_a_batch_is_rounded_for_the_device_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, GIB)
+    for vram, device, batch in ((GIB, "cuda", 64), (MIB, "cpu", 8)):
+        notices: list[str] = []
+        plan = fast_plan(notices, device="auto", batch=8, context=100, vram=vram)
+        assert (plan.device, plan.batch, len(notices)) == (device, batch, int(device == "cuda"))
+
+
+def test_no_batch_is_offered_that_would_be_rounded() -> None:
+    room = 1000 + 4096 * 40_000 + 3 * 4096 + 7 + 11  # all but the batch
+    for spare, batch in ((128, 128), (127, 64), (64, 64)):
+        plan = fast_plan(batch=None, vram=room + 50 * spare)
+        assert plan.fits and plan.batch == batch
+    # 63 rows: an exact prompt takes 32 of them.
+    assert not fast_plan(batch=None, vram=room + 50 * 63).fits
+    assert fast_plan(batch=None, vram=room + 50 * 63, prompt="exact").batch == 32
+    for asked, offered in ((2048, 32), (100, 50), (60, 60)):
+        for prompt, batch in (("exact", offered), ("fast", 0)):
+            plan = fast_plan(batch=asked, vram=room + 50 * 63, prompt=prompt)
+            assert plan.fitting_batch == batch
+            assert plan.fits or ("-b " in plan.shortage()) is (batch > 0)
+    # A context below a tile is one batch.
+    short = 1000 + 40 * 40_000 + 3 * 40 + 7 + 11 + 50 * 40
+    assert fast_plan(batch=None, context=40, vram=short).fits
+    assert not fast_plan(batch=8, context=40, vram=short - 1).fits
+
+
+def test_the_mode_of_prompts_follows_the_kind_of_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = {"9.0": "exact", "8.9": "fast"}
+    monkeypatch.setattr("sharpi.prompt_modes._BY_COMPUTE_CAPABILITY", modes)
+    dice = random.Random(3)
+    for capability, default in {**modes, "12.0": "fast", "": "fast"}.items():
+        for _ in range(20):
+            card = Gpu("Some GPU", 0, capability, dice.randint(1, 200), 80 * GIB, dice.randint(300 * MIB, 80 * GIB))
+            monkeypatch.setattr("sharpi.planner.gpu", lambda card=card: card)
+            options = {"batch": dice.choice([None, 100, 2048]), "context": dice.choice([40, 500, 2000]),
+                       "vram": dice.choice([None, 50 * MIB, 300 * MIB]), "kv_dtype": dice.choice(KV_DTYPES)}
+            assert fast_plan(**options).prompt == default
+            for asked in ("exact", "fast"):
+                assert fast_plan(**options, prompt=asked).prompt == asked
+    set_gpu(monkeypatch, NO_GPU)
+    assert fast_plan(vram=GIB).prompt == "fast", "also of a GPU that is not there"
+
+
+@pytest.mark.parametrize("asked", [None, "exact", "fast"])
+def test_on_the_cpu_prompts_are_exact(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, 1000)
+    for device in ("cpu", "auto"):
+        plan = plan_of(device=device, prompt=asked)
+        assert (plan.device, plan.prompt, plan.batch) == ("cpu", "exact", 8)
+        assert json.loads(json.dumps(plan.to_dict()))["prompt"] == "exact"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "auto"])
+@pytest.mark.parametrize("prompt", ["quick", "", "FAST", "exact "])
+def test_unknown_modes_are_refused(prompt: str, device: str) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt mode .* is unknown; there are exact and fast"):
+        plan_of(device=device, prompt=prompt)
 
 
 def test_contexts() -> None:
@@ -345,7 +428,8 @@ def test_the_command_says_whether_it_fits(fake_described: None, monkeypatch: pyt
 
 
 def test_the_command_plans_for_a_gpu_that_is_not_there(fake_described: None) -> None:
-    options = ("-m", "some.gguf", "--device", "cuda", "-c", "100", "--kv-dtype", "fp32", "-b", "8", "-t", "1")
+    options = ("-m", "some.gguf", "--device", "cuda", "-c", "100", "--kv-dtype", "fp32", "-b", "8", "-t", "1",
+               "--prompt", "exact")
     result = plan_command(*options, "--vram", "12GiB")
     assert result.exit_code == 0 and "on the GPU" in result.stdout
     assert "It fits" in result.stdout and "12.00 GiB   --vram" in result.stdout
@@ -358,6 +442,21 @@ def test_the_command_plans_for_a_gpu_that_is_not_there(fake_described: None) -> 
     short = plan_command(*options, "-c", "1000", "--vram", "30MB").stdout
     assert "does not fit" in short and "-c " in short
     assert json.loads(plan_command(*options, "--json").stdout)["total_bytes"] == ON_GPU
+
+
+def test_the_command_says_how_prompts_are_computed(fake_described: None) -> None:
+    options = ("-m", "some.gguf", "-c", "4000", "-t", "1", "--vram", "12GiB")
+    fast, exact = (plan_command(*options, *more) for more in (("-b", "8"), ("-b", "8", "--prompt", "exact")))
+    assert "Prompts are fast: on tensor cores, whose bits depend on the kind of GPU." in fast.stdout
+    assert "batches of 64 tokens" in fast.stdout
+    assert fast.stderr == ("sharpi: a batch of 8 is rounded up to 64: fast prompts are computed in tiles of 64 tokens"
+                           " (--prompt exact takes any batch)\n")
+    assert "Prompts are exact: the bits are the same on every processor." in exact.stdout
+    assert "batches of 8 tokens" in exact.stdout and exact.stderr == ""
+    for mode in ("exact", "fast"):
+        assert "Prompts are exact" in plan_command("-m", "some.gguf", "--device", "cpu", "--prompt", mode).stdout
+        shown = plan_command(*options, "--prompt", mode, "--json")
+        assert json.loads(shown.stdout)["prompt"] == mode and shown.stderr == ""
 
 
 def test_the_command_says_what_is_free(fake_described: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,13 @@ from fake_weights import MACHINE, FakeWeights, random_machine, stats_of
 
 from sharpi.placement import Beside, ExpertPool, Inventory, TensorHome
 from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, DECODE_OVERLAP_LOSS, DENSE_LAYER_KERNELS,
-                               EXPERT_CROSSING_SECONDS, EXPERT_EFFICIENCY, EXPERT_LAYER_KERNELS, EXPERT_TILE,
-                               OTHER_KERNELS, OVERLAP_LOSS, PIECE_BYTES, PIECE_KERNELS, PREFILL_EFFICIENCY,
-                               PREFILL_SECONDS, SHARED_EXPERT_KERNELS, SHARED_LAYER_KERNELS, SLOTS_LAYER_KERNELS,
-                               Cached, Traffic, balanced, cached_experts, completed, decode_on_cpu, decode_on_gpu,
-                               decode_seconds, draft_cost_on_cpu, draft_cost_on_gpu, expert_rates, hit_rate,
-                               prefill_on_cpu, prefill_on_gpu, share_rows, shares, traffic)
+                               EXACT_ROWS, EXACT_ROWS_COST, EXPERT_CROSSING_SECONDS, EXPERT_EFFICIENCY,
+                               EXPERT_LAYER_KERNELS, EXPERT_TILE, OTHER_KERNELS, OVERLAP_LOSS, PIECE_BYTES,
+                               PIECE_KERNELS, PREFILL_EFFICIENCY, PREFILL_SECONDS, SHARED_EXPERT_KERNELS,
+                               SHARED_LAYER_KERNELS, SLOTS_LAYER_KERNELS, Cached, Traffic, balanced, cached_experts,
+                               completed, decode_on_cpu, decode_on_gpu, decode_seconds, draft_cost_on_cpu,
+                               draft_cost_on_gpu, expert_rates, hit_rate, prefill_on_cpu, prefill_on_gpu, share_rows,
+                               shares, traffic)
 from sharpi.profile import ASSUMED, HardwareProfile
 
 
@@ -415,6 +416,32 @@ def test_prefill() -> None:
     assert found.tokens_per_second == pytest.approx(500 / ((1 + OVERLAP_LOSS) * direct / 1e9 + PREFILL_SECONDS))
     found = prefill_on_cpu(inventory.uses, MACHINE, 500)
     assert found.tokens_per_second == pytest.approx(500 * 1e12 / operations) and found.bound == "CPU arithmetic"
+
+
+def test_exact_prefill() -> None:
+    """Eight rows at a time read what a step reads; what is direct is brought once, as for fast prompts."""
+    model, inventory = inventory_of(layers=4, experts=(3,))
+    # Of eight experts a token reads a quarter, and eight tokens any.
+    experts = sum(use.batch_bytes for use in inventory.uses if use.role == "experts")
+    others = sum(use.read_bytes for use in inventory.uses if use.role not in ("embedding", "head", "experts"))
+    kernels = 3 * DENSE_LAYER_KERNELS + EXPERT_LAYER_KERNELS + OTHER_KERNELS
+    step = (EXACT_ROWS_COST * others + experts) / 3e12 + kernels * 2e-6
+    whole = inventory.homes(len(inventory.movable))
+    for rows, steps in ((1, 1), (8, 1), (9, 2), (500, 63)):
+        assert -(-rows // EXACT_ROWS) == steps
+        found = prefill_on_gpu(inventory.uses, whole, MACHINE, rows, prompt="exact")
+        assert found.tokens_per_second == pytest.approx(rows / (steps * step + PREFILL_SECONDS))
+        assert found.bound == "GPU arithmetic"
+    slow = replace(MACHINE, pcie_bytes_per_second=1e9)
+    direct = sum(size for tensor, size in zip(model.tensors, model.sizes, strict=True)
+                 if "norm" not in tensor.name) - model.sizes[0] * (1 - 8 / 8192)
+    found = prefill_on_gpu(inventory.uses, inventory.homes(0), slow, 8, prompt="exact")
+    assert found.tokens_per_second == pytest.approx(8 / (direct / 1e9 + OVERLAP_LOSS * step + PREFILL_SECONDS))
+    assert found.bound == "PCIe"
+    fast = prefill_on_gpu(inventory.uses, whole, MACHINE, 500)
+    assert fast == prefill_on_gpu(inventory.uses, whole, MACHINE, 500, prompt="fast")
+    exact = prefill_on_gpu(inventory.uses, whole, MACHINE, 500, prompt="exact")
+    assert fast.tokens_per_second > 2 * exact.tokens_per_second
 
 
 # --- the CPU's share --------------------------------------------------------------------------------------------------

@@ -30,9 +30,11 @@ import numpy.typing as npt
 from sharpi import Generation, Model, Reply, Session, Token
 from sharpi.chat import Part
 
-with Model.load("m.gguf", device="cuda", vram="12GiB", context=8192, rope_scaling="yarn", rope_scale=4.0) as model:
+with Model.load("m.gguf", device="cuda", vram="12GiB", context=8192, rope_scaling="yarn", rope_scale=4.0,
+                prompt="exact") as model:
     ids: list[int] = model.tokenize("Once")
     rows: npt.NDArray[np.float32] = model.logits(ids)
+    steps: npt.NDArray[np.float32] = model.logits(ids, chunks=[1], kind="decode")
     running: Generation = model.generate("Once", max_tokens=3, temperature=0.5, stop=["a", "b"], logit_bias={5: -1.0})
     texts: list[str] = [token.text for token in running]
     seconds: float = running.timing.prompt_seconds
@@ -56,6 +58,8 @@ model.chat([{"role": "user", "content": "Hello"}], top_k=1.5)
 model.chat("Hello")
 Model.load(context="long")
 Model.load(rope_scaling=4)
+Model.load(prompt=True)
+model.logits([1], kind="answer")
 text: int = next(model.generate("Once")).text
 """
 

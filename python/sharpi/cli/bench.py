@@ -79,6 +79,7 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
             "model": model.spec.name,
             "device": model.device,
             "device_name": model.device_name,
+            "prompt": model.plan.prompt,
             "threads": model.threads,
             "isa": model.isa,
             "results": results,
@@ -151,7 +152,7 @@ def _drafts(benchmark: Benchmark, depth: int, tokens: int, draft: str, counts: S
 
 
 def _table(report: dict[str, Any]) -> str:
-    where = report["device_name"]
+    where = f"{report['device_name']}, {report['prompt']} prompts"
     if report["device"] == "cpu":
         where = f"{plural(report['threads'], 'thread')}, {report['isa']}"
     lines = [

@@ -49,6 +49,7 @@ _OPTIONS: dict[tuple[str, ...], str] = {
     ("--jinja",): _ALWAYS.format("the model's chat template"),
     ("--chat-template", "--chat-template-file"): "the chat template is the one in the model file",
     ("--reasoning-budget", "--reasoning-format", "-rea"): "use --no-thinking",
+    ("-prompt",): "use -p TEXT",
     ("-r", "--reverse-prompt"): "use --stop TEXT",
     ("-e", "--escape", "--no-escape"): "let the shell write line breaks: -p $'first\\nsecond'",
     ("-bf", "--binary-file"): "use -f FILE",

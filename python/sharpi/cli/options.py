@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import reprlib
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -16,8 +17,8 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from sharpi.choices import (DEVICES, DRAFTS, KV_DTYPES, MIN_P, MOST_DRAFT_TOKENS, ROPE_SCALINGS, TEMPERATURE, TOP_K,
-                            TOP_P)
+from sharpi.choices import (DEVICES, DRAFTS, KV_DTYPES, MIN_P, MOST_DRAFT_TOKENS, PROMPT_MODES, ROPE_SCALINGS,
+                            TEMPERATURE, TOP_K, TOP_P)
 from sharpi.cli.help import section
 from sharpi.cli.pull import fetched
 from sharpi.cli.logs import log_file_option, verbose_option
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
 
 
 # The options that a saved plan answers.
-_IN_A_PLAN = ("context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe", "sequences", "no_mtp", "profile",
+_IN_A_PLAN = ("context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe", "sequences", "prompt", "no_mtp",
+              "profile",
               "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx")
 
 
@@ -62,6 +64,7 @@ class ModelOptions(RopeOptions):
     kv_dtype: str | None
     cpu_moe: bool
     sequences: int | None
+    prompt: str | None
     no_mtp: bool
     plan: str | None
     profile: str | None
@@ -94,6 +97,7 @@ class ModelOptions(RopeOptions):
                 # Left out, it is the environment's.
                 cpu_moe=self.cpu_moe or None,
                 sequences=self.sequences,
+                prompt=self.prompt,
                 mtp=False if self.no_mtp else None,
                 **self.rope_arguments(),
                 plan=self.plan,
@@ -167,6 +171,19 @@ class _LogitBias(click.ParamType):
         return bias
 
 
+class _PromptMode(click.ParamType):
+    """How prompts are computed. Other programs take the prompt's text after `--prompt`: whoever gives one here is told
+    where it belongs."""
+
+    name = "prompt mode"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if value not in PROMPT_MODES:
+            self.fail(f"{reprlib.repr(value)} is not {' or '.join(PROMPT_MODES)}, a way to compute a prompt; its text"
+                      " comes after -p, as in `sharpi run -p TEXT`", param, ctx)
+        return str(value)
+
+
 def model_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `-m`, for commands that describe a file without running it."""
     return click.option("-m", "--model", "-hf", "--hf-repo", "model", metavar="MODEL",
@@ -197,7 +214,16 @@ def threads_option(function: Callable[..., Any]) -> Callable[..., Any]:
 def batch_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `-b`."""
     return click.option("-b", "--batch", "--batch-size", "batch", type=click.IntRange(min=1, max=65536), metavar="N",
-                        help="Prompt tokens computed at once.  [default: 512, on the GPU 2048]")(function)
+                        help="Prompt tokens computed at once; at least 64 if the GPU's prompts are fast.  [default:"
+                             " 512, on the GPU 2048]")(function)
+
+
+def prompt_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--prompt`."""
+    return click.option("--prompt", type=_PromptMode(), metavar=f"[{'|'.join(PROMPT_MODES)}]",
+                        help="How the GPU computes prompts: exact gives the bits that every processor gives; fast"
+                             " uses tensor cores, so the bits depend on the kind of GPU too. On the CPU both are exact."
+                             "  [default: fast]")(function)
 
 
 def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,8 +313,8 @@ def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
     switches = [
         section("Model", model_option, context_option, kv_dtype_option, sequences_option, no_mtp_option),
         section("Longer contexts", *_ROPE_SWITCHES),
-        section("Device and memory", device_option, vram_option, threads_option, batch_option, cpu_moe_option,
-                warm_option, expert_stats_option, plan_option, profile_option),
+        section("Device and memory", device_option, vram_option, threads_option, batch_option, prompt_option,
+                cpu_moe_option, warm_option, expert_stats_option, plan_option, profile_option),
     ]
     return _gather(section("Output", verbose_option, log_file_option)(function), "options", ModelOptions, switches)
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from sharpi.choices import EXACT, FAST
 from sharpi.cli.logs import log_file_option
 from sharpi.cli.options import (RopeOptions, batch_option, context_option, cpu_moe_option, device_option,
-                                kv_dtype_option, model_option, no_mtp_option, profile_option, rope_options,
-                                sequences_option, threads_option, vram_option)
+                                kv_dtype_option, model_option, no_mtp_option, profile_option, prompt_option,
+                                rope_options, sequences_option, threads_option, vram_option)
 from sharpi.cli.ending import EXIT_DOES_NOT_FIT
 from sharpi.cli.help import Command, section
 from sharpi.cli.pull import described, named_as, not_here
@@ -41,7 +42,7 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
 @click.argument("name", metavar="[MODEL]", required=False)
 @section("Model", model_option, context_option, kv_dtype_option, sequences_option, no_mtp_option)
 @rope_options
-@section("Device and memory", device_option, vram_option, threads_option, batch_option, cpu_moe_option,
+@section("Device and memory", device_option, vram_option, threads_option, batch_option, prompt_option, cpu_moe_option,
          click.option("--warm", metavar="FILE", help="Expect experts to be used as in FILE, which --expert-stats of"
                                                      " `sharpi run` writes."),
          profile_option)
@@ -51,8 +52,9 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
          click.option("--json", "as_json", is_flag=True,
                       help="Print JSON with sizes in bytes, which --plan of `sharpi run` reads."))
 def plan_command(name: str | None, model: str | None, context: int | None, threads: int | None, batch: int | None,
-                 device: str, vram: str | None, kv_dtype: str | None, cpu_moe: bool, sequences: int | None, no_mtp: bool,
-                 rope: RopeOptions, profile: str | None, warm: str | None, verbose: bool, as_json: bool) -> None:
+                 device: str, vram: str | None, kv_dtype: str | None, cpu_moe: bool, sequences: int | None,
+                 prompt: str | None, no_mtp: bool, rope: RopeOptions, profile: str | None, warm: str | None,
+                 verbose: bool, as_json: bool) -> None:
     """Show the memory that a model takes, where its weights go, and its speed.
 
     MODEL is a file or a name such as user/repo:Q4_K_M, the same as -m; of a model that is not downloaded yet, only the
@@ -77,8 +79,8 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
     with named_as(found):
         file, spec = describe(found.path if found else None, mtp=not no_mtp, rope=scaling)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
-                     threads=count, cpu_moe=cpu_moe or None, sequences=sequences, profile=known, shown=True,
-                     rope=scaling,
+                     threads=count, cpu_moe=cpu_moe or None, sequences=sequences, prompt=prompt, profile=known,
+                     shown=True, rope=scaling,
                      warm=None if warm is None else ExpertStats.load(warm, file),
                      notice=say)
     click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
@@ -103,8 +105,15 @@ def _table(plan: Plan, verbose: bool, elsewhere: bool) -> str:
     elif plan.device == "cuda" and isinstance(plan.gpu, str):
         lines.append(_wrapped(f"It cannot run on this machine: {printable(plan.gpu)}."))
     if plan.fits:
-        lines += [*_placement(plan), *_speeds(plan)]
+        lines += [_wrapped(_prompts(plan)), *_placement(plan), *_speeds(plan)]
     return "\n".join(lines)
+
+
+def _prompts(plan: Plan) -> str:
+    """How prompts are computed, and what their bits depend on."""
+    if plan.prompt == FAST:
+        return f"Prompts are {FAST}: on tensor cores, whose bits depend on the kind of GPU."
+    return f"Prompts are {EXACT}: the bits are the same on every processor."
 
 
 def _weights(plan: Plan, verbose: bool) -> list[_Row]:

@@ -31,7 +31,7 @@ _LONGEST_PROMPT = 64 << 20  # bytes; more than any context holds
 @click.argument("words", nargs=-1, metavar="[TEXT]")
 @section(
     "Prompt",
-    click.option("-p", "--prompt", metavar="TEXT", help="The same as TEXT; - reads standard input, as no text does."),
+    click.option("-p", "--text", metavar="TEXT", help="The same as TEXT; - reads standard input, as no text does."),
     click.option("-f", "--file", metavar="FILE", help="Read the prompt from FILE; - reads standard input."),
     click.option("--special", is_flag=True,
                  help="Read the names of control tokens in the prompt, such as <|im_start|>, as those tokens."),
@@ -49,18 +49,18 @@ _LONGEST_PROMPT = 64 << 20  # bytes; more than any context holds
 @sampling_options
 @draft_options
 def run_command(options: ModelOptions, sampling: SamplingOptions, drafts: DraftOptions, words: tuple[str, ...],
-                prompt: str | None, file: str | None, special: bool, as_chat: bool, system: str | None, thinking: bool,
+                text: str | None, file: str | None, special: bool, as_chat: bool, system: str | None, thinking: bool,
                 max_tokens: int, echo: bool, stats: bool) -> None:
     """Continue TEXT, or answer it with --chat.
 
     Without TEXT, -p or -f the prompt is read from a pipe.
     """
     _require_chat(as_chat, special)
-    text = _read_prompt(words, prompt, file)
+    prompt = _read_prompt(words, text, file)
     with options.load() as model:
-        tokens = (_chat_tokens(model, text, system, thinking) if as_chat
-                  else model.tokenize(text, parse_special=special))
-        output = _Output(text if echo and not as_chat else "")
+        tokens = (_chat_tokens(model, prompt, system, thinking) if as_chat
+                  else model.tokenize(prompt, parse_special=special))
+        output = _Output(prompt if echo and not as_chat else "")
         try:
             for token in model.generate(tokens, max_tokens=None if max_tokens < 0 else max_tokens,
                                         **sampling.arguments(), **drafts.arguments()):
@@ -97,12 +97,12 @@ def _require_chat(as_chat: bool, special: bool) -> None:
             raise click.UsageError(f"{option} needs --chat", context)
 
 
-def _read_prompt(words: tuple[str, ...], prompt: str | None, file: str | None) -> str:
+def _read_prompt(words: tuple[str, ...], text: str | None, file: str | None) -> str:
     """The prompt's text; one newline at the end of a file belongs to the file, not to the prompt."""
     context = click.get_current_context()
     if len(words) > 1:
         raise click.UsageError("the text is one argument: put it in quotes", context)
-    given = [text for text in (*words, prompt) if text is not None]
+    given = [each for each in (*words, text) if each is not None]
     if len(given) + (file is not None) > 1:
         raise click.UsageError("give one prompt: TEXT, -p TEXT or -f FILE", context)
     if given and given[0] != "-":
