@@ -183,7 +183,7 @@ void Session::predict(const Piece& piece, int64_t rows, const std::vector<int32_
     _drafter.predict(*_engine->_forward, *_engine->_kv, passed, &text);
 }
 
-// So many guesses can be verified behind `length` tokens and the one that comes next.
+// The number of guesses that can be verified behind `length` tokens and the one that comes next.
 int64_t Session::mostDrafts(int64_t length) const {
     const DraftOptions& options = _drafter.options();
     if (options.source == DraftOptions::Source::Off) return 0;

@@ -97,7 +97,7 @@ private:
     int32_t _sequence;
     mutable std::mutex _use;
     Transcript _text;               // in the cache, as these kinds, or lost there and to be computed again
-    int64_t _ahead = 0;             // so many at their end stand for no call of next() yet
+    int64_t _ahead = 0;             // of them, at the end: those that stand for no call of next() yet
     std::vector<int32_t> _history;  // the prompt and what was handed out
     std::optional<Sampler> _sampler;
     Drafter _drafter;

@@ -17,7 +17,8 @@ import pytest
 from numpy_model import NumpyModel, relative_error
 from tiny_models import HYBRIDS, MODELS, QUANTIZED_TYPES, Delta, TinyModel, as_version_2, fused, write
 
-from sharpi import Model
+from sharpi import Model, _core
+from sharpi.errors import InvalidRequestError
 
 # float32 against float64: about 1e-6 is what rounding makes of it.
 FLOAT32_BOUND = 1e-5
@@ -54,6 +55,21 @@ def test_matches_numpy_however_the_tokens_are_cut(name: str, tmp_path: Path) -> 
     random = np.random.default_rng(5)
     for chunks in [(), (1,) * len(TOKENS), *(tuple(random.integers(1, 30, 40).tolist()) for _ in range(3))]:
         np.testing.assert_array_equal(logits(path, chunks=chunks), whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35"])
+def test_on_the_cpu_a_rows_kind_does_not_show(name: str, tmp_path: Path) -> None:
+    with Model.load(write(tmp_path / "m.gguf", ALL[name]), batch=BATCH, device="cpu") as model:
+        whole = _core.Session(model.engine).logits(TOKENS)
+        np.testing.assert_array_equal(_core.Session(model.engine).logits(TOKENS, kind="decode"), whole)
+        session = _core.Session(model.engine)
+        session.evaluate(TOKENS[:30], kind="prompt")
+        session.evaluate(TOKENS[30:40], [3, 3], "decode")
+        np.testing.assert_array_equal(session.logits(TOKENS[40:]), whole[40:])
+        for call in (session.evaluate, session.logits):
+            with pytest.raises(InvalidRequestError, match="^unknown kind of rows 'both': known are prompt and decode$"):
+                call([1], kind="both")
+        assert session.tokens == TOKENS
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2", "qwen3moe", "olmoe", "qwen35", "qwen35moe"])
