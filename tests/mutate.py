@@ -49,6 +49,7 @@ PYTHON_TESTS = {
     "expert_stats": "expert_stats experts_command model_api",
     "drafts": "drafts model_api",
     "prediction": "prediction partial_plans expert_plans",
+    "prompt_modes": "planner plan_file",
     "files": "expert_stats cli hardware_profile",
     "model": "model_api engine drafts expert_stats",
 }

@@ -1,8 +1,7 @@
 """The GPU engine held against numpy, against the CPU engine, against itself, and against its plan.
 
-float32 models must be as near to numpy as rounding allows. Where the contract of the small-batch matmul rules (token by
-token) quantized models must have the CPU's bits. All of it is skipped, with the reason, where no GPU is; with
-SHARPI_REQUIRE_GPU=1 it fails there.
+float32 models must be as near to numpy as rounding allows. Decode rows, and exact prompts, must have the CPU's bits.
+All of it is skipped, with the reason, where no GPU is; with SHARPI_REQUIRE_GPU=1 it fails there.
 """
 
 from __future__ import annotations
@@ -35,7 +34,8 @@ FLOAT32_BOUND = 1e-4
 MIB = 1 << 20
 TOKENS = np.random.default_rng(0).integers(0, 96, 80).tolist()
 ONE_BY_ONE = (1,) * len(TOKENS)
-BATCH = 48
+KINDS = ("prompt", "decode")
+BATCH = 64
 
 WIDE = {"width": 256, "hidden": 256, "heads": 4, "head_dim": 64}
 DENSE = TinyModel("llama", **WIDE)
@@ -71,17 +71,20 @@ def load(path: Path | None, **options) -> Model:
     return Model.load(path, **{"device": "cuda", "kv_dtype": "fp32", "threads": 2, "batch": BATCH, **options})
 
 
-def logits(path: Path, tokens: list[int] = TOKENS, chunks: tuple[int, ...] = (), **options) -> np.ndarray:
+def logits(path: Path, tokens: list[int] = TOKENS, chunks: tuple[int, ...] = (), kind: str = "prompt",
+           **options) -> np.ndarray:
     with load(path, **options) as model:
-        return model.logits(tokens, chunks=chunks)
+        return model.logits(tokens, chunks=chunks, kind=kind)
 
 
 def assert_as_on_the_cpu(path: Path, tokens: list[int] = TOKENS, **options) -> None:
-    """Token by token the logits have the CPU's bits."""
+    """Decode rows, token by token and many at once, and exact prompts have the CPU's bits."""
     on_cpu = logits(path, tokens, device="cpu", **options)
-    on_gpu = logits(path, tokens, (1,) * len(tokens), **options)
     assert np.isfinite(on_cpu).all()
-    np.testing.assert_array_equal(on_gpu, on_cpu)
+    with load(path, **options) as model:
+        for chunks in ((1,) * len(tokens), ()):
+            np.testing.assert_array_equal(model.logits(tokens, chunks=chunks, kind="decode"), on_cpu)
+    np.testing.assert_array_equal(logits(path, tokens, prompt="exact", **options), on_cpu)
 
 
 # --- right -----------------------------------------------------------------------------------------------------------
@@ -97,8 +100,10 @@ def test_matches_numpy_however_the_tokens_are_cut(name: str, tmp_path: Path) -> 
     assert whole.shape == (len(TOKENS), 96) and whole.dtype == np.float32
     assert relative_error(whole, expected) < FLOAT32_BOUND
     with load(path) as model:
-        for chunks in ((), ONE_BY_ONE, ragged):
-            assert relative_error(model.logits(TOKENS, chunks=chunks), expected) < FLOAT32_BOUND, chunks[:3]
+        for kind in KINDS:
+            for chunks in ((), ONE_BY_ONE, ragged):
+                found = model.logits(TOKENS, chunks=chunks, kind=kind)
+                assert relative_error(found, expected) < FLOAT32_BOUND, (kind, chunks[:3])
 
 
 def golden_answers(path: Path, golden: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -120,7 +125,7 @@ def test_reference_models(name: str, tmp_path: Path) -> None:
         for chunks in ([], [1] * len(tokens), np.random.default_rng(3).integers(1, 100, 20).tolist()):
             found = model.logits(tokens, chunks=chunks)[positions]
             assert min(relative_error(found, each) for each in answers) < FLOAT32_BOUND, chunks[:3]
-        steps = model.logits(tokens, chunks=[1] * len(tokens))[positions]
+        steps = model.logits(tokens, chunks=[1] * len(tokens), kind="decode")[positions]
         assert relative_error(steps, answers[0]) < FLOAT32_BOUND
 
 
@@ -136,8 +141,8 @@ def test_bundled_model_in_one_prefill() -> None:
 def test_fused_tensors_change_nothing(name: str, tmp_path: Path) -> None:
     plain = write(tmp_path / "plain.gguf", ON_GPU[name])
     joined = write(tmp_path / "joined.gguf", fused(ON_GPU[name]))
-    for chunks in ((), ONE_BY_ONE):
-        np.testing.assert_array_equal(logits(joined, chunks=chunks), logits(plain, chunks=chunks))
+    for kind in KINDS:
+        np.testing.assert_array_equal(logits(joined, kind=kind), logits(plain, kind=kind))
 
 
 @pytest.mark.parametrize("model", QUANTIZED)
@@ -155,12 +160,12 @@ def test_every_architecture_quantized_has_the_cpus_bits(name: str, tmp_path: Pat
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
 @pytest.mark.parametrize("base", BASES.values(), ids=BASES)
 def test_half_precision_matrices(kind: str, base: TinyModel, tmp_path: Path) -> None:
-    """Token by token as near as float32 is. Prefill rounds activations to what tensor cores take, 8 bits of bf16; so
-    does the delta rule in chunks, with every factor of the products that it chains. Where that changes a choice of
-    experts, a row moves by as much as an expert is worth; the test below has no such rows."""
+    """Decode is as near as float32 is. Prefill rounds activations to what tensor cores take, 8 bits of bf16; so does
+    the delta rule in chunks, with every factor of the products that it chains. Where that changes a choice of experts,
+    a row moves by as much as an expert is worth; the test below has no such rows."""
     path = write(tmp_path / "m.gguf", replace(base, type=kind))
     expected = NumpyModel(path).logits(TOKENS)
-    assert relative_error(logits(path, chunks=ONE_BY_ONE), expected) < FLOAT32_BOUND
+    assert relative_error(logits(path, chunks=ONE_BY_ONE, kind="decode"), expected) < FLOAT32_BOUND
     assert relative_error(logits(path), expected) < (0.25 if base.experts else 0.06 if base.delta else 0.03)
 
 
@@ -192,10 +197,10 @@ def test_narrow_kv_caches(name: str, kv_dtype: str, bound: float, tmp_path: Path
     """
     path = write(tmp_path / "m.gguf", ON_GPU[name])
     rounded, exact = NumpyModel(path, kv_dtype=kv_dtype).logits(TOKENS), NumpyModel(path).logits(TOKENS)
-    for chunks in ((), ONE_BY_ONE):
-        found = logits(path, chunks=chunks, kv_dtype=kv_dtype)
+    for kind in KINDS:
+        found = logits(path, kind=kind, kv_dtype=kv_dtype)
         assert relative_error(found, exact) < bound
-        assert relative_error(found, rounded) < (3e-3 if chunks or kv_dtype == "fp16" else 1e-2)
+        assert relative_error(found, rounded) < (3e-3 if kind == "decode" or kv_dtype == "fp16" else 1e-2)
     assert_as_on_the_cpu(write(tmp_path / "q.gguf", replace(DENSE, type="Q4_K")), kv_dtype=kv_dtype)
 
 
@@ -227,7 +232,7 @@ def check_replay(path: Path, **options) -> None:
             tokens = greedy(model, prompt, 256)
             assert len(tokens) == 256
             everything = prompt + tokens
-            return tokens, model.logits(everything, chunks=(1,) * len(everything))
+            return tokens, model.logits(everything, chunks=(1,) * len(everything), kind="decode")
 
         (tokens, rows), (launched_tokens, launched_rows) = replayed_and_launched(model, work)
     assert tokens == launched_tokens
@@ -295,9 +300,9 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def stories(needs_a_gpu: None) -> Iterator[tuple[Model, Model]]:
-    """The bundled model on both processors. In batches of one row a prompt has the CPU's bits on the GPU as well."""
-    with load(None, batch=1, kv_dtype="bf16", context=512) as on_gpu, load(None, device="cpu", kv_dtype="bf16",
-                                                                          context=512) as on_cpu:
+    """The bundled model on both processors, with exact prompts."""
+    with load(None, prompt="exact", kv_dtype="bf16", context=512) as on_gpu, load(None, device="cpu", kv_dtype="bf16",
+                                                                                  context=512) as on_cpu:
         yield on_gpu, on_cpu
 
 

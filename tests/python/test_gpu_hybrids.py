@@ -1,5 +1,6 @@
 """Models with recurrent layers and prediction layers on the GPU: near to an independent engine however tokens are cut,
-the CPU's bits token by token, the same answers at every budget, memory as planned, and drafts that never change a text.
+the CPU's bits in decode and exact prompts, the same answers at every budget, memory as planned, and drafts that never
+change a text.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ MEDIUM = {
                            heads=4, head_dim=128, hidden=256, vocab=4096, context=8192, experts=32, experts_used=4,
                            shared=256, delta=Delta(4, 8, 64)),
 }
-# Batches of few rows alone, so that a prompt too has the CPU's bits; states for seven drafted tokens.
-EXACT: dict[str, Any] = {"batch": 8, "kv_dtype": "bf16", "sequences": 16}
+# A prompt too has the CPU's bits; states for seven drafted tokens.
+EXACT: dict[str, Any] = {"prompt": "exact", "kv_dtype": "bf16", "sequences": 16}
 
 
 # --- right -----------------------------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ def test_reference_models_cut_anywhere(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reference_models_wherever_they_are(name: str, tmp_path: Path, cache) -> None:  # noqa: ANN001, F811
-    """Token by token and a few at a time the CPU's bits, in one prefill those of a resident model."""
+    """Decode has the CPU's bits, a token or a few at a time; a prompt has those of a resident model."""
     golden, path = np.load(LOGITS / f"{name}.npz"), write_golden(name, tmp_path)
     tokens = golden["tokens"].tolist()
     with load(path, device="cpu") as model:
@@ -73,8 +74,8 @@ def test_reference_models_wherever_they_are(name: str, tmp_path: Path, cache) ->
             cache(whole * part / 7, rows)
             with load(path, batch=len(tokens)) as model:
                 np.testing.assert_array_equal(model.logits(tokens), prefill)
-                np.testing.assert_array_equal(model.logits(tokens, chunks=(1,) * len(tokens)), steps)
-                np.testing.assert_array_equal(model.logits(tokens, chunks=(8, 3, 5, 1, 7) * 20), steps)
+                for chunks in ((1,) * len(tokens), (8, 3, 5, 1, 7) * 20):
+                    np.testing.assert_array_equal(model.logits(tokens, chunks=chunks, kind="decode"), steps)
                 kept.add(model.stats()["placement"]["vram"])
     assert len(kept) >= 3
 
@@ -104,7 +105,7 @@ def test_sixty_four_conversations_at_once(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", replace(HYBRID, type="Q4_K", context=count * 64))
     with load(path, device="cpu", sequences=1) as model:
         alone = [greedy(model, prompt, 30) for prompt in prompts]
-    with load(path, sequences=count, context=count * 64) as model:
+    with load(path, sequences=count, context=count * 64, prompt="exact") as model:
         sessions = [model.session() for _ in prompts]
         running = [session.generate(prompt, max_tokens=30, temperature=0.0)
                    for session, prompt in zip(sessions, prompts, strict=True)]
@@ -129,13 +130,13 @@ def test_every_budget_gives_the_same(name: str, tmp_path: Path) -> None:
     with load(path, **options) as model:
         prefill, tokens, needed = model.logits(TOKENS), greedy(model, TOKENS[:40], 40), model.plan.total_bytes
         assert model.plan.resident
-        np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE), steps)
+        np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode"), steps)
     kept: list[int] = []
     for budget in range(6 * MIB, needed + 3 * MIB, 3 * MIB):
         try:
             with load(path, vram=budget, **options) as model:
                 np.testing.assert_array_equal(model.logits(TOKENS), prefill)
-                np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE), steps)
+                np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode"), steps)
                 assert greedy(model, TOKENS[:40], 40) == tokens, budget
                 drafted = model.generate(TOKENS[:40], max_tokens=40, temperature=0.0, draft="mtp", draft_tokens=3)
                 assert [token.id for token in drafted] == tokens, budget
@@ -250,11 +251,11 @@ def test_the_bundled_model_looks_up() -> None:
     prompt = "The fox saw the owl. The owl saw the fox. The fox saw"
 
     def story(**options: Any) -> tuple[str, dict[str, Any]]:
-        with load(None, kv_dtype="bf16", batch=8, **options) as model:
+        with load(None, kv_dtype="bf16", prompt="exact", **options) as model:
             tokens = model.generate(prompt, max_tokens=150, temperature=0.0, draft="ngram", draft_tokens=4)
             return "".join(token.text for token in tokens), model.stats()
 
-    with load(None, kv_dtype="bf16", batch=8, device="cpu") as model:
+    with load(None, kv_dtype="bf16", device="cpu") as model:
         expected = "".join(token.text for token in model.generate(prompt, max_tokens=150, temperature=0.0, draft="off"))
     said, stats = story()
     on_cpu, counted = story(device="cpu")

@@ -40,10 +40,11 @@ def placement_with_answers(path: Path, seed: int, prefill: np.ndarray, steps: np
                            tokens: list[int]) -> dict[str, int]:
     """Where a model's weights are, loaded as the environment says; its answers are these, however tokens are cut."""
     with load(path) as model:
-        np.testing.assert_array_equal(model.logits(TOKENS), prefill)
-        np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE), steps)
         ragged = np.random.default_rng(seed).integers(1, 9, len(TOKENS)).tolist()
-        np.testing.assert_array_equal(model.logits(TOKENS, chunks=ragged), steps)
+        for chunks in ((), ragged):
+            np.testing.assert_array_equal(model.logits(TOKENS, chunks=chunks), prefill)
+        for chunks in (ONE_BY_ONE, ragged):
+            np.testing.assert_array_equal(model.logits(TOKENS, chunks=chunks, kind="decode"), steps)
         assert greedy(model, TOKENS[:3], 60) == tokens
         return model.stats()["placement"]
 
@@ -52,7 +53,7 @@ def placement_with_answers(path: Path, seed: int, prefill: np.ndarray, steps: np
 def test_the_cache_size_never_changes_the_answer(name: str, tmp_path: Path, cache) -> None:  # noqa: ANN001
     path = write(tmp_path / "m.gguf", DENSE[name])
     with load(path) as model:
-        steps, prefill = model.logits(TOKENS, chunks=ONE_BY_ONE), model.logits(TOKENS)
+        steps, prefill = model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode"), model.logits(TOKENS)
         tokens, whole = greedy(model, TOKENS[:3], 60), model.stats()["placement"]["vram"]
     kept = set()
     for part in range(8):
@@ -70,7 +71,7 @@ def test_where_experts_are_never_changes_the_answer(name: str, tmp_path: Path, c
     path = write(tmp_path / "m.gguf", WITH_EXPERTS[name])
     monkeypatch.setenv("SHARPI_CPU_MOE", "0")
     with load(path) as model:
-        steps, prefill = model.logits(TOKENS, chunks=ONE_BY_ONE), model.logits(TOKENS)
+        steps, prefill = model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode"), model.logits(TOKENS)
         tokens, whole = greedy(model, TOKENS[:3], 60), model.stats()["placement"]["vram"]
         experts = sum(tensor.nbytes for tensor in model.file.tensors if "_exps." in tensor.name)
         assert model.plan.resident and 0 < experts < whole
@@ -92,12 +93,13 @@ def test_where_experts_are_never_changes_the_answer(name: str, tmp_path: Path, c
 def test_every_budget_runs_and_is_kept_to(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", MEDIUM)
     with load(path, kv_dtype="bf16") as model:
-        expected, tokens, needed = model.logits(TOKENS, chunks=ONE_BY_ONE), greedy(model, TOKENS[:3], 40), model.plan.total_bytes
+        expected, needed = model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode"), model.plan.total_bytes
+        tokens = greedy(model, TOKENS[:3], 40)
     ran: dict[int, int] = {}
 
     def run(budget: int) -> None:
         with load(path, kv_dtype="bf16", vram=budget) as model:
-            np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE), expected)
+            np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode"), expected)
             assert greedy(model, TOKENS[:3], 40) == tokens
             ran[budget] = model.stats()["placement"]["vram"]
             assert model.plan.total_bytes <= budget
@@ -109,7 +111,7 @@ def test_every_budget_runs_and_is_kept_to(tmp_path: Path) -> None:
     # What the driver takes with the first streaming run, it keeps for good.
     with load(path, kv_dtype="bf16", vram=needed - 6 * MIB) as model:
         assert not model.plan.resident
-        model.logits(TOKENS, chunks=ONE_BY_ONE), greedy(model, TOKENS[:3], 40)
+        model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode"), greedy(model, TOKENS[:3], 40)
     before = free_bytes()
     for budget in range(4 * MIB, needed + 8 * MIB, 2 * MIB):
         try:
@@ -129,7 +131,8 @@ def test_less_memory_than_planned(tmp_path: Path) -> None:
     """What others take between planning and loading makes the cache smaller, and a line says so."""
     path = write(tmp_path / "m.gguf", MEDIUM)
     with load(path, kv_dtype="bf16") as model:
-        expected, homes, spec, plan = model.logits(TOKENS, chunks=ONE_BY_ONE), model.plan.homes, model.spec, model.plan
+        expected = model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode")
+        homes, spec, plan = model.plan.homes, model.spec, model.plan
         paths = [str(part) for part in model.file.paths]
     from sharpi import _core
 
@@ -137,7 +140,7 @@ def test_less_memory_than_planned(tmp_path: Path) -> None:
                           [tuple(home) for home in homes])
     assert len(engine.notes) == 1 and "free" in engine.notes[0]
     assert 0 < engine.placement()["vram"] < sum(t.nbytes for t in model.file.tensors)
-    np.testing.assert_array_equal(_core.Session(engine).logits(TOKENS, list(ONE_BY_ONE)), expected)
+    np.testing.assert_array_equal(_core.Session(engine).logits(TOKENS, list(ONE_BY_ONE), "decode"), expected)
 
 
 def test_a_killed_run_leaves_nothing(tmp_path: Path, cache) -> None:  # noqa: ANN001

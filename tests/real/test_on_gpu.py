@@ -1,5 +1,5 @@
-"""SmolLM2 on a GPU: in steps of few rows its logits are the CPU's, to the bit, and so is its text. A prompt that goes
-through the tensor cores is rounded otherwise; where the texts part then is printed."""
+"""SmolLM2 on a GPU: with exact prompts its logits are the CPU's, to the bit, and so is its text. Fast prompts are
+rounded otherwise; where the texts part then is printed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def needs_a_gpu() -> None:
         (pytest.fail if os.environ.get("SHARPI_REQUIRE_GPU", "") not in ("", "0") else pytest.skip)(found)
 
 
-@pytest.fixture(scope="module", params=[1, 8], ids=["batch 1", "batch 8"])
+@pytest.fixture(scope="module", params=[8, 1024], ids=["batch 8", "batch 1024"])
 def exact(smollm2: Path, request: pytest.FixtureRequest) -> Iterator[Model]:
-    """A model that takes prompts as it decodes: row by row, or in as many as drafts may be verified in."""
-    with Model.load(smollm2, device="cuda", context=1024, batch=request.param) as loaded:
+    """A model that takes prompts by the contract."""
+    with Model.load(smollm2, device="cuda", context=1024, batch=request.param, prompt="exact") as loaded:
         yield loaded
 
 
@@ -45,19 +45,21 @@ def text_ids(model: Model, ids: list[int], **options: object) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 5}, {"draft": "ngram"}],
                          ids=["greedy", "sampled", "drafted"])
-def test_few_rows_say_what_the_cpu_says(model: Model, exact: Model, options: dict[str, object]) -> None:
+def test_exact_prompts_say_what_the_cpu_says(model: Model, exact: Model, options: dict[str, object]) -> None:
     for name, ids in prompts(model).items():
         assert text_ids(exact, ids, **options) == text_ids(model, ids, **options), name
 
 
-def test_few_rows_have_the_cpus_logits(model: Model, exact: Model) -> None:
+def test_exact_prompts_and_decode_have_the_cpus_logits(model: Model, exact: Model) -> None:
     for name, ids in prompts(model).items():
-        np.testing.assert_array_equal(exact.logits(ids).view(np.uint32), model.logits(ids).view(np.uint32), name)
+        on_cpu = model.logits(ids).view(np.uint32)
+        for kind in ("prompt", "decode"):
+            np.testing.assert_array_equal(exact.logits(ids, kind=kind).view(np.uint32), on_cpu, f"{name}, {kind}")
 
 
 def test_where_prompts_on_tensor_cores_part_from_it(model: Model, smollm2: Path) -> None:
     """Reported, not held against anything: both are right as far as rounding goes."""
-    with Model.load(smollm2, device="cuda", context=1024) as fast:
+    with Model.load(smollm2, device="cuda", context=1024, prompt="fast") as fast:
         for name, ids in prompts(model).items():
             here, there = text_ids(model, ids), text_ids(fast, ids)
             apart = next((at for at, (a, b) in enumerate(zip(here, there)) if a != b), None)
