@@ -335,7 +335,8 @@ template <int kLines> void launchStep(Stream& stream, const StepWork& work, cons
 void deltaStep(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
                const DeltaBatch& batch, void* scratch, const RowOutputs& out) {
     requireDelta(shape);
-    if (batch.rows > kDeltaStepRows || shape.valueHeads < shape.keyHeads) throw Error(ErrorKind::Internal, "deltaStep asked for rows or heads that it does not have");
+    if (batch.rows > kDeltaStepRows * batch.sequences.count || shape.valueHeads < shape.keyHeads)
+        throw Error(ErrorKind::Internal, "deltaStep asked for rows or heads that it does not have");
     const auto queryScale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(shape.dim)));
     const StepWork work = {in, parameters, shape, states, batch, static_cast<uint32_t*>(scratch), queryScale};
     withForms(stream, shape, batch.rows, out, [&](const RowOutputs& direct) {

@@ -69,9 +69,13 @@ void launchType(Stream& stream, const MatmulCall& call, DType type) {
     }
 }
 
+// Whether rows begin at whole 16 bytes: a matter of the matrix's columns alone. An address must not decide it, since Hopper's
+// instructions, which want such rows, round otherwise.
 bool isAligned(const MatmulCall& call) {
+    if (call.shape.cols % 8 != 0) return false;
     const auto whole = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
-    return call.shape.cols % 8 == 0 && whole(call.x.hi) && whole(call.x.lo) && whole(call.w) && call.expertStride % 16 == 0;
+    if (whole(call.x.hi) && whole(call.x.lo) && whole(call.w) && call.expertStride % 16 == 0) return true;
+    throw Error(ErrorKind::Internal, "matmul: rows of " + std::to_string(call.shape.cols) + " elements that do not begin at whole 16 bytes");
 }
 
 }  // namespace

@@ -1,6 +1,9 @@
 // Products of packed weights with many rows, on tensor cores: prefill's kernels. Weight tiles are expanded to bf16 in
 // shared memory; nothing is expanded in device memory. F32 weights, and f16 and bf16 ones as well where x.lo is
 // given, are multiplied in split form (hi hi + hi lo + lo hi), which keeps about 16 bits of each factor.
+//
+// A row of y has the same bits whatever the number of rows, wherever it stands among them and whatever the others are: every
+// instance sums a row's products in one order. Rows of a multiple of 8 columns must begin at whole 16 bytes, in x and in w.
 #pragma once
 
 #include <cstdint>

@@ -30,7 +30,7 @@ struct MatmulCall {
     HalfRows x;
     ExpertGroups groups;  // begin is null where there is one matrix for all rows
     bool gather = false;
-    bool aligned = false;  // rows of x, and of float weights, start at multiples of 16 bytes
+    bool aligned = false;  // rows of x, and of float weights, start at multiples of 16 bytes; else cols is no multiple of 8
     bool add = false;
     int stages = 2;        // activation tiles in shared memory
     Passes passes;

@@ -32,7 +32,7 @@ bool refusesAsInternal(const std::function<void()>& body) {
 TEST(HostExperts, EveryPairThatIsMissedHasTheBitsOfItself) {
     std::mt19937 random(sharpi::testSeed(21));
     for (const Shape& shape : kShapes) {
-        for (const int64_t rows : {1, 3, 8}) {
+        for (const int64_t rows : {1, 3, 8, 9, 40, 64}) {
             SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(rows) + " rows");
             std::vector<Layer> layers;
             for (const Share share : {kNothingThere, kMixed, Share{0.8, 0}, Share{0, 0.5}}) {
@@ -62,7 +62,7 @@ TEST(HostExperts, OfEveryType) {
 TEST(HostExperts, RowsMayChooseTheSameExpertsAndOneMoreThanOnce) {
     std::mt19937 random(sharpi::testSeed(22));
     for (const Shape& shape : kShapes) {
-        for (const int64_t rows : {2, 8}) {
+        for (const int64_t rows : {2, 8, 40}) {
             SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(rows) + " rows");
             std::vector<Layer> layers;
             for (const Routing choice : {Routing::Same, Routing::Twice}) {

@@ -40,7 +40,7 @@ TEST_F(CrossingTest, WhatIsSentIsTheCpusRows) {
     const Flags flags;
     uint32_t ticket = 0;
     for (const Range& range : kRanges) {
-        for (const int64_t rows : {1, 3, 8}) {
+        for (const int64_t rows : {1, 3, 8, 9, 40, 64}) {
             const Forms f = forms(rows, range.cols);
             const DeviceRows from(f);
             for (int which = 1; which <= 3; ++which) {
@@ -99,7 +99,7 @@ TEST_F(CrossingTest, WhatIsReceivedIsTheDevicesRows) {
     const Flags flags;
     flags.returnedNow().store(7);
     for (const Range& range : kRanges) {
-        for (const int64_t rows : {1, 3, 8}) {
+        for (const int64_t rows : {1, 3, 8, 9, 40, 64}) {
             const Forms f = forms(rows, range.cols);
             const PinnedRows from(rows, range.cols);
             from.fill(f, 0, range.cols);
@@ -114,7 +114,7 @@ TEST_F(CrossingTest, WhatIsReceivedIsTheDevicesRows) {
 }
 
 TEST_F(CrossingTest, ReceivingWaitsForTheTicket) {
-    for (const int64_t rows : {1, 8}) {
+    for (const int64_t rows : {1, 8, 64}) {
         const Range range{4096, 1024, 4096};
         const Forms f = forms(rows, range.cols);
         const PinnedRows from(rows, range.cols);
@@ -149,7 +149,7 @@ TEST_F(CrossingTest, AddingRoundsOnce) {
     const Flags flags;
     flags.returnedNow().store(1);
     for (const Range& range : {Range{4096, 0, 4096}, Range{4096, 3000, 4096}, Range{67, 5, 66}, Range{64, 3, 4}, Range{16384, 4, 16384}}) {
-        for (const int64_t rows : {1, 2, 8}) {
+        for (const int64_t rows : {1, 2, 8, 9, 40, 64}) {
             SCOPED_TRACE(std::to_string(rows) + " x " + std::to_string(range.cols) + " from " + std::to_string(range.begin));
             const int64_t count = range.end - range.begin;
             const std::vector<float> before = randomFloats(static_cast<size_t>(rows * range.cols));

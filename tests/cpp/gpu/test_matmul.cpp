@@ -10,16 +10,9 @@
 //   2^-17 altogether, to which f32 sums, cut off by the tensor cores, add about as much: 2e-5.
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <memory>
 #include <numeric>
 
-#include "../reference_matmul.h"
-#include "core/half.h"
-#include "cpu/kernels.h"
-#include "gpu_test.h"
-#include "kernels/matmul.h"
-#include "kernels/packed.h"
+#include "matmul_test.h"
 
 namespace sharpi::cuda {
 
@@ -28,44 +21,9 @@ namespace {
 constexpr double kPlainTolerance = 4e-3, kSplitTolerance = 2e-5;
 constexpr int64_t kGuard = 64;  // floats past the end of y that must stay as they were
 
-// A matrix as floats, as the file has it, and packed on the device.
-struct Weights {
-    Matrix packed;
-    std::vector<float> values;  // [rows, cols]
-    std::unique_ptr<DeviceArray<uint8_t>> bytes;
-};
-
-// What the kernels get and what they stand for.
-struct Activations {
-    std::vector<float> values;  // hi, or hi + lo as the original floats in split form
-    std::unique_ptr<DeviceArray<uint16_t>> hi, lo;
-    HalfRows rows() const { return {hi->get(), lo ? lo->get() : nullptr}; }
-};
-
 struct Expected {
     std::vector<double> y, size;  // the product, and the root of its terms' squares
 };
-
-std::vector<uint8_t> fileWeights(DType type, int64_t rows, int64_t cols, std::mt19937& random) {
-    if (!info(type).isFloat) return reference::randomWeights(type, rows, cols, reference::Fill::Random, random);
-    std::normal_distribution<float> normal;
-    std::vector<uint8_t> bytes(static_cast<size_t>(rows) * rowBytes(type, cols));
-    for (size_t i = 0; i < static_cast<size_t>(rows * cols); ++i) {
-        const float value = normal(random);
-        const uint16_t half = type == DType::F16 ? f16FromFloat(value) : bf16FromFloat(value);
-        if (type == DType::F32) std::memcpy(&bytes[i * 4], &value, 4);
-        else std::memcpy(&bytes[i * 2], &half, 2);
-    }
-    return bytes;
-}
-
-std::vector<float> dequantize(DType type, const std::vector<uint8_t>& file, int64_t rows, int64_t cols) {
-    std::vector<float> values(static_cast<size_t>(rows * cols));
-    const size_t row = rowBytes(type, cols);
-    for (int64_t r = 0; r < rows; ++r)
-        cpu::kernels().dequantizeRow(type, file.data() + static_cast<size_t>(r) * row, cols, values.data() + r * cols);
-    return values;
-}
 
 Expected multiply(const float* w, int64_t outputs, int64_t cols, const std::vector<const float*>& rows) {
     Expected result;
@@ -101,48 +59,8 @@ void expectClose(const Expected& expected, const std::vector<float>& y, double t
     for (size_t i = expected.y.size(); i < y.size(); ++i) ASSERT_TRUE(std::isnan(y[i])) << what << ": wrote past the end of y";
 }
 
-std::string describe(DType type, int64_t rows, int64_t outputs, int64_t cols) {
-    return std::string(info(type).name) + ", " + std::to_string(rows) + " rows, " + std::to_string(outputs) + " x " + std::to_string(cols);
-}
-
-// Every test runs with Hopper's own instructions (where the device has them) and without.
-class Matmul : public GpuTest, public ::testing::WithParamInterface<const char*> {
+class Matmul : public MatmulTest {
 protected:
-    void SetUp() override {
-        setenv("SHARPI_CUDA_WGMMA", GetParam(), 1);
-        GpuTest::SetUp();
-    }
-    void TearDown() override { unsetenv("SHARPI_CUDA_WGMMA"); }
-
-    Weights weights(DType type, int64_t outputs, int64_t cols) { return weights(type, outputs, cols, fileWeights(type, outputs, cols, random())); }
-    Weights weights(DType type, int64_t outputs, int64_t cols, const std::vector<uint8_t>& file) {
-        Weights w;
-        w.values = dequantize(type, file, outputs, cols);
-        w.bytes = std::make_unique<DeviceArray<uint8_t>>(packedBytes(type, outputs, cols));
-        w.packed = {type, outputs, cols, w.bytes->get()};
-        const DeviceArray<uint8_t> onDevice(file);
-        packRows(stream(), w.packed, 0, outputs, onDevice.get());
-        stream().synchronize();
-        return w;
-    }
-
-    Activations activations(int64_t rows, int64_t cols, bool split) {
-        Activations x;
-        x.values = randomFloats(static_cast<size_t>(rows * cols));
-        const bool bf16 = stream().device().major >= 8;
-        std::vector<uint16_t> hi, lo;
-        for (float& value : x.values) {
-            const auto round = [&](float v) { return bf16 ? bf16FromFloat(v) : f16FromFloat(v); };
-            const auto widen = [&](uint16_t v) { return bf16 ? floatFromBf16(v) : floatFromF16(v); };
-            hi.push_back(round(value));
-            lo.push_back(round(value - widen(hi.back())));
-            if (!split) value = widen(hi.back());
-        }
-        x.hi = std::make_unique<DeviceArray<uint16_t>>(hi);
-        if (split) x.lo = std::make_unique<DeviceArray<uint16_t>>(lo);
-        return x;
-    }
-
     static std::vector<const float*> rowsOf(const Activations& x, int64_t rows, int64_t cols) {
         std::vector<const float*> result;
         for (int64_t t = 0; t < rows; ++t) result.push_back(x.values.data() + t * cols);
@@ -159,11 +77,7 @@ protected:
     }
 };
 
-const auto kBothWays = ::testing::Values("1", "0");
-const auto nameOfWay = [](const ::testing::TestParamInfo<const char*>& way) { return *way.param == '1' ? "Warpgroups" : "Warps"; };
 INSTANTIATE_TEST_SUITE_P(Product, Matmul, kBothWays, nameOfWay);
-
-constexpr DType kFloats[] = {DType::F32, DType::F16, DType::BF16};
 
 TEST_P(Matmul, EveryQuantizedType) {
     for (const DType type : reference::quantizedTypes()) {
@@ -362,21 +276,6 @@ struct Range {
 
 class MatmulExperts : public Matmul {
 protected:
-    // Experts of random weights, and their values as floats.
-    std::unique_ptr<DeviceArray<uint8_t>> stack(DType type, size_t experts, int64_t outputs, int64_t cols,
-                                                std::vector<std::vector<float>>& values) {
-        const size_t stride = packedBytes(type, outputs, cols);
-        auto packed = std::make_unique<DeviceArray<uint8_t>>(stride * experts);
-        for (size_t e = 0; e < experts; ++e) {
-            const std::vector<uint8_t> file = fileWeights(type, outputs, cols, random());
-            values.push_back(dequantize(type, file, outputs, cols));
-            const DeviceArray<uint8_t> onDevice(file);
-            packRows(stream(), {type, outputs, cols, packed->get() + e * stride}, 0, outputs, onDevice.get());
-            stream().synchronize();
-        }
-        return packed;
-    }
-
     void check(DType type, const std::vector<int32_t>& counts, int64_t tokens, int64_t outputs, int64_t cols, bool gather, bool split) {
         const Pairs pairs(counts, tokens, random());
         std::vector<std::vector<float>> values;

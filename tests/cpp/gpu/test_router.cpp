@@ -237,6 +237,13 @@ TEST_F(Router, CombinesByRank) {
         const DeviceArray<int32_t> devicePairs(pairOf);
         combineExperts(stream(), deviceY.get(), devicePairs.get(), deviceWeight.get(), rows, used, cols, deviceResidual.get());
         ASSERT_TRUE(sameBits(expected, deviceResidual.read())) << cols;
+
+        // The same answers in the order of the pairs.
+        std::vector<float> inOrder;
+        for (const int32_t pair : pairOf) inOrder.insert(inOrder.end(), y.begin() + pair * cols, y.begin() + (pair + 1) * cols);
+        const DeviceArray<float> deviceInOrder(inOrder), again(residual);
+        combineExperts(stream(), deviceInOrder.get(), nullptr, deviceWeight.get(), rows, used, cols, again.get());
+        ASSERT_TRUE(sameBits(expected, again.read())) << cols << ", in order";
     }
 }
 
