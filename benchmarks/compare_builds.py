@@ -302,7 +302,7 @@ def table(found: dict[str, Any], tolerance: float) -> str:
     if not old or not new:
         return lines[0]
     batches = sorted({reading["batch"] for reading in [*old, *new]})
-    lines += ["", f"{new[0]['device']}; {len(new)} rounds; batches of {' or '.join(map(str, batches))} rows", "",
+    lines += ["", f"{new[0]['device']}; rounds: {len(new)}; batches of {' or '.join(map(str, batches))} rows", "",
               "| | old | new | new/old | old's range | new's range | |", "| --- |" + " ---: |" * 5 + " --- |"]
     names = dict.fromkeys(name for reading in [*old, *new] for name in reading["readings"])
     for name in names:
