@@ -110,7 +110,7 @@ TEST_P(MatmulRows, RefusesRowsThatAreNotAligned) {
 class ExpertRows : public MatmulTest {
 protected:
     static constexpr int64_t kCols = 256, kHidden = 256;
-    static constexpr int32_t kExperts = 6, kUsed = 2;
+    static constexpr int32_t kExperts = 24, kUsed = 2;
 
     struct Layer {
         std::unique_ptr<DeviceArray<uint8_t>> gate, up, down;
@@ -133,7 +133,7 @@ protected:
         l.down = stack(down, kExperts, kCols, kHidden, values);
         l.x = activations(rows, kCols, l.split);
         std::vector<float> logits = randomFloats(static_cast<size_t>(rows * kExperts));
-        for (int64_t t = 0; t < rows; ++t) logits[static_cast<size_t>(t * kExperts)] += 3.0f, logits[static_cast<size_t>(t * kExperts + 4)] -= 50.0f;
+        for (int64_t t = 0; t < rows; ++t) logits[static_cast<size_t>(t * kExperts)] += 5.0f, logits[static_cast<size_t>(t * kExperts + 4)] -= 50.0f;
         l.logits = std::make_unique<DeviceArray<float>>(logits);
         l.shared = std::make_unique<DeviceArray<float>>(randomFloats(static_cast<size_t>(rows * kCols)));
         l.scale = std::make_unique<DeviceArray<float>>(randomFloats(static_cast<size_t>(rows)));
