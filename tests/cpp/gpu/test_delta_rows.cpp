@@ -86,7 +86,9 @@ protected:
     }
 
     ::testing::AssertionResult sameSlot(const SlotStates& expected, int32_t slot, const SlotStates& got, int32_t gotSlot) const {
-        const auto of = [](const std::vector<float>& all, int64_t size, int32_t at) { return std::vector<float>(all.begin() + at * size, all.begin() + (at + 1) * size); };
+        const auto of = [](const std::vector<float>& all, int64_t size, int32_t at) {
+            return std::vector<float>(all.begin() + at * size, all.begin() + (at + 1) * size);
+        };
         const int64_t conv = _layer.shape.convFloats(), matrix = _layer.shape.matrixFloats();
         const auto result = sameBits(of(expected.conv, conv, slot), of(got.conv, conv, gotSlot));
         return result ? sameBits(of(expected.matrix, matrix, slot), of(got.matrix, matrix, gotSlot)) : result;

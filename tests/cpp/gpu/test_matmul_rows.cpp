@@ -62,7 +62,8 @@ protected:
                 if (source.back() < 0) std::fill(mixedHi.end() - cols, mixedHi.end(), kNotANumber);
             }
             const DeviceArray<uint16_t> onDeviceHi(mixedHi), onDeviceLo(mixedLo);
-            const std::vector<float> got = product(w, {onDeviceHi.get(), x.lo ? onDeviceLo.get() : nullptr}, {0, count}, std::vector<float>(static_cast<size_t>(count * outputs), NAN), nullptr);
+            const HalfRows mixed = {onDeviceHi.get(), x.lo ? onDeviceLo.get() : nullptr};
+            const std::vector<float> got = product(w, mixed, {0, count}, poison, nullptr);
             for (int64_t t = 0; t < count; ++t) {
                 if (source[static_cast<size_t>(t)] < 0) continue;
                 const auto expected = whole.begin() + source[static_cast<size_t>(t)] * outputs;
