@@ -73,29 +73,29 @@ __device__ __forceinline__ float4 addends(const MatmulCall& call, const float* y
     return sum;
 }
 
-// The block's sums from shared memory to y, a warp a row. `tile` is complete after a barrier.
+// The block's sums from shared memory to y, a warp a row, or half of one. `tile` is complete after a barrier.
 template <int kThreads, int kTileN> __device__ __forceinline__ void storeTile(const MatmulCall& call, const TilePlace& place, const float* tile) {
-    static_assert(kTileN == 128, "a lane has four outputs");
-    constexpr int kWarps = kThreads / 32, kBatch = 4;  // rows whose old values are on their way at once
-    const int column = static_cast<int>(threadIdx.x) % 32 * 4, rows = static_cast<int>(place.end - place.begin);
+    static_assert(kTileN == 128 || kTileN == 64, "a lane has four outputs");
+    constexpr int kLanes = kTileN / 4, kAbreast = kThreads / kLanes, kBatch = 4;  // rows whose old values are on their way at once
+    const int column = static_cast<int>(threadIdx.x) % kLanes * 4, rows = static_cast<int>(place.end - place.begin);
     const int64_t stride = call.stride, n = place.firstRow + column;
     const int valid = static_cast<int>(max(min(call.shape.rows - n, int64_t{4}), int64_t{0}));
     const bool aligned = call.shape.rows % 4 == 0 && stride % 4 == 0 && reinterpret_cast<uintptr_t>(call.y) % 16 == 0 &&
                          reinterpret_cast<uintptr_t>(call.bias) % 16 == 0;
     if (valid == 0) return;
-    for (int first = static_cast<int>(threadIdx.x) / 32; first < rows; first += kWarps * kBatch) {
+    for (int first = static_cast<int>(threadIdx.x) / kLanes; first < rows; first += kAbreast * kBatch) {
         float* y = call.y + (place.begin + first) * stride + n;
         float4 value[kBatch];
 #pragma unroll
         for (int i = 0; i < kBatch; ++i)
-            value[i] = first + i * kWarps < rows ? addends(call, y + i * kWarps * stride, n, valid, aligned) : float4{};
+            value[i] = first + i * kAbreast < rows ? addends(call, y + i * kAbreast * stride, n, valid, aligned) : float4{};
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            const int row = first + i * kWarps;
+            const int row = first + i * kAbreast;
             if (row >= rows) break;
             const float4 sum = *reinterpret_cast<const float4*>(tile + sumPlace<kTileN>(row, column));
             const float4 result = {sum.x + value[i].x, sum.y + value[i].y, sum.z + value[i].z, sum.w + value[i].w};
-            float* to = y + i * kWarps * stride;
+            float* to = y + i * kAbreast * stride;
             if (aligned) {
                 *reinterpret_cast<float4*>(to) = result;
             } else {

@@ -54,6 +54,7 @@ template <DType T> bool launchType(Stream& stream, const MatmulCall& call) {
 
 bool matmulByWarpgroups(Stream& stream, const MatmulCall& call, DType type) {
     if (stream.device().major != 9 || !call.aligned || !isWanted()) return false;
+    if (matmulOfFewRows(stream, call, type)) return true;
     switch (type) {
         case DType::F32: return false;
         case DType::F16: return launchType<DType::F16>(stream, call);

@@ -39,6 +39,16 @@ template <int kN> struct WarpgroupProduct;
 #define SHARPI_F8(c, i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), "+f"(c[i + 7])
 #define SHARPI_F32(c, i) SHARPI_F8(c, i), SHARPI_F8(c, i + 8), SHARPI_F8(c, i + 16), SHARPI_F8(c, i + 24)
 
+template <> struct WarpgroupProduct<16> {
+    static __device__ __forceinline__ void add(float (&sum)[8], uint64_t a, uint64_t b) {
+        asm volatile(
+            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, yes, 1, 1, 0, 0; }"
+            : SHARPI_F8(sum, 0)
+            : "l"(a), "l"(b));
+    }
+};
+
 template <> struct WarpgroupProduct<64> {
     static __device__ __forceinline__ void add(float (&sum)[32], uint64_t a, uint64_t b) {
         asm volatile(
