@@ -26,9 +26,15 @@ struct Case {
     int64_t step;
     std::string text() const { return describe(model.options()) + ", step " + std::to_string(step); }
     int64_t vocab() const { return model.options().vocab; }
+    // What sequences are held against that are computed at once, one at a time.
+    std::shared_ptr<Engine> reference() const {
+        if (!_reference) _reference = load(kContext).engine;
+        return _reference;
+    }
     TwoArithmeticsEngine load(int64_t batch, int32_t sequences = 9) const {
         return TwoArithmeticsEngine(model, engineOptions(kContext, batch, sequences), step);
     }
+    mutable std::shared_ptr<Engine> _reference = nullptr;
 };
 
 Case caseOf(tiny::Options options, int64_t step) {
@@ -54,7 +60,7 @@ std::vector<float> decoded(Session& session, const std::vector<int32_t>& tokens,
 
 // The logits of the rows from `from` on of a sequence that is computed at once, its first `prompt` tokens as prompt rows.
 std::vector<float> cold(const Case& c, const std::vector<int32_t>& tokens, int64_t prompt, size_t from) {
-    Session session(c.load(kContext).engine);
+    Session session(c.reference());
     const auto middle = tokens.begin() + prompt;
     std::vector<float> all;
     if (prompt) all = evaluate(session, {tokens.begin(), middle}, c.vocab());
@@ -195,7 +201,7 @@ TEST(RowKinds, AConversationGetsTheAnswersOfColdStarts) {
                 if (source == Source::Off) {
                     EXPECT_EQ(decode, length - 1);
                 }
-                Session fresh(c.load(kContext).engine);
+                Session fresh(c.reference());
                 EXPECT_EQ(answer, generate(fresh, text, params, length)) << "turn " << turn;
                 EXPECT_EQ(session.tokens(), fresh.tokens());
                 EXPECT_TRUE(sameBits(decoded(session, {3, 4}, c.vocab()), decoded(fresh, {3, 4}, c.vocab()))) << "turn " << turn;
@@ -366,7 +372,7 @@ private:
         if (failed) return;
         ASSERT_EQ(one.tokens, prompt);
         const auto expected = [&] {
-            Session fresh(_case.load(kContext).engine);
+            Session fresh(_case.reference());
             return generate(fresh, prompt, params, 15);
         }();
         const size_t count = 1 + _random() % 15;
