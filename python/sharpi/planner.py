@@ -94,10 +94,9 @@ class Spec(Protocol):
         """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "prediction layer" where there
         is one, "output head", "KV cache", "scratch", "graphs"; "streaming" where a weight is fetched, "expert slots"
         where experts are, and "recurrent state" for a model that keeps one for each of `sequences`. homes: by tensor in
-        the file's order;
-        `None`: all in VRAM. expert_slot_bytes: what slots may take. On the CPU, weights that stay in the mapped file
-        count as nothing. Bytes are counted in the device's steps: a line that fits into what is left of the step before
-        it takes nothing."""
+        the file's order; `None`: all in VRAM. expert_slot_bytes: what slots may take. prompt: how prompts are computed,
+        "exact" or "fast". On the CPU, weights that stay in the mapped file count as nothing. Bytes are counted in the
+        device's steps: a line that fits into what is left of the step before it takes nothing."""
         ...
 
     def expert_pools(self, homes: Sequence[TensorHome],

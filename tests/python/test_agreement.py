@@ -134,8 +134,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, weights: FakeWeights, **options: Any
 def test_on_the_gpu_the_plan_is_what_counts(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     current_profile()
     weights = large()
-    for vram in (None, weights.total // 2):
-        model = on_gpu(monkeypatch, weights, vram=vram)
+    for vram, prompt in ((None, "fast"), (None, "exact"), (weights.total // 2, "exact"), (weights.total // 2, None)):
+        model = on_gpu(monkeypatch, weights, vram=vram, prompt=prompt)
         assert model.plan.decode is not None and model.plan.prefill is not None
         for what, found, tokens in (("decode", model.plan.decode, 64), ("prefill", model.plan.prefill, 2048)):
             for part, off in ((1.0, False), (0.7, False), (1.3, False), (0.6, True), (1.4, True)):

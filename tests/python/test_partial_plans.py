@@ -16,10 +16,25 @@ from sharpi.errors import InternalError, OutOfMemoryError
 from sharpi.hardware import Gpu
 from sharpi.placement import Inventory
 from sharpi.planner import VRAM_MARGIN
-from sharpi.prediction import decode_on_gpu, share_rows
+from sharpi.prediction import decode_on_gpu, prefill_on_gpu, share_rows
 from sharpi.profile import ASSUMED
 
 pytestmark = pytest.mark.usefixtures("plain_machine")
+
+
+# --- how prompts are computed ---------------------------------------------------------------------------------------
+
+
+def test_predictions_are_for_the_prompts_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FakeWeights()
+    uses = Inventory.of(model, model).model_uses
+    plans = {prompt: plan_of(model, 8 * GIB, shown=True, prompt=prompt) for prompt in ("exact", "fast")}
+    for prompt, plan in plans.items():
+        assert plan.prefill == prefill_on_gpu(uses, plan.homes, MACHINE, 100, prompt=prompt)
+        said = " ".join(plan_command(monkeypatch, model, "--vram", "8GiB", "--prompt", prompt).stdout.split())
+        assert f"prefill of 100 {plan.prefill.tokens_per_second:,.0f} tokens/s" in said
+    assert plans["exact"].decode == plans["fast"].decode and plans["exact"].homes == plans["fast"].homes
+    assert plans["exact"].prefill.tokens_per_second < plans["fast"].prefill.tokens_per_second
 
 
 # --- a prediction layer ---------------------------------------------------------------------------------------------
