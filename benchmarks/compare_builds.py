@@ -254,7 +254,8 @@ def compare(job: Job, options: argparse.Namespace, until: float,
     for index in range(options.rounds):
         started = time.monotonic()
         if started + longest > until:
-            found["note"] = f"{index} of {options.rounds} rounds: the time was over"
+            over = f"{index} of {options.rounds} rounds: the time was over"
+            found["note"] = "; ".join(filter(None, [found.get("note"), over]))
             break
         measure = [name for name, rounds in chosen.items() if index < rounds]
         for side in BUILDS:
