@@ -20,7 +20,7 @@ inline const char* homeName(Home home) {
 struct TensorHome {
     Home home = Home::Vram;
     // Of a feed-forward matrix or output head that is Direct, or becomes it: its last rows, a multiple of 32, that the CPU
-    // computes in batches of few rows. Gate and up of a layer have the same number. In larger batches all rows are brought
+    // computes in steps. Gate and up of a layer have the same number. In other batches all rows are brought
     // to the device.
     int64_t cpuRows = 0;
     // Where memory turns out shorter than planned, resident tensors of the highest rank become Direct first, experts

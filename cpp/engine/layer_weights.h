@@ -13,7 +13,7 @@ struct Weight : Matrix {
     int32_t group = -1;             // in the weight stream; -1: there from the beginning
     int32_t member = 0;             // among the matrices of the group
     const uint8_t* file = nullptr;  // its rows in the mapped file; nullptr when only planning
-    int64_t cpuRows = 0;            // its last rows that the CPU computes in batches of few rows
+    int64_t cpuRows = 0;            // its last rows that the CPU computes in steps
     bool resident() const { return data != nullptr; }
     Matrix inFile() const { return {type, rows, cols, file}; }
     int64_t deviceRows() const { return rows - cpuRows; }

@@ -1,7 +1,7 @@
 // Counts what becomes of every expert, layer by layer: how often it was used, and of these uses how often it was found in a slot,
 // computed by the CPU or fetched by the device; how often it was loaded into a slot and driven out.
 //
-// Uses of all batches are counted where the tokens are routed (addUses); the other counts come from batches of few rows, where
+// Uses of all batches are counted where the tokens are routed (addUses); the other counts come from steps, where
 // single experts matter.
 #pragma once
 

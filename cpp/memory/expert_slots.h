@@ -3,10 +3,10 @@
 // use, and what may be overwritten meanwhile, is decided here and nowhere else:
 //
 // - A pass works with the table as it was when the pass began (table()), which the device has a copy of.
-// - A pass of few rows goes through the layers in order and reports each (reached()). Experts of layers that it has left may
+// - A step goes through the layers in order and reports each (reached()). Experts of layers that it has left may
 //   then be overwritten, and those of the layer it is in that were not chosen; those of layers still to come may not.
-// - A pass of many rows reports nothing, so only slots that hold nothing are filled while it runs. The same holds from beginPass()
-//   until the first layer is reached; when a pass of few rows is over, and the next has not begun, nearly everything may be overwritten.
+// - A pass that is no step reports nothing, so only slots that hold nothing are filled while it runs. The same holds from beginPass()
+//   until the first layer is reached; when a step is over, and the next has not begun, nearly everything may be overwritten.
 //
 // Experts of all layers whose experts take the same bytes share one pool of slots. Pools get parts of the budget in
 // proportion to what all their experts take, so every layer has the same chance, and nothing is rounded away but less than a slot a
@@ -101,11 +101,11 @@ public:
     const std::vector<int32_t>& table() const { return _table; }
     // Rises whenever the table changes.
     uint64_t tableVersion() const { return _tableVersion; }
-    // A pass of few rows has come to this layer, whose rows chose these experts (with repetitions).
+    // A step has come to this layer, whose rows chose these experts (with repetitions).
     void reached(int32_t layer, const int32_t* chosen, int32_t count);
     // Every choice of a layer, for the policy. Any time after reached() of the layer and before the next.
     void used(int32_t layer, const int32_t* chosen, int32_t count);
-    // The same of a batch of many rows, so many of which chose the expert; or from a saved statistic. Any time.
+    // The same of a batch that is no step, so many of which chose the expert; or from a saved statistic. Any time.
     void addUses(int32_t layer, int32_t expert, float rows);
 
     // The slot where the pass finds an expert, or -1.

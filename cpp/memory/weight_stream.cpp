@@ -193,8 +193,8 @@ void WeightStream::finishUploads() {
 
 int64_t WeightStream::pieceCount(const Group& group) const {
     if (group.resident()) return static_cast<int64_t>(group.uploads.size());
-    if (group.isStack()) return _few ? 0 : stackPieces(group);
-    if (!_few) return firstPiece(group, static_cast<int32_t>(group.file.size()));
+    if (group.isStack()) return _step ? 0 : stackPieces(group);
+    if (!_step) return firstPiece(group, static_cast<int32_t>(group.file.size()));
     return partsOfAtMost(group.file[0].rows - group.cpuRows, group.pieceRows);
 }
 
@@ -204,12 +204,12 @@ int64_t WeightStream::stackPieces(const Group& group) { return partsOfAtMost(sta
 int64_t WeightStream::expertsOfPiece(const Group& group) { return partsOfAtMost(static_cast<int64_t>(group.wanted.size()), stackPieces(group)); }
 
 void WeightStream::requireTogether(int32_t group) const {
-    if (!_few && _groups[group].file.size() > 1) throw Error(ErrorKind::Internal, "matrices of a group together in a pass of many rows");
+    if (!_step && _groups[group].file.size() > 1) throw Error(ErrorKind::Internal, "matrices of a group together in a pass that is no step");
 }
 
-// Of a matrix, in a pass of many rows.
+// Of a matrix, in a pass that is no step.
 int64_t WeightStream::firstPiece(const Group& group, int32_t member) const {
-    if (_few) throw Error(ErrorKind::Internal, "one matrix of a group in a pass of few rows");
+    if (_step) throw Error(ErrorKind::Internal, "one matrix of a group in a step");
     int64_t pieces = 0;
     for (size_t i = 0; i < static_cast<size_t>(member); ++i) pieces += partsOfAtMost(group.file[i].rows, group.memberRows[i]);
     return pieces;
@@ -218,7 +218,7 @@ int64_t WeightStream::firstPiece(const Group& group, int32_t member) const {
 std::vector<StreamPart> WeightStream::partsOf(const Group& group, int64_t piece, int64_t number) const {
     if (group.resident()) return group.uploads[static_cast<size_t>(piece)];
     if (group.isStack()) return expertParts(group, piece, number);
-    if (_few) {
+    if (_step) {
         const int64_t begin = piece * group.pieceRows, rows = std::min(group.pieceRows, group.file[0].rows - group.cpuRows - begin);
         return partsOf(group.file, begin, rows, number);
     }
@@ -271,17 +271,17 @@ void WeightStream::advance(Cursor& cursor) const {
     settle(cursor);
 }
 
-void WeightStream::begin(Part part, bool few, bool withHead) {
+void WeightStream::begin(Part part, bool step, bool withHead) {
     const int32_t end = withHead ? groups() : headBegin();
-    if (part == Part::Model) start(few, 0, end, predictionBegin(), headBegin());
-    else start(few, predictionBegin(), end, 0, 0);
+    if (part == Part::Model) start(step, 0, end, predictionBegin(), headBegin());
+    else start(step, predictionBegin(), end, 0, 0);
 }
 
 void WeightStream::beginHead() { start(false, headBegin(), groups(), 0, 0); }
 
-void WeightStream::start(bool few, int32_t first, int32_t end, int32_t leaveOut, int32_t goOn) {
+void WeightStream::start(bool step, int32_t first, int32_t end, int32_t leaveOut, int32_t goOn) {
     if (!_taken || !_transfers) throw Error(ErrorKind::Internal, "a pass before the weights were loaded");
-    _few = few;
+    _step = step;
     _end = end;
     _leaveOut = leaveOut;
     _goOn = goOn;

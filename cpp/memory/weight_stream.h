@@ -1,11 +1,11 @@
 // Brings weights from the mapped files to the device in the order in which a pass uses them, each ahead of its use:
 // resident ones once, to where they stay; the others in every pass, piece by piece, through a few slots.
 //
-// Weights are registered in groups, in the order of use. The matrices of a group are used together. In a pass of few rows
-// of activations a piece is the same rows of all of them, so that one kernel can multiply them; in a pass of many it is
-// rows of one, since products of many rows want large matrices, and one matrix follows the other. A stack of experts is a group of
-// its own: a piece is whole experts, of those that are wanted; a pass of few rows, which uses few of them, does without. A pass
-// walks through the groups; while piece k is used, the following ones are on their way, as many as there are slots.
+// Weights are registered in groups, in the order of use. The matrices of a group are used together. In a step (a pass over decode rows
+// alone) a piece is the same rows of all of them, so that one kernel can multiply them. In any other pass it is rows of one, since
+// products of many rows want large matrices, and one matrix follows the other. A stack of experts is a group of its own: a piece is
+// whole experts, of those that are wanted; a step, which uses few of them, does without. A pass walks through the groups; while piece
+// k is used, the following ones are on their way, as many as there are slots.
 #pragma once
 
 #include <chrono>
@@ -45,7 +45,7 @@ struct HostRange {
 struct HostRanges {
     std::vector<HostRange> always;    // in every pass, and by kernels
     std::vector<HostRange> once;      // until all resident weights have arrived
-    std::vector<HostRange> optional;  // in passes of many rows; by kernels only where they can. May be more than memory holds
+    std::vector<HostRange> optional;  // in passes that are no steps; by kernels only where they can. May be more than memory holds
 };
 
 // How a device fetches. Work is in order with what the device computes, but for what these calls let run ahead.
@@ -111,9 +111,9 @@ public:
     // Loading, in the order of use. file: null addresses when only planning.
     // Matrices with room on the device (to[i].data), of any shapes. Returns the group's number.
     int32_t addResident(const std::vector<Matrix>& to, const std::vector<Matrix>& file);
-    // Matrices of the same number of rows, the last cpuRows of which batches of few rows do without.
+    // Matrices of the same number of rows, the last cpuRows of which steps do without.
     int32_t addStreamed(const std::vector<Matrix>& file, int64_t cpuRows);
-    // A stack of experts, used in passes of many rows alone. All of them are wanted at first.
+    // A stack of experts, which only passes that are no steps use. All of them are wanted at first.
     int32_t addStreamedStack(const MatrixStack& file);
     // A table of which single rows are read where they are in the file.
     void addTable(const Matrix& file);
@@ -139,19 +139,19 @@ public:
     // that was left half way ends here.
     void setWanted(int32_t group, std::vector<int32_t> experts);
 
-    // A pass over a part's groups, and the head's or not. few: without the rows that the CPU computes.
-    void begin(Part part, bool few, bool withHead);
+    // A pass over a part's groups, and the head's or not. step: without the rows that the CPU computes.
+    void begin(Part part, bool step, bool withHead);
     // A pass over the head's alone, with all rows.
     void beginHead();
     void end();
     bool active() const { return _active; }    // between begin() and end(), with something to bring over
     bool streams() const { return _streams; }  // whether some group is not resident
     bool sharesRows() const { return _sharesRows; }  // whether the CPU computes rows of some group
-    bool streamsStacks() const { return _streamsStacks; }  // whether passes of few rows do without some stack
+    bool streamsStacks() const { return _streamsStacks; }  // whether steps do without some stack
 
     // In a pass: a resident group is there for what is computed next.
     void arrive(int32_t group);
-    // In a pass of few rows: body(parts, rowBegin) for each piece of a streamed group: its matrices' rows
+    // In a step: body(parts, rowBegin) for each piece of a streamed group: its matrices' rows
     // [rowBegin, rowBegin + parts[0].rows), each a matrix of its own.
     // With one matrix in the group, in any pass.
     template <typename Body> void forPieces(int32_t group, const Body& body) {
@@ -163,7 +163,7 @@ public:
             release();
         }
     }
-    // In a pass of many rows: body(part, rowBegin) for each piece of one matrix of a streamed group.
+    // In a pass that is no step: body(part, rowBegin) for each piece of one matrix of a streamed group.
     template <typename Body> void forPieces(int32_t group, int32_t member, const Body& body) {
         requireKind(group, false);
         const int64_t first = firstPiece(_groups[group], member);
@@ -173,8 +173,8 @@ public:
             release();
         }
     }
-    // In a pass of many rows: body(part, first) for each piece of a streamed stack: a stack of its own, whose element i is
-    // the (first + i)-th of the wanted experts. In a pass of few rows there are none.
+    // In a pass that is no step: body(part, first) for each piece of a streamed stack: a stack of its own, whose element i is
+    // the (first + i)-th of the wanted experts. In a step there are none.
     template <typename Body> void forExperts(int32_t group, const Body& body) {
         requireKind(group, true);
         for (int64_t piece = 0, count = pieceCount(_groups[group]); piece < count; ++piece) {
@@ -207,7 +207,7 @@ private:
     int32_t headBegin() const { return _headBegin < 0 ? groups() : _headBegin; }
     int32_t predictionBegin() const { return _predictionBegin < 0 ? headBegin() : _predictionBegin; }
     void uploadPrediction();
-    void start(bool few, int32_t first, int32_t end, int32_t leaveOut, int32_t goOn);
+    void start(bool step, int32_t first, int32_t end, int32_t leaveOut, int32_t goOn);
     void requireKind(int32_t group, bool isStack) const;
     void requireTogether(int32_t group) const;
     int64_t pieceCount(const Group& group) const;
@@ -240,7 +240,7 @@ private:
     int _slots = 0;
     Buffer _slotMemory, _staging;
 
-    bool _active = false, _few = false;
+    bool _active = false, _step = false;
     int32_t _end = 0;
     int32_t _leaveOut = 0, _goOn = 0;  // groups [_leaveOut, _goOn) are passed over
     Cursor _fetch, _use;

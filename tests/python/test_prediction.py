@@ -12,7 +12,8 @@ from fake_weights import MACHINE, FakeWeights, random_machine, stats_of
 
 from sharpi.placement import Beside, ExpertPool, Inventory, TensorHome
 from sharpi.prediction import (BOUNDS, CROSSING_SECONDS, DECODE_OVERLAP_LOSS, DENSE_LAYER_KERNELS,
-                               EXACT_ROWS, EXACT_ROWS_COST, EXPERT_CROSSING_SECONDS, EXPERT_EFFICIENCY,
+                               EXACT_EXPERTS_COST, EXACT_KERNELS, EXACT_ROWS, EXACT_ROWS_COST,
+                               EXPERT_CROSSING_SECONDS, EXPERT_EFFICIENCY,
                                EXPERT_LAYER_KERNELS, EXPERT_TILE, OTHER_KERNELS, OVERLAP_LOSS, PIECE_BYTES,
                                PIECE_KERNELS, PREFILL_EFFICIENCY, PREFILL_SECONDS, SHARED_EXPERT_KERNELS,
                                SHARED_LAYER_KERNELS, SLOTS_LAYER_KERNELS, Cached, Traffic, balanced, cached_experts,
@@ -425,7 +426,7 @@ def test_exact_prefill() -> None:
     experts = sum(use.batch_bytes for use in inventory.uses if use.role == "experts")
     others = sum(use.read_bytes for use in inventory.uses if use.role not in ("embedding", "head", "experts"))
     kernels = 3 * DENSE_LAYER_KERNELS + EXPERT_LAYER_KERNELS + OTHER_KERNELS
-    step = (EXACT_ROWS_COST * others + experts) / 3e12 + kernels * 2e-6
+    step = (EXACT_ROWS_COST * others + EXACT_EXPERTS_COST * experts) / 3e12 + EXACT_KERNELS * kernels * 2e-6
     whole = inventory.homes(len(inventory.movable))
     for rows, steps in ((1, 1), (8, 1), (9, 2), (500, 63)):
         assert -(-rows // EXACT_ROWS) == steps

@@ -53,7 +53,7 @@ def planned(row: dict[str, Any], described: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SHARPI_CUDA_ROW_SPLIT", str(int(row.get("cpu_rows", True))))
     vram = row["vram_gib"] * GIB if "vram_gib" in row else None
     return make_plan(file, spec, device="cuda", vram=vram, context=2304, threads=16, cpu_moe=row.get("cpu_moe"),
-                     shown=True)
+                     prompt=row.get("prompt"), shown=True)
 
 
 def predicted(row: dict[str, Any], plan: Plan) -> Iterator[tuple[str, float]]:
@@ -65,7 +65,7 @@ def predicted(row: dict[str, Any], plan: Plan) -> Iterator[tuple[str, float]]:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    return "-".join(str(row[name]) for name in ("machine", "model", "cached", "cpu_rows", "vram_gib", "cpu_moe")
+    return "-".join(str(row[name]) for name in ("machine", "model", "cached", "cpu_rows", "vram_gib", "cpu_moe", "prompt")
                     if name in row)
 
 
