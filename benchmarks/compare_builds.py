@@ -1,7 +1,7 @@
 """Two builds of Sharpi, old and new, on the same files on one machine in one run: is the new one slower anywhere?
 
-Each build is a folder that holds an importable `sharpi` with its native module. Every measurement of a build runs in a
-fresh process; the two builds take turns (old, new, old, new, ...), so a machine that changes changes both.
+Each build is a folder that holds an importable `sharpi` with its native module. Each round of a build runs in a fresh
+process; the two builds take turns (old, new, old, new, ...), so a machine that changes changes both.
 
     python benchmarks/compare_builds.py --old OLD/python --new python MODEL.gguf MODEL.gguf@all,12GiB [--rounds 5]
     python benchmarks/compare_builds.py --show FILE.json ...

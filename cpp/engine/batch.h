@@ -8,8 +8,8 @@
 
 namespace sharpi {
 
-// What a row is computed as. A row's bits depend on its kind, its tokens and its position, and on nothing else: neither on the
-// rows beside it nor on where a prompt was cut.
+// What a row is computed as. A row's bits depend on its kind and its position, and on the tokens up to it with their kinds: neither on
+// other rows of the batch nor on where a prompt was cut.
 enum class RowKind : uint8_t {
     Decode,  // by core/contract.h: tokens that were generated, and drafts
     Prompt,  // as the engine's PromptMode says

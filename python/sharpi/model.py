@@ -224,7 +224,7 @@ def _refuse_beside_a_plan(given: Mapping[str, Any]) -> None:
     """Raises `InvalidRequestError` if something is asked for that a saved plan says already."""
     for name in (*_PLANNED, "mtp", "profile", *_ROPE):
         if given[name] is not None and (name, given[name]) != ("device", "auto"):
-            raise InvalidRequestError(f"a saved plan says the {name} already: leave one of the two out")
+            raise InvalidRequestError(f"a saved plan says {name} already: leave one of the two arguments out")
 
 
 def _planned(file: GgufFile, spec: _core.Description, given: Mapping[str, Any],

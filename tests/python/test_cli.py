@@ -168,7 +168,7 @@ def test_a_text_after_prompt_is_refused_and_told_where_it_belongs(script: Script
     result = sharpi(command, "--prompt", text)
     assert result.exit_code == 2 and result.stdout == "" and script.loads == []
     assert result.stderr.count("\n") == 1 and len(result.stderr) < 300
-    assert "is not exact or fast" in result.stderr and "after -p, as in `sharpi run -p TEXT`" in result.stderr
+    assert "is no prompt mode: give exact or fast" in result.stderr and "after -p, as in `sharpi run -p TEXT`" in result.stderr
 
 
 def test_run_hands_a_plan_on_and_shows_notices(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

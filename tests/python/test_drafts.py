@@ -211,7 +211,7 @@ def test_a_plan_says_whether_it_is_loaded(predicting: Path, tmp_path: Path) -> N
             list(model.generate([1, 2, 3], max_tokens=5, temperature=0))
             pays = mtp and model.plan.draft_cost < MOST_COST
             assert (model.stats()["drafted_tokens"] > 0) is pays
-        assert "says the mtp already" in refused(lambda saved=saved: Model.load(predicting, plan=saved, mtp=False))
+        assert "says mtp already" in refused(lambda saved=saved: Model.load(predicting, plan=saved, mtp=False))
 
 
 def test_a_plan_counts_the_weights_that_are_loaded(predicting: Path, monkeypatch: pytest.MonkeyPatch) -> None:

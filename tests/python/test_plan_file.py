@@ -328,7 +328,7 @@ def test_options_that_a_plan_answers_are_refused(command: list[str], option: lis
 def test_arguments_that_a_plan_answers_are_refused(options: dict[str, Any], story: Path) -> None:
     from sharpi import Model
 
-    assert f"says the {next(iter(options))} already" in refused(lambda: Model.load(plan=story, **options))
+    assert f"says {next(iter(options))} already" in refused(lambda: Model.load(plan=story, **options))
 
 
 def test_a_wrong_plan_is_one_line(story: Path, tmp_path: Path) -> None:

@@ -161,7 +161,8 @@ def test_batches_of_fast_prompts_are_whole_tiles() -> None:
                 " (--prompt exact takes any batch)"]
         assert notices == (said if asked and asked < 64 else [])
         assert fast_plan(notices, batch=asked, prompt="exact").batch == asked or asked is None
-    assert fast_plan(batch=8, context=40).batch == 40, "no batch is longer than the context"
+    assert fast_plan(notices := [], batch=8, context=40).batch == 40, "no batch is longer than the context"
+    assert notices[0].startswith("a batch of 8 is raised to 40, the whole context: ")
     assert fast_plan(batch=None, context=40).batch == 40
     notices = []
     assert fast_plan(notices, batch=64, context=40).batch == 40 and notices == []
@@ -447,7 +448,7 @@ def test_the_command_plans_for_a_gpu_that_is_not_there(fake_described: None) -> 
 def test_the_command_says_how_prompts_are_computed(fake_described: None) -> None:
     options = ("-m", "some.gguf", "-c", "4000", "-t", "1", "--vram", "12GiB")
     fast, exact = (plan_command(*options, *more) for more in (("-b", "8"), ("-b", "8", "--prompt", "exact")))
-    assert "Prompts are fast: on tensor cores, whose bits depend on the kind of GPU." in fast.stdout
+    assert "Prompts are fast: computed on tensor cores, with bits that depend on the kind of GPU." in " ".join(fast.stdout.split())
     assert "batches of 64 tokens" in fast.stdout
     assert fast.stderr == ("sharpi: a batch of 8 is rounded up to 64: fast prompts are computed in tiles of 64 tokens"
                            " (--prompt exact takes any batch)\n")

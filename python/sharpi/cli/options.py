@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from collections.abc import Callable, Iterator
 
 import click
+from click.shell_completion import CompletionItem
 
 from sharpi.choices import (DEVICES, DRAFTS, KV_DTYPES, MIN_P, MOST_DRAFT_TOKENS, PROMPT_MODES, ROPE_SCALINGS,
                             TEMPERATURE, TOP_K, TOP_P)
@@ -179,9 +180,12 @@ class _PromptMode(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in PROMPT_MODES:
-            self.fail(f"{reprlib.repr(value)} is not {' or '.join(PROMPT_MODES)}, a way to compute a prompt; its text"
-                      " comes after -p, as in `sharpi run -p TEXT`", param, ctx)
+            self.fail(f"{reprlib.repr(value)} is no prompt mode: give {' or '.join(PROMPT_MODES)}; a prompt's text comes"
+                      " after -p, as in `sharpi run -p TEXT`", param, ctx)
         return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(mode) for mode in PROMPT_MODES if mode.startswith(incomplete)]
 
 
 def model_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,8 +225,8 @@ def batch_option(function: Callable[..., Any]) -> Callable[..., Any]:
 def prompt_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--prompt`."""
     return click.option("--prompt", type=_PromptMode(), metavar=f"[{'|'.join(PROMPT_MODES)}]",
-                        help="How the GPU computes prompts: exact gives the bits that every processor gives; fast"
-                             " uses tensor cores, so the bits depend on the kind of GPU too. On the CPU both are exact."
+                        help="How the GPU computes prompts: exact gives the same bits on every processor, and is slower;"
+                             " fast uses tensor cores, so the bits depend on the kind of GPU too. On the CPU both are exact."
                              "  [default: fast]")(function)
 
 

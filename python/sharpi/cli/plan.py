@@ -112,7 +112,7 @@ def _table(plan: Plan, verbose: bool, elsewhere: bool) -> str:
 def _prompts(plan: Plan) -> str:
     """How prompts are computed, and what their bits depend on."""
     if plan.prompt == FAST:
-        return f"Prompts are {FAST}: on tensor cores, whose bits depend on the kind of GPU."
+        return f"Prompts are {FAST}: computed on tensor cores, with bits that depend on the kind of GPU."
     return f"Prompts are {EXACT}: the bits are the same on every processor."
 
 
