@@ -58,7 +58,7 @@ CudaBackend::CudaBackend(size_t vram, int threads)
 // What a pass that was given up half way left running must end before memory goes.
 CudaBackend::~CudaBackend() {
     try {
-        _transfers->settle();
+        if (_transfers) _transfers->settle();  // there are none if setUp() failed
         settleAhead();
     } catch (const Error&) {
         // After a fault nothing runs any more.
@@ -79,9 +79,10 @@ void CudaBackend::setUp() {
 }
 
 void CudaBackend::unload() {
-    _transfers->settle();
+    if (_transfers) _transfers->settle();
     settleAhead();
     _steps.clear();
+    _met.clear();
     _withoutRecord = false;
     _ahead.reset();
     _misses.reset();
@@ -165,8 +166,8 @@ void CudaBackend::collectUses() {
     _stream.download(uses.data(), at<uint8_t>(_layout->expertUses), sizeof(uint32_t) * uses.size());
     _stream.zero(at<uint8_t>(_layout->expertUses), sizeof(uint32_t) * uses.size());
     profiler().addUses(uses.data(), _limits.experts);
-    const double weight = _promptRows ? std::min(1.0, kPromptTokens / static_cast<double>(_promptRows)) : 0;
-    _promptRows = 0;
+    const double weight = _uncountedRows ? std::min(1.0, kPromptTokens / static_cast<double>(_uncountedRows)) : 0;
+    _uncountedRows = 0;
     // Layer by layer the last ones would be the last to go.
     for (int32_t e = 0; weight > 0 && e < _slots->experts(); ++e) {
         for (int32_t row = 0; row < _slots->layers(); ++row) {
@@ -214,8 +215,8 @@ void CudaBackend::beginExperts() {
     _passFailed = false;
     _prefetcher->pump(_misses->takeFetched());  // before the pass: then almost everything may be overwritten
     _slots->beginPass();
-    if (!_step || _promptRows) collectUses();
-    if (!_step) _promptRows = _view.rows;
+    if (!_step || _uncountedRows) collectUses();
+    if (!_step) _uncountedRows = _view.rows;
     if (!_step) listMissing();
     if (_tableUploaded && _slots->tableVersion() == _tableVersion && _step) return;
     const std::vector<int32_t>& table = _slots->table();
@@ -250,13 +251,20 @@ void CudaBackend::region(Pass which, const std::function<void()>& body) {
     if (which == Pass::Model) _kernelsPerStep = _stream.launches() - before;
 }
 
+// Records of many rows are large, and a number of many rows seldom comes again: they are made when it does, as long as there are few.
+bool CudaBackend::worthRecording(const Shape& shape) {
+    constexpr size_t kMostRecords = 64;
+    if (_view.rows <= cuda::kMaxMatvecRows) return true;
+    return !_met.insert(shape).second && _steps.size() < kMostRecords;
+}
+
 // The record of a step of this shape, made at the first one; null if there is none. A record cannot hold the first pass over
 // weights, which brings those that stay.
 const CudaBackend::Step* CudaBackend::recorded(Pass which, const std::function<void()>& body) {
     if (!_step || !_replays || !_weights->uploaded()) return nullptr;
-    const std::tuple<Pass, int64_t, int64_t> shape{which, _view.rows, _logitRows};
+    const Shape shape{which, _view.rows, _logitRows};
     if (const auto known = _steps.find(shape); known != _steps.end()) return &known->second;
-    if (_withoutRecord) return nullptr;
+    if (_withoutRecord || !worthRecording(shape)) return nullptr;
     Step step;
     try {
         step.graph = _stream.capture([&] { pass(which, body, step.work); });

@@ -4,7 +4,7 @@
 // PromptMode::Exact. Fast rows, which are the other prompt rows, go through tensor cores. Each block takes both ranges, and a row's
 // range alone decides its bits.
 //
-// A batch of decode rows alone is a step. Its launches are captured once for each number of rows and replayed. In a step the CPU
+// A batch of decode rows alone is a step. Its launches are captured once for each number of rows, and of rows that want logits, and replayed. In a step the CPU
 // may compute a part of the feed-forward rows, and experts that are in no slot (host_share.h): that work is listed beside the
 // captured launches. In other batches the GPU computes all, and what is not resident is brought to it.
 #pragma once
@@ -15,6 +15,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <tuple>
 
 #include "device/cuda_memory.h"
@@ -76,6 +77,8 @@ private:
         std::unique_ptr<cuda::Graph> graph;
         HostWork work{HostWork::When::Later};
     };
+    // Steps of one shape share a capture: of a kind of pass, with as many rows, and as many that want logits.
+    using Shape = std::tuple<Pass, int64_t, int64_t>;
     // A batch's activations in the forms that its products read.
     struct Activations {
         cuda::RowOutputs exact;  // [exact rows, cols]: floats and int8 blocks
@@ -102,6 +105,7 @@ private:
 
     void launch(Pass which, const std::function<void()>& body);
     const Step* recorded(Pass which, const std::function<void()>& body);
+    bool worthRecording(const Shape& shape);
     void replay(const Step& step);
     void pass(Pass which, const std::function<void()>& body, HostWork& work);
     void giveUp() noexcept;
@@ -183,7 +187,7 @@ private:
     Prefetch _foresight = Prefetch::Off;
     uint64_t _tableVersion = 0;  // of the slots' table, as it was uploaded last
     bool _tableUploaded = false, _passFailed = false;
-    int64_t _promptRows = 0;  // of the last batch, if it was no step
+    int64_t _uncountedRows = 0;  // of the last batch, if it was no step: its uses of experts are still on the device
     // Experts of the next layer come on a stream beside the one that computes.
     std::unique_ptr<cuda::Stream> _ahead;
     cuda::Event _aheadForked, _aheadDone;
@@ -199,7 +203,8 @@ private:
     std::atomic<bool> _withoutRecord{false};  // a step could not be captured
     std::atomic<bool> _replays;  // these two are also asked for while a step runs
     std::atomic<int64_t> _kernelsPerStep{0};
-    std::map<std::tuple<Pass, int64_t, int64_t>, Step> _steps;  // by rows, and rows that want logits
+    std::map<Shape, Step> _steps;
+    std::set<Shape> _met;  // shapes of many rows that have come before
 };
 
 }  // namespace sharpi

@@ -59,7 +59,7 @@ void CudaBackend::sharedExpert(const ExpertWeights& layer, const Activations& in
 
 cuda::SharedAnswer CudaBackend::sharedAnswer(const ExpertWeights& layer, int64_t first) const {
     if (!layer.shared) return {};
-    return {floats(_layout->sharedOut) + first * _limits.embedding, floats(_layout->sharedScale) + first};
+    return cuda::rowsFrom(cuda::SharedAnswer{floats(_layout->sharedOut), floats(_layout->sharedScale)}, first, _limits.embedding);
 }
 
 // All experts are resident.

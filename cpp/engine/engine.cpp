@@ -184,7 +184,8 @@ void Engine::load() {
 // A prefill and a decode step, so that kernels are loaded and the step is captured before anyone waits for a token; if the model
 // drafts, a step with a draft too.
 void Engine::rehearse() {
-    rehearse(RowKind::Prompt, std::min<int64_t>(_options.batch, 512));
+    // Exact rows are slow, and nine of them use all kernels that more would.
+    rehearse(RowKind::Prompt, std::min<int64_t>(_options.batch, _backend->oneArithmetic() ? 9 : 512));
     rehearse(RowKind::Decode, 1);
     if (_weights->prediction && _options.batch > 1) rehearse(RowKind::Decode, 2);
     // Nobody has asked anything yet.

@@ -19,8 +19,8 @@ constexpr int kTransferStages = 3;
 DeviceLayout gpuLayout();
 
 struct GpuScratch {
-    // The most sequences of one batch, and those among them that are prompts; the most decode rows.
-    static constexpr int64_t kMaxSequences = 64, kMaxPrompts = 16, kMaxDecodeRows = 64;
+    // The most decode rows of one batch, and the most sequences that have fast rows; all of these may be sequences of their own.
+    static constexpr int64_t kMaxDecodeRows = 64, kMaxPrompts = 16, kMaxSequences = kMaxDecodeRows + kMaxPrompts;
 
     explicit GpuScratch(const StepLimits& limits);
     size_t bytes() const { return _layout.bytes(); }

@@ -38,7 +38,7 @@ struct Placement {
     uint64_t vram = 0, ram = 0;  // each byte is in one of these
     uint64_t direct = 0;         // of ram: brought to the device each time
     uint64_t slots = 0;          // of ram: experts of which single ones are in the device's memory
-    uint64_t cpu = 0;            // of ram: what the CPU computes with: all on the CPU, else some of direct in batches of few rows
+    uint64_t cpu = 0;            // of ram: what the CPU computes with: all on the CPU, else some of direct in steps
     // Tensors that a plan may leave in the file (on a GPU all but vectors), and those of them that are kept in the device's memory.
     int32_t candidates = 0, kept = 0;
     uint64_t candidateBytes = 0, keptBytes = 0;

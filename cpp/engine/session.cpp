@@ -81,7 +81,7 @@ int64_t Session::cutBack(int64_t tokens) {
 
 // How many tokens of a text that begins with what the cache holds need not be computed, with the engine locked. Cuts back what is in
 // the way of prompt rows.
-int64_t Session::computed(const Transcript& text) {
+int64_t Session::cutToComputed(const Transcript& text) {
     const int64_t step = _engine->_backend->promptStep();
     int64_t tokens = _engine->_kv->length(_sequence);
     while (tokens < text.promptTokens() && tokens % step) tokens = cutBack(tokens - tokens % step);
@@ -90,7 +90,7 @@ int64_t Session::computed(const Transcript& text) {
 
 // What to compute next of a text that is not all computed, to the token `wanted` or near it, with the engine locked.
 Session::Piece Session::nextPiece(const Transcript& text, int64_t wanted) {
-    const Stretch stretch = text.piece(computed(text), wanted, rules());
+    const Stretch stretch = text.piece(cutToComputed(text), wanted, rules());
     Piece piece{stretch.kind, text.tokens().data() + stretch.begin, stretch.begin, stretch.end - stretch.begin};
     piece.endsPrompt = stretch.end == text.promptTokens();
     if (stretch.end < text.size()) piece.follower = text.tokens()[static_cast<size_t>(stretch.end)];
@@ -99,7 +99,7 @@ Session::Piece Session::nextPiece(const Transcript& text, int64_t wanted) {
 
 // Computes again what the cache lost of the session's tokens, after which comes `follower`, with the engine locked.
 void Session::recompute(int32_t follower) {
-    while (computed(_text) < _text.size()) {
+    while (cutToComputed(_text) < _text.size()) {
         Piece piece = nextPiece(_text, _text.size());
         if (!piece.follower) piece.follower = follower;
         run(piece);
@@ -233,9 +233,9 @@ void Session::append(const std::vector<int32_t>& tokens, RowKind kind, float* lo
 }
 
 // Where a piece should end that has `chunk` new tokens, which begin at `held`. Tokens that become prompt rows share their passes. What
-// was only lost is computed alone, so that new tokens that fail do not lose it again.
+// was only lost is computed alone, so that new tokens that fail do not lose it again. With the engine locked.
 int64_t Session::pieceEnd(const Transcript& text, int64_t held, int64_t chunk) {
-    const int64_t begin = computed(text);
+    const int64_t begin = cutToComputed(text);
     if (begin < held && rules().oneArithmetic) return held;
     return std::max(begin, held) + std::clamp<int64_t>(chunk, 1, _engine->_options.batch);
 }

@@ -76,7 +76,7 @@ private:
     void settle();
     void keep(int64_t tokens);
     int64_t cutBack(int64_t tokens);
-    int64_t computed(const Transcript& text);
+    int64_t cutToComputed(const Transcript& text);
     Piece nextPiece(const Transcript& text, int64_t wanted);
     void recompute(int32_t follower);
     int64_t pieceEnd(const Transcript& text, int64_t held, int64_t chunk);

@@ -26,7 +26,7 @@ struct ExpertCounts {
     std::vector<int32_t> present; // of each row: how many experts the layer has (up to `experts`)
     // [layers, experts]
     std::vector<uint64_t> uses;
-    std::vector<uint64_t> hits, computed, fetched;  // few rows: found in a slot; the CPU's; brought over within the pass
+    std::vector<uint64_t> hits, computed, fetched;  // in steps: found in a slot; the CPU's; brought over within the pass
     std::vector<uint64_t> loads, evictions;         // into slots to stay, by whatever way; out of them
     std::vector<PredictorCounts> predictors;
     uint64_t slotBytes = 0;                         // of the device's memory that the slots take

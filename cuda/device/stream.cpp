@@ -144,18 +144,19 @@ std::unique_ptr<Graph> Stream::capture(const std::function<void()>& body) {
     try {
         body();
     } catch (...) {
+        _launches = before;
         cudaStreamEndCapture(_handle, &graph);
         if (graph) cudaGraphDestroy(graph);
         cudaGetLastError();
         throw;
     }
+    const int64_t kernels = _launches - before;
+    _launches = before;
     check(cudaStreamEndCapture(_handle, &graph), "recording a step");
     cudaGraphExec_t exec = nullptr;
     const cudaError_t status = cudaGraphInstantiate(&exec, graph, 0);
     cudaGraphDestroy(graph);
     check(status, "preparing a recorded step");
-    const int64_t kernels = _launches - before;
-    _launches = before;
     return std::make_unique<Graph>(exec, kernels);
 }
 

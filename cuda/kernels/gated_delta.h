@@ -78,7 +78,8 @@ void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& par
                const DeltaBatch& batch, const RowOutputs& out);
 
 // prepareDelta and deltaRule in one launch, for any number of sequences of up to kDeltaStepRows rows each; `in` stays as it is.
-// scratch: deltaStepBytes, 4-byte aligned, zero before the first call and left so by every call.
+// The caller answers for the rows of each sequence; only their total is checked. scratch: deltaStepBytes, 4-byte aligned, zero
+// before the first call and left so by every call.
 constexpr int64_t kDeltaStepRows = 8;
 size_t deltaStepBytes(int64_t sequences, const DeltaShape& shape);
 void deltaStep(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,

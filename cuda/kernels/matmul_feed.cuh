@@ -30,7 +30,7 @@ struct MatmulCall {
     HalfRows x;
     ExpertGroups groups;  // begin is null where there is one matrix for all rows
     bool gather = false;
-    bool aligned = false;  // rows of x, and of float weights, start at multiples of 16 bytes; else cols is no multiple of 8
+    bool aligned = false;  // rows of x, and of float weights, start at multiples of 16 bytes
     bool add = false;
     int stages = 2;        // activation tiles in shared memory
     Passes passes;
@@ -70,11 +70,10 @@ template <int kThreads, int kTileT, bool kAnyCols> class RowFeed {
     static_assert(kRowsApart % 8 == 0, "all chunks of a thread share their place in the exchange");
 
 public:
-    // thread: of the kThreads that share a step.
-    __device__ __forceinline__ RowFeed(const MatmulCall& call, int64_t begin, int64_t end, int thread = static_cast<int>(threadIdx.x))
+    __device__ __forceinline__ RowFeed(const MatmulCall& call, int64_t begin, int64_t end)
         : _x(call.x), _cols(static_cast<int>(call.shape.cols)), _aligned(!kAnyCols || call.aligned) {
-        const int row = thread / kRowChunks;
-        _chunk = thread % kRowChunks;
+        const int row = static_cast<int>(threadIdx.x) / kRowChunks;
+        _chunk = static_cast<int>(threadIdx.x) % kRowChunks;
         _to = tileOffset(row, _chunk);
         const uint32_t chunks = _aligned ? static_cast<uint32_t>(_cols) / 8 : 1;
 #pragma unroll
@@ -137,9 +136,9 @@ template <DType T, int kThreads, int kTileN> class QuantizedFeed {
     using F = Format<T>;
 
 public:
-    __device__ __forceinline__ QuantizedFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow, int thread = static_cast<int>(threadIdx.x))
-        : _w(w), _shape(call.shape), _blocks(static_cast<int>(call.shape.cols / 32)), _block(thread % 2),
-          _row(thread / 2), _firstRow(static_cast<int>(firstRow)), _lastRow(static_cast<int>(call.shape.rows) - 1) {}
+    __device__ __forceinline__ QuantizedFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow)
+        : _w(w), _shape(call.shape), _blocks(static_cast<int>(call.shape.cols / 32)), _block(static_cast<int>(threadIdx.x) % 2),
+          _row(static_cast<int>(threadIdx.x) / 2), _firstRow(static_cast<int>(firstRow)), _lastRow(static_cast<int>(call.shape.rows) - 1) {}
 
     __device__ __forceinline__ void fetch(const Step& step, int part, bool) {
         const int row = min(_firstRow + rowOf(part), _lastRow), block = min(step.k * 2 + _block, _blocks - 1);
@@ -181,8 +180,9 @@ template <DType T, bool kSplit, int kThreads, int kTileN> class FloatFeed {
     static constexpr int kElementBytes = T == DType::F32 ? 4 : 2, kWords = 8 * kElementBytes / 16, kChunks = 4;
 
 public:
-    __device__ __forceinline__ FloatFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow, int thread = static_cast<int>(threadIdx.x))
-        : _w(w), _rows(call.shape.rows), _cols(call.shape.cols), _firstRow(firstRow), _row(thread / kRowChunks), _chunk(thread % kRowChunks) {}
+    __device__ __forceinline__ FloatFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow)
+        : _w(w), _rows(call.shape.rows), _cols(call.shape.cols), _firstRow(firstRow),
+          _row(static_cast<int>(threadIdx.x) / kRowChunks), _chunk(static_cast<int>(threadIdx.x) % kRowChunks) {}
 
     __device__ __forceinline__ void fetch(const Step& step, int part, bool aligned) {
         const int64_t k = static_cast<int64_t>(step.k) * kTileDepth + _chunk * 8;

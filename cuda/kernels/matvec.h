@@ -8,7 +8,7 @@
 
 namespace sharpi::cuda {
 
-// The most rows that one call takes: the contract's limit. Beyond it, matmul.h.
+// The most rows that one call takes. More rows that follow the contract take several calls.
 constexpr int kMaxMatvecRows = 8;
 
 // What a product reads: float weights read `floats` [rows, cols], quantized ones `quantized`.
