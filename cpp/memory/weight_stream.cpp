@@ -61,7 +61,7 @@ int32_t WeightStream::addStreamedStack(const MatrixStack& file) {
     const auto most = static_cast<int64_t>(std::max<size_t>(1, kPieceBytes / expertBytes));
     group.mostExperts = partsOfAtMost(file.count, partsOfAtMost(file.count, most));
     _groups.push_back(std::move(group));
-    _streams = _streamsStacks = true;
+    _streams = true;
     return groups() - 1;
 }
 

@@ -144,10 +144,8 @@ public:
     // A pass over the head's alone, with all rows.
     void beginHead();
     void end();
-    bool active() const { return _active; }    // between begin() and end(), with something to bring over
     bool streams() const { return _streams; }  // whether some group is not resident
     bool sharesRows() const { return _sharesRows; }  // whether the CPU computes rows of some group
-    bool streamsStacks() const { return _streamsStacks; }  // whether steps do without some stack
 
     // In a pass: a resident group is there for what is computed next.
     void arrive(int32_t group);
@@ -233,14 +231,15 @@ private:
     std::vector<Group> _groups;
     std::vector<HostRange> _tables;
     int32_t _predictionBegin = -1, _headBegin = -1;
-    bool _streams = false, _sharesRows = false, _streamsStacks = false, _taken = false, _finished = false;
+    bool _streams = false, _sharesRows = false, _taken = false, _finished = false;
     std::function<void(double)> _onUploaded;
     std::optional<std::chrono::steady_clock::time_point> _uploadsBegan;
     size_t _slotBytes = 0;
     int _slots = 0;
     Buffer _slotMemory, _staging;
 
-    bool _active = false, _step = false;
+    bool _active = false;  // between begin() and end(), with something to bring over
+    bool _step = false;
     int32_t _end = 0;
     int32_t _leaveOut = 0, _goOn = 0;  // groups [_leaveOut, _goOn) are passed over
     Cursor _fetch, _use;

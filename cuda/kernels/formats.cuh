@@ -410,21 +410,6 @@ template <DType T> __device__ __forceinline__ void expandWord(uint32_t q, const 
     }
 }
 
-// All values of a block; j = n % 8.
-template <DType T> __device__ __forceinline__ void expand(const typename Format<T>::Raw& raw, int j, float (&out)[32]) {
-    uint32_t q[8];
-    Format<T>::codes(raw, q);
-    const Scales scales = Format<T>::scales(raw, j);
-    const HalfScale halves[2] = {halfScale<T>(scales, 0), halfScale<T>(scales, 1)};
-#pragma unroll
-    for (int u = 0; u < 8; ++u) {
-        float four[4];
-        expandWord<T>(q[u], halves[u / 4], four);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out[u * 4 + i] = four[i];
-    }
-}
-
 // --- from a type to its format -----------------------------------------------------------------------------------
 
 template <DType T> struct Tag {

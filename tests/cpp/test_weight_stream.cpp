@@ -56,7 +56,6 @@ TEST(WeightStream, EveryByteUsedIsTheFiles) {
         const auto any = [&](const auto& is) { return std::any_of(world.groups.begin(), world.groups.end(), is); };
         const bool streams = any([](const World::Group& g) { return !g.resident(); });
         EXPECT_EQ(world.stream.streams(), streams);
-        EXPECT_EQ(world.stream.streamsStacks(), any([](const World::Group& g) { return g.isStack; }));
         EXPECT_EQ(world.stream.sharesRows(), any([](const World::Group& g) { return g.cpuRows > 0; }));
         world.stream.uploadAll();
         EXPECT_EQ(world.transfers.finished, streams ? 0 : 1);

@@ -15,11 +15,6 @@ struct Group {
     float d[8], m[8];
 };
 
-template <class Block>
-static inline int blocksOfGroup() {
-    return 256 / Format<Block>::kElements;
-}
-
 static inline void setBlockScales(Group& g, int b, float d, float m) {
     g.d[b] = d;
     g.m[b] = m;
