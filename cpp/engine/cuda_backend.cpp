@@ -97,7 +97,6 @@ void CudaBackend::unload() {
     _slots.reset();
     _weights.reset();
     _transfers.reset();
-    _allocator.trim();
     setUp();
 }
 

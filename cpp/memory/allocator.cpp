@@ -21,6 +21,8 @@ constexpr size_t kSpareAddresses = size_t{1} << 30;
 constexpr size_t kMostAddresses = size_t{1} << 45;
 // No device has more; below it, sizes can be rounded up without overflow.
 constexpr size_t kMostBytes = size_t{1} << 60;
+// The holders that a refusal names; the others follow as a sum.
+constexpr size_t kHoldersNamed = 3;
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
 void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
@@ -28,13 +30,8 @@ void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
 size_t roundDown(size_t bytes, size_t unit) { return bytes & ~(unit - 1); }
 size_t roundUp(size_t bytes, size_t unit) { return roundDown(bytes + unit - 1, unit); }
 
-size_t roomFor(size_t bytes, Fit fit) {
-    const size_t exact = roundUp(std::max<size_t>(bytes, 1), Allocator::kAlignment);
-    if (fit == Fit::Exact) return exact;
-    size_t room = Allocator::kAlignment;
-    while (room < exact) room *= 2;
-    return room;
-}
+// Even an empty allocation has an address of its own.
+size_t roomFor(size_t bytes) { return Allocator::aligned(std::max<size_t>(bytes, 1)); }
 
 std::string readable(size_t bytes) {
     if (bytes < 1024) return std::to_string(bytes) + " bytes";
@@ -56,18 +53,13 @@ Allocator::~Allocator() {
     for (const auto& [begin, bytes] : _regions) _memory.release(pointer(begin), bytes);
 }
 
-void* Allocator::allocate(size_t bytes, Fit fit, const std::string& name) {
+void* Allocator::allocate(size_t bytes, const std::string& name) {
     const std::lock_guard lock(_mutex);
-    if (bytes > kMostBytes) throw Error(ErrorKind::OutOfMemory, outOfMemory(bytes, name));
-    const size_t room = roomFor(bytes, fit);
-    uintptr_t address = take(bytes, room, fit);
-    if (!address && !_pool.empty()) {
-        trimPool();
-        address = take(bytes, room, fit);
-    }
+    const size_t room = bytes > kMostBytes ? 0 : roomFor(bytes);
+    const uintptr_t address = room ? place(bytes, room) : 0;
     if (!address) throw Error(ErrorKind::OutOfMemory, outOfMemory(bytes, name));
     try {
-        (fit == Fit::Exact ? _exactHandles : _pooledHandles).emplace(address, Allocation{bytes, room, name});
+        _exactHandles.emplace(address, Allocation{bytes, room, name});
     } catch (...) {
         giveBack(address, room);
         throw;
@@ -79,45 +71,14 @@ void* Allocator::allocate(size_t bytes, Fit fit, const std::string& name) {
 void Allocator::free(void* address) {
     if (!address) return;
     const std::lock_guard lock(_mutex);
-    if (const auto exact = _exactHandles.find(number(address)); exact != _exactHandles.end()) {
-        giveBack(exact->first, exact->second.room);
-        _held -= exact->second.bytes;
-        _exactHandles.erase(exact);
-    } else if (const auto pooled = _pooledHandles.find(number(address)); pooled != _pooledHandles.end()) {
-        _pool[pooled->second.room].push_back(pooled->first);
-        _held -= pooled->second.bytes;
-        _pooledHandles.erase(pooled);
-    } else {
-        throw Error(ErrorKind::Internal, notHeld(number(address)));
-    }
-}
-
-void Allocator::trim() {
-    const std::lock_guard lock(_mutex);
-    trimPool();
-}
-
-void Allocator::trimPool() {
-    for (auto& [room, unused] : _pool) {
-        for (; !unused.empty(); unused.pop_back()) giveBack(unused.back(), room);
-    }
-    _pool.clear();
+    const auto handle = _exactHandles.find(number(address));
+    if (handle == _exactHandles.end()) throw Error(ErrorKind::Internal, notHeld(number(address)));
+    giveBack(handle->first, handle->second.room);
+    _held -= handle->second.bytes;
+    _exactHandles.erase(handle);
 }
 
 // Cleared addresses with memory behind them, or 0 when there is not enough.
-uintptr_t Allocator::take(size_t bytes, size_t room, Fit fit) {
-    if (fit == Fit::Pooled) {
-        const auto unused = _pool.find(room);
-        if (unused != _pool.end() && !unused->second.empty()) {
-            const uintptr_t address = unused->second.back();
-            if (bytes > 0) _memory.zero(pointer(address), bytes);
-            unused->second.pop_back();
-            return address;
-        }
-    }
-    return place(bytes, room);
-}
-
 uintptr_t Allocator::place(size_t bytes, size_t room) {
     auto hole = bestHole(room);
     if (hole == _holes.end()) hole = addRegion(room);
@@ -307,14 +268,17 @@ size_t Allocator::availableNow() const {
 }
 
 std::vector<Holding> Allocator::holdings() const {
+    const std::lock_guard lock(_mutex);
+    return holdingsNow();
+}
+
+std::vector<Holding> Allocator::holdingsNow() const {
     std::map<std::string, size_t> byName;
-    {
-        const std::lock_guard lock(_mutex);
-        for (const auto& [address, allocation] : _exactHandles) byName[allocation.name] += allocation.bytes;
-        for (const auto& [address, allocation] : _pooledHandles) byName[allocation.name] += allocation.bytes;
-    }
+    for (const auto& [address, allocation] : _exactHandles) byName[allocation.name] += allocation.bytes;
     std::vector<Holding> holdings;
-    for (const auto& [name, bytes] : byName) holdings.push_back({name, bytes});
+    for (const auto& [name, bytes] : byName) {
+        if (bytes > 0) holdings.push_back({name, bytes});
+    }
     std::stable_sort(holdings.begin(), holdings.end(), [](const Holding& a, const Holding& b) { return a.bytes > b.bytes; });
     return holdings;
 }
@@ -324,6 +288,20 @@ std::string Allocator::outOfMemory(size_t bytes, const std::string& name) const 
     std::string text =
         "out of memory on " + _memory.name() + ": '" + name + "' needs " + readable(bytes) + ", " + readable(free) + " are free";
     if (_budget && free < _memory.freeBytes()) text += " within the budget of " + readable(_budget);
+    return text + largestHolders();
+}
+
+// "; held: 'a' 4.0 GiB, 'b' 1.0 GiB", or nothing if nothing is held. _mutex is held.
+std::string Allocator::largestHolders() const {
+    const std::vector<Holding> holdings = holdingsNow();
+    const size_t named = std::min(holdings.size(), kHoldersNamed);
+    size_t others = _held;
+    std::string text;
+    for (size_t i = 0; i < named; ++i) {
+        text += (i ? ", '" : "; held: '") + holdings[i].name + "' " + readable(holdings[i].bytes);
+        others -= holdings[i].bytes;
+    }
+    if (others) text += " and " + std::to_string(holdings.size() - named) + " more with " + readable(others);
     return text;
 }
 
@@ -331,10 +309,9 @@ std::string Allocator::notHeld(uintptr_t address) const {
     char text[32];
     std::snprintf(text, sizeof text, "%#llx", static_cast<unsigned long long>(address));
     const std::string what = std::string("cannot free address ") + text + " on " + _memory.name() + ": ";
-    for (const auto* handles : {&_exactHandles, &_pooledHandles}) {
-        auto after = handles->upper_bound(address);
-        if (after == handles->begin()) continue;
-        const auto& [begin, allocation] = *std::prev(after);
+    const auto next = _exactHandles.upper_bound(address);
+    if (next != _exactHandles.begin()) {
+        const auto& [begin, allocation] = *std::prev(next);
         if (address < begin + allocation.room) {
             return what + "it lies " + std::to_string(address - begin) + " bytes inside '" + allocation.name + "'";
         }

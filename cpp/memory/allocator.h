@@ -3,7 +3,7 @@
 // Devices hand out memory in granules (2 MiB on a GPU), and a model has hundreds of tensors. So allocations are laid
 // end to end in reserved addresses, and memory is put behind them granule by granule: the granule in which one
 // allocation ends is also the one in which the next begins. At any moment, exactly those granules are taken from the
-// device that some allocation, or some buffer kept in the pool, reaches into.
+// device that some allocation reaches into.
 #pragma once
 
 #include <array>
@@ -17,12 +17,6 @@
 #include "memory/device_memory.h"
 
 namespace sharpi {
-
-// How an allocation is laid out.
-enum class Fit {
-    Exact,   // not a byte more than asked (but 256-byte alignment): for what lives as long as the model
-    Pooled,  // rounded up to a power of two, kept on free() and handed out again: for short-lived buffers
-};
 
 struct Holding {
     std::string name;
@@ -41,23 +35,21 @@ public:
     Allocator(const Allocator&) = delete;
     Allocator& operator=(const Allocator&) = delete;
 
-    // Zeroed, kAlignment-aligned. Throws Error(OutOfMemory) that names `name`, its bytes and what is free; nothing has
-    // changed then, but that pooled buffers nobody uses may have been given back.
-    void* allocate(size_t bytes, Fit fit, const std::string& name);
+    // Zeroed and kAlignment-aligned; nothing else is rounded up. Throws Error(OutOfMemory) that names `name`, its bytes, what
+    // is free and the largest holders; nothing has changed then.
+    void* allocate(size_t bytes, const std::string& name);
     // Throws Error(Internal) for an address that is not held, or no longer.
     void free(void* address);
-    // Gives the pool's unused buffers back to the device.
-    void trim();
 
     size_t held() const;       // bytes asked for and not freed
-    size_t taken() const;      // bytes of the device behind them and the pool, in whole granules
+    size_t taken() const;      // bytes of the device behind them, in whole granules
     size_t available() const;  // what can still be taken, within budget and device
-    std::vector<Holding> holdings() const;  // who holds what, largest first, equal names summed
+    std::vector<Holding> holdings() const;  // largest first, equal names summed, without what holds nothing
     DeviceMemory& memory() const { return _memory; }
 
 private:
     struct Allocation {
-        size_t bytes = 0, room = 0;  // asked for; laid out (aligned, or a power of two)
+        size_t bytes = 0, room = 0;  // asked for; aligned
         std::string name;
     };
     // What one commit took: the granules that one allocation fills alone, or one granule that its neighbours share.
@@ -78,7 +70,6 @@ private:
     };
     using Ranges = std::map<uintptr_t, size_t>;  // bytes by address
 
-    uintptr_t take(size_t bytes, size_t room, Fit fit);
     uintptr_t place(size_t bytes, size_t room);
     Ranges::iterator bestHole(size_t room);
     Ranges::iterator addRegion(size_t room);
@@ -89,9 +80,10 @@ private:
     void drop(const Piece& piece) noexcept;
     void clear(uintptr_t begin, size_t bytes, const Pieces& pieces);
     void giveBack(uintptr_t begin, size_t room);
-    void trimPool();
     size_t availableNow() const;
+    std::vector<Holding> holdingsNow() const;
     std::string outOfMemory(size_t bytes, const std::string& name) const;
+    std::string largestHolders() const;
     std::string notHeld(uintptr_t address) const;
 
     DeviceMemory& _memory;
@@ -101,16 +93,15 @@ private:
     Ranges _regions;                              // what was reserved
     Ranges _holes;                                // addresses in it that nobody has; neighbours are joined
     std::map<uintptr_t, Chunk> _chunks;           // memory behind addresses
-    std::map<uintptr_t, Allocation> _exactHandles, _pooledHandles;
-    std::map<size_t, std::vector<uintptr_t>> _pool;  // buffers that nobody uses, by size
+    std::map<uintptr_t, Allocation> _exactHandles;  // by address
 };
 
-// Owns one exact allocation.
+// Owns one allocation.
 class Buffer {
 public:
     Buffer() = default;
     Buffer(Allocator& allocator, size_t bytes, const std::string& name)
-        : _allocator(&allocator), _data(allocator.allocate(bytes, Fit::Exact, name)), _bytes(bytes) {}
+        : _allocator(&allocator), _data(allocator.allocate(bytes, name)), _bytes(bytes) {}
     ~Buffer() { reset(); }
     Buffer(Buffer&& other) noexcept { swap(other); }
     Buffer& operator=(Buffer&& other) noexcept {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -24,12 +25,11 @@ using sharpi::Allocator;
 using sharpi::Error;
 using sharpi::ErrorKind;
 using sharpi::FakeDevice;
-using sharpi::Fit;
 
 constexpr size_t kKiB = 1024, kMiB = 1024 * kKiB;
 
-uint8_t* allocate(Allocator& allocator, size_t bytes, Fit fit = Fit::Exact, const std::string& name = "a test") {
-    return static_cast<uint8_t*>(allocator.allocate(bytes, fit, name));
+uint8_t* allocate(Allocator& allocator, size_t bytes, const std::string& name = "a test") {
+    return static_cast<uint8_t*>(allocator.allocate(bytes, name));
 }
 
 bool filledWith(const uint8_t* data, size_t bytes, uint8_t value) {
@@ -66,13 +66,11 @@ TEST(Allocator, SmallOnesShareAGranule) {
     FakeDevice device(64 * kMiB);
     Allocator allocator(device);
     std::vector<uint8_t*> all;
-    for (int i = 0; i < 1000; ++i) all.push_back(allocate(allocator, 100));
-    for (int i = 0; i < 1000; ++i) all.push_back(allocate(allocator, 100, Fit::Pooled));
+    for (int i = 0; i < 2000; ++i) all.push_back(allocate(allocator, 100));
     EXPECT_EQ(allocator.held(), 200000u);
     EXPECT_EQ(allocator.taken(), 2 * kMiB);
     EXPECT_EQ(device.commits(), 1);
     for (uint8_t* data : all) allocator.free(data);
-    allocator.trim();
     EXPECT_EQ(device.freeBytes(), 64 * kMiB);
 }
 
@@ -92,19 +90,17 @@ TEST(Allocator, EmptyAllocationsHaveAddressesOfTheirOwn) {
 
 TEST(Allocator, ReusedMemoryIsZeroed) {
     for (const bool poisoned : {false, true}) {
-        for (const Fit fit : {Fit::Exact, Fit::Pooled}) {
-            FakeDevice device(4 * kMiB);
-            if (poisoned) device.poisonCommits();
-            Allocator allocator(device);
-            allocate(allocator, 300);  // keeps the granule
-            uint8_t* const first = allocate(allocator, 5000, fit);
-            EXPECT_TRUE(filledWith(first, 5000, 0));
-            std::memset(first, 7, 5000);
-            allocator.free(first);
-            uint8_t* const second = allocate(allocator, 4900, fit);
-            EXPECT_EQ(second, first) << "nothing was reused, so nothing is tested";
-            EXPECT_TRUE(filledWith(second, 4900, 0));
-        }
+        FakeDevice device(4 * kMiB);
+        if (poisoned) device.poisonCommits();
+        Allocator allocator(device);
+        allocate(allocator, 300);  // keeps the granule
+        uint8_t* const first = allocate(allocator, 5000);
+        EXPECT_TRUE(filledWith(first, 5000, 0));
+        std::memset(first, 7, 5000);
+        allocator.free(first);
+        uint8_t* const second = allocate(allocator, 4900);
+        EXPECT_EQ(second, first) << "nothing was reused, so nothing is tested";
+        EXPECT_TRUE(filledWith(second, 4900, 0));
     }
 }
 
@@ -120,56 +116,20 @@ TEST(Allocator, PrefersWhatIsTakenAlready) {
     EXPECT_EQ(next, small + kMiB);
 }
 
-TEST(Allocator, ThePoolKeepsAndReuses) {
-    FakeDevice device(64 * kMiB);
-    Allocator allocator(device);
-    uint8_t* const a = allocate(allocator, 3 * kMiB, Fit::Pooled);
-    EXPECT_EQ(allocator.held(), 3 * kMiB);
-    EXPECT_EQ(allocator.taken(), 4 * kMiB);
-    const int commits = device.commits();
-    allocator.free(a);
-    EXPECT_EQ(allocator.held(), 0u);
-    EXPECT_EQ(allocator.taken(), 4 * kMiB);
-    uint8_t* const b = allocate(allocator, 2 * kMiB + 1, Fit::Pooled);
-    EXPECT_EQ(b, a);
-    EXPECT_EQ(device.commits(), commits);
-    uint8_t* const c = allocate(allocator, 4 * kMiB, Fit::Pooled);
-    EXPECT_NE(c, a);
-    EXPECT_EQ(allocator.taken(), 8 * kMiB);
-    allocator.free(b);
-    allocator.free(c);
-    allocator.trim();
-    EXPECT_EQ(allocator.taken(), 0u);
-    EXPECT_EQ(device.freeBytes(), 64 * kMiB);
-}
-
-TEST(Allocator, AFullDeviceTakesThePoolBack) {
-    FakeDevice device(16 * kMiB);
-    Allocator allocator(device);
-    allocator.free(allocate(allocator, 8 * kMiB, Fit::Pooled));
-    EXPECT_EQ(allocator.taken(), 8 * kMiB);
-    allocate(allocator, 12 * kMiB);
-    EXPECT_EQ(allocator.taken(), 12 * kMiB);
-    allocator.free(allocate(allocator, 2 * kMiB, Fit::Pooled));
-    allocate(allocator, 4 * kMiB, Fit::Pooled);  // another size
-    EXPECT_EQ(device.freeBytes(), 0u);
-}
-
 TEST(Allocator, NamesWhatDoesNotFit) {
     FakeDevice device(64 * kMiB);
     {
         Allocator allocator(device);
         allocate(allocator, 50 * kMiB);
-        const auto tooMuch = [&] { allocate(allocator, 45 * kMiB, Fit::Exact, "blk.3.ffn_up.weight"); };
+        const auto tooMuch = [&] { allocate(allocator, 45 * kMiB, "blk.3.ffn_up.weight"); };
         EXPECT_EQ(errorOf(ErrorKind::OutOfMemory, tooMuch),
-                  "out of memory on the fake device: 'blk.3.ffn_up.weight' needs 45.0 MiB, 14.0 MiB are free");
+                  "out of memory on the fake device: 'blk.3.ffn_up.weight' needs 45.0 MiB, 14.0 MiB are free; "
+                  "held: 'a test' 50.0 MiB");
         EXPECT_EQ(allocator.available(), 14 * kMiB);
         for (const size_t bytes : {size_t{1} << 40, size_t{1} << 59, (size_t{1} << 60) + 1, SIZE_MAX / 2 + 2, SIZE_MAX - 255, SIZE_MAX}) {
-            for (const Fit fit : {Fit::Exact, Fit::Pooled}) {
-                errorOf(ErrorKind::OutOfMemory, [&] { allocate(allocator, bytes, fit); });
-                EXPECT_EQ(allocator.held(), 50 * kMiB);
-                EXPECT_EQ(allocator.taken(), 50 * kMiB);
-            }
+            errorOf(ErrorKind::OutOfMemory, [&] { allocate(allocator, bytes); });
+            EXPECT_EQ(allocator.held(), 50 * kMiB);
+            EXPECT_EQ(allocator.taken(), 50 * kMiB);
         }
         allocate(allocator, 14 * kMiB);
     }
@@ -183,38 +143,37 @@ TEST(Allocator, TakesNoMoreThanItsBudget) {
     uint8_t* const a = allocate(allocator, 7 * kMiB);
     EXPECT_EQ(allocator.taken(), 8 * kMiB);
     EXPECT_EQ(allocator.available(), 1 * kMiB);
-    EXPECT_EQ(errorOf(ErrorKind::OutOfMemory, [&] { allocate(allocator, 1536 * kKiB, Fit::Exact, "x"); }),
-              "out of memory on the fake device: 'x' needs 1.5 MiB, 1.0 MiB are free within the budget of 9.0 MiB");
+    EXPECT_EQ(errorOf(ErrorKind::OutOfMemory, [&] { allocate(allocator, 1536 * kKiB, "x"); }),
+              "out of memory on the fake device: 'x' needs 1.5 MiB, 1.0 MiB are free within the budget of 9.0 MiB; "
+              "held: 'a test' 7.0 MiB");
     EXPECT_EQ(allocator.taken(), 8 * kMiB);
     allocate(allocator, 1 * kMiB);
     EXPECT_EQ(allocator.taken(), 8 * kMiB);
     allocator.free(a);
     EXPECT_EQ(allocator.taken(), 2 * kMiB);
-    allocator.free(allocate(allocator, 4 * kMiB, Fit::Pooled));
-    allocate(allocator, 6 * kMiB);  // only without the pool's
+    allocate(allocator, 6 * kMiB);
     EXPECT_LE(allocator.taken(), 9 * kMiB);
 }
 
 TEST(Allocator, FreeingWhatIsNotHeldIsAnError) {
     FakeDevice device(64 * kMiB);
     Allocator allocator(device), other(device);
-    uint8_t* const kept = allocate(allocator, 5000, Fit::Exact, "kept");
-    uint8_t* const pooled = allocate(allocator, 5000, Fit::Pooled, "short-lived");
+    uint8_t* const kept = allocate(allocator, 5000, "kept");
+    uint8_t* const next = allocate(allocator, 5000, "short-lived");
     uint8_t* const foreign = allocate(other, 5000);
     uint8_t* const gone = allocate(allocator, 3 * kMiB);
     allocator.free(gone);
     int local = 0;
     EXPECT_TRUE(contains(errorOf(ErrorKind::Internal, [&] { allocator.free(gone); }), "freed before"));
     EXPECT_TRUE(contains(errorOf(ErrorKind::Internal, [&] { allocator.free(kept + 256); }), "256 bytes inside 'kept'"));
-    EXPECT_TRUE(contains(errorOf(ErrorKind::Internal, [&] { allocator.free(pooled + 1); }), "1 bytes inside 'short-lived'"));
+    EXPECT_TRUE(contains(errorOf(ErrorKind::Internal, [&] { allocator.free(next + 1); }), "1 bytes inside 'short-lived'"));
     EXPECT_TRUE(contains(errorOf(ErrorKind::Internal, [&] { allocator.free(foreign); }), "not allocated here"));
     EXPECT_TRUE(contains(errorOf(ErrorKind::Internal, [&] { allocator.free(&local); }), "not allocated here"));
     EXPECT_EQ(allocator.held(), 10000u);
-    allocator.free(pooled);
-    EXPECT_TRUE(contains(errorOf(ErrorKind::Internal, [&] { allocator.free(pooled); }), "freed before"));
+    allocator.free(next);
+    EXPECT_TRUE(contains(errorOf(ErrorKind::Internal, [&] { allocator.free(next); }), "freed before"));
     allocator.free(kept);
     EXPECT_TRUE(contains(errorOf(ErrorKind::Internal, [&] { allocator.free(kept); }), "freed before"));
-    allocator.trim();
     EXPECT_EQ(allocator.taken(), 0u);
     other.free(foreign);
 }
@@ -223,10 +182,10 @@ TEST(Allocator, SaysWhoHoldsWhat) {
     FakeDevice device(64 * kMiB);
     Allocator allocator(device);
     EXPECT_TRUE(allocator.holdings().empty());
-    allocate(allocator, 100, Fit::Exact, "norms");
-    allocate(allocator, 5000, Fit::Pooled, "scratch");
-    allocate(allocator, 4000, Fit::Exact, "weights");
-    uint8_t* const more = allocate(allocator, 3000, Fit::Exact, "weights");
+    allocate(allocator, 100, "norms");
+    allocate(allocator, 5000, "scratch");
+    allocate(allocator, 4000, "weights");
+    uint8_t* const more = allocate(allocator, 3000, "weights");
     auto holdings = allocator.holdings();
     ASSERT_EQ(holdings.size(), 3u);
     EXPECT_EQ(holdings[0].name, "weights");
@@ -242,6 +201,30 @@ TEST(Allocator, SaysWhoHoldsWhat) {
     EXPECT_EQ(holdings[1].bytes, 4000u);
 }
 
+TEST(Allocator, ARefusalNamesTheLargestHolders) {
+    FakeDevice device(64 * kMiB);
+    Allocator allocator(device);
+    const auto held = [&] {
+        const std::string text = errorOf(ErrorKind::OutOfMemory, [&] { allocate(allocator, 65 * kMiB, "much"); });
+        EXPECT_FALSE(contains(text, "\n")) << text;
+        return text.substr(text.find(" are free") + 9);
+    };
+    EXPECT_EQ(held(), "") << "nothing is held";
+    allocate(allocator, 0, "empty");
+    EXPECT_EQ(held(), "");
+    allocate(allocator, 2 * kMiB, "KV cache");
+    EXPECT_EQ(held(), "; held: 'KV cache' 2.0 MiB");
+    allocate(allocator, 3 * kMiB, "slots");
+    allocate(allocator, 3 * kMiB, "slots");
+    EXPECT_EQ(held(), "; held: 'slots' 6.0 MiB, 'KV cache' 2.0 MiB");
+    allocate(allocator, 512 * kKiB, "norms");
+    EXPECT_EQ(held(), "; held: 'slots' 6.0 MiB, 'KV cache' 2.0 MiB, 'norms' 512.0 KiB");
+    allocate(allocator, 256 * kKiB, "gates");
+    EXPECT_EQ(held(), "; held: 'slots' 6.0 MiB, 'KV cache' 2.0 MiB, 'norms' 512.0 KiB and 1 more with 256.0 KiB");
+    allocate(allocator, 768 * kKiB, "biases");
+    EXPECT_EQ(held(), "; held: 'slots' 6.0 MiB, 'KV cache' 2.0 MiB, 'biases' 768.0 KiB and 2 more with 768.0 KiB");
+}
+
 // Takes what a model takes, with a refusal at the n-th call for memory: false when n was never reached.
 bool loadWithFailureAt(int n) {
     FakeDevice device(64 * kMiB);
@@ -253,11 +236,11 @@ bool loadWithFailureAt(int n) {
     const auto unharmed = [&] {
         for (const auto& [name, one] : live) EXPECT_TRUE(filledWith(one.first, one.second, static_cast<uint8_t>(name[0]))) << name;
     };
-    const auto take = [&](const std::string& name, size_t bytes, Fit fit) {
+    const auto take = [&](const std::string& name, size_t bytes) {
         const size_t held = allocator.held(), taken = allocator.taken(), holders = allocator.holdings().size();
         uint8_t* data = nullptr;
         try {
-            data = allocate(allocator, bytes, fit, name);
+            data = allocate(allocator, bytes, name);
         } catch (const Error& e) {
             EXPECT_FALSE(failed) << "one refusal was asked for";
             failed = true;
@@ -268,7 +251,7 @@ bool loadWithFailureAt(int n) {
             EXPECT_EQ(allocator.holdings().size(), holders);
             EXPECT_EQ(device.freeBytes(), 64 * kMiB - taken);
             unharmed();
-            data = allocate(allocator, bytes, fit, name);  // nothing is in its way
+            data = allocate(allocator, bytes, name);  // nothing is in its way
         }
         std::memset(data, name[0], bytes);
         live[name] = {data, bytes};
@@ -277,20 +260,19 @@ bool loadWithFailureAt(int n) {
         allocator.free(live[name].first);
         live.erase(name);
     };
-    take("embedding", 5 * kMiB + 300, Fit::Exact);
-    take("norm", 700, Fit::Exact);
-    take("a staging buffer", 1 * kMiB, Fit::Pooled);
-    take("up", 3 * kMiB + 1, Fit::Exact);
+    take("embedding", 5 * kMiB + 300);
+    take("norm", 700);
+    take("a staging buffer", 1 * kMiB);
+    take("up", 3 * kMiB + 1);
     drop("embedding");
-    take("down", 2 * kMiB, Fit::Exact);
-    take("gate", 9 * kMiB, Fit::Exact);
-    take("b staging buffer", 4 * kMiB, Fit::Pooled);
+    take("down", 2 * kMiB);
+    take("gate", 9 * kMiB);
+    take("b staging buffer", 4 * kMiB);
     drop("norm");
-    take("head", 6 * kMiB - 256, Fit::Exact);
+    take("head", 6 * kMiB - 256);
     unharmed();
     const bool reached = failed;
     while (!live.empty()) drop(live.begin()->first);
-    allocator.trim();
     EXPECT_EQ(allocator.held(), 0u);
     EXPECT_EQ(device.freeBytes(), 64 * kMiB);
     return reached;
@@ -330,17 +312,12 @@ TEST(Allocator, AnErrorOfTheDeviceLosesNothing) {
             EXPECT_EQ(allocator.held(), 3 * kMiB);
             EXPECT_EQ(allocator.taken(), 4 * kMiB);
         }
-        allocator.free(allocate(allocator, 4 * kMiB, Fit::Pooled));
-        const size_t taken = allocator.taken();
-        for (const Fit fit : {Fit::Exact, Fit::Pooled}) {
-            device.zeroesUntilError = 1;
-            EXPECT_EQ(errorOf(ErrorKind::Internal, [&] { allocate(allocator, 3 * kMiB, fit); }), "the device is lost");
-            EXPECT_EQ(allocator.held(), 3 * kMiB);
-            EXPECT_EQ(allocator.taken(), taken);
-        }
+        device.zeroesUntilError = 1;
+        EXPECT_EQ(errorOf(ErrorKind::Internal, [&] { allocate(allocator, 3 * kMiB); }), "the device is lost");
+        EXPECT_EQ(allocator.held(), 3 * kMiB);
+        EXPECT_EQ(allocator.taken(), 4 * kMiB);
         EXPECT_TRUE(filledWith(kept, 3 * kMiB, 5));
         allocator.free(kept);
-        allocator.trim();
         EXPECT_EQ(device.freeBytes(), 64 * kMiB);
     }
     EXPECT_EQ(device.reserved(), 0u);
@@ -419,8 +396,7 @@ TEST(Allocator, DestructionGivesEverythingBack) {
         Allocator allocator(device);
         allocate(allocator, 5 * kMiB);
         allocate(allocator, 100);
-        allocate(allocator, 3 * kMiB, Fit::Pooled);
-        allocator.free(allocate(allocator, 3 * kMiB, Fit::Pooled));
+        allocator.free(allocate(allocator, 3 * kMiB));
         EXPECT_GT(device.reserved(), 0u);
     }
     EXPECT_EQ(device.freeBytes(), 64 * kMiB);
@@ -444,14 +420,13 @@ TEST(Allocator, SeveralThreadsAtOnce) {
         for (int round = 0; round < 1500; ++round) {
             if (mine.size() < 40 && random() % 3) {
                 const size_t bytes = 1 + random() % (100 * kKiB);
-                uint8_t* const data = allocate(allocator, bytes, random() % 2 ? Fit::Exact : Fit::Pooled);
+                uint8_t* const data = allocate(allocator, bytes);
                 EXPECT_TRUE(filledWith(data, bytes, 0));
                 std::memset(data, value, bytes);
                 mine.emplace_back(data, bytes);
             } else if (!mine.empty()) {
                 free(random() % mine.size());
             }
-            if (round % 100 == 0) allocator.trim();
             EXPECT_LE(allocator.available(), 64 * kMiB);
         }
         while (!mine.empty()) free(0);
@@ -460,8 +435,37 @@ TEST(Allocator, SeveralThreadsAtOnce) {
     for (unsigned i = 1; i <= 4; ++i) threads.emplace_back(work, i);
     for (std::thread& thread : threads) thread.join();
     EXPECT_EQ(allocator.held(), 0u);
-    allocator.trim();
     EXPECT_EQ(device.freeBytes(), 64 * kMiB);
+}
+
+TEST(Allocator, SaysWhoHoldsWhatWhileOthersTakeAndFree) {
+    FakeDevice device(64 * kMiB, 64 * kKiB);
+    Allocator allocator(device);
+    const std::string kept = "what stays all the time", taken = "what comes and goes meanwhile";
+    constexpr size_t kCount = 40;
+    for (size_t i = 0; i < kCount; ++i) allocate(allocator, 3000, kept);
+    std::atomic<int> working{2};
+    const auto work = [&] {
+        for (int round = 0; round < 400; ++round) {
+            std::vector<uint8_t*> mine;
+            for (size_t i = 0; i < kCount; ++i) mine.push_back(allocate(allocator, 100, taken));
+            for (uint8_t* data : mine) allocator.free(data);
+        }
+        --working;
+    };
+    std::thread first(work), second(work);
+    while (working > 0) {
+        for (const sharpi::Holding& holding : allocator.holdings()) {
+            if (holding.name == kept) {
+                EXPECT_EQ(holding.bytes, kCount * 3000);
+            } else {
+                EXPECT_EQ(holding.name, taken);
+                EXPECT_TRUE(holding.bytes % 100 == 0 && holding.bytes <= 2 * kCount * 100) << holding.bytes;
+            }
+        }
+    }
+    first.join();
+    second.join();
 }
 
 }  // namespace

@@ -20,7 +20,6 @@ using sharpi::Allocator;
 using sharpi::Error;
 using sharpi::ErrorKind;
 using sharpi::FakeDevice;
-using sharpi::Fit;
 
 constexpr size_t kKiB = 1024, kMiB = 1024 * kKiB;
 
@@ -28,12 +27,7 @@ bool filledWith(const uint8_t* data, size_t bytes, uint8_t value) {
     return bytes == 0 || (data[0] == value && std::memcmp(data, data + 1, bytes - 1) == 0);
 }
 
-size_t roomFor(size_t bytes, Fit fit) {
-    if (fit == Fit::Exact) return (std::max<size_t>(bytes, 1) + 255) / 256 * 256;
-    size_t room = 256;
-    while (room < bytes) room *= 2;
-    return room;
-}
+size_t roomFor(size_t bytes) { return (std::max<size_t>(bytes, 1) + 255) / 256 * 256; }
 
 // What is allocated, as the caller sees it, each allocation filled with a byte of its own.
 class Model {
@@ -46,7 +40,7 @@ public:
         for (const auto& [data, one] : _live) total += one.bytes;
         return total;
     }
-    // The device's bytes that must be taken when the pool keeps nothing.
+    // The device's bytes that must be taken.
     size_t touched() const {
         const size_t granule = _device.granularity();
         std::set<uintptr_t> granules;
@@ -56,10 +50,10 @@ public:
         }
         return granules.size() * granule;
     }
-    void allocate(size_t bytes, Fit fit) {
-        auto* data = static_cast<uint8_t*>(_allocator.allocate(bytes, fit, "random"));
+    void allocate(size_t bytes) {
+        auto* data = static_cast<uint8_t*>(_allocator.allocate(bytes, "random"));
         ASSERT_EQ(reinterpret_cast<uintptr_t>(data) % Allocator::kAlignment, 0u);
-        const size_t room = roomFor(bytes, fit);
+        const size_t room = roomFor(bytes);
         const auto next = _live.upper_bound(data);
         ASSERT_TRUE(next == _live.end() || data + room <= next->first) << "overlaps the allocation after it";
         ASSERT_TRUE(next == _live.begin() || std::prev(next)->first + std::prev(next)->second.room <= data) << "overlaps the one before";
@@ -74,14 +68,10 @@ public:
         _allocator.free(it->first);
         _live.erase(it);
     }
-    void check(bool poolIsEmpty) const {
+    void check() const {
         ASSERT_EQ(_allocator.held(), held());
         ASSERT_EQ(_device.freeBytes(), _capacity - _allocator.taken());
-        if (poolIsEmpty) {
-            ASSERT_EQ(_allocator.taken(), touched());
-        } else {
-            ASSERT_GE(_allocator.taken(), touched());
-        }
+        ASSERT_EQ(_allocator.taken(), touched());
     }
     void checkContents() const {
         for (const auto& [data, one] : _live) ASSERT_TRUE(filledWith(data, one.bytes, one.value)) << "contents changed";
@@ -109,7 +99,7 @@ size_t randomSize(std::mt19937& random) {
     }
 }
 
-void randomRounds(unsigned seed, bool pooled, bool poisoned, size_t largestReserve) {
+void randomRounds(unsigned seed, bool poisoned, size_t largestReserve) {
     std::mt19937 random(sharpi::testSeed(seed));
     FakeDevice device(8 * kMiB, 64 * kKiB);
     device.setLargestReserve(largestReserve);
@@ -117,39 +107,30 @@ void randomRounds(unsigned seed, bool pooled, bool poisoned, size_t largestReser
     Allocator allocator(device);
     Model model(allocator, device);
     int refused = 0;
-    bool poolIsEmpty = true;
     for (int round = 0; round < 2400; ++round) {
-        const unsigned action = random() % 100;
         // Mostly filling, then mostly emptying, and again.
-        if (model.count() == 0 || action < (round / 300 % 2 ? 35u : 60u)) {
+        if (model.count() == 0 || random() % 100 < (round / 300 % 2 ? 35u : 60u)) {
             const size_t bytes = randomSize(random);
-            const Fit fit = pooled && random() % 3 == 0 ? Fit::Pooled : Fit::Exact;
             const size_t takenBefore = allocator.taken();
             try {
-                model.allocate(bytes, fit);
+                model.allocate(bytes);
             } catch (const Error& e) {
                 ++refused;
                 ASSERT_EQ(e.kind(), ErrorKind::OutOfMemory);
-                poolIsEmpty = true;  // trimmed before it was refused
-                ASSERT_LE(allocator.taken(), takenBefore);
-                const size_t granules = (roomFor(bytes, fit) + 64 * kKiB - 1) / (64 * kKiB);
+                ASSERT_EQ(allocator.taken(), takenBefore);
+                const size_t granules = (roomFor(bytes) + 64 * kKiB - 1) / (64 * kKiB);
                 ASSERT_LT(device.freeBytes(), granules * 64 * kKiB) << "it would have fitted";
             }
-        } else if (pooled && action == 99) {
-            allocator.trim();
-            poolIsEmpty = true;
         } else {
             model.free(random() % model.count());
-            if (pooled) poolIsEmpty = false;
         }
         if (::testing::Test::HasFatalFailure()) return;
-        model.check(poolIsEmpty);
+        model.check();
         if (round % 100 == 0) model.checkContents();
         if (::testing::Test::HasFatalFailure()) return;
     }
     EXPECT_GT(refused, 0) << "the device was never full";
     while (model.count() > 0) model.free(random() % model.count());
-    allocator.trim();
     EXPECT_EQ(allocator.held(), 0u);
     EXPECT_EQ(allocator.taken(), 0u);
     EXPECT_EQ(device.freeBytes(), 8 * kMiB);
@@ -157,21 +138,14 @@ void randomRounds(unsigned seed, bool pooled, bool poisoned, size_t largestReser
 
 TEST(AllocatorAtRandom, GivesBackExactlyWhatNothingReachesInto) {
     for (unsigned seed = 0; seed < 6; ++seed) {
-        randomRounds(seed, false, seed % 2 == 0, SIZE_MAX);
-        if (HasFatalFailure()) return;
-    }
-}
-
-TEST(AllocatorAtRandom, KeepsItsBooksWithThePoolInUse) {
-    for (unsigned seed = 100; seed < 106; ++seed) {
-        randomRounds(seed, true, seed % 2 == 0, SIZE_MAX);
+        randomRounds(seed, seed % 2 == 0, SIZE_MAX);
         if (HasFatalFailure()) return;
     }
 }
 
 TEST(AllocatorAtRandom, DoesWithoutALargeRangeOfAddresses) {
     for (unsigned seed = 200; seed < 204; ++seed) {
-        randomRounds(seed, seed % 2 == 0, true, 8 * kMiB);
+        randomRounds(seed, seed % 2 == 0, 8 * kMiB);
         if (HasFatalFailure()) return;
     }
 }

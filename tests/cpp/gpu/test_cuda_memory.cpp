@@ -100,11 +100,12 @@ TEST_F(CudaMemoryTest, OutOfMemoryTakesNothing) {
     Buffer kept(allocator, 1000, "kept");
     const size_t before = memory.freeBytes();
     try {
-        allocator.allocate(memory.freeBytes() + 256 * kMiB, Fit::Exact, "a giant");
+        allocator.allocate(memory.freeBytes() + 256 * kMiB, "a giant");
         FAIL() << "more than there is was given";
     } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::OutOfMemory) << error.what();
         EXPECT_NE(std::string(error.what()).find("on the GPU: 'a giant' needs"), std::string::npos) << error.what();
+        EXPECT_NE(std::string(error.what()).find("held: 'kept' 1000 bytes"), std::string::npos) << error.what();
     }
     EXPECT_EQ(allocator.held(), 1000u);
     EXPECT_LE(difference(before, memory.freeBytes()), kSlack);
@@ -119,7 +120,7 @@ TEST_F(CudaMemoryTest, ManyRoundsLeakNothing) {
     for (int round = 0; round < 1000; ++round) {
         Allocator allocator(memory);
         Buffer a(allocator, 100, "a"), b(allocator, 3 * kMiB, "b");
-        allocator.free(allocator.allocate(5000, Fit::Pooled, "c"));
+        allocator.free(allocator.allocate(5000, "c"));
     }
     EXPECT_LE(difference(before, memory.freeBytes()), kSlack);
 }
