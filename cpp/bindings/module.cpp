@@ -297,6 +297,17 @@ py::object expertStats(Engine& engine) {
     return d;
 }
 
+py::dict holdings(const Engine& engine) {
+    std::vector<Holding> held;
+    {
+        py::gil_scoped_release release;  // memory may be just coming or going, which takes a while on a GPU
+        held = engine.holdings();
+    }
+    py::dict d;
+    for (const Holding& holding : held) d[py::str(holding.name)] = holding.bytes;
+    return d;
+}
+
 void bindEngine(py::module_& m) {
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
         .def(py::init([](const Description& d, const std::vector<std::string>& paths, int64_t context, int64_t batch,
@@ -348,6 +359,7 @@ void bindEngine(py::module_& m) {
         .def_property_readonly("kv_bytes", &Engine::kvBytes)
         .def_property_readonly("state_bytes", &Engine::stateBytes, "Of the recurrent states; 0 for a model without.")
         .def_property_readonly("scratch_bytes", &Engine::scratchBytes)
+        .def("holdings", &holdings, "Bytes of the device's memory by what holds them, largest first; on the CPU without the mapped file.")
         .def("warm", [](const Engine& e, const std::function<bool(uint64_t, uint64_t)>& progress) {
             py::gil_scoped_release release;
             e.warm([&](uint64_t done, uint64_t total) {

@@ -35,6 +35,8 @@ public:
     size_t kvBytes() const { return _kv->bytes(); }
     size_t stateBytes() const { return _kv->states().bytes(); }
     size_t scratchBytes() const { return _scratchBytes; }
+    // What holds the device's memory, largest first; on the CPU the mapped file is not counted. Does not wait for a step that runs.
+    std::vector<Holding> holdings() const { return _backend->allocator().holdings(); }
     static size_t kvBytesFor(const ModelSpec& spec, KvType type, int64_t context);
 
     // Touches every page of the files so that the first tokens need not wait for the disk. Returns when done or

@@ -24,7 +24,7 @@ size_t KvCache::bytesFor(const std::vector<KvLayerShape>& layers, KvType type, i
 }
 
 KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens, RecurrentState states)
-    : _type(type), _buffer(allocator, bytesFor(layers, type, tokens), "the KV cache"), _states(std::move(states)) {
+    : _type(type), _buffer(allocator, bytesFor(layers, type, tokens), "KV cache"), _states(std::move(states)) {
     const int64_t pages = pagesFor(tokens);
     auto* next = _buffer.as<uint8_t>();
     for (const KvLayerShape& layer : layers) {

@@ -28,7 +28,7 @@ RecurrentState::RecurrentState(Allocator& allocator, const std::vector<Recurrent
     const size_t bytes = bytesFor(layers, slots);
     if (!bytes) return;
     _slots = slots;
-    _buffer = Buffer(allocator, bytes, "the recurrent state");
+    _buffer = Buffer(allocator, bytes, "recurrent state");
     auto* next = _buffer.as<uint8_t>();
     for (const RecurrentShape& shape : layers) {
         uint8_t* matrix = next + partBytes(shape.convFloats, slots);

@@ -459,6 +459,9 @@ class Model:
         after the prompt's. acceptance_rate: of the drafted tokens. A rate is `None` if nothing was counted or timed.
         prompt: how prompts are computed, "exact" or "fast".
 
+        holdings: the bytes of the device's memory by the name of what holds them, largest first: tensors, the KV cache,
+        working memory. On the CPU these are bytes of RAM, without the mapped file.
+
         placement: where the weights are, as the core says: each byte is in "vram" or in "ram", where the file is
         mapped. Of those in "ram", on the GPU: "direct" ones are brought over each time, and "slots" ones are experts,
         of which single ones are in VRAM too; "cpu": those that the CPU computes with, on the CPU all of them. "ranges":
@@ -478,6 +481,7 @@ class Model:
             "state_bytes": self.engine.state_bytes,
             "scratch_bytes": self.engine.scratch_bytes,
             "vram_bytes": taken,
+            "holdings": self.engine.holdings(),
             "device": self.device,
             "device_name": self.device_name,
             "prompt": self.plan.prompt,

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -329,5 +330,29 @@ TEST(Engine, ThePlanCountsWhatLoadingTakes) {
     }
 }
 
+TEST(Engine, SaysWhatHoldsItsMemory) {
+    for (const tiny::Options& options : tiny::variants()) {
+        SCOPED_TRACE(tiny::describe(options));
+        const tiny::Model model(options);
+        OnFake fake(size_t{64} << 20);
+        const auto mapped = makeEngine(model, 200, 16, 1), copied = fake.load(model, smallOptions());
+        for (const auto& engine : {mapped, copied}) {
+            std::map<std::string, size_t> holdings;
+            size_t all = 0, last = SIZE_MAX;
+            for (const Holding& holding : engine->holdings()) {
+                EXPECT_LE(holding.bytes, last) << holding.name << " is larger than what is before it";
+                EXPECT_TRUE(holdings.emplace(holding.name, holding.bytes).second) << holding.name << " is there twice";
+                last = holding.bytes;
+                all += holding.bytes;
+            }
+            EXPECT_EQ(all, engine->backend().allocator().held());
+            EXPECT_EQ(holdings["KV cache"], engine->kvBytes());
+            EXPECT_EQ(holdings["working memory"], engine->scratchBytes());
+            EXPECT_EQ(holdings["recurrent state"], engine->stateBytes());
+            EXPECT_GT(holdings["output_norm.weight"], 0u);
+            EXPECT_EQ(holdings.count("token_embd.weight"), engine == copied ? 1u : 0u) << "the mapped file is not held";
+        }
+    }
+}
 
 }  // namespace

@@ -260,7 +260,11 @@ def test_stats_and_progress(tiny: Path) -> None:
             assert stats[key] > 0 and abs(getattr(model.plan, key) - stats[key]) <= 4096
         assert (stats["device"], stats["vram_bytes"], model.kernels_per_step) == ("cpu", 0, 0)
         assert stats["device_name"] == model.device_name and model.device == "cpu"
-        assert json.dumps(model.plan.to_dict())
+        holdings = stats["holdings"]
+        assert list(holdings.values()) == sorted(holdings.values(), reverse=True) and all(holdings.values())
+        assert (holdings["KV cache"], holdings["working memory"]) == (stats["kv_bytes"], stats["scratch_bytes"])
+        assert holdings["output_norm.weight"] > 0 and "output.weight" not in holdings, "the mapped file is not counted"
+        assert json.dumps(model.plan.to_dict()) and json.dumps(stats)
 
 
 @pytest.mark.parametrize("kind", [OutOfMemoryError, InvalidRequestError, InternalError, ModelFileError])
@@ -301,6 +305,9 @@ class FakeGpuEngine:
 
     def expert_stats(self) -> dict | None:
         return self.counts
+
+    def holdings(self) -> dict[str, int]:
+        return {}
 
     def placement(self) -> dict:
         return {"vram": 1, "direct": 2, "cpu": 1, "ranges": [(0, 0, 3, "vram")]}
