@@ -91,15 +91,32 @@ DraftOptions toDraftOptions(const std::string& source, int32_t tokens) {
     return options;
 }
 
+const char* kvTypeName(KvType type) { return type == KvType::F32 ? "fp32" : type == KvType::BF16 ? "bf16" : "fp16"; }
+
+PromptMode toPromptMode(const std::string& name) {
+    if (name == "exact") return PromptMode::Exact;
+    if (name == "fast") return PromptMode::Fast;
+    throw Error(ErrorKind::InvalidArgument, "unknown prompt mode '" + name + "': known are exact and fast");
+}
+
+const char* promptModeName(PromptMode mode) { return mode == PromptMode::Exact ? "exact" : "fast"; }
+
+// Whether it is the GPU.
+bool toCuda(const std::string& device) {
+    if (device != "cpu" && device != "cuda") throw Error(ErrorKind::InvalidArgument, "unknown device '" + device + "': known are cpu and cuda");
+    return device == "cuda";
+}
+
+const char* deviceName(bool cuda) { return cuda ? "cuda" : "cpu"; }
+
 // (home, rows of the CPU, rank) of each tensor; none: all in VRAM.
-using HomeRows = std::optional<std::vector<std::tuple<std::string, int64_t, int32_t>>>;
+using HomeRows = std::vector<std::tuple<std::string, int64_t, int32_t>>;
 
 constexpr std::array<Home, 3> kHomes{Home::Vram, Home::Direct, Home::Slots};
 
 Homes toHomes(const HomeRows& rows) {
     Homes homes;
-    if (!rows) return homes;
-    for (const auto& [home, cpuRows, rank] : *rows) {
+    for (const auto& [home, cpuRows, rank] : rows) {
         const auto known = std::find_if(kHomes.begin(), kHomes.end(), [&home = home](Home h) { return home == homeName(h); });
         if (known == kHomes.end()) throw Error(ErrorKind::InvalidArgument, "unknown home '" + home + "': known are vram, direct and slots");
         if (cpuRows < 0 || cpuRows > int64_t{1} << 40 || rank < 0) throw Error(ErrorKind::InvalidArgument, "a plan with impossible rows or ranks");
@@ -108,28 +125,16 @@ Homes toHomes(const HomeRows& rows) {
     return homes;
 }
 
+HomeRows homeRows(const Homes& homes) {
+    HomeRows rows;
+    for (const TensorHome& home : homes) rows.emplace_back(homeName(home.home), home.cpuRows, home.rank);
+    return rows;
+}
+
 RowKind toRowKind(const std::string& kind) {
     if (kind == "prompt") return RowKind::Prompt;
     if (kind == "decode") return RowKind::Decode;
     throw Error(ErrorKind::InvalidArgument, "unknown kind of rows '" + kind + "': known are prompt and decode");
-}
-
-EngineOptions toOptions(int64_t context, int64_t batch, int threads, const std::string& kvType, const std::string& device, size_t vram,
-                        const HomeRows& homes, size_t expertSlotBytes, int32_t sequences, const std::string& prompt) {
-    EngineOptions options;
-    options.homes = toHomes(homes);
-    options.expertSlotBytes = expertSlotBytes;
-    options.context = context;
-    options.batch = batch;
-    options.threads = threads;
-    options.kvType = toKvType(kvType);
-    options.vram = vram;
-    options.sequences = sequences;
-    if (prompt != "exact" && prompt != "fast") throw Error(ErrorKind::InvalidArgument, "unknown prompt mode '" + prompt + "': known are exact and fast");
-    options.prompt = prompt == "exact" ? PromptMode::Exact : PromptMode::Fast;
-    if (device != "cpu" && device != "cuda") throw Error(ErrorKind::InvalidArgument, "unknown device '" + device + "': known are cpu and cuda");
-    options.cuda = device == "cuda";
-    return options;
 }
 
 Interrupted interruptCheck() {
@@ -202,12 +207,55 @@ py::dict measure(int threads, size_t most) {
     return values;
 }
 
+// Options by name, with the struct's defaults. The context has to be given. Read-only, so they are read without the GIL.
+void bindOptions(py::module_& m) {
+    using Warm = std::vector<std::pair<int32_t, int32_t>>;
+    using Rates = std::pair<double, double>;
+    const EngineOptions usual;
+    py::class_<EngineOptions>(m, "EngineOptions", "How a model runs: what an Engine is built with, and what its memory is planned with.")
+        .def(py::init([](int64_t context, int64_t batch, int threads, const std::string& kvType, const std::string& prompt,
+                         int32_t sequences, const std::string& device, size_t vram, const HomeRows& homes, size_t expertSlotBytes,
+                         const Rates& expertRates, Warm warm) {
+            EngineOptions options;
+            options.context = context;
+            options.batch = batch;
+            options.threads = threads;
+            options.kvType = toKvType(kvType);
+            options.prompt = toPromptMode(prompt);
+            options.sequences = sequences;
+            options.cuda = toCuda(device);
+            options.vram = vram;
+            options.homes = toHomes(homes);
+            options.expertSlotBytes = expertSlotBytes;
+            options.expertUse = {expertRates.first, expertRates.second, std::move(warm)};
+            return options;
+        }), py::kw_only(), py::arg("context"), py::arg("batch") = usual.batch, py::arg("threads") = usual.threads,
+            py::arg("kv_dtype") = kvTypeName(usual.kvType), py::arg("prompt") = promptModeName(usual.prompt),
+            py::arg("sequences") = usual.sequences, py::arg("device") = deviceName(usual.cuda), py::arg("vram") = usual.vram,
+            py::arg("homes") = homeRows(usual.homes), py::arg("expert_slot_bytes") = usual.expertSlotBytes,
+            py::arg("expert_rates") = Rates(usual.expertUse.cpuRate, usual.expertUse.busRate), py::arg("warm") = usual.expertUse.warm,
+            "prompt: how prompts are computed on the GPU, \"exact\" or \"fast\". vram: the most to take of the GPU's memory; 0: all that "
+            "is free. homes: (home, rows of the CPU, rank) of each tensor; none: all in VRAM. expert_rates: bytes per second at which the "
+            "CPU computes experts and the GPU fetches them. warm: (layer, expert) that slots hold from the beginning.")
+        .def_readonly("context", &EngineOptions::context)
+        .def_readonly("batch", &EngineOptions::batch)
+        .def_readonly("threads", &EngineOptions::threads)
+        .def_property_readonly("kv_dtype", [](const EngineOptions& o) { return kvTypeName(o.kvType); })
+        .def_property_readonly("prompt", [](const EngineOptions& o) { return promptModeName(o.prompt); })
+        .def_readonly("sequences", &EngineOptions::sequences)
+        .def_property_readonly("device", [](const EngineOptions& o) { return deviceName(o.cuda); })
+        .def_readonly("vram", &EngineOptions::vram)
+        .def_property_readonly("homes", [](const EngineOptions& o) { return homeRows(o.homes); })
+        .def_readonly("expert_slot_bytes", &EngineOptions::expertSlotBytes)
+        .def_property_readonly("expert_rates", [](const EngineOptions& o) { return Rates(o.expertUse.cpuRate, o.expertUse.busRate); })
+        .def_property_readonly("warm", [](const EngineOptions& o) { return o.expertUse.warm; });
+}
+
 // Throws for homes of another model.
-EngineOptions plannedOptions(const Description& d, EngineOptions options) {
+void requireHomesOf(const Description& d, const EngineOptions& options) {
     if (!options.homes.empty() && options.homes.size() != d.tensors.all().size()) {
         throw Error(ErrorKind::InvalidArgument, "homes for " + std::to_string(options.homes.size()) + " tensors of " + std::to_string(d.tensors.all().size()));
     }
-    return options;
 }
 
 void bindDescription(py::module_& m) {
@@ -233,27 +281,22 @@ void bindDescription(py::module_& m) {
         .def("kv_bytes", [](const Description& d, const std::string& type, int64_t context) {
             return Engine::kvBytesFor(d.spec, toKvType(type), context);
         }, py::arg("kv_dtype"), py::arg("context"), "Bytes of the KV cache for `context` tokens, in whole pages.")
-        .def("memory_lines", [](const Description& d, const std::string& device, const std::string& kvType, int64_t batch,
-                                 int64_t context, int threads, const HomeRows& homes, size_t expertSlotBytes, int32_t sequences,
-                                 const std::string& prompt) {
+        .def("memory_lines", [](const Description& d, const EngineOptions& options) {
+            requireHomesOf(d, options);
             std::vector<std::pair<std::string, int64_t>> lines;
-            const EngineOptions options = plannedOptions(d, toOptions(context, batch, threads, kvType, device, 0, homes, expertSlotBytes, sequences, prompt));
             py::gil_scoped_release release;
             for (const TraceLine& line : plannedLines(d.spec, d.tensors, options)) {
                 lines.emplace_back(line.name, line.taken);
             }
             return lines;
-        }, py::arg("device"), py::arg("kv_dtype"), py::arg("batch"), py::arg("context"), py::arg("threads") = 1,
-           py::arg("homes") = py::none(), py::arg("expert_slot_bytes") = 0, py::arg("sequences") = EngineOptions().sequences,
-           py::arg("prompt") = "fast",
-           "What loading will take of the device's memory, in bytes, line by line as SHARPI_TRACE_VRAM=1 shows it.")
-        .def("expert_pools", [](const Description& d, const HomeRows& homes, size_t expertSlotBytes) {
+        }, py::arg("options"), "What loading will take of the device's memory, in bytes, line by line as SHARPI_TRACE_VRAM=1 shows it.")
+        .def("expert_pools", [](const Description& d, const EngineOptions& options) {
+            requireHomesOf(d, options);
             std::vector<std::tuple<int32_t, int64_t, size_t, int64_t>> pools;
-            const EngineOptions options = plannedOptions(d, toOptions(1, 1, 1, "bf16", "cuda", 0, homes, expertSlotBytes, 1, "fast"));
             py::gil_scoped_release release;
             for (const auto& p : expertPools(d.spec, d.tensors, options)) pools.emplace_back(p.layers, p.experts, p.slotBytes, p.capacity);
             return pools;
-        }, py::arg("homes"), py::arg("expert_slot_bytes"),
+        }, py::arg("options"),
            "(layers, experts of all of them, bytes of a slot, slots) for experts of each size, where experts are in slots.")
         .def("tensor_uses", [](const Description& d) {
             std::vector<std::tuple<int32_t, std::string, std::string, int32_t, uint64_t, int64_t, int64_t>> uses;
@@ -310,18 +353,10 @@ py::dict holdings(const Engine& engine) {
 
 void bindEngine(py::module_& m) {
     py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-        .def(py::init([](const Description& d, const std::vector<std::string>& paths, int64_t context, int64_t batch,
-                         int threads, const std::string& kvType, const std::string& device, size_t vram, const HomeRows& homes,
-                         size_t expertSlotBytes, std::pair<double, double> expertRates, std::vector<std::pair<int32_t, int32_t>> warm,
-                         int32_t sequences, const std::string& prompt) {
-            EngineOptions options = toOptions(context, batch, threads, kvType, device, vram, homes, expertSlotBytes, sequences, prompt);
-            options.expertUse = {expertRates.first, expertRates.second, std::move(warm)};
+        .def(py::init([](const Description& d, const std::vector<std::string>& paths, const EngineOptions& options) {
             py::gil_scoped_release release;
             return std::shared_ptr<Engine>(new Engine(d.spec, std::make_unique<Weights>(paths, d.tensors), options), DeleteUnlocked());
-        }), py::arg("description"), py::arg("paths"), py::arg("context"), py::arg("batch"), py::arg("threads"), py::arg("kv_dtype"),
-            py::arg("device") = "cpu", py::arg("vram") = 0, py::arg("homes") = py::none(), py::arg("expert_slot_bytes") = 0,
-            py::arg("expert_rates") = std::pair<double, double>(0, 0), py::arg("warm") = std::vector<std::pair<int32_t, int32_t>>{},
-            py::arg("sequences") = EngineOptions().sequences, py::arg("prompt") = "fast")
+        }), py::arg("description"), py::arg("paths"), py::arg("options"))
         .def("expert_stats", &expertStats, "What has become of each expert so far; None for a model without any.")
         .def_property_readonly("notes", &Engine::notes, "Lines for people: what was not as planned.")
         .def("placement", [](const Engine& e) {
@@ -417,6 +452,7 @@ void bindEngine(py::module_& m) {
 PYBIND11_MODULE(_core, m) {
     m.doc() = "The native core of Sharpi.";
     py::register_exception_translator(translate);
+    bindOptions(m);
     bindDescription(m);
     py::class_<SamplingParams>(m, "SamplingParams")
         .def(py::init([](float temperature, int32_t topK, float topP, float minP, float repetition, float presence,

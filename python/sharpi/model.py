@@ -96,14 +96,27 @@ def read_spec(file: GgufFile, mtp: bool = True, rope: RopeScaling | None = None)
         raise file.error(str(error)) from None
 
 
+def engine_options(plan: Plan, warm: ExpertStats | None = None) -> _core.EngineOptions:
+    """What the core is told of a plan. warm: says which experts fill the slots first."""
+    on_gpu = plan.device == "cuda"
+    return _core.EngineOptions(
+        context=plan.context,
+        batch=plan.batch,
+        threads=plan.threads,
+        kv_dtype=plan.kv_dtype,
+        prompt=plan.prompt,
+        sequences=plan.sequences,
+        device=plan.device,
+        vram=plan.vram or 0,
+        homes=plan.homes if on_gpu else (),
+        expert_slot_bytes=plan.expert_slots if on_gpu else 0,
+        expert_rates=plan.expert_rates if on_gpu else (0.0, 0.0),
+        warm=warm.order() if warm and on_gpu else (),
+    )
+
+
 def _open(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None) -> _core.Engine:
-    common = (spec, [str(path) for path in file.paths], plan.context, plan.batch, plan.threads, plan.kv_dtype,
-              plan.device, plan.vram or 0)
-    if plan.device == "cpu":
-        return _core.Engine(*common, sequences=plan.sequences, prompt=plan.prompt)
-    return _core.Engine(*common, list(plan.homes), expert_slot_bytes=plan.expert_slots,
-                        expert_rates=plan.expert_rates, warm=warm.order() if warm else [], sequences=plan.sequences,
-                        prompt=plan.prompt)
+    return _core.Engine(spec, [str(path) for path in file.paths], engine_options(plan, warm))
 
 
 def _engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None,

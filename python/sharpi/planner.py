@@ -33,6 +33,7 @@ from sharpi.rope import RopeScaling
 from sharpi.switches import check_switches
 
 if TYPE_CHECKING:
+    from sharpi._core import EngineOptions
     from sharpi.expert_stats import ExpertStats
 
 __all__ = ["DEFAULT_BATCH", "DEFAULT_CONTEXT", "DEVICES", "KV_DTYPES", "Plan", "Spec", "VRAM_MARGIN", "choose_context",
@@ -88,20 +89,16 @@ class Spec(Protocol):
         """Bytes of the KV cache for `context` tokens."""
         ...
 
-    def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
-                     homes: Sequence[TensorHome] | None = None, expert_slot_bytes: int = 0,
-                     sequences: int = DEFAULT_SEQUENCES, prompt: str = FAST) -> list[tuple[str, int]]:
+    def memory_lines(self, options: EngineOptions) -> list[tuple[str, int]]:
         """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "prediction layer" where there
         is one, "output head", "KV cache", "scratch", "graphs"; "streaming" where a weight is fetched, "expert slots"
-        where experts are, and "recurrent state" for a model that keeps one for each of `sequences`. homes: by tensor in
-        the file's order; `None`: all in VRAM. expert_slot_bytes: what slots may take. prompt: how prompts are computed,
-        "exact" or "fast". On the CPU, weights that stay in the mapped file count as nothing. Bytes are counted in the
-        device's steps: a line that fits into what is left of the step before it takes nothing."""
+        where experts are, and "recurrent state" for a model that keeps one for each of `sequences`. On the CPU, weights
+        that stay in the mapped file count as nothing. Bytes are counted in the device's steps: a line that fits into
+        what is left of the step before it takes nothing."""
         ...
 
-    def expert_pools(self, homes: Sequence[TensorHome],
-                     expert_slot_bytes: int) -> list[tuple[int, int, int, int]]:
-        """What slots that may take so much are: by pool (layers, experts in all of them, bytes of a slot, slots)."""
+    def expert_pools(self, options: EngineOptions) -> list[tuple[int, int, int, int]]:
+        """What the slots are: by pool (layers, experts in all of them, bytes of a slot, slots)."""
         ...
 
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
@@ -347,11 +344,25 @@ class _Request:
     def lines(self, device: str, context: int, rows: int, homes: Sequence[TensorHome],
               slots: int = 0) -> list[tuple[str, int]]:
         """What the core would take; on the CPU weights have no homes. slots: what experts' may take."""
-        asked = (device, self.kv_dtype, rows, context, self.threads)
-        more: dict[str, Any] = {"sequences": self.sequences, "prompt": self.prompt_on(device)}
-        if all(home.home == VRAM for home in homes):
-            return self.spec.memory_lines(*asked, **more)
-        return self.spec.memory_lines(*asked, list(homes), slots, **more)
+        return self.spec.memory_lines(self.options(device, context, rows, homes, slots))
+
+    def options(self, device: str, context: int, rows: int, homes: Sequence[TensorHome],
+                slots: int = 0) -> EngineOptions:
+        """What the core plans memory by. homes: by tensor in the file's order."""
+        from sharpi import _core  # late: `sharpi --help` needs no core
+
+        whole = all(home.home == VRAM for home in homes)
+        return _core.EngineOptions(
+            context=context,
+            batch=rows,
+            threads=self.threads,
+            kv_dtype=self.kv_dtype,
+            prompt=self.prompt_on(device),
+            sequences=self.sequences,
+            device=device,
+            homes=() if whole else homes,
+            expert_slot_bytes=0 if whole else slots,
+        )
 
     def prompt_on(self, device: str) -> str:
         """How the device computes prompts."""
@@ -446,7 +457,7 @@ class _OnGpu:
         profile = request.speeds.of("cuda", self._found) if needed else request.speeds.at_hand()
         if profile is not None and self._switches.rows:
             homes = balanced(self._inventory, homes, profile, request.threads)
-        pools = self._pools(homes, slots)
+        pools = self._pools(batch, homes, slots)
         cached = cached_experts(known.uses, pools, request.warm)
         details: dict[str, Any] = {"homes": homes, "placement": self._inventory.placed(homes, pools)}
         if profile is not None and self._inventory.has_experts:
@@ -463,10 +474,11 @@ class _OnGpu:
                         "draft_cost": draft_cost_on_gpu(known, homes, profile, threads, cached)}
         return details
 
-    def _pools(self, homes: Sequence[TensorHome], slots: int) -> tuple[ExpertPool, ...]:
+    def _pools(self, batch: int, homes: Sequence[TensorHome], slots: int) -> tuple[ExpertPool, ...]:
         if not any(home.home == SLOTS for home in homes):
             return ()
-        return tuple(ExpertPool(*pool) for pool in self._request.spec.expert_pools(list(homes), slots))
+        options = self._request.options("cuda", self._request.context, batch, homes, slots)
+        return tuple(ExpertPool(*pool) for pool in self._request.spec.expert_pools(options))
 
     def _within_limit(self, resident: int) -> bool:
         limit = self._switches.limit
@@ -527,7 +539,7 @@ class _OnGpu:
         most += [] if self._available is None else [self._available]
         slots = _MIB * _largest(min(most) // _MIB, lambda count: self._has_room(
             self._request.context, batch, homes, count * _MIB))
-        return slots if any(pool.slots for pool in self._pools(homes, slots)) else 0
+        return slots if any(pool.slots for pool in self._pools(batch, homes, slots)) else 0
 
     def _smallest(self, most: int) -> tuple[int, tuple[TensorHome, ...]]:
         """The batch and the homes that take the least."""

@@ -7,6 +7,7 @@ checked against them.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sharpi import _core
 from sharpi.expert_stats import ExpertStats
 from sharpi.hardware import Gpu
 from sharpi.plan import fingerprint
@@ -145,7 +147,10 @@ class FakeWeights:
         return sum(tensor.nbytes for tensor in self.tensors
                    if tensor.name.startswith(f"blk.{layer}.") and "_exps" in tensor.name) // 8
 
-    def expert_pools(self, homes: list[Any], expert_slot_bytes: int) -> list[tuple[int, int, int, int]]:
+    def expert_pools(self, options: _core.EngineOptions) -> list[tuple[int, int, int, int]]:
+        return self.pools(options.homes, options.expert_slot_bytes)
+
+    def pools(self, homes: Sequence[Any], expert_slot_bytes: int) -> list[tuple[int, int, int, int]]:
         """Layers whose experts are of one size share slots, and have a part of the room by what all experts take."""
         by_size: dict[int, int] = {}
         for layer in self.experts:
@@ -157,15 +162,14 @@ class FakeWeights:
         return [(layers, 8 * layers, size, min(8 * layers, max(0, expert_slot_bytes * 8 * layers // whole - LANDING)))
                 for size, layers in by_size.items()]
 
-    def _slots_bytes(self, homes: list[Any], expert_slot_bytes: int) -> int:
-        pools = self.expert_pools(homes, expert_slot_bytes)
+    def _slots_bytes(self, homes: Sequence[Any], expert_slot_bytes: int) -> int:
+        pools = self.pools(homes, expert_slot_bytes)
         return STAGING + sum((slots + LANDING) * size for _, _, size, slots in pools if slots)
 
-    def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int,
-                     homes: list[Any] | None = None, expert_slot_bytes: int = 0,
-                     sequences: int = 4, prompt: str = "fast") -> list[tuple[str, int]]:
-        assert prompt == "exact" or (device == "cuda" and prompt == "fast" and batch >= min(64, context))
-        assert 1 <= batch <= context and (homes is None or (device == "cuda" and len(homes) == len(self.tensors)))
+    def memory_lines(self, options: _core.EngineOptions) -> list[tuple[str, int]]:
+        device, batch, context, homes = options.device, options.batch, options.context, options.homes
+        assert options.prompt == "exact" or (device == "cuda" and batch >= min(64, context))
+        assert 1 <= batch <= context and (not homes or (device == "cuda" and len(homes) == len(self.tensors)))
         lines: dict[str, int] = {}
         pieces, slotted = 0, False
         for index, tensor in enumerate(self.tensors):
@@ -178,9 +182,9 @@ class FakeWeights:
             line = "layer " + tensor.name.split(".")[1] if tensor.name.startswith("blk.") else where
             line = "prediction layer" if line == f"layer {self.layers}" else line
             lines[line] = lines.get(line, 0) + (tensor.nbytes if device == "cuda" and home == "vram" else 0)
-        lines |= {"KV cache": self.kv_bytes(kv_dtype, context), "scratch": self.per_row * batch}
+        lines |= {"KV cache": self.kv_bytes(options.kv_dtype, context), "scratch": self.per_row * batch}
         lines |= {"streaming": PIECE * min(SLOTS, pieces)} if pieces else {}
-        lines |= {"expert slots": self._slots_bytes(homes, expert_slot_bytes)} if slotted else {}
+        lines |= {"expert slots": self._slots_bytes(homes, options.expert_slot_bytes)} if slotted else {}
         lines |= {"graphs": 1000 if device == "cuda" else 0}
         asked, taken, steps = 0, 0, []
         for name, count in lines.items():
@@ -191,8 +195,14 @@ class FakeWeights:
 
     def taken(self, batch: int, context: int, homes: Any = None, expert_slot_bytes: int = 0) -> int:
         """All that it takes on the GPU."""
-        lines = self.memory_lines("cuda", "bf16", batch, context, 1, list(homes) if homes else None, expert_slot_bytes)
-        return sum(count for _, count in lines)
+        options = _core.EngineOptions(device="cuda", context=context, batch=batch, homes=homes or (),
+                                      expert_slot_bytes=expert_slot_bytes)
+        return sum(count for _, count in self.memory_lines(options))
+
+
+def fields_of(options: _core.EngineOptions) -> dict[str, Any]:
+    """What the core is told, by name."""
+    return {name: getattr(options, name) for name in dir(options) if not name.startswith("_")}
 
 
 def stats_of(model: FakeWeights, uses: np.ndarray) -> ExpertStats:

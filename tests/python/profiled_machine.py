@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import Result
 from fake_model import cli_runner
 
-import sharpi
-from sharpi import hardware, profile_cache
+from sharpi import _core, hardware, profile_cache
 from sharpi.cli import main
 from sharpi.hardware import Gpu
 from sharpi.profile import HardwareProfile
@@ -57,7 +55,7 @@ def sampled(name: str, best: float) -> list[float]:
 @pytest.fixture(name="machine")
 def machine_fixture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     it = Machine()
-    monkeypatch.setattr(sharpi, "_core", SimpleNamespace(measure_hardware=it.measure_hardware), raising=False)
+    monkeypatch.setattr(_core, "measure_hardware", it.measure_hardware)
     monkeypatch.setattr(hardware, "cpu_name", lambda: it.cpu)
     monkeypatch.setattr(hardware, "core_count", lambda: it.allowed or it.cores)
     monkeypatch.setattr(hardware, "machine_core_count", lambda: it.cores)

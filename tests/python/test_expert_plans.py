@@ -71,7 +71,7 @@ def test_layers_of_different_experts_share_the_room() -> None:
     homes = inventory.homes(inventory.before_experts)
     plan = plan_of(model, model.taken(100, 1000, homes, 20 * MIB))
     assert held(plan) == held(replace(plan, homes=homes)) and 20 * MIB <= plan.expert_slots <= 21 * MIB
-    assert plan.expert_pools == tuple(model.expert_pools(list(homes), plan.expert_slots))
+    assert plan.expert_pools == tuple(model.pools(homes, plan.expert_slots))
     assert len({pool.slot_bytes for pool in plan.expert_pools}) > 1
     assert (plan.experts, plan.experts_in_slots) == (32, sum(pool.slots for pool in plan.expert_pools))
     assert plan.slots_per_layer == plan.experts_in_slots / 4
@@ -207,7 +207,7 @@ def test_the_command_shows_where_experts_are(monkeypatch: pytest.MonkeyPatch) ->
     inventory = Inventory.of(model, model)
     homes = inventory.homes(inventory.before_experts)
     none, some = (str(model.taken(100, 1000, homes, slots)) for slots in (0, 26 * MIB))
-    assert model.expert_pools(list(homes), 26 * MIB)[0][3] == 16
+    assert model.pools(homes, 26 * MIB)[0][3] == 16
     for arguments, places, cells in (
             (["--vram", "1GiB"], ["in VRAM"], ["48.0 MiB"]),
             (["--vram", "1GiB", "--cpu-moe"], ["in VRAM", "over PCIe", "by the CPU"], ["-", "-", "48.0 MiB"]),

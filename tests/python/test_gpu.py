@@ -429,7 +429,8 @@ def test_a_budget_that_is_too_small(tmp_path: Path) -> None:
     refusals = 0
     for budget in range(2 * MIB, needed, 2 * MIB):
         try:
-            _core.Engine(spec, paths, 512, BATCH, 2, "fp32", "cuda", budget)
+            _core.Engine(spec, paths, _core.EngineOptions(
+                context=512, batch=BATCH, threads=2, kv_dtype="fp32", device="cuda", vram=budget))
         except OutOfMemoryError as refusal:
             refusals += 1
             assert "\n" not in str(refusal) and "free" in str(refusal)

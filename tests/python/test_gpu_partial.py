@@ -132,12 +132,13 @@ def test_less_memory_than_planned(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", MEDIUM)
     with load(path, kv_dtype="bf16") as model:
         expected = model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode")
-        homes, spec, plan = model.plan.homes, model.spec, model.plan
+        spec, plan = model.spec, model.plan
         paths = [str(part) for part in model.file.paths]
     from sharpi import _core
 
-    engine = _core.Engine(spec, paths, plan.context, plan.batch, 2, "bf16", "cuda", plan.total_bytes - 20 * MIB,
-                          [tuple(home) for home in homes])
+    engine = _core.Engine(spec, paths, _core.EngineOptions(
+        context=plan.context, batch=plan.batch, threads=2, kv_dtype="bf16", device="cuda",
+        vram=plan.total_bytes - 20 * MIB, homes=plan.homes))
     assert len(engine.notes) == 1 and "free" in engine.notes[0]
     assert 0 < engine.placement()["vram"] < sum(t.nbytes for t in model.file.tensors)
     np.testing.assert_array_equal(_core.Session(engine).logits(TOKENS, list(ONE_BY_ONE), "decode"), expected)

@@ -67,7 +67,8 @@ def test_only_attention_has_a_kv_cache() -> None:
     one = 48 * 4 * (48 * 128 * 128 + 3 * 10240)
     for device in ("cpu", "cuda"):
         for sequences in (1, 4, 64):
-            lines = dict(spec.memory_lines(device, "bf16", 512, 4096, 8, None, sequences=sequences))
+            options = _core.EngineOptions(device=device, context=4096, batch=512, threads=8, sequences=sequences)
+            lines = dict(spec.memory_lines(options))
             # A granule may be its neighbours' already.
             assert abs(lines["recurrent state"] - sequences * one) <= 2 << 20
             assert abs(lines["KV cache"] - (256 << 20)) <= 2 << 20

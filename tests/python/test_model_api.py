@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_model import cli_runner
-from fake_weights import MACHINE
+from fake_weights import MACHINE, fields_of
 from tiny_models import HYBRIDS, MODELS, write
 
 from sharpi import Model, _core
@@ -274,10 +274,10 @@ def test_a_gpu_that_fails_at_loading_leaves_auto_on_the_cpu(kind: type[SharpiErr
     monkeypatch.setattr("sharpi.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
     make_engine = _core.Engine
 
-    def engine(*arguments, **options):
-        if "cuda" in arguments:
+    def engine(spec: _core.Description, paths: list[str], options: _core.EngineOptions) -> _core.Engine:
+        if options.device == "cuda":
             raise kind("somebody else was quicker")
-        return make_engine(*arguments, **options)
+        return make_engine(spec, paths, options)
 
     monkeypatch.setattr(_core, "Engine", engine)
     if kind is ModelFileError:
@@ -300,8 +300,8 @@ class FakeGpuEngine:
     device_name = "Some GPU"
     counts = None
 
-    def __init__(self, *arguments, **options) -> None:
-        type(self).arguments, type(self).options = arguments, options
+    def __init__(self, spec: _core.Description, paths: list[str], options: _core.EngineOptions) -> None:
+        type(self).options = options
 
     def expert_stats(self) -> dict | None:
         return self.counts
@@ -320,16 +320,17 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
     monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "0")
     said: list[str] = []
     with Model.load(tiny, device="cuda", notice=said.append) as model:
-        assert FakeGpuEngine.arguments[6:] == ("cuda", 0, list(model.plan.homes))
-        assert FakeGpuEngine.options == {"expert_slot_bytes": 0, "expert_rates": (0.0, 0.0), "warm": [], "sequences": 4,
-                                         "prompt": "fast"}
+        assert fields_of(FakeGpuEngine.options) == {
+            "context": 512, "batch": 512, "threads": model.threads, "kv_dtype": "bf16", "prompt": "fast", "sequences": 4,
+            "device": "cuda", "vram": 0, "homes": list(model.plan.homes), "expert_slot_bytes": 0,
+            "expert_rates": (0.0, 0.0), "warm": []}
         assert not model.plan.resident and model.plan.decode
         assert said == ["only 5 MiB of VRAM are free"]
         stats = model.stats()
         assert stats["notes"] == said and stats["placement"]["ranges"] == [(0, 0, 3, "vram")]
     monkeypatch.delenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE")
     with Model.load(tiny, device="cuda", vram="1GiB") as model:
-        assert FakeGpuEngine.arguments[6:] == ("cuda", 1 << 30, list(model.plan.homes))
+        assert (FakeGpuEngine.options.vram, FakeGpuEngine.options.homes) == (1 << 30, list(model.plan.homes))
         assert model.plan.resident and len(model.plan.homes) == len(model.file.tensors)
         assert model.plan.decode is None, "nobody needed to know"
 
@@ -343,8 +344,8 @@ def test_the_gpu_is_told_how_to_compute_prompts(prompt: str | None, batch: int, 
     said: list[str] = []
 
     def check(model: Model) -> None:
-        assert FakeGpuEngine.options["prompt"] == model.plan.prompt == model.stats()["prompt"] == (prompt or "fast")
-        assert FakeGpuEngine.arguments[3] == model.plan.batch == rows
+        assert FakeGpuEngine.options.prompt == model.plan.prompt == model.stats()["prompt"] == (prompt or "fast")
+        assert FakeGpuEngine.options.batch == model.plan.batch == rows
 
     with Model.load(tiny, device="cuda", prompt=prompt, batch=batch, notice=said.append) as model:
         check(model)
@@ -530,7 +531,7 @@ def test_warmth_is_of_the_same_model_and_is_handed_to_the_gpu(moe: Path, tiny: P
         "capacity": 4, "resident": 3})
     for warm in (path, saved):
         with Model.load(moe, device="cuda", warm=warm, notice=said.append) as model:
-            assert FakeGpuEngine.options["warm"] == saved.order() and saved.order() != sorted(saved.order())
+            assert FakeGpuEngine.options.warm == saved.order() and saved.order() != sorted(saved.order())
             experts = model.stats()["experts"]
             assert (experts["slots"], experts["resident"]) == (4, 3)
             assert experts["predictors"]["next-token"]["accuracy"] == 0.25
@@ -539,8 +540,8 @@ def test_warmth_is_of_the_same_model_and_is_handed_to_the_gpu(moe: Path, tiny: P
     monkeypatch.setitem(Model.load.__globals__, "make_plan", lambda *a, **b: replace(
         planned(*a, **b), expert_slots=5 << 20, expert_rates=(1e9, 2e9)))
     with Model.load(moe, device="cuda"):
-        assert FakeGpuEngine.options == {"expert_slot_bytes": 5 << 20, "expert_rates": (1e9, 2e9), "warm": [],
-                                         "sequences": 4, "prompt": "fast"}
+        told = FakeGpuEngine.options
+        assert (told.expert_slot_bytes, told.expert_rates, told.warm) == (5 << 20, (1e9, 2e9), [])
 
 
 def test_plans_are_predicted_with_warmth(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

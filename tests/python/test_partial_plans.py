@@ -108,7 +108,7 @@ def test_homes_at_many_budgets(options: dict) -> None:
         assert plan.expert_slots % MIB == 0 and (not plan.expert_slots or slotted)
         if slotted:
             more = plan.expert_slots + MIB
-            holds = any(pool[3] for pool in model.expert_pools(list(plan.homes), more))
+            holds = any(pool[3] for pool in model.pools(plan.homes, more))
             assert model.taken(100, 1000, plan.homes, more) > budget or not holds
             assert plan.experts_in_slots >= slots
             slots = plan.experts_in_slots

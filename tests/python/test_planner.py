@@ -13,6 +13,7 @@ from fake_model import cli_runner
 from fake_weights import NO_GPU, plain_machine, set_gpu  # noqa: F401 - a fixture
 from tiny_models import QUANTIZED_TYPES
 
+from sharpi import _core
 from sharpi.cli import main
 from sharpi.errors import InternalError, InvalidRequestError, OutOfMemoryError
 from sharpi.hardware import Gpu, gpu, ram_bytes
@@ -43,15 +44,14 @@ class FakeSpec:
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
         return [(0, "weights", "vector", 0, 1000, 1, 1000)]
 
-    def memory_lines(self, device: str, kv_dtype: str, batch: int, context: int, threads: int, homes: None = None,
-                     sequences: int = 4, prompt: str = "exact") -> list[tuple[str, int]]:
-        assert device in ("cpu", "cuda") and 1 <= batch <= context and homes is None and sequences == 4
-        assert prompt == "exact" or (device == "cuda" and prompt == "fast" and batch >= min(64, context))
-        on_gpu = device == "cuda"
+    def memory_lines(self, options: _core.EngineOptions) -> list[tuple[str, int]]:
+        batch, context, on_gpu = options.batch, options.context, options.device == "cuda"
+        assert 1 <= batch <= context and not options.homes and options.sequences == 4
+        assert options.prompt == "exact" or (on_gpu and batch >= min(64, context))
         weights = [("token embedding", 300), ("layer 0", 250), ("layer 1", 350), ("output head", self.weights - 900)]
         return [*((name, count if on_gpu else 0) for name, count in weights),
-                ("KV cache", self.kv_bytes(kv_dtype, context) if self.kv_line is None else self.kv_line),
-                ("scratch", 50 * batch + 3 * context + 7 * threads), ("graphs", 11 if on_gpu else 0)]
+                ("KV cache", self.kv_bytes(options.kv_dtype, context) if self.kv_line is None else self.kv_line),
+                ("scratch", 50 * batch + 3 * context + 7 * options.threads), ("graphs", 11 if on_gpu else 0)]
 
 
 def fake_file(*sizes: int) -> SimpleNamespace:
@@ -343,7 +343,8 @@ def test_a_model_that_does_not_fit_says_what_would(monkeypatch: pytest.MonkeyPat
 def test_contexts_too_short_to_be_of_use_are_not_offered(asked: int, least: int) -> None:
     def plan(fitting: int):
         spec = FakeSpec(weights=2 * MIB)
-        room = sum(n for _, n in spec.memory_lines("cuda", "fp32", 1, max(1, fitting), 1)) - (fitting == 0)
+        options = _core.EngineOptions(device="cuda", kv_dtype="fp32", prompt="exact", batch=1, context=max(1, fitting))
+        room = sum(n for _, n in spec.memory_lines(options)) - (fitting == 0)
         return plan_of(spec=spec, device="cuda", context=asked, batch=1, vram=room)
 
     for fitting in {0, 1, least - 1, least, asked - 1} - {asked}:
@@ -381,12 +382,10 @@ def test_ram_is_plausible() -> None:
 
 @pytest.mark.parametrize("kind", [InvalidRequestError, InternalError, OutOfMemoryError])
 def test_a_gpu_that_cannot_be_asked_is_none(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    from sharpi import _core as core
-
     def fail() -> None:
         raise kind("device 0:\nan illegal memory access")
 
-    monkeypatch.setattr(core, "find_cuda_device", fail)
+    monkeypatch.setattr(_core, "find_cuda_device", fail)
     assert gpu() == "device 0: an illegal memory access"
 
 
@@ -495,8 +494,6 @@ def described(kind: str, *, experts: int) -> tuple[object, int]:
     a file, and the bytes of its tensors. No file is needed for that."""
     import gguf
 
-    from sharpi import _core
-
     width, hidden, heads, layers, vocab = 4096, 768 if experts else 12288, 32, 36, 151936
     arch = "qwen3moe" if experts else "qwen3"
     integers = {"block_count": layers, "context_length": 40960, "embedding_length": width,
@@ -532,13 +529,13 @@ def described(kind: str, *, experts: int) -> tuple[object, int]:
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", *QUANTIZED_TYPES])
 def test_weights_take_on_the_gpu_what_they_take_in_the_file(kind: str, experts: int) -> None:
     spec, file_bytes = described(kind, experts=experts)
-    lines = dict(spec.memory_lines("cuda", "bf16", 2048, 4096, 8))
+    lines = dict(spec.memory_lines(_core.EngineOptions(device="cuda", batch=2048, context=4096, threads=8)))
     weights = sum(count for name, count in lines.items() if name not in ("KV cache", "scratch", "graphs"))
     angles = 4096 * 128 * 4
     assert file_bytes <= weights <= 1.01 * file_bytes + angles
     assert lines["KV cache"] == 36 * 2 * 8 * 128 * 2 * 4096
     assert 0 < lines["scratch"] < 2 << 30
-    on_cpu = dict(spec.memory_lines("cpu", "bf16", 512, 4096, 8))
+    on_cpu = dict(spec.memory_lines(_core.EngineOptions(device="cpu", batch=512, context=4096, threads=8)))
     assert list(on_cpu) == list(lines)
     assert sum(count for name, count in on_cpu.items() if name not in ("KV cache", "scratch")) < 1 << 24
 
