@@ -99,7 +99,7 @@ public:
     virtual int64_t decodeRows() const = 0;
     // Whether prompt rows are computed as decode rows are. A row's kind then does not show.
     virtual bool oneArithmetic() const = 0;
-    // Prompt rows of a sequence must begin at a multiple of so many positions: a recurrent layer takes them in whole tiles from there.
+    // A sequence's prompt rows must begin at a position that is a multiple of this: a recurrent layer takes them in whole tiles.
     virtual int64_t promptStep() const = 0;
 
     // Everything below works on the batch given here; its tokens have room in the cache.

@@ -37,7 +37,7 @@ BatchNumbers::BatchNumbers(const Room& room) : _room(room) {
     _fastEnd = take(room.recurrent ? room.fastSequences : 0);
     _queryBegin = take(queryTiles);
     _queryEnd = take(queryTiles);
-    _deltaTiles = take(deltaTiles);
+    _deltaBegin = take(deltaTiles);
     _deltaEnd = take(deltaTiles);
     _tables = take(room.sequences * room.pages);
 }
@@ -59,7 +59,7 @@ public:
             while (end < _batch.size() && _batch.sequences[at(end)] == _batch.sequences[at(begin)]) ++end;
             if (begin < _exactRows && end > _exactRows) throw Error(ErrorKind::Internal, "a sequence's rows in a batch are of two kinds");
             writeTable(begin, end);
-            if (begin >= _exactRows) writeQueryTiles(begin, end);
+            if (begin >= _exactRows) writeTiles(begin, end, _layout._queryBegin, _layout._queryEnd, _queryTiles);
             if (room.recurrent) writeStates(begin, end);
         }
         if (room.recurrent && room.captured) padSequences();
@@ -100,10 +100,11 @@ private:
         else require(++_fastSequences <= room.fastSequences, "prompts", room.fastSequences);
     }
 
-    void writeQueryTiles(int64_t begin, int64_t end) {
+    // Appends the tiles of fast rows [begin, end) to a list that has `count`.
+    void writeTiles(int64_t begin, int64_t end, const List& begins, const List& ends, int64_t& count) {
         for (int64_t row = begin; row < end; row = tileEnd(row, end)) {
-            to(_layout._queryBegin)[_queryTiles] = number(row - _exactRows);
-            to(_layout._queryEnd)[_queryTiles++] = number(tileEnd(row, end) - _exactRows);
+            to(begins)[count] = number(row - _exactRows);
+            to(ends)[count++] = number(tileEnd(row, end) - _exactRows);
         }
     }
 
@@ -128,10 +129,7 @@ private:
             throw Error(ErrorKind::Internal, "prompt rows of a recurrent layer begin at position " + std::to_string(_batch.positions[at(begin)]) +
                                                  ", which is no multiple of " + std::to_string(kPromptTile));
         }
-        for (int64_t row = begin; row < end; row = tileEnd(row, end)) {
-            to(_layout._deltaTiles)[_deltaTiles] = number(row - _exactRows);
-            to(_layout._deltaEnd)[_deltaTiles++] = number(tileEnd(row, end) - _exactRows);
-        }
+        writeTiles(begin, end, _layout._deltaBegin, _layout._deltaEnd, _deltaTiles);
     }
 
     void writeSources() {
@@ -168,7 +166,7 @@ BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, i
     view.exactStates = {exactRows, from(_stateFrom), from(_stateTo), {from(_exactBegin), from(_exactEnd), writer.exactSequences()}};
     view.fastStates = {view.fastRows(), from(_stateFrom, exactRows), from(_stateTo, exactRows), {from(_fastBegin), from(_fastEnd), writer.fastSequences()}};
     view.queryTiles = {from(_queryBegin), from(_queryEnd), writer.queryTiles()};
-    view.deltaTiles = {from(_deltaTiles), from(_deltaEnd), writer.deltaTiles()};
+    view.deltaTiles = {from(_deltaBegin), from(_deltaEnd), writer.deltaTiles()};
     return filled;
 }
 

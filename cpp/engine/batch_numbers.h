@@ -37,15 +37,15 @@ public:
     explicit BatchNumbers(const Room& room);
     const Room& room() const { return _room; }
     int64_t count() const { return _count; }  // int32 in the block
-    int64_t deltaTiles() const { return _deltaTiles.room; }
+    int64_t deltaTiles() const { return _deltaBegin.room; }
 
     struct Filled {
         BatchView view;
-        int64_t used = 0;  // the first so many int32 must be uploaded
+        int64_t used = 0;  // host[0, used) must be uploaded
     };
     // Writes the numbers of a batch whose rows [0, exactRows) are exact to host[0, used). device: the block that they will be
-    // uploaded to. Throws Error(Internal) for a batch that there is no room for, and for fast rows of a recurrent sequence that do not begin at a
-    // tile or keep a state within one.
+    // uploaded to. Throws Error(Internal) for a batch that there is no room for, and for fast rows of a recurrent sequence that
+    // do not begin at a tile or keep a state within one.
     Filled fill(const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host, const int32_t* device) const;
 
 private:
@@ -59,7 +59,7 @@ private:
     int64_t _count = 0;
     List _tokens, _positions, _sequence, _logitRows, _sources, _joined;
     List _stateFrom, _stateTo, _exactBegin, _exactEnd, _fastBegin, _fastEnd;
-    List _queryBegin, _queryEnd, _deltaTiles, _deltaEnd;
+    List _queryBegin, _queryEnd, _deltaBegin, _deltaEnd;
     List _tables;
 };
 

@@ -190,9 +190,6 @@ ExpertCounts CudaBackend::expertCounts() {
 
 void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     if (::getpid() != _process) throw Error(ErrorKind::InvalidArgument, "a model cannot be used in a process forked after it was loaded");
-    if (batch.decodeRows > decodeRows()) {
-        throw Error(ErrorKind::Internal, "a batch of " + std::to_string(batch.decodeRows) + " decode rows: " + std::to_string(decodeRows()) + " are the most");
-    }
     _stream.use();
     _step = !batch.hasPromptRows();
     _logitRows = static_cast<int64_t>(batch.logitRows.size());

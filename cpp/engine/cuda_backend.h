@@ -4,9 +4,9 @@
 // PromptMode::Exact. Fast rows, which are the other prompt rows, go through tensor cores. Each block takes both ranges, and a row's
 // range alone decides its bits.
 //
-// A batch of decode rows alone is a step. Its launches are captured once for each number of rows, and of rows that want logits, and replayed. In a step the CPU
-// may compute a part of the feed-forward rows, and experts that are in no slot (host_share.h): that work is listed beside the
-// captured launches. In other batches the GPU computes all, and what is not resident is brought to it.
+// A batch of decode rows alone is a step. Its launches are captured once for each number of rows, and of rows that want logits, and
+// replayed. In a step the CPU may compute a part of the feed-forward rows, and experts that are in no slot (host_share.h): that work
+// is listed beside the captured launches. In other batches the GPU computes all, and what is not resident is brought to it.
 #pragma once
 
 #include <unistd.h>
@@ -140,6 +140,7 @@ private:
     Activations hiddenRows(const Matrix& reader, int64_t perRow) const;
     void products(const Activations& x, std::initializer_list<Product> products);
     void exactProducts(const Activations& x, std::vector<cuda::MatvecOutput> outputs);
+    void fastProduct(const Activations& x, const Matrix& part, const float* bias, float* y, int64_t stride, cuda::Store store);
     void addProduct(const Activations& x, const Weight& w, const float* bias);
     void gated(const Activations& x, const Weight& gate, const Weight& up, const Activations& hidden);
     void readTable(const Weight& table, float* out);

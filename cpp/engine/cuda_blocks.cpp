@@ -61,7 +61,7 @@ void CudaBackend::products(const Activations& x, std::initializer_list<Product> 
             float* const y = p.y + begin;
             if (p.w.resident()) resident.push_back({part, bias, y, p.w.rows});
             else exactProducts(x, {{part, bias, y, p.w.rows}});
-            if (fastRows()) cuda::matmul(_stream, part, x.fast, fastRows(), bias, y + exactRows() * p.w.rows, cuda::Store::Write, p.w.rows);
+            fastProduct(x, part, bias, y, p.w.rows, cuda::Store::Write);
         });
     }
     if (!resident.empty()) exactProducts(x, std::move(resident));
@@ -75,6 +75,11 @@ void CudaBackend::exactProducts(const Activations& x, std::vector<cuda::MatvecOu
     });
 }
 
+// y: where the first row of the batch goes.
+void CudaBackend::fastProduct(const Activations& x, const Matrix& part, const float* bias, float* y, int64_t stride, cuda::Store store) {
+    if (fastRows()) cuda::matmul(_stream, part, x.fast, fastRows(), bias, y + exactRows() * stride, store, stride);
+}
+
 // To x: residual += w input + bias
 void CudaBackend::addProduct(const Activations& x, const Weight& w, const float* bias) {
     float* const residual = floats(_layout->x);
@@ -83,7 +88,7 @@ void CudaBackend::addProduct(const Activations& x, const Weight& w, const float*
         forExactGroups([&](int64_t first, int rows) {
             cuda::matvecAdd(_stream, x.from(first), rows, part, partBias, residual + first * w.rows + begin, w.rows);
         });
-        if (fastRows()) cuda::matmul(_stream, part, x.fast, fastRows(), partBias, residual + exactRows() * w.rows + begin, cuda::Store::Add, w.rows);
+        fastProduct(x, part, partBias, residual + begin, w.rows, cuda::Store::Add);
     });
 }
 
@@ -166,9 +171,8 @@ void CudaBackend::gated(const Activations& x, const Weight& gate, const Weight& 
     } else if (fused) {
         for (const Weight* w : {&gate, &up}) _weights->arrive(w->group);
         exactFused(gate, up, 0);
-        for (const auto& [w, y] : {std::pair(&gate, gates), std::pair(&up, ups)}) {
-            if (fastRows()) cuda::matmul(_stream, *w, x.fast, fastRows(), nullptr, y + exactRows() * width, cuda::Store::Write);
-        }
+        fastProduct(x, gate, nullptr, gates, width, cuda::Store::Write);
+        fastProduct(x, up, nullptr, ups, width, cuda::Store::Write);
     } else {
         products(x, {{gate, nullptr, gates}, {up, nullptr, ups}});
     }
@@ -222,12 +226,7 @@ void CudaBackend::head(const HeadWeights& w, float eps, int64_t first, int64_t c
     const auto multiply = [&](const Matrix& part, int64_t begin) {
         cuda::matvec(_stream, {normed.floats, normed.quantized}, static_cast<int>(count), {{part, nullptr, floats(s.logits) + begin, w.output.rows}});
     };
-    if (w.output.resident()) {
-        _weights->arrive(w.output.group);
-        multiply(w.output, 0);
-    } else if (!shared || w.output.deviceRows()) {
-        _weights->forPieces(w.output.group, [&](const std::vector<Matrix>& parts, int64_t begin) { multiply(parts[0], begin); });
-    }
+    if (!shared || w.output.deviceRows()) forParts(w.output, multiply);
     if (shared) {
         const Mailbox& mail = _share->mailbox();
         const uint32_t returned = _work->nextReturned();

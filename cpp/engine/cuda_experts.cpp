@@ -6,12 +6,6 @@
 
 namespace sharpi {
 
-namespace {
-
-bool sameType(const Matrix& a, const Matrix& b) { return a.type == b.type; }
-
-}  // namespace
-
 void CudaBackend::experts(const ExpertWeights& w, float eps) {
     const GpuScratch& s = *_layout;
     const Matrix &gate = w.gate.first, &up = w.up.first;
@@ -78,7 +72,7 @@ void CudaBackend::expertsOfStep(const ExpertWeights& w, const Activations& in) {
 // silu(gate x) * (up x) of each exact row's pairs: of matrix which[pair] of the stacks.
 void CudaBackend::hiddenOfExperts(const Activations& x, const ExpertStacks& w, const int32_t* which, int32_t used, const Activations& hidden) {
     const GpuScratch& s = *_layout;
-    const bool fused = sameType(w.gate.first, w.up.first);
+    const bool fused = w.gate.first.type == w.up.first.type;
     forExactGroups([&](int64_t first, int rows) {
         const int64_t pair = first * used;
         if (fused) return cuda::expertGated(_stream, x.from(first), rows, w.gate, w.up, which + pair, used, cuda::rowsFrom(hidden.exact, pair, hidden.cols));

@@ -122,14 +122,14 @@ Batch Session::batchOf(const Piece& piece) const {
 std::optional<int64_t> Session::stateToKeep(const Piece& piece) const {
     const int64_t step = _engine->_backend->promptStep();
     if (piece.kind != RowKind::Prompt || !piece.endsPrompt || (step == 1 && piece.want != Want::Choice)) return std::nullopt;
-    return (piece.begin + piece.count - 1) / step * step;
+    return (piece.end() - 1) / step * step;
 }
 
 // Computes a piece with the engine locked, and keeps what is right of it. What was chosen: the guesses that are right, and the
 // token after them. If it throws, the cache is as it was, but for a state that there was no room to keep.
 std::vector<int32_t> Session::run(const Piece& piece) {
     KvCache& kv = *_engine->_kv;
-    const int64_t end = piece.begin + piece.count;
+    const int64_t end = piece.end();
     const std::optional<int64_t> kept = stateToKeep(piece);
     std::vector<int64_t> marks;
     if (kept && *kept > piece.begin) marks.push_back(*kept);

@@ -105,7 +105,7 @@ public:
     void reached(int32_t layer, const int32_t* chosen, int32_t count);
     // Every choice of a layer, for the policy. Any time after reached() of the layer and before the next.
     void used(int32_t layer, const int32_t* chosen, int32_t count);
-    // The same of a batch that is no step, so many of which chose the expert; or from a saved statistic. Any time.
+    // `rows` rows of a batch that is no step chose this expert, or a saved statistic says so. At any time.
     void addUses(int32_t layer, int32_t expert, float rows);
 
     // The slot where the pass finds an expert, or -1.

@@ -27,8 +27,8 @@ public:
     int32_t createSequence();
     void releaseSequence(int32_t sequence);
     int64_t length(int32_t sequence) const { return at(sequence).length; }
-    // Makes room for `tokens` more, which the next step computes. marks: lengths of the sequence to which it shall be possible to
-    // cut it back at no cost, if there is room: see RecurrentState::extend. Throws Error(OutOfMemory) when no page is free, or no
+    // Makes room for `tokens` more, which the next step computes. marks: lengths of the sequence whose states are kept if there is
+    // room, so that cutting back to them costs nothing: see RecurrentState::extend. Throws Error(OutOfMemory) when no page is free, or no
     // slot for the state; the sequence is then unchanged.
     void extend(int32_t sequence, int64_t tokens, const std::vector<int64_t>& marks = {});
     // The number of marks that can be had at no cost: see RecurrentState::snapshotRoom.

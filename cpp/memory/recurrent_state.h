@@ -52,7 +52,8 @@ public:
     // first may be had by overwriting the state that the step begins from. Throws Error(OutOfMemory) when there is no slot at all,
     // and Error(Internal) for a step from elsewhere or impossible marks; nothing has changed then.
     void extend(int32_t sequence, int64_t begin, int64_t end, const std::vector<int64_t>& marks = {});
-    // The number of marks that extend() can have without giving up a state that shall be kept. No limit where there are no slots.
+    // The number of marks that extend() can keep without giving up a state that keep() asked for. There is no limit if there are no
+    // slots.
     int32_t snapshotRoom(int32_t sequence) const;
     // What the step that was begun consists of; none: nothing.
     std::vector<StateStep> steps(int32_t sequence) const;

@@ -7,9 +7,8 @@
 //
 // Tiles in shared memory at stride i: products i read theirs, weights i + 1 are written, activations i + 1 have come and those of i + 2 are
 // on their way: two tiles of weights, three of activations. Products of a stride are done before the next one's begin.
-#include "kernels/matmul_kernel.cuh"
+#include "kernels/matmul_wgmma.cuh"
 #include "kernels/matmul_wgmma.h"
-#include "kernels/wgmma.cuh"
 
 namespace sharpi::cuda {
 
@@ -86,14 +85,7 @@ template <DType T> __device__ __forceinline__ void multiplyFew(const MatmulCall&
         waitForProducts<0>();
         __syncthreads();
     }
-    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-#pragma unroll
-    for (int j = 0; j < kFew / 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            sums[sumPlace<kFewTileN>(j * 8 + lane % 4 * 2 + i % 2, warp * 16 + lane / 4 + i / 2 * 8)] = sum[4 * j + i];
-    __syncthreads();
-    storeTile<kFewThreads, kFewTileN>(call, place, sums);
+    storeSums<kFewThreads, kFewTileN, kFew>(call, place, sums, sum);
 }
 
 #endif

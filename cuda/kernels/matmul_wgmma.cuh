@@ -23,6 +23,20 @@ template <int kTileT> constexpr size_t wgmmaSharedBytes() {
 
 #ifdef SHARPI_WGMMA
 
+// A block's sums of kN rows of x, as WarpgroupProduct leaves them in its threads, to y by way of `sums` in shared memory, which nothing
+// else uses any more.
+template <int kThreads, int kTileN, int kN>
+__device__ __forceinline__ void storeSums(const MatmulCall& call, const TilePlace& place, float* sums, const float (&sum)[kN / 2]) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+#pragma unroll
+    for (int j = 0; j < kN / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            sums[sumPlace<kTileN>(j * 8 + lane % 4 * 2 + i % 2, warp * 16 + lane / 4 + i / 2 * 8)] = sum[4 * j + i];
+    __syncthreads();
+    storeTile<kThreads, kTileN>(call, place, sums);
+}
+
 // kN: rows of x that the block multiplies, of the kTileT that its tiles have room for. sums: all of its shared memory.
 template <DType T, int kTileT, int kN> __device__ __forceinline__ void multiplyTile(const MatmulCall& call, const TilePlace& place, float* sums) {
     const uint32_t shared = sharedAddress(sums);
@@ -68,14 +82,7 @@ template <DType T, int kTileT, int kN> __device__ __forceinline__ void multiplyT
     }
     waitForProducts<0>();
     __syncthreads();  // the tiles give their room to the sums
-    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-#pragma unroll
-    for (int j = 0; j < kN / 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            sums[sumPlace<kWgmmaTileN>(j * 8 + lane % 4 * 2 + i % 2, warp * 16 + lane / 4 + i / 2 * 8)] = sum[4 * j + i];
-    __syncthreads();
-    storeTile<kWgmmaThreads, kWgmmaTileN>(call, place, sums);
+    storeSums<kWgmmaThreads, kWgmmaTileN, kN>(call, place, sums, sum);
 }
 
 #endif

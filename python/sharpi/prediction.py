@@ -369,12 +369,12 @@ def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: Ha
 
 
 def _fast_seconds(uses: Sequence[Use], profile: HardwareProfile, rows: int) -> float:
-    """Seconds of the GPU's arithmetic for so many rows on tensor cores."""
+    """Seconds of the GPU's arithmetic for `rows` rows on tensor cores."""
     return sum(_operations([use], rows) / _efficiency(use, rows) for use in uses) / profile.gpu_flops
 
 
 def _exact_seconds(uses: Sequence[Use], resident: Sequence[TensorHome], profile: HardwareProfile, rows: int) -> float:
-    """Seconds of the GPU's arithmetic for so many rows by the contract; resident: homes with all tensors in VRAM."""
+    """Seconds of the GPU's arithmetic for `rows` rows by the contract; resident: homes with all tensors in VRAM."""
     products = [use for use in uses if use.role not in ("embedding", "head")]
     read = sum(use.read_bytes * (EXACT_EXPERTS_COST if use.role == "experts" else EXACT_ROWS_COST)
                for use in _of_rows(products, EXACT_ROWS))
