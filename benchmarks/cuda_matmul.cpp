@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "core/half.h"
-#include "kernels/matmul.h"
-#include "kernels/packed.h"
+#include "kernels/formats/packed.h"
+#include "kernels/matmul/matmul.h"
 
 using namespace sharpi;
 using namespace sharpi::cuda;
@@ -69,7 +69,8 @@ template <typename Launch> double milliseconds(Stream& stream, const Launch& run
 }
 
 void report(const char* name, DType type, int64_t outputs, int64_t cols, int64_t rows, double ms) {
-    const double speed = 2.0 * static_cast<double>(outputs) * static_cast<double>(cols) * static_cast<double>(rows) / (ms * 1e-3);
+    const double speed =
+        2.0 * static_cast<double>(outputs) * static_cast<double>(cols) * static_cast<double>(rows) / (ms * 1e-3);
     std::printf("%-28s %-5s %6d x %5d  %8.4f ms  %6.1f TFLOP/s  %5.1f %% of limit\n", name, info(type).name,
                 static_cast<int>(outputs), static_cast<int>(cols), ms, speed / 1e12, 100 * speed / kLimit);
     std::fflush(stdout);
@@ -104,7 +105,8 @@ ExpertGroups randomGroups(int64_t rows, int experts, int used) {
         const std::vector<int32_t>& mine = tokens[static_cast<size_t>(e)];
         pairToken.insert(pairToken.end(), mine.begin(), mine.end());
         begin.push_back(static_cast<int32_t>(pairToken.size()));
-        for (int32_t p = begin[static_cast<size_t>(e)]; p < begin.back(); p += kExpertTile) tileExpert.push_back(e), tileBegin.push_back(p);
+        for (int32_t p = begin[static_cast<size_t>(e)]; p < begin.back(); p += kExpertTile)
+            tileExpert.push_back(e), tileBegin.push_back(p);
     }
     ExpertGroups groups;
     groups.pairs = static_cast<int64_t>(pairToken.size());
@@ -153,7 +155,8 @@ int main() {
         expertProducts(stream, "qwen3-30b-a3b gate, up", type, 768, 2048, true);
         expertProducts(stream, "qwen3-30b-a3b down", type, 2048, 768, false);
     }
-    for (const DType type : {DType::Q8_0, DType::Q5_K, DType::Q3_K, DType::Q2_K, DType::IQ4_XS, DType::MXFP4, DType::BF16, DType::F16, DType::F32})
+    for (const DType type : {DType::Q8_0, DType::Q5_K, DType::Q3_K, DType::Q2_K, DType::IQ4_XS, DType::MXFP4,
+                             DType::BF16, DType::F16, DType::F32})
         dense(stream, "other types", type, 4096, 4096);
     for (const int64_t rows : {16, 64, 256, 512}) {
         std::printf("%d rows:\n", static_cast<int>(rows));

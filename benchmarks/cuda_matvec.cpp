@@ -13,8 +13,8 @@
 
 #include "core/error.h"
 #include "device/stream.h"
-#include "kernels/matvec.h"
-#include "kernels/packed.h"
+#include "kernels/formats/packed.h"
+#include "kernels/matvec/matvec.h"
 
 using namespace sharpi;
 using namespace sharpi::cuda;
@@ -97,7 +97,8 @@ double measure(Stream& stream, const std::function<void()>& body) {
 
 void print(const std::string& name, const char* type, int rows, double seconds, size_t bytes) {
     const double rate = static_cast<double>(bytes) / seconds;
-    std::printf("%-34s %-6s %4d %9.2f %8.0f %7.1f %%\n", name.c_str(), type, rows, seconds * 1e6, rate / 1e9, 100 * rate / kReadBytesPerSecond);
+    std::printf("%-34s %-6s %4d %9.2f %8.0f %7.1f %%\n", name.c_str(), type, rows, seconds * 1e6, rate / 1e9,
+                100 * rate / kReadBytesPerSecond);
     std::fflush(stdout);
 }
 
@@ -133,14 +134,17 @@ void measureDense(Stream& stream, const Shape& shape, int rows) {
     measureShape(stream, name, shape.type, rows, 0, [&](Arena& arena) -> Launch {
         const MatvecInput x = arena.input(rows, shape.cols);
         if (shape.kind == Shape::Gated) {
-            const Matrix gate = arena.matrix(shape.type, shape.outputs[0], shape.cols), up = arena.matrix(shape.type, shape.outputs[0], shape.cols);
+            const Matrix gate = arena.matrix(shape.type, shape.outputs[0], shape.cols),
+                         up = arena.matrix(shape.type, shape.outputs[0], shape.cols);
             const RowOutputs out = arena.output(rows, shape.outputs[0]);
             return [=, &stream] { matvecGated(stream, x, rows, gate, up, out); };
         }
         std::vector<MatvecOutput> outputs;
         for (const int64_t count : shape.outputs)
-            outputs.push_back({arena.matrix(shape.type, count, shape.cols), nullptr, arena.take<float>(static_cast<size_t>(rows * count))});
-        if (shape.kind == Shape::Add) return [=, &stream] { matvecAdd(stream, x, rows, outputs[0].w, nullptr, outputs[0].y); };
+            outputs.push_back({arena.matrix(shape.type, count, shape.cols), nullptr,
+                               arena.take<float>(static_cast<size_t>(rows * count))});
+        if (shape.kind == Shape::Add)
+            return [=, &stream] { matvecAdd(stream, x, rows, outputs[0].w, nullptr, outputs[0].y); };
         return [=, &stream] { matvec(stream, x, rows, outputs); };
     });
 }
@@ -150,8 +154,10 @@ void measureExperts(Stream& stream, int rows) {
     const int32_t used = 8, count = 128;
     const int64_t width = 2048, hidden = 768;
     Arena shared;
-    const ExpertStack gate = shared.experts(DType::Q4_K, hidden, width, count), up = shared.experts(DType::Q4_K, hidden, width, count);
-    const ExpertStack down4 = shared.experts(DType::Q4_K, width, hidden, count), down6 = shared.experts(DType::Q6_K, width, hidden, count);
+    const ExpertStack gate = shared.experts(DType::Q4_K, hidden, width, count),
+                      up = shared.experts(DType::Q4_K, hidden, width, count);
+    const ExpertStack down4 = shared.experts(DType::Q4_K, width, hidden, count),
+                      down6 = shared.experts(DType::Q6_K, width, hidden, count);
     const MatvecInput x = shared.input(rows, width), y = shared.input(rows * used, hidden);
     const RowOutputs out = shared.output(rows * used, hidden);
     float* weight = shared.take<float>(static_cast<size_t>(rows * used));
@@ -165,24 +171,28 @@ void measureExperts(Stream& stream, int rows) {
         return device;
     };
     const size_t pairs = static_cast<size_t>(rows * used);
-    measureShape(stream, "experts' gate, up 768 x 2048", DType::Q4_K, rows, 2 * pairs * gate.stride, [&](Arena& arena) -> Launch {
-        const int32_t* experts = chosen(arena);
-        return [=, &stream] { expertGated(stream, x, rows, gate, up, experts, used, out); };
-    });
+    measureShape(stream, "experts' gate, up 768 x 2048", DType::Q4_K, rows, 2 * pairs * gate.stride,
+                 [&](Arena& arena) -> Launch {
+                     const int32_t* experts = chosen(arena);
+                     return [=, &stream] { expertGated(stream, x, rows, gate, up, experts, used, out); };
+                 });
     for (const ExpertStack& down : {down4, down6})
-        measureShape(stream, "experts' down 2048 x 768", down.first.type, rows, pairs * down.stride, [&](Arena& arena) -> Launch {
-            const int32_t* experts = chosen(arena);
-            return [=, &stream] { expertDownAdd(stream, y, rows, down, experts, weight, used, residual); };
-        });
+        measureShape(stream, "experts' down 2048 x 768", down.first.type, rows, pairs * down.stride,
+                     [&](Arena& arena) -> Launch {
+                         const int32_t* experts = chosen(arena);
+                         return [=, &stream] { expertDownAdd(stream, y, rows, down, experts, weight, used, residual); };
+                     });
     // A router.
     measureShape(stream, "router 128 x 2048", DType::F32, rows, 0, [&](Arena& arena) -> Launch {
-        const MatvecOutput output{arena.matrix(DType::F32, 128, width), nullptr, arena.take<float>(static_cast<size_t>(rows * 128))};
+        const MatvecOutput output{arena.matrix(DType::F32, 128, width), nullptr,
+                                  arena.take<float>(static_cast<size_t>(rows * 128))};
         return [=, &stream] { matvec(stream, x, rows, {output}); };
     });
 }
 
 // All products of a token, in their order, without what lies between them.
-void measureModel(Stream& stream, const char* name, int layers, int64_t width, int64_t kv, int64_t hidden, int64_t vocab, int rows) {
+void measureModel(Stream& stream, const char* name, int layers, int64_t width, int64_t kv, int64_t hidden,
+                  int64_t vocab, int rows) {
     Arena arena;
     const MatvecInput x = arena.input(rows, width);
     const MatvecInput inner = arena.input(rows, hidden);
@@ -214,15 +224,21 @@ void measureModel(Stream& stream, const char* name, int layers, int64_t width, i
 }
 
 void measureAll(Stream& stream) {
-    std::printf("%s, %d multiprocessors\n\n%-34s %-6s %4s %9s %8s %9s\n", stream.device().name.c_str(), stream.device().multiprocessors, "shape",
-                "type", "rows", "us", "GB/s", "share");
+    std::printf("%s, %d multiprocessors\n\n%-34s %-6s %4s %9s %8s %9s\n", stream.device().name.c_str(),
+                stream.device().multiprocessors, "shape", "type", "rows", "us", "GB/s", "share");
     const std::vector<Shape> shapes = {
-        {"q, k, v", {4096, 1024, 1024}, 4096, Shape::Plain, DType::Q4_K}, {"o", {4096}, 4096, Shape::Add, DType::Q4_K},
-        {"gate, up", {12288}, 4096, Shape::Gated, DType::Q4_K},           {"down", {4096}, 12288, Shape::Add, DType::Q4_K},
-        {"down", {4096}, 12288, Shape::Add, DType::Q6_K},                 {"head", {151936}, 4096, Shape::Plain, DType::Q6_K},
-        {"q, k, v", {2048, 2048, 2048}, 2048, Shape::Plain, DType::Q4_K}, {"o", {2048}, 2048, Shape::Add, DType::Q4_K},
-        {"gate, up", {8192}, 2048, Shape::Gated, DType::Q4_K},            {"down", {2048}, 8192, Shape::Add, DType::Q4_K},
-        {"down", {2048}, 8192, Shape::Add, DType::Q6_K},                  {"head", {49152}, 2048, Shape::Plain, DType::Q6_K},
+        {"q, k, v", {4096, 1024, 1024}, 4096, Shape::Plain, DType::Q4_K},
+        {"o", {4096}, 4096, Shape::Add, DType::Q4_K},
+        {"gate, up", {12288}, 4096, Shape::Gated, DType::Q4_K},
+        {"down", {4096}, 12288, Shape::Add, DType::Q4_K},
+        {"down", {4096}, 12288, Shape::Add, DType::Q6_K},
+        {"head", {151936}, 4096, Shape::Plain, DType::Q6_K},
+        {"q, k, v", {2048, 2048, 2048}, 2048, Shape::Plain, DType::Q4_K},
+        {"o", {2048}, 2048, Shape::Add, DType::Q4_K},
+        {"gate, up", {8192}, 2048, Shape::Gated, DType::Q4_K},
+        {"down", {2048}, 8192, Shape::Add, DType::Q4_K},
+        {"down", {2048}, 8192, Shape::Add, DType::Q6_K},
+        {"head", {49152}, 2048, Shape::Plain, DType::Q6_K},
     };
     for (const Shape& shape : shapes) measureDense(stream, shape, 1);
     measureExperts(stream, 1);
@@ -231,8 +247,9 @@ void measureAll(Stream& stream) {
         measureDense(stream, shapes[4], rows);
     }
     measureExperts(stream, 4);
-    for (const DType type : {DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0, DType::Q2_K, DType::Q3_K, DType::Q5_K,
-                             DType::IQ4_NL, DType::IQ4_XS, DType::MXFP4, DType::F32, DType::F16, DType::BF16})
+    for (const DType type :
+         {DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0, DType::Q2_K, DType::Q3_K, DType::Q5_K,
+          DType::IQ4_NL, DType::IQ4_XS, DType::MXFP4, DType::F32, DType::F16, DType::BF16})
         measureDense(stream, {"any", {16384}, 4096, Shape::Plain, type}, 1);
     for (const int rows : {1, 4, 8}) measureModel(stream, "qwen3-8b", 36, 4096, 1024, 12288, 151936, rows);
     measureModel(stream, "smollm2-1.7b", 24, 2048, 2048, 8192, 49152, 1);

@@ -1,5 +1,6 @@
-// How fast weights come across PCIe: pieces of about 16 MiB of a mapped file of 1 GiB, copied alone, copied and packed, and
-// each also used by a product, in passes that are launched and in passes that are replayed. Printed in GB/s of the file.
+// How fast weights come across PCIe: pieces of about 16 MiB of a mapped file of 1 GiB, copied alone, copied and packed,
+// and each also used by a product, in passes that are launched and in passes that are replayed. Printed in GB/s of the
+// file.
 //
 // The file is made in $TMPDIR (or /tmp) and removed. Few slots show whether the copies wait for what uses them.
 #include <fcntl.h>
@@ -17,11 +18,11 @@
 #include <string>
 #include <vector>
 
+#include "backend/cuda_transfers.h"
 #include "core/error.h"
 #include "device/cuda_memory.h"
-#include "engine/cuda_transfers.h"
-#include "kernels/matvec.h"
-#include "kernels/packed.h"
+#include "kernels/formats/packed.h"
+#include "kernels/matvec/matvec.h"
 #include "memory/allocator.h"
 #include "model/weights.h"
 
@@ -71,7 +72,11 @@ struct Setting {
 
 class Benchmark {
 public:
-    Benchmark() : _stream(findDevice()), _memory(_stream), _allocator(_memory), _transfers(std::make_unique<CudaTransfers>(_stream)) {
+    Benchmark()
+        : _stream(findDevice()),
+          _memory(_stream),
+          _allocator(_memory),
+          _transfers(std::make_unique<CudaTransfers>(_stream)) {
         // A piece of floats is no larger in its slot than in the file; packed ones are hardly so.
         const size_t room = WeightStream::kPieceBytes + (size_t{1} << 20);
         _slotBytes = room;
@@ -110,7 +115,8 @@ private:
         _passBytes = piece * count;
         const auto slotOf = [&](size_t i) { return static_cast<int>(i % static_cast<size_t>(setting.slots)); };
         const auto weights = [&](size_t i) {
-            return Matrix{setting.type, rows, kCols, _slots.as<uint8_t>() + static_cast<size_t>(slotOf(i)) * _slotBytes};
+            return Matrix{setting.type, rows, kCols,
+                          _slots.as<uint8_t>() + static_cast<size_t>(slotOf(i)) * _slotBytes};
         };
         const auto fetch = [&](size_t i) {
             if (i < count) _transfers->fetch({{weights(i), 0, rows, _file.data() + i * piece}}, slotOf(i));
@@ -145,7 +151,8 @@ private:
         const std::unique_ptr<Graph> graph = _stream.capture([&] { pass(setting); });
         _stream.replay(*graph);
         const double replayed = rate([&] { _stream.replay(*graph); });
-        std::printf("%-6s %5d %6zu  %-22s %9.1f %9.1f\n", info(setting.type).name, setting.slots, setting.pieceBytes >> 20, name, launched, replayed);
+        std::printf("%-6s %5d %6zu  %-22s %9.1f %9.1f\n", info(setting.type).name, setting.slots,
+                    setting.pieceBytes >> 20, name, launched, replayed);
         std::fflush(stdout);
     }
 

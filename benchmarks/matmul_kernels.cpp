@@ -61,13 +61,15 @@ static void measure(const DTypeInfo& type, const Kernels& table) {
     args.count = 1;
     args.yStride = bigRows;
     const double once = bestTime(table, args, scratch, 0.4);
-    std::printf("%-7s %-7s %6.2f GB/s |", type.name, table.name, static_cast<double>(bigRows) * static_cast<double>(rowSize) / once / 1e9);
+    std::printf("%-7s %-7s %6.2f GB/s |", type.name, table.name,
+                static_cast<double>(bigRows) * static_cast<double>(rowSize) / once / 1e9);
     args.w.rows = args.yStride = 4096;
     for (const int64_t count : {1, 2, 4, 8, 32, 512}) {
         if (count > 32 && !std::strcmp(table.name, "scalar")) continue;
         args.count = count;
         const double took = bestTime(table, args, scratch, 0.3);
-        std::printf(" %4d: %6.1f", static_cast<int>(count), 2.0 * 4096 * 4096 * static_cast<double>(count) / took / 1e9);
+        std::printf(" %4d: %6.1f", static_cast<int>(count),
+                    2.0 * 4096 * 4096 * static_cast<double>(count) / took / 1e9);
     }
     std::printf(" GOP/s\n");
     std::fflush(stdout);
@@ -79,10 +81,12 @@ static void measure(const DTypeInfo& type, const Kernels& table) {
 int main(int argc, char** argv) {
     for (uint32_t number = 0; number < 64; ++number) {
         const DTypeInfo* type = findDType(number);
-        if (!type || type->isFloat || (argc > 1 && std::strcmp(argv[1], "all") && std::strcmp(argv[1], type->name))) continue;
+        if (!type || type->isFloat || (argc > 1 && std::strcmp(argv[1], "all") && std::strcmp(argv[1], type->name)))
+            continue;
         for (const char* name : {"scalar", "avx2", "avx512"}) {
             const Kernels* table = kernelsFor(name);
-            if (table && (argc > 2 ? !std::strcmp(argv[2], name) : std::strcmp(name, "scalar") != 0)) measure(*type, *table);
+            if (table && (argc > 2 ? !std::strcmp(argv[2], name) : std::strcmp(name, "scalar") != 0))
+                measure(*type, *table);
         }
     }
     return 0;

@@ -84,8 +84,8 @@ struct BlockQ5_K {
     uint8_t quants[128];
 };
 
-// d * scales[i / 16] * (q - 32). Of elements n * 128 + s * 32 + l: the low four bits are in low[n * 64 + (s % 2) * 32 + l],
-// its low nibble for s < 2, else the high one; the upper two are bits 2s, 2s + 1 of high[n * 32 + l].
+// d * scales[i / 16] * (q - 32). Of elements n * 128 + s * 32 + l: the low four bits are in low[n * 64 + (s % 2) * 32 +
+// l], its low nibble for s < 2, else the high one; the upper two are bits 2s, 2s + 1 of high[n * 32 + l].
 struct BlockQ6_K {
     uint8_t low[128];
     uint8_t high[64];
@@ -105,7 +105,8 @@ struct BlockIQ4_XS {
 #pragma pack(pop)
 
 static_assert(sizeof(BlockQ4_0) == 18 && sizeof(BlockQ4_1) == 20 && sizeof(BlockIQ4_NL) == 18);
-static_assert(sizeof(BlockMXFP4) == 17 && sizeof(BlockQ5_0) == 22 && sizeof(BlockQ5_1) == 24 && sizeof(BlockQ8_0) == 34);
+static_assert(sizeof(BlockMXFP4) == 17 && sizeof(BlockQ5_0) == 22 && sizeof(BlockQ5_1) == 24 &&
+              sizeof(BlockQ8_0) == 34);
 static_assert(sizeof(BlockQ2_K) == 84 && sizeof(BlockQ3_K) == 110 && sizeof(BlockQ4_K) == 144);
 static_assert(sizeof(BlockQ5_K) == 176 && sizeof(BlockQ6_K) == 210 && sizeof(BlockIQ4_XS) == 136);
 

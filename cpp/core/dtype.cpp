@@ -9,14 +9,22 @@
 namespace sharpi {
 
 static const DTypeInfo kTypes[] = {
-    {DType::F32, "F32", 1, 4, true},          {DType::F16, "F16", 1, 2, true},
-    {DType::BF16, "BF16", 1, 2, true},        {DType::Q4_0, "Q4_0", 32, 18, false},
-    {DType::Q4_1, "Q4_1", 32, 20, false},     {DType::Q5_0, "Q5_0", 32, 22, false},
-    {DType::Q5_1, "Q5_1", 32, 24, false},     {DType::Q8_0, "Q8_0", 32, 34, false},
-    {DType::Q2_K, "Q2_K", 256, 84, false},    {DType::Q3_K, "Q3_K", 256, 110, false},
-    {DType::Q4_K, "Q4_K", 256, 144, false},   {DType::Q5_K, "Q5_K", 256, 176, false},
-    {DType::Q6_K, "Q6_K", 256, 210, false},   {DType::IQ4_NL, "IQ4_NL", 32, 18, false},
-    {DType::IQ4_XS, "IQ4_XS", 256, 136, false}, {DType::MXFP4, "MXFP4", 32, 17, false},
+    {DType::F32, "F32", 1, 4, true},
+    {DType::F16, "F16", 1, 2, true},
+    {DType::BF16, "BF16", 1, 2, true},
+    {DType::Q4_0, "Q4_0", 32, 18, false},
+    {DType::Q4_1, "Q4_1", 32, 20, false},
+    {DType::Q5_0, "Q5_0", 32, 22, false},
+    {DType::Q5_1, "Q5_1", 32, 24, false},
+    {DType::Q8_0, "Q8_0", 32, 34, false},
+    {DType::Q2_K, "Q2_K", 256, 84, false},
+    {DType::Q3_K, "Q3_K", 256, 110, false},
+    {DType::Q4_K, "Q4_K", 256, 144, false},
+    {DType::Q5_K, "Q5_K", 256, 176, false},
+    {DType::Q6_K, "Q6_K", 256, 210, false},
+    {DType::IQ4_NL, "IQ4_NL", 32, 18, false},
+    {DType::IQ4_XS, "IQ4_XS", 256, 136, false},
+    {DType::MXFP4, "MXFP4", 32, 17, false},
 };
 
 const DTypeInfo* findDType(uint32_t ggmlType) {
@@ -35,8 +43,9 @@ const DTypeInfo& info(DType type) {
 size_t rowBytes(DType type, int64_t cols) {
     const DTypeInfo& entry = info(type);
     if (cols < 0 || cols % entry.blockElements != 0)
-        throw Error(ErrorKind::InvalidArgument, "a row of " + std::to_string(cols) + " elements is not whole blocks of " +
-                                                    entry.name + " (" + std::to_string(entry.blockElements) + ")");
+        throw Error(ErrorKind::InvalidArgument, "a row of " + std::to_string(cols) +
+                                                    " elements is not whole blocks of " + entry.name + " (" +
+                                                    std::to_string(entry.blockElements) + ")");
     return static_cast<size_t>(cols / entry.blockElements) * entry.blockBytes;
 }
 

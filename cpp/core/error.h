@@ -10,7 +10,7 @@ enum class ErrorKind {
     InvalidArgument,  // the caller asked for something that cannot be
     BadModel,         // the file is damaged, incomplete or not understood
     OutOfMemory,
-    Internal,         // a bug in Sharpi
+    Internal,  // a bug in Sharpi
 };
 
 class Error : public std::runtime_error {

@@ -24,8 +24,7 @@ static inline float floatFromF16(uint16_t half) {
     const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
     const uint32_t exponent = (half >> 10) & 0x1fu;
     const uint32_t fraction = half & 0x3ffu;
-    if (exponent == 0x1f)
-        return floatFromBits(sign | 0x7f800000u | (fraction << 13) | (fraction ? 0x00400000u : 0u));
+    if (exponent == 0x1f) return floatFromBits(sign | 0x7f800000u | (fraction << 13) | (fraction ? 0x00400000u : 0u));
     if (exponent == 0) {  // fraction * 2^-24, a normal float or zero
         const float magnitude = static_cast<float>(fraction) * 5.9604644775390625e-8f;
         return floatFromBits(sign | bitsFromFloat(magnitude));

@@ -7,8 +7,8 @@ namespace sharpi {
 
 struct Matrix {
     DType type = DType::F32;
-    int64_t rows = 0;            // outputs
-    int64_t cols = 0;            // inputs; blocks of the format run along a row
+    int64_t rows = 0;  // outputs
+    int64_t cols = 0;  // inputs; blocks of the format run along a row
     // Row r starts at data + r * rowBytes(type, cols); or, on a device, in the places of kernels/packed.h.
     const uint8_t* data = nullptr;
 };

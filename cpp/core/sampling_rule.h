@@ -31,10 +31,10 @@
 namespace sharpi {
 
 struct SamplingRule {
-    float temperature = 0.8f;  // 0: always the most likely token (ties: the lower id)
-    int32_t topK = 40;         // 0: all
-    float topP = 0.95f;        // 1: all
-    float minP = 0.05f;        // 0: all
+    float temperature = 0.8f;        // 0: always the most likely token (ties: the lower id)
+    int32_t topK = 40;               // 0: all
+    float topP = 0.95f;              // 1: all
+    float minP = 0.05f;              // 0: all
     float repetitionPenalty = 1.0f;  // divides positive, multiplies negative logits of recent tokens
     float presencePenalty = 0.0f;    // subtracted once from recent tokens
     float frequencyPenalty = 0.0f;   // subtracted for every recent occurrence

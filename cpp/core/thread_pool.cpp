@@ -3,18 +3,20 @@
 // A loop is its fields (_body, _tasks, _error) and two counters. run() writes the fields and _unfinished = tasks, then
 // publishes the loop by storing _unclaimed = tasks (release). Nothing else lets a thread in:
 //
-// - A thread claims a task by taking 1 from _unclaimed (acquire). If it was above 0, the task is `tasks - what it was`, and
-//   it is one of the loop that is published now: the value read comes from that loop's store, or from claims after it (one
-//   release sequence), so the fields are visible. If it was 0 or less, the thread has nothing and must not read the fields.
-//   What such a late claim took is overwritten by the next loop's store.
+// - A thread claims a task by taking 1 from _unclaimed (acquire). If it was above 0, the task is `tasks - what it was`,
+// and
+//   it is one of the loop that is published now: the value read comes from that loop's store, or from claims after it
+//   (one release sequence), so the fields are visible. If it was 0 or less, the thread has nothing and must not read
+//   the fields. What such a late claim took is overwritten by the next loop's store.
 // - Threads count the tasks that they have done and take them from _unfinished in one step (release), after their last
-//   claim. Until they have, _unfinished is above 0: a loop cannot end, and no field can change, while a thread holds one of
-//   its tasks.
-// - run() returns when it reads _unfinished == 0 (acquire), and so sees all that bodies wrote. Nobody holds a task then, so
+//   claim. Until they have, _unfinished is above 0: a loop cannot end, and no field can change, while a thread holds
+//   one of its tasks.
+// - run() returns when it reads _unfinished == 0 (acquire), and so sees all that bodies wrote. Nobody holds a task
+// then, so
 //   the fields are run()'s to write again, wherever the workers are.
 //
-// So it does not matter which loop a worker believes it is in: a worker that slept through a thousand loops claims a task
-// of the next one. _generation only tells waiting workers that it is worth looking.
+// So it does not matter which loop a worker believes it is in: a worker that slept through a thousand loops claims a
+// task of the next one. _generation only tells waiting workers that it is worth looking.
 #include "core/thread_pool.h"
 
 #include <pthread.h>
@@ -38,7 +40,8 @@ constexpr int kSpins = 4000;
 std::atomic<uint64_t> forks{0};
 
 uint64_t forksSoFar() {
-    static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+    static const int registered =
+        pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
     (void)registered;
     return forks.load(std::memory_order_relaxed);
 }
@@ -90,7 +93,8 @@ void ThreadPool::run(int64_t tasks, const std::function<void(int64_t, int)>& bod
         return;
     }
     if (_forks != forksSoFar()) {
-        throw Error(ErrorKind::InvalidArgument, "a model cannot be used in a process forked after it was loaded: load it there");
+        throw Error(ErrorKind::InvalidArgument,
+                    "a model cannot be used in a process forked after it was loaded: load it there");
     }
     _body = &body;
     _tasks = tasks;

@@ -1,8 +1,8 @@
 // A fixed set of threads that share one loop at a time. Decoding runs some hundreds of short loops a token, so
 // a worker spins briefly for the next loop before it sleeps, and the caller works too instead of waiting. A loop ends
-// when its tasks are done, whoever did them: a worker that the system does not schedule is not waited for, unless it holds
-// a task. A caller whose loops are further apart, between answers of a GPU, keeps the workers awake for as long as that
-// takes.
+// when its tasks are done, whoever did them: a worker that the system does not schedule is not waited for, unless it
+// holds a task. A caller whose loops are further apart, between answers of a GPU, keeps the workers awake for as long
+// as that takes.
 #pragma once
 
 #include <semaphore.h>
@@ -33,13 +33,12 @@ public:
     // Calls body(task, worker) once for every task in [0, tasks), in any order, worker in [0, threads()).
     // Tasks begin in ascending order, so a body may wait for a task of a lower number. A worker may get no task at all.
     // Returns when all have run; no thread touches the body after that. The first exception that a body throws is
-    // rethrown here; tasks that have not begun are then skipped. Not reentrant: a body must not call run(), and only one
-    // thread may call it.
-    // Give it a std::ref where making a std::function would allocate.
+    // rethrown here; tasks that have not begun are then skipped. Not reentrant: a body must not call run(), and only
+    // one thread may call it. Give it a std::ref where making a std::function would allocate.
     void run(int64_t tasks, const std::function<void(int64_t task, int worker)>& body);
 
-    // While one lives, workers wait for the next loop without sleeping, those asleep are woken: for loops some 100 us or a few ms
-    // apart that must begin at once. The pool must outlive it.
+    // While one lives, workers wait for the next loop without sleeping, those asleep are woken: for loops some 100 us
+    // or a few ms apart that must begin at once. The pool must outlive it.
     class Awake {
     public:
         explicit Awake(ThreadPool& pool) : _pool(pool) { _pool.stayAwake(); }
@@ -65,7 +64,8 @@ private:
         Semaphore& operator=(const Semaphore&) = delete;
         void post() { sem_post(&_semaphore); }
         void wait() {
-            while (sem_wait(&_semaphore) != 0) {}  // a signal interrupted it
+            while (sem_wait(&_semaphore) != 0) {
+            }  // a signal interrupted it
         }
 
     private:
@@ -93,7 +93,7 @@ private:
     Semaphore _ended;  // wakes a caller that sleeps until the last task is done
 
     // In lines of their own: what waiting workers look at all the time, what a loop is, and what changes during one.
-    static constexpr size_t kApart = 128;  // processors fetch lines of 64 bytes in pairs
+    static constexpr size_t kApart = 128;                  // processors fetch lines of 64 bytes in pairs
     alignas(kApart) std::atomic<uint64_t> _generation{0};  // loops published so far
     std::atomic<bool> _stop{false};
     std::atomic<int> _awake{0};  // guards
@@ -102,7 +102,7 @@ private:
     int64_t _tasks = 0;
     std::mutex _errorMutex;
     std::exception_ptr _error;
-    alignas(kApart) std::atomic<int64_t> _unclaimed{0};  // tasks that nobody has begun; 0 or less: none
+    alignas(kApart) std::atomic<int64_t> _unclaimed{0};   // tasks that nobody has begun; 0 or less: none
     alignas(kApart) std::atomic<int64_t> _unfinished{0};  // tasks that are not yet reported as done
     std::atomic<bool> _callerSleeps{false};
 };

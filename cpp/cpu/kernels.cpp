@@ -87,7 +87,6 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
     return view;
 }
 
-
 size_t matmulScratchBytes(int64_t cols) {
     // The repacked tile: 16 rows of one byte an element, with at most 34 rows of 16 floats of scales a group of 256
     // (struct TileGroup in matmul_tile.h). Then a few tokens' accumulators and sums, and room for float kernels.

@@ -99,7 +99,8 @@ struct Kernels {
     void (*l2Norm)(float* x, float eps, float scale, int64_t n);
     // x = x * sigmoid(gate)
     void (*sigmoidMul)(float* x, const float* gate, int64_t n);
-    // Rotates one head of `dims` leading elements by cos/sin[dims / 2]. adjacent: pairs (2i, 2i+1); else (i, i + dims/2).
+    // Rotates one head of `dims` leading elements by cos/sin[dims / 2]. adjacent: pairs (2i, 2i+1); else (i, i +
+    // dims/2).
     void (*rope)(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent);
     // Softmax in place over n values.
     void (*softmax)(float* x, int64_t n);

@@ -10,22 +10,24 @@ namespace sharpi {
 
 namespace {
 
-// One token says little about the next: nearly every token has been there before, and a wrong draft costs time. More than four
-// seldom tell two places apart that four do not.
+// One token says little about the next: nearly every token has been there before, and a wrong draft costs time. More
+// than four seldom tell two places apart that four do not.
 constexpr size_t kShortestMatch = 2, kLongestMatch = 4;
 
 }  // namespace
 
 void DraftOptions::validate() const {
     if (tokens < 1 || tokens > kMostTokens) {
-        throw Error(ErrorKind::InvalidArgument, "the number of drafted tokens must be 1 to " + std::to_string(kMostTokens));
+        throw Error(ErrorKind::InvalidArgument,
+                    "the number of drafted tokens must be 1 to " + std::to_string(kMostTokens));
     }
 }
 
 std::vector<int32_t> ngramDraft(const std::vector<int32_t>& history, int64_t most) {
     const size_t size = history.size();
     size_t found = 0, longest = kShortestMatch - 1;
-    for (size_t end = size; end-- > kShortestMatch && longest < kLongestMatch;) {  // a place's last token comes before `end`
+    for (size_t end = size;
+         end-- > kShortestMatch && longest < kLongestMatch;) {  // a place's last token comes before `end`
         size_t same = 0;
         while (same < kLongestMatch && same < end && history[end - 1 - same] == history[size - 1 - same]) ++same;
         if (same > longest) {
@@ -36,7 +38,8 @@ std::vector<int32_t> ngramDraft(const std::vector<int32_t>& history, int64_t mos
     std::vector<int32_t> drafts;
     if (!found) return drafts;
     // What repeats itself goes on into its own continuation.
-    for (size_t at = found; static_cast<int64_t>(drafts.size()) < most; ++at) drafts.push_back(at < size ? history[at] : drafts[at - size]);
+    for (size_t at = found; static_cast<int64_t>(drafts.size()) < most; ++at)
+        drafts.push_back(at < size ? history[at] : drafts[at - size]);
     return drafts;
 }
 
@@ -59,7 +62,8 @@ void Drafter::predict(ForwardPass& forward, KvCache& kv, const Rows& rows, Text*
     Batch batch;
     for (int64_t i = 0; i < count; ++i) {
         const bool drafts = most > 0 && i + 1 == count;
-        batch.add(rows.kind, rows.followers[static_cast<size_t>(i)], static_cast<int32_t>(rows.begin + i), rows.sequence, drafts);
+        batch.add(rows.kind, rows.followers[static_cast<size_t>(i)], static_cast<int32_t>(rows.begin + i),
+                  rows.sequence, drafts);
         batch.sources.push_back(static_cast<int32_t>(i));
     }
     forward.draft(batch, false);
@@ -71,7 +75,8 @@ void Drafter::predict(ForwardPass& forward, KvCache& kv, const Rows& rows, Text*
             const auto ahead = static_cast<int64_t>(drafts.size());
             if (!kv.reserve(rows.sequence, ahead)) break;
             Batch again;
-            again.add(RowKind::Decode, drafts.back(), static_cast<int32_t>(rows.begin + count + ahead - 1), rows.sequence, true);
+            again.add(RowKind::Decode, drafts.back(), static_cast<int32_t>(rows.begin + count + ahead - 1),
+                      rows.sequence, true);
             again.sources.push_back(source);
             source = 0;
             forward.draft(again, true);

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/forward_pass.h"
 #include "engine/sampler.h"
+#include "layers/forward_pass.h"
 
 namespace sharpi {
 
@@ -22,12 +22,12 @@ struct DraftOptions {
 };
 
 struct DraftCounts {
-    int64_t steps = 0;               // of the model, with drafts or without
+    int64_t steps = 0;                  // of the model, with drafts or without
     int64_t drafted = 0, accepted = 0;  // tokens that were verified, and those that were right
 };
 
-// Up to `most` tokens that followed where the history's end stood before: its last 4 tokens, or as many of them as are found, at
-// least 2; of equally long ones the latest. Nothing where there is no such place.
+// Up to `most` tokens that followed where the history's end stood before: its last 4 tokens, or as many of them as are
+// found, at least 2; of equally long ones the latest. Nothing where there is no such place.
 std::vector<int32_t> ngramDraft(const std::vector<int32_t>& history, int64_t most);
 
 // Drafts for one sequence.
@@ -42,8 +42,9 @@ public:
     // Up to `most` tokens that may follow the history.
     std::vector<int32_t> drafts(const std::vector<int32_t>& history, int64_t most) const;
 
-    // Rows [0, followers.size()) of the model's last pass, which are the sequence's, of one kind, and came at `begin`, where it now
-    // ends. The prediction layer's rows are of the same kind; those that go on from its own are decode rows.
+    // Rows [0, followers.size()) of the model's last pass, which are the sequence's, of one kind, and came at `begin`,
+    // where it now ends. The prediction layer's rows are of the same kind; those that go on from its own are decode
+    // rows.
     struct Rows {
         RowKind kind = RowKind::Prompt;
         int32_t sequence = 0;

@@ -5,10 +5,10 @@
 #include <cstdio>
 
 #include "core/error.h"
-#include "engine/cpu_backend.h"
+#include "cpu/cpu_backend.h"
 #include "engine/drafter.h"
-#include "engine/gpu.h"
-#include "memory/expert_prefetcher.h"
+#include "experts/expert_prefetcher.h"
+#include "hardware/gpu.h"
 
 namespace sharpi {
 
@@ -18,14 +18,18 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
     if (options.context < 1) throw Error(ErrorKind::InvalidArgument, "context must be at least 1 token");
     if (options.context > spec.contextLength) {
         throw Error(ErrorKind::InvalidArgument, "a context of " + std::to_string(options.context) +
-                                                    " is larger than the model's " + std::to_string(spec.contextLength));
+                                                    " is larger than the model's " +
+                                                    std::to_string(spec.contextLength));
     }
     prefetchWanted();  // throws for nonsense, before anything is loaded
-    if (options.batch < 1 || options.batch > 65536) throw Error(ErrorKind::InvalidArgument, "batch must be 1 to 65536 rows");
+    if (options.batch < 1 || options.batch > 65536)
+        throw Error(ErrorKind::InvalidArgument, "batch must be 1 to 65536 rows");
     options.batch = batchRows(options);
-    if (options.sequences < 1 || options.sequences > 4096) throw Error(ErrorKind::InvalidArgument, "sequences must be 1 to 4096");
+    if (options.sequences < 1 || options.sequences > 4096)
+        throw Error(ErrorKind::InvalidArgument, "sequences must be 1 to 4096");
     for (const TensorHome& home : options.homes) {
-        if (home.cpuRows < 0) throw Error(ErrorKind::InvalidArgument, "a plan with a negative number of rows for the CPU");
+        if (home.cpuRows < 0)
+            throw Error(ErrorKind::InvalidArgument, "a plan with a negative number of rows for the CPU");
     }
     return options;
 }
@@ -49,12 +53,19 @@ size_t Engine::kvBytesFor(const ModelSpec& spec, KvType type, int64_t context) {
 Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options)
     : Engine(std::move(spec), std::move(weights), options, makeBackend(options)) {}
 
-Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options, std::unique_ptr<Backend> backend)
-    : _spec(std::move(spec)), _options(checked(_spec, options)), _files(std::move(weights)), _backend(std::move(backend)),
-      _trace(_backend->allocator(), !LoadTrace::wanted() ? nullptr : options.cuda ? "vram" : "ram") {
+Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options,
+               std::unique_ptr<Backend> backend)
+    : _spec(std::move(spec)),
+      _options(checked(_spec, options)),
+      _files(std::move(weights)),
+      _backend(std::move(backend)),
+      _trace(_backend->allocator(), !LoadTrace::wanted() ? nullptr
+                                    : options.cuda       ? "vram"
+                                                         : "ram") {
     if (!_options.cuda) _options.homes.clear();  // all is where the file is mapped
     if (!_options.homes.empty() && _options.homes.size() != _files->tensors().all().size()) {
-        throw Error(ErrorKind::InvalidArgument, "a plan for " + std::to_string(_options.homes.size()) + " tensors; the model has " +
+        throw Error(ErrorKind::InvalidArgument, "a plan for " + std::to_string(_options.homes.size()) +
+                                                    " tensors; the model has " +
                                                     std::to_string(_files->tensors().all().size()));
     }
     if (_options.cuda) requireGpuCanRun(_spec);
@@ -75,7 +86,8 @@ std::vector<std::string> Engine::notes() const {
 }
 
 Placement Engine::placement() const {
-    return _options.cuda ? placementOf(_spec, _files->tensors(), _options.homes) : placementOnCpu(_spec, _files->tensors());
+    return _options.cuda ? placementOf(_spec, _files->tensors(), _options.homes)
+                         : placementOnCpu(_spec, _files->tensors());
 }
 
 std::optional<double> Engine::uploadSeconds() const {
@@ -89,8 +101,9 @@ void Engine::uploaded(double seconds) {
     const Placement p = placement();
     if (!LoadTrace::wanted() || p.kept == p.candidates) return;
     const double mib = 1 << 20;
-    std::fprintf(stderr, "weights: %d of %d tensors are kept in vram, %.2f of %.2f MiB, brought there in %.0f ms\n", p.kept, p.candidates,
-                 static_cast<double>(p.keptBytes) / mib, static_cast<double>(p.candidateBytes) / mib, seconds * 1e3);
+    std::fprintf(stderr, "weights: %d of %d tensors are kept in vram, %.2f of %.2f MiB, brought there in %.0f ms\n",
+                 p.kept, p.candidates, static_cast<double>(p.keptBytes) / mib,
+                 static_cast<double>(p.candidateBytes) / mib, seconds * 1e3);
 }
 
 void Engine::printPlacement() const {
@@ -105,12 +118,14 @@ void Engine::printPlacement() const {
         std::fprintf(stderr, "weights: %.2f MiB in ram, where the file is mapped\n", static_cast<double>(p.ram) / mib);
         return;
     }
-    std::fprintf(stderr, "weights: %.2f MiB in vram, %.2f MiB direct, the CPU computes %.2f MiB of these\n", static_cast<double>(p.vram) / mib,
-                 static_cast<double>(p.direct) / mib, static_cast<double>(p.cpu) / mib);
+    std::fprintf(stderr, "weights: %.2f MiB in vram, %.2f MiB direct, the CPU computes %.2f MiB of these\n",
+                 static_cast<double>(p.vram) / mib, static_cast<double>(p.direct) / mib,
+                 static_cast<double>(p.cpu) / mib);
     if (!p.slots) return;
     const ExpertCounts counts = _backend->expertCounts();
-    std::fprintf(stderr, "weights: %.2f MiB of experts in slots: %lld of them are kept in %.2f MiB of VRAM\n", static_cast<double>(p.slots) / mib,
-                 static_cast<long long>(counts.resident), static_cast<double>(counts.slotBytes) / mib);
+    std::fprintf(stderr, "weights: %.2f MiB of experts in slots: %lld of them are kept in %.2f MiB of VRAM\n",
+                 static_cast<double>(p.slots) / mib, static_cast<long long>(counts.resident),
+                 static_cast<double>(counts.slotBytes) / mib);
 }
 
 // Loads, with less in the device's memory where less is free than the plan thought.
@@ -125,8 +140,10 @@ void Engine::loadAdapting() {
             unload();
             if (!planned.homes.empty() && attempt < kLoadings) continue;
             const size_t available = _backend->allocator().available();
-            if (plannedBytes(_spec, _files->tensors(), _options) <= available) throw;  // it was other memory that is short
-            throw Error(ErrorKind::OutOfMemory, std::string(error.what()) + "; " + fittingAdvice(_spec, _files->tensors(), _options, available));
+            if (plannedBytes(_spec, _files->tensors(), _options) <= available)
+                throw;  // it was other memory that is short
+            throw Error(ErrorKind::OutOfMemory, std::string(error.what()) + "; " +
+                                                    fittingAdvice(_spec, _files->tensors(), _options, available));
         }
     }
 }
@@ -138,7 +155,8 @@ void Engine::adaptHomes(const FittedPlan& planned, bool lastAttempt) {
     _options.homes = planned.homes;
     _options.expertSlotBytes = planned.expertSlotBytes;
     if (lastAttempt || plannedBytes(_spec, _files->tensors(), _options) > available) {
-        const FittedPlan fitted = fittedPlan(_spec, _files->tensors(), _options, available - std::min(kReserve, available / 16));
+        const FittedPlan fitted =
+            fittedPlan(_spec, _files->tensors(), _options, available - std::min(kReserve, available / 16));
         _options.homes = fitted.homes;
         _options.expertSlotBytes = fitted.expertSlotBytes;
     }
@@ -147,8 +165,8 @@ void Engine::adaptHomes(const FittedPlan& planned, bool lastAttempt) {
     const uint64_t held = placement().vram + _options.expertSlotBytes;
     if (held == wanted) return;
     const auto mib = [](uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
-    _notes.push_back("only " + mib(available) + " of VRAM are free: " + mib(held) + " of weights are kept there, not the " + mib(wanted) +
-                     " of the plan; it will be slower");
+    _notes.push_back("only " + mib(available) + " of VRAM are free: " + mib(held) +
+                     " of weights are kept there, not the " + mib(wanted) + " of the plan; it will be slower");
 }
 
 void Engine::unload() {
@@ -165,7 +183,8 @@ void Engine::load() {
     _trace.note("start");
     _uploadSeconds = -1;
     _backend->whenUploaded([this](double seconds) { uploaded(seconds); });
-    _weights.emplace(_spec, *_files, _backend->placer(), _options.homes, _options.expertSlotBytes, _options.context, _trace);
+    _weights.emplace(_spec, *_files, _backend->placer(), _options.homes, _options.expertSlotBytes, _options.context,
+                     _trace);
     RecurrentState states(allocator, recurrentShapes(_spec), _options.sequences);
     if (states.any()) _trace.note("recurrent state");
     _kv.emplace(allocator, kvShapes(_spec), _options.kvType, _options.context, std::move(states));
@@ -181,8 +200,8 @@ void Engine::load() {
     _trace.note("graphs");
 }
 
-// A prefill and a decode step, so that kernels are loaded and the step is captured before anyone waits for a token; if the model
-// drafts, a step with a draft too.
+// A prefill and a decode step, so that kernels are loaded and the step is captured before anyone waits for a token; if
+// the model drafts, a step with a draft too.
 void Engine::rehearse() {
     // Exact rows are slow, and nine of them use all kernels that more would.
     rehearse(RowKind::Prompt, std::min<int64_t>(_options.batch, _backend->oneArithmetic() ? 9 : 512));
@@ -197,7 +216,8 @@ void Engine::rehearse() {
 void Engine::rehearse(RowKind kind, int64_t rows) {
     const int32_t sequence = _kv->createSequence();
     Batch batch;
-    for (int64_t i = 0; i < rows; ++i) batch.add(kind, 0, static_cast<int32_t>(i), sequence, i + 1 == rows || kind == RowKind::Decode);
+    for (int64_t i = 0; i < rows; ++i)
+        batch.add(kind, 0, static_cast<int32_t>(i), sequence, i + 1 == rows || kind == RowKind::Decode);
     std::vector<int64_t> marks;
     for (int64_t length = 1; length < rows && kind == RowKind::Decode; ++length) marks.push_back(length);
     _kv->extend(sequence, rows, marks);

@@ -7,9 +7,9 @@
 #include <mutex>
 #include <optional>
 
-#include "engine/forward_pass.h"
 #include "engine/memory_plan.h"
-#include "engine/placement.h"
+#include "layers/forward_pass.h"
+#include "placement/placement.h"
 
 namespace sharpi {
 
@@ -18,7 +18,8 @@ public:
     // Throws Error(BadModel), Error(OutOfMemory), Error(InvalidArgument).
     Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options);
     // On a backend that the caller made.
-    Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options, std::unique_ptr<Backend> backend);
+    Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options,
+           std::unique_ptr<Backend> backend);
 
     const ModelSpec& spec() const { return _spec; }
     const EngineOptions& options() const { return _options; }  // with the homes that it has come to
@@ -27,7 +28,8 @@ public:
     // What has become of the experts; no layers where the model has none. Waits for a step that runs.
     ExpertCounts expertCounts();
     Placement placement() const;
-    // Seconds in which what the device keeps was brought over, from the first of it on; none until all is there, or on the CPU.
+    // Seconds in which what the device keeps was brought over, from the first of it on; none until all is there, or on
+    // the CPU.
     std::optional<double> uploadSeconds() const;
     Backend& backend() { return *_backend; }
     const std::vector<TraceLine>& trace() const { return _trace.lines(); }
@@ -35,7 +37,8 @@ public:
     size_t kvBytes() const { return _kv->bytes(); }
     size_t stateBytes() const { return _kv->states().bytes(); }
     size_t scratchBytes() const { return _scratchBytes; }
-    // What holds the device's memory, largest first; on the CPU the mapped file is not counted. Does not wait for a step that runs.
+    // What holds the device's memory, largest first; on the CPU the mapped file is not counted. Does not wait for a
+    // step that runs.
     std::vector<Holding> holdings() const { return _backend->allocator().holdings(); }
     static size_t kvBytesFor(const ModelSpec& spec, KvType type, int64_t context);
 

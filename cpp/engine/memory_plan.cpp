@@ -7,11 +7,11 @@
 #include <optional>
 #include <set>
 
-#include "engine/cpu_backend.h"
-#include "engine/expert_staging.h"
-#include "engine/gpu_scratch.h"
-#include "engine/model_weights.h"
-#include "engine/placement.h"
+#include "cpu/cpu_backend.h"
+#include "experts/expert_staging.h"
+#include "placement/model_weights.h"
+#include "placement/placement.h"
+#include "plan/gpu_scratch.h"
 
 namespace sharpi {
 
@@ -55,7 +55,8 @@ private:
 std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
     std::vector<KvLayerShape> shapes;
     for (const LayerSpec* layer : spec.loadedLayers()) {
-        shapes.push_back(layer->attention ? KvLayerShape{layer->attention->kvHeads, layer->attention->headDim} : KvLayerShape());
+        shapes.push_back(layer->attention ? KvLayerShape{layer->attention->kvHeads, layer->attention->headDim}
+                                          : KvLayerShape());
     }
     return shapes;
 }
@@ -63,7 +64,8 @@ std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
 std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec) {
     std::vector<RecurrentShape> shapes;
     for (const LayerSpec* layer : spec.loadedLayers()) {
-        shapes.push_back(layer->delta ? RecurrentShape{layer->delta->convState(), layer->delta->matrixState()} : RecurrentShape());
+        shapes.push_back(layer->delta ? RecurrentShape{layer->delta->convState(), layer->delta->matrixState()}
+                                      : RecurrentShape());
     }
     return shapes;
 }
@@ -73,8 +75,11 @@ namespace {
 // A model loaded over a memory that only counts.
 struct Counted {
     Counted(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options)
-        : memory(options.cuda ? size_t{2} << 20 : size_t{4} << 10), allocator(memory), trace(allocator, nullptr),
-          stream(allocator, gpuLayout(), nullptr), slots(allocator, gpuLayout()) {
+        : memory(options.cuda ? size_t{2} << 20 : size_t{4} << 10),
+          allocator(memory),
+          trace(allocator, nullptr),
+          stream(allocator, gpuLayout(), nullptr),
+          slots(allocator, gpuLayout()) {
         trace.note("start");
         if (options.cuda) placer = std::make_unique<DevicePlacer>(allocator, gpuLayout(), stream, slots, nullptr);
         else placer = std::make_unique<MappedPlacer>(allocator);
@@ -104,8 +109,10 @@ size_t withExpertSlots(const ModelSpec& spec, const TensorTable& tensors, Engine
     return plannedBytes(spec, tensors, options);
 }
 
-// The most for slots, in whole steps, with which the plan takes no more than `available`; nothing where it takes more without any.
-std::optional<size_t> fittingSlots(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t most, size_t available) {
+// The most for slots, in whole steps, with which the plan takes no more than `available`; nothing where it takes more
+// without any.
+std::optional<size_t> fittingSlots(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options,
+                                   size_t most, size_t available) {
     constexpr size_t kStep = size_t{1} << 20;
     if (withExpertSlots(spec, tensors, options, 0) > available) return std::nullopt;
     size_t low = 0, high = most / kStep;
@@ -128,10 +135,12 @@ std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& te
     if (states.any()) model.trace.note("recurrent state");
     const KvCache kv(model.allocator, kvShapes(spec), options.kvType, options.context, std::move(states));
     model.trace.note("KV cache");
-    const size_t scratchBytes = options.cuda ? GpuScratch(limits).bytes() : CpuBackend::scratchBytes(options.threads, limits);
+    const size_t scratchBytes =
+        options.cuda ? GpuScratch(limits).bytes() : CpuBackend::scratchBytes(options.threads, limits);
     const Buffer scratch(model.allocator, scratchBytes, "working memory");
     std::optional<Buffer> staging;
-    if (const size_t bytes = expertStagingBytes(model.slots)) staging.emplace(model.allocator, bytes, "staging for experts");
+    if (const size_t bytes = expertStagingBytes(model.slots))
+        staging.emplace(model.allocator, bytes, "staging for experts");
     model.trace.note("scratch");
     std::vector<TraceLine> lines(model.trace.lines().begin() + 1, model.trace.lines().end());
     TraceLine graphs;
@@ -148,7 +157,8 @@ size_t plannedBytes(const ModelSpec& spec, const TensorTable& tensors, const Eng
     return static_cast<size_t>(total);
 }
 
-std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& asked) {
+std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, const TensorTable& tensors,
+                                                      const EngineOptions& asked) {
     EngineOptions options = asked;
     options.homes = normalized(spec, tensors, std::move(options.homes));
     return Counted(spec, tensors, options).slots.pools();
@@ -166,13 +176,15 @@ StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const
     return limits;
 }
 
-FittedPlan fittedPlan(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available) {
+FittedPlan fittedPlan(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options,
+                      size_t available) {
     EngineOptions tried = options;
     size_t least = plannedBytes(spec, tensors, tried);
     FittedPlan best{options.homes, options.expertSlotBytes};
     if (least <= available) return best;
     if (expertsAway(spec, tried.homes)) {
-        if (const auto bytes = fittingSlots(spec, tensors, tried, options.expertSlotBytes, available)) return {options.homes, *bytes};
+        if (const auto bytes = fittingSlots(spec, tensors, tried, options.expertSlotBytes, available))
+            return {options.homes, *bytes};
         tried.expertSlotBytes = 0;
     }
     const size_t mostSlots = expertsAway(spec, options.homes) ? options.expertSlotBytes : available;
@@ -188,7 +200,9 @@ FittedPlan fittedPlan(const ModelSpec& spec, const TensorTable& tensors, const E
         tried.homes = normalized(spec, tensors, tried.homes);
         const size_t taken = plannedBytes(spec, tensors, tried);
         // What is left goes to single experts.
-        if (taken <= available) return {tried.homes, expertsAway(spec, tried.homes) ? *fittingSlots(spec, tensors, tried, mostSlots, available) : 0};
+        if (taken <= available)
+            return {tried.homes,
+                    expertsAway(spec, tried.homes) ? *fittingSlots(spec, tensors, tried, mostSlots, available) : 0};
         if (taken >= least) continue;
         least = taken;
         best = {tried.homes, 0};
@@ -196,7 +210,8 @@ FittedPlan fittedPlan(const ModelSpec& spec, const TensorTable& tensors, const E
     return best;
 }
 
-std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options, size_t available) {
+std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options,
+                          size_t available) {
     const auto fits = [&](int64_t context, int64_t batch) {
         EngineOptions tried = options;
         tried.context = context;

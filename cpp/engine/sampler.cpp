@@ -16,7 +16,9 @@ struct Candidate {
     int32_t token;
 };
 
-bool better(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.token < b.token); }
+bool better(const Candidate& a, const Candidate& b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.token < b.token);
+}
 
 // The weights of candidates, and their sums before and through each in the rule's order.
 struct Sums {
@@ -78,9 +80,11 @@ Sampler::Sampler(const SamplingParams& params, int64_t vocabSize) : _params(para
     params.validate(vocabSize);
 }
 
-std::vector<TokenAdjustment> Sampler::recent(const std::vector<int32_t>& history, const std::vector<int32_t>& drafted) const {
+std::vector<TokenAdjustment> Sampler::recent(const std::vector<int32_t>& history,
+                                             const std::vector<int32_t>& drafted) const {
     std::vector<TokenAdjustment> counted;
-    const bool penalized = _params.repetitionPenalty != 1 || _params.presencePenalty != 0 || _params.frequencyPenalty != 0;
+    const bool penalized =
+        _params.repetitionPenalty != 1 || _params.presencePenalty != 0 || _params.frequencyPenalty != 0;
     if (!penalized) return counted;
     const size_t window = std::min<size_t>(history.size() + drafted.size(), _params.penaltyWindow);
     const size_t ofDrafted = std::min(window, drafted.size());
@@ -122,9 +126,10 @@ Choice Sampler::next(const std::vector<int32_t>& history, const std::vector<int3
     return choice;
 }
 
-int32_t sampleOnHost(float* logits, int64_t vocab, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments,
-                     double draw) {
-    for (const TokenAdjustment& change : adjustments) logits[change.token] = adjustedLogit(logits[change.token], change, rule);
+int32_t sampleOnHost(float* logits, int64_t vocab, const SamplingRule& rule,
+                     const std::vector<TokenAdjustment>& adjustments, double draw) {
+    for (const TokenAdjustment& change : adjustments)
+        logits[change.token] = adjustedLogit(logits[change.token], change, rule);
     // NaN would break the order that sorting relies on.
     std::replace_if(logits, logits + vocab, [](float logit) { return std::isnan(logit); }, -INFINITY);
     const auto best = std::max_element(logits, logits + vocab);
@@ -141,7 +146,8 @@ int32_t sampleOnHost(float* logits, int64_t vocab, const SamplingRule& rule, con
 
 int32_t checkedToken(int32_t token) {
     if (token >= 0) return token;
-    throw Error(ErrorKind::InvalidArgument, "no token may be chosen: logit bias forbids all, or the model's weights are damaged");
+    throw Error(ErrorKind::InvalidArgument,
+                "no token may be chosen: logit bias forbids all, or the model's weights are damaged");
 }
 
 }  // namespace sharpi

@@ -11,7 +11,7 @@
 #include <random>
 #include <vector>
 
-#include "engine/backend.h"
+#include "operations/backend.h"
 
 namespace sharpi {
 
@@ -28,8 +28,8 @@ class Sampler {
 public:
     Sampler(const SamplingParams& params, int64_t vocabSize);
 
-    // The choice of the token that follows `history` (the text so far, the prompt included) and then `drafted`. Asked again, it is
-    // the same.
+    // The choice of the token that follows `history` (the text so far, the prompt included) and then `drafted`. Asked
+    // again, it is the same.
     Choice next(const std::vector<int32_t>& history, const std::vector<int32_t>& drafted = {});
     // So many tokens have been added to the history.
     void advance(size_t tokens);
@@ -42,9 +42,10 @@ private:
     std::deque<double> _draws;  // of the positions from the next one on
 };
 
-// The token that core/sampling_rule.h chooses, or -1 if none may be chosen. logits [vocab] are changed by the adjustments.
-int32_t sampleOnHost(float* logits, int64_t vocab, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments,
-                     double draw);
+// The token that core/sampling_rule.h chooses, or -1 if none may be chosen. logits [vocab] are changed by the
+// adjustments.
+int32_t sampleOnHost(float* logits, int64_t vocab, const SamplingRule& rule,
+                     const std::vector<TokenAdjustment>& adjustments, double draw);
 
 // The token, or Error(InvalidArgument) saying why there is none if it is -1.
 int32_t checkedToken(int32_t token);

@@ -36,8 +36,9 @@ void Session::requireRoom(int64_t tokens) const {
 void Session::checkRoom(int64_t tokens) const {
     if (tokens == 0) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
     if (tokens > room()) {
-        throw Error(ErrorKind::InvalidArgument, std::to_string(tokens) + " tokens do not fit: the context has room for " +
-                                                    std::to_string(room()) + "; load with a larger context or shorten the prompt");
+        throw Error(ErrorKind::InvalidArgument,
+                    std::to_string(tokens) + " tokens do not fit: the context has room for " + std::to_string(room()) +
+                        "; load with a larger context or shorten the prompt");
     }
 }
 
@@ -73,14 +74,15 @@ void Session::keep(int64_t tokens) {
     _text.truncate(kept);
 }
 
-// Leaves at most the first `tokens` in the cache, with the engine locked. How many it holds then: see KvCache::truncate.
+// Leaves at most the first `tokens` in the cache, with the engine locked. How many it holds then: see
+// KvCache::truncate.
 int64_t Session::cutBack(int64_t tokens) {
     KvCache& kv = *_engine->_kv;
     return kv.truncate(_sequence, std::min(tokens, kv.length(_sequence)));
 }
 
-// How many tokens of a text that begins with what the cache holds need not be computed, with the engine locked. Cuts back what is in
-// the way of prompt rows.
+// How many tokens of a text that begins with what the cache holds need not be computed, with the engine locked. Cuts
+// back what is in the way of prompt rows.
 int64_t Session::cutToComputed(const Transcript& text) {
     const int64_t step = _engine->_backend->promptStep();
     int64_t tokens = _engine->_kv->length(_sequence);
@@ -117,16 +119,17 @@ Batch Session::batchOf(const Piece& piece) const {
     return batch;
 }
 
-// From where a later prompt goes on, if it is given again or has another end: the last place before a prompt's last token at which
-// prompt rows may begin. If that is any place, only a generation's prompt is worth it.
+// From where a later prompt goes on, if it is given again or has another end: the last place before a prompt's last
+// token at which prompt rows may begin. If that is any place, only a generation's prompt is worth it.
 std::optional<int64_t> Session::stateToKeep(const Piece& piece) const {
     const int64_t step = _engine->_backend->promptStep();
-    if (piece.kind != RowKind::Prompt || !piece.endsPrompt || (step == 1 && piece.want != Want::Choice)) return std::nullopt;
+    if (piece.kind != RowKind::Prompt || !piece.endsPrompt || (step == 1 && piece.want != Want::Choice))
+        return std::nullopt;
     return (piece.end() - 1) / step * step;
 }
 
-// Computes a piece with the engine locked, and keeps what is right of it. What was chosen: the guesses that are right, and the
-// token after them. If it throws, the cache is as it was, but for a state that there was no room to keep.
+// Computes a piece with the engine locked, and keeps what is right of it. What was chosen: the guesses that are right,
+// and the token after them. If it throws, the cache is as it was, but for a state that there was no room to keep.
 std::vector<int32_t> Session::run(const Piece& piece) {
     KvCache& kv = *_engine->_kv;
     const int64_t end = piece.end();
@@ -144,7 +147,8 @@ std::vector<int32_t> Session::run(const Piece& piece) {
             chosen = choose(piece);
             right = end - piece.drafted + static_cast<int64_t>(chosen.size()) - 1;
         }
-        if (kv.truncate(_sequence, right) != right) throw Error(ErrorKind::Internal, "the state of a draft was not kept");
+        if (kv.truncate(_sequence, right) != right)
+            throw Error(ErrorKind::Internal, "the state of a draft was not kept");
         if (predicts()) predict(piece, right - piece.begin, chosen);
         if (kept) kv.keepState(_sequence, *kept);
         return chosen;
@@ -166,13 +170,16 @@ std::vector<int32_t> Session::choose(const Piece& piece) {
     return chosen;
 }
 
-// Where nobody generates, whoever goes on from the tokens may want drafts. A generation that drafts in another way leaves the layer
-// out: its cache has nothing of those rows then, which costs a later generation right guesses, never the text.
+// Where nobody generates, whoever goes on from the tokens may want drafts. A generation that drafts in another way
+// leaves the layer out: its cache has nothing of those rows then, which costs a later generation right guesses, never
+// the text.
 bool Session::predicts() const {
-    return _engine->_weights->prediction && (!_sampler || _drafter.options().source == DraftOptions::Source::Prediction);
+    return _engine->_weights->prediction &&
+           (!_sampler || _drafter.options().source == DraftOptions::Source::Prediction);
 }
 
-// Takes the prediction layer over the first `rows` of a piece that was computed; the guesses among them are the chosen tokens.
+// Takes the prediction layer over the first `rows` of a piece that was computed; the guesses among them are the chosen
+// tokens.
 void Session::predict(const Piece& piece, int64_t rows, const std::vector<int32_t>& chosen) {
     Drafter::Rows passed{piece.kind, _sequence, piece.begin, {piece.tokens + 1, piece.tokens + rows}};
     const bool goesOn = !chosen.empty() && chosen.back() >= 0;
@@ -187,22 +194,24 @@ void Session::predict(const Piece& piece, int64_t rows, const std::vector<int32_
 int64_t Session::mostDrafts(int64_t length) const {
     const DraftOptions& options = _drafter.options();
     if (options.source == DraftOptions::Source::Off) return 0;
-    const int64_t rows = std::min({_engine->_options.context - length, rules().decodeRows, _engine->_backend->headRows()});
-    return std::clamp<int64_t>(std::min<int64_t>(options.tokens, _engine->_kv->snapshotRoom(_sequence)), 0, std::max<int64_t>(rows - 1, 0));
+    const int64_t rows =
+        std::min({_engine->_options.context - length, rules().decodeRows, _engine->_backend->headRows()});
+    return std::clamp<int64_t>(std::min<int64_t>(options.tokens, _engine->_kv->snapshotRoom(_sequence)), 0,
+                               std::max<int64_t>(rows - 1, 0));
 }
 
-void Session::evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits, const std::vector<int64_t>& chunks,
-                       const Interrupted& interrupted) {
+void Session::evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits,
+                       const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
     std::lock_guard<std::mutex> use(_use);
     _sampler.reset();
     settle();
     append(tokens, kind, logits, chunks, interrupted);
 }
 
-// With a sampler, the last row's logits give a token; without, every row's are written where `logits` says. The session takes the
-// tokens, and what they make of those before them, as soon as some of them are computed.
-void Session::append(const std::vector<int32_t>& tokens, RowKind kind, float* logits, const std::vector<int64_t>& chunks,
-                     const Interrupted& interrupted) {
+// With a sampler, the last row's logits give a token; without, every row's are written where `logits` says. The session
+// takes the tokens, and what they make of those before them, as soon as some of them are computed.
+void Session::append(const std::vector<int32_t>& tokens, RowKind kind, float* logits,
+                     const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
     checkRoom(static_cast<int64_t>(tokens.size()));
     const int64_t held = _text.size();
     Transcript text = _text;
@@ -216,7 +225,8 @@ void Session::append(const std::vector<int32_t>& tokens, RowKind kind, float* lo
             std::lock_guard<std::mutex> lock(_engine->_mutex);
             if (!begun) forgetOtherKinds();
             begun = true;
-            Piece piece = nextPiece(text, pieceEnd(text, held, chunk < chunks.size() ? chunks[chunk] : _engine->_options.batch));
+            Piece piece =
+                nextPiece(text, pieceEnd(text, held, chunk < chunks.size() ? chunks[chunk] : _engine->_options.batch));
             const bool hasNew = piece.end() > held;
             if (hasNew) addWants(piece, held, piece.end() == text.size(), logits);
             std::vector<int32_t> chosen = run(piece);
@@ -232,8 +242,9 @@ void Session::append(const std::vector<int32_t>& tokens, RowKind kind, float* lo
     }
 }
 
-// Where a piece should end that has `chunk` new tokens, which begin at `held`. Tokens that become prompt rows share their passes. What
-// was only lost is computed alone, so that new tokens that fail do not lose it again. With the engine locked.
+// Where a piece should end that has `chunk` new tokens, which begin at `held`. Tokens that become prompt rows share
+// their passes. What was only lost is computed alone, so that new tokens that fail do not lose it again. With the
+// engine locked.
 int64_t Session::pieceEnd(const Transcript& text, int64_t held, int64_t chunk) {
     const int64_t begin = cutToComputed(text);
     if (begin < held && rules().oneArithmetic) return held;
@@ -258,22 +269,26 @@ void Session::accept(std::vector<int32_t> chosen) {
     _chosen = std::move(chosen);
 }
 
-void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted, const DraftOptions& drafts) {
+void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted,
+                    const DraftOptions& drafts) {
     std::lock_guard<std::mutex> use(_use);
     _sampler.reset();  // next() refuses to go on from a start that failed
     params.validate(_engine->_spec.vocabSize);
     drafts.validate();
     if (drafts.source == DraftOptions::Source::Prediction && !_engine->_weights->prediction) {
-        throw Error(ErrorKind::InvalidArgument, "the model has no prediction layer to draft with; n-gram drafts work with any model");
+        throw Error(ErrorKind::InvalidArgument,
+                    "the model has no prediction layer to draft with; n-gram drafts work with any model");
     }
     if (prompt.empty()) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
     if (static_cast<int64_t>(prompt.size()) > _engine->_options.context) {
-        throw Error(ErrorKind::InvalidArgument, "the prompt has " + std::to_string(prompt.size()) + " tokens, the context holds " +
-                                                    std::to_string(_engine->_options.context) + ": shorten it or ask for a larger context");
+        throw Error(ErrorKind::InvalidArgument,
+                    "the prompt has " + std::to_string(prompt.size()) + " tokens, the context holds " +
+                        std::to_string(_engine->_options.context) + ": shorten it or ask for a larger context");
     }
     settle();
     Transcript reusable;
-    reusable.append(prompt.data(), static_cast<int64_t>(prompt.size()) - 1, RowKind::Prompt);  // not the last: its logits are needed
+    reusable.append(prompt.data(), static_cast<int64_t>(prompt.size()) - 1,
+                    RowKind::Prompt);  // not the last: its logits are needed
     keep(_text.agreement(reusable, rules().oneArithmetic));
     _reused = _text.size();
     _history = prompt;
@@ -294,12 +309,14 @@ void Session::decode() {
     const int64_t begin = _text.size();
     std::vector<int32_t> tokens = _drafter.drafts(_history, mostDrafts(begin));
     tokens.insert(tokens.begin(), _history.back());
-    while (tokens.size() > 1 && !_engine->_kv->reserve(_sequence, static_cast<int64_t>(tokens.size()))) tokens.pop_back();
+    while (tokens.size() > 1 && !_engine->_kv->reserve(_sequence, static_cast<int64_t>(tokens.size())))
+        tokens.pop_back();
     Piece piece{RowKind::Decode, tokens.data(), begin, static_cast<int64_t>(tokens.size()), Want::Choice};
     piece.drafted = piece.count - 1;
     _text.reserve(begin + piece.count);
     std::vector<int32_t> chosen = run(piece);
-    _text.append(tokens.data(), static_cast<int64_t>(chosen.size()), RowKind::Decode);  // the first, and the guesses that are right
+    _text.append(tokens.data(), static_cast<int64_t>(chosen.size()),
+                 RowKind::Decode);  // the first, and the guesses that are right
     accept(std::move(chosen));
     _drafter.count(piece.drafted, _ahead);
 }

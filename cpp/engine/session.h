@@ -21,12 +21,12 @@ using Interrupted = std::function<bool()>;
 // Each call is atomic against other threads; callers that hold a lock of their own must not hold it here, since
 // `interrupted` is called with the session locked.
 //
-// With drafts a step of the model may give several tokens. They are handed out one by one, and nothing that a caller sees
-// tells that the cache is ahead of them.
+// With drafts a step of the model may give several tokens. They are handed out one by one, and nothing that a caller
+// sees tells that the cache is ahead of them.
 //
-// A session remembers which tokens are prompt rows and which decode rows. What the cache lost is computed again as what it was. Only
-// further prompt rows turn the decode rows before them into prompt rows: unless the backend has one arithmetic for both, these are
-// computed again then, so that a long conversation gets the answers of a cold start.
+// A session remembers which tokens are prompt rows and which decode rows. What the cache lost is computed again as what
+// it was. Only further prompt rows turn the decode rows before them into prompt rows: unless the backend has one
+// arithmetic for both, these are computed again then, so that a long conversation gets the answers of a cold start.
 class Session {
 public:
     explicit Session(std::shared_ptr<Engine> engine);
@@ -41,19 +41,20 @@ public:
     void reset();
 
     // Appends tokens, computed as this kind; logits, if given, gets [tokens.size(), vocab]: row i follows tokens[0..i].
-    // `chunks`: sizes of the pieces to evaluate, rounded up to what the backend takes; empty: the engine's batch size. If it fails,
-    // the session holds what it held before, or more: the first pieces of these tokens.
+    // `chunks`: sizes of the pieces to evaluate, rounded up to what the backend takes; empty: the engine's batch size.
+    // If it fails, the session holds what it held before, or more: the first pieces of these tokens.
     void evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits, const std::vector<int64_t>& chunks,
                   const Interrupted& interrupted);
 
-    // Begins generation after `prompt` (the whole text so far: the prompt rows that the session holds of its beginning are kept).
-    // Throws Error(InvalidArgument) for an empty prompt or one that leaves no room in the context, and for drafts of a prediction
-    // layer that the model does not have.
-    void start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted, const DraftOptions& drafts = {});
+    // Begins generation after `prompt` (the whole text so far: the prompt rows that the session holds of its beginning
+    // are kept). Throws Error(InvalidArgument) for an empty prompt or one that leaves no room in the context, and for
+    // drafts of a prediction layer that the model does not have.
+    void start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted,
+               const DraftOptions& drafts = {});
     // The next token, or nothing when the context is full. start() must have been called.
     std::optional<int32_t> next();
     int64_t reusedTokens() const { return _reused; }  // of the last prompt: those that were not computed again
-    DraftCounts draftCounts() const;  // since start()
+    DraftCounts draftCounts() const;                  // since start()
 
 private:
     enum class Want { Nothing, EveryRow, Choice };  // logits of every row, or a token chosen from the last row's
@@ -65,9 +66,9 @@ private:
         int64_t end() const { return begin + count; }
         Want want = Want::Nothing;
         float* logits = nullptr;
-        int64_t again = 0;         // its first rows were computed before: EveryRow does not mean them
-        int64_t drafted = 0;       // its last tokens are guesses: a token is chosen from the row before each of them too
-        bool endsPrompt = false;   // its last token is the last prompt row
+        int64_t again = 0;        // its first rows were computed before: EveryRow does not mean them
+        int64_t drafted = 0;      // its last tokens are guesses: a token is chosen from the row before each of them too
+        bool endsPrompt = false;  // its last token is the last prompt row
         std::optional<int32_t> follower = std::nullopt;  // the token after them, where it is known and not chosen here
     };
     int64_t room() const { return _engine->_options.context - _text.size() + _ahead; }

@@ -31,20 +31,24 @@ void Transcript::truncate(int64_t tokens) {
 
 int64_t Transcript::agreement(const Transcript& other, bool oneArithmetic) const {
     const auto most = static_cast<size_t>(std::min(size(), other.size()));
-    const auto differs = std::mismatch(_tokens.begin(), _tokens.begin() + static_cast<std::ptrdiff_t>(most), other._tokens.begin()).first;
+    const auto differs =
+        std::mismatch(_tokens.begin(), _tokens.begin() + static_cast<std::ptrdiff_t>(most), other._tokens.begin())
+            .first;
     const int64_t same = differs - _tokens.begin();
     if (oneArithmetic || _promptTokens == other._promptTokens) return same;
     return std::min({same, _promptTokens, other._promptTokens});
 }
 
 Stretch Transcript::piece(int64_t begin, int64_t wanted, const PieceRules& rules) const {
-    if (begin >= _promptTokens) return {RowKind::Decode, begin, std::clamp(wanted, begin + 1, std::min(size(), begin + rules.decodeRows))};
+    if (begin >= _promptTokens)
+        return {RowKind::Decode, begin, std::clamp(wanted, begin + 1, std::min(size(), begin + rules.decodeRows))};
     const int64_t step = rules.promptStep;
     const auto roundedDown = [step](int64_t tokens) { return tokens / step * step; };
     int64_t end = std::min(roundedDown(std::max(wanted, begin + 1) + step - 1), _promptTokens);
     if (end - begin > rules.rows) end = roundedDown(begin + rules.rows);
     if (begin % step || end <= begin) {
-        throw Error(ErrorKind::Internal, "prompt rows from token " + std::to_string(begin) + " on in batches of " + std::to_string(rules.rows) +
+        throw Error(ErrorKind::Internal, "prompt rows from token " + std::to_string(begin) + " on in batches of " +
+                                             std::to_string(rules.rows) +
                                              ": the backend takes them from multiples of " + std::to_string(step));
     }
     return {RowKind::Prompt, begin, end};

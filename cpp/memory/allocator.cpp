@@ -46,7 +46,8 @@ std::string readable(size_t bytes) {
 
 }  // namespace
 
-Allocator::Allocator(DeviceMemory& memory, size_t budget) : _memory(memory), _budget(budget), _granularity(memory.granularity()) {}
+Allocator::Allocator(DeviceMemory& memory, size_t budget)
+    : _memory(memory), _budget(budget), _granularity(memory.granularity()) {}
 
 Allocator::~Allocator() {
     for (const auto& [begin, chunk] : _chunks) _memory.decommit(pointer(begin), chunk.bytes);
@@ -120,7 +121,8 @@ Allocator::Ranges::iterator Allocator::bestHole(size_t room) {
 // A hole of fresh addresses, or the end when there are none.
 Allocator::Ranges::iterator Allocator::addRegion(size_t room) {
     const size_t least = roundUp(room, _granularity);
-    const size_t generous = roundUp(std::min(2 * std::min(availableNow(), kMostBytes) + kSpareAddresses, kMostAddresses), _granularity);
+    const size_t generous =
+        roundUp(std::min(2 * std::min(availableNow(), kMostBytes) + kSpareAddresses, kMostAddresses), _granularity);
     for (const size_t bytes : {std::max(least, generous), least}) {
         void* address = nullptr;
         try {
@@ -279,14 +281,15 @@ std::vector<Holding> Allocator::holdingsNow() const {
     for (const auto& [name, bytes] : byName) {
         if (bytes > 0) holdings.push_back({name, bytes});
     }
-    std::stable_sort(holdings.begin(), holdings.end(), [](const Holding& a, const Holding& b) { return a.bytes > b.bytes; });
+    std::stable_sort(holdings.begin(), holdings.end(),
+                     [](const Holding& a, const Holding& b) { return a.bytes > b.bytes; });
     return holdings;
 }
 
 std::string Allocator::outOfMemory(size_t bytes, const std::string& name) const {
     const size_t free = availableNow();
-    std::string text =
-        "out of memory on " + _memory.name() + ": '" + name + "' needs " + readable(bytes) + ", " + readable(free) + " are free";
+    std::string text = "out of memory on " + _memory.name() + ": '" + name + "' needs " + readable(bytes) + ", " +
+                       readable(free) + " are free";
     if (_budget && free < _memory.freeBytes()) text += " within the budget of " + readable(_budget);
     return text + largestHolders();
 }

@@ -35,15 +35,15 @@ public:
     Allocator(const Allocator&) = delete;
     Allocator& operator=(const Allocator&) = delete;
 
-    // Zeroed and kAlignment-aligned; nothing else is rounded up. Throws Error(OutOfMemory) that names `name`, its bytes, what
-    // is free and the largest holders; nothing has changed then.
+    // Zeroed and kAlignment-aligned; nothing else is rounded up. Throws Error(OutOfMemory) that names `name`, its
+    // bytes, what is free and the largest holders; nothing has changed then.
     void* allocate(size_t bytes, const std::string& name);
     // Throws Error(Internal) for an address that is not held, or no longer.
     void free(void* address);
 
-    size_t held() const;       // bytes asked for and not freed
-    size_t taken() const;      // bytes of the device behind them, in whole granules
-    size_t available() const;  // what can still be taken, within budget and device
+    size_t held() const;                    // bytes asked for and not freed
+    size_t taken() const;                   // bytes of the device behind them, in whole granules
+    size_t available() const;               // what can still be taken, within budget and device
     std::vector<Holding> holdings() const;  // largest first, equal names summed, without what holds nothing
     DeviceMemory& memory() const { return _memory; }
 
@@ -90,9 +90,9 @@ private:
     const size_t _budget, _granularity;
     mutable std::mutex _mutex;
     size_t _held = 0, _taken = 0;
-    Ranges _regions;                              // what was reserved
-    Ranges _holes;                                // addresses in it that nobody has; neighbours are joined
-    std::map<uintptr_t, Chunk> _chunks;           // memory behind addresses
+    Ranges _regions;                                // what was reserved
+    Ranges _holes;                                  // addresses in it that nobody has; neighbours are joined
+    std::map<uintptr_t, Chunk> _chunks;             // memory behind addresses
     std::map<uintptr_t, Allocation> _exactHandles;  // by address
 };
 

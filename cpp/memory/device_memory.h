@@ -13,9 +13,9 @@ class DeviceMemory {
 public:
     virtual ~DeviceMemory() = default;
 
-    virtual std::string name() const = 0;        // for error messages: "the GPU", "this machine"
-    virtual size_t granularity() const = 0;      // commit works in multiples of this; a power of two
-    virtual size_t freeBytes() const = 0;        // what can still be committed, as the device itself says
+    virtual std::string name() const = 0;    // for error messages: "the GPU", "this machine"
+    virtual size_t granularity() const = 0;  // commit works in multiples of this; a power of two
+    virtual size_t freeBytes() const = 0;    // what can still be committed, as the device itself says
 
     // A range of addresses with nothing behind it; bytes is a multiple of the granularity. Throws Error(OutOfMemory).
     virtual void* reserve(size_t bytes) = 0;

@@ -41,7 +41,8 @@ bool liesInOne(const std::map<uintptr_t, size_t>& ranges, uintptr_t begin, size_
 void* FakeDevice::reserve(size_t bytes) {
     require(bytes > 0 && bytes % _granularity == 0, "a range that is not a multiple of the granularity");
     if (bytes > _largestReserve || bytes > SIZE_MAX - _granularity) {
-        throw Error(ErrorKind::OutOfMemory, "the fake device has no range of " + std::to_string(bytes) + " addresses left");
+        throw Error(ErrorKind::OutOfMemory,
+                    "the fake device has no range of " + std::to_string(bytes) + " addresses left");
     }
     auto* const start = static_cast<uint8_t*>(HostMemory::reserve(bytes + _granularity));
     const size_t before = (_granularity - number(start) % _granularity) % _granularity;
@@ -62,7 +63,8 @@ void FakeDevice::release(void* address, size_t bytes) noexcept {
 
 bool FakeDevice::commit(void* address, size_t bytes) {
     const uintptr_t begin = number(address);
-    require(bytes > 0 && bytes % _granularity == 0 && begin % _granularity == 0, "a commit that is not in whole granules");
+    require(bytes > 0 && bytes % _granularity == 0 && begin % _granularity == 0,
+            "a commit that is not in whole granules");
     require(liesInOne(_reserved, begin, bytes), "a commit outside what was reserved");
     require(!overlapsAny(_committed, begin, bytes), "a commit over another");
     ++_commits;

@@ -12,7 +12,8 @@ namespace sharpi {
 
 class FakeDevice : public HostMemory {
 public:
-    explicit FakeDevice(size_t capacity, size_t granularity = size_t{2} << 20) : _capacity(capacity), _granularity(granularity) {}
+    explicit FakeDevice(size_t capacity, size_t granularity = size_t{2} << 20)
+        : _capacity(capacity), _granularity(granularity) {}
     std::string name() const override { return "the fake device"; }
     size_t granularity() const override { return _granularity; }
     size_t freeBytes() const override { return _capacity - _used; }

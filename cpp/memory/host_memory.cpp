@@ -16,7 +16,8 @@ namespace sharpi {
 
 namespace {
 
-// The numbers of a file of lines "name number", by name as sscanf reads it ("MemAvailable:"). Empty where there is no such file.
+// The numbers of a file of lines "name number", by name as sscanf reads it ("MemAvailable:"). Empty where there is no
+// such file.
 std::map<std::string, uint64_t> numbersIn(const std::string& path) {
     std::map<std::string, uint64_t> numbers;
     std::ifstream file(path);
@@ -29,7 +30,9 @@ std::map<std::string, uint64_t> numbersIn(const std::string& path) {
     return numbers;
 }
 
-MemoryRoom least(const MemoryRoom& a, const MemoryRoom& b) { return {std::min(a.available, b.available), std::min(a.forFiles, b.forFiles)}; }
+MemoryRoom least(const MemoryRoom& a, const MemoryRoom& b) {
+    return {std::min(a.available, b.available), std::min(a.forFiles, b.forFiles)};
+}
 
 MemoryRoom machineRoom(const std::string& processes) {
     auto kib = numbersIn(processes + "/meminfo");
@@ -38,7 +41,8 @@ MemoryRoom machineRoom(const std::string& processes) {
     return {available, available + kib["Shmem:"] * 1024};
 }
 
-// What the limit of one control group leaves. Pages of files count as room, since a group at its limit drops them first.
+// What the limit of one control group leaves. Pages of files count as room, since a group at its limit drops them
+// first.
 MemoryRoom groupRoom(const std::string& folder, bool unified) {
     std::ifstream file(folder + (unified ? "/memory.max" : "/memory.limit_in_bytes"));
     uint64_t limit = 0;
@@ -50,8 +54,8 @@ MemoryRoom groupRoom(const std::string& folder, bool unified) {
     return {left(own + shared), left(own)};
 }
 
-// The least that the group at `path` and those around it leave. In a container `root` may be the container's own group, and the path
-// one of the machine's, which is not to be seen there.
+// The least that the group at `path` and those around it leave. In a container `root` may be the container's own group,
+// and the path one of the machine's, which is not to be seen there.
 MemoryRoom groupsRoom(const std::string& root, std::string path, bool unified) {
     MemoryRoom room = groupRoom(root, unified);
     for (; path.size() > 1; path.resize(path.rfind('/'))) room = least(room, groupRoom(root + path, unified));
@@ -71,9 +75,11 @@ MemoryRoom memoryRoom(const std::string& processes, const std::string& groups) {
     for (std::string line; std::getline(file, line);) {
         const size_t first = line.find(':'), second = line.find(':', first + 1);
         if (first == std::string::npos || second == std::string::npos || line[second + 1] != '/') continue;
-        const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",", path = line.substr(second + 1);
+        const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",",
+                          path = line.substr(second + 1);
         if (controllers == ",,") room = least(room, groupsRoom(groups, path, true));
-        if (controllers.find(",memory,") != std::string::npos) room = least(room, groupsRoom(groups + "/memory", path, false));
+        if (controllers.find(",memory,") != std::string::npos)
+            room = least(room, groupsRoom(groups + "/memory", path, false));
     }
     return room;
 }

@@ -9,11 +9,12 @@
 
 namespace sharpi {
 
-// Bytes that this process can still have without swapping: the least of what the machine has and of what the process's control
-// groups (a container's limit) leave. SIZE_MAX where the system does not say.
+// Bytes that this process can still have without swapping: the least of what the machine has and of what the process's
+// control groups (a container's limit) leave. SIZE_MAX where the system does not say.
 struct MemoryRoom {
     size_t available = SIZE_MAX;  // with the pages of files that others can do without
-    // For pages of mapped files: also those of files that are nowhere but in memory. They are there already, and not `available`.
+    // For pages of mapped files: also those of files that are nowhere but in memory. They are there already, and not
+    // `available`.
     size_t forFiles = SIZE_MAX;
 };
 // The folders: where the system tells of its processes and of control groups.

@@ -23,7 +23,8 @@ size_t KvCache::bytesFor(const std::vector<KvLayerShape>& layers, KvType type, i
     return bytes;
 }
 
-KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens, RecurrentState states)
+KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens,
+                 RecurrentState states)
     : _type(type), _buffer(allocator, bytesFor(layers, type, tokens), "KV cache"), _states(std::move(states)) {
     const int64_t pages = pagesFor(tokens);
     auto* next = _buffer.as<uint8_t>();
@@ -86,7 +87,8 @@ bool KvCache::reserve(int32_t sequence, int64_t tokens) {
 int64_t KvCache::truncate(int32_t sequence, int64_t tokens) {
     Sequence& s = at(sequence);
     if (tokens < 0 || tokens > s.length) {
-        throw Error(ErrorKind::InvalidArgument, "cannot keep " + std::to_string(tokens) + " of " + std::to_string(s.length) + " tokens");
+        throw Error(ErrorKind::InvalidArgument,
+                    "cannot keep " + std::to_string(tokens) + " of " + std::to_string(s.length) + " tokens");
     }
     s.length = _states.truncate(sequence, tokens);
     while (static_cast<int64_t>(s.pages.size()) > pagesFor(s.length)) {

@@ -21,26 +21,29 @@ public:
     static constexpr int32_t kPageTokens = 64;
 
     // Room for `tokens` tokens in all, rounded up to whole pages. Throws Error(OutOfMemory).
-    KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens, RecurrentState states = {});
+    KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens,
+            RecurrentState states = {});
     static size_t bytesFor(const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens);
 
     int32_t createSequence();
     void releaseSequence(int32_t sequence);
     int64_t length(int32_t sequence) const { return at(sequence).length; }
-    // Makes room for `tokens` more, which the next step computes. marks: lengths of the sequence whose states are kept if there is
-    // room, so that cutting back to them costs nothing: see RecurrentState::extend. Throws Error(OutOfMemory) when no page is free, or no
-    // slot for the state; the sequence is then unchanged.
+    // Makes room for `tokens` more, which the next step computes. marks: lengths of the sequence whose states are kept
+    // if there is room, so that cutting back to them costs nothing: see RecurrentState::extend. Throws
+    // Error(OutOfMemory) when no page is free, or no slot for the state; the sequence is then unchanged.
     void extend(int32_t sequence, int64_t tokens, const std::vector<int64_t>& marks = {});
     // The number of marks that can be had at no cost: see RecurrentState::snapshotRoom.
     int32_t snapshotRoom(int32_t sequence) const { return _states.snapshotRoom(sequence); }
-    // Pages for `tokens` more, at the sequence's length as it stays; truncate() gives back what is not used. Whether there are.
+    // Pages for `tokens` more, at the sequence's length as it stays; truncate() gives back what is not used. Whether
+    // there are.
     bool reserve(int32_t sequence, int64_t tokens);
     // What extend() made room for has been computed.
     void commit(int32_t sequence) { _states.commit(sequence); }
-    // Keeps the first `tokens`, or fewer where the state after these is no longer there: how many it keeps. The others have
-    // to be computed again. Throws Error(InvalidArgument) when the sequence has fewer.
+    // Keeps the first `tokens`, or fewer where the state after these is no longer there: how many it keeps. The others
+    // have to be computed again. Throws Error(InvalidArgument) when the sequence has fewer.
     int64_t truncate(int32_t sequence, int64_t tokens);
-    // Cutting the sequence back to `tokens` shall stay possible as long as there is room; of what was said before, no longer.
+    // Cutting the sequence back to `tokens` shall stay possible as long as there is room; of what was said before, no
+    // longer.
     void keepState(int32_t sequence, int64_t tokens) { _states.keep(sequence, tokens); }
 
     const int32_t* pageTable(int32_t sequence) const { return at(sequence).pages.data(); }

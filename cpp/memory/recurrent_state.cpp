@@ -20,7 +20,8 @@ size_t partBytes(int64_t floats, int32_t slots) {
 
 size_t RecurrentState::bytesFor(const std::vector<RecurrentShape>& layers, int32_t slots) {
     size_t bytes = 0;
-    for (const RecurrentShape& shape : layers) bytes += partBytes(shape.convFloats, slots) + partBytes(shape.matrixFloats, slots);
+    for (const RecurrentShape& shape : layers)
+        bytes += partBytes(shape.convFloats, slots) + partBytes(shape.matrixFloats, slots);
     return bytes;
 }
 
@@ -70,21 +71,23 @@ void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, const 
     if (!any() || begin == end) return;
     Sequence& s = at(sequence);
     if (!s.coming.empty() || (s.states.empty() ? 0 : s.states.back().tokens) != begin) {
-        throw Error(ErrorKind::Internal, "the recurrent state of sequence " + std::to_string(sequence) + " is not that of its " +
-                                             std::to_string(begin) + " tokens");
+        throw Error(ErrorKind::Internal, "the recurrent state of sequence " + std::to_string(sequence) +
+                                             " is not that of its " + std::to_string(begin) + " tokens");
     }
     for (size_t i = 0; i < marks.size(); ++i) {
         if (marks[i] > (i ? marks[i - 1] : begin) && marks[i] < end) continue;
-        throw Error(ErrorKind::Internal, "a state wanted after " + std::to_string(marks[i]) + " tokens of a step from " + std::to_string(begin) +
-                                             " to " + std::to_string(end));
+        throw Error(ErrorKind::Internal, "a state wanted after " + std::to_string(marks[i]) +
+                                             " tokens of a step from " + std::to_string(begin) + " to " +
+                                             std::to_string(end));
     }
     int32_t last = take(true);
     s.begin = begin;
     s.from = s.states.empty() ? -1 : s.states.back().slot;
     if (last < 0) {
         if (s.from < 0) {
-            throw Error(ErrorKind::OutOfMemory, "no room for the recurrent state of another sequence, " + std::to_string(_slots) +
-                                                    " are held; close other sessions or load with room for more sequences");
+            throw Error(ErrorKind::OutOfMemory,
+                        "no room for the recurrent state of another sequence, " + std::to_string(_slots) +
+                            " are held; close other sessions or load with room for more sequences");
         }
         last = s.from;
         s.states.pop_back();

@@ -47,23 +47,24 @@ public:
     bool any() const { return _slots > 0; }
     int32_t freeSlots() const { return static_cast<int32_t>(_free.size()); }
 
-    // Takes slots for a step from `begin` tokens, where the sequence's state is, to `end`. marks: lengths between these, ascending,
-    // after which the state is wanted too, those nearest the end the most. Marks for which no slot can be had are left out, and the
-    // first may be had by overwriting the state that the step begins from. Throws Error(OutOfMemory) when there is no slot at all,
-    // and Error(Internal) for a step from elsewhere or impossible marks; nothing has changed then.
+    // Takes slots for a step from `begin` tokens, where the sequence's state is, to `end`. marks: lengths between
+    // these, ascending, after which the state is wanted too, those nearest the end the most. Marks for which no slot
+    // can be had are left out, and the first may be had by overwriting the state that the step begins from. Throws
+    // Error(OutOfMemory) when there is no slot at all, and Error(Internal) for a step from elsewhere or impossible
+    // marks; nothing has changed then.
     void extend(int32_t sequence, int64_t begin, int64_t end, const std::vector<int64_t>& marks = {});
-    // The number of marks that extend() can keep without giving up a state that keep() asked for. There is no limit if there are no
-    // slots.
+    // The number of marks that extend() can keep without giving up a state that keep() asked for. There is no limit if
+    // there are no slots.
     int32_t snapshotRoom(int32_t sequence) const;
     // What the step that was begun consists of; none: nothing.
     std::vector<StateStep> steps(int32_t sequence) const;
     // The step is done.
     void commit(int32_t sequence);
-    // Forgets a step that was begun, and all states after more than `tokens` tokens. Of how many tokens the state is that
-    // is left, at most `tokens`.
+    // Forgets a step that was begun, and all states after more than `tokens` tokens. Of how many tokens the state is
+    // that is left, at most `tokens`.
     int64_t truncate(int32_t sequence, int64_t tokens);
-    // The state after `tokens` tokens shall be among the last to be given up, and the one that was so of this sequence no longer:
-    // a long conversation would fill all slots with the ends of its prompts. Whether it is held.
+    // The state after `tokens` tokens shall be among the last to be given up, and the one that was so of this sequence
+    // no longer: a long conversation would fill all slots with the ends of its prompts. Whether it is held.
     bool keep(int32_t sequence, int64_t tokens);
 
 private:

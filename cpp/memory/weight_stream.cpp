@@ -9,7 +9,8 @@ namespace sharpi {
 
 namespace {
 
-// Resident weights come in smaller pieces: where nothing is streamed, staging is taken for them alone, before scratch is.
+// Resident weights come in smaller pieces: where nothing is streamed, staging is taken for them alone, before scratch
+// is.
 constexpr size_t kUploadBytes = size_t{2} << 20;
 
 size_t stageBytesOf(const std::vector<StreamPart>& parts) {
@@ -112,14 +113,17 @@ void WeightStream::addTable(const Matrix& file) {
 }
 
 void WeightStream::take() {
-    if (_taken) throw Error(ErrorKind::Internal, "the weight stream's slots cannot grow: steps that read them may be captured");
+    if (_taken)
+        throw Error(ErrorKind::Internal, "the weight stream's slots cannot grow: steps that read them may be captured");
     _taken = true;
     HostRanges ranges;
     ranges.always = _tables;
     size_t stageBytes = 0;
     int64_t pieces = 0;
     for (const Group& group : _groups) {
-        std::vector<HostRange>& readAs = group.resident() ? ranges.once : group.isStack() ? ranges.optional : ranges.always;
+        std::vector<HostRange>& readAs = group.resident()  ? ranges.once
+                                         : group.isStack() ? ranges.optional
+                                                           : ranges.always;
         for (const Matrix& file : group.file) {
             if (file.data) readAs.push_back({file.data, fileBytes(file)});
         }
@@ -140,8 +144,11 @@ void WeightStream::take() {
         for (size_t i = 0; i < group.file.size(); ++i) reserve({group.file[i]}, group.memberRows[i]);
     }
     _slots = static_cast<int>(_streams ? std::min<int64_t>(kSlots, pieces) : kSlots);
-    if (_streams) _slotMemory = Buffer(_allocator, _slotBytes * static_cast<size_t>(_slots), "slots for weights that are not resident");
-    if (_layout.stages) _staging = Buffer(_allocator, stageBytes * static_cast<size_t>(_layout.stages), "staging for weights");
+    if (_streams)
+        _slotMemory =
+            Buffer(_allocator, _slotBytes * static_cast<size_t>(_slots), "slots for weights that are not resident");
+    if (_layout.stages)
+        _staging = Buffer(_allocator, stageBytes * static_cast<size_t>(_layout.stages), "staging for weights");
     if (_transfers) _transfers->prepare(ranges, _staging.as<void>(), stageBytes);
 }
 
@@ -152,7 +159,8 @@ void WeightStream::setWanted(int32_t group, std::vector<int32_t> experts) {
         return experts[i] < (i == 0 ? 0 : experts[i - 1] + 1) || experts[i] >= static_cast<int32_t>(stack.file.size());
     };
     for (size_t i = 0; i < experts.size(); ++i) {
-        if (wrong(i)) throw Error(ErrorKind::Internal, "expert " + std::to_string(experts[i]) + " is wanted where it cannot be");
+        if (wrong(i))
+            throw Error(ErrorKind::Internal, "expert " + std::to_string(experts[i]) + " is wanted where it cannot be");
     }
     if (!_taken) throw Error(ErrorKind::Internal, "experts are chosen before the weight stream's slots were taken");
     _active = false;
@@ -198,20 +206,26 @@ int64_t WeightStream::pieceCount(const Group& group) const {
     return partsOfAtMost(group.file[0].rows - group.cpuRows, group.pieceRows);
 }
 
-int64_t WeightStream::stackPieces(const Group& group) { return partsOfAtMost(static_cast<int64_t>(group.wanted.size()), group.mostExperts); }
+int64_t WeightStream::stackPieces(const Group& group) {
+    return partsOfAtMost(static_cast<int64_t>(group.wanted.size()), group.mostExperts);
+}
 
 // Of a stack of which some are wanted. Equal pieces, no larger than the slots.
-int64_t WeightStream::expertsOfPiece(const Group& group) { return partsOfAtMost(static_cast<int64_t>(group.wanted.size()), stackPieces(group)); }
+int64_t WeightStream::expertsOfPiece(const Group& group) {
+    return partsOfAtMost(static_cast<int64_t>(group.wanted.size()), stackPieces(group));
+}
 
 void WeightStream::requireTogether(int32_t group) const {
-    if (!_step && _groups[group].file.size() > 1) throw Error(ErrorKind::Internal, "matrices of a group together in a pass that is no step");
+    if (!_step && _groups[group].file.size() > 1)
+        throw Error(ErrorKind::Internal, "matrices of a group together in a pass that is no step");
 }
 
 // Of a matrix, in a pass that is no step.
 int64_t WeightStream::firstPiece(const Group& group, int32_t member) const {
     if (_step) throw Error(ErrorKind::Internal, "one matrix of a group in a step");
     int64_t pieces = 0;
-    for (size_t i = 0; i < static_cast<size_t>(member); ++i) pieces += partsOfAtMost(group.file[i].rows, group.memberRows[i]);
+    for (size_t i = 0; i < static_cast<size_t>(member); ++i)
+        pieces += partsOfAtMost(group.file[i].rows, group.memberRows[i]);
     return pieces;
 }
 
@@ -219,7 +233,8 @@ std::vector<StreamPart> WeightStream::partsOf(const Group& group, int64_t piece,
     if (group.resident()) return group.uploads[static_cast<size_t>(piece)];
     if (group.isStack()) return expertParts(group, piece, number);
     if (_step) {
-        const int64_t begin = piece * group.pieceRows, rows = std::min(group.pieceRows, group.file[0].rows - group.cpuRows - begin);
+        const int64_t begin = piece * group.pieceRows,
+                      rows = std::min(group.pieceRows, group.file[0].rows - group.cpuRows - begin);
         return partsOf(group.file, begin, rows, number);
     }
     int32_t member = 0;
@@ -229,12 +244,14 @@ std::vector<StreamPart> WeightStream::partsOf(const Group& group, int64_t piece,
     return partsOf({group.file[i]}, begin, std::min(group.memberRows[i], group.file[i].rows - begin), number);
 }
 
-std::vector<StreamPart> WeightStream::partsOf(const std::vector<Matrix>& files, int64_t begin, int64_t rows, int64_t number) const {
+std::vector<StreamPart> WeightStream::partsOf(const std::vector<Matrix>& files, int64_t begin, int64_t rows,
+                                              int64_t number) const {
     const uint8_t* slot = _slotMemory.as<uint8_t>() + static_cast<size_t>(number % std::max(_slots, 1)) * _slotBytes;
     std::vector<StreamPart> parts;
     for (const Matrix& file : files) {
         const Matrix to{file.type, rows, file.cols, slot};
-        const uint8_t* from = file.data ? file.data + rowBytes(file.type, file.cols) * static_cast<size_t>(begin) : nullptr;
+        const uint8_t* from =
+            file.data ? file.data + rowBytes(file.type, file.cols) * static_cast<size_t>(begin) : nullptr;
         parts.push_back({to, 0, rows, from, begin});
         slot += Allocator::aligned(_layout.bytes(to));
     }
@@ -242,9 +259,11 @@ std::vector<StreamPart> WeightStream::partsOf(const std::vector<Matrix>& files, 
 }
 
 std::vector<StreamPart> WeightStream::expertParts(const Group& group, int64_t piece, int64_t number) const {
-    const int64_t most = expertsOfPiece(group), begin = piece * most, end = std::min(begin + most, static_cast<int64_t>(group.wanted.size()));
+    const int64_t most = expertsOfPiece(group), begin = piece * most,
+                  end = std::min(begin + most, static_cast<int64_t>(group.wanted.size()));
     std::vector<Matrix> experts;
-    for (int64_t i = begin; i < end; ++i) experts.push_back(group.file[static_cast<size_t>(group.wanted[static_cast<size_t>(i)])]);
+    for (int64_t i = begin; i < end; ++i)
+        experts.push_back(group.file[static_cast<size_t>(group.wanted[static_cast<size_t>(i)])]);
     return partsOf(experts, 0, experts[0].rows, number);
 }
 
@@ -253,7 +272,8 @@ MatrixStack WeightStream::stackOf(const std::vector<Matrix>& experts) const {
 }
 
 void WeightStream::requireKind(int32_t group, bool isStack) const {
-    if (_groups[group].isStack() != isStack) throw Error(ErrorKind::Internal, "group " + std::to_string(group) + " is used as what it is not");
+    if (_groups[group].isStack() != isStack)
+        throw Error(ErrorKind::Internal, "group " + std::to_string(group) + " is used as what it is not");
 }
 
 // To the next piece that there is, or to the end.
@@ -299,13 +319,15 @@ void WeightStream::end() {
     if (!_active) return;
     _active = false;
     settle(_use);
-    if (_use.group < _end) throw Error(ErrorKind::Internal, "a pass left weights of group " + std::to_string(_use.group) + " unused");
+    if (_use.group < _end)
+        throw Error(ErrorKind::Internal, "a pass left weights of group " + std::to_string(_use.group) + " unused");
     _transfers->end();
 }
 
 void WeightStream::fetchNext() {
     if (_fetch.group >= _end) return;
-    _transfers->fetch(partsOf(_groups[_fetch.group], _fetch.piece, _fetch.number), static_cast<int>(_fetch.number % _slots));
+    _transfers->fetch(partsOf(_groups[_fetch.group], _fetch.piece, _fetch.number),
+                      static_cast<int>(_fetch.number % _slots));
     advance(_fetch);
 }
 
@@ -324,7 +346,8 @@ const std::vector<Matrix>& WeightStream::acquire(int32_t group, int64_t piece) {
     const bool any = _active && _use.group < _end;
     if (!any || _use.group != group || _use.piece != piece) {
         throw Error(ErrorKind::Internal, "weights of group " + std::to_string(group) + " are used where " +
-                                             (any ? "those of group " + std::to_string(_use.group) : "none") + " come next");
+                                             (any ? "those of group " + std::to_string(_use.group) : "none") +
+                                             " come next");
     }
     _transfers->await(static_cast<int>(_use.number % _slots));
     _parts.clear();

@@ -53,9 +53,7 @@ double Metadata::number(const std::string& key) const {
     return result;
 }
 
-double Metadata::numberOr(const std::string& key, double fallback) const {
-    return has(key) ? number(key) : fallback;
-}
+double Metadata::numberOr(const std::string& key, double fallback) const { return has(key) ? number(key) : fallback; }
 
 bool Metadata::flagOr(const std::string& key, bool fallback) const {
     if (!has(key)) return fallback;
@@ -88,10 +86,13 @@ TensorTable::TensorTable(std::vector<TensorInfo> tensors) : _tensors(std::move(t
         uint64_t bytes = rowBytes(t.type, t.shape[0]);
         for (size_t d = 1; d < t.shape.size(); ++d) {
             const auto extent = static_cast<uint64_t>(t.shape[d]);
-            if (t.shape[d] <= 0 || bytes > (uint64_t{1} << 62) / extent) bad("tensor '" + t.name + "' has an impossible shape");
+            if (t.shape[d] <= 0 || bytes > (uint64_t{1} << 62) / extent)
+                bad("tensor '" + t.name + "' has an impossible shape");
             bytes *= extent;
         }
-        if (bytes != t.bytes) bad("tensor '" + t.name + "' has " + std::to_string(t.bytes) + " bytes, its shape and type give " + std::to_string(bytes));
+        if (bytes != t.bytes)
+            bad("tensor '" + t.name + "' has " + std::to_string(t.bytes) + " bytes, its shape and type give " +
+                std::to_string(bytes));
     }
 }
 

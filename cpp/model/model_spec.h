@@ -29,12 +29,12 @@ struct RopeSpec {
     Pairing pairing = Pairing::Halves;
     int32_t dims = 0;  // leading elements of a head that are rotated
     double base = 10000.0;
-    double frequencyScale = 1.0;      // 1 / factor of the extension
-    double extrapolation = 0.0;       // YaRN's mix; 0: linear scaling only
-    double magnitude = 1.0;           // YaRN's attention factor
+    double frequencyScale = 1.0;  // 1 / factor of the extension
+    double extrapolation = 0.0;   // YaRN's mix; 0: linear scaling only
+    double magnitude = 1.0;       // YaRN's attention factor
     double betaFast = 32.0, betaSlow = 1.0;
     int64_t originalContext = 0;
-    WeightSlice factors;              // rope_freqs: frequencies are divided by it; may be absent
+    WeightSlice factors;  // rope_freqs: frequencies are divided by it; may be absent
 };
 
 struct AttentionSpec {
@@ -49,13 +49,13 @@ struct AttentionSpec {
     WeightSlice qNorm, kNorm;                     // absent with QkNorm::None
 };
 
-// Gated DeltaNet (Yang et al., 2024): a matrix per value head in place of a cache, taken on token by token. Value head h
-// reads the queries and keys of key head h mod keyHeads. What is computed is written at cpu/kernels/delta.cpp.
+// Gated DeltaNet (Yang et al., 2024): a matrix per value head in place of a cache, taken on token by token. Value head
+// h reads the queries and keys of key head h mod keyHeads. What is computed is written at cpu/kernels/delta.cpp.
 struct GatedDeltaSpec {
     int32_t keyHeads = 0, valueHeads = 0, headDim = 0;  // keys and values are equally long
     int32_t convWidth = 0;                              // inputs that the convolution sees, the present one included
     WeightSlice qkv, gate, alpha, beta, output;
-    WeightSlice conv;                  // [channels, convWidth], over q, k and v
+    WeightSlice conv;                   // [channels, convWidth], over q, k and v
     WeightSlice stepBias, decay, norm;  // by value head, by value head, by element of a head; decay is negative
     int64_t keyWidth() const { return int64_t{keyHeads} * headDim; }
     int64_t valueWidth() const { return int64_t{valueHeads} * headDim; }
@@ -94,9 +94,9 @@ struct LayerSpec {
     std::optional<ExpertFfnSpec> experts;
 };
 
-// A layer that guesses the token after the next (multi-token prediction): embeddingNorm(embedding of the next token) and
-// hiddenNorm(what the model's output head reads), one behind the other, are projected, go through the layer, and to the
-// output head behind a norm of their own. What that norm gives stands for the head's input in a further guess.
+// A layer that guesses the token after the next (multi-token prediction): embeddingNorm(embedding of the next token)
+// and hiddenNorm(what the model's output head reads), one behind the other, are projected, go through the layer, and to
+// the output head behind a norm of their own. What that norm gives stands for the head's input in a further guess.
 struct PredictionSpec {
     LayerSpec layer;
     WeightSlice projection;                           // [embedding, 2 * embedding]
@@ -111,8 +111,8 @@ struct ModelSpec {
     float normEpsilon = 0;
     WeightSlice tokenEmbedding, outputNorm, output;  // output is tokenEmbedding when the file ties them
     std::vector<LayerSpec> layers;
-    // One at most is run: of several in a file the first, and none that has an output head of its own, which would take as
-    // much memory as the model's. Empty: nothing of it is loaded.
+    // One at most is run: of several in a file the first, and none that has an output head of its own, which would take
+    // as much memory as the model's. Empty: nothing of it is loaded.
     std::vector<PredictionSpec> predictions;
 
     // Throws Error(BadModel): unknown architecture, missing or ill-shaped tensors, tensors nobody would use.

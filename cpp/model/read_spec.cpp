@@ -24,7 +24,8 @@ public:
     WeightSlice optional(const std::string& name, const std::vector<int64_t>& shape) {
         const TensorInfo* t = _tensors.find(name);
         if (!t) return {};
-        if (withoutTrailingOnes(t->shape) != withoutTrailingOnes(shape)) bad("tensor '" + name + "' has shape " + show(t->shape) + ", expected " + show(shape));
+        if (withoutTrailingOnes(t->shape) != withoutTrailingOnes(shape))
+            bad("tensor '" + name + "' has shape " + show(t->shape) + ", expected " + show(shape));
         WeightSlice slice;
         slice.tensor = static_cast<int32_t>(t - _tensors.all().data());
         slice.cols = shape[0];
@@ -44,7 +45,9 @@ public:
     // Biases and norms are read as one float row.
     WeightSlice optionalVector(const std::string& name, int64_t n) { return vectorOnly(optional(name, {n}), name); }
     WeightSlice requiredVector(const std::string& name, int64_t n) { return requiredFloats(name, {n}); }
-    WeightSlice requiredFloats(const std::string& name, const std::vector<int64_t>& shape) { return vectorOnly(required(name, shape), name); }
+    WeightSlice requiredFloats(const std::string& name, const std::vector<int64_t>& shape) {
+        return vectorOnly(required(name, shape), name);
+    }
 
     bool has(const std::string& name) const { return _tensors.find(name) != nullptr; }
     const TensorInfo* find(const std::string& name) const { return _tensors.find(name); }
@@ -73,7 +76,8 @@ private:
         return text + "]";
     }
     WeightSlice vectorOnly(WeightSlice slice, const std::string& name) const {
-        if (slice && !info(_tensors.all()[slice.tensor].type).isFloat) bad("tensor '" + name + "' must be F32, F16 or BF16");
+        if (slice && !info(_tensors.all()[slice.tensor].type).isFloat)
+            bad("tensor '" + name + "' must be F32, F16 or BF16");
         return slice;
     }
 
@@ -111,7 +115,8 @@ RopeSpec readRope(const Architecture& arch, const Metadata& md, Finder& tensors,
         rope.extrapolation = md.numberOr(scaling + "yarn_ext_factor", 1.0);
         rope.betaFast = md.numberOr(scaling + "yarn_beta_fast", 32.0);
         rope.betaSlow = md.numberOr(scaling + "yarn_beta_slow", 1.0);
-        if (rope.betaFast <= 0 || rope.betaSlow <= 0) bad("metadata keys '" + scaling + "yarn_beta_*' must be positive");
+        if (rope.betaFast <= 0 || rope.betaSlow <= 0)
+            bad("metadata keys '" + scaling + "yarn_beta_*' must be positive");
         rope.magnitude = md.numberOr(scaling + "yarn_attn_factor", md.numberOr(scaling + "attn_factor", 1.0));
         if (rope.extrapolation != 0) rope.magnitude *= 1.0 + 0.1 * std::log(factor);
     }
@@ -160,7 +165,8 @@ AttentionSpec readAttention(const Architecture& arch, const Metadata& md, Finder
     }
     a.headDim = static_cast<int32_t>(md.integerOr(prefix + "key_length", 2, 4096, embedding / a.heads));
     if (a.headDim % 2) bad("metadata key '" + prefix + "key_length' is odd");
-    if (int64_t{a.heads} * a.headDim > kMaxWidth) bad("metadata keys '" + prefix + "head_count' and 'key_length' give an impossible width");
+    if (int64_t{a.heads} * a.headDim > kMaxWidth)
+        bad("metadata keys '" + prefix + "head_count' and 'key_length' give an impossible width");
     if (md.integerOr(prefix + "value_length", 1, 4096, a.headDim) != a.headDim) {
         bad("keys and values of different lengths are not supported by this architecture");
     }
@@ -175,8 +181,8 @@ AttentionSpec readAttention(const Architecture& arch, const Metadata& md, Finder
     if (a.qkNorm != AttentionSpec::QkNorm::None) {
         const bool perHead = a.qkNorm == AttentionSpec::QkNorm::PerHead;
         a.qNorm = tensors.requiredVector(block + "attn_q_norm.weight", perHead ? a.headDim : qRows);
-        a.kNorm = tensors.requiredVector(block + "attn_k_norm.weight",
-                                         perHead ? a.headDim : int64_t{a.kvHeads} * a.headDim);
+        a.kNorm =
+            tensors.requiredVector(block + "attn_k_norm.weight", perHead ? a.headDim : int64_t{a.kvHeads} * a.headDim);
     }
     return a;
 }
@@ -190,9 +196,12 @@ GatedDeltaSpec readGatedDelta(const Architecture& arch, const Metadata& md, Find
     d.headDim = static_cast<int32_t>(md.integer(prefix + "state_size", 1, 4096));
     d.convWidth = static_cast<int32_t>(md.integer(prefix + "conv_kernel", 2, 64));
     if (d.valueHeads % d.keyHeads) bad("metadata key '" + prefix + "time_step_rank' is not a multiple of group_count");
-    if (d.channels() > kMaxWidth) bad("metadata keys '" + prefix + "time_step_rank' and 'state_size' give an impossible width");
+    if (d.channels() > kMaxWidth)
+        bad("metadata keys '" + prefix + "time_step_rank' and 'state_size' give an impossible width");
     if (md.integer(prefix + "inner_size", 1, kMaxWidth) != d.valueWidth()) {
-        bad("metadata key '" + prefix + "inner_size' is not time_step_rank times state_size: keys and values of different lengths are not supported");
+        bad("metadata key '" + prefix +
+            "inner_size' is not time_step_rank times state_size: keys and values of different lengths are not "
+            "supported");
     }
     d.qkv = tensors.required(block + "attn_qkv.weight", {embedding, d.channels()});
     d.gate = tensors.required(block + "attn_gate.weight", {embedding, d.valueWidth()});
@@ -217,7 +226,8 @@ int64_t expertHidden(const Finder& tensors, const std::string& name) {
 SharedExpertSpec readSharedExpert(Finder& tensors, const std::string& block, int64_t embedding) {
     SharedExpertSpec f;
     const int64_t hidden = expertHidden(tensors, block + "ffn_down_shexp.weight");
-    f.scale = tensors.required(block + "ffn_gate_inp_shexp.weight", {embedding});  // floats by habit, but some writers quantize it
+    f.scale = tensors.required(block + "ffn_gate_inp_shexp.weight",
+                               {embedding});  // floats by habit, but some writers quantize it
     f.gate = tensors.required(block + "ffn_gate_shexp.weight", {embedding, hidden});
     f.up = tensors.required(block + "ffn_up_shexp.weight", {embedding, hidden});
     f.down = tensors.required(block + "ffn_down_shexp.weight", {hidden, embedding});
@@ -265,8 +275,8 @@ bool hasAttention(const Architecture& arch, const Metadata& md, int64_t layer) {
     return (layer + 1) % md.integerOr(std::string(arch.name) + ".full_attention_interval", 1, 4096, 4) == 0;
 }
 
-LayerSpec readLayer(const Architecture& arch, const Metadata& md, Finder& tensors, const std::string& block, const ModelSpec& spec,
-                    bool attention) {
+LayerSpec readLayer(const Architecture& arch, const Metadata& md, Finder& tensors, const std::string& block,
+                    const ModelSpec& spec, bool attention) {
     LayerSpec layer;
     layer.mixerNorm = tensors.requiredVector(block + "attn_norm.weight", spec.embedding);
     layer.ffnNorm = tensors.requiredVector(block + arch.ffnNorm + ".weight", spec.embedding);
@@ -281,8 +291,8 @@ LayerSpec readLayer(const Architecture& arch, const Metadata& md, Finder& tensor
 }
 
 // Nothing where it has an output head of its own.
-std::optional<PredictionSpec> readPrediction(const Architecture& arch, const Metadata& md, Finder& tensors, const std::string& block,
-                                             const ModelSpec& spec) {
+std::optional<PredictionSpec> readPrediction(const Architecture& arch, const Metadata& md, Finder& tensors,
+                                             const std::string& block, const ModelSpec& spec) {
     PredictionSpec p;
     p.layer = readLayer(arch, md, tensors, block, spec, true);
     p.projection = tensors.required(block + "nextn.eh_proj.weight", {2 * spec.embedding, spec.embedding});
@@ -290,7 +300,8 @@ std::optional<PredictionSpec> readPrediction(const Architecture& arch, const Met
     p.hiddenNorm = tensors.requiredVector(block + "nextn.hnorm.weight", spec.embedding);
     p.headNorm = tensors.optionalVector(block + "nextn.shared_head_norm.weight", spec.embedding);
     p.embedding = tensors.optional(block + "nextn.embed_tokens.weight", {spec.embedding, spec.vocabSize});
-    if (tensors.optional(block + "nextn.shared_head_head.weight", {spec.embedding, spec.vocabSize})) return std::nullopt;
+    if (tensors.optional(block + "nextn.shared_head_head.weight", {spec.embedding, spec.vocabSize}))
+        return std::nullopt;
     return p;
 }
 
@@ -314,13 +325,15 @@ ModelSpec ModelSpec::read(const Metadata& md, const TensorTable& table) {
     spec.contextLength = md.integer(prefix + "context_length", 1, kMaxContext);
     spec.embedding = md.integer(prefix + "embedding_length", 1, kMaxWidth);
     spec.normEpsilon = static_cast<float>(md.number(prefix + "attention.layer_norm_rms_epsilon"));
-    if (!(spec.normEpsilon >= 0 && spec.normEpsilon < 1)) bad("metadata key '" + prefix + "attention.layer_norm_rms_epsilon' is outside 0 to 1");
+    if (!(spec.normEpsilon >= 0 && spec.normEpsilon < 1))
+        bad("metadata key '" + prefix + "attention.layer_norm_rms_epsilon' is outside 0 to 1");
     const int64_t blocks = md.integer(prefix + "block_count", 1, 4096);
     const int64_t predictions = arch.hybrid ? md.integerOr(prefix + "nextn_predict_layers", 0, blocks - 1, 0) : 0;
 
     Finder tensors(table);
     const TensorInfo* embeddingTensor = table.find("token_embd.weight");
-    if (!embeddingTensor || embeddingTensor->shape.size() < 2) bad("tensor 'token_embd.weight' is missing or not a matrix");
+    if (!embeddingTensor || embeddingTensor->shape.size() < 2)
+        bad("tensor 'token_embd.weight' is missing or not a matrix");
     spec.vocabSize = embeddingTensor->shape[1];
     if (spec.vocabSize > kMaxDim) bad("tensor 'token_embd.weight' has too many rows");
     spec.tokenEmbedding = tensors.required("token_embd.weight", {spec.embedding, spec.vocabSize});

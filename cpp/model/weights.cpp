@@ -48,11 +48,13 @@ Weights::Weights(const std::vector<std::string>& paths, TensorTable tensors) : _
     for (const std::string& path : paths) _files.emplace_back(path);
     for (const TensorInfo& t : _tensors.all()) {
         if (t.file < 0 || static_cast<size_t>(t.file) >= _files.size()) {
-            throw Error(ErrorKind::BadModel, "tensor '" + t.name + "' is in file " + std::to_string(t.file) + " of " + std::to_string(_files.size()));
+            throw Error(ErrorKind::BadModel, "tensor '" + t.name + "' is in file " + std::to_string(t.file) + " of " +
+                                                 std::to_string(_files.size()));
         }
         const MappedFile& file = _files[t.file];
         if (t.offset > file.bytes() || t.bytes > file.bytes() - t.offset) {
-            throw Error(ErrorKind::BadModel, file.path() + ": tensor '" + t.name + "' lies outside the file: was it cut short?");
+            throw Error(ErrorKind::BadModel,
+                        file.path() + ": tensor '" + t.name + "' lies outside the file: was it cut short?");
         }
     }
 }
@@ -67,13 +69,15 @@ Matrix Weights::matrix(const WeightSlice& slice, int64_t expert) const {
     Matrix m = whole(slice);
     m.rows = slice.rows;
     m.cols = slice.cols;
-    if (m.data) m.data += static_cast<size_t>(slice.rowBegin + expert * slice.expertStride) * rowBytes(m.type, slice.cols);
+    if (m.data)
+        m.data += static_cast<size_t>(slice.rowBegin + expert * slice.expertStride) * rowBytes(m.type, slice.cols);
     return m;
 }
 
 MatrixStack Weights::stack(const WeightSlice& slice) const {
     const Matrix first = matrix(slice);
-    return {first, static_cast<size_t>(slice.expertStride) * rowBytes(first.type, first.cols), static_cast<int32_t>(slice.experts)};
+    return {first, static_cast<size_t>(slice.expertStride) * rowBytes(first.type, first.cols),
+            static_cast<int32_t>(slice.experts)};
 }
 
 Matrix Weights::whole(const WeightSlice& slice) const {

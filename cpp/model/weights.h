@@ -40,7 +40,9 @@ public:
     const std::vector<MappedFile>& files() const { return _files; }
     uint64_t bytes() const;  // of all tensors
 
-    const std::string& name(const WeightSlice& slice) const { return _tensors.all().at(static_cast<size_t>(slice.tensor)).name; }
+    const std::string& name(const WeightSlice& slice) const {
+        return _tensors.all().at(static_cast<size_t>(slice.tensor)).name;
+    }
     // The matrix that a slice names; expert in [0, slice.experts). For slices of whole rows.
     Matrix matrix(const WeightSlice& slice, int64_t expert = 0) const;
     MatrixStack stack(const WeightSlice& slice) const;

@@ -73,11 +73,13 @@ struct CudaMemory::Driver {
     }
 
     bool supports(int device) const {
-        const bool complete = getErrorString && deviceGetAttribute && memGetAllocationGranularity && memAddressReserve &&
-                              memAddressFree && memCreate && memRelease && memMap && memSetAccess && memUnmap;
+        const bool complete = getErrorString && deviceGetAttribute && memGetAllocationGranularity &&
+                              memAddressReserve && memAddressFree && memCreate && memRelease && memMap &&
+                              memSetAccess && memUnmap;
         int supported = 0;
         return complete &&
-               deviceGetAttribute(&supported, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device) == CUDA_SUCCESS &&
+               deviceGetAttribute(&supported, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device) ==
+                   CUDA_SUCCESS &&
                supported != 0;
     }
 
@@ -94,8 +96,9 @@ CudaMemory::CudaMemory(Stream& stream) : _stream(stream) {
     cuda::check(cudaFree(nullptr), "starting the device");  // the runtime may not have made its context yet
     _driver = std::make_unique<Driver>();
     if (!_driver->supports(stream.device().index)) {
-        throw Error(ErrorKind::InvalidArgument,
-                    stream.device().name + " or its driver has no virtual memory management, which GPU memory is taken with");
+        throw Error(
+            ErrorKind::InvalidArgument,
+            stream.device().name + " or its driver has no virtual memory management, which GPU memory is taken with");
     }
     const CUmemAllocationProp properties = propertiesOn(stream.device());
     _driver->check(_driver->memGetAllocationGranularity(&_granularity, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
@@ -116,7 +119,8 @@ void* CudaMemory::reserve(size_t bytes) {
     _stream.use();
     CUdeviceptr address = 0;
     const CUresult status = _driver->memAddressReserve(&address, bytes, _granularity, 0, 0);
-    if (status == CUDA_ERROR_OUT_OF_MEMORY || status == CUDA_ERROR_INVALID_VALUE) {  // the latter: more than addresses exist
+    if (status == CUDA_ERROR_OUT_OF_MEMORY ||
+        status == CUDA_ERROR_INVALID_VALUE) {  // the latter: more than addresses exist
         throw Error(ErrorKind::OutOfMemory, "the GPU has no range of " + std::to_string(bytes) + " addresses left");
     }
     _driver->check(status, "reserving addresses");

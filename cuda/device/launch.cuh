@@ -2,9 +2,9 @@
 //
 // A kernel's blocks may be started while the kernel before it is still running. So every kernel begins with
 // allowNext() and, before it reads what another kernel wrote or writes anything that one may still read,
-// waitForPrevious(). Only weights may be touched earlier: fetching the first of them there hides the gap between two kernels.
-// Weights that are on their way while a pass runs are waited for by an event, and the kernel after such a wait is launched
-// without the overlap (Stream::overlapsLaunches): it fetches nothing before they have come.
+// waitForPrevious(). Only weights may be touched earlier: fetching the first of them there hides the gap between two
+// kernels. Weights that are on their way while a pass runs are waited for by an event, and the kernel after such a wait
+// is launched without the overlap (Stream::overlapsLaunches): it fetches nothing before they have come.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -37,11 +37,11 @@ __device__ __forceinline__ void allowNext() {
 #endif
 }
 
-// `cluster` neighbouring blocks of a row of the grid form a cluster (kernels/cluster.cuh); 1: there are none. sharedBytes: dynamic
-// shared memory; past 48 KiB the kernel's limit must have been raised (allowShared).
+// `cluster` neighbouring blocks of a row of the grid form a cluster (kernels/cluster.cuh); 1: there are none.
+// sharedBytes: dynamic shared memory; past 48 KiB the kernel's limit must have been raised (allowShared).
 template <typename... Parameters, typename... Arguments>
-void launchClusters(Stream& stream, void (*kernel)(Parameters...), unsigned cluster, dim3 grid, dim3 block, size_t sharedBytes,
-                    Arguments&&... arguments) {
+void launchClusters(Stream& stream, void (*kernel)(Parameters...), unsigned cluster, dim3 grid, dim3 block,
+                    size_t sharedBytes, Arguments&&... arguments) {
     if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
@@ -66,13 +66,15 @@ void launchClusters(Stream& stream, void (*kernel)(Parameters...), unsigned clus
 }
 
 template <typename... Parameters, typename... Arguments>
-void launch(Stream& stream, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t sharedBytes, Arguments&&... arguments) {
+void launch(Stream& stream, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t sharedBytes,
+            Arguments&&... arguments) {
     launchClusters(stream, kernel, 1, grid, block, sharedBytes, std::forward<Arguments>(arguments)...);
 }
 
 // Lets `kernel` use more than 48 KiB of dynamic shared memory.
 template <typename Kernel> void allowShared(Kernel kernel, size_t bytes) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), "shared memory");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+          "shared memory");
 }
 
 #endif

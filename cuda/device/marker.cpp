@@ -5,7 +5,9 @@
 
 namespace sharpi::cuda {
 
-Marker::Marker() { check(cudaEventCreateWithFlags(&_event, cudaEventBlockingSync | cudaEventDisableTiming), "making a marker"); }
+Marker::Marker() {
+    check(cudaEventCreateWithFlags(&_event, cudaEventBlockingSync | cudaEventDisableTiming), "making a marker");
+}
 
 Marker::~Marker() { cudaEventDestroy(_event); }
 

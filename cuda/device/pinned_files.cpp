@@ -1,9 +1,9 @@
 // See pinned_files.h.
 //
-// Pages that are not in memory yet would be read from the disk one after another while they are pinned. So they are asked
-// for before, several at a time. And a system that is asked to pin more than it has may kill the process instead of
-// refusing, and so may a container's limit: what both leave is looked at first. A process with less memory than the file takes
-// pins what fits and leaves room for the rest to come and go.
+// Pages that are not in memory yet would be read from the disk one after another while they are pinned. So they are
+// asked for before, several at a time. And a system that is asked to pin more than it has may kill the process instead
+// of refusing, and so may a container's limit: what both leave is looked at first. A process with less memory than the
+// file takes pins what fits and leaves room for the rest to come and go.
 #include "device/pinned_files.h"
 
 #include <cuda_runtime_api.h>
@@ -52,29 +52,33 @@ Mappings mappingsNow() {
     return found;
 }
 
-bool fits(size_t bytes, size_t room) { return room == SIZE_MAX || bytes <= room - room / 16; }  // a sixteenth is left to everyone else
+bool fits(size_t bytes, size_t room) {
+    return room == SIZE_MAX || bytes <= room - room / 16;
+}  // a sixteenth is left to everyone else
 
 bool contained(const AddressRange& range, const std::vector<AddressRange>& in) {
-    return std::any_of(in.begin(), in.end(), [&](const AddressRange& r) { return r.begin <= range.begin && range.end <= r.end; });
+    return std::any_of(in.begin(), in.end(),
+                       [&](const AddressRange& r) { return r.begin <= range.begin && range.end <= r.end; });
 }
 
-std::vector<AddressRange> mergedPages(const std::vector<HostRange>& ranges, const std::vector<AddressRange>& mappings, uintptr_t page) {
+std::vector<AddressRange> mergedPages(const std::vector<HostRange>& ranges, const std::vector<AddressRange>& mappings,
+                                      uintptr_t page) {
     std::vector<AddressRange> pages;
     for (const HostRange& range : ranges) {
         if (range.bytes == 0) continue;
         const auto begin = reinterpret_cast<uintptr_t>(range.begin);
         pages.push_back({begin / page * page, (begin + range.bytes + page - 1) / page * page});
     }
-    std::sort(pages.begin(), pages.end(), [](const AddressRange& a, const AddressRange& b) { return a.begin < b.begin; });
+    std::sort(pages.begin(), pages.end(),
+              [](const AddressRange& a, const AddressRange& b) { return a.begin < b.begin; });
     std::vector<AddressRange> merged;
     for (const AddressRange& next : pages) {
         AddressRange* last = merged.empty() ? nullptr : &merged.back();
-        const bool together = last && (next.begin < last->end || (next.begin - last->end < kPinnedGap &&
-                                                                  contained({last->begin, std::max(last->end, next.end)}, mappings)));
-        if (together)
-            last->end = std::max(last->end, next.end);
-        else
-            merged.push_back(next);
+        const bool together =
+            last && (next.begin < last->end || (next.begin - last->end < kPinnedGap &&
+                                                contained({last->begin, std::max(last->end, next.end)}, mappings)));
+        if (together) last->end = std::max(last->end, next.end);
+        else merged.push_back(next);
     }
     return merged;
 }
@@ -127,7 +131,9 @@ template <typename Body> void inParts(const AddressRange& range, const Body& bod
 void readAhead(const AddressRange& pages) {
     ::madvise(reinterpret_cast<void*>(pages.begin), pages.bytes(), MADV_WILLNEED);
     // Where the kernel does not know it, pinning reads what is missing.
-    inParts(pages, [](const AddressRange& part) { ::madvise(reinterpret_cast<void*>(part.begin), part.bytes(), kPopulateRead); });
+    inParts(pages, [](const AddressRange& part) {
+        ::madvise(reinterpret_cast<void*>(part.begin), part.bytes(), kPopulateRead);
+    });
 }
 
 bool pinningWanted() {
@@ -148,7 +154,8 @@ PagesToPin pagesToPin(const HostRanges& ranges, const std::vector<AddressRange>&
     return pages;
 }
 
-std::vector<AddressRange> pagesThatFit(const std::vector<AddressRange>& ranges, size_t pinned, size_t room, uintptr_t page) {
+std::vector<AddressRange> pagesThatFit(const std::vector<AddressRange>& ranges, size_t pinned, size_t room,
+                                       uintptr_t page) {
     if (fits(pinned + bytesOf(ranges), room)) return ranges;
     const size_t most = room - room / 4;
     size_t left = most > pinned ? (most - pinned) / page * page : 0;
@@ -192,7 +199,8 @@ void PinnedFiles::pinWhatFits(const std::vector<AddressRange>& pages, const std:
     _optional = _left = bytesOf(pages);
     const size_t room = _room().forFiles;
     _whyLeft = onlyRoom(room);
-    for (const AddressRange& range : pagesThatFit(pages, _inPlace, room, static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE)))) {
+    for (const AddressRange& range :
+         pagesThatFit(pages, _inPlace, room, static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE)))) {
         const std::string refusal = pinInPlace(range, false, contained(range, writable));
         if (!refusal.empty()) {
             _whyLeft = refusal;
@@ -209,12 +217,14 @@ std::string PinnedFiles::pinInPlace(const AddressRange& pages, bool once, bool w
     const size_t room = _room().forFiles;
     if (!fits(pages.bytes() + _inPlace, room)) return onlyRoom(room);
     int readOnly = 0;
-    check(cudaDeviceGetAttribute(&readOnly, cudaDevAttrHostRegisterReadOnlySupported, _device.index), "asking whether the device reads pinned files");
+    check(cudaDeviceGetAttribute(&readOnly, cudaDevAttrHostRegisterReadOnlySupported, _device.index),
+          "asking whether the device reads pinned files");
     if (!readOnly && !writable) return _device.name + " or its driver pins no read-only pages";
 
     readAhead(pages);
     auto* begin = reinterpret_cast<uint8_t*>(pages.begin);
-    const cudaError_t status = cudaHostRegister(begin, pages.bytes(), cudaHostRegisterMapped | (readOnly ? cudaHostRegisterReadOnly : 0));
+    const cudaError_t status =
+        cudaHostRegister(begin, pages.bytes(), cudaHostRegisterMapped | (readOnly ? cudaHostRegisterReadOnly : 0));
     if (status != cudaSuccess) {
         cudaGetLastError();
         return cudaGetErrorString(status);
@@ -231,13 +241,16 @@ std::string PinnedFiles::pinInPlace(const AddressRange& pages, bool once, bool w
 void PinnedFiles::copyToPinned(const AddressRange& pages) {
     void *copy = nullptr, *device = nullptr;
     cudaError_t status = cudaErrorMemoryAllocation;
-    if (fits(pages.bytes() + _inPlace, _room().available)) status = cudaHostAlloc(&copy, pages.bytes(), cudaHostAllocMapped);
+    if (fits(pages.bytes() + _inPlace, _room().available))
+        status = cudaHostAlloc(&copy, pages.bytes(), cudaHostAllocMapped);
     if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
         throw Error(ErrorKind::OutOfMemory,
-                    std::to_string(pages.bytes()) + " bytes (" + mebibytes(pages.bytes()) + ") of the model's file, which the GPU reads while it runs, " +
-                        "could not be pinned in RAM (" + _refusal + "), and there is no memory for a pinned copy: raise the limit on locked memory " +
-                        "(ulimit -l), close other programs, keep more of the model in VRAM (a smaller context leaves room for it), or use --device cpu");
+                    std::to_string(pages.bytes()) + " bytes (" + mebibytes(pages.bytes()) +
+                        ") of the model's file, which the GPU reads while it runs, " + "could not be pinned in RAM (" +
+                        _refusal + "), and there is no memory for a pinned copy: raise the limit on locked memory " +
+                        "(ulimit -l), close other programs, keep more of the model in VRAM (a smaller context leaves "
+                        "room for it), or use --device cpu");
     }
     check(status, "taking page-locked host memory");
     _pins.push_back({pages, static_cast<uint8_t*>(copy), nullptr, false});
@@ -245,12 +258,14 @@ void PinnedFiles::copyToPinned(const AddressRange& pages) {
     check(cudaHostGetDevicePointer(&device, copy, 0), "asking for the device's address of pinned memory");
     _pins.back().device = static_cast<const uint8_t*>(device);
     inParts(pages, [&](const AddressRange& part) {
-        std::memcpy(static_cast<uint8_t*>(copy) + (part.begin - pages.begin), reinterpret_cast<const void*>(part.begin), part.bytes());
+        std::memcpy(static_cast<uint8_t*>(copy) + (part.begin - pages.begin), reinterpret_cast<const void*>(part.begin),
+                    part.bytes());
     });
 }
 
 void PinnedFiles::unpin(const Pin& pin) noexcept {
-    const cudaError_t status = pin.copy ? cudaFreeHost(pin.copy) : cudaHostUnregister(reinterpret_cast<void*>(pin.pages.begin));
+    const cudaError_t status =
+        pin.copy ? cudaFreeHost(pin.copy) : cudaHostUnregister(reinterpret_cast<void*>(pin.pages.begin));
     if (status != cudaSuccess) cudaGetLastError();  // after a fault; nothing is read any more
 }
 
@@ -275,7 +290,8 @@ void PinnedFiles::unpinOnce() {
 // The first that ends behind an address, if any does.
 const PinnedFiles::Pin* PinnedFiles::find(const uint8_t* file) const {
     const auto address = reinterpret_cast<uintptr_t>(file);
-    const auto pin = std::upper_bound(_pins.begin(), _pins.end(), address, [](uintptr_t a, const Pin& p) { return a < p.pages.end; });
+    const auto pin = std::upper_bound(_pins.begin(), _pins.end(), address,
+                                      [](uintptr_t a, const Pin& p) { return a < p.pages.end; });
     return pin == _pins.end() ? nullptr : &*pin;
 }
 
@@ -299,7 +315,8 @@ void PinnedFiles::expect(const uint8_t* file, size_t bytes) const {
     while (begin < end) {
         const Pin* pin = find(reinterpret_cast<const uint8_t*>(begin));
         const uintptr_t stop = pin ? std::min(end, pin->pages.begin) : end;
-        if (begin < stop) ::madvise(reinterpret_cast<void*>(begin / page * page), stop - begin / page * page, MADV_WILLNEED);
+        if (begin < stop)
+            ::madvise(reinterpret_cast<void*>(begin / page * page), stop - begin / page * page, MADV_WILLNEED);
         begin = pin ? std::max(begin, pin->pages.end) : end;
     }
 }
@@ -309,14 +326,18 @@ HostRange PinnedFiles::source(const uint8_t* file, size_t bytes) const {
     if (!pin) return {file, bytes};
     const auto address = reinterpret_cast<uintptr_t>(file);
     if (address < pin->pages.begin) return {file, std::min<size_t>(bytes, pin->pages.begin - address)};
-    return {pin->copy ? pin->copy + (address - pin->pages.begin) : file, std::min<size_t>(bytes, pin->pages.end - address)};
+    return {pin->copy ? pin->copy + (address - pin->pages.begin) : file,
+            std::min<size_t>(bytes, pin->pages.end - address)};
 }
 
 std::vector<std::string> PinnedFiles::notes() const {
     std::vector<std::string> notes;
-    if (_copied > 0) notes.push_back("the system refused to pin " + mebibytes(_copied) + " of the file (" + _refusal + "): a pinned copy of it was made");
+    if (_copied > 0)
+        notes.push_back("the system refused to pin " + mebibytes(_copied) + " of the file (" + _refusal +
+                        "): a pinned copy of it was made");
     if (_left > 0) {
-        notes.push_back(mebibytes(_left) + " of " + mebibytes(_optional) + " of experts that are not in VRAM could not be pinned in RAM (" + _whyLeft +
+        notes.push_back(mebibytes(_left) + " of " + mebibytes(_optional) +
+                        " of experts that are not in VRAM could not be pinned in RAM (" + _whyLeft +
                         "): the GPU gets them through the system's file cache, which is slower");
     }
     return notes;

@@ -42,8 +42,9 @@ DeviceInfo findDevice() {
         if (counted == cudaErrorInsufficientDriver) {
             int runtime = 0;
             cudaRuntimeGetVersion(&runtime);
-            noDevice("the driver supports CUDA " + std::to_string(driver / 1000) + "." + std::to_string(driver % 1000 / 10) +
-                     ", this build needs " + std::to_string(runtime / 1000) + "." + std::to_string(runtime % 1000 / 10) + ": update the driver");
+            noDevice("the driver supports CUDA " + std::to_string(driver / 1000) + "." +
+                     std::to_string(driver % 1000 / 10) + ", this build needs " + std::to_string(runtime / 1000) + "." +
+                     std::to_string(runtime % 1000 / 10) + ": update the driver");
         }
         noDevice(cudaGetErrorString(counted));
     }
@@ -62,12 +63,14 @@ DeviceInfo findDevice() {
     info.minor = properties.minor;
     info.multiprocessors = properties.multiProcessorCount;
     if (info.major * 10 + info.minor < 75) {
-        noDevice(info.name + " has compute capability " + std::to_string(info.major) + "." + std::to_string(info.minor) + ", 7.5 is the least");
+        noDevice(info.name + " has compute capability " + std::to_string(info.major) + "." +
+                 std::to_string(info.minor) + ", 7.5 is the least");
     }
     const char* problem = nullptr;
     if (codeVersion(&problem) == 0) {
         noDevice(problem ? info.name + ": " + problem
-                         : "this build has no kernels for " + info.name + "; build on a machine that shows it, or set SHARPI_CUDA_ARCHITECTURES");
+                         : "this build has no kernels for " + info.name +
+                               "; build on a machine that shows it, or set SHARPI_CUDA_ARCHITECTURES");
     }
     if (status = cudaMemGetInfo(&info.freeBytes, &info.totalBytes); status != cudaSuccess) {
         cudaGetLastError();
@@ -88,7 +91,8 @@ Stream::Stream(const DeviceInfo& device, Role role) : _device(device) {
     check(cudaSetDevice(device.index), "choosing the device");
     int lowest = 0, highest = 0;  // priorities: the smaller number goes first
     check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for priorities");
-    check(cudaStreamCreateWithPriority(&_handle, cudaStreamNonBlocking, role == Role::Feed ? highest : lowest), "creating a stream");
+    check(cudaStreamCreateWithPriority(&_handle, cudaStreamNonBlocking, role == Role::Feed ? highest : lowest),
+          "creating a stream");
     // Kernels that were compiled for older devices do not wait for their predecessors by themselves.
     _overlaps = role == Role::Compute && device.major >= 9 && codeVersion() >= 90 && !switchedOff("SHARPI_CUDA_PDL");
 }
@@ -118,13 +122,17 @@ void Stream::download(void* host, const void* device, size_t bytes) {
     synchronize();
 }
 
-void Stream::zero(void* device, size_t bytes) { check(cudaMemsetAsync(device, 0, bytes, _handle), "clearing device memory"); }
+void Stream::zero(void* device, size_t bytes) {
+    check(cudaMemsetAsync(device, 0, bytes, _handle), "clearing device memory");
+}
 
 void Stream::synchronize() { check(cudaStreamSynchronize(_handle), "waiting for the device"); }
 
 bool Stream::poll() { return isDone(cudaStreamQuery(_handle)); }
 
-void Stream::record(const Event& event) { check(cudaEventRecord(event.handle(), _handle), "marking a point in a stream"); }
+void Stream::record(const Event& event) {
+    check(cudaEventRecord(event.handle(), _handle), "marking a point in a stream");
+}
 
 void Stream::wait(const Event& event) {
     check(cudaStreamWaitEvent(_handle, event.handle(), 0), "waiting for another stream");

@@ -41,8 +41,8 @@ private:
     int64_t _kernels;
 };
 
-// A point in a stream's work that other streams can wait for. Made once, of the calling thread's device; recorded again and
-// again. Recorded while a capture runs, it means nothing outside of it.
+// A point in a stream's work that other streams can wait for. Made once, of the calling thread's device; recorded again
+// and again. Recorded while a capture runs, it means nothing outside of it.
 class Event {
 public:
     Event();
@@ -50,8 +50,8 @@ public:
     Event(const Event&) = delete;
     Event& operator=(const Event&) = delete;
     CUevent_st* handle() const { return _handle; }
-    // Whether all that it stands for is done; so it is while nothing was recorded. Does not wait. Throws Error(Internal) if the
-    // device has failed.
+    // Whether all that it stands for is done; so it is while nothing was recorded. Does not wait. Throws
+    // Error(Internal) if the device has failed.
     bool reached() const;
 
 private:
@@ -63,7 +63,8 @@ class Stream {
 public:
     enum class Role {
         Compute,
-        Feed,  // beside a Compute stream, which waits for it: its kernels go first, each after the whole of the one before
+        Feed,  // beside a Compute stream, which waits for it: its kernels go first, each after the whole of the one
+               // before
     };
     explicit Stream(const DeviceInfo& device, Role role = Role::Compute);
     ~Stream();
@@ -99,8 +100,8 @@ public:
 
     // The event stands for all work given to the stream so far, each kernel to its end.
     void record(const Event& event);
-    // Work given to the stream from here on starts after what the event stands for now. In a capture: an event recorded in it,
-    // which takes the stream into the capture.
+    // Work given to the stream from here on starts after what the event stands for now. In a capture: an event recorded
+    // in it, which takes the stream into the capture.
     void wait(const Event& event);
     bool capturing() const;
 

@@ -1,6 +1,6 @@
 """How many threads run: as many as were asked for, but no more than there are cores, and a line says so.
 
-The core itself takes any number (tests/cpp/test_thread_pool.cpp)."""
+The core itself takes any number (tests/cpp/cpu/test_thread_pool.cpp)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@
 // For decode the turning costs less than reading the page from memory does.
 #include "cpu/kernels/exp.h"
 #include "cpu/kernels/internal.h"
-#include "cpu/kernels/transpose.h"
+#include "cpu/kernels/matmul/transpose.h"
 
 namespace sharpi::cpu::SHARPI_ISA {
 
@@ -80,8 +80,8 @@ struct Ends {
 
 // c[r][0 .. 16 kVecs) from the sum over k of a[r][k] * b[k][..], by fma, k ascending.
 template <int kRows, int kVecs>
-SHARPI_INLINE void productBlock(const float* const* a, int64_t depth, const float* b, int64_t bStride,
-                                const Ends& ends, int64_t column, float* c, int64_t cStride) {
+SHARPI_INLINE void productBlock(const float* const* a, int64_t depth, const float* b, int64_t bStride, const Ends& ends,
+                                int64_t column, float* c, int64_t cStride) {
     Vec acc[kRows][kVecs];
     const float* row[kRows];
 #pragma GCC unroll 8
@@ -133,10 +133,10 @@ using Product = void (*)(const float* const*, int64_t, const float*, int64_t, co
 static Product productFor(int64_t rows, int* done) {
     *done = rows >= kProductRows ? kProductRows : rows >= 4 && kProductRows > 4 ? 4 : rows >= 2 ? 2 : 1;
     switch (*done) {
-        case 8: return product<kProductRows == 8 ? 8 : 1>;  // only instantiated where it is used
-        case 4: return product<kProductRows == 8 ? 4 : 1>;
-        case 2: return product<2>;
-        default: return product<1>;
+    case 8: return product < kProductRows == 8 ? 8 : 1 > ;  // only instantiated where it is used
+    case 4: return product < kProductRows == 8 ? 4 : 1 > ;
+    case 2: return product<2>;
+    default: return product<1>;
     }
 }
 
@@ -221,9 +221,9 @@ static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, int64_t n, 
                           values);
     };
     switch (pages.type) {
-        case KvType::F32: return load(ReadF32());
-        case KvType::BF16: return load(ReadBf16());
-        case KvType::F16: return load(ReadF16());
+    case KvType::F32: return load(ReadF32());
+    case KvType::BF16: return load(ReadBf16());
+    case KvType::F16: return load(ReadF16());
     }
 }
 
@@ -342,7 +342,8 @@ static void attendBlock(Block& block, int32_t kvHead) {
     int64_t allKeys = 0;
     for (int64_t i = 0; i < block.count; i++) {
         allKeys = block.keys[i] > allKeys ? block.keys[i] : allKeys;
-        clearState(block.scratch[layout.maxima + i], block.scratch[layout.sums + i], block.outputs(i), layout.dimStride);
+        clearState(block.scratch[layout.maxima + i], block.scratch[layout.sums + i], block.outputs(i),
+                   layout.dimStride);
         for (int64_t d = 0; block.keys[i] <= 0 && d < block.args.pages.headDim; d++) block.out[i][d] = 0.0f;
     }
     const int64_t pageTokens = block.args.pages.pageTokens, segmentTokens = kSegmentPages * pageTokens;
@@ -356,7 +357,8 @@ static void attendBlock(Block& block, int32_t kvHead) {
             i += rows;
         }
         const int64_t next = firstKey + pageTokens;
-        if (next >= allKeys || next % segmentTokens == 0) closeSegment(block, firstKey - firstKey % segmentTokens, next);
+        if (next >= allKeys || next % segmentTokens == 0)
+            closeSegment(block, firstKey - firstKey % segmentTokens, next);
     }
 }
 

@@ -1,6 +1,6 @@
 // Gated DeltaNet (Yang et al., 2024): what lies between its products. One order of operations for everyone, so that a
-// sequence's state and answers are the same bits however its tokens are cut into batches, on every instruction set and, for
-// few rows, on a GPU. Each operation rounds to nearest even; fma rounds once; exp is exp.h's.
+// sequence's state and answers are the same bits however its tokens are cut into batches, on every instruction set and,
+// for few rows, on a GPU. Each operation rounds to nearest even; fma rounds once; exp is exp.h's.
 //
 // The convolution, for each channel c of row t, over the inputs x[t - width + 1] .. x[t] (before the sequence: zeros):
 //   y = fma(weight[w][c], x[t - width + 1 + w][c], y) for w ascending from +0;  y / (1 + exp(0 - y))
@@ -12,8 +12,10 @@
 //   d[j]    = (v[j] - r[j]) * b
 //   S[i][j] = fma(k[i], d[j], S[i][j])
 //   o[j]    = sum over i of fma(S[i][j], q[i], .)
-// Both sums: 8 accumulators from +0, element i to accumulator i mod 8 in ascending order; then acc[n] += acc[n + 4], += acc[n + 2],
-// += acc[n + 1]. (8: enough to hide the latency of an fma, and few enough for eight of a GPU's threads to have one each.)
+// Both sums: 8 accumulators from +0, element i to accumulator i mod 8 in ascending order; then acc[n] += acc[n + 4], +=
+// acc[n + 2],
+// += acc[n + 1]. (8: enough to hide the latency of an fma, and few enough for eight of a GPU's threads to have one
+// each.)
 //
 // Columns do not meet, so they are computed apart: 16 at a time, which stay in the first cache for all rows.
 #include "cpu/kernels/exp.h"
@@ -37,8 +39,7 @@ SHARPI_INLINE Vec total(Vec* acc) {
 }
 
 // update(i) changes line i of the panel and gives it; the sum of its fma with x[i].
-template <class Update>
-SHARPI_INLINE Vec updateAndSum(const float* x, int32_t dim, Update update) {
+template <class Update> SHARPI_INLINE Vec updateAndSum(const float* x, int32_t dim, Update update) {
     Vec acc[kSums];
 #pragma GCC unroll 8
     for (int n = 0; n < kSums; n++) acc[n] = vzero();
@@ -58,12 +59,14 @@ void convSilu(const ConvArgs& args, int64_t begin, int64_t end) {
     Vec window[kMaxConvWidth];
     for (int64_t c = begin; c < end; c += kLanes) {
         const int lanes = static_cast<int>(end - c < kLanes ? end - c : kLanes);
-        for (int32_t w = 0; w < past; w++) window[w] = args.from ? some(args.from + w * args.channels + c, lanes) : vzero();
+        for (int32_t w = 0; w < past; w++)
+            window[w] = args.from ? some(args.from + w * args.channels + c, lanes) : vzero();
         for (int64_t t = 0; t < args.rows; t++) {
             float* x = args.x + t * args.channels + c;
             window[past] = some(x, lanes);
             Vec y = vzero();
-            for (int32_t w = 0; w <= past; w++) y = vfma(some(args.weight + w * args.channels + c, lanes), window[w], y);
+            for (int32_t w = 0; w <= past; w++)
+                y = vfma(some(args.weight + w * args.channels + c, lanes), window[w], y);
             putSome(x, vdiv(y, vadd(vset(1.0f), vexp(vsub(vzero(), y)))), lanes);
             for (int32_t w = 0; w < past; w++) window[w] = window[w + 1];
         }
@@ -95,7 +98,8 @@ void deltaRule(const DeltaArgs& args, int32_t begin, int32_t end, void* scratch)
             });
             putSome(args.out + t * args.outStride + column, out, lanes);
         }
-        for (int32_t i = 0; i < dim; i++) putSome(args.to + int64_t{i} * dim + column, vload(panel + i * kLanes), lanes);
+        for (int32_t i = 0; i < dim; i++)
+            putSome(args.to + int64_t{i} * dim + column, vload(panel + i * kLanes), lanes);
     }
 }
 

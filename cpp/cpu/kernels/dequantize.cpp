@@ -3,13 +3,12 @@
 
 #include "core/half.h"
 #include "cpu/kernels/internal.h"
-#include "cpu/kernels/unpack_scalar.h"
+#include "cpu/kernels/matmul/unpack_scalar.h"
 
 namespace sharpi::cpu::SHARPI_ISA {
 
 // Not inlined: GCC 12 at -O3 drops the stores when it vectorizes this together with the loops around it.
-template <class Block>
-__attribute__((noinline)) static void valuesOfHalf(const Group& g, int half, float* out) {
+template <class Block> __attribute__((noinline)) static void valuesOfHalf(const Group& g, int half, float* out) {
     const float scale = g.d[half / 2] * static_cast<float>(g.scale[half]);
     const float min = Format<Block>::kHasMin ? g.m[half / 2] * static_cast<float>(g.min[half]) : 0.0f;
     for (int i = 0; i < 16; ++i) {
@@ -18,8 +17,7 @@ __attribute__((noinline)) static void valuesOfHalf(const Group& g, int half, flo
     }
 }
 
-template <class Block>
-static void dequantizeBlocks(const void* row, int64_t cols, float* out) {
+template <class Block> static void dequantizeBlocks(const void* row, int64_t cols, float* out) {
     using F = Format<Block>;
     const Block* block = static_cast<const Block*>(row);
     for (int64_t at = 0; at < cols; at += 256) {
@@ -32,8 +30,8 @@ static void dequantizeBlocks(const void* row, int64_t cols, float* out) {
 }
 
 void dequantizeRow(DType type, const void* row, int64_t cols, float* out) {
-    const bool quantized = withBlockOf(
-        type, [&](auto tag) { dequantizeBlocks<typename decltype(tag)::Type>(row, cols, out); });
+    const bool quantized =
+        withBlockOf(type, [&](auto tag) { dequantizeBlocks<typename decltype(tag)::Type>(row, cols, out); });
     if (quantized) return;
     if (type == DType::F32) {
         std::memcpy(out, row, static_cast<size_t>(cols) * sizeof(float));

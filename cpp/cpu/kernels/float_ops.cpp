@@ -7,8 +7,7 @@
 namespace sharpi::cpu::SHARPI_ISA {
 
 // Calls body(i, lanes) for each group of 16 elements; the last one may have fewer.
-template <class Body>
-SHARPI_INLINE void forEachVec(int64_t n, Body body) {
+template <class Body> SHARPI_INLINE void forEachVec(int64_t n, Body body) {
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) body(i, kLanes);
     if (i < n) body(i, static_cast<int>(n - i));
@@ -45,7 +44,8 @@ void rmsNorm(const float* x, const float* weight, float eps, int64_t n, float* y
 // inverse = scale / sqrt(sum + eps), each operation rounded; x = x * inverse.
 void l2Norm(float* x, float eps, float scale, int64_t n) {
     const Vec inverse = vset(scale / __builtin_sqrtf(sumOfSquares(x, n) + eps));
-    forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) { put(x + i, vmul(take(x + i, lanes), inverse), lanes); });
+    forEachVec(n, [&](int64_t i, int lanes)
+                      __attribute__((always_inline)) { put(x + i, vmul(take(x + i, lanes), inverse), lanes); });
 }
 
 void add(float* x, const float* y, int64_t n) {
@@ -119,28 +119,27 @@ void softmax(float* x, int64_t n) {
         }
     });
     const Vec total = vset(sum32(acc));
-    forEachVec(n, [&](int64_t at, int lanes) __attribute__((always_inline)) {
-        put(x + at, vdiv(take(x + at, lanes), total), lanes);
-    });
+    forEachVec(n, [&](int64_t at, int lanes)
+                      __attribute__((always_inline)) { put(x + at, vdiv(take(x + at, lanes), total), lanes); });
 }
 
 void storeKv(const float* x, int64_t n, KvType type, void* out) {
     switch (type) {
-        case KvType::F32: {
-            float* to = static_cast<float*>(out);
-            for (int64_t i = 0; i < n; i++) to[i] = x[i];
-            return;
-        }
-        case KvType::BF16: {
-            uint16_t* to = static_cast<uint16_t*>(out);
-            for (int64_t i = 0; i < n; i++) to[i] = bf16FromFloat(x[i]);
-            return;
-        }
-        case KvType::F16: {
-            uint16_t* to = static_cast<uint16_t*>(out);
-            for (int64_t i = 0; i < n; i++) to[i] = f16FromFloat(x[i]);
-            return;
-        }
+    case KvType::F32: {
+        float* to = static_cast<float*>(out);
+        for (int64_t i = 0; i < n; i++) to[i] = x[i];
+        return;
+    }
+    case KvType::BF16: {
+        uint16_t* to = static_cast<uint16_t*>(out);
+        for (int64_t i = 0; i < n; i++) to[i] = bf16FromFloat(x[i]);
+        return;
+    }
+    case KvType::F16: {
+        uint16_t* to = static_cast<uint16_t*>(out);
+        for (int64_t i = 0; i < n; i++) to[i] = f16FromFloat(x[i]);
+        return;
+    }
     }
 }
 

@@ -8,8 +8,7 @@ namespace sharpi::cpu::SHARPI_ISA {
 
 enum class Sub { None, PerBlock, PerHalf };  // one integer per 32 elements, or per 16
 
-template <int elements, Sub scales, bool min, Sub mins, int offset, int largest>
-struct FormatBase {
+template <int elements, Sub scales, bool min, Sub mins, int offset, int largest> struct FormatBase {
     static constexpr int kElements = elements;  // of one block of the file's
     static constexpr Sub kScales = scales;
     static constexpr bool kHasMin = min;
@@ -21,8 +20,7 @@ struct FormatBase {
     static constexpr bool kWide = largest > 127;
 };
 
-template <class Block>
-struct Format;
+template <class Block> struct Format;
 template <> struct Format<BlockQ4_0> : FormatBase<32, Sub::None, false, Sub::None, 8, 15> {};
 template <> struct Format<BlockQ4_1> : FormatBase<32, Sub::None, true, Sub::None, 0, 15> {};
 template <> struct Format<BlockQ5_0> : FormatBase<32, Sub::None, false, Sub::None, 16, 31> {};
@@ -37,31 +35,29 @@ template <> struct Format<BlockQ5_K> : FormatBase<256, Sub::PerBlock, true, Sub:
 template <> struct Format<BlockQ6_K> : FormatBase<256, Sub::PerHalf, false, Sub::None, 32, 63> {};
 template <> struct Format<BlockIQ4_XS> : FormatBase<256, Sub::PerBlock, false, Sub::None, 128, 255> {};
 
-template <class Block>
-struct Tag {
+template <class Block> struct Tag {
     using Type = Block;
 };
 
 // Calls action(Tag<Block>) for a quantized type; false for any other.
-template <class Action>
-static inline bool withBlockOf(DType type, Action&& action) {
+template <class Action> static inline bool withBlockOf(DType type, Action&& action) {
     switch (type) {
-        case DType::Q4_0: action(Tag<BlockQ4_0>{}); return true;
-        case DType::Q4_1: action(Tag<BlockQ4_1>{}); return true;
-        case DType::Q5_0: action(Tag<BlockQ5_0>{}); return true;
-        case DType::Q5_1: action(Tag<BlockQ5_1>{}); return true;
-        case DType::Q8_0: action(Tag<BlockQ8_0>{}); return true;
-        case DType::Q2_K: action(Tag<BlockQ2_K>{}); return true;
-        case DType::Q3_K: action(Tag<BlockQ3_K>{}); return true;
-        case DType::Q4_K: action(Tag<BlockQ4_K>{}); return true;
-        case DType::Q5_K: action(Tag<BlockQ5_K>{}); return true;
-        case DType::Q6_K: action(Tag<BlockQ6_K>{}); return true;
-        case DType::IQ4_NL: action(Tag<BlockIQ4_NL>{}); return true;
-        case DType::IQ4_XS: action(Tag<BlockIQ4_XS>{}); return true;
-        case DType::MXFP4: action(Tag<BlockMXFP4>{}); return true;
-        case DType::F32:
-        case DType::F16:
-        case DType::BF16: return false;
+    case DType::Q4_0: action(Tag<BlockQ4_0>{}); return true;
+    case DType::Q4_1: action(Tag<BlockQ4_1>{}); return true;
+    case DType::Q5_0: action(Tag<BlockQ5_0>{}); return true;
+    case DType::Q5_1: action(Tag<BlockQ5_1>{}); return true;
+    case DType::Q8_0: action(Tag<BlockQ8_0>{}); return true;
+    case DType::Q2_K: action(Tag<BlockQ2_K>{}); return true;
+    case DType::Q3_K: action(Tag<BlockQ3_K>{}); return true;
+    case DType::Q4_K: action(Tag<BlockQ4_K>{}); return true;
+    case DType::Q5_K: action(Tag<BlockQ5_K>{}); return true;
+    case DType::Q6_K: action(Tag<BlockQ6_K>{}); return true;
+    case DType::IQ4_NL: action(Tag<BlockIQ4_NL>{}); return true;
+    case DType::IQ4_XS: action(Tag<BlockIQ4_XS>{}); return true;
+    case DType::MXFP4: action(Tag<BlockMXFP4>{}); return true;
+    case DType::F32:
+    case DType::F16:
+    case DType::BF16: return false;
     }
     return false;
 }

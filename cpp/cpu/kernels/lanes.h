@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cpu/kernels/unpack_vector.h"
+#include "cpu/kernels/matmul/unpack_vector.h"
 
 namespace sharpi::cpu::SHARPI_ISA {
 
@@ -45,7 +45,8 @@ static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t (*
         a[r + 3] = _mm512_unpackhi_epi64(b[r + 1], b[r + 3]);
     }
     for (int i = 0; i < 4; ++i) {
-        const __m512i low01 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44), high01 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xee);
+        const __m512i low01 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44),
+                      high01 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xee);
         const __m512i low23 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x44),
                       high23 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xee);
         _mm512_store_si512(to[i], _mm512_shuffle_i32x4(low01, low23, 0x88));

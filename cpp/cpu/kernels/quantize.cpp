@@ -5,8 +5,8 @@
 // single rounding, so each instruction set gives the same bits.
 #include <cstring>
 
-#include "core/half.h"
 #include "core/contract.h"
+#include "core/half.h"
 #include "cpu/kernels/internal.h"
 
 namespace sharpi::cpu::SHARPI_ISA {

@@ -7,8 +7,22 @@ namespace sharpi::cpu::SHARPI_ISA {
 #define SHARPI_TEXT(name) SHARPI_TEXT2(name)
 
 static const Kernels kTable = {
-    SHARPI_TEXT(SHARPI_ISA), dequantizeRow, quantizeRow, matmul,  rmsNorm,   add,      addScaled, siluMul, l2Norm,
-    sigmoidMul,              rope,          softmax,     storeKv, attention, convSilu, deltaRule,
+    SHARPI_TEXT(SHARPI_ISA),
+    dequantizeRow,
+    quantizeRow,
+    matmul,
+    rmsNorm,
+    add,
+    addScaled,
+    siluMul,
+    l2Norm,
+    sigmoidMul,
+    rope,
+    softmax,
+    storeKv,
+    attention,
+    convSilu,
+    deltaRule,
 };
 
 const Kernels& table() { return kTable; }

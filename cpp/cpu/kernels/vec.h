@@ -124,8 +124,8 @@ struct Vec {
     float v[kLanes];
 };
 
-#define SHARPI_EACH_LANE(expression)                 \
-    Vec r;                                           \
+#define SHARPI_EACH_LANE(expression)                        \
+    Vec r;                                                  \
     for (int i = 0; i < kLanes; i++) r.v[i] = (expression); \
     return r
 
@@ -204,8 +204,7 @@ struct ReadF16 {
 };
 
 // The first n (0..16) elements, zeros after them.
-template <class Read>
-SHARPI_INLINE Vec loadFirst(const typename Read::Element* p, int64_t n) {
+template <class Read> SHARPI_INLINE Vec loadFirst(const typename Read::Element* p, int64_t n) {
     if (n >= kLanes) return Read::load(p);
     typename Read::Element lanes[kLanes] = {};
     for (int64_t i = 0; i < n; i++) lanes[i] = p[i];

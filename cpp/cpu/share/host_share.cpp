@@ -1,0 +1,335 @@
+// See host_share.h.
+#include "cpu/share/host_share.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "cpu/share/host_blocks.h"
+#include "kernels/matvec/matvec.h"
+#include "operations/scratch.h"
+
+namespace sharpi {
+
+using namespace host;
+
+namespace {
+
+constexpr size_t kCounterBytes = 128;  // each counter is polled by one side and written by the other: a line for itself
+constexpr int kSpinsPerClock = 256;    // while waiting: some 10 microseconds
+constexpr std::chrono::milliseconds kYieldInterval{1};
+// A question to the driver waits for whoever holds the driver's lock. Another thread may hold it until the GPU is idle,
+// which it never is while it waits for this CPU. So nobody asks until something is wrong: what the GPU does between two
+// tickets takes far less.
+constexpr std::chrono::seconds kLookInterval{1};
+
+using Clock = std::chrono::steady_clock;
+
+int64_t expertPairs(const StepLimits& limits, int64_t rows) {
+    return limits.expertLayers > 0 ? rows * limits.expertsUsed : 0;
+}
+
+// Offsets into the mailbox's memory.
+struct MailboxLayout {
+    ScratchLayout parts;
+    size_t sent, instructed, returned, input, inputQuantized, hidden, hiddenQuantized, down, logits, orders, choices,
+        answers;
+
+    MailboxLayout(const StepLimits& limits, int64_t rows)
+        : sent(parts.take(kCounterBytes)),
+          instructed(parts.take(kCounterBytes)),
+          returned(parts.take(kCounterBytes)),
+          input(parts.floats(rows * limits.embedding)),
+          inputQuantized(parts.take(cpu::quantizedRowsBytes(rows, limits.embedding))),
+          hidden(parts.floats(rows * limits.denseHidden)),
+          hiddenQuantized(parts.take(cpu::quantizedRowsBytes(rows, limits.denseHidden))),
+          down(parts.floats(rows * limits.embedding)),
+          logits(parts.floats(std::min<int64_t>(rows, cuda::kMaxMatvecRows) * limits.vocab)),
+          orders(parts.take(sizeof(cuda::ExpertOrders))),
+          choices(
+              parts.take(sizeof(int32_t) * 3 * static_cast<size_t>(limits.expertLayers * expertPairs(limits, rows)))),
+          answers(parts.floats(expertPairs(limits, rows) * limits.embedding)) {}
+};
+
+cuda::HostRows hostRows(void* floats, void* quantized, int64_t rows, int64_t cols) {
+    cuda::HostRows to;
+    to.floats = static_cast<float*>(floats);
+    to.cols = cols;
+    if (cols % kContractBlock != 0) return to;
+    const cpu::QuantizedRows form = cpu::quantizedRowsOver(quantized, rows, cols);
+    to.q = form.q;
+    to.scale = form.scale;
+    to.sums = form.sums;
+    to.qStride = form.qStride;
+    return to;
+}
+
+void requireWhole(const cuda::ExpertFetch& fetch) {
+    require(fetch.expert >= 0 && fetch.slot >= 0 && fetch.gate && fetch.up && fetch.down,
+            "an order without expert, slot or addresses");
+}
+
+}  // namespace
+
+cuda::HostChoices Mailbox::choicesOf(int32_t layer) const {
+    int32_t* const area = choices + layer * 3 * pairs;
+    return {area, area + pairs, area + 2 * pairs};
+}
+
+size_t HostShare::mailboxBytes(const StepLimits& limits, int64_t rows) {
+    return MailboxLayout(limits, rows).parts.bytes();
+}
+
+HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_t rows, std::function<bool()> waiting)
+    : _kernels(cpu::kernels()),
+      _pool(threads),
+      _waiting(std::move(waiting)),
+      _maxRows(rows),
+      _experts(_pool, limits, rows),
+      _expertLayers(limits.expertLayers),
+      _mostExperts(limits.experts) {
+    const MailboxLayout layout(limits, rows);
+    uint8_t* base = static_cast<uint8_t*>(memory);
+    std::memset(base, 0, layout.parts.bytes());
+    _mailbox.input = hostRows(base + layout.input, base + layout.inputQuantized, rows, limits.embedding);
+    _mailbox.hidden = hostRows(base + layout.hidden, base + layout.hiddenQuantized, rows, limits.denseHidden);
+    _mailbox.down = reinterpret_cast<float*>(base + layout.down);
+    _mailbox.logits.floats = reinterpret_cast<float*>(base + layout.logits);
+    _mailbox.logits.cols = limits.vocab;
+    _mailbox.answers = reinterpret_cast<float*>(base + layout.answers);
+    _mailbox.orders = reinterpret_cast<cuda::ExpertOrders*>(base + layout.orders);
+    _mailbox.choices = reinterpret_cast<int32_t*>(base + layout.choices);
+    _mailbox.pairs = expertPairs(limits, rows);
+    _mailbox.sent = reinterpret_cast<uint32_t*>(base + layout.sent);
+    _mailbox.instructed = reinterpret_cast<uint32_t*>(base + layout.instructed);
+    _mailbox.returned = reinterpret_cast<uint32_t*>(base + layout.returned);
+
+    ScratchLayout scratch;
+    _threadScratchBytes = Allocator::aligned(cpu::matmulScratchBytes(std::max(limits.embedding, limits.denseHidden)));
+    scratch.take(_threadScratchBytes * static_cast<size_t>(threads));
+    const size_t gate = scratch.floats(rows * limits.denseHidden), up = scratch.floats(rows * limits.denseHidden);
+    _scratch.reset(static_cast<uint8_t*>(::operator new(scratch.bytes(), std::align_val_t{64})));
+    std::memset(_scratch.get(), 0, scratch.bytes());  // so that the first step meets memory that is there
+    _gate = reinterpret_cast<float*>(_scratch.get() + gate);
+    _up = reinterpret_cast<float*>(_scratch.get() + up);
+    _computed.reset(new std::atomic<int32_t>[static_cast<size_t>(blocksOf(limits.denseHidden))]);
+    for (std::vector<int32_t>* list : {&_chosen, &_slot, &_predicted, &_ours})
+        list->resize(static_cast<size_t>(_mailbox.pairs));
+}
+
+void HostShare::begin() {
+    _instructedAt.reset();
+    for (uint32_t* counter : {_mailbox.sent, _mailbox.instructed, _mailbox.returned})
+        __atomic_store_n(counter, 0u, __ATOMIC_RELEASE);
+}
+
+cpu::MatmulArgs HostShare::product(const Matrix& w, const cuda::HostRows& x, const cpu::QuantizedRows& xQuant,
+                                   int64_t rows) const {
+    require(rows >= 1 && rows <= _maxRows, "more rows than the mailbox was made for");
+    require(w.cols == x.cols, "a matrix of another width than the mailbox's rows");
+    require(info(w.type).isFloat || x.q, "a quantized matrix, but no quantized rows");
+    cpu::MatmulArgs args;
+    args.w = w;
+    args.xFloat = x.floats;
+    args.xQuant = &xQuant;
+    args.count = rows;
+    return args;
+}
+
+void HostShare::gated(const Matrix& gate, const Matrix& up, const Matrix& reader, int64_t rows, int64_t begin,
+                      uint32_t after, uint32_t ticket) {
+    const int64_t hidden = _mailbox.hidden.cols;
+    require(gate.rows == hidden && up.rows == hidden && reader.cols == hidden,
+            "hidden rows of another width than the mailbox's");
+    require(begin >= 0 && begin <= hidden && begin % kContractBlock == 0, "hidden rows that begin within a block");
+    require(info(reader.type).isFloat || _mailbox.hidden.q,
+            "a quantized matrix reads hidden rows that have no such form");
+    const cpu::QuantizedRows input = quantizedRows(_mailbox.input, rows);
+    cpu::MatmulArgs gateProduct = product(gate, _mailbox.input, input, rows),
+                    upProduct = product(up, _mailbox.input, input, rows);
+    gateProduct.y = _gate;
+    upProduct.y = _up;
+    gateProduct.yStride = upProduct.yStride = hidden;
+    for (int64_t block = begin / kContractBlock; block * kContractBlock < hidden; ++block) {
+        _computed[static_cast<size_t>(block)].store(0, std::memory_order_relaxed);
+    }
+    _instructedAt.reset();
+    awaitSent(after);
+    const Pieces pieces(hidden - begin, _pool.threads(), rows <= kFewRows ? kTile / 2 : kTile);
+    const auto piece = [&](int64_t i, int worker) {
+        const int64_t first = begin + pieces.begin(i), last = begin + pieces.end(i);
+        _kernels.matmul(gateProduct, first, last, threadScratch(worker));
+        _kernels.matmul(upProduct, first, last, threadScratch(worker));
+        finishBlocks(_computed.get(), hidden, first, last,
+                     [&](int64_t from, int64_t to) { finishBlock(from, to, reader, rows); });
+    };
+    _pool.run(pieces.count(), std::ref(piece));
+    giveBack(ticket);
+}
+
+void HostShare::finishBlock(int64_t first, int64_t last, const Matrix& reader, int64_t rows) {
+    const cuda::HostRows& to = _mailbox.hidden;
+    const cpu::QuantizedRows quantized = quantizedRows(to, rows);
+    const bool isFloat = info(reader.type).isFloat;
+    for (int64_t t = 0; t < rows; ++t) {
+        float* gate = _gate + t * to.cols + first;
+        _kernels.siluMul(gate, _up + t * to.cols + first, last - first);
+        if (isFloat) {
+            std::memcpy(to.floats + t * to.cols + first, gate, sizeof(float) * static_cast<size_t>(last - first));
+        } else {
+            quantizeBlock(_kernels, gate, quantized, t, first);
+        }
+    }
+}
+
+void HostShare::multiply(const Matrix& w, const cuda::HostRows& x, int64_t rows, int64_t begin, float* y,
+                         int64_t yStride, uint32_t after) {
+    const cpu::QuantizedRows quantized = quantizedRows(x, rows);
+    cpu::MatmulArgs args = product(w, x, quantized, rows);
+    args.w.rows = w.rows - begin;
+    args.w.data = w.data + static_cast<size_t>(begin) * rowBytes(w.type, w.cols);
+    args.y = y;
+    args.yStride = yStride;
+    _instructedAt.reset();
+    awaitSent(after);
+    const Pieces pieces(args.w.rows, _pool.threads(), rows <= kFewRows ? kTile / 4 : kTile);
+    const auto piece = [&](int64_t i, int worker) {
+        _kernels.matmul(args, pieces.begin(i), pieces.end(i), threadScratch(worker));
+    };
+    _pool.run(pieces.count(), std::ref(piece));
+}
+
+void HostShare::down(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket) {
+    require(begin >= 0 && begin <= w.rows && w.rows - begin <= _mailbox.input.cols,
+            "more output rows than the mailbox was made for");
+    multiply(w, _mailbox.hidden, rows, begin, _mailbox.down, w.rows - begin, after);
+    giveBack(ticket);
+}
+
+void HostShare::head(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket) {
+    require(begin >= 0 && begin <= w.rows && w.rows == _mailbox.logits.cols,
+            "logits of another number than the mailbox's");
+    require(rows <= cuda::kMaxMatvecRows, "logits of more rows than the mailbox was made for");
+    multiply(w, _mailbox.input, rows, begin, _mailbox.logits.floats + begin, w.rows, after);
+    giveBack(ticket);
+}
+
+void HostShare::experts(const ExpertStacks& file, int32_t layer, int64_t rows, int32_t used, bool predicted,
+                        MissPlan& plan, uint32_t after, uint32_t instructed, uint32_t ticket) {
+    _experts.requireFit(file, _mailbox.input, rows, used);
+    require(layer >= 0 && layer < _expertLayers, "a layer of experts that the mailbox has no room for");
+    const int32_t pairs = static_cast<int32_t>(rows * used);
+    tellTurn(awaitSent(after), plan);
+    if (takeChoices(layer, file.gate.count, pairs, predicted)) instruct(layer, pairs, predicted, plan, instructed);
+    size_t bytes = 0;
+    double seconds = 0;
+    if (std::any_of(_ours.begin(), _ours.begin() + pairs, [](int32_t expert) { return expert >= 0; })) {
+        const Clock::time_point start = Clock::now();
+        bytes = _experts.compute(file, _mailbox.input, rows, used, _ours.data(), _mailbox.answers);
+        giveBack(ticket);
+        seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    } else {
+        giveBack(ticket);
+    }
+    plan.done(layer, _chosen.data(), _slot.data(), predicted ? _predicted.data() : nullptr, pairs, bytes, seconds);
+}
+
+// The time from the last layer's orders to this layer's question, if the CPU had nothing else to do and waited for it.
+void HostShare::tellTurn(bool waited, MissPlan& plan) {
+    if (waited && _instructedAt) plan.followed(std::chrono::duration<double>(Clock::now() - *_instructedAt).count());
+    _instructedAt.reset();
+}
+
+// Returns whether something was missed. All is read once: it is another processor's, and what was checked must be what
+// is used.
+bool HostShare::takeChoices(int32_t layer, int32_t experts, int32_t pairs, bool predicted) {
+    const cuda::HostChoices from = _mailbox.choicesOf(layer);
+    bool missed = false;
+    for (size_t p = 0; p < static_cast<size_t>(pairs); ++p) {
+        const int32_t expert = __atomic_load_n(from.chosen + p, __ATOMIC_RELAXED);
+        require(expert >= 0 && expert < experts, "a choice that is no expert");
+        _chosen[p] = expert;
+        _slot[p] = __atomic_load_n(from.slot + p, __ATOMIC_RELAXED);
+        _ours[p] = _slot[p] < 0 ? expert : -1;
+        missed = missed || _slot[p] < 0;
+        if (!predicted) continue;
+        _predicted[p] = __atomic_load_n(from.predicted + p, __ATOMIC_RELAXED);
+        require(_predicted[p] >= 0 && _predicted[p] < _mostExperts, "a prediction that is no expert");
+    }
+    return missed;
+}
+
+void HostShare::instruct(int32_t layer, int32_t pairs, bool predicted, MissPlan& plan, uint32_t ticket) {
+    _orders = {};
+    plan.order(layer, _chosen.data(), _slot.data(), predicted ? _predicted.data() : nullptr, pairs, _orders);
+    leaveToGpu(pairs);
+    checkAhead();
+    *_mailbox.orders = _orders;
+    __atomic_store_n(_mailbox.instructed, ticket, __ATOMIC_RELEASE);
+    _instructedAt = Clock::now();
+}
+
+// What the GPU fetches is no longer the CPU's. A wrong order would overwrite what the GPU is using, or leave a pair to
+// nobody.
+void HostShare::leaveToGpu(int32_t pairs) {
+    require(_orders.demanded >= 0 && _orders.demanded <= cuda::kMaxExpertFetches, "more orders than there is room for");
+    for (int32_t i = 0; i < _orders.demanded; ++i) {
+        const cuda::ExpertFetch& fetch = _orders.fetch[i];
+        requireWhole(fetch);
+        for (int32_t j = 0; j < i; ++j)
+            require(_orders.fetch[j].slot != fetch.slot, "two experts ordered into one slot");
+        bool missed = false;
+        for (size_t p = 0; p < static_cast<size_t>(pairs); ++p) {
+            require(_slot[p] != fetch.slot, "an order to fetch into a slot that is in use");
+            if (_ours[p] != fetch.expert) continue;
+            _ours[p] = -1;
+            missed = true;
+        }
+        require(missed, "an order to fetch what was not missed, or a second time");
+    }
+}
+
+void HostShare::checkAhead() const {
+    require(_orders.ahead >= 0 && _orders.ahead <= cuda::kMaxExpertFetches, "more orders ahead than there is room for");
+    for (int32_t i = 0; i < _orders.ahead; ++i) {
+        const cuda::ExpertFetch& fetch = _orders.aheadFetch[i];
+        requireWhole(fetch);
+        require(fetch.expert < _mostExperts, "an order ahead for no expert");
+        for (int32_t j = 0; j < i; ++j) {
+            const cuda::ExpertFetch& earlier = _orders.aheadFetch[j];
+            require(earlier.expert != fetch.expert && earlier.slot != fetch.slot,
+                    "two orders ahead for one expert, or one slot");
+        }
+    }
+}
+
+// Returns whether the ticket had not come yet.
+bool HostShare::awaitSent(uint32_t ticket) {
+    const auto there = [&] { return __atomic_load_n(_mailbox.sent, __ATOMIC_ACQUIRE) >= ticket; };
+    if (there()) return false;  // what it takes to read the clock is not worth it
+    const auto start = Clock::now();
+    auto nextYield = start + kYieldInterval, nextLook = start + kLookInterval;
+    while (!there()) {
+        for (int spin = 0; spin < kSpinsPerClock && !there(); ++spin) relax();
+        const auto now = Clock::now();
+        if (now < nextYield) continue;
+        std::this_thread::yield();
+        nextYield = now + kYieldInterval;
+        if (now < nextLook) continue;
+        nextLook = now + kLookInterval;
+        // The ticket may have come with the last of the GPU's work, after the look at it above.
+        if (_waiting && _waiting() && !there())
+            throw Error(ErrorKind::Internal, "the GPU is done, but has not sent what the CPU waits for");
+    }
+    return true;
+}
+
+void HostShare::giveBack(uint32_t ticket) { __atomic_store_n(_mailbox.returned, ticket, __ATOMIC_RELEASE); }
+
+void HostShare::abort() noexcept {
+    for (uint32_t* counter : {_mailbox.instructed, _mailbox.returned})
+        __atomic_store_n(counter, cuda::kCrossingAborted, __ATOMIC_RELEASE);
+}
+
+}  // namespace sharpi

@@ -1,0 +1,103 @@
+// See expert_misses.h.
+#include "experts/expert_misses.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace sharpi {
+
+namespace {
+
+bool contains(const std::vector<int32_t>& list, int32_t expert) {
+    return std::find(list.begin(), list.end(), expert) != list.end();
+}
+
+}  // namespace
+
+ExpertMisses::ExpertMisses(ExpertSlotManager& slots, ExpertPrefetcher& prefetcher, ExpertAccessProfiler& profiler,
+                           const ExpertUse& use, Prefetch mode, Reachable reachable)
+    : _slots(slots),
+      _prefetcher(prefetcher),
+      _profiler(profiler),
+      _share(use.cpuRate, use.busRate, slots.expertBytes(0)),
+      _mode(mode),
+      _reachable(std::move(reachable)) {}
+
+int64_t ExpertMisses::takeFetched() { return std::exchange(_fetched, 0); }
+
+bool ExpertMisses::fetch(int32_t layer, int32_t expert, bool ahead, cuda::ExpertFetch& to) {
+    const ExpertStacks& file = _slots.file(layer);
+    const auto reach = [&](const MatrixStack& stack) {
+        return _reachable(stack.at(expert).data, fileBytes(stack.first));
+    };
+    to.expert = expert;
+    to.gate = reach(file.gate);
+    to.up = reach(file.up);
+    to.down = reach(file.down);
+    if (!to.gate || !to.up || !to.down) return false;
+    const auto place = _slots.getOrLoad(layer, expert, ahead);
+    if (!place || !place->fill) return false;
+    to.slot = place->slot;
+    return true;
+}
+
+void ExpertMisses::order(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted,
+                         int32_t pairs, cuda::ExpertOrders& orders) {
+    _slots.reached(layer, chosen, pairs);
+    _missed.clear();
+    _ordered.clear();
+    for (int32_t p = 0; p < pairs; ++p) {
+        if (slot[p] < 0 && !contains(_missed, chosen[p])) _missed.push_back(chosen[p]);
+    }
+    const int32_t wanted = _share.choose(static_cast<int32_t>(_missed.size()), _slots.expertBytes(layer));
+    for (const int32_t expert : _missed) {
+        if (orders.demanded == wanted) break;
+        if (!fetch(layer, expert, false, orders.fetch[orders.demanded])) continue;
+        ++orders.demanded;
+        _ordered.push_back(expert);
+    }
+    if (_mode == Prefetch::NextLayer && predicted) orderAhead(layer + 1, predicted, pairs, orders);
+    _fetched += orders.demanded + orders.ahead;
+    _fetchedBytes = static_cast<size_t>(orders.demanded) * _slots.expertBytes(layer);
+    _measurable = orders.ahead == 0;  // what comes ahead takes the bus too
+}
+
+void ExpertMisses::orderAhead(int32_t layer, const int32_t* predicted, int32_t pairs, cuda::ExpertOrders& orders) {
+    for (int32_t p = 0; p < pairs && orders.ahead < kMostAhead; ++p) {
+        if (_slots.tryGet(layer, predicted[p]) < 0 && fetch(layer, predicted[p], true, orders.aheadFetch[orders.ahead]))
+            ++orders.ahead;
+    }
+}
+
+void ExpertMisses::done(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted,
+                        int32_t pairs, size_t bytes, double seconds) {
+    using Event = ExpertAccessProfiler::Event;
+    const bool missed = std::any_of(slot, slot + pairs, [](int32_t s) { return s < 0; });
+    if (!missed) {
+        _slots.reached(layer, chosen, pairs);
+        _missed.clear();
+        _measurable = false;
+    } else {
+        _share.done(_fetchedBytes, bytes, seconds);
+    }
+    for (int32_t p = 0; p < pairs; ++p) {
+        _profiler.count(layer, chosen[p],
+                        slot[p] >= 0                    ? Event::Hit
+                        : contains(_ordered, chosen[p]) ? Event::Fetched
+                                                        : Event::Computed);
+    }
+    _slots.used(layer, chosen, pairs);
+    if (_mode == Prefetch::NextToken) {  // what was fetched to stay is no hint
+        const auto there = [&](int32_t expert) { return _slots.tryGet(layer, expert) >= 0; };
+        _missed.erase(std::remove_if(_missed.begin(), _missed.end(), there), _missed.end());
+    }
+    _prefetcher.chosen(layer, chosen, pairs, _missed.data(), static_cast<int32_t>(_missed.size()));
+    if (predicted) _prefetcher.predicted(layer + 1, predicted, pairs);
+}
+
+void ExpertMisses::followed(double seconds) {
+    if (_measurable) _share.followed(seconds);
+    _measurable = false;
+}
+
+}  // namespace sharpi

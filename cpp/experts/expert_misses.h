@@ -1,0 +1,55 @@
+// What becomes of the experts that a step misses: which of them the GPU fetches across PCIe, into which slots, and
+// which the CPU computes, so that both are done at about the same time (miss_share.h says how many). By core/contract.h
+// the choice changes the speed alone.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "experts/expert_prefetcher.h"
+#include "experts/miss_plan.h"
+#include "experts/miss_share.h"
+#include "operations/backend.h"
+
+namespace sharpi {
+
+class ExpertMisses : public MissPlan {
+public:
+    // Experts fetched ahead of a layer: about as many as the bus brings while the GPU does what lies between two
+    // layers' experts.
+    static constexpr int32_t kMostAhead = 2;
+
+    // reachable: where the GPU reads bytes of a file, or nullptr.
+    using Reachable = std::function<const uint8_t*(const uint8_t* file, size_t bytes)>;
+    ExpertMisses(ExpertSlotManager& slots, ExpertPrefetcher& prefetcher, ExpertAccessProfiler& profiler,
+                 const ExpertUse& use, Prefetch mode, Reachable reachable);
+
+    // How many of `missed` experts of `bytes` bytes each the GPU should fetch; order() may try another number.
+    int32_t share(int32_t missed, size_t bytes) const { return _share.best(missed, bytes); }
+    int64_t takeFetched();  // experts that the GPU was ordered to fetch since the last call, those ahead too: the bus
+                            // was busy
+
+    void order(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted, int32_t pairs,
+               cuda::ExpertOrders& orders) override;
+    void done(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted, int32_t pairs,
+              size_t bytes, double seconds) override;
+    void followed(double seconds) override;
+
+private:
+    void orderAhead(int32_t layer, const int32_t* predicted, int32_t pairs, cuda::ExpertOrders& orders);
+    bool fetch(int32_t layer, int32_t expert, bool ahead, cuda::ExpertFetch& to);
+
+    ExpertSlotManager& _slots;
+    ExpertPrefetcher& _prefetcher;
+    ExpertAccessProfiler& _profiler;
+    MissShare _share;
+    Prefetch _mode;
+    Reachable _reachable;
+    int64_t _fetched = 0;
+    size_t _fetchedBytes = 0;       // for the layer at work
+    bool _measurable = false;       // whether followed() tells of the last layer's misses alone
+    std::vector<int32_t> _missed;   // of the layer at work, each once
+    std::vector<int32_t> _ordered;  // of these: those that the GPU fetches
+};
+
+}  // namespace sharpi

@@ -1,0 +1,326 @@
+// See hardware_probe.h.
+#include "hardware/hardware_probe.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <future>
+#include <numeric>
+#include <utility>
+
+#include "core/blocks.h"
+#include "core/error.h"
+#include "core/thread_pool.h"
+#include "cpu/kernels.h"
+#include "hardware/gpu.h"
+#include "memory/host_memory.h"
+
+#ifdef SHARPI_WITH_CUDA
+#include "backend/cuda_probe.h"
+#endif
+
+namespace sharpi {
+
+namespace {
+
+constexpr size_t kLeastBytes = size_t{1} << 20;
+constexpr double kSpanSeconds = 0.01;  // long enough for the clock not to matter
+// A feed-forward matrix of an 8B model: decode's loops are as long.
+constexpr int64_t kCols = 4096, kRows = 12288;
+constexpr int64_t kBatch = 256, kBatchRows = 4096, kLeastBatchRows = 64;
+constexpr int64_t kRowTile = 16;
+constexpr uint16_t kScale = 0x1c00;  // 2^-8 in f16
+
+// A mapped file comes in small pages, which take more look-ups of addresses than the large ones that the system may
+// put behind plain memory.
+void useSmallPages(const Buffer& memory) {
+#ifdef MADV_NOHUGEPAGE
+    const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+    const auto begin = reinterpret_cast<uintptr_t>(memory.as<uint8_t>());
+    const uintptr_t first = (begin + page - 1) / page * page, end = (begin + memory.bytes()) / page * page;
+    // A system that refuses has only small ones.
+    if (first < end) ::madvise(reinterpret_cast<void*>(first), end - first, MADV_NOHUGEPAGE);
+#else
+    (void)memory;
+#endif
+}
+
+// Products of Q4_K matrices as CpuBackend does them, over enough of them to leave the caches behind.
+class CpuProbe {
+public:
+    CpuProbe(int threads, size_t most);
+    // One sample.
+    double ramBytesPerSecond() { return rateOf(products(kSampleSeconds)); }
+    double flops();
+    // One-row products, one matrix after another, for that long.
+    std::vector<Span> products(double seconds);
+
+private:
+    void fillWeights();
+    void fillInput();
+    void multiply(const Matrix& w, int64_t count);
+    Matrix matrix(int64_t index, int64_t rows) const;
+
+    const cpu::Kernels& _kernels;
+    ThreadPool _pool;
+    HostMemory _memory;
+    Allocator _allocator;
+    Buffer _weights, _input, _output, _scratch;
+    cpu::QuantizedRows _x;
+    size_t _scratchStride;
+    int64_t _rows, _count;  // of a matrix; matrices
+    int64_t _next = 0;
+    int64_t _batchRows = 0;  // of the matrix that a batch is multiplied with; 0: not chosen yet
+};
+
+CpuProbe::CpuProbe(int threads, size_t most)
+    : _kernels(cpu::kernels()),
+      _pool(threads),
+      _allocator(_memory),
+      _scratchStride(Allocator::aligned(cpu::matmulScratchBytes(kCols))) {
+    const size_t wanted = std::max(kLeastBytes, std::min(most, _memory.freeBytes() / 4));
+    _weights = takeUpTo(_allocator, wanted, kLeastBytes, "weights to measure with");
+    const int64_t held = static_cast<int64_t>(_weights.bytes() / rowBytes(DType::Q4_K, kCols)) / kRowTile * kRowTile;
+    _rows = std::min(kRows, held);
+    _count = held / _rows;
+    _input = Buffer(_allocator, cpu::quantizedRowsBytes(kBatch, kCols), "activations to measure with");
+    _output = Buffer(_allocator, sizeof(float) * static_cast<size_t>(std::max(kRows, kBatch * kBatchRows)),
+                     "results of measuring");
+    _scratch =
+        Buffer(_allocator, _scratchStride * static_cast<size_t>(_pool.threads()), "working memory to measure with");
+    useSmallPages(_weights);
+    fillWeights();
+    fillInput();
+}
+
+void CpuProbe::fillWeights() {
+    constexpr int64_t kPiece = 8192;  // blocks
+    const int64_t blocks = _count * _rows * (kCols / 256);
+    auto* all = _weights.as<BlockQ4_K>();
+    _pool.run((blocks + kPiece - 1) / kPiece, [&](int64_t piece, int) {
+        BlockQ4_K* first = all + piece * kPiece;
+        const int64_t count = std::min(kPiece, blocks - piece * kPiece);
+        fillRandom(reinterpret_cast<uint64_t*>(first), static_cast<size_t>(count) * sizeof(BlockQ4_K) / 8,
+                   static_cast<uint64_t>(piece));
+        for (int64_t i = 0; i < count; ++i) first[i].d = first[i].dmin = kScale;  // else some would be no numbers
+    });
+}
+
+void CpuProbe::fillInput() {
+    std::vector<uint64_t> words(kCols);
+    std::vector<float> row(kCols);
+    _x = cpu::quantizedRowsOver(_input.as<uint8_t>(), kBatch, kCols);
+    for (int64_t t = 0; t < kBatch; ++t) {
+        fillRandom(words.data(), words.size(), static_cast<uint64_t>(t));
+        for (size_t i = 0; i < row.size(); ++i) row[i] = static_cast<float>(static_cast<int32_t>(words[i])) * 0x1p-31f;
+        _kernels.quantizeRow(row.data(), kCols, _x.q + t * _x.qStride, _x.scale + t * _x.scaleStride,
+                             _x.sums + t * _x.sumStride);
+    }
+}
+
+Matrix CpuProbe::matrix(int64_t index, int64_t rows) const {
+    const size_t bytes = rowBytes(DType::Q4_K, kCols) * static_cast<size_t>(_rows);
+    return {DType::Q4_K, rows, kCols, _weights.as<uint8_t>() + static_cast<size_t>(index) * bytes};
+}
+
+void CpuProbe::multiply(const Matrix& w, int64_t count) {
+    cpu::MatmulArgs args;
+    args.w = w;
+    args.xQuant = &_x;
+    args.count = count;
+    args.y = _output.as<float>();
+    args.yStride = w.rows;
+    const int64_t wanted = std::max<int64_t>(kRowTile, w.rows / (int64_t{8} * _pool.threads()));
+    const int64_t piece = (wanted + kRowTile - 1) / kRowTile * kRowTile;
+    _pool.run((w.rows + piece - 1) / piece, [&](int64_t i, int worker) {
+        _kernels.matmul(args, i * piece, std::min((i + 1) * piece, w.rows),
+                        _scratch.as<uint8_t>() + static_cast<size_t>(worker) * _scratchStride);
+    });
+}
+
+std::vector<Span> CpuProbe::products(double seconds) {
+    const auto bytes = static_cast<double>(rowBytes(DType::Q4_K, kCols) * static_cast<size_t>(_rows));
+    std::vector<Span> spans;
+    double now = secondsNow();
+    const double end = now + seconds;
+    do {
+        Span span{now, now, 0};
+        do {
+            multiply(matrix(_next, _rows), 1);
+            _next = (_next + 1) % _count;
+            span.bytes += bytes;
+            span.end = now = secondsNow();
+        } while (span.end - span.begin < kSpanSeconds);
+        spans.push_back(span);
+    } while (now < end);
+    return spans;
+}
+
+double CpuProbe::flops() {
+    const auto secondsOf = [&](int64_t rows) {
+        const double begin = secondsNow();
+        multiply(matrix(0, rows), kBatch);
+        return secondsNow() - begin;
+    };
+    if (!_batchRows) {  // as many as a sample has time for: without vector instructions a whole matrix takes seconds
+        const int64_t few = std::min(kLeastBatchRows, _rows), most = std::min(kBatchRows, _rows);
+        secondsOf(few);
+        const auto inTime = static_cast<int64_t>(kSampleSeconds / secondsOf(few) * static_cast<double>(few));
+        _batchRows = std::clamp(inTime / kRowTile * kRowTile, few, most);
+    }
+    int64_t rows = 0;
+    double seconds = 0;
+    do {
+        seconds += secondsOf(_batchRows);
+        rows += _batchRows;
+    } while (seconds < kSampleSeconds);
+    return 2.0 * static_cast<double>(kBatch * rows * kCols) / seconds;
+}
+
+#ifdef SHARPI_WITH_CUDA
+
+// A sample of the CPU's products while the copy engine works: the CPU's and the copies' rates.
+std::vector<double> measureTogether(CpuProbe& cpu, CudaProbe& gpu) {
+    std::atomic<bool> enough{false};
+    std::future<std::vector<Span>> copies =
+        std::async(std::launch::async, [&] { return gpu.copies([&] { return enough.load(); }); });
+    struct End {  // also when a product fails: the other thread must not go on
+        std::atomic<bool>& enough;
+        ~End() { enough = true; }
+    };
+    std::vector<Span> products;
+    {
+        const End end{enough};
+        products = cpu.products(kSampleSeconds);
+    }
+    const auto [ram, pcie] = ratesTogether(products, copies.get());
+    return {ram, pcie};
+}
+
+void measureAll(CpuProbe& cpu, Series& ram, Series& flops, HardwareRates& rates, size_t most) {
+    if (!rates.gpuMissing.empty()) return sampleInTurn({&ram, &flops});
+    CudaProbe gpu(most);
+    Series pcie{[&] { return std::vector<double>{gpu.pcieBytesPerSecond()}; }};
+    Series both{[&] { return measureTogether(cpu, gpu); }};
+    Series vram{[&] { return std::vector<double>{gpu.vramBytesPerSecond()}; }};
+    Series kernels{[&] { return std::vector<double>{1 / gpu.kernelSeconds()}; }};
+    Series products{[&] { return std::vector<double>{gpu.flops()}; }};
+    sampleInTurn({&ram, &flops, &pcie, &both, &vram, &kernels, &products});
+    Samples kernelSeconds = kernels.rate();
+    for (double& seconds : kernelSeconds) seconds = 1 / seconds;
+    rates.gpu =
+        GpuRates{pcie.rate(), both.rate(0), both.rate(1), vram.rate(), std::move(kernelSeconds), products.rate()};
+}
+
+#else
+
+void measureAll(CpuProbe&, Series& ram, Series& flops, HardwareRates&, size_t) { sampleInTurn({&ram, &flops}); }
+
+#endif
+
+}  // namespace
+
+double secondsNow() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+double rateOf(const std::vector<Span>& spans) {
+    double bytes = 0;
+    for (const Span& span : spans) bytes += span.bytes;
+    return bytes / (spans.back().end - spans.front().begin);
+}
+
+bool Series::settled() const {
+    if (samples.size() >= kMostSamples) return true;
+    double best = 0;
+    size_t calm = 0;
+    for (const std::vector<double>& sample : samples) {
+        const double sum = std::accumulate(sample.begin(), sample.end(), 0.0);
+        calm = sum > best * (1 + kRise) ? 0 : calm + 1;
+        best = std::max(best, sum);
+    }
+    return samples.size() >= kLeastSamples && calm >= kCalmSamples;
+}
+
+Samples Series::rate(size_t index) const {
+    Samples values;
+    for (const std::vector<double>& sample : samples) values.push_back(sample.at(index));
+    return values;
+}
+
+void sampleInTurn(const std::vector<Series*>& series) {
+    for (Series* each : series) each->take();
+    for (bool more = true; more;) {
+        more = false;
+        for (Series* each : series) {
+            if (each->settled()) continue;
+            each->samples.push_back(each->take());
+            more = true;
+        }
+    }
+}
+
+std::pair<double, double> ratesTogether(const std::vector<Span>& one, const std::vector<Span>& other) {
+    if (one.empty() || other.empty()) throw Error(ErrorKind::Internal, "nothing was measured");
+    const double begin = std::max(one.front().begin, other.front().begin),
+                 end = std::min(one.back().end, other.back().end);
+    if (!(begin < end)) throw Error(ErrorKind::Internal, "what was to be measured at once did not run at once");
+    const auto rate = [&](const std::vector<Span>& spans) {
+        double bytes = 0;
+        for (const Span& span : spans) {
+            const double shared = std::min(span.end, end) - std::max(span.begin, begin);
+            if (shared > 0) bytes += span.bytes * shared / (span.end - span.begin);
+        }
+        return bytes / (end - begin);
+    };
+    return {rate(one), rate(other)};
+}
+
+Buffer takeUpTo(Allocator& allocator, size_t wanted, size_t least, const std::string& name) {
+    for (size_t bytes = wanted;; bytes /= 2) {
+        try {
+            return Buffer(allocator, bytes, name);
+        } catch (const Error& error) {
+            if (error.kind() != ErrorKind::OutOfMemory || bytes / 2 < least) throw;
+        }
+    }
+}
+
+void fillRandom(uint64_t* words, size_t count, uint64_t seed) {
+    // Steele, Lea, Flood: "Fast splittable pseudorandom number generators" (2014), SplitMix64.
+    uint64_t state = seed * 0xd1342543de82ef95u;
+    for (size_t i = 0; i < count; ++i) {
+        uint64_t z = state += 0x9e3779b97f4a7c15u;
+        z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+        z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+        words[i] = z ^ (z >> 31);
+    }
+}
+
+HardwareRates measureHardware(int threads, size_t most) {
+    if (threads < 1 || threads > 1024)
+        throw Error(ErrorKind::InvalidArgument, "threads must be 1 to 1024, not " + std::to_string(threads));
+    if (most < kLeastBytes) {
+        throw Error(ErrorKind::InvalidArgument, "measuring needs at least " + std::to_string(kLeastBytes) +
+                                                    " bytes of memory, not " + std::to_string(most));
+    }
+    HardwareRates rates;
+    try {
+        findGpu();
+    } catch (const Error& error) {  // one that cannot even be asked is none
+        rates.gpuMissing = error.what();
+    }
+    CpuProbe cpu(threads, most);
+    Series ram{[&] { return std::vector<double>{cpu.ramBytesPerSecond()}; }};
+    Series flops{[&] { return std::vector<double>{cpu.flops()}; }};
+    measureAll(cpu, ram, flops, rates, most);
+    rates.ramBytesPerSecond = ram.rate();
+    rates.cpuFlops = flops.rate();
+    return rates;
+}
+
+}  // namespace sharpi

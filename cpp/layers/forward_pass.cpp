@@ -1,0 +1,120 @@
+// See forward_pass.h.
+#include "layers/forward_pass.h"
+
+#include <algorithm>
+
+#include "core/error.h"
+
+namespace sharpi {
+
+ForwardPass::ForwardPass(const ModelSpec& spec, const ModelWeights& weights, Backend& backend, KvCache& kv,
+                         const StepLimits& limits)
+    : _spec(spec), _weights(weights), _backend(backend), _kv(kv), _limits(limits) {
+    const bool recurrent = std::any_of(spec.layers.begin(), spec.layers.end(),
+                                       [](const LayerSpec& layer) { return layer.delta.has_value(); });
+    if (recurrent && !kv.states().any())
+        throw Error(ErrorKind::Internal, "a cache without states for a model with recurrent layers");
+}
+
+void ForwardPass::check(const Batch& batch) const {
+    if (batch.size() > _limits.maxRows) {
+        throw Error(ErrorKind::Internal, "a batch of " + std::to_string(batch.size()) + " rows, scratch holds " +
+                                             std::to_string(_limits.maxRows));
+    }
+    const int64_t decodeRows = batch.decodeRows;
+    if (decodeRows < 0 || decodeRows > std::min(batch.size(), _backend.decodeRows())) {
+        throw Error(ErrorKind::Internal, "a batch of " + std::to_string(batch.size()) + " rows with " +
+                                             std::to_string(decodeRows) + " decode rows, the backend takes " +
+                                             std::to_string(_backend.decodeRows()));
+    }
+    if (decodeRows > 0 && batch.hasPromptRows() && batch.sequences[decodeRows - 1] == batch.sequences[decodeRows]) {
+        throw Error(ErrorKind::Internal, "decode rows and prompt rows of sequence " +
+                                             std::to_string(batch.sequences[decodeRows]) + " in one batch");
+    }
+    for (int64_t t = 0; t < batch.size(); ++t) {
+        if (batch.tokens[t] < 0 || batch.tokens[t] >= _spec.vocabSize) {
+            throw Error(ErrorKind::InvalidArgument, "token " + std::to_string(batch.tokens[t]) +
+                                                        " is outside the vocabulary of " +
+                                                        std::to_string(_spec.vocabSize));
+        }
+        if (batch.positions[t] < 0 || batch.positions[t] >= _limits.context) {
+            throw Error(ErrorKind::Internal,
+                        "position " + std::to_string(batch.positions[t]) + " is outside the context");
+        }
+    }
+}
+
+// A state goes on from where it is: a batch must have exactly the rows that the cache was extended by.
+void ForwardPass::checkStates(const Batch& batch) const {
+    for (int64_t begin = 0, end = 0; begin < batch.size(); begin = end) {
+        const int32_t sequence = batch.sequences[begin];
+        while (end < batch.size() && batch.sequences[end] == sequence) ++end;
+        const std::vector<StateStep> steps = _kv.states().steps(sequence);
+        if (steps.empty() || steps.back().end != end - begin ||
+            batch.positions[begin] != _kv.length(sequence) - (end - begin)) {
+            throw Error(ErrorKind::Internal, "the rows of sequence " + std::to_string(sequence) +
+                                                 " are not those that its state comes to next");
+        }
+    }
+}
+
+void ForwardPass::run(const Batch& batch, float* logits) {
+    _heldRows = 0;
+    if (batch.size() == 0) return;
+    check(batch);
+    if (_kv.states().any()) checkStates(batch);
+    _backend.begin(batch, _kv);
+    const auto wanted = static_cast<int64_t>(batch.logitRows.size());
+    const float eps = _spec.normEpsilon;
+    int64_t first = 0, count = std::min(wanted, _backend.headRows());
+    _backend.region(Pass::Model, [&] {
+        _backend.embed(_weights.embedding);
+        for (size_t i = 0; i < _weights.layers.size(); ++i) mixAndFeed(_weights.layers[i], i);
+        if (count) _backend.head(_weights.head, eps, 0, count);
+    });
+    for (const int32_t sequence : batch.sequences) _kv.commit(sequence);
+    while (count) {
+        if (logits) _backend.readLogits(0, count, logits + first * _spec.vocabSize);
+        _heldRows = count;
+        first += count;
+        count = std::min(wanted - first, _backend.headRows());
+        if (count) _backend.head(_weights.head, eps, first, count);
+    }
+}
+
+void ForwardPass::mixAndFeed(const LayerWeights& layer, size_t index) {
+    const float eps = _spec.normEpsilon;
+    if (layer.attention) _backend.attention(*layer.attention, _kv.layer(index), eps);
+    else _backend.gatedDelta(*layer.delta, _kv.states().layer(index), eps);
+    if (layer.dense) _backend.dense(*layer.dense, eps);
+    else _backend.experts(*layer.experts, eps);
+}
+
+void ForwardPass::draft(const Batch& batch, bool again) {
+    _heldRows = 0;
+    if (!_weights.prediction) throw Error(ErrorKind::Internal, "a draft of a model without a prediction layer");
+    const auto wanted = static_cast<int64_t>(batch.logitRows.size());
+    if (batch.sources.size() != batch.tokens.size() || wanted > _backend.headRows())
+        throw Error(ErrorKind::Internal, "an impossible batch to draft");
+    check(batch);
+    const PredictionWeights& w = *_weights.prediction;
+    const float eps = _spec.normEpsilon;
+    _backend.begin(batch, _kv);
+    _backend.region(again ? Pass::DraftAgain : Pass::Draft, [&] {
+        _backend.joinDraft(w, again ? w.head.norm : _weights.head.norm, eps);
+        mixAndFeed(w.layer, _weights.layers.size());
+        if (wanted) _backend.head(w.head, eps, 0, wanted);
+    });
+    _heldRows = wanted;
+}
+
+std::vector<int32_t> ForwardPass::sample(std::vector<Choice> choices) {
+    const auto count = static_cast<int64_t>(choices.size());
+    if (count > _heldRows) throw Error(ErrorKind::Internal, "no logits to choose from");
+    int64_t row = _heldRows - count;
+    for (Choice& choice : choices) choice.row = row++;
+    _heldRows = 0;
+    return _backend.sample(choices);
+}
+
+}  // namespace sharpi

@@ -1,0 +1,40 @@
+// The one forward pass: takes a Batch through the layers that a ModelSpec lists and gives logits. Every model,
+// placement and batch shape goes through here.
+#pragma once
+
+#include "operations/backend.h"
+#include "operations/batch.h"
+#include "placement/model_weights.h"
+
+namespace sharpi {
+
+class ForwardPass {
+public:
+    // Throws Error(Internal) for a cache without the states that the model's layers need.
+    ForwardPass(const ModelSpec& spec, const ModelWeights& weights, Backend& backend, KvCache& kv,
+                const StepLimits& limits);
+
+    // Room in the KV cache for the batch's rows must have been made (KvCache::extend). Commits them.
+    // logits: [batch.logitRows.size(), vocabSize] in host memory; nullptr: they stay with the backend.
+    void run(const Batch& batch, float* logits);
+    // The prediction layer over rows of the last pass, which batch.sources names: what follows the token that followed
+    // each. again: the last pass was a draft too. Needs room in the KV cache (KvCache::reserve); commits nothing. At
+    // most headRows() rows want logits.
+    void draft(const Batch& batch, bool again);
+    // A token from each of the last rows of the last pass that wanted logits, as many as there are choices, once.
+    // Choice::row is set here. -1: no token may be chosen.
+    std::vector<int32_t> sample(std::vector<Choice> choices);
+
+private:
+    void check(const Batch& batch) const;
+    void mixAndFeed(const LayerWeights& layer, size_t index);
+    void checkStates(const Batch& batch) const;
+    const ModelSpec& _spec;
+    const ModelWeights& _weights;
+    Backend& _backend;
+    KvCache& _kv;
+    StepLimits _limits;
+    int64_t _heldRows = 0;  // whose logits the backend holds
+};
+
+}  // namespace sharpi

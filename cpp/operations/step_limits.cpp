@@ -1,0 +1,64 @@
+// What a model's steps need room for at most: see StepLimits in backend.h.
+#include <algorithm>
+
+#include "operations/backend.h"
+
+namespace sharpi {
+
+namespace {
+
+void addLimits(StepLimits& limits, const AttentionSpec& a) {
+    const int64_t width = int64_t{a.heads} * a.headDim;
+    limits.heads = std::max(limits.heads, a.heads);
+    limits.kvHeads = std::max(limits.kvHeads, a.kvHeads);
+    limits.headDim = std::max(limits.headDim, a.headDim);
+    limits.queryWidth = std::max(limits.queryWidth, width);
+    limits.kvWidth = std::max(limits.kvWidth, int64_t{a.kvHeads} * a.headDim);
+    if (a.gated) limits.gatedQueryWidth = std::max(limits.gatedQueryWidth, 2 * width);
+}
+
+void addLimits(StepLimits& limits, const GatedDeltaSpec& d) {
+    limits.deltaChannels = std::max(limits.deltaChannels, d.channels());
+    limits.deltaWidth = std::max(limits.deltaWidth, d.valueWidth());
+    limits.deltaHeads = std::max(limits.deltaHeads, d.valueHeads);
+    limits.deltaDim = std::max(limits.deltaDim, d.headDim);
+    limits.deltaConvWidth = std::max(limits.deltaConvWidth, d.convWidth);
+}
+
+void addLimits(StepLimits& limits, const ExpertFfnSpec& f, int32_t layer) {
+    ++limits.expertLayers;
+    limits.expertRows.emplace_back(layer, f.count);
+    limits.experts = std::max(limits.experts, f.count);
+    limits.expertsUsed = std::max(limits.expertsUsed, f.used);
+    limits.expertHidden = std::max(limits.expertHidden, f.hidden());
+    if (f.shared) limits.sharedHidden = std::max(limits.sharedHidden, f.shared->hidden());
+}
+
+}  // namespace
+
+StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t maxRows, int64_t context,
+                      KvType kvType) {
+    StepLimits limits;
+    limits.maxRows = maxRows;
+    limits.context = context;
+    limits.embedding = spec.embedding;
+    limits.vocab = spec.vocabSize;
+    limits.pageTokens = KvCache::kPageTokens;
+    limits.kvType = kvType;
+    limits.drafts = !spec.predictions.empty();
+    int32_t number = 0;
+    for (const LayerSpec* layer : spec.loadedLayers()) {
+        if (layer->attention) addLimits(limits, *layer->attention);
+        else addLimits(limits, *layer->delta);
+        if (layer->dense) limits.denseHidden = std::max(limits.denseHidden, layer->dense->hidden());
+        else addLimits(limits, *layer->experts, number);
+        ++number;
+    }
+    // A draft goes on from two rows, one behind the other.
+    limits.maxCols = std::max({(limits.drafts ? 2 : 1) * limits.embedding, limits.queryWidth, limits.deltaWidth,
+                               limits.denseHidden, limits.expertHidden, limits.sharedHidden});
+    for (const TensorInfo& t : tensors.all()) limits.floatWeights |= t.type == DType::F32 && t.shape.size() > 1;
+    return limits;
+}
+
+}  // namespace sharpi

@@ -1,0 +1,36 @@
+// Where a plan wants each tensor's bytes to be.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace sharpi {
+
+enum class Home {
+    Vram,    // resident in the device's memory
+    Direct,  // in the mapped file; brought across the bus each time it is used
+    Slots,   // experts: in the mapped file, with a cache of single ones in the device's memory (memory/expert_slots.h)
+    Ram,     // the CPU runs the model: where the file is mapped. No plan says so, and no tensor of a model on a GPU is
+             // there
+};
+
+inline const char* homeName(Home home) {
+    return home == Home::Vram ? "vram" : home == Home::Direct ? "direct" : home == Home::Slots ? "slots" : "ram";
+}
+
+struct TensorHome {
+    Home home = Home::Vram;
+    // Of a feed-forward matrix or output head that is Direct, or becomes it: its last rows, a multiple of 32, that the
+    // CPU computes in steps. Gate and up of a layer have the same number. In other batches all rows are brought to the
+    // device.
+    int64_t cpuRows = 0;
+    // Where memory turns out shorter than planned, resident tensors of the highest rank become Direct first, experts
+    // Slots. Tensors of one rank change together, as a layer's gate and up must.
+    int32_t rank = 0;
+};
+
+// By tensor, in the order of the file's table; empty: everything is resident. The stacks of experts of all layers are
+// resident together or in Slots together: all are in Slots if one is not resident.
+using Homes = std::vector<TensorHome>;
+
+}  // namespace sharpi

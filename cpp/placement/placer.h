@@ -1,0 +1,94 @@
+// Puts weights where a processor reads them. The engine loads through this, and planning runs the same loading with a
+// placer that copies nothing.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "experts/expert_slots.h"
+#include "memory/weight_stream.h"
+#include "placement/homes.h"
+#include "placement/layer_weights.h"
+
+namespace sharpi {
+
+// A matrix of the mapped file (its data is null when only planning), and where it shall be.
+struct FileMatrix {
+    Matrix file;
+    TensorHome home;
+    std::string name;
+};
+
+// A layer's stacks.
+struct PlacedExperts {
+    WeightStack gate, up, down;
+};
+
+// All may throw Error(OutOfMemory). Called in the order in which a token meets the weights.
+class Placer {
+public:
+    virtual ~Placer() = default;
+    // Matrices that are used together: those that are not resident have the same number of rows.
+    virtual std::vector<Weight> weights(const std::vector<FileMatrix>& files) = 0;
+    // A table of which single rows are read.
+    virtual Weight table(const FileMatrix& file) = 0;
+    // A layer's experts; home: Vram or Slots, the same for all layers.
+    virtual PlacedExperts experts(const ExpertStacks& file, Home home, const std::string& name) = 0;
+    // `count` floats; null: room for them only.
+    virtual const float* vector(const float* host, size_t count, const std::string& name) = 0;
+    // What follows belongs to a prediction layer.
+    virtual void startPrediction() {}
+    // What follows belongs to the output head.
+    virtual void startHead() {}
+    // After the last.
+    virtual void finish() {}
+    // Then: up to `bytes` for slots of single experts, where there are experts in Slots.
+    virtual void takeExpertSlots(size_t) {}
+};
+
+// The CPU's: matrices stay in the mapped file, whatever the plan says.
+class MappedPlacer : public Placer {
+public:
+    explicit MappedPlacer(Allocator& allocator) : _allocator(allocator) {}
+    std::vector<Weight> weights(const std::vector<FileMatrix>& files) override;
+    Weight table(const FileMatrix& file) override;
+    PlacedExperts experts(const ExpertStacks& file, Home home, const std::string& name) override;
+    const float* vector(const float* host, size_t count, const std::string& name) override;
+
+private:
+    Allocator& _allocator;
+    std::vector<Buffer> _buffers;
+};
+
+// A device's: takes memory for what shall be resident, and has everything brought over by the stream.
+class DevicePlacer : public Placer {
+public:
+    DevicePlacer(Allocator& allocator, DeviceLayout layout, WeightStream& stream, ExpertSlotManager& slots,
+                 ExpertAccessProfiler* profiler)
+        : _allocator(allocator), _layout(std::move(layout)), _stream(stream), _slots(slots), _profiler(profiler) {}
+    std::vector<Weight> weights(const std::vector<FileMatrix>& files) override;
+    Weight table(const FileMatrix& file) override;
+    PlacedExperts experts(const ExpertStacks& file, Home home, const std::string& name) override;
+    const float* vector(const float* host, size_t count, const std::string& name) override;
+    void startPrediction() override { _stream.startPrediction(); }
+    void startHead() override { _stream.startHead(); }
+    void finish() override;
+    void takeExpertSlots(size_t bytes) override { _slots.take(bytes, _profiler); }
+    // Of a layer of experts in Slots: its first group in the stream, which is gate's; up's and down's follow.
+    int32_t stackGroup(int32_t row) const { return _stackGroups.at(static_cast<size_t>(row)); }
+
+private:
+    const uint8_t* room(size_t bytes, const std::string& name);
+    WeightStack residentStack(const MatrixStack& file, const std::string& name);
+    WeightStack streamedStack(const MatrixStack& file);
+
+    Allocator& _allocator;
+    DeviceLayout _layout;
+    WeightStream& _stream;
+    ExpertSlotManager& _slots;
+    ExpertAccessProfiler* _profiler;
+    std::vector<Buffer> _buffers;
+    std::vector<int32_t> _stackGroups;
+};
+
+}  // namespace sharpi

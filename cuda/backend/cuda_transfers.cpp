@@ -1,0 +1,173 @@
+// See cuda_transfers.h.
+#include "backend/cuda_transfers.h"
+
+#include <utility>
+
+#include "core/error.h"
+#include "kernels/formats/packed.h"
+
+namespace sharpi {
+
+namespace {
+
+std::unique_ptr<cuda::Stream> feedBeside(const cuda::Stream& compute) {
+    return std::make_unique<cuda::Stream>(compute.device(), cuda::Stream::Role::Feed);
+}
+
+// Floats stay as they are in the file: they need no packing.
+bool staged(const StreamPart& part) { return !info(part.to.type).isFloat; }
+
+}  // namespace
+
+CudaTransfers::CudaTransfers(cuda::Stream& compute, cuda::PinnedFiles::RoomNow room)
+    : _compute(compute),
+      _copies{feedBeside(compute), feedBeside(compute)},
+      _packing(feedBeside(compute)),
+      _files(compute.device(), std::move(room)) {}
+
+CudaTransfers::~CudaTransfers() {
+    try {
+        settle();
+        synchronize();
+    } catch (const Error&) {
+        // After a fault nothing runs any more, and the error has been or will be told by whoever used the stream.
+    }
+}
+
+void CudaTransfers::synchronize() {
+    _compute.use();
+    for (const auto& copies : _copies) copies->synchronize();
+    _packing->synchronize();
+    _compute.synchronize();
+}
+
+void CudaTransfers::prepare(const HostRanges& ranges, void* staging, size_t stageBytes) {
+    _files.pin(ranges);
+    _staging = static_cast<uint8_t*>(staging);
+    _stageBytes = stageBytes;
+}
+
+void CudaTransfers::finishOnce() {
+    synchronize();
+    _files.unpinOnce();
+}
+
+void CudaTransfers::settle() {
+    if (!_open) return;
+    _compute.use();
+    const bool recording = _compute.capturing();
+    bool left = false;
+    for (std::unique_ptr<cuda::Stream>* stream : {&_copies[0], &_copies[1], &_packing}) {
+        // Nothing of a capture has run. Its end lets go of its streams; one that it should keep all the same is of no
+        // use any more.
+        if (!(*stream)->capturing()) (*stream)->synchronize();
+        else if (recording) left = true;
+        else *stream = feedBeside(_compute);
+    }
+    _open = left;
+}
+
+void CudaTransfers::begin() {
+    settle();
+    _compute.use();
+    _open = true;
+    _fetches = 0;
+    for (Slot& slot : _slots) slot.fetched = slot.isReleased = false;
+    _compute.record(_forked);
+    for (const auto& copies : _copies) copies->wait(_forked);  // and packing waits for copies
+}
+
+void CudaTransfers::end() {
+    if (!_open) throw Error(ErrorKind::Internal, "the end of a pass that was not begun");
+    for (const auto& copies : _copies) {
+        copies->record(_joined);
+        _packing->wait(_joined);
+    }
+    _packing->record(_joined);
+    _compute.wait(_joined);
+    _open = false;
+}
+
+CudaTransfers::Slot& CudaTransfers::slotAt(int slot) {
+    if (!_open) throw Error(ErrorKind::Internal, "weights are fetched or used outside of a pass");
+    return _slots.at(static_cast<size_t>(slot));
+}
+
+// Neighbours in the file that will be neighbours on the device become one copy: experts are too small for the bus's
+// full speed.
+void CudaTransfers::addCopy(std::vector<Copy>& copies, const Copy& next) {
+    if (!copies.empty()) {
+        Copy& last = copies.back();
+        if (next.file == last.file + last.bytes && next.to == last.to + last.bytes) {
+            last.bytes += next.bytes;
+            return;
+        }
+    }
+    copies.push_back(next);
+}
+
+void CudaTransfers::start(cuda::Stream& stream, Copy copy) const {
+    while (copy.bytes > 0) {
+        const HostRange from = _files.source(copy.file, copy.bytes);
+        stream.uploadPinned(copy.to, from.begin, from.bytes);
+        copy.to += from.bytes;
+        copy.file += from.bytes;
+        copy.bytes -= from.bytes;
+    }
+}
+
+void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int slot) {
+    Slot& target = slotAt(slot);
+    const auto stage = static_cast<size_t>(_fetches % kTransferStages);
+    cuda::Stream& copies = *_copies[static_cast<size_t>(_fetches) % _copies.size()];
+    uint8_t* const staging = _staging + stage * _stageBytes;
+    if (_fetches >= kTransferStages) copies.wait(_stageFree[stage]);
+    ++_fetches;
+
+    size_t used = 0;
+    std::vector<Copy> toStage, toSlot;
+    for (const StreamPart& part : parts) {
+        _files.expect(part.file, part.bytes());
+        if (staged(part)) {
+            if (used + part.bytes() > _stageBytes)
+                throw Error(ErrorKind::Internal, "weights on their way are larger than their stage");
+            addCopy(toStage, {staging + used, part.file, part.bytes()});
+            used += Allocator::aligned(part.bytes());
+        } else {
+            uint8_t* const to = const_cast<uint8_t*>(part.to.data) +
+                                rowBytes(part.to.type, part.to.cols) * static_cast<size_t>(part.rowBegin);
+            addCopy(toSlot, {to, part.file, part.bytes()});
+        }
+    }
+    // Those that go straight to the slot come last, so that the others need not wait until it is free.
+    for (const Copy& copy : toStage) start(copies, copy);
+    if (!toSlot.empty() && target.isReleased) copies.wait(target.released);
+    for (const Copy& copy : toSlot) start(copies, copy);
+    copies.record(_copied);
+
+    _packing->wait(_copied);
+    if (target.isReleased) _packing->wait(target.released);
+    used = 0;
+    for (const StreamPart& part : parts) {
+        if (!staged(part)) continue;
+        cuda::packRows(*_packing, part.to, part.rowBegin, part.rows, staging + used);
+        used += Allocator::aligned(part.bytes());
+    }
+    _packing->record(_stageFree[stage]);
+    _packing->record(target.ready);
+    target.fetched = true;
+}
+
+void CudaTransfers::await(int slot) {
+    const Slot& target = slotAt(slot);
+    if (!target.fetched) throw Error(ErrorKind::Internal, "weights are used that were not fetched");
+    _compute.wait(target.ready);
+}
+
+void CudaTransfers::release(int slot) {
+    Slot& target = slotAt(slot);
+    _compute.record(target.released);
+    target.isReleased = true;
+}
+
+}  // namespace sharpi

@@ -1,0 +1,79 @@
+// Bringing weights across PCIe while the GPU computes: the copy engine carries a piece's file rows from pinned pages
+// into a stage, and a kernel packs them from there into their slot (kernels/packed.h), on streams beside the one that
+// computes. Copies take turns on two streams, so that the bus goes from one to the next without a gap.
+//
+// Every order that a pass needs is made of events between the streams. So a pass works alike when it is launched and
+// when the compute stream is being captured: begin() takes the others into the capture and end() brings them back.
+// An event means something within its pass only; passes follow each other because begin() and end() join them all.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "device/pinned_files.h"
+#include "device/stream.h"
+#include "memory/weight_stream.h"
+#include "plan/gpu_scratch.h"
+
+namespace sharpi {
+
+class CudaTransfers : public Transfers {
+public:
+    explicit CudaTransfers(cuda::Stream& compute, cuda::PinnedFiles::RoomNow room = [] { return memoryRoom(); });
+    // Waits for the device, and unpins everything.
+    ~CudaTransfers() override;
+
+    void prepare(const HostRanges& ranges, void* staging, size_t stageBytes) override;
+    void finishOnce() override;
+    std::vector<std::string> notes() const override { return _files.notes(); }
+    const uint8_t* deviceAddress(const uint8_t* file) const override { return _files.deviceAddress(file); }
+    const uint8_t* reachable(const uint8_t* file, size_t bytes) const override { return _files.reachable(file, bytes); }
+    // What is pinned, for whoever else copies from it.
+    const cuda::PinnedFiles& files() const { return _files; }
+
+    void begin() override;
+    void end() override;
+    // What could not be pinned of `once` and `optional` ranges is waited for here, which no capture allows.
+    void fetch(const std::vector<StreamPart>& parts, int slot) override;
+    void await(int slot) override;
+    void release(int slot) override;
+
+    // After a pass that was given up half way: waits for what it left running, which would disturb what comes next.
+    // begin() does it too; who replays a captured pass has to. In a capture that is being given up, nothing: the next
+    // call does it.
+    void settle();
+
+private:
+    struct Slot {
+        cuda::Event ready, released;
+        bool fetched = false, isReleased = false;  // in this pass
+    };
+    Slot& slotAt(int slot);
+    // Bytes of a file, and where they go.
+    struct Copy {
+        uint8_t* to;
+        const uint8_t* file;
+        size_t bytes;
+    };
+    static void addCopy(std::vector<Copy>& copies, const Copy& next);
+    void start(cuda::Stream& stream, Copy copy) const;
+    void synchronize();
+
+    cuda::Stream& _compute;
+    std::array<std::unique_ptr<cuda::Stream>, 2> _copies;
+    std::unique_ptr<cuda::Stream> _packing;
+    cuda::PinnedFiles _files;
+    uint8_t* _staging = nullptr;
+    size_t _stageBytes = 0;
+
+    cuda::Event _forked, _copied, _joined;
+    std::array<Slot, WeightStream::kSlots> _slots;
+    std::array<cuda::Event, kTransferStages> _stageFree;
+    int64_t _fetches = 0;  // in this pass
+    bool _open = false;    // between begin() and end()
+};
+
+}  // namespace sharpi

@@ -1,0 +1,247 @@
+// What lies between the projections and attention, in one launch: norm and rotation of the queries in place, norm,
+// rotation and append of the keys (which stay as they are), append of the values.
+//
+// A warp takes one head of one row: lane i sums the squares of elements i, i + 32, ..., which is the order of
+// the CPU's norm, so the bits are the same whoever ran it; the normed head waits in shared memory for the rotation,
+// which wants two elements that lie in different lanes. There is little to do and much to wait for, so everything is
+// asked for as soon as its address is known: norm weights before the kernel's turn, then the head and the row's
+// position together, then the angles while the norm is computed. A norm over the whole row (FullRow) reads queries that
+// other warps of the row overwrite: there a block takes all query heads of a row, and every warp has its sum before any
+// writes.
+#include "kernels/attention/attention.cuh"
+
+namespace sharpi::cuda {
+
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kFullRowWarps = 8;
+
+struct Inputs {
+    float* q;
+    const float *k, *v;
+    HalfRows qHalf;
+};
+
+__device__ __forceinline__ float sumOfSquares(const float* x, int n, int lane) {
+    float sum = 0.0f;
+    for (int i = lane; i < n; i += 32) sum = fmaf(x[i], x[i], sum);
+    return contractTree(sum);
+}
+
+__device__ __forceinline__ float inverseNorm(float sum, int n, float eps) {
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(sum, static_cast<float>(n)), eps)));
+}
+
+// The rotation of a head of up to 64 * kSteps elements. A lane finishes the neighbours 2 * lane and 2 * lane + 1, and
+// the same of the next 64 elements, and so on.
+template <int kSteps, bool kAdjacent> struct Rotation {
+    float cos[2 * kSteps], sin[2 * kSteps];
+
+    // Which angle turns element e < 2 * half, and whether e is the first of the two that it turns.
+    static __device__ __forceinline__ bool isFirst(int e, int half) { return kAdjacent ? (e & 1) == 0 : e < half; }
+    static __device__ __forceinline__ int angleOf(int e, int half) {
+        return kAdjacent ? e >> 1 : e < half ? e : e - half;
+    }
+
+    __device__ __forceinline__ void read(const HeadPreparation& how, int64_t position, int lane) {
+        const int half = how.ropeDims / 2;
+        const float *rowCos = how.cos + position * half, *rowSin = how.sin + position * half;
+#pragma unroll
+        for (int i = 0; i < 2 * kSteps; i++) {
+            const int e = 2 * lane + i / 2 * 64 + i % 2;
+            if (e < how.ropeDims) cos[i] = rowCos[angleOf(e, half)], sin[i] = rowSin[angleOf(e, half)];
+        }
+    }
+
+    // The lane's i-th element, e, of the head at `x` (normed, in shared memory).
+    __device__ __forceinline__ float turned(const float* x, int e, int i, int ropeDims) const {
+        if (e >= ropeDims) return x[e];
+        const int half = ropeDims / 2, angle = angleOf(e, half);
+        const float a = x[kAdjacent ? 2 * angle : angle], b = x[kAdjacent ? 2 * angle + 1 : angle + half];
+        return isFirst(e, half) ? fmaf(a, cos[i], -__fmul_rn(b, sin[i])) : fmaf(a, sin[i], __fmul_rn(b, cos[i]));
+    }
+};
+
+// Two elements that lie side by side in the cache, at element `at`.
+__device__ __forceinline__ void storePair(uint8_t* base, KvType type, int64_t at, float first, float second) {
+    if (type == KvType::F32) {
+        reinterpret_cast<float2*>(base)[at / 2] = {first, second};
+    } else if (type == KvType::BF16) {
+        reinterpret_cast<__nv_bfloat162*>(base)[at / 2] = __floats2bfloat162_rn(first, second);
+    } else {
+        reinterpret_cast<__half2*>(base)[at / 2] = __floats2half2_rn(first, second);
+    }
+}
+
+__device__ __forceinline__ void storeQuery(const Inputs& in, int64_t at, float first, float second) {
+    reinterpret_cast<float2*>(in.q)[at / 2] = {first, second};
+    if (in.qHalf.hi) storeHalfPair(in.qHalf, at, first, second);
+}
+
+// Where a row is in its sequence's pages.
+struct Place {
+    int position, sequence;
+
+    __device__ __forceinline__ Place(const BatchRows& batch, int64_t row)
+        : position(static_cast<const volatile int32_t*>(batch.positions)[row]),
+          sequence(static_cast<const volatile int32_t*>(batch.sequence)[row]) {}
+
+    // Where its head begins in the cache, in elements.
+    __device__ __forceinline__ int64_t inCache(const BatchRows& batch, const KvPages& pages, int head) const {
+        const int64_t page = batch.pageTables[sequence * batch.pagesPerTable + position / kAttentionPage];
+        return ((page * pages.kvHeads + head) * kAttentionPage + position % kAttentionPage) * pages.headDim;
+    }
+};
+
+// Where a finished head goes: queries (cache == nullptr) or keys, and at which element.
+struct Destination {
+    uint8_t* cache;
+    int64_t at;
+};
+
+// Rotates the head in `buffer` (normed, shared memory, written by this warp) and writes it.
+template <int kSteps, bool kAdjacent>
+__device__ __forceinline__ void writeRotated(const float* buffer, int dim, int ropeDims,
+                                             const Rotation<kSteps, kAdjacent>& rotation, const Inputs& in,
+                                             const Destination& to, KvType type, int lane) {
+    __syncwarp();
+#pragma unroll
+    for (int step = 0; step < kSteps; step++) {
+        const int e = 2 * lane + step * 64;
+        if (e >= dim) break;
+        const float first = rotation.turned(buffer, e, 2 * step, ropeDims),
+                    second = rotation.turned(buffer, e + 1, 2 * step + 1, ropeDims);
+        if (to.cache) {
+            storePair(to.cache, type, to.at + e, first, second);
+        } else {
+            storeQuery(in, to.at + e, first, second);
+        }
+    }
+}
+
+// A head in the order of the norm: lane, lane + 32, ... Volatile: to be asked for here, not where they are first used.
+template <int kCount>
+__device__ __forceinline__ void readStrided(const volatile float* from, int dim, int lane, float (&out)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++) out[i] = lane + 32 * i < dim ? from[lane + 32 * i] : 0.0f;
+}
+
+__device__ __forceinline__ void appendValues(const float* x, int64_t at, const KvPages& pages, int lane) {
+    for (int e = 2 * lane; e < pages.headDim; e += 64) {
+        const float2 pair = *reinterpret_cast<const float2*>(x + e);
+        storePair(pages.v, pages.type, at + e, pair.x, pair.y);
+    }
+}
+
+// Units of a row: its query heads, key heads, value heads. One warp each; blocks (row, units).
+template <int kSteps, bool kAdjacent>
+__global__ void __launch_bounds__(32 * kWarps)
+    prepareByHead(const Inputs in, const HeadShape shape, const HeadPreparation how, const BatchRows batch,
+                  const KvPages pages) {
+    allowNext();
+    extern __shared__ float buffers[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, dim = shape.headDim;
+    const int unit = blockIdx.y * kWarps + warp, keyHead = unit - shape.heads, valueHead = keyHead - shape.kvHeads;
+    const int64_t row = blockIdx.x;
+    const bool isQuery = keyHead < 0, isNormed = how.norm == HeadNorm::PerHead;
+    if (valueHead >= shape.kvHeads) return;
+    float weight[2 * kSteps], x[2 * kSteps];
+    if (isNormed && valueHead < 0) readStrided(isQuery ? how.qNorm : how.kNorm, dim, lane, weight);
+    waitForPrevious();
+    const int64_t at = isQuery ? (row * shape.heads + unit) * dim
+                               : (row * shape.kvHeads + (valueHead < 0 ? keyHead : valueHead)) * dim;
+    if (valueHead < 0) readStrided((isQuery ? in.q : in.k) + at, dim, lane, x);
+    const Place place(batch, row);
+    if (valueHead >= 0) return appendValues(in.v + at, place.inCache(batch, pages, valueHead), pages, lane);
+    const Destination to = {isQuery ? nullptr : pages.k, isQuery ? at : place.inCache(batch, pages, keyHead)};
+    Rotation<kSteps, kAdjacent> rotation;
+    rotation.read(how, place.position, lane);
+    float inverse = 1.0f;
+    if (isNormed) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2 * kSteps; i++) sum = fmaf(x[i], x[i], sum);  // past the end +0 + sum, and sum is not -0
+        inverse = inverseNorm(contractTree(sum), dim, how.eps);
+    }
+    float* buffer = buffers + warp * dim;
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; i++)
+        if (lane + 32 * i < dim)
+            buffer[lane + 32 * i] = isNormed ? __fmul_rn(__fmul_rn(x[i], inverse), weight[i]) : x[i];
+    writeRotated(buffer, dim, how.ropeDims, rotation, in, to, pages.type, lane);
+}
+
+// Block (row, 0) takes the row's queries, (row, 1) its keys, (row, 2) its values.
+template <int kSteps, bool kAdjacent>
+__global__ void __launch_bounds__(32 * kFullRowWarps)
+    prepareByRow(Inputs in, HeadShape shape, HeadPreparation how, BatchRows batch, KvPages pages) {
+    allowNext();
+    waitForPrevious();
+    extern __shared__ float buffers[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, dim = shape.headDim;
+    const int64_t row = blockIdx.x;
+    const Place place(batch, row);
+    if (blockIdx.y == 2) {
+        for (int head = warp; head < shape.kvHeads; head += kFullRowWarps)
+            appendValues(in.v + (row * shape.kvHeads + head) * dim, place.inCache(batch, pages, head), pages, lane);
+        return;
+    }
+    const bool isQuery = blockIdx.y == 0;
+    const int heads = isQuery ? shape.heads : shape.kvHeads;
+    const int64_t rowAt = row * heads * dim;
+    const float* x = (isQuery ? in.q : in.k) + rowAt;
+    const float* weight = isQuery ? how.qNorm : how.kNorm;
+    Rotation<kSteps, kAdjacent> rotation;
+    rotation.read(how, place.position, lane);
+    const float inverse = inverseNorm(sumOfSquares(x, heads * dim, lane), heads * dim, how.eps);
+    __syncthreads();
+    float* buffer = buffers + warp * dim;
+    for (int head = warp; head < heads; head += kFullRowWarps) {
+        for (int i = lane; i < dim; i += 32)
+            buffer[i] = __fmul_rn(__fmul_rn(x[head * dim + i], inverse), weight[head * dim + i]);
+        const Destination to = {isQuery ? nullptr : pages.k,
+                                isQuery ? rowAt + head * dim : place.inCache(batch, pages, head)};
+        writeRotated(buffer, dim, how.ropeDims, rotation, in, to, pages.type, lane);
+        __syncwarp();
+    }
+}
+
+template <int kSteps, bool kAdjacent>
+void launchHeads(Stream& stream, const Inputs& in, const HeadShape& shape, const HeadPreparation& how,
+                 const BatchRows& batch, const KvPages& pages) {
+    const size_t headBytes = sizeof(float) * static_cast<size_t>(shape.headDim);
+    const auto rows = static_cast<unsigned>(batch.rows);
+    if (how.norm == HeadNorm::FullRow) {
+        launch(stream, prepareByRow<kSteps, kAdjacent>, dim3(rows, 3), dim3(32 * kFullRowWarps),
+               kFullRowWarps * headBytes, in, shape, how, batch, pages);
+        return;
+    }
+    const int units = shape.heads + 2 * shape.kvHeads;
+    launch(stream, prepareByHead<kSteps, kAdjacent>, dim3(rows, static_cast<unsigned>((units + kWarps - 1) / kWarps)),
+           dim3(32 * kWarps), kWarps * headBytes, in, shape, how, batch, pages);
+}
+
+template <int kSteps>
+void choosePairs(Stream& stream, const Inputs& in, const HeadShape& shape, const HeadPreparation& how,
+                 const BatchRows& batch, const KvPages& pages) {
+    how.adjacent ? launchHeads<kSteps, true>(stream, in, shape, how, batch, pages)
+                 : launchHeads<kSteps, false>(stream, in, shape, how, batch, pages);
+}
+
+}  // namespace
+
+void prepareHeads(Stream& stream, float* q, float* k, const float* v, const HeadShape& shape,
+                  const HeadPreparation& how, const BatchRows& batch, const KvPages& pages, const HalfRows& qHalf) {
+    if (shape.headDim % 2 != 0 || shape.headDim > kMaxHeadDim) {
+        throw Error(ErrorKind::InvalidArgument,
+                    "attention heads of " + std::to_string(shape.headDim) + " elements cannot run on the GPU");
+    }
+    if (pages.pageTokens != kAttentionPage)
+        throw Error(ErrorKind::Internal, "prepareHeads asked for pages of another size");
+    const Inputs in = {q, k, v, qHalf};
+    const auto choose = shape.headDim <= 64 ? choosePairs<1> : shape.headDim <= 128 ? choosePairs<2> : choosePairs<4>;
+    choose(stream, in, shape, how, batch, pages);
+}
+
+}  // namespace sharpi::cuda

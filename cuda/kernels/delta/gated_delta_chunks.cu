@@ -1,0 +1,603 @@
+// Gated DeltaNet's delta rule of many rows, a chunk of up to 64 at a time, on tensor cores (the WY form of Yang et al.,
+// 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", with the decays of Gated
+// DeltaNet).
+//
+// Of a chunk with rows 0 .. C - 1, state S before it, decays a, steps b, let ratio(t, s) = a[s + 1] .. a[t] and
+// gain(t) = a[0] .. a[t]. What the rule adds to the state, d[t] by key k[t], solves a triangular system:
+//   d[t] = b[t] (v[t] - gain(t) S' k[t] - sum over s < t of ratio(t, s) (k[t] . k[s]) d[s])
+// Its solution is linear in S: D = U - W S, where U and W are the solutions for the values and for b[t] gain(t) k[t].
+// Then
+//   o[t] = gain(t) S' q[t] + sum over s <= t of ratio(t, s) (q[t] . k[s]) d[s]
+//   S    = gain(C - 1) S + sum over s of ratio(C - 1, s) k[s] d[s]'
+//
+// Two launches. The first knows no state and takes all chunks at once: a block makes the products of a chunk's keys and
+// queries on tensor cores, inverts the 16 x 16 blocks on the system's diagonal in floats, and then solves it 16 rows at
+// a time, which is products again, always in split form: a warp has 16 columns of U and of W in registers, turned as
+// the state is below. (A thread a column in plain floats waits for shared memory: every element of the matrix would go
+// to every warp.) Ratios are products, not quotients or differences of logarithms, so that nothing is lost where a
+// decay is next to zero. The second walks through a sequence's chunks, and how long it takes is how long a chunk's
+// chain of steps is. A warp has 16 columns of a head's state in registers, turned (S', as accumulators of m16n8k16),
+// which is how the next product wants its left operand: the state never leaves the registers. Of large heads two warps
+// have half of the lines each, so that one's loads hide behind the other's products; what they find of W S and S' q
+// they add up through shared memory, once a chunk. W, keys, queries and the weights of D pass through shared memory
+// too, those for D and S' q of the next chunk on their way while the rest of this one is computed. A third launch norms
+// and gates.
+//
+// In split form every operand is the sum of two 16-bit numbers and a product is hi hi + hi lo + lo hi: about 16 bits of
+// each factor. Sums and state are floats in both forms.
+#include "kernels/delta/gated_delta_chunks.cuh"
+
+namespace sharpi::cuda {
+
+namespace {
+
+constexpr int kStateGroups = 4;  // of 16 columns of a state a block; where that leaves most of a device idle:
+constexpr int kNarrowGroups = 2;
+
+// --- the first kernel ------------------------------------------------------------------------------------------------
+
+// What a block of it has in shared memory.
+template <class C> struct SystemBlock {
+    uint32_t keys, queries;
+    // The system as the solution multiplies by it: minus its blocks of 16 x 16 below the diagonal, the inverses of
+    // those on it; in halves, kWeightBytes for the high parts and as much for the low ones.
+    uint8_t* matrix;
+    float* ratio;  // [kChunk, kSystemPitch]
+    float *gain, *step, *decay;
+
+    __device__ __forceinline__ explicit SystemBlock(uint8_t* memory)
+        : keys(sharedAddress(memory)),
+          queries(keys + C::kParts * C::kTileBytes),
+          matrix(memory + 2 * C::kParts * C::kTileBytes),
+          ratio(reinterpret_cast<float*>(matrix + 2 * C::kWeightBytes)),
+          gain(ratio + kChunk * kSystemPitch),
+          step(gain + kChunk),
+          decay(step + kChunk) {}
+
+    // Block b of the diagonal before it is inverted, by rows of kSystemPitch: where no ratio is.
+    __device__ __forceinline__ float* diagonal(int b) const {
+        return ratio + (b < 3 ? b * 16 * kSystemPitch + b * 16 + 16 : 32);
+    }
+    // Two neighbouring elements, s even, or one.
+    __device__ __forceinline__ uint8_t* at(int t, int s) const {
+        return matrix + chunkAt<2 * kChunk>(t, s / 8) + s % 8 * 2;
+    }
+};
+
+// ratio(t, s) for all s <= t, and the gains.
+template <class C> __device__ __forceinline__ void makeRatios(const SystemBlock<C>& system) {
+    for (int s = threadIdx.x; s <= kChunk; s += C::kThreads) {
+        float product = 1.0f;
+        if (s == kChunk) {
+#pragma unroll 16
+            for (int t = 0; t < kChunk; t++) system.gain[t] = product *= system.decay[t];
+            continue;
+        }
+#pragma unroll 16
+        for (int t = 0; t < kChunk; t++) {
+            product *= t > s ? system.decay[t] : 1.0f;
+            system.ratio[t * kSystemPitch + s] = t < s ? 0.0f : product;
+        }
+    }
+}
+
+// A warp's job of eight: 16 rows of the keys' or the queries' products with the keys. Of the keys they become the
+// system's matrix, of the queries the weights of D, up to the diagonal's blocks. Later rows have more to do: warps j
+// and j + 4, which share a scheduler, have 80 together.
+template <class C>
+__device__ __forceinline__ void multiplyRows(const SystemBlock<C>& system, int job, uint8_t* weights) {
+    const int lane = threadIdx.x & 31;
+    const bool isKeys = job < 4;
+    const int row = (isKeys ? job : 7 - job) * 16;
+    const uint32_t left = isKeys ? system.keys : system.queries;
+    float sums[kChunk / 8][4] = {};
+#pragma unroll
+    for (int column = 0; column < C::kDim; column += 16) {
+        uint32_t aHi[4], aLo[4];
+        loadLeft<C::kRowBytes>(aHi, left, row, column);
+        if constexpr (C::kSplit) loadLeft<C::kRowBytes>(aLo, left + C::kTileBytes, row, column);
+        const auto load = [&](uint32_t (&b)[4], uint32_t tile, int p) {
+            loadRight<C::kRowBytes>(b, tile, p * 16, column);
+        };
+        multiplyPairs<C::kSplit, 0, 4>(sums, row / 16 + 1, aHi, aLo, system.keys, C::kTileBytes, load);
+    }
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; n++) {
+        if (n * 8 > row + 8) break;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int t = row + lane / 4 + half * 8, s = n * 8 + lane % 4 * 2;
+            const float2 ratio = *reinterpret_cast<const float2*>(system.ratio + t * kSystemPitch + s);
+            const float x = sums[n][2 * half] * ratio.x, y = sums[n][2 * half + 1] * ratio.y;
+            if (!isKeys) {
+                storePair<C::kSplit>(weights + (t * kChunk + s) * 2, C::kWeightBytes, x, y);
+                continue;
+            }
+            const float step = system.step[t];
+            if (n * 8 < row) storePair<true>(system.at(t, s), C::kWeightBytes, -(x * step), -(y * step));
+            else
+                *reinterpret_cast<float2*>(system.diagonal(job) + (t - row) * kSystemPitch + (s - row)) = {x * step,
+                                                                                                           y * step};
+        }
+    }
+}
+
+// The inverses of 1 + what lies below the diagonal in the diagonal's blocks: a thread a column.
+template <class C> __device__ __forceinline__ void invertBlocks(const SystemBlock<C>& system) {
+    for (int i = threadIdx.x; i < kChunk; i += C::kThreads) {
+        const int first = i & ~15, column = i & 15;
+        const float* rows = system.diagonal(i / 16);
+        float x[16];
+#pragma unroll
+        for (int t = 0; t < 16; t++) {
+            float sum = t == column ? 1.0f : 0.0f;
+#pragma unroll
+            for (int s = 0; s < t; s++) sum = fmaf(-rows[t * kSystemPitch + s], x[s], sum);
+            x[t] = sum;
+        }
+#pragma unroll
+        for (int t = 0; t < 16; t++) {
+            const HalfPair pair = splitHalf(x[t]);
+            auto* to = reinterpret_cast<uint16_t*>(system.at(first + t, i));
+            to[0] = pair.hi;
+            to[C::kWeightBytes / 2] = pair.lo;
+        }
+    }
+}
+
+// Columns of U or W, given the right sides: x[n][2 h + i] is row 8 n + 2 (lane % 4) + i of column lane / 4 + 8 h. Rows
+// 16 kStep and on from what is left of them, then what they take from those behind.
+template <class C, int kStep = 0>
+__device__ __forceinline__ void solve(const SystemBlock<C>& system, float (&x)[kChunk / 8][4]) {
+    constexpr int kPairs = kChunk / 16;
+    const auto load = [&](uint32_t (&b)[4], uint32_t tile, int p) {
+        loadRight<2 * kChunk>(b, tile, p * 16, kStep * 16);
+    };
+    const uint32_t matrix = sharedAddress(system.matrix);
+    const LeftOperand<true> rest(x[2 * kStep], x[2 * kStep + 1]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[2 * kStep][i] = x[2 * kStep + 1][i] = 0.0f;
+    multiplyPairs<true, kStep, kStep + 1>(x, kPairs, rest.hi, rest.lo, matrix, C::kWeightBytes, load);
+    if constexpr (kStep + 1 < kPairs) {
+        const LeftOperand<true> solved(x[2 * kStep], x[2 * kStep + 1]);
+        multiplyPairs<true, kStep + 1, kPairs>(x, kPairs, solved.hi, solved.lo, matrix, C::kWeightBytes, load);
+        solve<C, kStep + 1>(system, x);
+    }
+}
+
+// each(value, row, column) for 16 columns' values, which begin with `column`.
+template <typename Each>
+__device__ __forceinline__ void forEachSolved(float (&x)[kChunk / 8][4], int column, Each each) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) each(x[n][i], n * 8 + lane % 4 * 2 + (i & 1), column + lane / 4 + (i >> 1) * 8);
+}
+
+// W in halves. Two lanes with neighbouring columns exchange, so that each has both columns of one of their two rows.
+template <class C>
+__device__ __forceinline__ void storeSolved(const float (&x)[kChunk / 8][4], int column, uint8_t* w) {
+    const int lane = threadIdx.x & 31, odd = lane >> 2 & 1;
+    const int row = lane % 4 * 2 + odd, first = column + lane / 4 - odd;
+#pragma unroll
+    for (int n = 0; n < kChunk / 8; n++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const float even = x[n][2 * h], other = x[n][2 * h + 1];
+            const float got = __shfl_xor_sync(kWholeWarp, odd ? even : other, 4);
+            storePair<C::kSplit>(w + ((n * 8 + row) * C::kDim + first + h * 8) * 2, C::kTileBytes, odd ? got : even,
+                                 odd ? other : got);
+        }
+}
+
+// Chunk blockIdx.y of value head blockIdx.x.
+template <class C> __global__ void __launch_bounds__(C::kThreads, C::kDim >= 128 ? 2 : 1) systemKernel(ChunkWork work) {
+    extern __shared__ __align__(128) uint8_t memory[];
+    allowNext();
+    waitForPrevious();
+    const int64_t begin = work.tiles.begin[blockIdx.y], end = work.tiles.end[blockIdx.y];
+    if (begin >= end) return;
+    const int head = blockIdx.x, keyHead = head % work.keyHeads, count = static_cast<int>(end - begin);
+    const SystemBlock<C> system(memory);
+    copyHead<C, C::kThreads>(work, system.queries, begin, count, int64_t{keyHead} * work.dim);
+    copyHead<C, C::kThreads>(work, system.keys, begin, count, work.keyWidth() + int64_t{keyHead} * work.dim);
+    closeCopies();
+    for (int t = threadIdx.x; t < kChunk; t += C::kThreads) {
+        const int64_t at = (begin + t) * work.valueHeads + head;
+        system.decay[t] = t < count ? work.decay[at] : 1.0f;
+        system.step[t] = t < count ? work.step[at] : 0.0f;
+    }
+    __syncthreads();
+    makeRatios(system);
+    waitForCopies<0>();
+    __syncthreads();
+
+    uint8_t* left = work.left + (int64_t{blockIdx.y} * work.valueHeads + head) * C::kLeftBytes;
+    for (int job = threadIdx.x >> 5; job < 8; job += C::kThreads / 32)
+        multiplyRows(system, job, left + C::kParts * C::kTileBytes);
+    auto* gains = reinterpret_cast<float*>(left + C::kParts * (C::kTileBytes + C::kWeightBytes));
+    for (int t = threadIdx.x; t < kChunk; t += C::kThreads) {
+        gains[t] = system.gain[t];
+        gains[kChunk + t] = system.ratio[(kChunk - 1) * kSystemPitch + t];
+    }
+    // The right sides: of the values and of the keys.
+    const int channels = static_cast<int>(work.channels());
+    float* values = work.mixed + begin * channels + 2 * work.keyWidth() + int64_t{head} * work.dim;
+    const float* keys = work.mixed + begin * channels + work.keyWidth() + int64_t{keyHead} * work.dim;
+    const int column = (threadIdx.x >> 5) * 16;
+    float u[kChunk / 8][4], w[kChunk / 8][4];
+    const auto exists = [&](int t, int c) { return t < count && c < work.dim; };
+    forEachSolved(u, column, [&](float& x, int t, int c) { x = exists(t, c) ? values[t * channels + c] : 0.0f; });
+    forEachSolved(w, column, [&](float& x, int t, int c) { x = exists(t, c) ? keys[t * channels + c] : 0.0f; });
+    if (head == 0 && threadIdx.x == 0) work.tileAt[begin] = {static_cast<int>(blockIdx.y), static_cast<int>(end)};
+    __syncthreads();
+    invertBlocks(system);
+    forEachSolved(u, column, [&](float& x, int t, int) { x *= system.step[t]; });
+    forEachSolved(w, column, [&](float& x, int t, int) { x *= system.step[t] * system.gain[t]; });
+    __syncthreads();
+    solve(system, u);
+    forEachSolved(u, column, [&](float& x, int t, int c) {
+        if (exists(t, c)) values[t * channels + c] = x;
+    });
+    solve(system, w);
+    storeSolved<C>(w, column, left);
+}
+
+// --- the second kernel -----------------------------------------------------------------------------------------------
+
+// The second kernel. kAhead: it has room for all that it uses of a chunk; where a device has less shared memory, keys
+// and the weights of D take the place of W and queries once those are used, and no lines are shared out.
+template <int kDim, bool kSplit, bool kAhead_, int kMaxGroups> struct StateChunks : Chunks<kDim, kSplit> {
+    using Base = Chunks<kDim, kSplit>;
+    static constexpr bool kAhead = kAhead_;
+    static constexpr int kGroups = kDim / 16 < kMaxGroups ? kDim / 16 : kMaxGroups;
+    static constexpr int kParties = kAhead && kDim >= 128 ? 2 : 1;  // warps that share the lines of a group's columns
+    static constexpr int kLines = kDim / kParties;                  // of a warp
+    static constexpr int kOwnTiles = kChunk / 8 / kParties;  // eight rows of the chunk each: those that a warp answers
+    static constexpr int kThreads = kGroups * kParties * 32;
+    static constexpr int kFirstBytes = Base::kParts * 2 * Base::kTileBytes;
+    static constexpr int kSecondBytes = Base::kParts * (Base::kTileBytes + Base::kWeightBytes);
+    static constexpr int kSecondAt = kAhead ? kFirstBytes : 0;
+    static constexpr int kGainsAt = kAhead                       ? kFirstBytes + kSecondBytes
+                                    : kFirstBytes > kSecondBytes ? kFirstBytes
+                                                                 : kSecondBytes;
+    static constexpr int kGainBytes = 2 * kChunk * 4;
+    // What a warp tells its partner: all of its D and the answers that are the partner's, a quad a lane.
+    static constexpr int kSharedTiles = kChunk / 8 + kOwnTiles;
+    static constexpr int kSharedAt = kGainsAt + kGainBytes;
+    static constexpr int kStateBytes = kSharedAt + (kParties > 1 ? kThreads * kSharedTiles * 16 : 0);
+};
+
+struct Tile {
+    int64_t begin;
+    int index, count;
+
+    __device__ __forceinline__ Tile(const ChunkWork& work, int64_t begin) : begin(begin) {
+        const int2 at = work.tileAt[begin];
+        index = at.x;
+        count = static_cast<int>(at.y - begin);
+    }
+};
+
+template <class C> struct StateBlock {
+    uint32_t w, queries, keys, weights, gains;
+    const float *gain, *last;
+    float4* shared;
+
+    __device__ __forceinline__ explicit StateBlock(uint8_t* memory)
+        : w(sharedAddress(memory)),
+          queries(w + C::kParts * C::kTileBytes),
+          keys(w + C::kSecondAt),
+          weights(keys + C::kParts * C::kTileBytes),
+          gains(w + C::kGainsAt),
+          gain(reinterpret_cast<const float*>(memory + C::kGainsAt)),
+          last(gain + kChunk),
+          shared(reinterpret_cast<float4*>(memory + C::kSharedAt)) {}
+
+    static __device__ __forceinline__ const uint8_t* left(const ChunkWork& work, const Tile& tile) {
+        return work.left + (int64_t{tile.index} * work.valueHeads + blockIdx.x) * C::kLeftBytes;
+    }
+
+    // W and queries: one group.
+    __device__ __forceinline__ void copyFirst(const ChunkWork& work, const Tile& tile) const {
+        copyRows<C::kThreads, C::kRowBytes, C::kParts * kChunk>(w, left(work, tile));
+        copyHead<C, C::kThreads>(work, queries, tile.begin, tile.count, int64_t{blockIdx.x % work.keyHeads} * work.dim);
+        closeCopies();
+    }
+
+    // The weights of D, gains and last ratios, and keys: another.
+    __device__ __forceinline__ void copySecond(const ChunkWork& work, const Tile& tile) const {
+        const uint8_t* from = left(work, tile) + C::kParts * C::kTileBytes;
+        copyRows<C::kThreads, 2 * kChunk, C::kParts * kChunk>(weights, from);
+        const uint8_t* numbers = from + C::kParts * C::kWeightBytes;
+        for (int i = threadIdx.x; i < C::kGainBytes / 16; i += C::kThreads)
+            copyChunk(gains + i * 16, numbers + i * 16, true);
+        copyHead<C, C::kThreads>(work, keys, tile.begin, tile.count,
+                                 work.keyWidth() + int64_t{blockIdx.x % work.keyHeads} * work.dim);
+        closeCopies();
+    }
+};
+
+// A warp's part of 16 columns of a head's state, turned: element (column lane / 4 + 8 h, line 8 n + 2 (lane % 4) + i of
+// the party's) is state[n][2 h + i]. D and the output of a chunk lie alike, with rows of the chunk for lines.
+template <class C> struct StateColumns {
+    using Rows = float[kChunk / 8][4];       // all of a chunk's
+    using OwnRows = float[C::kOwnTiles][4];  // those that the warp answers
+
+    float state[C::kLines / 8][4];
+    int party, column, line;  // column and line: of state[0][0]
+
+    __device__ __forceinline__ StateColumns()
+        : party(threadIdx.x / (C::kGroups * 32)),
+          column((blockIdx.y * C::kGroups + (threadIdx.x >> 5) % C::kGroups) * 16 + (threadIdx.x & 31) / 4),
+          line(threadIdx.x % 4 * 2) {}
+
+    // each(value, line, column) for those that exist; the party's part of `values` lies behind the other's.
+    template <int kCount, typename Each>
+    __device__ __forceinline__ void forEach(float (&values)[kCount][4], int lines, int columns, Each each) const {
+#pragma unroll
+        for (int n = 0; n < kCount; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int l = (party * kCount + n) * 8 + line + (i & 1), c = column + (i >> 1) * 8;
+                if (l < lines && c < columns) each(values[n][i], l, c);
+            }
+    }
+
+    // The party's part of minusD = W S - U and of out = S' q. u: of the rows that it answers.
+    __device__ __forceinline__ void recall(const StateBlock<C>& block, const OwnRows& u, Rows& minusD,
+                                           Rows& out) const {
+#pragma unroll
+        for (int n = 0; n < kChunk / 8; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                minusD[n][i] = n / C::kOwnTiles == party ? -u[n % C::kOwnTiles][i] : 0.0f;
+                out[n][i] = 0.0f;
+            }
+#pragma unroll
+        for (int k = 0; k < C::kLines / 16; k++) {
+            const LeftOperand<C::kSplit> a(state[2 * k], state[2 * k + 1]);
+            const auto load = [&](uint32_t (&b)[4], uint32_t tile, int p) {
+                loadRight<C::kRowBytes>(b, tile, p * 16, party * C::kLines + k * 16);
+            };
+            multiplyPairs<C::kSplit, 0, kPairs>(minusD, kPairs, a.hi, a.lo, block.w, C::kTileBytes, load);
+            multiplyPairs<C::kSplit, 0, kPairs>(out, kPairs, a.hi, a.lo, block.queries, C::kTileBytes, load);
+        }
+    }
+
+    // Before and after a barrier: what the parties found becomes D and `own`, S' q of the rows that the warp answers.
+    __device__ __forceinline__ void tell(const StateBlock<C>& block, const Rows& minusD, const Rows& out) const {
+        if constexpr (C::kParties == 1) return;
+        float4* to = block.shared + threadIdx.x;
+#pragma unroll
+        for (int n = 0; n < kChunk / 8; n++, to += C::kThreads) *to = quad(minusD[n]);
+#pragma unroll
+        for (int n = 0; n < C::kOwnTiles; n++, to += C::kThreads)
+            *to = party == 0 ? quad(out[kChunk / 8 - C::kOwnTiles + n]) : quad(out[n]);
+    }
+    __device__ __forceinline__ void hear(const StateBlock<C>& block, Rows& d, const Rows& out, OwnRows& own) const {
+#pragma unroll
+        for (int n = 0; n < C::kOwnTiles; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) own[n][i] = party == 0 ? out[n][i] : out[kChunk / 8 - C::kOwnTiles + n][i];
+        if constexpr (C::kParties > 1) {
+            const float4* from = block.shared + (threadIdx.x + C::kThreads / 2) % C::kThreads;
+#pragma unroll
+            for (int n = 0; n < kChunk / 8; n++, from += C::kThreads) add(d[n], *from);
+#pragma unroll
+            for (int n = 0; n < C::kOwnTiles; n++, from += C::kThreads) add(own[n], *from);
+        }
+#pragma unroll
+        for (int n = 0; n < kChunk / 8; n++)
+            d[n][0] = -d[n][0], d[n][1] = -d[n][1], d[n][2] = -d[n][2], d[n][3] = -d[n][3];
+    }
+
+    // own = gain * own + weights D.
+    __device__ __forceinline__ void answer(const StateBlock<C>& block, const Rows& d, OwnRows& own) const {
+#pragma unroll
+        for (int n = 0; n < C::kOwnTiles; n++) {
+            const float2 gain = *reinterpret_cast<const float2*>(block.gain + (party * C::kOwnTiles + n) * 8 + line);
+            own[n][0] *= gain.x, own[n][1] *= gain.y, own[n][2] *= gain.x, own[n][3] *= gain.y;
+        }
+        if (party == 0) addWeighted<0>(block, d, own);
+        else addWeighted<C::kParties - 1>(block, d, own);
+    }
+
+    // state = gain * state + (ratios * D) keys; d is changed.
+    __device__ __forceinline__ void update(const StateBlock<C>& block, Rows& d) {
+        const float gain = block.gain[kChunk - 1];
+#pragma unroll
+        for (int n = 0; n < C::kLines / 8; n++) {
+            state[n][0] *= gain, state[n][1] *= gain, state[n][2] *= gain, state[n][3] *= gain;
+        }
+#pragma unroll
+        for (int n = 0; n < kChunk / 8; n++) {
+            const float2 ratio = *reinterpret_cast<const float2*>(block.last + n * 8 + line);
+            d[n][0] *= ratio.x, d[n][1] *= ratio.y, d[n][2] *= ratio.x, d[n][3] *= ratio.y;
+        }
+#pragma unroll
+        for (int k = 0; k < kChunk / 16; k++) {
+            const LeftOperand<C::kSplit> a(d[2 * k], d[2 * k + 1]);
+            const auto load = [&](uint32_t (&b)[4], uint32_t tile, int p) {
+                loadRightTurned<C::kRowBytes>(b, tile, k * 16, party * C::kLines + p * 16);
+            };
+            constexpr int kStatePairs = C::kLines / 16, kAtOnce = kStatePairs < 4 ? kStatePairs : 4;
+            multiplyPairs<C::kSplit, 0, kAtOnce>(state, kAtOnce, a.hi, a.lo, block.keys, C::kTileBytes, load);
+            if constexpr (kStatePairs > 4) {
+                multiplyPairs<C::kSplit, 4, kStatePairs>(state, kStatePairs, a.hi, a.lo, block.keys, C::kTileBytes,
+                                                         load);
+            }
+        }
+    }
+
+private:
+    static constexpr int kPairs = kChunk / 16, kOwnPairs = kPairs / C::kParties;
+
+    static __device__ __forceinline__ float4 quad(const float (&x)[4]) { return make_float4(x[0], x[1], x[2], x[3]); }
+    static __device__ __forceinline__ void add(float (&to)[4], float4 x) {
+        to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
+    }
+
+    // Row s of D has no weight in rows before s.
+    template <int kParty>
+    __device__ __forceinline__ void addWeighted(const StateBlock<C>& block, const Rows& d, OwnRows& own) const {
+        addStep<kParty, 0>(block, d, own);
+        addStep<kParty, 1>(block, d, own);
+        addStep<kParty, 2>(block, d, own);
+        addStep<kParty, 3>(block, d, own);
+    }
+
+    // own += what rows 16 kStep .. 16 kStep + 15 of D have in it.
+    template <int kParty, int kStep>
+    __device__ __forceinline__ void addStep(const StateBlock<C>& block, const Rows& d, OwnRows& own) const {
+        constexpr int kBefore = kParty * kOwnPairs, kFirst = kStep > kBefore ? kStep - kBefore : 0;
+        if constexpr (kFirst < kOwnPairs) {
+            const LeftOperand<C::kSplit> a(d[2 * kStep], d[2 * kStep + 1]);
+            const auto load = [&](uint32_t (&b)[4], uint32_t tile, int p) {
+                loadRight<2 * kChunk>(b, tile, (kBefore + p) * 16, kStep * 16);
+            };
+            multiplyPairs<C::kSplit, kFirst, kOwnPairs>(own, kOwnPairs, a.hi, a.lo, block.weights, C::kWeightBytes,
+                                                        load);
+        }
+    }
+};
+
+// U of the rows that the warp answers, 0 where there is none.
+template <class C>
+__device__ __forceinline__ void readValues(const ChunkWork& work, const StateColumns<C>& columns, const Tile& tile,
+                                           typename StateColumns<C>::OwnRows& u) {
+    const int channels = static_cast<int>(work.channels());
+    const float* from =
+        work.mixed + tile.begin * work.channels() + 2 * work.keyWidth() + int64_t{blockIdx.x} * work.dim;
+#pragma unroll
+    for (auto& quad : u) quad[0] = quad[1] = quad[2] = quad[3] = 0.0f;
+    columns.forEach(u, tile.count, work.dim, [&](float& x, int row, int column) { x = from[row * channels + column]; });
+}
+
+// Value head blockIdx.x, columns of blockIdx.y, through the chunks of sequence blockIdx.z.
+template <class C> __global__ void __launch_bounds__(C::kThreads) stateKernel(ChunkWork work) {
+    extern __shared__ __align__(128) uint8_t memory[];
+    allowNext();
+    const int64_t begin = work.sequences.begin[blockIdx.z], end = work.sequences.end[blockIdx.z];
+    if (begin >= end) return waitForPrevious();
+    const int head = blockIdx.x, dim = work.dim, width = work.valueHeads * dim;
+    const int64_t matrix = int64_t{dim} * dim, slot = matrix * work.valueHeads;
+    float* states = work.states + head * matrix;
+    const int from = work.from[begin];
+    const StateBlock<C> block(memory);
+    StateColumns<C> columns;
+    columns.forEach(columns.state, C::kDim, C::kDim, [&](float& x, int line, int column) {
+        x = from >= 0 && line < dim && column < dim ? states[from * slot + (line * dim + column)] : 0.0f;
+    });
+    waitForPrevious();
+
+    Tile tile(work, begin);
+    block.copyFirst(work, tile);
+    if (C::kAhead) block.copySecond(work, tile);
+    typename StateColumns<C>::OwnRows u;
+    readValues(work, columns, tile, u);
+    while (true) {
+        const int64_t next = tile.begin + tile.count;
+        const Tile following(work, next < end ? next : tile.begin);
+        typename StateColumns<C>::Rows d, out;
+        typename StateColumns<C>::OwnRows own;
+        waitForCopies<C::kAhead ? 1 : 0>();
+        __syncthreads();
+        columns.recall(block, u, d, out);
+        columns.tell(block, d, out);
+        // From here on what recall read may be overwritten, and what the rest reads is there.
+        if (!C::kAhead) {
+            __syncthreads();
+            block.copySecond(work, tile);
+        }
+        waitForCopies<0>();
+        __syncthreads();
+
+        if (next < end) {
+            if (C::kAhead) block.copyFirst(work, following);
+            readValues(work, columns, following, u);
+        }
+        columns.hear(block, d, out, own);
+        columns.answer(block, d, own);
+        float* answers = work.out + tile.begin * width + int64_t{head} * dim;
+        columns.forEach(own, tile.count, dim,
+                        [&](float& x, int row, int column) { answers[row * width + column] = x; });
+        columns.update(block, d);
+        const int to = work.to[next - 1];
+        if (to >= 0) {
+            float* kept = states + to * slot;
+            columns.forEach(columns.state, dim, dim,
+                            [&](float& x, int line, int column) { kept[line * dim + column] = x; });
+        }
+        if (next >= end) return;
+        __syncthreads();
+        if (C::kAhead) block.copySecond(work, following);
+        else block.copyFirst(work, following);
+        tile = following;
+    }
+}
+
+template <class C> void launchState(Stream& stream, const ChunkWork& work) {
+    allowShared(stateKernel<C>, C::kStateBytes);
+    const auto columns = static_cast<unsigned>((work.dim + 16 * C::kGroups - 1) / (16 * C::kGroups));
+    const dim3 grid(static_cast<unsigned>(work.valueHeads), columns, static_cast<unsigned>(work.sequences.count));
+    launch(stream, stateKernel<C>, grid, dim3(C::kThreads), C::kStateBytes, work);
+}
+
+// Whether the device has the shared memory.
+template <int kDim, bool kSplit> bool launchChunks(Stream& stream, const ChunkWork& work) {
+    using System = Chunks<kDim, kSplit>;
+    using Ahead = StateChunks<kDim, kSplit, true, kStateGroups>;
+    using Narrow = StateChunks<kDim, kSplit, true, kDim >= 128 ? kNarrowGroups : kStateGroups>;
+    using Least = StateChunks<kDim, kSplit, Ahead::kStateBytes <= System::kSystemBytes, kStateGroups>;
+    const int shared = sharedBytesPerBlock();
+    if (shared < System::kSystemBytes || shared < Least::kStateBytes) return false;
+    allowShared(systemKernel<System>, System::kSystemBytes);
+    const dim3 grid(static_cast<unsigned>(work.valueHeads), static_cast<unsigned>(work.tiles.count));
+    launch(stream, systemKernel<System>, grid, dim3(System::kThreads), System::kSystemBytes, work);
+    const int64_t narrowBlocks = kDim / 16 / Narrow::kGroups * work.valueHeads * work.sequences.count;
+    if (shared < Ahead::kStateBytes) launchState<Least>(stream, work);
+    else if (narrowBlocks <= stream.device().multiprocessors) launchState<Narrow>(stream, work);
+    else launchState<Ahead>(stream, work);
+    return true;
+}
+
+template <bool kSplit> bool launchSize(Stream& stream, const ChunkWork& work) {
+    if (work.dim <= 16) return launchChunks<16, kSplit>(stream, work);
+    if (work.dim <= 32) return launchChunks<32, kSplit>(stream, work);
+    if (work.dim <= 64) return launchChunks<64, kSplit>(stream, work);
+    return launchChunks<128, kSplit>(stream, work);
+}
+
+}  // namespace
+
+void deltaRuleInChunks(Stream& stream, const DeltaInputs& in, const HalfRows& queriesAndKeys,
+                       const DeltaParameters& parameters, const DeltaShape& shape, const DeltaStates& states,
+                       const DeltaBatch& batch, const RowRanges& tiles, void* scratch, float* attended,
+                       const RowOutputs& out) {
+    requireDelta(shape);
+    auto* bytes = static_cast<uint8_t*>(scratch);
+    const ChunkWork work = {in.mixed,
+                            in.alpha,
+                            in.beta,
+                            queriesAndKeys,
+                            shape.keyHeads,
+                            shape.valueHeads,
+                            shape.dim,
+                            states.matrix,
+                            batch.from,
+                            batch.to,
+                            batch.sequences,
+                            tiles,
+                            reinterpret_cast<int2*>(bytes),
+                            bytes + deltaTileListBytes(batch.rows),
+                            attended};
+    const bool fits = queriesAndKeys.lo ? launchSize<true>(stream, work) : launchSize<false>(stream, work);
+    if (!fits)
+        deltaRule(stream, {in.mixed, in.alpha, in.beta, nullptr}, DeltaParameters(), shape, states, batch,
+                  {attended, {}, {}});
+    gatedNorm(stream, attended, in.gate, parameters, shape, batch.rows, out);
+}
+
+}  // namespace sharpi::cuda

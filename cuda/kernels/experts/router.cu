@@ -1,0 +1,405 @@
+// Experts: which ones a token goes to, its pairs grouped by expert for the tensor cores, and the sum of their answers.
+//
+// route: a warp a row, all of it in registers, without a wait for memory but the logits: at decode a single warp's
+// latency is what the kernel costs. Expert i belongs to lane i mod 32, which is also the accumulator that the CPU's
+// softmax (cpu/kernels/float_ops.cpp) adds it to, so each lane's own ascending sum and the contract's tree give the
+// CPU's bits. Ranks are then taken one by one. Each lane has set its best apart and looks for the next while the warp
+// compares, so that a rank costs the warp's two comparisons and little else. The shared expert's scale, a dot product,
+// is the work of a second warp meanwhile.
+//
+// groupExperts: a stable counting sort in two kernels. Blocks count their segment of the pairs by expert; then every
+// block adds up those counts again (a small table, cheaper to re-read than a third launch) and places its pairs, the
+// warps in order and within a warp by the rank among equal lanes. No atomic decides a place, so the order is fixed.
+//
+// combineExperts: a block a row; bound by reading the answers once.
+#include "kernels/experts/router.h"
+
+#include <algorithm>
+
+#include "kernels/rows/device_rows.cuh"
+
+namespace sharpi::cuda {
+
+namespace {
+
+// --- route --------------------------------------------------------------------------------------------------------
+
+constexpr int kRouteWarps = 8;  // of a block, half of them for the scales
+constexpr float kSmallQuotient = 0x1p-90f;
+
+// Larger is better; NaN comes last, so that chosen indices are valid whatever the logits. 0 is left for what is not
+// there or taken.
+__device__ __forceinline__ uint32_t rankKey(float p) { return p >= 0.0f ? __float_as_uint(p) + 2 : 1; }
+__device__ __forceinline__ float probabilityOf(uint32_t key) {
+    return __uint_as_float(key == 1 ? 0x7fc00000u : key - 2);
+}
+
+__device__ __forceinline__ int32_t warpMin(int32_t value) {
+    return static_cast<int32_t>(~warpMax(~static_cast<uint32_t>(value)));  // for values that are not negative
+}
+
+// As unsigned integers in the same order.
+__device__ __forceinline__ float largestOfWarp(float value) {
+    const uint32_t bits = __float_as_uint(value);
+    const uint32_t largest = warpMax(bits >> 31 ? ~bits : bits | 0x80000000u);
+    return __uint_as_float(largest >> 31 ? largest ^ 0x80000000u : ~largest);
+}
+
+// e / total rounded once, without a division for each: two corrections make of e * inverse, with inverse = 1 / total
+// rounded, the correctly rounded quotient (Markstein), unless it is so small that a remainder is not exact.
+__device__ __forceinline__ float quotient(float e, float total, float inverse) {
+    const float first = __fmul_rn(e, inverse);
+    const float second = fmaf(fmaf(-total, first, e), inverse, first);
+    return fmaf(fmaf(-total, second, e), inverse, second);
+}
+
+// p: the lane's logits, -infinity where there is no expert, become its probabilities.
+template <int kHeld> __device__ __forceinline__ void softmaxRow(float (&p)[kHeld]) {
+    float top = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) top = p[i] > top ? p[i] : top;
+    top = largestOfWarp(top);
+    bool small = false;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+        p[i] = portableExp(__fsub_rn(p[i], top));
+        sum = __fadd_rn(sum, p[i]);
+        small |= p[i] > 0.0f && p[i] < kSmallQuotient;
+    }
+    const float total = contractTree(sum), inverse = __fdiv_rn(1.0f, total);
+    if (small) {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) p[i] = __fdiv_rn(p[i], total);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) p[i] = quotient(p[i], total, inverse);
+    }
+}
+
+// A lane's expert 32 * slot + lane.
+struct Best {
+    uint32_t key;
+    int32_t slot;
+};
+
+// The best of a lane's keys, the lower slot among equals.
+template <int kHeld> __device__ __forceinline__ Best bestOf(const uint32_t (&keys)[kHeld]) {
+    Best best[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) best[i] = {keys[i], i};
+#pragma unroll
+    for (int width = 1; width < kHeld; width *= 2) {
+#pragma unroll
+        for (int i = 0; i < kHeld; i += 2 * width) {
+            if (best[i + width].key > best[i].key) best[i] = best[i + width];
+        }
+    }
+    return best[0];
+}
+
+template <int kHeld> __device__ __forceinline__ void remove(uint32_t (&keys)[kHeld], int32_t slot) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) keys[i] = i == slot ? 0 : keys[i];
+}
+
+// scale.weight . its row, in the contract's order. One warp.
+__device__ __forceinline__ void scaleRow(const SharedScale& scale, int64_t row, int lane) {
+    constexpr int kDeep = 16;
+    const float* x = scale.x + row * scale.cols;
+    float sum = 0.0f;
+    for (int64_t begin = lane; begin < scale.cols; begin += kDeep * kContractAccumulators) {
+        const int left = static_cast<int>(min(scale.cols - begin, int64_t{kDeep * kContractAccumulators}));
+        float weights[kDeep], values[kDeep];
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) {
+            const bool valid = i * kContractAccumulators < left;
+            weights[i] = valid ? scale.weight[begin + i * kContractAccumulators] : 0.0f;
+            values[i] = valid ? x[begin + i * kContractAccumulators] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) {
+            if (i * kContractAccumulators < left) sum = fmaf(weights[i], values[i], sum);
+        }
+    }
+    sum = contractTree(sum);
+    if (lane == 0) scale.y[row] = sum;
+}
+
+// kHeld: experts of a lane. The first `routers` warps of a block route a row each; where there are as many again, these
+// form the rows' scales.
+template <int kHeld>
+__global__ void __launch_bounds__(kRouteWarps * 32)
+    routeKernel(const float* logits, int64_t rows, int32_t experts, int32_t used, int routers, bool renormalize,
+                float weightScale, int32_t* chosen, float* weight, uint32_t* uses, SharedScale scale) {
+    extern __shared__ uint2 sharedPicks[];
+    allowNext();
+    waitForPrevious();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int64_t row = int64_t{blockIdx.x} * routers + warp % routers;
+    if (row >= rows) return;
+    if (warp >= routers) return scaleRow(scale, row, lane);
+    uint2* picks = sharedPicks + warp * used;  // key and index by rank
+
+    float p[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) p[i] = i * 32 + lane < experts ? logits[row * experts + i * 32 + lane] : -INFINITY;
+    softmaxRow(p);
+    uint32_t keys[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) keys[i] = i * 32 + lane < experts ? rankKey(p[i]) : 0;
+
+    Best mine = bestOf(keys);
+    remove(keys, mine.slot);
+    float sum = 0.0f;
+    for (int32_t k = 0; k < used; ++k) {
+        const uint32_t key = warpMax(mine.key);
+        const Best next = bestOf(keys);
+        const int32_t index = warpMin(mine.key == key ? mine.slot * 32 + lane : kMostRouted);
+        const bool isMine = (index & 31) == lane;
+        if (isMine) mine = next;
+        remove(keys, isMine ? next.slot : kHeld);
+        if (lane == 0) picks[k] = make_uint2(key, index);
+        sum = __fadd_rn(sum, probabilityOf(key));
+    }
+    __syncwarp();
+    for (int32_t k = lane; k < used; k += 32) {
+        const float best = probabilityOf(picks[k].x);
+        const float share = renormalize ? __fdiv_rn(best, sum) : best;
+        weight[row * used + k] = __fmul_rn(share, weightScale);
+        chosen[row * used + k] = picks[k].y;
+        if (uses) atomicAdd(&uses[picks[k].y], 1u);
+    }
+}
+
+// --- groupExperts -------------------------------------------------------------------------------------------------
+
+constexpr int kGroupWarps = 8;
+constexpr int kPairsPerBlock = 1024;  // at least
+constexpr size_t kGroupShared = 48 * 1024;
+
+// How the pairs are shared out: segment s is pairs [s * length, (s + 1) * length), a warp of it a whole part.
+struct Segments {
+    int64_t length, count;
+};
+
+Segments segmentsOf(int64_t pairs) {
+    const int64_t wanted = std::max<int64_t>(kPairsPerBlock, (pairs + kMaxPairSegments - 1) / kMaxPairSegments);
+    const int64_t length = (wanted + kGroupWarps * 32 - 1) / (kGroupWarps * 32) * (kGroupWarps * 32);
+    return {length, (pairs + length - 1) / length};
+}
+
+// Fewer warps where there are so many experts that their counts would not fit.
+int groupWarps(int32_t experts) {
+    int warps = kGroupWarps;
+    while (warps > 1 && (size_t(warps) * experts + 2 * (size_t(experts) + 1)) * sizeof(int32_t) > kGroupShared)
+        warps /= 2;
+    return warps;
+}
+
+__global__ void countPairsKernel(const int32_t* chosen, int64_t pairs, int64_t segment, int32_t experts,
+                                 int32_t* counts) {
+    extern __shared__ int32_t sharedCounts[];
+    allowNext();
+    for (int32_t e = threadIdx.x; e < experts; e += blockDim.x) sharedCounts[e] = 0;
+    waitForPrevious();
+    __syncthreads();
+    const int64_t begin = blockIdx.x * segment, end = min(begin + segment, pairs);
+    for (int64_t i = begin + threadIdx.x; i < end; i += blockDim.x) atomicAdd(&sharedCounts[chosen[i]], 1);
+    __syncthreads();
+    for (int32_t e = threadIdx.x; e < experts; e += blockDim.x)
+        counts[int64_t{blockIdx.x} * experts + e] = sharedCounts[e];
+}
+
+__device__ __forceinline__ int32_t scanOfWarp(int32_t value, int lane) {  // inclusive
+#pragma unroll
+    for (int width = 1; width < 32; width *= 2) {
+        const int32_t lower = __shfl_up_sync(kWholeWarp, value, width);
+        if (lane >= width) value += lower;
+    }
+    return value;
+}
+
+// Turns counts by expert (begin[e]) into where each expert's pairs begin and where its tiles do. One warp.
+__device__ void scanExperts(int32_t* begin, int32_t* tileStart, int32_t experts, int lane) {
+    int32_t pairsBefore = 0, tilesBefore = 0;
+    for (int32_t first = 0; first < experts; first += 32) {
+        const int32_t e = first + lane;
+        const int32_t count = e < experts ? begin[e] : 0;
+        const int32_t tiles = (count + kExpertTile - 1) / kExpertTile;
+        const int32_t throughPairs = scanOfWarp(count, lane), throughTiles = scanOfWarp(tiles, lane);
+        if (e < experts) {
+            begin[e] = pairsBefore + throughPairs - count;
+            tileStart[e] = tilesBefore + throughTiles - tiles;
+        }
+        pairsBefore += __shfl_sync(kWholeWarp, throughPairs, 31);
+        tilesBefore += __shfl_sync(kWholeWarp, throughTiles, 31);
+    }
+    if (lane == 0) {
+        begin[experts] = pairsBefore;
+        tileStart[experts] = tilesBefore;
+    }
+}
+
+// The tiles of all experts, and -1 for the room past them, shared out over the whole grid.
+__device__ void writeTiles(const int32_t* begin, const int32_t* tileStart, int32_t experts, int64_t tiles,
+                           const ExpertGrouping& to) {
+    for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < tiles; i += int64_t{gridDim.x} * blockDim.x) {
+        if (i >= tileStart[experts]) {
+            to.tileExpert[i] = -1;
+            to.tileBegin[i] = begin[experts];
+            continue;
+        }
+        int32_t low = 0, high = experts;  // the last expert whose tiles begin at or before i: it has some
+        while (high - low > 1) {
+            const int32_t middle = (low + high) / 2;
+            (tileStart[middle] <= i ? low : high) = middle;
+        }
+        to.tileExpert[i] = low;
+        to.tileBegin[i] = begin[low] + static_cast<int32_t>(i - tileStart[low]) * kExpertTile;
+    }
+}
+
+__global__ void placePairsKernel(const int32_t* chosen, int64_t pairs, int64_t segment, int32_t used, int32_t experts,
+                                 int64_t tiles, ExpertGrouping to) {
+    extern __shared__ int32_t sharedCounts[];
+    const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    int32_t* begin = sharedCounts;             // [experts + 1]
+    int32_t* tileStart = begin + experts + 1;  // [experts + 1]
+    int32_t* next = tileStart + experts + 1;   // [warps][experts]: a warp's counts, then its next places
+    int32_t* mine = next + int64_t{warp} * experts;
+    allowNext();
+    for (int64_t i = threadIdx.x; i < int64_t{warps} * experts; i += blockDim.x) next[i] = 0;
+    waitForPrevious();
+    __syncthreads();
+
+    const int64_t part = segment / warps;
+    const int64_t partBegin = blockIdx.x * segment + warp * part, partEnd = min(partBegin + part, pairs);
+    for (int64_t i = partBegin + lane; i < partEnd; i += 32) atomicAdd(&mine[chosen[i]], 1);
+    __syncthreads();
+    // Before this block: all pairs of an expert in earlier segments; within it, those of earlier warps.
+    for (int32_t e = threadIdx.x; e < experts; e += blockDim.x) {
+        int32_t total = 0, before = 0;
+#pragma unroll 16
+        for (int64_t s = 0; s < gridDim.x; ++s) {
+            const int32_t count = to.counts[s * experts + e];
+            total += count;
+            before += s < blockIdx.x ? count : 0;
+        }
+        begin[e] = total;
+        for (int w = 0; w < warps; ++w) {
+            const int32_t count = next[int64_t{w} * experts + e];
+            next[int64_t{w} * experts + e] = before;
+            before += count;
+        }
+    }
+    __syncthreads();
+    if (warp == 0) scanExperts(begin, tileStart, experts, lane);
+    __syncthreads();
+    writeTiles(begin, tileStart, experts, tiles, to);
+    if (blockIdx.x == 0) {
+        for (int32_t e = threadIdx.x; e <= experts; e += blockDim.x) to.begin[e] = begin[e];
+    }
+
+    for (int64_t first = partBegin; first < partEnd; first += 32) {
+        const int64_t i = first + lane;
+        const int32_t expert = i < partEnd ? chosen[i] : -1;
+        const unsigned equals = __match_any_sync(kWholeWarp, expert);
+        const unsigned earlier = equals & ((1u << lane) - 1u);
+        int32_t place = 0;
+        if (expert >= 0) place = begin[expert] + mine[expert] + __popc(earlier);
+        __syncwarp();
+        if (expert >= 0) {
+            if (earlier == 0) mine[expert] += __popc(equals);
+            to.pairOf[i] = place;
+            to.pairToken[place] = static_cast<int32_t>(i / used);
+        }
+        __syncwarp();
+    }
+}
+
+// --- combineExperts -----------------------------------------------------------------------------------------------
+
+constexpr int kCombineThreads = 256;
+
+__global__ void __launch_bounds__(kCombineThreads)
+    combineKernel(const float* y, const int32_t* pairOf, const float* weight, int32_t used, int64_t cols, bool whole,
+                  SharedAnswer shared, float* residual) {
+    allowNext();
+    waitForPrevious();
+    const int64_t row = blockIdx.x;
+    const int64_t column = (int64_t{blockIdx.y} * kCombineThreads + threadIdx.x) * 4;
+    const int64_t left = cols - column;
+    if (left <= 0) return;
+    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 4
+    for (int32_t k = 0; k < used; ++k) {
+        const float factor = weight[row * used + k];
+        const int64_t pair = pairOf ? int64_t{pairOf[row * used + k]} : row * used + k;
+        const float4 answer = loadQuad(y + pair * cols + column, whole, left);
+        sum.x = fmaf(factor, answer.x, sum.x);
+        sum.y = fmaf(factor, answer.y, sum.y);
+        sum.z = fmaf(factor, answer.z, sum.z);
+        sum.w = fmaf(factor, answer.w, sum.w);
+    }
+    if (shared.y) {
+        const float factor = portableSigmoid(shared.scale[row]);
+        const float4 answer = loadQuad(shared.y + row * cols + column, whole, left);
+        sum = make_float4(fmaf(factor, answer.x, sum.x), fmaf(factor, answer.y, sum.y), fmaf(factor, answer.z, sum.z),
+                          fmaf(factor, answer.w, sum.w));
+    }
+    float* to = residual + row * cols + column;
+    const float4 old = loadQuad(to, whole, left);
+    storeQuad(
+        to,
+        make_float4(__fadd_rn(old.x, sum.x), __fadd_rn(old.y, sum.y), __fadd_rn(old.z, sum.z), __fadd_rn(old.w, sum.w)),
+        whole, left);
+}
+
+bool isAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+void refuseExperts(int32_t experts) {
+    throw Error(ErrorKind::InvalidArgument,
+                std::to_string(experts) + " experts a layer are more than the GPU engine can route");
+}
+
+}  // namespace
+
+void route(Stream& stream, const float* logits, int64_t rows, int32_t experts, int32_t used, bool renormalize,
+           float weightScale, int32_t* chosen, float* weight, uint32_t* uses, const SharedScale& scale) {
+    if (rows == 0) return;
+    if (experts > kMostRouted) refuseExperts(experts);
+    const int routers = rows > 64 ? kRouteWarps / 2 : 1;
+    const auto kernel = experts <= 128   ? routeKernel<4>
+                        : experts <= 256 ? routeKernel<8>
+                        : experts <= 512 ? routeKernel<16>
+                                         : routeKernel<32>;
+    launch(stream, kernel, dim3(static_cast<unsigned>((rows + routers - 1) / routers)),
+           dim3((scale.x ? 2 : 1) * routers * 32), size_t(routers) * used * sizeof(uint2), logits, rows, experts, used,
+           routers, renormalize, weightScale, chosen, weight, uses, scale);
+}
+
+void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts,
+                  const ExpertGrouping& to) {
+    const int64_t pairs = rows * used;
+    if (pairs == 0) return;
+    const Segments segments = segmentsOf(pairs);
+    const dim3 grid(static_cast<unsigned>(segments.count));
+    const int warps = groupWarps(experts);
+    const size_t shared = (size_t(warps) * experts + 2 * (size_t(experts) + 1)) * sizeof(int32_t);
+    if (shared > kGroupShared) refuseExperts(experts);
+    launch(stream, countPairsKernel, grid, dim3(kGroupWarps * 32), sizeof(int32_t) * experts, chosen, pairs,
+           segments.length, experts, to.counts);
+    launch(stream, placePairsKernel, grid, dim3(warps * 32), shared, chosen, pairs, segments.length, used, experts,
+           maxExpertTiles(pairs, experts), to);
+}
+
+void combineExperts(Stream& stream, const float* y, const int32_t* pairOf, const float* weight, int64_t rows,
+                    int32_t used, int64_t cols, float* residual, const SharedAnswer& shared) {
+    if (rows == 0 || cols == 0) return;
+    const bool whole = cols % 4 == 0 && isAligned(y) && isAligned(shared.y) && isAligned(residual);
+    const int64_t pieces = (cols + 4 * kCombineThreads - 1) / (4 * kCombineThreads);
+    launch(stream, combineKernel, dim3(static_cast<unsigned>(rows), static_cast<unsigned>(pieces)),
+           dim3(kCombineThreads), 0, y, pairOf, weight, used, cols, whole, shared, residual);
+}
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,446 @@
+// Packed weights as kernels read them: for every quantized type, how a block of 32 is loaded, and how its codes and
+// scales come out of the loaded words.
+//
+// A file's block mixes scales and codes at odd addresses. Here each kind of number has a plane of its own (see
+// packed_shape.h), so that lanes with consecutive blocks n load consecutive whole words: 512 bytes a warp of 4-bit
+// codes. The orders of bits within the words are those that take the fewest instructions to unpack:
+//
+// - Four bits a code: 16 bytes. Byte i is element i (low nibble) and element 16 + i (high nibble): an AND gives
+//   four codes. Types with a table of values instead keep in word k, from the lowest nibble, elements 4k .. 4k + 3,
+//   then 16 + 4k .. 16 + 4k + 3: sixteen bits are then the selector of a byte permutation, which looks up four values.
+// - A fifth bit (Q5) or Q3_K's third: one word. Bit 8 b + u is of element 4 u + b: a shift puts four bits where word u
+//   of the codes wants them.
+// - Two bits a code (Q2_K, Q3_K) or two more of them (Q6_K): two words, elements 0 .. 15 and 16 .. 31. Bits
+//   8 b + 2 v, 8 b + 2 v + 1 are of element 4 v + b of the word's half.
+// - Q8_0: two planes, elements 0 .. 15 and 16 .. 31.
+// - Scales: f16 d (or d in the low and m in the high half of a word) for each block, or of a K-quant's superblock:
+//     Q2_K    file's bytes (scale | min << 4), two for each block; word d | dmin
+//     Q3_K    three words: byte j of the first two the low nibbles of block j's two scales; nibble j of the third
+//             their upper bits, two each; f16 d
+//     Q4_K, Q5_K    four words: d | dmin; nibble j: upper two bits of block j's scale, then of its min;
+//             byte j of the last two: low nibbles of both
+//     Q6_K    two int8 for each block; f16 d
+//     IQ4_XS  two words: nibble j the low bits of block j's scale; f16 d, above it two bits of each scale
+//   MXFP4: the exponent byte of each block.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include "core/blocks.h"
+#include "core/error.h"
+#include "kernels/formats/packed_shape.h"
+
+namespace sharpi::cuda {
+
+// Element = d * sub * (code - kOffset) + m * min, as in core/contract.h. sub1, min1 are of the second 16 elements: the
+// same as sub0, min0 unless kTwoScales.
+struct Scales {
+    float d = 0, m = 0;
+    int sub0 = 1, sub1 = 1, min0 = 0, min1 = 0;
+};
+
+// --- loads -------------------------------------------------------------------------------------------------------
+// Weights are read once a product: the wide loads leave the first-level cache to the activations. Parts of a
+// superblock's scales are wanted again by the next lanes, and stay.
+
+__device__ __forceinline__ uint4 loadWords4(const uint8_t* at) {
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(at));
+    return v;
+}
+__device__ __forceinline__ uint2 loadWords2(const uint8_t* at) {
+    uint2 v;
+    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
+    return v;
+}
+__device__ __forceinline__ uint32_t loadWord(const uint8_t* at) { return __ldg(reinterpret_cast<const uint32_t*>(at)); }
+__device__ __forceinline__ uint32_t loadHalf(const uint8_t* at) { return __ldg(reinterpret_cast<const uint16_t*>(at)); }
+
+__device__ __forceinline__ float floatOfLowHalf(uint32_t word) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(word & 0xffffu)));
+}
+__device__ __forceinline__ float floatOfHighHalf(uint32_t word) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16)));
+}
+
+// --- codes -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void unpackNibbles(const uint4& w, uint32_t (&q)[8]) {
+    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        q[k] = words[k] & 0x0f0f0f0fu;
+        q[4 + k] = (words[k] >> 4) & 0x0f0f0f0fu;
+    }
+}
+
+// Adds, for each of eight words of codes, one bit a byte at position kBit.
+template <int kBit> __device__ __forceinline__ void insertBits(uint32_t bits, uint32_t (&q)[8]) {
+#pragma unroll
+    for (int u = 0; u < 8; ++u) {
+        const uint32_t shifted = u <= kBit ? bits << (kBit - u & 31) : bits >> (u - kBit & 31);
+        q[u] |= shifted & (0x01010101u << kBit);
+    }
+}
+
+// The pairs of bits of word v of a half, at position kBit of each byte.
+template <int kBit> __device__ __forceinline__ uint32_t pairsOf(uint32_t half, int v) {
+    const uint32_t shifted = 2 * v <= kBit ? half << (kBit - 2 * v & 31) : half >> (2 * v - kBit & 31);
+    return shifted & (0x03030303u << kBit);
+}
+__device__ __forceinline__ void unpackPairs(const uint2& w, uint32_t (&q)[8]) {
+#pragma unroll
+    for (int v = 0; v < 4; ++v) {
+        q[v] = pairsOf<0>(w.x, v);
+        q[4 + v] = pairsOf<0>(w.y, v);
+    }
+}
+
+// Byte i of the result: byte number (nibble i of selector) of the eight in a and b. The selector's upper half is
+// ignored, its nibbles are below 8: __byte_perm would spend an AND to see to both.
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
+    uint32_t out;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
+    return out;
+}
+
+struct TableWords {
+    uint32_t word[4];
+};
+__host__ __device__ constexpr TableWords tableWords(const int8_t (&values)[16]) {
+    TableWords table{};
+    for (int i = 0; i < 16; ++i)
+        table.word[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(values[i])) << (i % 4 * 8);
+    return table;
+}
+
+// Four values, chosen by the four nibbles in the low half of each selector: low has the index's three low bits, bank
+// the byte's own number, plus 4 where the index's fourth bit is set.
+__device__ __forceinline__ uint32_t lookUp(const TableWords& table, uint32_t low, uint32_t bank) {
+    const uint32_t below = permute(table.word[0], table.word[1], low);
+    const uint32_t above = permute(table.word[2], table.word[3], low);
+    return permute(below, above, bank);
+}
+__device__ __forceinline__ void unpackTable(const uint4& w, const TableWords& table, uint32_t (&q)[8]) {
+    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const uint32_t low = words[k] & 0x77777777u;
+        const uint32_t bank = ((words[k] >> 1) & 0x44444444u) | 0x32103210u;
+        q[k] = lookUp(table, low, bank);
+        q[4 + k] = lookUp(table, low >> 16, bank >> 16);
+    }
+}
+
+// --- the formats -------------------------------------------------------------------------------------------------
+
+// Where a block is in each plane of its matrix.
+struct Planes {
+    const uint8_t* plane[PackedShape::kPlanes];
+};
+
+template <DType T> struct Format;
+
+// Bytes of plane p for each block, or each superblock.
+template <DType T> struct PlanesOf {
+    static constexpr PlaneSizes kSizes = planeSizes(T);
+    template <int p> static constexpr int kBytes = kSizes.plane[p].bytes;
+    template <int p> static constexpr int kBlocks = kSizes.plane[p].blocks;
+
+    // Of block 0 of the matrix at `data`.
+    static __device__ __forceinline__ Planes begin(const uint8_t* data, const PackedShape& shape) {
+        return {{data + shape.plane[0], data + shape.plane[1], data + shape.plane[2], data + shape.plane[3]}};
+    }
+    // n blocks further on than a superblock's first.
+    template <typename Index> static __device__ __forceinline__ Planes at(const Planes& begin, Index n) {
+        return {{step<0>(begin, n), step<1>(begin, n), step<2>(begin, n), step<3>(begin, n)}};
+    }
+
+private:
+    template <int p, typename Index>
+    static __device__ __forceinline__ const uint8_t* step(const Planes& begin, Index n) {
+        return begin.plane[p] + static_cast<int64_t>(kBlocks<p> == 8 ? n >> 3 : n) * kBytes<p>;
+    }
+};
+
+// kSigned: codes are signed bytes (table values, Q8_0); else they are below 64.
+template <DType T, bool hasMin, bool twoScales, int offset, bool isSigned> struct FormatTraits {
+    static constexpr bool kHasMin = hasMin;
+    static constexpr bool kTwoScales = twoScales;
+    static constexpr int kOffset = offset;
+    static constexpr bool kSigned = isSigned;
+    // Block n of the matrix at `data`.
+    static __device__ __forceinline__ auto load(const uint8_t* data, const PackedShape& shape, int64_t n) {
+        return Format<T>::loadAt(PlanesOf<T>::at(PlanesOf<T>::begin(data, shape), n), static_cast<int>(n % 8));
+    }
+};
+
+// Raw: a block as loaded. loadAt(): from its planes, j = n % 8; loads only, so that many can be in flight.
+// codes(): eight words of four bytes, q[0 .. 3] elements 0 .. 15, q[4 .. 7] elements 16 .. 31; kOffset is not
+// subtracted, tables are applied. scales(): j as above.
+
+struct NibbleBlock {
+    uint4 codes;
+    uint32_t scale;
+};
+
+template <> struct Format<DType::Q4_0> : FormatTraits<DType::Q4_0, false, false, 8, false> {
+    using Raw = NibbleBlock;
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadHalf(at.plane[1])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) { unpackNibbles(raw.codes, q); }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int) { return {floatOfLowHalf(raw.scale)}; }
+};
+
+template <> struct Format<DType::Q4_1> : FormatTraits<DType::Q4_1, true, false, 0, false> {
+    using Raw = NibbleBlock;
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWord(at.plane[1])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) { unpackNibbles(raw.codes, q); }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int) {
+        return {floatOfLowHalf(raw.scale), floatOfHighHalf(raw.scale), 1, 1, 1, 1};
+    }
+};
+
+template <> struct Format<DType::IQ4_NL> : FormatTraits<DType::IQ4_NL, false, false, 0, true> {
+    using Raw = NibbleBlock;
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int j) { return Format<DType::Q4_0>::loadAt(at, j); }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
+        constexpr TableWords kTable = tableWords(kIQ4Values);
+        unpackTable(raw.codes, kTable, q);
+    }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int) { return {floatOfLowHalf(raw.scale)}; }
+};
+
+template <> struct Format<DType::MXFP4> : FormatTraits<DType::MXFP4, false, false, 0, true> {
+    using Raw = NibbleBlock;
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), __ldg(at.plane[1])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
+        constexpr TableWords kTable = tableWords(kMXFP4Values);
+        unpackTable(raw.codes, kTable, q);
+    }
+    // 2^(e - 128): core/half.h's halfFromE8m0.
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int) {
+        return {__uint_as_float(raw.scale < 2 ? 0x00200000u << raw.scale : (raw.scale - 1) << 23)};
+    }
+};
+
+struct FiveBitBlock {
+    uint4 codes;
+    uint32_t high, scale;
+};
+
+template <> struct Format<DType::Q5_0> : FormatTraits<DType::Q5_0, false, false, 16, false> {
+    using Raw = FiveBitBlock;
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWord(at.plane[1]), loadHalf(at.plane[2])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
+        unpackNibbles(raw.codes, q);
+        insertBits<4>(raw.high, q);
+    }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int) { return {floatOfLowHalf(raw.scale)}; }
+};
+
+template <> struct Format<DType::Q5_1> : FormatTraits<DType::Q5_1, true, false, 0, false> {
+    using Raw = FiveBitBlock;
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWord(at.plane[1]), loadWord(at.plane[2])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
+        Format<DType::Q5_0>::codes(raw, q);
+    }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int) {
+        return {floatOfLowHalf(raw.scale), floatOfHighHalf(raw.scale), 1, 1, 1, 1};
+    }
+};
+
+template <> struct Format<DType::Q8_0> : FormatTraits<DType::Q8_0, false, false, 0, true> {
+    struct Raw {
+        uint4 first, second;
+        uint32_t scale;
+    };
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWords4(at.plane[1]), loadHalf(at.plane[2])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
+        q[0] = raw.first.x, q[1] = raw.first.y, q[2] = raw.first.z, q[3] = raw.first.w;
+        q[4] = raw.second.x, q[5] = raw.second.y, q[6] = raw.second.z, q[7] = raw.second.w;
+    }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int) { return {floatOfLowHalf(raw.scale)}; }
+};
+
+template <> struct Format<DType::Q2_K> : FormatTraits<DType::Q2_K, true, true, 0, false> {
+    struct Raw {
+        uint2 codes;
+        uint32_t scale, ends;
+    };
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords2(at.plane[0]), loadHalf(at.plane[1]), loadWord(at.plane[2])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) { unpackPairs(raw.codes, q); }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int) {
+        return {floatOfLowHalf(raw.ends),
+                -floatOfHighHalf(raw.ends),
+                static_cast<int>(raw.scale & 15),
+                static_cast<int>(raw.scale >> 8 & 15),
+                static_cast<int>(raw.scale >> 4 & 15),
+                static_cast<int>(raw.scale >> 12)};
+    }
+};
+
+template <> struct Format<DType::Q3_K> : FormatTraits<DType::Q3_K, false, true, 4, false> {
+    struct Raw {
+        uint2 codes;
+        uint32_t high, scaleLow, scaleHigh, d;
+    };
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int j) {
+        const uint8_t* scale = at.plane[2];
+        return {loadWords2(at.plane[0]), loadWord(at.plane[1]), loadWord(scale + (j & 4)), loadWord(scale + 8),
+                loadHalf(at.plane[3])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
+        unpackPairs(raw.codes, q);
+        insertBits<2>(raw.high, q);
+    }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int j) {
+        const uint32_t low = raw.scaleLow >> (8 * (j & 3)), high = raw.scaleHigh >> (4 * j);
+        return {floatOfLowHalf(raw.d), 0.0f, static_cast<int>((low & 15) | (high << 4 & 0x30)) - 32,
+                static_cast<int>((low >> 4 & 15) | (high << 2 & 0x30)) - 32};
+    }
+};
+
+// Of Q4_K's and Q5_K's four words.
+__device__ __forceinline__ Scales sixBitScales(const uint4& words, int j) {
+    const uint32_t low = permute(words.z, words.w, j), high = words.y >> (4 * j);
+    const int sub = static_cast<int>((low & 15) | (high << 4 & 0x30));
+    const int min = static_cast<int>((low >> 4 & 15) | (high << 2 & 0x30));
+    return {floatOfLowHalf(words.x), -floatOfHighHalf(words.x), sub, sub, min, min};
+}
+
+template <> struct Format<DType::Q4_K> : FormatTraits<DType::Q4_K, true, false, 0, false> {
+    struct Raw {
+        uint4 codes, scale;
+    };
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWords4(at.plane[1])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) { unpackNibbles(raw.codes, q); }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int j) { return sixBitScales(raw.scale, j); }
+};
+
+template <> struct Format<DType::Q5_K> : FormatTraits<DType::Q5_K, true, false, 0, false> {
+    struct Raw {
+        uint4 codes, scale;
+        uint32_t high;
+    };
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWords4(at.plane[2]), loadWord(at.plane[1])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
+        unpackNibbles(raw.codes, q);
+        insertBits<4>(raw.high, q);
+    }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int j) { return sixBitScales(raw.scale, j); }
+};
+
+template <> struct Format<DType::Q6_K> : FormatTraits<DType::Q6_K, false, true, 32, false> {
+    struct Raw {
+        uint4 codes;
+        uint2 high;
+        uint32_t scale, d;
+    };
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWords2(at.plane[1]), loadHalf(at.plane[2]), loadHalf(at.plane[3])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
+        unpackNibbles(raw.codes, q);
+#pragma unroll
+        for (int v = 0; v < 4; ++v) {
+            q[v] |= pairsOf<4>(raw.high.x, v);
+            q[4 + v] |= pairsOf<4>(raw.high.y, v);
+        }
+    }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int) {
+        return {floatOfLowHalf(raw.d), 0.0f, static_cast<int8_t>(raw.scale & 255), static_cast<int8_t>(raw.scale >> 8)};
+    }
+};
+
+template <> struct Format<DType::IQ4_XS> : FormatTraits<DType::IQ4_XS, false, false, 0, true> {
+    struct Raw {
+        uint4 codes;
+        uint2 scale;
+    };
+    static __device__ __forceinline__ Raw loadAt(const Planes& at, int) {
+        return {loadWords4(at.plane[0]), loadWords2(at.plane[1])};
+    }
+    static __device__ __forceinline__ void codes(const Raw& raw, uint32_t (&q)[8]) {
+        constexpr TableWords kTable = tableWords(kIQ4Values);
+        unpackTable(raw.codes, kTable, q);
+    }
+    static __device__ __forceinline__ Scales scales(const Raw& raw, int j) {
+        const uint32_t low = raw.scale.x >> (4 * j) & 15, high = raw.scale.y >> (16 + 2 * j) & 3;
+        const int sub = static_cast<int>(low | high << 4) - 32;
+        return {floatOfLowHalf(raw.scale.y), 0.0f, sub, sub};
+    }
+};
+
+// --- values ------------------------------------------------------------------------------------------------------
+
+// What the elements of one half of a block have in common: value = scale * (code - kOffset) + min, each product and the
+// sum rounded, as the CPU's dequantizeRow does.
+struct HalfScale {
+    float scale, min;
+};
+template <DType T> __device__ __forceinline__ HalfScale halfScale(const Scales& s, int half) {
+    const int sub = half ? s.sub1 : s.sub0, min = half ? s.min1 : s.min0;
+    return {__fmul_rn(s.d, static_cast<float>(sub)),
+            Format<T>::kHasMin ? __fmul_rn(s.m, static_cast<float>(min)) : 0.0f};
+}
+
+// The four values of one word of codes. A code below a mantissa of 2^23 is that float: cheaper than converting.
+template <DType T> __device__ __forceinline__ void expandWord(uint32_t q, const HalfScale& s, float (&out)[4]) {
+    using F = Format<T>;
+    constexpr float kBias = 8388608.0f + F::kOffset + (F::kSigned ? 128 : 0);
+    const uint32_t codes = F::kSigned ? q ^ 0x80808080u : q;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float code = __fsub_rn(__uint_as_float(permute(codes, 0x4b000000u, 0x7440 + i)), kBias);
+        const float product = __fmul_rn(s.scale, code);
+        out[i] = F::kHasMin ? __fadd_rn(product, s.min) : product;
+    }
+}
+
+// --- from a type to its format -----------------------------------------------------------------------------------
+
+template <DType T> struct Tag {
+    static constexpr DType kType = T;
+};
+
+// f(Tag<type>{}); for quantized types only.
+template <typename F> auto withFormat(DType type, F&& f) {
+    switch (type) {
+    case DType::Q4_0: return f(Tag<DType::Q4_0>{});
+    case DType::Q4_1: return f(Tag<DType::Q4_1>{});
+    case DType::Q5_0: return f(Tag<DType::Q5_0>{});
+    case DType::Q5_1: return f(Tag<DType::Q5_1>{});
+    case DType::Q8_0: return f(Tag<DType::Q8_0>{});
+    case DType::Q2_K: return f(Tag<DType::Q2_K>{});
+    case DType::Q3_K: return f(Tag<DType::Q3_K>{});
+    case DType::Q4_K: return f(Tag<DType::Q4_K>{});
+    case DType::Q5_K: return f(Tag<DType::Q5_K>{});
+    case DType::Q6_K: return f(Tag<DType::Q6_K>{});
+    case DType::IQ4_NL: return f(Tag<DType::IQ4_NL>{});
+    case DType::IQ4_XS: return f(Tag<DType::IQ4_XS>{});
+    case DType::MXFP4: return f(Tag<DType::MXFP4>{});
+    default: throw Error(ErrorKind::Internal, std::string("no packed format for ") + info(type).name);
+    }
+}
+
+}  // namespace sharpi::cuda

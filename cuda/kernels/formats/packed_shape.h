@@ -1,0 +1,76 @@
+// Where the planes of a packed matrix lie, and how many bytes they take: plain arithmetic, so that planning needs
+// neither a GPU nor its compiler.
+//
+// A packed matrix is a few planes, one after another: one holds the codes of all blocks, another their extra bits,
+// another their scales. Blocks of 32 elements are numbered n = row * (cols / 32) + block, superblocks of 256 n / 8; a
+// plane has the same number of bytes for each. kernels/formats.cuh says what is in them.
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace sharpi::cuda {
+
+struct PackedShape {
+    static constexpr int kPlanes = 4;
+    int64_t rows = 0, cols = 0;
+    int64_t plane[kPlanes] = {};  // bytes from the matrix's data, multiples of 16
+    int64_t bytes = 0;
+};
+
+// Bytes of a plane for each block (blocks = 1) or superblock (blocks = 8). No plane: 0 bytes.
+struct PlaneSize {
+    int bytes = 0, blocks = 1;
+};
+struct PlaneSizes {
+    PlaneSize plane[PackedShape::kPlanes];
+};
+
+constexpr PlaneSizes planeSizes(DType type) {
+    switch (type) {
+    case DType::Q4_0:
+    case DType::IQ4_NL: return {{{16, 1}, {2, 1}}};
+    case DType::Q4_1: return {{{16, 1}, {4, 1}}};
+    case DType::Q5_0: return {{{16, 1}, {4, 1}, {2, 1}}};
+    case DType::Q5_1: return {{{16, 1}, {4, 1}, {4, 1}}};
+    case DType::Q8_0: return {{{16, 1}, {16, 1}, {2, 1}}};
+    case DType::MXFP4: return {{{16, 1}, {1, 1}}};
+    case DType::Q2_K: return {{{8, 1}, {2, 1}, {4, 8}}};
+    case DType::Q3_K: return {{{8, 1}, {4, 1}, {12, 8}, {2, 8}}};
+    case DType::Q4_K: return {{{16, 1}, {16, 8}}};
+    case DType::Q5_K: return {{{16, 1}, {4, 1}, {16, 8}}};
+    case DType::Q6_K: return {{{16, 1}, {8, 1}, {2, 1}, {2, 8}}};
+    case DType::IQ4_XS: return {{{16, 1}, {8, 8}}};
+    case DType::F32:
+    case DType::F16:
+    case DType::BF16: return {};  // rows as they are in the file
+    }
+    return {};
+}
+
+// Throws Error(InvalidArgument) where cols is not whole blocks of the type.
+inline PackedShape packedShape(DType type, int64_t rows, int64_t cols) {
+    const auto roundUp = [](int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; };
+    PackedShape shape;
+    shape.rows = rows;
+    shape.cols = cols;
+    const int64_t fileBytes = rows * static_cast<int64_t>(rowBytes(type, cols));
+    const PlaneSizes sizes = planeSizes(type);
+    int64_t end = info(type).isFloat ? fileBytes : 0;
+    for (int p = 0; p < PackedShape::kPlanes; ++p) {
+        const PlaneSize& size = sizes.plane[p];
+        shape.plane[p] = size.bytes == 0 ? 0 : roundUp(end, 16);
+        if (size.bytes != 0) end = shape.plane[p] + rows * (cols / 32) / size.blocks * size.bytes;
+    }
+    // Whole cache lines, so that a stack of matrices keeps each as aligned as the first.
+    shape.bytes = roundUp(end, 128);
+    return shape;
+}
+
+// Bytes that a packed matrix takes: at most 1 % (or 256 bytes) more than in the file.
+inline size_t packedBytes(DType type, int64_t rows, int64_t cols) {
+    return static_cast<size_t>(packedShape(type, rows, cols).bytes);
+}
+
+}  // namespace sharpi::cuda

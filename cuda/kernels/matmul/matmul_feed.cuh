@@ -1,0 +1,267 @@
+// Fills the shared-memory tiles of the matrix product (see matmul_kernel.cuh): RowFeed copies activations, the weight
+// feeds expand packed weights to the operands' type. A weight passes through registers: fetch() starts its loads, and
+// half a step later, when they have arrived behind the tensor cores' work, store() expands it into the tile that the
+// next step multiplies.
+//
+// The expansion is what the whole kernel's speed hangs on, since each weight is expanded once for every 64 or 128 rows
+// of x. Codes below 128 become floats by one byte permutation: 0x43cc0000 is 128 + cc; one fma turns that into the
+// value, with 128 * scale taken off through the addend (the error, 2^-17 of the scale, is far below the rounding to
+// bf16 that follows), and one conversion packs two. Signed codes take one subtraction more.
+#pragma once
+
+#include "kernels/formats/formats.cuh"
+#include "kernels/matmul/matmul.h"
+#include "kernels/matmul/mma.cuh"
+
+namespace sharpi::cuda {
+
+// The products that make up one: which halves of x and w each multiplies, bit p for pass p. Only the split form has
+// more than one; the products with low halves come first, while the sums are small.
+struct Passes {
+    int count = 1;
+    uint32_t lowX = 0, lowW = 0;
+};
+
+// Everything that a launch is told.
+struct MatmulCall {
+    const uint8_t* w = nullptr;
+    PackedShape shape;
+    size_t expertStride = 0;
+    HalfRows x;
+    ExpertGroups groups;  // begin is null where there is one matrix for all rows
+    bool gather = false;
+    bool aligned = false;  // rows of x, and of float weights, start at multiples of 16 bytes
+    bool add = false;
+    int stages = 2;  // activation tiles in shared memory
+    Passes passes;
+    int64_t rows = 0;
+    const float* bias = nullptr;
+    float* y = nullptr;
+    int64_t stride = 0;  // from a row of y to the next
+    ExpertIndex which;   // of w's matrices
+};
+
+// A step of the pipeline in terms of the matrices: the step along k, and which halves it multiplies.
+struct Step {
+    int k = 0;
+    bool lowX = false, lowW = false;
+};
+template <bool kSplit> __device__ __forceinline__ Step stepAt(const MatmulCall& call, int step, int stepsPerPass) {
+    if (!kSplit) return {step, false, false};
+    const int pass = step / stepsPerPass;
+    return {step - pass * stepsPerPass, (call.passes.lowX >> pass & 1) != 0, (call.passes.lowW >> pass & 1) != 0};
+}
+
+// Eight 16-bit elements at `from`, of which the first `valid` exist; the others are zero.
+__device__ __forceinline__ uint4 loadElements(const uint16_t* from, int valid) {
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+        if (i < valid) words[i / 2] |= static_cast<uint32_t>(from[i]) << (i % 2 * 16);
+    return {words[0], words[1], words[2], words[3]};
+}
+
+// --- activations -------------------------------------------------------------------------------------------------
+
+// Copies steps of kTileT rows of x. Rows past the end of the tile repeat its last one: their products are never stored.
+// kAnyCols: rows may begin anywhere; else call.aligned is known to hold.
+template <int kThreads, int kTileT, bool kAnyCols> class RowFeed {
+    static constexpr int kCopies = kTileT * kRowChunks / kThreads, kRowsApart = kThreads / kRowChunks;
+    static_assert(kRowsApart % 8 == 0, "all chunks of a thread share their place in the exchange");
+
+public:
+    __device__ __forceinline__ RowFeed(const MatmulCall& call, int64_t begin, int64_t end)
+        : _x(call.x), _cols(static_cast<int>(call.shape.cols)), _aligned(!kAnyCols || call.aligned) {
+        const int row = static_cast<int>(threadIdx.x) / kRowChunks;
+        _chunk = static_cast<int>(threadIdx.x) % kRowChunks;
+        _to = tileOffset(row, _chunk);
+        const uint32_t chunks = _aligned ? static_cast<uint32_t>(_cols) / 8 : 1;
+#pragma unroll
+        for (int i = 0; i < kCopies; ++i) {
+            const int64_t t = begin + row + i * kRowsApart;
+            const int64_t pair = t < end ? t : end - 1;
+            _row[i] = static_cast<uint32_t>(call.gather ? call.groups.pairToken[pair] : pair) * chunks;
+        }
+    }
+
+    __device__ __forceinline__ void copy(uint32_t tile, const Step& step) const {
+        const uint16_t* x = step.lowX ? _x.lo : _x.hi;
+        const int k = step.k * kTileDepth + _chunk * 8;
+        if (_aligned) {
+            const bool valid = k < _cols;
+            x += valid ? k : 0;
+#pragma unroll
+            for (int i = 0; i < kCopies; ++i)
+                copyChunk(tile + _to + i * kRowsApart * kTileRowBytes, x + static_cast<uint64_t>(_row[i]) * 8, valid);
+        } else if constexpr (kAnyCols) {
+            const int valid = min(_cols - k, 8);
+            for (int i = 0; i < kCopies; ++i)
+                storeShared(tile + _to + i * kRowsApart * kTileRowBytes,
+                            loadElements(x + static_cast<int64_t>(_row[i]) * _cols + k, valid));
+        }
+    }
+
+private:
+    HalfRows _x;
+    int _cols;
+    bool _aligned;
+    uint32_t _to;
+    int _chunk;
+    uint32_t _row[kCopies];  // in 16-byte chunks from x, or where rows are not aligned its number
+};
+
+// --- weights -----------------------------------------------------------------------------------------------------
+
+// A step of kTileN rows is fetched and stored in kParts parts. Rows past the matrix's last repeat it.
+template <int kThreads, int kTileN> constexpr int kWeightParts = kTileN * 2 / kThreads;
+
+// One word of codes as two packed pairs: scale * code + addend, see the top of the file.
+template <DType T> __device__ __forceinline__ uint2 expandCodes(uint32_t codes, float scale, float addend) {
+    float value[4];
+    if (Format<T>::kSigned) codes ^= 0x80808080u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (Format<T>::kSigned) {
+            const float code =
+                __uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7440 + i)) - (8388608.0f + 128 + Format<T>::kOffset);
+            value[i] = Format<T>::kHasMin ? fmaf(scale, code, addend) : scale * code;
+        } else {
+            value[i] = fmaf(scale, __uint_as_float(__byte_perm(codes, 0x43000000u, 0x7044 + (i << 8))), addend);
+        }
+    }
+    return {packPair(value[0], value[1]), packPair(value[2], value[3])};
+}
+
+// Quantized weights: two neighbouring threads share a row, each expands one of the step's two blocks, so that their
+// loads share memory sectors.
+template <DType T, int kThreads, int kTileN> class QuantizedFeed {
+    using F = Format<T>;
+
+public:
+    __device__ __forceinline__ QuantizedFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow)
+        : _w(w),
+          _shape(call.shape),
+          _blocks(static_cast<int>(call.shape.cols / 32)),
+          _block(static_cast<int>(threadIdx.x) % 2),
+          _row(static_cast<int>(threadIdx.x) / 2),
+          _firstRow(static_cast<int>(firstRow)),
+          _lastRow(static_cast<int>(call.shape.rows) - 1) {}
+
+    __device__ __forceinline__ void fetch(const Step& step, int part, bool) {
+        const int row = min(_firstRow + rowOf(part), _lastRow), block = min(step.k * 2 + _block, _blocks - 1);
+        _raw = F::load(_w, _shape, static_cast<int64_t>(row) * _blocks + block);
+    }
+
+    __device__ __forceinline__ void store(uint32_t tile, const Step& step, int part) const {
+        const int block = step.k * 2 + _block, row = rowOf(part);
+        const uint32_t at = tile + static_cast<uint32_t>(row * kTileRowBytes);
+        const Scales scales = F::scales(_raw, block & 7);
+        uint32_t codes[8];
+        F::codes(_raw, codes);
+        const bool valid = block < _blocks;  // the last step may have but one block
+#pragma unroll
+        for (int chunk = 0; chunk < 4; ++chunk) {
+            const bool second = F::kTwoScales && chunk >= 2;
+            const float sub = static_cast<float>(second ? scales.sub1 : scales.sub0);
+            const float scale = valid ? scales.d * sub : 0.0f;
+            float addend = -(scale * (F::kSigned ? 0.0f : 128.0f + F::kOffset));
+            if (F::kHasMin)
+                addend = valid ? fmaf(scales.m, static_cast<float>(second ? scales.min1 : scales.min0), addend) : 0.0f;
+            const uint2 first = expandCodes<T>(codes[chunk * 2], scale, addend);
+            const uint2 next = expandCodes<T>(codes[chunk * 2 + 1], scale, addend);
+            const uint32_t place = static_cast<uint32_t>((_block * 4 + chunk) ^ (row & 7)) << 4;
+            storeShared(at + place, {first.x, first.y, next.x, next.y});
+        }
+    }
+
+private:
+    __device__ __forceinline__ int rowOf(int part) const { return _row + part * (kThreads / 2); }
+
+    const uint8_t* _w;
+    const PackedShape& _shape;
+    int _blocks, _block, _row, _firstRow, _lastRow;
+    typename F::Raw _raw;
+};
+
+// Float weights, rows as in the file: eight neighbouring threads share a row's step, 8 elements each.
+template <DType T, bool kSplit, int kThreads, int kTileN> class FloatFeed {
+    static constexpr int kElementBytes = T == DType::F32 ? 4 : 2, kWords = 8 * kElementBytes / 16, kChunks = 4;
+
+public:
+    __device__ __forceinline__ FloatFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow)
+        : _w(w),
+          _rows(call.shape.rows),
+          _cols(call.shape.cols),
+          _firstRow(firstRow),
+          _row(static_cast<int>(threadIdx.x) / kRowChunks),
+          _chunk(static_cast<int>(threadIdx.x) % kRowChunks) {}
+
+    __device__ __forceinline__ void fetch(const Step& step, int part, bool aligned) {
+        const int64_t k = static_cast<int64_t>(step.k) * kTileDepth + _chunk * 8;
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+            const int64_t row = min(_firstRow + rowOf(part, i), _rows - 1);
+            const uint8_t* from = _w + (row * _cols + k) * kElementBytes;
+            if (aligned) {
+#pragma unroll
+                for (int word = 0; word < kWords; ++word)
+                    _raw[i][word] = k < _cols ? __ldg(reinterpret_cast<const uint4*>(from) + word) : uint4{0, 0, 0, 0};
+            } else {
+                const int valid = k < _cols ? static_cast<int>(min(_cols - k, int64_t{8})) * (kElementBytes / 2) : 0;
+#pragma unroll
+                for (int word = 0; word < kWords; ++word)
+                    _raw[i][word] = loadElements(reinterpret_cast<const uint16_t*>(from) + word * 8, valid - word * 8);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store(uint32_t tile, const Step& step, int part) const {
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+            uint32_t pair[4];
+#pragma unroll
+            for (int p = 0; p < 4; ++p) {
+                const float2 value = valuesOf(_raw[i], p);
+                pair[p] = packPair(value.x, value.y);
+                if (!kSplit || !step.lowW) continue;
+                const float2 high = unpackPair(pair[p]);
+                pair[p] = packPair(value.x - high.x, value.y - high.y);
+            }
+            storeShared(tile + tileOffset(rowOf(part, i), _chunk), {pair[0], pair[1], pair[2], pair[3]});
+        }
+    }
+
+private:
+    __device__ __forceinline__ int rowOf(int part, int i) const {
+        return _row + (part * kChunks + i) * (kThreads / kRowChunks);
+    }
+
+    // Elements 2 p and 2 p + 1 of a chunk.
+    static __device__ __forceinline__ float2 valuesOf(const uint4 (&raw)[kWords], int p) {
+        if constexpr (T == DType::F32) {
+            const uint4 four = raw[p / 2];
+            return p % 2 ? float2{__uint_as_float(four.z), __uint_as_float(four.w)}
+                         : float2{__uint_as_float(four.x), __uint_as_float(four.y)};
+        } else {
+            const uint32_t word = p == 0 ? raw[0].x : p == 1 ? raw[0].y : p == 2 ? raw[0].z : raw[0].w;
+            if constexpr (T == DType::BF16) return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+            else return {floatOfLowHalf(word), floatOfHighHalf(word)};
+        }
+    }
+
+    const uint8_t* _w;
+    int64_t _rows, _cols, _firstRow;
+    int _row, _chunk;
+    uint4 _raw[kChunks][kWords];
+};
+
+template <DType T> constexpr bool kIsFloat = T == DType::F32 || T == DType::F16 || T == DType::BF16;
+
+template <DType T, bool kSplit, int kThreads, int kTileN, bool kFloat = kIsFloat<T>> struct WeightFeedOf {
+    using Type = FloatFeed<T, kSplit, kThreads, kTileN>;
+};
+template <DType T, bool kSplit, int kThreads, int kTileN> struct WeightFeedOf<T, kSplit, kThreads, kTileN, false> {
+    using Type = QuantizedFeed<T, kThreads, kTileN>;
+};
+
+}  // namespace sharpi::cuda

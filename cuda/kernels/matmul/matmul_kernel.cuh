@@ -1,0 +1,243 @@
+// The matrix product of prefill: y = x w^T on tensor cores, with weights that stay packed in device memory.
+//
+// A thread block makes a tile of y, each of its warps 64 rows of x by 64 rows of w in 128 accumulators a thread: the
+// more a warp makes, the fewer bytes it reads from shared memory for each multiplication. Along k it goes in steps of
+// 64: while the tensor cores work on one step, the copies of the next steps' activations are under way and the threads
+// expand the next step's weights from packed blocks into shared memory (matmul_feed.cuh), a part between every few
+// multiplications. One barrier a step separates writing a tile from reading it. Two blocks and more share a
+// multiprocessor, so one's expansion also fills the other's waits.
+//
+// Every element of y is one thread's sum in one order, whatever the number of rows: nothing is added by atomics,
+// nothing is split along k.
+#pragma once
+
+#include "device/launch.cuh"
+#include "kernels/matmul/matmul_feed.cuh"
+
+namespace sharpi::cuda {
+
+constexpr int kWarpTile = 64;  // rows of x and of w that a warp multiplies
+
+// What a thread block makes: rows [begin, end) of y, at most kTileT, and rows of w from firstRow.
+struct TilePlace {
+    int64_t begin = 0, end = 0, firstRow = 0;
+    const uint8_t* w = nullptr;
+};
+
+// How many blocks share a tile of ExpertGroups.
+template <int kTileT> constexpr int kBlocksPerExpertTile = kExpertTile / kTileT;
+
+template <int kTileT, int kTileN> __device__ __forceinline__ TilePlace placeOf(const MatmulCall& call) {
+    TilePlace place;
+    place.firstRow = static_cast<int64_t>(blockIdx.y) * kTileN;
+    place.w = call.w;
+    if (!call.groups.begin) {
+        place.begin = static_cast<int64_t>(blockIdx.x) * kTileT;
+        place.end = min(place.begin + kTileT, call.rows);
+        return place;
+    }
+    if constexpr (kTileT <= kExpertTile) {
+        constexpr int kShare = kBlocksPerExpertTile<kTileT>;
+        const int tile = static_cast<int>(blockIdx.x) / kShare, part = static_cast<int>(blockIdx.x) % kShare;
+        const int expert = call.groups.tileExpert[tile];
+        if (expert < 0) return place;  // past the end of the tiles
+        const int element = call.which.index ? call.which.index[expert] : expert;
+        if (element < call.which.first || element >= call.which.end) return place;
+        place.begin = call.groups.tileBegin[tile] + part * kTileT;
+        place.end = min(place.begin + kTileT, static_cast<int64_t>(call.groups.begin[expert + 1]));
+        place.w += static_cast<size_t>(element - call.which.first) * call.expertStride;
+    }
+    return place;
+}
+
+// Where the sum of row t and output n lies when a block's sums are gathered in shared memory: groups of eight outputs
+// are exchanged so that the lanes of either kernel, which have sums of several rows, write to different banks.
+template <int kTileN> __device__ __forceinline__ int sumPlace(int t, int n) {
+    return t * kTileN + (n ^ ((t ^ t >> 2) & 3) << 3);
+}
+
+// Four outputs of a row to y, and what is to be added to them from y and the bias.
+__device__ __forceinline__ float4 addends(const MatmulCall& call, const float* y, int64_t n, int valid, bool whole) {
+    float4 sum = {};
+    const auto add = [&](const float* from) {
+        if (whole) {
+            const float4 term = *reinterpret_cast<const float4*>(from);
+            sum.x += term.x, sum.y += term.y, sum.z += term.z, sum.w += term.w;
+        } else {
+            if (valid > 0) sum.x += from[0];
+            if (valid > 1) sum.y += from[1];
+            if (valid > 2) sum.z += from[2];
+            if (valid > 3) sum.w += from[3];
+        }
+    };
+    if (call.bias) add(call.bias + n);
+    if (call.add) add(y);
+    return sum;
+}
+
+// The block's sums from shared memory to y, a warp a row, or half of one. `tile` is complete after a barrier.
+template <int kThreads, int kTileN>
+__device__ __forceinline__ void storeTile(const MatmulCall& call, const TilePlace& place, const float* tile) {
+    static_assert(kTileN == 128 || kTileN == 64, "a lane has four outputs");
+    constexpr int kLanes = kTileN / 4, kAbreast = kThreads / kLanes,
+                  kBatch = 4;  // rows whose old values are on their way at once
+    const int column = static_cast<int>(threadIdx.x) % kLanes * 4, rows = static_cast<int>(place.end - place.begin);
+    const int64_t stride = call.stride, n = place.firstRow + column;
+    const int valid = static_cast<int>(max(min(call.shape.rows - n, int64_t{4}), int64_t{0}));
+    const bool aligned = call.shape.rows % 4 == 0 && stride % 4 == 0 && reinterpret_cast<uintptr_t>(call.y) % 16 == 0 &&
+                         reinterpret_cast<uintptr_t>(call.bias) % 16 == 0;
+    if (valid == 0) return;
+    for (int first = static_cast<int>(threadIdx.x) / kLanes; first < rows; first += kAbreast * kBatch) {
+        float* y = call.y + (place.begin + first) * stride + n;
+        float4 value[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+            value[i] =
+                first + i * kAbreast < rows ? addends(call, y + i * kAbreast * stride, n, valid, aligned) : float4{};
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = first + i * kAbreast;
+            if (row >= rows) break;
+            const float4 sum = *reinterpret_cast<const float4*>(tile + sumPlace<kTileN>(row, column));
+            const float4 result = {sum.x + value[i].x, sum.y + value[i].y, sum.z + value[i].z, sum.w + value[i].w};
+            float* to = y + i * kAbreast * stride;
+            if (aligned) {
+                *reinterpret_cast<float4*>(to) = result;
+            } else {
+                to[0] = result.x;
+                if (valid > 1) to[1] = result.y;
+                if (valid > 2) to[2] = result.z;
+                if (valid > 3) to[3] = result.w;
+            }
+        }
+    }
+}
+
+// A warp's share of one step: kWarpTile x kWarpTile x 16 at a time.
+class WarpProduct {
+public:
+    // rowT, rowN: the warp's first rows in the block's tiles.
+    __device__ __forceinline__ WarpProduct(int rowT, int rowN) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        // Matrices of x: rows 0-7 and 8-15 of the first 8 of k, then of the next 8. Of w: the first 8 and next 8 of k
+        // of rows 0-7, then of rows 8-15: the order in which the instruction takes its operands' registers.
+        _x = tileOffset(rowT + lane % 16, lane / 16);
+        _w = tileOffset(rowN + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    }
+
+    // k: which 16 of the step's 64.
+    __device__ __forceinline__ void multiply(uint32_t tileX, uint32_t tileW, int k) {
+        uint32_t x[kWarpTile / 16][4], w[kWarpTile / 16][4];
+        // Two chunks further along k is the second-lowest bit of the exchanged chunk number and up.
+        const uint32_t atX = tileX + (_x ^ static_cast<uint32_t>(k) << 5),
+                       atW = tileW + (_w ^ static_cast<uint32_t>(k) << 5);
+#pragma unroll
+        for (int i = 0; i < kWarpTile / 16; ++i) loadMatrices(x[i], atX + i * 16 * kTileRowBytes);
+#pragma unroll
+        for (int i = 0; i < kWarpTile / 16; ++i) loadMatrices(w[i], atW + i * 16 * kTileRowBytes);
+#pragma unroll
+        for (int i = 0; i < kWarpTile / 16; ++i)
+#pragma unroll
+            for (int j = 0; j < kWarpTile / 8; ++j)
+                multiplyAdd(_sum[i][j], x[i], w[j / 2][j % 2 * 2], w[j / 2][j % 2 * 2 + 1]);
+    }
+
+    // rowT, rowN: as in the constructor.
+    template <int kTileN> __device__ __forceinline__ void store(float* tile, int rowT, int rowN) const {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+        for (int i = 0; i < kWarpTile / 8; ++i)
+#pragma unroll
+            for (int j = 0; j < kWarpTile / 8; ++j)
+                *reinterpret_cast<float2*>(tile +
+                                           sumPlace<kTileN>(rowT + lane / 4 + i * 8, rowN + lane % 4 * 2 + j * 8)) = {
+                    _sum[i / 2][j][i % 2 * 2], _sum[i / 2][j][i % 2 * 2 + 1]};
+    }
+
+private:
+    uint32_t _x, _w;
+    float _sum[kWarpTile / 16][kWarpTile / 8][4] = {};
+};
+
+// The block's tiles in shared memory: `stages` of x, then two of w.
+template <int kTileT, int kTileN> struct SharedTiles {
+    static constexpr uint32_t kBytesX = kTileT * kTileRowBytes, kBytesW = kTileN * kTileRowBytes;
+    static constexpr size_t bytes(int stages) { return static_cast<size_t>(stages) * kBytesX + 2 * kBytesW; }
+    static_assert(kTileT * kTileN * sizeof(float) <= 2 * kBytesX + 2 * kBytesW, "the sums fit where the tiles were");
+
+    uint32_t base;
+    int stages;
+    __device__ __forceinline__ uint32_t x(int stage) const { return base + stage * kBytesX; }
+    __device__ __forceinline__ uint32_t w(int step) const { return base + stages * kBytesX + (step & 1) * kBytesW; }
+};
+
+template <int kWarpsT, int kWarpsN> struct TileLayout {
+    static constexpr int kThreads = kWarpsT * kWarpsN * 32;
+    static constexpr int kTileT = kWarpsT * kWarpTile, kTileN = kWarpsN * kWarpTile;
+    using Shared = SharedTiles<kTileT, kTileN>;
+};
+
+template <DType T, bool kSplit, int kWarpsT, int kWarpsN>
+__global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN))
+    matmulKernel(const __grid_constant__ MatmulCall call) {
+    using Layout = TileLayout<kWarpsT, kWarpsN>;
+    constexpr int kThreads = Layout::kThreads, kParts = kWeightParts<kThreads, Layout::kTileN>,
+                  kInner = kTileDepth / 16;
+    extern __shared__ __align__(1024) uint8_t shared[];
+    allowNext();
+    if (call.groups.begin) waitForPrevious();  // the tiles' arrays are another kernel's work
+    const TilePlace place = placeOf<Layout::kTileT, Layout::kTileN>(call);
+    if (place.begin >= place.end) return;
+
+    const typename Layout::Shared tiles{sharedAddress(shared), call.stages};
+    const int stepsPerPass = static_cast<int>((call.shape.cols + kTileDepth - 1) / kTileDepth),
+              steps = stepsPerPass * call.passes.count;
+    const auto at = [&](int step) { return stepAt<kSplit>(call, step, stepsPerPass); };
+
+    typename WeightFeedOf<T, kSplit, kThreads, Layout::kTileN>::Type weights(call, place.w, place.firstRow);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+        weights.fetch(at(0), part, call.aligned);
+        weights.store(tiles.w(0), at(0), part);
+    }
+    if (steps > 1) weights.fetch(at(1), 0, call.aligned);
+
+    waitForPrevious();
+    const RowFeed<kThreads, Layout::kTileT, kIsFloat<T>> rows(call, place.begin, place.end);
+    for (int step = 0; step < call.stages - 1; ++step) {
+        if (step < steps) rows.copy(tiles.x(step), at(step));
+        closeCopies();
+    }
+
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int rowT = warp % kWarpsT * kWarpTile, rowN = warp / kWarpsT * kWarpTile;
+    WarpProduct product(rowT, rowN);
+    int stage = 0, filled = call.stages - 1;  // the tile of x to multiply, and the next to fill
+    for (int step = 0; step < steps; ++step) {
+        if (call.stages > 2) waitForCopies<1>();
+        else waitForCopies<0>();
+        __syncthreads();  // this step's tiles are complete, and everyone is done with the last step's
+        if (step + call.stages - 1 < steps) rows.copy(tiles.x(filled), at(step + call.stages - 1));
+        closeCopies();
+#pragma unroll
+        for (int k = 0; k < kInner; ++k) {
+            constexpr int kEvery = kInner / kParts;
+            const int part = k / kEvery;
+            if (k % kEvery == 0 && step + 1 < steps) {
+                weights.store(tiles.w(step + 1), at(step + 1), part);
+                if (part + 1 < kParts) weights.fetch(at(step + 1), part + 1, call.aligned);
+                else if (step + 2 < steps) weights.fetch(at(step + 2), 0, call.aligned);
+            }
+            product.multiply(tiles.x(stage), tiles.w(step), k);
+        }
+        stage = stage + 1 == call.stages ? 0 : stage + 1;
+        filled = filled + 1 == call.stages ? 0 : filled + 1;
+    }
+    __syncthreads();  // the tiles give their room to the sums
+    float* sums = reinterpret_cast<float*>(shared);
+    product.template store<Layout::kTileN>(sums, rowT, rowN);
+    __syncthreads();
+    storeTile<kThreads, Layout::kTileN>(call, place, sums);
+}
+
+}  // namespace sharpi::cuda

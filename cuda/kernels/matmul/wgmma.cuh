@@ -1,0 +1,104 @@
+// Hopper's warpgroup products: 64 rows of one operand by up to 256 of the other, both read from shared memory by the
+// tensor cores themselves while the threads do something else. In tiles as mma.cuh lays them out, which is the layout
+// that the hardware calls 128-byte swizzled.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/matmul/mma.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define SHARPI_WGMMA 1
+#endif
+
+namespace sharpi::cuda {
+
+// How the hardware finds the rows of a tile at `address` (the first of a group of 8 rows, plus 32 bytes for each 16
+// elements along k): groups of 8 rows follow each other, 128-byte swizzled.
+__device__ __forceinline__ uint64_t tileDescriptor(uint32_t address) {
+    constexpr uint64_t kSwizzled = uint64_t{1} << 62, kGroupBytes = uint64_t{8 * kTileRowBytes / 16} << 32,
+                       kUnused = uint64_t{1} << 16;
+    return kSwizzled | kGroupBytes | kUnused | (address >> 4 & 0x3fff);
+}
+
+#ifdef SHARPI_WGMMA
+
+// What this thread wrote to shared memory becomes visible to the tensor cores, after the next barrier.
+__device__ __forceinline__ void publishToTensorCores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void beginProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void closeProducts() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most `Pending` groups of products are under way.
+template <int Pending> __device__ __forceinline__ void waitForProducts() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// sum += a b for 16 elements along k: a has 64 rows, b kN. A warp has 16 rows of a: lane l rows l / 4 and l / 4 + 8, of
+// each 8 rows j of b those at 2 (l mod 4) and the next: sum[4 j + 2 (second row of a) + (second row of b)].
+template <int kN> struct WarpgroupProduct;
+
+#define SHARPI_F8(c, i)                                                                                         \
+    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), \
+        "+f"(c[i + 7])
+#define SHARPI_F32(c, i) SHARPI_F8(c, i), SHARPI_F8(c, i + 8), SHARPI_F8(c, i + 16), SHARPI_F8(c, i + 24)
+
+template <> struct WarpgroupProduct<16> {
+    static __device__ __forceinline__ void add(float (&sum)[8], uint64_t a, uint64_t b) {
+        asm volatile(
+            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, yes, 1, 1, 0, 0; }"
+            : SHARPI_F8(sum, 0)
+            : "l"(a), "l"(b));
+    }
+};
+
+template <> struct WarpgroupProduct<64> {
+    static __device__ __forceinline__ void add(float (&sum)[32], uint64_t a, uint64_t b) {
+        asm volatile(
+            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+            "}, %32, %33, yes, 1, 1, 0, 0; }"
+            : SHARPI_F32(sum, 0)
+            : "l"(a), "l"(b));
+    }
+};
+
+template <> struct WarpgroupProduct<128> {
+    static __device__ __forceinline__ void add(float (&sum)[64], uint64_t a, uint64_t b) {
+        asm volatile(
+            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+            "}, %64, %65, yes, 1, 1, 0, 0; }"
+            : SHARPI_F32(sum, 0), SHARPI_F32(sum, 32)
+            : "l"(a), "l"(b));
+    }
+};
+
+template <> struct WarpgroupProduct<256> {
+    static __device__ __forceinline__ void add(float (&sum)[128], uint64_t a, uint64_t b) {
+        asm volatile(
+            "{ .reg .pred yes; setp.ne.b32 yes, 1, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+            "}, %128, %129, yes, 1, 1, 0, 0; }"
+            : SHARPI_F32(sum, 0), SHARPI_F32(sum, 32), SHARPI_F32(sum, 64), SHARPI_F32(sum, 96)
+            : "l"(a), "l"(b));
+    }
+};
+
+#undef SHARPI_F32
+#undef SHARPI_F8
+
+#endif
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,84 @@
+// Products of quantized weights with few rows: most of what a token costs. How they are computed is in
+// matvec_kernel.cuh and matvec_product.cuh; float weights are compiled in matvec_float.cu.
+//
+// Matrices of one type that read the same activations share a launch, since at batch 1 a launch's beginning and end
+// are a large part of it.
+#include "kernels/matvec/matvec_product.cuh"
+
+namespace sharpi::cuda {
+
+// 0 stands for rows of the outputs alone.
+static int32_t outputStride(const Matrix& w, int64_t stride) {
+    if (stride == 0) return static_cast<int32_t>(w.rows);
+    if (stride < w.rows || stride > int64_t{1} << 30)
+        throw Error(ErrorKind::Internal,
+                    "matvec: " + std::to_string(w.rows) + " outputs in rows of " + std::to_string(stride));
+    return static_cast<int32_t>(stride);
+}
+
+static Product productOf(const Matrix& w, const float* bias, float* y, int64_t stride) {
+    checkShape(w);
+    Product product;
+    product.data = w.data;
+    product.shape = packedShape(w.type, w.rows, w.cols);
+    product.bias = bias;
+    product.y = y;
+    product.rows = static_cast<int32_t>(w.rows);
+    product.stride = outputStride(w, stride);
+    return product;
+}
+
+static Products productsOf(const MatvecInput& x, int rows, int64_t cols) {
+    Products p;
+    p.x = x;
+    p.rows = rows;
+    p.cols = static_cast<int32_t>(cols);
+    return p;
+}
+
+static void launchProductsOf(Stream& stream, DType type, const Products& p, int64_t pairs) {
+    if (p.count == 0) return;
+    withType(type, [&](auto tag) { launchProducts<decltype(tag)::kType>(stream, p, pairs); });
+}
+
+void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<MatvecOutput>& outputs) {
+    if (rows == 0) return;
+    std::vector<bool> done(outputs.size());
+    for (size_t first = 0; first < outputs.size(); ++first) {
+        if (done[first]) continue;
+        const Matrix& leader = outputs[first].w;
+        Products p = productsOf(x, rows, leader.cols);
+        for (size_t i = first; i < outputs.size() && p.count < kMaxProducts; ++i) {
+            if (done[i] || outputs[i].w.type != leader.type) continue;
+            if (outputs[i].w.cols != leader.cols)
+                throw Error(ErrorKind::Internal, "matvec: outputs with different columns");
+            done[i] = true;
+            if (outputs[i].w.rows > 0)
+                p.product[p.count++] = productOf(outputs[i].w, outputs[i].bias, outputs[i].y, outputs[i].stride);
+        }
+        launchProductsOf(stream, leader.type, p, 1);
+    }
+}
+
+void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, const float* bias, float* residual,
+               int64_t stride) {
+    if (rows == 0 || w.rows == 0) return;
+    Products p = productsOf(x, rows, w.cols);
+    p.product[p.count++] = productOf(w, bias, residual, stride);
+    p.add = true;
+    launchProductsOf(stream, w.type, p, 1);
+}
+
+void expertMatvec(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& w, const int32_t* chosen,
+                  int32_t used, bool rowPerPair, float* y) {
+    if (rows == 0 || used == 0 || w.first.rows == 0) return;
+    Products p = productsOf(x, 1, w.first.cols);
+    p.product[p.count++] = productOf(w.first, nullptr, y, 0);
+    p.chosen = chosen;
+    p.stride = static_cast<int64_t>(w.stride);
+    p.used = used;
+    p.rowPerPair = rowPerPair;
+    launchProductsOf(stream, w.first.type, p, static_cast<int64_t>(rows) * used);
+}
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,29 @@
+// The second half of a layer of experts: down, weighted and summed into the residual in one launch
+// (matvec_experts.cuh).
+#include "kernels/matvec/matvec_experts.cuh"
+
+namespace sharpi::cuda {
+
+void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& down, const int32_t* chosen,
+                   const float* weight, int32_t used, float* residual, const SharedAnswer& shared) {
+    const Matrix& first = down.first;
+    if (rows == 0 || first.rows == 0) return;
+    if (used < 1 || used > 1024)
+        throw Error(ErrorKind::Internal, "expertDownAdd: " + std::to_string(used) + " experts a token");
+    checkShape(first);
+    DownProduct p;
+    p.data = first.data;
+    p.shape = packedShape(first.type, first.rows, first.cols);
+    p.stride = static_cast<int64_t>(down.stride);
+    p.rows = static_cast<int32_t>(first.rows);
+    p.cols = static_cast<int32_t>(first.cols);
+    p.x = x;
+    p.chosen = chosen;
+    p.weight = weight;
+    p.used = used;
+    p.residual = residual;
+    p.shared = shared;
+    withType(first.type, [&](auto tag) { launchDown<decltype(tag)::kType>(stream, p, rows); });
+}
+
+}  // namespace sharpi::cuda

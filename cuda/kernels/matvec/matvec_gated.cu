@@ -1,0 +1,65 @@
+// The gated first half of a feed-forward layer, dense or an expert's: gate and up, SiLU, their product and its
+// quantization in one launch (matvec_gated.cuh).
+#include "kernels/matvec/matvec_gated.cuh"
+
+namespace sharpi::cuda {
+
+static GatedProduct gatedOf(const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up,
+                            const RowOutputs& out) {
+    if (gate.type != up.type || gate.rows != up.rows || gate.cols != up.cols)
+        throw Error(ErrorKind::Internal, "matvecGated: gate and up differ in type or shape");
+    checkShape(gate);
+    if (out.quantized.q && gate.rows % kContractBlock != 0)
+        throw Error(ErrorKind::Internal,
+                    "matvecGated: " + std::to_string(gate.rows) + " values cannot be quantized in blocks of 32");
+    GatedProduct p;
+    p.gate = gate.data;
+    p.up = up.data;
+    p.shape = packedShape(gate.type, gate.rows, gate.cols);
+    p.hidden = p.width = static_cast<int32_t>(gate.rows);
+    p.cols = static_cast<int32_t>(gate.cols);
+    p.x = x;
+    p.rows = rows;
+    p.out = out;
+    return p;
+}
+
+// The same outputs from column `begin` on, so that the kernel need not know of it.
+static RowOutputs columnsFrom(const RowOutputs& out, int64_t begin) {
+    RowOutputs shifted = out;
+    const int64_t block = begin / kContractBlock;
+    if (out.floats) shifted.floats += begin;
+    if (out.quantized.q) {
+        shifted.quantized.q += block * (kContractBlock / 2);
+        shifted.quantized.scale += block;
+        shifted.quantized.sums += block;
+    }
+    return shifted;
+}
+
+void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up,
+                 const RowOutputs& out, int64_t begin, int64_t hidden) {
+    if (rows == 0 || gate.rows == 0) return;
+    const int64_t width = hidden == 0 ? gate.rows : hidden;
+    if (begin < 0 || begin % kContractBlock != 0 || width - begin < gate.rows || width > int64_t{1} << 30 ||
+        (out.quantized.q && width % kContractBlock != 0))
+        throw Error(ErrorKind::Internal, "matvecGated: " + std::to_string(gate.rows) + " values from " +
+                                             std::to_string(begin) + " on in rows of " + std::to_string(width));
+    GatedProduct p = gatedOf(x, rows, gate, up, columnsFrom(out, begin));
+    p.width = static_cast<int32_t>(width);
+    withType(gate.type, [&](auto tag) { launchGated<decltype(tag)::kType>(stream, p, 1); });
+}
+
+void expertGated(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& gate, const ExpertStack& up,
+                 const int32_t* chosen, int32_t used, const RowOutputs& out) {
+    if (rows == 0 || used == 0 || gate.first.rows == 0) return;
+    GatedProduct p = gatedOf(x, 1, gate.first, up.first, out);
+    p.chosen = chosen;
+    p.gateStride = static_cast<int64_t>(gate.stride);
+    p.upStride = static_cast<int64_t>(up.stride);
+    p.used = used;
+    withType(gate.first.type,
+             [&](auto tag) { launchGated<decltype(tag)::kType>(stream, p, static_cast<int64_t>(rows) * used); });
+}
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,97 @@
+// Products as core/contract.h words them, from the file's own layout: what the fast kernels are tested against.
+//
+// A warp computes one product, each lane one of the contract's 32 accumulators: lane b mod 32 takes block b, element by
+// element. Nothing is shared with the fast kernels but the meaning of a file's blocks (file_formats.cuh).
+#include "core/contract.h"
+#include "device/launch.cuh"
+#include "kernels/formats/file_formats.cuh"
+#include "kernels/matvec/matvec.h"
+
+namespace sharpi::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+
+// Section 4: the tree over the accumulators, then the bias.
+__device__ void finish(float acc, const float* bias, int64_t row, float* y) {
+#pragma unroll
+    for (int width = kContractAccumulators / 2; width >= 1; width /= 2)
+        acc = __fadd_rn(acc, __shfl_down_sync(0xffffffffu, acc, width));
+    if (threadIdx.x == 0) *y = bias ? __fadd_rn(acc, bias[row]) : acc;
+}
+
+// Block (32, kWarps): warp = row of w; grid.y = row of x.
+template <DType T>
+__global__ void quantizedKernel(const uint8_t* w, int64_t rows, int64_t cols, QuantizedRows x, const float* bias,
+                                float* y) {
+    using File = FileFormat<T>;
+    allowNext();
+    waitForPrevious();
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y, t = blockIdx.y,
+                  blocks = cols / kContractBlock;
+    if (row >= rows) return;
+    const uint8_t* weights = w + row * (blocks / File::kBlocks) * static_cast<int64_t>(sizeof(typename File::Block));
+    float acc = 0.0f;
+    for (int64_t b = threadIdx.x; b < blocks; b += kContractAccumulators) {
+        const auto& block = fileBlock<T>(weights, b);
+        const int j = static_cast<int>(b % File::kBlocks);
+        const Scales s = File::scales(block, j);
+        int dot = 0;
+        for (int i = 0; i < kContractBlock; ++i) {
+            const int8_t q = x.q[((t * 2 + i / 16) * blocks + b) * 16 + i % 16];
+            dot += (i < 16 ? s.sub0 : s.sub1) * quantOf<T>(File::code(block, j, i)) * q;
+        }
+        const float scale = x.scale[t * blocks + b];
+        acc = fmaf(__fmul_rn(s.d, scale), static_cast<float>(dot), acc);
+        if constexpr (Format<T>::kHasMin) {
+            const int32_t sums = x.sums[t * blocks + b];
+            const int minimum =
+                s.min0 * static_cast<int16_t>(sums & 0xffff) + s.min1 * static_cast<int16_t>(sums >> 16);
+            acc = fmaf(__fmul_rn(s.m, scale), static_cast<float>(minimum), acc);
+        }
+    }
+    finish(acc, bias, row, y + t * rows + row);
+}
+
+template <DType T> __device__ float floatWeight(const uint8_t* w, int64_t i) {
+    if constexpr (T == DType::F32) {
+        return reinterpret_cast<const float*>(w)[i];
+    } else {
+        const uint16_t stored = reinterpret_cast<const uint16_t*>(w)[i];
+        return T == DType::F16 ? floatOfLowHalf(stored) : __uint_as_float(static_cast<uint32_t>(stored) << 16);
+    }
+}
+
+template <DType T>
+__global__ void floatKernel(const uint8_t* w, int64_t rows, int64_t cols, const float* x, const float* bias, float* y) {
+    allowNext();
+    waitForPrevious();
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.y, t = blockIdx.y;
+    if (row >= rows) return;
+    float acc = 0.0f;
+    for (int64_t i = threadIdx.x; i < cols; i += kContractAccumulators)
+        acc = fmaf(floatWeight<T>(w, row * cols + i), x[t * cols + i], acc);
+    finish(acc, bias, row, y + t * rows + row);
+}
+
+}  // namespace
+
+void matvecReference(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, const float* bias, float* y) {
+    const dim3 grid(static_cast<unsigned>((w.rows + kWarps - 1) / kWarps), static_cast<unsigned>(rows)),
+        block(32, kWarps);
+    const auto floats = [&](auto kernel) {
+        launch(stream, kernel, grid, block, 0, w.data, w.rows, w.cols, x.floats, bias, y);
+    };
+    switch (w.type) {
+    case DType::F32: return floats(floatKernel<DType::F32>);
+    case DType::F16: return floats(floatKernel<DType::F16>);
+    case DType::BF16: return floats(floatKernel<DType::BF16>);
+    default:
+        withFormat(w.type, [&](auto tag) {
+            launch(stream, quantizedKernel<decltype(tag)::kType>, grid, block, 0, w.data, w.rows, w.cols, x.quantized,
+                   bias, y);
+        });
+    }
+}
+
+}  // namespace sharpi::cuda

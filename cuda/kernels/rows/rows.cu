@@ -1,0 +1,308 @@
+// RMS norm, SiLU and the changes of form between kernels: small work on rows of activations, bit for bit the CPU's
+// (cpu/kernels/float_ops.cpp and quantize.cpp).
+//
+// These kernels sit between the large products and cost latency, not bandwidth, at decode. The norm's sum of squares
+// has an order that is fixed for every processor (32 accumulators, one a lane, then the tree), so its chain of fmas,
+// cols / 32 long, is serial. All else is kept short around it. The norm writes every form that its readers want: the
+// int8 blocks and the halves cost no launch of their own. Its weights are fetched while the kernel before still runs.
+//
+// Few rows: a row is spread over blocks of 128 threads, as one multiprocessor would spend longer on issuing the work on
+// thousands of elements than on the chain. Each block forms the whole sum: one warp reads the row's beginning straight
+// into registers and adds it up while the other three fetch the rest into shared memory. A thread then has one quad,
+// fetched meanwhile. Many rows: a block takes a row, which is fetched into shared memory once, and one warp forms the
+// sum from there; several blocks are on a multiprocessor, so that one's sum hides behind another's traffic.
+#include "kernels/rows/rows.h"
+
+#include <algorithm>
+
+#include "kernels/rows/device_rows.cuh"
+
+namespace sharpi::cuda {
+
+namespace {
+
+constexpr int kSegment = 8192;  // elements of a row that are staged at once
+constexpr int kHeld = 2;        // quads of the norm's weights that a thread fetches ahead
+constexpr int kFewRows = 32;    // up to here a block may have the multiprocessor to itself
+constexpr int kSpreadRows = 8;  // up to here a row is spread over blocks of
+constexpr int kSpreadThreads = 128;
+constexpr int kFetched = 32;  // elements that a lane of theirs fetches at once: a group of the row
+constexpr int kGroup = kFetched * kContractAccumulators;
+constexpr int kElementThreads = 256;
+constexpr int kDotRows = 8;  // of a block
+
+// Continues the lane's accumulator over `count` staged elements that begin at a multiple of 32 of the row. The next
+// values are on their way while the fmas, each of which waits for the one before, work through the last.
+__device__ __forceinline__ float addSquares(const float* staged, int count, float accumulator) {
+    constexpr int kDeep = 8;
+    constexpr int kStep = kDeep * kContractAccumulators;
+    const int lane = threadIdx.x & 31;
+    const int groups = count / kStep;
+    float ahead[kDeep];
+    if (groups > 0) {
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) ahead[i] = staged[i * kContractAccumulators + lane];
+    }
+    for (int group = 0; group < groups; ++group) {
+        const float* following = staged + min(group + 1, groups - 1) * kStep + lane;
+        float now[kDeep];
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) {
+            now[i] = ahead[i];
+            ahead[i] = following[i * kContractAccumulators];
+        }
+#pragma unroll
+        for (int i = 0; i < kDeep; ++i) accumulator = fmaf(now[i], now[i], accumulator);
+    }
+    for (int i = groups * kStep + lane; i < count; i += kContractAccumulators) {
+        accumulator = fmaf(staged[i], staged[i], accumulator);
+    }
+    return accumulator;
+}
+
+// Fetches `count` elements to shared memory, kDeep quads of a thread before it waits for the first.
+template <int kDeep>
+__device__ __forceinline__ void stage(float4* staged, const float* from, int count, bool whole, int thread,
+                                      int threads) {
+    const int quads = (count + 3) / 4;
+    for (int first = thread; first < quads; first += kDeep * threads) {
+        float4 fetched[kDeep];
+#pragma unroll
+        for (int j = 0; j < kDeep; ++j) {
+            const int q = first + j * threads;
+            if (q < quads) fetched[j] = loadQuad(from + q * 4, whole, count - q * 4);
+        }
+#pragma unroll
+        for (int j = 0; j < kDeep; ++j) {
+            const int q = first + j * threads;
+            if (q < quads) staged[q] = fetched[j];
+        }
+    }
+}
+
+// Group `begin` of a row, to a lane's registers. What is past the row's end reads as 0, which changes no sum of
+// squares.
+__device__ __forceinline__ void fetchGroup(float (&to)[kFetched], const float* row, int64_t begin, int64_t cols) {
+    const float* from = row + begin + (threadIdx.x & 31);
+    if (begin + kGroup <= cols) {
+#pragma unroll
+        for (int i = 0; i < kFetched; ++i) to[i] = from[i * kContractAccumulators];
+    } else {
+        const int64_t left = row + cols - from;
+#pragma unroll
+        for (int i = 0; i < kFetched; ++i)
+            to[i] = i * kContractAccumulators < left ? from[i * kContractAccumulators] : 0.0f;
+    }
+}
+
+__device__ __forceinline__ float addGroup(const float (&values)[kFetched], float accumulator) {
+#pragma unroll
+    for (int i = 0; i < kFetched; ++i) accumulator = fmaf(values[i], values[i], accumulator);
+    return accumulator;
+}
+
+// A lane's accumulator over the first two groups of a row in global memory.
+__device__ __forceinline__ float squaresOfGroups(const float* row, int64_t cols) {
+    float first[kFetched], second[kFetched];
+    const bool two = cols > kGroup;
+    fetchGroup(first, row, 0, cols);
+    if (two) fetchGroup(second, row, kGroup, cols);
+    const float accumulator = addGroup(first, 0.0f);
+    return two ? addGroup(second, accumulator) : accumulator;
+}
+
+// What a row of `width` elements is multiplied by; each lane of the warp whose accumulators these are gets it.
+__device__ __forceinline__ float inverseNorm(float accumulator, float eps, float width) {
+    const float mean = __fdiv_rn(contractTree(accumulator), width);
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
+}
+
+// The quad at `column` in every form; the whole warp calls it.
+__device__ __forceinline__ void storeNormed(const RowOutputs& out, int64_t row, int64_t cols, int64_t column,
+                                            bool whole, bool valid, float4 x, float inverse, float4 w) {
+    const float4 y = make_float4(__fmul_rn(__fmul_rn(x.x, inverse), w.x), __fmul_rn(__fmul_rn(x.y, inverse), w.y),
+                                 __fmul_rn(__fmul_rn(x.z, inverse), w.z), __fmul_rn(__fmul_rn(x.w, inverse), w.w));
+    if (out.floats && valid) storeQuad(out.floats + row * cols + column, y, whole, cols - column);
+    storeForms(out, row, cols, column, y, valid);
+}
+
+// Row blockIdx.x, quads blockIdx.y * kSpreadThreads and on. Other blocks may still read the row while this one writes.
+__global__ void __launch_bounds__(kSpreadThreads)
+    spreadNormKernel(const float* x, const int32_t* rowIndex, const float* weights, float eps, int64_t cols,
+                     float width, bool whole, RowOutputs out, int32_t weightRows) {
+    extern __shared__ float4 stagedQuads[];
+    __shared__ float sharedInverse;
+    allowNext();
+    const int64_t row = blockIdx.x;
+    const int64_t column = (int64_t{blockIdx.y} * kSpreadThreads + threadIdx.x) * 4, left = cols - column;
+    const bool valid = left > 0;
+    float4 w = make_float4(0.0f, 0.0f, 0.0f, 0.0f), y = w;
+    if (valid) w = loadQuad(weights + int64_t{blockIdx.x % weightRows} * cols + column, whole, left);
+    waitForPrevious();
+    const float* in = x + (rowIndex ? int64_t{rowIndex[row]} : row) * cols;
+    if (valid) y = loadQuad(in + column, whole, left);
+    const int thread = static_cast<int>(threadIdx.x) - 32;  // of those that stage; negative in the warp that adds
+    float accumulator = thread < 0 ? squaresOfGroups(in, cols) : 0.0f;
+    for (int64_t begin = 2 * kGroup; begin < cols; begin += kSegment) {
+        const int count = static_cast<int>(min(int64_t{kSegment}, cols - begin));
+        if (begin > 2 * kGroup) __syncthreads();
+        if (thread >= 0) stage<8>(stagedQuads, in + begin, count, whole, thread, kSpreadThreads - 32);
+        __syncthreads();
+        if (thread < 0) accumulator = addSquares(reinterpret_cast<const float*>(stagedQuads), count, accumulator);
+    }
+    if (thread < 0) {
+        const float inverse = inverseNorm(accumulator, eps, width);
+        if (threadIdx.x == 0) sharedInverse = inverse;
+    }
+    __syncthreads();
+    storeNormed(out, row, cols, column, whole, valid, y, sharedInverse, w);
+}
+
+// whole: cols is a multiple of 4 and all float pointers are 16-byte aligned. width: cols.
+__global__ void __launch_bounds__(512, 2)
+    rmsNormKernel(const float* x, const int32_t* rowIndex, const float* weights, float eps, int64_t cols, float width,
+                  bool whole, RowOutputs out, int32_t weightRows) {
+    extern __shared__ float4 stagedQuads[];
+    __shared__ float sharedInverse;
+    allowNext();
+    float* staged = reinterpret_cast<float*>(stagedQuads);
+    const int64_t quads = (cols + 3) / 4;
+    const float* weight = weights + int64_t{blockIdx.x % weightRows} * cols;
+    float4 held[kHeld];
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+        const int64_t q = threadIdx.x + int64_t{j} * blockDim.x;
+        held[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (q < quads) held[j] = loadQuad(weight + q * 4, whole, cols - q * 4);
+    }
+    waitForPrevious();
+
+    const int64_t row = blockIdx.x;
+    const float* in = x + (rowIndex ? int64_t{rowIndex[row]} : row) * cols;
+    float accumulator = 0.0f;
+    for (int64_t begin = 0; begin < cols; begin += kSegment) {
+        const int count = static_cast<int>(min(int64_t{kSegment}, cols - begin));
+        if (begin > 0) __syncthreads();
+        stage<4>(stagedQuads, in + begin, count, whole, threadIdx.x, blockDim.x);
+        __syncthreads();
+        if (threadIdx.x < 32) accumulator = addSquares(staged, count, accumulator);
+    }
+    if (threadIdx.x < 32) {
+        const float inverse = inverseNorm(accumulator, eps, width);
+        if (threadIdx.x == 0) sharedInverse = inverse;
+    }
+    __syncthreads();
+
+    const float inverse = sharedInverse;
+    const bool isStaged = cols <= kSegment;
+    const auto finish = [&](int64_t q, float4 w) {
+        const bool valid = q < quads;
+        const int64_t column = q * 4, left = cols - column;
+        float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (valid) y = isStaged ? stagedQuads[q] : loadQuad(in + column, whole, left);
+        storeNormed(out, row, cols, column, whole, valid, y, inverse, w);
+    };
+    // Whole warps stay together for the forms: a lane past the end has work as long as its warp's first has.
+    const int64_t warpFirst = threadIdx.x & ~31u;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+        const int64_t ahead = int64_t{j} * blockDim.x;
+        if (warpFirst + ahead < quads) finish(threadIdx.x + ahead, held[j]);
+    }
+    for (int64_t ahead = int64_t{kHeld} * blockDim.x; warpFirst + ahead < quads; ahead += blockDim.x) {
+        const int64_t q = threadIdx.x + ahead;
+        float4 w = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (q < quads) w = loadQuad(weight + q * 4, whole, cols - q * 4);
+        finish(q, w);
+    }
+}
+
+// A warp a row: a lane is an accumulator.
+__global__ void __launch_bounds__(kDotRows * 32)
+    rowDotsKernel(const float* x, const float* weight, int64_t rows, int64_t cols, float* y) {
+    allowNext();
+    waitForPrevious();
+    const int64_t row = int64_t{blockIdx.x} * kDotRows + threadIdx.x / 32;
+    if (row >= rows) return;
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    float sum = 0.0f;
+    for (int64_t i = lane; i < cols; i += kContractAccumulators) sum = fmaf(weight[i], x[row * cols + i], sum);
+    sum = contractTree(sum);
+    if (lane == 0) y[row] = sum;
+}
+
+// Row blockIdx.x, quads blockIdx.y * kElementThreads and on. Without `up`, gate is only changed in form.
+__global__ void __launch_bounds__(kElementThreads)
+    elementsKernel(const float* gate, const float* up, int64_t cols, bool whole, RowOutputs out) {
+    allowNext();
+    waitForPrevious();
+    const int64_t row = blockIdx.x;
+    const int64_t column = (int64_t{blockIdx.y} * kElementThreads + threadIdx.x) * 4;
+    const int64_t left = cols - column, at = row * cols + column;
+    const bool valid = left > 0;
+    float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (valid) y = loadQuad(gate + at, whole, left);
+    if (up) {
+        float4 u = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (valid) u = loadQuad(up + at, whole, left);
+        y = make_float4(siluTimes(y.x, u.x), siluTimes(y.y, u.y), siluTimes(y.z, u.z), siluTimes(y.w, u.w));
+        if (out.floats && valid) storeQuad(out.floats + at, y, whole, left);
+    }
+    storeForms(out, row, cols, column, y, valid);
+}
+
+bool isAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+void requireBlocks(int64_t cols, const RowOutputs& out) {
+    if (out.quantized.q && cols % kContractBlock != 0) {
+        throw Error(ErrorKind::Internal, "rows of " + std::to_string(cols) + " elements have no whole blocks of 32");
+    }
+}
+
+void launchElements(Stream& stream, const float* gate, const float* up, int64_t rows, int64_t cols,
+                    const RowOutputs& out) {
+    if (rows == 0 || cols == 0) return;
+    requireBlocks(cols, out);
+    const bool whole = cols % 4 == 0 && isAligned(gate) && isAligned(up) && isAligned(out.floats);
+    const int64_t pieces = (cols + 4 * kElementThreads - 1) / (4 * kElementThreads);
+    const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(pieces));
+    launch(stream, elementsKernel, grid, dim3(kElementThreads), 0, gate, up, cols, whole, out);
+}
+
+}  // namespace
+
+void rmsNorm(Stream& stream, const float* x, const int32_t* rowIndex, const float* weight, float eps, int64_t rows,
+             int64_t cols, const RowOutputs& out, int32_t weightRows) {
+    if (rows == 0 || cols == 0) return;
+    requireBlocks(cols, out);
+    const bool whole = cols % 4 == 0 && isAligned(x) && isAligned(weight) && isAligned(out.floats);
+    const int64_t quads = (cols + 3) / 4, blocks = (quads + kSpreadThreads - 1) / kSpreadThreads;
+    if (rows <= kSpreadRows && (blocks == 1 || out.floats != x)) {
+        const int64_t staged = std::clamp<int64_t>(quads - 2 * kGroup / 4, 0, kSegment / 4);
+        const size_t shared = static_cast<size_t>(staged) * sizeof(float4);
+        const auto threads = static_cast<unsigned>(std::min<int64_t>((quads + 31) / 32 * 32, kSpreadThreads));
+        return launch(stream, spreadNormKernel, dim3(static_cast<unsigned>(rows), static_cast<unsigned>(blocks)),
+                      dim3(threads), shared, x, rowIndex, weight, eps, cols, static_cast<float>(cols), whole, out,
+                      weightRows);
+    }
+    const int64_t warps = std::min<int64_t>((quads + 31) / 32, rows <= kFewRows ? 16 : 8);
+    const size_t shared = static_cast<size_t>(std::min<int64_t>(quads, kSegment / 4)) * sizeof(float4);
+    launch(stream, rmsNormKernel, dim3(static_cast<unsigned>(rows)), dim3(static_cast<unsigned>(warps * 32)), shared, x,
+           rowIndex, weight, eps, cols, static_cast<float>(cols), whole, out, weightRows);
+}
+
+void rowDots(Stream& stream, const float* x, const float* weight, int64_t rows, int64_t cols, float* y) {
+    if (rows == 0) return;
+    launch(stream, rowDotsKernel, dim3(static_cast<unsigned>((rows + kDotRows - 1) / kDotRows)), dim3(kDotRows * 32), 0,
+           x, weight, rows, cols, y);
+}
+
+void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, const RowOutputs& out) {
+    launchElements(stream, x, nullptr, rows, cols, out);
+}
+
+void siluMul(Stream& stream, const float* gate, const float* up, int64_t rows, int64_t cols, const RowOutputs& out) {
+    launchElements(stream, gate, up, rows, cols, out);
+}
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,489 @@
+// The choice of a token on the device, as core/sampling_rule.h defines it to the bit.
+//
+// A candidate is one 64-bit number: the logit as an integer of the same order above, the inverted id below. They are
+// all different and the larger is the better, so "the best k" is a set that does not depend on who looks first.
+//   - Greedy: the best of each tile of the vocabulary, then the best of those. Two launches.
+//   - top-k up to kFewCandidates (the default is 40): each tile's best k by a binary search for the k-th largest
+//   number,
+//     all candidates in registers, one barrier a bit, and stopped as soon as exactly k are left; then the best k of
+//     those likewise in one block, which ranks, weighs and draws. Two launches.
+//   - Otherwise: a stable radix sort (CUB's), the sums of the rule's 1024 chunks one thread each, and one block that
+//     finds the chunk in which each bound falls and walks only that one.
+// Penalties and biases are applied by the block whose tile holds the token, before it reads the tile.
+#include "kernels/rows/sampling.h"
+
+#include <algorithm>
+#include <cub/device/device_radix_sort.cuh>
+#include <type_traits>
+
+#include "kernels/rows/device_rows.cuh"
+
+namespace sharpi::cuda {
+
+namespace {
+
+constexpr int kTileThreads = 256;
+constexpr int kTileItems = 8;
+constexpr int kTile = kTileThreads * kTileItems;
+constexpr int kFewCandidates = 128;
+constexpr int kMergeThreads = 1024;
+constexpr int kMaxMergeItems = 16;
+constexpr uint32_t kNothing = 0x007fffffu;  // the key of -infinity, which is never chosen
+
+// --- candidates ---------------------------------------------------------------------------------------------------
+
+// Unsigned integers in the order of the floats; NaN as -infinity, -0 as +0. Never 0.
+__device__ __forceinline__ uint32_t keyOf(float logit) {
+    if (isnan(logit)) return kNothing;
+    const uint32_t bits = logit == 0.0f ? 0u : __float_as_uint(logit);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ float logitOf(uint32_t key) {
+    return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+__device__ __forceinline__ uint64_t candidateOf(float logit, int64_t id) {
+    return static_cast<uint64_t>(keyOf(logit)) << 32 | ~static_cast<uint32_t>(id);
+}
+__device__ __forceinline__ uint32_t keyOf(uint64_t candidate) { return static_cast<uint32_t>(candidate >> 32); }
+__device__ __forceinline__ int32_t idOf(uint64_t candidate) {
+    return static_cast<int32_t>(~static_cast<uint32_t>(candidate));
+}
+
+__device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+// The largest of the block, in thread 0.
+template <int kThreads> __device__ __forceinline__ uint64_t blockMax(uint64_t value) {
+    __shared__ uint64_t ofWarp[kThreads / 32];
+    for (int width = 16; width > 0; width /= 2) value = larger(value, __shfl_xor_sync(kWholeWarp, value, width));
+    if (threadIdx.x % 32 == 0) ofWarp[threadIdx.x / 32] = value;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int w = 1; w < kThreads / 32; ++w) value = larger(value, ofWarp[w]);
+    }
+    return value;
+}
+
+// A number that exactly `wanted` of the block's items reach: the wanted-th largest, or one found sooner. Items that are
+// 0 do not count; at least `wanted` others exist. idBits: how many low bits can differ between ids.
+template <int kThreads, int kItems>
+__device__ __forceinline__ uint64_t thresholdOf(const uint64_t (&items)[kItems], int wanted, int idBits) {
+    constexpr int kWarps = kThreads / 32;
+    __shared__ int32_t ofWarp[2][kWarps];  // by turns, so that one barrier a round is enough
+    const int lane = threadIdx.x % 32;
+    uint64_t threshold = 0;
+    int turn = 0;
+    for (int bit = 63; bit >= 0; --bit, turn ^= 1) {
+        if (bit == 31) {  // all inverted ids have the bits above idBits set
+            threshold |= 0xffffffffull >> idBits << idBits;
+            bit = idBits - 1;
+            if (bit < 0) break;
+        }
+        const uint64_t trial = threshold | 1ull << bit;
+        int32_t count = 0;
+#pragma unroll
+        for (int i = 0; i < kItems; ++i) count += items[i] >= trial;
+        count = warpSum(count);
+        if (lane == 0) ofWarp[turn][threadIdx.x / 32] = count;
+        __syncthreads();
+        count = warpSum(lane < kWarps ? ofWarp[turn][lane] : 0);
+        if (count >= wanted) threshold = trial;
+        if (count == wanted) break;
+    }
+    return threshold;
+}
+
+// Applies the adjustments of tokens [begin, end); the block sees them afterwards.
+__device__ __forceinline__ void adjustTile(float* logits, int64_t begin, int64_t end,
+                                           const TokenAdjustment* adjustments, int32_t count,
+                                           const SamplingRule& rule) {
+    if (count == 0) return;
+    for (int32_t i = threadIdx.x; i < count; i += blockDim.x) {
+        const TokenAdjustment change = adjustments[i];
+        if (change.token >= begin && change.token < end)
+            logits[change.token] = adjustedLogit(logits[change.token], change, rule);
+    }
+    __syncthreads();
+}
+
+struct TileInput {
+    float* logits;
+    int64_t vocab;
+    const TokenAdjustment* adjustments;
+    int32_t count;
+};
+
+// This block's tile, adjusted, as candidates; 0 past the vocabulary's end.
+__device__ __forceinline__ void loadTile(const TileInput& in, const SamplingRule& rule, uint64_t (&items)[kTileItems]) {
+    const int64_t begin = int64_t{blockIdx.x} * kTile, end = min(begin + kTile, in.vocab);
+    adjustTile(in.logits, begin, end, in.adjustments, in.count, rule);
+#pragma unroll
+    for (int i = 0; i < kTileItems; ++i) {
+        const int64_t id = begin + i * kTileThreads + threadIdx.x;
+        items[i] = id < end ? candidateOf(in.logits[id], id) : 0;
+    }
+}
+
+// --- greedy -------------------------------------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kTileThreads) bestOfTileKernel(TileInput in, SamplingRule rule, uint64_t* best) {
+    allowNext();
+    waitForPrevious();
+    uint64_t items[kTileItems];
+    loadTile(in, rule, items);
+    uint64_t mine = items[0];
+#pragma unroll
+    for (int i = 1; i < kTileItems; ++i) mine = larger(mine, items[i]);
+    mine = blockMax<kTileThreads>(mine);
+    if (threadIdx.x == 0) best[blockIdx.x] = mine;
+}
+
+__global__ void __launch_bounds__(kTileThreads) bestOfAllKernel(const uint64_t* best, int32_t tiles, int32_t* token) {
+    allowNext();
+    waitForPrevious();
+    uint64_t mine = 0;
+    for (int32_t i = threadIdx.x; i < tiles; i += kTileThreads) mine = larger(mine, best[i]);
+    mine = blockMax<kTileThreads>(mine);
+    if (threadIdx.x == 0) *token = keyOf(mine) == kNothing ? -1 : idOf(mine);
+}
+
+// --- few candidates -----------------------------------------------------------------------------------------------
+
+// candidates [tiles][keep]: the tile's best in any order, 0 where it has fewer.
+__global__ void __launch_bounds__(kTileThreads)
+    bestFewOfTileKernel(TileInput in, SamplingRule rule, int32_t keep, int idBits, uint64_t* candidates) {
+    __shared__ int32_t taken;
+    allowNext();
+    waitForPrevious();
+    if (threadIdx.x == 0) taken = 0;
+    uint64_t items[kTileItems];
+    loadTile(in, rule, items);
+    const int64_t left = in.vocab - int64_t{blockIdx.x} * kTile;
+    const int32_t wanted = static_cast<int32_t>(min(int64_t{keep}, left));
+    const uint64_t threshold = thresholdOf<kTileThreads, kTileItems>(items, wanted, idBits);  // has a barrier
+    uint64_t* to = candidates + int64_t{blockIdx.x} * keep;
+#pragma unroll
+    for (int i = 0; i < kTileItems; ++i) {
+        if (items[i] >= threshold) to[atomicAdd(&taken, 1)] = items[i];
+    }
+    for (int32_t i = wanted + threadIdx.x; i < keep; i += kTileThreads) to[i] = 0;
+}
+
+// The filters and the draw over the sorted logits of keep <= kFewCandidates candidates: chunks of one.
+__device__ int32_t drawFew(const float* logits, int32_t keep, const SamplingRule& rule, double draw) {
+    __shared__ double weight[kFewCandidates];  // before temperature
+    __shared__ double before[kFewCandidates + 1],
+        beforeDrawn[kFewCandidates + 1];  // sums of weights before each; the total
+    __shared__ int32_t kept, chosen;
+    const int32_t i = threadIdx.x;
+    if (i == 0) kept = keep;
+    if (i < keep) {
+        weight[i] = samplingWeight(logits[i], logits[0], 1.0f);
+        beforeDrawn[i + 1] = samplingWeight(logits[i], logits[0], rule.temperature);
+        before[i + 1] = weight[i];
+    }
+    __syncthreads();
+    if (i == 0 || i == 32) {  // two warps, so that both sums run at once
+        double* sums = i == 0 ? before : beforeDrawn;
+        double sum = 0.0;
+        sums[0] = 0.0;
+        for (int32_t j = 1; j <= keep; ++j) sums[j] = sum = __dadd_rn(sum, sums[j]);
+    }
+    __syncthreads();
+    if (i > 0 && i < keep) {
+        const double most = __dmul_rn(rule.topP, before[keep]);
+        if (before[i] >= most || weight[i] < rule.minP) atomicMin(&kept, i);
+    }
+    __syncthreads();
+    if (i == 0) chosen = kept - 1;
+    __syncthreads();
+    if (i < kept && beforeDrawn[i + 1] > __dmul_rn(draw, beforeDrawn[kept])) atomicMin(&chosen, i);
+    __syncthreads();
+    return chosen;
+}
+
+template <int kItems>
+__global__ void __launch_bounds__(kMergeThreads)
+    drawFewKernel(const uint64_t* candidates, int32_t count, int32_t keep, int idBits, SamplingRule rule, double draw,
+                  int32_t* token) {
+    __shared__ int32_t taken;
+    __shared__ uint64_t unordered[kFewCandidates], ordered[kFewCandidates];
+    __shared__ float logits[kFewCandidates];
+    allowNext();
+    waitForPrevious();
+    if (threadIdx.x == 0) taken = 0;
+    uint64_t items[kItems];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+        const int32_t at = i * kMergeThreads + threadIdx.x;
+        items[i] = at < count ? candidates[at] : 0;
+    }
+    const uint64_t threshold = thresholdOf<kMergeThreads, kItems>(items, keep, idBits);  // has a barrier
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+        if (items[i] >= threshold) unordered[atomicAdd(&taken, 1)] = items[i];
+    }
+    __syncthreads();
+    // Each one's rank is how many are better; eight threads count for one.
+    const int32_t i = threadIdx.x / 8;
+    int32_t rank = 0;
+    const uint64_t mine = i < keep ? unordered[i] : 0;
+    for (int32_t j = threadIdx.x % 8; j < keep; j += 8) rank += unordered[j] > mine;
+    for (int width = 4; width > 0; width /= 2) rank += __shfl_xor_sync(kWholeWarp, rank, width);
+    if (i < keep && threadIdx.x % 8 == 0) {
+        ordered[rank] = mine;
+        logits[rank] = logitOf(keyOf(mine));
+    }
+    __syncthreads();
+    int32_t chosen = 0;
+    if (!isinf(logits[0])) chosen = drawFew(logits, keep, rule, draw);
+    if (threadIdx.x == 0) *token = keyOf(ordered[0]) == kNothing ? -1 : idOf(ordered[chosen]);
+}
+
+// --- many candidates ----------------------------------------------------------------------------------------------
+
+// What the sort reads: keys inverted, so that ascending is best first and equals keep the order of their ids.
+__global__ void __launch_bounds__(kTileThreads)
+    sortKeysKernel(TileInput in, SamplingRule rule, uint32_t* keys, int32_t* ids) {
+    allowNext();
+    waitForPrevious();
+    const int64_t begin = int64_t{blockIdx.x} * kTile, end = min(begin + kTile, in.vocab);
+    adjustTile(in.logits, begin, end, in.adjustments, in.count, rule);
+    for (int64_t id = begin + threadIdx.x; id < end; id += kTileThreads) {
+        keys[id] = ~keyOf(in.logits[id]);
+        ids[id] = static_cast<int32_t>(id);
+    }
+}
+
+struct Sorted {
+    const uint32_t* keys;  // inverted
+    int32_t keep;
+    int32_t chunk;  // candidates of a chunk
+
+    __device__ __forceinline__ float logit(int32_t i) const { return logitOf(~keys[i]); }
+    __host__ __device__ __forceinline__ int32_t chunks() const { return (keep + chunk - 1) / chunk; }
+};
+
+struct ChunkSums {
+    double *weight, *drawn;  // before and after temperature
+    int32_t* unlikely;       // the chunk's first candidate below min-p, or keep
+};
+
+__global__ void __launch_bounds__(32) chunkSumsKernel(Sorted sorted, SamplingRule rule, ChunkSums to) {
+    allowNext();
+    waitForPrevious();
+    const int32_t c = blockIdx.x * 32 + threadIdx.x;
+    if (c >= sorted.chunks()) return;
+    const float highest = sorted.logit(0);
+    const int32_t begin = c * sorted.chunk, end = min(begin + sorted.chunk, sorted.keep);
+    double weights = 0.0, drawn = 0.0;
+    int32_t unlikely = sorted.keep;
+#pragma unroll 4
+    for (int32_t i = begin; i < end; ++i) {
+        const float logit = sorted.logit(i);
+        const double weight = samplingWeight(logit, highest, 1.0f);
+        weights = __dadd_rn(weights, weight);
+        drawn = __dadd_rn(drawn, samplingWeight(logit, highest, rule.temperature));
+        if (i > 0 && weight < rule.minP) unlikely = min(unlikely, i);
+    }
+    to.weight[c] = weights;
+    to.drawn[c] = drawn;
+    to.unlikely[c] = unlikely;
+}
+
+enum class Reach { AtLeast, MoreThan, Never };
+
+struct Walk {
+    int32_t index;  // the first candidate through which base + sum reaches the bound, or end
+    double inside;  // the sum through it, or of all
+};
+
+// Goes through candidates [begin, end) of one chunk, adding weights up in order. The whole block calls it.
+__device__ Walk walkChunk(const Sorted& sorted, int32_t begin, int32_t end, float temperature, double base,
+                          double bound, Reach reach) {
+    __shared__ double weights[kMergeThreads];
+    __shared__ Walk result;
+    const float highest = sorted.logit(0);
+    bool reached = false;
+    if (threadIdx.x == 0) result = {end, 0.0};
+    for (int32_t first = begin; first < end; first += kMergeThreads) {
+        const int32_t count = min(kMergeThreads, end - first);
+        __syncthreads();
+        if (threadIdx.x < count)
+            weights[threadIdx.x] = samplingWeight(sorted.logit(first + threadIdx.x), highest, temperature);
+        __syncthreads();
+        if (threadIdx.x != 0 || reached) continue;
+        double inside = result.inside;
+        for (int32_t i = 0; i < count && !reached; ++i) {
+            inside = __dadd_rn(inside, weights[i]);
+            const double through = __dadd_rn(base, inside);
+            reached = reach == Reach::MoreThan ? through > bound : reach == Reach::AtLeast && through >= bound;
+            if (reached) result.index = first + i;
+        }
+        result.inside = inside;
+    }
+    __syncthreads();
+    const Walk found = result;
+    __syncthreads();  // the next walk writes it again
+    return found;
+}
+
+__global__ void __launch_bounds__(kMergeThreads)
+    drawManyKernel(Sorted sorted, const int32_t* ids, SamplingRule rule, double draw, ChunkSums sums, int32_t* token) {
+    static_assert(kMergeThreads == kSamplingChunks, "a thread a chunk");
+    __shared__ double base[kSamplingChunks + 1], baseDrawn[kSamplingChunks + 1];
+    __shared__ int32_t unlikely, chunk;
+    allowNext();
+    waitForPrevious();
+    const int32_t c = threadIdx.x, chunks = sorted.chunks();
+    const float highest = sorted.logit(0);
+    if (isinf(highest)) {
+        if (c == 0) *token = highest > 0 ? ids[0] : -1;
+        return;
+    }
+    if (c == 0) unlikely = sorted.keep;
+    __syncthreads();
+    if (c < chunks) {
+        base[c + 1] = sums.weight[c];
+        baseDrawn[c + 1] = sums.drawn[c];
+        atomicMin(&unlikely, sums.unlikely[c]);
+    }
+    __syncthreads();
+    if (c == 0 || c == 32) {
+        double* all = c == 0 ? base : baseDrawn;
+        double sum = 0.0;
+        all[0] = 0.0;
+        for (int32_t j = 1; j <= chunks; ++j) all[j] = sum = __dadd_rn(sum, all[j]);
+    }
+    __syncthreads();
+
+    // The chunk in which the sum reaches top-p's share, then the place in it.
+    const double most = __dmul_rn(rule.topP, base[chunks]);
+    if (c < chunks && base[c] < most && base[c + 1] >= most) chunk = c;
+    __syncthreads();
+    int32_t begin = chunk * sorted.chunk, end = min(begin + sorted.chunk, sorted.keep);
+    const int32_t filled = walkChunk(sorted, begin, end, 1.0f, base[chunk], most, Reach::AtLeast).index + 1;
+    const int32_t kept = min(min(filled, sorted.keep), unlikely);
+
+    // What is left after temperature, and the draw's place in it.
+    const int32_t last = (kept - 1) / sorted.chunk;
+    const double rest = walkChunk(sorted, last * sorted.chunk, kept, rule.temperature, 0.0, 0.0, Reach::Never).inside;
+    const double target = __dmul_rn(draw, __dadd_rn(baseDrawn[last], rest));
+    if (c == 0) chunk = last;
+    __syncthreads();
+    if (c < last && baseDrawn[c + 1] > target) atomicMin(&chunk, c);
+    __syncthreads();
+    begin = chunk * sorted.chunk;
+    end = min(begin + sorted.chunk, kept);
+    const int32_t found =
+        walkChunk(sorted, begin, end, rule.temperature, baseDrawn[chunk], target, Reach::MoreThan).index;
+    if (c == 0) *token = ids[min(found, kept - 1)];
+}
+
+// --- launching ----------------------------------------------------------------------------------------------------
+
+size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+int64_t tilesOf(int64_t vocab) { return (vocab + kTile - 1) / kTile; }
+
+// Whether the few-candidates path can take this: the last block must hold every tile's best.
+bool isFew(int64_t vocab, int64_t keep) {
+    return keep <= kFewCandidates && tilesOf(vocab) * keep <= int64_t{kMergeThreads} * kMaxMergeItems;
+}
+
+// cub's convention: memory null asks for `bytes`.
+void sortCandidates(void* memory, size_t& bytes, const uint32_t* keys, uint32_t* sortedKeys, const int32_t* ids,
+                    int32_t* sortedIds, int64_t vocab, CUstream_st* stream) {
+    check(cub::DeviceRadixSort::SortPairs(memory, bytes, keys, sortedKeys, ids, sortedIds, static_cast<int>(vocab), 0,
+                                          32, stream),
+          "sorting the candidates");
+}
+
+size_t sortBytes(int64_t vocab) {
+    size_t bytes = 0;
+    sortCandidates(nullptr, bytes, nullptr, nullptr, nullptr, nullptr, vocab, nullptr);
+    return bytes;
+}
+
+struct Scratch {
+    uint64_t* candidates;  // the few-candidates path's and greedy's
+    uint32_t *keys, *sortedKeys;
+    int32_t *ids, *sortedIds;
+    ChunkSums sums;
+    void* sort;        // the rest: sortBytes
+    size_t bytes = 0;  // of all but that
+
+    Scratch(void* buffer, int64_t vocab) {
+        const auto take = [&](auto*& pointer, size_t size) {
+            pointer =
+                reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(static_cast<uint8_t*>(buffer) + bytes);
+            bytes += aligned(size);
+        };
+        const size_t few = std::min<size_t>(tilesOf(vocab) * kFewCandidates, kMergeThreads * kMaxMergeItems);
+        take(candidates, std::max<size_t>(few, tilesOf(vocab)) * sizeof(uint64_t));
+        take(keys, vocab * sizeof(uint32_t));
+        take(sortedKeys, vocab * sizeof(uint32_t));
+        take(ids, vocab * sizeof(int32_t));
+        take(sortedIds, vocab * sizeof(int32_t));
+        take(sums.weight, kSamplingChunks * sizeof(double));
+        take(sums.drawn, kSamplingChunks * sizeof(double));
+        take(sums.unlikely, kSamplingChunks * sizeof(int32_t));
+        sort = static_cast<uint8_t*>(buffer) + bytes;
+    }
+};
+
+void sampleFew(Stream& stream, const TileInput& in, const SamplingRule& rule, int32_t keep, double draw,
+               uint64_t* candidates, int32_t* token) {
+    int idBits = 0;
+    while (int64_t{1} << idBits < in.vocab) ++idBits;
+    const int64_t tiles = tilesOf(in.vocab);
+    launch(stream, bestFewOfTileKernel, dim3(static_cast<unsigned>(tiles)), dim3(kTileThreads), 0, in, rule, keep,
+           idBits, candidates);
+    const auto count = static_cast<int32_t>(tiles * keep);
+    const auto merge = count <= 4 * kMergeThreads   ? drawFewKernel<4>
+                       : count <= 8 * kMergeThreads ? drawFewKernel<8>
+                                                    : drawFewKernel<kMaxMergeItems>;
+    launch(stream, merge, dim3(1), dim3(kMergeThreads), 0, candidates, count, keep, idBits, rule, draw, token);
+}
+
+void sampleMany(Stream& stream, const TileInput& in, const SamplingRule& rule, int32_t keep, double draw,
+                const Scratch& scratch, int32_t* token) {
+    const dim3 tiles(static_cast<unsigned>(tilesOf(in.vocab)));
+    launch(stream, sortKeysKernel, tiles, dim3(kTileThreads), 0, in, rule, scratch.keys, scratch.ids);
+    size_t room = sortBytes(in.vocab);
+    if (scratch.bytes + room > samplingScratchBytes(in.vocab))
+        throw Error(ErrorKind::Internal, "sampling needs more scratch than was planned");
+    sortCandidates(scratch.sort, room, scratch.keys, scratch.sortedKeys, scratch.ids, scratch.sortedIds, in.vocab,
+                   stream.handle());
+    const Sorted sorted = {scratch.sortedKeys, keep, static_cast<int32_t>(samplingChunk(keep))};
+    launch(stream, chunkSumsKernel, dim3((sorted.chunks() + 31) / 32), dim3(32), 0, sorted, rule, scratch.sums);
+    launch(stream, drawManyKernel, dim3(1), dim3(kMergeThreads), 0, sorted, scratch.sortedIds, rule, draw, scratch.sums,
+           token);
+}
+
+}  // namespace
+
+void sampleToken(Stream& stream, float* logits, int64_t vocab, const SamplingRule& rule,
+                 const TokenAdjustment* adjustments, int32_t count, double draw, void* scratch, int32_t* token) {
+    if (vocab <= 0 || vocab >= INT32_MAX)
+        throw Error(ErrorKind::Internal, "sampling from " + std::to_string(vocab) + " logits");
+    const TileInput in = {logits, vocab, adjustments, count};
+    const Scratch parts(scratch, vocab);
+    if (rule.temperature == 0) {
+        const int64_t tiles = tilesOf(vocab);
+        launch(stream, bestOfTileKernel, dim3(static_cast<unsigned>(tiles)), dim3(kTileThreads), 0, in, rule,
+               parts.candidates);
+        launch(stream, bestOfAllKernel, dim3(1), dim3(kTileThreads), 0, parts.candidates, static_cast<int32_t>(tiles),
+               token);
+        return;
+    }
+    const int64_t keep = rule.topK > 0 ? std::min<int64_t>(vocab, rule.topK) : vocab;
+    if (isFew(vocab, keep)) {
+        sampleFew(stream, in, rule, static_cast<int32_t>(keep), draw, parts.candidates, token);
+    } else {
+        sampleMany(stream, in, rule, static_cast<int32_t>(keep), draw, parts, token);
+    }
+}
+
+}  // namespace sharpi::cuda

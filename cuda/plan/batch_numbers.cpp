@@ -1,0 +1,187 @@
+// See batch_numbers.h.
+#include "plan/batch_numbers.h"
+
+#include <algorithm>
+#include <string>
+
+#include "core/error.h"
+
+namespace sharpi {
+
+static_assert(cuda::kQueryTile == kPromptTile && cuda::kDeltaChunk == kPromptTile,
+              "tiles begin at multiples of kPromptTile");
+
+BatchNumbers::List BatchNumbers::take(int64_t room) {
+    const List list{_count, room};
+    _count += room;
+    return list;
+}
+
+// A sequence's fast rows are cut at multiples of kPromptTile positions: into whole tiles, and a shorter one at either
+// end. Those of a recurrent layer begin at a multiple.
+BatchNumbers::BatchNumbers(const Room& room) : _room(room) {
+    const int64_t rows = room.rows, wholeTiles = rows / kPromptTile;
+    const int64_t queryTiles = room.fastSequences ? std::min(rows, wholeTiles + 2 * room.fastSequences) : 0;
+    const int64_t deltaTiles =
+        room.fastSequences && room.recurrent ? std::min(rows, wholeTiles + room.fastSequences) : 0;
+    _tokens = take(rows);
+    _positions = take(rows);
+    _sequence = take(rows);
+    _logitRows = take(rows);
+    _sources = take(room.drafts ? rows : 0);
+    _joined = take(room.drafts ? 2 * rows : 0);
+    _stateFrom = take(room.recurrent ? rows : 0);
+    _stateTo = take(room.recurrent ? rows : 0);
+    const int64_t exactSequences = !room.recurrent ? 0 : room.captured ? rows : room.sequences;
+    _exactBegin = take(exactSequences);
+    _exactEnd = take(exactSequences);
+    _fastBegin = take(room.recurrent ? room.fastSequences : 0);
+    _fastEnd = take(room.recurrent ? room.fastSequences : 0);
+    _queryBegin = take(queryTiles);
+    _queryEnd = take(queryTiles);
+    _deltaBegin = take(deltaTiles);
+    _deltaEnd = take(deltaTiles);
+    _tables = take(room.sequences * room.pages);
+}
+
+// One call of fill().
+class BatchNumbers::Writer {
+public:
+    Writer(const BatchNumbers& layout, const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host)
+        : _layout(layout), _batch(batch), _kv(kv), _exactRows(exactRows), _host(host) {}
+
+    void write() {
+        const Room& room = _layout._room;
+        require(_batch.size() <= room.rows, "rows", room.rows);
+        std::copy(_batch.tokens.begin(), _batch.tokens.end(), to(_layout._tokens));
+        std::copy(_batch.positions.begin(), _batch.positions.end(), to(_layout._positions));
+        std::copy(_batch.logitRows.begin(), _batch.logitRows.end(), to(_layout._logitRows));
+        if (room.drafts) writeSources();
+        for (int64_t begin = 0, end = 0; begin < _batch.size(); begin = end) {
+            while (end < _batch.size() && _batch.sequences[at(end)] == _batch.sequences[at(begin)]) ++end;
+            if (begin < _exactRows && end > _exactRows)
+                throw Error(ErrorKind::Internal, "a sequence's rows in a batch are of two kinds");
+            writeTable(begin, end);
+            if (begin >= _exactRows) writeTiles(begin, end, _layout._queryBegin, _layout._queryEnd, _queryTiles);
+            if (room.recurrent) writeStates(begin, end);
+        }
+        if (room.recurrent && room.captured) padSequences();
+    }
+
+    // For each row there may be a sequence: the ranges of those that are not there are empty.
+    void padSequences() {
+        for (; _exactSequences < _exactRows; ++_exactSequences)
+            to(_layout._exactBegin)[_exactSequences] = to(_layout._exactEnd)[_exactSequences] = 0;
+    }
+
+    int64_t used() const { return _used; }
+    int64_t exactSequences() const { return _exactSequences; }
+    int64_t fastSequences() const { return _fastSequences; }
+    int64_t queryTiles() const { return _queryTiles; }
+    int64_t deltaTiles() const { return _deltaTiles; }
+
+private:
+    static size_t at(int64_t row) { return static_cast<size_t>(row); }
+    int32_t* to(const List& list) const { return _host + list.at; }
+    static int32_t number(int64_t n) { return static_cast<int32_t>(n); }
+    static void require(bool fits, const char* what, int64_t most) {
+        if (!fits) throw Error(ErrorKind::Internal, "a batch of more than " + std::to_string(most) + " " + what);
+    }
+    // The first row behind `row` whose position is a multiple of kPromptTile, or `end`.
+    int64_t tileEnd(int64_t row, int64_t end) const {
+        return std::min(end, row + kPromptTile - _batch.positions[at(row)] % kPromptTile);
+    }
+
+    void writeTable(int64_t begin, int64_t end) {
+        const Room& room = _layout._room;
+        require(_sequences < room.sequences, "sequences", room.sequences);
+        const int64_t pages = _batch.positions[at(end - 1)] / KvCache::kPageTokens + 1;
+        require(pages <= room.pages, "pages for a sequence", room.pages);
+        int32_t* const table = to(_layout._tables) + _sequences * room.pages;
+        std::copy_n(_kv.pageTable(_batch.sequences[at(begin)]), pages, table);
+        _used = table + pages - _host;
+        std::fill(to(_layout._sequence) + begin, to(_layout._sequence) + end, number(_sequences));
+        ++_sequences;
+        if (begin < _exactRows) ++_exactSequences;
+        else require(++_fastSequences <= room.fastSequences, "prompts", room.fastSequences);
+    }
+
+    // Appends the tiles of fast rows [begin, end) to a list that has `count`.
+    void writeTiles(int64_t begin, int64_t end, const List& begins, const List& ends, int64_t& count) {
+        for (int64_t row = begin; row < end; row = tileEnd(row, end)) {
+            to(begins)[count] = number(row - _exactRows);
+            to(ends)[count++] = number(tileEnd(row, end) - _exactRows);
+        }
+    }
+
+    // Which slots hold the states that rows begin from and leave.
+    void writeStates(int64_t begin, int64_t end) {
+        const bool exact = begin < _exactRows;
+        const int64_t index = (exact ? _exactSequences : _fastSequences) - 1, first = exact ? 0 : _exactRows;
+        to(exact ? _layout._exactBegin : _layout._fastBegin)[index] = number(begin - first);
+        to(exact ? _layout._exactEnd : _layout._fastEnd)[index] = number(end - first);
+        std::fill(to(_layout._stateFrom) + begin, to(_layout._stateFrom) + end, cuda::kStateIsOfRowBefore);
+        std::fill(to(_layout._stateTo) + begin, to(_layout._stateTo) + end, -1);
+        if (!_batch.sources.empty()) return;  // a draft's rows go through no recurrent layer
+        for (const StateStep& step : _kv.states().steps(_batch.sequences[at(begin)])) {
+            if (step.begin == 0) to(_layout._stateFrom)[begin] = step.from < 0 ? cuda::kStateIsZero : step.from;
+            to(_layout._stateTo)[begin + step.end - 1] = step.to;
+            if (!exact) writeDeltaTiles(begin + step.begin, begin + step.end);
+        }
+    }
+
+    void writeDeltaTiles(int64_t begin, int64_t end) {
+        if (_batch.positions[at(begin)] % kPromptTile != 0) {
+            throw Error(ErrorKind::Internal, "prompt rows of a recurrent layer begin at position " +
+                                                 std::to_string(_batch.positions[at(begin)]) +
+                                                 ", which is no multiple of " + std::to_string(kPromptTile));
+        }
+        writeTiles(begin, end, _layout._deltaBegin, _layout._deltaEnd, _deltaTiles);
+    }
+
+    void writeSources() {
+        std::copy(_batch.sources.begin(), _batch.sources.end(), to(_layout._sources));
+        for (int64_t t = 0; t < _batch.size(); ++t) {
+            to(_layout._joined)[2 * t] = number(t);
+            to(_layout._joined)[2 * t + 1] = number(_batch.size() + t);
+        }
+    }
+
+    const BatchNumbers& _layout;
+    const Batch& _batch;
+    const KvCache& _kv;
+    const int64_t _exactRows;
+    int32_t* const _host;
+    int64_t _used = 0, _sequences = 0, _exactSequences = 0, _fastSequences = 0, _queryTiles = 0, _deltaTiles = 0;
+};
+
+BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host,
+                                        const int32_t* device) const {
+    Writer writer(*this, batch, kv, exactRows, host);
+    writer.write();
+    const auto from = [device](const List& list, int64_t first = 0) {
+        return list.room ? device + list.at + first : nullptr;
+    };
+    Filled filled;
+    filled.used = writer.used();
+    BatchView& view = filled.view;
+    view.rows = batch.size();
+    view.exactRows = exactRows;
+    view.tokens = from(_tokens);
+    view.logitRows = from(_logitRows);
+    view.sources = from(_sources);
+    view.joined = from(_joined);
+    view.exact = {exactRows, from(_positions), from(_sequence), from(_tables), _room.pages};
+    view.fast = {view.fastRows(), from(_positions, exactRows), from(_sequence, exactRows), from(_tables), _room.pages};
+    view.exactStates = {
+        exactRows, from(_stateFrom), from(_stateTo), {from(_exactBegin), from(_exactEnd), writer.exactSequences()}};
+    view.fastStates = {view.fastRows(),
+                       from(_stateFrom, exactRows),
+                       from(_stateTo, exactRows),
+                       {from(_fastBegin), from(_fastEnd), writer.fastSequences()}};
+    view.queryTiles = {from(_queryBegin), from(_queryEnd), writer.queryTiles()};
+    view.deltaTiles = {from(_deltaBegin), from(_deltaEnd), writer.deltaTiles()};
+    return filled;
+}
+
+}  // namespace sharpi

@@ -1,0 +1,66 @@
+// The numbers of a batch that kernels read: tokens, positions, page tables, tiles, states. They lie in one block of
+// int32, which the host fills and uploads before a pass. The block is laid out from the most that a batch may hold, so
+// a captured step finds each of them at the same address every time. No CUDA here.
+#pragma once
+
+#include "kernels/attention/attention.h"
+#include "kernels/delta/gated_delta.h"
+#include "memory/kv_cache.h"
+#include "operations/batch.h"
+
+namespace sharpi {
+
+// Where kernels find a batch's numbers, in device memory. Rows [0, exactRows) follow core/contract.h; the others go
+// through tensor cores. What belongs to one of the two ranges counts its rows from the range's first.
+struct BatchView {
+    int64_t rows = 0, exactRows = 0;
+    const int32_t *tokens = nullptr, *logitRows = nullptr;
+    const int32_t* sources = nullptr;  // [rows]: Batch::sources
+    // [2 * rows]: rows t and rows + t, in turn: a draft's two inputs are joined in this order.
+    const int32_t* joined = nullptr;
+    cuda::BatchRows exact, fast;
+    cuda::DeltaBatch exactStates, fastStates;
+    cuda::QueryTiles queryTiles;  // of the fast rows, for attention
+    cuda::RowRanges deltaTiles;   // of the fast rows, for recurrent layers
+    int64_t fastRows() const { return rows - exactRows; }
+};
+
+class BatchNumbers {
+public:
+    struct Room {
+        int64_t rows = 0, sequences = 0;
+        int64_t fastSequences = 0;  // sequences that have fast rows; 0: no batch has fast rows
+        int64_t pages = 0;          // of a sequence
+        bool recurrent = false, drafts = false;
+        bool captured = false;  // batches of n rows are replayed from one capture, of up to n sequences
+    };
+    explicit BatchNumbers(const Room& room);
+    const Room& room() const { return _room; }
+    int64_t count() const { return _count; }  // int32 in the block
+    int64_t deltaTiles() const { return _deltaBegin.room; }
+
+    struct Filled {
+        BatchView view;
+        int64_t used = 0;  // host[0, used) must be uploaded
+    };
+    // Writes the numbers of a batch whose rows [0, exactRows) are exact to host[0, used). device: the block that they
+    // will be uploaded to. Throws Error(Internal) for a batch that there is no room for, and for fast rows of a
+    // recurrent sequence that do not begin at a tile or keep a state within one.
+    Filled fill(const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host, const int32_t* device) const;
+
+private:
+    struct List {
+        int64_t at = 0, room = 0;
+    };
+    class Writer;
+    List take(int64_t room);
+
+    Room _room;
+    int64_t _count = 0;
+    List _tokens, _positions, _sequence, _logitRows, _sources, _joined;
+    List _stateFrom, _stateTo, _exactBegin, _exactEnd, _fastBegin, _fastEnd;
+    List _queryBegin, _queryEnd, _deltaBegin, _deltaEnd;
+    List _tables;
+};
+
+}  // namespace sharpi

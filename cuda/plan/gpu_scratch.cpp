@@ -1,0 +1,172 @@
+// See gpu_scratch.h.
+#include "plan/gpu_scratch.h"
+
+#include <algorithm>
+
+#include "kernels/attention/attention.h"
+#include "kernels/experts/expert_cache.h"
+#include "kernels/experts/router.h"
+#include "kernels/formats/packed_shape.h"
+#include "kernels/rows/sampling.h"
+
+namespace sharpi {
+
+DeviceLayout gpuLayout() {
+    DeviceLayout layout;
+    layout.bytes = [](const Matrix& m) { return cuda::packedBytes(m.type, m.rows, m.cols); };
+    layout.stages = kTransferStages;
+    return layout;
+}
+
+namespace {
+
+cuda::DeltaShape deltaShape(const StepLimits& l) {
+    cuda::DeltaShape shape;
+    shape.dim = l.deltaDim;
+    shape.valueHeads = l.deltaHeads;
+    shape.keyHeads = static_cast<int32_t>((l.deltaChannels - l.deltaWidth) / 2 / l.deltaDim);
+    shape.convWidth = l.deltaConvWidth;
+    return shape;
+}
+
+// Rows that one launch of the contract's products takes.
+int64_t groupRows(const StepLimits& l) { return std::min<int64_t>(l.maxRows, cuda::kMaxMatvecRows); }
+
+}  // namespace
+
+GpuScratch::GpuScratch(const StepLimits& l)
+    : exactRows(l.prompt == PromptMode::Exact ? l.maxRows : std::min(l.maxRows, kMaxDecodeRows)),
+      fastRows(l.prompt == PromptMode::Exact ? 0 : l.maxRows),
+      splitRows(l.floatWeights),
+      splitQueries(l.kvType != KvType::BF16) {
+    BatchNumbers::Room room;
+    room.rows = std::min(l.maxRows, kMaxDecodeRows);
+    room.sequences = std::min(room.rows, kMaxSequences);
+    room.pages = (l.context + l.pageTokens - 1) / l.pageTokens;
+    room.recurrent = l.deltaHeads > 0;
+    room.drafts = l.drafts;
+    room.captured = true;
+    step = numbers(room);
+    room.captured = false;
+    room.rows = l.maxRows;
+    room.sequences = std::min(l.maxRows, kMaxSequences);
+    room.fastSequences = fastRows ? std::min(l.maxRows, kMaxPrompts) : 0;
+    batch = numbers(room);
+    takeAlways(l);
+    takeExperts(l);
+    // What a mixer works in is free again when the feed-forward part begins; a draft is joined before either.
+    const ScratchLayout before = _layout;
+    takeMixer(l);
+    const ScratchLayout mixer = _layout;
+    _layout = before;
+    takeFeed(l);
+    const ScratchLayout feed = _layout;
+    _layout = before;
+    takeJoined(l);
+    _layout.cover(mixer);
+    _layout.cover(feed);
+}
+
+GpuScratch::Numbers GpuScratch::numbers(const BatchNumbers::Room& room) {
+    Numbers numbers;
+    numbers.layout.emplace(room);
+    numbers.at = _layout.take(sizeof(int32_t) * static_cast<size_t>(numbers.layout->count()));
+    return numbers;
+}
+
+void GpuScratch::takeAlways(const StepLimits& l) {
+    const int64_t group = groupRows(l);
+    x = _layout.floats(l.maxRows * l.embedding);
+    logits = _layout.floats(group * l.vocab);
+    normed = _layout.floats(exactRows * l.embedding);
+    normedQuant = _layout.take(cuda::quantizedRowsBytes(exactRows, l.embedding));
+    takeHalves(fastRows * l.embedding, splitRows, normedHi, normedLo);
+    attention =
+        _layout.take(cuda::decodeAttentionBytes(group, {l.heads, l.kvHeads, l.headDim}, l.context, l.pageTokens));
+    deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(std::min(group, cuda::kDeltaStepRows), deltaShape(l)) : 0;
+    deltaReaders = _layout.take(deltaReaderBytes);
+    sampling = _layout.take(cuda::samplingScratchBytes(l.vocab));
+    adjustments = _layout.take(sizeof(TokenAdjustment) * static_cast<size_t>(l.vocab));
+    token = _layout.take(sizeof(int32_t) * static_cast<size_t>(group));
+}
+
+void GpuScratch::takeExperts(const StepLimits& l) {
+    if (!l.expertsUsed) return;
+    const int64_t pairs = l.maxRows * l.expertsUsed, stepRows = step.layout->room().rows,
+                  stepPairs = stepRows * l.expertsUsed;
+    const size_t perExpert = sizeof(int32_t) * static_cast<size_t>(l.expertLayers) * static_cast<size_t>(l.experts);
+    chosen = _layout.floats(pairs);
+    weight = _layout.floats(pairs);
+    routerLogits = _layout.floats(l.maxRows * l.experts);
+    sharedScale = _layout.floats(l.sharedHidden ? l.maxRows : 0);
+    grouping = fastRows ? _layout.take(cuda::expertGroupingBytes(fastRows, l.expertsUsed, l.experts)) : 0;
+    expertUses = _layout.take(perExpert);
+    if (!l.expertSlots) return;
+    expertTable = _layout.take(perExpert);
+    expertOrdinal = _layout.take(perExpert);
+    slot = _layout.floats(exactRows * l.expertsUsed);
+    foreseen = _layout.floats(stepPairs);
+    foreseenWeight = _layout.floats(stepPairs);
+    foreseenRows = _layout.floats(stepRows * l.embedding);
+    foreseenQuant = _layout.take(cuda::quantizedRowsBytes(stepRows, l.embedding));
+    orders = _layout.take(sizeof(cuda::DeviceOrders));
+}
+
+void GpuScratch::takeHalves(int64_t count, bool split, size_t& hi, size_t& lo) {
+    hi = lo = _layout.take(sizeof(uint16_t) * static_cast<size_t>(count));
+    if (split) lo = _layout.take(sizeof(uint16_t) * static_cast<size_t>(count));
+}
+
+void GpuScratch::takeMixer(const StepLimits& l) {
+    const int64_t attendedWidth = std::max(l.queryWidth, l.deltaWidth);
+    q = _layout.floats(l.maxRows * l.queryWidth);
+    k = _layout.floats(l.maxRows * l.kvWidth);
+    v = _layout.floats(l.maxRows * l.kvWidth);
+    gatedQueries = _layout.floats(l.maxRows * l.gatedQueryWidth);
+    deltaMixed = _layout.floats(l.maxRows * l.deltaChannels);
+    deltaGate = _layout.floats(l.maxRows * l.deltaWidth);
+    deltaAlpha = _layout.floats(l.maxRows * l.deltaHeads);
+    deltaBeta = _layout.floats(l.maxRows * l.deltaHeads);
+    attended = _layout.floats(exactRows * attendedWidth);
+    attendedQuant = _layout.take(cuda::quantizedRowsBytes(exactRows, attendedWidth));
+    if (fastRows) takeFastMixer(l);
+}
+
+void GpuScratch::takeFastMixer(const StepLimits& l) {
+    takeHalves(fastRows * l.queryWidth, splitQueries, qHi, qLo);
+    takeHalves(fastRows * std::max(l.queryWidth, l.deltaWidth), splitRows, attendedHi, attendedLo);
+    attendedFloats = _layout.floats(fastRows * std::max(l.gatedQueryWidth / 2, l.deltaWidth));
+    if (!l.deltaHeads) return;
+    const cuda::DeltaShape shape = deltaShape(l);
+    const int64_t tiles = batch.layout->deltaTiles();
+    takeHalves(fastRows * 2 * shape.keyWidth(), true, keysHi, keysLo);
+    deltaWindows = _layout.take(cuda::prepareDeltaBytes(tiles, shape));
+    deltaChunks = _layout.take(cuda::deltaChunkBytes(fastRows, tiles, shape, true));
+}
+
+void GpuScratch::takeFeed(const StepLimits& l) {
+    const int64_t pairs = l.maxRows * l.expertsUsed, exactPairs = exactRows * l.expertsUsed,
+                  fastPairs = fastRows * l.expertsUsed;
+    const auto widest = [&](int64_t rows, int64_t ofPairs) {
+        return std::max({rows * l.denseHidden, ofPairs * l.expertHidden, rows * l.sharedHidden});
+    };
+    gate = _layout.floats(widest(l.maxRows, pairs));
+    up = _layout.floats(widest(l.maxRows, pairs));
+    hidden = _layout.floats(widest(exactRows, exactPairs));
+    hiddenQuant = _layout.take(std::max({cuda::quantizedRowsBytes(exactRows, l.denseHidden),
+                                         cuda::quantizedRowsBytes(exactPairs, l.expertHidden),
+                                         cuda::quantizedRowsBytes(exactRows, l.sharedHidden)}));
+    takeHalves(widest(fastRows, fastPairs), splitRows, hiddenHi, hiddenLo);
+    expertOut = _layout.floats(pairs * l.embedding);
+    sharedOut = _layout.floats(l.sharedHidden ? l.maxRows * l.embedding : 0);
+}
+
+void GpuScratch::takeJoined(const StepLimits& l) {
+    if (!l.drafts) return;
+    apart = _layout.floats(2 * l.maxRows * l.embedding);
+    joined = _layout.floats(2 * exactRows * l.embedding);
+    joinedQuant = _layout.take(cuda::quantizedRowsBytes(exactRows, 2 * l.embedding));
+    takeHalves(2 * fastRows * l.embedding, splitRows, joinedHi, joinedLo);
+}
+
+}  // namespace sharpi

@@ -1,0 +1,116 @@
+// How large the workspaces of the kernels are and how they are divided: host arithmetic, built without a toolkit too,
+// because plans are made on machines that have none.
+#include <string>
+
+#include "core/contract.h"
+#include "core/error.h"
+#include "kernels/attention/attention.h"
+#include "kernels/delta/gated_delta.h"
+#include "kernels/experts/router.h"
+#include "kernels/rows/rows.h"
+#include "kernels/rows/sampling.h"
+
+namespace sharpi::cuda {
+
+namespace {
+
+size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+}  // namespace
+
+size_t quantizedRowsBytes(int64_t rows, int64_t cols) {
+    const auto blocks = static_cast<size_t>(rows * (cols / kContractBlock));
+    return aligned(static_cast<size_t>(rows * cols)) + aligned(blocks * sizeof(float)) +
+           aligned(blocks * sizeof(int32_t));
+}
+
+QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
+    const auto blocks = static_cast<size_t>(rows * (cols / kContractBlock));
+    auto* at = static_cast<uint8_t*>(buffer);
+    QuantizedRows over;
+    over.q = reinterpret_cast<int8_t*>(at);
+    at += aligned(static_cast<size_t>(rows * cols));
+    over.scale = reinterpret_cast<float*>(at);
+    at += aligned(blocks * sizeof(float));
+    over.sums = reinterpret_cast<int32_t*>(at);
+    return over;
+}
+
+// Counters, partial maxima and sums [rows, heads, pages], and outputs with headDim floats for each (see
+// attention_decode.cu).
+size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape, int64_t context, int64_t pageTokens) {
+    const int64_t pages = (context + pageTokens - 1) / pageTokens;
+    const auto partials = static_cast<size_t>(rows * shape.heads * pages);
+    return kDecodeCounterBytes + 2 * aligned(sizeof(float) * partials) +
+           aligned(sizeof(float) * partials * static_cast<size_t>(shape.headDim));
+}
+
+namespace {
+
+template <typename Take> ExpertGrouping takeGrouping(int64_t rows, int32_t used, int32_t experts, const Take& take) {
+    const int64_t pairs = rows * used;
+    ExpertGrouping over;
+    over.begin = take(experts + 1);
+    over.pairToken = take(pairs);
+    over.pairOf = take(pairs);
+    over.tileExpert = take(maxExpertTiles(pairs, experts));
+    over.tileBegin = take(maxExpertTiles(pairs, experts));
+    over.counts = take(kMaxPairSegments * experts);
+    return over;
+}
+
+}  // namespace
+
+size_t expertGroupingBytes(int64_t rows, int32_t used, int32_t experts) {
+    size_t total = 0;
+    takeGrouping(rows, used, experts, [&](int64_t count) {
+        total += aligned(sizeof(int32_t) * static_cast<size_t>(count));
+        return nullptr;
+    });
+    return total;
+}
+
+ExpertGrouping expertGroupingOver(void* buffer, int64_t rows, int32_t used, int32_t experts) {
+    auto* at = static_cast<uint8_t*>(buffer);
+    return takeGrouping(rows, used, experts, [&](int64_t count) {
+        auto* taken = reinterpret_cast<int32_t*>(at);
+        at += aligned(sizeof(int32_t) * static_cast<size_t>(count));
+        return taken;
+    });
+}
+
+void requireDelta(const DeltaShape& shape) {
+    const bool heads =
+        shape.keyHeads > 0 && shape.valueHeads > 0 && shape.dim > 0 && shape.dim % 8 == 0 && shape.dim <= kMaxDeltaDim;
+    if (heads && shape.convWidth >= 2 && shape.convWidth <= kMaxDeltaConv) return;
+    throw Error(ErrorKind::InvalidArgument,
+                "Gated DeltaNet with heads of " + std::to_string(shape.dim) + " elements and a convolution over " +
+                    std::to_string(shape.convWidth) + " inputs cannot run on the GPU: heads of 8, 16, .. " +
+                    std::to_string(kMaxDeltaDim) + " elements, 2 to " + std::to_string(kMaxDeltaConv) + " inputs");
+}
+
+// A count for each sequence and key head.
+size_t deltaStepBytes(int64_t sequences, const DeltaShape& shape) {
+    return sizeof(uint32_t) * static_cast<size_t>(sequences * shape.keyHeads);
+}
+
+size_t prepareDeltaBytes(int64_t tiles, const DeltaShape& shape) {
+    return sizeof(float) * static_cast<size_t>(tiles * shape.convFloats());
+}
+
+// Pairs of numbers.
+size_t deltaTileListBytes(int64_t rows) { return aligned(static_cast<size_t>(rows) * 2 * sizeof(int32_t)); }
+
+// Of each tile and head: two operands in halves, [kDeltaChunk, dim] and [kDeltaChunk, kDeltaChunk], and two floats a
+// row.
+size_t deltaChunkBytes(int64_t rows, int64_t tiles, const DeltaShape& shape, bool split) {
+    const size_t padded = shape.dim <= 16 ? 16 : shape.dim <= 32 ? 32 : shape.dim <= 64 ? 64 : 128;
+    const size_t left =
+        (split ? 2 : 1) * sizeof(uint16_t) * kDeltaChunk * (padded + kDeltaChunk) + 2 * kDeltaChunk * sizeof(float);
+    return deltaTileListBytes(rows) + static_cast<size_t>(tiles * shape.valueHeads) * left;
+}
+
+// Keys, ids and their sorted copies; what the sort itself works in is as large as two of them and some tables.
+size_t samplingScratchBytes(int64_t vocab) { return 32 * static_cast<size_t>(vocab) + (size_t{2} << 20); }
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,267 @@
+// Quantized matmul: every table gives the contract's bits, for every type, count, row range and choice of rows.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+#include "reference_matmul.h"
+#include "seed.h"
+
+using namespace sharpi;
+using namespace sharpi::cpu;
+using reference::Fill;
+
+namespace {
+
+std::vector<const Kernels*> tables() {
+    std::vector<const Kernels*> found;
+    for (const char* name : {"scalar", "avx2", "avx512"})
+        if (const Kernels* table = kernelsFor(name)) found.push_back(table);
+    return found;
+}
+
+struct Free {
+    void operator()(void* p) const { std::free(p); }
+};
+using Buffer = std::unique_ptr<void, Free>;
+Buffer aligned(size_t bytes) {
+    const size_t rounded = (bytes + 63) / 64 * 64;
+    void* p = std::aligned_alloc(64, rounded);
+    std::memset(p, 0xa5, rounded);
+    return Buffer(p);
+}
+
+uint32_t bitsOf(float value) { return std::isnan(value) ? 0x7fc00000u : bitsFromFloat(value); }
+
+struct Inputs {
+    std::vector<float> x;
+    Buffer buffer;
+    QuantizedRows rows;
+};
+
+enum class Activations { Normal, Largest };
+
+Inputs makeInputs(const Kernels& table, int64_t rows, int64_t cols, Activations kind, std::mt19937& random) {
+    Inputs in;
+    std::normal_distribution<float> normal;
+    in.x.resize(static_cast<size_t>(rows * cols));
+    for (float& v : in.x) v = kind == Activations::Normal ? normal(random) : (random() % 8 ? 3.0f : -3.0f);
+    if (kind == Activations::Normal) std::fill_n(in.x.begin() + (rows - 1) * cols, 32, 0.0f);  // one block of zeros
+    in.buffer = aligned(quantizedRowsBytes(rows, cols));
+    in.rows = quantizedRowsOver(in.buffer.get(), rows, cols);
+    for (int64_t t = 0; t < rows; ++t)
+        table.quantizeRow(&in.x[static_cast<size_t>(t * cols)], cols, in.rows.q + t * in.rows.qStride,
+                          in.rows.scale + t * in.rows.scaleStride, in.rows.sums + t * in.rows.sumStride);
+    return in;
+}
+
+struct Case {
+    int64_t rows, cols, count;
+    Fill fill = Fill::Random;
+    Activations activations = Activations::Normal;
+};
+
+std::vector<float> expectedOutput(DType type, const Case& c, const std::vector<uint8_t>& w, const Inputs& in,
+                                  const std::vector<int32_t>* index, const float* bias, int64_t* largest) {
+    std::vector<float> y(static_cast<size_t>(c.count * c.rows));
+    for (int64_t i = 0; i < c.count; ++i) {
+        const int64_t row = index ? (*index)[static_cast<size_t>(i)] : i;
+        for (int64_t r = 0; r < c.rows; ++r)
+            y[static_cast<size_t>(i * c.rows + r)] = reference::dot(
+                type, &w[static_cast<size_t>(r) * rowBytes(type, c.cols)], c.cols, in.rows.q + row * in.rows.qStride,
+                in.rows.scale + row * in.rows.scaleStride, bias ? bias + r : nullptr, largest);
+    }
+    return y;
+}
+
+// Runs the rows in the given ranges and compares everything, also what must not have been written.
+void checkTable(const Kernels& table, DType type, const Case& c, const std::vector<uint8_t>& w, const Inputs& in,
+                const std::vector<int32_t>* index, const float* bias, const std::vector<float>& expected,
+                const std::vector<std::pair<int64_t, int64_t>>& ranges) {
+    const int64_t stride = c.rows + 3;
+    const float poison = 12345.5f;
+    std::vector<float> y(static_cast<size_t>(c.count * stride), poison);
+    // A copy of the exact size, so that a sanitizer sees reads past the matrix.
+    std::unique_ptr<uint8_t[]> exact(new uint8_t[w.size()]);
+    std::memcpy(exact.get(), w.data(), w.size());
+    Buffer scratch = aligned(matmulScratchBytes(c.cols));
+    MatmulArgs args;
+    args.w = {type, c.rows, c.cols, exact.get()};
+    args.xQuant = &in.rows;
+    args.rowIndex = index ? index->data() : nullptr;
+    args.count = c.count;
+    args.bias = bias;
+    args.y = y.data();
+    args.yStride = stride;
+    std::vector<bool> covered(static_cast<size_t>(c.rows));
+    for (const auto& [begin, end] : ranges) {
+        table.matmul(args, begin, end, scratch.get());
+        for (int64_t r = begin; r < end; ++r) covered[static_cast<size_t>(r)] = true;
+    }
+    int wrong = 0;
+    for (int64_t i = 0; i < c.count; ++i)
+        for (int64_t r = 0; r < stride; ++r) {
+            const bool written = r < c.rows && covered[static_cast<size_t>(r)];
+            const float want = written ? expected[static_cast<size_t>(i * c.rows + r)] : poison;
+            const float got = y[static_cast<size_t>(i * stride + r)];
+            if (bitsOf(want) != bitsOf(got) && wrong++ < 3)
+                ADD_FAILURE() << table.name << " " << info(type).name << " cols " << c.cols << " count " << c.count
+                              << " token " << i << " row " << r << ": " << got << " instead of " << want;
+        }
+    EXPECT_EQ(wrong, 0);
+}
+
+std::vector<int64_t> colsFor(DType type) {
+    if (info(type).blockElements == 32) return {32, 64, 256, 288, 480, 768, 1024 + 96};
+    return {256, 512, 768, 1280};
+}
+
+class QuantizedMatmul : public testing::TestWithParam<DType> {};
+
+TEST_P(QuantizedMatmul, HasTheContractsBitsForEveryShape) {
+    std::mt19937 random(sharpi::testSeed(7 + static_cast<unsigned>(GetParam())));
+    for (const int64_t cols : colsFor(GetParam())) {
+        for (const int64_t count : {1, 2, 3, 4, 5, 8, 17}) {
+            const Case c{19, cols, count};
+            const auto w = reference::randomWeights(GetParam(), c.rows, cols, c.fill, random);
+            const Inputs in = makeInputs(*tables()[0], count, cols, c.activations, random);
+            const auto expected = expectedOutput(GetParam(), c, w, in, nullptr, nullptr, nullptr);
+            for (const Kernels* table : tables())
+                checkTable(*table, GetParam(), c, w, in, nullptr, nullptr, expected, {{0, 16}, {16, 19}});
+        }
+    }
+}
+
+TEST_P(QuantizedMatmul, HasTheContractsBitsForLongRowsAndManyTokens) {
+    std::mt19937 random(sharpi::testSeed(11));
+    for (const Case& c : {Case{3, 4096 + 256, 1}, Case{17, 4096 + 256, 6}, Case{5, 512, 64}, Case{3, 256, 512}}) {
+        const auto w = reference::randomWeights(GetParam(), c.rows, c.cols, c.fill, random);
+        const Inputs in = makeInputs(*tables()[0], c.count, c.cols, c.activations, random);
+        const auto expected = expectedOutput(GetParam(), c, w, in, nullptr, nullptr, nullptr);
+        for (const Kernels* table : tables())
+            checkTable(*table, GetParam(), c, w, in, nullptr, nullptr, expected, {{0, c.rows}});
+    }
+}
+
+// Every bit of the quants and sub-scales set, or none, against activations at +-127: where 16-bit sums would overflow.
+TEST_P(QuantizedMatmul, SurvivesExtremeQuants) {
+    std::mt19937 random(sharpi::testSeed(13));
+    int64_t largest = 0;
+    for (const Fill fill : {Fill::AllOnes, Fill::AllZeros}) {
+        for (const int64_t count : {1, 2, 8}) {
+            const Case c{18, 512, count, fill, Activations::Largest};
+            const auto w = reference::randomWeights(GetParam(), c.rows, c.cols, fill, random);
+            Inputs in = makeInputs(*tables()[0], count, c.cols, c.activations, random);
+            for (int64_t i = 0; i < 64; ++i) in.x[static_cast<size_t>(i)] = i < 32 ? 3.0f : -3.0f;
+            tables()[0]->quantizeRow(in.x.data(), c.cols, in.rows.q, in.rows.scale, in.rows.sums);
+            const auto expected = expectedOutput(GetParam(), c, w, in, nullptr, nullptr, &largest);
+            for (const Kernels* table : tables())
+                checkTable(*table, GetParam(), c, w, in, nullptr, nullptr, expected, {{0, c.rows}});
+        }
+    }
+    EXPECT_LT(largest, 1 << 24);
+}
+
+TEST_P(QuantizedMatmul, SelectsRowsAddsBiasAndKeepsToItsRange) {
+    std::mt19937 random(sharpi::testSeed(17));
+    for (const int64_t count : {3, 9}) {
+        const Case c{40, 768, count};
+        const auto w = reference::randomWeights(GetParam(), c.rows, c.cols, c.fill, random);
+        const Inputs in = makeInputs(*tables()[0], 6, c.cols, c.activations, random);
+        std::vector<int32_t> index;
+        for (int64_t i = 0; i < count; ++i) index.push_back(static_cast<int32_t>(random() % 6));
+        std::vector<float> bias;
+        for (int64_t r = 0; r < c.rows; ++r) bias.push_back(static_cast<float>(random() % 100) / 7.0f);
+        const auto expected = expectedOutput(GetParam(), c, w, in, &index, bias.data(), nullptr);
+        for (const Kernels* table : tables()) {
+            checkTable(*table, GetParam(), c, w, in, &index, bias.data(), expected, {{3, 4}, {7, 29}});
+            checkTable(*table, GetParam(), c, w, in, &index, bias.data(), expected, {{5, 5}, {39, 40}});
+        }
+    }
+}
+
+// Only the activations are rounded: by at most half a step, s / 2, each. So |y - exact| <= sum over blocks of
+// (s / 2) * sum |w|. The rounding of inverse = 127 / absmax and of the float sums adds a little; the bound's
+// factor 1.001 and the term with |w| |x| cover it (an accumulator sees cols / 1024 fmas, then 5 additions).
+TEST_P(QuantizedMatmul, IsCloseToTheExactProduct) {
+    std::mt19937 random(sharpi::testSeed(19));
+    const int64_t rows = 20, cols = 1024;
+    const auto w = reference::randomWeights(GetParam(), rows, cols, Fill::Random, random);
+    for (const Kernels* table : tables()) {
+        const Inputs in = makeInputs(*table, 6, cols, Activations::Normal, random);
+        Buffer scratch = aligned(matmulScratchBytes(cols));
+        std::vector<float> y(6 * rows, NAN), weights(cols);
+        MatmulArgs args;
+        args.w = {GetParam(), rows, cols, w.data()};
+        args.xQuant = &in.rows;
+        args.count = 6;
+        args.y = y.data();
+        args.yStride = rows;
+        table->matmul(args, 0, rows, scratch.get());
+        for (int64_t r = 0; r < rows; ++r) {
+            table->dequantizeRow(GetParam(), &w[static_cast<size_t>(r) * rowBytes(GetParam(), cols)], cols,
+                                 weights.data());
+            for (int64_t t = 0; t < 6; ++t) {
+                double exact = 0, bound = 0, magnitude = 0;
+                for (int64_t i = 0; i < cols; ++i) {
+                    const double wi = weights[static_cast<size_t>(i)], xi = in.x[static_cast<size_t>(t * cols + i)];
+                    exact += wi * xi;
+                    bound += std::fabs(wi) * in.rows.scale[t * in.rows.scaleStride + i / 32] / 2;
+                    // Types with a minimum add d * q and m apart, each perhaps larger than their sum.
+                    const reference::Element e =
+                        reference::element(GetParam(), &w[static_cast<size_t>(r) * rowBytes(GetParam(), cols)], i);
+                    magnitude +=
+                        (std::fabs(double(e.d) * e.sub * e.quant) + std::fabs(double(e.m) * e.min)) * std::fabs(xi);
+                }
+                ASSERT_NEAR(y[static_cast<size_t>(t * rows + r)], exact, 1.001 * bound + 2e-6 * magnitude)
+                    << table->name << " row " << r;
+            }
+        }
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Types, QuantizedMatmul, testing::ValuesIn(reference::quantizedTypes()), [](const auto& test) {
+    return std::string(sharpi::findDType(static_cast<uint32_t>(test.param))->name);
+});
+
+TEST(QuantizeRow, FollowsTheContractOnEveryTable) {
+    std::mt19937 random(sharpi::testSeed(23));
+    std::normal_distribution<float> normal;
+    const int64_t cols = 32 * 21;
+    std::vector<float> x(cols);
+    for (int64_t i = 0; i < cols; ++i) x[i] = std::ldexp(normal(random), static_cast<int>(i / 32) * 9 - 126);
+    x[32 * 3 + 5] = INFINITY;
+    x[32 * 4 + 6] = -NAN;
+    std::fill_n(x.begin() + 32 * 5, 32, -0.0f);
+    for (int i = 0; i < 32; ++i)
+        x[32 * 6 + i] = static_cast<float>(i % 2 ? 127 : i) + 0.5f - static_cast<float>(i % 2) * 0.5f;  // ties
+    x[32 * 7] = 3.4e38f;
+    std::fill_n(x.begin() + 32 * 8, 32, std::ldexp(1.0f, -100));
+    std::fill_n(x.begin() + 32 * 9, 32, std::nextafter(std::ldexp(1.0f, -100), 0.0f));
+    for (const Kernels* table : tables()) {
+        const int64_t padded = 32 * 24;
+        std::vector<int8_t> q(padded, 77);
+        std::vector<float> scale(padded / 32, 77);
+        std::vector<int16_t> sums(padded / 16, 77);
+        table->quantizeRow(x.data(), cols, q.data(), scale.data(), sums.data());
+        for (int64_t b = 0; b < padded / 32; ++b) {
+            int8_t wantQ[32] = {};
+            float wantScale = 0;
+            int16_t wantSums[2] = {};
+            if (b < cols / 32) reference::quantizeBlock(&x[b * 32], wantQ, &wantScale, wantSums);
+            EXPECT_EQ(bitsOf(scale[b]), bitsOf(wantScale)) << table->name << " block " << b;
+            EXPECT_EQ(0, std::memcmp(wantQ, &q[b * 32], 32)) << table->name << " block " << b;
+            EXPECT_EQ(0, std::memcmp(wantSums, &sums[b * 2], 4)) << table->name << " block " << b;
+        }
+    }
+}
+
+TEST(KernelTables, AreFoundByName) {
+    ASSERT_NE(kernelsFor("scalar"), nullptr);
+    EXPECT_EQ(kernelsFor("none"), nullptr);
+    for (const Kernels* table : tables()) EXPECT_EQ(kernelsFor(table->name), table);
+}
+
+}  // namespace

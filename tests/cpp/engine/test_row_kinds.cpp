@@ -1,0 +1,510 @@
+// Sessions on a backend with two arithmetics: a token's bits depend on the tokens before it and on what these were
+// computed as, and on nothing that happened before; and what is computed again is no more than that takes.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "seed.h"
+#include "tiny_pass.h"
+#include "two_arithmetics.h"
+
+namespace {
+
+using namespace sharpi;
+using namespace tiny;
+
+constexpr int64_t kContext = 700;
+using Rows = std::pair<int64_t, int64_t>;  // prompt rows, decode rows
+
+// A model, and what its prompt rows must begin at.
+struct Case {
+    Model model;
+    int64_t step;
+    std::string text() const { return describe(model.options()) + ", step " + std::to_string(step); }
+    int64_t vocab() const { return model.options().vocab; }
+    // What sequences are held against that are computed at once, one at a time.
+    std::shared_ptr<Engine> reference() const {
+        if (!_reference) _reference = load(kContext).engine;
+        return _reference;
+    }
+    TwoArithmeticsEngine load(int64_t batch, int32_t sequences = 9) const {
+        return TwoArithmeticsEngine(model, engineOptions(kContext, batch, sequences), step);
+    }
+    mutable std::shared_ptr<Engine> _reference = nullptr;
+};
+
+Case caseOf(tiny::Options options, int64_t step) {
+    options.context = 1000;
+    return {Model(options), step};
+}
+
+std::vector<Case> cases() {
+    tiny::Options experts;
+    experts.architecture = "qwen3moe";
+    return {caseOf(gpuVariants()[0], 1),          caseOf(experts, 1),
+            caseOf(predicting()[0], kPromptTile), caseOf(predicting()[2], kPromptTile),
+            caseOf(hybrids()[1], kPromptTile),    caseOf(hybrids()[0], 1)};
+}
+
+std::vector<int32_t> joined(std::vector<int32_t> tokens, const std::vector<int32_t>& more) {
+    tokens.insert(tokens.end(), more.begin(), more.end());
+    return tokens;
+}
+
+std::vector<float> decoded(Session& session, const std::vector<int32_t>& tokens, int64_t vocab) {
+    return evaluate(session, tokens, vocab, {}, RowKind::Decode);
+}
+
+// The logits of the rows from `from` on of a sequence that is computed at once, its first `prompt` tokens as prompt
+// rows.
+std::vector<float> cold(const Case& c, const std::vector<int32_t>& tokens, int64_t prompt, size_t from) {
+    Session session(c.reference());
+    const auto middle = tokens.begin() + prompt;
+    std::vector<float> all;
+    if (prompt) all = evaluate(session, {tokens.begin(), middle}, c.vocab());
+    if (middle != tokens.end()) {
+        const auto rest = decoded(session, {middle, tokens.end()}, c.vocab());
+        all.insert(all.end(), rest.begin(), rest.end());
+    }
+    all.erase(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(from * static_cast<size_t>(c.vocab())));
+    return all;
+}
+
+TEST(RowKinds, TheBackendShowsThemAndTheCpuDoesNot) {
+    for (const Case& c : cases()) {
+        SCOPED_TRACE(c.text());
+        const auto tokens = randomTokens(20, c.vocab(), 1);
+        EXPECT_FALSE(sameBits(cold(c, tokens, 20, 0), cold(c, tokens, 0, 0)));
+        EXPECT_FALSE(sameBits(cold(c, tokens, 15, 19), cold(c, tokens, 10, 19)))
+            << "a token shows what those before it were computed as";
+        Session prompt(engineOf(c.model)), decode(engineOf(c.model));
+        EXPECT_TRUE(sameBits(evaluate(prompt, tokens, c.vocab()), decoded(decode, tokens, c.vocab())));
+    }
+}
+
+TEST(RowKinds, CutsAndBatchesDoNotShow) {
+    std::mt19937 random(sharpi::testSeed(1));
+    for (const Case& c : cases()) {
+        SCOPED_TRACE(c.text());
+        for (const int64_t length : {1, 2, 9, 63, 64, 65, 128, 200, 300}) {
+            const auto prompt = randomTokens(length, c.vocab(), static_cast<unsigned>(length)),
+                       answer = randomTokens(23, c.vocab(), 3);
+            const auto expected = cold(c, joined(prompt, answer), length, 0);
+            for (int round = 0; round < 4; ++round) {
+                const auto loaded =
+                    c.load(c.step + static_cast<int64_t>(random() % 100), 1 + static_cast<int32_t>(random() % 3));
+                std::vector<int64_t> cuts(400);
+                for (int64_t& cut : cuts) cut = 1 + static_cast<int64_t>(random() % (round ? 90 : 3));
+                Session session(loaded.engine);
+                auto got = evaluate(session, prompt, c.vocab(), cuts);
+                EXPECT_EQ(loaded.rowsSeen(), Rows(length, 0));
+                const auto rest = evaluate(session, answer, c.vocab(), cuts, RowKind::Decode);
+                EXPECT_EQ(loaded.rowsSeen(), Rows(0, 23));
+                got.insert(got.end(), rest.begin(), rest.end());
+                EXPECT_TRUE(sameBits(got, expected)) << length << " tokens, round " << round;
+            }
+        }
+    }
+}
+
+// What is appended in several evaluations is what is appended in one: of a recurrent sequence the tail is computed
+// again.
+TEST(RowKinds, PromptRowsGoOnFromPromptRows) {
+    for (const Case& c : cases()) {
+        SCOPED_TRACE(c.text());
+        const auto loaded = c.load(128);
+        const auto tokens = randomTokens(320, c.vocab(), 2);
+        const auto expected = cold(c, tokens, 320, 0);
+        Session session(loaded.engine);
+        int64_t done = 0;
+        for (const int64_t count : {1, 62, 1, 1, 35, 28, 64, 128}) {
+            const auto got = evaluate(session, {tokens.begin() + done, tokens.begin() + done + count}, c.vocab());
+            const auto first = expected.begin() + done * c.vocab();
+            EXPECT_TRUE(sameBits(got, {first, first + count * c.vocab()})) << count << " behind " << done;
+            EXPECT_EQ(loaded.rowsSeen(), Rows(done % c.step + count, 0)) << count << " behind " << done;
+            done += count;
+        }
+    }
+}
+
+TEST(RowKinds, PromptRowsTurnDecodeRowsIntoPromptRows) {
+    for (const Case& c : cases()) {
+        SCOPED_TRACE(c.text());
+        for (const int64_t batch : {64, 77, 256}) {
+            const auto loaded = c.load(batch);
+            const auto tokens = randomTokens(250, c.vocab(), 2);
+            const std::vector<int32_t> prompt(tokens.begin(), tokens.begin() + 100),
+                answer(tokens.begin() + 100, tokens.begin() + 140);
+            Session session(loaded.engine);
+            evaluate(session, prompt, c.vocab());
+            const auto got = decoded(session, answer, c.vocab());
+            EXPECT_TRUE(sameBits(got, cold(c, joined(prompt, answer), 100, 100)));
+            loaded.rowsSeen();
+            const auto more = evaluate(session, {tokens.begin() + 140, tokens.end()}, c.vocab());
+            EXPECT_TRUE(sameBits(more, cold(c, tokens, 250, 140)));
+            EXPECT_EQ(loaded.rowsSeen(), Rows(100 % c.step + 150, 0));
+            EXPECT_EQ(session.tokens(), tokens);
+        }
+    }
+}
+
+// One arithmetic: nothing is computed again.
+TEST(RowKinds, DoNotCostAnythingWhereTheyDoNotShow) {
+    for (const Case& c : cases()) {
+        SCOPED_TRACE(c.text());
+        WatchedEngine watched(c.model, engineOptions(kContext, 64));
+        Session session(watched.engine);
+        const auto tokens = randomTokens(200, c.vocab(), 2);
+        evaluate(session, {tokens.begin(), tokens.begin() + 100}, c.vocab());
+        decoded(session, {tokens.begin() + 100, tokens.begin() + 150}, c.vocab());
+        evaluate(session, {tokens.begin() + 150, tokens.begin() + 170}, c.vocab());
+        generate(session, tokens, greedyParams(), 1);
+        EXPECT_EQ(session.reusedTokens(), 170);
+        int64_t rows = 0;
+        for (const auto& [pass, batch] : watched.backend->seen) rows += pass == sharpi::Pass::Model ? batch.size() : 0;
+        EXPECT_EQ(rows, 200);
+    }
+}
+
+// What a turn reuses of the prompt before: all of it. Of a recurrent sequence the part whose state was kept, and if the
+// prompt ended where prompt rows may begin, perhaps its end.
+int64_t reusable(const TwoArithmeticsEngine& loaded, int64_t prompt, int64_t reused) {
+    if (prompt == 0 || loaded.engine->stateBytes() == 0) return prompt;
+    const int64_t step = loaded.backend->promptStep();
+    return prompt % step == 0 && reused == prompt ? prompt : (prompt - 1) / step * step;
+}
+
+// Ten turns against cold starts, and what each of them costs: the answer before is computed again as a prompt, and in a
+// recurrent sequence also what came since the last whole tile before the prompt's last token.
+TEST(RowKinds, AConversationGetsTheAnswersOfColdStarts) {
+    std::mt19937 random(sharpi::testSeed(7));
+    for (const Case& c : cases()) {
+        SCOPED_TRACE(c.text());
+        for (const Source source : {Source::Off, Source::NGram, Source::Prediction}) {
+            if (source == Source::Prediction && !c.model.options().predictions) continue;
+            const DraftOptions options = drafts(source, 3);
+            const auto loaded = c.load(128);
+            Session session(loaded.engine);
+            std::vector<int32_t> text;
+            int64_t before = 0;
+            for (unsigned turn = 0; turn < 10; ++turn) {
+                auto more = repetitive(1 + static_cast<int64_t>(random() % 40), c.vocab(), turn);
+                if (turn == 5) more.resize((64 - text.size() % 64) % 64 + 64, 7);  // a prompt that ends with a tile
+                text = joined(text, more);
+                const auto size = static_cast<int64_t>(text.size());
+                const SamplingParams params = turn % 2 ? greedyParams() : sampledParams(turn);
+                loaded.rowsSeen();
+                const int length = turn % 3 ? 12 : 3;  // after 3 tokens the state at the prompt's end is still there
+                const auto answer = generate(session, text, params, length, options);
+                const auto [prompt, decode] = loaded.rowsSeen();
+                EXPECT_EQ(session.reusedTokens(), reusable(loaded, before, session.reusedTokens())) << "turn " << turn;
+                EXPECT_EQ(prompt, size - session.reusedTokens());
+                const DraftCounts counts = session.draftCounts();
+                EXPECT_EQ(decode, counts.steps + counts.drafted);
+                if (source == Source::Off) {
+                    EXPECT_EQ(decode, length - 1);
+                }
+                Session fresh(c.reference());
+                EXPECT_EQ(answer, generate(fresh, text, params, length)) << "turn " << turn;
+                EXPECT_EQ(session.tokens(), fresh.tokens());
+                EXPECT_TRUE(sameBits(decoded(session, {3, 4}, c.vocab()), decoded(fresh, {3, 4}, c.vocab())))
+                    << "turn " << turn;
+                text = joined(text, answer);
+                before = size;
+            }
+        }
+    }
+}
+
+// A prompt given again: what is reused are prompt rows, however far the decode rows behind them agree.
+TEST(RowKinds, APromptGivenAgainReusesPromptRows) {
+    for (const Case& c : cases()) {
+        SCOPED_TRACE(c.text());
+        const auto loaded = c.load(256);
+        Session session(loaded.engine);
+        for (const int64_t length : {10, 64, 65, 128, 190}) {
+            const auto prompt = randomTokens(length, c.vocab(), static_cast<unsigned>(length));
+            const auto answer = generate(session, prompt, greedyParams(), 30);
+            loaded.rowsSeen();
+            EXPECT_EQ(generate(session, prompt, greedyParams(), 30), answer);
+            EXPECT_EQ(session.reusedTokens(), (length - 1) / c.step * c.step);
+            EXPECT_EQ(loaded.rowsSeen(), Rows(length - session.reusedTokens(), 29));
+            // The answer is part of the prompt now, but was not computed as one.
+            generate(session, joined(prompt, answer), greedyParams(), 1);
+            EXPECT_LE(session.reusedTokens(), length);
+            EXPECT_GE(session.reusedTokens(), (length - 1) / c.step * c.step);
+        }
+    }
+}
+
+// States that are lost when a step fails that had to overwrite them: what was computed since is computed again as what
+// it was.
+TEST(RowKinds, WhatIsLostIsComputedAgainAsWhatItWas) {
+    for (const Case& c : cases()) {
+        SCOPED_TRACE(c.text());
+        for (const int32_t slots : {1, 2}) {
+            const auto loaded = c.load(128, slots);
+            const bool recurrent = loaded.engine->stateBytes() > 0;
+            Session session(loaded.engine), neighbour(loaded.engine);
+            if (slots == 2) evaluate(neighbour, {1, 2, 3}, c.vocab());
+            const auto prompt = randomTokens(150, c.vocab(), 1), answer = randomTokens(40, c.vocab(), 2);
+            evaluate(session, prompt, c.vocab());
+            decoded(session, answer, c.vocab());
+            for (int round = 0; round < 2; ++round) {
+                loaded.backend->failIn = 2;  // within the pass
+                EXPECT_THROW(decoded(session, {5}, c.vocab()), std::runtime_error);
+                EXPECT_EQ(session.tokens(), joined(prompt, answer));
+            }
+            loaded.rowsSeen();
+            EXPECT_TRUE(
+                sameBits(decoded(session, {5}, c.vocab()), cold(c, joined(joined(prompt, answer), {5}), 150, 190)));
+            EXPECT_EQ(loaded.rowsSeen(), recurrent ? Rows(150, 41) : Rows(0, 1));
+        }
+    }
+}
+
+// Prompt rows that fail or are interrupted while they turn decode rows into prompt rows leave these what they were.
+TEST(RowKinds, APromptThatFailsLeavesTheKindsAsTheyWere) {
+    for (const Case& c : cases()) {
+        SCOPED_TRACE(c.text());
+        const auto prompt = randomTokens(100, c.vocab(), 1), answer = randomTokens(150, c.vocab(), 2),
+                   more = randomTokens(200, c.vocab(), 3);
+        const auto held = joined(prompt, answer), all = joined(held, more);
+        const auto expected = cold(c, joined(held, {5}), 100, 250);
+        for (const bool fails : {true, false}) {
+            for (int piece = 1; piece <= 6; ++piece) {
+                const auto loaded = c.load(64);
+                Session session(loaded.engine);
+                evaluate(session, prompt, c.vocab());
+                decoded(session, answer, c.vocab());
+                int asked = 0;
+                const Interrupted interrupted = [&] {
+                    if (++asked < piece) return false;
+                    if (fails) loaded.backend->failIn = 2;
+                    return !fails;
+                };
+                EXPECT_THROW(session.evaluate(more, RowKind::Prompt, nullptr, {}, interrupted), std::runtime_error);
+                loaded.backend->failIn = 0;
+                const auto tokens = session.tokens();
+                const auto kept = static_cast<int64_t>(tokens.size());
+                if (kept == 250) {
+                    EXPECT_TRUE(sameBits(decoded(session, {5}, c.vocab()), expected)) << "piece " << piece;
+                    continue;
+                }
+                EXPECT_EQ(tokens, std::vector<int32_t>(all.begin(), all.begin() + kept));
+                EXPECT_GT(piece, 3);
+                EXPECT_TRUE(
+                    sameBits(decoded(session, {5}, c.vocab()), cold(c, joined(tokens, {5}), kept, tokens.size())))
+                    << "piece " << piece;
+            }
+        }
+    }
+}
+
+// Two sessions in turn, in all ways, with failures: each is held against a sequence computed at once.
+class Use {
+public:
+    Use(const Case& c, int64_t batch, int32_t slots, uint32_t seed)
+        : _case(c), _loaded(c.load(batch, slots)), _random(seed) {
+        for (int i = 0; i < (slots > 1 ? 2 : 1); ++i)
+            _all.push_back({std::make_unique<Session>(_loaded.engine), {}, 0});
+    }
+    int failures = 0, checked = 0;
+
+    void act() {
+        One& one = _all[_random() % _all.size()];
+        const unsigned action = _random() % 8;
+        if (one.tokens.size() > 200 || action == 7) {
+            one.session->reset();
+            one.tokens.clear();
+            one.prompt = 0;
+        } else if (action < 3) {
+            append(one, RowKind::Prompt, 1 + _random() % 90);
+        } else if (action < 5) {
+            append(one, RowKind::Decode, 1 + _random() % 20);
+        } else {
+            generateSome(one);
+        }
+        ASSERT_EQ(one.session->tokens(), one.tokens);
+    }
+
+private:
+    struct One {
+        std::unique_ptr<Session> session;
+        std::vector<int32_t> tokens;
+        int64_t prompt;
+    };
+    template <typename Call> bool fails(const Call& call) {
+        if (_random() % 3 == 0) _loaded.backend->failIn = 1 + static_cast<int>(_random() % 6);
+        try {
+            call();
+            _loaded.backend->failIn = 0;
+            return false;
+        } catch (const std::runtime_error& e) {
+            const std::string what = e.what();
+            if (what != "told to fail" && what != "interrupted") throw;
+        }
+        _loaded.backend->failIn = 0;
+        ++failures;
+        return true;
+    }
+    void append(One& one, RowKind kind, int64_t count) {
+        const auto more = randomTokens(count, _case.vocab(), _random());
+        std::vector<int64_t> cuts(_random() % 9);
+        for (int64_t& cut : cuts) cut = 1 + static_cast<int64_t>(_random() % 70);
+        const auto asks = static_cast<int>(_random() % 8);
+        int asked = 0;
+        std::vector<float> got(more.size() * static_cast<size_t>(_case.vocab()), kPoison);
+        const auto all = joined(one.tokens, more);
+        const bool failed =
+            fails([&] { one.session->evaluate(more, kind, got.data(), cuts, [&] { return ++asked == asks; }); });
+        const auto tokens = one.session->tokens();
+        ASSERT_GE(tokens.size(), one.tokens.size());
+        ASSERT_EQ(tokens, std::vector<int32_t>(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(tokens.size())));
+        if (kind == RowKind::Prompt && tokens.size() > one.tokens.size())
+            one.prompt = static_cast<int64_t>(tokens.size());
+        const size_t before = one.tokens.size();
+        one.tokens = tokens;
+        if (failed) return;
+        ASSERT_EQ(tokens, all);
+        ASSERT_TRUE(sameBits(got, cold(_case, tokens, one.prompt, before)));
+        ++checked;
+    }
+    void generateSome(One& one) {
+        auto prompt = one.tokens;
+        if (_random() % 3 == 0) prompt.resize(_random() % (prompt.size() + 1));
+        prompt = joined(prompt, repetitive(1 + static_cast<int64_t>(_random() % 30), _case.vocab(), _random() % 3));
+        const SamplingParams params = _random() % 2 ? greedyParams() : sampledParams(_random());
+        const Source sources[] = {Source::Off, Source::NGram, Source::Prediction};
+        const DraftOptions options = drafts(sources[_random() % (_case.model.options().predictions ? 3 : 2)],
+                                            1 + static_cast<int32_t>(_random() % 7));
+        const bool failed = fails([&] { one.session->start(prompt, params, nullptr, options); });
+        one.tokens = one.session->tokens();
+        one.prompt = static_cast<int64_t>(one.tokens.size());
+        ASSERT_LE(one.tokens.size(), prompt.size());
+        ASSERT_TRUE(std::equal(one.tokens.begin(), one.tokens.end(), prompt.begin()));
+        if (failed) return;
+        ASSERT_EQ(one.tokens, prompt);
+        const auto expected = [&] {
+            Session fresh(_case.reference());
+            return generate(fresh, prompt, params, 15);
+        }();
+        const size_t count = 1 + _random() % 15;
+        for (size_t i = 0; i < count; ++i) {
+            std::optional<int32_t> token;
+            while (fails([&] { token = one.session->next(); })) ASSERT_EQ(one.session->tokens(), one.tokens);
+            ASSERT_EQ(token, expected[i]) << "token " << i;
+            if (i) one.tokens.push_back(expected[i - 1]);
+            ASSERT_EQ(one.session->tokens(), one.tokens);
+        }
+        ++checked;
+    }
+
+    const Case& _case;
+    TwoArithmeticsEngine _loaded;
+    std::mt19937 _random;
+    std::vector<One> _all;
+};
+
+TEST(RowKinds, NothingThatHappenedBeforeShows) {
+    unsigned seed = 0;
+    for (const Case& c : cases()) {
+        for (const int32_t slots : {1, 2, 3, 12}) {
+            const int64_t batch = std::vector<int64_t>{64, 100, 256}[seed % 3] - (c.step == 1 ? 50 : 0);
+            SCOPED_TRACE(c.text() + ", " + std::to_string(slots) + " slots, batch " + std::to_string(batch));
+            Use use(c, batch, slots, sharpi::testSeed(++seed));
+            for (int i = 0; i < 70; ++i) {
+                use.act();
+                if (::testing::Test::HasFatalFailure()) return;
+            }
+            EXPECT_GT(use.failures, 5);
+            EXPECT_GT(use.checked, 20);
+        }
+    }
+}
+
+TEST(RowKinds, ThePredictionLayersRowsAreOfTheKindOfTheRowsBefore) {
+    for (const Case& c : {caseOf(predicting()[0], kPromptTile), caseOf(predicting()[2], 1)}) {
+        SCOPED_TRACE(c.text());
+        const auto loaded = c.load(128);
+        Session session(loaded.engine);
+        generate(session, randomTokens(100, c.vocab(), 1), greedyParams(), 20, drafts(Source::Prediction, 3));
+        decoded(session, {1, 2, 3}, c.vocab());
+        evaluate(session, {4, 5}, c.vocab());
+        const auto& seen = loaded.backend->seen;
+        int behindPrompt = 0, behindDecode = 0, again = 0;
+        for (size_t i = 1; i < seen.size(); ++i) {
+            const Batch &batch = seen[i].second, &before = seen[i - 1].second;
+            if (seen[i].first == sharpi::Pass::Draft) {
+                EXPECT_EQ(batch.hasPromptRows(), before.hasPromptRows());
+                EXPECT_TRUE(batch.decodeRows == 0 || !batch.hasPromptRows());
+                ++(batch.hasPromptRows() ? behindPrompt : behindDecode);
+            } else if (seen[i].first == sharpi::Pass::DraftAgain) {
+                EXPECT_EQ(batch.decodeRows, 1);
+                ++again;
+            }
+        }
+        EXPECT_GT(behindPrompt, 1);
+        EXPECT_GT(behindDecode, 5);
+        EXPECT_GT(again, 5);
+    }
+}
+
+TEST(RowKinds, ImpossibleBatchesAreRefused) {
+    const Case c = caseOf(hybrids()[0], kPromptTile);
+    tiny::Pass<TwoArithmetics> pass(c.model, 64, 200, KvType::BF16, 256, kPromptTile);
+    const int32_t handle = pass.kv.createSequence(), other = pass.kv.createSequence();
+    const auto batchOf = [&](int64_t decode, int64_t prompt, int32_t promptSequence) {
+        Batch batch;
+        for (int64_t i = 0; i < decode; ++i) batch.add(RowKind::Decode, 1, static_cast<int32_t>(i), handle, false);
+        for (int64_t i = 0; i < prompt; ++i) {
+            const int64_t position = promptSequence == handle ? decode + i : i;
+            batch.add(RowKind::Prompt, 1, static_cast<int32_t>(position), promptSequence, false);
+        }
+        return batch;
+    };
+    pass.kv.extend(handle, 9);
+    pass.kv.extend(other, 3);
+    EXPECT_NO_THROW(pass.forward.run(batchOf(9, 3, other), nullptr));
+    pass.kv.truncate(handle, 0);
+    pass.kv.extend(handle, 10);
+    expectError(ErrorKind::Internal, "10 decode rows, the backend takes 9",
+                [&] { pass.forward.run(batchOf(10, 0, other), nullptr); });
+    expectError(ErrorKind::Internal, "decode rows and prompt rows of sequence",
+                [&] { pass.forward.run(batchOf(4, 6, handle), nullptr); });
+    for (const int64_t impossible : {-1, 3}) {
+        Batch batch = batchOf(0, 2, handle);
+        batch.decodeRows = impossible;
+        expectError(ErrorKind::Internal, "decode rows", [&] { pass.forward.run(batch, nullptr); });
+    }
+    Batch batch = batchOf(0, 1, handle);
+    EXPECT_THROW(batch.add(RowKind::Decode, 1, 0, other, false), Error);
+}
+
+TEST(RowKinds, AFastGpuTakesAtLeastATileOfRows) {
+    const Case c = caseOf(predicting()[0], kPromptTile);
+    EngineOptions options = engineOptions(300, 16);
+    options.cuda = true;
+    TwoArithmeticsEngine loaded(c.model, options, kPromptTile);
+    EXPECT_EQ(loaded.engine->options().batch, 64);
+    EXPECT_EQ(engineLimits(c.model.spec(), c.model.weights()->tensors(), options).maxRows, 64);
+    // It was rehearsed: a prompt, a step, and a step with a draft.
+    std::vector<Rows> rehearsed;
+    for (const auto& [pass, batch] : loaded.backend->seen) {
+        if (pass == sharpi::Pass::Model) rehearsed.emplace_back(batch.size() - batch.decodeRows, batch.decodeRows);
+    }
+    EXPECT_EQ(rehearsed, (std::vector<Rows>{{64, 0}, {0, 1}, {0, 2}}));
+    options.context = 40;
+    EXPECT_EQ(TwoArithmeticsEngine(c.model, options, kPromptTile).engine->options().batch, 40);
+    options.prompt = PromptMode::Exact;
+    EXPECT_EQ(batchRows(options), 16);
+    options.prompt = PromptMode::Fast;
+    options.cuda = false;
+    EXPECT_EQ(batchRows(options), 16);
+}
+
+}  // namespace

@@ -1,0 +1,203 @@
+// A row's bits depend on its kind, its tokens and its position. On the GPU: not on how a prompt was cut, not on the
+// batch's size, not on where weights are, not on what else is in the batch.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "backend/cuda_backend.h"
+#include "placement_test.h"
+#include "tiny_pass.h"
+
+namespace sharpi::cuda {
+namespace {
+
+// A model on the GPU with room for many sequences, and with homes for its weights.
+struct World {
+    World(const tiny::Model& model, const EngineOptions& o, int32_t sequences)
+        : spec(model.spec()),
+          files(model.weights()),
+          backend(size_t{0}, 2),
+          trace(backend.allocator(), nullptr),
+          limits(engineLimits(spec, files->tensors(), o)),
+          weights(spec, *files, backend.placer(), normalized(spec, files->tensors(), o.homes), o.expertSlotBytes,
+                  o.context, trace),
+          kv(backend.allocator(), kvShapes(spec), o.kvType, sequences * o.context,
+             RecurrentState(backend.allocator(), recurrentShapes(spec), 2 * sequences)),
+          forward(spec, weights, backend, kv, limits),
+          vocab(static_cast<size_t>(spec.vocabSize)) {
+        backend.takeScratch(limits);
+        if (limits.expertSlots) backend.startExperts(o.expertUse);
+    }
+
+    // Rows to be computed: the next ones of a sequence.
+    struct Rows {
+        int32_t sequence;
+        std::vector<int32_t> tokens;
+        RowKind kind;
+    };
+    // In one batch. The logits of each row, one behind the other.
+    std::vector<float> run(const std::vector<Rows>& all) {
+        Batch batch;
+        for (const Rows& rows : all) {
+            const auto begin = static_cast<int32_t>(kv.length(rows.sequence));
+            kv.extend(rows.sequence, static_cast<int64_t>(rows.tokens.size()));
+            for (size_t i = 0; i < rows.tokens.size(); ++i)
+                batch.add(rows.kind, rows.tokens[i], begin + static_cast<int32_t>(i), rows.sequence, true);
+        }
+        std::vector<float> logits(batch.logitRows.size() * vocab, NAN);
+        forward.run(batch, logits.data());
+        return logits;
+    }
+
+    ModelSpec spec;
+    std::unique_ptr<Weights> files;
+    CudaBackend backend;
+    LoadTrace trace;
+    StepLimits limits;
+    ModelWeights weights;
+    KvCache kv;
+    ForwardPass forward;
+    size_t vocab;
+};
+
+class CudaKinds : public PlacementTest {
+protected:
+    static EngineOptions of(int64_t batch, KvType kv = KvType::BF16) {
+        EngineOptions o = options(true, kv);
+        o.batch = batch;
+        return o;
+    }
+    std::vector<int64_t> cuts(int64_t total) {
+        std::vector<int64_t> chunks;
+        const auto most = 1 + random()() % 150;
+        for (int64_t i = 0; i < total; ++i) chunks.push_back(1 + static_cast<int64_t>(random()() % most));
+        return chunks;
+    }
+    // Where a model's weights may be.
+    static std::vector<EngineOptions> placements(const tiny::Model& model, int64_t batch) {
+        std::vector<EngineOptions> all = {of(batch)};
+        EngineOptions o = of(batch);
+        o.homes = homes(model, 0, 40);
+        all.push_back(o);
+        if (!model.options().experts) return all;
+        EngineOptions slots = inSlots(model, bytesOfAllExperts(model) / 3);
+        slots.batch = batch;
+        all.push_back(slots);
+        return all;
+    }
+    // Decode rows of some sequences and prompt rows of others, in one batch, against each in a batch of its own.
+    void expectAsAlone(World& world, int decoding, int prompts, int64_t most);
+};
+
+TEST_F(CudaKinds, APromptMayBeCutAnywhere) {
+    for (const tiny::Options& tiny : tiny::gpuVariants()) {
+        SCOPED_TRACE(tiny::describe(tiny));
+        const tiny::Model model(tiny);
+        std::vector<std::shared_ptr<Engine>> engines;
+        for (const int64_t batch : {64, 100, 300}) {
+            for (const EngineOptions& o : placements(model, batch)) engines.push_back(load(model, o));
+        }
+        for (const int64_t length : {1, 2, 3, 4, 5, 6, 7, 8, 9, 63, 64, 65, 130, 290}) {
+            const auto text = tokens(length, tiny.vocab);
+            const auto expected = logits(engines.back(), text, {});
+            for (size_t i = 0; i < engines.size(); ++i) {
+                EXPECT_TRUE(sameBits(expected, logits(engines[i], text, {}))) << length << " tokens, engine " << i;
+                EXPECT_TRUE(sameBits(expected, logits(engines[i], text, cuts(length))))
+                    << length << " tokens, engine " << i << ", cut";
+            }
+        }
+    }
+}
+
+// A row alone in its batch, and the same row among others: the first rows of a longer prompt.
+TEST_F(CudaKinds, WhatComesBehindARowDoesNotShow) {
+    for (const KvType kv : {KvType::BF16, KvType::F32}) {
+        for (const tiny::Options& tiny : tiny::gpuVariants()) {
+            SCOPED_TRACE(tiny::describe(tiny));
+            const tiny::Model model(tiny);
+            const auto engine = load(model, of(300, kv));
+            const auto text = tokens(200, tiny.vocab);
+            const auto expected = logits(engine, text, {});
+            for (const int64_t length : {1, 2, 7, 8, 9, 31, 63, 64, 65, 127, 128, 129, 190}) {
+                const auto first = logits(engine, {text.begin(), text.begin() + length}, {});
+                EXPECT_TRUE(sameBits(first, {expected.begin(), expected.begin() + length * tiny.vocab})) << length;
+            }
+        }
+    }
+}
+
+void CudaKinds::expectAsAlone(World& world, int decoding, int prompts, int64_t most) {
+    struct Text {
+        std::vector<int32_t> prompt, more;  // more: decode rows behind the prompt
+        std::vector<float> expected;        // of the rows that share the batch
+    };
+    const auto vocab = static_cast<int64_t>(world.vocab);
+    std::vector<Text> texts;
+    for (int i = 0; i < decoding + prompts; ++i) {
+        Text text;
+        text.prompt = tokens(1 + static_cast<int64_t>(random()() % static_cast<uint32_t>(most)), vocab);
+        if (i < decoding) text.more = tokens(1, vocab);
+        const int32_t sequence = world.kv.createSequence();
+        text.expected = world.run({{sequence, text.prompt, RowKind::Prompt}});
+        if (i < decoding) text.expected = world.run({{sequence, text.more, RowKind::Decode}});
+        world.kv.releaseSequence(sequence);
+        texts.push_back(std::move(text));
+    }
+    std::vector<World::Rows> together;
+    std::vector<float> expected;
+    for (int i = 0; i < decoding + prompts; ++i) {
+        const Text& text = texts[static_cast<size_t>(i)];
+        const int32_t sequence = world.kv.createSequence();
+        if (i < decoding) world.run({{sequence, text.prompt, RowKind::Prompt}});
+        together.push_back(
+            {sequence, i < decoding ? text.more : text.prompt, i < decoding ? RowKind::Decode : RowKind::Prompt});
+        expected.insert(expected.end(), text.expected.begin(), text.expected.end());
+    }
+    const auto got = world.run(together);
+    EXPECT_TRUE(sameBits(expected, got)) << decoding << " decode rows beside " << prompts << " prompts";
+    for (const World::Rows& rows : together) world.kv.releaseSequence(rows.sequence);
+}
+
+TEST_F(CudaKinds, RowsOfBothKindsInOneBatchGetWhatTheyGetAlone) {
+    for (const tiny::Options& tiny : tiny::gpuVariants()) {
+        SCOPED_TRACE(tiny::describe(tiny));
+        const tiny::Model model(tiny);
+        for (const EngineOptions& o : placements(model, 300)) {
+            SCOPED_TRACE(o.homes.empty() ? "resident" : o.expertSlotBytes ? "in slots" : "direct");
+            World world(model, o, 48);
+            for (const int decoding : {0, 1, 2, 7, 8, 9, 17, 40}) {
+                for (const int prompts : {0, 1, 3}) {
+                    if (decoding + prompts) expectAsAlone(world, decoding, prompts, 90);
+                }
+            }
+        }
+    }
+}
+
+TEST_F(CudaKinds, ImpossibleBatchesAreRefused) {
+    tiny::Options hybrid = tiny::gpuHybrids()[0];
+    const tiny::Model model(hybrid);
+    World world(model, of(300), 80);
+    const auto refused = [&](const std::vector<World::Rows>& rows, const char* part) {
+        try {
+            world.run(rows);
+            ADD_FAILURE() << "it runs";
+        } catch (const Error& e) {
+            EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
+        }
+        for (const World::Rows& r : rows) world.kv.truncate(r.sequence, 0);
+    };
+    std::vector<World::Rows> decode, prompts;
+    for (int i = 0; i < 65; ++i)
+        decode.push_back({world.kv.createSequence(), tokens(1, hybrid.vocab), RowKind::Decode});
+    refused(decode, "decode rows");
+    for (int i = 0; i < 17; ++i)
+        prompts.push_back({decode[static_cast<size_t>(i)].sequence, tokens(1, hybrid.vocab), RowKind::Prompt});
+    refused(prompts, "prompts");
+    const int32_t sequence = decode[0].sequence;
+    world.run({{sequence, tokens(20, hybrid.vocab), RowKind::Prompt}});
+    refused({{sequence, tokens(20, hybrid.vocab), RowKind::Prompt}}, "no multiple of 64");
+}
+
+}  // namespace
+}  // namespace sharpi::cuda

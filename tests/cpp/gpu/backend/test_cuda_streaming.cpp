@@ -1,0 +1,456 @@
+// Placement never changes the answer, on the GPU: models whose weights are resident, come across the bus in every pass,
+// or are computed by the CPU in part, as experts that are not resident are, give the same logits to the bit, and the
+// same tokens.
+#include <algorithm>
+#include <numeric>
+#include <thread>
+#include <tuple>
+
+#include "backend/cuda_backend.h"
+#include "placement_test.h"
+
+namespace sharpi::cuda {
+namespace {
+
+class CudaStreaming : public PlacementTest {
+protected:
+    // What is to come out wherever weights are: in steps what the CPU says, in batches of many rows what a resident
+    // model does.
+    struct Answers {
+        std::vector<int32_t> text, start, continued;
+        std::vector<float> steps, prefill;
+    };
+    Answers answersOf(const tiny::Model& model) {
+        Answers a;
+        a.text = tokens(100, model.options().vocab);
+        a.start.assign(a.text.begin(), a.text.begin() + 20);
+        a.steps = logits(load(model, options(false)), a.text, {});
+        const auto resident = load(model, options(true));
+        a.prefill = logits(resident, a.text, {});
+        a.continued = greedy(resident, a.start, 40);
+        return a;
+    }
+    // Twice: the second time finds other experts in slots. Then by direct launches.
+    void expectAnswers(const std::shared_ptr<Engine>& engine, const Answers& a) {
+        for (int round = 0; round < 2; ++round) {
+            EXPECT_TRUE(sameBits(a.prefill, logits(engine, a.text, {})));
+            EXPECT_TRUE(sameBits(a.steps, steps(engine, a.text, oneByOne(100)))) << "token by token";
+            EXPECT_TRUE(sameBits(a.steps, steps(engine, a.text, smallChunks(100)))) << "a few at a time";
+            EXPECT_EQ(a.continued, greedy(engine, a.start, 40)) << "a prompt of many rows, then single ones";
+        }
+        EXPECT_TRUE(engine->backend().replays());
+        engine->backend().setReplays(false);
+        EXPECT_TRUE(sameBits(a.steps, steps(engine, a.text, smallChunks(100)))) << "launched";
+    }
+    static uint64_t sum(const std::vector<uint64_t>& values) {
+        return std::accumulate(values.begin(), values.end(), uint64_t{0});
+    }
+};
+
+std::vector<tiny::Options> models() {
+    std::vector<tiny::Options> all = tiny::gpuVariants();
+    // Rows that are no whole number of pieces of 32, and more of them than one.
+    tiny::Options wide;
+    wide.embedding = 160;
+    wide.hidden = 352;
+    wide.layers = 3;
+    wide.seed = 7;
+    all.push_back(wide);
+    wide.matrices = DType::Q4_0;
+    wide.tied = true;
+    all.push_back(wide);
+    wide.experts = 7;
+    wide.used = 4;
+    all.push_back(wide);
+    wide.matrices = DType::F32;
+    wide.used = 1;
+    all.push_back(wide);
+    tiny::Options hybrid;
+    hybrid.architecture = "qwen35";
+    hybrid.embedding = 160;
+    hybrid.hidden = 352;
+    hybrid.layers = 4;
+    hybrid.interval = 4;
+    hybrid.deltaDim = 64;
+    hybrid.predictions = 1;  // its passes are others, over weights of their own and the head's
+    hybrid.seed = 8;
+    all.push_back(hybrid);
+    hybrid.architecture = "qwen35moe";
+    hybrid.experts = 7;
+    hybrid.used = 4;
+    hybrid.matrices = DType::Q4_0;
+    hybrid.tied = true;
+    all.push_back(hybrid);
+    return all;
+}
+
+// Experts of several pieces a stack, as many as there are slots and more, some of them not chosen by any row.
+tiny::Options manyExperts() {
+    tiny::Options tiny;
+    tiny.embedding = 1024;
+    tiny.hidden = 1440;
+    tiny.heads = 8;
+    tiny.headDim = 128;
+    tiny.layers = 3;
+    tiny.experts = 24;  // 1.5 MiB each
+    tiny.used = 4;
+    return tiny;
+}
+
+TEST_F(CudaStreaming, StepsHaveTheSameBitsEverywhere) {
+    for (const tiny::Options& tiny : models()) {
+        SCOPED_TRACE(tiny::describe(tiny));
+        const tiny::Model model(tiny);
+        const auto text = tokens(90, tiny.vocab);
+        const auto expected = logits(load(model, options(false)), text, {});
+        const auto expectedTokens = greedy(load(model, options(false)), {text.begin(), text.begin() + 5}, 64);
+        for (const size_t resident : {size_t{0}, model.tensors.size() / 2, model.tensors.size() - 2}) {
+            for (const int share : {0, 40, 100}) {
+                SCOPED_TRACE("resident " + std::to_string(resident) + ", the CPU's share " + std::to_string(share));
+                EngineOptions o = exact(options(true));
+                o.homes = homes(model, resident, share);
+                const auto engine = load(model, o);
+                EXPECT_TRUE(sameBits(expected, logits(engine, text, {}))) << "an exact prompt";
+                EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(90)))) << "token by token, replayed";
+                EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(90)))) << "a few at a time";
+                EXPECT_EQ(expectedTokens, greedy(engine, {text.begin(), text.begin() + 5}, 64));
+                engine->backend().setReplays(false);
+                EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(90)))) << "launched";
+            }
+        }
+    }
+}
+
+TEST_F(CudaStreaming, PrefillHasTheSameBitsEverywhere) {
+    for (const tiny::Options& tiny : models()) {
+        SCOPED_TRACE(tiny::describe(tiny));
+        const tiny::Model model(tiny);
+        const auto text = tokens(250, tiny.vocab);
+        const auto expected = logits(load(model, options(true)), text, {});
+        for (const size_t resident : {size_t{0}, model.tensors.size() / 2}) {
+            EngineOptions o = options(true);
+            o.homes = homes(model, resident, 50);
+            const auto engine = load(model, o);
+            EXPECT_TRUE(sameBits(expected, logits(engine, text, {}))) << "while the resident part is on its way";
+            EXPECT_TRUE(sameBits(expected, logits(engine, text, {}))) << "after";
+        }
+    }
+}
+
+// Weights of several pieces each, more than there are slots: what is overwritten too early, or read too early, shows.
+TEST_F(CudaStreaming, ManyPiecesThroughTheSlots) {
+    tiny::Options tiny;
+    tiny.embedding = 1024;
+    tiny.hidden = 40000 / 32 * 32;
+    tiny.heads = 8;
+    tiny.headDim = 128;
+    tiny.layers = 2;
+    const tiny::Model model(tiny);
+    const auto text = tokens(60, tiny.vocab);
+    const auto resident = load(model, options(true));
+    const auto stepped = steps(resident, text, oneByOne(60)), prefill = logits(resident, text, {});
+    for (const int share : {0, 30}) {
+        EngineOptions o = options(true);
+        o.homes = homes(model, 0, share);
+        const auto engine = load(model, o);
+        EXPECT_TRUE(sameBits(prefill, logits(engine, text, {})));
+        for (int round = 0; round < 3; ++round) EXPECT_TRUE(sameBits(stepped, steps(engine, text, oneByOne(60))));
+        EXPECT_TRUE(sameBits(prefill, logits(engine, text, {})));
+    }
+}
+
+// Slots hold none of the experts, a few, most or all; misses are the CPU's, the GPU's, or both's.
+TEST_F(CudaStreaming, ExpertsInSlotsGiveTheSameBits) {
+    const tiny::Model model(manyExperts());
+    const Answers expected = answersOf(model);
+    constexpr size_t kExpert = size_t{5} << 20;
+    for (const auto& [slots, busRate] : std::vector<std::pair<size_t, double>>{
+             {0, 0}, {0, kFastBus}, {12, 0}, {12, kFastBus}, {30, kFastBus}, {60, 0}, {200, kFastBus}}) {
+        SCOPED_TRACE(std::to_string(slots) + " slots, a bus of " + std::to_string(busRate));
+        const auto engine = load(model, inSlots(model, slots * kExpert, busRate));
+        EXPECT_TRUE(engine->backend().streams());
+        EXPECT_GT(engine->placement().slots, 0u);
+        expectAnswers(engine, expected);
+        const ExpertCounts counts = engine->expertCounts();
+        EXPECT_EQ(sum(counts.hits) > 0, slots > 0);
+        EXPECT_EQ(sum(counts.computed) == 0, slots == 200) << "all fit";
+        EXPECT_EQ(sum(counts.fetched) > 0, slots > 0 && slots < 200 && busRate > 0);
+        EXPECT_LT(sum(counts.hits) + sum(counts.computed) + sum(counts.fetched), sum(counts.uses))
+            << "prefill counts as use alone";
+    }
+}
+
+TEST_F(CudaStreaming, ExpertsOfEveryModelMayBeInSlots) {
+    for (const tiny::Options& tiny : models()) {
+        const tiny::Model model(tiny);
+        if (!model.options().experts) continue;
+        const size_t all = bytesOfAllExperts(model);
+        const Answers expected = answersOf(model);
+        for (const size_t bytes : {size_t{0}, all / 4, all * 2 / 3, 2 * all}) {
+            SCOPED_TRACE(tiny::describe(tiny) + ", " + std::to_string(bytes) + " of " + std::to_string(all) + " bytes");
+            const auto engine = load(model, inSlots(model, bytes));
+            expectAnswers(engine, expected);
+            EXPECT_EQ(sum(engine->expertCounts().hits) > 0, bytes > 0);
+        }
+    }
+}
+
+TEST_F(CudaStreaming, ExactPromptsWithExpertsInSlotsHaveTheCpusBits) {
+    for (const tiny::Options& tiny : models()) {
+        const tiny::Model model(tiny);
+        if (!model.options().experts) continue;
+        SCOPED_TRACE(tiny::describe(tiny));
+        const auto text = tokens(150, tiny.vocab);
+        const auto expected = logits(load(model, options(false)), text, {});
+        for (const size_t bytes : {size_t{0}, bytesOfAllExperts(model) / 3}) {
+            const auto engine = load(model, exact(inSlots(model, bytes)));
+            EXPECT_TRUE(sameBits(expected, logits(engine, text, smallChunks(150)))) << bytes << " bytes of slots";
+            EXPECT_TRUE(sameBits(expected, logits(engine, text, {}))) << bytes << " bytes of slots";
+        }
+    }
+}
+
+// Layers whose experts are of other types than those of the layers beside them, and gates of other types than the rows
+// of up.
+TEST_F(CudaStreaming, ExpertsOfMixedTypesInSlotsGiveTheSameBits) {
+    tiny::Options tiny = manyExperts();
+    tiny.embedding = 512;
+    tiny.hidden = 736;
+    tiny.layers = 4;
+    tiny.experts = 16;
+    tiny.mixed = {DType::Q8_0, DType::Q8_0, DType::Q4_0, DType::F32};
+    const tiny::Model model(tiny);
+    const size_t all = bytesOfAllExperts(model);
+    EXPECT_GE(expertPools(model.spec(), model.table(), inSlots(model, all / 2)).size(), 3u);
+    const Answers expected = answersOf(model);
+    for (const auto& [bytes, busRate] : std::vector<std::pair<size_t, double>>{
+             {all / 6, kFastBus}, {all / 2, 0}, {all / 2, kFastBus}, {2 * all, kFastBus}}) {
+        SCOPED_TRACE(std::to_string(bytes) + " of " + std::to_string(all) + " bytes, rate " + std::to_string(busRate));
+        const auto engine = load(model, inSlots(model, bytes, busRate));
+        expectAnswers(engine, expected);
+        const ExpertCounts counts = engine->expertCounts();
+        for (int32_t row = 0; row < counts.layers; ++row) {
+            const auto begin = counts.hits.begin() + int64_t{row} * counts.experts;
+            EXPECT_GT(std::accumulate(begin, begin + counts.experts, uint64_t{0}), 0u)
+                << "layer " << row << " has slots";
+        }
+    }
+}
+
+// Where nothing is fetched, what is warmed stays: the same text then finds as many in slots as its uses say.
+TEST_F(CudaStreaming, WarmedSlotsHoldTheMostUsed) {
+    const tiny::Model model(manyExperts());
+    const auto text = tokens(80, model.options().vocab);
+    const auto cold = load(model, inSlots(model, 0, 0));
+    const auto expected = steps(cold, text, oneByOne(80));
+    const ExpertCounts counted = cold->expertCounts();
+    ASSERT_EQ(sum(counted.computed), sum(counted.uses));
+    std::vector<std::pair<int32_t, int32_t>> order;
+    for (size_t i = 0; i < counted.uses.size(); ++i) {
+        order.emplace_back(counted.layer[i / static_cast<size_t>(counted.experts)],
+                           static_cast<int32_t>(i) % counted.experts);
+    }
+    const auto uses = [&](const std::pair<int32_t, int32_t>& e) {
+        return counted.uses[static_cast<size_t>(e.first * counted.experts + e.second)];
+    };
+    std::stable_sort(order.begin(), order.end(), [&](const auto& a, const auto& b) { return uses(a) > uses(b); });
+    EngineOptions o = inSlots(model, bytesOfAllExperts(model) / 4, 0);
+    o.expertUse.warm = order;
+    const auto warm = load(model, o);
+    EXPECT_TRUE(sameBits(expected, steps(warm, text, oneByOne(80))));
+    const ExpertCounts found = warm->expertCounts();
+    ASSERT_GT(found.capacity, 4);
+    EXPECT_EQ(found.resident, found.capacity);
+    uint64_t wanted = 0;
+    for (int64_t i = 0; i < found.capacity; ++i) wanted += uses(order[static_cast<size_t>(i)]);
+    EXPECT_EQ(sum(found.hits), wanted);
+    EXPECT_EQ(sum(found.computed), sum(counted.uses) - wanted);
+}
+
+// Several sessions in threads of their own; their steps come in any order, and each changes what the next finds.
+TEST_F(CudaStreaming, ThreadsShareTheSlots) {
+    constexpr int kThreads = 4;
+    const tiny::Model model(manyExperts());
+    const auto onCpu = load(model, options(false));
+    const auto engine = load(model, inSlots(model, bytesOfAllExperts(model) / 4));
+    std::vector<std::vector<int32_t>> texts;
+    std::vector<std::vector<int64_t>> chunks;
+    std::vector<std::vector<float>> got(kThreads);
+    for (int i = 0; i < kThreads; ++i) {
+        texts.push_back(tokens(50, model.options().vocab));
+        chunks.push_back(smallChunks(50));
+    }
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < kThreads; ++i) threads.emplace_back([&, i] { got[i] = steps(engine, texts[i], chunks[i]); });
+    for (std::thread& thread : threads) thread.join();
+    for (size_t i = 0; i < kThreads; ++i) EXPECT_TRUE(sameBits(logits(onCpu, texts[i], {}), got[i])) << "thread " << i;
+}
+
+TEST_F(CudaStreaming, AnInterruptedTextLeavesTheSlotsUsable) {
+    const tiny::Model model(manyExperts());
+    const auto text = tokens(60, model.options().vocab);
+    const auto expected = logits(load(model, options(false)), text, {});
+    const auto engine = load(model, inSlots(model, bytesOfAllExperts(model) / 4));
+    for (const int pieces : {0, 1, 7, 30}) {
+        Session session(engine);
+        int asked = 0;
+        EXPECT_THROW(session.evaluate(text, RowKind::Decode, nullptr, oneByOne(60), [&] { return asked++ == pieces; }),
+                     Error);
+        session.reset();
+        EXPECT_TRUE(sameBits(expected, steps(session, text, smallChunks(60)))) << "after " << pieces;
+    }
+}
+
+// Guesses at what comes next change what is where, and nothing else.
+TEST_F(CudaStreaming, PrefetchingGivesTheSameBits) {
+    const tiny::Options tiny = manyExperts();
+    const tiny::Model model(tiny);
+    const auto text = tokens(60, tiny.vocab);
+    const auto expected = logits(load(model, options(false)), text, {});
+    for (const char* mode : {"count", "next-token", "next-layer"}) {
+        SCOPED_TRACE(mode);
+        ::setenv("SHARPI_EXPERT_PREFETCH", mode, 1);
+        const auto engine = load(model, inSlots(model, size_t{150} << 20));
+        ::unsetenv("SHARPI_EXPERT_PREFETCH");
+        for (int round = 0; round < 3; ++round) {
+            EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(60))));
+            EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(60))));
+        }
+        engine->backend().setReplays(false);
+        EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(60)))) << "launched";
+        const ExpertCounts counts = engine->expertCounts();
+        ASSERT_EQ(counts.predictors.size(), mode == std::string("next-token") ? 1u : 2u);
+        for (const PredictorCounts& p : counts.predictors) EXPECT_GT(p.used, 0u) << p.name;
+    }
+}
+
+// A step is the first thing that the engine does: what is resident comes meanwhile.
+TEST_F(CudaStreaming, TheFirstPassMayBeAStepWithExpertsInTheFile) {
+    const tiny::Options tiny = manyExperts();
+    const tiny::Model model(tiny);
+    const auto text = tokens(30, tiny.vocab);
+    const auto expected = logits(load(model, options(false)), text, {});
+    EngineOptions o = inSlots(model, size_t{100} << 20);
+    EXPECT_TRUE(sameBits(expected, steps(load(model, o), text, oneByOne(30))));
+    o = exact(o);
+    o.batch = 8;  // no batch is ever large
+    EXPECT_TRUE(sameBits(expected, logits(load(model, o), text, {})));
+}
+
+// A model's file that stays, to be changed under the engine that has mapped it.
+class ChangingFile {
+public:
+    explicit ChangingFile(const tiny::Model& model)
+        : _model(model), _path(::testing::TempDir() + "sharpi_changing.bin") {
+        write(model.bytes);
+    }
+    ~ChangingFile() { std::remove(_path.c_str()); }
+    std::unique_ptr<Weights> weights() const {
+        return std::make_unique<Weights>(std::vector<std::string>{_path}, _model.table());
+    }
+    // Other codes in every block of Q8_0 (a scale of two bytes, 32 codes).
+    void change() {
+        std::vector<uint8_t> bytes = _model.bytes;
+        for (const TensorInfo& t : _model.tensors) {
+            for (uint64_t i = 0; t.type == DType::Q8_0 && i < t.bytes; ++i) {
+                if (i % 34 >= 2) bytes[t.offset + i] ^= 0x10;
+            }
+        }
+        write(bytes);
+    }
+
+private:
+    // In place: the mapping sees it.
+    void write(const std::vector<uint8_t>& bytes) {
+        FILE* file = std::fopen(_path.c_str(), "r+b");
+        if (!file) file = std::fopen(_path.c_str(), "w+b");
+        ASSERT_NE(file, nullptr);
+        EXPECT_EQ(std::fwrite(bytes.data(), 1, bytes.size(), file), bytes.size());
+        std::fclose(file);
+    }
+    const tiny::Model& _model;
+    std::string _path;
+};
+
+// The proof of where a weight is read: one that is resident does not notice that the file has changed, one that is not
+// does.
+TEST_F(CudaStreaming, ResidentWeightsAreReadFromTheDeviceAndOthersFromTheFile) {
+    tiny::Options withExperts;
+    withExperts.experts = 4;
+    const auto text = tokens(40, 77);
+    for (const auto& [tiny, resident] :
+         {std::pair(tiny::Options(), true), {tiny::Options(), false}, {withExperts, true}, {withExperts, false}}) {
+        SCOPED_TRACE(std::to_string(tiny.experts) + " experts" + (resident ? ", resident" : ""));
+        const tiny::Model model(tiny);
+        EngineOptions o = options(true);
+        o.homes = homes(model, resident ? model.tensors.size() : 0, 0);
+        if (tiny.experts && !resident) o.homes = expertHomes(model, true);
+        ChangingFile file(model);
+        const auto engine = std::make_shared<Engine>(model.spec(), file.weights(), o);
+        const auto before = steps(engine, text, oneByOne(40));
+        EXPECT_TRUE(sameBits(before, steps(engine, text, oneByOne(40))));
+        file.change();
+        const auto after = steps(engine, text, oneByOne(40));
+        EXPECT_EQ(resident, static_cast<bool>(sameBits(before, after)));
+    }
+}
+
+TEST_F(CudaStreaming, WithoutPinningItIsTheSame) {
+    const tiny::Model model{tiny::Options()};
+    const auto text = tokens(40, 77);
+    const auto expected = logits(load(model, options(false)), text, {});
+    ::setenv("SHARPI_CUDA_PIN", "0", 1);
+    EngineOptions o = options(true);
+    o.homes = homes(model, 4, 30);
+    const auto engine = load(model, o);
+    ::unsetenv("SHARPI_CUDA_PIN");
+    EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(40))));
+    ASSERT_FALSE(engine->notes().empty());
+}
+
+TEST_F(CudaStreaming, WithLessMemoryExpertsAreInSlots) {
+    const tiny::Options tiny = manyExperts();
+    const tiny::Model model(tiny);
+    const auto text = tokens(30, tiny.vocab);
+    EngineOptions o = options(true);
+    o.batch = 16;
+    o.homes = expertHomes(model, false);
+    const size_t all = plannedBytes(model.spec(), model.table(), o);
+    const auto whole = load(model, o);
+    EXPECT_TRUE(whole->notes().empty());
+    const auto expected = steps(whole, text, oneByOne(30));
+    EngineOptions least = o;
+    least.homes = expertHomes(model, true);
+    o.vram = std::max(all - (size_t{8} << 20), plannedBytes(model.spec(), model.table(), least));
+    ASSERT_LT(o.vram, all);
+    const auto engine = load(model, o);
+    ASSERT_EQ(engine->notes().size(), 1u);
+    EXPECT_LT(engine->placement().vram, whole->placement().vram);
+    EXPECT_GT(engine->placement().slots, 0u);
+    EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(30))));
+}
+
+// Less memory than the plan wants: less is resident, and a line says so.
+TEST_F(CudaStreaming, LessMemoryThanPlanned) {
+    tiny::Options tiny;
+    tiny.embedding = 512;
+    tiny.hidden = 4096;
+    tiny.layers = 12;
+    const tiny::Model model(tiny);
+    const auto text = tokens(40, tiny.vocab);
+    EngineOptions o = options(true);
+    o.homes = homes(model, model.tensors.size(), 0);
+    const size_t all = plannedBytes(model.spec(), model.table(), o);
+    const auto whole = load(model, o);
+    EXPECT_TRUE(whole->notes().empty());
+    const auto expected = steps(whole, text, oneByOne(40));
+    o.vram = all - (size_t{40} << 20);
+    const auto engine = load(model, o);
+    ASSERT_EQ(engine->notes().size(), 1u);
+    EXPECT_LT(engine->placement().vram, whole->placement().vram);
+    EXPECT_GT(engine->placement().vram, 0u);
+    EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(40))));
+}
+
+}  // namespace
+}  // namespace sharpi::cuda

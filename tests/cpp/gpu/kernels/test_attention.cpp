@@ -1,0 +1,262 @@
+// The GPU's attention: decode bit for bit against the CPU's kernel, prefill against sums in double precision.
+// Whatever a query may not see, and all memory that no query sees, is NaN.
+#include <limits>
+
+#include "attention_test.h"
+
+namespace sharpi::cuda {
+namespace {
+
+// Poisoned but for the counters, which are zero before and after every call.
+class DecodeScratch {
+public:
+    DecodeScratch(int64_t rows, const HeadShape& shape, int64_t context)
+        : _bytes(decodeAttentionBytes(rows, shape, context, kPageTokens)) {
+        require(cudaMemset(_bytes.get(), 0, kDecodeCounterBytes));
+        require(cudaDeviceSynchronize());
+    }
+    void* get() const { return _bytes.get(); }
+    bool isReady() const {
+        const std::vector<uint8_t> bytes = _bytes.read();
+        return std::all_of(bytes.begin(), bytes.begin() + kDecodeCounterBytes, [](uint8_t byte) { return byte == 0; });
+    }
+
+private:
+    DeviceArray<uint8_t> _bytes;
+};
+
+class Decode : public GpuTest {
+protected:
+    void compare(const Shape& shape, const std::vector<Row>& rows, int64_t pagesPerTable, float queryScale = 1.0f) {
+        std::vector<int32_t> lengths;
+        for (const Row& row : rows) {
+            if (row.sequence >= static_cast<int32_t>(lengths.size())) lengths.resize(row.sequence + 1, 0);
+            lengths[row.sequence] = std::max(lengths[row.sequence], row.position + 1);
+        }
+        Cache cache(shape, lengths, pagesPerTable, 11);
+        const size_t width = static_cast<size_t>(shape.heads) * shape.headDim;
+        const std::vector<float> q = randomFloats(rows.size() * width, queryScale);
+        const DeviceArray<float> deviceQ(q);
+        const DeviceRows on(rows, cache);
+        const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
+        const DecodeScratch scratch(on.batch.rows, heads, pagesPerTable * kPageTokens);
+        const DeviceArray<float> out(q.size());
+        RowOutputs outputs;
+        outputs.floats = out.get();
+        attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(),
+                        outputs);
+        EXPECT_TRUE(sameBits(cache.attendOnCpu(q, rows, scaleOf(shape)), out.read())) << nameOf(shape);
+        EXPECT_TRUE(scratch.isReady()) << nameOf(shape);
+    }
+};
+
+const std::vector<Shape> kShapes = {
+    {KvType::BF16, 8, 2, 128},  {KvType::F16, 8, 2, 128}, {KvType::F32, 8, 2, 128},   {KvType::BF16, 3, 3, 64},
+    {KvType::F32, 2, 2, 8},     {KvType::BF16, 4, 2, 16}, {KvType::F16, 6, 2, 80},    {KvType::F32, 5, 1, 96},
+    {KvType::BF16, 16, 1, 128}, {KvType::F32, 7, 1, 256}, {KvType::BF16, 16, 2, 256}, {KvType::F16, 12, 4, 256},
+    {KvType::BF16, 10, 2, 72},  {KvType::F32, 16, 1, 32}, {KvType::F16, 2, 1, 8},
+};
+
+// Positions around every border of a page and of the 64 keys' two halves.
+TEST_F(Decode, HasTheBitsOfTheCpu) {
+    for (const Shape& shape : kShapes) {
+        for (const int32_t position : {0, 1, 30, 31, 32, 62, 63, 64, 65, 127, 128, 300})
+            compare(shape, {{0, position}}, 8);
+    }
+}
+
+TEST_F(Decode, TakesRowsOfSeveralSequences) {
+    for (const Shape& shape : kShapes) {
+        compare(shape, {{1, 63}, {0, 0}, {2, 200}, {3, 64}, {1, 5}, {2, 201}, {2, 202}, {0, 100}}, 5);
+        compare(shape, {{0, 90}, {1, 130}, {2, 12}}, 3);
+    }
+}
+
+// More pages than lanes, and more than a whole number of 32; few enough to be cut at pages, and more.
+TEST_F(Decode, JoinsManyPages) {
+    const int32_t most = 2 * stream().device().multiprocessors;
+    for (const int32_t pages : {31, 32, 33, 100, most, most + 1, most + 35})
+        compare({KvType::BF16, 2, 1, 16}, {{0, pages * 64 - 5}}, pages);
+    for (const int32_t pages : {most / 8 + 1, most / 4, most})
+        compare({KvType::F16, 4, 2, 72}, {{0, pages * 64 - 1}, {1, 40}, {0, pages * 16}}, pages);
+    compare({KvType::BF16, 8, 2, 128}, {{0, 32 * 64 - 1}, {1, 32 * 64}, {2, 71 * 64 + 7}}, 80);
+    compare({KvType::F32, 2, 1, 64}, {{0, 4000}}, 64);
+}
+
+// Scores of some hundreds: whole pages come to weigh nothing, before and after the largest.
+TEST_F(Decode, CarriesTheMaximumOverPages) {
+    compare({KvType::F32, 4, 1, 64}, {{0, 700}, {1, 64}}, 16, 60.0f);
+    compare({KvType::BF16, 4, 4, 128}, {{0, 3000}}, 64, 60.0f);
+}
+
+// A captured call serves other lengths, pages and sequences.
+TEST_F(Decode, ReplaysWithOtherPositions) {
+    const Shape shape = {KvType::BF16, 8, 2, 128};
+    Cache cache(shape, {600, 300}, 10, 5);
+    const std::vector<std::vector<Row>> steps = {{{0, 0}, {1, 63}}, {{0, 599}, {1, 64}}, {{1, 299}, {0, 128}}};
+    const std::vector<float> q = randomFloats(2 * 8 * 128);
+    const DeviceArray<float> deviceQ(q), out(q.size());
+    const DeviceRows on(steps[0], cache);
+    const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
+    const DecodeScratch scratch(2, heads, 640);
+    RowOutputs outputs;
+    outputs.floats = out.get();
+    const auto call = [&] {
+        attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(),
+                        outputs);
+    };
+    call();
+    const auto graph = stream().capture(call);
+    for (const std::vector<Row>& rows : steps) {
+        stream().upload(on.positions.get(), DeviceRows::positionsOf(rows).data(), 8);
+        stream().upload(on.sequences.get(), DeviceRows::sequencesOf(rows).data(), 8);
+        stream().replay(*graph);
+        EXPECT_TRUE(sameBits(cache.attendOnCpu(q, rows, scaleOf(shape)), out.read()));
+    }
+}
+
+TEST_F(Decode, QuantizesAsTheContractSays) {
+    const Shape shape = {KvType::BF16, 6, 2, 96};
+    const std::vector<Row> rows = {{0, 70}, {1, 3}, {0, 71}};
+    Cache cache(shape, {72, 4}, 2, 5);
+    const int64_t cols = 6 * 96, blocks = cols / 32;
+    const std::vector<float> q = randomFloats(rows.size() * cols);
+    const DeviceArray<float> deviceQ(q);
+    const DeviceRows on(rows, cache);
+    const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
+    const DecodeScratch scratch(3, heads, 128);
+    const DeviceArray<int8_t> codes(3 * cols);
+    const DeviceArray<float> scales(3 * blocks);
+    const DeviceArray<int32_t> sums(3 * blocks);
+    RowOutputs outputs;
+    outputs.quantized = {codes.get(), scales.get(), sums.get()};
+    attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(), outputs);
+
+    const std::vector<float> expected = cache.attendOnCpu(q, rows, scaleOf(shape));
+    const std::vector<int8_t> gotCodes = codes.read();
+    const std::vector<float> gotScales = scales.read();
+    const std::vector<int32_t> gotSums = sums.read();
+    for (size_t t = 0; t < rows.size(); t++) {
+        std::vector<int8_t> rowCodes(cols + 256);
+        std::vector<float> rowScales(blocks + 8);
+        std::vector<int16_t> rowSums(2 * blocks + 16);
+        cpu::kernels().quantizeRow(expected.data() + t * cols, cols, rowCodes.data(), rowScales.data(), rowSums.data());
+        for (int64_t i = 0; i < cols; i++) {
+            const int64_t at = (t * 2 + i % 32 / 16) * blocks * 16 + i / 32 * 16 + i % 16;
+            ASSERT_EQ(gotCodes[at], rowCodes[i]) << "row " << t << ", element " << i;
+        }
+        for (int64_t b = 0; b < blocks; b++) {
+            ASSERT_EQ(gotScales[t * blocks + b], rowScales[b]);
+            const auto packed = static_cast<uint32_t>(gotSums[t * blocks + b]);
+            ASSERT_EQ(static_cast<int16_t>(packed & 0xffff), rowSums[2 * b]);
+            ASSERT_EQ(static_cast<int16_t>(packed >> 16), rowSums[2 * b + 1]);
+        }
+    }
+}
+
+// A sequence's chunk in a prefill: rows of the positions [begin, end).
+struct Chunk {
+    int32_t sequence, begin, end;
+};
+
+class Prefill : public GpuTest {
+protected:
+    uint16_t toHalf(float x) { return stream().device().major >= 8 ? bf16FromFloat(x) : f16FromFloat(x); }
+    float fromHalf(uint16_t x) { return stream().device().major >= 8 ? floatFromBf16(x) : floatFromF16(x); }
+
+    // tolerance: of the distance's norm, relative, for each row.
+    void compare(const Shape& shape, const std::vector<Chunk>& chunks, bool split, double tolerance) {
+        std::vector<int32_t> lengths(chunks.size()), begin, end;
+        std::vector<Row> rows;
+        for (const Chunk& chunk : chunks) {
+            lengths[chunk.sequence] = chunk.end;
+            for (int32_t p = chunk.begin; p < chunk.end; p += kQueryTile) {
+                begin.push_back(static_cast<int32_t>(rows.size()));
+                for (int32_t i = p; i < std::min(chunk.end, p + kQueryTile); i++) rows.push_back({chunk.sequence, i});
+                end.push_back(static_cast<int32_t>(rows.size()));
+            }
+        }
+        Cache cache(shape, lengths, *std::max_element(lengths.begin(), lengths.end()) / kPageTokens + 2, 23);
+        const size_t width = static_cast<size_t>(shape.heads) * shape.headDim;
+        std::vector<uint16_t> hi, lo;
+        std::vector<double> exact;
+        for (const float x : randomFloats(rows.size() * width)) {
+            hi.push_back(toHalf(x));
+            lo.push_back(toHalf(x - fromHalf(hi.back())));
+            exact.push_back(split ? x : fromHalf(hi.back()));
+        }
+        const DeviceArray<uint16_t> deviceHi(hi), deviceLo(lo), outHi(hi.size()), outLo(lo.size());
+        const DeviceArray<int32_t> tileBegin(begin), tileEnd(end);
+        const DeviceArray<float> out(hi.size());
+        const DeviceRows on(rows, cache);
+        RowOutputs outputs;
+        outputs.floats = out.get();
+        outputs.half = {outHi.get(), outLo.get()};
+        attentionPrefill(stream(), {deviceHi.get(), split ? deviceLo.get() : nullptr},
+                         {shape.heads, shape.kvHeads, shape.headDim}, scaleOf(shape), on.batch,
+                         {tileBegin.get(), tileEnd.get(), static_cast<int64_t>(begin.size())}, cache.onDevice(),
+                         outputs);
+        const std::vector<float> got = out.read();
+        check(cache, shape, rows, exact, got, tolerance);
+        const std::vector<uint16_t> gotHi = outHi.read(), gotLo = outLo.read();
+        for (size_t i = 0; i < got.size(); i++) {
+            ASSERT_EQ(gotHi[i], toHalf(got[i])) << i;
+            ASSERT_EQ(gotLo[i], toHalf(got[i] - fromHalf(gotHi[i]))) << i;
+        }
+    }
+
+    void check(const Cache& cache, const Shape& shape, const std::vector<Row>& rows, const std::vector<double>& q,
+               const std::vector<float>& got, double tolerance) {
+        double worst = 0;
+        for (size_t t = 0; t < rows.size(); t++) {
+            double distance = 0, norm = 0;
+            for (int32_t h = 0; h < shape.heads; h++) {
+                const size_t at = (t * shape.heads + h) * shape.headDim;
+                const std::vector<double> expected = cache.attendExactly(q.data() + at, rows[t], h, scaleOf(shape));
+                for (int32_t d = 0; d < shape.headDim; d++) {
+                    distance += (got[at + d] - expected[d]) * (got[at + d] - expected[d]);
+                    norm += expected[d] * expected[d];
+                }
+            }
+            const double relative = std::sqrt(distance / norm);
+            ASSERT_LT(relative, tolerance) << nameOf(shape) << ", position " << rows[t].position;
+            worst = std::max(worst, relative);
+        }
+        RecordProperty("worst", std::to_string(worst));
+    }
+};
+
+// Queries, keys and values are exact and products are summed in float; what is rounded are the weights, to the 8
+// bits of bf16: each by at most 2^-9, in random directions, against a sum of values that partly cancel.
+constexpr double kBf16 = 5e-3;
+// Factors keep 16 bits and products of two low parts are left out, both 2^-17 or so; scores of about one.
+constexpr double kSplit = 4e-5;
+
+const std::vector<Chunk> kChunks = {{0, 0, 150}, {1, 100, 101}, {2, 63, 129}, {3, 130, 230}, {4, 0, 1}};
+
+TEST_F(Prefill, Bf16IsNearTheExactResult) {
+    for (const Shape& shape : std::vector<Shape>{{KvType::BF16, 4, 2, 128},
+                                                 {KvType::BF16, 2, 1, 64},
+                                                 {KvType::BF16, 3, 3, 8},
+                                                 {KvType::BF16, 4, 1, 16},
+                                                 {KvType::BF16, 2, 2, 80},
+                                                 {KvType::BF16, 2, 1, 256},
+                                                 {KvType::BF16, 2, 2, 32},
+                                                 {KvType::BF16, 1, 1, 192}})
+        compare(shape, kChunks, false, kBf16);
+}
+
+TEST_F(Prefill, SplitFormKeepsSixteenBits) {
+    for (const KvType type : {KvType::F32, KvType::F16, KvType::BF16})
+        for (const int32_t headDim : {8, 16, 32, 64, 72, 128, 256})
+            compare({type, 4, 2, headDim}, kChunks, true, kSplit);
+}
+
+// A chunk after many cached pages, and tiles of other heights than the kernels'.
+TEST_F(Prefill, ContinuesALongSequence) {
+    compare({KvType::BF16, 2, 1, 128}, {{0, 1000, 1100}}, false, kBf16);
+    compare({KvType::F32, 2, 1, 64}, {{0, 1017, 1040}}, true, kSplit);
+}
+
+}  // namespace
+}  // namespace sharpi::cuda

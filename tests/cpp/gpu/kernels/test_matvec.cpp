@@ -1,0 +1,630 @@
+// The matrix-vector kernels against the CPU's and against the plain reference, bit for bit: every type, every number
+// of rows, with the shapes at which a warp's work does not come out even.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <numeric>
+
+#include "core/portable.h"
+#include "cpu/kernels.h"
+#include "gpu_test.h"
+#include "kernels/formats/packed.h"
+#include "kernels/matvec/matvec.h"
+#include "reference_matmul.h"
+
+namespace sharpi::cuda {
+namespace {
+
+using reference::Fill;
+
+std::vector<DType> allTypes() {
+    std::vector<DType> types = reference::quantizedTypes();
+    types.insert(types.end(), {DType::F32, DType::F16, DType::BF16});
+    return types;
+}
+
+// A matrix of the file's bytes on the host and packed on the device; or a stack of them, one after another.
+struct Weights {
+    DType type;
+    int64_t rows, cols, count;
+    std::vector<uint8_t> file;
+    std::unique_ptr<DeviceArray<uint8_t>> fileOnDevice, packed;
+
+    size_t fileBytes() const { return static_cast<size_t>(rows) * rowBytes(type, cols); }
+    Matrix host(int64_t expert = 0) const {
+        return {type, rows, cols, file.data() + static_cast<size_t>(expert) * fileBytes()};
+    }
+    Matrix unpacked() const { return {type, rows, cols, fileOnDevice->get()}; }
+    Matrix device() const { return {type, rows, cols, packed->get()}; }
+    ExpertStack stack() const { return {device(), packedBytes(type, rows, cols), static_cast<int32_t>(count)}; }
+};
+
+// Activations on the host, and on the device in the form that a type wants.
+struct Inputs {
+    int64_t rows, cols;
+    std::vector<float> x;
+    std::unique_ptr<DeviceArray<float>> floats;
+    std::unique_ptr<DeviceArray<uint8_t>> buffer;
+    MatvecInput input() const {
+        MatvecInput in;
+        if (floats) in.floats = floats->get();
+        if (buffer) in.quantized = quantizedRowsOver(buffer->get(), rows, cols);
+        return in;
+    }
+};
+
+struct CpuRows {
+    std::vector<uint8_t> memory;
+    cpu::QuantizedRows rows;
+};
+
+CpuRows quantizeOnCpu(const std::vector<float>& x, int64_t rows, int64_t cols) {
+    CpuRows made;
+    made.memory.resize(cpu::quantizedRowsBytes(rows, cols) + 64);
+    const size_t skip = (64 - reinterpret_cast<uintptr_t>(made.memory.data()) % 64) % 64;
+    made.rows = cpu::quantizedRowsOver(made.memory.data() + skip, rows, cols);
+    for (int64_t t = 0; t < rows; ++t)
+        cpu::kernels().quantizeRow(&x[static_cast<size_t>(t * cols)], cols, made.rows.q + t * made.rows.qStride,
+                                   made.rows.scale + t * made.rows.scaleStride,
+                                   made.rows.sums + t * made.rows.sumStride);
+    return made;
+}
+
+// The device's layout of quantized rows: halves of blocks apart, sums as pairs.
+struct DeviceLayout {
+    std::vector<int8_t> q;
+    std::vector<float> scale;
+    std::vector<int32_t> sums;
+};
+
+DeviceLayout layoutOf(const cpu::QuantizedRows& from) {
+    const int64_t blocks = from.cols / 32;
+    DeviceLayout to;
+    to.q.resize(static_cast<size_t>(from.rows * from.cols));
+    for (int64_t t = 0; t < from.rows; ++t) {
+        for (int64_t i = 0; i < from.cols; ++i)
+            to.q[static_cast<size_t>(((t * 2 + i % 32 / 16) * blocks + i / 32) * 16 + i % 16)] =
+                from.q[t * from.qStride + i];
+        for (int64_t b = 0; b < blocks; ++b) {
+            const int16_t* sums = from.sums + t * from.sumStride + 2 * b;
+            to.scale.push_back(from.scale[t * from.scaleStride + b]);
+            to.sums.push_back(static_cast<int32_t>(static_cast<uint16_t>(sums[0]) |
+                                                   static_cast<uint32_t>(static_cast<uint16_t>(sums[1])) << 16));
+        }
+    }
+    return to;
+}
+
+template <typename T> std::vector<T> readBack(const T* device, size_t count) {
+    std::vector<T> values(count);
+    require(cudaDeviceSynchronize());
+    require(cudaMemcpy(values.data(), device, count * sizeof(T), cudaMemcpyDeviceToHost));
+    return values;
+}
+
+template <typename T> void put(T* device, const std::vector<T>& values) {
+    require(cudaMemcpy(device, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice));
+}
+
+// y[t, r] of all rows on the CPU.
+std::vector<float> product(const Matrix& w, const std::vector<float>& x, int64_t rows, const float* bias = nullptr) {
+    std::vector<float> y(static_cast<size_t>(rows * w.rows), -1.0f);
+    CpuRows quantized;
+    cpu::MatmulArgs args;
+    args.w = w;
+    args.xFloat = x.data();
+    if (!info(w.type).isFloat) {
+        quantized = quantizeOnCpu(x, rows, w.cols);
+        args.xQuant = &quantized.rows;
+    }
+    args.count = rows;
+    args.bias = bias;
+    args.y = y.data();
+    args.yStride = w.rows;
+    std::vector<uint8_t> scratch(cpu::matmulScratchBytes(w.cols) + 64);
+    const size_t skip = (64 - reinterpret_cast<uintptr_t>(scratch.data()) % 64) % 64;
+    cpu::kernels().matmul(args, 0, w.rows, scratch.data() + skip);
+    return y;
+}
+
+std::vector<float> gatedProduct(const Matrix& gate, const Matrix& up, const std::vector<float>& x, int64_t rows) {
+    std::vector<float> g = product(gate, x, rows);
+    const std::vector<float> u = product(up, x, rows);
+    for (int64_t t = 0; t < rows; ++t)  // row by row, as the engine calls it
+        cpu::kernels().siluMul(&g[static_cast<size_t>(t * gate.rows)], &u[static_cast<size_t>(t * gate.rows)],
+                               gate.rows);
+    return g;
+}
+
+std::vector<float> rowOf(const std::vector<float>& x, int64_t row, int64_t cols) {
+    return {x.begin() + row * cols, x.begin() + (row + 1) * cols};
+}
+
+class MatvecTest : public GpuTest {
+protected:
+    // Brings w.file to the device and packs it.
+    void pack(Weights& w) {
+        w.fileOnDevice = std::make_unique<DeviceArray<uint8_t>>(w.file);
+        const size_t stride = packedBytes(w.type, w.rows, w.cols);
+        w.packed = std::make_unique<DeviceArray<uint8_t>>(stride * static_cast<size_t>(w.count));
+        for (int64_t e = 0; e < w.count; ++e) {
+            Matrix to = w.device();
+            to.data += static_cast<size_t>(e) * stride;
+            packRows(stream(), to, 0, w.rows, w.fileOnDevice->get() + static_cast<size_t>(e) * w.fileBytes());
+        }
+    }
+
+    Weights weights(DType type, int64_t rows, int64_t cols, int64_t count = 1, Fill fill = Fill::Random) {
+        Weights w{type, rows, cols, count, {}, nullptr, nullptr};
+        if (info(type).isFloat) {
+            w.file.resize(w.fileBytes() * static_cast<size_t>(count));
+            const std::vector<float> values = randomFloats(static_cast<size_t>(rows * cols * count));
+            for (size_t i = 0; i < values.size(); ++i) {
+                const uint16_t half = type == DType::F16 ? f16FromFloat(values[i]) : bf16FromFloat(values[i]);
+                if (type == DType::F32) std::memcpy(&w.file[4 * i], &values[i], 4);
+                else std::memcpy(&w.file[2 * i], &half, 2);
+            }
+        } else {
+            w.file = reference::randomWeights(type, rows * count, cols, fill, random());
+        }
+        pack(w);
+        return w;
+    }
+
+    Inputs inputs(std::vector<float> x, int64_t rows, int64_t cols, bool isFloat) {
+        Inputs in{rows, cols, std::move(x), nullptr, nullptr};
+        if (isFloat) {
+            in.floats = std::make_unique<DeviceArray<float>>(in.x);
+            return in;
+        }
+        in.buffer = std::make_unique<DeviceArray<uint8_t>>(quantizedRowsBytes(rows, cols));
+        const CpuRows quantized = quantizeOnCpu(in.x, rows, cols);
+        const DeviceLayout layout = layoutOf(quantized.rows);
+        const QuantizedRows to = in.input().quantized;
+        put(to.q, layout.q);
+        put(to.scale, layout.scale);
+        put(to.sums, layout.sums);
+        return in;
+    }
+    Inputs inputs(int64_t rows, int64_t cols, bool isFloat) {
+        return inputs(randomFloats(static_cast<size_t>(rows * cols)), rows, cols, isFloat);
+    }
+
+    // matvec of one matrix against the CPU and the reference kernel.
+    void checkProduct(const Weights& w, const Inputs& in, const std::vector<float>& bias) {
+        SCOPED_TRACE(std::string(info(w.type).name) + " " + std::to_string(w.rows) + " x " + std::to_string(w.cols) +
+                     ", rows " + std::to_string(in.rows));
+        std::unique_ptr<DeviceArray<float>> biasOnDevice;
+        if (!bias.empty()) biasOnDevice = std::make_unique<DeviceArray<float>>(bias);
+        const float* deviceBias = biasOnDevice ? biasOnDevice->get() : nullptr;
+        const size_t count = static_cast<size_t>(in.rows * w.rows);
+        const DeviceArray<float> y(count), plain(count);
+        matvec(stream(), in.input(), static_cast<int>(in.rows), {{w.device(), deviceBias, y.get()}});
+        matvecReference(stream(), in.input(), static_cast<int>(in.rows), w.unpacked(), deviceBias, plain.get());
+        const std::vector<float> got = y.read();
+        EXPECT_TRUE(sameBits(product(w.host(), in.x, in.rows, bias.empty() ? nullptr : bias.data()), got));
+        EXPECT_TRUE(sameBits(plain.read(), got));
+    }
+};
+
+struct Shape {
+    int64_t rows, cols;
+};
+
+// One block, less than a warp of them, more than one, more than the steps that are in flight; one row, prime numbers of
+// rows, several thread blocks.
+std::vector<Shape> shapesOf(DType type) {
+    if (info(type).isFloat) return {{1, 1}, {5, 33}, {19, 300}, {67, 768}, {3, 2049}};
+    std::vector<Shape> shapes = {{1, 256}, {19, 768}, {67, 1280}, {3, 4096 + 256}};
+    if (info(type).blockElements == 32) shapes.insert(shapes.end(), {{1, 32}, {2, 96}, {17, 1024 + 96}});
+    return shapes;
+}
+
+TEST_F(MatvecTest, EveryTypeAndNumberOfRowsHasTheCpusBits) {
+    for (const DType type : allTypes()) {
+        for (const Shape shape : shapesOf(type)) {
+            const Weights w = weights(type, shape.rows, shape.cols);
+            for (int64_t rows = 1; rows <= kMaxMatvecRows; ++rows)
+                checkProduct(w, inputs(rows, shape.cols, info(type).isFloat),
+                             rows % 2 ? randomFloats(static_cast<size_t>(shape.rows)) : std::vector<float>());
+        }
+    }
+}
+
+// Every bit of the codes and scales set, or none, against activations at +-127: the largest integers there can be.
+TEST_F(MatvecTest, ExtremesHaveTheCpusBits) {
+    for (const DType type : reference::quantizedTypes()) {
+        for (const Fill fill : {Fill::AllOnes, Fill::AllZeros}) {
+            const Weights w = weights(type, 5, 512, 1, fill);
+            for (const int64_t rows : {1, 3}) {
+                std::vector<float> x(static_cast<size_t>(rows * 512));
+                for (size_t i = 0; i < x.size(); ++i) x[i] = i / 64 % 2 ? 3.0f : (i % 2 ? -3.0f : 3.0f);
+                std::fill_n(x.begin() + 32, 32, -3.0f);
+                std::fill_n(x.begin() + 64, 32, 0.0f);
+                checkProduct(w, inputs(x, rows, 512, false), {});
+            }
+        }
+    }
+}
+
+// A row does not know what else is in its call.
+TEST_F(MatvecTest, BitsDoNotDependOnTheNumberOfRows) {
+    for (const DType type : {DType::Q4_K, DType::Q6_K, DType::BF16}) {
+        const Weights w = weights(type, 33, 2304);
+        const bool isFloat = info(type).isFloat;
+        const std::vector<float> x = randomFloats(8 * 2304);
+        const Inputs all = inputs(x, 8, 2304, isFloat);
+        const DeviceArray<float> together(8 * 33), alone(33);
+        matvec(stream(), all.input(), 8, {{w.device(), nullptr, together.get()}});
+        const std::vector<float> expected = together.read();
+        for (int64_t t = 0; t < 8; ++t) {
+            const Inputs one = inputs(rowOf(x, t, 2304), 1, 2304, isFloat);
+            matvec(stream(), one.input(), 1, {{w.device(), nullptr, alone.get()}});
+            EXPECT_TRUE(sameBits(rowOf(expected, t, 33), alone.read()));
+        }
+    }
+}
+
+// Enough rows that a warp does several pairs of them.
+TEST_F(MatvecTest, ManyRowsHaveTheCpusBits) {
+    for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::F32}) {
+        const Weights w = weights(type, 50021, 256);
+        for (const int64_t rows : {1, 4}) checkProduct(w, inputs(rows, 256, info(type).isFloat), randomFloats(50021));
+    }
+}
+
+// Activations that do not fit in shared memory.
+TEST_F(MatvecTest, LongRowsHaveTheCpusBits) {
+    for (const DType type : {DType::Q4_0, DType::Q8_0, DType::F16}) {
+        const Weights w = weights(type, 5, 32 * 1301);
+        for (const int64_t rows : {1, 2, 8}) checkProduct(w, inputs(rows, 32 * 1301, info(type).isFloat), {});
+    }
+}
+
+TEST_F(MatvecTest, ManyOutputsInOneCall) {
+    const int64_t cols = 512;
+    const std::vector<DType> types = {DType::Q4_K, DType::Q6_K, DType::Q4_K, DType::Q4_K,
+                                      DType::F32,  DType::Q4_K, DType::Q4_K, DType::Q6_K};
+    const std::vector<int64_t> sizes = {64, 17, 16, 1, 9, 33, 2, 128};
+    for (const int64_t rows : {1, 3}) {
+        const std::vector<float> x = randomFloats(static_cast<size_t>(rows * cols));
+        const Inputs floats = inputs(x, rows, cols, true), quantized = inputs(x, rows, cols, false);
+        MatvecInput in = quantized.input();
+        in.floats = floats.input().floats;
+        std::vector<Weights> w;
+        std::vector<std::vector<float>> bias;
+        std::vector<std::unique_ptr<DeviceArray<float>>> biasOnDevice, y;
+        std::vector<MatvecOutput> outputs;
+        for (size_t i = 0; i < types.size(); ++i) {
+            w.push_back(weights(types[i], sizes[i], cols));
+            bias.push_back(randomFloats(static_cast<size_t>(sizes[i])));
+            biasOnDevice.push_back(std::make_unique<DeviceArray<float>>(bias[i]));
+            y.push_back(std::make_unique<DeviceArray<float>>(static_cast<size_t>(rows * sizes[i])));
+            outputs.push_back({w[i].device(), i % 2 ? biasOnDevice[i]->get() : nullptr, y[i]->get()});
+        }
+        const int64_t before = stream().launches();
+        matvec(stream(), in, static_cast<int>(rows), outputs);
+        EXPECT_EQ(stream().launches() - before, 4);  // five of Q4_K are one more than fit
+        for (size_t i = 0; i < types.size(); ++i) {
+            SCOPED_TRACE(i);
+            EXPECT_TRUE(sameBits(product(w[i].host(), x, rows, i % 2 ? bias[i].data() : nullptr), y[i]->read()));
+        }
+    }
+}
+
+TEST_F(MatvecTest, AddingHasTheCpusBits) {
+    for (const DType type : allTypes()) {
+        SCOPED_TRACE(info(type).name);
+        const Weights w = weights(type, 37, 768);
+        for (int64_t rows = 1; rows <= kMaxMatvecRows; ++rows) {
+            const Inputs in = inputs(rows, 768, info(type).isFloat);
+            const std::vector<float> bias = randomFloats(37), residual = randomFloats(static_cast<size_t>(rows * 37));
+            const DeviceArray<float> biasOnDevice(bias), y(residual);
+            matvecAdd(stream(), in.input(), static_cast<int>(rows), w.device(), rows % 3 ? biasOnDevice.get() : nullptr,
+                      y.get());
+            std::vector<float> expected = residual;
+            const std::vector<float> sum = product(w.host(), in.x, rows, rows % 3 ? bias.data() : nullptr);
+            cpu::kernels().add(expected.data(), sum.data(), rows * 37);
+            EXPECT_TRUE(sameBits(expected, y.read()));
+        }
+    }
+    // Several pairs of rows a warp.
+    const Weights w = weights(DType::Q4_K, 40009, 256);
+    const Inputs in = inputs(1, 256, false);
+    const std::vector<float> residual = randomFloats(40009);
+    const DeviceArray<float> y(residual);
+    matvecAdd(stream(), in.input(), 1, w.device(), nullptr, y.get());
+    std::vector<float> expected = residual;
+    cpu::kernels().add(expected.data(), product(w.host(), in.x, 1).data(), 40009);
+    EXPECT_TRUE(sameBits(expected, y.read()));
+}
+
+// Compares what a gated kernel wrote with the CPU's values, as floats and as blocks.
+void expectForms(const std::vector<float>& expected, int64_t rows, int64_t hidden, const float* floats,
+                 const QuantizedRows& quantized) {
+    if (floats) {
+        EXPECT_TRUE(sameBits(expected, readBack(floats, expected.size())));
+    }
+    if (!quantized.q) return;
+    const CpuRows onCpu = quantizeOnCpu(expected, rows, hidden);
+    const DeviceLayout want = layoutOf(onCpu.rows);
+    EXPECT_EQ(want.q, readBack(quantized.q, want.q.size()));
+    EXPECT_TRUE(sameBits(want.scale, readBack(quantized.scale, want.scale.size())));
+    EXPECT_EQ(want.sums, readBack(quantized.sums, want.sums.size()));
+}
+
+TEST_F(MatvecTest, GatedHasTheCpusBits) {
+    for (const DType type : allTypes()) {
+        for (const Shape shape : {Shape{96, 768}, Shape{32, 2304}}) {
+            const Weights gate = weights(type, shape.rows, shape.cols), up = weights(type, shape.rows, shape.cols);
+            for (int64_t rows = 1; rows <= kMaxMatvecRows; ++rows) {
+                SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
+                // Small, so that the sigmoid is not all 0 and 1.
+                const Inputs in = inputs(randomFloats(static_cast<size_t>(rows * shape.cols), 0.002f), rows, shape.cols,
+                                         info(type).isFloat);
+                const DeviceArray<float> floats(static_cast<size_t>(rows * shape.rows));
+                const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, shape.rows));
+                RowOutputs out;
+                if (rows % 4 != 1) out.floats = floats.get();
+                out.quantized = quantizedRowsOver(buffer.get(), rows, shape.rows);
+                matvecGated(stream(), in.input(), static_cast<int>(rows), gate.device(), up.device(), out);
+                expectForms(gatedProduct(gate.host(), up.host(), in.x, rows), rows, shape.rows, out.floats,
+                            out.quantized);
+            }
+        }
+        // Not whole blocks: floats only.
+        const Weights gate = weights(type, 45, 256), up = weights(type, 45, 256);
+        for (const int64_t rows : {1, 2, 5}) {
+            const Inputs in =
+                inputs(randomFloats(static_cast<size_t>(rows * 256), 0.01f), rows, 256, info(type).isFloat);
+            const DeviceArray<float> floats(static_cast<size_t>(rows * 45));
+            RowOutputs out;
+            out.floats = floats.get();
+            matvecGated(stream(), in.input(), static_cast<int>(rows), gate.device(), up.device(), out);
+            expectForms(gatedProduct(gate.host(), up.host(), in.x, rows), rows, 45, out.floats, {});
+        }
+    }
+}
+
+// Values for which exp is at its ends, or the product is no number.
+TEST_F(MatvecTest, GatedExtremesHaveTheCpusBits) {
+    const Weights gate = weights(DType::F32, 32, 32), up = weights(DType::F32, 32, 32);
+    for (const float scale : {100.0f, 1e-30f, 1e-38f, 0.0f}) {
+        const Inputs in = inputs(randomFloats(32, scale), 1, 32, true);
+        const DeviceArray<float> floats(32);
+        const DeviceArray<uint8_t> buffer(quantizedRowsBytes(1, 32));
+        RowOutputs out;
+        out.floats = floats.get();
+        out.quantized = quantizedRowsOver(buffer.get(), 1, 32);
+        matvecGated(stream(), in.input(), 1, gate.device(), up.device(), out);
+        expectForms(gatedProduct(gate.host(), up.host(), in.x, 1), 1, 32, out.floats, out.quantized);
+    }
+}
+
+// Parts of a matrix, each packed by itself, that write their columns of wider rows.
+class MatvecPartTest : public MatvecTest {
+protected:
+    // Rows [begin, begin + rows) of w.
+    Weights part(const Weights& w, int64_t begin, int64_t rows) {
+        const size_t row = rowBytes(w.type, w.cols);
+        Weights p{w.type, rows, w.cols, 1, {}, nullptr, nullptr};
+        p.file.assign(w.file.begin() + begin * static_cast<int64_t>(row),
+                      w.file.begin() + (begin + rows) * static_cast<int64_t>(row));
+        pack(p);
+        return p;
+    }
+};
+
+const std::vector<DType> kPartTypes = {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::F32, DType::F16};
+
+TEST_F(MatvecPartTest, PartsHaveTheBitsOfTheWhole) {
+    const std::vector<int64_t> sizes = {37, 1, 64, 6};  // with gaps of `gap` between them
+    const int64_t total = 108, gap = 3, stride = total + gap * 4;
+    for (const DType type : kPartTypes) {
+        const Weights whole = weights(type, total, 768);
+        const std::vector<float> bias = randomFloats(static_cast<size_t>(total));
+        const DeviceArray<float> biasOnDevice(bias);
+        for (const int64_t rows : {1, 2, 5, 8}) {
+            SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
+            const Inputs in = inputs(rows, 768, info(type).isFloat);
+            const std::vector<float> before = randomFloats(static_cast<size_t>(rows * stride));
+            const DeviceArray<float> y(static_cast<size_t>(rows * stride)), residual(before);
+            const std::vector<float> product = ::sharpi::cuda::product(whole.host(), in.x, rows, bias.data());
+            std::vector<float> written = y.read(), added = before;
+            std::vector<Weights> parts;
+            std::vector<MatvecOutput> outputs;
+            int64_t begin = 0, column = 0;
+            for (const int64_t size : sizes) {
+                parts.push_back(part(whole, begin, size));
+                outputs.push_back({parts.back().device(), biasOnDevice.get() + begin, y.get() + column, stride});
+                matvecAdd(stream(), in.input(), static_cast<int>(rows), parts.back().device(),
+                          biasOnDevice.get() + begin, residual.get() + column, stride);
+                for (int64_t t = 0; t < rows; ++t) {
+                    const float* from = &product[static_cast<size_t>(t * total + begin)];
+                    std::copy_n(from, size, &written[static_cast<size_t>(t * stride + column)]);
+                    cpu::kernels().add(&added[static_cast<size_t>(t * stride + column)], from, size);
+                }
+                begin += size;
+                column += size + gap;
+            }
+            matvec(stream(), in.input(), static_cast<int>(rows), outputs);
+            EXPECT_TRUE(sameBits(written, y.read()));
+            EXPECT_TRUE(sameBits(added, residual.read()));
+        }
+    }
+}
+
+TEST_F(MatvecPartTest, GatedPartsHaveTheBitsOfTheWhole) {
+    const std::vector<int64_t> sizes = {32, 96, 160};
+    const int64_t hidden = 288;
+    for (const DType type : kPartTypes) {
+        const Weights gate = weights(type, hidden, 512), up = weights(type, hidden, 512);
+        for (const int64_t rows : {1, 2, 5, 8}) {
+            SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
+            const Inputs in =
+                inputs(randomFloats(static_cast<size_t>(rows * 512), 0.002f), rows, 512, info(type).isFloat);
+            const std::vector<float> expected = gatedProduct(gate.host(), up.host(), in.x, rows);
+            const DeviceArray<float> floats(static_cast<size_t>(rows * hidden));
+            const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, hidden));
+            RowOutputs out;
+            out.floats = floats.get();
+            out.quantized = quantizedRowsOver(buffer.get(), rows, hidden);
+            int64_t begin = hidden;  // from the last on: each but the one before it leaves the others alone
+            for (size_t i = sizes.size(); i-- > 0;) {
+                begin -= sizes[i];
+                const std::vector<float> untouched = floats.read();
+                const Weights someGate = part(gate, begin, sizes[i]), someUp = part(up, begin, sizes[i]);
+                matvecGated(stream(), in.input(), static_cast<int>(rows), someGate.device(), someUp.device(), out,
+                            begin, hidden);
+                const std::vector<float> got = floats.read();
+                for (int64_t t = 0; t < rows; ++t)
+                    ASSERT_TRUE(sameBits({untouched.begin() + t * hidden, untouched.begin() + t * hidden + begin},
+                                         {got.begin() + t * hidden, got.begin() + t * hidden + begin}));
+            }
+            expectForms(expected, rows, hidden, out.floats, out.quantized);
+        }
+    }
+    // A part of rows that are not whole blocks: floats only.
+    const Weights gate = weights(DType::Q8_0, 13, 256), up = weights(DType::Q8_0, 13, 256);
+    const Inputs in = inputs(randomFloats(2 * 256, 0.01f), 2, 256, false);
+    const DeviceArray<float> floats(2 * 45);
+    RowOutputs out;
+    out.floats = floats.get();
+    std::vector<float> expected = floats.read();
+    const std::vector<float> values = gatedProduct(gate.host(), up.host(), in.x, 2);
+    for (size_t t = 0; t < 2; ++t) std::copy_n(&values[t * 13], 13, &expected[t * 45 + 32]);
+    matvecGated(stream(), in.input(), 2, gate.device(), up.device(), out, 32, 45);
+    EXPECT_TRUE(sameBits(expected, floats.read()));
+}
+
+class ExpertMatvecTest : public MatvecTest {
+protected:
+    // Distinct experts for every row.
+    std::vector<int32_t> choose(int64_t rows, int32_t used, int32_t experts) {
+        std::vector<int32_t> chosen, all(static_cast<size_t>(experts));
+        std::iota(all.begin(), all.end(), 0);
+        for (int64_t t = 0; t < rows; ++t) {
+            std::shuffle(all.begin(), all.end(), random());
+            chosen.insert(chosen.end(), all.begin(), all.begin() + used);
+        }
+        return chosen;
+    }
+};
+
+TEST_F(ExpertMatvecTest, GatedHasTheCpusBits) {
+    for (const DType type : allTypes()) {
+        const Weights gate = weights(type, 64, 768, 5), up = weights(type, 64, 768, 5);
+        for (const int64_t rows : {1, 3, 8}) {
+            const int32_t used = rows == 3 ? 5 : 2;
+            SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
+            const Inputs in =
+                inputs(randomFloats(static_cast<size_t>(rows * 768), 0.002f), rows, 768, info(type).isFloat);
+            const std::vector<int32_t> chosen = choose(rows, used, 5);
+            const DeviceArray<int32_t> chosenOnDevice(chosen);
+            const int64_t pairs = rows * used;
+            const DeviceArray<float> floats(static_cast<size_t>(pairs * 64));
+            const DeviceArray<uint8_t> buffer(quantizedRowsBytes(pairs, 64));
+            RowOutputs out;
+            out.floats = floats.get();
+            out.quantized = quantizedRowsOver(buffer.get(), pairs, 64);
+            expertGated(stream(), in.input(), static_cast<int>(rows), gate.stack(), up.stack(), chosenOnDevice.get(),
+                        used, out);
+            std::vector<float> expected;
+            for (int64_t p = 0; p < pairs; ++p) {
+                const int32_t expert = chosen[static_cast<size_t>(p)];
+                const std::vector<float> values =
+                    gatedProduct(gate.host(expert), up.host(expert), rowOf(in.x, p / used, 768), 1);
+                expected.insert(expected.end(), values.begin(), values.end());
+            }
+            expectForms(expected, pairs, 64, out.floats, out.quantized);
+        }
+    }
+}
+
+TEST_F(ExpertMatvecTest, ProductsHaveTheCpusBits) {
+    for (const DType type : allTypes()) {
+        const Weights w = weights(type, 37, 1280, 5);
+        for (const bool rowPerPair : {false, true}) {
+            SCOPED_TRACE(std::string(info(type).name) + (rowPerPair ? " row per pair" : ""));
+            const int64_t rows = 3, used = 4, pairs = rows * used;
+            const Inputs in = inputs(rowPerPair ? pairs : rows, 1280, info(type).isFloat);
+            const std::vector<int32_t> chosen = choose(rows, used, 5);
+            const DeviceArray<int32_t> chosenOnDevice(chosen);
+            const DeviceArray<float> y(static_cast<size_t>(pairs * 37));
+            expertMatvec(stream(), in.input(), rows, w.stack(), chosenOnDevice.get(), used, rowPerPair, y.get());
+            std::vector<float> expected;
+            for (int64_t p = 0; p < pairs; ++p) {
+                const std::vector<float> values =
+                    product(w.host(chosen[static_cast<size_t>(p)]), rowOf(in.x, rowPerPair ? p : p / used, 1280), 1);
+                expected.insert(expected.end(), values.begin(), values.end());
+            }
+            EXPECT_TRUE(sameBits(expected, y.read()));
+        }
+    }
+}
+
+TEST_F(ExpertMatvecTest, DownHasTheCpusBits) {
+    struct Case {
+        int64_t rows, outputs, hidden;
+        int32_t used, experts;
+    };
+    // One expert, few, more than there are warps; activations beyond shared memory; rows that fill no block.
+    const std::vector<Case> cases = {
+        {1, 37, 768, 8, 9}, {3, 64, 256, 1, 2}, {2, 5, 512, 11, 12}, {8, 8, 1280, 2, 4}, {1, 9, 6144, 8, 8}};
+    for (const DType type : allTypes()) {
+        for (const Case& c : cases) {
+            SCOPED_TRACE(std::string(info(type).name) + " hidden " + std::to_string(c.hidden));
+            const Weights w = weights(type, c.outputs, c.hidden, c.experts);
+            const int64_t pairs = c.rows * c.used;
+            const Inputs in = inputs(pairs, c.hidden, info(type).isFloat);
+            const std::vector<int32_t> chosen = choose(c.rows, c.used, c.experts);
+            const std::vector<float> weight = randomFloats(static_cast<size_t>(pairs)),
+                                     before = randomFloats(static_cast<size_t>(c.rows * c.outputs));
+            const std::vector<float> answer = randomFloats(before.size()),
+                                     scale = randomFloats(static_cast<size_t>(c.rows), 20.0f);
+            const DeviceArray<int32_t> chosenOnDevice(chosen);
+            const DeviceArray<float> weightOnDevice(weight), residual(before), sharedResidual(before),
+                answerOnDevice(answer), scaleOnDevice(scale);
+            expertDownAdd(stream(), in.input(), static_cast<int>(c.rows), w.stack(), chosenOnDevice.get(),
+                          weightOnDevice.get(), c.used, residual.get());
+            expertDownAdd(stream(), in.input(), static_cast<int>(c.rows), w.stack(), chosenOnDevice.get(),
+                          weightOnDevice.get(), c.used, sharedResidual.get(),
+                          {answerOnDevice.get(), scaleOnDevice.get()});
+            std::vector<float> expected = before, withShared = before;
+            for (int64_t t = 0; t < c.rows; ++t) {
+                std::vector<float> sum(static_cast<size_t>(c.outputs), 0.0f);
+                for (int64_t p = t * c.used; p < (t + 1) * c.used; ++p) {
+                    const std::vector<float> y =
+                        product(w.host(chosen[static_cast<size_t>(p)]), rowOf(in.x, p, c.hidden), 1);
+                    cpu::kernels().addScaled(sum.data(), y.data(), weight[static_cast<size_t>(p)], c.outputs);
+                }
+                cpu::kernels().add(&expected[static_cast<size_t>(t * c.outputs)], sum.data(), c.outputs);
+                cpu::kernels().addScaled(sum.data(), &answer[static_cast<size_t>(t * c.outputs)],
+                                         portableSigmoid(scale[static_cast<size_t>(t)]), c.outputs);
+                cpu::kernels().add(&withShared[static_cast<size_t>(t * c.outputs)], sum.data(), c.outputs);
+            }
+            EXPECT_TRUE(sameBits(expected, residual.read()));
+            EXPECT_TRUE(sameBits(withShared, sharedResidual.read()));
+        }
+    }
+}
+
+TEST_F(MatvecTest, RefusesWhatItCannotDo) {
+    const Weights w = weights(DType::Q4_K, 45, 256), other = weights(DType::Q6_K, 45, 256);
+    const Inputs in = inputs(1, 256, false);
+    const DeviceArray<float> y(9 * 45);
+    EXPECT_THROW(matvec(stream(), in.input(), kMaxMatvecRows + 1, {{w.device(), nullptr, y.get()}}), Error);
+    RowOutputs out;
+    out.floats = y.get();
+    EXPECT_THROW(matvecGated(stream(), in.input(), 1, w.device(), other.device(), out), Error);
+    out.quantized.q = reinterpret_cast<int8_t*>(y.get());
+    EXPECT_THROW(matvecGated(stream(), in.input(), 1, w.device(), w.device(), out), Error);
+    out.quantized.q = nullptr;
+    EXPECT_THROW(matvecGated(stream(), in.input(), 1, w.device(), w.device(), out, 16, 96), Error);
+    EXPECT_THROW(matvecGated(stream(), in.input(), 1, w.device(), w.device(), out, 32, 64), Error);
+    EXPECT_THROW(matvec(stream(), in.input(), 1, {{w.device(), nullptr, y.get(), 44}}), Error);
+    EXPECT_THROW(matvecAdd(stream(), in.input(), 1, w.device(), nullptr, y.get(), 44), Error);
+}
+
+}  // namespace
+}  // namespace sharpi::cuda

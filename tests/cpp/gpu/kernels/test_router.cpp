@@ -1,0 +1,300 @@
+// Routing, grouping and summing of experts on the GPU, against plain host copies of the same rules.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <set>
+
+#include "core/portable.h"
+#include "cpu/kernels.h"
+#include "gpu_test.h"
+#include "kernels/experts/router.h"
+
+namespace sharpi::cuda {
+namespace {
+
+class Router : public GpuTest {
+protected:
+    // Rows of `used` different experts; `skew` makes low experts likely.
+    std::vector<int32_t> randomChoice(int64_t rows, int32_t used, int32_t experts, double skew) {
+        std::vector<int32_t> chosen;
+        std::uniform_real_distribution<double> uniform(0, 1);
+        for (int64_t t = 0; t < rows; ++t) {
+            std::set<int32_t> taken;
+            while (static_cast<int32_t>(taken.size()) < used) {
+                const auto e =
+                    std::min<int32_t>(experts - 1, static_cast<int32_t>(experts * std::pow(uniform(random()), skew)));
+                if (taken.insert(e).second) chosen.push_back(e);
+            }
+        }
+        return chosen;
+    }
+};
+
+TEST_F(Router, RoutesAsTheCpuDoes) {
+    struct Case {
+        int64_t rows;
+        int32_t experts, used;
+        bool renormalize;
+        float scale;
+        int distinct;  // logits take this many values, 0: any
+    };
+    const Case cases[] = {{1, 8, 2, true, 1, 0},       {5, 64, 8, false, 1, 0},   {100, 128, 8, true, 2.5f, 0},
+                          {513, 128, 8, true, 1, 3},   {70, 60, 4, true, 1, 2},   {33, 256, 8, true, 1, 0},
+                          {9, 1000, 40, true, 1, 50},  {3, 1024, 1, false, 1, 0}, {65, 512, 10, true, 16, 0},
+                          {4, 7, 7, true, 1, 1},       {1, 1, 1, true, 1, 0},     {300, 33, 32, false, 0.5f, 4},
+                          {1, 129, 8, true, 1, 0},     {8, 257, 8, true, 1, 3},   {2, 513, 33, true, 1, 0},
+                          {7, 1024, 1024, true, 1, 9}, {1, 256, 8, true, 1, 1}};
+    for (const Case& c : cases) {
+        auto logits = randomFloats(c.rows * c.experts, 3.0f);
+        if (c.distinct) {
+            for (float& l : logits) l = static_cast<float>(random()() % c.distinct);
+        }
+        std::vector<int32_t> expectedChosen;
+        std::vector<float> expectedWeight;
+        std::vector<int32_t> order(c.experts);
+        for (int64_t t = 0; t < c.rows; ++t) {
+            std::vector<float> p(logits.begin() + t * c.experts, logits.begin() + (t + 1) * c.experts);
+            cpu::kernels().softmax(p.data(), c.experts);
+            std::iota(order.begin(), order.end(), 0);
+            std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return p[a] > p[b]; });
+            float sum = 0;
+            for (int32_t k = 0; k < c.used; ++k) sum += p[order[k]];
+            for (int32_t k = 0; k < c.used; ++k) {
+                const float share = c.renormalize ? p[order[k]] / sum : p[order[k]];
+                expectedChosen.push_back(order[k]);
+                expectedWeight.push_back(share * c.scale);
+            }
+        }
+        const DeviceArray<float> deviceLogits(logits), weight(c.rows * c.used);
+        const DeviceArray<int32_t> chosen(c.rows * c.used);
+        route(stream(), deviceLogits.get(), c.rows, c.experts, c.used, c.renormalize, c.scale, chosen.get(),
+              weight.get());
+        ASSERT_EQ(expectedChosen, chosen.read()) << c.experts << " experts";
+        ASSERT_TRUE(sameBits(expectedWeight, weight.read())) << c.experts << " experts";
+    }
+}
+
+// Down to quotients that are no normal numbers, and to none.
+TEST_F(Router, RoutesProbabilitiesOfAnySize) {
+    for (const float spread : {10.0f, 40.0f, 60.0f, 80.0f, 100.0f, 1000.0f}) {
+        for (const int32_t experts : {60, 256, 384, 1000}) {
+            SCOPED_TRACE(std::to_string(experts) + " experts, logits over " + std::to_string(spread));
+            const int64_t rows = 5;
+            std::uniform_real_distribution<float> uniform(-spread, 0.0f);
+            std::vector<float> logits(rows * experts), expected;
+            for (float& l : logits) l = uniform(random());
+            std::vector<int32_t> expectedChosen;
+            for (int64_t t = 0; t < rows; ++t) {
+                std::vector<float> p(logits.begin() + t * experts, logits.begin() + (t + 1) * experts);
+                std::vector<int32_t> order(experts);
+                cpu::kernels().softmax(p.data(), experts);
+                std::iota(order.begin(), order.end(), 0);
+                std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return p[a] > p[b]; });
+                expectedChosen.insert(expectedChosen.end(), order.begin(), order.end());
+                for (const int32_t e : order) expected.push_back(p[e]);
+            }
+            const DeviceArray<float> deviceLogits(logits), weight(rows * experts);
+            const DeviceArray<int32_t> chosen(rows * experts);
+            route(stream(), deviceLogits.get(), rows, experts, experts, false, 1.0f, chosen.get(), weight.get());
+            ASSERT_EQ(expectedChosen, chosen.read());
+            ASSERT_TRUE(sameBits(expected, weight.read()));
+        }
+    }
+}
+
+// The scale is the contract's product, and routing is what it is without it.
+TEST_F(Router, FormsTheSharedScaleBesideIt) {
+    for (const int64_t cols : {1, 31, 100, 511, 512, 2048, 4128}) {
+        for (const int64_t rows : {1, 8, 65, 261}) {
+            for (const size_t skip : {0, 1}) {  // floats before each array
+                SCOPED_TRACE(std::to_string(rows) + " rows of " + std::to_string(cols) + ", skip " +
+                             std::to_string(skip));
+                const int32_t experts = 70, used = 5;
+                const auto logits = randomFloats(rows * experts, 2.0f), x = randomFloats(skip + rows * cols),
+                           vector = randomFloats(skip + cols);
+                std::vector<float> expected(skip + rows + 1);
+                std::memset(expected.data(), 0xff, expected.size() * sizeof(float));
+                cpu::MatmulArgs args;
+                args.w = {DType::F32, 1, cols, reinterpret_cast<const uint8_t*>(vector.data() + skip)};
+                args.xFloat = x.data() + skip;
+                args.count = rows;
+                args.y = expected.data() + skip;
+                args.yStride = 1;
+                cpu::kernels().matmul(args, 0, 1, nullptr);  // floats need no scratch
+                const DeviceArray<float> deviceLogits(logits), deviceX(x), deviceVector(vector), y(expected.size());
+                const DeviceArray<float> weight(rows * used), plainWeight(rows * used);
+                const DeviceArray<int32_t> chosen(rows * used), plainChosen(rows * used);
+                route(stream(), deviceLogits.get(), rows, experts, used, true, 1.0f, plainChosen.get(),
+                      plainWeight.get());
+                route(stream(), deviceLogits.get(), rows, experts, used, true, 1.0f, chosen.get(), weight.get(),
+                      nullptr, {deviceX.get() + skip, deviceVector.get() + skip, cols, y.get() + skip});
+                ASSERT_TRUE(sameBits(expected, y.read()));
+                ASSERT_EQ(plainChosen.read(), chosen.read());
+                ASSERT_TRUE(sameBits(plainWeight.read(), weight.read()));
+            }
+        }
+    }
+}
+
+TEST_F(Router, RefusesMoreExpertsThanALaneHolds) {
+    const DeviceArray<float> logits(1025), weight(1);
+    const DeviceArray<int32_t> chosen(1);
+    EXPECT_THROW(route(stream(), logits.get(), 1, 1025, 1, true, 1.0f, chosen.get(), weight.get()), Error);
+}
+
+// Choices add up over calls, and the rest of what routing says stays as it is.
+TEST_F(Router, CountsWhatItChooses) {
+    for (const int64_t rows : {1, 7, 300}) {
+        const int32_t experts = 100, used = 6;
+        std::vector<uint32_t> expected(experts + 1, 5);  // what was counted before, and a word that is not counted in
+        const DeviceArray<uint32_t> uses(expected);
+        for (int call = 0; call < 2; ++call) {
+            const DeviceArray<float> logits(randomFloats(rows * experts, 2.0f)), weight(rows * used),
+                plainWeight(rows * used);
+            const DeviceArray<int32_t> chosen(rows * used), plainChosen(rows * used);
+            route(stream(), logits.get(), rows, experts, used, true, 1.0f, plainChosen.get(), plainWeight.get());
+            route(stream(), logits.get(), rows, experts, used, true, 1.0f, chosen.get(), weight.get(), uses.get());
+            ASSERT_EQ(plainChosen.read(), chosen.read());
+            ASSERT_TRUE(sameBits(plainWeight.read(), weight.read()));
+            for (const int32_t e : chosen.read()) ++expected[e];
+        }
+        EXPECT_EQ(expected, uses.read());
+    }
+}
+
+TEST_F(Router, BadLogitsStillChooseExpertsThatExist) {
+    const int32_t experts = 100, used = 9;
+    auto logits = randomFloats(4 * experts);
+    std::fill(logits.begin(), logits.begin() + experts, NAN);
+    std::fill(logits.begin() + experts, logits.begin() + 2 * experts, -INFINITY);
+    logits[2 * experts + 5] = NAN;
+    logits[3 * experts + 5] = INFINITY;
+    const DeviceArray<float> deviceLogits(logits), weight(4 * used);
+    const DeviceArray<int32_t> chosen(4 * used);
+    route(stream(), deviceLogits.get(), 4, experts, used, true, 1.0f, chosen.get(), weight.get());
+    const auto result = chosen.read();
+    for (int row = 0; row < 4; ++row) {
+        const std::set<int32_t> distinct(result.begin() + row * used, result.begin() + (row + 1) * used);
+        EXPECT_EQ(distinct.size(), static_cast<size_t>(used)) << row;
+        EXPECT_GE(*distinct.begin(), 0);
+        EXPECT_LT(*distinct.rbegin(), experts);
+    }
+}
+
+TEST_F(Router, GroupsPairsStablyAndCutsTiles) {
+    struct Case {
+        int64_t rows;
+        int32_t used, experts;
+        double skew;
+    };
+    const Case cases[] = {{1, 1, 1, 1},       {1, 8, 128, 1},   {3, 2, 8, 1},      {64, 1, 4, 1},
+                          {63, 8, 8, 1},      {100, 8, 128, 1}, {2048, 8, 128, 1}, {2048, 8, 128, 6},
+                          {2048, 2, 1000, 1}, {9000, 8, 64, 2}, {20000, 1, 2, 3},  {777, 10, 1500, 1},
+                          {17000, 8, 2000, 1}};
+    for (const Case& c : cases) {
+        SCOPED_TRACE(std::to_string(c.rows) + " rows, " + std::to_string(c.used) + " of " + std::to_string(c.experts));
+        const int64_t pairs = c.rows * c.used, tiles = maxExpertTiles(pairs, c.experts);
+        const auto chosen = randomChoice(c.rows, c.used, c.experts, c.skew);
+        const DeviceArray<int32_t> deviceChosen(chosen);
+        const DeviceArray<uint8_t> buffer(expertGroupingBytes(c.rows, c.used, c.experts));
+        groupExperts(stream(), deviceChosen.get(), c.rows, c.used, c.experts,
+                     expertGroupingOver(buffer.get(), c.rows, c.used, c.experts));
+
+        auto bytes = buffer.read();
+        const ExpertGrouping at = expertGroupingOver(bytes.data(), c.rows, c.used, c.experts);
+        std::vector<int32_t> begin(c.experts + 1, 0), pairToken(pairs), pairOf(pairs), tileExpert, tileBegin;
+        for (const int32_t e : chosen) ++begin[e + 1];
+        for (int32_t e = 0; e < c.experts; ++e) begin[e + 1] += begin[e];
+        auto next = begin;
+        for (int64_t i = 0; i < pairs; ++i) {
+            pairOf[i] = next[chosen[i]]++;
+            pairToken[pairOf[i]] = static_cast<int32_t>(i / c.used);
+        }
+        for (int32_t e = 0; e < c.experts; ++e) {
+            for (int32_t first = begin[e]; first < begin[e + 1]; first += kExpertTile) {
+                tileExpert.push_back(e);
+                tileBegin.push_back(first);
+            }
+        }
+        ASSERT_LE(static_cast<int64_t>(tileExpert.size()), tiles);
+        ASSERT_EQ(begin, std::vector<int32_t>(at.begin, at.begin + c.experts + 1));
+        ASSERT_EQ(pairOf, std::vector<int32_t>(at.pairOf, at.pairOf + pairs));
+        ASSERT_EQ(pairToken, std::vector<int32_t>(at.pairToken, at.pairToken + pairs));
+        ASSERT_EQ(tileBegin, std::vector<int32_t>(at.tileBegin, at.tileBegin + tileBegin.size()));
+        tileExpert.resize(tiles, -1);
+        ASSERT_EQ(tileExpert, std::vector<int32_t>(at.tileExpert, at.tileExpert + tiles));
+    }
+}
+
+TEST_F(Router, CombinesByRank) {
+    for (const int64_t cols : {1, 32, 99, 130, 1028, 2048}) {
+        const int64_t rows = 21;
+        const int32_t used = 6;
+        const auto y = randomFloats(rows * used * cols), weight = randomFloats(rows * used),
+                   residual = randomFloats(rows * cols);
+        std::vector<int32_t> pairOf(rows * used);
+        std::iota(pairOf.begin(), pairOf.end(), 0);
+        std::shuffle(pairOf.begin(), pairOf.end(), random());
+        std::vector<float> expected(rows * cols);
+        for (int64_t i = 0; i < rows * cols; ++i) {
+            const int64_t t = i / cols;
+            float sum = 0;
+            for (int32_t k = 0; k < used; ++k)
+                sum = std::fma(weight[t * used + k], y[pairOf[t * used + k] * cols + i % cols], sum);
+            expected[i] = residual[i] + sum;
+        }
+        const DeviceArray<float> deviceY(y), deviceWeight(weight), deviceResidual(residual);
+        const DeviceArray<int32_t> devicePairs(pairOf);
+        combineExperts(stream(), deviceY.get(), devicePairs.get(), deviceWeight.get(), rows, used, cols,
+                       deviceResidual.get());
+        ASSERT_TRUE(sameBits(expected, deviceResidual.read())) << cols;
+
+        // The same answers in the order of the pairs.
+        std::vector<float> inOrder;
+        for (const int32_t pair : pairOf)
+            inOrder.insert(inOrder.end(), y.begin() + pair * cols, y.begin() + (pair + 1) * cols);
+        const DeviceArray<float> deviceInOrder(inOrder), again(residual);
+        combineExperts(stream(), deviceInOrder.get(), nullptr, deviceWeight.get(), rows, used, cols, again.get());
+        ASSERT_TRUE(sameBits(expected, again.read())) << cols << ", in order";
+    }
+}
+
+TEST_F(Router, CombinesTheSharedAnswerLast) {
+    for (const int64_t cols : {1, 32, 99, 130, 1028, 2048}) {
+        for (int crooked = 0; crooked < 4; ++crooked) {  // none, or one of the arrays begins at no whole 16 bytes
+            for (const bool isThere : {true, false}) {
+                SCOPED_TRACE(std::to_string(cols) + " columns, " + std::to_string(crooked) +
+                             (isThere ? "" : ", not there"));
+                const int64_t rows = 9, ofY = crooked == 1, ofShared = crooked == 2, ofResidual = crooked == 3;
+                const int32_t used = 5;
+                const auto y = randomFloats(ofY + rows * used * cols), shared = randomFloats(ofShared + rows * cols);
+                const auto weight = randomFloats(rows * used), scale = randomFloats(rows, 20.0f),
+                           residual = randomFloats(ofResidual + rows * cols);
+                std::vector<int32_t> pairOf(rows * used);
+                std::iota(pairOf.begin(), pairOf.end(), 0);
+                std::shuffle(pairOf.begin(), pairOf.end(), random());
+                std::vector<float> expected = residual;
+                for (int64_t t = 0; t < rows; ++t) {
+                    std::vector<float> sum(cols, 0.0f);
+                    for (int64_t i = t * used; i < (t + 1) * used; ++i)
+                        cpu::kernels().addScaled(sum.data(), y.data() + ofY + pairOf[i] * cols, weight[i], cols);
+                    if (isThere)
+                        cpu::kernels().addScaled(sum.data(), shared.data() + ofShared + t * cols,
+                                                 portableSigmoid(scale[t]), cols);
+                    cpu::kernels().add(expected.data() + ofResidual + t * cols, sum.data(), cols);
+                }
+                const DeviceArray<float> deviceY(y), deviceShared(shared), deviceWeight(weight), deviceScale(scale),
+                    deviceResidual(residual);
+                const DeviceArray<int32_t> devicePairs(pairOf);
+                combineExperts(stream(), deviceY.get() + ofY, devicePairs.get(), deviceWeight.get(), rows, used, cols,
+                               deviceResidual.get() + ofResidual,
+                               {isThere ? deviceShared.get() + ofShared : nullptr, deviceScale.get()});
+                ASSERT_TRUE(sameBits(expected, deviceResidual.read()));
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace sharpi::cuda

@@ -1,0 +1,234 @@
+// What the tests of Gated DeltaNet share: a layer's weights, states and rows, what the CPU makes of them, and their
+// copy on the device.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "core/half.h"
+#include "core/portable.h"
+#include "cpu/kernels.h"
+#include "gpu_test.h"
+#include "kernels/delta/gated_delta.h"
+
+namespace sharpi::cuda {
+
+inline constexpr float kEps = 1e-6f;
+inline constexpr int32_t kSlots = 9;  // at least
+
+// Rows of one sequence: from a slot (or nothing) through states that are kept after some of them.
+struct Part {
+    int32_t from;
+    std::vector<std::pair<int64_t, int32_t>> kept;  // after so many rows, in this slot; the last after all
+    int64_t rows() const { return kept.back().first; }
+};
+
+struct Case {
+    DeltaShape shape;
+    std::vector<Part> parts;
+};
+
+// States and products of a batch, on the host, and what the CPU makes of them.
+struct World {
+    DeltaShape shape;
+    std::vector<Part> parts;
+    int64_t rows = 0;
+    std::vector<float> conv, stepBias, decay, headNorm;  // weights
+    std::vector<float> convStates, matrixStates;
+    std::vector<float> mixed, alpha, beta, gate, out;
+    std::vector<int32_t> from, to, begin, end;
+
+    void useCpu() {
+        const cpu::Kernels& k = cpu::kernels();
+        int64_t row = 0;
+        out.assign(static_cast<size_t>(rows * shape.valueWidth()), NAN);
+        for (const Part& part : parts) {
+            int32_t slot = part.from;
+            int64_t done = 0;
+            for (const auto& [until, next] : part.kept) {
+                convolve(k, row + done, until - done, slot, next);
+                prepare(k, row + done, until - done);
+                deltaRule(k, row + done, until - done, slot, next);
+                slot = next;
+                done = until;
+            }
+            row += part.rows();
+        }
+    }
+
+    std::vector<float> gated(const std::vector<float>& attended) const {
+        std::vector<float> y = gate, normed = attended;
+        for (size_t h = 0; h < normed.size(); h += shape.dim) {
+            cpu::kernels().rmsNorm(&attended[h], headNorm.data(), kEps, shape.dim, &normed[h]);
+        }
+        cpu::kernels().siluMul(y.data(), normed.data(), static_cast<int64_t>(y.size()));
+        return y;
+    }
+
+    // The delta rule in double precision, of what useCpu prepared, from these states: they become those after it.
+    // Answers: [rows, valueWidth].
+    std::vector<double> inDouble(std::vector<float>& states) const {
+        std::vector<double> answers(static_cast<size_t>(rows * shape.valueWidth()));
+        int64_t row = 0;
+        for (const Part& part : parts) {
+            for (int32_t h = 0; h < shape.valueHeads; ++h) headInDouble(part, row, h, states, answers);
+            row += part.rows();
+        }
+        return answers;
+    }
+
+private:
+    void headInDouble(const Part& part, int64_t row, int32_t head, std::vector<float>& states,
+                      std::vector<double>& answers) const {
+        const int64_t dim = shape.dim;
+        const auto matrix = [&](int32_t slot) { return &states[slot * shape.matrixFloats() + head * dim * dim]; };
+        std::vector<double> s(static_cast<size_t>(dim * dim));
+        if (part.from >= 0) std::copy_n(matrix(part.from), dim * dim, s.begin());
+        auto kept = part.kept.begin();
+        for (int64_t t = row; t < row + part.rows(); ++t) {
+            const float* q = &mixed[t * shape.channels() + head % shape.keyHeads * dim];
+            const float *k = q + shape.keyWidth(),
+                        *v = &mixed[t * shape.channels() + 2 * shape.keyWidth() + head * dim];
+            for (double& x : s) x *= alpha[t * shape.valueHeads + head];
+            for (int64_t j = 0; j < dim; ++j) {
+                double recalled = 0, answer = 0;
+                for (int64_t i = 0; i < dim; ++i) recalled += s[i * dim + j] * k[i];
+                const double delta = (v[j] - recalled) * beta[t * shape.valueHeads + head];
+                for (int64_t i = 0; i < dim; ++i) answer += (s[i * dim + j] += delta * k[i]) * q[i];
+                answers[t * shape.valueWidth() + head * dim + j] = answer;
+            }
+            if (t - row + 1 != kept->first) continue;
+            std::copy(s.begin(), s.end(), matrix(kept->second));
+            ++kept;
+        }
+    }
+
+    void convolve(const cpu::Kernels& k, int64_t row, int64_t count, int32_t slot, int32_t next) {
+        cpu::ConvArgs args;
+        args.x = &mixed[row * shape.channels()];
+        args.rows = count;
+        args.channels = shape.channels();
+        args.weight = conv.data();
+        args.width = shape.convWidth;
+        args.from = slot < 0 ? nullptr : &convStates[slot * shape.convFloats()];
+        args.to = &convStates[next * shape.convFloats()];
+        k.convSilu(args, 0, shape.channels());
+    }
+
+    void prepare(const cpu::Kernels& k, int64_t row, int64_t count) {
+        const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(shape.dim)));
+        for (int64_t t = row; t < row + count; ++t) {
+            for (int32_t h = 0; h < 2 * shape.keyHeads; ++h) {
+                k.l2Norm(&mixed[t * shape.channels() + h * shape.dim], kEps, h < shape.keyHeads ? scale : 1.0f,
+                         shape.dim);
+            }
+            for (int32_t h = 0; h < shape.valueHeads; ++h) {
+                float &a = alpha[t * shape.valueHeads + h], &b = beta[t * shape.valueHeads + h];
+                a = portableExp(decay[h] * portableSoftplus(a + stepBias[h]));
+                b = portableSigmoid(b);
+            }
+        }
+    }
+
+    void deltaRule(const cpu::Kernels& k, int64_t row, int64_t count, int32_t slot, int32_t next) {
+        std::vector<float> scratch(cpu::deltaScratchBytes(shape.dim) / sizeof(float) + 16);
+        auto* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
+        for (int32_t h = 0; h < shape.valueHeads; ++h) {
+            const int64_t matrix = int64_t{h} * shape.dim * shape.dim;
+            cpu::DeltaArgs args;
+            args.q = &mixed[row * shape.channels() + h % shape.keyHeads * shape.dim];
+            args.k = args.q + shape.keyWidth();
+            args.v = &mixed[row * shape.channels() + 2 * shape.keyWidth() + h * shape.dim];
+            args.rowStride = shape.channels();
+            args.decay = &alpha[row * shape.valueHeads + h];
+            args.step = &beta[row * shape.valueHeads + h];
+            args.stepStride = shape.valueHeads;
+            args.out = &out[row * shape.valueWidth() + h * shape.dim];
+            args.outStride = shape.valueWidth();
+            args.rows = count;
+            args.dim = shape.dim;
+            args.from = slot < 0 ? nullptr : &matrixStates[slot * shape.matrixFloats() + matrix];
+            args.to = &matrixStates[next * shape.matrixFloats() + matrix];
+            k.deltaRule(args, 0, shape.dim, aligned);
+        }
+    }
+};
+
+// Its copy on the device.
+struct DeviceWorld {
+    DeviceArray<float> conv, stepBias, decay, headNorm, convStates, matrixStates, mixed, alpha, beta, gate;
+    DeviceArray<int32_t> from, to, begin, end;
+    DeltaBatch batch;
+
+    explicit DeviceWorld(const World& w)
+        : conv(w.conv),
+          stepBias(w.stepBias),
+          decay(w.decay),
+          headNorm(w.headNorm),
+          convStates(w.convStates),
+          matrixStates(w.matrixStates),
+          mixed(w.mixed),
+          alpha(w.alpha),
+          beta(w.beta),
+          gate(w.gate),
+          from(w.from),
+          to(w.to),
+          begin(w.begin),
+          end(w.end),
+          batch{w.rows, from.get(), to.get(), {begin.get(), end.get(), static_cast<int64_t>(w.begin.size())}} {}
+
+    DeltaInputs inputs() const { return {mixed.get(), alpha.get(), beta.get(), gate.get()}; }
+    DeltaParameters parameters() const { return {conv.get(), stepBias.get(), decay.get(), headNorm.get(), kEps}; }
+    DeltaStates states() const { return {convStates.get(), matrixStates.get()}; }
+};
+
+class GatedDeltaTest : public GpuTest {
+protected:
+    World world(const Case& c) {
+        World w;
+        w.shape = c.shape;
+        w.parts = c.parts;
+        for (const Part& part : c.parts) {
+            w.begin.push_back(static_cast<int32_t>(w.rows));
+            w.from.push_back(part.from < 0 ? kStateIsZero : part.from);
+            w.from.resize(static_cast<size_t>(w.rows + part.rows()), kStateIsOfRowBefore);
+            w.to.resize(w.from.size(), -1);
+            for (const auto& [until, slot] : part.kept) w.to[static_cast<size_t>(w.rows + until - 1)] = slot;
+            w.rows += part.rows();
+            w.end.push_back(static_cast<int32_t>(w.rows));
+        }
+        // As a captured launch pads the list.
+        w.begin.insert(w.begin.begin() + 1, 0);
+        w.end.insert(w.end.begin() + 1, 0);
+        const DeltaShape& s = w.shape;
+        w.conv = randomFloats(s.convWidth * s.channels(), 0.5f);
+        w.stepBias = randomFloats(s.valueHeads);
+        w.decay = randomFloats(s.valueHeads);
+        for (float& a : w.decay) a = -std::exp(0.5f * a - 1.0f);
+        w.headNorm = randomFloats(s.dim);
+        int32_t slots = kSlots;
+        for (const Part& part : c.parts)
+            for (const auto& [until, slot] : part.kept) slots = std::max({slots, slot + 1, part.from + 1});
+        w.convStates.assign(static_cast<size_t>(slots * s.convFloats()), NAN);
+        w.matrixStates.assign(static_cast<size_t>(slots * s.matrixFloats()), NAN);
+        for (const Part& part : c.parts) {
+            if (part.from < 0) continue;
+            const auto conv = randomFloats(s.convFloats()), matrix = randomFloats(s.matrixFloats());
+            std::copy(conv.begin(), conv.end(), w.convStates.begin() + part.from * s.convFloats());
+            std::copy(matrix.begin(), matrix.end(), w.matrixStates.begin() + part.from * s.matrixFloats());
+        }
+        w.mixed = randomFloats(w.rows * s.channels(), 2.0f);
+        w.alpha = randomFloats(w.rows * s.valueHeads, 3.0f);
+        w.beta = randomFloats(w.rows * s.valueHeads, 3.0f);
+        w.gate = randomFloats(w.rows * s.valueWidth(), 3.0f);
+        return w;
+    }
+
+    std::string nameOf(const World& w) {
+        return std::to_string(w.shape.keyHeads) + " and " + std::to_string(w.shape.valueHeads) + " heads of " +
+               std::to_string(w.shape.dim) + ", " + std::to_string(w.rows) + " rows";
+    }
+};
+
+}  // namespace sharpi::cuda

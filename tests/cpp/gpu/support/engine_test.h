@@ -1,0 +1,103 @@
+// What tests of whole engines on the GPU share: loading tiny models on either processor, and asking them.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "engine/session.h"
+#include "gpu_test.h"
+#include "kernels/matvec/matvec.h"  // kMaxMatvecRows
+#include "tiny_model.h"
+
+namespace sharpi::cuda {
+
+class EngineTest : public GpuTest {
+protected:
+    static EngineOptions options(bool cuda, KvType kv = KvType::BF16) {
+        EngineOptions o;
+        o.context = 300;
+        o.batch = 128;
+        o.threads = 3;
+        o.kvType = kv;
+        o.cuda = cuda;
+        return o;
+    }
+    static std::shared_ptr<Engine> load(const tiny::Model& model, const EngineOptions& o) {
+        return std::make_shared<Engine>(model.spec(), model.weights(), o);
+    }
+
+    std::vector<int32_t> tokens(int64_t count, int64_t vocab) {
+        std::vector<int32_t> made(static_cast<size_t>(count));
+        for (int32_t& token : made) token = static_cast<int32_t>(random()() % static_cast<uint32_t>(vocab));
+        return made;
+    }
+    // What the tests of equality with the CPU load: prompt rows follow the contract.
+    static EngineOptions exact(EngineOptions o) {
+        o.prompt = PromptMode::Exact;
+        return o;
+    }
+    // Pieces of a few rows, most of them for one launch of the contract's products, enough for `total` tokens.
+    std::vector<int64_t> smallChunks(int64_t total) {
+        std::vector<int64_t> chunks;
+        for (int64_t i = 0; i < total; ++i) {
+            const int64_t most = random()() % 4 ? kMaxMatvecRows : 5 * kMaxMatvecRows;
+            chunks.push_back(1 + static_cast<int64_t>(random()() % static_cast<uint32_t>(most)));
+        }
+        return chunks;
+    }
+    static std::vector<int64_t> oneByOne(int64_t total) { return std::vector<int64_t>(static_cast<size_t>(total), 1); }
+
+    // Of prompt rows.
+    static std::vector<float> logits(Session& session, const std::vector<int32_t>& text,
+                                     const std::vector<int64_t>& chunks, RowKind kind = RowKind::Prompt) {
+        std::vector<float> values(text.size() * static_cast<size_t>(session.vocabSize()), NAN);
+        session.evaluate(text, kind, values.data(), chunks, nullptr);
+        return values;
+    }
+    static std::vector<float> logits(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& text,
+                                     const std::vector<int64_t>& chunks) {
+        Session session(engine);
+        return logits(session, text, chunks);
+    }
+    // Of decode rows.
+    static std::vector<float> steps(Session& session, const std::vector<int32_t>& text,
+                                    const std::vector<int64_t>& chunks) {
+        return logits(session, text, chunks, RowKind::Decode);
+    }
+    static std::vector<float> steps(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& text,
+                                    const std::vector<int64_t>& chunks) {
+        Session session(engine);
+        return steps(session, text, chunks);
+    }
+    // Of all numbers together, relative to the second.
+    static double distance(const std::vector<float>& a, const std::vector<float>& b) {
+        double difference = 0, norm = 0;
+        for (size_t i = 0; i < a.size(); ++i) {
+            difference += (double(a[i]) - b[i]) * (double(a[i]) - b[i]);
+            norm += double(b[i]) * b[i];
+        }
+        return std::sqrt(difference / norm);
+    }
+    // The median over rows of it.
+    static double medianDistance(const std::vector<float>& a, const std::vector<float>& b, int64_t vocab) {
+        std::vector<double> rows;
+        for (size_t at = 0; at < a.size(); at += vocab) {
+            rows.push_back(
+                distance({a.begin() + at, a.begin() + at + vocab}, {b.begin() + at, b.begin() + at + vocab}));
+        }
+        std::nth_element(rows.begin(), rows.begin() + rows.size() / 2, rows.end());
+        return rows[rows.size() / 2];
+    }
+    static std::vector<int32_t> greedy(const std::shared_ptr<Engine>& engine, const std::vector<int32_t>& prompt,
+                                       int count) {
+        Session session(engine);
+        SamplingParams params;
+        params.temperature = 0;
+        session.start(prompt, params, nullptr);
+        std::vector<int32_t> text;
+        for (int i = 0; i < count; ++i) text.push_back(*session.next());
+        return text;
+    }
+};
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,114 @@
+// What the GPU tests share: a stream on the device there is, arrays on it, and skipping with the reason where there
+// is none. Arrays are separate device allocations, so that a memory checker sees accesses past their end.
+// SHARPI_REQUIRE_GPU=1: tests fail without a GPU instead. SHARPI_TEST_SEED: the seed of random(), which a test that
+// fails prints.
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <iostream>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "device/stream.h"
+
+namespace sharpi::cuda {
+
+inline void require(cudaError_t status) {
+    if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+}
+
+template <typename T> class DeviceArray {
+public:
+    // Poisoned: every byte 0xff (NaN as floats, -1 as integers).
+    explicit DeviceArray(size_t count) : _count(count) {
+        require(cudaMalloc(reinterpret_cast<void**>(&_data), bytes()));
+        require(cudaMemset(_data, 0xff, bytes()));
+        require(cudaDeviceSynchronize());  // the tests' stream does not wait for the default one
+    }
+    explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
+        if (_count) require(cudaMemcpy(_data, values.data(), bytes(), cudaMemcpyHostToDevice));
+        require(cudaDeviceSynchronize());
+    }
+    ~DeviceArray() { cudaFree(_data); }
+    DeviceArray(const DeviceArray&) = delete;
+    DeviceArray& operator=(const DeviceArray&) = delete;
+
+    T* get() const { return _data; }
+    size_t size() const { return _count; }
+    // Waits for all work of the device.
+    std::vector<T> read() const {
+        std::vector<T> values(_count);
+        require(cudaDeviceSynchronize());
+        if (_count) require(cudaMemcpy(values.data(), _data, bytes(), cudaMemcpyDeviceToHost));
+        return values;
+    }
+
+private:
+    size_t bytes() const { return (_count ? _count : 1) * sizeof(T); }
+    T* _data = nullptr;
+    size_t _count;
+};
+
+// Set, and to something else than 0.
+inline bool gpuIsRequired() {
+    const char* value = std::getenv("SHARPI_REQUIRE_GPU");
+    return value && *value && std::strcmp(value, "0") != 0;
+}
+
+inline uint32_t testSeed() {
+    const char* value = std::getenv("SHARPI_TEST_SEED");
+    return value && *value ? static_cast<uint32_t>(std::strtoul(value, nullptr, 10)) : std::random_device{}();
+}
+
+class GpuTest : public ::testing::Test {
+protected:
+    // Here and not in TearDown, which tests override.
+    ~GpuTest() override {
+        if (HasFailure()) std::cout << "SHARPI_TEST_SEED=" << _seed << " draws these numbers again" << std::endl;
+    }
+    void SetUp() override {
+        try {
+            _stream = std::make_unique<Stream>(findDevice());
+        } catch (const Error& error) {
+            // Thrown on, it also ends the SetUp of a test that calls this one.
+            if (error.kind() != ErrorKind::InvalidArgument || gpuIsRequired()) throw;
+            GTEST_SKIP() << "no GPU: " << error.what();
+        }
+    }
+    Stream& stream() { return *_stream; }
+    std::mt19937& random() { return _random; }
+    std::vector<float> randomFloats(size_t count, float scale = 1.0f) {
+        std::normal_distribution<float> normal(0.0f, scale);
+        std::vector<float> values(count);
+        for (float& v : values) v = normal(_random);
+        return values;
+    }
+
+private:
+    std::unique_ptr<Stream> _stream;
+    const uint32_t _seed = testSeed();
+    std::mt19937 _random{_seed};
+};
+
+inline ::testing::AssertionResult sameBits(const std::vector<float>& expected, const std::vector<float>& actual) {
+    if (expected.size() != actual.size())
+        return ::testing::AssertionFailure() << "sizes " << expected.size() << " and " << actual.size();
+    size_t differing = 0, first = 0;
+    for (size_t i = expected.size(); i-- > 0;) {
+        if (std::memcmp(&expected[i], &actual[i], sizeof(float)) != 0) ++differing, first = i;
+    }
+    if (!differing) return ::testing::AssertionSuccess();
+    return ::testing::AssertionFailure() << differing << " of " << expected.size() << " differ, the first at " << first
+                                         << ": expected " << expected[first] << ", got " << actual[first];
+}
+
+}  // namespace sharpi::cuda

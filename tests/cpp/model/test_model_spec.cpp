@@ -1,0 +1,451 @@
+// Reading a model: every known architecture is understood, and whatever is missing, superfluous or wrong in its
+// metadata and tensors is an error that names it.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/error.h"
+#include "tiny_model.h"
+
+namespace {
+
+using namespace sharpi;
+
+template <typename Call> void expectBadModel(const std::string& part, const Call& call) {
+    try {
+        call();
+        ADD_FAILURE() << "accepted; expected an error about " << part;
+    } catch (const Error& e) {
+        EXPECT_EQ(e.kind(), ErrorKind::BadModel) << e.what();
+        EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << "'" << part << "' is not in: " << e.what();
+    }
+}
+
+// A model that is right until `spoil` had its hands on it.
+void expectSpoiled(const tiny::Options& options, const std::string& part,
+                   const std::function<void(tiny::Model&)>& spoil) {
+    tiny::Model model(options);
+    ASSERT_NO_THROW(model.spec());
+    spoil(model);
+    expectBadModel(part, [&] { model.spec(); });
+}
+
+TEST(ModelSpec, ReadsEveryArchitecture) {
+    std::vector<std::string> names;
+    for (const tiny::Options& o : tiny::variants()) {
+        SCOPED_TRACE(tiny::describe(o));
+        const tiny::Model model(o);
+        const ModelSpec spec = model.spec();
+        const Architecture& arch = tiny::architecture(o.architecture);
+        EXPECT_EQ(spec.architecture, o.architecture);
+        EXPECT_EQ(spec.name, "tiny");
+        EXPECT_EQ(spec.vocabSize, o.vocab);
+        EXPECT_EQ(spec.contextLength, o.context);
+        EXPECT_EQ(spec.embedding, o.embedding);
+        EXPECT_FLOAT_EQ(spec.normEpsilon, 1e-5f);
+        EXPECT_EQ(spec.output.tensor == spec.tokenEmbedding.tensor, o.tied);
+        ASSERT_EQ(static_cast<int64_t>(spec.layers.size()), o.layers);
+        for (size_t i = 0; i < spec.layers.size(); ++i) {
+            const LayerSpec& layer = spec.layers[i];
+            const bool attends = !arch.hybrid || (i + 1) % static_cast<size_t>(o.interval) == 0;
+            ASSERT_EQ(layer.attention.has_value(), attends);
+            ASSERT_EQ(layer.delta.has_value(), !attends);
+            if (!attends) {
+                EXPECT_EQ(layer.delta->keyHeads, o.keyHeads);
+                EXPECT_EQ(layer.delta->valueHeads, o.valueHeads);
+                EXPECT_EQ(layer.delta->headDim, o.deltaDim);
+                EXPECT_EQ(layer.delta->convState(), (o.convWidth - 1) * (2 * o.keyHeads + o.valueHeads) * o.deltaDim);
+                EXPECT_EQ(layer.delta->matrixState(), o.valueHeads * o.deltaDim * o.deltaDim);
+                continue;
+            }
+            const AttentionSpec& a = *layer.attention;
+            EXPECT_EQ(a.gated, arch.hybrid);
+            EXPECT_EQ(a.q.rows, o.heads * o.headDim * (arch.hybrid ? 2 : 1));
+            EXPECT_EQ(a.heads, o.heads);
+            EXPECT_EQ(a.kvHeads, o.kvHeads);
+            EXPECT_EQ(a.headDim, o.headDim);
+            EXPECT_FLOAT_EQ(a.scale, 0.25f);
+            EXPECT_EQ(a.qkNorm, arch.qkNorm);
+            EXPECT_EQ(a.rope.pairing, arch.pairing);
+            EXPECT_EQ(a.rope.dims, o.headDim);
+            EXPECT_EQ(static_cast<bool>(a.qBias), o.biases);
+            EXPECT_EQ(static_cast<bool>(a.qNorm), arch.qkNorm != AttentionSpec::QkNorm::None);
+            const bool sparse = o.experts > 0 || arch.needsExperts;
+            EXPECT_EQ(layer.experts.has_value(), sparse);
+            EXPECT_EQ(layer.dense.has_value(), !sparse);
+            if (sparse) {
+                EXPECT_EQ(layer.experts->count, o.experts ? o.experts : 4);
+                EXPECT_EQ(layer.experts->used, o.used);
+                EXPECT_EQ(layer.experts->renormalize, arch.expertsRenormalized);
+                EXPECT_EQ(layer.experts->hidden(), o.hidden);
+                EXPECT_EQ(layer.experts->shared.has_value(), arch.hybrid);
+            } else {
+                EXPECT_EQ(layer.dense->hidden(), o.hidden);
+            }
+        }
+        names.push_back(o.architecture);
+    }
+    for (const std::string& name : knownArchitectures())
+        EXPECT_EQ(std::count(names.begin(), names.end(), name) > 0, true) << name;
+}
+
+// What tells the architectures apart, as their models' own code has it: tests that read the table would agree with any.
+TEST(ModelSpec, ArchitecturesAreWhatTheirModelsAre) {
+    using Pairing = RopeSpec::Pairing;
+    using QkNorm = AttentionSpec::QkNorm;
+    struct Known {
+        const char* name;
+        Pairing pairing;
+        QkNorm qkNorm;
+        bool renormalized, needsExperts, hybrid;
+    };
+    const Known models[] = {
+        {"llama", Pairing::Adjacent, QkNorm::None, true, false, false},  // Mixtral divides by the sum of the chosen
+        {"qwen2", Pairing::Halves, QkNorm::None, true, false, false},
+        {"qwen3", Pairing::Halves, QkNorm::PerHead, true, false, false},
+        {"qwen3moe", Pairing::Halves, QkNorm::PerHead, true, true, false},
+        {"olmoe", Pairing::Halves, QkNorm::FullRow, false, true, false},
+        {"qwen35", Pairing::Halves, QkNorm::PerHead, true, false, true},
+        {"qwen35moe", Pairing::Halves, QkNorm::PerHead, true, true, true},
+    };
+    for (const Known& known : models) {
+        const Architecture& arch = tiny::architecture(known.name);
+        EXPECT_EQ(arch.pairing, known.pairing) << known.name;
+        EXPECT_EQ(arch.qkNorm, known.qkNorm) << known.name;
+        EXPECT_EQ(arch.expertsRenormalized, known.renormalized) << known.name;
+        EXPECT_EQ(arch.needsExperts, known.needsExperts) << known.name;
+        EXPECT_EQ(arch.hybrid, known.hybrid) << known.name;
+        EXPECT_STREQ(arch.ffnNorm, known.hybrid ? "post_attention_norm" : "ffn_norm") << known.name;
+    }
+}
+
+TEST(ModelSpec, CountsParameters) {
+    const TensorTable tensors({{"a", DType::F32, {5}, 0, 0, 20},
+                               {"b", DType::F32, {4, 3}, 0, 32, 48},
+                               {"c", DType::Q8_0, {32, 2, 7}, 0, 96, 476}});
+    EXPECT_EQ(ModelSpec().parameters(tensors), 5 + 12 + 448);
+}
+
+TEST(ModelSpec, UnknownArchitectureIsNamedWithThoseThatAreKnown) {
+    expectSpoiled({}, "'mammoth'", [](tiny::Model& m) { m.metadata["general.architecture"] = std::string("mammoth"); });
+    for (const std::string& known : knownArchitectures())
+        expectSpoiled({}, known, [](tiny::Model& m) { m.metadata["general.architecture"] = std::string("mammoth"); });
+    expectSpoiled({}, "general.architecture", [](tiny::Model& m) { m.metadata.erase("general.architecture"); });
+    expectSpoiled({}, "general.architecture", [](tiny::Model& m) { m.metadata["general.architecture"] = int64_t{3}; });
+}
+
+TEST(ModelSpec, EveryTensorIsNeeded) {
+    for (const tiny::Options& o : tiny::variants()) {
+        const tiny::Model whole(o);
+        for (const TensorInfo& t : whole.tensors) {
+            const bool optional = t.name == "output.weight" || t.name.find(".bias") != std::string::npos;
+            if (optional) continue;
+            tiny::Model model(o);
+            model.erase(t.name);
+            SCOPED_TRACE(tiny::describe(o) + " without " + t.name);
+            // A fused tensor's absence shows as that of its first part.
+            const bool fused =
+                t.name.find("attn_qkv") != std::string::npos || t.name.find("gate_up") != std::string::npos;
+            expectBadModel(fused ? "is missing" : "'" + t.name + "'", [&] { model.spec(); });
+        }
+    }
+}
+
+TEST(ModelSpec, EveryShapeIsChecked) {
+    for (const tiny::Options& o : tiny::variants()) {
+        const tiny::Model whole(o);
+        for (const TensorInfo& t : whole.tensors) {
+            SCOPED_TRACE(tiny::describe(o) + " " + t.name);
+            for (size_t d = 0; d < t.shape.size(); ++d) {
+                tiny::Model model(o);
+                auto shape = t.shape;
+                shape[d] += info(t.type).blockElements;
+                model.reshape(t.name, shape);
+                // The vocabulary is as large as the embedding says, and the experts as wide as ffn_down says: there
+                // it is the other tensors that do not fit.
+                if (t.name == "token_embd.weight" && d == 1) {
+                    if (o.tied) EXPECT_NO_THROW(model.spec());
+                    else expectBadModel("'output.weight'", [&] { model.spec(); });
+                } else if (t.name.find("ffn_down_") != std::string::npos && t.name.find("exp") != std::string::npos &&
+                           d == 0) {
+                    expectBadModel("ffn_gate", [&] { model.spec(); });
+                } else {
+                    expectBadModel("'" + t.name + "'", [&] { model.spec(); });
+                }
+            }
+            tiny::Model model(o), same(o);
+            auto shape = t.shape;
+            shape.push_back(2);
+            model.reshape(t.name, shape);
+            expectBadModel("'" + t.name + "'", [&] { model.spec(); });
+            shape.back() = 1;  // says nothing, and some writers add it
+            same.reshape(t.name, shape);
+            EXPECT_NO_THROW(same.spec());
+        }
+    }
+}
+
+TEST(ModelSpec, TensorsThatNobodyUsesAreRefused) {
+    for (const char* name : {"blk.0.attn_sinks.weight", "blk.2.attn_norm.weight", "rope.weight", "blk.0.ffn_gate.bias"})
+        expectSpoiled({}, std::string("'") + name + "'", [&](tiny::Model& m) { m.add(name, DType::F32, {64}); });
+    tiny::Model model{tiny::Options()};
+    model.add("rope_freqs.weight", DType::F32, {8});
+    EXPECT_TRUE(static_cast<bool>(model.spec().layers[1].attention->rope.factors));
+}
+
+TEST(ModelSpec, NormsAndBiasesMustBeFloats) {
+    expectSpoiled({}, "'blk.0.attn_norm.weight'", [](tiny::Model& m) {
+        m.tensor("blk.0.attn_norm.weight").type = DType::Q8_0;
+        m.reshape("blk.0.attn_norm.weight", {64});
+    });
+}
+
+TEST(ModelSpec, MetadataOfEveryKindIsChecked) {
+    const double nan = std::numeric_limits<double>::quiet_NaN();
+    const auto llama = [](const std::string& rest) { return "llama." + rest; };
+    struct Case {
+        std::string key;
+        MetadataValue value;
+    };
+    const std::vector<Case> cases = {
+        {"context_length", int64_t{0}},
+        {"context_length", int64_t{1} << 40},
+        {"context_length", 3.5},
+        {"embedding_length", int64_t{-64}},
+        {"embedding_length", std::string("64")},
+        {"embedding_length", true},
+        {"block_count", int64_t{0}},
+        {"block_count", int64_t{5000}},
+        {"feed_forward_length", int64_t{0}},
+        {"feed_forward_length", std::vector<double>{96, 96}},
+        {"attention.head_count", int64_t{0}},
+        {"attention.head_count", int64_t{3}},
+        {"attention.head_count_kv", int64_t{5}},
+        {"attention.head_count_kv", int64_t{0}},
+        {"attention.key_length", int64_t{1}},
+        {"attention.key_length", int64_t{15}},
+        {"attention.key_length", int64_t{5000}},
+        {"attention.layer_norm_rms_epsilon", -1e-5},
+        {"attention.layer_norm_rms_epsilon", 1.0},
+        {"attention.layer_norm_rms_epsilon", nan},
+        {"attention.layer_norm_rms_epsilon", std::string("small")},
+        {"rope.dimension_count", int64_t{18}},
+        {"rope.dimension_count", int64_t{7}},
+        {"rope.dimension_count", int64_t{0}},
+        {"rope.freq_base", 1.0},
+        {"rope.freq_base", nan},
+        {"rope.freq_base", -5.0},
+        {"rope.scaling.factor", 0.0},
+        {"rope.scaling.factor", -2.0},
+        {"rope.scaling.type", std::string("bent")},
+        {"rope.scaling.original_context_length", int64_t{0}},
+        {"expert_count", int64_t{-1}},
+    };
+    for (const Case& c : cases) {
+        SCOPED_TRACE(c.key);
+        // head_count and head_count_kv are wrong together: either may be named.
+        const std::string named = c.key.rfind("attention.head_count", 0) == 0 ? "attention.head_count" : c.key;
+        expectSpoiled({}, llama(named), [&](tiny::Model& m) { m.metadata[llama(c.key)] = c.value; });
+    }
+    expectSpoiled({}, "different lengths",
+                  [&](tiny::Model& m) { m.metadata[llama("attention.value_length")] = int64_t{8}; });
+    for (const char* key : {"context_length", "embedding_length", "block_count", "feed_forward_length",
+                            "attention.head_count", "attention.layer_norm_rms_epsilon"})
+        expectSpoiled({}, llama(key), [&](tiny::Model& m) { m.metadata.erase(llama(key)); });
+
+    // What is found is named as well as what is wanted.
+    const auto becomes = [&](const char* key, MetadataValue value, const std::string& said) {
+        expectSpoiled({}, "'" + llama(key) + "' is " + said, [&](tiny::Model& m) { m.metadata[llama(key)] = value; });
+    };
+    becomes("context_length", std::vector<double>{}, "an array, not a whole number of 64 bits");
+    becomes("rope.freq_base", std::vector<double>{1e4}, "an array, not a number");
+    becomes("rope.scaling.type", true, "a bool, not a string");
+
+    tiny::Options sparse;
+    sparse.architecture = "qwen3moe";
+    expectSpoiled(sparse, "qwen3moe.expert_count", [](tiny::Model& m) { m.metadata.erase("qwen3moe.expert_count"); });
+    for (const int64_t used : {0, 5})
+        expectSpoiled(sparse, "qwen3moe.expert_used_count",
+                      [&](tiny::Model& m) { m.metadata["qwen3moe.expert_used_count"] = used; });
+    expectSpoiled(sparse, "expert_weights_norm",
+                  [](tiny::Model& m) { m.metadata["qwen3moe.expert_weights_norm"] = int64_t{1}; });
+}
+
+TEST(ModelSpec, HybridsNameWhatIsWrong) {
+    tiny::Options o;
+    o.architecture = "qwen35";
+    const std::vector<std::pair<std::string, int64_t>> wrong = {
+        {"ssm.group_count", 0},         {"ssm.group_count", 3},      {"ssm.time_step_rank", 0},
+        {"ssm.time_step_rank", 65537},  {"ssm.state_size", 0},       {"ssm.state_size", 5000},
+        {"ssm.inner_size", 63},         {"ssm.conv_kernel", 1},      {"ssm.conv_kernel", 65},
+        {"full_attention_interval", 0}, {"nextn_predict_layers", 2}, {"nextn_predict_layers", -1}};
+    for (const auto& [key, value] : wrong) {
+        SCOPED_TRACE(key + " " + std::to_string(value));
+        // Heads that are no multiple are told of where either is named.
+        const std::string named = key == "ssm.group_count" && value == 3 ? "group_count" : "qwen35." + key;
+        expectSpoiled(o, named,
+                      [&, name = key, number = value](tiny::Model& m) { m.metadata["qwen35." + name] = number; });
+    }
+    for (const char* key :
+         {"ssm.group_count", "ssm.time_step_rank", "ssm.state_size", "ssm.inner_size", "ssm.conv_kernel"})
+        expectSpoiled(o, std::string("qwen35.") + key,
+                      [&](tiny::Model& m) { m.metadata.erase(std::string("qwen35.") + key); });
+    // Another interval wants other tensors.
+    expectSpoiled(o, "'blk.1.attn_qkv.weight'",
+                  [](tiny::Model& m) { m.metadata["qwen35.full_attention_interval"] = int64_t{3}; });
+    o.convWidth = 32;
+    expectSpoiled(o, "'blk.0.ssm_conv1d.weight' must be", [](tiny::Model& m) {
+        m.tensor("blk.0.ssm_conv1d.weight").type = DType::Q8_0;
+        m.reshape("blk.0.ssm_conv1d.weight", {32, 128});
+    });
+}
+
+// It is described, needed, and no layer of the model's own.
+TEST(ModelSpec, ReadsPredictionLayers) {
+    for (const char* architecture : {"qwen35", "qwen35moe"}) {
+        tiny::Options o;
+        o.architecture = architecture;
+        o.predictions = 1;
+        const tiny::Model whole(o);
+        const ModelSpec spec = whole.spec();
+        EXPECT_EQ(spec.layers.size(), 2u);
+        ASSERT_EQ(spec.predictions.size(), 1u);
+        const PredictionSpec& p = spec.predictions[0];
+        EXPECT_TRUE(p.layer.attention && p.layer.attention->gated);
+        EXPECT_EQ(p.projection.cols, 2 * o.embedding);
+        EXPECT_TRUE(p.headNorm);
+        EXPECT_FALSE(p.embedding);
+        const std::vector<const LayerSpec*> loaded = spec.loadedLayers();
+        EXPECT_EQ(loaded, (std::vector<const LayerSpec*>{&spec.layers[0], &spec.layers[1], &p.layer}));
+        for (const TensorInfo& t : whole.tensors) {
+            if (t.name.rfind("blk.2.", 0) != 0 || t.name.find("shared_head") != std::string::npos) continue;
+            tiny::Model model(o);
+            model.erase(t.name);
+            expectBadModel("'" + t.name + "'", [&] { model.spec(); });
+        }
+        tiny::Model own(o);
+        own.add("blk.2.nextn.embed_tokens.weight", DType::F32, {o.embedding, o.vocab});
+        EXPECT_TRUE(own.spec().predictions.at(0).embedding);
+        own.add("blk.2.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
+        EXPECT_TRUE(own.spec().predictions.empty()) << "with an output head of its own";
+        EXPECT_EQ(own.spec().loadedLayers().size(), 2u);
+        own.reshape("blk.2.nextn.shared_head_head.weight", {o.embedding, o.vocab + 1});
+        expectBadModel("shared_head_head", [&] { own.spec(); });
+
+        o.predictions = 3;  // which are read, and of which the first is kept
+        tiny::Model several(o);
+        ASSERT_EQ(several.spec().predictions.size(), 1u);
+        EXPECT_EQ(several.tensors[static_cast<size_t>(several.spec().predictions[0].projection.tensor)].name,
+                  "blk.2.nextn.eh_proj.weight");
+        several.add("blk.3.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
+        EXPECT_EQ(several.spec().predictions.size(), 1u);
+        several.add("blk.2.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
+        EXPECT_TRUE(several.spec().predictions.empty()) << "the second goes on from the first";
+        several.erase("blk.4.nextn.hnorm.weight");
+        expectBadModel("'blk.4.nextn.hnorm.weight'", [&] { several.spec(); });
+    }
+    tiny::Options other;  // no other architecture has one
+    expectSpoiled(other, "'blk.0.nextn.enorm.weight'",
+                  [](tiny::Model& m) { m.add("blk.0.nextn.enorm.weight", DType::F32, {64}); });
+}
+
+TEST(ModelSpec, ReadsRotaryScaling) {
+    tiny::Model model{tiny::Options()};
+    model.metadata["llama.rope.scaling.type"] = std::string("yarn");
+    model.metadata["llama.rope.scaling.factor"] = 4.0;
+    model.metadata["llama.rope.scaling.original_context_length"] = int64_t{75};
+    model.metadata["llama.rope.dimension_count"] = int64_t{8};
+    const RopeSpec rope = model.spec().layers[0].attention->rope;
+    EXPECT_EQ(rope.dims, 8);
+    EXPECT_DOUBLE_EQ(rope.frequencyScale, 0.25);
+    EXPECT_DOUBLE_EQ(rope.extrapolation, 1.0);
+    EXPECT_NEAR(rope.magnitude, 1.1386294361, 1e-9);
+    EXPECT_EQ(rope.originalContext, 75);
+}
+
+TEST(TensorTable, RefusesNonsense) {
+    const auto table = [](TensorInfo t) { return TensorTable({std::move(t)}); };
+    expectBadModel("'w'", [&] { table({"w", DType::F32, {}, 0, 0, 0}); });
+    expectBadModel("'w'", [&] { table({"w", DType::F32, {0, 4}, 0, 0, 0}); });
+    expectBadModel("'w'", [&] { table({"w", DType::F32, {4, -1}, 0, 0, 16}); });
+    expectBadModel("'w'", [&] { table({"w", DType::Q8_0, {33, 2}, 0, 0, 70}); });
+    expectBadModel("'w'", [&] { table({"w", DType::F32, {4, 4}, 0, 0, 63}); });
+    expectBadModel("'w'", [&] { table({"w", DType::F32, {4, int64_t{1} << 40, int64_t{1} << 40}, 0, 0, 0}); });
+    const TensorInfo good = {"w", DType::F32, {4, 4}, 0, 0, 64};
+    EXPECT_NO_THROW(table(good));
+    expectBadModel("'w'", [&] { TensorTable({good, good}); });
+}
+
+// The rows of a fused tensor, byte for byte those of its parts.
+TEST(Weights, FusedSlicesAreTheRightRows) {
+    tiny::Options o;
+    o.architecture = "qwen3moe";
+    o.fusedQkv = o.fusedExperts = o.biases = true;
+    const tiny::Model model(o);
+    const ModelSpec spec = model.spec();
+    const auto weights = model.weights();
+    const LayerSpec& layer = spec.layers[1];
+    const AttentionSpec& a = *layer.attention;
+    const auto expectRows = [&](const Matrix& m, const std::string& name, int64_t begin, int64_t rows, int64_t cols) {
+        tiny::Model copy(model);
+        const TensorInfo& t = copy.tensor(name);
+        EXPECT_EQ(m.rows, rows);
+        EXPECT_EQ(m.cols, cols);
+        EXPECT_EQ(
+            std::memcmp(m.data, &model.bytes[t.offset + begin * rowBytes(t.type, cols)], rows * rowBytes(t.type, cols)),
+            0)
+            << name;
+    };
+    expectRows(weights->matrix(a.q), "blk.1.attn_qkv.weight", 0, 64, 64);
+    expectRows(weights->matrix(a.k), "blk.1.attn_qkv.weight", 64, 32, 64);
+    expectRows(weights->matrix(a.v), "blk.1.attn_qkv.weight", 96, 32, 64);
+    EXPECT_EQ(a.qBias.rowBegin, 0);
+    EXPECT_EQ(a.kBias.rowBegin, 64);
+    EXPECT_EQ(a.vBias.rowBegin, 96);
+    EXPECT_EQ(a.qBias.cols, 64);
+    EXPECT_EQ(a.vBias.cols, 32);
+    const ExpertFfnSpec& f = *layer.experts;
+    for (int32_t e = 0; e < f.count; ++e) {
+        expectRows(weights->matrix(f.gate, e), "blk.1.ffn_gate_up_exps.weight", e * 192, 96, 64);
+        expectRows(weights->matrix(f.up, e), "blk.1.ffn_gate_up_exps.weight", e * 192 + 96, 96, 64);
+        expectRows(weights->matrix(f.down, e), "blk.1.ffn_down_exps.weight", e * 64, 64, 96);
+    }
+}
+
+// A program started with standard input closed gets its number for the first file that it opens.
+TEST(Weights, AFileMayHaveTheNumberOfStandardInput) {
+    const tiny::Model model{tiny::Options()};
+    const int saved = ::dup(0);
+    ::close(0);
+    EXPECT_NO_THROW(model.weights());
+    if (saved >= 0) {
+        ::dup2(saved, 0);
+        ::close(saved);
+    }
+}
+
+TEST(Weights, TensorsOutsideTheFileAreNamed) {
+    const auto expectOutside = [](const std::function<void(tiny::Model&)>& spoil) {
+        tiny::Model model{tiny::Options()};
+        ASSERT_NO_THROW(model.weights());
+        spoil(model);
+        expectBadModel("'blk.1.ffn_down.weight'", [&] { model.weights(); });
+    };
+    const char* last = "blk.1.ffn_down.weight";
+    expectOutside([](tiny::Model& m) { m.bytes.pop_back(); });
+    expectOutside([&](tiny::Model& m) { m.tensor(last).offset += 1; });
+    expectOutside([&](tiny::Model& m) { m.tensor(last).offset = std::numeric_limits<uint64_t>::max() - 10; });
+    expectOutside([&](tiny::Model& m) { m.tensor(last).file = 1; });
+    expectOutside([&](tiny::Model& m) { m.tensor(last).file = -1; });
+    const tiny::Model model{tiny::Options()};
+    expectBadModel("/nonexistent/weights", [&] { Weights({"/nonexistent/weights"}, model.table()); });
+    expectBadModel(::testing::TempDir(), [&] { Weights({::testing::TempDir()}, model.table()); });
+}
+
+}  // namespace

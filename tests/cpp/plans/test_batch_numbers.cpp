@@ -1,0 +1,222 @@
+// The numbers of a batch, as kernels will find them.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+
+#include "core/error.h"
+#include "memory/fake_device.h"
+#include "plan/batch_numbers.h"
+
+namespace {
+
+using namespace sharpi;
+
+constexpr int32_t kUntouched = -777777;
+
+// A cache with recurrent states, or without, and the numbers of batches over it.
+struct World {
+    explicit World(bool recurrent, int32_t slots = 20)
+        : device(size_t{64} << 20),
+          allocator(device, 0),
+          kv(allocator, {{1, 8}}, KvType::BF16, 20 * 640,
+             RecurrentState(allocator, {recurrent ? RecurrentShape{4, 16} : RecurrentShape{}}, slots)) {
+        room.rows = 300;
+        room.sequences = 20;
+        room.fastSequences = 4;
+        room.pages = 10;
+        room.recurrent = recurrent;
+    }
+    // Rows of a sequence that has `held` tokens; they are committed unless it is the last call before fill().
+    void add(RowKind kind, int32_t sequence, int64_t count, const std::vector<int64_t>& marks = {}) {
+        const int64_t begin = kv.length(sequence);
+        kv.extend(sequence, count, marks);
+        for (int64_t i = 0; i < count; ++i)
+            batch.add(kind, static_cast<int32_t>(1000 + batch.size()), static_cast<int32_t>(begin + i), sequence,
+                      i + 1 == count);
+    }
+    int32_t held(int64_t tokens) {
+        const int32_t sequence = kv.createSequence();
+        if (tokens) kv.extend(sequence, tokens);
+        kv.commit(sequence);
+        return sequence;
+    }
+    BatchView fill(int64_t exactRows) {
+        const BatchNumbers numbers(room);
+        host.assign(static_cast<size_t>(numbers.count()), kUntouched);
+        const BatchNumbers::Filled filled = numbers.fill(batch, kv, exactRows, host.data(), host.data());
+        EXPECT_LE(filled.used, numbers.count());
+        // What is read must have been uploaded.
+        std::fill(host.begin() + filled.used, host.end(), kUntouched);
+        return filled.view;
+    }
+    static std::vector<int32_t> list(const int32_t* at, int64_t count) { return {at, at + count}; }
+
+    FakeDevice device;
+    Allocator allocator;
+    KvCache kv;
+    BatchNumbers::Room room;
+    Batch batch;
+    std::vector<int32_t> host;
+};
+
+using List = std::vector<int32_t>;
+
+TEST(BatchNumbers, RowsAreThoseOfTheBatch) {
+    World world(false);
+    const int32_t a = world.held(70), b = world.held(0), c = world.held(130);
+    world.add(RowKind::Decode, a, 2);
+    world.add(RowKind::Prompt, b, 3);
+    world.add(RowKind::Prompt, c, 2);
+    const BatchView view = world.fill(2);
+    EXPECT_EQ(view.rows, 7);
+    EXPECT_EQ(view.exactRows, 2);
+    EXPECT_EQ(view.fastRows(), 5);
+    EXPECT_EQ(World::list(view.tokens, 7), (List{1000, 1001, 1002, 1003, 1004, 1005, 1006}));
+    EXPECT_EQ(World::list(view.logitRows, 3), (List{1, 4, 6}));
+    EXPECT_EQ(view.exact.rows, 2);
+    EXPECT_EQ(World::list(view.exact.positions, 2), (List{70, 71}));
+    EXPECT_EQ(view.fast.rows, 5);
+    EXPECT_EQ(World::list(view.fast.positions, 5), (List{0, 1, 2, 130, 131}));
+    for (const auto& [rows, sequence, expected, pages] :
+         {std::tuple(&view.exact, 0, a, 2), {&view.fast, 0, b, 1}, {&view.fast, 3, c, 3}}) {
+        const int32_t* const table = rows->pageTables + rows->sequence[sequence] * rows->pagesPerTable;
+        EXPECT_EQ(World::list(table, pages), World::list(world.kv.pageTable(expected), pages));
+    }
+}
+
+// Tiles are cut at absolute multiples of 64 positions, however a prompt was cut, and count from the first fast row.
+TEST(BatchNumbers, QueryTilesBeginAtAbsoluteMultiples) {
+    World world(false);
+    const int32_t a = world.held(5), b = world.held(100), c = world.held(64);
+    world.add(RowKind::Decode, a, 1);
+    world.add(RowKind::Prompt, b, 100);  // positions 100 to 199
+    world.add(RowKind::Prompt, c, 65);   // positions 64 to 128
+    const BatchView view = world.fill(1);
+    ASSERT_EQ(view.queryTiles.count, 5);
+    EXPECT_EQ(World::list(view.queryTiles.begin, 5), (List{0, 28, 92, 100, 164}));
+    EXPECT_EQ(World::list(view.queryTiles.end, 5), (List{28, 92, 100, 164, 165}));
+    EXPECT_EQ(view.deltaTiles.count, 0);
+}
+
+TEST(BatchNumbers, StatesAreReadAndKeptWhereTheCacheSays) {
+    World world(true);
+    const int32_t a = world.held(5), b = world.held(64), c = world.held(0);
+    world.add(RowKind::Decode, a, 3, {6, 7});
+    world.add(RowKind::Prompt, b, 150, {128, 192});
+    world.add(RowKind::Prompt, c, 10);
+    const BatchView view = world.fill(3);
+    const auto stepsOf = [&](int32_t sequence) { return world.kv.states().steps(sequence); };
+    ASSERT_EQ(stepsOf(a).size(), 3u);
+    EXPECT_EQ(World::list(view.exactStates.from, 3),
+              (List{stepsOf(a)[0].from, cuda::kStateIsOfRowBefore, cuda::kStateIsOfRowBefore}));
+    EXPECT_EQ(World::list(view.exactStates.to, 3), (List{stepsOf(a)[0].to, stepsOf(a)[1].to, stepsOf(a)[2].to}));
+    EXPECT_EQ(view.exactStates.sequences.count, 1);
+    EXPECT_EQ(view.exactStates.sequences.begin[0], 0);
+    EXPECT_EQ(view.exactStates.sequences.end[0], 3);
+    ASSERT_EQ(stepsOf(b).size(), 3u);
+    EXPECT_EQ(view.fastStates.from[0], stepsOf(b)[0].from);
+    EXPECT_EQ(view.fastStates.from[150], cuda::kStateIsZero);
+    std::vector<std::pair<int64_t, int32_t>> kept;
+    for (int64_t row = 0; row < 160; ++row) {
+        if (view.fastStates.to[row] >= 0) kept.emplace_back(row, view.fastStates.to[row]);
+    }
+    EXPECT_EQ(kept,
+              (std::vector<std::pair<int64_t, int32_t>>{
+                  {63, stepsOf(b)[0].to}, {127, stepsOf(b)[1].to}, {149, stepsOf(b)[2].to}, {159, stepsOf(c)[0].to}}));
+    EXPECT_EQ(World::list(view.fastStates.sequences.begin, 2), (List{0, 150}));
+    EXPECT_EQ(World::list(view.fastStates.sequences.end, 2), (List{150, 160}));
+    ASSERT_EQ(view.deltaTiles.count, 4);
+    EXPECT_EQ(World::list(view.deltaTiles.begin, 4), (List{0, 64, 128, 150}));
+    EXPECT_EQ(World::list(view.deltaTiles.end, 4), (List{64, 128, 150, 160}));
+}
+
+// A captured step of n rows is replayed for any number of sequences: what is not there is empty.
+TEST(BatchNumbers, ACapturedStepHasARangeForEachRow) {
+    World world(true);
+    world.room.captured = true;
+    world.room.fastSequences = 0;
+    const int32_t a = world.held(5), b = world.held(6);
+    world.add(RowKind::Decode, a, 2);
+    world.add(RowKind::Decode, b, 1);
+    const BatchView view = world.fill(3);
+    ASSERT_EQ(view.exactStates.sequences.count, 3);
+    EXPECT_EQ(World::list(view.exactStates.sequences.begin, 3), (List{0, 2, 0}));
+    EXPECT_EQ(World::list(view.exactStates.sequences.end, 3), (List{2, 3, 0}));
+}
+
+// A block's addresses depend on the room alone.
+TEST(BatchNumbers, ANumberIsAlwaysAtTheSamePlace) {
+    World world(true);
+    world.room.drafts = true;
+    const int32_t a = world.held(0);
+    world.add(RowKind::Decode, a, 1);
+    const BatchView one = world.fill(1);
+    const int32_t* const host = world.host.data();
+    const std::set<const int32_t*> places = {one.tokens,
+                                             one.logitRows,
+                                             one.sources,
+                                             one.joined,
+                                             one.exact.positions,
+                                             one.exact.sequence,
+                                             one.exact.pageTables,
+                                             one.exactStates.from,
+                                             one.exactStates.to,
+                                             one.exactStates.sequences.begin,
+                                             one.exactStates.sequences.end};
+    EXPECT_EQ(places.size(), 11u);
+    world.kv.commit(a);
+    world.batch = Batch();
+    world.add(RowKind::Decode, a, 5);
+    world.add(RowKind::Decode, world.held(3), 4);
+    const BatchView nine = world.fill(9);
+    ASSERT_EQ(world.host.data(), host);
+    EXPECT_EQ(nine.exact.positions, one.exact.positions);
+    EXPECT_EQ(nine.exact.pageTables, one.exact.pageTables);
+    EXPECT_EQ(nine.exactStates.to, one.exactStates.to);
+}
+
+TEST(BatchNumbers, ADraftsInputsAreJoinedInTurn) {
+    World world(true);
+    world.room.drafts = true;
+    const int32_t a = world.held(64);
+    ASSERT_TRUE(world.kv.reserve(a, 3));
+    for (int32_t i = 0; i < 3; ++i) {
+        world.batch.add(RowKind::Prompt, i, 64 + i, a, false);
+        world.batch.sources.push_back(10 + i);
+    }
+    const BatchView view = world.fill(0);
+    EXPECT_EQ(World::list(view.sources, 3), (List{10, 11, 12}));
+    EXPECT_EQ(World::list(view.joined, 6), (List{0, 3, 1, 4, 2, 5}));
+    EXPECT_EQ(view.deltaTiles.count, 0) << "a draft goes through no recurrent layer";
+    EXPECT_EQ(World::list(view.fastStates.to, 3), (List{-1, -1, -1}));
+}
+
+TEST(BatchNumbers, WhatThereIsNoRoomForIsRefused) {
+    const auto refused = [](World& world, int64_t exactRows, const char* part) {
+        try {
+            world.fill(exactRows);
+            ADD_FAILURE() << "it fits: " << part;
+        } catch (const Error& e) {
+            EXPECT_EQ(e.kind(), ErrorKind::Internal);
+            EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
+        }
+    };
+    World rows(false), sequences(false), prompts(false), pages(false), kinds(false), tile(true), mark(true);
+    rows.add(RowKind::Prompt, rows.held(0), 301);
+    refused(rows, 0, "300 rows");
+    for (int i = 0; i < 21; ++i) sequences.add(RowKind::Decode, sequences.held(0), 1);
+    refused(sequences, 21, "20 sequences");
+    for (int i = 0; i < 5; ++i) prompts.add(RowKind::Prompt, prompts.held(0), 1);
+    refused(prompts, 0, "4 prompts");
+    pages.add(RowKind::Decode, pages.held(640), 1);
+    refused(pages, 1, "10 pages");
+    kinds.add(RowKind::Prompt, kinds.held(0), 4);
+    refused(kinds, 2, "two kinds");
+    tile.add(RowKind::Prompt, tile.held(20), 4);
+    refused(tile, 0, "no multiple of 64");
+    mark.add(RowKind::Prompt, mark.held(0), 40, {20});
+    refused(mark, 0, "no multiple of 64");
+}
+
+}  // namespace

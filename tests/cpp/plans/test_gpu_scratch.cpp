@@ -1,0 +1,265 @@
+// The GPU's working memory: parts that are in use at the same time lie apart, each with the bytes that the kernels
+// fill. Runs without a GPU; what overlaps would show there as wrong answers only.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "kernels/attention/attention.h"
+#include "kernels/experts/expert_cache.h"
+#include "kernels/experts/router.h"
+#include "kernels/formats/packed_shape.h"
+#include "kernels/rows/sampling.h"
+#include "plan/gpu_scratch.h"
+
+namespace {
+
+using namespace sharpi;
+
+constexpr int64_t kFloat = 4, kHalf = 2, kInt = 4;
+
+struct Part {
+    const char* name;
+    size_t begin;
+    int64_t bytes;
+};
+
+// One behind the other, without a gap but for alignment. Returns where the last one ends.
+size_t expectApart(std::vector<Part> parts, size_t end) {
+    parts.erase(std::remove_if(parts.begin(), parts.end(), [](const Part& p) { return p.bytes == 0; }), parts.end());
+    std::sort(parts.begin(), parts.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
+    for (size_t i = 0; i < parts.size(); ++i) {
+        EXPECT_GE(parts[i].bytes, 0) << parts[i].name;
+        const bool last = i + 1 == parts.size();
+        const size_t ends = parts[i].begin + static_cast<size_t>(parts[i].bytes),
+                     next = last ? end : parts[i + 1].begin;
+        EXPECT_LE(ends, next) << parts[i].name << " reaches into " << (last ? "what comes behind" : parts[i + 1].name);
+        if (!last) {
+            EXPECT_LT(next, ends + 256) << parts[i].name << " has more than it needs";
+        }
+        EXPECT_EQ(parts[i].begin % 256, 0u) << parts[i].name;
+    }
+    return parts.back().begin + static_cast<size_t>(parts.back().bytes);
+}
+
+// That of hybrid() below.
+cuda::DeltaShape deltaShape() {
+    cuda::DeltaShape shape;
+    shape.dim = 64, shape.valueHeads = 8, shape.keyHeads = 4, shape.convWidth = 4;
+    return shape;
+}
+
+int64_t quantized(int64_t rows, int64_t cols) { return static_cast<int64_t>(cuda::quantizedRowsBytes(rows, cols)); }
+
+// Bytes of a block's numbers.
+int64_t numberBytes(const GpuScratch::Numbers& numbers) { return kInt * numbers.layout->count(); }
+
+// What is held all through a pass.
+std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
+    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, group = std::min<int64_t>(rows, 8),
+                  stepRows = std::min<int64_t>(rows, 64);
+    const int64_t counted = kInt * l.expertLayers * l.experts, slotted = l.expertSlots ? 1 : 0,
+                  split = l.floatWeights ? 1 : 0;
+    return {
+        {"step", s.step.at, numberBytes(s.step)},
+        {"batch", s.batch.at, numberBytes(s.batch)},
+        {"x", s.x, kFloat * rows * l.embedding},
+        {"logits", s.logits, kFloat * group * l.vocab},
+        {"normed", s.normed, kFloat * exact * l.embedding},
+        {"normedQuant", s.normedQuant, quantized(exact, l.embedding)},
+        {"normedHi", s.normedHi, kHalf * fast * l.embedding},
+        {"normedLo", s.normedLo, split * kHalf * fast * l.embedding},
+        {"attention", s.attention,
+         static_cast<int64_t>(
+             cuda::decodeAttentionBytes(group, {l.heads, l.kvHeads, l.headDim}, l.context, l.pageTokens))},
+        {"deltaReaders", s.deltaReaders,
+         l.deltaHeads ? static_cast<int64_t>(cuda::deltaStepBytes(group, deltaShape())) : 0},
+        {"sampling", s.sampling, static_cast<int64_t>(cuda::samplingScratchBytes(l.vocab))},
+        {"adjustments", s.adjustments, static_cast<int64_t>(sizeof(TokenAdjustment)) * l.vocab},
+        {"token", s.token, kInt * group},
+        {"chosen", s.chosen, kInt * rows * l.expertsUsed},
+        {"weight", s.weight, kFloat * rows * l.expertsUsed},
+        {"routerLogits", s.routerLogits, kFloat * rows * l.experts},
+        {"sharedScale", s.sharedScale, l.sharedHidden ? kFloat * rows : 0},
+        {"grouping", s.grouping,
+         l.expertsUsed && fast ? static_cast<int64_t>(cuda::expertGroupingBytes(fast, l.expertsUsed, l.experts)) : 0},
+        {"expertUses", s.expertUses, counted},
+        {"expertTable", s.expertTable, slotted * counted},
+        {"expertOrdinal", s.expertOrdinal, slotted * counted},
+        {"slot", s.slot, slotted * kInt * exact * l.expertsUsed},
+        {"foreseen", s.foreseen, slotted * kInt * stepRows * l.expertsUsed},
+        {"foreseenWeight", s.foreseenWeight, slotted * kFloat * stepRows * l.expertsUsed},
+        {"foreseenRows", s.foreseenRows, slotted * kFloat * stepRows * l.embedding},
+        {"foreseenQuant", s.foreseenQuant, slotted * quantized(stepRows, l.embedding)},
+        {"orders", s.orders, slotted * static_cast<int64_t>(sizeof(cuda::DeviceOrders))},
+    };
+}
+
+std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
+    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows,
+                  attended = std::max(l.queryWidth, l.deltaWidth);
+    const int64_t splitQueries = l.kvType != KvType::BF16 ? 1 : 0, split = l.floatWeights ? 1 : 0,
+                  delta = l.deltaHeads && fast ? 1 : 0;
+    const int64_t keys = l.deltaChannels - l.deltaWidth,
+                  tiles = s.batch.layout->deltaTiles();  // keys: of queries and keys together
+    return {
+        {"q", s.q, kFloat * rows * l.queryWidth},
+        {"k", s.k, kFloat * rows * l.kvWidth},
+        {"v", s.v, kFloat * rows * l.kvWidth},
+        {"gatedQueries", s.gatedQueries, kFloat * rows * l.gatedQueryWidth},
+        {"deltaMixed", s.deltaMixed, kFloat * rows * l.deltaChannels},
+        {"deltaGate", s.deltaGate, kFloat * rows * l.deltaWidth},
+        {"deltaAlpha", s.deltaAlpha, kFloat * rows * l.deltaHeads},
+        {"deltaBeta", s.deltaBeta, kFloat * rows * l.deltaHeads},
+        {"attended", s.attended, kFloat * exact * attended},
+        {"attendedQuant", s.attendedQuant, quantized(exact, attended)},
+        {"qHi", s.qHi, kHalf * fast * l.queryWidth},
+        {"qLo", s.qLo, splitQueries * kHalf * fast * l.queryWidth},
+        {"attendedHi", s.attendedHi, kHalf * fast * attended},
+        {"attendedLo", s.attendedLo, split * kHalf * fast * attended},
+        {"attendedFloats", s.attendedFloats, kFloat * fast * std::max(l.gatedQueryWidth / 2, l.deltaWidth)},
+        {"keysHi", s.keysHi, delta * kHalf * fast * keys},
+        {"keysLo", s.keysLo, delta * kHalf * fast * keys},
+        {"deltaWindows", s.deltaWindows, delta * kFloat * tiles * (l.deltaConvWidth - 1) * l.deltaChannels},
+        {"deltaChunks", s.deltaChunks,
+         delta ? static_cast<int64_t>(cuda::deltaChunkBytes(fast, tiles, deltaShape(), true)) : 0},
+    };
+}
+
+std::vector<Part> ofFeed(const GpuScratch& s, const StepLimits& l) {
+    const int64_t used = l.expertsUsed, split = l.floatWeights ? 1 : 0;
+    const auto widest = [&](int64_t rows) {
+        return std::max({rows * l.denseHidden, rows * used * l.expertHidden, rows * l.sharedHidden});
+    };
+    const int64_t forms =
+        std::max({quantized(s.exactRows, l.denseHidden), quantized(s.exactRows * used, l.expertHidden),
+                  quantized(s.exactRows, l.sharedHidden)});
+    return {
+        {"gate", s.gate, kFloat * widest(l.maxRows)},
+        {"up", s.up, kFloat * widest(l.maxRows)},
+        {"hidden", s.hidden, kFloat * widest(s.exactRows)},
+        {"hiddenQuant", s.hiddenQuant, forms},
+        {"hiddenHi", s.hiddenHi, kHalf * widest(s.fastRows)},
+        {"hiddenLo", s.hiddenLo, split * kHalf * widest(s.fastRows)},
+        {"expertOut", s.expertOut, kFloat * l.maxRows * used * l.embedding},
+        {"sharedOut", s.sharedOut, l.sharedHidden ? kFloat * l.maxRows * l.embedding : 0},
+    };
+}
+
+std::vector<Part> ofJoin(const GpuScratch& s, const StepLimits& l) {
+    if (!l.drafts) return {};
+    return {
+        {"apart", s.apart, kFloat * 2 * l.maxRows * l.embedding},
+        {"joined", s.joined, kFloat * 2 * s.exactRows * l.embedding},
+        {"joinedQuant", s.joinedQuant, quantized(s.exactRows, 2 * l.embedding)},
+        {"joinedHi", s.joinedHi, kHalf * 2 * s.fastRows * l.embedding},
+        {"joinedLo", s.joinedLo, l.floatWeights ? kHalf * 2 * s.fastRows * l.embedding : 0},
+    };
+}
+
+StepLimits dense(int64_t rows) {
+    StepLimits l;
+    l.maxRows = rows;
+    l.context = 1000;
+    l.embedding = 192;
+    l.vocab = 777;
+    l.heads = 6, l.kvHeads = 2, l.headDim = 64, l.pageTokens = 64;
+    l.queryWidth = 384, l.kvWidth = 128;
+    l.denseHidden = 640;
+    return l;
+}
+
+StepLimits withExperts(int64_t rows) {
+    StepLimits l = dense(rows);
+    l.experts = 24, l.expertsUsed = 4, l.expertLayers = 5, l.expertHidden = 96, l.sharedHidden = 224;
+    l.expertSlots = true;
+    l.kvType = KvType::F16;
+    return l;
+}
+
+StepLimits hybrid(int64_t rows) {
+    StepLimits l = withExperts(rows);
+    l.gatedQueryWidth = 768;
+    l.deltaDim = 64, l.deltaHeads = 8, l.deltaWidth = 512, l.deltaChannels = 512 + 2 * 256, l.deltaConvWidth = 4;
+    l.drafts = true;
+    l.floatWeights = true;
+    return l;
+}
+
+TEST(GpuScratch, WhatIsUsedTogetherLiesApart) {
+    for (const auto make : {dense, withExperts, hybrid}) {
+        for (const PromptMode prompt : {PromptMode::Fast, PromptMode::Exact}) {
+            for (const int64_t rows : {1, 5, 8, 9, 64, 300, 2048}) {
+                StepLimits l = make(rows);
+                l.prompt = prompt;
+                SCOPED_TRACE(std::to_string(rows) + " rows, experts " + std::to_string(l.experts) +
+                             ", heads of delta " + std::to_string(l.deltaHeads) +
+                             (prompt == PromptMode::Exact ? ", exact" : ", fast"));
+                const GpuScratch s(l);
+                EXPECT_EQ(s.exactRows, prompt == PromptMode::Exact ? rows : std::min<int64_t>(rows, 64));
+                EXPECT_EQ(s.fastRows, prompt == PromptMode::Exact ? 0 : rows);
+                size_t end = 0;
+                for (const auto phase : {ofMixer, ofFeed, ofJoin}) {
+                    std::vector<Part> parts = always(s, l);
+                    for (const Part& part : phase(s, l)) parts.push_back(part);
+                    end = std::max(end, expectApart(parts, s.bytes()));
+                }
+                EXPECT_LT(s.bytes(), end + 256) << "no more is taken than the largest phase needs";
+            }
+        }
+    }
+}
+
+// The parts inside of a workspace that a kernel divides by itself.
+TEST(GpuScratch, WorkspacesHoldWhatTheyAreDividedInto) {
+    for (const int64_t rows : {1, 7, 300}) {
+        for (const int64_t cols : {32, 192, 4096}) {
+            std::vector<uint8_t> memory(static_cast<size_t>(quantized(rows, cols)));
+            const cuda::QuantizedRows over = cuda::quantizedRowsOver(memory.data(), rows, cols);
+            const auto at = [&](const void* p) {
+                return static_cast<size_t>(static_cast<const uint8_t*>(p) - memory.data());
+            };
+            expectApart({{"values", at(over.q), rows * cols},
+                         {"scales", at(over.scale), kFloat * rows * cols / 32},
+                         {"sums", at(over.sums), kInt * rows * cols / 32}},
+                        memory.size());
+        }
+        for (const int32_t used : {1, 8}) {
+            const int32_t experts = 60;
+            std::vector<uint8_t> memory(cuda::expertGroupingBytes(rows, used, experts));
+            const cuda::ExpertGrouping over = cuda::expertGroupingOver(memory.data(), rows, used, experts);
+            const auto at = [&](const void* p) {
+                return static_cast<size_t>(static_cast<const uint8_t*>(p) - memory.data());
+            };
+            const int64_t pairs = rows * used, tiles = cuda::maxExpertTiles(pairs, experts);
+            EXPECT_GE(tiles, pairs / 128 + std::min<int64_t>(pairs, experts) - 1)
+                << "each expert may begin a tile of its own";
+            expectApart({{"begin", at(over.begin), kInt * (experts + 1)},
+                         {"pairToken", at(over.pairToken), kInt * pairs},
+                         {"pairOf", at(over.pairOf), kInt * pairs},
+                         {"tileExpert", at(over.tileExpert), kInt * tiles},
+                         {"tileBegin", at(over.tileBegin), kInt * tiles},
+                         {"counts", at(over.counts), kInt * cuda::kMaxPairSegments * experts}},
+                        memory.size());
+        }
+    }
+    // Of each tile and head two operands, in halves or twice that, and two floats a row; of each row two numbers.
+    for (const int64_t rows : {1, 64, 1000}) {
+        const int64_t tiles = rows / 64 + 1, operands = tiles * 8 * 64 * (64 + 64);
+        for (const bool split : {false, true}) {
+            const int64_t needed = 2 * kInt * rows + (split ? 2 : 1) * kHalf * operands + tiles * 8 * 64 * 2 * kFloat;
+            const auto taken = static_cast<int64_t>(cuda::deltaChunkBytes(rows, tiles, deltaShape(), split));
+            EXPECT_GE(taken, needed);
+            EXPECT_LT(taken, needed + 256);
+        }
+    }
+    // A partial result for each page begun: a maximum, a sum and headDim outputs.
+    for (const int64_t context : {1, 64, 65, 1000}) {
+        const int64_t partials = 3 * 6 * ((context + 63) / 64);
+        EXPECT_GE(cuda::decodeAttentionBytes(3, {6, 2, 128}, context, 64),
+                  static_cast<size_t>(cuda::kDecodeCounterBytes + kFloat * partials * (2 + 128)));
+    }
+}
+
+}  // namespace

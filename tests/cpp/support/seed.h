@@ -1,0 +1,48 @@
+// The seeds of random tests. As a rule each is a constant, so that a test draws the same numbers every time;
+// SHARPI_TEST_SEED=N draws others in all of them. A test that fails says which it drew.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <iostream>
+
+namespace sharpi {
+
+class SeedTeller : public testing::EmptyTestEventListener {
+public:
+    static const char* wanted() {
+        const char* value = std::getenv("SHARPI_TEST_SEED");
+        return value && *value ? value : nullptr;
+    }
+    std::atomic<bool> drew{false};  // tests may draw in threads of their own
+
+private:
+    void OnTestStart(const testing::TestInfo&) override { drew = false; }
+    void OnTestEnd(const testing::TestInfo& test) override {
+        if (!drew || !test.result()->Failed()) return;
+        if (wanted()) std::cout << "SHARPI_TEST_SEED=" << wanted() << " draws these numbers again" << std::endl;
+        else std::cout << "these are the numbers that it always draws; SHARPI_TEST_SEED=N draws others" << std::endl;
+    }
+};
+
+inline SeedTeller& seedTeller() {
+    static SeedTeller* const teller = [] {
+        auto* made = new SeedTeller;  // GoogleTest owns it
+        testing::UnitTest::GetInstance()->listeners().Append(made);
+        return made;
+    }();
+    return *teller;
+}
+inline const bool seedsAreTold = (seedTeller(), true);  // before the first test starts
+
+// usual: what tells this generator from the others of its test.
+inline uint32_t testSeed(uint32_t usual) {
+    seedTeller().drew = true;
+    const char* value = SeedTeller::wanted();
+    return value ? static_cast<uint32_t>(std::strtoul(value, nullptr, 10)) ^ (usual * 2654435761u) : usual;
+}
+
+}  // namespace sharpi

@@ -1,0 +1,355 @@
+// A small random model of any known architecture, without a GGUF file: the metadata and tensor table that the
+// container would give, and a temporary file with the weights.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "model/architecture.h"
+#include "model/weights.h"
+
+namespace tiny {
+
+using sharpi::DType;
+
+struct Options {
+    std::string architecture = "llama";
+    DType matrices = DType::Q8_0;  // F32, Q8_0 or Q4_0
+    int64_t layers = 2, embedding = 64, heads = 4, kvHeads = 2, headDim = 16, hidden = 96, vocab = 77, context = 300;
+    int64_t experts = 0, used = 2;  // experts of `hidden` each; 0: dense
+    std::vector<DType>
+        mixed;  // types that the feed-forward matrices of all layers take in turns; empty: all are as `matrices`
+    // Of hybrids: every `interval`-th layer has attention, the others these heads.
+    int64_t interval = 2, keyHeads = 2, valueHeads = 4, deltaDim = 16, convWidth = 4, predictions = 0;
+    bool fusedQkv = false, fusedExperts = false, biases = false, tied = false;
+    unsigned seed = 1;
+};
+
+inline const sharpi::Architecture& architecture(const std::string& name) {
+    for (const sharpi::Architecture& a : sharpi::architectures())
+        if (name == a.name) return a;
+    throw std::runtime_error("no architecture " + name);
+}
+
+class Model {
+public:
+    // Public, so that a test can spoil them before it reads.
+    std::map<std::string, sharpi::MetadataValue> metadata;
+    std::vector<sharpi::TensorInfo> tensors;
+    std::vector<uint8_t> bytes;
+
+    explicit Model(const Options& options) : _options(options), _random(options.seed) {
+        if (architecture(options.architecture).needsExperts && !_options.experts) _options.experts = 4;
+        writeMetadata();
+        const int64_t e = _options.embedding;
+        add("token_embd.weight", _options.matrices, {e, _options.vocab});
+        add("output_norm.weight", DType::F32, {e});
+        if (!_options.tied) add("output.weight", _options.matrices, {e, _options.vocab});
+        for (int64_t i = 0; i < _options.layers + _options.predictions; ++i) addLayer(i);
+    }
+
+    const Options& options() const { return _options; }
+    std::string key(const std::string& rest) const { return _options.architecture + "." + rest; }
+
+    // Appends a tensor of random values: norms near 1, decays near -1, all else near 0.
+    void add(const std::string& name, DType type, const std::vector<int64_t>& shape) {
+        while (bytes.size() % 32) bytes.push_back(0xff);
+        sharpi::TensorInfo t;
+        t.name = name;
+        t.type = type;
+        t.shape = shape;
+        t.offset = bytes.size();
+        int64_t rows = 1;
+        for (size_t d = 1; d < shape.size(); ++d) rows *= shape[d];
+        t.bytes = sharpi::rowBytes(type, shape[0]) * rows;
+        const bool decay = name.find("ssm_a") != std::string::npos && name.find("alpha") == std::string::npos;
+        fill(type, t.bytes, name.find("norm") != std::string::npos ? 1.0f : decay ? -1.0f : 0.0f);
+        tensors.push_back(t);
+    }
+    sharpi::TensorInfo& tensor(const std::string& name) {
+        for (auto& t : tensors)
+            if (t.name == name) return t;
+        throw std::runtime_error("no tensor " + name);
+    }
+    void erase(const std::string& name) { tensors.erase(tensors.begin() + (&tensor(name) - tensors.data())); }
+    void reshape(const std::string& name, const std::vector<int64_t>& shape) {
+        sharpi::TensorInfo& t = tensor(name);
+        t.shape = shape;
+        t.bytes = sharpi::rowBytes(t.type, shape[0]);
+        for (size_t d = 1; d < shape.size(); ++d) t.bytes *= shape[d];
+    }
+
+    // The same model with every matrix as the F32 values that it stands for.
+    Model asFloats() const {
+        Model floats = *this;
+        floats.tensors.clear();
+        floats.bytes.clear();
+        for (const sharpi::TensorInfo& t : tensors) {
+            sharpi::TensorInfo made = t;
+            while (floats.bytes.size() % 32) floats.bytes.push_back(0xff);
+            made.type = DType::F32;
+            made.offset = floats.bytes.size();
+            const auto rows = static_cast<int64_t>(t.bytes / sharpi::rowBytes(t.type, t.shape[0]));
+            made.bytes = sharpi::rowBytes(DType::F32, t.shape[0]) * rows;
+            floats.bytes.resize(made.offset + made.bytes);
+            std::vector<float> row(t.shape[0]);
+            for (int64_t r = 0; r < rows; ++r) {
+                sharpi::cpu::kernels().dequantizeRow(
+                    t.type, &bytes[t.offset + r * sharpi::rowBytes(t.type, t.shape[0])], t.shape[0], row.data());
+                std::memcpy(&floats.bytes[made.offset + r * row.size() * sizeof(float)], row.data(),
+                            row.size() * sizeof(float));
+            }
+            floats.tensors.push_back(made);
+        }
+        return floats;
+    }
+
+    sharpi::TensorTable table() const { return sharpi::TensorTable(tensors); }
+    sharpi::ModelSpec spec() const { return sharpi::ModelSpec::read(sharpi::Metadata(metadata), table()); }
+
+    // The file is gone from its folder at once: the mapping keeps its contents. descriptor: gets one through which the
+    // caller may change them, and which it closes.
+    std::unique_ptr<sharpi::Weights> weights(int* descriptor = nullptr) const {
+        std::string path = ::testing::TempDir() + "sharpi_tiny_XXXXXX";
+        const int fd = ::mkstemp(path.data());
+        if (fd < 0) throw std::runtime_error("no temporary file at " + path);
+        if (descriptor) *descriptor = ::dup(fd);
+        FILE* file = ::fdopen(fd, "wb");
+        const bool written = std::fwrite(bytes.data(), 1, bytes.size(), file) == bytes.size();
+        if (std::fclose(file) != 0 || !written) throw std::runtime_error("cannot write " + path);
+        struct Remove {
+            const std::string& path;
+            ~Remove() { ::unlink(path.c_str()); }
+        } remove{path};
+        return std::make_unique<sharpi::Weights>(std::vector<std::string>{path}, table());
+    }
+
+private:
+    void writeMetadata() {
+        metadata["general.architecture"] = _options.architecture;
+        metadata["general.name"] = std::string("tiny");
+        metadata[key("context_length")] = _options.context;
+        metadata[key("embedding_length")] = _options.embedding;
+        metadata[key("block_count")] = _options.layers;
+        metadata[key("feed_forward_length")] = _options.hidden;
+        metadata[key("attention.head_count")] = _options.heads;
+        metadata[key("attention.head_count_kv")] = _options.kvHeads;
+        metadata[key("attention.key_length")] = _options.headDim;
+        metadata[key("attention.layer_norm_rms_epsilon")] = 1e-5;
+        metadata[key("rope.freq_base")] = 10000.0;
+        if (_options.experts) {
+            metadata[key("expert_count")] = _options.experts;
+            metadata[key("expert_used_count")] = _options.used;
+        }
+        if (!hybrid()) return;
+        metadata[key("block_count")] = _options.layers + _options.predictions;
+        metadata[key("nextn_predict_layers")] = _options.predictions;
+        metadata[key("full_attention_interval")] = _options.interval;
+        metadata[key("ssm.group_count")] = _options.keyHeads;
+        metadata[key("ssm.time_step_rank")] = _options.valueHeads;
+        metadata[key("ssm.state_size")] = _options.deltaDim;
+        metadata[key("ssm.inner_size")] = _options.valueHeads * _options.deltaDim;
+        metadata[key("ssm.conv_kernel")] = _options.convWidth;
+    }
+
+    bool hybrid() const { return architecture(_options.architecture).hybrid; }
+
+    void addLayer(int64_t i) {
+        const std::string block = "blk." + std::to_string(i) + ".";
+        const int64_t e = _options.embedding;
+        add(block + "attn_norm.weight", DType::F32, {e});
+        add(block + architecture(_options.architecture).ffnNorm + ".weight", DType::F32, {e});
+        if (hybrid() && i < _options.layers && (i + 1) % _options.interval) addDelta(block);
+        else addAttention(block);
+        addFeedForward(block);
+        if (i < _options.layers) return;
+        add(block + "nextn.eh_proj.weight", _options.matrices, {2 * e, e});
+        for (const char* name : {"enorm", "hnorm", "shared_head_norm"})
+            add(block + "nextn." + name + ".weight", DType::F32, {e});
+    }
+
+    void addDelta(const std::string& block) {
+        const Options& o = _options;
+        const int64_t values = o.valueHeads * o.deltaDim, channels = 2 * o.keyHeads * o.deltaDim + values;
+        add(block + "attn_qkv.weight", o.matrices, {o.embedding, channels});
+        add(block + "attn_gate.weight", o.matrices, {o.embedding, values});
+        add(block + "ssm_alpha.weight", o.matrices, {o.embedding, o.valueHeads});
+        add(block + "ssm_beta.weight", DType::F32, {o.embedding, o.valueHeads});
+        add(block + "ssm_out.weight", o.matrices, {values, o.embedding});
+        add(block + "ssm_conv1d.weight", DType::F32, {o.convWidth, channels});
+        add(block + "ssm_dt.bias", DType::F32, {o.valueHeads});
+        add(block + "ssm_a", DType::F32, {o.valueHeads});
+        add(block + "ssm_norm.weight", DType::F32, {o.deltaDim});
+    }
+
+    void addAttention(const std::string& block) {
+        const Options& o = _options;
+        const int64_t q = o.heads * o.headDim, kv = o.kvHeads * o.headDim, queries = hybrid() ? 2 * q : q;
+        const std::vector<std::pair<std::string, int64_t>> parts =
+            o.fusedQkv
+                ? std::vector<std::pair<std::string, int64_t>>{{"attn_qkv", queries + 2 * kv}}
+                : std::vector<std::pair<std::string, int64_t>>{{"attn_q", queries}, {"attn_k", kv}, {"attn_v", kv}};
+        for (const auto& [part, rows] : parts) {
+            add(block + part + ".weight", o.matrices, {o.embedding, rows});
+            if (o.biases) add(block + part + ".bias", DType::F32, {rows});
+        }
+        add(block + "attn_output.weight", o.matrices, {q, o.embedding});
+        const auto norm = architecture(o.architecture).qkNorm;
+        if (norm != sharpi::AttentionSpec::QkNorm::None) {
+            const bool perHead = norm == sharpi::AttentionSpec::QkNorm::PerHead;
+            add(block + "attn_q_norm.weight", DType::F32, {perHead ? o.headDim : q});
+            add(block + "attn_k_norm.weight", DType::F32, {perHead ? o.headDim : kv});
+        }
+    }
+
+    void addFeedForward(const std::string& block) {
+        const Options& o = _options;
+        if (!o.experts) {
+            add(block + "ffn_gate.weight", nextType(), {o.embedding, o.hidden});
+            add(block + "ffn_up.weight", nextType(), {o.embedding, o.hidden});
+            add(block + "ffn_down.weight", nextType(), {o.hidden, o.embedding});
+            return;
+        }
+        add(block + "ffn_gate_inp.weight", DType::F32, {o.embedding, o.experts});
+        if (o.fusedExperts) {
+            add(block + "ffn_gate_up_exps.weight", nextType(), {o.embedding, 2 * o.hidden, o.experts});
+        } else {
+            add(block + "ffn_gate_exps.weight", nextType(), {o.embedding, o.hidden, o.experts});
+            add(block + "ffn_up_exps.weight", nextType(), {o.embedding, o.hidden, o.experts});
+        }
+        add(block + "ffn_down_exps.weight", nextType(), {o.hidden, o.embedding, o.experts});
+        if (!hybrid()) return;
+        add(block + "ffn_gate_inp_shexp.weight", DType::F32, {o.embedding});
+        add(block + "ffn_gate_shexp.weight", o.matrices, {o.embedding, o.hidden});
+        add(block + "ffn_up_shexp.weight", o.matrices, {o.embedding, o.hidden});
+        add(block + "ffn_down_shexp.weight", o.matrices, {o.hidden, o.embedding});
+    }
+    DType nextType() {
+        return _options.mixed.empty() ? _options.matrices : _options.mixed[_typesTaken++ % _options.mixed.size()];
+    }
+
+    void fill(DType type, uint64_t count, float around) {
+        const size_t begin = bytes.size();
+        bytes.resize(begin + count);
+        if (type == DType::F32) {
+            std::normal_distribution<float> normal(around, 0.2f);
+            for (size_t at = begin; at < bytes.size(); at += 4) {
+                const float value = normal(_random);
+                std::memcpy(&bytes[at], &value, 4);
+            }
+            return;
+        }
+        // Blocks that open with a half-precision scale; any bytes after it are valid numbers.
+        if (type != DType::Q8_0 && type != DType::Q4_0)
+            throw std::runtime_error("a type that tiny models do not write");
+        for (size_t at = begin; at < bytes.size(); ++at) bytes[at] = static_cast<uint8_t>(_random());
+        const uint16_t smallest = type == DType::Q8_0 ? 0x1800 : 0x2800;  // 2^-9, 2^-5
+        for (size_t at = begin; at < bytes.size(); at += sharpi::info(type).blockBytes) {
+            const uint16_t scale = smallest + _random() % 1024;  // up to twice that
+            std::memcpy(&bytes[at], &scale, 2);
+        }
+    }
+
+    Options _options;
+    std::mt19937 _random;
+    size_t _typesTaken = 0;
+};
+
+// Gated DeltaNet with attention in between, as both processors run it.
+inline std::vector<Options> gpuHybrids() {
+    std::vector<Options> all;
+    Options o;
+    o.seed = 200;
+    o.architecture = "qwen35";
+    all.push_back(o);
+    o.matrices = DType::F32;
+    o.layers = 5;
+    o.interval = 3;
+    o.keyHeads = 1;
+    o.valueHeads = 3;
+    o.deltaDim = 24;  // no whole warp
+    o.convWidth = 2;
+    o.fusedQkv = o.tied = true;
+    all.push_back(o);
+    o = Options();
+    o.seed = 201;
+    o.architecture = "qwen35moe";
+    all.push_back(o);
+    o.fusedExperts = true;
+    o.matrices = DType::Q4_0;
+    o.deltaDim = 40;
+    o.convWidth = 3;
+    all.push_back(o);
+    return all;
+}
+
+// What only the CPU runs: heads that fill no vector, and a longer convolution.
+inline std::vector<Options> cpuHybrids() {
+    Options heads = gpuHybrids()[1];
+    heads.deltaDim = 20;
+    Options convolution = gpuHybrids()[0];
+    convolution.convWidth = 5;
+    return {heads, convolution};
+}
+
+inline std::vector<Options> hybrids() {
+    std::vector<Options> all = gpuHybrids();
+    for (const Options& o : cpuHybrids()) all.push_back(o);
+    return all;
+}
+
+// Every architecture, and the variants of how files store the same parts, as both processors run them.
+inline std::vector<Options> gpuVariants() {
+    std::vector<Options> all;
+    for (const sharpi::Architecture& a : sharpi::architectures()) {
+        if (a.hybrid) continue;
+        Options o;
+        o.architecture = a.name;
+        o.seed = static_cast<unsigned>(all.size() + 1);
+        all.push_back(o);
+    }
+    Options o;
+    o.seed = 100;
+    o.architecture = "llama";
+    o.experts = 5;
+    o.used = 3;
+    all.push_back(o);
+    o.architecture = "qwen3moe";
+    o.fusedExperts = o.fusedQkv = o.tied = true;
+    o.matrices = DType::Q4_0;
+    all.push_back(o);
+    o = Options();
+    o.architecture = "qwen2";
+    o.fusedQkv = o.biases = true;
+    all.push_back(o);
+    o.fusedQkv = false;
+    o.matrices = DType::F32;
+    all.push_back(o);
+    for (const Options& hybrid : gpuHybrids()) all.push_back(hybrid);
+    return all;
+}
+
+inline std::vector<Options> variants() {
+    std::vector<Options> all = gpuVariants();
+    for (const Options& o : cpuHybrids()) all.push_back(o);
+    return all;
+}
+
+inline std::string describe(const Options& o) {
+    return o.architecture + " " + sharpi::info(o.matrices).name + " seed " + std::to_string(o.seed) +
+           (o.fusedQkv ? " fused" : "") + (o.biases ? " biased" : "") + (o.mixed.empty() ? "" : " mixed");
+}
+
+}  // namespace tiny

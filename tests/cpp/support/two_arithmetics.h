@@ -1,0 +1,98 @@
+// A backend whose prompt rows show, as a GPU's in Fast mode do. It refuses what a GPU could not compute to the same
+// bits.
+#pragma once
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "draft_world.h"
+
+namespace tiny {
+
+class TwoArithmetics : public Watched {
+public:
+    static constexpr int64_t kDecodeRows = 9;
+
+    // step: promptStep(), 1 or kPromptTile.
+    explicit TwoArithmetics(int64_t step) : _step(step) {}
+
+    int64_t decodeRows() const override { return std::min(Watched::decodeRows(), kDecodeRows); }
+    bool oneArithmetic() const override { return false; }
+    int64_t promptStep() const override { return _step; }
+    void takeScratch(const StepLimits& limits) override {
+        _embedding = limits.embedding;
+        Watched::takeScratch(limits);
+    }
+    void begin(const Batch& batch, const KvCache& kv) override {
+        _rows = batch;
+        if (batch.sources.empty()) checkTiles(kv);
+        Watched::begin(batch, kv);
+    }
+    void embed(const Weight& table) override {
+        Watched::embed(table);
+        markPromptRows();
+    }
+    void joinDraft(const PredictionWeights& weights, const float* sourceNorm, float eps) override {
+        Watched::joinDraft(weights, sourceNorm, eps);
+        markPromptRows();
+    }
+
+private:
+    // Other bits for a prompt row, which depend on its token and its position alone.
+    void markPromptRows() {
+        for (int64_t t = _rows.decodeRows; t < _rows.size(); ++t) {
+            const auto token = static_cast<uint32_t>(_rows.tokens[static_cast<size_t>(t)]);
+            const auto position = static_cast<uint32_t>(_rows.positions[static_cast<size_t>(t)]);
+            for (int64_t i = 0; i < _embedding; ++i) {
+                const uint32_t hash =
+                    (token * 2654435761u ^ position * 40503u ^ static_cast<uint32_t>(i) * 97u) * 2246822519u;
+                x()[t * _embedding + i] *= 1.0f + 0.05f * static_cast<float>(hash >> 16) / 65536.0f;
+            }
+        }
+    }
+    void checkTiles(const KvCache& kv) const {
+        for (int64_t begin = _rows.decodeRows, end = begin; begin < _rows.size(); begin = end) {
+            const int32_t sequence = _rows.sequences[static_cast<size_t>(begin)];
+            const int64_t position = _rows.positions[static_cast<size_t>(begin)];
+            while (end < _rows.size() && _rows.sequences[static_cast<size_t>(end)] == sequence) ++end;
+            if (position % _step)
+                throw std::logic_error("prompt rows from position " + std::to_string(position) + " on");
+            const std::vector<StateStep> steps = kv.states().steps(sequence);
+            for (size_t i = 0; i + 1 < steps.size(); ++i) {
+                const int64_t length = position + steps[i].end;
+                if (length % _step)
+                    throw std::logic_error("a state wanted after " + std::to_string(length) + " tokens");
+            }
+        }
+    }
+
+    int64_t _step, _embedding = 0;
+    Batch _rows;
+};
+
+// An engine on it that can be watched, and asked what a sequence answers that was computed at once.
+struct TwoArithmeticsEngine {
+    TwoArithmeticsEngine(const Model& model, const EngineOptions& options, int64_t step) {
+        auto made = std::make_unique<TwoArithmetics>(step);
+        backend = made.get();
+        engine = std::make_shared<Engine>(model.spec(), model.weights(), options, std::move(made));
+    }
+    // Rows that went through the model since the last call: prompt rows, decode rows.
+    std::pair<int64_t, int64_t> rowsSeen() const {
+        std::pair<int64_t, int64_t> rows;
+        for (const auto& [pass, batch] : backend->seen) {
+            if (pass != sharpi::Pass::Model) continue;
+            rows.first += batch.size() - batch.decodeRows;
+            rows.second += batch.decodeRows;
+        }
+        backend->seen.clear();
+        return rows;
+    }
+    TwoArithmetics* backend;
+    std::shared_ptr<Engine> engine;
+};
+
+}  // namespace tiny
