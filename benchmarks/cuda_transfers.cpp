@@ -18,13 +18,13 @@
 #include <string>
 #include <vector>
 
-#include "backend/cuda_transfers.h"
 #include "core/error.h"
 #include "device/cuda_memory.h"
 #include "kernels/formats/packed.h"
 #include "kernels/matvec/matvec.h"
 #include "memory/allocator.h"
 #include "model/weights.h"
+#include "transfers/cuda_transfers.h"
 
 using namespace sharpi;
 using namespace sharpi::cuda;

@@ -73,7 +73,7 @@ Description describe(const py::dict& metadata, const std::vector<TensorRow>& row
     }
     TensorTable table(std::move(tensors));
     ModelSpec spec = ModelSpec::read(toMetadata(metadata), table);
-    if (!predictions) spec.predictions.clear();
+    if (!predictions) spec.dropPredictions();
     return {std::move(spec), std::move(table)};
 }
 
@@ -343,7 +343,8 @@ void bindDescription(py::module_& m) {
                 std::vector<std::tuple<int32_t, std::string, std::string, int32_t, uint64_t, int64_t, int64_t>> uses;
                 for (const TensorUse& use : tensorUses(d.spec, d.tensors)) {
                     const std::string& name = d.tensors.all()[static_cast<size_t>(use.tensor)].name;
-                    uses.emplace_back(use.tensor, name, use.role, use.layer, use.bytesPerToken, use.rows, use.cols);
+                    uses.emplace_back(use.tensor, name, roleName(use.role), use.layer, use.bytesPerToken, use.rows,
+                                      use.cols);
                 }
                 return uses;
             },

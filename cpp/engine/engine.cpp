@@ -69,7 +69,7 @@ Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOpt
                                                     std::to_string(_files->tensors().all().size()));
     }
     if (_options.cuda) requireGpuCanRun(_spec);
-    _options.homes = normalized(_spec, _files->tensors(), std::move(_options.homes));
+    _options.homes = normalized(_spec, std::move(_options.homes));
     loadAdapting();
     if (LoadTrace::wanted()) printPlacement();
 }
@@ -206,10 +206,9 @@ void Engine::rehearse() {
     // Exact rows are slow, and nine of them use all kernels that more would.
     rehearse(RowKind::Prompt, std::min<int64_t>(_options.batch, _backend->oneArithmetic() ? 9 : 512));
     rehearse(RowKind::Decode, 1);
-    if (_weights->prediction && _options.batch > 1) rehearse(RowKind::Decode, 2);
+    if (!_spec.predictions.empty() && _options.batch > 1) rehearse(RowKind::Decode, 2);
     // Nobody has asked anything yet.
-    _backend->expertCounts();
-    _backend->profiler().clear();
+    _backend->forgetExpertCounts();
 }
 
 // A sequence of these rows. Decode rows all give a token, as drafts do, and may be taken back.
@@ -223,7 +222,7 @@ void Engine::rehearse(RowKind kind, int64_t rows) {
     _kv->extend(sequence, rows, marks);
     _forward->run(batch, nullptr);
     _forward->sample(std::vector<Choice>(batch.logitRows.size()));
-    if (_weights->prediction) rehearseDrafts(kind, sequence, rows);
+    if (!_spec.predictions.empty()) rehearseDrafts(kind, sequence, rows);
     _kv->releaseSequence(sequence);
 }
 

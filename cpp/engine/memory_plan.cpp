@@ -128,7 +128,7 @@ std::optional<size_t> fittingSlots(const ModelSpec& spec, const TensorTable& ten
 
 std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& asked) {
     EngineOptions options = asked;
-    options.homes = normalized(spec, tensors, std::move(options.homes));
+    options.homes = normalized(spec, std::move(options.homes));
     const StepLimits limits = engineLimits(spec, tensors, options);
     Counted model(spec, tensors, options);
     RecurrentState states(model.allocator, recurrentShapes(spec), options.sequences);
@@ -160,7 +160,7 @@ size_t plannedBytes(const ModelSpec& spec, const TensorTable& tensors, const Eng
 std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, const TensorTable& tensors,
                                                       const EngineOptions& asked) {
     EngineOptions options = asked;
-    options.homes = normalized(spec, tensors, std::move(options.homes));
+    options.homes = normalized(spec, std::move(options.homes));
     return Counted(spec, tensors, options).slots.pools();
 }
 
@@ -197,7 +197,7 @@ FittedPlan fittedPlan(const ModelSpec& spec, const TensorTable& tensors, const E
         for (TensorHome& home : tried.homes) {
             if (home.rank >= rank && home.home == Home::Vram) home.home = Home::Direct;
         }
-        tried.homes = normalized(spec, tensors, tried.homes);
+        tried.homes = normalized(spec, tried.homes);
         const size_t taken = plannedBytes(spec, tensors, tried);
         // What is left goes to single experts.
         if (taken <= available)

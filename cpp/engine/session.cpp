@@ -174,7 +174,7 @@ std::vector<int32_t> Session::choose(const Piece& piece) {
 // leaves the layer out: its cache has nothing of those rows then, which costs a later generation right guesses, never
 // the text.
 bool Session::predicts() const {
-    return _engine->_weights->prediction &&
+    return !_engine->_spec.predictions.empty() &&
            (!_sampler || _drafter.options().source == DraftOptions::Source::Prediction);
 }
 
@@ -275,7 +275,7 @@ void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& pa
     _sampler.reset();  // next() refuses to go on from a start that failed
     params.validate(_engine->_spec.vocabSize);
     drafts.validate();
-    if (drafts.source == DraftOptions::Source::Prediction && !_engine->_weights->prediction) {
+    if (drafts.source == DraftOptions::Source::Prediction && _engine->_spec.predictions.empty()) {
         throw Error(ErrorKind::InvalidArgument,
                     "the model has no prediction layer to draft with; n-gram drafts work with any model");
     }

@@ -7,9 +7,11 @@
 #include <vector>
 
 #include "experts/expert_prefetcher.h"
+#include "experts/expert_profiler.h"
+#include "experts/expert_slots.h"
+#include "experts/expert_use.h"
 #include "experts/miss_plan.h"
 #include "experts/miss_share.h"
-#include "operations/backend.h"
 
 namespace sharpi {
 

@@ -20,7 +20,7 @@
 #include "memory/host_memory.h"
 
 #ifdef SHARPI_WITH_CUDA
-#include "backend/cuda_probe.h"
+#include "device/cuda_probe.h"
 #endif
 
 namespace sharpi {

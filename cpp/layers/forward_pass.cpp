@@ -12,6 +12,10 @@ ForwardPass::ForwardPass(const ModelSpec& spec, const ModelWeights& weights, Bac
     : _spec(spec), _weights(weights), _backend(backend), _kv(kv), _limits(limits) {
     const bool recurrent = std::any_of(spec.layers.begin(), spec.layers.end(),
                                        [](const LayerSpec& layer) { return layer.delta.has_value(); });
+    // A prediction layer's experts come in passes of their own.
+    _nextWithExperts.resize(spec.layers.size(), nullptr);
+    for (size_t i = spec.layers.size(); i-- > 1;)
+        _nextWithExperts[i - 1] = spec.layers[i].experts ? &spec.layers[i] : _nextWithExperts[i];
     if (recurrent && !kv.states().any())
         throw Error(ErrorKind::Internal, "a cache without states for a model with recurrent layers");
 }
@@ -65,12 +69,15 @@ void ForwardPass::run(const Batch& batch, float* logits) {
     if (_kv.states().any()) checkStates(batch);
     _backend.begin(batch, _kv);
     const auto wanted = static_cast<int64_t>(batch.logitRows.size());
-    const float eps = _spec.normEpsilon;
     int64_t first = 0, count = std::min(wanted, _backend.headRows());
+    Operations& ops = _backend.operations();
+    const auto head = [&](int64_t from) {
+        ops.head(_weights[_spec.outputNorm], _weights[_spec.output], _spec.normEpsilon, from, count);
+    };
     _backend.region(Pass::Model, [&] {
-        _backend.embed(_weights.embedding);
-        for (size_t i = 0; i < _weights.layers.size(); ++i) mixAndFeed(_weights.layers[i], i);
-        if (count) _backend.head(_weights.head, eps, 0, count);
+        ops.embed(_weights[_spec.tokenEmbedding]);
+        for (size_t i = 0; i < _spec.layers.size(); ++i) runLayer(context(), _spec.layers[i], i, _nextWithExperts[i]);
+        if (count) head(0);
     });
     for (const int32_t sequence : batch.sequences) _kv.commit(sequence);
     while (count) {
@@ -78,32 +85,28 @@ void ForwardPass::run(const Batch& batch, float* logits) {
         _heldRows = count;
         first += count;
         count = std::min(wanted - first, _backend.headRows());
-        if (count) _backend.head(_weights.head, eps, first, count);
+        if (count) head(first);
     }
-}
-
-void ForwardPass::mixAndFeed(const LayerWeights& layer, size_t index) {
-    const float eps = _spec.normEpsilon;
-    if (layer.attention) _backend.attention(*layer.attention, _kv.layer(index), eps);
-    else _backend.gatedDelta(*layer.delta, _kv.states().layer(index), eps);
-    if (layer.dense) _backend.dense(*layer.dense, eps);
-    else _backend.experts(*layer.experts, eps);
 }
 
 void ForwardPass::draft(const Batch& batch, bool again) {
     _heldRows = 0;
-    if (!_weights.prediction) throw Error(ErrorKind::Internal, "a draft of a model without a prediction layer");
+    if (_spec.predictions.empty()) throw Error(ErrorKind::Internal, "a draft of a model without a prediction layer");
     const auto wanted = static_cast<int64_t>(batch.logitRows.size());
     if (batch.sources.size() != batch.tokens.size() || wanted > _backend.headRows())
         throw Error(ErrorKind::Internal, "an impossible batch to draft");
     check(batch);
-    const PredictionWeights& w = *_weights.prediction;
+    const PredictionSpec& p = _spec.predictions[0];
     const float eps = _spec.normEpsilon;
+    const Weight& projection = _weights[p.projection];
+    const float* const sourceNorm = _weights[again ? p.headNorm : _spec.outputNorm];
+    Operations& ops = _backend.operations();
     _backend.begin(batch, _kv);
     _backend.region(again ? Pass::DraftAgain : Pass::Draft, [&] {
-        _backend.joinDraft(w, again ? w.head.norm : _weights.head.norm, eps);
-        mixAndFeed(w.layer, _weights.layers.size());
-        if (wanted) _backend.head(w.head, eps, 0, wanted);
+        ops.joinDraft(_weights[p.embedding], _weights[p.norms], sourceNorm, eps, projection);
+        ops.linear(RowInput::Joined, {{projection, nullptr, RowBuffer::Residual}});
+        runLayer(context(), p.layer, _spec.layers.size(), nullptr);
+        if (wanted) ops.head(_weights[p.headNorm], _weights[_spec.output], eps, 0, wanted);
     });
     _heldRows = wanted;
 }

@@ -2,6 +2,7 @@
 // placement and batch shape goes through here.
 #pragma once
 
+#include "layers/layers.h"
 #include "operations/backend.h"
 #include "operations/batch.h"
 #include "placement/model_weights.h"
@@ -27,14 +28,15 @@ public:
 
 private:
     void check(const Batch& batch) const;
-    void mixAndFeed(const LayerWeights& layer, size_t index);
+    LayerContext context() { return {_backend.operations(), _spec, _weights, _kv}; }
     void checkStates(const Batch& batch) const;
     const ModelSpec& _spec;
     const ModelWeights& _weights;
     Backend& _backend;
     KvCache& _kv;
     StepLimits _limits;
-    int64_t _heldRows = 0;  // whose logits the backend holds
+    std::vector<const LayerSpec*> _nextWithExperts;  // for each layer: the next one that has experts, or nullptr
+    int64_t _heldRows = 0;                           // whose logits the backend holds
 };
 
 }  // namespace sharpi

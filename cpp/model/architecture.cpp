@@ -1,28 +1,67 @@
-// See architecture.h.
+// Finds the reader for a model file's architecture, and reads the model with it.
 #include "model/architecture.h"
+
+#include <algorithm>
+
+#include "core/error.h"
 
 namespace sharpi {
 
-const std::vector<Architecture>& architectures() {
-    using Pairing = RopeSpec::Pairing;
-    using QkNorm = AttentionSpec::QkNorm;
-    static const std::vector<Architecture> table = {
-        // name        rotary pairs       norm of q and k   router sums to 1  always experts  hybrid  feed-forward norm
-        {"llama", Pairing::Adjacent, QkNorm::None, true, false, false, "ffn_norm"},
-        {"qwen2", Pairing::Halves, QkNorm::None, true, false, false, "ffn_norm"},
-        {"qwen3", Pairing::Halves, QkNorm::PerHead, true, false, false, "ffn_norm"},
-        {"qwen3moe", Pairing::Halves, QkNorm::PerHead, true, true, false, "ffn_norm"},
-        {"olmoe", Pairing::Halves, QkNorm::FullRow, false, true, false, "ffn_norm"},
-        {"qwen35", Pairing::Halves, QkNorm::PerHead, true, false, true, "post_attention_norm"},
-        {"qwen35moe", Pairing::Halves, QkNorm::PerHead, true, true, true, "post_attention_norm"},
-    };
-    return table;
+namespace {
+
+std::vector<Architecture> allArchitectures() {
+    std::vector<Architecture> all;
+#define SHARPI_LISTED_FAMILY(family) \
+    for (const Architecture& architecture : families::family()) all.push_back(architecture);
+#include "families.inc"
+#undef SHARPI_LISTED_FAMILY
+    const auto byName = [](const Architecture& a, const Architecture& b) { return std::string(a.name) < b.name; };
+    std::sort(all.begin(), all.end(), byName);
+    return all;
+}
+
+}  // namespace
+
+ModelSpec ModelSpec::read(const Metadata& metadata, const TensorTable& tensors) {
+    const std::string name = metadata.text("general.architecture");
+    std::string known;
+    for (const Architecture& architecture : allArchitectures()) {
+        if (name == architecture.name) {
+            ModelReader reader(metadata, tensors);
+            architecture.read(reader);
+            return reader.finish();
+        }
+        known += (known.empty() ? "" : ", ") + std::string(architecture.name);
+    }
+    throw Error(ErrorKind::BadModel, "unknown architecture '" + name + "': known are " + known);
 }
 
 std::vector<std::string> knownArchitectures() {
     std::vector<std::string> names;
-    for (const Architecture& a : architectures()) names.emplace_back(a.name);
+    for (const Architecture& architecture : allArchitectures()) names.emplace_back(architecture.name);
     return names;
+}
+
+std::vector<const LayerSpec*> ModelSpec::loadedLayers() const {
+    std::vector<const LayerSpec*> all;
+    for (const LayerSpec& layer : layers) all.push_back(&layer);
+    for (const PredictionSpec& prediction : predictions) all.push_back(&prediction.layer);
+    return all;
+}
+
+void ModelSpec::dropPredictions() {
+    predictions.clear();
+    while (weights.back().part == ModelPart::Prediction) weights.pop_back();
+}
+
+int64_t ModelSpec::parameters(const TensorTable& tensors) const {
+    int64_t n = 0;
+    for (const TensorInfo& t : tensors.all()) {
+        int64_t elements = 1;
+        for (const int64_t extent : t.shape) elements *= extent;
+        n += elements;
+    }
+    return n;
 }
 
 }  // namespace sharpi

@@ -1,21 +1,28 @@
-// The table of architectures: what tells one transformer from another when both have the same parts.
-// A new model is a new line in architecture.cpp, and code only if it brings a part that none has yet.
+// The architectures that Sharpi knows. Each family is one file of model/architectures/, which the build finds by
+// itself:
+//
+//     SHARPI_FAMILY(qwen3) { return {{"qwen3", readDense}, {"qwen3moe", readExperts}}; }
+//
+// The family's name is the file's. A reader describes the model layer by layer to a ModelReader.
 #pragma once
 
-#include "model/model_spec.h"
+#include <vector>
+
+#include "model/model_reader.h"
 
 namespace sharpi {
 
 struct Architecture {
     const char* name;  // general.architecture, and the prefix of the metadata keys
-    RopeSpec::Pairing pairing;
-    AttentionSpec::QkNorm qkNorm;
-    bool expertsRenormalized;
-    bool needsExperts;
-    bool hybrid;          // layers of Gated DeltaNet between those of attention, which is gated
-    const char* ffnNorm;  // the name of the norm before the feed-forward part
+    void (*read)(ModelReader& model);
 };
 
-const std::vector<Architecture>& architectures();
+#define SHARPI_FAMILY(family) std::vector<::sharpi::Architecture> sharpi::families::family()
+
+namespace families {
+#define SHARPI_LISTED_FAMILY(family) std::vector<Architecture> family();
+#include "families.inc"  // made by the build: a line for each file of model/architectures/
+#undef SHARPI_LISTED_FAMILY
+}  // namespace families
 
 }  // namespace sharpi

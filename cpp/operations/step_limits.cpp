@@ -1,7 +1,9 @@
-// What a model's steps need room for at most: see StepLimits in backend.h.
+// See step_limits.h.
+#include "operations/step_limits.h"
+
 #include <algorithm>
 
-#include "operations/backend.h"
+#include "memory/kv_cache.h"
 
 namespace sharpi {
 
@@ -26,12 +28,11 @@ void addLimits(StepLimits& limits, const GatedDeltaSpec& d) {
 }
 
 void addLimits(StepLimits& limits, const ExpertFfnSpec& f, int32_t layer) {
-    ++limits.expertLayers;
-    limits.expertRows.emplace_back(layer, f.count);
+    limits.expertLayers.emplace_back(layer, f.count);
     limits.experts = std::max(limits.experts, f.count);
     limits.expertsUsed = std::max(limits.expertsUsed, f.used);
-    limits.expertHidden = std::max(limits.expertHidden, f.hidden());
-    if (f.shared) limits.sharedHidden = std::max(limits.sharedHidden, f.shared->hidden());
+    limits.expertHidden = std::max(limits.expertHidden, f.hidden);
+    if (f.shared) limits.sharedHidden = std::max(limits.sharedHidden, f.shared->hidden);
 }
 
 }  // namespace
@@ -50,7 +51,7 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
     for (const LayerSpec* layer : spec.loadedLayers()) {
         if (layer->attention) addLimits(limits, *layer->attention);
         else addLimits(limits, *layer->delta);
-        if (layer->dense) limits.denseHidden = std::max(limits.denseHidden, layer->dense->hidden());
+        if (layer->dense) limits.denseHidden = std::max(limits.denseHidden, layer->dense->hidden);
         else addLimits(limits, *layer->experts, number);
         ++number;
     }

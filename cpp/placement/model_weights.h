@@ -1,14 +1,16 @@
-// Loads a model's weights through a Placer, in the order in which a token meets them.
+// Loads the weights that a model lists, through a Placer, in the order in which a token meets them; then gives each by
+// its id.
 #pragma once
 
-#include <memory>
-#include <optional>
+#include <string>
 #include <vector>
 
+#include "model/model_spec.h"
 #include "model/weights.h"
-#include "placement/layer_weights.h"
+#include "placement/homes.h"
 #include "placement/load_trace.h"
 #include "placement/placer.h"
+#include "placement/weight.h"
 
 namespace sharpi {
 
@@ -18,42 +20,42 @@ public:
     // cover. Throws Error(OutOfMemory), Error(BadModel).
     ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, const Homes& homes,
                  size_t expertSlotBytes, int64_t context, LoadTrace& trace);
-    ModelWeights(const ModelWeights&) = delete;  // layers point to each other
-    ModelWeights& operator=(const ModelWeights&) = delete;
 
-    Weight embedding;
-    std::vector<LayerWeights> layers;
-    HeadWeights head;
-    std::optional<PredictionWeights> prediction;
+    const Weight& operator[](MatrixId id) const { return at(id.index).matrix; }
+    const WeightStack& operator[](StackId id) const { return at(id.index).stack; }
+    // nullptr for a vector that the model does not have.
+    const float* operator[](VectorId id) const { return id ? at(id.index).vector : nullptr; }
+    // For AttentionSpec::rope; -1 gives a table that rotates nothing.
+    const RopeTable& rope(int32_t index) const { return _ropes[static_cast<size_t>(index + 1)]; }
 
 private:
-    struct Rotation {
-        RopeSpec spec;
-        RopeTable table;
+    // Where an entry of the list is. Which of the members counts depends on the entry's form.
+    struct Placed {
+        Weight matrix;
+        WeightStack stack;
+        const float* vector = nullptr;
     };
-    FileMatrix inFile(const WeightSlice& slice) const;
-    Weight weight(const WeightSlice& slice, bool shared = false);  // shared: the CPU may compute rows of it
-    DenseWeights dense(const LayerSpec& layer);
-    ExpertWeights experts(const LayerSpec& layer);
-    bool resident(const WeightSlice& slice) const;
-    const float* vector(const WeightSlice& slice);
-    const float* vectors(const WeightSlice& first, const WeightSlice& second);
-    const float* turnedMatrix(const WeightSlice& slice);
-    std::vector<float> floats(const WeightSlice& slice) const;
-    RopeTable rotation(const RopeSpec& spec, const std::string& name);
-    AttentionWeights attention(const LayerSpec& layer, const std::string& name);
-    GatedDeltaWeights gatedDelta(const LayerSpec& layer);
-    SharedExpertWeights sharedExpert(const SharedExpertSpec& spec);
-    LayerWeights loadLayer(const LayerSpec& layer, const std::string& name);
-    PredictionWeights loadPrediction(const PredictionSpec& spec, const std::string& name);
+    const Placed& at(int32_t index) const { return _placed.at(static_cast<size_t>(index)); }
+    const ListedWeight& listed(int32_t index) const { return _spec.weights[static_cast<size_t>(index)]; }
+    void loadPart(ModelPart part, LoadTrace& trace);
+    void loadRope(const LayerSpec& layer, int32_t number);
+    void place(int32_t index);
+    void placeUnit(int32_t index);
+    void placeExperts(int32_t index);
+    std::vector<int32_t> unitOf(int32_t index) const;
+    FileMatrix inFile(const ListedWeight& weight) const;
+    std::string name(const ListedWeight& weight) const;
+    std::vector<float> floats(const ListedWeight& weight) const;
+    const float* placeFloats(const std::vector<float>& values, size_t count, const std::string& name);
 
+    const ModelSpec& _spec;
     const Weights& _files;
     Placer& _placer;
     const Homes& _homes;
     int64_t _context;
     bool _expertsResident = true;
-    int32_t _expertLayers = 0;  // so far
-    std::vector<Rotation> _rotations;
+    std::vector<Placed> _placed;    // by the list's numbers
+    std::vector<RopeTable> _ropes;  // the first rotates nothing
 };
 
 }  // namespace sharpi

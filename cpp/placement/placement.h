@@ -12,9 +12,7 @@ namespace sharpi {
 // One use of a tensor.
 struct TensorUse {
     int32_t tensor = -1;
-    // "embedding", "vector" (always resident), "attention", "router", "ffn_gate", "ffn_up", "ffn_down", "experts",
-    // "head"
-    const char* role = "";
+    WeightRole role = WeightRole::Vector;
     int32_t layer = -1;
     uint64_t bytesPerToken = 0;  // that a token reads of it
     int64_t rows = 0, cols = 0;  // of the matrix, or of one of a stack
@@ -26,7 +24,7 @@ std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tens
 // What homes come to where they differ for matrices that go together: a layer's gate and up are Direct if one is, and
 // gate's rows count; all experts of the model are in Slots if one of their stacks is not resident. Nothing else can be
 // in Slots.
-Homes normalized(const ModelSpec& spec, const TensorTable& tensors, Homes homes);
+Homes normalized(const ModelSpec& spec, Homes homes);
 // Whether experts are in Slots. homes: normalized, or empty.
 bool expertsAway(const ModelSpec& spec, const Homes& homes);
 

@@ -8,7 +8,7 @@
 #include "experts/expert_slots.h"
 #include "memory/weight_stream.h"
 #include "placement/homes.h"
-#include "placement/layer_weights.h"
+#include "placement/weight.h"
 
 namespace sharpi {
 

@@ -1,223 +1,219 @@
-// The GPU backend's layers of experts.
-#include "backend/cuda_backend.h"
-#include "kernels/experts/expert_cache.h"
-#include "kernels/experts/router.h"
+// See cuda_experts.h.
+#include "backend/cuda_experts.h"
+
 #include "kernels/formats/packed.h"
+#include "kernels/rows/rows.h"
 
 namespace sharpi {
 
-void CudaBackend::experts(const ExpertWeights& w, float eps) {
-    const GpuScratch& s = *_layout;
-    const Matrix &gate = w.gate.first, &up = w.up.first;
-    Activations in;
-    if (w.shared) {
-        // Its scale is formed from floats. Those of fast rows lie where the shared expert's answers will be.
-        in = normed(w.norm, eps, {w.router, gate, up, w.shared->gate, w.shared->up}, floats(s.normed),
-                    floats(s.sharedOut) + exactRows() * _limits.embedding);
-    } else {
-        in = normed(w.norm, eps, {w.router, gate, up});
-    }
-    products(in, {{w.router, nullptr, floats(s.routerLogits)}});
-    for (const WeightStack* stack : {&w.gate, &w.up, &w.down}) _weights->arrive(stack->group);
-    routeRows(w, in);
-    if (!_step) return expertsByStack(w, in);
-    if (w.gate.resident()) return expertsOfStep(w, in);
-    expertsInSlots(w, in, eps);
+void CudaExperts::route(const ExpertCall& call) {
+    for (const WeightStack* stack : {&call.gate, &call.up, &call.down}) _pass.weights->arrive(stack->group);
+    chooseExperts(call);
+    if (_pass.step && !call.gate.resident()) sendChoices(call);
 }
 
-void CudaBackend::routeRows(const ExpertWeights& w, const Activations& in) {
-    const GpuScratch& s = *_layout;
-    const int64_t width = _limits.embedding;
-    auto* const uses = at<uint32_t>(s.expertUses) + static_cast<int64_t>(w.row) * _limits.experts;
+void CudaExperts::compute(const ExpertCall& call) {
+    if (!_pass.step) return computeByStack(call);
+    if (call.gate.resident()) return computeResident(call);
+    computeInSlots(call);
+}
+
+void CudaExperts::chooseExperts(const ExpertCall& call) {
+    const RouterCall& r = call.routing;
+    const GpuScratch& s = *_pass.layout;
+    const int64_t width = _pass.limits.embedding, exact = _pass.exactRows(), fast = _pass.fastRows();
+    auto* const uses = _pass.at<uint32_t>(s.expertUses) + static_cast<int64_t>(r.expertLayer) * _pass.limits.experts;
     const auto route = [&](int64_t first, int64_t rows, const cuda::SharedScale& scale) {
         if (!rows) return;
-        cuda::route(_stream, floats(s.routerLogits) + first * w.gate.count, rows, w.gate.count, w.used, w.renormalize,
-                    w.weightScale, at<int32_t>(s.chosen) + first * w.used, floats(s.weight) + first * w.used, uses,
-                    scale);
+        cuda::route(_pass.stream, _pass.floats(RowBuffer::RouterLogits) + first * r.count, rows, r.count, r.used,
+                    r.renormalize, r.weightScale, _pass.at<int32_t>(s.chosen) + first * r.used, weights(first * r.used),
+                    uses, scale);
     };
+    float* const scales = _pass.floats(s.sharedScale);
     cuda::SharedScale scale;
-    if (w.shared) scale = {in.exact.floats, w.shared->scale, width, floats(s.sharedScale)};
-    route(0, exactRows(), scale);
-    route(exactRows(), fastRows(), {});
-    if (w.shared && fastRows()) {
-        cuda::rowDots(_stream, floats(s.sharedOut) + exactRows() * width, w.shared->scale, fastRows(), width,
-                      floats(s.sharedScale) + exactRows());
+    if (call.sharedScale) scale = {_pass.exactFloats(RowInput::Normed), call.sharedScale, width, scales};
+    route(0, exact, scale);
+    route(exact, fast, {});
+    if (call.sharedScale && fast) {
+        const float* const normed = _pass.floats(RowBuffer::SharedOut) + exact * width;  // see CudaOperations::norm()
+        cuda::rowDots(_pass.stream, normed, call.sharedScale, fast, width, scales + exact);
     }
 }
 
-// The expert that every token goes through. It reads rows as floats, for their scales, before it writes them.
-void CudaBackend::sharedExpert(const ExpertWeights& layer, const Activations& in) {
-    if (!layer.shared) return;
-    const SharedExpertWeights& w = *layer.shared;
-    const Activations hidden = hiddenRows(w.down, 1);
-    gated(in, w.gate, w.up, hidden);
-    products(hidden, {{w.down, nullptr, floats(_layout->sharedOut)}});
+cuda::SharedAnswer CudaExperts::sharedAnswer(const ExpertCall& call, int64_t first) const {
+    if (!call.sharedScale) return {};
+    const cuda::SharedAnswer all{_pass.floats(RowBuffer::SharedOut), _pass.floats(_pass.layout->sharedScale)};
+    return cuda::rowsFrom(all, first, _pass.limits.embedding);
 }
 
-cuda::SharedAnswer CudaBackend::sharedAnswer(const ExpertWeights& layer, int64_t first) const {
-    if (!layer.shared) return {};
-    return cuda::rowsFrom(cuda::SharedAnswer{floats(_layout->sharedOut), floats(_layout->sharedScale)}, first,
-                          _limits.embedding);
-}
-
-// All experts are resident.
-void CudaBackend::expertsOfStep(const ExpertWeights& w, const Activations& in) {
-    const GpuScratch& s = *_layout;
-    const int32_t* const chosen = at<int32_t>(s.chosen);
-    sharedExpert(w, in);
-    const Activations hidden = hiddenRows(w.down.first, w.used);
-    hiddenOfExperts(in, {w.gate, w.up, w.down}, chosen, w.used, hidden);
-    forExactGroups([&](int64_t first, int rows) {
-        cuda::expertDownAdd(_stream, hidden.from(first * w.used), rows, w.down, chosen + first * w.used,
-                            floats(s.weight) + first * w.used, w.used, floats(s.x) + first * _limits.embedding,
-                            sharedAnswer(w, first));
+void CudaExperts::computeResident(const ExpertCall& call) {
+    const int32_t used = call.routing.used;
+    const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, used);
+    hiddenOfPairs({call.gate, call.up, call.down}, chosen(0), used, hidden);
+    float* const residual = _pass.floats(RowBuffer::Residual);
+    _pass.forExactGroups([&](int64_t first, int rows) {
+        cuda::expertDownAdd(_pass.stream, hidden.from(first * used), rows, call.down, chosen(first * used),
+                            weights(first * used), used, residual + first * _pass.limits.embedding,
+                            sharedAnswer(call, first));
     });
 }
 
-// silu(gate x) * (up x) of each exact row's pairs: of matrix which[pair] of the stacks.
-void CudaBackend::hiddenOfExperts(const Activations& x, const ExpertStacks& w, const int32_t* which, int32_t used,
-                                  const Activations& hidden) {
-    const GpuScratch& s = *_layout;
+// silu(gate x) * (up x) of each exact row's pairs, pair p with matrix which[p] of the stacks.
+void CudaExperts::hiddenOfPairs(const ExpertStacks& w, const int32_t* which, int32_t used, const Activations& hidden) {
+    const Activations& x = _pass.input(RowInput::Normed);
+    float *const gates = _pass.floats(RowBuffer::Gate), *const ups = _pass.floats(RowBuffer::Up);
     const bool fused = w.gate.first.type == w.up.first.type;
-    forExactGroups([&](int64_t first, int rows) {
+    _pass.forExactGroups([&](int64_t first, int rows) {
         const int64_t pair = first * used;
-        if (fused)
-            return cuda::expertGated(_stream, x.from(first), rows, w.gate, w.up, which + pair, used,
+        if (fused) {
+            return cuda::expertGated(_pass.stream, x.from(first), rows, w.gate, w.up, which + pair, used,
                                      cuda::rowsFrom(hidden.exact, pair, hidden.cols));
-        cuda::expertMatvec(_stream, x.from(first), rows, w.gate, which + pair, used, false,
-                           floats(s.gate) + pair * hidden.cols);
-        cuda::expertMatvec(_stream, x.from(first), rows, w.up, which + pair, used, false,
-                           floats(s.up) + pair * hidden.cols);
+        }
+        const int64_t at = pair * hidden.cols;
+        cuda::expertMatvec(_pass.stream, x.from(first), rows, w.gate, which + pair, used, false, gates + at);
+        cuda::expertMatvec(_pass.stream, x.from(first), rows, w.up, which + pair, used, false, ups + at);
     });
-    if (!fused) cuda::siluMul(_stream, floats(s.gate), floats(s.up), exactRows() * used, hidden.cols, hidden.exact);
+    if (!fused) cuda::siluMul(_pass.stream, gates, ups, _pass.exactRows() * used, hidden.cols, hidden.exact);
 }
 
-// Of the chosen experts the GPU computes those in slots, and what the CPU orders it to fetch; the CPU computes the
-// others meanwhile, reading them where they are in the file (kernels/expert_cache.h).
-void CudaBackend::expertsInSlots(const ExpertWeights& w, const Activations& in, float eps) {
-    const GpuScratch& s = *_layout;
-    const Mailbox& mail = _share->mailbox();
-    const ExpertStacks slots = _slots->slots(w.row);
-    const int64_t rows = exactRows(), pairs = rows * w.used;
-    auto* slot = at<int32_t>(s.slot);
-    auto* orders = at<cuda::DeviceOrders>(s.orders);
-    const int32_t *chosen = at<int32_t>(s.chosen), *foreseen = foreseeNext(w, eps);
-    const uint32_t sent = _work->nextSent(), instructed = _work->nextInstructed(), returned = _work->nextReturned();
+// The host learns what the rows chose. From then on the CPU computes, or orders, what is in no slot
+// (kernels/experts/expert_cache.h).
+void CudaExperts::sendChoices(const ExpertCall& call) {
+    const GpuScratch& s = *_pass.layout;
+    const Mailbox& mail = _pass.share->mailbox();
+    const RouterCall& r = call.routing;
+    const int64_t rows = _pass.exactRows();
+    _tickets.foreseen = foreseeNext(call);
+    _tickets.sent = _pass.work->nextSent();
+    _tickets.instructed = _pass.work->nextInstructed();
+    _tickets.returned = _pass.work->nextReturned();
     // The router may read another form than the experts do.
+    const GpuScratch::Exact& normed = s.inputs[static_cast<size_t>(RowInput::Normed)].exact;
     const cuda::RowOutputs read =
-        exactForms({w.gate.first, w.up.first}, s.normed, s.normedQuant, rows, _limits.embedding);
-    if (_aheadRuns) _stream.wait(_aheadDone);
-    _aheadRuns = false;
-    cuda::sendExperts(_stream, read, rows, w.used, chosen, expertRow(s.expertTable, w.row), foreseen, slot, orders,
-                      mail.input, mail.choicesOf(w.row), mail.sent, sent);
-    sharedExpert(w, in);  // beside the CPU's work
+        _pass.exactForms({call.gate.first, call.up.first}, normed, rows, _pass.limits.embedding);
+    _cache.awaitFetchedAhead();
+    cuda::sendExperts(_pass.stream, read, rows, r.used, chosen(0), _cache.tableOf(r.expertLayer), _tickets.foreseen,
+                      _pass.at<int32_t>(s.slot), _pass.at<cuda::DeviceOrders>(s.orders), mail.input,
+                      mail.choicesOf(r.expertLayer), mail.sent, _tickets.sent);
+}
+
+// The GPU computes the chosen experts that are in slots, and those that it is ordered to fetch; the CPU computes the
+// others meanwhile, reading them where they are in the file.
+void CudaExperts::computeInSlots(const ExpertCall& call) {
+    const GpuScratch& s = *_pass.layout;
+    const Mailbox& mail = _pass.share->mailbox();
+    const RouterCall& r = call.routing;
+    const ExpertStacks slots = _cache.slots().slots(r.expertLayer);
+    const int64_t rows = _pass.exactRows(), pairs = rows * r.used;
+    auto* const slot = _pass.at<int32_t>(s.slot);
+    auto* const orders = _pass.at<cuda::DeviceOrders>(s.orders);
     // Before kernels that wait for the CPU: if steps are launched one by one, a kernel's first launch may wait for the
     // GPU.
-    _work->add([=, share = _share.get(), plan = _misses.get(), file = w.inFile(), row = w.row, used = w.used,
-                predicted = foreseen != nullptr] {
-        share->experts(file, row, rows, used, predicted, *plan, sent, instructed, returned);
+    _pass.work->add([=, share = _pass.share, plan = &_cache.misses(), file = call.inFile(), layer = r.expertLayer,
+                     used = r.used, t = _tickets] {
+        share->experts(file, layer, rows, used, t.foreseen != nullptr, *plan, t.sent, t.instructed, t.returned);
     });
+    float* const out = _pass.floats(RowBuffer::ExpertOut);
     if (slots.gate.count > 0) {
-        cuda::fetchExperts(_stream, slots, mail.orders, mail.instructed, instructed, orders, pairs, chosen, slot);
-        if (foreseen && _ahead) fetchAheadOf(*w.next);
-        const Activations hidden = hiddenRows(w.down.first, w.used);
-        hiddenOfExperts(in, slots, slot, w.used, hidden);
-        pairProducts(hidden, slots.down, slot, w.used, false, floats(s.expertOut));
+        cuda::fetchExperts(_pass.stream, slots, mail.orders, mail.instructed, _tickets.instructed, orders, pairs,
+                           chosen(0), slot);
+        if (_tickets.foreseen) _cache.fetchAhead(call.next->expertLayer, orders);
+        const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, r.used);
+        hiddenOfPairs(slots, slot, r.used, hidden);
+        pairProducts(hidden, slots.down, slot, r.used, false, out);
     }
-    cuda::combineAnswers(_stream, floats(s.expertOut), mail.answers, slot, floats(s.weight), rows, w.used,
-                         _limits.embedding, mail.returned, returned, floats(s.x), sharedAnswer(w, 0));
+    cuda::combineAnswers(_pass.stream, out, mail.answers, slot, weights(0), rows, r.used, _pass.limits.embedding,
+                         mail.returned, _tickets.returned, _pass.floats(RowBuffer::Residual), sharedAnswer(call, 0));
 }
 
-// What the next layer's router makes of this layer's rows: a guess at what it will choose, if somebody wants it.
-const int32_t* CudaBackend::foreseeNext(const ExpertWeights& w, float eps) {
-    if (!w.next || (_foresight != Prefetch::Count && _foresight != Prefetch::NextLayer)) return nullptr;
-    const GpuScratch& s = *_layout;
-    const ExpertWeights& next = *w.next;
-    if (!next.router.resident() || next.used != w.used) return nullptr;
-    const Activations rows{exactForms({next.router}, s.foreseenRows, s.foreseenQuant, exactRows(), _limits.embedding),
-                           {},
-                           _limits.embedding};
-    cuda::rmsNorm(_stream, floats(s.x), nullptr, next.norm, eps, exactRows(), _limits.embedding, rows.exact);
-    exactProducts(rows, {{next.router, nullptr, floats(s.routerLogits), next.router.rows}});
-    cuda::route(_stream, floats(s.routerLogits), exactRows(), next.gate.count, next.used, next.renormalize,
-                next.weightScale, at<int32_t>(s.foreseen), floats(s.foreseenWeight), nullptr);
-    return at<int32_t>(s.foreseen);
-}
-
-// While this layer's experts are multiplied, and until the next layer looks for its own.
-void CudaBackend::fetchAheadOf(const ExpertWeights& next) {
-    _stream.record(_aheadForked);
-    _ahead->wait(_aheadForked);
-    cuda::fetchAhead(*_ahead, _slots->slots(next.row), at<cuda::DeviceOrders>(_layout->orders),
-                     expertRow(_layout->expertTable, next.row));
-    _ahead->record(_aheadDone);
-    _aheadRuns = true;
+// A guess at what the next layer will choose, if it is wanted.
+const int32_t* CudaExperts::foreseeNext(const ExpertCall& call) {
+    if (!call.next || !_cache.foresees()) return nullptr;
+    const GpuScratch& s = *_pass.layout;
+    const RouterCall& next = *call.next;
+    const int64_t width = _pass.limits.embedding, rows = _pass.exactRows();
+    if (!next.router->resident() || next.used != call.routing.used) return nullptr;
+    const Activations normed{_pass.exactForms({*next.router}, s.foreseenRows, rows, width), {}, width};
+    float* const logits = _pass.floats(RowBuffer::RouterLogits);
+    cuda::rmsNorm(_pass.stream, _pass.floats(RowBuffer::Residual), nullptr, next.norm, next.eps, rows, width,
+                  normed.exact);
+    _products.exact(normed, {{*next.router, nullptr, logits, next.router->rows}});
+    cuda::route(_pass.stream, logits, rows, next.count, next.used, next.renormalize, next.weightScale,
+                _pass.at<int32_t>(s.foreseen), _pass.floats(s.foreseenWeight), nullptr);
+    return _pass.at<int32_t>(s.foreseen);
 }
 
 // One stack after the other: experts that are not resident come over in that order, and the CPU takes no part.
-void CudaBackend::expertsByStack(const ExpertWeights& w, const Activations& in) {
-    const GpuScratch& s = *_layout;
-    const int64_t e = exactRows() * w.used, f = fastRows() * w.used, width = w.down.first.cols,
-                  cols = w.down.first.rows;
-    const ExpertStacks slots = w.gate.resident() ? ExpertStacks{} : _slots->slots(w.row);
+void CudaExperts::computeByStack(const ExpertCall& call) {
+    const RouterCall& r = call.routing;
+    const int64_t exactPairs = _pass.exactRows() * r.used, fastPairs = _pass.fastRows() * r.used;
+    const int64_t width = call.down.first.cols, cols = call.down.first.rows;
+    const ExpertStacks slots = call.gate.resident() ? ExpertStacks{} : _cache.slots().slots(r.expertLayer);
+    float *const gates = _pass.floats(RowBuffer::Gate), *const ups = _pass.floats(RowBuffer::Up),
+                 *const out = _pass.floats(RowBuffer::ExpertOut), *const residual = _pass.floats(RowBuffer::Residual);
     cuda::ExpertGrouping made;
-    cuda::ExpertGroups groups;
-    if (f) {
-        made = cuda::expertGroupingOver(at<uint8_t>(s.grouping), fastRows(), w.used, w.gate.count);
-        cuda::groupExperts(_stream, at<int32_t>(s.chosen) + e, fastRows(), w.used, w.gate.count, made);
-        groups = {
-            made.begin, made.pairToken, made.tileExpert, made.tileBegin, f, cuda::maxExpertTiles(f, w.gate.count)};
+    const cuda::ExpertGroups groups = group(call, exactPairs, made);
+    const Activations& in = _pass.input(RowInput::Normed);
+    stackProduct(in, call.gate, slots.gate, r, groups, true, gates);
+    stackProduct(in, call.up, slots.up, r, groups, true, ups);
+    const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, width, r.used);
+    if (exactPairs) cuda::siluMul(_pass.stream, gates, ups, exactPairs, width, hidden.exact);
+    if (fastPairs) {
+        const int64_t before = exactPairs * width;
+        cuda::siluMul(_pass.stream, gates + before, ups + before, fastPairs, width, {nullptr, {}, hidden.fast});
     }
-    expertProduct(in, w.gate, slots.gate, w, groups, true, floats(s.gate));
-    expertProduct(in, w.up, slots.up, w, groups, true, floats(s.up));
-    const Activations hidden = hiddenRows(w.down.first, w.used);
-    if (e) cuda::siluMul(_stream, floats(s.gate), floats(s.up), e, width, hidden.exact);
-    if (f)
-        cuda::siluMul(_stream, floats(s.gate) + e * width, floats(s.up) + e * width, f, width,
-                      {nullptr, {}, hidden.fast});
-    expertProduct(hidden, w.down, slots.down, w, groups, false, floats(s.expertOut));
-    sharedExpert(w, in);
+    stackProduct(hidden, call.down, slots.down, r, groups, false, out);
     const auto combine = [&](int64_t first, int64_t rows, const int32_t* pairOf) {
         if (!rows) return;
-        cuda::combineExperts(_stream, floats(s.expertOut) + first * w.used * cols, pairOf,
-                             floats(s.weight) + first * w.used, rows, w.used, cols, floats(s.x) + first * cols,
-                             sharedAnswer(w, first));
+        cuda::combineExperts(_pass.stream, out + first * r.used * cols, pairOf, weights(first * r.used), rows, r.used,
+                             cols, residual + first * cols, sharedAnswer(call, first));
     };
-    combine(0, exactRows(), nullptr);
-    combine(exactRows(), fastRows(), made.pairOf);
+    combine(0, _pass.exactRows(), nullptr);
+    combine(_pass.exactRows(), _pass.fastRows(), made.pairOf);
 }
 
-// y: of all pairs, those of exact rows by row and rank, those of fast rows as they are grouped. ofRows: a pair reads
-// its row of x, else its own. Experts in slots are used where they are; the others come over in pieces.
-void CudaBackend::expertProduct(const Activations& x, const WeightStack& w, const MatrixStack& slots,
-                                const ExpertWeights& layer, const cuda::ExpertGroups& groups, bool ofRows, float* y) {
-    const GpuScratch& s = *_layout;
-    const int64_t exactPairs = exactRows() * layer.used;
+// The fast rows' pairs, expert by expert.
+cuda::ExpertGroups CudaExperts::group(const ExpertCall& call, int64_t exactPairs, cuda::ExpertGrouping& made) {
+    const RouterCall& r = call.routing;
+    const int64_t rows = _pass.fastRows(), pairs = rows * r.used;
+    if (!rows) return {};
+    made = cuda::expertGroupingOver(_pass.at<uint8_t>(_pass.layout->grouping), rows, r.used, r.count);
+    cuda::groupExperts(_pass.stream, chosen(exactPairs), rows, r.used, r.count, made);
+    return {made.begin, made.pairToken, made.tileExpert, made.tileBegin, pairs, cuda::maxExpertTiles(pairs, r.count)};
+}
+
+// y: all pairs, those of exact rows by row and rank, those of fast rows as they are grouped. ofRows: a pair reads its
+// row of x, else its own. Experts in slots are used where they are; the others come over in pieces.
+void CudaExperts::stackProduct(const Activations& x, const WeightStack& w, const MatrixStack& slots,
+                               const RouterCall& routing, const cuda::ExpertGroups& groups, bool ofRows, float* y) {
+    const int64_t exactPairs = _pass.exactRows() * routing.used;
     const auto multiply = [&](const MatrixStack& part, const cuda::ExpertIndex& which) {
         if (exactPairs) {
-            const int32_t* element = at<int32_t>(s.chosen);
+            const int32_t* element = chosen(0);
             if (which.index) {
-                cuda::lookUpExperts(_stream, element, exactPairs, which, at<int32_t>(s.slot));
-                element = at<int32_t>(s.slot);
+                auto* const found = _pass.at<int32_t>(_pass.layout->slot);
+                cuda::lookUpExperts(_pass.stream, element, exactPairs, which, found);
+                element = found;
             }
-            pairProducts(x, part, element, layer.used, ofRows, y);
+            pairProducts(x, part, element, routing.used, ofRows, y);
         }
-        if (fastRows())
-            cuda::matmulExperts(_stream, part, x.fast, groups, ofRows, y + exactPairs * w.first.rows, which);
+        if (_pass.fastRows())
+            cuda::matmulExperts(_pass.stream, part, x.fast, groups, ofRows, y + exactPairs * w.first.rows, which);
     };
     if (w.resident()) return multiply(w, {});
-    if (slots.count > 0) multiply(slots, {expertRow(s.expertTable, layer.row), 0, slots.count});
-    _weights->forExperts(w.group, [&](const MatrixStack& part, int32_t first) {
-        multiply(part, {expertRow(s.expertOrdinal, layer.row), first, first + part.count});
+    if (slots.count > 0) multiply(slots, {_cache.tableOf(routing.expertLayer), 0, slots.count});
+    _pass.forMissingExperts(w, [&](const MatrixStack& part, int32_t first) {
+        multiply(part, {_cache.ordinalsOf(routing.expertLayer), first, first + part.count});
     });
 }
 
-// The products of the exact rows' pairs, pair p with matrix which[p] of the stack; those of none stay as they are.
-void CudaBackend::pairProducts(const Activations& x, const MatrixStack& w, const int32_t* which, int32_t used,
+// The products of the exact rows' pairs, pair p with matrix which[p] of the stack; a pair without one keeps its row of
+// y.
+void CudaExperts::pairProducts(const Activations& x, const MatrixStack& w, const int32_t* which, int32_t used,
                                bool ofRows, float* y) {
-    forExactGroups([&](int64_t first, int rows) {
+    _pass.forExactGroups([&](int64_t first, int rows) {
         const int64_t pair = first * used;
-        cuda::expertMatvec(_stream, x.from(ofRows ? first : pair), rows, w, which + pair, used, !ofRows,
+        cuda::expertMatvec(_pass.stream, x.from(ofRows ? first : pair), rows, w, which + pair, used, !ofRows,
                            y + pair * w.first.rows);
     });
 }

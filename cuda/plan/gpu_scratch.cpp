@@ -37,8 +37,8 @@ int64_t groupRows(const StepLimits& l) { return std::min<int64_t>(l.maxRows, cud
 GpuScratch::GpuScratch(const StepLimits& l)
     : exactRows(l.prompt == PromptMode::Exact ? l.maxRows : std::min(l.maxRows, kMaxDecodeRows)),
       fastRows(l.prompt == PromptMode::Exact ? 0 : l.maxRows),
-      splitRows(l.floatWeights),
-      splitQueries(l.kvType != KvType::BF16) {
+      _splitRows(l.floatWeights),
+      _splitQueries(l.kvType != KvType::BF16) {
     BatchNumbers::Room room;
     room.rows = std::min(l.maxRows, kMaxDecodeRows);
     room.sequences = std::min(room.rows, kMaxSequences);
@@ -76,14 +76,13 @@ GpuScratch::Numbers GpuScratch::numbers(const BatchNumbers::Room& room) {
 
 void GpuScratch::takeAlways(const StepLimits& l) {
     const int64_t group = groupRows(l);
-    x = _layout.floats(l.maxRows * l.embedding);
+    rows.take(_layout, l, RowBuffer::Residual, RowBuffer::Residual);
     logits = _layout.floats(group * l.vocab);
-    normed = _layout.floats(exactRows * l.embedding);
-    normedQuant = _layout.take(cuda::quantizedRowsBytes(exactRows, l.embedding));
-    takeHalves(fastRows * l.embedding, splitRows, normedHi, normedLo);
-    attention =
-        _layout.take(cuda::decodeAttentionBytes(group, {l.heads, l.kvHeads, l.headDim}, l.context, l.pageTokens));
-    deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(std::min(group, cuda::kDeltaStepRows), deltaShape(l)) : 0;
+    input(RowInput::Normed) = {takeExact(exactRows, l.embedding), takeHalves(fastRows * l.embedding, _splitRows)};
+    const cuda::HeadShape heads{l.heads, l.kvHeads, l.headDim};
+    attention = _layout.take(cuda::decodeAttentionBytes(group, heads, l.context, l.pageTokens));
+    const int64_t deltaRows = std::min(group, cuda::kDeltaStepRows);
+    deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(deltaRows, deltaShape(l)) : 0;
     deltaReaders = _layout.take(deltaReaderBytes);
     sampling = _layout.take(cuda::samplingScratchBytes(l.vocab));
     adjustments = _layout.take(sizeof(TokenAdjustment) * static_cast<size_t>(l.vocab));
@@ -92,12 +91,10 @@ void GpuScratch::takeAlways(const StepLimits& l) {
 
 void GpuScratch::takeExperts(const StepLimits& l) {
     if (!l.expertsUsed) return;
-    const int64_t pairs = l.maxRows * l.expertsUsed, stepRows = step.layout->room().rows,
-                  stepPairs = stepRows * l.expertsUsed;
-    const size_t perExpert = sizeof(int32_t) * static_cast<size_t>(l.expertLayers) * static_cast<size_t>(l.experts);
-    chosen = _layout.floats(pairs);
-    weight = _layout.floats(pairs);
-    routerLogits = _layout.floats(l.maxRows * l.experts);
+    const int64_t stepRows = step.layout->room().rows, stepPairs = stepRows * l.expertsUsed;
+    const size_t perExpert = sizeof(int32_t) * l.expertLayers.size() * static_cast<size_t>(l.experts);
+    chosen = _layout.floats(l.maxRows * l.expertsUsed);
+    weight = _layout.floats(l.maxRows * l.expertsUsed);
     sharedScale = _layout.floats(l.sharedHidden ? l.maxRows : 0);
     grouping = fastRows ? _layout.take(cuda::expertGroupingBytes(fastRows, l.expertsUsed, l.experts)) : 0;
     expertUses = _layout.take(perExpert);
@@ -107,66 +104,62 @@ void GpuScratch::takeExperts(const StepLimits& l) {
     slot = _layout.floats(exactRows * l.expertsUsed);
     foreseen = _layout.floats(stepPairs);
     foreseenWeight = _layout.floats(stepPairs);
-    foreseenRows = _layout.floats(stepRows * l.embedding);
-    foreseenQuant = _layout.take(cuda::quantizedRowsBytes(stepRows, l.embedding));
+    foreseenRows = takeExact(stepRows, l.embedding);
     orders = _layout.take(sizeof(cuda::DeviceOrders));
 }
 
-void GpuScratch::takeHalves(int64_t count, bool split, size_t& hi, size_t& lo) {
-    hi = lo = _layout.take(sizeof(uint16_t) * static_cast<size_t>(count));
-    if (split) lo = _layout.take(sizeof(uint16_t) * static_cast<size_t>(count));
+GpuScratch::Halves GpuScratch::takeHalves(int64_t count, bool split) {
+    Halves halves;
+    halves.hi = halves.lo = _layout.take(sizeof(uint16_t) * static_cast<size_t>(count));
+    if (split) halves.lo = _layout.take(sizeof(uint16_t) * static_cast<size_t>(count));
+    return halves;
+}
+
+GpuScratch::Exact GpuScratch::takeExact(int64_t count, int64_t cols) {
+    Exact exact;
+    exact.floats = _layout.floats(count * cols);
+    exact.quantized = _layout.take(cuda::quantizedRowsBytes(count, cols));
+    return exact;
 }
 
 void GpuScratch::takeMixer(const StepLimits& l) {
-    const int64_t attendedWidth = std::max(l.queryWidth, l.deltaWidth);
-    q = _layout.floats(l.maxRows * l.queryWidth);
-    k = _layout.floats(l.maxRows * l.kvWidth);
-    v = _layout.floats(l.maxRows * l.kvWidth);
-    gatedQueries = _layout.floats(l.maxRows * l.gatedQueryWidth);
-    deltaMixed = _layout.floats(l.maxRows * l.deltaChannels);
-    deltaGate = _layout.floats(l.maxRows * l.deltaWidth);
-    deltaAlpha = _layout.floats(l.maxRows * l.deltaHeads);
-    deltaBeta = _layout.floats(l.maxRows * l.deltaHeads);
-    attended = _layout.floats(exactRows * attendedWidth);
-    attendedQuant = _layout.take(cuda::quantizedRowsBytes(exactRows, attendedWidth));
+    const int64_t width = std::max(l.queryWidth, l.deltaWidth);
+    rows.take(_layout, l, RowBuffer::GatedQueries, RowBuffer::DeltaBeta);
+    input(RowInput::Attended).exact = takeExact(exactRows, width);
     if (fastRows) takeFastMixer(l);
 }
 
 void GpuScratch::takeFastMixer(const StepLimits& l) {
-    takeHalves(fastRows * l.queryWidth, splitQueries, qHi, qLo);
-    takeHalves(fastRows * std::max(l.queryWidth, l.deltaWidth), splitRows, attendedHi, attendedLo);
+    queries = takeHalves(fastRows * l.queryWidth, _splitQueries);
+    input(RowInput::Attended).fast = takeHalves(fastRows * std::max(l.queryWidth, l.deltaWidth), _splitRows);
     attendedFloats = _layout.floats(fastRows * std::max(l.gatedQueryWidth / 2, l.deltaWidth));
     if (!l.deltaHeads) return;
     const cuda::DeltaShape shape = deltaShape(l);
     const int64_t tiles = batch.layout->deltaTiles();
-    takeHalves(fastRows * 2 * shape.keyWidth(), true, keysHi, keysLo);
+    keys = takeHalves(fastRows * 2 * shape.keyWidth(), true);
     deltaWindows = _layout.take(cuda::prepareDeltaBytes(tiles, shape));
     deltaChunks = _layout.take(cuda::deltaChunkBytes(fastRows, tiles, shape, true));
 }
 
 void GpuScratch::takeFeed(const StepLimits& l) {
-    const int64_t pairs = l.maxRows * l.expertsUsed, exactPairs = exactRows * l.expertsUsed,
-                  fastPairs = fastRows * l.expertsUsed;
-    const auto widest = [&](int64_t rows, int64_t ofPairs) {
-        return std::max({rows * l.denseHidden, ofPairs * l.expertHidden, rows * l.sharedHidden});
+    const int64_t exactPairs = exactRows * l.expertsUsed, fastPairs = fastRows * l.expertsUsed;
+    const auto widest = [&](int64_t ofRows, int64_t ofPairs) {
+        return std::max({ofRows * l.denseHidden, ofPairs * l.expertHidden, ofRows * l.sharedHidden});
     };
-    gate = _layout.floats(widest(l.maxRows, pairs));
-    up = _layout.floats(widest(l.maxRows, pairs));
-    hidden = _layout.floats(widest(exactRows, exactPairs));
-    hiddenQuant = _layout.take(std::max({cuda::quantizedRowsBytes(exactRows, l.denseHidden),
-                                         cuda::quantizedRowsBytes(exactPairs, l.expertHidden),
-                                         cuda::quantizedRowsBytes(exactRows, l.sharedHidden)}));
-    takeHalves(widest(fastRows, fastPairs), splitRows, hiddenHi, hiddenLo);
-    expertOut = _layout.floats(pairs * l.embedding);
-    sharedOut = _layout.floats(l.sharedHidden ? l.maxRows * l.embedding : 0);
+    rows.take(_layout, l, RowBuffer::RouterLogits, RowBuffer::SharedOut);
+    Input& hidden = input(RowInput::Hidden);
+    hidden.exact.floats = _layout.floats(widest(exactRows, exactPairs));
+    hidden.exact.quantized = _layout.take(std::max({cuda::quantizedRowsBytes(exactRows, l.denseHidden),
+                                                    cuda::quantizedRowsBytes(exactPairs, l.expertHidden),
+                                                    cuda::quantizedRowsBytes(exactRows, l.sharedHidden)}));
+    hidden.fast = takeHalves(widest(fastRows, fastPairs), _splitRows);
 }
 
 void GpuScratch::takeJoined(const StepLimits& l) {
     if (!l.drafts) return;
     apart = _layout.floats(2 * l.maxRows * l.embedding);
-    joined = _layout.floats(2 * exactRows * l.embedding);
-    joinedQuant = _layout.take(cuda::quantizedRowsBytes(exactRows, 2 * l.embedding));
-    takeHalves(2 * fastRows * l.embedding, splitRows, joinedHi, joinedLo);
+    input(RowInput::Joined) = {takeExact(exactRows, 2 * l.embedding),
+                               takeHalves(2 * fastRows * l.embedding, _splitRows)};
 }
 
 }  // namespace sharpi

@@ -2,10 +2,12 @@
 // planning and running count the same. No CUDA here: plans are made on machines without a GPU.
 #pragma once
 
+#include <array>
 #include <optional>
 
 #include "kernels/delta/gated_delta.h"
-#include "operations/backend.h"
+#include "memory/weight_stream.h"
+#include "operations/operations.h"
 #include "operations/scratch.h"
 #include "plan/batch_numbers.h"
 
@@ -36,29 +38,35 @@ struct GpuScratch {
     };
     Numbers step, batch;
 
-    // Floats of all rows, exact before fast.
-    size_t x = 0, q = 0, k = 0, v = 0, chosen = 0, weight = 0, routerLogits = 0;
-    size_t gatedQueries = 0, deltaMixed = 0, deltaGate = 0, deltaAlpha = 0, deltaBeta = 0;
-    size_t gate = 0, up = 0;                // of rows, or of pairs of a row and an expert
-    size_t expertOut = 0;                   // of pairs
-    size_t sharedScale = 0, sharedOut = 0;  // of the expert for every token
-    size_t apart = 0;                       // [2 * rows, embedding]: what a draft goes on from, before it is joined
-    size_t logits = 0;                      // of up to kMaxMatvecRows rows
-    // Exact rows: floats and int8 forms.
-    size_t normed = 0, normedQuant = 0, attended = 0, attendedQuant = 0, hidden = 0, hiddenQuant = 0, joined = 0,
-           joinedQuant = 0;
-    size_t attention = 0;
+    // The forms of exact rows that products read: floats and int8 blocks.
+    struct Exact {
+        size_t floats = 0, quantized = 0;
+    };
+    // Those of fast rows: 16-bit numbers, with their low halves if the model or the cache needs them (else lo = hi).
+    struct Halves {
+        size_t hi = 0, lo = 0;
+    };
+    struct Input {
+        Exact exact;
+        Halves fast;
+    };
+    std::array<Input, 4> inputs;  // by RowInput
+
+    RowBuffers rows;                // exact rows before fast ones
+    size_t chosen = 0, weight = 0;  // [rows, used]: the experts of each row, and their weights
+    size_t sharedScale = 0;         // [rows]
+    size_t apart = 0;               // [2 * rows, embedding]: a draft's two inputs, before they are joined
+    size_t logits = 0;              // [up to kMaxMatvecRows rows, vocab]
+    size_t attention = 0;           // of exact rows
+    size_t attendedFloats = 0;      // [fast rows, width]: a mixer's output before its gate or its norm
+    Halves queries, keys;           // of fast rows, for attention and for Gated DeltaNet
     size_t deltaReaders = 0, deltaReaderBytes = 0;  // zero between launches
-    // Fast rows: 16-bit forms, the low half of the split where the model or cache needs it (offset of the high half
-    // else).
-    bool splitRows = false, splitQueries = false;
-    size_t normedHi = 0, normedLo = 0, qHi = 0, qLo = 0, attendedHi = 0, attendedLo = 0, hiddenHi = 0, hiddenLo = 0;
-    size_t joinedHi = 0, joinedLo = 0, keysHi = 0, keysLo = 0, attendedFloats = 0, deltaWindows = 0, deltaChunks = 0,
-           grouping = 0;
-    // If experts are in slots: the matrix of each pair, or -1; what is foreseen of the next layer; the CPU's orders.
-    size_t slot = 0, orders = 0, foreseen = 0, foreseenWeight = 0, foreseenRows = 0, foreseenQuant = 0;
-    // [layers of experts, experts]: how often each was used; the slot it is in; of those that are not, which one of the
-    // layer it is.
+    size_t deltaWindows = 0, deltaChunks = 0, grouping = 0;
+    // If experts are in slots: the matrix of each pair, or -1; the guess at the next layer's choices; the CPU's orders.
+    size_t slot = 0, orders = 0, foreseen = 0, foreseenWeight = 0;
+    Exact foreseenRows;
+    // [layers of experts, experts]: how often each was used; the slot it is in; for those that are in none, which of
+    // the layer's missing experts it is.
     size_t expertUses = 0, expertTable = 0, expertOrdinal = 0;
     size_t sampling = 0, adjustments = 0, token = 0;
 
@@ -70,7 +78,10 @@ private:
     void takeFastMixer(const StepLimits& limits);
     void takeFeed(const StepLimits& limits);
     void takeJoined(const StepLimits& limits);
-    void takeHalves(int64_t count, bool split, size_t& hi, size_t& lo);
+    Halves takeHalves(int64_t count, bool split);
+    Exact takeExact(int64_t rows, int64_t cols);
+    Input& input(RowInput which) { return inputs[static_cast<size_t>(which)]; }
+    bool _splitRows = false, _splitQueries = false;  // whether halves have low halves
     ScratchLayout _layout;
 };
 

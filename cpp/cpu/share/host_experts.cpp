@@ -35,7 +35,7 @@ HostExperts::HostExperts(ThreadPool& pool, const StepLimits& limits, int64_t row
     : _kernels(cpu::kernels()),
       _pool(pool),
       _maxRows(rows),
-      _maxPairs(limits.expertLayers > 0 ? rows * limits.expertsUsed : 0),
+      _maxPairs(limits.expertLayerCount() > 0 ? rows * limits.expertsUsed : 0),
       _maxHidden(limits.expertHidden) {
     ScratchLayout scratch;
     _threadScratchBytes = Allocator::aligned(cpu::matmulScratchBytes(std::max(limits.embedding, limits.expertHidden)));

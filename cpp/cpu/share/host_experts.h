@@ -13,7 +13,7 @@
 #include "core/thread_pool.h"
 #include "cpu/kernels.h"
 #include "kernels/rows/crossing.h"
-#include "operations/backend.h"
+#include "operations/step_limits.h"
 
 namespace sharpi {
 

@@ -27,7 +27,7 @@ constexpr std::chrono::seconds kLookInterval{1};
 using Clock = std::chrono::steady_clock;
 
 int64_t expertPairs(const StepLimits& limits, int64_t rows) {
-    return limits.expertLayers > 0 ? rows * limits.expertsUsed : 0;
+    return limits.expertLayerCount() > 0 ? rows * limits.expertsUsed : 0;
 }
 
 // Offsets into the mailbox's memory.
@@ -47,8 +47,8 @@ struct MailboxLayout {
           down(parts.floats(rows * limits.embedding)),
           logits(parts.floats(std::min<int64_t>(rows, cuda::kMaxMatvecRows) * limits.vocab)),
           orders(parts.take(sizeof(cuda::ExpertOrders))),
-          choices(
-              parts.take(sizeof(int32_t) * 3 * static_cast<size_t>(limits.expertLayers * expertPairs(limits, rows)))),
+          choices(parts.take(sizeof(int32_t) * 3 *
+                             static_cast<size_t>(limits.expertLayerCount() * expertPairs(limits, rows)))),
           answers(parts.floats(expertPairs(limits, rows) * limits.embedding)) {}
 };
 
@@ -87,7 +87,7 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
       _waiting(std::move(waiting)),
       _maxRows(rows),
       _experts(_pool, limits, rows),
-      _expertLayers(limits.expertLayers),
+      _expertLayers(limits.expertLayerCount()),
       _mostExperts(limits.experts) {
     const MailboxLayout layout(limits, rows);
     uint8_t* base = static_cast<uint8_t*>(memory);

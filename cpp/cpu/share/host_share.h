@@ -22,7 +22,7 @@
 #include "experts/miss_plan.h"
 #include "kernels/experts/expert_cache.h"
 #include "kernels/rows/crossing.h"
-#include "operations/backend.h"
+#include "operations/step_limits.h"
 
 namespace sharpi {
 

@@ -72,7 +72,7 @@ struct Loaded {
           backend(makeBackend(planned)),
           trace(backend->allocator(), nullptr),
           limits(stepLimits(spec, files->tensors(), rows, 128, KvType::F32)),
-          homes(normalized(spec, files->tensors(), planned)),
+          homes(normalized(spec, planned)),
           weights(spec, *files, backend->placer(), homes, static_cast<size_t>(slotBytes), 128, trace),
           kv(backend->allocator(), kvShapes(spec), KvType::F32, 512,
              RecurrentState(backend->allocator(), recurrentShapes(spec), 32)),
@@ -278,7 +278,7 @@ TEST(PredictionLayer, DraftsAreThoseOfAModelOfTheLayerAlone) {
     for (const Shape& shape : shapes(DType::F32)) {
         const Model model = shape.make();
         Loaded whole(model);
-        ASSERT_TRUE(whole.weights.prediction);
+        ASSERT_EQ(whole.spec.predictions.size(), 1u);
         for (const int64_t rows : kTexts) {
             SCOPED_TRACE(shape.text() + ", " + std::to_string(rows) + " rows");
             const auto text = randomTokens(rows + 1, kWidth, 5), again = randomTokens(3, kWidth, 6);
@@ -422,7 +422,7 @@ TEST(PredictionLayer, APlanCountsWhatLoadingTakes) {
                 SCOPED_TRACE(shape.text() + (loaded ? "" : ", left in the file"));
                 const Model model = shape.make();
                 ModelSpec spec = model.spec();
-                if (!loaded) spec.predictions.clear();
+                if (!loaded) spec.dropPredictions();
                 const auto options = planned(false);
                 const auto lines = plannedLines(spec, model.table(), options);
                 const Engine engine(spec, model.weights(), options);
@@ -451,7 +451,7 @@ TEST(PredictionLayer, APlanForADeviceCountsItsBytes) {
         SCOPED_TRACE(shape.text());
         const Model model = shape.make();
         ModelSpec without = model.spec();
-        without.predictions.clear();
+        without.dropPredictions();
         const std::string block = "blk." + std::to_string(shape.options.layers) + ".";
         size_t bytes = 0;
         for (const TensorInfo& t : model.tensors) bytes += t.name.rfind(block, 0) == 0 ? t.bytes : 0;
@@ -492,13 +492,13 @@ TEST(PredictionLayer, StepsHaveRoomForIt) {
     spec.predictions[0].layer.experts->used = 3;
     spec.predictions[0].layer.attention->heads = 16;
     const StepLimits with = stepLimits(spec, model.table(), 8, 64, KvType::BF16);
-    spec.predictions.clear();
+    spec.dropPredictions();
     const StepLimits without = stepLimits(spec, model.table(), 8, 64, KvType::BF16);
     EXPECT_TRUE(with.drafts);
     EXPECT_FALSE(without.drafts);
-    EXPECT_EQ(with.expertLayers, without.expertLayers + 1);
-    EXPECT_EQ(with.expertRows.back(), (std::pair<int32_t, int32_t>(2, 4)));
-    EXPECT_EQ(without.expertRows.back().first, 1);
+    EXPECT_EQ(with.expertLayerCount(), without.expertLayerCount() + 1);
+    EXPECT_EQ(with.expertLayers.back(), (std::pair<int32_t, int32_t>(2, 4)));
+    EXPECT_EQ(without.expertLayers.back().first, 1);
     EXPECT_EQ(with.expertsUsed, 3);
     EXPECT_EQ(without.expertsUsed, 2);
     EXPECT_EQ(with.queryWidth, 16 * o.headDim);

@@ -24,7 +24,7 @@ Homes homesUpTo(const tiny::Model& model, int32_t limit, int64_t cpuRows) {
     Homes homes(model.tensors.size());
     int32_t rank = 0, ofExperts = -1;
     for (const TensorUse& use : tensorUses(model.spec(), model.table())) {
-        const std::string role = use.role;
+        const std::string role = roleName(use.role);
         if (role == "vector") continue;
         TensorHome& home = homes[static_cast<size_t>(use.tensor)];
         if (role == "experts") home.rank = ofExperts < 0 ? ofExperts = rank++ : ofExperts;

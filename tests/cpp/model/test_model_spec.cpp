@@ -42,14 +42,16 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
         SCOPED_TRACE(tiny::describe(o));
         const tiny::Model model(o);
         const ModelSpec spec = model.spec();
-        const Architecture& arch = tiny::architecture(o.architecture);
+        const tiny::Family& arch = tiny::family(o.architecture);
         EXPECT_EQ(spec.architecture, o.architecture);
         EXPECT_EQ(spec.name, "tiny");
         EXPECT_EQ(spec.vocabSize, o.vocab);
         EXPECT_EQ(spec.contextLength, o.context);
         EXPECT_EQ(spec.embedding, o.embedding);
         EXPECT_FLOAT_EQ(spec.normEpsilon, 1e-5f);
-        EXPECT_EQ(spec.output.tensor == spec.tokenEmbedding.tensor, o.tied);
+        const auto listed = [&spec](auto id) { return spec.weights.at(static_cast<size_t>(id.index)); };
+        EXPECT_EQ(listed(spec.output).sameAs == spec.tokenEmbedding.index, o.tied);
+        EXPECT_EQ(listed(spec.output).slice().tensor == listed(spec.tokenEmbedding).slice().tensor, o.tied);
         ASSERT_EQ(static_cast<int64_t>(spec.layers.size()), o.layers);
         for (size_t i = 0; i < spec.layers.size(); ++i) {
             const LayerSpec& layer = spec.layers[i];
@@ -66,63 +68,34 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
             }
             const AttentionSpec& a = *layer.attention;
             EXPECT_EQ(a.gated, arch.hybrid);
-            EXPECT_EQ(a.q.rows, o.heads * o.headDim * (arch.hybrid ? 2 : 1));
+            EXPECT_EQ(listed(a.q).slice().rows, o.heads * o.headDim * (arch.hybrid ? 2 : 1));
             EXPECT_EQ(a.heads, o.heads);
             EXPECT_EQ(a.kvHeads, o.kvHeads);
             EXPECT_EQ(a.headDim, o.headDim);
             EXPECT_FLOAT_EQ(a.scale, 0.25f);
             EXPECT_EQ(a.qkNorm, arch.qkNorm);
-            EXPECT_EQ(a.rope.pairing, arch.pairing);
-            EXPECT_EQ(a.rope.dims, o.headDim);
+            ASSERT_EQ(a.rope, 0);
+            EXPECT_EQ(spec.ropes.at(0).pairing, arch.pairing);
+            EXPECT_EQ(spec.ropes.at(0).dims, o.headDim);
             EXPECT_EQ(static_cast<bool>(a.qBias), o.biases);
             EXPECT_EQ(static_cast<bool>(a.qNorm), arch.qkNorm != AttentionSpec::QkNorm::None);
-            const bool sparse = o.experts > 0 || arch.needsExperts;
+            const bool sparse = o.experts > 0 || arch.mixture;
             EXPECT_EQ(layer.experts.has_value(), sparse);
             EXPECT_EQ(layer.dense.has_value(), !sparse);
             if (sparse) {
                 EXPECT_EQ(layer.experts->count, o.experts ? o.experts : 4);
                 EXPECT_EQ(layer.experts->used, o.used);
-                EXPECT_EQ(layer.experts->renormalize, arch.expertsRenormalized);
-                EXPECT_EQ(layer.experts->hidden(), o.hidden);
+                EXPECT_EQ(layer.experts->renormalize, arch.renormalized);
+                EXPECT_EQ(layer.experts->hidden, o.hidden);
                 EXPECT_EQ(layer.experts->shared.has_value(), arch.hybrid);
             } else {
-                EXPECT_EQ(layer.dense->hidden(), o.hidden);
+                EXPECT_EQ(layer.dense->hidden, o.hidden);
             }
         }
         names.push_back(o.architecture);
     }
     for (const std::string& name : knownArchitectures())
         EXPECT_EQ(std::count(names.begin(), names.end(), name) > 0, true) << name;
-}
-
-// What tells the architectures apart, as their models' own code has it: tests that read the table would agree with any.
-TEST(ModelSpec, ArchitecturesAreWhatTheirModelsAre) {
-    using Pairing = RopeSpec::Pairing;
-    using QkNorm = AttentionSpec::QkNorm;
-    struct Known {
-        const char* name;
-        Pairing pairing;
-        QkNorm qkNorm;
-        bool renormalized, needsExperts, hybrid;
-    };
-    const Known models[] = {
-        {"llama", Pairing::Adjacent, QkNorm::None, true, false, false},  // Mixtral divides by the sum of the chosen
-        {"qwen2", Pairing::Halves, QkNorm::None, true, false, false},
-        {"qwen3", Pairing::Halves, QkNorm::PerHead, true, false, false},
-        {"qwen3moe", Pairing::Halves, QkNorm::PerHead, true, true, false},
-        {"olmoe", Pairing::Halves, QkNorm::FullRow, false, true, false},
-        {"qwen35", Pairing::Halves, QkNorm::PerHead, true, false, true},
-        {"qwen35moe", Pairing::Halves, QkNorm::PerHead, true, true, true},
-    };
-    for (const Known& known : models) {
-        const Architecture& arch = tiny::architecture(known.name);
-        EXPECT_EQ(arch.pairing, known.pairing) << known.name;
-        EXPECT_EQ(arch.qkNorm, known.qkNorm) << known.name;
-        EXPECT_EQ(arch.expertsRenormalized, known.renormalized) << known.name;
-        EXPECT_EQ(arch.needsExperts, known.needsExperts) << known.name;
-        EXPECT_EQ(arch.hybrid, known.hybrid) << known.name;
-        EXPECT_STREQ(arch.ffnNorm, known.hybrid ? "post_attention_norm" : "ffn_norm") << known.name;
-    }
 }
 
 TEST(ModelSpec, CountsParameters) {
@@ -196,7 +169,7 @@ TEST(ModelSpec, TensorsThatNobodyUsesAreRefused) {
         expectSpoiled({}, std::string("'") + name + "'", [&](tiny::Model& m) { m.add(name, DType::F32, {64}); });
     tiny::Model model{tiny::Options()};
     model.add("rope_freqs.weight", DType::F32, {8});
-    EXPECT_TRUE(static_cast<bool>(model.spec().layers[1].attention->rope.factors));
+    EXPECT_TRUE(static_cast<bool>(model.spec().ropes.at(0).factors));
 }
 
 TEST(ModelSpec, NormsAndBiasesMustBeFloats) {
@@ -318,9 +291,9 @@ TEST(ModelSpec, ReadsPredictionLayers) {
         ASSERT_EQ(spec.predictions.size(), 1u);
         const PredictionSpec& p = spec.predictions[0];
         EXPECT_TRUE(p.layer.attention && p.layer.attention->gated);
-        EXPECT_EQ(p.projection.cols, 2 * o.embedding);
-        EXPECT_TRUE(p.headNorm);
-        EXPECT_FALSE(p.embedding);
+        EXPECT_EQ(spec.weights.at(static_cast<size_t>(p.projection.index)).slice().cols, 2 * o.embedding);
+        EXPECT_NE(p.headNorm.index, spec.outputNorm.index);
+        EXPECT_EQ(p.embedding.index, spec.tokenEmbedding.index);
         const std::vector<const LayerSpec*> loaded = spec.loadedLayers();
         EXPECT_EQ(loaded, (std::vector<const LayerSpec*>{&spec.layers[0], &spec.layers[1], &p.layer}));
         for (const TensorInfo& t : whole.tensors) {
@@ -331,7 +304,7 @@ TEST(ModelSpec, ReadsPredictionLayers) {
         }
         tiny::Model own(o);
         own.add("blk.2.nextn.embed_tokens.weight", DType::F32, {o.embedding, o.vocab});
-        EXPECT_TRUE(own.spec().predictions.at(0).embedding);
+        EXPECT_NE(own.spec().predictions.at(0).embedding.index, own.spec().tokenEmbedding.index);
         own.add("blk.2.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
         EXPECT_TRUE(own.spec().predictions.empty()) << "with an output head of its own";
         EXPECT_EQ(own.spec().loadedLayers().size(), 2u);
@@ -341,8 +314,9 @@ TEST(ModelSpec, ReadsPredictionLayers) {
         o.predictions = 3;  // which are read, and of which the first is kept
         tiny::Model several(o);
         ASSERT_EQ(several.spec().predictions.size(), 1u);
-        EXPECT_EQ(several.tensors[static_cast<size_t>(several.spec().predictions[0].projection.tensor)].name,
-                  "blk.2.nextn.eh_proj.weight");
+        const ModelSpec kept = several.spec();
+        const ListedWeight& projection = kept.weights.at(static_cast<size_t>(kept.predictions[0].projection.index));
+        EXPECT_EQ(several.tensors[static_cast<size_t>(projection.slice().tensor)].name, "blk.2.nextn.eh_proj.weight");
         several.add("blk.3.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
         EXPECT_EQ(several.spec().predictions.size(), 1u);
         several.add("blk.2.nextn.shared_head_head.weight", DType::F32, {o.embedding, o.vocab});
@@ -361,7 +335,8 @@ TEST(ModelSpec, ReadsRotaryScaling) {
     model.metadata["llama.rope.scaling.factor"] = 4.0;
     model.metadata["llama.rope.scaling.original_context_length"] = int64_t{75};
     model.metadata["llama.rope.dimension_count"] = int64_t{8};
-    const RopeSpec rope = model.spec().layers[0].attention->rope;
+    const ModelSpec spec = model.spec();
+    const RopeSpec& rope = spec.ropes.at(static_cast<size_t>(spec.layers[0].attention->rope));
     EXPECT_EQ(rope.dims, 8);
     EXPECT_DOUBLE_EQ(rope.frequencyScale, 0.25);
     EXPECT_DOUBLE_EQ(rope.extrapolation, 1.0);
@@ -402,19 +377,20 @@ TEST(Weights, FusedSlicesAreTheRightRows) {
             0)
             << name;
     };
-    expectRows(weights->matrix(a.q), "blk.1.attn_qkv.weight", 0, 64, 64);
-    expectRows(weights->matrix(a.k), "blk.1.attn_qkv.weight", 64, 32, 64);
-    expectRows(weights->matrix(a.v), "blk.1.attn_qkv.weight", 96, 32, 64);
-    EXPECT_EQ(a.qBias.rowBegin, 0);
-    EXPECT_EQ(a.kBias.rowBegin, 64);
-    EXPECT_EQ(a.vBias.rowBegin, 96);
-    EXPECT_EQ(a.qBias.cols, 64);
-    EXPECT_EQ(a.vBias.cols, 32);
+    const auto slice = [&spec](auto id) { return spec.weights.at(static_cast<size_t>(id.index)).slice(); };
+    expectRows(weights->matrix(slice(a.q)), "blk.1.attn_qkv.weight", 0, 64, 64);
+    expectRows(weights->matrix(slice(a.k)), "blk.1.attn_qkv.weight", 64, 32, 64);
+    expectRows(weights->matrix(slice(a.v)), "blk.1.attn_qkv.weight", 96, 32, 64);
+    EXPECT_EQ(slice(a.qBias).colBegin, 0);
+    EXPECT_EQ(slice(a.kBias).colBegin, 64);
+    EXPECT_EQ(slice(a.vBias).colBegin, 96);
+    EXPECT_EQ(slice(a.qBias).cols, 64);
+    EXPECT_EQ(slice(a.vBias).cols, 32);
     const ExpertFfnSpec& f = *layer.experts;
     for (int32_t e = 0; e < f.count; ++e) {
-        expectRows(weights->matrix(f.gate, e), "blk.1.ffn_gate_up_exps.weight", e * 192, 96, 64);
-        expectRows(weights->matrix(f.up, e), "blk.1.ffn_gate_up_exps.weight", e * 192 + 96, 96, 64);
-        expectRows(weights->matrix(f.down, e), "blk.1.ffn_down_exps.weight", e * 64, 64, 96);
+        expectRows(weights->matrix(slice(f.gate), e), "blk.1.ffn_gate_up_exps.weight", e * 192, 96, 64);
+        expectRows(weights->matrix(slice(f.up), e), "blk.1.ffn_gate_up_exps.weight", e * 192 + 96, 96, 64);
+        expectRows(weights->matrix(slice(f.down), e), "blk.1.ffn_down_exps.weight", e * 64, 64, 96);
     }
 }
 

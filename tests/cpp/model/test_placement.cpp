@@ -23,7 +23,7 @@ using namespace sharpi;
 std::vector<std::string> described(const tiny::Model& model, const ModelSpec& spec) {
     std::vector<std::string> lines;
     for (const TensorUse& use : tensorUses(spec, model.table())) {
-        lines.push_back(model.tensors.at(static_cast<size_t>(use.tensor)).name + " " + use.role + " " +
+        lines.push_back(model.tensors.at(static_cast<size_t>(use.tensor)).name + " " + roleName(use.role) + " " +
                         std::to_string(use.layer));
     }
     return lines;
@@ -35,14 +35,14 @@ TEST(TensorUses, ComeInTheOrderOfAToken) {
     o.architecture = "qwen2";
     o.biases = true;
     o.layers = 1;
-    EXPECT_EQ(
-        described(tiny::Model(o)),
-        (std::vector<std::string>{
-            "token_embd.weight embedding -1", "blk.0.attn_norm.weight vector 0", "blk.0.attn_q.bias vector 0",
-            "blk.0.attn_k.bias vector 0", "blk.0.attn_v.bias vector 0", "blk.0.ffn_norm.weight vector 0",
-            "blk.0.attn_q.weight attention 0", "blk.0.attn_k.weight attention 0", "blk.0.attn_v.weight attention 0",
-            "blk.0.attn_output.weight attention 0", "blk.0.ffn_gate.weight ffn_gate 0", "blk.0.ffn_up.weight ffn_up 0",
-            "blk.0.ffn_down.weight ffn_down 0", "output_norm.weight vector -1", "output.weight head -1"}));
+    EXPECT_EQ(described(tiny::Model(o)),
+              (std::vector<std::string>{
+                  "token_embd.weight embedding -1", "blk.0.attn_norm.weight vector 0",
+                  "blk.0.attn_q.weight attention 0", "blk.0.attn_k.weight attention 0",
+                  "blk.0.attn_v.weight attention 0", "blk.0.attn_output.weight attention 0",
+                  "blk.0.attn_q.bias vector 0", "blk.0.attn_k.bias vector 0", "blk.0.attn_v.bias vector 0",
+                  "blk.0.ffn_norm.weight vector 0", "blk.0.ffn_gate.weight ffn_gate 0", "blk.0.ffn_up.weight ffn_up 0",
+                  "blk.0.ffn_down.weight ffn_down 0", "output_norm.weight vector -1", "output.weight head -1"}));
 
     o = tiny::Options();
     o.architecture = "qwen3moe";
@@ -51,9 +51,9 @@ TEST(TensorUses, ComeInTheOrderOfAToken) {
     std::vector<std::string> expected = {"token_embd.weight embedding -1"};
     for (const std::string i : {"0", "1"}) {
         for (const std::string line :
-             {"attn_norm.weight vector", "attn_q_norm.weight vector", "attn_k_norm.weight vector",
-              "ffn_norm.weight vector", "attn_qkv.weight attention", "attn_qkv.weight attention",
-              "attn_qkv.weight attention", "attn_output.weight attention", "ffn_gate_inp.weight router",
+             {"attn_norm.weight vector", "attn_qkv.weight attention", "attn_qkv.weight attention",
+              "attn_qkv.weight attention", "attn_output.weight attention", "attn_q_norm.weight vector",
+              "attn_k_norm.weight vector", "ffn_norm.weight vector", "ffn_gate_inp.weight router",
               "ffn_gate_up_exps.weight experts", "ffn_gate_up_exps.weight experts", "ffn_down_exps.weight experts"}) {
             expected.push_back("blk." + i + "." + line + " " + i);
         }
@@ -99,7 +99,7 @@ TEST(TensorUses, CountWhatATokenReads) {
         std::set<int32_t> seen;
         for (const TensorUse& use : tensorUses(spec, table)) {
             const TensorInfo& t = table.all().at(static_cast<size_t>(use.tensor));
-            const std::string role = use.role;
+            const std::string role = roleName(use.role);
             seen.insert(use.tensor);
             EXPECT_EQ(use.cols, role == "vector" && o.fusedQkv ? use.cols : t.shape[0]) << t.name;
             if (role == "embedding") {
@@ -193,7 +193,7 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
             uint64_t vram = 0, direct = 0, slots = 0, cpu = 0;
             std::set<size_t> candidates;
             for (const TensorUse& use : tensorUses(model.spec(), model.table())) {
-                if (std::string(use.role) != "vector") candidates.insert(static_cast<size_t>(use.tensor));
+                if (use.role != WeightRole::Vector) candidates.insert(static_cast<size_t>(use.tensor));
             }
             for (size_t i = 0; i < model.tensors.size(); ++i) {
                 const TensorInfo& t = model.tensors[i];
@@ -281,25 +281,25 @@ TEST(TensorUses, OfAHybrid) {
     const auto layer = [&](const std::string& index, const std::vector<std::string>& lines) {
         for (const std::string& line : lines) expected.push_back("blk." + index + "." + line + " " + index);
         for (const std::string line :
-             {"ffn_gate_inp.weight router", "ffn_gate_exps.weight experts", "ffn_up_exps.weight experts",
-              "ffn_down_exps.weight experts", "ffn_gate_shexp.weight attention", "ffn_up_shexp.weight attention",
-              "ffn_down_shexp.weight attention"})
+             {"post_attention_norm.weight vector", "ffn_gate_inp.weight router", "ffn_gate_inp_shexp.weight vector",
+              "ffn_gate_shexp.weight attention", "ffn_up_shexp.weight attention", "ffn_down_shexp.weight attention",
+              "ffn_gate_exps.weight experts", "ffn_up_exps.weight experts", "ffn_down_exps.weight experts"})
             expected.push_back("blk." + index + "." + line + " " + index);
     };
-    layer("0", {"attn_norm.weight vector", "ssm_conv1d.weight vector", "ssm_dt.bias vector", "ssm_a vector",
-                "ssm_norm.weight vector", "post_attention_norm.weight vector", "ffn_gate_inp_shexp.weight vector",
-                "attn_qkv.weight attention", "attn_gate.weight attention", "ssm_alpha.weight attention",
-                "ssm_beta.weight attention", "ssm_out.weight attention"});
-    const std::vector<std::string> attention = {
-        "attn_norm.weight vector",           "attn_q_norm.weight vector",        "attn_k_norm.weight vector",
-        "post_attention_norm.weight vector", "ffn_gate_inp_shexp.weight vector", "attn_q.weight attention",
-        "attn_k.weight attention",           "attn_v.weight attention",          "attn_output.weight attention"};
+    layer("0", {"attn_norm.weight vector", "attn_qkv.weight attention", "attn_gate.weight attention",
+                "ssm_alpha.weight attention", "ssm_beta.weight attention", "ssm_out.weight attention",
+                "ssm_conv1d.weight vector", "ssm_dt.bias vector", "ssm_a vector", "ssm_norm.weight vector"});
+    const std::vector<std::string> attention = {"attn_norm.weight vector",      "attn_q.weight attention",
+                                                "attn_k.weight attention",      "attn_v.weight attention",
+                                                "attn_output.weight attention", "attn_q_norm.weight vector",
+                                                "attn_k_norm.weight vector"};
     layer("1", attention);
     std::vector<std::string> without = expected;
-    for (const std::string line : {"embed_tokens.weight embedding", "enorm.weight vector", "hnorm.weight vector",
-                                   "shared_head_norm.weight vector", "eh_proj.weight attention"})
+    for (const std::string line :
+         {"embed_tokens.weight embedding", "enorm.weight vector", "hnorm.weight vector", "eh_proj.weight attention"})
         expected.push_back("blk.2.nextn." + line + " 2");
     layer("2", attention);
+    expected.push_back("blk.2.nextn.shared_head_norm.weight vector 2");
     for (auto* lines : {&expected, &without}) {
         lines->push_back("output_norm.weight vector -1");
         lines->push_back("output.weight head -1");
@@ -312,7 +312,7 @@ TEST(TensorUses, OfAHybrid) {
         used += t.name.rfind("blk.2.", 0) == 0 ? 0 : t.bytes;
     }
     EXPECT_EQ(placementOf(spec, model.table(), {}).vram, all);
-    spec.predictions.clear();
+    spec.dropPredictions();
     EXPECT_EQ(described(model, spec), without);
     const Placement placement = placementOf(spec, model.table(), {});
     EXPECT_EQ(placement.vram, used);
@@ -330,15 +330,14 @@ TEST(ExpertsAway, ThePredictionLayersCount) {
         if (!isStack(model.tensors[i])) continue;
         Homes homes(model.tensors.size());
         homes[i].home = Home::Direct;
-        const Homes made = normalized(spec, model.table(), homes);
+        const Homes made = normalized(spec, homes);
         EXPECT_TRUE(expertsAway(spec, made));
         for (size_t k = 0; k < made.size(); ++k) {
             EXPECT_EQ(made[k].home, isStack(model.tensors[k]) ? Home::Slots : Home::Vram) << model.tensors[k].name;
         }
         ModelSpec without = spec;
-        without.predictions.clear();
-        EXPECT_EQ(expertsAway(without, normalized(without, model.table(), homes)),
-                  layerOf(model.tensors[i]) != "blk.2");
+        without.dropPredictions();
+        EXPECT_EQ(expertsAway(without, normalized(without, homes)), layerOf(model.tensors[i]) != "blk.2");
     }
 }
 

@@ -55,21 +55,23 @@ int64_t quantized(int64_t rows, int64_t cols) { return static_cast<int64_t>(cuda
 // Bytes of a block's numbers.
 int64_t numberBytes(const GpuScratch::Numbers& numbers) { return kInt * numbers.layout->count(); }
 
+const GpuScratch::Input& input(const GpuScratch& s, RowInput which) { return s.inputs[static_cast<size_t>(which)]; }
+
 // What is held all through a pass.
 std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
     const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, group = std::min<int64_t>(rows, 8),
                   stepRows = std::min<int64_t>(rows, 64);
-    const int64_t counted = kInt * l.expertLayers * l.experts, slotted = l.expertSlots ? 1 : 0,
+    const int64_t counted = kInt * l.expertLayerCount() * l.experts, slotted = l.expertSlots ? 1 : 0,
                   split = l.floatWeights ? 1 : 0;
     return {
         {"step", s.step.at, numberBytes(s.step)},
         {"batch", s.batch.at, numberBytes(s.batch)},
-        {"x", s.x, kFloat * rows * l.embedding},
+        {"x", s.rows[RowBuffer::Residual], kFloat * rows * l.embedding},
         {"logits", s.logits, kFloat * group * l.vocab},
-        {"normed", s.normed, kFloat * exact * l.embedding},
-        {"normedQuant", s.normedQuant, quantized(exact, l.embedding)},
-        {"normedHi", s.normedHi, kHalf * fast * l.embedding},
-        {"normedLo", s.normedLo, split * kHalf * fast * l.embedding},
+        {"normed", input(s, RowInput::Normed).exact.floats, kFloat * exact * l.embedding},
+        {"normedQuant", input(s, RowInput::Normed).exact.quantized, quantized(exact, l.embedding)},
+        {"normedHi", input(s, RowInput::Normed).fast.hi, kHalf * fast * l.embedding},
+        {"normedLo", input(s, RowInput::Normed).fast.lo, split * kHalf * fast * l.embedding},
         {"attention", s.attention,
          static_cast<int64_t>(
              cuda::decodeAttentionBytes(group, {l.heads, l.kvHeads, l.headDim}, l.context, l.pageTokens))},
@@ -80,7 +82,6 @@ std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
         {"token", s.token, kInt * group},
         {"chosen", s.chosen, kInt * rows * l.expertsUsed},
         {"weight", s.weight, kFloat * rows * l.expertsUsed},
-        {"routerLogits", s.routerLogits, kFloat * rows * l.experts},
         {"sharedScale", s.sharedScale, l.sharedHidden ? kFloat * rows : 0},
         {"grouping", s.grouping,
          l.expertsUsed && fast ? static_cast<int64_t>(cuda::expertGroupingBytes(fast, l.expertsUsed, l.experts)) : 0},
@@ -90,8 +91,8 @@ std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
         {"slot", s.slot, slotted * kInt * exact * l.expertsUsed},
         {"foreseen", s.foreseen, slotted * kInt * stepRows * l.expertsUsed},
         {"foreseenWeight", s.foreseenWeight, slotted * kFloat * stepRows * l.expertsUsed},
-        {"foreseenRows", s.foreseenRows, slotted * kFloat * stepRows * l.embedding},
-        {"foreseenQuant", s.foreseenQuant, slotted * quantized(stepRows, l.embedding)},
+        {"foreseenRows", s.foreseenRows.floats, slotted * kFloat * stepRows * l.embedding},
+        {"foreseenQuant", s.foreseenRows.quantized, slotted * quantized(stepRows, l.embedding)},
         {"orders", s.orders, slotted * static_cast<int64_t>(sizeof(cuda::DeviceOrders))},
     };
 }
@@ -104,23 +105,23 @@ std::vector<Part> ofMixer(const GpuScratch& s, const StepLimits& l) {
     const int64_t keys = l.deltaChannels - l.deltaWidth,
                   tiles = s.batch.layout->deltaTiles();  // keys: of queries and keys together
     return {
-        {"q", s.q, kFloat * rows * l.queryWidth},
-        {"k", s.k, kFloat * rows * l.kvWidth},
-        {"v", s.v, kFloat * rows * l.kvWidth},
-        {"gatedQueries", s.gatedQueries, kFloat * rows * l.gatedQueryWidth},
-        {"deltaMixed", s.deltaMixed, kFloat * rows * l.deltaChannels},
-        {"deltaGate", s.deltaGate, kFloat * rows * l.deltaWidth},
-        {"deltaAlpha", s.deltaAlpha, kFloat * rows * l.deltaHeads},
-        {"deltaBeta", s.deltaBeta, kFloat * rows * l.deltaHeads},
-        {"attended", s.attended, kFloat * exact * attended},
-        {"attendedQuant", s.attendedQuant, quantized(exact, attended)},
-        {"qHi", s.qHi, kHalf * fast * l.queryWidth},
-        {"qLo", s.qLo, splitQueries * kHalf * fast * l.queryWidth},
-        {"attendedHi", s.attendedHi, kHalf * fast * attended},
-        {"attendedLo", s.attendedLo, split * kHalf * fast * attended},
+        {"q", s.rows[RowBuffer::Queries], kFloat * rows * l.queryWidth},
+        {"k", s.rows[RowBuffer::Keys], kFloat * rows * l.kvWidth},
+        {"v", s.rows[RowBuffer::Values], kFloat * rows * l.kvWidth},
+        {"gatedQueries", s.rows[RowBuffer::GatedQueries], kFloat * rows * l.gatedQueryWidth},
+        {"deltaMixed", s.rows[RowBuffer::DeltaMixed], kFloat * rows * l.deltaChannels},
+        {"deltaGate", s.rows[RowBuffer::DeltaGate], kFloat * rows * l.deltaWidth},
+        {"deltaAlpha", s.rows[RowBuffer::DeltaAlpha], kFloat * rows * l.deltaHeads},
+        {"deltaBeta", s.rows[RowBuffer::DeltaBeta], kFloat * rows * l.deltaHeads},
+        {"attended", input(s, RowInput::Attended).exact.floats, kFloat * exact * attended},
+        {"attendedQuant", input(s, RowInput::Attended).exact.quantized, quantized(exact, attended)},
+        {"qHi", s.queries.hi, kHalf * fast * l.queryWidth},
+        {"qLo", s.queries.lo, splitQueries * kHalf * fast * l.queryWidth},
+        {"attendedHi", input(s, RowInput::Attended).fast.hi, kHalf * fast * attended},
+        {"attendedLo", input(s, RowInput::Attended).fast.lo, split * kHalf * fast * attended},
         {"attendedFloats", s.attendedFloats, kFloat * fast * std::max(l.gatedQueryWidth / 2, l.deltaWidth)},
-        {"keysHi", s.keysHi, delta * kHalf * fast * keys},
-        {"keysLo", s.keysLo, delta * kHalf * fast * keys},
+        {"keysHi", s.keys.hi, delta * kHalf * fast * keys},
+        {"keysLo", s.keys.lo, delta * kHalf * fast * keys},
         {"deltaWindows", s.deltaWindows, delta * kFloat * tiles * (l.deltaConvWidth - 1) * l.deltaChannels},
         {"deltaChunks", s.deltaChunks,
          delta ? static_cast<int64_t>(cuda::deltaChunkBytes(fast, tiles, deltaShape(), true)) : 0},
@@ -136,14 +137,15 @@ std::vector<Part> ofFeed(const GpuScratch& s, const StepLimits& l) {
         std::max({quantized(s.exactRows, l.denseHidden), quantized(s.exactRows * used, l.expertHidden),
                   quantized(s.exactRows, l.sharedHidden)});
     return {
-        {"gate", s.gate, kFloat * widest(l.maxRows)},
-        {"up", s.up, kFloat * widest(l.maxRows)},
-        {"hidden", s.hidden, kFloat * widest(s.exactRows)},
-        {"hiddenQuant", s.hiddenQuant, forms},
-        {"hiddenHi", s.hiddenHi, kHalf * widest(s.fastRows)},
-        {"hiddenLo", s.hiddenLo, split * kHalf * widest(s.fastRows)},
-        {"expertOut", s.expertOut, kFloat * l.maxRows * used * l.embedding},
-        {"sharedOut", s.sharedOut, l.sharedHidden ? kFloat * l.maxRows * l.embedding : 0},
+        {"routerLogits", s.rows[RowBuffer::RouterLogits], kFloat * l.maxRows * l.experts},
+        {"gate", s.rows[RowBuffer::Gate], kFloat * widest(l.maxRows)},
+        {"up", s.rows[RowBuffer::Up], kFloat * widest(l.maxRows)},
+        {"hidden", input(s, RowInput::Hidden).exact.floats, kFloat * widest(s.exactRows)},
+        {"hiddenQuant", input(s, RowInput::Hidden).exact.quantized, forms},
+        {"hiddenHi", input(s, RowInput::Hidden).fast.hi, kHalf * widest(s.fastRows)},
+        {"hiddenLo", input(s, RowInput::Hidden).fast.lo, split * kHalf * widest(s.fastRows)},
+        {"expertOut", s.rows[RowBuffer::ExpertOut], kFloat * l.maxRows * used * l.embedding},
+        {"sharedOut", s.rows[RowBuffer::SharedOut], l.sharedHidden ? kFloat * l.maxRows * l.embedding : 0},
     };
 }
 
@@ -151,10 +153,10 @@ std::vector<Part> ofJoin(const GpuScratch& s, const StepLimits& l) {
     if (!l.drafts) return {};
     return {
         {"apart", s.apart, kFloat * 2 * l.maxRows * l.embedding},
-        {"joined", s.joined, kFloat * 2 * s.exactRows * l.embedding},
-        {"joinedQuant", s.joinedQuant, quantized(s.exactRows, 2 * l.embedding)},
-        {"joinedHi", s.joinedHi, kHalf * 2 * s.fastRows * l.embedding},
-        {"joinedLo", s.joinedLo, l.floatWeights ? kHalf * 2 * s.fastRows * l.embedding : 0},
+        {"joined", input(s, RowInput::Joined).exact.floats, kFloat * 2 * s.exactRows * l.embedding},
+        {"joinedQuant", input(s, RowInput::Joined).exact.quantized, quantized(s.exactRows, 2 * l.embedding)},
+        {"joinedHi", input(s, RowInput::Joined).fast.hi, kHalf * 2 * s.fastRows * l.embedding},
+        {"joinedLo", input(s, RowInput::Joined).fast.lo, l.floatWeights ? kHalf * 2 * s.fastRows * l.embedding : 0},
     };
 }
 
@@ -172,7 +174,7 @@ StepLimits dense(int64_t rows) {
 
 StepLimits withExperts(int64_t rows) {
     StepLimits l = dense(rows);
-    l.experts = 24, l.expertsUsed = 4, l.expertLayers = 5, l.expertHidden = 96, l.sharedHidden = 224;
+    l.experts = 24, l.expertsUsed = 4, l.expertLayers.assign(5, {0, 24}), l.expertHidden = 96, l.sharedHidden = 224;
     l.expertSlots = true;
     l.kvType = KvType::F16;
     return l;

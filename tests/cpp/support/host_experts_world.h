@@ -190,7 +190,8 @@ inline StepLimits limitsOf(const std::vector<Shape>& shapes, size_t layers) {
         limits.expertsUsed = std::max(limits.expertsUsed, s.used);
         limits.expertHidden = std::max(limits.expertHidden, s.hidden);
     }
-    limits.expertLayers = static_cast<int32_t>(layers);
+    for (int32_t layer = 0; layer < static_cast<int32_t>(layers); ++layer)
+        limits.expertLayers.emplace_back(layer, limits.experts);
     return limits;
 }
 
@@ -277,7 +278,7 @@ struct Desk {
         std::fill_n(box.answers, mostPairs() * box.input.cols, kPoison);
     }
     void poisonChoices() const {
-        for (int32_t layer = 0; layer < limits.expertLayers; ++layer) {
+        for (int32_t layer = 0; layer < limits.expertLayerCount(); ++layer) {
             const cuda::HostChoices to = mailbox().choicesOf(layer);
             for (int32_t* list : {to.chosen, to.slot, to.predicted}) std::fill_n(list, mostPairs(), -1000 - layer);
         }

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "model/architecture.h"
+#include "model/model_spec.h"
 #include "model/weights.h"
 
 namespace tiny {
@@ -37,9 +37,36 @@ struct Options {
     unsigned seed = 1;
 };
 
-inline const sharpi::Architecture& architecture(const std::string& name) {
-    for (const sharpi::Architecture& a : sharpi::architectures())
-        if (name == a.name) return a;
+// What the known architectures are, as their models' own code has it. It says what the readers in model/architectures/
+// must find, and what files to write for them.
+struct Family {
+    const char* name;
+    sharpi::RopeSpec::Pairing pairing;
+    sharpi::AttentionSpec::QkNorm qkNorm;
+    bool renormalized;  // the weights of the experts that a row chose sum to 1
+    bool mixture;       // every model has experts
+    bool hybrid;        // layers of Gated DeltaNet between those of attention, which is gated
+    const char* ffnNorm() const { return hybrid ? "post_attention_norm" : "ffn_norm"; }
+};
+
+inline const std::vector<Family>& families() {
+    using Pairing = sharpi::RopeSpec::Pairing;
+    using QkNorm = sharpi::AttentionSpec::QkNorm;
+    static const std::vector<Family> all = {
+        {"llama", Pairing::Adjacent, QkNorm::None, true, false, false},  // Mixtral divides by the sum of the chosen
+        {"olmoe", Pairing::Halves, QkNorm::FullRow, false, true, false},
+        {"qwen2", Pairing::Halves, QkNorm::None, true, false, false},
+        {"qwen3", Pairing::Halves, QkNorm::PerHead, true, false, false},
+        {"qwen3moe", Pairing::Halves, QkNorm::PerHead, true, true, false},
+        {"qwen35", Pairing::Halves, QkNorm::PerHead, true, false, true},
+        {"qwen35moe", Pairing::Halves, QkNorm::PerHead, true, true, true},
+    };
+    return all;
+}
+
+inline const Family& family(const std::string& name) {
+    for (const Family& f : families())
+        if (name == f.name) return f;
     throw std::runtime_error("no architecture " + name);
 }
 
@@ -51,7 +78,7 @@ public:
     std::vector<uint8_t> bytes;
 
     explicit Model(const Options& options) : _options(options), _random(options.seed) {
-        if (architecture(options.architecture).needsExperts && !_options.experts) _options.experts = 4;
+        if (family(options.architecture).mixture && !_options.experts) _options.experts = 4;
         writeMetadata();
         const int64_t e = _options.embedding;
         add("token_embd.weight", _options.matrices, {e, _options.vocab});
@@ -164,13 +191,13 @@ private:
         metadata[key("ssm.conv_kernel")] = _options.convWidth;
     }
 
-    bool hybrid() const { return architecture(_options.architecture).hybrid; }
+    bool hybrid() const { return family(_options.architecture).hybrid; }
 
     void addLayer(int64_t i) {
         const std::string block = "blk." + std::to_string(i) + ".";
         const int64_t e = _options.embedding;
         add(block + "attn_norm.weight", DType::F32, {e});
-        add(block + architecture(_options.architecture).ffnNorm + ".weight", DType::F32, {e});
+        add(block + family(_options.architecture).ffnNorm() + ".weight", DType::F32, {e});
         if (hybrid() && i < _options.layers && (i + 1) % _options.interval) addDelta(block);
         else addAttention(block);
         addFeedForward(block);
@@ -206,7 +233,7 @@ private:
             if (o.biases) add(block + part + ".bias", DType::F32, {rows});
         }
         add(block + "attn_output.weight", o.matrices, {q, o.embedding});
-        const auto norm = architecture(o.architecture).qkNorm;
+        const auto norm = family(o.architecture).qkNorm;
         if (norm != sharpi::AttentionSpec::QkNorm::None) {
             const bool perHead = norm == sharpi::AttentionSpec::QkNorm::PerHead;
             add(block + "attn_q_norm.weight", DType::F32, {perHead ? o.headDim : q});
@@ -313,7 +340,7 @@ inline std::vector<Options> hybrids() {
 // Every architecture, and the variants of how files store the same parts, as both processors run them.
 inline std::vector<Options> gpuVariants() {
     std::vector<Options> all;
-    for (const sharpi::Architecture& a : sharpi::architectures()) {
+    for (const Family& a : families()) {
         if (a.hybrid) continue;
         Options o;
         o.architecture = a.name;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "draft_world.h"
+#include "forwarding.h"
 
 namespace tiny {
 
@@ -31,14 +32,7 @@ public:
         if (batch.sources.empty()) checkTiles(kv);
         Watched::begin(batch, kv);
     }
-    void embed(const Weight& table) override {
-        Watched::embed(table);
-        markPromptRows();
-    }
-    void joinDraft(const PredictionWeights& weights, const float* sourceNorm, float eps) override {
-        Watched::joinDraft(weights, sourceNorm, eps);
-        markPromptRows();
-    }
+    Operations& operations() override { return _marked; }
 
 private:
     // Other bits for a prompt row, which depend on its token and its position alone.
@@ -69,8 +63,26 @@ private:
         }
     }
 
+    // Marks the rows that go into a pass.
+    class Marked : public Forwarding {
+    public:
+        explicit Marked(TwoArithmetics& owner) : Forwarding(owner.Watched::operations()), _owner(owner) {}
+        void embed(const Weight& table) override {
+            Forwarding::embed(table);
+            _owner.markPromptRows();
+        }
+        void linear(RowInput x, std::initializer_list<Product> products) override {
+            Forwarding::linear(x, products);
+            if (x == RowInput::Joined) _owner.markPromptRows();
+        }
+
+    private:
+        TwoArithmetics& _owner;
+    };
+
     int64_t _step, _embedding = 0;
     Batch _rows;
+    Marked _marked{*this};
 };
 
 // An engine on it that can be watched, and asked what a sequence answers that was computed at once.

@@ -13,12 +13,12 @@
 #include <utility>
 #include <vector>
 
-#include "backend/cuda_expert_loads.h"
 #include "device/cuda_memory.h"
 #include "gpu_test.h"
 #include "kernels/formats/packed.h"
 #include "memory/allocator.h"
 #include "reference_matmul.h"
+#include "transfers/cuda_expert_loads.h"
 
 namespace sharpi::cuda {
 namespace {

@@ -22,7 +22,7 @@ StepLimits limits() {
     limits.experts = kExperts;
     limits.expertsUsed = kUsed;
     limits.expertHidden = kHidden;
-    limits.expertLayers = 1;
+    limits.expertLayers = {{0, limits.experts}};
     return limits;
 }
 

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <utility>
 
-#include "backend/cuda_probe.h"
 #include "device/cuda_memory.h"
+#include "device/cuda_probe.h"
 #include "device/marker.h"
 #include "gpu_test.h"
 

@@ -10,12 +10,12 @@
 #include <string>
 #include <vector>
 
-#include "backend/cuda_transfers.h"
 #include "gpu_test.h"
 #include "kernels/formats/packed.h"
 #include "kernels/matvec/matvec.h"
 #include "mapped_test_file.h"
 #include "reference_matmul.h"
+#include "transfers/cuda_transfers.h"
 
 namespace sharpi::cuda {
 namespace {

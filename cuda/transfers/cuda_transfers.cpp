@@ -1,5 +1,5 @@
 // See cuda_transfers.h.
-#include "backend/cuda_transfers.h"
+#include "transfers/cuda_transfers.h"
 
 #include <utility>
 

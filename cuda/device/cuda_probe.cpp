@@ -1,5 +1,5 @@
 // See cuda_probe.h.
-#include "backend/cuda_probe.h"
+#include "device/cuda_probe.h"
 
 #include <algorithm>
 #include <array>

@@ -1,5 +1,5 @@
 // See cuda_expert_loads.h.
-#include "backend/cuda_expert_loads.h"
+#include "transfers/cuda_expert_loads.h"
 
 #include <set>
 #include <string>

@@ -1,0 +1,120 @@
+// The CPU's operations of attention; see cpu_operations.h.
+#include <cstring>
+
+#include "cpu/cpu_operations.h"
+
+namespace sharpi {
+
+namespace {
+
+constexpr int64_t kQueryBlock = 64;  // what attentionScratchBytes is sized for
+
+}  // namespace
+
+void CpuOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
+    using QkNorm = AttentionSpec::QkNorm;
+    float *const q = _work.at(RowBuffer::Queries), *const k = _work.at(RowBuffer::Keys);
+    const int64_t rows = _work.rows(), headDim = pages.headDim;
+    if (call.gated) splitGatedQueries(call.heads, pages.headDim);
+    if (call.qkNorm == QkNorm::PerHead) {
+        _work.norm(q, call.qNorm, call.eps, rows * call.heads, headDim, q);
+        _work.norm(k, call.kNorm, call.eps, rows * pages.kvHeads, headDim, k);
+    } else if (call.qkNorm == QkNorm::FullRow) {
+        _work.norm(q, call.qNorm, call.eps, rows, call.heads * headDim, q);
+        _work.norm(k, call.kNorm, call.eps, rows, pages.kvHeads * headDim, k);
+    }
+    if (call.rope.dims > 0) {
+        rope(q, call.heads, pages.headDim, call.rope);
+        rope(k, pages.kvHeads, pages.headDim, call.rope);
+    }
+    for (const SequenceRows& sequence : _work.sequences) storeKv(sequence, pages);
+}
+
+// A head's query and its gate stand together.
+void CpuOperations::splitGatedQueries(int32_t heads, int32_t headDim) {
+    const float* const both = _work.at(RowBuffer::GatedQueries);
+    float *const q = _work.at(RowBuffer::Queries), *const gates = _work.floats(_work.scratch().queryGate);
+    const size_t bytes = sizeof(float) * static_cast<size_t>(headDim);
+    _work.forRanges(_work.rows() * heads, std::max<int64_t>(1, CpuWork::kElementGrain / headDim),
+                    [&](int64_t begin, int64_t end) {
+                        for (int64_t head = begin; head < end; ++head) {
+                            std::memcpy(q + head * headDim, both + 2 * head * headDim, bytes);
+                            std::memcpy(gates + head * headDim, both + (2 * head + 1) * headDim, bytes);
+                        }
+                    });
+}
+
+void CpuOperations::rope(float* x, int32_t heads, int32_t headDim, const RopeTable& table) {
+    const int64_t half = table.dims / 2;
+    _work.forRanges(_work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / (int64_t{heads} * headDim)),
+                    [&](int64_t begin, int64_t end) {
+                        for (int64_t t = begin; t < end; ++t) {
+                            const float* cos = table.cos + _work.batch->positions[t] * half;
+                            const float* sin = table.sin + _work.batch->positions[t] * half;
+                            for (int32_t h = 0; h < heads; ++h) {
+                                _work.kernels.rope(x + (t * heads + h) * headDim, cos, sin, table.dims, table.adjacent);
+                            }
+                        }
+                    });
+}
+
+void CpuOperations::storeKv(const SequenceRows& rows, const KvPages& pages) {
+    const int64_t width = int64_t{pages.kvHeads} * pages.headDim;
+    const float *const k = _work.at(RowBuffer::Keys), *const v = _work.at(RowBuffer::Values);
+    const size_t headBytes = pages.headDim * kvElementBytes(pages.type);
+    _work.forRanges(
+        rows.end - rows.begin, std::max<int64_t>(1, CpuWork::kElementGrain / width), [&](int64_t begin, int64_t end) {
+            for (int64_t t = rows.begin + begin; t < rows.begin + end; ++t) {
+                const int32_t position = _work.batch->positions[t];
+                const int64_t page = rows.pageTable[position / pages.pageTokens];
+                const int64_t token = position % pages.pageTokens;
+                for (int32_t h = 0; h < pages.kvHeads; ++h) {
+                    const size_t at = ((page * pages.kvHeads + h) * pages.pageTokens + token) * headBytes;
+                    _work.kernels.storeKv(k + t * width + h * pages.headDim, pages.headDim, pages.type, pages.k + at);
+                    _work.kernels.storeKv(v + t * width + h * pages.headDim, pages.headDim, pages.type, pages.v + at);
+                }
+            }
+        });
+}
+
+void CpuOperations::attend(const HeadsCall& call, const KvPages& pages, const Weight&) {
+    struct Piece {
+        const SequenceRows* sequence;
+        int64_t begin, end;
+        int32_t kvHead;
+    };
+    std::vector<Piece> pieces;
+    for (const SequenceRows& s : _work.sequences) {
+        // The last rows see the most keys: start with them, so that the threads finish together.
+        const int64_t rows = s.end - s.begin;
+        for (int64_t begin = (rows - 1) / kQueryBlock * kQueryBlock; begin >= 0; begin -= kQueryBlock) {
+            for (int32_t h = 0; h < pages.kvHeads; ++h) {
+                pieces.push_back({&s, begin, std::min(begin + kQueryBlock, rows), h});
+            }
+        }
+    }
+    const int64_t stride = int64_t{call.heads} * pages.headDim;
+    float *const q = _work.at(RowBuffer::Queries), *const attended = _work.floats(_work.scratch().attended);
+    _work.pool.run(static_cast<int64_t>(pieces.size()), [&](int64_t i, int worker) {
+        const Piece& piece = pieces[i];
+        cpu::AttentionArgs args;
+        args.q = q + piece.sequence->begin * stride;
+        args.out = attended + piece.sequence->begin * stride;
+        args.rowStride = stride;
+        args.positions = _work.batch->positions.data() + piece.sequence->begin;
+        args.heads = call.heads;
+        args.scale = call.scale;
+        args.pages = pages;
+        args.pageTable = piece.sequence->pageTable;
+        _work.kernels.attention(args, piece.kvHead, piece.begin, piece.end, _work.threadScratch(worker));
+    });
+    if (call.gated) {
+        const float* const gates = _work.floats(_work.scratch().queryGate);
+        _work.forRanges(_work.rows() * stride, CpuWork::kElementGrain, [&](int64_t begin, int64_t end) {
+            _work.kernels.sigmoidMul(attended + begin, gates + begin, end - begin);
+        });
+    }
+    _attended = attended;
+}
+
+}  // namespace sharpi

@@ -1,0 +1,46 @@
+// A layer of experts on the CPU: each chosen expert's matrices are read once for all rows that chose it.
+#pragma once
+
+#include <initializer_list>
+#include <vector>
+
+#include "cpu/cpu_work.h"
+#include "experts/expert_profiler.h"
+
+namespace sharpi {
+
+class CpuExperts {
+public:
+    explicit CpuExperts(CpuWork& work) : _work(work) {}
+    ExpertAccessProfiler& profiler() { return _profiler; }
+
+    // Chooses each row's experts by RouterLogits, and counts them.
+    void route(const RouterCall& call);
+    // Residual += what the chosen experts give, and the shared one.
+    void compute(const ExpertCall& call);
+
+private:
+    // A pair is a row and one expert that it chose; pairs are numbered expert by expert.
+    struct Routing {
+        std::vector<int32_t> expertBegin;  // [experts + 1]: pairs of expert e are [begin[e], begin[e + 1])
+        std::vector<int32_t> pairToken;    // [pairs]
+        std::vector<int32_t> pairOf;       // [rows, used], by rank
+        std::vector<float> weight;         // [rows, used]
+    };
+    // One of several products of the chosen experts with the same input.
+    struct ExpertProduct {
+        const WeightStack& w;
+        float* y = nullptr;  // [pairs, w.first.rows]
+    };
+    // Pair p reads row rowIndex[p] of x.
+    void multiply(const float* x, const cpu::QuantizedRows& xQuant, const int32_t* rowIndex,
+                  std::initializer_list<ExpertProduct> products);
+    void sumByRank(const ExpertCall& call, float* to);
+    void addShared(const float* scale, float* to);
+
+    CpuWork& _work;
+    ExpertAccessProfiler _profiler;
+    Routing _routing;
+};
+
+}  // namespace sharpi

@@ -1,0 +1,44 @@
+// The operations on the CPU: each is shared among the threads of a pool and calls the kernels of cpu/.
+#pragma once
+
+#include "cpu/cpu_experts.h"
+#include "cpu/cpu_work.h"
+#include "operations/operations.h"
+
+namespace sharpi {
+
+class CpuOperations : public Operations {
+public:
+    explicit CpuOperations(CpuWork& work) : _work(work), _experts(work) {}
+    CpuExperts& expertWork() { return _experts; }
+
+    void embed(const Weight& table) override;
+    void norm(const float* weight, float eps, Readers readers, bool floats) override;
+    void linear(RowInput x, std::initializer_list<Product> products) override;
+    void addLinear(RowInput x, const Weight& w, const float* bias) override;
+    void gatedLinear(RowInput x, const Weight& gate, const Weight& up, const Weight& reader) override;
+    void prepareHeads(const HeadsCall& heads, const KvPages& pages) override;
+    void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;
+    void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override;
+    void route(const ExpertCall& call) override { _experts.route(call.routing); }
+    void experts(const ExpertCall& call) override { _experts.compute(call); }
+    void joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,
+                   const Weight& reader) override;
+    void head(const float* norm, const Weight& output, float eps, int64_t first, int64_t count) override;
+
+private:
+    const float* input(RowInput x) const;
+    void addToResidual(const float* y);
+    void splitGatedQueries(int32_t heads, int32_t headDim);
+    void rope(float* x, int32_t heads, int32_t headDim, const RopeTable& table);
+    void storeKv(const SequenceRows& rows, const KvPages& pages);
+    void convolve(const DeltaCall& call, const RecurrentLayer& state);
+    void prepareDelta(const DeltaCall& call);
+    void updateStates(const DeltaCall& call, const RecurrentLayer& state);
+
+    CpuWork& _work;
+    CpuExperts _experts;
+    const float* _attended = nullptr;  // the last mixer's output
+};
+
+}  // namespace sharpi

@@ -1,0 +1,155 @@
+// See cpu_work.h.
+#include "cpu/cpu_work.h"
+
+#include "core/error.h"
+
+namespace sharpi {
+
+namespace {
+
+constexpr size_t kAlign = 64;
+constexpr int64_t kHeadRows = 64;
+constexpr int64_t kRowTile = 16;  // the blocked matmul works on tiles of 16 rows
+
+size_t threadScratchBytes(const StepLimits& l) {
+    const size_t bytes = std::max({cpu::matmulScratchBytes(l.maxCols), cpu::deltaScratchBytes(l.deltaDim),
+                                   cpu::attentionScratchBytes(l.heads, l.kvHeads, l.headDim, l.pageTokens)});
+    return (bytes + kAlign - 1) / kAlign * kAlign;
+}
+
+}  // namespace
+
+CpuScratch::CpuScratch(int threadCount, const StepLimits& l) {
+    ScratchLayout s;
+    const int64_t pairs = l.maxRows * l.expertsUsed;
+    headRows = std::min(kHeadRows, l.maxRows);
+    threadStride = threadScratchBytes(l);
+    rows.take(s, l, RowBuffer::Residual, RowBuffer::SharedOut);
+    normed = s.floats(l.maxRows * l.embedding);
+    block = s.floats(l.maxRows * l.embedding);
+    attended = s.floats(l.maxRows * std::max(l.queryWidth, l.deltaWidth));
+    queryGate = s.floats(l.maxRows * l.gatedQueryWidth / 2);
+    joined = s.floats(l.drafts ? 2 * l.maxRows * l.embedding : 0);
+    sharedScale = s.floats(l.sharedHidden ? l.maxRows : 0);
+    logits = s.floats(headRows * l.vocab);
+    quantized = s.take(cpu::quantizedRowsBytes(l.maxRows, l.maxCols));
+    quantizedHidden = s.take(pairs ? cpu::quantizedRowsBytes(pairs, l.expertHidden) : 0);
+    threads = s.take(threadStride * static_cast<size_t>(threadCount));
+    total = s.bytes();
+}
+
+void CpuWork::takeBuffers(const StepLimits& wanted, uint8_t* memory) {
+    limits = wanted;
+    _scratch = std::make_unique<CpuScratch>(pool.threads(), limits);
+    _memory = memory;
+}
+
+void CpuWork::begin(const Batch& next, const KvCache& kv) {
+    batch = &next;
+    sequences.clear();
+    for (int64_t t = 0; t < next.size(); ++t) {
+        const int32_t sequence = next.sequences[static_cast<size_t>(t)];
+        if (t == 0 || sequence != next.sequences[static_cast<size_t>(t - 1)])
+            sequences.push_back({t, t, kv.pageTable(sequence), kv.states().steps(sequence)});
+        sequences.back().end = t + 1;
+    }
+}
+
+void CpuWork::readRows(const Weight& table, float* out, int64_t outStride) {
+    if (stream) stream->arrive(table.group);
+    const size_t stride = rowBytes(table.type, table.cols);
+    const uint8_t* const data = table.resident() ? table.data : table.file;
+    forRanges(rows(), 16, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
+            const auto token = static_cast<size_t>(batch->tokens[static_cast<size_t>(t)]);
+            kernels.dequantizeRow(table.type, data + token * stride, table.cols, out + t * outStride);
+        }
+    });
+}
+
+void CpuWork::norm(const float* x, const float* weight, float eps, int64_t count, int64_t n, float* y) {
+    forRanges(count, std::max<int64_t>(1, kElementGrain / n), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) kernels.rmsNorm(x + r * n, weight, eps, n, y + r * n);
+    });
+}
+
+void CpuWork::siluMul(float* gate, const float* up, int64_t n) {
+    forRanges(n, kElementGrain,
+              [&](int64_t begin, int64_t end) { kernels.siluMul(gate + begin, up + begin, end - begin); });
+}
+
+cpu::QuantizedRows CpuWork::quantize(const float* x, int64_t count, int64_t cols, size_t offset) {
+    const cpu::QuantizedRows to = cpu::quantizedRowsOver(_memory + offset, count, cols);
+    forRanges(count, std::max<int64_t>(1, kElementGrain / cols), [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
+            kernels.quantizeRow(x + t * cols, cols, to.q + t * to.qStride, to.scale + t * to.scaleStride,
+                                to.sums + t * to.sumStride);
+        }
+    });
+    return to;
+}
+
+void CpuWork::multiply(const std::vector<cpu::MatmulArgs>& jobs) {
+    int64_t all = 0;
+    for (const cpu::MatmulArgs& job : jobs) all += job.w.rows;
+    // A few pieces for each thread, so that a thread that was held up does not hold up all; whole tiles, so that none
+    // is split.
+    const int64_t wanted = std::max<int64_t>(kRowTile, all / (int64_t{8} * pool.threads()));
+    const int64_t piece = (wanted + kRowTile - 1) / kRowTile * kRowTile;
+    struct Piece {
+        const cpu::MatmulArgs* job;
+        int64_t begin, end;
+    };
+    std::vector<Piece> pieces;
+    for (const cpu::MatmulArgs& job : jobs) {
+        for (int64_t begin = 0; begin < job.w.rows; begin += piece)
+            pieces.push_back({&job, begin, std::min(begin + piece, job.w.rows)});
+    }
+    pool.run(static_cast<int64_t>(pieces.size()), [&](int64_t i, int worker) {
+        const Piece& p = pieces[static_cast<size_t>(i)];
+        kernels.matmul(*p.job, p.begin, p.end, threadScratch(worker));
+    });
+}
+
+void CpuWork::forParts(const Weight& w, const std::function<void(const Matrix&, int64_t)>& body) {
+    if (!w.resident()) return stream->forPieces(w.group, w.member, body);
+    if (stream) stream->arrive(w.group);
+    body(w, 0);
+}
+
+void CpuWork::forExperts(const WeightStack& stack, const std::function<void(const MatrixStack&, int32_t)>& body) {
+    if (!stack.resident()) return stream->forExperts(stack.group, body);
+    if (stream) stream->arrive(stack.group);
+    body(stack, 0);
+}
+
+// Matrices that are in memory share the threads; the parts of others are multiplied as they come.
+void CpuWork::linear(const float* x, int64_t count, const std::vector<Output>& outputs) {
+    const int64_t cols = outputs.front().w.cols;
+    if (count > limits.maxRows || cols > limits.maxCols) {
+        throw Error(ErrorKind::Internal, "a product of " + std::to_string(count) + " rows of " + std::to_string(cols) +
+                                             " exceeds the scratch sized at loading");
+    }
+    const auto isQuantized = [](const Output& o) { return !info(o.w.type).isFloat; };
+    cpu::QuantizedRows xQuant;
+    if (std::any_of(outputs.begin(), outputs.end(), isQuantized))
+        xQuant = quantize(x, count, cols, _scratch->quantized);
+    std::vector<cpu::MatmulArgs> together;
+    for (const Output& output : outputs) {
+        forParts(output.w, [&](const Matrix& part, int64_t rowBegin) {
+            cpu::MatmulArgs job;
+            job.w = part;
+            job.xFloat = x;
+            job.xQuant = &xQuant;
+            job.count = count;
+            job.bias = output.bias ? output.bias + rowBegin : nullptr;
+            job.y = output.y + rowBegin;
+            job.yStride = output.w.rows;
+            if (output.w.resident()) together.push_back(job);
+            else multiply({job});
+        });
+    }
+    multiply(together);
+}
+
+}  // namespace sharpi

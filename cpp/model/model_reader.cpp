@@ -1,0 +1,184 @@
+// See model_reader.h. What every model has; the parts of layers are in layer_reader.cpp.
+#include "model/model_reader.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/error.h"
+#include "model/reading_limits.h"
+
+namespace sharpi {
+
+namespace {
+
+[[noreturn]] void bad(const std::string& what) { throw Error(ErrorKind::BadModel, what); }
+
+// The scaling keys say how positions beyond the original context are embedded.
+void readScaling(RopeSpec& rope, const Metadata& md, const std::string& prefix) {
+    const std::string scaling = prefix + "scaling.";
+    const double factor = md.numberOr(scaling + "factor", md.numberOr(prefix + "scale_linear", 1.0));
+    if (factor <= 0) bad("metadata key '" + scaling + "factor' must be positive");
+    const std::string type = md.textOr(scaling + "type", factor != 1.0 ? "linear" : "none");
+    if (type == "none") return;
+    if (type != "linear" && type != "yarn")
+        bad("metadata key '" + scaling + "type' is '" + type + "': known are none, linear and yarn");
+    rope.frequencyScale = 1.0 / factor;
+    if (type == "linear") return;
+    rope.extrapolation = md.numberOr(scaling + "yarn_ext_factor", 1.0);
+    rope.betaFast = md.numberOr(scaling + "yarn_beta_fast", 32.0);
+    rope.betaSlow = md.numberOr(scaling + "yarn_beta_slow", 1.0);
+    if (rope.betaFast <= 0 || rope.betaSlow <= 0) bad("metadata keys '" + scaling + "yarn_beta_*' must be positive");
+    rope.magnitude = md.numberOr(scaling + "yarn_attn_factor", md.numberOr(scaling + "attn_factor", 1.0));
+    if (rope.extrapolation != 0) rope.magnitude *= 1.0 + 0.1 * std::log(factor);
+}
+
+}  // namespace
+
+ModelReader::ModelReader(const Metadata& metadata, const TensorTable& tensors)
+    : _metadata(metadata), _tensors(tensors) {
+    _spec.architecture = metadata.text("general.architecture");
+    _spec.name = metadata.textOr("general.name", _spec.architecture);
+    _spec.contextLength = metadata.integer(key("context_length"), 1, kMaxContext);
+    _spec.embedding = metadata.integer(key("embedding_length"), 1, kMaxWidth);
+    const std::string epsilon = key("attention.layer_norm_rms_epsilon");
+    _spec.normEpsilon = static_cast<float>(metadata.number(epsilon));
+    if (!(_spec.normEpsilon >= 0 && _spec.normEpsilon < 1)) bad("metadata key '" + epsilon + "' is outside 0 to 1");
+    _blocks = metadata.integer(key("block_count"), 1, 4096);
+    const TensorInfo* embedding = tensors.find("token_embd.weight");
+    if (!embedding || embedding->shape.size() < 2) bad("tensor 'token_embd.weight' is missing or not a matrix");
+    _spec.vocabSize = embedding->shape[1];
+    if (_spec.vocabSize > kMaxDim) bad("tensor 'token_embd.weight' has too many rows");
+    const WeightSlice table = _tensors.required("token_embd.weight", {_spec.embedding, _spec.vocabSize});
+    _spec.tokenEmbedding = {
+        add({table}, WeightRole::Embedding, WeightForm::Table, 1.0 / static_cast<double>(_spec.vocabSize))};
+}
+
+int32_t ModelReader::add(std::vector<WeightSlice> slices, WeightRole role, WeightForm form, double share) {
+    ListedWeight weight;
+    weight.slices = std::move(slices);
+    weight.role = role;
+    weight.form = form;
+    weight.part = _part;
+    weight.layer = _layer;
+    weight.share = share;
+    weight.unit = static_cast<int32_t>(_spec.weights.size());
+    _spec.weights.push_back(std::move(weight));
+    return _spec.weights.back().unit;
+}
+
+VectorId ModelReader::vector(const WeightSlice& slice) {
+    if (!slice) return {};
+    return {add({slice}, WeightRole::Vector, WeightForm::Vector)};
+}
+
+bool ModelReader::hasExperts() const { return _metadata.integerOr(key("expert_count"), 0, 65536, 0) > 0; }
+
+void ModelReader::requireExperts() const {
+    if (!hasExperts()) bad("metadata key '" + key("expert_count") + "' is missing");
+}
+
+void ModelReader::countPredictions() {
+    _predictions = _metadata.integerOr(key("nextn_predict_layers"), 0, _blocks - 1, 0);
+}
+
+// The size of a head, from the keys of attention.
+int32_t ModelReader::headDim() const {
+    const int64_t heads = _metadata.integer(key("attention.head_count"), 1, 65536);
+    const std::string length = key("attention.key_length");
+    if (!_metadata.has(length) && _spec.embedding % heads)
+        bad("metadata key '" + length + "' is missing, and the width is no multiple of the head count");
+    const int64_t dim = _metadata.integerOr(length, 2, 4096, _spec.embedding / heads);
+    if (dim % 2) bad("metadata key '" + length + "' is odd");
+    return static_cast<int32_t>(dim);
+}
+
+int32_t ModelReader::rope(RopeSpec::Pairing pairing) {
+    const std::string prefix = key("rope.");
+    RopeSpec rope;
+    rope.pairing = pairing;
+    const int64_t dim = headDim();
+    rope.dims = static_cast<int32_t>(_metadata.integerOr(prefix + "dimension_count", 2, dim, dim));
+    if (rope.dims % 2) bad("metadata key '" + prefix + "dimension_count' is odd: rotary embedding works on pairs");
+    rope.base = _metadata.numberOr(prefix + "freq_base", 10000.0);
+    if (rope.base <= 1.0) bad("metadata key '" + prefix + "freq_base' must be above 1");
+    rope.originalContext =
+        _metadata.integerOr(prefix + "scaling.original_context_length", 1, kMaxDim, _spec.contextLength);
+    readScaling(rope, _metadata, prefix);
+    if (const WeightSlice factors = _tensors.optionalFloats("rope_freqs.weight", {rope.dims / 2}))
+        rope.factors = {add({factors}, WeightRole::Vector, WeightForm::Parameters)};
+    _spec.ropes.push_back(rope);
+    return static_cast<int32_t>(_spec.ropes.size()) - 1;
+}
+
+LayerReader ModelReader::layer() {
+    _layer = static_cast<int32_t>(_read);
+    _spec.layers.emplace_back();
+    return LayerReader(*this, _spec.layers.back(), _read++);
+}
+
+void ModelReader::uniformLayers(const AttentionParts& attention, const ExpertParts& experts) {
+    const bool mixture = hasExperts();
+    for (int64_t i = 0; i < layers(); ++i) {
+        LayerReader next = layer();
+        next.mixerNorm("attn_norm").attention(attention).ffnNorm("ffn_norm");
+        if (mixture) next.experts(experts);
+        else next.dense();
+    }
+    head();
+}
+
+void ModelReader::head() {
+    _part = ModelPart::Head;
+    _layer = -1;
+    _spec.outputNorm = vector(_tensors.requiredFloats("output_norm.weight", {_spec.embedding}));
+    if (const WeightSlice output = _tensors.optional("output.weight", {_spec.embedding, _spec.vocabSize})) {
+        _spec.output = matrix(output, WeightRole::Head);
+        return;
+    }
+    const int32_t table = _spec.tokenEmbedding.index;
+    _spec.output = matrix(_spec.weights[static_cast<size_t>(table)].slice(), WeightRole::Head);
+    _spec.weights.back().sameAs = table;
+}
+
+void ModelReader::prediction(const std::function<void(LayerReader&)>& read) {
+    const ModelSpec without = _spec;
+    const int32_t expertLayers = _expertLayers;
+    const int64_t width = _spec.embedding;
+    const std::string block = "blk." + std::to_string(_read) + ".nextn.";
+    _part = ModelPart::Prediction;
+    _layer = static_cast<int32_t>(layers());
+    PredictionSpec p;
+    p.embedding = _spec.tokenEmbedding;
+    if (const WeightSlice own = _tensors.optional(block + "embed_tokens.weight", {width, _spec.vocabSize})) {
+        const double share = 1.0 / static_cast<double>(_spec.vocabSize);
+        p.embedding = {add({own}, WeightRole::Embedding, WeightForm::Table, share)};
+    }
+    const WeightSlice ofToken = _tensors.requiredFloats(block + "enorm.weight", {width});
+    const WeightSlice ofHidden = _tensors.requiredFloats(block + "hnorm.weight", {width});
+    p.norms = {add({ofToken, ofHidden}, WeightRole::Vector, WeightForm::Vector)};
+    p.projection = matrix(_tensors.required(block + "eh_proj.weight", {2 * width, width}), WeightRole::Attention);
+    LayerReader reader(*this, p.layer, _read++);
+    read(reader);
+    p.headNorm = vector(_tensors.optionalFloats(block + "shared_head_norm.weight", {width}));
+    if (!p.headNorm) p.headNorm = _spec.outputNorm;
+    const bool ownHead = bool(_tensors.optional(block + "shared_head_head.weight", {width, _spec.vocabSize}));
+    // Later ones continue from one another, each for one further token.
+    if (!ownHead && _read == layers() + 1) {
+        _spec.predictions.push_back(std::move(p));
+        return;
+    }
+    _spec = without;  // its tensors are known, and stay in the file
+    _expertLayers = expertLayers;
+}
+
+ModelSpec ModelReader::finish() {
+    if (_read != _blocks || !_spec.output) {
+        throw Error(ErrorKind::Internal, "the reader of '" + _spec.architecture + "' has read " +
+                                             std::to_string(_read) + " of " + std::to_string(_blocks) +
+                                             " layers, or no output head");
+    }
+    _tensors.requireAllUsed(_spec.architecture);
+    return std::move(_spec);
+}
+
+}  // namespace sharpi

@@ -1,0 +1,121 @@
+// The operations that layers are composed of. A processor implements them; layers/ composes them, once for every
+// processor, placement and kind of batch.
+//
+// An operation takes the whole batch: decode rows, which follow core/contract.h, and prompt rows, which are computed as
+// the engine's PromptMode says. A row's kind decides its bits; other rows do not.
+//
+// Products read rows in forms that depend on the matrix: floats, int8 blocks, halves. The operation that writes such
+// rows is told who reads them next (`readers`), so it can write exactly these forms. Products write floats to named
+// buffers.
+#pragma once
+
+#include <initializer_list>
+#include <optional>
+
+#include "memory/kv_pages.h"
+#include "memory/recurrent_state.h"
+#include "model/model_spec.h"
+#include "operations/row_buffers.h"
+#include "placement/weight.h"
+
+namespace sharpi {
+
+// Rows that products read.
+enum class RowInput : uint8_t {
+    Normed,    // written by norm()
+    Attended,  // by attend() and deltaRule()
+    Hidden,    // by gatedLinear()
+    Joined,    // by joinDraft(): [rows, 2 * embedding]
+};
+
+// y = w x + bias.
+struct Product {
+    const Weight& w;
+    const float* bias = nullptr;  // [w.rows], may be nullptr
+    RowBuffer to;
+};
+
+// The matrices that read rows next.
+using Readers = std::initializer_list<Matrix>;
+
+// The heads of one attention layer.
+struct HeadsCall {
+    int32_t heads = 0;
+    float scale = 1.0f;
+    bool gated = false;  // GatedQueries holds each head's query and then its gate; else Queries holds the queries
+    AttentionSpec::QkNorm qkNorm = AttentionSpec::QkNorm::None;
+    const float *qNorm = nullptr, *kNorm = nullptr;
+    float eps = 0;
+    RopeTable rope;
+};
+
+// The parameters of one layer of Gated DeltaNet; see GatedDeltaSpec.
+struct DeltaCall {
+    int32_t keyHeads = 0, valueHeads = 0, headDim = 0, convWidth = 0;
+    const float* conv = nullptr;  // [convWidth, channels]
+    const float *stepBias = nullptr, *decay = nullptr, *headNorm = nullptr;
+    float eps = 0;
+    int64_t keyWidth() const { return int64_t{keyHeads} * headDim; }
+    int64_t valueWidth() const { return int64_t{valueHeads} * headDim; }
+    int64_t channels() const { return 2 * keyWidth() + valueWidth(); }
+};
+
+// How a layer's rows choose experts.
+struct RouterCall {
+    const float* norm = nullptr;  // of the layer's feed-forward part
+    const Weight* router = nullptr;
+    int32_t expertLayer = 0;  // the layer's number among those with experts
+    int32_t count = 0, used = 0;
+    bool renormalize = true;
+    float weightScale = 1.0f;
+    float eps = 0;
+};
+
+struct ExpertCall {
+    RouterCall routing;
+    const WeightStack &gate, &up, &down;
+    const float* sharedScale = nullptr;  // [embedding], of the shared expert; nullptr: there is none
+    std::optional<RouterCall> next;      // of the next layer with experts, for guesses at what it will choose
+    ExpertStacks inFile() const { return {gate.file, up.file, down.file}; }
+};
+
+class Operations {
+public:
+    virtual ~Operations() = default;
+
+    // Residual row t = the table's row of token t.
+    virtual void embed(const Weight& table) = 0;
+    // Normed = rmsNorm(Residual). floats: rows are also read as floats, by route() for a shared expert's scale.
+    virtual void norm(const float* weight, float eps, Readers readers, bool floats = false) = 0;
+    // All products read the same rows.
+    virtual void linear(RowInput x, std::initializer_list<Product> products) = 0;
+    // Residual += w x + bias.
+    virtual void addLinear(RowInput x, const Weight& w, const float* bias) = 0;
+    // Hidden = silu(gate x) * (up x), for the product with `reader`.
+    virtual void gatedLinear(RowInput x, const Weight& gate, const Weight& up, const Weight& reader) = 0;
+
+    // Normalizes and rotates the heads of Queries and Keys, and appends Keys and Values to the cache.
+    virtual void prepareHeads(const HeadsCall& heads, const KvPages& pages) = 0;
+    // Attended = softmax(scale * q k^T) v over the sequence's cache, times sigmoid(gate) if heads are gated.
+    virtual void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) = 0;
+    // Attended = headNorm(deltaRule(silu(conv(DeltaMixed)), DeltaAlpha, DeltaBeta)) * silu(DeltaGate). The sequences'
+    // states move on, from and to the entries that the cache given to Backend::begin() names.
+    virtual void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) = 0;
+
+    // Each row chooses its experts by RouterLogits. The shared expert, if there is one, is computed between route() and
+    // experts(): it reads Normed, and its output goes to SharedOut.
+    virtual void route(const ExpertCall& call) = 0;
+    // Residual += sum over the chosen experts of weight * down(silu(gate n) * up n), n = Normed, summed by rank; then
+    // SharedOut times sigmoid(sharedScale . n).
+    virtual void experts(const ExpertCall& call) = 0;
+
+    // What a prediction layer starts from. Joined row t = [norms[0](the table's row of token t), norms[1](n)], where n
+    // = rmsNorm(Residual row sources[t], sourceNorm) is what the output head read of that row.
+    virtual void joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,
+                           const Weight& reader) = 0;
+    // Logits of the rows [first, first + count) of batch.logitRows, count <= Backend::headRows(), kept until the next
+    // call: output rmsNorm(Residual). They follow core/contract.h whatever the row's kind.
+    virtual void head(const float* norm, const Weight& output, float eps, int64_t first, int64_t count) = 0;
+};
+
+}  // namespace sharpi

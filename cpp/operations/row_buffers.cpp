@@ -1,0 +1,34 @@
+// See row_buffers.h.
+#include "operations/row_buffers.h"
+
+#include <algorithm>
+
+namespace sharpi {
+
+int64_t RowBuffers::floats(RowBuffer buffer, const StepLimits& l) {
+    const int64_t rows = l.maxRows, pairs = l.maxRows * l.expertsUsed;
+    switch (buffer) {
+    case RowBuffer::Residual: return rows * l.embedding;
+    case RowBuffer::GatedQueries: return rows * l.gatedQueryWidth;
+    case RowBuffer::Queries: return rows * l.queryWidth;
+    case RowBuffer::Keys:
+    case RowBuffer::Values: return rows * l.kvWidth;
+    case RowBuffer::DeltaMixed: return rows * l.deltaChannels;
+    case RowBuffer::DeltaGate: return rows * l.deltaWidth;
+    case RowBuffer::DeltaAlpha:
+    case RowBuffer::DeltaBeta: return rows * l.deltaHeads;
+    case RowBuffer::RouterLogits: return rows * l.experts;
+    case RowBuffer::Gate:
+    case RowBuffer::Up: return std::max({rows * l.denseHidden, pairs * l.expertHidden, rows * l.sharedHidden});
+    case RowBuffer::ExpertOut: return pairs * l.embedding;
+    case RowBuffer::SharedOut: return l.sharedHidden ? rows * l.embedding : 0;
+    }
+    return 0;
+}
+
+void RowBuffers::take(ScratchLayout& layout, const StepLimits& limits, RowBuffer first, RowBuffer last) {
+    for (auto i = static_cast<size_t>(first); i <= static_cast<size_t>(last); ++i)
+        _at[i] = layout.floats(floats(static_cast<RowBuffer>(i), limits));
+}
+
+}  // namespace sharpi

@@ -1,0 +1,49 @@
+// The buffers of floats that operations write: each has a name and a rule for its size, so that planning and running
+// lay out the same working memory on every processor.
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "operations/scratch.h"
+#include "operations/step_limits.h"
+
+namespace sharpi {
+
+// [rows of the batch, width] each, decode rows before prompt rows.
+enum class RowBuffer : uint8_t {
+    // Kept through a pass.
+    Residual,  // x: [rows, embedding]
+    // Of a mixer.
+    GatedQueries,  // head by head: its query, then its gate
+    Queries,
+    Keys,
+    Values,
+    DeltaMixed,  // q, k and v of Gated DeltaNet, before and after the convolution
+    DeltaGate,
+    DeltaAlpha,
+    DeltaBeta,
+    // Of a feed-forward part.
+    RouterLogits,
+    Gate,  // one row for each row, or for each pair of a row and an expert that it chose
+    Up,
+    ExpertOut,  // one row for each pair
+    SharedOut,  // the shared expert's output
+};
+constexpr int kRowBuffers = static_cast<int>(RowBuffer::SharedOut) + 1;
+
+// Where each buffer begins: a byte offset into the working memory.
+class RowBuffers {
+public:
+    // The largest number of floats that the buffer holds.
+    static int64_t floats(RowBuffer buffer, const StepLimits& limits);
+
+    // Takes the buffers from `first` to `last` from the layout.
+    void take(ScratchLayout& layout, const StepLimits& limits, RowBuffer first, RowBuffer last);
+    size_t operator[](RowBuffer buffer) const { return _at[static_cast<size_t>(buffer)]; }
+
+private:
+    std::array<size_t, kRowBuffers> _at{};
+};
+
+}  // namespace sharpi

@@ -1,0 +1,42 @@
+// What a model's steps need room for at most. A backend's buffers are sized for it when they are taken, and plans count
+// the same buffers from the same limits.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "memory/kv_pages.h"
+#include "model/model_spec.h"
+#include "operations/batch.h"
+
+namespace sharpi {
+
+struct StepLimits {
+    int64_t maxRows = 1;  // rows of a batch
+    int64_t context = 1;  // tokens of a sequence
+    int64_t embedding = 1, vocab = 1;
+    int64_t maxCols = 1;                                          // inputs of any matrix
+    int32_t heads = 1, kvHeads = 1, headDim = 2, pageTokens = 1;  // the largest of any layer
+    int64_t queryWidth = 1, kvWidth = 1;                          // floats of a row's queries, and of its keys
+    int64_t denseHidden = 0;
+    int32_t experts = 0, expertsUsed = 0;  // of any layer
+    // Layers with experts, in the order of ExpertFfnSpec::expertLayer: the layer's number in the model, its experts.
+    std::vector<std::pair<int32_t, int32_t>> expertLayers;
+    int64_t expertHidden = 0, sharedHidden = 0;  // sharedHidden: of the expert for every token
+    bool expertSlots = false;                    // experts are in Slots, perhaps with room for none
+    int64_t gatedQueryWidth = 0;                 // queries and their gates; 0: no gates
+    int64_t deltaChannels = 0, deltaWidth = 0;   // Gated DeltaNet: of q, k and v; of v
+    int32_t deltaHeads = 0, deltaDim = 0, deltaConvWidth = 0;
+    bool drafts = false;        // there is a prediction layer
+    bool floatWeights = false;  // some matrix is F32
+    KvType kvType = KvType::BF16;
+    PromptMode prompt = PromptMode::Fast;
+
+    int32_t expertLayerCount() const { return static_cast<int32_t>(expertLayers.size()); }
+};
+
+StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t maxRows, int64_t context,
+                      KvType kvType);
+
+}  // namespace sharpi

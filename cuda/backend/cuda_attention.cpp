@@ -1,0 +1,90 @@
+// Attention on the GPU; see cuda_operations.h.
+#include "backend/cuda_operations.h"
+#include "core/contract.h"
+#include "kernels/attention/attention.h"
+#include "kernels/rows/rows.h"
+
+namespace sharpi {
+
+namespace {
+
+cuda::HeadPreparation preparation(const HeadsCall& call) {
+    using QkNorm = AttentionSpec::QkNorm;
+    cuda::HeadPreparation how;
+    how.norm = call.qkNorm == QkNorm::PerHead   ? cuda::HeadNorm::PerHead
+               : call.qkNorm == QkNorm::FullRow ? cuda::HeadNorm::FullRow
+                                                : cuda::HeadNorm::None;
+    how.qNorm = call.qNorm;
+    how.kNorm = call.kNorm;
+    how.eps = call.eps;
+    how.cos = call.rope.cos;
+    how.sin = call.rope.sin;
+    how.ropeDims = call.rope.dims;
+    how.adjacent = call.rope.adjacent;
+    return how;
+}
+
+cuda::HeadShape shapeOf(const HeadsCall& call, const KvPages& pages) {
+    return {call.heads, pages.kvHeads, pages.headDim};
+}
+
+}  // namespace
+
+void CudaOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
+    const int64_t width = int64_t{call.heads} * pages.headDim, kvWidth = int64_t{pages.kvHeads} * pages.headDim;
+    const int64_t exact = _pass.exactRows();
+    float *const q = _pass.floats(RowBuffer::Queries), *const k = _pass.floats(RowBuffer::Keys),
+                 *const v = _pass.floats(RowBuffer::Values);
+    if (call.gated) {
+        cuda::splitGatedQueries(_pass.stream, _pass.floats(RowBuffer::GatedQueries), _pass.view.rows, call.heads,
+                                pages.headDim, q);
+    }
+    const cuda::HeadPreparation how = preparation(call);
+    const cuda::HeadShape shape = shapeOf(call, pages);
+    if (exact) cuda::prepareHeads(_pass.stream, q, k, v, shape, how, _pass.view.exact, pages, {});
+    if (_pass.fastRows()) {
+        cuda::prepareHeads(_pass.stream, q + exact * width, k + exact * kvWidth, v + exact * kvWidth, shape, how,
+                           _pass.view.fast, pages, _pass.halves(_pass.layout->queries));
+    }
+}
+
+void CudaOperations::attend(const HeadsCall& call, const KvPages& pages, const Weight& reader) {
+    const Activations& attended = _pass.shape(RowInput::Attended, {reader}, reader.cols);
+    if (_pass.exactRows()) attendExact(call, pages, reader, attended);
+    if (_pass.fastRows()) attendFast(call, pages, attended);
+}
+
+void CudaOperations::attendExact(const HeadsCall& call, const KvPages& pages, const Weight& reader,
+                                 const Activations& attended) {
+    // The kernel writes whole blocks of the contract only if a head is whole blocks.
+    const bool wholeBlocks = info(reader.type).isFloat || pages.headDim % kContractBlock == 0;
+    const bool convert = call.gated || !wholeBlocks;
+    float* const floats = _pass.exactFloats(RowInput::Attended);
+    const cuda::RowOutputs written = convert ? cuda::RowOutputs{floats, {}, {}} : attended.exact;
+    const float* const q = _pass.floats(RowBuffer::Queries);
+    _pass.forExactGroups([&](int64_t first, int rows) {
+        cuda::attentionDecode(_pass.stream, q + first * attended.cols, shapeOf(call, pages), call.scale,
+                              _pass.view.exact.from(first, rows), pages, _pass.at<uint8_t>(_pass.layout->attention),
+                              cuda::rowsFrom(written, first, attended.cols));
+    });
+    const int64_t rows = _pass.exactRows();
+    if (call.gated) {
+        cuda::gateHeads(_pass.stream, floats, _pass.floats(RowBuffer::GatedQueries), rows, call.heads, pages.headDim,
+                        attended.exact);
+    } else if (convert) {
+        cuda::convertRows(_pass.stream, floats, rows, attended.cols, attended.exact);
+    }
+}
+
+void CudaOperations::attendFast(const HeadsCall& call, const KvPages& pages, const Activations& attended) {
+    const cuda::RowOutputs ungated{_pass.floats(_pass.layout->attendedFloats), {}, {}};
+    const cuda::RowOutputs written{nullptr, {}, attended.fast};
+    cuda::attentionPrefill(_pass.stream, _pass.halves(_pass.layout->queries), shapeOf(call, pages), call.scale,
+                           _pass.view.fast, _pass.view.queryTiles, pages, call.gated ? ungated : written);
+    if (!call.gated) return;
+    const float* const gates =
+        _pass.floats(RowBuffer::GatedQueries) + _pass.exactRows() * 2 * call.heads * pages.headDim;
+    cuda::gateHeads(_pass.stream, ungated.floats, gates, _pass.fastRows(), call.heads, pages.headDim, written);
+}
+
+}  // namespace sharpi

@@ -1,0 +1,51 @@
+// Layers of experts on the GPU. Experts are resident, or in slots with the others in the file. In a step the CPU
+// computes the experts that are in no slot, or orders the GPU to fetch them; in other batches they are brought over.
+#pragma once
+
+#include "backend/cuda_pass.h"
+#include "backend/cuda_products.h"
+#include "kernels/experts/expert_cache.h"
+#include "kernels/experts/router.h"
+#include "transfers/cuda_expert_cache.h"
+
+namespace sharpi {
+
+class CudaExperts {
+public:
+    CudaExperts(CudaPass& pass, CudaProducts& products, CudaExpertCache& cache)
+        : _pass(pass), _products(products), _cache(cache) {}
+
+    // See Operations. What runs between the two runs beside the CPU's part of the layer.
+    void route(const ExpertCall& call);
+    void compute(const ExpertCall& call);
+
+private:
+    // How the host and the device meet in a layer whose experts are in slots.
+    struct Tickets {
+        uint32_t sent = 0, instructed = 0, returned = 0;
+        const int32_t* foreseen = nullptr;  // what the next layer's router makes of this layer's rows
+    };
+    void chooseExperts(const ExpertCall& call);
+    void sendChoices(const ExpertCall& call);
+    const int32_t* foreseeNext(const ExpertCall& call);
+    void computeResident(const ExpertCall& call);
+    void computeInSlots(const ExpertCall& call);
+    void computeByStack(const ExpertCall& call);
+    cuda::ExpertGroups group(const ExpertCall& call, int64_t exactPairs, cuda::ExpertGrouping& made);
+    void pairProducts(const Activations& x, const MatrixStack& w, const int32_t* which, int32_t used, bool ofRows,
+                      float* y);
+    void hiddenOfPairs(const ExpertStacks& w, const int32_t* which, int32_t used, const Activations& hidden);
+    void stackProduct(const Activations& x, const WeightStack& w, const MatrixStack& slots, const RouterCall& routing,
+                      const cuda::ExpertGroups& groups, bool ofRows, float* y);
+    // What the shared expert adds to the rows from `first` on.
+    cuda::SharedAnswer sharedAnswer(const ExpertCall& call, int64_t first) const;
+    const int32_t* chosen(int64_t pair) const { return _pass.at<int32_t>(_pass.layout->chosen) + pair; }
+    float* weights(int64_t pair) const { return _pass.floats(_pass.layout->weight) + pair; }
+
+    CudaPass& _pass;
+    CudaProducts& _products;
+    CudaExpertCache& _cache;
+    Tickets _tickets;  // of the layer between route() and compute()
+};
+
+}  // namespace sharpi

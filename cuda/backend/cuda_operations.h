@@ -1,0 +1,45 @@
+// The operations on one NVIDIA GPU. Each takes a batch's exact rows and its fast rows.
+#pragma once
+
+#include "backend/cuda_experts.h"
+#include "backend/cuda_pass.h"
+#include "backend/cuda_products.h"
+#include "kernels/delta/gated_delta.h"
+#include "operations/operations.h"
+
+namespace sharpi {
+
+class CudaOperations : public Operations {
+public:
+    CudaOperations(CudaPass& pass, CudaExpertCache& cache)
+        : _pass(pass), _products(pass), _experts(pass, _products, cache) {}
+
+    void embed(const Weight& table) override;
+    void norm(const float* weight, float eps, Readers readers, bool floats) override;
+    void linear(RowInput x, std::initializer_list<Product> products) override;
+    void addLinear(RowInput x, const Weight& w, const float* bias) override;
+    void gatedLinear(RowInput x, const Weight& gate, const Weight& up, const Weight& reader) override;
+    void prepareHeads(const HeadsCall& heads, const KvPages& pages) override;
+    void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;
+    void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override;
+    void route(const ExpertCall& call) override { _experts.route(call); }
+    void experts(const ExpertCall& call) override { _experts.compute(call); }
+    void joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,
+                   const Weight& reader) override;
+    void head(const float* norm, const Weight& output, float eps, int64_t first, int64_t count) override;
+
+private:
+    void readTable(const Weight& table, float* out);
+    void attendExact(const HeadsCall& heads, const KvPages& pages, const Weight& reader, const Activations& attended);
+    void attendFast(const HeadsCall& heads, const KvPages& pages, const Activations& attended);
+    void deltaExact(const DeltaCall& call, const cuda::DeltaInputs& in, const cuda::DeltaStates& states,
+                    const Activations& attended);
+    void deltaFast(const DeltaCall& call, const cuda::DeltaInputs& in, const cuda::DeltaStates& states,
+                   const Activations& attended);
+
+    CudaPass& _pass;
+    CudaProducts _products;
+    CudaExperts _experts;
+};
+
+}  // namespace sharpi

@@ -1,0 +1,114 @@
+// What the GPU's operations share: the stream, the working memory, the batch at hand and the forms in which its rows
+// lie; and the one place that knows where a matrix is.
+//
+// A batch's rows are exact or fast. Exact rows follow core/contract.h, so they have the CPU's bits: decode rows always,
+// prompt rows in PromptMode::Exact. Fast rows, which are the other prompt rows, go through tensor cores. Each operation
+// takes both ranges, and a row's range alone decides its bits.
+//
+// A batch of decode rows alone is a step. In a step the CPU may compute some rows of feed-forward matrices and of the
+// output head, and experts that are in no slot. In other batches the GPU computes everything, and what is not resident
+// is brought to it.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+
+#include "cpu/share/host_share.h"
+#include "cpu/share/host_work.h"
+#include "device/stream.h"
+#include "kernels/attention/attention.h"
+#include "kernels/matmul/matmul.h"
+#include "memory/weight_stream.h"
+#include "operations/operations.h"
+#include "plan/gpu_scratch.h"
+
+namespace sharpi {
+
+// Rows in the forms that products read.
+struct Activations {
+    cuda::RowOutputs exact;  // [exact rows, cols]: floats and int8 blocks
+    cuda::HalfRows fast;     // [fast rows, cols]
+    int64_t cols = 0;
+    // The exact rows from `first` on.
+    cuda::MatvecInput from(int64_t first) const {
+        return cuda::rowsFrom(cuda::MatvecInput{exact.floats, exact.quantized}, first, cols);
+    }
+};
+
+class CudaPass {
+public:
+    explicit CudaPass(cuda::Stream& s) : stream(s) {}
+
+    cuda::Stream& stream;
+    WeightStream* weights = nullptr;
+    HostShare* share = nullptr;  // if the CPU computes rows or experts
+    StepLimits limits;
+    const GpuScratch* layout = nullptr;
+    uint8_t* memory = nullptr;  // layout->bytes()
+
+    // The batch at hand.
+    BatchView view;
+    int64_t logitRows = 0;
+    bool step = false;         // it has decode rows alone
+    HostWork* work = nullptr;  // of the pass whose launches are being made
+
+    template <typename T> T* at(size_t offset) const { return reinterpret_cast<T*>(memory + offset); }
+    float* floats(size_t offset) const { return at<float>(offset); }
+    float* floats(RowBuffer buffer) const { return at<float>(layout->rows[buffer]); }
+    cuda::HalfRows halves(const GpuScratch::Halves& of) const {
+        return {at<uint16_t>(of.hi), of.hi == of.lo ? nullptr : at<uint16_t>(of.lo)};
+    }
+    int64_t exactRows() const { return view.exactRows; }
+    int64_t fastRows() const { return view.fastRows(); }
+
+    // Where rows for these readers go, in the forms that the readers take. perRow: rows for each row of the batch.
+    const Activations& shape(RowInput input, Readers readers, int64_t cols, int64_t perRow = 1);
+    const Activations& input(RowInput input) const { return _inputs[static_cast<size_t>(input)]; }
+    // Where such exact rows lie as floats, whether their readers take them or not.
+    float* exactFloats(RowInput input) const { return floats(layout->inputs[static_cast<size_t>(input)].exact.floats); }
+    // The forms of exact rows alone, in buffers of the caller's choice.
+    cuda::RowOutputs exactForms(Readers readers, const GpuScratch::Exact& to, int64_t rows, int64_t cols) const;
+
+    // Calls body(first, rows) for groups of the exact rows, of as many as a launch of the contract's products takes.
+    template <typename Body> void forExactGroups(const Body& body) const {
+        for (int64_t first = 0; first < exactRows(); first += cuda::kMaxMatvecRows)
+            body(first, static_cast<int>(std::min<int64_t>(cuda::kMaxMatvecRows, exactRows() - first)));
+    }
+    // Calls body(part, begin) for each part of a matrix that is on the device at once: its rows [begin, begin +
+    // part.rows). In a step these are the rows that the CPU does not compute.
+    template <typename Body> void forParts(const Weight& w, const Body& body) const {
+        if (w.resident()) {
+            weights->arrive(w.group);
+            body(w, 0);
+        } else if (step) {
+            weights->forPieces(w.group,
+                               [&](const std::vector<Matrix>& parts, int64_t begin) { body(parts[0], begin); });
+        } else {
+            weights->forPieces(w.group, w.member, body);
+        }
+    }
+    // Calls body(part of a, part of b, begin) for each part of two matrices that is on the device at once. Returns
+    // false, and has done nothing, if one matrix comes after the other.
+    template <typename Body> bool forPairs(const Weight& a, const Weight& b, const Body& body) const {
+        if (a.resident() && b.resident()) {
+            for (const Weight* w : {&a, &b}) weights->arrive(w->group);
+            body(a, b, 0);
+            return true;
+        }
+        if (a.resident() || a.group != b.group || !step) return false;
+        weights->forPieces(a.group,
+                           [&](const std::vector<Matrix>& parts, int64_t begin) { body(parts[0], parts[1], begin); });
+        return true;
+    }
+    // Calls body(part, first) for each part of a stack in the file that is brought over: element i is the (first +
+    // i)-th of the experts that are wanted. Not in a step.
+    template <typename Body> void forMissingExperts(const WeightStack& stack, const Body& body) const {
+        weights->forExperts(stack.group, body);
+    }
+
+private:
+    std::array<Activations, 4> _inputs;  // by RowInput
+};
+
+}  // namespace sharpi

@@ -1,0 +1,102 @@
+// See step_recorder.h.
+#include "backend/step_recorder.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+
+#include "core/error.h"
+
+namespace sharpi {
+
+namespace {
+
+bool replayWanted() {
+    const char* value = std::getenv("SHARPI_CUDA_GRAPH");
+    return !value || std::strcmp(value, "0") != 0;
+}
+
+}  // namespace
+
+StepRecorder::StepRecorder(CudaPass& pass, std::function<void()> giveUp, std::function<void()> recovered)
+    : _pass(pass), _giveUp(std::move(giveUp)), _recovered(std::move(recovered)), _replays(replayWanted()) {}
+
+void StepRecorder::run(Pass which, const std::function<void()>& body) {
+    const int64_t before = _pass.stream.launches();
+    const Step* const step = recorded(which, body);
+    if (step) replay(*step);
+    else launch(which, body);
+    if (which == Pass::Model) _kernelsPerStep = _pass.stream.launches() - before;
+}
+
+void StepRecorder::clear() {
+    _steps.clear();
+    _met.clear();
+    _withoutRecord = false;
+}
+
+// Records of many rows are large, and a number of many rows seldom comes again: they are made when it does, as long as
+// there are few.
+bool StepRecorder::worthRecording(const Shape& shape) {
+    constexpr size_t kMostRecords = 64;
+    if (_pass.view.rows <= cuda::kMaxMatvecRows) return true;
+    return !_met.insert(shape).second && _steps.size() < kMostRecords;
+}
+
+// The record of a step of this shape, made at the first one; null if there is none. The first pass over the weights
+// brings over those that stay, so it cannot be recorded.
+const StepRecorder::Step* StepRecorder::recorded(Pass which, const std::function<void()>& body) {
+    if (!_pass.step || !_replays || !_pass.weights->uploaded()) return nullptr;
+    const Shape shape{which, _pass.view.rows, _pass.logitRows};
+    if (const auto known = _steps.find(shape); known != _steps.end()) return &known->second;
+    if (_withoutRecord || !worthRecording(shape)) return nullptr;
+    Step step;
+    try {
+        step.graph = _pass.stream.capture([&] { makeLaunches(which, body, step.work); });
+    } catch (const Error& error) {
+        if (error.kind() != ErrorKind::OutOfMemory) throw;
+        // Nothing has run. Without memory for their records, this step and others like it are launched.
+        _withoutRecord = true;
+        _recovered();
+        return nullptr;
+    }
+    return &_steps.insert_or_assign(shape, std::move(step)).first->second;
+}
+
+void StepRecorder::launch(Pass which, const std::function<void()>& body) {
+    std::optional<HostShare::Awake> awake;
+    if (_pass.share && _pass.step) awake.emplace(*_pass.share);
+    HostWork work(HostWork::When::AtOnce);
+    makeLaunches(which, body, work);
+}
+
+// What the GPU does in a pass, with weights on their way meanwhile.
+void StepRecorder::makeLaunches(Pass which, const std::function<void()>& body, HostWork& work) {
+    struct Made {
+        HostWork*& at;
+        ~Made() { at = nullptr; }
+    } made{_pass.work};
+    _pass.work = &work;
+    try {
+        _pass.weights->begin(partOf(which), _pass.step, _pass.logitRows > 0);
+        body();
+        _pass.weights->end();
+    } catch (...) {
+        _giveUp();
+        throw;
+    }
+}
+
+void StepRecorder::replay(const Step& step) {
+    _pass.stream.replay(*step.graph);
+    if (step.work.empty()) return;
+    const HostShare::Awake awake(*_pass.share);
+    try {
+        step.work.run();
+    } catch (...) {
+        _giveUp();
+        throw;
+    }
+}
+
+}  // namespace sharpi

@@ -1,0 +1,43 @@
+// Operations that pass everything on to others, for tests that change or watch some of them.
+#pragma once
+
+#include "operations/operations.h"
+
+namespace tiny {
+
+using namespace sharpi;
+
+class Forwarding : public Operations {
+public:
+    explicit Forwarding(Operations& to) : _to(to) {}
+    void embed(const Weight& table) override { _to.embed(table); }
+    void norm(const float* weight, float eps, Readers readers, bool floats) override {
+        _to.norm(weight, eps, readers, floats);
+    }
+    void linear(RowInput x, std::initializer_list<Product> products) override { _to.linear(x, products); }
+    void addLinear(RowInput x, const Weight& w, const float* bias) override { _to.addLinear(x, w, bias); }
+    void gatedLinear(RowInput x, const Weight& gate, const Weight& up, const Weight& reader) override {
+        _to.gatedLinear(x, gate, up, reader);
+    }
+    void prepareHeads(const HeadsCall& heads, const KvPages& pages) override { _to.prepareHeads(heads, pages); }
+    void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override {
+        _to.attend(heads, pages, reader);
+    }
+    void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override {
+        _to.deltaRule(call, state, reader);
+    }
+    void route(const ExpertCall& call) override { _to.route(call); }
+    void experts(const ExpertCall& call) override { _to.experts(call); }
+    void joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,
+                   const Weight& reader) override {
+        _to.joinDraft(table, norms, sourceNorm, eps, reader);
+    }
+    void head(const float* norm, const Weight& output, float eps, int64_t first, int64_t count) override {
+        _to.head(norm, output, eps, first, count);
+    }
+
+private:
+    Operations& _to;
+};
+
+}  // namespace tiny
