@@ -7,12 +7,12 @@
 namespace sharpi {
 
 void CudaExperts::route(const ExpertCall& call) {
-    for (const WeightStack* stack : {&call.gate, &call.up, &call.down}) _pass.weights->arrive(stack->group);
     chooseExperts(call);
     if (_pass.step && !call.gate.resident()) sendChoices(call);
 }
 
 void CudaExperts::compute(const ExpertCall& call) {
+    for (const WeightStack* stack : {&call.gate, &call.up, &call.down}) _pass.weights->arrive(stack->group);
     if (!_pass.step) return computeByStack(call);
     if (call.gate.resident()) return computeResident(call);
     computeInSlots(call);
