@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "core/error.h"
-#include "engine/sampler.h"
+#include "cpu/sample.h"
 #include "operations/scratch.h"
 
 namespace sharpi {
