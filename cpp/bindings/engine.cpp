@@ -103,9 +103,21 @@ void bindEngine(py::module_& m) {
             },
             "What loading took: (name, bytes asked for, bytes the device's free memory fell by, bytes free then).")
         .def_property(
-            "graphs", [](Engine& e) { return e.backend().replays(); },
-            [](Engine& e, bool on) { e.backend().setReplays(on); }, "Whether decode steps are captured and replayed.")
-        .def_property_readonly("kernels_per_step", [](Engine& e) { return e.backend().kernelsPerStep(); })
+            "graphs",
+            [](Engine& e) {
+                py::gil_scoped_release release;  // a step may be running
+                return e.runner().lock().backend().replays();
+            },
+            [](Engine& e, bool on) {
+                py::gil_scoped_release release;
+                e.runner().lock().backend().setReplays(on);
+            },
+            "Whether decode steps are captured and replayed.")
+        .def_property_readonly("kernels_per_step",
+                               [](Engine& e) {
+                                   py::gil_scoped_release release;
+                                   return e.runner().lock().backend().kernelsPerStep();
+                               })
         .def_property_readonly("weight_bytes", &Engine::weightBytes)
         .def_property_readonly("kv_bytes", &Engine::kvBytes)
         .def_property_readonly("state_bytes", &Engine::stateBytes, "Of the recurrent states; 0 for a model without.")

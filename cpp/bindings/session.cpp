@@ -67,7 +67,11 @@ void bindSession(py::module_& m) {
                 py::gil_scoped_release release;  // the session may be locked by a thread that waits for the GIL
                 return s.tokens();
             })
-        .def_property_readonly("reused_tokens", &Session::reusedTokens)
+        .def_property_readonly("reused_tokens",
+                               [](const Session& s) {
+                                   py::gil_scoped_release release;
+                                   return s.reusedTokens();
+                               })
         .def("reset", &Session::reset, py::call_guard<py::gil_scoped_release>())
         .def(
             "evaluate",
