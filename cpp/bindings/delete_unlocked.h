@@ -5,9 +5,9 @@
 
 namespace sharpi {
 
-// Lets go of the GIL first: a destructor may wait for a lock or for threads, or give much memory back, and other
-// Python threads go on meanwhile. The thread may not hold the GIL: a session's destructor, which has let go of it, may
-// destroy the engine.
+// Releases the GIL first, so that other Python threads run while a destructor waits for a lock or for threads, or gives
+// much memory back. The calling thread need not hold the GIL: the destructor of the last session, which has released
+// it, destroys the engine.
 struct DeleteUnlocked {
     template <typename T> void operator()(T* object) const {
         if (!PyGILState_Check()) {

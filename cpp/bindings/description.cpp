@@ -22,7 +22,7 @@ Metadata toMetadata(const py::dict& values) {
         else if (py::isinstance<py::str>(value)) result[name] = py::cast<std::string>(value);
         else if (py::isinstance<py::float_>(value)) result[name] = py::cast<double>(value);
         else if (py::isinstance<py::int_>(value)) {
-            // uint64 values past int64 are no sizes of anything; kept as numbers so that a look-up can refuse them.
+            // No size is larger than int64 holds. A larger number becomes a double, which a look-up of a size refuses.
             int overflow = 0;
             const long long whole = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
             if (overflow) result[name] = PyLong_AsDouble(value.ptr());
@@ -31,7 +31,7 @@ Metadata toMetadata(const py::dict& values) {
             result[name] = py::cast<std::vector<double>>(
                 py::reinterpret_borrow<py::array>(value).attr("astype")("float64").attr("ravel")());
         } else {
-            // An array that the core never reads. It still knows the key, so that no default stands in for it.
+            // The core never reads such an array. It still knows the key, so that no default stands in for it.
             result[name] = std::vector<double>();
         }
     }

@@ -45,7 +45,8 @@ py::object expertStats(Engine& engine) {
 py::dict holdings(const Engine& engine) {
     std::vector<Holding> held;
     {
-        py::gil_scoped_release release;  // memory may be just coming or going, which takes a while on a GPU
+        py::gil_scoped_release
+            release;  // waits if memory is just being taken or given back, which takes a while on a GPU
         held = engine.holdings();
     }
     py::dict d;
@@ -63,8 +64,8 @@ void bindEngine(py::module_& m) {
                      new Engine(d.spec, std::make_unique<Weights>(paths, d.tensors), options), DeleteUnlocked());
              }),
              py::arg("description"), py::arg("paths"), py::arg("options"))
-        .def("expert_stats", &expertStats, "What has become of each expert so far; None for a model without any.")
-        .def_property_readonly("notes", &Engine::notes, "Lines for people: what was not as planned.")
+        .def("expert_stats", &expertStats, "What became of each expert so far; None for a model without experts.")
+        .def_property_readonly("notes", &Engine::notes, "Lines for people: what differs from the plan.")
         .def(
             "placement",
             [](const Engine& e) {
@@ -88,9 +89,10 @@ void bindEngine(py::module_& m) {
                 d["cache"] = cache;
                 return d;
             },
-            "Bytes of the file by where they are read: vram or ram; of ram: direct and slots, and what the CPU "
-            "computes with; (file, begin, end, "
-            "home) of its parts; and of the tensors that may be kept in VRAM or not, how many are.")
+            "Bytes of the file by where they are read: vram and ram. The bytes in ram by home: direct and slots, and "
+            "cpu: "
+            "those that the CPU computes with. ranges: (file, begin, end, home) of each part of the file. cache: the "
+            "tensors that VRAM may or may not keep, and how many it keeps.")
         .def_property_readonly("device", [](Engine& e) { return e.backend().device(); })
         .def_property_readonly("device_name", [](Engine& e) { return e.backend().name(); })
         .def_property_readonly(
@@ -101,7 +103,8 @@ void bindEngine(py::module_& m) {
                     lines.emplace_back(line.name, line.asked, line.taken, line.free);
                 return lines;
             },
-            "What loading took: (name, bytes asked for, bytes the device's free memory fell by, bytes free then).")
+            "What loading took: (name, bytes asked for, bytes by which the device's free memory shrank, bytes then "
+            "free).")
         .def_property(
             "graphs",
             [](Engine& e) {
@@ -120,10 +123,11 @@ void bindEngine(py::module_& m) {
                                })
         .def_property_readonly("weight_bytes", &Engine::weightBytes)
         .def_property_readonly("kv_bytes", &Engine::kvBytes)
-        .def_property_readonly("state_bytes", &Engine::stateBytes, "Of the recurrent states; 0 for a model without.")
+        .def_property_readonly("state_bytes", &Engine::stateBytes,
+                               "Bytes of the recurrent states; 0 for a model without recurrent layers.")
         .def_property_readonly("scratch_bytes", &Engine::scratchBytes)
         .def("holdings", &holdings,
-             "Bytes of the device's memory by what holds them, largest first; on the CPU without the mapped file.")
+             "Bytes of the device's memory by what holds them, largest first. On the CPU the mapped file is left out.")
         .def("warm", [](const Engine& e, const std::function<bool(uint64_t, uint64_t)>& progress) {
             py::gil_scoped_release release;
             e.warm([&](uint64_t done, uint64_t total) {

@@ -19,9 +19,9 @@ py::array_t<float> dequantize(uint32_t type, const py::bytes& data, int64_t cols
     if (!dtype) throw Error(ErrorKind::InvalidArgument, "unknown type " + std::to_string(type));
     const auto bytes = static_cast<std::string_view>(data);
     if (cols <= 0 || cols % dtype->blockElements)
-        throw Error(ErrorKind::InvalidArgument, "columns must be whole blocks");
+        throw Error(ErrorKind::InvalidArgument, "the number of columns must be a multiple of the type's block");
     const size_t stride = rowBytes(dtype->type, cols);
-    if (bytes.size() % stride) throw Error(ErrorKind::InvalidArgument, "data is not whole rows");
+    if (bytes.size() % stride) throw Error(ErrorKind::InvalidArgument, "the data does not end with a whole row");
     const auto rows = static_cast<py::ssize_t>(bytes.size() / stride);
     py::array_t<float> out({rows, static_cast<py::ssize_t>(cols)});
     float* const to = out.mutable_data();
@@ -59,12 +59,12 @@ py::dict measure(int threads, size_t most) {
 void bindHardware(py::module_& m) {
     m.def("dequantize", &dequantize, py::arg("ggml_type"), py::arg("data"), py::arg("cols"),
           "Rows of a quantized format as float32 [rows, cols].");
-    m.def("cpu_isa", [] { return cpu::kernels().name; }, "The instruction set that kernels run with here.");
+    m.def("cpu_isa", [] { return cpu::kernels().name; }, "The instruction set that the CPU's kernels use here.");
     m.def(
         "find_cuda_device",
         [] {
             const cuda::DeviceInfo gpu = [] {
-                py::gil_scoped_release release;  // the first use of a GPU takes its time
+                py::gil_scoped_release release;  // the first use of a GPU takes a while
                 return findGpu();
             }();
             py::dict info;
@@ -76,13 +76,13 @@ void bindHardware(py::module_& m) {
             info["free_bytes"] = gpu.freeBytes;
             return info;
         },
-        "The GPU that device 'cuda' means. Raises InvalidRequestError with the reason where there is none.");
-    m.def("measure_hardware", &measure, py::arg("threads"), py::arg("most_bytes") = kProbeBytes,
-          "How fast the CPU, the GPU and the way between them are, measured in a few seconds: for each rate a list of "
-          "samples. Samples "
-          "of the two \"_shared\" rates with the same index are of one moment. \"gpu_missing\" says why there are no "
-          "rates of a GPU. "
-          "most_bytes: the most to take of each memory. Raises OutOfMemoryError if too little can be had.");
+        "The GPU that device 'cuda' means. Raises InvalidRequestError with the reason if there is none.");
+    m.def(
+        "measure_hardware", &measure, py::arg("threads"), py::arg("most_bytes") = kProbeBytes,
+        "Measures in a few seconds how fast the CPU, the GPU and the bus between them are: for each rate a list of "
+        "samples. Samples of the two \"_shared\" rates with the same index were taken together. \"gpu_missing\" says "
+        "why there are no rates of a GPU. most_bytes: the most to take of each memory. Raises OutOfMemoryError if too "
+        "little can be had.");
 }
 
 }  // namespace sharpi

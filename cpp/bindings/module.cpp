@@ -1,4 +1,5 @@
-// The Python module sharpi._core: converts arguments, lets go of the GIL, and turns Error into Python's exceptions.
+// The Python module sharpi._core. The bindings convert arguments, release the GIL and turn Error into Python's
+// exceptions.
 #include "bindings/bindings.h"
 #include "core/error.h"
 
@@ -8,7 +9,7 @@ namespace sharpi {
 
 namespace {
 
-// The exception class of sharpi.errors for each kind.
+// Raises the class of sharpi.errors that belongs to the error's kind.
 void translate(std::exception_ptr p) {
     const char* name = nullptr;
     std::string what;

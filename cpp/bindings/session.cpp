@@ -64,7 +64,7 @@ void bindSession(py::module_& m) {
         .def_property_readonly(
             "tokens",
             [](const Session& s) {
-                py::gil_scoped_release release;  // the session may be locked by a thread that waits for the GIL
+                py::gil_scoped_release release;  // a thread that has locked the session may be waiting for the GIL
                 return s.tokens();
             })
         .def_property_readonly("reused_tokens",
@@ -82,7 +82,7 @@ void bindSession(py::module_& m) {
                 s.evaluate(tokens, rows, nullptr, chunks, interruptCheck());
             },
             py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{}, py::arg("kind") = "prompt",
-            "Appends tokens, computed as rows of this kind: \"prompt\" or \"decode\". chunks: the sizes of pieces.")
+            "Appends tokens, computed as rows of this kind: \"prompt\" or \"decode\". chunks: the sizes of the pieces.")
         .def(
             "logits",
             [](Session& s, const std::vector<int32_t>& tokens, const std::vector<int64_t>& chunks,
@@ -102,7 +102,7 @@ void bindSession(py::module_& m) {
                 return out;
             },
             py::arg("tokens"), py::arg("chunks") = std::vector<int64_t>{}, py::arg("kind") = "prompt",
-            "As evaluate(): float32 [tokens, vocab], row i behind token i.")
+            "Like evaluate(), and returns the logits: float32 [tokens, vocab], row i follows token i.")
         .def(
             "start",
             [](Session& s, const std::vector<int32_t>& prompt, const SamplingParams& params, const std::string& draft,
@@ -112,9 +112,8 @@ void bindSession(py::module_& m) {
                 s.start(prompt, params, interruptCheck(), drafts);
             },
             py::arg("prompt"), py::arg("params"), py::arg("draft") = "off", py::arg("draft_tokens") = 1,
-            "draft: where guesses at coming tokens are from: \"off\", \"ngram\" (the text) or \"mtp\" (the model's "
-            "prediction layer). The "
-            "text does not depend on it.")
+            "draft: where guesses at the next tokens come from: \"off\", \"ngram\" (the text) or \"mtp\" (the model's "
+            "prediction layer). The text does not depend on it.")
         .def_property_readonly(
             "draft_counts",
             [](const Session& s) {
@@ -122,7 +121,7 @@ void bindSession(py::module_& m) {
                 const DraftCounts counts = s.draftCounts();
                 return std::tuple(counts.steps, counts.drafted, counts.accepted);
             },
-            "Since start(): steps of the model, tokens drafted for them, and those of these that were right.")
+            "Since start(): steps of the model, tokens that were drafted for them, and drafted tokens that were right.")
         .def("next", &Session::next, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -1,5 +1,5 @@
-// Choosing a token on the CPU: which candidate a draw means, and the order of every sum. What Sampler makes of it is
-// tested in engine/test_sampler.cpp.
+// Choosing a token on the CPU: which candidate a draw selects, and the order of every sum. engine/test_sampler.cpp
+// tests the same function through Sampler.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 
 using namespace sharpi;
 
-// A draw that falls on the bound between two tokens takes the later one.
+// A draw that falls on the bound between two tokens selects the later one.
 TEST(Sample, ADrawOnABoundTakesTheNextToken) {
     SamplingRule rule;
     rule.temperature = 1;
@@ -28,7 +28,7 @@ TEST(Sample, ADrawOnABoundTakesTheNextToken) {
     }
 }
 
-// The draw walks the cumulated weights: with weights 4 : 2 : 1 : 1 its eighths say which token comes.
+// The draw selects by the cumulated weights: with weights 4 : 2 : 1 : 1, each eighth of its range means one token.
 TEST(Sample, TheDrawWalksTheCandidatesInOrder) {
     SamplingRule rule;
     rule.temperature = 1;
@@ -45,11 +45,11 @@ TEST(Sample, TheDrawWalksTheCandidatesInOrder) {
     }
     std::vector<float> copy = logits;
     EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, 0.0), 1);
-    EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, 1 - 0x1p-53), 2);  // never the one without weight
+    EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, 1 - 0x1p-53), 2);  // never the token without weight
 }
 
-// The rule once more, sum by sum as core/sampling_rule.h words it: which candidate of `keep` in order, and the bounds
-// between them.
+// A second implementation of the rule, sum by sum as core/sampling_rule.h words it: the choice among candidates in
+// order, and the bounds between them.
 struct PlainRule {
     std::vector<double> through;
     int64_t kept = 0;
@@ -76,7 +76,7 @@ struct PlainRule {
 private:
     using Sums = std::vector<double>;
 
-    // before and through of the first `count`, in the chunks of `keep`.
+    // `before` and `through` of the first `count` candidates, in the chunks that `keep` candidates have.
     static std::pair<Sums, Sums> summed(const std::vector<float>& ordered, int64_t count, int64_t keep,
                                         float temperature) {
         const int64_t chunk = (keep + 1023) / 1024;
@@ -96,15 +96,15 @@ private:
     }
 };
 
-// Draws on and beside the bounds between candidates tell apart sums that were added in another order. Only weights of
-// very different sizes do: sums of a few thousand floats of like size are exact in doubles, in any order.
+// Draws on and next to the bounds between candidates reveal sums that are added in another order. This takes weights of
+// very different sizes, because a few thousand floats of similar size have an exact sum in doubles in any order.
 TEST(Sample, SumsAreAddedInTheRulesOrder) {
     for (const int count : {700, 1024, 1025, 5000, 5001, 20001}) {
         SamplingRule rule;
         rule.temperature = 0.7f;
         rule.topK = 0, rule.topP = count % 2 ? 1 : std::nextafter(1.0f, 0.0f), rule.minP = 0;
         std::vector<float> logits = randomLogits(static_cast<size_t>(count), static_cast<unsigned>(count), 8);
-        std::sort(logits.begin(), logits.end(), std::greater<>());  // so that a token is its place in the order
+        std::sort(logits.begin(), logits.end(), std::greater<>());  // so that a token's id is its place in the order
         const PlainRule plain(logits, rule);
         ASSERT_GT(plain.kept, 100);
         const double total = plain.through[plain.kept - 1];
@@ -119,7 +119,7 @@ TEST(Sample, SumsAreAddedInTheRulesOrder) {
     }
 }
 
-// Enough candidates for chunks of several: the order of sums changes, the distribution does not.
+// With so many candidates that a chunk has several, sums are added in another order, and the distribution stays.
 TEST(Sample, ManyCandidatesAreDrawnByTheirShare) {
     SamplingRule rule;
     rule.temperature = 0.7f;
@@ -140,7 +140,7 @@ TEST(Sample, ManyCandidatesAreDrawnByTheirShare) {
         }
         before += share;
     }
-    EXPECT_GT(next, 500u);  // the filters left enough for the test to mean something
+    EXPECT_GT(next, 500u);  // enough candidates passed the filters for the test to mean something
 }
 
 }  // namespace

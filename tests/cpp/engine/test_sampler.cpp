@@ -1,5 +1,5 @@
-// Sampling: ties, filters, penalties and reproducibility. What is drawn is compared with a plain implementation of
-// the same rules written here, as whole distributions.
+// Sampling: ties, filters, penalties and reproducibility. Whole distributions of draws are compared with a plain
+// implementation of the same rules (distributions.h).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -26,7 +26,7 @@ using namespace sharpi;
 const float kInfinity = std::numeric_limits<float>::infinity();
 const float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-// Everything on: no filter removes a token.
+// Settings with which no filter removes a token.
 SamplingParams open() {
     SamplingParams params;
     params.temperature = 1;
@@ -36,7 +36,7 @@ SamplingParams open() {
     return params;
 }
 
-// One choice, as the engine makes it on the CPU.
+// Makes one choice as the engine makes it on the CPU.
 int32_t choose(Sampler& sampler, std::vector<float>& logits, const std::vector<int32_t>& history) {
     const Choice choice = sampler.next(history);
     sampler.advance(1);
@@ -49,9 +49,9 @@ int32_t draw(const SamplingParams& params, std::vector<float> logits, const std:
     return choose(sampler, logits, history);
 }
 
-// Pearson's chi-square over `draws` draws; tokens expected fewer than 5 times are counted together. With d degrees
-// of freedom it has mean d and variance 2 d: the bound, mean + 5 deviations + 5, is passed by chance about once in
-// 10^5 seeds, and the seed is fixed.
+// Pearson's chi-square test over `draws` draws. Tokens that are expected fewer than 5 times are counted together. With
+// d degrees of freedom the sum has mean d and variance 2 d. Chance exceeds the bound, mean + 5 deviations + 5, for
+// about one seed in 10^5, and the seed is fixed.
 void expectDraws(const SamplingParams& params, const std::vector<float>& logits, int draws) {
     const std::vector<double> expected = expectedDistribution(params, logits);
     Sampler sampler(params, static_cast<int64_t>(logits.size()));
@@ -126,7 +126,7 @@ TEST(Sampler, TiesAtTheEdgeOfTopKKeepTheLowerIds) {
     EXPECT_EQ(drawn, (std::set<int32_t>{0, 1, 2}));
 }
 
-// Tokens of equal weight that no sum can tell apart: one whose predecessors already make up top-p is cut, to the bit.
+// Tokens of equal weight, whose sums are exact: a token is cut if those before it already make up top-p, to the bit.
 TEST(Sampler, TiesAtTheEdgeOfTopPKeepTheLowerIds) {
     struct Case {
         float topP;
@@ -134,7 +134,7 @@ TEST(Sampler, TiesAtTheEdgeOfTopPKeepTheLowerIds) {
         std::set<int32_t> kept;
     };
     const Case cases[] = {
-        {0.5f, {1, 1}, {0}},  // exactly half is before the second
+        {0.5f, {1, 1}, {0}},  // exactly half of the weight is before the second token
         {0.25f, {2, 2, 2, 2}, {0}},
         {0.5f, {2, 2, 2, 2}, {0, 1}},
         {0.75f, {2, 2, 2, 2}, {0, 1, 2}},
@@ -174,7 +174,7 @@ TEST(Sampler, OneCandidateIsCertain) {
     }
 }
 
-// One draw changes the logits in place as the rules say.
+// The logits as one choice leaves them: adjusted in place.
 std::vector<float> adjusted(SamplingParams params, std::vector<float> logits, const std::vector<int32_t>& history) {
     params.temperature = 0;
     Sampler sampler(params, static_cast<int64_t>(logits.size()));
@@ -186,7 +186,7 @@ TEST(Sampler, PenaltiesOfTheRecentTokens) {
     const std::vector<int32_t> history = {4, 0, 1, 1, 2, 1};
     const std::vector<float> logits = {3, 2, -1, 5, 4};
     SamplingParams params;
-    params.penaltyWindow = 5;  // token 4 is too long ago
+    params.penaltyWindow = 5;  // token 4 is outside of it
     params.repetitionPenalty = 2;
     EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{1.5f, 1, -2, 5, 4}));
     params.repetitionPenalty = 1;
@@ -194,7 +194,7 @@ TEST(Sampler, PenaltiesOfTheRecentTokens) {
     EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{2.5f, 1.5f, -1.5f, 5, 4}));
     params.frequencyPenalty = 0.25f;
     EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{2.25f, 0.75f, -1.75f, 5, 4}));
-    params.repetitionPenalty = 2;  // first, then what is subtracted
+    params.repetitionPenalty = 2;  // applies before the penalties that are subtracted
     EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{0.75f, -0.25f, -2.75f, 5, 4}));
     params.penaltyWindow = 0;
     EXPECT_EQ(adjusted(params, logits, history), logits);
@@ -262,8 +262,8 @@ TEST(Sampler, TheSeedDecidesEverything) {
     EXPECT_NE(text(0), text(uint64_t{1} << 32));  // all 64 bits count
 }
 
-// Positions ahead have the penalties and the random numbers that they get when the text has come to them, however many
-// of those asked for were thrown away.
+// A position ahead of the text has the penalties and the random number that it gets once the text reaches it, no matter
+// how many choices ahead were made and discarded.
 TEST(Sampler, PositionsAheadAreThoseThatComeLater) {
     std::mt19937 random(sharpi::testSeed(11));
     for (int round = 0; round < 20; ++round) {
@@ -299,7 +299,7 @@ TEST(Sampler, PositionsAheadAreThoseThatComeLater) {
             for (size_t i = 0; i <= taken; ++i) history.push_back(text[history.size()]);
         }
         Sampler skipped(params, 10);
-        skipped.advance(30);  // without having been asked
+        skipped.advance(30);  // without a call of next()
         EXPECT_EQ(skipped.next(text).draw, expected[30].draw);
     }
 }

@@ -1,5 +1,5 @@
-// The GPU's part of measuring the machine: markers, copies that end when told, rates that are numbers, memory that is
-// given back and not taken beyond what is free.
+// The GPU's part of measuring the machine: markers, copies that end when told to, rates that are positive numbers. It
+// takes no more memory than is free, and gives all of it back.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -23,7 +23,7 @@ TEST_F(CudaProbeTest, AMarkerIsReachedAfterTheWorkBeforeIt) {
     DeviceArray<uint8_t> device(bytes);
     PinnedBuffer host(bytes);
     Marker marker;
-    marker.wait();  // never set: at once
+    marker.wait();  // never set: returns at once
     for (int round = 0; round < 3; ++round) {
         const auto value = static_cast<uint8_t>(1 + random()() % 255);
         std::memset(host.as<uint8_t>(), 0, bytes);
@@ -40,13 +40,13 @@ TEST_F(CudaProbeTest, CopiesEndWhenTold) {
     CudaProbe probe(32 * kMiB);
     int asked = 0;
     const std::vector<Span> spans = probe.copies([&] { return ++asked == 5; });
-    EXPECT_EQ(asked, 5) << "it asks until it is told, and not after";
+    EXPECT_EQ(asked, 5) << "it asks until the answer is yes, and not again";
     ASSERT_GE(spans.size(), 5u);
     for (size_t i = 0; i < spans.size(); ++i) {
         EXPECT_GT(spans[i].bytes, 0);
         EXPECT_GT(spans[i].end, spans[i].begin);
         if (i > 0) {
-            EXPECT_EQ(spans[i].begin, spans[i - 1].end) << "they follow one another";
+            EXPECT_EQ(spans[i].begin, spans[i - 1].end) << "spans must be consecutive";
         }
     }
     EXPECT_GE(probe.copies([] { return true; }).size(), 1u);
@@ -68,13 +68,13 @@ TEST_F(CudaProbeTest, GivesFinitePositiveRates) {
 TEST_F(CudaProbeTest, GivesItsMemoryBack) {
     CudaMemory memory(stream());
     const auto measure = [] { CudaProbe(64 * kMiB).vramBytesPerSecond(); };
-    measure();  // what the driver sets up with the first of a kind stays
+    measure();  // the driver keeps what it sets up with the first use
     const size_t before = memory.freeBytes();
     measure();
     EXPECT_LE(before, memory.freeBytes() + 4 * kMiB);
 }
 
-// All but `left` bytes of the GPU's memory, in pieces, for as long as it lives.
+// Holds all but `left` bytes of the GPU's memory while it lives.
 class Crowd {
 public:
     explicit Crowd(CudaMemory& memory, size_t left) : _allocator(memory) {
@@ -99,7 +99,7 @@ TEST_F(CudaProbeTest, SaysSoWhereThereIsNoMemory) {
     const Crowd crowd(memory, 40 * kMiB);
     try {
         CudaProbe probe(kProbeBytes);
-        ADD_FAILURE() << "it found memory";
+        ADD_FAILURE() << "it found enough memory";
     } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::OutOfMemory) << error.what();
     }
