@@ -201,9 +201,10 @@ std::vector<double> measureTogether(CpuProbe& cpu, CudaProbe& gpu) {
     return {ram, pcie};
 }
 
-void measureAll(CpuProbe& cpu, Series& ram, Series& flops, HardwareRates& rates, size_t most) {
-    if (!rates.gpuMissing.empty()) return sampleInTurn({&ram, &flops});
-    CudaProbe gpu(most);
+void measureAll(CpuProbe& cpu, Series& ram, Series& flops, const std::optional<cuda::DeviceInfo>& device, size_t most,
+                HardwareRates& rates) {
+    if (!device) return sampleInTurn({&ram, &flops});
+    CudaProbe gpu(*device, most);
     Series pcie{[&] { return std::vector<double>{gpu.pcieBytesPerSecond()}; }};
     Series both{[&] { return measureTogether(cpu, gpu); }};
     Series vram{[&] { return std::vector<double>{gpu.vramBytesPerSecond()}; }};
@@ -218,7 +219,9 @@ void measureAll(CpuProbe& cpu, Series& ram, Series& flops, HardwareRates& rates,
 
 #else
 
-void measureAll(CpuProbe&, Series& ram, Series& flops, HardwareRates&, size_t) { sampleInTurn({&ram, &flops}); }
+void measureAll(CpuProbe&, Series& ram, Series& flops, const std::optional<cuda::DeviceInfo>&, size_t, HardwareRates&) {
+    sampleInTurn({&ram, &flops});
+}
 
 #endif
 
@@ -309,15 +312,16 @@ HardwareRates measureHardware(int threads, size_t most) {
                                                     " bytes of memory, not " + std::to_string(most));
     }
     HardwareRates rates;
+    std::optional<cuda::DeviceInfo> gpu;
     try {
-        findGpu();
+        gpu = findGpu();
     } catch (const Error& error) {  // a GPU that cannot be opened counts as none
         rates.gpuMissing = error.what();
     }
     CpuProbe cpu(threads, most);
     Series ram{[&] { return std::vector<double>{cpu.ramBytesPerSecond()}; }};
     Series flops{[&] { return std::vector<double>{cpu.flops()}; }};
-    measureAll(cpu, ram, flops, rates, most);
+    measureAll(cpu, ram, flops, gpu, most, rates);
     rates.ramBytesPerSecond = ram.rate();
     rates.cpuFlops = flops.rate();
     return rates;

@@ -6,7 +6,6 @@
 
 #include "core/error.h"
 #include "device/marker.h"
-#include "hardware/gpu.h"
 #include "kernels/formats/packed.h"
 #include "kernels/matmul/matmul.h"
 #include "kernels/matvec/matvec.h"
@@ -28,7 +27,7 @@ constexpr double kWarmSeconds = 0.03;
 
 }  // namespace
 
-CudaProbe::CudaProbe(size_t most) : _stream(findGpu()), _memory(_stream), _allocator(_memory) {
+CudaProbe::CudaProbe(const cuda::DeviceInfo& gpu, size_t most) : _stream(gpu), _memory(_stream), _allocator(_memory) {
     takePinned(std::max(kPiece, std::min(most, kPinnedBytes) / kPiece * kPiece));
     _ring = Buffer(_allocator, kRingPieces * kPiece, "buffers to measure copies with");
     takeWeights(most);

@@ -15,9 +15,9 @@ namespace sharpi {
 
 class CudaProbe {
 public:
-    // Takes up to `most` bytes of pinned memory and about as much of the GPU's. Throws Error(InvalidArgument) if there
-    // is no usable GPU, and Error(OutOfMemory) if too little is free.
-    explicit CudaProbe(size_t most);
+    // Takes up to `most` bytes of pinned memory and about as much of the GPU's. Throws Error(OutOfMemory) if too little
+    // is free.
+    CudaProbe(const cuda::DeviceInfo& gpu, size_t most);
     CudaProbe(const CudaProbe&) = delete;
     CudaProbe& operator=(const CudaProbe&) = delete;
 

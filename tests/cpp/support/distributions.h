@@ -42,7 +42,7 @@ inline std::vector<double> expectedDistribution(const SamplingRule& rule, const 
         return p;
     };
     const std::vector<double> p = probabilities(1);
-    double before = 0;  // of the tokens that are better; the one that crosses topP stays
+    double before = 0;  // the probability of all better tokens; the token that crosses topP stays
     for (size_t r = 0; r < n; ++r) {
         if (r > 0 && before >= rule.topP) stays[byRank[r]] = false;
         before += p[byRank[r]];

@@ -37,7 +37,7 @@ TEST_F(CudaProbeTest, AMarkerIsReachedAfterTheWorkBeforeIt) {
 }
 
 TEST_F(CudaProbeTest, CopiesEndWhenTold) {
-    CudaProbe probe(32 * kMiB);
+    CudaProbe probe(stream().device(), 32 * kMiB);
     int asked = 0;
     const std::vector<Span> spans = probe.copies([&] { return ++asked == 5; });
     EXPECT_EQ(asked, 5) << "it asks until the answer is yes, and not again";
@@ -53,7 +53,7 @@ TEST_F(CudaProbeTest, CopiesEndWhenTold) {
 }
 
 TEST_F(CudaProbeTest, GivesFinitePositiveRates) {
-    CudaProbe probe(32 * kMiB);
+    CudaProbe probe(stream().device(), 32 * kMiB);
     const std::vector<std::pair<const char*, double>> rates = {{"PCIe", probe.pcieBytesPerSecond()},
                                                                {"VRAM", probe.vramBytesPerSecond()},
                                                                {"kernel", probe.kernelSeconds()},
@@ -67,7 +67,7 @@ TEST_F(CudaProbeTest, GivesFinitePositiveRates) {
 
 TEST_F(CudaProbeTest, GivesItsMemoryBack) {
     CudaMemory memory(stream());
-    const auto measure = [] { CudaProbe(64 * kMiB).vramBytesPerSecond(); };
+    const auto measure = [this] { CudaProbe(stream().device(), 64 * kMiB).vramBytesPerSecond(); };
     measure();  // the driver keeps what it sets up with the first use
     const size_t before = memory.freeBytes();
     measure();
@@ -91,14 +91,14 @@ private:
 TEST_F(CudaProbeTest, MakesDoWithLittleMemory) {
     CudaMemory memory(stream());
     const Crowd crowd(memory, 256 * kMiB);
-    EXPECT_GT(CudaProbe(kProbeBytes).vramBytesPerSecond(), 0);
+    EXPECT_GT(CudaProbe(stream().device(), kProbeBytes).vramBytesPerSecond(), 0);
 }
 
 TEST_F(CudaProbeTest, SaysSoWhereThereIsNoMemory) {
     CudaMemory memory(stream());
     const Crowd crowd(memory, 40 * kMiB);
     try {
-        CudaProbe probe(kProbeBytes);
+        CudaProbe probe(stream().device(), kProbeBytes);
         ADD_FAILURE() << "it found enough memory";
     } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::OutOfMemory) << error.what();
