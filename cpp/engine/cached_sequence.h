@@ -19,9 +19,9 @@ struct Piece {
     int64_t begin, count;  // position of the first token; number of tokens
     Want want = Want::Nothing;
     float* logits = nullptr;  // for EveryRow
-    int64_t again = 0;        // the first rows that were computed before: EveryRow leaves them out
-    int64_t drafted = 0;  // the last tokens that are guesses: a token is chosen from the row before each of them too
-    bool endsPrompt = false;                         // the last token is the last prompt row
+    int64_t again = 0;        // rows at the beginning that were computed before: EveryRow leaves them out
+    int64_t drafted = 0;      // guesses at the end: Choice also chooses a token from the row before each of them
+    bool endsPrompt = false;  // the last token is the text's last prompt row
     std::optional<int32_t> follower = std::nullopt;  // the token after the piece, if it is known before the pass
 
     int64_t end() const { return begin + count; }

@@ -73,7 +73,7 @@ void Session::recompute(const LockedModel& model, int32_t follower) {
 }
 
 // Computes a piece and keeps it up to its last right guess. Returns what was chosen: the right guesses, and the token
-// after them. If it throws, the cache is as it was before, except for a state that it had no room to keep.
+// after them. If it throws, the cache stays unchanged, except that it may lose a state that it had no room to keep.
 std::vector<int32_t> Session::run(const LockedModel& model, const Piece& piece) {
     const Batch batch = _sequence.batchOf(piece);
     try {
@@ -180,7 +180,7 @@ void Session::append(const std::vector<int32_t>& tokens, RowKind kind, float* lo
     }
 }
 
-// Sets what is wanted of a piece with new tokens. New are those from `held` on; their logits go to `logits`.
+// Sets what is wanted of a piece with new tokens: those from `held` on, whose logits go to `logits`.
 void Session::addWants(Piece& piece, int64_t held, bool last, float* logits) const {
     if (logits) {
         piece.want = Want::EveryRow;

@@ -190,7 +190,7 @@ struct GroupShape {
     std::vector<int64_t> cols;
     int64_t rows = 0, cpuRows = 0;
     bool resident = false;
-    int32_t experts = 0;  // > 0: a stack of so many, of one type
+    int32_t experts = 0;  // > 0: a stack of this many experts, all of one type
     int64_t apart = 0;    // rows of others between two experts in the file
 };
 
