@@ -45,8 +45,8 @@ py::object expertStats(Engine& engine) {
 py::dict holdings(const Engine& engine) {
     std::vector<Holding> held;
     {
-        py::gil_scoped_release
-            release;  // waits if memory is just being taken or given back, which takes a while on a GPU
+        // Waits if memory is just being taken or given back, which takes a while on a GPU.
+        py::gil_scoped_release release;
         held = engine.holdings();
     }
     py::dict d;
@@ -89,9 +89,8 @@ void bindEngine(py::module_& m) {
                 d["cache"] = cache;
                 return d;
             },
-            "Bytes of the file by where they are read: vram and ram. The bytes in ram by home: direct and slots, and "
-            "cpu: "
-            "those that the CPU computes with. ranges: (file, begin, end, home) of each part of the file. cache: the "
+            "vram and ram: bytes of the file by where they are read. direct, slots and cpu: parts of ram; the CPU "
+            "computes with those in cpu. ranges: (file, begin, end, home) of each part of the file. cache: the "
             "tensors that VRAM may or may not keep, and how many it keeps.")
         .def_property_readonly("device", [](Engine& e) { return e.backend().device(); })
         .def_property_readonly("device_name", [](Engine& e) { return e.backend().name(); })
@@ -103,8 +102,7 @@ void bindEngine(py::module_& m) {
                     lines.emplace_back(line.name, line.asked, line.taken, line.free);
                 return lines;
             },
-            "What loading took: (name, bytes asked for, bytes by which the device's free memory shrank, bytes then "
-            "free).")
+            "What loading took: (name, bytes asked for, bytes by which free memory shrank, bytes then free).")
         .def_property(
             "graphs",
             [](Engine& e) {

@@ -22,9 +22,9 @@ int64_t CachedSequence::cutForPrompt(const LockedModel& model, int64_t tokens) {
 }
 
 int64_t CachedSequence::cutToComputed(const LockedModel& model, const Transcript& text) {
-    const int64_t tokens = model.kv().length(_handle), behindStep = tokens % _runner.limits().pieces.promptStep;
-    if (tokens >= text.promptTokens() || !behindStep) return tokens;
-    return cutForPrompt(model, tokens - behindStep);
+    const int64_t tokens = model.kv().length(_handle), pastStep = tokens % _runner.limits().pieces.promptStep;
+    if (tokens >= text.promptTokens() || !pastStep) return tokens;
+    return cutForPrompt(model, tokens - pastStep);
 }
 
 int64_t CachedSequence::pieceEnd(const LockedModel& model, const Transcript& text, int64_t held, int64_t chunk) {
@@ -43,8 +43,7 @@ Piece CachedSequence::nextPiece(const LockedModel& model, const Transcript& text
 }
 
 // A later prompt that repeats this one, or has another end, continues from the last place before the prompt's last
-// token at which prompt rows may begin. If they may begin anywhere, a state is kept only for a generation's prompt: the
-// states of others would crowd it out.
+// token at which prompt rows may begin. If they may begin anywhere, only the prompt of a generation is worth a state.
 std::optional<int64_t> CachedSequence::stateToKeep(const Piece& piece) const {
     const int64_t step = _runner.limits().pieces.promptStep;
     if (piece.kind != RowKind::Prompt || !piece.endsPrompt || (step == 1 && piece.want != Want::Choice))
