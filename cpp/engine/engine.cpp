@@ -74,10 +74,7 @@ Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOpt
     if (LoadTrace::wanted()) printPlacement();
 }
 
-ExpertCounts Engine::expertCounts() {
-    std::lock_guard<std::mutex> lock(_mutex);
-    return _backend->expertCounts();
-}
+ExpertCounts Engine::expertCounts() { return _runner->lock().backend().expertCounts(); }
 
 std::vector<std::string> Engine::notes() const {
     std::vector<std::string> all = _notes;
@@ -170,8 +167,7 @@ void Engine::adaptHomes(const FittedPlan& planned, bool lastAttempt) {
 }
 
 void Engine::unload() {
-    _forward.reset();
-    _kv.reset();
+    _runner.reset();
     _weights.reset();
     _backend->unload();
     _trace.restart();
@@ -187,14 +183,14 @@ void Engine::load() {
                      _trace);
     RecurrentState states(allocator, recurrentShapes(_spec), _options.sequences);
     if (states.any()) _trace.note("recurrent state");
-    _kv.emplace(allocator, kvShapes(_spec), _options.kvType, _options.context, std::move(states));
+    KvCache kv(allocator, kvShapes(_spec), _options.kvType, _options.context, std::move(states));
     _trace.note("KV cache");
     const size_t before = allocator.held();
     _backend->takeScratch(limits);
     _scratchBytes = allocator.held() - before;
     if (limits.expertSlots) _backend->startExperts(_options.expertUse);
     _trace.note("scratch");
-    _forward.emplace(_spec, *_weights, *_backend, *_kv, limits);
+    _runner.emplace(_spec, *_weights, *_backend, std::move(kv), limits);
     // Where weights are still to come, the first prompt need not wait for a pass of its own.
     if (_options.cuda && !_backend->streams()) rehearse();
     _trace.note("graphs");
@@ -213,24 +209,26 @@ void Engine::rehearse() {
 
 // A sequence of these rows. Decode rows all give a token, as drafts do, and may be taken back.
 void Engine::rehearse(RowKind kind, int64_t rows) {
-    const int32_t sequence = _kv->createSequence();
+    const LockedModel model = _runner->lock();
+    const int32_t sequence = model.kv().createSequence();
     Batch batch;
     for (int64_t i = 0; i < rows; ++i)
         batch.add(kind, 0, static_cast<int32_t>(i), sequence, i + 1 == rows || kind == RowKind::Decode);
     std::vector<int64_t> marks;
     for (int64_t length = 1; length < rows && kind == RowKind::Decode; ++length) marks.push_back(length);
-    _kv->extend(sequence, rows, marks);
-    _forward->run(batch, nullptr);
-    _forward->sample(std::vector<Choice>(batch.logitRows.size()));
-    if (!_spec.predictions.empty()) rehearseDrafts(kind, sequence, rows);
-    _kv->releaseSequence(sequence);
+    model.kv().extend(sequence, rows, marks);
+    model.forward().run(batch, nullptr);
+    model.forward().sample(std::vector<Choice>(batch.logitRows.size()));
+    if (!_spec.predictions.empty()) rehearseDrafts(model, kind, sequence, rows);
+    model.kv().releaseSequence(sequence);
 }
 
-void Engine::rehearseDrafts(RowKind kind, int32_t sequence, int64_t rows) {
+void Engine::rehearseDrafts(const LockedModel& model, RowKind kind, int32_t sequence, int64_t rows) {
     Sampler sampler(SamplingParams(), _spec.vocabSize);
     const std::vector<int32_t> history;
     Drafter::Text text{sampler, history, {}, rows < _options.context ? 2 : 1};
-    Drafter().predict(*_forward, *_kv, {kind, sequence, 0, std::vector<int32_t>(static_cast<size_t>(rows), 0)}, &text);
+    Drafter().predict(model.forward(), model.kv(),
+                      {kind, sequence, 0, std::vector<int32_t>(static_cast<size_t>(rows), 0)}, &text);
 }
 
 void Engine::warm(const std::function<bool(uint64_t, uint64_t)>& progress) const {

@@ -1,4 +1,4 @@
-"""The native core, as `cpp/bindings/module.cpp` makes it. Errors are those of `sharpi.errors`."""
+"""The native core, as `cpp/bindings` makes it. Errors are those of `sharpi.errors`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict

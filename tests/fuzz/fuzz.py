@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Feeds damaged files to everything in Sharpi that reads one, and stops at the first that gets out of hand.
+"""Feeds damaged files to all code in Sharpi that reads files, and stops at the first input that it mishandles.
 
     python tests/fuzz/fuzz.py --seed 7 --count 10000                  # 10,000 inputs for each target
     python tests/fuzz/fuzz.py --target template --first 4711 --count 1 --seed 7
     python tests/fuzz/fuzz.py --replay failing-template-7-4711.bin     # a saved input again
 
 Every input ends in success or in a SharpiError of one printable line. Anything else is a failure: another exception, a
-crash, more than 20 seconds, more than 1 GiB of memory. Inputs run in a child process, which a crash
-may take with it; the failing one is saved with its bytes halved again and again as long as it fails, and the program
-exits with 1. It prints the seed, so that a run can be repeated, and how many inputs ended in what.
+crash, more than 20 seconds, more than 1 GiB of memory. Inputs run in a child process, so that a crash ends only that
+process. The failing input is made smaller as long as it still fails, then saved, and the program exits with 1. It
+prints the seed, so that a run can be repeated, and how many inputs ended in which way.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHUNK = 10_000  # inputs of one process
 
 
 def use_model(path: Path) -> str:
-    """Does with a file what `sharpi inspect`, `run` and `chat` do before the weights are read."""
+    """Does what `sharpi inspect`, `run` and `chat` do with a file before they read the weights."""
     from sharpi.cli.inspect import _as_json, _as_text, _judge
     from sharpi.gguf import GgufFile
     from sharpi.planner import make_plan
@@ -92,11 +92,11 @@ USES: dict[str, Callable[[Path], str]] = {"model": use_model, "template": use_te
 
 
 class Failure(Exception):
-    """An input got out of hand; the message says how."""
+    """An input was mishandled; the message says how."""
 
 
 def judge(given: Input, folder: Path) -> str:
-    """What became of one input, in a few words. Raises Failure."""
+    """The outcome of one input, in a few words. Raises Failure."""
     from sharpi.errors import InternalError, SharpiError
 
     path = folder / f"input.{given.kind}"
@@ -127,13 +127,13 @@ def limit_memory() -> None:
 
 
 def set_clock(seconds: float) -> None:
-    """Ends the process after so much processor time, which a busy machine does not stretch, or if it waits for long."""
+    """Ends the process after this much processor time, which is the same on a busy machine, or after a long wait."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.alarm(int(20 * seconds))
 
 
 def ready(scale: int) -> None:
-    """Imports what takes memory and time once, and lowers the limits of templates, so that more of them are tried."""
+    """Imports once what takes memory and time, and lowers the limits of templates, so that a run tries more of them."""
     import sharpi.chat  # noqa: F401
     import sharpi.model  # noqa: F401
     from sharpi import template_limits
@@ -146,7 +146,7 @@ def ready(scale: int) -> None:
 
 
 def run_child(target: str, seed: int, first: int, count: int, at: mmap.mmap, out: int) -> None:
-    """Runs inputs, noting the number of the one at hand where the parent sees it; writes the counts, or the failure."""
+    """Runs inputs, and shows the parent the current one's number. Writes the counts of outcomes, or the failure."""
     counts: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
         for index in range(first, first + count):
@@ -162,7 +162,7 @@ def run_child(target: str, seed: int, first: int, count: int, at: mmap.mmap, out
 
 
 def in_child(work: Callable[[int], None]) -> tuple[str, str]:
-    """Runs `work` in a process of its own; what it wrote, and how it failed, if it did."""
+    """Runs `work` in a process of its own. Returns what it wrote, and how it failed, if it did."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -188,7 +188,7 @@ def in_child(work: Callable[[int], None]) -> tuple[str, str]:
 
 
 def fails(given: Input) -> str:
-    """How an input fails, in a process of its own; empty if it does not."""
+    """Runs an input in a process of its own. Returns how it fails, or an empty text."""
     def work(out: int) -> None:
         set_clock(SECONDS)
         with tempfile.TemporaryDirectory() as folder:
@@ -201,7 +201,7 @@ def fails(given: Input) -> str:
 
 
 def minimized(given: Input, tries: int = 200) -> Input:
-    """The input with pieces left out, the largest first, as long as it fails."""
+    """Leaves out pieces of the input, the largest first, as long as it still fails."""
     content, size = given.content, len(given.content) // 2
     while size >= 1 and tries > 0:
         start = 0
@@ -216,7 +216,7 @@ def minimized(given: Input, tries: int = 200) -> Input:
 
 
 def run_target(target: str, seed: int, first: int, count: int, save: Path) -> bool:
-    """Runs a target's inputs, and says what became of them; whether all went well."""
+    """Runs a target's inputs and prints their outcomes. Returns whether all were handled well."""
     at, failure = mmap.mmap(-1, 8), ""
     counts: collections.Counter[str] = collections.Counter()
     for start in range(first, first + count, CHUNK):

