@@ -2,6 +2,7 @@
 // those of the structs in blocks.h, checked there.
 #include "core/dtype.h"
 
+#include <iterator>
 #include <string>
 
 #include "core/error.h"
@@ -26,6 +27,10 @@ static const DTypeInfo kTypes[] = {
     {DType::IQ4_XS, "IQ4_XS", 256, 136, false},
     {DType::MXFP4, "MXFP4", 32, 17, false},
 };
+
+#define SHARPI_COUNT(T) +1
+static_assert(3 + SHARPI_QUANTIZED_TYPES(SHARPI_COUNT) == std::size(kTypes), "a type is missing in one of the lists");
+#undef SHARPI_COUNT
 
 const DTypeInfo* findDType(uint32_t ggmlType) {
     for (const DTypeInfo& entry : kTypes)

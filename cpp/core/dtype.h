@@ -26,6 +26,10 @@ enum class DType : uint32_t {
     MXFP4 = 39,
 };
 
+// Every quantized type, as X(Q4_0) and so on. Whatever has a case for each of them expands this list.
+#define SHARPI_QUANTIZED_TYPES(X) \
+    X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(MXFP4)
+
 struct DTypeInfo {
     DType type;
     const char* name;

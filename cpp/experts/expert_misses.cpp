@@ -25,7 +25,7 @@ ExpertMisses::ExpertMisses(ExpertSlotManager& slots, ExpertPrefetcher& prefetche
 
 int64_t ExpertMisses::takeFetched() { return std::exchange(_fetched, 0); }
 
-bool ExpertMisses::fetch(int32_t layer, int32_t expert, bool ahead, cuda::ExpertFetch& to) {
+bool ExpertMisses::fetch(int32_t layer, int32_t expert, bool ahead, ExpertFetch& to) {
     const ExpertStacks& file = _slots.file(layer);
     const auto reach = [&](const MatrixStack& stack) {
         return _reachable(stack.at(expert).data, fileBytes(stack.first));
@@ -42,7 +42,7 @@ bool ExpertMisses::fetch(int32_t layer, int32_t expert, bool ahead, cuda::Expert
 }
 
 void ExpertMisses::order(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted,
-                         int32_t pairs, cuda::ExpertOrders& orders) {
+                         int32_t pairs, ExpertOrders& orders) {
     _slots.reached(layer, chosen, pairs);
     _missed.clear();
     _ordered.clear();
@@ -62,7 +62,7 @@ void ExpertMisses::order(int32_t layer, const int32_t* chosen, const int32_t* sl
     _measurable = orders.ahead == 0;  // what comes ahead takes the bus too
 }
 
-void ExpertMisses::orderAhead(int32_t layer, const int32_t* predicted, int32_t pairs, cuda::ExpertOrders& orders) {
+void ExpertMisses::orderAhead(int32_t layer, const int32_t* predicted, int32_t pairs, ExpertOrders& orders) {
     for (int32_t p = 0; p < pairs && orders.ahead < kMostAhead; ++p) {
         if (_slots.tryGet(layer, predicted[p]) < 0 && fetch(layer, predicted[p], true, orders.aheadFetch[orders.ahead]))
             ++orders.ahead;

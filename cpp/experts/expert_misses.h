@@ -32,14 +32,14 @@ public:
                             // was busy
 
     void order(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted, int32_t pairs,
-               cuda::ExpertOrders& orders) override;
+               ExpertOrders& orders) override;
     void done(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted, int32_t pairs,
               size_t bytes, double seconds) override;
     void followed(double seconds) override;
 
 private:
-    void orderAhead(int32_t layer, const int32_t* predicted, int32_t pairs, cuda::ExpertOrders& orders);
-    bool fetch(int32_t layer, int32_t expert, bool ahead, cuda::ExpertFetch& to);
+    void orderAhead(int32_t layer, const int32_t* predicted, int32_t pairs, ExpertOrders& orders);
+    bool fetch(int32_t layer, int32_t expert, bool ahead, ExpertFetch& to);
 
     ExpertSlotManager& _slots;
     ExpertPrefetcher& _prefetcher;

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/experts/expert_cache.h"
+#include "experts/expert_orders.h"
 
 namespace sharpi {
 
@@ -16,11 +16,11 @@ namespace sharpi {
 class MissPlan {
 public:
     virtual ~MissPlan() = default;
-    // Something was missed: which experts should the GPU fetch? Writes up to cuda::kMaxExpertFetches demanded fetches,
+    // Something was missed: which experts should the GPU fetch? Writes up to kMaxExpertFetches demanded fetches,
     // each of a missed expert, once, into a slot that no pair of the layer uses, and what to fetch ahead. orders:
     // empty.
     virtual void order(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted,
-                       int32_t pairs, cuda::ExpertOrders& orders) = 0;
+                       int32_t pairs, ExpertOrders& orders) = 0;
     // Once for every layer, after the CPU's answers were given back: the bytes of the file that it read for them, in
     // how many seconds; 0 and 0 if nothing was left to it.
     virtual void done(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted,

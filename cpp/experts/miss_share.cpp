@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "kernels/experts/expert_cache.h"
+#include "experts/expert_orders.h"
 
 namespace sharpi {
 
@@ -93,7 +93,7 @@ int32_t MissShare::best(int32_t missed, size_t bytes) const {
     if (!_shares) return 0;
     int32_t best = 0;
     double least = slower(missed, 0, static_cast<double>(bytes));
-    for (int32_t n = 1; n <= std::min(missed, cuda::kMaxExpertFetches); ++n) {
+    for (int32_t n = 1; n <= std::min(missed, kMaxExpertFetches); ++n) {
         const double seconds = slower(missed, n, static_cast<double>(bytes));
         if (seconds >= least) continue;
         least = seconds;
@@ -124,7 +124,7 @@ int32_t MissShare::probe(int32_t missed, int32_t best, double bytes) {
         _ownIdle = 0;
         return 0;
     }
-    const int32_t more = std::min({best + 1, missed, cuda::kMaxExpertFetches});
+    const int32_t more = std::min({best + 1, missed, kMaxExpertFetches});
     if (more > best && ownIsKnown && _busIdle >= kIdle && (pay(_busAllowance, extra(more)) || _busIdle >= kLongest)) {
         _busIdle = 0;
         return more;

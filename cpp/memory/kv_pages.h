@@ -8,7 +8,9 @@ namespace sharpi {
 
 enum class KvType : uint32_t { F32 = 0, BF16 = 1, F16 = 2 };
 
-inline size_t kvElementBytes(KvType type) { return type == KvType::F32 ? 4 : 2; }
+// Bytes of an element of the cache. Static, because the CPU's kernels are compiled once for each instruction set, and
+// they must not share the linker's copy of an inline function (cpu/kernels/internal.h).
+static inline constexpr size_t kvElementBytes(KvType type) { return type == KvType::F32 ? 4 : 2; }
 
 // Pages whose results are joined among themselves before they are joined to the others (cpu/kernels/attention.cpp).
 constexpr int kSegmentPages = 4;

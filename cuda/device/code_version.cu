@@ -1,4 +1,5 @@
-// See code_version.h. All kernels are compiled for the same list, so one that does nothing tells for all.
+// See code_version.h. All kernels are compiled for the same architectures, so asking about one of them, which does
+// nothing, is enough.
 #include "device/code_version.h"
 
 #include <cuda_runtime.h>
@@ -18,7 +19,7 @@ int codeVersion(const char** problem) {
     cudaGetLastError();
     const bool isMissing = status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction ||
                            status == cudaErrorUnsupportedPtxVersion;
-    if (problem && !isMissing) *problem = cudaGetErrorString(status);
+    if (!isMissing) *problem = cudaGetErrorString(status);
     return 0;
 }
 

@@ -1,8 +1,8 @@
 // See cuda_memory.h.
 //
-// The driver's functions are asked for at run time instead of linked, so that the package can be imported on a
-// machine without a driver. A piece of memory is owned by its mapping alone: its handle is released as soon as it is
-// mapped, and unmapping gives the memory back.
+// The driver's functions are looked up at run time instead of linked, so that the package can be imported on a
+// machine without a driver. A mapping alone owns its memory: the handle is released as soon as the memory is mapped,
+// and unmapping gives the memory back.
 #include "device/cuda_memory.h"
 
 #include <cuda.h>
@@ -16,7 +16,8 @@ namespace sharpi::cuda {
 
 namespace {
 
-// Null where the driver is too old to have it. version: the CUDA in which the function got its present form.
+// Sets `function` to null if the driver is too old to have it. version: the CUDA release in which the function got its
+// present form.
 template <typename Function> void find(Function& function, const char* symbol, unsigned version) {
     void* address = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
@@ -96,9 +97,9 @@ CudaMemory::CudaMemory(Stream& stream) : _stream(stream) {
     cuda::check(cudaFree(nullptr), "starting the device");  // the runtime may not have made its context yet
     _driver = std::make_unique<Driver>();
     if (!_driver->supports(stream.device().index)) {
-        throw Error(
-            ErrorKind::InvalidArgument,
-            stream.device().name + " or its driver has no virtual memory management, which GPU memory is taken with");
+        throw Error(ErrorKind::InvalidArgument,
+                    stream.device().name +
+                        " or its driver lacks virtual memory management, which Sharpi needs to allocate GPU memory");
     }
     const CUmemAllocationProp properties = propertiesOn(stream.device());
     _driver->check(_driver->memGetAllocationGranularity(&_granularity, &properties, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
@@ -107,7 +108,7 @@ CudaMemory::CudaMemory(Stream& stream) : _stream(stream) {
 
 CudaMemory::~CudaMemory() = default;
 
-// The device is a property of the calling thread.
+// cudaMemGetInfo answers for the calling thread's device.
 size_t CudaMemory::freeBytes() const {
     _stream.use();
     size_t free = 0, total = 0;
@@ -120,8 +121,9 @@ void* CudaMemory::reserve(size_t bytes) {
     CUdeviceptr address = 0;
     const CUresult status = _driver->memAddressReserve(&address, bytes, _granularity, 0, 0);
     if (status == CUDA_ERROR_OUT_OF_MEMORY ||
-        status == CUDA_ERROR_INVALID_VALUE) {  // the latter: more than addresses exist
-        throw Error(ErrorKind::OutOfMemory, "the GPU has no range of " + std::to_string(bytes) + " addresses left");
+        status == CUDA_ERROR_INVALID_VALUE) {  // invalid: more than the address space
+        throw Error(ErrorKind::OutOfMemory,
+                    "the GPU has no contiguous range of " + std::to_string(bytes) + " addresses left");
     }
     _driver->check(status, "reserving addresses");
     return reinterpret_cast<void*>(address);
@@ -160,7 +162,7 @@ void CudaMemory::decommit(void* address, size_t bytes) noexcept {
     try {
         _stream.synchronize();
     } catch (const Error&) {
-        // After a fault nothing runs any more, and the error has been or will be told by whoever used the stream.
+        // After a fault nothing runs any more. The call that used the stream reports the error.
     }
     _driver->memUnmap(devicePointer(address), bytes);
 }

@@ -1,6 +1,6 @@
-// The GPU's memory as a DeviceMemory: addresses are reserved, and memory put behind them, with the driver's virtual
-// memory management, which cudaMalloc's rounding makes necessary (64 allocations of 17 MiB and a little take 63 MiB
-// too much). Copies and clearing go through the stream, in order with the kernels. No CUDA header.
+// The GPU's memory as a DeviceMemory. Addresses are reserved, and memory is put behind them, by the driver's virtual
+// memory management. cudaMalloc is not an option, because it rounds sizes up: 64 allocations of slightly more than
+// 17 MiB waste 63 MiB. Copies and clearing go through the stream, in order with the kernels. No CUDA header.
 #pragma once
 
 #include <memory>
@@ -10,10 +10,12 @@
 
 namespace sharpi::cuda {
 
-// The driver refusing anything but memory is Error(Internal) with its words. May be used by any thread, one at a time.
+// If the driver refuses anything but memory, the call throws Error(Internal) with the driver's message. Any thread may
+// use it, one at a time.
 class CudaMemory : public DeviceMemory {
 public:
-    // Of the stream's device. Throws Error(InvalidArgument) when it or its driver cannot manage virtual memory.
+    // The memory of the stream's device. Throws Error(InvalidArgument) if the device or its driver cannot manage
+    // virtual memory.
     explicit CudaMemory(Stream& stream);
     ~CudaMemory() override;
     CudaMemory(const CudaMemory&) = delete;
@@ -32,7 +34,7 @@ public:
     void zero(void* address, size_t bytes) override;
 
 private:
-    struct Driver;  // its entry points
+    struct Driver;  // the driver's entry points
 
     Stream& _stream;
     std::unique_ptr<Driver> _driver;

@@ -1,10 +1,10 @@
 // How every kernel is launched: counted, checked, and able to overlap its predecessor's end.
 //
-// A kernel's blocks may be started while the kernel before it is still running. So every kernel begins with
-// allowNext() and, before it reads what another kernel wrote or writes anything that one may still read,
-// waitForPrevious(). Only weights may be touched earlier: fetching the first of them there hides the gap between two
-// kernels. Weights that are on their way while a pass runs are waited for by an event, and the kernel after such a wait
-// is launched without the overlap (Stream::overlapsLaunches): it fetches nothing before they have come.
+// A kernel's blocks may start while the kernel before it is still running. So every kernel begins with allowNext(), and
+// it calls waitForPrevious() before it reads what another kernel wrote, or writes what another kernel may still read.
+// Only weights may be read earlier: fetching the first of them hides the gap between two kernels. If weights arrive
+// while a pass runs, the stream waits for an event, and the kernel after such a wait is launched without the overlap
+// (Stream::overlapsLaunches), so that it fetches nothing too early.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@ namespace sharpi::cuda {
 
 inline void check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
-    cudaGetLastError();  // a sticky-free error must not surface in a later, innocent call
+    cudaGetLastError();  // clears it, or a later call would report it
     const ErrorKind kind = status == cudaErrorMemoryAllocation ? ErrorKind::OutOfMemory : ErrorKind::Internal;
     throw Error(kind, std::string("CUDA: ") + what + ": " + cudaGetErrorString(status));
 }
@@ -37,8 +37,8 @@ __device__ __forceinline__ void allowNext() {
 #endif
 }
 
-// `cluster` neighbouring blocks of a row of the grid form a cluster (kernels/cluster.cuh); 1: there are none.
-// sharedBytes: dynamic shared memory; past 48 KiB the kernel's limit must have been raised (allowShared).
+// `cluster` neighbouring blocks in a row of the grid form a cluster (kernels/delta/cluster.cuh); 1 means no clusters.
+// sharedBytes: dynamic shared memory. More than 48 KiB needs allowShared() first.
 template <typename... Parameters, typename... Arguments>
 void launchClusters(Stream& stream, void (*kernel)(Parameters...), unsigned cluster, dim3 grid, dim3 block,
                     size_t sharedBytes, Arguments&&... arguments) {
@@ -61,7 +61,7 @@ void launchClusters(Stream& stream, void (*kernel)(Parameters...), unsigned clus
         together.val.clusterDim.x = cluster;
         together.val.clusterDim.y = together.val.clusterDim.z = 1;
     }
-    check(cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...), "a kernel launch");
+    check(cudaLaunchKernelEx(&config, kernel, Parameters(std::forward<Arguments>(arguments))...), "launching a kernel");
     stream.countLaunch();
 }
 
@@ -71,10 +71,15 @@ void launch(Stream& stream, void (*kernel)(Parameters...), dim3 grid, dim3 block
     launchClusters(stream, kernel, 1, grid, block, sharedBytes, std::forward<Arguments>(arguments)...);
 }
 
-// Lets `kernel` use more than 48 KiB of dynamic shared memory.
+// Bytes of shared memory that the system takes for each resident block.
+constexpr int kReservedShared = 1024;
+
+// Lets `kernel` use this much dynamic shared memory, which may be more than 48 KiB. The limit belongs to the kernel on
+// the calling thread's device, so it is set before each launch and never remembered: every device has its own, and
+// another stream may have set a lower one.
 template <typename Kernel> void allowShared(Kernel kernel, size_t bytes) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-          "shared memory");
+          "raising a kernel's limit of shared memory");
 }
 
 #endif

@@ -1,5 +1,5 @@
-// A point in a stream's work that a thread can wait for asleep: waiting for a whole stream keeps a core busy, which
-// matters where the CPU computes at the same time. No CUDA header.
+// A point in a stream's work that a thread can wait for while it sleeps. Waiting for a whole stream keeps a core busy,
+// which costs time if the CPU computes meanwhile. No CUDA header.
 #pragma once
 
 #include "device/stream.h"
@@ -8,7 +8,7 @@ struct CUevent_st;
 
 namespace sharpi::cuda {
 
-// Every call throws Error(Internal) with CUDA's message when the device refuses.
+// Every call throws Error(Internal) with CUDA's message if the device refuses.
 class Marker {
 public:
     Marker();
@@ -16,9 +16,9 @@ public:
     Marker(const Marker&) = delete;
     Marker& operator=(const Marker&) = delete;
 
-    // After all that was given to the stream so far. May be set again.
+    // Sets the marker after everything that was given to the stream so far. May be called again.
     void set(Stream& stream);
-    // Sleeps until the work before it is done; at once if it was never set.
+    // Sleeps until the work before the marker is done. Returns at once if it was never set.
     void wait();
 
 private:

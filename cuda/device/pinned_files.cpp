@@ -1,9 +1,9 @@
 // See pinned_files.h.
 //
-// Pages that are not in memory yet would be read from the disk one after another while they are pinned. So they are
-// asked for before, several at a time. And a system that is asked to pin more than it has may kill the process instead
-// of refusing, and so may a container's limit: what both leave is looked at first. A process with less memory than the
-// file takes pins what fits and leaves room for the rest to come and go.
+// Pinning reads pages that are not in memory yet from the disk, one after another. So they are read ahead, several at a
+// time. A system that is asked to pin more memory than it has may kill the process instead of refusing, and so may a
+// container's limit. So the room that both leave is checked first. A process with less memory than the file takes pins
+// what fits and leaves room for the other pages to come and go.
 #include "device/pinned_files.h"
 
 #include <cuda_runtime_api.h>
@@ -35,7 +35,7 @@ struct Mappings {
 
 using File = std::unique_ptr<std::FILE, int (*)(std::FILE*)>;
 
-// What this process has mapped; nothing where the system does not tell.
+// What this process has mapped. Empty if the system does not say.
 Mappings mappingsNow() {
     Mappings found;
     const File file(std::fopen("/proc/self/maps", "re"), std::fclose);
@@ -53,8 +53,8 @@ Mappings mappingsNow() {
 }
 
 bool fits(size_t bytes, size_t room) {
-    return room == SIZE_MAX || bytes <= room - room / 16;
-}  // a sixteenth is left to everyone else
+    return room == SIZE_MAX || bytes <= room - room / 16;  // a sixteenth is left for other processes
+}
 
 bool contained(const AddressRange& range, const std::vector<AddressRange>& in) {
     return std::any_of(in.begin(), in.end(),
@@ -89,7 +89,7 @@ size_t bytesOf(const std::vector<AddressRange>& ranges) {
     return bytes;
 }
 
-// Both ascending.
+// The parts of `ranges` that are not in `taken`. Both are ascending.
 std::vector<AddressRange> without(const std::vector<AddressRange>& ranges, const std::vector<AddressRange>& taken) {
     std::vector<AddressRange> left;
     for (const AddressRange& range : ranges) {
@@ -104,7 +104,7 @@ std::vector<AddressRange> without(const std::vector<AddressRange>& ranges, const
     return left;
 }
 
-// body(part) for parts of a range on several threads: where each waits for a disk, they wait together.
+// Calls body(part) for the parts of a range on several threads, so that their waits for the disk overlap.
 template <typename Body> void inParts(const AddressRange& range, const Body& body) {
     constexpr uintptr_t kPart = uintptr_t{8} << 20;
     std::atomic<uintptr_t> next{range.begin};
@@ -122,7 +122,7 @@ template <typename Body> void inParts(const AddressRange& range, const Body& bod
     try {
         while (others.size() + 1 < threads) others.emplace_back(work);
     } catch (const std::system_error&) {
-        // With fewer, then.
+        // The threads that could be started do the work.
     }
     work();
     for (std::thread& thread : others) thread.join();
@@ -130,7 +130,7 @@ template <typename Body> void inParts(const AddressRange& range, const Body& bod
 
 void readAhead(const AddressRange& pages) {
     ::madvise(reinterpret_cast<void*>(pages.begin), pages.bytes(), MADV_WILLNEED);
-    // Where the kernel does not know it, pinning reads what is missing.
+    // If the system does not support this, pinning reads the missing pages.
     inParts(pages, [](const AddressRange& part) {
         ::madvise(reinterpret_cast<void*>(part.begin), part.bytes(), kPopulateRead);
     });
@@ -142,7 +142,7 @@ bool pinningWanted() {
 }
 
 std::string mebibytes(size_t bytes) { return std::to_string((bytes + (size_t{1} << 20) - 1) >> 20) + " MiB"; }
-std::string onlyRoom(size_t bytes) { return "only " + mebibytes(bytes) + " of memory are available"; }
+std::string onlyRoom(size_t bytes) { return "only " + mebibytes(bytes) + " of memory is available"; }
 
 }  // namespace
 
@@ -178,7 +178,7 @@ void PinnedFiles::pin(const HostRanges& ranges) {
     const PagesToPin pages = pagesToPin(ranges, mappings.all, static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE)));
     try {
         _pins.reserve(pages.always.size() + pages.optional.size() + pages.once.size());
-        // What passes need goes first, should memory not do for all.
+        // What every pass needs goes first, in case memory runs short.
         for (const AddressRange& range : pages.always) {
             const std::string refusal = pinInPlace(range, false, contained(range, mappings.writable));
             if (refusal.empty()) continue;
@@ -194,7 +194,7 @@ void PinnedFiles::pin(const HostRanges& ranges) {
     std::sort(_pins.begin(), _pins.end(), [](const Pin& a, const Pin& b) { return a.pages.begin < b.pages.begin; });
 }
 
-// Until memory or the system wants no more.
+// Pins pages until memory is short or the system refuses.
 void PinnedFiles::pinWhatFits(const std::vector<AddressRange>& pages, const std::vector<AddressRange>& writable) {
     _optional = _left = bytesOf(pages);
     const size_t room = _room().forFiles;
@@ -210,10 +210,10 @@ void PinnedFiles::pinWhatFits(const std::vector<AddressRange>& pages, const std:
     }
 }
 
-// Why the system did not let it; empty if it did. Room for the pin has been made.
+// Returns why the system refused, or an empty text on success. _pins already has room for the new entry.
 std::string PinnedFiles::pinInPlace(const AddressRange& pages, bool once, bool writable) {
     if (!pinningWanted()) return "SHARPI_CUDA_PIN=0";
-    // What is pinned already still counts as available, since it is a file's.
+    // Pages pinned so far still count as available, since they are a file's.
     const size_t room = _room().forFiles;
     if (!fits(pages.bytes() + _inPlace, room)) return onlyRoom(room);
     int readOnly = 0;
@@ -266,7 +266,7 @@ void PinnedFiles::copyToPinned(const AddressRange& pages) {
 void PinnedFiles::unpin(const Pin& pin) noexcept {
     const cudaError_t status =
         pin.copy ? cudaFreeHost(pin.copy) : cudaHostUnregister(reinterpret_cast<void*>(pin.pages.begin));
-    if (status != cudaSuccess) cudaGetLastError();  // after a fault; nothing is read any more
+    if (status != cudaSuccess) cudaGetLastError();  // after a fault, when nothing reads any more
 }
 
 void PinnedFiles::unpinAll() noexcept {
@@ -287,7 +287,7 @@ void PinnedFiles::unpinOnce() {
     _pins.erase(kept, _pins.end());
 }
 
-// The first that ends behind an address, if any does.
+// The first pin that ends behind an address, or null.
 const PinnedFiles::Pin* PinnedFiles::find(const uint8_t* file) const {
     const auto address = reinterpret_cast<uintptr_t>(file);
     const auto pin = std::upper_bound(_pins.begin(), _pins.end(), address,
@@ -297,7 +297,7 @@ const PinnedFiles::Pin* PinnedFiles::find(const uint8_t* file) const {
 
 const uint8_t* PinnedFiles::deviceAddress(const uint8_t* file) const {
     const uint8_t* device = reachable(file, 1);
-    if (!device) throw Error(ErrorKind::Internal, "the device reads no such part of the file");
+    if (!device) throw Error(ErrorKind::Internal, "this part of the file is not pinned for the device");
     return device;
 }
 
@@ -338,7 +338,7 @@ std::vector<std::string> PinnedFiles::notes() const {
     if (_left > 0) {
         notes.push_back(mebibytes(_left) + " of " + mebibytes(_optional) +
                         " of experts that are not in VRAM could not be pinned in RAM (" + _whyLeft +
-                        "): the GPU gets them through the system's file cache, which is slower");
+                        "): the GPU reads them through the system's file cache, which is slower");
     }
     return notes;
 }

@@ -1,7 +1,7 @@
-// Parts of mapped files, pinned where they are, so that the copy engine and kernels read them across PCIe at its full
-// speed. No CUDA header.
+// Parts of mapped files, pinned in place, so that the copy engine and kernels read them at the full speed of PCIe. No
+// CUDA header.
 //
-// What is pinned stays in memory. So of a model larger than that, what can do without is pinned only in part.
+// Pinned pages stay in memory. If a model is larger than memory, its optional parts are pinned only as far as they fit.
 //
 // SHARPI_CUDA_PIN=0: nothing is pinned in place, as if the system refused.
 #pragma once
@@ -25,60 +25,60 @@ struct AddressRange {
     uintptr_t bytes() const { return end - begin; }
 };
 
-// Whole pages, ascending, none twice.
+// Whole pages, in ascending order. No page is in two of the lists.
 struct PagesToPin {
     std::vector<AddressRange> always, once, optional;
 };
 
-// Gaps between neighbours that are pinned along.
+// A gap of up to this size between two ranges is pinned with them.
 constexpr uintptr_t kPinnedGap = uintptr_t{1} << 20;
 
-// The pages that ranges lie in, which must not be empty. Neighbours of one class less than kPinnedGap apart are one
-// where one of `mappings` has both: between two mappings there may be nothing, or what belongs to someone else. What is
-// in several classes is in `always`, or else in `optional`.
+// The pages that `ranges` lie in. Neighbours of one class that are less than kPinnedGap apart become one range if the
+// same mapping holds both: what lies between two mappings may be unmapped, or belong to something else. A page of
+// several classes goes to `always` if that is one of them, else to `optional`.
 PagesToPin pagesToPin(const HostRanges& ranges, const std::vector<AddressRange>& mappings, uintptr_t page);
 
-// Of ranges of pages, the first ones that memory has room for beside `pinned` bytes that are pinned already; the last
-// may be cut. room: for pages of files. Where not all fit, a quarter of it stays free: the others come and go there,
-// beside everything that the rest of the machine reads, and a machine with nothing but pinned pages finds none to give.
+// The first of `ranges` that fit in memory beside `pinned` bytes that are pinned already. The last one may be cut.
+// room: bytes for pages of files. If not all ranges fit, a quarter of the room stays free: the unpinned pages come and
+// go there, like everything else that the machine reads, and a system whose pages are all pinned has none to reclaim.
 std::vector<AddressRange> pagesThatFit(const std::vector<AddressRange>& ranges, size_t pinned, size_t room,
                                        uintptr_t page);
 
 class PinnedFiles {
 public:
     using RoomNow = std::function<MemoryRoom()>;
-    // room: what memory there is, asked before anything is pinned.
+    // room: tells how much memory there is. It is asked each time before something is pinned.
     explicit PinnedFiles(
         const DeviceInfo& device, RoomNow room = [] { return memoryRoom(); })
         : _device(device), _room(std::move(room)) {}
-    // Unpins; nothing may be reading any more.
+    // Unpins everything. Nothing may still be reading it.
     ~PinnedFiles();
     PinnedFiles(const PinnedFiles&) = delete;
     PinnedFiles& operator=(const PinnedFiles&) = delete;
 
-    // For as long as this object lives; `once`, until unpinOnce(). What cannot be pinned of `always` is copied to
-    // memory that is; of the others, it stays as it is. Throws Error(OutOfMemory), and nothing is pinned then, where
-    // there is no memory for the copy.
+    // Pins for as long as this object lives, or `once` until unpinOnce(). If a part of `always` cannot be pinned, it is
+    // copied to pinned memory; a part of the others stays unpinned. Throws Error(OutOfMemory) and pins nothing if there
+    // is no memory for the copy.
     void pin(const HostRanges& ranges);
     void unpinOnce();
 
-    // Where the device reads a byte of `always`.
+    // The device's address of a byte of `always`.
     const uint8_t* deviceAddress(const uint8_t* file) const;
-    // Where it reads bytes of `always` or `optional`, if it can read all of them one after another; else null.
+    // The device's address of bytes of `always` or `optional`. Null if it cannot read all of them in one piece.
     const uint8_t* reachable(const uint8_t* file, size_t bytes) const;
-    // Asks the system to bring what is not pinned of these bytes to memory, and waits for nothing.
+    // Asks the system to read those of these bytes that are not pinned into memory. Does not wait.
     void expect(const uint8_t* file, size_t bytes) const;
-    // Where to copy from what one copy can take of bytes at `file`, one at least: no copy may reach from one pinned
-    // range into another, or out of it.
+    // The longest beginning of the bytes at `file` that one copy may take, and where to copy it from; at least one
+    // byte. No copy may cross the border of a pinned range.
     HostRange source(const uint8_t* file, size_t bytes) const;
-    // Lines for people: what was refused, and what was done instead.
+    // For users: what was refused, and what was done instead.
     std::vector<std::string> notes() const;
 
 private:
     struct Pin {
         AddressRange pages;
         uint8_t* copy = nullptr;          // null: pinned in place
-        const uint8_t* device = nullptr;  // the first byte's address there
+        const uint8_t* device = nullptr;  // the device's address of the first byte
         bool once = false;
     };
     std::string pinInPlace(const AddressRange& pages, bool once, bool writable);
@@ -92,8 +92,8 @@ private:
     RoomNow _room;
     std::vector<Pin> _pins;  // by address
     size_t _inPlace = 0, _copied = 0;
-    size_t _optional = 0, _left = 0;  // bytes of `optional`, and those of them that were not pinned
-    std::string _refusal, _whyLeft;   // why, the last time
+    size_t _optional = 0, _left = 0;  // bytes of `optional`, and how many of them were not pinned
+    std::string _refusal, _whyLeft;   // the last reasons
 };
 
 }  // namespace sharpi::cuda

@@ -22,19 +22,18 @@ bool switchedOff(const char* name) {
     return value && std::strcmp(value, "0") == 0;
 }
 
-// What a question whether work is done was answered with.
+// Reads the answer to a query whether work is done.
 bool isDone(cudaError_t status) {
     if (status == cudaErrorNotReady) {
         cudaGetLastError();
         return false;
     }
-    check(status, "the device's work");
+    check(status, "work on the device");
     return true;
 }
 
-}  // namespace
-
-DeviceInfo findDevice() {
+// How many devices the driver lists; at least one.
+int countDevices() {
     int driver = 0, count = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) noDevice("no NVIDIA driver is installed");
     if (const cudaError_t counted = cudaGetDeviceCount(&count); counted != cudaSuccess) {
@@ -49,25 +48,39 @@ DeviceInfo findDevice() {
         noDevice(cudaGetErrorString(counted));
     }
     if (count == 0) noDevice("the driver lists no device");
-    DeviceInfo info;
+    return count;
+}
+
+}  // namespace
+
+DeviceInfo findDevice(int index) {
+    const int count = countDevices();
+    const std::string ordinal = "device " + std::to_string(index);
+    if (index < 0 || index >= count)
+        noDevice(ordinal + " does not exist; the driver lists " + std::to_string(count) + ", counted from 0");
     cudaDeviceProp properties = {};
-    // Choosing the device sets it up, which fails where its memory is full or it is another's alone.
-    cudaError_t status = cudaSetDevice(0);
-    if (status == cudaSuccess) status = cudaGetDeviceProperties(&properties, 0);
+    // Choosing a device sets it up, which fails if its memory is full or another process has it to itself.
+    cudaError_t status = cudaSetDevice(index);
+    if (status == cudaSuccess) status = cudaGetDeviceProperties(&properties, index);
     if (status != cudaSuccess) {
         cudaGetLastError();
-        noDevice(std::string("device 0: ") + cudaGetErrorString(status));
+        noDevice(ordinal + ": " + cudaGetErrorString(status));
     }
+    DeviceInfo info;
     info.name = properties.name;
+    info.index = index;
     info.major = properties.major;
     info.minor = properties.minor;
     info.multiprocessors = properties.multiProcessorCount;
+    info.sharedPerBlock = properties.sharedMemPerBlockOptin;
+    info.sharedPerMultiprocessor = properties.sharedMemPerMultiprocessor;
     if (info.major * 10 + info.minor < 75) {
         noDevice(info.name + " has compute capability " + std::to_string(info.major) + "." +
-                 std::to_string(info.minor) + ", 7.5 is the least");
+                 std::to_string(info.minor) + ", Sharpi needs at least 7.5");
     }
     const char* problem = nullptr;
-    if (codeVersion(&problem) == 0) {
+    info.codeVersion = codeVersion(&problem);
+    if (info.codeVersion == 0) {
         noDevice(problem ? info.name + ": " + problem
                          : "this build has no kernels for " + info.name +
                                "; build on a machine that shows it, or set SHARPI_CUDA_ARCHITECTURES");
@@ -93,8 +106,9 @@ Stream::Stream(const DeviceInfo& device, Role role) : _device(device) {
     check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "asking for priorities");
     check(cudaStreamCreateWithPriority(&_handle, cudaStreamNonBlocking, role == Role::Feed ? highest : lowest),
           "creating a stream");
-    // Kernels that were compiled for older devices do not wait for their predecessors by themselves.
-    _overlaps = role == Role::Compute && device.major >= 9 && codeVersion() >= 90 && !switchedOff("SHARPI_CUDA_PDL");
+    // Kernels that were compiled for older devices do not wait for their predecessors themselves.
+    _overlaps =
+        role == Role::Compute && device.major >= 9 && device.codeVersion >= 90 && !switchedOff("SHARPI_CUDA_PDL");
 }
 
 Stream::~Stream() {

@@ -1,5 +1,5 @@
-// The GPU as the engine sees it: which one, and the stream that its work goes through. No CUDA header: the engine
-// includes this.
+// The GPU as the engine sees it: which device it is, and the stream that its work goes through. No CUDA header, because
+// the engine includes this one.
 #pragma once
 
 #include <cstddef>
@@ -14,17 +14,24 @@ struct CUgraphExec_st;
 
 namespace sharpi::cuda {
 
+// A device as findDevice() found it. A launch reads what it depends on from its stream's device and never keeps it for
+// the whole process, because another device may differ.
 struct DeviceInfo {
     std::string name;
-    int index = 0;
+    int index = 0;             // CUDA's ordinal
     int major = 0, minor = 0;  // compute capability
+    int codeVersion = 0;       // the compute capability that its kernels were compiled for (code_version.h)
     int multiprocessors = 0;
+    size_t sharedPerBlock = 0, sharedPerMultiprocessor = 0;  // shared memory that kernels may ask for, in bytes
     size_t totalBytes = 0, freeBytes = 0;
 };
 
-// The device to use. Throws Error(InvalidArgument) with the reason why there is none: no driver, a driver that is
-// too old, no device, or one that this build has no kernels for.
-DeviceInfo findDevice();
+// The device that is used unless another one is chosen.
+constexpr int kDefaultDevice = 0;
+
+// Opens device `index` and makes it the calling thread's. Throws Error(InvalidArgument) with the reason why it cannot
+// be used: no driver, a driver that is too old, no such device, or no kernels for it in this build.
+DeviceInfo findDevice(int index = kDefaultDevice);
 
 // A captured sequence of launches.
 class Graph {
@@ -41,8 +48,8 @@ private:
     int64_t _kernels;
 };
 
-// A point in a stream's work that other streams can wait for. Made once, of the calling thread's device; recorded again
-// and again. Recorded while a capture runs, it means nothing outside of it.
+// A point in a stream's work that other streams can wait for. It belongs to the device that the calling thread has when
+// it is made, and can be recorded many times. An event that is recorded in a capture has no meaning outside of it.
 class Event {
 public:
     Event();
@@ -50,21 +57,20 @@ public:
     Event(const Event&) = delete;
     Event& operator=(const Event&) = delete;
     CUevent_st* handle() const { return _handle; }
-    // Whether all that it stands for is done; so it is while nothing was recorded. Does not wait. Throws
-    // Error(Internal) if the device has failed.
+    // Whether all work before the event is done; true if it was never recorded. Does not wait. Throws Error(Internal)
+    // if the device has failed.
     bool reached() const;
 
 private:
     CUevent_st* _handle = nullptr;
 };
 
-// Work in order on one device. Every call throws Error(Internal) with CUDA's message when the device refuses.
+// Work that one device does in order. Every call throws Error(Internal) with CUDA's message if the device refuses.
 class Stream {
 public:
     enum class Role {
         Compute,
-        Feed,  // beside a Compute stream, which waits for it: its kernels go first, each after the whole of the one
-               // before
+        Feed,  // works beside a Compute stream, which waits for it: its kernels have priority and never overlap
     };
     explicit Stream(const DeviceInfo& device, Role role = Role::Compute);
     ~Stream();
@@ -73,9 +79,9 @@ public:
 
     const DeviceInfo& device() const { return _device; }
     CUstream_st* handle() const { return _handle; }
-    // Whether the next kernel may be started while its predecessor ends (programmatic dependent launch; 9.0 and later,
-    // unless SHARPI_CUDA_PDL=0). Not after a wait(): kernels fetch weights before they wait for what precedes them, and
-    // weights may be what the event stands for.
+    // Whether the next kernel may start while its predecessor ends (programmatic dependent launch; 9.0 and later,
+    // unless SHARPI_CUDA_PDL=0). Never after a wait(): kernels fetch weights before they wait for their predecessor,
+    // and the event may stand for the arrival of weights.
     bool overlapsLaunches() const { return _overlaps && !_afterWait; }
     int64_t launches() const { return _launches; }
     void countLaunch() {
@@ -83,25 +89,25 @@ public:
         _afterWait = false;
     }
 
-    // Makes its device the calling thread's: another library of the process may have chosen another.
+    // Makes the stream's device the calling thread's. Other code in the process may have chosen another.
     void use();
 
-    // `host` may be pageable; it can be reused when the call returns.
+    // `host` may be pageable. The caller may reuse it when the call returns.
     void upload(void* device, const void* host, size_t bytes);
-    // In stream order, `host` pinned: not to be touched before synchronize().
+    // In stream order. `host` is pinned and must not be touched before synchronize().
     void uploadPinned(void* device, const void* host, size_t bytes);
     void downloadPinned(void* host, const void* device, size_t bytes);
-    // Waits for all work and the copy.
+    // Waits for all work and for the copy.
     void download(void* host, const void* device, size_t bytes);
     void zero(void* device, size_t bytes);
     void synchronize();
     // Whether all work is done. Throws if the device has failed; does not wait.
     bool poll();
 
-    // The event stands for all work given to the stream so far, each kernel to its end.
+    // From now on the event stands for all work given to the stream so far, each kernel to its end.
     void record(const Event& event);
-    // Work given to the stream from here on starts after what the event stands for now. In a capture: an event recorded
-    // in it, which takes the stream into the capture.
+    // Work given to the stream from now on starts after what the event stands for now. If the event was recorded in a
+    // capture, the stream joins that capture.
     void wait(const Event& event);
     bool capturing() const;
 
@@ -116,7 +122,7 @@ private:
     int64_t _launches = 0;
 };
 
-// Page-locked host memory, for copies that need not wait.
+// Pinned host memory, for copies that do not block.
 class PinnedBuffer {
 public:
     explicit PinnedBuffer(size_t bytes);

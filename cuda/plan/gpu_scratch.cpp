@@ -30,7 +30,7 @@ cuda::DeltaShape deltaShape(const StepLimits& l) {
 }
 
 // Rows that one launch of the contract's products takes.
-int64_t groupRows(const StepLimits& l) { return std::min<int64_t>(l.maxRows, cuda::kMaxMatvecRows); }
+int64_t groupRows(const StepLimits& l) { return std::min<int64_t>(l.maxRows, kMaxMatvecRows); }
 
 }  // namespace
 

@@ -1,5 +1,5 @@
-// How large the workspaces of the kernels are and how they are divided: host arithmetic, built without a toolkit too,
-// because plans are made on machines that have none.
+// The sizes of the kernels' workspaces, and how each is divided. This is host arithmetic that needs no CUDA toolkit,
+// because plans are also made on machines without one.
 #include <string>
 
 #include "core/contract.h"
@@ -36,7 +36,7 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
     return over;
 }
 
-// Counters, partial maxima and sums [rows, heads, pages], and outputs with headDim floats for each (see
+// Counters, then partial maxima and sums [rows, heads, pages], then headDim floats of output for each of these (see
 // attention_decode.cu).
 size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape, int64_t context, int64_t pageTokens) {
     const int64_t pages = (context + pageTokens - 1) / pageTokens;
@@ -83,13 +83,14 @@ void requireDelta(const DeltaShape& shape) {
     const bool heads =
         shape.keyHeads > 0 && shape.valueHeads > 0 && shape.dim > 0 && shape.dim % 8 == 0 && shape.dim <= kMaxDeltaDim;
     if (heads && shape.convWidth >= 2 && shape.convWidth <= kMaxDeltaConv) return;
-    throw Error(ErrorKind::InvalidArgument,
-                "Gated DeltaNet with heads of " + std::to_string(shape.dim) + " elements and a convolution over " +
-                    std::to_string(shape.convWidth) + " inputs cannot run on the GPU: heads of 8, 16, .. " +
-                    std::to_string(kMaxDeltaDim) + " elements, 2 to " + std::to_string(kMaxDeltaConv) + " inputs");
+    throw Error(ErrorKind::InvalidArgument, "Gated DeltaNet with heads of " + std::to_string(shape.dim) +
+                                                " elements and a convolution over " + std::to_string(shape.convWidth) +
+                                                " inputs cannot run on the GPU, which takes heads of 8, 16, .. " +
+                                                std::to_string(kMaxDeltaDim) + " elements and convolutions over 2 to " +
+                                                std::to_string(kMaxDeltaConv) + " inputs");
 }
 
-// A count for each sequence and key head.
+// One count for each sequence and key head.
 size_t deltaStepBytes(int64_t sequences, const DeltaShape& shape) {
     return sizeof(uint32_t) * static_cast<size_t>(sequences * shape.keyHeads);
 }
@@ -98,11 +99,11 @@ size_t prepareDeltaBytes(int64_t tiles, const DeltaShape& shape) {
     return sizeof(float) * static_cast<size_t>(tiles * shape.convFloats());
 }
 
-// Pairs of numbers.
+// Two numbers for each row.
 size_t deltaTileListBytes(int64_t rows) { return aligned(static_cast<size_t>(rows) * 2 * sizeof(int32_t)); }
 
-// Of each tile and head: two operands in halves, [kDeltaChunk, dim] and [kDeltaChunk, kDeltaChunk], and two floats a
-// row.
+// Each tile and head has two operands in halves, [kDeltaChunk, dim] and [kDeltaChunk, kDeltaChunk], and two floats for
+// each row.
 size_t deltaChunkBytes(int64_t rows, int64_t tiles, const DeltaShape& shape, bool split) {
     const size_t padded = shape.dim <= 16 ? 16 : shape.dim <= 32 ? 32 : shape.dim <= 64 ? 64 : 128;
     const size_t left =
@@ -110,7 +111,7 @@ size_t deltaChunkBytes(int64_t rows, int64_t tiles, const DeltaShape& shape, boo
     return deltaTileListBytes(rows) + static_cast<size_t>(tiles * shape.valueHeads) * left;
 }
 
-// Keys, ids and their sorted copies; what the sort itself works in is as large as two of them and some tables.
+// Keys, ids and their sorted copies. The sort's own scratch is as large as two of these and a few tables.
 size_t samplingScratchBytes(int64_t vocab) { return 32 * static_cast<size_t>(vocab) + (size_t{2} << 20); }
 
 }  // namespace sharpi::cuda

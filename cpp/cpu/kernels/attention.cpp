@@ -208,7 +208,8 @@ struct Block {
 static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, int64_t n, bool isLast) {
     const KvPages& pages = block.args.pages;
     const int32_t* entry = block.args.pageTable + firstKey / pages.pageTokens;
-    const int64_t bytes = pages.headDim * static_cast<int64_t>(pages.pageTokens) * (pages.type == KvType::F32 ? 4 : 2);
+    const int64_t bytes =
+        pages.headDim * static_cast<int64_t>(pages.pageTokens) * static_cast<int64_t>(kvElementBytes(pages.type));
     const int64_t at = (static_cast<int64_t>(entry[0]) * pages.kvHeads + kvHead) * bytes;
     const int64_t next = isLast ? 0 : (static_cast<int64_t>(entry[1]) * pages.kvHeads + kvHead) * bytes;
     float* turned = block.scratch + block.layout.turnedKeys;

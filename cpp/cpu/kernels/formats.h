@@ -42,24 +42,12 @@ template <class Block> struct Tag {
 // Calls action(Tag<Block>) for a quantized type; false for any other.
 template <class Action> static inline bool withBlockOf(DType type, Action&& action) {
     switch (type) {
-    case DType::Q4_0: action(Tag<BlockQ4_0>{}); return true;
-    case DType::Q4_1: action(Tag<BlockQ4_1>{}); return true;
-    case DType::Q5_0: action(Tag<BlockQ5_0>{}); return true;
-    case DType::Q5_1: action(Tag<BlockQ5_1>{}); return true;
-    case DType::Q8_0: action(Tag<BlockQ8_0>{}); return true;
-    case DType::Q2_K: action(Tag<BlockQ2_K>{}); return true;
-    case DType::Q3_K: action(Tag<BlockQ3_K>{}); return true;
-    case DType::Q4_K: action(Tag<BlockQ4_K>{}); return true;
-    case DType::Q5_K: action(Tag<BlockQ5_K>{}); return true;
-    case DType::Q6_K: action(Tag<BlockQ6_K>{}); return true;
-    case DType::IQ4_NL: action(Tag<BlockIQ4_NL>{}); return true;
-    case DType::IQ4_XS: action(Tag<BlockIQ4_XS>{}); return true;
-    case DType::MXFP4: action(Tag<BlockMXFP4>{}); return true;
-    case DType::F32:
-    case DType::F16:
-    case DType::BF16: return false;
+#define SHARPI_CASE(T) \
+    case DType::T: action(Tag<Block##T>{}); return true;
+        SHARPI_QUANTIZED_TYPES(SHARPI_CASE)
+#undef SHARPI_CASE
+    default: return false;
     }
-    return false;
 }
 
 }  // namespace sharpi::cpu::SHARPI_ISA

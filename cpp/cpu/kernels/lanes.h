@@ -11,7 +11,7 @@ namespace sharpi::cpu::SHARPI_ISA {
 
 #if defined(__AVX512VNNI__)
 
-constexpr int kLanes = 16;
+constexpr int kTileRows = 16;
 using VecF = __m512;
 using VecI = __m512i;
 SHARPI_INLINE VecF loadF(const float* p) { return _mm512_load_ps(p); }
@@ -31,7 +31,7 @@ SHARPI_INLINE VecI broadcastWord(const int8_t* p) {
 }
 
 // 16 words of each of 16 rows, `stride` bytes apart: word k of row r goes to to[k][r].
-static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t (*to)[kLanes][4]) {
+static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t (*to)[kTileRows][4]) {
     __m512i a[16], b[16];
     for (int r = 0; r < 16; ++r) a[r] = _mm512_load_si512(from + static_cast<size_t>(r) * stride);
     for (int r = 0; r < 16; r += 2) {
@@ -58,7 +58,7 @@ static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t (*
 
 #else
 
-constexpr int kLanes = 8;
+constexpr int kTileRows = 8;
 using VecF = __m256;
 using VecI = __m256i;
 SHARPI_INLINE VecF loadF(const float* p) { return _mm256_load_ps(p); }
@@ -79,7 +79,7 @@ SHARPI_INLINE VecI broadcastWord(const int8_t* p) {
 }
 
 // 8 words of each of 8 rows, `stride` bytes apart: word k of row r goes to to[k][r].
-static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t (*to)[kLanes][4]) {
+static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t (*to)[kTileRows][4]) {
     __m256i a[8], b[8];
     for (int r = 0; r < 8; ++r) a[r] = loadBytes(from + static_cast<size_t>(r) * stride);
     for (int r = 0; r < 8; r += 2) {

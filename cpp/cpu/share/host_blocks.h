@@ -18,8 +18,8 @@
 
 #include "core/contract.h"
 #include "core/error.h"
+#include "core/host_rows.h"
 #include "cpu/kernels.h"
-#include "kernels/rows/crossing.h"
 
 namespace sharpi::host {
 
@@ -90,7 +90,7 @@ inline void quantizeBlock(const cpu::Kernels& kernels, const float* x, const cpu
 }
 
 // Rows in a mailbox, as the CPU's products read them.
-inline cpu::QuantizedRows quantizedRows(const cuda::HostRows& of, int64_t rows) {
+inline cpu::QuantizedRows quantizedRows(const HostRows& of, int64_t rows) {
     cpu::QuantizedRows form;
     form.rows = rows;
     form.cols = of.cols;

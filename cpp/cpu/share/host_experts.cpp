@@ -56,7 +56,7 @@ HostExperts::HostExperts(ThreadPool& pool, const StepLimits& limits, int64_t row
     _chosen.reserve(static_cast<size_t>(_maxPairs));
 }
 
-void HostExperts::requireFit(const ExpertStacks& file, const cuda::HostRows& x, int64_t rows, int32_t used) const {
+void HostExperts::requireFit(const ExpertStacks& file, const HostRows& x, int64_t rows, int32_t used) const {
     const auto& [gate, up, down] = file;
     const int64_t embedding = x.cols, hidden = gate.first.rows;
     require(rows >= 1 && rows <= _maxRows && used >= 1 && rows * used <= _maxPairs,
@@ -72,7 +72,7 @@ void HostExperts::requireFit(const ExpertStacks& file, const cuda::HostRows& x, 
     require(isFloat(down) || hidden % kContractBlock == 0, "quantized experts read hidden rows that have no such form");
 }
 
-size_t HostExperts::compute(const ExpertStacks& file, const cuda::HostRows& x, int64_t rows, int32_t used,
+size_t HostExperts::compute(const ExpertStacks& file, const HostRows& x, int64_t rows, int32_t used,
                             const int32_t* expert, float* answers) {
     sortByExpert(expert, static_cast<int32_t>(rows * used), used);
     if (_chosen.empty()) return 0;
@@ -146,8 +146,8 @@ void HostExperts::prepareHidden(const ExpertStacks& file) {
 
 // Hidden rows [first, last) of a chosen expert, silu(gate x) * (up x) of all its places: to _gate, and where it is read
 // as such, quantized to _hidden.
-void HostExperts::gated(const ExpertStacks& file, const cuda::HostRows& x, const cpu::QuantizedRows& input,
-                        size_t which, int64_t first, int64_t last, int worker) {
+void HostExperts::gated(const ExpertStacks& file, const HostRows& x, const cpu::QuantizedRows& input, size_t which,
+                        int64_t first, int64_t last, int worker) {
     const int64_t hidden = file.gate.first.rows;
     const ChosenExpert& expert = _chosen[which];
     cpu::MatmulArgs args;

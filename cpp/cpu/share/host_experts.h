@@ -10,9 +10,9 @@
 #include <new>
 #include <vector>
 
+#include "core/host_rows.h"
 #include "core/thread_pool.h"
 #include "cpu/kernels.h"
-#include "kernels/rows/crossing.h"
 #include "operations/step_limits.h"
 
 namespace sharpi {
@@ -27,11 +27,11 @@ public:
     HostExperts(ThreadPool& pool, const StepLimits& limits, int64_t rows);
 
     // Throws Error(Internal) unless such a layer can be computed for `rows` rows of x. The stacks: as in the file.
-    void requireFit(const ExpertStacks& file, const cuda::HostRows& x, int64_t rows, int32_t used) const;
+    void requireFit(const ExpertStacks& file, const HostRows& x, int64_t rows, int32_t used) const;
     // Of each pair p with expert[p] >= 0 (an expert of the layer) writes the row down(silu(gate x) * (up x)), x the row
     // p / used, to answers + p * embedding; the others' rows are left alone. Returns how many bytes of the file were
     // read. What requireFit allows.
-    size_t compute(const ExpertStacks& file, const cuda::HostRows& x, int64_t rows, int32_t used, const int32_t* expert,
+    size_t compute(const ExpertStacks& file, const HostRows& x, int64_t rows, int32_t used, const int32_t* expert,
                    float* answers);
 
 private:
@@ -50,7 +50,7 @@ private:
     template <typename Body>
     static void forPiece(const host::Pieces& pieces, int64_t i, int64_t rows, const Body& body);
     void prepareHidden(const ExpertStacks& file);
-    void gated(const ExpertStacks& file, const cuda::HostRows& x, const cpu::QuantizedRows& input, size_t which,
+    void gated(const ExpertStacks& file, const HostRows& x, const cpu::QuantizedRows& input, size_t which,
                int64_t first, int64_t last, int worker);
     void finishBlock(const ChosenExpert& expert, int64_t first, int64_t last, int64_t hidden);
     void down(const MatrixStack& w, float* answers, size_t which, int64_t first, int64_t last, int worker);

@@ -7,7 +7,6 @@
 #include <thread>
 
 #include "cpu/share/host_blocks.h"
-#include "kernels/matvec/matvec.h"
 #include "operations/scratch.h"
 
 namespace sharpi {
@@ -45,15 +44,15 @@ struct MailboxLayout {
           hidden(parts.floats(rows * limits.denseHidden)),
           hiddenQuantized(parts.take(cpu::quantizedRowsBytes(rows, limits.denseHidden))),
           down(parts.floats(rows * limits.embedding)),
-          logits(parts.floats(std::min<int64_t>(rows, cuda::kMaxMatvecRows) * limits.vocab)),
-          orders(parts.take(sizeof(cuda::ExpertOrders))),
+          logits(parts.floats(std::min<int64_t>(rows, kMaxMatvecRows) * limits.vocab)),
+          orders(parts.take(sizeof(ExpertOrders))),
           choices(parts.take(sizeof(int32_t) * 3 *
                              static_cast<size_t>(limits.expertLayerCount() * expertPairs(limits, rows)))),
           answers(parts.floats(expertPairs(limits, rows) * limits.embedding)) {}
 };
 
-cuda::HostRows hostRows(void* floats, void* quantized, int64_t rows, int64_t cols) {
-    cuda::HostRows to;
+HostRows hostRows(void* floats, void* quantized, int64_t rows, int64_t cols) {
+    HostRows to;
     to.floats = static_cast<float*>(floats);
     to.cols = cols;
     if (cols % kContractBlock != 0) return to;
@@ -65,14 +64,14 @@ cuda::HostRows hostRows(void* floats, void* quantized, int64_t rows, int64_t col
     return to;
 }
 
-void requireWhole(const cuda::ExpertFetch& fetch) {
+void requireWhole(const ExpertFetch& fetch) {
     require(fetch.expert >= 0 && fetch.slot >= 0 && fetch.gate && fetch.up && fetch.down,
             "an order without expert, slot or addresses");
 }
 
 }  // namespace
 
-cuda::HostChoices Mailbox::choicesOf(int32_t layer) const {
+HostChoices Mailbox::choicesOf(int32_t layer) const {
     int32_t* const area = choices + layer * 3 * pairs;
     return {area, area + pairs, area + 2 * pairs};
 }
@@ -98,7 +97,7 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
     _mailbox.logits.floats = reinterpret_cast<float*>(base + layout.logits);
     _mailbox.logits.cols = limits.vocab;
     _mailbox.answers = reinterpret_cast<float*>(base + layout.answers);
-    _mailbox.orders = reinterpret_cast<cuda::ExpertOrders*>(base + layout.orders);
+    _mailbox.orders = reinterpret_cast<ExpertOrders*>(base + layout.orders);
     _mailbox.choices = reinterpret_cast<int32_t*>(base + layout.choices);
     _mailbox.pairs = expertPairs(limits, rows);
     _mailbox.sent = reinterpret_cast<uint32_t*>(base + layout.sent);
@@ -124,7 +123,7 @@ void HostShare::begin() {
         __atomic_store_n(counter, 0u, __ATOMIC_RELEASE);
 }
 
-cpu::MatmulArgs HostShare::product(const Matrix& w, const cuda::HostRows& x, const cpu::QuantizedRows& xQuant,
+cpu::MatmulArgs HostShare::product(const Matrix& w, const HostRows& x, const cpu::QuantizedRows& xQuant,
                                    int64_t rows) const {
     require(rows >= 1 && rows <= _maxRows, "more rows than the mailbox was made for");
     require(w.cols == x.cols, "a matrix of another width than the mailbox's rows");
@@ -169,7 +168,7 @@ void HostShare::gated(const Matrix& gate, const Matrix& up, const Matrix& reader
 }
 
 void HostShare::finishBlock(int64_t first, int64_t last, const Matrix& reader, int64_t rows) {
-    const cuda::HostRows& to = _mailbox.hidden;
+    const HostRows& to = _mailbox.hidden;
     const cpu::QuantizedRows quantized = quantizedRows(to, rows);
     const bool isFloat = info(reader.type).isFloat;
     for (int64_t t = 0; t < rows; ++t) {
@@ -183,8 +182,8 @@ void HostShare::finishBlock(int64_t first, int64_t last, const Matrix& reader, i
     }
 }
 
-void HostShare::multiply(const Matrix& w, const cuda::HostRows& x, int64_t rows, int64_t begin, float* y,
-                         int64_t yStride, uint32_t after) {
+void HostShare::multiply(const Matrix& w, const HostRows& x, int64_t rows, int64_t begin, float* y, int64_t yStride,
+                         uint32_t after) {
     const cpu::QuantizedRows quantized = quantizedRows(x, rows);
     cpu::MatmulArgs args = product(w, x, quantized, rows);
     args.w.rows = w.rows - begin;
@@ -210,7 +209,7 @@ void HostShare::down(const Matrix& w, int64_t rows, int64_t begin, uint32_t afte
 void HostShare::head(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket) {
     require(begin >= 0 && begin <= w.rows && w.rows == _mailbox.logits.cols,
             "logits of another number than the mailbox's");
-    require(rows <= cuda::kMaxMatvecRows, "logits of more rows than the mailbox was made for");
+    require(rows <= kMaxMatvecRows, "logits of more rows than the mailbox was made for");
     multiply(w, _mailbox.input, rows, begin, _mailbox.logits.floats + begin, w.rows, after);
     giveBack(ticket);
 }
@@ -244,7 +243,7 @@ void HostShare::tellTurn(bool waited, MissPlan& plan) {
 // Returns whether something was missed. All is read once: it is another processor's, and what was checked must be what
 // is used.
 bool HostShare::takeChoices(int32_t layer, int32_t experts, int32_t pairs, bool predicted) {
-    const cuda::HostChoices from = _mailbox.choicesOf(layer);
+    const HostChoices from = _mailbox.choicesOf(layer);
     bool missed = false;
     for (size_t p = 0; p < static_cast<size_t>(pairs); ++p) {
         const int32_t expert = __atomic_load_n(from.chosen + p, __ATOMIC_RELAXED);
@@ -273,9 +272,9 @@ void HostShare::instruct(int32_t layer, int32_t pairs, bool predicted, MissPlan&
 // What the GPU fetches is no longer the CPU's. A wrong order would overwrite what the GPU is using, or leave a pair to
 // nobody.
 void HostShare::leaveToGpu(int32_t pairs) {
-    require(_orders.demanded >= 0 && _orders.demanded <= cuda::kMaxExpertFetches, "more orders than there is room for");
+    require(_orders.demanded >= 0 && _orders.demanded <= kMaxExpertFetches, "more orders than there is room for");
     for (int32_t i = 0; i < _orders.demanded; ++i) {
-        const cuda::ExpertFetch& fetch = _orders.fetch[i];
+        const ExpertFetch& fetch = _orders.fetch[i];
         requireWhole(fetch);
         for (int32_t j = 0; j < i; ++j)
             require(_orders.fetch[j].slot != fetch.slot, "two experts ordered into one slot");
@@ -291,13 +290,13 @@ void HostShare::leaveToGpu(int32_t pairs) {
 }
 
 void HostShare::checkAhead() const {
-    require(_orders.ahead >= 0 && _orders.ahead <= cuda::kMaxExpertFetches, "more orders ahead than there is room for");
+    require(_orders.ahead >= 0 && _orders.ahead <= kMaxExpertFetches, "more orders ahead than there is room for");
     for (int32_t i = 0; i < _orders.ahead; ++i) {
-        const cuda::ExpertFetch& fetch = _orders.aheadFetch[i];
+        const ExpertFetch& fetch = _orders.aheadFetch[i];
         requireWhole(fetch);
         require(fetch.expert < _mostExperts, "an order ahead for no expert");
         for (int32_t j = 0; j < i; ++j) {
-            const cuda::ExpertFetch& earlier = _orders.aheadFetch[j];
+            const ExpertFetch& earlier = _orders.aheadFetch[j];
             require(earlier.expert != fetch.expert && earlier.slot != fetch.slot,
                     "two orders ahead for one expert, or one slot");
         }
@@ -329,7 +328,7 @@ void HostShare::giveBack(uint32_t ticket) { __atomic_store_n(_mailbox.returned, 
 
 void HostShare::abort() noexcept {
     for (uint32_t* counter : {_mailbox.instructed, _mailbox.returned})
-        __atomic_store_n(counter, cuda::kCrossingAborted, __ATOMIC_RELEASE);
+        __atomic_store_n(counter, kCrossingAborted, __ATOMIC_RELEASE);
 }
 
 }  // namespace sharpi

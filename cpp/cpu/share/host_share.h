@@ -16,31 +16,31 @@
 #include <optional>
 #include <vector>
 
+#include "core/host_rows.h"
 #include "core/thread_pool.h"
 #include "cpu/kernels.h"
 #include "cpu/share/host_experts.h"
+#include "experts/expert_orders.h"
 #include "experts/miss_plan.h"
-#include "kernels/experts/expert_cache.h"
-#include "kernels/rows/crossing.h"
 #include "operations/step_limits.h"
 
 namespace sharpi {
 
 struct Mailbox {
-    cuda::HostRows input;   // [rows, embedding]: a layer's normalized rows, from the GPU
-    cuda::HostRows hidden;  // [rows, hidden]: each processor writes its columns
+    HostRows input;         // [rows, embedding]: a layer's normalized rows, from the GPU
+    HostRows hidden;        // [rows, hidden]: each processor writes its columns
     float* down = nullptr;  // [rows, count]: what the CPU adds to the last `count` columns of x
-    cuda::HostRows logits;  // [up to kMaxMatvecRows rows, vocab], as floats: the CPU writes its columns
+    HostRows logits;        // [up to kMaxMatvecRows rows, vocab], as floats: the CPU writes its columns
     float* answers =
         nullptr;  // [rows * used, embedding]: of each pair that is the CPU's, what its expert makes of its row
-    cuda::ExpertOrders* orders = nullptr;  // what the GPU shall fetch
-    uint32_t* sent = nullptr;              // the GPU's counter
-    uint32_t* instructed = nullptr;        // the CPU's: orders are there
-    uint32_t* returned = nullptr;          // the CPU's: what it computed is there
+    ExpertOrders* orders = nullptr;  // what the GPU shall fetch
+    uint32_t* sent = nullptr;        // the GPU's counter
+    uint32_t* instructed = nullptr;  // the CPU's: orders are there
+    uint32_t* returned = nullptr;    // the CPU's: what it computed is there
 
     // What the GPU says of a layer of experts, from 0: an area for each, since the CPU may be behind where nothing was
     // missed.
-    cuda::HostChoices choicesOf(int32_t layer) const;
+    HostChoices choicesOf(int32_t layer) const;
     int32_t* choices = nullptr;  // [layers of experts, 3, pairs]
     int64_t pairs = 0;           // rows * used
 };
@@ -97,11 +97,10 @@ private:
     bool awaitSent(uint32_t ticket);
     void giveBack(uint32_t ticket);
     // Rows [begin, w.rows) of w x, once `after` has come: row t at y + t * yStride.
-    void multiply(const Matrix& w, const cuda::HostRows& x, int64_t rows, int64_t begin, float* y, int64_t yStride,
+    void multiply(const Matrix& w, const HostRows& x, int64_t rows, int64_t begin, float* y, int64_t yStride,
                   uint32_t after);
     // w's product with rows of the mailbox; y is left to the caller.
-    cpu::MatmulArgs product(const Matrix& w, const cuda::HostRows& x, const cpu::QuantizedRows& xQuant,
-                            int64_t rows) const;
+    cpu::MatmulArgs product(const Matrix& w, const HostRows& x, const cpu::QuantizedRows& xQuant, int64_t rows) const;
     void finishBlock(int64_t first, int64_t last, const Matrix& reader, int64_t rows);
     void tellTurn(bool waited, MissPlan& plan);
     bool takeChoices(int32_t layer, int32_t experts, int32_t pairs, bool predicted);
@@ -129,7 +128,7 @@ private:
     int32_t _expertLayers, _mostExperts;
     std::vector<int32_t> _chosen, _slot, _predicted;  // by pair: the layer's, read once
     std::vector<int32_t> _ours;                       // by pair: the expert if the CPU computes it, else -1
-    cuda::ExpertOrders _orders;
+    ExpertOrders _orders;
     std::optional<std::chrono::steady_clock::time_point>
         _instructedAt;  // the last layer's orders went out; none: nothing was missed there
 };

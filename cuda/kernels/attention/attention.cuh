@@ -1,5 +1,5 @@
-// What the attention kernels share: the page they are built for, what the device can hold, and reading and writing of
-// neighbouring elements.
+// What the attention kernels share: the size of a page, the limits of a head, the types of the cache, and how
+// neighbouring elements are read and written.
 #pragma once
 
 #include <string>
@@ -10,37 +10,41 @@
 
 namespace sharpi::cuda {
 
-// Tokens of a page: two keys a lane in decode, one tile of keys in prefill.
+// Tokens of a page: two keys for each lane in decode, one tile of keys in prefill.
 constexpr int kAttentionPage = 64;
 constexpr int kMaxHeadDim = 256;
-
-inline int deviceAttribute(cudaDeviceAttr attribute) {
-    int device = 0, value = 0;
-    check(cudaGetDevice(&device), "the current device");
-    check(cudaDeviceGetAttribute(&value, attribute, device), "a device attribute");
-    return value;
-}
-
-inline int sharedBytesPerBlock() { return deviceAttribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
 inline void requireAttendable(const HeadShape& shape, const KvPages& pages) {
     if (shape.headDim % 8 != 0 || shape.headDim <= 0 || shape.headDim > kMaxHeadDim ||
         shape.heads % shape.kvHeads != 0 || shape.heads / shape.kvHeads > 32) {
-        throw Error(ErrorKind::InvalidArgument,
-                    "attention with " + std::to_string(shape.heads) + " heads over " + std::to_string(shape.kvHeads) +
-                        " of " + std::to_string(shape.headDim) +
-                        " elements cannot run on the GPU: heads of 8, 16, .. 256 elements, groups of up to 32");
+        throw Error(
+            ErrorKind::InvalidArgument,
+            "attention with " + std::to_string(shape.heads) + " heads over " + std::to_string(shape.kvHeads) + " of " +
+                std::to_string(shape.headDim) +
+                " elements cannot run on the GPU, which takes heads of 8, 16, .. 256 elements in groups of up to 32");
     }
     if (pages.pageTokens != kAttentionPage)
-        throw Error(ErrorKind::Internal, "attention kernels asked for pages of another size");
+        throw Error(ErrorKind::Internal, "the attention kernels cannot read pages of this size");
 }
 
-// Two neighbouring elements at `at` (even) of the flat arrays.
+// Stores two neighbouring elements at `at`, which is even, of the flat arrays.
 __device__ __forceinline__ void storeHalfPair(const HalfRows& to, int64_t at, float first, float second) {
     const HalfPair a = splitHalf(first), b = splitHalf(second);
     reinterpret_cast<uint32_t*>(to.hi)[at / 2] = static_cast<uint32_t>(a.hi) | static_cast<uint32_t>(b.hi) << 16;
     if (to.lo)
         reinterpret_cast<uint32_t*>(to.lo)[at / 2] = static_cast<uint32_t>(a.lo) | static_cast<uint32_t>(b.lo) << 16;
+}
+
+template <KvType T> struct KvTag {
+    static constexpr KvType kType = T;
+};
+// Calls f(KvTag<type>{}).
+template <typename F> void withKvType(KvType type, const F& f) {
+    switch (type) {
+    case KvType::F32: return f(KvTag<KvType::F32>{});
+    case KvType::BF16: return f(KvTag<KvType::BF16>{});
+    case KvType::F16: return f(KvTag<KvType::F16>{});
+    }
 }
 
 // --- elements ----------------------------------------------------------------------------------------------------
@@ -50,7 +54,9 @@ __device__ __forceinline__ float2 halvesToFloats(uint32_t word, KvType type) {
     return __half22float2(*reinterpret_cast<const __half2*>(&word));
 }
 
-// kCount neighbouring elements; `at` aligned to their size (16 bytes at most).
+template <KvType kType> constexpr int kKvBytes = static_cast<int>(kvElementBytes(kType));
+
+// Reads kCount neighbouring elements. `at` is aligned to their size, at most to 16 bytes.
 template <KvType kType, int kCount>
 __device__ __forceinline__ void readElements(const uint8_t* at, float (&out)[kCount]) {
     if constexpr (kType == KvType::F32) {
@@ -83,12 +89,12 @@ __device__ __forceinline__ void readElements(const uint8_t* at, float (&out)[kCo
     }
 }
 
-// kCount floats of which kCount * 4 bytes are aligned.
+// Reads kCount floats, aligned to kCount * 4 bytes.
 template <int kCount> __device__ __forceinline__ void readFloats(const float* at, float (&out)[kCount]) {
     readElements<KvType::F32, kCount>(reinterpret_cast<const uint8_t*>(at), out);
 }
 
-// The same, of what other blocks wrote in this launch: past the first-level cache.
+// The same for what other blocks wrote in this launch: the read bypasses the L1 cache.
 template <int kCount> __device__ __forceinline__ void readWritten(const float* at, float (&out)[kCount]) {
     if constexpr (kCount == 2) {
         const float2 v = __ldcg(reinterpret_cast<const float2*>(at));

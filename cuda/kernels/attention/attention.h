@@ -1,4 +1,4 @@
-// Attention over the paged KV cache, and what prepares its inputs.
+// Attention over the paged KV cache, and the preparation of its inputs.
 #pragma once
 
 #include "kernels/rows/rows.h"
@@ -6,15 +6,15 @@
 
 namespace sharpi::cuda {
 
-// The rows of a batch as kernels see them: everything that changes from step to step, in device memory.
+// The rows of a batch as kernels see them. All that changes from step to step is in device memory.
 struct BatchRows {
     int64_t rows = 0;
     const int32_t* positions = nullptr;   // [rows]
-    const int32_t* sequence = nullptr;    // [rows]: which page table
+    const int32_t* sequence = nullptr;    // [rows]: the number of the page table
     const int32_t* pageTables = nullptr;  // [sequences, pagesPerTable]
     int64_t pagesPerTable = 0;
 
-    // Rows [first, first + count) of these. Page tables are the sequences', so they stay.
+    // Rows [first, first + count) of these. The page tables stay, since they belong to sequences.
     BatchRows from(int64_t first, int64_t count) const {
         return {count, positions + first, sequence + first, pageTables, pagesPerTable};
     }
@@ -36,24 +36,25 @@ struct HeadPreparation {
     bool adjacent = false;
 };
 
-// Norm and rotation of q [rows, heads * headDim] in place; of k [rows, kvHeads * headDim] on its way to the cache (k
-// itself stays), and v's append. One launch; the bits of the CPU's rmsNorm, rope and storeKv. qHalf: also q's HalfRows,
-// where not null.
+// Norms and rotates q [rows, heads * headDim] in place, and k [rows, kvHeads * headDim] on its way to the cache, which
+// leaves k itself unchanged; appends v to the cache. One launch, with the bits of the CPU's rmsNorm, rope and storeKv.
+// If qHalf is not null, it receives q as HalfRows too.
 void prepareHeads(Stream& stream, float* q, float* k, const float* v, const HeadShape& shape,
                   const HeadPreparation& how, const BatchRows& batch, const KvPages& pages, const HalfRows& qHalf);
 
-// Causal attention of few rows, in one launch: the bits of the CPU's attention (see cpu/kernels/attention.cpp).
-// scratch: decodeAttentionBytes, 256-byte aligned, its first kDecodeCounterBytes zero before the first call and left so
-// by every call. out: [rows, heads * headDim], floats and quantized (headDim a multiple of 32); rows * heads up to
-// kDecodeCounterBytes / 4.
+// Causal attention of few rows in one launch, with the bits of the CPU's attention (cpu/kernels/attention.cpp).
+// scratch: decodeAttentionBytes, 256-byte aligned; its first kDecodeCounterBytes are zero before the first call, and
+// every call leaves them zero. out: [rows, heads * headDim] as floats and quantized (if headDim is a multiple of 32).
+// rows * heads is at most kDecodeCounterBytes / 4.
 constexpr size_t kDecodeCounterBytes = 16384;
 size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape, int64_t context, int64_t pageTokens);
 void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, float scale, const BatchRows& batch,
                      const KvPages& pages, void* scratch, const RowOutputs& out);
 
-// Causal attention of many rows, on tensor cores. Tile i is rows [tileBegin[i], tileEnd[i]) of one sequence, at most
-// kQueryTile rows with ascending positions; arrays in device memory. fp32 and fp16 caches, and q.lo, are used in
-// split form. out: [rows, heads * headDim] in the forms asked for (floats and half; quantized is ignored).
+// Causal attention of many rows, on tensor cores. Tile i is rows [tileBegin[i], tileEnd[i]) of one sequence: at most
+// kQueryTile rows with ascending positions. The arrays are in device memory. fp32 and fp16 caches are multiplied in
+// split form, and so are queries with a q.lo. out: [rows, heads * headDim] as floats and as halves; quantized is
+// ignored.
 constexpr int kQueryTile = 64;
 struct QueryTiles {
     const int32_t *begin = nullptr, *end = nullptr;

@@ -1,20 +1,19 @@
 // Attention of few rows over a long cache, bit for bit as cpu/kernels/attention.cpp defines it.
 //
-// That definition computes every page by itself and joins pages in segments of four, so the work can be cut at pages or
-// at segments and give the same bits: at pages where a cache is short and the device has room for all of them at once,
-// at segments where it is long, which saves most of what would be written between. A block takes one such piece of one
-// kv head of one row, for all query heads of the group, so that keys and values are read once. Whichever warp finishes
-// the last piece of a head joins the pieces: no second kernel. The grid follows from the batch's shape and the table's
-// width alone; how many pages there are is read from the positions on the device, so that a captured step serves every
+// That definition computes every page by itself and joins pages in segments of four. So the work can be cut at pages or
+// at segments and gives the same bits. A short cache is cut at pages, if the device can hold all of them at once. A
+// long one is cut at segments, which saves most of the intermediate writes. A block takes one such piece of one kv head
+// of one row, for all query heads of the group, so that keys and values are read once. The warp that finishes the last
+// piece of a head joins the pieces, so there is no second kernel. The grid depends on the batch's shape and the table's
+// width alone. The number of pages is read from the positions on the device, so that a captured step serves every
 // length.
 //
-// Inside a block: keys and values are copied to shared memory, in two buffers each, so that the next page is under way
-// while one is computed. The order of the dot product is one chain over the dimensions, so a thread makes whole dot
-// products: a warp has a head of the group, a lane two keys, which reads a query element (a broadcast) once for both.
-// Key rows are an odd number of 16-byte units apart, so that eight threads reading eight keys meet eight different
-// banks. For the outputs a lane owns kWidth neighbouring dimensions and runs over the keys. Each warp keeps to its own
-// heads, so only the copies need barriers. Where the shared memory of a device cannot hold a page, the same code reads
-// it from where it lies.
+// Inside a block, keys and values are copied to shared memory, with two buffers for each, so that the next page arrives
+// while one is computed. The dot product is one chain over the dimensions, so each thread computes whole dot products:
+// a warp has one head of the group and a lane has two keys, which share each query element (a broadcast). Key rows are
+// an odd number of 16-byte units apart, so that eight threads that read eight keys use eight different banks. For the
+// outputs, a lane owns kWidth neighbouring dimensions and runs over the keys. Each warp keeps to its own heads, so only
+// the copies need barriers. If a device's shared memory cannot hold a page, the same code reads the page in place.
 #include <algorithm>
 
 #include "kernels/attention/attention.cuh"
@@ -27,9 +26,9 @@ namespace {
 constexpr int kPageTokens = kAttentionPage;
 constexpr int kMaxWarps = 8;
 
-// What a piece gave: [rows][heads][pages of the table], and outputs with headDim floats for each of them; before them a
-// count of finished pieces for each row and head, zero between launches. Their size is decodeAttentionBytes, in
-// workspace.cpp.
+// The results of the pieces: maxima and sums [rows][heads][pages of the table], and headDim floats of output for each.
+// Before them lies a count of finished pieces for each row and head, which is zero between launches. workspace.cpp has
+// their size, decodeAttentionBytes.
 struct Partials {
     uint32_t* finished;
     float *maxima, *sums, *outputs;
@@ -44,17 +43,17 @@ Partials partialsOver(void* scratch, int64_t rows, int32_t heads, int64_t pages)
             reinterpret_cast<float*>(bytes + 2 * each)};
 }
 
-// Pages that a row at this position sees; none below zero.
+// The number of pages that a row at this position sees; 0 for a negative position.
 __device__ __forceinline__ int pagesOf(int position) { return (position + kPageTokens) / kPageTokens; }
 
 // --- what a block works on ---------------------------------------------------------------------------------------
 
-// Where things lie in shared memory, in bytes; key and value rows only where pages are copied.
+// The layout of shared memory, in bytes. There are key and value rows only if pages are copied (stages > 0).
 struct Layout {
     int rowBytes, keyStride, values, queries, outputs, weights, tops, sums, total;
 
-    __host__ __device__ Layout(KvType type, int headDim, int group, int stages) {
-        rowBytes = headDim * (type == KvType::F32 ? 4 : 2);
+    __host__ __device__ Layout(int elementBytes, int headDim, int group, int stages) {
+        rowBytes = headDim * elementBytes;
         keyStride = stages ? (rowBytes / 16 | 1) * 16 : rowBytes;
         values = stages * kPageTokens * keyStride;
         queries = values + stages * kPageTokens * rowBytes;
@@ -75,14 +74,14 @@ struct Args {
     Partials partials;
     RowOutputs out;
     int group;       // heads of a kv head
-    int shortPages;  // rows of up to so many pages are cut at pages
+    int shortPages;  // rows of up to this number of pages are cut at pages
 };
 
 // How the pages of a row are cut.
 struct Cut {
     int pages, perPiece, pieces;
 
-    // A row that sees no key is one empty piece.
+    // A row that sees no key has one empty piece.
     __device__ Cut(const Args& args, int position) {
         pages = pagesOf(position);
         const bool isShort = pages <= args.shortPages;
@@ -93,13 +92,13 @@ struct Cut {
 
 // One piece of one kv head of one row.
 struct Piece {
-    int row, kvHead, index, pages, keys;  // keys: that the row sees, from the piece's first page on
+    int row, kvHead, index, pages, keys;  // keys: those that the row sees from the piece's first page on
     int pageId;                           // of the lane-th page
 
     __device__ int keysOf(int page) const { return min(keys - page * kPageTokens, kPageTokens); }
 };
 
-// What has been joined so far: the same m and l in every lane, a lane's own o.
+// What has been joined so far. m and l are the same in every lane, o is the lane's own.
 template <int kWidth> struct Joined {
     float m, l, o[kWidth];
 
@@ -108,7 +107,7 @@ template <int kWidth> struct Joined {
 #pragma unroll
         for (int i = 0; i < kWidth; i++) o[i] = 0.0f;
     }
-    // As add() to nothing does, which leaves all as it is but -0.
+    // Joins this to nothing, as add() would: only -0 changes, to +0.
     __device__ __forceinline__ void joinToNothing() {
 #pragma unroll
         for (int i = 0; i < kWidth; i++) o[i] = __fadd_rn(o[i], 0.0f);
@@ -122,8 +121,8 @@ template <int kWidth> struct Joined {
 
 // --- copies ------------------------------------------------------------------------------------------------------
 
-// `rows` rows of up to kUnits 16-byte units, contiguous at `from`, to rows `stride` bytes apart; a part of a warp to a
-// row.
+// Copies `rows` rows of up to kUnits 16-byte units, contiguous at `from`, to rows that are `stride` bytes apart. A part
+// of a warp copies each row.
 template <int kUnits>
 __device__ __forceinline__ void copyRows(uint32_t to, int stride, const uint8_t* from, int rows, int rowBytes) {
     constexpr int kAbreast = kUnits < 32 ? kUnits : 32;
@@ -144,8 +143,8 @@ __device__ __forceinline__ void copyBytes(uint32_t to, const void* from, int byt
     for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) copyChunk(to + i, at + i, true);
 }
 
-// Copies a piece's pages into their buffers, in the order in which they are used. Every call ends a group of copies,
-// also one that has nothing to copy, so that counting groups tells what has arrived. The whole block calls.
+// Copies a piece's pages into their buffers, in the order in which they are used. Every call closes a group of copies,
+// even if it copies nothing, so that the number of pending groups tells what has arrived. The whole block calls it.
 template <int kUnits, int kStages> struct Feeder {
     const Args& args;
     const Piece& piece;
@@ -178,7 +177,7 @@ template <int kUnits, int kStages> struct Feeder {
 template <KvType kType>
 __device__ __forceinline__ float2 dotProducts(const uint8_t* first, const uint8_t* second, const float* query,
                                               int headDim) {
-    constexpr int kStep = kType == KvType::F32 ? 4 : 8;
+    constexpr int kStep = 16 / kKvBytes<kType>;
     float2 dots = {0.0f, 0.0f};
 #pragma unroll 4
     for (int d = 0; d < headDim; d += kStep) {
@@ -196,14 +195,14 @@ __device__ __forceinline__ float2 dotProducts(const uint8_t* first, const uint8_
     return dots;
 }
 
-// By the order of their bits, that of integers once those of negative numbers are turned.
+// Compares the bits of the floats as integers, which have the same order once the bits of negatives are inverted.
 __device__ __forceinline__ float largestOfWarp(float x) {
     const auto turned = [](uint32_t bits, bool negative) { return negative ? ~bits : bits | 0x80000000u; };
     const uint32_t bits = __float_as_uint(x), largest = warpMax(turned(bits, bits >> 31));
     return __uint_as_float(largest >> 31 ? largest & 0x7fffffffu : ~largest);
 }
 
-// The page's weights of a head into `weights`; gives its maximum and sum.
+// Writes the weights of a page for one head to `weights`. Returns their maximum and sum.
 __device__ __forceinline__ float2 weighScores(float2 dots, int n, float scale, float* weights, int lane) {
     const float low = __int_as_float(0xff800000);
     const float first = lane < n ? __fmul_rn(dots.x, scale) : low,
@@ -215,7 +214,7 @@ __device__ __forceinline__ float2 weighScores(float2 dots, int n, float scale, f
     return {top, contractTree(__fadd_rn(p, r))};
 }
 
-// acc[i] = sum over the n keys of weight * value, keys ascending.
+// acc[i] = sum over the n keys of weight * value, in ascending order of keys.
 template <KvType kType, int kWidth>
 __device__ __forceinline__ void weighValues(const uint8_t* values, int rowBytes, const float* weights, int n,
                                             float (&acc)[kWidth]) {
@@ -246,8 +245,8 @@ __device__ __forceinline__ void weighValues(const uint8_t* values, int rowBytes,
 
 // --- a piece -----------------------------------------------------------------------------------------------------
 
-// o / l to wherever it is asked for. line: headDim floats of shared memory that are this warp's; the whole warp calls
-// it.
+// Writes o / l to every requested output. line: headDim floats of shared memory that belong to this warp. The whole
+// warp calls it.
 template <int kWidth>
 __device__ __forceinline__ void finishHead(const Args& args, int row, int head, const float (&o)[kWidth], float l,
                                            float* line, int lane) {
@@ -268,12 +267,13 @@ __device__ __forceinline__ void finishHead(const Args& args, int row, int head, 
     }
 }
 
-// Factors of 32 neighbouring pieces as a warp holds them, lane i those of the i-th.
+// The factors of 32 neighbouring pieces. Lane i of the warp holds those of the i-th piece.
 struct Factors {
-    float sum, kept, added;           // of the piece within its segment
-    float segmentKept, segmentAdded;  // of its segment as a whole
+    float sum, kept, added;           // for the piece within its segment
+    float segmentKept, segmentAdded;  // for its whole segment
 
-    // largest: of the segments before, becomes that of all. segment: pieces of a segment, 1 or kSegmentPages.
+    // largest: the maximum of the segments before; becomes that of all. segment: pieces of a segment, 1 or
+    // kSegmentPages.
     __device__ __forceinline__ void make(float maximum, float& largest, int segment, int lane) {
         float top = maximum;
         for (int width = 1; width < segment; width <<= 1) {
@@ -299,8 +299,8 @@ struct Factors {
     }
 };
 
-// Counts one more; what this warp wrote before is seen by whoever counts after, and what others wrote before by this
-// warp.
+// Adds one to the counter and returns its value before. A warp that counts later sees what this warp wrote before, and
+// this warp sees what the earlier ones wrote.
 __device__ __forceinline__ uint32_t arrive(uint32_t* counter) {
     uint32_t before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
@@ -310,11 +310,11 @@ __device__ __forceinline__ uint32_t arrive(uint32_t* counter) {
     return before;
 }
 
-// All pieces of a head, in their order. The whole warp calls it.
+// Joins all pieces of a head, in their order. The whole warp calls it.
 template <int kWidth>
 __device__ __forceinline__ void joinPieces(const Args& args, int64_t first, int pieces, int segment, int lane,
                                            Joined<kWidth>& whole) {
-    constexpr int kAhead = kWidth == 8 ? 4 : 64 / kWidth;  // pieces whose outputs are under way at once
+    constexpr int kAhead = kWidth == 8 ? 4 : 64 / kWidth;  // pieces whose outputs are loaded at once
     const int dim = args.shape.headDim, column = min(lane * kWidth, dim - kWidth);
     const float* outputs = args.partials.outputs + first * dim + column;
     const float *maxima = args.partials.maxima + first, *sums = args.partials.sums + first;
@@ -352,7 +352,8 @@ __device__ __forceinline__ void joinPieces(const Args& args, int64_t first, int 
     }
 }
 
-// Leaves a piece's result for a head; true for the last of the head's pieces to come, which then has what all gave.
+// Stores a piece's result for a head. Returns true for the last of the head's pieces to finish; `so` then holds the
+// result of all pieces.
 template <int kWidth>
 __device__ __forceinline__ bool gather(const Args& args, const Piece& piece, const Cut& cut, int head,
                                        Joined<kWidth>& so, int lane) {
@@ -374,7 +375,7 @@ __device__ __forceinline__ bool gather(const Args& args, const Piece& piece, con
     if (lane == 0) before = arrive(args.partials.finished + flat);
     if (__shfl_sync(kWholeWarp, before, 0) + 1 != static_cast<uint32_t>(cut.pieces)) return false;
     if (lane == 0) args.partials.finished[flat] = 0;  // for the next launch
-    __syncwarp();                                     // what lane 0 may see now all may
+    __syncwarp();                                     // what lane 0 sees, all lanes see now
     joinPieces<kWidth>(args, first, cut.pieces, kSegmentPages / cut.perPiece, lane, so);
     return true;
 }
@@ -388,15 +389,15 @@ struct Block {
     __device__ float* floats(int at) const { return reinterpret_cast<float*>(shared + at); }
     __device__ float* query(int head) const { return floats(layout.queries) + head * dim; }
     __device__ float* weights(int head) const { return floats(layout.weights) + head * kPageTokens; }
-    // Of a head: the page's maximum and sum, and the joined ones.
+    // A head's maximum and sum: those of the page, and those joined so far.
     __device__ float* pageTop(int head) const { return floats(layout.tops) + 2 * head; }
     __device__ float* allTop(int head) const { return floats(layout.sums) + 2 * head; }
 };
 
-// Scores of n keys, for every head of this warp.
+// Computes the weights of n keys for every head of this warp.
 template <KvType kType>
 __device__ __forceinline__ void scorePage(const Args& args, const Block& block, const uint8_t* keys, int n) {
-    // Keys past the last one are any that may be read; their scores are not used.
+    // Lanes past the last key read that key again; their scores are not used.
     const int lane = block.lane, first = min(lane, n - 1), second = min(lane + 32, n - 1),
               stride = block.layout.keyStride;
     for (int head = block.warp; head < block.group; head += block.warps) {
@@ -407,13 +408,14 @@ __device__ __forceinline__ void scorePage(const Args& args, const Block& block, 
     }
 }
 
-// Outputs of n values, joined to what the piece's earlier pages gave; the first page as it is.
+// Computes the output of n values and joins it to that of the piece's earlier pages. The first page has nothing to
+// join.
 template <KvType kType, int kWidth>
 __device__ __forceinline__ void joinPage(const Block& block, int head, const uint8_t* values, int n, bool isFirst,
                                          Joined<kWidth>& so) {
     const int column = min(block.lane * kWidth, block.dim - kWidth), rowBytes = block.layout.rowBytes;
     float acc[kWidth];
-    weighValues<kType, kWidth>(values + column * (kType == KvType::F32 ? 4 : 2), rowBytes, block.weights(head), n, acc);
+    weighValues<kType, kWidth>(values + column * kKvBytes<kType>, rowBytes, block.weights(head), n, acc);
     const float2 page = *reinterpret_cast<const float2*>(block.pageTop(head));
     if (isFirst) {
         so.m = page.x, so.l = page.y;
@@ -438,11 +440,11 @@ __device__ __forceinline__ void keepJoined(const Block& block, int head, const J
     __syncwarp();
 }
 
-// With two buffers, when page i's keys are waited for, its values and the keys of page i + 1 are under way; one buffer
-// is filled when the one before has been used. A piece without pages goes once round with nothing.
+// With two buffers, page i's values and the keys of page i + 1 are still in flight when its keys have arrived. A single
+// buffer is refilled as soon as it has been used. A piece without pages runs the loop once, with no keys.
 template <KvType kType, int kWidth, int kStages>
 __device__ __forceinline__ void attendPiece(const Args& args, const Block& block, const Piece& piece, const Cut& cut) {
-    constexpr int kPending = kStages == 2 ? 2 : 0, kUnits = kWidth * (kType == KvType::F32 ? 8 : 4);
+    constexpr int kPending = kStages == 2 ? 2 : 0, kUnits = 2 * kWidth * kKvBytes<kType>;
     const Layout& layout = block.layout;
     const Feeder<kUnits, kStages> feeder = {args, piece, layout, sharedAddress(block.shared)};
     const int firstHead = piece.kvHead * block.group;
@@ -484,18 +486,18 @@ __device__ __forceinline__ void attendPiece(const Args& args, const Block& block
     __syncthreads();  // the next piece overwrites what other warps may still read
 }
 
-// Block (h, b) takes kv head h of piece b, and of every gridDim.y-th after it, of all the rows' pieces.
+// Block (h, b) computes kv head h of piece b and of every gridDim.y-th piece after it, counting the pieces of all rows.
 template <KvType kType, int kWidth, int kStages>
 __global__ void __launch_bounds__(32 * kMaxWarps) attendFewRows(const Args args) {
     allowNext();
     waitForPrevious();
     extern __shared__ __align__(16) uint8_t shared[];
-    const Layout layout(kType, args.shape.headDim, args.group, kStages);
+    const Layout layout(kKvBytes<kType>, args.shape.headDim, args.group, kStages);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const Block block = {shared, layout, args.shape.headDim, args.group, lane, warp, warps};
     int index = blockIdx.y;
     for (int row = 0; row < static_cast<int>(args.batch.rows); row++) {
-        // Volatile, or the second would wait for what the first decides.
+        // Volatile: both loads are issued at once, instead of the second waiting for what the first decides.
         const int position = static_cast<const volatile int32_t*>(args.batch.positions)[row];
         const int sequence = static_cast<const volatile int32_t*>(args.batch.sequence)[row];
         const int32_t* table = args.batch.pageTables + sequence * args.batch.pagesPerTable;
@@ -514,36 +516,35 @@ __global__ void __launch_bounds__(32 * kMaxWarps) attendFewRows(const Args args)
 // --- launching ---------------------------------------------------------------------------------------------------
 
 template <KvType kType, int kWidth, int kStages> void launchFewRows(Stream& stream, Args args) {
-    const int bytes = Layout(kType, args.shape.headDim, args.group, kStages).total,
+    const int bytes = Layout(kKvBytes<kType>, args.shape.headDim, args.group, kStages).total,
               warps = std::min(args.group, kMaxWarps);
     const auto kernel = attendFewRows<kType, kWidth, kStages>;
     if (bytes > 48 * 1024) allowShared(kernel, static_cast<size_t>(bytes));
-    // As many blocks as the device can hold, or as there can be pieces: a block goes from piece to piece.
-    const int room =
-        deviceAttribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (bytes + 1024);  // 1 KiB is the system's
+    // As many blocks as the device can hold, but no more than there can be pieces: a block goes from piece to piece.
+    const int room = static_cast<int>(stream.device().sharedPerMultiprocessor) / (bytes + kReservedShared);
     const int64_t perProcessor = std::max(1, std::min(16, room)), processors = stream.device().multiprocessors;
     const int64_t kvHeads = args.shape.kvHeads, pieces = args.batch.rows * args.batch.pagesPerTable;
     const int64_t blocks = std::min(pieces, std::max<int64_t>(1, perProcessor * processors / kvHeads));
-    // Without buffers there is no room to join in either.
+    // Without buffers there is no room in shared memory to join pages either, so every page is a piece.
     const int64_t spread = kStages ? std::min<int64_t>(perProcessor, 2) * processors / kvHeads : pieces;
     args.shortPages = static_cast<int>(spread / args.batch.rows);
     launch(stream, kernel, dim3(static_cast<unsigned>(kvHeads), static_cast<unsigned>(blocks)),
            dim3(static_cast<unsigned>(32 * warps)), static_cast<size_t>(bytes), args);
 }
 
-// Two buffers for pages, or one, or none: what a block's shared memory holds.
+// Takes two buffers for pages, one or none, whatever fits in a block's shared memory.
 template <KvType kType, int kWidth> void chooseStages(Stream& stream, const Args& args) {
-    const int most = sharedBytesPerBlock();
-    if (Layout(kType, args.shape.headDim, args.group, 2).total <= most) {
+    const int most = static_cast<int>(stream.device().sharedPerBlock);
+    if (Layout(kKvBytes<kType>, args.shape.headDim, args.group, 2).total <= most) {
         launchFewRows<kType, kWidth, 2>(stream, args);
-    } else if (Layout(kType, args.shape.headDim, args.group, 1).total <= most) {
+    } else if (Layout(kKvBytes<kType>, args.shape.headDim, args.group, 1).total <= most) {
         launchFewRows<kType, kWidth, 1>(stream, args);
     } else {
         launchFewRows<kType, kWidth, 0>(stream, args);
     }
 }
 
-// kWidth: the fewest dimensions a lane with which 32 lanes have them all.
+// kWidth: the smallest number of dimensions for each lane with which 32 lanes cover them all.
 template <KvType kType> void chooseWidth(Stream& stream, const Args& args) {
     if (args.shape.headDim <= 64) {
         chooseStages<kType, 2>(stream, args);
@@ -561,15 +562,11 @@ void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, flo
     requireAttendable(shape, pages);
     if (out.half.hi || (out.quantized.q && shape.headDim % kContractBlock != 0) ||
         batch.rows * shape.heads > int64_t{kDecodeCounterBytes / sizeof(uint32_t)}) {
-        throw Error(ErrorKind::Internal, "attentionDecode asked for outputs or rows that it does not have");
+        throw Error(ErrorKind::Internal, "attentionDecode cannot write these outputs, or not for this number of rows");
     }
     const Partials partials = partialsOver(scratch, batch.rows, shape.heads, batch.pagesPerTable);
     const Args args = {q, shape, scale, batch, pages, partials, out, shape.heads / shape.kvHeads, 0};
-    switch (pages.type) {
-    case KvType::F32: chooseWidth<KvType::F32>(stream, args); break;
-    case KvType::BF16: chooseWidth<KvType::BF16>(stream, args); break;
-    case KvType::F16: chooseWidth<KvType::F16>(stream, args); break;
-    }
+    withKvType(pages.type, [&](auto tag) { chooseWidth<decltype(tag)::kType>(stream, args); });
 }
 
 }  // namespace sharpi::cuda

@@ -1,16 +1,17 @@
 // Causal attention of many rows on tensor cores: flash attention over the paged cache.
 //
 // A block takes one tile of query rows of one head, or of two heads of a group, and runs over the keys from the first
-// to the last that its last row sees; a warp owns 16 of the rows, with their outputs, maxima and sums in registers
-// (m16n8k16 products, whose accumulators are laid out as the next product's left operand). With one head a warp spends
-// as long on reading keys and values from shared memory as on multiplying them; two heads read them once. Tiles of keys
-// and values lie in shared memory as rows of 16-bit elements whose 16-byte chunks are exchanged by the row's number, so
-// that ldmatrix meets every bank once; a bf16 cache is copied there as it is (cp.async, the next tile while this one is
-// used), the other types are converted on the way. The last tiles come first, since they have the most keys.
+// to the last that its last row sees. A warp owns 16 of the rows, with their outputs, maxima and sums in registers
+// (m16n8k16 products, whose accumulators are laid out like the next product's left operand). With one head, a warp
+// spends as long on reading keys and values from shared memory as on multiplying them; with two heads it reads them
+// once for both. Tiles of keys and values lie in shared memory as rows of 16-bit elements. Their 16-byte chunks are
+// swizzled by the row's number, so that ldmatrix uses every bank once. A bf16 cache is copied there unchanged
+// (cp.async; the next tile arrives while this one is used), and other types are converted on the way. The last tiles of
+// rows run first, since they have the most keys.
 //
-// In split form every operand, the weights included, is the sum of two 16-bit numbers and a product is hi hi + hi lo +
-// lo hi: about 16 bits of each factor. A bf16 cache has no low part. Before compute capability 8.0 the 16-bit type is
-// f16.
+// In split form every operand, weights included, is the sum of two 16-bit numbers, and a product is hi hi + hi lo +
+// lo hi. That keeps about 16 bits of each factor. A bf16 cache has no low half. Before compute capability 8.0 the
+// 16-bit type is f16.
 #include "kernels/attention/attention.cuh"
 #include "kernels/matmul/mma.cuh"
 
@@ -26,10 +27,10 @@ template <KvType kType_, int kDim_, bool kSplit_, int kHeads_, int kWarps_, int 
     static constexpr bool kSplitKv = kSplit && kType != KvType::BF16;
     static constexpr int kRows = 16 * kWarps, kThreads = 32 * kWarps;
     static constexpr int kRowBytes = 2 * kDim, kChunks = kDim / 8;
-    // Queries stay in registers where there is room, and pass through the last stage on their way there.
+    // Queries stay in registers if there is room. They pass through the last stage on their way there.
     static constexpr bool kKeepsQueries = !kSplit && kHeads == 1 && kDim <= 128 && kStages == 2 && kKeys >= kRows;
     static constexpr int kQueryPartBytes =
-        kHeads * kRows * kRowBytes;  // hi or lo: the rows of one head after the other's
+        kHeads * kRows * kRowBytes;  // hi or lo: the rows of one head, then those of the next
     static constexpr int kQueryBytes = kKeepsQueries ? 0 : kQueryPartBytes * (kSplit ? 2 : 1);
     static constexpr int kPartBytes = kKeys * kRowBytes;  // keys or values, hi or lo
     static constexpr int kStageBytes = kPartBytes * (kSplitKv ? 4 : 2);
@@ -89,31 +90,10 @@ __device__ __forceinline__ void loadQueries(const PrefillArgs& args, const Place
     }
 }
 
-// Eight elements of the cache as floats.
-template <KvType kType> __device__ __forceinline__ void readEight(const uint8_t* at, float (&out)[8]) {
-    if constexpr (kType == KvType::F32) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float4 v = reinterpret_cast<const float4*>(at)[i];
-            out[4 * i] = v.x, out[4 * i + 1] = v.y, out[4 * i + 2] = v.z, out[4 * i + 3] = v.w;
-        }
-    } else {
-        const uint4 v = *reinterpret_cast<const uint4*>(at);
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float2 pair = kType == KvType::F16
-                                    ? __half22float2(reinterpret_cast<const __half2&>(words[i]))
-                                    : float2{__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u)};
-            out[2 * i] = pair.x, out[2 * i + 1] = pair.y;
-        }
-    }
-}
-
 template <class T>
 __device__ __forceinline__ void convertChunk(uint32_t hiTo, uint32_t loTo, const uint8_t* from, bool valid) {
     float x[8] = {};
-    if (valid) readEight<T::kType>(from, x);
+    if (valid) readElements<T::kType, 8>(from, x);
     uint32_t hi[4], lo[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -125,11 +105,11 @@ __device__ __forceinline__ void convertChunk(uint32_t hiTo, uint32_t loTo, const
     if constexpr (T::kSplitKv) storeShared(loTo, {lo[0], lo[1], lo[2], lo[3]});
 }
 
-// Keys and values firstKey .. firstKey + kKeys - 1; zeros past the last that the tile sees, whose memory may hold
-// anything.
+// Loads keys and values firstKey .. firstKey + kKeys - 1. Past the last one that the tile sees it stores zeros, since
+// the memory there may hold anything.
 template <class T>
 __device__ __forceinline__ void loadKeys(const PrefillArgs& args, const Place& place, int firstKey, uint32_t stage) {
-    constexpr int kElement = T::kType == KvType::F32 ? 4 : 2;
+    constexpr int kElement = kKvBytes<T::kType>;
 #if __CUDA_ARCH__ >= 800
     constexpr bool kAsItIs = T::kType == KvType::BF16;
 #else
@@ -158,7 +138,7 @@ __device__ __forceinline__ void loadKeys(const PrefillArgs& args, const Place& p
 }
 
 // --- a warp's part -----------------------------------------------------------------------------------------------
-// A thread holds of the warp's 16 rows (of each head) the rows lane / 4 and lane / 4 + 8, and of every 8 columns two.
+// Of the warp's 16 rows of each head, a thread holds rows lane / 4 and lane / 4 + 8, with two of every 8 columns.
 
 template <class T> struct Warp {
     float out[T::kHeads][T::kDim / 8][4];
@@ -185,7 +165,7 @@ __device__ __forceinline__ void multiplyPair(float (&c0)[4], float (&c1)[4], con
     }
 }
 
-// Where ldmatrix finds rows of the left operand: 16 rows from firstRow on, 16 columns from chunk 2 * step on.
+// The address from which ldmatrix reads the left operand: 16 rows from firstRow on, 16 columns from chunk 2 * step on.
 template <class T> __device__ __forceinline__ uint32_t leftAt(int firstRow, int step) {
     const int lane = threadIdx.x % 32;
     return chunkAt<T>(firstRow + lane % 16, 2 * step + lane / 16);
@@ -238,7 +218,7 @@ template <class T> __device__ __forceinline__ void maskScores(Warp<T>& w, int fi
                 if (column + 8 * j + i % 2 > w.position[i / 2]) w.scores[h][j][i] = __int_as_float(0xff800000);
 }
 
-// scores become weights; what the warp has so far is brought to the new maxima, where there are any.
+// Turns scores into weights, and rescales what the warp has so far to the new maxima.
 template <class T> __device__ __forceinline__ void weighScores(Warp<T>& w, int h, float scale) {
     float kept[2];
 #pragma unroll
@@ -269,7 +249,7 @@ template <class T> __device__ __forceinline__ void weighScores(Warp<T>& w, int h
         for (int i = 0; i < 4; i++) w.out[h][n][i] *= kept[i / 2];
 }
 
-// The weights of 16 keys as the left operand of a product.
+// Makes the weights of 16 keys the left operand of a product.
 template <class T>
 __device__ __forceinline__ void packWeights(const Warp<T>& w, int h, int j, uint32_t (&hi)[4], uint32_t (&lo)[4]) {
 #pragma unroll
@@ -334,7 +314,7 @@ template <class T> __device__ __forceinline__ void store(Warp<T>& w, const Prefi
 
 // --- a block -----------------------------------------------------------------------------------------------------
 
-// The rows of a tile that this block takes; none where the tile has fewer.
+// The rows of a tile that this block computes. There may be none if the tile is short.
 template <class T> __device__ __forceinline__ Place findPlace(const PrefillArgs& args) {
     Place place;
     const int64_t tile = args.tiles.count - 1 - blockIdx.y;
@@ -428,10 +408,11 @@ template <KvType kType, bool kSplit, int kDim> void chooseTile(Stream& stream, c
     if constexpr (!kSplit && kDim <= 128) {  // where a warp has the registers for two heads
         using Twofold = Tile<kType, kDim, kSplit, 2, 4, 64, 2>;
         const bool isPaired = args.shape.heads / args.shape.kvHeads % 2 == 0;
-        if (isPaired && Twofold::kSharedBytes <= sharedBytesPerBlock()) return launchTiles<Twofold>(stream, args);
+        if (isPaired && Twofold::kSharedBytes <= stream.device().sharedPerBlock)
+            return launchTiles<Twofold>(stream, args);
     }
     if constexpr (Large::kSharedBytes > 64 * 1024) {  // what every device has
-        if (Large::kSharedBytes > sharedBytesPerBlock())
+        if (Large::kSharedBytes > stream.device().sharedPerBlock)
             return launchTiles<Tile<kType, kDim, kSplit, 1, 2, 16, 1>>(stream, args);
     }
     launchTiles<Large>(stream, args);
@@ -450,12 +431,13 @@ void attentionPrefill(Stream& stream, const HalfRows& q, const HeadShape& shape,
                       const QueryTiles& tiles, const KvPages& pages, const RowOutputs& out) {
     requireAttendable(shape, pages);
     const PrefillArgs args = {q, shape, scale * 1.44269504088896341f, batch, tiles, pages, out};
-    switch (pages.type) {
-    case KvType::F32: return chooseDim<KvType::F32, true>(stream, args);
-    case KvType::F16: return chooseDim<KvType::F16, true>(stream, args);
-    case KvType::BF16:
-        return q.lo ? chooseDim<KvType::BF16, true>(stream, args) : chooseDim<KvType::BF16, false>(stream, args);
-    }
+    withKvType(pages.type, [&](auto tag) {
+        constexpr KvType kType = decltype(tag)::kType;
+        if constexpr (kType == KvType::BF16) {  // the operands' own type, which has no low half
+            if (!q.lo) return chooseDim<kType, false>(stream, args);
+        }
+        chooseDim<kType, true>(stream, args);
+    });
 }
 
 }  // namespace sharpi::cuda

@@ -1,13 +1,12 @@
-// What lies between the projections and attention, in one launch: norm and rotation of the queries in place, norm,
-// rotation and append of the keys (which stay as they are), append of the values.
+// The work between the projections and attention, in one launch: it norms and rotates the queries in place, norms and
+// rotates the keys on their way to the cache, and appends the values.
 //
-// A warp takes one head of one row: lane i sums the squares of elements i, i + 32, ..., which is the order of
-// the CPU's norm, so the bits are the same whoever ran it; the normed head waits in shared memory for the rotation,
-// which wants two elements that lie in different lanes. There is little to do and much to wait for, so everything is
-// asked for as soon as its address is known: norm weights before the kernel's turn, then the head and the row's
-// position together, then the angles while the norm is computed. A norm over the whole row (FullRow) reads queries that
-// other warps of the row overwrite: there a block takes all query heads of a row, and every warp has its sum before any
-// writes.
+// A warp takes one head of one row. Lane i sums the squares of elements i, i + 32, ..., which is the order of the CPU's
+// norm, so the bits are the same. The normed head stays in shared memory for the rotation, which combines elements of
+// different lanes. There is little to compute and much to wait for, so every load is issued as soon as its address is
+// known: norm weights before the kernel's turn, then the head and the row's position together, then the angles while
+// the norm is computed. A norm over the whole row (FullRow) reads queries that other warps of the row overwrite, so a
+// block takes all query heads of a row, and every warp has its sum before any of them writes.
 #include "kernels/attention/attention.cuh"
 
 namespace sharpi::cuda {
@@ -38,7 +37,7 @@ __device__ __forceinline__ float inverseNorm(float sum, int n, float eps) {
 template <int kSteps, bool kAdjacent> struct Rotation {
     float cos[2 * kSteps], sin[2 * kSteps];
 
-    // Which angle turns element e < 2 * half, and whether e is the first of the two that it turns.
+    // Which angle rotates element e < 2 * half, and whether e is the first of the two elements of that angle.
     static __device__ __forceinline__ bool isFirst(int e, int half) { return kAdjacent ? (e & 1) == 0 : e < half; }
     static __device__ __forceinline__ int angleOf(int e, int half) {
         return kAdjacent ? e >> 1 : e < half ? e : e - half;
@@ -54,7 +53,7 @@ template <int kSteps, bool kAdjacent> struct Rotation {
         }
     }
 
-    // The lane's i-th element, e, of the head at `x` (normed, in shared memory).
+    // The lane's i-th element e of the head at `x` (normed, in shared memory), rotated.
     __device__ __forceinline__ float turned(const float* x, int e, int i, int ropeDims) const {
         if (e >= ropeDims) return x[e];
         const int half = ropeDims / 2, angle = angleOf(e, half);
@@ -63,7 +62,7 @@ template <int kSteps, bool kAdjacent> struct Rotation {
     }
 };
 
-// Two elements that lie side by side in the cache, at element `at`.
+// Stores two neighbouring elements of the cache, at element `at`.
 __device__ __forceinline__ void storePair(uint8_t* base, KvType type, int64_t at, float first, float second) {
     if (type == KvType::F32) {
         reinterpret_cast<float2*>(base)[at / 2] = {first, second};
@@ -79,7 +78,7 @@ __device__ __forceinline__ void storeQuery(const Inputs& in, int64_t at, float f
     if (in.qHalf.hi) storeHalfPair(in.qHalf, at, first, second);
 }
 
-// Where a row is in its sequence's pages.
+// The place of a row in its sequence's pages.
 struct Place {
     int position, sequence;
 
@@ -87,14 +86,14 @@ struct Place {
         : position(static_cast<const volatile int32_t*>(batch.positions)[row]),
           sequence(static_cast<const volatile int32_t*>(batch.sequence)[row]) {}
 
-    // Where its head begins in the cache, in elements.
+    // The first element of its head in the cache.
     __device__ __forceinline__ int64_t inCache(const BatchRows& batch, const KvPages& pages, int head) const {
         const int64_t page = batch.pageTables[sequence * batch.pagesPerTable + position / kAttentionPage];
         return ((page * pages.kvHeads + head) * kAttentionPage + position % kAttentionPage) * pages.headDim;
     }
 };
 
-// Where a finished head goes: queries (cache == nullptr) or keys, and at which element.
+// The destination of a finished head: the queries (cache == nullptr) or the keys, and the element there.
 struct Destination {
     uint8_t* cache;
     int64_t at;
@@ -120,7 +119,8 @@ __device__ __forceinline__ void writeRotated(const float* buffer, int dim, int r
     }
 }
 
-// A head in the order of the norm: lane, lane + 32, ... Volatile: to be asked for here, not where they are first used.
+// Loads a head in the order of the norm: lane, lane + 32, ... Volatile, so that the loads are issued here and not at
+// the first use.
 template <int kCount>
 __device__ __forceinline__ void readStrided(const volatile float* from, int dim, int lane, float (&out)[kCount]) {
 #pragma unroll
@@ -134,7 +134,7 @@ __device__ __forceinline__ void appendValues(const float* x, int64_t at, const K
     }
 }
 
-// Units of a row: its query heads, key heads, value heads. One warp each; blocks (row, units).
+// The units of a row are its query heads, key heads and value heads. Each has a warp; blocks are (row, units).
 template <int kSteps, bool kAdjacent>
 __global__ void __launch_bounds__(32 * kWarps)
     prepareByHead(const Inputs in, const HeadShape shape, const HeadPreparation how, const BatchRows batch,
@@ -161,7 +161,8 @@ __global__ void __launch_bounds__(32 * kWarps)
     if (isNormed) {
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 2 * kSteps; i++) sum = fmaf(x[i], x[i], sum);  // past the end +0 + sum, and sum is not -0
+        for (int i = 0; i < 2 * kSteps; i++)
+            sum = fmaf(x[i], x[i], sum);  // past the end x is 0, which leaves sum unchanged
         inverse = inverseNorm(contractTree(sum), dim, how.eps);
     }
     float* buffer = buffers + warp * dim;
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     writeRotated(buffer, dim, how.ropeDims, rotation, in, to, pages.type, lane);
 }
 
-// Block (row, 0) takes the row's queries, (row, 1) its keys, (row, 2) its values.
+// Block (row, 0) takes the row's queries, (row, 1) its keys and (row, 2) its values.
 template <int kSteps, bool kAdjacent>
 __global__ void __launch_bounds__(32 * kFullRowWarps)
     prepareByRow(Inputs in, HeadShape shape, HeadPreparation how, BatchRows batch, KvPages pages) {
@@ -238,7 +239,7 @@ void prepareHeads(Stream& stream, float* q, float* k, const float* v, const Head
                     "attention heads of " + std::to_string(shape.headDim) + " elements cannot run on the GPU");
     }
     if (pages.pageTokens != kAttentionPage)
-        throw Error(ErrorKind::Internal, "prepareHeads asked for pages of another size");
+        throw Error(ErrorKind::Internal, "prepareHeads cannot write pages of this size");
     const Inputs in = {q, k, v, qHalf};
     const auto choose = shape.headDim <= 64 ? choosePairs<1> : shape.headDim <= 128 ? choosePairs<2> : choosePairs<4>;
     choose(stream, in, shape, how, batch, pages);

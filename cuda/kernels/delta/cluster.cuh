@@ -1,12 +1,13 @@
-// Blocks of a cluster (compute capability 9.0): they run at the same time, wait for each other, and write into each
-// other's shared memory. Launched by launchClusters; on devices without them nobody may.
+// Blocks of a cluster (compute capability 9.0) run at the same time, can wait for each other, and can write to each
+// other's shared memory. launchClusters launches them. On older devices no kernel may call these functions.
 #pragma once
 
 #include <cstdint>
 
 namespace sharpi::cuda {
 
-// A barrier of all threads of the cluster in two halves: what was written before the first is seen after the second.
+// A barrier of all threads of the cluster, in two halves. What was written before the first is visible after the
+// second.
 __device__ __forceinline__ void arriveAtCluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -19,14 +20,14 @@ __device__ __forceinline__ void waitForCluster() {
 #endif
 }
 
-// The first half, where nothing was written: to know that the others have begun.
+// The first half for a thread that has written nothing and only needs to know that the other blocks have begun.
 __device__ __forceinline__ void arriveAtClusterSilently() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
-// To where block `rank` of the cluster has what `own` is here.
+// Stores to the place in block `rank` of the cluster that corresponds to `own` in this block.
 __device__ __forceinline__ void storeInCluster(float4* own, uint32_t rank, float4 x) {
 #if __CUDA_ARCH__ >= 900
     uint32_t address;

@@ -1,15 +1,16 @@
-// Gated DeltaNet row after row, bit for bit the CPU's (cpu/kernels/delta.cpp has the order of every sum), in two
-// launches a layer. A step's few rows go through gated_delta_step.cu.
+// Gated DeltaNet row after row, in two launches for each layer, with the bits of the CPU (cpu/kernels/delta.cpp has the
+// order of every sum). The few rows of a step go through gated_delta_step.cu instead.
 //
-// The convolution: a warp takes a head's channels through the rows of a sequence, the last inputs in registers, so that
-// the head's length, which norms queries and keys, is a sum over the warp in the order that all norms have.
+// The convolution: a warp takes a head's channels through the rows of a sequence and keeps the last inputs in
+// registers. So the head's length, which norms queries and keys, is a sum over the warp in the order that all norms
+// have.
 //
 // The delta rule: a block takes a value head through the rows of a sequence. A warp holds 16 columns of the head's
-// matrix in registers for all rows: lane 4 n + c has columns 4 c .. 4 c + 3 of lines n, n + 8, n + 16, ..., which is
-// accumulator n of the sums, so a sum ends with three exchanges. A step then reads and writes each state once, 64 KiB a
-// head, and these reads are asked for before the kernel's turn: nothing in the same pass writes what it begins from.
-// Columns do not meet before the norm over the head's output, for which the outputs of a few rows wait in shared
-// memory.
+// matrix in registers for all rows: lane 4 n + c has columns 4 c .. 4 c + 3 of lines n, n + 8, n + 16, ... Those lines
+// belong to accumulator n of the sums, so a sum ends with three exchanges. A step reads and writes each state once,
+// 64 KiB for each head. It issues these reads before the kernel's turn, since nothing in the same pass writes the state
+// that it begins from. Columns do not interact before the norm over the head's output, so the outputs of a few rows are
+// kept in shared memory until then.
 #include "kernels/delta/gated_delta.h"
 
 #include <cmath>
@@ -21,11 +22,11 @@ namespace sharpi::cuda {
 namespace {
 
 constexpr int kConvWarps = 4;
-constexpr int kAhead = 4;  // rows of the convolution's inputs that are asked for together
+constexpr int kAhead = 4;  // rows of the convolution's inputs that are loaded together
 constexpr int kStagedRows = 8;
 constexpr int kNormWarps = 8;
 constexpr int kElementThreads = 256;
-constexpr int kStepBlocks = 4;  // of a tile: its decays and steps
+constexpr int kStepBlocks = 4;  // blocks of a tile that compute its decays and steps
 
 // --- convolution ---------------------------------------------------------------------------------------------------
 
@@ -35,17 +36,17 @@ struct ConvWork {
     float eps, queryScale;
     int32_t keyHeads, valueHeads, dim;
     int64_t channels;
-    float* states;   // slots of [width - 1, channels]
-    float* windows;  // [ranges, width - 1, channels]: the inputs before each range, where it is a tile
+    float* states;   // entries of [width - 1, channels]
+    float* windows;  // [ranges, width - 1, channels]: the inputs before each range, if it is a tile
     const int32_t *from, *to;
     RowRanges ranges;
-    HalfRows halves;  // [rows, 2 * keyHeads * dim], where not null
+    HalfRows halves;  // [rows, 2 * keyHeads * dim], or null
 };
 
-// The channels of a head that a lane has: lane, lane + 32, ..
+// The channels of a head that belong to a lane: lane, lane + 32, ...
 template <int kPer, int kWidth> struct ConvHead {
     int64_t first;  // the lane's first channel
-    int count;      // of the lane's channels
+    int count;      // the number of the lane's channels
     float weight[kPer][kWidth], window[kPer][kWidth];
 
     __device__ __forceinline__ ConvHead(int head, int dim)
@@ -59,7 +60,7 @@ template <int kPer, int kWidth> struct ConvHead {
             for (int w = 0; w < kWidth; w++)
                 weight[p][w] = p < count ? work.weight[w * work.channels + first + 32 * p] : 0.0f;
     }
-    // window[..][1 ..] from, and [0 ..] to, [width - 1, channels] at `at`.
+    // Reads window[..][1 ..] from [width - 1, channels] at `at`. writeWindow writes window[..][0 ..] there.
     __device__ __forceinline__ void readWindow(const float* at, int64_t channels) {
 #pragma unroll
         for (int p = 0; p < kPer; p++)
@@ -74,7 +75,7 @@ template <int kPer, int kWidth> struct ConvHead {
             for (int w = 1; w < kWidth; w++)
                 if (p < count) at[(w - 1) * channels + first + 32 * p] = window[p][w];
     }
-    // Of the rows from `row` on, those before `last`: inputs and slots.
+    // Reads the inputs and the state entries of the rows from `row` on that come before `last`.
     __device__ __forceinline__ void readRows(const ConvWork& work, int64_t row, int64_t last, float (&x)[kAhead][kPer],
                                              int (&to)[kAhead]) const {
         const float* in = work.mixed + row * work.channels + first;
@@ -97,7 +98,7 @@ template <int kPer, int kWidth> struct ConvHead {
     }
 };
 
-// Row t's input x of the head: its answer to memory.
+// Convolves the head's input x of row t and writes the result to memory.
 template <int kPer, int kWidth>
 __device__ __forceinline__ void convolveRow(const ConvWork& work, ConvHead<kPer, kWidth>& head, int index, int64_t t,
                                             const float (&x)[kPer]) {
@@ -127,14 +128,14 @@ __device__ __forceinline__ void convolveRow(const ConvWork& work, ConvHead<kPer,
     }
 }
 
-// Item i of alpha and beta, which is head h's: its decay and its step.
+// Makes the decay and the step of item i of alpha and beta, which belongs to head h.
 __device__ __forceinline__ void makeStep(const ConvWork& work, int64_t i, int h) {
     const float alpha = __fadd_rn(work.alpha[i], work.stepBias[h]);
     work.alpha[i] = portableExp(__fmul_rn(work.decay[h], portableSoftplus(alpha)));
     work.beta[i] = portableSigmoid(work.beta[i]);
 }
 
-// A warp a head of the range blockIdx.y, and one more warp for its decays and steps.
+// A warp for each head of range blockIdx.y, and one more warp for the decays and steps.
 template <int kPer, int kWidth> __global__ void __launch_bounds__(kConvWarps * 32) convKernel(ConvWork work) {
     allowNext();
     const int index = blockIdx.x * kConvWarps + (threadIdx.x >> 5);
@@ -168,8 +169,8 @@ template <int kPer, int kWidth> __global__ void __launch_bounds__(kConvWarps * 3
     }
 }
 
-// Puts aside the inputs before each range (the convolution overwrites inputs, and states that it begins from) and makes
-// its decays and steps: the first `channelBlocks` blocks of a range and the others.
+// The first `channelBlocks` blocks of a range save the inputs before it, because the convolution overwrites inputs and
+// the states that it begins from. The other blocks make the range's decays and steps.
 __global__ void __launch_bounds__(kElementThreads) windowsKernel(ConvWork work, int width, int channelBlocks) {
     allowNext();
     waitForPrevious();
@@ -191,15 +192,15 @@ __global__ void __launch_bounds__(kElementThreads) windowsKernel(ConvWork work, 
             row--;
             window[w * work.channels] = work.mixed[row * work.channels + channel];
         } else {
-            // Of the state, as many of the newest inputs as are not in the batch.
+            // The newest inputs of the state, as many as the batch itself does not have.
             const int64_t entry = w + begin - row;
             window[w * work.channels] = from < 0 ? 0.0f : work.states[(from * past + entry) * work.channels + channel];
         }
     }
 }
 
-// Head blockIdx.x of the range blockIdx.y, each warp a part of its rows: short walks, and many of them, keep memory
-// busy. kWhole: heads of 32 * kPer elements.
+// Head blockIdx.x of range blockIdx.y. Each warp takes a part of the rows, since many short loops keep memory busy.
+// kWhole: heads have 32 * kPer elements.
 template <int kPer, int kWidth, bool kWhole>
 __global__ void __launch_bounds__(kConvWarps * 32, 6) convTilesKernel(ConvWork work) {
     allowNext();
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kConvWarps * 32, 6) convTilesKernel(ConvWork w
 
     const int64_t past = (kWidth - 1) * work.channels, rows = (end - begin + kConvWarps - 1) / kConvWarps;
     const int64_t first = begin + (threadIdx.x >> 5) * rows, last = min(first + rows, end);
-    // Inputs before the first row may be another warp's, who overwrites them when all have read.
+    // The inputs before the first row may belong to another warp, which overwrites them once all warps have read.
 #pragma unroll
     for (int w = 1; w < kWidth; w++) {
         const int64_t row = first - kWidth + w;
@@ -242,13 +243,13 @@ __global__ void __launch_bounds__(kConvWarps * 32, 6) convTilesKernel(ConvWork w
 struct DeltaWork {
     const float *mixed, *decay, *step, *gate;
     int32_t keyHeads, valueHeads, dim;
-    float* states;  // slots of [valueHeads, dim, dim]
+    float* states;  // entries of [valueHeads, dim, dim]
     const int32_t *from, *to;
     RowRanges sequences;
 };
 
-// Shared memory of a block. Keys and queries lie as the lanes want them: element n + 8 m at n * pitch + m, the pitch
-// such that the eight n fall into different banks.
+// Shared memory of a block. Keys and queries lie in the order of the lanes: element n + 8 m at n * pitch + m. The pitch
+// puts the eight n into different banks.
 template <int kLines> struct Staged {
     static constexpr int kPitch = kLines + 4;
     static constexpr int kPermuted = kSums * kPitch;
@@ -258,7 +259,7 @@ template <int kLines> struct Staged {
     int32_t to[kStagedRows];
 };
 
-// Rows first .. first + count - 1 of the head, a warp a part of a row.
+// Stages rows first .. first + count - 1 of the head. Each warp copies a part of a row.
 template <int kLines>
 __device__ __forceinline__ void stageRows(const DeltaWork& work, Staged<kLines>& staged, int64_t first, int count) {
     const int head = blockIdx.x, keyHead = head % work.keyHeads, dim = work.dim;
@@ -298,8 +299,8 @@ struct NormWork {
     int32_t valueHeads, dim;
 };
 
-// A warp norms a head's output o of row t, gates it (neither without a weight) and writes it. o may be where the floats
-// go.
+// A warp norms a head's output o of row t, gates it and writes it. Without a weight it neither norms nor gates. o may
+// be the place of the floats that it writes.
 __device__ __forceinline__ void writeGated(const NormWork& work, const float* o, const float* gate, int64_t t, int head,
                                            const RowOutputs& out) {
     const int lane = threadIdx.x & 31, dim = work.dim;
@@ -325,7 +326,7 @@ __device__ __forceinline__ void writeGated(const NormWork& work, const float* o,
     }
 }
 
-// Value head blockIdx.x through the rows of sequence blockIdx.y, a warp for each 16 columns.
+// Takes value head blockIdx.x through the rows of sequence blockIdx.y, with a warp for each 16 columns.
 template <int kLines, bool kWhole>
 __global__ void __launch_bounds__(kLines* kSums / kWarpColumns * 32)
     deltaKernel(DeltaWork work, NormWork norm, RowOutputs out) {
@@ -335,11 +336,11 @@ __global__ void __launch_bounds__(kLines* kSums / kWarpColumns * 32)
     const int64_t begin = work.sequences.begin[blockIdx.y], end = work.sequences.end[blockIdx.y];
     if (begin >= end) return waitForPrevious();
     const int dim = work.dim, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-    const int64_t matrix = int64_t{dim} * dim, slot = matrix * work.valueHeads;
+    const int64_t matrix = int64_t{dim} * dim, stateFloats = matrix * work.valueHeads;
     float* states = work.states + blockIdx.x * matrix;
     const int from = work.from[begin];
     MatrixPart<kLines, kWhole> part(dim);
-    part.read(from < 0 ? nullptr : states + from * slot, dim);
+    part.read(from < 0 ? nullptr : states + from * stateFloats, dim);
     waitForPrevious();
 
     for (int64_t first = begin; first < end; first += kStagedRows) {
@@ -353,7 +354,7 @@ __global__ void __launch_bounds__(kLines* kSums / kWarpColumns * 32)
                 part.advance(staged.k[row] + lane, staged.q[row] + lane, v, staged.decay[row], staged.step[row]);
             if (part.n == 0) *reinterpret_cast<float4*>(staged.out[row] + part.column) = o;
             const int to = staged.to[row];
-            if (to >= 0) part.write(states + to * slot, dim);
+            if (to >= 0) part.write(states + to * stateFloats, dim);
         }
         __syncthreads();
         for (int row = warp; row < count; row += warps)
@@ -362,8 +363,8 @@ __global__ void __launch_bounds__(kLines* kSums / kWarpColumns * 32)
     }
 }
 
-// Value head blockIdx.y of rows kNormWarps * blockIdx.x and on, a warp a row: what writeGated writes, four neighbouring
-// elements a lane, all asked for before any is used.
+// Writes what writeGated writes, for value head blockIdx.y of rows kNormWarps * blockIdx.x and on, with a warp for each
+// row. A lane has four neighbouring elements, and all loads are issued before the first use.
 __global__ void __launch_bounds__(kNormWarps * 32)
     gatedNormKernel(const float* x, const float* gate, int64_t rows, NormWork norm, RowOutputs out) {
     allowNext();
@@ -376,7 +377,7 @@ __global__ void __launch_bounds__(kNormWarps * 32)
     if (row >= rows) return;
     const int64_t cols = int64_t{norm.valueHeads} * dim, column = int64_t{blockIdx.y} * dim + e;
     const float* head = x + row * cols + (column - e);
-    float each[kMaxDeltaDim / 32];  // as the sum wants them: a lane's are 32 apart
+    float each[kMaxDeltaDim / 32];  // in the order of the sum: a lane's elements are 32 apart
 #pragma unroll
     for (int p = 0; p < kMaxDeltaDim / 32; p++) each[p] = lane + 32 * p < dim ? head[lane + 32 * p] : 0.0f;
     float4 y = valid ? *reinterpret_cast<const float4*>(head + e) : none;
@@ -396,8 +397,8 @@ __global__ void __launch_bounds__(kNormWarps * 32)
 
 // --- gated attention -------------------------------------------------------------------------------------------------
 
-// Four elements a thread of row blockIdx.x. gated: [rows, heads, 2, headDim], headDim a multiple of 4. x == nullptr:
-// the queries to out.floats.
+// A thread takes four elements of row blockIdx.x. gated: [rows, heads, 2, headDim], headDim a multiple of 4. If x is
+// null, the queries go to out.floats.
 __global__ void __launch_bounds__(kElementThreads)
     gatedHeadsKernel(const float* x, const float* gated, int64_t cols, int headDim, RowOutputs out) {
     allowNext();
@@ -426,7 +427,8 @@ void launchGatedHeads(Stream& stream, const float* x, const float* gated, int64_
     const int64_t cols = int64_t{heads} * headDim;
     if (rows == 0 || cols == 0) return;
     if (headDim % 4 != 0 || (out.quantized.q && cols % kContractBlock != 0)) {
-        throw Error(ErrorKind::Internal, "gated heads of " + std::to_string(headDim) + " elements");
+        throw Error(ErrorKind::Internal,
+                    "no kernel gates " + std::to_string(heads) + " heads of " + std::to_string(headDim) + " elements");
     }
     const dim3 grid(static_cast<unsigned>(rows),
                     static_cast<unsigned>((cols + 4 * kElementThreads - 1) / (4 * kElementThreads)));
@@ -447,9 +449,9 @@ template <int kPer> ConvKernel convKernelFor(int width) {
     return width == 2 ? convKernel<kPer, 2> : width == 3 ? convKernel<kPer, 3> : convKernel<kPer, 4>;
 }
 
-// Of sequences.
+// For ranges that are whole sequences.
 void launchConv(Stream& stream, const ConvWork& work, int width) {
-    const int warps = 2 * work.keyHeads + work.valueHeads + 1;  // the last makes decays and steps
+    const int warps = 2 * work.keyHeads + work.valueHeads + 1;  // the last one makes decays and steps
     const dim3 grid(static_cast<unsigned>((warps + kConvWarps - 1) / kConvWarps),
                     static_cast<unsigned>(work.ranges.count));
     const ConvKernel kernel = work.dim <= 32   ? convKernelFor<1>(width)

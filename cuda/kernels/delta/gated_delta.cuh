@@ -1,5 +1,4 @@
-// The delta rule's arithmetic, as every kernel that goes row after row does it: to the bit as cpu/kernels/delta.cpp
-// says.
+// The arithmetic of the delta rule for every kernel that goes row after row, bit for bit as in cpu/kernels/delta.cpp.
 #pragma once
 
 #include "kernels/delta/gated_delta.h"
@@ -7,14 +6,14 @@
 
 namespace sharpi::cuda {
 
-constexpr int kSums = 8;  // accumulators of a column's sums
+constexpr int kSums = 8;  // accumulators of a column's sum
 constexpr int kWarpColumns = 16;
 
 __device__ __forceinline__ float silu(float x) {
     return __fdiv_rn(x, __fadd_rn(1.0f, portableExp(__fsub_rn(0.0f, x))));
 }
 
-// The ends of four columns' sums: acc[n] += acc[n + 4], then + 2, + 1. Every lane gets its columns'.
+// Finishes the sums of four columns: acc[n] += acc[n + 4], then + 2, + 1. Every lane gets the totals of its columns.
 __device__ __forceinline__ float4 columnTotals(float4 a) {
 #pragma unroll
     for (int width = 16; width >= 4; width /= 2) {
@@ -35,11 +34,11 @@ __device__ __forceinline__ float4 timesPlus(float4 a, float b, float4 c) {
     return make_float4(fmaf(a.x, b, c.x), fmaf(a.y, b, c.y), fmaf(a.z, b, c.z), fmaf(a.w, b, c.w));
 }
 
-// The lane's part of a head's matrix. kWhole: dim is 8 * kLines, else less.
+// The lane's part of a head's matrix. kWhole: dim is 8 * kLines; else it is smaller.
 template <int kLines, bool kWhole> struct MatrixPart {
     float4 lines[kLines];
     int count, n, column;
-    bool exists;  // the column
+    bool exists;  // whether the matrix has the column
 
     // first: the block's first column.
     __device__ __forceinline__ explicit MatrixPart(int dim, int first = 0)
@@ -63,7 +62,8 @@ template <int kLines, bool kWhole> struct MatrixPart {
             if (exists && has(m)) *reinterpret_cast<float4*>(matrix + (n + kSums * m) * dim + column) = lines[m];
     }
 
-    // One row; what it gives for the lane's columns. k, q: this lane's elements, in shared memory. v: of its columns.
+    // Advances the state by one row and returns the output of the lane's columns. k, q: this lane's elements, in shared
+    // memory. v: the values of its columns.
     __device__ __forceinline__ float4 advance(const float* k, const float* q, float4 v, float decay, float step) {
         float4 recalled = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         forEachLine(k, [&](float4& line, float key) {
@@ -81,7 +81,7 @@ template <int kLines, bool kWhole> struct MatrixPart {
     }
 
 private:
-    // each(line, its element of x), lines ascending.
+    // Calls each(line, its element of x) in ascending order of lines.
     template <typename Each> __device__ __forceinline__ void forEachLine(const float* x, Each each) {
 #pragma unroll
         for (int m = 0; m < kLines; m += 4) {
@@ -94,14 +94,14 @@ private:
     }
 };
 
-// body(outputs), without what a head alone cannot write: blocks of 32 that lie in two heads, which are then made from
-// the floats.
+// Calls body(outputs) without the forms that a head alone cannot write. These are quantized blocks of 32 that span two
+// heads; they are made from the floats afterwards.
 template <typename Body>
 void withForms(Stream& stream, const DeltaShape& shape, int64_t rows, const RowOutputs& out, Body body) {
     const bool apart = shape.dim % kContractBlock != 0 && out.quantized.q;
     if (apart && !out.floats)
-        throw Error(ErrorKind::Internal,
-                    "heads of " + std::to_string(shape.dim) + " elements are quantized from floats");
+        throw Error(ErrorKind::Internal, "heads of " + std::to_string(shape.dim) +
+                                             " elements can only be quantized from floats, which were not asked for");
     body(RowOutputs{out.floats, apart ? QuantizedRows() : out.quantized, out.half});
     if (apart) convertRows(stream, out.floats, rows, shape.valueWidth(), {nullptr, out.quantized, {}});
 }

@@ -1,46 +1,49 @@
-// Gated DeltaNet's delta rule of many rows, a chunk of up to 64 at a time, on tensor cores (the WY form of Yang et al.,
-// 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", with the decays of Gated
+// Gated DeltaNet's delta rule for many rows, a chunk of up to 64 at a time, on tensor cores (the WY form of Yang et
+// al., 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", with the decays of Gated
 // DeltaNet).
 //
-// Of a chunk with rows 0 .. C - 1, state S before it, decays a, steps b, let ratio(t, s) = a[s + 1] .. a[t] and
-// gain(t) = a[0] .. a[t]. What the rule adds to the state, d[t] by key k[t], solves a triangular system:
+// A chunk has rows 0 .. C - 1, state S before it, decays a and steps b. Let ratio(t, s) = a[s + 1] * .. * a[t] and
+// gain(t) = a[0] * .. * a[t]. The rule adds d[t] to the state by key k[t]. These d solve a triangular system:
 //   d[t] = b[t] (v[t] - gain(t) S' k[t] - sum over s < t of ratio(t, s) (k[t] . k[s]) d[s])
 // Its solution is linear in S: D = U - W S, where U and W are the solutions for the values and for b[t] gain(t) k[t].
 // Then
 //   o[t] = gain(t) S' q[t] + sum over s <= t of ratio(t, s) (q[t] . k[s]) d[s]
 //   S    = gain(C - 1) S + sum over s of ratio(C - 1, s) k[s] d[s]'
 //
-// Two launches. The first knows no state and takes all chunks at once: a block makes the products of a chunk's keys and
-// queries on tensor cores, inverts the 16 x 16 blocks on the system's diagonal in floats, and then solves it 16 rows at
-// a time, which is products again, always in split form: a warp has 16 columns of U and of W in registers, turned as
-// the state is below. (A thread a column in plain floats waits for shared memory: every element of the matrix would go
-// to every warp.) Ratios are products, not quotients or differences of logarithms, so that nothing is lost where a
-// decay is next to zero. The second walks through a sequence's chunks, and how long it takes is how long a chunk's
-// chain of steps is. A warp has 16 columns of a head's state in registers, turned (S', as accumulators of m16n8k16),
-// which is how the next product wants its left operand: the state never leaves the registers. Of large heads two warps
-// have half of the lines each, so that one's loads hide behind the other's products; what they find of W S and S' q
-// they add up through shared memory, once a chunk. W, keys, queries and the weights of D pass through shared memory
-// too, those for D and S' q of the next chunk on their way while the rest of this one is computed. A third launch norms
-// and gates.
+// There are three launches. The first needs no state and takes all chunks at once. A block makes the products of a
+// chunk's keys and queries on tensor cores, inverts the 16 x 16 blocks on the system's diagonal in floats, and then
+// solves the system 16 rows at a time. That is products again, always in split form: a warp has 16 columns of U and of
+// W in registers, transposed like the state below. (With one thread for each column in plain floats, every element of
+// the matrix would go to every warp, and shared memory would be the bottleneck.) Ratios are products, not quotients or
+// differences of logarithms, so that they stay exact if a decay is close to zero.
 //
-// In split form every operand is the sum of two 16-bit numbers and a product is hi hi + hi lo + lo hi: about 16 bits of
-// each factor. Sums and state are floats in both forms.
+// The second launch goes through a sequence's chunks. The chain of steps within a chunk decides how long it takes. A
+// warp has 16 columns of a head's state in registers, transposed (S', as accumulators of m16n8k16), which is the layout
+// of the next product's left operand, so the state never leaves the registers. In large heads, two warps have half of
+// the lines each, so that one warp's loads hide behind the other's products. They add up their parts of W S and S' q
+// through shared memory, once for each chunk. W, keys, queries and the weights of D pass through shared memory too.
+// What D and S' q of the next chunk need is loaded while the rest of this chunk is computed. The third launch norms and
+// gates.
+//
+// In split form every operand is the sum of two 16-bit numbers, and a product is hi hi + hi lo + lo hi, which keeps
+// about 16 bits of each factor. Sums and state are floats in both forms.
 #include "kernels/delta/gated_delta_chunks.cuh"
 
 namespace sharpi::cuda {
 
 namespace {
 
-constexpr int kStateGroups = 4;  // of 16 columns of a state a block; where that leaves most of a device idle:
+constexpr int kStateGroups =
+    4;  // groups of 16 columns of a state for each block; if that leaves most of a device idle:
 constexpr int kNarrowGroups = 2;
 
 // --- the first kernel ------------------------------------------------------------------------------------------------
 
-// What a block of it has in shared memory.
+// The shared memory of one of its blocks.
 template <class C> struct SystemBlock {
     uint32_t keys, queries;
-    // The system as the solution multiplies by it: minus its blocks of 16 x 16 below the diagonal, the inverses of
-    // those on it; in halves, kWeightBytes for the high parts and as much for the low ones.
+    // The system in the form that the solution multiplies by: its 16 x 16 blocks below the diagonal with their signs
+    // changed, and the inverses of those on it. In halves: kWeightBytes for the high halves, then the low halves.
     uint8_t* matrix;
     float* ratio;  // [kChunk, kSystemPitch]
     float *gain, *step, *decay;
@@ -54,17 +57,18 @@ template <class C> struct SystemBlock {
           step(gain + kChunk),
           decay(step + kChunk) {}
 
-    // Block b of the diagonal before it is inverted, by rows of kSystemPitch: where no ratio is.
+    // Block b of the diagonal before it is inverted, in rows of kSystemPitch. It uses the part of `ratio` that has no
+    // ratios.
     __device__ __forceinline__ float* diagonal(int b) const {
         return ratio + (b < 3 ? b * 16 * kSystemPitch + b * 16 + 16 : 32);
     }
-    // Two neighbouring elements, s even, or one.
+    // The address of element s of row t; of two neighbouring elements if s is even.
     __device__ __forceinline__ uint8_t* at(int t, int s) const {
         return matrix + chunkAt<2 * kChunk>(t, s / 8) + s % 8 * 2;
     }
 };
 
-// ratio(t, s) for all s <= t, and the gains.
+// Makes ratio(t, s) for all s <= t, and the gains.
 template <class C> __device__ __forceinline__ void makeRatios(const SystemBlock<C>& system) {
     for (int s = threadIdx.x; s <= kChunk; s += C::kThreads) {
         float product = 1.0f;
@@ -81,9 +85,9 @@ template <class C> __device__ __forceinline__ void makeRatios(const SystemBlock<
     }
 }
 
-// A warp's job of eight: 16 rows of the keys' or the queries' products with the keys. Of the keys they become the
-// system's matrix, of the queries the weights of D, up to the diagonal's blocks. Later rows have more to do: warps j
-// and j + 4, which share a scheduler, have 80 together.
+// One of eight jobs for the warps: 16 rows of the products of the keys, or of the queries, with the keys, up to the
+// diagonal's blocks. Those of the keys become the system's matrix, those of the queries the weights of D. Later rows
+// take more work, so warps j and j + 4, which share a scheduler, have 80 columns together.
 template <class C>
 __device__ __forceinline__ void multiplyRows(const SystemBlock<C>& system, int job, uint8_t* weights) {
     const int lane = threadIdx.x & 31;
@@ -122,7 +126,7 @@ __device__ __forceinline__ void multiplyRows(const SystemBlock<C>& system, int j
     }
 }
 
-// The inverses of 1 + what lies below the diagonal in the diagonal's blocks: a thread a column.
+// Inverts 1 + the part below the diagonal in each of the diagonal's blocks, with a thread for each column.
 template <class C> __device__ __forceinline__ void invertBlocks(const SystemBlock<C>& system) {
     for (int i = threadIdx.x; i < kChunk; i += C::kThreads) {
         const int first = i & ~15, column = i & 15;
@@ -145,8 +149,8 @@ template <class C> __device__ __forceinline__ void invertBlocks(const SystemBloc
     }
 }
 
-// Columns of U or W, given the right sides: x[n][2 h + i] is row 8 n + 2 (lane % 4) + i of column lane / 4 + 8 h. Rows
-// 16 kStep and on from what is left of them, then what they take from those behind.
+// Solves for columns of U or W, given the right sides: x[n][2 h + i] is row 8 n + 2 (lane % 4) + i of column
+// lane / 4 + 8 h. A step finishes rows 16 kStep and on, and then subtracts their part from the rows behind them.
 template <class C, int kStep = 0>
 __device__ __forceinline__ void solve(const SystemBlock<C>& system, float (&x)[kChunk / 8][4]) {
     constexpr int kPairs = kChunk / 16;
@@ -165,7 +169,7 @@ __device__ __forceinline__ void solve(const SystemBlock<C>& system, float (&x)[k
     }
 }
 
-// each(value, row, column) for 16 columns' values, which begin with `column`.
+// Calls each(value, row, column) for the values of 16 columns, the first of which is `column`.
 template <typename Each>
 __device__ __forceinline__ void forEachSolved(float (&x)[kChunk / 8][4], int column, Each each) {
     const int lane = threadIdx.x & 31;
@@ -175,7 +179,8 @@ __device__ __forceinline__ void forEachSolved(float (&x)[kChunk / 8][4], int col
         for (int i = 0; i < 4; i++) each(x[n][i], n * 8 + lane % 4 * 2 + (i & 1), column + lane / 4 + (i >> 1) * 8);
 }
 
-// W in halves. Two lanes with neighbouring columns exchange, so that each has both columns of one of their two rows.
+// Stores W in halves. Two lanes with neighbouring columns exchange values, so that each has both columns of one of
+// their two rows.
 template <class C>
 __device__ __forceinline__ void storeSolved(const float (&x)[kChunk / 8][4], int column, uint8_t* w) {
     const int lane = threadIdx.x & 31, odd = lane >> 2 & 1;
@@ -221,7 +226,7 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, C::kDim >= 128
         gains[t] = system.gain[t];
         gains[kChunk + t] = system.ratio[(kChunk - 1) * kSystemPitch + t];
     }
-    // The right sides: of the values and of the keys.
+    // The right sides, from the values and from the keys.
     const int channels = static_cast<int>(work.channels());
     float* values = work.mixed + begin * channels + 2 * work.keyWidth() + int64_t{head} * work.dim;
     const float* keys = work.mixed + begin * channels + work.keyWidth() + int64_t{keyHead} * work.dim;
@@ -246,15 +251,16 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, C::kDim >= 128
 
 // --- the second kernel -----------------------------------------------------------------------------------------------
 
-// The second kernel. kAhead: it has room for all that it uses of a chunk; where a device has less shared memory, keys
-// and the weights of D take the place of W and queries once those are used, and no lines are shared out.
+// kAhead: shared memory has room for everything that the kernel uses of a chunk. On a device with less of it, keys and
+// the weights of D take the place of W and queries once those have been used, and two warps never split lines.
 template <int kDim, bool kSplit, bool kAhead_, int kMaxGroups> struct StateChunks : Chunks<kDim, kSplit> {
     using Base = Chunks<kDim, kSplit>;
     static constexpr bool kAhead = kAhead_;
     static constexpr int kGroups = kDim / 16 < kMaxGroups ? kDim / 16 : kMaxGroups;
-    static constexpr int kParties = kAhead && kDim >= 128 ? 2 : 1;  // warps that share the lines of a group's columns
-    static constexpr int kLines = kDim / kParties;                  // of a warp
-    static constexpr int kOwnTiles = kChunk / 8 / kParties;  // eight rows of the chunk each: those that a warp answers
+    static constexpr int kParties = kAhead && kDim >= 128 ? 2 : 1;  // warps that split the lines of a group's columns
+    static constexpr int kLines = kDim / kParties;                  // lines of a warp
+    static constexpr int kOwnTiles =
+        kChunk / 8 / kParties;  // groups of eight rows of the chunk whose output is the warp's
     static constexpr int kThreads = kGroups * kParties * 32;
     static constexpr int kFirstBytes = Base::kParts * 2 * Base::kTileBytes;
     static constexpr int kSecondBytes = Base::kParts * (Base::kTileBytes + Base::kWeightBytes);
@@ -263,7 +269,7 @@ template <int kDim, bool kSplit, bool kAhead_, int kMaxGroups> struct StateChunk
                                     : kFirstBytes > kSecondBytes ? kFirstBytes
                                                                  : kSecondBytes;
     static constexpr int kGainBytes = 2 * kChunk * 4;
-    // What a warp tells its partner: all of its D and the answers that are the partner's, a quad a lane.
+    // What a warp passes to its partner: all of its D and the outputs that are the partner's, a quad for each lane.
     static constexpr int kSharedTiles = kChunk / 8 + kOwnTiles;
     static constexpr int kSharedAt = kGainsAt + kGainBytes;
     static constexpr int kStateBytes = kSharedAt + (kParties > 1 ? kThreads * kSharedTiles * 16 : 0);
@@ -299,14 +305,14 @@ template <class C> struct StateBlock {
         return work.left + (int64_t{tile.index} * work.valueHeads + blockIdx.x) * C::kLeftBytes;
     }
 
-    // W and queries: one group.
+    // Copies W and queries, as one group.
     __device__ __forceinline__ void copyFirst(const ChunkWork& work, const Tile& tile) const {
         copyRows<C::kThreads, C::kRowBytes, C::kParts * kChunk>(w, left(work, tile));
         copyHead<C, C::kThreads>(work, queries, tile.begin, tile.count, int64_t{blockIdx.x % work.keyHeads} * work.dim);
         closeCopies();
     }
 
-    // The weights of D, gains and last ratios, and keys: another.
+    // Copies the weights of D, gains, last ratios and keys, as another group.
     __device__ __forceinline__ void copySecond(const ChunkWork& work, const Tile& tile) const {
         const uint8_t* from = left(work, tile) + C::kParts * C::kTileBytes;
         copyRows<C::kThreads, 2 * kChunk, C::kParts * kChunk>(weights, from);
@@ -319,21 +325,23 @@ template <class C> struct StateBlock {
     }
 };
 
-// A warp's part of 16 columns of a head's state, turned: element (column lane / 4 + 8 h, line 8 n + 2 (lane % 4) + i of
-// the party's) is state[n][2 h + i]. D and the output of a chunk lie alike, with rows of the chunk for lines.
+// A warp's part of 16 columns of a head's state, transposed: state[n][2 h + i] is column lane / 4 + 8 h and line
+// 8 n + 2 (lane % 4) + i of the party's lines. D and the output of a chunk have the same layout, with rows of the chunk
+// instead of lines.
 template <class C> struct StateColumns {
-    using Rows = float[kChunk / 8][4];       // all of a chunk's
-    using OwnRows = float[C::kOwnTiles][4];  // those that the warp answers
+    using Rows = float[kChunk / 8][4];       // all rows of a chunk
+    using OwnRows = float[C::kOwnTiles][4];  // the rows whose output is the warp's
 
     float state[C::kLines / 8][4];
-    int party, column, line;  // column and line: of state[0][0]
+    int party, column, line;  // column and line: those of state[0][0]
 
     __device__ __forceinline__ StateColumns()
         : party(threadIdx.x / (C::kGroups * 32)),
           column((blockIdx.y * C::kGroups + (threadIdx.x >> 5) % C::kGroups) * 16 + (threadIdx.x & 31) / 4),
           line(threadIdx.x % 4 * 2) {}
 
-    // each(value, line, column) for those that exist; the party's part of `values` lies behind the other's.
+    // Calls each(value, line, column) for every element that exists. The party's part of `values` lies behind the other
+    // party's.
     template <int kCount, typename Each>
     __device__ __forceinline__ void forEach(float (&values)[kCount][4], int lines, int columns, Each each) const {
 #pragma unroll
@@ -345,7 +353,7 @@ template <class C> struct StateColumns {
             }
     }
 
-    // The party's part of minusD = W S - U and of out = S' q. u: of the rows that it answers.
+    // Computes the party's part of minusD = W S - U and of out = S' q. u: the rows whose output is the party's.
     __device__ __forceinline__ void recall(const StateBlock<C>& block, const OwnRows& u, Rows& minusD,
                                            Rows& out) const {
 #pragma unroll
@@ -366,7 +374,8 @@ template <class C> struct StateColumns {
         }
     }
 
-    // Before and after a barrier: what the parties found becomes D and `own`, S' q of the rows that the warp answers.
+    // tell() comes before a barrier and hear() after it. The parties' results become D and `own`, which is S' q of the
+    // warp's own rows.
     __device__ __forceinline__ void tell(const StateBlock<C>& block, const Rows& minusD, const Rows& out) const {
         if constexpr (C::kParties == 1) return;
         float4* to = block.shared + threadIdx.x;
@@ -404,7 +413,7 @@ template <class C> struct StateColumns {
         else addWeighted<C::kParties - 1>(block, d, own);
     }
 
-    // state = gain * state + (ratios * D) keys; d is changed.
+    // state = gain * state + (ratios * D) keys. Changes d.
     __device__ __forceinline__ void update(const StateBlock<C>& block, Rows& d) {
         const float gain = block.gain[kChunk - 1];
 #pragma unroll
@@ -439,7 +448,7 @@ private:
         to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
     }
 
-    // Row s of D has no weight in rows before s.
+    // Row s of D has no weight in the rows before s.
     template <int kParty>
     __device__ __forceinline__ void addWeighted(const StateBlock<C>& block, const Rows& d, OwnRows& own) const {
         addStep<kParty, 0>(block, d, own);
@@ -448,7 +457,7 @@ private:
         addStep<kParty, 3>(block, d, own);
     }
 
-    // own += what rows 16 kStep .. 16 kStep + 15 of D have in it.
+    // own += the part of rows 16 kStep .. 16 kStep + 15 of D.
     template <int kParty, int kStep>
     __device__ __forceinline__ void addStep(const StateBlock<C>& block, const Rows& d, OwnRows& own) const {
         constexpr int kBefore = kParty * kOwnPairs, kFirst = kStep > kBefore ? kStep - kBefore : 0;
@@ -463,7 +472,7 @@ private:
     }
 };
 
-// U of the rows that the warp answers, 0 where there is none.
+// Reads U of the rows whose output is the warp's, and 0 past the end of the chunk.
 template <class C>
 __device__ __forceinline__ void readValues(const ChunkWork& work, const StateColumns<C>& columns, const Tile& tile,
                                            typename StateColumns<C>::OwnRows& u) {
@@ -475,20 +484,20 @@ __device__ __forceinline__ void readValues(const ChunkWork& work, const StateCol
     columns.forEach(u, tile.count, work.dim, [&](float& x, int row, int column) { x = from[row * channels + column]; });
 }
 
-// Value head blockIdx.x, columns of blockIdx.y, through the chunks of sequence blockIdx.z.
+// Takes value head blockIdx.x and the columns of blockIdx.y through the chunks of sequence blockIdx.z.
 template <class C> __global__ void __launch_bounds__(C::kThreads) stateKernel(ChunkWork work) {
     extern __shared__ __align__(128) uint8_t memory[];
     allowNext();
     const int64_t begin = work.sequences.begin[blockIdx.z], end = work.sequences.end[blockIdx.z];
     if (begin >= end) return waitForPrevious();
     const int head = blockIdx.x, dim = work.dim, width = work.valueHeads * dim;
-    const int64_t matrix = int64_t{dim} * dim, slot = matrix * work.valueHeads;
+    const int64_t matrix = int64_t{dim} * dim, stateFloats = matrix * work.valueHeads;
     float* states = work.states + head * matrix;
     const int from = work.from[begin];
     const StateBlock<C> block(memory);
     StateColumns<C> columns;
     columns.forEach(columns.state, C::kDim, C::kDim, [&](float& x, int line, int column) {
-        x = from >= 0 && line < dim && column < dim ? states[from * slot + (line * dim + column)] : 0.0f;
+        x = from >= 0 && line < dim && column < dim ? states[from * stateFloats + (line * dim + column)] : 0.0f;
     });
     waitForPrevious();
 
@@ -506,7 +515,7 @@ template <class C> __global__ void __launch_bounds__(C::kThreads) stateKernel(Ch
         __syncthreads();
         columns.recall(block, u, d, out);
         columns.tell(block, d, out);
-        // From here on what recall read may be overwritten, and what the rest reads is there.
+        // From here on, what recall() read may be overwritten, and what the rest of the step reads has arrived.
         if (!C::kAhead) {
             __syncthreads();
             block.copySecond(work, tile);
@@ -526,7 +535,7 @@ template <class C> __global__ void __launch_bounds__(C::kThreads) stateKernel(Ch
         columns.update(block, d);
         const int to = work.to[next - 1];
         if (to >= 0) {
-            float* kept = states + to * slot;
+            float* kept = states + to * stateFloats;
             columns.forEach(columns.state, dim, dim,
                             [&](float& x, int line, int column) { kept[line * dim + column] = x; });
         }
@@ -545,13 +554,13 @@ template <class C> void launchState(Stream& stream, const ChunkWork& work) {
     launch(stream, stateKernel<C>, grid, dim3(C::kThreads), C::kStateBytes, work);
 }
 
-// Whether the device has the shared memory.
+// Returns false and launches nothing if the device has too little shared memory.
 template <int kDim, bool kSplit> bool launchChunks(Stream& stream, const ChunkWork& work) {
     using System = Chunks<kDim, kSplit>;
     using Ahead = StateChunks<kDim, kSplit, true, kStateGroups>;
     using Narrow = StateChunks<kDim, kSplit, true, kDim >= 128 ? kNarrowGroups : kStateGroups>;
     using Least = StateChunks<kDim, kSplit, Ahead::kStateBytes <= System::kSystemBytes, kStateGroups>;
-    const int shared = sharedBytesPerBlock();
+    const size_t shared = stream.device().sharedPerBlock;
     if (shared < System::kSystemBytes || shared < Least::kStateBytes) return false;
     allowShared(systemKernel<System>, System::kSystemBytes);
     const dim3 grid(static_cast<unsigned>(work.valueHeads), static_cast<unsigned>(work.tiles.count));

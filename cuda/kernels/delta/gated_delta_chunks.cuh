@@ -1,4 +1,4 @@
-// What both kernels of the delta rule in chunks (gated_delta_chunks.cu) work with: a chunk's place in memory, operands
+// What both kernels of the delta rule in chunks (gated_delta_chunks.cu) share: the place of a chunk in memory, operands
 // of tensor cores from shared memory and from registers, products in both forms, and copies of a chunk to shared
 // memory.
 #pragma once
@@ -10,19 +10,20 @@
 namespace sharpi::cuda {
 
 constexpr int kChunk = kDeltaChunk;
-constexpr int kSystemPitch = kChunk + 4;  // of the ratios
+constexpr int kSystemPitch = kChunk + 4;  // floats of a row of ratios
 
-// kDim: dim padded with zeros to 16, 32, 64 or 128.
+// kDim: dim, padded with zeros to 16, 32, 64 or 128.
 template <int kDim_, bool kSplit_> struct Chunks {
     static constexpr int kDim = kDim_;
     static constexpr bool kSplit = kSplit_;
     static constexpr int kParts = kSplit ? 2 : 1;
     static constexpr int kRowBytes = 2 * kDim, kRowChunks16 = kDim / 8;
     static constexpr int kTileBytes = kChunk * kRowBytes;     // keys, queries or W of a chunk, hi or lo
-    static constexpr int kWeightBytes = kChunk * kChunk * 2;  // of D, hi or lo
-    // What a chunk of a head leaves for the second kernel: W, the weights of D, gains and last ratios.
+    static constexpr int kWeightBytes = kChunk * kChunk * 2;  // the weights of D, hi or lo
+    // What the first kernel leaves for the second, for each chunk of a head: W, the weights of D, gains and last
+    // ratios.
     static constexpr int kLeftBytes = kParts * (kTileBytes + kWeightBytes) + 2 * kChunk * 4;
-    // The first kernel: a warp for each 16 columns of U and of W.
+    // The first kernel has a warp for each 16 columns of U and of W.
     static constexpr int kThreads = 2 * kDim;
     static constexpr int kSystemBytes =
         2 * (kParts * kTileBytes + kWeightBytes) + kChunk * kSystemPitch * 4 + 3 * kChunk * 4;
@@ -36,7 +37,7 @@ struct ChunkWork {
     float* states;
     const int32_t *from, *to;
     RowRanges sequences, tiles;
-    int2* tileAt;   // [rows]: where a tile begins, which it is and where it ends
+    int2* tileAt;   // [rows]: at the row where a tile begins, its number and its end
     uint8_t* left;  // [tiles, valueHeads, kLeftBytes]
     float* out;     // [rows, valueHeads * dim]
 
@@ -44,7 +45,8 @@ struct ChunkWork {
     __device__ __forceinline__ int64_t channels() const { return 2 * keyWidth() + int64_t{valueHeads} * dim; }
 };
 
-// Where 16 bytes of a row of kBytes lie: exchanged so that eight rows' chunks of one column are in different banks.
+// The place of 16 bytes of a row of kBytes, swizzled so that the chunks of one column in eight rows are in different
+// banks.
 template <int kBytes> __device__ __forceinline__ uint32_t chunkAt(int row, int chunk) {
     constexpr int kChunks16 = kBytes / 16, kRowsALine = kBytes >= 128 ? 1 : 128 / kBytes;
     constexpr int kMask = (kChunks16 < 8 ? kChunks16 : 8) - 1;
@@ -58,27 +60,28 @@ __device__ __forceinline__ void loadMatricesTurned(uint32_t (&out)[4], uint32_t 
                  : "memory");
 }
 
-// The right operand of a product by rows of shared memory, 16 (along n) x 16 (along k) at (row, column): b[0], b[1] for
-// the first eight rows, b[2], b[3] for the next.
+// Loads the right operand of a product whose n runs along the rows of shared memory: 16 (along n) x 16 (along k) at
+// (row, column). b[0], b[1] are for the first eight rows, b[2], b[3] for the next eight.
 template <int kBytes> __device__ __forceinline__ void loadRight(uint32_t (&b)[4], uint32_t tile, int row, int column) {
     const int lane = threadIdx.x & 31;
     loadMatrices(b, tile + chunkAt<kBytes>(row + (lane & 7) + (lane >> 4) * 8, column / 8 + (lane >> 3 & 1)));
 }
 
-// The left operand, 16 x 16 at (row, column).
+// Loads the left operand, 16 x 16 at (row, column).
 template <int kBytes> __device__ __forceinline__ void loadLeft(uint32_t (&a)[4], uint32_t tile, int row, int column) {
     const int lane = threadIdx.x & 31;
     loadMatrices(a, tile + chunkAt<kBytes>(row + (lane & 15), column / 8 + (lane >> 4)));
 }
 
-// The right operand where k runs along shared memory's rows: 16 (along k) x 16 (along n), b as in loadRight.
+// Loads the right operand of a product whose k runs along the rows of shared memory: 16 (along k) x 16 (along n), with
+// b as in loadRight.
 template <int kBytes>
 __device__ __forceinline__ void loadRightTurned(uint32_t (&b)[4], uint32_t tile, int row, int column) {
     const int lane = threadIdx.x & 31;
     loadMatricesTurned(b, tile + chunkAt<kBytes>(row + (lane & 15), column / 8 + (lane >> 4)));
 }
 
-// Two neighbours in halves, the low parts partBytes behind.
+// Stores two neighbours in halves, the low halves partBytes behind the high ones.
 template <bool kSplit> __device__ __forceinline__ void storePair(uint8_t* to, int partBytes, float x, float y) {
     const uint32_t pair = packPair(x, y);
     *reinterpret_cast<uint32_t*>(to) = pair;
@@ -88,7 +91,7 @@ template <bool kSplit> __device__ __forceinline__ void storePair(uint8_t* to, in
     }
 }
 
-// A left operand in registers, from the accumulators of two neighbouring 16 x 8 results.
+// A left operand in registers, made of the accumulators of two neighbouring 16 x 8 results.
 template <bool kSplit> struct LeftOperand {
     uint32_t hi[4], lo[4];
     __device__ __forceinline__ LeftOperand(const float (&first)[4], const float (&second)[4]) {
@@ -108,9 +111,8 @@ private:
     }
 };
 
-// sums[2 p], sums[2 p + 1] += a b for right operands p of [kFirst, min(kEnd, end)); load(b, tile, p) reads one, the low
-// parts lie partBytes behind. Each accumulator waits for its last product, so all take their turn before one has its
-// next.
+// sums[2 p], sums[2 p + 1] += a b for right operands p of [kFirst, min(kEnd, end)). load(b, tile, p) reads one; the low
+// halves lie partBytes behind. Each accumulator waits for its last product, so the products go round all of them.
 template <bool kSplit, int kFirst, int kEnd, typename Load>
 __device__ __forceinline__ void multiplyPairs(float (*sums)[4], int end, const uint32_t (&aHi)[4],
                                               const uint32_t (&aLo)[4], uint32_t tile, int partBytes, Load load) {
@@ -137,7 +139,7 @@ __device__ __forceinline__ void multiplyPairs(float (*sums)[4], int end, const u
     }
 }
 
-// Starts the copies of kRows rows of kBytes, which lie behind one another.
+// Starts the copies of kRows contiguous rows of kBytes.
 template <int kThreads, int kBytes, int kRows>
 __device__ __forceinline__ void copyRows(uint32_t to, const uint8_t* from) {
     constexpr int kChunks16 = kBytes / 16, kAtOnce = kThreads / kChunks16;
@@ -148,7 +150,7 @@ __device__ __forceinline__ void copyRows(uint32_t to, const uint8_t* from) {
     for (int i = 0; i < kRows; i += kAtOnce) copyChunk(to + chunkAt<kBytes>(row + i, chunk), from + i * kBytes, true);
 }
 
-// Those of `count` rows of a head's queries or keys; zeros where there is nothing.
+// Starts the copies of `count` rows of a head's queries or keys. The rest of the chunk becomes zeros.
 template <class C, int kThreads>
 __device__ __forceinline__ void copyHead(const ChunkWork& work, uint32_t to, int64_t firstRow, int count,
                                          int64_t firstColumn) {

@@ -1,23 +1,22 @@
-// Gated DeltaNet of few rows in one launch: convolution, decays and steps, delta rule and gated norm, bit for bit the
-// CPU's.
+// Gated DeltaNet for few rows in one launch: convolution, decays and steps, delta rule and gated norm, with the bits of
+// the CPU.
 //
-// What a step waits for here is latency, not bytes: so everything that is not of this step is asked for before the
-// kernel's turn (weights, and the states, which nothing in the same pass writes), and what remains is spread over
-// warps. A block takes a value head through the rows of a sequence. Its matrix is in registers as gated_delta.cu has
-// it. The convolution's answers go to shared memory, a warp for each of query, key and value of a row, and one for
-// decay, step and gate. Value heads that share a key head compute its convolution once each; that is cheaper than a
-// launch.
+// A step is bound by latency here, not by bandwidth. So everything that does not depend on this step is loaded before
+// the kernel's turn (weights, and the states, which nothing in the same pass writes), and the rest is spread over
+// warps. A block takes a value head through the rows of a sequence. Its matrix is in registers, laid out as in
+// gated_delta.cu. The results of the convolution go to shared memory: one warp computes the query, the key or the value
+// of a row, and one computes decay, step and gate. Value heads that share a key head each compute its convolution
+// again, which is cheaper than another launch.
 //
-// The inputs that the convolution will need next are kept by one more warp. Its state may be the one that the step
-// begins from, and a key head's is read by several blocks: so the blocks count themselves when they have read it, and
-// the last one writes.
+// One more warp keeps the inputs that the convolution will need next. It may overwrite the state that the step begins
+// from, and several blocks read the state of a key head. So the blocks count themselves when they have read it, and the
+// last one writes.
 //
-// A head's matrix is 64 KiB, for which one multiprocessor takes longer than for all else, and there are fewer heads
-// than multiprocessors. Where there are clusters, two blocks have half of the columns each and tell each other what
-// they give, since the norm is over the whole head.
+// A head's matrix has 64 KiB. Reading it takes one multiprocessor longer than everything else, and there are fewer
+// heads than multiprocessors. So on devices with clusters, two blocks have half of the columns each and exchange their
+// outputs, since the norm is over the whole head.
 #include <cmath>
 
-#include "device/code_version.h"
 #include "kernels/delta/cluster.cuh"
 #include "kernels/delta/gated_delta.cuh"
 
@@ -25,7 +24,7 @@ namespace sharpi::cuda {
 
 namespace {
 
-constexpr int kTaps = kMaxDeltaConv;  // of the convolution; shorter ones have zeros before
+constexpr int kTaps = kMaxDeltaConv;  // of the convolution; shorter ones are padded with zeros in front
 constexpr int kPast = kTaps - 1;
 constexpr int kParts = 3;  // query, key, value
 
@@ -39,18 +38,18 @@ struct StepWork {
     float queryScale;
 };
 
-// Shared memory of a block. Keys and queries lie as the lanes want them: element n + 8 m at n * pitch + m, the pitch
-// such that the eight n fall into different banks.
+// Shared memory of a block. Keys and queries lie in the order of the lanes: element n + 8 m at n * pitch + m. The pitch
+// puts the eight n into different banks.
 template <int kLines> struct StepMemory {
     static constexpr int kDim = kSums * kLines, kPitch = kLines + 4;
     float q[kDeltaStepRows][kSums * kPitch], k[kDeltaStepRows][kSums * kPitch];
-    float v[kDeltaStepRows][kDim], gate[kDeltaStepRows][kDim], out[kDeltaStepRows][kDim];  // gate: silu of it
+    float v[kDeltaStepRows][kDim], gate[kDeltaStepRows][kDim], out[kDeltaStepRows][kDim];  // gate: its silu
     float weight[kParts][kTaps][kDim], past[kParts][kPast][kDim], norm[kDim];
     float decay[kDeltaStepRows], step[kDeltaStepRows];
     int32_t to[kDeltaStepRows];
 };
 
-// The value head, and the columns of it, that are the block's.
+// The block's value head, and its columns of that head.
 template <int kLines, int kSplit> struct Place {
     static constexpr int kColumns = kSums * kLines / kSplit;
     int head, keyHead, piece, dim;
@@ -63,18 +62,19 @@ template <int kLines, int kSplit> struct Place {
           dim(whole ? kSums * kLines : shape.dim),
           channels(shape.channels()) {}
 
-    // The first channel of a part.
+    // The first channel of a part (query, key or value).
     __device__ __forceinline__ int first(const DeltaShape& shape, int part) const {
         return (part == 0 ? keyHead : part == 1 ? shape.keyHeads + keyHead : 2 * shape.keyHeads + head) * dim;
     }
-    // Only the block that has a value's element reads and writes its past.
+    // Only the block that owns an element of the value reads and writes its past.
     __device__ __forceinline__ bool has(int part, int element) const {
         return element < dim && (kSplit == 1 || part < 2 || element / kColumns == piece);
     }
 };
 
-// kCount lines of up to 128 floats to shared memory, a warp a line, in two halves, so that all are under way before one
-// is waited for. from(line, element), to(line, element): four floats; where nullptr, zeros.
+// Copies kCount lines of up to 128 floats to shared memory, a warp for each line. It works in two halves, loading and
+// storing, so that all loads are in flight before the first is waited for. from(line, element), to(line, element): four
+// floats; null stands for zeros.
 template <int kCount, int kWarps> struct LineCopy {
     static constexpr int kOwn = (kCount + kWarps - 1) / kWarps;
     float4 held[kOwn];
@@ -96,7 +96,8 @@ template <int kCount, int kWarps> struct LineCopy {
     }
 };
 
-// As silu(), with all exponentials before the first division, which may branch: so they are computed at the same time.
+// As silu(), but with all exponentials before the first division. Division may branch, which would keep the
+// exponentials from overlapping.
 template <int kCount> __device__ __forceinline__ void siluOfAll(float (&x)[kCount]) {
     float below[kCount];
 #pragma unroll
@@ -105,7 +106,7 @@ template <int kCount> __device__ __forceinline__ void siluOfAll(float (&x)[kCoun
     for (int i = 0; i < kCount; i++) x[i] = __fdiv_rn(x[i], below[i]);
 }
 
-// The convolution of a part of row `row`, counted from the sequence's first, to its place.
+// Convolves a part of row `row`, counted from the sequence's first, and stores the result.
 template <int kLines, int kSplit>
 __device__ __forceinline__ void convolve(const StepWork& work, StepMemory<kLines>& memory,
                                          const Place<kLines, kSplit>& place, int64_t begin, int row, int part) {
@@ -153,7 +154,7 @@ __device__ __forceinline__ void convolve(const StepWork& work, StepMemory<kLines
     }
 }
 
-// silu of row `row`'s gate.
+// Stores the silu of row `row`'s gate.
 template <int kLines, int kSplit>
 __device__ __forceinline__ void openGate(const StepWork& work, StepMemory<kLines>& memory,
                                          const Place<kLines, kSplit>& place, int64_t begin, int row) {
@@ -169,7 +170,7 @@ __device__ __forceinline__ void openGate(const StepWork& work, StepMemory<kLines
         if (lane + 32 * p < place.dim) memory.gate[row][lane + 32 * p] = gate[p];
 }
 
-// After each row that keeps its state, by one warp: the inputs that come before the next one. last: all blocks have
+// One warp writes, after each row that keeps its state, the inputs that come before the next row. last: all blocks have
 // read those of queries and keys.
 template <int kLines, int kSplit>
 __device__ __forceinline__ void keepInputs(const StepWork& work, const StepMemory<kLines>& memory,
@@ -197,7 +198,7 @@ __device__ __forceinline__ void keepInputs(const StepWork& work, const StepMemor
     }
 }
 
-// A warp norms and gates 32 elements of the head's output of row `row`, and writes them.
+// A warp norms and gates 32 elements of the head's output of row `row` and writes them.
 template <int kLines, int kSplit>
 __device__ __forceinline__ void writeGroup(const StepWork& work, const StepMemory<kLines>& memory,
                                            const Place<kLines, kSplit>& place, int64_t begin, int row, int group,
@@ -224,7 +225,7 @@ __device__ __forceinline__ void writeGroup(const StepWork& work, const StepMemor
     }
 }
 
-// Everything that the delta rule and the norm need of the rows, by kWarps warps.
+// kWarps warps compute everything that the delta rule and the norm need of the rows.
 template <int kLines, int kSplit, int kWarps>
 __device__ __forceinline__ void prepareRows(const StepWork& work, StepMemory<kLines>& memory,
                                             const Place<kLines, kSplit>& place, int64_t begin, int count,
@@ -236,7 +237,7 @@ __device__ __forceinline__ void prepareRows(const StepWork& work, StepMemory<kLi
         } else if (what == kParts) {
             openGate(work, memory, place, begin, row);
         } else {
-            // Volatile, or the second would be asked for when the first has been used.
+            // Volatile, so that both loads are issued before the first is used.
             const int64_t at = (begin + row) * work.shape.valueHeads + place.head;
             const float alpha = static_cast<const volatile float*>(work.in.alpha)[at],
                         beta = static_cast<const volatile float*>(work.in.beta)[at];
@@ -246,26 +247,27 @@ __device__ __forceinline__ void prepareRows(const StepWork& work, StepMemory<kLi
     }
 }
 
-// Blocks that read the past of a key head.
+// The number of blocks that read the past of a key head.
 template <int kSplit> __device__ __forceinline__ uint32_t readersOf(const DeltaShape& shape, int keyHead) {
     return (shape.valueHeads - keyHead + shape.keyHeads - 1) / shape.keyHeads * kSplit;
 }
 
-// Counts the block, which has read it; gives how many had before.
+// Counts the block as one that has read it. Returns how many had before.
 template <int kSplit> __device__ __forceinline__ uint32_t countReader(const StepWork& work, int keyHead) {
     __threadfence();
     return atomicInc(work.readers + blockIdx.y * work.shape.keyHeads + keyHead,
                      readersOf<kSplit>(work.shape, keyHead) - 1);
 }
 
-// Blocks of the same head, if there are several: after waitForBlocks what they put into each other's memory is there.
+// Waits for the other block of the same head, if there is one. Afterwards what it wrote to this block's memory is
+// visible.
 template <int kSplit> __device__ __forceinline__ void waitForBlocks() {
     if constexpr (kSplit == 1) __syncthreads();
     else arriveAtCluster(), waitForCluster();
 }
 
-// The value head and columns of blockIdx.x through the rows of sequence blockIdx.y: a warp for each 16 columns, one
-// that helps them to prepare rows, and one that keeps inputs.
+// Takes the value head and columns of blockIdx.x through the rows of sequence blockIdx.y. There is a warp for each 16
+// columns, one that helps them prepare rows, and one that keeps inputs.
 template <int kLines, bool kWhole, int kSplit>
 __global__ void __launch_bounds__(kLines* kSums / kWarpColumns / kSplit * 32 + 64, 1)
     deltaStepKernel(const StepWork work, const RowOutputs out) {
@@ -296,10 +298,10 @@ __global__ void __launch_bounds__(kLines* kSums / kWarpColumns / kSplit * 32 + 6
         return work.states.conv + from * work.shape.convFloats() + at * place.channels + place.first(work.shape, part) +
                element;
     });
-    const int64_t slot = work.shape.matrixFloats();
+    const int64_t stateFloats = work.shape.matrixFloats();
     float* states = work.states.matrix + int64_t{place.head} * dim * dim;
     MatrixPart<kLines, kWhole> part(dim, place.piece * kColumns);
-    if (warp < kWarps) part.read(from < 0 ? nullptr : states + from * slot, dim);
+    if (warp < kWarps) part.read(from < 0 ? nullptr : states + from * stateFloats, dim);
     if (threadIdx.x < count) memory.to[threadIdx.x] = work.batch.to[begin + threadIdx.x];
     weights.store(dim, [&](int line) {
         return line == kParts * kTaps ? memory.norm : memory.weight[line / kTaps][line % kTaps];
@@ -324,7 +326,7 @@ __global__ void __launch_bounds__(kLines* kSums / kWarpColumns / kSplit * 32 + 6
         } else {
             if (part.n < kSplit) storeInCluster(to, part.n, o);
         }
-        if (row + 1 < count && memory.to[row] >= 0) part.write(states + memory.to[row] * slot, dim);
+        if (row + 1 < count && memory.to[row] >= 0) part.write(states + memory.to[row] * stateFloats, dim);
     }
     waitForBlocks<kSplit>();
     if (warp == kWarps + 1) {
@@ -333,13 +335,13 @@ __global__ void __launch_bounds__(kLines* kSums / kWarpColumns / kSplit * 32 + 6
         keepInputs(work, memory, place, begin, count, last);
     }
     if (warp >= kWarps) return;
-    // The norm does not wait behind the last state on its way.
+    // The norm comes before the last state is written, so that it does not wait behind that write.
     constexpr int kGroups = (kColumns + 31) / 32;
     for (int item = warp; item < kGroups * count; item += kWarps) {
         const int group = place.piece * kGroups + item % kGroups;
         if (group * 32 < dim) writeGroup(work, memory, place, begin, item / kGroups, group, out);
     }
-    if (memory.to[count - 1] >= 0) part.write(states + memory.to[count - 1] * slot, dim);
+    if (memory.to[count - 1] >= 0) part.write(states + memory.to[count - 1] * stateFloats, dim);
 }
 
 template <int kLines, bool kWhole, int kSplit>
@@ -354,8 +356,8 @@ void launchStep(Stream& stream, const StepWork& work, const RowOutputs& out) {
 template <int kLines> void launchStep(Stream& stream, const StepWork& work, const RowOutputs& out) {
     if (work.shape.dim != kLines * kSums) return launchStep<kLines, false, 1>(stream, work, out);
     if constexpr (kLines == 16) {
-        static const bool clusters = codeVersion() >= 90;
-        if (clusters && stream.device().major >= 9) return launchStep<kLines, true, 2>(stream, work, out);
+        if (stream.device().major >= 9 && stream.device().codeVersion >= 90)
+            return launchStep<kLines, true, 2>(stream, work, out);
     }
     launchStep<kLines, true, 1>(stream, work, out);
 }
@@ -366,7 +368,7 @@ void deltaStep(Stream& stream, const DeltaInputs& in, const DeltaParameters& par
                const DeltaStates& states, const DeltaBatch& batch, void* scratch, const RowOutputs& out) {
     requireDelta(shape);
     if (batch.rows > kDeltaStepRows * batch.sequences.count || shape.valueHeads < shape.keyHeads)
-        throw Error(ErrorKind::Internal, "deltaStep asked for rows or heads that it does not have");
+        throw Error(ErrorKind::Internal, "deltaStep cannot take this number of rows or heads");
     const auto queryScale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(shape.dim)));
     const StepWork work = {in, parameters, shape, states, batch, static_cast<uint32_t*>(scratch), queryScale};
     withForms(stream, shape, batch.rows, out, [&](const RowOutputs& direct) {

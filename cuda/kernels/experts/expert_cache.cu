@@ -1,16 +1,14 @@
-// The way through a layer of experts of which some are not in the device's memory (expert_cache.h says what the steps
-// are).
+// The steps through a layer of experts of which some are not in VRAM (expert_cache.h lists them).
 //
-// sendExperts and combineAnswers lie on the way of every token, hit or miss, so all they do is look and leave where
-// nothing was missed.
+// Every token passes sendExperts and combineAnswers, hit or miss, so they do as little as possible if nothing was
+// missed.
 //
-// fetchExperts reads the file's pages across PCIe, which wants some hundred kilobytes on their way at any time. The
-// experts are cut into units, about 5 KB each, that the thread blocks take in turns. A thread's pieces of a unit are
-// loaded together, into registers, while the unit before is packed; so every multiprocessor has loads on their way at
-// any time.
+// fetchExperts reads the file's pages across PCIe, which needs a few hundred kilobytes in flight at all times. The
+// experts are cut into units of about 5 KB, and the thread blocks take turns. A thread loads its pieces of a unit
+// together, into registers, while the unit before is packed. So every multiprocessor always has loads in flight.
 //
-// Kernels that fetch never allow their successor to start, since what they write are weights (packed.cu);
-// combineAnswers allows it when the CPU has answered (crossing.cuh).
+// Kernels that fetch never let their successor start early, since they write weights (packed.cu). combineAnswers does
+// so when the CPU has answered (crossing.cuh).
 #include "kernels/experts/expert_cache.h"
 
 #include <algorithm>
@@ -22,10 +20,9 @@
 namespace sharpi::cuda {
 namespace {
 
-// --- telling the CPU
-// --------------------------------------------------------------------------------------------------
+// --- telling the CPU ---------------------------------------------------------------------------------------------
 
-// One block, so that a barrier is all that the flag has to wait for.
+// There is one block, so that a barrier is enough before the flag is set.
 __global__ void __launch_bounds__(kCrossingThreads)
     sendExpertsKernel(const __grid_constant__ Crossing rows, int pieces, int pairs, const int32_t* chosen,
                       const int32_t* table, const int32_t* predicted, int32_t* slot, DeviceOrders* orders,
@@ -69,13 +66,12 @@ __global__ void __launch_bounds__(kLookUpThreads)
     element[p] = place >= which.first && place < which.end ? place - which.first : -1;
 }
 
-// --- bringing experts over
-// -----------------------------------------------------------------------------------------------
+// --- fetching experts --------------------------------------------------------------------------------------------
 
 constexpr int kFetchThreads = 256;
-constexpr int kFetchBlocks = 2;   // of a multiprocessor
-constexpr int kFloatUnit = 8192;  // bytes of a unit of floats; one of quantized blocks is what the threads pack at once
-constexpr int kPiecesAtOnce = 3;  // of a thread: all that a unit has for it
+constexpr int kFetchBlocks = 2;   // resident blocks of a multiprocessor
+constexpr int kFloatUnit = 8192;  // bytes of a unit of floats; a unit of quantized blocks has one block for each thread
+constexpr int kPiecesAtOnce = 3;  // all pieces that a thread has of a unit
 constexpr int kLine = 128;
 constexpr int kUnitBytes = kFetchThreads * 34;  // the largest: Q8_0's
 static_assert(kFloatUnit <= kUnitBytes && kUnitBytes + kLine + 15 <= kPiecesAtOnce * kFetchThreads * 16);
@@ -102,7 +98,7 @@ struct FetchUnit {
     const uint8_t* from;  // in the file
     int bytes;
     uint8_t* to;         // the packed matrix
-    int64_t firstBlock;  // of it
+    int64_t firstBlock;  // the number of its first block in that matrix
 };
 
 __device__ __forceinline__ FetchUnit unitOf(const FetchMatrices& all, const ExpertFetch* fetch, int number) {
@@ -116,7 +112,7 @@ __device__ __forceinline__ FetchUnit unitOf(const FetchMatrices& all, const Expe
             m.slots + expert.slot * m.stride, static_cast<int64_t>(unit) * m.unitBlocks};
 }
 
-// Volatile, so that it is issued where it stands and not where its value is needed.
+// Volatile, so that the load is issued here and not where its value is needed.
 __device__ __forceinline__ uint4 loadFar(const uint8_t* at) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -125,8 +121,8 @@ __device__ __forceinline__ uint4 loadFar(const uint8_t* at) {
     return v;
 }
 
-// A thread's pieces of a unit. Piece i of a unit is the i-th from the whole line on that it begins in, so that warps
-// read whole lines; those before its first byte and past its last are left where they are.
+// A thread's pieces of a unit. Pieces are counted from the beginning of the line in which the unit begins, so that
+// warps read whole lines. Pieces before the unit's first byte and past its last are not read.
 struct Pieces {
     uint4 value[kPiecesAtOnce];
 
@@ -142,7 +138,7 @@ struct Pieces {
         for (int k = 0; k < kPiecesAtOnce; ++k)
             if (has(unit, k)) value[k] = loadFar(unit.from - skew(unit) + 16 * index(k));
     }
-    // Returns where the unit is.
+    // Returns the address of the unit in shared memory.
     __device__ __forceinline__ const uint8_t* store(const FetchUnit& unit, uint8_t* shared) const {
 #pragma unroll
         for (int k = 0; k < kPiecesAtOnce; ++k)
@@ -151,7 +147,7 @@ struct Pieces {
     }
 };
 
-// The block's share of all units of `count` experts. fetch: in shared memory.
+// Fetches the block's share of all units of `count` experts. fetch: in shared memory.
 __device__ __forceinline__ void fetchUnits(const FetchMatrices& all, const ExpertFetch* fetch, int count) {
     __shared__ __align__(16) uint8_t shared[kLine + kUnitBytes + 16 + 4];
     const int total = count * all.units;
@@ -180,7 +176,7 @@ static_assert(sizeof(ExpertOrders) % 4 == 0);
 
 __device__ __forceinline__ int boundedCount(int32_t count) { return min(max(count, 0), kMaxExpertFetches); }
 
-// As loadFlag and storeFlag, among the device's own threads.
+// Like loadFlag and storeFlag, but between threads of the device.
 __device__ __forceinline__ uint32_t loadReady(const uint32_t* flag) {
     uint32_t value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
@@ -190,7 +186,7 @@ __device__ __forceinline__ void storeReady(uint32_t* flag, uint32_t value) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
-// Block 0's part: waits for the CPU, and hands its orders on. None if it gave up.
+// Block 0's part: waits for the CPU and passes its orders on; no orders if the CPU aborted.
 __device__ __forceinline__ void receiveOrders(const ExpertOrders* host, const uint32_t* instructed, uint32_t ticket,
                                               DeviceOrders* orders, uint32_t* words, int pairs, const int32_t* chosen,
                                               int32_t* slot) {
@@ -212,14 +208,14 @@ __device__ __forceinline__ void receiveOrders(const ExpertOrders* host, const ui
     }
 }
 
-// The orders that are in the device's memory already.
+// Reads the orders that are already in the device's memory.
 __device__ __forceinline__ void readOrders(const DeviceOrders* orders, uint32_t* words) {
     for (int i = static_cast<int>(threadIdx.x); i < kOrderWords; i += kFetchThreads)
         words[i] = loadFresh4(reinterpret_cast<const uint32_t*>(&orders->orders) + i);
     __syncthreads();
 }
 
-// No allowNext(), see the top of the file; where nothing was missed, leaving is as good.
+// It does not call allowNext() (see the top of the file). If nothing was missed, it ends at once anyway.
 __global__ void __launch_bounds__(kFetchThreads, kFetchBlocks)
     fetchExpertsKernel(const __grid_constant__ FetchMatrices matrices, const ExpertOrders* host,
                        const uint32_t* instructed, uint32_t ticket, DeviceOrders* orders, int pairs,
@@ -241,7 +237,7 @@ __global__ void __launch_bounds__(kFetchThreads, kFetchBlocks)
     __threadfence();
 }
 
-// The table's reader is a kernel after this one, so it does not matter when an expert's row is written.
+// A later kernel reads the table, so it does not matter when an expert's entry is written.
 __global__ void __launch_bounds__(kFetchThreads, kFetchBlocks)
     fetchAheadKernel(const __grid_constant__ FetchMatrices matrices, const DeviceOrders* orders, int32_t* table) {
     __shared__ __align__(16) uint8_t shared[sizeof(ExpertOrders)];
@@ -257,13 +253,12 @@ __global__ void __launch_bounds__(kFetchThreads, kFetchBlocks)
     __threadfence();
 }
 
-// --- adding up
-// ------------------------------------------------------------------------------------------------------------
+// --- adding up ---------------------------------------------------------------------------------------------------
 
 constexpr int kAnswerThreads = 128;
-constexpr int kRanksAtOnce = 8;  // ranks of an element that are on their way together
+constexpr int kRanksAtOnce = 8;  // ranks of an element that are loaded together
 
-// Block (i, t): pieces of kFloats floats of row t.
+// Block (i, t) takes pieces of kFloats floats of row t.
 template <int kFloats>
 __global__ void __launch_bounds__(kAnswerThreads)
     combineAnswersKernel(const float* y, const float* hostY, const int32_t* slot, const float* weight, int32_t used,
@@ -274,7 +269,7 @@ __global__ void __launch_bounds__(kAnswerThreads)
     for (int k = static_cast<int>(threadIdx.x); k < used; k += static_cast<int>(blockDim.x))
         isHosts |= slot[firstPair + k] < 0;
     if (__syncthreads_or(isHosts)) waitForTicket(returned, ticket);
-    allowNext();  // not before: see crossing.cuh
+    allowNext();  // not earlier: see crossing.cuh
     const int piece = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
     if (piece >= pieces) return;
 
@@ -320,8 +315,7 @@ __global__ void __launch_bounds__(kAnswerThreads)
     }
 }
 
-// --- launching
-// ------------------------------------------------------------------------------------------------------------
+// --- launching ---------------------------------------------------------------------------------------------------
 
 FetchMatrix matrixOf(const MatrixStack& stack) {
     const Matrix& first = stack.first;
@@ -354,7 +348,7 @@ FetchMatrices matricesOf(const ExpertStacks& slots) {
     return all;
 }
 
-// No more than all units of as many experts as may be ordered.
+// No more blocks than there can be units: those of the largest number of experts that may be ordered.
 dim3 fetchGrid(const Stream& stream, const FetchMatrices& all) {
     const int64_t room = static_cast<int64_t>(stream.device().multiprocessors) * kFetchBlocks;
     return dim3(static_cast<unsigned>(
@@ -363,7 +357,8 @@ dim3 fetchGrid(const Stream& stream, const FetchMatrices& all) {
 
 int pairCount(int64_t pairs) {
     if (pairs < 0 || pairs >= int64_t{1} << 24)
-        throw Error(ErrorKind::Internal, std::to_string(pairs) + " pairs of rows and experts at once");
+        throw Error(ErrorKind::Internal,
+                    std::to_string(pairs) + " pairs of rows and experts are more than one call takes");
     return static_cast<int>(pairs);
 }
 
@@ -395,7 +390,7 @@ void combineAnswers(Stream& stream, const float* y, const float* hostY, const in
                     float* residual, const SharedAnswer& shared) {
     pairCount(rows * used);
     if (cols < 0 || cols > int64_t{1} << 30)
-        throw Error(ErrorKind::Internal, "answers of " + std::to_string(cols) + " columns");
+        throw Error(ErrorKind::Internal, "no kernel adds up answers of " + std::to_string(cols) + " columns");
     const bool wide = isWhole(y, cols * 4) && isWhole(hostY, 0) && isWhole(residual, 0);
     const int64_t pieces = wide ? cols / 4 : cols;
     const dim3 grid(static_cast<unsigned>((pieces + kAnswerThreads - 1) / kAnswerThreads), static_cast<unsigned>(rows));

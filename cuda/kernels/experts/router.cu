@@ -1,17 +1,17 @@
-// Experts: which ones a token goes to, its pairs grouped by expert for the tensor cores, and the sum of their answers.
+// Experts: chooses those of each token, groups the pairs by expert for the tensor cores, and sums up the answers.
 //
-// route: a warp a row, all of it in registers, without a wait for memory but the logits: at decode a single warp's
-// latency is what the kernel costs. Expert i belongs to lane i mod 32, which is also the accumulator that the CPU's
-// softmax (cpu/kernels/float_ops.cpp) adds it to, so each lane's own ascending sum and the contract's tree give the
-// CPU's bits. Ranks are then taken one by one. Each lane has set its best apart and looks for the next while the warp
-// compares, so that a rank costs the warp's two comparisons and little else. The shared expert's scale, a dot product,
-// is the work of a second warp meanwhile.
+// route: a warp takes a row and keeps all of it in registers. It waits for the logits and for no other memory, because
+// at decode the kernel costs the latency of a single warp. Expert i belongs to lane i mod 32, which is also the
+// accumulator that the CPU's softmax (cpu/kernels/float_ops.cpp) adds it to. So each lane's own ascending sum and the
+// contract's tree give the CPU's bits. Ranks are then taken one by one. Each lane knows its best expert and looks for
+// its next one while the warp compares, so that a rank costs little more than the warp's two comparisons. Meanwhile a
+// second warp computes the shared expert's scale, a dot product.
 //
-// groupExperts: a stable counting sort in two kernels. Blocks count their segment of the pairs by expert; then every
-// block adds up those counts again (a small table, cheaper to re-read than a third launch) and places its pairs, the
-// warps in order and within a warp by the rank among equal lanes. No atomic decides a place, so the order is fixed.
+// groupExperts: a stable counting sort in two kernels. Each block counts its segment of the pairs by expert. Then every
+// block adds up those counts again (re-reading a small table is cheaper than a third launch) and places its pairs: the
+// warps in order, and within a warp by the rank among equal lanes. No atomic decides a place, so the order is fixed.
 //
-// combineExperts: a block a row; bound by reading the answers once.
+// combineExperts: a block for each row. Its time is that of reading the answers once.
 #include "kernels/experts/router.h"
 
 #include <algorithm>
@@ -24,11 +24,11 @@ namespace {
 
 // --- route --------------------------------------------------------------------------------------------------------
 
-constexpr int kRouteWarps = 8;  // of a block, half of them for the scales
+constexpr int kRouteWarps = 8;  // warps of a block, half of them for the scales
 constexpr float kSmallQuotient = 0x1p-90f;
 
-// Larger is better; NaN comes last, so that chosen indices are valid whatever the logits. 0 is left for what is not
-// there or taken.
+// A larger key is better. NaN comes last, so that chosen indices are valid for any logits. 0 is left for experts that
+// do not exist or are taken.
 __device__ __forceinline__ uint32_t rankKey(float p) { return p >= 0.0f ? __float_as_uint(p) + 2 : 1; }
 __device__ __forceinline__ float probabilityOf(uint32_t key) {
     return __uint_as_float(key == 1 ? 0x7fc00000u : key - 2);
@@ -38,22 +38,22 @@ __device__ __forceinline__ int32_t warpMin(int32_t value) {
     return static_cast<int32_t>(~warpMax(~static_cast<uint32_t>(value)));  // for values that are not negative
 }
 
-// As unsigned integers in the same order.
+// Compares the floats as unsigned integers of the same order.
 __device__ __forceinline__ float largestOfWarp(float value) {
     const uint32_t bits = __float_as_uint(value);
     const uint32_t largest = warpMax(bits >> 31 ? ~bits : bits | 0x80000000u);
     return __uint_as_float(largest >> 31 ? largest ^ 0x80000000u : ~largest);
 }
 
-// e / total rounded once, without a division for each: two corrections make of e * inverse, with inverse = 1 / total
-// rounded, the correctly rounded quotient (Markstein), unless it is so small that a remainder is not exact.
+// e / total, rounded once, without a division for each e. inverse is 1 / total, rounded. Two corrections turn
+// e * inverse into the correctly rounded quotient (Markstein), unless it is so small that a remainder is not exact.
 __device__ __forceinline__ float quotient(float e, float total, float inverse) {
     const float first = __fmul_rn(e, inverse);
     const float second = fmaf(fmaf(-total, first, e), inverse, first);
     return fmaf(fmaf(-total, second, e), inverse, second);
 }
 
-// p: the lane's logits, -infinity where there is no expert, become its probabilities.
+// Turns the lane's logits p into probabilities. A logit of -infinity stands for no expert.
 template <int kHeld> __device__ __forceinline__ void softmaxRow(float (&p)[kHeld]) {
     float top = -INFINITY, sum = 0.0f;
 #pragma unroll
@@ -76,13 +76,13 @@ template <int kHeld> __device__ __forceinline__ void softmaxRow(float (&p)[kHeld
     }
 }
 
-// A lane's expert 32 * slot + lane.
+// A lane's expert 32 * held + lane.
 struct Best {
     uint32_t key;
-    int32_t slot;
+    int32_t held;
 };
 
-// The best of a lane's keys, the lower slot among equals.
+// The best of a lane's keys; among equals the first.
 template <int kHeld> __device__ __forceinline__ Best bestOf(const uint32_t (&keys)[kHeld]) {
     Best best[kHeld];
 #pragma unroll
@@ -97,12 +97,12 @@ template <int kHeld> __device__ __forceinline__ Best bestOf(const uint32_t (&key
     return best[0];
 }
 
-template <int kHeld> __device__ __forceinline__ void remove(uint32_t (&keys)[kHeld], int32_t slot) {
+template <int kHeld> __device__ __forceinline__ void remove(uint32_t (&keys)[kHeld], int32_t held) {
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) keys[i] = i == slot ? 0 : keys[i];
+    for (int i = 0; i < kHeld; ++i) keys[i] = i == held ? 0 : keys[i];
 }
 
-// scale.weight . its row, in the contract's order. One warp.
+// One warp computes scale.weight . row, in the contract's order.
 __device__ __forceinline__ void scaleRow(const SharedScale& scale, int64_t row, int lane) {
     constexpr int kDeep = 16;
     const float* x = scale.x + row * scale.cols;
@@ -125,8 +125,8 @@ __device__ __forceinline__ void scaleRow(const SharedScale& scale, int64_t row, 
     if (lane == 0) scale.y[row] = sum;
 }
 
-// kHeld: experts of a lane. The first `routers` warps of a block route a row each; where there are as many again, these
-// form the rows' scales.
+// kHeld: experts of a lane. The first `routers` warps of a block route a row each. If the block has as many warps
+// again, these compute the rows' scales.
 template <int kHeld>
 __global__ void __launch_bounds__(kRouteWarps * 32)
     routeKernel(const float* logits, int64_t rows, int32_t experts, int32_t used, int routers, bool renormalize,
@@ -149,15 +149,15 @@ __global__ void __launch_bounds__(kRouteWarps * 32)
     for (int i = 0; i < kHeld; ++i) keys[i] = i * 32 + lane < experts ? rankKey(p[i]) : 0;
 
     Best mine = bestOf(keys);
-    remove(keys, mine.slot);
+    remove(keys, mine.held);
     float sum = 0.0f;
     for (int32_t k = 0; k < used; ++k) {
         const uint32_t key = warpMax(mine.key);
         const Best next = bestOf(keys);
-        const int32_t index = warpMin(mine.key == key ? mine.slot * 32 + lane : kMostRouted);
+        const int32_t index = warpMin(mine.key == key ? mine.held * 32 + lane : kMostRouted);
         const bool isMine = (index & 31) == lane;
         if (isMine) mine = next;
-        remove(keys, isMine ? next.slot : kHeld);
+        remove(keys, isMine ? next.held : kHeld);
         if (lane == 0) picks[k] = make_uint2(key, index);
         sum = __fadd_rn(sum, probabilityOf(key));
     }
@@ -177,7 +177,8 @@ constexpr int kGroupWarps = 8;
 constexpr int kPairsPerBlock = 1024;  // at least
 constexpr size_t kGroupShared = 48 * 1024;
 
-// How the pairs are shared out: segment s is pairs [s * length, (s + 1) * length), a warp of it a whole part.
+// How the pairs are divided: segment s is pairs [s * length, (s + 1) * length), and each of its warps has a contiguous
+// part.
 struct Segments {
     int64_t length, count;
 };
@@ -188,7 +189,7 @@ Segments segmentsOf(int64_t pairs) {
     return {length, (pairs + length - 1) / length};
 }
 
-// Fewer warps where there are so many experts that their counts would not fit.
+// Takes fewer warps if the counts of all experts would not fit in shared memory.
 int groupWarps(int32_t experts) {
     int warps = kGroupWarps;
     while (warps > 1 && (size_t(warps) * experts + 2 * (size_t(experts) + 1)) * sizeof(int32_t) > kGroupShared)
@@ -219,7 +220,7 @@ __device__ __forceinline__ int32_t scanOfWarp(int32_t value, int lane) {  // inc
     return value;
 }
 
-// Turns counts by expert (begin[e]) into where each expert's pairs begin and where its tiles do. One warp.
+// One warp turns the counts by expert (begin[e]) into the first pair and the first tile of each expert.
 __device__ void scanExperts(int32_t* begin, int32_t* tileStart, int32_t experts, int lane) {
     int32_t pairsBefore = 0, tilesBefore = 0;
     for (int32_t first = 0; first < experts; first += 32) {
@@ -240,7 +241,7 @@ __device__ void scanExperts(int32_t* begin, int32_t* tileStart, int32_t experts,
     }
 }
 
-// The tiles of all experts, and -1 for the room past them, shared out over the whole grid.
+// Writes the tiles of all experts, and -1 for the unused entries behind them. The whole grid shares the work.
 __device__ void writeTiles(const int32_t* begin, const int32_t* tileStart, int32_t experts, int64_t tiles,
                            const ExpertGrouping& to) {
     for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < tiles; i += int64_t{gridDim.x} * blockDim.x) {
@@ -249,7 +250,7 @@ __device__ void writeTiles(const int32_t* begin, const int32_t* tileStart, int32
             to.tileBegin[i] = begin[experts];
             continue;
         }
-        int32_t low = 0, high = experts;  // the last expert whose tiles begin at or before i: it has some
+        int32_t low = 0, high = experts;  // finds the last expert whose tiles begin at or before i; it has at least one
         while (high - low > 1) {
             const int32_t middle = (low + high) / 2;
             (tileStart[middle] <= i ? low : high) = middle;
@@ -276,7 +277,7 @@ __global__ void placePairsKernel(const int32_t* chosen, int64_t pairs, int64_t s
     const int64_t partBegin = blockIdx.x * segment + warp * part, partEnd = min(partBegin + part, pairs);
     for (int64_t i = partBegin + lane; i < partEnd; i += 32) atomicAdd(&mine[chosen[i]], 1);
     __syncthreads();
-    // Before this block: all pairs of an expert in earlier segments; within it, those of earlier warps.
+    // An expert's pairs come after those of earlier segments and, within the segment, after those of earlier warps.
     for (int32_t e = threadIdx.x; e < experts; e += blockDim.x) {
         int32_t total = 0, before = 0;
 #pragma unroll 16
@@ -359,7 +360,7 @@ bool isAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer
 
 void refuseExperts(int32_t experts) {
     throw Error(ErrorKind::InvalidArgument,
-                std::to_string(experts) + " experts a layer are more than the GPU engine can route");
+                std::to_string(experts) + " experts in a layer are more than the GPU can route");
 }
 
 }  // namespace

@@ -1,28 +1,29 @@
-// Which experts a token goes to, and the sum of what they answer.
+// Chooses the experts of each token, and sums up their answers.
 #pragma once
 
 #include "kernels/matmul/matmul.h"
 
 namespace sharpi::cuda {
 
-// The shared expert's scale of each row t, formed beside the routing: y[t] = weight . x[t, :], bits of the contract's
-// float products. Nothing where x is null.
+// The shared expert's scale of each row t, which the routing kernel computes too: y[t] = weight . x[t, :], with the
+// bits of the contract's float products. If x is null, there is none.
 struct SharedScale {
     const float *x = nullptr, *weight = nullptr;  // [rows, cols], [cols]
     int64_t cols = 0;
     float* y = nullptr;  // [rows]
 };
 
-constexpr int32_t kMostRouted = 1024;  // experts of a layer: 32 a lane
+constexpr int32_t kMostRouted = 1024;  // experts of a layer: 32 for each lane
 
-// Softmax over each row of logits, the `used` best by rank (ties: the lower index), their weights (renormalized or
-// not) times weightScale: the bits of CpuBackend's routing. chosen, weight: [rows, used]. uses: [experts], or null:
-// each choice adds 1. At most kMostRouted experts.
+// Takes the softmax over each row of logits, then the `used` best experts by rank (among equals the lower index) and
+// their weights (renormalized or not) times weightScale, with the bits of CpuBackend's routing. chosen, weight:
+// [rows, used]. If uses ([experts]) is not null, each choice adds 1 to its expert's count. At most kMostRouted experts.
 void route(Stream& stream, const float* logits, int64_t rows, int32_t experts, int32_t used, bool renormalize,
            float weightScale, int32_t* chosen, float* weight, uint32_t* uses = nullptr, const SharedScale& scale = {});
 
-// Groups the pairs of `chosen` by expert, in each expert by ascending row, and cuts the groups into tiles.
-// pairOf[t, k]: where pair (t, k) went. counts is scratch. All maxExpertTiles(rows * used, experts) tiles are written.
+// Groups the pairs of `chosen` by expert, and by ascending row for each expert, and cuts the groups into tiles.
+// pairOf[t, k]: the new place of pair (t, k). counts is scratch. All maxExpertTiles(rows * used, experts) tiles are
+// written.
 struct ExpertGrouping {
     int32_t *begin = nullptr, *pairToken = nullptr, *pairOf = nullptr, *tileExpert = nullptr, *tileBegin = nullptr;
     int32_t* counts = nullptr;
@@ -33,8 +34,8 @@ ExpertGrouping expertGroupingOver(void* buffer, int64_t rows, int32_t used, int3
 void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts,
                   const ExpertGrouping& to);
 
-// residual[t, :] += sum over ranks k ascending of weight[t, k] * y[pairOf[t, k], :], starting at +0, by fma; then the
-// shared answer. pairOf null: y is in the order of the pairs, pair (t, k) at t * used + k.
+// residual[t, :] += sum over ascending ranks k of weight[t, k] * y[pairOf[t, k], :], starting at +0, by fma; then the
+// shared answer. If pairOf is null, y is in the order of the pairs: pair (t, k) is at t * used + k.
 void combineExperts(Stream& stream, const float* y, const int32_t* pairOf, const float* weight, int64_t rows,
                     int32_t used, int64_t cols, float* residual, const SharedAnswer& shared = {});
 

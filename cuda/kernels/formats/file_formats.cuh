@@ -1,6 +1,6 @@
-// Quantized blocks as they lie in a file, one element at a time: what packing starts from, and what the reference
-// product reads. Plain and slow. A file's rows have no alignment (core/blocks.h packs its structs to bytes), so every
-// access is of single bytes.
+// Quantized blocks as they lie in a file, one element at a time. Packing starts from them, and the reference product
+// reads them. The code is plain and slow. A file's rows have no alignment (core/blocks.h packs its structs to bytes),
+// so it only reads single bytes.
 #pragma once
 
 #include "kernels/formats/formats.cuh"
@@ -13,15 +13,15 @@ __device__ __forceinline__ int nibbleOf(const uint8_t* quants, int i) { return q
 __device__ __forceinline__ int bitOf(const uint8_t* bytes, int i, int j) { return bytes[i] >> j & 1; }
 __device__ __forceinline__ int pairOf(const uint8_t* bytes, int i, int j) { return bytes[i] >> 2 * j & 3; }
 
-// A 6-bit scale, or min, of Q4_K and Q5_K.
+// A 6-bit scale, or a 6-bit min, of Q4_K and Q5_K.
 __device__ __forceinline__ int sixBitsOf(const uint8_t* scales, int j, bool min) {
     if (j < 4) return scales[min ? 4 + j : j] & 63;
     const int low = min ? scales[4 + j] >> 4 : scales[4 + j] & 15;
     return low | scales[min ? j : j - 4] >> 6 << 4;
 }
 
-// code(): element i (0 .. 31) of the block's 32-block j (0 for types whose blocks are no longer), as it is stored:
-// offset not subtracted, a table's index rather than its value, Q8_0's byte as unsigned.
+// code() is element i (0 .. 31) of the block's 32-block j (0 if the type's blocks have 32 elements), as stored: the
+// offset is not subtracted, a table type has its index rather than the value, and Q8_0's byte is unsigned.
 template <DType T> struct FileFormat;
 
 template <class B> struct NibbleFile {
@@ -85,7 +85,7 @@ template <> struct FileFormat<DType::Q3_K> {
     static __device__ __forceinline__ int code(const Block& b, int j, int i) {
         return pairOf(b.quants, j / 4 * 32 + i, j % 4) | bitOf(b.high, i, j) << 2;
     }
-    // Scale h of the sixteen, as stored: 32 too large.
+    // Scale h of the sixteen as stored, which is 32 too large.
     static __device__ __forceinline__ int stored(const Block& b, int h) {
         return (b.scales[h % 8] >> h / 8 * 4 & 15) | pairOf(b.scales, 8 + h % 4, h / 4) << 4;
     }
@@ -136,13 +136,13 @@ template <> struct FileFormat<DType::IQ4_XS> {
     }
 };
 
-// Block of 32 number `block` of a file's row: which block of the format it is in.
+// The block of the format that holds block `block` of 32 elements of a file's row.
 template <DType T>
 __device__ __forceinline__ const typename FileFormat<T>::Block& fileBlock(const uint8_t* row, int64_t block) {
     return reinterpret_cast<const typename FileFormat<T>::Block*>(row)[block / FileFormat<T>::kBlocks];
 }
 
-// The number that a code stands for.
+// The number that a code represents.
 template <DType T> __device__ __forceinline__ int quantOf(int code) {
     if constexpr (T == DType::IQ4_NL || T == DType::IQ4_XS) {
         constexpr TableWords kTable = tableWords(kIQ4Values);

@@ -1,27 +1,29 @@
 // Packed weights as kernels read them: for every quantized type, how a block of 32 is loaded, and how its codes and
-// scales come out of the loaded words.
+// scales are taken out of the loaded words.
 //
-// A file's block mixes scales and codes at odd addresses. Here each kind of number has a plane of its own (see
-// packed_shape.h), so that lanes with consecutive blocks n load consecutive whole words: 512 bytes a warp of 4-bit
-// codes. The orders of bits within the words are those that take the fewest instructions to unpack:
+// A file's block mixes scales and codes at odd addresses. A packed matrix has a plane for each kind of number
+// (packed_shape.h), so that lanes with consecutive blocks n load consecutive whole words: 512 bytes of 4-bit codes for
+// each warp. The order of bits within a word is the one that takes the fewest instructions to unpack:
 //
-// - Four bits a code: 16 bytes. Byte i is element i (low nibble) and element 16 + i (high nibble): an AND gives
-//   four codes. Types with a table of values instead keep in word k, from the lowest nibble, elements 4k .. 4k + 3,
-//   then 16 + 4k .. 16 + 4k + 3: sixteen bits are then the selector of a byte permutation, which looks up four values.
-// - A fifth bit (Q5) or Q3_K's third: one word. Bit 8 b + u is of element 4 u + b: a shift puts four bits where word u
-//   of the codes wants them.
-// - Two bits a code (Q2_K, Q3_K) or two more of them (Q6_K): two words, elements 0 .. 15 and 16 .. 31. Bits
-//   8 b + 2 v, 8 b + 2 v + 1 are of element 4 v + b of the word's half.
-// - Q8_0: two planes, elements 0 .. 15 and 16 .. 31.
-// - Scales: f16 d (or d in the low and m in the high half of a word) for each block, or of a K-quant's superblock:
-//     Q2_K    file's bytes (scale | min << 4), two for each block; word d | dmin
-//     Q3_K    three words: byte j of the first two the low nibbles of block j's two scales; nibble j of the third
-//             their upper bits, two each; f16 d
-//     Q4_K, Q5_K    four words: d | dmin; nibble j: upper two bits of block j's scale, then of its min;
-//             byte j of the last two: low nibbles of both
+// - Four-bit codes: 16 bytes. Byte i has element i (low nibble) and element 16 + i (high nibble), so an AND gives four
+//   codes. Types with a table of values have in word k, from the lowest nibble on, elements 4k .. 4k + 3, then
+//   16 + 4k .. 16 + 4k + 3. Sixteen bits are then the selector of a byte permutation, which looks up four values.
+// - The fifth bit of Q5 or the third of Q3_K: one word. Bit 8 b + u belongs to element 4 u + b, so a shift moves four
+//   bits to their place in word u of the codes.
+// - Two-bit codes (Q2_K, Q3_K) or two more bits of a code (Q6_K): two words, for elements 0 .. 15 and 16 .. 31. Bits
+//   8 b + 2 v and 8 b + 2 v + 1 belong to element 4 v + b of the word's half.
+// - Q8_0: two planes, for elements 0 .. 15 and 16 .. 31.
+// - Scales: each block has an f16 d, or a word with d in its low half and m in its high half. A superblock of a K-quant
+//   has:
+//     Q2_K    the file's bytes (scale | min << 4), two for each block; a word d | dmin
+//     Q3_K    three words: byte j of the first two has the low nibbles of block j's two scales; nibble j of the third
+//             has two upper bits for each of them; f16 d
+//     Q4_K, Q5_K    four words: d | dmin; nibble j of the second has the upper two bits of block j's scale, then of its
+//             min; byte j of the last two has the low nibbles of both
 //     Q6_K    two int8 for each block; f16 d
-//     IQ4_XS  two words: nibble j the low bits of block j's scale; f16 d, above it two bits of each scale
-//   MXFP4: the exponent byte of each block.
+//     IQ4_XS  two words: nibble j of the first has the low bits of block j's scale; the second has f16 d, and above it
+//             two bits of each scale
+//   MXFP4 has an exponent byte for each block.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -32,16 +34,16 @@
 
 namespace sharpi::cuda {
 
-// Element = d * sub * (code - kOffset) + m * min, as in core/contract.h. sub1, min1 are of the second 16 elements: the
-// same as sub0, min0 unless kTwoScales.
+// Element = d * sub * (code - kOffset) + m * min, as in core/contract.h. sub1 and min1 belong to the second 16
+// elements; they equal sub0 and min0 unless kTwoScales.
 struct Scales {
     float d = 0, m = 0;
     int sub0 = 1, sub1 = 1, min0 = 0, min1 = 0;
 };
 
 // --- loads -------------------------------------------------------------------------------------------------------
-// Weights are read once a product: the wide loads leave the first-level cache to the activations. Parts of a
-// superblock's scales are wanted again by the next lanes, and stay.
+// A product reads its weights once, so the wide loads leave the L1 cache to the activations. The next lanes read other
+// parts of the same superblock's scales, so those loads are cached.
 
 __device__ __forceinline__ uint4 loadWords4(const uint8_t* at) {
     uint4 v;
@@ -76,7 +78,7 @@ __device__ __forceinline__ void unpackNibbles(const uint4& w, uint32_t (&q)[8]) 
     }
 }
 
-// Adds, for each of eight words of codes, one bit a byte at position kBit.
+// Inserts one bit into each byte of eight words of codes, at position kBit.
 template <int kBit> __device__ __forceinline__ void insertBits(uint32_t bits, uint32_t (&q)[8]) {
 #pragma unroll
     for (int u = 0; u < 8; ++u) {
@@ -85,7 +87,7 @@ template <int kBit> __device__ __forceinline__ void insertBits(uint32_t bits, ui
     }
 }
 
-// The pairs of bits of word v of a half, at position kBit of each byte.
+// The pairs of bits for word v of a half, moved to position kBit of each byte.
 template <int kBit> __device__ __forceinline__ uint32_t pairsOf(uint32_t half, int v) {
     const uint32_t shifted = 2 * v <= kBit ? half << (kBit - 2 * v & 31) : half >> (2 * v - kBit & 31);
     return shifted & (0x03030303u << kBit);
@@ -98,8 +100,8 @@ __device__ __forceinline__ void unpackPairs(const uint2& w, uint32_t (&q)[8]) {
     }
 }
 
-// Byte i of the result: byte number (nibble i of selector) of the eight in a and b. The selector's upper half is
-// ignored, its nibbles are below 8: __byte_perm would spend an AND to see to both.
+// Byte i of the result is the byte of the eight in a and b that nibble i of the selector names. The selector's upper
+// half is ignored, and its nibbles are below 8. __byte_perm would spend an AND to ensure both.
 __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
     uint32_t out;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
@@ -116,8 +118,8 @@ __host__ __device__ constexpr TableWords tableWords(const int8_t (&values)[16]) 
     return table;
 }
 
-// Four values, chosen by the four nibbles in the low half of each selector: low has the index's three low bits, bank
-// the byte's own number, plus 4 where the index's fourth bit is set.
+// Looks up four values by the four nibbles in the low half of each selector. A nibble of `low` has the index's three
+// low bits. A nibble of `bank` has the byte's own number, plus 4 if the index's fourth bit is set.
 __device__ __forceinline__ uint32_t lookUp(const TableWords& table, uint32_t low, uint32_t bank) {
     const uint32_t below = permute(table.word[0], table.word[1], low);
     const uint32_t above = permute(table.word[2], table.word[3], low);
@@ -136,24 +138,24 @@ __device__ __forceinline__ void unpackTable(const uint4& w, const TableWords& ta
 
 // --- the formats -------------------------------------------------------------------------------------------------
 
-// Where a block is in each plane of its matrix.
+// The address of a block in each plane of its matrix.
 struct Planes {
     const uint8_t* plane[PackedShape::kPlanes];
 };
 
 template <DType T> struct Format;
 
-// Bytes of plane p for each block, or each superblock.
+// Bytes of plane p for each block or superblock.
 template <DType T> struct PlanesOf {
     static constexpr PlaneSizes kSizes = planeSizes(T);
     template <int p> static constexpr int kBytes = kSizes.plane[p].bytes;
     template <int p> static constexpr int kBlocks = kSizes.plane[p].blocks;
 
-    // Of block 0 of the matrix at `data`.
+    // The planes of block 0 of the matrix at `data`.
     static __device__ __forceinline__ Planes begin(const uint8_t* data, const PackedShape& shape) {
         return {{data + shape.plane[0], data + shape.plane[1], data + shape.plane[2], data + shape.plane[3]}};
     }
-    // n blocks further on than a superblock's first.
+    // The planes of the block that is n blocks behind `begin`, the first of a superblock.
     template <typename Index> static __device__ __forceinline__ Planes at(const Planes& begin, Index n) {
         return {{step<0>(begin, n), step<1>(begin, n), step<2>(begin, n), step<3>(begin, n)}};
     }
@@ -165,21 +167,21 @@ private:
     }
 };
 
-// kSigned: codes are signed bytes (table values, Q8_0); else they are below 64.
+// kSigned: codes are signed bytes (table values, Q8_0). Others are below 64.
 template <DType T, bool hasMin, bool twoScales, int offset, bool isSigned> struct FormatTraits {
     static constexpr bool kHasMin = hasMin;
     static constexpr bool kTwoScales = twoScales;
     static constexpr int kOffset = offset;
     static constexpr bool kSigned = isSigned;
-    // Block n of the matrix at `data`.
+    // Loads block n of the matrix at `data`.
     static __device__ __forceinline__ auto load(const uint8_t* data, const PackedShape& shape, int64_t n) {
         return Format<T>::loadAt(PlanesOf<T>::at(PlanesOf<T>::begin(data, shape), n), static_cast<int>(n % 8));
     }
 };
 
-// Raw: a block as loaded. loadAt(): from its planes, j = n % 8; loads only, so that many can be in flight.
-// codes(): eight words of four bytes, q[0 .. 3] elements 0 .. 15, q[4 .. 7] elements 16 .. 31; kOffset is not
-// subtracted, tables are applied. scales(): j as above.
+// Raw is a block as loaded. loadAt() loads it from its planes, with j = n % 8, and does nothing else, so that many
+// loads can be in flight. codes() gives eight words of four bytes: q[0 .. 3] are elements 0 .. 15, q[4 .. 7] elements
+// 16 .. 31. Tables are applied, but kOffset is not subtracted. scales() takes the same j.
 
 struct NibbleBlock {
     uint4 codes;
@@ -316,7 +318,7 @@ template <> struct Format<DType::Q3_K> : FormatTraits<DType::Q3_K, false, true, 
     }
 };
 
-// Of Q4_K's and Q5_K's four words.
+// The scales of block j from the four words of Q4_K or Q5_K.
 __device__ __forceinline__ Scales sixBitScales(const uint4& words, int j) {
     const uint32_t low = permute(words.z, words.w, j), high = words.y >> (4 * j);
     const int sub = static_cast<int>((low & 15) | (high << 4 & 0x30));
@@ -393,8 +395,8 @@ template <> struct Format<DType::IQ4_XS> : FormatTraits<DType::IQ4_XS, false, fa
 
 // --- values ------------------------------------------------------------------------------------------------------
 
-// What the elements of one half of a block have in common: value = scale * (code - kOffset) + min, each product and the
-// sum rounded, as the CPU's dequantizeRow does.
+// What the elements of one half of a block share: value = scale * (code - kOffset) + min. Each product and the sum are
+// rounded, as in the CPU's dequantizeRow.
 struct HalfScale {
     float scale, min;
 };
@@ -404,7 +406,8 @@ template <DType T> __device__ __forceinline__ HalfScale halfScale(const Scales& 
             Format<T>::kHasMin ? __fmul_rn(s.m, static_cast<float>(min)) : 0.0f};
 }
 
-// The four values of one word of codes. A code below a mantissa of 2^23 is that float: cheaper than converting.
+// The four values of one word of codes. A code in the low bits of 2^23's mantissa is the float 2^23 + code, which is
+// cheaper than a conversion.
 template <DType T> __device__ __forceinline__ void expandWord(uint32_t q, const HalfScale& s, float (&out)[4]) {
     using F = Format<T>;
     constexpr float kBias = 8388608.0f + F::kOffset + (F::kSigned ? 128 : 0);
@@ -423,24 +426,33 @@ template <DType T> struct Tag {
     static constexpr DType kType = T;
 };
 
-// f(Tag<type>{}); for quantized types only.
-template <typename F> auto withFormat(DType type, F&& f) {
+constexpr bool isFloatType(DType type) { return type == DType::F32 || type == DType::F16 || type == DType::BF16; }
+template <DType T> constexpr bool kIsFloat = isFloatType(T);
+
+// Calls f(Tag<type>{}) for a quantized type.
+template <typename F> void withFormat(DType type, const F& f) {
     switch (type) {
-    case DType::Q4_0: return f(Tag<DType::Q4_0>{});
-    case DType::Q4_1: return f(Tag<DType::Q4_1>{});
-    case DType::Q5_0: return f(Tag<DType::Q5_0>{});
-    case DType::Q5_1: return f(Tag<DType::Q5_1>{});
-    case DType::Q8_0: return f(Tag<DType::Q8_0>{});
-    case DType::Q2_K: return f(Tag<DType::Q2_K>{});
-    case DType::Q3_K: return f(Tag<DType::Q3_K>{});
-    case DType::Q4_K: return f(Tag<DType::Q4_K>{});
-    case DType::Q5_K: return f(Tag<DType::Q5_K>{});
-    case DType::Q6_K: return f(Tag<DType::Q6_K>{});
-    case DType::IQ4_NL: return f(Tag<DType::IQ4_NL>{});
-    case DType::IQ4_XS: return f(Tag<DType::IQ4_XS>{});
-    case DType::MXFP4: return f(Tag<DType::MXFP4>{});
+#define SHARPI_CASE(T) \
+    case DType::T: return f(Tag<DType::T>{});
+        SHARPI_QUANTIZED_TYPES(SHARPI_CASE)
+#undef SHARPI_CASE
     default: throw Error(ErrorKind::Internal, std::string("no packed format for ") + info(type).name);
     }
+}
+
+// The same for every type but F32, which is the only one that needs more than one 16-bit operand.
+template <typename F> void withNarrowType(DType type, const F& f) {
+    switch (type) {
+    case DType::F16: return f(Tag<DType::F16>{});
+    case DType::BF16: return f(Tag<DType::BF16>{});
+    default: return withFormat(type, f);
+    }
+}
+
+// The same for every type.
+template <typename F> void withType(DType type, const F& f) {
+    if (type == DType::F32) return f(Tag<DType::F32>{});
+    withNarrowType(type, f);
 }
 
 }  // namespace sharpi::cuda

@@ -1,8 +1,8 @@
-// Packing: a file's rows to planes (packed_blocks.cuh), when a model is loaded and again and again where weights are
-// streamed; and rows of an embedding table, packed or as in the file, to floats.
+// Packs a file's rows into planes (packed_blocks.cuh), once when a model is loaded, and in every pass for weights that
+// are streamed. Also turns rows of an embedding table, packed or as in the file, into floats.
 //
-// Embedding gives each thread four elements, so that a warp writes whole lines; the eight threads of a block load the
-// same words, which costs nothing extra.
+// When embedding, each thread has four elements, so that a warp writes whole lines. The eight threads of a block load
+// the same words, which costs nothing extra.
 #include "device/launch.cuh"
 #include "kernels/formats/packed.h"
 #include "kernels/formats/packed_blocks.cuh"
@@ -12,17 +12,18 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// No allowNext(): kernels after this one fetch weights before they wait for it, so none may start while it runs.
+// It does not call allowNext(): later kernels fetch weights before they wait for this one, so none may start while it
+// runs.
 template <DType T>
 __global__ void __launch_bounds__(kThreads)
     packKernel(uint8_t* data, PackedShape shape, int64_t firstBlock, int64_t blocks, const uint8_t* file) {
     using File = FileFormat<T>;
     using Block = typename File::Block;
     constexpr int kBlocks = kThreads / File::kBlocks,
-                  kBytes = static_cast<int>(sizeof(Block));  // the file's, of a thread block
+                  kBytes = static_cast<int>(sizeof(Block));  // bytes of the file for each thread block
     __shared__ __align__(16) uint8_t shared[kBlocks * kBytes + kStagingSlack];
     waitForPrevious();
-    // Rows are whole blocks one after another, in the file as in the planes.
+    // Rows are contiguous whole blocks, both in the file and in the planes.
     const int64_t fileBlocks = blocks / File::kBlocks, first = static_cast<int64_t>(blockIdx.x) * kBlocks;
     const int count = static_cast<int>(min(fileBlocks - first, static_cast<int64_t>(kBlocks)));
     const uint8_t* staged = stage(shared, file + first * kBytes, count * kBytes, file + fileBlocks * kBytes);
@@ -67,12 +68,12 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// Bytes of a file's row that a thread block of kFileThreads takes: what a piece for each of them covers wherever it
-// begins, since a second round of loads would be a second way across PCIe.
+// Bytes of a file's row for a thread block of kFileThreads: as many as one piece for each thread covers, wherever the
+// first one begins. A second round of loads would cross PCIe a second time.
 constexpr int kFileThreads = 256;
 constexpr int kFileBytes = kFileThreads * 16 - 30;
 
-// Block (t, p): part p of row index[t].
+// Block (t, p) takes part p of row index[t].
 template <DType T>
 __global__ void __launch_bounds__(kFileThreads)
     embedFileKernel(const uint8_t* table, int64_t cols, const int32_t* index, float* out) {

@@ -1,11 +1,11 @@
-// From blocks as they lie in a file to the planes of packed.h: what every kernel that packs has in common.
+// Turns blocks as they lie in a file into the planes of packed.h. All kernels that pack share this code.
 //
-// A file's blocks are at odd addresses and of odd sizes. So a thread block first copies its span of the file to shared
-// memory in aligned pieces of 16 bytes: each byte crosses once, in whole lines, and what is read from shared memory
-// then may lie as it likes.
+// A file's blocks have odd sizes and lie at odd addresses. So a thread block first copies its span of the file to
+// shared memory in aligned pieces of 16 bytes. Each byte crosses once, in whole lines, and shared memory can be read at
+// any address.
 //
-// Then each thread has one block of 32: it takes the codes out of the file's words four at a time, a byte each, and
-// puts them together as formats.cuh expects them. Words that a superblock shares are written by its first block.
+// Then each thread has one block of 32. It extracts the codes from the file's words, four at a time, one in each byte,
+// and arranges them as formats.cuh expects. The first block of a superblock writes the words that its blocks share.
 #pragma once
 
 #include "kernels/formats/file_formats.cuh"
@@ -14,11 +14,11 @@ namespace sharpi::cuda {
 
 // --- from the file to shared memory ------------------------------------------------------------------------------
 
-// A piece before the first byte and one after the last, and a word that Words reads and does not use.
+// Room for a piece before the first byte, one after the last, and a word that Words reads but does not use.
 constexpr int kStagingSlack = 16 + 16 + 4;
 
-// Copies `bytes` bytes at `from` by all threads and tells where they are. What lies around them in their first and last
-// piece is read as well, but for what is at or past `end`.
+// All threads copy `bytes` bytes at `from`. Returns their address in shared memory. The rest of the first and the last
+// piece is read too, except what lies at or past `end`.
 __device__ __forceinline__ const uint8_t* stage(uint8_t* shared, const uint8_t* from, int bytes, const uint8_t* end) {
     const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(from) & 15);
     const uint8_t* first = from - skew;
@@ -28,7 +28,7 @@ __device__ __forceinline__ const uint8_t* stage(uint8_t* shared, const uint8_t* 
         if (piece + 16 <= end) {
             reinterpret_cast<uint4*>(shared)[i] = *reinterpret_cast<const uint4*>(piece);
         } else {
-#pragma unroll 1  // rare: one piece of a whole call
+#pragma unroll 1  // rare: at most one piece of a call
             for (int k = 0; k < 16 && piece + k < end; ++k) shared[16 * i + k] = piece[k];
         }
     }
@@ -43,7 +43,7 @@ struct Codes {
     uint32_t word[8];
 };
 
-// kCount words from any address in staged bytes.
+// Reads kCount words from any address in the staged bytes.
 template <int kCount> struct Words {
     uint32_t word[kCount];
 
@@ -61,7 +61,7 @@ template <int kCount> struct Words {
     }
 };
 
-// Of 16 bytes: the low nibbles, then the high ones.
+// The low nibbles of 16 bytes, then the high ones.
 __device__ __forceinline__ Codes nibbles(const uint8_t* quants) {
     const Words<4> words(quants);
     Codes c;
@@ -73,7 +73,7 @@ __device__ __forceinline__ Codes nibbles(const uint8_t* quants) {
     return c;
 }
 
-// Of 32 bytes: of each the bits that `mask` has, shifted down.
+// The bits of `mask` in each of 32 bytes, shifted down.
 __device__ __forceinline__ Codes bits(const uint8_t* quants, int shift, uint32_t mask) {
     const Words<8> words(quants);
     Codes c;
@@ -88,7 +88,7 @@ __device__ __forceinline__ Codes joined(Codes low, const Codes& high, int shift)
     return low;
 }
 
-// Bit i of a word to element i.
+// Moves bit i of a word to element i.
 __device__ __forceinline__ Codes spreadBits(const uint8_t* high) {
     const uint32_t word = Words<1>(high).word[0];
     Codes c;
@@ -97,7 +97,7 @@ __device__ __forceinline__ Codes spreadBits(const uint8_t* high) {
     return c;
 }
 
-// The codes of 32-block j, as FileFormat<T>::code has them one by one.
+// The codes of 32-block j, the same that FileFormat<T>::code gives one by one.
 template <DType T> __device__ __forceinline__ Codes codesOf(const typename FileFormat<T>::Block& b, int j) {
     if constexpr (T == DType::Q5_0 || T == DType::Q5_1) {
         return joined(nibbles(b.quants), spreadBits(b.high), 4);
@@ -141,7 +141,7 @@ __device__ __forceinline__ uint4 selectorWords(const Codes& c) {
     return {word[0], word[1], word[2], word[3]};
 }
 
-// Bit `bit` of every code, to where insertBits looks for it.
+// Moves bit `bit` of every code to where insertBits expects it.
 __device__ __forceinline__ uint32_t bitWord(const Codes& c, int bit) {
     uint32_t word = 0;
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ __forceinline__ uint32_t bitWord(const Codes& c, int bit) {
     return word;
 }
 
-// Bits `bit`, `bit` + 1 of every code, to where pairsOf looks for them.
+// Moves bits `bit` and `bit` + 1 of every code to where pairsOf expects them.
 __device__ __forceinline__ uint2 pairWords(const Codes& c, int bit) {
     uint32_t word[2] = {0, 0};
 #pragma unroll
@@ -161,7 +161,7 @@ template <typename Word> __device__ __forceinline__ void store(uint8_t* data, in
     reinterpret_cast<Word*>(data + plane)[index] = word;
 }
 
-// Two f16 in a word, as floatOfLowHalf and floatOfHighHalf take them apart.
+// Two f16 in a word, which floatOfLowHalf and floatOfHighHalf take apart.
 __device__ __forceinline__ uint32_t halvesWord(uint16_t low, uint16_t high) {
     return low | static_cast<uint32_t>(high) << 16;
 }
@@ -184,7 +184,7 @@ __device__ __forceinline__ void packCodes(const Codes& c, uint8_t* data, const P
     }
 }
 
-// Scales of formats whose blocks have 32 elements.
+// Packs the scales of formats whose blocks have 32 elements.
 template <DType T, class Block>
 __device__ __forceinline__ void packBlockScales(const Block& b, uint8_t* data, const PackedShape& shape, int64_t n) {
     if constexpr (T == DType::Q4_1) {
@@ -199,8 +199,9 @@ __device__ __forceinline__ void packBlockScales(const Block& b, uint8_t* data, c
     }
 }
 
-// The four words of Q4_K and Q5_K, see formats.cuh. The file has 12 bytes: of four scales, then of their mins, six bits
-// in each byte; then, in nibbles, the low bits of the other four of both, whose upper two stand above the six bits.
+// The four words of Q4_K and Q5_K (see formats.cuh). The file has 12 bytes. The first four have six bits of a scale
+// each and the next four six bits of a min each, for the first four blocks. The last four have the low nibbles of the
+// other blocks' scales and mins, whose upper two bits stand above those six bits.
 template <class Block> __device__ __forceinline__ uint4 sixBitWords(const Block& b) {
     const Words<3> stored(b.scales);
     const uint32_t subs = stored.word[0], mins = stored.word[1];
@@ -226,7 +227,7 @@ __device__ __forceinline__ void packQ3Scales(const BlockQ3_K& b, uint8_t* data, 
     store(data, shape.plane[3], s, static_cast<uint16_t>(b.d));
 }
 
-// Scales of 32-block j of a superblock; what the superblock shares is written with its first.
+// Packs the scales of 32-block j of a superblock. The first block also writes what the superblock shares.
 template <DType T, class Block>
 __device__ __forceinline__ void packSuperScales(const Block& b, int j, uint8_t* data, const PackedShape& shape,
                                                 int64_t n) {
@@ -248,7 +249,7 @@ __device__ __forceinline__ void packSuperScales(const Block& b, int j, uint8_t* 
     }
 }
 
-// Floats stay as they are: `bytes` bytes to an address that is a multiple of 16.
+// Copies floats unchanged: `bytes` bytes, to an address that is a multiple of 16.
 __device__ __forceinline__ void copyStaged(const uint8_t* staged, int bytes, uint8_t* to) {
     for (int i = static_cast<int>(threadIdx.x); i < bytes / 16; i += static_cast<int>(blockDim.x)) {
         const Words<4> words(staged + 16 * i);
@@ -260,7 +261,7 @@ __device__ __forceinline__ void copyStaged(const uint8_t* staged, int bytes, uin
 
 // --- a thread's block ----------------------------------------------------------------------------------------------
 
-// Of `count` blocks of the file, staged one after another: what the calling thread packs of them. firstBlock: the
+// The calling thread packs its part of `count` blocks of the file, which are staged contiguously. firstBlock: the
 // number of their first block of 32 in the matrix.
 template <DType T>
 __device__ __forceinline__ void packStaged(const uint8_t* staged, int count, uint8_t* data, const PackedShape& shape,
@@ -275,7 +276,7 @@ __device__ __forceinline__ void packStaged(const uint8_t* staged, int count, uin
     else packSuperScales<T>(block, j, data, shape, n);
 }
 
-// The same for a type that is only known when the kernel runs, and `bytes` bytes of blocks.
+// The same for a type that is known only at run time, and for `bytes` bytes of blocks.
 __device__ __forceinline__ void packStaged(DType type, const uint8_t* staged, int bytes, uint8_t* data,
                                            const PackedShape& shape, int64_t firstBlock) {
     const auto pack = [&](auto tag) {
@@ -284,19 +285,10 @@ __device__ __forceinline__ void packStaged(DType type, const uint8_t* staged, in
                           firstBlock);
     };
     switch (type) {
-    case DType::Q4_0: return pack(Tag<DType::Q4_0>{});
-    case DType::Q4_1: return pack(Tag<DType::Q4_1>{});
-    case DType::Q5_0: return pack(Tag<DType::Q5_0>{});
-    case DType::Q5_1: return pack(Tag<DType::Q5_1>{});
-    case DType::Q8_0: return pack(Tag<DType::Q8_0>{});
-    case DType::Q2_K: return pack(Tag<DType::Q2_K>{});
-    case DType::Q3_K: return pack(Tag<DType::Q3_K>{});
-    case DType::Q4_K: return pack(Tag<DType::Q4_K>{});
-    case DType::Q5_K: return pack(Tag<DType::Q5_K>{});
-    case DType::Q6_K: return pack(Tag<DType::Q6_K>{});
-    case DType::IQ4_NL: return pack(Tag<DType::IQ4_NL>{});
-    case DType::IQ4_XS: return pack(Tag<DType::IQ4_XS>{});
-    case DType::MXFP4: return pack(Tag<DType::MXFP4>{});
+#define SHARPI_CASE(T) \
+    case DType::T: return pack(Tag<DType::T>{});
+        SHARPI_QUANTIZED_TYPES(SHARPI_CASE)
+#undef SHARPI_CASE
     default: return copyStaged(staged, bytes, data + firstBlock * 32 * (type == DType::F32 ? 4 : 2));
     }
 }

@@ -1,9 +1,9 @@
-// Where the planes of a packed matrix lie, and how many bytes they take: plain arithmetic, so that planning needs
-// neither a GPU nor its compiler.
+// Where the planes of a packed matrix lie, and how many bytes they take. This is plain arithmetic, so that planning
+// needs neither a GPU nor its compiler.
 //
-// A packed matrix is a few planes, one after another: one holds the codes of all blocks, another their extra bits,
-// another their scales. Blocks of 32 elements are numbered n = row * (cols / 32) + block, superblocks of 256 n / 8; a
-// plane has the same number of bytes for each. kernels/formats.cuh says what is in them.
+// A packed matrix is a few contiguous planes: one holds the codes of all blocks, another their extra bits, another
+// their scales. Blocks of 32 elements have the numbers n = row * (cols / 32) + block, and superblocks of 256 elements n
+// / 8. A plane has the same number of bytes for each of them. formats.cuh says what the bytes mean.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct PackedShape {
     int64_t bytes = 0;
 };
 
-// Bytes of a plane for each block (blocks = 1) or superblock (blocks = 8). No plane: 0 bytes.
+// Bytes of a plane for each block (blocks = 1) or superblock (blocks = 8). 0 bytes: there is no such plane.
 struct PlaneSize {
     int bytes = 0, blocks = 1;
 };
@@ -49,7 +49,7 @@ constexpr PlaneSizes planeSizes(DType type) {
     return {};
 }
 
-// Throws Error(InvalidArgument) where cols is not whole blocks of the type.
+// Throws Error(InvalidArgument) if cols is not a whole number of the type's blocks.
 inline PackedShape packedShape(DType type, int64_t rows, int64_t cols) {
     const auto roundUp = [](int64_t bytes, int64_t to) { return (bytes + to - 1) / to * to; };
     PackedShape shape;
@@ -63,12 +63,12 @@ inline PackedShape packedShape(DType type, int64_t rows, int64_t cols) {
         shape.plane[p] = size.bytes == 0 ? 0 : roundUp(end, 16);
         if (size.bytes != 0) end = shape.plane[p] + rows * (cols / 32) / size.blocks * size.bytes;
     }
-    // Whole cache lines, so that a stack of matrices keeps each as aligned as the first.
+    // Whole cache lines, so that every matrix of a stack is aligned like the first.
     shape.bytes = roundUp(end, 128);
     return shape;
 }
 
-// Bytes that a packed matrix takes: at most 1 % (or 256 bytes) more than in the file.
+// Bytes of a packed matrix: at most 1 % (or 256 bytes) more than in the file.
 inline size_t packedBytes(DType type, int64_t rows, int64_t cols) {
     return static_cast<size_t>(packedShape(type, rows, cols).bytes);
 }

@@ -1,5 +1,5 @@
-// Launches the matrix products of prefill. matmul_kernel.cuh is the kernel and says how it works; here a call's types,
-// sizes and device choose among its instances.
+// Launches the matrix products of prefill. This file chooses an instance of the kernel by a call's types and sizes and
+// by the device. matmul_kernel.cuh has the kernel and says how it works.
 #include "kernels/matmul/matmul.h"
 
 #include <algorithm>
@@ -11,18 +11,12 @@ namespace sharpi::cuda {
 
 namespace {
 
-// Two stages of activations always fit. A third hides more of their latency, unless it costs a resident block.
-template <typename Shared> int chooseStages() {
-    int device = 0, perProcessor = 0, perBlock = 0;
-    check(cudaGetDevice(&device), "the current device");
-    check(cudaDeviceGetAttribute(&perProcessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
-          "a device attribute");
-    check(cudaDeviceGetAttribute(&perBlock, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "a device attribute");
-    constexpr size_t kReserved = 1024;  // what the device keeps of each block
+// Two stages of activations always fit. A third one hides more latency, unless it costs a resident block.
+template <typename Shared> int chooseStages(const DeviceInfo& device) {
     const auto blocks = [&](int stages) {
-        return static_cast<size_t>(perProcessor) / (Shared::bytes(stages) + kReserved);
+        return device.sharedPerMultiprocessor / (Shared::bytes(stages) + kReservedShared);
     };
-    return Shared::bytes(3) <= static_cast<size_t>(perBlock) && blocks(3) >= blocks(2) ? 3 : 2;
+    return Shared::bytes(3) <= device.sharedPerBlock && blocks(3) >= blocks(2) ? 3 : 2;
 }
 
 template <DType T, bool kSplit, int kWarpsT, int kWarpsN>
@@ -30,15 +24,12 @@ void launchTiles(Stream& stream, MatmulCall call, int64_t tilesT) {
     using Layout = TileLayout<kWarpsT, kWarpsN>;
     using Shared = typename Layout::Shared;
     const auto kernel = matmulKernel<T, kSplit, kWarpsT, kWarpsN>;
-    static const int stages = [&] {
-        const int chosen = chooseStages<Shared>();
-        allowShared(kernel, Shared::bytes(chosen));
-        return chosen;
-    }();
-    call.stages = stages;
+    call.stages = chooseStages<Shared>(stream.device());
+    const size_t bytes = Shared::bytes(call.stages);
+    allowShared(kernel, bytes);
     const int64_t tilesN = (call.shape.rows + Layout::kTileN - 1) / Layout::kTileN;
     launch(stream, kernel, dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN)), dim3(Layout::kThreads),
-           Shared::bytes(stages), call);
+           bytes, call);
 }
 
 template <DType T, bool kSplit> void launchLayout(Stream& stream, const MatmulCall& call) {
@@ -66,22 +57,21 @@ void launchType(Stream& stream, const MatmulCall& call, DType type) {
     if (call.shape.rows == 0) return;
     const bool split = type == DType::F32 || (info(type).isFloat && call.x.lo);
     if (!split && matmulByWarpgroups(stream, call, type)) return;
-    switch (type) {
-    case DType::F32: return launchFloat<DType::F32>(stream, call);
-    case DType::F16: return launchFloat<DType::F16>(stream, call);
-    case DType::BF16: return launchFloat<DType::BF16>(stream, call);
-    default: withFormat(type, [&](auto tag) { launchLayout<decltype(tag)::kType, false>(stream, call); });
-    }
+    withType(type, [&](auto tag) {
+        constexpr DType kType = decltype(tag)::kType;
+        if constexpr (kIsFloat<kType>) launchFloat<kType>(stream, call);
+        else launchLayout<kType, false>(stream, call);
+    });
 }
 
-// Whether rows begin at whole 16 bytes: a matter of the matrix's columns alone. An address must not decide it, since
-// Hopper's instructions, which want such rows, round otherwise.
+// Whether rows begin at multiples of 16 bytes. Only the number of columns decides it, never an address, because
+// Hopper's instructions need such rows and round differently.
 bool isAligned(const MatmulCall& call) {
     if (call.shape.cols % 8 != 0) return false;
     const auto whole = [](const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; };
     if (whole(call.x.hi) && whole(call.x.lo) && whole(call.w) && call.expertStride % 16 == 0) return true;
-    throw Error(ErrorKind::Internal,
-                "matmul: rows of " + std::to_string(call.shape.cols) + " elements that do not begin at whole 16 bytes");
+    throw Error(ErrorKind::Internal, "matmul: rows of " + std::to_string(call.shape.cols) +
+                                         " elements that do not begin at multiples of 16 bytes");
 }
 
 }  // namespace
@@ -90,7 +80,7 @@ void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, co
             int64_t stride) {
     if (stride != 0 && stride < w.rows)
         throw Error(ErrorKind::Internal,
-                    "matmul: " + std::to_string(w.rows) + " outputs in rows of " + std::to_string(stride));
+                    "matmul: " + std::to_string(w.rows) + " outputs do not fit in rows of " + std::to_string(stride));
     MatmulCall call;
     call.w = w.data;
     call.shape = packedShape(w.type, w.rows, w.cols);

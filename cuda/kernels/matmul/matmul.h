@@ -1,10 +1,10 @@
-// Products of packed weights with many rows, on tensor cores: prefill's kernels. Weight tiles are expanded to bf16 in
-// shared memory; nothing is expanded in device memory. F32 weights, and f16 and bf16 ones as well where x.lo is
-// given, are multiplied in split form (hi hi + hi lo + lo hi), which keeps about 16 bits of each factor.
+// Products of packed weights with many rows, on tensor cores: the kernels of prefill. Weight tiles are expanded to bf16
+// in shared memory, never in device memory. F32 weights are multiplied in split form (hi hi + hi lo + lo hi), which
+// keeps about 16 bits of each factor. So are F16 and BF16 weights if there is an x.lo.
 //
-// A row of y has the same bits whatever the number of rows, wherever it stands among them and whatever the others are:
-// every instance sums a row's products in one order. Rows of a multiple of 8 columns must begin at whole 16 bytes, in x
-// and in w.
+// The bits of a row of y do not depend on the number of rows, on its place among them or on the other rows, because
+// every instance sums a row's products in the same order. If the number of columns is a multiple of 8, the rows of x
+// and w must begin at multiples of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -24,23 +24,22 @@ void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, co
 // Rows of several experts, grouped: the pairs (token, rank) of expert e are [begin[e], begin[e + 1]).
 // All arrays are in device memory; router.h makes them.
 struct ExpertGroups {
-    const int32_t* begin = nullptr;      // [experts + 1]
-    const int32_t* pairToken = nullptr;  // [pairs]: the row of x that a pair reads
-    const int32_t* tileExpert =
-        nullptr;  // [tiles]: which expert the tile of kExpertTile pairs belongs to, -1 past the end
-    const int32_t* tileBegin = nullptr;  // [tiles]: its first pair
+    const int32_t* begin = nullptr;       // [experts + 1]
+    const int32_t* pairToken = nullptr;   // [pairs]: the row of x that a pair reads
+    const int32_t* tileExpert = nullptr;  // [tiles]: the expert of the tile of kExpertTile pairs, -1 past the end
+    const int32_t* tileBegin = nullptr;   // [tiles]: its first pair
     int64_t pairs = 0;
-    int64_t tiles = 0;  // room in the tile arrays: maxExpertTiles(pairs, experts)
+    int64_t tiles = 0;  // the size of the tile arrays: maxExpertTiles(pairs, experts)
 };
 constexpr int kExpertTile = 128;
 inline int64_t maxExpertTiles(int64_t pairs, int64_t experts) {
     return pairs / kExpertTile + (pairs < experts ? pairs : experts) + 1;
 }
 
-// Which matrix of a stack is expert e's: element index[e] - first, where first <= index[e] < end. The stack holds
-// nothing of other experts: their rows of y are left alone.
+// Expert e's matrix in a stack is element index[e] - first, if first <= index[e] < end. The stack does not hold other
+// experts, and their rows of y do not change.
 struct ExpertIndex {
-    const int32_t* index = nullptr;  // [experts], in device memory; null: e itself
+    const int32_t* index = nullptr;  // [experts], in device memory; null: index[e] is e
     int32_t first = 0, end = INT32_MAX;
 };
 

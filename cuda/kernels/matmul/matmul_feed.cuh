@@ -1,12 +1,12 @@
-// Fills the shared-memory tiles of the matrix product (see matmul_kernel.cuh): RowFeed copies activations, the weight
-// feeds expand packed weights to the operands' type. A weight passes through registers: fetch() starts its loads, and
-// half a step later, when they have arrived behind the tensor cores' work, store() expands it into the tile that the
-// next step multiplies.
+// Fills the tiles of the matrix product in shared memory (see matmul_kernel.cuh). RowFeed copies activations, and the
+// weight feeds expand packed weights to the operands' type. A weight passes through registers: fetch() starts its
+// loads. Half a step later they have arrived, hidden behind the tensor cores' work, and store() expands the weight into
+// the tile that the next step multiplies.
 //
-// The expansion is what the whole kernel's speed hangs on, since each weight is expanded once for every 64 or 128 rows
-// of x. Codes below 128 become floats by one byte permutation: 0x43cc0000 is 128 + cc; one fma turns that into the
-// value, with 128 * scale taken off through the addend (the error, 2^-17 of the scale, is far below the rounding to
-// bf16 that follows), and one conversion packs two. Signed codes take one subtraction more.
+// The whole kernel's speed depends on the expansion, since each weight is expanded once for every 64 or 128 rows of x.
+// A code below 128 becomes a float by one byte permutation: 0x43cc0000 is 128 + cc. One fma turns that into the value;
+// its addend takes off 128 * scale (the error, 2^-17 of the scale, is far below the rounding to bf16 that follows). One
+// conversion packs two values. Signed codes take one more subtraction.
 #pragma once
 
 #include "kernels/formats/formats.cuh"
@@ -15,20 +15,20 @@
 
 namespace sharpi::cuda {
 
-// The products that make up one: which halves of x and w each multiplies, bit p for pass p. Only the split form has
-// more than one; the products with low halves come first, while the sums are small.
+// The passes of one product. Bit p says whether pass p multiplies the low halves of x or of w. Only the split form has
+// more than one pass. Those with low halves come first, while the sums are small.
 struct Passes {
     int count = 1;
     uint32_t lowX = 0, lowW = 0;
 };
 
-// Everything that a launch is told.
+// The arguments of a launch.
 struct MatmulCall {
     const uint8_t* w = nullptr;
     PackedShape shape;
     size_t expertStride = 0;
     HalfRows x;
-    ExpertGroups groups;  // begin is null where there is one matrix for all rows
+    ExpertGroups groups;  // begin is null if one matrix multiplies all rows
     bool gather = false;
     bool aligned = false;  // rows of x, and of float weights, start at multiples of 16 bytes
     bool add = false;
@@ -41,7 +41,7 @@ struct MatmulCall {
     ExpertIndex which;   // of w's matrices
 };
 
-// A step of the pipeline in terms of the matrices: the step along k, and which halves it multiplies.
+// A step of the pipeline: its step along k, and the halves that it multiplies.
 struct Step {
     int k = 0;
     bool lowX = false, lowW = false;
@@ -52,7 +52,7 @@ template <bool kSplit> __device__ __forceinline__ Step stepAt(const MatmulCall& 
     return {step - pass * stepsPerPass, (call.passes.lowX >> pass & 1) != 0, (call.passes.lowW >> pass & 1) != 0};
 }
 
-// Eight 16-bit elements at `from`, of which the first `valid` exist; the others are zero.
+// Loads eight 16-bit elements at `from`. Only the first `valid` exist; the others become zero.
 __device__ __forceinline__ uint4 loadElements(const uint16_t* from, int valid) {
     uint32_t words[4] = {};
 #pragma unroll
@@ -63,11 +63,11 @@ __device__ __forceinline__ uint4 loadElements(const uint16_t* from, int valid) {
 
 // --- activations -------------------------------------------------------------------------------------------------
 
-// Copies steps of kTileT rows of x. Rows past the end of the tile repeat its last one: their products are never stored.
-// kAnyCols: rows may begin anywhere; else call.aligned is known to hold.
+// Copies steps of kTileT rows of x. Rows past the end of the tile repeat its last one; their products are never stored.
+// kAnyCols: rows may begin anywhere. Without it, call.aligned must hold.
 template <int kThreads, int kTileT, bool kAnyCols> class RowFeed {
     static constexpr int kCopies = kTileT * kRowChunks / kThreads, kRowsApart = kThreads / kRowChunks;
-    static_assert(kRowsApart % 8 == 0, "all chunks of a thread share their place in the exchange");
+    static_assert(kRowsApart % 8 == 0, "all chunks of a thread are swizzled alike");
 
 public:
     __device__ __forceinline__ RowFeed(const MatmulCall& call, int64_t begin, int64_t end)
@@ -107,15 +107,15 @@ private:
     bool _aligned;
     uint32_t _to;
     int _chunk;
-    uint32_t _row[kCopies];  // in 16-byte chunks from x, or where rows are not aligned its number
+    uint32_t _row[kCopies];  // in 16-byte chunks from x; the row's number if rows are not aligned
 };
 
 // --- weights -----------------------------------------------------------------------------------------------------
 
-// A step of kTileN rows is fetched and stored in kParts parts. Rows past the matrix's last repeat it.
+// A step of kTileN rows is fetched and stored in kWeightParts parts. Rows past the matrix's last one repeat it.
 template <int kThreads, int kTileN> constexpr int kWeightParts = kTileN * 2 / kThreads;
 
-// One word of codes as two packed pairs: scale * code + addend, see the top of the file.
+// Expands one word of codes into two packed pairs: scale * code + addend (see the top of the file).
 template <DType T> __device__ __forceinline__ uint2 expandCodes(uint32_t codes, float scale, float addend) {
     float value[4];
     if (Format<T>::kSigned) codes ^= 0x80808080u;
@@ -132,8 +132,8 @@ template <DType T> __device__ __forceinline__ uint2 expandCodes(uint32_t codes, 
     return {packPair(value[0], value[1]), packPair(value[2], value[3])};
 }
 
-// Quantized weights: two neighbouring threads share a row, each expands one of the step's two blocks, so that their
-// loads share memory sectors.
+// Feeds quantized weights. Two neighbouring threads share a row, and each expands one of the step's two blocks, so that
+// their loads share memory sectors.
 template <DType T, int kThreads, int kTileN> class QuantizedFeed {
     using F = Format<T>;
 
@@ -158,7 +158,7 @@ public:
         const Scales scales = F::scales(_raw, block & 7);
         uint32_t codes[8];
         F::codes(_raw, codes);
-        const bool valid = block < _blocks;  // the last step may have but one block
+        const bool valid = block < _blocks;  // the last step may have only one block
 #pragma unroll
         for (int chunk = 0; chunk < 4; ++chunk) {
             const bool second = F::kTwoScales && chunk >= 2;
@@ -183,7 +183,8 @@ private:
     typename F::Raw _raw;
 };
 
-// Float weights, rows as in the file: eight neighbouring threads share a row's step, 8 elements each.
+// Feeds float weights, whose rows are as in the file. Eight neighbouring threads share a row's step, with 8 elements
+// each.
 template <DType T, bool kSplit, int kThreads, int kTileN> class FloatFeed {
     static constexpr int kElementBytes = T == DType::F32 ? 4 : 2, kWords = 8 * kElementBytes / 16, kChunks = 4;
 
@@ -254,8 +255,6 @@ private:
     int _row, _chunk;
     uint4 _raw[kChunks][kWords];
 };
-
-template <DType T> constexpr bool kIsFloat = T == DType::F32 || T == DType::F16 || T == DType::BF16;
 
 template <DType T, bool kSplit, int kThreads, int kTileN, bool kFloat = kIsFloat<T>> struct WeightFeedOf {
     using Type = FloatFeed<T, kSplit, kThreads, kTileN>;

@@ -1,14 +1,14 @@
 // The matrix product of prefill on Hopper for up to 16 rows: short prompts, and experts that few rows chose.
 //
-// A row has the bits that matmul_wgmma.cuh gives it: the same instructions along k in the same order, only that they
-// take 16 rows. What differs is what such a product waits for, which is weights on their way: there are fewer tiles
-// than multiprocessors, and a block that waits for memory once a step of 64 columns has little on its way. So a block
-// is one warpgroup with 64 outputs, which makes twice as many blocks, and goes along k in strides of four steps, whose
-// weights are on their way together, with one barrier each.
+// A row gets the same bits as in matmul_wgmma.cuh: the instructions along k are the same, in the same order, except
+// that they take 16 rows. But such a product is bound by the latency of its weights: there are fewer tiles than
+// multiprocessors, and a block that waits for memory after every step of 64 columns has few loads in flight. So a block
+// is one warpgroup with 64 outputs, which makes twice as many blocks. It goes along k in strides of four steps, whose
+// weights are loaded together, with one barrier for each stride.
 //
-// Tiles in shared memory at stride i: products i read theirs, weights i + 1 are written, activations i + 1 have come
-// and those of i + 2 are on their way: two tiles of weights, three of activations. Products of a stride are done before
-// the next one's begin.
+// Tiles in shared memory at stride i: the products of stride i read theirs, weights i + 1 are written, activations i +
+// 1 have arrived, and those of i + 2 are in flight. That takes two tiles of weights and three of activations. The
+// products of a stride finish before those of the next begin.
 #include "kernels/matmul/matmul_wgmma.cuh"
 #include "kernels/matmul/matmul_wgmma.h"
 
@@ -20,15 +20,15 @@ constexpr int kFew = 16;       // rows that a block multiplies at once
 constexpr int kFewTileN = 64;  // outputs of a block: one warpgroup's product
 constexpr int kFewThreads = 128;
 constexpr int kStride = 4;                                                                     // steps
-constexpr uint32_t kFewBytesX = kFew * kTileRowBytes, kFewBytesW = kFewTileN * kTileRowBytes;  // of a step
+constexpr uint32_t kFewBytesX = kFew * kTileRowBytes, kFewBytesW = kFewTileN * kTileRowBytes;  // bytes of a step
 constexpr int kFewStagesX = 3, kFewStagesW = 2;
 constexpr size_t kFewSharedBytes = kStride * (kFewStagesX * kFewBytesX + kFewStagesW * kFewBytesW);
 static_assert(kFew * kFewTileN * sizeof(float) <= kFewSharedBytes, "the sums fit where the tiles were");
 
 #ifdef SHARPI_WGMMA
 
-// The block's outputs of the rows of `place`, at most kFew. isFirst: nothing has been read yet that the kernel before
-// writes.
+// Computes the block's outputs for the rows of `place`, at most kFew. isFirst: the block has not read anything yet that
+// the kernel before writes.
 template <DType T>
 __device__ __forceinline__ void multiplyFew(const MatmulCall& call, const TilePlace& place, float* sums, bool isFirst) {
     const uint32_t shared = sharedAddress(sums);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiplyFew(const MatmulCall& call, const TilePl
         store(stride + 1);
         waitForCopies<1>();  // the next stride's activations
         publishToTensorCores();
-        fetch(stride + 2);  // not before: publishing may wait for loads
+        fetch(stride + 2);  // not earlier: publishing may wait for loads
         waitForProducts<0>();
         __syncthreads();
     }
@@ -100,46 +100,38 @@ __device__ __forceinline__ void multiplyFew(const MatmulCall& call, const TilePl
 
 #endif
 
-// Compiled without Hopper's own instructions it is empty.
+// Without Hopper's own instructions the kernel is compiled empty.
 template <DType T>
 __global__ void __launch_bounds__(kFewThreads, 2) matmulFewKernel(const __grid_constant__ MatmulCall call) {
 #ifdef SHARPI_WGMMA
     extern __shared__ __align__(1024) uint8_t shared[];
     allowNext();
-    if (call.groups.begin) waitForPrevious();  // the tiles' arrays are another kernel's work
+    if (call.groups.begin) waitForPrevious();  // another kernel writes the tiles' arrays
     const TilePlace place = placeOf<kExpertTile, kFewTileN>(call);
     bool isFirst = !call.groups.begin;
     for (TilePlace few = place; few.begin < place.end; few.begin += kFew) {
         few.end = min(few.begin + kFew, place.end);
         multiplyFew<T>(call, few, reinterpret_cast<float*>(shared), isFirst);
         isFirst = false;
-        __syncthreads();  // the sums give their room to the next rows' tiles
+        __syncthreads();  // the next rows' tiles overwrite the sums
     }
 #endif
 }
 
-template <DType T> bool launchFew(Stream& stream, const MatmulCall& call) {
-    static const bool built = [] {
-        cudaFuncAttributes attributes;
-        check(cudaFuncGetAttributes(&attributes, matmulFewKernel<T>), "a kernel's attributes");
-        if (attributes.numRegs < 24) return false;  // compiled empty
-        allowShared(matmulFewKernel<T>, kFewSharedBytes);
-        return true;
-    }();
-    if (!built) return false;
+template <DType T> void launchFew(Stream& stream, const MatmulCall& call) {
     const int64_t tilesT = call.groups.begin ? call.groups.tiles : 1,
                   tilesN = (call.shape.rows + kFewTileN - 1) / kFewTileN;
+    allowShared(matmulFewKernel<T>, kFewSharedBytes);
     launch(stream, matmulFewKernel<T>, dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN)),
            dim3(kFewThreads), kFewSharedBytes, call);
-    return true;
 }
 
-// Experts: those that few rows chose in the mean. More for one of them are taken 16 after 16.
+// For experts, the mean number of rows decides. An expert with more rows takes them 16 at a time.
 bool isFew(const MatmulCall& call) {
     if (!call.groups.begin) return call.rows <= kFew;
     constexpr int64_t kMeanPairs = 4;
-    const int64_t experts =
-        call.groups.tiles - call.groups.pairs / kExpertTile - 1;  // with pairs, at most: see maxExpertTiles
+    const int64_t experts = call.groups.tiles - call.groups.pairs / kExpertTile -
+                            1;  // an upper bound of those with pairs: see maxExpertTiles
     return call.groups.pairs <= kMeanPairs * experts;
 }
 
@@ -147,12 +139,8 @@ bool isFew(const MatmulCall& call) {
 
 bool matmulOfFewRows(Stream& stream, const MatmulCall& call, DType type) {
     if (!isFew(call)) return false;
-    switch (type) {
-    case DType::F32: return false;
-    case DType::F16: return launchFew<DType::F16>(stream, call);
-    case DType::BF16: return launchFew<DType::BF16>(stream, call);
-    default: return withFormat(type, [&](auto tag) { return launchFew<decltype(tag)::kType>(stream, call); });
-    }
+    withNarrowType(type, [&](auto tag) { launchFew<decltype(tag)::kType>(stream, call); });
+    return true;
 }
 
 }  // namespace sharpi::cuda

@@ -1,14 +1,14 @@
 // The matrix product of prefill: y = x w^T on tensor cores, with weights that stay packed in device memory.
 //
-// A thread block makes a tile of y, each of its warps 64 rows of x by 64 rows of w in 128 accumulators a thread: the
-// more a warp makes, the fewer bytes it reads from shared memory for each multiplication. Along k it goes in steps of
-// 64: while the tensor cores work on one step, the copies of the next steps' activations are under way and the threads
-// expand the next step's weights from packed blocks into shared memory (matmul_feed.cuh), a part between every few
-// multiplications. One barrier a step separates writing a tile from reading it. Two blocks and more share a
-// multiprocessor, so one's expansion also fills the other's waits.
+// A thread block computes a tile of y. Each of its warps multiplies 64 rows of x by 64 rows of w, in 128 accumulators
+// for each thread: the larger a warp's tile, the fewer bytes it reads from shared memory for each multiplication. It
+// goes along k in steps of 64. While the tensor cores work on one step, the activations of the next steps are being
+// copied, and the threads expand the next step's weights from packed blocks into shared memory (matmul_feed.cuh), a
+// part between every few multiplications. One barrier for each step separates writing a tile from reading it. Two or
+// more blocks share a multiprocessor, so the expansion of one also fills the waits of another.
 //
-// Every element of y is one thread's sum in one order, whatever the number of rows: nothing is added by atomics,
-// nothing is split along k.
+// Every element of y is one thread's sum in one order, whatever the number of rows: there are no atomic additions, and
+// k is never split.
 #pragma once
 
 #include "device/launch.cuh"
@@ -18,13 +18,13 @@ namespace sharpi::cuda {
 
 constexpr int kWarpTile = 64;  // rows of x and of w that a warp multiplies
 
-// What a thread block makes: rows [begin, end) of y, at most kTileT, and rows of w from firstRow.
+// The tile of a thread block: rows [begin, end) of y, at most kTileT, and the rows of w from firstRow on.
 struct TilePlace {
     int64_t begin = 0, end = 0, firstRow = 0;
     const uint8_t* w = nullptr;
 };
 
-// How many blocks share a tile of ExpertGroups.
+// The number of blocks that share a tile of ExpertGroups.
 template <int kTileT> constexpr int kBlocksPerExpertTile = kExpertTile / kTileT;
 
 template <int kTileT, int kTileN> __device__ __forceinline__ TilePlace placeOf(const MatmulCall& call) {
@@ -50,13 +50,13 @@ template <int kTileT, int kTileN> __device__ __forceinline__ TilePlace placeOf(c
     return place;
 }
 
-// Where the sum of row t and output n lies when a block's sums are gathered in shared memory: groups of eight outputs
-// are exchanged so that the lanes of either kernel, which have sums of several rows, write to different banks.
+// The place of the sum of row t and output n when a block's sums are gathered in shared memory. Groups of eight outputs
+// are swizzled so that the lanes of either kernel, which have sums of several rows, write to different banks.
 template <int kTileN> __device__ __forceinline__ int sumPlace(int t, int n) {
     return t * kTileN + (n ^ ((t ^ t >> 2) & 3) << 3);
 }
 
-// Four outputs of a row to y, and what is to be added to them from y and the bias.
+// What has to be added to four outputs of a row: the old values of y, and the bias.
 __device__ __forceinline__ float4 addends(const MatmulCall& call, const float* y, int64_t n, int valid, bool whole) {
     float4 sum = {};
     const auto add = [&](const float* from) {
@@ -75,12 +75,13 @@ __device__ __forceinline__ float4 addends(const MatmulCall& call, const float* y
     return sum;
 }
 
-// The block's sums from shared memory to y, a warp a row, or half of one. `tile` is complete after a barrier.
+// Writes the block's sums from shared memory to y. A warp, or half of one, takes each row. `tile` must be complete,
+// which takes a barrier.
 template <int kThreads, int kTileN>
 __device__ __forceinline__ void storeTile(const MatmulCall& call, const TilePlace& place, const float* tile) {
     static_assert(kTileN == 128 || kTileN == 64, "a lane has four outputs");
     constexpr int kLanes = kTileN / 4, kAbreast = kThreads / kLanes,
-                  kBatch = 4;  // rows whose old values are on their way at once
+                  kBatch = 4;  // rows whose old values are loaded at once
     const int column = static_cast<int>(threadIdx.x) % kLanes * 4, rows = static_cast<int>(place.end - place.begin);
     const int64_t stride = call.stride, n = place.firstRow + column;
     const int valid = static_cast<int>(max(min(call.shape.rows - n, int64_t{4}), int64_t{0}));
@@ -113,14 +114,14 @@ __device__ __forceinline__ void storeTile(const MatmulCall& call, const TilePlac
     }
 }
 
-// A warp's share of one step: kWarpTile x kWarpTile x 16 at a time.
+// A warp's part of one step: kWarpTile x kWarpTile x 16 at a time.
 class WarpProduct {
 public:
     // rowT, rowN: the warp's first rows in the block's tiles.
     __device__ __forceinline__ WarpProduct(int rowT, int rowN) {
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        // Matrices of x: rows 0-7 and 8-15 of the first 8 of k, then of the next 8. Of w: the first 8 and next 8 of k
-        // of rows 0-7, then of rows 8-15: the order in which the instruction takes its operands' registers.
+        // The matrices of x are rows 0-7 and 8-15 of the first 8 of k, then of the next 8. Those of w are the first 8
+        // and the next 8 of k of rows 0-7, then of rows 8-15. This is the order of the instruction's operand registers.
         _x = tileOffset(rowT + lane % 16, lane / 16);
         _w = tileOffset(rowN + lane % 8 + lane / 16 * 8, lane / 8 % 2);
     }
@@ -128,7 +129,7 @@ public:
     // k: which 16 of the step's 64.
     __device__ __forceinline__ void multiply(uint32_t tileX, uint32_t tileW, int k) {
         uint32_t x[kWarpTile / 16][4], w[kWarpTile / 16][4];
-        // Two chunks further along k is the second-lowest bit of the exchanged chunk number and up.
+        // Each step of two chunks along k changes the swizzled chunk number from its second-lowest bit up.
         const uint32_t atX = tileX + (_x ^ static_cast<uint32_t>(k) << 5),
                        atW = tileW + (_w ^ static_cast<uint32_t>(k) << 5);
 #pragma unroll
@@ -185,7 +186,7 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
                   kInner = kTileDepth / 16;
     extern __shared__ __align__(1024) uint8_t shared[];
     allowNext();
-    if (call.groups.begin) waitForPrevious();  // the tiles' arrays are another kernel's work
+    if (call.groups.begin) waitForPrevious();  // another kernel writes the tiles' arrays
     const TilePlace place = placeOf<Layout::kTileT, Layout::kTileN>(call);
     if (place.begin >= place.end) return;
 
@@ -216,7 +217,7 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
     for (int step = 0; step < steps; ++step) {
         if (call.stages > 2) waitForCopies<1>();
         else waitForCopies<0>();
-        __syncthreads();  // this step's tiles are complete, and everyone is done with the last step's
+        __syncthreads();  // this step's tiles are complete, and no thread reads the last step's any more
         if (step + call.stages - 1 < steps) rows.copy(tiles.x(filled), at(step + call.stages - 1));
         closeCopies();
 #pragma unroll
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
         stage = stage + 1 == call.stages ? 0 : stage + 1;
         filled = filled + 1 == call.stages ? 0 : filled + 1;
     }
-    __syncthreads();  // the tiles give their room to the sums
+    __syncthreads();  // the sums overwrite the tiles
     float* sums = reinterpret_cast<float*>(shared);
     product.template store<Layout::kTileN>(sums, rowT, rowN);
     __syncthreads();

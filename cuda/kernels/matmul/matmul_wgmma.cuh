@@ -1,11 +1,11 @@
-// The matrix product of prefill on Hopper, whose tensor cores run at full speed only by warpgroup instructions. The
-// same pipeline as in matmul_kernel.cuh, with two differences. The products of a step run by themselves: the threads
-// start them, then expand the next step's weights, and one step's products may still be under way when the next step's
-// are started. And weights are the operand of 64 rows, activations that of up to 256: so each weight that is expanded
-// meets 256 rows of x, and a short tile takes the instruction for its number of rows.
+// The matrix product of prefill on Hopper, whose tensor cores reach full speed only with warpgroup instructions. The
+// pipeline is that of matmul_kernel.cuh, with two differences. First, the products of a step are asynchronous: the
+// threads start them and then expand the next step's weights, and one step's products may still run when the next
+// step's start. Second, weights are the operand of 64 rows, and activations that of up to 256. So each expanded weight
+// is multiplied by 256 rows of x, and a short tile uses the instruction for its number of rows.
 //
-// Tiles in shared memory at step s: products s - 1 and s may be reading theirs, weights s + 1 and activations s + 1, s
-// + 2 are being written: three tiles of weights, four of activations.
+// Tiles in shared memory at step s: the products of s - 1 and s may be reading theirs, while weights s + 1 and
+// activations s + 1 and s + 2 are being written. That takes three tiles of weights and four of activations.
 #pragma once
 
 #include "kernels/matmul/matmul_kernel.cuh"
@@ -23,8 +23,8 @@ template <int kTileT> constexpr size_t wgmmaSharedBytes() {
 
 #ifdef SHARPI_WGMMA
 
-// A block's sums of kN rows of x, as WarpgroupProduct leaves them in its threads, to y by way of `sums` in shared
-// memory, which nothing else uses any more.
+// Writes a block's sums of kN rows of x, as WarpgroupProduct leaves them in its threads, to y. They pass through `sums`
+// in shared memory, which nothing else uses any more.
 template <int kThreads, int kTileN, int kN>
 __device__ __forceinline__ void storeSums(const MatmulCall& call, const TilePlace& place, float* sums,
                                           const float (&sum)[kN / 2]) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void storeSums(const MatmulCall& call, const TilePlac
     storeTile<kThreads, kTileN>(call, place, sums);
 }
 
-// kN: rows of x that the block multiplies, of the kTileT that its tiles have room for. sums: all of its shared memory.
+// kN: the rows of x that the block multiplies; its tiles have room for kTileT. sums: all of its shared memory.
 template <DType T, int kTileT, int kN>
 __device__ __forceinline__ void multiplyTile(const MatmulCall& call, const TilePlace& place, float* sums) {
     const uint32_t shared = sharedAddress(sums);
@@ -79,25 +79,25 @@ __device__ __forceinline__ void multiplyTile(const MatmulCall& call, const TileP
         if (step + 1 < steps) weights.store(tileW(step + 1), at(step + 1), 0);
         waitForCopies<1>();  // the next step's activations
         publishToTensorCores();
-        if (step + 2 < steps) weights.fetch(at(step + 2), 0, true);  // not before: publishing may wait for loads
-        waitForProducts<1>();                                        // the last step's, whose tiles are written next
+        if (step + 2 < steps) weights.fetch(at(step + 2), 0, true);  // not earlier: publishing may wait for loads
+        waitForProducts<1>();  // the last step's, whose tiles are overwritten next
         __syncthreads();
     }
     waitForProducts<0>();
-    __syncthreads();  // the tiles give their room to the sums
+    __syncthreads();  // the sums overwrite the tiles
     storeSums<kWgmmaThreads, kWgmmaTileN, kN>(call, place, sums, sum);
 }
 
 #endif
 
-// Compiled without Hopper's own instructions it is empty.
+// Without Hopper's own instructions the kernel is compiled empty.
 template <DType T, int kTileT>
 __global__ void __launch_bounds__(kWgmmaThreads, 256 / kTileT)
     matmulWgmmaKernel(const __grid_constant__ MatmulCall call) {
 #ifdef SHARPI_WGMMA
     extern __shared__ __align__(1024) uint8_t shared[];
     allowNext();
-    if (call.groups.begin) waitForPrevious();  // the tiles' arrays are another kernel's work
+    if (call.groups.begin) waitForPrevious();  // another kernel writes the tiles' arrays
     const TilePlace place = placeOf<kTileT, kWgmmaTileN>(call);
     if (place.begin >= place.end) return;
     float* tiles = reinterpret_cast<float*>(shared);

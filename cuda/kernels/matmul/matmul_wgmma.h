@@ -1,4 +1,4 @@
-// Where prefill's matrix products go on Hopper (matmul_wgmma.cuh), for matmul.cu.
+// The matrix products of prefill on Hopper (matmul_wgmma.cuh), as matmul.cu calls them.
 #pragma once
 
 #include "core/dtype.h"
@@ -8,12 +8,12 @@ namespace sharpi::cuda {
 
 struct MatmulCall;
 
-// The plain form of the product. False, with nothing launched, where it cannot be done so: another device, a build
-// without Hopper's own instructions (the "a" in the architecture 90a), F32, rows that are not whole 16-byte words, or
-// SHARPI_CUDA_WGMMA=0.
+// Launches the product in its plain form. Returns false and launches nothing if Hopper's instructions cannot do it: on
+// another device, in a build without them (the "a" in the architecture 90a), for F32 weights, for rows that are not
+// whole 16-byte words, or with SHARPI_CUDA_WGMMA=0.
 bool matmulByWarpgroups(Stream& stream, const MatmulCall& call, DType type);
-// Its part for so few rows that weights are what takes time (matmul_few_wgmma.cu), with the same bits. False where
-// there are more.
+// The same bits for up to 16 rows, where reading the weights takes the time (matmul_few_wgmma.cu). Returns false and
+// launches nothing for more rows. Asked by matmulByWarpgroups alone.
 bool matmulOfFewRows(Stream& stream, const MatmulCall& call, DType type);
 
 }  // namespace sharpi::cuda

@@ -1,8 +1,8 @@
-// The tensor cores' instructions as functions: a 16 x 8 x 16 product of bf16 (f16 before compute capability 8.0, which
-// has no bf16 units), the loads that feed it from shared memory, and the copies that fill shared memory.
+// The tensor cores' instructions as functions: a 16 x 8 x 16 product of bf16 (of f16 before compute capability 8.0,
+// which lacks bf16 units), the loads that feed it from shared memory, and the copies that fill shared memory.
 //
-// Tiles lie in shared memory as rows of kTileDepth elements (128 bytes), the eight 16-byte chunks of a row exchanged by
-// tileOffset() so that eight rows' chunks of one column fall into different banks: ldmatrix reads those at once.
+// Tiles lie in shared memory as rows of kTileDepth elements (128 bytes). tileOffset() swizzles the eight 16-byte chunks
+// of a row so that the chunks of one column in eight rows are in different banks, since ldmatrix reads those at once.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -11,7 +11,7 @@
 
 namespace sharpi::cuda {
 
-// Elements along k that one step of the pipeline takes: two blocks of a quantized format.
+// Elements along k in one step of the pipeline: two blocks of a quantized format.
 constexpr int kTileDepth = 64;
 constexpr int kTileRowBytes = kTileDepth * 2;
 constexpr int kRowChunks = kTileRowBytes / 16;
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t packPair(float first, float second) {
 #endif
 }
 
-// What packPair rounded to.
+// The two values that packPair rounded to.
 __device__ __forceinline__ float2 unpackPair(uint32_t pair) {
 #if __CUDA_ARCH__ >= 800
     return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
@@ -51,7 +51,7 @@ __device__ __forceinline__ void storeShared(uint32_t address, uint4 value) {
                  : "memory");
 }
 
-// Four 8 x 8 matrices; lanes 8 i .. 8 i + 7 give the addresses of matrix i's rows.
+// Loads four 8 x 8 matrices. Lanes 8 i .. 8 i + 7 have the addresses of matrix i's rows.
 __device__ __forceinline__ void loadMatrices(uint32_t (&out)[4], uint32_t address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
@@ -76,7 +76,7 @@ __device__ __forceinline__ void multiplyAdd(float (&c)[4], const uint32_t (&a)[4
 #endif
 }
 
-// 16 bytes from global to shared memory, both aligned; zeros where not `valid`. Done when a waitForCopies says so.
+// Copies 16 aligned bytes from global to shared memory, or stores zeros if not `valid`. Complete after a waitForCopies.
 __device__ __forceinline__ void copyChunk(uint32_t to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
     const int bytes = valid ? 16 : 0;
@@ -88,14 +88,14 @@ __device__ __forceinline__ void copyChunk(uint32_t to, const void* from, bool va
 #endif
 }
 
-// Closes the group of the copies started since the last call.
+// Closes the group of the copies that were started since the last call.
 __device__ __forceinline__ void closeCopies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits until at most `Pending` of this thread's groups are under way.
+// Waits until at most `Pending` of this thread's groups are in flight.
 template <int Pending> __device__ __forceinline__ void waitForCopies() {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");

@@ -1,6 +1,5 @@
-// Hopper's warpgroup products: 64 rows of one operand by up to 256 of the other, both read from shared memory by the
-// tensor cores themselves while the threads do something else. In tiles as mma.cuh lays them out, which is the layout
-// that the hardware calls 128-byte swizzled.
+// Hopper's warpgroup products: 64 rows of one operand by up to 256 of the other. The tensor cores read both from shared
+// memory while the threads do other work. Tiles are laid out as in mma.cuh, which the hardware calls 128-byte swizzled.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +8,14 @@
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define SHARPI_WGMMA 1
+#elif defined(__CUDA_ARCH__) && defined(SHARPI_HOPPER)
+#error "the build promises code for 90a (SHARPI_HOPPER) and compiles for something else"
 #endif
 
 namespace sharpi::cuda {
 
-// How the hardware finds the rows of a tile at `address` (the first of a group of 8 rows, plus 32 bytes for each 16
-// elements along k): groups of 8 rows follow each other, 128-byte swizzled.
+// Tells the hardware where the rows of a tile are. `address` is the first of a group of 8 rows, plus 32 bytes for each
+// 16 elements along k. Groups of 8 rows are contiguous and 128-byte swizzled.
 __device__ __forceinline__ uint64_t tileDescriptor(uint32_t address) {
     constexpr uint64_t kSwizzled = uint64_t{1} << 62, kGroupBytes = uint64_t{8 * kTileRowBytes / 16} << 32,
                        kUnused = uint64_t{1} << 16;
@@ -23,18 +24,19 @@ __device__ __forceinline__ uint64_t tileDescriptor(uint32_t address) {
 
 #ifdef SHARPI_WGMMA
 
-// What this thread wrote to shared memory becomes visible to the tensor cores, after the next barrier.
+// Makes what this thread wrote to shared memory visible to the tensor cores after the next barrier.
 __device__ __forceinline__ void publishToTensorCores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void beginProducts() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void closeProducts() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits until at most `Pending` groups of products are under way.
+// Waits until at most `Pending` groups of products are in flight.
 template <int Pending> __device__ __forceinline__ void waitForProducts() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// sum += a b for 16 elements along k: a has 64 rows, b kN. A warp has 16 rows of a: lane l rows l / 4 and l / 4 + 8, of
-// each 8 rows j of b those at 2 (l mod 4) and the next: sum[4 j + 2 (second row of a) + (second row of b)].
+// sum += a b for 16 elements along k; a has 64 rows, b has kN. A warp has 16 rows of a. Lane l has rows l / 4 and
+// l / 4 + 8 of a and, of each group j of 8 rows of b, row 2 (l mod 4) and the next. They are in
+// sum[4 j + 2 (second row of a) + (second row of b)].
 template <int kN> struct WarpgroupProduct;
 
 #define SHARPI_F8(c, i)                                                                                         \

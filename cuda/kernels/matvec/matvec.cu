@@ -1,18 +1,18 @@
-// Products of quantized weights with few rows: most of what a token costs. How they are computed is in
-// matvec_kernel.cuh and matvec_product.cuh; float weights are compiled in matvec_float.cu.
+// Launches the products of quantized weights with few rows, which take most of a token's time. matvec_kernel.cuh and
+// matvec_product.cuh have the kernels. matvec_float.cu compiles those for float weights.
 //
-// Matrices of one type that read the same activations share a launch, since at batch 1 a launch's beginning and end
-// are a large part of it.
+// Matrices of one type that read the same activations share a launch, because the beginning and the end of a launch are
+// a large part of its time at batch 1.
 #include "kernels/matvec/matvec_product.cuh"
 
 namespace sharpi::cuda {
 
-// 0 stands for rows of the outputs alone.
+// A stride of 0 means that rows have no more than the outputs.
 static int32_t outputStride(const Matrix& w, int64_t stride) {
     if (stride == 0) return static_cast<int32_t>(w.rows);
     if (stride < w.rows || stride > int64_t{1} << 30)
         throw Error(ErrorKind::Internal,
-                    "matvec: " + std::to_string(w.rows) + " outputs in rows of " + std::to_string(stride));
+                    "matvec: " + std::to_string(w.rows) + " outputs do not fit in rows of " + std::to_string(stride));
     return static_cast<int32_t>(stride);
 }
 
@@ -51,7 +51,7 @@ void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<Ma
         for (size_t i = first; i < outputs.size() && p.count < kMaxProducts; ++i) {
             if (done[i] || outputs[i].w.type != leader.type) continue;
             if (outputs[i].w.cols != leader.cols)
-                throw Error(ErrorKind::Internal, "matvec: outputs with different columns");
+                throw Error(ErrorKind::Internal, "matvec: matrices with different numbers of columns");
             done[i] = true;
             if (outputs[i].w.rows > 0)
                 p.product[p.count++] = productOf(outputs[i].w, outputs[i].bias, outputs[i].y, outputs[i].stride);

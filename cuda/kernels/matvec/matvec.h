@@ -1,23 +1,23 @@
-// Products of packed weights with few rows, to the bit as core/contract.h defines them: decode's kernels.
+// Products of packed weights with few rows, bit for bit as core/contract.h defines them: the kernels of decode.
 #pragma once
 
 #include <vector>
 
+#include "core/host_rows.h"
 #include "core/matrix.h"
 #include "kernels/rows/rows.h"
 
 namespace sharpi::cuda {
 
-// The most rows that one call takes. More rows that follow the contract take several calls.
-constexpr int kMaxMatvecRows = 8;
+using sharpi::kMaxMatvecRows;  // the most rows of one call
 
-// What a product reads: float weights read `floats` [rows, cols], quantized ones `quantized`.
+// The input of a product. Float weights read `floats` [rows, cols], quantized ones read `quantized`.
 struct MatvecInput {
     const float* floats = nullptr;
     QuantizedRows quantized;
 };
 
-// The same rows from row `row` on.
+// The same input from row `row` on.
 inline MatvecInput rowsFrom(const MatvecInput& x, int64_t row, int64_t cols) {
     return {x.floats ? x.floats + row * cols : nullptr, rowsFrom(x.quantized, row, cols)};
 }
@@ -29,36 +29,37 @@ struct MatvecOutput {
     int64_t stride = 0;  // 0: w.rows
 };
 
-// y = w x + bias for all outputs (same cols, any types), in as few launches as there are types.
+// y = w x + bias for all outputs (same cols, any types), with one launch for each type.
 void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<MatvecOutput>& outputs);
-// residual += w x + bias; row t of residual at + t * stride (0: w.rows)
+// residual += w x + bias. Row t of residual is at residual + t * stride (0: w.rows).
 void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, const float* bias, float* residual,
                int64_t stride = 0);
-// silu(gate x) * (up x) in the forms asked for (out.half is ignored). gate and up have the same type and shape: rows
-// [begin, begin + gate.rows) of matrices of `hidden` rows (0: gate.rows), begin a multiple of 32. out's rows have
-// `hidden` columns, of which those are written.
+// silu(gate x) * (up x) in the requested forms (out.half is ignored). gate and up have the same type and shape. They
+// are rows [begin, begin + gate.rows) of matrices with `hidden` rows (0: gate.rows); begin is a multiple of 32. out's
+// rows have `hidden` columns, of which only these are written.
 void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up,
                  const RowOutputs& out, int64_t begin = 0, int64_t hidden = 0);
 
-// A stack of expert matrices, each packed by itself.
+// A stack of expert matrices, each packed on its own.
 using ExpertStack = MatrixStack;
 
-// chosen: [rows, used], the experts of each row by rank; pair p = row * used + rank. expertGated and expertMatvec pass
-// over pairs whose chosen[p] is negative: their outputs stay as they were. expertDownAdd needs all of them. Pair p's
-// silu(gate x) * (up x), x the row of the pair, in the forms asked for ([rows * used, hidden]).
+// chosen: [rows, used], the experts of each row by rank; pair p = row * used + rank. expertGated and expertMatvec skip
+// pairs whose chosen[p] is negative, and leave their outputs unchanged. expertDownAdd needs all pairs.
+
+// silu(gate x) * (up x) of every pair, with x the row of the pair, in the requested forms ([rows * used, hidden]).
 void expertGated(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& gate, const ExpertStack& up,
                  const int32_t* chosen, int32_t used, const RowOutputs& out);
-// y[p, :] = (expert chosen[p] of w) x[p or its row, :]: the general form, for stacks whose types differ.
-// rowPerPair: x has one row a pair, else one a row.
+// y[p, :] = (expert chosen[p] of w) x[p or its row, :]. This is the general form, for stacks whose types differ.
+// rowPerPair: x has a row for each pair; else it has one for each row.
 void expertMatvec(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& w, const int32_t* chosen,
                   int32_t used, bool rowPerPair, float* y);
-// residual[t, :] += sum over ranks k ascending of weight[t, k] * (down x[t * used + k, :]), the sum starting at +0 by
-// fma; then the shared answer.
+// residual[t, :] += sum over ascending ranks k of weight[t, k] * (down x[t * used + k, :]), starting at +0, by fma;
+// then the shared answer.
 void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& down, const int32_t* chosen,
                    const float* weight, int32_t used, float* residual, const SharedAnswer& shared = {});
 
-// One thread a product, straight from the file's layout (w.data: device memory, unpacked): what the fast kernels are
-// tested against.
+// A plain product, straight from the file's layout (w.data: device memory, unpacked). The fast kernels are tested
+// against it.
 void matvecReference(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, const float* bias, float* y);
 
 }  // namespace sharpi::cuda

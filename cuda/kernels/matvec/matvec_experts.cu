@@ -1,4 +1,4 @@
-// The second half of a layer of experts: down, weighted and summed into the residual in one launch
+// Launches the second half of a layer of experts: down, weighted and added to the residual in one launch
 // (matvec_experts.cuh).
 #include "kernels/matvec/matvec_experts.cuh"
 
@@ -9,7 +9,7 @@ void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertS
     const Matrix& first = down.first;
     if (rows == 0 || first.rows == 0) return;
     if (used < 1 || used > 1024)
-        throw Error(ErrorKind::Internal, "expertDownAdd: " + std::to_string(used) + " experts a token");
+        throw Error(ErrorKind::Internal, "expertDownAdd: " + std::to_string(used) + " experts for each token");
     checkShape(first);
     DownProduct p;
     p.data = first.data;

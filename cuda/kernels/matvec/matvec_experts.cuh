@@ -1,8 +1,8 @@
-// residual += the weighted sum, over the experts of a token, of what each makes of its own activations.
+// residual += the weighted sum of the down products of a token's experts, each of its own activations.
 //
-// A block owns eight output rows of one token and goes through them for all experts: an item is a pair of rows of one
-// expert, and the warps take the items in turn, so that the weights of several experts are in flight at once however
-// few blocks a row has. The sums meet in shared memory, where one thread a row adds them in the order of the ranks.
+// A block owns eight output rows of one token for all experts. An item is a pair of rows of one expert, and the warps
+// take items in turn, so that the weights of several experts are in flight at once, however few blocks there are. The
+// sums meet in shared memory, where one thread for each row adds them in the order of the ranks.
 #pragma once
 
 #include "core/portable.h"
@@ -10,9 +10,9 @@
 
 namespace sharpi::cuda {
 
-constexpr int kDownRows = 8;  // of a block
+constexpr int kDownRows = 8;  // output rows of a block
 // An expert's rows are short and there are few blocks: registers are better spent on loads than on warps.
-constexpr int kDownSlots = 4;
+constexpr int kDownStages = 4;
 
 struct DownProduct {
     const uint8_t* data = nullptr;
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kMatvecThreads, 2) downKernel(const __grid_con
         return RowPair<D>{{base, base}, {first, row + 1 < p.rows ? first + units : first}};
     };
     const int items = p.used * kPairs;
-    Pipeline<D, 1, kDownSlots> pipeline(p.cols, (items - warp + kMatvecWarps - 1) / kMatvecWarps);
+    Pipeline<D, 1, kDownStages> pipeline(p.cols, (items - warp + kMatvecWarps - 1) / kMatvecWarps);
     pipeline.start(place);
     const int row = firstRow + static_cast<int>(threadIdx.x);
     const bool writes = threadIdx.x < kDownRows && row < p.rows;

@@ -1,8 +1,9 @@
 // The matrix-vector kernels for float weights: F32, F16 and BF16.
 //
-// They are the quantized ones' with other steps (Steps<D, true> in matvec_kernel.cuh): element i of a row belongs to
-// lane i mod 32, so lanes read consecutive elements, eight a step. Small loads, but several steps of them are in
-// flight; these are a model's routers and norms' neighbours, or whole models kept for comparison.
+// They are the kernels for quantized weights with other steps (Steps<D, true> in matvec_kernel.cuh). Element i of a row
+// belongs to lane i mod 32, so lanes read consecutive elements, eight of them in a step. The loads are small, but
+// several steps are in flight. Float weights are routers and other small matrices of a model, or whole models kept for
+// comparison.
 #include "kernels/matvec/matvec_experts.cuh"
 #include "kernels/matvec/matvec_gated.cuh"
 #include "kernels/matvec/matvec_product.cuh"

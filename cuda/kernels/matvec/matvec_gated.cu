@@ -1,4 +1,4 @@
-// The gated first half of a feed-forward layer, dense or an expert's: gate and up, SiLU, their product and its
+// Launches the gated first half of a feed-forward layer, dense or of experts: gate and up, SiLU, their product and its
 // quantization in one launch (matvec_gated.cuh).
 #include "kernels/matvec/matvec_gated.cuh"
 
@@ -24,7 +24,7 @@ static GatedProduct gatedOf(const MatvecInput& x, int rows, const Matrix& gate, 
     return p;
 }
 
-// The same outputs from column `begin` on, so that the kernel need not know of it.
+// The same outputs from column `begin` on, so that the kernel does not need to know `begin`.
 static RowOutputs columnsFrom(const RowOutputs& out, int64_t begin) {
     RowOutputs shifted = out;
     const int64_t block = begin / kContractBlock;
@@ -43,8 +43,9 @@ void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& g
     const int64_t width = hidden == 0 ? gate.rows : hidden;
     if (begin < 0 || begin % kContractBlock != 0 || width - begin < gate.rows || width > int64_t{1} << 30 ||
         (out.quantized.q && width % kContractBlock != 0))
-        throw Error(ErrorKind::Internal, "matvecGated: " + std::to_string(gate.rows) + " values from " +
-                                             std::to_string(begin) + " on in rows of " + std::to_string(width));
+        throw Error(ErrorKind::Internal, "matvecGated: " + std::to_string(gate.rows) + " values from column " +
+                                             std::to_string(begin) + " on do not fit in rows of " +
+                                             std::to_string(width));
     GatedProduct p = gatedOf(x, rows, gate, up, columnsFrom(out, begin));
     p.width = static_cast<int32_t>(width);
     withType(gate.type, [&](auto tag) { launchGated<decltype(tag)::kType>(stream, p, 1); });

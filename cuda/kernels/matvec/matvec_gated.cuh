@@ -1,8 +1,8 @@
 // silu(gate x) * (up x), for a layer's two matrices or for the expert of each pair.
 //
-// A block owns 32 consecutive rows of both matrices, four of each a warp, so that what it computes is one block of the
-// activations that the next product reads: it is quantized here, and the floats need never be written. A warp's pair of
-// rows is one of gate and the same one of up; the lane that has gate's sum gets up's from its neighbour.
+// A block owns 32 consecutive rows of both matrices, four of each for a warp. So its results are one block of the
+// activations that the next product reads. It is quantized here, and the floats need not be written. A warp's pair of
+// rows is one row of gate and the same row of up. The lane that has gate's sum gets up's from its neighbour.
 #pragma once
 
 #include "kernels/matvec/matvec_kernel.cuh"
@@ -14,14 +14,14 @@ constexpr int kGatedRowsPerWarp = kContractBlock / kMatvecWarps;
 
 struct GatedProduct {
     const uint8_t *gate = nullptr, *up = nullptr;
-    PackedShape shape;  // of each
+    PackedShape shape;  // of each matrix
     int32_t hidden = 0, cols = 0;
-    int32_t width = 0;  // columns of out's rows, of which these are some
+    int32_t width = 0;  // columns of out's rows, of which `hidden` are written
     MatvecInput x;
-    int32_t rows = 0;   // of activations
-    int32_t ahead = 0;  // units that a warp fetches ahead
+    int32_t rows = 0;   // rows of activations
+    int32_t ahead = 0;  // units that a warp prefetches
     RowOutputs out;
-    // Experts: pair p = blockIdx.y reads row p / used of x and writes row p; nothing is done where chosen[p] < 0.
+    // Experts: pair p = blockIdx.y reads row p / used of x and writes row p. A pair with chosen[p] < 0 is skipped.
     const int32_t* chosen = nullptr;
     int64_t gateStride = 0, upStride = 0;
     int32_t used = 0;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) gatedKernel(c
     const auto x = activations<S, kShared>(p.x, kExperts ? pair / p.used : 0, p.rows, p.cols, shared);
     if (kExperts) {
         const int64_t expert = p.chosen[pair];
-        if (expert < 0) {  // no one's: passed over
+        if (expert < 0) {  // no expert: skipped
             if (kShared) finishCopies();
             return;
         }
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) gatedKernel(c
         quantizeLane(p.out.quantized, pair + warp, p.width / kContractBlock, blockIdx.x, values[warp][lane]);
 }
 
-// pairs: of experts; 1 without. Fills in ahead.
+// pairs: the pairs of rows and experts; 1 for a dense layer. Sets p.ahead.
 template <DType D> void launchGated(Stream& stream, GatedProduct p, int64_t pairs) {
     const dim3 grid(static_cast<unsigned>((p.hidden + kContractBlock - 1) / kContractBlock),
                     static_cast<unsigned>(pairs));

@@ -1,17 +1,20 @@
-// How a warp multiplies rows of weights with a few rows of activations: what all kernels of matvec.h have in common.
+// How a warp multiplies rows of weights by a few rows of activations. All kernels of matvec.h share this code.
 //
-// A warp owns whole rows and works on two at once; a lane owns the accumulator of its number (core/contract.h): of a
-// quantized row the blocks lane, lane + 32, ..., of a float row the elements. So the sum needs no order but each lane's
-// own, and what is loaded from the activations serves two rows. Memory has to be kept busy by few warps, therefore:
+// A warp owns whole rows and works on two at once. A lane owns the accumulator with its number (core/contract.h): it
+// has blocks lane, lane + 32, ... of a quantized row, or those elements of a float row. So the sum needs no order but
+// each lane's own, and a load of activations serves two rows. Few warps have to keep the memory busy, and they do it
+// so:
 //
-// - The rows of a warp are one stream of steps (a step is a block, or eight float elements, a lane), through which a
-//   few steps of loads always run ahead, over the end of one pair of rows into the next.
-// - Weights are written by no kernel: the first loads are issued before the predecessor has ended, and wait for memory
-//   while it does; a part of what follows is asked for into the second-level cache. Activations are copied to shared
-//   memory afterwards, once a block: one wait for that cache instead of one in every step.
-// - Integers become floats by an addition: the bits of 1.5 * 2^23 plus n are the float 12582912 + n for |n| < 2^22,
-//   so dp4a sums that start there cost one subtraction to convert, exactly. Larger products (a sub-block's scale times
-//   its sum, below 2^24) are multiplied as floats, exactly too.
+// - The rows of a warp are one stream of steps. In a step, each lane has a block or eight float elements. A few steps
+// of
+//   loads always run ahead, past the end of one pair of rows into the next.
+// - No kernel writes weights. So the first loads are issued before the predecessor has ended, and overlap with its end;
+// a
+//   part of the following weights is prefetched into the L2 cache. Activations are copied to shared memory afterwards,
+//   once for each block: that waits for the L2 cache once instead of in every step.
+// - Integers become floats by an addition: the bits of 1.5 * 2^23 plus n are the float 12582912 + n for |n| < 2^22. So
+//   dp4a sums that start there are converted by one subtraction, exactly. Larger products (a sub-block's scale times
+//   its sum, below 2^24) are multiplied as floats, which is exact too.
 #pragma once
 
 #include "core/contract.h"
@@ -23,22 +26,20 @@ namespace sharpi::cuda {
 
 constexpr int kMatvecWarps = 8;
 constexpr int kMatvecThreads = kMatvecWarps * 32;
-// Shared memory that every device gives without asking. Activations that need more are read through the first-level
+// Shared memory that every device grants without allowShared(). Activations that need more are read through the L1
 // cache.
 constexpr size_t kMatvecSharedBytes = 48 * 1024;
 
-constexpr bool isFloatType(DType type) { return type == DType::F32 || type == DType::F16 || type == DType::BF16; }
-
-// Makes a value one that the compiler keeps, rather than putting it together anew in every step.
+// Makes the compiler keep a value instead of computing it again in every step.
 __device__ __forceinline__ void keep(const uint8_t*& address) { asm volatile("" : "+l"(address)); }
 __device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
-// --- the second-level cache -----------------------------------------------------------------------------------------
+// --- the L2 cache ---------------------------------------------------------------------------------------------------
 
-// What a launch may have on its way to the cache beyond the loads in flight.
+// Bytes that a launch may prefetch into the cache beyond the loads in flight.
 constexpr int64_t kAheadBytes = 12 * 1024 * 1024;
 
-// Asks for bytes [begin, end) of packed weights, by one thread. Matrices begin and end at whole pieces of 16.
+// One thread prefetches bytes [begin, end) of packed weights. Matrices begin and end at multiples of 16 bytes.
 __device__ __forceinline__ void fetchToCache(const void* begin, const void* end) {
 #if __CUDA_ARCH__ >= 900
     const uint64_t from = __cvta_generic_to_global(begin) & ~uint64_t{15},
@@ -55,7 +56,7 @@ __device__ __forceinline__ uint32_t sharedAddress(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Loads by address: the compiler would make each from the block's window anew.
+// Loads by address, because the compiler would compute each address from the block's window again.
 template <int kOffset> __device__ __forceinline__ uint4 loadShared4(uint32_t at) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
@@ -69,7 +70,7 @@ __device__ __forceinline__ uint2 loadShared2(uint32_t at) {
     return v;
 }
 
-// One piece of kBytes, not waiting for it where the device can do so.
+// Copies one piece of kBytes, asynchronously if the device can.
 template <int kBytes> __device__ __forceinline__ void copyToShared(void* to, const void* from) {
 #if __CUDA_ARCH__ >= 800
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(sharedAddress(to)), "l"(from), "n"(kBytes)
@@ -92,23 +93,23 @@ __device__ __forceinline__ void finishCopies() {
 constexpr float kIntegerBias = 12582912.0f;
 constexpr int kIntegerBiasBits = 0x4b400000;
 
-// The float of a sum that started at kIntegerBiasBits.
+// The value of a sum that started at kIntegerBiasBits.
 __device__ __forceinline__ float unbiased(int biased) { return __fsub_rn(__int_as_float(biased), kIntegerBias); }
 __device__ __forceinline__ float exactFloat(int n) { return unbiased(n + kIntegerBiasBits); }
 
-// a0 * (low half of pair) + a1 * (its high half) + c; pair holds two int16, factors two int8.
+// factor0 * (low half of pair) + factor1 * (high half of pair) + c. pair holds two int16; the factors fit in int8.
 __device__ __forceinline__ int addPair(int pair, int factor0, int factor1, int c) {
     return __dp2a_lo(pair, (factor0 & 255) | (factor1 & 255) << 8, c);
 }
 
-// As __dp4a, the bytes of a unsigned.
+// Like __dp4a, but the bytes of a are unsigned.
 __device__ __forceinline__ int addUnsigned(uint32_t a, uint32_t b, int c) {
     int out;
     asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
     return out;
 }
 
-// bits & mask | into: one instruction, which the compiler would take apart to put constants together.
+// bits & mask | into, as one instruction. The compiler would split it up to combine constants.
 __device__ __forceinline__ uint32_t insert(uint32_t bits, uint32_t mask, uint32_t into) {
     uint32_t out;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(bits), "r"(mask), "r"(into));
@@ -122,15 +123,15 @@ struct QuantizedBlock {
     int sums;
 };
 
-// What Scales says, as floats.
+// The numbers of Scales, as floats.
 struct FloatScales {
     float d, m, sub0, sub1, min0, min1;
 };
 
 template <DType D> __device__ __forceinline__ FloatScales floatScales(const typename Format<D>::Raw& raw, int j) {
     if constexpr (D == DType::Q4_K || D == DType::Q5_K) {
-        // The bits of (kIntegerBias + sub) and of (kIntegerBias + 16 min) are put together in place: rotated, the upper
-        // two bits of both stand above a nibble.
+        // The bits of (kIntegerBias + sub) and of (kIntegerBias + 16 min) are assembled in place: after a rotation, the
+        // upper two bits of both stand above a nibble.
         const uint4& words = raw.scale;
         const uint32_t low = permute(words.z, words.w, j), high = __funnelshift_r(words.y, words.y, 4 * j - 4);
         const uint32_t sub = insert(low, 0x0f, insert(high, 0x30, kIntegerBiasBits));
@@ -149,13 +150,13 @@ template <DType D, bool isFloat = isFloatType(D)> struct Steps;
 template <DType D> struct Steps<D, false> {
     using F = Format<D>;
     using Raw = typename F::Raw;
-    static constexpr int kStep = 32;  // units (blocks) of a row in a step: one a lane
+    static constexpr int kStep = 32;  // units (blocks) of a row in a step: one for each lane
     static constexpr int kUnitElements = 32;
 
     // --- weights
 
-    using Base = Planes;  // of a matrix
-    // Of blocks in a matrix. Indices take fewer registers than addresses, and no more instructions.
+    using Base = Planes;  // those of a matrix
+    // The number of a block in a matrix. Indices take fewer registers than addresses, and no more instructions.
     using Index = uint32_t;
     static __device__ __forceinline__ Base base(const uint8_t* data, const PackedShape& shape) {
         Base planes = PlanesOf<D>::begin(data, shape);
@@ -165,7 +166,7 @@ template <DType D> struct Steps<D, false> {
         if constexpr (PlanesOf<D>::template kBytes<3> != 0) keep(planes.plane[3]);
         return planes;
     }
-    // Lanes past the row's end load its last block, which is not added.
+    // Lanes past the row's end load its last block and do not add it.
     static __device__ __forceinline__ Raw load(const Base& base, Index first, int units, int step, int lane) {
         return F::loadAt(PlanesOf<D>::at(base, first + min(step * kStep + lane, units - 1)), lane % 8);
     }
@@ -179,10 +180,11 @@ template <DType D> struct Steps<D, false> {
 
     // --- activations
 
-    // Rows in shared memory: for each step the lanes' first 16 elements, then their last 16, then scale and sums.
+    // A row in shared memory has, for each step, the lanes' first 16 elements, then their last 16, then scales and
+    // sums.
     static constexpr int kStepBytes = 32 * (16 + 16 + 8);
     struct SharedInput {
-        uint32_t wide, narrow;  // a lane's, in the first step
+        uint32_t wide, narrow;  // the lane's places in the first step
         int steps;
         __device__ __forceinline__ QuantizedBlock read(int row, int step, int, int) const {
             const uint32_t offset = static_cast<uint32_t>((row * steps + step) * kStepBytes);
@@ -238,15 +240,15 @@ template <DType D> struct Steps<D, false> {
     static constexpr bool kPlainNibbles = D == DType::Q4_0 || D == DType::Q4_1 || D == DType::Q4_K;
     static constexpr int kOffset = F::kOffset;
 
-    // The block's sum of code * q, for types with one scale a block.
+    // The block's sum of code * q, for types with one scale for each block.
     static __device__ __forceinline__ float dot(const uint32_t (&codes)[8], const QuantizedBlock& x) {
         int sum = kOffset ? addPair(x.sums, -kOffset, -kOffset, kIntegerBiasBits) : kIntegerBiasBits;
 #pragma unroll
         for (int k = 0; k < 8; ++k) sum = __dp4a(static_cast<int>(codes[k]), static_cast<int>(x.q[k]), sum);
         return unbiased(sum);
     }
-    // The same from nibbles where they are. The high ones count 16 times too much: the sum of both floats, one of them
-    // divided by 16, is exact, as is taking off what both were biased by.
+    // The same, with nibbles in place. The high ones count 16 times too much, so their sum is divided by 16 as a float.
+    // Adding both floats is exact, and so is subtracting both biases.
     static __device__ __forceinline__ float nibbleDot(const uint4& words, const QuantizedBlock& x) {
         const uint32_t w[4] = {words.x, words.y, words.z, words.w};
         int low = kOffset ? addPair(x.sums, -kOffset, -kOffset, kIntegerBiasBits) : kIntegerBiasBits,
@@ -259,7 +261,7 @@ template <DType D> struct Steps<D, false> {
         return __fsub_rn(fmaf(__int_as_float(high), 0.0625f, __int_as_float(low)), kIntegerBias * 1.0625f);
     }
 
-    // The accumulator after a block: J and M of the contract.
+    // The accumulator after a block, from J and M of the contract.
     static __device__ __forceinline__ float addScaled(float j, const FloatScales& w, const QuantizedBlock& x,
                                                       float acc) {
         acc = fmaf(__fmul_rn(w.d, x.scale), j, acc);
@@ -286,7 +288,7 @@ template <DType D> struct Steps<D, false> {
         return addScaled(fmaf(w.sub1, unbiased(dot1), __fmul_rn(w.sub0, unbiased(dot0))), w, x, acc);
     }
 
-    // rowOf(t): which row of x. acc[t][r] belongs to weight row r.
+    // rowOf(t): the number of the row of x. acc[t][r] belongs to weight row r.
     template <int T, typename Input, typename RowOf>
     static __device__ __forceinline__ void add(const Raw (&raw)[2], const Input& x, const RowOf& rowOf, int units,
                                                int step, int lane, float (&acc)[T][2]) {
@@ -401,7 +403,8 @@ template <DType D> struct Steps<D, true> {
     }
 };
 
-// Rows from `firstRow` on: to shared memory, where finishCopies() must follow, or where they are.
+// The rows from `firstRow` on. With kShared, copies them to shared memory, and finishCopies() must follow; else they
+// are read in place.
 template <typename S, bool kShared>
 __device__ __forceinline__ auto activations(const MatvecInput& x, int64_t firstRow, int rows, int cols,
                                             uint8_t* shared) {
@@ -415,20 +418,21 @@ __device__ __forceinline__ auto activations(const MatvecInput& x, int64_t firstR
 
 // --- the stream of steps ---------------------------------------------------------------------------------------------
 
-// Two rows of weights: each in a matrix at base, its first unit (block or element) counted from there.
+// Two rows of weights. Each has the base of its matrix, and the number of its first unit (block or element) there.
 template <DType D> struct RowPair {
     typename Steps<D>::Base base[2];
     typename Steps<D>::Index first[2];
 };
 
-// Steps in flight, and blocks of 256 threads that shall fit on a multiprocessor together. A step of floats is a small
-// part of a row, and small matrices of them have few warps.
+// Steps in flight, and the blocks of 256 threads that must fit on a multiprocessor together. A step of floats is a
+// small part of a row, and small float matrices have few warps.
 constexpr int stepsAhead(DType type, int rows) { return isFloatType(type) && rows == 1 ? 4 : 2; }
 constexpr int minBlocks(DType type, int rows) { return isFloatType(type) || rows > 1 ? 2 : 3; }
 
-// The items (pairs of rows) of a warp, with the loads of kSlots steps in flight. place(item) gives a RowPair.
-template <DType D, int T, int kSlots = stepsAhead(D, T)> class Pipeline {
-    static_assert(kSlots == 2 || kSlots == 4);
+// Goes through the items (pairs of rows) of a warp with the loads of kStages steps in flight. place(item) returns a
+// RowPair.
+template <DType D, int T, int kStages = stepsAhead(D, T)> class Pipeline {
+    static_assert(kStages == 2 || kStages == 4);
 
 public:
     using S = Steps<D>;
@@ -439,31 +443,32 @@ public:
           _items(items),
           _lane(threadIdx.x % 32) {}
 
-    // Of the rows' units, `count` from `first` on: to the second-level cache, if there is more to come than the first
-    // loads.
+    // Prefetches `count` of the rows' units from `first` on into the L2 cache, unless the first loads already cover
+    // all.
     __device__ __forceinline__ void fetchAhead(const typename S::Base& base, typename S::Index first,
                                                int64_t count) const {
-        if (_lane == 0 && _items * _steps > kSlots && count > 0) S::fetchAhead(base, first, count);
+        if (_lane == 0 && _items * _steps > kStages && count > 0) S::fetchAhead(base, first, count);
     }
 
-    // The first loads of all.
+    // Issues the first loads.
     template <typename Place> __device__ __forceinline__ void start(const Place& place) {
         if (_items <= 0) return;
         _rows = place(0);
 #pragma unroll
-        for (int slot = 0; slot < kSlots; ++slot) fetch(_slots[slot], place);
+        for (int i = 0; i < kStages; ++i) fetch(_stages[i], place);
     }
 
-    // rowOf(item, t): which row of x; done(item, acc) gets every finished pair, with its accumulators still apart.
+    // rowOf(item, t): the number of the row of x. done(item, acc) receives every finished pair, with its accumulators
+    // not yet summed up.
     template <typename Input, typename Place, typename RowOf, typename Done>
     __device__ __forceinline__ void run(const Input& x, const Place& place, const RowOf& rowOf, const Done& done) {
         if (_items <= 0) return;
         float acc[T][2] = {};
         int item = 0, step = 0, turns = _items * _steps;
-        // One step out of a slot, which is then loaded anew.
-        const auto turn = [&](typename S::Raw(&slot)[2]) {
-            S::template add<T>(slot, x, [&](int t) { return rowOf(item, t); }, _units, step, _lane, acc);
-            fetch(slot, place);
+        // Computes the step that a stage holds, then reloads the stage.
+        const auto turn = [&](typename S::Raw(&stage)[2]) {
+            S::template add<T>(stage, x, [&](int t) { return rowOf(item, t); }, _units, step, _lane, acc);
+            fetch(stage, place);
             if (++step < _steps) return;
             done(item, acc);
             ++item;
@@ -471,39 +476,39 @@ public:
 #pragma unroll
             for (int t = 0; t < T; ++t) acc[t][0] = acc[t][1] = 0.0f;
         };
-        // Written out, so that the slots stay in registers.
+        // Written out, so that the stages stay in registers.
         while (true) {
-            turn(_slots[0]);
+            turn(_stages[0]);
             if (--turns == 0) return;
-            turn(_slots[1]);
+            turn(_stages[1]);
             if (--turns == 0) return;
-            if constexpr (kSlots == 4) {
-                turn(_slots[2]);
+            if constexpr (kStages == 4) {
+                turn(_stages[2]);
                 if (--turns == 0) return;
-                turn(_slots[3]);
+                turn(_stages[3]);
                 if (--turns == 0) return;
             }
         }
     }
 
 private:
-    template <typename Place> __device__ __forceinline__ void fetch(typename S::Raw (&slot)[2], const Place& place) {
+    template <typename Place> __device__ __forceinline__ void fetch(typename S::Raw (&stage)[2], const Place& place) {
         if (_item >= _items) return;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) slot[r] = S::load(_rows.base[r], _rows.first[r], _units, _step, _lane);
+        for (int r = 0; r < 2; ++r) stage[r] = S::load(_rows.base[r], _rows.first[r], _units, _step, _lane);
         if (++_step < _steps) return;
         _step = 0;
         if (++_item < _items) _rows = place(_item);
     }
 
     const int _units, _steps, _items, _lane;
-    typename S::Raw _slots[kSlots][2];
+    typename S::Raw _stages[kStages][2];
     RowPair<D> _rows;
-    int _item = 0, _step = 0;  // what is loaded next
+    int _item = 0, _step = 0;  // the item and step to load next
 };
 
-// The sums of N rows' accumulators (a power of two up to 32), in the contract's order: lane l gets the sum of row
-// l / (32 / N). Lanes that would compute a sum twice take over half of the rows instead.
+// The sums of the accumulators of N rows (a power of two up to 32), in the contract's order. Lane l gets the sum of row
+// l / (32 / N). In each round two groups of lanes would compute the same sums, so each takes half of the rows instead.
 template <int N, int kWidth = 16> __device__ __forceinline__ float sumAccumulators(const float (&v)[N], int lane) {
     if constexpr (N > 1) {
         const bool upper = lane & kWidth;
@@ -522,7 +527,7 @@ template <int N, int kWidth = 16> __device__ __forceinline__ float sumAccumulato
     }
 }
 
-// The same for acc[t][r]: lane l gets that of t, r with 2 t + r = l / (32 / (2 T)).
+// The same for acc[t][r]. Lane l gets the sum with 2 t + r = l / (32 / (2 T)).
 template <int T> __device__ __forceinline__ float sumPairs(const float (&acc)[T][2], int lane) {
     float v[2 * T];
 #pragma unroll
@@ -530,7 +535,7 @@ template <int T> __device__ __forceinline__ float sumPairs(const float (&acc)[T]
     return sumAccumulators(v, lane);
 }
 
-// Units of its rows that each warp fetches ahead: as many as all warps that run at once may together.
+// The units of its rows that each warp prefetches. All warps that run at once share kAheadBytes.
 inline int32_t aheadUnits(const Stream& stream, DType type, int64_t blocks, int rows) {
     const int64_t atOnce = static_cast<int64_t>(stream.device().multiprocessors) * minBlocks(type, rows);
     const int64_t bytes = kAheadBytes / (kMatvecWarps * (blocks < atOnce ? blocks : atOnce));
@@ -545,7 +550,7 @@ template <int T, bool shared, bool experts> struct Variant {
     static constexpr bool kShared = shared, kExperts = experts;
 };
 
-// f(Variant): for `rows` rows of activations, which take `bytes` in shared memory.
+// Calls f(Variant{}) for `rows` rows of activations, which take `bytes` of shared memory.
 template <typename F> void withVariant(int rows, size_t bytes, bool experts, F&& f) {
     if (rows < 1 || rows > kMaxMatvecRows)
         throw Error(ErrorKind::Internal, "a matrix-vector product of " + std::to_string(rows) + " rows");
@@ -555,17 +560,7 @@ template <typename F> void withVariant(int rows, size_t bytes, bool experts, F&&
     return rows <= 4 ? f(Variant<4, false, false>{}) : f(Variant<8, false, false>{});
 }
 
-// f(Tag<type>{}) for every type.
-template <typename F> void withType(DType type, F&& f) {
-    switch (type) {
-    case DType::F32: return f(Tag<DType::F32>{});
-    case DType::F16: return f(Tag<DType::F16>{});
-    case DType::BF16: return f(Tag<DType::BF16>{});
-    default: return withFormat(type, f);
-    }
-}
-
-// What the kernels' 32-bit indices reach.
+// Throws Error(Internal) if the kernels' 32-bit indices do not reach the whole matrix.
 inline void checkShape(const Matrix& w) {
     if (w.cols >= 1 && w.cols <= int64_t{1} << 26 && w.rows <= int64_t{1} << 30 &&
         w.rows * (w.cols / 32) < int64_t{1} << 32)

@@ -1,9 +1,9 @@
 // y = w x + bias, or y += w x + bias, for up to kMaxProducts matrices of one type at once, or for the expert of each
 // pair.
 //
-// A block is eight warps (fewer where there are few rows) with 2 * groups rows each, one pair of rows after the other.
-// Queries, keys and values, or whatever else reads the same activations, are one launch: a block finds its matrix by
-// its number.
+// A block has eight warps (fewer if there are few rows). Each warp has 2 * groups rows and takes one pair of rows after
+// the other. Matrices that read the same activations, such as those of queries, keys and values, share a launch: a
+// block finds its matrix by the block's number.
 #pragma once
 
 #include "kernels/matvec/matvec_kernel.cuh"
@@ -26,13 +26,13 @@ struct Products {
     Product product[kMaxProducts];
     MatvecInput x;
     int32_t count = 0;
-    int32_t rows = 0;  // of activations
+    int32_t rows = 0;  // rows of activations
     int32_t cols = 0;
-    int32_t groups = 1;  // pairs of rows that a warp does
-    int32_t ahead = 0;   // units that a warp fetches ahead
+    int32_t groups = 1;  // pairs of rows for each warp
+    int32_t ahead = 0;   // units that a warp prefetches
     bool add = false;
-    // Experts: pair p = blockIdx.y reads row p (rowPerPair) or p / used of x and writes row p of y; nothing is done
-    // where chosen[p] < 0.
+    // Experts: pair p = blockIdx.y reads row p (rowPerPair) or p / used of x and writes row p of y. A pair with
+    // chosen[p] < 0 is skipped.
     const int32_t* chosen = nullptr;
     int64_t stride = 0;
     int32_t used = 0;
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) productKernel
     const auto x = activations<S, kShared>(p.x, inputRow, p.rows, p.cols, shared);
     if (kExperts) {
         const int64_t expert = p.chosen[outputRow];
-        if (expert < 0) {  // no one's: passed over
+        if (expert < 0) {  // no expert: skipped
             if (kShared) finishCopies();
             return;
         }
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) productKernel
         start();
     }
 
-    // The lanes that write: their row of activations, and of weights within a pair.
+    // For the lanes that write: t is their row of activations, odd their row of weights within a pair.
     constexpr int kLanesPerSum = 16 / T;
     const int t = lane / kLanesPerSum / 2, odd = lane / kLanesPerSum % 2;
     float* y = w.y + (outputRow + t) * w.stride + firstRow + odd;
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) productKernel
         });
 }
 
-// The pairs of rows that a warp does, and the warps of a block.
+// The pairs of rows for each warp, and the warps of a block.
 struct ProductGrid {
     int groups = 1, warps = kMatvecWarps;
     int64_t blocksFor(int rows) const { return ((rows + 1) / 2 + warps * groups - 1) / (warps * groups); }
@@ -116,8 +116,8 @@ struct ProductGrid {
     }
 };
 
-// As few groups as fill the device, and so that its last round of blocks is full; a router's few rows are spread over
-// as many multiprocessors as they can be.
+// Takes the number of groups with which the rounds of blocks cost least, so that the last round is full. The few rows
+// of a router are spread over as many multiprocessors as possible.
 inline ProductGrid productGrid(const Stream& stream, DType type, const Products& p, int64_t pairs) {
     const int64_t multiprocessors = stream.device().multiprocessors, atOnce = multiprocessors * minBlocks(type, p.rows);
     ProductGrid best, grid;
@@ -132,7 +132,7 @@ inline ProductGrid productGrid(const Stream& stream, DType type, const Products&
     return best;
 }
 
-// pairs: of experts; 1 without. Fills in groups, ahead and endBlock.
+// pairs: the pairs of rows and experts; 1 for dense matrices. Sets groups, ahead and endBlock.
 template <DType D> void launchProducts(Stream& stream, Products p, int64_t pairs) {
     const ProductGrid best = productGrid(stream, D, p, pairs);
     p.groups = best.groups;

@@ -1,7 +1,7 @@
-// Products as core/contract.h words them, from the file's own layout: what the fast kernels are tested against.
+// Products as core/contract.h words them, from the file's own layout. The fast kernels are tested against them.
 //
-// A warp computes one product, each lane one of the contract's 32 accumulators: lane b mod 32 takes block b, element by
-// element. Nothing is shared with the fast kernels but the meaning of a file's blocks (file_formats.cuh).
+// A warp computes one product, and each lane one of the contract's 32 accumulators: lane b mod 32 takes block b,
+// element by element. The only code shared with the fast kernels is the meaning of a file's blocks (file_formats.cuh).
 #include "core/contract.h"
 #include "device/launch.cuh"
 #include "kernels/formats/file_formats.cuh"
@@ -20,7 +20,7 @@ __device__ void finish(float acc, const float* bias, int64_t row, float* y) {
     if (threadIdx.x == 0) *y = bias ? __fadd_rn(acc, bias[row]) : acc;
 }
 
-// Block (32, kWarps): warp = row of w; grid.y = row of x.
+// Blocks are (32, kWarps): each warp has a row of w, and grid.y is the row of x.
 template <DType T>
 __global__ void quantizedKernel(const uint8_t* w, int64_t rows, int64_t cols, QuantizedRows x, const float* bias,
                                 float* y) {
@@ -79,19 +79,12 @@ __global__ void floatKernel(const uint8_t* w, int64_t rows, int64_t cols, const 
 void matvecReference(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, const float* bias, float* y) {
     const dim3 grid(static_cast<unsigned>((w.rows + kWarps - 1) / kWarps), static_cast<unsigned>(rows)),
         block(32, kWarps);
-    const auto floats = [&](auto kernel) {
-        launch(stream, kernel, grid, block, 0, w.data, w.rows, w.cols, x.floats, bias, y);
-    };
-    switch (w.type) {
-    case DType::F32: return floats(floatKernel<DType::F32>);
-    case DType::F16: return floats(floatKernel<DType::F16>);
-    case DType::BF16: return floats(floatKernel<DType::BF16>);
-    default:
-        withFormat(w.type, [&](auto tag) {
-            launch(stream, quantizedKernel<decltype(tag)::kType>, grid, block, 0, w.data, w.rows, w.cols, x.quantized,
-                   bias, y);
-        });
-    }
+    withType(w.type, [&](auto tag) {
+        constexpr DType kType = decltype(tag)::kType;
+        if constexpr (kIsFloat<kType>)
+            launch(stream, floatKernel<kType>, grid, block, 0, w.data, w.rows, w.cols, x.floats, bias, y);
+        else launch(stream, quantizedKernel<kType>, grid, block, 0, w.data, w.rows, w.cols, x.quantized, bias, y);
+    });
 }
 
 }  // namespace sharpi::cuda

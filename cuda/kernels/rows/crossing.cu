@@ -1,5 +1,5 @@
-// Sends rows to the CPU in the middle of a step and takes its answers (crossing.h says how the two sides agree). At one
-// row an answer is some ten kilobytes, so all that counts is the way there and back (crossing.cuh).
+// Sends rows to the CPU in the middle of a step and receives its answers (crossing.h has the protocol). The answer for
+// one row has about ten kilobytes, so only the latency of the round trip counts (crossing.cuh).
 #include "kernels/rows/crossing.cuh"
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace {
 constexpr int kThreads = kCrossingThreads, kAtOnce = kCrossingAtOnce;
 constexpr int kMaxBlocks = 16;
 
-// One block, so that a barrier is all that the flag has to wait for.
+// There is one block, so that a barrier is enough before the flag is set.
 __global__ void __launch_bounds__(kThreads)
     sendKernel(const __grid_constant__ Crossing c, int total, uint32_t* sent, uint32_t ticket) {
     allowNext();
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
     receiveKernel(const __grid_constant__ Crossing c, int total, const uint32_t* returned, uint32_t ticket) {
     waitForPrevious();
     waitForTicket(returned, ticket);
-    allowNext();  // not before: see crossing.cuh
+    allowNext();  // not earlier: see crossing.cuh
     copyPieces<true>(c, total);
 }
 
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
                      int64_t stride) {
     waitForPrevious();
     waitForTicket(returned, ticket);
-    allowNext();  // not before: see crossing.cuh
+    allowNext();  // not earlier: see crossing.cuh
     const int apart = static_cast<int>(gridDim.x * blockDim.x);
     for (int first = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); first < total; first += kAtOnce * apart) {
         uint4 value[kAtOnce];
@@ -71,14 +71,15 @@ __global__ void __launch_bounds__(kThreads)
 
 void addForm(Crossing& c, int64_t rows, Form form, int64_t pieces) {
     const int64_t end = c.pieces() + rows * pieces;
-    if (end >= int64_t{1} << 30) throw Error(ErrorKind::Internal, "a crossing of " + std::to_string(rows) + " rows");
+    if (end >= int64_t{1} << 30)
+        throw Error(ErrorKind::Internal, "a crossing of " + std::to_string(rows) + " rows is too large");
     if (pieces == 0 || rows == 0) return;
     form.pieces = static_cast<int32_t>(pieces);
     form.end = static_cast<int32_t>(end);
     c.form[c.count++] = form;
 }
 
-// `words` words of each row, of rows that begin so many words apart.
+// Adds `words` words of each row. deviceRow and hostRow are the words from one row to the next.
 void addWords(Crossing& c, int64_t rows, int64_t words, void* device, int64_t deviceRow, void* host, int64_t hostRow) {
     Form form;
     form.wide = isWhole(device, deviceRow * 4) && isWhole(host, hostRow * 4) && words % 4 == 0;
@@ -88,7 +89,7 @@ void addWords(Crossing& c, int64_t rows, int64_t words, void* device, int64_t de
     addForm(c, rows, form, form.wide ? words / 4 : words);
 }
 
-// Blocks [first, first + blocks) of `all` in a row.
+// Adds blocks [first, first + blocks) of the `all` blocks in a row.
 void addQuantized(Crossing& c, int64_t rows, const QuantizedRows& device, const HostRows& host, int64_t first,
                   int64_t blocks, int64_t all) {
     const int64_t stride = host.qStride, words = stride / 32;
@@ -97,11 +98,11 @@ void addQuantized(Crossing& c, int64_t rows, const QuantizedRows& device, const 
     form.device = {reinterpret_cast<uint8_t*>(device.q + first * 16), all * 32, all * 16, 16};
     form.host = {reinterpret_cast<uint8_t*>(host.q + first * 32), stride, 16, 32};
     if (!isWhole(form.device.data, 0) || !isWhole(form.host.data, stride) || stride < all * 32)
-        throw Error(ErrorKind::Internal, "a crossing of quantized rows that are not aligned");
+        throw Error(ErrorKind::Internal, "quantized rows that are not aligned cannot cross");
     addForm(c, rows, form, 2 * blocks);
     addWords(c, rows, blocks, device.scale + first, all, host.scale + first, words);
     addWords(c, rows, blocks, device.sums + first, all, host.sums + 2 * first,
-             words);  // two int16 of the host's are one word of the device's
+             words);  // two int16 of the host are one word of the device
 }
 
 }  // namespace

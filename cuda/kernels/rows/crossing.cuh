@@ -1,13 +1,12 @@
-// What kernels that meet the CPU in the middle of a step have in common: its counters, its memory, and copying to it
-// and from it.
+// What kernels that exchange data with the CPU in the middle of a step share: the counters, the common memory, and
+// copies in both directions.
 //
-// Everything is copied in pieces of 16 bytes (of 4 where addresses do not allow them), whatever form it belongs to, by
-// threads that have a few pieces each on their way at once. Words that the CPU has just written are never looked for in
-// the first-level cache.
+// Every form is copied in pieces of 16 bytes, or of 4 if the addresses are not aligned. Each thread has a few pieces in
+// flight at once. Loads of words that the CPU has just written bypass the L1 cache.
 //
-// A kernel that waits for the CPU must not allow its successor to start before what it waits for has come. Successors
-// started early would hold the multiprocessors, waiting for milliseconds, while another stream's packing kernels need
-// them for the very weights that the step goes on with.
+// A kernel that waits for the CPU must not let its successor start before the wait is over. Successors that start early
+// would occupy the multiprocessors for milliseconds, while another stream's packing kernels need them for the weights
+// that the step uses next.
 #pragma once
 
 #include "device/launch.cuh"
@@ -16,10 +15,10 @@
 namespace sharpi::cuda {
 
 constexpr int kCrossingThreads = 512;
-constexpr int kCrossingAtOnce = 4;  // pieces of a thread that are on their way together
+constexpr int kCrossingAtOnce = 4;  // pieces that a thread loads together
 
-// The pieces of a form on one side: piece i of row t is at data + t * row + i / 2 * pair + i % 2 * odd, all in bytes.
-// So the device's halves of blocks, which are apart, and the CPU's, which are not, take their turns in the CPU's order.
+// The pieces of a form on one side. Piece i of row t is at data + t * row + i / 2 * pair + i % 2 * odd, all in bytes.
+// With that, both sides go through the halves of blocks in the CPU's order, although the device keeps the halves apart.
 struct Side {
     uint8_t* data = nullptr;
     int64_t row = 0, odd = 0;
@@ -32,12 +31,12 @@ struct Side {
 
 struct Form {
     Side device, host;
-    int32_t pieces = 0;  // of a row
-    int32_t end = 0;     // pieces of this form and those before it, in all rows
-    bool wide = false;   // 16 bytes a piece
+    int32_t pieces = 0;  // pieces of a row
+    int32_t end = 0;     // pieces of this form and of those before it, in all rows
+    bool wide = false;   // pieces have 16 bytes
 };
 
-// What one call copies.
+// The forms that one call copies.
 struct Crossing {
     static constexpr int kForms = 4;
     Form form[kForms];
@@ -45,15 +44,15 @@ struct Crossing {
     int32_t pieces() const { return count ? form[count - 1].end : 0; }
 };
 
-// Columns [begin, end) of `rows` rows in the forms that both sides have. Throws Error(Internal) for what cannot cross.
+// Columns [begin, end) of `rows` rows in the forms that both sides have. Throws Error(Internal) if they cannot cross.
 Crossing crossingOf(const RowOutputs& device, int64_t rows, int64_t begin, int64_t end, const HostRows& host);
 
-// Rows that begin at whole pieces of 16 bytes if they are `bytes` apart.
+// Whether rows that are `bytes` apart all begin at multiples of 16 bytes.
 inline bool isWhole(const void* at, int64_t bytes) {
     return reinterpret_cast<uintptr_t>(at) % 16 == 0 && bytes % 16 == 0;
 }
 
-// Threads for so many pieces: no more than they need, in whole warps.
+// As many threads as this number of pieces needs, in whole warps.
 inline dim3 crossingThreads(int64_t pieces) {
     const int64_t warps = (pieces + 31) / 32;
     return dim3(static_cast<unsigned>(32 * (warps < 1                       ? 1
@@ -68,7 +67,7 @@ __device__ __forceinline__ uint32_t loadFlag(const uint32_t* flag) {
     asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
     return value;
 }
-// What the block's threads wrote before a barrier is there for whoever sees the value.
+// A thread that sees the value also sees what the block's threads wrote before the last barrier.
 __device__ __forceinline__ void storeFlag(uint32_t* flag, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
@@ -86,11 +85,13 @@ __device__ __forceinline__ uint32_t loadFresh4(const void* at) {
     return v;
 }
 
-// By one thread, since every look crosses PCIe; the block goes on together. False if the crossing was aborted.
+// One thread polls, since every poll crosses PCIe, and the block goes on together. Returns false if the crossing was
+// aborted.
 __device__ __forceinline__ bool waitForTicket(const uint32_t* returned, uint32_t ticket) {
     uint32_t value = 0;
     if (threadIdx.x == 0)
-        while ((value = loadFlag(returned)) < ticket) __nanosleep(50);  // kCrossingAborted is no less than any ticket
+        while ((value = loadFlag(returned)) < ticket)
+            __nanosleep(50);  // kCrossingAborted is at least as large as any ticket
     return !__syncthreads_or(value == kCrossingAborted);
 }
 

@@ -1,38 +1,27 @@
-// Rows of activations on their way between the GPU and the CPU in the middle of a step: through pinned host memory that
-// both read and write, with a counter for each direction instead of a wait for the whole device. So a step can be
-// captured and replayed while a CPU takes part in it.
+// Moves rows of activations between the GPU and the CPU in the middle of a step, through pinned host memory that both
+// read and write. Each direction has a counter, so that nothing waits for the whole device. That way a step in which
+// the CPU takes part can be captured and replayed.
 //
-// Each direction's counter starts a step at 0 and rises: a kernel that sends sets `sent` to its ticket when its data is
-// there; a kernel that receives waits until `returned` has reached its ticket. The CPU does the reverse
-// (engine/host_share.h). A `returned` of kCrossingAborted lets every waiting kernel go on, with whatever it finds.
+// Each counter is 0 when a step starts, and rises. A kernel that sends sets `sent` to its ticket when its data is
+// complete. A kernel that receives waits until `returned` has reached its ticket. The CPU does the reverse
+// (cpu/share/host_share.h). If `returned` becomes kCrossingAborted, every waiting kernel goes on with whatever data it
+// finds.
 #pragma once
 
 #include <cstdint>
 
+#include "core/host_rows.h"
 #include "kernels/rows/rows.h"
 
 namespace sharpi::cuda {
 
-constexpr uint32_t kCrossingAborted = 0xffffffffu;
-
-// Rows as the CPU's products read them (cpu/kernels.h, QuantizedRows), in pinned memory; either form may be absent. q
-// is 16-byte aligned, as is the device's. What is past the columns (the CPU wants zeros there) is written by neither
-// side's kernels. Row t: q + t * qStride, scale + t * (qStride / 32), sums + t * (qStride / 16); floats + t * cols.
-struct HostRows {
-    float* floats = nullptr;
-    int8_t* q = nullptr;
-    float* scale = nullptr;
-    int16_t* sums = nullptr;  // two of each block of 32: of its first and of its last 16 elements
-    int64_t qStride = 0;      // a multiple of 256
-    int64_t cols = 0;         // of a whole row; a multiple of 32 where there is a quantized form
-};
-
-// Copies columns [begin, end) of `rows` rows (both multiples of 32, or end = to.cols) in the forms that both sides
-// have, then sets *sent = ticket for the CPU to see. from.half is ignored; from's rows have to.cols columns.
+// Copies columns [begin, end) of `rows` rows in the forms that both sides have, then sets *sent = ticket for the CPU.
+// begin and end are multiples of 32, but end may also be to.cols. from.half is ignored. from's rows have to.cols
+// columns.
 void sendRows(Stream& stream, const RowOutputs& from, int64_t rows, int64_t begin, int64_t end, const HostRows& to,
               uint32_t* sent, uint32_t ticket);
 
-// Waits until *returned >= ticket, then copies the same way from the CPU. to's rows have from.cols columns.
+// Waits until *returned >= ticket, then copies from the CPU in the same way. to's rows have from.cols columns.
 void receiveRows(Stream& stream, const HostRows& from, int64_t rows, int64_t begin, int64_t end,
                  const uint32_t* returned, uint32_t ticket, const RowOutputs& to);
 

@@ -1,9 +1,9 @@
 // Device code that writes activations in the forms of rows.h: the contract's int8 blocks, and 16-bit halves for the
-// tensor cores. Shared by every kernel whose output the next product reads.
+// tensor cores. All kernels whose output the next product reads use it.
 //
-// Two shapes of thread work exist. A *quad* is four neighbouring elements in one thread, so that eight lanes hold a
-// block of 32: loads and stores are whole words, and a warp does four blocks at once. A *lane* is one element a lane,
-// a block a warp: for kernels that end with one value a lane.
+// Threads divide the work in one of two ways. A *quad* is four neighbouring elements in one thread, so that eight lanes
+// hold a block of 32: loads and stores are whole words, and a warp does four blocks at once. The other way is one
+// element for each lane and one block for each warp. It is for kernels that end with one value in each lane.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -38,8 +38,8 @@ __device__ __forceinline__ int32_t warpSum(int32_t value) {
 #endif
 }
 
-// The end of every sum over a row, one accumulator a lane: acc[i] += acc[i + 16], + 8, + 4, + 2, + 1. Each lane gets
-// it.
+// Finishes a sum over a row that has one accumulator in each lane: acc[i] += acc[i + 16], + 8, + 4, + 2, + 1. Every
+// lane gets the result.
 __device__ __forceinline__ float contractTree(float accumulator) {
 #pragma unroll
     for (int width = 16; width > 0; width /= 2) {
@@ -57,15 +57,15 @@ __device__ __forceinline__ float siluTimes(float gate, float up) {
 
 // --- int8 blocks: core/contract.h section 1 -------------------------------------------------------------------------
 
-// absmax / 127 rounded once: a product with 1 / 127 rounded, and a correction. Right for every absmax that blockScale
-// divides.
+// absmax / 127, rounded once: a product with the rounded 1 / 127, then a correction. It is right for every absmax that
+// blockScale divides.
 __device__ __forceinline__ float over127(float absmax) {
     const float reciprocal = 0x1.020408p-7f;
     const float first = __fmul_rn(absmax, reciprocal);
     return fmaf(fmaf(-127.0f, first, absmax), reciprocal, first);
 }
 
-// What a block's largest magnitude (its bits) makes of the block.
+// The scale of a block, from the bits of its largest magnitude.
 struct BlockScale {
     float scale, inverse;
     bool zero;  // all q are 0
@@ -78,21 +78,21 @@ __device__ __forceinline__ BlockScale blockScale(uint32_t largest) {
     return {over127(absmax), __fdiv_rn(127.0f, absmax), false};
 }
 
-// Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits: a conversion has a quarter of
-// the rate.
+// Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits. A conversion would run at a
+// quarter of the rate.
 __device__ __forceinline__ int32_t quantized(float x, const BlockScale& block) {
     const float shifted = __fadd_rn(__fmul_rn(x, block.inverse), 0x1.8p+23f);
     return block.zero ? 0 : static_cast<int32_t>(__float_as_uint(shifted) - 0x4b400000u);
 }
 
-// first + 65536 * second, as sums of the two halves give it, in the form that is stored.
+// Turns first + 65536 * second, which adding up both halves at once gives, into the form that is stored.
 __device__ __forceinline__ int32_t packedSums(int32_t both) {
     const int32_t first = static_cast<int16_t>(both & 0xffff);
     const int32_t second = (both - first) >> 16;
     return static_cast<int32_t>((static_cast<uint32_t>(second) << 16) | (static_cast<uint32_t>(first) & 0xffffu));
 }
 
-// Element lane & 31 of block `block` of row `row`; the whole warp calls it. blocks: cols / 32.
+// Stores element lane & 31 of block `block` of row `row`. The whole warp calls it. blocks: cols / 32.
 __device__ __forceinline__ void quantizeLane(const QuantizedRows& to, int64_t row, int64_t blocks, int64_t block,
                                              float x) {
     const int lane = threadIdx.x & 31;
@@ -106,8 +106,8 @@ __device__ __forceinline__ void quantizeLane(const QuantizedRows& to, int64_t ro
     }
 }
 
-// Elements column .. column + 3 of row `row`, in lanes such that column / 4 mod 8 = lane mod 8. The whole warp calls
-// it; groups of eight lanes that are not `valid` write nothing.
+// Stores elements column .. column + 3 of row `row`, in lanes with column / 4 mod 8 = lane mod 8. The whole warp calls
+// it. Groups of eight lanes that are not `valid` write nothing.
 __device__ __forceinline__ void quantizeQuad(const QuantizedRows& to, int64_t row, int64_t blocks, int64_t column,
                                              float4 x, bool valid) {
     const uint32_t a = __float_as_uint(x.x) & 0x7fffffffu, b = __float_as_uint(x.y) & 0x7fffffffu;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void quantizeQuad(const QuantizedRows& to, int64_t ro
     const int32_t q0 = quantized(x.x, scale), q1 = quantized(x.y, scale), q2 = quantized(x.z, scale),
                   q3 = quantized(x.w, scale);
 
-    const int quad = threadIdx.x & 7;  // of the block: 0..3 are its first half
+    const int quad = threadIdx.x & 7;  // quad of the block: 0..3 are its first half
     const int32_t sum = q0 + q1 + q2 + q3;
     int32_t both = quad < 4 ? sum : sum * 65536;
 #pragma unroll
@@ -142,7 +142,7 @@ struct HalfPair {
     uint16_t hi, lo;
 };
 
-// hi is x rounded; lo what that left, rounded. Where hi is not finite lo is 0, so that their sum stays what hi says.
+// hi is x, rounded; lo is the rounded remainder. If hi is not finite, lo is 0, so that their sum is hi.
 __device__ __forceinline__ HalfPair splitHalf(float x) {
 #if __CUDA_ARCH__ >= 800
     const __nv_bfloat16 hi = __float2bfloat16_rn(x);
@@ -151,7 +151,8 @@ __device__ __forceinline__ HalfPair splitHalf(float x) {
     const bool finite = (hiBits & 0x7f80u) != 0x7f80u;
     return {hiBits, finite ? __bfloat16_as_ushort(__float2bfloat16_rn(rest)) : static_cast<uint16_t>(0)};
 #else
-    // What f16 cannot reach becomes its largest number; lo then carries what it can. A NaN stays one.
+    // A number beyond f16's range becomes the largest f16, and lo holds as much of the rest as it can. A NaN stays a
+    // NaN.
     const float bounded = fabsf(x) > 65504.0f ? copysignf(65504.0f, x) : x;
     const __half hi = __float2half_rn(bounded);
     const float rest = __fsub_rn(x, __half2float(hi));
@@ -160,8 +161,8 @@ __device__ __forceinline__ HalfPair splitHalf(float x) {
 #endif
 }
 
-// Four neighbouring elements at `at` of the flat arrays; where `whole` is false only the first `count` of them exist
-// and `at` need not be a multiple of 4.
+// Stores four neighbouring elements at `at` of the flat arrays. If `whole` is false, only the first `count` of them
+// exist, and `at` need not be a multiple of 4.
 __device__ __forceinline__ void storeHalves(const HalfRows& to, int64_t at, float4 x, bool whole, int64_t count) {
     const HalfPair a = splitHalf(x.x), b = splitHalf(x.y), c = splitHalf(x.z), d = splitHalf(x.w);
     if (!whole) {
@@ -183,14 +184,14 @@ __device__ __forceinline__ void storeHalves(const HalfRows& to, int64_t at, floa
 
 // --- all forms ----------------------------------------------------------------------------------------------------
 
-// Four neighbouring elements to every form asked for but floats, as quantizeQuad wants its lanes.
+// Stores four neighbouring elements in every requested form but floats. Lanes are as for quantizeQuad.
 __device__ __forceinline__ void storeForms(const RowOutputs& out, int64_t row, int64_t cols, int64_t column, float4 x,
                                            bool valid) {
     if (out.quantized.q) quantizeQuad(out.quantized, row, cols / kContractBlock, column, x, valid);
     if (out.half.hi && valid) storeHalves(out.half, row * cols + column, x, cols % 4 == 0, cols - column);
 }
 
-// The quad at p; where `whole` is false only its first `count` elements exist (the others read as 0) and p may be
+// Loads the quad at p. If `whole` is false, only its first `count` elements exist (the others read as 0), and p may be
 // unaligned.
 __device__ __forceinline__ float4 loadQuad(const float* p, bool whole, int64_t count) {
     if (whole) return *reinterpret_cast<const float4*>(p);

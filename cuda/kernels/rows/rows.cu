@@ -1,16 +1,18 @@
-// RMS norm, SiLU and the changes of form between kernels: small work on rows of activations, bit for bit the CPU's
+// RMS norm, SiLU and the changes of form between kernels: small work on rows of activations, with the bits of the CPU
 // (cpu/kernels/float_ops.cpp and quantize.cpp).
 //
-// These kernels sit between the large products and cost latency, not bandwidth, at decode. The norm's sum of squares
-// has an order that is fixed for every processor (32 accumulators, one a lane, then the tree), so its chain of fmas,
-// cols / 32 long, is serial. All else is kept short around it. The norm writes every form that its readers want: the
-// int8 blocks and the halves cost no launch of their own. Its weights are fetched while the kernel before still runs.
+// These kernels run between the large products. At decode they are bound by latency, not by bandwidth. The norm's sum
+// of squares has the same order on every processor (32 accumulators, one for each lane, then the tree), so it contains
+// a serial chain of cols / 32 fmas. Everything around it is kept short. The norm writes every form that its readers
+// need, so int8 blocks and halves take no launch of their own. It fetches its weights while the kernel before still
+// runs.
 //
-// Few rows: a row is spread over blocks of 128 threads, as one multiprocessor would spend longer on issuing the work on
-// thousands of elements than on the chain. Each block forms the whole sum: one warp reads the row's beginning straight
-// into registers and adds it up while the other three fetch the rest into shared memory. A thread then has one quad,
-// fetched meanwhile. Many rows: a block takes a row, which is fetched into shared memory once, and one warp forms the
-// sum from there; several blocks are on a multiprocessor, so that one's sum hides behind another's traffic.
+// With few rows, a row is spread over blocks of 128 threads, because one multiprocessor would spend longer on issuing
+// the work on thousands of elements than on the chain. Each block computes the whole sum: one warp reads the row's
+// beginning straight into registers and adds it up, while the other three fetch the rest into shared memory. Meanwhile
+// each thread fetches the one quad that it will norm. With many rows, a block takes a row and fetches it into shared
+// memory once, and one warp computes the sum from there. Several blocks share a multiprocessor, so that the sum of one
+// hides behind the loads of another.
 #include "kernels/rows/rows.h"
 
 #include <algorithm>
@@ -23,16 +25,16 @@ namespace {
 
 constexpr int kSegment = 8192;  // elements of a row that are staged at once
 constexpr int kHeld = 2;        // quads of the norm's weights that a thread fetches ahead
-constexpr int kFewRows = 32;    // up to here a block may have the multiprocessor to itself
-constexpr int kSpreadRows = 8;  // up to here a row is spread over blocks of
+constexpr int kFewRows = 32;    // up to this number of rows, a block may have the multiprocessor to itself
+constexpr int kSpreadRows = 8;  // up to this number of rows, a row is spread over blocks of
 constexpr int kSpreadThreads = 128;
-constexpr int kFetched = 32;  // elements that a lane of theirs fetches at once: a group of the row
+constexpr int kFetched = 32;  // elements of a row that a lane of these blocks fetches at once
 constexpr int kGroup = kFetched * kContractAccumulators;
 constexpr int kElementThreads = 256;
-constexpr int kDotRows = 8;  // of a block
+constexpr int kDotRows = 8;  // rows of a block
 
-// Continues the lane's accumulator over `count` staged elements that begin at a multiple of 32 of the row. The next
-// values are on their way while the fmas, each of which waits for the one before, work through the last.
+// Continues the lane's accumulator over `count` staged elements that begin at a multiple of 32 of the row. The fmas
+// form a chain; meanwhile the next values are loaded.
 __device__ __forceinline__ float addSquares(const float* staged, int count, float accumulator) {
     constexpr int kDeep = 8;
     constexpr int kStep = kDeep * kContractAccumulators;
@@ -60,7 +62,7 @@ __device__ __forceinline__ float addSquares(const float* staged, int count, floa
     return accumulator;
 }
 
-// Fetches `count` elements to shared memory, kDeep quads of a thread before it waits for the first.
+// Fetches `count` elements to shared memory. A thread issues kDeep loads of quads before it waits for the first.
 template <int kDeep>
 __device__ __forceinline__ void stage(float4* staged, const float* from, int count, bool whole, int thread,
                                       int threads) {
@@ -80,8 +82,8 @@ __device__ __forceinline__ void stage(float4* staged, const float* from, int cou
     }
 }
 
-// Group `begin` of a row, to a lane's registers. What is past the row's end reads as 0, which changes no sum of
-// squares.
+// Fetches the group at `begin` of a row to a lane's registers. Elements past the row's end read as 0, which changes no
+// sum of squares.
 __device__ __forceinline__ void fetchGroup(float (&to)[kFetched], const float* row, int64_t begin, int64_t cols) {
     const float* from = row + begin + (threadIdx.x & 31);
     if (begin + kGroup <= cols) {
@@ -101,7 +103,7 @@ __device__ __forceinline__ float addGroup(const float (&values)[kFetched], float
     return accumulator;
 }
 
-// A lane's accumulator over the first two groups of a row in global memory.
+// The lane's accumulator over the first two groups of a row in global memory.
 __device__ __forceinline__ float squaresOfGroups(const float* row, int64_t cols) {
     float first[kFetched], second[kFetched];
     const bool two = cols > kGroup;
@@ -111,13 +113,13 @@ __device__ __forceinline__ float squaresOfGroups(const float* row, int64_t cols)
     return two ? addGroup(second, accumulator) : accumulator;
 }
 
-// What a row of `width` elements is multiplied by; each lane of the warp whose accumulators these are gets it.
+// The factor of a row of `width` elements. Every lane of the warp that holds the accumulators gets it.
 __device__ __forceinline__ float inverseNorm(float accumulator, float eps, float width) {
     const float mean = __fdiv_rn(contractTree(accumulator), width);
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
 }
 
-// The quad at `column` in every form; the whole warp calls it.
+// Stores the quad at `column` in every form. The whole warp calls it.
 __device__ __forceinline__ void storeNormed(const RowOutputs& out, int64_t row, int64_t cols, int64_t column,
                                             bool whole, bool valid, float4 x, float inverse, float4 w) {
     const float4 y = make_float4(__fmul_rn(__fmul_rn(x.x, inverse), w.x), __fmul_rn(__fmul_rn(x.y, inverse), w.y),
@@ -126,7 +128,7 @@ __device__ __forceinline__ void storeNormed(const RowOutputs& out, int64_t row, 
     storeForms(out, row, cols, column, y, valid);
 }
 
-// Row blockIdx.x, quads blockIdx.y * kSpreadThreads and on. Other blocks may still read the row while this one writes.
+// Row blockIdx.x, quads from blockIdx.y * kSpreadThreads on. Other blocks may still read the row while this one writes.
 __global__ void __launch_bounds__(kSpreadThreads)
     spreadNormKernel(const float* x, const int32_t* rowIndex, const float* weights, float eps, int64_t cols,
                      float width, bool whole, RowOutputs out, int32_t weightRows) {
@@ -141,7 +143,8 @@ __global__ void __launch_bounds__(kSpreadThreads)
     waitForPrevious();
     const float* in = x + (rowIndex ? int64_t{rowIndex[row]} : row) * cols;
     if (valid) y = loadQuad(in + column, whole, left);
-    const int thread = static_cast<int>(threadIdx.x) - 32;  // of those that stage; negative in the warp that adds
+    const int thread =
+        static_cast<int>(threadIdx.x) - 32;  // the number among those that stage; negative in the warp that adds
     float accumulator = thread < 0 ? squaresOfGroups(in, cols) : 0.0f;
     for (int64_t begin = 2 * kGroup; begin < cols; begin += kSegment) {
         const int count = static_cast<int>(min(int64_t{kSegment}, cols - begin));
@@ -158,7 +161,7 @@ __global__ void __launch_bounds__(kSpreadThreads)
     storeNormed(out, row, cols, column, whole, valid, y, sharedInverse, w);
 }
 
-// whole: cols is a multiple of 4 and all float pointers are 16-byte aligned. width: cols.
+// whole: cols is a multiple of 4, and all float pointers are 16-byte aligned. width: cols.
 __global__ void __launch_bounds__(512, 2)
     rmsNormKernel(const float* x, const int32_t* rowIndex, const float* weights, float eps, int64_t cols, float width,
                   bool whole, RowOutputs out, int32_t weightRows) {
@@ -202,7 +205,7 @@ __global__ void __launch_bounds__(512, 2)
         if (valid) y = isStaged ? stagedQuads[q] : loadQuad(in + column, whole, left);
         storeNormed(out, row, cols, column, whole, valid, y, inverse, w);
     };
-    // Whole warps stay together for the forms: a lane past the end has work as long as its warp's first has.
+    // Storing the forms takes whole warps, so a lane past the end stays as long as its warp's first lane has work.
     const int64_t warpFirst = threadIdx.x & ~31u;
 #pragma unroll
     for (int j = 0; j < kHeld; ++j) {
@@ -217,7 +220,7 @@ __global__ void __launch_bounds__(512, 2)
     }
 }
 
-// A warp a row: a lane is an accumulator.
+// A warp for each row; each lane is an accumulator.
 __global__ void __launch_bounds__(kDotRows * 32)
     rowDotsKernel(const float* x, const float* weight, int64_t rows, int64_t cols, float* y) {
     allowNext();
@@ -231,7 +234,7 @@ __global__ void __launch_bounds__(kDotRows * 32)
     if (lane == 0) y[row] = sum;
 }
 
-// Row blockIdx.x, quads blockIdx.y * kElementThreads and on. Without `up`, gate is only changed in form.
+// Row blockIdx.x, quads from blockIdx.y * kElementThreads on. Without `up`, gate is only converted to other forms.
 __global__ void __launch_bounds__(kElementThreads)
     elementsKernel(const float* gate, const float* up, int64_t cols, bool whole, RowOutputs out) {
     allowNext();
@@ -255,7 +258,7 @@ bool isAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer
 
 void requireBlocks(int64_t cols, const RowOutputs& out) {
     if (out.quantized.q && cols % kContractBlock != 0) {
-        throw Error(ErrorKind::Internal, "rows of " + std::to_string(cols) + " elements have no whole blocks of 32");
+        throw Error(ErrorKind::Internal, "rows of " + std::to_string(cols) + " elements are not whole blocks of 32");
     }
 }
 

@@ -1,15 +1,17 @@
-// The choice of a token on the device, as core/sampling_rule.h defines it to the bit.
+// Chooses a token on the device, bit for bit by core/sampling_rule.h.
 //
-// A candidate is one 64-bit number: the logit as an integer of the same order above, the inverted id below. They are
-// all different and the larger is the better, so "the best k" is a set that does not depend on who looks first.
+// A candidate is one 64-bit number. Its high half is the logit as an integer of the same order, and its low half is the
+// inverted id. All candidates differ and a larger one is better, so the set of "the best k" does not depend on the
+// order of the work.
 //   - Greedy: the best of each tile of the vocabulary, then the best of those. Two launches.
-//   - top-k up to kFewCandidates (the default is 40): each tile's best k by a binary search for the k-th largest
-//   number,
-//     all candidates in registers, one barrier a bit, and stopped as soon as exactly k are left; then the best k of
-//     those likewise in one block, which ranks, weighs and draws. Two launches.
-//   - Otherwise: a stable radix sort (CUB's), the sums of the rule's 1024 chunks one thread each, and one block that
-//     finds the chunk in which each bound falls and walks only that one.
-// Penalties and biases are applied by the block whose tile holds the token, before it reads the tile.
+//   - top-k up to kFewCandidates (the default is 40): each tile finds its best k by a binary search for the k-th
+//   largest
+//     number. All candidates are in registers, each bit takes one barrier, and the search stops as soon as exactly k
+//     are left. Then one block finds the best k of those in the same way, ranks and weighs them, and draws. Two
+//     launches.
+//   - Otherwise: a stable radix sort (CUB's), then the sums of the rule's 1024 chunks with a thread for each, and one
+//     block that finds the chunk in which each bound falls and goes through that chunk only.
+// The block whose tile holds a token applies its penalties and biases, before it reads the tile.
 #include "kernels/rows/sampling.h"
 
 #include <algorithm>
@@ -32,7 +34,7 @@ constexpr uint32_t kNothing = 0x007fffffu;  // the key of -infinity, which is ne
 
 // --- candidates ---------------------------------------------------------------------------------------------------
 
-// Unsigned integers in the order of the floats; NaN as -infinity, -0 as +0. Never 0.
+// An unsigned integer with the order of the floats. NaN counts as -infinity, and -0 as +0. Never 0.
 __device__ __forceinline__ uint32_t keyOf(float logit) {
     if (isnan(logit)) return kNothing;
     const uint32_t bits = logit == 0.0f ? 0u : __float_as_uint(logit);
@@ -53,7 +55,7 @@ __device__ __forceinline__ int32_t idOf(uint64_t candidate) {
 
 __device__ __forceinline__ uint64_t larger(uint64_t a, uint64_t b) { return a > b ? a : b; }
 
-// The largest of the block, in thread 0.
+// The largest value of the block, in thread 0.
 template <int kThreads> __device__ __forceinline__ uint64_t blockMax(uint64_t value) {
     __shared__ uint64_t ofWarp[kThreads / 32];
     for (int width = 16; width > 0; width /= 2) value = larger(value, __shfl_xor_sync(kWholeWarp, value, width));
@@ -65,12 +67,13 @@ template <int kThreads> __device__ __forceinline__ uint64_t blockMax(uint64_t va
     return value;
 }
 
-// A number that exactly `wanted` of the block's items reach: the wanted-th largest, or one found sooner. Items that are
-// 0 do not count; at least `wanted` others exist. idBits: how many low bits can differ between ids.
+// A number that exactly `wanted` of the block's items reach: the wanted-th largest, or another one found sooner. Items
+// of 0 do not count, and at least `wanted` others must exist. idBits: the number of low bits that can differ between
+// ids.
 template <int kThreads, int kItems>
 __device__ __forceinline__ uint64_t thresholdOf(const uint64_t (&items)[kItems], int wanted, int idBits) {
     constexpr int kWarps = kThreads / 32;
-    __shared__ int32_t ofWarp[2][kWarps];  // by turns, so that one barrier a round is enough
+    __shared__ int32_t ofWarp[2][kWarps];  // used in turn, so that one barrier for each round is enough
     const int lane = threadIdx.x % 32;
     uint64_t threshold = 0;
     int turn = 0;
@@ -94,7 +97,7 @@ __device__ __forceinline__ uint64_t thresholdOf(const uint64_t (&items)[kItems],
     return threshold;
 }
 
-// Applies the adjustments of tokens [begin, end); the block sees them afterwards.
+// Applies the adjustments of tokens [begin, end). Afterwards the whole block sees them.
 __device__ __forceinline__ void adjustTile(float* logits, int64_t begin, int64_t end,
                                            const TokenAdjustment* adjustments, int32_t count,
                                            const SamplingRule& rule) {
@@ -114,7 +117,7 @@ struct TileInput {
     int32_t count;
 };
 
-// This block's tile, adjusted, as candidates; 0 past the vocabulary's end.
+// Loads this block's tile, adjusted, as candidates. Those past the vocabulary's end are 0.
 __device__ __forceinline__ void loadTile(const TileInput& in, const SamplingRule& rule, uint64_t (&items)[kTileItems]) {
     const int64_t begin = int64_t{blockIdx.x} * kTile, end = min(begin + kTile, in.vocab);
     adjustTile(in.logits, begin, end, in.adjustments, in.count, rule);
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(kTileThreads) bestOfAllKernel(const uint64_t* 
 
 // --- few candidates -----------------------------------------------------------------------------------------------
 
-// candidates [tiles][keep]: the tile's best in any order, 0 where it has fewer.
+// candidates: [tiles][keep], the best of each tile in any order, then 0 if it has fewer.
 __global__ void __launch_bounds__(kTileThreads)
     bestFewOfTileKernel(TileInput in, SamplingRule rule, int32_t keep, int idBits, uint64_t* candidates) {
     __shared__ int32_t taken;
@@ -170,11 +173,11 @@ __global__ void __launch_bounds__(kTileThreads)
     for (int32_t i = wanted + threadIdx.x; i < keep; i += kTileThreads) to[i] = 0;
 }
 
-// The filters and the draw over the sorted logits of keep <= kFewCandidates candidates: chunks of one.
+// Filters the sorted logits of keep <= kFewCandidates candidates and draws one. Each is a chunk of its own.
 __device__ int32_t drawFew(const float* logits, int32_t keep, const SamplingRule& rule, double draw) {
     __shared__ double weight[kFewCandidates];  // before temperature
     __shared__ double before[kFewCandidates + 1],
-        beforeDrawn[kFewCandidates + 1];  // sums of weights before each; the total
+        beforeDrawn[kFewCandidates + 1];  // the sums of the weights before each, then the total
     __shared__ int32_t kept, chosen;
     const int32_t i = threadIdx.x;
     if (i == 0) kept = keep;
@@ -225,7 +228,7 @@ __global__ void __launch_bounds__(kMergeThreads)
         if (items[i] >= threshold) unordered[atomicAdd(&taken, 1)] = items[i];
     }
     __syncthreads();
-    // Each one's rank is how many are better; eight threads count for one.
+    // A candidate's rank is the number of better ones. Eight threads count for each candidate.
     const int32_t i = threadIdx.x / 8;
     int32_t rank = 0;
     const uint64_t mine = i < keep ? unordered[i] : 0;
@@ -243,7 +246,7 @@ __global__ void __launch_bounds__(kMergeThreads)
 
 // --- many candidates ----------------------------------------------------------------------------------------------
 
-// What the sort reads: keys inverted, so that ascending is best first and equals keep the order of their ids.
+// Writes the input of the sort. Keys are inverted, so that the best comes first and equals keep the order of their ids.
 __global__ void __launch_bounds__(kTileThreads)
     sortKeysKernel(TileInput in, SamplingRule rule, uint32_t* keys, int32_t* ids) {
     allowNext();
@@ -259,7 +262,7 @@ __global__ void __launch_bounds__(kTileThreads)
 struct Sorted {
     const uint32_t* keys;  // inverted
     int32_t keep;
-    int32_t chunk;  // candidates of a chunk
+    int32_t chunk;  // candidates in a chunk
 
     __device__ __forceinline__ float logit(int32_t i) const { return logitOf(~keys[i]); }
     __host__ __device__ __forceinline__ int32_t chunks() const { return (keep + chunk - 1) / chunk; }
@@ -296,10 +299,10 @@ enum class Reach { AtLeast, MoreThan, Never };
 
 struct Walk {
     int32_t index;  // the first candidate through which base + sum reaches the bound, or end
-    double inside;  // the sum through it, or of all
+    double inside;  // the sum up to and with it, or of all
 };
 
-// Goes through candidates [begin, end) of one chunk, adding weights up in order. The whole block calls it.
+// Goes through candidates [begin, end) of one chunk and adds up their weights in order. The whole block calls it.
 __device__ Walk walkChunk(const Sorted& sorted, int32_t begin, int32_t end, float temperature, double base,
                           double bound, Reach reach) {
     __shared__ double weights[kMergeThreads];
@@ -325,13 +328,13 @@ __device__ Walk walkChunk(const Sorted& sorted, int32_t begin, int32_t end, floa
     }
     __syncthreads();
     const Walk found = result;
-    __syncthreads();  // the next walk writes it again
+    __syncthreads();  // the next call overwrites it
     return found;
 }
 
 __global__ void __launch_bounds__(kMergeThreads)
     drawManyKernel(Sorted sorted, const int32_t* ids, SamplingRule rule, double draw, ChunkSums sums, int32_t* token) {
-    static_assert(kMergeThreads == kSamplingChunks, "a thread a chunk");
+    static_assert(kMergeThreads == kSamplingChunks, "one thread for each chunk");
     __shared__ double base[kSamplingChunks + 1], baseDrawn[kSamplingChunks + 1];
     __shared__ int32_t unlikely, chunk;
     allowNext();
@@ -358,7 +361,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     }
     __syncthreads();
 
-    // The chunk in which the sum reaches top-p's share, then the place in it.
+    // Finds the chunk in which the sum reaches top-p's share, then the place in it.
     const double most = __dmul_rn(rule.topP, base[chunks]);
     if (c < chunks && base[c] < most && base[c + 1] >= most) chunk = c;
     __syncthreads();
@@ -366,7 +369,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     const int32_t filled = walkChunk(sorted, begin, end, 1.0f, base[chunk], most, Reach::AtLeast).index + 1;
     const int32_t kept = min(min(filled, sorted.keep), unlikely);
 
-    // What is left after temperature, and the draw's place in it.
+    // Takes what is left, after temperature, and finds the draw's place in it.
     const int32_t last = (kept - 1) / sorted.chunk;
     const double rest = walkChunk(sorted, last * sorted.chunk, kept, rule.temperature, 0.0, 0.0, Reach::Never).inside;
     const double target = __dmul_rn(draw, __dadd_rn(baseDrawn[last], rest));
@@ -387,12 +390,12 @@ size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 int64_t tilesOf(int64_t vocab) { return (vocab + kTile - 1) / kTile; }
 
-// Whether the few-candidates path can take this: the last block must hold every tile's best.
+// Whether the path for few candidates can be taken: the last block must hold the best of every tile.
 bool isFew(int64_t vocab, int64_t keep) {
     return keep <= kFewCandidates && tilesOf(vocab) * keep <= int64_t{kMergeThreads} * kMaxMergeItems;
 }
 
-// cub's convention: memory null asks for `bytes`.
+// CUB's convention: if memory is null, the call only sets `bytes`.
 void sortCandidates(void* memory, size_t& bytes, const uint32_t* keys, uint32_t* sortedKeys, const int32_t* ids,
                     int32_t* sortedIds, int64_t vocab, CUstream_st* stream) {
     check(cub::DeviceRadixSort::SortPairs(memory, bytes, keys, sortedKeys, ids, sortedIds, static_cast<int>(vocab), 0,
@@ -407,12 +410,12 @@ size_t sortBytes(int64_t vocab) {
 }
 
 struct Scratch {
-    uint64_t* candidates;  // the few-candidates path's and greedy's
+    uint64_t* candidates;  // for greedy and for few candidates
     uint32_t *keys, *sortedKeys;
     int32_t *ids, *sortedIds;
     ChunkSums sums;
     void* sort;        // the rest: sortBytes
-    size_t bytes = 0;  // of all but that
+    size_t bytes = 0;  // bytes of everything but `sort`
 
     Scratch(void* buffer, int64_t vocab) {
         const auto take = [&](auto*& pointer, size_t size) {
@@ -467,7 +470,7 @@ void sampleMany(Stream& stream, const TileInput& in, const SamplingRule& rule, i
 void sampleToken(Stream& stream, float* logits, int64_t vocab, const SamplingRule& rule,
                  const TokenAdjustment* adjustments, int32_t count, double draw, void* scratch, int32_t* token) {
     if (vocab <= 0 || vocab >= INT32_MAX)
-        throw Error(ErrorKind::Internal, "sampling from " + std::to_string(vocab) + " logits");
+        throw Error(ErrorKind::Internal, "no kernel samples from " + std::to_string(vocab) + " logits");
     const TileInput in = {logits, vocab, adjustments, count};
     const Scratch parts(scratch, vocab);
     if (rule.temperature == 0) {

@@ -1,4 +1,4 @@
-// Chooses a token from logits on the device, as core/sampling_rule.h defines it: the token that the CPU would choose.
+// Chooses a token from logits on the device by core/sampling_rule.h. It is the token that the CPU would choose.
 #pragma once
 
 #include "core/sampling_rule.h"
@@ -8,8 +8,8 @@ namespace sharpi::cuda {
 
 size_t samplingScratchBytes(int64_t vocab);
 
-// logits [vocab] (left as they are when the rule is plain greedy, else changed in place); adjustments [count] in device
-// memory; scratch 256-byte aligned. *token = the choice, or -1 when none may be chosen.
+// logits: [vocab], changed in place unless the rule is plain greedy. adjustments: [count], in device memory. scratch:
+// 256-byte aligned. Sets *token to the choice, or to -1 if no token may be chosen.
 void sampleToken(Stream& stream, float* logits, int64_t vocab, const SamplingRule& rule,
                  const TokenAdjustment* adjustments, int32_t count, double draw, void* scratch, int32_t* token);
 

@@ -249,7 +249,7 @@ struct Ordered {
 TEST(HostExperts, OrdersThatWouldDoHarmAreRefused) {
     std::mt19937 random(sharpi::testSeed(34));
     Ordered o(random);
-    using Orders = cuda::ExpertOrders;
+    using Orders = ExpertOrders;
     const std::vector<std::pair<const char*, std::function<void(Orders&)>>> wrongs = {
         {"of an expert that is there", [&](Orders& w) { w.fetch[1].expert = o.found; }},
         {"of an expert that nobody chose", [&](Orders& w) { w.fetch[1].expert = o.unchosen; }},
@@ -263,9 +263,9 @@ TEST(HostExperts, OrdersThatWouldDoHarmAreRefused) {
         {"without an up", [&](Orders& w) { w.fetch[1].up = nullptr; }},
         {"without a down", [&](Orders& w) { w.fetch[1].down = nullptr; }},
         {"fewer than none", [&](Orders& w) { w.demanded = -1; }},
-        {"more than there is room for", [&](Orders& w) { w.demanded = cuda::kMaxExpertFetches + 1; }},
+        {"more than there is room for", [&](Orders& w) { w.demanded = kMaxExpertFetches + 1; }},
         {"fewer than none ahead", [&](Orders& w) { w.ahead = -1; }},
-        {"more ahead than there is room for", [&](Orders& w) { w.ahead = cuda::kMaxExpertFetches + 1; }},
+        {"more ahead than there is room for", [&](Orders& w) { w.ahead = kMaxExpertFetches + 1; }},
         {"ahead of no expert", [&](Orders& w) { w.aheadFetch[1].expert = -1; }},
         {"ahead of an expert past the last", [&](Orders& w) { w.aheadFetch[1].expert = kShapes[0].experts; }},
         {"ahead twice", [&](Orders& w) { w.aheadFetch[1].expert = w.aheadFetch[0].expert; }},
@@ -305,8 +305,8 @@ TEST(HostExperts, WhatThePlanThrowsGoesThrough) {
     EXPECT_EQ(*box.instructed, 0u);
     desk.expectUntouched();
     desk.share.abort();
-    EXPECT_EQ(*box.instructed, cuda::kCrossingAborted);
-    EXPECT_EQ(*box.returned, cuda::kCrossingAborted);
+    EXPECT_EQ(*box.instructed, kCrossingAborted);
+    EXPECT_EQ(*box.returned, kCrossingAborted);
 
     desk.beginStep();
     EXPECT_EQ(*box.instructed, 0u);
@@ -425,12 +425,12 @@ TEST(HostExperts, TheMailboxHasRoomForAllLayers) {
     *box.orders = {};
     std::fill_n(box.hidden.floats, kMostRows * box.hidden.cols, kPoison);
     for (int32_t layer = 0; layer < kLayers; ++layer) {
-        const cuda::HostChoices of = box.choicesOf(layer);
+        const HostChoices of = box.choicesOf(layer);
         int32_t value = 3 * layer;
         for (int32_t* list : {of.chosen, of.slot, of.predicted}) std::fill_n(list, desk.mostPairs(), value++);
     }
     for (int32_t layer = 0; layer < kLayers; ++layer) {
-        const cuda::HostChoices of = box.choicesOf(layer);
+        const HostChoices of = box.choicesOf(layer);
         for (int64_t p = 0; p < desk.mostPairs(); ++p) {
             ASSERT_EQ(of.chosen[p], 3 * layer);
             ASSERT_EQ(of.slot[p], 3 * layer + 1);

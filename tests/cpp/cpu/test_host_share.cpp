@@ -94,7 +94,7 @@ struct Layer {
 };
 
 // Columns [begin, end) of rows into the mailbox.
-void copyIn(const Rows& from, int64_t rows, int64_t begin, int64_t end, const cuda::HostRows& to) {
+void copyIn(const Rows& from, int64_t rows, int64_t begin, int64_t end, const HostRows& to) {
     for (int64_t t = 0; t < rows; ++t) {
         std::copy(from.floats.begin() + t * to.cols + begin, from.floats.begin() + t * to.cols + end,
                   to.floats + t * to.cols + begin);
@@ -109,7 +109,7 @@ void copyIn(const Rows& from, int64_t rows, int64_t begin, int64_t end, const cu
 }
 
 // Everything but the padding becomes what no result is.
-void poison(const cuda::HostRows& rows, int64_t count) {
+void poison(const HostRows& rows, int64_t count) {
     for (int64_t t = 0; t < count; ++t) {
         std::fill_n(rows.floats + t * rows.cols, rows.cols, -777.0f);
         if (!rows.q) continue;
@@ -121,8 +121,7 @@ void poison(const cuda::HostRows& rows, int64_t count) {
 
 // In the first `rows` rows the layer's values from column `begin` on, where the form is `written`; before them and in
 // the row after these, poison; zero behind each row's end.
-void expectQuantized(const cuda::HostRows& got, const cpu::QuantizedRows& want, int64_t rows, int64_t begin,
-                     bool written) {
+void expectQuantized(const HostRows& got, const cpu::QuantizedRows& want, int64_t rows, int64_t begin, bool written) {
     for (int64_t t = 0; t <= rows; ++t) {
         for (int64_t i = 0; i < got.qStride; ++i) {
             const bool ours = written && t < rows && i >= begin;
@@ -143,7 +142,7 @@ void expectQuantized(const cuda::HostRows& got, const cpu::QuantizedRows& want, 
     }
 }
 
-void expectHidden(const cuda::HostRows& got, const Layer& layer, int64_t rows, int64_t begin) {
+void expectHidden(const HostRows& got, const Layer& layer, int64_t rows, int64_t begin) {
     const bool isFloat = info(layer.down.matrix.type).isFloat;
     for (int64_t t = 0; t <= rows; ++t) {
         for (int64_t i = 0; i < got.cols; ++i) {
@@ -422,8 +421,8 @@ TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
     expectHidden(desk.mailbox().hidden, layer, 1, shape.hidden);  // nothing written
     EXPECT_EQ(desk.mailbox().down[0], -777.0f);
     share.abort();
-    EXPECT_EQ(*desk.mailbox().returned, cuda::kCrossingAborted);
-    EXPECT_EQ(*desk.mailbox().instructed, cuda::kCrossingAborted);
+    EXPECT_EQ(*desk.mailbox().returned, kCrossingAborted);
+    EXPECT_EQ(*desk.mailbox().instructed, kCrossingAborted);
 
     fails = false;
     *desk.mailbox().sent = 9;

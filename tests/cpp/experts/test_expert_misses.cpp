@@ -119,7 +119,7 @@ TEST(ExpertMisses, OrdersWhatThereIsRoomFor) {
     Steps steps(layersOf(2, 16), 3, kBusOnly);
     const auto pool = steps.world.slots->pools().at(0);
     ASSERT_EQ(pool.capacity, 3);
-    ASSERT_LT(pool.capacity + pool.landing, cuda::kMaxExpertFetches);
+    ASSERT_LT(pool.capacity + pool.landing, kMaxExpertFetches);
     for (int pass = 0; pass < 2; ++pass) {
         const List chosen = {8, 9, 10, 11, 12, 13, 14, 15};
         steps.begin();
@@ -144,7 +144,7 @@ TEST(ExpertMisses, OrdersNothingWithoutSlots) {
                         [](const uint8_t* file, size_t) { return file; });
     empty.slots->beginPass();
     const List chosen = {1, 2, 1, 3}, slot(4, -1), predicted = {4, 5, 6, 7};
-    cuda::ExpertOrders orders;
+    ExpertOrders orders;
     misses.order(0, chosen.data(), slot.data(), predicted.data(), 4, orders);
     EXPECT_EQ(orders.demanded, 0);
     EXPECT_EQ(orders.ahead, 0);
@@ -249,7 +249,7 @@ TEST(ExpertMisses, WhatHasASlotIsNotOrdered) {
     ASSERT_EQ(steps.layer(0, {1, 2}, &predicted).ahead, 2);
     const List chosen = {4, 6}, slot = {-1, -1};
     predicted = {7, 7};
-    cuda::ExpertOrders orders;
+    ExpertOrders orders;
     steps.misses->order(1, chosen.data(), slot.data(), predicted.data(), 2, orders);
     ASSERT_EQ(orders.demanded, 1);
     EXPECT_EQ(orders.fetch[0].expert, 6);

@@ -172,8 +172,8 @@ TEST(ExpertMisses, TheSlowerOfBothIsDoneSoonest) {
                 return std::max(ours, fetches);
             };
             const int32_t n = steps.misses->share(missed, bytes);
-            ASSERT_TRUE(n >= 0 && n <= missed && n <= cuda::kMaxExpertFetches) << n << " of " << missed;
-            for (int32_t other = 0; other <= std::min(missed, cuda::kMaxExpertFetches); ++other) {
+            ASSERT_TRUE(n >= 0 && n <= missed && n <= kMaxExpertFetches) << n << " of " << missed;
+            for (int32_t other = 0; other <= std::min(missed, kMaxExpertFetches); ++other) {
                 EXPECT_LE(seconds(n), seconds(other) * (1 + 1e-12)) << n << " of " << missed << " instead of " << other;
             }
             ++found[n];
@@ -187,7 +187,7 @@ TEST(ExpertMisses, TheSlowerOfBothIsDoneSoonest) {
             steps.layer(0, {static_cast<int32_t>(random() % 8)}, nullptr, computed, took);
         }
     }
-    for (int32_t n = 0; n <= cuda::kMaxExpertFetches; ++n) EXPECT_GT(found[n], 5) << n << " are seldom the best";
+    for (int32_t n = 0; n <= kMaxExpertFetches; ++n) EXPECT_GT(found[n], 5) << n << " are seldom the best";
 }
 
 TEST(ExpertMisses, NoMoreIsFetchedThanGains) {
@@ -195,7 +195,7 @@ TEST(ExpertMisses, NoMoreIsFetchedThanGains) {
     const size_t bytes = cpuOnly.world.slots->expertBytes(0);
     for (int32_t missed = 0; missed < 20; ++missed) {
         EXPECT_EQ(cpuOnly.misses->share(missed, bytes), 0);
-        EXPECT_EQ(busOnly.misses->share(missed, bytes), std::min(missed, cuda::kMaxExpertFetches));
+        EXPECT_EQ(busOnly.misses->share(missed, bytes), std::min(missed, kMaxExpertFetches));
     }
     // A CPU that takes as long for one as for many: whoever leaves it any need not fetch.
     for (int i = 0; i < 20000; ++i) {

@@ -8,8 +8,8 @@
 #include <random>
 #include <vector>
 
+#include "experts/expert_orders.h"
 #include "experts/miss_share.h"
-#include "kernels/experts/expert_cache.h"
 #include "seed.h"
 
 namespace sharpi {
@@ -34,7 +34,7 @@ struct Machine {
     double layer(int32_t missed, int32_t fetched) const { return std::max(cpu(missed - fetched), bus(fetched)) + own; }
     int32_t best(int32_t missed) const {
         int32_t best = 0;
-        for (int32_t n = 1; n <= std::min(missed, cuda::kMaxExpertFetches); ++n)
+        for (int32_t n = 1; n <= std::min(missed, kMaxExpertFetches); ++n)
             best = layer(missed, n) < layer(missed, best) ? n : best;
         return best;
     }
@@ -63,8 +63,7 @@ public:
     };
     Times layer() {
         const int32_t missed = draw(), fetched = share.choose(missed, kExpert), computed = missed - fetched;
-        EXPECT_TRUE(fetched >= 0 && fetched <= std::min(missed, cuda::kMaxExpertFetches))
-            << fetched << " of " << missed;
+        EXPECT_TRUE(fetched >= 0 && fetched <= std::min(missed, kMaxExpertFetches)) << fetched << " of " << missed;
         const double cpuNoise = between(_random, 0.9, 1.2), busNoise = between(_random, 0.97, 1.05),
                      own = machine.own * between(_random, 0.9, 1.15);
         const auto cpu = [&](int32_t experts) { return machine.cpu(experts) * cpuNoise; };

@@ -61,19 +61,19 @@ public:
         _table = world.slots->table();
     }
     // A layer; bytes and seconds as HostShare::experts tells them. Returns the orders: empty if nothing was missed.
-    cuda::ExpertOrders layer(int32_t layer, const List& chosen, const List* predicted = nullptr, size_t bytes = 0,
-                             double seconds = 0) {
-        const cuda::ExpertOrders orders = order(layer, chosen, predicted);
+    ExpertOrders layer(int32_t layer, const List& chosen, const List* predicted = nullptr, size_t bytes = 0,
+                       double seconds = 0) {
+        const ExpertOrders orders = order(layer, chosen, predicted);
         finish(bytes, seconds);
         return orders;
     }
     // Its first half, and its second.
-    cuda::ExpertOrders order(int32_t layer, const List& chosen, const List* predicted = nullptr) {
+    ExpertOrders order(int32_t layer, const List& chosen, const List* predicted = nullptr) {
         const auto pairs = static_cast<int32_t>(chosen.size());
         slot.clear();
         for (const int32_t expert : chosen) slot.push_back(onDevice(layer, expert));
         _layer = layer, _chosen = chosen, _predicted = predicted;
-        cuda::ExpertOrders orders;
+        ExpertOrders orders;
         missed = std::count(slot.begin(), slot.end(), -1);
         if (missed)
             misses->order(layer, chosen.data(), slot.data(), predicted ? predicted->data() : nullptr, pairs, orders);
@@ -109,7 +109,7 @@ public:
     std::ptrdiff_t missed = 0;               // of these
 
 private:
-    void checkAddresses(int32_t layer, const cuda::ExpertFetch& fetch) const {
+    void checkAddresses(int32_t layer, const ExpertFetch& fetch) const {
         const auto file = expertAt(world.slots->file(layer), fetch.expert);
         EXPECT_EQ(fetch.gate, file[0].data + kElsewhere);
         EXPECT_EQ(fetch.up, file[1].data + kElsewhere);
@@ -120,12 +120,12 @@ private:
         }
     }
     // at: becomes what the slots are with what was fetched.
-    void checkDemanded(int32_t layer, const List& chosen, const cuda::ExpertOrders& orders, List& at) {
+    void checkDemanded(int32_t layer, const List& chosen, const ExpertOrders& orders, List& at) {
         const int32_t capacity = world.slots->slots(layer).gate.count;
         std::set<int32_t> experts, slots;
-        ASSERT_TRUE(orders.demanded >= 0 && orders.demanded <= cuda::kMaxExpertFetches) << orders.demanded;
+        ASSERT_TRUE(orders.demanded >= 0 && orders.demanded <= kMaxExpertFetches) << orders.demanded;
         for (int32_t i = 0; i < orders.demanded; ++i) {
-            const cuda::ExpertFetch& fetch = orders.fetch[i];
+            const ExpertFetch& fetch = orders.fetch[i];
             ASSERT_TRUE(fetch.slot >= 0 && fetch.slot < capacity) << fetch.slot;
             EXPECT_TRUE(experts.insert(fetch.expert).second) << "expert " << fetch.expert << " twice";
             EXPECT_TRUE(slots.insert(fetch.slot).second) << "slot " << fetch.slot << " twice";
@@ -146,10 +146,10 @@ private:
             world.write(layer, fetch.expert, fetch.slot);
         }
     }
-    void checkAhead(int32_t layer, const cuda::ExpertOrders& orders) {
+    void checkAhead(int32_t layer, const ExpertOrders& orders) {
         ASSERT_TRUE(orders.ahead >= 0 && orders.ahead <= ExpertMisses::kMostAhead) << orders.ahead;
         for (int32_t i = 0; i < orders.ahead; ++i) {
-            const cuda::ExpertFetch& fetch = orders.aheadFetch[i];
+            const ExpertFetch& fetch = orders.aheadFetch[i];
             ASSERT_EQ(world.slots->tryGet(layer, fetch.expert), fetch.slot) << "a place of its own";
             int32_t& inTable = _table.at(static_cast<size_t>(layer * world.slots->experts() + fetch.expert));
             EXPECT_LT(inTable, 0) << "it is there";

@@ -97,7 +97,7 @@ struct Layer {
     int32_t used;
     std::vector<Row> input;
     std::vector<int32_t> chosen, slot, predicted;
-    cuda::ExpertOrders orders;
+    ExpertOrders orders;
     std::set<int32_t> ours;                   // the experts that are left to the CPU
     std::vector<std::vector<float>> answers;  // of all pairs
 
@@ -135,7 +135,7 @@ struct Layer {
         return multiply(down.matrices.at(expert), Row(hidden));
     }
 
-    cuda::ExpertFetch fetch(int32_t expert, int32_t toSlot) const {
+    ExpertFetch fetch(int32_t expert, int32_t toSlot) const {
         return {expert, toSlot, gate.matrices.at(expert).data, up.matrices.at(expert).data,
                 down.matrices.at(expert).data};
     }
@@ -151,14 +151,14 @@ struct Layer {
         }
         std::shuffle(missed.begin(), missed.end(), random);
         for (const int32_t expert : missed) {
-            if (orders.demanded < cuda::kMaxExpertFetches && part(random) < share.fetched) {
+            if (orders.demanded < kMaxExpertFetches && part(random) < share.fetched) {
                 orders.fetch[orders.demanded++] = fetch(expert, nextSlot++);
             } else {
                 ours.insert(expert);
             }
         }
         if (!missed.empty() && share.fetched > 0) {
-            const auto most = static_cast<uint32_t>(std::min(gate.matrices.count, cuda::kMaxExpertFetches));
+            const auto most = static_cast<uint32_t>(std::min(gate.matrices.count, kMaxExpertFetches));
             const auto count = static_cast<int32_t>(random() % (most + 1));
             while (orders.ahead < count)
                 orders.aheadFetch[orders.ahead] = fetch(orders.ahead, nextSlot++), ++orders.ahead;
@@ -204,7 +204,7 @@ public:
         ordered = told = 0;
     }
     void order(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted, int32_t pairs,
-               cuda::ExpertOrders& out) override {
+               ExpertOrders& out) override {
         ++ordered;
         if (thrown == Thrown::ByOrder) throw std::runtime_error("no orders");
         if (meanwhile) meanwhile();
@@ -228,7 +228,7 @@ public:
     enum class Thrown { No, ByOrder, ByDone };
     Thrown thrown = Thrown::No;
     std::function<void()> meanwhile;  // called before orders are made
-    cuda::ExpertOrders orders;
+    ExpertOrders orders;
     int ordered = 0, told = 0;
     std::vector<double> turns;  // what followed() told of all layers
 
@@ -279,7 +279,7 @@ struct Desk {
     }
     void poisonChoices() const {
         for (int32_t layer = 0; layer < limits.expertLayerCount(); ++layer) {
-            const cuda::HostChoices to = mailbox().choicesOf(layer);
+            const HostChoices to = mailbox().choicesOf(layer);
             for (int32_t* list : {to.chosen, to.slot, to.predicted}) std::fill_n(list, mostPairs(), -1000 - layer);
         }
     }
@@ -287,7 +287,7 @@ struct Desk {
     void give(const Layer& layer, int32_t number) const {
         const Mailbox& box = mailbox();
         if (!layer.dense) {
-            const cuda::HostChoices to = box.choicesOf(number);
+            const HostChoices to = box.choicesOf(number);
             std::copy(layer.chosen.begin(), layer.chosen.end(), to.chosen);
             std::copy(layer.slot.begin(), layer.slot.end(), to.slot);
             if (layer.predicts()) std::copy(layer.predicted.begin(), layer.predicted.end(), to.predicted);
@@ -347,12 +347,12 @@ struct Desk {
     }
 };
 
-inline bool same(const cuda::ExpertFetch& a, const cuda::ExpertFetch& b) {
+inline bool same(const ExpertFetch& a, const ExpertFetch& b) {
     return a.expert == b.expert && a.slot == b.slot && a.gate == b.gate && a.up == b.up && a.down == b.down;
 }
 
-inline bool same(const cuda::ExpertOrders& a, const cuda::ExpertOrders& b) {
-    const auto equal = [](const cuda::ExpertFetch& x, const cuda::ExpertFetch& y) { return same(x, y); };
+inline bool same(const ExpertOrders& a, const ExpertOrders& b) {
+    const auto equal = [](const ExpertFetch& x, const ExpertFetch& y) { return same(x, y); };
     return a.demanded == b.demanded && a.ahead == b.ahead &&
            std::equal(a.fetch, a.fetch + a.demanded, b.fetch, equal) &&
            std::equal(a.aheadFetch, a.aheadFetch + a.ahead, b.aheadFetch, equal);

@@ -19,16 +19,16 @@ constexpr int kTileTokens = 4;
 
 constexpr int subCount(Sub sub) { return sub == Sub::PerHalf ? 16 : sub == Sub::PerBlock ? 8 : 0; }
 
-// 256 elements of kLanes rows.
+// 256 elements of kTileRows rows.
 template <class Block> struct alignas(64) TileGroup {
     using F = Format<Block>;
     static constexpr int kFloats = F::kElements == 32 ? 8 : 1;
     static constexpr int kScaleCount = subCount(F::kScales), kMinCount = subCount(F::kMins);
-    uint8_t quant[64][kLanes][4];
-    float d[kFloats][kLanes];
-    float m[F::kHasMin ? kFloats : 1][kLanes];
-    float scale[kScaleCount ? kScaleCount : 1][kLanes];
-    float min[kMinCount ? kMinCount : 1][kLanes];
+    uint8_t quant[64][kTileRows][4];
+    float d[kFloats][kTileRows];
+    float m[F::kHasMin ? kFloats : 1][kTileRows];
+    float scale[kScaleCount ? kScaleCount : 1][kTileRows];
+    float min[kMinCount ? kMinCount : 1][kTileRows];
 };
 
 // What a token group needs of its sums, computed once for each tile: the first value of each integer sum, which takes
@@ -63,15 +63,15 @@ template <class Block> static void readSums(const int16_t* sums, int64_t groups,
 
 // Scales of each row of a tile, one row after another, on their way into columns.
 struct alignas(64) StagedScales {
-    float row[kLanes][16];
+    float row[kTileRows][16];
 };
 
-template <int count> static void storeColumns(const StagedScales& staged, float (*to)[kLanes]) {
+template <int count> static void storeColumns(const StagedScales& staged, float (*to)[kTileRows]) {
     if constexpr (count == 1) {
-        for (int r = 0; r < kLanes; ++r) to[0][r] = staged.row[r][0];
+        for (int r = 0; r < kTileRows; ++r) to[0][r] = staged.row[r][0];
     } else {
-        alignas(64) uint8_t columns[16][kLanes][4];
-        for (int k = 0; k < count; k += kLanes)
+        alignas(64) uint8_t columns[16][kTileRows][4];
+        for (int k = 0; k < count; k += kTileRows)
             transposeWords(reinterpret_cast<const uint8_t*>(staged.row[0] + k), sizeof staged.row[0], columns + k);
         std::memcpy(to, columns, count * sizeof columns[0]);
     }
@@ -99,9 +99,9 @@ static void packGroup(const uint8_t* first, size_t rowSize, int rows, int blocks
     using F = Format<Block>;
     using T = TileGroup<Block>;
     constexpr int kPerGroup = 256 / F::kElements;
-    alignas(64) uint8_t stage[kLanes][256];
+    alignas(64) uint8_t stage[kTileRows][256];
     StagedScales d, m, scale, min;
-    for (int r = 0; r < kLanes; ++r) {
+    for (int r = 0; r < kTileRows; ++r) {
         Block copy[kPerGroup];
         const Block* block = reinterpret_cast<const Block*>(first + static_cast<size_t>(r) * rowSize);
         if (r >= rows || blocks < kPerGroup) {
@@ -117,7 +117,7 @@ static void packGroup(const uint8_t* first, size_t rowSize, int rows, int blocks
         if constexpr (F::kScales != Sub::None) stageSubs<F::kScales>(scale.row[r], u.scale);
         if constexpr (F::kMins != Sub::None) stageSubs<F::kMins>(min.row[r], u.min);
     }
-    for (int k = 0; k < 64; k += kLanes) transposeWords(stage[0] + 4 * k, 256, tile.quant + k);
+    for (int k = 0; k < 64; k += kTileRows) transposeWords(stage[0] + 4 * k, 256, tile.quant + k);
     storeColumns<T::kFloats>(d, tile.d);
     if constexpr (F::kHasMin) storeColumns<T::kFloats>(m, tile.m);
     if constexpr (F::kScales != Sub::None) storeColumns<T::kScaleCount>(scale, tile.scale);
@@ -126,7 +126,7 @@ static void packGroup(const uint8_t* first, size_t rowSize, int rows, int blocks
 
 // Sums of products of 4 * `fours` elements from `quant` on, one per lane, for each token.
 template <class Block, int fours>
-SHARPI_INLINE void dotLanes(const uint8_t (*quant)[kLanes][4], const int8_t* const* q, int64_t at, VecI* sums) {
+SHARPI_INLINE void dotLanes(const uint8_t (*quant)[kTileRows][4], const int8_t* const* q, int64_t at, VecI* sums) {
 #if defined(__AVX512VNNI__)
     for (int k = 0; k < fours; ++k) {
         const VecI w = loadI(quant[k]);
@@ -200,7 +200,7 @@ SHARPI_INLINE void blockIntegers(const TileGroup<Block>& w, int b, int64_t g, co
 // acc[t][phase][lane] over all groups of the tile.
 template <class Block>
 static void tileDots(const TileGroup<Block>* tile, int64_t cols, const TokenRow* tokens, const TokenSums* const* sums,
-                     float (*acc)[kContractAccumulators][kLanes]) {
+                     float (*acc)[kContractAccumulators][kTileRows]) {
     constexpr bool perBlock = TileGroup<Block>::kFloats == 8;
     const int8_t* q[kTileTokens];
     for (int t = 0; t < kTileTokens; ++t) q[t] = tokens[t].q;
@@ -223,7 +223,7 @@ static void tileDots(const TileGroup<Block>* tile, int64_t cols, const TokenRow*
 }
 
 // The contract's tree, for all lanes; then the bias and the way out.
-static void finishTile(float (*acc)[kLanes], const float* bias, int rows, float* y) {
+static void finishTile(float (*acc)[kTileRows], const float* bias, int rows, float* y) {
     for (int width = kContractAccumulators / 2; width >= 1; width /= 2)
         for (int i = 0; i < width; ++i) storeF(acc[i], addF(loadF(acc[i]), loadF(acc[i + width])));
     for (int r = 0; r < rows; ++r) y[r] = bias ? acc[0][r] + bias[r] : acc[0][r];
@@ -237,9 +237,9 @@ static void matmulTiles(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd
     const size_t rowSize = static_cast<size_t>(blocksOfRow) * sizeof(Block);
     TileGroup<Block>* tile = static_cast<TileGroup<Block>*>(scratch);
     TokenSums* sumsBuffer = reinterpret_cast<TokenSums*>(tile + groups);
-    alignas(64) float acc[kTileTokens][kContractAccumulators][kLanes];
-    for (int64_t r = rowBegin; r < rowEnd; r += kLanes) {
-        const int rows = rowEnd - r < kLanes ? static_cast<int>(rowEnd - r) : kLanes;
+    alignas(64) float acc[kTileTokens][kContractAccumulators][kTileRows];
+    for (int64_t r = rowBegin; r < rowEnd; r += kTileRows) {
+        const int rows = rowEnd - r < kTileRows ? static_cast<int>(rowEnd - r) : kTileRows;
         const uint8_t* first = args.w.data + static_cast<size_t>(r) * rowSize;
         for (int64_t g = 0; g < groups; ++g) {
             const int left = blocksOfRow - static_cast<int>(g) * kPerGroup;

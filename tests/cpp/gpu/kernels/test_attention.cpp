@@ -1,5 +1,5 @@
 // The GPU's attention: decode bit for bit against the CPU's kernel, prefill against sums in double precision.
-// Whatever a query may not see, and all memory that no query sees, is NaN.
+// Everything that a query must not see is NaN, and so is all memory that no query sees.
 #include <limits>
 
 #include "attention_test.h"
@@ -7,7 +7,7 @@
 namespace sharpi::cuda {
 namespace {
 
-// Poisoned but for the counters, which are zero before and after every call.
+// Poisoned, except for the counters, which are zero before and after every call.
 class DecodeScratch {
 public:
     DecodeScratch(int64_t rows, const HeadShape& shape, int64_t context)
@@ -57,7 +57,7 @@ const std::vector<Shape> kShapes = {
     {KvType::BF16, 10, 2, 72},  {KvType::F32, 16, 1, 32}, {KvType::F16, 2, 1, 8},
 };
 
-// Positions around every border of a page and of the 64 keys' two halves.
+// Positions around every border of a page and of the two halves of its 64 keys.
 TEST_F(Decode, HasTheBitsOfTheCpu) {
     for (const Shape& shape : kShapes) {
         for (const int32_t position : {0, 1, 30, 31, 32, 62, 63, 64, 65, 127, 128, 300})
@@ -72,7 +72,7 @@ TEST_F(Decode, TakesRowsOfSeveralSequences) {
     }
 }
 
-// More pages than lanes, and more than a whole number of 32; few enough to be cut at pages, and more.
+// More pages than lanes, and not a multiple of 32. Once few enough to be cut at pages, and once more.
 TEST_F(Decode, JoinsManyPages) {
     const int32_t most = 2 * stream().device().multiprocessors;
     for (const int32_t pages : {31, 32, 33, 100, most, most + 1, most + 35})
@@ -83,7 +83,7 @@ TEST_F(Decode, JoinsManyPages) {
     compare({KvType::F32, 2, 1, 64}, {{0, 4000}}, 64);
 }
 
-// Scores of some hundreds: whole pages come to weigh nothing, before and after the largest.
+// Scores of several hundred: whole pages weigh nothing, both before and after the largest score.
 TEST_F(Decode, CarriesTheMaximumOverPages) {
     compare({KvType::F32, 4, 1, 64}, {{0, 700}, {1, 64}}, 16, 60.0f);
     compare({KvType::BF16, 4, 4, 128}, {{0, 3000}}, 64, 60.0f);
@@ -154,7 +154,7 @@ TEST_F(Decode, QuantizesAsTheContractSays) {
     }
 }
 
-// A sequence's chunk in a prefill: rows of the positions [begin, end).
+// A sequence's chunk in a prefill: the rows at positions [begin, end).
 struct Chunk {
     int32_t sequence, begin, end;
 };
@@ -164,7 +164,7 @@ protected:
     uint16_t toHalf(float x) { return stream().device().major >= 8 ? bf16FromFloat(x) : f16FromFloat(x); }
     float fromHalf(uint16_t x) { return stream().device().major >= 8 ? floatFromBf16(x) : floatFromF16(x); }
 
-    // tolerance: of the distance's norm, relative, for each row.
+    // tolerance: the largest relative distance (by norm) of a row.
     void compare(const Shape& shape, const std::vector<Chunk>& chunks, bool split, double tolerance) {
         std::vector<int32_t> lengths(chunks.size()), begin, end;
         std::vector<Row> rows;
@@ -226,10 +226,10 @@ protected:
     }
 };
 
-// Queries, keys and values are exact and products are summed in float; what is rounded are the weights, to the 8
-// bits of bf16: each by at most 2^-9, in random directions, against a sum of values that partly cancel.
+// Queries, keys and values are exact, and products are summed in float. Only the weights are rounded, to the 8 bits of
+// bf16: each by at most 2^-9, in random directions, against a sum of values that partly cancel.
 constexpr double kBf16 = 5e-3;
-// Factors keep 16 bits and products of two low parts are left out, both 2^-17 or so; scores of about one.
+// Factors keep 16 bits, and products of two low halves are left out. Both errors are about 2^-17, and scores about 1.
 constexpr double kSplit = 4e-5;
 
 const std::vector<Chunk> kChunks = {{0, 0, 150}, {1, 100, 101}, {2, 63, 129}, {3, 130, 230}, {4, 0, 1}};
@@ -252,7 +252,7 @@ TEST_F(Prefill, SplitFormKeepsSixteenBits) {
             compare({type, 4, 2, headDim}, kChunks, true, kSplit);
 }
 
-// A chunk after many cached pages, and tiles of other heights than the kernels'.
+// A chunk after many cached pages, and tiles whose heights differ from the kernels'.
 TEST_F(Prefill, ContinuesALongSequence) {
     compare({KvType::BF16, 2, 1, 128}, {{0, 1000, 1100}}, false, kBf16);
     compare({KvType::F32, 2, 1, 64}, {{0, 1017, 1040}}, true, kSplit);

@@ -1,5 +1,5 @@
-// Prefill's attention: a row has its bits whatever tile it is in, what else is in the batch, and whether the rows
-// behind it are there yet. Expected bits are those of all sequences in one call, in tiles at multiples of 64 positions.
+// Prefill's attention: a row's bits do not depend on its tile, on the rest of the batch or on the rows behind it. The
+// expected bits are those of all sequences in one call, with tiles at multiples of 64 positions.
 #include "attention_test.h"
 #include "row_cuts.h"
 
@@ -12,7 +12,7 @@ struct Piece {
 
 class PrefillRows : public GpuTest {
 protected:
-    // Queries of all rows of a sequence, and how they are used.
+    // The queries of all rows of each sequence.
     struct Queries {
         std::vector<std::vector<uint16_t>> hi, lo;  // by sequence
     };
@@ -32,8 +32,8 @@ protected:
         return q;
     }
 
-    // The rows of these pieces in one call, [rows, heads * headDim]; of each sequence nothing is there from its piece's
-    // end on. anyTiles: cut anywhere, else at multiples of 64 positions.
+    // Attends for the rows of these pieces in one call and returns [rows, heads * headDim]. The cache of each sequence
+    // ends where its piece ends. anyTiles: tiles are cut anywhere, else at multiples of 64 positions.
     std::vector<float> attend(const Shape& shape, const std::vector<int32_t>& lengths, const Queries& q,
                               const std::vector<Piece>& pieces, bool split, bool anyTiles = false) {
         Cache cache(shape, lengths, 8, 31);
@@ -104,7 +104,7 @@ protected:
             const Piece one = {0, position, position + 1};
             ASSERT_NO_FATAL_FAILURE(expectPieces({one}, attend(shape, lengths, q, {one}, split)));
         }
-        // Another part of each sequence, in company, and in other tiles.
+        // Another part of each sequence, beside other rows and in other tiles.
         for (const bool anyTiles : {false, true}) {
             std::vector<Piece> pieces;
             for (size_t s = 0; s < lengths.size(); s++) {

@@ -1,5 +1,6 @@
-// Rows that cross between the GPU and the CPU in the middle of a step: what arrives, and that nobody looks too early.
-// The CPU's side is a thread that gives up after a while, so that a fault fails and does not hang.
+// Rows that cross between the GPU and the CPU in the middle of a step: they arrive unchanged, and neither side reads
+// them too early. The CPU's side is a thread that gives up after a while, so that a fault fails the test instead of
+// hanging.
 #include <memory>
 
 #include "crossing_test.h"
@@ -7,8 +8,8 @@
 namespace sharpi::cuda {
 namespace {
 
-// Wide pieces and narrow ones, rows that are no whole groups of blocks, more than one block of threads can have on its
-// way.
+// Wide and narrow pieces, rows that are not whole groups of blocks, and more than one block of threads can have in
+// flight.
 const std::vector<Range> kRanges = {{32, 0, 32},     {4096, 0, 4096},  {4096, 128, 3968}, {4096, 256, 416},
                                     {1184, 0, 1184}, {1184, 96, 1184}, {1184, 32, 64},    {25600, 12800, 25600}};
 
@@ -17,7 +18,7 @@ protected:
     Forms forms(int64_t rows, int64_t cols) {
         return formsOf(randomFloats(static_cast<size_t>(rows * cols)), rows, cols, cols % 32 == 0);
     }
-    // Data that was not there yet, seen by a kernel that did not wait, is poison.
+    // A kernel that did not wait reads poison, since the data comes later.
     static void later() { std::this_thread::sleep_for(std::chrono::milliseconds(20)); }
 };
 
@@ -30,7 +31,7 @@ void expectReceived(const Forms& f, const Range& range, const DeviceRows& to, bo
     if (quantized) {
         putColumns(wantScale, f.cols / 32, f.scale, f.cols / 32, range.begin / 32, range.end / 32, f.rows);
         putColumns(wantSums, f.cols / 32, f.deviceSums, f.cols / 32, range.begin / 32, range.end / 32, f.rows);
-        // A row's halves of blocks are two rows of half the columns.
+        // The halves of a row's blocks count as two rows with half the columns.
         putColumns(wantQ, f.cols / 2, f.deviceQ, f.cols / 2, range.begin / 2, range.end / 2, 2 * f.rows);
     }
     EXPECT_TRUE(sameBits(wantFloats, to.floats.read()));
@@ -58,7 +59,7 @@ TEST_F(CrossingTest, WhatIsSentIsTheCpusRows) {
             }
         }
     }
-    // Floats of any number of columns; and nothing at all, for which the CPU is told all the same.
+    // Floats with any number of columns; and no columns at all, of which the CPU is told too.
     const Forms f = forms(2, 67);
     const DeviceRows from(f);
     const PinnedRows to(2, 67);
@@ -70,7 +71,7 @@ TEST_F(CrossingTest, WhatIsSentIsTheCpusRows) {
     EXPECT_EQ(flags.sentNow().load(), ticket);
 }
 
-// The host looks at each ticket's rows as soon as it sees the ticket.
+// The host checks each ticket's rows as soon as it sees the ticket.
 TEST_F(CrossingTest, DataIsThereBeforeItsTicket) {
     const int64_t rows = 8, cols = 8192;
     const uint32_t tickets = 20;
@@ -133,7 +134,7 @@ TEST_F(CrossingTest, ReceivingWaitsForTheTicket) {
         const std::vector<float> values = randomFloats(static_cast<size_t>(rows * 512));
         {
             const Host host([&] {
-                flags.returnedNow().store(2);  // an earlier one's
+                flags.returnedNow().store(2);  // an earlier ticket
                 later();
                 from.fill(f, range.begin, range.end);
                 flags.returnedNow().store(3, std::memory_order_release);
@@ -179,7 +180,7 @@ TEST_F(CrossingTest, AddingRoundsOnce) {
     }
 }
 
-// There and back many times in one captured step, which is replayed: the CPU changes what it got, the device adds it.
+// Many round trips in one captured step, which is replayed. The CPU changes what it received, and the device adds it.
 TEST_F(CrossingTest, AStepIsReplayed) {
     const int64_t cols = 1024, begin = 256, end = 768, count = end - begin;
     const uint32_t turns = 10;

@@ -1,24 +1,24 @@
-// Gated DeltaNet's rows: in tiles at multiples of 64 a row has its bits wherever a prompt was cut at such multiples, in
-// a short last tile and a long one, and in any company; row after row a step's rows have the CPU's bits at any number
-// of rows and sequences.
+// Gated DeltaNet's rows. In tiles at multiples of 64, a row's bits depend neither on the multiple at which a prompt was
+// cut, nor on the length of the last tile, nor on the other rows. Row after row, a step's rows have the CPU's bits with
+// any number of rows and sequences.
 #include "delta_test.h"
 
 namespace sharpi::cuda {
 namespace {
 
-// A sequence's products, all rows of it.
+// The products of all rows of a sequence.
 struct Text {
     int64_t rows;
     std::vector<float> mixed, alpha, beta, gate;
 };
 
-// States of a layer on the host, slot after slot.
-struct SlotStates {
+// States of a layer on the host, entry after entry.
+struct StateEntries {
     std::vector<float> conv, matrix;
 };
 
-// Rows [begin, end) of a text, from a state (-1: none); the state after row `snapshot` (none: 0) and that after the
-// last are kept.
+// Rows [begin, end) of a text, from a state (-1: none). The state after row `snapshot` (0: none) and that after the
+// last row are kept.
 struct Stretch {
     size_t text;
     int64_t begin, end;
@@ -32,7 +32,8 @@ protected:
     void begin(const DeltaShape& shape, const std::vector<int64_t>& lengths) {
         _layer = world({shape, {{-1, {{1, 0}}}}});
         if (shape.valueHeads > 2)
-            _layer.decay[0] = -1000.0f, _layer.decay[1] = 0.0f;  // forgets all at each row; never forgets
+            _layer.decay[0] = -1000.0f,
+            _layer.decay[1] = 0.0f;  // one head forgets everything at each row, one never forgets
         _texts.clear();
         for (const int64_t rows : lengths) {
             _texts.push_back({rows, randomFloats(rows * shape.channels(), 2.0f),
@@ -40,10 +41,11 @@ protected:
                               randomFloats(rows * shape.valueWidth(), 3.0f)});
         }
     }
-    SlotStates none() const { return {_layer.convStates, _layer.matrixStates}; }
+    StateEntries none() const { return {_layer.convStates, _layer.matrixStates}; }
 
-    // One call for these stretches, in tiles at multiples of 64: what it attended, by stretch. `states` are taken on.
-    std::vector<std::vector<float>> run(const std::vector<Stretch>& stretches, SlotStates& states, bool split) {
+    // Runs these stretches in one call, in tiles at multiples of 64, and returns the outputs by stretch. Updates
+    // `states`.
+    std::vector<std::vector<float>> run(const std::vector<Stretch>& stretches, StateEntries& states, bool split) {
         const World w = worldOf(stretches, states);
         const DeviceWorld device(w);
         std::vector<int32_t> begin, end;
@@ -84,7 +86,7 @@ protected:
         return parts;
     }
 
-    // What run() gives for rows [begin, end) of what it gave for a stretch of `rows` rows.
+    // The outputs of rows [begin, end), out of those that run() returned for a stretch of `rows` rows.
     std::vector<float> rowsOf(const std::vector<float>& part, int64_t rows, int64_t begin, int64_t end) const {
         const int64_t width = _layer.shape.valueWidth();
         std::vector<float> some(part.begin() + begin * width, part.begin() + end * width);
@@ -92,18 +94,18 @@ protected:
         return some;
     }
 
-    ::testing::AssertionResult sameSlot(const SlotStates& expected, int32_t slot, const SlotStates& got,
-                                        int32_t gotSlot) const {
+    ::testing::AssertionResult sameEntry(const StateEntries& expected, int32_t entry, const StateEntries& got,
+                                         int32_t gotEntry) const {
         const auto of = [](const std::vector<float>& all, int64_t size, int32_t at) {
             return std::vector<float>(all.begin() + at * size, all.begin() + (at + 1) * size);
         };
         const int64_t conv = _layer.shape.convFloats(), matrix = _layer.shape.matrixFloats();
-        const auto result = sameBits(of(expected.conv, conv, slot), of(got.conv, conv, gotSlot));
-        return result ? sameBits(of(expected.matrix, matrix, slot), of(got.matrix, matrix, gotSlot)) : result;
+        const auto result = sameBits(of(expected.conv, conv, entry), of(got.conv, conv, gotEntry));
+        return result ? sameBits(of(expected.matrix, matrix, entry), of(got.matrix, matrix, gotEntry)) : result;
     }
 
 private:
-    World worldOf(const std::vector<Stretch>& stretches, const SlotStates& states) {
+    World worldOf(const std::vector<Stretch>& stretches, const StateEntries& states) {
         Case c = {_layer.shape, {}};
         for (const Stretch& s : stretches) {
             Part part = {s.from, {}};
@@ -133,7 +135,7 @@ private:
     std::vector<Text> _texts;
 };
 
-// The last: so many heads that a block takes more columns of each in company than alone.
+// The last one has enough heads that a block takes more columns of each when there are other sequences.
 const std::vector<DeltaShape> kShapes = {{2, 3, 16, 4},  {1, 2, 32, 3}, {2, 3, 64, 4}, {1, 1, 40, 2},
                                          {1, 3, 128, 4}, {1, 1, 96, 4}, {2, 8, 128, 4}};
 
@@ -142,10 +144,10 @@ TEST_F(DeltaChunkRows, AShortPromptIsTheBeginningOfALongOne) {
         for (const DeltaShape& shape : kShapes) {
             SCOPED_TRACE("heads of " + std::to_string(shape.dim) + (split ? ", split" : ""));
             begin(shape, {320});
-            SlotStates states = none();
+            StateEntries states = none();
             const std::vector<float> whole = run({{0, 0, 320, -1, 0}}, states, split)[0];
             for (const int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 300}) {
-                SlotStates other = none();
+                StateEntries other = none();
                 const std::vector<float> some = run({{0, 0, rows, -1, 1}}, other, split)[0];
                 ASSERT_TRUE(sameBits(rowsOf(whole, 320, 0, rows), some)) << rows << " rows";
             }
@@ -153,7 +155,7 @@ TEST_F(DeltaChunkRows, AShortPromptIsTheBeginningOfALongOne) {
     }
 }
 
-// Through slots, in place and not, with a snapshot on the way.
+// Through several state entries, in place and not, with a snapshot in between.
 TEST_F(DeltaChunkRows, CutAtMultiplesOfATile) {
     for (const bool split : {true, false}) {
         for (const DeltaShape& shape : kShapes) {
@@ -162,28 +164,28 @@ TEST_F(DeltaChunkRows, CutAtMultiplesOfATile) {
                              (split ? ", split" : ""));
                 begin(shape, {rows});
                 const int64_t snapshot = (rows - 1) / kDeltaChunk * kDeltaChunk;
-                SlotStates states = none();
+                StateEntries states = none();
                 const std::vector<float> whole = run({{0, 0, rows, -1, 0, snapshot, 1}}, states, split)[0];
                 for (const bool inPlace : {true, false}) {
-                    SlotStates cut = none();
+                    StateEntries cut = none();
                     std::vector<float> tail;
-                    int32_t slot = -1;
+                    int32_t entry = -1;
                     for (int64_t at = 0; at < rows;) {
                         const int64_t tiles = 1 + static_cast<int64_t>(random()() % 3),
                                       end = std::min(rows, at + tiles * kDeltaChunk);
-                        const int32_t to = inPlace ? 2 : slot == 2 ? 3 : 2;
-                        const std::vector<float> part = run({{0, at, end, slot, to}}, cut, split)[0];
+                        const int32_t to = inPlace ? 2 : entry == 2 ? 3 : 2;
+                        const std::vector<float> part = run({{0, at, end, entry, to}}, cut, split)[0];
                         ASSERT_TRUE(sameBits(rowsOf(whole, rows, at, end), part)) << "from " << at << " to " << end;
-                        slot = to;
+                        entry = to;
                         at = end;
                     }
-                    EXPECT_TRUE(sameSlot(states, 0, cut, slot));
+                    EXPECT_TRUE(sameEntry(states, 0, cut, entry));
                 }
-                // On from the snapshot: the tail once more.
-                SlotStates again = states;
+                // Continues from the snapshot: the tail is computed again.
+                StateEntries again = states;
                 const std::vector<float> tail = run({{0, snapshot, rows, 1, 4}}, again, split)[0];
                 EXPECT_TRUE(sameBits(rowsOf(whole, rows, snapshot, rows), tail));
-                EXPECT_TRUE(sameSlot(states, 0, again, 4));
+                EXPECT_TRUE(sameEntry(states, 0, again, 4));
             }
         }
     }
@@ -195,7 +197,7 @@ TEST_F(DeltaChunkRows, InCompany) {
         for (const DeltaShape& shape : kShapes) {
             SCOPED_TRACE("heads of " + std::to_string(shape.dim) + (split ? ", split" : ""));
             begin(shape, lengths);
-            SlotStates alone = none(), together = none();
+            StateEntries alone = none(), together = none();
             std::vector<Stretch> all;
             std::vector<std::vector<float>> expected;
             for (size_t s = 0; s < lengths.size(); ++s) {
@@ -205,7 +207,7 @@ TEST_F(DeltaChunkRows, InCompany) {
             const std::vector<std::vector<float>> got = run(all, together, split);
             for (size_t s = 0; s < lengths.size(); ++s) {
                 EXPECT_TRUE(sameBits(expected[s], got[s])) << lengths[s] << " rows";
-                EXPECT_TRUE(sameSlot(alone, all[s].to, together, all[s].to)) << lengths[s] << " rows";
+                EXPECT_TRUE(sameEntry(alone, all[s].to, together, all[s].to)) << lengths[s] << " rows";
             }
         }
     }
@@ -215,17 +217,17 @@ TEST_F(DeltaChunkRows, InCompany) {
 
 class DeltaManyRows : public GatedDeltaTest {
 protected:
-    // `sequences` of up to 8 rows, `rows` in all, fresh and not, in place and not, some with the state of every row
-    // kept.
+    // Sequences of up to 8 rows, `rows` in all, fresh and not, in place and not, some of which keep the state of every
+    // row.
     Case manyRows(const DeltaShape& shape, int64_t rows) {
         Case c = {shape, {}};
-        int32_t slots = 0;
+        int32_t entries = 0;
         for (int64_t left = rows; left > 0;) {
             const int64_t count = std::min<int64_t>(left, 1 + static_cast<int64_t>(random()() % kDeltaStepRows));
-            Part part = {random()() % 4 == 0 ? -1 : slots++, {}};
+            Part part = {random()() % 4 == 0 ? -1 : entries++, {}};
             const bool drafted = random()() % 2 == 0;
-            for (int64_t t = 1; drafted && t < count; ++t) part.kept.emplace_back(t, slots++);
-            part.kept.emplace_back(count, part.from >= 0 && random()() % 2 ? part.from : slots++);
+            for (int64_t t = 1; drafted && t < count; ++t) part.kept.emplace_back(t, entries++);
+            part.kept.emplace_back(count, part.from >= 0 && random()() % 2 ? part.from : entries++);
             c.parts.push_back(part);
             left -= count;
         }
@@ -239,7 +241,7 @@ protected:
         EXPECT_TRUE(sameBits(expected.matrixStates, device.matrixStates.read())) << nameOf(expected) << ", " << how;
     }
 
-    // Each way: all sequences in one step, in steps of a few sequences, and in two launches, captured.
+    // Runs all sequences in one step, in steps of a few sequences, and in two launches, each of them captured.
     void compare(const DeltaShape& shape, int64_t rows) {
         World w = world(manyRows(shape, rows));
         const DeviceWorld one(w), slices(w), captured(w);
@@ -261,7 +263,7 @@ protected:
             first += count;
         }
         stream().synchronize();
-        // A list with more room than sequences, as a captured step has it.
+        // A list with more room than there are sequences, as in a captured step.
         std::vector<int32_t> begin = w.begin, end = w.end;
         begin.resize(begin.size() + 5, 0), end.resize(begin.size(), 0);
         const DeviceArray<int32_t> paddedBegin(begin), paddedEnd(end);

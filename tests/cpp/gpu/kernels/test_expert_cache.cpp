@@ -1,6 +1,6 @@
-// A layer of experts of which some are missing: what the CPU learns, what is fetched into slots, what is added up, and
-// that nobody waits where nothing is missed. The CPU is a thread that gives up after a while, so that a fault fails and
-// does not hang.
+// A layer of experts of which some are missed: what the CPU learns, what is fetched into slots and what is added up;
+// and that nothing waits if nothing is missed. The CPU is a thread that gives up after a while, so that a fault fails
+// the test instead of hanging.
 #include <cmath>
 #include <numeric>
 #include <set>
@@ -24,7 +24,7 @@ const std::vector<DType>& allTypes() {
     return types;
 }
 
-// One of the three matrices of all experts as the file has them: in pinned memory that ends with their last piece of 16
+// One of the three matrices of all experts, as in the file, in pinned memory that ends with their last piece of 16
 // bytes.
 struct FileStack {
     FileStack(DType kind, int64_t outputs, int64_t inputs, int32_t experts, size_t skip, std::mt19937& random)
@@ -35,7 +35,7 @@ struct FileStack {
           bytes((skip + static_cast<size_t>(experts) * expertBytes() + 15) / 16 * 16) {
         std::vector<uint8_t> weights(static_cast<size_t>(experts) * expertBytes());
         if (info(type).isFloat) {
-            for (size_t i = 0; i < weights.size(); i += 2) {  // of moderate size, whatever the type
+            for (size_t i = 0; i < weights.size(); i += 2) {  // of moderate size for every type
                 const uint16_t half =
                     type == DType::F16 ? f16FromFloat(uniform(random)) : bf16FromFloat(uniform(random));
                 std::memcpy(&weights[i], &half, 2);
@@ -81,7 +81,7 @@ struct ExpertFile {
     FileStack gate, up, down;
 };
 
-// Slots of whole experts, one after another, poisoned.
+// Contiguous slots of whole experts, poisoned.
 struct Slots {
     Slots(const ExpertFile& from, int32_t slots)
         : file(from),
@@ -97,7 +97,7 @@ struct Slots {
         };
         return {stack(file.gate, 0), stack(file.up, gateBytes), stack(file.down, gateBytes + upBytes)};
     }
-    // As loading a model does it.
+    // Packs an expert as loading a model does.
     void pack(Stream& stream, int32_t expert, int32_t slot) const {
         const ExpertStacks s = stacks();
         const auto one = [&](const MatrixStack& to, const FileStack& from) {
@@ -113,7 +113,7 @@ struct Slots {
     DeviceArray<uint8_t> memory;
 };
 
-// Lets a kernel go on that waits although it should not.
+// Lets a kernel go on if it waits although it should not.
 class Patience {
 public:
     explicit Patience(const Flags& flags)
@@ -143,7 +143,7 @@ protected:
     }
     std::array<size_t, 3> anySkips() { return {random()() % 160, random()() % 160, random()() % 160}; }
 
-    // The experts ordered arrive in their slots, the other slots are left alone, and pairs learn of it.
+    // The ordered experts arrive in their slots, the other slots do not change, and the pairs name the new slots.
     void expectFetched(const ExpertFile& file, int32_t demanded) {
         const int32_t slotCount = demanded + 2;
         const Slots slots(file, slotCount), want(file, slotCount);
@@ -166,7 +166,7 @@ protected:
         const Flags flags;
         {
             const Host host([&] {
-                flags.instructedNow().store(4);  // an earlier one's
+                flags.instructedNow().store(4);  // an earlier ticket
                 later();
                 orders[0].demanded = demanded;
                 for (size_t i = 0; i < experts.size(); ++i) orders[0].fetch[i] = file.fetch(experts[i], places[i]);
@@ -183,7 +183,7 @@ protected:
 
     void expectReplayed(int64_t rows, int32_t used);
 
-    // hosts: pairs of the CPU: none, some, all. skip: floats before the shared answer.
+    // hosts: how many pairs are the CPU's: none, some or all. skip: floats before the shared answer.
     void expectCombined(int64_t cols, int32_t used, int32_t hosts, bool isShared, size_t skip = 0) {
         SCOPED_TRACE(std::to_string(cols) + " columns, " + std::to_string(used) + " ranks, " + std::to_string(hosts));
         const int64_t rows = below(3) ? 1 + below(8) : 9 + below(56);
@@ -191,7 +191,7 @@ protected:
         std::vector<int32_t> slot(pairs);
         for (int32_t& s : slot) s = hosts == 2 || (hosts == 1 && below(2)) ? -1 : below(40);
         if (hosts == 1) slot[random()() % pairs] = -1;
-        // Where the other side's answer stands there is poison.
+        // Each side has poison in place of the other side's answers.
         std::vector<float> answers = randomFloats(values), y = answers;
         const std::vector<float> weight = randomFloats(pairs), before = randomFloats(static_cast<size_t>(rows * cols));
         const PinnedArray<float> hostY(values);
@@ -247,7 +247,7 @@ TEST_F(ExpertCacheTest, WhatIsFetchedIsWhatLoadingPacks) {
     }
 }
 
-// Rows that fill no unit, floats of odd sizes, and all that can be ordered at once.
+// Rows that do not fill a unit, floats of odd sizes, and as many experts as can be ordered at once.
 TEST_F(ExpertCacheTest, OddSizesAreFetched) {
     for (int turn = 0; turn < 12; ++turn) {
         const std::array<DType, 3> floats = {DType::F16, turn % 2 ? DType::F32 : DType::BF16,
@@ -358,7 +358,7 @@ TEST_F(ExpertCacheTest, WhatIsFetchedAheadIsInTheTable) {
         DeviceOrders given;
         given.ready = 1;
         given.orders.demanded = 1;
-        given.orders.fetch[0] = file.fetch(0, 0);  // not this call's
+        given.orders.fetch[0] = file.fetch(0, 0);  // not for this call
         given.orders.ahead = ahead;
         std::vector<int32_t> table(12, -7), wantTable = table;
         for (size_t i = 0; i < experts.size(); ++i) {
@@ -373,7 +373,7 @@ TEST_F(ExpertCacheTest, WhatIsFetchedAheadIsInTheTable) {
         EXPECT_TRUE(want.memory.read() == slots.memory.read());
         EXPECT_EQ(wantTable, tableOnDevice.read());
 
-        // Orders of an earlier pass, of a layer that has missed nothing since.
+        // Orders of an earlier pass, for a layer that has missed nothing since.
         given.ready = 0;
         const DeviceArray<DeviceOrders> stale(std::vector<DeviceOrders>{given});
         const DeviceArray<int32_t> kept(table);
@@ -430,7 +430,7 @@ TEST_F(ExpertCacheTest, AbortingLetsEverythingGoOn) {
 }
 
 TEST_F(ExpertCacheTest, PairsWithoutASlotAreLeftAlone) {
-    // The activations of the last fit no shared memory.
+    // The activations of the last shape do not fit in shared memory.
     for (const Shape shape : {Shape{64, 768, 4}, Shape{32, 40960, 2}}) {
         for (const DType type : {DType::Q4_K, DType::Q8_0, DType::F16}) {
             const int64_t rows = 2;
@@ -472,8 +472,8 @@ TEST_F(ExpertCacheTest, PairsWithoutASlotAreLeftAlone) {
     }
 }
 
-// A captured layer, replayed with other choices and other tables, gives the bits that it gives with every expert in a
-// slot, whoever computes the missing ones.
+// A captured layer is replayed with other choices and other tables. It gives the same bits as with every expert in a
+// slot, no matter which processor computes the missed ones.
 void ExpertCacheTest::expectReplayed(int64_t rows, int32_t used) {
     SCOPED_TRACE(std::to_string(rows) + " rows of " + std::to_string(used));
     const Shape shape{256, 512, 24};
@@ -518,7 +518,7 @@ void ExpertCacheTest::expectReplayed(int64_t rows, int32_t used) {
             const std::vector<int32_t> row = distinct(used, shape.experts);
             choice.insert(choice.end(), row.begin(), row.end());
         }
-        // Of the experts, those that are in slots 0 to 11; in some turns all that are chosen, in some none.
+        // The experts in slots 0 to 11. In some turns these are all chosen ones, in others none of them.
         const std::vector<int32_t> order = turn % 4 == 0 ? choice : distinct(12, shape.experts);
         std::vector<int32_t> places(static_cast<size_t>(shape.experts), -1);
         int32_t next = 0;
@@ -551,7 +551,7 @@ void ExpertCacheTest::expectReplayed(int64_t rows, int32_t used) {
                         hostSlot[static_cast<size_t>(p)] != places[static_cast<size_t>(choice[static_cast<size_t>(p)])];
                     if (hostSlot[static_cast<size_t>(p)] < 0) wanted.insert(choice[static_cast<size_t>(p)]);
                 }
-                if (wanted.empty()) return;  // nobody looks
+                if (wanted.empty()) return;  // nothing reads the rows
                 wrong += hostRows.scale[0] != f.scale[0];
                 int32_t count = 0;
                 for (const int32_t e : wanted) {

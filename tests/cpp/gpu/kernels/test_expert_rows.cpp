@@ -1,5 +1,5 @@
-// Experts of contract rows at any number of them: all at once, eight at a time, and with a stack that comes in pieces,
-// the bits are the same.
+// Experts for any number of rows that follow the contract. The bits are the same with all rows at once, with eight at a
+// time, and with a stack that comes in pieces.
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/router.h"
 #include "matmul_test.h"
@@ -96,7 +96,7 @@ void ExpertRowsByContract::compare(DType type, DType downType, int64_t rows, int
     }
     EXPECT_TRUE(sameBits(expected, sliced.read())) << "eight at a time";
 
-    // Elements of the stacks come in pieces, in an order of their own; each pair is computed while its expert is there.
+    // The stacks come in pieces, in another order. Each pair is computed while its expert is present.
     const std::vector<int32_t> order = shuffled();
     std::vector<int32_t> places(kExperts);
     for (int32_t i = 0; i < kExperts; ++i) places[static_cast<size_t>(order[static_cast<size_t>(i)])] = i;
@@ -110,7 +110,7 @@ void ExpertRowsByContract::compare(DType type, DType downType, int64_t rows, int
                     used, hidden);
         expertMatvec(stream(), read, static_cast<int>(rows), down.over(*downs, held), element.get(), used, true,
                      y.get());
-        stream().synchronize();  // before the piece is gone
+        stream().synchronize();  // before the piece is freed
         first = end;
     }
     combineExperts(stream(), y.get(), nullptr, weight.get(), rows, used, kCols, pieced.get(), shared);
@@ -130,7 +130,7 @@ TEST_F(ExpertRowsByContract, AreFoundInAPartOfAStack) {
     for (const size_t pairs : {size_t{1}, size_t{255}, size_t{256}, size_t{257}, size_t{64 * 22}}) {
         std::vector<int32_t> chosen(pairs), places(kExperts);
         for (int32_t& e : chosen) e = static_cast<int32_t>(random()() % kExperts);
-        for (int32_t& place : places) place = static_cast<int32_t>(random()() % 30) - 1;  // -1: nowhere
+        for (int32_t& place : places) place = static_cast<int32_t>(random()() % 30) - 1;  // -1: in no piece
         const DeviceArray<int32_t> onDevice(chosen), index(places);
         for (const auto& [first, end] : {std::pair{0, 30}, {0, 1}, {5, 17}, {4, 4}, {0, INT32_MAX}}) {
             for (const bool indexed : {true, false}) {

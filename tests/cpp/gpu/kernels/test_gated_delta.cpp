@@ -14,7 +14,7 @@ protected:
         EXPECT_TRUE(sameBits(expected.convStates, device.convStates.read())) << what << ", states of the convolution";
     }
 
-    // Queries and keys, next to each other in a row of `mixed`, as convertRows would give them.
+    // Queries and keys, which are neighbours in a row of `mixed`, must be what convertRows makes of them.
     void expectHalves(const World& w, const std::vector<uint16_t>& hi, const std::vector<uint16_t>& lo) {
         const int64_t width = 2 * w.shape.keyWidth();
         std::vector<float> x;
@@ -27,7 +27,7 @@ protected:
         EXPECT_EQ(otherLo.read(), lo);
     }
 
-    // Every form is another's that is tested: what the kernel wrote is what convertRows makes of the floats.
+    // Every form must be what convertRows, which has its own tests, makes of the floats.
     void expectForms(const World& w, const std::vector<float>& floats, const DeviceArray<uint8_t>* quantized,
                      const DeviceArray<uint16_t>& hi, const DeviceArray<uint16_t>& lo) {
         const int64_t cols = w.shape.valueWidth();
@@ -44,7 +44,7 @@ protected:
     }
 };
 
-// Fresh and not, in place and not, with states kept on the way; the last has more rows than a block stages at once.
+// Fresh and not, in place and not, with states kept in between. The last one has more rows than a block stages at once.
 const std::vector<Part> kParts = {
     {-1, {{1, 0}}}, {1, {{2, 2}}}, {3, {{1, 4}, {2, 5}, {3, 3}}}, {6, {{21, 6}}}, {-1, {{3, 7}, {9, 8}}}};
 const std::vector<Part> kOneRowEach = {{4, {{1, 4}}}, {-1, {{1, 0}}}, {2, {{1, 3}}}};
@@ -120,7 +120,7 @@ TEST_F(GatedDelta, RunsTheDeltaRuleWithTheBitsOfTheCpu) {
     }
 }
 
-// Few rows: fresh and not, in place and not, with states kept on the way.
+// Few rows: fresh and not, in place and not, with states kept in between.
 const std::vector<Part> kFewParts = {{-1, {{1, 0}}}, {1, {{2, 2}}}, {3, {{1, 4}, {2, 5}, {3, 3}}}, {6, {{2, 6}}}};
 const std::vector<Part> kDraftedInPlace = {{2, {{1, 0}, {2, 1}, {3, 3}, {4, 4}, {5, 5}, {6, 6}, {7, 7}, {8, 2}}}};
 
@@ -160,8 +160,8 @@ TEST_F(GatedDelta, StepsWithTheBitsOfTheCpu) {
     }
 }
 
-// Layers after each other, as close as they get, with states that every pass overwrites: a block that comes late must
-// not read what another has written, and all layers count in the same place.
+// Layers in close succession, with states that every pass overwrites. A block that starts late must not read what
+// another one has written, and all layers use the same counters.
 TEST_F(GatedDelta, StepsLayerAfterLayerInPlace) {
     const DeltaShape shape = {2, 16, 128, 4};
     const size_t layers = 6, passes = 8;
@@ -196,7 +196,7 @@ TEST_F(GatedDelta, StepsLayerAfterLayerInPlace) {
     }
 }
 
-// Each sequence's rows, cut where a state is kept, and elsewhere at random or after 64.
+// Each sequence's rows, cut wherever a state is kept, and otherwise at random or after 64 rows.
 std::vector<std::pair<int32_t, int32_t>> chunksOf(const World& w, std::mt19937& random, bool whole) {
     std::vector<std::pair<int32_t, int32_t>> tiles = {{0, 0}};
     for (size_t s = 0; s < w.begin.size(); ++s) {
@@ -213,14 +213,14 @@ std::vector<std::pair<int32_t, int32_t>> chunksOf(const World& w, std::mt19937& 
     return tiles;
 }
 
-// The largest error, relative to the largest number of the same head: numbers lie as [.., heads, group].
+// The largest error, relative to the largest number of the same head. Numbers are [.., heads, group].
 double errorOf(const std::vector<double>& expected, const std::vector<float>& got, size_t heads, size_t group) {
     double error = 0;
     for (size_t head = 0; head < heads; ++head) {
         double largest = 1e-30, difference = 0;
         for (size_t first = head * group; first < expected.size(); first += heads * group) {
             for (size_t i = first; i < first + group; ++i) {
-                if (std::isnan(expected[i]) && std::isnan(got[i])) continue;  // a slot that is not used
+                if (std::isnan(expected[i]) && std::isnan(got[i])) continue;  // an entry that is not used
                 largest = std::max(largest, std::abs(expected[i]));
                 const double d = std::abs(expected[i] - got[i]);
                 difference = std::isnan(d) ? INFINITY : std::max(difference, d);
@@ -236,8 +236,8 @@ protected:
     void compare(const Case& c, bool whole, bool split) {
         World w = world(c);
         if (w.shape.valueHeads > 2) {
-            w.decay[0] = -1000.0f, w.decay[1] = 0.0f;  // forgets all at each row; never forgets
-            // Keys that are all alike, and steps of 1: each row says anew what the rows before said.
+            w.decay[0] = -1000.0f, w.decay[1] = 0.0f;  // one head forgets everything at each row, one never forgets
+            // All keys are equal and steps are 1, so each row overwrites what the rows before it wrote.
             for (int64_t t = 1; t < w.rows; ++t) {
                 const auto keys = w.mixed.begin() + w.shape.keyWidth();
                 std::copy_n(keys, w.shape.dim, keys + t * w.shape.channels());
@@ -293,12 +293,12 @@ TEST_F(GatedDeltaChunks, AreNearDoublePrecision) {
             compare({shape, kLongParts}, true, split);
             compare({shape, kLongParts}, false, split);
         }
-        // So many heads that a block takes more of each.
+        // Enough heads that a block takes more columns of each.
         compare({{2, 24, 128, 4}, {{-1, {{150, 0}}}, {1, {{64, 2}, {70, 1}}}}}, true, split);
     }
 }
 
-// Only the form that decode's next product reads.
+// Requests only the form that decode's next product reads.
 TEST_F(GatedDelta, WritesNoFormThatIsNotAskedFor) {
     World w = world({{1, 2, 64, 4}, kOneRowEach});
     const DeviceWorld device(w);

@@ -56,7 +56,7 @@ protected:
         return how;
     }
 
-    // The part of the CPU: x [heads * headDim] of one row.
+    // What the CPU does with x [heads * headDim] of one row.
     static void prepareOnCpu(const Case& c, const HeadPreparation& how, const float* norm, int32_t heads,
                              int64_t position, float* x) {
         const cpu::Kernels& kernels = cpu::kernels();
@@ -135,7 +135,7 @@ TEST_F(Heads, HaveTheBitsOfTheCpu) {
     for (const Case& c : kCases) compare(c);
 }
 
-// Halfway cases, subnormals and what overflows, in each cache type.
+// Halfway cases, subnormals and overflows, for each type of the cache.
 TEST_F(Heads, RoundValuesToNearestEven) {
     std::vector<float> v;
     for (const uint32_t bits :

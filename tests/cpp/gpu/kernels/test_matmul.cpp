@@ -1,13 +1,14 @@
-// Prefill's matrix products against double-precision products on the host, of the weights that the CPU's dequantizeRow
-// gives and the activations as the tensor cores get them.
+// Prefill's matrix products against double-precision products on the host. Those take the weights from the CPU's
+// dequantizeRow, and the activations that the tensor cores get.
 //
-// What may differ, relative to the root of the summed squares of an output's terms (the size that an error of
-// each term by itself has):
-// - Plain form: weights are rounded to bf16, each by at most 2^-9, 1.1e-3 in the mean. 4e-3 for a whole result leaves
-//   room, and an element may be 4 times that off: 14 standard deviations, but less than what one block missing or
-//   taken twice does.
-// - Split form: weights and activations keep 16 or 17 bits, and the product of the two low halves is left out: about
-//   2^-17 altogether, to which f32 sums, cut off by the tensor cores, add about as much: 2e-5.
+// The tolerances are relative to the root of the summed squares of an output's terms, which is the size of an error if
+// each term has its own:
+// - Plain form: weights are rounded to bf16, each by at most 2^-9, and by 1.1e-3 in the mean. A whole result may be off
+// by
+//   4e-3, which leaves room, and an element by 4 times that. That is 14 standard deviations, but less than the effect
+//   of a block that is missing or taken twice.
+// - Split form: weights and activations keep 16 or 17 bits, and the product of the two low halves is left out. That is
+//   about 2^-17 in all. f32 sums, which the tensor cores truncate, add about as much: 2e-5.
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -19,10 +20,10 @@ namespace sharpi::cuda {
 namespace {
 
 constexpr double kPlainTolerance = 4e-3, kSplitTolerance = 2e-5;
-constexpr int64_t kGuard = 64;  // floats past the end of y that must stay as they were
+constexpr int64_t kGuard = 64;  // floats past the end of y that must not change
 
 struct Expected {
-    std::vector<double> y, size;  // the product, and the root of its terms' squares
+    std::vector<double> y, size;  // the product, and the root of the summed squares of its terms
 };
 
 Expected multiply(const float* w, int64_t outputs, int64_t cols, const std::vector<const float*>& rows) {
@@ -53,7 +54,7 @@ void expectClose(const Expected& expected, const std::vector<float>& y, double t
         error += difference * difference;
         size += expected.size[i] * expected.size[i];
     }
-    // Of a few elements it is no mean: weights that share a scale are rounded alike, so one element may well be off by
+    // A few elements are too few for a mean: weights that share a scale are rounded alike, so one element may be off by
     // more.
     if (expected.y.size() >= 64) {
         EXPECT_LE(std::sqrt(error), tolerance * std::sqrt(size)) << what;
@@ -84,7 +85,7 @@ INSTANTIATE_TEST_SUITE_P(Product, Matmul, kBothWays, nameOfWay);
 
 TEST_P(Matmul, EveryQuantizedType) {
     for (const DType type : reference::quantizedTypes()) {
-        // 9 blocks: the last step along k has one. 3 superblocks: all places of a block within one.
+        // With 9 blocks, the last step along k has one. With 3 superblocks, blocks have all places within a superblock.
         check(type, 150, 200, info(type).blockElements == 256 ? 768 : 288, false);
         check(type, 20, 130, info(type).blockElements == 256 ? 256 : 32, false);
     }
@@ -156,11 +157,11 @@ TEST_P(Matmul, BiasAndAdding) {
     }
 }
 
-// Parts of a matrix, packed by themselves, write their columns of wider rows and nothing else.
+// Parts of a matrix, each packed on its own, write their columns of wider rows and nothing else.
 TEST_P(Matmul, PartsHaveTheBitsOfTheWhole) {
     const int64_t cols = 512, gap = 4;
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::BF16, DType::F32}) {
-        for (const int64_t odd : {0, 3}) {  // the first part's rows are all aligned, and are not
+        for (const int64_t odd : {0, 3}) {  // with and without alignment of the first part's rows
             const std::vector<int64_t> sizes = {64, 1 + odd, 128, 55};
             const int64_t total = 248 + odd, stride = total + gap * 4;
             const std::vector<uint8_t> file = fileWeights(type, total, cols, random());
@@ -184,7 +185,7 @@ TEST_P(Matmul, PartsHaveTheBitsOfTheWhole) {
                     matmul(stream(), part.packed, x.rows(), rows, biasOnDevice.get() + begin, y.get() + column,
                            Store::Write, stride);
                     matmul(stream(), part.packed, x.rows(), rows, nullptr, sum.get() + column, Store::Add, stride);
-                    stream().synchronize();  // before the part is gone
+                    stream().synchronize();  // before the part is freed
                     for (int64_t t = 0; t < rows; ++t)
                         std::copy_n(&product[static_cast<size_t>(t * total + begin)], size,
                                     &written[static_cast<size_t>(t * stride + column)]);
@@ -214,7 +215,7 @@ TEST_P(Matmul, PartsHaveTheBitsOfTheWhole) {
     EXPECT_THROW(matmul(stream(), w.packed, x.rows(), 1, nullptr, y.get(), Store::Write, 63), Error);
 }
 
-// Whatever else is in a call, a row's result keeps its bits: tiles of all sizes sum in one order.
+// A row's bits do not depend on the rest of the call, because tiles of all sizes sum in one order.
 TEST_P(Matmul, ARowDoesNotDependOnTheOthers) {
     const int64_t rows = 200, outputs = 300, cols = 1024;
     const Weights w = weights(DType::Q4_K, outputs, cols);
@@ -254,7 +255,7 @@ TEST_P(Matmul, ReadsWhatThePreviousLaunchWrote) {
     EXPECT_TRUE(sameBits(run(true), run(false)));
 }
 
-// Pairs grouped by expert: counts[e] of them go to expert e, each with a random row of x.
+// Pairs, grouped by expert: counts[e] of them go to expert e, each with a random row of x.
 struct Pairs {
     Pairs(const std::vector<int32_t>& counts, int64_t tokens, std::mt19937& random) {
         std::vector<int32_t> tileExpert, tileBegin;
@@ -317,9 +318,9 @@ protected:
             describe(type, pairs.count(), outputs, cols) + (gather ? ", gathered" : "") + (split ? ", split" : ""));
     }
 
-    // The stack comes in pieces, each by itself in memory that holds nothing else and with gaps that the whole has not.
-    // After each call the rows of the experts seen so far are the whole product's, the others are poison yet. order:
-    // the experts that the elements are, which the call is then told by an index; empty: all of them as they come.
+    // The stack comes in pieces. Each is alone in its memory, with gaps that the whole stack does not have. After each
+    // call, the rows of the experts seen so far are those of the whole product, and the others are still poison. order:
+    // the experts of the elements, which the call learns from an index; empty: all experts in their own order.
     void checkRanges(DType type, const std::vector<int32_t>& counts, std::vector<Range> ranges, bool gather,
                      std::vector<int32_t> order = {}) {
         const int64_t tokens = 50, outputs = 134, cols = type == DType::F32 ? 100 : 256;
@@ -337,7 +338,7 @@ protected:
         ASSERT_TRUE(std::none_of(product.begin(), product.end(), [](float v) { return std::isnan(v); }));
         std::vector<float> expected = y.read();
 
-        // Of those that no element is: never an element's number.
+        // An expert without an element gets a number that no element has.
         std::vector<int32_t> places(counts.size());
         for (int32_t& place : places) place = random()() % 2 ? -1 : static_cast<int32_t>(order.size());
         for (size_t i = 0; i < order.size(); ++i) places[static_cast<size_t>(order[i])] = static_cast<int32_t>(i);
@@ -380,7 +381,7 @@ TEST_P(MatmulExperts, GatheredOrNotAndUnevenlyShared) {
     const std::vector<std::vector<int32_t>> shares = {
         {0, 0, 0, 300, 0, 0},                  // one expert has all
         {64, 128, 63, 65, 1, 127},             // on and beside the tiles' borders
-        {0, 3, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0},  // most have none, first and last among them
+        {0, 3, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0},  // most have none, including the first and the last
         {1},
     };
     for (const std::vector<int32_t>& counts : shares)
@@ -392,8 +393,8 @@ TEST_P(MatmulExperts, PiecesOfAStackHaveTheBitsOfTheWhole) {
     const std::vector<std::vector<Range>> cuts = {
         {{0, 9}},
         {{0, 1}, {1, 2}, {2, 3}, {3, 4}, {4, 5}, {5, 6}, {6, 7}, {7, 8}, {8, 9}},
-        {{0, 2}, {2, 5}, {5, 7}, {7, 9}},  // one of them without any pair
-        {{0, 3}, {3, 3}, {3, 8}, {8, 9}},  // one that is empty
+        {{0, 2}, {2, 5}, {5, 7}, {7, 9}},  // one range has no pair
+        {{0, 3}, {3, 3}, {3, 8}, {8, 9}},  // one range is empty
     };
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::BF16, DType::F32})
         for (const std::vector<Range>& ranges : cuts) checkRanges(type, counts, ranges, random()() % 2 == 0);
@@ -401,7 +402,7 @@ TEST_P(MatmulExperts, PiecesOfAStackHaveTheBitsOfTheWhole) {
         checkRanges(DType::Q4_K, counts, {{0, 4}, {6, 9}}, gather);  // experts that never come
 }
 
-// As they lie in a cache's slots, or as those come that are wanted of a stack.
+// The elements of a stack are in the order of a cache's slots, or they are only the wanted experts.
 TEST_P(MatmulExperts, AnIndexSaysWhichElementIsAnExperts) {
     const std::vector<int32_t> counts = {5, 0, 130, 1, 64, 0, 0, 257, 3};
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::BF16, DType::F32}) {

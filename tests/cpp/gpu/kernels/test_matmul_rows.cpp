@@ -1,5 +1,5 @@
-// A row of the tensor cores' products has its bits whatever is computed beside it: alone, in short tiles and long ones,
-// at any place of a tile, among rows of NaN, and however a batch was cut. Expected bits are those of one long batch.
+// A row of the tensor cores' products has the same bits alone, in short and long tiles, at any place of a tile, among
+// rows of NaN, and however a batch was cut. The expected bits are those of one long batch.
 #include <cmath>
 
 #include "kernels/experts/router.h"
@@ -13,7 +13,7 @@ constexpr uint16_t kNotANumber = 0x7fc0;  // as bf16 and as f16
 
 class MatmulRows : public MatmulTest {
 protected:
-    // Unlike the first rows of a batch, these have others before them.
+    // Unlike the first rows of a batch, these rows come after others.
     std::vector<float> product(const Weights& w, const HalfRows& x, const RowCut& cut, const std::vector<float>& before,
                                const float* bias) {
         const int64_t outputs = w.packed.rows;
@@ -92,14 +92,14 @@ TEST_P(MatmulRows, OfQuantizedWeights) {
 TEST_P(MatmulRows, OfFloatWeights) {
     for (const DType type : kFloats) {
         for (const int64_t cols :
-             {int64_t{320}, int64_t{100}, int64_t{33}}) {  // whole words, and rows that begin anywhere
+             {int64_t{320}, int64_t{100}, int64_t{33}}) {  // aligned rows, and rows that begin anywhere
             expectIndependent(type, 330, 134, cols, true, 2);
             if (type != DType::F32) expectIndependent(type, 330, 134, cols, false, 2);
         }
     }
 }
 
-// Matrices so large that long batches go in larger tiles than short ones.
+// Matrices large enough that long batches take larger tiles than short ones.
 TEST_P(MatmulRows, OfLargeMatrices) {
     const int64_t outputs = stream().device().multiprocessors / 2 * 128;
     for (const DType type : {DType::Q4_K, DType::Q8_0, DType::BF16})
@@ -153,7 +153,7 @@ protected:
         return l;
     }
 
-    // What the layer makes of these rows, from these residuals on.
+    // Runs the layer on these rows, with these residuals.
     std::vector<float> run(const Layer& l, const RowCut& cut, const std::vector<float>& before) {
         const int64_t rows = cut.rows(), pairs = rows * kUsed;
         const auto floats = [](int64_t count) {

@@ -1,5 +1,5 @@
-// The matrix-vector kernels against the CPU's and against the plain reference, bit for bit: every type, every number
-// of rows, with the shapes at which a warp's work does not come out even.
+// The matrix-vector kernels against the CPU's and against the plain reference, bit for bit: every type and every number
+// of rows, with shapes that do not divide a warp's work evenly.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -23,7 +23,7 @@ std::vector<DType> allTypes() {
     return types;
 }
 
-// A matrix of the file's bytes on the host and packed on the device; or a stack of them, one after another.
+// A matrix, with the file's bytes on the host and packed on the device; or a contiguous stack of matrices.
 struct Weights {
     DType type;
     int64_t rows, cols, count;
@@ -39,7 +39,7 @@ struct Weights {
     ExpertStack stack() const { return {device(), packedBytes(type, rows, cols), static_cast<int32_t>(count)}; }
 };
 
-// Activations on the host, and on the device in the form that a type wants.
+// Activations on the host, and on the device in the form that a type reads.
 struct Inputs {
     int64_t rows, cols;
     std::vector<float> x;
@@ -142,7 +142,7 @@ std::vector<float> rowOf(const std::vector<float>& x, int64_t row, int64_t cols)
 
 class MatvecTest : public GpuTest {
 protected:
-    // Brings w.file to the device and packs it.
+    // Copies w.file to the device and packs it.
     void pack(Weights& w) {
         w.fileOnDevice = std::make_unique<DeviceArray<uint8_t>>(w.file);
         const size_t stride = packedBytes(w.type, w.rows, w.cols);
@@ -211,8 +211,8 @@ struct Shape {
     int64_t rows, cols;
 };
 
-// One block, less than a warp of them, more than one, more than the steps that are in flight; one row, prime numbers of
-// rows, several thread blocks.
+// One block, less than a warp of blocks, more than a warp, and more than the steps in flight; one row, prime numbers of
+// rows, and several thread blocks.
 std::vector<Shape> shapesOf(DType type) {
     if (info(type).isFloat) return {{1, 1}, {5, 33}, {19, 300}, {67, 768}, {3, 2049}};
     std::vector<Shape> shapes = {{1, 256}, {19, 768}, {67, 1280}, {3, 4096 + 256}};
@@ -231,7 +231,7 @@ TEST_F(MatvecTest, EveryTypeAndNumberOfRowsHasTheCpusBits) {
     }
 }
 
-// Every bit of the codes and scales set, or none, against activations at +-127: the largest integers there can be.
+// All bits of the codes and scales are set, or none, and activations are +-127: the largest possible integers.
 TEST_F(MatvecTest, ExtremesHaveTheCpusBits) {
     for (const DType type : reference::quantizedTypes()) {
         for (const Fill fill : {Fill::AllOnes, Fill::AllZeros}) {
@@ -247,7 +247,7 @@ TEST_F(MatvecTest, ExtremesHaveTheCpusBits) {
     }
 }
 
-// A row does not know what else is in its call.
+// A row does not depend on the rest of its call.
 TEST_F(MatvecTest, BitsDoNotDependOnTheNumberOfRows) {
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::BF16}) {
         const Weights w = weights(type, 33, 2304);
@@ -265,7 +265,7 @@ TEST_F(MatvecTest, BitsDoNotDependOnTheNumberOfRows) {
     }
 }
 
-// Enough rows that a warp does several pairs of them.
+// Enough rows that a warp has several pairs of them.
 TEST_F(MatvecTest, ManyRowsHaveTheCpusBits) {
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::F32}) {
         const Weights w = weights(type, 50021, 256);
@@ -304,7 +304,7 @@ TEST_F(MatvecTest, ManyOutputsInOneCall) {
         }
         const int64_t before = stream().launches();
         matvec(stream(), in, static_cast<int>(rows), outputs);
-        EXPECT_EQ(stream().launches() - before, 4);  // five of Q4_K are one more than fit
+        EXPECT_EQ(stream().launches() - before, 4);  // five matrices of Q4_K are one more than fit in a launch
         for (size_t i = 0; i < types.size(); ++i) {
             SCOPED_TRACE(i);
             EXPECT_TRUE(sameBits(product(w[i].host(), x, rows, i % 2 ? bias[i].data() : nullptr), y[i]->read()));
@@ -328,7 +328,7 @@ TEST_F(MatvecTest, AddingHasTheCpusBits) {
             EXPECT_TRUE(sameBits(expected, y.read()));
         }
     }
-    // Several pairs of rows a warp.
+    // Several pairs of rows for each warp.
     const Weights w = weights(DType::Q4_K, 40009, 256);
     const Inputs in = inputs(1, 256, false);
     const std::vector<float> residual = randomFloats(40009);
@@ -339,7 +339,7 @@ TEST_F(MatvecTest, AddingHasTheCpusBits) {
     EXPECT_TRUE(sameBits(expected, y.read()));
 }
 
-// Compares what a gated kernel wrote with the CPU's values, as floats and as blocks.
+// Compares a gated kernel's results with the CPU's values, as floats and as blocks.
 void expectForms(const std::vector<float>& expected, int64_t rows, int64_t hidden, const float* floats,
                  const QuantizedRows& quantized) {
     if (floats) {
@@ -386,7 +386,7 @@ TEST_F(MatvecTest, GatedHasTheCpusBits) {
     }
 }
 
-// Values for which exp is at its ends, or the product is no number.
+// Values at the limits of exp, and products that are NaN.
 TEST_F(MatvecTest, GatedExtremesHaveTheCpusBits) {
     const Weights gate = weights(DType::F32, 32, 32), up = weights(DType::F32, 32, 32);
     for (const float scale : {100.0f, 1e-30f, 1e-38f, 0.0f}) {
@@ -401,7 +401,7 @@ TEST_F(MatvecTest, GatedExtremesHaveTheCpusBits) {
     }
 }
 
-// Parts of a matrix, each packed by itself, that write their columns of wider rows.
+// Parts of a matrix, each packed on its own, that write their columns of wider rows.
 class MatvecPartTest : public MatvecTest {
 protected:
     // Rows [begin, begin + rows) of w.
@@ -469,7 +469,7 @@ TEST_F(MatvecPartTest, GatedPartsHaveTheBitsOfTheWhole) {
             RowOutputs out;
             out.floats = floats.get();
             out.quantized = quantizedRowsOver(buffer.get(), rows, hidden);
-            int64_t begin = hidden;  // from the last on: each but the one before it leaves the others alone
+            int64_t begin = hidden;  // from the last one on: each part leaves the others unchanged
             for (size_t i = sizes.size(); i-- > 0;) {
                 begin -= sizes[i];
                 const std::vector<float> untouched = floats.read();
@@ -568,7 +568,7 @@ TEST_F(ExpertMatvecTest, DownHasTheCpusBits) {
         int64_t rows, outputs, hidden;
         int32_t used, experts;
     };
-    // One expert, few, more than there are warps; activations beyond shared memory; rows that fill no block.
+    // One expert, a few, more than there are warps; activations beyond shared memory; rows that do not fill a block.
     const std::vector<Case> cases = {
         {1, 37, 768, 8, 9}, {3, 64, 256, 1, 2}, {2, 5, 512, 11, 12}, {8, 8, 1280, 2, 4}, {1, 9, 6144, 8, 8}};
     for (const DType type : allTypes()) {

@@ -1,4 +1,4 @@
-// Packed weights: what goes into the planes comes out again, and the reference product is the CPU's, for every type.
+// Packed weights, for every type: the planes give back what was packed, and the reference product is the CPU's.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -23,7 +23,7 @@ std::vector<DType> allTypes() {
     return types;
 }
 
-// Shapes that the type has: whole, odd, more than a warp of blocks, more rows than a thread block.
+// Shapes that the type allows: whole, odd, more blocks than a warp has lanes, more rows than a thread block.
 std::vector<Shape> shapesOf(DType type) {
     std::vector<Shape> shapes = {{1, 256}, {5, 768}, {130, 256}, {3, 256 * 9}, {7, 256 * 33}};
     if (info(type).blockElements < 256) shapes.insert(shapes.end(), {{1, 32}, {7, 96}, {9, 32 * 37}});
@@ -62,7 +62,7 @@ TEST_F(PackedTest, RowsComeOutAsTheCpuHasThem) {
                              std::to_string(shape.cols));
                 const std::vector<uint8_t> file = weights(type, shape, fill);
                 const size_t row = rowBytes(type, shape.cols), packed = packedBytes(type, shape.rows, shape.cols);
-                // The file at an odd address, as a staging buffer may hold it.
+                // The file is at an odd address, as it may be in a staging buffer.
                 std::vector<uint8_t> shifted(1, 0);
                 shifted.insert(shifted.end(), file.begin(), file.end());
                 const DeviceArray<uint8_t> source(shifted), planes(packed);
@@ -81,11 +81,11 @@ TEST_F(PackedTest, RowsComeOutAsTheCpuHasThem) {
     }
 }
 
-// Rows of a table as it lies in the file, wherever it begins, are the rows of the packed one.
+// The rows of a table as in the file, at any address, are those of the packed table.
 TEST_F(PackedTest, RowsOfAFileComeOutTheSame) {
     for (const DType type : allTypes()) {
         std::vector<Shape> shapes = shapesOf(type);
-        shapes.push_back({4, 256 * 100});  // several thread blocks a row
+        shapes.push_back({4, 256 * 100});  // several thread blocks for each row
         if (info(type).isFloat) shapes.push_back({5, 67});
         for (const Shape shape : shapes) {
             const std::vector<uint8_t> file = weights(type, shape, Fill::Random);
@@ -113,7 +113,7 @@ TEST_F(PackedTest, RowsOfAFileComeOutTheSame) {
     }
 }
 
-// As a run has it: a table in the host's pinned memory.
+// As in a run: the table is in the host's pinned memory.
 TEST_F(PackedTest, RowsOfAPinnedFileComeOutTheSame) {
     const Shape shape{300, 4096};
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::F16}) {
@@ -131,7 +131,7 @@ TEST_F(PackedTest, RowsOfAPinnedFileComeOutTheSame) {
     }
 }
 
-// Packing some rows leaves the bytes of all others as they were.
+// Packing some rows does not change the bytes of the others.
 TEST_F(PackedTest, RowsArePackedInPlace) {
     for (const DType type : allTypes()) {
         SCOPED_TRACE(info(type).name);
@@ -151,7 +151,7 @@ TEST_F(PackedTest, RowsArePackedInPlace) {
     }
 }
 
-// Inputs of a product in both engines' forms, made by the CPU.
+// Inputs of a product in the forms of both processors, made by the CPU.
 struct Inputs {
     Inputs(const std::vector<float>& x, int64_t rows, int64_t cols)
         : floats(x),
@@ -266,7 +266,7 @@ TEST_F(PackedTest, OddFloatRowsAreTheCpus) {
     }
 }
 
-// Every f16 scale, subnormal or not, and every exponent byte is the CPU's float.
+// Every f16 scale, subnormal or not, and every exponent byte gives the CPU's float.
 TEST_F(PackedTest, ScalesOfEverySizeAreExact) {
     constexpr int64_t kCols = 32;
     for (const DType type : {DType::Q8_0, DType::MXFP4}) {

@@ -15,7 +15,7 @@ namespace {
 
 class Router : public GpuTest {
 protected:
-    // Rows of `used` different experts; `skew` makes low experts likely.
+    // Rows of `used` different experts. `skew` makes experts with low numbers more likely.
     std::vector<int32_t> randomChoice(int64_t rows, int32_t used, int32_t experts, double skew) {
         std::vector<int32_t> chosen;
         std::uniform_real_distribution<double> uniform(0, 1);
@@ -37,7 +37,7 @@ TEST_F(Router, RoutesAsTheCpuDoes) {
         int32_t experts, used;
         bool renormalize;
         float scale;
-        int distinct;  // logits take this many values, 0: any
+        int distinct;  // the number of different logits; 0: any
     };
     const Case cases[] = {{1, 8, 2, true, 1, 0},       {5, 64, 8, false, 1, 0},   {100, 128, 8, true, 2.5f, 0},
                           {513, 128, 8, true, 1, 3},   {70, 60, 4, true, 1, 2},   {33, 256, 8, true, 1, 0},
@@ -75,7 +75,7 @@ TEST_F(Router, RoutesAsTheCpuDoes) {
     }
 }
 
-// Down to quotients that are no normal numbers, and to none.
+// Down to quotients that are subnormal or zero.
 TEST_F(Router, RoutesProbabilitiesOfAnySize) {
     for (const float spread : {10.0f, 40.0f, 60.0f, 80.0f, 100.0f, 1000.0f}) {
         for (const int32_t experts : {60, 256, 384, 1000}) {
@@ -103,7 +103,7 @@ TEST_F(Router, RoutesProbabilitiesOfAnySize) {
     }
 }
 
-// The scale is the contract's product, and routing is what it is without it.
+// The scale is the contract's product, and it does not change the routing.
 TEST_F(Router, FormsTheSharedScaleBesideIt) {
     for (const int64_t cols : {1, 31, 100, 511, 512, 2048, 4128}) {
         for (const int64_t rows : {1, 8, 65, 261}) {
@@ -143,11 +143,11 @@ TEST_F(Router, RefusesMoreExpertsThanALaneHolds) {
     EXPECT_THROW(route(stream(), logits.get(), 1, 1025, 1, true, 1.0f, chosen.get(), weight.get()), Error);
 }
 
-// Choices add up over calls, and the rest of what routing says stays as it is.
+// Counts add up over calls, and counting does not change the routing.
 TEST_F(Router, CountsWhatItChooses) {
     for (const int64_t rows : {1, 7, 300}) {
         const int32_t experts = 100, used = 6;
-        std::vector<uint32_t> expected(experts + 1, 5);  // what was counted before, and a word that is not counted in
+        std::vector<uint32_t> expected(experts + 1, 5);  // earlier counts, and a word behind them that must not change
         const DeviceArray<uint32_t> uses(expected);
         for (int call = 0; call < 2; ++call) {
             const DeviceArray<float> logits(randomFloats(rows * experts, 2.0f)), weight(rows * used),
@@ -262,7 +262,7 @@ TEST_F(Router, CombinesByRank) {
 
 TEST_F(Router, CombinesTheSharedAnswerLast) {
     for (const int64_t cols : {1, 32, 99, 130, 1028, 2048}) {
-        for (int crooked = 0; crooked < 4; ++crooked) {  // none, or one of the arrays begins at no whole 16 bytes
+        for (int crooked = 0; crooked < 4; ++crooked) {  // none of the arrays is unaligned, or one of them is
             for (const bool isThere : {true, false}) {
                 SCOPED_TRACE(std::to_string(cols) + " columns, " + std::to_string(crooked) +
                              (isThere ? "" : ", not there"));

@@ -13,7 +13,7 @@ namespace {
 const int64_t kBlockWidths[] = {32, 64, 96, 128, 768, 1024, 2048, 2560, 4096, 5120, 8192, 8224, 12288};
 const int64_t kOddWidths[] = {1, 2, 31, 33, 60, 100, 127, 130, 1000, 4097, 8191, 8193, 20002};
 
-// Rows that try every branch of the contract's section 1.
+// Rows that take every branch of section 1 of the contract.
 std::vector<float> difficultRow(int64_t cols, std::mt19937& random) {
     std::normal_distribution<float> normal;
     std::vector<float> row(cols);
@@ -82,7 +82,7 @@ protected:
         }
     }
 
-    // The 16-bit float of the device's tensor cores, and back.
+    // To the 16-bit float of the device's tensor cores, and back.
     uint16_t half(float x) {
         if (stream().device().major >= 8) return bf16FromFloat(x);
         return f16FromFloat(std::fabs(x) > 65504.0f ? std::copysign(65504.0f, x) : x);
@@ -155,7 +155,7 @@ TEST_F(Rows, NormReadsTheRowsItIsTold) {
     expectHalves(expected, hi.read(), nullptr);
 }
 
-// A row of each kind in turn, each kind with weights of its own.
+// Rows of each kind in turn. Each kind has its own weights.
 TEST_F(Rows, NormTakesItsWeightsInTurn) {
     for (const int64_t cols : {1, 31, 33, 100, 160, 1024, 4097, 8224, 20002}) {
         for (const int32_t kinds : {2, 3}) {
@@ -220,7 +220,7 @@ TEST_F(Rows, QuantizesDifficultBlocksAsTheCpuDoes) {
             x.insert(x.end(), row.begin(), row.end());
         }
         std::rotate(x.begin(), x.begin() + 32 * (random()() % 12 % (cols / 32)),
-                    x.end());  // narrow rows see every kind too
+                    x.end());  // so that narrow rows have every kind of value too
         const DeviceArray<float> deviceX(x);
         const DeviceArray<uint8_t> quantized(quantizedRowsBytes(rows, cols));
         const DeviceArray<uint16_t> hi(rows * cols), lo(rows * cols);

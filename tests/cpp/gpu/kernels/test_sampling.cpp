@@ -1,4 +1,4 @@
-// Choosing tokens on the GPU: from the same logits, settings and random number it is always the token of the CPU.
+// Choosing tokens on the GPU: the same logits, settings and random number always give the token that the CPU chooses.
 #include <algorithm>
 #include <cmath>
 
@@ -16,7 +16,7 @@ protected:
     void SetUp() override {
         GpuTest::SetUp();
         if (IsSkipped()) return;
-        // Past the vocabulary lie logits that would be chosen if they were read.
+        // The logits behind the vocabulary would be chosen if they were read.
         _logits = std::make_unique<DeviceArray<float>>(std::vector<float>(kLargest + 4096, 1e30f));
         _adjustments = std::make_unique<DeviceArray<TokenAdjustment>>(size_t{4096});
         _scratch = std::make_unique<DeviceArray<uint8_t>>(samplingScratchBytes(kLargest));
@@ -38,7 +38,7 @@ protected:
         return token;
     }
 
-    // True when the token is not simply the best: a draw that means something.
+    // Returns true if the token is not simply the best one, so that the draw mattered.
     bool check(std::vector<float> logits, const SamplingRule& rule, const std::vector<TokenAdjustment>& adjustments,
                double draw) {
         const int32_t actual = onDevice(logits, rule, adjustments, draw);
@@ -144,13 +144,13 @@ TEST_F(Sampling, EdgesOfTilesAndTiesAcrossThem) {
     }
 }
 
-// A fine comb of draws: the bounds between neighbours are the CPU's to the last bit.
+// Many closely spaced draws: the bounds between neighbouring tokens are the CPU's to the last bit.
 TEST_F(Sampling, TheBoundsBetweenTokensAreTheSame) {
     for (const int32_t topK : {0, 40, 3000}) {
         SamplingRule rule;
         rule.topK = topK;
         const auto logits = randomFloats(6000, 1.5f);
-        double low = 0, high = 1;  // closes in on one bound
+        double low = 0, high = 1;  // bisects to one bound
         const auto host = [&](double draw) {
             auto copy = logits;
             return sampleOnHost(copy.data(), 6000, rule, {}, draw);

@@ -65,7 +65,7 @@ public:
     const int32_t* table(int32_t sequence) const { return _tables.data() + sequence * _pagesPerTable; }
     int64_t pagesPerTable() const { return _pagesPerTable; }
 
-    // A sequence's keys and values in [begin, end) are not there yet.
+    // Makes a sequence's keys and values in [begin, end) absent: NaN.
     void forget(int32_t sequence, int32_t begin, int32_t end) {
         const size_t bytes = _shape.headDim * kvElementBytes(_shape.type);
         for (int32_t t = begin; t < end; t++)
@@ -75,7 +75,7 @@ public:
         upload();
     }
 
-    // The CPU kernel's result for each row by itself.
+    // The CPU kernel's result, for each row on its own.
     std::vector<float> attendOnCpu(const std::vector<float>& q, const std::vector<Row>& rows, float scale) {
         const int64_t width = int64_t{_shape.heads} * _shape.headDim;
         std::vector<float> out(q.size());

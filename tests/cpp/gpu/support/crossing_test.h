@@ -1,5 +1,5 @@
-// What the tests of kernels that meet the CPU share: pinned memory, the two counters, a thread that plays the CPU, and
-// rows of activations in both sides' forms.
+// What the tests of kernels that exchange data with the CPU share: pinned memory, the counters, a thread that plays the
+// CPU, and rows of activations in the forms of both sides.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace sharpi::cuda {
 
-// Memory of the host that the device reads and writes. Poisoned as DeviceArray is.
+// Host memory that the device reads and writes. It is poisoned like DeviceArray.
 template <typename T> class PinnedArray {
 public:
     explicit PinnedArray(size_t count) : _count(count) {
@@ -36,8 +36,8 @@ private:
     size_t _count;
 };
 
-// The counters, as each side sees them: one of the device's, and the CPU's for answers and for orders
-// (kernels/expert_cache.h).
+// The counters as each side sees them: one of the device's, and the CPU's for answers and for orders
+// (kernels/experts/expert_cache.h).
 class Flags {
 public:
     Flags() { reset(); }
@@ -49,7 +49,7 @@ public:
     std::atomic<uint32_t>& returnedNow() const { return *reinterpret_cast<std::atomic<uint32_t>*>(returned()); }
     std::atomic<uint32_t>& instructedNow() const { return *reinterpret_cast<std::atomic<uint32_t>*>(instructed()); }
     void abort() const { returnedNow().store(kCrossingAborted), instructedNow().store(kCrossingAborted); }
-    // False, with the device let go, if the ticket does not come.
+    // Returns false if the ticket does not come. The device then goes on too.
     bool awaitSent(uint32_t ticket) const {
         const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
         while (sentNow().load(std::memory_order_acquire) < ticket) {
@@ -65,7 +65,7 @@ private:
     PinnedArray<uint32_t> _words{96};
 };
 
-// A thread that is joined whatever happens.
+// A thread that is always joined, even if the test fails.
 class Host {
 public:
     explicit Host(std::function<void()> work) : _thread(std::move(work)) {}
@@ -75,11 +75,11 @@ private:
     std::thread _thread;
 };
 
-// Random rows in all forms of both sides, as one quantization by the CPU gives them.
+// Random rows in all forms of both sides. The CPU quantizes them once.
 struct Forms {
     int64_t rows, cols;
     std::vector<float> floats;
-    std::vector<int8_t> q, deviceQ;  // a row's elements in order; and halves of blocks apart
+    std::vector<int8_t> q, deviceQ;  // with a row's elements in order, and with the halves of blocks apart
     std::vector<float> scale;
     std::vector<int16_t> sums;
     std::vector<int32_t> deviceSums;
@@ -112,7 +112,7 @@ inline Forms formsOf(std::vector<float> floats, int64_t rows, int64_t cols, bool
     return f;
 }
 
-// The device's arrays: those of `forms`, or poisoned.
+// The device's arrays, with the contents of `forms` or poisoned.
 struct DeviceRows {
     DeviceRows(int64_t rows, int64_t cols)
         : floats(static_cast<size_t>(rows * cols)),
@@ -132,7 +132,7 @@ struct DeviceRows {
     DeviceArray<int32_t> sums;
 };
 
-// The host's, laid out as the CPU's own rows are, with a stride that is more than the columns.
+// The host's arrays, laid out like the CPU's own rows, with a stride larger than the number of columns.
 struct PinnedRows {
     PinnedRows(int64_t count, int64_t columns)
         : rows(count),
@@ -170,7 +170,7 @@ struct PinnedRows {
 struct Range {
     int64_t cols, begin, end;
 };
-// Columns [begin, end) of every row of `from` to `to`, whose rows are so many elements apart.
+// Copies columns [begin, end) of every row of `from` to `to`.
 template <typename T>
 void putColumns(std::vector<T>& to, int64_t toRow, const std::vector<T>& from, int64_t fromRow, int64_t begin,
                 int64_t end, int64_t rows) {

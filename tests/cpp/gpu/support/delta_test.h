@@ -1,4 +1,4 @@
-// What the tests of Gated DeltaNet share: a layer's weights, states and rows, what the CPU makes of them, and their
+// What the tests of Gated DeltaNet share: a layer's weights, states and rows, the CPU's results for them, and their
 // copy on the device.
 #pragma once
 
@@ -15,12 +15,12 @@
 namespace sharpi::cuda {
 
 inline constexpr float kEps = 1e-6f;
-inline constexpr int32_t kSlots = 9;  // at least
+inline constexpr int32_t kEntries = 9;  // at least
 
-// Rows of one sequence: from a slot (or nothing) through states that are kept after some of them.
+// Rows of one sequence. They begin from a state entry (or from nothing), and the states after some of them are kept.
 struct Part {
     int32_t from;
-    std::vector<std::pair<int64_t, int32_t>> kept;  // after so many rows, in this slot; the last after all
+    std::vector<std::pair<int64_t, int32_t>> kept;  // {number of rows, entry}; the last one is after all rows
     int64_t rows() const { return kept.back().first; }
 };
 
@@ -29,7 +29,7 @@ struct Case {
     std::vector<Part> parts;
 };
 
-// States and products of a batch, on the host, and what the CPU makes of them.
+// States and products of a batch on the host, and the CPU's results for them.
 struct World {
     DeltaShape shape;
     std::vector<Part> parts;
@@ -44,13 +44,13 @@ struct World {
         int64_t row = 0;
         out.assign(static_cast<size_t>(rows * shape.valueWidth()), NAN);
         for (const Part& part : parts) {
-            int32_t slot = part.from;
+            int32_t entry = part.from;
             int64_t done = 0;
             for (const auto& [until, next] : part.kept) {
-                convolve(k, row + done, until - done, slot, next);
+                convolve(k, row + done, until - done, entry, next);
                 prepare(k, row + done, until - done);
-                deltaRule(k, row + done, until - done, slot, next);
-                slot = next;
+                deltaRule(k, row + done, until - done, entry, next);
+                entry = next;
                 done = until;
             }
             row += part.rows();
@@ -66,8 +66,8 @@ struct World {
         return y;
     }
 
-    // The delta rule in double precision, of what useCpu prepared, from these states: they become those after it.
-    // Answers: [rows, valueWidth].
+    // The delta rule in double precision for what useCpu prepared. It begins from `states` and updates them. Returns
+    // [rows, valueWidth].
     std::vector<double> inDouble(std::vector<float>& states) const {
         std::vector<double> answers(static_cast<size_t>(rows * shape.valueWidth()));
         int64_t row = 0;
@@ -82,7 +82,7 @@ private:
     void headInDouble(const Part& part, int64_t row, int32_t head, std::vector<float>& states,
                       std::vector<double>& answers) const {
         const int64_t dim = shape.dim;
-        const auto matrix = [&](int32_t slot) { return &states[slot * shape.matrixFloats() + head * dim * dim]; };
+        const auto matrix = [&](int32_t entry) { return &states[entry * shape.matrixFloats() + head * dim * dim]; };
         std::vector<double> s(static_cast<size_t>(dim * dim));
         if (part.from >= 0) std::copy_n(matrix(part.from), dim * dim, s.begin());
         auto kept = part.kept.begin();
@@ -104,14 +104,14 @@ private:
         }
     }
 
-    void convolve(const cpu::Kernels& k, int64_t row, int64_t count, int32_t slot, int32_t next) {
+    void convolve(const cpu::Kernels& k, int64_t row, int64_t count, int32_t entry, int32_t next) {
         cpu::ConvArgs args;
         args.x = &mixed[row * shape.channels()];
         args.rows = count;
         args.channels = shape.channels();
         args.weight = conv.data();
         args.width = shape.convWidth;
-        args.from = slot < 0 ? nullptr : &convStates[slot * shape.convFloats()];
+        args.from = entry < 0 ? nullptr : &convStates[entry * shape.convFloats()];
         args.to = &convStates[next * shape.convFloats()];
         k.convSilu(args, 0, shape.channels());
     }
@@ -131,7 +131,7 @@ private:
         }
     }
 
-    void deltaRule(const cpu::Kernels& k, int64_t row, int64_t count, int32_t slot, int32_t next) {
+    void deltaRule(const cpu::Kernels& k, int64_t row, int64_t count, int32_t entry, int32_t next) {
         std::vector<float> scratch(cpu::deltaScratchBytes(shape.dim) / sizeof(float) + 16);
         auto* aligned = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64);
         for (int32_t h = 0; h < shape.valueHeads; ++h) {
@@ -148,14 +148,14 @@ private:
             args.outStride = shape.valueWidth();
             args.rows = count;
             args.dim = shape.dim;
-            args.from = slot < 0 ? nullptr : &matrixStates[slot * shape.matrixFloats() + matrix];
+            args.from = entry < 0 ? nullptr : &matrixStates[entry * shape.matrixFloats() + matrix];
             args.to = &matrixStates[next * shape.matrixFloats() + matrix];
             k.deltaRule(args, 0, shape.dim, aligned);
         }
     }
 };
 
-// Its copy on the device.
+// The copy of a World on the device.
 struct DeviceWorld {
     DeviceArray<float> conv, stepBias, decay, headNorm, convStates, matrixStates, mixed, alpha, beta, gate;
     DeviceArray<int32_t> from, to, begin, end;
@@ -194,11 +194,11 @@ protected:
             w.from.push_back(part.from < 0 ? kStateIsZero : part.from);
             w.from.resize(static_cast<size_t>(w.rows + part.rows()), kStateIsOfRowBefore);
             w.to.resize(w.from.size(), -1);
-            for (const auto& [until, slot] : part.kept) w.to[static_cast<size_t>(w.rows + until - 1)] = slot;
+            for (const auto& [until, entry] : part.kept) w.to[static_cast<size_t>(w.rows + until - 1)] = entry;
             w.rows += part.rows();
             w.end.push_back(static_cast<int32_t>(w.rows));
         }
-        // As a captured launch pads the list.
+        // An empty range, like the padding of a captured launch.
         w.begin.insert(w.begin.begin() + 1, 0);
         w.end.insert(w.end.begin() + 1, 0);
         const DeltaShape& s = w.shape;
@@ -207,11 +207,11 @@ protected:
         w.decay = randomFloats(s.valueHeads);
         for (float& a : w.decay) a = -std::exp(0.5f * a - 1.0f);
         w.headNorm = randomFloats(s.dim);
-        int32_t slots = kSlots;
+        int32_t entries = kEntries;
         for (const Part& part : c.parts)
-            for (const auto& [until, slot] : part.kept) slots = std::max({slots, slot + 1, part.from + 1});
-        w.convStates.assign(static_cast<size_t>(slots * s.convFloats()), NAN);
-        w.matrixStates.assign(static_cast<size_t>(slots * s.matrixFloats()), NAN);
+            for (const auto& [until, entry] : part.kept) entries = std::max({entries, entry + 1, part.from + 1});
+        w.convStates.assign(static_cast<size_t>(entries * s.convFloats()), NAN);
+        w.matrixStates.assign(static_cast<size_t>(entries * s.matrixFloats()), NAN);
         for (const Part& part : c.parts) {
             if (part.from < 0) continue;
             const auto conv = randomFloats(s.convFloats()), matrix = randomFloats(s.matrixFloats());

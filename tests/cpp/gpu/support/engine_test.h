@@ -1,4 +1,4 @@
-// What tests of whole engines on the GPU share: loading tiny models on either processor, and asking them.
+// What tests of whole engines on the GPU share: loading tiny models on either processor, and running them.
 #pragma once
 
 #include <algorithm>
@@ -31,12 +31,12 @@ protected:
         for (int32_t& token : made) token = static_cast<int32_t>(random()() % static_cast<uint32_t>(vocab));
         return made;
     }
-    // What the tests of equality with the CPU load: prompt rows follow the contract.
+    // The options for tests of equality with the CPU: prompt rows follow the contract.
     static EngineOptions exact(EngineOptions o) {
         o.prompt = PromptMode::Exact;
         return o;
     }
-    // Pieces of a few rows, most of them for one launch of the contract's products, enough for `total` tokens.
+    // Pieces of a few rows for `total` tokens. Most take one launch of the contract's products, some take several.
     std::vector<int64_t> smallChunks(int64_t total) {
         std::vector<int64_t> chunks;
         for (int64_t i = 0; i < total; ++i) {
@@ -47,7 +47,7 @@ protected:
     }
     static std::vector<int64_t> oneByOne(int64_t total) { return std::vector<int64_t>(static_cast<size_t>(total), 1); }
 
-    // Of prompt rows.
+    // The logits of prompt rows.
     static std::vector<float> logits(Session& session, const std::vector<int32_t>& text,
                                      const std::vector<int64_t>& chunks, RowKind kind = RowKind::Prompt) {
         std::vector<float> values(text.size() * static_cast<size_t>(session.vocabSize()), NAN);
@@ -59,7 +59,7 @@ protected:
         Session session(engine);
         return logits(session, text, chunks);
     }
-    // Of decode rows.
+    // The logits of decode rows.
     static std::vector<float> steps(Session& session, const std::vector<int32_t>& text,
                                     const std::vector<int64_t>& chunks) {
         return logits(session, text, chunks, RowKind::Decode);
@@ -69,7 +69,7 @@ protected:
         Session session(engine);
         return steps(session, text, chunks);
     }
-    // Of all numbers together, relative to the second.
+    // The distance of all numbers together, relative to the size of b.
     static double distance(const std::vector<float>& a, const std::vector<float>& b) {
         double difference = 0, norm = 0;
         for (size_t i = 0; i < a.size(); ++i) {
@@ -78,7 +78,7 @@ protected:
         }
         return std::sqrt(difference / norm);
     }
-    // The median over rows of it.
+    // The median of that distance over rows.
     static double medianDistance(const std::vector<float>& a, const std::vector<float>& b, int64_t vocab) {
         std::vector<double> rows;
         for (size_t at = 0; at < a.size(); at += vocab) {

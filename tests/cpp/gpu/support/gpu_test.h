@@ -1,7 +1,6 @@
-// What the GPU tests share: a stream on the device there is, arrays on it, and skipping with the reason where there
-// is none. Arrays are separate device allocations, so that a memory checker sees accesses past their end.
-// SHARPI_REQUIRE_GPU=1: tests fail without a GPU instead. SHARPI_TEST_SEED: the seed of random(), which a test that
-// fails prints.
+// What the GPU tests share: a stream on the device, arrays on it, and skipping with the reason if there is no GPU.
+// Arrays are separate device allocations, so that a memory checker sees accesses past their end. SHARPI_REQUIRE_GPU=1:
+// tests fail without a GPU instead. SHARPI_TEST_SEED: the seed of random(). A test that fails prints its seed.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,11 +27,11 @@ inline void require(cudaError_t status) {
 
 template <typename T> class DeviceArray {
 public:
-    // Poisoned: every byte 0xff (NaN as floats, -1 as integers).
+    // Poisoned: every byte is 0xff (NaN as a float, -1 as an integer).
     explicit DeviceArray(size_t count) : _count(count) {
         require(cudaMalloc(reinterpret_cast<void**>(&_data), bytes()));
         require(cudaMemset(_data, 0xff, bytes()));
-        require(cudaDeviceSynchronize());  // the tests' stream does not wait for the default one
+        require(cudaDeviceSynchronize());  // the tests' stream does not wait for the default stream
     }
     explicit DeviceArray(const std::vector<T>& values) : DeviceArray(values.size()) {
         if (_count) require(cudaMemcpy(_data, values.data(), bytes(), cudaMemcpyHostToDevice));
@@ -58,7 +57,7 @@ private:
     size_t _count;
 };
 
-// Set, and to something else than 0.
+// SHARPI_REQUIRE_GPU is set to something other than 0.
 inline bool gpuIsRequired() {
     const char* value = std::getenv("SHARPI_REQUIRE_GPU");
     return value && *value && std::strcmp(value, "0") != 0;
@@ -79,7 +78,7 @@ protected:
         try {
             _stream = std::make_unique<Stream>(findDevice());
         } catch (const Error& error) {
-            // Thrown on, it also ends the SetUp of a test that calls this one.
+            // Rethrown, the error also ends the SetUp of a test that calls this one.
             if (error.kind() != ErrorKind::InvalidArgument || gpuIsRequired()) throw;
             GTEST_SKIP() << "no GPU: " << error.what();
         }

@@ -1,4 +1,4 @@
-// Files for the tests of what is pinned: mapped, without a name, and gone with the test.
+// Files for the tests of pinning: mapped, without a name, and deleted with the test.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -56,7 +56,7 @@ public:
     ~NoPinning() { ::unsetenv("SHARPI_CUDA_PIN"); }
 };
 
-// Whether the page behind the one that a byte is in can be pinned: not if it is already.
+// Whether the page after the one of a byte can be pinned, which means that it is not pinned yet.
 inline bool canPin(const uint8_t* file) {
     void* page = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(file) / kPage * kPage + kPage);
     const bool can = cudaHostRegister(page, kPage, cudaHostRegisterMapped | cudaHostRegisterReadOnly) == cudaSuccess;

@@ -1,5 +1,5 @@
 // What the tests of the tensor cores' products share: weights of every type, packed on the device, activations in
-// halves, and running with Hopper's own instructions and without.
+// halves, and running both with and without Hopper's own instructions.
 #pragma once
 
 #include <cstdlib>
@@ -15,14 +15,14 @@
 
 namespace sharpi::cuda {
 
-// A matrix as floats, as the file has it, and packed on the device.
+// A matrix as floats, as in the file, and packed on the device.
 struct Weights {
     Matrix packed;
     std::vector<float> values;  // [rows, cols]
     std::unique_ptr<DeviceArray<uint8_t>> bytes;
 };
 
-// What the kernels get and what they stand for.
+// The kernels' input, and the values that it represents.
 struct Activations {
     std::vector<float> values;  // hi, or hi + lo as the original floats in split form
     std::unique_ptr<DeviceArray<uint16_t>> hi, lo;
@@ -55,7 +55,7 @@ inline std::string describe(DType type, int64_t rows, int64_t outputs, int64_t c
            std::to_string(cols);
 }
 
-// Every test runs with Hopper's own instructions (where the device has them) and without.
+// Every test runs with Hopper's own instructions (if the device has them) and without.
 class MatmulTest : public GpuTest, public ::testing::WithParamInterface<const char*> {
 protected:
     void SetUp() override {

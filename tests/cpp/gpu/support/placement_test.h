@@ -1,4 +1,4 @@
-// Where weights are to be, for tests of engines that hold only a part of a model in the GPU's memory.
+// The homes of weights, for tests of engines that hold only a part of a model in VRAM.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace sharpi::cuda {
 class PlacementTest : public EngineTest {
 protected:
     static bool isStack(const TensorInfo& tensor) { return tensor.name.find("_exps.") != std::string::npos; }
-    // The experts are in slots, or resident; all else is resident.
+    // The experts are in slots or resident. Everything else is resident.
     static Homes expertHomes(const tiny::Model& model, bool inSlots) {
         Homes made(model.tensors.size());
         for (size_t i = 0; i < made.size(); ++i) {
@@ -20,7 +20,8 @@ protected:
         }
         return made;
     }
-    // What has one home and rank, a layer's gate and up or all experts, has one name here; else a tensor's own.
+    // Tensors with a common home and rank (a layer's gate and up, or all its experts) have a common name here. Others
+    // have their own.
     static std::string groupOf(const std::string& tensor) {
         const std::string layer = tensor.substr(0, tensor.find("ffn_"));
         if (tensor.find("_exps.") != std::string::npos) return "experts";
@@ -28,8 +29,8 @@ protected:
             tensor.find("ffn_gate.") != std::string::npos || tensor.find("ffn_up.") != std::string::npos;
         return isPair ? layer + "gate and up" : tensor;
     }
-    // The first `resident` tensors stay on the device, each with the rest of its group; of the others' feed-forward
-    // rows the CPU has `share` percent.
+    // The first `resident` tensors stay on the device, each with the rest of its group. The CPU computes `share`
+    // percent of the feed-forward rows of the others.
     static Homes homes(const tiny::Model& model, size_t resident, int share) {
         Homes made(model.tensors.size());
         for (size_t i = 0; i < made.size(); ++i) {
@@ -44,8 +45,8 @@ protected:
         return made;
     }
 
-    // The usual plan for experts that do not fit: all else is resident, and of them as many as so many bytes hold.
-    // On a bus of that rate the GPU fetches what a step misses, up to kMaxExpertFetches of it.
+    // The usual plan for experts that do not fit: everything else is resident, and slots hold as many experts as fit in
+    // `bytes`. With a bus of this rate, the GPU fetches what a step misses, up to kMaxExpertFetches experts.
     static constexpr double kFastBus = 1e13;
     static EngineOptions inSlots(const tiny::Model& model, size_t bytes, double busRate = kFastBus) {
         EngineOptions o = options(true);

@@ -1,4 +1,4 @@
-// How tests cut rows: into pieces of the lengths around which kernels change what they do, in any order.
+// How tests cut rows: into pieces, in any order, whose lengths are those at which kernels change their path.
 #pragma once
 
 #include <algorithm>
