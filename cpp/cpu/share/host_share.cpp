@@ -6,8 +6,8 @@
 #include <cstring>
 #include <thread>
 
+#include "core/launch_rows.h"
 #include "cpu/share/host_blocks.h"
-#include "kernels/matvec/matvec.h"
 #include "operations/scratch.h"
 
 namespace sharpi {
@@ -45,7 +45,7 @@ struct MailboxLayout {
           hidden(parts.floats(rows * limits.denseHidden)),
           hiddenQuantized(parts.take(cpu::quantizedRowsBytes(rows, limits.denseHidden))),
           down(parts.floats(rows * limits.embedding)),
-          logits(parts.floats(std::min<int64_t>(rows, cuda::kMaxMatvecRows) * limits.vocab)),
+          logits(parts.floats(std::min<int64_t>(rows, kExactLaunchRows) * limits.vocab)),
           orders(parts.take(sizeof(cuda::ExpertOrders))),
           choices(parts.take(sizeof(int32_t) * 3 *
                              static_cast<size_t>(limits.expertLayerCount() * expertPairs(limits, rows)))),
@@ -210,7 +210,7 @@ void HostShare::down(const Matrix& w, int64_t rows, int64_t begin, uint32_t afte
 void HostShare::head(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket) {
     require(begin >= 0 && begin <= w.rows && w.rows == _mailbox.logits.cols,
             "logits of another number than the mailbox's");
-    require(rows <= cuda::kMaxMatvecRows, "logits of more rows than the mailbox was made for");
+    require(rows <= kExactLaunchRows, "logits of more rows than the mailbox was made for");
     multiply(w, _mailbox.input, rows, begin, _mailbox.logits.floats + begin, w.rows, after);
     giveBack(ticket);
 }

@@ -30,7 +30,7 @@ struct Mailbox {
     cuda::HostRows input;   // [rows, embedding]: a layer's normalized rows, from the GPU
     cuda::HostRows hidden;  // [rows, hidden]: each processor writes its columns
     float* down = nullptr;  // [rows, count]: what the CPU adds to the last `count` columns of x
-    cuda::HostRows logits;  // [up to kMaxMatvecRows rows, vocab], as floats: the CPU writes its columns
+    cuda::HostRows logits;  // [up to kExactLaunchRows rows, vocab], as floats: the CPU writes its columns
     float* answers =
         nullptr;  // [rows * used, embedding]: of each pair that is the CPU's, what its expert makes of its row
     cuda::ExpertOrders* orders = nullptr;  // what the GPU shall fetch

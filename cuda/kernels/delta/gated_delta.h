@@ -2,6 +2,7 @@
 // and its last one. And the gates of gated attention.
 #pragma once
 
+#include "core/launch_rows.h"
 #include "core/portable.h"
 #include "kernels/rows/rows.h"
 
@@ -83,6 +84,7 @@ void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& par
 // as it is. The caller answers for the rows of each sequence; only their total is checked. scratch: deltaStepBytes,
 // 4-byte aligned, zero before the first call and left so by every call.
 constexpr int64_t kDeltaStepRows = 8;
+static_assert(kDeltaStepRows >= kExactLaunchRows, "a step's rows of one sequence fit into one launch");
 size_t deltaStepBytes(int64_t sequences, const DeltaShape& shape);
 void deltaStep(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape,
                const DeltaStates& states, const DeltaBatch& batch, void* scratch, const RowOutputs& out);

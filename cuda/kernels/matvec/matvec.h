@@ -3,13 +3,14 @@
 
 #include <vector>
 
+#include "core/launch_rows.h"
 #include "core/matrix.h"
 #include "kernels/rows/rows.h"
 
 namespace sharpi::cuda {
 
 // The most rows that one call takes. More rows that follow the contract take several calls.
-constexpr int kMaxMatvecRows = 8;
+constexpr int kMaxMatvecRows = kExactLaunchRows;
 
 // What a product reads: float weights read `floats` [rows, cols], quantized ones `quantized`.
 struct MatvecInput {
