@@ -9,8 +9,8 @@
 #include <set>
 
 #include "core/error.h"
+#include "fake_device.h"
 #include "hardware/hardware_probe.h"
-#include "memory/fake_device.h"
 
 namespace {
 

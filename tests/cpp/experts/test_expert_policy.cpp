@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "experts/expert_policy.h"
+#include "experts/cache/expert_policy.h"
 #include "seed.h"
 
 namespace {

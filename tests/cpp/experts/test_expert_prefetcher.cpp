@@ -18,8 +18,8 @@
 #include "expert_world.h"
 #include "experts/expert_prefetcher.h"
 #include "experts/expert_slots.h"
+#include "fake_device.h"
 #include "memory/allocator.h"
-#include "memory/fake_device.h"
 #include "seed.h"
 
 namespace {

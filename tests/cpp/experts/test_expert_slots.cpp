@@ -81,7 +81,7 @@ TEST(ExpertSlots, WhatCameAndWentWithinAPassChangesTheVersion) {
 
 TEST(ExpertSlots, AskedForWhatIsNotThereSaySo) {
     World world(layersOf(2));
-    expectError(ErrorKind::Internal, "not been taken", [&] { world.slots->tryGet(0, 0); });
+    expectError(ErrorKind::Internal, "before their memory", [&] { world.slots->tryGet(0, 0); });
     world.take(world.budgetFor(3));
     auto& slots = *world.slots;
     expectError(ErrorKind::Internal, "expert 8", [&] { slots.tryGet(0, 8); });

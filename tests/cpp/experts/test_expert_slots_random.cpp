@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "expert_world.h"
-#include "experts/expert_policy.h"
+#include "experts/cache/expert_policy.h"
 #include "seed.h"
 
 namespace {

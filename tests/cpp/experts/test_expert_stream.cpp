@@ -35,9 +35,8 @@ TEST(ExpertStream, PiecesAreAsManyExpertsAsFitAndAlike) {
         world.add(stack(c.rows, c.experts, c.apart));
         EXPECT_TRUE(world.stream.streams() && !world.stream.sharesRows());
         world.stream.take();
-        const size_t slots = std::min<size_t>(WeightStream::kSlots, c.pieces.size());
-        EXPECT_EQ(world.held("slots for weights that are not resident"),
-                  slots * static_cast<size_t>(c.pieces[0] * c.rows) * kRow);
+        const size_t slots = std::min<size_t>(Transfers::kMostBuffers, c.pieces.size());
+        EXPECT_EQ(world.held("buffers for streamed weights"), slots * static_cast<size_t>(c.pieces[0] * c.rows) * kRow);
         const size_t expertInFile = rowBytes(DType::Q8_0, 256) * static_cast<size_t>(c.rows);
         EXPECT_EQ(world.transfers.stageBytes, static_cast<size_t>(c.pieces[0]) * Allocator::aligned(expertInFile));
         for (int round = 0; round < 2; ++round) {
@@ -164,7 +163,7 @@ TEST(ExpertStream, ToWantOthersEndsAPassThatWasLeft) {
     world.stream.begin(WeightStream::Part::Model, false, true);
     world.use(world.groups[0], false);
     world.want(world.groups[1], {2});
-    expectError(ErrorKind::Internal, "none", [&] { world.use(world.groups[1], false); });
+    expectError(ErrorKind::Internal, "outside a pass", [&] { world.use(world.groups[1], false); });
     world.transfers.mayGiveUp = true;
     world.pass(false, true);
 }

@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "core/error.h"
+#include "fake_device.h"
 #include "memory/allocator.h"
-#include "memory/fake_device.h"
 #include "seed.h"
 
 namespace {

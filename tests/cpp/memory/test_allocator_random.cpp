@@ -10,8 +10,8 @@
 #include <set>
 
 #include "core/error.h"
+#include "fake_device.h"
 #include "memory/allocator.h"
-#include "memory/fake_device.h"
 #include "seed.h"
 
 namespace {

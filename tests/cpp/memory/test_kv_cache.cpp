@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "core/error.h"
+#include "fake_device.h"
 #include "memory/allocator.h"
-#include "memory/fake_device.h"
 #include "memory/host_memory.h"
 #include "memory/kv_cache.h"
 #include "seed.h"

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "memory/fake_device.h"
+#include "fake_device.h"
 #include "memory/host_memory.h"
 #include "memory/kv_cache.h"
 #include "seed.h"

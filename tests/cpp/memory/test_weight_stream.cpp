@@ -96,10 +96,10 @@ TEST(WeightStream, EveryByteUsedIsTheFiles) {
         EXPECT_EQ(world.transfers.residentRows, world.residentRows) << "each resident row comes once";
         // Parts have passes of their own, and one may have fewer pieces than there are slots for both.
         if (streams) {
-            EXPECT_LE(world.transfers.slotsSeen.size(), std::min(size_t{WeightStream::kSlots}, pieces));
+            EXPECT_LE(world.transfers.slotsSeen.size(), std::min(size_t{Transfers::kMostBuffers}, pieces));
         }
         if (streams && world.predictionBegin == SIZE_MAX) {
-            EXPECT_EQ(world.transfers.slotsSeen.size(), std::min(size_t{WeightStream::kSlots}, pieces));
+            EXPECT_EQ(world.transfers.slotsSeen.size(), std::min(size_t{Transfers::kMostBuffers}, pieces));
         }
 
         world.stream.finishUploads();
@@ -342,7 +342,7 @@ TEST(WeightStream, WithNothingStreamedAllComesAtOnceAndStagingGoes) {
     world.stream.startHead();
     world.add({{DType::Q6_K}, {256}, 100, 0, true});
     world.stream.take();
-    EXPECT_EQ(world.held("slots for weights that are not resident"), 0u);
+    EXPECT_EQ(world.held("buffers for streamed weights"), 0u);
     EXPECT_EQ(world.held("staging for weights"), 3 * world.transfers.stageBytes);
     world.stream.uploadAll();
     EXPECT_EQ(world.held("staging for weights"), 0u);
@@ -394,7 +394,7 @@ TEST(WeightStream, APlanTakesTheSameMemory) {
 TEST(WeightStream, SlotsThatDoNotFitAreRefusedByName) {
     World world({0, 3}, 17, size_t{4} << 20);
     world.add({{DType::Q8_0}, {1024}, 9000, 0, false});
-    expectError(ErrorKind::OutOfMemory, "slots", [&] { world.stream.take(); });
+    expectError(ErrorKind::OutOfMemory, "buffers", [&] { world.stream.take(); });
     EXPECT_EQ(world.transfers.prepared, 0);
 }
 

@@ -17,7 +17,7 @@
 
 #include "core/error.h"
 #include "experts/expert_slots.h"
-#include "memory/fake_device.h"
+#include "fake_device.h"
 
 namespace slotted {
 

@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "core/error.h"
-#include "memory/fake_device.h"
-#include "memory/weight_stream.h"
+#include "fake_device.h"
+#include "memory/stream/weight_stream.h"
 
 namespace streamed {
 
@@ -182,7 +182,7 @@ private:
 
     GappedRows _rows;
     bool _open = false;
-    std::array<Slot, WeightStream::kSlots> _slots;
+    std::array<Slot, Transfers::kMostBuffers> _slots;
 };
 
 struct GroupShape {
@@ -319,7 +319,7 @@ public:
     void useExperts(const Group& group, bool few) {
         const Matrix& expert = group.file[0];
         const size_t stride = Allocator::aligned(_rows.layout().bytes(expert)),
-                     most = std::max<size_t>(1, WeightStream::kPieceBytes / stride);
+                     most = std::max<size_t>(1, WeightGroup::kPieceBytes / stride);
         const auto upTo = [](size_t n, size_t limit) { return (n + limit - 1) / limit; };
         // As many as a piece of the whole stack has, at most: the slots hold no more. And pieces alike.
         const size_t limit = upTo(group.file.size(), upTo(group.file.size(), most)),
@@ -387,11 +387,11 @@ public:
             expectRows(parts[i], walk.file[i].data + fileRow(parts[i]) * static_cast<size_t>(rowBegin), "streamed");
             bytes += Allocator::aligned(_rows.layout().bytes(parts[i]));
         }
-        EXPECT_TRUE(bytes <= WeightStream::kPieceBytes || parts[0].rows <= WeightStream::kRowStep) << bytes;
+        EXPECT_TRUE(bytes <= WeightGroup::kPieceBytes || parts[0].rows <= WeightGroup::kRowStep) << bytes;
         if (walk.next == 0) walk.usual = parts[0].rows;
         walk.next += parts[0].rows;
         EXPECT_TRUE(walk.next == walk.rows ||
-                    (parts[0].rows == walk.usual && parts[0].rows % WeightStream::kRowStep == 0))
+                    (parts[0].rows == walk.usual && parts[0].rows % WeightGroup::kRowStep == 0))
             << parts[0].rows;
         fetchesAtUse.push_back(transfers.fetches);
         if (_stopIn-- == 0) throw GivenUp();

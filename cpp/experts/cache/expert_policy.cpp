@@ -1,5 +1,5 @@
 // See expert_policy.h.
-#include "experts/expert_policy.h"
+#include "experts/cache/expert_policy.h"
 
 #include <algorithm>
 #include <cmath>
