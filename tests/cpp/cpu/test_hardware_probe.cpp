@@ -1,5 +1,5 @@
-// Measuring the machine: that its arithmetic is right, that it makes do with less memory and gives all of it back, and
-// that what it says are numbers. How large they are is the machine's affair.
+// Measuring the machine: the arithmetic is right, the probe makes do with less memory and gives all of it back, and its
+// results are numbers. How large they are depends on the machine.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -42,7 +42,7 @@ TEST(RateOf, IsOverAllSpans) {
     EXPECT_DOUBLE_EQ(rateOf({{0, 1, 10}, {1, 2, 10}, {2, 10, 40}}), 6);
 }
 
-// A series whose samples are these, then the last of them for good.
+// A series with these samples; the last one then repeats.
 Series seriesOf(std::vector<double> values) {
     return {[values, next = size_t{0}]() mutable {
         return std::vector<double>{values[std::min(next++, values.size() - 1)]};
@@ -81,7 +81,7 @@ TEST(SampleInTurn, ABusyMomentSpoilsOneSampleOfEach) {
 }
 
 TEST(SampleInTurn, RatesOfOneMomentAreComparedByTheirSum) {
-    // What one gains the other loses: nothing rises. Of a rate by itself it would.
+    // One rate gains what the other loses, so their sum does not rise. A single rate would.
     Series series{[n = 0.0]() mutable { return n += 1, std::vector<double>{n, 100 - n}; }};
     sampleInTurn({&series});
     EXPECT_EQ(series.samples.size(), kLeastSamples);
@@ -101,7 +101,7 @@ TEST(RatesTogether, CountsOnlyWhileBothRan) {
 }
 
 TEST(RatesTogether, SharesOutASpanThatReachesBeyond) {
-    // Of the second span, half lies within [5, 15]; of the last but one, a quarter; the first and the last do not
+    // Half of the second span lies within [5, 15], and a quarter of the last but one; the first and the last do not
     // count.
     const auto [first, second] =
         ratesTogether({{-9, 0, 1e6}, {0, 10, 60}, {10, 11, 1}, {11, 27, 64}, {27, 28, 1e6}}, {{5, 15, 20}});

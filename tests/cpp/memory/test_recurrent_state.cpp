@@ -1,6 +1,6 @@
 // The entries of the recurrent state: whatever happens to several sequences, a step begins from the state of exactly
-// the tokens that the sequence has, and what cannot be kept is said. Checked by writing into each entry which tokens it
-// stands for.
+// the sequence's tokens, and truncate() reports what it could not keep. Each entry is filled with a signature of the
+// tokens that it covers.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -40,7 +40,7 @@ public:
           cache(_allocator, {{0, 0}, {1, 4}, {0, 0}}, KvType::F32, tokens,
                 RecurrentState(_allocator, kLayers, entries)) {}
 
-    // What floats of a state after these tokens hold: exact in a float.
+    // The value of all floats of a state after these tokens, exact in a float.
     static float signature(const std::vector<int>& tokens) {
         uint32_t sum = 1;
         for (const int token : tokens) sum = (sum * 31 + static_cast<uint32_t>(token)) % 1000003;
@@ -53,13 +53,13 @@ public:
         return handle;
     }
 
-    // Takes the sequence on by some tokens, with the states before the last `snapshots` of them.
+    // Extends the sequence by some tokens, and keeps the states before the last `snapshots` of them.
     void step(int32_t handle, const std::vector<int>& more, int32_t snapshots, bool fails) {
         const auto begin = static_cast<int64_t>(texts[handle].size());
         stepTo(handle, more, tiny::lastMarks(begin, begin + static_cast<int64_t>(more.size()), snapshots), fails);
     }
 
-    // Takes the sequence on by some tokens; where it fails, with rubbish in the entries that were to be written.
+    // Extends the sequence by some tokens. A failing step leaves rubbish in the entries that it was to write.
     void stepTo(int32_t handle, const std::vector<int>& more, const std::vector<int64_t>& marks, bool fails) {
         std::vector<int>& text = texts[handle];
         const auto promised = std::min<int64_t>(static_cast<int64_t>(marks.size()), cache.snapshotRoom(handle));
@@ -155,7 +155,7 @@ TEST(RecurrentState, IsThatOfTheTokensUnderRandomUse) {
                     world.stepTo(handle, more, marks, action == 7);
                 } catch (const Error& e) {
                     ASSERT_EQ(e.kind(), ErrorKind::OutOfMemory) << e.what();
-                    ASSERT_TRUE(text.empty()) << "a sequence that has a state can always go on";
+                    ASSERT_TRUE(text.empty()) << "a sequence that has a state can always be extended";
                     ++refused;
                 }
             } else if (action <= 9) {
@@ -199,7 +199,7 @@ TEST(RecurrentState, AFailedStepCostsNothingWhileThereIsRoom) {
     EXPECT_EQ(world.texts[a], (std::vector<int>{1, 2, 3}));
     const int32_t b = world.create();
     world.step(b, {9}, 0, false);
-    world.step(a, {4, 5}, 0, true);  // in place: nothing is left of it
+    world.step(a, {4, 5}, 0, true);  // in place, so the old state is gone
     EXPECT_EQ(world.texts[a], (std::vector<int>()));
     world.step(a, {1}, 0, false);
 }
@@ -210,7 +210,7 @@ TEST(RecurrentState, SnapshotsLetASequenceBeCutBack) {
     world.step(a, {1, 2, 3, 4, 5}, 3, false);
     for (const int64_t tokens : {4, 3, 2}) EXPECT_EQ(world.truncate(a, tokens), tokens);
     EXPECT_EQ(world.truncate(a, 1), 0);
-    world.step(a, {1, 2, 3, 4, 5}, 9, false);  // more than there is room for: of the last ones
+    world.step(a, {1, 2, 3, 4, 5}, 9, false);  // more than there is room for, so the last ones are kept
     EXPECT_EQ(world.truncate(a, 2), 2);
     EXPECT_EQ(world.truncate(a, 1), 0);
 }
@@ -221,7 +221,7 @@ TEST(RecurrentState, StatesAreHadWhereTheyAreWanted) {
     world.stepTo(a, {1, 2, 3, 4, 5, 6, 7, 8}, {2, 5}, false);
     EXPECT_EQ(world.truncate(a, 7), 5);
     EXPECT_EQ(world.truncate(a, 4), 2);
-    // One entry beside the last: the later of both.
+    // There is one entry besides the last state's: the later mark gets it.
     World small(2);
     const int32_t b = small.create();
     small.stepTo(b, {1, 2, 3, 4, 5, 6, 7, 8}, {2, 5}, false);
@@ -265,11 +265,11 @@ TEST(RecurrentState, SnapshotsWithinTheRoomTakeNothingThatShallBeKept) {
         world.cache.keepState(a, 3);
         EXPECT_EQ(world.cache.snapshotRoom(a), std::max(entries - 2, 0));
         world.step(a, {4}, 0, false);
-        // The kept state and, in place of the one that the step began from, those of its rows; where a step fails, the
-        // kept one is left.
+        // The kept state stays; the states of the step's rows take the place of the one that the step began from. If
+        // the step fails, only the kept state is left.
         const int32_t room = world.cache.snapshotRoom(a);
         EXPECT_EQ(room, std::max(entries - 2, 0));
-        if (entries < 3) continue;  // it was given up by the step before
+        if (entries < 3) continue;  // the step before evicted it
         for (int round = 0; round < 3; ++round) {
             ASSERT_EQ(world.cache.snapshotRoom(a), room);
             world.step(a, {5, 6, 7, 8, 9, 10, 11}, room, false);
@@ -277,7 +277,7 @@ TEST(RecurrentState, SnapshotsWithinTheRoomTakeNothingThatShallBeKept) {
             for (int64_t tokens = end - 1; tokens >= end - room; --tokens) EXPECT_EQ(world.truncate(a, tokens), tokens);
         }
         const int32_t b = world.create();
-        EXPECT_EQ(world.cache.snapshotRoom(b), entries - 3) << "what another stands at, and what it keeps, stay";
+        EXPECT_EQ(world.cache.snapshotRoom(b), entries - 3) << "another sequence's present and kept states stay";
         const int64_t length = world.cache.length(a);
         world.step(a, {5, 6, 7, 8, 9, 10, 11}, room, true);
         EXPECT_EQ(world.cache.length(a), 3) << "there was no room for the state of " << length << " tokens too";
@@ -304,7 +304,7 @@ TEST(RecurrentState, OfASequenceOneStateIsKept) {
         EXPECT_EQ(world.cache.snapshotRoom(a), 1) << "turn " << turn;
     }
     world.step(a, {6}, 0, false);
-    world.cache.keepState(a, 4);  // is not held
+    world.cache.keepState(a, 4);  // there is no such state
     EXPECT_EQ(world.cache.snapshotRoom(a), 1);
     for (int token = 7; token < 12; ++token) world.step(a, {token}, 0, false);
     EXPECT_EQ(world.truncate(a, 15), 15);

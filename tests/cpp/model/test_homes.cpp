@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "memory/stream/copying_transfers.h"
 #include "memory/stream/weight_stream.h"
 #include "tiny_engine.h"
 

@@ -1,6 +1,6 @@
-// A device in host memory, with a set capacity, a GPU's granularity and failures on demand: allocator, loading and
-// the caches are tested on it on any machine. It is strict where a GPU is: a commit outside a reserved range or over
-// another, and a decommit of anything but exactly one commit, are bugs that end the test.
+// A device in host memory, with a set capacity, a GPU's granularity and failures on demand: on it, the allocator,
+// loading and the caches are tested on any machine. It is as strict as a GPU: a commit outside a reserved range or over
+// another commit, and a decommit of anything but exactly one commit, are bugs that end the test.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ namespace sharpi {
 
 namespace fake {
 
-// Not an exception: decommit and release must not throw, and a misuse must not be mistaken for a refusal.
+// Aborts rather than throws: decommit and release must not throw, and misuse must not be mistaken for a refusal.
 inline void require(bool holds, const char* what) {
     if (holds) return;
     std::fprintf(stderr, "the fake device was misused: %s\n", what);
@@ -55,13 +55,13 @@ public:
     bool commitsZeroes() const override { return !_poisons; }
     void decommit(void* address, size_t bytes) noexcept override;
 
-    // The n-th commit from now fails (1: the next one); 0: none does.
+    // The n-th commit from now fails (1: the next one). 0: none does.
     void failCommit(int n) { _failAt = n; }
     int commits() const { return _commits; }  // attempts so far
     // Ranges of more than this many bytes cannot be reserved.
     void setLargestReserve(size_t bytes) { _largestReserve = bytes; }
     size_t reserved() const;  // bytes of addresses
-    // Fresh memory is full of rubbish, as a GPU's may be; else it is zero, and costs nothing until touched.
+    // From now on, newly committed memory is full of rubbish, as a GPU's may be. Before, it is zero.
     void poisonCommits() { _poisons = true; }
 
 private:
@@ -72,7 +72,7 @@ private:
     Ranges _reserved, _committed;
 };
 
-// Aligned to the granularity, as a GPU's ranges are and the host's pages need not be.
+// Ranges are aligned to the granularity, as a GPU's are.
 inline void* FakeDevice::reserve(size_t bytes) {
     fake::require(bytes > 0 && bytes % _granularity == 0, "a range that is not a multiple of the granularity");
     if (bytes > _largestReserve || bytes > SIZE_MAX - _granularity) {
