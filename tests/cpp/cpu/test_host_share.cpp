@@ -456,7 +456,7 @@ TEST(HostShare, WaitingForAGpuThatIsDoneIsAnError) {
         FAIL() << "something was computed";
     } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::Internal);
-        EXPECT_NE(std::string(error.what()).find("the GPU is done"), std::string::npos) << error.what();
+        EXPECT_NE(std::string(error.what()).find("the GPU has finished"), std::string::npos) << error.what();
     }
     EXPECT_EQ(calls, 1);
     EXPECT_EQ(*desk.mailbox().returned, 0u);
