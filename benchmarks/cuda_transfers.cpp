@@ -66,7 +66,7 @@ struct Setting {
     DType type;
     int slots;
     bool use;
-    size_t pieceBytes = WeightStream::kPieceBytes;
+    size_t pieceBytes = WeightGroup::kPieceBytes;
 };
 
 class Benchmark {
@@ -77,9 +77,9 @@ public:
           _allocator(_memory),
           _transfers(std::make_unique<CudaTransfers>(_stream)) {
         // A piece of floats is no larger in its slot than in the file; packed ones are hardly so.
-        const size_t room = WeightStream::kPieceBytes + (size_t{1} << 20);
+        const size_t room = WeightGroup::kPieceBytes + (size_t{1} << 20);
         _slotBytes = room;
-        _slots = Buffer(_allocator, room * WeightStream::kSlots, "slots");
+        _slots = Buffer(_allocator, room * Transfers::kMostBuffers, "slots");
         _staging = Buffer(_allocator, room * kTransferStages, "staging");
         const double begin = now();
         _transfers->prepare({{{_file.data(), kFileBytes}}, {}, {}}, _staging.as<void>(), room);
@@ -96,7 +96,7 @@ public:
 
     void run() {
         std::printf("\n%-6s %5s %6s  %-22s %9s %9s\n", "type", "slots", "MiB", "GB/s of", "launched", "replayed");
-        constexpr int kAll = WeightStream::kSlots;
+        constexpr int kAll = Transfers::kMostBuffers;
         measure("copies alone", {DType::F32, kAll, false});
         for (const DType type : {DType::Q4_K, DType::Q6_K}) {
             measure("copies, packing", {type, kAll, false});

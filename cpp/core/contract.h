@@ -1,9 +1,9 @@
 // The small-batch matmul contract: which float each dot product is, to the bit.
 //
-// Whoever computes y[t, r] = w[r, :] . x[t, :] (scalar code, AVX2, AVX-512, a GPU warp) gets the same bits by
-// following this page, so where a weight lives, how many tokens are in a call and how rows are shared out never
-// change an answer. On the CPU it holds for every batch size. All float operations are IEEE 754 binary32, rounded
-// to nearest even, subnormals kept; fma is the fused multiply-add, rounded once. No other contraction is allowed.
+// All code that computes y[t, r] = w[r, :] . x[t, :] by these rules (scalar, AVX2, AVX-512, a GPU warp) gets the same
+// bits. So where a weight lives, how many tokens are in a call and how rows are divided never change an answer. On the
+// CPU this holds for every batch size. All float operations are IEEE 754 binary32, rounded to nearest even, subnormals
+// kept; fma is the fused multiply-add, rounded once. No other contraction is allowed.
 //
 // 1. Activations become int8 (weights of quantized types only)
 //
@@ -16,9 +16,9 @@
 //
 // 2. The sum over a row of quantized weights
 //
-// Element i of a weight row stands for  d * sub[i] * quant[i]  (+ m * min[i], types with a minimum), where quant is
-// the stored number less its offset (or the table's value), sub and min are the integers of its sub-block (1 if the
-// type has none) and d, m the floats of the block:
+// Element i of a weight row is  d * sub[i] * quant[i]  (+ m * min[i] for types with a minimum). Here quant is the
+// stored number minus its offset (or the table's value), sub and min are the integers of its sub-block (1 if the type
+// has none), and d and m are the floats of the block:
 //
 //     type                   quant            sub (per)           d              min (per)       m
 //     Q4_0 Q5_0              q - 8, q - 16    1                   block's d      -
@@ -48,7 +48,7 @@
 // 4. The end, for both
 //
 //     for width in 16, 8, 4, 2, 1:   acc[i] = acc[i] + acc[i + width] for every i < width
-//     y = acc[0], or acc[0] + bias where there is one
+//     y = acc[0], or acc[0] + bias if there is a bias
 #pragma once
 
 namespace sharpi {
@@ -56,7 +56,7 @@ namespace sharpi {
 // Elements of an activation block, and accumulators of a row.
 constexpr int kContractBlock = 32;
 constexpr int kContractAccumulators = 32;
-// 2^-100: below it 127 / absmax could overflow; the block counts as zero.
+// 2^-100. Below it 127 / absmax could overflow, so the block counts as zero.
 constexpr float kTinyActivation = 7.888609052210118e-31f;
 
 }  // namespace sharpi

@@ -38,7 +38,7 @@ struct DTypeInfo {
     bool isFloat;  // F32, F16, BF16: multiplied as floats, never with int8 activations
 };
 
-// nullptr if the number names no type that Sharpi can compute with.
+// nullptr if Sharpi cannot compute with the type of this number.
 const DTypeInfo* findDType(uint32_t ggmlType);
 // Throws Error(Internal) for a value outside the enumeration.
 const DTypeInfo& info(DType type);

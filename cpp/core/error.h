@@ -8,7 +8,7 @@ namespace sharpi {
 
 enum class ErrorKind {
     InvalidArgument,  // the caller asked for something that cannot be
-    BadModel,         // the file is damaged, incomplete or not understood
+    BadModel,         // the file is damaged, incomplete or of a kind that Sharpi does not know
     OutOfMemory,
     Internal,  // a bug in Sharpi
 };

@@ -19,7 +19,7 @@ static inline uint32_t bitsFromFloat(float value) {
     return bits;
 }
 
-// IEEE 754 binary16. Exact; a NaN keeps its payload and becomes quiet, as hardware does it.
+// IEEE 754 binary16. Exact; a NaN keeps its payload and becomes quiet, as in hardware.
 static inline float floatFromF16(uint16_t half) {
     const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
     const uint32_t exponent = (half >> 10) & 0x1fu;
@@ -32,7 +32,7 @@ static inline float floatFromF16(uint16_t half) {
     return floatFromBits(sign | ((exponent + 112u) << 23) | (fraction << 13));
 }
 
-// Rounds to nearest, ties to even; too large becomes infinity.
+// Rounds to nearest, ties to even; numbers that are too large become infinity.
 static inline uint16_t f16FromFloat(float value) {
     const uint32_t bits = bitsFromFloat(value);
     const uint32_t sign = (bits >> 16) & 0x8000u;
@@ -57,8 +57,8 @@ static inline uint16_t bf16FromFloat(float value) {
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Half of the power of two that an E8M0 byte stands for: 2^(e - 128). MXFP4's quants are stored doubled, so that
-// they are integers. The two smallest are subnormal floats.
+// Half of the power of two that an E8M0 byte means: 2^(e - 128). It is halved because MXFP4's values are stored
+// doubled, so that they are integers. The two smallest results are subnormal floats.
 static inline float halfFromE8m0(uint8_t e) {
     return floatFromBits(e < 2 ? 0x00200000u << e : static_cast<uint32_t>(e - 1) << 23);
 }

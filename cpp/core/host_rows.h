@@ -6,10 +6,6 @@
 
 namespace sharpi {
 
-// The most rows that a device multiplies by the contract in one launch. More rows take several launches. It is also the
-// most rows of a step that get logits.
-constexpr int kMaxMatvecRows = 8;
-
 // A counter with this value lets every kernel that waits for it go on, with whatever data it finds.
 constexpr uint32_t kCrossingAborted = 0xffffffffu;
 

@@ -1,4 +1,4 @@
-// A weight matrix as kernels see it. Where the bytes came from is not a kernel's business.
+// A weight matrix as kernels see it. Kernels need not know where its bytes came from.
 #pragma once
 
 #include "core/dtype.h"
@@ -9,11 +9,11 @@ struct Matrix {
     DType type = DType::F32;
     int64_t rows = 0;  // outputs
     int64_t cols = 0;  // inputs; blocks of the format run along a row
-    // Row r starts at data + r * rowBytes(type, cols); or, on a device, in the places of kernels/packed.h.
+    // Row r starts at data + r * rowBytes(type, cols). A device may lay rows out otherwise: kernels/formats/packed.h.
     const uint8_t* data = nullptr;
 };
 
-// What it takes in a file.
+// The bytes that it takes in a file.
 inline size_t fileBytes(const Matrix& m) { return rowBytes(m.type, m.cols) * static_cast<size_t>(m.rows); }
 
 // Matrices of one shape, one after another: a layer's experts.
@@ -28,7 +28,7 @@ struct MatrixStack {
     }
 };
 
-// A layer's experts: silu(gate x) * (up x) goes through down. Any of the three may be of a type of its own.
+// A layer's experts. Each computes down(silu(gate x) * (up x)). The three stacks may have different types.
 struct ExpertStacks {
     MatrixStack gate, up, down;
 };

@@ -1,4 +1,4 @@
-// Arithmetic that the CPU and the GPU must do alike, written once for both compilers.
+// Arithmetic in which the CPU and the GPU must agree to the bit, written once for both compilers.
 #pragma once
 
 #include <cmath>
@@ -46,8 +46,8 @@ SHARPI_PORTABLE float portableExp(float x) {
 // 1 / (1 + exp(0 - x))
 SHARPI_PORTABLE float portableSigmoid(float x) { return 1.0f / (1.0f + portableExp(0.0f - x)); }
 
-// log(1 + exp(x)) = max(x, 0) + log(1 + u) with u = exp(-|x|), and log(1 + u) = 2 atanh(s) with s = u / (2 + u) <= 1/3:
-// its series up to s^13, whose rest is below 2e-8 of it.
+// log(1 + exp(x)) = max(x, 0) + log(1 + u) with u = exp(-|x|), and log(1 + u) = 2 atanh(s) with s = u / (2 + u) <= 1/3.
+// The series of atanh is cut after s^13; the rest is below 2e-8 of the sum.
 SHARPI_PORTABLE float portableSoftplus(float x) {
     const float u = portableExp(0.0f - fabsf(x));
     const float s = u / (2.0f + u);

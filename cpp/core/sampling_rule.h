@@ -1,4 +1,4 @@
-// What choosing a token from logits means, to the bit, for every processor that does it.
+// How a token is chosen from logits, to the bit, on every processor.
 //
 // Float operations are IEEE 754, each rounded to nearest even, none contracted; exp is portableExp; weights and their
 // sums are doubles.
@@ -6,22 +6,23 @@
 // 1. Adjust. For each TokenAdjustment:  logit = logit + bias;  then, if times > 0,
 //        logit = logit > 0 ? logit / repetitionPenalty : logit * repetitionPenalty
 //        logit = logit - (presencePenalty + frequencyPenalty * float(times))
-//    A logit that is NaN then counts as -infinity: what cannot be compared is never chosen.
+//    After that, a logit that is NaN counts as -infinity, so it is never chosen.
 //
-// 2. Order. Candidates stand by descending logit, equal ones (+0 and -0 are) by ascending id: l_0 >= l_1 >= ...
+// 2. Order. Candidates are sorted by descending logit, and equal logits (+0 and -0 are equal) by ascending id:
+//    l_0 >= l_1 >= ...
 //    - l_0 = -infinity: there is no choice (-1).
 //    - temperature = 0, or l_0 = +infinity (no ratio to it exists): the choice is candidate 0.
 //
 // 3. Filter. keep = min(topK, vocab), or vocab if topK is 0. For i < keep:  w_i = exp(l_i - l_0), so w_0 = 1.
-//    Sums go by chunks, so that many processors can share them: with C = ceil(keep / 1024), chunk c is candidates
-//    cC <= i < min(cC + C, keep).  inside(i) = the sum of w_j over the chunk's j < i, from +0 by ascending j;
-//    base(c) = the sum of whole chunks before c, from +0 by ascending chunk;  before(i) = base(c) + inside(i).
-//    total = the sum of all chunks, likewise.
+//    Sums are made in chunks, so that threads can share them: with C = ceil(keep / 1024), chunk c has the candidates
+//    cC <= i < min(cC + C, keep).  inside(i) = the sum of w_j over the chunk's j < i, from +0 in ascending order;
+//    base(c) = the sum of the whole chunks before c, from +0 in ascending order;  before(i) = base(c) + inside(i).
+//    total = the sum of all chunks, in the same order.
 //    kept = the first i > 0 with before(i) >= topP * total or w_i < minP, or keep if there is none.
 //
 // 4. Draw. v_i = exp((l_i - l_0) / temperature) for i < kept, in the same chunks (C does not change), with before and
 //    inside as above;  through(i) = base(c) + (inside(i) + v_i);  target = draw * through(kept - 1).
-//    The choice is the first candidate with through(i) > target. There always is one, for draw < 1, and its v_i > 0.
+//    The choice is the first candidate with through(i) > target. As draw < 1 there always is one, and its v_i > 0.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +41,8 @@ struct SamplingRule {
     float frequencyPenalty = 0.0f;   // subtracted for every recent occurrence
 };
 
-// A token whose logit is changed before the choice: bias is added, then the penalties for `times` recent occurrences.
-// Each token stands in a list of these at most once.
+// A token whose logit is changed before the choice: bias is added, then the penalties for `times` recent occurrences
+// are applied. A list of these names each token at most once.
 struct TokenAdjustment {
     int32_t token = 0;
     int32_t times = 0;

@@ -1,19 +1,17 @@
 // See thread_pool.h.
 //
 // A loop is its fields (_body, _tasks, _error) and two counters. run() writes the fields and _unfinished = tasks, then
-// publishes the loop by storing _unclaimed = tasks (release). Nothing else lets a thread in:
+// publishes the loop by storing _unclaimed = tasks (release). A thread can join in no other way:
 //
-// - A thread claims a task by taking 1 from _unclaimed (acquire). If it was above 0, the task is `tasks - what it was`,
-// and
-//   it is one of the loop that is published now: the value read comes from that loop's store, or from claims after it
-//   (one release sequence), so the fields are visible. If it was 0 or less, the thread has nothing and must not read
-//   the fields. What such a late claim took is overwritten by the next loop's store.
-// - Threads count the tasks that they have done and take them from _unfinished in one step (release), after their last
-//   claim. Until they have, _unfinished is above 0: a loop cannot end, and no field can change, while a thread holds
-//   one of its tasks.
-// - run() returns when it reads _unfinished == 0 (acquire), and so sees all that bodies wrote. Nobody holds a task
-// then, so
-//   the fields are run()'s to write again, wherever the workers are.
+// - A thread claims a task by subtracting 1 from _unclaimed (acquire). If the old value was above 0, the task is
+//   `tasks - old value`, and it belongs to the loop that is published now: the value was stored by that loop, or left
+//   by claims after it (one release sequence), so the fields are visible. If the old value was 0 or less, the thread
+//   has no task and must not read the fields. The next loop's store overwrites what such a late claim subtracted.
+// - A thread counts the tasks that it has done, and subtracts them from _unfinished at once (release), after its last
+//   claim. Until then _unfinished is above 0. So while a thread holds a task of a loop, the loop cannot end, and no
+//   field can change.
+// - run() returns when it reads _unfinished == 0 (acquire), and so sees all that bodies wrote. No thread holds a task
+//   then, so run() may write the fields again, whatever the workers are doing.
 //
 // So it does not matter which loop a worker believes it is in: a worker that slept through a thousand loops claims a
 // task of the next one. _generation only tells waiting workers that it is worth looking.
@@ -33,10 +31,10 @@ namespace sharpi {
 
 namespace {
 
-// About 50 microseconds: longer than the gaps between the loops of one token, shorter than a person notices as heat.
+// About 50 microseconds: longer than the gaps between the loops of one token, and too short to waste much power.
 constexpr int kSpins = 4000;
 
-// Threads do not survive a fork: a pool made before one must not be waited for after it.
+// Threads do not survive a fork: after it, nobody may wait for the workers of a pool that was made before it.
 std::atomic<uint64_t> forks{0};
 
 uint64_t forksSoFar() {
@@ -94,7 +92,7 @@ void ThreadPool::run(int64_t tasks, const std::function<void(int64_t, int)>& bod
     }
     if (_forks != forksSoFar()) {
         throw Error(ErrorKind::InvalidArgument,
-                    "a model cannot be used in a process forked after it was loaded: load it there");
+                    "a model cannot be used in a process that was forked after it was loaded: load it in that process");
     }
     _body = &body;
     _tasks = tasks;
@@ -108,14 +106,14 @@ void ThreadPool::run(int64_t tasks, const std::function<void(int64_t, int)>& bod
     if (_error) std::rethrow_exception(_error);
 }
 
-// Until the tasks that workers hold are done. A worker may have lost its core in the middle of one: after a while the
-// caller sleeps, so that the worker can have the caller's core.
+// Waits until the tasks that workers hold are done. A worker may have lost its core in the middle of a task: after a
+// while the caller sleeps, so that the worker can have the caller's core.
 void ThreadPool::awaitTasks() {
     for (int spins = 0; spins < kSpins; ++spins) {
         if (_unfinished.load(std::memory_order_acquire) == 0) return;
         relax();
     }
-    // A thread that ended an earlier loop may post late. Then this wakes too soon and sleeps again.
+    // The thread that ended an earlier loop may post late. Then the caller wakes too soon, and sleeps again.
     for (;;) {
         _callerSleeps.store(true, std::memory_order_seq_cst);
         if (_unfinished.load(std::memory_order_seq_cst) == 0) break;
@@ -129,7 +127,8 @@ void ThreadPool::stayAwake() {
     if (_forks == forksSoFar()) wakeSleepers();
 }
 
-// To be called after a change that ends their sleep. A worker that is about to sleep sees the change, or is seen here.
+// To be called after a change that ends the workers' sleep. A worker that is about to sleep either sees the change or
+// is seen, and woken, here.
 void ThreadPool::wakeSleepers() {
     if (_sleeping.load(std::memory_order_seq_cst) == 0) return;
     for (int worker = 1; worker < threads(); ++worker) {
@@ -137,7 +136,7 @@ void ThreadPool::wakeSleepers() {
     }
 }
 
-// Sleeps until there is something to see, unless there is already.
+// Sleeps until there is something to look at, unless there is already.
 void ThreadPool::sleep(int worker, uint64_t seen) {
     _sleeping.fetch_add(1, std::memory_order_seq_cst);
     _beds[worker - 1].taken.store(true, std::memory_order_seq_cst);
@@ -147,7 +146,7 @@ void ThreadPool::sleep(int worker, uint64_t seen) {
     _beds[worker - 1].wake.wait();
 }
 
-// Ends a worker's sleep, for one of those who try at once: true for that one.
+// Ends a worker's sleep. If several threads try at once, exactly one of them gets true.
 bool ThreadPool::rise(int worker) {
     if (!_beds[worker - 1].taken.exchange(false, std::memory_order_seq_cst)) return false;
     _sleeping.fetch_sub(1, std::memory_order_relaxed);
@@ -157,7 +156,7 @@ bool ThreadPool::rise(int worker) {
 // Runs tasks until none is left to claim, then reports them.
 void ThreadPool::drain(int worker) {
     int64_t done = 0;
-    // Looks before it takes: threads that come late only read.
+    // Reads before it subtracts, so that threads that come late do not write.
     while (_unclaimed.load(std::memory_order_relaxed) > 0) {
         const int64_t left = _unclaimed.fetch_sub(1, std::memory_order_acquire);
         if (left <= 0) break;
@@ -165,7 +164,7 @@ void ThreadPool::drain(int worker) {
         try {
             (*_body)(_tasks - left, worker);
         } catch (...) {
-            // Tasks that nobody has begun are skipped: they count as done.
+            // Tasks that have not begun are skipped: they count as done.
             const int64_t skipped = _unclaimed.exchange(0, std::memory_order_relaxed);
             if (skipped > 0) done += skipped;
             std::lock_guard<std::mutex> lock(_errorMutex);
@@ -173,7 +172,7 @@ void ThreadPool::drain(int worker) {
         }
     }
     if (done == 0) return;
-    // Either the caller, about to sleep, sees that no task is left, or it is seen here.
+    // A caller that is about to sleep either sees that no task is left, or is seen, and woken, here.
     const bool last = _unfinished.fetch_sub(done, std::memory_order_seq_cst) == done;
     if (last && _callerSleeps.load(std::memory_order_seq_cst) &&
         _callerSleeps.exchange(false, std::memory_order_seq_cst)) {
@@ -192,7 +191,7 @@ void ThreadPool::workerLoop(int worker) {
             }
             spins = 0;
             if (_awake.load(std::memory_order_relaxed) > 0) {
-                std::this_thread::yield();  // if there are more threads than cores, to one with work
+                std::this_thread::yield();  // if there are more threads than cores, one with work may run
                 continue;
             }
             sleep(worker, seen);

@@ -1,8 +1,8 @@
 // A fixed set of threads that share one loop at a time. Decoding runs some hundreds of short loops a token, so
 // a worker spins briefly for the next loop before it sleeps, and the caller works too instead of waiting. A loop ends
-// when its tasks are done, whoever did them: a worker that the system does not schedule is not waited for, unless it
-// holds a task. A caller whose loops are further apart, between answers of a GPU, keeps the workers awake for as long
-// as that takes.
+// when its tasks are done, no matter which threads did them: a worker that the system does not schedule delays nobody,
+// unless it holds a task. A caller whose loops are further apart, because it waits for a GPU in between, keeps the
+// workers awake meanwhile (Awake).
 #pragma once
 
 #include <semaphore.h>
@@ -21,8 +21,8 @@ namespace sharpi {
 
 class ThreadPool {
 public:
-    // threads: how many run a loop, the caller included; at least 1.
-    // Throws Error(OutOfMemory) when the system refuses a thread; those started before it are joined.
+    // threads: the number that run a loop, including the caller; at least 1.
+    // Throws Error(OutOfMemory) if the system refuses a thread; the threads started before it are joined.
     explicit ThreadPool(int threads);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
@@ -31,14 +31,14 @@ public:
     int threads() const { return static_cast<int>(_workers.size()) + 1; }
 
     // Calls body(task, worker) once for every task in [0, tasks), in any order, worker in [0, threads()).
-    // Tasks begin in ascending order, so a body may wait for a task of a lower number. A worker may get no task at all.
-    // Returns when all have run; no thread touches the body after that. The first exception that a body throws is
-    // rethrown here; tasks that have not begun are then skipped. Not reentrant: a body must not call run(), and only
-    // one thread may call it. Give it a std::ref where making a std::function would allocate.
+    // Tasks begin in ascending order, so a body may wait for a task with a lower number. A worker may get no task.
+    // Returns when all tasks have run; no thread touches the body after that. The first exception that a body throws is
+    // rethrown here, and tasks that have not begun by then are skipped. Not reentrant: a body must not call run(), and
+    // only one thread may call it. Pass a std::ref if making a std::function would allocate.
     void run(int64_t tasks, const std::function<void(int64_t task, int worker)>& body);
 
-    // While one lives, workers wait for the next loop without sleeping, those asleep are woken: for loops some 100 us
-    // or a few ms apart that must begin at once. The pool must outlive it.
+    // While one exists, workers wait for the next loop without sleeping, and sleeping workers are woken: for loops that
+    // must begin at once although they are 100 us to a few ms apart. The pool must outlive it.
     class Awake {
     public:
         explicit Awake(ThreadPool& pool) : _pool(pool) { _pool.stayAwake(); }
@@ -50,11 +50,11 @@ public:
         ThreadPool& _pool;
     };
 
-    // Workers that are asleep and not yet woken, even if they are still to get a core.
+    // The number of workers that sleep. A worker that was woken no longer counts, even if it has no core yet.
     int sleeping() const { return _sleeping.load(std::memory_order_relaxed); }
 
 private:
-    // post() never waits. A condition variable would not do: waking its sleepers may wait for one that was woken before
+    // post() never waits. A condition variable would not do: notifying it may wait for a thread that was woken before
     // and is not scheduled.
     class Semaphore {
     public:
@@ -92,17 +92,18 @@ private:
     std::atomic<int> _sleeping{0};
     Semaphore _ended;  // wakes a caller that sleeps until the last task is done
 
-    // In lines of their own: what waiting workers look at all the time, what a loop is, and what changes during one.
+    // Three groups in cache lines of their own: what waiting workers poll, what describes a loop, and what changes
+    // during a loop.
     static constexpr size_t kApart = 128;                  // processors fetch lines of 64 bytes in pairs
     alignas(kApart) std::atomic<uint64_t> _generation{0};  // loops published so far
     std::atomic<bool> _stop{false};
-    std::atomic<int> _awake{0};  // guards
+    std::atomic<int> _awake{0};  // Awake objects
     // To be read only while holding a task; see thread_pool.cpp.
     alignas(kApart) const std::function<void(int64_t, int)>* _body = nullptr;
     int64_t _tasks = 0;
     std::mutex _errorMutex;
     std::exception_ptr _error;
-    alignas(kApart) std::atomic<int64_t> _unclaimed{0};   // tasks that nobody has begun; 0 or less: none
+    alignas(kApart) std::atomic<int64_t> _unclaimed{0};   // tasks that have not begun; 0 or less: none
     alignas(kApart) std::atomic<int64_t> _unfinished{0};  // tasks that are not yet reported as done
     std::atomic<bool> _callerSleeps{false};
 };

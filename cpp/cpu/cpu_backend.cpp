@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cpu/sample.h"
+#include "memory/stream/copying_transfers.h"
 
 namespace sharpi {
 

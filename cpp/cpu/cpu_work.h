@@ -10,7 +10,7 @@
 #include "core/thread_pool.h"
 #include "cpu/kernels.h"
 #include "memory/kv_cache.h"
-#include "memory/weight_stream.h"
+#include "memory/stream/weight_stream.h"
 #include "operations/batch.h"
 #include "operations/operations.h"
 

@@ -88,8 +88,9 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
 }
 
 size_t matmulScratchBytes(int64_t cols) {
-    // The repacked tile: 16 rows of one byte an element, with at most 34 rows of 16 floats of scales a group of 256
-    // (struct TileGroup in matmul_tile.h). Then a few tokens' accumulators and sums, and room for float kernels.
+    // The repacked tile (struct TileGroup in matmul_tile.h): for each group of 256 elements, 16 rows of one byte an
+    // element and at most 34 rows of 16 floats of scales. Then accumulators and sums of a few tokens, and room for the
+    // float kernels.
     const int64_t groups = roundUp(cols, 256) / 256;
     return static_cast<size_t>(groups * (256 * 16 + 34 * 64) + groups * 8 * 32 * 8 + 65536);
 }

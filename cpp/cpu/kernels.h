@@ -1,6 +1,6 @@
-// The CPU kernels, as one table per instruction set. The same sources are compiled for each set with other
-// flags; `kernels()` picks a table once at run time. All kernels are single-threaded on the range they are
-// given: sharing work between threads is the backend's job. Every table gives the same bits.
+// The CPU kernels, as one table for each instruction set. The same sources are compiled for each set with its own
+// flags; `kernels()` picks a table once at run time. Each kernel runs on one thread, over the range that it is given:
+// dividing work between threads is the backend's job. Every table gives the same bits.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +11,9 @@
 
 namespace sharpi::cpu {
 
-// Activations in the form that the small-batch matmul contract (see contract.h) asks for.
-// Row t: q + t * qStride holds `cols` int8; scale + t * scaleStride one float per 32-block;
-// sums + t * sumStride two int16 per 32-block (sum of q over each half of 16).
+// Activations in the form that contract.h asks for.
+// Row t: q + t * qStride holds `cols` int8; scale + t * scaleStride one float for each block of 32;
+// sums + t * sumStride two int16 for each block of 32 (the sums of q over its halves of 16).
 // Strides are padded to whole groups of 8 blocks (256 elements); padding is zero.
 struct QuantizedRows {
     int64_t rows = 0, cols = 0;
@@ -26,7 +26,7 @@ struct QuantizedRows {
 size_t quantizedRowsBytes(int64_t rows, int64_t cols);
 QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols);
 
-// One product y[i, r] = w[r, :] . x[row(i), :] for i < count, r in the range a call is given, where
+// One product y[i, r] = w[r, :] . x[row(i), :] for i < count and r in the range that a call is given, where
 // row(i) = rowIndex ? rowIndex[i] : i. Float weight types read xFloat, all others xQuant.
 struct MatmulArgs {
     Matrix w;
@@ -40,7 +40,7 @@ struct MatmulArgs {
 };
 
 // Causal attention of the query rows of one sequence. Query row i (position positions[i]) sees the keys at
-// 0..positions[i] of the sequence whose pages are pageTable[position / pageTokens].
+// 0..positions[i]. The page of a position is pageTable[position / pageTokens].
 // q, out: row i at i * rowStride, head h at + h * headDim. Grouped-query: head h reads kv head h / (heads / kvHeads).
 struct AttentionArgs {
     const float* q = nullptr;
@@ -53,7 +53,7 @@ struct AttentionArgs {
     const int32_t* pageTable = nullptr;
 };
 
-// Gated DeltaNet's convolution and SiLU over the rows of one sequence, in place. See kernels/delta.cpp.
+// Gated DeltaNet's convolution and SiLU over the rows of one sequence, in place (kernels/delta.cpp).
 constexpr int kMaxConvWidth = 64;
 struct ConvArgs {
     float* x = nullptr;  // [rows, channels]
@@ -61,14 +61,14 @@ struct ConvArgs {
     const float* weight = nullptr;  // [width, channels]
     int32_t width = 0;              // up to kMaxConvWidth
     const float* from = nullptr;    // [width - 1, channels]: the inputs before the first row; nullptr: zeros
-    float* to = nullptr;            // those before the row after the last; may be `from`
+    float* to = nullptr;            // [width - 1, channels]: the inputs before the next batch's rows; may be `from`
 };
 
 // Its delta rule over the rows of one sequence, for one value head: row t's query at q + t * rowStride, and so on.
 struct DeltaArgs {
     const float *q = nullptr, *k = nullptr, *v = nullptr;
     int64_t rowStride = 0;
-    const float *decay = nullptr, *step = nullptr;  // a number each: row t's at + t * stepStride
+    const float *decay = nullptr, *step = nullptr;  // one number a row: row t's at + t * stepStride
     int64_t stepStride = 0;
     float* out = nullptr;
     int64_t outStride = 0, rows = 0;
@@ -99,15 +99,15 @@ struct Kernels {
     void (*l2Norm)(float* x, float eps, float scale, int64_t n);
     // x = x * sigmoid(gate)
     void (*sigmoidMul)(float* x, const float* gate, int64_t n);
-    // Rotates one head of `dims` leading elements by cos/sin[dims / 2]. adjacent: pairs (2i, 2i+1); else (i, i +
-    // dims/2).
+    // Rotates the `dims` leading elements of one head by cos[dims / 2] and sin[dims / 2]. adjacent: in pairs
+    // (2i, 2i + 1); otherwise (i, i + dims / 2).
     void (*rope)(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent);
     // Softmax in place over n values.
     void (*softmax)(float* x, int64_t n);
     // Stores n floats as KV elements, rounding to nearest even.
     void (*storeKv)(const float* x, int64_t n, KvType type, void* out);
     // Query rows [rowBegin, rowEnd) for kv head `kvHead` (all query heads of its group).
-    // The result of a row does not depend on which other rows are in the call.
+    // A row's result does not depend on the other rows of the call.
     void (*attention)(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int64_t rowEnd, void* scratch);
     // Channels [begin, end).
     void (*convSilu)(const ConvArgs& args, int64_t begin, int64_t end);
@@ -116,15 +116,15 @@ struct Kernels {
 };
 
 size_t matmulScratchBytes(int64_t cols);
-// Enough for any row range of up to 64 rows at once.
+// Enough for any range of rows.
 size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens);
 
 size_t deltaScratchBytes(int32_t dim);
 
-// The best table this machine can run, or the one SHARPI_CPU_ISA=scalar|avx2|avx512 names.
+// The best table that this machine can run, or the one that SHARPI_CPU_ISA=scalar|avx2|avx512 names.
 // Throws Error(InvalidArgument) if that one cannot run here.
 const Kernels& kernels();
-// nullptr if this build or machine has no such table. For tests that compare tables.
+// The table of that name, or nullptr if this build or this machine has none.
 const Kernels* kernelsFor(const char* name);
 
 }  // namespace sharpi::cpu

@@ -5,14 +5,15 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/launch_rows.h"
 #include "engine/sampler.h"
 #include "layers/forward_pass.h"
 
 namespace sharpi {
 
 struct DraftOptions {
-    // With the token before them these make 8 rows, the most decode rows that the GPU multiplies at once.
-    static constexpr int32_t kMostTokens = 7;
+    // Drafted tokens and the token before them are the rows of one launch.
+    static constexpr int32_t kMostTokens = kExactLaunchRows - 1;
     enum class Source { Off, NGram, Prediction };
     Source source = Source::Off;
     int32_t tokens = 1;  // the most to draft at once

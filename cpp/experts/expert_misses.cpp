@@ -59,7 +59,7 @@ void ExpertMisses::order(int32_t layer, const int32_t* chosen, const int32_t* sl
     if (_mode == Prefetch::NextLayer && predicted) orderAhead(layer + 1, predicted, pairs, orders);
     _fetched += orders.demanded + orders.ahead;
     _fetchedBytes = static_cast<size_t>(orders.demanded) * _slots.expertBytes(layer);
-    _measurable = orders.ahead == 0;  // what comes ahead takes the bus too
+    _measurable = orders.ahead == 0;  // experts fetched ahead use the bus too
 }
 
 void ExpertMisses::orderAhead(int32_t layer, const int32_t* predicted, int32_t pairs, ExpertOrders& orders) {
@@ -87,7 +87,7 @@ void ExpertMisses::done(int32_t layer, const int32_t* chosen, const int32_t* slo
                                                         : Event::Computed);
     }
     _slots.used(layer, chosen, pairs);
-    if (_mode == Prefetch::NextToken) {  // what was fetched to stay is no hint
+    if (_mode == Prefetch::NextToken) {  // an expert that was fetched to stay needs no hint
         const auto there = [&](int32_t expert) { return _slots.tryGet(layer, expert) >= 0; };
         _missed.erase(std::remove_if(_missed.begin(), _missed.end(), there), _missed.end());
     }

@@ -1,6 +1,6 @@
-// What becomes of the experts that a step misses: which of them the GPU fetches across PCIe, into which slots, and
-// which the CPU computes, so that both are done at about the same time (miss_share.h says how many). By core/contract.h
-// the choice changes the speed alone.
+// Decides what becomes of the experts that a step misses: which of them the GPU fetches across PCIe, and into which
+// slots, and which the CPU computes, so that both finish at about the same time (miss_share.h says how many). By
+// core/contract.h the choice changes nothing but the speed.
 #pragma once
 
 #include <functional>
@@ -17,8 +17,8 @@ namespace sharpi {
 
 class ExpertMisses : public MissPlan {
 public:
-    // Experts fetched ahead of a layer: about as many as the bus brings while the GPU does what lies between two
-    // layers' experts.
+    // The most experts that are fetched ahead of a layer: about what the bus brings while the GPU computes what lies
+    // between the experts of two layers.
     static constexpr int32_t kMostAhead = 2;
 
     // reachable: where the GPU reads bytes of a file, or nullptr.
@@ -28,8 +28,8 @@ public:
 
     // How many of `missed` experts of `bytes` bytes each the GPU should fetch; order() may try another number.
     int32_t share(int32_t missed, size_t bytes) const { return _share.best(missed, bytes); }
-    int64_t takeFetched();  // experts that the GPU was ordered to fetch since the last call, those ahead too: the bus
-                            // was busy
+    // The experts that the GPU was ordered to fetch since the last call, including those ahead: they kept the bus busy.
+    int64_t takeFetched();
 
     void order(int32_t layer, const int32_t* chosen, const int32_t* slot, const int32_t* predicted, int32_t pairs,
                ExpertOrders& orders) override;
@@ -49,9 +49,9 @@ private:
     Reachable _reachable;
     int64_t _fetched = 0;
     size_t _fetchedBytes = 0;       // for the layer at work
-    bool _measurable = false;       // whether followed() tells of the last layer's misses alone
+    bool _measurable = false;       // whether followed() measures nothing but the last layer's misses
     std::vector<int32_t> _missed;   // of the layer at work, each once
-    std::vector<int32_t> _ordered;  // of these: those that the GPU fetches
+    std::vector<int32_t> _ordered;  // the missed experts that the GPU fetches
 };
 
 }  // namespace sharpi

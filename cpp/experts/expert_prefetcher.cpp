@@ -40,7 +40,7 @@ void ExpertPrefetcher::fill(std::vector<Expert> order) {
     for (const auto& [layer, expert] : order) {
         if (layer < 0 || layer >= _slots.layers() || expert < 0 || expert >= _slots.file(layer).gate.count)
             throw Error(ErrorKind::InvalidArgument, "there is no expert " + std::to_string(expert) + " in layer " +
-                                                        std::to_string(layer) + " of those that slots are for");
+                                                        std::to_string(layer) + " of the layers with slots");
     }
     _fill = std::move(order);
     _nextFill = 0;
@@ -65,7 +65,7 @@ void ExpertPrefetcher::pumpFill(int most) {
         const auto answer = _slots.preload(layer, expert);
         if (answer == ExpertSlotManager::Preload::Busy) return;
         if (answer == ExpertSlotManager::Preload::Started) --most;
-        // Layers may have slots of their own, so the others' may not be full yet.
+        // Other layers may use other pools, which may not be full yet.
         if (answer == ExpertSlotManager::Preload::NotWorthIt) layerOf(layer).full = true;
     }
     if (filling()) return;
@@ -97,7 +97,7 @@ void ExpertPrefetcher::queue(int32_t layer, int32_t expert) {
     queued = 1;
 }
 
-// Both ascending.
+// guess: ascending, as _used is.
 void ExpertPrefetcher::countGuess(const std::string& name, const std::vector<int32_t>& guess) {
     if (guess.empty()) return;
     uint64_t right = 0;

@@ -9,52 +9,53 @@ namespace sharpi {
 
 namespace {
 
-void place(std::vector<uint64_t>& to, size_t at, const std::vector<uint64_t>& row) {
-    std::copy(row.begin(), row.end(), to.begin() + static_cast<std::ptrdiff_t>(at));
+void place(std::vector<uint64_t>& to, size_t at, const std::vector<uint64_t>& counts) {
+    std::copy(counts.begin(), counts.end(), to.begin() + static_cast<std::ptrdiff_t>(at));
 }
 
 }  // namespace
 
 int32_t ExpertAccessProfiler::addLayer(int32_t layer, int32_t experts) {
-    if (experts <= 0) throw Error(ErrorKind::Internal, "a layer of " + std::to_string(experts) + " experts is counted");
+    if (experts <= 0)
+        throw Error(ErrorKind::Internal, "a layer of " + std::to_string(experts) + " experts cannot be counted");
     const std::lock_guard<std::mutex> lock(_mutex);
-    Row row;
-    row.layer = layer;
-    row.experts = experts;
-    row.uses.assign(static_cast<size_t>(experts), 0);
-    row.events.fill(row.uses);
-    _rows.push_back(std::move(row));
-    return static_cast<int32_t>(_rows.size()) - 1;
+    Layer added;
+    added.layer = layer;
+    added.experts = experts;
+    added.uses.assign(static_cast<size_t>(experts), 0);
+    added.events.fill(added.uses);
+    _layers.push_back(std::move(added));
+    return static_cast<int32_t>(_layers.size()) - 1;
 }
 
-ExpertAccessProfiler::Row& ExpertAccessProfiler::rowOf(int32_t row, int32_t expert) {
-    const bool known = row >= 0 && static_cast<size_t>(row) < _rows.size() && expert >= 0 &&
-                       expert < _rows[static_cast<size_t>(row)].experts;
+ExpertAccessProfiler::Layer& ExpertAccessProfiler::layerOf(int32_t expertLayer, int32_t expert) {
+    const bool known = expertLayer >= 0 && static_cast<size_t>(expertLayer) < _layers.size() && expert >= 0 &&
+                       expert < _layers[static_cast<size_t>(expertLayer)].experts;
     if (!known)
-        throw Error(ErrorKind::Internal,
-                    "nobody counts expert " + std::to_string(expert) + " of row " + std::to_string(row));
-    return _rows[static_cast<size_t>(row)];
+        throw Error(ErrorKind::Internal, "there are no counts for expert " + std::to_string(expert) +
+                                             " of expert layer " + std::to_string(expertLayer));
+    return _layers[static_cast<size_t>(expertLayer)];
 }
 
-void ExpertAccessProfiler::count(int32_t row, int32_t expert, Event event, uint64_t times) {
+void ExpertAccessProfiler::count(int32_t expertLayer, int32_t expert, Event event, uint64_t times) {
     const std::lock_guard<std::mutex> lock(_mutex);
-    rowOf(row, expert).events[static_cast<size_t>(event)][static_cast<size_t>(expert)] += times;
+    layerOf(expertLayer, expert).events[static_cast<size_t>(event)][static_cast<size_t>(expert)] += times;
 }
 
-void ExpertAccessProfiler::addUse(int32_t row, int32_t expert, uint64_t times) {
+void ExpertAccessProfiler::addUse(int32_t expertLayer, int32_t expert, uint64_t times) {
     const std::lock_guard<std::mutex> lock(_mutex);
-    rowOf(row, expert).uses[static_cast<size_t>(expert)] += times;
+    layerOf(expertLayer, expert).uses[static_cast<size_t>(expert)] += times;
 }
 
 void ExpertAccessProfiler::addUses(const uint32_t* uses, int32_t stride) {
     const std::lock_guard<std::mutex> lock(_mutex);
-    for (const Row& row : _rows) {
-        if (row.experts > stride)
-            throw Error(ErrorKind::Internal,
-                        "uses of " + std::to_string(row.experts) + " experts in rows of " + std::to_string(stride));
+    for (const Layer& layer : _layers) {
+        if (layer.experts > stride)
+            throw Error(ErrorKind::Internal, "uses of " + std::to_string(layer.experts) +
+                                                 " experts do not fit a stride of " + std::to_string(stride));
     }
-    for (Row& row : _rows) {
-        for (size_t e = 0; e < row.uses.size(); ++e) row.uses[e] += uses[e];
+    for (Layer& layer : _layers) {
+        for (size_t e = 0; e < layer.uses.size(); ++e) layer.uses[e] += uses[e];
         uses += stride;
     }
 }
@@ -72,20 +73,20 @@ void ExpertAccessProfiler::addPrediction(const std::string& name, uint64_t named
 ExpertCounts ExpertAccessProfiler::counts() const {
     const std::lock_guard<std::mutex> lock(_mutex);
     ExpertCounts counts;
-    counts.layers = static_cast<int32_t>(_rows.size());
-    for (const Row& row : _rows) {
-        counts.layer.push_back(row.layer);
-        counts.present.push_back(row.experts);
-        counts.experts = std::max(counts.experts, row.experts);
+    counts.layers = static_cast<int32_t>(_layers.size());
+    for (const Layer& layer : _layers) {
+        counts.layer.push_back(layer.layer);
+        counts.present.push_back(layer.experts);
+        counts.experts = std::max(counts.experts, layer.experts);
     }
     const auto stride = static_cast<size_t>(counts.experts);
     const std::array<std::vector<uint64_t>*, kEvents> events = {&counts.hits, &counts.computed, &counts.fetched,
                                                                 &counts.loads, &counts.evictions};
-    counts.uses.assign(stride * _rows.size(), 0);
+    counts.uses.assign(stride * _layers.size(), 0);
     for (std::vector<uint64_t>* all : events) *all = counts.uses;
-    for (size_t r = 0; r < _rows.size(); ++r) {
-        place(counts.uses, stride * r, _rows[r].uses);
-        for (size_t i = 0; i < kEvents; ++i) place(*events[i], stride * r, _rows[r].events[i]);
+    for (size_t l = 0; l < _layers.size(); ++l) {
+        place(counts.uses, stride * l, _layers[l].uses);
+        for (size_t i = 0; i < kEvents; ++i) place(*events[i], stride * l, _layers[l].events[i]);
     }
     counts.predictors = _predictors;
     return counts;
@@ -93,9 +94,9 @@ ExpertCounts ExpertAccessProfiler::counts() const {
 
 void ExpertAccessProfiler::clear() {
     const std::lock_guard<std::mutex> lock(_mutex);
-    for (Row& row : _rows) {
-        std::fill(row.uses.begin(), row.uses.end(), 0);
-        row.events.fill(row.uses);
+    for (Layer& layer : _layers) {
+        std::fill(layer.uses.begin(), layer.uses.end(), 0);
+        layer.events.fill(layer.uses);
     }
     _predictors.clear();
 }

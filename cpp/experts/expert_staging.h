@@ -1,5 +1,5 @@
-// Device memory that single experts pass through on their way into slots, and how many may be on their way at once:
-// plain arithmetic, so that a plan counts what a run takes.
+// The staging buffers that single experts pass through on their way into slots, and how many experts may be on their
+// way at once. Plain arithmetic, so that a plan counts what a run takes.
 #pragma once
 
 #include <algorithm>
@@ -11,19 +11,19 @@
 namespace sharpi {
 
 struct ExpertStaging {
-    // While one expert is packed, perhaps behind a kernel that fills the GPU, the next ones are filled.
+    // While one stage is packed, which may wait for a kernel that fills the GPU, the others are filled.
     static constexpr int kStages = 3;
-    // Of staging; and of experts on their way, which hold up what a pass itself brings across the bus.
+    // The most bytes of the stages, and of experts on their way: these delay what a pass itself brings across the bus.
     static constexpr size_t kBytes = size_t{64} << 20;
     static constexpr int kMaxDepth = 16;
 
-    size_t stageBytes = 0;  // file rows of the largest expert; floats need no packing and pass through none
+    size_t stageBytes = 0;  // the largest expert's bytes in the file, without floats, which need no packing
     int stages = 0;
-    int depth = 1;  // more than stages: an expert waits for its stage on the device
+    int depth = 1;  // experts on their way; those beyond `stages` wait for a stage on the device
     size_t bytes() const { return stageBytes * static_cast<size_t>(stages); }
 };
 
-// file: the layers' experts; addresses do not count.
+// file: the layers' experts; their addresses are not read.
 inline ExpertStaging expertStaging(const std::vector<ExpertStacks>& file) {
     ExpertStaging staging;
     size_t largest = 0;

@@ -1,8 +1,8 @@
 // See miss_share.h.
 //
-// The CPU's time is known: it is measured around its work. The bus's shows in when the GPU asks about the next layer:
-// after the slower of the two, and after its own part of a layer. That part is measured where the GPU fetched nothing.
-// So a layer bounds the fetches' time from above, and tells it where the CPU was done before.
+// The CPU's time is measured around its work. The bus's time is inferred from when the GPU asks about the next layer:
+// after the slower of the two, and after the GPU's own part of a layer. That part is measured on layers for which the
+// GPU fetched nothing. So each layer bounds the fetches' time from above, and measures it if the CPU was done earlier.
 #include "experts/miss_share.h"
 
 #include <algorithm>
@@ -13,21 +13,21 @@ namespace sharpi {
 
 namespace {
 
-// What was seen is forgotten within a few times 256 layers: the CPU's speed changes with what else runs on the machine.
+// Measurements fade within a few times 256 layers, as the CPU's speed changes with what else runs on the machine.
 constexpr double kKept = 1.0 - 1.0 / 256;
-// What was expected counts as much as kExpected layers before anything is seen, and is weighed again with every layer:
-// in the end an eighth of a layer's worth of it stays.
+// The expectation counts as much as kExpected layers at first. A little of it is added again with every layer, so in
+// the end it has the weight of an eighth of a layer.
 constexpr double kExpected = 8, kExpectedAgain = 0.125 / 256;
-// What was seen never counts for less than a part of a layer: without news the line stays as it is.
+// Measurements never fade below the weight of a part of a layer: without new ones the line stays as it is.
 constexpr double kLeastWeight = 0.25;
 
-// Measurements of the GPU's own part before the bus is measured by it.
+// The number of measurements of the GPU's own part that are needed before the bus's time can be inferred.
 constexpr int32_t kOwnsNeeded = 4;
-// The GPU's own part cannot be shorter by accident, so a shorter one counts for more.
+// The GPU's own part is never shorter by accident, so a shorter one counts for more.
 constexpr double kShorter = 1.0 / 16, kLonger = 1.0 / 64;
-// If the GPU asks later than this factor of the CPU's time, the fetches were what it waited for.
+// If the GPU asks later than this factor times the CPU's time, it waited for the fetches.
 constexpr double kLater = 1.05;
-// Seconds: the most allowance that is saved up for either.
+// The most seconds of allowance that are saved up for either side.
 constexpr double kMostSaved = 5e-3;
 
 }  // namespace
@@ -37,7 +37,7 @@ TimeLine::TimeLine(double start, double rate, double bytes) : _start(start), _ra
     draw();
 }
 
-// As two layers that tell start and slope.
+// The expectation counts as two layers, which give the line its start and its slope.
 void TimeLine::weighExpected(double weight) {
     weigh(0, _start, weight / 2);
     weigh(2 * _around, _start + 2 * _around / _rate, weight / 2);
@@ -55,7 +55,7 @@ void TimeLine::scale(double factor) {
     for (double* sum : {&_weight, &_bytes, &_seconds, &_squares, &_products}) *sum *= factor;
 }
 
-// No start below 0: then the line is the one through the origin.
+// If the start would be below 0, the line goes through the origin.
 void TimeLine::draw() {
     const double spread = _weight * _squares - _bytes * _bytes;
     _lineSlope = std::max(0.0, (_weight * _products - _bytes * _seconds) / spread);
@@ -110,8 +110,8 @@ int32_t MissShare::choose(int32_t missed, size_t bytes) {
     return probe(missed, best(missed, bytes), static_cast<double>(bytes));
 }
 
-// What is idle gets a little to do: the CPU an expert, the bus one more. The GPU's own part shows where nothing is
-// fetched; without it the bus cannot be measured, so it comes first.
+// Gives an idle side a little to do: the CPU one expert, the bus one more. The GPU's own part can be measured only if
+// nothing is fetched; the bus cannot be measured without it, so it comes first.
 int32_t MissShare::probe(int32_t missed, int32_t best, double bytes) {
     const auto extra = [&](int32_t fetched) { return slower(missed, fetched, bytes) - slower(missed, best, bytes); };
     if (best == missed && _cpuIdle >= kIdle && (pay(_cpuAllowance, extra(missed - 1)) || _cpuIdle >= kLongest)) {

@@ -2,9 +2,8 @@
 //
 // An allocation takes addresses from the start of a hole. Its granules fall into at most three pieces: the first
 // granule if it begins in the middle of one, the last if it ends in the middle of one, and those between, which it
-// fills alone. Each piece is one chunk, one commit. So a chunk of several granules always has a single user, a chunk
-// with several users is always a single granule, and giving back chunks without users gives back every granule that
-// nothing reaches into.
+// fills alone. Each piece is one chunk and one commit. So a chunk of several granules has a single user, a chunk with
+// several users is a single granule, and giving back the chunks without users gives back every unused granule.
 #include "memory/allocator.h"
 
 #include <algorithm>
@@ -16,12 +15,12 @@ namespace sharpi {
 
 namespace {
 
-// Addresses are plentiful, so more are reserved than there is memory: holes must not make them run out.
+// Addresses are plentiful, so more are reserved than there is memory: holes must not exhaust them.
 constexpr size_t kSpareAddresses = size_t{1} << 30;
 constexpr size_t kMostAddresses = size_t{1} << 45;
 // No device has more; below it, sizes can be rounded up without overflow.
 constexpr size_t kMostBytes = size_t{1} << 60;
-// The holders that a refusal names; the others follow as a sum.
+// The number of holders that a refusal names; it adds up the others.
 constexpr size_t kHoldersNamed = 3;
 
 uintptr_t number(const void* address) { return reinterpret_cast<uintptr_t>(address); }
@@ -79,7 +78,7 @@ void Allocator::free(void* address) {
     _exactHandles.erase(handle);
 }
 
-// Cleared addresses with memory behind them, or 0 when there is not enough.
+// The address of cleared memory, or 0 if there is not enough.
 uintptr_t Allocator::place(size_t bytes, size_t room) {
     auto hole = bestHole(room);
     if (hole == _holes.end()) hole = addRegion(room);
@@ -90,7 +89,7 @@ uintptr_t Allocator::place(size_t bytes, size_t room) {
         removeUnused(hole);
         return 0;
     }
-    auto rest = _holes.extract(hole);  // moved rather than made anew: it cannot fail
+    auto rest = _holes.extract(hole);  // reusing the node cannot fail
     rest.key() += room;
     rest.mapped() -= room;
     if (rest.mapped() > 0) _holes.insert(std::move(rest));
@@ -103,7 +102,7 @@ uintptr_t Allocator::place(size_t bytes, size_t room) {
     return begin;
 }
 
-// Where the fewest granules must be taken; the lowest such address.
+// The hole for which the fewest granules must be taken, and the first of equal ones.
 Allocator::Ranges::iterator Allocator::bestHole(size_t room) {
     auto best = _holes.end();
     size_t bestMissing = SIZE_MAX;
@@ -118,7 +117,7 @@ Allocator::Ranges::iterator Allocator::bestHole(size_t room) {
     return best;
 }
 
-// A hole of fresh addresses, or the end when there are none.
+// A hole of newly reserved addresses, or the end if there are none.
 Allocator::Ranges::iterator Allocator::addRegion(size_t room) {
     const size_t least = roundUp(room, _granularity);
     const size_t generous =
@@ -130,7 +129,7 @@ Allocator::Ranges::iterator Allocator::addRegion(size_t room) {
             _regions.emplace(number(address), bytes);
             return _holes.emplace(number(address), bytes).first;
         } catch (const Error& error) {
-            if (error.kind() != ErrorKind::OutOfMemory) throw;  // else where addresses are limited, take what is needed
+            if (error.kind() != ErrorKind::OutOfMemory) throw;  // addresses are limited: the next try asks for fewer
         } catch (...) {
             if (address) {
                 _regions.erase(number(address));
@@ -142,7 +141,7 @@ Allocator::Ranges::iterator Allocator::addRegion(size_t room) {
     return _holes.end();
 }
 
-// Addresses of which nothing is used are given back too, but for the last region: it will be needed again.
+// Gives back a region without allocations, unless it is the only one: that will be needed again.
 void Allocator::removeUnused(Ranges::iterator hole) noexcept {
     const auto region = _regions.find(hole->first);
     if (_regions.size() < 2 || region == _regions.end() || region->second != hole->second) return;
@@ -172,7 +171,7 @@ size_t Allocator::Pieces::missing() const {
     return bytes;
 }
 
-// False, and nothing changed, when there is not enough.
+// Returns false, and changes nothing, if there is not enough memory.
 bool Allocator::hold(const Pieces& pieces) {
     if (_budget && pieces.missing() > _budget - std::min(_budget, _taken)) return false;
     int done = 0;
@@ -215,7 +214,7 @@ void Allocator::drop(const Piece& piece) noexcept {
     _chunks.erase(chunk);
 }
 
-// pieces: as they were before they were held.
+// pieces: their state before hold().
 void Allocator::clear(uintptr_t begin, size_t bytes, const Pieces& pieces) {
     if (!_memory.commitsZeroes()) {
         if (bytes > 0) _memory.zero(pointer(begin), bytes);
@@ -232,7 +231,7 @@ void Allocator::giveBack(uintptr_t begin, size_t room) {
     auto hole = _holes.emplace(begin, room).first;
     const Pieces pieces = piecesOf(begin, room);
     for (int i = 0; i < pieces.count; ++i) drop(pieces.list[i]);
-    // Regions may happen to touch, but memory cannot lie across two of them.
+    // Two regions may touch, but no allocation may lie across them.
     const auto next = std::next(hole);
     if (next != _holes.end() && next->first == begin + room && _regions.count(next->first) == 0) {
         hole->second += next->second;

@@ -1,9 +1,9 @@
-// The one way to device memory: every byte taken has a name, and is given back.
+// All device memory is taken through the allocator: every byte has a name, and is given back.
 //
 // Devices hand out memory in granules (2 MiB on a GPU), and a model has hundreds of tensors. So allocations are laid
 // end to end in reserved addresses, and memory is put behind them granule by granule: the granule in which one
-// allocation ends is also the one in which the next begins. At any moment, exactly those granules are taken from the
-// device that some allocation reaches into.
+// allocation ends is also the one in which the next begins. At any moment the granules taken from the device are
+// exactly those that some allocation reaches into.
 #pragma once
 
 #include <array>
@@ -23,36 +23,36 @@ struct Holding {
     size_t bytes = 0;
 };
 
-// Thread-safe. Everything must have been freed before it is destroyed; what is not is given back then.
+// Thread-safe. Free everything before destroying it; the destructor gives back what is left.
 class Allocator {
 public:
     static constexpr size_t kAlignment = 256;
     static constexpr size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-    // budget: the most to take from the device, in bytes; 0 = all that is free.
+    // budget: the most bytes to take from the device; 0: all that is free.
     explicit Allocator(DeviceMemory& memory, size_t budget = 0);
     ~Allocator();
     Allocator(const Allocator&) = delete;
     Allocator& operator=(const Allocator&) = delete;
 
-    // Zeroed and kAlignment-aligned; nothing else is rounded up. Throws Error(OutOfMemory) that names `name`, its
-    // bytes, what is free and the largest holders; nothing has changed then.
+    // The memory is zeroed and aligned to kAlignment; nothing else is rounded up. Throws Error(OutOfMemory), with the
+    // name, the bytes, what is free and the largest holders; nothing has changed then.
     void* allocate(size_t bytes, const std::string& name);
-    // Throws Error(Internal) for an address that is not held, or no longer.
+    // Throws Error(Internal) for an address that is not allocated, or no longer.
     void free(void* address);
 
-    size_t held() const;                    // bytes asked for and not freed
-    size_t taken() const;                   // bytes of the device behind them, in whole granules
-    size_t available() const;               // what can still be taken, within budget and device
-    std::vector<Holding> holdings() const;  // largest first, equal names summed, without what holds nothing
+    size_t held() const;                    // bytes allocated and not freed
+    size_t taken() const;                   // bytes of the device's memory behind them, in whole granules
+    size_t available() const;               // bytes that can still be taken, by the budget and the device
+    std::vector<Holding> holdings() const;  // largest first, equal names summed, empty allocations left out
     DeviceMemory& memory() const { return _memory; }
 
 private:
     struct Allocation {
-        size_t bytes = 0, room = 0;  // asked for; aligned
+        size_t bytes = 0, room = 0;  // as asked for, and aligned
         std::string name;
     };
-    // What one commit took: the granules that one allocation fills alone, or one granule that its neighbours share.
+    // The memory of one commit: the granules that one allocation fills alone, or one granule that neighbours share.
     struct Chunk {
         size_t bytes = 0;
         int users = 0;  // allocations that reach into it
@@ -61,7 +61,7 @@ private:
     struct Piece {
         uintptr_t begin = 0;
         size_t bytes = 0;
-        bool taken = false;  // there already, for a neighbour
+        bool taken = false;  // a neighbour has it already
     };
     struct Pieces {
         std::array<Piece, 3> list;
@@ -90,8 +90,8 @@ private:
     const size_t _budget, _granularity;
     mutable std::mutex _mutex;
     size_t _held = 0, _taken = 0;
-    Ranges _regions;                                // what was reserved
-    Ranges _holes;                                  // addresses in it that nobody has; neighbours are joined
+    Ranges _regions;                                // reserved addresses
+    Ranges _holes;                                  // reserved addresses without an allocation; neighbours are joined
     std::map<uintptr_t, Chunk> _chunks;             // memory behind addresses
     std::map<uintptr_t, Allocation> _exactHandles;  // by address
 };

@@ -1,7 +1,7 @@
-// The few calls through which the engine touches a device's memory: CUDA's, the host's, or a fake with a set capacity.
+// The few calls through which the engine touches a device's memory: CUDA's, the host's, or a test's fake.
 //
-// Addresses and memory are taken separately, as virtual memory works on both processors: that is what lets an
-// allocation begin in the granule where the one before it ended, so that nothing is lost to rounding.
+// Addresses and memory are taken separately, as virtual memory works on both processors. So an allocation can begin in
+// the granule in which the one before it ended, and nothing is lost to rounding.
 #pragma once
 
 #include <cstddef>
@@ -17,13 +17,13 @@ public:
     virtual size_t granularity() const = 0;  // commit works in multiples of this; a power of two
     virtual size_t freeBytes() const = 0;    // what can still be committed, as the device itself says
 
-    // A range of addresses with nothing behind it; bytes is a multiple of the granularity. Throws Error(OutOfMemory).
+    // A range of addresses without memory; bytes is a multiple of the granularity. Throws Error(OutOfMemory).
     virtual void* reserve(size_t bytes) = 0;
     virtual void release(void* address, size_t bytes) noexcept = 0;
-    // Puts memory behind a part of a reserved range. False: there is not enough, nothing changed.
+    // Puts memory behind a part of a reserved range. Returns false, and changes nothing, if there is not enough.
     virtual bool commit(void* address, size_t bytes) = 0;
-    // Whether what commit() gives reads as zero; else its contents are undefined. Where it does, nobody writes zeroes
-    // to it, and a system that hands pages out on first touch gives none for what is never used.
+    // Whether committed memory reads as zero; if not, its contents are undefined. If it does, nobody writes zeroes to
+    // it, so a system that hands out pages on first touch spends none on memory that is never used.
     virtual bool commitsZeroes() const { return false; }
     // Gives back what exactly one commit took.
     virtual void decommit(void* address, size_t bytes) noexcept = 0;

@@ -16,8 +16,8 @@ namespace sharpi {
 
 namespace {
 
-// The numbers of a file of lines "name number", by name as sscanf reads it ("MemAvailable:"). Empty where there is no
-// such file.
+// The numbers of a file of lines "name number", by the line's first word ("MemAvailable:"). Empty if there is no such
+// file.
 std::map<std::string, uint64_t> numbersIn(const std::string& path) {
     std::map<std::string, uint64_t> numbers;
     std::ifstream file(path);
@@ -41,29 +41,29 @@ MemoryRoom machineRoom(const std::string& processes) {
     return {available, available + kib["Shmem:"] * 1024};
 }
 
-// What the limit of one control group leaves. Pages of files count as room, since a group at its limit drops them
-// first.
+// The room that the limit of one control group leaves. Pages of files count as room, since a group at its limit drops
+// them first.
 MemoryRoom groupRoom(const std::string& folder, bool unified) {
     std::ifstream file(folder + (unified ? "/memory.max" : "/memory.limit_in_bytes"));
     uint64_t limit = 0;
     if (!(file >> limit)) return {};  // no such group, or "max"
     auto bytes = numbersIn(folder + "/memory.stat");
-    // With the groups below it.
+    // These numbers include the groups below it.
     const uint64_t own = bytes[unified ? "anon" : "total_rss"], shared = bytes[unified ? "shmem" : "total_shmem"];
     const auto left = [&](uint64_t taken) { return limit > taken ? limit - taken : 0; };
     return {left(own + shared), left(own)};
 }
 
-// The least that the group at `path` and those around it leave. In a container `root` may be the container's own group,
-// and the path one of the machine's, which is not to be seen there.
+// The least room that the group at `path` and the groups around it leave. In a container `root` may be the container's
+// own group, while the path is one of the machine's, which the container cannot see.
 MemoryRoom groupsRoom(const std::string& root, std::string path, bool unified) {
     MemoryRoom room = groupRoom(root, unified);
     for (; path.size() > 1; path.resize(path.rfind('/'))) room = least(room, groupRoom(root + path, unified));
     return room;
 }
 
-// Addresses without memory. PROT_NONE rather than MAP_NORESERVE: the system does not count such pages, but does count
-// them when they become writable, and so can refuse there what it would refuse to anyone.
+// Addresses without memory. PROT_NONE rather than MAP_NORESERVE: the system counts such pages only when they become
+// writable, and can refuse them then, as it would any other allocation.
 constexpr int kEmpty = MAP_PRIVATE | MAP_ANONYMOUS;
 
 }  // namespace
@@ -71,7 +71,7 @@ constexpr int kEmpty = MAP_PRIVATE | MAP_ANONYMOUS;
 MemoryRoom memoryRoom(const std::string& processes, const std::string& groups) {
     MemoryRoom room = machineRoom(processes);
     std::ifstream file(processes + "/self/cgroup");
-    // Lines "number:controllers:/path"; the unified hierarchy names no controllers.
+    // The lines are "number:controllers:/path"; the unified hierarchy names no controllers.
     for (std::string line; std::getline(file, line);) {
         const size_t first = line.find(':'), second = line.find(':', first + 1);
         if (first == std::string::npos || second == std::string::npos || line[second + 1] != '/') continue;

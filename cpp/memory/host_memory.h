@@ -1,5 +1,5 @@
-// The machine's own memory as a DeviceMemory: the CPU backend's, and the base of the fake device of the tests.
-// The system hands pages out as they are first touched, so a long context costs what is used of it.
+// The machine's own memory as a DeviceMemory: the CPU backend's, and the base of the tests' fake device.
+// The system hands out pages on first touch, so a long context costs only what is used of it.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,15 @@
 
 namespace sharpi {
 
-// Bytes that this process can still have without swapping: the least of what the machine has and of what the process's
-// control groups (a container's limit) leave. SIZE_MAX where the system does not say.
+// The bytes that this process can still take without swapping: the least of what the machine has free and of what the
+// process's control groups (a container's limits) leave. SIZE_MAX if the system does not say.
 struct MemoryRoom {
-    size_t available = SIZE_MAX;  // with the pages of files that others can do without
-    // For pages of mapped files: also those of files that are nowhere but in memory. They are there already, and not
-    // `available`.
+    size_t available = SIZE_MAX;  // including cached pages of files, which the system can drop
+    // For pages of mapped files: `available`, and the pages of files that exist in memory alone (shared memory), which
+    // a mapping of such a file reads where they are.
     size_t forFiles = SIZE_MAX;
 };
-// The folders: where the system tells of its processes and of control groups.
+// The folders in which the system describes its processes and its control groups.
 MemoryRoom memoryRoom(const std::string& processes = "/proc", const std::string& groups = "/sys/fs/cgroup");
 
 class HostMemory : public DeviceMemory {

@@ -25,7 +25,7 @@ size_t KvCache::bytesFor(const std::vector<KvLayerShape>& layers, KvType type, i
 
 KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens,
                  RecurrentState states)
-    : _type(type), _buffer(allocator, bytesFor(layers, type, tokens), "KV cache"), _states(std::move(states)) {
+    : _buffer(allocator, bytesFor(layers, type, tokens), "KV cache"), _states(std::move(states)) {
     const int64_t pages = pagesFor(tokens);
     auto* next = _buffer.as<uint8_t>();
     for (const KvLayerShape& layer : layers) {
@@ -60,9 +60,10 @@ void KvCache::extend(int32_t sequence, int64_t tokens, const std::vector<int64_t
     Sequence& s = at(sequence);
     const int64_t more = pagesFor(s.length + tokens) - static_cast<int64_t>(s.pages.size());
     if (more > freePages()) {
-        throw Error(ErrorKind::OutOfMemory, "the KV cache is full: " + std::to_string(s.length + tokens) +
-                                                " tokens asked for, " + std::to_string(freePages() * kPageTokens) +
-                                                " more fit; close other sessions or load with a larger context");
+        throw Error(ErrorKind::OutOfMemory, "the KV cache is full: the sequence needs room for " +
+                                                std::to_string(s.length + tokens) + " tokens, and only " +
+                                                std::to_string(freePages() * kPageTokens) +
+                                                " are free; close other sessions or load with a larger context");
     }
     _states.extend(sequence, s.length, s.length + tokens, marks);
     for (int64_t i = 0; i < more; ++i) {

@@ -1,6 +1,6 @@
-// Keys and values of all layers, in pages of a fixed number of tokens. A sequence holds a list of pages; page p of
-// a sequence's list holds its tokens p * pageTokens onwards, in every layer. Beside it, behind the same handles, the
-// states of layers that keep no keys and values (recurrent_state.h).
+// Keys and values of all layers, in pages of a fixed number of tokens. A sequence has a list of pages; page p of the
+// list holds its tokens from p * pageTokens on, in every layer. The same handles also reach the states of layers that
+// keep no keys and values (recurrent_state.h).
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@
 
 namespace sharpi {
 
-// Both 0: the layer keeps nothing here.
+// Both 0: the layer keeps no keys and values.
 struct KvLayerShape {
     int32_t kvHeads = 0, headDim = 0;
 };
@@ -28,28 +28,28 @@ public:
     int32_t createSequence();
     void releaseSequence(int32_t sequence);
     int64_t length(int32_t sequence) const { return at(sequence).length; }
-    // Makes room for `tokens` more, which the next step computes. marks: lengths of the sequence whose states are kept
-    // if there is room, so that cutting back to them costs nothing: see RecurrentState::extend. Throws
-    // Error(OutOfMemory) when no page is free, or no slot for the state; the sequence is then unchanged.
+    // Makes room for `tokens` more tokens, which the next step computes. marks: lengths of the sequence after which the
+    // state is kept, if there is room, so that rolling back to them costs nothing (RecurrentState::extend). Throws
+    // Error(OutOfMemory) if no page or no entry for the state is free; the sequence is then unchanged.
     void extend(int32_t sequence, int64_t tokens, const std::vector<int64_t>& marks = {});
-    // The number of marks that can be had at no cost: see RecurrentState::snapshotRoom.
+    // The number of marks that can be kept at no cost (RecurrentState::snapshotRoom).
     int32_t snapshotRoom(int32_t sequence) const { return _states.snapshotRoom(sequence); }
-    // Pages for `tokens` more, at the sequence's length as it stays; truncate() gives back what is not used. Whether
-    // there are.
+    // Takes pages for `tokens` more tokens, without changing the sequence's length; truncate() gives back the unused
+    // ones. Returns false, and changes nothing, if there are too few.
     bool reserve(int32_t sequence, int64_t tokens);
-    // What extend() made room for has been computed.
+    // The tokens that extend() made room for have been computed.
     void commit(int32_t sequence) { _states.commit(sequence); }
-    // Keeps the first `tokens`, or fewer where the state after these is no longer there: how many it keeps. The others
-    // have to be computed again. Throws Error(InvalidArgument) when the sequence has fewer.
+    // Rolls back to the first `tokens` tokens, or to fewer if the state after these is no longer there. Returns the
+    // number that it kept; the others have to be computed again. Throws Error(InvalidArgument) if the sequence has
+    // fewer than `tokens`.
     int64_t truncate(int32_t sequence, int64_t tokens);
-    // Cutting the sequence back to `tokens` shall stay possible as long as there is room; of what was said before, no
-    // longer.
+    // Protects the state after `tokens` tokens, so that rolling back to it stays possible as long as there is room. It
+    // replaces the state that an earlier call protected.
     void keepState(int32_t sequence, int64_t tokens) { _states.keep(sequence, tokens); }
 
     const int32_t* pageTable(int32_t sequence) const { return at(sequence).pages.data(); }
     const KvPages& layer(size_t index) const { return _layers[index]; }
     const RecurrentState& states() const { return _states; }
-    KvType type() const { return _type; }
     size_t bytes() const { return _buffer.bytes(); }
     int64_t freePages() const { return static_cast<int64_t>(_freePages.size()); }
 
@@ -62,7 +62,6 @@ private:
     const Sequence& at(int32_t sequence) const;
     Sequence& at(int32_t sequence) { return const_cast<Sequence&>(static_cast<const KvCache*>(this)->at(sequence)); }
 
-    KvType _type;
     Buffer _buffer;
     std::vector<KvPages> _layers;
     std::vector<Sequence> _sequences;

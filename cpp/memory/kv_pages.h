@@ -1,4 +1,4 @@
-// How the paged cache of keys and values lies in memory: what attention kernels and the cache agree on.
+// How the paged cache of keys and values is laid out in memory: attention kernels and the cache agree on it.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ enum class KvType : uint32_t { F32 = 0, BF16 = 1, F16 = 2 };
 // they must not share the linker's copy of an inline function (cpu/kernels/internal.h).
 static inline constexpr size_t kvElementBytes(KvType type) { return type == KvType::F32 ? 4 : 2; }
 
-// Pages whose results are joined among themselves before they are joined to the others (cpu/kernels/attention.cpp).
+// The pages of a segment: their results are joined to each other first (cpu/kernels/attention.cpp).
 constexpr int kSegmentPages = 4;
 
 // One layer's keys and values of the paged cache. Page p of kv head h starts at

@@ -11,32 +11,32 @@ namespace sharpi {
 
 namespace {
 
-// Every part of a layer begins on a boundary that vector loads like.
-size_t partBytes(int64_t floats, int32_t slots) {
-    return Allocator::aligned(sizeof(float) * static_cast<size_t>(floats) * static_cast<size_t>(slots));
+// Each part of a layer is aligned for vector loads.
+size_t partBytes(int64_t floats, int32_t entries) {
+    return Allocator::aligned(sizeof(float) * static_cast<size_t>(floats) * static_cast<size_t>(entries));
 }
 
 }  // namespace
 
-size_t RecurrentState::bytesFor(const std::vector<RecurrentShape>& layers, int32_t slots) {
+size_t RecurrentState::bytesFor(const std::vector<RecurrentShape>& layers, int32_t entries) {
     size_t bytes = 0;
     for (const RecurrentShape& shape : layers)
-        bytes += partBytes(shape.convFloats, slots) + partBytes(shape.matrixFloats, slots);
+        bytes += partBytes(shape.convFloats, entries) + partBytes(shape.matrixFloats, entries);
     return bytes;
 }
 
-RecurrentState::RecurrentState(Allocator& allocator, const std::vector<RecurrentShape>& layers, int32_t slots) {
-    const size_t bytes = bytesFor(layers, slots);
+RecurrentState::RecurrentState(Allocator& allocator, const std::vector<RecurrentShape>& layers, int32_t entries) {
+    const size_t bytes = bytesFor(layers, entries);
     if (!bytes) return;
-    _slots = slots;
+    _entries = entries;
     _buffer = Buffer(allocator, bytes, "recurrent state");
     auto* next = _buffer.as<uint8_t>();
     for (const RecurrentShape& shape : layers) {
-        uint8_t* matrix = next + partBytes(shape.convFloats, slots);
+        uint8_t* matrix = next + partBytes(shape.convFloats, entries);
         _layers.push_back({shape, reinterpret_cast<float*>(next), reinterpret_cast<float*>(matrix)});
-        next = matrix + partBytes(shape.matrixFloats, slots);
+        next = matrix + partBytes(shape.matrixFloats, entries);
     }
-    for (int32_t slot = slots - 1; slot >= 0; --slot) _free.push_back(slot);
+    for (int32_t entry = entries - 1; entry >= 0; --entry) _free.push_back(entry);
 }
 
 RecurrentState::Sequence& RecurrentState::at(int32_t sequence) {
@@ -44,7 +44,8 @@ RecurrentState::Sequence& RecurrentState::at(int32_t sequence) {
     return _sequences[static_cast<size_t>(sequence)];
 }
 
-// A free slot, or that of a state which no sequence stands at: not kept before kept, old before new. -1: there is none.
+// A free entry, or one whose state is evicted: never a sequence's present state, unprotected states before protected
+// ones, older before newer. -1 if there is none.
 int32_t RecurrentState::take(bool evenKept) {
     if (_free.empty()) {
         std::vector<State>* among = nullptr;
@@ -59,12 +60,12 @@ int32_t RecurrentState::take(bool evenKept) {
             }
         }
         if (!among) return -1;
-        _free.push_back((*among)[index].slot);
+        _free.push_back((*among)[index].entry);
         among->erase(among->begin() + static_cast<std::ptrdiff_t>(index));
     }
-    const int32_t slot = _free.back();
+    const int32_t entry = _free.back();
     _free.pop_back();
-    return slot;
+    return entry;
 }
 
 void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, const std::vector<int64_t>& marks) {
@@ -82,11 +83,11 @@ void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, const 
     }
     int32_t last = take(true);
     s.begin = begin;
-    s.from = s.states.empty() ? -1 : s.states.back().slot;
+    s.from = s.states.empty() ? -1 : s.states.back().entry;
     if (last < 0) {
         if (s.from < 0) {
             throw Error(ErrorKind::OutOfMemory,
-                        "no room for the recurrent state of another sequence, " + std::to_string(_slots) +
+                        "no room for the recurrent state of another sequence, " + std::to_string(_entries) +
                             " are held; close other sessions or load with room for more sequences");
         }
         last = s.from;
@@ -94,22 +95,22 @@ void RecurrentState::extend(int32_t sequence, int64_t begin, int64_t end, const 
     }
     s.coming.push_back({end, last, false, 0});
     for (auto mark = marks.rbegin(); mark != marks.rend(); ++mark) {
-        int32_t slot = take(false);
-        const bool inPlace = slot < 0 && !s.states.empty() && s.states.back().slot == s.from && !s.states.back().kept;
+        int32_t entry = take(false);
+        const bool inPlace = entry < 0 && !s.states.empty() && s.states.back().entry == s.from && !s.states.back().kept;
         if (inPlace) {
-            slot = s.from;
+            entry = s.from;
             s.states.pop_back();
         }
-        if (slot < 0) slot = take(true);
-        if (slot < 0) break;
-        s.coming.insert(s.coming.begin(), {*mark, slot, false, 0});
+        if (entry < 0) entry = take(true);
+        if (entry < 0) break;
+        s.coming.insert(s.coming.begin(), {*mark, entry, false, 0});
         if (inPlace) break;
     }
 }
 
 int32_t RecurrentState::snapshotRoom(int32_t sequence) const {
     if (!any()) return std::numeric_limits<int32_t>::max();
-    int32_t room = freeSlots() - 1;  // one is for the state after the step
+    int32_t room = freeEntries() - 1;  // one is for the state after the step
     for (size_t index = 0; index < _sequences.size(); ++index) {
         const std::vector<State>& states = _sequences[index].states;
         for (size_t i = 0; i < states.size(); ++i) {
@@ -127,9 +128,9 @@ std::vector<StateStep> RecurrentState::steps(int32_t sequence) const {
     int64_t begin = 0;
     int32_t from = s.from;
     for (const State& state : s.coming) {
-        steps.push_back({begin, state.tokens - s.begin, from, state.slot});
+        steps.push_back({begin, state.tokens - s.begin, from, state.entry});
         begin = steps.back().end;
-        from = state.slot;
+        from = state.entry;
     }
     return steps;
 }
@@ -147,10 +148,10 @@ void RecurrentState::commit(int32_t sequence) {
 int64_t RecurrentState::truncate(int32_t sequence, int64_t tokens) {
     if (!any()) return tokens;
     Sequence& s = at(sequence);
-    for (const State& state : s.coming) _free.push_back(state.slot);
+    for (const State& state : s.coming) _free.push_back(state.entry);
     s.coming.clear();
     while (!s.states.empty() && s.states.back().tokens > tokens) {
-        _free.push_back(s.states.back().slot);
+        _free.push_back(s.states.back().entry);
         s.states.pop_back();
     }
     return s.states.empty() ? 0 : s.states.back().tokens;

@@ -1,9 +1,9 @@
-// The state of layers that carry a sequence's past in a fixed number of floats (Gated DeltaNet), in slots. A slot holds
-// one state of all such layers: that of a sequence after some number of its tokens.
+// The state of layers that carry a sequence's past in a fixed number of floats (Gated DeltaNet). An entry holds the
+// state of all such layers after some number of a sequence's tokens.
 //
-// A step reads the state in one slot and writes the one after it to another, so the state before is still there: a step
-// that fails, and tokens that are taken back, cost nothing. States stay until their slot is needed. With no slot to
-// spare a step overwrites the state that it begins from.
+// A step reads the state in one entry and writes the next state to another, so the earlier state is still there: a
+// failed step and a rollback cost nothing. States stay until their entry is needed. If no entry can be had, a step
+// overwrites the state that it begins from.
 #pragma once
 
 #include <vector>
@@ -12,23 +12,23 @@
 
 namespace sharpi {
 
-// Of one layer; both 0 for a layer that keeps nothing here.
+// A layer's part of a state; both 0 for a layer that has none.
 struct RecurrentShape {
     int64_t convFloats = 0;    // the convolution's last inputs
     int64_t matrixFloats = 0;  // the matrices of all heads
 };
 
-// One layer's states, slot after slot. How the floats of a state are laid out is the backend's to choose.
+// One layer's states, entry after entry. The backend chooses how the floats of a state are laid out.
 struct RecurrentLayer {
     RecurrentShape shape;
     float* conv = nullptr;
     float* matrix = nullptr;
-    float* convOf(int32_t slot) const { return conv + slot * shape.convFloats; }
-    float* matrixOf(int32_t slot) const { return matrix + slot * shape.matrixFloats; }
+    float* convOf(int32_t entry) const { return conv + entry * shape.convFloats; }
+    float* matrixOf(int32_t entry) const { return matrix + entry * shape.matrixFloats; }
 };
 
-// Rows [begin, end) of a sequence's part of a batch, counted from its first: they begin from the state in slot `from`
-// (-1: from nothing, all zeros) and leave theirs in slot `to`, which may be the same.
+// Rows [begin, end) of a sequence's rows in a batch. They begin from the state in entry `from` (-1: all zeros) and
+// write the state after them to entry `to`, which may be the same.
 struct StateStep {
     int64_t begin = 0, end = 0;
     int32_t from = -1, to = -1;
@@ -38,52 +38,53 @@ class RecurrentState {
 public:
     RecurrentState() = default;
     // Throws Error(OutOfMemory).
-    RecurrentState(Allocator& allocator, const std::vector<RecurrentShape>& layers, int32_t slots);
-    // 0 where no layer keeps anything; then there are no slots, and all that follows does nothing.
-    static size_t bytesFor(const std::vector<RecurrentShape>& layers, int32_t slots);
+    RecurrentState(Allocator& allocator, const std::vector<RecurrentShape>& layers, int32_t entries);
+    // 0 if no layer has a state; then there are no entries, and the calls below do nothing.
+    static size_t bytesFor(const std::vector<RecurrentShape>& layers, int32_t entries);
 
     const RecurrentLayer& layer(size_t index) const { return _layers[index]; }
     size_t bytes() const { return _buffer.bytes(); }
-    bool any() const { return _slots > 0; }
-    int32_t freeSlots() const { return static_cast<int32_t>(_free.size()); }
+    bool any() const { return _entries > 0; }
+    int32_t freeEntries() const { return static_cast<int32_t>(_free.size()); }
 
-    // Takes slots for a step from `begin` tokens, where the sequence's state is, to `end`. marks: lengths between
-    // these, ascending, after which the state is wanted too, those nearest the end the most. Marks for which no slot
-    // can be had are left out, and the first may be had by overwriting the state that the step begins from. Throws
-    // Error(OutOfMemory) when there is no slot at all, and Error(Internal) for a step from elsewhere or impossible
-    // marks; nothing has changed then.
+    // Takes entries for a step from `begin` tokens, which must be the sequence's present state, to `end`. marks:
+    // lengths between these, ascending, after which the state is wanted too; those nearest the end have priority. A
+    // mark for which no entry can be had is left out; the first mark may overwrite the state that the step begins from.
+    // Throws Error(OutOfMemory) if there is no entry at all, and Error(Internal) for another state or impossible marks;
+    // nothing has changed then.
     void extend(int32_t sequence, int64_t begin, int64_t end, const std::vector<int64_t>& marks = {});
-    // The number of marks that extend() can keep without giving up a state that keep() asked for. There is no limit if
-    // there are no slots.
+    // The number of marks that extend() can keep without evicting a state that keep() protects. There is no limit if no
+    // layer has a state.
     int32_t snapshotRoom(int32_t sequence) const;
-    // What the step that was begun consists of; none: nothing.
+    // The parts of the step that extend() began; empty if there is none.
     std::vector<StateStep> steps(int32_t sequence) const;
     // The step is done.
     void commit(int32_t sequence);
-    // Forgets a step that was begun, and all states after more than `tokens` tokens. Of how many tokens the state is
-    // that is left, at most `tokens`.
+    // Forgets a step that extend() began, and all states after more than `tokens` tokens. Returns the number of tokens
+    // that the remaining state covers, at most `tokens`.
     int64_t truncate(int32_t sequence, int64_t tokens);
-    // The state after `tokens` tokens shall be among the last to be given up, and the one that was so of this sequence
-    // no longer: a long conversation would fill all slots with the ends of its prompts. Whether it is held.
+    // Protects the state after `tokens` tokens: it is evicted only if no other can be. The sequence's state that was
+    // protected before no longer is, or the ends of a long conversation's prompts would fill all entries. Returns false
+    // if there is no such state.
     bool keep(int32_t sequence, int64_t tokens);
 
 private:
     struct State {
         int64_t tokens = 0;
-        int32_t slot = -1;
-        bool kept = false;
-        uint64_t made = 0;  // counts up
+        int32_t entry = -1;
+        bool kept = false;  // keep() protects it
+        uint64_t made = 0;  // later states have higher numbers
     };
     struct Sequence {
-        std::vector<State> states;  // ascending; the last is where the sequence is
-        std::vector<State> coming;  // of the step under way
+        std::vector<State> states;  // ascending; the last is the present one
+        std::vector<State> coming;  // written by the present step
         int64_t begin = 0;          // of that step
-        int32_t from = -1;
+        int32_t from = -1;          // the entry that it begins from
     };
     Sequence& at(int32_t sequence);
     int32_t take(bool evenKept);
 
-    int32_t _slots = 0;
+    int32_t _entries = 0;
     uint64_t _made = 0;
     Buffer _buffer;
     std::vector<RecurrentLayer> _layers;

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "experts/expert_slots.h"
-#include "memory/weight_stream.h"
+#include "memory/stream/weight_stream.h"
 #include "placement/homes.h"
 #include "placement/weight.h"
 

@@ -19,7 +19,7 @@
 #include "device/stream.h"
 #include "kernels/attention/attention.h"
 #include "kernels/matmul/matmul.h"
-#include "memory/weight_stream.h"
+#include "memory/stream/weight_stream.h"
 #include "operations/operations.h"
 #include "plan/gpu_scratch.h"
 

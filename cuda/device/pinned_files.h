@@ -14,7 +14,7 @@
 
 #include "device/stream.h"
 #include "memory/host_memory.h"
-#include "memory/weight_stream.h"  // HostRanges
+#include "memory/stream/host_ranges.h"
 
 namespace sharpi::cuda {
 

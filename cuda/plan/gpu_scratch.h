@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "kernels/delta/gated_delta.h"
-#include "memory/weight_stream.h"
+#include "memory/device_layout.h"
 #include "operations/operations.h"
 #include "operations/scratch.h"
 #include "plan/batch_numbers.h"

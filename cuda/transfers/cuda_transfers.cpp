@@ -71,7 +71,7 @@ void CudaTransfers::begin() {
     _compute.use();
     _open = true;
     _fetches = 0;
-    for (Slot& slot : _slots) slot.fetched = slot.isReleased = false;
+    for (RingBuffer& buffer : _ring) buffer.fetched = buffer.isReleased = false;
     _compute.record(_forked);
     for (const auto& copies : _copies) copies->wait(_forked);  // and packing waits for copies
 }
@@ -87,9 +87,9 @@ void CudaTransfers::end() {
     _open = false;
 }
 
-CudaTransfers::Slot& CudaTransfers::slotAt(int slot) {
+CudaTransfers::RingBuffer& CudaTransfers::bufferAt(int buffer) {
     if (!_open) throw Error(ErrorKind::Internal, "weights are fetched or used outside of a pass");
-    return _slots.at(static_cast<size_t>(slot));
+    return _ring.at(static_cast<size_t>(buffer));
 }
 
 // Merges copies that are adjacent in the file and on the device: single experts are too small for the bus's full speed.
@@ -114,8 +114,8 @@ void CudaTransfers::start(cuda::Stream& stream, Copy copy) const {
     }
 }
 
-void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int slot) {
-    Slot& target = slotAt(slot);
+void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int buffer) {
+    RingBuffer& target = bufferAt(buffer);
     const auto stage = static_cast<size_t>(_fetches % kTransferStages);
     cuda::Stream& copies = *_copies[static_cast<size_t>(_fetches) % _copies.size()];
     uint8_t* const staging = _staging + stage * _stageBytes;
@@ -123,7 +123,7 @@ void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int slot) {
     ++_fetches;
 
     size_t used = 0;
-    std::vector<Copy> toStage, toSlot;
+    std::vector<Copy> toStage, toRing;
     for (const StreamPart& part : parts) {
         _files.expect(part.file, part.bytes());
         if (staged(part)) {
@@ -134,13 +134,13 @@ void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int slot) {
         } else {
             uint8_t* const to = const_cast<uint8_t*>(part.to.data) +
                                 rowBytes(part.to.type, part.to.cols) * static_cast<size_t>(part.rowBegin);
-            addCopy(toSlot, {to, part.file, part.bytes()});
+            addCopy(toRing, {to, part.file, part.bytes()});
         }
     }
-    // Those that go straight to the slot come last, so that the others need not wait until it is free.
+    // Copies straight to the ring come last, so that the others need not wait until the buffer is free.
     for (const Copy& copy : toStage) start(copies, copy);
-    if (!toSlot.empty() && target.isReleased) copies.wait(target.released);
-    for (const Copy& copy : toSlot) start(copies, copy);
+    if (!toRing.empty() && target.isReleased) copies.wait(target.released);
+    for (const Copy& copy : toRing) start(copies, copy);
     copies.record(_copied);
 
     _packing->wait(_copied);
@@ -156,14 +156,14 @@ void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int slot) {
     target.fetched = true;
 }
 
-void CudaTransfers::await(int slot) {
-    const Slot& target = slotAt(slot);
-    if (!target.fetched) throw Error(ErrorKind::Internal, "weights are used before they were fetched");
+void CudaTransfers::await(int buffer) {
+    const RingBuffer& target = bufferAt(buffer);
+    if (!target.fetched) throw Error(ErrorKind::Internal, "weights are used that were not fetched");
     _compute.wait(target.ready);
 }
 
-void CudaTransfers::release(int slot) {
-    Slot& target = slotAt(slot);
+void CudaTransfers::release(int buffer) {
+    RingBuffer& target = bufferAt(buffer);
     _compute.record(target.released);
     target.isReleased = true;
 }

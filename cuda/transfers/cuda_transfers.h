@@ -1,5 +1,5 @@
 // Bringing weights across PCIe while the GPU computes: the copy engine carries a piece's file rows from pinned pages
-// into a stage, and a kernel packs them from there into their slot (kernels/packed.h), on streams beside the one that
+// into a stage, and a kernel packs them from there into the ring (kernels/packed.h), on streams beside the one that
 // computes. Copies take turns on two streams, so that the bus goes from one to the next without a gap.
 //
 // Events between the streams keep all the order that a pass needs. So a pass works the same whether it runs or the
@@ -15,7 +15,7 @@
 
 #include "device/pinned_files.h"
 #include "device/stream.h"
-#include "memory/weight_stream.h"
+#include "memory/stream/transfers.h"
 #include "plan/gpu_scratch.h"
 
 namespace sharpi {
@@ -36,10 +36,10 @@ public:
 
     void begin() override;
     void end() override;
-    // Waits for the parts of `once` and `optional` ranges that could not be pinned. No capture allows that.
-    void fetch(const std::vector<StreamPart>& parts, int slot) override;
-    void await(int slot) override;
-    void release(int slot) override;
+    // What could not be pinned of `once` and `optional` ranges is waited for here, which no capture allows.
+    void fetch(const std::vector<StreamPart>& parts, int buffer) override;
+    void await(int buffer) override;
+    void release(int buffer) override;
 
     // After a pass that was abandoned: waits for the work that it left running, which would disturb the next pass.
     // begin() calls this; a caller that replays a captured pass has to call it. In a capture that is being abandoned it
@@ -47,11 +47,11 @@ public:
     void settle();
 
 private:
-    struct Slot {
+    struct RingBuffer {
         cuda::Event ready, released;
         bool fetched = false, isReleased = false;  // in this pass
     };
-    Slot& slotAt(int slot);
+    RingBuffer& bufferAt(int buffer);
     // Bytes of a file, and where they go.
     struct Copy {
         uint8_t* to;
@@ -71,7 +71,7 @@ private:
     size_t _stageBytes = 0;
 
     cuda::Event _forked, _copied, _joined;
-    std::array<Slot, WeightStream::kSlots> _slots;
+    std::array<RingBuffer, Transfers::kMostBuffers> _ring;
     std::array<cuda::Event, kTransferStages> _stageFree;
     int64_t _fetches = 0;  // in this pass
     bool _open = false;    // between begin() and end()

@@ -1,8 +1,8 @@
 // Causal attention over the paged cache, written once for decode and prefill.
 //
 // The result for one query row and head is defined page by page, whatever else is in the call, so that pages can be
-// computed apart from each other (on a GPU, in parallel) and still give these bits. Each page by itself, over its
-// keys j < n that the row may see:
+// computed separately (on a GPU, in parallel) and still give these bits. For each page, over its keys j < n that the
+// row may see:
 //   s[j]  = (q . k[j]) * scale, the dot product by fma over the dimensions in ascending order from +0
 //   mp    = max s, p[j] = exp(s[j] - mp)                                                  (exp.h)
 //   lp    = vec.h's 32-accumulator sum of p; op[d] = fma(p[j], v[j][d], op[d]) for j ascending from +0
@@ -10,12 +10,12 @@
 // l = 0, o = 0:
 //   m'    = max(m, mp); a = exp(m - m'); c = exp(mp - m')
 //   l     = fma(lp, c, l * a); o[d] = fma(op[d], c, o[d] * a)
-// the segments in the same way, and at the end o[d] / l (zeros for a row that sees no key). Segments make the chain
-// short that no processor can divide, whoever computes them.
+// The segments are joined in the same way, and the result is o[d] / l (zeros for a row that sees no key). Segments keep
+// short the chain of joins, which no processor can run in parallel.
 //
-// A page's keys are converted to float and turned once for a block of query rows, so that a vector holds one
-// dimension of 16 keys; scores and outputs are then one and the same small matrix product, blocked in registers.
-// For decode the turning costs less than reading the page from memory does.
+// A page's keys are converted to float and transposed once for a block of query rows, so that a vector holds one
+// dimension of 16 keys. Scores and outputs are then the same small matrix product, blocked in registers. In decode the
+// transpose costs less than reading the page from memory.
 #include "cpu/kernels/exp.h"
 #include "cpu/kernels/internal.h"
 #include "cpu/kernels/matmul/transpose.h"
@@ -25,7 +25,7 @@ namespace sharpi::cpu::SHARPI_ISA {
 // Query rows x heads of the group that share one conversion of a page.
 constexpr int64_t kBlock = 128;
 
-// The most rows that any table multiplies at once: the scratch is laid out alike for all.
+// The most rows that any table multiplies at once: all tables lay out their scratch alike.
 constexpr int kMaxProductRows = 8;
 #if defined(__AVX512F__)
 constexpr int kProductRows = kMaxProductRows;
@@ -35,11 +35,11 @@ constexpr int kProductRows = 2;
 
 static int64_t roundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Where everything lies in the scratch, in floats; every part starts on a 64-byte boundary.
+// The offsets of the parts of the scratch, in floats; every part starts on a 64-byte boundary.
 struct Layout {
     int64_t keyStride, dimStride;  // padded pageTokens and headDim
     int64_t turnedKeys, values, scores, partial, outputs, maxima, sums, kept, added;
-    int64_t allOutputs, allMaxima, allSums;  // of the segments before; the others are of the present one
+    int64_t allOutputs, allMaxima, allSums;  // of the earlier segments; the other parts are of the present one
     int64_t total;
 
     Layout(int64_t headDim, int64_t pageTokens) {
@@ -71,8 +71,8 @@ size_t attentionScratch(int32_t, int32_t, int32_t headDim, int32_t pageTokens) {
     return static_cast<size_t>(Layout(headDim, pageTokens).total) * sizeof(float);
 }
 
-// What a product begins from and where it ends: c[r] = start[r] (or 0) + sum, or, where there are factors, the join
-// of a page: c[r] = fma(start[r] + sum, added[r], c[r] * kept[r]). start has c's stride.
+// What a product begins from and how it ends: c[r] = start[r] (or 0) + sum; with factors it joins a page instead:
+// c[r] = fma(start[r] + sum, added[r], c[r] * kept[r]). start has c's stride.
 struct Ends {
     const float* start = nullptr;
     const float *kept = nullptr, *added = nullptr;
@@ -129,7 +129,7 @@ static __attribute__((noinline)) void product(const float* const* a, int64_t dep
 
 using Product = void (*)(const float* const*, int64_t, const float*, int64_t, const Ends&, float*, int64_t, int64_t);
 
-// The widest product for up to `rows` rows, and how many rows it does.
+// The widest product for up to `rows` rows; done: the number of rows that it computes.
 static Product productFor(int64_t rows, int* done) {
     *done = rows >= kProductRows ? kProductRows : rows >= 4 && kProductRows > 4 ? 4 : rows >= 2 ? 2 : 1;
     switch (*done) {
@@ -140,13 +140,13 @@ static Product productFor(int64_t rows, int* done) {
     }
 }
 
-// Asks for `bytes` of the page after this one. Pages lie apart in memory, so the processor does not foresee them;
-// for one query row that waiting would be most of the time.
+// Prefetches `bytes` of the page after this one. Pages lie apart in memory, so the processor does not prefetch them by
+// itself, and with one query row most of the time would go into waiting for them.
 SHARPI_INLINE void prefetch(const uint8_t* from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
-// The first n keys of a page, turned: out[d * keyStride + j]; zeros in the padding of the last 16 keys.
+// The first n keys of a page, transposed: out[d * keyStride + j]; zeros in the padding of the last 16 keys.
 template <class Read>
 static void turnKeys(const uint8_t* page, const uint8_t* nextPage, int64_t n, int64_t headDim, int64_t keyStride,
                      float* out) {
@@ -190,7 +190,7 @@ struct Block {
     int64_t count = 0;
     const float* query[kBlock];
     float* out[kBlock];
-    int64_t keys[kBlock];  // how many keys, from position 0 on, each row may see
+    int64_t keys[kBlock];  // the number of keys, from position 0 on, that each row may see
 
     Block(const AttentionArgs& arguments, float* memory)
         : args(arguments), layout(arguments.pages.headDim, arguments.pages.pageTokens), scratch(memory) {}
@@ -228,7 +228,7 @@ static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, int64_t n, 
     }
 }
 
-// What outputs are multiplied with where two parts meet: those so far, and those that come.
+// The factors of the outputs when two parts are joined: of those so far, and of those that are added.
 struct Factors {
     float kept, added;
 };
@@ -265,8 +265,8 @@ static void weighScores(Block& block, int64_t i, int64_t n) {
     block.scratch[block.layout.added + i] = factors.added;
 }
 
-// Rows [i, i + rows) of the block against the loaded page. Rows may see different numbers of its keys: what all
-// see is done together, the rest row by row, so that a key a row may not see never meets it.
+// Rows [i, i + rows) of the block against the loaded page. Rows may see different numbers of its keys: keys that all
+// rows see are done together, the rest row by row, so that a row never meets a key that it may not see.
 static void attendRows(Block& block, int64_t i, int rows, Product multiply, int64_t firstKey) {
     const Layout& layout = block.layout;
     const int64_t headDim = block.args.pages.headDim, dimStride = layout.dimStride;
@@ -311,8 +311,8 @@ static void clearState(float& largest, float& sum, float* outputs, int64_t width
     for (int64_t d = 0; d < width; d += kLanes) vstore(outputs + d, vzero());
 }
 
-// Joins the segment of the keys [firstKey, nextKey) to the ones before, for the rows that saw any of it; gives out the
-// result of those that see no more.
+// Joins the segment of the keys [firstKey, nextKey) to the earlier ones, for the rows that saw any of it, and writes
+// the results of the rows that see no later key.
 static void closeSegment(Block& block, int64_t firstKey, int64_t nextKey) {
     const Layout& layout = block.layout;
     for (int64_t i = 0; i < block.count; i++) {
@@ -320,7 +320,7 @@ static void closeSegment(Block& block, int64_t firstKey, int64_t nextKey) {
         float &largest = block.scratch[layout.maxima + i], &sum = block.scratch[layout.sums + i];
         float &allLargest = block.scratch[layout.allMaxima + i], &allSum = block.scratch[layout.allSums + i];
         float *outputs = block.outputs(i), *all = block.allOutputs(i);
-        if (firstKey == 0) {  // from nothing the formula only makes +0 of -0
+        if (firstKey == 0) {  // joining to nothing changes only -0, to +0
             allLargest = largest;
             allSum = sum;
             for (int64_t d = 0; d < layout.dimStride; d += kLanes) vstore(all + d, vadd(vload(outputs + d), vzero()));

@@ -1,8 +1,8 @@
-// Gated DeltaNet (Yang et al., 2024): what lies between its products. One order of operations for everyone, so that a
-// sequence's state and answers are the same bits however its tokens are cut into batches, on every instruction set and,
-// for few rows, on a GPU. Each operation rounds to nearest even; fma rounds once; exp is exp.h's.
+// Gated DeltaNet (Yang et al., 2024): what lies between its products. There is one order of operations, so a sequence's
+// state and answers have the same bits however its tokens are cut into batches, on every instruction set and, for few
+// rows, on a GPU. Each operation rounds to nearest even; fma rounds once; exp is exp.h's.
 //
-// The convolution, for each channel c of row t, over the inputs x[t - width + 1] .. x[t] (before the sequence: zeros):
+// The convolution, for each channel c of row t, over the inputs x[t - width + 1] .. x[t] (zeros before the sequence):
 //   y = fma(weight[w][c], x[t - width + 1 + w][c], y) for w ascending from +0;  y / (1 + exp(0 - y))
 //
 // The delta rule, for each value head, with its matrix S [dim, dim] (row i: element i of a key; column j: of a value),
@@ -12,12 +12,11 @@
 //   d[j]    = (v[j] - r[j]) * b
 //   S[i][j] = fma(k[i], d[j], S[i][j])
 //   o[j]    = sum over i of fma(S[i][j], q[i], .)
-// Both sums: 8 accumulators from +0, element i to accumulator i mod 8 in ascending order; then acc[n] += acc[n + 4], +=
-// acc[n + 2],
-// += acc[n + 1]. (8: enough to hide the latency of an fma, and few enough for eight of a GPU's threads to have one
-// each.)
+// Both sums use 8 accumulators that start at +0. Element i goes to accumulator i mod 8, in ascending order; then
+// acc[n] += acc[n + 4], += acc[n + 2], += acc[n + 1]. Eight are enough to hide the latency of an fma, and few enough
+// for eight of a GPU's threads to have one each.
 //
-// Columns do not meet, so they are computed apart: 16 at a time, which stay in the first cache for all rows.
+// Columns do not interact, so they are computed 16 at a time, which stay in the first-level cache for all rows.
 #include "cpu/kernels/exp.h"
 #include "cpu/kernels/internal.h"
 
@@ -38,7 +37,7 @@ SHARPI_INLINE Vec total(Vec* acc) {
     return vadd(acc[0], acc[1]);
 }
 
-// update(i) changes line i of the panel and gives it; the sum of its fma with x[i].
+// The sum over i of fma(update(i), x[i], .), where update(i) changes line i of the panel and returns it.
 template <class Update> SHARPI_INLINE Vec updateAndSum(const float* x, int32_t dim, Update update) {
     Vec acc[kSums];
 #pragma GCC unroll 8

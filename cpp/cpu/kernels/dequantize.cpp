@@ -1,4 +1,4 @@
-// Rows of any element type to floats, with the roundings of the reference: (d * scale) * quant, then + (m * min).
+// Rows of any element type to floats, rounded like the reference: (d * scale) * quant, then + (m * min).
 #include <cstring>
 
 #include "core/half.h"

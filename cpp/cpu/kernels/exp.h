@@ -1,5 +1,5 @@
-// The exponential of all float kernels. The C library's differs between machines and a GPU has another one, so the
-// operations are fixed here; each rounds to nearest even, and fma rounds once. To be repeated elsewhere bit by bit:
+// The exponential of all float kernels. The C library's differs between machines and from a GPU's, so its operations
+// are fixed here; each rounds to nearest even, and fma rounds once. Other code that must give these bits follows this:
 //
 //   x = x > 88 ? 88 : x                     (a NaN stays; the result saturates at exp(88), about 1.65e38)
 //   t = fma(x, 0x1.715476p+0, 0x1.8p+23)    (log2 e; the low bits of t are now n = round(x * log2 e))
@@ -10,10 +10,10 @@
 //   p = fma(p, r, 0x1.120b90p-7); p = fma(p, r, 0x1.55551ap-5); p = fma(p, r, 0x1.5554dcp-3); p = fma(p, r, 0.5)
 //   p = fma(p * r, r, r)                    (p * r rounded first)
 //   result = (p + 1) * 2^n                  (2^n by its bits: (bits(t) << 23) + 0x3f800000; the product is exact)
-//   result = +0 where x < -87
+//   result = +0 if x < -87
 //
-// Degree 6: an interpolation of (e^r - 1 - r) / r^2 at the five Chebyshev nodes of |r| <= 0.3467; error of the
-// polynomial 1.1e-8, of the whole at most about one unit in the last place.
+// Degree 6: an interpolation of (e^r - 1 - r) / r^2 at the five Chebyshev nodes of |r| <= 0.3467. The polynomial's
+// error is 1.1e-8, and the result's at most about one unit in the last place.
 #pragma once
 
 #include "cpu/kernels/vec.h"
@@ -21,7 +21,7 @@
 namespace sharpi::cpu::SHARPI_ISA {
 
 SHARPI_INLINE Vec vexp(Vec x) {
-    // vmin and vmax give their second operand where one is NaN.
+    // vmin and vmax give their second operand if either is NaN.
     const Vec bounded = vmin(vset(88.0f), x);
     const Vec magic = vset(0x1.8p+23f);
     const Vec t = vfma(bounded, vset(0x1.715476p+0f), magic);

@@ -1,6 +1,6 @@
-// The float operations around the matmuls and attention: norm, residual sums, SiLU, rotary, softmax, and rounding
-// to the cache's element type. Each is memory-bound or tiny; what matters is that all instruction sets agree bit
-// by bit, so the order of every sum is vec.h's and the exponential is exp.h's.
+// The float operations around matmuls and attention: norm, residual sums, SiLU, rotary embedding, softmax, and rounding
+// to the KV cache's element type. Each is memory-bound or tiny; what matters is that all instruction sets agree to the
+// bit, so the order of every sum is vec.h's and the exponential is exp.h's.
 #include "cpu/kernels/exp.h"
 #include "cpu/kernels/internal.h"
 
@@ -54,7 +54,7 @@ void add(float* x, const float* y, int64_t n) {
     });
 }
 
-// One fma an element.
+// One fma for each element.
 void addScaled(float* x, const float* y, float scale, int64_t n) {
     const Vec factor = vset(scale);
     forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {

@@ -1,5 +1,5 @@
-// A float fused multiply-add that rounds once on every machine. The contracts (contract.h) are written in terms
-// of it, so the table for processors without the instruction has to produce the same bits.
+// A float fused multiply-add that rounds once on every machine. contract.h is written in terms of it, so the table for
+// processors without the instruction has to produce the same bits.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ static inline float fmaExact(float a, float b, float c) { return __builtin_fmaf(
 
 #else
 
-// The product of two floats is exact in a double. The sum is made in double and, where it was inexact, rounded to
-// odd: 53 bits are more than 2 * 24 + 1, so rounding that to float gives the correctly rounded result
+// The product of two floats is exact in a double. The sum is made in double and, if it is inexact, rounded to odd: 53
+// bits are more than 2 * 24 + 1, so rounding that to float gives the correctly rounded result
 // (S. Boldo, G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd").
 static inline float fmaExact(float a, float b, float c) {
     const double product = static_cast<double>(a) * static_cast<double>(b);
@@ -26,7 +26,7 @@ static inline float fmaExact(float a, float b, float c) {
     double sum = product + addend;
     const double back = sum - product;
     const double error = (product - (sum - back)) + (addend - back);
-    if (error > 0.0 || error < 0.0) {  // false for NaN, which infinities make here
+    if (error > 0.0 || error < 0.0) {  // false for NaN, which comes from infinities
         uint64_t bits;
         std::memcpy(&bits, &sum, sizeof bits);
         if ((bits & 1) == 0) {

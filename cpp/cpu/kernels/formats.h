@@ -1,4 +1,4 @@
-// What the kernels must know of each quantized format at compile time, and the way from a DType to it.
+// What the kernels must know about each quantized format at compile time, and how a DType is mapped to it.
 #pragma once
 
 #include "core/blocks.h"
@@ -9,12 +9,12 @@ namespace sharpi::cpu::SHARPI_ISA {
 enum class Sub { None, PerBlock, PerHalf };  // one integer per 32 elements, or per 16
 
 template <int elements, Sub scales, bool min, Sub mins, int offset, int largest> struct FormatBase {
-    static constexpr int kElements = elements;  // of one block of the file's
+    static constexpr int kElements = elements;  // of a block in the file
     static constexpr Sub kScales = scales;
     static constexpr bool kHasMin = min;
     static constexpr Sub kMins = mins;
-    // Quants are kept as unsigned numbers up to kLargest, kOffset too large. Those that fill a byte (kLargest 255)
-    // are kept signed instead where the instruction set prefers it.
+    // Quants are kept as unsigned numbers of up to kLargest, which are kOffset too large. Quants that fill a byte
+    // (kLargest 255) are kept signed if the instruction set needs it.
     static constexpr int kOffset = offset;
     static constexpr int kLargest = largest;
     static constexpr bool kWide = largest > 127;

@@ -1,8 +1,8 @@
-// What the kernel sources of one instruction set offer to its table (table.cpp).
+// The functions that the kernel sources of one instruction set offer to its table (table.cpp).
 //
-// Every source in this folder is compiled once per set, with SHARPI_ISA as the set's name. A source here must not
+// Every source in this folder is compiled once for each set, with SHARPI_ISA as the set's name. A source here must not
 // instantiate inline functions or templates of other namespaces (std containers, std::function, ...): the linker
-// keeps one copy of those, and it may be the one that needs AVX-512.
+// keeps one copy of those, which may be the one that needs AVX-512.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ void rope(float* head, const float* cos, const float* sin, int32_t dims, bool ad
 void softmax(float* x, int64_t n);
 void storeKv(const float* x, int64_t n, KvType type, void* out);
 void attention(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int64_t rowEnd, void* scratch);
-// What cpu::attentionScratchBytes answers; the scalar table's is asked, so every table gives the same.
+// cpu::attentionScratchBytes asks the scalar table's. Every table gives the same number.
 size_t attentionScratch(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens);
 
 // --- delta.cpp ---

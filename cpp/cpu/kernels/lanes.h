@@ -1,5 +1,5 @@
-// The widest vector of 32-bit lanes of this instruction set, under one set of names, for code in which a lane is a
-// weight row.
+// This instruction set's widest vector of 32-bit lanes, under one set of names, for code in which a lane is a weight
+// row.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // Activations to int8 blocks of 32, as section 1 of contract.h says.
 //
-// The largest magnitude is found on the bits as integers, where NaN > infinity > every finite number, so the order
-// of the comparisons cannot matter. All loops are plain: compilers vectorize them, and every step is exact or a
-// single rounding, so each instruction set gives the same bits.
+// The largest magnitude is found by comparing the bits as integers, where NaN > infinity > every finite number, so the
+// order of the comparisons does not matter. All loops are plain: compilers vectorize them, and every step is exact or
+// rounds once, so each instruction set gives the same bits.
 #include <cstring>
 
 #include "core/contract.h"

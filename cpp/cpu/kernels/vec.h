@@ -1,9 +1,9 @@
 // Sixteen floats as one value, the same on every instruction set, so that each float kernel is written once and
 // gives the same bits everywhere: one __m512, two __m256, or a plain array.
 //
-// Sums over n elements are made in one order everywhere: 32 accumulators (Acc32) start at +0, element i goes to
-// accumulator i mod 32 in ascending order, by one fma where it is a product; n is padded to a multiple of 32 with
-// zeros; then acc[i] += acc[i + 16], += acc[i + 8], + 4, + 2, + 1.
+// Sums over n elements are made in one order everywhere: 32 accumulators (Acc32) start at +0; element i is added to
+// accumulator i mod 32, in ascending order, by one fma if it is a product; n is padded to a multiple of 32 with zeros;
+// then acc[i] += acc[i + 16], += acc[i + 8], += acc[i + 4], += acc[i + 2], += acc[i + 1].
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 #include "cpu/kernels/fma.h"
 
 #if defined(__AVX512F__) || defined(__AVX2__)
-// GCC 12 takes the deliberately undefined operands inside its AVX-512 intrinsics for a mistake.
+// GCC 12 warns of the deliberately undefined operands inside its own AVX-512 intrinsics.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #if defined(__GNUC__) && !defined(__clang__)
@@ -48,7 +48,7 @@ SHARPI_INLINE Vec vdiv(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 SHARPI_INLINE Vec vfma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 SHARPI_INLINE Vec vmax(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 SHARPI_INLINE Vec vmin(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
-// 2^n for the integer n that sits in the low bits of each lane.
+// 2^n for the integer n in the low bits of each lane.
 SHARPI_INLINE Vec vpow2FromLowBits(Vec t) {
     const __m512i e = _mm512_slli_epi32(_mm512_castps_si512(t.v), 23);
     return {_mm512_castsi512_ps(_mm512_add_epi32(e, _mm512_set1_epi32(0x3f800000)))};
@@ -174,7 +174,7 @@ SHARPI_INLINE void vstorePart(float* p, Vec a, int n) {
 
 SHARPI_INLINE Vec vzero() { return vset(0.0f); }
 
-// Lane i ^ 8, ^ 4, ^ 2, ^ 1 in turn: lane 0 holds the tree of the opening comment.
+// Adds lanes i ^ 8, ^ 4, ^ 2, ^ 1 in turn: lane 0 gets the sum in the order of the opening comment.
 SHARPI_INLINE float vsum(Vec a) {
     a = vadd(a, vhalve8(a));
     a = vadd(a, vhalve4(a));

@@ -1,8 +1,8 @@
-// What HostShare and HostExperts have in common: how rows are shared out between threads, and what becomes of a block
-// of 32 hidden rows when its last one is computed. For their sources alone.
+// What HostShare and HostExperts have in common: how rows are divided between threads, and how a block of 32 hidden
+// rows is finished when its last row is computed. For their sources alone.
 //
-// Rows are shared out in pieces: most in large ones, which a processor reads at the full speed of memory, the rest in
-// small ones, so that all threads end together. A block may so be cut between threads; who computes its last row also
+// Rows are divided into pieces: most of them large, which a core reads at the full speed of memory; the rest small, so
+// that all threads end together. So a block may be cut between threads; the thread that computes its last row also
 // multiplies and quantizes it.
 #pragma once
 
@@ -24,13 +24,13 @@
 namespace sharpi::host {
 
 constexpr int64_t kTile = 16;    // rows that the CPU's blocked products compute at once
-constexpr int64_t kFewRows = 3;  // up to so many rows of activations are multiplied without blocking
+constexpr int64_t kFewRows = 3;  // up to this many rows of activations, products are not blocked
 
 inline void require(bool holds, const char* what) {
     if (!holds) throw Error(ErrorKind::Internal, std::string("the CPU's share of a step: ") + what);
 }
 
-// Of a thread that waits for another: lets its twin on the core go first.
+// For a thread that waits for another: lets the core's other hardware thread go first.
 inline void relax() {
 #if defined(__x86_64__)
     _mm_pause();
@@ -39,8 +39,8 @@ inline void relax() {
 
 inline int64_t blocksOf(int64_t elements) { return (elements + kContractBlock - 1) / kContractBlock; }
 
-// [0, n) cut into pieces of whole `unit`s, by arithmetic alone: three quarters in about three a thread, the rest in
-// about eight.
+// [0, n) cut into pieces of whole `unit`s, by arithmetic alone: three quarters of it in about three pieces a thread,
+// the rest in about eight.
 class Pieces {
 public:
     Pieces(int64_t n, int threads, int64_t unit)
@@ -62,8 +62,8 @@ private:
     int64_t _n, _large, _small, _largeCount, _count;
 };
 
-// Rows [first, last) of a matrix of `rows` are computed, which `computed` counts by block: calls finish(begin, end) for
-// the blocks of which these were the last.
+// Notes that rows [first, last) of a matrix of `rows` rows are computed; `computed` counts them by block. Calls
+// finish(begin, end) for each block that these rows complete.
 template <typename Finish>
 void finishBlocks(std::atomic<int32_t>* computed, int64_t rows, int64_t first, int64_t last, const Finish& finish) {
     while (first < last) {
@@ -75,8 +75,8 @@ void finishBlocks(std::atomic<int32_t>* computed, int64_t rows, int64_t first, i
     }
 }
 
-// Block `first` / 32 of row `row`. By way of a copy: quantizeRow pads to a group of blocks, and the next block may be
-// another thread's.
+// Quantizes block `first` / 32 of row `row`. It goes through a copy, because quantizeRow pads to a group of blocks and
+// the next block may be another thread's.
 inline void quantizeBlock(const cpu::Kernels& kernels, const float* x, const cpu::QuantizedRows& to, int64_t row,
                           int64_t first) {
     int8_t q[8 * kContractBlock];
@@ -89,7 +89,7 @@ inline void quantizeBlock(const cpu::Kernels& kernels, const float* x, const cpu
     std::memcpy(to.sums + row * to.sumStride + 2 * block, sums, 2 * sizeof(int16_t));
 }
 
-// Rows in a mailbox, as the CPU's products read them.
+// Rows in a mailbox, in the form that the CPU's products read.
 inline cpu::QuantizedRows quantizedRows(const HostRows& of, int64_t rows) {
     cpu::QuantizedRows form;
     form.rows = rows;

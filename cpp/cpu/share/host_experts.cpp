@@ -1,6 +1,6 @@
-// See host_experts.h. The hidden rows of all chosen experts are shared out as one long matrix, and after them their
-// output rows, in one loop of the threads: whoever comes to an output row waits until the hidden rows of its expert are
-// there. They are being computed then, since pieces are handed out in order.
+// See host_experts.h. One loop of the threads computes the hidden rows of all chosen experts, divided as one long
+// matrix, and then their output rows. A thread that comes to an output row waits until the hidden rows of its expert
+// are there. They are being computed by then, since pieces are handed out in order.
 #include "cpu/share/host_experts.h"
 
 #include <thread>
@@ -14,9 +14,9 @@ using namespace host;
 
 namespace {
 
-constexpr int kSpinsBeforeYield = 4000;  // some 50 microseconds
+constexpr int kSpinsBeforeYield = 4000;  // about 50 microseconds
 
-// Zeros behind the columns of each row.
+// Writes zeros behind the columns of each row.
 void clearPadding(const cpu::QuantizedRows& rows) {
     const int64_t blocks = rows.cols / kContractBlock;
     if (rows.cols == rows.qStride) return;
@@ -44,7 +44,7 @@ HostExperts::HostExperts(ThreadPool& pool, const StepLimits& limits, int64_t row
     const size_t hidden = scratch.take(cpu::quantizedRowsBytes(_maxPairs, _maxHidden));
     const size_t out = scratch.floats(_maxPairs * limits.embedding);
     _scratch.reset(static_cast<uint8_t*>(::operator new(scratch.bytes(), std::align_val_t{64})));
-    std::memset(_scratch.get(), 0, scratch.bytes());  // so that the first step meets memory that is there
+    std::memset(_scratch.get(), 0, scratch.bytes());  // so that the system hands out the pages before the first step
     _gate = reinterpret_cast<float*>(_scratch.get() + gate);
     _up = reinterpret_cast<float*>(_scratch.get() + up);
     _hiddenBuffer = _scratch.get() + hidden;
@@ -60,16 +60,17 @@ void HostExperts::requireFit(const ExpertStacks& file, const HostRows& x, int64_
     const auto& [gate, up, down] = file;
     const int64_t embedding = x.cols, hidden = gate.first.rows;
     require(rows >= 1 && rows <= _maxRows && used >= 1 && rows * used <= _maxPairs,
-            "more choices than the mailbox was made for");
+            "more choices than the mailbox has room for");
     require(gate.count >= 1 && gate.count <= static_cast<int64_t>(_next.size()) && up.count == gate.count &&
                 down.count == gate.count,
-            "stacks of another number of experts");
+            "stacks with different numbers of experts, or with too many");
     require(gate.first.cols == embedding && up.first.cols == embedding && down.first.rows == embedding,
-            "experts of another width than the mailbox's rows");
+            "the experts' width differs from the mailbox rows'");
     require(hidden >= 1 && hidden <= _maxHidden && up.first.rows == hidden && down.first.cols == hidden,
-            "experts of another hidden width");
+            "the experts' hidden widths differ, or are too large");
     require((isFloat(gate) && isFloat(up)) || x.q, "quantized experts, but no quantized rows");
-    require(isFloat(down) || hidden % kContractBlock == 0, "quantized experts read hidden rows that have no such form");
+    require(isFloat(down) || hidden % kContractBlock == 0,
+            "quantized experts read hidden rows that cannot be quantized");
 }
 
 size_t HostExperts::compute(const ExpertStacks& file, const HostRows& x, int64_t rows, int32_t used,
@@ -144,10 +145,10 @@ void HostExperts::prepareHidden(const ExpertStacks& file) {
     }
 }
 
-// Hidden rows [first, last) of a chosen expert, silu(gate x) * (up x) of all its places: to _gate, and where it is read
-// as such, quantized to _hidden.
-void HostExperts::gated(const ExpertStacks& file, const HostRows& x, const cpu::QuantizedRows& input, size_t which,
-                        int64_t first, int64_t last, int worker) {
+// Hidden rows [first, last) of a chosen expert, silu(gate x) * (up x) for all its places: to _gate, and quantized to
+// _hidden if down reads them so.
+void HostExperts::gated(const ExpertStacks& file, const HostRows& x, const cpu::QuantizedRows& input,
+                        size_t which, int64_t first, int64_t last, int worker) {
     const int64_t hidden = file.gate.first.rows;
     const ChosenExpert& expert = _chosen[which];
     cpu::MatmulArgs args;
@@ -177,8 +178,8 @@ void HostExperts::finishBlock(const ChosenExpert& expert, int64_t first, int64_t
     }
 }
 
-// Output rows [first, last) of a chosen expert. Products write rows at equal distances, as the pairs of one expert need
-// not lie: only a single one's row can be written where it belongs, the others' are copied there.
+// Output rows [first, last) of a chosen expert. Products write rows at equal distances, but an expert's pairs need not
+// lie so: the row of a single pair is written to its place, and those of several pairs are copied there.
 void HostExperts::down(const MatrixStack& w, float* answers, size_t which, int64_t first, int64_t last, int worker) {
     const int64_t width = w.first.rows, hidden = w.first.cols;
     const ChosenExpert& expert = _chosen[which];
@@ -194,7 +195,7 @@ void HostExperts::down(const MatrixStack& w, float* answers, size_t which, int64
     args.count = expert.places();
     args.y = args.count == 1 ? answer(expert.begin) : _out + expert.begin * width;
     args.yStride = width;
-    // The thread that computes them may have lost its core: after a while, let it have this one.
+    // The thread that computes the hidden rows may have lost its core: after a while it gets this one.
     for (int spins = 0; _blocksLeft[which].load(std::memory_order_acquire) > 0; ++spins) {
         spins < kSpinsBeforeYield ? relax() : std::this_thread::yield();
     }

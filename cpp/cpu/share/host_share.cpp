@@ -6,6 +6,7 @@
 #include <cstring>
 #include <thread>
 
+#include "core/launch_rows.h"
 #include "cpu/share/host_blocks.h"
 #include "operations/scratch.h"
 
@@ -15,12 +16,12 @@ using namespace host;
 
 namespace {
 
-constexpr size_t kCounterBytes = 128;  // each counter is polled by one side and written by the other: a line for itself
-constexpr int kSpinsPerClock = 256;    // while waiting: some 10 microseconds
+constexpr size_t kCounterBytes = 128;  // one side polls a counter and the other writes it, so it has its own cache line
+constexpr int kSpinsPerClock = 256;    // about 10 microseconds
 constexpr std::chrono::milliseconds kYieldInterval{1};
-// A question to the driver waits for whoever holds the driver's lock. Another thread may hold it until the GPU is idle,
-// which it never is while it waits for this CPU. So nobody asks until something is wrong: what the GPU does between two
-// tickets takes far less.
+// A call of the driver waits for the driver's lock. Another thread may hold it until the GPU is idle, which it never is
+// while it waits for this CPU. So the driver is not asked until something must be wrong: the GPU's work between two
+// tickets takes far less than this.
 constexpr std::chrono::seconds kLookInterval{1};
 
 using Clock = std::chrono::steady_clock;
@@ -44,7 +45,7 @@ struct MailboxLayout {
           hidden(parts.floats(rows * limits.denseHidden)),
           hiddenQuantized(parts.take(cpu::quantizedRowsBytes(rows, limits.denseHidden))),
           down(parts.floats(rows * limits.embedding)),
-          logits(parts.floats(std::min<int64_t>(rows, kMaxMatvecRows) * limits.vocab)),
+          logits(parts.floats(std::min<int64_t>(rows, kExactLaunchRows) * limits.vocab)),
           orders(parts.take(sizeof(ExpertOrders))),
           choices(parts.take(sizeof(int32_t) * 3 *
                              static_cast<size_t>(limits.expertLayerCount() * expertPairs(limits, rows)))),
@@ -66,13 +67,13 @@ HostRows hostRows(void* floats, void* quantized, int64_t rows, int64_t cols) {
 
 void requireWhole(const ExpertFetch& fetch) {
     require(fetch.expert >= 0 && fetch.slot >= 0 && fetch.gate && fetch.up && fetch.down,
-            "an order without expert, slot or addresses");
+            "an order lacks its expert, slot or addresses");
 }
 
 }  // namespace
 
-HostChoices Mailbox::choicesOf(int32_t layer) const {
-    int32_t* const area = choices + layer * 3 * pairs;
+HostChoices Mailbox::choicesOf(int32_t expertLayer) const {
+    int32_t* const area = choices + expertLayer * 3 * pairs;
     return {area, area + pairs, area + 2 * pairs};
 }
 
@@ -109,7 +110,7 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
     scratch.take(_threadScratchBytes * static_cast<size_t>(threads));
     const size_t gate = scratch.floats(rows * limits.denseHidden), up = scratch.floats(rows * limits.denseHidden);
     _scratch.reset(static_cast<uint8_t*>(::operator new(scratch.bytes(), std::align_val_t{64})));
-    std::memset(_scratch.get(), 0, scratch.bytes());  // so that the first step meets memory that is there
+    std::memset(_scratch.get(), 0, scratch.bytes());  // so that the system hands out the pages before the first step
     _gate = reinterpret_cast<float*>(_scratch.get() + gate);
     _up = reinterpret_cast<float*>(_scratch.get() + up);
     _computed.reset(new std::atomic<int32_t>[static_cast<size_t>(blocksOf(limits.denseHidden))]);
@@ -125,8 +126,8 @@ void HostShare::begin() {
 
 cpu::MatmulArgs HostShare::product(const Matrix& w, const HostRows& x, const cpu::QuantizedRows& xQuant,
                                    int64_t rows) const {
-    require(rows >= 1 && rows <= _maxRows, "more rows than the mailbox was made for");
-    require(w.cols == x.cols, "a matrix of another width than the mailbox's rows");
+    require(rows >= 1 && rows <= _maxRows, "more rows than the mailbox has room for");
+    require(w.cols == x.cols, "a matrix's width differs from the mailbox rows'");
     require(info(w.type).isFloat || x.q, "a quantized matrix, but no quantized rows");
     cpu::MatmulArgs args;
     args.w = w;
@@ -140,10 +141,10 @@ void HostShare::gated(const Matrix& gate, const Matrix& up, const Matrix& reader
                       uint32_t after, uint32_t ticket) {
     const int64_t hidden = _mailbox.hidden.cols;
     require(gate.rows == hidden && up.rows == hidden && reader.cols == hidden,
-            "hidden rows of another width than the mailbox's");
-    require(begin >= 0 && begin <= hidden && begin % kContractBlock == 0, "hidden rows that begin within a block");
+            "the hidden rows' width differs from the mailbox's");
+    require(begin >= 0 && begin <= hidden && begin % kContractBlock == 0, "the hidden rows begin within a block");
     require(info(reader.type).isFloat || _mailbox.hidden.q,
-            "a quantized matrix reads hidden rows that have no such form");
+            "a quantized matrix reads hidden rows that cannot be quantized");
     const cpu::QuantizedRows input = quantizedRows(_mailbox.input, rows);
     cpu::MatmulArgs gateProduct = product(gate, _mailbox.input, input, rows),
                     upProduct = product(up, _mailbox.input, input, rows);
@@ -201,26 +202,27 @@ void HostShare::multiply(const Matrix& w, const HostRows& x, int64_t rows, int64
 
 void HostShare::down(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket) {
     require(begin >= 0 && begin <= w.rows && w.rows - begin <= _mailbox.input.cols,
-            "more output rows than the mailbox was made for");
+            "more output rows than the mailbox has room for");
     multiply(w, _mailbox.hidden, rows, begin, _mailbox.down, w.rows - begin, after);
     giveBack(ticket);
 }
 
 void HostShare::head(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket) {
     require(begin >= 0 && begin <= w.rows && w.rows == _mailbox.logits.cols,
-            "logits of another number than the mailbox's");
-    require(rows <= kMaxMatvecRows, "logits of more rows than the mailbox was made for");
+            "the number of logits differs from the mailbox's");
+    require(rows <= kExactLaunchRows, "more rows of logits than the mailbox has room for");
     multiply(w, _mailbox.input, rows, begin, _mailbox.logits.floats + begin, w.rows, after);
     giveBack(ticket);
 }
 
-void HostShare::experts(const ExpertStacks& file, int32_t layer, int64_t rows, int32_t used, bool predicted,
+void HostShare::experts(const ExpertStacks& file, int32_t expertLayer, int64_t rows, int32_t used, bool predicted,
                         MissPlan& plan, uint32_t after, uint32_t instructed, uint32_t ticket) {
     _experts.requireFit(file, _mailbox.input, rows, used);
-    require(layer >= 0 && layer < _expertLayers, "a layer of experts that the mailbox has no room for");
+    require(expertLayer >= 0 && expertLayer < _expertLayers, "a layer of experts that the mailbox has no room for");
     const int32_t pairs = static_cast<int32_t>(rows * used);
     tellTurn(awaitSent(after), plan);
-    if (takeChoices(layer, file.gate.count, pairs, predicted)) instruct(layer, pairs, predicted, plan, instructed);
+    if (takeChoices(expertLayer, file.gate.count, pairs, predicted))
+        instruct(expertLayer, pairs, predicted, plan, instructed);
     size_t bytes = 0;
     double seconds = 0;
     if (std::any_of(_ours.begin(), _ours.begin() + pairs, [](int32_t expert) { return expert >= 0; })) {
@@ -231,37 +233,39 @@ void HostShare::experts(const ExpertStacks& file, int32_t layer, int64_t rows, i
     } else {
         giveBack(ticket);
     }
-    plan.done(layer, _chosen.data(), _slot.data(), predicted ? _predicted.data() : nullptr, pairs, bytes, seconds);
+    plan.done(expertLayer, _chosen.data(), _slot.data(), predicted ? _predicted.data() : nullptr, pairs, bytes,
+              seconds);
 }
 
-// The time from the last layer's orders to this layer's question, if the CPU had nothing else to do and waited for it.
+// Tells the plan how long after the last layer's orders this layer's choices came, if the CPU waited for them and had
+// no other work in between.
 void HostShare::tellTurn(bool waited, MissPlan& plan) {
     if (waited && _instructedAt) plan.followed(std::chrono::duration<double>(Clock::now() - *_instructedAt).count());
     _instructedAt.reset();
 }
 
-// Returns whether something was missed. All is read once: it is another processor's, and what was checked must be what
-// is used.
-bool HostShare::takeChoices(int32_t layer, int32_t experts, int32_t pairs, bool predicted) {
-    const HostChoices from = _mailbox.choicesOf(layer);
+// Returns whether something was missed. Everything is read once: the GPU writes this memory, and the values that were
+// checked must be the values that are used.
+bool HostShare::takeChoices(int32_t expertLayer, int32_t experts, int32_t pairs, bool predicted) {
+    const HostChoices from = _mailbox.choicesOf(expertLayer);
     bool missed = false;
     for (size_t p = 0; p < static_cast<size_t>(pairs); ++p) {
         const int32_t expert = __atomic_load_n(from.chosen + p, __ATOMIC_RELAXED);
-        require(expert >= 0 && expert < experts, "a choice that is no expert");
+        require(expert >= 0 && expert < experts, "a choice is no expert");
         _chosen[p] = expert;
         _slot[p] = __atomic_load_n(from.slot + p, __ATOMIC_RELAXED);
         _ours[p] = _slot[p] < 0 ? expert : -1;
         missed = missed || _slot[p] < 0;
         if (!predicted) continue;
         _predicted[p] = __atomic_load_n(from.predicted + p, __ATOMIC_RELAXED);
-        require(_predicted[p] >= 0 && _predicted[p] < _mostExperts, "a prediction that is no expert");
+        require(_predicted[p] >= 0 && _predicted[p] < _mostExperts, "a prediction is no expert");
     }
     return missed;
 }
 
-void HostShare::instruct(int32_t layer, int32_t pairs, bool predicted, MissPlan& plan, uint32_t ticket) {
+void HostShare::instruct(int32_t expertLayer, int32_t pairs, bool predicted, MissPlan& plan, uint32_t ticket) {
     _orders = {};
-    plan.order(layer, _chosen.data(), _slot.data(), predicted ? _predicted.data() : nullptr, pairs, _orders);
+    plan.order(expertLayer, _chosen.data(), _slot.data(), predicted ? _predicted.data() : nullptr, pairs, _orders);
     leaveToGpu(pairs);
     checkAhead();
     *_mailbox.orders = _orders;
@@ -269,8 +273,8 @@ void HostShare::instruct(int32_t layer, int32_t pairs, bool predicted, MissPlan&
     _instructedAt = Clock::now();
 }
 
-// What the GPU fetches is no longer the CPU's. A wrong order would overwrite what the GPU is using, or leave a pair to
-// nobody.
+// The CPU does not compute what the GPU fetches. A wrong order would overwrite a slot in use, or leave a pair
+// uncomputed.
 void HostShare::leaveToGpu(int32_t pairs) {
     require(_orders.demanded >= 0 && _orders.demanded <= kMaxExpertFetches, "more orders than there is room for");
     for (int32_t i = 0; i < _orders.demanded; ++i) {
@@ -280,12 +284,12 @@ void HostShare::leaveToGpu(int32_t pairs) {
             require(_orders.fetch[j].slot != fetch.slot, "two experts ordered into one slot");
         bool missed = false;
         for (size_t p = 0; p < static_cast<size_t>(pairs); ++p) {
-            require(_slot[p] != fetch.slot, "an order to fetch into a slot that is in use");
+            require(_slot[p] != fetch.slot, "an expert is ordered into a slot that is in use");
             if (_ours[p] != fetch.expert) continue;
             _ours[p] = -1;
             missed = true;
         }
-        require(missed, "an order to fetch what was not missed, or a second time");
+        require(missed, "an expert is ordered that was not missed, or ordered twice");
     }
 }
 
@@ -294,19 +298,19 @@ void HostShare::checkAhead() const {
     for (int32_t i = 0; i < _orders.ahead; ++i) {
         const ExpertFetch& fetch = _orders.aheadFetch[i];
         requireWhole(fetch);
-        require(fetch.expert < _mostExperts, "an order ahead for no expert");
+        require(fetch.expert < _mostExperts, "an order ahead names no expert");
         for (int32_t j = 0; j < i; ++j) {
             const ExpertFetch& earlier = _orders.aheadFetch[j];
             require(earlier.expert != fetch.expert && earlier.slot != fetch.slot,
-                    "two orders ahead for one expert, or one slot");
+                    "two orders ahead name one expert, or one slot");
         }
     }
 }
 
-// Returns whether the ticket had not come yet.
+// Returns whether it had to wait.
 bool HostShare::awaitSent(uint32_t ticket) {
     const auto there = [&] { return __atomic_load_n(_mailbox.sent, __ATOMIC_ACQUIRE) >= ticket; };
-    if (there()) return false;  // what it takes to read the clock is not worth it
+    if (there()) return false;  // without reading the clock
     const auto start = Clock::now();
     auto nextYield = start + kYieldInterval, nextLook = start + kLookInterval;
     while (!there()) {
@@ -317,9 +321,9 @@ bool HostShare::awaitSent(uint32_t ticket) {
         nextYield = now + kYieldInterval;
         if (now < nextLook) continue;
         nextLook = now + kLookInterval;
-        // The ticket may have come with the last of the GPU's work, after the look at it above.
+        // The ticket may have come with the last of the GPU's work, after the last look at it.
         if (_waiting && _waiting() && !there())
-            throw Error(ErrorKind::Internal, "the GPU is done, but has not sent what the CPU waits for");
+            throw Error(ErrorKind::Internal, "the GPU has finished, but has not sent what the CPU waits for");
     }
     return true;
 }

@@ -1,11 +1,10 @@
 // The CPU's part of a step that runs on a GPU, computed from the mapped file: the last rows of feed-forward matrices
-// and of the output head that are not resident, while the GPU brings over and multiplies the others; and of the experts
-// that a layer's tokens chose those that the GPU has not, nor is told to fetch. By core/contract.h the bits are those
-// of one processor.
+// and of the output head that are not resident, while the GPU fetches and multiplies the others; and the chosen experts
+// that the GPU neither has nor is told to fetch. By core/contract.h the bits are those of one processor.
 //
-// Rows of activations cross through a mailbox in pinned memory (kernels/crossing.h, kernels/expert_cache.h). Who waits
-// for what is numbered: each counter's tickets (HostWork::nextSent and its kin) rise through a step, so that a captured
-// step carries the same numbers each time.
+// Rows of activations cross through a mailbox in pinned memory (kernels/rows/crossing.h). Each side waits for tickets,
+// which are values of the other side's counters (HostWork::nextSent and the like). They rise through a step and start
+// again with the next, so that a captured step carries the same tickets each time.
 #pragma once
 
 #include <atomic>
@@ -27,21 +26,20 @@
 namespace sharpi {
 
 struct Mailbox {
-    HostRows input;         // [rows, embedding]: a layer's normalized rows, from the GPU
-    HostRows hidden;        // [rows, hidden]: each processor writes its columns
-    float* down = nullptr;  // [rows, count]: what the CPU adds to the last `count` columns of x
-    HostRows logits;        // [up to kMaxMatvecRows rows, vocab], as floats: the CPU writes its columns
-    float* answers =
-        nullptr;  // [rows * used, embedding]: of each pair that is the CPU's, what its expert makes of its row
-    ExpertOrders* orders = nullptr;  // what the GPU shall fetch
-    uint32_t* sent = nullptr;        // the GPU's counter
-    uint32_t* instructed = nullptr;  // the CPU's: orders are there
-    uint32_t* returned = nullptr;    // the CPU's: what it computed is there
+    HostRows input;      // [rows, embedding]: a layer's normalized rows, from the GPU
+    HostRows hidden;     // [rows, hidden]: each processor writes its columns
+    float* down = nullptr;     // [rows, count]: what the CPU adds to the last `count` columns of x
+    HostRows logits;     // [up to kExactLaunchRows rows, vocab], as floats: the CPU writes its columns
+    float* answers = nullptr;  // [rows * used, embedding]: the answer of each pair that the CPU computes
+    ExpertOrders* orders = nullptr;  // what the GPU should fetch
+    uint32_t* sent = nullptr;              // the GPU's counter
+    uint32_t* instructed = nullptr;        // the CPU's counter of orders
+    uint32_t* returned = nullptr;          // the CPU's counter of results
 
-    // What the GPU says of a layer of experts, from 0: an area for each, since the CPU may be behind where nothing was
-    // missed.
-    HostChoices choicesOf(int32_t layer) const;
-    int32_t* choices = nullptr;  // [layers of experts, 3, pairs]
+    // What the GPU says of a layer with experts. Each layer has an area of its own, since the CPU may be layers behind
+    // if nothing was missed.
+    HostChoices choicesOf(int32_t expertLayer) const;
+    int32_t* choices = nullptr;  // [layers with experts, 3, pairs]
     int64_t pairs = 0;           // rows * used
 };
 
@@ -49,10 +47,10 @@ class HostShare {
 public:
     // Bytes of the mailbox, for steps of up to `rows` rows.
     static size_t mailboxBytes(const StepLimits& limits, int64_t rows);
-    // memory: pinned, mailboxBytes() of it, aligned to 4096; zeroed here. threads: the caller included.
-    // waiting: called every second while the CPU waits for the GPU. True: the GPU has done all that it was given, so
-    // that a ticket which is still missing then will never come, and the wait ends in Error(Internal). Throws if the
-    // GPU has failed.
+    // threads: including the caller. memory: mailboxBytes() of pinned memory, aligned to 4096; zeroed here.
+    // waiting: called every second while the CPU waits for the GPU. It returns true if the GPU has done all that it was
+    // given; a ticket that is still missing then will never come, and the wait ends in Error(Internal). It throws if
+    // the GPU has failed.
     HostShare(int threads, void* memory, const StepLimits& limits, int64_t rows, std::function<bool()> waiting);
 
     const Mailbox& mailbox() const { return _mailbox; }
@@ -60,7 +58,7 @@ public:
     // Before a step, while the GPU does nothing that reads the mailbox: the counters start again at 0.
     void begin();
 
-    // While one lives, waiting threads do not sleep. For the length of a step.
+    // While one exists, waiting threads do not sleep. For the duration of a step.
     class Awake {
     public:
         explicit Awake(HostShare& share) : _awake(share._pool) {}
@@ -69,9 +67,9 @@ public:
         ThreadPool::Awake _awake;
     };
 
-    // Waits for `after` from the GPU, then writes columns [begin, gate.rows) of silu(gate x) * (up x), x the mailbox's
-    // input, to its hidden rows, in the form that `reader` (the matrix that reads them) wants, and returns `ticket`.
-    // gate and up: as in the file.
+    // Waits for the ticket `after`, then writes columns [begin, gate.rows) of silu(gate x) * (up x), where x is the
+    // mailbox's input, to the mailbox's hidden rows, in the form that `reader` (the matrix that reads them) needs, and
+    // returns `ticket`. gate and up: as in the file.
     void gated(const Matrix& gate, const Matrix& up, const Matrix& reader, int64_t rows, int64_t begin, uint32_t after,
                uint32_t ticket);
     // Waits for `after` (0: nothing), then writes rows [begin, w.rows) of w hidden to the mailbox's `down`, and returns
@@ -79,14 +77,14 @@ public:
     void down(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket);
     // Waits for `after`, then writes rows [begin, w.rows) of w input to the mailbox's `logits`, and returns `ticket`.
     void head(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket);
-    // A layer of experts, from 0. Waits for `after` and reads the layer's choices, with predictions if there are any.
-    // If something is missed, the plan's orders go out with the ticket `instructed`; of what is still missing then,
-    // writes each pair's row down(silu(gate x) * (up x)), x of the mailbox's input, to the mailbox's `answers` (the
-    // weights and the sum are the GPU's). Returns `ticket`, and tells the plan. Throws Error(Internal) where a choice
-    // is no expert, or an order would do harm; what the plan throws goes through.
-    void experts(const ExpertStacks& file, int32_t layer, int64_t rows, int32_t used, bool predicted, MissPlan& plan,
-                 uint32_t after, uint32_t instructed, uint32_t ticket);
-    // After a failure: every kernel that waits goes on.
+    // A layer with experts. Waits for `after` and reads the layer's choices, with predictions if `predicted`. If an
+    // expert is missed, sends the plan's orders with the ticket `instructed`. For each pair whose expert the GPU does
+    // not fetch either, writes the row down(silu(gate x) * (up x)), where x is the pair's row of the mailbox's input,
+    // to the mailbox's `answers`; the GPU weighs and adds them. Returns `ticket`, and tells the plan. Throws
+    // Error(Internal) if a choice is no expert or an order would do harm, and what the plan throws.
+    void experts(const ExpertStacks& file, int32_t expertLayer, int64_t rows, int32_t used, bool predicted,
+                 MissPlan& plan, uint32_t after, uint32_t instructed, uint32_t ticket);
+    // After a failure: every kernel that waits for the CPU goes on.
     void abort() noexcept;
 
 private:
@@ -96,15 +94,16 @@ private:
 
     bool awaitSent(uint32_t ticket);
     void giveBack(uint32_t ticket);
-    // Rows [begin, w.rows) of w x, once `after` has come: row t at y + t * yStride.
+    // Waits for `after`, then computes rows [begin, w.rows) of w x: row t at y + t * yStride.
     void multiply(const Matrix& w, const HostRows& x, int64_t rows, int64_t begin, float* y, int64_t yStride,
                   uint32_t after);
-    // w's product with rows of the mailbox; y is left to the caller.
-    cpu::MatmulArgs product(const Matrix& w, const HostRows& x, const cpu::QuantizedRows& xQuant, int64_t rows) const;
+    // w's product with rows of the mailbox; the caller sets y.
+    cpu::MatmulArgs product(const Matrix& w, const HostRows& x, const cpu::QuantizedRows& xQuant,
+                            int64_t rows) const;
     void finishBlock(int64_t first, int64_t last, const Matrix& reader, int64_t rows);
     void tellTurn(bool waited, MissPlan& plan);
-    bool takeChoices(int32_t layer, int32_t experts, int32_t pairs, bool predicted);
-    void instruct(int32_t layer, int32_t pairs, bool predicted, MissPlan& plan, uint32_t ticket);
+    bool takeChoices(int32_t expertLayer, int32_t experts, int32_t pairs, bool predicted);
+    void instruct(int32_t expertLayer, int32_t pairs, bool predicted, MissPlan& plan, uint32_t ticket);
     void leaveToGpu(int32_t pairs);
     void checkAhead() const;
     uint8_t* threadScratch(int worker) const {
@@ -122,15 +121,15 @@ private:
     std::unique_ptr<uint8_t, Release> _scratch;
     float* _gate = nullptr;  // [rows, hidden]
     float* _up = nullptr;
-    std::unique_ptr<std::atomic<int32_t>[]> _computed;  // hidden rows computed so far of each block of 32
+    std::unique_ptr<std::atomic<int32_t>[]> _computed;  // by block of 32: the hidden rows computed so far
 
     HostExperts _experts;
     int32_t _expertLayers, _mostExperts;
-    std::vector<int32_t> _chosen, _slot, _predicted;  // by pair: the layer's, read once
-    std::vector<int32_t> _ours;                       // by pair: the expert if the CPU computes it, else -1
+    std::vector<int32_t> _chosen, _slot, _predicted;  // by pair: the layer's choices, read once
+    std::vector<int32_t> _ours;                       // by pair: its expert if the CPU computes it, else -1
     ExpertOrders _orders;
-    std::optional<std::chrono::steady_clock::time_point>
-        _instructedAt;  // the last layer's orders went out; none: nothing was missed there
+    // When the last layer's orders were sent; nothing if that layer missed nothing.
+    std::optional<std::chrono::steady_clock::time_point> _instructedAt;
 };
 
 }  // namespace sharpi

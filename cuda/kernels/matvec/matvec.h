@@ -3,13 +3,14 @@
 
 #include <vector>
 
-#include "core/host_rows.h"
+#include "core/launch_rows.h"
 #include "core/matrix.h"
 #include "kernels/rows/rows.h"
 
 namespace sharpi::cuda {
 
-using sharpi::kMaxMatvecRows;  // the most rows of one call
+// The most rows that one call takes. More rows that follow the contract take several calls.
+constexpr int kMaxMatvecRows = kExactLaunchRows;
 
 // The input of a product. Float weights read `floats` [rows, cols], quantized ones read `quantized`.
 struct MatvecInput {

@@ -1,5 +1,5 @@
 // Paged causal attention against a double-precision reference; the same bits from every table, in any chunks.
-// Whatever a query may not see, and all memory that no query sees, is NaN.
+// Everything that a query may not see is NaN, and so is all memory that no query sees.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -35,7 +35,7 @@ struct Shape {
     int32_t heads, kvHeads, headDim, pageTokens;
 };
 
-// One sequence whose keys and values are made, rounded to the cache's type, and laid into shuffled pages.
+// One sequence with random keys and values, rounded to the cache's type, in shuffled pages.
 class Sequence {
 public:
     Sequence(const Shape& shape, int64_t tokens, unsigned seed) : _shape(shape), _tokens(tokens) {
@@ -117,7 +117,7 @@ public:
         return out;
     }
 
-    // One row and head exactly as attention.cpp's first page defines it, in plain loops.
+    // One row and head exactly as attention.cpp's opening comment defines it, in plain loops.
     std::vector<float> defined(int64_t row, int32_t h) const {
         const int32_t kvHead = h / (_shape.heads / _shape.kvHeads), dim = _shape.headDim;
         const float* q = &query[row * rowStride + static_cast<int64_t>(h) * dim];
@@ -247,7 +247,7 @@ TEST(Attention, FollowsItsWrittenDefinition) {
     }
 }
 
-// Keys are written only as far as each chunk has come: the rest of every page is NaN then.
+// Keys are written only as far as each chunk has come; the rest of every page is NaN.
 TEST(Attention, AnyChunksGiveTheBitsOfOnePrefill) {
     for (const Shape& shape : kShapes) {
         for (const Kernels* table : tables()) {

@@ -1,5 +1,5 @@
-// Gated DeltaNet's kernels against double precision, and bit by bit between instruction sets and however rows and
-// columns are cut. Also the portable functions beside them.
+// Gated DeltaNet's kernels against double precision; the same bits from every instruction set, and however rows and
+// columns are cut. Also the portable functions that they use.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -47,7 +47,7 @@ void expectClose(const std::vector<float>& got, const std::vector<double>& expec
         ASSERT_NEAR(got[i], expected[i], tolerance * std::max(1.0, std::abs(expected[i]))) << what << " at " << i;
 }
 
-// The rows from a state, in pieces; what comes out, and the state that is left.
+// Computes rows from a state, in pieces. Returns the output and the state after them.
 struct Result {
     std::vector<float> out, state;
 };
@@ -134,7 +134,7 @@ struct Delta {
     int64_t rows;
     int32_t dim;
     std::vector<float> q, k, v, decay, step, state;
-    static constexpr int64_t kGap = 3;  // between rows, so that strides count
+    static constexpr int64_t kGap = 3;  // between rows, so that strides matter
 
     Delta(int64_t rows, int32_t dim, unsigned seed)
         : rows(rows),
@@ -220,7 +220,7 @@ TEST(DeltaRule, IsRightAndTheSameHoweverItIsCut) {
     }
 }
 
-// The order of the sums, as the kernel's opening comment has it: a GPU follows it to the bit.
+// The order of the sums, as the kernel's opening comment defines it; a GPU follows it to the bit.
 TEST(DeltaRule, SumsInTheOrderThatIsWritten) {
     const Delta delta(1, 37, 5);
     const Result got = delta.run(*tables().back(), {1}, 37, false);

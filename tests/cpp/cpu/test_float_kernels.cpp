@@ -1,4 +1,4 @@
-// Float kernels against double-precision references, and bit by bit between the tables of all instruction sets.
+// Float kernels against double-precision references; the same bits from the tables of all instruction sets.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -87,7 +87,7 @@ TEST(FloatKernels, RmsNorm) {
     }
 }
 
-// The order of the sum is a promise to other processors, so it is spelled out here once more.
+// Other processors rely on the order of the sum, so it is written out here once more.
 TEST(FloatKernels, RmsNormSumsInTheDocumentedOrder) {
     for (const int64_t n : kLengths) {
         const std::vector<float> x = randomFloats(n, 3), ones(n, 1.0f);

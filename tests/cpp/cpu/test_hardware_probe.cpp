@@ -1,5 +1,5 @@
-// Measuring the machine: its arithmetic is right, it makes do with less memory and gives all of it back, and the rates
-// are positive numbers. How large they are depends on the machine.
+// Measuring the machine: the arithmetic is right, the probe makes do with less memory and gives all of it back, and its
+// results are numbers. How large they are depends on the machine.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -9,8 +9,8 @@
 #include <set>
 
 #include "core/error.h"
+#include "fake_device.h"
 #include "hardware/hardware_probe.h"
-#include "memory/fake_device.h"
 
 namespace {
 
@@ -42,7 +42,7 @@ TEST(RateOf, IsOverAllSpans) {
     EXPECT_DOUBLE_EQ(rateOf({{0, 1, 10}, {1, 2, 10}, {2, 10, 40}}), 6);
 }
 
-// A series that takes these samples, and then repeats the last.
+// A series with these samples; the last one then repeats.
 Series seriesOf(std::vector<double> values) {
     return {[values, next = size_t{0}]() mutable {
         return std::vector<double>{values[std::min(next++, values.size() - 1)]};
@@ -81,7 +81,7 @@ TEST(SampleInTurn, ABusyMomentSpoilsOneSampleOfEach) {
 }
 
 TEST(SampleInTurn, RatesOfOneMomentAreComparedByTheirSum) {
-    // One rate gains what the other loses, so the sum does not rise. The first rate by itself does.
+    // One rate gains what the other loses, so their sum does not rise. A single rate would.
     Series series{[n = 0.0]() mutable { return n += 1, std::vector<double>{n, 100 - n}; }};
     sampleInTurn({&series});
     EXPECT_EQ(series.samples.size(), kLeastSamples);
@@ -101,8 +101,8 @@ TEST(RatesTogether, CountsOnlyWhileBothRan) {
 }
 
 TEST(RatesTogether, SharesOutASpanThatReachesBeyond) {
-    // Half of the second span lies within [5, 15], and a quarter of the last but one. The first and the last lie
-    // outside.
+    // Half of the second span lies within [5, 15], and a quarter of the last but one; the first and the last do not
+    // count.
     const auto [first, second] =
         ratesTogether({{-9, 0, 1e6}, {0, 10, 60}, {10, 11, 1}, {11, 27, 64}, {27, 28, 1e6}}, {{5, 15, 20}});
     EXPECT_DOUBLE_EQ(first, (30 + 1 + 16) / 10.0);

@@ -1,6 +1,6 @@
-// The CPU's part of a layer of experts in a GPU step: whatever the types, choices, rows and threads, and whatever the
-// GPU has or fetches, the mailbox holds for each pair that is the CPU's the bits of that pair computed by itself, and
-// of others nothing. A thread plays the GPU. Meant to be run under ThreadSanitizer too.
+// The CPU's part of a layer of experts in a GPU step. Whatever the types, choices, rows and threads, and whatever the
+// GPU has or fetches: for each pair that the CPU computes, the mailbox gets the bits of that pair computed by itself,
+// and for other pairs nothing. A thread plays the GPU. Meant to be run under ThreadSanitizer too.
 #include "host_experts_world.h"
 #include "seed.h"
 
@@ -75,7 +75,7 @@ TEST(HostExperts, RowsMayChooseTheSameExpertsAndOneMoreThanOnce) {
     }
 }
 
-// The GPU waits for nobody where nothing is missed, and only for orders where all is fetched: the CPU comes behind.
+// If nothing is missed the GPU does not wait, and if all is fetched it waits for orders alone; the CPU comes behind.
 TEST(HostExperts, TheGpuMayBeLayersAhead) {
     std::mt19937 random(sharpi::testSeed(32));
     const Shape& shape = kShapes[1];
@@ -130,7 +130,7 @@ TEST(HostExperts, HiddenRowsMayBeMuchWiderThanTheEmbedding) {
     const Shape shape = {DType::Q4_0, DType::Q8_0, DType::Q6_K, 256, 6144, 2, 2};
     std::vector<Layer> layers;
     layers.emplace_back(shape, 5, Routing::Same, kNothingThere, random);
-    // Threads whose scratch overlapped would not meet in it every time.
+    // Repeated, since threads whose scratch overlaps would not collide every time.
     for (int run = 0; run < 8; ++run) runLayers({shape}, 3, layers);
 }
 
@@ -181,7 +181,7 @@ TEST(HostExperts, AStepPassesWithoutTakingMemory) {
     }
 }
 
-// Whoever changes them meanwhile changes nothing: what was checked is what is used.
+// Changing the choices meanwhile has no effect: the values that were checked are the values that are used.
 TEST(HostExperts, ChoicesAreReadOnce) {
     std::mt19937 random(sharpi::testSeed(33));
     const Shape& shape = kShapes[0];
@@ -318,7 +318,8 @@ TEST(HostExperts, WhatThePlanThrowsGoesThrough) {
     desk.expectAnswers(layer);
 }
 
-// From a layer's orders to the next layer's question: where the CPU waited for it, and had nothing else to do.
+// The time from a layer's orders to the next layer's question counts if the CPU waited for the question and had nothing
+// else to do.
 TEST(HostExperts, ThePlanHearsHowLongTheGpuTook) {
     std::mt19937 random(sharpi::testSeed(36));
     const Shape shape = kShapes[0], wide = {DType::Q8_0, DType::Q8_0, DType::Q8_0, shape.embedding, 96, 1, 1};
@@ -415,7 +416,7 @@ TEST(HostExperts, RefusesWhatDoesNotFitTheMailbox) {
     desk.expectAnswers(layer);
 }
 
-// Everything is filled to its last element, and still its own.
+// All parts are filled to their last element without overlapping.
 TEST(HostExperts, TheMailboxHasRoomForAllLayers) {
     const Shape& shape = kShapes[0];
     constexpr int32_t kLayers = 5;

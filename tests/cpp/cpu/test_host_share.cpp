@@ -38,13 +38,13 @@ struct Weights {
     }
 };
 
-// Rows in both forms, as the mailbox has them.
+// Rows in both forms, as in the mailbox.
 struct Rows {
     std::vector<float> floats;
     Bytes buffer;
     cpu::QuantizedRows quantized;
 
-    // The quantized form of `floats`, where there is one.
+    // The quantized form of `floats`, if there is one.
     void quantize(int64_t rows, int64_t cols) {
         if (cols % 32 != 0) return;
         buffer = poisoned(cpu::quantizedRowsBytes(rows, cols));
@@ -71,7 +71,7 @@ std::vector<float> multiply(const Matrix& w, const Rows& x, int64_t rows) {
     return y;
 }
 
-// A layer, its input, and what comes of it when one thread computes all.
+// A layer, its input, and its output as one thread computes it.
 struct Layer {
     Weights gate, up, down;
     Rows input, hidden;
@@ -93,7 +93,7 @@ struct Layer {
     }
 };
 
-// Columns [begin, end) of rows into the mailbox.
+// Copies columns [begin, end) of rows into the mailbox.
 void copyIn(const Rows& from, int64_t rows, int64_t begin, int64_t end, const HostRows& to) {
     for (int64_t t = 0; t < rows; ++t) {
         std::copy(from.floats.begin() + t * to.cols + begin, from.floats.begin() + t * to.cols + end,
@@ -108,7 +108,7 @@ void copyIn(const Rows& from, int64_t rows, int64_t begin, int64_t end, const Ho
     }
 }
 
-// Everything but the padding becomes what no result is.
+// Fills everything but the padding with values that no result has.
 void poison(const HostRows& rows, int64_t count) {
     for (int64_t t = 0; t < count; ++t) {
         std::fill_n(rows.floats + t * rows.cols, rows.cols, -777.0f);
@@ -119,9 +119,10 @@ void poison(const HostRows& rows, int64_t count) {
     }
 }
 
-// In the first `rows` rows the layer's values from column `begin` on, where the form is `written`; before them and in
-// the row after these, poison; zero behind each row's end.
-void expectQuantized(const HostRows& got, const cpu::QuantizedRows& want, int64_t rows, int64_t begin, bool written) {
+// Expects the layer's values from column `begin` on in the first `rows` rows, in a form that is `written`; poison
+// before them and in the next row; and zeros behind each row's end.
+void expectQuantized(const HostRows& got, const cpu::QuantizedRows& want, int64_t rows, int64_t begin,
+                     bool written) {
     for (int64_t t = 0; t <= rows; ++t) {
         for (int64_t i = 0; i < got.qStride; ++i) {
             const bool ours = written && t < rows && i >= begin;
@@ -175,7 +176,7 @@ StepLimits limitsOf(const Shape& s) {
     return limits;
 }
 
-constexpr int64_t kMostRows = 65;  // one more than is used: what must stay untouched
+constexpr int64_t kMostRows = 65;  // one more than is used; the last must stay untouched
 
 struct Desk {
     Bytes memory;
@@ -193,10 +194,10 @@ struct Desk {
 };
 
 struct Split {
-    int64_t hidden, output;  // the first row of each that is the CPU's
+    int64_t hidden, output;  // the first row of each that the CPU computes
 };
 
-// What the GPU does in a step of some layers. It gives up, and says so, when no answer comes.
+// What the GPU does in a step of some layers. If no answer comes it gives up and fails the test.
 class PlayedGpu {
 public:
     PlayedGpu(const Mailbox& mailbox, const std::vector<Layer>& layers, int64_t rows, Split split)
@@ -207,7 +208,7 @@ public:
 private:
     void play() {
         for (const Layer& layer : _layers) {
-            // Whoever reads before the counter says so reads poison.
+            // A side that reads before the counter allows it reads poison.
             if (_sent % 3 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
             copyIn(layer.input, _rows, 0, _mailbox.input.cols, _mailbox.input);
             send();
@@ -243,7 +244,7 @@ private:
     const Split _split;
     uint32_t _sent = 0, _received = 0;
     std::atomic<bool> _failed{false};
-    std::thread _thread;  // the last: it uses the others
+    std::thread _thread;  // the last member: it uses the others
 };
 
 void runLayers(const Shape& shape, int threads, int64_t rows, const std::vector<Layer>& layers, Split split) {
@@ -336,7 +337,7 @@ TEST(HostShare, TheMailboxStartsAsZeros) {
     for (size_t i = 0; i < bytes; ++i) ASSERT_EQ(desk.memory.get()[i], 0) << i;
     const Mailbox& box = desk.mailbox();
     EXPECT_GE(std::abs(reinterpret_cast<uint8_t*>(box.sent) - reinterpret_cast<uint8_t*>(box.returned)), 128);
-    // The parts lie apart and inside: filling all of each to its last element must not meet another.
+    // Filling each part to its last element must not reach another part, or the end of the memory.
     desk.poisonAll();
     EXPECT_EQ(*box.sent, 0u);
     EXPECT_EQ(*box.instructed, 0u);
@@ -378,12 +379,12 @@ TEST(HostShare, WaitingIsToldAndMayAnswer) {
         if (++calls == 1) return false;
         copyIn(layer.input, 3, 0, shape.embedding, mailbox->input);
         __atomic_store_n(mailbox->sent, 7u, __ATOMIC_RELEASE);
-        return true;  // the last that it had to do
+        return true;  // the GPU has done all its work
     });
     mailbox = &desk.mailbox();
     desk.share.begin();
     desk.poisonAll();
-    desk.share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, 3, 64, 6, 1);  // 7 has gone past 6
+    desk.share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, 3, 64, 6, 1);  // the counter is past 6
     EXPECT_EQ(calls, 2);
     expectHidden(desk.mailbox().hidden, layer, 3, 64);
     EXPECT_EQ(*desk.mailbox().returned, 1u);
@@ -435,7 +436,7 @@ TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
     expectHidden(desk.mailbox().hidden, layer, 1, 32);
 }
 
-// Nothing will ever come: not to be waited for.
+// A ticket that can never come is not waited for.
 TEST(HostShare, WaitingForAGpuThatIsDoneIsAnError) {
     std::mt19937 random(sharpi::testSeed(19));
     const Shape& shape = kShapes[3];
@@ -443,7 +444,7 @@ TEST(HostShare, WaitingForAGpuThatIsDoneIsAnError) {
     const Mailbox* mailbox = nullptr;
     int calls = 0;
     Desk desk(shape, 2, [&] {
-        __atomic_store_n(mailbox->sent, 4u, __ATOMIC_RELEASE);  // an earlier one's
+        __atomic_store_n(mailbox->sent, 4u, __ATOMIC_RELEASE);  // an earlier ticket
         if (++calls == 3) throw std::runtime_error("waited for again");
         return true;
     });
@@ -455,7 +456,7 @@ TEST(HostShare, WaitingForAGpuThatIsDoneIsAnError) {
         FAIL() << "something was computed";
     } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::Internal);
-        EXPECT_NE(std::string(error.what()).find("the GPU is done"), std::string::npos) << error.what();
+        EXPECT_NE(std::string(error.what()).find("the GPU has finished"), std::string::npos) << error.what();
     }
     EXPECT_EQ(calls, 1);
     EXPECT_EQ(*desk.mailbox().returned, 0u);

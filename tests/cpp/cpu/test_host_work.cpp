@@ -1,4 +1,4 @@
-// What the host does beside a pass: at once beside launches, listed beside a capture.
+// What the host does beside a pass: jobs run at once beside launches, and are listed beside a capture.
 #include <gtest/gtest.h>
 
 #include "cpu/share/host_work.h"

@@ -76,7 +76,7 @@ std::vector<float> expectedOutput(DType type, const Case& c, const std::vector<u
     return y;
 }
 
-// Runs the rows in the given ranges and compares everything, also what must not have been written.
+// Runs the rows in the given ranges and compares everything, including what must not have been written.
 void checkTable(const Kernels& table, DType type, const Case& c, const std::vector<uint8_t>& w, const Inputs& in,
                 const std::vector<int32_t>* index, const float* bias, const std::vector<float>& expected,
                 const std::vector<std::pair<int64_t, int64_t>>& ranges) {
@@ -145,7 +145,7 @@ TEST_P(QuantizedMatmul, HasTheContractsBitsForLongRowsAndManyTokens) {
     }
 }
 
-// Every bit of the quants and sub-scales set, or none, against activations at +-127: where 16-bit sums would overflow.
+// All bits of the quants and sub-scales are set, or none, with activations of +-127: 16-bit sums could overflow here.
 TEST_P(QuantizedMatmul, SurvivesExtremeQuants) {
     std::mt19937 random(sharpi::testSeed(13));
     int64_t largest = 0;
@@ -209,7 +209,7 @@ TEST_P(QuantizedMatmul, IsCloseToTheExactProduct) {
                     const double wi = weights[static_cast<size_t>(i)], xi = in.x[static_cast<size_t>(t * cols + i)];
                     exact += wi * xi;
                     bound += std::fabs(wi) * in.rows.scale[t * in.rows.scaleStride + i / 32] / 2;
-                    // Types with a minimum add d * q and m apart, each perhaps larger than their sum.
+                    // Types with a minimum add d * q and m separately, and each may be larger than their sum.
                     const reference::Element e =
                         reference::element(GetParam(), &w[static_cast<size_t>(r) * rowBytes(GetParam(), cols)], i);
                     magnitude +=

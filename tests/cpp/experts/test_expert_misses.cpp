@@ -1,5 +1,5 @@
-// Which of the experts that a step misses are brought over, into which slots, and what is learned when a layer is done:
-// over the real slots in a fake device's memory. expert_steps.h checks every order.
+// Which of the experts that a step misses are fetched, into which slots, and what is learned when a layer is done: with
+// the real slots in a fake device's memory. expert_steps.h checks every order.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,8 +19,7 @@ namespace {
 
 using namespace slotted;
 
-// --- orders
-// -------------------------------------------------------------------------------------------------------------------
+// --- orders ---
 
 TEST(ExpertMisses, EachMissedExpertIsFetchedOnce) {
     Steps steps(layersOf(1, 16), 8, kBusOnly);
@@ -50,8 +49,8 @@ TEST(ExpertMisses, FetchedOfAllLayersIsCounted) {
     EXPECT_EQ(steps.misses->takeFetched(), 6);
 }
 
-// What the CPU is to compute is not fetched. Shared out is every missed expert once, however many rows chose it, and no
-// other.
+// Experts that the CPU computes are not fetched. Each missed expert is shared once, however many rows chose it, and no
+// other expert is.
 TEST(ExpertMisses, OrdersWhatSharesSay) {
     std::mt19937 random(sharpi::testSeed(9));
     std::set<int32_t> found;
@@ -77,7 +76,7 @@ TEST(ExpertMisses, OrdersWhatSharesSay) {
     EXPECT_GE(found.size(), 5u);
 }
 
-// By the size of the layer's own experts.
+// The share depends on the size of the layer's own experts.
 TEST(ExpertMisses, LayersOfLargeExpertsAreSharedOtherwise) {
     std::vector<LayerShape> shapes = layersOf(2, 16);
     shapes[1].hidden = 1024;
@@ -85,7 +84,7 @@ TEST(ExpertMisses, LayersOfLargeExpertsAreSharedOtherwise) {
     const auto& slots = *steps.world.slots;
     const int32_t small = steps.misses->share(8, slots.expertBytes(0)),
                   large = steps.misses->share(8, slots.expertBytes(1));
-    EXPECT_EQ(small, large) << "as fast as the CPU is said to be, it computes both";
+    EXPECT_EQ(small, large) << "the profile's CPU is so fast that it computes both";
     for (int i = 0; i < 3000; ++i) {
         steps.begin();
         const size_t bytes = slots.expertBytes(0) * (1 + static_cast<size_t>(i) % 8);
@@ -108,13 +107,12 @@ TEST(ExpertMisses, OnlyWhatTheGpuCanReadIsFetched) {
         ASSERT_EQ(orders.demanded, 2);
         EXPECT_EQ(std::set<int32_t>({orders.fetch[0].expert, orders.fetch[1].expert}), std::set<int32_t>({1, 2}));
         for (const int32_t expert : {3, 4})
-            EXPECT_LT(steps.world.slots->tryGet(0, expert), 0) << "a slot that nobody fills";
+            EXPECT_LT(steps.world.slots->tryGet(0, expert), 0) << "nobody fills its slot";
         EXPECT_EQ(steps.world.slots->resident(), 2);
     }
 }
 
-// Into slots of the cache as long as there are any that may be overwritten, then into those for landing, then not at
-// all.
+// Experts are fetched into slots of the cache while any may be overwritten, then into landing slots, then not at all.
 TEST(ExpertMisses, OrdersWhatThereIsRoomFor) {
     Steps steps(layersOf(2, 16), 3, kBusOnly);
     const auto pool = steps.world.slots->pools().at(0);
@@ -124,9 +122,9 @@ TEST(ExpertMisses, OrdersWhatThereIsRoomFor) {
         const List chosen = {8, 9, 10, 11, 12, 13, 14, 15};
         steps.begin();
         const auto first = steps.layer(0, chosen), second = steps.layer(1, chosen);
-        // The three that the first pass brought are worth as much as what would replace them.
+        // The three experts that the first pass fetched are worth as much as those that would replace them.
         EXPECT_EQ(first.demanded, pass == 0 ? 3 + pool.landing : pool.landing);
-        EXPECT_EQ(second.demanded, pool.landing) << "they can be landed on once more in every layer";
+        EXPECT_EQ(second.demanded, pool.landing) << "each layer hands the landing slots out again";
         for (int32_t i = 0; i < second.demanded; ++i) EXPECT_GE(second.fetch[i].slot, pool.capacity);
     }
 }
@@ -154,7 +152,7 @@ TEST(ExpertMisses, OrdersNothingWithoutSlots) {
                                                                  0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}));
 }
 
-// A load is bringing it: it comes anyway, and gets no second slot of its own.
+// An expert that a load is bringing gets no second slot.
 TEST(ExpertMisses, WhatIsOnItsWayLandsAtMost) {
     Steps steps(layersOf(1, 16), 4, kBusOnly);
     steps.prefetcher->fill({{0, 3}});
@@ -171,7 +169,7 @@ TEST(ExpertMisses, WhatIsOnItsWayLandsAtMost) {
     EXPECT_EQ(steps.missed, 0);
 }
 
-// The slots hear of the layer, so that what it uses stays, and what the layers before it used may leave.
+// The slots are told of the layer, so that its experts stay, and those of earlier layers may leave.
 TEST(ExpertMisses, SlotsHearWhereThePassIs) {
     for (const bool misses : {false, true}) {
         Steps steps(layersOf(3, 16), 4, kBusOnly);
@@ -185,7 +183,7 @@ TEST(ExpertMisses, SlotsHearWhereThePassIs) {
         for (int i = 0; i < 5; ++i) {
             for (int32_t e = 0; e < 4; ++e) slots->addUses(0, 10 + e, 1);
         }
-        const auto place = slots->getOrLoad(0, 10);  // throws if they have heard of another layer
+        const auto place = slots->getOrLoad(0, 10);  // throws if they were told of another layer
         ASSERT_TRUE(place && place->fill);
         EXPECT_LT(slots->tryGet(0, 3), 0) << "the only one that was not chosen";
         const auto landing = slots->getOrLoad(0, 11);
@@ -195,8 +193,7 @@ TEST(ExpertMisses, SlotsHearWhereThePassIs) {
     }
 }
 
-// --- ahead
-// --------------------------------------------------------------------------------------------------------------------
+// --- ahead ---
 
 TEST(ExpertMisses, OrdersAheadWhereThatIsWanted) {
     const List predicted = {4, 5, 4, 6, 7, 8};
@@ -213,7 +210,7 @@ TEST(ExpertMisses, OrdersAheadWhereThatIsWanted) {
         ASSERT_EQ(orders.ahead, ExpertMisses::kMostAhead);
         EXPECT_EQ(orders.aheadFetch[0].expert, 4);
         EXPECT_EQ(orders.aheadFetch[1].expert, 5);
-        EXPECT_EQ(steps.misses->takeFetched(), 3 + ExpertMisses::kMostAhead) << "the bus has brought these too";
+        EXPECT_EQ(steps.misses->takeFetched(), 3 + ExpertMisses::kMostAhead) << "these used the bus too";
         const auto next = steps.layer(1, {4, 5, 6, 4});
         EXPECT_EQ(steps.missed, 1) << "the others came ahead";
         EXPECT_EQ(next.demanded, 1);
@@ -241,7 +238,7 @@ TEST(ExpertMisses, AheadComesWhatHasNoSlotAndCanBeRead) {
     EXPECT_LT(steps.world.slots->tryGet(1, 6), 0);
 }
 
-// The manager knows of an expert that the GPU has not found: it was ordered ahead, and did not come.
+// The manager holds an expert that the GPU did not find: it was ordered ahead, but was not fetched.
 TEST(ExpertMisses, WhatHasASlotIsNotOrdered) {
     Steps steps(layersOf(3, 16), 20, kBusOnly, Prefetch::NextLayer);
     steps.begin();
@@ -256,7 +253,7 @@ TEST(ExpertMisses, WhatHasASlotIsNotOrdered) {
     ASSERT_EQ(orders.ahead, 1);
     EXPECT_EQ(orders.aheadFetch[0].expert, 7);
 
-    // And where the GPU would read what is there, is not even asked: it is waiting.
+    // No address is asked for an expert that is there: the GPU is waiting.
     Steps there(layersOf(2, 16), 20, kBusOnly, Prefetch::NextLayer);
     there.begin();
     there.layer(1, {4, 5});
@@ -267,7 +264,7 @@ TEST(ExpertMisses, WhatHasASlotIsNotOrdered) {
     EXPECT_EQ(there.asked.size(), 6u) << "three matrices of each that was missed";
 }
 
-// Nothing lands ahead: the next layer's own misses will.
+// No expert lands ahead: the next layer's own misses need the landing slots.
 TEST(ExpertMisses, AheadComesOnlyWhatMayStay) {
     Steps steps(layersOf(2, 16), 2, kBusOnly, Prefetch::NextLayer);
     const List predicted = {4, 5};
@@ -277,10 +274,9 @@ TEST(ExpertMisses, AheadComesOnlyWhatMayStay) {
     EXPECT_EQ(orders.ahead, 0) << "the slots are in use";
 }
 
-// --- when a layer is done
-// -------------------------------------------------------------------------------------------------------
+// --- when a layer is done ---
 
-// The same expert in several rows is found, fetched or computed as often.
+// An expert that several rows chose is counted as found, fetched or computed once for each row.
 TEST(ExpertMisses, CountsWhatBecameOfEveryPair) {
     Steps steps(layersOf(2, 16), 20, kBusOnly);
     steps.hide(1, 9, 1);
@@ -312,7 +308,7 @@ TEST(ExpertMisses, CountsWhatBecameOfEveryPair) {
         EXPECT_EQ(steps.counted(counts.hits, 0, e) + steps.counted(counts.fetched, 0, e), 0u);
 }
 
-// An expert that is used often is worth a slot that others have; and then it is found there.
+// An expert that is used often replaces others in a slot, and is then found there.
 TEST(ExpertMisses, WhatIsUsedOftenStays) {
     Steps steps(layersOf(2, 32), 6, kBusOnly);
     steps.begin();
@@ -335,7 +331,7 @@ TEST(ExpertMisses, WhatIsUsedOftenStays) {
     EXPECT_EQ(steps.world.slots->resident(), 6);
 }
 
-// The prefetcher hears what was chosen, missed and predicted, of layers where nothing is missed too.
+// The prefetcher is told what was chosen, missed and predicted, even of layers without a miss.
 TEST(ExpertMisses, PredictorsAreCounted) {
     Steps steps(layersOf(2, 16), 20, kBusOnly, Prefetch::Count);
     const List predicted = {4, 5, 6, 4};
@@ -382,7 +378,7 @@ TEST(ExpertMisses, WhatWasFetchedToStayIsNoHint) {
     for (size_t i = 0; i < chosen.size(); ++i) chosen[i] = 30 - static_cast<int32_t>(i);
     steps.begin();
     ASSERT_EQ(steps.layer(0, chosen).demanded, pool.capacity + pool.landing);
-    EXPECT_EQ(steps.prefetcher->hints(), static_cast<size_t>(pool.landing)) << "those that landed are gone again";
+    EXPECT_EQ(steps.prefetcher->hints(), static_cast<size_t>(pool.landing)) << "landed experts are gone again";
     EXPECT_EQ(steps.profiler.counts().fetched, [&] {
         std::vector<uint64_t> expected(32);
         for (const int32_t expert : chosen) expected[static_cast<size_t>(expert)] = 1;
@@ -390,12 +386,10 @@ TEST(ExpertMisses, WhatWasFetchedToStayIsNoHint) {
     }());
 }
 
-// --- all of it
-// ------------------------------------------------------------------------------------------------------------------
+// --- all of it ---
 
-// Passes of rows that choose at random, some experts more often than others, and some of which the GPU cannot read;
-// with loads that arrive late. Every order is checked, every product reads what is in the file, and every pair is
-// counted once.
+// Passes of rows that choose at random, some experts more often than others. The GPU cannot read some experts, and
+// loads arrive late. Every order is checked, every product reads the file's bytes, and every pair is counted once.
 class RandomSteps : public testing::TestWithParam<Prefetch> {};
 
 TEST_P(RandomSteps, NothingIsWrong) {

@@ -1,6 +1,6 @@
-// Which expert leaves a cache, and for whom: held against a model of the policy in lists, written out for clarity; and
-// what the policy is for: what is popular stays, what is no longer goes, and experts that all are used alike do not
-// push each other out.
+// Which expert is evicted, and for which other: compared with a plain model of the policy in lists. And the policy's
+// purpose: popular experts stay, those that no longer are leave, and experts that are used equally often do not replace
+// each other.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "experts/expert_policy.h"
+#include "experts/cache/expert_policy.h"
 #include "seed.h"
 
 namespace {
@@ -54,7 +54,7 @@ public:
         _protected.remove(expert);
     }
     bool holds(int32_t expert) const { return isIn(_probation, expert) || isIn(_protected, expert); }
-    // Who leaves first is first.
+    // In the order of eviction.
     std::vector<int32_t> order() const {
         std::vector<int32_t> all(_probation.begin(), _probation.end());
         all.insert(all.end(), _protected.begin(), _protected.end());
@@ -84,7 +84,7 @@ std::vector<int32_t> orderOf(const ExpertPolicy& policy) {
     return order;
 }
 
-// A cache that asks the policy for everything. Returns whether the expert had to be brought in.
+// A cache that does what the policy says. Returns whether the expert had to be loaded.
 bool use(ExpertPolicy& policy, int32_t& held, int32_t capacity, int32_t expert) {
     bool loads = false;
     if (!policy.holds(expert)) {
@@ -108,7 +108,7 @@ TEST(ExpertPolicy, DoesWhatTheWrittenOutModelDoes) {
         PlainPolicy plain(count, capacity);
         int32_t held = 0;
         for (int step = 0; step < 3000; ++step) {
-            // Some are used more often than others.
+            // Some experts are used more often than others.
             const auto expert = static_cast<int32_t>(
                 std::min(random() % static_cast<unsigned>(count), random() % static_cast<unsigned>(count)));
             const unsigned action = random() % 10;
@@ -146,13 +146,13 @@ TEST(ExpertPolicy, ProtectsWhatIsUsedASecondTimeSinceItCame) {
     ExpertPolicy policy(10, 5);
     for (int32_t e = 0; e < 5; ++e) policy.inserted(e);
     EXPECT_EQ(orderOf(policy), (std::vector<int32_t>{0, 1, 2, 3, 4}));
-    policy.used(1);  // on probation still, and the youngest there
+    policy.used(1);  // still on probation, as the youngest
     policy.used(0);
     EXPECT_EQ(orderOf(policy), (std::vector<int32_t>{2, 3, 4, 1, 0}));
     policy.used(1);
     policy.used(3);
     EXPECT_EQ(orderOf(policy), (std::vector<int32_t>{2, 4, 0, 3, 1}));
-    policy.removed(1);  // what it was before it left does not count when it comes again
+    policy.removed(1);  // when it comes again, its earlier state does not count
     policy.inserted(1);
     policy.used(1);
     policy.used(2);
@@ -165,11 +165,11 @@ TEST(ExpertPolicy, ProtectsFourFifthsAndNoMore) {
     for (int round = 0; round < 2; ++round) {
         for (int32_t e = 0; e < 9; ++e) policy.used(e);
     }
-    // Nine wanted to be protected: the first of them is on probation again, younger than the one that never was used.
+    // Nine became protected, one too many: the first is on probation again, younger than the one that was never used.
     EXPECT_EQ(orderOf(policy), (std::vector<int32_t>{9, 0, 1, 2, 3, 4, 5, 6, 7, 8}));
     policy.used(0);
     EXPECT_EQ(orderOf(policy), (std::vector<int32_t>{9, 1, 2, 3, 4, 5, 6, 7, 8, 0}))
-        << "one use brings it back, and pushes out the next";
+        << "one use protects it again, and puts the next on probation";
     EXPECT_EQ(policy.victim([](int32_t e) { return e != 9 && e != 1; }), 2);
 }
 
@@ -180,7 +180,7 @@ TEST(ExpertPolicy, KeepsItsPlaceForWhatIsUsedMoreOften) {
     policy.used(1);
     EXPECT_TRUE(policy.admits(1, 0));
     policy.used(0);
-    EXPECT_FALSE(policy.admits(1, 0)) << "as often: a copy would gain nothing";
+    EXPECT_FALSE(policy.admits(1, 0)) << "equally often used: a copy would gain nothing";
     policy.used(0, 0.5f);
     EXPECT_FALSE(policy.admits(1, 0));
     policy.used(1);
@@ -203,7 +203,7 @@ TEST(ExpertPolicy, AgesByUsesAndNotByTheirWeight) {
     EXPECT_EQ(policy.frequency(0), 1);
 }
 
-// Else experts that are used now and then could not be told apart.
+// Otherwise experts that are used now and then could not be told apart.
 TEST(ExpertPolicy, AgesMoreSlowlyWhereACacheHoldsFewOfMany) {
     ExpertPolicy policy(100, 2);
     for (int i = 0; i < 399; ++i) policy.used(i % 7);
@@ -259,7 +259,7 @@ TEST(ExpertPolicy, ExpertsThatTakeTurnsStayWhereTheyAre) {
             EXPECT_EQ(loads, kCapacity);
         }
     }
-    // In each round every expert is used once, in any order: pure LRU would load three in four of them.
+    // In each round every expert is used once, in random order: pure LRU would load three in four of them.
     EXPECT_LT(loads, kCapacity + 200 * kCount / 20);
 }
 
@@ -268,7 +268,7 @@ TEST(ExpertPolicy, WhatIsPopularIsHeldAndWhatWasIsForgotten) {
     ExpertPolicy policy(kCount, kCapacity);
     int32_t held = 0;
     std::mt19937 random(sharpi::testSeed(5));
-    // Half of all uses go to 30 experts, the others to all alike; then to another 30.
+    // Half of all uses go to 30 experts, the others to all experts evenly; then half go to another 30.
     for (const int32_t popular : {0, 200}) {
         int hits = 0;
         for (int i = 0; i < 30 * 16 * kCapacity; ++i) {

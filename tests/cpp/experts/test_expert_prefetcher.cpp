@@ -1,5 +1,5 @@
-// What is brought into slots ahead of its use, in which order, and when it waits; and how good the guesses were. Over
-// the real slots in a fake device's memory, with loads that arrive when the test says so.
+// Which experts are loaded ahead of their use, in which order, and when loads wait; and how good the guesses were. With
+// the real slots in a fake device's memory, and loads that arrive when the test says so.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,8 +18,8 @@
 #include "expert_world.h"
 #include "experts/expert_prefetcher.h"
 #include "experts/expert_slots.h"
+#include "fake_device.h"
 #include "memory/allocator.h"
-#include "memory/fake_device.h"
 #include "seed.h"
 
 namespace {
@@ -28,12 +28,12 @@ using namespace sharpi;
 using Expert = std::pair<int32_t, int32_t>;  // layer, expert
 using Experts = std::vector<Expert>;
 
-// Notes what is loaded, and says that it has arrived when it is told to.
+// Notes what is loaded. Loads arrive when the test says so.
 class NotedLoads : public ExpertLoads {
 public:
     int most = 3;
     int failAfter = -1;                 // starts that still succeed; -1: all
-    std::vector<const uint8_t*> files;  // of what was started: where the gate's bytes are
+    std::vector<const uint8_t*> files;  // by load: the gate's address in the file
     uint64_t arrived = 0;
 
     int depth() const override { return most; }
@@ -51,8 +51,8 @@ public:
     void settle() override { arrived = files.size(); }
 };
 
-// Layers of experts, and slots for some of them: what `budgetExperts` of the largest take. A layer's experts are of
-// `rows` rows; those of another size have slots of their own.
+// Layers of experts, and slots for as many bytes as `budgetExperts` of the largest take. A layer's experts have `rows`
+// rows; experts of different sizes use different pools.
 class World {
 public:
     World(const std::vector<int64_t>& rows, int32_t experts, int64_t budgetExperts, Prefetch mode)
@@ -76,13 +76,13 @@ public:
         slots.setLoads(&loads);
         prefetcher = std::make_unique<ExpertPrefetcher>(slots, profiler, mode);
     }
-    // Everything on its way arrives; then the next pass begins, after one that fetched so much. What was started is
-    // returned.
+    // All loads arrive; then the next pass begins, after one that fetched `fetched` experts. Returns the loads that
+    // were started.
     Experts next(int64_t fetched = 0) {
         loads.settle();
         return nextBefore(fetched);
     }
-    // The same while what is on its way stays there.
+    // The same, but no load arrives.
     Experts nextBefore(int64_t fetched = 0) {
         const size_t before = loads.files.size();
         prefetcher->pump(fetched);
@@ -135,8 +135,7 @@ std::vector<int32_t> numbers(int32_t begin, int32_t end) {
     return all;
 }
 
-// --- what is to be there from the beginning
-// --------------------------------------------------------------------------------
+// --- what is to be there from the beginning ---
 
 TEST(ExpertPrefetcher, FillsInOrderUntilNoMoreFits) {
     std::mt19937 random(sharpi::testSeed(1));
@@ -171,7 +170,7 @@ TEST(ExpertPrefetcher, FillingWaitsWhileNoMoreMayBeOnTheirWay) {
     EXPECT_TRUE(world.prefetcher->filling());
 }
 
-// Passes that fetch themselves slow it down, and do not stop it.
+// Passes that fetch experts themselves slow the fill down, and do not stop it.
 TEST(ExpertPrefetcher, FillingGoesOnSlowlyBesidePassesThatFetch) {
     std::mt19937 random(sharpi::testSeed(3));
     World world({4, 4}, 20, 40, Prefetch::Off);
@@ -232,8 +231,7 @@ TEST(ExpertPrefetcher, ALoadThatFailsIsTriedAgain) {
     EXPECT_EQ(world.prefetcher->hints(), 0u);
 }
 
-// --- hints
-// -------------------------------------------------------------------------------------------------------------------
+// --- hints ---
 
 TEST(ExpertPrefetcher, QueuesWhatWasMissedOnceAndInOrder) {
     World world({4, 4}, 20, 40, Prefetch::NextToken);
@@ -247,7 +245,7 @@ TEST(ExpertPrefetcher, QueuesWhatWasMissedOnceAndInOrder) {
     EXPECT_EQ(world.next(), some(queued, 0, ExpertPrefetcher::kLoadsPerPass));
     EXPECT_EQ(world.next(), some(queued, ExpertPrefetcher::kLoadsPerPass, 6));
     EXPECT_EQ(world.next(), Experts());
-    // What has come in meanwhile, or is on its way, is passed over; what left the queue may come into it again.
+    // Hints of experts that are there or on their way are dropped; an expert that left the queue may be queued again.
     world.missed(1, {3, 15, 12});
     EXPECT_EQ(world.prefetcher->hints(), 3u);
     EXPECT_EQ(world.nextBefore(), (Experts{{1, 15}}));
@@ -309,11 +307,11 @@ TEST(ExpertPrefetcher, HintsWaitForAFillingThatIsSlow) {
     EXPECT_EQ(world.next(), (Experts{{0, 1}}));
 }
 
-// Waiting for passes that fetch, but not for ever.
+// Hints wait while passes fetch, but not for ever.
 TEST(ExpertPrefetcher, HintsYieldToPassesThatFetch) {
     World world({4, 4}, 20, 40, Prefetch::NextToken);
     world.loads.most = 100;
-    for (int i = 0; i < 3; ++i) world.next(8);  // without hints nobody waits
+    for (int i = 0; i < 3; ++i) world.next(8);  // without hints, passes do not count as waited for
     world.missed(0, numbers(0, 16));
     int32_t started = 0;
     for (int turn = 0; turn < 3; ++turn) {
@@ -329,8 +327,8 @@ TEST(ExpertPrefetcher, HintsYieldToPassesThatFetch) {
     EXPECT_EQ(world.next(8), (Experts{{0, 7}}));
 }
 
-// Where the cache is full, something has to leave: what the last pass used may, what the next one looks for then may
-// not.
+// If the cache is full, an expert has to leave. Experts that the last pass used may leave between passes; once the next
+// pass has begun, they may not.
 TEST(ExpertPrefetcher, AHintReplacesWhatIsUsedLess) {
     World world({4, 4}, 20, 6, Prefetch::NextToken);
     world.prefetcher->fill({{0, 0}, {0, 1}, {0, 2}, {1, 0}, {1, 1}, {1, 2}});
@@ -370,8 +368,7 @@ TEST(ExpertPrefetcher, LooksAtFewHintsBeforeAPass) {
     EXPECT_EQ(world.next(), (Experts{{0, 40}}));
 }
 
-// --- how good guesses are
-// ----------------------------------------------------------------------------------------------------
+// --- how good guesses are ---
 
 struct Counted {
     uint64_t named = 0, used = 0, wanted = 0;
@@ -399,7 +396,7 @@ TEST(ExpertPrefetcher, CountsHowOftenGuessesAreRight) {
         std::set<int32_t> guess;
         for (int32_t layer = 0; layer < 3; ++layer) {
             if (random() % 5 == 0)
-                world.prefetcher->chosen(layer, nullptr, 0, nullptr, 0);  // a step of no rows tells nothing
+                world.prefetcher->chosen(layer, nullptr, 0, nullptr, 0);  // a step without rows counts nothing
             const std::vector<int32_t> chosen = draw();
             world.prefetcher->chosen(layer, chosen.data(), static_cast<int32_t>(chosen.size()), chosen.data(), 0);
             if (last.count(layer)) expected["next-token"].add(last[layer], setOf(chosen));
@@ -426,8 +423,7 @@ TEST(ExpertPrefetcher, CountsHowOftenGuessesAreRight) {
     }
 }
 
-// --- the switch
-// --------------------------------------------------------------------------------------------------------------
+// --- the switch ---
 
 class Switch {
 public:

@@ -1,4 +1,5 @@
-// Counts of what becomes of experts: against plain maps, over layers of different sizes, from several threads at once.
+// The counts of what becomes of experts, compared with plain maps: over layers of different sizes, from several
+// threads.
 #include <gtest/gtest.h>
 
 #include <array>

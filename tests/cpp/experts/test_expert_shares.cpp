@@ -1,5 +1,5 @@
-// How a layer's misses are shared out between the CPU and the bus: the line of seconds over bytes that is learned, and
-// the shares against a plain search of all splits.
+// How a layer's misses are shared between the CPU and the bus: the line of seconds over bytes that is learned, and the
+// shares compared with a plain search of all splits.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,8 +16,7 @@ namespace {
 
 using namespace slotted;
 
-// --- the line
-// -----------------------------------------------------------------------------------------------------------------
+// --- the line ---
 
 constexpr double kExpert = 3e6;  // bytes
 
@@ -34,7 +33,7 @@ TEST(TimeLine, IsAsExpectedBeforeAnythingIsSeen) {
     }
 }
 
-// Times scatter by a tenth around a line; what was expected is off by far.
+// Times scatter by a tenth around a line, and the expectation is far off.
 TEST(TimeLine, FindsStartAndSlope) {
     std::mt19937 random(sharpi::testSeed(2));
     for (int i = 0; i < 20; ++i) {
@@ -53,7 +52,7 @@ TEST(TimeLine, FindsStartAndSlope) {
     }
 }
 
-// However long the machine was as it was before.
+// The line follows the machine however long it was different before.
 TEST(TimeLine, FollowsAChange) {
     std::mt19937 random(sharpi::testSeed(3));
     for (const int before : {100, 10000}) {
@@ -69,7 +68,7 @@ TEST(TimeLine, FollowsAChange) {
         EXPECT_NEAR(line.seconds(4 * kExpert), at(2e-5, 4e10), 0.01 * at(2e-5, 4e10));
         add(600, 5e-5, 1e10);
         EXPECT_GT(line.seconds(4 * kExpert), at(2e-5, 4e10) + 0.6 * (at(5e-5, 1e10) - at(2e-5, 4e10)))
-            << "after so many layers";
+            << "after these layers";
         add(3000, 5e-5, 1e10);
         for (int experts = 0; experts <= 8; ++experts) {
             const double expected = 5e-5 + kExpert * experts / 1e10;
@@ -86,12 +85,12 @@ TEST(TimeLine, FewThatAreOddMatterLittle) {
         line.add(bytes, 1e-5 + bytes / 5e10);
     }
     const double before = line.seconds(4 * kExpert);
-    line.add(4 * kExpert, 10 * before);  // somebody else had the processor
+    line.add(4 * kExpert, 10 * before);  // another process had the processor
     EXPECT_GT(line.seconds(4 * kExpert), before);
     EXPECT_LT(line.seconds(4 * kExpert), 1.05 * before);
 }
 
-// Neither start nor slope, whatever was seen.
+// Neither start nor slope becomes negative, whatever was measured.
 TEST(TimeLine, IsNeverNegative) {
     std::mt19937 random(sharpi::testSeed(5));
     int flat = 0, throughOrigin = 0, both = 0;
@@ -111,8 +110,7 @@ TEST(TimeLine, IsNeverNegative) {
     EXPECT_GT(both, 20);
 }
 
-// Without a slope in what is seen, the line keeps the one that was expected; for ever, and not only until that is
-// forgotten.
+// If the measurements have no slope, the line keeps the expected one, for ever.
 TEST(TimeLine, KeepsItsSlopeWhereAllIsOfOneSize) {
     std::mt19937 random(sharpi::testSeed(6));
     for (const int times : {10, 1000, 20000, 60000}) {
@@ -136,8 +134,7 @@ TEST(TimeLine, KeepsItsSlopeWhereAllIsOfOneSize) {
     EXPECT_EQ(fast.seconds(0), 0);
 }
 
-// --- shares
-// -------------------------------------------------------------------------------------------------------------------
+// --- shares ---
 
 TEST(ExpertMisses, WithoutARateAllIsTheCpus) {
     std::mt19937 random(sharpi::testSeed(7));
@@ -148,12 +145,12 @@ TEST(ExpertMisses, WithoutARateAllIsTheCpus) {
         steps.begin();
         const auto orders = steps.layer(0, {1, 2, 3}, nullptr, 1000, 1.0);
         EXPECT_EQ(orders.demanded, 0);
-        EXPECT_EQ(steps.misses->share(8, 1000), 0) << "seeing how slow it is changes nothing";
+        EXPECT_EQ(steps.misses->share(8, 1000), 0) << "measuring how slow it is changes nothing";
         EXPECT_TRUE(steps.asked.empty());
     }
 }
 
-// Against all splits, with a line of the test's own that sees what the plan sees.
+// Compared with all splits, by a line of the test's own that gets the same measurements.
 TEST(ExpertMisses, TheSlowerOfBothIsDoneSoonest) {
     std::mt19937 random(sharpi::testSeed(8));
     std::map<int32_t, int> found;
@@ -197,13 +194,13 @@ TEST(ExpertMisses, NoMoreIsFetchedThanGains) {
         EXPECT_EQ(cpuOnly.misses->share(missed, bytes), 0);
         EXPECT_EQ(busOnly.misses->share(missed, bytes), std::min(missed, kMaxExpertFetches));
     }
-    // A CPU that takes as long for one as for many: whoever leaves it any need not fetch.
+    // A CPU that takes as long for one expert as for many: if it gets any, fetching gains nothing.
     for (int i = 0; i < 20000; ++i) {
         flat.begin();
         flat.layer(0, {0}, nullptr, (1 + static_cast<size_t>(i) % 2) * bytes, i % 2 ? 1e-3 : 2e-3);
     }
     EXPECT_EQ(flat.misses->share(20, bytes), 0);
-    EXPECT_EQ(flat.misses->share(8, bytes), 8) << "all of them leave it nothing";
+    EXPECT_EQ(flat.misses->share(8, bytes), 8) << "fetching all leaves the CPU nothing";
 }
 
 TEST(ExpertMisses, LearnsHowFastTheCpuIs) {
@@ -226,8 +223,7 @@ TEST(ExpertMisses, LearnsHowFastTheCpuIs) {
     EXPECT_EQ(steps.misses->share(8, bytes), 0);
 }
 
-// What the best share leaves idle gets an expert now and then (miss_share.h), in orders as in the count of what became
-// of them.
+// A side that the best share leaves idle gets an expert now and then (miss_share.h). Orders and counts both show it.
 TEST(ExpertMisses, TestsWhatItDoesNotUse) {
     for (const bool cpuIsIdle : {true, false}) {
         SCOPED_TRACE(cpuIsIdle ? "all are fetched" : "all are computed");

@@ -1,5 +1,5 @@
-// How a budget becomes slots for experts: shared by what all experts of a size take, nothing wasted but less than a
-// slot of each size, landing places beside them; and what is left where memory is short.
+// How a budget becomes slots for experts: each pool's part is in proportion to what its experts take, less than a slot
+// a pool is wasted, and landing slots come off first; and what happens if memory is short.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 using namespace slotted;
 using Preload = ExpertSlotManager::Preload;
 
-// Four sizes of slots; two kinds of layers of different types take the same.
+// Four sizes of slots; two layers of different types have slots of the same size.
 std::vector<LayerShape> randomLayers(std::mt19937& random, int count) {
     std::vector<LayerShape> layers(static_cast<size_t>(count));
     for (LayerShape& layer : layers) {
@@ -29,7 +29,7 @@ std::vector<LayerShape> randomLayers(std::mt19937& random, int count) {
     return layers;
 }
 
-// Every slot's three matrices, in their order, overlap nothing.
+// The three matrices of each slot lie in order and overlap nothing.
 void expectApart(const ExpertSlotManager& slots) {
     std::map<uintptr_t, uintptr_t> ranges;
     std::set<const uint8_t*> seen;
@@ -114,7 +114,7 @@ TEST(ExpertSlots, OfTwoSizesGetTheirPartsAndWhatIsOver) {
     LayerShape small, large;
     small.experts = 30;
     large.experts = 10;
-    large.hidden = 64;  // of slots of twice the bytes
+    large.hidden = 64;  // slots of twice the bytes
     World world({small, large, small});
     const auto pools = world.slots->pools();
     ASSERT_EQ(pools.size(), 2u);

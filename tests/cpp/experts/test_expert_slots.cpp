@@ -1,5 +1,5 @@
 // Slots for single experts: where experts are found, what may be overwritten when, landing slots, loads in the
-// background and their failures. What a pass reads in a slot is held against the file, byte by byte.
+// background and their failures. What a pass reads in a slot is compared with the file, byte by byte.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,8 +14,7 @@ namespace {
 using namespace slotted;
 using Preload = ExpertSlotManager::Preload;
 
-// --- where experts are
-// ----------------------------------------------------------------------------------------------------
+// --- where experts are ---
 
 TEST(ExpertSlots, ATableIsAsItWasWhenThePassBegan) {
     World world(layersOf(2));
@@ -41,7 +40,7 @@ TEST(ExpertSlots, ATableIsAsItWasWhenThePassBegan) {
     slots.beginPass();
     EXPECT_EQ(slots.tableVersion(), second) << "nothing has changed";
 
-    // Full, then one is driven out in the middle of a pass: the table shows it until the next.
+    // The cache is full; then an expert is evicted in the middle of a pass. The table shows it until the next pass.
     world.fill(0, {1, 2});
     slots.beginPass();
     world.use(1, {7});
@@ -58,8 +57,8 @@ TEST(ExpertSlots, ATableIsAsItWasWhenThePassBegan) {
     EXPECT_EQ(world.inTable(1, 7), place->slot);
 }
 
-// The caller writes what comes ahead into the device's table; so the table must be sent again even if it looks as it
-// did.
+// The caller writes experts that are fetched ahead into the device's table, so the table must be sent again even if it
+// has not changed.
 TEST(ExpertSlots, WhatCameAndWentWithinAPassChangesTheVersion) {
     World world(layersOf(3));
     world.take(world.budgetFor(1));
@@ -81,7 +80,7 @@ TEST(ExpertSlots, WhatCameAndWentWithinAPassChangesTheVersion) {
 
 TEST(ExpertSlots, AskedForWhatIsNotThereSaySo) {
     World world(layersOf(2));
-    expectError(ErrorKind::Internal, "not been taken", [&] { world.slots->tryGet(0, 0); });
+    expectError(ErrorKind::Internal, "before their memory", [&] { world.slots->tryGet(0, 0); });
     world.take(world.budgetFor(3));
     auto& slots = *world.slots;
     expectError(ErrorKind::Internal, "expert 8", [&] { slots.tryGet(0, 8); });
@@ -101,8 +100,7 @@ TEST(ExpertSlots, AskedForWhatIsNotThereSaySo) {
                 [&] { other.slots->addLayer({slots.file(0).gate, uneven, slots.file(0).down}); });
 }
 
-// --- what may be overwritten
-// ------------------------------------------------------------------------------------------------
+// --- what may be overwritten ---
 
 // Three layers, a cache that is full with one expert of each, and others that are wanted more.
 class FullCache : public ::testing::Test {
@@ -123,7 +121,7 @@ protected:
 TEST_F(FullCache, LayersAheadAreNotOverwritten) {
     slots.beginPass();
     world.reach(0, {1, 5});
-    EXPECT_GE(slots.getOrLoad(0, 5)->slot, 3) << "a landing place: what is there is of layers ahead, or chosen";
+    EXPECT_GE(slots.getOrLoad(0, 5)->slot, 3) << "it lands: the slots hold experts of later layers, or chosen ones";
     EXPECT_FALSE(slots.getOrLoad(1, 5, true));
     EXPECT_EQ(slots.preload(0, 5), Preload::NotWorthIt);
     EXPECT_TRUE(isHeld(0) && isHeld(1) && isHeld(2));
@@ -134,7 +132,7 @@ TEST_F(FullCache, ALayersOwnAreIfNotChosen) {
     world.reach(0, {5, 6});
     EXPECT_EQ(slots.getOrLoad(0, 5)->slot, 0);
     EXPECT_FALSE(isHeld(0));
-    EXPECT_GE(slots.getOrLoad(0, 6)->slot, 3) << "the only other one that might leave was brought for this very layer";
+    EXPECT_GE(slots.getOrLoad(0, 6)->slot, 3) << "the only other expert that might leave came for this very layer";
     EXPECT_TRUE(isHeld(1) && isHeld(2));
 }
 
@@ -151,7 +149,7 @@ TEST_F(FullCache, LayersBehindAreEvenIfTheyWereChosen) {
 TEST_F(FullCache, WhatCameAheadStaysUntilItsLayerIsLeft) {
     slots.beginPass();
     world.reach(0, {5});
-    ASSERT_EQ(slots.getOrLoad(1, 5, true)->slot, 0);  // over layer 0's, which was not chosen
+    ASSERT_EQ(slots.getOrLoad(1, 5, true)->slot, 0);  // replaces layer 0's, which was not chosen
     EXPECT_FALSE(slots.getOrLoad(1, 6, true));
     world.reach(1, {1, 6, 7});  // a guess that was wrong
     world.use(1, {6, 7}, 5);
@@ -160,7 +158,7 @@ TEST_F(FullCache, WhatCameAheadStaysUntilItsLayerIsLeft) {
     EXPECT_EQ(slots.tryGet(1, 5), 0);
     world.reach(2, {6});
     world.use(2, {6}, 5);
-    EXPECT_EQ(slots.getOrLoad(2, 6)->slot, 1) << "layer 1's other one was there for longer";
+    EXPECT_EQ(slots.getOrLoad(2, 6)->slot, 1) << "layer 1's other expert was there for longer";
     EXPECT_EQ(slots.tryGet(1, 5), 0);
     EXPECT_EQ(slots.preload(2, 6), Preload::Present);
     world.use(2, {7}, 5);
@@ -244,7 +242,7 @@ TEST(ExpertSlots, ALandingPlaceIsGivenOnceALayer) {
     EXPECT_EQ(slots.resident(), 56);
 }
 
-// A pass that was given up may not have brought what it was to bring.
+// A pass that was given up may not have fetched what it was to fetch.
 TEST_F(FullCache, WhatAFailedPassWasToBringIsNotThere) {
     slots.beginPass();
     const uint64_t version = slots.tableVersion();
@@ -271,11 +269,10 @@ TEST_F(FullCache, WhatAFailedPassWasToBringIsNotThere) {
     EXPECT_TRUE(world.isThere(0, 5, world.inTable(0, 5)) && world.isThere(1, 6, world.inTable(1, 6)) &&
                 world.isThere(2, 1, 2));
     slots.passFailed();
-    EXPECT_EQ(slots.resident(), 3) << "loads in the background are no part of a pass";
+    EXPECT_EQ(slots.resident(), 3) << "loads in the background do not belong to a pass";
 }
 
-// --- loads
-// ----------------------------------------------------------------------------------------------------------------------
+// --- loads ---
 
 TEST(ExpertSlots, LoadsAreFoundFromTheNextPassOn) {
     World world(layersOf(2));
@@ -286,7 +283,7 @@ TEST(ExpertSlots, LoadsAreFoundFromTheNextPassOn) {
     EXPECT_EQ(slots.preload(0, 2), Preload::Present) << "it is on its way";
     EXPECT_EQ(slots.preload(1, 2), Preload::Started);
     EXPECT_EQ(slots.preload(1, 3), Preload::Started);
-    EXPECT_EQ(world.loads.asked, 0) << "the device need not be asked before";
+    EXPECT_EQ(world.loads.asked, 0) << "the device is not asked before it must be";
     EXPECT_EQ(slots.preload(1, 4), Preload::Busy) << "three at once";
     world.loads.arrive(1);
     EXPECT_EQ(slots.preload(1, 4), Preload::Started);
@@ -294,7 +291,7 @@ TEST(ExpertSlots, LoadsAreFoundFromTheNextPassOn) {
     EXPECT_EQ(slots.tryGet(0, 2), -1) << "this pass must not find it";
     world.reach(0, {2});
     const auto landing = slots.getOrLoad(0, 2);
-    EXPECT_TRUE(landing && landing->fill && landing->slot >= 10) << "nor have a second slot for it";
+    EXPECT_TRUE(landing && landing->fill && landing->slot >= 10) << "and gets no second slot for it";
     EXPECT_FALSE(slots.getOrLoad(1, 2, true));
     EXPECT_EQ(slots.resident(), 0);
     world.loads.arrive(1);
@@ -323,14 +320,14 @@ TEST(ExpertSlots, WhatIsBeingLoadedIsDrivenOutByNobody) {
     EXPECT_GE(slots.getOrLoad(1, 4)->slot, 2);
     EXPECT_EQ(slots.preload(1, 5), Preload::NotWorthIt);
     world.loads.arrive(2);
-    EXPECT_GE(slots.getOrLoad(1, 4)->slot, 2) << "not before it is there for the passes either";
+    EXPECT_GE(slots.getOrLoad(1, 4)->slot, 2) << "it gets no second slot before the passes find it";
     EXPECT_EQ(slots.preload(1, 5), Preload::NotWorthIt);
     slots.beginPass();
     world.reach(1, {4});
     EXPECT_LT(slots.getOrLoad(1, 4)->slot, 2);
 }
 
-// What such a load was to replace may have been overwritten in part: it is gone, and nothing else is.
+// The expert that a failed load was to replace may be overwritten in part: it is gone, and no other is.
 TEST_F(FullCache, ALoadThatCannotStartLeavesItsSlotFree) {
     slots.beginPass();
     for (int32_t layer = 0; layer < 3; ++layer) world.reach(layer);

@@ -1,6 +1,6 @@
-// Slots for experts under thousands of random calls, in the order in which an engine makes them. What the device would
-// read in a pass is held against the file at every moment when it might read it; who is where, and who is driven out,
-// against a model of the rules in maps. And threads that ask while one drives passes.
+// Slots for experts under thousands of random calls, in the order in which an engine makes them. What the device may
+// read in a pass is compared with the file whenever it may read it; the experts in the slots, and those that are
+// evicted, with a model of the rules in maps. And threads that ask while another drives passes.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 #include <thread>
 
 #include "expert_world.h"
-#include "experts/expert_policy.h"
+#include "experts/cache/expert_policy.h"
 #include "seed.h"
 
 namespace {
@@ -38,7 +38,7 @@ public:
     void used(const Expert& e) { _policy.used(number(e)); }
     bool isAt(const Expert& e) const { return _slotOf.count(e) > 0; }
     int32_t slotOf(const Expert& e) const { return isAt(e) ? _slotOf.at(e) : -1; }
-    // Whom it would replace if it came, {-1, -1} for nobody; nothing if it may not come.
+    // The expert that it would replace, {-1, -1} if a slot is free; nothing if it gets no slot.
     std::optional<Expert> wouldReplace(const Expert& e) const {
         if (!_free.empty()) return Expert{-1, -1};
         const int32_t victim = _policy.victim([&](int32_t x) { return mayLeave({x / _experts, x % _experts}); });
@@ -176,7 +176,7 @@ private:
         }
         _slots.used(layer, chosen.data(), static_cast<int32_t>(chosen.size()));
         for (const int32_t e : chosen) _plain.used({layer, e});
-        // What layers ahead will read is there as well.
+        // What later layers will read is there as well.
         for (int32_t i = (layer + 1) * _experts; i < _layers * _experts; ++i) {
             if (_device[static_cast<size_t>(i)] >= 0)
                 expectThere({i / _experts, i % _experts}, _device[static_cast<size_t>(i)]);
@@ -206,7 +206,7 @@ private:
             ASSERT_FALSE(place);
         }
     }
-    // Whether it has a slot of its own now, which the model then gives it too.
+    // Whether it has a slot to keep now; the model then gives it one too.
     bool keeps(const Expert& e, const std::optional<ExpertSlotManager::Place>& place) {
         const auto replaced = isOnTheWay(e) ? std::nullopt : _plain.wouldReplace(e);
         if (!replaced) return false;
@@ -219,7 +219,7 @@ private:
     }
     void replace(const Expert& victim, int32_t slot) {
         if (victim.first >= 0) {
-            EXPECT_EQ(_plain.slotOf(victim), slot) << "another was driven out than the model says";
+            EXPECT_EQ(_plain.slotOf(victim), slot) << "evicted another expert than the model";
             _plain.leave(victim);
             EXPECT_EQ(_slots.tryGet(victim.first, victim.second), -1);
             ++evictions;
@@ -238,7 +238,7 @@ private:
         } catch (const Error&) {
             ASSERT_TRUE(!present && !full && replaced);
             if (replaced->first < 0) return;
-            _plain.leave(*replaced);  // what was there may have been overwritten
+            _plain.leave(*replaced);  // its slot may have been overwritten
             EXPECT_EQ(_slots.tryGet(replaced->first, replaced->second), -1);
             ++evictions;
             return;
@@ -289,7 +289,7 @@ TEST(ExpertSlotsAtRandom, DoWhatTheRulesSayAndOverwriteNothingInUse) {
     EXPECT_TRUE(evictions > 500 && loads > 500 && hits > 5000) << evictions << ", " << loads << ", " << hits;
 }
 
-// Layers of several sizes of slots, of which each expert must land where its own pool is.
+// Layers with slots of several sizes; each expert must land in its own pool.
 TEST(ExpertSlotsAtRandom, MixedSizesDoNotDisturbEachOther) {
     std::mt19937 random(sharpi::testSeed(9));
     std::vector<LayerShape> layers(6);

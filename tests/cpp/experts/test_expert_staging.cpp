@@ -1,4 +1,4 @@
-// What experts on their way take of the device's memory, and how many may be: by the largest of them, within bounds.
+// The staging memory for experts on their way, and how many may be on their way: both follow from the largest expert.
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -45,7 +45,7 @@ TEST(ExpertStaging, FloatsPassThroughNone) {
     EXPECT_GE(expertStaging({}).depth, 1);
 }
 
-// Large experts: fewer at once, but one at least.
+// Fewer large experts may be on their way at once, but at least one.
 TEST(ExpertStaging, IsBoundedByBytes) {
     for (int64_t hidden = 256; hidden < 64 * 1024; hidden += 1792) {
         const ExpertStaging staging = expertStaging({layer(DType::Q8_0, DType::Q8_0, DType::Q8_0, 4096, hidden)});

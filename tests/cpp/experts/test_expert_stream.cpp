@@ -1,5 +1,4 @@
-// Stacks of experts in the weight stream: they come as whole experts, those that are wanted, in passes of many rows
-// alone.
+// Stacks of experts in the weight stream: full passes fetch the wanted experts whole, and steps fetch none.
 #include "seed.h"
 #include "weight_world.h"
 
@@ -7,7 +6,7 @@ namespace {
 
 using namespace streamed;
 
-// Rows of Q8_0 that take so many bytes on the device.
+// The bytes of a Q8_0 row on the device.
 GappedRows rowsOf(size_t bytes) { return {bytes - rowBytes(DType::Q8_0, 256), 3}; }
 
 GroupShape stack(int64_t rows, int32_t experts, int64_t apart = 0) {
@@ -35,9 +34,8 @@ TEST(ExpertStream, PiecesAreAsManyExpertsAsFitAndAlike) {
         world.add(stack(c.rows, c.experts, c.apart));
         EXPECT_TRUE(world.stream.streams() && !world.stream.sharesRows());
         world.stream.take();
-        const size_t slots = std::min<size_t>(WeightStream::kSlots, c.pieces.size());
-        EXPECT_EQ(world.held("slots for weights that are not resident"),
-                  slots * static_cast<size_t>(c.pieces[0] * c.rows) * kRow);
+        const size_t slots = std::min<size_t>(Transfers::kMostBuffers, c.pieces.size());
+        EXPECT_EQ(world.held("buffers for streamed weights"), slots * static_cast<size_t>(c.pieces[0] * c.rows) * kRow);
         const size_t expertInFile = rowBytes(DType::Q8_0, 256) * static_cast<size_t>(c.rows);
         EXPECT_EQ(world.transfers.stageBytes, static_cast<size_t>(c.pieces[0]) * Allocator::aligned(expertInFile));
         for (int round = 0; round < 2; ++round) {
@@ -47,12 +45,12 @@ TEST(ExpertStream, PiecesAreAsManyExpertsAsFitAndAlike) {
             world.stream.end();
             EXPECT_EQ(counts, c.pieces);
             world.changeFiles();
-            world.pass(false, true);  // which holds every byte against the file
+            world.pass(false, true);  // compares every byte with the file
         }
     }
 }
 
-// They are the CPU's there, and nothing waits for them: what comes after is fetched in their place.
+// In steps the CPU computes them, and nothing waits for them: later weights are fetched instead.
 TEST(ExpertStream, PassesOfFewRowsDoWithout) {
     World world(rowsOf(size_t{64} << 10), 5);
     for (const int32_t experts : {0, 12, 9, 0, 5}) world.add(experts ? stack(64, experts) : matrix(false));
@@ -78,7 +76,7 @@ TEST(ExpertStream, OnlyThoseThatAreWantedCome) {
     const struct {
         std::vector<int32_t> wanted, pieces;
     } cases[] = {
-        {{0, 1, 2, 3, 4, 5, 6, 7}, {3, 3, 2}},  // not 4 and 4: all nine come by threes, and so large are the slots
+        {{0, 1, 2, 3, 4, 5, 6, 7}, {3, 3, 2}},  // not 4 and 4: buffers hold three, the pieces of all nine
         {{1, 3, 5, 7}, {2, 2}},
         {{0, 7, 8}, {3}},
         {{8}, {1}},
@@ -151,7 +149,7 @@ TEST(ExpertStream, RefusesToWantWhatThereIsNot) {
         expectInternal([&] { world.stream.setWanted(0, wrong); });
     }
     for (const int32_t group : {1, 2}) expectInternal([&] { world.stream.setWanted(group, {}); });
-    world.pass(false, true);  // all are wanted yet
+    world.pass(false, true);  // all are still wanted
     world.want(world.groups[0], {1, 3});
     world.pass(false, true);
 }
@@ -164,7 +162,7 @@ TEST(ExpertStream, ToWantOthersEndsAPassThatWasLeft) {
     world.stream.begin(WeightStream::Part::Model, false, true);
     world.use(world.groups[0], false);
     world.want(world.groups[1], {2});
-    expectError(ErrorKind::Internal, "none", [&] { world.use(world.groups[1], false); });
+    expectError(ErrorKind::Internal, "outside a pass", [&] { world.use(world.groups[1], false); });
     world.transfers.mayGiveUp = true;
     world.pass(false, true);
 }
@@ -175,7 +173,7 @@ TEST(ExpertStream, WithStacksAloneAStepBringsNothing) {
     world.add(stack(64, 8));
     world.stream.take();
     world.stream.uploadAll();
-    EXPECT_EQ(world.transfers.passes, 0) << "the first pass brings what is resident";
+    EXPECT_EQ(world.transfers.passes, 0) << "the first pass fetches resident weights";
     world.pass(true, true);
     EXPECT_EQ(world.transfers.passes, 1);
     world.stream.finishUploads();

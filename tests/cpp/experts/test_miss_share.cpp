@@ -1,6 +1,6 @@
-// How misses are shared out while the machine shows how fast it is: a simulated CPU and bus with noise, held against
-// the best share that knows both. Wrong profiles, another process on half of the cores, single accidents, and machines
-// that really are as slow as they look.
+// How misses are shared while the machine's speed is being learned: a simulated CPU and bus with noise, compared with
+// the best share that knows both. With wrong profiles, another process on half of the cores, single accidents, and
+// machines that really are as slow as they look.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ double between(std::mt19937& random, double low, double high) {
     return std::uniform_real_distribution<double>(low, high)(random);
 }
 
-// The lines of the machine that RESULTS.md was measured on.
+// The speeds of the machine on which RESULTS.md was measured.
 struct Machine {
     double cpuStart = 18e-6, cpuExpert = 20e-6;  // seconds, and seconds of an expert
     double busStart = 20e-6, busExpert = 55e-6;
@@ -42,13 +42,13 @@ struct Machine {
     double busRate() const { return kExpert / busExpert; }
 };
 
-// Decode on such a machine. disturbed: what else happens to the CPU's time of a layer.
+// Decode on such a machine. disturbed: changes the CPU's time for a layer.
 class Decode {
 public:
     Decode(const Machine& machine, double cpuRate, double busRate)
         : machine(machine), share(cpuRate, busRate, kExpert) {}
 
-    // Layers with misses; returns their seconds over those of the best share, which knows the machine.
+    // Decodes layers with misses. Returns their seconds divided by those of the best share, which knows the machine.
     double run(int layers) {
         Times sum;
         for (int i = 0; i < layers; ++i) {
@@ -93,8 +93,8 @@ private:
     std::mt19937 _random{testSeed(1)};
 };
 
-// Seconds over those of the best share: probes may add a hundredth, and the noise moves the choice between two that are
-// nearly as good.
+// Seconds divided by those of the best share: probes may add a hundredth, and noise moves the choice between two shares
+// that are nearly equal.
 constexpr double kNear = 1.03;
 constexpr int kLearning = 4000;  // layers: 83 tokens of 48 layers
 
@@ -123,8 +123,8 @@ TEST(MissShare, AWrongProfileIsCorrected) {
     }
 }
 
-// Experts so large that computing a layer's takes longer than any allowance for probes. The profile says that the bus
-// is the faster side.
+// The experts are so large that computing a layer's takes longer than any allowance for probes. The profile says that
+// the bus is the faster side.
 TEST(MissShare, LargeExpertsAreMeasuredToo) {
     Machine machine;
     machine.cpuExpert = 10e-3;
@@ -153,7 +153,7 @@ TEST(MissShare, ABurstIsForgotten) {
     }
 }
 
-// While it lasts the bus has to do the work: it is not twice as slow as with the bus alone.
+// Meanwhile the bus has to do the work: decoding is less than twice as slow as with the bus alone.
 TEST(MissShare, ABurstIsNoticed) {
     const Machine machine;
     Decode decode(machine, machine.cpuRate(), machine.busRate());
@@ -165,7 +165,7 @@ TEST(MissShare, ABurstIsNoticed) {
     EXPECT_GT(decode.fetchedExperts, 4 * decode.computedExperts);
 }
 
-// The first layer of all takes 10 ms, as where a thread loses its core: it is as good as forgotten at once.
+// The very first layer takes 10 ms, as if a thread lost its core. This hardly counts.
 TEST(MissShare, AnAccidentMattersLittle) {
     const Machine machine;
     Decode decode(machine, machine.cpuRate(), machine.busRate());
@@ -174,8 +174,8 @@ TEST(MissShare, AnAccidentMattersLittle) {
     EXPECT_LT(decode.run(1000), kNear);
 }
 
-// Whatever was measured, a hundred times in a row: a second for the CPU, for fetches, for the GPU's own part, or
-// nothing at all.
+// A wrong measurement comes a hundred times in a row: a second for the CPU, for fetches or for the GPU's own part, or
+// nothing at all. It is corrected all the same.
 TEST(MissShare, NoStateLasts) {
     struct Wrong {
         size_t fetched, computed;

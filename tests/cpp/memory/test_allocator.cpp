@@ -1,5 +1,5 @@
-// The allocator on the fake device: nothing lost to rounding, everything given back, and every refusal or failure
-// leaving things as they were. test_allocator_random.cpp has the same for any order of calls.
+// The allocator on the fake device: nothing is lost to rounding, everything is given back, and a refusal or failure
+// changes nothing. test_allocator_random.cpp has the same for random orders of calls.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 #include <vector>
 
 #include "core/error.h"
+#include "fake_device.h"
 #include "memory/allocator.h"
-#include "memory/fake_device.h"
 #include "seed.h"
 
 namespace {
@@ -227,7 +227,7 @@ TEST(Allocator, ARefusalNamesTheLargestHolders) {
     EXPECT_EQ(held(), "; held: 'slots' 6.0 MiB, 'KV cache' 2.0 MiB, 'biases' 768.0 KiB and 2 more with 768.0 KiB");
 }
 
-// Takes what a model takes, with a refusal at the n-th call for memory: false when n was never reached.
+// Takes what a model takes, while the n-th commit is refused. Returns false if there were fewer than n.
 bool loadWithFailureAt(int n) {
     FakeDevice device(64 * kMiB);
     device.poisonCommits();
@@ -254,7 +254,7 @@ bool loadWithFailureAt(int n) {
             EXPECT_EQ(allocator.holdings().size(), holders);
             EXPECT_EQ(device.freeBytes(), 64 * kMiB - taken);
             unharmed();
-            data = allocate(allocator, bytes, name);  // nothing is in its way
+            data = allocate(allocator, bytes, name);  // succeeds at the second try
         }
         std::memset(data, name[0], bytes);
         live[name] = {data, bytes};
@@ -287,7 +287,7 @@ TEST(Allocator, ARefusalAnywhereLosesNothing) {
     EXPECT_GT(n, 10) << "the script asks for memory more often than that";
 }
 
-// Fails otherwise than for lack of memory.
+// A device that fails for another reason than a lack of memory.
 class BrokenDevice : public FakeDevice {
 public:
     using FakeDevice::FakeDevice;
@@ -309,7 +309,7 @@ TEST(Allocator, AnErrorOfTheDeviceLosesNothing) {
         Allocator allocator(device);
         uint8_t* const kept = allocate(allocator, 3 * kMiB);
         std::memset(kept, 5, 3 * kMiB);
-        for (int n = 1; n <= 2; ++n) {  // what it fills alone, and where it ends
+        for (int n = 1; n <= 2; ++n) {  // the granules that it fills alone, and the one in which it ends
             device.commitsUntilError = n;
             EXPECT_EQ(errorOf(ErrorKind::Internal, [&] { allocate(allocator, 8 * kMiB); }), "the device is lost");
             EXPECT_EQ(allocator.held(), 3 * kMiB);
@@ -336,7 +336,7 @@ TEST(Allocator, WithoutAddressesItIsOutOfMemory) {
     uint8_t* const b = allocate(allocator, 5 * kMiB);
     EXPECT_EQ(device.reserved(), 12 * kMiB);
     allocator.free(b);
-    EXPECT_EQ(device.reserved(), 6 * kMiB) << "addresses of which nothing is used are kept";
+    EXPECT_EQ(device.reserved(), 6 * kMiB) << "unused addresses are kept";
     EXPECT_EQ(allocate(allocator, 1 * kMiB), a + 5 * kMiB);
     EXPECT_EQ(device.reserved(), 6 * kMiB);
 }
@@ -351,7 +351,7 @@ TEST(Allocator, AddressesOfARefusedAllocationAreNotKept) {
     EXPECT_EQ(device.reserved(), 6 * kMiB);
 }
 
-// Hands out addresses without a gap between ranges, as a device may: nothing can lie across two of them.
+// Hands out ranges of addresses without gaps between them, as a device may. No allocation may lie across two ranges.
 class AdjacentRanges : public FakeDevice {
 public:
     AdjacentRanges() : FakeDevice(64 * kMiB), _base(static_cast<uint8_t*>(FakeDevice::reserve(64 * kMiB))) {}

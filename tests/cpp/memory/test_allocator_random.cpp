@@ -1,5 +1,5 @@
-// The allocator under thousands of random calls, held against a model that counts the granules which live allocations
-// reach into: contents never change, nothing overlaps, and what is taken from the device is exactly those granules.
+// The allocator under thousands of random calls, compared with a model that counts the granules which live allocations
+// reach into: contents never change, nothing overlaps, and exactly those granules are taken from the device.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 #include <set>
 
 #include "core/error.h"
+#include "fake_device.h"
 #include "memory/allocator.h"
-#include "memory/fake_device.h"
 #include "seed.h"
 
 namespace {
@@ -29,7 +29,7 @@ bool filledWith(const uint8_t* data, size_t bytes, uint8_t value) {
 
 size_t roomFor(size_t bytes) { return (std::max<size_t>(bytes, 1) + 255) / 256 * 256; }
 
-// What is allocated, as the caller sees it, each allocation filled with a byte of its own.
+// The live allocations as the caller sees them; each is filled with its own byte value.
 class Model {
 public:
     Model(Allocator& allocator, FakeDevice& device)
@@ -41,7 +41,7 @@ public:
         for (const auto& [data, one] : _live) total += one.bytes;
         return total;
     }
-    // The device's bytes that must be taken.
+    // The bytes that must be taken from the device.
     size_t touched() const {
         const size_t granule = _device.granularity();
         std::set<uintptr_t> granules;
@@ -110,7 +110,7 @@ void randomRounds(unsigned seed, bool poisoned, size_t largestReserve) {
     Model model(allocator, device);
     int refused = 0;
     for (int round = 0; round < 2400; ++round) {
-        // Mostly filling, then mostly emptying, and again.
+        // Mostly allocates, then mostly frees, and again.
         if (model.count() == 0 || random() % 100 < (round / 300 % 2 ? 35u : 60u)) {
             const size_t bytes = randomSize(random);
             const size_t takenBefore = allocator.taken();

@@ -1,5 +1,4 @@
-// How much memory is left: of the machine, and of the control groups around the process, as a folder of made-up files
-// tells it.
+// How much memory the machine and the process's control groups leave, read from a folder of made-up files.
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
@@ -26,7 +25,7 @@ protected:
         std::filesystem::create_directories(at.parent_path());
         std::ofstream(at) << text;
     }
-    // A machine with 40 GiB available and 3 in files that are only in memory.
+    // A machine with 40 GiB available and 3 GiB of files that exist in memory alone.
     void machine() const {
         write("proc/meminfo",
               "MemTotal:       67108864 kB\nMemFree:  1 kB\nMemAvailable:   41943040 kB\nShmem:  3145728 "
@@ -49,7 +48,7 @@ TEST_F(HostMemoryRoom, OfAMachineWithoutGroups) {
     expect(SIZE_MAX, SIZE_MAX);
     machine();
     expect(40 * kGiB, 43 * kGiB);
-    // Lines that name no group: what is there for all has nothing to do with this process.
+    // The lines name no group of this process, so the limits that exist are not its own.
     unified("", std::to_string(kGiB), 0, 0);
     write("groups/memory/memory.limit_in_bytes", "1\n");
     write("proc/self/cgroup", "nonsense\n:\n/:\n7\n3:cpu,memory:\n0::\n0::elsewhere\n5:memory:elsewhere\n");

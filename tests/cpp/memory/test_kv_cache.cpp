@@ -1,5 +1,5 @@
-// The page accounting of the KV cache against a plain model: whatever happens to several sequences, every page
-// belongs to one of them or is free, and a refused request changes nothing.
+// The page accounting of the KV cache against a plain model: whatever happens to several sequences, every page belongs
+// to one of them or is free, and a refused request changes nothing.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "core/error.h"
+#include "fake_device.h"
 #include "memory/allocator.h"
-#include "memory/fake_device.h"
 #include "memory/host_memory.h"
 #include "memory/kv_cache.h"
 #include "seed.h"
@@ -30,7 +30,7 @@ constexpr int64_t kPage = KvCache::kPageTokens;
 
 int64_t pagesOf(int64_t tokens) { return tokens / kPage + (tokens % kPage != 0 ? 1 : 0); }
 
-// What the cache must say: lengths, and the pages that each sequence has held since it got them.
+// What the cache must report: the sequences' lengths, and pages that never move.
 class Model {
 public:
     explicit Model(int64_t pages) : _pages(pages) {}
@@ -42,7 +42,7 @@ public:
         return _pages - used;
     }
 
-    // Every page in range and in one place; pages that a sequence keeps stay where they were.
+    // Every page is in range and has one owner; pages that a sequence keeps do not move.
     void check(const KvCache& cache) {
         ASSERT_EQ(cache.freePages(), free());
         std::set<int32_t> seen;

@@ -1,5 +1,6 @@
-// The memories under the allocator. The host's: zero, untouched until used, refused with an error. The fake device's: a
-// set capacity, failures on demand, and an end to the test for any misuse. And Buffer, which owns one allocation.
+// The memories under the allocator. The host's memory is zero, is not touched until it is used, and is refused with an
+// error. The fake device has a set capacity, fails on demand and ends the test at any misuse. Buffer owns an
+// allocation.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -12,8 +13,8 @@
 #include <vector>
 
 #include "core/error.h"
+#include "fake_device.h"
 #include "memory/allocator.h"
-#include "memory/fake_device.h"
 #include "memory/host_memory.h"
 
 namespace {
@@ -27,7 +28,7 @@ using sharpi::HostMemory;
 
 constexpr size_t kMiB = size_t{1} << 20;
 
-// How many of the range's pages the system has given memory to.
+// The number of pages in the range that have memory.
 size_t residentPages(void* address, size_t bytes) {
     const size_t page = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
     std::vector<unsigned char> resident((bytes + page - 1) / page);
@@ -47,7 +48,7 @@ TEST(HostMemory, GivesZeroedMemoryToReservedAddresses) {
     ASSERT_TRUE(memory.commitsZeroes());
     auto* base = static_cast<uint8_t*>(memory.reserve(16 * granule));
     EXPECT_EQ(reinterpret_cast<uintptr_t>(base) % granule, 0u);
-    for (int round = 0; round < 3; ++round) {  // memory taken again must not show what was there before
+    for (int round = 0; round < 3; ++round) {  // memory that is taken again must not show its old contents
         uint8_t* const part = base + granule * 5;
         ASSERT_TRUE(memory.commit(part, 3 * granule));
         EXPECT_TRUE(allZero(part, 3 * granule));
@@ -113,7 +114,7 @@ TEST(HostMemory, AllocationsStayLazy) {
     auto* const data =
         reinterpret_cast<uint8_t*>((reinterpret_cast<uintptr_t>(cache.as<uint8_t>()) + page - 1) / page * page);
     const size_t whole = bytes - 2 * page;
-    EXPECT_EQ(residentPages(data, whole), 0u) << "clearing touched what is zero already";
+    EXPECT_EQ(residentPages(data, whole), 0u) << "clearing touched memory that is zero already";
     data[whole / 2] = 1;
     EXPECT_GE(residentPages(data, whole), 1u);
 }
@@ -201,7 +202,7 @@ TEST(Buffer, FreesOnceThroughMovesAndAssignments) {
         EXPECT_EQ(b.as<uint8_t>()[99], 42);
         EXPECT_EQ(allocator.held(), 100u);
 
-        b = Buffer(allocator, 30, "b");  // the old hundred go with the temporary
+        b = Buffer(allocator, 30, "b");  // the temporary frees the old hundred bytes
         EXPECT_EQ(allocator.held(), 30u);
         EXPECT_EQ(b.bytes(), 30u);
 

@@ -1,6 +1,6 @@
-// The slots of the recurrent state: whatever happens to several sequences, a step begins from the state of exactly the
-// tokens that the sequence has, and what cannot be kept is said. Checked by writing into each slot which tokens it
-// stands for.
+// The entries of the recurrent state: whatever happens to several sequences, a step begins from the state of exactly
+// the sequence's tokens, and truncate() reports what it could not keep. Each entry is filled with a signature of the
+// tokens that it covers.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "memory/fake_device.h"
+#include "fake_device.h"
 #include "memory/host_memory.h"
 #include "memory/kv_cache.h"
 #include "seed.h"
@@ -35,12 +35,12 @@ template <typename Call> void expectError(ErrorKind kind, const Call& call) {
 // state.
 class World {
 public:
-    explicit World(int32_t slots, int64_t tokens = 4096)
+    explicit World(int32_t entries, int64_t tokens = 4096)
         : _allocator(_memory),
-          cache(_allocator, {{0, 0}, {1, 4}, {0, 0}}, KvType::F32, tokens, RecurrentState(_allocator, kLayers, slots)) {
-    }
+          cache(_allocator, {{0, 0}, {1, 4}, {0, 0}}, KvType::F32, tokens,
+                RecurrentState(_allocator, kLayers, entries)) {}
 
-    // What floats of a state after these tokens hold: exact in a float.
+    // The value of all floats of a state after these tokens, exact in a float.
     static float signature(const std::vector<int>& tokens) {
         uint32_t sum = 1;
         for (const int token : tokens) sum = (sum * 31 + static_cast<uint32_t>(token)) % 1000003;
@@ -53,13 +53,13 @@ public:
         return handle;
     }
 
-    // Takes the sequence on by some tokens, with the states before the last `snapshots` of them.
+    // Extends the sequence by some tokens, and keeps the states before the last `snapshots` of them.
     void step(int32_t handle, const std::vector<int>& more, int32_t snapshots, bool fails) {
         const auto begin = static_cast<int64_t>(texts[handle].size());
         stepTo(handle, more, tiny::lastMarks(begin, begin + static_cast<int64_t>(more.size()), snapshots), fails);
     }
 
-    // Takes the sequence on by some tokens; where it fails, with rubbish in the slots that were to be written.
+    // Extends the sequence by some tokens. A failing step leaves rubbish in the entries that it was to write.
     void stepTo(int32_t handle, const std::vector<int>& more, const std::vector<int64_t>& marks, bool fails) {
         std::vector<int>& text = texts[handle];
         const auto promised = std::min<int64_t>(static_cast<int64_t>(marks.size()), cache.snapshotRoom(handle));
@@ -97,22 +97,22 @@ public:
     }
 
 private:
-    void check(int32_t slot, const std::vector<int>& text) {
-        if (slot < 0) {
+    void check(int32_t entry, const std::vector<int>& text) {
+        if (entry < 0) {
             ASSERT_TRUE(text.empty()) << "begins from nothing after " << text.size() << " tokens";
             return;
         }
-        for (const float* value : floats(slot)) ASSERT_EQ(*value, signature(text)) << "not the state of its tokens";
+        for (const float* value : floats(entry)) ASSERT_EQ(*value, signature(text)) << "not the state of its tokens";
     }
-    void write(int32_t slot, float value) {
-        for (float* at : floats(slot)) *at = value;
+    void write(int32_t entry, float value) {
+        for (float* at : floats(entry)) *at = value;
     }
-    std::vector<float*> floats(int32_t slot) const {
+    std::vector<float*> floats(int32_t entry) const {
         std::vector<float*> all;
         for (size_t i = 0; i < kLayers.size(); ++i) {
             const RecurrentLayer& layer = cache.states().layer(i);
-            for (int64_t f = 0; f < kLayers[i].convFloats; ++f) all.push_back(layer.convOf(slot) + f);
-            for (int64_t f = 0; f < kLayers[i].matrixFloats; ++f) all.push_back(layer.matrixOf(slot) + f);
+            for (int64_t f = 0; f < kLayers[i].convFloats; ++f) all.push_back(layer.convOf(entry) + f);
+            for (int64_t f = 0; f < kLayers[i].matrixFloats; ++f) all.push_back(layer.matrixOf(entry) + f);
         }
         return all;
     }
@@ -134,8 +134,8 @@ std::vector<int> someTokens(std::mt19937& random, int most) {
 TEST(RecurrentState, IsThatOfTheTokensUnderRandomUse) {
     for (unsigned seed = 0; seed < 30; ++seed) {
         std::mt19937 random(sharpi::testSeed(seed));
-        const int32_t slots = 1 + static_cast<int32_t>(random() % 6);
-        World world(slots, 1 << 20);
+        const int32_t entries = 1 + static_cast<int32_t>(random() % 6);
+        World world(entries, 1 << 20);
         int refused = 0, cutShort = 0;
         for (int round = 0; round < 800; ++round) {
             const unsigned action = random() % 12;
@@ -155,7 +155,7 @@ TEST(RecurrentState, IsThatOfTheTokensUnderRandomUse) {
                     world.stepTo(handle, more, marks, action == 7);
                 } catch (const Error& e) {
                     ASSERT_EQ(e.kind(), ErrorKind::OutOfMemory) << e.what();
-                    ASSERT_TRUE(text.empty()) << "a sequence that has a state can always go on";
+                    ASSERT_TRUE(text.empty()) << "a sequence that has a state can always be extended";
                     ++refused;
                 }
             } else if (action <= 9) {
@@ -169,12 +169,12 @@ TEST(RecurrentState, IsThatOfTheTokensUnderRandomUse) {
             }
             if (::testing::Test::HasFatalFailure()) FAIL() << "seed " << seed << " round " << round;
         }
-        if (slots < 4) {
+        if (entries < 4) {
             EXPECT_GT(refused, 0);
         }
         EXPECT_GT(cutShort, 0);
         for (const auto& [handle, text] : world.texts) world.cache.releaseSequence(handle);
-        EXPECT_EQ(world.cache.states().freeSlots(), slots) << "a slot was lost";
+        EXPECT_EQ(world.cache.states().freeEntries(), entries) << "an entry was lost";
     }
 }
 
@@ -199,7 +199,7 @@ TEST(RecurrentState, AFailedStepCostsNothingWhileThereIsRoom) {
     EXPECT_EQ(world.texts[a], (std::vector<int>{1, 2, 3}));
     const int32_t b = world.create();
     world.step(b, {9}, 0, false);
-    world.step(a, {4, 5}, 0, true);  // in place: nothing is left of it
+    world.step(a, {4, 5}, 0, true);  // in place, so the old state is gone
     EXPECT_EQ(world.texts[a], (std::vector<int>()));
     world.step(a, {1}, 0, false);
 }
@@ -210,7 +210,7 @@ TEST(RecurrentState, SnapshotsLetASequenceBeCutBack) {
     world.step(a, {1, 2, 3, 4, 5}, 3, false);
     for (const int64_t tokens : {4, 3, 2}) EXPECT_EQ(world.truncate(a, tokens), tokens);
     EXPECT_EQ(world.truncate(a, 1), 0);
-    world.step(a, {1, 2, 3, 4, 5}, 9, false);  // more than there is room for: of the last ones
+    world.step(a, {1, 2, 3, 4, 5}, 9, false);  // more than there is room for, so the last ones are kept
     EXPECT_EQ(world.truncate(a, 2), 2);
     EXPECT_EQ(world.truncate(a, 1), 0);
 }
@@ -221,7 +221,7 @@ TEST(RecurrentState, StatesAreHadWhereTheyAreWanted) {
     world.stepTo(a, {1, 2, 3, 4, 5, 6, 7, 8}, {2, 5}, false);
     EXPECT_EQ(world.truncate(a, 7), 5);
     EXPECT_EQ(world.truncate(a, 4), 2);
-    // One slot beside the last: the later of both.
+    // There is one entry besides the last state's: the later mark gets it.
     World small(2);
     const int32_t b = small.create();
     small.stepTo(b, {1, 2, 3, 4, 5, 6, 7, 8}, {2, 5}, false);
@@ -237,7 +237,7 @@ TEST(RecurrentState, ImpossibleMarksAreRefusedAndChangeNothing) {
          std::vector<std::vector<int64_t>>{{3}, {8}, {2}, {9}, {5, 5}, {6, 5}, {4, 8}}) {
         expectError(ErrorKind::Internal, [&] { world.cache.extend(a, 5, marks); });
         EXPECT_EQ(world.cache.length(a), 3);
-        EXPECT_EQ(world.cache.states().freeSlots(), 3);
+        EXPECT_EQ(world.cache.states().freeEntries(), 3);
     }
     world.stepTo(a, {4, 5, 6, 7, 8}, {4, 7}, false);
 }
@@ -252,24 +252,24 @@ TEST(RecurrentState, WhatShallBeKeptGoesLast) {
     world.step(a, {4}, 0, false);
     const int32_t b = world.create();
     world.step(b, {1}, 0, false);
-    world.step(b, {2}, 0, false);  // takes the slot that was kept
+    world.step(b, {2}, 0, false);  // takes the entry that was kept
     EXPECT_EQ(world.truncate(a, 3), 0);
 }
 
 TEST(RecurrentState, SnapshotsWithinTheRoomTakeNothingThatShallBeKept) {
-    for (const int32_t slots : {1, 2, 3, 4, 6}) {
-        World world(slots);
+    for (const int32_t entries : {1, 2, 3, 4, 6}) {
+        World world(entries);
         const int32_t a = world.create();
-        EXPECT_EQ(world.cache.snapshotRoom(a), slots - 1);
+        EXPECT_EQ(world.cache.snapshotRoom(a), entries - 1);
         world.step(a, {1, 2, 3}, 0, false);
         world.cache.keepState(a, 3);
-        EXPECT_EQ(world.cache.snapshotRoom(a), std::max(slots - 2, 0));
+        EXPECT_EQ(world.cache.snapshotRoom(a), std::max(entries - 2, 0));
         world.step(a, {4}, 0, false);
-        // The kept state and, in place of the one that the step began from, those of its rows; where a step fails, the
-        // kept one is left.
+        // The kept state stays; the states of the step's rows take the place of the one that the step began from. If
+        // the step fails, only the kept state is left.
         const int32_t room = world.cache.snapshotRoom(a);
-        EXPECT_EQ(room, std::max(slots - 2, 0));
-        if (slots < 3) continue;  // it was given up by the step before
+        EXPECT_EQ(room, std::max(entries - 2, 0));
+        if (entries < 3) continue;  // the step before evicted it
         for (int round = 0; round < 3; ++round) {
             ASSERT_EQ(world.cache.snapshotRoom(a), room);
             world.step(a, {5, 6, 7, 8, 9, 10, 11}, room, false);
@@ -277,7 +277,7 @@ TEST(RecurrentState, SnapshotsWithinTheRoomTakeNothingThatShallBeKept) {
             for (int64_t tokens = end - 1; tokens >= end - room; --tokens) EXPECT_EQ(world.truncate(a, tokens), tokens);
         }
         const int32_t b = world.create();
-        EXPECT_EQ(world.cache.snapshotRoom(b), slots - 3) << "what another stands at, and what it keeps, stay";
+        EXPECT_EQ(world.cache.snapshotRoom(b), entries - 3) << "another sequence's present and kept states stay";
         const int64_t length = world.cache.length(a);
         world.step(a, {5, 6, 7, 8, 9, 10, 11}, room, true);
         EXPECT_EQ(world.cache.length(a), 3) << "there was no room for the state of " << length << " tokens too";
@@ -304,7 +304,7 @@ TEST(RecurrentState, OfASequenceOneStateIsKept) {
         EXPECT_EQ(world.cache.snapshotRoom(a), 1) << "turn " << turn;
     }
     world.step(a, {6}, 0, false);
-    world.cache.keepState(a, 4);  // is not held
+    world.cache.keepState(a, 4);  // there is no such state
     EXPECT_EQ(world.cache.snapshotRoom(a), 1);
     for (int token = 7; token < 12; ++token) world.step(a, {token}, 0, false);
     EXPECT_EQ(world.truncate(a, 15), 15);
@@ -326,12 +326,12 @@ TEST(RecurrentState, RefusesStepsFromElsewhere) {
 TEST(RecurrentState, TakesTheBytesItPredicts) {
     FakeDevice memory(1 << 20, 1 << 12);
     Allocator allocator(memory);
-    for (const int32_t slots : {1, 5, 64}) {
-        const RecurrentState states(allocator, kLayers, slots);
-        EXPECT_EQ(states.bytes(), RecurrentState::bytesFor(kLayers, slots));
+    for (const int32_t entries : {1, 5, 64}) {
+        const RecurrentState states(allocator, kLayers, entries);
+        EXPECT_EQ(states.bytes(), RecurrentState::bytesFor(kLayers, entries));
         EXPECT_EQ(allocator.held(), states.bytes());
-        EXPECT_GE(states.bytes(), sizeof(float) * (3 + 5 + 2 + 7) * static_cast<size_t>(slots));
-        EXPECT_EQ(states.freeSlots(), slots);
+        EXPECT_GE(states.bytes(), sizeof(float) * (3 + 5 + 2 + 7) * static_cast<size_t>(entries));
+        EXPECT_EQ(states.freeEntries(), entries);
     }
     EXPECT_EQ(allocator.held(), 0u);
     EXPECT_EQ(RecurrentState::bytesFor({{0, 0}, {0, 0}}, 9), 0u);

@@ -1,4 +1,4 @@
-// The weight stream: whatever the matrices, the stacks and the passes, what is used is the file's.
+// The weight stream: whatever the matrices, the stacks and the passes, every byte that is used is the file's.
 #include "seed.h"
 #include "weight_world.h"
 
@@ -33,7 +33,7 @@ GroupShape randomGroup(std::mt19937& random, int64_t mostRows, int residentOf10)
 void addRandomGroups(World& world, std::mt19937& random, size_t count, int64_t mostRows, int residentOf10) {
     const size_t head = random() % 3 == 0 ? count : count - 1 - random() % 2;
     const size_t prediction =
-        random() % 2 ? count : head - random() % (head + 1);  // there may be nothing else, or none of it
+        random() % 2 ? count : head - random() % (head + 1);  // all groups may be the prediction layer's, or none
     for (size_t i = 0; i < count; ++i) {
         if (i == prediction) world.startPrediction();
         if (i == head) world.startHead();
@@ -44,7 +44,8 @@ void addRandomGroups(World& world, std::mt19937& random, size_t count, int64_t m
 
 TEST(WeightStream, EveryByteUsedIsTheFiles) {
     std::mt19937 random(sharpi::testSeed(11));
-    // Gap and most rows. One piece; some; 32 rows of two matrices may be more than a piece may be; of one, too.
+    // The gap, and the most rows. A group has one piece; several; 32 rows of two matrices may exceed a piece; even 32
+    // rows of one may.
     const std::pair<size_t, int64_t> kinds[] = {
         {0, 300}, {size_t{12} << 10, 1500}, {size_t{120} << 10, 120}, {size_t{300} << 10, 90}};
     for (int round = 0; round < 48; ++round) {
@@ -83,23 +84,23 @@ TEST(WeightStream, EveryByteUsedIsTheFiles) {
         EXPECT_EQ(world.transfers.residentRows, world.residentRows);
         size_t pieces = 0;
         for (const bool few :
-             {true, false}) {  // only what is streamed comes again, and each use finds all slots under way
+             {true, false}) {  // only streamed weights are fetched again, and at each use the whole ring is busy
             for (const auto part : {WeightStream::Part::Prediction, WeightStream::Part::Model}) {
                 world.pass(part, few, part == WeightStream::Part::Model);
                 EXPECT_EQ(world.transfers.fetches, world.fetchesAtUse.size());
-                const size_t slots = world.transfers.slotsSeen.size();
+                const size_t buffers = world.transfers.buffersSeen.size();
                 for (size_t i = 0; i < world.fetchesAtUse.size(); ++i)
-                    EXPECT_EQ(world.fetchesAtUse[i], std::min(world.transfers.fetches, i + slots));
+                    EXPECT_EQ(world.fetchesAtUse[i], std::min(world.transfers.fetches, i + buffers));
                 pieces += few ? 0 : world.transfers.fetches;
             }
         }
         EXPECT_EQ(world.transfers.residentRows, world.residentRows) << "each resident row comes once";
-        // Parts have passes of their own, and one may have fewer pieces than there are slots for both.
+        // Each part has its own passes, and one part may have fewer pieces than the ring has buffers.
         if (streams) {
-            EXPECT_LE(world.transfers.slotsSeen.size(), std::min(size_t{WeightStream::kSlots}, pieces));
+            EXPECT_LE(world.transfers.buffersSeen.size(), std::min(size_t{Transfers::kMostBuffers}, pieces));
         }
         if (streams && world.predictionBegin == SIZE_MAX) {
-            EXPECT_EQ(world.transfers.slotsSeen.size(), std::min(size_t{WeightStream::kSlots}, pieces));
+            EXPECT_EQ(world.transfers.buffersSeen.size(), std::min(size_t{Transfers::kMostBuffers}, pieces));
         }
 
         world.stream.finishUploads();
@@ -119,7 +120,7 @@ TEST(WeightStream, PiecesOfLargeMatricesAreAlikeAndFit) {
         {{{DType::Q8_0}, {1024}, 15420, 0, false}, 1, 1},  // 16 MiB less 256 bytes
         {{{DType::Q8_0}, {1024}, 15421, 0, false}, 2, 2},
         {{{DType::F32}, {1 << 17}, 33, 0, false}, 2, 2},            // 32 rows are 16 MiB
-        {{{DType::F32}, {(1 << 17) + 256}, 100, 64, false}, 2, 4},  // 32 rows are more
+        {{{DType::F32}, {(1 << 17) + 256}, 100, 64, false}, 2, 4},  // 32 rows exceed 16 MiB
         {{{DType::F32, DType::F32}, {1 << 16, 1 << 16}, 70, 0, false},
          3,
          2 + 2},  // 32 rows of both are 16 MiB, 64 of one
@@ -152,15 +153,15 @@ TEST(WeightStream, ResidentWeightsComeOnceAndTheOthersEachTime) {
                                      world.groups[0].file[0].data + fileBytes(world.groups[0].file[0]));
     world.pass(false, false);
     EXPECT_GT(world.transfers.fetches, 4u);
-    EXPECT_EQ(world.transfers.residentRows, 18000) << "the head's have not been asked for";
+    EXPECT_EQ(world.transfers.residentRows, 18000) << "nobody has asked for the head's rows";
     world.stream.finishUploads();
-    EXPECT_EQ(world.transfers.finished, 0) << "the head's have not come";
+    EXPECT_EQ(world.transfers.finished, 0) << "the head's rows have not arrived";
     EXPECT_TRUE(told.empty());
     world.changeFiles();
     const std::vector<uint8_t> headWhenUsed(world.groups[2].file[0].data,
                                             world.groups[2].file[0].data + fileBytes(world.groups[2].file[0]));
-    world.pass(true, true);  // use() holds every byte against what the file was, or is
-    EXPECT_TRUE(told.empty()) << "nobody has waited for them yet";
+    world.pass(true, true);  // use() compares every byte with the file
+    EXPECT_TRUE(told.empty()) << "nobody has waited for the uploads yet";
     world.stream.finishUploads();
     EXPECT_EQ(world.transfers.finished, 1);
     ASSERT_EQ(told.size(), 1u);
@@ -176,8 +177,8 @@ TEST(WeightStream, ResidentWeightsComeOnceAndTheOthersEachTime) {
     EXPECT_NE(std::memcmp(world.groups[0].file[0].data, first.data(), first.size()), 0) << "the file was not changed";
 }
 
-// Passes over the model leave the prediction layer out, those over it all else but the head; and what of it is resident
-// does not wait for a pass that may never be made.
+// Passes over the model leave out the prediction layer; its own passes leave out all but it and the head. Its resident
+// weights do not wait for such a pass, which may never be made.
 TEST(WeightStream, APredictionLayerHasPassesOfItsOwn) {
     using Part = WeightStream::Part;
     World world({0, 3}, 8);
@@ -191,7 +192,7 @@ TEST(WeightStream, APredictionLayerHasPassesOfItsOwn) {
     for (const GroupShape& shape : {streamed, resident}) world.add(shape);
     world.stream.take();
     world.stream.uploadAll();
-    EXPECT_EQ(world.transfers.residentRows, 100) << "the prediction layer's";
+    EXPECT_EQ(world.transfers.residentRows, 100) << "the prediction layer's rows";
     for (const size_t group : {size_t{3}, size_t{6}}) world.keep(world.groups[group]);
     world.stream.finishUploads();
     EXPECT_EQ(world.transfers.finished, 0);
@@ -204,7 +205,7 @@ TEST(WeightStream, APredictionLayerHasPassesOfItsOwn) {
                   {Part::Prediction, true, false, 1},  {Part::Model, true, true, 3},
                   {Part::Model, false, true, 3},       {Part::Prediction, false, true, 3},
                   {Part::Prediction, true, true, 2},   {Part::Model, true, false, 1}};
-    for (const auto& p : passes) {  // each use is held against the file
+    for (const auto& p : passes) {  // each use is compared with the file
         world.pass(p.part, p.few, p.withHead);
         EXPECT_EQ(world.transfers.fetches, p.fetches);
         world.changeFiles();
@@ -280,7 +281,7 @@ TEST(WeightStream, RefusesUsesOutOfOrder) {
     for (const size_t matrices : {0, 2, 1, 0}) {  // 0: a resident one
         world.add({std::vector<DType>(std::max<size_t>(matrices, 1), DType::Q8_0), {256, 512}, 40, 0, matrices == 0});
     }
-    // 10 group + member, as in a pass of many rows; 10 group + 9: all its matrices; or the pass ends.
+    // 10 group + matrix: one matrix, as in a full pass. 10 group + 9: all matrices together. kEnd: the pass ends.
     constexpr int kEnd = -1;
     const auto use = [&](int what) {
         if (what == kEnd) return world.stream.end();
@@ -329,7 +330,7 @@ TEST(WeightStream, RefusesUsesOutOfOrder) {
     }
     begin(true);
     for (const int what : {0, 19}) use(what);
-    expectInternal([&] { use(20); });  // and the pass goes on
+    expectInternal([&] { use(20); });  // the pass can go on
     for (const int what : {29, 30}) use(what);
     world.stream.end();
     world.transfers.mayGiveUp = true;
@@ -342,7 +343,7 @@ TEST(WeightStream, WithNothingStreamedAllComesAtOnceAndStagingGoes) {
     world.stream.startHead();
     world.add({{DType::Q6_K}, {256}, 100, 0, true});
     world.stream.take();
-    EXPECT_EQ(world.held("slots for weights that are not resident"), 0u);
+    EXPECT_EQ(world.held("buffers for streamed weights"), 0u);
     EXPECT_EQ(world.held("staging for weights"), 3 * world.transfers.stageBytes);
     world.stream.uploadAll();
     EXPECT_EQ(world.held("staging for weights"), 0u);
@@ -391,10 +392,10 @@ TEST(WeightStream, APlanTakesTheSameMemory) {
     }
 }
 
-TEST(WeightStream, SlotsThatDoNotFitAreRefusedByName) {
+TEST(WeightStream, ARingThatDoesNotFitIsRefusedByName) {
     World world({0, 3}, 17, size_t{4} << 20);
     world.add({{DType::Q8_0}, {1024}, 9000, 0, false});
-    expectError(ErrorKind::OutOfMemory, "slots", [&] { world.stream.take(); });
+    expectError(ErrorKind::OutOfMemory, "buffers", [&] { world.stream.take(); });
     EXPECT_EQ(world.transfers.prepared, 0);
 }
 

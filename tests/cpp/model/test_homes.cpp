@@ -10,7 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "memory/weight_stream.h"
+#include "memory/stream/copying_transfers.h"
+#include "memory/stream/weight_stream.h"
 #include "tiny_engine.h"
 
 namespace {
@@ -157,7 +158,7 @@ TEST(Homes, StacksOfSeveralPiecesGiveTheSameBits) {
     options.used = 3;
     options.matrices = DType::Q8_0;
     const tiny::Model model(options);
-    const auto large = [](const TensorInfo& t) { return t.bytes > WeightStream::kPieceBytes; };
+    const auto large = [](const TensorInfo& t) { return t.bytes > WeightGroup::kPieceBytes; };
     ASSERT_EQ(std::count_if(model.tensors.begin(), model.tensors.end(), large), 6) << "all stacks";
     const auto tokens = randomTokens(12, options.vocab, 3);
     Session plain(makeEngine(model, 200, 16, 1));
@@ -179,7 +180,7 @@ TEST(Homes, MatricesOfSeveralPiecesGiveTheSameBits) {
     options.headDim = 256;
     options.vocab = 62000;
     const tiny::Model model(options);
-    const auto large = [](const TensorInfo& t) { return t.bytes > WeightStream::kPieceBytes; };
+    const auto large = [](const TensorInfo& t) { return t.bytes > WeightGroup::kPieceBytes; };
     ASSERT_EQ(std::count_if(model.tensors.begin(), model.tensors.end(), large), 7)
         << "all matrices but those of keys and values";
     const auto tokens = randomTokens(12, options.vocab, 3);

@@ -11,7 +11,7 @@
 
 #include "core/error.h"
 #include "engine/memory_plan.h"
-#include "memory/weight_stream.h"
+#include "memory/stream/weight_stream.h"
 #include "placement/placement.h"
 #include "seed.h"
 #include "tiny_model.h"
@@ -569,9 +569,9 @@ TEST(PlannedLines, StreamingLargeMatricesTakesSlotsAndStagesOfAPiece) {
     }
     const size_t taken = plannedLine(model, options, "streaming"),
                  piece = 2 * rowBytes(DType::Q8_0, o.embedding) * 23136;
-    EXPECT_GE(taken, (WeightStream::kSlots + 3) * piece);
-    EXPECT_LE(taken, (WeightStream::kSlots + 3) * (piece + 2 * 256));
-    EXPECT_LE(taken, (WeightStream::kSlots + 3) * WeightStream::kPieceBytes);
+    EXPECT_GE(taken, (Transfers::kMostBuffers + 3) * piece);
+    EXPECT_LE(taken, (Transfers::kMostBuffers + 3) * (piece + 2 * 256));
+    EXPECT_LE(taken, (Transfers::kMostBuffers + 3) * WeightGroup::kPieceBytes);
 }
 
 // Whichever of the stacks a plan names, all stay in the file.
@@ -601,8 +601,8 @@ TEST(PlannedLines, StacksInTheFileLeaveSlotsAndStagesOfWholeExperts) {
             const size_t stacks = 3 * 60 * expert;
             EXPECT_GE(left + stacks + stacks / 100, layer);
             EXPECT_LE(left + stacks, layer);
-            EXPECT_GE(streaming, (WeightStream::kSlots + 3) * 30 * expert);
-            EXPECT_LE(streaming, (WeightStream::kSlots + 3) * WeightStream::kPieceBytes);
+            EXPECT_GE(streaming, (Transfers::kMostBuffers + 3) * 30 * expert);
+            EXPECT_LE(streaming, (Transfers::kMostBuffers + 3) * WeightGroup::kPieceBytes);
         }
     }
 }

@@ -8,9 +8,9 @@
 #include "core/contract.h"
 #include "engine/memory_plan.h"
 #include "experts/expert_slots.h"
+#include "fake_device.h"
 #include "memory/allocator.h"
-#include "memory/fake_device.h"
-#include "memory/weight_stream.h"
+#include "memory/stream/weight_stream.h"
 #include "placement/placer.h"
 #include "tiny_model.h"
 

@@ -5,7 +5,7 @@
 #include <set>
 
 #include "core/error.h"
-#include "memory/fake_device.h"
+#include "fake_device.h"
 #include "plan/batch_numbers.h"
 
 namespace {

@@ -1,5 +1,6 @@
-// Steps that miss experts: ExpertMisses over the real slots in a fake device's memory, gone through layer by layer as
-// HostShare and the kernels do it. Every order is checked here, and what a product would read is held against the file.
+// Steps that miss experts: ExpertMisses over the real slots in a fake device's memory. A step goes through the layers
+// as HostShare and the kernels do. Every order is checked here, and what a product would read is compared with the
+// file.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,7 @@ inline double between(std::mt19937& random, double low, double high) {
     return std::uniform_real_distribution<double>(low, high)(random);
 }
 
-// What the GPU reads of the file lies elsewhere for it.
+// The GPU reads the file at other addresses.
 constexpr std::ptrdiff_t kElsewhere = std::ptrdiff_t{1} << 44;
 
 struct Rates {
@@ -30,7 +31,7 @@ constexpr Rates kBusOnly = {1e3, 1e15};  // the CPU is so slow that all goes ove
 
 class Steps {
 public:
-    // perPool: slots of each pool, beside those for landing. All of the file can be read by the GPU.
+    // perPool: slots of each pool, landing slots not counted. The GPU can read all of the file.
     Steps(const std::vector<LayerShape>& layers, int64_t perPool, Rates rates, Prefetch mode = Prefetch::Off)
         : world(layers) {
         world.take(world.budgetFor(perPool), &profiler);
@@ -60,9 +61,10 @@ public:
         world.slots->beginPass();
         _table = world.slots->table();
     }
-    // A layer; bytes and seconds as HostShare::experts tells them. Returns the orders: empty if nothing was missed.
+    // A layer; bytes and seconds: the CPU's, as HostShare::experts reports them. Returns the orders, which are empty if
+    // nothing was missed.
     ExpertOrders layer(int32_t layer, const List& chosen, const List* predicted = nullptr, size_t bytes = 0,
-                       double seconds = 0) {
+                             double seconds = 0) {
         const ExpertOrders orders = order(layer, chosen, predicted);
         finish(bytes, seconds);
         return orders;
@@ -119,7 +121,7 @@ private:
             EXPECT_FALSE(hidden.count(m.data));
         }
     }
-    // at: becomes what the slots are with what was fetched.
+    // at: becomes the slots after the fetches.
     void checkDemanded(int32_t layer, const List& chosen, const ExpertOrders& orders, List& at) {
         const int32_t capacity = world.slots->slots(layer).gate.count;
         std::set<int32_t> experts, slots;

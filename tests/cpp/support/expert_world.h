@@ -1,6 +1,6 @@
-// Slots for experts over a fake device, with loads that run, arrive and fail when a test says so: what is being loaded
-// is rubbish on the device until it has arrived, as a GPU's memory is. Every expert's bytes are its own, so that
-// whatever is found in a slot can be told apart.
+// Slots for experts over a fake device, with loads that run, arrive and fail when a test says so. Until an expert has
+// arrived its slot holds rubbish, as a GPU's memory would. Every expert has different bytes, so a test can tell which
+// one is in a slot.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@
 
 #include "core/error.h"
 #include "experts/expert_slots.h"
-#include "memory/fake_device.h"
+#include "fake_device.h"
 
 namespace slotted {
 
@@ -36,7 +36,7 @@ class TestLoads : public ExpertLoads {
 public:
     int most = 3;
     int failStart = 0;          // the n-th start from now fails
-    bool failFinished = false;  // the next time that it is asked
+    bool failFinished = false;  // the next finished() fails
     int settled = 0, asked = 0;
     uint64_t started = 0;
 
@@ -69,7 +69,7 @@ public:
         arrive(_running.size());
         _heard = started;
     }
-    // Finishes the next loads, in order.
+    // The next loads arrive, in order.
     void arrive(size_t count = 1) {
         for (; count > 0; --count) {
             for (const StreamPart& part : _running.at(0)) std::memcpy(bytesOf(part.to), part.file, part.bytes());
@@ -96,7 +96,7 @@ inline std::vector<LayerShape> layersOf(int count, int32_t experts = 8) {
     return std::vector<LayerShape>(static_cast<size_t>(count), shape);
 }
 
-// The number of landing slots that each pool gets of a budget.
+// The number of landing slots that each pool gets from a budget.
 inline std::vector<size_t> landingSlots(const ExpertSlotManager& slots, size_t budget) {
     size_t all = 0;
     for (const auto& pool : slots.pools()) all += pool.slotBytes * static_cast<size_t>(pool.experts);
@@ -115,7 +115,7 @@ inline size_t landingBytes(const ExpertSlotManager& slots, size_t budget) {
     return bytes;
 }
 
-// The least budget that leaves `rest` bytes beside the landing slots.
+// The least budget that leaves this many bytes beside the landing slots.
 inline size_t budgetLeaving(const ExpertSlotManager& slots, size_t rest) {
     size_t budget = rest;
     while (budget < rest + landingBytes(slots, budget)) budget = rest + landingBytes(slots, budget);
@@ -142,7 +142,7 @@ public:
                              stack(shape.types[2], shape.embedding, shape.hidden)});
         }
     }
-    // The budget for this number of slots in each pool, beside the landing slots.
+    // The budget for `perPool` slots in each pool, beside the landing slots.
     size_t budgetFor(int64_t perPool) const {
         size_t bytes = 0;
         for (const auto& pool : slots->pools()) bytes += pool.slotBytes * static_cast<size_t>(perPool);
@@ -153,7 +153,7 @@ public:
         slots->setLoads(&loads);
     }
 
-    // What a kernel does that brings an expert over within the pass.
+    // Does what a kernel does that fetches an expert within the pass.
     void write(int32_t layer, int32_t expert, int32_t slot) {
         const auto from = expertAt(slots->file(layer), expert), to = expertAt(slots->slots(layer), slot);
         for (size_t i = 0; i < 3; ++i) std::memcpy(bytesOf(to[i]), from[i].data, fileBytes(from[i]));

@@ -1,5 +1,5 @@
-// Layers of experts for tests of the CPU's part in a GPU step: random ones with the answers that they ought to give,
-// and the other parties of a step: a plan that orders what a layer wants, and a thread that plays the GPU.
+// Layers of experts for tests of the CPU's part in a GPU step: random layers with the answers that they must give, and
+// the other participants of a step: a plan that gives each layer its orders, and a thread that plays the GPU.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -23,7 +23,7 @@ namespace steptest {
 using namespace sharpi;
 
 constexpr float kPoison = -777.0f;
-constexpr int64_t kMostRows = 65;  // one more than is used: what must stay untouched
+constexpr int64_t kMostRows = 65;  // one more than is used; the last must stay untouched
 
 struct Shape {
     DType gate, up, down;
@@ -84,12 +84,12 @@ enum class Routing {
     Twice,   // one expert at several ranks of a row
 };
 
-// How many of a layer's chosen experts the GPU has, and how many of the others it is told to fetch: parts of 1.
+// The part of a layer's chosen experts that the GPU has, and the part of the others that it is told to fetch.
 struct Share {
     double inSlots = 0, fetched = 0;
 };
 
-// A layer, its input and choices, and what comes of them, pair by pair. `dense`: a layer of one expert that is always
+// A layer, its input and choices, and their answers, pair by pair. `dense`: a layer of one expert that is always
 // chosen.
 struct Layer {
     Stack gate, up, down;
@@ -195,7 +195,7 @@ inline StepLimits limitsOf(const std::vector<Shape>& shapes, size_t layers) {
     return limits;
 }
 
-// Orders what the layer at work wants, and looks at all that it is told.
+// Gives the present layer its orders, and checks all that it is told.
 class PlayedPlan : public MissPlan {
 public:
     void begin(const Mailbox& mailbox, const Layer& layer, int32_t number, uint32_t ticket) {
@@ -217,7 +217,7 @@ public:
         ++told;
         expectTold(layer, chosen, slot, predicted, pairs);
         EXPECT_EQ(__atomic_load_n(_mailbox->returned, __ATOMIC_RELAXED), _ticket)
-            << "told before the answers were given back";
+            << "told before the answers were returned";
         EXPECT_EQ(bytes, _layer->bytesRead());
         EXPECT_EQ(seconds > 0, bytes > 0);
         EXPECT_GE(seconds, 0);
@@ -283,7 +283,7 @@ struct Desk {
             for (int32_t* list : {to.chosen, to.slot, to.predicted}) std::fill_n(list, mostPairs(), -1000 - layer);
         }
     }
-    // What the GPU sends: rows only where something is missed.
+    // What the GPU sends. It sends rows only if something is missed.
     void give(const Layer& layer, int32_t number) const {
         const Mailbox& box = mailbox();
         if (!layer.dense) {
@@ -358,8 +358,8 @@ inline bool same(const ExpertOrders& a, const ExpertOrders& b) {
            std::equal(a.aheadFetch, a.aheadFetch + a.ahead, b.aheadFetch, equal);
 }
 
-// What the GPU does in a step of some layers. It waits only for what it needs, so the CPU may be layers behind. It
-// gives up, and says so, when no answer comes.
+// What the GPU does in a step of some layers. It waits only for what it needs, so the CPU may be layers behind. If no
+// answer comes it gives up and fails the test.
 class PlayedGpu {
 public:
     PlayedGpu(const Desk& desk, const std::vector<Layer>& layers)
@@ -372,7 +372,7 @@ private:
         const Mailbox& box = _desk.mailbox();
         uint32_t sent = 0, instructed = 0, returned = 0;
         for (const Layer& layer : _layers) {
-            // Whoever reads before the counter says so reads poison.
+            // A side that reads before the counter allows it reads poison.
             if (sent % 3 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
             _desk.give(layer, static_cast<int32_t>(sent));
             __atomic_store_n(box.sent, ++sent, __ATOMIC_RELEASE);
@@ -407,7 +407,7 @@ private:
     const Desk& _desk;
     const std::vector<Layer>& _layers;
     std::atomic<bool> _failed{false};
-    std::thread _thread;  // the last: it uses the others
+    std::thread _thread;  // the last member: it uses the others
 };
 
 inline void runLayers(const std::vector<Shape>& shapes, int threads, const std::vector<Layer>& layers) {

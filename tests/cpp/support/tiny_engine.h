@@ -16,7 +16,7 @@
 #include "core/error.h"
 #include "cpu/cpu_backend.h"
 #include "engine/session.h"
-#include "memory/fake_device.h"
+#include "fake_device.h"
 #include "tiny_model.h"
 
 namespace tiny {

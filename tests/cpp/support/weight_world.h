@@ -1,6 +1,6 @@
-// A weight stream over a device that is as strict as a GPU: bytes are there from await() to release() and no longer,
-// and every call out of order fails the test. Random matrices and stacks pass through it, and every use is compared
-// with the file.
+// A weight stream over a device that is as strict as a GPU may be: a piece's bytes are there from await() to release()
+// and no longer, and every call out of order fails the test. Random matrices and stacks pass through it, and what is
+// used is compared with the file.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -18,8 +18,8 @@
 #include <vector>
 
 #include "core/error.h"
-#include "memory/fake_device.h"
-#include "memory/weight_stream.h"
+#include "fake_device.h"
+#include "memory/stream/weight_stream.h"
 
 namespace streamed {
 
@@ -28,8 +28,8 @@ using namespace sharpi;
 constexpr uint8_t kPoison = 0xcd;
 
 inline size_t fileRow(const Matrix& m) { return rowBytes(m.type, m.cols); }
-// Unlike in the file, there is a gap between rows: `gap` bytes for each 256 numbers. So few file bytes make many large
-// pieces, and code that takes the file's layout for the device's fails.
+// On the device, rows lie `gap` bytes for each 256 numbers farther apart than in the file. So few file bytes make many
+// large pieces, and code that confuses the two layouts fails.
 struct GappedRows {
     size_t gap = 0;
     int stages = 3;
@@ -53,13 +53,13 @@ public:
 
     HostRanges ranges;
     std::vector<Matrix> residents;       // their places on the device
-    std::vector<Matrix> files, experts;  // the matrices of the files; those of a stack
+    std::vector<Matrix> files, experts;  // the matrices in the files, and those of them that are in a stack
     int prepared = 0, finished = 0, passes = 0;
     size_t fetches = 0;  // in this pass
-    std::set<int> slotsSeen;
+    std::set<int> buffersSeen;
     int64_t residentRows = 0;  // fetched so far
     size_t stageBytes = 0;
-    bool mayGiveUp = false;  // the last pass may have been abandoned
+    bool mayGiveUp = false;  // the last pass may have been given up
 
     void prepare(const HostRanges& all, void* staging, size_t bytes) override {
         ranges = all;
@@ -78,9 +78,9 @@ public:
     void begin() override {
         EXPECT_TRUE(!_open || mayGiveUp) << "a pass within another";
         mayGiveUp = false;
-        for (Slot& slot : _slots) {
-            if (slot.state != State::Free) poison(slot, false);
-            slot = Slot();
+        for (RingBuffer& buffer : _ring) {
+            if (buffer.state != State::Free) poison(buffer, false);
+            buffer = RingBuffer();
         }
         _open = true;
         fetches = 0;
@@ -90,14 +90,14 @@ public:
     void end() override {
         EXPECT_TRUE(_open) << "a pass ends that was not begun";
         _open = false;
-        for (const Slot& slot : _slots)
-            EXPECT_EQ(slot.state, State::Free) << "the pass ends with weights on their way or in use";
+        for (const RingBuffer& buffer : _ring)
+            EXPECT_EQ(buffer.state, State::Free) << "the pass ends with weights on their way or in use";
     }
     void fetch(const std::vector<StreamPart>& parts, int number) override {
         EXPECT_TRUE(_open) << "a fetch outside of a pass";
-        slotsSeen.insert(number);
-        Slot& slot = _slots.at(static_cast<size_t>(number));
-        EXPECT_EQ(slot.state, State::Free) << "a fetch into slot " << number << ", which is not free";
+        buffersSeen.insert(number);
+        RingBuffer& buffer = _ring.at(static_cast<size_t>(number));
+        EXPECT_EQ(buffer.state, State::Free) << "a fetch into buffer " << number << ", which is not free";
         EXPECT_FALSE(parts.empty());
         size_t staged = 0;
         for (const StreamPart& part : parts) {
@@ -111,35 +111,35 @@ public:
             if (isResident(part)) residentRows += part.rows;
             EXPECT_EQ(reinterpret_cast<uintptr_t>(part.to.data) % Allocator::kAlignment, 0u);
             expectApart(part);
-            slot.parts.push_back(part);
+            buffer.parts.push_back(part);
         }
         EXPECT_TRUE(staged <= stageBytes || _rows.stages == 0) << "a stage too small for a piece";
-        slot.state = State::Fetched;
-        poison(slot, true);
+        buffer.state = State::Fetched;
+        poison(buffer, true);
         ++fetches;
     }
     void await(int number) override {
-        Slot& slot = _slots.at(static_cast<size_t>(number));
+        RingBuffer& buffer = _ring.at(static_cast<size_t>(number));
         EXPECT_TRUE(_open);
-        EXPECT_EQ(slot.state, State::Fetched) << "waiting for slot " << number << ", into which nothing comes";
-        for (const StreamPart& part : slot.parts) {
+        EXPECT_EQ(buffer.state, State::Fetched) << "waits for buffer " << number << ", into which nothing is fetched";
+        for (const StreamPart& part : buffer.parts) {
             for (int64_t r = 0; r < part.rows; ++r) {
                 std::memcpy(rowAt(part, r), part.file + fileRow(part.to) * static_cast<size_t>(r), fileRow(part.to));
             }
         }
-        slot.state = State::Ready;
+        buffer.state = State::Ready;
     }
     void release(int number) override {
-        Slot& slot = _slots.at(static_cast<size_t>(number));
+        RingBuffer& buffer = _ring.at(static_cast<size_t>(number));
         EXPECT_TRUE(_open);
-        EXPECT_EQ(slot.state, State::Ready) << "slot " << number << " is released that was not in use";
-        poison(slot, false);
-        slot = Slot();
+        EXPECT_EQ(buffer.state, State::Ready) << "buffer " << number << " is released but was not in use";
+        poison(buffer, false);
+        buffer = RingBuffer();
     }
 
 private:
     enum class State { Free, Fetched, Ready };
-    struct Slot {
+    struct RingBuffer {
         State state = State::Free;
         std::vector<StreamPart> parts;
     };
@@ -160,16 +160,16 @@ private:
     uint8_t* rowAt(const StreamPart& part, int64_t r) const {
         return const_cast<uint8_t*>(part.to.data) + _rows.stride(part.to) * static_cast<size_t>(part.rowBegin + r);
     }
-    void poison(const Slot& slot, bool residentToo) {
-        for (const StreamPart& part : slot.parts) {
+    void poison(const RingBuffer& buffer, bool residentToo) {
+        for (const StreamPart& part : buffer.parts) {
             if (isResident(part) && !residentToo) continue;
             for (int64_t r = 0; r < part.rows; ++r) std::memset(rowAt(part, r), kPoison, fileRow(part.to));
         }
     }
     void expectApart(const StreamPart& part) const {
         const uint8_t *begin = rowAt(part, 0), *end = rowAt(part, part.rows);
-        for (const Slot& slot : _slots) {
-            for (const StreamPart& other : slot.parts) {
+        for (const RingBuffer& buffer : _ring) {
+            for (const StreamPart& other : buffer.parts) {
                 EXPECT_TRUE(end <= rowAt(other, 0) || rowAt(other, other.rows) <= begin) << "two pieces at one place";
             }
         }
@@ -182,7 +182,7 @@ private:
 
     GappedRows _rows;
     bool _open = false;
-    std::array<Slot, WeightStream::kSlots> _slots;
+    std::array<RingBuffer, Transfers::kMostBuffers> _ring;
 };
 
 struct GroupShape {
@@ -190,11 +190,11 @@ struct GroupShape {
     std::vector<int64_t> cols;
     int64_t rows = 0, cpuRows = 0;
     bool resident = false;
-    int32_t experts = 0;  // > 0: a stack of this many experts, all of one type
-    int64_t apart = 0;    // rows of others between two experts in the file
+    int32_t experts = 0;  // > 0: a stack of this many experts, of one type
+    int64_t apart = 0;    // other rows between two experts in the file
 };
 
-// A stream over random matrices, and what each use of it must give.
+// A stream over random matrices, and what each of its uses must give.
 class World {
 public:
     World(GappedRows rows, unsigned seed, size_t capacity = size_t{16} << 30)
@@ -204,7 +204,7 @@ public:
         std::vector<Matrix> file, to;  // of a stack: each expert's
         bool isStack = false;
         std::vector<int32_t> wanted;             // of a stack
-        std::vector<std::vector<uint8_t>> kept;  // resident: what was in the file when it came
+        std::vector<std::vector<uint8_t>> kept;  // resident: the file's bytes when the group was fetched
         int64_t cpuRows = 0;
         int32_t number = -1;
         bool resident() const { return !to.empty(); }
@@ -267,7 +267,7 @@ public:
         std::iota(experts.begin(), experts.end(), 0);
         want(group, std::move(experts));
     }
-    // Any of them, all of them or none.
+    // Wants some experts, all or none.
     void wantSome(Group& group) {
         const uint64_t kind = _random() % 6, share = 1 + _random() % 8;
         std::vector<int32_t> experts;
@@ -290,7 +290,7 @@ public:
         return ofHead(group) ? withHead : ofPrediction(group) == (part == WeightStream::Part::Prediction);
     }
 
-    // Checks that a resident group has arrived, or is just arriving.
+    // Notes the file's bytes of a resident group that is fetched now.
     void keep(Group& group) {
         for (size_t i = group.kept.size(); i < group.to.size(); ++i) {
             group.kept.emplace_back(group.file[i].data, group.file[i].data + fileBytes(group.file[i]));
@@ -306,7 +306,7 @@ public:
         }
         _stopIn = stopIn;
         if (group.isStack) return useExperts(group, few);
-        // One matrix, as the head is, may be used alike in both kinds of passes.
+        // A group of one matrix, such as the head, may be used in the same way in both kinds of passes.
         if (few || (group.file.size() == 1 && _random() % 2)) return useTogether(group, few ? group.cpuRows : 0);
         for (size_t i = 0; i < group.file.size(); ++i) useMember(group, static_cast<int32_t>(i));
     }
@@ -319,9 +319,9 @@ public:
     void useExperts(const Group& group, bool few) {
         const Matrix& expert = group.file[0];
         const size_t stride = Allocator::aligned(_rows.layout().bytes(expert)),
-                     most = std::max<size_t>(1, WeightStream::kPieceBytes / stride);
+                     most = std::max<size_t>(1, WeightGroup::kPieceBytes / stride);
         const auto upTo = [](size_t n, size_t limit) { return (n + limit - 1) / limit; };
-        // As many as a piece of the whole stack has, at most: the slots hold no more. And pieces alike.
+        // A piece has at most as many experts as one of the whole stack, since buffers hold no more; pieces are equal.
         const size_t limit = upTo(group.file.size(), upTo(group.file.size(), most)),
                      all = few ? 0 : group.wanted.size(), expected = upTo(all, limit);
         size_t next = 0, pieces = 0;
@@ -342,7 +342,7 @@ public:
             fetchesAtUse.push_back(transfers.fetches);
             if (_stopIn-- == 0) throw GivenUp();
         });
-        EXPECT_EQ(next, all) << "not all wanted experts came, or some in a pass of few rows";
+        EXPECT_EQ(next, all) << "a full pass did not bring all wanted experts, or a step brought some";
         EXPECT_EQ(pieces, expected);
     }
     void useMember(const Group& group, int32_t member) {
@@ -362,7 +362,7 @@ public:
         const int before = transfers.passes;
         if (headAlone) stream.beginHead();
         else stream.begin(part, few, withHead);
-        EXPECT_EQ(transfers.passes == before + 1, transfers.fetches > 0) << "a pass with nothing to bring over is none";
+        EXPECT_EQ(transfers.passes == before + 1, transfers.fetches > 0) << "a pass with nothing to fetch was begun";
         for (size_t i = 0; i < groups.size(); ++i) {
             if (headAlone ? ofHead(i) : isIn(i, part, withHead)) use(groups[i], few);
         }
@@ -387,11 +387,11 @@ public:
             expectRows(parts[i], walk.file[i].data + fileRow(parts[i]) * static_cast<size_t>(rowBegin), "streamed");
             bytes += Allocator::aligned(_rows.layout().bytes(parts[i]));
         }
-        EXPECT_TRUE(bytes <= WeightStream::kPieceBytes || parts[0].rows <= WeightStream::kRowStep) << bytes;
+        EXPECT_TRUE(bytes <= WeightGroup::kPieceBytes || parts[0].rows <= WeightGroup::kRowStep) << bytes;
         if (walk.next == 0) walk.usual = parts[0].rows;
         walk.next += parts[0].rows;
         EXPECT_TRUE(walk.next == walk.rows ||
-                    (parts[0].rows == walk.usual && parts[0].rows % WeightStream::kRowStep == 0))
+                    (parts[0].rows == walk.usual && parts[0].rows % WeightGroup::kRowStep == 0))
             << parts[0].rows;
         fetchesAtUse.push_back(transfers.fetches);
         if (_stopIn-- == 0) throw GivenUp();

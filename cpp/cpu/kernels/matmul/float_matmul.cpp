@@ -1,9 +1,8 @@
 // Products with float weights: F32, F16 and BF16 matrices, converted exactly as they are read.
 //
 // y[i, r] = vec.h's 32-accumulator sum of fma(w[r, c], x[i, c], acc), then + bias[r]. Every output has its own
-// accumulators, so blocking over rows and tokens (which only saves loads) cannot change a bit of it. One token runs
-// at the speed of memory; many are kept in blocks that fit the second-level cache, so that w is read from memory
-// once a block.
+// accumulators, so blocking over rows and tokens, which saves loads, cannot change a bit. One token runs at the speed
+// of memory; many are taken in blocks that fit the second-level cache, so that w is read from memory once a block.
 #include "cpu/kernels/internal.h"
 #include "cpu/kernels/vec.h"
 

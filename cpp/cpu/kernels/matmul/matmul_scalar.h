@@ -1,4 +1,4 @@
-// The contract as plain code: what every other version is measured against, and what runs where no vector table does.
+// The contract as plain code: the reference for every other version, and the fallback for processors without vectors.
 #pragma once
 
 #include "core/contract.h"
@@ -8,7 +8,7 @@
 
 namespace sharpi::cpu::SHARPI_ISA {
 
-// Adds `blocks` blocks of 32, of which the first is block `first` of the row.
+// Adds `blocks` blocks of 32, from block `first` of the row on.
 template <class Block>
 static void addGroup(const Group& g, int blocks, int64_t first, const int8_t* q, const float* scale,
                      const int16_t* sums, float* acc) {
@@ -29,7 +29,7 @@ static void addGroup(const Group& g, int blocks, int64_t first, const int8_t* q,
 }
 
 template <class Block> static void matmulScalar(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd) {
-    constexpr int kTokens = 8;  // share one unpacking
+    constexpr int kTokens = 8;  // that share one unpacking
     const int64_t cols = args.w.cols;
     const QuantizedRows& x = *args.xQuant;
     const size_t rowSize = static_cast<size_t>(cols / Format<Block>::kElements) * sizeof(Block);

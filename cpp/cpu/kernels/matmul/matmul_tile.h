@@ -1,4 +1,4 @@
-// Many tokens: a tile of rows is repacked once and then multiplied with every token of the call.
+// For many tokens: a tile of rows is repacked once and then multiplied with every token of the call.
 //
 // One lane is one weight row (16 with AVX-512, 8 with AVX2). In the tile, four neighbouring quants of each row lie
 // together, so that one broadcast of four activations meets all rows and block integers come out with no horizontal
@@ -31,8 +31,8 @@ template <class Block> struct alignas(64) TileGroup {
     float min[kMinCount ? kMinCount : 1][kTileRows];
 };
 
-// What a token group needs of its sums, computed once for each tile: the first value of each integer sum, which takes
-// the quants' offset back, and the sums themselves as floats.
+// What a group's products need of a token's sums, computed once for each tile: the start of each integer sum, which
+// corrects the quants' offset, and the sums as floats.
 struct TokenSums {
     int32_t start[16];  // per half block, or per block in the first 8
     float sum[16];      // likewise
@@ -61,7 +61,7 @@ template <class Block> static void readSums(const int16_t* sums, int64_t groups,
     }
 }
 
-// Scales of each row of a tile, one row after another, on their way into columns.
+// The scales of a tile, row by row, before they are transposed.
 struct alignas(64) StagedScales {
     float row[kTileRows][16];
 };
@@ -93,7 +93,7 @@ SHARPI_INLINE void stageFloats(float* row, __m256 floats) {
     _mm256_store_ps(row + 8, _mm256_setzero_ps());
 }
 
-// One group of `rows` rows, the others of the tile zero. `blocks`: how many blocks of the file's format.
+// Packs one group of `rows` rows; the tile's other rows become zero. blocks: of the file's format, in each row.
 template <class Block>
 static void packGroup(const uint8_t* first, size_t rowSize, int rows, int blocks, TileGroup<Block>& tile) {
     using F = Format<Block>;
@@ -124,7 +124,7 @@ static void packGroup(const uint8_t* first, size_t rowSize, int rows, int blocks
     if constexpr (F::kMins != Sub::None) storeColumns<T::kMinCount>(min, tile.min);
 }
 
-// Sums of products of 4 * `fours` elements from `quant` on, one per lane, for each token.
+// Sums of the products of 4 * `fours` elements from `quant` on, one for each lane and token.
 template <class Block, int fours>
 SHARPI_INLINE void dotLanes(const uint8_t (*quant)[kTileRows][4], const int8_t* const* q, int64_t at, VecI* sums) {
 #if defined(__AVX512VNNI__)
@@ -144,7 +144,7 @@ SHARPI_INLINE void dotLanes(const uint8_t (*quant)[kTileRows][4], const int8_t* 
             }
         }
     } else {
-        // As many 16-bit products as cannot overflow are added before they are widened.
+        // This many 16-bit products are added before they are widened: no more can be sure not to overflow.
         constexpr int kFit = 32767 / (2 * 127 * Format<Block>::kLargest);
         constexpr int kChunk = kFit >= fours ? fours : kFit >= 4 ? 4 : 2;
         for (int begin = 0; begin < fours; begin += kChunk) {
@@ -222,7 +222,7 @@ static void tileDots(const TileGroup<Block>* tile, int64_t cols, const TokenRow*
     }
 }
 
-// The contract's tree, for all lanes; then the bias and the way out.
+// The end of the contract's sum for all lanes; then adds the bias and stores.
 static void finishTile(float (*acc)[kTileRows], const float* bias, int rows, float* y) {
     for (int width = kContractAccumulators / 2; width >= 1; width /= 2)
         for (int i = 0; i < width; ++i) storeF(acc[i], addF(loadF(acc[i]), loadF(acc[i + width])));

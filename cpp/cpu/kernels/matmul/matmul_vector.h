@@ -1,4 +1,4 @@
-// A few tokens: rows one by one, straight from the file's bytes, at the speed of memory.
+// For a few tokens: one row after another, straight from the file's bytes, at the speed of memory.
 //
 // Eight blocks of a row (256 elements) make one vector of eight block integers J, hence of eight of the contract's
 // 32 accumulators: after unpacking, a token costs eight byte products, a tree of horizontal adds that leaves one
@@ -13,14 +13,14 @@
 
 namespace sharpi::cpu::SHARPI_ISA {
 
-// Most tokens of one call; from the next on, tiles are faster.
+// The most tokens of one call; for more, tiles are faster.
 #if defined(__AVX512VNNI__)
 constexpr int kVectorTokens = 3;
 #else
 constexpr int kVectorTokens = 4;
 #endif
 
-// Products of 32 quants and activations, summed by fours (which four stay within their half block).
+// Products of 32 quants and activations, summed in fours (which four stay within their half block).
 template <class Block> SHARPI_INLINE __m256i dotFours(__m256i quant, __m256i activation) {
 #if defined(__AVX512VNNI__)
     return _mm256_dpbusd_epi32(_mm256_setzero_si256(), quant, activation);
@@ -32,8 +32,8 @@ template <class Block> SHARPI_INLINE __m256i dotFours(__m256i quant, __m256i act
 #endif
 }
 
-// Sums of neighbouring lanes, a's and b's in turn within each 128-bit half. Where every lane is at most `largest` and
-// that fits 16 bits, packing and one multiply-add do it with a third of the shuffles of a horizontal add.
+// Sums of neighbouring lanes, a's and b's in turn within each 128-bit half. If every lane is at most `largest`, and
+// that fits 16 bits, packing and one multiply-add take a third of the shuffles of a horizontal add.
 template <int largest> SHARPI_INLINE __m256i addPairs(__m256i a, __m256i b) {
     if constexpr (largest <= 32767) return _mm256_madd_epi16(_mm256_packs_epi32(a, b), _mm256_set1_epi16(1));
     else return _mm256_hadd_epi32(a, b);
@@ -44,7 +44,7 @@ template <class Block> SHARPI_INLINE __m256i dotBlocks(const Unpacked& u, const 
     using F = Format<Block>;
     __m256i fours[8];
     for (int b = 0; b < 8; ++b) fours[b] = dotFours<Block>(u.quant[b], loadBytes(q + 32 * b));
-    // Lane 0 of each is the first half block's, lane 1 the second's.
+    // In each pair, lane 0 is the first half block's and lane 1 the second's.
     constexpr int four = 4 * F::kLargest * 127, eight = 2 * four;
     const __m256i low = addPairs<eight>(addPairs<four>(fours[0], fours[1]), addPairs<four>(fours[2], fours[3]));
     const __m256i high = addPairs<eight>(addPairs<four>(fours[4], fours[5]), addPairs<four>(fours[6], fours[7]));
@@ -82,7 +82,7 @@ SHARPI_INLINE __m256 addGroup(const Unpacked& u, const int8_t* q, const float* s
     return acc;
 }
 
-// The contract's tree over 32 accumulators.
+// The end of the contract's sum, over 32 accumulators.
 SHARPI_INLINE float sumTree(const float* acc) {
     const __m256 eight = _mm256_add_ps(_mm256_add_ps(_mm256_load_ps(acc), _mm256_load_ps(acc + 16)),
                                        _mm256_add_ps(_mm256_load_ps(acc + 8), _mm256_load_ps(acc + 24)));
@@ -103,8 +103,8 @@ SHARPI_INLINE TokenRow tokenRow(const MatmulArgs& args, int64_t token) {
     return {x.q + row * x.qStride, x.scale + row * x.scaleStride, x.sums + row * x.sumStride};
 }
 
-// The last, incomplete group of a row of 32-element blocks. Reading eight blocks could leave the matrix, so they are
-// copied; accumulators of blocks that are not there keep their bits.
+// The last, incomplete group of a row of 32-element blocks. Reading eight blocks could run past the matrix, so the
+// blocks are copied first. The accumulators of missing blocks keep their bits.
 template <class Block>
 static void addLastGroup(const Block* block, int blocks, int64_t group, const TokenRow* tokens, int count,
                          float (*acc)[kContractAccumulators]) {

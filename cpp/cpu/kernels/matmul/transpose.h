@@ -1,5 +1,5 @@
-// A 16 x 16 transpose of floats held in Vecs: attention turns a page's keys so that a vector holds one dimension of
-// 16 keys. It only moves values, so how each instruction set does it cannot show in a result.
+// A 16 x 16 transpose of floats held in Vecs: attention transposes a page's keys so that a vector holds one dimension
+// of 16 keys. It only moves values, so each instruction set may do it in its own way.
 #pragma once
 
 #include "cpu/kernels/vec.h"

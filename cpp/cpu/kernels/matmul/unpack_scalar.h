@@ -1,4 +1,4 @@
-// Quantized blocks to plain numbers, one element at a time: for dequantizing, and for the table without vectors.
+// Unpacks quantized blocks to plain numbers, one element at a time: for dequantizing, and for the scalar table.
 #pragma once
 
 #include <cstdint>

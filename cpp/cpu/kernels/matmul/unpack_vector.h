@@ -1,11 +1,12 @@
-// Quantized blocks to registers: 256 elements as eight vectors of bytes in their natural order, one per block of 32.
+// Unpacks quantized blocks to registers: 256 elements as eight vectors of bytes in their natural order, one for each
+// block of 32.
 //
-// Written once, in 256-bit vectors, for AVX2 and AVX-512: unpacking is a small part of the work of both, and a
-// block of 32 is one such vector. Quants stay unsigned (see Format::kOffset), because the byte products of x86 take
-// one unsigned side. No load leaves the blocks it was given.
+// Written once, in 256-bit vectors, for AVX2 and AVX-512: unpacking is a small part of the work of both, and a block of
+// 32 is one such vector. Quants stay unsigned (see Format::kOffset), because x86's byte products take one unsigned
+// operand. No load reads outside the given blocks.
 #pragma once
 
-// GCC 12 takes the deliberately undefined operands inside its AVX-512 intrinsics for a mistake.
+// GCC 12 warns of the deliberately undefined operands inside its own AVX-512 intrinsics.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #if defined(__GNUC__) && !defined(__clang__)
@@ -24,23 +25,23 @@ namespace sharpi::cpu::SHARPI_ISA {
 #define SHARPI_INLINE static inline __attribute__((always_inline))
 
 #if defined(__AVX512VNNI__)
-// vpdpbusd cannot saturate: full bytes go in unsigned too, 128 too large.
+// vpdpbusd cannot saturate, so full bytes are unsigned too, and 128 too large.
 constexpr bool kWideSigned = false;
 #else
-// vpmaddubsw saturates on full unsigned bytes: they stay signed.
+// vpmaddubsw saturates on full unsigned bytes, so they stay signed.
 constexpr bool kWideSigned = true;
 #endif
 constexpr int kWideFlip = kWideSigned ? 0 : 0x80;
 
-// The amount that the quants in registers are too large by.
+// The amount by which the quants in registers are too large.
 template <class Block> constexpr int registerOffset() {
     return Format<Block>::kWide && kWideSigned ? 0 : Format<Block>::kOffset;
 }
 
 struct Unpacked {
     __m256i quant[8];
-    __m256i scale, min;  // 16 x int16, one per half block; unset where the type has none
-    __m256 d, m;         // 8 floats, one per block; m unset where the type has none
+    __m256i scale, min;  // 16 x int16, one for each half block; unset if the type has none
+    __m256 d, m;         // 8 floats, one for each block; m unset if the type has none
 };
 
 SHARPI_INLINE __m256i loadBytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
@@ -53,7 +54,7 @@ SHARPI_INLINE __m256i nibbles(const uint8_t* p) {
     return _mm256_and_si256(both, bytes(15));
 }
 
-// 16 where the bit is set, else 0.
+// 16 if the bit is set, 0 otherwise.
 SHARPI_INLINE __m256i fifthBits(const uint8_t* p) {
     int32_t word;
     std::memcpy(&word, p, sizeof word);
@@ -76,7 +77,7 @@ SHARPI_INLINE __m256i tableMXFP4() {
     return _mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(table)));
 }
 
-// Eight f16, one of each block. `member` is its byte offset.
+// Eight f16, one from each block, at the byte offset `member`.
 template <class Block> SHARPI_INLINE __m256 gatherF16(const Block* blocks, size_t member) {
     uint16_t v[8];
     for (int b = 0; b < 8; ++b) std::memcpy(&v[b], reinterpret_cast<const uint8_t*>(blocks + b) + member, sizeof v[b]);

@@ -116,7 +116,7 @@ protected:
                 _pieces.push_back(piece);
             }
         }
-        ASSERT_GT(_pieces.size(), 3u * WeightStream::kSlots);
+        ASSERT_GT(_pieces.size(), 3u * Transfers::kMostBuffers);
     }
 
     void makeInput() {
@@ -280,7 +280,7 @@ protected:
                      file.get() + (m.data - _file->data()));
             const Matrix to{m.type, m.rows, kCols, arrived.back()->get()};
             for (int64_t begin = 0; begin < m.rows; begin += 40) {
-                const int slot = number++ % WeightStream::kSlots;
+                const int slot = number++ % Transfers::kMostBuffers;
                 transfers.fetch({{to, begin, std::min<int64_t>(40, m.rows - begin),
                                   m.data + rowBytes(m.type, kCols) * static_cast<size_t>(begin)}},
                                 slot);
@@ -319,7 +319,7 @@ TEST_F(CudaTransfersTest, PiecesPassThroughFewSlots) {
     CudaTransfers transfers(stream());
     prepare(transfers, stages);
     EXPECT_TRUE(transfers.notes().empty()) << transfers.notes()[0];
-    for (const int slots : {2, WeightStream::kSlots}) {
+    for (const int slots : {2, Transfers::kMostBuffers}) {
         runPasses(transfers, slots, 6, false);
         runPasses(transfers, slots, 51, true);
     }
@@ -399,7 +399,7 @@ TEST_F(CudaTransfersTest, WhatCannotBePinnedIsCopied) {
     EXPECT_TRUE(canPin(_streamed[0].file[0]));
     uploadResident(transfers);
     transfers.finishOnce();
-    for (const int slots : {2, WeightStream::kSlots}) {
+    for (const int slots : {2, Transfers::kMostBuffers}) {
         runPasses(transfers, slots, 2, false);
         runPasses(transfers, slots, 4, true);
     }
@@ -427,7 +427,7 @@ TEST_F(CudaTransfersTest, PiecesComeFromPagesThatAreNotPinned) {
         EXPECT_EQ(transfers.files().reachable(streamed[0].begin, 1), transfers.reachable(streamed[0].begin, 1));
         uploadResident(transfers);
         transfers.finishOnce();
-        for (const int slots : {2, WeightStream::kSlots}) runPasses(transfers, slots, 4, false);
+        for (const int slots : {2, Transfers::kMostBuffers}) runPasses(transfers, slots, 4, false);
     }
     for (const Group& group : _streamed) EXPECT_TRUE(canPin(group.file[0]));
 }

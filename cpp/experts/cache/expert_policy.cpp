@@ -1,5 +1,5 @@
 // See expert_policy.h.
-#include "experts/expert_policy.h"
+#include "experts/cache/expert_policy.h"
 
 #include <algorithm>
 #include <cmath>
@@ -42,7 +42,8 @@ void ExpertPolicy::used(int32_t expert, float weight) {
     append(expert, segment);
 }
 
-// Whom it pushes out of the protected ones is on probation again, as the youngest there, and protected by its next use.
+// If there are too many protected experts then, the oldest goes back on probation, as the youngest there. Its next use
+// protects it again.
 void ExpertPolicy::protect(int32_t expert) {
     unlink(expert);
     append(expert, Segment::Protected);
@@ -55,9 +56,9 @@ void ExpertPolicy::protect(int32_t expert) {
 
 void ExpertPolicy::inserted(int32_t expert) {
     if (holds(expert) || _held == _capacity) {
-        throw Error(ErrorKind::Internal, "expert " + std::to_string(expert) + " cannot come into a cache of " +
-                                             std::to_string(_capacity) + " that holds " + std::to_string(_held) +
-                                             (holds(expert) ? ", and it" : ""));
+        throw Error(ErrorKind::Internal, "expert " + std::to_string(expert) + " cannot enter a cache that holds " +
+                                             std::to_string(_held) + " of " + std::to_string(_capacity) +
+                                             (holds(expert) ? " experts, among them this one" : " experts"));
     }
     ++_held;
     _usedHere[static_cast<size_t>(expert)] = 0;
