@@ -1,10 +1,10 @@
 // The bytes of every quantized format: what a block holds and how to read it.
 //
-// Source: the GGUF specification's tensor types. For layouts that it only names: the reference dequantization of the
-// gguf Python package (gguf.quants), which tests/python/test_dequantize.py compares with.
+// Source: the GGUF specification's tensor types and, for layouts it only names, the reference dequantization in
+// Python that the gguf package publishes (gguf.quants), which tests/python/engine/test_dequantize.py compares with.
 // MXFP4: "OCP Microscaling Formats (MX) Specification", version 1.0.
 //
-// `d`, `m`, `dmin` are f16. Structs have byte alignment, since rows in a file are not aligned.
+// `d`, `m`, `dmin` are f16. Structs have byte alignment, since rows in a file have none of their own.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +51,7 @@ struct BlockQ8_0 {  // d * q
 // 256 elements, in sub-blocks of 16 (j = i / 16) or 32 (j = i / 32).
 
 // d * (scales[j] & 15) * q - dmin * (scales[j] >> 4), j = i / 16.
-// q: elements n * 128 + s * 32 + (0..31) are bits 2s and 2s + 1 of quants[n * 32 + (0..31)].
+// Two bits: of elements n * 128 + s * 32 + (0..31), the bits 2s, 2s + 1 of quants[n * 32 + (0..31)].
 struct BlockQ2_K {
     uint8_t scales[16];
     uint8_t quants[64];
@@ -59,8 +59,7 @@ struct BlockQ2_K {
 };
 
 // d * (scale[j] - 32) * (q - 4), j = i / 16; q's low two bits as in Q2_K, its third is bit i / 32 of high[i % 32].
-// scale[j]: its low four bits are nibble j / 8 of scales[j % 8], its upper two are bits 2 * (j / 4) and the next of
-// scales[8 + j % 4].
+// scale[j]: low four bits from nibble j / 8 of scales[j % 8], upper two from bits 2 * (j / 4).. of scales[8 + j % 4].
 struct BlockQ3_K {
     uint8_t high[32];
     uint8_t quants[64];
@@ -68,11 +67,10 @@ struct BlockQ3_K {
     uint16_t d;
 };
 
-// d * scale[j] * q - dmin * min[j], j = i / 32. q: elements n * 64 + (0..31) are the low nibbles of
-// quants[n * 32 + (0..31)], and elements n * 64 + 32 + (0..31) the high nibbles.
-// scale and min have six bits each. scale[j < 4] = scales[j] & 63, min[j < 4] = scales[4 + j] & 63. For j >= 4 the low
-// four bits are the low (scale) and high (min) nibble of scales[4 + j], and the upper two are the top bits of
-// scales[j - 4] (scale) and scales[j] (min).
+// d * scale[j] * q - dmin * min[j], j = i / 32; q of elements n * 64 + (0..31) are the low nibbles of
+// quants[n * 32 + (0..31)], of n * 64 + 32 + (0..31) the high ones.
+// Six bits each: scale[j < 4] = scales[j] & 63, min[j < 4] = scales[4 + j] & 63; for j >= 4 the low four bits are
+// the low (scale) and high (min) nibble of scales[4 + j], the upper two the top bits of scales[j - 4] and scales[j].
 struct BlockQ4_K {
     uint16_t d, dmin;
     uint8_t scales[12];
@@ -86,9 +84,8 @@ struct BlockQ5_K {
     uint8_t quants[128];
 };
 
-// d * scales[i / 16] * (q - 32). q of element n * 128 + s * 32 + l: its low four bits are a nibble of
-// low[n * 64 + (s % 2) * 32 + l], the low nibble for s < 2 and the high one otherwise; its upper two are bits 2s and
-// 2s + 1 of high[n * 32 + l].
+// d * scales[i / 16] * (q - 32). Of elements n * 128 + s * 32 + l: the low four bits are in low[n * 64 + (s % 2) * 32 +
+// l], its low nibble for s < 2, else the high one; the upper two are bits 2s, 2s + 1 of high[n * 32 + l].
 struct BlockQ6_K {
     uint8_t low[128];
     uint8_t high[64];
@@ -96,8 +93,8 @@ struct BlockQ6_K {
     uint16_t d;
 };
 
-// d * (scale[j] - 32) * kIQ4Values[q], j = i / 32. Sub-block j has its quants at quants[j * 16], nibbles as in Q4_0.
-// scale[j]: its low four bits are nibble j % 2 of scalesLow[j / 2], its upper two are bits 2j and 2j + 1 of scalesHigh.
+// d * (scale[j] - 32) * kIQ4Values[q], j = i / 32; quants of sub-block j in quants[j * 16 ..], nibbles as in Q4_0.
+// scale[j]: low four bits nibble j % 2 of scalesLow[j / 2], upper two bits 2j, 2j + 1 of scalesHigh.
 struct BlockIQ4_XS {
     uint16_t d;
     uint16_t scalesHigh;

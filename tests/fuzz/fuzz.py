@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Feeds damaged files to all code in Sharpi that reads files, and stops at the first input that it mishandles.
+"""Feeds damaged files to everything in Sharpi that reads one, and stops at the first that gets out of hand.
 
     python tests/fuzz/fuzz.py --seed 7 --count 10000                  # 10,000 inputs for each target
     python tests/fuzz/fuzz.py --target template --first 4711 --count 1 --seed 7
     python tests/fuzz/fuzz.py --replay failing-template-7-4711.bin     # a saved input again
 
 Every input ends in success or in a SharpiError of one printable line. Anything else is a failure: another exception, a
-crash, more than 20 seconds, more than 1 GiB of memory. Inputs run in a child process, so that a crash ends only that
-process. The failing input is made smaller as long as it still fails, then saved, and the program exits with 1. It
-prints the seed, so that a run can be repeated, and how many inputs ended in which way.
+crash, more than 20 seconds, more than 1 GiB of memory. Inputs run in a child process, which a crash
+may take with it; the failing one is saved with its bytes halved again and again as long as it fails, and the program
+exits with 1. It prints the seed, so that a run can be repeated, and how many inputs ended in what.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ CHUNK = 10_000  # inputs of one process
 
 
 def use_model(path: Path) -> str:
-    """Does what `sharpi inspect`, `run` and `chat` do with a file before they read the weights."""
-    from sharpi.cli.inspect import _as_json, _as_text, _judge
-    from sharpi.gguf import GgufFile
-    from sharpi.planner import make_plan
+    """Does with a file what `sharpi inspect`, `run` and `chat` do before the weights are read."""
+    from sharpi.cli.commands.inspect import _as_json, _as_text, _judge
+    from sharpi.files.gguf import GgufFile
+    from sharpi.planning.planner import make_plan
 
     file = GgufFile.open(path)
     verdict, files = _judge(file), [str(part) for part in file.paths]
@@ -70,7 +70,7 @@ def use_tokenizer(tokenizer: object) -> None:
 
 
 def use_template(path: Path) -> str:
-    from sharpi.chat import ChatTemplate
+    from sharpi.text.chat import ChatTemplate
 
     template = ChatTemplate(path.read_bytes().decode("utf-8", "replace"), "<s>", "</s>", path)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello <b>"}]
@@ -81,7 +81,7 @@ def use_template(path: Path) -> str:
 def use_plan(path: Path) -> str:
     from fake_weights import FakeWeights
 
-    from sharpi.plan import load_plan
+    from sharpi.planning.plan import load_plan
 
     model = FakeWeights()
     load_plan(path, model, model).to_dict()
@@ -92,11 +92,11 @@ USES: dict[str, Callable[[Path], str]] = {"model": use_model, "template": use_te
 
 
 class Failure(Exception):
-    """An input was mishandled; the message says how."""
+    """An input got out of hand; the message says how."""
 
 
 def judge(given: Input, folder: Path) -> str:
-    """The outcome of one input, in a few words. Raises Failure."""
+    """What became of one input, in a few words. Raises Failure."""
     from sharpi.errors import InternalError, SharpiError
 
     path = folder / f"input.{given.kind}"
@@ -127,16 +127,16 @@ def limit_memory() -> None:
 
 
 def set_clock(seconds: float) -> None:
-    """Ends the process after this much processor time, which is the same on a busy machine, or after a long wait."""
+    """Ends the process after so much processor time, which a busy machine does not stretch, or if it waits for long."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.alarm(int(20 * seconds))
 
 
 def ready(scale: int) -> None:
-    """Imports once what takes memory and time, and lowers the limits of templates, so that a run tries more of them."""
-    import sharpi.chat  # noqa: F401
-    import sharpi.model  # noqa: F401
-    from sharpi import template_limits
+    """Imports what takes memory and time once, and lowers the limits of templates, so that more of them are tried."""
+    import sharpi.model
+    import sharpi.text.chat  # noqa: F401
+    from sharpi.text import template_limits
 
     template_limits.MAX_STEPS //= scale
     template_limits.MAX_MADE //= scale
@@ -146,7 +146,7 @@ def ready(scale: int) -> None:
 
 
 def run_child(target: str, seed: int, first: int, count: int, at: mmap.mmap, out: int) -> None:
-    """Runs inputs, and shows the parent the current one's number. Writes the counts of outcomes, or the failure."""
+    """Runs inputs, noting the number of the one at hand where the parent sees it; writes the counts, or the failure."""
     counts: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
         for index in range(first, first + count):
@@ -162,7 +162,7 @@ def run_child(target: str, seed: int, first: int, count: int, at: mmap.mmap, out
 
 
 def in_child(work: Callable[[int], None]) -> tuple[str, str]:
-    """Runs `work` in a process of its own. Returns what it wrote, and how it failed, if it did."""
+    """Runs `work` in a process of its own; what it wrote, and how it failed, if it did."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -188,7 +188,7 @@ def in_child(work: Callable[[int], None]) -> tuple[str, str]:
 
 
 def fails(given: Input) -> str:
-    """Runs an input in a process of its own. Returns how it fails, or an empty text."""
+    """How an input fails, in a process of its own; empty if it does not."""
     def work(out: int) -> None:
         set_clock(SECONDS)
         with tempfile.TemporaryDirectory() as folder:
@@ -201,7 +201,7 @@ def fails(given: Input) -> str:
 
 
 def minimized(given: Input, tries: int = 200) -> Input:
-    """Leaves out pieces of the input, the largest first, as long as it still fails."""
+    """The input with pieces left out, the largest first, as long as it fails."""
     content, size = given.content, len(given.content) // 2
     while size >= 1 and tries > 0:
         start = 0
@@ -216,7 +216,7 @@ def minimized(given: Input, tries: int = 200) -> Input:
 
 
 def run_target(target: str, seed: int, first: int, count: int, save: Path) -> bool:
-    """Runs a target's inputs and prints their outcomes. Returns whether all were handled well."""
+    """Runs a target's inputs, and says what became of them; whether all went well."""
     at, failure = mmap.mmap(-1, 8), ""
     counts: collections.Counter[str] = collections.Counter()
     for start in range(first, first + count, CHUNK):

@@ -1,4 +1,4 @@
-"""Makes damaged inputs for the fuzzer from a seed alone: headers, metadata, tokenizers, templates and plans."""
+"""Damaged inputs for the fuzzer, each made from a seed alone: headers, metadata, tokenizers, templates and plans."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from typing import Any
 
 from container import ARRAY, BOOL, F32, FORMATS, I32, STRING, U32, U64, Container, Tensor, array, scalar, text
 
-TESTS = Path(__file__).parents[1] / "python"
-sys.path.append(str(TESTS))
+sys.path.append(str(Path(__file__).parents[1] / "python" / "support"))
 
 INTEGERS = [0, 1, 2, 3, 4, 7, 8, 9, 13, 31, 32, 63, 64, 96, 255, 512, 4096, 65537, (1 << 24) + 1, (1 << 31) - 1,
             1 << 31, (1 << 32) - 1, 1 << 32, 1 << 40, (1 << 62) - 1, 1 << 63, (1 << 64) - 8, (1 << 64) - 1]
@@ -29,8 +28,8 @@ TOKEN_PARTS = ["a", "b", "c", "ab", "\u2581", "\u2581a", "Ġ", "Ġa", "é", "Ã"
 
 @dataclass(frozen=True)
 class Input:
-    """What the fuzzer gives to the code: the content of a file, and the kind of file. `zeros` zero bytes follow the
-    content, in place of weights, which no target reads."""
+    """What the fuzzer gives to the code: the content of a file, and what kind of file it is. `zeros` follow the
+    content, for weights, which are not read here."""
 
     kind: str  # "model", "template" or "plan"
     content: bytes
@@ -45,7 +44,7 @@ class Input:
 
 @cache
 def originals() -> list[Container]:
-    """Undamaged models, each with a tokenizer and a chat template."""
+    """Sound models with a tokenizer and a chat template each."""
     from tiny_models import HYBRIDS, MODELS, write
 
     every = MODELS | HYBRIDS
@@ -66,9 +65,9 @@ def with_tokenizer(file: Container, kind: str) -> Container:
         tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + TOKEN_PARTS[:8]
         types = [2, 3, 3] + [6] * 256 + [1] * 8
     else:
-        from sharpi.tokenizer import _CHAR_OF_BYTE
+        from sharpi.text.tokenizer import _BYTE_OF_CHAR
 
-        tokens = [_CHAR_OF_BYTE[byte] for byte in range(256)] + ["ab", "abc", "Ġa", "<|im_end|>", "<tool>"]
+        tokens = sorted(_BYTE_OF_CHAR, key=_BYTE_OF_CHAR.__getitem__) + ["ab", "abc", "Ġa", "<|im_end|>", "<tool>"]
         types = [1] * 259 + [3, 4]
     values = {
         "model": (STRING, text(kind)), "pre": (STRING, text("gpt-2")),
@@ -88,7 +87,7 @@ def with_tokenizer(file: Container, kind: str) -> Container:
 
 
 def damaged_header(dice: random.Random) -> Input:
-    """A model with one to four pieces of damaged bytes, most of them in the header."""
+    """A model whose bytes suffer one to four accidents, most of them in the header."""
     file = dice.choice(originals())
     header = bytearray(file.header())
     for _ in range(dice.randint(1, 4)):
@@ -115,7 +114,7 @@ def damage_bytes(content: bytearray, dice: random.Random) -> None:
 
 
 def damaged_metadata(dice: random.Random) -> Input:
-    """A well-formed container in which one to three values, tensors or counts are wrong."""
+    """A sound container with one to three values, tensors or counts that are not what they should be."""
     file = dice.choice(originals())
     for _ in range(dice.randint(1, 3)):
         accident = dice.randrange(10)
@@ -142,7 +141,7 @@ OPTIONAL_KEYS = [f"{arch}.{key}" for arch in ("llama", "qwen3moe", "qwen35") for
 
 
 def any_value(dice: random.Random) -> tuple[int, bytes]:
-    """A value of any type, of a size that is likely to expose errors."""
+    """A value of any type, of a telling size."""
     kind = dice.choice([*FORMATS, STRING, ARRAY, ARRAY])
     if kind != ARRAY:
         return kind, any_scalar(kind, dice)
@@ -188,7 +187,7 @@ def damaged_tensors(tensors: list[Tensor], dice: random.Random) -> list[Tensor]:
 
 
 def damaged_tokenizer(dice: random.Random) -> Input:
-    """An undamaged model with a vocabulary of odd tokens, types, scores, merges and roles."""
+    """A sound model with a vocabulary of odd tokens, types, scores, merges and roles."""
     file = with_tokenizer(dice.choice(originals()), dice.choice(["llama", "gpt2"]))
     count = dice.choice([0, 1, 5, 40, 40, 261, 267])
     tokens = ["".join(dice.choices(TOKEN_PARTS, k=dice.randint(0, 3))) + dice.choice(["", str(n)])
@@ -224,8 +223,7 @@ def damaged_tokenizer(dice: random.Random) -> Input:
 
 @cache
 def _templates() -> list[str]:
-    from hostile_templates import HOSTILE
-    from test_chat_template import MARKED
+    from hostile_templates import HOSTILE, MARKED
 
     return [MARKED] * 10 + [source for source in HOSTILE.values() if len(source) < 2000]
 
@@ -304,15 +302,15 @@ def odd_template(dice: random.Random) -> Input:
 @cache
 def _plan() -> str:
     from fake_weights import FakeWeights
-    from test_plan_file import CARD, plan_of
+    from saved_plans import CARD, plan_of
 
-    import sharpi.planner
+    import sharpi.planning.planner
 
-    there, sharpi.planner.gpu = sharpi.planner.gpu, lambda: CARD
+    there, sharpi.planning.planner.gpu = sharpi.planning.planner.gpu, lambda: CARD
     try:
         return json.dumps(plan_of(FakeWeights()).to_dict())
     finally:
-        sharpi.planner.gpu = there
+        sharpi.planning.planner.gpu = there
 
 
 def damaged_plan(dice: random.Random) -> Input:
