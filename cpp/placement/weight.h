@@ -7,8 +7,8 @@
 
 namespace sharpi {
 
-// A matrix: resident (data is where the processor reads it), or in the file, from where memory/weight_stream.h brings
-// it.
+// A matrix: resident (data is where the processor reads it), or in the file, from where memory/stream/weight_stream.h
+// brings it.
 struct Weight : Matrix {
     int32_t group = -1;             // in the weight stream; -1: it needs no stream
     int32_t member = 0;             // among the matrices of the group

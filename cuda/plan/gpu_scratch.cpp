@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/launch_rows.h"
 #include "kernels/attention/attention.h"
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/router.h"
@@ -30,7 +31,7 @@ cuda::DeltaShape deltaShape(const StepLimits& l) {
 }
 
 // Rows that one launch of the contract's products takes.
-int64_t groupRows(const StepLimits& l) { return std::min<int64_t>(l.maxRows, kMaxMatvecRows); }
+int64_t groupRows(const StepLimits& l) { return std::min<int64_t>(l.maxRows, kExactLaunchRows); }
 
 }  // namespace
 

@@ -56,7 +56,7 @@ struct GpuScratch {
     size_t chosen = 0, weight = 0;  // [rows, used]: the experts of each row, and their weights
     size_t sharedScale = 0;         // [rows]
     size_t apart = 0;               // [2 * rows, embedding]: a draft's two inputs, before they are joined
-    size_t logits = 0;              // [up to kMaxMatvecRows rows, vocab]
+    size_t logits = 0;              // [up to kExactLaunchRows rows, vocab]
     size_t attention = 0;           // of exact rows
     size_t attendedFloats = 0;      // [fast rows, width]: a mixer's output before its gate or its norm
     Halves queries, keys;           // of fast rows, for attention and for Gated DeltaNet
