@@ -23,8 +23,8 @@ from typing import Any
 
 from sharpi import Model
 from sharpi.benchmark import Benchmark
-from sharpi.drafts import DraftedRun
-from sharpi.hardware import core_count
+from sharpi.machine.hardware import core_count
+from sharpi.planning.drafts import DraftedRun
 
 MOST_DRAFTS = 2
 

@@ -15,9 +15,10 @@ import json
 from typing import Any
 
 from partial_cache import against, arguments_of, loaded, speeds
+
 from sharpi import Model
 from sharpi.benchmark import Benchmark
-from sharpi.expert_stats import ExpertStats
+from sharpi.planning.expert_stats import ExpertStats
 
 
 def hit_rate(before: ExpertStats, after: ExpertStats) -> float | None:

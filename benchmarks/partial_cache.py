@@ -23,9 +23,9 @@ from typing import Any
 
 from sharpi import Model
 from sharpi.benchmark import Benchmark
-from sharpi.hardware import core_count
+from sharpi.machine.hardware import core_count
 from sharpi.model import describe
-from sharpi.planner import Plan, make_plan
+from sharpi.planning.planner import Plan, make_plan
 
 MODES = {"direct + cache": "0", "direct + cache + CPU rows": "1"}
 

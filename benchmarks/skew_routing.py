@@ -31,7 +31,7 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 
-from sharpi.gguf import GgufFile, TensorInfo
+from sharpi.files.gguf import GgufFile, TensorInfo
 
 _PARTS = (0.10, 0.25, 0.50)
 _SAMPLES = 2048  # activations

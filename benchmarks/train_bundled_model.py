@@ -31,7 +31,6 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-
 from training.files import MODELS, Model, read_gguf, write_gguf
 from training.muon import Muon
 from training.text import END_OF_TEXT, chapters, encode, train_tokenizer

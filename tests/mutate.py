@@ -50,7 +50,7 @@ PYTHON_TESTS = {
     "drafts": "drafts model_api",
     "prediction": "prediction partial_plans expert_plans",
     "prompt_modes": "planner plan_file",
-    "files": "expert_stats cli hardware_profile",
+    "storage": "expert_stats cli hardware_profile",
     "model": "model_api engine drafts expert_stats",
 }
 CPP_TESTS = {
@@ -136,11 +136,16 @@ def make_tree(base: str) -> None:
         shutil.copy2(module, TREE / "python" / "sharpi")
 
 
+def python_file(tree: Path, name: str) -> Path:
+    """The module of that name, outside the command line's."""
+    return next(path for path in (tree / "python" / "sharpi").rglob(f"{name}.py") if "cli" not in path.parts)
+
+
 def draw(tree: Path, python: int, cpp: int, seed: int) -> list[Site]:
     """So many changes of either language: a file at random, then a place in it; no line twice."""
     chooser = random.Random(seed)
     sites = []
-    for count, files, find in ((python, [tree / f"python/sharpi/{name}.py" for name in PYTHON_TESTS], python_sites),
+    for count, files, find in ((python, [python_file(tree, name) for name in PYTHON_TESTS], python_sites),
                                (cpp, sorted(p for glob in CPP_FILES for p in tree.glob(glob)), cpp_sites)):
         found = {path: find(path, tree) for path in files}
         files = [path for path in files if found[path]]
@@ -177,14 +182,18 @@ def passes(command: list[str], seconds: float = SECONDS) -> bool:
         process.wait()
 
 
+def pytest_file(name: str) -> Path | None:
+    return next((TREE / "tests" / "python").glob(f"*/test_{name}.py"), None)
+
+
 def pytest_passes(name: str) -> bool:
     return passes([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-                   f"tests/python/test_{name}.py"])
+                   str(pytest_file(name))])
 
 
 def python_tests(site: Site) -> list[str]:
     names = PYTHON_TESTS[Path(site.file).stem].split()
-    return [name for name in names if (TREE / f"tests/python/test_{name}.py").exists()]
+    return [name for name in names if pytest_file(name) is not None]
 
 
 def python_killer(site: Site) -> str:

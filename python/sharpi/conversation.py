@@ -13,10 +13,10 @@ import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sharpi import arguments
-from sharpi.chat import ChatTemplate, Part, ThinkingSplitter, prompt_opens_thinking
 from sharpi.errors import InvalidRequestError, SharpiError
 from sharpi.generation import Generation, Stream
+from sharpi.settings import arguments
+from sharpi.text.chat import ChatTemplate, Part, ThinkingSplitter, prompt_opens_thinking
 
 if TYPE_CHECKING:
     from sharpi.model import Model

@@ -9,9 +9,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from sharpi import arguments
-from sharpi.choices import MIN_P, TEMPERATURE, TOP_K, TOP_P
 from sharpi.errors import InvalidRequestError
+from sharpi.settings import arguments
+from sharpi.settings.choices import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 if TYPE_CHECKING:
     from sharpi.session import Timing, Token

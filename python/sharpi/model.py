@@ -9,31 +9,32 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
-from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from sharpi import _core, arguments, hub
-from sharpi.chat import ChatTemplate
-from sharpi.choices import ROW_KINDS
+from sharpi import _core, hub
 from sharpi.conversation import Message, Reply
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
-from sharpi.expert_stats import ExpertStats, unwritable
-from sharpi.files import require_writable
+from sharpi.files.gguf import GgufFile
+from sharpi.files.rope import RopeScaling
 from sharpi.generation import Generation, GenerationOptions, Meter, takes_generation_options
-from sharpi.gguf import GgufFile
-from sharpi.hardware import usable_threads
-from sharpi.planner import Plan, make_plan, saved_plan
-from sharpi.profile import HardwareProfile, load_profile
-from sharpi.rope import RopeScaling
+from sharpi.machine.hardware import usable_threads
+from sharpi.machine.profile import HardwareProfile, load_profile
+from sharpi.planning.expert_stats import ExpertStats, unwritable
+from sharpi.planning.planner import Plan, make_plan, saved_plan
 from sharpi.session import Session, Timing, Token
-from sharpi.switches import check_switches
-from sharpi.tokenizer import Tokenizer
+from sharpi.settings import arguments
+from sharpi.settings.choices import ROW_KINDS
+from sharpi.settings.switches import check_switches
+from sharpi.storage import require_writable
+from sharpi.text.chat import ChatTemplate
+from sharpi.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -9,22 +9,22 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from sharpi import _core
-from sharpi.arguments import flag, maybe, token_ids
 from sharpi.conversation import Message, Reply, checked_messages, render_prompt, reply_to
-from sharpi.drafts import choose_drafts, missing_states
 from sharpi.errors import InvalidRequestError, ModelFileError
 from sharpi.generation import Generation, GenerationOptions, Meter, checked_options, takes_generation_options
+from sharpi.planning.drafts import choose_drafts, missing_states
+from sharpi.settings.arguments import flag, maybe, token_ids
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from sharpi.model import Model
-    from sharpi.tokenizer import StreamDecoder
+    from sharpi.text.tokenizer import StreamDecoder
 
 __all__ = ["Session", "Timing", "Token"]
 

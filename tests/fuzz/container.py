@@ -1,6 +1,6 @@
 """GGUF headers taken apart and put together again, for tests that change single values of a real file.
 
-Unlike `sharpi.gguf` it keeps every value as the bytes that are in the file, and writes whatever it is told to.
+Unlike `sharpi.files.gguf` it keeps every value as the bytes that are in the file, and writes whatever it is told to.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from asking import QUESTION, prompt_ids
 from test_smollm2 import EDITING
 
 from sharpi import Model
-from sharpi.hardware import gpu
+from sharpi.machine.hardware import gpu
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ import pytest
 from asking import ANSWER, QUESTION, ask, prompt_ids, said
 
 from sharpi import Model
-from sharpi.chat import ChatTemplate
+from sharpi.text.chat import ChatTemplate
 
 TEXT = Path(__file__).parents[1] / "data" / "river_bank.txt"
 END_OF_TURN = 2  # <|im_end|>

@@ -10,21 +10,31 @@ import functools
 import math
 import reprlib
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
-from collections.abc import Callable, Iterator
 
 import click
 from click.shell_completion import CompletionItem
 
-from sharpi.choices import (DEVICES, DRAFTS, KV_DTYPES, MIN_P, MOST_DRAFT_TOKENS, PROMPT_MODES, ROPE_SCALINGS,
-                            TEMPERATURE, TOP_K, TOP_P)
 from sharpi.cli.help import section
-from sharpi.cli.pull import fetched
 from sharpi.cli.logs import log_file_option, verbose_option
+from sharpi.cli.model_names import fetched
 from sharpi.cli.text import say, takes_escapes
 from sharpi.interrupts import leaving_at_once
+from sharpi.settings.choices import (
+    DEVICES,
+    DRAFTS,
+    KV_DTYPES,
+    MIN_P,
+    MOST_DRAFT_TOKENS,
+    PROMPT_MODES,
+    ROPE_SCALINGS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
 
 if TYPE_CHECKING:
     from sharpi.model import Model
@@ -79,7 +89,7 @@ class ModelOptions(RopeOptions):
         this machine is measured, and what became of a plan that could not be kept.
         """
         with leaving_at_once():  # and late: `sharpi --help` should not wait for numpy and the core
-            from sharpi.hardware import Gpu
+            from sharpi.machine.hardware import Gpu
             from sharpi.model import Model
 
         if self.plan is not None:

@@ -14,10 +14,10 @@ from pathlib import Path
 from huggingface_hub import hf_hub_url
 
 from sharpi.errors import HubError, ModelFileError
-from sharpi.files import cache_folder, draft_beside
-from sharpi.gguf import has_whole_header
+from sharpi.files.gguf import has_whole_header
 from sharpi.hub.download import Listing, explained, receive
 from sharpi.hub.names import HubFile, Variant
+from sharpi.storage import cache_folder, draft_beside
 
 __all__ = ["fetch_header", "forget"]
 

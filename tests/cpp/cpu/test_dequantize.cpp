@@ -1,4 +1,4 @@
-// Element types: sizes, dequantization on every table, and the 16-bit floats. tests/python/test_dequantize.py compares
+// Element types: sizes, dequantization on every table, and the 16-bit floats. tests/python/engine/test_dequantize.py compares
 // the same function with the format's published reference.
 #include <gtest/gtest.h>
 
