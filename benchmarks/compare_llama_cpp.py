@@ -39,9 +39,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 # model, quantization, layers kept (None: all). The last is a mixture of experts cut to fit small machines.
 SYNTHETIC: tuple[tuple[str, str, int | None], ...] = (
@@ -74,7 +75,7 @@ class Engine:
 
     name: str
     command: Callable[[Path, Load, bool], list[str]]  # the bool: leave the warm-up out where that is a choice
-    parse: Callable[[Any, Load], "Reading"]
+    parse: Callable[[Any, Load], Reading]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mutation_sites import Site, cpp_sites, python_sites  # noqa: E402
+from mutation_sites import Site, cpp_sites, python_sites
 
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / os.environ.get("SHARPI_MUTATE", "mutate")  # a name for each that runs at the same time

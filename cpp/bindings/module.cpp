@@ -153,7 +153,7 @@ Interrupted interruptCheck() {
 }
 
 // The exception class of sharpi.errors for each kind.
-void translate(std::exception_ptr p) {
+void translate(std::exception_ptr p) {  // NOLINT(performance-unnecessary-value-param): as pybind11 calls it
     const char* name = nullptr;
     std::string what;
     try {

@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sharpi.errors import HubError, InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError
 
 if TYPE_CHECKING:
-    from sharpi.conversation import Reply
-    from sharpi.generation import Generation
-    from sharpi.model import Model, Session, Token
-    from sharpi.text.chat import Part
+    from sharpi.model import Generation, Model, Part, Reply, Session, Token
 
 __version__ = "0.1.0"
 __all__ = ["Generation", "HubError", "InternalError", "InvalidRequestError", "Model", "ModelFileError",

@@ -1,5 +1,5 @@
-"""Where Sharpi keeps files for a user, and files that are written whole or not at all: what is there stays as it was
-until the new one is complete."""
+"""Where Sharpi keeps a user's files, and how it writes a file whole or not at all: an old file stays until the new one is
+complete."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def require_writable(path: str | os.PathLike[str]) -> None:
-    """Raises the `OSError` that `write_whole` would, but for a disk that is full by then. Nothing that is there
-    changes, and nothing is left behind."""
+    """Raises the `OSError` that `write_whole` would raise, except for a disk that is full by then. No file changes,
+    and nothing is left behind."""
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if _is_special(path):
@@ -56,12 +56,12 @@ def require_writable(path: str | os.PathLike[str]) -> None:
 
 
 def _is_special(path: str | os.PathLike[str]) -> bool:
-    """Whether it is a pipe or a terminal, say, which must not be replaced by a file."""
+    """Whether the path is a pipe or a terminal, for example, which a file must not replace."""
     return os.path.exists(path) and not os.path.isfile(path)
 
 
 def _target_and_draft(path: str | os.PathLike[str]) -> tuple[Path, Path]:
-    """Where a link leads to, so that it stays one, and its draft."""
+    """The file that a link leads to, so that the link stays, and its draft."""
     target = Path(os.path.realpath(path))
     return target, draft_beside(target)
 

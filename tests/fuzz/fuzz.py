@@ -134,7 +134,7 @@ def set_clock(seconds: float) -> None:
 
 def ready(scale: int) -> None:
     """Imports what takes memory and time once, and lowers the limits of templates, so that more of them are tried."""
-    import sharpi.model  # noqa: F401
+    import sharpi.model
     import sharpi.text.chat  # noqa: F401
     from sharpi.text import template_limits
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sharpi import Model, Token
-from sharpi.conversation import render_prompt
+from sharpi.reply import render_prompt
 
 QUESTION = "Tell me the capital of France."
 ANSWER = "The capital of France is Paris."

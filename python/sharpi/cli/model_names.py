@@ -1,4 +1,4 @@
-"""Models named on the command line: a path as it is, or the name of a model on the Hub, downloaded if a command needs it."""
+"""Models named on the command line: a file's path, or the name of a model on the Hub."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DownloadProgress = Callable[[str, int, int], None]
 
 
 def fetched(model: str | None) -> str | os.PathLike[str] | None:
-    """The file of the model that a person named: a path as it is; what a name stands for, downloaded if it must be."""
+    """The file of the model that a person named: a path as it is, or the file behind a name, downloaded if it must be."""
     from sharpi import hub
 
     if model is None:

@@ -154,7 +154,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Who drafts tokens, and how many; the fields are `Model.generate`'s arguments of the same names."""
+    """What drafts tokens, and how many; the fields are `Model.generate`'s arguments of the same names."""
 
     draft: str | None
     draft_tokens: int | None
@@ -183,15 +183,19 @@ class _LogitBias(click.ParamType):
 
 
 class _PromptMode(click.ParamType):
-    """How prompts are computed. Other programs take the prompt's text after `--prompt`: whoever gives one here is told
-    where it belongs."""
+    """How prompts are computed. Other programs take the prompt's text after `--prompt`: the error for it says
+    where it belongs here."""
 
     name = "prompt mode"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in PROMPT_MODES:
-            self.fail(f"{reprlib.repr(value)} is no prompt mode: give {' or '.join(PROMPT_MODES)}; a prompt's text comes"
-                      " after -p, as in `sharpi run -p TEXT`", param, ctx)
+            self.fail(
+                f"{reprlib.repr(value)} is no prompt mode: give {' or '.join(PROMPT_MODES)}; a prompt's text comes"
+                " after -p, as in `sharpi run -p TEXT`",
+                param,
+                ctx,
+            )
         return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -234,10 +238,14 @@ def batch_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def prompt_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--prompt`."""
-    return click.option("--prompt", type=_PromptMode(), metavar=f"[{'|'.join(PROMPT_MODES)}]",
-                        help="How the GPU computes prompts: exact gives the same bits on every processor, and is slower;"
-                             " fast uses tensor cores, so the bits depend on the kind of GPU too. On the CPU both are exact."
-                             "  [default: fast]")(function)
+    return click.option(
+        "--prompt",
+        type=_PromptMode(),
+        metavar=f"[{'|'.join(PROMPT_MODES)}]",
+        help="How the GPU computes prompts: exact gives the same bits on every processor, and is slower;"
+        " fast uses tensor cores, so the bits depend on the kind of GPU too. On the CPU both are exact."
+        "  [default: fast]",
+    )(function)
 
 
 def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -378,7 +386,7 @@ def draft_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chat_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds what a chat template is told: the command receives `system` and `thinking`."""
+    """Adds what a chat template is given: the command receives `system` and `thinking`."""
     return section(
         "Chat template",
         click.option("--system", metavar="TEXT", help="System message."),

@@ -5,13 +5,14 @@ builds several Python objects for each of the 250,000 and more strings of a voca
 decodes a vocabulary when it is first asked for. And whatever bytes a file holds, opening it ends in a `GgufFile` or
 in a `ModelFileError` that says in one line what is wrong.
 
-Tensor data is never read here: the core maps the files itself and is told offsets.
+Tensor data is never read here: the core maps the files itself, at the offsets found here.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little-endian).
 """
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import re
@@ -19,6 +20,7 @@ import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,7 +30,8 @@ import numpy as np
 from sharpi.errors import ModelFileError
 from sharpi.files.metadata import LazyStringArray, Metadata, quoted
 
-__all__ = ["TENSOR_TYPES", "GgufFile", "LazyStringArray", "TensorInfo", "TensorType", "has_whole_header"]
+__all__ = ["TENSOR_TYPES", "GgufFile", "LazyStringArray", "TensorInfo", "TensorType", "fingerprint",
+           "has_whole_header"]
 
 
 class TensorType(NamedTuple):
@@ -118,7 +121,7 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GgufFile:
-        """Open the model at `path`; of a split model, any part. Raises `ModelFileError` for every kind of bad file."""
+        """Opens the model at `path`, which may be any part of a split one. Raises `ModelFileError` for every kind of bad file."""
         path = Path(path)
         paths = _all_parts(path)
         parts = [_read_part(part_path, index) for index, part_path in enumerate(paths)]
@@ -152,6 +155,14 @@ class GgufFile:
     def error(self, what: str) -> ModelFileError:
         """A `ModelFileError` about this model, for code that finds its contents wanting later on."""
         return self.metadata.error(what)
+
+
+def fingerprint(file: GgufFile) -> str:
+    """Tells models apart by their tensors: how many there are, and a digest of names, types and shapes in order."""
+    digest = hashlib.sha256()
+    for tensor in file.tensors:
+        digest.update(repr((tensor.name, int(tensor.type), tuple(map(int, tensor.shape)))).encode())
+    return f"{len(file.tensors)}-{digest.hexdigest()[:32]}"
 
 
 class _HeaderEndsEarlyError(ModelFileError):
@@ -198,7 +209,7 @@ def _all_parts(path: Path) -> list[Path]:
 
 def _check_split(paths: list[Path], parts: list[_Part]) -> None:
     """That the parts name themselves as their file names do, and hold together the tensors of one model."""
-    for index, (path, part) in enumerate(zip(paths, parts)):
+    for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
         if len(paths) > 1 and "split.count" not in part.metadata:
             raise ModelFileError.about(path, "is named like part of a split model, but has no 'split.count': "
                                              "rename it if it is whole")
@@ -302,7 +313,7 @@ class _HeaderReader:
             raise self._fail(f"{where}, at byte {start:,}, is not valid UTF-8: the file is damaged") from None
 
     def _check_room(self, count: int, least_bytes: int, things: str) -> None:
-        """Before anything is made by a count from the file: that so many can lie in what is left of it."""
+        """Checks a count from the file before anything is made with it: `count` things must fit into the rest of the file."""
         room = (len(self._mapped) - self._position) // least_bytes
         if count > room:
             raise _HeaderEndsEarlyError.about(self._path, f"the header counts {count:,} {things}, but only {room:,} "
@@ -433,7 +444,7 @@ class _HeaderReader:
 
     def _check_places(self, by_offset: list[TensorInfo]) -> None:
         """That the tensors, given in order of offset, lie inside the file and apart from each other."""
-        for tensor, following in zip(by_offset, by_offset[1:]):
+        for tensor, following in pairwise(by_offset):
             if tensor.offset + tensor.nbytes > following.offset:
                 raise self._fail(f"tensors {quoted(tensor.name)} and {quoted(following.name)} overlap: "
                                  "the file is damaged")

@@ -55,7 +55,7 @@ def core_count() -> int:
 
 def usable_threads(asked: int | None, notice: Callable[[str], None] | None = None, cores: int | None = None) -> int:
     """As many threads as `asked`, all by default, but no more than there are cores: threads that share one only get in
-    each other's way. `notice` is told of a number that is cut. cores: another machine's.
+    each other's way. If the number is cut, `notice` is called with a line. cores: another machine's.
     """
     most = core_count() if cores is None else cores
     if asked is None or asked <= most:

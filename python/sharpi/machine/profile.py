@@ -18,7 +18,7 @@ from sharpi.storage import write_whole
 
 __all__ = ["ASSUMED", "GPU_FIELDS", "PROFILE_VERSION", "HardwareProfile", "device_name", "load_profile"]
 
-# Of the format. Version 1 knew one sample of each rate: no spread, and nothing of other programs.
+# The version of the format. Version 1 had one sample of each rate: no spread, and nothing on other programs.
 PROFILE_VERSION = 2
 _SINCE_VERSION_2 = ("spread", "busy")
 

@@ -67,8 +67,8 @@ def measure_profile(threads: int | None = None) -> HardwareProfile:
 
 
 def _judged(samples: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, float]]:
-    """The best sample of each rate, and how far the slowest falls short of it. Of rates that were measured together it
-    is the sample that is best for both."""
+    """The best sample of each rate, and how far the slowest falls short of it. For rates that were measured
+    together, it is the sample whose sum is best."""
     together = [name for name in samples if name.endswith("_shared")]
     sums = [sum(rates) for rates in zip(*(samples[name] for name in together), strict=True)]
     best, spread = {}, {}
@@ -220,7 +220,7 @@ class _Doubts:
 
     @classmethod
     def read(cls) -> _Doubts:
-        """What was noted on this machine; of models, what is not too old. Nothing if the file makes no sense."""
+        """What was noted on this machine, without notes on models that are too old. Nothing if the file makes no sense."""
         path = cls._path()
         try:
             content = b"" if path is None else path.read_bytes()[:_LONGEST_DOUBTS]
@@ -272,8 +272,8 @@ def _may_keep() -> bool:
 
 @contextmanager
 def _turn(seconds: float) -> Iterator[None]:
-    """One process at a time, so that none disturbs another's measurement. Waits for at most this long, and for nobody
-    if the folder cannot be locked."""
+    """Lets one process measure at a time, so that none disturbs another. Waits for at most `seconds`, and not at all if
+    the folder cannot be locked."""
     path = cache_path()
     handle = None
     try:

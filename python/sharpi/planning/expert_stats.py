@@ -1,6 +1,6 @@
-"""`ExpertStats`: what became of every expert of a model while it ran, as data that can be saved, shown and used again.
+"""`ExpertStats`: how often each expert of a model was used, and from where, as data that can be saved, shown and reused.
 
-The core counts (`memory/expert_profiler.h`); a saved file shows people where a cache of experts gains and where it does
+The core counts (`experts/expert_profiler.h`). A saved file shows people where a cache of experts helps and where it does
 not (`sharpi experts`), and says at the next start which experts to bring to the GPU first (`order`).
 """
 
@@ -10,16 +10,13 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from sharpi.errors import InvalidRequestError, one_line
+from sharpi.files.gguf import GgufFile, fingerprint
 from sharpi.storage import write_whole
-
-if TYPE_CHECKING:
-    from sharpi.files.gguf import GgufFile
-    from sharpi.planning.plan import Plan
 
 __all__ = ["COUNTS", "STATS_VERSION", "ExpertStats", "Predictor"]
 
@@ -35,8 +32,19 @@ _MOST_CELLS = 1 << 20
 _LAST_LAYER = 1 << 16
 
 
+class Identity(Protocol):
+    """Which model something is for; a `Plan` says it."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
 class Predictor(NamedTuple):
-    """How good a guess is: of the experts that it `named`, `used` were; `wanted` were used in all, named or not."""
+    """How good a guess is: it named `named` experts, `used` of them were used, and `wanted` were used in all."""
 
     name: str
     named: int
@@ -45,26 +53,25 @@ class Predictor(NamedTuple):
 
     @property
     def accuracy(self) -> float | None:
-        """The part of what it named that was used; `None` where it named nothing."""
+        """The part of what it named that was used; `None` if it named nothing."""
         return self.used / self.named if self.named else None
 
     @property
     def coverage(self) -> float | None:
-        """The part of what was used that it had named; `None` where nothing was."""
+        """The part of what was used that it had named; `None` if nothing was used."""
         return self.used / self.wanted if self.wanted else None
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertStats:
-    """Counts by layer and expert: numpy uint64 [layers, experts], 0 where a layer has fewer experts than others.
+    """Counts by layer and expert: numpy uint64 [layers, experts], 0 in places that a layer with fewer experts lacks.
 
-    model, architecture, fingerprint: whose they are, as a `Plan` says it. layers: the rows' numbers in the model;
-    present: how many experts each has.
+    model, architecture, fingerprint: which model they are for, as in a `Plan`. layers: each row's layer in the model.
+    present: how many experts it has.
 
-    uses: how often tokens chose an expert, in prompts and in answers. What became of the choices in steps of few
-    tokens, where single experts count: hits were found in a slot, the CPU computed others, the GPU fetched the rest.
-    loads and evictions: into slots and out of them. capacity: experts that the slots hold; resident: that they did
-    hold at the end.
+    uses: how often tokens chose an expert, in prompts and in answers. hits, computed, fetched: choices in decode, which
+    were found in a slot, computed by the CPU, or fetched by the GPU. loads and evictions: into slots and out of them.
+    capacity: how many experts the slots can hold. resident: how many they held at the end.
     """
 
     model: str
@@ -89,12 +96,12 @@ class ExpertStats:
 
     @property
     def choices(self) -> np.ndarray:
-        """Of few tokens: hits and misses, [layers, experts]."""
+        """Choices in decode, hits and misses: [layers, experts]."""
         return self.hits + self.computed + self.fetched
 
     @property
     def hit_rate(self) -> float | None:
-        """The part of the choices of few tokens that was found in slots; `None` where there were none."""
+        """The part of the choices in decode that was found in slots; `None` if there were none."""
         return _part(self.hits, self.choices)
 
     @property
@@ -104,12 +111,12 @@ class ExpertStats:
 
     def top_share(self, row: int, part: float) -> float | None:
         """The share of a layer's uses that its most used experts have: `part` of its experts, at least one. `None`
-        where none was used."""
+        if none was used."""
         uses = np.sort(self.uses[row, : self.present[row]])[::-1]
         return _part(uses[: max(1, round(part * len(uses)))], uses)
 
     def order(self) -> list[tuple[int, int]]:
-        """Every (layer, expert), the most used first; of equals, layers take turns."""
+        """Every (layer, expert), the most used first; among equals, layers take turns."""
         cells = [(-int(self.uses[row, expert]), expert, layer)
                  for row, layer in enumerate(self.layers) for expert in range(self.present[row])]
         return [(layer, expert) for _, expert, layer in sorted(cells)]
@@ -126,9 +133,7 @@ class ExpertStats:
         }
 
     def require_model(self, file: GgufFile) -> None:
-        """Raises `InvalidRequestError` where the statistics are of another model than `file`."""
-        from sharpi.planning.plan import fingerprint  # late: plans are predicted with statistics
-
+        """Raises `InvalidRequestError` if the statistics are of another model than `file`."""
         made_for, given = (self.model, self.architecture), (file.name, file.architecture)
         if made_for != given:
             raise InvalidRequestError("the statistics are of {} ({}), the model is {} ({})".format(*made_for, *given))
@@ -138,16 +143,24 @@ class ExpertStats:
     # --- from the core, and files ---------------------------------------------------------------------------------
 
     @classmethod
-    def from_engine(cls, engine: Any, plan: Plan) -> ExpertStats | None:
-        """What the core has counted since `engine` was made for `plan`; `None` for a model without experts."""
+    def from_engine(cls, engine: Any, model: Identity) -> ExpertStats | None:
+        """What the core has counted since `engine` was made for `model`; `None` if it has no experts."""
         counts = engine.expert_stats()
         if counts is None:
             return None
         present = tuple(map(int, counts["present"]))
         tables: dict[str, Any] = {name: np.asarray(counts[name], np.uint64)[:, : max(present)] for name in COUNTS}
-        return cls(plan.model, plan.architecture, plan.fingerprint, tuple(map(int, counts["layers"])), present, **tables,
-                   predictors=tuple(Predictor(name, *map(int, numbers)) for name, *numbers in counts["predictors"]),
-                   capacity=int(counts["capacity"]), resident=int(counts["resident"]))
+        return cls(
+            model.model,
+            model.architecture,
+            model.fingerprint,
+            tuple(map(int, counts["layers"])),
+            present,
+            **tables,
+            predictors=tuple(Predictor(name, *map(int, numbers)) for name, *numbers in counts["predictors"]),
+            capacity=int(counts["capacity"]),
+            resident=int(counts["resident"]),
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file that `load` reads; one that is there is replaced as a whole. Raises `InvalidRequestError`."""
@@ -158,8 +171,8 @@ class ExpertStats:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], file: GgufFile | None = None) -> ExpertStats:
-        """The saved statistics at `path`; with `file`, only those of that model. Raises `InvalidRequestError` in one
-        line where the file cannot be read, is something else or damaged, or is of another version or model."""
+        """The saved statistics at `path`; with `file`, only those of that model. Raises `InvalidRequestError`, in
+        one line, if the file cannot be read, is something else or damaged, or is of another version or model."""
         try:
             with open(path, "rb") as stream:
                 content = stream.read(_LONGEST_FILE + 1)
@@ -261,8 +274,8 @@ def _rows(value: Any) -> list[dict[str, Any]]:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    **{name: _text for name in ("model", "architecture", "fingerprint")},
-    **{name: _count for name in ("capacity", "resident")},
+    **dict.fromkeys(("model", "architecture", "fingerprint"), _text),
+    **dict.fromkeys(("capacity", "resident"), _count),
     "predictors": lambda value: tuple(map(_predictor, _list(value))),
     "rows": _rows,
 }

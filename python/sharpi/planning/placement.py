@@ -24,8 +24,21 @@ from typing import Any, NamedTuple
 from sharpi.errors import InvalidRequestError
 from sharpi.settings.switches import check_switches, is_on
 
-__all__ = ["Beside", "CPU_ROW_STEP", "DIRECT", "ExpertPool", "Inventory", "KINDS", "Placed", "SLOTS", "Switches", "TensorHome",
-           "Unit", "Use", "VRAM"]
+__all__ = [
+    "Beside",
+    "CPU_ROW_STEP",
+    "DIRECT",
+    "ExpertPool",
+    "Inventory",
+    "KINDS",
+    "Placed",
+    "SLOTS",
+    "Switches",
+    "TensorHome",
+    "Unit",
+    "Use",
+    "VRAM",
+]
 
 VRAM, DIRECT, SLOTS = "vram", "direct", "slots"
 # The CPU takes whole groups of rows of a matrix.

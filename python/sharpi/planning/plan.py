@@ -6,7 +6,6 @@ prints; whatever a file holds, reading it ends in a sound plan or in one line th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sharpi.errors import InvalidRequestError, OutOfMemoryError, one_line
-from sharpi.files.gguf import GgufFile
+from sharpi.files.gguf import GgufFile, fingerprint
 from sharpi.files.rope import RopeScaling
 from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import HardwareProfile
@@ -23,7 +22,7 @@ from sharpi.planning.prediction import BOUNDS, Speed
 from sharpi.planning.prompt_modes import FAST_TILE
 from sharpi.settings.choices import EXACT, FAST, KV_DTYPES, PROMPT_MODES
 
-__all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING", "fingerprint",
+__all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING",
            "load_plan", "size_words", "vram_words"]
 
 # Of a model with recurrent layers: conversations, and states to go back to in these.
@@ -260,14 +259,6 @@ def size_words(count: int) -> str:
     return f"{count / 2**30:,.2f} GiB" if count >= 1 << 28 else f"{count / 2**20:,.2f} MiB"
 
 
-def fingerprint(file: GgufFile) -> str:
-    """Tells models apart by their tensors: how many there are, and a digest of names, types and shapes in order."""
-    digest = hashlib.sha256()
-    for tensor in file.tensors:
-        digest.update(repr((tensor.name, int(tensor.type), tuple(map(int, tensor.shape)))).encode())
-    return f"{len(file.tensors)}-{digest.hexdigest()[:32]}"
-
-
 def load_plan(path: str | os.PathLike[str], file: GgufFile, spec: Any) -> Plan:
     """The saved plan at `path`, for running `file`. Raises `InvalidRequestError` in one line where it cannot be
     read, holds nonsense, or was made for another model."""
@@ -417,7 +408,7 @@ def _number(least: float, most: float) -> Callable[[Any], float]:
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
-    **{name: _text for name in ("model", "architecture", "fingerprint", "why")},
+    **dict.fromkeys(("model", "architecture", "fingerprint", "why"), _text),
     **{name: _count() for name in ("weights_bytes", "kv_bytes", "fitting_context", "fitting_batch", "fitting_vram",
                                    "expert_slots")},
     "device": _one_of("cpu", "cuda"),

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sharpi.errors import InvalidRequestError, SharpiError
-from sharpi.files.gguf import GgufFile
+from sharpi.files.gguf import GgufFile, fingerprint
 from sharpi.files.rope import RopeScaling
 from sharpi.machine.hardware import Gpu, gpu, ram_bytes
 from sharpi.machine.profile import ASSUMED, HardwareProfile
@@ -29,7 +29,6 @@ from sharpi.planning.plan import (
     SAVED_STATISTICS,
     UNIFORM_ROUTING,
     Plan,
-    fingerprint,
     load_plan,
     size_words,
 )

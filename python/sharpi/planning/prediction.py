@@ -3,38 +3,38 @@
 Decode, one token on the GPU. Two things go on at once, and the longer one counts:
 
 - PCIe brings the direct weights, all but the CPU's rows: their bytes / its rate.
-- The blocks run one after another: the bytes that products read of VRAM, resident or just arrived / VRAM's rate; a
-  fixed time for each kernel, of which direct weights need more, as they come in pieces; what the CPU computes of rows,
-  bytes / RAM's rate; two crossings between GPU and CPU for each layer that has such work, where the output head counts
-  as a layer; and the experts of layers with slots.
+- The blocks run one after another. This is the sum of: the bytes that products read from VRAM / VRAM's rate; a fixed
+  time for each kernel, and direct weights need more kernels because they come in pieces; the rows that the CPU
+  computes, bytes / RAM's rate; two crossings between GPU and CPU for each layer that has such rows, the output head
+  included; and the experts of layers with slots.
 
-Of a layer with slots each chosen expert is there with the probability that is the hit rate, so the number of misses is
-binomial. Of so many misses PCIe brings as many as make the longer of the two least: what it brings, bytes / its rate,
-and what the CPU computes meanwhile of the others, bytes / RAM's rate. The GPU multiplies with what is in slots and what
-came after that, the CPU may go on for longer; and there is a fixed time for crossings. Where there are no slots, all
-are the CPU's.
+In a layer with slots, the hit rate is the probability that a chosen expert is in one, so the number of misses is
+binomial. The misses are shared so that the longer of two times is shortest: what PCIe brings, bytes / its rate, and
+what the CPU computes meanwhile, bytes / RAM's rate. The GPU then multiplies with the experts in slots and with those
+that came, while the CPU may still be busy; and there is a fixed time for crossings. Without slots, the CPU computes all
+experts.
 
-Of the GPU's own part of the second a piece is added to the first: copies run ahead by a few slots only, and begin anew
-with each token.
+A part of the GPU's own time is added to the time of PCIe: copies run ahead by a few slots only, and begin anew with
+each token.
 
-Where the CPU and PCIe both read RAM, the rates are those measured with both at work; the CPU's for as long as PCIe
-brings something. Decode on the CPU is the bytes that a token reads / RAM's rate.
+While the CPU and PCIe both read RAM, the rates are those measured with both at work. Decode on the CPU is the bytes
+that a token reads / RAM's rate.
 
-Prefill, a prompt of one batch on the GPU: again the longer one of bringing all direct weights and all experts that are
-in no slot (the CPU takes no part in large batches) and of the arithmetic, two operations for each parameter and row, at
-the part of a large product's rate that whole prompts reach, which is less for experts that get few rows each; plus a
-part of the shorter one, and a fixed time. On the CPU it is the arithmetic alone. The output head is computed for the
-last row only, and counts as nothing in prefill's arithmetic.
+Prefill, a prompt of one batch on the GPU: again two times, of which the longer one counts in full and the shorter one in
+part, plus a fixed time. One is for bringing all direct weights and all experts that are in no slot; the CPU takes no
+part in large batches. The other is for the arithmetic: two operations for each parameter and row, at the part of a
+large product's rate that whole prompts reach, which is less for experts that get few rows each. On the CPU it is the
+arithmetic alone. The output head is computed for the last row only, so prefill's arithmetic leaves it out.
 
-An exact prompt's arithmetic on the GPU is that of steps of eight rows, one after another: what such a step reads of
-VRAM, where each of eight rows chooses other experts, a factor for the eight rows, and its kernels, which are launched
-one by one. What is direct is still brought once a batch.
+An exact prompt's arithmetic on the GPU is that of steps of eight rows, one after another: what such a step reads from
+VRAM (each of the eight rows chooses other experts), a factor for the eight rows, and its kernels, which are launched
+one by one. Direct weights are still brought once a batch.
 
 A recurrent state is read and written once by every token of decode. In prefill many tokens share its way through
 memory, and its arithmetic is about a hundredth of the products': both are left out.
 
-A drafted token adds to a step of decode: the prediction layer with the output head, which draft it, and in the step that
-judges it one more row, which costs a part of the GPU's own time, or on the CPU its arithmetic, and the experts that are
+A drafted token costs two things: the prediction layer with the output head, which draft it, and one more row in the
+step that judges it. That row costs a part of the GPU's own time, or its arithmetic on the CPU, and the experts that are
 chosen for it. All other predictions are without drafts.
 
 Attention over the KV cache is left out: predictions are for short contexts.
@@ -66,35 +66,36 @@ __all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "balanced", "cached_experts",
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
-# Of a layer some of whose experts are missed: for the GPU to say which, and for the CPU to order and to answer.
+# For a layer that misses experts: the GPU says which, the CPU orders them and answers.
 EXPERT_CROSSING_SECONDS = 12e-6
-# What a decode step takes besides reading weights, in times of the small kernel that a profile has measured: of a layer, more
-# if it has experts, or if the CPU takes rows, or if experts are looked up in slots; and outside of layers.
+# What a decode step takes besides reading weights, in multiples of the small kernel that a profile has measured: for each
+# layer; for one with experts; more if the CPU takes rows, or if experts are looked up in slots; and outside of layers.
 DENSE_LAYER_KERNELS, EXPERT_LAYER_KERNELS, SHARED_LAYER_KERNELS, SLOTS_LAYER_KERNELS, OTHER_KERNELS = 10, 16, 6, 3, 6
-# And more of a layer with an expert for every token.
+# A layer with an expert for every token takes this many more.
 SHARED_EXPERT_KERNELS = 3
 # Direct weights are multiplied as they come, a piece at a time.
 PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1.5
 # What a prompt costs besides: the first copy before there is anything to multiply, and the choice of a token.
 PREFILL_SECONDS = 1e-3
-# What a prompt reaches of a large product's rate, with its norms, attention and smaller products: 0.71 to 0.79 measured.
+# The part of a large product's rate that a prompt reaches, with norms, attention and smaller products; measured: 0.71 to
+# 0.79.
 PREFILL_EFFICIENCY = 0.75
-# The products of experts reach a part of that, and of that part m / (m + a tile's rows) where m rows come to an expert: fitted to
-# prompts of 2,048 through models with 128 and 256 experts.
+# The products of experts reach this part of it, times m / (m + a tile's rows) if m rows come to an expert. Fitted to
+# prompts of 2,048 tokens and models with 128 and 256 experts.
 EXPERT_EFFICIENCY, EXPERT_TILE = 0.66, 128
-# Bringing weights and multiplying them hide each other but for this part of the shorter one, as measured: in prefill, and in
-# decode of what the GPU does in a token's time.
+# Bringing weights and multiplying them overlap, except for this measured part of the shorter one: in prefill, and in
+# decode.
 OVERLAP_LOSS, DECODE_OVERLAP_LOSS = 0.15, 0.45
-# What a second row adds to what the GPU does in a step, whose products of few rows are bound by arithmetic too: 0.24 and
-# 0.21 measured.
+# What a second row adds to the GPU's part of a step: products of few rows are bound by arithmetic too. Measured: 0.24
+# and 0.21.
 SECOND_ROW = 0.2
-# Rows of an exact prompt that the GPU takes at once; what a matrix's products with that many take, and those of the
-# experts that they choose, in times of reading them; and what the fixed times of kernels grow by, which are launched
-# one by one, for eight rows each. Fitted to prompts of 2,048 tokens of four models on an H200.
+# Rows of an exact prompt that the GPU takes at once; what a matrix's products with them take, and those of the experts
+# that they choose, in multiples of reading the weights; and the factor on the fixed times of kernels, which are launched
+# one by one. Fitted to prompts of 2,048 tokens and four models on an H200.
 EXACT_ROWS, EXACT_ROWS_COST, EXACT_EXPERTS_COST, EXACT_KERNELS = 8, 3.8, 1.15, 2
 # A smaller fraction of the rows does not pay for its crossings.
 LEAST_SHARE = 0.03
-# The fractions that are tried are multiples of one in so many: finer ones change the speed by less than it is known.
+# The fractions that are tried are multiples of 1 / SHARES: finer ones change the speed by less than the error.
 SHARES = 512
 
 # What can bound a speed. The fixed times of kernels count as the GPU's arithmetic, those of crossings as RAM.
@@ -159,8 +160,8 @@ def cached_experts(uses: Sequence[Use], pools: Sequence[ExpertPool],
 
 
 def _most_used(layers: Sequence[int], count: int, slots: int, warm: ExpertStats) -> list[tuple[float, float]]:
-    """Of each layer, with `count` experts each: the part of its uses that falls on experts in slots, and the part of its
-    experts that is there."""
+    """For each layer, with `count` experts each: the part of its uses that falls on experts in slots, and the part of
+    its experts that is in slots."""
     uses = np.ones((len(layers), count))
     rows = dict(zip(warm.layers, warm.uses, strict=True))
     for row, layer in zip(uses, layers, strict=True):
@@ -197,8 +198,8 @@ def completed(profile: HardwareProfile) -> HardwareProfile:
 
 def traffic(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[int, Cached] | None = None,
             beside: Beside = Beside()) -> Traffic:
-    """What one token reads where, under `homes`; cached: the layers with slots. Of experts without slots all are the
-    CPU's."""
+    """What one token reads, and from where, under `homes`. cached: the layers with slots; the CPU computes all experts
+    of other layers."""
     cached = cached or {}
     vram = direct = cpu = 0.0
     for use in uses:
@@ -236,7 +237,7 @@ def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None
               "RAM": (_cpu_seconds(reads.cpu, streamed, profile, threads) + 2 * reads.shared_layers * CROSSING_SECONDS
                       + reads.left_layers * EXPERT_CROSSING_SECONDS),
               "PCIe": 0.0}
-    # Of what is streamed the GPU's own work hides some; but nothing is streamed beside slots, or next to nothing.
+    # The GPU's own work hides a part of the streaming; but hardly anything is streamed beside slots.
     own = serial["VRAM"] + serial["GPU arithmetic"]
     for layer, count in Counter(reads.cached).items():
         for name, seconds in _cached_seconds(layer, profile, threads).items():
@@ -274,8 +275,8 @@ def _cached_seconds(layer: Cached, profile: HardwareProfile, threads: int | None
 
 
 def _split(misses: int, size: float, profile: HardwareProfile, threads: int | None) -> tuple[float, float, int]:
-    """Of the misses, each of `size` bytes, shared out so that the longer part is shortest: the CPU's seconds, those of
-    PCIe, and how many experts PCIe brings."""
+    """The CPU's seconds, the seconds of PCIe, and how many experts PCIe brings, if misses of `size` bytes each are shared
+    so that the longer time is shortest."""
     at_work = _at_work(profile, threads)
 
     def seconds(fetched: int) -> tuple[float, float]:
@@ -337,7 +338,9 @@ def draft_cost_on_cpu(inventory: Inventory, profile: HardwareProfile, threads: i
     multiplied = sum(use.parameters for use in (*inventory.model_uses, *inventory.draft_uses)
                      if use.role not in ("embedding", "vector"))
     at_work = _at_work(profile, threads)
-    added = (judged - plain + drafted) / (profile.ram_bytes_per_second * at_work) + 2 * multiplied / (profile.cpu_flops * at_work)
+    added = (judged - plain + drafted) / (profile.ram_bytes_per_second * at_work) + 2 * multiplied / (
+        profile.cpu_flops * at_work
+    )
     return added * decode_on_cpu(inventory.model_uses, profile, threads, inventory.beside).tokens_per_second
 
 
@@ -451,5 +454,5 @@ def _operations(uses: Sequence[Use], rows: int) -> float:
 
 
 def _at_work(profile: HardwareProfile, threads: int | None) -> float:
-    """Of the measured threads, the fraction that works."""
+    """The fraction of the measured threads that works."""
     return 1.0 if threads is None else min(1.0, threads / profile.threads)

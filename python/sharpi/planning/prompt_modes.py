@@ -19,18 +19,19 @@ __all__ = ["FAST_TILE", "choose_prompt", "least_batch", "rounding_words"]
 FAST_TILE = 64
 _LEAST_EXACT_BATCH = 32  # a batch below it is not worth suggesting
 
-# Modes by compute capability; "fast" for all that are not listed. Kinds of GPU whose exact prompts are fast are listed here
-# once there are any. The mode decides bits, so it depends on the kind of GPU alone: never on where weights are, on a
+# Modes by compute capability; "fast" for all that are not listed. A kind of GPU whose exact prompts are fast will be
+# listed here. The mode decides bits, so it depends on the kind of GPU alone: never on where weights are, on a
 # budget, on a prompt's length or on measured rates. A hardware profile does not know the capability, so plans for
 # another machine need it there before the first entry is made here.
 _BY_COMPUTE_CAPABILITY: dict[str, str] = {}
 
 
 def choose_prompt(asked: str | None, found: Gpu | str | None) -> str:
-    """How a GPU computes prompts: `asked`, or the default for the GPU `found`, which may be the reason why there is none.
-    Raises `InvalidRequestError` for an unknown mode."""
+    """How a GPU computes prompts: `asked`, or the default for the GPU `found`. If there is no GPU, `found` says why. Raises `InvalidRequestError` for an unknown mode."""
     if asked is not None and asked not in PROMPT_MODES:
-        raise InvalidRequestError(f"prompt mode {reprlib.repr(asked)} is unknown; there are {' and '.join(PROMPT_MODES)}")
+        raise InvalidRequestError(
+            f"prompt mode {reprlib.repr(asked)} is unknown; there are {' and '.join(PROMPT_MODES)}"
+        )
     if asked is not None:
         return asked
     return _BY_COMPUTE_CAPABILITY.get(found.compute_capability, FAST) if isinstance(found, Gpu) else FAST

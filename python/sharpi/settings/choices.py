@@ -1,4 +1,4 @@
-"""What can be chosen, and what is chosen by default. It imports nothing, so that `sharpi --help` waits for no code behind it."""
+"""What can be chosen, and the defaults. This module imports nothing, so `sharpi --help` is quick."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ KV_DTYPES = ("fp32", "bf16", "fp16")
 PROMPT_MODES = EXACT, FAST = "exact", "fast"
 # What a token is computed as: a part of a prompt, or of an answer.
 ROW_KINDS = ("prompt", "decode")
-# How the rotary embedding is stretched: not, evenly, or its slow rotations alone.
+# How the rotary embedding is stretched: not at all, evenly, or only its slow rotations.
 ROPE_SCALINGS = ("none", "linear", "yarn")
-# The model's own prediction layer (multi-token prediction); what followed the last few tokens earlier in the text;
-# nobody.
+# What drafts: the model's own prediction layer (multi-token prediction); a search for what followed the last few tokens
+# earlier in the text; nothing.
 DRAFTS = ("mtp", "ngram", "off")
 # With the token before them they are a step of 8: as many rows as the GPU's products of few rows take at once.
 MOST_DRAFT_TOKENS = 7

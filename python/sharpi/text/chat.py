@@ -88,7 +88,7 @@ def prompt_opens_thinking(prompt: str) -> bool:
 
 
 class Part(NamedTuple):
-    """A piece of an answer: of the reasoning that comes first, or of what is said."""
+    """A piece of an answer: a part of the reasoning, which comes first, or of the text after it."""
 
     kind: Literal["thinking", "answer"]
     text: str

@@ -5,7 +5,7 @@ not keep it from running forever or from taking all memory: `"a" * 5000000000` i
 
 - *Steps* stand for time. Each run of a loop's or macro's body costs as many as the body has nodes, each call a few, and
   an operation on text or on a list one for a number of its characters or elements.
-- *Made bytes* stand for memory: of every text and list that comes to be, whether it is still needed or not.
+- *Made bytes* stand for memory: every text and list that is made counts, whether it is still needed or not.
 
 Both are counted, not measured, so a template ends alike on every machine. What could be large is refused before it is
 made: the checks below know it of methods, operators and filters. One that they do not know takes small values only.
@@ -34,7 +34,7 @@ _LONGEST_REPR = 10  # characters that repr or JSON may write for one: \U0001f600
 
 
 class TemplateLimitError(Exception):
-    """A template went beyond its limits. The message goes on from "the chat template ..."."""
+    """A template went beyond its limits. The message continues "the chat template ..."."""
 
 
 class Limits:
@@ -105,7 +105,7 @@ class Limits:
             self.spend(1 + len(value) // PER_STEP)
 
     def result(self, value: Any) -> Any:
-        """Charges what an operation has made, and returns it; of an iterator, its elements as they come."""
+        """Charges what an operation has made, and returns it; an iterator is charged for its elements as they come."""
         if isinstance(value, str):
             self.make(PIECE + (len(value) if value.isascii() else 4 * len(value)))
         elif isinstance(value, int):

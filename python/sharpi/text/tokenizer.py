@@ -199,7 +199,7 @@ class Vocabulary:
 
     def pieces(self) -> list[bytes]:
         """The bytes each token stands for."""
-        return [self._piece(text, kind) for text, kind in zip(self.tokens, self.types)]
+        return [self._piece(text, kind) for text, kind in zip(self.tokens, self.types, strict=True)]
 
     def _piece(self, text: str, kind: int) -> bytes:
         if kind == BYTE:
@@ -301,7 +301,7 @@ class _ScoreEncoder:
                        if vocabulary.types[token] not in (*_SILENT, BYTE)}
         self._byte_id = {pieces[token][0]: token for token, kind in enumerate(vocabulary.types)
                          if kind == BYTE}
-        # Where two characters never meet inside a token, no merge can cross: the text may be
+        # If two characters never meet inside a token, no merge can join them: the text may be
         # cut there, and words that come again are looked up.
         self._joints = {pair for text in self._id_of for pair in map(str.__add__, text, text[1:])}
         self._cache: dict[str, list[int]] = {}
@@ -484,7 +484,7 @@ class Tokenizer:
         """Cuts `text` at special tokens, the longest where several begin; (part, its id or None)."""
         if parse_special not in self._splitters:
             kinds = _SPECIAL if parse_special else (USER_DEFINED,)
-            texts = [token for token, kind in zip(self._vocabulary.tokens, self._vocabulary.types)
+            texts = [token for token, kind in zip(self._vocabulary.tokens, self._vocabulary.types, strict=True)
                      if token and kind in kinds]
             texts.sort(key=len, reverse=True)
             self._splitters[parse_special] = (

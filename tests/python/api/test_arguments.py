@@ -12,7 +12,7 @@ import pytest
 
 from sharpi import InvalidRequestError, Model
 from sharpi.files.metadata import Metadata
-from sharpi.generation import DEFAULT_OPTIONS
+from sharpi.settings.generation_options import DEFAULT_OPTIONS
 
 HELLO = [{"role": "user", "content": "Hello"}]
 NO_WHOLE: list[Any] = ["3", 1.5, True, [1], object(), np.float32(2)]
@@ -84,7 +84,7 @@ def test_the_tables_leave_no_argument_out() -> None:
 
 @pytest.mark.parametrize(("name", "value"), cases(LOAD))
 def test_load(name: str, value: Any) -> None:
-    arguments = {"device": "cpu", **{name: value}}
+    arguments = {"device": "cpu", name: value}
     if name == "vram":
         arguments["device"] = "auto"
     assert names(refusal(lambda: Model.load(**arguments).close()), name)
@@ -100,7 +100,7 @@ def test_options_of_a_generation(model: Model, name: str, value: Any) -> None:
 @pytest.mark.parametrize(("name", "value"), cases(CHAT))
 def test_chat(model: Model, name: str, value: Any) -> None:
     for target in (model, model.session()):
-        assert names(refusal(lambda target=target: target.chat(**{"messages": HELLO, **{name: value}})), name)
+        assert names(refusal(lambda target=target: target.chat(**{"messages": HELLO, name: value})), name)
 
 
 @pytest.mark.parametrize("value", NO_IDS)

@@ -106,9 +106,9 @@ def test_a_message_and_a_tool_cannot_spell_control_tokens(model: Model) -> None:
 
 
 def test_a_model_without_a_template_says_so(model: Model) -> None:
-    with Model.load(device="cpu", context=64, threads=1) as bare:
-        with pytest.raises(InvalidRequestError, match="no chat template"):
-            bare.chat(HELLO)
+    with (Model.load(device="cpu", context=64, threads=1) as bare,
+          pytest.raises(InvalidRequestError, match="no chat template")):
+        bare.chat(HELLO)
 
 
 def test_an_assistant_that_called_a_tool_needs_no_content(model: Model) -> None:

@@ -1,5 +1,5 @@
-"""Drafted tokens from Python and on the command line: the text is the same with each way of drafting, what became of the
-guesses is counted, and what cannot be had is said in one line."""
+"""Drafted tokens from Python and on the command line: the text is the same with each way of drafting, the guesses are
+counted, and what is not possible is said in one line."""
 
 from __future__ import annotations
 
@@ -143,7 +143,10 @@ def test_a_conversation_that_changes_its_way_of_drafting(predicting: Path) -> No
                     break
             assert made == [t.id for t in other.generate(text, max_tokens=count, draft="off", **options)]
             whole = text + made
-            text = whole[: random.integers(1, len(whole) + 1)][:120] + random.integers(0, 96, random.integers(1, 9)).tolist()
+            text = (
+                whole[: random.integers(1, len(whole) + 1)][:120]
+                + random.integers(0, 96, random.integers(1, 9)).tolist()
+            )
 
 
 def test_a_long_conversation_has_as_many_drafts_as_a_short_one(predicting: Path) -> None:
@@ -250,14 +253,18 @@ def test_the_closing_line_tells_of_drafts(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_chat_hands_drafts_on(monkeypatch: pytest.MonkeyPatch) -> None:
     script = install(monkeypatch)
-    result = cli_runner().invoke(main, ["chat", "--draft", "ngram", "--no-mtp"], input="Hello\n", catch_exceptions=False)
+    result = cli_runner().invoke(
+        main, ["chat", "--draft", "ngram", "--no-mtp"], input="Hello\n", catch_exceptions=False
+    )
     assert result.exit_code == 0
     assert (script.requests[0]["draft"], script.requests[0]["draft_tokens"]) == ("ngram", None)
     assert script.loads[0]["mtp"] is False
 
 
 @pytest.mark.parametrize("arguments", [("--draft", "mtp"), ("--draft-tokens", "2")])
-def test_chat_refuses_drafts_before_the_first_question(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_refuses_drafts_before_the_first_question(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = install(monkeypatch)
     result = cli_runner().invoke(main, ["chat", *arguments], input="Hello\nAgain\n", catch_exceptions=False)
     assert (result.exit_code, result.stdout, script.requests) == (2, "", [])
@@ -307,7 +314,11 @@ def test_bench_times_drafts_beside_plain_steps(predicting: Path) -> None:
     report = json.loads(sharpi(*arguments, "--depth", "9", "--json").stdout)
     decode, plain, one, two = report["results"]
     assert (decode["kind"], plain["kind"], one["kind"], two["kind"]) == ("decode", "drafts", "drafts", "drafts")
-    assert [(entry["draft"], entry["draft_tokens"]) for entry in (plain, one, two)] == [("off", 0), ("mtp", 1), ("mtp", 2)]
+    assert [(entry["draft"], entry["draft_tokens"]) for entry in (plain, one, two)] == [
+        ("off", 0),
+        ("mtp", 1),
+        ("mtp", 2),
+    ]
     assert plain["plain_steps"] == 1 and plain["drafted"] == plain["accepted"] == 0 and plain["steps"] == 24
     for entry in (one, two):
         median = entry["seconds_per_step"]["median"]
@@ -316,7 +327,9 @@ def test_bench_times_drafts_beside_plain_steps(predicting: Path) -> None:
     table = sharpi(*arguments, "--draft-tokens", "3").stdout.splitlines()
     assert [line.split()[:2] for line in table[2:]] == [["decode", "12"], ["drafts", "tokens"], ["plain", "12"],
                                                         ["mtp", "3"]]
-    assert re.search(r"[\d.]+ plain steps, (pays from \d+ % accepted|does not pay); here \d+ % of [\d.]+ a step$", table[-1])
+    assert re.search(
+        r"[\d.]+ plain steps, (pays from \d+ % accepted|does not pay); here \d+ % of [\d.]+ a step$", table[-1]
+    )
 
 
 def test_bench_refuses_before_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +384,9 @@ def test_drafts_without_room_for_their_states(predicting: Path, plain: Path) -> 
         for count in (1, 2, 3, 7, 7):
             list(model.generate([1, 2, 3], max_tokens=4, draft="mtp", draft_tokens=count))
         list(model.generate([1, 2, 3], max_tokens=4, draft="ngram"))  # as many as go
-    assert [line.split(":")[0] for line in lines] == [f"no more than 2 of {count} drafted tokens at once" for count in (3, 7)]
+    assert [line.split(":")[0] for line in lines] == [
+        f"no more than 2 of {count} drafted tokens at once" for count in (3, 7)
+    ]
     assert "sequences 9" in lines[1]
     for path, room in ((predicting, 9), (plain, 1)):
         with load(path, notice=lines.append, sequences=room) as model:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from sharpi import Generation, InvalidRequestError, Model, Session
-from sharpi.generation import DEFAULT_OPTIONS, GenerationOptions
+from sharpi.generation import Timing
 from sharpi.machine.profile import ASSUMED
-from sharpi.session import Timing
+from sharpi.settings.generation_options import DEFAULT_OPTIONS, GenerationOptions
 
 PROMPT = "Once upon a time"
 

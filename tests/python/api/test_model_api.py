@@ -25,6 +25,7 @@ from sharpi.cli import main
 from sharpi.errors import InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError
 from sharpi.machine.hardware import Gpu
 from sharpi.planning.expert_stats import COUNTS, ExpertStats
+from sharpi.planning.planner import make_plan
 
 PROMPT = "Once upon a time"
 GREEDY = {"max_tokens": 40, "temperature": 0.0}
@@ -320,9 +321,19 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
     said: list[str] = []
     with Model.load(tiny, device="cuda", notice=said.append) as model:
         assert fields_of(FakeGpuEngine.options) == {
-            "context": 512, "batch": 512, "threads": model.threads, "kv_dtype": "bf16", "prompt": "fast", "sequences": 4,
-            "device": "cuda", "vram": 0, "homes": list(model.plan.homes), "expert_slot_bytes": 0,
-            "expert_rates": (0.0, 0.0), "warm": []}
+            "context": 512,
+            "batch": 512,
+            "threads": model.threads,
+            "kv_dtype": "bf16",
+            "prompt": "fast",
+            "sequences": 4,
+            "device": "cuda",
+            "vram": 0,
+            "homes": list(model.plan.homes),
+            "expert_slot_bytes": 0,
+            "expert_rates": (0.0, 0.0),
+            "warm": [],
+        }
         assert not model.plan.resident and model.plan.decode
         assert said == ["only 5 MiB of VRAM are free"]
         stats = model.stats()
@@ -535,9 +546,8 @@ def test_warmth_is_of_the_same_model_and_is_handed_to_the_gpu(moe: Path, tiny: P
             assert (experts["slots"], experts["resident"]) == (4, 3)
             assert experts["predictors"]["next-token"]["accuracy"] == 0.25
     assert "nothing is warmed" not in "".join(said[1:])
-    planned = Model.load.__globals__["make_plan"]
-    monkeypatch.setitem(Model.load.__globals__, "make_plan", lambda *a, **b: replace(
-        planned(*a, **b), expert_slots=5 << 20, expert_rates=(1e9, 2e9)))
+    monkeypatch.setattr("sharpi.loading.request.make_plan", lambda *a, **b: replace(
+        make_plan(*a, **b), expert_slots=5 << 20, expert_rates=(1e9, 2e9)))
     with Model.load(moe, device="cuda"):
         told = FakeGpuEngine.options
         assert (told.expert_slot_bytes, told.expert_rates, told.warm) == (5 << 20, (1e9, 2e9), [])
@@ -619,7 +629,8 @@ def test_numbers_that_are_none_do_no_harm(tmp_path: Path) -> None:
             assert np.isnan(model.logits([1, 2])).all()
             for temperature in (0.0, 1.0):
                 options = {"max_tokens": 4, "temperature": temperature, "seed": 1}
-                assert "damaged" in refused(lambda: list(model.generate([1, 2], **options)))
+                generation = model.generate([1, 2], **options)
+                assert "damaged" in refused(lambda generation=generation: list(generation))
 
 
 CRASH_SCRIPT = """

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from sharpi.cli.text import closing_line
+from sharpi.generation import Timing
 from sharpi.model import Model
-from sharpi.session import Session, Timing
+from sharpi.session import Session
 
 PROMPT_SECONDS, STEP_SECONDS = 2.0, 0.5
 

@@ -107,8 +107,20 @@ def expected(pieces: Sequence[str], stop: Sequence[str]) -> tuple[list[str], int
     return shown, len(pieces)
 
 
-STOPS = [("ab",), ("aab",), ("aaa",), ("abab",), ("abb", "b" * 3), ("ba", "aab"), ("aba", "bb"), ("a", "bb"), ("bba", "ab"),
-         ("aabb", "abb"), ("bb", "abba"), ()]
+STOPS = [
+    ("ab",),
+    ("aab",),
+    ("aaa",),
+    ("abab",),
+    ("abb", "b" * 3),
+    ("ba", "aab"),
+    ("aba", "bb"),
+    ("a", "bb"),
+    ("bba", "ab"),
+    ("aabb", "abb"),
+    ("bb", "abba"),
+    (),
+]
 
 
 @pytest.mark.parametrize("stop", STOPS, ids="-".join)

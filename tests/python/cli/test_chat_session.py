@@ -170,8 +170,9 @@ def test_the_oldest_turns_are_dropped_when_the_context_gets_full() -> None:
             dropped.append(turn)
     # A turn has 46 characters, and the context 200.
     what = ("turn was", "2 turns were")
-    assert dropped and set(said) <= {f"the context of 200 tokens is nearly full: the oldest {words} dropped (-c sets it)"
-                                     for words in what}
+    assert dropped and set(said) <= {
+        f"the context of 200 tokens is nearly full: the oldest {words} dropped (-c sets it)" for words in what
+    }
     assert all(later > sooner + 1 for sooner, later in zip(dropped, dropped[1:], strict=False)), "not at every question"
     assert all(message["role"] == role for message, role in zip(conversation.messages,
                                                                 ["system", *["user", "assistant"] * 9], strict=False))

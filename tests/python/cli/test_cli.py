@@ -168,7 +168,10 @@ def test_a_text_after_prompt_is_refused_and_told_where_it_belongs(script: Script
     result = sharpi(command, "--prompt", text)
     assert result.exit_code == 2 and result.stdout == "" and script.loads == []
     assert result.stderr.count("\n") == 1 and len(result.stderr) < 300
-    assert "is no prompt mode: give exact or fast" in result.stderr and "after -p, as in `sharpi run -p TEXT`" in result.stderr
+    assert (
+        "is no prompt mode: give exact or fast" in result.stderr
+        and "after -p, as in `sharpi run -p TEXT`" in result.stderr
+    )
 
 
 def test_run_hands_a_plan_on_and_shows_notices(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +341,9 @@ def test_a_gpu_with_too_little_room_is_said_and_the_cpu_runs(monkeypatch: pytest
     monkeypatch.setattr("sharpi.planning.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 260 << 20))
     result = sharpi("run", "-p", "Once", "-n", "2", "--no-stats")
     assert result.exit_code == 0 and result.stdout.startswith("Once")
-    assert re.fullmatch(r"sharpi: on the CPU: Sharpi story needs .* of VRAM.* and there are .* are missing.*\n", result.stderr)
+    assert re.fullmatch(
+        r"sharpi: on the CPU: Sharpi story needs .* of VRAM.* and there are .* are missing.*\n", result.stderr
+    )
 
 
 def run_without_a_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:

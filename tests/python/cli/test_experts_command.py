@@ -73,8 +73,10 @@ def test_the_table_has_a_line_for_each_layer(tmp_path: Path) -> None:
 def test_totals_are_said_in_sentences(tmp_path: Path) -> None:
     said = sentences(sharpi("experts", saved(tmp_path)).stdout)
     assert "Uses: 1,330," in said
-    assert ("Steps of few tokens made 144 choices: 82 (56.9 %) were found in slots, the CPU computed 18, and the GPU fetched"
-            " 44.") in said
+    assert (
+        "Steps of few tokens made 144 choices: 82 (56.9 %) were found in slots, the CPU computed 18, and the GPU"
+        " fetched 44."
+    ) in said
     assert "Slots: 7 for 16 experts (43.8 %), 6 filled at the end; 19 loads, 5 evictions." in said
     assert ("Predictor next-token (the next token uses this token's experts) named 1,000 experts: 37.0 % of"
             " them were used, and they were 74.0 % of the experts used.") in said
@@ -88,7 +90,9 @@ def test_without_slots_there_is_no_hit_rate(tmp_path: Path) -> None:
     assert [row[2] for row in rows(result.stdout)] == ["-"] * 3
     said = sentences(result.stdout)
     assert "no step had slots to look in" in said and "Slots:" not in said
-    assert "Predictor my own named 4 experts: 25.0 % of them were used, and they were 50.0 % of the experts used." in said
+    assert (
+        "Predictor my own named 4 experts: 25.0 % of them were used, and they were 50.0 % of the experts used." in said
+    )
 
 
 def test_the_picture_is_beside_the_file_or_where_it_is_asked_for(tmp_path: Path) -> None:

@@ -259,12 +259,19 @@ def test_what_is_wrong_is_one_line(room: Path, line: str, words: str) -> None:
     assert words in done.stderr
 
 
-@pytest.mark.parametrize("line, code", [
-    ("sharpi plan --vram 2MiB", 1), ("sharpi plan --vram 2MiB --json", 1),
-    (f"sharpi run Once {ENDLESS} --no-stats | head -c 20; exit ${{PIPESTATUS[0]}}", 141),
-    ("sharpi --help | true; exit ${PIPESTATUS[0]}", 141), ("sharpi inspect --tensors | true; exit ${PIPESTATUS[0]}", 141),
-    ("sharpi run Once -n 1 2> /dev/full", 2), ("sharpi run Once -n 1 <&- >&- 2>&-", 2), ("sharpi nonsense 2>&-", 2),
-])
+@pytest.mark.parametrize(
+    "line, code",
+    [
+        ("sharpi plan --vram 2MiB", 1),
+        ("sharpi plan --vram 2MiB --json", 1),
+        (f"sharpi run Once {ENDLESS} --no-stats | head -c 20; exit ${{PIPESTATUS[0]}}", 141),
+        ("sharpi --help | true; exit ${PIPESTATUS[0]}", 141),
+        ("sharpi inspect --tensors | true; exit ${PIPESTATUS[0]}", 141),
+        ("sharpi run Once -n 1 2> /dev/full", 2),
+        ("sharpi run Once -n 1 <&- >&- 2>&-", 2),
+        ("sharpi nonsense 2>&-", 2),
+    ],
+)
 def test_other_exit_codes(room: Path, line: str, code: int) -> None:
     done = typed(room, line)
     assert done.returncode == code, done.stderr

@@ -138,7 +138,7 @@ def test_the_scale_is_marked_where_its_values_are() -> None:
         exact = 2 * np.sqrt(values * most) / (height - 1) + 0.001
         wanted = [value for value in (0, 0.25, 1, 2, 4, 8, 16, 32, 64, 128, 256) if value <= most]
         assert {0, 1} <= {value for value in wanted if (abs(values - value) <= exact).any()}
-        assert all(any(abs(value - near) <= room for near in wanted) for value, room in zip(values, exact))
+        assert all(any(abs(value - near) <= room for near in wanted) for value, room in zip(values, exact, strict=True))
         assert len(values) > 2 and values.max() >= most / 4, "the scale is marked up to its end"
         assert (np.diff(marked) >= 15).all(), "and the numbers have room"
 

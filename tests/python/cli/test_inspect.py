@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 sys.path.append(str(Path(__file__).parents[2] / "fuzz"))
-from container import ARRAY, BOOL, F32, I32, STRING, U32, Container, array, scalar, text  # noqa: E402
+from container import ARRAY, BOOL, F32, I32, STRING, U32, Container, array, scalar, text
 
-from sharpi.cli import main  # noqa: E402
-from sharpi.model import BUNDLED_MODEL  # noqa: E402
+from sharpi.cli import main
+from sharpi.model import BUNDLED_MODEL
 
 
 def sharpi(*arguments: str) -> Result:

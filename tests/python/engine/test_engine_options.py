@@ -11,7 +11,8 @@ from tiny_models import HYBRIDS, MODELS, write
 
 from sharpi import _core
 from sharpi.errors import InvalidRequestError
-from sharpi.model import describe, engine_options
+from sharpi.loading.description import describe
+from sharpi.loading.opening import engine_options
 from sharpi.planning.placement import ExpertPool
 from sharpi.planning.planner import make_plan
 

@@ -212,7 +212,7 @@ def test_damaged_part_of_a_split_model(folder, split_originals, data):
     number = data.draw(st.integers(0, len(split_originals) - 1))
     paths = [folder / f"split-{index + 1:05d}-of-{len(split_originals):05d}.gguf"
              for index in range(len(split_originals))]
-    for index, (path, original) in enumerate(zip(paths, split_originals)):
+    for index, (path, original) in enumerate(zip(paths, split_originals, strict=True)):
         path.write_bytes(data.draw(damage(original)) if index == number else original.content)
     check_outcome(paths[data.draw(st.integers(0, len(paths) - 1))], tuple(f"{path}: " for path in paths))
 

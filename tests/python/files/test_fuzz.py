@@ -77,8 +77,20 @@ def test_a_bug_is_found_and_saved_with_its_seed(tmp_path: Path) -> None:
     program = ("import sys; sys.path.append(sys.argv.pop(1)); import fuzz, sharpi.planning.plan\n"
                "sharpi.planning.plan._READERS['device'] = lambda value: value.lower()\n"
                "sys.exit(fuzz.main())")
-    command = [sys.executable, "-c", program, FUZZ, "--seed", str(SEED), "--target", "plan", "--count", "3000", "--save",
-               tmp_path]
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        FUZZ,
+        "--seed",
+        str(SEED),
+        "--target",
+        "plan",
+        "--count",
+        "3000",
+        "--save",
+        tmp_path,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=False)
     assert done.returncode == 1 and f"with seed {SEED} is out of hand" in done.stdout, done.stdout + done.stderr
     assert "AttributeError" in done.stdout and "'lower'" in done.stdout

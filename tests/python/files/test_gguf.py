@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -40,7 +41,7 @@ def record(name: str | bytes, shape: tuple[int, ...], kind: int, offset: int) ->
 ARCHITECTURE = entry("general.architecture", STRING, string("llama"))
 
 
-def container(entries: list[bytes], records: list[bytes] = [], data: bytes = b"", *, version: int = 3,
+def container(entries: list[bytes], records: Sequence[bytes] = (), data: bytes = b"", *, version: int = 3,
               entry_count: int | None = None, tensor_count: int | None = None, alignment: int = 32) -> bytes:
     header = struct.pack("<4sIQQ", b"GGUF", version, len(records) if tensor_count is None else tensor_count,
                          len(entries) if entry_count is None else entry_count)
@@ -154,7 +155,7 @@ def test_agrees_with_the_gguf_package(tmp_path, alignment):
 
     content = path.read_bytes()
     assert [tensor.name for tensor in model.tensors] == list(tensors)
-    for ours, other in zip(model.tensors, theirs.tensors):
+    for ours, other in zip(model.tensors, theirs.tensors, strict=True):
         assert (ours.name, ours.type, ours.shape) == (other.name, other.tensor_type, tuple(other.shape.tolist()))
         assert (ours.type_name, ours.file, ours.nbytes) == (other.tensor_type.name, 0, other.n_bytes)
         assert content[ours.offset:ours.offset + ours.nbytes] == tensors[ours.name].tobytes()

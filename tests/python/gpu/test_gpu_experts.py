@@ -15,8 +15,8 @@ from tiny_models import HYBRIDS, MODELS, Delta, TinyModel, fused, write
 
 from sharpi import Model
 from sharpi.errors import OutOfMemoryError
+from sharpi.loading.description import describe
 from sharpi.machine.profile import ASSUMED
-from sharpi.model import describe
 from sharpi.planning.expert_stats import ExpertStats
 from sharpi.planning.placement import Inventory
 
@@ -115,7 +115,7 @@ def agrees(model: Model, expected: Answers) -> dict[str, Any]:
 
 
 @pytest.fixture()
-def cache(monkeypatch: pytest.MonkeyPatch):  # noqa: ANN201 - a function
+def cache(monkeypatch: pytest.MonkeyPatch):
     """Lets VRAM hold, of what may also be elsewhere, all but experts, and so many of the experts' bytes."""
     def choose(path: Path | None, part: float) -> None:
         file, spec = describe(path)
@@ -136,7 +136,7 @@ def test_the_cuts_are_what_they_are_said_to_be() -> None:
 
 
 @pytest.mark.parametrize("model", EVERY_MODEL)
-def test_what_slots_hold_never_changes_the_answer(model: TinyModel, tmp_path: Path, cache) -> None:  # noqa: ANN001
+def test_what_slots_hold_never_changes_the_answer(model: TinyModel, tmp_path: Path, cache) -> None:
     path = write(tmp_path / "m.gguf", model)
     expected = Answers.of(path)
     slots, rates = [], []
@@ -157,9 +157,9 @@ def test_what_slots_hold_never_changes_the_answer(model: TinyModel, tmp_path: Pa
 
 
 @pytest.mark.parametrize("part", [0.0, 0.25, 0.6])
-def test_the_bundled_model_in_slots(part: float, tmp_path: Path, cache) -> None:  # noqa: ANN001
-    """A quarter of its experts in VRAM tells the same story, and, if it is the quarter that was used most, has more than
-    a quarter of those that are chosen."""
+def test_the_bundled_model_in_slots(part: float, tmp_path: Path, cache) -> None:
+    """With a quarter of its experts in VRAM the model tells the same story. If that is the quarter that was used most,
+    more than a quarter of the choices are hits."""
     def story(model: Model) -> str:
         return "".join(token.text for token in model.generate("Once", max_tokens=200, temperature=0.0))
 
@@ -182,7 +182,7 @@ def test_the_bundled_model_in_slots(part: float, tmp_path: Path, cache) -> None:
 
 @pytest.mark.parametrize("mode", ["off", "count", "next-token", "next-layer"])
 @pytest.mark.parametrize("part", [0.0, 0.3])
-def test_guesses_never_change_the_answer(mode: str, part: float, tmp_path: Path, cache,  # noqa: ANN001
+def test_guesses_never_change_the_answer(mode: str, part: float, tmp_path: Path, cache,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "m.gguf", QWEN)
     expected = Answers.of(path)
@@ -197,7 +197,7 @@ def test_guesses_never_change_the_answer(mode: str, part: float, tmp_path: Path,
         assert predictor["wanted"] > 0 and 0 < predictor["accuracy"] <= 1, name
 
 
-def test_without_pinning_nothing_is_fetched(tmp_path: Path, cache, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+def test_without_pinning_nothing_is_fetched(tmp_path: Path, cache, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "m.gguf", QWEN)
     expected = Answers.of(path)
     monkeypatch.setenv("SHARPI_CUDA_PIN", "0")
@@ -209,7 +209,7 @@ def test_without_pinning_nothing_is_fetched(tmp_path: Path, cache, monkeypatch: 
 
 
 @pytest.mark.parametrize("how", ["variable", "option"])
-def test_all_experts_are_the_cpus(how: str, tmp_path: Path, cache, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+def test_all_experts_are_the_cpus(how: str, tmp_path: Path, cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where they would fit."""
     path = write(tmp_path / "m.gguf", QWEN)
     expected = Answers.of(path)
@@ -227,7 +227,7 @@ def test_all_experts_are_the_cpus(how: str, tmp_path: Path, cache, monkeypatch: 
         assert counts["hit_rate"] == 0.0
 
 
-def test_sessions_share_the_slots(tmp_path: Path, cache) -> None:  # noqa: ANN001
+def test_sessions_share_the_slots(tmp_path: Path, cache) -> None:
     """Prompts of few rows and of many, answered in turn, each step finding what the others left."""
     path = write(tmp_path / "m.gguf", QWEN)
     prompts = [TOKENS[:1], TOKENS[:40], TOKENS[5:75], TOKENS[3:6]]
@@ -273,7 +273,7 @@ def test_every_budget_is_kept_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [0.3, 1.01])
-def test_loading_is_no_use(part: float, tmp_path: Path, cache) -> None:  # noqa: ANN001
+def test_loading_is_no_use(part: float, tmp_path: Path, cache) -> None:
     path = write(tmp_path / "m.gguf", QWEN)
     cache(path, part)
     with loaded(path) as model:
@@ -283,7 +283,7 @@ def test_loading_is_no_use(part: float, tmp_path: Path, cache) -> None:  # noqa:
         assert model.stats()["experts"]["uses"] == len(TOKENS) * choices_per_token(model)
 
 
-def test_slots_that_are_warmed_hold_what_is_used(tmp_path: Path, cache, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+def test_slots_that_are_warmed_hold_what_is_used(tmp_path: Path, cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text of few tokens uses few experts. Saved, these are what the next run finds; where nothing can be fetched,
     exactly these."""
     path, saved = write(tmp_path / "m.gguf", QWEN), tmp_path / "experts.json"

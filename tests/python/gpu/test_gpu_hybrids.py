@@ -69,7 +69,7 @@ def test_reference_models_cut_anywhere(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reference_models_wherever_they_are(name: str, tmp_path: Path, cache) -> None:  # noqa: ANN001, F811
+def test_reference_models_wherever_they_are(name: str, tmp_path: Path, cache) -> None:  # noqa: F811
     """Decode has the CPU's bits, a token or a few at a time; a prompt has those of a resident model."""
     golden, path = np.load(LOGITS / f"{name}.npz"), write_golden(name, tmp_path)
     tokens = golden["tokens"].tolist()
@@ -219,7 +219,7 @@ def text(model: Model, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_drafts_never_change_the_text(name: str, tmp_path: Path, cache) -> None:  # noqa: ANN001, F811
+def test_drafts_never_change_the_text(name: str, tmp_path: Path, cache) -> None:  # noqa: F811
     """Resident, with half of the weights elsewhere and with all of them, replayed and launched."""
     path = write(tmp_path / "m.gguf", DRAFTED[name])
     with load(path, device="cpu", **EXACT) as model:

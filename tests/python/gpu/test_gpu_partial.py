@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_gpu import BATCH, LARGE, MIB, ONE_BY_ONE, TOKENS, free_bytes, greedy, load, needs_a_gpu  # noqa: F401 - a fixture
+from test_gpu import BATCH, LARGE, MIB, ONE_BY_ONE, TOKENS, free_bytes, greedy, load, needs_a_gpu  # noqa: F401
 from tiny_models import ON_GPU, TinyModel, write
 
 from sharpi.errors import OutOfMemoryError
@@ -28,7 +28,7 @@ MEDIUM = TinyModel("qwen3", qk_norm="head", layers=6, type="Q4_0", **LARGE)
 
 
 @pytest.fixture()
-def cache(monkeypatch: pytest.MonkeyPatch):  # noqa: ANN201 - a function
+def cache(monkeypatch: pytest.MonkeyPatch):
     """Sets how many bytes of weights may be cached, and whether the CPU takes rows."""
     def choose(size: float, rows: bool) -> None:
         monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", f"{size / GIB:.12f}")
@@ -50,7 +50,7 @@ def placement_with_answers(path: Path, seed: int, prefill: np.ndarray, steps: np
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_the_cache_size_never_changes_the_answer(name: str, tmp_path: Path, cache) -> None:  # noqa: ANN001
+def test_the_cache_size_never_changes_the_answer(name: str, tmp_path: Path, cache) -> None:
     path = write(tmp_path / "m.gguf", DENSE[name])
     with load(path) as model:
         steps, prefill = model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode"), model.logits(TOKENS)
@@ -64,10 +64,10 @@ def test_the_cache_size_never_changes_the_answer(name: str, tmp_path: Path, cach
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
-def test_where_experts_are_never_changes_the_answer(name: str, tmp_path: Path, cache,  # noqa: ANN001
+def test_where_experts_are_never_changes_the_answer(name: str, tmp_path: Path, cache,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all experts on the CPU, and with all in VRAM where each size holds them. Where it does not they are in slots:
-    for what these hold, see test_gpu_experts.py."""
+    """With all experts on the CPU, and with all in VRAM if they fit. If they do not, they are in slots, which
+    test_gpu_experts.py tests."""
     path = write(tmp_path / "m.gguf", WITH_EXPERTS[name])
     monkeypatch.setenv("SHARPI_CPU_MOE", "0")
     with load(path) as model:
@@ -104,7 +104,7 @@ def test_every_budget_runs_and_is_kept_to(tmp_path: Path) -> None:
             ran[budget] = model.stats()["placement"]["vram"]
             assert model.plan.total_bytes <= budget
             assert before - free_bytes() <= budget + 4 * MIB
-            # But for what captured steps take, of which the plan has an estimate: none is captured before the first token.
+            # Captured steps are left out: the plan estimates them, and none is captured before the first token.
             taken = sum(entry[2] for entry in model.engine.trace if entry[0] != "graphs")
             assert abs(taken - (model.plan.total_bytes - model.plan.graphs_bytes)) <= 4 * MIB
 
@@ -144,12 +144,14 @@ def test_less_memory_than_planned(tmp_path: Path) -> None:
     np.testing.assert_array_equal(_core.Session(engine).logits(TOKENS, list(ONE_BY_ONE), "decode"), expected)
 
 
-def test_a_killed_run_leaves_nothing(tmp_path: Path, cache) -> None:  # noqa: ANN001
+def test_a_killed_run_leaves_nothing(tmp_path: Path, cache) -> None:
     """Killed while it starts, pins, loads or answers: whenever that is."""
     path = write(tmp_path / "m.gguf", MEDIUM)
     cache(20 * MIB, True)
-    script = ("import sys\nfrom sharpi import Model\nm = Model.load(sys.argv[1], device='cuda')\nprint('up', flush=True)\n"
-              "while True: list(m.generate([1, 2, 3], max_tokens=200, temperature=0.0))\n")
+    script = (
+        "import sys\nfrom sharpi import Model\nm = Model.load(sys.argv[1], device='cuda')\nprint('up', flush=True)\n"
+        "while True: list(m.generate([1, 2, 3], max_tokens=200, temperature=0.0))\n"
+    )
     free_bytes()
     before = free_bytes()
 
@@ -182,7 +184,7 @@ def test_a_killed_run_leaves_nothing(tmp_path: Path, cache) -> None:  # noqa: AN
         kill(run)
 
 
-def test_an_interrupt_leaves_the_model_usable(tmp_path: Path, cache) -> None:  # noqa: ANN001
+def test_an_interrupt_leaves_the_model_usable(tmp_path: Path, cache) -> None:
     path = write(tmp_path / "m.gguf", MEDIUM)
     cache(20 * MIB, True)
     with load(path, kv_dtype="bf16", batch=BATCH) as model:

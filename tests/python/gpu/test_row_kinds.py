@@ -20,8 +20,8 @@ from tiny_models import HYBRIDS, ON_GPU, TinyModel, write
 
 from sharpi import Model, _core
 from sharpi.errors import OutOfMemoryError
+from sharpi.loading.description import describe
 from sharpi.machine.profile import ASSUMED
-from sharpi.model import describe
 from sharpi.planning.placement import Inventory
 
 GIB = 1 << 30
@@ -54,7 +54,9 @@ def require_a_gpu() -> None:
         (pytest.fail if REQUIRED else pytest.skip)(found)
 
 
-@pytest.fixture(params=["cpu", pytest.param("fast", marks=pytest.mark.gpu), pytest.param("exact", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=["cpu", pytest.param("fast", marks=pytest.mark.gpu), pytest.param("exact", marks=pytest.mark.gpu)]
+)
 def machine(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Options of `Model.load` for a processor, and how it computes prompts."""
     if request.param == "cpu":
@@ -175,8 +177,9 @@ def test_reference_models_cut_anywhere(name: str, machine: dict[str, Any], tmp_p
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ten_turns_of_a_conversation_are_cold_starts(family: str, machine: dict[str, Any], tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch, dice: np.random.Generator) -> None:
+def test_ten_turns_of_a_conversation_are_cold_starts(
+    family: str, machine: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dice: np.random.Generator
+) -> None:
     """Each turn is what was said so far, the answer among it, and new tokens. What the session holds of it gives the
     same answer as the whole text in a new session, and, when more is evaluated behind it, the same bits."""
     path = write(tmp_path / "m.gguf", replace(FAMILIES[family], context=CONTEXT))
@@ -196,7 +199,9 @@ def test_ten_turns_of_a_conversation_are_cold_starts(family: str, machine: dict[
                 more = said[-1:] + text_of(dice, int(dice.integers(1, 200)))
                 text = text + said[:-1]
                 cold = other.logits(text + more)[len(text):]
-                np.testing.assert_array_equal(warm.logits(more), cold, f"turn {turn}, {len(text)} tokens, batch {batch}")
+                np.testing.assert_array_equal(
+                    warm.logits(more), cold, f"turn {turn}, {len(text)} tokens, batch {batch}"
+                )
                 text = text + more + text_of(dice, int(dice.integers(1, 20)))
             # Without a spare state, fast prompts have none to go on from.
             assert reused > len(text) or sequences < 3, "the session was warm"

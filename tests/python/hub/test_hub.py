@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 from fake_hub import Repo
-from hub_world import PYTHON, World, large, split, story, world  # noqa: F401  (fixtures)
+from hub_world import PYTHON, World
 from tiny_models import MODELS, write
 
 from sharpi.files.gguf import GgufFile
-from sharpi.model import BUNDLED_MODEL
+from sharpi.loading.description import BUNDLED_MODEL
 
 # --- pull --------------------------------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ def test_variables_that_make_no_sense(story: World, name: str, value: str) -> No
 def test_a_hub_does_not_choose_where_files_go(story: World) -> None:
     paths = ("../../../evil-Q4_K_M.gguf", "/tmp/evil-Q4_K_M.gguf", "a/../../evil-Q4_K_M.gguf",
              "evil\x1b[2J-Q4_K_M.gguf")
-    story.hub.repos["user/evil"] = Repo({path: BUNDLED_MODEL for path in paths})
+    story.hub.repos["user/evil"] = Repo(dict.fromkeys(paths, BUNDLED_MODEL))
     for command in ("pull", "plan"):
         assert "has no GGUF file of a model" in story.refused(command, "user/evil")
     story.hub.repos["user/evil"] = Repo({"m-Q4_K_M.gguf": BUNDLED_MODEL}, commit="../" * 10 + "evil")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from fake_hub import Repo
-from hub_world import PYTHON, SHARPI, World, large, split, story, world  # noqa: F401  (fixtures)
+from hub_world import PYTHON, SHARPI, World
 from tiny_models import MODELS, write
 
-from sharpi.model import BUNDLED_MODEL
+from sharpi.loading.description import BUNDLED_MODEL
 
 # --- plan and inspect before the download ------------------------------------------------------------------------
 

@@ -65,18 +65,58 @@ def test_a_number_that_cannot_be_is_refused(name: str, value: Any, tmp_path: Pat
     assert message.startswith(f"{name} ") and "sharpi hardware --save" in message
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("ram_bytes_per_second", 91.0), ("pcie_bytes_per_second", 2e15), ("vram_bytes_per_second", 4.5e3),
-    ("gpu_flops", 460.0), ("gpu_flops", 2e17), ("gpu_kernel_seconds", 920.0), ("vram_bytes", 80),
-    ("ram_bytes", 1 << 61), ("cores", 1.5), ("ram_bytes", 64e9), ("threads", 1025), ("assumed", 1),
-    ("assumed", None), ("cpu", ""), ("cpu", None),
-    ("cpu", "two\nlines"), ("cpu", 7), ("cpu", "x" * 201), ("gpu", ""), ("gpu", 5), ("gpu", "\x1b[2J"),
-    ("measured", "yesterday"), ("measured", None), ("measured", 5), ("version", "1"), ("version", True),
-    ("version", PROFILE_VERSION + 1), ("version", 0), ("version", -1), ("version", 1.5), ("version", [1]), ("version", None), ("cores", None), ("cpu_flops", None),
-    ("spread", None), ("spread", []), ("spread", 0.1), ("spread", {"ram": 0.1}), ("spread", {"cpu_flops": 1.5}),
-    ("spread", {"cpu_flops": -0.1}), ("spread", {"cpu_flops": None}), ("spread", {"cpu_flops": math.nan}),
-    ("spread", {"cores": 0.1}), ("spread", {"a\x1b": 0.1}), ("busy", None), ("busy", 0), ("busy", "no"),
-])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ram_bytes_per_second", 91.0),
+        ("pcie_bytes_per_second", 2e15),
+        ("vram_bytes_per_second", 4.5e3),
+        ("gpu_flops", 460.0),
+        ("gpu_flops", 2e17),
+        ("gpu_kernel_seconds", 920.0),
+        ("vram_bytes", 80),
+        ("ram_bytes", 1 << 61),
+        ("cores", 1.5),
+        ("ram_bytes", 64e9),
+        ("threads", 1025),
+        ("assumed", 1),
+        ("assumed", None),
+        ("cpu", ""),
+        ("cpu", None),
+        ("cpu", "two\nlines"),
+        ("cpu", 7),
+        ("cpu", "x" * 201),
+        ("gpu", ""),
+        ("gpu", 5),
+        ("gpu", "\x1b[2J"),
+        ("measured", "yesterday"),
+        ("measured", None),
+        ("measured", 5),
+        ("version", "1"),
+        ("version", True),
+        ("version", PROFILE_VERSION + 1),
+        ("version", 0),
+        ("version", -1),
+        ("version", 1.5),
+        ("version", [1]),
+        ("version", None),
+        ("cores", None),
+        ("cpu_flops", None),
+        ("spread", None),
+        ("spread", []),
+        ("spread", 0.1),
+        ("spread", {"ram": 0.1}),
+        ("spread", {"cpu_flops": 1.5}),
+        ("spread", {"cpu_flops": -0.1}),
+        ("spread", {"cpu_flops": None}),
+        ("spread", {"cpu_flops": math.nan}),
+        ("spread", {"cores": 0.1}),
+        ("spread", {"a\x1b": 0.1}),
+        ("busy", None),
+        ("busy", 0),
+        ("busy", "no"),
+    ],
+)
 def test_nonsense_is_refused(name: str, value: Any, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({**a_profile().to_dict(), name: value}))
@@ -92,10 +132,24 @@ def test_a_gpu_has_all_its_rates_and_no_gpu_has_none(name: str, tmp_path: Path) 
     assert refusal(path).startswith(f"{name} is given")
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"{", b"[]", b"3", b"null", b'"text"', b"\xff\xfe{}", b"[" * 100_000, b"{}", b'{"version": 1}', b'{"version": 2}',
-    b"GGUF\x03\x00\x00\x00",
-], ids=lambda content: repr(content[:12]))
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"3",
+        b"null",
+        b'"text"',
+        b"\xff\xfe{}",
+        b"[" * 100_000,
+        b"{}",
+        b'{"version": 1}',
+        b'{"version": 2}',
+        b"GGUF\x03\x00\x00\x00",
+    ],
+    ids=lambda content: repr(content[:12]),
+)
 def test_a_file_that_is_no_profile_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_bytes(content)

@@ -12,11 +12,11 @@ from fake_model import cli_runner
 from fake_weights import MACHINE, FakeWeights, set_gpu
 from profiled_machine import Machine, machine_fixture  # noqa: F401
 
+from sharpi.agreement import LEAST_READ, LEAST_STEPS, Seen, disagreement, seen_in_bench, seen_in_run
 from sharpi.cli import main
 from sharpi.machine import profile_cache
 from sharpi.machine.profile import HardwareProfile
 from sharpi.machine.profile_cache import cached_profile, current_profile, keep
-from sharpi.planning.agreement import LEAST_READ, LEAST_STEPS, Seen, disagreement, seen_in_bench, seen_in_run
 from sharpi.planning.placement import Inventory
 from sharpi.planning.planner import make_plan
 from sharpi.planning.prediction import decode_on_cpu
@@ -151,7 +151,7 @@ def test_on_the_gpu_the_plan_is_what_counts(machine: Machine, monkeypatch: pytes
 
 def test_experts_are_found_in_slots_as_expected(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     current_profile()
-    monkeypatch.setattr("sharpi.planning.agreement.LEAST_READ", 0)
+    monkeypatch.setattr("sharpi.agreement.LEAST_READ", 0)
     weights = FakeWeights(layers=6, experts=tuple(range(6)))
     model = on_gpu(monkeypatch, weights, vram=weights.total // 2)
     assert model.plan.decode is not None and model.plan.hit_rate is not None and 0.2 < model.plan.hit_rate < 0.8
@@ -160,7 +160,8 @@ def test_experts_are_found_in_slots_as_expected(machine: Machine, monkeypatch: p
                                  (model.plan.hit_rate + 0.2, 2.0, False), (model.plan.hit_rate - 0.2, 0.5, False),
                                  (None, 0.5, False)):
         model.hit_rate = hit_rate
-        found = disagreement(model, Seen("decode", part * decode, 64), elsewhere=True, known=True)  # type: ignore[arg-type]
+        seen = Seen("decode", part * decode, 64)
+        found = disagreement(model, seen, elsewhere=True, known=True)  # type: ignore[arg-type]
         assert (found is not None) is line, (hit_rate, part)
 
 
@@ -192,7 +193,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HardwareProfile:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("SHARPI_CPU_ISA", "")
     monkeypatch.setattr(profile_cache, "_measures_all", lambda: True)
-    monkeypatch.setattr("sharpi.planning.agreement.LEAST_READ", 0)
+    monkeypatch.setattr("sharpi.agreement.LEAST_READ", 0)
     here = profile_cache._this_machine()
     rates = {"ram_bytes_per_second": 1e14, "cpu_flops": 1e16}
     gpu = {name: getattr(MACHINE, name) for name in ("pcie_bytes_per_second", "ram_bytes_per_second_shared",
@@ -248,6 +249,6 @@ def test_bench_says_it_each_time(kept: HardwareProfile) -> None:
 
 
 def test_the_bundled_model_is_too_small_to_tell(kept: HardwareProfile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharpi.planning.agreement.LEAST_READ", LEAST_READ)
+    monkeypatch.setattr("sharpi.agreement.LEAST_READ", LEAST_READ)
     assert "predicted" not in sharpi(*RUN, "-t", str(kept.threads)).stderr
     assert profile_cache.why_stale(kept) is None

@@ -1,4 +1,4 @@
-"""Plans for models of experts that do not fit: all have slots, these take what is left, and hits are expected of them."""
+"""Plans for models whose experts do not fit: slots take the VRAM that is left, and a part of the uses hits them."""
 
 from __future__ import annotations
 
@@ -242,7 +242,9 @@ def test_the_command_reads_saved_statistics(monkeypatch: pytest.MonkeyPatch, tmp
     plan = json.loads(plan_command(monkeypatch, model, "--vram", some, "--warm", str(path), "--json").stdout)
     assert (plan["experts"], plan["experts_in_slots"], plan["slots_per_layer"]) == (32, 16, 4)
     assert (plan["hit_rate"], plan["hit_source"], plan["expert_slots"]) == (1, "by saved statistics", 26 * MIB)
-    assert plan["expert_pools"] == [{"layers": 4, "experts": 32, "slots": 16, "slot_bytes": model.layer_expert_bytes(0)}]
+    assert plan["expert_pools"] == [
+        {"layers": 4, "experts": 32, "slots": 16, "slot_bytes": model.layer_expert_bytes(0)}
+    ]
     assert plan["expert_slots_bytes"] == sum(line["bytes"] for line in plan["lines"] if line["name"] == "expert slots")
     result = plan_command(monkeypatch, FakeWeights(layers=5, experts=(0,)), "--warm", str(path))
     assert (result.exit_code, result.stdout) == (2, "") and result.stderr.count("\n") == 1

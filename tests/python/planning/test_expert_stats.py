@@ -18,9 +18,8 @@ from random_experts import LAYERS, PRESENT, random_stats, table
 from tiny_models import MODELS, write
 
 from sharpi.errors import InvalidRequestError
-from sharpi.files.gguf import GgufFile
+from sharpi.files.gguf import GgufFile, fingerprint
 from sharpi.planning.expert_stats import COUNTS, ExpertStats, Predictor
-from sharpi.planning.plan import fingerprint
 from sharpi.storage import require_writable, write_whole
 
 

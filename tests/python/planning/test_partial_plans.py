@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from fake_weights import GIB, MACHINE, MIB, NO_GPU, STREAMING, FakeWeights, plain_machine, set_gpu  # noqa: F401 - a fixture
+from fake_weights import GIB, MACHINE, MIB, NO_GPU, STREAMING, FakeWeights, plain_machine, set_gpu  # noqa: F401
 from planning import Measuring, held, machine_with, plan_command, plan_of, refused
 
 from sharpi.errors import InternalError, OutOfMemoryError
@@ -428,7 +428,9 @@ def test_a_prediction_says_when_its_rates_were_measured(monkeypatch: pytest.Monk
                                ("cuda", False, "measured 2026-11-22, spread 11 %."),
                                ("cpu", True, "measured 2026-11-22 while other programs were busy, spread 4 %.")):
         known = replace(MACHINE, measured="2026-11-22T09:13:55+00:00", spread=spread, busy=busy)
-        monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None, known=known: known)
+        monkeypatch.setattr(
+            "sharpi.planning.planner.current_profile", lambda measure, announce=None, known=known: known
+        )
         vram = ("--vram", "5MiB") if device == "cuda" else ()
         assert said in " ".join(plan_command(monkeypatch, model, "--device", device, *vram).stdout.split())
 

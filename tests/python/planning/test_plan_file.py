@@ -169,8 +169,22 @@ def test_a_plan_for_another_model(model: FakeWeights, tmp_path: Path) -> None:
 
 def test_a_plan_that_lacks_something(model: FakeWeights, tmp_path: Path) -> None:
     whole = plan_of(model).to_dict()
-    sums = {"embedding_bytes", "prediction_bytes", "head_bytes", "streaming_bytes", "expert_slots_bytes", "state_bytes", "scratch_bytes",
-            "graphs_bytes", "mapped_bytes", "total_bytes", "experts", "experts_in_slots", "slots_per_layer", "fits"}
+    sums = {
+        "embedding_bytes",
+        "prediction_bytes",
+        "head_bytes",
+        "streaming_bytes",
+        "expert_slots_bytes",
+        "state_bytes",
+        "scratch_bytes",
+        "graphs_bytes",
+        "mapped_bytes",
+        "total_bytes",
+        "experts",
+        "experts_in_slots",
+        "slots_per_layer",
+        "fits",
+    }
     for name in whole:
         path = saved(tmp_path / "plan.json", {key: value for key, value in whole.items() if key != name})
         if name in sums:
@@ -312,10 +326,24 @@ def test_options_that_a_plan_answers_are_refused(command: list[str], option: lis
     assert "--plan says" in result.stderr and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", [{"device": "cpu"}, {"vram": "1GiB"}, {"context": 77}, {"kv_dtype": "fp32"},
-                                     {"threads": 2}, {"batch": 16}, {"sequences": 2}, {"cpu_moe": True}, {"cpu_moe": False},
-                                     {"mtp": True}, {"mtp": False}, {"prompt": "exact"},
-                                     {"profile": MACHINE}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "cpu"},
+        {"vram": "1GiB"},
+        {"context": 77},
+        {"kv_dtype": "fp32"},
+        {"threads": 2},
+        {"batch": 16},
+        {"sequences": 2},
+        {"cpu_moe": True},
+        {"cpu_moe": False},
+        {"mtp": True},
+        {"mtp": False},
+        {"prompt": "exact"},
+        {"profile": MACHINE},
+    ],
+)
 def test_arguments_that_a_plan_answers_are_refused(options: dict[str, Any], story: Path) -> None:
     from sharpi import Model
 

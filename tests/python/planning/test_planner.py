@@ -411,7 +411,7 @@ def plan_command(*arguments: str):
 
 @pytest.fixture
 def fake_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharpi.model.describe",
+    monkeypatch.setattr("sharpi.loading.description.describe",
                         lambda path=None, mtp=True, rope=None: (fake_file(10_000_000), FakeSpec()))
 
 
@@ -455,7 +455,9 @@ def test_the_command_plans_for_a_gpu_that_is_not_there(fake_described: None) -> 
 def test_the_command_says_how_prompts_are_computed(fake_described: None) -> None:
     options = ("-m", "some.gguf", "-c", "4000", "-t", "1", "--vram", "12GiB")
     fast, exact = (plan_command(*options, *more) for more in (("-b", "8"), ("-b", "8", "--prompt", "exact")))
-    assert "Prompts are fast: computed on tensor cores, with bits that depend on the kind of GPU." in " ".join(fast.stdout.split())
+    assert "Prompts are fast: computed on tensor cores, with bits that depend on the kind of GPU." in " ".join(
+        fast.stdout.split()
+    )
     assert "batches of 64 tokens" in fast.stdout
     assert fast.stderr == ("sharpi: a batch of 8 is rounded up to 64: fast prompts are computed in tiles of 64 tokens"
                            " (--prompt exact takes any batch)\n")
@@ -504,10 +506,19 @@ def described(kind: str, *, experts: int) -> tuple[object, int]:
 
     width, hidden, heads, layers, vocab = 4096, 768 if experts else 12288, 32, 36, 151936
     arch = "qwen3moe" if experts else "qwen3"
-    integers = {"block_count": layers, "context_length": 40960, "embedding_length": width,
-                "feed_forward_length": hidden, "attention.head_count": heads, "attention.head_count_kv": 8, "attention.key_length": 128,
-                "attention.value_length": 128, "expert_count": experts, "expert_used_count": min(experts, 8),
-                "expert_feed_forward_length": hidden}
+    integers = {
+        "block_count": layers,
+        "context_length": 40960,
+        "embedding_length": width,
+        "feed_forward_length": hidden,
+        "attention.head_count": heads,
+        "attention.head_count_kv": 8,
+        "attention.key_length": 128,
+        "attention.value_length": 128,
+        "expert_count": experts,
+        "expert_used_count": min(experts, 8),
+        "expert_feed_forward_length": hidden,
+    }
     metadata = {f"{arch}.{key}": value for key, value in integers.items() if value}
     metadata |= {"general.architecture": arch, f"{arch}.attention.layer_norm_rms_epsilon": 1e-6,
                  f"{arch}.rope.freq_base": 1e6}

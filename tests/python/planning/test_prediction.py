@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fake_weights import MACHINE, FakeWeights, random_machine, stats_of
 
-from sharpi.machine.profile import ASSUMED, HardwareProfile
+from sharpi.machine.profile import ASSUMED, GPU_FIELDS, HardwareProfile
 from sharpi.planning.placement import Beside, ExpertPool, Inventory, TensorHome
 from sharpi.planning.prediction import (
     BOUNDS,
@@ -103,7 +103,9 @@ def test_decode_with_rows_on_the_cpu() -> None:
     even = replace(MACHINE, pcie_bytes_per_second_shared=pcie)
     pieces = PIECE_KERNELS * reads.direct / PIECE_BYTES
     assert pieces > 1
-    own = (reads.vram + reads.direct) / 3e12 + (DENSE_LAYER_KERNELS * 4 + SHARED_LAYER_KERNELS * 5 + OTHER_KERNELS + pieces) * 2e-6
+    own = (reads.vram + reads.direct) / 3e12 + (
+        DENSE_LAYER_KERNELS * 4 + SHARED_LAYER_KERNELS * 5 + OTHER_KERNELS + pieces
+    ) * 2e-6
     serial = own + shared / 2 / 75e9 + 2 * 5 * CROSSING_SECONDS
     hidden = DECODE_OVERLAP_LOSS * min(own, reads.direct / pcie)
     assert decode_seconds(reads, even) == (pytest.approx(serial + hidden), "RAM")
@@ -129,7 +131,9 @@ def test_decode_with_experts_on_the_cpu() -> None:
     reads = traffic(inventory.uses, inventory.homes(inventory.before_experts))
     row = model.sizes[0] // 8192
     others = sum(use.read_bytes for use in inventory.uses) - used - row
-    assert reads == Traffic(vram=others, direct=row, cpu=used, layers=4, expert_layers=3, shared_layers=0, left_layers=3)
+    assert reads == Traffic(
+        vram=others, direct=row, cpu=used, layers=4, expert_layers=3, shared_layers=0, left_layers=3
+    )
     # That an embedding's row comes over PCIe is no reason to think the CPU slower than it is.
     seconds = (others / 3e12 + used / 100e9
                + (DENSE_LAYER_KERNELS + (EXPERT_LAYER_KERNELS + SLOTS_LAYER_KERNELS) * 3 + OTHER_KERNELS) * 2e-6
@@ -182,8 +186,10 @@ def test_a_prediction_layer_is_no_part_of_plain_decode() -> None:
         machine = random_machine(dice)
         _, without = inventory_of(layers=4)
         _, inventory = inventory_of(layers=4, prediction_layers=1)
-        rows = [[balanced(each, each.homes(0), machine)[use.tensor].cpu_rows for use in each.uses if use.layer in range(4)]
-                for each in (inventory, without)]
+        rows = [
+            [balanced(each, each.homes(0), machine)[use.tensor].cpu_rows for use in each.uses if use.layer in range(4)]
+            for each in (inventory, without)
+        ]
         assert rows[0] == rows[1]
 
 
@@ -197,7 +203,9 @@ def test_an_inventory_without_the_layer() -> None:
 
 def arithmetic(inventory: Inventory) -> float:
     """Seconds of the CPU for a further row of the model, its head, and a row of the prediction layer."""
-    matrices = [use for use in (*inventory.model_uses, *inventory.draft_uses) if use.role not in ("embedding", "vector")]
+    matrices = [
+        use for use in (*inventory.model_uses, *inventory.draft_uses) if use.role not in ("embedding", "vector")
+    ]
     return 2 * sum(use.parameters for use in matrices) / MACHINE.cpu_flops
 
 
@@ -228,7 +236,9 @@ def test_a_judged_row_has_its_own_experts() -> None:
     drafted = sum(use.read_bytes for use in inventory.draft_uses)
     plain = sum(use.read_bytes for use in inventory.model_uses) + 20_000_000
     ram = MACHINE.ram_bytes_per_second
-    assert draft_cost_on_cpu(inventory, MACHINE) == pytest.approx(((experts + drafted) / ram + arithmetic(inventory)) / (plain / ram))
+    assert draft_cost_on_cpu(inventory, MACHINE) == pytest.approx(
+        ((experts + drafted) / ram + arithmetic(inventory)) / (plain / ram)
+    )
     homes = inventory.homes(len(inventory.movable))
     reads = traffic(inventory.model_uses, homes, beside=inventory.beside)
     seconds = decode_seconds(reads, MACHINE)[0]
@@ -287,7 +297,9 @@ def test_decode_with_slots() -> None:
         cached = tuple(layers * 2)
         # Nothing else takes time but kernels.
         reads = Traffic(0, 0, 0, len(cached), len(cached), 0, 0, cached)
-        kernels = ((EXPERT_LAYER_KERNELS + SLOTS_LAYER_KERNELS) * len(cached) + OTHER_KERNELS) * machine.gpu_kernel_seconds
+        kernels = (
+            (EXPERT_LAYER_KERNELS + SLOTS_LAYER_KERNELS) * len(cached) + OTHER_KERNELS
+        ) * machine.gpu_kernel_seconds
         found, bound = decode_seconds(reads, machine, threads)
         assert found == pytest.approx(2 * sum(seconds_of(layer, machine, threads) for layer in layers) + kernels)
         bounds.add(bound)
@@ -558,9 +570,7 @@ def test_rows_come_in_steps(rows: int, share: float, taken: int) -> None:
 
 
 def test_a_machine_without_a_gpu_is_given_an_assumed_one() -> None:
-    cpu_only = replace(MACHINE, **{name: None for name in (
-        "gpu", "vram_bytes", "pcie_bytes_per_second", "ram_bytes_per_second_shared", "pcie_bytes_per_second_shared",
-        "vram_bytes_per_second", "gpu_kernel_seconds", "gpu_flops")})
+    cpu_only = replace(MACHINE, **dict.fromkeys(GPU_FIELDS))
     whole = completed(cpu_only)
     assert whole.assumed and whole.ram_bytes_per_second == MACHINE.ram_bytes_per_second
     assert whole.pcie_bytes_per_second == ASSUMED.pcie_bytes_per_second

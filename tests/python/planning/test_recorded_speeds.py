@@ -43,7 +43,9 @@ def planned(row: dict[str, Any], described: Any, monkeypatch: pytest.MonkeyPatch
     """The plan of the measured run."""
     file, spec = described(row["model"])
     rates = {name: value for name, value in recorded()["machines"][row["machine"]].items() if name != "said"}
-    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None: replace(MACHINE, **rates))
+    monkeypatch.setattr(
+        "sharpi.planning.planner.current_profile", lambda measure, announce=None: replace(MACHINE, **rates)
+    )
     monkeypatch.setattr("sharpi.planning.planner.gpu", lambda: Gpu("NVIDIA H200", 0, "9.0", 132, 140 * GIB, 139 * GIB))
     for name in ("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", "SHARPI_CPU_MOE"):
         monkeypatch.delenv(name, raising=False)
@@ -65,8 +67,11 @@ def predicted(row: dict[str, Any], plan: Plan) -> Iterator[tuple[str, float]]:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    return "-".join(str(row[name]) for name in ("machine", "model", "cached", "cpu_rows", "vram_gib", "cpu_moe", "prompt")
-                    if name in row)
+    return "-".join(
+        str(row[name])
+        for name in ("machine", "model", "cached", "cpu_rows", "vram_gib", "cpu_moe", "prompt")
+        if name in row
+    )
 
 
 @pytest.mark.parametrize("row", recorded()["measured"], ids=name_of)

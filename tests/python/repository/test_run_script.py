@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -51,9 +52,9 @@ def test_a_program_is_taken_if_it_is_new_enough(script: ModuleType, tmp_path: Pa
 
 
 def test_what_the_project_needs_is_read_from_pyproject(script: ModuleType) -> None:
-    building, running, types = script.lists_in_pyproject()
+    building, running, linting = script.lists_in_pyproject()
     assert [name.split(">")[0] for name in building] == ["scikit-build-core", "pybind11"]
-    assert [name.split(">")[0] for name in types] == ["mypy"]
+    assert [name.split("==")[0] for name in linting] == ["mypy", "ruff", "clang-format", "clang-tidy"]
     assert {"numpy", "click", "pytest", "hypothesis"} <= {name.split(">")[0] for name in running}
     assert script.promised_cmake() == "3.18"
 
@@ -89,3 +90,25 @@ def test_an_old_cmake_is_missing_too(script: ModuleType, monkeypatch: pytest.Mon
     monkeypatch.setattr(script, "lists_in_pyproject", lambda: (["pluggy>=0.1"], ["pytest>=8"], []))
     with pytest.raises(SystemExit, match=r"^missing, and pip cannot fetch it: cmake>=99\.0; "):
         script.make_environment()
+
+
+@pytest.mark.parametrize(("borrowed", "needed"), [(True, []), (False, ["no-such-thing==1"])])
+def test_sources_that_cannot_be_checked_are_said_in_a_line(script: ModuleType, borrowed: bool, needed: list[str],
+                                                           monkeypatch: pytest.MonkeyPatch,
+                                                           capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(script, "lists_in_pyproject", lambda: ([], [], needed))
+    script.lint(script.Tools(Path(sys.executable), os.environ["PATH"], borrowed), Path("no build"))
+    said = capfd.readouterr().out
+    assert said.startswith("NOT CHECKED: ") and said.count("\n") == 1 and all(name in said for name in needed)
+
+
+def test_each_source_of_the_product_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import lint
+
+    names = ["cpp/cpu/kernels/rope.cpp"] * 3 + ["tests/cpp/core/test_errors.cpp", "cuda/kernels/rows/rows.cu",
+                                               "cuda/backend/cuda_backend.cpp", "build/_deps/gtest.cpp"]
+    commands = [{"file": str(lint.ROOT / name), "command": f"c++ -DN={n}"} for n, name in enumerate(names)]
+    (tmp_path / "compile_commands.json").write_text(json.dumps(commands), encoding="utf-8")
+    found = [Path(entry["file"]).relative_to(lint.ROOT).as_posix() for entry in lint.production_commands(tmp_path)]
+    assert found == ["cpp/cpu/kernels/rope.cpp", "cuda/backend/cuda_backend.cpp"]

@@ -132,10 +132,18 @@ class FakeModel:
             self.script.stopped += 1
 
     def stats(self) -> dict[str, Any]:
-        return {"prompt_tokens": self._counts[0] - self.reused, "prompt_tokens_per_second": 1234.5,
-                "generated_tokens": self._counts[1], "generation_tokens_per_second": 67.89,
-                "reused_tokens": self.reused, "context_full": self._full, "load_seconds": 0.25, "experts": self.script.experts,
-                "drafted_tokens": self.script.drafts[0], "accepted_tokens": self.script.drafts[1]}
+        return {
+            "prompt_tokens": self._counts[0] - self.reused,
+            "prompt_tokens_per_second": 1234.5,
+            "generated_tokens": self._counts[1],
+            "generation_tokens_per_second": 67.89,
+            "reused_tokens": self.reused,
+            "context_full": self._full,
+            "load_seconds": 0.25,
+            "experts": self.script.experts,
+            "drafted_tokens": self.script.drafts[0],
+            "accepted_tokens": self.script.drafts[1],
+        }
 
 
 def install(monkeypatch: Any) -> Script:

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from sharpi import _core
+from sharpi.files.gguf import fingerprint
 from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import ASSUMED, HardwareProfile
 from sharpi.planning.expert_stats import ExpertStats
-from sharpi.planning.plan import fingerprint
 
 MIB, GIB = 1 << 20, 1 << 30
 # The slots for weights on their way: so many pieces of so many bytes at most.

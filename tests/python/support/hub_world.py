@@ -17,7 +17,7 @@ from fake_hub import FakeHub, Repo
 from fake_weights import MACHINE
 from tiny_models import MODELS, write
 
-from sharpi.model import BUNDLED_MODEL
+from sharpi.loading.description import BUNDLED_MODEL
 
 __all__ = ["PYTHON", "SHARPI", "World", "large", "split", "story", "world"]
 

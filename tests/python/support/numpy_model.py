@@ -30,8 +30,8 @@ class NumpyModel:
     nothing is rounded. kv_dtype: round keys and values as a cache of that type does. otherwise: (layer, row) where the
     last of the chosen experts gives way to the next best.
 
-    closest_choice: after a call, (gap, layer, row) of the choice of experts with the least between the last chosen one and
-    the next best, as a part of the layer's largest router logit.
+    closest_choice: after a call, (gap, layer, row) of the closest choice of experts: the gap between the last chosen
+    one and the next best, as a part of the layer's largest router logit.
     """
 
     def __init__(self, path: Path, *, int8_activations: bool = False, kv_dtype: str = "fp32",
@@ -55,7 +55,7 @@ class NumpyModel:
         return self._head(self._rows(tokens))
 
     def draft_logits(self, tokens: list[int]) -> np.ndarray:
-        """The prediction layer's, float64 [len(tokens) - 1, vocab]: row j goes on from the model's row j with token j + 1."""
+        """The prediction layer's, float64 [len(tokens) - 1, vocab]: row j continues the model's row j with token j + 1."""
         block = f"blk.{self._layers()}."
         embedding = block + "nextn.embed_tokens.weight"
         following = self._tensor(embedding if embedding in self._infos else "token_embd.weight")[tokens[1:]]
@@ -156,10 +156,14 @@ class NumpyModel:
         state, out = np.zeros((heads, dim, dim)), np.empty_like(v)  # state: values by keys
         for t in range(count):
             erase = np.eye(dim) - step[t, :, None, None] * k[t, :, :, None] * k[t, :, None, :]
-            state = decay[t, :, None, None] * state @ erase + step[t, :, None, None] * v[t, :, :, None] * k[t, :, None, :]
+            state = (
+                decay[t, :, None, None] * state @ erase + step[t, :, None, None] * v[t, :, :, None] * k[t, :, None, :]
+            )
             out[t] = (state @ q[t, :, :, None])[..., 0] / np.sqrt(dim)
         z = self._linear(x, block + "attn_gate.weight").reshape(count, heads, dim)
-        return self._linear((self._norm(out, block + "ssm_norm.weight") * _silu(z)).reshape(count, -1), block + "ssm_out.weight")
+        return self._linear(
+            (self._norm(out, block + "ssm_norm.weight") * _silu(z)).reshape(count, -1), block + "ssm_out.weight"
+        )
 
     def _qkv(self, block: str, x: np.ndarray) -> list[np.ndarray]:
         def biased(name: str) -> np.ndarray:
@@ -221,7 +225,9 @@ class NumpyModel:
         probabilities = np.exp(scores - scores.max(axis=1, keepdims=True))
         probabilities /= probabilities.sum(axis=1, keepdims=True)
         order, count = np.argsort(-probabilities, axis=1, kind="stable"), self._key("expert_used_count")
-        self._note_choice(block, np.take_along_axis(scores, order, axis=1)[:, count - 1 : count + 1], np.abs(scores).max())
+        self._note_choice(
+            block, np.take_along_axis(scores, order, axis=1)[:, count - 1 : count + 1], np.abs(scores).max()
+        )
         if self._otherwise is not None and self._otherwise[0] == block:
             row = order[self._otherwise[1]]
             row[count - 1], row[count] = row[count], row[count - 1]
@@ -237,7 +243,9 @@ class NumpyModel:
                 result[rows] += weights[rows, expert, None] * self._expert(block, x[rows], expert)
         if block + "ffn_gate_inp_shexp.weight" in self._infos:
             share = _sigmoid(x @ self._tensor(block + "ffn_gate_inp_shexp.weight"))
-            hidden = _silu(self._linear(x, block + "ffn_gate_shexp.weight")) * self._linear(x, block + "ffn_up_shexp.weight")
+            hidden = _silu(self._linear(x, block + "ffn_gate_shexp.weight")) * self._linear(
+                x, block + "ffn_up_shexp.weight"
+            )
             result += share[:, None] * self._linear(hidden, block + "ffn_down_shexp.weight")
         return result
 

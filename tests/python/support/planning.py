@@ -62,7 +62,9 @@ class Measuring:
 
 def plan_command(monkeypatch: pytest.MonkeyPatch, model: FakeWeights, *arguments: str) -> Any:
     """What `sharpi plan` says of a model."""
-    monkeypatch.setattr("sharpi.model.describe", lambda path=None, mtp=True, rope=None: (model, model))
-    monkeypatch.setattr("sharpi.machine.hardware.core_count", lambda: 16)  # on any machine, as many as threads are asked for
+    monkeypatch.setattr("sharpi.loading.description.describe", lambda path=None, mtp=True, rope=None: (model, model))
+    monkeypatch.setattr(
+        "sharpi.machine.hardware.core_count", lambda: 16
+    )  # on any machine, as many as threads are asked for
     return cli_runner().invoke(main, ["plan", "-c", "1000", "-b", "100", "-t", "16", *arguments],
                                catch_exceptions=False, prog_name="sharpi")

@@ -14,8 +14,18 @@ from typing import Any
 import gguf
 import numpy as np
 
-__all__ = ["HYBRIDS", "MODELS", "ON_CPU_ONLY", "ON_GPU", "QUANTIZED_TYPES", "Delta", "TinyModel", "as_version_2", "fused",
-           "write"]
+__all__ = [
+    "HYBRIDS",
+    "MODELS",
+    "ON_CPU_ONLY",
+    "ON_GPU",
+    "QUANTIZED_TYPES",
+    "Delta",
+    "TinyModel",
+    "as_version_2",
+    "fused",
+    "write",
+]
 
 QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
                    "MXFP4")
@@ -212,7 +222,9 @@ class _Tensors:
             pairs = (m.rope_dims or m.head_dim) // 2
             self._floats("rope_freqs.weight", np.linspace(1.0, 6.0, pairs))
         for layer in range(m.layers + m.predictions):
-            self._layer(f"blk.{layer}.", layer < m.layers and m.delta is not None and (layer + 1) % m.delta.interval != 0)
+            self._layer(
+                f"blk.{layer}.", layer < m.layers and m.delta is not None and (layer + 1) % m.delta.interval != 0
+            )
             if layer >= m.layers:
                 self._prediction(f"blk.{layer}.nextn.")
 
@@ -261,7 +273,9 @@ class _Tensors:
         keys, values = d.key_heads * d.head_dim, d.value_heads * d.head_dim
         self._put(block + "attn_qkv.weight", self._matrix(2 * keys + values, m.width, gain=1.0))
         self._put(block + "attn_gate.weight", self._matrix(values, m.width, gain=1.0))
-        self._floats(block + "ssm_conv1d.weight", self._random.standard_normal((2 * keys + values, d.conv)) / np.sqrt(d.conv))
+        self._floats(
+            block + "ssm_conv1d.weight", self._random.standard_normal((2 * keys + values, d.conv)) / np.sqrt(d.conv)
+        )
         self._vector(block + "ssm_dt.bias", d.value_heads, 0.0)
         self._floats(block + "ssm_a", -np.exp(0.5 * self._random.standard_normal(d.value_heads) - 1.0))
         self._put(block + "ssm_beta.weight", self._matrix(d.value_heads, m.width, gain=1.0))

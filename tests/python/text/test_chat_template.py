@@ -60,7 +60,10 @@ def test_a_marker_in_what_the_user_wrote_opens_nothing() -> None:
 def test_the_helpers_templates_rely_on() -> None:
     assert render("{{ {'b': '<é>', 'a': [1, none]} | tojson }}") == '{"b": "<é>", "a": [1, null]}'
     assert render("{{ [1] | tojson(indent=2) }}") == "[\n  1\n]"
-    assert render("{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}") == "user"
+    assert (
+        render("{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}")
+        == "user"
+    )
     assert render("{% generation %}{{ messages[1].content }}{% endgeneration %}!") == "Down the hill.!"
     assert render("{{ tools | length }}{{ effort }}", tools=[{}], effort="low") == "1low"
     years = {str(datetime.datetime.now().year)}
@@ -234,7 +237,7 @@ def test_thinking_is_told_from_the_answer_however_it_is_cut(
     assert split(list(text), thinking) == expected
     for _ in range(50):
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 6)))
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         assert split(pieces, thinking) == expected
 
 

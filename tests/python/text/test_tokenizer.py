@@ -14,6 +14,7 @@ import lzma
 import os
 import random
 import struct
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ ALPHABET = ([chr(c) for c in range(32, 127)] + list("\t\n\r\x00\x07\x7f\u00a0\u2
             + list("äßéñŁжщ中文字日本語ひカ한국អ🚀🦙👍\u0301\u0308½²٣५'") + [" "] * 20)
 CORPUS = [
     "It was the best of times, it was the worst of times, it was the age of wisdom.",
-    "I've told you he'll be there in 1984, they'd say; we're not sure.   It'S 12345 miles; that's it, she's here, he's there.",
+    "I've told you he'll be there in 1984, they'd say; we're not sure.   It'S 12345 miles; that's it, she's here, he's"
+    " there.",
     "Äpfel und Öl kosten 3,50 € – сегодня на рынке 中文字符 日本語 🚀🚀 👍\n\n\tdef f(x):\n        return x\n",
 ] * 3
 
@@ -239,7 +241,7 @@ def spm_metadata(seed: int = 5) -> dict[str, Any]:
     characters = set("".join(words)) | set("abcdefghijklmnopqrstuvwxyz<>/0xA\n")
     for word in sorted({*characters, *words}):
         entries.append((word, float(-rng.randint(1, 12) if len(word) > 1 else -100), NORMAL))
-    texts, scores, types = zip(*entries)
+    texts, scores, types = zip(*entries, strict=True)
     return {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": list(texts),
             "tokenizer.ggml.scores": np.array(scores, np.float32),
             "tokenizer.ggml.token_type": np.array(types, np.int32)}
@@ -252,7 +254,7 @@ def naive_ids(metadata: dict[str, Any], text: str) -> list[int]:
     id_of = {t: i for i, t in enumerate(texts) if types[i] in (NORMAL, USER_DEFINED)}
     symbols = list(text.replace(" ", "▁"))
     while True:
-        joins = [(-scores[id_of[a + b]], at) for at, (a, b) in enumerate(zip(symbols, symbols[1:])) if a + b in id_of]
+        joins = [(-scores[id_of[a + b]], at) for at, (a, b) in enumerate(pairwise(symbols)) if a + b in id_of]
         if not joins:
             break
         at = min(joins)[1]
@@ -469,7 +471,7 @@ def check_known_ids(tokenizer: Tokenizer, cases: Path) -> None:
     texts = Path(f"{cases}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
     expected = [[int(token) for token in line.split()] for line in Path(f"{cases}.out").read_text().split("\n")]
     assert len(texts) == len(expected) > 40
-    for text, ids in zip(texts, expected):
+    for text, ids in zip(texts, expected, strict=True):
         assert tokenizer.encode(text, add_special=False) == ids, repr(text)
         assert tokenizer.decode(ids) == text
 
@@ -487,7 +489,7 @@ def test_gpt2_gives_the_known_ids() -> None:
 
 def test_phi3_gives_the_known_ids() -> None:
     lines = lzma.decompress((DATA / "phi-3-tokens.jsonl.xz").read_bytes()).decode().split("\n")
-    tokens, scores, types = map(list, zip(*map(json.loads, lines)))
+    tokens, scores, types = map(list, zip(*map(json.loads, lines), strict=True))
     tokenizer = tokenizer_of({
         "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores,
         "tokenizer.ggml.token_type": types, "tokenizer.ggml.eos_token_id": 32000})

@@ -3,8 +3,8 @@
 Speed does not depend on which tokens are run, so it runs random ones and needs no tokenizer: a file of random
 weights will do. Each size is run once to warm up (page cache, CPU clocks) and then timed; the median stands, with
 the spread beside it. On a GPU, decode is timed twice: with the captured step replayed, and with every kernel launched.
-How often drafted tokens are accepted depends on the text, and random tokens say nothing of it: of drafts it is the cost of
-a step that is timed, beside a plain step.
+How often drafted tokens are accepted depends on the text, and random tokens say nothing about it. So for drafts, the cost
+of a step is timed, beside a plain step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
         raise click.UsageError("--draft-tokens needs --draft mtp or --draft ngram", context)
     prefills, decodes = tuple(filter(None, prefills)), tuple(filter(None, decodes))
     started = time.perf_counter()
-    # Of drafted tokens the last step may have more than are asked for.
+    # With drafts, the last step may give more tokens than are asked for.
     beyond = 0 if draft is None else 1 + MOST_DRAFT_TOKENS
     with options.load(context=max((1, *prefills, *(max(1, depth) + n + beyond for n in decodes)))) as model:
         if draft is not None:
@@ -94,7 +94,7 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
 
 def _compare(model: Model, results: list[dict[str, Any]], elsewhere: bool) -> None:
     """Says which of the speeds were not as predicted."""
-    from sharpi.planning.agreement import disagreement, seen_in_bench
+    from sharpi.agreement import disagreement, seen_in_bench
 
     for seen in seen_in_bench(results):
         if line := disagreement(model, seen, elsewhere=elsewhere, known=True):
@@ -184,7 +184,7 @@ def _draft_rows(result: dict[str, Any]) -> list[str]:
     if not result["drafted"]:
         return [f"{row}   {result['plain_steps']:.2f} plain steps, and nothing was drafted"]
     each, accepted = result["drafted"] / result["steps"], result["accepted"] / result["drafted"]
-    # A step gives as many tokens more as are accepted, and takes so many plain steps more.
+    # A step costs `plain_steps` plain steps, and gives one token and those that are accepted.
     needed = max(0.0, (result["plain_steps"] - 1) / each)
     pays = f"pays from {100 * needed:.0f} % accepted" if needed < 1 else "does not pay"
     return [f"{row}   {result['plain_steps']:.2f} plain steps, {pays}; here {100 * accepted:.0f} % of {each:.1f}"

@@ -53,12 +53,12 @@ class _TypeTotal:
 def inspect_command(model: str | None, model_option: str | None, with_tensors: bool, as_json: bool) -> None:
     """Show what a model's file holds, and whether it runs here.
 
-    MODEL is a file or a name such as user/repo:Q4_K_M; of a model that is not downloaded yet, only the header is read.
+    MODEL is a file or a name such as user/repo:Q4_K_M; if it is not downloaded yet, only the header is read.
     Without MODEL, the bundled one is shown.
     """
     with leaving_at_once():
         from sharpi.files.gguf import GgufFile
-        from sharpi.model import BUNDLED_MODEL
+        from sharpi.loading.description import BUNDLED_MODEL
 
     found = described(model, model_option)
     with named_as(found):
@@ -98,7 +98,7 @@ class _Verdict:
 
 def _judge(file: GgufFile) -> _Verdict:
     from sharpi.errors import SharpiError
-    from sharpi.model import read_chat_template, read_spec, read_tokenizer
+    from sharpi.loading.description import read_chat_template, read_spec, read_tokenizer
 
     spec = tokenizer = template = None
     obstacles = {}
@@ -239,7 +239,7 @@ def _as_json(file: GgufFile, verdict: _Verdict, files: list[str]) -> dict[str, A
 
 
 def _json_value(value: Any) -> Any:
-    """A metadata value for JSON; of a long array its length and first elements."""
+    """A metadata value for JSON; a long array is given by its length and first elements."""
     if isinstance(value, (bool, int, float, str)) or len(value) <= _LONGEST_ARRAY:
         return _plain(value)
     return {"length": len(value), "first": _plain(value[:_LONGEST_ARRAY])}

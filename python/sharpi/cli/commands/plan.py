@@ -76,9 +76,9 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
     """
     with leaving_at_once():
         from sharpi.files.rope import RopeScaling
+        from sharpi.loading.description import describe
         from sharpi.machine.hardware import usable_threads
         from sharpi.machine.profile import load_profile
-        from sharpi.model import describe
         from sharpi.planning.expert_stats import ExpertStats
         from sharpi.planning.planner import make_plan
 

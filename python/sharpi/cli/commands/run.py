@@ -85,7 +85,7 @@ def run_command(options: ModelOptions, sampling: SamplingOptions, drafts: DraftO
 
 def _compare(model: Model, options: ModelOptions, figures: Mapping[str, Any], said: bool) -> None:
     """Notes that decode was not as fast as predicted, and says so if `said`."""
-    from sharpi.planning.agreement import disagreement, seen_in_run
+    from sharpi.agreement import disagreement, seen_in_run
 
     seen = seen_in_run(figures)
     elsewhere = options.plan is not None or options.profile is not None
@@ -149,7 +149,7 @@ def _decoded(name: str, data: bytes) -> str:
 
 
 def _chat_tokens(model: Model, text: str, system: str | None, thinking: bool) -> list[int]:
-    from sharpi.conversation import checked_messages, render_prompt
+    from sharpi.reply import checked_messages, render_prompt
 
     messages = checked_messages([{"role": "user", "content": text}], system)
     prompt = render_prompt(model, messages, thinking=None if thinking else False)
