@@ -1,4 +1,5 @@
-"""The `qwen35` architecture: Gated DeltaNet with attention in every few layers, and a layer that predicts a further token.
+"""The `qwen35` architecture: Gated DeltaNet with attention in every few layers, and a layer that predicts a further
+token.
 
 Gated DeltaNet: Yang et al., 2024 (arXiv 2412.06464). The prediction layer: DeepSeek-V3, 2.2 (arXiv 2412.19437).
 """
@@ -45,9 +46,10 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: Tensor)
     """The gated delta rule over whole sequences. q, k, v: [batch, head, position, size]; log_decay, step: [batch, head,
     position].
 
-    Row by row, with a head's state S: S *= decay; d = (v - k S) * step; S += k^T d; answer q S. This computes a chunk of
-    rows at a time: a row's d depends on the rows before it in the chunk by a triangular system. The systems of all chunks
-    are solved at once, for a chunk's own values and for what its first state recalls; only states pass between chunks.
+    Row by row, with a head's state S: S *= decay; d = (v - k S) * step; S += k^T d; answer q S. This computes a chunk
+    of rows at a time: a row's d depends on the rows before it in the chunk by a triangular system. The systems of all
+    chunks are solved at once, for a chunk's own values and for what its first state recalls; only states pass between
+    chunks.
     """
     length, size = q.shape[2], q.shape[3]
     chunks = -(-length // CHUNK)

@@ -1,5 +1,5 @@
-"""Where Sharpi keeps a user's files, and how it writes a file whole or not at all: an old file stays until the new one is
-complete."""
+"""Where Sharpi keeps a user's files, and how it writes a file whole or not at all: an old file stays until the new one
+is complete."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ _DownloadProgress = Callable[[str, int, int], None]
 
 
 def fetched(model: str | None) -> str | os.PathLike[str] | None:
-    """The file of the model that a person named: a path as it is, or the file behind a name, downloaded if it must be."""
+    """The file of the model that a person named: a path as it is, or the file behind a name, downloaded if it must
+    be."""
     from sharpi import hub
 
     if model is None:

@@ -121,7 +121,8 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GgufFile:
-        """Opens the model at `path`, which may be any part of a split one. Raises `ModelFileError` for every kind of bad file."""
+        """Opens the model at `path`, which may be any part of a split one. Raises `ModelFileError` for every kind of
+        bad file."""
         path = Path(path)
         paths = _all_parts(path)
         parts = [_read_part(part_path, index) for index, part_path in enumerate(paths)]
@@ -313,7 +314,8 @@ class _HeaderReader:
             raise self._fail(f"{where}, at byte {start:,}, is not valid UTF-8: the file is damaged") from None
 
     def _check_room(self, count: int, least_bytes: int, things: str) -> None:
-        """Checks a count from the file before anything is made with it: `count` things must fit into the rest of the file."""
+        """Checks a count from the file before anything is made with it: `count` things must fit into the rest of the
+        file."""
         room = (len(self._mapped) - self._position) // least_bytes
         if count > room:
             raise _HeaderEndsEarlyError.about(self._path, f"the header counts {count:,} {things}, but only {room:,} "

@@ -28,7 +28,8 @@ _LONGEST_HEADER = 256 << 20
 
 
 def fetch_header(listing: Listing, variant: Variant) -> Path:
-    """A sparse file with the header of a model; if the model is split, beside the headers of its other parts. Raises `HubError`."""
+    """A sparse file with the header of a model; if the model is split, beside the headers of its other parts. Raises
+    `HubError`."""
     folder = _folder(listing.name.repo) / listing.commit
     with explained(listing.name):
         try:

@@ -220,7 +220,8 @@ class _Doubts:
 
     @classmethod
     def read(cls) -> _Doubts:
-        """What was noted on this machine, without notes on models that are too old. Nothing if the file makes no sense."""
+        """What was noted on this machine, without notes on models that are too old. Nothing if the file makes no
+        sense."""
         path = cls._path()
         try:
             content = b"" if path is None else path.read_bytes()[:_LONGEST_DOUBTS]

@@ -70,10 +70,10 @@ def choose_drafts(draft: str | None, count: int | None, *, mtp: bool, cost: floa
 
 
 def missing_states(count: int, plan: Plan) -> str | None:
-    """A line for people if a model with recurrent layers has no room for the states of `count` drafted tokens: the state
-    that a step begins from, and one after each of its rows."""
+    """A line for people if a model with recurrent layers has no room for the states of `count` drafted tokens: the
+    state that a step begins from, and one after each of its rows."""
     room = max(0, plan.sequences - 2)
     if not plan.state_bytes or count <= room:
         return None
-    return (f"no more than {room} of {count} drafted tokens at once: each needs a state, and sequences {count + 2} makes"
-            " room")
+    return (f"no more than {room} of {count} drafted tokens at once: each needs a state, and sequences {count + 2}"
+            " makes room")

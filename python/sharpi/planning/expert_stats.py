@@ -1,7 +1,8 @@
-"""`ExpertStats`: how often each expert of a model was used, and from where, as data that can be saved, shown and reused.
+"""`ExpertStats`: how often each expert of a model was used, and from where, as data that can be saved, shown and
+reused.
 
-The core counts (`experts/expert_profiler.h`). A saved file shows people where a cache of experts helps and where it does
-not (`sharpi experts`), and says at the next start which experts to bring to the GPU first (`order`).
+The core counts (`experts/expert_profiler.h`). A saved file shows people where a cache of experts helps and where it
+does not (`sharpi experts`), and says at the next start which experts to bring to the GPU first (`order`).
 """
 
 from __future__ import annotations

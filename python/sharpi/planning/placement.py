@@ -104,7 +104,8 @@ class ExpertPool(NamedTuple):
 
 class Placed(NamedTuple):
     """Bytes of the weights of one kind by where they are used from: each byte is in one of the four. missed: of
-    experts, those beyond what the slots hold; they are the CPU's or come across PCIe, whichever is quicker just then."""
+    experts, those beyond what the slots hold; they are the CPU's or come across PCIe, whichever is quicker just
+    then."""
 
     kind: str
     vram: int

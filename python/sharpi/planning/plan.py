@@ -50,13 +50,13 @@ class Plan:
     VRAM, and expert_pools: what they are then. expert_rates: bytes a second of the CPU and of PCIe, by which they share
     missed experts; where that of PCIe is 0, all are the CPU's, as they are where nobody knows. hit_rate: the part of
     the experts' uses that is expected to find them in slots, `None` where no expert has a slot as its home; hit_source
-    says how that is known. prefill (of one batch) and decode: the predicted speeds, and
-    `profile` the machine that they are for; `None` where nobody needed to know. fingerprint: of the file's tensors.
-    sequences: how many there is room for whose recurrent state is held, in a model that has one. mtp: whether the file's
-    prediction layer is loaded, for drafted tokens. draft_cost: what such a token adds to a step, as a part of a plain
-    step's time; `None` where there is no prediction layer, or nobody needed to know. Predicted decode is without drafts.
-    prompt: how prompts are computed, "exact" or "fast"; on the CPU always "exact".
-    rope: the scaling that replaces the file's; `model_context` is the longest context with it.
+    says how that is known. prefill (of one batch) and decode: the predicted speeds, and `profile` the machine that they
+    are for; `None` where nobody needed to know. fingerprint: of the file's tensors. sequences: how many there is room
+    for whose recurrent state is held, in a model that has one. mtp: whether the file's prediction layer is loaded, for
+    drafted tokens. draft_cost: what such a token adds to a step, as a part of a plain step's time; `None` where there
+    is no prediction layer, or nobody needed to know. Predicted decode is without drafts. prompt: how prompts are
+    computed, "exact" or "fast"; on the CPU always "exact". rope: the scaling that replaces the file's; `model_context`
+    is the longest context with it.
     """
 
     model: str

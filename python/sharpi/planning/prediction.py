@@ -20,8 +20,8 @@ each token.
 While the CPU and PCIe both read RAM, the rates are those measured with both at work. Decode on the CPU is the bytes
 that a token reads / RAM's rate.
 
-Prefill, a prompt of one batch on the GPU: again two times, of which the longer one counts in full and the shorter one in
-part, plus a fixed time. One is for bringing all direct weights and all experts that are in no slot; the CPU takes no
+Prefill, a prompt of one batch on the GPU: again two times, of which the longer one counts in full and the shorter one
+in part, plus a fixed time. One is for bringing all direct weights and all experts that are in no slot; the CPU takes no
 part in large batches. The other is for the arithmetic: two operations for each parameter and row, at the part of a
 large product's rate that whole prompts reach, which is less for experts that get few rows each. On the CPU it is the
 arithmetic alone. The output head is computed for the last row only, so prefill's arithmetic leaves it out.
@@ -68,8 +68,9 @@ __all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "balanced", "cached_experts",
 CROSSING_SECONDS = 15e-6
 # For a layer that misses experts: the GPU says which, the CPU orders them and answers.
 EXPERT_CROSSING_SECONDS = 12e-6
-# What a decode step takes besides reading weights, in multiples of the small kernel that a profile has measured: for each
-# layer; for one with experts; more if the CPU takes rows, or if experts are looked up in slots; and outside of layers.
+# What a decode step takes besides reading weights, in multiples of the small kernel that a profile has measured: for
+# each layer; for one with experts; more if the CPU takes rows, or if experts are looked up in slots; and outside of
+# layers.
 DENSE_LAYER_KERNELS, EXPERT_LAYER_KERNELS, SHARED_LAYER_KERNELS, SLOTS_LAYER_KERNELS, OTHER_KERNELS = 10, 16, 6, 3, 6
 # A layer with an expert for every token takes this many more.
 SHARED_EXPERT_KERNELS = 3
@@ -77,8 +78,8 @@ SHARED_EXPERT_KERNELS = 3
 PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1.5
 # What a prompt costs besides: the first copy before there is anything to multiply, and the choice of a token.
 PREFILL_SECONDS = 1e-3
-# The part of a large product's rate that a prompt reaches, with norms, attention and smaller products; measured: 0.71 to
-# 0.79.
+# The part of a large product's rate that a prompt reaches, with norms, attention and smaller products; measured: 0.71
+# to 0.79.
 PREFILL_EFFICIENCY = 0.75
 # The products of experts reach this part of it, times m / (m + a tile's rows) if m rows come to an expert. Fitted to
 # prompts of 2,048 tokens and models with 128 and 256 experts.
@@ -90,8 +91,8 @@ OVERLAP_LOSS, DECODE_OVERLAP_LOSS = 0.15, 0.45
 # and 0.21.
 SECOND_ROW = 0.2
 # Rows of an exact prompt that the GPU takes at once; what a matrix's products with them take, and those of the experts
-# that they choose, in multiples of reading the weights; and the factor on the fixed times of kernels, which are launched
-# one by one. Fitted to prompts of 2,048 tokens and four models on an H200.
+# that they choose, in multiples of reading the weights; and the factor on the fixed times of kernels, which are
+# launched one by one. Fitted to prompts of 2,048 tokens and four models on an H200.
 EXACT_ROWS, EXACT_ROWS_COST, EXACT_EXPERTS_COST, EXACT_KERNELS = 8, 3.8, 1.15, 2
 # A smaller fraction of the rows does not pay for its crossings.
 LEAST_SHARE = 0.03
@@ -275,8 +276,8 @@ def _cached_seconds(layer: Cached, profile: HardwareProfile, threads: int | None
 
 
 def _split(misses: int, size: float, profile: HardwareProfile, threads: int | None) -> tuple[float, float, int]:
-    """The CPU's seconds, the seconds of PCIe, and how many experts PCIe brings, if misses of `size` bytes each are shared
-    so that the longer time is shortest."""
+    """The CPU's seconds, the seconds of PCIe, and how many experts PCIe brings, if misses of `size` bytes each are
+    shared so that the longer time is shortest."""
     at_work = _at_work(profile, threads)
 
     def seconds(fetched: int) -> tuple[float, float]:

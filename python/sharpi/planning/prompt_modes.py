@@ -27,7 +27,8 @@ _BY_COMPUTE_CAPABILITY: dict[str, str] = {}
 
 
 def choose_prompt(asked: str | None, found: Gpu | str | None) -> str:
-    """How a GPU computes prompts: `asked`, or the default for the GPU `found`. If there is no GPU, `found` says why. Raises `InvalidRequestError` for an unknown mode."""
+    """How a GPU computes prompts: `asked`, or the default for the GPU `found`. If there is no GPU, `found` says why.
+    Raises `InvalidRequestError` for an unknown mode."""
     if asked is not None and asked not in PROMPT_MODES:
         raise InvalidRequestError(
             f"prompt mode {reprlib.repr(asked)} is unknown; there are {' and '.join(PROMPT_MODES)}"

@@ -1,7 +1,7 @@
 """Sessions and engines are collected without stopping other Python threads, whatever they have to wait for.
 
-Another thread counts. Two statements with no call between them hold the GIL throughout, so the count moves between
-them only if the object collected there releases it. Whether the other thread takes the GIL at that moment is chance, so each
+Another thread counts. Two statements with no call between them hold the GIL throughout, so the count moves between them
+only if the object collected there releases it. Whether the other thread takes the GIL at that moment is chance, so each
 test makes many attempts, and one success is enough.
 """
 

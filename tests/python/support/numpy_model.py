@@ -55,7 +55,8 @@ class NumpyModel:
         return self._head(self._rows(tokens))
 
     def draft_logits(self, tokens: list[int]) -> np.ndarray:
-        """The prediction layer's, float64 [len(tokens) - 1, vocab]: row j continues the model's row j with token j + 1."""
+        """The prediction layer's, float64 [len(tokens) - 1, vocab]: row j continues the model's row j with token j +
+        1."""
         block = f"blk.{self._layers()}."
         embedding = block + "nextn.embed_tokens.weight"
         following = self._tensor(embedding if embedding in self._infos else "token_embd.weight")[tokens[1:]]

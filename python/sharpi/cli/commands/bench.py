@@ -1,10 +1,10 @@
 """``sharpi bench``: prefill and decode speed of a model on this machine.
 
-Speed does not depend on which tokens are run, so it runs random ones and needs no tokenizer: a file of random
-weights will do. Each size is run once to warm up (page cache, CPU clocks) and then timed; the median stands, with
-the spread beside it. On a GPU, decode is timed twice: with the captured step replayed, and with every kernel launched.
-How often drafted tokens are accepted depends on the text, and random tokens say nothing about it. So for drafts, the cost
-of a step is timed, beside a plain step.
+Speed does not depend on which tokens are run, so it runs random ones and needs no tokenizer: a file of random weights
+will do. Each size is run once to warm up (page cache, CPU clocks) and then timed; the median stands, with the spread
+beside it. On a GPU, decode is timed twice: with the captured step replayed, and with every kernel launched. How often
+drafted tokens are accepted depends on the text, and random tokens say nothing about it. So for drafts, the cost of a
+step is timed, beside a plain step.
 """
 
 from __future__ import annotations
