@@ -65,9 +65,9 @@ def with_tokenizer(file: Container, kind: str) -> Container:
         tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + TOKEN_PARTS[:8]
         types = [2, 3, 3] + [6] * 256 + [1] * 8
     else:
-        from sharpi.text.tokenizer import _CHAR_OF_BYTE
+        from sharpi.text.tokenizer import _BYTE_OF_CHAR
 
-        tokens = [_CHAR_OF_BYTE[byte] for byte in range(256)] + ["ab", "abc", "Ġa", "<|im_end|>", "<tool>"]
+        tokens = sorted(_BYTE_OF_CHAR, key=_BYTE_OF_CHAR.__getitem__) + ["ab", "abc", "Ġa", "<|im_end|>", "<tool>"]
         types = [1] * 259 + [3, 4]
     values = {
         "model": (STRING, text(kind)), "pre": (STRING, text("gpt-2")),

@@ -128,7 +128,6 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_alphabet()
-_CHAR_OF_BYTE = {byte: char for char, byte in _BYTE_OF_CHAR.items()}
 
 
 # ---------------------------------------------------------------------------------------------

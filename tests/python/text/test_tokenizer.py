@@ -477,10 +477,10 @@ def check_known_ids(tokenizer: Tokenizer, cases: Path) -> None:
 
 
 def test_gpt2_gives_the_known_ids() -> None:
-    from sharpi.text.tokenizer import _CHAR_OF_BYTE
+    from sharpi.text.tokenizer import _BYTE_OF_CHAR
 
     merges = lzma.decompress((DATA / "gpt-2-merges.txt.xz").read_bytes()).decode().split("\n")
-    tokens = [*sorted(_CHAR_OF_BYTE.values()), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    tokens = [*sorted(_BYTE_OF_CHAR), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
     tokenizer = tokenizer_of({
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [NORMAL] * 50256 + [CONTROL], "tokenizer.ggml.merges": merges})
