@@ -138,7 +138,7 @@ def measure_turns(model: Model, prompts: Prompts, options: argparse.Namespace) -
 
 
 def conversation(model: Model, prompts: Prompts, turns: int, answer: int) -> list[tuple[float, int]]:
-    """Of each turn of one session the seconds to the first token, and the tokens that were evaluated for it."""
+    """For each turn of one session: the seconds to the first token, and the tokens that were evaluated for it."""
     from sharpi.errors import ModelFileError
 
     try:

@@ -31,7 +31,7 @@ MOST_DRAFTS = 2
 
 @dataclass
 class Cost:
-    """Of steps of one kind, with so many tokens drafted at once (0: plain ones): milliseconds, those against a plain
+    """Steps with a number of tokens drafted at once (0: plain steps): milliseconds, those against a plain
     step of the same run, and what was drafted and accepted a step."""
 
     draft: str

@@ -32,11 +32,11 @@ from mutation_sites import Site, cpp_sites, python_sites
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / os.environ.get("SHARPI_MUTATE", "mutate")  # a name for each that runs at the same time
 BUILT = TREE / "build" / "tests"
-MEMORY = 24 << 30  # address space of a test: a change may make a loop allocate for ever
+MEMORY = 24 << 30  # address space of a test: a changed loop may allocate forever
 CPU_SECONDS, SECONDS = 180, 1800  # of a test program: the first whatever else runs here, the second for one that sleeps
 COMPILER = "the compiler"
 
-# Which tests hold which file: names of pytest files and of C++ test programs without "test_".
+# The tests of each file: names of pytest files and of C++ test programs, without "test_".
 PYTHON_TESTS = {
     "session": "where_text_ends model_api chat_session drafts engine",
     "chat": "chat_template chat_session",
@@ -142,7 +142,7 @@ def python_file(tree: Path, name: str) -> Path:
 
 
 def draw(tree: Path, python: int, cpp: int, seed: int) -> list[Site]:
-    """So many changes of either language: a file at random, then a place in it; no line twice."""
+    """Draws changes to Python and to C++: a file at random, then a place in it; no line twice."""
     chooser = random.Random(seed)
     sites = []
     for count, files, find in ((python, [python_file(tree, name) for name in PYTHON_TESTS], python_sites),

@@ -177,7 +177,7 @@ def fetch_oldest_cmake(tools: Tools) -> None:
 
 
 def ensure_googletest() -> None:
-    """Installs Debian's package where there is neither an installed GoogleTest nor its source."""
+    """Installs Debian's package if there is neither an installed GoogleTest nor its source."""
     found = GTEST_SOURCE.exists() or any(Path(p).exists() for p in ("/usr/include/gtest", "/usr/local/include/gtest"))
     if found or os.environ.get("SHARPI_GTEST_SOURCE"):
         return
@@ -189,7 +189,7 @@ def ensure_googletest() -> None:
 
 def with_cuda(wanted: str) -> list[str]:
     """The build's CUDA settings: AUTO, ON or OFF, and for which GPUs."""
-    # Where no GPU will run them the kernels are compiled once, to see that they do; not once for every generation.
+    # Without a GPU to run them, the kernels are compiled once, to see that they compile; not once for every generation.
     architectures = "" if gpu_is_visible() else "90-virtual"
     return [f"SHARPI_CUDA={wanted}", f"SHARPI_CUDA_ARCHITECTURES={architectures}"]
 

@@ -153,7 +153,7 @@ Interrupted interruptCheck() {
 }
 
 // The exception class of sharpi.errors for each kind.
-void translate(std::exception_ptr p) {  // NOLINT(performance-unnecessary-value-param): as pybind11 calls it
+void translate(std::exception_ptr p) {
     const char* name = nullptr;
     std::string what;
     try {

@@ -29,7 +29,7 @@ TOKEN_PARTS = ["a", "b", "c", "ab", "\u2581", "\u2581a", "Ġ", "Ġa", "é", "Ã"
 @dataclass(frozen=True)
 class Input:
     """What the fuzzer gives to the code: the content of a file, and what kind of file it is. `zeros` follow the
-    content, for weights that nobody reads here."""
+    content, for weights, which are not read here."""
 
     kind: str  # "model", "template" or "plan"
     content: bytes

@@ -51,7 +51,7 @@ def load(path: Path, **options: Any) -> Model:
     return Model.load(path, **{"device": "cpu", "threads": 1, "batch": 32, **options})
 
 
-# --- who drafts, and how many -----------------------------------------------------------------------------------------
+# --- what drafts, and how many ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asked, mtp, chosen", [
@@ -74,7 +74,7 @@ def test_a_layer_that_is_not_expected_to_pay_drafts_if_asked_to(cost: float, cho
     (("mtp", None), False, "no"), (("guess", None), True, "'guess'"), ((3, None), True, "3"), (("", None), True, "''"),
     (("ngram", 0), False, "1 to 7, not 0"), (("mtp", 8), True, "1 to 7, not 8"), ((None, -1), True, "not -1"),
     (("ngram", 1.0), False, "not 1.0"), (("ngram", True), False, "not True"), (("ngram", "2"), False, "not '2'"),
-    (("off", 2), True, "nobody drafts"), ((None, 2), False, "nobody drafts"),
+    (("off", 2), True, "draft is off"), ((None, 2), False, "draft is off"),
 ])
 def test_what_cannot_be(asked: tuple[Any, Any], mtp: bool, words: str) -> None:
     assert words in refused(lambda: choose_drafts(*asked, mtp=mtp))
@@ -175,7 +175,7 @@ def test_the_bundled_model_tells_the_same_story() -> None:
         for count in ("1", "4", "7"):
             drafted, line = story("--draft", "ngram", "--draft-tokens", count, *sampling)
             assert drafted == text
-            # Of words that were never said before there is nothing to look up.
+            # There is nothing to look up for words that were never said before.
             found = re.search(r"; drafts: (\d+) of (\d+) accepted \((\d+) %\)", line)
             assert found and int(found[1]) <= int(found[2])
             assert int(found[3]) == round(100 * int(found[1]) / int(found[2]))
@@ -232,8 +232,8 @@ def test_a_plan_counts_the_weights_that_are_loaded(predicting: Path, monkeypatch
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["--draft", "mtp"], "needs a prediction layer"), (["--draft-tokens", "2"], "nobody drafts"),
-    (["--draft", "off", "--draft-tokens", "2"], "nobody drafts"),
+    (["--draft", "mtp"], "needs a prediction layer"), (["--draft-tokens", "2"], "draft is off"),
+    (["--draft", "off", "--draft-tokens", "2"], "draft is off"),
 ])
 @pytest.mark.parametrize("command", [["run", "-p", "Once", "-n", "3"]])
 def test_impossible_drafts_are_one_line(command: list[str], arguments: list[str], words: str) -> None:

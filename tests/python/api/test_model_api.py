@@ -276,7 +276,7 @@ def test_a_gpu_that_fails_at_loading_leaves_auto_on_the_cpu(kind: type[SharpiErr
 
     def engine(spec: _core.Description, paths: list[str], options: _core.EngineOptions) -> _core.Engine:
         if options.device == "cuda":
-            raise kind("somebody else was quicker")
+            raise kind("another process was quicker")
         return make_engine(spec, paths, options)
 
     monkeypatch.setattr(_core, "Engine", engine)
@@ -284,7 +284,7 @@ def test_a_gpu_that_fails_at_loading_leaves_auto_on_the_cpu(kind: type[SharpiErr
         assert "quicker" in refused(lambda: Model.load(tiny), kind)
         return
     with Model.load(tiny) as model:
-        assert (model.device, model.plan.why) == ("cpu", "somebody else was quicker")
+        assert (model.device, model.plan.why) == ("cpu", "another process was quicker")
         assert model.logits([1, 2]).shape == (2, 96)
     assert "quicker" in refused(lambda: Model.load(tiny, device="cuda"), kind)
     with Model.load(tiny, device="cpu") as model:
@@ -342,7 +342,7 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
     with Model.load(tiny, device="cuda", vram="1GiB") as model:
         assert (FakeGpuEngine.options.vram, FakeGpuEngine.options.homes) == (1 << 30, list(model.plan.homes))
         assert model.plan.resident and len(model.plan.homes) == len(model.file.tensors)
-        assert model.plan.decode is None, "nobody needed to know"
+        assert model.plan.decode is None, "no prediction was needed"
 
 
 @pytest.mark.parametrize("prompt, batch, rows", [(None, 8, 64), ("fast", 64, 64), ("exact", 8, 8)])
@@ -509,7 +509,7 @@ def test_statistics_that_cannot_be_written_any_more_hide_no_error(moe: Path, tmp
         with loaded():
             raise KeyError("inside")
 
-    assert "stats.json" in refused(without_notice), "nobody else would hear of it"
+    assert "stats.json" in refused(without_notice), "there is no other way to say it"
 
 
 def test_a_model_without_experts_has_no_statistics(tiny: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a generation ends: at end tokens and at stop texts, of which nothing shows, and nowhere else."""
+"""Where a generation ends: at end tokens and at stop texts, which are never shown, and nowhere else."""
 
 from __future__ import annotations
 

@@ -369,7 +369,7 @@ def test_auto_runs_on_the_cpu_where_no_gpu_is() -> None:
 
 @pytest.fixture
 def odd_file(tmp_path: Path) -> Path:
-    """A sound GGUF file of an architecture that nobody has, with text that would like to drive the terminal."""
+    """A sound GGUF file of an unknown architecture, whose texts try to control the terminal."""
     path = tmp_path / "odd.gguf"
     writer = GGUFWriter(path, "spiral")
     writer.add_name("odd \x1b[31m one")

@@ -47,7 +47,7 @@ def expected_cells(stats: ExpertStats) -> np.ndarray:
 
 
 def find(image: np.ndarray, cells: np.ndarray) -> tuple[int, int, int, int]:
-    """Where the cells are drawn: left, top, and a cell's width and height."""
+    """The place of the cells: left, top, and a cell's width and height."""
     for top, left in np.argwhere((image == cells[0, 0]).all(axis=2)):
         across = int(np.argmin((image[top, left:] == cells[0, 0]).all(axis=1)))
         down = int(np.argmin((image[top:, left] == cells[0, 0]).all(axis=1)))

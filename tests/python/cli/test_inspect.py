@@ -71,7 +71,7 @@ def test_a_value_that_run_refuses_is_refused_alike(case: str, bundled: Container
     ran = sharpi("run", "-m", str(path), "-p", "Once", "-n", "1", "--device", "cpu")
     assert ran.exit_code == 2 and "Traceback" not in ran.output
     assert str(found["obstacle"]) in ran.stderr
-    # Of a list of tokens or merges it is an entry that is wrong.
+    # In a list of tokens or merges, one entry is wrong.
     assert key in ran.stderr or case in ("one token only", "a merge of nothing"), ran.stderr
 
 

@@ -40,7 +40,7 @@ BASES = {"dense": DENSE, "experts": EXPERTS, "hybrid": HYBRID, "hybrid with expe
 
 
 def logits(path: Path, tokens: list[int] = TOKENS, chunks: tuple[int, ...] = (), **options) -> np.ndarray:
-    """Of one fresh model; what is not told is float32, two threads, small batches."""
+    """From one fresh model; the defaults here are float32, two threads and small batches."""
     with Model.load(path, **{"kv_dtype": "fp32", "threads": 2, "batch": BATCH, "device": "cpu", **options}) as model:
         return model.logits(tokens, chunks=chunks)
 
@@ -179,7 +179,7 @@ def test_quantized_matrices(kind: str, base: TinyModel, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", QUANTIZED_TYPES)
 @pytest.mark.parametrize("base", [EXPERTS, HYBRID_EXPERTS], ids=["experts", "hybrid with experts"])
 def test_quantized_experts_without_a_choice(kind: str, base: TinyModel, tmp_path: Path) -> None:
-    """Where every token uses all experts no rounding changes a choice: the bound of dense models holds for all rows."""
+    """If every token uses all experts, no rounding changes a choice: the bound of dense models holds for all rows."""
     path = write(tmp_path / "m.gguf", replace(base, type=kind, experts_used=base.experts))
     assert relative_error(logits(path, TOKENS[:48]), NumpyModel(path).logits(TOKENS[:48])) < 0.06
 

@@ -1,7 +1,7 @@
 """The GPU engine held against numpy, against the CPU engine, against itself, and against its plan.
 
 float32 models must be as near to numpy as rounding allows. Decode rows, and exact prompts, must have the CPU's bits.
-All of it is skipped, with the reason, where no GPU is; with SHARPI_REQUIRE_GPU=1 it fails there.
+Without a GPU all of it is skipped, with the reason; with SHARPI_REQUIRE_GPU=1 it fails instead.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def test_half_precision_matrices(kind: str, base: TinyModel, tmp_path: Path) -> 
 @pytest.mark.parametrize("base", [base for base in BASES.values() if base.experts],
                          ids=[name for name, base in BASES.items() if base.experts])
 def test_prefill_of_experts_without_a_choice(kind: str, base: TinyModel, tmp_path: Path) -> None:
-    """Where every token uses all experts no rounding changes a choice: the bounds of dense models hold for all rows."""
+    """If every token uses all experts, no rounding changes a choice: the bounds of dense models hold for all rows."""
     path = write(tmp_path / "m.gguf", replace(base, type=kind, experts_used=base.experts))
     bound = 0.03 if kind in ("F16", "BF16") and not base.delta else 0.06
     assert relative_error(logits(path, TOKENS[:48]), NumpyModel(path).logits(TOKENS[:48])) < bound

@@ -27,7 +27,7 @@ GIB = 1 << 30
 SIZES: dict[str, Any] = {"width": 256, "heads": 4, "head_dim": 64, "hidden": 256, "layers": 3, "experts": 24,
                          "experts_used": 3}
 ARCHITECTURES = {name: replace(model, **SIZES) for name, model in MODELS.items() if model.experts}
-# Without its prediction layer, whose experts count only where it is asked: see test_gpu_hybrids.py.
+# Without its prediction layer, whose experts count only if it drafts: see test_gpu_hybrids.py.
 ARCHITECTURES["qwen35moe"] = replace(HYBRIDS["qwen35moe"], **SIZES, shared=256, predictions=0,
                                      delta=Delta(value_heads=4, head_dim=64, interval=3))
 QWEN = replace(ARCHITECTURES["qwen3moe"], type="Q4_K")
@@ -210,7 +210,7 @@ def test_without_pinning_nothing_is_fetched(tmp_path: Path, cache, monkeypatch: 
 
 @pytest.mark.parametrize("how", ["variable", "option"])
 def test_all_experts_are_the_cpus(how: str, tmp_path: Path, cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where they would fit."""
+    """Even if they would fit."""
     path = write(tmp_path / "m.gguf", QWEN)
     expected = Answers.of(path)
     if how == "variable":

@@ -29,7 +29,7 @@ CONTEXT = 4096
 VOCABULARY = 96
 LENGTHS = (*range(1, 10), 63, 64, 65, 300, 1030, 1031, 2049)
 
-# Of those with experts, single ones can be in slots.
+# Models with experts can have some of them in slots.
 FAMILIES: dict[str, TinyModel] = {
     "dense": replace(DENSE, type="Q4_K"),
     "dense-F32": ON_GPU["qwen3"],

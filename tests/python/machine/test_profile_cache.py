@@ -69,7 +69,7 @@ def test_a_small_container_is_not_filled(machine: Machine) -> None:
     assert machine.requests == [(3, 128 << 20), (3, 1 << 20)]
 
 
-def test_nothing_is_measured_where_nobody_may(machine: Machine) -> None:
+def test_nothing_is_measured_if_that_is_not_allowed(machine: Machine) -> None:
     assert current_profile(measure=False) is ASSUMED
     measured = current_profile()
     assert current_profile(measure=False) == measured
@@ -363,7 +363,7 @@ def test_an_old_profile_that_cannot_be_replaced_stays(machine: Machine, monkeypa
     machine.now += timedelta(days=40)
     if os.geteuid():
         path.parent.chmod(0o500)
-    else:  # who may write everywhere
+    else:  # a user that may write everywhere
         monkeypatch.setattr(os, "access", lambda folder, mode: folder != path.parent)
     assert current_profile() == before and len(machine.requests) == 1
     shown = " ".join(sharpi_hardware().stdout.split())
@@ -408,7 +408,7 @@ def test_processes_that_start_together_measure_once(machine: Machine, monkeypatc
     assert len(machine.requests) == 1 and len(set(found)) == 1
 
 
-def test_nobody_waits_for_good(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_wait_is_endless(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache_path()
     assert path is not None
     path.parent.mkdir(parents=True)

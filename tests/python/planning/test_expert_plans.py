@@ -81,7 +81,7 @@ def test_layers_of_different_experts_share_the_room() -> None:
 
 
 def test_resident_experts_have_rates_for_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As matrices have rows: if somebody knows."""
+    """As with rows of matrices: only if it is known."""
     model = FakeWeights(**MOE)
     set_gpu(monkeypatch, 10 * GIB)
     cache = Measuring(monkeypatch)
@@ -159,7 +159,7 @@ def test_all_experts_may_be_left_to_the_cpu(how: str, monkeypatch: pytest.Monkey
         assert before == held(replace(plan, homes=inventory.homes(most)))
     assert len(before) == len(model.tensors) - 9 - 1, "all else fits, but for the embedding's rows"
     assert not plan_of(model, least - 1, **options).fits
-    # A smaller default batch is better than less in VRAM, as where there are no experts.
+    # A smaller default batch is better than less in VRAM, as it is without experts.
     plan = plan_of(model, model.taken(500, 1000, inventory.homes(top)), batch=None, **options)
     assert (plan.homes, plan.batch) == (inventory.homes(top), 500)
     # What is said last counts.

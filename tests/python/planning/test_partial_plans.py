@@ -157,7 +157,7 @@ def test_the_speed_of_a_plan_is_that_of_its_homes() -> None:
 
 
 def test_the_cpu_takes_rows_where_that_is_faster() -> None:
-    # Of a size where reading weights is what takes time.
+    # Large enough that reading weights takes most of the time.
     model = FakeWeights(layers=4)
     quick = replace(MACHINE, pcie_bytes_per_second=2e9, pcie_bytes_per_second_shared=2e9, ram_bytes_per_second=4e9,
                     ram_bytes_per_second_shared=3e9)
@@ -174,7 +174,7 @@ def test_the_cpu_takes_rows_where_that_is_faster() -> None:
 
 
 def test_a_resident_model_has_rows_for_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By rates that are known; nobody measures for it, nor are rates guessed."""
+    """With known rates: none is measured or guessed for it."""
     model = FakeWeights(layers=4)
     set_gpu(monkeypatch, 10 * GIB)
     cache = Measuring(monkeypatch)
@@ -258,7 +258,7 @@ def test_a_budget_that_is_too_small_says_what_would_do(monkeypatch: pytest.Monke
         would = int(message.split("--vram ")[1].split("MiB")[0])
         assert plan.fitting_vram == would * MIB == -(-plan.total_bytes // MIB) * MIB, "what is shown is the least"
         assert plan_of(model, would * MIB, **options).fits and not plan_of(model, (would - 1) * MIB, **options).fits
-    # What nobody can have is not offered.
+    # What is not possible is not offered.
     set_gpu(monkeypatch, VRAM_MARGIN + 20 * MIB)
     message = refused(plan_of(model, MIB, batch=100).require, OutOfMemoryError)
     assert "--vram" not in message and "-b 50" not in message
@@ -295,7 +295,7 @@ def test_the_embedding_leaves_before_the_batch_shrinks(monkeypatch: pytest.Monke
         set_gpu(monkeypatch, VRAM_MARGIN + model.taken(batch, 1000, lean))
         plan = plan_of(model, batch=None, device="auto")
         assert plan.device == "cuda" and plan.homes == lean and "but for the embedding" in plan.why
-    assert cache.measured == 0, "nothing is streamed: nobody needs to know how fast"
+    assert cache.measured == 0, "nothing is streamed, so its speed is not needed"
     monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", f"{(inventory.movable_bytes(9) + 1) / GIB:.9f}")
     assert len(held(plan_of(model, batch=None))) < len(held(replace(plan, homes=lean)))
 

@@ -50,7 +50,7 @@ def test_the_order_of_benefit_with_experts() -> None:
 
 
 def test_experts_outside_of_vram_are_in_slots() -> None:
-    """All or none of them, at every number of units; everything else is direct where it is not in VRAM."""
+    """All or none of them, at every number of units; everything else is direct if it is not in VRAM."""
     for tied in (False, True):
         model = FakeWeights(layers=4, experts=(0, 1, 2), tied=tied)
         inventory = Inventory.of(model, model)
@@ -74,7 +74,7 @@ def test_experts_outside_of_vram_are_in_slots() -> None:
 def test_fused_experts_count_once() -> None:
     model = FakeWeights(layers=1, experts=(0,), mixed=random.Random(4))
     gate, up = model.index("blk.0.ffn_gate_exps"), model.index("blk.0.ffn_up_exps")
-    # The core tells of each half of the fused stack; the other tensor is nobody's now.
+    # The core tells of each half of the fused stack; the other tensor has no use now.
     model.resize(gate, 3 << 20)
     model.uses = [(gate, *use[1:4], (3 << 20) // 8, *use[5:]) if use[0] in (gate, up) else use for use in model.uses]
     inventory = Inventory.of(model, model)
@@ -122,7 +122,7 @@ def test_ranks_rise_with_what_leaves_first() -> None:
 
 @pytest.mark.parametrize("layers", [2, 3, 5, 28, 36, 64, 80])
 def test_what_is_direct_is_spread_over_the_model(layers: int) -> None:
-    """Of any beginning of the order: no layer in VRAM is far from the next one, and so none waits for many."""
+    """For any prefix of the order, no layer in VRAM is far from the next one, so none waits for many."""
     model = FakeWeights(layers=layers)
     units = [unit for unit in Inventory.of(model, model).movable if unit.kind == "feed-forward"]
     assert len(units) == 2 * layers and sorted(unit.layer for unit in units[::2]) == list(range(layers))

@@ -44,7 +44,7 @@ class FakeSpec:
     prediction_layers: int = 0
     state_bytes: int = 0
     shared_experts: int = 0
-    kv_line: int | None = None  # what the KV cache's line says, where that is not what the cache holds
+    kv_line: int | None = None  # what the KV cache's line says, if that is not what the cache holds
 
     def kv_bytes(self, kv_dtype: str, context: int) -> int:
         return self.per_token * ELEMENT_BYTES[kv_dtype] * context
@@ -363,7 +363,7 @@ def test_contexts_too_short_to_be_of_use_are_not_offered(asked: int, least: int)
 
 
 def test_a_shortage_names_what_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget where it is the less, and else what the GPU has free."""
+    """The budget or the GPU's free memory, whichever is less."""
     set_gpu(monkeypatch, VRAM_MARGIN + 3 * MIB)
     for vram, words in ((2 * MIB, "the VRAM budget is 2.00 MiB:"), (3 * MIB, "the VRAM budget is 3.00 MiB:"),
                         (GIB, "there are 3.00 MiB free:"), (None, "there are 3.00 MiB free:")):

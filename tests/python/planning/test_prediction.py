@@ -111,7 +111,7 @@ def test_decode_with_rows_on_the_cpu() -> None:
     assert decode_seconds(reads, even) == (pytest.approx(serial + hidden), "RAM")
     slow = replace(MACHINE, pcie_bytes_per_second_shared=1e9, pcie_bytes_per_second=1e15)
     assert decode_seconds(reads, slow) == (pytest.approx(reads.direct / 1e9 + DECODE_OVERLAP_LOSS * own), "PCIe")
-    # Where nothing is left to fetch, the CPU has the RAM for itself.
+    # With nothing left to fetch, the CPU has the RAM for itself.
     alone = replace(reads, vram=reads.vram + reads.direct, direct=0.0)
     assert decode_seconds(alone, MACHINE)[0] == pytest.approx(
         serial - pieces * 2e-6 - shared / 2 / 75e9 + shared / 2 / 100e9)
@@ -218,7 +218,7 @@ def test_what_a_drafted_token_costs() -> None:
     plain = read["model"] / 3e12 + (DENSE_LAYER_KERNELS * 4 + OTHER_KERNELS) * 2e-6
     draft = (read["layer"] + read["shared"]) / 3e12 + (DENSE_LAYER_KERNELS + OTHER_KERNELS) * 2e-6
     assert draft_cost_on_gpu(inventory, homes, MACHINE) == pytest.approx(draft / plain + 0.2)
-    # Where weights come over PCIe a second row costs the GPU's own part.
+    # If weights come over PCIe, a second row costs the GPU's own part.
     away = inventory.homes(0)
     seconds = decode_seconds(traffic(inventory.model_uses, away), MACHINE)[0]
     drafted = decode_seconds(traffic(inventory.draft_uses, away), MACHINE)[0]
@@ -387,8 +387,8 @@ def test_the_rates_by_which_misses_are_shared() -> None:
 # --- what bounds it, and on the CPU -----------------------------------------------------------------------------------
 
 
-def test_the_rows_of_an_embedding_are_nobodys_share() -> None:
-    """Of a tied embedding the CPU computes rows of the head; the one row that a token is, is read across PCIe."""
+def test_rows_of_an_embedding_are_not_shared() -> None:
+    """With a tied embedding the CPU computes rows of the head; a token's own row is read across PCIe."""
     model, inventory = inventory_of(layers=1, tied=True)
     homes = with_rows(inventory, inventory.homes(0), 1.0)
     assert homes[0].cpu_rows == 8192
@@ -454,7 +454,7 @@ def test_prefill() -> None:
         hardly_shown = OVERLAP_LOSS * slowed / (1e15 * PREFILL_EFFICIENCY)
         assert found.tokens_per_second == pytest.approx(500 / (direct / 1e9 + hardly_shown + PREFILL_SECONDS))
         assert found.bound == "PCIe"
-    # Where both take as long, they do not hide each other wholly.
+    # If both take equally long, they do not overlap completely.
     even = replace(slow, gpu_flops=slowed / PREFILL_EFFICIENCY / (direct / 1e9))
     found = prefill_on_gpu(inventory.uses, inventory.homes(0), even, 500)
     assert found.tokens_per_second == pytest.approx(500 / ((1 + OVERLAP_LOSS) * direct / 1e9 + PREFILL_SECONDS))
@@ -465,7 +465,7 @@ def test_prefill() -> None:
 def test_exact_prefill() -> None:
     """Eight rows at a time read what a step reads; what is direct is brought once, as for fast prompts."""
     model, inventory = inventory_of(layers=4, experts=(3,))
-    # Of eight experts a token reads a quarter, and eight tokens any.
+    # A token reads a quarter of eight experts; eight tokens read any of them.
     experts = sum(use.batch_bytes for use in inventory.uses if use.role == "experts")
     others = sum(use.read_bytes for use in inventory.uses if use.role not in ("embedding", "head", "experts"))
     kernels = 3 * DENSE_LAYER_KERNELS + EXPERT_LAYER_KERNELS + OTHER_KERNELS
@@ -515,7 +515,7 @@ def test_the_share_is_the_best_there_is() -> None:
 
 
 def test_rows_in_vram_are_for_when_they_leave_it() -> None:
-    """A unit in VRAM has the rows that it would give if it were direct; until then nobody reckons with them."""
+    """A unit in VRAM has the rows that it would give if it were direct; until then they do not count."""
     dice, seen = random.Random(5), set()
     for _ in range(40):
         _, inventory = inventory_of(layers=dice.randint(1, 5), tied=dice.random() < 0.5,

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "run.py"
 
 @pytest.fixture(scope="module")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the environment is made; once, which takes some seconds."""
+    """The folder of the environment, which is made once: that takes some seconds."""
     return tmp_path_factory.mktemp("build")
 
 

@@ -27,7 +27,7 @@ FLOORS = (
     ("cpp/layers", "cpp/hardware"),
     ("cuda/backend",),
     ("cpp/cpu/share",),
-    ("cpp/cpu/kernels",),  # above its callers, who know the table of functions alone
+    ("cpp/cpu/kernels",),  # above its callers, which know only the table of functions
     ("cpp/cpu",),
     ("cuda/plan",),
     ("cpp/operations",),

@@ -21,7 +21,7 @@ _BLOCK = 64 << 10
 
 
 class Request(NamedTuple):
-    """What somebody asked for."""
+    """A request that was made."""
 
     method: str
     path: str
@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Repo:
-    """A repository: its files by path, and who may read it. Files are served from disk, in part or whole."""
+    """A repository: its files by path, and the access to it. Files are served from disk, in part or whole."""
 
     files: dict[str, Path]
     commit: str = "1" * 40

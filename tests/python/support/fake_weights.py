@@ -22,10 +22,10 @@ from sharpi.machine.profile import ASSUMED, HardwareProfile
 from sharpi.planning.expert_stats import ExpertStats
 
 MIB, GIB = 1 << 20, 1 << 30
-# The slots for weights on their way: so many pieces of so many bytes at most.
+# The slots for streamed weights: how many pieces, and the most bytes of each.
 SLOTS, PIECE = 8, 384 << 10
 STREAMING = SLOTS * PIECE
-# Slots for experts: so many of each pool are for those that are used once, and so many bytes go with them.
+# Slots for experts: how many of each pool are for experts that are used once, and the bytes beside them.
 LANDING, STAGING = 1, 12345
 
 # Near enough to one H200 with 16 cores, all in round numbers.
@@ -70,7 +70,7 @@ class FakeWeights:
     On the GPU a resident tensor takes its bytes, a direct one nothing, all in steps of `granule`; and the slots for
     streaming STREAMING, or less where little is left to stream; rows of a direct embedding need none. Experts in slots
     take STAGING, and what is said for slots, or less if they are fewer. experts: layers with eight experts, of which a
-    token uses two, instead of a dense feed-forward. The last layer of all is the prediction layer, where there is one.
+    token uses two, instead of a dense feed-forward. The last layer is the prediction layer, if there is one.
     """
 
     layers: int = 4
@@ -143,7 +143,7 @@ class FakeWeights:
         return self.per_token * context
 
     def layer_expert_bytes(self, layer: int) -> int:
-        """Of one expert."""
+        """The bytes of one expert."""
         return sum(tensor.nbytes for tensor in self.tensors
                    if tensor.name.startswith(f"blk.{layer}.") and "_exps" in tensor.name) // 8
 

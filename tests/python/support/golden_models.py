@@ -1,4 +1,4 @@
-"""Writes the small float32 models that the logits in tests/data/golden are of.
+"""Writes the small float32 models that gave the logits in tests/data/golden.
 
 The logits are llama.cpp's, so what counts is that every weight is the same, bit for bit: the generator
 (`numpy.random.RandomState`, whose stream never changes), the order in which tensors are drawn, and the type in which
@@ -95,7 +95,7 @@ def write_golden(name: str, folder: Path) -> Path:
 
 
 def digest(name: str) -> str:
-    """Of the names, shapes and bytes of all tensors."""
+    """A digest of the names, shapes and bytes of all tensors."""
     whole = hashlib.sha256()
     for tensor, data in sorted(_weights(GOLDEN[name]), key=lambda entry: entry[0]):
         whole.update(f"{tensor} {data.shape} {data.dtype}\n".encode() + data.tobytes())

@@ -11,7 +11,7 @@ import os
 import resource
 import sys
 
-# Not hostile: what most models have.
+# Harmless: a template like those of most models.
 MARKED = """\
 {{ bos_token }}
 {%- for message in messages %}
@@ -35,7 +35,7 @@ DOUBLE = "{% set x = x ~ x %}"
 
 
 def nested_list(brackets: str, then: str) -> str:
-    """A list that is twice in the next one, and so on: 2^60 elements for who walks through it."""
+    """A list that is twice in the next one, and so on: 2^60 elements for a walk through it."""
     inside = "[x, x]" if brackets == "[]" else "(x, x)"
     return "{% set x = 'a' %}" + f"{{% set x = {inside} %}}" * 60 + then
 
@@ -46,7 +46,7 @@ def deep_list(step: str, then: str) -> str:
 
 
 HOSTILE = {
-    # What the issue of such templates usually is: text that is multiplied, formatted or padded.
+    # What such templates usually do: multiply, format or pad text.
     "product": "{{ 'a' * 5000000000 }}",
     "product of a list": "{{ ([1, 2] * 5000000000) | length }}",
     "product from the left": "{{ 5000000000 * 'a' }}",

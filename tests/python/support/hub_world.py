@@ -172,7 +172,7 @@ def large_model(path: Path) -> int:
 
 @pytest.fixture()
 def large(world: World) -> World:
-    """user/large has a model of several GiB, of which nobody needs more than the header."""
+    """user/large has a model of several GiB; its tests need only the header."""
     path = world.folder / "served-large.gguf"
     large_model(path)
     world.hub.repos["user/large"] = Repo({"large-Q4_0.gguf": path}, hashes={"large-Q4_0.gguf": "a" * 64})

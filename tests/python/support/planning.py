@@ -43,7 +43,7 @@ def machine_with(ram: float, pcie: float = 50e9) -> Any:
 
 
 class Measuring:
-    """Stands in for the profile's cache: what it holds, and whether somebody had to measure."""
+    """Stands in for the profile's cache: what it holds, and how often it was measured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cached: bool = False) -> None:
         self.cached = cached
