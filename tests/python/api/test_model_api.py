@@ -555,13 +555,12 @@ def test_warmth_is_of_the_same_model_and_is_handed_to_the_gpu(moe: Path, tiny: P
 
 def test_plans_are_predicted_with_warmth(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved, seen = saved_uses(moe, tmp_path / "stats.json"), []
-    planned = Model.load.__globals__["make_plan"]
 
-    def make_plan(*arguments, **options):
+    def seeing_warmth(*arguments, **options):
         seen.append(options["warm"])
-        return planned(*arguments, **options)
+        return make_plan(*arguments, **options)
 
-    monkeypatch.setitem(Model.load.__globals__, "make_plan", make_plan)
+    monkeypatch.setattr("sharpi.loading.request.make_plan", seeing_warmth)
     Model.load(moe, device="cpu", warm=saved).close()
     Model.load(moe, device="cpu").close()
     assert seen == [saved, None]
