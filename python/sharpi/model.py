@@ -193,8 +193,8 @@ class Model(LoadedModel):
         experts = ExpertStats.from_engine(self.engine, self.plan)
         taken = sum(entry[2] for entry in self.engine.trace) if self.device == "cuda" else 0
         return {
-            **self.last_meter.timing.to_dict(),
-            "load_seconds": self.load_seconds,
+            **self._last_meter.timing.to_dict(),
+            "load_seconds": self._load_seconds,
             "weights_bytes": self.engine.weight_bytes,
             "kv_bytes": self.engine.kv_bytes,
             "state_bytes": self.engine.state_bytes,

@@ -47,8 +47,8 @@ class LoadedModel:
         self.spec = spec
         self.plan = plan
         self.threads = plan.threads
-        self.load_seconds = load_seconds
-        self.last_meter = Meter(Timing())
+        self._load_seconds = load_seconds
+        self._last_meter = Meter(Timing())
         self._engine: _core.Engine | None = engine
         self._tokenizer: Tokenizer | None = None
         self._expert_stats = expert_stats
@@ -135,4 +135,4 @@ class LoadedModel:
 
     def note_generation(self, meter: Meter) -> None:
         """Makes a generation the one whose figures `Model.stats` has: the one that began last in any session."""
-        self.last_meter = meter
+        self._last_meter = meter

@@ -45,7 +45,7 @@ def _open(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats
 
 
 def open_engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None,
-            asked: Mapping[str, Any] | None) -> tuple[_core.Engine, Plan]:
+                asked: Mapping[str, Any] | None) -> tuple[_core.Engine, Plan]:
     """The engine, and the plan that it runs: one for the CPU if the GPU fails and the plan chose it. warm: says which
     experts fill the slots first. asked: what the plan was made from, if another may be made."""
     try:
