@@ -50,7 +50,6 @@ GENERATED = ("families.inc",)  # by CMake, from the names of sources
 
 UPWARD = {
     "cpp/cpu/cpu_backend.cpp -> engine/sampler.h": "the CPU chooses tokens with the engine's sampler",
-    "cpp/experts/expert_misses.h -> operations/backend.h": "what a backend tells of experts' use stands there",
     "cpp/placement/model_weights.cpp -> cpu/kernels.h": "loading expands float rows with the CPU's kernels",
     "cuda/device/cuda_probe.cpp -> hardware/gpu.h": "the probe fills in the hardware's own types",
     "cuda/device/cuda_probe.cpp -> kernels/formats/packed.h": "the probe times the product's own kernels",
