@@ -92,7 +92,7 @@ def first_token(model: Model, prompt: list[int]) -> float:
 def medians(repeat: int, *measure: Callable[[], float]) -> list[float]:
     """The medians of what functions return, which are called in turn, once to warm up and then `repeat` times."""
     rows = [[function() for function in measure] for _ in range(repeat + 1)][1:]
-    return [statistics.median(column) for column in zip(*rows)]
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
 def measure_decode(model: Model, prompts: Prompts, options: argparse.Namespace) -> dict[str, float]:
@@ -111,7 +111,7 @@ def measure_prefill(model: Model, prompts: Prompts, options: argparse.Namespace)
 def measure_first(model: Model, prompts: Prompts, options: argparse.Namespace) -> dict[str, float]:
     # In turn: what one length leaves in a cache of experts meets all others alike.
     found = medians(options.repeat, *(lambda n=n: first_token(model, prompts.next(n)) for n in FIRST))
-    return {f"first token after {tokens}, ms": 1e3 * seconds for tokens, seconds in zip(FIRST, found)}
+    return {f"first token after {tokens}, ms": 1e3 * seconds for tokens, seconds in zip(FIRST, found, strict=True)}
 
 
 def measure_drafts(model: Model, prompts: Prompts, options: argparse.Namespace) -> dict[str, float]:
@@ -132,13 +132,13 @@ def measure_turns(model: Model, prompts: Prompts, options: argparse.Namespace) -
     turns = conversation(model, prompts, options.turns, TURN_ANSWER)
     readings = {f"turn {index}, first token, ms": 1e3 * seconds for index, (seconds, _) in enumerate(turns, 1)}
     if len(turns) > 1:
-        seconds, evaluated = (statistics.mean(column) for column in zip(*turns[1:]))
+        seconds, evaluated = (statistics.mean(column) for column in zip(*turns[1:], strict=True))
         readings |= {"later turns, first token, ms": 1e3 * seconds, "later turns, tokens evaluated": evaluated}
     return readings
 
 
 def conversation(model: Model, prompts: Prompts, turns: int, answer: int) -> list[tuple[float, int]]:
-    """Of each turn of one session the seconds to the first token, and the tokens that were evaluated for it."""
+    """For each turn of one session: the seconds to the first token, and the tokens that were evaluated for it."""
     from sharpi.errors import ModelFileError
 
     try:

@@ -1,8 +1,8 @@
 """Sharpi and llama.cpp side by side on the same GGUF files, in one run, as a markdown table.
 
 A speed means little without a yardstick taken on the same machine in the same minutes, so this runs
-both engines in turn on each file and swaps who goes first from round to round: a machine that warms
-up, or that somebody else starts to use, then hurts both alike.
+both engines in turn on each file and swaps their order from round to round: a machine that warms
+up, or that gets busy, then slows both alike.
 
     python benchmarks/compare_llama_cpp.py --llama-bench llama.cpp/build/bin/llama-bench a.gguf b.gguf
     python benchmarks/compare_llama_cpp.py --llama-bench ... --synth synth_gguf.py --synth-dir files/
@@ -14,7 +14,7 @@ What the columns are:
 
 * prefill, decode: tokens a second as each engine's own benchmark reports them, the model loaded and
   warm: `llama-bench -p P -n N -t T -r R` and `sharpi bench --prefill P --decode N --threads T
-  --repeat R`. Of one call the median of the repeats counts, of several rounds the median of those.
+  --repeat R`. A call counts with the median of its repeats, and several rounds with the median of those.
   llama.cpp decodes from an empty context; so must Sharpi.
 * first token: seconds of wall time of a whole process, from exec to exit, that loads the model, runs
   one token of prefill and one of decode, once each, and ends: `llama-bench -p 1 -n 1 -r 1
@@ -39,9 +39,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 # model, quantization, layers kept (None: all). The last is a mixture of experts cut to fit small machines.
 SYNTHETIC: tuple[tuple[str, str, int | None], ...] = (
@@ -73,8 +74,8 @@ class Engine:
     """One side: its name, how a load becomes a command line, and how its answer becomes a Reading."""
 
     name: str
-    command: Callable[[Path, Load, bool], list[str]]  # the bool: leave the warm-up out where that is a choice
-    parse: Callable[[Any, Load], "Reading"]
+    command: Callable[[Path, Load, bool], list[str]]  # the bool: leave the warm-up out, if that is possible
+    parse: Callable[[Any, Load], Reading]
 
 
 @dataclass(frozen=True)
@@ -230,14 +231,14 @@ def name_and_quant(model: Path) -> tuple[str, str]:
 
 
 def number(value: float | None, unit: str = "") -> str:
-    """Three or more significant digits, the unit after it; a dash where there is no value."""
+    """Three or more significant digits, the unit after it; a dash if there is no value."""
     if value is None:
         return "–"
     return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 2}f}{unit}"
 
 
 def ratio(over: float | None, under: float | None) -> str:
-    """over / under to three significant digits, a dash where one of them is missing."""
+    """over / under to three significant digits, a dash if one of them is missing."""
     return f"{over / under:#.3g}".rstrip(".") if over is not None and under else "–"
 
 

@@ -1,7 +1,7 @@
-// Speed of prefill's matrix products on the GPU, by shape: the products of Qwen3-8B, SmolLM2-1.7B and Qwen3-30B-A3B
-// for 2,048 rows, and the latter's experts with 8 of 128 for each row, chosen at random. No arguments.
-// "of limit": against 790 TFLOP/s, what bf16 products of 8192 x 8192 reach on an H200. Weights rotate through more
-// memory than the second-level cache holds.
+// Measures prefill's matrix products on the GPU by shape: those of Qwen3-8B, SmolLM2-1.7B and Qwen3-30B-A3B for 2,048
+// rows, and the experts of the last with 8 of 128 for each row, chosen at random. It takes no arguments.
+// "of limit": relative to 790 TFLOP/s, which bf16 products of 8192 x 8192 reach on an H200. The weights take turns in
+// more memory than the second-level cache holds.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -38,7 +38,7 @@ template <typename T> T* onDevice(const std::vector<T>& values) {
 
 std::mt19937 generator(1);
 
-// Packed bytes below 0x40: whatever they are part of, codes vary and f16 scales are finite.
+// Packed bytes below 0x40: codes vary, and whichever bytes make an f16 scale, it is finite.
 uint8_t* randomWeights(size_t bytes) {
     std::vector<uint32_t> words(bytes / 4 + 1);
     for (uint32_t& word : words) word = static_cast<uint32_t>(generator()) & 0x3f3f3f3fu;
@@ -139,7 +139,7 @@ void expertProducts(Stream& stream, const char* name, DType type, int64_t output
 }  // namespace
 
 int main() {
-    Stream stream(findDevice());
+    Stream stream(findDevice(0));
     std::printf("%s, %d rows\n", stream.device().name.c_str(), static_cast<int>(kRows));
     for (const DType type : {DType::Q4_K, DType::Q6_K}) {
         dense(stream, "qwen3-8b q, o", type, 4096, 4096);

@@ -1,6 +1,6 @@
-// Speed of decode's products on the GPU: each shape of the reference models as a chain of launches in a graph, over as
-// many copies of the weights as it takes to leave the second-level cache behind, and whole models' products in their
-// order. "share" is of the speed at which a kernel that only reads gets through memory on an H200.
+// Measures decode's products on the GPU. Each shape of the reference models runs as a chain of launches in a graph,
+// over enough copies of the weights to exceed the second-level cache. Then the products of whole models run in their
+// order. "share": relative to the speed at which a kernel that only reads gets through memory on an H200.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ void require(cudaError_t status) {
     if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
 }
 
-// Filled with a byte that makes every scale small and finite; how large a code is does not change the speed.
+// Filled with a byte that makes every scale small and finite. The values of codes do not change the speed.
 struct Buffer {
     explicit Buffer(size_t bytes) {
         require(cudaMalloc(&data, bytes));
@@ -40,7 +40,7 @@ struct Buffer {
     void* data = nullptr;
 };
 
-// All that is allocated for one measurement.
+// The memory of one measurement.
 class Arena {
 public:
     template <typename T> T* take(size_t count) {
@@ -73,7 +73,7 @@ private:
     std::vector<std::unique_ptr<Buffer>> _buffers;
 };
 
-// Seconds that one replay of what `body` launches takes: the median of several.
+// The median time, in seconds, of replaying what `body` launches.
 double measure(Stream& stream, const std::function<void()>& body) {
     const std::unique_ptr<Graph> graph = stream.capture(body);
     cudaEvent_t begin, end;
@@ -102,8 +102,8 @@ void print(const std::string& name, const char* type, int rows, double seconds, 
     std::fflush(stdout);
 }
 
-// One kind of launch, over copies of its weights. make(arena, copy) allocates a copy's weights and gives its launch;
-// bytes: read by a launch, or 0: what the arena counted.
+// Measures one kind of launch over copies of its weights. make(arena, copy) allocates a copy's weights and returns its
+// launch. bytes: what a launch reads; 0: what the arena counted.
 using Launch = std::function<void()>;
 void measureShape(Stream& stream, const std::string& name, DType type, int rows, size_t bytes,
                   const std::function<Launch(Arena&)>& make) {
@@ -149,7 +149,7 @@ void measureDense(Stream& stream, const Shape& shape, int rows) {
     });
 }
 
-// 8 of 128 experts of 2048 -> 768 -> 2048, other ones every time.
+// 8 of 128 experts of 2048 -> 768 -> 2048, others each time.
 void measureExperts(Stream& stream, int rows) {
     const int32_t used = 8, count = 128;
     const int64_t width = 2048, hidden = 768;
@@ -190,7 +190,7 @@ void measureExperts(Stream& stream, int rows) {
     });
 }
 
-// All products of a token, in their order, without what lies between them.
+// All products of a token in their order, without the kernels between them.
 void measureModel(Stream& stream, const char* name, int layers, int64_t width, int64_t kv, int64_t hidden,
                   int64_t vocab, int rows) {
     Arena arena;
@@ -259,7 +259,7 @@ void measureAll(Stream& stream) {
 
 int main() {
     try {
-        Stream stream(findDevice());
+        Stream stream(findDevice(0));
         measureAll(stream);
     } catch (const std::exception& error) {
         std::fprintf(stderr, "%s\n", error.what());

@@ -1,6 +1,5 @@
-// How fast weights come across PCIe: pieces of about 16 MiB of a mapped file of 1 GiB, copied alone, copied and packed,
-// and each also used by a product, in passes that are launched and in passes that are replayed. Printed in GB/s of the
-// file.
+// Measures how fast weights come across PCIe: pieces of about 16 MiB of a mapped file of 1 GiB, copied alone, or copied
+// and packed, and each of these also used by a product. Passes are launched and replayed. It prints GB/s of the file.
 //
 // The file is made in $TMPDIR (or /tmp) and removed. Few slots show whether the copies wait for what uses them.
 #include <fcntl.h>
@@ -73,7 +72,7 @@ struct Setting {
 class Benchmark {
 public:
     Benchmark()
-        : _stream(findDevice()),
+        : _stream(findDevice(0)),
           _memory(_stream),
           _allocator(_memory),
           _transfers(std::make_unique<CudaTransfers>(_stream)) {
@@ -107,7 +106,7 @@ public:
     }
 
 private:
-    // Brings the whole file over once.
+    // Fetches the whole file once.
     void pass(const Setting& setting) {
         const size_t row = rowBytes(setting.type, kCols);
         const auto rows = static_cast<int64_t>(setting.pieceBytes / row) / 32 * 32;
@@ -132,7 +131,7 @@ private:
         _transfers->end();
     }
 
-    // The best of three: others may use the bus.
+    // The best of three, because others may use the bus.
     double rate(const std::function<void()>& body) {
         double best = 0;
         for (int i = 0; i < 3; ++i) {

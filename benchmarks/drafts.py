@@ -23,15 +23,15 @@ from typing import Any
 
 from sharpi import Model
 from sharpi.benchmark import Benchmark
-from sharpi.drafts import DraftedRun
-from sharpi.hardware import core_count
+from sharpi.machine.hardware import core_count
+from sharpi.planning.drafts import DraftedRun
 
 MOST_DRAFTS = 2
 
 
 @dataclass
 class Cost:
-    """Of steps of one kind, with so many tokens drafted at once (0: plain ones): milliseconds, those against a plain
+    """Steps with a number of tokens drafted at once (0: plain steps): milliseconds, those against a plain
     step of the same run, and what was drafted and accepted a step."""
 
     draft: str

@@ -15,13 +15,14 @@ import json
 from typing import Any
 
 from partial_cache import against, arguments_of, loaded, speeds
+
 from sharpi import Model
 from sharpi.benchmark import Benchmark
-from sharpi.expert_stats import ExpertStats
+from sharpi.planning.expert_stats import ExpertStats
 
 
 def hit_rate(before: ExpertStats, after: ExpertStats) -> float | None:
-    """Of what was counted between the two; `None` without slots to look in."""
+    """The hit rate between the two counts; `None` without slots to look in."""
     choices = int(after.choices.sum()) - int(before.choices.sum())
     return (int(after.hits.sum()) - int(before.hits.sum())) / choices if choices and after.capacity else None
 

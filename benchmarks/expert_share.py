@@ -24,10 +24,10 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from collections.abc import Iterator
 
 VARIANTS = {"alone": None, "beside, at first": "warm-up", "beside, timed": "timed"}
 SECONDS = 1.0

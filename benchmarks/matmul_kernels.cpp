@@ -1,4 +1,4 @@
-// Speed of the quantized matmul kernels on one thread, by type and instruction set:
+// Measures the quantized matmul kernels on one thread, by type and instruction set:
 //   matmul_kernels [type] [isa]
 // "GB/s": weight bytes read per second with one token, on a matrix too large for any cache. "GOP/s": 2 * rows * cols *
 // tokens per second on 4096 x 4096, for several token counts.
@@ -21,7 +21,7 @@ static double seconds() {
 
 static void* alignedBytes(size_t bytes) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
-// The best of several runs: others may share the machine.
+// The best of several runs, because others may use the machine.
 static double bestTime(const Kernels& table, const MatmulArgs& args, void* scratch, double budget) {
     double best = 1e9;
     const double start = seconds();
@@ -39,7 +39,7 @@ static void measure(const DTypeInfo& type, const Kernels& table) {
     const size_t rowSize = rowBytes(type.type, cols);
     const int64_t bigRows = static_cast<int64_t>((size_t{256} << 20) / rowSize);
     uint8_t* weights = static_cast<uint8_t*>(alignedBytes(static_cast<size_t>(bigRows) * rowSize));
-    // All scales become small and finite this way; how large a quant is does not change the speed.
+    // This makes all scales small and finite. The values of quants do not change the speed.
     std::memset(weights, 0x21, static_cast<size_t>(bigRows) * rowSize);
 
     std::mt19937 random(1);

@@ -22,7 +22,7 @@ from pathlib import Path
 SHARPI = """
 import json, sys, time
 t0 = time.perf_counter()
-from sharpi.gguf import GgufFile
+from sharpi.files.gguf import GgufFile
 t1 = time.perf_counter()
 model = GgufFile.open(sys.argv[1])
 t2 = time.perf_counter()

@@ -23,9 +23,9 @@ from typing import Any
 
 from sharpi import Model
 from sharpi.benchmark import Benchmark
-from sharpi.hardware import core_count
-from sharpi.model import describe
-from sharpi.planner import Plan, make_plan
+from sharpi.loading.description import describe
+from sharpi.machine.hardware import core_count
+from sharpi.planning.planner import Plan, make_plan
 
 MODES = {"direct + cache": "0", "direct + cache + CPU rows": "1"}
 
@@ -105,8 +105,14 @@ def plot(report: dict[str, Any], svg: str) -> None:
         rows = [row for row in report["rows"] if row["split"] == (split == "1")]
         sizes = [row["vram_weights"] / 2**30 for row in rows]
         line, = axes.plot(sizes, [row["decode"] for row in rows], marker="o", label=name)
-        axes.plot(sizes, [row["decode_predicted"] for row in rows], color=line.get_color(), linestyle="--", linewidth=0.8,
-                  label=f"{name}, predicted")
+        axes.plot(
+            sizes,
+            [row["decode_predicted"] for row in rows],
+            color=line.get_color(),
+            linestyle="--",
+            linewidth=0.8,
+            label=f"{name}, predicted",
+        )
     axes.set_yscale("log")
     axes.set_xlabel("weights in VRAM, GiB")
     axes.set_ylabel("decode, tokens/s")

@@ -31,11 +31,11 @@ from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize
 
-from sharpi.gguf import GgufFile, TensorInfo
+from sharpi.files.gguf import GgufFile, TensorInfo
 
 _PARTS = (0.10, 0.25, 0.50)
 _SAMPLES = 2048  # activations
-# Of quantized types: where a block has its half-precision numbers, to which all its elements are proportional.
+# Where a block of a quantized type has its half-precision scales, to which all its elements are proportional.
 _SCALES = {Type.Q4_0: (0,), Type.Q5_0: (0,), Type.Q8_0: (0,), Type.Q4_K: (0, 2), Type.Q5_K: (0, 2), Type.Q6_K: (208,)}
 
 # Where a block of a type with minima has the number that these are proportional to.
@@ -46,7 +46,7 @@ _CHUNK = 1 << 26  # bytes
 
 
 def centre(path: Path, tensor: TensorInfo) -> bool:
-    """Makes a matrix's mean about 0, in place; false where it is, or where the type has no minima to do it by."""
+    """Makes a matrix's mean about 0, in place; false if it is already, or if the type has no minima to do it with."""
     kind = Type(tensor.type)
     if kind not in _MINIMUM:
         return False

@@ -78,7 +78,7 @@ def main() -> None:
     print(f"{cores} cores; medians of {PAIRS * options.rounds} pairs (lowest to highest)")
     print(f"| busy processes | build | tokens/s, -t 1 | -t {cores} | ratio |\n| --- | --- | --- | --- | --- |")
     for (busy, name), measured in sorted(pairs.items()):
-        one, all_cores = (statistics.median(each) for each in zip(*measured))
+        one, all_cores = (statistics.median(each) for each in zip(*measured, strict=True))
         ratios = [b / a for a, b in measured]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         print(f"| {busy} | {name} | {one:.0f} | {all_cores:.0f} | {spread} |")

@@ -15,8 +15,9 @@ dropout, strong weight decay, an average of the weights over time, and keeping t
 validation book. `--teacher` goes one step further: train several models first, then one that also imitates the mean
 of their predictions, which says of each place which other words would have done.
 
-`--architecture qwen35` trains one of Gated DeltaNet and attention with a layer that predicts one token further. It does not
-ship: random weights say nothing about how often drafted tokens are right, and little about long texts; this one does.
+`--architecture qwen35` trains a model of Gated DeltaNet and attention, with a layer that predicts one token further. It
+does not ship. Random weights say nothing about how often drafted tokens are right, and little about long texts; this
+model does.
 """
 from __future__ import annotations
 
@@ -31,7 +32,6 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-
 from training.files import MODELS, Model, read_gguf, write_gguf
 from training.muon import Muon
 from training.text import END_OF_TEXT, chapters, encode, train_tokenizer
@@ -51,7 +51,7 @@ def validate(model: Model, tokens: Tensor, window: int) -> tuple[float, Tensor]:
         windows.append((tokens[None, cut:-1], tokens[None, cut + 1:]))
     total, others = 0.0, []
     for inputs, wanted in windows:
-        for piece, following in zip(inputs.split(VALIDATION_BATCH), wanted.split(VALIDATION_BATCH)):
+        for piece, following in zip(inputs.split(VALIDATION_BATCH), wanted.split(VALIDATION_BATCH), strict=True):
             logits, _, other = model(piece)
             total += F.cross_entropy(logits.float().flatten(0, 1), following.flatten(), reduction="sum").item()
             others.append(other * piece.numel())

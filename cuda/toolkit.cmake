@@ -8,10 +8,10 @@ cmake_policy(VERSION 3.18)  # as the project's: a script that includes this alon
 set(SHARPI_CUDA_OLDEST 12.0)
 set(SHARPI_CUDA_BUILT FALSE)
 
-# Sets `reason` to why nothing here can build CUDA, or to nothing; CUDACXX and CUDAToolkit_ROOT to what can.
+# Sets CUDACXX and CUDAToolkit_ROOT to a toolkit that can build CUDA, or `reason` to why there is none.
 macro(sharpi_find_toolkit reason)
   set(${reason} "")
-  # CMake looks at these by itself, but for the folder that NVIDIA's installer uses and does not put on the path.
+  # CMake looks in these by itself, except for the folder that NVIDIA's installer uses and does not put on the path.
   find_program(SHARPI_NVCC NAMES ${CMAKE_CUDA_COMPILER} $ENV{CUDACXX} nvcc
                HINTS $ENV{CUDA_HOME}/bin $ENV{CUDA_PATH}/bin PATHS /usr/local/cuda/bin DOC "The CUDA compiler")
   if(NOT SHARPI_NVCC)
@@ -27,7 +27,7 @@ macro(sharpi_find_toolkit reason)
       set(${reason} "${SHARPI_NVCC} is CUDA ${CMAKE_MATCH_1}, and ${SHARPI_CUDA_OLDEST} is needed")
     else()
       set(SHARPI_CUDA_VERSION ${CMAKE_MATCH_1})
-      # Before CMake tries the compiler: it links a program, and would fail over a missing runtime in many words.
+      # Checked before CMake tries the compiler, which links a program and reports a missing runtime at length.
       find_package(CUDAToolkit QUIET)
       find_path(SHARPI_CUDA_HEADERS cuda_runtime.h PATHS ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
       if(NOT TARGET CUDA::cudart_static)
@@ -36,7 +36,7 @@ macro(sharpi_find_toolkit reason)
         set(${reason} "the toolkit of ${SHARPI_NVCC} has no headers (cuda_runtime.h)")
       else()
         if(NOT CMAKE_CUDA_COMPILER)
-          unset(CMAKE_CUDA_COMPILER CACHE)  # an earlier failure, which would be believed
+          unset(CMAKE_CUDA_COMPILER CACHE)  # else an earlier failure would stand
         endif()
         set(ENV{CUDACXX} "${SHARPI_NVCC}")
         check_language(CUDA)
@@ -69,10 +69,10 @@ function(sharpi_visible_capabilities result)
   set(${result} "${found}" PARENT_SCOPE)
 endfunction()
 
-# What to compile for when nobody said: where GPUs are, machine code for them and nothing else; where none are, PTX,
+# What to compile for by default. With GPUs here: machine code for them and nothing else. Without: PTX,
 # which the driver of whatever machine it reaches compiles at first use and then keeps. PTX of a generation runs on
-# all later ones: three of them serve everything from 7.5 to 12.x, small and with tensor cores' and copies' newer
-# instructions where they exist.
+# all later ones: three of them serve everything from 7.5 to 12.x in little space, with the newer instructions of
+# tensor cores and copies if the GPU has them.
 function(sharpi_choose_architectures result)
   sharpi_visible_capabilities(visible)
   execute_process(COMMAND "${SHARPI_NVCC}" --list-gpu-arch OUTPUT_VARIABLE text ERROR_QUIET)

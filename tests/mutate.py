@@ -27,16 +27,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mutation_sites import Site, cpp_sites, python_sites  # noqa: E402
+from mutation_sites import Site, cpp_sites, python_sites
 
 ROOT = Path(__file__).resolve().parent.parent
 TREE = ROOT / "build" / os.environ.get("SHARPI_MUTATE", "mutate")  # a name for each that runs at the same time
 BUILT = TREE / "build" / "tests"
-MEMORY = 24 << 30  # address space of a test: a change may make a loop allocate for ever
+MEMORY = 24 << 30  # address space of a test: a changed loop may allocate forever
 CPU_SECONDS, SECONDS = 180, 1800  # of a test program: the first whatever else runs here, the second for one that sleeps
 COMPILER = "the compiler"
 
-# Which tests hold which file: names of pytest files and of C++ test programs without "test_".
+# The tests of each file: names of pytest files and of C++ test programs, without "test_".
 PYTHON_TESTS = {
     "session": "where_text_ends model_api chat_session drafts engine",
     "chat": "chat_template chat_session",
@@ -50,13 +50,16 @@ PYTHON_TESTS = {
     "drafts": "drafts model_api",
     "prediction": "prediction partial_plans expert_plans",
     "prompt_modes": "planner plan_file",
-    "files": "expert_stats cli hardware_profile",
+    "storage": "expert_stats cli hardware_profile",
     "model": "model_api engine drafts expert_stats",
 }
 CPP_TESTS = {
     "sampler": "sampler drafts",
-    "sampling_rule": "sampler",
-    "session": "draft_sessions recurrent_sessions drafts engine",
+    "sample": "sample sampler",
+    "sampling_rule": "sample sampler",
+    "session": "draft_sessions recurrent_sessions row_kinds drafts engine",
+    "cached_sequence": "row_kinds recurrent_sessions draft_sessions",
+    "model_runner": "drafts row_kinds session_threads",
     "drafter": "drafts draft_sessions prediction_layer",
     "kv_cache": "kv_cache drafts recurrent_sessions",
     "recurrent_state": "recurrent_state recurrent_sessions",
@@ -89,12 +92,15 @@ CPP_FILES = (
     "cpp/memory/*.cpp",
     "cpp/experts/*.cpp",
     "cpp/model/*.cpp",
+    "cpp/cpu/sample.cpp",
     "cpp/engine/sampler.cpp",
     "cpp/engine/session.cpp",
+    "cpp/engine/cached_sequence.cpp",
+    "cpp/engine/model_runner.*",
     "cpp/engine/drafter.cpp",
     "cpp/placement/placement.cpp",
     "cpp/placement/placer.cpp",
-    "cpp/engine/memory_plan.cpp",
+    "cpp/planning/memory_plan.cpp",
     "cpp/operations/step_limits.cpp",
     "cpp/layers/forward_pass.cpp",
     "cuda/plan/gpu_scratch.cpp",
@@ -136,11 +142,16 @@ def make_tree(base: str) -> None:
         shutil.copy2(module, TREE / "python" / "sharpi")
 
 
+def python_file(tree: Path, name: str) -> Path:
+    """The module of that name, outside the command line's."""
+    return next(path for path in (tree / "python" / "sharpi").rglob(f"{name}.py") if "cli" not in path.parts)
+
+
 def draw(tree: Path, python: int, cpp: int, seed: int) -> list[Site]:
-    """So many changes of either language: a file at random, then a place in it; no line twice."""
+    """Draws changes to Python and to C++: a file at random, then a place in it; no line twice."""
     chooser = random.Random(seed)
     sites = []
-    for count, files, find in ((python, [tree / f"python/sharpi/{name}.py" for name in PYTHON_TESTS], python_sites),
+    for count, files, find in ((python, [python_file(tree, name) for name in PYTHON_TESTS], python_sites),
                                (cpp, sorted(p for glob in CPP_FILES for p in tree.glob(glob)), cpp_sites)):
         found = {path: find(path, tree) for path in files}
         files = [path for path in files if found[path]]
@@ -177,14 +188,18 @@ def passes(command: list[str], seconds: float = SECONDS) -> bool:
         process.wait()
 
 
+def pytest_file(name: str) -> Path | None:
+    return next((TREE / "tests" / "python").glob(f"*/test_{name}.py"), None)
+
+
 def pytest_passes(name: str) -> bool:
     return passes([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-                   f"tests/python/test_{name}.py"])
+                   str(pytest_file(name))])
 
 
 def python_tests(site: Site) -> list[str]:
     names = PYTHON_TESTS[Path(site.file).stem].split()
-    return [name for name in names if (TREE / f"tests/python/test_{name}.py").exists()]
+    return [name for name in names if pytest_file(name) is not None]
 
 
 def python_killer(site: Site) -> str:

@@ -53,8 +53,14 @@ def _site(path: Path, root: Path, kind: str, source: str, begin: int, end: int, 
 _COMPARE = {ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
             ast.NotEq: ("!=", "=="), ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"), ast.Is: ("is", "is not"),
             ast.IsNot: ("is not", "is")}
-_ARITHMETIC = {ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "//"), ast.FloorDiv: ("//", "*"), ast.Div: ("/", "*"),
-               ast.Mod: ("%", "//")}
+_ARITHMETIC = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "//"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Div: ("/", "*"),
+    ast.Mod: ("%", "//"),
+}
 
 
 def _is_text(node: ast.AST) -> bool:

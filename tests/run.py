@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Builds Sharpi and runs every test: GoogleTest through ctest, then pytest. Sets up what it needs under build/.
+"""Builds Sharpi, checks its sources, and runs every test: GoogleTest through ctest, then pytest. Sets up what it needs
+under build/.
 
-    python tests/run.py                # C++ and Python tests
+    python tests/run.py                # the checks of the sources, C++ and Python tests
+    python tests/run.py --lint         # only the checks of the sources: see tests/lint.py
     python tests/run.py --sanitizers   # also the C++ tests under ASan and UBSan, the thread pool under TSan
-    python tests/run.py --real         # also real checkpoints, which are downloaded (340 MB) and kept in the user's cache
-    python tests/run.py --gpu          # only the tests that need a GPU, C++ and Python; fails where none is
+    python tests/run.py --real         # also real checkpoints: 340 MB, downloaded once and kept in the user's cache
+    python tests/run.py --gpu          # only the tests that need a GPU, C++ and Python; fails if there is none
 
-What is left goes to pytest. Needs Python 3.10 or newer and a C++17 compiler. CMake and ninja are taken from the PATH if
-they are new enough. Python packages come from pip; if it reaches no index, those of the Python that runs this script
-are used, and one line says what is missing. If there is a CUDA toolkit, the CUDA part is built too; its tests skip
-themselves where no GPU is.
+Other arguments go to pytest. The script needs Python 3.10 or newer and a C++17 compiler. It takes CMake and ninja from
+the PATH if they are new enough, and Python packages from pip. If pip reaches no index, it uses the packages of the
+Python that runs it, says in one line what is missing, and does not check the sources. If there is a CUDA toolkit, it
+builds the CUDA part too, whose tests are skipped on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -104,8 +106,8 @@ def unmet(python: Path, requirements: list[str]) -> list[str]:
 
 
 def lists_in_pyproject() -> tuple[list[str], list[str], list[str]]:
-    """What building needs, what running and testing needs, and what checks types, as pyproject.toml says; Python 3.10 has
-    no reader for it."""
+    """What building needs, what running and testing needs, and what checks the sources, as pyproject.toml says; Python
+    3.10 cannot read that format."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
     def quoted(key: str) -> list[str]:
@@ -113,7 +115,7 @@ def lists_in_pyproject() -> tuple[list[str], list[str], list[str]]:
         assert found is not None, f"pyproject.toml has no {key}"
         return re.findall(r'"([^"]+)"', found[1])
 
-    return quoted("requires"), [*quoted("dependencies"), *quoted("test")], quoted("types")
+    return quoted("requires"), [*quoted("dependencies"), *quoted("test")], quoted("lint")
 
 
 def make_environment() -> Tools:
@@ -126,17 +128,21 @@ def make_environment() -> Tools:
     for left in folder.glob(f"lib/*/site-packages/{BORROWED}"):
         left.unlink()
     path = os.pathsep.join([str(folder / "bin"), os.environ["PATH"], str(Path(sys.executable).parent)])
-    building, running, types = lists_in_pyproject()
+    building, running, linting = lists_in_pyproject()
     programs = [f"cmake>={promised_cmake()}"] if not is_new_enough("cmake", promised_cmake(), path) else []
     programs += ["ninja"] if shutil.which("ninja", path=path) is None else []
     tools = Tools(python, path, borrowed=False)
     try:
         # All at once: an environment that sees the build tools by PYTHONPATH may still lack what the tests need.
-        tools.pip(*programs, *building, *running, *types)
-        return tools
+        tools.pip(*programs, *building, *running)
     except subprocess.CalledProcessError:
         print("pip reaches no index: using the packages of", sys.executable, flush=True)
-    return borrow(Tools(python, path, borrowed=True), [*programs, *building, *running])
+        return borrow(Tools(python, path, borrowed=True), [*programs, *building, *running])
+    try:
+        tools.pip(*linting)
+    except subprocess.CalledProcessError:
+        pass  # there may be none for this machine: `lint` says so
+    return tools
 
 
 def borrow(tools: Tools, needed: list[str]) -> Tools:
@@ -171,7 +177,7 @@ def fetch_oldest_cmake(tools: Tools) -> None:
 
 
 def ensure_googletest() -> None:
-    """Installs Debian's package where there is neither an installed GoogleTest nor its source."""
+    """Installs Debian's package if there is neither an installed GoogleTest nor its source."""
     found = GTEST_SOURCE.exists() or any(Path(p).exists() for p in ("/usr/include/gtest", "/usr/local/include/gtest"))
     if found or os.environ.get("SHARPI_GTEST_SOURCE"):
         return
@@ -183,7 +189,7 @@ def ensure_googletest() -> None:
 
 def with_cuda(wanted: str) -> list[str]:
     """The build's CUDA settings: AUTO, ON or OFF, and for which GPUs."""
-    # Where no GPU will run them the kernels are compiled once, to see that they do; not once for every generation.
+    # Without a GPU to run them, the kernels are compiled once, to see that they compile; not once for every generation.
     architectures = "" if gpu_is_visible() else "90-virtual"
     return [f"SHARPI_CUDA={wanted}", f"SHARPI_CUDA_ARCHITECTURES={architectures}"]
 
@@ -197,18 +203,41 @@ def gpu_is_visible() -> bool:
     return listed.returncode == 0 and listed.stdout.startswith(b"GPU ")
 
 
-def cpp_tests(tools: Tools, name: str, settings: list[str], *ctest_options: str, target: str = "all") -> None:
-    """Builds the C++ tests in a folder of their own and runs those that ctest's options choose."""
+def configure(tools: Tools, name: str, settings: list[str]) -> Path:
+    """Lets CMake prepare a build of the C++ tests in a folder of its own."""
     folder = BUILD / name
     source = os.environ.get("SHARPI_GTEST_SOURCE", str(GTEST_SOURCE))
     settings = ["CMAKE_BUILD_TYPE=Release", "SHARPI_PYTHON=OFF", "SHARPI_TESTS=ON", f"SHARPI_GTEST_SOURCE={source}",
                 *settings]
-    cmake = tools.program("cmake")
-    run(cmake, "-S", ROOT, "-B", folder, "-G", "Ninja", *(f"-D{s}" for s in settings), env=tools.environment)
-    run(cmake, "--build", folder, "--target", target, env=tools.environment)
-    # Of the same CMake, in the folder: older ones have no --test-dir.
-    run(tools.program("ctest"), "--output-on-failure", "--no-tests=error", "-j", str(os.cpu_count() or 1), *ctest_options,
-        env=tools.environment, cwd=folder)
+    run(tools.program("cmake"), "-S", ROOT, "-B", folder, "-G", "Ninja", *(f"-D{s}" for s in settings),
+        env=tools.environment)
+    return folder
+
+
+def lint(tools: Tools, build: Path) -> None:
+    """Checks the sources, if the programs that do could be installed."""
+    missing = unmet(tools.python, lists_in_pyproject()[2])
+    if tools.borrowed or missing:
+        print("NOT CHECKED: the sources; pip could not install", ", ".join(missing) or "what checks them", flush=True)
+    else:
+        run(tools.python, ROOT / "tests" / "lint.py", build, env=tools.environment)
+
+
+def cpp_tests(tools: Tools, name: str, settings: list[str], *ctest_options: str, target: str = "all") -> None:
+    """Builds the C++ tests and runs those that ctest's options choose."""
+    folder = configure(tools, name, settings)
+    run(tools.program("cmake"), "--build", folder, "--target", target, env=tools.environment)
+    # ctest of the same CMake, started in the folder: older ones have no --test-dir.
+    run(
+        tools.program("ctest"),
+        "--output-on-failure",
+        "--no-tests=error",
+        "-j",
+        str(os.cpu_count() or 1),
+        *ctest_options,
+        env=tools.environment,
+        cwd=folder,
+    )
 
 
 def install(tools: Tools, settings: list[str]) -> None:
@@ -229,16 +258,24 @@ def real_tests(python: Path, *options: str) -> str | None:
     run(python, "-m", "pytest", "-q", "-rsP", *options, "tests/real")
     if not fetched:
         return None
-    return "NOT TESTED: a real checkpoint could not be downloaded; the lines above that begin with NO CHECKPOINT say why"
+    return (
+        "NOT TESTED: a real checkpoint could not be downloaded; the lines above that begin with NO CHECKPOINT say why"
+    )
 
 
-def main() -> None:
+def options_and_rest() -> tuple[argparse.Namespace, list[str]]:
+    """The options of this script, and the arguments for pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lint", action="store_true", help="only check the sources")
     parser.add_argument("--sanitizers", action="store_true", help="also run the C++ tests under sanitizers")
     parser.add_argument("--gpu", action="store_true", help="run only the tests that need a GPU")
     parser.add_argument("--real", action="store_true", help="also run real checkpoints, downloaded and kept in a cache")
-    options, pytest_arguments = parser.parse_known_args()
-    if sys.version_info < (3, 10):
+    return parser.parse_known_args()
+
+
+def main() -> None:
+    options, pytest_arguments = options_and_rest()
+    if sys.version_info < (3, 10):  # noqa: UP036  an older Python may be asked to run this
         sys.exit("Sharpi needs Python 3.10 or newer")
     if options.gpu:
         if not gpu_is_visible():
@@ -248,6 +285,10 @@ def main() -> None:
     tools = make_environment()
     ensure_googletest()
     cuda = with_cuda("ON" if options.gpu else "AUTO")
+    if not options.gpu:
+        lint(tools, configure(tools, "tests", cuda))
+    if options.lint:
+        return
     cpp_tests(tools, "tests", cuda, *(["-L", "gpu"] if options.gpu else []))
     if options.sanitizers:
         cpp_tests(tools, "tests-asan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=address;undefined"])

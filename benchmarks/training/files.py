@@ -87,5 +87,5 @@ def read_gguf(path: pathlib.Path, device: str) -> Model:
         for name, parameter in model.named_parameters():
             data = torch.from_numpy(np.array(stored.pop(file_name(name)), np.float32)).view_as(parameter)
             parameter.copy_(torch.log(-data) if name.endswith("ssm_a") else data)
-    assert not stored, f"tensors nobody asked for: {sorted(stored)}"
+    assert not stored, f"unknown tensors: {sorted(stored)}"
     return model.to(device).eval()

@@ -1,6 +1,7 @@
-"""The `qwen35` architecture: Gated DeltaNet with attention in every few layers, and a layer that predicts one token further.
+"""The `qwen35` architecture: Gated DeltaNet with attention in every few layers, and a layer that predicts a further
+token.
 
-Gated DeltaNet: Yang et al., 2024 (arXiv 2412.06464). The prediction layer: DeepSeek-V3's report, 2.2 (arXiv 2412.19437).
+Gated DeltaNet: Yang et al., 2024 (arXiv 2412.06464). The prediction layer: DeepSeek-V3, 2.2 (arXiv 2412.19437).
 """
 from __future__ import annotations
 
@@ -42,11 +43,13 @@ class Shape:
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, step: Tensor) -> Tensor:
-    """The gated delta rule over whole sequences. q, k, v: [batch, head, position, size]; log_decay, step: without the size.
+    """The gated delta rule over whole sequences. q, k, v: [batch, head, position, size]; log_decay, step: [batch, head,
+    position].
 
-    Row by row, S being a head's state: S *= decay; d = (v - k S) * step; S += k^T d; answer q S. Here a chunk of rows at a
-    time: d of a row depends on those before it in the chunk by a triangular system, which is solved, for a chunk's own
-    values and for what its first state recalls, in all chunks at once; only the states go from chunk to chunk.
+    Row by row, with a head's state S: S *= decay; d = (v - k S) * step; S += k^T d; answer q S. This computes a chunk
+    of rows at a time: a row's d depends on the rows before it in the chunk by a triangular system. The systems of all
+    chunks are solved at once, for a chunk's own values and for what its first state recalls; only states pass between
+    chunks.
     """
     length, size = q.shape[2], q.shape[3]
     chunks = -(-length // CHUNK)
@@ -211,7 +214,7 @@ class HybridModel(nn.Module):
         return F.linear(x, self.token_embd), F.linear(drafted, self.token_embd)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [batch, length, vocab], what the prediction layer adds to the loss, and three figures of that layer."""
+        """Logits [batch, length, vocab], the prediction layer's part of the loss, and three figures of that layer."""
         logits, drafted = self.logits(tokens)
         if tokens.shape[1] < 3:
             return logits, logits.new_zeros(()), logits.new_zeros(3)
@@ -227,14 +230,29 @@ class HybridModel(nn.Module):
     def describe(figures: Tensor) -> str:
         """What forward's third answer, averaged, says of the model."""
         loss, right, agreed = figures.tolist()
-        return f"prediction layer: {loss:.4f} nats per token, right {right:.1%}, agrees with the model's first choice {agreed:.1%}"
+        return (f"prediction layer: {loss:.4f} nats per token, right {right:.1%}, agrees with the model's first choice"
+                f" {agreed:.1%}")
 
     @staticmethod
     def asked(a: argparse.Namespace, vocab: int) -> Shape:
         """The shape that the command line asks for."""
         heads, key_heads = a.width // 64, max(1, a.width // 128)
-        return Shape(vocab, a.layers, a.width, heads, max(1, heads // 2), 64, 16, key_heads, 2 * key_heads, 64, 4, a.interval,
-                     a.hidden, a.stored_context)
+        return Shape(
+            vocab,
+            a.layers,
+            a.width,
+            heads,
+            max(1, heads // 2),
+            64,
+            16,
+            key_heads,
+            2 * key_heads,
+            64,
+            4,
+            a.interval,
+            a.hidden,
+            a.stored_context,
+        )
 
     @staticmethod
     def stored(size: Callable[[str], int]) -> Shape:

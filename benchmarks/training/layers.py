@@ -32,6 +32,6 @@ def turns(dims: int, base: float, context: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding over halves: of the first d elements, i is paired with i + d/2. x: [batch, head, position, size]."""
+    """Rotary embedding over halves: element i < d/2 is paired with i + d/2. x: [batch, head, position, size]."""
     low, high, rest = x.float().split([cos.shape[-1], cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), dim=-1).to(x.dtype)

@@ -1,7 +1,7 @@
 // The bytes of every quantized format: what a block holds and how to read it.
 //
 // Source: the GGUF specification's tensor types and, for layouts it only names, the reference dequantization in
-// Python that the gguf package publishes (gguf.quants), which tests/python/test_dequantize.py compares with.
+// Python that the gguf package publishes (gguf.quants), which tests/python/engine/test_dequantize.py compares with.
 // MXFP4: "OCP Microscaling Formats (MX) Specification", version 1.0.
 //
 // `d`, `m`, `dmin` are f16. Structs have byte alignment, since rows in a file have none of their own.

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "engine/sampler.h"
+#include "cpu/sample.h"
 
 namespace sharpi {
 

@@ -10,8 +10,8 @@ namespace sharpi {
 
 namespace {
 
-// One token says little about the next: nearly every token has been there before, and a wrong draft costs time. More
-// than four seldom tell two places apart that four do not.
+// A match of one token says little about the next token, because nearly every token occurred before, and a wrong draft
+// costs time. A match of more than four seldom tells two places apart that four tokens do not.
 constexpr size_t kShortestMatch = 2, kLongestMatch = 4;
 
 }  // namespace
@@ -26,8 +26,8 @@ void DraftOptions::validate() const {
 std::vector<int32_t> ngramDraft(const std::vector<int32_t>& history, int64_t most) {
     const size_t size = history.size();
     size_t found = 0, longest = kShortestMatch - 1;
-    for (size_t end = size;
-         end-- > kShortestMatch && longest < kLongestMatch;) {  // a place's last token comes before `end`
+    // A match is the last tokens before `end`.
+    for (size_t end = size; end-- > kShortestMatch && longest < kLongestMatch;) {
         size_t same = 0;
         while (same < kLongestMatch && same < end && history[end - 1 - same] == history[size - 1 - same]) ++same;
         if (same > longest) {
@@ -37,7 +37,7 @@ std::vector<int32_t> ngramDraft(const std::vector<int32_t>& history, int64_t mos
     }
     std::vector<int32_t> drafts;
     if (!found) return drafts;
-    // What repeats itself goes on into its own continuation.
+    // A match that reaches the end of the history continues with its own draft.
     for (size_t at = found; static_cast<int64_t>(drafts.size()) < most; ++at)
         drafts.push_back(at < size ? history[at] : drafts[at - size]);
     return drafts;
@@ -70,7 +70,7 @@ void Drafter::predict(ForwardPass& forward, KvCache& kv, const Rows& rows, Text*
     std::vector<int32_t> drafts;
     auto source = static_cast<int32_t>(count - 1);
     while (static_cast<int64_t>(drafts.size()) < most) {
-        // Behind the first draft each goes on from the one before it, whose token has no place in the text yet.
+        // Each draft after the first continues from the one before it. The cache has no room for that token yet.
         if (!drafts.empty()) {
             const auto ahead = static_cast<int64_t>(drafts.size());
             if (!kv.reserve(rows.sequence, ahead)) break;
@@ -82,11 +82,11 @@ void Drafter::predict(ForwardPass& forward, KvCache& kv, const Rows& rows, Text*
             forward.draft(again, true);
         }
         const int32_t token = forward.sample({text->sampler.next(text->history, text->chosen)})[0];
-        if (token < 0) break;  // no number that could be compared: no draft
+        if (token < 0) break;  // no logit can be compared: the layer has nothing to say
         drafts.push_back(token);
         text->chosen.push_back(token);
     }
-    kv.truncate(rows.sequence, kv.length(rows.sequence));  // gives back what was reserved
+    kv.truncate(rows.sequence, kv.length(rows.sequence));  // gives back the reserved pages
     _predicted = std::move(drafts);
 }
 

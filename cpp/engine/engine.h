@@ -4,27 +4,27 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 
-#include "engine/memory_plan.h"
-#include "layers/forward_pass.h"
+#include "engine/model_runner.h"
 #include "placement/placement.h"
+#include "planning/memory_plan.h"
 
 namespace sharpi {
 
 class Engine {
 public:
-    // Throws Error(BadModel), Error(OutOfMemory), Error(InvalidArgument).
+    // Loads what the options say, or throws Error(BadModel), Error(InvalidArgument), or Error(OutOfMemory) with a
+    // Shortage; everything taken is given back then.
     Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options);
     // On a backend that the caller made.
     Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options,
            std::unique_ptr<Backend> backend);
 
     const ModelSpec& spec() const { return _spec; }
-    const EngineOptions& options() const { return _options; }  // with the homes that it has come to
+    const EngineOptions& options() const { return _options; }
     // Lines for people: what was not as planned.
-    std::vector<std::string> notes() const;
+    std::vector<std::string> notes() const { return _backend->notes(); }
     // What has become of the experts; no layers where the model has none. Waits for a step that runs.
     ExpertCounts expertCounts();
     Placement placement() const;
@@ -32,10 +32,11 @@ public:
     // the CPU.
     std::optional<double> uploadSeconds() const;
     Backend& backend() { return *_backend; }
+    ModelRunner& runner() { return *_runner; }
     const std::vector<TraceLine>& trace() const { return _trace.lines(); }
     uint64_t weightBytes() const { return _files->bytes(); }
-    size_t kvBytes() const { return _kv->bytes(); }
-    size_t stateBytes() const { return _kv->states().bytes(); }
+    size_t kvBytes() const { return _runner->kvBytes(); }
+    size_t stateBytes() const { return _runner->stateBytes(); }
     size_t scratchBytes() const { return _scratchBytes; }
     // What holds the device's memory, largest first; on the CPU the mapped file is not counted. Does not wait for a
     // step that runs.
@@ -47,29 +48,25 @@ public:
     void warm(const std::function<bool(uint64_t done, uint64_t total)>& progress) const;
 
 private:
-    friend class Session;
-    void loadAdapting();
-    void adaptHomes(const FittedPlan& planned, bool lastAttempt);
+    void loadOrGiveBack();
+    void requireRoom();
     void load();
     void unload();
     void printPlacement() const;
     void uploaded(double seconds);
     void rehearse();
     void rehearse(RowKind kind, int64_t rows);
-    void rehearseDrafts(RowKind kind, int32_t sequence, int64_t rows);
+    void rehearseDrafts(const LockedModel& model, RowKind kind, int32_t sequence, int64_t rows);
 
     ModelSpec _spec;
     EngineOptions _options;
     std::unique_ptr<Weights> _files;
     std::unique_ptr<Backend> _backend;
     LoadTrace _trace;
-    std::vector<std::string> _notes;
     std::atomic<double> _uploadSeconds{-1};  // < 0: not all is there
     std::optional<ModelWeights> _weights;
-    std::optional<KvCache> _kv;
-    std::optional<ForwardPass> _forward;
+    std::optional<ModelRunner> _runner;
     size_t _scratchBytes = 0;
-    std::mutex _mutex;  // one step at a time
 };
 
 }  // namespace sharpi

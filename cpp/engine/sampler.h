@@ -1,8 +1,9 @@
-// Prepares each choice of a token (which logits change, by how much, and the random number) and makes it on the
-// CPU. What a choice means is core/sampling_rule.h's to say; the GPU makes the same one from what next() gives.
-// Order: logit bias, penalties, top-k, top-p, min-p, temperature, draw: the order that users of GGUF models know.
-// Same seed, same logits: same tokens. Every position of the text has a random number of its own, so it does not show
-// whether one token was chosen at a time, or several were drafted and verified.
+// Prepares each choice of a token: which logits change and by how much, and the random number. core/sampling_rule.h
+// says what the choice then is; every processor makes the same one.
+//
+// Bias, penalties and filters apply in the order that users of GGUF models know: logit bias, penalties, top-k, top-p,
+// min-p, temperature, draw. The same seed and the same logits give the same tokens. Each position of the text has its
+// own random number, so drafting and verifying several tokens gives the same text as choosing one at a time.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@
 namespace sharpi {
 
 struct SamplingParams : SamplingRule {
-    int32_t penaltyWindow = 64;  // how many of the last tokens are recent
+    int32_t penaltyWindow = 64;  // the number of last tokens that count as recent
     std::map<int32_t, float> logitBias;
     uint64_t seed = 0;
 
@@ -28,10 +29,10 @@ class Sampler {
 public:
     Sampler(const SamplingParams& params, int64_t vocabSize);
 
-    // The choice of the token that follows `history` (the text so far, the prompt included) and then `drafted`. Asked
-    // again, it is the same.
+    // The choice of the token that follows `history` (the text so far, with the prompt) and then `drafted`. Calling it
+    // again gives the same choice.
     Choice next(const std::vector<int32_t>& history, const std::vector<int32_t>& drafted = {});
-    // So many tokens have been added to the history.
+    // The caller has added this number of tokens to the history.
     void advance(size_t tokens);
 
 private:
@@ -39,15 +40,10 @@ private:
     double draw(size_t ahead);
     SamplingParams _params;
     std::mt19937_64 _random;
-    std::deque<double> _draws;  // of the positions from the next one on
+    std::deque<double> _draws;  // element i: for the position i tokens after the next
 };
 
-// The token that core/sampling_rule.h chooses, or -1 if none may be chosen. logits [vocab] are changed by the
-// adjustments.
-int32_t sampleOnHost(float* logits, int64_t vocab, const SamplingRule& rule,
-                     const std::vector<TokenAdjustment>& adjustments, double draw);
-
-// The token, or Error(InvalidArgument) saying why there is none if it is -1.
+// Returns the token. If it is -1, throws Error(InvalidArgument) saying why none could be chosen.
 int32_t checkedToken(int32_t token);
 
 }  // namespace sharpi

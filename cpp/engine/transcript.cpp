@@ -8,7 +8,7 @@
 
 namespace sharpi {
 
-// By at least half, so that a token at a time does not copy all of them each time.
+// Grows by at least half, so that appending one token at a time does not copy all of them each time.
 void Transcript::reserve(int64_t tokens) {
     const auto wanted = static_cast<size_t>(tokens);
     if (wanted > _tokens.capacity()) _tokens.reserve(std::max(wanted, _tokens.capacity() + _tokens.capacity() / 2));
@@ -49,7 +49,8 @@ Stretch Transcript::piece(int64_t begin, int64_t wanted, const PieceRules& rules
     if (begin % step || end <= begin) {
         throw Error(ErrorKind::Internal, "prompt rows from token " + std::to_string(begin) + " on in batches of " +
                                              std::to_string(rules.rows) +
-                                             ": the backend takes them from multiples of " + std::to_string(step));
+                                             ": the backend takes them only from multiples of " + std::to_string(step) +
+                                             " on");
     }
     return {RowKind::Prompt, begin, end};
 }

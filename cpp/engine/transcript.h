@@ -1,4 +1,4 @@
-// A session's tokens and what each was computed as; in which pieces those that the KV cache lacks are computed.
+// The tokens of a session with the kind that each is computed as, and the pieces in which missing ones are computed.
 #pragma once
 
 #include <cstdint>
@@ -8,21 +8,21 @@
 
 namespace sharpi {
 
-// What a backend asks of the pieces of a sequence.
+// What a backend demands of the pieces of a sequence.
 struct PieceRules {
-    bool oneArithmetic = true;  // a token's kind does not show
-    int64_t promptStep = 1;     // pieces of prompt rows begin at multiples of it
-    int64_t rows = 1;           // the most of a piece
-    int64_t decodeRows = 1;     // the most of a piece of decode rows
+    bool oneArithmetic = true;  // both kinds of rows give the same bits
+    int64_t promptStep = 1;     // a piece of prompt rows begins at a multiple of it
+    int64_t rows = 1;           // the most rows of a piece
+    int64_t decodeRows = 1;     // the most rows of a piece of decode rows
 };
 
-// Tokens [begin, end), all of a kind.
+// Tokens [begin, end), all of one kind.
 struct Stretch {
     RowKind kind = RowKind::Prompt;
     int64_t begin = 0, end = 0;
 };
 
-// Prompt rows, and then decode rows.
+// Prompt rows, followed by decode rows.
 class Transcript {
 public:
     const std::vector<int32_t>& tokens() const { return _tokens; }
@@ -30,17 +30,17 @@ public:
     int64_t promptTokens() const { return _promptTokens; }
 
     void reserve(int64_t tokens);
-    // Prompt rows make prompt rows of all tokens before them.
+    // Appending prompt rows turns all tokens before them into prompt rows.
     void append(const int32_t* tokens, int64_t count, RowKind kind);
-    // Appends what `longer`, which begins with these tokens, has up to its token `end`, and takes its kinds. Does not
-    // throw within what was reserved.
+    // Becomes the first `end` tokens of `longer`, with its kinds. `longer` must begin with the tokens held here. Does
+    // not throw if there is room for `end` tokens: see reserve().
     void follow(const Transcript& longer, int64_t end);
     void truncate(int64_t tokens);
 
-    // The number of first tokens that both have and compute alike.
+    // The number of tokens at the beginning of both that are the same and are computed alike.
     int64_t agreement(const Transcript& other, bool oneArithmetic) const;
-    // What to compute next if the first `begin` tokens, and not all, are computed: to `wanted`, or as near to it as the
-    // rules let a piece end. Throws Error(Internal) if no piece may begin there.
+    // What to compute next if the first `begin` tokens are computed and others are not. The piece ends at `wanted`, or
+    // as near to it as the rules allow. Throws Error(Internal) if no piece may begin at `begin`.
     Stretch piece(int64_t begin, int64_t wanted, const PieceRules& rules) const;
 
 private:

@@ -71,8 +71,8 @@ void ExpertSlotManager::cutBudget(size_t budget) {
     std::vector<std::pair<double, PoolShape*>> byLoss;
     for (Pool& pool : _pools) {
         const double wanted = part * static_cast<double>(pool.shape.experts);
-        const auto fitting = static_cast<double>(rest / pool.shape.slotBytes);
-        pool.shape.capacity = static_cast<int32_t>(std::min(std::floor(wanted), fitting));
+        const size_t fitting = rest / pool.shape.slotBytes;
+        pool.shape.capacity = static_cast<int32_t>(std::min(std::floor(wanted), static_cast<double>(fitting)));
         rest -= pool.shape.slotBytes * static_cast<size_t>(pool.shape.capacity);
         byLoss.emplace_back(wanted - pool.shape.capacity, &pool.shape);
     }

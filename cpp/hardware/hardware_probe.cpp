@@ -16,7 +16,7 @@
 #include "core/error.h"
 #include "core/thread_pool.h"
 #include "cpu/kernels.h"
-#include "hardware/gpu.h"
+#include "hardware/devices.h"
 #include "memory/host_memory.h"
 
 #ifdef SHARPI_WITH_CUDA
@@ -28,35 +28,35 @@ namespace sharpi {
 namespace {
 
 constexpr size_t kLeastBytes = size_t{1} << 20;
-constexpr double kSpanSeconds = 0.01;  // long enough for the clock not to matter
-// A feed-forward matrix of an 8B model: decode's loops are as long.
+constexpr double kSpanSeconds = 0.01;  // long enough that the clock's resolution does not matter
+// The size of a feed-forward matrix of an 8B model, so that loops are as long as in its decode.
 constexpr int64_t kCols = 4096, kRows = 12288;
 constexpr int64_t kBatch = 256, kBatchRows = 4096, kLeastBatchRows = 64;
 constexpr int64_t kRowTile = 16;
 constexpr uint16_t kScale = 0x1c00;  // 2^-8 in f16
 
-// A mapped file comes in small pages, which take more look-ups of addresses than the large ones that the system may
-// put behind plain memory.
+// A mapped file has small pages. These need more address translations than the large pages that the system may give
+// to plain memory.
 void useSmallPages(const Buffer& memory) {
 #ifdef MADV_NOHUGEPAGE
     const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
     const auto begin = reinterpret_cast<uintptr_t>(memory.as<uint8_t>());
     const uintptr_t first = (begin + page - 1) / page * page, end = (begin + memory.bytes()) / page * page;
-    // A system that refuses has only small ones.
+    // A system that refuses has no large pages.
     if (first < end) ::madvise(reinterpret_cast<void*>(first), end - first, MADV_NOHUGEPAGE);
 #else
     (void)memory;
 #endif
 }
 
-// Products of Q4_K matrices as CpuBackend does them, over enough of them to leave the caches behind.
+// Multiplies Q4_K matrices as CpuBackend does, and enough of them that caches do not help.
 class CpuProbe {
 public:
     CpuProbe(int threads, size_t most);
-    // One sample.
+    // These take one sample.
     double ramBytesPerSecond() { return rateOf(products(kSampleSeconds)); }
     double flops();
-    // One-row products, one matrix after another, for that long.
+    // Does one-row products, one matrix after another, for this time.
     std::vector<Span> products(double seconds);
 
 private:
@@ -72,9 +72,9 @@ private:
     Buffer _weights, _input, _output, _scratch;
     cpu::QuantizedRows _x;
     size_t _scratchStride;
-    int64_t _rows, _count;  // of a matrix; matrices
+    int64_t _rows, _count;  // rows of a matrix; number of matrices
     int64_t _next = 0;
-    int64_t _batchRows = 0;  // of the matrix that a batch is multiplied with; 0: not chosen yet
+    int64_t _batchRows = 0;  // rows of the matrix that flops() multiplies a batch with; 0: not chosen yet
 };
 
 CpuProbe::CpuProbe(int threads, size_t most)
@@ -106,7 +106,7 @@ void CpuProbe::fillWeights() {
         const int64_t count = std::min(kPiece, blocks - piece * kPiece);
         fillRandom(reinterpret_cast<uint64_t*>(first), static_cast<size_t>(count) * sizeof(BlockQ4_K) / 8,
                    static_cast<uint64_t>(piece));
-        for (int64_t i = 0; i < count; ++i) first[i].d = first[i].dmin = kScale;  // else some would be no numbers
+        for (int64_t i = 0; i < count; ++i) first[i].d = first[i].dmin = kScale;  // random ones could be NaN
     });
 }
 
@@ -166,7 +166,7 @@ double CpuProbe::flops() {
         multiply(matrix(0, rows), kBatch);
         return secondsNow() - begin;
     };
-    if (!_batchRows) {  // as many as a sample has time for: without vector instructions a whole matrix takes seconds
+    if (!_batchRows) {  // what a sample has time for: without vector instructions, a whole matrix takes seconds
         const int64_t few = std::min(kLeastBatchRows, _rows), most = std::min(kBatchRows, _rows);
         secondsOf(few);
         const auto inTime = static_cast<int64_t>(kSampleSeconds / secondsOf(few) * static_cast<double>(few));
@@ -183,12 +183,12 @@ double CpuProbe::flops() {
 
 #ifdef SHARPI_WITH_CUDA
 
-// A sample of the CPU's products while the copy engine works: the CPU's and the copies' rates.
+// Takes a sample of the CPU's products while the copy engine runs. Returns the rate of the CPU, then of the copies.
 std::vector<double> measureTogether(CpuProbe& cpu, CudaProbe& gpu) {
     std::atomic<bool> enough{false};
     std::future<std::vector<Span>> copies =
         std::async(std::launch::async, [&] { return gpu.copies([&] { return enough.load(); }); });
-    struct End {  // also when a product fails: the other thread must not go on
+    struct End {  // stops the copies also if a product throws
         std::atomic<bool>& enough;
         ~End() { enough = true; }
     };
@@ -201,9 +201,10 @@ std::vector<double> measureTogether(CpuProbe& cpu, CudaProbe& gpu) {
     return {ram, pcie};
 }
 
-void measureAll(CpuProbe& cpu, Series& ram, Series& flops, HardwareRates& rates, size_t most) {
-    if (!rates.gpuMissing.empty()) return sampleInTurn({&ram, &flops});
-    CudaProbe gpu(most);
+void measureAll(CpuProbe& cpu, Series& ram, Series& flops, const std::optional<cuda::DeviceInfo>& device, size_t most,
+                HardwareRates& rates) {
+    if (!device) return sampleInTurn({&ram, &flops});
+    CudaProbe gpu(*device, most);
     Series pcie{[&] { return std::vector<double>{gpu.pcieBytesPerSecond()}; }};
     Series both{[&] { return measureTogether(cpu, gpu); }};
     Series vram{[&] { return std::vector<double>{gpu.vramBytesPerSecond()}; }};
@@ -218,7 +219,9 @@ void measureAll(CpuProbe& cpu, Series& ram, Series& flops, HardwareRates& rates,
 
 #else
 
-void measureAll(CpuProbe&, Series& ram, Series& flops, HardwareRates&, size_t) { sampleInTurn({&ram, &flops}); }
+void measureAll(CpuProbe&, Series& ram, Series& flops, const std::optional<cuda::DeviceInfo>&, size_t, HardwareRates&) {
+    sampleInTurn({&ram, &flops});
+}
 
 #endif
 
@@ -268,7 +271,7 @@ std::pair<double, double> ratesTogether(const std::vector<Span>& one, const std:
     if (one.empty() || other.empty()) throw Error(ErrorKind::Internal, "nothing was measured");
     const double begin = std::max(one.front().begin, other.front().begin),
                  end = std::min(one.back().end, other.back().end);
-    if (!(begin < end)) throw Error(ErrorKind::Internal, "what was to be measured at once did not run at once");
+    if (!(begin < end)) throw Error(ErrorKind::Internal, "two measurements that must run at the same time did not");
     const auto rate = [&](const std::vector<Span>& spans) {
         double bytes = 0;
         for (const Span& span : spans) {
@@ -309,15 +312,16 @@ HardwareRates measureHardware(int threads, size_t most) {
                                                     " bytes of memory, not " + std::to_string(most));
     }
     HardwareRates rates;
+    std::optional<cuda::DeviceInfo> gpu;
     try {
-        findGpu();
-    } catch (const Error& error) {  // one that cannot even be asked is none
+        gpu = findGpu();
+    } catch (const Error& error) {  // a GPU that cannot be opened counts as none
         rates.gpuMissing = error.what();
     }
     CpuProbe cpu(threads, most);
     Series ram{[&] { return std::vector<double>{cpu.ramBytesPerSecond()}; }};
     Series flops{[&] { return std::vector<double>{cpu.flops()}; }};
-    measureAll(cpu, ram, flops, rates, most);
+    measureAll(cpu, ram, flops, gpu, most, rates);
     rates.ramBytesPerSecond = ram.rate();
     rates.cpuFlops = flops.rate();
     return rates;

@@ -6,7 +6,6 @@
 
 #include "core/error.h"
 #include "device/marker.h"
-#include "hardware/gpu.h"
 #include "kernels/formats/packed.h"
 #include "kernels/matmul/matmul.h"
 #include "kernels/matvec/matvec.h"
@@ -16,21 +15,21 @@ namespace sharpi {
 namespace {
 
 constexpr size_t kPiece = size_t{8} << 20;
-constexpr size_t kSlots = 4;
+constexpr size_t kRingPieces = 4;
 constexpr size_t kPinnedBytes = size_t{512} << 20;
 constexpr int kPiecesASpan = 8;
-constexpr size_t kSpansAhead = 8;  // so much that a thread that wakes late leaves no gap
+constexpr size_t kSpansAhead = 8;  // enough that a thread that wakes late leaves no gap
 constexpr int64_t kCols = 4096, kRows = 12288;
 constexpr int64_t kBatch = 2048, kLeastBatch = 128;
 constexpr int kKernels = 200;
-// A link that saves power takes a moment to come up to speed, as the GPU's clocks do.
+// A bus that saves power takes a moment to reach full speed, and so do the GPU's clocks.
 constexpr double kWarmSeconds = 0.03;
 
 }  // namespace
 
-CudaProbe::CudaProbe(size_t most) : _stream(findGpu()), _memory(_stream), _allocator(_memory) {
+CudaProbe::CudaProbe(const cuda::DeviceInfo& gpu, size_t most) : _stream(gpu), _memory(_stream), _allocator(_memory) {
     takePinned(std::max(kPiece, std::min(most, kPinnedBytes) / kPiece * kPiece));
-    _slots = Buffer(_allocator, kSlots * kPiece, "slots to measure copies with");
+    _ring = Buffer(_allocator, kRingPieces * kPiece, "buffers to measure copies with");
     takeWeights(most);
     takeRows(std::min(most, _allocator.available() / 2));
     _row = Buffer(_allocator, cuda::quantizedRowsBytes(1, kCols) + sizeof(float) * kCols * 2,
@@ -50,13 +49,14 @@ void CudaProbe::takePinned(size_t bytes) {
     auto* words = _pinned->as<uint64_t>();
     const size_t count = _pinned->bytes() / 8;
     fillRandom(words, count, 1);
-    // Every byte below 0x40: whatever part of a weight or an activation it becomes, the number is finite.
+    // With every byte below 0x40, whatever part of a weight or an activation it becomes, the number is finite.
     for (size_t i = 0; i < count; ++i) words[i] &= 0x3f3f3f3f3f3f3f3fu;
 }
 
 void CudaProbe::takeWeights(size_t most) {
     const size_t one = cuda::packedBytes(DType::Q4_K, kRows, kCols);
-    // Half of what is free, as for the rows: the driver needs some for kernels and graphs, and others may too.
+    // At most half of the free memory, as in takeRows(): the driver needs some for kernels and graphs, and other
+    // processes may need some.
     _weights =
         takeUpTo(_allocator, std::max(one, std::min(most, _allocator.available() / 2)), one, "weights to measure with");
     _count = _weights.bytes() / one;
@@ -96,7 +96,7 @@ std::vector<Span> CudaProbe::copies(const std::function<bool()>& enough) {
     size_t given = 0, taken = 0;
     const auto give = [&] {
         for (int i = 0; i < kPiecesASpan; ++i, ++_copied) {
-            _stream.uploadPinned(_slots.as<uint8_t>() + _copied % kSlots * kPiece,
+            _stream.uploadPinned(_ring.as<uint8_t>() + _copied % kRingPieces * kPiece,
                                  _pinned->as<uint8_t>() + _copied % pieces * kPiece, kPiece);
         }
         markers[given++ % kSpansAhead].set(_stream);
@@ -120,7 +120,7 @@ double CudaProbe::pcieBytesPerSecond() {
         return copies([end = secondsNow() + seconds] { return secondsNow() >= end; });
     };
     copyFor(kWarmSeconds);
-    // Over all of them: when a span ends is when this thread wakes, which says little about each by itself.
+    // A span ends when this thread wakes, which is too inexact for a single span. So the rate is over all of them.
     return rateOf(copyFor(kSampleSeconds));
 }
 
@@ -137,9 +137,9 @@ double CudaProbe::secondsOf(const std::function<void()>& launch) {
     };
     _stream.use();
     _stream.synchronize();
-    double once = run(1);  // the first one loads kernels
+    double once = run(1);  // the first run loads kernels
     for (const double end = secondsNow() + kWarmSeconds; secondsNow() < end;) once = run(1);
-    // For so long that the wait at the end does not count.
+    // Long enough that the wait at the end does not matter.
     return run(static_cast<int>(std::clamp(kSampleSeconds / once, 1.0, 10000.0)));
 }
 

@@ -1,4 +1,4 @@
-// Measures the GPU and the way to it, with the kernels and copies that a model's steps are made of. See
+// Measures the GPU and the bus to it, with the kernels and copies that a model's steps consist of. See
 // hardware_probe.h.
 #pragma once
 
@@ -15,16 +15,16 @@ namespace sharpi {
 
 class CudaProbe {
 public:
-    // Takes its memory, up to `most` bytes of pinned memory and about as much of the GPU's. Throws
-    // Error(InvalidArgument) where there is no usable GPU, Error(OutOfMemory) where too little is free.
-    explicit CudaProbe(size_t most);
+    // Takes up to `most` bytes of pinned memory and about as much of the GPU's. Throws Error(OutOfMemory) if too little
+    // is free.
+    CudaProbe(const cuda::DeviceInfo& gpu, size_t most);
     CudaProbe(const CudaProbe&) = delete;
     CudaProbe& operator=(const CudaProbe&) = delete;
 
-    // Copies to the GPU, one after another without a gap, until `enough` says so, which is asked after every 64 MiB;
-    // those given by then are waited for. For any thread: it sleeps while the copies run. At least one span.
+    // Copies to the GPU without a gap until enough() is true, which it asks after every 64 MiB. It then waits for the
+    // copies that it has started. Any thread may call it; it sleeps while the copies run. Returns at least one span.
     std::vector<Span> copies(const std::function<bool()>& enough);
-    // One sample of each.
+    // These take one sample.
     double pcieBytesPerSecond();
     double vramBytesPerSecond();
     double kernelSeconds();
@@ -44,9 +44,9 @@ private:
     Allocator _allocator;
     std::unique_ptr<cuda::PinnedBuffer> _pinned;
     size_t _copied = 0;  // pieces so far
-    Buffer _slots, _weights, _row, _rows, _results;
-    size_t _count = 0;   // matrices
-    int64_t _batch = 0;  // rows of a large product
+    Buffer _ring, _weights, _row, _rows, _results;
+    size_t _count = 0;   // matrices in _weights
+    int64_t _batch = 0;  // rows of the products that flops() measures
 };
 
 }  // namespace sharpi

@@ -34,7 +34,7 @@ bool isDone(cudaError_t status) {
 
 }  // namespace
 
-DeviceInfo findDevice() {
+DeviceInfo findDevice(int ordinal) {
     int driver = 0, count = 0;
     if (cudaDriverGetVersion(&driver) != cudaSuccess || driver == 0) noDevice("no NVIDIA driver is installed");
     if (const cudaError_t counted = cudaGetDeviceCount(&count); counted != cudaSuccess) {
@@ -49,14 +49,18 @@ DeviceInfo findDevice() {
         noDevice(cudaGetErrorString(counted));
     }
     if (count == 0) noDevice("the driver lists no device");
+    const std::string said = "device " + std::to_string(ordinal) + ": ";
+    if (ordinal < 0 || ordinal >= count)
+        noDevice(said + "the driver lists " + std::to_string(count) + (count == 1 ? " device" : " devices"));
     DeviceInfo info;
+    info.index = ordinal;
     cudaDeviceProp properties = {};
     // Choosing the device sets it up, which fails where its memory is full or it is another's alone.
-    cudaError_t status = cudaSetDevice(0);
-    if (status == cudaSuccess) status = cudaGetDeviceProperties(&properties, 0);
+    cudaError_t status = cudaSetDevice(ordinal);
+    if (status == cudaSuccess) status = cudaGetDeviceProperties(&properties, ordinal);
     if (status != cudaSuccess) {
         cudaGetLastError();
-        noDevice(std::string("device 0: ") + cudaGetErrorString(status));
+        noDevice(said + cudaGetErrorString(status));
     }
     info.name = properties.name;
     info.major = properties.major;

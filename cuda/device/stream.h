@@ -22,9 +22,9 @@ struct DeviceInfo {
     size_t totalBytes = 0, freeBytes = 0;
 };
 
-// The device to use. Throws Error(InvalidArgument) with the reason why there is none: no driver, a driver that is
-// too old, no device, or one that this build has no kernels for.
-DeviceInfo findDevice();
+// The device with this number, as the driver counts. Throws Error(InvalidArgument) with the reason why there is none:
+// no driver, a driver that is too old, no device, or one that this build has no kernels for.
+DeviceInfo findDevice(int ordinal);
 
 // A captured sequence of launches.
 class Graph {

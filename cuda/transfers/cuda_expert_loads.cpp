@@ -11,7 +11,7 @@ namespace sharpi {
 
 namespace {
 
-// Floats stay as they are in the file: they need no packing.
+// Floats keep the file's layout, so they need no packing and no staging buffer.
 bool staged(const StreamPart& part) { return !info(part.to.type).isFloat; }
 
 }  // namespace
@@ -30,9 +30,9 @@ CudaExpertLoads::CudaExpertLoads(Allocator& allocator, cuda::Stream& compute, co
     loadKernels(experts);
 }
 
-// A kernel's code comes to the GPU with its first launch, which may have to wait until the GPU does nothing. When
-// the first expert is loaded, it may be running a step that waits for the CPU: for the very thread that waits there. So
-// each kernel is launched once now, over the stages alone.
+// The first launch of a kernel loads its code, for which it may have to wait until the GPU is idle. When the first
+// expert is loaded, the GPU may be running a step that waits for this very thread: a deadlock. So each kernel is
+// launched once now, over the staging buffers alone.
 void CudaExpertLoads::loadKernels(const std::vector<ExpertStacks>& experts) {
     std::set<DType> loaded;
     for (const ExpertStacks& layer : experts) {
@@ -58,7 +58,7 @@ void CudaExpertLoads::settleQuietly() noexcept {
     try {
         settle();
     } catch (const Error&) {
-        // After a fault nothing runs any more, and the error has been or will be told by whoever uses the device.
+        // After a fault nothing runs any more, and whatever uses the device next reports the error.
     }
 }
 
@@ -71,15 +71,16 @@ uint64_t CudaExpertLoads::finished() {
 uint64_t CudaExpertLoads::start(const std::array<StreamPart, 3>& parts) {
     if (_started - finished() >= _arrived.size())
         throw Error(ErrorKind::Internal,
-                    "more than " + std::to_string(_arrived.size()) + " experts on their way at once");
+                    "more than " + std::to_string(_arrived.size()) + " experts are being loaded at once");
     size_t bytes = 0;
     for (const StreamPart& part : parts) bytes += staged(part) ? Allocator::aligned(part.bytes()) : 0;
-    if (bytes > _layout.stageBytes) throw Error(ErrorKind::Internal, "an expert is larger than the stages for experts");
+    if (bytes > _layout.stageBytes)
+        throw Error(ErrorKind::Internal, "an expert is larger than a staging buffer for experts");
     _packing.use();
     try {
         launch(parts, _staging.as<uint8_t>());
     } catch (...) {
-        settleQuietly();  // the place may be given to another
+        settleQuietly();  // the slot may be given to another expert
         throw;
     }
     return ++_started;

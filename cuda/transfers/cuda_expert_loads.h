@@ -1,10 +1,10 @@
-// Brings single experts across PCIe while the GPU computes: the copy engine carries a file's rows into a stage, and a
-// kernel packs them from there to where the expert stays, on streams of their own. The copy engine disturbs what is
-// computed meanwhile less than a kernel that reads across PCIe. Order is kept by events, and the host only asks whether
-// they have been reached.
+// Loads single experts across PCIe while the GPU computes. The copy engine brings a file's rows to a staging buffer,
+// and a kernel packs them from there into the expert's slot. Both have streams of their own. The copy engine slows the
+// computation less than a kernel that reads across PCIe would. Events keep the order; the host never waits for them, it
+// asks whether they are reached.
 //
-// Nobody may use, or write to, an expert's place from start() until finished() has come to its number. Not to be called
-// while the calling thread records a step.
+// From start() until finished() has reached its number, nothing else may read or write the expert's slot. A thread that
+// captures a step must not call anything here.
 #pragma once
 
 #include <array>
@@ -22,16 +22,16 @@ namespace sharpi {
 
 class CudaExpertLoads : public ExpertLoads {
 public:
-    // compute: loads come after the work that it has now, such as clearing the places of experts. files: whose pages
-    // are pinned; what is not is copied all the same, and waited for in start(). experts: those of all layers, as in
-    // the file. Takes expertStaging(experts).bytes(). Throws Error(OutOfMemory).
+    // compute: the stream whose device loads use; they start after the work that it has now, such as clearing the
+    // slots. files: the pinned pages. start() waits for rows that are not pinned, because they need a copy first.
+    // experts: those of all layers, as in the file. Takes expertStaging(experts).bytes(). Throws Error(OutOfMemory).
     CudaExpertLoads(Allocator& allocator, cuda::Stream& compute, const cuda::PinnedFiles& files,
                     const std::vector<ExpertStacks>& experts);
-    // Waits for what is on its way.
+    // Waits for the loads under way.
     ~CudaExpertLoads() override;
 
     int depth() const override { return _layout.depth; }
-    // Throws Error(Internal) for more than depth() at once.
+    // Throws Error(Internal) if depth() loads are under way already.
     uint64_t start(const std::array<StreamPart, 3>& parts) override;
     uint64_t finished() override;
     void settle() override;
@@ -44,11 +44,12 @@ private:
 
     const cuda::PinnedFiles& _files;
     const ExpertStaging _layout;
-    Buffer _staging;  // given back after the streams have ended
+    Buffer _staging;  // before the streams, so that it is freed after they have ended
+    // Before the events: these belong to the device that a stream's constructor makes the thread's.
     cuda::Stream _copies, _packing;
     cuda::Event _copied;
     std::array<cuda::Event, ExpertStaging::kStages> _stageFree;
-    std::deque<cuda::Event> _arrived;  // of load n: element n % depth
+    std::deque<cuda::Event> _arrived;  // element n % depth: load n is done
     uint64_t _started = 0, _finished = 0;
 };
 

@@ -14,7 +14,7 @@ std::unique_ptr<cuda::Stream> feedBeside(const cuda::Stream& compute) {
     return std::make_unique<cuda::Stream>(compute.device(), cuda::Stream::Role::Feed);
 }
 
-// Floats stay as they are in the file: they need no packing.
+// Floats keep the file's layout, so they need no packing and no staging buffer.
 bool staged(const StreamPart& part) { return !info(part.to.type).isFloat; }
 
 }  // namespace
@@ -30,7 +30,7 @@ CudaTransfers::~CudaTransfers() {
         settle();
         synchronize();
     } catch (const Error&) {
-        // After a fault nothing runs any more, and the error has been or will be told by whoever used the stream.
+        // After a fault nothing runs any more, and whatever uses the device next reports the error.
     }
 }
 
@@ -58,8 +58,7 @@ void CudaTransfers::settle() {
     const bool recording = _compute.capturing();
     bool left = false;
     for (std::unique_ptr<cuda::Stream>* stream : {&_copies[0], &_copies[1], &_packing}) {
-        // Nothing of a capture has run. Its end lets go of its streams; one that it should keep all the same is of no
-        // use any more.
+        // Nothing of a capture has run, and its end releases the streams. A stream that it keeps is of no use any more.
         if (!(*stream)->capturing()) (*stream)->synchronize();
         else if (recording) left = true;
         else *stream = feedBeside(_compute);
@@ -78,7 +77,7 @@ void CudaTransfers::begin() {
 }
 
 void CudaTransfers::end() {
-    if (!_open) throw Error(ErrorKind::Internal, "the end of a pass that was not begun");
+    if (!_open) throw Error(ErrorKind::Internal, "a pass ends that was not begun");
     for (const auto& copies : _copies) {
         copies->record(_joined);
         _packing->wait(_joined);
@@ -93,8 +92,7 @@ CudaTransfers::Slot& CudaTransfers::slotAt(int slot) {
     return _slots.at(static_cast<size_t>(slot));
 }
 
-// Neighbours in the file that will be neighbours on the device become one copy: experts are too small for the bus's
-// full speed.
+// Merges copies that are adjacent in the file and on the device: single experts are too small for the bus's full speed.
 void CudaTransfers::addCopy(std::vector<Copy>& copies, const Copy& next) {
     if (!copies.empty()) {
         Copy& last = copies.back();
@@ -130,7 +128,7 @@ void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int slot) {
         _files.expect(part.file, part.bytes());
         if (staged(part)) {
             if (used + part.bytes() > _stageBytes)
-                throw Error(ErrorKind::Internal, "weights on their way are larger than their stage");
+                throw Error(ErrorKind::Internal, "the weights to fetch are larger than a staging buffer");
             addCopy(toStage, {staging + used, part.file, part.bytes()});
             used += Allocator::aligned(part.bytes());
         } else {
@@ -160,7 +158,7 @@ void CudaTransfers::fetch(const std::vector<StreamPart>& parts, int slot) {
 
 void CudaTransfers::await(int slot) {
     const Slot& target = slotAt(slot);
-    if (!target.fetched) throw Error(ErrorKind::Internal, "weights are used that were not fetched");
+    if (!target.fetched) throw Error(ErrorKind::Internal, "weights are used before they were fetched");
     _compute.wait(target.ready);
 }
 

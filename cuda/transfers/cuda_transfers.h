@@ -2,9 +2,9 @@
 // into a stage, and a kernel packs them from there into their slot (kernels/packed.h), on streams beside the one that
 // computes. Copies take turns on two streams, so that the bus goes from one to the next without a gap.
 //
-// Every order that a pass needs is made of events between the streams. So a pass works alike when it is launched and
-// when the compute stream is being captured: begin() takes the others into the capture and end() brings them back.
-// An event means something within its pass only; passes follow each other because begin() and end() join them all.
+// Events between the streams keep all the order that a pass needs. So a pass works the same whether it runs or the
+// compute stream is being captured: begin() takes the other streams into the capture, and end() joins them again.
+// An event has a meaning only within its pass; passes follow each other because begin() and end() join all streams.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ namespace sharpi {
 class CudaTransfers : public Transfers {
 public:
     explicit CudaTransfers(cuda::Stream& compute, cuda::PinnedFiles::RoomNow room = [] { return memoryRoom(); });
-    // Waits for the device, and unpins everything.
+    // Waits for the device, then unpins everything.
     ~CudaTransfers() override;
 
     void prepare(const HostRanges& ranges, void* staging, size_t stageBytes) override;
@@ -31,19 +31,19 @@ public:
     std::vector<std::string> notes() const override { return _files.notes(); }
     const uint8_t* deviceAddress(const uint8_t* file) const override { return _files.deviceAddress(file); }
     const uint8_t* reachable(const uint8_t* file, size_t bytes) const override { return _files.reachable(file, bytes); }
-    // What is pinned, for whoever else copies from it.
+    // The pinned pages, for others that copy from them.
     const cuda::PinnedFiles& files() const { return _files; }
 
     void begin() override;
     void end() override;
-    // What could not be pinned of `once` and `optional` ranges is waited for here, which no capture allows.
+    // Waits for the parts of `once` and `optional` ranges that could not be pinned. No capture allows that.
     void fetch(const std::vector<StreamPart>& parts, int slot) override;
     void await(int slot) override;
     void release(int slot) override;
 
-    // After a pass that was given up half way: waits for what it left running, which would disturb what comes next.
-    // begin() does it too; who replays a captured pass has to. In a capture that is being given up, nothing: the next
-    // call does it.
+    // After a pass that was abandoned: waits for the work that it left running, which would disturb the next pass.
+    // begin() calls this; a caller that replays a captured pass has to call it. In a capture that is being abandoned it
+    // does nothing, and the next call does it.
     void settle();
 
 private:
@@ -62,6 +62,7 @@ private:
     void start(cuda::Stream& stream, Copy copy) const;
     void synchronize();
 
+    // The streams come before the events: these belong to the device that a stream's constructor makes the thread's.
     cuda::Stream& _compute;
     std::array<std::unique_ptr<cuda::Stream>, 2> _copies;
     std::unique_ptr<cuda::Stream> _packing;

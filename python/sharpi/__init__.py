@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 from sharpi.errors import HubError, InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError
 
 if TYPE_CHECKING:
-    from sharpi.conversation import Reply
-    from sharpi.generation import Generation
-    from sharpi.model import Model, Session, Token
+    from sharpi.model import Generation, Model, Part, Reply, Session, Token
 
 __version__ = "0.1.0"
 __all__ = ["Generation", "HubError", "InternalError", "InvalidRequestError", "Model", "ModelFileError",
-           "OutOfMemoryError", "Reply", "Session", "SharpiError", "Token", "__version__"]
+           "OutOfMemoryError", "Part", "Reply", "Session", "SharpiError", "Token", "__version__"]
 
 # What a program does not ask to hear goes nowhere: see `logging` in the standard library.
 logging.getLogger("sharpi").addHandler(logging.NullHandler())
 
-_FROM_MODEL = ("Generation", "Model", "Reply", "Session", "Token")
+_FROM_MODEL = ("Generation", "Model", "Part", "Reply", "Session", "Token")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,9 @@
 """Whether a model ran as fast as predicted: what `run` and `bench` say if it did not, and that the machine is measured
 again.
 
-Speeds are compared only where the prediction means something: enough steps; a token that reads more than any cache
+Speeds are compared only if the prediction means something: enough steps; a token that reads more than any cache
 holds; short contexts, no drafted tokens, and all threads, as predictions assume; the plan carried out as it was made,
-without switches that slow it down on purpose; and of experts in slots about as many found there as expected.
+without switches that slow it down on purpose; and about as many experts found in slots as expected.
 """
 
 from __future__ import annotations
@@ -13,10 +13,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sharpi.placement import Inventory
-from sharpi.prediction import Speed, cached_experts, decode_on_cpu, decode_on_gpu, prefill_on_cpu, prefill_on_gpu
-from sharpi.profile import HardwareProfile
-from sharpi.profile_cache import cached_profile, doubt, why_stale
+from sharpi.machine.profile import HardwareProfile
+from sharpi.machine.profile_cache import cached_profile, doubt, why_stale
+from sharpi.planning.placement import Inventory
+from sharpi.planning.prediction import (
+    Speed,
+    cached_experts,
+    decode_on_cpu,
+    decode_on_gpu,
+    prefill_on_cpu,
+    prefill_on_gpu,
+)
 from sharpi.words import speed
 
 if TYPE_CHECKING:
@@ -27,11 +34,11 @@ __all__ = ["LEAST_READ", "LEAST_STEPS", "Seen", "disagreement", "seen_in_bench",
 # The part of a prediction by which a measured speed may differ from it.
 MOST_OFF = 1 / 3
 # Steps of decode, tokens of a prompt, and bytes that a token reads: fewer say little. The bytes are more than most
-# processors' caches hold; of smaller models, predictions are known to be too high.
+# processors' caches hold; for smaller models, predictions are known to be too high.
 LEAST_STEPS, LEAST_PROMPT, LEAST_READ = 32, 256, 256 << 20
-# On the GPU the prediction is for a whole batch: of a shorter prompt, the fixed times are most of it.
+# On the GPU the prediction is for a whole batch: a shorter prompt takes mostly fixed times.
 _LEAST_BATCH = 1024
-# Predictions leave attention out: of the bytes that a token reads, the KV cache may be this part.
+# Predictions leave attention out, so the KV cache may be at most this part of the bytes that a token reads.
 _MOST_KV = 0.1
 _MOST_HIT_RATE_OFF = 0.15
 _SLOWING = ("SHARPI_CPU_ISA", "SHARPI_CUDA_GRAPH", "SHARPI_CUDA_PDL", "SHARPI_CUDA_WGMMA", "SHARPI_CUDA_PIN",
@@ -40,8 +47,8 @@ _SLOWING = ("SHARPI_CPU_ISA", "SHARPI_CUDA_GRAPH", "SHARPI_CUDA_PDL", "SHARPI_CU
 
 @dataclass(frozen=True)
 class Seen:
-    """A measured speed: of decode over `tokens` steps with `held` tokens in the context on average, or of prefill, a
-    prompt of `tokens`."""
+    """A measured speed: decode over `tokens` steps with `held` tokens in the context on average, or prefill of a prompt
+    of `tokens`."""
 
     what: str
     tokens_per_second: float

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sharpi import _core
-from sharpi.drafts import DraftedRun, choose_drafts
+from sharpi.planning.drafts import DraftedRun, choose_drafts
 
 if TYPE_CHECKING:
     from sharpi.model import Model

@@ -1,140 +1,77 @@
-"""`Generation`: the tokens of one answer as they come, what they cost, and the options that shape them."""
+"""`Generation`: the tokens of one answer as they come, and what they cost."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-import typing
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
-from sharpi import arguments
-from sharpi.choices import MIN_P, TEMPERATURE, TOP_K, TOP_P
-from sharpi.errors import InvalidRequestError
+__all__ = ["Generation", "Meter", "Stream", "Timing", "Token"]
 
-if TYPE_CHECKING:
-    from sharpi.session import Timing, Token
-
-__all__ = ["DEFAULT_OPTIONS", "Generation", "GenerationOptions", "Meter", "Stream", "checked_options",
-           "takes_generation_options"]
-
-F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 S = TypeVar("S", bound="Stream[Any]")
 
-_MOST_SEED = (1 << 64) - 1
+
+@dataclass(frozen=True)
+class Token:
+    """A generated token. `text` has whole characters only, and is empty while a character is incomplete."""
+
+    id: int
+    text: str
 
 
-class GenerationOptions(TypedDict, total=False):
-    """The keyword arguments of every method that generates; `DEFAULT_OPTIONS` has their defaults.
+@dataclass(frozen=True)
+class Timing:
+    """What a generation has cost so far. steps: passes of the model after the prompt's. drafted_tokens: tokens guessed
+    for these steps. accepted_tokens: those that the model would have chosen anyway.
 
-    max_tokens: the most tokens to generate; `None` leaves the end to the model and the context. temperature: 0 always
-    takes the most likely token. top_k, top_p, min_p: keep the k most likely tokens (0: all), the most likely ones that
-    reach this probability together, and those at least this likely relative to the most likely one.
-    repetition_penalty, presence_penalty, frequency_penalty: for tokens already seen. logit_bias: what to add to the
-    logits of tokens; -inf forbids one. seed: the same seed gives the same text; `None` takes a new one. stop: a text,
-    or several, before the first of which the answer ends.
-
-    draft: what guesses tokens, so that the model can check several in one step: "mtp", the model's prediction layer;
-    "ngram", what followed the last few tokens earlier in the text; "off". `None` is "mtp" if a prediction layer is
-    loaded and the plan expects it to pay, else "off". draft_tokens: the most tokens guessed at once, 1 to 7 (default:
-    1 for "mtp", 4 for "ngram"); a model with recurrent layers has room for `sequences` less two (see `Model.load`). The
-    text is the same with any of these.
+    The prompt's pass also gives the first token, whose time counts as the prompt's. generation_seconds is the time of
+    the later steps. decoded_tokens counts the tokens that came from them, including an end token, which takes a step
+    like any other. context_full: a full context ended the answer, and not the model or a limit.
     """
 
-    max_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float] | None
-    seed: int | None
-    stop: str | Sequence[str]
-    draft: str | None
-    draft_tokens: int | None
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    generated_tokens: int = 0
+    generation_seconds: float = 0.0
+    reused_tokens: int = 0
+    steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    decoded_tokens: int = 0
+    context_full: bool = False
 
+    def after(self, token: int | None, seconds: float, ended: bool, drafts: Sequence[int]) -> Timing:
+        """With one more token, `None` if the context had no room for it: how long it took to get, whether it ends the
+        answer, and the counts of drafts (steps, drafted, accepted) then."""
+        stepped = token is not None and self.generated_tokens > 0
+        steps, drafted, accepted = drafts
+        return replace(self, generated_tokens=self.generated_tokens + (not ended),
+                       decoded_tokens=self.decoded_tokens + stepped,
+                       generation_seconds=self.generation_seconds + (seconds if stepped else 0.0), steps=steps,
+                       drafted_tokens=drafted, accepted_tokens=accepted, context_full=token is None)
 
-DEFAULT_OPTIONS: GenerationOptions = {
-    "max_tokens": None, "temperature": TEMPERATURE, "top_k": TOP_K, "top_p": TOP_P, "min_p": MIN_P,
-    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": None, "seed": None, "stop": (),
-    "draft": None, "draft_tokens": None,
-}
+    def to_dict(self) -> dict[str, Any]:
+        """As `Model.stats` has it. A rate is `None` if there is nothing to take it of."""
+        def rate(tokens: int, seconds: float) -> float | None:
+            return tokens / seconds if tokens and seconds > 0 else None
 
-
-def checked_options(options: GenerationOptions) -> dict[str, Any]:
-    """All options, each of its type, with defaults for those left out; `stop` as a tuple. The core checks the ranges of
-    the sampling options. Raises `InvalidRequestError`, which names the option, and `TypeError` for an unknown one."""
-    unknown = [name for name in options if name not in _CHECKS]
-    if unknown:
-        raise TypeError(f"{unknown[0]!r} is no option of a generation; there are {', '.join(_CHECKS)}")
-    given = {**DEFAULT_OPTIONS, **options}
-    return {name: check(name, given[name]) for name, check in _CHECKS.items()}
-
-
-def _limit(name: str, value: Any) -> int | None:
-    count = arguments.maybe(arguments.whole, name, value)
-    if count is not None and count < 0:
-        raise InvalidRequestError(f"{name} must be 0 or more, not {count}")
-    return count
-
-
-def _seed(name: str, value: Any) -> int | None:
-    seed = arguments.maybe(arguments.whole, name, value)
-    if seed is not None and not 0 <= seed <= _MOST_SEED:
-        raise InvalidRequestError(f"the {name} must be 0 to 2^64 - 1, not {seed}")
-    return seed
-
-
-def _top(name: str, value: Any) -> int:
-    count = arguments.whole(name, value)
-    if not 0 <= count < 1 << 31:
-        raise InvalidRequestError(f"{name} must be 0 to 2^31 - 1, not {count}")
-    return count
-
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, Sequence) or any(not isinstance(part, str) for part in texts):
-        raise InvalidRequestError(f"{name} must be a text or a sequence of texts, not {arguments.shown(value)}")
-    if any(not part for part in texts):
-        raise InvalidRequestError(f"a {name} text is empty")
-    return tuple(texts)
-
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "max_tokens": _limit,
-    "temperature": arguments.number,
-    "top_k": _top,
-    **dict.fromkeys(("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-                    arguments.number),
-    "logit_bias": lambda name, value: arguments.maybe(arguments.token_numbers, name, value),
-    "seed": _seed,
-    "stop": _texts,
-    "draft": lambda name, value: arguments.maybe(arguments.text, name, value),
-    "draft_tokens": lambda name, value: arguments.maybe(arguments.whole, name, value),
-}
-
-
-def takes_generation_options(method: F) -> F:
-    """Lets `inspect.signature` and `help` show the options of a method that takes them as `**options`, as type checkers
-    do."""
-
-    @functools.wraps(method)
-    def shown(*args: Any, **options: Any) -> Any:
-        return method(*args, **options)
-
-    signature = inspect.signature(method)
-    kinds = GenerationOptions.__annotations__
-    named = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
-    options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default,
-                                 annotation=getattr(kinds[name], "__forward_arg__", kinds[name]))
-               for name, default in DEFAULT_OPTIONS.items()]
-    shown.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
-    return typing.cast(F, shown)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_seconds": self.prompt_seconds,
+            "prompt_tokens_per_second": rate(self.prompt_tokens, self.prompt_seconds),
+            "generated_tokens": self.generated_tokens,
+            "generation_seconds": self.generation_seconds,
+            "generation_tokens_per_second": rate(self.decoded_tokens, self.generation_seconds),
+            "reused_tokens": self.reused_tokens,
+            "steps": self.steps,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "acceptance_rate": self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None,
+            "decoded_tokens": self.decoded_tokens,
+            "context_full": self.context_full,
+        }
 
 
 class Meter:
@@ -147,7 +84,7 @@ class Meter:
 
 
 class Stream(Iterator[T]):
-    """What a generator makes, until somebody has enough of it.
+    """What a generator makes, until its reader closes it.
 
     The work stops when `close` is called, from any thread, at the end of a `with` block, and when the object is
     dropped.
@@ -167,7 +104,7 @@ class Stream(Iterator[T]):
         return next(self._items)
 
     def close(self) -> None:
-        """Stops the work; asking for more then ends at once. What another thread is just asking for, it still gets."""
+        """Stops the work; asking for more then ends at once. A thread that is just asking for an item still gets it."""
         self._closed = True
         try:
             self._items.close()
@@ -182,7 +119,7 @@ class Stream(Iterator[T]):
         self.close()
 
 
-class Generation(Stream["Token"]):
+class Generation(Stream[Token]):
     """An answer that is being generated: iterate over its tokens.
 
     The prompt is evaluated when the first token is asked for. `Stream` says what stops the work.

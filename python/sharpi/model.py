@@ -9,207 +9,44 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import replace
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
-from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from sharpi import _core, arguments, hub
-from sharpi.chat import ChatTemplate
-from sharpi.choices import ROW_KINDS
-from sharpi.conversation import Message, Reply
-from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
-from sharpi.expert_stats import ExpertStats, unwritable
-from sharpi.files import require_writable
-from sharpi.generation import Generation, GenerationOptions, Meter, takes_generation_options
-from sharpi.gguf import GgufFile
-from sharpi.hardware import usable_threads
-from sharpi.planner import Plan, make_plan, saved_plan
-from sharpi.profile import HardwareProfile, load_profile
-from sharpi.rope import RopeScaling
-from sharpi.session import Session, Timing, Token
-from sharpi.switches import check_switches
-from sharpi.tokenizer import Tokenizer
+from sharpi import _core, hub
+from sharpi.errors import InvalidRequestError
+from sharpi.files.gguf import GgufFile
+from sharpi.files.rope import RopeScaling
+from sharpi.generation import Generation, Token
+from sharpi.loading.description import BUNDLED_MODEL, describe
+from sharpi.loading.loaded_model import LoadedModel, Notice, teller
+from sharpi.loading.opening import Progress, open_engine, read_pages
+from sharpi.loading.request import (
+    ROPE_ARGUMENTS,
+    checked_arguments,
+    plan_of,
+    refuse_beside_a_plan,
+    stats_target,
+    warm_stats,
+)
+from sharpi.machine.profile import HardwareProfile
+from sharpi.planning.expert_stats import ExpertStats
+from sharpi.reply import Message, Reply
+from sharpi.session import Session
+from sharpi.settings import arguments
+from sharpi.settings.choices import ROW_KINDS
+from sharpi.settings.generation_options import GenerationOptions, takes_generation_options
+from sharpi.settings.switches import check_switches
+from sharpi.text.chat import Part
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["BUNDLED_MODEL", "Generation", "Model", "Reply", "Session", "Token", "describe"]
-
-BUNDLED_MODEL = Path(__file__).parent / "bundled" / "story.gguf"
-
-Progress = Callable[[int, int], None]
-Notice = Callable[[str], None]
+__all__ = ["BUNDLED_MODEL", "Generation", "Model", "Part", "Reply", "Session", "Token", "describe"]
 
 _log = logging.getLogger(__name__)
-
-
-def describe(path: str | os.PathLike[str] | None = None, *, mtp: bool = True,
-             rope: RopeScaling | None = None) -> tuple[GgufFile, _core.Description]:
-    """Reads what a model is, without its weights. `None` is the bundled model; of a name such as "user/repo:Q4_K_M"
-    that is not in the cache, the header alone is downloaded. mtp: whether a prediction layer that the file may have is
-    part of it. rope: a scaling to use in place of the file's.
-
-    Raises `ModelFileError` for a file that cannot be run, `InvalidRequestError` for a scaling that does not suit it.
-    """
-    file = GgufFile.open(BUNDLED_MODEL if path is None else hub.look(path).path)
-    _log.debug("%s: %s, %d tensors of %d bytes in %d files", file.paths[0], file.architecture, len(file.tensors),
-               file.total_bytes, len(file.paths))
-    return file, read_spec(file, mtp, rope)
-
-
-def read_tokenizer(file: GgufFile, spec: _core.Description | None) -> Tokenizer:
-    """The file's tokenizer. Raises `ModelFileError` for a file without one, and for one that does not go with the
-    model, if there is a model to go with."""
-    tokenizer = Tokenizer.from_metadata(file.metadata)
-    if spec is not None and tokenizer.vocab_size > spec.vocab_size:
-        raise file.error(f"the tokenizer has {tokenizer.vocab_size} tokens, the model only {spec.vocab_size}")
-    return tokenizer
-
-
-def read_chat_template(file: GgufFile, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """The file's chat template, `None` if it has none. Raises `ModelFileError` for one that does not parse. Without a
-    tokenizer, it is given no begin and end tokens."""
-    source = file.metadata.get_str("tokenizer.chat_template", None)
-    if source is None:
-        return None
-
-    def text(token: int | None) -> str:
-        return "" if tokenizer is None or token is None else tokenizer.token_text(token)
-
-    bos, eos = (None, None) if tokenizer is None else (tokenizer.bos_id, tokenizer.eos_id)
-    return ChatTemplate(source, text(bos), text(eos), file.paths[0])
-
-
-def read_spec(file: GgufFile, mtp: bool = True, rope: RopeScaling | None = None) -> _core.Description:
-    """What the model is. Raises `ModelFileError` for a file that cannot be run."""
-    rows = [(t.name, t.type, list(t.shape), t.file, t.offset, t.nbytes) for t in file.tensors]
-    try:
-        metadata = file.metadata.scalars() | (rope.metadata(file) if rope else {})
-        with np.errstate(invalid="ignore"):  # an odd NaN in an array is no news for people
-            return _core.Description(metadata, rows, predictions=mtp)
-    except ModelFileError as error:
-        raise file.error(str(error)) from None
-
-
-def engine_options(plan: Plan, warm: ExpertStats | None = None) -> _core.EngineOptions:
-    """What the core is told of a plan. warm: says which experts fill the slots first."""
-    on_gpu = plan.device == "cuda"
-    return _core.EngineOptions(
-        context=plan.context,
-        batch=plan.batch,
-        threads=plan.threads,
-        kv_dtype=plan.kv_dtype,
-        prompt=plan.prompt,
-        sequences=plan.sequences,
-        device=plan.device,
-        vram=plan.vram or 0,
-        homes=plan.homes if on_gpu else (),
-        expert_slot_bytes=plan.expert_slots if on_gpu else 0,
-        expert_rates=plan.expert_rates if on_gpu else (0.0, 0.0),
-        warm=warm.order() if warm and on_gpu else (),
-    )
-
-
-def _open(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None) -> _core.Engine:
-    return _core.Engine(spec, [str(path) for path in file.paths], engine_options(plan, warm))
-
-
-def _engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None,
-            asked: Mapping[str, Any] | None) -> tuple[_core.Engine, Plan]:
-    """The engine, and the plan that it runs: if the GPU fails and it was the plan's choice, one for the CPU. warm: says
-    which experts fill the slots first. asked: what the plan was made of, if another may be made."""
-    try:
-        return _open(file, spec, plan, warm), plan
-    except ModelFileError:
-        raise
-    except SharpiError as reason:
-        if asked is None or plan.device == "cpu":
-            raise
-        # The plan could not know that another process takes the memory, that the driver lacks something, or that the
-        # GPU fails at its first kernel.
-        _log.warning("%s: the GPU cannot be used, so the CPU is: %s", file.name, reason)
-        instead = make_plan(file, spec, **{**asked, "device": "cpu", "vram": None})
-        instead = replace(instead, why=str(reason), gpu=plan.gpu, vram=plan.vram)
-        return _open(file, spec, instead, warm), instead
-
-
-def _read_pages(engine: _core.Engine, plan: Plan, progress: Progress) -> None:
-    """Reads the file's pages in, unless that is done: for the GPU they have been copied."""
-    def report(done: int, total: int) -> bool:
-        progress(done, total)
-        return True
-
-    if plan.device == "cpu":
-        engine.warm(report)
-    else:
-        progress(plan.weights_bytes, plan.weights_bytes)
-
-
-def _checked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `Model.load`, each of its type. Raises `InvalidRequestError`, which names the argument."""
-    values = dict(given)
-    for name, (check, *bounds) in _LOAD_CHECKS.items():
-        if given[name] is None and name != "device":  # the only one whose default is not None
-            continue
-        value = values[name] = check(name, given[name])
-        if bounds and not bounds[0] <= value <= bounds[1]:
-            raise InvalidRequestError(f"{name} must be {bounds[0]} to {bounds[1]}, not {value}")
-    return values
-
-
-def _profile_or_path(name: str, value: Any) -> Any:
-    return value if isinstance(value, HardwareProfile) else arguments.path(name, value)
-
-
-def _stats_or_path(name: str, value: Any) -> Any:
-    return value if isinstance(value, ExpertStats) else arguments.path(name, value)
-
-
-# The arguments that plans are made of, and those of the scaling.
-_PLANNED = ("device", "vram", "context", "kv_dtype", "threads", "batch", "cpu_moe", "sequences", "prompt")
-_ROPE = ("rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx")
-
-# How `Model.load`'s arguments are checked, and the bounds of numbers; the planner and `RopeScaling` check the others.
-_LOAD_CHECKS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("path", "plan", "expert_stats"), (arguments.path,)),
-    **dict.fromkeys(("device", "kv_dtype", "prompt"), (arguments.text,)),
-    **dict.fromkeys(("cpu_moe", "mtp"), (arguments.flag,)),
-    **dict.fromkeys(("progress", "notice"), (arguments.function,)),
-    "context": (arguments.whole,),
-    "batch": (arguments.whole, 1, 65536),
-    "threads": (arguments.whole, 1, 1024),
-    "sequences": (arguments.whole, 1, 4096),
-    "profile": (_profile_or_path,),
-    "warm": (_stats_or_path,),
-}
-
-
-def _stats_target(path: str | os.PathLike[str] | None) -> str | None:
-    """Where the expert statistics go, if anywhere. Raises `InvalidRequestError` for a path that cannot be written to
-    now, before the model is loaded and used for hours."""
-    target = os.environ.get("SHARPI_EXPERT_STATS") if path is None else os.fspath(path)
-    if not target:
-        return None
-    try:
-        require_writable(target)
-    except (OSError, ValueError) as error:
-        raise unwritable(target, error) from error
-    return target
-
-
-def _warmth(warm: ExpertStats | str | os.PathLike[str] | None, file: GgufFile) -> ExpertStats | None:
-    """The statistics that say which experts to load first. Raises `InvalidRequestError` for those of another model."""
-    if warm is None:
-        return None
-    if not isinstance(warm, ExpertStats):
-        return ExpertStats.load(warm, file)
-    warm.require_model(file)
-    return warm
 
 
 def _unheeded(file: GgufFile, counts: ExpertStats | None, warm: ExpertStats | None, target: str | None) -> list[str]:
@@ -222,58 +59,8 @@ def _unheeded(file: GgufFile, counts: ExpertStats | None, warm: ExpertStats | No
     return lines
 
 
-def _teller(notice: Notice | None) -> Notice:
-    """Passes lines for people to `notice`, if there is one, and to the log, whose records say whether they were `told`
-    already."""
-    def tell(line: str) -> None:
-        _log.info("%s", line, extra={"told": notice is not None})
-        if notice is not None:
-            notice(line)
-
-    return tell
-
-
-def _refuse_beside_a_plan(given: Mapping[str, Any]) -> None:
-    """Raises `InvalidRequestError` if something is asked for that a saved plan says already."""
-    for name in (*_PLANNED, "mtp", "profile", *_ROPE):
-        if given[name] is not None and (name, given[name]) != ("device", "auto"):
-            raise InvalidRequestError(f"a saved plan says {name} already: leave one of the two arguments out")
-
-
-def _planned(file: GgufFile, spec: _core.Description, given: Mapping[str, Any],
-             more: Mapping[str, Any]) -> tuple[Plan, _core.Description, dict[str, Any] | None]:
-    """The plan for the arguments of `Model.load`, the spec that it is for, and the arguments for `make_plan` if the
-    device was left to it. more: arguments for `make_plan` beside those of `Model.load`."""
-    if given["plan"] is not None:
-        made = saved_plan(given["plan"], file, spec)
-        made = replace(made, threads=usable_threads(made.threads, more["notice"]))
-        return made, spec if made.mtp and made.rope is None else read_spec(file, made.mtp, made.rope), None
-    if given["mtp"] and not spec.prediction_layers:
-        raise InvalidRequestError(f"{file.name} has no prediction layer to draft with: leave mtp out")
-    asked = {**{name: given[name] for name in _PLANNED}, **more}
-    asked["threads"] = usable_threads(given["threads"], more["notice"])
-    profile = given["profile"]
-    known = profile if profile is None or isinstance(profile, HardwareProfile) else load_profile(profile)
-    return make_plan(file, spec, **asked, profile=known), spec, asked if given["device"] == "auto" else None
-
-
-class Model:
+class Model(LoadedModel):
     """A model ready to answer. Make one with `Model.load`; close it, or use it in a `with` block."""
-
-    def __init__(self, file: GgufFile, spec: _core.Description, engine: _core.Engine, plan: Plan, threads: int,
-                 load_seconds: float, expert_stats: str | None = None, notice: Notice | None = None) -> None:
-        self.file = file
-        self.spec = spec
-        self.plan = plan
-        self.threads = threads
-        self._engine: _core.Engine | None = engine
-        self._load_seconds = load_seconds
-        self._tokenizer: Tokenizer | None = None
-        self._last_meter = Meter(Timing())  # of the generation started last
-        self._expert_stats = expert_stats
-        self._process = os.getpid()
-        self._notice = notice
-        self._noticed: set[str] = set()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
@@ -319,9 +106,9 @@ class Model:
 
         Raises `ModelFileError`, `InvalidRequestError`, `OutOfMemoryError`.
         """
-        started, tell = time.perf_counter(), _teller(notice)
+        started, tell = time.perf_counter(), teller(notice)
         check_switches()
-        given = _checked({
+        given = checked_arguments({
             "path": path, "device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype, "threads": threads,
             "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences, "prompt": prompt, "mtp": mtp,
             "rope_scaling": rope_scaling, "rope_scale": rope_scale, "rope_freq_base": rope_freq_base,
@@ -329,108 +116,31 @@ class Model:
             "yarn_orig_ctx": yarn_orig_ctx, "plan": plan, "profile": profile, "warm": warm,
             "expert_stats": expert_stats, "progress": progress, "notice": notice})
         if plan is not None:
-            _refuse_beside_a_plan(given)
-        rope = RopeScaling.asked(**{name: given[name] for name in _ROPE})
-        target = _stats_target(expert_stats)
+            refuse_beside_a_plan(given)
+        rope = RopeScaling.asked(**{name: given[name] for name in ROPE_ARGUMENTS})
+        target = stats_target(expert_stats)
         if path is not None:
             path = hub.locate(path, notice=tell,
                               progress=None if progress is None else lambda _, done, total: progress(done, total))
         file, spec = describe(path, mtp=given["mtp"] is not False, rope=rope)
-        warmth = _warmth(warm, file)
-        made, spec, asked = _planned(file, spec, given, {"rope": rope, "warm": warmth, "notice": tell})
+        warmth = warm_stats(warm, file)
+        made, spec, asked = plan_of(file, spec, given, {"rope": rope, "warm": warmth, "notice": tell})
         _log.info("%r from %s", made, file.paths[0])
         made.require()
-        engine, made = _engine(file, spec, made, warmth, asked)
+        engine, made, notes = open_engine(file, spec, made, warmth, asked)
         counts = ExpertStats.from_engine(engine, made)
-        for line in (*engine.notes, *_unheeded(file, counts, warmth, target)):
+        for line in (*notes, *engine.notes, *_unheeded(file, counts, warmth, target)):
             tell(line)
         if progress is not None:
-            _read_pages(engine, made, progress)
+            read_pages(engine, made, progress)
         seconds = time.perf_counter() - started
         _log.info("%s is loaded after %.3f s: %s (%s), %d threads", file.name, seconds, made.device, engine.device_name,
                   made.threads)
-        return cls(file, spec, engine, made, made.threads, seconds, None if counts is None else target, notice)
+        return cls(file, spec, engine, made, seconds, None if counts is None else target, notice, notes)
 
     def __repr__(self) -> str:
         closed = ", closed" if self._engine is None else ""
         return f"<Model {self.file.name!r} on {self.device}, context {self.context:,} tokens{closed}>"
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        try:
-            self.close()
-        except SharpiError as unsaved:
-            if error is None or self._notice is None:
-                raise
-            self._notice(str(unsaved))  # the error from inside the block goes on its way
-
-    def close(self) -> None:
-        """Releases memory, and writes the expert statistics that were asked for. Sessions that still exist keep the
-        memory until they are gone. Raises `InvalidRequestError` if the statistics can no longer be written."""
-        engine, self._engine = self._engine, None
-        # A forked child's counts are its parent's.
-        if engine is not None and self._expert_stats is not None and os.getpid() == self._process:
-            stats = ExpertStats.from_engine(engine, self.plan)
-            if stats is not None:
-                stats.save(self._expert_stats)
-
-    def tell(self, line: str) -> None:
-        """Passes `line` to the caller's `notice` and to the log, once."""
-        if line not in self._noticed:
-            self._noticed.add(line)
-            _teller(self._notice)(line)
-
-    @property
-    def engine(self) -> _core.Engine:
-        """The core's engine. Raises `InvalidRequestError` on a closed model."""
-        if self._engine is None:
-            raise InvalidRequestError("the model is closed")
-        return self._engine
-
-    @property
-    def context(self) -> int:
-        """Tokens that the KV cache has room for: the prompt and the answer without its last token."""
-        return self.plan.context
-
-    @property
-    def device(self) -> str:
-        """Where the model runs: "cpu" or "cuda"."""
-        return self.plan.device
-
-    @property
-    def device_name(self) -> str:
-        """The name of the GPU, or what the CPU kernels are compiled for."""
-        return self.engine.device_name
-
-    @property
-    def isa(self) -> str:
-        """The instruction set that the CPU kernels use: "scalar", "avx2" or "avx512"."""
-        return _core.cpu_isa()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The file's tokenizer, built on first use. Raises `ModelFileError` for a file without one."""
-        if self._tokenizer is None:
-            self._tokenizer = read_tokenizer(self.file, self.spec)
-        return self._tokenizer
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        """The file's chat template, `None` if it has none."""
-        return read_chat_template(self.file, self.tokenizer)
-
-    def tokenize(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of `text`. add_special: with BOS and EOS as the model wants them. parse_special: the names of
-        control tokens in the text become those tokens."""
-        return self.tokenizer.encode(arguments.text("text", text), arguments.flag("add_special", add_special),
-                                     arguments.flag("parse_special", parse_special))
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of token ids, control tokens left out."""
-        return self.tokenizer.decode(arguments.token_ids("ids", ids))
 
     def logits(self, tokens: Sequence[int], *, chunks: Sequence[int] = (),
                kind: Literal["prompt", "decode"] = "prompt") -> npt.NDArray[np.float32]:
@@ -461,10 +171,6 @@ class Model:
     def session(self) -> Session:
         """A new conversation, which keeps its KV cache between calls."""
         return Session(self)
-
-    def note_generation(self, meter: Meter) -> None:
-        """Makes a generation the one whose figures `stats` has."""
-        self._last_meter = meter
 
     def stats(self) -> dict[str, Any]:
         """Counts and speeds of the generation started last, and the bytes held; `vram_bytes` by the device's own
@@ -501,7 +207,7 @@ class Model:
             "threads": self.threads,
             "isa": self.isa,
             "placement": self.engine.placement(),
-            "notes": list(self.engine.notes),
+            "notes": [*self._notes, *self.engine.notes],
             "experts": experts.summary() if experts else None,
         }
 

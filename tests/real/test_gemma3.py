@@ -1,4 +1,4 @@
-"""A checkpoint of an architecture that Sharpi does not know: it says so, and does not try."""
+"""A checkpoint of an architecture that Sharpi does not know: Sharpi says so, and does not try to run it."""
 
 from __future__ import annotations
 

@@ -14,12 +14,12 @@ import pytest
 from asking import ANSWER, QUESTION, ask, prompt_ids, said
 
 from sharpi import Model
-from sharpi.chat import ChatTemplate
+from sharpi.text.chat import ChatTemplate
 
 TEXT = Path(__file__).parents[1] / "data" / "river_bank.txt"
 END_OF_TURN = 2  # <|im_end|>
 
-# The settings, and their beginning as they are to be.
+# A list of settings, and the beginning of the edited list.
 SETTINGS = [f"{part}.{key} = {value}" for part, keys in (
     ("server", {"host": "localhost", "port": 8080, "timeout": 30}),
     ("database", {"host": "localhost", "port": 5432, "user": "admin", "timeout": 30}),
@@ -28,7 +28,7 @@ SETTINGS = [f"{part}.{key} = {value}" for part, keys in (
 EDITING = ("```\n" + "\n".join(SETTINGS) + "\n```\n\nThe same settings with a timeout of 60:\n\n```\n"
            + "\n".join(SETTINGS[:3]).replace("30", "60") + "\ndatabase")
 
-# By record_llama_cpp.py: llama.cpp b9190 (cyllama 0.2.18) on an AVX-512 CPU.
+# Made with record_llama_cpp.py: llama.cpp b9190 (cyllama 0.2.18) on an AVX-512 CPU.
 LLAMA_CPP_TOKENS, LLAMA_CPP_PERPLEXITY = 3378, 30.9540
 
 
@@ -65,20 +65,29 @@ def test_stop_texts(stop: str | list[str], expected: str, draft: str, model: Mod
 def test_its_own_template_is_rendered(model: Model) -> None:
     assert model.chat_template is not None
     text = model.chat_template.render([{"role": "user", "content": "Hi"}])
-    assert text == ("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-                    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
     ids = model.tokenize(text, add_special=False, parse_special=True)
     assert [ids.count(token) for token in (1, END_OF_TURN)] == [3, 2]
     assert model.tokenizer.decode(ids) == text.replace("<|im_start|>", "").replace("<|im_end|>", "")
 
 
-# The template of SmolLM2's larger sisters that were trained to call functions; this file's own has no place for tools.
+# The template of larger SmolLM2 models, which were trained to call functions. This file's own has no place for tools.
 WITH_TOOLS = """{%- if tools %}{{- '<|im_start|>system\\nYou can call these functions:\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}
-{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Weather in a <city> & its region",
-                                            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather in a <city> & its region",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
 
 
 def test_tools_are_rendered_and_reach_the_model(model: Model) -> None:
@@ -95,7 +104,7 @@ def test_tools_are_rendered_and_reach_the_model(model: Model) -> None:
 
 
 def perplexity(model: Model, ids: list[int], chunk: int = 512) -> float:
-    """As llama.cpp's `llama-perplexity -c 512` has it: chunks by themselves, of each of which the second half
+    """As `llama-perplexity -c 512` of llama.cpp computes it: chunks are independent, and the second half of each
     counts."""
     losses = []
     for begin in range(0, len(ids) - chunk + 1, chunk):
@@ -107,9 +116,9 @@ def perplexity(model: Model, ids: list[int], chunk: int = 512) -> float:
 
 
 def test_perplexity_is_llama_cpps(model: Model) -> None:
-    """Both round activations to int8, each in its own way. In float64 (numpy_model.py) the text has 30.880; llama.cpp
-    is 0.24 % above, Sharpi 0.34 %, with a standard error of 0.2 % for what rounding does. The bound is two of those and
-    a half; one wrong layer costs tens of percents."""
+    """Both round activations to int8, each in its own way. In float64 (numpy_model.py) the text's perplexity is 30.880.
+    llama.cpp is 0.24 % above it, Sharpi 0.34 %, and the standard error of rounding is 0.2 %. The bound is 2.5 of these
+    errors; one wrong layer costs tens of percents."""
     ids = model.tokenize(TEXT.read_text(encoding="utf-8"))
     assert len(ids) == LLAMA_CPP_TOKENS
     found = perplexity(model, ids)
@@ -118,7 +127,7 @@ def test_perplexity_is_llama_cpps(model: Model) -> None:
 
 
 def test_ngram_drafts_on_an_editing_task(model: Model) -> None:
-    """What is edited repeats itself, so most guesses hold. The speed is printed: it depends on the machine."""
+    """An edited text repeats itself, so most guesses are right. The speed depends on the machine, so it is printed."""
     ids = model.tokenize(EDITING)
     runs = {}
     for draft in ("off", "ngram"):

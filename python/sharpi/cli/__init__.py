@@ -10,20 +10,26 @@ from typing import Any
 import click
 from click.shell_completion import shell_complete
 
-from sharpi.cli.about import COMPLETION_VARIABLE, completion_command, help_command, version_command, version_line
-from sharpi.cli.bench import bench_command
-from sharpi.cli.chat import chat_command
+from sharpi.cli.commands.about import (
+    COMPLETION_VARIABLE,
+    completion_command,
+    help_command,
+    version_command,
+    version_line,
+)
+from sharpi.cli.commands.bench import bench_command
+from sharpi.cli.commands.chat import chat_command
+from sharpi.cli.commands.experts import experts_command
+from sharpi.cli.commands.hardware import hardware_command
+from sharpi.cli.commands.inspect import inspect_command
+from sharpi.cli.commands.list import list_command, rm_command
+from sharpi.cli.commands.plan import plan_command
+from sharpi.cli.commands.pull import pull_command
+from sharpi.cli.commands.run import run_command
 from sharpi.cli.ending import exit_code
-from sharpi.cli.experts import experts_command
-from sharpi.cli.hardware import hardware_command
 from sharpi.cli.help import Group
-from sharpi.cli.inspect import inspect_command
-from sharpi.cli.list import list_command, rm_command
-from sharpi.cli.plan import plan_command
-from sharpi.cli.pull import pull_command
-from sharpi.cli.run import run_command
 from sharpi.cli.text import say
-from sharpi.switches import check_switches, misspelt_switches
+from sharpi.settings.switches import check_switches, misspelt_switches
 
 
 class _Program(Group):

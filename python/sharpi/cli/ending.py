@@ -45,7 +45,7 @@ def exit_code(work: Callable[[], Any]) -> int:
         try:
             say(f"error: {' '.join(message.splitlines())}")
         except OSError:
-            pass  # nobody can be told
+            pass  # there is nowhere to say it
     _drop_what_cannot_be_written(sys.stderr)
     return code
 
@@ -79,8 +79,8 @@ def _ending(error: BaseException) -> tuple[int, str | None] | None:
 
 
 def _place(error: OSError) -> str:
-    """The file that an error is about. What cannot be written and has no name is standard output: commands say
-    themselves what they cannot read, and of standard error nobody could be told."""
+    """The file that an error is about. What cannot be written and has no name is standard output: commands
+    themselves say what they cannot read, and an error of standard error could not be shown."""
     if error.filename is not None:
         return printable(os.fsdecode(error.filename))
     return "standard output" if error.errno in _UNWRITABLE else "input or output"

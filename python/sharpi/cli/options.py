@@ -10,21 +10,31 @@ import functools
 import math
 import reprlib
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
-from collections.abc import Callable, Iterator
 
 import click
 from click.shell_completion import CompletionItem
 
-from sharpi.choices import (DEVICES, DRAFTS, KV_DTYPES, MIN_P, MOST_DRAFT_TOKENS, PROMPT_MODES, ROPE_SCALINGS,
-                            TEMPERATURE, TOP_K, TOP_P)
 from sharpi.cli.help import section
-from sharpi.cli.pull import fetched
 from sharpi.cli.logs import log_file_option, verbose_option
+from sharpi.cli.model_names import fetched
 from sharpi.cli.text import say, takes_escapes
 from sharpi.interrupts import leaving_at_once
+from sharpi.settings.choices import (
+    DEVICES,
+    DRAFTS,
+    KV_DTYPES,
+    MIN_P,
+    MOST_DRAFT_TOKENS,
+    PROMPT_MODES,
+    ROPE_SCALINGS,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
 
 if TYPE_CHECKING:
     from sharpi.model import Model
@@ -79,7 +89,7 @@ class ModelOptions(RopeOptions):
         this machine is measured, and what became of a plan that could not be kept.
         """
         with leaving_at_once():  # and late: `sharpi --help` should not wait for numpy and the core
-            from sharpi.hardware import Gpu
+            from sharpi.machine.hardware import Gpu
             from sharpi.model import Model
 
         if self.plan is not None:
@@ -144,7 +154,7 @@ class SamplingOptions:
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """Who drafts tokens, and how many; the fields are `Model.generate`'s arguments of the same names."""
+    """What drafts tokens, and how many; the fields are `Model.generate`'s arguments of the same names."""
 
     draft: str | None
     draft_tokens: int | None
@@ -173,15 +183,19 @@ class _LogitBias(click.ParamType):
 
 
 class _PromptMode(click.ParamType):
-    """How prompts are computed. Other programs take the prompt's text after `--prompt`: whoever gives one here is told
-    where it belongs."""
+    """How prompts are computed. Other programs take the prompt's text after `--prompt`: the error for it says
+    where it belongs here."""
 
     name = "prompt mode"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if value not in PROMPT_MODES:
-            self.fail(f"{reprlib.repr(value)} is no prompt mode: give {' or '.join(PROMPT_MODES)}; a prompt's text comes"
-                      " after -p, as in `sharpi run -p TEXT`", param, ctx)
+            self.fail(
+                f"{reprlib.repr(value)} is no prompt mode: give {' or '.join(PROMPT_MODES)}; a prompt's text comes"
+                " after -p, as in `sharpi run -p TEXT`",
+                param,
+                ctx,
+            )
         return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -224,10 +238,14 @@ def batch_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def prompt_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--prompt`."""
-    return click.option("--prompt", type=_PromptMode(), metavar=f"[{'|'.join(PROMPT_MODES)}]",
-                        help="How the GPU computes prompts: exact gives the same bits on every processor, and is slower;"
-                             " fast uses tensor cores, so the bits depend on the kind of GPU too. On the CPU both are exact."
-                             "  [default: fast]")(function)
+    return click.option(
+        "--prompt",
+        type=_PromptMode(),
+        metavar=f"[{'|'.join(PROMPT_MODES)}]",
+        help="How the GPU computes prompts: exact gives the same bits on every processor, and is slower;"
+        " fast uses tensor cores, so the bits depend on the kind of GPU too. On the CPU both are exact."
+        "  [default: fast]",
+    )(function)
 
 
 def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -368,7 +386,7 @@ def draft_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chat_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds what a chat template is told: the command receives `system` and `thinking`."""
+    """Adds what a chat template is given: the command receives `system` and `thinking`."""
     return section(
         "Chat template",
         click.option("--system", metavar="TEXT", help="System message."),

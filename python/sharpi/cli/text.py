@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import Any, TextIO
 from collections.abc import Mapping
+from typing import Any, TextIO
 
 import click
 
 from sharpi.errors import one_line
 from sharpi.words import plural, speed
+
 
 def closing_line(stats: Mapping[str, Any]) -> str:
     """What a generation cost, from `Model.stats()`."""

@@ -109,7 +109,7 @@ def _files(snapshot: Path) -> Iterator[HubFile]:
 
 
 def listed() -> list[CachedModel]:
-    """All models in the cache, by name. Of commits that have the same model only the newest is named."""
+    """All models in the cache, by name. If several commits have the same model, only the newest is named."""
     root = Path(constants.HF_HUB_CACHE)
     try:
         folders = sorted(entry for entry in root.iterdir() if entry.is_dir() and entry.name.startswith("models--"))

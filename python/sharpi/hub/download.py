@@ -21,14 +21,21 @@ from typing import Any, BinaryIO
 
 from filelock import Timeout
 from huggingface_hub import HfApi, constants, get_token, hf_hub_download, hf_hub_url
-from huggingface_hub.errors import (EntryNotFoundError, GatedRepoError, HfHubHTTPError, HFValidationError,
-                                    OfflineModeIsEnabled, RepositoryNotFoundError, RevisionNotFoundError)
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import WeakFileLock, build_hf_headers, get_session, hf_raise_for_status
 
 from sharpi.errors import HubError, SharpiError
-from sharpi.files import write_whole
 from sharpi.hub.cache import COMMIT, folder_of, read_ref
 from sharpi.hub.names import HubFile, Name, Variant
+from sharpi.storage import write_whole
 from sharpi.words import size
 
 __all__ = ["Listing", "Progress", "ask", "download", "explained", "missing_bytes", "receive"]

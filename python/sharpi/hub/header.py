@@ -14,10 +14,10 @@ from pathlib import Path
 from huggingface_hub import hf_hub_url
 
 from sharpi.errors import HubError, ModelFileError
-from sharpi.files import cache_folder, draft_beside
-from sharpi.gguf import has_whole_header
+from sharpi.files.gguf import has_whole_header
 from sharpi.hub.download import Listing, explained, receive
 from sharpi.hub.names import HubFile, Variant
+from sharpi.storage import cache_folder, draft_beside
 
 __all__ = ["fetch_header", "forget"]
 
@@ -28,7 +28,8 @@ _LONGEST_HEADER = 256 << 20
 
 
 def fetch_header(listing: Listing, variant: Variant) -> Path:
-    """A sparse file with the header of a model; of a split one, beside those of its other parts. Raises `HubError`."""
+    """A sparse file with the header of a model; if the model is split, beside the headers of its other parts. Raises
+    `HubError`."""
     folder = _folder(listing.name.repo) / listing.commit
     with explained(listing.name):
         try:

@@ -1,5 +1,5 @@
-// Element types: sizes, dequantization on every table, and the 16-bit floats. tests/python/test_dequantize.py compares
-// the same function with the format's published reference.
+// Element types: sizes, dequantization on every table, and the 16-bit floats.
+// tests/python/engine/test_dequantize.py compares the same function with the format's published reference.
 #include <gtest/gtest.h>
 
 #include <cmath>

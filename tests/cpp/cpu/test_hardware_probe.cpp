@@ -1,5 +1,5 @@
-// Measuring the machine: that its arithmetic is right, that it makes do with less memory and gives all of it back, and
-// that what it says are numbers. How large they are is the machine's affair.
+// Measuring the machine: its arithmetic is right, it makes do with less memory and gives all of it back, and the rates
+// are positive numbers. How large they are depends on the machine.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -42,7 +42,7 @@ TEST(RateOf, IsOverAllSpans) {
     EXPECT_DOUBLE_EQ(rateOf({{0, 1, 10}, {1, 2, 10}, {2, 10, 40}}), 6);
 }
 
-// A series whose samples are these, then the last of them for good.
+// A series that takes these samples, and then repeats the last.
 Series seriesOf(std::vector<double> values) {
     return {[values, next = size_t{0}]() mutable {
         return std::vector<double>{values[std::min(next++, values.size() - 1)]};
@@ -52,7 +52,7 @@ Series seriesOf(std::vector<double> values) {
 TEST(SampleInTurn, EndsWhenTheBestNoLongerRises) {
     const double little = 1 + kRise / 2, much = 1 + 2 * kRise;
     struct Case {
-        std::vector<double> values;  // the first warms up
+        std::vector<double> values;  // the first sample warms up
         size_t samples;
     };
     for (const Case& c :
@@ -81,7 +81,7 @@ TEST(SampleInTurn, ABusyMomentSpoilsOneSampleOfEach) {
 }
 
 TEST(SampleInTurn, RatesOfOneMomentAreComparedByTheirSum) {
-    // What one gains the other loses: nothing rises. Of a rate by itself it would.
+    // One rate gains what the other loses, so the sum does not rise. The first rate by itself does.
     Series series{[n = 0.0]() mutable { return n += 1, std::vector<double>{n, 100 - n}; }};
     sampleInTurn({&series});
     EXPECT_EQ(series.samples.size(), kLeastSamples);
@@ -90,7 +90,7 @@ TEST(SampleInTurn, RatesOfOneMomentAreComparedByTheirSum) {
 }
 
 TEST(RatesTogether, CountsOnlyWhileBothRan) {
-    // One reads 100 a second from 0 to 4, the other 7 a second from 1 to 10: together from 1 to 4.
+    // One reads 100 per second from 0 to 4, the other 7 per second from 1 to 10. Both run from 1 to 4.
     const std::vector<Span> one = {{0, 2, 200}, {2, 4, 200}}, other = {{1, 3, 14}, {3, 10, 49}};
     const auto [first, second] = ratesTogether(one, other);
     EXPECT_DOUBLE_EQ(first, 100);
@@ -101,8 +101,8 @@ TEST(RatesTogether, CountsOnlyWhileBothRan) {
 }
 
 TEST(RatesTogether, SharesOutASpanThatReachesBeyond) {
-    // Of the second span, half lies within [5, 15]; of the last but one, a quarter; the first and the last do not
-    // count.
+    // Half of the second span lies within [5, 15], and a quarter of the last but one. The first and the last lie
+    // outside.
     const auto [first, second] =
         ratesTogether({{-9, 0, 1e6}, {0, 10, 60}, {10, 11, 1}, {11, 27, 64}, {27, 28, 1e6}}, {{5, 15, 20}});
     EXPECT_DOUBLE_EQ(first, (30 + 1 + 16) / 10.0);
@@ -138,7 +138,7 @@ TEST(TakeUpTo, NeverTakesLessThanTheLeast) {
     EXPECT_EQ(takeUpTo(allocator, 200 * kMiB, 50 * kMiB, "x").bytes(), 50 * kMiB);
     try {
         takeUpTo(allocator, 200 * kMiB, 50 * kMiB + 1, "weights to measure with");
-        ADD_FAILURE() << "it was taken";
+        ADD_FAILURE() << "it took the memory";
     } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::OutOfMemory);
         EXPECT_NE(std::string(error.what()).find("weights to measure with"), std::string::npos) << error.what();
@@ -191,9 +191,9 @@ TEST(MeasureHardware, GivesFinitePositiveRates) {
 
 TEST(MeasureHardware, GivesItsMemoryBack) {
     const size_t most = 128 * kMiB;
-    measureHardware(2, kMiB);  // what the processors' libraries set up stays
+    measureHardware(2, kMiB);  // the processors' libraries keep what they set up
     const size_t before = residentBytes();
-    if (before == 0) GTEST_SKIP() << "this system does not say what a process takes";
+    if (before == 0) GTEST_SKIP() << "this system does not say how much memory a process takes";
     measureHardware(2, most);
     EXPECT_LT(residentBytes(), before + most / 4);
 }

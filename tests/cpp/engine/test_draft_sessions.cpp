@@ -1,5 +1,5 @@
-// Sessions that draft, as their callers see them: whatever is called in which order, and whatever fails in between,
-// nothing tells that the cache is ahead. And what their prediction layer gets to see.
+// Sessions that draft, as their callers see them: in any order of calls, and after any failure, no caller can see that
+// the cache is ahead. Also which rows the prediction layer computes.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 using namespace sharpi;
 using namespace tiny;
 
-// The same calls to a session that drafts, and whose steps fail now and then, and to one that does neither.
+// Makes the same calls to a session that drafts, and whose steps fail now and then, and to one that does neither.
 class Pair {
 public:
     Pair(const Model& model, const EngineOptions& options, unsigned seed)
@@ -47,7 +47,7 @@ public:
     }
 
 private:
-    // A call that may fail first; the tokens are then the beginning of these.
+    // Makes a call that may fail at first. The session then holds at least `least` tokens, and a beginning of `most`.
     template <typename Call> void tried(const std::vector<int32_t>& most, size_t least, const Call& call) {
         if (_random() % 3 == 0) _watched.backend->failIn = 1 + static_cast<int>(_random() % 8);
         try {
@@ -131,29 +131,29 @@ TEST(DraftSessions, NothingThatACallerSeesTellsOfThem) {
     int startedAhead = 0, evaluatedAhead = 0;
     for (const Model& model : all) {
         const tiny::Options& options = model.options();
-        for (const int32_t slots : {1, 3, 9}) {
-            if (slots > 1 && !options.predictions) continue;
-            SCOPED_TRACE(describe(options) + ", " + std::to_string(slots) + " slots");
-            Pair pair(model, engineOptions(200, 16, slots), options.seed + static_cast<unsigned>(slots));
+        for (const int32_t states : {1, 3, 9}) {
+            if (states > 1 && !options.predictions) continue;
+            SCOPED_TRACE(describe(options) + ", " + std::to_string(states) + " states");
+            Pair pair(model, engineOptions(200, 16, states), options.seed + static_cast<unsigned>(states));
             for (int i = 0; i < 60; ++i) {
                 pair.act();
                 if (::testing::Test::HasFatalFailure()) return;
             }
             EXPECT_GT(pair.steps, 100);
             EXPECT_GT(pair.failures, 5);
-            if (slots > 1 || !options.predictions) {
+            if (states > 1 || !options.predictions) {
                 EXPECT_GT(pair.totals.drafted, 20);
             }
             startedAhead += pair.startedAhead;
             evaluatedAhead += pair.evaluatedAhead;
         }
     }
-    EXPECT_GT(startedAhead, 10) << "hardly ever was the cache ahead";
-    EXPECT_GT(evaluatedAhead, 10) << "hardly ever was the cache ahead";
+    EXPECT_GT(startedAhead, 10) << "the cache was hardly ever ahead";
+    EXPECT_GT(evaluatedAhead, 10) << "the cache was hardly ever ahead";
 }
 
-// Holds each pass of the prediction layer against the pass before it. What follows each row, as the last pass over it
-// had it.
+// Checks each pass of the prediction layer against the pass before it. Returns the token that follows each row, as the
+// last pass over that row had it.
 std::map<int32_t, int32_t> checkedFollowers(const std::vector<std::pair<sharpi::Pass, Batch>>& seen, int& again) {
     std::map<int32_t, int32_t> followers;
     for (size_t i = 0; i < seen.size(); ++i) {
@@ -179,8 +179,7 @@ std::map<int32_t, int32_t> checkedFollowers(const std::vector<std::pair<sharpi::
     return followers;
 }
 
-// Every row of the model is one of the prediction layer's, with the token that followed it, behind the pass that
-// computed it.
+// After each pass of the model, the prediction layer computes the same rows, each with the token that follows it.
 TEST(DraftSessions, ThePredictionLayerSeesEveryRow) {
     for (const Model& model : {Model(predicting()[0]), knowing(0.4f)}) {
         WatchedEngine watched(model, engineOptions());
@@ -198,7 +197,7 @@ TEST(DraftSessions, ThePredictionLayerSeesEveryRow) {
     }
 }
 
-TEST(DraftSessions, OnlyWhoMayUseThePredictionLayerPaysForIt) {
+TEST(DraftSessions, OnlyAGenerationThatMayUseThePredictionLayerPaysForIt) {
     const Model model = knowing(0.4f);
     const int64_t vocab = model.options().vocab;
     WatchedEngine watched(model, engineOptions());
@@ -211,7 +210,7 @@ TEST(DraftSessions, OnlyWhoMayUseThePredictionLayerPaysForIt) {
         EXPECT_GT(seen.size(), 5u);
         for (const auto& pass : seen) EXPECT_EQ(pass.first, sharpi::Pass::Model);
     }
-    // What is evaluated may be gone on from with drafts.
+    // A generation that follows an evaluation may draft, so the layer takes part in the evaluation.
     const auto expected = generate(session, prompt, greedyParams(), 60);
     session.reset();
     seen.clear();

@@ -1,5 +1,5 @@
-// Drafted tokens: whatever guesses them, however many are right, and however little room there is, the text is that of
-// generation without drafts.
+// Drafted tokens: generation with drafts gives the text of generation without them, whatever makes the guesses, however
+// many are right and however little room there is.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ using namespace sharpi;
 using namespace tiny;
 
 TEST(NgramDraft, IsWhatFollowedTheLongestLatestMatch) {
-    // Plainly: for each length the latest place, and the text made longer one token at a time.
+    // Compared with a plain search: for each length the latest place; the text grows one token at a time.
     const auto plain = [](std::vector<int32_t> text, int64_t most) {
         const size_t size = text.size();
         for (size_t length = 4; length >= 2; --length) {
@@ -67,7 +67,7 @@ TEST(Drafts, TextIsTheSameAsWithout) {
         }
         EXPECT_EQ(generate(drafting, prompt, greedyParams(), 5),
                   std::vector<int32_t>(expected.begin(), expected.begin() + 5));
-        EXPECT_EQ(drafting.draftCounts().drafted, 0) << "nobody asked for drafts";
+        EXPECT_EQ(drafting.draftCounts().drafted, 0) << "no drafts were asked for";
     }
     for (const Totals& t : {greedyTotals, sampledTotals}) {
         EXPECT_GT(t.accepted, 50);
@@ -75,7 +75,7 @@ TEST(Drafts, TextIsTheSameAsWithout) {
     }
 }
 
-// A model that always says the same after the same token comes to repeat itself: then look-up is right.
+// A model whose next token depends on the last one alone soon repeats itself, and then look-up is right.
 TEST(Drafts, WhatRepeatsItselfTakesFewSteps) {
     const Model model = knowing(0);
     Session plain(engineOf(model)), drafting(engineOf(model));
@@ -87,8 +87,8 @@ TEST(Drafts, WhatRepeatsItselfTakesFewSteps) {
     }
 }
 
-// States of earlier tokens need slots: fewer slots, fewer drafts, the same text.
-TEST(Drafts, HybridsDraftAsFarAsThereAreSlots) {
+// Each draft needs room for one more recurrent state: less room, fewer drafts, the same text.
+TEST(Drafts, HybridsDraftAsFarAsThereIsRoomForStates) {
     for (const tiny::Options& options : hybrids()) {
         SCOPED_TRACE(describe(options));
         const Model model(options);
@@ -96,18 +96,18 @@ TEST(Drafts, HybridsDraftAsFarAsThereAreSlots) {
         Session plain(engineOf(model));
         const auto expected = generate(plain, prompt, greedyParams(), 80);
         int64_t last = -1;
-        for (const int32_t slots : {1, 2, 4, 8}) {
-            const auto engine = engineOf(model, engineOptions(300, 16, slots));
+        for (const int32_t states : {1, 2, 4, 8}) {
+            const auto engine = engineOf(model, engineOptions(300, 16, states));
             Session session(engine);
             EXPECT_EQ(generate(session, prompt, greedyParams(), 80, drafts(Source::NGram, 7)), expected)
-                << slots << " slots";
+                << states << " states";
             const DraftCounts counts = session.draftCounts();
-            EXPECT_LE(counts.drafted, counts.steps * (slots - 1));
+            EXPECT_LE(counts.drafted, counts.steps * (states - 1));
             EXPECT_GE(counts.drafted, last);
             last = counts.drafted;
-            // The prompt's state is kept all the while, where there is room beside what a step needs.
+            // The prompt's state is kept if there is room for more than what a step needs.
             generate(session, prompt, greedyParams(), 1);
-            if (slots >= 4) {
+            if (states >= 4) {
                 EXPECT_EQ(session.reusedTokens(), 39);
             }
         }
@@ -166,7 +166,7 @@ TEST(Drafts, AContextIsFilledToItsEnd) {
     }
 }
 
-// Two sessions share a cache that is nearly full: pages for guesses are not there.
+// Two sessions share a cache that is nearly full, so no pages are left for guesses.
 TEST(Drafts, AFullCacheMeansFewerGuesses) {
     for (const tiny::Options& options : {gpuVariants()[0], predicting()[0]}) {
         SCOPED_TRACE(describe(options));
@@ -179,8 +179,8 @@ TEST(Drafts, AFullCacheMeansFewerGuesses) {
         evaluate(neighbour, randomTokens(128, options.vocab, 1), options.vocab);
         for (const Source source : {Source::NGram, Source::Prediction}) {
             if (source == Source::Prediction && !options.predictions) continue;
-            EXPECT_EQ(generate(session, prompt, greedyParams(), 15, drafts(source, 7)),
-                      expected);  // the page's last token among them
+            // The last of these tokens is the last that its page holds.
+            EXPECT_EQ(generate(session, prompt, greedyParams(), 15, drafts(source, 7)), expected);
             expectError(ErrorKind::OutOfMemory, "KV cache is full", [&] { session.next(); });
             expectError(ErrorKind::OutOfMemory, "KV cache is full", [&] { session.next(); });
             EXPECT_EQ(session.tokens().size(), 64u);
@@ -196,8 +196,8 @@ TEST(Drafts, PagesForGuessesGoBack) {
     Session drafting(engine), neighbour(engine);
     const auto prompt = randomTokens(60, vocab, 2);
     const auto expected = generate(session, prompt, greedyParams(), 3);
-    drafting.start(prompt, greedyParams(), nullptr,
-                   drafts(Source::Prediction, 7));  // its guesses reach into the next page
+    // The guesses reach into the next page.
+    drafting.start(prompt, greedyParams(), nullptr, drafts(Source::Prediction, 7));
     EXPECT_NO_THROW(evaluate(neighbour, randomTokens(128, vocab, 1), vocab));
     for (const int32_t token : expected) EXPECT_EQ(drafting.next(), token);
 }
@@ -263,8 +263,8 @@ TEST(Drafts, ImpossibleOnesAreRefusedAndChangeNothing) {
     expectError(ErrorKind::Internal, "before start", [&] { session.next(); });
 }
 
-// Where no token may be chosen, that is said at the token which it concerns, each time.
-TEST(Drafts, WhereNothingMayBeChosenItIsSaid) {
+// If no token may be chosen, every call that wants that token says so.
+TEST(Drafts, SaysSoIfNoTokenMayBeChosen) {
     Model model(predicting()[0]);
     const int64_t vocab = model.options().vocab;
     SamplingParams none = greedyParams();
@@ -280,7 +280,7 @@ TEST(Drafts, WhereNothingMayBeChosenItIsSaid) {
     }
 }
 
-// Damaged weights of the prediction layer cost its drafts, not the text.
+// A prediction layer with damaged weights drafts nothing; the text stays.
 TEST(Drafts, APredictionLayerOfNaNsDraftsNothing) {
     Model model = knowing(0);
     const Model whole = model;

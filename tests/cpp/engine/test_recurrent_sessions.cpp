@@ -1,5 +1,6 @@
-// Sequences of hybrid models: many at once, cut back, failed half way. An answer from a state that is not that of the
-// sequence's tokens would be wrong without a sign of it, so every answer here is held against one from the beginning.
+// Sequences of hybrid models: many in one batch, sequences that are cut back, steps that fail. A state that does not
+// belong to the sequence's tokens gives wrong answers that look right, so every answer is compared with one that was
+// computed from the beginning.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "hardware/gpu.h"
+#include "plan/cuda_kind.h"
 #include "seed.h"
 #include "state_marks.h"
 #include "tiny_engine.h"
@@ -50,7 +51,7 @@ TEST(RecurrentSessions, AnswersDoNotDependOnHowTokensAreCut) {
     }
 }
 
-// The same prompts one after another in a session, which cuts back and goes on, and each in one that begins anew.
+// Gives prompts one after another to a session that cuts back and continues, and each of them to a fresh session.
 TEST(RecurrentSessions, CuttingBackGivesTheAnswerOfABeginning) {
     for (const tiny::Options& options : hybrids()) {
         SCOPED_TRACE(describe(options));
@@ -80,7 +81,7 @@ TEST(RecurrentSessions, APromptGivenAgainIsNotComputedAgain) {
     const auto first = greedy(session, prompt, 30);
     EXPECT_EQ(greedy(session, prompt, 30), first);
     EXPECT_EQ(session.reusedTokens(), 99);
-    // And what goes on from the answer uses the state after it.
+    // A prompt that continues the answer uses the state after it.
     prompt.insert(prompt.end(), first.begin(), first.end());
     prompt.push_back(7);
     greedy(session, prompt, 1);
@@ -108,7 +109,7 @@ TEST(RecurrentSessions, AFailureLeavesTheTokensAsTheyWere) {
             }
             EXPECT_TRUE(
                 sameBits(evaluate(session, tail, options.vocab), {whole.begin() + 60 * options.vocab, whole.end()}));
-            // A prompt with the same beginning, after a failure that took the state.
+            // A prompt with the same beginning, after a failure that lost the state.
             expectError(ErrorKind::InvalidArgument, "-5", [&] { evaluate(session, {3, -5}, options.vocab); });
             const auto again = greedy(session, tokens, 5);
             fresh.reset();
@@ -117,7 +118,7 @@ TEST(RecurrentSessions, AFailureLeavesTheTokensAsTheyWere) {
     }
 }
 
-TEST(RecurrentSessions, MoreThanThereIsRoomForAreRefusedAndOthersGoOn) {
+TEST(RecurrentSessions, MoreThanThereIsRoomForAreRefusedAndOthersContinue) {
     const tiny::Options options = hybrids()[0];
     const Model model(options);
     const auto engine = hybridEngine(model, 2, 16, 300);
@@ -133,7 +134,7 @@ TEST(RecurrentSessions, MoreThanThereIsRoomForAreRefusedAndOthersGoOn) {
     EXPECT_TRUE(sameBits(evaluate(third, a, options.vocab), expectedA));
 }
 
-// 64 in one batch, each with a text of its own; decode steps of all of them, and prompts among them.
+// 64 sequences in one batch, each with a text of its own: some with one row, others with several.
 TEST(RecurrentSessions, SixtyFourSequencesGetTheAnswersTheyGetAlone) {
     constexpr int kSequences = 64, kTokens = 24;
     for (const tiny::Options& options : {hybrids()[0], hybrids()[2]}) {
@@ -183,8 +184,8 @@ TEST(RecurrentSessions, SixtyFourSequencesGetTheAnswersTheyGetAlone) {
     }
 }
 
-// A batch that keeps the state after each of its rows, as drafted tokens are verified: cut back and taken on another
-// way.
+// Batches that keep the state after each of their last rows, as the verification of drafts does. The sequence is cut
+// back to such a state and continues with other tokens.
 TEST(RecurrentSessions, RowsOfABatchCanBeTakenBack) {
     for (const tiny::Options& options : hybrids()) {
         SCOPED_TRACE(describe(options));
@@ -220,10 +221,10 @@ TEST(RecurrentSessions, RowsOfABatchCanBeTakenBack) {
 TEST(RecurrentSessions, TheGpuRefusesWhatItHasNoKernelsForBeforeLoading) {
     for (const tiny::Options& options : cpuHybrids()) {
         SCOPED_TRACE(describe(options));
-        expectError(ErrorKind::InvalidArgument, "cannot run", [&] { requireGpuCanRun(Model(options).spec()); });
+        expectError(ErrorKind::InvalidArgument, "cannot run", [&] { cudaKind().requireCanRun(Model(options).spec()); });
     }
     for (const tiny::Options& options : gpuVariants())
-        EXPECT_NO_THROW(requireGpuCanRun(Model(options).spec())) << describe(options);
+        EXPECT_NO_THROW(cudaKind().requireCanRun(Model(options).spec())) << describe(options);
 }
 
 TEST(RecurrentSessions, ACacheThatDoesNotFitTheModelIsRefused) {
@@ -232,7 +233,7 @@ TEST(RecurrentSessions, ACacheThatDoesNotFitTheModelIsRefused) {
     KvCache without(pass.backend.allocator(), kvShapes(pass.spec), KvType::BF16, 128);
     expectError(ErrorKind::Internal, "states",
                 [&] { ForwardPass(pass.spec, pass.weights, pass.backend, without, pass.limits); });
-    // Rows that are not those that the cache was extended by.
+    // A batch must have exactly the rows by which the cache was extended.
     const int32_t handle = pass.kv.createSequence();
     pass.kv.extend(handle, 3);
     for (const int rows : {2, 4}) {

@@ -1,5 +1,5 @@
-// Sessions on a backend with two arithmetics: a token's bits depend on the tokens before it and on what these were
-// computed as, and on nothing that happened before; and what is computed again is no more than that takes.
+// Sessions on a backend with two arithmetics. A token's bits depend on the tokens up to it and their kinds, and on
+// nothing else that happened. And a session computes again only what this requires.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,13 +20,13 @@ using namespace tiny;
 constexpr int64_t kContext = 700;
 using Rows = std::pair<int64_t, int64_t>;  // prompt rows, decode rows
 
-// A model, and what its prompt rows must begin at.
+// A model, and the positions at which its prompt rows may begin: multiples of `step`.
 struct Case {
     Model model;
     int64_t step;
     std::string text() const { return describe(model.options()) + ", step " + std::to_string(step); }
     int64_t vocab() const { return model.options().vocab; }
-    // What sequences are held against that are computed at once, one at a time.
+    // Computes the expected answers: a whole sequence at once, one sequence at a time.
     std::shared_ptr<Engine> reference() const {
         if (!_reference) _reference = load(kContext).engine;
         return _reference;
@@ -59,8 +59,7 @@ std::vector<float> decoded(Session& session, const std::vector<int32_t>& tokens,
     return evaluate(session, tokens, vocab, {}, RowKind::Decode);
 }
 
-// The logits of the rows from `from` on of a sequence that is computed at once, its first `prompt` tokens as prompt
-// rows.
+// Computes a sequence at once, its first `prompt` tokens as prompt rows. Returns the logits of the rows from `from` on.
 std::vector<float> cold(const Case& c, const std::vector<int32_t>& tokens, int64_t prompt, size_t from) {
     Session session(c.reference());
     const auto middle = tokens.begin() + prompt;
@@ -80,7 +79,7 @@ TEST(RowKinds, TheBackendShowsThemAndTheCpuDoesNot) {
         const auto tokens = randomTokens(20, c.vocab(), 1);
         EXPECT_FALSE(sameBits(cold(c, tokens, 20, 0), cold(c, tokens, 0, 0)));
         EXPECT_FALSE(sameBits(cold(c, tokens, 15, 19), cold(c, tokens, 10, 19)))
-            << "a token shows what those before it were computed as";
+            << "a token shows the kinds of the tokens before it";
         Session prompt(engineOf(c.model)), decode(engineOf(c.model));
         EXPECT_TRUE(sameBits(evaluate(prompt, tokens, c.vocab()), decoded(decode, tokens, c.vocab())));
     }
@@ -111,9 +110,9 @@ TEST(RowKinds, CutsAndBatchesDoNotShow) {
     }
 }
 
-// What is appended in several evaluations is what is appended in one: of a recurrent sequence the tail is computed
-// again.
-TEST(RowKinds, PromptRowsGoOnFromPromptRows) {
+// Appending tokens in several evaluations gives the same bits as appending them in one. A recurrent sequence computes
+// its last, incomplete tile again.
+TEST(RowKinds, PromptRowsContinuePromptRows) {
     for (const Case& c : cases()) {
         SCOPED_TRACE(c.text());
         const auto loaded = c.load(128);
@@ -124,8 +123,8 @@ TEST(RowKinds, PromptRowsGoOnFromPromptRows) {
         for (const int64_t count : {1, 62, 1, 1, 35, 28, 64, 128}) {
             const auto got = evaluate(session, {tokens.begin() + done, tokens.begin() + done + count}, c.vocab());
             const auto first = expected.begin() + done * c.vocab();
-            EXPECT_TRUE(sameBits(got, {first, first + count * c.vocab()})) << count << " behind " << done;
-            EXPECT_EQ(loaded.rowsSeen(), Rows(done % c.step + count, 0)) << count << " behind " << done;
+            EXPECT_TRUE(sameBits(got, {first, first + count * c.vocab()})) << count << " after " << done;
+            EXPECT_EQ(loaded.rowsSeen(), Rows(done % c.step + count, 0)) << count << " after " << done;
             done += count;
         }
     }
@@ -152,8 +151,8 @@ TEST(RowKinds, PromptRowsTurnDecodeRowsIntoPromptRows) {
     }
 }
 
-// One arithmetic: nothing is computed again.
-TEST(RowKinds, DoNotCostAnythingWhereTheyDoNotShow) {
+// With one arithmetic for both kinds, nothing is computed again.
+TEST(RowKinds, CostNothingOnABackendWithOneArithmetic) {
     for (const Case& c : cases()) {
         SCOPED_TRACE(c.text());
         WatchedEngine watched(c.model, engineOptions(kContext, 64));
@@ -170,16 +169,16 @@ TEST(RowKinds, DoNotCostAnythingWhereTheyDoNotShow) {
     }
 }
 
-// What a turn reuses of the prompt before: all of it. Of a recurrent sequence the part whose state was kept, and if the
-// prompt ended where prompt rows may begin, perhaps its end.
+// The number of tokens of the last prompt that a turn reuses: all of them. A recurrent sequence reuses the part whose
+// state was kept. If the prompt ended where prompt rows may begin, the state at its end may still be there.
 int64_t reusable(const TwoArithmeticsEngine& loaded, int64_t prompt, int64_t reused) {
     if (prompt == 0 || loaded.engine->stateBytes() == 0) return prompt;
     const int64_t step = loaded.backend->promptStep();
     return prompt % step == 0 && reused == prompt ? prompt : (prompt - 1) / step * step;
 }
 
-// Ten turns against cold starts, and what each of them costs: the answer before is computed again as a prompt, and in a
-// recurrent sequence also what came since the last whole tile before the prompt's last token.
+// Compares ten turns with cold starts, and checks what each turn costs. It computes the last answer again as a prompt;
+// a recurrent sequence also computes the tokens again that follow the last whole tile before the prompt's last token.
 TEST(RowKinds, AConversationGetsTheAnswersOfColdStarts) {
     std::mt19937 random(sharpi::testSeed(7));
     for (const Case& c : cases()) {
@@ -220,7 +219,7 @@ TEST(RowKinds, AConversationGetsTheAnswersOfColdStarts) {
     }
 }
 
-// A prompt given again: what is reused are prompt rows, however far the decode rows behind them agree.
+// A prompt that is given again reuses only prompt rows, even if the decode rows after them are the same tokens.
 TEST(RowKinds, APromptGivenAgainReusesPromptRows) {
     for (const Case& c : cases()) {
         SCOPED_TRACE(c.text());
@@ -233,7 +232,7 @@ TEST(RowKinds, APromptGivenAgainReusesPromptRows) {
             EXPECT_EQ(generate(session, prompt, greedyParams(), 30), answer);
             EXPECT_EQ(session.reusedTokens(), (length - 1) / c.step * c.step);
             EXPECT_EQ(loaded.rowsSeen(), Rows(length - session.reusedTokens(), 29));
-            // The answer is part of the prompt now, but was not computed as one.
+            // The answer is part of the prompt now, but it was computed as decode rows.
             generate(session, joined(prompt, answer), greedyParams(), 1);
             EXPECT_LE(session.reusedTokens(), length);
             EXPECT_GE(session.reusedTokens(), (length - 1) / c.step * c.step);
@@ -241,16 +240,16 @@ TEST(RowKinds, APromptGivenAgainReusesPromptRows) {
     }
 }
 
-// States that are lost when a step fails that had to overwrite them: what was computed since is computed again as what
-// it was.
-TEST(RowKinds, WhatIsLostIsComputedAgainAsWhatItWas) {
+// A step that has to overwrite a state loses it if the step fails. The tokens are then computed again as the kinds that
+// they were.
+TEST(RowKinds, LostTokensAreComputedAgainAsTheirKinds) {
     for (const Case& c : cases()) {
         SCOPED_TRACE(c.text());
-        for (const int32_t slots : {1, 2}) {
-            const auto loaded = c.load(128, slots);
+        for (const int32_t states : {1, 2}) {
+            const auto loaded = c.load(128, states);
             const bool recurrent = loaded.engine->stateBytes() > 0;
             Session session(loaded.engine), neighbour(loaded.engine);
-            if (slots == 2) evaluate(neighbour, {1, 2, 3}, c.vocab());
+            if (states == 2) evaluate(neighbour, {1, 2, 3}, c.vocab());
             const auto prompt = randomTokens(150, c.vocab(), 1), answer = randomTokens(40, c.vocab(), 2);
             evaluate(session, prompt, c.vocab());
             decoded(session, answer, c.vocab());
@@ -267,7 +266,8 @@ TEST(RowKinds, WhatIsLostIsComputedAgainAsWhatItWas) {
     }
 }
 
-// Prompt rows that fail or are interrupted while they turn decode rows into prompt rows leave these what they were.
+// Prompt rows would turn decode rows into prompt rows. If they fail or are interrupted, the decode rows stay what they
+// were.
 TEST(RowKinds, APromptThatFailsLeavesTheKindsAsTheyWere) {
     for (const Case& c : cases()) {
         SCOPED_TRACE(c.text());
@@ -305,12 +305,12 @@ TEST(RowKinds, APromptThatFailsLeavesTheKindsAsTheyWere) {
     }
 }
 
-// Two sessions in turn, in all ways, with failures: each is held against a sequence computed at once.
+// Uses two sessions in turn, in all ways and with failures, and compares each with a sequence that is computed at once.
 class Use {
 public:
-    Use(const Case& c, int64_t batch, int32_t slots, uint32_t seed)
-        : _case(c), _loaded(c.load(batch, slots)), _random(seed) {
-        for (int i = 0; i < (slots > 1 ? 2 : 1); ++i)
+    Use(const Case& c, int64_t batch, int32_t states, uint32_t seed)
+        : _case(c), _loaded(c.load(batch, states)), _random(seed) {
+        for (int i = 0; i < (states > 1 ? 2 : 1); ++i)
             _all.push_back({std::make_unique<Session>(_loaded.engine), {}, 0});
     }
     int failures = 0, checked = 0;
@@ -413,10 +413,10 @@ private:
 TEST(RowKinds, NothingThatHappenedBeforeShows) {
     unsigned seed = 0;
     for (const Case& c : cases()) {
-        for (const int32_t slots : {1, 2, 3, 12}) {
+        for (const int32_t states : {1, 2, 3, 12}) {
             const int64_t batch = std::vector<int64_t>{64, 100, 256}[seed % 3] - (c.step == 1 ? 50 : 0);
-            SCOPED_TRACE(c.text() + ", " + std::to_string(slots) + " slots, batch " + std::to_string(batch));
-            Use use(c, batch, slots, sharpi::testSeed(++seed));
+            SCOPED_TRACE(c.text() + ", " + std::to_string(states) + " states, batch " + std::to_string(batch));
+            Use use(c, batch, states, sharpi::testSeed(++seed));
             for (int i = 0; i < 70; ++i) {
                 use.act();
                 if (::testing::Test::HasFatalFailure()) return;
@@ -488,11 +488,11 @@ TEST(RowKinds, ImpossibleBatchesAreRefused) {
 TEST(RowKinds, AFastGpuTakesAtLeastATileOfRows) {
     const Case c = caseOf(predicting()[0], kPromptTile);
     EngineOptions options = engineOptions(300, 16);
-    options.cuda = true;
+    options.device.kind = &cudaKind();
     TwoArithmeticsEngine loaded(c.model, options, kPromptTile);
     EXPECT_EQ(loaded.engine->options().batch, 64);
     EXPECT_EQ(engineLimits(c.model.spec(), c.model.weights()->tensors(), options).maxRows, 64);
-    // It was rehearsed: a prompt, a step, and a step with a draft.
+    // Loading rehearsed a prompt, a step, and a step with a draft.
     std::vector<Rows> rehearsed;
     for (const auto& [pass, batch] : loaded.backend->seen) {
         if (pass == sharpi::Pass::Model) rehearsed.emplace_back(batch.size() - batch.decodeRows, batch.decodeRows);
@@ -503,7 +503,7 @@ TEST(RowKinds, AFastGpuTakesAtLeastATileOfRows) {
     options.prompt = PromptMode::Exact;
     EXPECT_EQ(batchRows(options), 16);
     options.prompt = PromptMode::Fast;
-    options.cuda = false;
+    options.device.kind = &cpuKind();
     EXPECT_EQ(batchRows(options), 16);
 }
 

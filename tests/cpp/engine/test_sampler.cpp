@@ -1,5 +1,5 @@
-// Sampling: ties, filters, penalties and reproducibility. What is drawn is compared with a plain implementation of
-// the same rules written here, as whole distributions.
+// Sampling: ties, filters, penalties and reproducibility. Whole distributions of draws are compared with a plain
+// implementation of the same rules (distributions.h).
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,6 +14,8 @@
 #include <vector>
 
 #include "core/error.h"
+#include "cpu/sample.h"
+#include "distributions.h"
 #include "engine/sampler.h"
 #include "seed.h"
 
@@ -24,15 +26,7 @@ using namespace sharpi;
 const float kInfinity = std::numeric_limits<float>::infinity();
 const float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-std::vector<float> randomLogits(size_t count, unsigned seed, float spread = 2.0f) {
-    std::mt19937 random(sharpi::testSeed(seed));
-    std::normal_distribution<float> normal(0.0f, spread);
-    std::vector<float> logits(count);
-    for (float& logit : logits) logit = normal(random);
-    return logits;
-}
-
-// Everything on: no filter removes a token.
+// Settings with which no filter removes a token.
 SamplingParams open() {
     SamplingParams params;
     params.temperature = 1;
@@ -42,7 +36,7 @@ SamplingParams open() {
     return params;
 }
 
-// One choice, as the engine makes it on the CPU.
+// Makes one choice as the engine makes it on the CPU.
 int32_t choose(Sampler& sampler, std::vector<float>& logits, const std::vector<int32_t>& history) {
     const Choice choice = sampler.next(history);
     sampler.advance(1);
@@ -55,42 +49,9 @@ int32_t draw(const SamplingParams& params, std::vector<float> logits, const std:
     return choose(sampler, logits, history);
 }
 
-// The probability of each token by the rules as documented, one filter after another, each over the whole list.
-std::vector<double> expectedDistribution(const SamplingParams& params, const std::vector<float>& logits) {
-    const size_t n = logits.size();
-    std::vector<bool> stays(n, true);
-    const auto rank = [&](size_t token) {
-        size_t better = 0;
-        for (size_t other = 0; other < n; ++other)
-            better += logits[other] > logits[token] || (logits[other] == logits[token] && other < token);
-        return better;
-    };
-    std::vector<size_t> byRank(n);
-    for (size_t i = 0; i < n; ++i) byRank[rank(i)] = i;
-    if (params.topK > 0)
-        for (size_t r = params.topK; r < n; ++r) stays[byRank[r]] = false;
-    const auto probabilities = [&](double temperature) {
-        std::vector<double> p(n, 0.0);
-        double total = 0;
-        for (size_t i = 0; i < n; ++i)
-            if (stays[i]) total += p[i] = std::exp((double(logits[i]) - logits[byRank[0]]) / temperature);
-        for (double& value : p) value /= total;
-        return p;
-    };
-    const std::vector<double> p = probabilities(1);
-    double before = 0;  // of the tokens that are better; the one that crosses topP stays
-    for (size_t r = 0; r < n; ++r) {
-        if (r > 0 && before >= params.topP) stays[byRank[r]] = false;
-        before += p[byRank[r]];
-    }
-    for (size_t i = 0; i < n; ++i)
-        if (i != byRank[0] && p[i] < params.minP * p[byRank[0]]) stays[i] = false;
-    return probabilities(params.temperature);
-}
-
-// Pearson's chi-square over `draws` draws; tokens expected fewer than 5 times are counted together. With d degrees
-// of freedom it has mean d and variance 2 d: the bound, mean + 5 deviations + 5, is passed by chance about once in
-// 10^5 seeds, and the seed is fixed.
+// Pearson's chi-square test over `draws` draws. Tokens that are expected fewer than 5 times are counted together. With
+// d degrees of freedom the sum has mean d and variance 2 d. Chance exceeds the bound, mean + 5 deviations + 5, for
+// about one seed in 10^5, and the seed is fixed.
 void expectDraws(const SamplingParams& params, const std::vector<float>& logits, int draws) {
     const std::vector<double> expected = expectedDistribution(params, logits);
     Sampler sampler(params, static_cast<int64_t>(logits.size()));
@@ -165,7 +126,7 @@ TEST(Sampler, TiesAtTheEdgeOfTopKKeepTheLowerIds) {
     EXPECT_EQ(drawn, (std::set<int32_t>{0, 1, 2}));
 }
 
-// Tokens of equal weight that no sum can tell apart: one whose predecessors already make up top-p is cut, to the bit.
+// Tokens of equal weight, whose sums are exact: a token is cut if those before it already make up top-p, to the bit.
 TEST(Sampler, TiesAtTheEdgeOfTopPKeepTheLowerIds) {
     struct Case {
         float topP;
@@ -173,7 +134,7 @@ TEST(Sampler, TiesAtTheEdgeOfTopPKeepTheLowerIds) {
         std::set<int32_t> kept;
     };
     const Case cases[] = {
-        {0.5f, {1, 1}, {0}},  // exactly half is before the second
+        {0.5f, {1, 1}, {0}},  // exactly half of the weight is before the second token
         {0.25f, {2, 2, 2, 2}, {0}},
         {0.5f, {2, 2, 2, 2}, {0, 1}},
         {0.75f, {2, 2, 2, 2}, {0, 1, 2}},
@@ -198,18 +159,6 @@ TEST(Sampler, TiesAtTheEdgeOfMinPStay) {
     EXPECT_EQ(drawn, (std::set<int32_t>{1, 2, 4}));
 }
 
-// A draw that falls on the bound between two tokens takes the later one.
-TEST(Sampler, ADrawOnABoundTakesTheNextToken) {
-    SamplingRule rule;
-    rule.temperature = 1;
-    rule.topK = 0, rule.topP = 1, rule.minP = 0;
-    for (int quarter = 0; quarter < 4; ++quarter) {
-        std::vector<float> logits(4, 0.5f);
-        EXPECT_EQ(sampleOnHost(logits.data(), 4, rule, {}, quarter / 4.0), quarter);
-        EXPECT_EQ(sampleOnHost(logits.data(), 4, rule, {}, std::nextafter((quarter + 1) / 4.0, 0.0)), quarter);
-    }
-}
-
 TEST(Sampler, OneCandidateIsCertain) {
     const auto logits = randomLogits(100, 5);
     const auto best = static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
@@ -225,7 +174,7 @@ TEST(Sampler, OneCandidateIsCertain) {
     }
 }
 
-// One draw changes the logits in place as the rules say.
+// The logits as one choice leaves them: adjusted in place.
 std::vector<float> adjusted(SamplingParams params, std::vector<float> logits, const std::vector<int32_t>& history) {
     params.temperature = 0;
     Sampler sampler(params, static_cast<int64_t>(logits.size()));
@@ -237,7 +186,7 @@ TEST(Sampler, PenaltiesOfTheRecentTokens) {
     const std::vector<int32_t> history = {4, 0, 1, 1, 2, 1};
     const std::vector<float> logits = {3, 2, -1, 5, 4};
     SamplingParams params;
-    params.penaltyWindow = 5;  // token 4 is too long ago
+    params.penaltyWindow = 5;  // token 4 is outside of it
     params.repetitionPenalty = 2;
     EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{1.5f, 1, -2, 5, 4}));
     params.repetitionPenalty = 1;
@@ -245,7 +194,7 @@ TEST(Sampler, PenaltiesOfTheRecentTokens) {
     EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{2.5f, 1.5f, -1.5f, 5, 4}));
     params.frequencyPenalty = 0.25f;
     EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{2.25f, 0.75f, -1.75f, 5, 4}));
-    params.repetitionPenalty = 2;  // first, then what is subtracted
+    params.repetitionPenalty = 2;  // applies before the penalties that are subtracted
     EXPECT_EQ(adjusted(params, logits, history), (std::vector<float>{0.75f, -0.25f, -2.75f, 5, 4}));
     params.penaltyWindow = 0;
     EXPECT_EQ(adjusted(params, logits, history), logits);
@@ -283,122 +232,6 @@ TEST(Sampler, BiasThenPenaltiesOnTheSameToken) {
     EXPECT_EQ(adjusted(params, {-1, 1, 9}, {0, 1}), (std::vector<float>{1.25f, -6.25f, 9}));
 }
 
-// The draw walks the cumulated weights: with weights 4 : 2 : 1 : 1 its eighths say which token comes.
-TEST(Sampler, TheDrawWalksTheCandidatesInOrder) {
-    SamplingRule rule;
-    rule.temperature = 1;
-    rule.topK = 0, rule.topP = 1, rule.minP = 0;
-    const std::vector<float> logits = {std::log(1.0f), std::log(4.0f), std::log(1.0f), std::log(2.0f), -kInfinity};
-    const int32_t order[] = {1, 1, 1, 1, 3, 3, 0, 2};
-    for (int eighth = 0; eighth < 8; ++eighth) {
-        for (const double within : {0.001, 0.5, 0.999}) {
-            std::vector<float> copy = logits;
-            EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, (eighth + within) / 8), order[eighth])
-                << eighth << " " << within;
-        }
-    }
-    std::vector<float> copy = logits;
-    EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, 0.0), 1);
-    EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, 1 - 0x1p-53), 2);  // never the one without weight
-}
-
-// The rule once more, sum by sum as core/sampling_rule.h words it: which candidate of `keep` in order, and the bounds
-// between them.
-struct PlainRule {
-    std::vector<double> through;
-    int64_t kept = 0;
-
-    PlainRule(const std::vector<float>& ordered, const SamplingRule& rule) {
-        const auto keep = static_cast<int64_t>(ordered.size());
-        const auto [before, sums] = summed(ordered, keep, keep, 1.0f);
-        for (kept = 1; kept < keep; ++kept) {
-            if (before[kept] >= rule.topP * sums[keep - 1] ||
-                samplingWeight(ordered[kept], ordered[0], 1.0f) < rule.minP)
-                break;
-        }
-        through = summed(ordered, kept, keep, rule.temperature).second;
-    }
-
-    int64_t choice(double draw) const {
-        const double target = draw * through[kept - 1];
-        for (int64_t i = 0; i < kept; ++i) {
-            if (through[i] > target) return i;
-        }
-        return -1;
-    }
-
-private:
-    using Sums = std::vector<double>;
-
-    // before and through of the first `count`, in the chunks of `keep`.
-    static std::pair<Sums, Sums> summed(const std::vector<float>& ordered, int64_t count, int64_t keep,
-                                        float temperature) {
-        const int64_t chunk = (keep + 1023) / 1024;
-        Sums before, through;
-        double base = 0;
-        for (int64_t begin = 0; begin < count; begin += chunk) {
-            double inside = 0;
-            for (int64_t i = begin; i < std::min(begin + chunk, count); ++i) {
-                const double weight = samplingWeight(ordered[i], ordered[0], temperature);
-                before.push_back(base + inside);
-                inside = inside + weight;
-                through.push_back(base + inside);
-            }
-            base = base + inside;
-        }
-        return {before, through};
-    }
-};
-
-// Draws on and beside the bounds between candidates tell apart sums that were added in another order. Only weights of
-// very different sizes do: sums of a few thousand floats of like size are exact in doubles, in any order.
-TEST(Sampler, SumsAreAddedInTheRulesOrder) {
-    for (const int count : {700, 1024, 1025, 5000, 5001, 20001}) {
-        SamplingRule rule;
-        rule.temperature = 0.7f;
-        rule.topK = 0, rule.topP = count % 2 ? 1 : std::nextafter(1.0f, 0.0f), rule.minP = 0;
-        std::vector<float> logits = randomLogits(static_cast<size_t>(count), static_cast<unsigned>(count), 8);
-        std::sort(logits.begin(), logits.end(), std::greater<>());  // so that a token is its place in the order
-        const PlainRule plain(logits, rule);
-        ASSERT_GT(plain.kept, 100);
-        const double total = plain.through[plain.kept - 1];
-        for (int64_t i = 0; i < plain.kept; i += std::max<int64_t>(1, plain.kept / 100)) {
-            const double bound = plain.through[i] / total;
-            for (const double draw : {std::nextafter(bound, 0.0), bound, std::nextafter(bound, 1.0)}) {
-                if (draw >= 1) continue;
-                std::vector<float> copy = logits;
-                ASSERT_EQ(sampleOnHost(copy.data(), count, rule, {}, draw), plain.choice(draw)) << i << " of " << count;
-            }
-        }
-    }
-}
-
-// Enough candidates for chunks of several: the order of sums changes, the distribution does not.
-TEST(Sampler, ManyCandidatesAreDrawnByTheirShare) {
-    SamplingRule rule;
-    rule.temperature = 0.7f;
-    rule.topK = 0, rule.topP = 0.9f, rule.minP = 0.001f;
-    const std::vector<float> logits = randomLogits(5000, 77);
-    SamplingParams params;
-    static_cast<SamplingRule&>(params) = rule;
-    const std::vector<double> expected = expectedDistribution(params, logits);
-    std::vector<int32_t> order(logits.size());
-    for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
-    std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
-    double before = 0;
-    size_t next = 0;
-    for (size_t r = 0; r < order.size() && expected[order[r]] > 0; ++r) {
-        const double share = expected[order[r]];
-        if (r == next) {
-            std::vector<float> copy = logits;
-            ASSERT_EQ(sampleOnHost(copy.data(), 5000, rule, {}, before + share / 2), order[r]) << "rank " << r;
-            next += 1 + r / 20;
-        }
-        before += share;
-    }
-    EXPECT_GT(next, 500u);  // the filters left enough for the test to mean something
-}
-
 TEST(Sampler, BiasAddsAndForbids) {
     SamplingParams params;
     params.logitBias = {{1, 2.5f}, {3, -1.0f}};
@@ -429,8 +262,8 @@ TEST(Sampler, TheSeedDecidesEverything) {
     EXPECT_NE(text(0), text(uint64_t{1} << 32));  // all 64 bits count
 }
 
-// Positions ahead have the penalties and the random numbers that they get when the text has come to them, however many
-// of those asked for were thrown away.
+// A position ahead of the text has the penalties and the random number that it gets once the text reaches it, no matter
+// how many choices ahead were made and discarded.
 TEST(Sampler, PositionsAheadAreThoseThatComeLater) {
     std::mt19937 random(sharpi::testSeed(11));
     for (int round = 0; round < 20; ++round) {
@@ -466,7 +299,7 @@ TEST(Sampler, PositionsAheadAreThoseThatComeLater) {
             for (size_t i = 0; i <= taken; ++i) history.push_back(text[history.size()]);
         }
         Sampler skipped(params, 10);
-        skipped.advance(30);  // without having been asked
+        skipped.advance(30);  // without a call of next()
         EXPECT_EQ(skipped.next(text).draw, expected[30].draw);
     }
 }

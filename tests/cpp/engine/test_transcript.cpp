@@ -1,5 +1,5 @@
-// The tokens of a sequence with their kinds, and the pieces in which they are computed: whatever is appended and cut,
-// and wherever pieces should end, they cover every token once, as its kind, and no larger than the rules allow.
+// The tokens of a sequence with their kinds, and the pieces in which they are computed. However tokens are appended and
+// cut, and wherever pieces should end, the pieces cover each token once, as its kind, and keep the rules.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -109,8 +109,8 @@ TEST(Transcript, RefusesPromptRowsThatTheBackendDoesNotTake) {
     const Transcript text = transcript(200, 0);
     EXPECT_THROW(text.piece(3, 200, rules(64, 128, 8)), Error);
     EXPECT_THROW(text.piece(64, 200, rules(64, 63, 8)), Error);
-    expectPiece(transcript(40, 0).piece(0, 40, rules(64, 40, 8)), RowKind::Prompt, 0,
-                40);  // a context shorter than a tile
+    // A context may be shorter than a tile.
+    expectPiece(transcript(40, 0).piece(0, 40, rules(64, 40, 8)), RowKind::Prompt, 0, 40);
 }
 
 TEST(Transcript, PiecesCoverEveryTokenOnce) {
@@ -132,7 +132,7 @@ TEST(Transcript, PiecesCoverEveryTokenOnce) {
             if (prompt && piece.end < text.promptTokens()) {
                 ASSERT_EQ(piece.end % step, 0);
             }
-            if (piece.end < wanted) {  // no shorter than it must be
+            if (piece.end < wanted) {  // then the rules allow no longer one
                 ASSERT_TRUE(piece.end == (prompt ? text.promptTokens() : text.size()) ||
                             piece.end - at + (prompt ? step : 1) > (prompt ? limits.rows : limits.decodeRows));
             }

@@ -19,8 +19,7 @@ namespace {
 
 using namespace slotted;
 
-// --- orders
-// -------------------------------------------------------------------------------------------------------------------
+// --- orders ---------------------------------------------------------------------------------------------------------
 
 TEST(ExpertMisses, EachMissedExpertIsFetchedOnce) {
     Steps steps(layersOf(1, 16), 8, kBusOnly);
@@ -195,8 +194,7 @@ TEST(ExpertMisses, SlotsHearWhereThePassIs) {
     }
 }
 
-// --- ahead
-// --------------------------------------------------------------------------------------------------------------------
+// --- ahead ----------------------------------------------------------------------------------------------------------
 
 TEST(ExpertMisses, OrdersAheadWhereThatIsWanted) {
     const List predicted = {4, 5, 4, 6, 7, 8};
@@ -277,8 +275,7 @@ TEST(ExpertMisses, AheadComesOnlyWhatMayStay) {
     EXPECT_EQ(orders.ahead, 0) << "the slots are in use";
 }
 
-// --- when a layer is done
-// -------------------------------------------------------------------------------------------------------
+// --- when a layer is done -------------------------------------------------------------------------------------------
 
 // The same expert in several rows is found, fetched or computed as often.
 TEST(ExpertMisses, CountsWhatBecameOfEveryPair) {
@@ -390,8 +387,7 @@ TEST(ExpertMisses, WhatWasFetchedToStayIsNoHint) {
     }());
 }
 
-// --- all of it
-// ------------------------------------------------------------------------------------------------------------------
+// --- all of it ------------------------------------------------------------------------------------------------------
 
 // Passes of rows that choose at random, some experts more often than others, and some of which the GPU cannot read;
 // with loads that arrive late. Every order is checked, every product reads what is in the file, and every pair is

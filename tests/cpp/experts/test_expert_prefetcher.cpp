@@ -135,8 +135,7 @@ std::vector<int32_t> numbers(int32_t begin, int32_t end) {
     return all;
 }
 
-// --- what is to be there from the beginning
-// --------------------------------------------------------------------------------
+// --- what is to be there from the beginning -------------------------------------------------------------------------
 
 TEST(ExpertPrefetcher, FillsInOrderUntilNoMoreFits) {
     std::mt19937 random(sharpi::testSeed(1));
@@ -232,8 +231,7 @@ TEST(ExpertPrefetcher, ALoadThatFailsIsTriedAgain) {
     EXPECT_EQ(world.prefetcher->hints(), 0u);
 }
 
-// --- hints
-// -------------------------------------------------------------------------------------------------------------------
+// --- hints ----------------------------------------------------------------------------------------------------------
 
 TEST(ExpertPrefetcher, QueuesWhatWasMissedOnceAndInOrder) {
     World world({4, 4}, 20, 40, Prefetch::NextToken);
@@ -370,8 +368,7 @@ TEST(ExpertPrefetcher, LooksAtFewHintsBeforeAPass) {
     EXPECT_EQ(world.next(), (Experts{{0, 40}}));
 }
 
-// --- how good guesses are
-// ----------------------------------------------------------------------------------------------------
+// --- how good guesses are -------------------------------------------------------------------------------------------
 
 struct Counted {
     uint64_t named = 0, used = 0, wanted = 0;
@@ -426,8 +423,7 @@ TEST(ExpertPrefetcher, CountsHowOftenGuessesAreRight) {
     }
 }
 
-// --- the switch
-// --------------------------------------------------------------------------------------------------------------
+// --- the switch -----------------------------------------------------------------------------------------------------
 
 class Switch {
 public:

@@ -14,8 +14,7 @@ namespace {
 using namespace slotted;
 using Preload = ExpertSlotManager::Preload;
 
-// --- where experts are
-// ----------------------------------------------------------------------------------------------------
+// --- where experts are ----------------------------------------------------------------------------------------------
 
 TEST(ExpertSlots, ATableIsAsItWasWhenThePassBegan) {
     World world(layersOf(2));
@@ -101,8 +100,7 @@ TEST(ExpertSlots, AskedForWhatIsNotThereSaySo) {
                 [&] { other.slots->addLayer({slots.file(0).gate, uneven, slots.file(0).down}); });
 }
 
-// --- what may be overwritten
-// ------------------------------------------------------------------------------------------------
+// --- what may be overwritten ----------------------------------------------------------------------------------------
 
 // Three layers, a cache that is full with one expert of each, and others that are wanted more.
 class FullCache : public ::testing::Test {
@@ -274,8 +272,7 @@ TEST_F(FullCache, WhatAFailedPassWasToBringIsNotThere) {
     EXPECT_EQ(slots.resident(), 3) << "loads in the background are no part of a pass";
 }
 
-// --- loads
-// ----------------------------------------------------------------------------------------------------------------------
+// --- loads ----------------------------------------------------------------------------------------------------------
 
 TEST(ExpertSlots, LoadsAreFoundFromTheNextPassOn) {
     World world(layersOf(2));

@@ -80,8 +80,8 @@ inline std::shared_ptr<Engine> engineOf(const Model& model, const EngineOptions&
 
 struct Totals {
     int64_t steps = 0, drafted = 0, accepted = 0;
-    // Counts of a generation that gave `tokens`: every step gives one token and those accepted, as far as they were
-    // handed out.
+    // Adds the counts of a generation that handed out `tokens`. Each step gives one token and the accepted drafts; the
+    // last step's may not all have been handed out.
     void add(const DraftCounts& counts, size_t tokens, int32_t most) {
         steps += counts.steps;
         drafted += counts.drafted;
@@ -103,8 +103,8 @@ inline std::vector<Options> predicting() {
     return all;
 }
 
-// A model of which text depends on the last token alone, as `mixed` is 0, or mostly; with a prediction layer that knows
-// it: it takes the embedding of the token that followed for what goes to the head.
+// A model whose next token depends on the last token: on it alone if `mixed` is 0, else mostly. Its prediction layer
+// knows this: it hands the head the embedding of the token that followed.
 inline Model knowing(float mixed) {
     Options options = hybrids()[0];
     options.matrices = DType::F32;
@@ -132,11 +132,11 @@ inline Model knowing(float mixed) {
     return model;
 }
 
-// A backend that fails when it is told to, and notes what goes through which layers.
+// A backend that fails when it is told to, and records the passes that it runs.
 class Watched : public CpuBackend {
 public:
     Watched() : CpuBackend(1) {}
-    int failIn = 0;  // places until one fails; 0: none does
+    int failIn = 0;  // counts down before and after each pass and before each sample(), and fails at 0; 0: never
     std::vector<std::pair<sharpi::Pass, Batch>> seen;
 
     void begin(const Batch& batch, const KvCache& kv) override {

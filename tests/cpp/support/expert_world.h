@@ -69,7 +69,7 @@ public:
         arrive(_running.size());
         _heard = started;
     }
-    // The next so many, in order.
+    // Finishes the next loads, in order.
     void arrive(size_t count = 1) {
         for (; count > 0; --count) {
             for (const StreamPart& part : _running.at(0)) std::memcpy(bytesOf(part.to), part.file, part.bytes());
@@ -96,7 +96,7 @@ inline std::vector<LayerShape> layersOf(int count, int32_t experts = 8) {
     return std::vector<LayerShape>(static_cast<size_t>(count), shape);
 }
 
-// So many landing slots each pool gets of a budget.
+// The number of landing slots that each pool gets of a budget.
 inline std::vector<size_t> landingSlots(const ExpertSlotManager& slots, size_t budget) {
     size_t all = 0;
     for (const auto& pool : slots.pools()) all += pool.slotBytes * static_cast<size_t>(pool.experts);
@@ -115,7 +115,7 @@ inline size_t landingBytes(const ExpertSlotManager& slots, size_t budget) {
     return bytes;
 }
 
-// The least budget that leaves so much beside the landing slots.
+// The least budget that leaves `rest` bytes beside the landing slots.
 inline size_t budgetLeaving(const ExpertSlotManager& slots, size_t rest) {
     size_t budget = rest;
     while (budget < rest + landingBytes(slots, budget)) budget = rest + landingBytes(slots, budget);
@@ -142,7 +142,7 @@ public:
                              stack(shape.types[2], shape.embedding, shape.hidden)});
         }
     }
-    // The budget for so many slots of each pool, beside the landing slots.
+    // The budget for this number of slots in each pool, beside the landing slots.
     size_t budgetFor(int64_t perPool) const {
         size_t bytes = 0;
         for (const auto& pool : slots->pools()) bytes += pool.slotBytes * static_cast<size_t>(perPool);
@@ -173,7 +173,7 @@ public:
     void use(int32_t layer, const std::vector<int32_t>& chosen, int times = 1) {
         for (; times > 0; --times) slots->used(layer, chosen.data(), static_cast<int32_t>(chosen.size()));
     }
-    // Brings experts of a layer into slots, as a pass does; each is used `times` times.
+    // Loads experts of a layer into slots, as a pass does, and uses each of them `times` times.
     void fill(int32_t layer, const std::vector<int32_t>& experts, int times = 0) {
         slots->beginPass();
         reach(layer, experts);

@@ -1,5 +1,5 @@
-// The quantized formats and the matmul contract once more, as slowly and plainly as they can be written: one
-// element at a time, in the words of core/contract.h. Tests compare the kernels with this, bit for bit.
+// A second implementation of the quantized formats and the matmul contract, as plain as it can be written: one element
+// at a time, in the words of core/contract.h. Tests compare the kernels with it, bit for bit.
 #pragma once
 
 #include <cmath>
@@ -24,7 +24,7 @@ inline const std::vector<DType>& quantizedTypes() {
     return types;
 }
 
-// The element is d * sub * quant + m * min.
+// The element's value is d * sub * quant + m * min.
 struct Element {
     int sub = 1, quant = 0, min = 0;
     float d = 0, m = 0;
@@ -164,7 +164,7 @@ inline bool hasMin(DType type) {
            type == DType::Q5_K;
 }
 
-// One block of 32, section 1 of the contract.
+// Quantizes one block of 32: section 1 of the contract.
 inline void quantizeBlock(const float* x, int8_t* q, float* scale, int16_t* sums) {
     float absmax = 0;
     bool finite = true;
@@ -208,7 +208,7 @@ inline float dot(DType type, const uint8_t* row, int64_t cols, const int8_t* q, 
 
 enum class Fill { Random, AllOnes, AllZeros };
 
-// Bytes of random blocks: any quants and sub-scales, f16 scales of sane size and either sign.
+// The bytes of random blocks: any quants and sub-scales, and f16 scales of a moderate size and either sign.
 inline std::vector<uint8_t> randomWeights(DType type, int64_t rows, int64_t cols, Fill fill, std::mt19937& random) {
     using namespace sharpi;
     const DTypeInfo& format = info(type);

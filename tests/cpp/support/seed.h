@@ -1,5 +1,5 @@
-// The seeds of random tests. As a rule each is a constant, so that a test draws the same numbers every time;
-// SHARPI_TEST_SEED=N draws others in all of them. A test that fails says which it drew.
+// The seeds of random tests. Each is a constant, so that a test draws the same numbers every time. SHARPI_TEST_SEED=N
+// draws other numbers in all tests. A test that fails says which seed it used.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -17,14 +17,14 @@ public:
         const char* value = std::getenv("SHARPI_TEST_SEED");
         return value && *value ? value : nullptr;
     }
-    std::atomic<bool> drew{false};  // tests may draw in threads of their own
+    std::atomic<bool> drew{false};  // tests may draw numbers in several threads
 
 private:
     void OnTestStart(const testing::TestInfo&) override { drew = false; }
     void OnTestEnd(const testing::TestInfo& test) override {
         if (!drew || !test.result()->Failed()) return;
         if (wanted()) std::cout << "SHARPI_TEST_SEED=" << wanted() << " draws these numbers again" << std::endl;
-        else std::cout << "these are the numbers that it always draws; SHARPI_TEST_SEED=N draws others" << std::endl;
+        else std::cout << "it draws these numbers every time; SHARPI_TEST_SEED=N draws others" << std::endl;
     }
 };
 
@@ -38,7 +38,7 @@ inline SeedTeller& seedTeller() {
 }
 inline const bool seedsAreTold = (seedTeller(), true);  // before the first test starts
 
-// usual: what tells this generator from the others of its test.
+// usual: the generator's own seed, which differs from those of the test's other generators.
 inline uint32_t testSeed(uint32_t usual) {
     seedTeller().drew = true;
     const char* value = SeedTeller::wanted();

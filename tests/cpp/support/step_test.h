@@ -1,5 +1,5 @@
-// What tests of the CPU's part in a GPU step have in common: counted allocations, poisoned memory, random weights of
-// any type. For one source file of a program: it replaces operator new.
+// What tests of the CPU's part in a GPU step share: counted allocations, poisoned memory, random weights of any type.
+// Only one source file of a program may include it, because it replaces operator new.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,8 @@ namespace steptest {
 inline std::atomic<int64_t> allocations{0};
 }
 
-// Counted, to prove that a step takes no memory. Not inlined: compilers would warn of new paired with free.
+// Counts allocations, to prove that a step takes no memory. If it were inlined, compilers would warn that `new` is
+// paired with free().
 #define SHARPI_APART __attribute__((noinline))
 SHARPI_APART void* operator new(size_t bytes) {
     steptest::allocations.fetch_add(1, std::memory_order_relaxed);
@@ -39,7 +40,7 @@ inline Bytes poisoned(size_t bytes) {
     return p;
 }
 
-// rows x cols numbers in the form of the type.
+// rows x cols random numbers in the type's format.
 inline std::vector<uint8_t> randomWeights(sharpi::DType type, int64_t rows, int64_t cols, std::mt19937& random) {
     using namespace sharpi;
     if (!info(type).isFloat) return reference::randomWeights(type, rows, cols, reference::Fill::Random, random);

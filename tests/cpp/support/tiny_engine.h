@@ -1,4 +1,4 @@
-// Engines over tiny models: making them, on the CPU's memory or a device's, and asking them.
+// Makes engines over tiny models, in the CPU's memory or a device's, and gets answers from them.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -17,6 +17,7 @@
 #include "cpu/cpu_backend.h"
 #include "engine/session.h"
 #include "memory/fake_device.h"
+#include "plan/cuda_kind.h"
 #include "tiny_model.h"
 
 namespace tiny {
@@ -48,7 +49,7 @@ inline std::vector<float> evaluate(sharpi::Session& session, const std::vector<i
     return logits;
 }
 
-// Finite, and not one row like another: equality between runs would else prove nothing.
+// Logits must be finite and differ between rows, or else equality between runs would prove nothing.
 inline void expectMeaningful(const std::vector<float>& logits, int64_t vocab) {
     for (const float value : logits) ASSERT_TRUE(std::isfinite(value));
     const size_t rows = logits.size() / vocab;
@@ -84,7 +85,7 @@ inline std::vector<int32_t> greedy(sharpi::Session& session, const std::vector<i
     return made;
 }
 
-// The engine on a device of its own memory, as a GPU's is, but in host memory.
+// A backend with device memory of its own, like a GPU's, which here is host memory.
 struct OnFake {
     explicit OnFake(size_t capacity, size_t granularity = size_t{16} << 10)
         : memory(std::make_unique<sharpi::FakeDevice>(capacity, granularity)), device(*memory) {}
@@ -103,7 +104,7 @@ inline sharpi::EngineOptions smallOptions() {
     return options;
 }
 
-// A device that outlives the engine on it, so that what was given back can be seen.
+// A device that outlives its engine, so that tests see what the engine gives back.
 struct Borrowed : sharpi::DeviceMemory {
     explicit Borrowed(sharpi::FakeDevice& d) : device(d) {}
     std::string name() const override { return device.name(); }

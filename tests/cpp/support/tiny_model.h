@@ -1,5 +1,5 @@
-// A small random model of any known architecture, without a GGUF file: the metadata and tensor table that the
-// container would give, and a temporary file with the weights.
+// A small random model of any known architecture, without a GGUF file: metadata and a tensor table as a container would
+// give them, and a temporary file with the weights.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -28,10 +28,9 @@ struct Options {
     std::string architecture = "llama";
     DType matrices = DType::Q8_0;  // F32, Q8_0 or Q4_0
     int64_t layers = 2, embedding = 64, heads = 4, kvHeads = 2, headDim = 16, hidden = 96, vocab = 77, context = 300;
-    int64_t experts = 0, used = 2;  // experts of `hidden` each; 0: dense
-    std::vector<DType>
-        mixed;  // types that the feed-forward matrices of all layers take in turns; empty: all are as `matrices`
-    // Of hybrids: every `interval`-th layer has attention, the others these heads.
+    int64_t experts = 0, used = 2;  // each expert has `hidden` rows; 0: dense
+    std::vector<DType> mixed;  // types that the feed-forward matrices of all layers take in turn; empty: `matrices`
+    // For hybrids: every `interval`-th layer has attention, the others have these heads.
     int64_t interval = 2, keyHeads = 2, valueHeads = 4, deltaDim = 16, convWidth = 4, predictions = 0;
     bool fusedQkv = false, fusedExperts = false, biases = false, tied = false;
     unsigned seed = 1;
@@ -72,7 +71,7 @@ inline const Family& family(const std::string& name) {
 
 class Model {
 public:
-    // Public, so that a test can spoil them before it reads.
+    // Public, so that a test can damage them before it reads the spec.
     std::map<std::string, sharpi::MetadataValue> metadata;
     std::vector<sharpi::TensorInfo> tensors;
     std::vector<uint8_t> bytes;
@@ -90,7 +89,7 @@ public:
     const Options& options() const { return _options; }
     std::string key(const std::string& rest) const { return _options.architecture + "." + rest; }
 
-    // Appends a tensor of random values: norms near 1, decays near -1, all else near 0.
+    // Appends a tensor of random values: norms near 1, decays near -1, all others near 0.
     void add(const std::string& name, DType type, const std::vector<int64_t>& shape) {
         while (bytes.size() % 32) bytes.push_back(0xff);
         sharpi::TensorInfo t;
@@ -118,7 +117,7 @@ public:
         for (size_t d = 1; d < shape.size(); ++d) t.bytes *= shape[d];
     }
 
-    // The same model with every matrix as the F32 values that it stands for.
+    // The same model, with the values of every matrix in F32.
     Model asFloats() const {
         Model floats = *this;
         floats.tensors.clear();
@@ -146,8 +145,8 @@ public:
     sharpi::TensorTable table() const { return sharpi::TensorTable(tensors); }
     sharpi::ModelSpec spec() const { return sharpi::ModelSpec::read(sharpi::Metadata(metadata), table()); }
 
-    // The file is gone from its folder at once: the mapping keeps its contents. descriptor: gets one through which the
-    // caller may change them, and which it closes.
+    // Removes the file from its folder at once; the mapping keeps its contents. descriptor: if given, receives a file
+    // descriptor through which the caller may change the contents, and which the caller closes.
     std::unique_ptr<sharpi::Weights> weights(int* descriptor = nullptr) const {
         std::string path = ::testing::TempDir() + "sharpi_tiny_XXXXXX";
         const int fd = ::mkstemp(path.data());
@@ -278,13 +277,13 @@ private:
             }
             return;
         }
-        // Blocks that open with a half-precision scale; any bytes after it are valid numbers.
+        // A block begins with a half-precision scale. Any bytes after it are valid numbers.
         if (type != DType::Q8_0 && type != DType::Q4_0)
             throw std::runtime_error("a type that tiny models do not write");
         for (size_t at = begin; at < bytes.size(); ++at) bytes[at] = static_cast<uint8_t>(_random());
         const uint16_t smallest = type == DType::Q8_0 ? 0x1800 : 0x2800;  // 2^-9, 2^-5
         for (size_t at = begin; at < bytes.size(); at += sharpi::info(type).blockBytes) {
-            const uint16_t scale = smallest + _random() % 1024;  // up to twice that
+            const uint16_t scale = smallest + _random() % 1024;  // up to twice the smallest
             std::memcpy(&bytes[at], &scale, 2);
         }
     }
@@ -294,7 +293,7 @@ private:
     size_t _typesTaken = 0;
 };
 
-// Gated DeltaNet with attention in between, as both processors run it.
+// Models with Gated DeltaNet and attention that both processors run.
 inline std::vector<Options> gpuHybrids() {
     std::vector<Options> all;
     Options o;
@@ -306,7 +305,7 @@ inline std::vector<Options> gpuHybrids() {
     o.interval = 3;
     o.keyHeads = 1;
     o.valueHeads = 3;
-    o.deltaDim = 24;  // no whole warp
+    o.deltaDim = 24;  // not a multiple of a warp
     o.convWidth = 2;
     o.fusedQkv = o.tied = true;
     all.push_back(o);
@@ -322,7 +321,7 @@ inline std::vector<Options> gpuHybrids() {
     return all;
 }
 
-// What only the CPU runs: heads that fill no vector, and a longer convolution.
+// Models that only the CPU runs: heads that do not fill a vector, and a longer convolution.
 inline std::vector<Options> cpuHybrids() {
     Options heads = gpuHybrids()[1];
     heads.deltaDim = 20;
@@ -337,7 +336,7 @@ inline std::vector<Options> hybrids() {
     return all;
 }
 
-// Every architecture, and the variants of how files store the same parts, as both processors run them.
+// Every architecture, and the ways in which files store the same parts. Both processors run all of them.
 inline std::vector<Options> gpuVariants() {
     std::vector<Options> all;
     for (const Family& a : families()) {

@@ -3,15 +3,16 @@
 
 #include <memory>
 
-#include "engine/memory_plan.h"
 #include "layers/forward_pass.h"
+#include "planning/memory_plan.h"
 #include "tiny_model.h"
 
 namespace tiny {
 
 template <typename BackendType> struct Pass {
     static constexpr int32_t kStates = 8;
-    // backendArguments: what BackendType is made from. cacheTokens: room in the KV cache, for all sequences together.
+    // backendArguments: those of BackendType's constructor. cacheTokens: room in the KV cache for all sequences
+    // together.
     template <typename... Arguments>
     Pass(const Model& model, int64_t rows, int64_t context, sharpi::KvType type, int64_t cacheTokens,
          Arguments&&... backendArguments)

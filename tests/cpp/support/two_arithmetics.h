@@ -1,5 +1,5 @@
-// A backend whose prompt rows show, as a GPU's in Fast mode do. It refuses what a GPU could not compute to the same
-// bits.
+// A backend whose prompt rows have other bits than its decode rows, like a GPU's in Fast mode. It refuses batches for
+// which a GPU could not keep the bits.
 #pragma once
 
 #include <memory>
@@ -35,7 +35,7 @@ public:
     Operations& operations() override { return _marked; }
 
 private:
-    // Other bits for a prompt row, which depend on its token and its position alone.
+    // Changes a prompt row's bits in a way that depends only on its token and its position.
     void markPromptRows() {
         for (int64_t t = _rows.decodeRows; t < _rows.size(); ++t) {
             const auto token = static_cast<uint32_t>(_rows.tokens[static_cast<size_t>(t)]);
@@ -52,13 +52,12 @@ private:
             const int32_t sequence = _rows.sequences[static_cast<size_t>(begin)];
             const int64_t position = _rows.positions[static_cast<size_t>(begin)];
             while (end < _rows.size() && _rows.sequences[static_cast<size_t>(end)] == sequence) ++end;
-            if (position % _step)
-                throw std::logic_error("prompt rows from position " + std::to_string(position) + " on");
+            if (position % _step) throw std::logic_error("prompt rows begin at position " + std::to_string(position));
             const std::vector<StateStep> steps = kv.states().steps(sequence);
             for (size_t i = 0; i + 1 < steps.size(); ++i) {
                 const int64_t length = position + steps[i].end;
                 if (length % _step)
-                    throw std::logic_error("a state wanted after " + std::to_string(length) + " tokens");
+                    throw std::logic_error("a state is wanted after " + std::to_string(length) + " tokens");
             }
         }
     }
@@ -85,14 +84,14 @@ private:
     Marked _marked{*this};
 };
 
-// An engine on it that can be watched, and asked what a sequence answers that was computed at once.
+// An engine on such a backend, which counts the rows that it computes.
 struct TwoArithmeticsEngine {
     TwoArithmeticsEngine(const Model& model, const EngineOptions& options, int64_t step) {
         auto made = std::make_unique<TwoArithmetics>(step);
         backend = made.get();
         engine = std::make_shared<Engine>(model.spec(), model.weights(), options, std::move(made));
     }
-    // Rows that went through the model since the last call: prompt rows, decode rows.
+    // The numbers of prompt rows and of decode rows that the model has computed since the last call.
     std::pair<int64_t, int64_t> rowsSeen() const {
         std::pair<int64_t, int64_t> rows;
         for (const auto& [pass, batch] : backend->seen) {

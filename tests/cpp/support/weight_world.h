@@ -1,6 +1,6 @@
-// A weight stream over a device that is as strict as a GPU may be: bytes are there from await() to release() and not
-// longer, and every call out of order fails the test. Random matrices and stacks pass through it, and what is used is
-// held against the file.
+// A weight stream over a device that is as strict as a GPU: bytes are there from await() to release() and no longer,
+// and every call out of order fails the test. Random matrices and stacks pass through it, and every use is compared
+// with the file.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -28,8 +28,8 @@ using namespace sharpi;
 constexpr uint8_t kPoison = 0xcd;
 
 inline size_t fileRow(const Matrix& m) { return rowBytes(m.type, m.cols); }
-// Rows lie apart, by `gap` bytes for each 256 numbers, as they do not in the file: so few file bytes make many large
-// pieces, and whoever takes the file's layout for the device's is found out.
+// Unlike in the file, there is a gap between rows: `gap` bytes for each 256 numbers. So few file bytes make many large
+// pieces, and code that takes the file's layout for the device's fails.
 struct GappedRows {
     size_t gap = 0;
     int stages = 3;
@@ -53,13 +53,13 @@ public:
 
     HostRanges ranges;
     std::vector<Matrix> residents;       // their places on the device
-    std::vector<Matrix> files, experts;  // what there is in the files, and which of it is of a stack
+    std::vector<Matrix> files, experts;  // the matrices of the files; those of a stack
     int prepared = 0, finished = 0, passes = 0;
     size_t fetches = 0;  // in this pass
     std::set<int> slotsSeen;
     int64_t residentRows = 0;  // fetched so far
     size_t stageBytes = 0;
-    bool mayGiveUp = false;  // the last pass may have been left before its end
+    bool mayGiveUp = false;  // the last pass may have been abandoned
 
     void prepare(const HostRanges& all, void* staging, size_t bytes) override {
         ranges = all;
@@ -88,7 +88,7 @@ public:
     }
     bool open() const { return _open; }
     void end() override {
-        EXPECT_TRUE(_open) << "the end of no pass";
+        EXPECT_TRUE(_open) << "a pass ends that was not begun";
         _open = false;
         for (const Slot& slot : _slots)
             EXPECT_EQ(slot.state, State::Free) << "the pass ends with weights on their way or in use";
@@ -190,7 +190,7 @@ struct GroupShape {
     std::vector<int64_t> cols;
     int64_t rows = 0, cpuRows = 0;
     bool resident = false;
-    int32_t experts = 0;  // > 0: a stack of so many, of one type
+    int32_t experts = 0;  // > 0: a stack of this many experts, all of one type
     int64_t apart = 0;    // rows of others between two experts in the file
 };
 
@@ -290,13 +290,13 @@ public:
         return ofHead(group) ? withHead : ofPrediction(group) == (part == WeightStream::Part::Prediction);
     }
 
-    // That a resident group has come, or is just coming.
+    // Checks that a resident group has arrived, or is just arriving.
     void keep(Group& group) {
         for (size_t i = group.kept.size(); i < group.to.size(); ++i) {
             group.kept.emplace_back(group.file[i].data, group.file[i].data + fileBytes(group.file[i]));
         }
     }
-    // What the engine does with a group in a pass. stopIn: give up while piece `stopIn` of it is in use.
+    // Does what the engine does with a group in a pass. stopIn: abandons the pass while this piece is in use.
     void use(Group& group, bool few, int64_t stopIn = -1) {
         if (group.resident()) {
             stream.arrive(group.number);
@@ -417,7 +417,7 @@ public:
     std::vector<Group> groups;
     size_t predictionBegin = SIZE_MAX, headBegin = SIZE_MAX;
     int64_t residentRows = 0;
-    std::vector<size_t> fetchesAtUse;  // begun in this pass when each streamed piece was used
+    std::vector<size_t> fetchesAtUse;  // fetches begun in this pass when each streamed piece was used
 
 private:
     GappedRows _rows;

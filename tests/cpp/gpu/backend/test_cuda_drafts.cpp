@@ -1,5 +1,6 @@
-// Drafts decide how fast text comes, never which: on the GPU it is the text that the CPU writes without them, greedy
-// and sampled, from wherever weights come, replayed and launched. What is drafted and accepted is the CPU's too.
+// Drafts decide how fast the text comes, never what it says. With drafts the GPU writes the text that the CPU writes
+// without them: greedy and sampled, wherever the weights are, replayed and launched. It drafts and accepts the same
+// tokens as the CPU.
 #include <cstring>
 #include <optional>
 
@@ -18,7 +19,7 @@ struct Written {
 
 class CudaDrafts : public PlacementTest {
 protected:
-    // Prompts follow the contract too, so that all is to the bit; states for each drafted token.
+    // Exact prompts, so that all rows have the CPU's bits, and room for a state after each drafted token.
     static EngineOptions few(EngineOptions o, int64_t context = 300) {
         o.context = context;
         o.prompt = PromptMode::Exact;
@@ -28,7 +29,7 @@ protected:
     }
     static std::shared_ptr<Engine> loadOnCpu(const tiny::Model& model, int64_t context = 300) {
         EngineOptions o = few(options(false), context);
-        o.threads = 1;  // of so little work threads would only make more
+        o.threads = 1;  // with so little work, more threads cost more than they save
         return load(model, o);
     }
     static Written write(Session& session, const Text& prompt, int count, const SamplingParams& params,
@@ -58,15 +59,15 @@ protected:
         sampled.presencePenalty = 0.1f;
         return {greedy, sampled};
     }
-    // Words that were there before, so that there is something to find.
+    // A text that repeats itself, so that look-up finds something.
     Text repetitive(int64_t count, int64_t vocab) {
         const Text words = tokens(7, vocab);
         Text text;
         while (static_cast<int64_t>(text.size()) < count) text.push_back(words[text.size() % words.size()]);
         return text;
     }
-    // With drafts, replayed and launched, against the CPU without and with the same drafts. Returns what was accepted
-    // in all.
+    // Compares the GPU with drafts, replayed and launched, with the CPU without drafts and with the same drafts.
+    // Returns the number of drafts accepted in all.
     int64_t expectTheCpus(const tiny::Model& model, const EngineOptions& o, Source source,
                           const std::vector<int32_t>& amounts, int count) {
         const auto onCpu = loadOnCpu(model, o.context), onGpu = load(model, o);
@@ -109,8 +110,8 @@ template <typename Value> void set(tiny::Model& model, const std::string& name, 
     }
 }
 
-// A model that goes by the last token alone, and whose prediction layer does too: its drafts are right, but for what
-// rounding makes of two tokens that are nearly equal.
+// A model whose next token depends on the last one alone, as does its prediction layer's. Its drafts are right, unless
+// rounding decides between two tokens that are nearly equal.
 tiny::Model predictable() {
     tiny::Options tiny = tiny::gpuHybrids()[0];
     tiny.matrices = DType::F32;
@@ -143,7 +144,7 @@ TEST_F(CudaDrafts, FromTheTextGiveTheCpusText) {
     EXPECT_GT(accepted, 100) << "hardly anything was verified";
 }
 
-// Of random weights: nearly all drafts are wrong.
+// With random weights, nearly all drafts are wrong.
 TEST_F(CudaDrafts, OfThePredictionLayerGiveTheCpusText) {
     for (const tiny::Options& tiny : predicting()) {
         SCOPED_TRACE(tiny::describe(tiny));
@@ -168,7 +169,7 @@ TEST_F(CudaDrafts, OfAPredictionLayerThatIsRightAreAccepted) {
     EXPECT_GT(expectTheCpus(model, few(options(true)), Source::Prediction, {1, 2, 3, 4, 5, 6, 7}, 100), 1000);
 }
 
-// The last tokens that there is room for: fewer drafts, and pages that nobody else has.
+// Near the end of the context there are fewer drafts, and pages for them may be missing.
 TEST_F(CudaDrafts, FillTheContext) {
     for (const int64_t context : {64, 65, 127}) {
         SCOPED_TRACE(context);
@@ -177,7 +178,7 @@ TEST_F(CudaDrafts, FillTheContext) {
     }
 }
 
-// Behind a prompt of many rows, on tensor cores, whose bits are not the CPU's: against the same without drafts.
+// After a long prompt on tensor cores, whose bits differ from the CPU's. Compared with the GPU without drafts.
 TEST_F(CudaDrafts, BehindALongPromptGiveTheSameText) {
     std::vector<tiny::Options> all = predicting();
     for (const tiny::Options& tiny : tiny::gpuVariants()) all.push_back(tiny);
@@ -202,8 +203,8 @@ TEST_F(CudaDrafts, BehindALongPromptGiveTheSameText) {
     }
 }
 
-// Some of the weights come across the bus in every pass, the prediction layer's too, and the CPU has a part of the
-// rows.
+// Some of the weights come across the bus in every pass, among them the prediction layer's, and the CPU computes a part
+// of the rows.
 TEST_F(CudaDrafts, GiveTheSameTextEverywhere) {
     std::vector<tiny::Options> all = predicting();
     all.push_back(tiny::Options());
@@ -222,7 +223,7 @@ TEST_F(CudaDrafts, GiveTheSameTextEverywhere) {
     }
 }
 
-// Of experts in slots the prediction layer's are some.
+// The prediction layer has experts in slots too.
 TEST_F(CudaDrafts, GiveTheSameTextWithExpertsInSlots) {
     for (const tiny::Options& tiny : predicting()) {
         const tiny::Model model(tiny);
@@ -239,7 +240,8 @@ TEST_F(CudaDrafts, GiveTheSameTextWithExpertsInSlots) {
     }
 }
 
-// Whatever the others draft, each says what it says alone; and their states are taken back one by one.
+// Each session gives the answer that it gives alone, whatever the others draft. Their states are rolled back one by
+// one.
 TEST_F(CudaDrafts, SessionsInTurnDoNotTouchEachOther) {
     for (tiny::Options tiny : predicting()) {
         SCOPED_TRACE(tiny::describe(tiny));
@@ -268,7 +270,7 @@ TEST_F(CudaDrafts, SessionsInTurnDoNotTouchEachOther) {
     }
 }
 
-// A text that is left half way, with tokens verified that nobody asked for, and gone on with another way.
+// A generation is abandoned while the cache is ahead, and the text continues in another way.
 TEST_F(CudaDrafts, AreForgottenWhenTheTextGoesOnOtherwise) {
     for (const tiny::Options& tiny : predicting()) {
         SCOPED_TRACE(tiny::describe(tiny));

@@ -1,5 +1,5 @@
-// The whole engine on the GPU against the CPU's: decode rows and exact prompts have the same bits, replayed or
-// launched, whatever shares a batch; fast prompts stay as near as their bf16 products allow; and memory comes back.
+// Compares the whole engine on the GPU with the CPU's. Decode rows and exact prompts have the same bits, replayed or
+// launched, whatever shares their batch. Fast prompts stay as near as their bf16 products allow. Memory is given back.
 #include <cmath>
 #include <numeric>
 
@@ -49,10 +49,10 @@ TEST_F(CudaEngine, EveryCacheTypeHasTheCpusBits) {
     }
 }
 
-// Against the same weights as float32 on the CPU. Rounding both factors of every product to bf16 costs 2^-9 of each,
-// 0.3 % of a product, and some multiples of it after a few layers; the contract's int8 activations cost more. Where all
-// is split into two halves, 2^-16. The median over rows: an expert chosen otherwise, which any rounding can bring about
-// where two are nearly equal, moves a row far.
+// The reference has the same weights as float32 on the CPU. Rounding a factor to bf16 costs 2^-9 of it, so 0.3 % of
+// each product and a few times that after a few layers. The contract's int8 activations cost more. Factors that are
+// split into a high and a low half cost 2^-16. The limit is for the median over rows, because any rounding can choose
+// another of two nearly equal experts, which changes a row a lot.
 TEST_F(CudaEngine, PrefillIsNear) {
     for (const tiny::Options& tiny : tiny::gpuVariants()) {
         const tiny::Model model(tiny), exact = model.asFloats();
@@ -78,7 +78,7 @@ TEST_F(CudaEngine, PrefillIsNear) {
                     EXPECT_LT(off, offSteps);
                 }
             }
-            EXPECT_GT(off, 0.0) << "not the tensor cores' path";
+            EXPECT_GT(off, 0.0) << "this was not computed on tensor cores";
         }
     }
 }
@@ -112,7 +112,7 @@ TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
     for (const tiny::Options& tiny : tiny::gpuVariants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
-        tiny::Pass<CudaBackend> pass(model, 40, 300, KvType::BF16, 4 * 300, size_t{0}, 2);
+        tiny::Pass<CudaBackend> pass(model, 40, 300, KvType::BF16, 4 * 300, 0, size_t{0}, 2);
 
         constexpr int kTexts = 4, kLength = 70;
         std::vector<std::vector<int32_t>> texts;
@@ -149,12 +149,13 @@ TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
     }
 }
 
-// The same on tensor cores, in float32, where the distance is small enough to tell a wrong row from rounding.
+// The same on tensor cores with float32 weights, for which the distance is small enough to tell a wrong row from
+// rounding.
 TEST_F(CudaEngine, SequencesShareAPrefill) {
     for (const tiny::Options& tiny : tiny::gpuVariants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = tiny::Model(tiny).asFloats();
-        tiny::Pass<CudaBackend> pass(model, 200, 300, KvType::F32, 80 * 64, size_t{0}, 2);
+        tiny::Pass<CudaBackend> pass(model, 200, 300, KvType::F32, 80 * 64, 0, size_t{0}, 2);
         const std::vector<int64_t> lengths = {150, 3, 1, 46};
         std::vector<float> expected;
         Session cpu(load(model, options(false, KvType::F32)));
@@ -173,8 +174,8 @@ TEST_F(CudaEngine, SequencesShareAPrefill) {
         pass.forward.run(batch, got.data());
         EXPECT_LT(distance(got, expected), 1e-4);
 
-        if (pass.kv.states().any()) continue;  // there is no room for so many states
-        Batch many;                            // more sequences than a batch has room for
+        if (pass.kv.states().any()) continue;  // there is no room for a state of each
+        Batch many;                            // more sequences than a batch can hold
         for (int i = 0; i < 65; ++i) {
             const int32_t handle = pass.kv.createSequence();
             pass.kv.extend(handle, 1);
@@ -218,14 +219,14 @@ TEST_F(CudaEngine, ClosingGivesTheMemoryBack) {
         for (int i = 0; i < 3; ++i) session.next();
     };
     round();  // kernels stay loaded
-    const size_t before = findDevice().freeBytes;
+    const size_t before = findDevice(0).freeBytes;
     for (int i = 0; i < 100; ++i) round();
-    EXPECT_EQ(findDevice().freeBytes, before);
+    EXPECT_EQ(findDevice(0).freeBytes, before);
 }
 
-// The first engine of a process leaves something behind that belongs to the process and not to the engine: the driver
-// loads kernels with their first launch, and the pools that it keeps for streams, events and page-locked memory grow,
-// by 2 MiB at a time. So the first refusal is not held against memory, but no later one may take any.
+// The first engine leaves memory behind that belongs to the process: the driver loads kernels with their first launch,
+// and its pools for streams, events and page-locked memory grow by 2 MiB at a time. So the first refused engine may
+// take memory, and later ones may not.
 TEST_F(CudaEngine, ABudgetThatIsTooSmallIsSaid) {
     tiny::Options tiny;
     tiny.context = 8000;
@@ -243,9 +244,9 @@ TEST_F(CudaEngine, ABudgetThatIsTooSmallIsSaid) {
         }
     };
     refuse();
-    const size_t before = findDevice().freeBytes;
+    const size_t before = findDevice(0).freeBytes;
     for (int i = 0; i < 50; ++i) refuse();
-    EXPECT_EQ(findDevice().freeBytes, before);
+    EXPECT_EQ(findDevice(0).freeBytes, before);
 }
 
 TEST_F(CudaEngine, WorkingMemoryNeverGrows) {

@@ -1,5 +1,5 @@
-// Single experts on their way into slots, behind whatever the GPU computes: every type arrives packed as packRows has
-// it, and nothing beside it changes; what is said to have arrived has; out of pinned memory and out of any other.
+// Single experts that are loaded into slots while the GPU computes. Every type arrives packed as by packRows, and
+// nothing next to it changes. A load that counts as finished has arrived. Both hold for pinned and for other memory.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@
 namespace sharpi::cuda {
 namespace {
 
-// Pages of the host's, none of which is anybody else's.
+// Host memory in whole pages, which it shares with nothing else.
 class Pages {
 public:
     explicit Pages(const std::vector<uint8_t>& bytes) : _bytes(bytes.size()) {
@@ -43,14 +43,14 @@ private:
     size_t _bytes;
 };
 
-// Sets SHARPI_CUDA_PIN=0 for as long as it lives.
+// Sets SHARPI_CUDA_PIN=0 while it lives.
 class NoPinning {
 public:
     NoPinning() { ::setenv("SHARPI_CUDA_PIN", "0", 1); }
     ~NoPinning() { ::unsetenv("SHARPI_CUDA_PIN"); }
 };
 
-// Work of a stream that goes on when it is told to.
+// Work in a stream that does not end before it is told to.
 struct WaitingStep {
     std::atomic<bool> goesOn{false};
     Stream& stream;
@@ -86,8 +86,8 @@ protected:
         _allocator = std::make_unique<Allocator>(*_memory);
     }
 
-    // Layers of experts one after another in host memory, at addresses as odd as a file's. `up` has gate's shape,
-    // `down` the other way round.
+    // Layers of experts, one after another in host memory, at addresses that are aligned as badly as a file's. `up` has
+    // the shape of `gate`, `down` the transposed shape.
     void makeExperts(const std::vector<Types>& types, int32_t count, int64_t embedding,
                      const std::vector<int64_t>& hidden) {
         std::vector<uint8_t> bytes(100, 0);
@@ -132,7 +132,7 @@ protected:
         _experts.push_back(added);
     }
 
-    // Every expert as it shall be, from the device's own memory. What lies between the planes stays poisoned.
+    // Every expert as it should arrive, packed from device memory. The bytes between the planes stay poisoned.
     void pack() {
         const DeviceArray<uint8_t> file(std::vector<uint8_t>(_file->data(), _file->data() + _file->bytes())),
             packed(_bytes);
@@ -145,7 +145,7 @@ protected:
 
     struct Expert {
         std::array<Matrix, 3> file;
-        size_t at = 0, bytes = 0;  // its place among all of them, and what it takes
+        size_t at = 0, bytes = 0;  // its offset among all experts, and its size
     };
     static std::array<StreamPart, 3> partsOf(const Expert& expert, const uint8_t* at) {
         std::array<StreamPart, 3> parts;
@@ -168,7 +168,7 @@ protected:
         return 0;
     }
 
-    // All of them, in any order, as many at once as may be.
+    // Loads all of them in random order, as many at once as is allowed.
     void expectAllArrive(const PinnedFiles& files) {
         const DeviceArray<uint8_t> slots(_bytes);
         CudaExpertLoads loads(*_allocator, stream(), files, _layers);
@@ -188,7 +188,8 @@ protected:
         loads.settle();
         EXPECT_EQ(loads.finished(), number);
         std::vector<uint8_t> arrived(_bytes);
-        Stream(stream().device()).download(arrived.data(), slots.get(), _bytes);  // which waits for no other stream
+        Stream(stream().device())
+            .download(arrived.data(), slots.get(), _bytes);  // a stream of its own waits for no other
         for (size_t i = 0; i < _experts.size(); ++i) {
             const Expert& expert = _experts[i];
             ASSERT_EQ(std::memcmp(&_expected[expert.at], &arrived[expert.at], expert.bytes), 0)
@@ -206,7 +207,7 @@ protected:
     std::vector<uint8_t> _expected;
 };
 
-// Each type in each of the three places, next to any other.
+// Each type as gate, up and down, beside any other type.
 class CudaExpertLoadsOfAllTypes : public CudaExpertLoadsTest {
 protected:
     void SetUp() override {
@@ -242,14 +243,15 @@ TEST_F(CudaExpertLoadsOfAllTypes, ArrivePackedFromPagesThatNobodyPinned) {
     expectAllArrive(PinnedFiles(stream().device()));
 }
 
-// Large ones, into few places that are used again and again: read without waiting for anything but finished().
+// Loads large experts into a few slots that are used again and again. Before reading one, it waits for finished()
+// alone.
 TEST_F(CudaExpertLoadsTest, WhatHasArrivedIsThere) {
     makeExperts({{DType::Q4_K, DType::Q6_K, DType::Q4_K}, {DType::Q8_0, DType::F16, DType::Q5_K}}, 4, 2048,
                 {1024, 1536});
     PinnedFiles files(stream().device());
     pinAll(files);
     const auto places = static_cast<size_t>(expertStaging(_layers).depth);
-    ASSERT_GT(places, static_cast<size_t>(expertStaging(_layers).stages)) << "experts wait for their stage";
+    ASSERT_GT(places, static_cast<size_t>(expertStaging(_layers).stages)) << "experts wait for a staging buffer";
     size_t largest = 0;
     for (const Expert& expert : _experts) largest = std::max(largest, expert.bytes);
     const DeviceArray<uint8_t> slots(places * largest);
@@ -276,7 +278,7 @@ TEST_F(CudaExpertLoadsTest, WhatHasArrivedIsThere) {
     }
 }
 
-// A step may be waiting for the CPU while experts come in: nothing of a load may wait for the step.
+// A step may be waiting for the CPU while experts are loaded, so no part of a load may wait for the step.
 TEST_F(CudaExpertLoadsTest, LoadsArriveWhileAStepWaits) {
     makeExperts({{DType::Q4_K, DType::Q6_K, DType::Q5_0}}, 3, 512, {256});
     PinnedFiles files(stream().device());
@@ -288,12 +290,12 @@ TEST_F(CudaExpertLoadsTest, LoadsArriveWhileAStepWaits) {
     const auto patience = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (loads.finished() < _experts.size() && std::chrono::steady_clock::now() < patience) std::this_thread::yield();
     EXPECT_EQ(loads.finished(), _experts.size());
-    EXPECT_FALSE(stream().poll()) << "the step was to wait";
+    EXPECT_FALSE(stream().poll()) << "the step should still be waiting";
     step.goesOn = true;
     EXPECT_EQ(slots.read(), _expected);
 }
 
-// Such as the clearing of what was just allocated.
+// For example, clearing memory that was just allocated.
 TEST_F(CudaExpertLoadsTest, LoadsComeAfterWhatWasBegunBefore) {
     makeExperts({{DType::F32, DType::Q6_K, DType::BF16}}, 3, 512, {256});
     PinnedFiles files(stream().device());

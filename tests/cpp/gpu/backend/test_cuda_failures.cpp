@@ -1,5 +1,5 @@
-// Steps in which the CPU's part fails while kernels wait for it: they go on, the failure is the caller's, and the next
-// step is right.
+// Steps in which the CPU's part fails while kernels wait for it. The kernels continue, the caller gets the error, and
+// the next step is right.
 #include <algorithm>
 #include <functional>
 #include <new>
@@ -26,14 +26,14 @@ StepLimits limits() {
     return limits;
 }
 
-// Leaves all to the CPU.
+// Leaves all misses to the CPU.
 struct NoOrders : MissPlan {
     void order(int32_t, const int32_t*, const int32_t*, const int32_t*, int32_t, ExpertOrders&) override {}
     void done(int32_t, const int32_t*, const int32_t*, const int32_t*, int32_t, size_t, double) override {}
 };
 
-// A step of some turns: the GPU sends rows and the experts that they chose, none of which it has, and waits for orders
-// and answers, which it adds to the rows.
+// A step of several turns. In each, the GPU sends rows and the experts that they chose, none of which it holds. It
+// waits for orders and for answers, and adds the answers to the rows.
 class CudaFailures : public GpuTest {
 protected:
     struct Turn {
@@ -87,7 +87,7 @@ protected:
                       0, kRows, kUsed, false, plan, after, ticket, ticket);
     }
 
-    // The step without a GPU.
+    // Computes the step without a GPU.
     void computeExpected() {
         const size_t bytes = HostShare::mailboxBytes(limits(), kRows);
         std::unique_ptr<uint8_t, void (*)(uint8_t*)> memory(
@@ -113,7 +113,7 @@ protected:
         ASSERT_FALSE(sameBits(_start, _expected));
     }
 
-    // The GPU's part of a turn, in two halves.
+    // The two halves of the GPU's part of a turn.
     void send(size_t turn) {
         const Mailbox& mail = _share->mailbox();
         RowOutputs rows;
@@ -169,18 +169,18 @@ protected:
             throw;
         }
     }
-    // Afterwards the GPU ends by itself.
+    // Then the GPU ends the step without help.
     template <typename Failure> void expectFailure(const std::function<void()>& step) {
         try {
             run(step);
-            FAIL() << "the step went through";
+            FAIL() << "the step succeeded";
         } catch (const Failure&) {
         }
         uint32_t* returned = _share->mailbox().returned;
         EXPECT_EQ(__atomic_exchange_n(_share->mailbox().instructed, kCrossingAborted, __ATOMIC_RELEASE),
                   kCrossingAborted);
         EXPECT_EQ(__atomic_exchange_n(returned, kCrossingAborted, __ATOMIC_RELEASE),
-                  kCrossingAborted);  // a test that fails ends, too
+                  kCrossingAborted);  // so that a failing test ends too
         stream().synchronize();
     }
     void expectRight(const std::function<void()>& step) {
@@ -223,7 +223,7 @@ TEST_F(CudaFailures, AStepThatFailsIsFollowedByRightOnes) {
     }
 }
 
-// The CPU waits for what a waiting kernel keeps back.
+// The CPU waits for something that a waiting kernel holds up.
 TEST_F(CudaFailures, AWaitThatIsGivenUpLetsTheGpuGoOn) {
     expectRight([&] { launch(); });
     const std::unique_ptr<Graph> graph = record();
@@ -237,7 +237,8 @@ TEST_F(CudaFailures, AWaitThatIsGivenUpLetsTheGpuGoOn) {
     expectRight([&] { replay(*graph); });
 }
 
-// What was not launched is not sent. A stream that has more to do is waited for, one that is done is not.
+// Work that was not launched never sends anything. The CPU waits for a stream that has more to do, and not for one that
+// is done.
 TEST_F(CudaFailures, AnIdleGpuIsNotWaitedFor) {
     expectRight([&] { launch(); });
     EXPECT_TRUE(stream().poll());

@@ -1,7 +1,7 @@
-// Models with recurrent layers on the GPU, against the CPU: a state that is not that of its sequence's tokens answers
-// wrongly without a sign of it. Decode rows and exact prompts have the CPU's bits, from whatever slot they begin; fast
-// prompts stay near, and have the same bits however they are cut, whatever shares their batch and whatever was taken
-// back before.
+// Models with recurrent layers on the GPU, compared with the CPU. A state that does not belong to its sequence's tokens
+// gives wrong answers that look right. Decode rows and exact prompts have the CPU's bits, whichever state they begin
+// from. Fast prompts stay near, and have the same bits however they are cut, whatever shares their batch and whatever
+// was rolled back before.
 #include <cmath>
 #include <thread>
 
@@ -13,15 +13,15 @@
 namespace sharpi::cuda {
 namespace {
 
-// Of float32 models with a float32 cache. Products in split form, and the delta rule in chunks of them, keep 16 bits of
-// each factor; where keys or queries are short, making them unit vectors enlarges what is lost: 1.7e-4 is the most
-// seen. A state that is not the sequence's own moves logits by more than 1e-2.
+// The limit for float32 models with a float32 cache. Products in split form keep 16 bits of each factor, and the delta
+// rule in chunks consists of such products. If keys or queries are short, making them unit vectors enlarges the error:
+// the largest seen is 1.7e-4. A state of another sequence moves logits by more than 1e-2.
 constexpr double kNear = 3e-4;
 
 class CudaHybrids : public EngineTest {
 protected:
-    // Where an expert chosen otherwise, which any rounding can bring about where two are nearly equal, moves a row far,
-    // the median over rows. A wrong state moves all that come after it.
+    // With experts it is for the median over rows, because any rounding can choose another of two nearly equal experts,
+    // which changes a row a lot. A wrong state changes all rows after it.
     static void expectNear(const std::vector<float>& got, const std::vector<float>& expected, const tiny::Model& model,
                            const std::string& what) {
         ASSERT_EQ(got.size(), expected.size());
@@ -32,11 +32,11 @@ protected:
     static std::vector<tiny::Options> hybrids() { return tiny::gpuHybrids(); }
 };
 
-// Texts that go through one pass together, some rows of each at a time, and what each says alone on the CPU.
+// Texts that share passes, a few rows of each at a time, and the logits of each when the CPU computes it alone.
 struct Together {
-    // states: a slot for each text, and one more for each that goes on in a batch in which others begin.
+    // states: one for each text, and one more for each text that continues in a batch in which others begin.
     Together(const tiny::Model& model, int64_t rows, int64_t context, KvType type, int32_t states)
-        : pass(model, rows, context, type, 64, size_t{0}, 2), vocab(static_cast<size_t>(model.options().vocab)) {
+        : pass(model, rows, context, type, 64, 0, size_t{0}, 2), vocab(static_cast<size_t>(model.options().vocab)) {
         const int64_t pages = (context + KvCache::kPageTokens - 1) / KvCache::kPageTokens;
         pass.kv = KvCache(pass.backend.allocator(), kvShapes(pass.spec), type, states * pages * KvCache::kPageTokens,
                           RecurrentState(pass.backend.allocator(), recurrentShapes(pass.spec), states));
@@ -55,7 +55,7 @@ struct Together {
         }
         return true;
     }
-    // The next counts[s] rows of each text s, in one batch.
+    // Computes the next counts[s] rows of each text s in one batch.
     void run(const std::vector<size_t>& counts, RowKind kind) {
         Batch batch;
         std::vector<std::pair<size_t, size_t>> rows;
@@ -83,7 +83,7 @@ struct Together {
     std::vector<size_t> done;
 };
 
-// Batches of some rows, of some of the sequences: each step begins from other slots than the one that was captured.
+// Batches of a few rows of some of the sequences: each step begins from other states than the captured one.
 TEST_F(CudaHybrids, StepsOfSixtyFourSequencesHaveTheCpusBits) {
     constexpr size_t kTexts = 64, kLength = 12;
     for (const tiny::Options& tiny : hybrids()) {
@@ -118,7 +118,7 @@ TEST_F(CudaHybrids, StepsOfSixtyFourSequencesHaveTheCpusBits) {
     }
 }
 
-// All of them in each batch, most with a row, some with several.
+// Each batch has rows of all sequences: one row of most, several of some.
 TEST_F(CudaHybrids, SixtyFourRowsInOneBatchHaveTheCpusBits) {
     constexpr size_t kTexts = 40, kLength = 24, kMost = GpuScratch::kMaxDecodeRows;
     for (const tiny::Options& tiny : hybrids()) {
@@ -142,11 +142,12 @@ TEST_F(CudaHybrids, SixtyFourRowsInOneBatchHaveTheCpusBits) {
             all.run(counts, RowKind::Decode);
         }
         for (size_t s = 0; s < kTexts; ++s) EXPECT_TRUE(sameBits(all.got[s], all.alone[s])) << "sequence " << s;
-        EXPECT_GT(distance(all.got[0], all.alone[1]), 0.1) << "all say the same";
+        EXPECT_GT(distance(all.got[0], all.alone[1]), 0.1) << "all texts have the same logits";
     }
 }
 
-// Sequences that begin and sequences that go on, of a few tokens and of more than a tile, in batches of any size.
+// Sequences that begin and sequences that continue, with a few tokens and with more than a tile, in batches of any
+// size.
 TEST_F(CudaHybrids, PromptsOfDifferentLengthsGoOnInOneBatch) {
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
@@ -215,8 +216,8 @@ TEST_F(CudaHybrids, EveryCacheTypeHasTheCpusBits) {
     }
 }
 
-// A state is changed by every token: what steps or prefill do wrong by a little would add up. Steps, prefill, and steps
-// behind a prefill, 4,096 tokens in all.
+// Every token changes the state, so small errors of steps or prefill would add up. Steps, prefill, and steps after a
+// prefill, over 4,096 tokens.
 TEST_F(CudaHybrids, LongTextsDoNotDrift) {
     constexpr int64_t kLength = 4096, kPart = 256;
     tiny::Options tiny = hybrids()[0];
@@ -252,8 +253,8 @@ TEST_F(CudaHybrids, LongTextsDoNotDrift) {
     }
 }
 
-// A batch that keeps the state after each of its last rows, as drafted tokens are verified: cut back and taken on
-// another way. Of few rows with the CPU's bits, replayed and launched.
+// Batches that keep the state after each of their last rows, as the verification of drafts does. The sequence is cut
+// back to such a state and continues with other tokens. Batches of few rows have the CPU's bits, replayed and launched.
 TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
@@ -261,7 +262,7 @@ TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
         const auto text = tokens(60, tiny.vocab);
         const auto expected = logits(load(model, options(false)), text, {});
         for (const bool replay : {true, false}) {
-            tiny::Pass<CudaBackend> pass(model, 64, 64, KvType::BF16, 128, size_t{0}, 2);
+            tiny::Pass<CudaBackend> pass(model, 64, 64, KvType::BF16, 128, 0, size_t{0}, 2);
             pass.backend.setReplays(replay);
             const int32_t handle = pass.kv.createSequence();
             for (int64_t done = 0; done < 60;) {
@@ -287,15 +288,15 @@ TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
     }
 }
 
-// A prompt's state is kept after whole tiles: the rows behind the last of them are taken back, and come again with
-// others.
+// A prompt's state is kept after whole tiles. The rows after the last whole tile are rolled back, and computed again
+// together with new ones.
 TEST_F(CudaHybrids, RowsOfAPrefillCanBeTakenBack) {
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = tiny::Model(tiny).asFloats();
         constexpr int64_t kLength = 5 * kPromptTile;
         const auto text = tokens(kLength, tiny.vocab);
-        tiny::Pass<CudaBackend> pass(model, kLength, kLength, KvType::F32, 2 * kLength, size_t{0}, 2);
+        tiny::Pass<CudaBackend> pass(model, kLength, kLength, KvType::F32, 2 * kLength, 0, size_t{0}, 2);
         const auto run = [&](int32_t handle, int64_t right, int64_t wrong) {
             const int64_t done = pass.kv.length(handle);
             Batch batch;
@@ -325,8 +326,8 @@ TEST_F(CudaHybrids, RowsOfAPrefillCanBeTakenBack) {
     }
 }
 
-// Sessions whose prompts share beginnings, which are cut back to states that are still there or computed again. With
-// exact prompts all of it has the CPU's bits, so the texts are the same, and so is what was kept.
+// Sessions whose prompts share beginnings. They are cut back to states that are still there, or computed again. With
+// exact prompts everything has the CPU's bits, so texts are the same, and so is the number of tokens kept.
 TEST_F(CudaHybrids, CuttingBackIsAsOnTheCpu) {
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
@@ -359,7 +360,8 @@ TEST_F(CudaHybrids, CuttingBackIsAsOnTheCpu) {
     }
 }
 
-// With one slot a step overwrites the state that it begins from: the tokens are then computed again.
+// If there is room for one state, a step overwrites the state that it begins from. A step that fails then has the
+// tokens computed again.
 TEST_F(CudaHybrids, AFailureLeavesTheTokensAsTheyWere) {
     for (const tiny::Options& tiny : hybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
@@ -421,7 +423,7 @@ TEST_F(CudaHybrids, ThreadsHaveStatesOfTheirOwn) {
 
 TEST_F(CudaHybrids, WhatThereAreNoKernelsForIsRefusedBeforeAnythingIsTaken) {
     load(tiny::Model{hybrids()[0]}, options(true));
-    const size_t before = findDevice().freeBytes;
+    const size_t before = findDevice(0).freeBytes;
     for (const tiny::Options& tiny : tiny::cpuHybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
@@ -432,7 +434,7 @@ TEST_F(CudaHybrids, WhatThereAreNoKernelsForIsRefusedBeforeAnythingIsTaken) {
             EXPECT_EQ(e.kind(), ErrorKind::InvalidArgument);
             EXPECT_NE(std::string(e.what()).find("cannot run"), std::string::npos) << e.what();
         }
-        EXPECT_EQ(findDevice().freeBytes, before);
+        EXPECT_EQ(findDevice(0).freeBytes, before);
     }
 }
 
@@ -441,9 +443,9 @@ TEST_F(CudaHybrids, ClosingGivesTheMemoryBack) {
     const auto prompt = tokens(20, model.options().vocab);
     const auto round = [&] { greedy(load(model, options(true)), prompt, 3); };
     round();  // kernels stay loaded
-    const size_t before = findDevice().freeBytes;
+    const size_t before = findDevice(0).freeBytes;
     for (int i = 0; i < 50; ++i) round();
-    EXPECT_EQ(findDevice().freeBytes, before);
+    EXPECT_EQ(findDevice(0).freeBytes, before);
 }
 
 }  // namespace

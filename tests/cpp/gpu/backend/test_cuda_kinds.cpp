@@ -1,5 +1,5 @@
-// A row's bits depend on its kind, its tokens and its position. On the GPU: not on how a prompt was cut, not on the
-// batch's size, not on where weights are, not on what else is in the batch.
+// A row's bits depend on its kind, its tokens and its position. On the GPU they do not depend on how a prompt is cut,
+// on the batch's size, on where weights are, or on what else is in the batch.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,7 +16,7 @@ struct World {
     World(const tiny::Model& model, const EngineOptions& o, int32_t sequences)
         : spec(model.spec()),
           files(model.weights()),
-          backend(size_t{0}, 2),
+          backend(0, size_t{0}, 2),
           trace(backend.allocator(), nullptr),
           limits(engineLimits(spec, files->tensors(), o)),
           weights(spec, *files, backend.placer(), normalized(spec, o.homes), o.expertSlotBytes, o.context, trace),
@@ -28,13 +28,13 @@ struct World {
         if (limits.expertSlots) backend.startExperts(o.expertUse);
     }
 
-    // Rows to be computed: the next ones of a sequence.
+    // The next rows of a sequence, to be computed.
     struct Rows {
         int32_t sequence;
         std::vector<int32_t> tokens;
         RowKind kind;
     };
-    // In one batch. The logits of each row, one behind the other.
+    // Computes rows in one batch. Returns the logits, row after row.
     std::vector<float> run(const std::vector<Rows>& all) {
         Batch batch;
         for (const Rows& rows : all) {
@@ -72,7 +72,7 @@ protected:
         for (int64_t i = 0; i < total; ++i) chunks.push_back(1 + static_cast<int64_t>(random()() % most));
         return chunks;
     }
-    // Where a model's weights may be.
+    // One for each place where a model's weights may be.
     static std::vector<EngineOptions> placements(const tiny::Model& model, int64_t batch) {
         std::vector<EngineOptions> all = {of(batch)};
         EngineOptions o = of(batch);
@@ -84,7 +84,7 @@ protected:
         all.push_back(slots);
         return all;
     }
-    // Decode rows of some sequences and prompt rows of others, in one batch, against each in a batch of its own.
+    // Compares one batch of decode rows of some sequences and prompt rows of others with a batch for each sequence.
     void expectAsAlone(World& world, int decoding, int prompts, int64_t most);
 };
 
@@ -108,7 +108,7 @@ TEST_F(CudaKinds, APromptMayBeCutAnywhere) {
     }
 }
 
-// A row alone in its batch, and the same row among others: the first rows of a longer prompt.
+// Compares a row that is alone in its batch with the same row among others: the first rows of a longer prompt.
 TEST_F(CudaKinds, WhatComesBehindARowDoesNotShow) {
     for (const KvType kv : {KvType::BF16, KvType::F32}) {
         for (const tiny::Options& tiny : tiny::gpuVariants()) {
@@ -127,8 +127,8 @@ TEST_F(CudaKinds, WhatComesBehindARowDoesNotShow) {
 
 void CudaKinds::expectAsAlone(World& world, int decoding, int prompts, int64_t most) {
     struct Text {
-        std::vector<int32_t> prompt, more;  // more: decode rows behind the prompt
-        std::vector<float> expected;        // of the rows that share the batch
+        std::vector<int32_t> prompt, more;  // more: decode rows after the prompt
+        std::vector<float> expected;        // logits of the rows that share the batch
     };
     const auto vocab = static_cast<int64_t>(world.vocab);
     std::vector<Text> texts;
@@ -180,7 +180,7 @@ TEST_F(CudaKinds, ImpossibleBatchesAreRefused) {
     const auto refused = [&](const std::vector<World::Rows>& rows, const char* part) {
         try {
             world.run(rows);
-            ADD_FAILURE() << "it runs";
+            ADD_FAILURE() << "the batch was accepted";
         } catch (const Error& e) {
             EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
         }

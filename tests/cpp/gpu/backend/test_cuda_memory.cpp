@@ -1,4 +1,4 @@
-// The GPU's memory under the allocator, measured by what the device itself says is free.
+// The allocator over the GPU's memory, checked against the free memory that the device reports.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace sharpi::cuda {
 namespace {
 
 constexpr size_t kMiB = size_t{1} << 20;
-// The driver keeps tables of its own for what is mapped.
+// The driver keeps tables of its own for mapped memory.
 constexpr size_t kSlack = 4 * kMiB;
 
 class CudaMemoryTest : public GpuTest {
@@ -33,7 +33,7 @@ protected:
         for (uint8_t& v : values) v = static_cast<uint8_t>(1 + random()() % 255);
         return values;
     }
-    // The first mapping makes the driver set itself up, which stays.
+    // The driver keeps what it sets up with the first mapping.
     static void warmUp(CudaMemory& memory) {
         Allocator allocator(memory);
         Buffer(allocator, 64 * kMiB, "warming up");
@@ -72,7 +72,7 @@ TEST_F(CudaMemoryTest, ContentsAreZeroedAndStayApart) {
     CudaMemory memory(stream());
     Allocator allocator(memory);
     const std::vector<size_t> sizes = {1, 255, 256, 257, 5000, 2 * kMiB - 256, 2 * kMiB, 3 * kMiB + 7, 100};
-    for (int round = 0; round < 3; ++round) {  // later rounds get memory that was written to before
+    for (int round = 0; round < 3; ++round) {  // later rounds get memory that was used before
         std::vector<Buffer> buffers;
         std::vector<std::vector<uint8_t>> sent;
         for (const size_t bytes : sizes) {
@@ -102,7 +102,7 @@ TEST_F(CudaMemoryTest, OutOfMemoryTakesNothing) {
     const size_t before = memory.freeBytes();
     try {
         allocator.allocate(memory.freeBytes() + 256 * kMiB, "a giant");
-        FAIL() << "more than there is was given";
+        FAIL() << "it gave more memory than there is";
     } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::OutOfMemory) << error.what();
         EXPECT_NE(std::string(error.what()).find("on the GPU: 'a giant' needs"), std::string::npos) << error.what();
@@ -132,7 +132,7 @@ TEST_F(CudaMemoryTest, FreeingWaitsForTheStream) {
     for (int round = 0; round < 20; ++round) {
         Buffer buffer(allocator, 256 * kMiB, "a large one");
         for (int i = 0; i < 10; ++i)
-            memory.zero(buffer.as<void>(), buffer.bytes());  // still under way when it is freed
+            memory.zero(buffer.as<void>(), buffer.bytes());  // still running when the buffer is freed
     }
     EXPECT_NO_THROW(stream().synchronize());
     EXPECT_EQ(allocator.taken(), 0u);

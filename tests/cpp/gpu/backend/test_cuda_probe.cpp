@@ -1,5 +1,5 @@
-// The GPU's part of measuring the machine: markers, copies that end when told, rates that are numbers, memory that is
-// given back and not taken beyond what is free.
+// The GPU's part of measuring the machine: markers, copies that end when told to, rates that are positive numbers. It
+// takes no more memory than is free, and gives all of it back.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -23,7 +23,7 @@ TEST_F(CudaProbeTest, AMarkerIsReachedAfterTheWorkBeforeIt) {
     DeviceArray<uint8_t> device(bytes);
     PinnedBuffer host(bytes);
     Marker marker;
-    marker.wait();  // never set: at once
+    marker.wait();  // never set: returns at once
     for (int round = 0; round < 3; ++round) {
         const auto value = static_cast<uint8_t>(1 + random()() % 255);
         std::memset(host.as<uint8_t>(), 0, bytes);
@@ -37,23 +37,23 @@ TEST_F(CudaProbeTest, AMarkerIsReachedAfterTheWorkBeforeIt) {
 }
 
 TEST_F(CudaProbeTest, CopiesEndWhenTold) {
-    CudaProbe probe(32 * kMiB);
+    CudaProbe probe(stream().device(), 32 * kMiB);
     int asked = 0;
     const std::vector<Span> spans = probe.copies([&] { return ++asked == 5; });
-    EXPECT_EQ(asked, 5) << "it asks until it is told, and not after";
+    EXPECT_EQ(asked, 5) << "it asks until the answer is yes, and not again";
     ASSERT_GE(spans.size(), 5u);
     for (size_t i = 0; i < spans.size(); ++i) {
         EXPECT_GT(spans[i].bytes, 0);
         EXPECT_GT(spans[i].end, spans[i].begin);
         if (i > 0) {
-            EXPECT_EQ(spans[i].begin, spans[i - 1].end) << "they follow one another";
+            EXPECT_EQ(spans[i].begin, spans[i - 1].end) << "spans must be consecutive";
         }
     }
     EXPECT_GE(probe.copies([] { return true; }).size(), 1u);
 }
 
 TEST_F(CudaProbeTest, GivesFinitePositiveRates) {
-    CudaProbe probe(32 * kMiB);
+    CudaProbe probe(stream().device(), 32 * kMiB);
     const std::vector<std::pair<const char*, double>> rates = {{"PCIe", probe.pcieBytesPerSecond()},
                                                                {"VRAM", probe.vramBytesPerSecond()},
                                                                {"kernel", probe.kernelSeconds()},
@@ -67,14 +67,14 @@ TEST_F(CudaProbeTest, GivesFinitePositiveRates) {
 
 TEST_F(CudaProbeTest, GivesItsMemoryBack) {
     CudaMemory memory(stream());
-    const auto measure = [] { CudaProbe(64 * kMiB).vramBytesPerSecond(); };
-    measure();  // what the driver sets up with the first of a kind stays
+    const auto measure = [this] { CudaProbe(stream().device(), 64 * kMiB).vramBytesPerSecond(); };
+    measure();  // the driver keeps what it sets up with the first use
     const size_t before = memory.freeBytes();
     measure();
     EXPECT_LE(before, memory.freeBytes() + 4 * kMiB);
 }
 
-// All but `left` bytes of the GPU's memory, in pieces, for as long as it lives.
+// Holds all but `left` bytes of the GPU's memory while it lives.
 class Crowd {
 public:
     explicit Crowd(CudaMemory& memory, size_t left) : _allocator(memory) {
@@ -91,15 +91,15 @@ private:
 TEST_F(CudaProbeTest, MakesDoWithLittleMemory) {
     CudaMemory memory(stream());
     const Crowd crowd(memory, 256 * kMiB);
-    EXPECT_GT(CudaProbe(kProbeBytes).vramBytesPerSecond(), 0);
+    EXPECT_GT(CudaProbe(stream().device(), kProbeBytes).vramBytesPerSecond(), 0);
 }
 
 TEST_F(CudaProbeTest, SaysSoWhereThereIsNoMemory) {
     CudaMemory memory(stream());
     const Crowd crowd(memory, 40 * kMiB);
     try {
-        CudaProbe probe(kProbeBytes);
-        ADD_FAILURE() << "it found memory";
+        CudaProbe probe(stream().device(), kProbeBytes);
+        ADD_FAILURE() << "it found enough memory";
     } catch (const Error& error) {
         EXPECT_EQ(error.kind(), ErrorKind::OutOfMemory) << error.what();
     }

@@ -1,6 +1,6 @@
-// Weights on their way: pieces of a mapped file through slots, launched and replayed, read by products that would show
-// a piece that came too late or was overwritten too early; from pages that are pinned, that the system refuses to pin,
-// and that memory has no room to pin.
+// Streaming weights: pieces of a mapped file pass through a ring of buffers, launched and replayed. Products read them,
+// and show a piece that came too late or was overwritten too early. The pages are pinned, or the system refuses to pin
+// them, or there is no memory to pin them.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -23,18 +23,18 @@ namespace {
 constexpr int64_t kCols = 512;
 constexpr int kRows = 3;
 
-// A group of matrices with the same rows, as they lie in the file.
+// Matrices with the same rows, as they lie in the file.
 struct Group {
     std::vector<Matrix> file;
     int64_t pieceRows = 0;
 };
 
 struct Piece {
-    std::vector<Matrix> file;  // its rows alone
-    std::vector<size_t> y;     // where the products of each go
+    std::vector<Matrix> file;  // only the piece's rows
+    std::vector<size_t> y;     // where the products of each matrix go
     size_t slotBytes = 0, stageBytes = 0, bytesAt = 0;
-    int repeats = 1;      // how often each product is computed: how long the piece is in use
-    bool copied = false;  // its bytes go out too; not always, since no kernel starts early after a copy
+    int repeats = 1;      // times that each product is computed, which makes the piece's use longer
+    bool copied = false;  // its bytes are copied out too; not always, since no kernel starts early after a copy
 };
 
 class CudaTransfersTest : public GpuTest {
@@ -44,7 +44,7 @@ protected:
         if (!IsSkipped()) makeModel();
     }
 
-    // Streamed and resident matrices take turns in the file, so that neighbours of different classes share pages.
+    // Streamed and resident matrices alternate in the file, so that neighbours of different classes share pages.
     void makeModel() {
         const std::vector<std::vector<DType>> streamed = {{DType::F32},
                                                           {DType::Q4_K, DType::Q4_K},
@@ -72,7 +72,7 @@ protected:
             _streamed[g].file.resize(streamed[g].size());
             for (size_t m = 0; m < streamed[g].size(); ++m) add(_streamed[g].file[m], streamed[g][m], rows);
             _resident.emplace_back();
-            // Every fourth is too large a gap between streamed ones for them to be pinned as one.
+            // Every fourth is so large that the streamed matrices around it cannot be pinned as one range.
             add(_resident.back(), residentTypes[g % residentTypes.size()],
                 (g % 4 ? 96 : 3200) + static_cast<int64_t>(random()() % 100));
         }
@@ -156,7 +156,7 @@ protected:
                 matvec(stream(), _input, kRows, {{weights[m], nullptr, products + piece.y[m]}});
     }
 
-    // What one pass makes: the packed bytes of every piece, one after another, and their products.
+    // The results of one pass: the packed bytes of every piece, one after another, and their products.
     struct Results {
         Results(size_t packed, size_t count) : bytes(packed), products(count) {}
         void poison(Stream& stream) {
@@ -167,7 +167,7 @@ protected:
         DeviceArray<float> products;
     };
 
-    // Without slots and without transfers.
+    // Computes the expected results, without a ring and without transfers.
     void computeExpected() {
         Results expected(_packedBytes, _products);
         expected.poison(stream());
@@ -183,7 +183,7 @@ protected:
         _expectedProducts = expected.products.read();
     }
 
-    // A pass over all pieces: into slots as they come free, multiplied there, and their bytes copied out.
+    // A pass over all pieces: each goes to the next free buffer, is multiplied there, and has its bytes copied out.
     void pass(Transfers& transfers, const DeviceArray<uint8_t>& slots, int count, Results& results) {
         const auto slotOf = [&](size_t piece) { return static_cast<int>(piece % static_cast<size_t>(count)); };
         const auto weightsOf = [&](size_t piece) {
@@ -215,7 +215,7 @@ protected:
         transfers.end();
     }
 
-    // Nothing writes the bytes between planes and between matrices.
+    // The bytes between planes and between matrices must not be written.
     void expectResults(const Results& results) {
         ASSERT_TRUE(sameBits(_expectedProducts, results.products.read()));
         const std::vector<uint8_t> bytes = results.bytes.read();
@@ -230,7 +230,7 @@ protected:
             }
         }
     }
-    // Where they begin, and their bytes.
+    // The offset and the size of each plane of a packed matrix.
     using Planes = std::vector<std::pair<size_t, size_t>>;
     static Planes planesOf(const Matrix& m) {
         const PackedShape shape = packedShape(m.type, m.rows, m.cols);
@@ -266,7 +266,7 @@ protected:
         }
     }
 
-    // Brings the resident matrices over, some rows at a time, and compares them with the file's, packed.
+    // Uploads the resident matrices, a few rows at a time, and compares them with the packed matrices of the file.
     void uploadResident(CudaTransfers& transfers) {
         const DeviceArray<uint8_t> file(std::vector<uint8_t>(_file->data(), _file->data() + _file->bytes()));
         std::vector<std::unique_ptr<DeviceArray<uint8_t>>> arrived, expected;
@@ -325,7 +325,7 @@ TEST_F(CudaTransfersTest, PiecesPassThroughFewSlots) {
     }
 }
 
-// Passes that are not waited for: each comes after the whole of the one before.
+// Passes without a wait between them: each begins after the end of the one before.
 TEST_F(CudaTransfersTest, PassesFollowEachOther) {
     computeExpected();
     const DeviceArray<uint8_t> stages = staging(), slots(2 * _slotBytes);
@@ -361,13 +361,13 @@ TEST_F(CudaTransfersTest, ResidentMatricesArriveAndAreLetGo) {
     }
     for (const Matrix& m : _resident) EXPECT_TRUE(canPin(m));
     for (const Group& group : _streamed) EXPECT_TRUE(canPin(group.file[0]));
-    // All of it once more: no range was left over.
+    // Everything once more: no range may have stayed pinned.
     CudaTransfers transfers(stream());
     prepare(transfers, stages);
     EXPECT_TRUE(transfers.notes().empty());
 }
 
-// A kernel reads single rows of the file where they are.
+// A kernel reads single rows of the file in place.
 TEST_F(CudaTransfersTest, KernelsReadTheFile) {
     for (const bool pinned : {true, false}) {
         std::optional<NoPinning> off;
@@ -405,7 +405,7 @@ TEST_F(CudaTransfersTest, WhatCannotBePinnedIsCopied) {
     }
 }
 
-// What is optional is pinned as far as memory goes, and comes from wherever it is.
+// Optional ranges are pinned as far as memory allows; all of them can be fetched.
 TEST_F(CudaTransfersTest, PiecesComeFromPagesThatAreNotPinned) {
     computeExpected();
     const DeviceArray<uint8_t> stages = staging();
@@ -432,7 +432,7 @@ TEST_F(CudaTransfersTest, PiecesComeFromPagesThatAreNotPinned) {
     for (const Group& group : _streamed) EXPECT_TRUE(canPin(group.file[0]));
 }
 
-// More than any machine has: one clear error, and nothing stays pinned.
+// For more memory than any machine has there is one clear error, and nothing stays pinned.
 TEST_F(CudaTransfersTest, TooMuchToPinIsOneError) {
     const uint64_t size = uint64_t{8} << 40;
     std::optional<TemporaryFile> huge;
@@ -441,7 +441,7 @@ TEST_F(CudaTransfersTest, TooMuchToPinIsOneError) {
     } catch (const std::exception&) {
         GTEST_SKIP() << "no file of 8 TiB, not even an empty one, can be mapped here";
     }
-    // Most likely mapped below it, and so pinned before the failure.
+    // Most likely mapped at a lower address, and so pinned before the failure.
     const TemporaryFile later({1}, size_t{64} << 20);
     const Matrix inLater{DType::F32, 1, kCols, later.data()};
     std::vector<HostRange> always = streamedRanges();
@@ -470,7 +470,7 @@ TEST_F(CudaTransfersTest, APassGivenUpDoesNotDisturbTheNext) {
     const DeviceArray<uint8_t> stages = staging(), slots(2 * _slotBytes);
     CudaTransfers transfers(stream());
     prepare(transfers, stages);
-    // Leaves much to do.
+    // Leaves much work in the streams.
     const auto giveUp = [&] {
         transfers.begin();
         for (size_t i = 0; i < 200; ++i) {
@@ -489,7 +489,7 @@ TEST_F(CudaTransfersTest, APassGivenUpDoesNotDisturbTheNext) {
         if (captured) EXPECT_THROW(stream().capture(giveUp), std::runtime_error);
         else EXPECT_THROW(giveUp(), std::runtime_error);
         if (replayed) {
-            transfers.settle();  // what begin() does
+            transfers.settle();  // as begin() does
             stream().replay(*graph);
         } else {
             pass(transfers, slots, 2, results);

@@ -1,5 +1,5 @@
-// What of a file is pinned, where the device reads it then, and what becomes of what memory or the system leaves no
-// room for.
+// Which parts of a file are pinned, where the device then reads them, and what happens to parts that memory or the
+// system does not let be pinned.
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
@@ -23,18 +23,18 @@ TEST(PagesToPin, AreWholeAndJoinedOverSmallGapsOfOneMapping) {
     const std::vector<HostRange> always = {range(far + 5, far + 6), range(base + 10, base + 20),
                                            range(base + 2 * kPage - 1, base + 2 * kPage + 1)};
     const AddressRange low{base, base + 3 * kPage};
-    // One page less than the gap, and the gap itself.
+    // A distance of one page less than the gap, and of the gap itself.
     EXPECT_EQ(pagesToPin({always, {}, {}}, {{0, far + kPage}}, kPage).always,
               (std::vector<AddressRange>{low, {far, far + kPage}}));
     const std::vector<HostRange> nearer = {always[1], always[2], range(far - kPage, far - kPage + 1)};
     EXPECT_EQ(pagesToPin({nearer, {}, {}}, {{0, far + kPage}}, kPage).always, (std::vector<AddressRange>{{base, far}}));
-    // Two mappings: what lies between them is nobody's.
+    // The pages between two mappings belong to neither.
     EXPECT_EQ(pagesToPin({nearer, {}, {}}, {{0, base + 3 * kPage}, {base + 3 * kPage, far}}, kPage).always,
               (std::vector<AddressRange>{low, {far - kPage, far}}));
     EXPECT_TRUE(pagesToPin({{range(base, base)}, {}, {}}, {}, kPage).always.empty());
 }
 
-// Against a set of pages, one by one.
+// Compares with a plain implementation over sets of pages.
 TEST(PagesToPin, RandomRangesAreAllCoveredOnceAndOnlyThey) {
     std::mt19937 random(testSeed());
     for (int turn = 0; turn < 300; ++turn) {
@@ -46,7 +46,7 @@ TEST(PagesToPin, RandomRangesAreAllCoveredOnceAndOnlyThey) {
             }
             return ranges;
         };
-        // In the order of their rights to a page that several want.
+        // In the order of precedence for a page that several classes want.
         const std::vector<HostRange> wanted[] = {some(static_cast<int>(random() % 9)),
                                                  some(static_cast<int>(random() % 9)),
                                                  some(static_cast<int>(random() % 9))};
@@ -70,14 +70,14 @@ TEST(PagesToPin, RandomRangesAreAllCoveredOnceAndOnlyThey) {
                 last = r.end;
                 uintptr_t gap = 0;
                 for (uintptr_t p = r.begin / kPage; p < r.end / kPage; ++p) {
-                    ASSERT_TRUE(pinned.insert(p).second) << "a page pinned twice";
+                    ASSERT_TRUE(pinned.insert(p).second) << "the page is pinned twice";
                     gap = any.count(p) ? 0 : gap + 1;
-                    ASSERT_LT(gap * kPage, kPinnedGap) << "a page far from any range";
+                    ASSERT_LT(gap * kPage, kPinnedGap) << "the page is far from any range";
                 }
             }
             for (const uintptr_t p : of[c])
                 ASSERT_TRUE(pinned.count(p))
-                    << "page " << p << " of class " << c << " is pinned for less than that, or not at all";
+                    << "page " << p << " of class " << c << " is pinned for a weaker class, or not at all";
         }
     }
 }
@@ -108,13 +108,13 @@ protected:
         for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random()());
         return bytes;
     }
-    // What the device finds at an address of its own.
+    // Reads bytes at a device address.
     static std::vector<uint8_t> deviceReads(const uint8_t* at, size_t bytes) {
         const DeviceArray<uint8_t> copy(bytes);
         require(cudaMemcpy(copy.get(), at, bytes, cudaMemcpyDefault));
         return copy.read();
     }
-    // Every byte as source() says where it is.
+    // Reads every byte through source().
     static std::vector<uint8_t> throughSources(const PinnedFiles& files, const uint8_t* file, size_t bytes) {
         std::vector<uint8_t> found;
         while (found.size() < bytes) {
@@ -127,7 +127,7 @@ protected:
     }
 };
 
-// Every byte of it, also where several threads copy.
+// Every byte is right, also if several threads copy.
 TEST_F(PinnedFilesTest, ACopyIsTheWholeOfTheFile) {
     const std::vector<uint8_t> bytes = randomBytes((size_t{20} << 20) + random()() % 100000);
     const TemporaryFile file(bytes);
@@ -147,7 +147,7 @@ TEST_F(PinnedFilesTest, ACopyIsTheWholeOfTheFile) {
     }
 }
 
-// A container's limit leaves room for 24 MiB: of 40 in two files 18 are pinned.
+// A container's limit leaves room for 24 MiB, so 18 of the 40 MiB in two files are pinned.
 TEST_F(PinnedFilesTest, WhatIsOptionalIsPinnedAsFarAsMemoryGoes) {
     constexpr size_t kMiB = size_t{1} << 20;
     std::string folder = ::testing::TempDir() + "sharpi_room_XXXXXX";
@@ -167,7 +167,7 @@ TEST_F(PinnedFilesTest, WhatIsOptionalIsPinnedAsFarAsMemoryGoes) {
     {
         PinnedFiles files(stream().device(), [&] { return memoryRoom(folder + "/proc", folder + "/groups"); });
         files.pin({{{high.data() + 19 * kMiB, kMiB}}, {}, {{high.data(), 19 * kMiB}, {low.data(), 20 * kMiB}}});
-        // 1 MiB is read in every pass, so that 17 are left.
+        // 1 MiB is read in every pass, which leaves 17.
         const uint8_t* const end = low.data() + 17 * kMiB;
         EXPECT_NE(files.reachable(low.data(), 17 * kMiB), nullptr);
         EXPECT_EQ(files.reachable(low.data(), 17 * kMiB + 1), nullptr);
@@ -215,7 +215,7 @@ TEST_F(PinnedFilesTest, WhatIsOptionalStaysAsItIsWhereTheSystemRefuses) {
     }
 }
 
-// A page that belongs to a range of each class: who may not do without has it.
+// A page that belongs to ranges of several classes goes to the class that cannot do without it.
 TEST_F(PinnedFilesTest, WhatIsReadOnceIsNotReadByKernels) {
     const TemporaryFile file(randomBytes(size_t{6} << 20));
     const size_t third = file.bytes() / 3 + 100;
@@ -224,10 +224,10 @@ TEST_F(PinnedFilesTest, WhatIsReadOnceIsNotReadByKernels) {
                {{file.data() + 2 * third, file.bytes() - 2 * third}},
                {{file.data() + third, third}}});
     EXPECT_NE(files.reachable(file.data(), third), nullptr);
-    EXPECT_EQ(files.reachable(file.data(), 2 * third), nullptr) << "two pins";
+    EXPECT_EQ(files.reachable(file.data(), 2 * third), nullptr) << "the bytes are in two pins";
     EXPECT_NE(files.reachable(file.data() + third, 1), nullptr);
     EXPECT_NE(files.reachable(file.data() + third + kPage, third - kPage), nullptr);
-    EXPECT_NE(files.reachable(file.data() + 2 * third, 1), nullptr) << "of a page that has optional bytes too";
+    EXPECT_NE(files.reachable(file.data() + 2 * third, 1), nullptr) << "the page has optional bytes too";
     EXPECT_EQ(files.reachable(file.data() + 2 * third + kPage, 1), nullptr);
     EXPECT_FALSE(canPin(file.data() + 2 * third + kPage));
     files.unpinOnce();

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "engine/sampler.h"
+#include "cpu/sample.h"
 #include "gpu_test.h"
 #include "kernels/rows/sampling.h"
 

@@ -1,0 +1,89 @@
+// What this machine has, how fast it is, and the CPU's kernels by themselves.
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+
+#include "bindings/bindings.h"
+#include "core/error.h"
+#include "cpu/kernels.h"
+#include "hardware/devices.h"
+#include "hardware/hardware_probe.h"
+
+namespace sharpi {
+
+namespace {
+
+py::array_t<float> dequantize(uint32_t type, const py::bytes& data, int64_t cols) {
+    const DTypeInfo* dtype = findDType(type);
+    if (!dtype) throw Error(ErrorKind::InvalidArgument, "unknown type " + std::to_string(type));
+    const auto bytes = static_cast<std::string_view>(data);
+    if (cols <= 0 || cols % dtype->blockElements)
+        throw Error(ErrorKind::InvalidArgument, "the number of columns must be a multiple of the type's block");
+    const size_t stride = rowBytes(dtype->type, cols);
+    if (bytes.size() % stride) throw Error(ErrorKind::InvalidArgument, "the data does not end with a whole row");
+    const auto rows = static_cast<py::ssize_t>(bytes.size() / stride);
+    py::array_t<float> out({rows, static_cast<py::ssize_t>(cols)});
+    float* const to = out.mutable_data();
+    py::gil_scoped_release release;
+    for (py::ssize_t r = 0; r < rows; ++r) {
+        cpu::kernels().dequantizeRow(dtype->type, bytes.data() + r * stride, cols, to + r * cols);
+    }
+    return out;
+}
+
+py::dict measure(int threads, size_t most) {
+    HardwareRates rates;
+    {
+        py::gil_scoped_release release;
+        rates = measureHardware(threads, most);
+    }
+    py::dict values;
+    values["ram_bytes_per_second"] = rates.ramBytesPerSecond;
+    values["cpu_flops"] = rates.cpuFlops;
+    if (rates.gpu) {
+        values["pcie_bytes_per_second"] = rates.gpu->pcieBytesPerSecond;
+        values["ram_bytes_per_second_shared"] = rates.gpu->ramBytesPerSecondShared;
+        values["pcie_bytes_per_second_shared"] = rates.gpu->pcieBytesPerSecondShared;
+        values["vram_bytes_per_second"] = rates.gpu->vramBytesPerSecond;
+        values["gpu_kernel_seconds"] = rates.gpu->kernelSeconds;
+        values["gpu_flops"] = rates.gpu->flops;
+    } else {
+        values["gpu_missing"] = rates.gpuMissing;
+    }
+    return values;
+}
+
+}  // namespace
+
+void bindHardware(py::module_& m) {
+    m.def("dequantize", &dequantize, py::arg("ggml_type"), py::arg("data"), py::arg("cols"),
+          "Rows of a quantized format as float32 [rows, cols].");
+    m.def("cpu_isa", [] { return cpu::kernels().name; }, "The instruction set that the CPU's kernels use here.");
+    m.def(
+        "find_cuda_device",
+        [](int ordinal) {
+            const cuda::DeviceInfo gpu = [ordinal] {
+                py::gil_scoped_release release;  // the first use of a GPU takes a while
+                return findGpu(ordinal);
+            }();
+            py::dict info;
+            info["name"] = gpu.name;
+            info["index"] = gpu.index;
+            info["compute_capability"] = std::to_string(gpu.major) + "." + std::to_string(gpu.minor);
+            info["multiprocessors"] = gpu.multiprocessors;
+            info["total_bytes"] = gpu.totalBytes;
+            info["free_bytes"] = gpu.freeBytes;
+            return info;
+        },
+        py::arg("ordinal") = Device().ordinal,
+        "The GPU with this number. Raises InvalidRequestError with the reason if there is none.");
+    m.def(
+        "measure_hardware", &measure, py::arg("threads"), py::arg("most_bytes") = kProbeBytes,
+        "Measures in a few seconds how fast the CPU, the GPU and the bus between them are: for each rate a list of "
+        "samples. Samples of the two \"_shared\" rates with the same index were taken together. \"gpu_missing\" says "
+        "why there are no rates of a GPU. most_bytes: the most to take of each memory. Raises OutOfMemoryError if too "
+        "little can be had.");
+}
+
+}  // namespace sharpi

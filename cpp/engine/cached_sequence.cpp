@@ -1,0 +1,77 @@
+// See cached_sequence.h.
+#include "engine/cached_sequence.h"
+
+#include <algorithm>
+#include <vector>
+
+namespace sharpi {
+
+CachedSequence::CachedSequence(ModelRunner& runner) : _runner(runner), _handle(runner.lock().kv().createSequence()) {}
+
+CachedSequence::~CachedSequence() { _runner.lock().kv().releaseSequence(_handle); }
+
+int64_t CachedSequence::cutBack(const LockedModel& model, int64_t tokens) {
+    return model.kv().truncate(_handle, std::min(tokens, model.kv().length(_handle)));
+}
+
+int64_t CachedSequence::cutForPrompt(const LockedModel& model, int64_t tokens) {
+    const int64_t step = _runner.limits().pieces.promptStep;
+    int64_t kept = cutBack(model, tokens);
+    while (kept % step) kept = cutBack(model, kept - kept % step);
+    return kept;
+}
+
+int64_t CachedSequence::cutToComputed(const LockedModel& model, const Transcript& text) {
+    const int64_t tokens = model.kv().length(_handle), pastStep = tokens % _runner.limits().pieces.promptStep;
+    if (tokens >= text.promptTokens() || !pastStep) return tokens;
+    return cutForPrompt(model, tokens - pastStep);
+}
+
+int64_t CachedSequence::pieceEnd(const LockedModel& model, const Transcript& text, int64_t held, int64_t chunk) {
+    const PieceRules& rules = _runner.limits().pieces;
+    const int64_t begin = cutToComputed(model, text);
+    if (begin < held && rules.oneArithmetic) return held;
+    return std::max(begin, held) + std::clamp<int64_t>(chunk, 1, rules.rows);
+}
+
+Piece CachedSequence::nextPiece(const LockedModel& model, const Transcript& text, int64_t wanted) {
+    const Stretch stretch = text.piece(cutToComputed(model, text), wanted, _runner.limits().pieces);
+    Piece piece{stretch.kind, text.tokens().data() + stretch.begin, stretch.begin, stretch.end - stretch.begin};
+    piece.endsPrompt = stretch.end == text.promptTokens();
+    if (stretch.end < text.size()) piece.follower = text.tokens()[static_cast<size_t>(stretch.end)];
+    return piece;
+}
+
+// A later prompt that repeats this one, or has another end, continues from the last place before the prompt's last
+// token at which prompt rows may begin. If they may begin anywhere, only the prompt of a generation is worth a state.
+std::optional<int64_t> CachedSequence::stateToKeep(const Piece& piece) const {
+    const int64_t step = _runner.limits().pieces.promptStep;
+    if (piece.kind != RowKind::Prompt || !piece.endsPrompt || (step == 1 && piece.want != Want::Choice))
+        return std::nullopt;
+    return (piece.end() - 1) / step * step;
+}
+
+void CachedSequence::extend(const LockedModel& model, const Piece& piece) {
+    std::vector<int64_t> marks;
+    const std::optional<int64_t> kept = stateToKeep(piece);
+    if (kept && *kept > piece.begin) marks.push_back(*kept);
+    for (int64_t length = piece.end() - piece.drafted; length < piece.end(); ++length) marks.push_back(length);
+    model.kv().extend(_handle, piece.count, marks);
+}
+
+Batch CachedSequence::batchOf(const Piece& piece) const {
+    int64_t firstWanted = piece.count;
+    if (piece.want == Want::EveryRow) firstWanted = piece.again;
+    if (piece.want == Want::Choice) firstWanted -= 1 + piece.drafted;
+    Batch batch;
+    for (int64_t i = 0; i < piece.count; ++i) {
+        batch.add(piece.kind, piece.tokens[i], static_cast<int32_t>(piece.begin + i), _handle, i >= firstWanted);
+    }
+    return batch;
+}
+
+void CachedSequence::keepState(const LockedModel& model, const Piece& piece) {
+    if (const std::optional<int64_t> kept = stateToKeep(piece)) model.kv().keepState(_handle, *kept);
+}
+
+}  // namespace sharpi

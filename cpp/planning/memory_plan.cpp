@@ -1,0 +1,150 @@
+// See memory_plan.h.
+#include "planning/memory_plan.h"
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+
+#include "experts/expert_staging.h"
+#include "placement/model_weights.h"
+#include "placement/placement.h"
+
+namespace sharpi {
+
+namespace {
+
+// Addresses with nothing behind them.
+class CountingMemory : public DeviceMemory {
+public:
+    explicit CountingMemory(size_t granularity) : _granularity(granularity) {}
+    std::string name() const override { return "the plan"; }
+    size_t granularity() const override { return _granularity; }
+    size_t freeBytes() const override { return kCapacity - _used; }
+    void* reserve(size_t bytes) override {
+        void* at = reinterpret_cast<void*>(_next);
+        _next += bytes;
+        return at;
+    }
+    void release(void*, size_t) noexcept override {}
+    bool commit(void*, size_t bytes) override {
+        _used += bytes;
+        return true;
+    }
+    void decommit(void*, size_t bytes) noexcept override { _used -= bytes; }
+    void upload(void*, const void*, size_t) override {}
+    void download(void*, const void*, size_t) override {}
+    void zero(void*, size_t) override {}
+
+private:
+    static constexpr size_t kCapacity = size_t{1} << 46;
+    size_t _granularity, _used = 0;
+    uintptr_t _next = uintptr_t{1} << 46;
+};
+
+}  // namespace
+
+std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
+    std::vector<KvLayerShape> shapes;
+    for (const LayerSpec* layer : spec.loadedLayers()) {
+        shapes.push_back(layer->attention ? KvLayerShape{layer->attention->kvHeads, layer->attention->headDim}
+                                          : KvLayerShape());
+    }
+    return shapes;
+}
+
+std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec) {
+    std::vector<RecurrentShape> shapes;
+    for (const LayerSpec* layer : spec.loadedLayers()) {
+        shapes.push_back(layer->delta ? RecurrentShape{layer->delta->convState(), layer->delta->matrixState()}
+                                      : RecurrentShape());
+    }
+    return shapes;
+}
+
+namespace {
+
+// A model loaded over a memory that only counts.
+struct Counted {
+    Counted(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options)
+        : memory(options.device.kind->granularity()),
+          allocator(memory),
+          trace(allocator, nullptr),
+          layout(options.device.kind->layout()),
+          stream(allocator, layout.value_or(DeviceLayout()), nullptr),
+          slots(allocator, layout.value_or(DeviceLayout())) {
+        trace.note("start");
+        if (layout) placer = std::make_unique<DevicePlacer>(allocator, *layout, stream, slots, nullptr);
+        else placer = std::make_unique<MappedPlacer>(allocator);
+        const Weights shapes(tensors);
+        weights.emplace(spec, shapes, *placer, options.homes, options.expertSlotBytes, options.context, trace);
+    }
+
+    CountingMemory memory;
+    Allocator allocator;
+    LoadTrace trace;
+    std::optional<DeviceLayout> layout;
+    WeightStream stream;
+    ExpertSlotManager slots;
+    std::unique_ptr<Placer> placer;
+    std::optional<ModelWeights> weights;
+};
+
+// What single experts pass through on their way.
+size_t expertStagingBytes(const ExpertSlotManager& slots) {
+    if (slots.capacity() == 0) return 0;
+    std::vector<ExpertStacks> files;
+    for (int32_t row = 0; row < slots.layers(); ++row) files.push_back(slots.file(row));
+    return expertStaging(files).bytes();
+}
+
+}  // namespace
+
+std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& asked) {
+    EngineOptions options = asked;
+    options.homes = normalized(spec, std::move(options.homes));
+    const StepLimits limits = engineLimits(spec, tensors, options);
+    Counted model(spec, tensors, options);
+    RecurrentState states(model.allocator, recurrentShapes(spec), options.sequences);
+    if (states.any()) model.trace.note("recurrent state");
+    const KvCache kv(model.allocator, kvShapes(spec), options.kvType, options.context, std::move(states));
+    model.trace.note("KV cache");
+    const DeviceKind& kind = *options.device.kind;
+    const Buffer scratch(model.allocator, kind.scratchBytes(limits, options.threads), "working memory");
+    std::optional<Buffer> staging;
+    if (const size_t bytes = expertStagingBytes(model.slots))
+        staging.emplace(model.allocator, bytes, "staging for experts");
+    model.trace.note("scratch");
+    std::vector<TraceLine> lines(model.trace.lines().begin() + 1, model.trace.lines().end());
+    TraceLine graphs;
+    graphs.name = "graphs";
+    graphs.asked = kind.recordBytes(limits);
+    graphs.taken = static_cast<int64_t>(graphs.asked);
+    lines.push_back(graphs);
+    return lines;
+}
+
+size_t plannedBytes(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options) {
+    int64_t total = 0;
+    for (const TraceLine& line : plannedLines(spec, tensors, options)) total += line.taken;
+    return static_cast<size_t>(total);
+}
+
+std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, const TensorTable& tensors,
+                                                      const EngineOptions& asked) {
+    EngineOptions options = asked;
+    options.homes = normalized(spec, std::move(options.homes));
+    return Counted(spec, tensors, options).slots.pools();
+}
+
+int64_t batchRows(const EngineOptions& options) {
+    return std::min(std::max(options.batch, options.device.kind->promptTile(options.prompt)), options.context);
+}
+
+StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options) {
+    StepLimits limits = stepLimits(spec, tensors, batchRows(options), options.context, options.kvType);
+    limits.prompt = options.prompt;
+    limits.expertSlots = options.device.kind->keepsWeights() && expertsAway(spec, options.homes);
+    return limits;
+}
+
+}  // namespace sharpi

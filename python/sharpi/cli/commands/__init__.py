@@ -1,0 +1,1 @@
+"""The subcommands of ``sharpi``, one a file."""

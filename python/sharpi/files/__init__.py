@@ -1,0 +1,1 @@
+"""Model files: the GGUF container, its metadata, and what a context beyond the trained one changes."""

@@ -1,0 +1,1 @@
+"""The machine: its processors and memory, and the rates measured on it."""

@@ -1,0 +1,1 @@
+"""Plans: where each tensor goes, and how fast a model will be there."""

@@ -1,0 +1,459 @@
+"""How fast a model will run: a model of time in a handful of sums, from its homes and the machine's measured rates.
+
+Decode, one token on the GPU. Two things go on at once, and the longer one counts:
+
+- PCIe brings the direct weights, all but the CPU's rows: their bytes / its rate.
+- The blocks run one after another. This is the sum of: the bytes that products read from VRAM / VRAM's rate; a fixed
+  time for each kernel, and direct weights need more kernels because they come in pieces; the rows that the CPU
+  computes, bytes / RAM's rate; two crossings between GPU and CPU for each layer that has such rows, the output head
+  included; and the experts of layers with slots.
+
+In a layer with slots, the hit rate is the probability that a chosen expert is in one, so the number of misses is
+binomial. The misses are shared so that the longer of two times is shortest: what PCIe brings, bytes / its rate, and
+what the CPU computes meanwhile, bytes / RAM's rate. The GPU then multiplies with the experts in slots and with those
+that came, while the CPU may still be busy; and there is a fixed time for crossings. Without slots, the CPU computes all
+experts.
+
+A part of the GPU's own time is added to the time of PCIe: copies run ahead by a few slots only, and begin anew with
+each token.
+
+While the CPU and PCIe both read RAM, the rates are those measured with both at work. Decode on the CPU is the bytes
+that a token reads / RAM's rate.
+
+Prefill, a prompt of one batch on the GPU: again two times, of which the longer one counts in full and the shorter one
+in part, plus a fixed time. One is for bringing all direct weights and all experts that are in no slot; the CPU takes no
+part in large batches. The other is for the arithmetic: two operations for each parameter and row, at the part of a
+large product's rate that whole prompts reach, which is less for experts that get few rows each. On the CPU it is the
+arithmetic alone. The output head is computed for the last row only, so prefill's arithmetic leaves it out.
+
+An exact prompt's arithmetic on the GPU is that of steps of eight rows, one after another: what such a step reads from
+VRAM (each of the eight rows chooses other experts), a factor for the eight rows, and its kernels, which are launched
+one by one. Direct weights are still brought once a batch.
+
+A recurrent state is read and written once by every token of decode. In prefill many tokens share its way through
+memory, and its arithmetic is about a hundredth of the products': both are left out.
+
+A drafted token costs two things: the prediction layer with the output head, which draft it, and one more row in the
+step that judges it. That row costs a part of the GPU's own time, or its arithmetic on the CPU, and the experts that are
+chosen for it. All other predictions are without drafts.
+
+Attention over the KV cache is left out: predictions are for short contexts.
+"""
+
+# A profile has no rates of a GPU if there is none, and predictions for a GPU are made only if there are.
+# pyright: reportOptionalOperand=false, reportOperatorIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from sharpi.machine.profile import ASSUMED, HardwareProfile
+from sharpi.planning.placement import CPU_ROW_STEP, DIRECT, SLOTS, VRAM, Beside, ExpertPool, Inventory, TensorHome, Use
+from sharpi.settings.choices import EXACT, FAST
+
+if TYPE_CHECKING:
+    from sharpi.planning.expert_stats import ExpertStats
+
+__all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "balanced", "cached_experts", "completed", "decode_on_cpu",
+           "decode_on_gpu", "decode_seconds", "draft_cost_on_cpu", "draft_cost_on_gpu", "expert_rates", "hit_rate",
+           "prefill_on_cpu", "prefill_on_gpu", "share_rows", "shares", "traffic"]
+
+# Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
+CROSSING_SECONDS = 15e-6
+# For a layer that misses experts: the GPU says which, the CPU orders them and answers.
+EXPERT_CROSSING_SECONDS = 12e-6
+# What a decode step takes besides reading weights, in multiples of the small kernel that a profile has measured: for
+# each layer; for one with experts; more if the CPU takes rows, or if experts are looked up in slots; and outside of
+# layers.
+DENSE_LAYER_KERNELS, EXPERT_LAYER_KERNELS, SHARED_LAYER_KERNELS, SLOTS_LAYER_KERNELS, OTHER_KERNELS = 10, 16, 6, 3, 6
+# A layer with an expert for every token takes this many more.
+SHARED_EXPERT_KERNELS = 3
+# Direct weights are multiplied as they come, a piece at a time.
+PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1.5
+# What a prompt costs besides: the first copy before there is anything to multiply, and the choice of a token.
+PREFILL_SECONDS = 1e-3
+# The part of a large product's rate that a prompt reaches, with norms, attention and smaller products; measured: 0.71
+# to 0.79.
+PREFILL_EFFICIENCY = 0.75
+# The products of experts reach this part of it, times m / (m + a tile's rows) if m rows come to an expert. Fitted to
+# prompts of 2,048 tokens and models with 128 and 256 experts.
+EXPERT_EFFICIENCY, EXPERT_TILE = 0.66, 128
+# Bringing weights and multiplying them overlap, except for this measured part of the shorter one: in prefill, and in
+# decode.
+OVERLAP_LOSS, DECODE_OVERLAP_LOSS = 0.15, 0.45
+# What a second row adds to the GPU's part of a step: products of few rows are bound by arithmetic too. Measured: 0.24
+# and 0.21.
+SECOND_ROW = 0.2
+# Rows of an exact prompt that the GPU takes at once; what a matrix's products with them take, and those of the experts
+# that they choose, in multiples of reading the weights; and the factor on the fixed times of kernels, which are
+# launched one by one. Fitted to prompts of 2,048 tokens and four models on an H200.
+EXACT_ROWS, EXACT_ROWS_COST, EXACT_EXPERTS_COST, EXACT_KERNELS = 8, 3.8, 1.15, 2
+# A smaller fraction of the rows does not pay for its crossings.
+LEAST_SHARE = 0.03
+# The fractions that are tried are multiples of 1 / SHARES: finer ones change the speed by less than the error.
+SHARES = 512
+
+# What can bound a speed. The fixed times of kernels count as the GPU's arithmetic, those of crossings as RAM.
+BOUNDS = ("PCIe", "RAM", "VRAM", "GPU arithmetic", "CPU arithmetic")
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A predicted speed, and which of `BOUNDS` it is bound by."""
+
+    tokens_per_second: float
+    bound: str
+
+
+class Cached(NamedTuple):
+    """A layer some of whose experts are in slots. used: experts that a token chooses, of `expert_bytes` each. hit: the
+    part of the choices that is expected to be in slots; held: the part of all its experts."""
+
+    used: int
+    expert_bytes: float
+    hit: float
+    held: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one token reads: bytes by place, and the layers by what they launch. shared_layers: those of which the CPU
+    takes rows, and the output head if it takes rows of that. left_layers: those whose experts are all the CPU's, whose
+    bytes are in `cpu`. cached: the layers with slots, whose experts' bytes are in no sum. beside: what is no weight."""
+
+    vram: float
+    direct: float
+    cpu: float
+    layers: int
+    expert_layers: int
+    shared_layers: int
+    left_layers: int = 0
+    cached: tuple[Cached, ...] = ()
+    beside: Beside = Beside()
+
+
+def cached_experts(uses: Sequence[Use], pools: Sequence[ExpertPool],
+                   warm: ExpertStats | None = None) -> dict[int, Cached]:
+    """The layers with slots, by number. Without statistics every expert is as likely to be used, and to be in a slot,
+    as any other; with them, slots hold those of the largest shares in their layers' uses."""
+    slots, experts = sum(pool.slots for pool in pools), sum(pool.experts for pool in pools)
+    if not slots:
+        return {}
+    chosen: defaultdict[int, float] = defaultdict(float)
+    whole: defaultdict[int, float] = defaultdict(float)
+    for use in uses:
+        if use.role == "experts":
+            chosen[use.layer] += use.read_bytes
+            whole[use.layer] += use.batch_bytes
+    layers, count = sorted(chosen), experts // len(chosen)
+    known = [(slots / experts,) * 2] * len(layers) if warm is None else _most_used(layers, count, slots, warm)
+    found = {}
+    for layer, (hit, held) in zip(layers, known, strict=True):
+        used = max(1, round(count * chosen[layer] / whole[layer]))
+        found[layer] = Cached(used, chosen[layer] / used, hit, held)
+    return found
+
+
+def _most_used(layers: Sequence[int], count: int, slots: int, warm: ExpertStats) -> list[tuple[float, float]]:
+    """For each layer, with `count` experts each: the part of its uses that falls on experts in slots, and the part of
+    its experts that is in slots."""
+    uses = np.ones((len(layers), count))
+    rows = dict(zip(warm.layers, warm.uses, strict=True))
+    for row, layer in zip(uses, layers, strict=True):
+        # A layer of which nothing was counted says nothing of its experts.
+        if layer in rows and rows[layer][:count].any():
+            row[:] = rows[layer][:count]
+    part = uses / uses.sum(axis=1, keepdims=True)
+    inside = np.zeros(part.size, dtype=bool)
+    inside[np.argsort(-part, axis=None, kind="stable")[:slots]] = True
+    inside = inside.reshape(part.shape)
+    return list(zip((part * inside).sum(axis=1).tolist(), inside.mean(axis=1).tolist(), strict=True))
+
+
+def hit_rate(cached: Mapping[int, Cached]) -> float:
+    """The part of all experts' uses that is expected to find the expert in a slot."""
+    return sum(layer.hit for layer in cached.values()) / max(1, len(cached))
+
+
+def expert_rates(profile: HardwareProfile, threads: int | None = None) -> tuple[float, float]:
+    """Bytes a second at which the CPU computes experts and PCIe brings them, both at work: what misses are shared
+    by."""
+    return profile.ram_bytes_per_second_shared * _at_work(profile, threads), profile.pcie_bytes_per_second_shared
+
+
+def completed(profile: HardwareProfile) -> HardwareProfile:
+    """`profile`, with an assumed GPU where it has none; it then says that it is assumed."""
+    if profile.gpu is not None:
+        return profile
+    whole = profile.with_assumed_gpu()
+    # RAM that is read from both sides is slower by as much as in the assumed machine.
+    slowdown = ASSUMED.ram_bytes_per_second_shared / ASSUMED.ram_bytes_per_second
+    return replace(whole, ram_bytes_per_second_shared=profile.ram_bytes_per_second * slowdown)
+
+
+def traffic(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[int, Cached] | None = None,
+            beside: Beside = Beside()) -> Traffic:
+    """What one token reads, and from where, under `homes`. cached: the layers with slots; the CPU computes all experts
+    of other layers."""
+    cached = cached or {}
+    vram = direct = cpu = 0.0
+    for use in uses:
+        home = homes[use.tensor]
+        if home.home == VRAM:
+            vram += use.read_bytes
+        elif home.home == DIRECT:
+            share = use.read_bytes * _on_cpu(use, home)
+            cpu += share
+            direct += use.read_bytes - share
+        elif use.layer not in cached:
+            cpu += use.read_bytes
+    layers = {use.layer for use in uses if use.layer >= 0}
+    experts = {use.layer for use in uses if use.role == "experts"}
+    outside = {use.layer for use in uses if homes[use.tensor].home == SLOTS}
+    shared = {use.layer for use in uses if _on_cpu(use, homes[use.tensor])}
+    return Traffic(vram, direct, cpu, len(layers), len(experts), len(shared), len(outside - cached.keys()),
+                   tuple(cached[layer] for layer in sorted(outside & cached.keys())), beside)
+
+
+def _on_cpu(use: Use, home: TensorHome) -> float:
+    """The part of the rows of a direct matrix that the CPU computes. It has rows of products: an embedding's are read
+    where the file is, even if it is the head as well."""
+    return home.cpu_rows / use.rows if home.home == DIRECT and use.role != "embedding" else 0.0
+
+
+def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None = None) -> tuple[float, str]:
+    """Seconds a token takes on the GPU, and what bounds it; `profile` has a GPU's rates. threads: the CPU's, where
+    they may be fewer than those that were measured."""
+    both = reads.cpu > 0 and reads.direct > 0
+    streamed = reads.direct / (profile.pcie_bytes_per_second_shared if both else profile.pcie_bytes_per_second)
+    beside = reads.beside
+    serial = {"VRAM": (reads.vram + reads.direct + 2 * beside.state_bytes) / profile.vram_bytes_per_second,
+              "GPU arithmetic": _kernels(reads) * profile.gpu_kernel_seconds,
+              "RAM": (_cpu_seconds(reads.cpu, streamed, profile, threads) + 2 * reads.shared_layers * CROSSING_SECONDS
+                      + reads.left_layers * EXPERT_CROSSING_SECONDS),
+              "PCIe": 0.0}
+    # The GPU's own work hides a part of the streaming; but hardly anything is streamed beside slots.
+    own = serial["VRAM"] + serial["GPU arithmetic"]
+    for layer, count in Counter(reads.cached).items():
+        for name, seconds in _cached_seconds(layer, profile, threads).items():
+            serial[name] += count * seconds
+    computed = sum(serial.values())
+    shown = DECODE_OVERLAP_LOSS * min(streamed, own)
+    if streamed > computed:
+        return streamed + shown, "PCIe"
+    return computed + shown, max(serial, key=lambda name: serial[name])
+
+
+def _kernels(reads: Traffic) -> float:
+    """The fixed times of a step's kernels, in times of the one that a profile has measured."""
+    return (DENSE_LAYER_KERNELS * (reads.layers - reads.expert_layers) + EXPERT_LAYER_KERNELS * reads.expert_layers
+            + SHARED_LAYER_KERNELS * reads.shared_layers
+            + SLOTS_LAYER_KERNELS * (reads.left_layers + len(reads.cached))
+            + SHARED_EXPERT_KERNELS * reads.beside.shared_experts
+            + PIECE_KERNELS * reads.direct / PIECE_BYTES + OTHER_KERNELS)
+
+
+def _cached_seconds(layer: Cached, profile: HardwareProfile, threads: int | None) -> dict[str, float]:
+    """The seconds that a layer's experts are expected to take, by what bounds them."""
+    expected = {"VRAM": 0.0, "RAM": 0.0, "PCIe": 0.0}
+    for misses in range(layer.used + 1):
+        chance = (math.comb(layer.used, misses) * (1 - layer.hit) ** misses * layer.hit ** (layer.used - misses))
+        cpu, pcie, fetched = _split(misses, layer.expert_bytes, profile, threads)
+        products = (layer.used - misses + fetched) * layer.expert_bytes / profile.vram_bytes_per_second
+        if cpu > pcie + products:
+            expected["RAM"] += chance * cpu
+        else:
+            expected["PCIe"] += chance * pcie
+            expected["VRAM"] += chance * products
+        expected["RAM"] += chance * EXPERT_CROSSING_SECONDS * (misses > 0)
+    return expected
+
+
+def _split(misses: int, size: float, profile: HardwareProfile, threads: int | None) -> tuple[float, float, int]:
+    """The CPU's seconds, the seconds of PCIe, and how many experts PCIe brings, if misses of `size` bytes each are
+    shared so that the longer time is shortest."""
+    at_work = _at_work(profile, threads)
+
+    def seconds(fetched: int) -> tuple[float, float]:
+        both = 0 < fetched < misses
+        ram = (profile.ram_bytes_per_second_shared if both else profile.ram_bytes_per_second) * at_work
+        return ((misses - fetched) * size / ram,
+                fetched * size / (profile.pcie_bytes_per_second_shared if both else profile.pcie_bytes_per_second))
+
+    fetched = min(range(misses + 1), key=lambda count: max(seconds(count)))
+    return *seconds(fetched), fetched
+
+
+def _cpu_seconds(count: float, streamed: float, profile: HardwareProfile, threads: int | None) -> float:
+    """Seconds in which the CPU reads `count` bytes, of which PCIe reads RAM too for `streamed`."""
+    beside = profile.ram_bytes_per_second_shared * _at_work(profile, threads)
+    together = min(count / beside, streamed)
+    return together + (count - together * beside) / (profile.ram_bytes_per_second * _at_work(profile, threads))
+
+
+def decode_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile,
+                  threads: int | None = None, cached: Mapping[int, Cached] | None = None,
+                  beside: Beside = Beside()) -> Speed:
+    """The speed of decode on the GPU; cached: the layers with slots."""
+    seconds, bound = decode_seconds(traffic(uses, homes, cached, beside), profile, threads)
+    return Speed(1 / seconds, bound)
+
+
+def decode_on_cpu(uses: Sequence[Use], profile: HardwareProfile, threads: int | None = None,
+                  beside: Beside = Beside()) -> Speed:
+    """The speed of decode on the CPU."""
+    read = sum(use.read_bytes for use in uses) + 2 * beside.state_bytes
+    return Speed(profile.ram_bytes_per_second * _at_work(profile, threads) / max(1, read), "RAM")
+
+
+def draft_cost_on_gpu(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
+                      threads: int | None = None, cached: Mapping[int, Cached] | None = None) -> float | None:
+    """What a token that the prediction layer drafts adds to a step on the GPU, as a part of a plain step's time; `None`
+    without such a layer."""
+    if not inventory.draft_uses:
+        return None
+    doubled = {layer: known._replace(used=2 * known.used) for layer, known in (cached or {}).items()}
+
+    def seconds(uses: Sequence[Use], cached: Mapping[int, Cached] | None, beside: Beside) -> float:
+        return decode_seconds(traffic(uses, homes, cached, beside), profile, threads)[0]
+
+    plain = seconds(inventory.model_uses, cached, inventory.beside)
+    judged = seconds(_of_rows(inventory.model_uses, 2), doubled, inventory.beside)
+    resident = traffic(inventory.model_uses, [TensorHome()] * len(homes), None, inventory.beside)
+    row = SECOND_ROW * min(plain, decode_seconds(resident, profile, threads)[0])
+    return (judged - plain + row + seconds(inventory.draft_uses, cached, Beside())) / plain
+
+
+def draft_cost_on_cpu(inventory: Inventory, profile: HardwareProfile, threads: int | None = None) -> float | None:
+    """The same on the CPU, where a further row is arithmetic that nothing hides."""
+    if not inventory.draft_uses:
+        return None
+    plain, judged, drafted = (sum(use.read_bytes for use in uses) for uses in (
+        inventory.model_uses, _of_rows(inventory.model_uses, 2), inventory.draft_uses))
+    multiplied = sum(use.parameters for use in (*inventory.model_uses, *inventory.draft_uses)
+                     if use.role not in ("embedding", "vector"))
+    at_work = _at_work(profile, threads)
+    added = (judged - plain + drafted) / (profile.ram_bytes_per_second * at_work) + 2 * multiplied / (
+        profile.cpu_flops * at_work
+    )
+    return added * decode_on_cpu(inventory.model_uses, profile, threads, inventory.beside).tokens_per_second
+
+
+def _of_rows(uses: Sequence[Use], rows: int) -> list[Use]:
+    """The uses of a few tokens at once: weights are read once for all of them, but each chooses experts of its own."""
+    return [use._replace(read_bytes=round(min(rows * use.read_bytes, use.batch_bytes))) if use.role == "experts"
+            else use for use in uses]
+
+
+def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile, rows: int,
+                   cached: Mapping[int, Cached] | None = None, prompt: str = FAST) -> Speed:
+    """The speed of prefill on the GPU, for an "exact" or "fast" prompt of one batch of `rows` tokens; cached: the
+    layers with slots."""
+    cached = cached or {}
+    brought = 0.0
+    for use in uses:
+        home = homes[use.tensor].home
+        if home == DIRECT:
+            brought += use.batch_bytes * (rows if use.role == "embedding" else 1)
+        elif home == SLOTS:
+            brought += use.batch_bytes * (1 - (cached[use.layer].held if use.layer in cached else 0.0))
+    streamed = brought / profile.pcie_bytes_per_second
+    if prompt == EXACT:
+        computed = _exact_seconds(uses, [TensorHome()] * len(homes), profile, rows)
+    else:
+        computed = _fast_seconds(uses, profile, rows)
+    seconds = max(streamed, computed) + OVERLAP_LOSS * min(streamed, computed) + PREFILL_SECONDS
+    return Speed(rows / seconds, "PCIe" if streamed > computed else "GPU arithmetic")
+
+
+def _fast_seconds(uses: Sequence[Use], profile: HardwareProfile, rows: int) -> float:
+    """Seconds of the GPU's arithmetic for `rows` rows on tensor cores."""
+    return sum(_operations([use], rows) / _efficiency(use, rows) for use in uses) / profile.gpu_flops
+
+
+def _exact_seconds(uses: Sequence[Use], resident: Sequence[TensorHome], profile: HardwareProfile, rows: int) -> float:
+    """Seconds of the GPU's arithmetic for `rows` rows by the contract; resident: homes with all tensors in VRAM."""
+    products = [use for use in uses if use.role not in ("embedding", "head")]
+    read = sum(use.read_bytes * (EXACT_EXPERTS_COST if use.role == "experts" else EXACT_ROWS_COST)
+               for use in _of_rows(products, EXACT_ROWS))
+    kernels = EXACT_KERNELS * _kernels(traffic(products, resident)) * profile.gpu_kernel_seconds
+    return math.ceil(rows / EXACT_ROWS) * (read / profile.vram_bytes_per_second + kernels)
+
+
+def _efficiency(use: Use, rows: int) -> float:
+    """The part of a large product's rate that a prompt's product with this tensor reaches."""
+    if use.role != "experts":
+        return PREFILL_EFFICIENCY
+    reached = rows * use.read_bytes / use.batch_bytes  # rows of an expert
+    return PREFILL_EFFICIENCY * EXPERT_EFFICIENCY * reached / (reached + EXPERT_TILE)
+
+
+def prefill_on_cpu(uses: Sequence[Use], profile: HardwareProfile, rows: int, threads: int | None = None) -> Speed:
+    """The speed of prefill on the CPU."""
+    rate = profile.cpu_flops * _at_work(profile, threads)
+    return Speed(rows * rate / max(1.0, _operations(uses, rows)), "CPU arithmetic")
+
+
+def shares() -> list[float]:
+    """The fractions of the rows that the CPU may take."""
+    return [0.0, *(step / SHARES for step in range(1, SHARES + 1) if step / SHARES >= LEAST_SHARE)]
+
+
+def share_rows(rows: int, share: float) -> int:
+    """How many of a matrix's rows a fraction of them is, in the CPU's steps."""
+    return min(round(rows * share / CPU_ROW_STEP), rows // CPU_ROW_STEP) * CPU_ROW_STEP
+
+
+def balanced(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
+             threads: int | None = None) -> tuple[TensorHome, ...]:
+    """`homes` with the CPU's rows: one fraction for all matrices that can be shared, the one predicted to decode
+    fastest; none where that is best. Those in VRAM have the rows too that they would give if they had to leave it: the
+    same fraction, or where that is nothing, the one that is best if all of them have left."""
+    share, movable = _best_share(inventory, homes, profile, threads), inventory.shareable()
+    leaving = {use.tensor for use in movable}
+    gone = [home._replace(home=DIRECT) if tensor in leaving else home for tensor, home in enumerate(homes)]
+    once_gone = share or _best_share(inventory, gone, profile, threads)
+    rows = {use.tensor: share_rows(use.rows, share if homes[use.tensor].home == DIRECT else once_gone)
+            for use in movable}
+    return tuple(home._replace(cpu_rows=rows.get(tensor, 0)) for tensor, home in enumerate(homes))
+
+
+def _best_share(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
+                threads: int | None) -> float:
+    """The fraction of their rows that direct matrices had best give the CPU."""
+    of_model = set(inventory.model_uses)
+    shared = [use for use in inventory.shareable(homes) if use in of_model]
+    if not shared:
+        return 0.0
+    alone = traffic(inventory.model_uses, [home._replace(cpu_rows=0) for home in homes], beside=inventory.beside)
+    # Layers are much alike: a fraction is judged by the few kinds of matrices, not by all. The head is layer -1.
+    kinds = Counter((use.rows, use.read_bytes) for use in shared)
+    most: dict[int, int] = {}
+    for use in shared:
+        most[use.layer] = max(use.rows, most.get(use.layer, 0))
+    layers = Counter(most.values())
+
+    def seconds(share: float) -> float:
+        cpu = sum(count * size * share_rows(rows, share) / rows for (rows, size), count in kinds.items())
+        touched = sum(count for rows, count in layers.items() if share_rows(rows, share))
+        # What is left may be a rounding error instead of nothing.
+        direct = alone.direct - cpu if alone.direct - cpu > 1 else 0.0
+        reads = replace(alone, direct=direct, cpu=alone.cpu + cpu, shared_layers=alone.shared_layers + touched)
+        return decode_seconds(reads, profile, threads)[0]
+
+    return min(shares(), key=seconds)
+
+
+def _operations(uses: Sequence[Use], rows: int) -> float:
+    return 2.0 * rows * sum(use.parameters for use in uses if use.role not in ("embedding", "vector", "head"))
+
+
+def _at_work(profile: HardwareProfile, threads: int | None) -> float:
+    """The fraction of the measured threads that works."""
+    return 1.0 if threads is None else min(1.0, threads / profile.threads)

@@ -1,0 +1,1 @@
+"""Between text and tokens: the tokenizer, and chat templates in a sandbox."""

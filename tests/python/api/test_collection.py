@@ -1,0 +1,100 @@
+"""Sessions and engines are collected without stopping other Python threads, whatever they have to wait for.
+
+Another thread counts. Two statements with no call between them hold the GIL throughout, so the count moves between them
+only if the object collected there releases it. Whether the other thread takes the GIL at that moment is chance, so each
+test makes many attempts, and one success is enough.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from sharpi import Model, _core
+
+ATTEMPTS = 200
+
+
+@contextmanager
+def counting() -> Iterator[list[int]]:
+    """A list of one number, which another thread counts up."""
+    count, done = [0], threading.Event()
+
+    def run() -> None:
+        while not done.is_set():
+            count[0] += 1
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield count
+    finally:
+        done.set()
+        thread.join()
+
+
+@contextmanager
+def stepping(model: Model) -> Iterator[None]:
+    """Another thread has the engine's lock nearly all the time, in long steps."""
+    done, begun = threading.Event(), threading.Event()
+
+    def run() -> None:
+        session = _core.Session(model.engine)
+        while not done.is_set():
+            begun.set()
+            session.reset()
+            session.evaluate(list(range(1000)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_others_go_on_while_a_session_waits_to_be_collected() -> None:
+    with Model.load(context=1024, threads=1, device="cpu") as model:
+        sessions = [_core.Session(model.engine) for _ in range(ATTEMPTS)]
+        with stepping(model), counting() as count:
+            while sessions:
+                time.sleep(0.001)  # or all of them would be collected between the same two steps
+                before = count[0]
+                del sessions[-1]
+                after = count[0]
+                if after > before:
+                    return
+    pytest.fail("no other thread ran while a session was collected")
+
+
+def test_others_go_on_while_an_engine_is_collected() -> None:
+    with counting() as count:
+        for _ in range(ATTEMPTS):
+            with Model.load(context=64, threads=2, device="cpu") as loaded:
+                engine = loaded.engine
+            before = count[0]
+            del engine
+            after = count[0]
+            if after > before:
+                return
+    pytest.fail("no other thread ran while an engine was collected")
+
+
+def test_the_last_session_takes_the_engine_with_it() -> None:
+    with counting() as count:
+        for _ in range(ATTEMPTS):
+            with Model.load(context=64, threads=2, device="cpu") as loaded:
+                session = _core.Session(loaded.engine)
+            del loaded
+            before = count[0]
+            del session
+            after = count[0]
+            if after > before:
+                return
+    pytest.fail("no other thread ran while an engine went with its session")
