@@ -139,7 +139,7 @@ void expertProducts(Stream& stream, const char* name, DType type, int64_t output
 }  // namespace
 
 int main() {
-    Stream stream(findDevice());
+    Stream stream(findDevice(0));
     std::printf("%s, %d rows\n", stream.device().name.c_str(), static_cast<int>(kRows));
     for (const DType type : {DType::Q4_K, DType::Q6_K}) {
         dense(stream, "qwen3-8b q, o", type, 4096, 4096);

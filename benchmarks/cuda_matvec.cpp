@@ -259,7 +259,7 @@ void measureAll(Stream& stream) {
 
 int main() {
     try {
-        Stream stream(findDevice());
+        Stream stream(findDevice(0));
         measureAll(stream);
     } catch (const std::exception& error) {
         std::fprintf(stderr, "%s\n", error.what());

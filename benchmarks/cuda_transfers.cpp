@@ -72,7 +72,7 @@ struct Setting {
 class Benchmark {
 public:
     Benchmark()
-        : _stream(findDevice()),
+        : _stream(findDevice(0)),
           _memory(_stream),
           _allocator(_memory),
           _transfers(std::make_unique<CudaTransfers>(_stream)) {

@@ -105,7 +105,7 @@ CPP_FILES = (
     "cpp/engine/drafter.cpp",
     "cpp/placement/placement.cpp",
     "cpp/placement/placer.cpp",
-    "cpp/engine/memory_plan.cpp",
+    "cpp/planning/memory_plan.cpp",
     "cpp/operations/step_limits.cpp",
     "cpp/layers/forward_pass.cpp",
     "cuda/plan/gpu_scratch.cpp",

@@ -6,7 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "core/error.h"
-#include "engine/memory_plan.h"
+#include "planning/memory_plan.h"
 
 namespace sharpi {
 
@@ -130,7 +130,8 @@ void bindDescription(py::module_& m) {
                 std::vector<std::tuple<int32_t, std::string, std::string, int32_t, uint64_t, int64_t, int64_t>> uses;
                 for (const TensorUse& use : tensorUses(d.spec, d.tensors)) {
                     const std::string& name = d.tensors.all()[static_cast<size_t>(use.tensor)].name;
-                    uses.emplace_back(use.tensor, name, roleName(use.role), use.layer, use.bytesPerToken, use.rows, use.cols);
+                    uses.emplace_back(use.tensor, name, roleName(use.role), use.layer, use.bytesPerToken, use.rows,
+                                      use.cols);
                 }
                 return uses;
             },

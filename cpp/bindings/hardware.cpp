@@ -7,7 +7,7 @@
 #include "bindings/bindings.h"
 #include "core/error.h"
 #include "cpu/kernels.h"
-#include "hardware/gpu.h"
+#include "hardware/devices.h"
 #include "hardware/hardware_probe.h"
 
 namespace sharpi {
@@ -62,10 +62,10 @@ void bindHardware(py::module_& m) {
     m.def("cpu_isa", [] { return cpu::kernels().name; }, "The instruction set that the CPU's kernels use here.");
     m.def(
         "find_cuda_device",
-        [] {
-            const cuda::DeviceInfo gpu = [] {
+        [](int ordinal) {
+            const cuda::DeviceInfo gpu = [ordinal] {
                 py::gil_scoped_release release;  // the first use of a GPU takes a while
-                return findGpu();
+                return findGpu(ordinal);
             }();
             py::dict info;
             info["name"] = gpu.name;
@@ -76,7 +76,8 @@ void bindHardware(py::module_& m) {
             info["free_bytes"] = gpu.freeBytes;
             return info;
         },
-        "The GPU that device 'cuda' means. Raises InvalidRequestError with the reason if there is none.");
+        py::arg("ordinal") = Device().ordinal,
+        "The GPU with this number. Raises InvalidRequestError with the reason if there is none.");
     m.def(
         "measure_hardware", &measure, py::arg("threads"), py::arg("most_bytes") = kProbeBytes,
         "Measures in a few seconds how fast the CPU, the GPU and the bus between them are: for each rate a list of "

@@ -9,15 +9,17 @@ namespace sharpi {
 
 namespace {
 
-// Raises the class of sharpi.errors that belongs to the error's kind.
-void translate(std::exception_ptr p) {
+// Raises the class of sharpi.errors that belongs to the error's kind, with the facts of a shortage.
+void translate(std::exception_ptr p) {  // NOLINT(performance-unnecessary-value-param): as pybind11 calls it
     const char* name = nullptr;
     std::string what;
+    std::optional<Shortage> shortage;
     try {
         if (p) std::rethrow_exception(p);
         return;
     } catch (const Error& e) {
         what = e.what();
+        shortage = e.shortage();
         switch (e.kind()) {
         case ErrorKind::InvalidArgument: name = "InvalidRequestError"; break;
         case ErrorKind::BadModel: name = "ModelFileError"; break;
@@ -29,7 +31,12 @@ void translate(std::exception_ptr p) {
         what = "out of memory: a smaller context or batch needs less";
     }
     const py::object type = py::module_::import("sharpi.errors").attr(name);
-    PyErr_SetString(type.ptr(), what.c_str());
+    const py::object error = type(what);
+    if (shortage) {
+        error.attr("available") = shortage->available;
+        error.attr("wanted") = shortage->wanted;
+    }
+    PyErr_SetObject(type.ptr(), error.ptr());
 }
 
 }  // namespace
@@ -45,6 +52,10 @@ PYBIND11_MODULE(_core, m) {
     bindEngine(m);
     bindSession(m);
     bindHardware(m);
+    m.attr("prompt_tile") = kPromptTile;
+    std::vector<std::string> roles;
+    for (const WeightRole role : kWeightRoles) roles.emplace_back(roleName(role));
+    m.attr("tensor_roles") = py::tuple(py::cast(roles));
     m.def("known_architectures", &knownArchitectures);
     m.attr("backends") = SHARPI_BACKENDS;
     m.attr("cuda_state") = SHARPI_CUDA_STATE;

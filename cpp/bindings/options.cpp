@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "core/error.h"
+#include "hardware/devices.h"
 
 namespace sharpi {
 
@@ -28,37 +29,28 @@ PromptMode toPromptMode(const std::string& name) {
 
 const char* promptModeName(PromptMode mode) { return mode == PromptMode::Exact ? "exact" : "fast"; }
 
-// Whether it is the GPU.
-bool toCuda(const std::string& device) {
-    if (device != "cpu" && device != "cuda")
-        throw Error(ErrorKind::InvalidArgument, "unknown device '" + device + "': known are cpu and cuda");
-    return device == "cuda";
-}
-
-const char* deviceName(bool cuda) { return cuda ? "cuda" : "cpu"; }
-
-// (home, rows of the CPU, rank) of each tensor; none: all in VRAM.
-using HomeRows = std::vector<std::tuple<std::string, int64_t, int32_t>>;
+// (home, rows of the CPU) of each tensor; none: all in VRAM.
+using HomeRows = std::vector<std::tuple<std::string, int64_t>>;
 
 constexpr std::array<Home, 3> kHomes{Home::Vram, Home::Direct, Home::Slots};
 
 Homes toHomes(const HomeRows& rows) {
     Homes homes;
-    for (const auto& [home, cpuRows, rank] : rows) {
+    for (const auto& [home, cpuRows] : rows) {
         const auto known =
             std::find_if(kHomes.begin(), kHomes.end(), [&home = home](Home h) { return home == homeName(h); });
         if (known == kHomes.end())
             throw Error(ErrorKind::InvalidArgument, "unknown home '" + home + "': known are vram, direct and slots");
-        if (cpuRows < 0 || cpuRows > int64_t{1} << 40 || rank < 0)
-            throw Error(ErrorKind::InvalidArgument, "a plan with impossible rows or ranks");
-        homes.push_back({*known, cpuRows, rank});
+        if (cpuRows < 0 || cpuRows > int64_t{1} << 40)
+            throw Error(ErrorKind::InvalidArgument, "a plan with an impossible number of rows for the CPU");
+        homes.push_back({*known, cpuRows});
     }
     return homes;
 }
 
 HomeRows homeRows(const Homes& homes) {
     HomeRows rows;
-    for (const TensorHome& home : homes) rows.emplace_back(homeName(home.home), home.cpuRows, home.rank);
+    for (const TensorHome& home : homes) rows.emplace_back(homeName(home.home), home.cpuRows);
     return rows;
 }
 
@@ -73,8 +65,9 @@ void bindOptions(py::module_& m) {
     py::class_<EngineOptions>(m, "EngineOptions",
                               "How a model runs: what an Engine is built with, and what its memory is planned with.")
         .def(py::init([](int64_t context, int64_t batch, int threads, const std::string& kvType,
-                         const std::string& prompt, int32_t sequences, const std::string& device, size_t vram,
-                         const HomeRows& homes, size_t expertSlotBytes, const Rates& expertRates, Warm warm) {
+                         const std::string& prompt, int32_t sequences, const std::string& device, int ordinal,
+                         size_t vram, const HomeRows& homes, size_t expertSlotBytes, const Rates& expertRates,
+                         Warm warm) {
                  EngineOptions options;
                  options.context = context;
                  options.batch = batch;
@@ -82,7 +75,7 @@ void bindOptions(py::module_& m) {
                  options.kvType = toKvType(kvType);
                  options.prompt = toPromptMode(prompt);
                  options.sequences = sequences;
-                 options.cuda = toCuda(device);
+                 options.device = {&deviceKind(device), ordinal};
                  options.vram = vram;
                  options.homes = toHomes(homes);
                  options.expertSlotBytes = expertSlotBytes;
@@ -91,14 +84,14 @@ void bindOptions(py::module_& m) {
              }),
              py::kw_only(), py::arg("context"), py::arg("batch") = usual.batch, py::arg("threads") = usual.threads,
              py::arg("kv_dtype") = kvTypeName(usual.kvType), py::arg("prompt") = promptModeName(usual.prompt),
-             py::arg("sequences") = usual.sequences, py::arg("device") = deviceName(usual.cuda),
-             py::arg("vram") = usual.vram, py::arg("homes") = homeRows(usual.homes),
-             py::arg("expert_slot_bytes") = usual.expertSlotBytes,
+             py::arg("sequences") = usual.sequences, py::arg("device") = usual.device.kind->name(),
+             py::arg("ordinal") = usual.device.ordinal, py::arg("vram") = usual.vram,
+             py::arg("homes") = homeRows(usual.homes), py::arg("expert_slot_bytes") = usual.expertSlotBytes,
              py::arg("expert_rates") = Rates(usual.expertUse.cpuRate, usual.expertUse.busRate),
              py::arg("warm") = usual.expertUse.warm,
-             "prompt: how prompts are computed on the GPU, \"exact\" or \"fast\". vram: the most to take of the GPU's "
-             "memory; 0: all that "
-             "is free. homes: (home, rows of the CPU, rank) of each tensor; none: all in VRAM. expert_rates: bytes per "
+             "prompt: how prompts are computed on the GPU, \"exact\" or \"fast\". ordinal: the GPU's number, "
+             "as the driver counts. vram: the most to take of its memory; 0: all that is free. homes: (home, rows of "
+             "the CPU) of each tensor; none: all in VRAM. expert_rates: bytes per "
              "second at which the "
              "CPU computes experts and the GPU fetches them. warm: (layer, expert) that slots hold from the beginning.")
         .def_readonly("context", &EngineOptions::context)
@@ -107,7 +100,8 @@ void bindOptions(py::module_& m) {
         .def_property_readonly("kv_dtype", [](const EngineOptions& o) { return kvTypeName(o.kvType); })
         .def_property_readonly("prompt", [](const EngineOptions& o) { return promptModeName(o.prompt); })
         .def_readonly("sequences", &EngineOptions::sequences)
-        .def_property_readonly("device", [](const EngineOptions& o) { return deviceName(o.cuda); })
+        .def_property_readonly("device", [](const EngineOptions& o) { return o.device.kind->name(); })
+        .def_property_readonly("ordinal", [](const EngineOptions& o) { return o.device.ordinal; })
         .def_readonly("vram", &EngineOptions::vram)
         .def_property_readonly("homes", [](const EngineOptions& o) { return homeRows(o.homes); })
         .def_readonly("expert_slot_bytes", &EngineOptions::expertSlotBytes)

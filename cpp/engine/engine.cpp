@@ -5,10 +5,9 @@
 #include <cstdio>
 
 #include "core/error.h"
-#include "cpu/cpu_backend.h"
 #include "engine/drafter.h"
 #include "experts/expert_prefetcher.h"
-#include "hardware/gpu.h"
+#include "hardware/devices.h"
 
 namespace sharpi {
 
@@ -34,16 +33,6 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
     return options;
 }
 
-// Others may take memory between the look and the loading: so often it is tried.
-constexpr int kLoadings = 3;
-// What is left free where less is there than the plan thought: kernels and captured steps come with the first tokens.
-constexpr size_t kReserve = size_t{128} << 20;
-
-std::unique_ptr<Backend> makeBackend(const EngineOptions& options) {
-    if (options.cuda) return makeGpuBackend(options.vram, options.threads);
-    return std::make_unique<CpuBackend>(options.threads);
-}
-
 }  // namespace
 
 size_t Engine::kvBytesFor(const ModelSpec& spec, KvType type, int64_t context) {
@@ -51,7 +40,8 @@ size_t Engine::kvBytesFor(const ModelSpec& spec, KvType type, int64_t context) {
 }
 
 Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options)
-    : Engine(std::move(spec), std::move(weights), options, makeBackend(options)) {}
+    : Engine(std::move(spec), std::move(weights), options, makeBackend(options.device, options.vram, options.threads)) {
+}
 
 Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options,
                std::unique_ptr<Backend> backend)
@@ -59,32 +49,24 @@ Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOpt
       _options(checked(_spec, options)),
       _files(std::move(weights)),
       _backend(std::move(backend)),
-      _trace(_backend->allocator(), !LoadTrace::wanted() ? nullptr
-                                    : options.cuda       ? "vram"
-                                                         : "ram") {
-    if (!_options.cuda) _options.homes.clear();  // all is where the file is mapped
+      _trace(_backend->allocator(), LoadTrace::wanted() ? options.device.kind->memoryName() : nullptr) {
+    if (!_options.device.kind->keepsWeights()) _options.homes.clear();
     if (!_options.homes.empty() && _options.homes.size() != _files->tensors().all().size()) {
         throw Error(ErrorKind::InvalidArgument, "a plan for " + std::to_string(_options.homes.size()) +
                                                     " tensors; the model has " +
                                                     std::to_string(_files->tensors().all().size()));
     }
-    if (_options.cuda) requireGpuCanRun(_spec);
+    _options.device.kind->requireCanRun(_spec);
     _options.homes = normalized(_spec, std::move(_options.homes));
-    loadAdapting();
+    loadOrGiveBack();
     if (LoadTrace::wanted()) printPlacement();
 }
 
 ExpertCounts Engine::expertCounts() { return _runner->lock().backend().expertCounts(); }
 
-std::vector<std::string> Engine::notes() const {
-    std::vector<std::string> all = _notes;
-    for (const std::string& note : _backend->notes()) all.push_back(note);
-    return all;
-}
-
 Placement Engine::placement() const {
-    return _options.cuda ? placementOf(_spec, _files->tensors(), _options.homes)
-                         : placementOnCpu(_spec, _files->tensors());
+    return _options.device.kind->keepsWeights() ? placementOf(_spec, _files->tensors(), _options.homes)
+                                                : placementOnCpu(_spec, _files->tensors());
 }
 
 std::optional<double> Engine::uploadSeconds() const {
@@ -111,7 +93,7 @@ void Engine::printPlacement() const {
                      static_cast<double>(range.end - range.begin) / mib, static_cast<unsigned long long>(range.begin),
                      _files->files()[static_cast<size_t>(range.file)].path().c_str());
     }
-    if (!_options.cuda) {
+    if (!_options.device.kind->keepsWeights()) {
         std::fprintf(stderr, "weights: %.2f MiB in ram, where the file is mapped\n", static_cast<double>(p.ram) / mib);
         return;
     }
@@ -125,59 +107,41 @@ void Engine::printPlacement() const {
                  static_cast<double>(counts.slotBytes) / mib);
 }
 
-// Loads, with less in the device's memory where less is free than the plan thought.
-void Engine::loadAdapting() {
-    const FittedPlan planned{_options.homes, _options.expertSlotBytes};
-    for (int attempt = 1;; ++attempt) {
-        try {
-            adaptHomes(planned, attempt == kLoadings);
-            return load();
-        } catch (const Error& error) {
-            if (error.kind() != ErrorKind::OutOfMemory) throw;
-            unload();
-            if (!planned.homes.empty() && attempt < kLoadings) continue;
-            const size_t available = _backend->allocator().available();
-            if (plannedBytes(_spec, _files->tensors(), _options) <= available)
-                throw;  // it was other memory that is short
-            throw Error(ErrorKind::OutOfMemory, std::string(error.what()) + "; " +
-                                                    fittingAdvice(_spec, _files->tensors(), _options, available));
-        }
+void Engine::loadOrGiveBack() {
+    try {
+        requireRoom();
+        load();
+    } catch (const Error& error) {
+        if (error.kind() != ErrorKind::OutOfMemory) throw;
+        unload();
+        throw Error(error.what(),
+                    {_backend->allocator().available(), plannedBytes(_spec, _files->tensors(), _options)});
     }
 }
 
-// What was free when the plan was made may be gone: then less is resident, and more comes over the bus.
-void Engine::adaptHomes(const FittedPlan& planned, bool lastAttempt) {
-    if (!_options.cuda || planned.homes.empty()) return;
-    const size_t available = _backend->allocator().available();
-    _options.homes = planned.homes;
-    _options.expertSlotBytes = planned.expertSlotBytes;
-    if (lastAttempt || plannedBytes(_spec, _files->tensors(), _options) > available) {
-        const FittedPlan fitted =
-            fittedPlan(_spec, _files->tensors(), _options, available - std::min(kReserve, available / 16));
-        _options.homes = fitted.homes;
-        _options.expertSlotBytes = fitted.expertSlotBytes;
-    }
-    _notes.clear();
-    const uint64_t wanted = placementOf(_spec, _files->tensors(), planned.homes).vram + planned.expertSlotBytes;
-    const uint64_t held = placement().vram + _options.expertSlotBytes;
-    if (held == wanted) return;
-    const auto mib = [](uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
-    _notes.push_back("only " + mib(available) + " of VRAM are free: " + mib(held) +
-                     " of weights are kept there, not the " + mib(wanted) + " of the plan; it will be slower");
+// A plan counts what the driver will take with the first tokens too. If that is not there, loading may succeed and the
+// first step fail, so such a plan is refused at once.
+void Engine::requireRoom() {
+    if (_options.homes.empty()) return;
+    const size_t available = _backend->allocator().available(),
+                 wanted = plannedBytes(_spec, _files->tensors(), _options);
+    if (wanted <= available) return;
+    const auto mib = [](size_t bytes) { return std::to_string(bytes >> 20) + " MiB"; };
+    throw Error(ErrorKind::OutOfMemory, "the plan needs " + mib(wanted) + " of memory on " +
+                                            _backend->allocator().memory().name() + ", where " + mib(available) +
+                                            " are available");
 }
 
 void Engine::unload() {
     _runner.reset();
     _weights.reset();
     _backend->unload();
-    _trace.restart();
 }
 
 void Engine::load() {
     Allocator& allocator = _backend->allocator();
     const StepLimits limits = engineLimits(_spec, _files->tensors(), _options);
     _trace.note("start");
-    _uploadSeconds = -1;
     _backend->whenUploaded([this](double seconds) { uploaded(seconds); });
     _weights.emplace(_spec, *_files, _backend->placer(), _options.homes, _options.expertSlotBytes, _options.context,
                      _trace);
@@ -192,7 +156,7 @@ void Engine::load() {
     _trace.note("scratch");
     _runner.emplace(_spec, *_weights, *_backend, std::move(kv), limits);
     // Where weights are still to come, the first prompt need not wait for a pass of its own.
-    if (_options.cuda && !_backend->streams()) rehearse();
+    if (_options.device.kind->keepsWeights() && !_backend->streams()) rehearse();
     _trace.note("graphs");
 }
 

@@ -6,24 +6,25 @@
 #include <memory>
 #include <optional>
 
-#include "engine/memory_plan.h"
 #include "engine/model_runner.h"
 #include "placement/placement.h"
+#include "planning/memory_plan.h"
 
 namespace sharpi {
 
 class Engine {
 public:
-    // Throws Error(BadModel), Error(OutOfMemory), Error(InvalidArgument).
+    // Loads what the options say, or throws Error(BadModel), Error(InvalidArgument), or Error(OutOfMemory) with a
+    // Shortage; everything taken is given back then.
     Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options);
     // On a backend that the caller made.
     Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options,
            std::unique_ptr<Backend> backend);
 
     const ModelSpec& spec() const { return _spec; }
-    const EngineOptions& options() const { return _options; }  // with the homes that it has come to
+    const EngineOptions& options() const { return _options; }
     // Lines for people: what was not as planned.
-    std::vector<std::string> notes() const;
+    std::vector<std::string> notes() const { return _backend->notes(); }
     // What has become of the experts; no layers where the model has none. Waits for a step that runs.
     ExpertCounts expertCounts();
     Placement placement() const;
@@ -47,8 +48,8 @@ public:
     void warm(const std::function<bool(uint64_t done, uint64_t total)>& progress) const;
 
 private:
-    void loadAdapting();
-    void adaptHomes(const FittedPlan& planned, bool lastAttempt);
+    void loadOrGiveBack();
+    void requireRoom();
     void load();
     void unload();
     void printPlacement() const;
@@ -62,7 +63,6 @@ private:
     std::unique_ptr<Weights> _files;
     std::unique_ptr<Backend> _backend;
     LoadTrace _trace;
-    std::vector<std::string> _notes;
     std::atomic<double> _uploadSeconds{-1};  // < 0: not all is there
     std::optional<ModelWeights> _weights;
     std::optional<ModelRunner> _runner;

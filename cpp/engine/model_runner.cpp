@@ -8,12 +8,12 @@ namespace sharpi {
 
 namespace {
 
-SequenceLimits sequenceLimits(const Backend& backend, const StepLimits& limits) {
+SequenceLimits sequenceLimits(const ModelSpec& spec, const Backend& backend, const StepLimits& limits) {
     SequenceLimits s;
     s.vocabSize = limits.vocab;
     s.context = limits.context;
     s.headRows = backend.headRows();
-    s.predictionLayer = limits.drafts;
+    s.predictionLayer = !spec.predictions.empty();
     s.pieces = {backend.oneArithmetic(), backend.promptStep(), limits.maxRows,
                 std::min(limits.maxRows, backend.decodeRows())};
     return s;
@@ -23,7 +23,7 @@ SequenceLimits sequenceLimits(const Backend& backend, const StepLimits& limits) 
 
 ModelRunner::ModelRunner(const ModelSpec& spec, const ModelWeights& weights, Backend& backend, KvCache kv,
                          const StepLimits& limits)
-    : _limits(sequenceLimits(backend, limits)),
+    : _limits(sequenceLimits(spec, backend, limits)),
       _kvBytes(kv.bytes()),
       _stateBytes(kv.states().bytes()),
       _backend(backend),

@@ -16,7 +16,7 @@
 #include "core/error.h"
 #include "core/thread_pool.h"
 #include "cpu/kernels.h"
-#include "hardware/gpu.h"
+#include "hardware/devices.h"
 #include "memory/host_memory.h"
 
 #ifdef SHARPI_WITH_CUDA

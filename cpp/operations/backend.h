@@ -56,7 +56,7 @@ public:
     virtual std::vector<std::string> notes() const { return {}; }
     // To be called before weights are placed: `told` hears when all that is resident has arrived
     // (WeightStream::onUploaded). Where weights stay in the mapped file it never does.
-    virtual void whenUploaded(std::function<void(double seconds)> told) { (void)told; }
+    virtual void whenUploaded(std::function<void(double seconds)> /*told*/) {}
     // Gives everything back that was placed or taken: loading may begin anew.
     virtual void unload() = 0;
     // What has become of the experts so far.

@@ -20,13 +20,9 @@ inline const char* homeName(Home home) {
 
 struct TensorHome {
     Home home = Home::Vram;
-    // Of a feed-forward matrix or output head that is Direct, or becomes it: its last rows, a multiple of 32, that the
-    // CPU computes in steps. Gate and up of a layer have the same number. In other batches all rows are brought to the
-    // device.
+    // Of a feed-forward matrix or output head that is Direct: its last rows, a multiple of 32, that the CPU computes in
+    // steps. Gate and up of a layer have the same number. In other batches all rows are brought to the device.
     int64_t cpuRows = 0;
-    // Where memory turns out shorter than planned, resident tensors of the highest rank become Direct first, experts
-    // Slots. Tensors of one rank change together, as a layer's gate and up must.
-    int32_t rank = 0;
 };
 
 // By tensor, in the order of the file's table; empty: everything is resident. The stacks of experts of all layers are

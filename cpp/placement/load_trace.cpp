@@ -12,11 +12,6 @@ bool LoadTrace::wanted() {
     return value && std::strcmp(value, "1") == 0;
 }
 
-void LoadTrace::restart() {
-    _lines.clear();
-    _held = _allocator.held();
-}
-
 void LoadTrace::note(const std::string& name) {
     const size_t held = _allocator.held(), free = _allocator.memory().freeBytes();
     const size_t before = _lines.empty() ? free : _lines.back().free;

@@ -21,7 +21,6 @@ public:
     LoadTrace(Allocator& allocator, const char* memory) : _allocator(allocator), _memory(memory) {}
     // Notes what has happened since the last call, under `name`.
     void note(const std::string& name);
-    void restart();
     const std::vector<TraceLine>& lines() const { return _lines; }
     static bool wanted();  // SHARPI_TRACE_VRAM=1
 

@@ -8,8 +8,8 @@
 
 namespace sharpi {
 
-CudaBackend::CudaBackend(size_t vram, int threads)
-    : _stream(cuda::findDevice()),
+CudaBackend::CudaBackend(int ordinal, size_t vram, int threads)
+    : _stream(cuda::findDevice(ordinal)),
       _memory(_stream),
       _allocator(_memory, vram),
       _threads(threads),

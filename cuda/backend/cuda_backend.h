@@ -18,9 +18,9 @@ namespace sharpi {
 
 class CudaBackend : public Backend {
 public:
-    // vram: the most memory to take, in bytes; 0: all. threads: for what the CPU computes.
-    // Throws Error(InvalidArgument) if there is no usable GPU.
-    CudaBackend(size_t vram, int threads);
+    // ordinal: see Device. vram: the most memory to take, in bytes; 0: all. threads: for what the CPU computes.
+    // Throws Error(InvalidArgument) where there is no usable GPU.
+    CudaBackend(int ordinal, size_t vram, int threads);
     ~CudaBackend() override;
 
     const char* device() const override { return "cuda"; }

@@ -26,12 +26,9 @@ struct DeviceInfo {
     size_t totalBytes = 0, freeBytes = 0;
 };
 
-// The device that is used unless another one is chosen.
-constexpr int kDefaultDevice = 0;
-
 // Opens device `index` and makes it the calling thread's. Throws Error(InvalidArgument) with the reason why it cannot
 // be used: no driver, a driver that is too old, no such device, or no kernels for it in this build.
-DeviceInfo findDevice(int index = kDefaultDevice);
+DeviceInfo findDevice(int index);
 
 // A captured sequence of launches.
 class Graph {

@@ -6,8 +6,8 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import numpy.typing as npt
 
-# Homes by tensor: (home, rows of the CPU, rank).
-_Homes = Sequence[tuple[str, int, int]]
+# Homes by tensor: (home, rows of the CPU).
+_Homes = Sequence[tuple[str, int]]
 # (name, GGML type, shape with the row's length first, index of the file, offset in it, bytes).
 _TensorRow = tuple[str, int, Sequence[int], int, int, int]
 
@@ -45,8 +45,9 @@ class EngineOptions:
 
     def __init__(
         self, *, context: int, batch: int = 512, threads: int = 1, kv_dtype: str = "bf16", prompt: str = "fast",
-        sequences: int = 4, device: str = "cpu", vram: int = 0, homes: _Homes = [], expert_slot_bytes: int = 0,
-        expert_rates: tuple[float, float] = (0.0, 0.0), warm: Sequence[tuple[int, int]] = [],
+        sequences: int = 4, device: str = "cpu", ordinal: int = 0, vram: int = 0, homes: _Homes = [],
+        expert_slot_bytes: int = 0, expert_rates: tuple[float, float] = (0.0, 0.0),
+        warm: Sequence[tuple[int, int]] = [],
     ) -> None: ...
     @property
     def context(self) -> int: ...
@@ -63,9 +64,11 @@ class EngineOptions:
     @property
     def device(self) -> str: ...
     @property
+    def ordinal(self) -> int: ...
+    @property
     def vram(self) -> int: ...
     @property
-    def homes(self) -> list[tuple[str, int, int]]: ...
+    def homes(self) -> list[tuple[str, int]]: ...
     @property
     def expert_slot_bytes(self) -> int: ...
     @property
@@ -157,10 +160,12 @@ class Session:
 
 backends: str
 cuda_state: str
+prompt_tile: int
+tensor_roles: tuple[str, ...]
 version: str
 
 def known_architectures() -> list[str]: ...
 def dequantize(ggml_type: int, data: bytes, cols: int) -> npt.NDArray[np.float32]: ...
 def cpu_isa() -> str: ...
-def find_cuda_device() -> _CudaDevice: ...
+def find_cuda_device(ordinal: int = 0) -> _CudaDevice: ...
 def measure_hardware(threads: int, most_bytes: int = 1073741824) -> dict[str, Any]: ...

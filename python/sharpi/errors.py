@@ -48,7 +48,14 @@ class InvalidRequestError(SharpiError, ValueError):
 
 
 class OutOfMemoryError(SharpiError, MemoryError):
-    """There is not enough device or host memory for the request."""
+    """There is not enough device or host memory for the request.
+
+    If a model did not fit, `wanted` are the bytes of the device's memory that its plan takes, and `available` those
+    that can be had now; both are `None` for other requests.
+    """
+
+    available: int | None = None
+    wanted: int | None = None
 
 
 class InternalError(SharpiError):

@@ -127,16 +127,16 @@ class Model(LoadedModel):
         made, spec, asked = plan_of(file, spec, given, {"rope": rope, "warm": warmth, "notice": tell})
         _log.info("%r from %s", made, file.paths[0])
         made.require()
-        engine, made = open_engine(file, spec, made, warmth, asked)
+        engine, made, notes = open_engine(file, spec, made, warmth, asked)
         counts = ExpertStats.from_engine(engine, made)
-        for line in (*engine.notes, *_unheeded(file, counts, warmth, target)):
+        for line in (*notes, *engine.notes, *_unheeded(file, counts, warmth, target)):
             tell(line)
         if progress is not None:
             read_pages(engine, made, progress)
         seconds = time.perf_counter() - started
         _log.info("%s is loaded after %.3f s: %s (%s), %d threads", file.name, seconds, made.device, engine.device_name,
                   made.threads)
-        return cls(file, spec, engine, made, seconds, None if counts is None else target, notice)
+        return cls(file, spec, engine, made, seconds, None if counts is None else target, notice, notes)
 
     def __repr__(self) -> str:
         closed = ", closed" if self._engine is None else ""
@@ -207,7 +207,7 @@ class Model(LoadedModel):
             "threads": self.threads,
             "isa": self.isa,
             "placement": self.engine.placement(),
-            "notes": list(self.engine.notes),
+            "notes": [*self._notes, *self.engine.notes],
             "experts": experts.summary() if experts else None,
         }
 

@@ -10,9 +10,11 @@ from typing import Any
 from sharpi import _core
 from sharpi.errors import ModelFileError, SharpiError
 from sharpi.files.gguf import GgufFile
+from sharpi.machine.hardware import Gpu
 from sharpi.planning.expert_stats import ExpertStats
 from sharpi.planning.plan import Plan
 from sharpi.planning.planner import make_plan
+from sharpi.planning.shortage import load_planned
 
 __all__ = ["Progress", "engine_options", "open_engine", "read_pages"]
 
@@ -32,6 +34,7 @@ def engine_options(plan: Plan, warm: ExpertStats | None = None) -> _core.EngineO
         prompt=plan.prompt,
         sequences=plan.sequences,
         device=plan.device,
+        ordinal=plan.gpu.index if isinstance(plan.gpu, Gpu) and on_gpu else 0,
         vram=plan.vram or 0,
         homes=plan.homes if on_gpu else (),
         expert_slot_bytes=plan.expert_slots if on_gpu else 0,
@@ -45,11 +48,15 @@ def _open(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats
 
 
 def open_engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: ExpertStats | None,
-                asked: Mapping[str, Any] | None) -> tuple[_core.Engine, Plan]:
-    """The engine, and the plan that it runs: one for the CPU if the GPU fails and the plan chose it. warm: says which
-    experts fill the slots first. asked: what the plan was made from, if another may be made."""
+                asked: Mapping[str, Any] | None) -> tuple[_core.Engine, Plan, list[str]]:
+    """The engine, the plan that it runs, and lines for people. The plan is one for less memory if there is less than
+    planned, and one for the CPU if the GPU fails and the plan chose it. warm: says which experts fill the slots first.
+    asked: what the plan was made from, if another may be made."""
+    def load(made: Plan) -> tuple[_core.Engine, Plan, list[str]]:
+        return load_planned(made, file, spec, warm, lambda tried: _open(file, spec, tried, warm))
+
     try:
-        return _open(file, spec, plan, warm), plan
+        return load(plan)
     except ModelFileError:
         raise
     except SharpiError as reason:
@@ -60,7 +67,7 @@ def open_engine(file: GgufFile, spec: _core.Description, plan: Plan, warm: Exper
         _log.warning("%s: the GPU cannot be used, so the CPU is: %s", file.name, reason)
         instead = make_plan(file, spec, **{**asked, "device": "cpu", "vram": None})
         instead = replace(instead, why=str(reason), gpu=plan.gpu, vram=plan.vram)
-        return _open(file, spec, instead, warm), instead
+        return load(instead)
 
 
 def read_pages(engine: _core.Engine, plan: Plan, progress: Progress) -> None:

@@ -4,8 +4,9 @@ What a token reads in full comes first, because a byte of VRAM saves it a byte o
 norms, then attention, routers and the output head, then the feed-forward matrices layer by layer. Then come the
 experts, of which a token reads few, and last the embedding, of which it reads one row. Tensors that must change
 together are a unit, as gate and up of a layer are, and units have ranks: VRAM holds the lowest ones, so that more of it
-never drives a unit out. Layers take turns in an order of which every beginning is spread over the whole model: while a
-layer in VRAM is computed, the weights of the next that is not are on their way.
+never drives a unit out, and the highest leave first if there is less than planned. Layers take turns in an order of
+which every beginning is spread over the whole model: while a layer in VRAM is computed, the weights of the next that is
+not are on their way.
 
 All experts of the model are one unit: where not all of them fit, none has a place of its own in VRAM, and what is
 left of it holds a cache of single experts, the slots. Those that are missed are computed by the CPU or fetched; large
@@ -19,7 +20,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from sharpi.errors import InvalidRequestError
 from sharpi.settings.switches import check_switches, is_on
@@ -32,6 +33,8 @@ __all__ = [
     "Inventory",
     "KINDS",
     "Placed",
+    "ROLES",
+    "Role",
     "SLOTS",
     "Switches",
     "TensorHome",
@@ -44,13 +47,25 @@ VRAM, DIRECT, SLOTS = "vram", "direct", "slots"
 # The CPU takes whole groups of rows of a matrix.
 CPU_ROW_STEP = 32
 
+# What a tensor is used for, in the words of the core.
+Role = Literal["embedding", "vector", "attention", "router", "ffn_gate", "ffn_up", "ffn_down", "experts", "head"]
+ROLES: tuple[Role, ...] = get_args(Role)
+
 # Place in the order of benefit, and the kind of weight that people are told.
-_ROLES = {"vector": (0, "norms"), "attention": (1, "attention"), "router": (2, "routers"), "head": (3, "output head"),
-          "ffn_gate": (4, "feed-forward"), "ffn_up": (4, "feed-forward"), "ffn_down": (4, "feed-forward"),
-          "experts": (5, "experts"), "embedding": (6, "embedding")}
-_SHARED = ("ffn_gate", "ffn_up", "ffn_down", "head")
-_PAIRED = ("ffn_gate", "ffn_up")
-_WHOLE_MODEL = ("vector", "experts")
+_ROLES: dict[Role, tuple[int, str]] = {
+    "vector": (0, "norms"),
+    "attention": (1, "attention"),
+    "router": (2, "routers"),
+    "head": (3, "output head"),
+    "ffn_gate": (4, "feed-forward"),
+    "ffn_up": (4, "feed-forward"),
+    "ffn_down": (4, "feed-forward"),
+    "experts": (5, "experts"),
+    "embedding": (6, "embedding"),
+}
+_SHARED: tuple[Role, ...] = ("ffn_gate", "ffn_up", "ffn_down", "head")
+_PAIRED: tuple[Role, ...] = ("ffn_gate", "ffn_up")
+_WHOLE_MODEL: tuple[Role, ...] = ("vector", "experts")
 # In the order in which a table shows them.
 KINDS = tuple(dict.fromkeys(kind for _, kind in sorted(_ROLES.values())))
 
@@ -64,7 +79,7 @@ class Use(NamedTuple):
 
     tensor: int
     name: str
-    role: str
+    role: Role
     layer: int
     read_bytes: int
     rows: int
@@ -83,13 +98,11 @@ class Beside(NamedTuple):
 
 class TensorHome(NamedTuple):
     """Where a tensor's bytes are, as the core wants to be told: `VRAM`; `DIRECT`, whose last `cpu_rows` rows the CPU
-    computes in small batches; or, for experts alone, `SLOTS`: in RAM, with a cache of single ones in VRAM. Where VRAM
-    turns out shorter than planned, the highest ranks leave it first; what has rank 0 cannot. `cpu_rows` of a tensor in
-    VRAM are those that the CPU has once it left; until then they mean nothing."""
+    computes in small batches; or, for experts alone, `SLOTS`: in RAM, with a cache of single ones in VRAM. The
+    `cpu_rows` of a tensor in VRAM take effect if a plan for less memory moves the tensor out."""
 
     home: str = VRAM
     cpu_rows: int = 0
-    rank: int = 0
 
 
 class ExpertPool(NamedTuple):
@@ -161,17 +174,21 @@ class Inventory:
             nbytes = tensors[index].nbytes
             # A tensor of fused experts is met once for each of the equal parts that are fused.
             batch = nbytes / times[index] if role == "experts" else read
-            uses.append(Use(index, name, role, layer, read, rows, cols, batch_bytes=batch,
+            uses.append(Use(index, name, cast(Role, role), layer, read, rows, cols, batch_bytes=batch,
                             parameters=math.prod(tensors[index].shape) * read / max(1, nbytes)))
         return cls(uses, [tensor.nbytes for tensor in tensors], spec.layer_count,
                    Beside(spec.state_bytes, spec.shared_experts))
 
-    def homes(self, resident: int) -> tuple[TensorHome, ...]:
-        """The homes where the first `resident` movable units are in VRAM, and no row of a matrix is the CPU's."""
+    def homes(self, resident: int, most: Sequence[TensorHome] | None = None) -> tuple[TensorHome, ...]:
+        """The homes with the first `resident` movable units in VRAM, and none that is outside of it in `most`. Without
+        `most`, no row of a matrix is the CPU's."""
         last = self.movable[resident - 1].rank if resident else 0
-        ranks = (self._ranks.get(tensor, 0) for tensor in range(len(self.sizes)))
-        return tuple(TensorHome(VRAM if rank <= last else self._outside(tensor), 0, rank)
-                     for tensor, rank in enumerate(ranks))
+        return tuple(home if self._ranks.get(tensor, 0) <= last else home._replace(home=self._outside(tensor))
+                     for tensor, home in enumerate(most or (TensorHome(),) * len(self.sizes)))
+
+    def kept_bytes(self, homes: Sequence[TensorHome]) -> int:
+        """Bytes of the tensors that have a place of their own in VRAM."""
+        return sum(self.sizes[tensor] for tensor in self._dearest if homes[tensor].home == VRAM)
 
     def movable_bytes(self, resident: int) -> int:
         """Bytes of the first `resident` movable units."""
@@ -193,7 +210,7 @@ class Inventory:
         sums = {kind: [0, 0, 0, 0] for kind in KINDS}
         slots, experts = sum(pool.slots for pool in pools), max(1, sum(pool.experts for pool in pools))
         for tensor, use in self._dearest.items():
-            size, (home, cpu_rows, _), kind = self.sizes[tensor], homes[tensor], _ROLES[use.role][1]
+            size, (home, cpu_rows), kind = self.sizes[tensor], homes[tensor], _ROLES[use.role][1]
             vram = size if home == VRAM else size * slots // experts if home == SLOTS else 0
             cpu = size * cpu_rows // use.rows if home == DIRECT else 0
             if home == SLOTS and not slots:
@@ -214,9 +231,9 @@ class Inventory:
         may_share = {use.tensor: use.rows for use in self.shareable()}
         by_layer: dict[int, set[int]] = {}
         for use in self.uses:
-            home, cpu_rows, rank = homes[use.tensor]
-            if home not in (VRAM, self._outside(use.tensor)) or rank < 0:
-                raise InvalidRequestError(f"{use.name} has the home {home!r} of rank {rank}")
+            home, cpu_rows = homes[use.tensor]
+            if home not in (VRAM, self._outside(use.tensor)):
+                raise InvalidRequestError(f"{use.name} has the home {home!r}")
             if home == DIRECT and not self._ranks[use.tensor]:
                 raise InvalidRequestError(f"{use.name} has to be in VRAM")
             if cpu_rows % CPU_ROW_STEP or not 0 <= cpu_rows <= may_share.get(use.tensor, 0):
@@ -226,9 +243,8 @@ class Inventory:
         for unit in self.units:
             if len({homes[tensor].home for tensor in unit.tensors}) > 1 and unit.kind == "feed-forward":
                 raise InvalidRequestError(f"gate and up of layer {unit.layer} have different homes")
-            # They leave VRAM together too, where it is shorter than planned.
             if len({homes[tensor] for tensor in unit.tensors}) > 1 and unit.kind == "experts":
-                raise InvalidRequestError("the experts have different homes or ranks")
+                raise InvalidRequestError("the experts have different homes")
         for layer, counts in by_layer.items():
             if len(counts) > 1:
                 raise InvalidRequestError(f"gate and up of layer {layer} give the CPU different rows")

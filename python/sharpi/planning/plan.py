@@ -19,7 +19,7 @@ from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import HardwareProfile
 from sharpi.planning.placement import SLOTS, VRAM, ExpertPool, Inventory, Placed, TensorHome
 from sharpi.planning.prediction import BOUNDS, Speed
-from sharpi.planning.prompt_modes import FAST_TILE
+from sharpi.planning.prompt_modes import prompt_tile
 from sharpi.settings.choices import EXACT, FAST, KV_DTYPES, PROMPT_MODES
 
 __all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING",
@@ -291,8 +291,8 @@ def _check(plan: Plan, file: GgufFile, spec: Any) -> None:
         raise InvalidRequestError(f"its batch of {plan.batch} is longer than its context")
     if plan.prompt == FAST and plan.device == "cpu":
         raise InvalidRequestError(f"its 'prompt' is {FAST}, and the CPU's prompts are {EXACT}")
-    if plan.prompt == FAST and plan.batch < min(FAST_TILE, plan.context):
-        raise InvalidRequestError(f"its batch of {plan.batch} is less than the {FAST_TILE} that fast prompts take")
+    if plan.prompt == FAST and plan.batch < min(prompt_tile(), plan.context):
+        raise InvalidRequestError(f"its batch of {plan.batch} is less than the {prompt_tile()} that fast prompts take")
     if plan.mtp and not spec.prediction_layers:
         raise InvalidRequestError("it loads a prediction layer, and the model has none to use")
     if plan.device == "cuda":
@@ -369,8 +369,12 @@ def _speed(value: Any) -> Speed:
 
 
 def _home(value: Any) -> TensorHome:
-    home, cpu_rows, rank = value
-    return TensorHome(_text(home), _count()(cpu_rows), _count(most=1 << 30)(rank))
+    home, cpu_rows, *ranks = value
+    for rank in ranks[:1]:  # older plans have one, which means nothing now
+        _count()(rank)
+    if len(ranks) > 1:
+        raise ValueError
+    return TensorHome(_text(home), _count()(cpu_rows))
 
 
 def _line(value: Any) -> tuple[str, int]:

@@ -12,11 +12,8 @@ from sharpi.errors import InvalidRequestError
 from sharpi.machine.hardware import Gpu
 from sharpi.settings.choices import EXACT, FAST, PROMPT_MODES
 
-__all__ = ["FAST_TILE", "choose_prompt", "least_batch", "rounding_words"]
+__all__ = ["choose_prompt", "least_batch", "prompt_tile", "rounding_words"]
 
-# Tokens of a tile of a fast prompt. A batch holds at least one tile: a smaller one is rounded up, as far as the context
-# goes.
-FAST_TILE = 64
 _LEAST_EXACT_BATCH = 32  # a batch below it is not worth suggesting
 
 # Modes by compute capability; "fast" for all that are not listed. A kind of GPU whose exact prompts are fast will be
@@ -24,6 +21,14 @@ _LEAST_EXACT_BATCH = 32  # a batch below it is not worth suggesting
 # budget, on a prompt's length or on measured rates. A hardware profile does not know the capability, so plans for
 # another machine need it there before the first entry is made here.
 _BY_COMPUTE_CAPABILITY: dict[str, str] = {}
+
+
+def prompt_tile() -> int:
+    """Tokens of a tile of a fast prompt. A batch holds at least one tile: a smaller one is rounded up, as far as the
+    context goes."""
+    from sharpi import _core  # late: `sharpi --help` needs no core
+
+    return _core.prompt_tile
 
 
 def choose_prompt(asked: str | None, found: Gpu | str | None) -> str:
@@ -40,12 +45,13 @@ def choose_prompt(asked: str | None, found: Gpu | str | None) -> str:
 
 def least_batch(device: str, prompt: str) -> int:
     """The smallest batch that is worth suggesting. A smaller one is rounded up if prompts are fast."""
-    return FAST_TILE if device == "cuda" and prompt == FAST else _LEAST_EXACT_BATCH
+    return prompt_tile() if device == "cuda" and prompt == FAST else _LEAST_EXACT_BATCH
 
 
 def rounding_words(asked: int, batch: int) -> str:
     """The line that says why a batch is not as asked."""
-    done = "rounded up" if batch >= FAST_TILE else "raised"
-    whole = "" if batch >= FAST_TILE else ", the whole context"
-    return (f"a batch of {asked} is {done} to {batch}{whole}: fast prompts are computed in tiles of {FAST_TILE} tokens"
+    tile = prompt_tile()
+    done = "rounded up" if batch >= tile else "raised"
+    whole = "" if batch >= tile else ", the whole context"
+    return (f"a batch of {asked} is {done} to {batch}{whole}: fast prompts are computed in tiles of {tile} tokens"
             f" (--prompt {EXACT} takes any batch)")

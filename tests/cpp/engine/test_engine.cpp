@@ -294,7 +294,7 @@ TEST(Engine, AnyAllocationMayFailAndNothingIsLost) {
     }
 }
 
-TEST(Engine, WhatDoesNotFitIsSaidWithASettingThatWould) {
+TEST(Engine, WhatDoesNotFitIsSaidWithWhatThereIs) {
     tiny::Options options;
     options.context = 8000;
     options.layers = 4;
@@ -302,21 +302,24 @@ TEST(Engine, WhatDoesNotFitIsSaidWithASettingThatWould) {
     options.headDim = 64;
     const tiny::Model model(options);
     EngineOptions wanted = smallOptions();
-    wanted.cuda = true;  // plans as for a GPU
     wanted.context = 8000;
-    try {
-        OnFake(size_t{28} << 20, size_t{2} << 20).load(model, wanted);
-        FAIL() << "it fits";
-    } catch (const Error& e) {
-        const std::string said = e.what();
-        EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory);
-        EXPECT_NE(said.find("KV cache"), std::string::npos) << said;
-        const size_t at = said.find("a context of ");
-        ASSERT_NE(at, std::string::npos) << said;
-        wanted.context = std::stoll(said.substr(at + 13));
+    const size_t capacity = size_t{28} << 20;
+    for (const DeviceKind* kind : {&cpuKind(), &cudaKind()}) {
+        SCOPED_TRACE(kind->name());
+        wanted.device.kind = kind;
+        const size_t needed = plannedBytes(model.spec(), model.table(), wanted);
+        ASSERT_GT(needed, capacity);
+        try {
+            OnFake(capacity, size_t{2} << 20).load(model, wanted);
+            FAIL() << "it fits";
+        } catch (const Error& e) {
+            EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory);
+            EXPECT_NE(std::string(e.what()).find("KV cache"), std::string::npos) << e.what();
+            ASSERT_TRUE(e.shortage());
+            EXPECT_EQ(e.shortage()->available, capacity);
+            EXPECT_EQ(e.shortage()->wanted, needed);
+        }
     }
-    EXPECT_GE(wanted.context, 1000);
-    EXPECT_EQ(OnFake(size_t{28} << 20, size_t{2} << 20).load(model, wanted)->options().context, wanted.context);
 }
 
 TEST(Engine, ThePlanCountsWhatLoadingTakes) {

@@ -13,10 +13,10 @@
 
 #include "core/error.h"
 #include "cpu/cpu_backend.h"
-#include "engine/memory_plan.h"
 #include "fake_device.h"
 #include "layers/forward_pass.h"
 #include "placement/placement.h"
+#include "planning/memory_plan.h"
 #include "seed.h"
 #include "state_marks.h"
 #include "tiny_engine.h"
@@ -411,7 +411,7 @@ TEST(PredictionLayer, WhereItsWeightsAreDoesNotShow) {
 
 EngineOptions planned(bool cuda) {
     EngineOptions options = smallOptions();
-    options.cuda = cuda;
+    options.device.kind = cuda ? &cudaKind() : &cpuKind();
     return options;
 }
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "hardware/gpu.h"
+#include "plan/cuda_kind.h"
 #include "seed.h"
 #include "state_marks.h"
 #include "tiny_engine.h"
@@ -221,10 +221,10 @@ TEST(RecurrentSessions, RowsOfABatchCanBeTakenBack) {
 TEST(RecurrentSessions, TheGpuRefusesWhatItHasNoKernelsForBeforeLoading) {
     for (const tiny::Options& options : cpuHybrids()) {
         SCOPED_TRACE(describe(options));
-        expectError(ErrorKind::InvalidArgument, "cannot run", [&] { requireGpuCanRun(Model(options).spec()); });
+        expectError(ErrorKind::InvalidArgument, "cannot run", [&] { cudaKind().requireCanRun(Model(options).spec()); });
     }
     for (const tiny::Options& options : gpuVariants())
-        EXPECT_NO_THROW(requireGpuCanRun(Model(options).spec())) << describe(options);
+        EXPECT_NO_THROW(cudaKind().requireCanRun(Model(options).spec())) << describe(options);
 }
 
 TEST(RecurrentSessions, ACacheThatDoesNotFitTheModelIsRefused) {

@@ -488,7 +488,7 @@ TEST(RowKinds, ImpossibleBatchesAreRefused) {
 TEST(RowKinds, AFastGpuTakesAtLeastATileOfRows) {
     const Case c = caseOf(predicting()[0], kPromptTile);
     EngineOptions options = engineOptions(300, 16);
-    options.cuda = true;
+    options.device.kind = &cudaKind();
     TwoArithmeticsEngine loaded(c.model, options, kPromptTile);
     EXPECT_EQ(loaded.engine->options().batch, 64);
     EXPECT_EQ(engineLimits(c.model.spec(), c.model.weights()->tensors(), options).maxRows, 64);
@@ -503,7 +503,7 @@ TEST(RowKinds, AFastGpuTakesAtLeastATileOfRows) {
     options.prompt = PromptMode::Exact;
     EXPECT_EQ(batchRows(options), 16);
     options.prompt = PromptMode::Fast;
-    options.cuda = false;
+    options.device.kind = &cpuKind();
     EXPECT_EQ(batchRows(options), 16);
 }
 

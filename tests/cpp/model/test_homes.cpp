@@ -1,5 +1,6 @@
 // The engine with a plan of where each weight is, on a device in host memory: whatever is resident and whatever is not,
-// whatever memory is missing or is taken meanwhile, logits have the same bits and nothing is lost.
+// logits have the same bits; whatever memory is missing or is taken meanwhile, loading ends in one error that says what
+// there is, and nothing is lost.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -19,18 +20,28 @@ namespace {
 using namespace sharpi;
 using namespace tiny;
 
-// Ranks in the order of use, one for all experts; from `limit` on tensors are in the file, with so many rows of
-// feed-forward matrices and head for the CPU.
-Homes homesUpTo(const tiny::Model& model, int32_t limit, int64_t cpuRows) {
-    Homes homes(model.tensors.size());
-    int32_t rank = 0, ofExperts = -1;
+// Numbers in the order of use: one for all experts, one for a layer's gate and up; -1 for vectors, which never leave.
+std::vector<int32_t> ranksOf(const tiny::Model& model) {
+    std::vector<int32_t> ranks(model.tensors.size(), -1);
+    int32_t next = 0, ofExperts = -1;
     for (const TensorUse& use : tensorUses(model.spec(), model.table())) {
         const std::string role = roleName(use.role);
         if (role == "vector") continue;
+        int32_t& rank = ranks[static_cast<size_t>(use.tensor)];
+        if (role == "experts") rank = ofExperts < 0 ? ofExperts = next++ : ofExperts;
+        else rank = role == "ffn_up" ? next - 1 : next++;
+    }
+    return ranks;
+}
+
+// Tensors with ranks from `limit` on are in the file, and the CPU has `cpuRows` rows of feed-forward matrices and head.
+Homes homesUpTo(const tiny::Model& model, int32_t limit, int64_t cpuRows) {
+    Homes homes(model.tensors.size());
+    const std::vector<int32_t> ranks = ranksOf(model);
+    for (const TensorUse& use : tensorUses(model.spec(), model.table())) {
+        const std::string role = roleName(use.role);
         TensorHome& home = homes[static_cast<size_t>(use.tensor)];
-        if (role == "experts") home.rank = ofExperts < 0 ? ofExperts = rank++ : ofExperts;
-        else home.rank = role == "ffn_up" ? rank - 1 : rank++;  // with the gate
-        home.home = home.rank < limit ? Home::Vram : role == "experts" ? Home::Slots : Home::Direct;
+        if (ranks[static_cast<size_t>(use.tensor)] >= limit) home.home = role == "experts" ? Home::Slots : Home::Direct;
         home.cpuRows = role.rfind("ffn_", 0) == 0 || role == "head" ? cpuRows : 0;
     }
     return homes;
@@ -38,7 +49,7 @@ Homes homesUpTo(const tiny::Model& model, int32_t limit, int64_t cpuRows) {
 
 EngineOptions homeOptions(const Homes& homes, int64_t batch = 16) {
     EngineOptions options = smallOptions();
-    options.cuda = true;  // or homes would not matter
+    options.device.kind = &cudaKind();  // or homes would not matter
     options.batch = batch;
     options.homes = homes;
     return options;
@@ -215,8 +226,9 @@ TEST(Homes, ResidentWeightsAreReadOnTheDeviceAndTheOthersInTheFile) {
         for (const bool resident : {true, false}) {
             SCOPED_TRACE(std::string(name) + (resident ? " resident" : " in the file"));
             Homes homes = homesUpTo(model, resident ? 0 : 100, 32);  // all others are where this one is not
+            const std::vector<int32_t> ranks = ranksOf(model);
             for (size_t i = 0; i < homes.size(); ++i) {
-                if (homes[i].rank == homes[index].rank)
+                if (ranks[i] == ranks[index])
                     homes[i].home = resident ? Home::Vram : Home::Direct;  // gate goes with up, stacks with stacks
             }
             int file = -1;
@@ -270,85 +282,80 @@ TEST(Homes, ThePartialCacheIsReportedWhenItIsFull) {
     }
 }
 
-// Large enough that slots take less than what leaves.
-tiny::Options deepModel() {
+// What loading lacks. It must lack something, and give everything back.
+Shortage shortageOf(const tiny::Model& model, const EngineOptions& options, std::unique_ptr<Borrowed> memory) {
+    const FakeDevice& device = memory->device;
+    const size_t before = device.freeBytes();
+    Shortage shortage;
+    try {
+        const Engine engine(model.spec(), model.weights(), options, std::make_unique<CpuBackend>(1, std::move(memory)));
+        ADD_FAILURE() << "it loads";
+    } catch (const Error& e) {
+        EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory) << e.what();
+        EXPECT_NE(std::string(e.what()).find("needs"), std::string::npos) << e.what();
+        EXPECT_EQ(std::string(e.what()).find('\n'), std::string::npos) << e.what();
+        EXPECT_TRUE(e.shortage()) << e.what();
+        shortage = e.shortage().value_or(Shortage());
+    }
+    EXPECT_EQ(device.freeBytes(), before);
+    EXPECT_EQ(device.reserved(), 0u);
+    return shortage;
+}
+
+tiny::Options threeLayers() {
     tiny::Options options;
-    options.layers = 24;
-    options.embedding = 256;
-    options.hidden = 640;
+    options.layers = 3;
     return options;
 }
 
-void expectLess(const Engine& engine, uint64_t planned) {
-    ASSERT_EQ(engine.notes().size(), 1u);
-    EXPECT_NE(engine.notes()[0].find("MiB of VRAM are free"), std::string::npos) << engine.notes()[0];
-    EXPECT_EQ(engine.notes()[0].find('\n'), std::string::npos);
-    EXPECT_LT(engine.placement().vram, planned);
-}
-
-void expectToAdapt(const tiny::Options& options) {
-    SCOPED_TRACE(tiny::describe(options));
-    const tiny::Model model(options);
-    const int64_t vocab = model.options().vocab;
-    const auto tokens = randomTokens(20, vocab, 3);
-    Session plain(makeEngine(model, 200, 16, 1));
-    const auto logits = evaluate(plain, tokens, vocab);
-    const Homes all = homesUpTo(model, 1000, 32);
-    const size_t granule = size_t{2} << 20;
-    const size_t most = plannedBytes(model.spec(), model.table(), homeOptions(all));
-    const size_t least = plannedBytes(model.spec(), model.table(), homeOptions(homesUpTo(model, 0, 32)));
-    ASSERT_LT(least + 2 * granule, most);
-    const uint64_t planned = placementOf(model.spec(), model.table(), all).vram;
-    uint64_t before = 0;
-    for (size_t capacity = least; capacity <= most; capacity += granule) {
-        SCOPED_TRACE(std::to_string(capacity >> 20) + " of " + std::to_string(most >> 20) + " MiB");
-        const auto engine = OnFake(capacity, granule).load(model, homeOptions(all));
-        if (capacity < most) expectLess(*engine, planned);
-        else EXPECT_TRUE(engine->notes().empty());
-        EXPECT_GE(engine->placement().vram, before);
-        before = engine->placement().vram;
-        EXPECT_EQ(engine->placement().vram, placementOf(model.spec(), model.table(), engine->options().homes).vram);
-        Session session(engine);
-        EXPECT_TRUE(sameBits(evaluate(session, tokens, vocab), logits));
+// The device has room for what loading allocates, but not for what the driver will take beside that.
+TEST(Homes, APlanThatNeedsMoreThanThereIsIsRefusedBeforeAnythingIsLoaded) {
+    const tiny::Model model(threeLayers());
+    const EngineOptions options = homeOptions(homesUpTo(model, 5, 32));
+    const size_t needed = plannedBytes(model.spec(), model.table(), options);
+    for (const size_t missing : {size_t{1} << 20, size_t{8} << 20, size_t{0}}) {
+        FakeDevice device(needed - missing, size_t{256} << 10);
+        auto memory = std::make_unique<Borrowed>(device);
+        int commits = 0;
+        memory->beforeCommit = [&commits] { return ++commits > 0; };
+        if (missing == 0) {
+            const Engine engine(model.spec(), model.weights(), options,
+                                std::make_unique<CpuBackend>(1, std::move(memory)));
+            EXPECT_GT(commits, 0);
+            EXPECT_TRUE(engine.notes().empty());
+            continue;
+        }
+        const Shortage shortage = shortageOf(model, options, std::move(memory));
+        EXPECT_EQ(commits, 0);
+        EXPECT_EQ(shortage.available, needed - missing);
+        EXPECT_EQ(shortage.wanted, needed);
     }
-    EXPECT_EQ(before, planned);
-    expectError(ErrorKind::OutOfMemory, "needs", [&] { OnFake(granule, granule).load(model, homeOptions(all)); });
 }
 
-TEST(Homes, WithLessMemoryThanPlannedItLoadsWithLessAndSaysSo) {
-    tiny::Options experts = deepModel();
-    experts.experts = 6;
-    experts.hidden = 384;
-    for (const tiny::Options& options : {deepModel(), experts}) expectToAdapt(options);
-}
-
-TEST(Homes, OthersMayTakeMemoryWhileItLoads) {
-    const tiny::Model model(deepModel());
-    const int64_t vocab = model.options().vocab;
-    const auto tokens = randomTokens(20, vocab, 3);
-    Session plain(makeEngine(model, 200, 16, 1));
-    const auto logits = evaluate(plain, tokens, vocab);
+// Others take memory after the plan was made, and keep it.
+TEST(Homes, WhatOthersTakeWhileItLoadsIsNotAvailable) {
+    tiny::Options shape;
+    shape.layers = 24;
+    shape.embedding = 256;
+    shape.hidden = 640;
+    const tiny::Model model(shape);
     const EngineOptions options = homeOptions(homesUpTo(model, 1000, 32));
-    const size_t most = plannedBytes(model.spec(), model.table(), options);
-    const size_t theirs =
-        size_t{22} << 20;  // more than what the plan sets aside for graphs, which there are none of here
-    const uint64_t planned = placementOf(model.spec(), model.table(), options.homes).vram;
+    const size_t most = plannedBytes(model.spec(), model.table(), options), theirs = most - (size_t{2} << 20);
     for (const int at : {1, 3, 5}) {
         SCOPED_TRACE("before commit " + std::to_string(at));
-        FakeDevice device(most);
+        FakeDevice device(most, size_t{64} << 10);
         void* const taken = device.reserve(theirs);
-        {
-            auto memory = std::make_unique<Borrowed>(device);
-            int commits = 0;
-            memory->beforeCommit = [&] { return ++commits != at || device.commit(taken, theirs); };
-            const auto engine = std::make_shared<Engine>(model.spec(), model.weights(), options,
-                                                         std::make_unique<CpuBackend>(1, std::move(memory)));
-            expectLess(*engine, planned);
-            const auto starts = std::count_if(engine->trace().begin(), engine->trace().end(),
-                                              [](const TraceLine& l) { return l.name == "start"; });
-            EXPECT_EQ(starts, 1) << "lines of the loading that failed";
-            Session session(engine);
-            EXPECT_TRUE(sameBits(evaluate(session, tokens, vocab), logits));
+        auto memory = std::make_unique<Borrowed>(device);
+        int commits = 0;
+        memory->beforeCommit = [&] { return ++commits != at || device.commit(taken, theirs); };
+        try {
+            const Engine engine(model.spec(), model.weights(), options,
+                                std::make_unique<CpuBackend>(1, std::move(memory)));
+            ADD_FAILURE() << "it loads";
+        } catch (const Error& e) {
+            ASSERT_TRUE(e.shortage()) << e.what();
+            EXPECT_EQ(e.shortage()->available, most - theirs);
+            EXPECT_EQ(e.shortage()->wanted, most);
         }
         EXPECT_EQ(device.freeBytes(), most - theirs);
         device.decommit(taken, theirs);
@@ -356,61 +363,39 @@ TEST(Homes, OthersMayTakeMemoryWhileItLoads) {
     }
 }
 
-// Nothing of the first attempt is in the second one's way: there is exactly what the plan wants.
-TEST(Homes, ARefusalThatPassesCostsNothing) {
-    const tiny::Model model(deepModel());
-    const EngineOptions options = homeOptions(homesUpTo(model, 80, 32));
-    FakeDevice device(plannedBytes(model.spec(), model.table(), options), size_t{256} << 10);
-    int commits = 0;
-    for (int at = 0, needed = 1; at <= needed; ++at) {
-        SCOPED_TRACE("commit " + std::to_string(at));
-        auto memory = std::make_unique<Borrowed>(device);
-        commits = 0;
-        memory->beforeCommit = [at, &commits] { return ++commits != at; };
-        const Engine engine(model.spec(), model.weights(), options, std::make_unique<CpuBackend>(1, std::move(memory)));
-        if (at == 0) needed = commits;
-        ASSERT_TRUE(engine.notes().empty()) << engine.notes()[0];
-        EXPECT_EQ(commits > needed, at > 0);
-    }
-}
-
+// A refusal of any commit, once or from it on, ends in the same error, and the same device then loads the same plan.
 TEST(Homes, AnyCommitMayFailWithAPlan) {
-    tiny::Options options;
-    options.layers = 3;
-    const tiny::Model model(options);
+    const tiny::Model model(threeLayers());
     const auto tokens = randomTokens(5, model.options().vocab, 3);
     Session plain(makeEngine(model, 200, 16, 1));
     const auto logits = evaluate(plain, tokens, model.options().vocab);
-    FakeDevice device(size_t{64} << 20, size_t{4} << 10);
-    const size_t before = device.freeBytes();
-    // Refuses the n-th commit, or all from it on. Whether the engine loaded.
-    const auto loads = [&](int n, bool ever, int& commits) {
+    const EngineOptions options = homeOptions(homesUpTo(model, 5, 32));
+    const size_t needed = plannedBytes(model.spec(), model.table(), options);
+    FakeDevice device(needed, size_t{4} << 10);
+    int commits = 0;
+    const auto borrow = [&](int n, bool ever) {
         auto memory = std::make_unique<Borrowed>(device);
         commits = 0;
         memory->beforeCommit = [n, ever, &commits] { return ++commits < n || (!ever && commits > n); };
-        try {
-            const auto engine =
-                std::make_shared<Engine>(model.spec(), model.weights(), homeOptions(homesUpTo(model, 5, 32)),
-                                         std::make_unique<CpuBackend>(1, std::move(memory)));
-            Session session(engine);
-            EXPECT_TRUE(sameBits(evaluate(session, tokens, model.options().vocab), logits)) << "commit " << n;
-            return true;
-        } catch (const Error& e) {
-            EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory) << e.what();
-            EXPECT_NE(std::string(e.what()).find("needs"), std::string::npos) << e.what();
-            return false;
-        }
+        return memory;
     };
-    int needed = 0, commits = 0;
-    ASSERT_TRUE(loads(1 << 30, false, needed));
-    ASSERT_GT(needed, 10);
-    for (int n = 1; n <= needed; ++n) {
-        EXPECT_TRUE(loads(n, false, commits)) << "a single refusal, of commit " << n;
-        EXPECT_EQ(device.freeBytes(), before);
-        EXPECT_FALSE(loads(n, true, commits)) << "nothing from commit " << n << " on";
-        EXPECT_EQ(device.freeBytes(), before);
-        EXPECT_EQ(device.reserved(), 0u);
+    const auto expectToLoad = [&] {
+        Session session(std::make_shared<Engine>(model.spec(), model.weights(), options,
+                                                 std::make_unique<CpuBackend>(1, borrow(1 << 30, false))));
+        EXPECT_TRUE(sameBits(evaluate(session, tokens, model.options().vocab), logits));
+    };
+    expectToLoad();
+    const int last = commits;
+    ASSERT_GT(last, 10);
+    for (int n = 1; n <= last; ++n) {
+        for (const bool ever : {false, true}) {
+            SCOPED_TRACE("commit " + std::to_string(n) + (ever ? " and on" : ""));
+            const Shortage shortage = shortageOf(model, options, borrow(n, ever));
+            EXPECT_EQ(shortage.available, needed) << "all was given back";
+            EXPECT_EQ(shortage.wanted, needed);
+        }
     }
+    expectToLoad();
 }
 
 // Host memory is refused, as to a GPU's transfers, while the device has plenty.
@@ -430,7 +415,10 @@ TEST(Homes, OtherMemoryThatIsShortIsNotTakenForTheDevices) {
             ADD_FAILURE() << "it loads";
         } catch (const Error& e) {
             EXPECT_EQ(e.kind(), ErrorKind::OutOfMemory);
-            EXPECT_STREQ(e.what(), "no host memory") << "with advice about the device's";
+            EXPECT_STREQ(e.what(), "no host memory");
+            ASSERT_TRUE(e.shortage());
+            EXPECT_EQ(e.shortage()->available, before);
+            EXPECT_LE(e.shortage()->wanted, e.shortage()->available) << "it is not the device's memory that is short";
         }
         EXPECT_EQ(device.freeBytes(), before);
         EXPECT_EQ(device.reserved(), 0u);

@@ -1,5 +1,4 @@
-// What planning knows of a model's tensors: who uses which for what, where all their bytes are, and what becomes
-// resident where memory is short.
+// What planning knows of a model's tensors: what each is used for, where all their bytes are, and what loading takes.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,9 +9,10 @@
 #include <vector>
 
 #include "core/error.h"
-#include "engine/memory_plan.h"
 #include "memory/stream/weight_stream.h"
 #include "placement/placement.h"
+#include "plan/cuda_kind.h"
+#include "planning/memory_plan.h"
 #include "seed.h"
 #include "tiny_model.h"
 
@@ -131,7 +131,6 @@ Homes randomHomes(const tiny::Model& model, std::mt19937& random) {
     for (TensorHome& home : homes) {
         home.home = std::vector<Home>{Home::Vram, Home::Vram, Home::Direct, Home::Slots}[random() % 4];
         home.cpuRows = 32 * static_cast<int64_t>(random() % 5);
-        home.rank = static_cast<int32_t>(random() % 7);
     }
     return homes;
 }
@@ -341,177 +340,6 @@ TEST(ExpertsAway, ThePredictionLayersCount) {
     }
 }
 
-// The model's homes with tensors of ranks from `limit` on in the file.
-Homes limited(const tiny::Model& model, Homes homes, int32_t limit) {
-    for (size_t i = 0; i < homes.size(); ++i) {
-        if (homes[i].rank >= limit) homes[i].home = isStack(model.tensors[i]) ? Home::Slots : Home::Direct;
-    }
-    return homes;
-}
-
-bool same(const Homes& a, const Homes& b) {
-    return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const TensorHome& x, const TensorHome& y) {
-        return x.home == y.home && x.cpuRows == y.cpuRows && x.rank == y.rank;
-    });
-}
-
-// A rank each for the embedding, each layer's attention and its feed-forward, all experts, and the head; some planned
-// in the file.
-Homes rankedHomes(const tiny::Model& model, std::mt19937& random) {
-    Homes homes(model.tensors.size());
-    std::map<std::string, TensorHome> of;
-    for (size_t i = 0; i < homes.size(); ++i) {
-        const std::string& name = model.tensors[i].name;
-        std::string key = name.substr(0, name.find("."));
-        if (key == "blk")
-            key = name.substr(0, name.find(".", 4)) +
-                  (name.find("ffn") == std::string::npos ? " attention" : " feed-forward");
-        if (isStack(model.tensors[i])) key = "experts";
-        const Home away = key == "experts" ? Home::Slots : Home::Direct;
-        if (!of.count(key)) of[key] = {random() % 8 == 0 ? away : Home::Vram, 0, static_cast<int32_t>(random() % 12)};
-        homes[i] = of[key];
-    }
-    return homes;
-}
-
-TEST(FittedPlan, KeepsWhatFitsAndNoMore) {
-    tiny::Options large;  // slots are small beside it
-    large.layers = 12;
-    large.embedding = 256;
-    large.hidden = 1280;
-    tiny::Options small;  // slots are larger than what passes through them
-    small.embedding = 512;
-    small.hidden = 2048;
-    small.vocab = 3000;
-    small.matrices = DType::F32;
-    tiny::Options experts = small;
-    experts.architecture = "qwen3moe";
-    experts.hidden = 128;
-    experts.fusedExperts = experts.tied = true;
-    experts.matrices = DType::Q8_0;
-    std::mt19937 random(sharpi::testSeed(5));
-    for (const tiny::Options& o : {large, small, experts}) {
-        const tiny::Model model(o);
-        const ModelSpec spec = model.spec();
-        const TensorTable table = model.table();
-        for (int round = 0; round < 4; ++round) {
-            SCOPED_TRACE(tiny::describe(o) + " round " + std::to_string(round));
-            EngineOptions options;
-            options.cuda = true;
-            options.context = 100;
-            options.batch = 16;
-            options.homes = rankedHomes(model, random);
-            const auto planned = [&](const Homes& homes) {
-                EngineOptions tried = options;
-                tried.homes = homes;
-                return plannedBytes(spec, table, tried);
-            };
-            std::vector<size_t> needs;  // by rank limit
-            for (int32_t limit = 0; limit <= 12; ++limit)
-                needs.push_back(planned(limited(model, options.homes, limit)));
-            const size_t least = *std::min_element(needs.begin(), needs.end());
-            std::set<size_t> sizes = {0, least - 1, SIZE_MAX};
-            for (const size_t need : needs) sizes.insert({need - 1, need, need + 1});
-            Homes before;
-            for (const size_t available : sizes) {
-                const Homes fitted = fittedPlan(spec, table, options, available).homes;
-                int32_t limit = 12;  // of ranks that can stay: tensors of one rank go together
-                if (available >= least) {
-                    while (needs[static_cast<size_t>(limit)] > available) --limit;
-                    EXPECT_TRUE(same(fitted, limited(model, options.homes, limit)))
-                        << available << " has room for ranks below " << limit;
-                } else {
-                    while (limit >= 0 && !same(fitted, limited(model, options.homes, limit))) --limit;
-                    ASSERT_GE(limit, 0) << "ranks were taken apart";
-                    EXPECT_EQ(planned(fitted), least);
-                }
-                for (size_t i = 0; available > least && i < before.size(); ++i) {
-                    EXPECT_FALSE(before[i].home == Home::Vram && fitted[i].home != Home::Vram)
-                        << "more memory made a tensor leave";
-                }
-                if (available >= least) before = fitted;
-            }
-        }
-    }
-}
-
-TEST(FittedPlan, WithoutHomesThereIsNothingToFit) {
-    const tiny::Model model{tiny::Options()};
-    EngineOptions options;
-    options.cuda = true;
-    options.context = 100;
-    EXPECT_TRUE(fittedPlan(model.spec(), model.table(), options, SIZE_MAX).homes.empty());
-    EXPECT_TRUE(fittedPlan(model.spec(), model.table(), options, 0).homes.empty());
-}
-
-// A model of experts of 544 KiB each, and a plan that leaves them all in the file.
-struct ManyExperts {
-    ManyExperts() : model(shape()) {
-        options.cuda = true;
-        options.context = 100;
-        options.batch = 16;
-        options.homes = Homes(model.tensors.size());
-        for (size_t i = 0; i < model.tensors.size(); ++i) {
-            options.homes[i].rank = isStack(model.tensors[i]) ? 1 : 0;
-            if (isStack(model.tensors[i])) options.homes[i].home = Home::Slots;
-        }
-    }
-    static tiny::Options shape() {
-        tiny::Options o;
-        o.layers = 3;
-        o.embedding = 512;
-        o.hidden = 1024;
-        o.experts = 40;
-        return o;
-    }
-    size_t planned(size_t slotBytes, const Homes& homes) const {
-        EngineOptions tried = options;
-        tried.expertSlotBytes = slotBytes;
-        tried.homes = homes;
-        return plannedBytes(model.spec(), model.table(), tried);
-    }
-    const tiny::Model model;
-    EngineOptions options;
-};
-
-TEST(FittedPlan, SlotsShrinkToWhatThereIs) {
-    ManyExperts m;
-    m.options.expertSlotBytes = size_t{90} << 20;
-    const size_t none = m.planned(0, m.options.homes), all = m.planned(m.options.expertSlotBytes, m.options.homes);
-    ASSERT_GT(all, none + (size_t{80} << 20));
-    for (size_t available = none; available <= all + 1; available += (all - none) / 41) {
-        const FittedPlan fitted = fittedPlan(m.model.spec(), m.model.table(), m.options, available);
-        EXPECT_TRUE(same(fitted.homes, m.options.homes));
-        EXPECT_LE(m.planned(fitted.expertSlotBytes, fitted.homes), available);
-        EXPECT_LE(fitted.expertSlotBytes, m.options.expertSlotBytes);
-        if (available >= all) EXPECT_EQ(fitted.expertSlotBytes, m.options.expertSlotBytes);
-        else
-            EXPECT_GT(m.planned(fitted.expertSlotBytes + (size_t{1} << 20), fitted.homes), available)
-                << "there was room for more";
-    }
-}
-
-TEST(FittedPlan, ExpertsThatDoNotFitWholeLeaveTheirRoomToSlots) {
-    ManyExperts m;
-    for (TensorHome& home : m.options.homes) home.home = Home::Vram;
-    const size_t whole = m.planned(0, m.options.homes);
-    const FittedPlan fitted = fittedPlan(m.model.spec(), m.model.table(), m.options, whole - (size_t{30} << 20));
-    for (size_t i = 0; i < fitted.homes.size(); ++i) {
-        EXPECT_EQ(fitted.homes[i].home, isStack(m.model.tensors[i]) ? Home::Slots : Home::Vram)
-            << m.model.tensors[i].name;
-    }
-    EXPECT_GT(fitted.expertSlotBytes, size_t{8} << 20);
-    EXPECT_LE(m.planned(fitted.expertSlotBytes, fitted.homes), whole - (size_t{30} << 20));
-    m.options.homes = fitted.homes;
-    m.options.expertSlotBytes = fitted.expertSlotBytes;
-    const auto pools = expertPools(m.model.spec(), m.model.table(), m.options);
-    ASSERT_EQ(pools.size(), 1u);
-    EXPECT_EQ(pools[0].layers, 3);
-    EXPECT_EQ(pools[0].experts, 120);
-    EXPECT_GT(pools[0].capacity, 2 * pools[0].landing);
-    EXPECT_EQ(static_cast<size_t>(pools[0].capacity + pools[0].landing), fitted.expertSlotBytes / pools[0].slotBytes);
-}
-
 size_t plannedLine(const tiny::Model& model, const EngineOptions& options, const std::string& name) {
     for (const TraceLine& l : plannedLines(model.spec(), model.table(), options))
         if (l.name == name) return l.asked;
@@ -526,7 +354,7 @@ TEST(PlannedLines, StreamingTakesWhatSlotsAndStagingTake) {
     o.hidden = 640;
     const tiny::Model model(o);
     EngineOptions options;
-    options.cuda = true;
+    options.device.kind = &cudaKind();
     options.context = 100;
     options.batch = 16;
     const auto line = [&](const std::string& name) { return plannedLine(model, options, name); };
@@ -560,7 +388,7 @@ TEST(PlannedLines, StreamingLargeMatricesTakesSlotsAndStagesOfAPiece) {
     o.hidden = 92544;  // four pieces of gate with up, or two of each
     const tiny::Model model(o);
     EngineOptions options;
-    options.cuda = true;
+    options.device.kind = &cudaKind();
     options.context = 100;
     options.batch = 16;
     options.homes = Homes(model.tensors.size());
@@ -586,7 +414,7 @@ TEST(PlannedLines, StacksInTheFileLeaveSlotsAndStagesOfWholeExperts) {
         o.experts = 60;  // of 544 KiB: 30 are a piece
         const tiny::Model model(o);
         EngineOptions options;
-        options.cuda = true;
+        options.device.kind = &cudaKind();
         options.context = 100;
         options.batch = 16;
         const size_t layer = plannedLine(model, options, "layer 1"),
@@ -612,7 +440,7 @@ TEST(PlannedLines, ATiedHeadIsResidentOnce) {
     o.tied = true;
     const tiny::Model model(o);
     EngineOptions options;
-    options.cuda = true;
+    options.device.kind = &cudaKind();
     options.context = 100;
     const auto head = [&] { return plannedLine(model, options, "output head"); };
     EXPECT_EQ(head(), sizeof(float) * static_cast<size_t>(o.embedding)) << "the norm";

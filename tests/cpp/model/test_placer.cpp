@@ -6,12 +6,13 @@
 #include <vector>
 
 #include "core/contract.h"
-#include "engine/memory_plan.h"
 #include "experts/expert_slots.h"
 #include "fake_device.h"
 #include "memory/allocator.h"
 #include "memory/stream/weight_stream.h"
 #include "placement/placer.h"
+#include "plan/cuda_kind.h"
+#include "planning/memory_plan.h"
 #include "tiny_model.h"
 
 namespace {
@@ -82,7 +83,7 @@ TEST(PlannedLines, GraphsAreCounted) {
     const tiny::Model model{tiny::Options()};
     for (const bool cuda : {false, true}) {
         EngineOptions options;
-        options.cuda = cuda;
+        options.device.kind = cuda ? &cudaKind() : &cpuKind();
         options.context = 100;
         options.batch = 16;
         const std::vector<TraceLine> lines = plannedLines(model.spec(), model.table(), options);

@@ -17,6 +17,7 @@
 #include "cpu/cpu_backend.h"
 #include "engine/session.h"
 #include "fake_device.h"
+#include "plan/cuda_kind.h"
 #include "tiny_model.h"
 
 namespace tiny {

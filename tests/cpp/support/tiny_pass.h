@@ -3,8 +3,8 @@
 
 #include <memory>
 
-#include "engine/memory_plan.h"
 #include "layers/forward_pass.h"
+#include "planning/memory_plan.h"
 #include "tiny_model.h"
 
 namespace tiny {

@@ -292,9 +292,9 @@ def test_a_gpu_that_fails_at_loading_leaves_auto_on_the_cpu(kind: type[SharpiErr
 
 
 class FakeGpuEngine:
-    """Stands in for an engine on a GPU: remembers what it was asked for, and found less memory than planned."""
+    """Stands in for an engine on a GPU: remembers what it was asked for, and has something to say."""
 
-    notes = ("only 5 MiB of VRAM are free",)
+    notes = ("5 MiB of the file could not be pinned",)
     trace = ()
     weight_bytes = kv_bytes = state_bytes = scratch_bytes = 0
     device_name = "Some GPU"
@@ -314,7 +314,7 @@ class FakeGpuEngine:
 
 
 def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharpi.planning.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
+    monkeypatch.setattr("sharpi.planning.planner.gpu", lambda: Gpu("Some GPU", 2, "9.0", 132, 80 << 30, 79 << 30))
     monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None: MACHINE)
     monkeypatch.setattr(_core, "Engine", FakeGpuEngine)
     monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "0")
@@ -328,6 +328,7 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
             "prompt": "fast",
             "sequences": 4,
             "device": "cuda",
+            "ordinal": 2,
             "vram": 0,
             "homes": list(model.plan.homes),
             "expert_slot_bytes": 0,
@@ -335,7 +336,7 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
             "warm": [],
         }
         assert not model.plan.resident and model.plan.decode
-        assert said == ["only 5 MiB of VRAM are free"]
+        assert said == ["5 MiB of the file could not be pinned"]
         stats = model.stats()
         assert stats["notes"] == said and stats["placement"]["ranges"] == [(0, 0, 3, "vram")]
     monkeypatch.delenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE")
@@ -343,6 +344,31 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
         assert (FakeGpuEngine.options.vram, FakeGpuEngine.options.homes) == (1 << 30, list(model.plan.homes))
         assert model.plan.resident and len(model.plan.homes) == len(model.file.tensors)
         assert model.plan.decode is None, "no prediction was needed"
+
+
+def test_a_model_that_finds_less_memory_than_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its plan, its statistics and its notice are of what was loaded."""
+    monkeypatch.setattr("sharpi.planning.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
+    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None: MACHINE)
+    there = 90 << 20
+
+    class ShortEngine(FakeGpuEngine):
+        def __init__(self, spec: _core.Description, paths: list[str], options: _core.EngineOptions) -> None:
+            wanted = sum(count for _, count in spec.memory_lines(options))
+            if wanted > there:
+                error = OutOfMemoryError(f"it needs {wanted} bytes")
+                error.available, error.wanted = there, wanted
+                raise error
+            super().__init__(spec, paths, options)
+
+    path = write(tmp_path / "m.gguf", replace(MODELS["llama"], layers=20, hidden=4096, context=512))
+    monkeypatch.setattr(_core, "Engine", ShortEngine)
+    said: list[str] = []
+    with Model.load(path, device="cuda", notice=said.append) as model:
+        assert not model.plan.resident and 0 < model.plan.total_bytes <= there == model.plan.available_bytes
+        assert ShortEngine.options.homes == list(model.plan.homes)
+        assert said == [said[0], *FakeGpuEngine.notes] == model.stats()["notes"]
+        assert said[0].startswith("only 90 MiB of VRAM are free: ")
 
 
 @pytest.mark.parametrize("prompt, batch, rows", [(None, 8, 64), ("fast", 64, 64), ("exact", 8, 8)])

@@ -19,7 +19,7 @@ from sharpi.planning.planner import make_plan
 # Every field, none with its default.
 ALL = {
     "context": 100, "batch": 20, "threads": 3, "kv_dtype": "fp16", "prompt": "exact", "sequences": 7, "device": "cuda",
-    "vram": 1 << 40, "homes": [("vram", 0, 0), ("direct", 32, 1), ("slots", 0, 2)], "expert_slot_bytes": 5 << 32,
+    "ordinal": 3, "vram": 1 << 40, "homes": [("vram", 0), ("direct", 32), ("slots", 0)], "expert_slot_bytes": 5 << 32,
     "expert_rates": (1e9, 2e9), "warm": [(3, 4), (0, 1)],
 }
 
@@ -58,10 +58,9 @@ def test_fields_have_names_and_a_context_is_needed() -> None:
     ("prompt", "slow", "unknown prompt mode 'slow': known are exact and fast"),
     ("prompt", "Fast", "unknown prompt mode 'Fast': known are exact and fast"),
     ("device", "auto", "unknown device 'auto': known are cpu and cuda"),
-    ("homes", [("vram", 0, 0), ("ram", 0, 0)], "unknown home 'ram': known are vram, direct and slots"),
-    ("homes", [("direct", -1, 0)], "a plan with impossible rows or ranks"),
-    ("homes", [("direct", (1 << 40) + 1, 0)], "a plan with impossible rows or ranks"),
-    ("homes", [("direct", 0, -1)], "a plan with impossible rows or ranks"),
+    ("homes", [("vram", 0), ("ram", 0)], "unknown home 'ram': known are vram, direct and slots"),
+    ("homes", [("direct", -1)], "a plan with an impossible number of rows for the CPU"),
+    ("homes", [("direct", (1 << 40) + 1)], "a plan with an impossible number of rows for the CPU"),
 ])
 def test_a_value_that_cannot_be_is_refused(name: str, value: object, message: str) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
@@ -71,7 +70,8 @@ def test_a_value_that_cannot_be_is_refused(name: str, value: object, message: st
 
 @pytest.mark.parametrize("name, value", [
     ("context", "many"), ("batch", None), ("threads", 1 << 31), ("sequences", 1 << 31), ("vram", -1),
-    ("expert_slot_bytes", -1), ("homes", [("vram", 0)]), ("expert_rates", (1.0,)), ("warm", [3]), ("prompt", 1)])
+    ("expert_slot_bytes", -1), ("homes", [("vram",)]), ("homes", [("vram", 0, 0)]), ("ordinal", 1 << 31),
+    ("expert_rates", (1.0,)), ("warm", [3]), ("prompt", 1)])
 def test_a_value_of_another_type_is_refused(name: str, value: object) -> None:
     with pytest.raises(TypeError):
         _core.EngineOptions(**{**ALL, name: value})
@@ -91,7 +91,7 @@ def test_what_the_engine_checks(tmp_path: Path) -> None:
 
 def test_homes_are_for_all_tensors_of_the_model(tmp_path: Path) -> None:
     file, spec = describe(write(tmp_path / "m.gguf", MODELS["llama"]))
-    options = _core.EngineOptions(context=8, device="cuda", homes=[("vram", 0, 0)] * 2)
+    options = _core.EngineOptions(context=8, device="cuda", homes=[("vram", 0)] * 2)
     for ask in (spec.memory_lines, spec.expert_pools):
         with pytest.raises(InvalidRequestError, match=f"homes for 2 tensors of {len(file.tensors)}"):
             ask(options)
@@ -121,7 +121,7 @@ def test_the_engine_is_told_what_the_plan_was_made_with(place: str, prompt: str,
         assert plan.experts_in_slots and [ExpertPool(*pool) for pool in spec.expert_pools(options)] == list(
             plan.expert_pools)
     assert fields_of(options) == {
-        **asked, "prompt": plan.prompt, "vram": plan.vram or 0, "homes": list(plan.homes), "warm": [],
+        **asked, "prompt": plan.prompt, "ordinal": 0, "vram": plan.vram or 0, "homes": list(plan.homes), "warm": [],
         "expert_slot_bytes": plan.expert_slots, "expert_rates": plan.expert_rates}
     for name, value in (("context", 20_000), ("batch", 3000), ("kv_dtype", "bf16"), ("sequences", 90)):
         other = _core.EngineOptions(**{**fields_of(options), name: value})

@@ -4,6 +4,7 @@ where, and what becomes of a plan when memory is short.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from test_gpu import BATCH, LARGE, MIB, ONE_BY_ONE, TOKENS, free_bytes, greedy, load, needs_a_gpu  # noqa: F401
 from tiny_models import ON_GPU, TinyModel, write
 
+from sharpi import Model
 from sharpi.errors import OutOfMemoryError
 
 pytestmark = pytest.mark.gpu
@@ -129,19 +131,20 @@ def test_every_budget_runs_and_is_kept_to(tmp_path: Path) -> None:
 
 def test_less_memory_than_planned(tmp_path: Path) -> None:
     """What others take between planning and loading makes the cache smaller, and a line says so."""
-    path = write(tmp_path / "m.gguf", MEDIUM)
+    path, saved = write(tmp_path / "m.gguf", MEDIUM), tmp_path / "plan.json"
     with load(path, kv_dtype="bf16") as model:
         expected = model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode")
-        spec, plan = model.spec, model.plan
-        paths = [str(part) for part in model.file.paths]
-    from sharpi import _core
-
-    engine = _core.Engine(spec, paths, _core.EngineOptions(
-        context=plan.context, batch=plan.batch, threads=2, kv_dtype="bf16", device="cuda",
-        vram=plan.total_bytes - 20 * MIB, homes=plan.homes))
-    assert len(engine.notes) == 1 and "free" in engine.notes[0]
-    assert 0 < engine.placement()["vram"] < sum(t.nbytes for t in model.file.tensors)
-    np.testing.assert_array_equal(_core.Session(engine).logits(TOKENS, list(ONE_BY_ONE), "decode"), expected)
+        plan = model.plan
+    saved.write_text(json.dumps({**plan.to_dict(), "vram": plan.total_bytes - 20 * MIB}))
+    said: list[str] = []
+    with Model.load(path, plan=saved, notice=said.append) as model:
+        assert len(said) == 1 and said[0].startswith("only ") and "of VRAM are free" in said[0]
+        stats, made = model.stats(), model.plan
+        assert stats["notes"] == said
+        assert 0 < stats["placement"]["vram"] < sum(t.nbytes for t in model.file.tensors)
+        assert stats["placement"]["vram"] == sum(row.vram for row in made.placement)
+        assert made.homes != plan.homes and made.fits and made.total_bytes < plan.total_bytes - 20 * MIB
+        np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode"), expected)
 
 
 def test_a_killed_run_leaves_nothing(tmp_path: Path, cache) -> None:

@@ -212,7 +212,7 @@ def test_the_cache_holds_no_more_than_was_said(megabytes: int, experts: tuple[in
     for vram in (None, model.total * 2):
         plan = plan_of(model, vram)
         inventory = Inventory.of(model, model)
-        fixed = sum(model.sizes[tensor] for tensor, home in enumerate(plan.homes) if home.rank == 0)
+        fixed = inventory.kept_bytes(inventory.homes(0))
         cached = sum(model.sizes[tensor] for tensor in held(plan)) - fixed
         assert cached <= megabytes * MIB
         units = [unit for unit in inventory.movable if set(unit.tensors) <= held(plan)]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from fake_weights import FakeWeights
+from tiny_models import HYBRIDS, MODELS, write
 
+from sharpi import _core
 from sharpi.errors import InvalidRequestError
-from sharpi.planning.placement import ExpertPool, Inventory, Switches, TensorHome
+from sharpi.loading.description import describe
+from sharpi.planning.placement import ROLES, ExpertPool, Inventory, Switches, TensorHome
 
 SWITCHES = ("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", "SHARPI_CUDA_ROW_SPLIT",
             "SHARPI_CPU_MOE")
@@ -46,7 +50,7 @@ def test_the_order_of_benefit_with_experts() -> None:
         ["blk.3.ffn_gate", "blk.3.ffn_up"], ["blk.3.ffn_down"], stacks, ["token_embd"]]
     assert inventory.movable[inventory.before_experts].kind == "experts" and inventory.before_experts == 10
     for tensor, home in zip(model.tensors, inventory.homes(0), strict=True):
-        assert (home.home == "vram") is ("norm" in tensor.name) is (home.rank == 0), tensor.name
+        assert (home.home == "vram") is ("norm" in tensor.name), tensor.name
 
 
 def test_experts_outside_of_vram_are_in_slots() -> None:
@@ -102,22 +106,33 @@ def test_more_room_only_adds(options: dict) -> None:
         held = {tensor for tensor, home in enumerate(homes) if home.home == "vram"}
         assert before < held
         gained = held - before
-        assert len({homes[tensor].rank for tensor in gained if homes[tensor].rank}) <= 1
-        fixed = sum(model.sizes[tensor] for tensor, home in enumerate(homes) if home.rank == 0)
-        assert inventory.movable_bytes(resident) == sum(model.sizes[tensor] for tensor in held) - fixed
+        if resident:
+            assert gained == set(inventory.movable[resident - 1].tensors)
+        assert inventory.kept_bytes(homes) == sum(model.sizes[tensor] for tensor in held)
+        fixed = inventory.kept_bytes(inventory.homes(0))
+        assert inventory.movable_bytes(resident) == inventory.kept_bytes(homes) - fixed
         before = held
     assert before == set(range(len(model.tensors)))
 
 
-def test_ranks_rise_with_what_leaves_first() -> None:
-    """The core takes the highest ranks out of VRAM first; that must undo what was added last."""
-    model = FakeWeights()
+def test_fewer_units_leave_other_homes_as_they_are() -> None:
+    """What is outside of VRAM stays there, what leaves keeps its rows, and what has to stay stays."""
+    model = FakeWeights(experts=(1,))
     inventory = Inventory.of(model, model)
-    for resident in range(1, len(inventory.movable) + 1):
-        homes = inventory.homes(resident)
-        highest = max(home.rank for home in homes if home.home == "vram")
-        shrunk = [home._replace(home="direct") if home.rank == highest else home for home in homes]
-        assert tuple(shrunk) == inventory.homes(resident - 1)
+    for planned in range(len(inventory.movable) + 1):
+        most = [home._replace(cpu_rows=32) for home in inventory.homes(planned)]
+        for resident in range(len(inventory.movable) + 1):
+            assert inventory.homes(resident, most) == tuple(
+                home._replace(cpu_rows=32) for home in inventory.homes(min(planned, resident)))
+
+
+def test_roles_are_those_of_the_core(tmp_path: Path) -> None:
+    assert _core.tensor_roles == ROLES
+    found = set()
+    for name, layout in {**MODELS, **HYBRIDS}.items():
+        _, spec = describe(write(tmp_path / f"{name}.gguf", layout))
+        found |= {role for _, _, role, *_ in spec.tensor_uses()}
+    assert found == set(ROLES)
 
 
 @pytest.mark.parametrize("layers", [2, 3, 5, 28, 36, 64, 80])
@@ -278,10 +293,8 @@ def test_experts_leave_together() -> None:
     resident, outside = (inventory.homes(inventory.before_experts + 1), inventory.homes(inventory.before_experts))
     assert (resident[first].home, outside[last].home) == ("vram", "slots")
     for homes, tensor, change, words in (
-            (resident, first, {"home": "slots"}, "the experts have different homes or ranks"),
-            (outside, last, {"home": "vram"}, "the experts have different homes or ranks"),
-            (resident, last, {"rank": 77}, "the experts have different homes or ranks"),
-            (outside, first, {"rank": 77}, "the experts have different homes or ranks"),
+            (resident, first, {"home": "slots"}, "the experts have different homes"),
+            (outside, last, {"home": "vram"}, "the experts have different homes"),
             (outside, first, {"home": "direct"}, "blk.0.ffn_gate_exps has the home 'direct'"),
             (outside, model.index("output"), {"home": "slots"}, "output has the home 'slots'"),
             (outside, last, {"cpu_rows": 32}, "32 rows of blk.1.ffn_up_exps"),

@@ -91,15 +91,14 @@ def test_a_plan_with_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             return refused(lambda: load_plan(path, model, model))
 
         index = model.index(slotted[4])
-        whole, rank = plan.to_dict()["homes"], plan.homes[index].rank
+        whole = plan.to_dict()["homes"]
         # A stack that goes its own way; and what was, before there were slots.
-        for home, words in ((["vram", 0, rank], "the experts have different homes"),
-                            (["slots", 0, rank + 1], "the experts have different homes"),
-                            (["slots", 32, rank], f"32 rows of {slotted[4]}"),
-                            (["direct", 0, rank], f"{slotted[4]} has the home 'direct'")):
+        for home, words in ((["vram", 0], "the experts have different homes"),
+                            (["slots", 32], f"32 rows of {slotted[4]}"),
+                            (["direct", 0], f"{slotted[4]} has the home 'direct'")):
             changed = [home if at == index else known for at, known in enumerate(whole)]
             assert words in refused_with(homes=changed)
-        inside = [["vram", 0, known[2]] if known[0] == "slots" else known for known in whole]
+        inside = [["vram", 0] if known[0] == "slots" else known for known in whole]
         if plan.expert_slots:
             assert "slots for experts, none of which are to be in slots" in refused_with(homes=inside)
 
@@ -127,6 +126,18 @@ def test_a_plan_from_before_there_were_slots(model: FakeWeights, tmp_path: Path)
     path = saved(tmp_path / "plan.json", {name: value for name, value in whole.items() if name not in later})
     message = refused(lambda: load_plan(path, model, model))
     assert message.startswith(f"{path}: ") and "is missing" in message and message.endswith("make a new plan")
+
+
+def test_a_plan_from_when_homes_had_ranks(model: FakeWeights, tmp_path: Path) -> None:
+    """They are read past; anything else behind a home's rows makes no sense."""
+    plan = plan_of(model)
+    for more, sound in (([3], True), ([0], True), ([-1], False), (["x"], False), ([1, 2], False)):
+        changed = {**plan.to_dict(), "homes": [[*home, *more] for home in plan.homes]}
+        path = saved(tmp_path / "plan.json", changed)
+        if sound:
+            assert load_plan(path, model, model) == plan
+        else:
+            assert "its 'homes' makes no sense" in refused(lambda path=path: load_plan(path, model, model))
 
 
 def test_a_plan_meets_the_gpu_that_is_there_now(model: FakeWeights, tmp_path: Path,

@@ -198,7 +198,7 @@ def test_an_inventory_without_the_layer() -> None:
     without = Inventory.of(model, model, mtp=False)
     assert without.uses == inventory.model_uses and not without.draft_uses
     unused = {use.tensor for use in inventory.uses} - {use.tensor for use in without.uses}
-    assert unused and all(without.homes(0)[tensor] == TensorHome("vram", 0, 0) for tensor in unused)
+    assert unused and all(without.homes(0)[tensor] == TensorHome("vram", 0) for tensor in unused)
 
 
 def arithmetic(inventory: Inventory) -> float:

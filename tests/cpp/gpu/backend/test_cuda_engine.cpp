@@ -112,7 +112,7 @@ TEST_F(CudaEngine, SequencesInOneBatchDoNotTouchEachOther) {
     for (const tiny::Options& tiny : tiny::gpuVariants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
-        tiny::Pass<CudaBackend> pass(model, 40, 300, KvType::BF16, 4 * 300, size_t{0}, 2);
+        tiny::Pass<CudaBackend> pass(model, 40, 300, KvType::BF16, 4 * 300, 0, size_t{0}, 2);
 
         constexpr int kTexts = 4, kLength = 70;
         std::vector<std::vector<int32_t>> texts;
@@ -155,7 +155,7 @@ TEST_F(CudaEngine, SequencesShareAPrefill) {
     for (const tiny::Options& tiny : tiny::gpuVariants()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model = tiny::Model(tiny).asFloats();
-        tiny::Pass<CudaBackend> pass(model, 200, 300, KvType::F32, 80 * 64, size_t{0}, 2);
+        tiny::Pass<CudaBackend> pass(model, 200, 300, KvType::F32, 80 * 64, 0, size_t{0}, 2);
         const std::vector<int64_t> lengths = {150, 3, 1, 46};
         std::vector<float> expected;
         Session cpu(load(model, options(false, KvType::F32)));
@@ -219,9 +219,9 @@ TEST_F(CudaEngine, ClosingGivesTheMemoryBack) {
         for (int i = 0; i < 3; ++i) session.next();
     };
     round();  // kernels stay loaded
-    const size_t before = findDevice().freeBytes;
+    const size_t before = findDevice(0).freeBytes;
     for (int i = 0; i < 100; ++i) round();
-    EXPECT_EQ(findDevice().freeBytes, before);
+    EXPECT_EQ(findDevice(0).freeBytes, before);
 }
 
 // The first engine leaves memory behind that belongs to the process: the driver loads kernels with their first launch,
@@ -244,9 +244,9 @@ TEST_F(CudaEngine, ABudgetThatIsTooSmallIsSaid) {
         }
     };
     refuse();
-    const size_t before = findDevice().freeBytes;
+    const size_t before = findDevice(0).freeBytes;
     for (int i = 0; i < 50; ++i) refuse();
-    EXPECT_EQ(findDevice().freeBytes, before);
+    EXPECT_EQ(findDevice(0).freeBytes, before);
 }
 
 TEST_F(CudaEngine, WorkingMemoryNeverGrows) {

@@ -36,7 +36,7 @@ protected:
 struct Together {
     // states: one for each text, and one more for each text that continues in a batch in which others begin.
     Together(const tiny::Model& model, int64_t rows, int64_t context, KvType type, int32_t states)
-        : pass(model, rows, context, type, 64, size_t{0}, 2), vocab(static_cast<size_t>(model.options().vocab)) {
+        : pass(model, rows, context, type, 64, 0, size_t{0}, 2), vocab(static_cast<size_t>(model.options().vocab)) {
         const int64_t pages = (context + KvCache::kPageTokens - 1) / KvCache::kPageTokens;
         pass.kv = KvCache(pass.backend.allocator(), kvShapes(pass.spec), type, states * pages * KvCache::kPageTokens,
                           RecurrentState(pass.backend.allocator(), recurrentShapes(pass.spec), states));
@@ -262,7 +262,7 @@ TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
         const auto text = tokens(60, tiny.vocab);
         const auto expected = logits(load(model, options(false)), text, {});
         for (const bool replay : {true, false}) {
-            tiny::Pass<CudaBackend> pass(model, 64, 64, KvType::BF16, 128, size_t{0}, 2);
+            tiny::Pass<CudaBackend> pass(model, 64, 64, KvType::BF16, 128, 0, size_t{0}, 2);
             pass.backend.setReplays(replay);
             const int32_t handle = pass.kv.createSequence();
             for (int64_t done = 0; done < 60;) {
@@ -296,7 +296,7 @@ TEST_F(CudaHybrids, RowsOfAPrefillCanBeTakenBack) {
         const tiny::Model model = tiny::Model(tiny).asFloats();
         constexpr int64_t kLength = 5 * kPromptTile;
         const auto text = tokens(kLength, tiny.vocab);
-        tiny::Pass<CudaBackend> pass(model, kLength, kLength, KvType::F32, 2 * kLength, size_t{0}, 2);
+        tiny::Pass<CudaBackend> pass(model, kLength, kLength, KvType::F32, 2 * kLength, 0, size_t{0}, 2);
         const auto run = [&](int32_t handle, int64_t right, int64_t wrong) {
             const int64_t done = pass.kv.length(handle);
             Batch batch;
@@ -423,7 +423,7 @@ TEST_F(CudaHybrids, ThreadsHaveStatesOfTheirOwn) {
 
 TEST_F(CudaHybrids, WhatThereAreNoKernelsForIsRefusedBeforeAnythingIsTaken) {
     load(tiny::Model{hybrids()[0]}, options(true));
-    const size_t before = findDevice().freeBytes;
+    const size_t before = findDevice(0).freeBytes;
     for (const tiny::Options& tiny : tiny::cpuHybrids()) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
@@ -434,7 +434,7 @@ TEST_F(CudaHybrids, WhatThereAreNoKernelsForIsRefusedBeforeAnythingIsTaken) {
             EXPECT_EQ(e.kind(), ErrorKind::InvalidArgument);
             EXPECT_NE(std::string(e.what()).find("cannot run"), std::string::npos) << e.what();
         }
-        EXPECT_EQ(findDevice().freeBytes, before);
+        EXPECT_EQ(findDevice(0).freeBytes, before);
     }
 }
 
@@ -443,9 +443,9 @@ TEST_F(CudaHybrids, ClosingGivesTheMemoryBack) {
     const auto prompt = tokens(20, model.options().vocab);
     const auto round = [&] { greedy(load(model, options(true)), prompt, 3); };
     round();  // kernels stay loaded
-    const size_t before = findDevice().freeBytes;
+    const size_t before = findDevice(0).freeBytes;
     for (int i = 0; i < 50; ++i) round();
-    EXPECT_EQ(findDevice().freeBytes, before);
+    EXPECT_EQ(findDevice(0).freeBytes, before);
 }
 
 }  // namespace

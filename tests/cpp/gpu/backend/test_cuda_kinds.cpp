@@ -16,7 +16,7 @@ struct World {
     World(const tiny::Model& model, const EngineOptions& o, int32_t sequences)
         : spec(model.spec()),
           files(model.weights()),
-          backend(size_t{0}, 2),
+          backend(0, size_t{0}, 2),
           trace(backend.allocator(), nullptr),
           limits(engineLimits(spec, files->tensors(), o)),
           weights(spec, *files, backend.placer(), normalized(spec, o.homes), o.expertSlotBytes, o.context, trace),

@@ -36,7 +36,6 @@ TEST_F(Devices, AreOpenedByTheirIndex) {
         EXPECT_EQ(info.sharedPerMultiprocessor,
                   static_cast<size_t>(attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, i)));
     }
-    EXPECT_EQ(findDevice().index, kDefaultDevice);
 }
 
 TEST_F(Devices, ThatDoNotExistAreNamed) {

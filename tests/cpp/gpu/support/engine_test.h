@@ -7,6 +7,7 @@
 #include "engine/session.h"
 #include "gpu_test.h"
 #include "kernels/matvec/matvec.h"  // kMaxMatvecRows
+#include "plan/cuda_kind.h"
 #include "tiny_model.h"
 
 namespace sharpi::cuda {
@@ -19,7 +20,7 @@ protected:
         o.batch = 128;
         o.threads = 3;
         o.kvType = kv;
-        o.cuda = cuda;
+        o.device.kind = cuda ? &cudaKind() : &cpuKind();
         return o;
     }
     static std::shared_ptr<Engine> load(const tiny::Model& model, const EngineOptions& o) {

@@ -76,7 +76,7 @@ protected:
     }
     void SetUp() override {
         try {
-            _stream = std::make_unique<Stream>(findDevice());
+            _stream = std::make_unique<Stream>(findDevice(0));
         } catch (const Error& error) {
             // Rethrown, the error also ends the SetUp of a test that calls this one.
             if (error.kind() != ErrorKind::InvalidArgument || gpuIsRequired()) throw;

@@ -15,13 +15,12 @@ protected:
     static Homes expertHomes(const tiny::Model& model, bool inSlots) {
         Homes made(model.tensors.size());
         for (size_t i = 0; i < made.size(); ++i) {
-            made[i].rank = isStack(model.tensors[i]) ? 1 : 0;
             if (inSlots && isStack(model.tensors[i])) made[i].home = Home::Slots;
         }
         return made;
     }
-    // Tensors with a common home and rank (a layer's gate and up, or all its experts) have a common name here. Others
-    // have their own.
+    // Tensors with a common home (a layer's gate and up, or all its experts) have a common name here. Others have their
+    // own.
     static std::string groupOf(const std::string& tensor) {
         const std::string layer = tensor.substr(0, tensor.find("ffn_"));
         if (tensor.find("_exps.") != std::string::npos) return "experts";
@@ -37,8 +36,7 @@ protected:
             const auto first = std::find_if(model.tensors.begin(), model.tensors.end(), [&](const TensorInfo& t) {
                 return groupOf(t.name) == groupOf(model.tensors[i].name);
             });
-            made[i].rank = static_cast<int32_t>(first - model.tensors.begin());
-            if (made[i].rank < static_cast<int32_t>(resident)) continue;
+            if (first - model.tensors.begin() < static_cast<std::ptrdiff_t>(resident)) continue;
             made[i].home = isStack(model.tensors[i]) ? Home::Slots : Home::Direct;
             made[i].cpuRows = isStack(model.tensors[i]) ? 0 : model.tensors[i].shape.back() * share / 100;
         }

@@ -1,26 +1,17 @@
 // See memory_plan.h.
-#include "engine/memory_plan.h"
+#include "planning/memory_plan.h"
 
 #include <algorithm>
-#include <functional>
 #include <memory>
 #include <optional>
-#include <set>
 
-#include "cpu/cpu_backend.h"
 #include "experts/expert_staging.h"
 #include "placement/model_weights.h"
 #include "placement/placement.h"
-#include "plan/gpu_scratch.h"
 
 namespace sharpi {
 
 namespace {
-
-// What driver and runtime keep for the captured steps and the kernels' code, measured.
-constexpr size_t kGraphBytes = size_t{16} << 20;
-// More of both, and streams, where experts are in slots.
-constexpr size_t kSlotGraphBytes = size_t{24} << 20;
 
 // Addresses with nothing behind them.
 class CountingMemory : public DeviceMemory {
@@ -75,13 +66,14 @@ namespace {
 // A model loaded over a memory that only counts.
 struct Counted {
     Counted(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options)
-        : memory(options.cuda ? size_t{2} << 20 : size_t{4} << 10),
+        : memory(options.device.kind->granularity()),
           allocator(memory),
           trace(allocator, nullptr),
-          stream(allocator, gpuLayout(), nullptr),
-          slots(allocator, gpuLayout()) {
+          layout(options.device.kind->layout()),
+          stream(allocator, layout.value_or(DeviceLayout()), nullptr),
+          slots(allocator, layout.value_or(DeviceLayout())) {
         trace.note("start");
-        if (options.cuda) placer = std::make_unique<DevicePlacer>(allocator, gpuLayout(), stream, slots, nullptr);
+        if (layout) placer = std::make_unique<DevicePlacer>(allocator, *layout, stream, slots, nullptr);
         else placer = std::make_unique<MappedPlacer>(allocator);
         const Weights shapes(tensors);
         weights.emplace(spec, shapes, *placer, options.homes, options.expertSlotBytes, options.context, trace);
@@ -90,6 +82,7 @@ struct Counted {
     CountingMemory memory;
     Allocator allocator;
     LoadTrace trace;
+    std::optional<DeviceLayout> layout;
     WeightStream stream;
     ExpertSlotManager slots;
     std::unique_ptr<Placer> placer;
@@ -104,26 +97,6 @@ size_t expertStagingBytes(const ExpertSlotManager& slots) {
     return expertStaging(files).bytes();
 }
 
-size_t withExpertSlots(const ModelSpec& spec, const TensorTable& tensors, EngineOptions options, size_t bytes) {
-    options.expertSlotBytes = bytes;
-    return plannedBytes(spec, tensors, options);
-}
-
-// The most for slots, in whole steps, with which the plan takes no more than `available`; nothing where it takes more
-// without any.
-std::optional<size_t> fittingSlots(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options,
-                                   size_t most, size_t available) {
-    constexpr size_t kStep = size_t{1} << 20;
-    if (withExpertSlots(spec, tensors, options, 0) > available) return std::nullopt;
-    size_t low = 0, high = most / kStep;
-    while (low < high) {
-        const size_t middle = (low + high + 1) / 2;
-        if (withExpertSlots(spec, tensors, options, middle * kStep) <= available) low = middle;
-        else high = middle - 1;
-    }
-    return low * kStep;
-}
-
 }  // namespace
 
 std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& asked) {
@@ -135,9 +108,8 @@ std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& te
     if (states.any()) model.trace.note("recurrent state");
     const KvCache kv(model.allocator, kvShapes(spec), options.kvType, options.context, std::move(states));
     model.trace.note("KV cache");
-    const size_t scratchBytes =
-        options.cuda ? GpuScratch(limits).bytes() : CpuBackend::scratchBytes(options.threads, limits);
-    const Buffer scratch(model.allocator, scratchBytes, "working memory");
+    const DeviceKind& kind = *options.device.kind;
+    const Buffer scratch(model.allocator, kind.scratchBytes(limits, options.threads), "working memory");
     std::optional<Buffer> staging;
     if (const size_t bytes = expertStagingBytes(model.slots))
         staging.emplace(model.allocator, bytes, "staging for experts");
@@ -145,7 +117,7 @@ std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& te
     std::vector<TraceLine> lines(model.trace.lines().begin() + 1, model.trace.lines().end());
     TraceLine graphs;
     graphs.name = "graphs";
-    graphs.asked = options.cuda ? kGraphBytes + (limits.expertSlots ? kSlotGraphBytes : 0) : 0;
+    graphs.asked = kind.recordBytes(limits);
     graphs.taken = static_cast<int64_t>(graphs.asked);
     lines.push_back(graphs);
     return lines;
@@ -165,73 +137,14 @@ std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, con
 }
 
 int64_t batchRows(const EngineOptions& options) {
-    const int64_t least = options.cuda && options.prompt == PromptMode::Fast ? kPromptTile : 1;
-    return std::min(std::max(options.batch, least), options.context);
+    return std::min(std::max(options.batch, options.device.kind->promptTile(options.prompt)), options.context);
 }
 
 StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options) {
     StepLimits limits = stepLimits(spec, tensors, batchRows(options), options.context, options.kvType);
     limits.prompt = options.prompt;
-    limits.expertSlots = options.cuda && expertsAway(spec, options.homes);
+    limits.expertSlots = options.device.kind->keepsWeights() && expertsAway(spec, options.homes);
     return limits;
-}
-
-FittedPlan fittedPlan(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options,
-                      size_t available) {
-    EngineOptions tried = options;
-    size_t least = plannedBytes(spec, tensors, tried);
-    FittedPlan best{options.homes, options.expertSlotBytes};
-    if (least <= available) return best;
-    if (expertsAway(spec, tried.homes)) {
-        if (const auto bytes = fittingSlots(spec, tensors, tried, options.expertSlotBytes, available))
-            return {options.homes, *bytes};
-        tried.expertSlotBytes = 0;
-    }
-    const size_t mostSlots = expertsAway(spec, options.homes) ? options.expertSlotBytes : available;
-    std::set<int32_t, std::greater<>> ranks;
-    for (const TensorHome& home : options.homes) {
-        if (home.home == Home::Vram) ranks.insert(home.rank);
-    }
-    // One after the other: slots may take more than what leaves, so fewer resident tensors are not always fewer bytes.
-    for (const int32_t rank : ranks) {
-        for (TensorHome& home : tried.homes) {
-            if (home.rank >= rank && home.home == Home::Vram) home.home = Home::Direct;
-        }
-        tried.homes = normalized(spec, tried.homes);
-        const size_t taken = plannedBytes(spec, tensors, tried);
-        // What is left goes to single experts.
-        if (taken <= available)
-            return {tried.homes,
-                    expertsAway(spec, tried.homes) ? *fittingSlots(spec, tensors, tried, mostSlots, available) : 0};
-        if (taken >= least) continue;
-        least = taken;
-        best = {tried.homes, 0};
-    }
-    return best;
-}
-
-std::string fittingAdvice(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options,
-                          size_t available) {
-    const auto fits = [&](int64_t context, int64_t batch) {
-        EngineOptions tried = options;
-        tried.context = context;
-        tried.batch = batch;
-        return plannedBytes(spec, tensors, tried) <= available;
-    };
-    for (int64_t batch = batchRows(options); batch >= 1; batch = batch > 64 ? std::max<int64_t>(batch / 2, 64) : 0) {
-        if (fits(options.context, batch)) return "a batch of " + std::to_string(batch) + " would fit";
-        int64_t low = 0, high = options.context;
-        while (low < high) {
-            const int64_t middle = (low + high + 1) / 2;
-            if (fits(middle, batch)) low = middle;
-            else high = middle - 1;
-        }
-        if (low >= std::min<int64_t>(512, options.context)) {
-            const std::string with = batch < options.batch ? " with a batch of " + std::to_string(batch) : "";
-            return "a context of " + std::to_string(low) + with + " would fit";
-        }
-    }
-    return options.cuda ? "the model does not fit there: use device cpu" : "a smaller context or batch needs less";
 }
 
 }  // namespace sharpi

@@ -1,0 +1,30 @@
+// What running a model with given options will take, line by line, without loading it: the loading code itself, run
+// over a memory that only counts. Which options to choose is for others to say: Python plans.
+#pragma once
+
+#include <vector>
+
+#include "operations/backend.h"
+#include "placement/load_trace.h"
+#include "planning/engine_options.h"
+
+namespace sharpi {
+
+// The lines of LoadTrace, in order: "token embedding", "layer 0", ..., "prediction layer" (where there is one), "output
+// head", "streaming" (the slots through which pass what is not resident), "expert slots", "recurrent state" (where
+// there is one), "KV cache", "scratch", "graphs". Weights that stay in the mapped file count as nothing.
+std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
+// The sum of what the lines take.
+size_t plannedBytes(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
+// What the plan's budget gives the experts in slots.
+std::vector<ExpertSlotManager::PoolShape> expertPools(const ModelSpec& spec, const TensorTable& tensors,
+                                                      const EngineOptions& options);
+// Rows of a batch: those asked for, within the context, and at least the device's tile of prompt rows.
+int64_t batchRows(const EngineOptions& options);
+// What a backend's buffers are sized for.
+StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
+// By layer; a prediction layer's is the last.
+std::vector<KvLayerShape> kvShapes(const ModelSpec& spec);
+std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec);
+
+}  // namespace sharpi

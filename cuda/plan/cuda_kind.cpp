@@ -1,0 +1,68 @@
+// See cuda_kind.h.
+#include "plan/cuda_kind.h"
+
+#include <string>
+
+#include "core/error.h"
+#include "kernels/delta/gated_delta.h"
+#include "kernels/experts/router.h"
+#include "plan/gpu_scratch.h"
+
+namespace sharpi {
+
+namespace {
+
+// What driver and runtime keep for the captured steps and the kernels' code, measured.
+constexpr size_t kGraphBytes = size_t{16} << 20;
+// More of both, and streams, where experts are in slots.
+constexpr size_t kSlotGraphBytes = size_t{24} << 20;
+
+void require(bool ok, const std::string& what) {
+    if (!ok) throw Error(ErrorKind::InvalidArgument, "the GPU cannot run this model: " + what + "; device cpu can");
+}
+
+void requireExperts(const ExpertFfnSpec& experts) {
+    require(experts.count <= cuda::kMostRouted, std::to_string(experts.count) + " experts a layer, where up to " +
+                                                    std::to_string(cuda::kMostRouted) + " are known");
+}
+
+void requireAttention(const AttentionSpec& a) {
+    require(a.headDim % 8 == 0 && a.headDim <= 256,
+            "heads of " + std::to_string(a.headDim) + " elements, where 8, 16, .. 256 are known");
+    require(a.heads / a.kvHeads <= 32, std::to_string(a.heads) + " heads over " + std::to_string(a.kvHeads) +
+                                           ", where groups of up to 32 are known");
+}
+
+class CudaKind final : public DeviceKind {
+public:
+    const char* name() const override { return "cuda"; }
+    const char* memoryName() const override { return "vram"; }
+    size_t granularity() const override { return size_t{2} << 20; }
+    std::optional<DeviceLayout> layout() const override { return gpuLayout(); }
+    size_t scratchBytes(const StepLimits& limits, int) const override { return GpuScratch(limits).bytes(); }
+    size_t recordBytes(const StepLimits& limits) const override {
+        return kGraphBytes + (limits.expertSlots ? kSlotGraphBytes : 0);
+    }
+    // A recurrent layer takes fast prompt rows in whole tiles.
+    int64_t promptTile(PromptMode mode) const override { return mode == PromptMode::Fast ? kPromptTile : 1; }
+    void requireCanRun(const ModelSpec& spec) const override {
+        require(spec.embedding % 4 == 0,
+                "a width of " + std::to_string(spec.embedding) + ", which is no multiple of 4");
+        for (const LayerSpec* layer : spec.loadedLayers()) {
+            if (layer->experts) requireExperts(*layer->experts);
+            if (layer->attention) requireAttention(*layer->attention);
+            else
+                cuda::requireDelta(
+                    {layer->delta->keyHeads, layer->delta->valueHeads, layer->delta->headDim, layer->delta->convWidth});
+        }
+    }
+};
+
+}  // namespace
+
+const DeviceKind& cudaKind() {
+    static const CudaKind kind;
+    return kind;
+}
+
+}  // namespace sharpi
