@@ -19,7 +19,7 @@ protected:
         require(cudaDeviceGetAttribute(&value, which, device));
         return value;
     }
-    void TearDown() override { cudaSetDevice(kDefaultDevice); }
+    void TearDown() override { cudaSetDevice(0); }
 };
 
 TEST_F(Devices, AreOpenedByTheirIndex) {
