@@ -117,10 +117,9 @@ private:
 TEST(ModelSpecRandom, DamagedModelsAreReadOrNamed) {
     Damage damage(testSeed(1));
     std::vector<tiny::Model> originals;
-    for (const char* architecture : {"llama", "qwen2", "qwen3", "qwen3moe", "olmoe", "qwen35", "qwen35moe"}) {
+    for (const tiny::Family& family : tiny::families()) {
         tiny::Options options;
-        options.architecture = architecture;
-        options.experts = std::string(architecture).find("moe") != std::string::npos ? 4 : 0;
+        options.architecture = family.name;
         originals.emplace_back(options);
         ASSERT_NO_THROW(originals.back().spec());
         originals.back().bytes.clear();
