@@ -59,6 +59,8 @@ inline const std::vector<Family>& families() {
         {"qwen3moe", Pairing::Halves, QkNorm::PerHead, true, true, false},
         {"qwen35", Pairing::Halves, QkNorm::PerHead, true, false, true},
         {"qwen35moe", Pairing::Halves, QkNorm::PerHead, true, true, true},
+        {"qwen3vl", Pairing::Halves, QkNorm::PerHead, true, false, false},
+        {"qwen3vlmoe", Pairing::Halves, QkNorm::PerHead, true, true, false},
     };
     return all;
 }

@@ -1,6 +1,6 @@
 """Writes the small float32 models that gave the logits in tests/data/golden.
 
-The logits are llama.cpp's, so what counts is that every weight is the same, bit for bit: the generator
+The logits are those of other programs, so what counts is that every weight is the same, bit for bit: the generator
 (`numpy.random.RandomState`, whose stream never changes), the order in which tensors are drawn, and the type in which
 they are scaled. One digest for each model holds all of it.
 
@@ -25,7 +25,7 @@ LOGITS = _TESTS / "data" / "golden"
 STORY = _TESTS / "python" / "data" / "story_golden.npz"  # logits of the bundled model
 
 _SEED = 7
-_WIDTH, _HIDDEN, _VOCABULARY = 256, 512, 512
+_WIDTH, _VOCABULARY = 256, 512
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class Golden:
     shared: int = 0
     delta: tuple[int, int, int, int] | None = None
     rotated: int | None = None
+    hidden: int = 512
+    sections: tuple[int, ...] = ()  # of the rotary embedding
+    float64: bool = False  # draws are scaled in float64; otherwise they are rounded to float32 first
 
     @property
     def blocks(self) -> int:
@@ -59,6 +62,8 @@ class Golden:
 
 
 _HYBRID = {"layers": 8, "heads": (4, 2, 64), "qk_norm": "head", "base": 1e7, "rotated": 16}
+_VISION = {"layers": 4, "heads": (4, 2, 64), "qk_norm": "head", "base": 5e6, "hidden": 384, "float64": True,
+           "sections": (12, 10, 10, 0)}
 GOLDEN = {
     "llama": Golden("llama", "e085b6571af53285"),
     "llama-tied": Golden("llama", "0aa0934d7be4571d", tied=True, heads=(8, 8, 32), layers=2, epsilon=1e-5),
@@ -72,6 +77,8 @@ GOLDEN = {
     "qwen35": Golden("qwen35", "d3c456c368324cb7", delta=(2, 6, 64, 4), **_HYBRID),
     "qwen35moe": Golden("qwen35moe", "1fc6d747e46ebe56", delta=(2, 4, 64, 4), experts=(16, 4, 256), shared=256,
                         **_HYBRID),
+    "qwen3vl": Golden("qwen3vl", "4b9871017fa5a9ee", **_VISION),
+    "qwen3vlmoe": Golden("qwen3vlmoe", "553d3c34874b68ed", experts=(16, 4, 96), **_VISION),
 }
 
 # A tensor to draw: name, shape with rows first, and its standard deviation times the root of a row's length; or, for
@@ -107,7 +114,7 @@ def _describe(writer: gguf.GGUFWriter, model: Golden) -> None:
     writer.add_block_count(model.blocks)
     writer.add_context_length(4096)
     writer.add_embedding_length(_WIDTH)
-    writer.add_feed_forward_length(_HIDDEN if model.experts is None or model.delta else model.experts[2])
+    writer.add_feed_forward_length(model.hidden if model.experts is None or model.delta else model.experts[2])
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
     writer.add_key_length(size)
@@ -116,6 +123,9 @@ def _describe(writer: gguf.GGUFWriter, model: Golden) -> None:
     writer.add_rope_freq_base(model.base)
     writer.add_rope_dimension_count(model.rotated or size)
     writer.add_vocab_size(_VOCABULARY)
+    if model.sections:
+        writer.add_rope_dimension_sections(model.sections)
+        writer.add_num_deepstack_layers(3)
     if model.experts:
         writer.add_expert_count(model.experts[0])
         writer.add_expert_used_count(model.experts[1])
@@ -133,6 +143,7 @@ def _describe(writer: gguf.GGUFWriter, model: Golden) -> None:
 def _weights(model: Golden) -> Iterator[tuple[str, np.ndarray]]:
     """All tensors, in the order in which they are drawn."""
     generator = np.random.RandomState(_SEED)
+    number = np.float64 if model.float64 else np.float32
     for name, shape, spread in _recipe(model):
         if name == "rope_freqs.weight":
             yield name, (1.0 + 7.0 * (np.arange(shape) / shape) ** 2).astype(np.float32)
@@ -141,9 +152,9 @@ def _weights(model: Golden) -> Iterator[tuple[str, np.ndarray]]:
         if name.endswith("ssm_a"):
             yield name, -np.exp(drawn * 0.5 - 1.0).astype(np.float32)
         elif isinstance(shape, int):
-            yield name, drawn.astype(np.float32) * np.float32(0.2) + np.float32(spread)
+            yield name, (drawn.astype(number) * number(0.2) + number(spread)).astype(np.float32)
         else:
-            scaled = drawn.astype(np.float32).astype(np.float64) * (spread / math.sqrt(shape[-1]))
+            scaled = drawn.astype(number).astype(np.float64) * (spread / math.sqrt(shape[-1]))
             yield name, scaled.astype(np.float32)
 
 
@@ -158,7 +169,7 @@ def _recipe(model: Golden) -> Iterator[_Matrix | _Vector]:
         layer = [("attn_norm.weight", _WIDTH, 1.0),
                  *(_delta(model) if model.is_delta(block) else _attention(model)),
                  ("post_attention_norm.weight" if model.delta else "ffn_norm.weight", _WIDTH, 1.0),
-                 *(_experts(model) if model.experts else _dense())]
+                 *(_experts(model) if model.experts else _dense(model))]
         if block >= model.layers:
             layer.append(("nextn.eh_proj.weight", (_WIDTH, 2 * _WIDTH), 1.0))
             layer += [(f"nextn.{part}.weight", _WIDTH, 1.0) for part in ("enorm", "hnorm", "shared_head_norm")]
@@ -211,7 +222,7 @@ def _experts(model: Golden) -> Iterator[_Matrix | _Vector]:
         yield "ffn_down_shexp.weight", (_WIDTH, model.shared), 2.0
 
 
-def _dense() -> Iterator[_Matrix | _Vector]:
-    yield "ffn_gate.weight", (_HIDDEN, _WIDTH), 1.0
-    yield "ffn_up.weight", (_HIDDEN, _WIDTH), 1.0
-    yield "ffn_down.weight", (_WIDTH, _HIDDEN), 2.0
+def _dense(model: Golden) -> Iterator[_Matrix | _Vector]:
+    yield "ffn_gate.weight", (model.hidden, _WIDTH), 1.0
+    yield "ffn_up.weight", (model.hidden, _WIDTH), 1.0
+    yield "ffn_down.weight", (_WIDTH, model.hidden), 2.0
