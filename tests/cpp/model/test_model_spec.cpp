@@ -74,7 +74,8 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
             EXPECT_EQ(a.headDim, o.headDim);
             EXPECT_FLOAT_EQ(a.scale, 0.25f);
             EXPECT_EQ(a.qkNorm, arch.qkNorm);
-            ASSERT_EQ(a.rope, 0);
+            EXPECT_EQ(a.rope, arch.embedsPositions(static_cast<int64_t>(i)) ? 0 : -1) << "layer " << i;
+            ASSERT_EQ(spec.ropes.size(), 1u);
             EXPECT_EQ(spec.ropes.at(0).pairing, arch.pairing);
             EXPECT_EQ(spec.ropes.at(0).dims, o.headDim);
             EXPECT_EQ(static_cast<bool>(a.qBias), o.biases);

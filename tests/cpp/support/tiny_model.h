@@ -42,9 +42,11 @@ struct Family {
     const char* name;
     sharpi::RopeSpec::Pairing pairing;
     sharpi::AttentionSpec::QkNorm qkNorm;
-    bool renormalized;  // the weights of the experts that a row chose sum to 1
-    bool mixture;       // every model has experts
-    bool hybrid;        // layers of Gated DeltaNet between those of attention, which is gated
+    bool renormalized;             // the weights of the experts that a row chose sum to 1
+    bool mixture;                  // every model has experts
+    bool hybrid;                   // layers of Gated DeltaNet between those of attention, which is gated
+    int64_t withoutPositions = 0;  // n: every n-th layer embeds no positions; 0: every layer embeds them
+    bool embedsPositions(int64_t layer) const { return !withoutPositions || (layer + 1) % withoutPositions; }
     const char* ffnNorm() const { return hybrid ? "post_attention_norm" : "ffn_norm"; }
 };
 
@@ -61,6 +63,7 @@ inline const std::vector<Family>& families() {
         {"qwen35moe", Pairing::Halves, QkNorm::PerHead, true, true, true},
         {"qwen3vl", Pairing::Halves, QkNorm::PerHead, true, false, false},
         {"qwen3vlmoe", Pairing::Halves, QkNorm::PerHead, true, true, false},
+        {"smollm3", Pairing::Adjacent, QkNorm::None, true, false, false, 4},
     };
     return all;
 }
@@ -346,6 +349,7 @@ inline std::vector<Options> gpuVariants() {
         Options o;
         o.architecture = a.name;
         o.seed = static_cast<unsigned>(all.size() + 1);
+        if (a.withoutPositions) o.layers = a.withoutPositions + 1;  // the last one embeds positions again
         all.push_back(o);
     }
     Options o;

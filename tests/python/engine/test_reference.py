@@ -1,7 +1,7 @@
 """Logits held against those of another program.
 
 tests/data/golden holds logits for small models that `golden_models` writes. Most are llama.cpp's, float32 throughout;
-those of qwen3vl and qwen3vlmoe come from a forward pass in float64 numpy, which llama.cpp matches to 1e-5.
+those of qwen3vl, qwen3vlmoe and smollm3 come from a forward pass in float64 numpy, which llama.cpp matches to 1e-5.
 If there is a folder with the originals (SHARPI_SHARED, or `shared` beside the repository), they are checked to be the
 same.
 """

@@ -48,6 +48,7 @@ class Golden:
     delta: tuple[int, int, int, int] | None = None
     rotated: int | None = None
     hidden: int = 512
+    embedding: float = 0.7
     sections: tuple[int, ...] = ()  # of the rotary embedding
     float64: bool = False  # draws are scaled in float64; otherwise they are rounded to float32 first
 
@@ -79,6 +80,8 @@ GOLDEN = {
                         **_HYBRID),
     "qwen3vl": Golden("qwen3vl", "4b9871017fa5a9ee", **_VISION),
     "qwen3vlmoe": Golden("qwen3vlmoe", "553d3c34874b68ed", experts=(16, 4, 96), **_VISION),
+    "smollm3": Golden("smollm3", "ad3dcc7f997db9f7", layers=4, epsilon=1e-5, base=5e6, tied=True, hidden=384,
+                      embedding=0.12, float64=True),
 }
 
 # A tensor to draw: name, shape with rows first, and its standard deviation times the root of a row's length; or, for
@@ -159,7 +162,7 @@ def _weights(model: Golden) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _recipe(model: Golden) -> Iterator[_Matrix | _Vector]:
-    yield "token_embd.weight", (_VOCABULARY, _WIDTH), 0.7 * math.sqrt(_WIDTH)
+    yield "token_embd.weight", (_VOCABULARY, _WIDTH), model.embedding * math.sqrt(_WIDTH)
     yield "output_norm.weight", _WIDTH, 1.0
     if not model.tied:
         yield "output.weight", (_VOCABULARY, _WIDTH), 2.0
