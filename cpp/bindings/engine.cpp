@@ -107,17 +107,22 @@ void bindEngine(py::module_& m) {
             "graphs",
             [](Engine& e) {
                 py::gil_scoped_release release;  // a step may be running
-                return e.runner().lock().backend().replays();
+                const LockedModel model = e.runner().lock();
+                Recording* const recording = model.backend().recording();
+                return recording && recording->replays();
             },
             [](Engine& e, bool on) {
                 py::gil_scoped_release release;
-                e.runner().lock().backend().setReplays(on);
+                const LockedModel model = e.runner().lock();
+                if (Recording* const recording = model.backend().recording()) recording->setReplays(on);
             },
             "Whether decode steps are captured and replayed.")
         .def_property_readonly("kernels_per_step",
                                [](Engine& e) {
                                    py::gil_scoped_release release;
-                                   return e.runner().lock().backend().kernelsPerStep();
+                                   const LockedModel model = e.runner().lock();
+                                   Recording* const recording = model.backend().recording();
+                                   return recording ? recording->kernelsPerStep() : int64_t{0};
                                })
         .def_property_readonly("weight_bytes", &Engine::weightBytes)
         .def_property_readonly("kv_bytes", &Engine::kvBytes)

@@ -67,7 +67,7 @@ void bindOptions(py::module_& m) {
         .def(py::init([](int64_t context, int64_t batch, int threads, const std::string& kvType,
                          const std::string& prompt, int32_t sequences, const std::string& device, int ordinal,
                          size_t vram, const HomeRows& homes, size_t expertSlotBytes, const Rates& expertRates,
-                         Warm warm) {
+                         Warm warm, bool tight) {
                  EngineOptions options;
                  options.context = context;
                  options.batch = batch;
@@ -80,6 +80,7 @@ void bindOptions(py::module_& m) {
                  options.homes = toHomes(homes);
                  options.expertSlotBytes = expertSlotBytes;
                  options.expertUse = {expertRates.first, expertRates.second, std::move(warm)};
+                 options.tight = tight;
                  return options;
              }),
              py::kw_only(), py::arg("context"), py::arg("batch") = usual.batch, py::arg("threads") = usual.threads,
@@ -88,12 +89,13 @@ void bindOptions(py::module_& m) {
              py::arg("ordinal") = usual.device.ordinal, py::arg("vram") = usual.vram,
              py::arg("homes") = homeRows(usual.homes), py::arg("expert_slot_bytes") = usual.expertSlotBytes,
              py::arg("expert_rates") = Rates(usual.expertUse.cpuRate, usual.expertUse.busRate),
-             py::arg("warm") = usual.expertUse.warm,
+             py::arg("warm") = usual.expertUse.warm, py::arg("tight") = usual.tight,
              "prompt: how prompts are computed on the GPU, \"exact\" or \"fast\". ordinal: the GPU's number, "
              "as the driver counts. vram: the most to take of its memory; 0: all that is free. homes: (home, rows of "
              "the CPU) of each tensor; none: all in VRAM. expert_rates: bytes per "
              "second at which the "
-             "CPU computes experts and the GPU fetches them. warm: (layer, expert) that slots hold from the beginning.")
+             "CPU computes experts and the GPU fetches them. warm: (layer, expert) that slots hold from the "
+             "beginning. tight: loads even if the plan counts more memory than there is.")
         .def_readonly("context", &EngineOptions::context)
         .def_readonly("batch", &EngineOptions::batch)
         .def_readonly("threads", &EngineOptions::threads)
@@ -105,6 +107,7 @@ void bindOptions(py::module_& m) {
         .def_readonly("vram", &EngineOptions::vram)
         .def_property_readonly("homes", [](const EngineOptions& o) { return homeRows(o.homes); })
         .def_readonly("expert_slot_bytes", &EngineOptions::expertSlotBytes)
+        .def_readonly("tight", &EngineOptions::tight)
         .def_property_readonly("expert_rates",
                                [](const EngineOptions& o) { return Rates(o.expertUse.cpuRate, o.expertUse.busRate); })
         .def_property_readonly("warm", [](const EngineOptions& o) { return o.expertUse.warm; });

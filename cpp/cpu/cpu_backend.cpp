@@ -45,8 +45,10 @@ void CpuBackend::whenUploaded(std::function<void(double)> told) {
 void CpuBackend::unload() {
     _scratch = Buffer();
     _placer.reset();
-    if (_stream) readFromDevice();
-    else _placer = std::make_unique<MappedPlacer>(*_allocator);
+    _slots.reset();
+    _work.stream = nullptr;
+    _stream.reset();
+    _transfers.reset();
 }
 
 void CpuBackend::takeScratch(const StepLimits& limits) {

@@ -92,9 +92,7 @@ void CpuExperts::compute(const ExpertCall& call) {
     float* const block = _work.floats(s.block);
     sumByRank(call, block);
     if (call.sharedScale) addShared(call.sharedScale, block);
-    float* const x = _work.at(RowBuffer::Residual);
-    _work.forRanges(_work.rows() * _work.limits.embedding, CpuWork::kElementGrain,
-                    [&](int64_t begin, int64_t end) { _work.kernels.add(x + begin, block + begin, end - begin); });
+    _work.addToResidual(block);
 }
 
 // By rank, whatever the order in which the experts were computed.

@@ -36,19 +36,13 @@ void CpuOperations::linear(RowInput x, std::initializer_list<Product> products) 
 void CpuOperations::addLinear(RowInput x, const Weight& w, const float* bias) {
     float* const block = _work.floats(_work.scratch().block);
     _work.linear(input(x), _work.rows(), {{w, bias, block}});
-    addToResidual(block);
+    _work.addToResidual(block);
 }
 
 void CpuOperations::gatedLinear(RowInput x, const Weight& gate, const Weight& up, const Weight&) {
     float *const gates = _work.at(RowBuffer::Gate), *const ups = _work.at(RowBuffer::Up);
     _work.linear(input(x), _work.rows(), {{gate, nullptr, gates}, {up, nullptr, ups}});
     _work.siluMul(gates, ups, _work.rows() * gate.rows);
-}
-
-void CpuOperations::addToResidual(const float* y) {
-    float* const x = _work.at(RowBuffer::Residual);
-    _work.forRanges(_work.rows() * _work.limits.embedding, CpuWork::kElementGrain,
-                    [&](int64_t begin, int64_t end) { _work.kernels.add(x + begin, y + begin, end - begin); });
 }
 
 void CpuOperations::joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,

@@ -28,7 +28,6 @@ public:
 
 private:
     const float* input(RowInput x) const;
-    void addToResidual(const float* y);
     void splitGatedQueries(int32_t heads, int32_t headDim);
     void rope(float* x, int32_t heads, int32_t headDim, const RopeTable& table);
     void storeKv(const SequenceRows& rows, const KvPages& pages);

@@ -78,6 +78,12 @@ void CpuWork::siluMul(float* gate, const float* up, int64_t n) {
               [&](int64_t begin, int64_t end) { kernels.siluMul(gate + begin, up + begin, end - begin); });
 }
 
+void CpuWork::addToResidual(const float* y) {
+    float* const x = at(RowBuffer::Residual);
+    forRanges(rows() * limits.embedding, kElementGrain,
+              [&](int64_t begin, int64_t end) { kernels.add(x + begin, y + begin, end - begin); });
+}
+
 cpu::QuantizedRows CpuWork::quantize(const float* x, int64_t count, int64_t cols, size_t offset) {
     const cpu::QuantizedRows to = cpu::quantizedRowsOver(_memory + offset, count, cols);
     forRanges(count, std::max<int64_t>(1, kElementGrain / cols), [&](int64_t begin, int64_t end) {

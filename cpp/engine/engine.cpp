@@ -5,7 +5,7 @@
 #include <cstdio>
 
 #include "core/error.h"
-#include "engine/drafter.h"
+#include "engine/rehearsal.h"
 #include "experts/expert_prefetcher.h"
 #include "hardware/devices.h"
 
@@ -122,7 +122,7 @@ void Engine::loadOrGiveBack() {
 // A plan counts what the driver will take with the first tokens too. If that is not there, loading may succeed and the
 // first step fail, so such a plan is refused at once.
 void Engine::requireRoom() {
-    if (_options.homes.empty()) return;
+    if (_options.homes.empty() || _options.tight) return;
     const size_t available = _backend->allocator().available(),
                  wanted = plannedBytes(_spec, _files->tensors(), _options);
     if (wanted <= available) return;
@@ -156,43 +156,11 @@ void Engine::load() {
     _trace.note("scratch");
     _runner.emplace(_spec, *_weights, *_backend, std::move(kv), limits);
     // Where weights are still to come, the first prompt need not wait for a pass of its own.
-    if (_options.device.kind->keepsWeights() && !_backend->streams()) rehearse();
+    if (_options.device.kind->keepsWeights() && !_backend->streams()) {
+        rehearse(*_runner, _spec, _options);
+        _backend->forgetExpertCounts();  // nobody has asked anything yet
+    }
     _trace.note("graphs");
-}
-
-// A prefill and a decode step, so that kernels are loaded and the step is captured before anyone waits for a token; if
-// the model drafts, a step with a draft too.
-void Engine::rehearse() {
-    // Exact rows are slow, and nine of them use all kernels that more would.
-    rehearse(RowKind::Prompt, std::min<int64_t>(_options.batch, _backend->oneArithmetic() ? 9 : 512));
-    rehearse(RowKind::Decode, 1);
-    if (!_spec.predictions.empty() && _options.batch > 1) rehearse(RowKind::Decode, 2);
-    // Nobody has asked anything yet.
-    _backend->forgetExpertCounts();
-}
-
-// A sequence of these rows. Decode rows all give a token, as drafts do, and may be taken back.
-void Engine::rehearse(RowKind kind, int64_t rows) {
-    const LockedModel model = _runner->lock();
-    const int32_t sequence = model.kv().createSequence();
-    Batch batch;
-    for (int64_t i = 0; i < rows; ++i)
-        batch.add(kind, 0, static_cast<int32_t>(i), sequence, i + 1 == rows || kind == RowKind::Decode);
-    std::vector<int64_t> marks;
-    for (int64_t length = 1; length < rows && kind == RowKind::Decode; ++length) marks.push_back(length);
-    model.kv().extend(sequence, rows, marks);
-    model.forward().run(batch, nullptr);
-    model.forward().sample(std::vector<Choice>(batch.logitRows.size()));
-    if (!_spec.predictions.empty()) rehearseDrafts(model, kind, sequence, rows);
-    model.kv().releaseSequence(sequence);
-}
-
-void Engine::rehearseDrafts(const LockedModel& model, RowKind kind, int32_t sequence, int64_t rows) {
-    Sampler sampler(SamplingParams(), _spec.vocabSize);
-    const std::vector<int32_t> history;
-    Drafter::Text text{sampler, history, {}, rows < _options.context ? 2 : 1};
-    Drafter().predict(model.forward(), model.kv(),
-                      {kind, sequence, 0, std::vector<int32_t>(static_cast<size_t>(rows), 0)}, &text);
 }
 
 void Engine::warm(const std::function<bool(uint64_t, uint64_t)>& progress) const {

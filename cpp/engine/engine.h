@@ -54,9 +54,6 @@ private:
     void unload();
     void printPlacement() const;
     void uploaded(double seconds);
-    void rehearse();
-    void rehearse(RowKind kind, int64_t rows);
-    void rehearseDrafts(const LockedModel& model, RowKind kind, int32_t sequence, int64_t rows);
 
     ModelSpec _spec;
     EngineOptions _options;

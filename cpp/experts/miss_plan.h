@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "experts/expert_orders.h"
+#include "core/expert_orders.h"
 
 namespace sharpi {
 

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "experts/expert_orders.h"
+#include "core/expert_orders.h"
 
 namespace sharpi {
 

@@ -42,7 +42,7 @@ void attentionLayer(const LayerContext& context, const LayerSpec& layer, const K
     heads.kNorm = w[a.kNorm];
     heads.eps = context.spec.normEpsilon;
     heads.rope = w.rope(a.rope);
-    context.ops.norm(w[layer.mixerNorm], context.spec.normEpsilon, {q, k, v});
+    context.ops.norm(w[layer.mixerNorm], context.spec.normEpsilon, {q, k, v}, false);
     context.ops.linear(RowInput::Normed, {{q, w[a.qBias], a.gated ? RowBuffer::GatedQueries : RowBuffer::Queries},
                                           {k, w[a.kBias], RowBuffer::Keys},
                                           {v, w[a.vBias], RowBuffer::Values}});
@@ -65,7 +65,7 @@ void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const 
     call.decay = w[d.decay];
     call.headNorm = w[d.headNorm];
     call.eps = context.spec.normEpsilon;
-    context.ops.norm(w[layer.mixerNorm], context.spec.normEpsilon, {qkv, gate, alpha, beta});
+    context.ops.norm(w[layer.mixerNorm], context.spec.normEpsilon, {qkv, gate, alpha, beta}, false);
     context.ops.linear(RowInput::Normed, {{qkv, nullptr, RowBuffer::DeltaMixed},
                                           {gate, nullptr, RowBuffer::DeltaGate},
                                           {alpha, nullptr, RowBuffer::DeltaAlpha},
@@ -78,7 +78,7 @@ void denseLayer(const LayerContext& context, const LayerSpec& layer) {
     const DenseFfnSpec& f = *layer.dense;
     const ModelWeights& w = context.weights;
     const Weight &gate = w[f.gate], &up = w[f.up], &down = w[f.down];
-    context.ops.norm(w[layer.ffnNorm], context.spec.normEpsilon, {gate, up});
+    context.ops.norm(w[layer.ffnNorm], context.spec.normEpsilon, {gate, up}, false);
     context.ops.gatedLinear(RowInput::Normed, gate, up, down);
     context.ops.addLinear(RowInput::Hidden, down, nullptr);
 }
@@ -94,7 +94,7 @@ void expertLayer(const LayerContext& context, const LayerSpec& layer, const Laye
         context.ops.norm(call.routing.norm, call.routing.eps,
                          {router, call.gate.first, call.up.first, w[f.shared->gate], w[f.shared->up]}, true);
     } else {
-        context.ops.norm(call.routing.norm, call.routing.eps, {router, call.gate.first, call.up.first});
+        context.ops.norm(call.routing.norm, call.routing.eps, {router, call.gate.first, call.up.first}, false);
     }
     context.ops.linear(RowInput::Normed, {{router, nullptr, RowBuffer::RouterLogits}});
     context.ops.route(call);

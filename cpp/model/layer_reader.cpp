@@ -19,6 +19,7 @@ VectorId LayerReader::norm(const std::string& name, int64_t size) {
 }
 
 LayerReader& LayerReader::mixerNorm(const std::string& name) {
+    unused("attn_rot_embd");  // cached frequencies of early converters
     _layer.mixerNorm = norm(name, _model._spec.embedding);
     return *this;
 }
@@ -59,7 +60,6 @@ LayerReader& LayerReader::attention(const AttentionParts& parts) {
         a.qNorm = norm("attn_q_norm", perHead ? a.headDim : queries);
         a.kNorm = norm("attn_k_norm", perHead ? a.headDim : keys);
     }
-    unused("attn_rot_embd");  // cached frequencies of early converters
     _layer.attention = a;
     return *this;
 }

@@ -44,6 +44,7 @@ ModelReader::ModelReader(const Metadata& metadata, const TensorTable& tensors)
     _spec.normEpsilon = static_cast<float>(metadata.number(epsilon));
     if (!(_spec.normEpsilon >= 0 && _spec.normEpsilon < 1)) bad("metadata key '" + epsilon + "' is outside 0 to 1");
     _blocks = metadata.integer(key("block_count"), 1, 4096);
+    _spec.layers.reserve(static_cast<size_t>(_blocks));  // readers of layers point to them
     const TensorInfo* embedding = tensors.find("token_embd.weight");
     if (!embedding || embedding->shape.size() < 2) bad("tensor 'token_embd.weight' is missing or not a matrix");
     _spec.vocabSize = embedding->shape[1];
@@ -176,6 +177,15 @@ ModelSpec ModelReader::finish() {
         throw Error(ErrorKind::Internal, "the reader of '" + _spec.architecture + "' has read " +
                                              std::to_string(_read) + " of " + std::to_string(_blocks) +
                                              " layers, or no output head");
+    }
+    for (const LayerSpec* layer : _spec.loadedLayers()) {
+        const bool oneMixer = layer->attention.has_value() != layer->delta.has_value();
+        const bool oneFeed = layer->dense.has_value() != layer->experts.has_value();
+        if (!oneMixer || !oneFeed) {
+            throw Error(ErrorKind::Internal,
+                        "the reader of '" + _spec.architecture +
+                            "' has made a layer without exactly one mixer and one feed-forward part");
+        }
     }
     _tensors.requireAllUsed(_spec.architecture);
     return std::move(_spec);

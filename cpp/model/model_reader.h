@@ -34,7 +34,6 @@ public:
     // Keys are given without the architecture's name.
     std::string key(const std::string& rest) const { return _spec.architecture + "." + rest; }
     const Metadata& metadata() const { return _metadata; }
-    const ModelSpec& spec() const { return _spec; }
     // Layers of the model, and prediction layers behind them in the file.
     int64_t layers() const { return _blocks - _predictions; }
     int64_t predictions() const { return _predictions; }

@@ -16,7 +16,6 @@ public:
     explicit TensorFinder(const TensorTable& tensors) : _tensors(tensors), _used(tensors.all().size(), false) {}
 
     bool has(const std::string& name) const { return _tensors.find(name) != nullptr; }
-    const TensorInfo* find(const std::string& name) const { return _tensors.find(name); }
     // Empty if there is no such tensor.
     WeightSlice optional(const std::string& name, const std::vector<int64_t>& shape);
     // Throws Error(BadModel) if there is no such tensor.

@@ -37,11 +37,19 @@ struct Choice {
     double draw = 0;                           // in [0, 1)
 };
 
-// Tells the profiler which layers have experts. The second time, when loading has begun anew, its counts are cleared.
+// Tells the profiler which layers have experts.
 inline void profileLayers(ExpertAccessProfiler& profiler, const StepLimits& limits) {
-    if (profiler.counts().layers > 0) return profiler.clear();
     for (const auto& [layer, experts] : limits.expertLayers) profiler.addLayer(layer, experts);
 }
+
+// Whether passes are recorded and replayed.
+class Recording {
+public:
+    virtual ~Recording() = default;
+    virtual bool replays() const = 0;
+    virtual void setReplays(bool replay) = 0;
+    virtual int64_t kernelsPerStep() const = 0;  // launched by the last pass through the model
+};
 
 class Backend {
 public:
@@ -57,7 +65,7 @@ public:
     // To be called before weights are placed: `told` hears when all that is resident has arrived
     // (WeightStream::onUploaded). Where weights stay in the mapped file it never does.
     virtual void whenUploaded(std::function<void(double seconds)> /*told*/) {}
-    // Gives everything back that was placed or taken: loading may begin anew.
+    // Gives everything back that was placed or taken. Only allocator() may be asked afterwards.
     virtual void unload() = 0;
     // What has become of the experts so far.
     virtual ExpertCounts expertCounts() = 0;
@@ -81,10 +89,8 @@ public:
     // Runs body, which only calls the blocks below: the same ones for each kind of pass, so that those of batches of
     // the same shape may be recorded and replayed.
     virtual void region(Pass pass, const std::function<void()>& body) = 0;
-    // Whether it is: off where there is nothing to record.
-    virtual bool replays() const { return false; }
-    virtual void setReplays(bool) {}
-    virtual int64_t kernelsPerStep() const { return 0; }  // launched by the last region()
+    // nullptr if there is nothing to record.
+    virtual Recording* recording() { return nullptr; }
 
     // For the batch given to begin(); head() also after region().
     virtual Operations& operations() = 0;

@@ -27,6 +27,7 @@ enum class RowInput : uint8_t {
     Hidden,    // by gatedLinear()
     Joined,    // by joinDraft(): [rows, 2 * embedding]
 };
+constexpr size_t kRowInputs = static_cast<size_t>(RowInput::Joined) + 1;
 
 // y = w x + bias.
 struct Product {
@@ -86,7 +87,7 @@ public:
     // Residual row t = the table's row of token t.
     virtual void embed(const Weight& table) = 0;
     // Normed = rmsNorm(Residual). floats: rows are also read as floats, by route() for a shared expert's scale.
-    virtual void norm(const float* weight, float eps, Readers readers, bool floats = false) = 0;
+    virtual void norm(const float* weight, float eps, Readers readers, bool floats) = 0;
     // All products read the same rows.
     virtual void linear(RowInput x, std::initializer_list<Product> products) = 0;
     // Residual += w x + bias.

@@ -41,16 +41,16 @@ Homes normalized(const ModelSpec& spec, Homes homes) {
         if (weight.role == WeightRole::Experts) expertsLeave |= homeOf(weight).home != Home::Vram;
         else if (homeOf(weight).home == Home::Slots) homeOf(weight).home = Home::Direct;
     }
-    for (size_t i = 0; i < spec.weights.size(); ++i) {
-        const ListedWeight& weight = spec.weights[i];
-        if (weight.role == WeightRole::Experts) {
-            homeOf(weight).home = expertsLeave ? Home::Slots : Home::Vram;
-            continue;
-        }
-        if (weight.unit == static_cast<int32_t>(i)) continue;
-        TensorHome& first = homeOf(spec.weights[static_cast<size_t>(weight.unit)]);
-        if (homeOf(weight).home != Home::Vram) first.home = Home::Direct;
-        homeOf(weight) = first;
+    const auto firstOf = [&](const ListedWeight& weight) -> TensorHome& {
+        return homeOf(spec.weights[static_cast<size_t>(weight.unit)]);
+    };
+    for (const ListedWeight& weight : spec.weights) {
+        if (weight.role != WeightRole::Experts && homeOf(weight).home != Home::Vram)
+            firstOf(weight).home = Home::Direct;
+    }
+    for (const ListedWeight& weight : spec.weights) {
+        if (weight.role == WeightRole::Experts) homeOf(weight).home = expertsLeave ? Home::Slots : Home::Vram;
+        else homeOf(weight) = firstOf(weight);
     }
     return homes;
 }

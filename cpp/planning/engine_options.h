@@ -25,6 +25,9 @@ struct EngineOptions {
     Homes homes;                 // on the GPU: each tensor's home, which is on `device`; none: all are resident
     size_t expertSlotBytes = 0;  // of the GPU's memory, for slots of experts in Slots
     ExpertUse expertUse;
+    // Loads even if the plan counts more memory than there is: it is the plan that needs least, and records of steps,
+    // which are counted, can be done without.
+    bool tight = false;
 };
 
 }  // namespace sharpi

@@ -14,14 +14,21 @@ CudaBackend::CudaBackend(int ordinal, size_t vram, int threads)
       _allocator(_memory, vram),
       _threads(threads),
       _pass(_stream),
-      _recorder(_pass, [this] { giveUp(); }, [this] { recovered(); }) {
-    setUp();
+      _recorder(_pass, [this](bool ran) { passFailed(ran); }) {
+    _transfers = std::make_unique<CudaTransfers>(_stream);
+    _weights = std::make_unique<WeightStream>(_allocator, gpuLayout(), _transfers.get());
+    _cache = std::make_unique<CudaExpertCache>(_allocator, _stream);
+    _placer = std::make_unique<DevicePlacer>(_allocator, gpuLayout(), *_weights, _cache->slots(), &_cache->profiler());
+    _pass.weights = _weights.get();
+    _operations = std::make_unique<CudaOperations>(_pass, *_cache);
 }
 
-// What a pass that was given up half way left running must end before memory is given back.
-CudaBackend::~CudaBackend() {
+CudaBackend::~CudaBackend() { settle(); }
+
+// Work that a failed pass left running must end before memory is freed.
+void CudaBackend::settle() noexcept {
     try {
-        if (_transfers) _transfers->settle();  // there are none if setUp() failed
+        if (_transfers) _transfers->settle();
         if (_cache) _cache->settle();
     } catch (const Error&) {
         // After a fault nothing runs any more.
@@ -37,18 +44,8 @@ std::vector<std::string> CudaBackend::notes() const {
     return notes;
 }
 
-void CudaBackend::setUp() {
-    _transfers = std::make_unique<CudaTransfers>(_stream);
-    _weights = std::make_unique<WeightStream>(_allocator, gpuLayout(), _transfers.get());
-    _cache = std::make_unique<CudaExpertCache>(_allocator, _stream);
-    _placer = std::make_unique<DevicePlacer>(_allocator, gpuLayout(), *_weights, _cache->slots(), &_cache->profiler());
-    _pass.weights = _weights.get();
-    _operations = std::make_unique<CudaOperations>(_pass, *_cache);
-}
-
 void CudaBackend::unload() {
-    if (_transfers) _transfers->settle();
-    if (_cache) _cache->settle();
+    settle();
     _recorder.clear();
     _pass.share = nullptr;
     _share.reset();
@@ -60,7 +57,6 @@ void CudaBackend::unload() {
     _cache.reset();
     _weights.reset();
     _transfers.reset();
-    setUp();
 }
 
 void CudaBackend::takeScratch(const StepLimits& limits) {
@@ -98,8 +94,7 @@ ExpertCounts CudaBackend::expertCounts() {
 }
 
 void CudaBackend::forgetExpertCounts() {
-    _stream.use();
-    _cache->collectUses();
+    expertCounts();
     _cache->profiler().clear();
 }
 
@@ -124,21 +119,11 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     _stream.uploadPinned(onDevice, host, sizeof(int32_t) * static_cast<size_t>(filled.used));
 }
 
-// A pass has failed half way. Kernels that wait for the CPU go on.
-void CudaBackend::giveUp() noexcept {
-    if (_share) _share->abort();
-    _cache->passFailed();
-    try {
-        _transfers->settle();
-        _cache->settle();
-    } catch (const Error&) {
-        // The error that is under way says more.
-    }
-}
-
-void CudaBackend::recovered() {
-    _cache->passRecovered();
-    if (_share) _share->begin();
+// Kernels that wait for the CPU go on with whatever data there is; the pass's results are not used.
+void CudaBackend::passFailed(bool ran) noexcept {
+    _cache->setPassFailed(ran);
+    if (_share) ran ? _share->abort() : _share->begin();
+    if (ran) settle();
 }
 
 void CudaBackend::readLogits(int64_t row, int64_t count, float* out) {

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 
@@ -41,18 +42,15 @@ public:
     int64_t promptStep() const override { return _pass.limits.deltaHeads && !oneArithmetic() ? kPromptTile : 1; }
     void begin(const Batch& batch, const KvCache& kv) override;
     void region(Pass pass, const std::function<void()>& body) override { _recorder.run(pass, body); }
-    bool replays() const override { return _recorder.replays(); }
-    void setReplays(bool replay) override { _recorder.setReplays(replay); }
-    int64_t kernelsPerStep() const override { return _recorder.kernelsPerStep(); }
+    Recording* recording() override { return &_recorder; }
     Operations& operations() override { return *_operations; }
     int64_t headRows() const override { return std::min<int64_t>(_pass.limits.maxRows, cuda::kMaxMatvecRows); }
     void readLogits(int64_t row, int64_t count, float* out) override;
     std::vector<int32_t> sample(const std::vector<Choice>& choices) override;
 
 private:
-    void setUp();
-    void giveUp() noexcept;
-    void recovered();
+    void passFailed(bool ran) noexcept;
+    void settle() noexcept;
 
     cuda::Stream _stream;
     cuda::CudaMemory _memory;

@@ -8,14 +8,16 @@ namespace sharpi {
 
 void CudaExperts::route(const ExpertCall& call) {
     chooseExperts(call);
-    if (_pass.step && !call.gate.resident()) sendChoices(call);
+    if (_pass.pathOf(call.gate) == CudaPass::ExpertPath::Slots) sendChoices(call);
 }
 
 void CudaExperts::compute(const ExpertCall& call) {
     for (const WeightStack* stack : {&call.gate, &call.up, &call.down}) _pass.weights->arrive(stack->group);
-    if (!_pass.step) return computeByStack(call);
-    if (call.gate.resident()) return computeResident(call);
-    computeInSlots(call);
+    switch (_pass.pathOf(call.gate)) {
+    case CudaPass::ExpertPath::Resident: return computeResident(call);
+    case CudaPass::ExpertPath::Slots: return computeInSlots(call);
+    case CudaPass::ExpertPath::Stacks: return computeByStack(call);
+    }
 }
 
 void CudaExperts::chooseExperts(const ExpertCall& call) {
@@ -88,7 +90,7 @@ void CudaExperts::sendChoices(const ExpertCall& call) {
     _tickets.instructed = _pass.work->nextInstructed();
     _tickets.returned = _pass.work->nextReturned();
     // The router may read another form than the experts do.
-    const GpuScratch::Exact& normed = s.inputs[static_cast<size_t>(RowInput::Normed)].exact;
+    const GpuScratch::Exact& normed = s.input(RowInput::Normed).exact;
     const cuda::RowOutputs read =
         _pass.exactForms({call.gate.first, call.up.first}, normed, rows, _pass.limits.embedding);
     _cache.awaitFetchedAhead();
@@ -103,7 +105,7 @@ void CudaExperts::computeInSlots(const ExpertCall& call) {
     const GpuScratch& s = *_pass.layout;
     const Mailbox& mail = _pass.share->mailbox();
     const RouterCall& r = call.routing;
-    const ExpertStacks slots = _cache.slots().slots(r.expertLayer);
+    const ExpertStacks slots = _cache.slotsOf(r.expertLayer);
     const int64_t rows = _pass.exactRows(), pairs = rows * r.used;
     auto* const slot = _pass.at<int32_t>(s.slot);
     auto* const orders = _pass.at<cuda::DeviceOrders>(s.orders);
@@ -148,7 +150,7 @@ void CudaExperts::computeByStack(const ExpertCall& call) {
     const RouterCall& r = call.routing;
     const int64_t exactPairs = _pass.exactRows() * r.used, fastPairs = _pass.fastRows() * r.used;
     const int64_t width = call.down.first.cols, cols = call.down.first.rows;
-    const ExpertStacks slots = call.gate.resident() ? ExpertStacks{} : _cache.slots().slots(r.expertLayer);
+    const ExpertStacks slots = _cache.slotsOf(r.expertLayer);
     float *const gates = _pass.floats(RowBuffer::Gate), *const ups = _pass.floats(RowBuffer::Up),
                  *const out = _pass.floats(RowBuffer::ExpertOut), *const residual = _pass.floats(RowBuffer::Residual);
     cuda::ExpertGrouping made;
@@ -200,11 +202,8 @@ void CudaExperts::stackProduct(const Activations& x, const WeightStack& w, const
         if (_pass.fastRows())
             cuda::matmulExperts(_pass.stream, part, x.fast, groups, ofRows, y + exactPairs * w.first.rows, which);
     };
-    if (w.resident()) return multiply(w, {});
-    if (slots.count > 0) multiply(slots, {_cache.tableOf(routing.expertLayer), 0, slots.count});
-    _pass.forMissingExperts(w, [&](const MatrixStack& part, int32_t first) {
-        multiply(part, {_cache.ordinalsOf(routing.expertLayer), first, first + part.count});
-    });
+    _pass.forStackParts(w, slots, _cache.tableOf(routing.expertLayer), _cache.ordinalsOf(routing.expertLayer),
+                        multiply);
 }
 
 // The products of the exact rows' pairs, pair p with matrix which[p] of the stack; a pair without one keeps its row of

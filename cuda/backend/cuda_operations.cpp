@@ -1,23 +1,11 @@
 // See cuda_operations.h. Rows, products, drafts and the output head.
 #include "backend/cuda_operations.h"
 
-#include "kernels/formats/packed.h"
 #include "kernels/rows/rows.h"
 
 namespace sharpi {
 
-void CudaOperations::embed(const Weight& table) { readTable(table, _pass.floats(RowBuffer::Residual)); }
-
-// The batch's tokens' rows of a table.
-void CudaOperations::readTable(const Weight& table, float* out) {
-    if (table.resident()) {
-        _pass.weights->arrive(table.group);
-        return cuda::embed(_pass.stream, table, _pass.view.tokens, _pass.view.rows, out);
-    }
-    Matrix inFile = table.inFile();
-    inFile.data = _pass.weights->deviceAddress(table.file);
-    cuda::embedFromFile(_pass.stream, inFile, _pass.view.tokens, _pass.view.rows, out);
-}
+void CudaOperations::embed(const Weight& table) { _pass.readTable(table, _pass.floats(RowBuffer::Residual)); }
 
 // Fast rows that are also read as floats lie where the shared expert's output will be: they are read before it is
 // written.
@@ -53,7 +41,7 @@ void CudaOperations::joinDraft(const Weight& table, const float* norms, const fl
     const int64_t width = _pass.limits.embedding, exact = _pass.exactRows(), fast = _pass.fastRows();
     const BatchView& view = _pass.view;
     float* const apart = _pass.floats(_pass.layout->apart);
-    readTable(table, apart);
+    _pass.readTable(table, apart);
     cuda::rmsNorm(_pass.stream, _pass.floats(RowBuffer::Residual), view.sources, sourceNorm, eps, view.rows, width,
                   {apart + view.rows * width, {}, {}});
     const Activations& joined = _pass.shape(RowInput::Joined, {reader}, 2 * width);
@@ -71,7 +59,7 @@ void CudaOperations::joinDraft(const Weight& table, const float* norms, const fl
 void CudaOperations::head(const float* norm, const Weight& output, float eps, int64_t first, int64_t count) {
     const int64_t width = _pass.limits.embedding;
     const cuda::RowOutputs normed =
-        _pass.exactForms({output}, _pass.layout->inputs[static_cast<size_t>(RowInput::Normed)].exact, count, width);
+        _pass.exactForms({output}, _pass.layout->input(RowInput::Normed).exact, count, width);
     const bool inRegion = first == 0;
     if (!inRegion) _pass.weights->beginHead();
     cuda::rmsNorm(_pass.stream, _pass.floats(RowBuffer::Residual), _pass.view.logitRows + first, norm, eps, count,

@@ -29,7 +29,6 @@ public:
     void head(const float* norm, const Weight& output, float eps, int64_t first, int64_t count) override;
 
 private:
-    void readTable(const Weight& table, float* out);
     void attendExact(const HeadsCall& heads, const KvPages& pages, const Weight& reader, const Activations& attended);
     void attendFast(const HeadsCall& heads, const KvPages& pages, const Activations& attended);
     void deltaExact(const DeltaCall& call, const cuda::DeltaInputs& in, const cuda::DeltaStates& states,

@@ -1,6 +1,9 @@
 // See cuda_pass.h.
 #include "backend/cuda_pass.h"
 
+#include "core/error.h"
+#include "kernels/formats/packed.h"
+
 namespace sharpi {
 
 cuda::RowOutputs CudaPass::exactForms(Readers readers, const GpuScratch::Exact& to, int64_t rows, int64_t cols) const {
@@ -12,8 +15,25 @@ cuda::RowOutputs CudaPass::exactForms(Readers readers, const GpuScratch::Exact& 
     return forms;
 }
 
+void CudaPass::readTable(const Weight& table, float* out) const {
+    if (table.resident()) {
+        weights->arrive(table.group);
+        return cuda::embed(stream, table, view.tokens, view.rows, out);
+    }
+    Matrix inFile = table.inFile();
+    inFile.data = weights->deviceAddress(table.file);
+    cuda::embedFromFile(stream, inFile, view.tokens, view.rows, out);
+}
+
+const Activations& CudaPass::input(RowInput input) const {
+    const Activations& rows = _inputs[static_cast<size_t>(input)];
+    if (rows.cols == 0)
+        throw Error(ErrorKind::Internal, "a product reads rows that no operation of the pass has written");
+    return rows;
+}
+
 const Activations& CudaPass::shape(RowInput input, Readers readers, int64_t cols, int64_t perRow) {
-    const GpuScratch::Input& to = layout->inputs[static_cast<size_t>(input)];
+    const GpuScratch::Input& to = layout->input(input);
     Activations& rows = _inputs[static_cast<size_t>(input)];
     rows = {exactForms(readers, to.exact, exactRows() * perRow, cols), halves(to.fast), cols};
     return rows;

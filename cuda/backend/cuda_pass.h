@@ -64,9 +64,11 @@ public:
 
     // Where rows for these readers go, in the forms that the readers take. perRow: rows for each row of the batch.
     const Activations& shape(RowInput input, Readers readers, int64_t cols, int64_t perRow = 1);
-    const Activations& input(RowInput input) const { return _inputs[static_cast<size_t>(input)]; }
+    // Throws Error(Internal) unless these rows were written in this pass.
+    const Activations& input(RowInput input) const;
+    void forgetInputs() { _inputs = {}; }
     // Where such exact rows lie as floats, whether their readers take them or not.
-    float* exactFloats(RowInput input) const { return floats(layout->inputs[static_cast<size_t>(input)].exact.floats); }
+    float* exactFloats(RowInput input) const { return floats(layout->input(input).exact.floats); }
     // The forms of exact rows alone, in buffers of the caller's choice.
     cuda::RowOutputs exactForms(Readers readers, const GpuScratch::Exact& to, int64_t rows, int64_t cols) const;
 
@@ -75,17 +77,18 @@ public:
         for (int64_t first = 0; first < exactRows(); first += cuda::kMaxMatvecRows)
             body(first, static_cast<int>(std::min<int64_t>(cuda::kMaxMatvecRows, exactRows() - first)));
     }
-    // Calls body(part, begin) for each part of a matrix that is on the device at once: its rows [begin, begin +
-    // part.rows). In a step these are the rows that the CPU does not compute.
+    // Calls body(part, begin, stays) for each part of a matrix that is on the device at once: its rows [begin, begin +
+    // part.rows). In a step these are the rows that the CPU does not compute. stays: the part is not overwritten later
+    // in the pass.
     template <typename Body> void forParts(const Weight& w, const Body& body) const {
         if (w.resident()) {
             weights->arrive(w.group);
-            body(w, 0);
+            body(w, 0, true);
         } else if (step) {
             weights->forPieces(w.group,
-                               [&](const std::vector<Matrix>& parts, int64_t begin) { body(parts[0], begin); });
+                               [&](const std::vector<Matrix>& parts, int64_t begin) { body(parts[0], begin, false); });
         } else {
-            weights->forPieces(w.group, w.member, body);
+            weights->forPieces(w.group, w.member, [&](const Matrix& part, int64_t begin) { body(part, begin, false); });
         }
     }
     // Calls body(part of a, part of b, begin) for each part of two matrices that is on the device at once. Returns
@@ -101,14 +104,32 @@ public:
                            [&](const std::vector<Matrix>& parts, int64_t begin) { body(parts[0], parts[1], begin); });
         return true;
     }
-    // Calls body(part, first) for each part of a stack in the file that is brought over: element i is the (first +
-    // i)-th of the experts that are wanted. Not in a step.
-    template <typename Body> void forMissingExperts(const WeightStack& stack, const Body& body) const {
-        weights->forExperts(stack.group, body);
+    // How a layer's experts are computed.
+    enum class ExpertPath {
+        Resident,  // in a step: all of them are on the device
+        Slots,     // in a step: some are in slots, and the CPU takes its part
+        Stacks,    // in other batches: what is not on the device is brought over
+    };
+    ExpertPath pathOf(const WeightStack& experts) const {
+        return !step ? ExpertPath::Stacks : experts.resident() ? ExpertPath::Resident : ExpertPath::Slots;
     }
+    // Calls body(part, index) for each part of a stack that is on the device at once. Not in a step. slots: the slots
+    // of the stack's layer, which table[expert] numbers; ordinals[expert]: the place of an expert that is in none among
+    // those that are brought over.
+    template <typename Body>
+    void forStackParts(const WeightStack& stack, const MatrixStack& slots, const int32_t* table,
+                       const int32_t* ordinals, const Body& body) const {
+        if (stack.resident()) return body(stack, cuda::ExpertIndex{});
+        if (slots.count > 0) body(slots, cuda::ExpertIndex{table, 0, slots.count});
+        weights->forExperts(stack.group, [&](const MatrixStack& part, int32_t first) {
+            body(part, cuda::ExpertIndex{ordinals, first, first + part.count});
+        });
+    }
+    // The batch's tokens' rows of a table.
+    void readTable(const Weight& table, float* out) const;
 
 private:
-    std::array<Activations, 4> _inputs;  // by RowInput
+    std::array<Activations, kRowInputs> _inputs;  // by RowInput
 };
 
 }  // namespace sharpi

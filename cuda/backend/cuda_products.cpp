@@ -1,24 +1,26 @@
 // See cuda_products.h.
 #include "backend/cuda_products.h"
 
+#include "core/error.h"
 #include "kernels/rows/crossing.h"
 
 namespace sharpi {
 
-// Exact rows: matrices that are resident share launches.
+// Exact rows: matrices that stay on the device share launches.
 void CudaProducts::linear(const Activations& x, std::initializer_list<Product> products) {
-    std::vector<cuda::MatvecOutput> resident;
+    std::vector<cuda::MatvecOutput> together;
     for (const Product& p : products) {
+        if (shares(p.w)) throw Error(ErrorKind::Internal, "a product that is not added has rows of the CPU");
         float* const to = _pass.floats(p.to);
-        _pass.forParts(p.w, [&](const Matrix& part, int64_t begin) {
+        _pass.forParts(p.w, [&](const Matrix& part, int64_t begin, bool stays) {
             const float* const bias = p.bias ? p.bias + begin : nullptr;
             const cuda::MatvecOutput output{part, bias, to + begin, p.w.rows};
-            if (p.w.resident()) resident.push_back(output);
+            if (stays) together.push_back(output);
             else exact(x, {output});
             fast(x, part, bias, to + begin, p.w.rows, cuda::Store::Write);
         });
     }
-    if (!resident.empty()) exact(x, std::move(resident));
+    if (!together.empty()) exact(x, std::move(together));
 }
 
 void CudaProducts::exact(const Activations& x, std::vector<cuda::MatvecOutput> outputs) {
@@ -37,13 +39,15 @@ void CudaProducts::fast(const Activations& x, const Matrix& part, const float* b
 
 void CudaProducts::addLinear(const Activations& x, const Weight& w, const float* bias) {
     if (!shares(w)) return add(x, w, bias);
-    if (w.deviceRows()) add(x, w, bias);
+    if (bias || w.file != _hiddenReader)
+        throw Error(ErrorKind::Internal, "the CPU adds rows of the matrix that reads the hidden rows, without a bias");
+    if (w.deviceRows()) add(x, w, nullptr);
     receiveAdded(w);
 }
 
 void CudaProducts::add(const Activations& x, const Weight& w, const float* bias) {
     float* const residual = _pass.floats(RowBuffer::Residual);
-    _pass.forParts(w, [&](const Matrix& part, int64_t begin) {
+    _pass.forParts(w, [&](const Matrix& part, int64_t begin, bool) {
         const float* const partBias = bias ? bias + begin : nullptr;
         _pass.forExactGroups([&](int64_t first, int rows) {
             float* const y = residual + first * w.rows + begin;
@@ -55,6 +59,7 @@ void CudaProducts::add(const Activations& x, const Weight& w, const float* bias)
 
 void CudaProducts::gatedLinear(const Activations& x, const Weight& gate, const Weight& up, const Weight& reader) {
     const Activations& hidden = _pass.shape(RowInput::Hidden, {reader}, reader.cols);
+    _hiddenReader = reader.file;
     if (shares(gate) || shares(reader)) sharedGated(x, gate, up, reader, hidden);
     else gated(x, gate, up, hidden);
 }
@@ -132,7 +137,7 @@ void CudaProducts::receiveAdded(const Weight& w) {
 void CudaProducts::logits(const cuda::RowOutputs& x, const Weight& output, int64_t rows, bool inRegion) {
     float* const to = _pass.floats(_pass.layout->logits);
     const int64_t width = output.cols;
-    const auto multiply = [&](const Matrix& part, int64_t begin) {
+    const auto multiply = [&](const Matrix& part, int64_t begin, bool) {
         cuda::matvec(_pass.stream, {x.floats, x.quantized}, static_cast<int>(rows),
                      {{part, nullptr, to + begin, output.rows}});
     };

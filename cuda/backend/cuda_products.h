@@ -29,7 +29,8 @@ private:
     void receiveAdded(const Weight& w);
 
     CudaPass& _pass;
-    uint32_t _hiddenSent = 0;  // the ticket by which the CPU has all hidden rows that addLinear() needs
+    const uint8_t* _hiddenReader = nullptr;  // the matrix, in the file, that the hidden rows were made for
+    uint32_t _hiddenSent = 0;                // the ticket by which the CPU has all hidden rows that addLinear() needs
 };
 
 }  // namespace sharpi

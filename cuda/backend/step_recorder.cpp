@@ -18,8 +18,8 @@ bool replayWanted() {
 
 }  // namespace
 
-StepRecorder::StepRecorder(CudaPass& pass, std::function<void()> giveUp, std::function<void()> recovered)
-    : _pass(pass), _giveUp(std::move(giveUp)), _recovered(std::move(recovered)), _replays(replayWanted()) {}
+StepRecorder::StepRecorder(CudaPass& pass, std::function<void(bool ran)> failed)
+    : _pass(pass), _failed(std::move(failed)), _replays(replayWanted()) {}
 
 void StepRecorder::run(Pass which, const std::function<void()>& body) {
     const int64_t before = _pass.stream.launches();
@@ -57,7 +57,7 @@ const StepRecorder::Step* StepRecorder::recorded(Pass which, const std::function
         if (error.kind() != ErrorKind::OutOfMemory) throw;
         // Nothing has run. Without memory for their records, this step and others like it are launched.
         _withoutRecord = true;
-        _recovered();
+        _failed(false);
         return nullptr;
     }
     return &_steps.insert_or_assign(shape, std::move(step)).first->second;
@@ -77,12 +77,13 @@ void StepRecorder::makeLaunches(Pass which, const std::function<void()>& body, H
         ~Made() { at = nullptr; }
     } made{_pass.work};
     _pass.work = &work;
+    _pass.forgetInputs();
     try {
         _pass.weights->begin(partOf(which), _pass.step, _pass.logitRows > 0);
         body();
         _pass.weights->end();
     } catch (...) {
-        _giveUp();
+        _failed(true);
         throw;
     }
 }
@@ -94,7 +95,7 @@ void StepRecorder::replay(const Step& step) {
     try {
         step.work.run();
     } catch (...) {
-        _giveUp();
+        _failed(true);
         throw;
     }
 }

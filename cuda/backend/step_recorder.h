@@ -15,21 +15,21 @@
 
 namespace sharpi {
 
-class StepRecorder {
+class StepRecorder : public Recording {
 public:
-    // giveUp: settles everything after a pass failed half way; it must not throw. recovered: a pass failed before
-    // anything ran, and the next one begins as if it had not been.
-    StepRecorder(CudaPass& pass, std::function<void()> giveUp, std::function<void()> recovered);
+    // failed: called after a pass has failed, with whether some of it ran; it must not throw. If nothing ran, the next
+    // pass begins as if there had been none.
+    StepRecorder(CudaPass& pass, std::function<void(bool ran)> failed);
 
     // Runs body over the batch at hand: replays its record, or launches it. See Backend::region().
     void run(Pass which, const std::function<void()>& body);
     void clear();
 
-    // These are also asked for while a step runs.
-    bool replays() const { return _replays; }
-    void setReplays(bool replay) { _replays = replay; }
-    int64_t kernelsPerStep() const { return _kernelsPerStep; }  // launched by the last pass through the model
-    bool withoutRecord() const { return _withoutRecord; }       // there was no memory to record some step
+    bool replays() const override { return _replays; }
+    void setReplays(bool replay) override { _replays = replay; }
+    int64_t kernelsPerStep() const override { return _kernelsPerStep; }
+    // Whether there was no memory to record some step. Also asked while a step runs.
+    bool withoutRecord() const { return _withoutRecord; }
 
 private:
     struct Step {
@@ -44,11 +44,12 @@ private:
     void makeLaunches(Pass which, const std::function<void()>& body, HostWork& work);
 
     CudaPass& _pass;
-    std::function<void()> _giveUp, _recovered;
+    std::function<void(bool ran)> _failed;
     std::map<Shape, Step> _steps;
     std::set<Shape> _met;  // shapes of many rows that have come before
-    std::atomic<bool> _replays, _withoutRecord{false};
-    std::atomic<int64_t> _kernelsPerStep{0};
+    std::atomic<bool> _withoutRecord{false};
+    bool _replays;
+    int64_t _kernelsPerStep = 0;
 };
 
 }  // namespace sharpi

@@ -50,7 +50,9 @@ struct GpuScratch {
         Exact exact;
         Halves fast;
     };
-    std::array<Input, 4> inputs;  // by RowInput
+    std::array<Input, kRowInputs> inputs;  // by RowInput
+
+    const Input& input(RowInput which) const { return inputs[static_cast<size_t>(which)]; }
 
     RowBuffers rows;                // exact rows before fast ones
     size_t chosen = 0, weight = 0;  // [rows, used]: the experts of each row, and their weights

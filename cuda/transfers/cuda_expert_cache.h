@@ -25,6 +25,10 @@ public:
         : _allocator(allocator), _stream(stream), _slots(allocator, gpuLayout()) {}
 
     ExpertSlotManager& slots() { return _slots; }
+    // The slots that a layer's experts may be in; none if the experts are resident.
+    ExpertStacks slotsOf(int32_t expertLayer) const {
+        return expertLayer < _slots.layers() ? _slots.slots(expertLayer) : ExpertStacks{};
+    }
     ExpertMisses& misses() { return *_misses; }
     ExpertAccessProfiler& profiler() { return _profiler; }
     ExpertCounts counts();
@@ -37,9 +41,8 @@ public:
     // A batch begins, and the device does nothing: what has arrived since the last one can be found by this one. In a
     // batch that is no step, `stream` brings over the experts that are in no slot; placer: knows their groups.
     void beginPass(bool step, int64_t rows, WeightStream& stream, const DevicePlacer& placer);
-    // The pass under way was given up.
-    void passFailed() noexcept { _passFailed = true; }
-    void passRecovered() { _passFailed = false; }
+    // Whether the pass under way was given up after some of it had run.
+    void setPassFailed(bool failed) noexcept { _passFailed = failed; }
     // Fetches what the device has counted since the last time.
     void collectUses();
 

@@ -15,26 +15,26 @@
 #include <optional>
 #include <vector>
 
+#include "core/expert_orders.h"
 #include "core/host_rows.h"
 #include "core/thread_pool.h"
 #include "cpu/kernels.h"
 #include "cpu/share/host_experts.h"
-#include "experts/expert_orders.h"
 #include "experts/miss_plan.h"
 #include "operations/step_limits.h"
 
 namespace sharpi {
 
 struct Mailbox {
-    HostRows input;      // [rows, embedding]: a layer's normalized rows, from the GPU
-    HostRows hidden;     // [rows, hidden]: each processor writes its columns
-    float* down = nullptr;     // [rows, count]: what the CPU adds to the last `count` columns of x
-    HostRows logits;     // [up to kExactLaunchRows rows, vocab], as floats: the CPU writes its columns
-    float* answers = nullptr;  // [rows * used, embedding]: the answer of each pair that the CPU computes
+    HostRows input;                  // [rows, embedding]: a layer's normalized rows, from the GPU
+    HostRows hidden;                 // [rows, hidden]: each processor writes its columns
+    float* down = nullptr;           // [rows, count]: what the CPU adds to the last `count` columns of x
+    HostRows logits;                 // [up to kExactLaunchRows rows, vocab], as floats: the CPU writes its columns
+    float* answers = nullptr;        // [rows * used, embedding]: the answer of each pair that the CPU computes
     ExpertOrders* orders = nullptr;  // what the GPU should fetch
-    uint32_t* sent = nullptr;              // the GPU's counter
-    uint32_t* instructed = nullptr;        // the CPU's counter of orders
-    uint32_t* returned = nullptr;          // the CPU's counter of results
+    uint32_t* sent = nullptr;        // the GPU's counter
+    uint32_t* instructed = nullptr;  // the CPU's counter of orders
+    uint32_t* returned = nullptr;    // the CPU's counter of results
 
     // What the GPU says of a layer with experts. Each layer has an area of its own, since the CPU may be layers behind
     // if nothing was missed.
@@ -98,8 +98,7 @@ private:
     void multiply(const Matrix& w, const HostRows& x, int64_t rows, int64_t begin, float* y, int64_t yStride,
                   uint32_t after);
     // w's product with rows of the mailbox; the caller sets y.
-    cpu::MatmulArgs product(const Matrix& w, const HostRows& x, const cpu::QuantizedRows& xQuant,
-                            int64_t rows) const;
+    cpu::MatmulArgs product(const Matrix& w, const HostRows& x, const cpu::QuantizedRows& xQuant, int64_t rows) const;
     void finishBlock(int64_t first, int64_t last, const Matrix& reader, int64_t rows);
     void tellTurn(bool waited, MissPlan& plan);
     bool takeChoices(int32_t expertLayer, int32_t experts, int32_t pairs, bool predicted);

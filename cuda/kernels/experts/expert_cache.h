@@ -11,8 +11,8 @@
 
 #include <cstdint>
 
+#include "core/expert_orders.h"
 #include "core/matrix.h"
-#include "experts/expert_orders.h"
 #include "kernels/matmul/matmul.h"
 #include "kernels/rows/crossing.h"
 #include "kernels/rows/rows.h"

@@ -40,6 +40,7 @@ def engine_options(plan: Plan, warm: ExpertStats | None = None) -> _core.EngineO
         expert_slot_bytes=plan.expert_slots if on_gpu else 0,
         expert_rates=plan.expert_rates if on_gpu else (0.0, 0.0),
         warm=warm.order() if warm and on_gpu else (),
+        tight=on_gpu and not plan.fits,
     )
 
 

@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "experts/expert_orders.h"
+#include "core/expert_orders.h"
 #include "experts/miss_share.h"
 #include "seed.h"
 

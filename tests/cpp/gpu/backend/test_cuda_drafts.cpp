@@ -81,7 +81,7 @@ protected:
                 for (const bool replay : {true, false}) {
                     SCOPED_TRACE(std::to_string(amount) + " drafts, temperature " + std::to_string(params.temperature) +
                                  (replay ? ", replayed" : ", launched"));
-                    onGpu->backend().setReplays(replay);
+                    onGpu->backend().recording()->setReplays(replay);
                     const Written got = write(onGpu, prompt, count, params, drafts);
                     EXPECT_EQ(expected, got.text);
                     EXPECT_EQ(counted.steps, got.counts.steps);

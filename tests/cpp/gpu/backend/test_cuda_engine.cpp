@@ -92,14 +92,14 @@ TEST_F(CudaEngine, ReplayedStepsAreTheLaunchedOnes) {
         std::vector<std::vector<int32_t>> texts;
         std::vector<std::vector<float>> all;
         for (const bool replay : {true, false}) {
-            engine->backend().setReplays(replay);
+            engine->backend().recording()->setReplays(replay);
             Session session(engine);
             SamplingParams greedy;
             greedy.temperature = 0;
             session.start(prompt, greedy, nullptr);
             texts.emplace_back();
             for (int i = 0; i < 256; ++i) texts.back().push_back(*session.next());
-            EXPECT_GT(engine->backend().kernelsPerStep(), 0);
+            EXPECT_GT(engine->backend().recording()->kernelsPerStep(), 0);
             session.reset();
             all.push_back(steps(session, texts.front(), oneByOne(256)));
         }

@@ -91,7 +91,7 @@ TEST_F(CudaHybrids, StepsOfSixtyFourSequencesHaveTheCpusBits) {
         const tiny::Model model(tiny);
         for (const bool replay : {true, false}) {
             Together all(model, 64, 64, KvType::BF16, kTexts + 30);
-            all.pass.backend.setReplays(replay);
+            all.pass.backend.recording()->setReplays(replay);
             Session cpu(load(model, options(false)));
             for (size_t s = 0; s < kTexts; ++s) {
                 const auto text = tokens(kLength, tiny.vocab);
@@ -263,7 +263,7 @@ TEST_F(CudaHybrids, RowsOfAStepCanBeTakenBack) {
         const auto expected = logits(load(model, options(false)), text, {});
         for (const bool replay : {true, false}) {
             tiny::Pass<CudaBackend> pass(model, 64, 64, KvType::BF16, 128, 0, size_t{0}, 2);
-            pass.backend.setReplays(replay);
+            pass.backend.recording()->setReplays(replay);
             const int32_t handle = pass.kv.createSequence();
             for (int64_t done = 0; done < 60;) {
                 const auto right = std::min<int64_t>(1 + random()() % 4, 60 - done);

@@ -37,8 +37,8 @@ protected:
             EXPECT_TRUE(sameBits(a.steps, steps(engine, a.text, smallChunks(100)))) << "a few at a time";
             EXPECT_EQ(a.continued, greedy(engine, a.start, 40)) << "a prompt of many rows, then single ones";
         }
-        EXPECT_TRUE(engine->backend().replays());
-        engine->backend().setReplays(false);
+        EXPECT_TRUE(engine->backend().recording()->replays());
+        engine->backend().recording()->setReplays(false);
         EXPECT_TRUE(sameBits(a.steps, steps(engine, a.text, smallChunks(100)))) << "launched";
     }
     static uint64_t sum(const std::vector<uint64_t>& values) {
@@ -113,7 +113,7 @@ TEST_F(CudaStreaming, StepsHaveTheSameBitsEverywhere) {
                 EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(90)))) << "token by token, replayed";
                 EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(90)))) << "a few at a time";
                 EXPECT_EQ(expectedTokens, greedy(engine, {text.begin(), text.begin() + 5}, 64));
-                engine->backend().setReplays(false);
+                engine->backend().recording()->setReplays(false);
                 EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(90)))) << "launched";
             }
         }
@@ -315,7 +315,7 @@ TEST_F(CudaStreaming, PrefetchingGivesTheSameBits) {
             EXPECT_TRUE(sameBits(expected, steps(engine, text, oneByOne(60))));
             EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(60))));
         }
-        engine->backend().setReplays(false);
+        engine->backend().recording()->setReplays(false);
         EXPECT_TRUE(sameBits(expected, steps(engine, text, smallChunks(60)))) << "launched";
         const ExpertCounts counts = engine->expertCounts();
         ASSERT_EQ(counts.predictors.size(), mode == std::string("next-token") ? 1u : 2u);
