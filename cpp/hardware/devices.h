@@ -1,4 +1,4 @@
-// The kinds of devices that there are, by name, and the way to a device itself, for builds with CUDA and without.
+// Finds kinds of devices by name, and makes their backends, in builds with CUDA and without.
 #pragma once
 
 #include <memory>

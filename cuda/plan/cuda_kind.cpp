@@ -14,7 +14,7 @@ namespace {
 
 // What driver and runtime keep for the captured steps and the kernels' code, measured.
 constexpr size_t kGraphBytes = size_t{16} << 20;
-// More of both, and streams, where experts are in slots.
+// If experts are in slots: more of both, and streams.
 constexpr size_t kSlotGraphBytes = size_t{24} << 20;
 
 void require(bool ok, const std::string& what) {
