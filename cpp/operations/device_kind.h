@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "memory/device_layout.h"
 #include "model/model_spec.h"
-#include "operations/backend.h"
 #include "operations/batch.h"
 #include "operations/step_limits.h"
 

@@ -4,7 +4,9 @@
 
 #include <vector>
 
-#include "operations/backend.h"
+#include "experts/expert_slots.h"
+#include "memory/kv_cache.h"
+#include "operations/step_limits.h"
 #include "placement/load_trace.h"
 #include "planning/engine_options.h"
 

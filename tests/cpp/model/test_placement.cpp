@@ -353,8 +353,7 @@ TEST(PlannedLines, StreamingTakesWhatSlotsAndStagingTake) {
     o.embedding = 256;
     o.hidden = 640;
     const tiny::Model model(o);
-    EngineOptions options;
-    options.device.kind = &cudaKind();
+    EngineOptions options(cudaKind());
     options.context = 100;
     options.batch = 16;
     const auto line = [&](const std::string& name) { return plannedLine(model, options, name); };
@@ -387,8 +386,7 @@ TEST(PlannedLines, StreamingLargeMatricesTakesSlotsAndStagesOfAPiece) {
     o.embedding = 256;
     o.hidden = 92544;  // four pieces of gate with up, or two of each
     const tiny::Model model(o);
-    EngineOptions options;
-    options.device.kind = &cudaKind();
+    EngineOptions options(cudaKind());
     options.context = 100;
     options.batch = 16;
     options.homes = Homes(model.tensors.size());
@@ -413,8 +411,7 @@ TEST(PlannedLines, StacksInTheFileLeaveSlotsAndStagesOfWholeExperts) {
         o.hidden = 1024;
         o.experts = 60;  // of 544 KiB: 30 are a piece
         const tiny::Model model(o);
-        EngineOptions options;
-        options.device.kind = &cudaKind();
+        EngineOptions options(cudaKind());
         options.context = 100;
         options.batch = 16;
         const size_t layer = plannedLine(model, options, "layer 1"),
@@ -439,8 +436,7 @@ TEST(PlannedLines, ATiedHeadIsResidentOnce) {
     tiny::Options o;
     o.tied = true;
     const tiny::Model model(o);
-    EngineOptions options;
-    options.device.kind = &cudaKind();
+    EngineOptions options(cudaKind());
     options.context = 100;
     const auto head = [&] { return plannedLine(model, options, "output head"); };
     EXPECT_EQ(head(), sizeof(float) * static_cast<size_t>(o.embedding)) << "the norm";
