@@ -8,6 +8,7 @@
 #include "engine/drafter.h"
 #include "experts/expert_prefetcher.h"
 #include "hardware/devices.h"
+#include "planning/memory_plan.h"
 
 namespace sharpi {
 

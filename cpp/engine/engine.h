@@ -8,7 +8,7 @@
 
 #include "engine/model_runner.h"
 #include "placement/placement.h"
-#include "planning/memory_plan.h"
+#include "planning/engine_options.h"
 
 namespace sharpi {
 
