@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "kernels/attention/attention.h"
 #include "kernels/delta/gated_delta.h"
 #include "kernels/experts/router.h"
 #include "plan/gpu_scratch.h"
@@ -26,13 +27,6 @@ void requireExperts(const ExpertFfnSpec& experts) {
                                                     std::to_string(cuda::kMostRouted) + " are known");
 }
 
-void requireAttention(const AttentionSpec& a) {
-    require(a.headDim % 8 == 0 && a.headDim <= 256,
-            "heads of " + std::to_string(a.headDim) + " elements, where 8, 16, .. 256 are known");
-    require(a.heads / a.kvHeads <= 32, std::to_string(a.heads) + " heads over " + std::to_string(a.kvHeads) +
-                                           ", where groups of up to 32 are known");
-}
-
 class CudaKind final : public DeviceKind {
 public:
     const char* name() const override { return "cuda"; }
@@ -50,8 +44,10 @@ public:
                 "a width of " + std::to_string(spec.embedding) + ", which is no multiple of 4");
         for (const LayerSpec* layer : spec.loadedLayers()) {
             if (layer->experts) requireExperts(*layer->experts);
-            if (layer->attention) requireAttention(*layer->attention);
-            else
+            if (layer->attention) {
+                const AttentionSpec& a = *layer->attention;
+                cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
+            } else
                 cuda::requireDelta(
                     {layer->delta->keyHeads, layer->delta->valueHeads, layer->delta->headDim, layer->delta->convWidth});
         }

@@ -446,4 +446,36 @@ TEST(PlannedLines, ATiedHeadIsResidentOnce) {
     EXPECT_EQ(head(), sizeof(float) * static_cast<size_t>(o.embedding));
 }
 
+TEST(CudaKind, RefusesHeadsThatAttentionHasNoKernelsFor) {
+    struct Heads {
+        int32_t heads, kvHeads, headDim;
+        bool known;
+    };
+    const tiny::Model model{tiny::Options()};
+    for (const Heads& each : {Heads{64, 2, 16, true},
+                              {4, 4, 256, true},
+                              {4, 2, 8, true},
+                              {66, 2, 16, false},
+                              {4, 2, 264, false},
+                              {4, 2, 20, false}}) {
+        SCOPED_TRACE(each.heads);
+        SCOPED_TRACE(each.headDim);
+        ModelSpec spec = model.spec();
+        AttentionSpec& attention = *spec.layers.back().attention;
+        attention.heads = each.heads;
+        attention.kvHeads = each.kvHeads;
+        attention.headDim = each.headDim;
+        if (each.known) {
+            EXPECT_NO_THROW(cudaKind().requireCanRun(spec));
+            continue;
+        }
+        try {
+            cudaKind().requireCanRun(spec);
+            ADD_FAILURE() << "it can run";
+        } catch (const Error& error) {
+            EXPECT_EQ(error.kind(), ErrorKind::InvalidArgument) << error.what();
+        }
+    }
+}
+
 }  // namespace
