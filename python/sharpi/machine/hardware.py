@@ -17,7 +17,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that Sharpi would use. `free_bytes` is what its driver said when it was asked."""
+    """A GPU. `index`: its number, as the driver counts them. `free_bytes` is what its driver said when it was asked."""
 
     name: str
     index: int
@@ -27,12 +27,13 @@ class Gpu:
     free_bytes: int
 
 
-def gpu() -> Gpu | str:
-    """The GPU, or in one line why there is none: a build without CUDA, no driver, no device, one too old or broken."""
+def gpu(index: int = 0) -> Gpu | str:
+    """The GPU with this number, or in one line why there is none: a build without CUDA, no driver, no device, one too
+    old or broken."""
     from sharpi import _core  # late: planning and `sharpi --help` need no core
 
     try:
-        return Gpu(**_core.find_cuda_device())
+        return Gpu(**_core.find_cuda_device(index))
     except SharpiError as reason:  # a GPU that cannot even be asked is none, whatever class its failure has
         return " ".join(str(reason).split())
 

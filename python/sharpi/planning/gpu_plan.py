@@ -99,7 +99,7 @@ class OnGpu:
         """`plan` with as much in VRAM as `room` bytes hold: with smaller slots for experts, or without the weights that
         gain least. If nothing fits, what takes least. Nothing is measured: the GPU's memory is short just now."""
         homes, slots = self._fitted(plan, room)
-        profile = plan.profile or self._request.speeds.at_hand()
+        profile = plan.profile or self._request.speeds.at_hand(self._found)
         details = self._details(homes, slots, plan.batch, profile)
         lines = self._request.lines("cuda", plan.context, plan.batch, homes, slots)
         return replace(plan, **{"expert_pools": (), "expert_slots": slots, "hit_rate": None, "hit_source": "",
@@ -144,7 +144,7 @@ class OnGpu:
         """The machine's speeds, measured if somebody needs them. Rows and rates that matter only if memory turns out to
         be shorter are nothing to measure for."""
         speeds = self._request.speeds
-        return speeds.of("cuda", self._found) if self._needs_speeds(homes) else speeds.at_hand()
+        return speeds.of("cuda", self._found) if self._needs_speeds(homes) else speeds.at_hand(self._found)
 
     def _needs_speeds(self, homes: tuple[TensorHome, ...]) -> bool:
         return self._request.shown or self._inventory.streamed(homes)

@@ -226,8 +226,12 @@ def _require_below_card(budget: int | None, found: Gpu | str) -> None:
                                   f" {size_words(found.total_bytes)}; leave --vram out for all that is free")
 
 
+def _index(found: Gpu | str | None) -> int:
+    return found.index if isinstance(found, Gpu) else 0
+
+
 class MachineSpeeds:
-    """The machine's speeds, measured where somebody first needs them."""
+    """The machine's speeds, measured when somebody first needs them."""
 
     def __init__(self, given: HardwareProfile | None, notice: Notice | None) -> None:
         self._known = given
@@ -238,13 +242,13 @@ class MachineSpeeds:
         if self._known is None:
             here = device == "cpu" or isinstance(found, Gpu)
             try:
-                self._known = current_profile(here, lambda reason: self._notice(measuring_words(reason)))
+                self._known = current_profile(here, lambda reason: self._notice(measuring_words(reason)), _index(found))
             except SharpiError as reason:
                 self._notice(f"this machine cannot be measured ({reason}): usual speeds are assumed")
                 self._known = ASSUMED
         return completed(self._known) if device == "cuda" else self._known
 
-    def at_hand(self) -> HardwareProfile | None:
-        """What was measured, without measuring; a machine without a GPU's rates does not count."""
-        known = current_profile(False) if self._known is None else self._known
+    def at_hand(self, found: Gpu | str | None) -> HardwareProfile | None:
+        """What was measured with this GPU, without measuring; a machine without a GPU's rates does not count."""
+        known = current_profile(False, gpu_index=_index(found)) if self._known is None else self._known
         return known if known.gpu is not None and not known.assumed else None

@@ -79,8 +79,8 @@ class Speeds(Protocol):
         """The profile for a plan on `device`; it may be measured for that."""
         ...
 
-    def at_hand(self) -> HardwareProfile | None:
-        """What is known of a machine with a GPU, without measuring."""
+    def at_hand(self, found: Gpu | str | None) -> HardwareProfile | None:
+        """What is known of the machine with this GPU, without measuring."""
         ...
 
 
