@@ -81,8 +81,7 @@ void bindHardware(py::module_& m) {
           "Measures in a few seconds how fast the CPU, the GPU and the bus between them are: for each rate a list of "
           "samples. Samples of the two \"_shared\" rates with the same index were taken together. \"gpu_missing\" says "
           "why there are no rates of a GPU. most_bytes: the most to take of each memory. ordinal: the GPU's number. "
-          "Raises OutOfMemoryError if too "
-          "little can be had.");
+          "Raises OutOfMemoryError if too little can be had.");
 }
 
 }  // namespace sharpi

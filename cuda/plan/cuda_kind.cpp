@@ -47,9 +47,10 @@ public:
             if (layer->attention) {
                 const AttentionSpec& a = *layer->attention;
                 cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
-            } else
-                cuda::requireDelta(
-                    {layer->delta->keyHeads, layer->delta->valueHeads, layer->delta->headDim, layer->delta->convWidth});
+            } else {
+                const GatedDeltaSpec& d = *layer->delta;
+                cuda::requireDelta({d.keyHeads, d.valueHeads, d.headDim, d.convWidth});
+            }
         }
     }
 };

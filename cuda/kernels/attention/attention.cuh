@@ -1,5 +1,5 @@
-// What the attention kernels share: the size of a page, the types of the cache, and how
-// neighbouring elements are read and written.
+// What the attention kernels share: the size of a page, the types of the cache, and how neighbouring elements are
+// read and written.
 #pragma once
 
 #include "core/error.h"
