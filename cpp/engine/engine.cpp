@@ -21,7 +21,7 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
                                                     " is larger than the model's " +
                                                     std::to_string(spec.contextLength));
     }
-    prefetchWanted();  // throws for nonsense, before anything is loaded
+    prefetchWanted();  // throws for an unknown setting, before anything is loaded
     if (options.batch < 1 || options.batch > 65536)
         throw Error(ErrorKind::InvalidArgument, "batch must be 1 to 65536 rows");
     options.batch = batchRows(options);
@@ -156,7 +156,7 @@ void Engine::load() {
     if (limits.expertSlots) _backend->startExperts(_options.expertUse);
     _trace.note("scratch");
     _runner.emplace(_spec, *_weights, *_backend, std::move(kv), limits);
-    // Where weights are still to come, the first prompt need not wait for a pass of its own.
+    // If weights are still to come, the first prompt need not wait for a pass of its own.
     if (_options.device.kind->keepsWeights() && !_backend->streams()) rehearse();
     _trace.note("graphs");
 }
@@ -164,7 +164,7 @@ void Engine::load() {
 // A prefill and a decode step, so that kernels are loaded and the step is captured before anyone waits for a token; if
 // the model drafts, a step with a draft too.
 void Engine::rehearse() {
-    // Exact rows are slow, and nine of them use all kernels that more would.
+    // Exact rows are slow, and nine of them use all the kernels that more would use.
     rehearse(RowKind::Prompt, std::min<int64_t>(_options.batch, _backend->oneArithmetic() ? 9 : 512));
     rehearse(RowKind::Decode, 1);
     if (!_spec.predictions.empty() && _options.batch > 1) rehearse(RowKind::Decode, 2);

@@ -39,7 +39,7 @@ def gpu(index: int = 0) -> Gpu | str:
 
 
 def cpu_name() -> str:
-    """The processor's name as the system says it, or its kind where the system has no name for it."""
+    """The processor's name as the system says it, or its kind if the system has no name for it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             names = (value for key, _, value in (line.partition(":") for line in lines) if key.strip() == "model name")
@@ -50,7 +50,7 @@ def cpu_name() -> str:
 
 
 def core_count() -> int:
-    """As many logical processors as this process may use at once."""
+    """The number of logical processors that this process may use at once."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -67,7 +67,7 @@ def usable_threads(asked: int | None, notice: Callable[[str], None] | None = Non
 
 
 def machine_core_count() -> int:
-    """As many logical processors as the machine has at work, whether or not this process may use them."""
+    """The number of logical processors that are online, whether or not this process may use them."""
     return max(os.cpu_count() or 1, core_count())
 
 
@@ -84,7 +84,7 @@ def busy_seconds() -> float | None:
 
 
 def ram_bytes() -> int:
-    """The machine's RAM in bytes, or a container's limit on it where that is smaller."""
+    """The machine's RAM in bytes, or a container's limit on it if that is smaller."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_container_limits()])
 
