@@ -92,7 +92,7 @@ void bindEngine(py::module_& m) {
             "vram and ram: bytes of the file by where they are read. direct, slots and cpu: parts of ram; the CPU "
             "computes with those in cpu. ranges: (file, begin, end, home) of each part of the file. cache: the "
             "tensors that VRAM may or may not keep, and how many it keeps.")
-        .def_property_readonly("device", [](Engine& e) { return e.backend().device(); })
+        .def_property_readonly("device", [](Engine& e) { return e.options().device.kind->name(); })
         .def_property_readonly("device_name", [](Engine& e) { return e.backend().name(); })
         .def_property_readonly(
             "trace",

@@ -32,11 +32,11 @@ py::array_t<float> dequantize(uint32_t type, const py::bytes& data, int64_t cols
     return out;
 }
 
-py::dict measure(int threads, size_t most) {
+py::dict measure(int threads, size_t most, int ordinal) {
     HardwareRates rates;
     {
         py::gil_scoped_release release;
-        rates = measureHardware(threads, most);
+        rates = measureHardware(threads, most, ordinal);
     }
     py::dict values;
     values["ram_bytes_per_second"] = rates.ramBytesPerSecond;
@@ -76,14 +76,12 @@ void bindHardware(py::module_& m) {
             info["free_bytes"] = gpu.freeBytes;
             return info;
         },
-        py::arg("ordinal") = Device().ordinal,
-        "The GPU with this number. Raises InvalidRequestError with the reason if there is none.");
-    m.def(
-        "measure_hardware", &measure, py::arg("threads"), py::arg("most_bytes") = kProbeBytes,
-        "Measures in a few seconds how fast the CPU, the GPU and the bus between them are: for each rate a list of "
-        "samples. Samples of the two \"_shared\" rates with the same index were taken together. \"gpu_missing\" says "
-        "why there are no rates of a GPU. most_bytes: the most to take of each memory. Raises OutOfMemoryError if too "
-        "little can be had.");
+        py::arg("ordinal"), "The GPU with this number. Raises InvalidRequestError with the reason if there is none.");
+    m.def("measure_hardware", &measure, py::arg("threads"), py::arg("most_bytes"), py::arg("ordinal"),
+          "Measures in a few seconds how fast the CPU, the GPU and the bus between them are: for each rate a list of "
+          "samples. Samples of the two \"_shared\" rates with the same index were taken together. \"gpu_missing\" says "
+          "why there are no rates of a GPU. most_bytes: the most to take of each memory. ordinal: the GPU's number. "
+          "Raises OutOfMemoryError if too little can be had.");
 }
 
 }  // namespace sharpi

@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "core/error.h"
+#include "cpu/cpu_kind.h"
 #include "hardware/devices.h"
 
 namespace sharpi {
@@ -61,21 +62,21 @@ HomeRows homeRows(const Homes& homes) {
 void bindOptions(py::module_& m) {
     using Warm = std::vector<std::pair<int32_t, int32_t>>;
     using Rates = std::pair<double, double>;
-    const EngineOptions usual;
+    const EngineOptions usual(cpuKind());
     py::class_<EngineOptions>(m, "EngineOptions",
                               "How a model runs: what an Engine is built with, and what its memory is planned with.")
         .def(py::init([](int64_t context, int64_t batch, int threads, const std::string& kvType,
                          const std::string& prompt, int32_t sequences, const std::string& device, int ordinal,
                          size_t vram, const HomeRows& homes, size_t expertSlotBytes, const Rates& expertRates,
                          Warm warm, bool tight) {
-                 EngineOptions options;
+                 EngineOptions options(deviceKind(device));
                  options.context = context;
                  options.batch = batch;
                  options.threads = threads;
                  options.kvType = toKvType(kvType);
                  options.prompt = toPromptMode(prompt);
                  options.sequences = sequences;
-                 options.device = {&deviceKind(device), ordinal};
+                 options.device.ordinal = ordinal;
                  options.vram = vram;
                  options.homes = toHomes(homes);
                  options.expertSlotBytes = expertSlotBytes;

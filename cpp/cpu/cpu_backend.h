@@ -17,7 +17,6 @@ public:
     CpuBackend(int threads, std::unique_ptr<DeviceMemory> memory);
     static size_t scratchBytes(int threads, const StepLimits& limits) { return CpuScratch(threads, limits).total; }
 
-    const char* device() const override { return "cpu"; }
     const char* name() const override { return _work.kernels.name; }
     Allocator& allocator() override { return *_allocator; }
     Placer& placer() override { return *_placer; }

@@ -8,6 +8,7 @@
 #include "engine/rehearsal.h"
 #include "experts/expert_prefetcher.h"
 #include "hardware/devices.h"
+#include "planning/memory_plan.h"
 
 namespace sharpi {
 
@@ -20,7 +21,7 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
                                                     " is larger than the model's " +
                                                     std::to_string(spec.contextLength));
     }
-    prefetchWanted();  // throws for nonsense, before anything is loaded
+    prefetchWanted();  // throws for an unknown setting, before anything is loaded
     if (options.batch < 1 || options.batch > 65536)
         throw Error(ErrorKind::InvalidArgument, "batch must be 1 to 65536 rows");
     options.batch = batchRows(options);

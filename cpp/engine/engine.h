@@ -8,7 +8,7 @@
 
 #include "engine/model_runner.h"
 #include "placement/placement.h"
-#include "planning/memory_plan.h"
+#include "planning/engine_options.h"
 
 namespace sharpi {
 
@@ -23,13 +23,12 @@ public:
 
     const ModelSpec& spec() const { return _spec; }
     const EngineOptions& options() const { return _options; }
-    // Lines for people: what was not as planned.
+    // Messages for people: what has not gone as planned.
     std::vector<std::string> notes() const { return _backend->notes(); }
-    // What has become of the experts; no layers where the model has none. Waits for a step that runs.
+    // How the experts have been used; no layers if the model has none. Waits for a running step.
     ExpertCounts expertCounts();
     Placement placement() const;
-    // Seconds in which what the device keeps was brought over, from the first of it on; none until all is there, or on
-    // the CPU.
+    // Seconds that bringing over the resident weights took; none until all have arrived, or on the CPU.
     std::optional<double> uploadSeconds() const;
     Backend& backend() { return *_backend; }
     ModelRunner& runner() { return *_runner; }
@@ -39,7 +38,7 @@ public:
     size_t stateBytes() const { return _runner->stateBytes(); }
     size_t scratchBytes() const { return _scratchBytes; }
     // What holds the device's memory, largest first; on the CPU the mapped file is not counted. Does not wait for a
-    // step that runs.
+    // running step.
     std::vector<Holding> holdings() const { return _backend->allocator().holdings(); }
     static size_t kvBytesFor(const ModelSpec& spec, KvType type, int64_t context);
 
@@ -60,7 +59,7 @@ private:
     std::unique_ptr<Weights> _files;
     std::unique_ptr<Backend> _backend;
     LoadTrace _trace;
-    std::atomic<double> _uploadSeconds{-1};  // < 0: not all is there
+    std::atomic<double> _uploadSeconds{-1};  // < 0: not all weights have arrived
     std::optional<ModelWeights> _weights;
     std::optional<ModelRunner> _runner;
     size_t _scratchBytes = 0;

@@ -48,7 +48,8 @@ cuda::DeviceInfo findGpu([[maybe_unused]] int ordinal) {
 
 std::unique_ptr<Backend> makeBackend(const Device& device, size_t memory, int threads) {
     if (device.kind == &cudaKind()) return makeCudaBackend(device.ordinal, memory, threads);
-    return std::make_unique<CpuBackend>(threads);
+    if (device.kind == &cpuKind()) return std::make_unique<CpuBackend>(threads);
+    throw Error(ErrorKind::Internal, "there is no backend for this kind of device");
 }
 
 }  // namespace sharpi

@@ -1,4 +1,4 @@
-// The kinds of devices that there are, by name, and the way to a device itself, for builds with CUDA and without.
+// Finds kinds of devices by name, and makes their backends, in builds with CUDA and without.
 #pragma once
 
 #include <memory>
@@ -13,8 +13,9 @@ namespace sharpi {
 // Throws Error(InvalidArgument) for an unknown name.
 const DeviceKind& deviceKind(const std::string& name);
 
-// A GPU. Throws Error(InvalidArgument) with the reason if there is none: no CUDA in this build, no driver, no device.
-cuda::DeviceInfo findGpu(int ordinal = Device().ordinal);
+// The GPU with this number, as the driver counts them. Throws Error(InvalidArgument) with the reason if there is none:
+// no CUDA in this build, no driver, no device.
+cuda::DeviceInfo findGpu(int ordinal);
 
 // memory: the most to take of the device's, in bytes; 0: all that is free. threads: the CPU's; for a GPU, of what the
 // CPU computes meanwhile. Throws as findGpu() does.

@@ -304,7 +304,7 @@ void fillRandom(uint64_t* words, size_t count, uint64_t seed) {
     }
 }
 
-HardwareRates measureHardware(int threads, size_t most) {
+HardwareRates measureHardware(int threads, size_t most, int ordinal) {
     if (threads < 1 || threads > 1024)
         throw Error(ErrorKind::InvalidArgument, "threads must be 1 to 1024, not " + std::to_string(threads));
     if (most < kLeastBytes) {
@@ -314,7 +314,7 @@ HardwareRates measureHardware(int threads, size_t most) {
     HardwareRates rates;
     std::optional<cuda::DeviceInfo> gpu;
     try {
-        gpu = findGpu();
+        gpu = findGpu(ordinal);
     } catch (const Error& error) {  // a GPU that cannot be opened counts as none
         rates.gpuMissing = error.what();
     }

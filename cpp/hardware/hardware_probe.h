@@ -36,14 +36,11 @@ struct HardwareRates {
     std::string gpuMissing;  // why there are no rates of a GPU
 };
 
-// The most that measuring takes of each memory: several times the size of any cache.
-constexpr size_t kProbeBytes = size_t{1} << 30;
-
 // most: the most to take of each memory: of RAM for weights, of pinned memory, and of VRAM without the results. It
 // never takes more than a quarter of the available RAM. If a memory has less, it takes a half of that, or a quarter,
-// and so on. Throws Error(InvalidArgument) unless threads is 1 to 1024 and most is at least 1 MiB, and
-// Error(OutOfMemory) if even the least that it needs cannot be had.
-HardwareRates measureHardware(int threads, size_t most = kProbeBytes);
+// and so on. ordinal: the number of the GPU to measure. Throws Error(InvalidArgument) unless threads is 1 to 1024 and
+// most is at least 1 MiB, and Error(OutOfMemory) if even the least that it needs cannot be had.
+HardwareRates measureHardware(int threads, size_t most, int ordinal);
 
 // --- what the two parts share ----------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ void ForwardPass::check(const Batch& batch) const {
     }
 }
 
-// A state goes on from where it is: a batch must have exactly the rows that the cache was extended by.
+// A recurrent state continues from where it is, so a batch must have exactly the rows by which the cache was extended.
 void ForwardPass::checkStates(const Batch& batch) const {
     for (int64_t begin = 0, end = 0; begin < batch.size(); begin = end) {
         const int32_t sequence = batch.sequences[begin];

@@ -18,12 +18,12 @@ public:
     // Room in the KV cache for the batch's rows must have been made (KvCache::extend). Commits them.
     // logits: [batch.logitRows.size(), vocabSize] in host memory; nullptr: they stay with the backend.
     void run(const Batch& batch, float* logits);
-    // The prediction layer over rows of the last pass, which batch.sources names: what follows the token that followed
-    // each. again: the last pass was a draft too. Needs room in the KV cache (KvCache::reserve); commits nothing. At
-    // most headRows() rows want logits.
+    // Runs the prediction layer over rows of the last pass, which batch.sources names. For each it predicts what comes
+    // after the token that followed the row. again: the last pass was a draft too. Needs room in the KV cache
+    // (KvCache::reserve); commits nothing. At most headRows() rows want logits.
     void draft(const Batch& batch, bool again);
-    // A token from each of the last rows of the last pass that wanted logits, as many as there are choices, once.
-    // Choice::row is set here. -1: no token may be chosen.
+    // Chooses a token from each of the last choices.size() rows of the last pass that wanted logits. Can be called once
+    // for a pass. Choice::row is set here. -1: no token may be chosen.
     std::vector<int32_t> sample(std::vector<Choice> choices);
 
 private:
@@ -36,7 +36,7 @@ private:
     KvCache& _kv;
     StepLimits _limits;
     std::vector<const LayerSpec*> _nextWithExperts;  // for each layer: the next one that has experts, or nullptr
-    int64_t _heldRows = 0;                           // whose logits the backend holds
+    int64_t _heldRows = 0;                           // rows whose logits the backend holds
 };
 
 }  // namespace sharpi

@@ -19,7 +19,7 @@ RouterCall routerOf(const LayerContext& context, const LayerSpec& layer) {
     return call;
 }
 
-// To SharedOut.
+// Writes SharedOut.
 void sharedExpert(const LayerContext& context, const SharedExpertSpec& shared) {
     const ModelWeights& w = context.weights;
     const Weight& down = w[shared.down];

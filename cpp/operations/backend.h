@@ -20,8 +20,8 @@ namespace sharpi {
 // What a pass goes through.
 enum class Pass {
     Model,       // the model's layers
-    Draft,       // its prediction layer, on from rows of the model
-    DraftAgain,  // the same, on from rows of itself
+    Draft,       // its prediction layer, continuing from rows of the model
+    DraftAgain,  // its prediction layer, continuing from its own rows
 };
 
 // The weights that are used.
@@ -54,31 +54,30 @@ public:
 class Backend {
 public:
     virtual ~Backend() = default;
-    virtual const char* device() const = 0;  // "cpu", "cuda"
     virtual const char* name() const = 0;    // the instruction set, or the GPU's name
     virtual Allocator& allocator() = 0;
     virtual Placer& placer() = 0;
     // Whether weights come over the bus in every pass.
     virtual bool streams() const = 0;
-    // Lines for people about what went otherwise than wanted, so far.
+    // Messages for people: what has not gone as planned so far.
     virtual std::vector<std::string> notes() const { return {}; }
-    // To be called before weights are placed: `told` hears when all that is resident has arrived
-    // (WeightStream::onUploaded). Where weights stay in the mapped file it never does.
+    // To be called before weights are placed. `told` is called once all resident weights have arrived; if weights stay
+    // in the mapped file, it is never called.
     virtual void whenUploaded(std::function<void(double seconds)> /*told*/) {}
     // Gives everything back that was placed or taken. Only allocator() may be asked afterwards.
     virtual void unload() = 0;
-    // What has become of the experts so far.
+    // How the experts have been used so far.
     virtual ExpertCounts expertCounts() = 0;
     virtual void forgetExpertCounts() = 0;
     // Takes all scratch. To be called once, after weights and KV cache are placed. Throws Error(OutOfMemory).
     virtual void takeScratch(const StepLimits& limits) = 0;
-    // How experts that are not resident are used, and which are to be in slots first. After takeScratch(); returns when
-    // they are there.
+    // How to use experts that are not resident, and which of them the slots hold first. Call it after takeScratch(); it
+    // returns once they are loaded.
     virtual void startExperts(const ExpertUse&) {}
 
     // The most decode rows of a batch.
     virtual int64_t decodeRows() const = 0;
-    // Whether prompt rows are computed as decode rows are. A row's kind then does not show.
+    // Whether prompt rows are computed as decode rows are. A row's kind then makes no difference to its bits.
     virtual bool oneArithmetic() const = 0;
     // A sequence's prompt rows must begin at a position that is a multiple of this: a recurrent layer takes them in
     // whole tiles.
@@ -86,8 +85,8 @@ public:
 
     // Everything below works on the batch given here; its tokens have room in the cache.
     virtual void begin(const Batch& batch, const KvCache& kv) = 0;
-    // Runs body, which only calls the blocks below: the same ones for each kind of pass, so that those of batches of
-    // the same shape may be recorded and replayed.
+    // Runs body. body calls operations only, and the same ones for every batch of one shape, so that its launches can
+    // be recorded and replayed.
     virtual void region(Pass pass, const std::function<void()>& body) = 0;
     // nullptr if there is nothing to record.
     virtual Recording* recording() { return nullptr; }
@@ -99,7 +98,8 @@ public:
 
     // Row i of the last head(): [vocab] floats to host memory.
     virtual void readLogits(int64_t row, int64_t count, float* out) = 0;
-    // A token from each of these rows, each of them once: the row is changed. -1: no token may be chosen.
+    // Chooses a token from each of these rows. This changes the row, so each can be used only once. -1: no token may be
+    // chosen.
     virtual std::vector<int32_t> sample(const std::vector<Choice>& choices) = 0;
 };
 

@@ -33,13 +33,13 @@ struct Batch {
     std::vector<int32_t> sequences;  // [T], handles of the KvCache
     int64_t decodeRows = 0;          // rows [0, decodeRows) are decode rows, the others prompt rows
     std::vector<int32_t> logitRows;  // rows that want logits, ascending
-    // Of a batch for a prediction layer, [T]: the row of the last pass that row t goes on from. Token t is then the one
-    // that followed there, position t that of the row gone on from. Empty else.
+    // For a prediction layer's batch, [T]: the row of the last pass that row t continues from. Token t is the token
+    // that followed that row; position t is that row's position. Otherwise empty.
     std::vector<int32_t> sources;
 
     int64_t size() const { return static_cast<int64_t>(tokens.size()); }
     bool hasPromptRows() const { return decodeRows < size(); }
-    // Throws Error(Internal) for a decode row behind a prompt row.
+    // Throws Error(Internal) for a decode row after a prompt row.
     void add(RowKind kind, int32_t token, int32_t position, int32_t sequence, bool wantsLogits) {
         if (kind == RowKind::Decode) {
             if (hasPromptRows()) throw Error(ErrorKind::Internal, "a decode row behind the prompt rows of a batch");

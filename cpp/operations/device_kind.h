@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "memory/device_layout.h"
 #include "model/model_spec.h"
-#include "operations/backend.h"
 #include "operations/batch.h"
 #include "operations/step_limits.h"
 
@@ -20,17 +20,17 @@ public:
     virtual const char* memoryName() const = 0;  // of its memory, for people: "ram", "vram"
     // Its memory is taken in multiples of this.
     virtual size_t granularity() const = 0;
-    // How it keeps matrices in its memory; nothing if it reads weights where the file is mapped, and a plan's homes
-    // mean nothing.
+    // How it keeps matrices in its memory; nothing if it reads weights in the mapped file. A plan's homes then mean
+    // nothing.
     virtual std::optional<DeviceLayout> layout() const = 0;
     bool keepsWeights() const { return layout().has_value(); }
     // A backend's working memory. threads: the CPU's.
     virtual size_t scratchBytes(const StepLimits& limits, int threads) const = 0;
     // What a driver takes for recorded steps and the code of kernels, beside what a backend allocates: an estimate.
     virtual size_t recordBytes(const StepLimits& limits) const = 0;
-    // The least rows that a batch has room for, as far as the context goes.
+    // The fewest rows that a batch must have room for, unless the context is shorter.
     virtual int64_t promptTile(PromptMode mode) const = 0;
-    // Throws Error(InvalidArgument) saying what of this model the kind has no kernels for.
+    // Throws Error(InvalidArgument) that says which part of this model the kind has no kernels for.
     virtual void requireCanRun(const ModelSpec& spec) const = 0;
 
 protected:

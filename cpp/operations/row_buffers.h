@@ -14,7 +14,7 @@ namespace sharpi {
 enum class RowBuffer : uint8_t {
     // Kept through a pass.
     Residual,  // x: [rows, embedding]
-    // Of a mixer.
+    // Used by a mixer.
     GatedQueries,  // head by head: its query, then its gate
     Queries,
     Keys,
@@ -23,9 +23,9 @@ enum class RowBuffer : uint8_t {
     DeltaGate,
     DeltaAlpha,
     DeltaBeta,
-    // Of a feed-forward part.
+    // Used by a feed-forward part.
     RouterLogits,
-    Gate,  // one row for each row, or for each pair of a row and an expert that it chose
+    Gate,  // one row for each row of the batch, or for each pair of a row and an expert that it chose
     Up,
     ExpertOut,  // one row for each pair
     SharedOut,  // the shared expert's output

@@ -18,7 +18,8 @@ public:
         return at;
     }
     size_t floats(int64_t count) { return take(sizeof(float) * static_cast<size_t>(count)); }
-    // At least as large as another that began as this one did: both may lie in the same place, at different times.
+    // Grows to the size of a layout with the same beginning. What follows that beginning overlaps, so the two must be
+    // in use at different times.
     void cover(const ScratchLayout& other) { _bytes = _bytes > other._bytes ? _bytes : other._bytes; }
     size_t bytes() const { return _bytes; }
 

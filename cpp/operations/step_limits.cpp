@@ -55,7 +55,7 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
         else addLimits(limits, *layer->experts, number);
         ++number;
     }
-    // A draft goes on from two rows, one behind the other.
+    // A draft's input is two joined rows.
     limits.maxCols = std::max({(limits.drafts ? 2 : 1) * limits.embedding, limits.queryWidth, limits.deltaWidth,
                                limits.denseHidden, limits.expertHidden, limits.sharedHidden});
     for (const TensorInfo& t : tensors.all()) limits.floatWeights |= t.type == DType::F32 && t.shape.size() > 1;

@@ -1,5 +1,5 @@
-// What a model's steps need room for at most. A backend's buffers are sized for it when they are taken, and plans count
-// the same buffers from the same limits.
+// The most that a model's steps need room for. A backend's buffers are sized for it when they are taken, and plans
+// count the same buffers from the same limits.
 #pragma once
 
 #include <cstdint>

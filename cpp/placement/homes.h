@@ -9,9 +9,9 @@ namespace sharpi {
 enum class Home {
     Vram,    // resident in the device's memory
     Direct,  // in the mapped file; brought across the bus each time it is used
-    Slots,   // experts: in the mapped file, with a cache of single ones in the device's memory (memory/expert_slots.h)
-    Ram,     // the CPU runs the model: where the file is mapped. No plan says so, and no tensor of a model on a GPU is
-             // there
+    Slots,   // experts: in the mapped file, with a cache of single ones in the device's memory (experts/expert_slots.h)
+    Ram,     // in the mapped file of a model that the CPU runs. No plan says so, and no tensor of a model on a GPU has
+             // this home
 };
 
 inline const char* homeName(Home home) {
@@ -20,8 +20,9 @@ inline const char* homeName(Home home) {
 
 struct TensorHome {
     Home home = Home::Vram;
-    // Of a feed-forward matrix or output head that is Direct: its last rows, a multiple of 32, that the CPU computes in
-    // steps. Gate and up of a layer have the same number. In other batches all rows are brought to the device.
+    // For a feed-forward matrix or output head that is Direct: how many of its last rows (a multiple of 32) the CPU
+    // computes in steps. Gate and up of a layer have the same number. In other batches all rows are brought to the
+    // device.
     int64_t cpuRows = 0;
 };
 

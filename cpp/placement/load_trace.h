@@ -1,4 +1,4 @@
-// What loading takes, step by step: for people (SHARPI_TRACE_VRAM=1), and for holding a plan against a run.
+// What loading takes, step by step: for people (SHARPI_TRACE_VRAM=1), and for comparing a plan with a run.
 #pragma once
 
 #include <string>

@@ -42,7 +42,7 @@ ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& 
     trace.note("expert slots");
 }
 
-// A layer's entries stand together: what follows the last of them begins something new.
+// A layer's entries are consecutive, so the first entry with another number ends the layer.
 void ModelWeights::loadPart(ModelPart part, LoadTrace& trace) {
     const std::vector<const LayerSpec*> layers = _spec.loadedLayers();
     std::vector<int32_t> order;
@@ -65,7 +65,7 @@ void ModelWeights::place(int32_t index) {
         placed = at(weight.sameAs);
         return;
     }
-    if (weight.unit != index) return;  // with the unit's first
+    if (weight.unit != index) return;  // placed with the unit's first entry
     switch (weight.form) {
     case WeightForm::Matrix: return placeUnit(index);
     case WeightForm::Table: placed.matrix = _placer.table(inFile(weight)); return;

@@ -1,4 +1,4 @@
-// Who uses which tensor for what, for planning; and where everything is, for people.
+// What each tensor is used for, for planning; and where it is, for people.
 #pragma once
 
 #include <string>
@@ -14,21 +14,21 @@ struct TensorUse {
     int32_t tensor = -1;
     WeightRole role = WeightRole::Vector;
     int32_t layer = -1;
-    uint64_t bytesPerToken = 0;  // that a token reads of it
+    uint64_t bytesPerToken = 0;  // what a token reads of it
     int64_t rows = 0, cols = 0;  // of the matrix, or of one of a stack
 };
-// In the order in which a token meets them. A prediction layer that is loaded has the number behind the last layer's;
+// In the order in which a token meets them. A prediction layer that is loaded has the number after the last layer's;
 // its projection counts as attention, since a draft reads both in full.
 std::vector<TensorUse> tensorUses(const ModelSpec& spec, const TensorTable& tensors);
 
-// What homes come to where they differ for matrices that go together: a layer's gate and up are Direct if one is, and
-// gate's rows count; all experts of the model are in Slots if one of their stacks is not resident. Nothing else can be
-// in Slots.
+// Makes homes agree for matrices that are used together: a layer's gate and up are Direct if one is,
+// and gate's rows count; all experts of the model are in Slots if one of their stacks is not resident. Nothing else can
+// be in Slots.
 Homes normalized(const ModelSpec& spec, Homes homes);
 // Whether experts are in Slots. homes: normalized, or empty.
 bool expertsAway(const ModelSpec& spec, const Homes& homes);
 
-// Bytes of the file by where they are read, all of a tensor being in its home.
+// Bytes of the file by where they are read. All of a tensor is in its home.
 struct Placement {
     struct Range {
         int32_t file = 0;

@@ -12,7 +12,7 @@
 
 namespace sharpi {
 
-// A matrix of the mapped file (its data is null when only planning), and where it shall be.
+// A matrix of the mapped file (its data is null when only planning), and the home that is planned for it.
 struct FileMatrix {
     Matrix file;
     TensorHome home;
@@ -30,19 +30,19 @@ public:
     virtual ~Placer() = default;
     // Matrices that are used together: those that are not resident have the same number of rows.
     virtual std::vector<Weight> weights(const std::vector<FileMatrix>& files) = 0;
-    // A table of which single rows are read.
+    // A table whose rows are read one at a time.
     virtual Weight table(const FileMatrix& file) = 0;
     // A layer's experts; home: Vram or Slots, the same for all layers.
     virtual PlacedExperts experts(const ExpertStacks& file, Home home, const std::string& name) = 0;
-    // `count` floats; null: room for them only.
+    // `count` floats. If `host` is null, only takes room for them.
     virtual const float* vector(const float* host, size_t count, const std::string& name) = 0;
     // What follows belongs to a prediction layer.
     virtual void startPrediction() {}
     // What follows belongs to the output head.
     virtual void startHead() {}
-    // After the last.
+    // Call it after the last weight.
     virtual void finish() {}
-    // Then: up to `bytes` for slots of single experts, where there are experts in Slots.
+    // After finish(): takes up to `bytes` for slots of single experts, if experts are in Slots.
     virtual void takeExpertSlots(size_t) {}
 };
 
@@ -60,7 +60,7 @@ private:
     std::vector<Buffer> _buffers;
 };
 
-// A device's: takes memory for what shall be resident, and has everything brought over by the stream.
+// A device's: takes memory for resident weights, and lets the stream fetch everything.
 class DevicePlacer : public Placer {
 public:
     DevicePlacer(Allocator& allocator, DeviceLayout layout, WeightStream& stream, ExpertSlotManager& slots,
@@ -74,7 +74,7 @@ public:
     void startHead() override { _stream.startHead(); }
     void finish() override;
     void takeExpertSlots(size_t bytes) override { _slots.take(bytes, _profiler); }
-    // Of a layer of experts in Slots: its first group in the stream, which is gate's; up's and down's follow.
+    // The first stream group of a layer whose experts are in Slots, which is gate's; up's and down's follow.
     int32_t stackGroup(int32_t row) const { return _stackGroups.at(static_cast<size_t>(row)); }
 
 private:

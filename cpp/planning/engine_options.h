@@ -4,14 +4,15 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cpu/cpu_kind.h"
-#include "operations/backend.h"
+#include "experts/expert_use.h"
 #include "operations/device_kind.h"
 #include "placement/homes.h"
 
 namespace sharpi {
 
 struct EngineOptions {
+    explicit EngineOptions(const DeviceKind& kind) { device.kind = &kind; }
+
     int64_t context = 0;  // tokens that the KV cache has room for
     int64_t batch = 512;  // rows that prefill takes at once
     int threads = 1;
@@ -20,7 +21,7 @@ struct EngineOptions {
     // For a model with recurrent layers, the number of states. Each sequence that holds tokens needs one; the others
     // keep earlier states of these sequences, to roll back to.
     int32_t sequences = 4;
-    Device device{&cpuKind()};
+    Device device;
     size_t vram = 0;             // the most to take of the GPU's memory, in bytes; 0: all that is free
     Homes homes;                 // on the GPU: each tensor's home, which is on `device`; none: all are resident
     size_t expertSlotBytes = 0;  // of the GPU's memory, for slots of experts in Slots

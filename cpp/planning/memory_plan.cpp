@@ -89,7 +89,7 @@ struct Counted {
     std::optional<ModelWeights> weights;
 };
 
-// What single experts pass through on their way.
+// The staging buffers that single experts pass through on their way to slots.
 size_t expertStagingBytes(const ExpertSlotManager& slots) {
     if (slots.capacity() == 0) return 0;
     std::vector<ExpertStacks> files;

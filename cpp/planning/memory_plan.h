@@ -1,18 +1,20 @@
 // What running a model with given options will take, line by line, without loading it: the loading code itself, run
-// over a memory that only counts. Which options to choose is for others to say: Python plans.
+// over a memory that only counts. It chooses no options: Python plans.
 #pragma once
 
 #include <vector>
 
-#include "operations/backend.h"
+#include "experts/expert_slots.h"
+#include "memory/kv_cache.h"
+#include "operations/step_limits.h"
 #include "placement/load_trace.h"
 #include "planning/engine_options.h"
 
 namespace sharpi {
 
-// The lines of LoadTrace, in order: "token embedding", "layer 0", ..., "prediction layer" (where there is one), "output
-// head", "streaming" (the slots through which pass what is not resident), "expert slots", "recurrent state" (where
-// there is one), "KV cache", "scratch", "graphs". Weights that stay in the mapped file count as nothing.
+// The lines of LoadTrace, in order: "token embedding", "layer 0", ..., "prediction layer" (if there is one), "output
+// head", "streaming" (buffers for weights that are not resident), "expert slots", "recurrent state" (if there is one),
+// "KV cache", "scratch", "graphs". Weights that stay in the mapped file count as nothing.
 std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
 // The sum of what the lines take.
 size_t plannedBytes(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);

@@ -24,7 +24,6 @@ public:
     CudaBackend(int ordinal, size_t vram, int threads);
     ~CudaBackend() override;
 
-    const char* device() const override { return "cuda"; }
     const char* name() const override { return _stream.device().name.c_str(); }
     Allocator& allocator() override { return _allocator; }
     Placer& placer() override { return *_placer; }

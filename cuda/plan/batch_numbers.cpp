@@ -68,7 +68,7 @@ public:
         if (room.recurrent && room.captured) padSequences();
     }
 
-    // For each row there may be a sequence: the ranges of those that are not there are empty.
+    // A captured step has a range of rows for each sequence that it may have. Those of missing sequences are empty.
     void padSequences() {
         for (; _exactSequences < _exactRows; ++_exactSequences)
             to(_layout._exactBegin)[_exactSequences] = to(_layout._exactEnd)[_exactSequences] = 0;
@@ -87,7 +87,7 @@ private:
     static void require(bool fits, const char* what, int64_t most) {
         if (!fits) throw Error(ErrorKind::Internal, "a batch of more than " + std::to_string(most) + " " + what);
     }
-    // The first row behind `row` whose position is a multiple of kPromptTile, or `end`.
+    // The first row after `row` whose position is a multiple of kPromptTile, or `end`.
     int64_t tileEnd(int64_t row, int64_t end) const {
         return std::min(end, row + kPromptTile - _batch.positions[at(row)] % kPromptTile);
     }
@@ -114,7 +114,7 @@ private:
         }
     }
 
-    // Which slots hold the states that rows begin from and leave.
+    // Which entries hold the states that rows start from and end in.
     void writeStates(int64_t begin, int64_t end) {
         const bool exact = begin < _exactRows;
         const int64_t index = (exact ? _exactSequences : _fastSequences) - 1, first = exact ? 0 : _exactRows;

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "kernels/attention/attention.h"
 #include "kernels/delta/gated_delta.h"
 #include "kernels/experts/router.h"
 #include "plan/gpu_scratch.h"
@@ -14,7 +15,7 @@ namespace {
 
 // What driver and runtime keep for the captured steps and the kernels' code, measured.
 constexpr size_t kGraphBytes = size_t{16} << 20;
-// More of both, and streams, where experts are in slots.
+// If experts are in slots: more of both, and streams.
 constexpr size_t kSlotGraphBytes = size_t{24} << 20;
 
 void require(bool ok, const std::string& what) {
@@ -24,13 +25,6 @@ void require(bool ok, const std::string& what) {
 void requireExperts(const ExpertFfnSpec& experts) {
     require(experts.count <= cuda::kMostRouted, std::to_string(experts.count) + " experts a layer, where up to " +
                                                     std::to_string(cuda::kMostRouted) + " are known");
-}
-
-void requireAttention(const AttentionSpec& a) {
-    require(a.headDim % 8 == 0 && a.headDim <= 256,
-            "heads of " + std::to_string(a.headDim) + " elements, where 8, 16, .. 256 are known");
-    require(a.heads / a.kvHeads <= 32, std::to_string(a.heads) + " heads over " + std::to_string(a.kvHeads) +
-                                           ", where groups of up to 32 are known");
 }
 
 class CudaKind final : public DeviceKind {
@@ -50,10 +44,13 @@ public:
                 "a width of " + std::to_string(spec.embedding) + ", which is no multiple of 4");
         for (const LayerSpec* layer : spec.loadedLayers()) {
             if (layer->experts) requireExperts(*layer->experts);
-            if (layer->attention) requireAttention(*layer->attention);
-            else
-                cuda::requireDelta(
-                    {layer->delta->keyHeads, layer->delta->valueHeads, layer->delta->headDim, layer->delta->convWidth});
+            if (layer->attention) {
+                const AttentionSpec& a = *layer->attention;
+                cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
+            } else {
+                const GatedDeltaSpec& d = *layer->delta;
+                cuda::requireDelta({d.keyHeads, d.valueHeads, d.headDim, d.convWidth});
+            }
         }
     }
 };

@@ -21,8 +21,8 @@ constexpr int kTransferStages = 3;
 DeviceLayout gpuLayout();
 
 struct GpuScratch {
-    // The most decode rows of one batch, and the most sequences that have fast rows; all of these may be sequences of
-    // their own.
+    // The most decode rows of one batch, and the most sequences that have fast rows. Each decode row may belong to a
+    // different sequence.
     static constexpr int64_t kMaxDecodeRows = 64, kMaxPrompts = 16, kMaxSequences = kMaxDecodeRows + kMaxPrompts;
 
     explicit GpuScratch(const StepLimits& limits);
@@ -30,8 +30,7 @@ struct GpuScratch {
 
     // Rows that follow the contract (exact), and rows that go through tensor cores (fast): the most of each in a batch.
     int64_t exactRows = 0, fastRows = 0;
-    // A batch's numbers: of a step, which has decode rows alone, and of any batch. Apart, so that a step uploads
-    // little.
+    // The numbers of a step, which has only decode rows, and those of any batch: apart, so that a step uploads little.
     struct Numbers {
         size_t at = 0;  // offset in bytes
         std::optional<BatchNumbers> layout;
@@ -42,7 +41,7 @@ struct GpuScratch {
     struct Exact {
         size_t floats = 0, quantized = 0;
     };
-    // Those of fast rows: 16-bit numbers, with their low halves if the model or the cache needs them (else lo = hi).
+    // The forms of fast rows: 16-bit numbers, with low halves if the model or the cache needs them (else lo = hi).
     struct Halves {
         size_t hi = 0, lo = 0;
     };
@@ -67,8 +66,8 @@ struct GpuScratch {
     // If experts are in slots: the matrix of each pair, or -1; the guess at the next layer's choices; the CPU's orders.
     size_t slot = 0, orders = 0, foreseen = 0, foreseenWeight = 0;
     Exact foreseenRows;
-    // [layers of experts, experts]: how often each was used; the slot it is in; for those that are in none, which of
-    // the layer's missing experts it is.
+    // [layers of experts, experts]: how often each was used; the slot it is in; for an expert in no slot, its number
+    // among the layer's missing experts.
     size_t expertUses = 0, expertTable = 0, expertOrdinal = 0;
     size_t sampling = 0, adjustments = 0, token = 0;
 

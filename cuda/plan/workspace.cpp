@@ -79,6 +79,17 @@ ExpertGrouping expertGroupingOver(void* buffer, int64_t rows, int32_t used, int3
     });
 }
 
+void requireHeads(const HeadShape& shape) {
+    const bool known = shape.kvHeads > 0 && shape.heads > 0 && shape.heads % shape.kvHeads == 0 && shape.headDim > 0 &&
+                       shape.headDim % 8 == 0 && shape.headDim <= kMaxHeadDim;
+    if (known && shape.heads / shape.kvHeads <= kMaxHeadGroup) return;
+    throw Error(ErrorKind::InvalidArgument, "attention with " + std::to_string(shape.heads) + " heads over " +
+                                                std::to_string(shape.kvHeads) + " of " + std::to_string(shape.headDim) +
+                                                " elements cannot run on the GPU, which takes heads of 8, 16, .. " +
+                                                std::to_string(kMaxHeadDim) + " elements in groups of up to " +
+                                                std::to_string(kMaxHeadGroup));
+}
+
 void requireDelta(const DeltaShape& shape) {
     const bool heads =
         shape.keyHeads > 0 && shape.valueHeads > 0 && shape.dim > 0 && shape.dim % 8 == 0 && shape.dim <= kMaxDeltaDim;

@@ -1,6 +1,6 @@
 // Bringing weights across PCIe while the GPU computes: the copy engine carries a piece's file rows from pinned pages
-// into a stage, and a kernel packs them from there into the ring (kernels/packed.h), on streams beside the one that
-// computes. Copies take turns on two streams, so that the bus goes from one to the next without a gap.
+// into a stage, and a kernel packs them from there into the ring (kernels/formats/packed.h), on streams beside the one
+// that computes. Copies take turns on two streams, so that the bus goes from one to the next without a gap.
 //
 // Events between the streams keep all the order that a pass needs. So a pass works the same whether it runs or the
 // compute stream is being captured: begin() takes the other streams into the capture, and end() joins them again.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import HardwareProfile
 from sharpi.machine.profile_cache import cached_profile, doubt, why_stale
 from sharpi.planning.placement import Inventory
@@ -92,7 +93,7 @@ def disagreement(model: Model, seen: Seen, *, elsewhere: bool, known: bool) -> s
     if abs(seen.tokens_per_second - predicted) <= MOST_OFF * predicted:
         return None
     said = f"{seen.what} was predicted at {speed(predicted)} tokens/s and ran at {speed(seen.tokens_per_second)}: "
-    if elsewhere or profile != cached_profile():
+    if elsewhere or profile != _kept(model):
         return said + "the profile may be of another machine, or of a busy one (`sharpi hardware` measures this one)"
     if doubt(profile, f"{model.plan.fingerprint} {model.plan.device} {seen.what}"):
         return said + "this machine's speeds are measured again at the next start"
@@ -102,11 +103,17 @@ def disagreement(model: Model, seen: Seen, *, elsewhere: bool, known: bool) -> s
 def _profile(model: Model) -> HardwareProfile | None:
     """The profile that the plan was made with, else the one that is kept; None if it is not measured, or will be
     measured again anyway."""
-    used, kept = model.plan.profile, cached_profile()
+    used, kept = model.plan.profile, _kept(model)
     holds = kept is not None and why_stale(kept) is None
     if used is None:
         return kept if holds else None
     return None if used.assumed or (used == kept and not holds) else used
+
+
+def _kept(model: Model) -> HardwareProfile | None:
+    """The profile that is kept for the machine with the plan's GPU."""
+    gpu = model.plan.gpu
+    return cached_profile(gpu.index if isinstance(gpu, Gpu) else 0)
 
 
 def _predicted(model: Model, profile: HardwareProfile, seen: Seen) -> Speed | None:

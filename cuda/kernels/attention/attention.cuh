@@ -1,8 +1,6 @@
-// What the attention kernels share: the size of a page, the limits of a head, the types of the cache, and how
-// neighbouring elements are read and written.
+// What the attention kernels share: the size of a page, the types of the cache, and how neighbouring elements are
+// read and written.
 #pragma once
-
-#include <string>
 
 #include "core/error.h"
 #include "kernels/attention/attention.h"
@@ -12,17 +10,9 @@ namespace sharpi::cuda {
 
 // Tokens of a page: two keys for each lane in decode, one tile of keys in prefill.
 constexpr int kAttentionPage = 64;
-constexpr int kMaxHeadDim = 256;
 
 inline void requireAttendable(const HeadShape& shape, const KvPages& pages) {
-    if (shape.headDim % 8 != 0 || shape.headDim <= 0 || shape.headDim > kMaxHeadDim ||
-        shape.heads % shape.kvHeads != 0 || shape.heads / shape.kvHeads > 32) {
-        throw Error(
-            ErrorKind::InvalidArgument,
-            "attention with " + std::to_string(shape.heads) + " heads over " + std::to_string(shape.kvHeads) + " of " +
-                std::to_string(shape.headDim) +
-                " elements cannot run on the GPU, which takes heads of 8, 16, .. 256 elements in groups of up to 32");
-    }
+    requireHeads(shape);
     if (pages.pageTokens != kAttentionPage)
         throw Error(ErrorKind::Internal, "the attention kernels cannot read pages of this size");
 }

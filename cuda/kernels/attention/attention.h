@@ -20,9 +20,13 @@ struct BatchRows {
     }
 };
 
+// Heads of 8, 16, .. kMaxHeadDim elements, of which up to kMaxHeadGroup share one head of keys and values.
+constexpr int32_t kMaxHeadDim = 256, kMaxHeadGroup = 32;
 struct HeadShape {
     int32_t heads = 0, kvHeads = 0, headDim = 0;
 };
+// Throws Error(InvalidArgument) for a shape that attention has no kernels for.
+void requireHeads(const HeadShape& shape);
 
 enum class HeadNorm { None, PerHead, FullRow };
 

@@ -2,16 +2,14 @@
 //
 // A warp owns whole rows and works on two at once. A lane owns the accumulator with its number (core/contract.h): it
 // has blocks lane, lane + 32, ... of a quantized row, or those elements of a float row. So the sum needs no order but
-// each lane's own, and a load of activations serves two rows. Few warps have to keep the memory busy, and they do it
-// so:
+// each lane's own, and a load of activations serves two rows. Few warps have to keep the memory busy. They do it as
+// follows:
 //
-// - The rows of a warp are one stream of steps. In a step, each lane has a block or eight float elements. A few steps
-// of
-//   loads always run ahead, past the end of one pair of rows into the next.
-// - No kernel writes weights. So the first loads are issued before the predecessor has ended, and overlap with its end;
-// a
-//   part of the following weights is prefetched into the L2 cache. Activations are copied to shared memory afterwards,
-//   once for each block: that waits for the L2 cache once instead of in every step.
+// - The rows of a warp are one stream of steps. In a step, each lane has a block or eight float elements. Loads always
+//   run a few steps ahead, past the end of one pair of rows into the next.
+// - No kernel writes weights. So the first loads are issued before the predecessor has ended, and overlap with its
+//   end; a part of the following weights is prefetched into the L2 cache. Activations are copied to shared memory
+//   afterwards, once for each block: that waits for the L2 cache once instead of in every step.
 // - Integers become floats by an addition: the bits of 1.5 * 2^23 plus n are the float 12582912 + n for |n| < 2^22. So
 //   dp4a sums that start there are converted by one subtraction, exactly. Larger products (a sub-block's scale times
 //   its sum, below 2^24) are multiplied as floats, which is exact too.

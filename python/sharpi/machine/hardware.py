@@ -17,7 +17,7 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that Sharpi would use. `free_bytes` is what its driver said when it was asked."""
+    """A GPU. `index`: its number, as the driver counts them. `free_bytes` is what its driver said when it was asked."""
 
     name: str
     index: int
@@ -27,18 +27,19 @@ class Gpu:
     free_bytes: int
 
 
-def gpu() -> Gpu | str:
-    """The GPU, or in one line why there is none: a build without CUDA, no driver, no device, one too old or broken."""
+def gpu(index: int = 0) -> Gpu | str:
+    """The GPU with this number, or in one line why there is none: a build without CUDA, no driver, no device, one too
+    old or broken."""
     from sharpi import _core  # late: planning and `sharpi --help` need no core
 
     try:
-        return Gpu(**_core.find_cuda_device())
+        return Gpu(**_core.find_cuda_device(index))
     except SharpiError as reason:  # a GPU that cannot even be asked is none, whatever class its failure has
         return " ".join(str(reason).split())
 
 
 def cpu_name() -> str:
-    """The processor's name as the system says it, or its kind where the system has no name for it."""
+    """The processor's name as the system says it, or its kind if the system has no name for it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             names = (value for key, _, value in (line.partition(":") for line in lines) if key.strip() == "model name")
@@ -49,7 +50,7 @@ def cpu_name() -> str:
 
 
 def core_count() -> int:
-    """As many logical processors as this process may use at once."""
+    """The number of logical processors that this process may use at once."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -66,7 +67,7 @@ def usable_threads(asked: int | None, notice: Callable[[str], None] | None = Non
 
 
 def machine_core_count() -> int:
-    """As many logical processors as the machine has at work, whether or not this process may use them."""
+    """The number of logical processors that are online, whether or not this process may use them."""
     return max(os.cpu_count() or 1, core_count())
 
 
@@ -83,7 +84,7 @@ def busy_seconds() -> float | None:
 
 
 def ram_bytes() -> int:
-    """The machine's RAM in bytes, or a container's limit on it where that is smaller."""
+    """The machine's RAM in bytes, or a container's limit on it if that is smaller."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *_container_limits()])
 

@@ -131,7 +131,7 @@ class HardwareProfile:
     Of the CPU, by `threads` threads: `ram_bytes_per_second`, weights read by products of Q4_K matrices with one row of
     activations; `cpu_flops`, products with 256 rows (a multiplication and an addition are two operations).
 
-    Of the GPU, all None where there is none: `pcie_bytes_per_second`, copies of pinned memory to it;
+    Of the GPU, all None if there is none: `pcie_bytes_per_second`, copies of pinned memory to it;
     `ram_bytes_per_second_shared` and `pcie_bytes_per_second_shared`, both of these at once; `vram_bytes_per_second`,
     weights read by products with one row; `gpu_kernel_seconds`, a small kernel of a captured step; `gpu_flops`,
     products with 2,048 rows.
@@ -203,7 +203,7 @@ class HardwareProfile:
         return cls(**{name: _converted(name, values[name]) for name in known})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the profile's file; one that is there is replaced as a whole. Raises `InvalidRequestError` where that
+        """Writes the profile's file; one that is there is replaced as a whole. Raises `InvalidRequestError` if that
         cannot be."""
         try:
             write_whole(path, (json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n").encode())
@@ -217,7 +217,7 @@ class HardwareProfile:
         return replace(self, assumed=True, spread=spread, **{name: getattr(ASSUMED, name) for name in GPU_FIELDS})
 
 
-# What a plan reckons with where nothing could be measured: a desktop of 2023 with 8 cores, two channels of DDR5-5600
+# What a plan reckons with if nothing could be measured: a desktop of 2023 with 8 cores, two channels of DDR5-5600
 # (of 90 GB/s on paper the products reach about half), a GPU of 12 GiB at 500 GB/s behind PCIe 4.0 with 16 lanes (of
 # 31.5 GB/s on paper copies reach about 24). While both work, copies take from the RAM what the CPU would have had.
 ASSUMED = HardwareProfile(

@@ -34,7 +34,7 @@ _CLOCK_SKEW = timedelta(hours=1)
 # The machine is busy if other programs have this part of its processors, or if the median sample of what the CPU does
 # is this much slower than the best.
 _BUSY_SHARE, _BUSY_MEDIAN = 0.1, 0.2
-_MOST_BYTES = 1 << 30  # to take of each memory while measuring; the core's own default
+_MOST_BYTES = 1 << 30  # to take of each memory while measuring: several times the size of any cache
 # A driver's or a kernel's update changes what they say of the same memory a little.
 _SAME_MEMORY = 0.02
 _MOST_DOUBTS = 64  # models
@@ -42,8 +42,8 @@ _LONGEST_DOUBTS = 1 << 16  # bytes
 _LONGEST_WAIT = 60.0  # seconds, for another process that measures
 
 
-def measure_profile(threads: int | None = None) -> HardwareProfile:
-    """Measures this machine now, which takes a few seconds; `threads`: the CPU's, all by default.
+def measure_profile(threads: int | None = None, gpu_index: int = 0) -> HardwareProfile:
+    """Measures this machine now, with this GPU, which takes a few seconds; `threads`: the CPU's, all by default.
 
     Raises `OutOfMemoryError` if too little memory is free to measure in.
     """
@@ -52,9 +52,10 @@ def measure_profile(threads: int | None = None) -> HardwareProfile:
     count = hardware.core_count() if threads is None else threads
     others = _Others()
     # A quarter of what a container may have: the core itself only knows what the machine has free.
-    samples = _core.measure_hardware(count, max(1 << 20, min(_MOST_BYTES, hardware.ram_bytes() // 4)))
+    most_bytes = max(1 << 20, min(_MOST_BYTES, hardware.ram_bytes() // 4))
+    samples = _core.measure_hardware(count, most_bytes, gpu_index)
     others_share = others.share()
-    machine = _this_machine()
+    machine = _this_machine(gpu_index)
     if samples.pop("gpu_missing", None) is not None or machine["gpu"] is None:  # it may have gone in between
         machine.update(dict.fromkeys(GPU_FIELDS))
         samples = {name: values for name, values in samples.items() if name not in GPU_FIELDS}
@@ -101,27 +102,28 @@ class _Others:
         return time.monotonic(), hardware.busy_seconds(), time.process_time()
 
 
-def current_profile(measure: bool = True, announce: Callable[[str], None] | None = None) -> HardwareProfile:
-    """This machine's profile: the one kept from before while it holds, else measured now and kept.
+def current_profile(measure: bool = True, announce: Callable[[str], None] | None = None,
+                    gpu_index: int = 0) -> HardwareProfile:
+    """The profile of this machine with this GPU: the one kept from before while it holds, else measured now and kept.
 
     With measure=False nothing is measured: a profile that no longer holds is better than none, and without one there is
     `ASSUMED`. `announce` is called before a measurement begins, with the reason why one that was kept no longer holds,
     else with "". Raises as `measure_profile` does if there is nothing to fall back on.
     """
-    kept = cached_profile()
+    kept = cached_profile(gpu_index)
     if kept is not None and (not measure or why_stale(kept) is None or not _may_keep()):
         return kept
     if not measure:
         return ASSUMED
     with _turn(_LONGEST_WAIT):
-        kept = cached_profile()  # perhaps another process has just measured
+        kept = cached_profile(gpu_index)  # perhaps another process has just measured
         reason = None if kept is None else why_stale(kept)
         if kept is not None and reason is None:
             return kept
         if announce is not None:
             announce(reason or "")
         try:
-            profile = measure_profile()
+            profile = measure_profile(gpu_index=gpu_index)
         except SharpiError:
             if kept is None:
                 raise
@@ -135,9 +137,9 @@ def measuring_words(reason: str) -> str:
     return f"measuring this machine {f'again, a few seconds: {reason}' if reason else 'once, a few seconds'}"
 
 
-def cached_profile() -> HardwareProfile | None:
-    """The profile kept from an earlier measurement of this machine with all of its processors, however old, or None:
-    there is none, it is damaged, or of a machine that was another one then."""
+def cached_profile(gpu_index: int = 0) -> HardwareProfile | None:
+    """The profile kept from an earlier measurement of this machine, with all of its processors and this GPU, however
+    old. None if there is none, if it is damaged, or if the machine has changed or the GPU is of another kind."""
     path = cache_path()
     if path is None:
         return None
@@ -146,7 +148,7 @@ def cached_profile() -> HardwareProfile | None:
     except InvalidRequestError:
         return None
     whole = profile.threads == profile.cores and not profile.assumed
-    return profile if whole and _is_this_machine(profile) else None
+    return profile if whole and _is_this_machine(profile, gpu_index) else None
 
 
 def why_stale(profile: HardwareProfile) -> str | None:
@@ -306,9 +308,10 @@ def _now() -> datetime:
     return datetime.now(timezone.utc)
 
 
-def _this_machine() -> dict[str, Any]:
-    """What tells one machine from another, by the profile's fields."""
-    found = hardware.gpu()
+def _this_machine(gpu_index: int = 0) -> dict[str, Any]:
+    """What tells one machine from another, by the profile's fields. GPUs with the same name and memory are
+    alike."""
+    found = hardware.gpu(gpu_index)
     gpu = found if isinstance(found, hardware.Gpu) else None
     return {
         "cpu": device_name(hardware.cpu_name()),
@@ -324,8 +327,8 @@ def _machine_words() -> str:
     return f"{here['cpu']}, {here['cores']} processors, {here['gpu']}"
 
 
-def _is_this_machine(profile: HardwareProfile) -> bool:
-    here = _this_machine()
+def _is_this_machine(profile: HardwareProfile, gpu_index: int) -> bool:
+    here = _this_machine(gpu_index)
     return (all(getattr(profile, name) == here[name] for name in ("cpu", "cores", "gpu"))
             and _same_memory(profile.ram_bytes, here["ram_bytes"])
             and _same_memory(profile.vram_bytes, here["vram_bytes"]))

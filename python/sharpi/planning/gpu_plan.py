@@ -30,22 +30,22 @@ from sharpi.settings.choices import FAST
 
 __all__ = ["DEFAULT_GPU_BATCH", "OnGpu", "VRAM_MARGIN", "fitting_batch", "largest"]
 
-# Prefill on a GPU reads all weights once a batch, and has to multiply for as long as that takes. Less is taken if only
-# less fits.
+# Prefill on a GPU reads all weights once a batch, so a batch should be large enough to multiply for as long as that
+# takes. If it does not fit, a smaller one is taken.
 DEFAULT_GPU_BATCH = 2048
-# Of the free VRAM this much is left to the driver and to whoever draws on the screen, whatever the budget.
+# How much of the free VRAM is left, whatever the budget, to the driver and to programs that draw on the screen.
 VRAM_MARGIN = 256 << 20
 
 _MIB = 1 << 20
 _SMALLEST_VRAM = _MIB  # a budget is a multiple of it
-_ROUNDING = 4 << 20  # a device gives memory out in steps, and sums of bytes may be off by this much
+_ROUNDING = 4 << 20  # a device allocates in steps, so sums of bytes may be off by this much
 
 
 class OnGpu:
     """The search for the homes with which a model fits into the VRAM."""
 
     def __init__(self, request: Request, found: Gpu | str, available: int | None = None) -> None:
-        """available: what there is for sure, in bytes, instead of what the GPU had free when it was found."""
+        """available: bytes that are known to be there; they replace what the GPU had free when it was found."""
         self._request = request
         self._found = found
         self._free = max(0, found.free_bytes - VRAM_MARGIN) if isinstance(found, Gpu) else None
@@ -62,13 +62,14 @@ class OnGpu:
         self._switches = Switches.read()
         self._inventory = request.inventory
         self._before_experts = self._inventory.before_experts
-        # Of the movable units so many may be in VRAM.
+        # How many of the movable units may be in VRAM.
         self._count = self._before_experts if request.experts_on_cpu else len(self._inventory.movable)
-        # Nothing in VRAM that need not be there takes least, but for small models: fetching their matrices takes more
-        # room than the matrices would.
+        # A plan that keeps nothing in VRAM beyond what must be there takes least. Small models are an exception:
+        # fetching their matrices takes more room than the matrices themselves.
         counts = [0] + [self._count - 1] * (self._count > 1 and self._within_limit(self._count - 1))
         self._smallest_homes = [self._inventory.homes(count) for count in counts]
-        # All that may be in VRAM, and that without what only single rows are read of.
+        # The homes with everything in VRAM that may be there, and those without the embedding, whose rows are read one
+        # at a time.
         self._whole_homes = self._inventory.homes(self._count)
         self._may_be_whole = self._within_limit(self._count)
         self._lean_homes = self._inventory.homes(max(0, self._count - 1))
@@ -76,8 +77,8 @@ class OnGpu:
                           and self._inventory.movable[self._count - 1].kind == "embedding")
 
     def plan(self, why: str) -> Plan:
-        """All in VRAM that may be, or all but the embedding, where that fits, even with a smaller batch than the
-        default; and else as much as does, and slots for experts in what is left."""
+        """Everything in VRAM that may be there, or all but the embedding, if that fits, even if only with a smaller
+        batch than the default. Otherwise as much as fits, and slots for experts in what is left."""
         request, most, slots = self._request, min(self._wanted, self._request.context), 0
         batch = self._batch(most, self._nearly_whole_fits)
         if batch:
@@ -99,7 +100,7 @@ class OnGpu:
         """`plan` with as much in VRAM as `room` bytes hold: with smaller slots for experts, or without the weights that
         gain least. If nothing fits, what takes least. Nothing is measured: the GPU's memory is short just now."""
         homes, slots = self._fitted(plan, room)
-        profile = plan.profile or self._request.speeds.at_hand()
+        profile = plan.profile or self._request.speeds.at_hand(self._found)
         details = self._details(homes, slots, plan.batch, profile)
         lines = self._request.lines("cuda", plan.context, plan.batch, homes, slots)
         return replace(plan, **{"expert_pools": (), "expert_slots": slots, "hit_rate": None, "hit_source": "",
@@ -141,18 +142,18 @@ class OnGpu:
         return self._total(batch, homes, count * _MIB) <= room
 
     def _profile(self, homes: tuple[TensorHome, ...]) -> HardwareProfile | None:
-        """The machine's speeds, measured if somebody needs them. Rows and rates that matter only if memory turns out to
-        be shorter are nothing to measure for."""
+        """The machine's speeds, measured if somebody needs them. Nothing is measured for rows and rates that matter
+        only if there turns out to be less memory."""
         speeds = self._request.speeds
-        return speeds.of("cuda", self._found) if self._needs_speeds(homes) else speeds.at_hand()
+        return speeds.of("cuda", self._found) if self._needs_speeds(homes) else speeds.at_hand(self._found)
 
     def _needs_speeds(self, homes: tuple[TensorHome, ...]) -> bool:
         return self._request.shown or self._inventory.streamed(homes)
 
     def _details(self, homes: tuple[TensorHome, ...], slots: int, batch: int,
                  profile: HardwareProfile | None) -> dict[str, Any]:
-        """What a plan with these homes, the CPU's rows filled in, says besides: how misses are shared out, what is
-        expected of the slots, where everything is, and speeds where somebody needs them."""
+        """What else a plan with these homes says, once the CPU's rows are filled in: how misses are shared, what is
+        expected of the slots, where everything is, and speeds if somebody needs them."""
         request, known = self._request, self._inventory
         if profile is not None and self._switches.rows:
             homes = balanced(self._inventory, homes, profile, request.threads)
@@ -200,7 +201,7 @@ class OnGpu:
         return self._whole_fits(self._request.context, rows) or self._part_fits(self._request.context, rows)
 
     def _fits_at(self, context: int) -> bool:
-        # A smaller batch takes less: where the smallest does not fit, none does.
+        # A smaller batch takes less: if the smallest does not fit, none does.
         rows = self._smallest_batch(min(self._wanted, context))
         return self._whole_fits(context, rows) or self._part_fits(context, rows)
 
@@ -218,9 +219,9 @@ class OnGpu:
         return most
 
     def _fullest(self, batch: int) -> tuple[tuple[TensorHome, ...], int]:
-        """The homes with as many units in VRAM as fit, where experts are in slots, and what these may take."""
-        # Not a binary search: the slots become fewer with the last weights that need them, so that more units in VRAM
-        # may take less. But no unit takes less than its bytes, which is near enough to begin from.
+        """The homes with as many units in VRAM as fit, and what slots for experts may take, if there are any."""
+        # This is not a binary search: once the last weights that need staging buffers are in VRAM, these buffers go,
+        # so more units in VRAM may take less. But no unit takes less than its bytes, which is a good start.
         lines = self._request.lines("cuda", self._request.context, batch, self._inventory.homes(0))
         others = sum(count for name, count in lines if name != "streaming") - _ROUNDING
         resident = largest(self._count - 1, lambda count: self._within_limit(count) and (
@@ -232,7 +233,7 @@ class OnGpu:
         return min(self._smallest_homes, key=lambda homes: self._total(batch, homes)), 0
 
     def _slots(self, batch: int, homes: tuple[TensorHome, ...]) -> int:
-        """Bytes for slots, in whole MiB: all that is left beside everything else; 0 where that holds no expert."""
+        """Bytes for slots, in whole MiB: all that is left beside everything else; 0 if that holds no expert."""
         limit = self._switches.limit
         most = [] if limit is None else [limit - self._inventory.movable_bytes(self._before_experts)]
         most += [] if self._available is None else [self._available]
@@ -251,7 +252,7 @@ class OnGpu:
         return self._request.total("cuda", self._request.context, batch, homes, slots)
 
     def _fitting_vram(self, most: int) -> int:
-        """The least budget that would do, in whole MiB; 0 where the budget is not in the way or cannot be had."""
+        """The least budget that would do, in whole MiB; 0 if the budget is not in the way or cannot be had."""
         if self._request.vram is None or self._available != self._request.vram:
             return 0
         needed = self._total(*self._smallest(most))
@@ -264,7 +265,7 @@ def _slotted(homes: Sequence[TensorHome]) -> bool:
 
 
 def largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `limit` that fits, where all smaller ones do too; 0 if not even 1 does."""
+    """The largest number up to `limit` that fits, if all smaller ones fit too; 0 if not even 1 does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

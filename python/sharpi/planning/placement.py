@@ -4,11 +4,11 @@ What a token reads in full comes first, because a byte of VRAM saves it a byte o
 norms, then attention, routers and the output head, then the feed-forward matrices layer by layer. Then come the
 experts, of which a token reads few, and last the embedding, of which it reads one row. Tensors that must change
 together are a unit, as gate and up of a layer are, and units have ranks: VRAM holds the lowest ones, so that more of it
-never drives a unit out, and the highest leave first if there is less than planned. Layers take turns in an order of
-which every beginning is spread over the whole model: while a layer in VRAM is computed, the weights of the next that is
+never drives a unit out, and the highest leave first if there is less than planned. Layers take turns in an order
+whose every beginning is spread over the whole model: while a layer in VRAM is computed, the weights of the next that is
 not are on their way.
 
-All experts of the model are one unit: where not all of them fit, none has a place of its own in VRAM, and what is
+All experts of the model are one unit: if not all of them fit, none has a place of its own in VRAM, and what is
 left of it holds a cache of single experts, the slots. Those that are missed are computed by the CPU or fetched; large
 batches fetch all that are not in slots.
 """
@@ -74,7 +74,8 @@ class Use(NamedTuple):
     """A tensor as a token meets it, in the words of the core; `parameters` are those that one token multiplies.
 
     tensor: its index in the file's table. layer: -1 outside of layers. read_bytes: what one token reads of it.
-    batch_bytes: what a batch of many tokens does, where that is more: all experts; of an embedding it is a row each.
+    batch_bytes: what a batch of many tokens reads, if that is more: all experts. Each token reads one row of an
+    embedding.
     """
 
     tensor: int
@@ -106,7 +107,7 @@ class TensorHome(NamedTuple):
 
 
 class ExpertPool(NamedTuple):
-    """So many layers whose experts take the same room, and share their slots: `slots` of `slot_bytes` each, for the
+    """Layers whose experts take the same room and share their slots: `slots` of `slot_bytes` each, for the
     `experts` of all these layers together. The slots of a model hold the same part of every pool's experts."""
 
     layers: int
@@ -130,7 +131,7 @@ class Placed(NamedTuple):
 @dataclass(frozen=True)
 class Unit:
     """Tensors that change their home together. rank: its place in the order of benefit; 0 never leaves VRAM. layer: -1
-    where they are of all layers or of none."""
+    if they belong to all layers or to none."""
 
     rank: int
     kind: str
@@ -157,7 +158,7 @@ class Inventory:
         self.movable = tuple(unit for unit in self.units if unit.rank)
         kinds = [unit.kind for unit in self.movable]
         self.has_experts = "experts" in kinds
-        # So many movable units come before the experts.
+        # How many movable units come before the experts.
         self.before_experts = kinds.index("experts") if self.has_experts else len(kinds)
         self._ranks = {tensor: unit.rank for unit in self.units for tensor in unit.tensors}
         self._shareable = _shareable(self.uses)
@@ -180,8 +181,8 @@ class Inventory:
                    Beside(spec.state_bytes, spec.shared_experts))
 
     def homes(self, resident: int, most: Sequence[TensorHome] | None = None) -> tuple[TensorHome, ...]:
-        """The homes with the first `resident` movable units in VRAM, and none that is outside of it in `most`. Without
-        `most`, no row of a matrix is the CPU's."""
+        """The homes with the first `resident` movable units in VRAM, except those that are outside of it in `most`.
+        Without `most`, the CPU computes no rows."""
         last = self.movable[resident - 1].rank if resident else 0
         return tuple(home if self._ranks.get(tensor, 0) <= last else home._replace(home=self._outside(tensor))
                      for tensor, home in enumerate(most or (TensorHome(),) * len(self.sizes)))
@@ -250,7 +251,7 @@ class Inventory:
                 raise InvalidRequestError(f"gate and up of layer {layer} give the CPU different rows")
 
     def _outside(self, tensor: int) -> str:
-        """A tensor's home where it is not in VRAM."""
+        """A tensor's home if it is not in VRAM."""
         use = self._dearest.get(tensor)
         return SLOTS if use is not None and use.role == "experts" else DIRECT
 
@@ -270,7 +271,7 @@ def _shareable(uses: Sequence[Use]) -> tuple[Use, ...]:
 
 
 def _dearest_uses(uses: Sequence[Use]) -> dict[int, Use]:
-    """By tensor the use that gains most by VRAM: an embedding that is the output head as well is that."""
+    """By tensor, the use that gains most by VRAM: an embedding that is also the output head counts as the head."""
     found: dict[int, Use] = {}
     for use in uses:
         if use.tensor not in found or _ROLES[use.role][0] < _ROLES[found[use.tensor].role][0]:
@@ -302,9 +303,9 @@ def _turn(layer: int) -> float:
 
 @dataclass(frozen=True)
 class Switches:
-    """What the environment says of the homes, for comparing: cache is false where nothing that can be fetched may
+    """What the environment says of the homes, for comparing: cache is false if nothing that can be fetched may
     stay in VRAM, `cache_bytes` the most of it that may (`None`: no limit), rows whether the CPU may take rows,
-    cpu_moe whether all experts are the CPU's even where they would fit. What the cache may hold is for slots too."""
+    cpu_moe whether all experts are the CPU's even if they would fit. What the cache may hold is for slots too."""
 
     cache: bool = True
     cache_bytes: int | None = None

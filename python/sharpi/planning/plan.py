@@ -25,7 +25,7 @@ from sharpi.settings.choices import EXACT, FAST, KV_DTYPES, PROMPT_MODES
 __all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING",
            "load_plan", "size_words", "vram_words"]
 
-# Of a model with recurrent layers: conversations, and states to go back to in these.
+# For a model with recurrent layers: conversations, and states to roll back to in these.
 DEFAULT_SEQUENCES = 4
 _LONGEST_FILE = 64 << 20  # of a plan: many times what a model of thousands of tensors needs
 SMALLEST_CONTEXT = 512  # a shorter one is not worth offering, where more was asked for
@@ -37,26 +37,26 @@ UNIFORM_ROUTING, SAVED_STATISTICS = "uniform routing assumed", "by saved statist
 class Plan:
     """What a model takes on its device, all in bytes but the context and the batch (tokens).
 
-    device: "cpu" or "cuda"; `why` says in one line how it was chosen where it was left to the plan. gpu: the GPU, or
+    device: "cpu" or "cuda"; `why` says in one line how it was chosen, if that was left to the plan. gpu: the GPU, or
     why there is none; a plan for the CPU that nobody asked the GPU about has neither. vram: the budget that was set.
     weights_bytes: of the file. kv_bytes: what the KV cache holds. lines: what the core allocates, in order, counted in
     the device's steps. available_bytes: what all must fit into, RAM or VRAM; `None` for a GPU that is not there and no
     budget. fitting_context and fitting_batch: the longest context up to the model's own, and the largest batch up to
-    this one, with which the model would fit, all else as it is; 0 where none does. fitting_vram: the least budget that
-    would do, where one was set that does not, and where it can be had; else 0.
+    this one, with which the model would fit, all else as it is; 0 if none does. fitting_vram: the least budget that
+    would do, if one was set that does not, and if it can be had; else 0.
 
     homes: on the GPU, each tensor's, in the file's order. placement: bytes of the weights by kind and by place; empty
-    for a plan for the CPU that is not to be shown. expert_slots: what slots for experts may take, where not all are in
+    for a plan for the CPU that is not to be shown. expert_slots: what slots for experts may take, if not all are in
     VRAM, and expert_pools: what they are then. expert_rates: bytes a second of the CPU and of PCIe, by which they share
-    missed experts; where that of PCIe is 0, all are the CPU's, as they are where nobody knows. hit_rate: the part of
-    the experts' uses that is expected to find them in slots, `None` where no expert has a slot as its home; hit_source
-    says how that is known. prefill (of one batch) and decode: the predicted speeds, and `profile` the machine that they
-    are for; `None` where nobody needed to know. fingerprint: of the file's tensors. sequences: how many there is room
-    for whose recurrent state is held, in a model that has one. mtp: whether the file's prediction layer is loaded, for
-    drafted tokens. draft_cost: what such a token adds to a step, as a part of a plain step's time; `None` where there
-    is no prediction layer, or nobody needed to know. Predicted decode is without drafts. prompt: how prompts are
-    computed, "exact" or "fast"; on the CPU always "exact". rope: the scaling that replaces the file's; `model_context`
-    is the longest context with it.
+    missed experts; if that of PCIe is 0, the CPU computes all of them, as it does if no rates are known. hit_rate: the
+    part of the experts' uses that is expected to find them in slots, `None` if no expert has a slot as its home;
+    hit_source says how that is known. prefill (of one batch) and decode: the predicted speeds, and `profile` the
+    machine that they are for; `None` if nobody needed to know. fingerprint: of the file's tensors. sequences: how many
+    there is room for whose recurrent state is held, in a model that has one. mtp: whether the file's prediction layer
+    is loaded, for drafted tokens. draft_cost: what such a token adds to a step, as a part of a plain step's time;
+    `None` if there is no prediction layer, or nobody needed to know. Predicted decode is without drafts. prompt: how
+    prompts are computed, "exact" or "fast"; on the CPU always "exact". rope: the scaling that replaces the file's;
+    `model_context` is the longest context with it.
     """
 
     model: str
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def prediction_bytes(self) -> int:
-        """The prediction layer's line; 0 where none is loaded."""
+        """The prediction layer's line; 0 if none is loaded."""
         return self._line("prediction layer")
 
     @property
@@ -123,17 +123,17 @@ class Plan:
 
     @property
     def streaming_bytes(self) -> int:
-        """The line of the slots through which direct weights pass; 0 where all are resident."""
+        """The line of the buffers through which direct weights pass; 0 if all are resident."""
         return self._line("streaming")
 
     @property
     def expert_slots_bytes(self) -> int:
-        """The line of the slots for experts, and of what goes with them; 0 where all experts are resident."""
+        """The line of the slots for experts, and of what goes with them; 0 if all experts are resident."""
         return self._line("expert slots")
 
     @property
     def experts(self) -> int:
-        """Of all layers together, where they have slots; else 0."""
+        """The number of all layers' experts together, if they have slots; else 0."""
         return sum(pool.experts for pool in self.expert_pools)
 
     @property
@@ -174,7 +174,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the total is within what is available; true where nobody knows what is."""
+        """Whether the total is within what is available; true if nobody knows what is."""
         return self.available_bytes is None or self.total_bytes <= self.available_bytes
 
     @property
@@ -184,7 +184,7 @@ class Plan:
 
     @property
     def offered_context(self) -> int:
-        """For a plan that does not fit: the fitting context, or 0 where it is too short to be worth the offer."""
+        """For a plan that does not fit: the fitting context, or 0 if it is too short to be worth the offer."""
         return self.fitting_context if self.fitting_context >= min(SMALLEST_CONTEXT, self.context) else 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class Plan:
         return cls(**{field.name: _read(data, field.name) for field in fields(cls)})
 
     def require(self) -> None:
-        """Raises where the plan cannot be carried out: `InvalidRequestError` for a GPU that is not there,
+        """Raises if the plan cannot be carried out: `InvalidRequestError` for a GPU that is not there,
         `OutOfMemoryError` for a model that does not fit into the VRAM. RAM is not checked: the weights are mapped, and
         what does not fit is read again."""
         if self.device != "cuda":
@@ -260,7 +260,7 @@ def size_words(count: int) -> str:
 
 
 def load_plan(path: str | os.PathLike[str], file: GgufFile, spec: Any) -> Plan:
-    """The saved plan at `path`, for running `file`. Raises `InvalidRequestError` in one line where it cannot be
+    """The saved plan at `path`, for running `file`. Raises `InvalidRequestError` in one line if it cannot be
     read, holds nonsense, or was made for another model."""
     try:
         with open(path, "rb") as stream:

@@ -4,8 +4,8 @@ A plan is what `Model.load` carries out and what `sharpi plan` shows; both come 
 prediction and the run cannot drift apart. Its lines are the core's own: the loading code run over a memory that only
 counts. On the CPU the weights stay in the mapped file and fill RAM beside the lines; on the GPU the lines are all
 there is. A model that does not fit into the GPU's memory has the most useful of its weights there and the others in
-RAM, to be fetched across PCIe or computed by the CPU; what is left of the memory are slots for experts. Planning is
-arithmetic: a plan for a GPU can be made where there is none.
+RAM, to be fetched across PCIe or computed by the CPU; what is left of the memory holds slots for experts. Planning is
+arithmetic: a plan for a GPU can be made on a machine without one.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def parse_vram(vram: str | int | None) -> int | None:
         raise InvalidRequestError(
             f"a VRAM budget of {vram} cannot be: leave it out for all that is free, or use device cpu")
     if count < _SMALLEST_VRAM:
-        # Of large numbers without a unit MiB are the likelier ones.
+        # A large number without a unit more likely means MiB.
         hint = f"did you mean {meant}{'GiB' if float(meant) < 1000 else 'MiB'}?" if meant else "1MiB is the least"
         raise InvalidRequestError(f"a VRAM budget of {count} bytes: {hint}")
     return count
 
 
 def _bytes_in(text: str) -> tuple[int | None, str]:
-    """The bytes that a text means, `None` for no amount; and its number, where its unit is small or left out."""
+    """The bytes that a text means, `None` for no amount; and its number, if its unit is small or left out."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,9})?) *([a-z]*)", text.strip().lower())
     unit = _BYTES.get(match[2]) if match else None
     if match is None or unit is None:
@@ -114,8 +114,8 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts are left to
     the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences: see `Plan`. prompt: "exact" or "fast";
     `None`: what the kind of GPU says. A batch that is too small for fast prompts is rounded up. profile: the machine's
-    speeds; without it, they are measured where they are needed and not known. warm: how often each expert is used, to
-    expect hits by; without it, all alike. shown: the plan is for a person to look at; it has predictions, and where a
+    speeds; without it, they are measured if they are needed and not known. warm: how often each expert is used, to
+    expect hits by; without it, all alike. shown: the plan is for a person to look at; it has predictions, and if a
     profile is given it is for that machine, not for this one. rope: the scaling that `spec` was read with. notice: is
     told, in a line, that the machine is measured, or that the batch was rounded up. Raises `InvalidRequestError` for
     what cannot be had.
@@ -177,7 +177,7 @@ def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
 
 
 def _on_gpu(request: Request, why: str, found: Gpu | str) -> Plan:
-    """The plan for the GPU: all in VRAM if that fits, and else what of it does."""
+    """The plan for the GPU: everything in VRAM if that fits, else as much as fits."""
     return OnGpu(request, found).plan(why)
 
 
@@ -193,7 +193,7 @@ def saved_plan(path: str | os.PathLike[str], file: GgufFile, spec: Spec) -> Plan
 
 
 def _faster(request: Request, found: Gpu) -> Plan:
-    """The GPU where the model fits, and else the device that decodes faster."""
+    """The GPU if the model fits, else the device that decodes faster."""
     there = _on_gpu(request, "the model fits into its memory", found)
     if not there.fits:
         return _on_cpu(request, there.shortage().removesuffix("; --device cpu runs it from RAM"), found)
@@ -226,8 +226,12 @@ def _require_below_card(budget: int | None, found: Gpu | str) -> None:
                                   f" {size_words(found.total_bytes)}; leave --vram out for all that is free")
 
 
+def _index(found: Gpu | str | None) -> int:
+    return found.index if isinstance(found, Gpu) else 0
+
+
 class MachineSpeeds:
-    """The machine's speeds, measured where somebody first needs them."""
+    """The machine's speeds, measured when somebody first needs them."""
 
     def __init__(self, given: HardwareProfile | None, notice: Notice | None) -> None:
         self._known = given
@@ -238,13 +242,13 @@ class MachineSpeeds:
         if self._known is None:
             here = device == "cpu" or isinstance(found, Gpu)
             try:
-                self._known = current_profile(here, lambda reason: self._notice(measuring_words(reason)))
+                self._known = current_profile(here, lambda reason: self._notice(measuring_words(reason)), _index(found))
             except SharpiError as reason:
                 self._notice(f"this machine cannot be measured ({reason}): usual speeds are assumed")
                 self._known = ASSUMED
         return completed(self._known) if device == "cuda" else self._known
 
-    def at_hand(self) -> HardwareProfile | None:
-        """What was measured, without measuring; a machine without a GPU's rates does not count."""
-        known = current_profile(False) if self._known is None else self._known
+    def at_hand(self, found: Gpu | str | None) -> HardwareProfile | None:
+        """What was measured with this GPU, without measuring; a machine without a GPU's rates does not count."""
+        known = current_profile(False, gpu_index=_index(found)) if self._known is None else self._known
         return known if known.gpu is not None and not known.assumed else None

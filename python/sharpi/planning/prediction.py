@@ -20,8 +20,8 @@ each token.
 While the CPU and PCIe both read RAM, the rates are those measured with both at work. Decode on the CPU is the bytes
 that a token reads / RAM's rate.
 
-Prefill, a prompt of one batch on the GPU: again two times, of which the longer one counts in full and the shorter one
-in part, plus a fixed time. One is for bringing all direct weights and all experts that are in no slot; the CPU takes no
+Prefill, a prompt of one batch on the GPU: again two times. The longer one counts in full and the shorter one in
+part, plus a fixed time. One is for bringing all direct weights and all experts that are in no slot; the CPU takes no
 part in large batches. The other is for the arithmetic: two operations for each parameter and row, at the part of a
 large product's rate that whole prompts reach, which is less for experts that get few rows each. On the CPU it is the
 arithmetic alone. The output head is computed for the last row only, so prefill's arithmetic leaves it out.
@@ -123,9 +123,10 @@ class Cached(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one token reads: bytes by place, and the layers by what they launch. shared_layers: those of which the CPU
-    takes rows, and the output head if it takes rows of that. left_layers: those whose experts are all the CPU's, whose
-    bytes are in `cpu`. cached: the layers with slots, whose experts' bytes are in no sum. beside: what is no weight."""
+    """What one token reads: bytes by place, and the layers by what they launch. shared_layers: layers with rows
+    that the CPU takes, and the output head if it takes rows of that. left_layers: layers whose experts are all the
+    CPU's; their bytes are in `cpu`. cached: the layers with slots, whose experts' bytes are in no sum. beside: what
+    is no weight."""
 
     vram: float
     direct: float
@@ -166,7 +167,7 @@ def _most_used(layers: Sequence[int], count: int, slots: int, warm: ExpertStats)
     uses = np.ones((len(layers), count))
     rows = dict(zip(warm.layers, warm.uses, strict=True))
     for row, layer in zip(uses, layers, strict=True):
-        # A layer of which nothing was counted says nothing of its experts.
+        # Nothing is known of the experts of a layer in which nothing was counted.
         if layer in rows and rows[layer][:count].any():
             row[:] = rows[layer][:count]
     part = uses / uses.sum(axis=1, keepdims=True)
@@ -188,7 +189,7 @@ def expert_rates(profile: HardwareProfile, threads: int | None = None) -> tuple[
 
 
 def completed(profile: HardwareProfile) -> HardwareProfile:
-    """`profile`, with an assumed GPU where it has none; it then says that it is assumed."""
+    """`profile`, with an assumed GPU if it has none; it then says that it is assumed."""
     if profile.gpu is not None:
         return profile
     whole = profile.with_assumed_gpu()
@@ -222,8 +223,8 @@ def traffic(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[in
 
 
 def _on_cpu(use: Use, home: TensorHome) -> float:
-    """The part of the rows of a direct matrix that the CPU computes. It has rows of products: an embedding's are read
-    where the file is, even if it is the head as well."""
+    """The part of the rows of a direct matrix that the CPU computes. It computes rows of products only. An
+    embedding's rows are read from the file, even if it is also the head."""
     return home.cpu_rows / use.rows if home.home == DIRECT and use.role != "embedding" else 0.0
 
 
@@ -291,7 +292,7 @@ def _split(misses: int, size: float, profile: HardwareProfile, threads: int | No
 
 
 def _cpu_seconds(count: float, streamed: float, profile: HardwareProfile, threads: int | None) -> float:
-    """Seconds in which the CPU reads `count` bytes, of which PCIe reads RAM too for `streamed`."""
+    """Seconds in which the CPU reads `count` bytes, while PCIe also reads RAM for the first `streamed` seconds."""
     beside = profile.ram_bytes_per_second_shared * _at_work(profile, threads)
     together = min(count / beside, streamed)
     return together + (count - together * beside) / (profile.ram_bytes_per_second * _at_work(profile, threads))
@@ -331,7 +332,7 @@ def draft_cost_on_gpu(inventory: Inventory, homes: Sequence[TensorHome], profile
 
 
 def draft_cost_on_cpu(inventory: Inventory, profile: HardwareProfile, threads: int | None = None) -> float | None:
-    """The same on the CPU, where a further row is arithmetic that nothing hides."""
+    """The same on the CPU. There another row is arithmetic that nothing hides."""
     if not inventory.draft_uses:
         return None
     plain, judged, drafted = (sum(use.read_bytes for use in uses) for uses in (
@@ -413,8 +414,8 @@ def share_rows(rows: int, share: float) -> int:
 def balanced(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
              threads: int | None = None) -> tuple[TensorHome, ...]:
     """`homes` with the CPU's rows: one fraction for all matrices that can be shared, the one predicted to decode
-    fastest; none where that is best. Those in VRAM have the rows too that they would give if they had to leave it: the
-    same fraction, or where that is nothing, the one that is best if all of them have left."""
+    fastest; none if that is best. Matrices in VRAM also have the rows that they would give if they had to leave it:
+    the same fraction, or if that is nothing, the one that is best once all of them have left."""
     share, movable = _best_share(inventory, homes, profile, threads), inventory.shareable()
     leaving = {use.tensor for use in movable}
     gone = [home._replace(home=DIRECT) if tensor in leaving else home for tensor, home in enumerate(homes)]

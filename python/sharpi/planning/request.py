@@ -37,7 +37,7 @@ class Spec(Protocol):
 
     @property
     def prediction_layers(self) -> int:
-        """1 where a prediction layer is to be loaded, else 0."""
+        """1 if a prediction layer is to be loaded, else 0."""
         ...
 
     @property
@@ -55,9 +55,9 @@ class Spec(Protocol):
         ...
 
     def memory_lines(self, options: EngineOptions) -> list[tuple[str, int]]:
-        """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "prediction layer" where there
-        is one, "output head", "KV cache", "scratch", "graphs"; "streaming" where a weight is fetched, "expert slots"
-        where experts are, and "recurrent state" for a model that keeps one for each of `sequences`. On the CPU, weights
+        """(what, bytes) in the order of allocation: "token embedding", "layer 0" and on, "prediction layer" if there
+        is one, "output head", "KV cache", "scratch", "graphs"; "streaming" if a weight is fetched, "expert slots"
+        if experts are, and "recurrent state" for a model that keeps one for each of `sequences`. On the CPU, weights
         that stay in the mapped file count as nothing. Bytes are counted in the device's steps: a line that fits into
         what is left of the step before it takes nothing."""
         ...
@@ -67,8 +67,8 @@ class Spec(Protocol):
         ...
 
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
-        """(tensor, name, role, layer, bytes a token reads, rows, columns) in the order in which a token meets them; of
-        the prediction layer, the layer is `layer_count`."""
+        """(tensor, name, role, layer, bytes a token reads, rows, columns) in the order in which a token meets them; the
+        layer of the prediction layer is `layer_count`."""
         ...
 
 
@@ -79,8 +79,8 @@ class Speeds(Protocol):
         """The profile for a plan on `device`; it may be measured for that."""
         ...
 
-    def at_hand(self) -> HardwareProfile | None:
-        """What is known of a machine with a GPU, without measuring."""
+    def at_hand(self, found: Gpu | str | None) -> HardwareProfile | None:
+        """What is known of the machine with this GPU, without measuring."""
         ...
 
 
@@ -121,7 +121,7 @@ class Request:
 
     def lines(self, device: str, context: int, rows: int, homes: Sequence[TensorHome],
               slots: int = 0) -> list[tuple[str, int]]:
-        """What the core would take; on the CPU weights have no homes. slots: what experts' may take."""
+        """What the core would take; on the CPU weights have no homes. slots: what slots for experts may take."""
         return self.spec.memory_lines(self.options(device, context, rows, homes, slots))
 
     def options(self, device: str, context: int, rows: int, homes: Sequence[TensorHome],

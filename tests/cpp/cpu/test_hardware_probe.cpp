@@ -10,6 +10,7 @@
 
 #include "core/error.h"
 #include "fake_device.h"
+#include "hardware/devices.h"
 #include "hardware/hardware_probe.h"
 
 namespace {
@@ -172,7 +173,7 @@ void expectRate(const Samples& values, const char* name) {
 TEST(MeasureHardware, GivesFinitePositiveRates) {
     for (const int threads : {1, 2}) {
         for (const size_t most : {kMiB, 40 * kMiB}) {
-            const HardwareRates rates = measureHardware(threads, most);
+            const HardwareRates rates = measureHardware(threads, most, 0);
             expectRate(rates.ramBytesPerSecond, "RAM");
             expectRate(rates.cpuFlops, "CPU arithmetic");
             EXPECT_NE(rates.gpu.has_value(), !rates.gpuMissing.empty())
@@ -191,20 +192,25 @@ TEST(MeasureHardware, GivesFinitePositiveRates) {
 
 TEST(MeasureHardware, GivesItsMemoryBack) {
     const size_t most = 128 * kMiB;
-    measureHardware(2, kMiB);  // the processors' libraries keep what they set up
+    measureHardware(2, kMiB, 0);  // the processors' libraries keep what they set up
     const size_t before = residentBytes();
     if (before == 0) GTEST_SKIP() << "this system does not say how much memory a process takes";
-    measureHardware(2, most);
+    measureHardware(2, most, 0);
     EXPECT_LT(residentBytes(), before + most / 4);
 }
 
 TEST(MeasureHardware, RefusesNonsense) {
     for (const int threads : {0, -3, 1025, std::numeric_limits<int>::min()}) {
-        EXPECT_EQ(kindOf([&] { measureHardware(threads, kMiB); }), ErrorKind::InvalidArgument) << threads;
+        EXPECT_EQ(kindOf([&] { measureHardware(threads, kMiB, 0); }), ErrorKind::InvalidArgument) << threads;
     }
     for (const size_t most : {size_t{0}, kMiB - 1}) {
-        EXPECT_EQ(kindOf([&] { measureHardware(1, most); }), ErrorKind::InvalidArgument) << most;
+        EXPECT_EQ(kindOf([&] { measureHardware(1, most, 0); }), ErrorKind::InvalidArgument) << most;
     }
+}
+
+TEST(MakeBackend, RefusesAKindOfDeviceThatItDoesNotKnow) {
+    EXPECT_EQ(kindOf([] { makeBackend(Device(), 0, 1); }), ErrorKind::Internal);
+    EXPECT_STREQ(makeBackend({&deviceKind("cpu")}, 0, 1)->device(), "cpu");
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ using namespace sharpi;
 using namespace tiny;
 
 std::shared_ptr<Engine> hybridEngine(const Model& model, int32_t sequences, int64_t batch = 16, int64_t context = 300) {
-    EngineOptions options;
+    EngineOptions options(cpuKind());
     options.context = context;
     options.batch = batch;
     options.threads = 2;

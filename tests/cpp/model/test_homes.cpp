@@ -13,6 +13,7 @@
 
 #include "memory/stream/copying_transfers.h"
 #include "memory/stream/weight_stream.h"
+#include "planning/memory_plan.h"
 #include "tiny_engine.h"
 
 namespace {

@@ -353,8 +353,7 @@ TEST(PlannedLines, StreamingTakesWhatSlotsAndStagingTake) {
     o.embedding = 256;
     o.hidden = 640;
     const tiny::Model model(o);
-    EngineOptions options;
-    options.device.kind = &cudaKind();
+    EngineOptions options(cudaKind());
     options.context = 100;
     options.batch = 16;
     const auto line = [&](const std::string& name) { return plannedLine(model, options, name); };
@@ -387,8 +386,7 @@ TEST(PlannedLines, StreamingLargeMatricesTakesSlotsAndStagesOfAPiece) {
     o.embedding = 256;
     o.hidden = 92544;  // four pieces of gate with up, or two of each
     const tiny::Model model(o);
-    EngineOptions options;
-    options.device.kind = &cudaKind();
+    EngineOptions options(cudaKind());
     options.context = 100;
     options.batch = 16;
     options.homes = Homes(model.tensors.size());
@@ -413,8 +411,7 @@ TEST(PlannedLines, StacksInTheFileLeaveSlotsAndStagesOfWholeExperts) {
         o.hidden = 1024;
         o.experts = 60;  // of 544 KiB: 30 are a piece
         const tiny::Model model(o);
-        EngineOptions options;
-        options.device.kind = &cudaKind();
+        EngineOptions options(cudaKind());
         options.context = 100;
         options.batch = 16;
         const size_t layer = plannedLine(model, options, "layer 1"),
@@ -439,8 +436,7 @@ TEST(PlannedLines, ATiedHeadIsResidentOnce) {
     tiny::Options o;
     o.tied = true;
     const tiny::Model model(o);
-    EngineOptions options;
-    options.device.kind = &cudaKind();
+    EngineOptions options(cudaKind());
     options.context = 100;
     const auto head = [&] { return plannedLine(model, options, "output head"); };
     EXPECT_EQ(head(), sizeof(float) * static_cast<size_t>(o.embedding)) << "the norm";
@@ -448,6 +444,38 @@ TEST(PlannedLines, ATiedHeadIsResidentOnce) {
     EXPECT_EQ(head(), sizeof(float) * static_cast<size_t>(o.embedding));
     options.homes[0].home = Home::Direct;
     EXPECT_EQ(head(), sizeof(float) * static_cast<size_t>(o.embedding));
+}
+
+TEST(CudaKind, RefusesHeadsThatAttentionHasNoKernelsFor) {
+    struct Heads {
+        int32_t heads, kvHeads, headDim;
+        bool known;
+    };
+    const tiny::Model model{tiny::Options()};
+    for (const Heads& each : {Heads{64, 2, 16, true},
+                              {4, 4, 256, true},
+                              {4, 2, 8, true},
+                              {66, 2, 16, false},
+                              {4, 2, 264, false},
+                              {4, 2, 20, false}}) {
+        SCOPED_TRACE(each.heads);
+        SCOPED_TRACE(each.headDim);
+        ModelSpec spec = model.spec();
+        AttentionSpec& attention = *spec.layers.back().attention;
+        attention.heads = each.heads;
+        attention.kvHeads = each.kvHeads;
+        attention.headDim = each.headDim;
+        if (each.known) {
+            EXPECT_NO_THROW(cudaKind().requireCanRun(spec));
+            continue;
+        }
+        try {
+            cudaKind().requireCanRun(spec);
+            ADD_FAILURE() << "it can run";
+        } catch (const Error& error) {
+            EXPECT_EQ(error.kind(), ErrorKind::InvalidArgument) << error.what();
+        }
+    }
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/contract.h"
+#include "cpu/cpu_kind.h"
 #include "experts/expert_slots.h"
 #include "fake_device.h"
 #include "memory/allocator.h"
@@ -82,8 +83,7 @@ TEST(DevicePlacer, NoRowsOfWhatIsResidentAreTheCpus) {
 TEST(PlannedLines, GraphsAreCounted) {
     const tiny::Model model{tiny::Options()};
     for (const bool cuda : {false, true}) {
-        EngineOptions options;
-        options.device.kind = cuda ? &cudaKind() : &cpuKind();
+        EngineOptions options(cuda ? cudaKind() : cpuKind());
         options.context = 100;
         options.batch = 16;
         const std::vector<TraceLine> lines = plannedLines(model.spec(), model.table(), options);

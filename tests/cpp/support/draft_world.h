@@ -66,7 +66,7 @@ inline std::vector<int32_t> generate(Session& session, const std::vector<int32_t
 }
 
 inline EngineOptions engineOptions(int64_t context = 300, int64_t batch = 16, int32_t sequences = 9) {
-    EngineOptions options;
+    EngineOptions options(cpuKind());
     options.context = context;
     options.batch = batch;
     options.threads = 1;

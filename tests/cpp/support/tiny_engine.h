@@ -15,6 +15,7 @@
 
 #include "core/error.h"
 #include "cpu/cpu_backend.h"
+#include "cpu/cpu_kind.h"
 #include "engine/session.h"
 #include "fake_device.h"
 #include "plan/cuda_kind.h"
@@ -31,7 +32,7 @@ inline std::vector<int32_t> randomTokens(int64_t count, int64_t vocab, unsigned 
 
 inline std::shared_ptr<sharpi::Engine> makeEngine(const Model& model, int64_t context, int64_t batch, int threads,
                                                   sharpi::KvType kv = sharpi::KvType::BF16) {
-    sharpi::EngineOptions options;
+    sharpi::EngineOptions options(sharpi::cpuKind());
     options.context = context;
     options.batch = batch;
     options.threads = threads;
@@ -98,7 +99,7 @@ struct OnFake {
 };
 
 inline sharpi::EngineOptions smallOptions() {
-    sharpi::EngineOptions options;
+    sharpi::EngineOptions options(sharpi::cpuKind());
     options.context = 200;
     options.batch = 16;
     return options;

@@ -315,7 +315,7 @@ class FakeGpuEngine:
 
 def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sharpi.planning.planner.gpu", lambda: Gpu("Some GPU", 2, "9.0", 132, 80 << 30, 79 << 30))
-    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None: MACHINE)
+    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None, gpu_index=0: MACHINE)
     monkeypatch.setattr(_core, "Engine", FakeGpuEngine)
     monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "0")
     said: list[str] = []
@@ -349,7 +349,7 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
 def test_a_model_that_finds_less_memory_than_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its plan, its statistics and its notice are of what was loaded."""
     monkeypatch.setattr("sharpi.planning.planner.gpu", lambda: Gpu("Some GPU", 0, "9.0", 132, 80 << 30, 79 << 30))
-    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None: MACHINE)
+    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None, gpu_index=0: MACHINE)
     there = 90 << 20
 
     class ShortEngine(FakeGpuEngine):

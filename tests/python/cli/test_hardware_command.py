@@ -82,7 +82,7 @@ def test_the_command_measures_with_as_many_threads_as_it_is_told(machine: Machin
     assert whole is not None and whole.threads == 16
     sharpi_hardware("--threads", "4")
     assert "CPU, 16 threads," in sharpi_hardware("--threads", "16").stdout and cached_profile() == whole
-    assert [threads for threads, _ in machine.requests] == [1, 4, 16, 4]
+    assert [threads for threads, *_ in machine.requests] == [1, 4, 16, 4]
 
 
 def test_the_command_says_why_there_is_no_gpu(machine: Machine) -> None:

@@ -33,6 +33,7 @@ from sharpi.errors import InvalidRequestError, OutOfMemoryError
 from sharpi.machine import hardware, profile_cache
 from sharpi.machine.profile import ASSUMED, PROFILE_VERSION, HardwareProfile, load_profile
 from sharpi.machine.profile_cache import cache_path, cached_profile, current_profile, doubt, keep, measure_profile
+from sharpi.planning.planner import MachineSpeeds
 
 # --- measuring and keeping -----------------------------------------------------------------------------------------
 
@@ -40,7 +41,7 @@ from sharpi.machine.profile_cache import cache_path, cached_profile, current_pro
 def test_a_machine_is_measured_once(machine: Machine) -> None:
     first = current_profile()
     assert current_profile() == first and cached_profile() == first
-    assert machine.requests == [(16, GIB)]
+    assert machine.requests == [(16, GIB, 0)]
     assert (first.cpu, first.cores, first.threads, first.ram_bytes) == (machine.cpu, 16, 16, machine.ram)
     assert (first.gpu, first.vram_bytes) == (CARD.name, CARD.total_bytes)
     assert {name: getattr(first, name) for name in {**CPU_RATES, **GPU_RATES}} == {**CPU_RATES, **GPU_RATES}
@@ -57,7 +58,7 @@ def test_a_machine_without_a_gpu_has_the_cpus_rates(machine: Machine) -> None:
 
 
 def test_a_gpu_that_went_while_it_was_measured_is_none(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "gpu", lambda: NO_CARD)
+    monkeypatch.setattr(hardware, "gpu", lambda index: NO_CARD)
     assert replace(measure_profile(), measured="") == without_gpu(cpu=machine.cpu, measured="")
 
 
@@ -66,7 +67,26 @@ def test_a_small_container_is_not_filled(machine: Machine) -> None:
     measure_profile(3)
     machine.ram = 1 << 20
     measure_profile(3)
-    assert machine.requests == [(3, 128 << 20), (3, 1 << 20)]
+    assert machine.requests == [(3, 128 << 20, 0), (3, 1 << 20, 0)]
+
+
+def test_each_kind_of_gpu_is_measured(machine: Machine) -> None:
+    machine.others = [replace(CARD, name="Another", index=1), replace(CARD, index=2)]
+    current_profile()
+    assert cached_profile(1) is None, "it is of the first"
+    assert current_profile(gpu_index=1).gpu == "Another" and cached_profile(1) is not None
+    assert [ordinal for _, _, ordinal in machine.requests] == [0, 1]
+    first = current_profile()
+    assert current_profile(gpu_index=2) == first and len(machine.requests) == 3, "the third is like the first"
+
+
+def test_the_gpu_of_a_plan_is_measured(machine: Machine) -> None:
+    machine.others = [replace(CARD, name="Another", index=1)]
+    speeds = MachineSpeeds(None, None)
+    assert speeds.of("cuda", machine.others[0]).gpu == "Another"
+    assert [ordinal for _, _, ordinal in machine.requests] == [1]
+    assert MachineSpeeds(None, None).at_hand(machine.others[0]) == cached_profile(1)
+    assert MachineSpeeds(None, None).at_hand(CARD) is None, "it is of the other one"
 
 
 def test_nothing_is_measured_if_that_is_not_allowed(machine: Machine) -> None:
@@ -197,7 +217,7 @@ def test_a_process_with_few_processors_leaves_the_kept_profile_alone(machine: Ma
     assert cached_profile() == whole
     machine.allowed = None
     assert current_profile() == whole
-    assert [threads for threads, _ in machine.requests] == [16, 4, 4]
+    assert [threads for threads, *_ in machine.requests] == [16, 4, 4]
 
 
 def test_a_process_with_few_processors_keeps_nothing(machine: Machine) -> None:
@@ -251,9 +271,9 @@ def test_a_machine_with_other_programs_at_work_is_busy(machine: Machine, monkeyp
     monkeypatch.setattr(hardware, "busy_seconds", lambda: None if others is None else clock["all"])
     measure = machine.measure_hardware
 
-    def for_three_seconds(threads: int, most_bytes: int) -> dict[str, Any]:
+    def for_three_seconds(threads: int, most_bytes: int, ordinal: int) -> dict[str, Any]:
         clock.update(now=103.0, own=8.5, all=1001.5 + 3.0 * machine.cores * (others or 0.0))
-        return measure(threads, most_bytes)
+        return measure(threads, most_bytes, ordinal)
 
     monkeypatch.setattr("sharpi._core.measure_hardware", for_three_seconds)
     assert measure_profile().busy is busy
@@ -391,12 +411,12 @@ def test_processes_that_start_together_measure_once(machine: Machine, monkeypatc
     everyone, measuring = threading.Barrier(4), threading.Event()
     measure = machine.measure_hardware
 
-    def slow(threads: int, most_bytes: int) -> dict[str, Any]:
+    def slow(threads: int, most_bytes: int, ordinal: int) -> dict[str, Any]:
         assert not measuring.is_set(), "two at once disturb each other"
         measuring.set()
         time.sleep(0.2)
         measuring.clear()
-        return measure(threads, most_bytes)
+        return measure(threads, most_bytes, ordinal)
 
     def start() -> HardwareProfile:
         everyone.wait()
@@ -500,7 +520,7 @@ def test_a_nameless_processor_has_a_kind(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_core_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     from sharpi import _core as core
-    rates = core.measure_hardware(2, 32 << 20)
+    rates = core.measure_hardware(2, 32 << 20, 0)
     missing = rates.pop("gpu_missing", None)
     assert set(rates) == set(CPU_RATES) | (set() if missing else set(GPU_RATES))
     for samples in rates.values():
@@ -509,7 +529,7 @@ def test_the_core_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing is None or missing.strip()
     for threads, most in ((0, 32 << 20), (-1, 32 << 20), (1025, 32 << 20), (2, 0), (2, 1000)):
         with pytest.raises(InvalidRequestError):
-            core.measure_hardware(threads, most)
+            core.measure_hardware(threads, most, 0)
     monkeypatch.setattr(profile_cache, "_MOST_BYTES", 32 << 20)
     profile = measure_profile(2)
     assert profile.threads == 2 and (profile.gpu is None) == (missing is not None)

@@ -87,7 +87,7 @@ def test_commands_cut_threads_and_say_so(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("three_cores")
 def test_a_plan_has_the_cores_of_the_machine_that_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "sharpi.planning.planner.current_profile", lambda *_: ASSUMED
+        "sharpi.planning.planner.current_profile", lambda *_, **__: ASSUMED
     )  # it would be measured, for some seconds
     plan = sharpi("plan", "-t", "1000", "--device", "cpu", "--json")
     assert plan.stderr.splitlines() == [f"sharpi: {CUT}"] and json.loads(plan.stdout)["threads"] == 3

@@ -364,7 +364,7 @@ def test_of_free_memory_256_mib_are_left_to_others(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_machine_that_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(measure: bool, announce: Callable[[str], None] | None = None) -> None:
+    def fail(measure: bool, announce: Callable[[str], None] | None = None, gpu_index: int = 0) -> None:
         announce("")
         raise InternalError("the GPU fell off the bus")
 
@@ -396,7 +396,7 @@ def test_a_plan_for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_shows_what_lives_where(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = replace(machine_with(2e9, 2e9), cpu="A processor of a name so long that it needs two lines of a terminal")
-    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None: slow)
+    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None, gpu_index=0: slow)
     model = FakeWeights(layers=6)
     result = plan_command(monkeypatch, model, "--vram", str(model.total * 2 // 3))
     assert result.exit_code == 0 and result.stderr == ""
@@ -429,7 +429,7 @@ def test_a_prediction_says_when_its_rates_were_measured(monkeypatch: pytest.Monk
                                ("cpu", True, "measured 2026-11-22 while other programs were busy, spread 4 %.")):
         known = replace(MACHINE, measured="2026-11-22T09:13:55+00:00", spread=spread, busy=busy)
         monkeypatch.setattr(
-            "sharpi.planning.planner.current_profile", lambda measure, announce=None, known=known: known
+            "sharpi.planning.planner.current_profile", lambda measure, announce=None, gpu_index=0, known=known: known
         )
         vram = ("--vram", "5MiB") if device == "cuda" else ()
         assert said in " ".join(plan_command(monkeypatch, model, "--device", device, *vram).stdout.split())
@@ -437,7 +437,7 @@ def test_a_prediction_says_when_its_rates_were_measured(monkeypatch: pytest.Monk
 
 
 def test_the_command_says_when_speeds_are_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None: ASSUMED)
+    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None, gpu_index=0: ASSUMED)
     said = " ".join(plan_command(monkeypatch, FakeWeights(), "--vram", "1GiB").stdout.split())
     assert "For a CPU of 8 cores (assumed)" in said and "RAM 40 GB/s, PCIe 24 GB/s, VRAM 350 GB/s. " in said
     assert "run `sharpi hardware --save FILE` on that machine" in said and "as measured" not in said

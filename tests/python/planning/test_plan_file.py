@@ -30,7 +30,7 @@ def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
                  "SHARPI_CUDA_ROW_SPLIT", "SHARPI_CPU_MOE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("sharpi.planning.planner.gpu", lambda: CARD)
-    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None: MACHINE)
+    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None, gpu_index=0: MACHINE)
 
 
 @pytest.fixture

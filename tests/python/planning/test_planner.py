@@ -390,7 +390,7 @@ def test_ram_is_plausible() -> None:
 
 @pytest.mark.parametrize("kind", [InvalidRequestError, InternalError, OutOfMemoryError])
 def test_a_gpu_that_cannot_be_asked_is_none(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(ordinal: int) -> None:
         raise kind("device 0:\nan illegal memory access")
 
     monkeypatch.setattr(_core, "find_cuda_device", fail)

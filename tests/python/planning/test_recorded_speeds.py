@@ -44,7 +44,7 @@ def planned(row: dict[str, Any], described: Any, monkeypatch: pytest.MonkeyPatch
     file, spec = described(row["model"])
     rates = {name: value for name, value in recorded()["machines"][row["machine"]].items() if name != "said"}
     monkeypatch.setattr(
-        "sharpi.planning.planner.current_profile", lambda measure, announce=None: replace(MACHINE, **rates)
+        "sharpi.planning.planner.current_profile", lambda measure, announce=None, gpu_index=0: replace(MACHINE, **rates)
     )
     monkeypatch.setattr("sharpi.planning.planner.gpu", lambda: Gpu("NVIDIA H200", 0, "9.0", 132, 140 * GIB, 139 * GIB))
     for name in ("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE", "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", "SHARPI_CPU_MOE"):

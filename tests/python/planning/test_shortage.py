@@ -168,7 +168,7 @@ def test_nothing_is_measured_while_memory_is_short(monkeypatch: pytest.MonkeyPat
     plan = planned(monkeypatch, model)
     assert plan.profile is None
 
-    def measure(measures: bool, announce: object = None) -> object:
+    def measure(measures: bool, announce: object = None, gpu_index: int = 0) -> object:
         assert not measures, "it is measured"
         from sharpi.machine.profile import ASSUMED
 

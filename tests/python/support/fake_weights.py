@@ -45,7 +45,7 @@ def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
                  "SHARPI_CUDA_ROW_SPLIT", "SHARPI_CPU_MOE"):
         monkeypatch.delenv(name, raising=False)
     set_gpu(monkeypatch, NO_GPU)
-    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None: MACHINE)
+    monkeypatch.setattr("sharpi.planning.planner.current_profile", lambda measure, announce=None, gpu_index=0: MACHINE)
 
 
 def set_gpu(monkeypatch: pytest.MonkeyPatch, found: int | str) -> None:

@@ -51,7 +51,7 @@ class Measuring:
         self.said: list[str] = []
         monkeypatch.setattr("sharpi.planning.planner.current_profile", self)
 
-    def __call__(self, measure: bool, announce: Callable[[str], None] | None = None) -> Any:
+    def __call__(self, measure: bool, announce: Callable[[str], None] | None = None, gpu_index: int = 0) -> Any:
         if not self.cached and measure:
             assert announce is not None
             announce("")

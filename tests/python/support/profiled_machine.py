@@ -34,13 +34,17 @@ class Machine:
         self.allowed: int | None = None  # processors that this process may use, where not all
         self.ram = 64 * GIB
         self.gpu: Gpu | str = CARD
+        self.others: list[Gpu] = []  # GPUs with the numbers after the first
         self.failure: Exception | None = None
-        self.requests: list[tuple[int, int]] = []
+        self.requests: list[tuple[int, int, int]] = []
         self.now = datetime(2026, 1, 2, 4, tzinfo=timezone.utc)
         self.samples: dict[str, list[float]] = {}  # of rates that do not have those of `sampled`
 
-    def measure_hardware(self, threads: int, most_bytes: int) -> dict[str, Any]:
-        self.requests.append((threads, most_bytes))
+    def gpu_at(self, index: int = 0) -> Gpu | str:
+        return self.others[index - 1] if index else self.gpu
+
+    def measure_hardware(self, threads: int, most_bytes: int, ordinal: int) -> dict[str, Any]:
+        self.requests.append((threads, most_bytes, ordinal))
         if self.failure is not None:
             raise self.failure
         rates = {**CPU_RATES, **(GPU_RATES if isinstance(self.gpu, Gpu) else {})}
@@ -61,7 +65,7 @@ def machine_fixture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(hardware, "core_count", lambda: it.allowed or it.cores)
     monkeypatch.setattr(hardware, "machine_core_count", lambda: it.cores)
     monkeypatch.setattr(hardware, "ram_bytes", lambda: it.ram)
-    monkeypatch.setattr(hardware, "gpu", lambda: it.gpu)
+    monkeypatch.setattr(hardware, "gpu", it.gpu_at)
     monkeypatch.setattr(hardware, "busy_seconds", lambda: None)
     monkeypatch.setattr(profile_cache, "_now", lambda: it.now)
     monkeypatch.delenv("SHARPI_CPU_ISA", raising=False)

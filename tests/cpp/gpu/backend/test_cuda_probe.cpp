@@ -15,6 +15,7 @@ namespace sharpi::cuda {
 namespace {
 
 constexpr size_t kMiB = size_t{1} << 20;
+constexpr size_t kProbeBytes = size_t{1} << 30;  // several times the size of any cache
 
 using CudaProbeTest = GpuTest;
 

@@ -3,10 +3,9 @@
 //
 // The tolerances are relative to the root of the summed squares of an output's terms, which is the size of an error if
 // each term has its own:
-// - Plain form: weights are rounded to bf16, each by at most 2^-9, and by 1.1e-3 in the mean. A whole result may be off
-// by
-//   4e-3, which leaves room, and an element by 4 times that. That is 14 standard deviations, but less than the effect
-//   of a block that is missing or taken twice.
+// - Plain form: weights are rounded to bf16, each by at most 2^-9, and by 1.1e-3 in the mean. A whole result may be
+//   off by 4e-3, which leaves room, and an element by 4 times that. That is 14 standard deviations, but less than the
+//   effect of a block that is missing or taken twice.
 // - Split form: weights and activations keep 16 or 17 bits, and the product of the two low halves is left out. That is
 //   about 2^-17 in all. f32 sums, which the tensor cores truncate, add about as much: 2e-5.
 #include <algorithm>

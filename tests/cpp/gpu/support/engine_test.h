@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cpu/cpu_kind.h"
 #include "engine/session.h"
 #include "gpu_test.h"
 #include "kernels/matvec/matvec.h"  // kMaxMatvecRows
@@ -15,12 +16,11 @@ namespace sharpi::cuda {
 class EngineTest : public GpuTest {
 protected:
     static EngineOptions options(bool cuda, KvType kv = KvType::BF16) {
-        EngineOptions o;
+        EngineOptions o(cuda ? cudaKind() : cpuKind());
         o.context = 300;
         o.batch = 128;
         o.threads = 3;
         o.kvType = kv;
-        o.device.kind = cuda ? &cudaKind() : &cpuKind();
         return o;
     }
     static std::shared_ptr<Engine> load(const tiny::Model& model, const EngineOptions& o) {

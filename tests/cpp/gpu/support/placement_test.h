@@ -5,6 +5,7 @@
 #include <string>
 
 #include "engine_test.h"
+#include "planning/memory_plan.h"
 
 namespace sharpi::cuda {
 
