@@ -54,7 +54,7 @@ public:
 class Backend {
 public:
     virtual ~Backend() = default;
-    virtual const char* name() const = 0;    // the instruction set, or the GPU's name
+    virtual const char* name() const = 0;  // the instruction set, or the GPU's name
     virtual Allocator& allocator() = 0;
     virtual Placer& placer() = 0;
     // Whether weights come over the bus in every pass.

@@ -147,8 +147,8 @@ void HostExperts::prepareHidden(const ExpertStacks& file) {
 
 // Hidden rows [first, last) of a chosen expert, silu(gate x) * (up x) for all its places: to _gate, and quantized to
 // _hidden if down reads them so.
-void HostExperts::gated(const ExpertStacks& file, const HostRows& x, const cpu::QuantizedRows& input,
-                        size_t which, int64_t first, int64_t last, int worker) {
+void HostExperts::gated(const ExpertStacks& file, const HostRows& x, const cpu::QuantizedRows& input, size_t which,
+                        int64_t first, int64_t last, int worker) {
     const int64_t hidden = file.gate.first.rows;
     const ChosenExpert& expert = _chosen[which];
     cpu::MatmulArgs args;

@@ -121,8 +121,7 @@ void poison(const HostRows& rows, int64_t count) {
 
 // Expects the layer's values from column `begin` on in the first `rows` rows, in a form that is `written`; poison
 // before them and in the next row; and zeros behind each row's end.
-void expectQuantized(const HostRows& got, const cpu::QuantizedRows& want, int64_t rows, int64_t begin,
-                     bool written) {
+void expectQuantized(const HostRows& got, const cpu::QuantizedRows& want, int64_t rows, int64_t begin, bool written) {
     for (int64_t t = 0; t <= rows; ++t) {
         for (int64_t i = 0; i < got.qStride; ++i) {
             const bool ours = written && t < rows && i >= begin;

@@ -64,7 +64,7 @@ public:
     // A layer; bytes and seconds: the CPU's, as HostShare::experts reports them. Returns the orders, which are empty if
     // nothing was missed.
     ExpertOrders layer(int32_t layer, const List& chosen, const List* predicted = nullptr, size_t bytes = 0,
-                             double seconds = 0) {
+                       double seconds = 0) {
         const ExpertOrders orders = order(layer, chosen, predicted);
         finish(bytes, seconds);
         return orders;
