@@ -165,7 +165,7 @@ void ModelReader::prediction(const std::function<void(LayerReader&)>& read) {
     const bool ownHead = bool(_tensors.optional(block + "shared_head_head.weight", {width, _spec.vocabSize}));
     // Later ones continue from one another, each for one further token.
     if (!ownHead && _read == layers() + 1) {
-        _spec.predictions.push_back(std::move(p));
+        _spec.predictions.push_back(p);
         return;
     }
     _spec = without;  // its tensors are known, and stay in the file

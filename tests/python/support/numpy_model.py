@@ -127,9 +127,10 @@ class NumpyModel:
         q = q.reshape(count, self._heads, self._head_dim)
         k = k.reshape(count, self._kv_heads, self._head_dim)
         v = v.reshape(count, self._kv_heads, self._head_dim)
-        if self._arch in ("qwen3", "qwen3moe", "qwen35", "qwen35moe"):
+        if self._arch.startswith("qwen3"):
             q, k = self._norm(q, block + "attn_q_norm.weight"), self._norm(k, block + "attn_k_norm.weight")
-        q, k = self._rotate(q), self._rotate(k)
+        if self._embeds_positions(block):
+            q, k = self._rotate(q), self._rotate(k)
         k, v = self._round_kv(k), self._round_kv(v)
         result = np.empty_like(q)
         for head in range(self._heads):
@@ -176,13 +177,17 @@ class NumpyModel:
             return np.split(biased("attn_qkv"), [q_end, q_end + self._kv_heads * self._head_dim], axis=1)
         return [biased("attn_q"), biased("attn_k"), biased("attn_v")]
 
+    def _embeds_positions(self, block: str) -> bool:
+        """Every fourth layer of SmolLM3 does without."""
+        return self._arch != "smollm3" or (int(block.split(".")[1]) + 1) % 4 != 0
+
     def _rotate(self, x: np.ndarray) -> np.ndarray:
         dims = self._key("rope.dimension_count", self._head_dim)
         frequencies, magnitude = self._frequencies(dims)
         angles = np.arange(len(x))[:, None] * frequencies
         turn = (magnitude * np.exp(1j * angles))[:, None, :]
         result = x.copy()
-        if self._arch == "llama":
+        if self._arch in ("llama", "smollm3"):
             pairs = (x[..., 0:dims:2] + 1j * x[..., 1:dims:2]) * turn
             result[..., 0:dims:2], result[..., 1:dims:2] = pairs.real, pairs.imag
         else:

@@ -73,7 +73,8 @@ TEST_F(CudaEngine, PrefillIsNear) {
             if (floats) {
                 EXPECT_LT(distance(prefill, expected), 1e-4);
             } else {
-                EXPECT_LT(off, 0.03);
+                // 1 % for each layer, since what rounding activations makes adds up, and 1 % for the output head.
+                EXPECT_LT(off, 0.01 * static_cast<double>(tiny.layers + 1));
                 if (tiny.matrices != DType::F32) {
                     EXPECT_LT(off, offSteps);
                 }
