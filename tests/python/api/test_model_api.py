@@ -334,6 +334,7 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
             "expert_slot_bytes": 0,
             "expert_rates": (0.0, 0.0),
             "warm": [],
+            "tight": False,
         }
         assert not model.plan.resident and model.plan.decode
         assert said == ["5 MiB of the file could not be pinned"]
