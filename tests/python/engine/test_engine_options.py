@@ -20,7 +20,7 @@ from sharpi.planning.planner import make_plan
 ALL = {
     "context": 100, "batch": 20, "threads": 3, "kv_dtype": "fp16", "prompt": "exact", "sequences": 7, "device": "cuda",
     "ordinal": 3, "vram": 1 << 40, "homes": [("vram", 0), ("direct", 32), ("slots", 0)], "expert_slot_bytes": 5 << 32,
-    "expert_rates": (1e9, 2e9), "warm": [(3, 4), (0, 1)],
+    "expert_rates": (1e9, 2e9), "warm": [(3, 4), (0, 1)], "tight": True,
 }
 
 
@@ -122,7 +122,7 @@ def test_the_engine_is_told_what_the_plan_was_made_with(place: str, prompt: str,
             plan.expert_pools)
     assert fields_of(options) == {
         **asked, "prompt": plan.prompt, "ordinal": 0, "vram": plan.vram or 0, "homes": list(plan.homes), "warm": [],
-        "expert_slot_bytes": plan.expert_slots, "expert_rates": plan.expert_rates}
+        "expert_slot_bytes": plan.expert_slots, "expert_rates": plan.expert_rates, "tight": not plan.fits}
     for name, value in (("context", 20_000), ("batch", 3000), ("kv_dtype", "bf16"), ("sequences", 90)):
         other = _core.EngineOptions(**{**fields_of(options), name: value})
         assert spec.memory_lines(other) != list(plan.lines), f"{name} does not show in the sums"
