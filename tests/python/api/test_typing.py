@@ -97,7 +97,9 @@ def of_module(value: Any) -> dict[str, Any] | str:
 
 def of_stub(node: ast.stmt) -> tuple[str, dict[str, Any] | str]:
     if isinstance(node, ast.AnnAssign):
-        return ast.unparse(node.target), "read and written" if node.col_offset else ast.unparse(node.annotation)
+        # A value of the module shows its class, and not the types of its elements.
+        kind = ast.unparse(node.annotation).partition("[")[0]
+        return ast.unparse(node.target), "read and written" if node.col_offset else kind
     assert isinstance(node, ast.FunctionDef)
     is_property = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
     return node.name, "read" if is_property else parameters(node)
