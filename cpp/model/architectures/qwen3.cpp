@@ -1,4 +1,6 @@
-// Qwen 3, dense and mixture: queries and keys are normalized head by head.
+// Qwen 3 and Qwen 3 VL, dense and mixture: queries and keys are normalized head by head. Of Qwen 3 VL this is the text
+// part: a text token has the same position in all sections of its rotary embedding, so the sections change nothing, and
+// the weights that read pictures are in a separate file.
 #include "model/architecture.h"
 
 namespace sharpi {
@@ -19,6 +21,8 @@ void readMixture(ModelReader& model) {
 
 }  // namespace
 
-SHARPI_FAMILY(qwen3) { return {{"qwen3", read}, {"qwen3moe", readMixture}}; }
+SHARPI_FAMILY(qwen3) {
+    return {{"qwen3", read}, {"qwen3moe", readMixture}, {"qwen3vl", read}, {"qwen3vlmoe", readMixture}};
+}
 
 }  // namespace sharpi
