@@ -47,12 +47,10 @@ void CpuWork::takeBuffers(const StepLimits& wanted, uint8_t* memory) {
 void CpuWork::begin(const Batch& next, const KvCache& kv) {
     batch = &next;
     sequences.clear();
-    for (int64_t t = 0; t < next.size(); ++t) {
-        const int32_t sequence = next.sequences[static_cast<size_t>(t)];
-        if (t == 0 || sequence != next.sequences[static_cast<size_t>(t - 1)])
-            sequences.push_back({t, t, kv.pageTable(sequence), kv.states().steps(sequence)});
-        sequences.back().end = t + 1;
-    }
+    next.forSequences([&](int64_t first, int64_t end) {
+        const int32_t sequence = next.sequences[static_cast<size_t>(first)];
+        sequences.push_back({first, end, kv.pageTable(sequence), kv.states().steps(sequence)});
+    });
 }
 
 void CpuWork::readRows(const Weight& table, float* out, int64_t outStride) {
@@ -115,18 +113,6 @@ void CpuWork::multiply(const std::vector<cpu::MatmulArgs>& jobs) {
         const Piece& p = pieces[static_cast<size_t>(i)];
         kernels.matmul(*p.job, p.begin, p.end, threadScratch(worker));
     });
-}
-
-void CpuWork::forParts(const Weight& w, const std::function<void(const Matrix&, int64_t)>& body) {
-    if (!w.resident()) return stream->forPieces(w.group, w.member, body);
-    if (stream) stream->arrive(w.group);
-    body(w, 0);
-}
-
-void CpuWork::forExperts(const WeightStack& stack, const std::function<void(const MatrixStack&, int32_t)>& body) {
-    if (!stack.resident()) return stream->forExperts(stack.group, body);
-    if (stream) stream->arrive(stack.group);
-    body(stack, 0);
 }
 
 // Matrices that are in memory share the threads; the parts of others are multiplied as they come.

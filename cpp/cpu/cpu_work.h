@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <functional>
 #include <memory>
 #include <vector>
 
@@ -80,7 +79,11 @@ public:
     void linear(const float* x, int64_t count, const std::vector<Output>& outputs);
     void multiply(const std::vector<cpu::MatmulArgs>& jobs);
     // Calls body(part, first) for each part of a stack that is in memory at once: element i is expert first + i.
-    void forExperts(const WeightStack& stack, const std::function<void(const MatrixStack& part, int32_t first)>& body);
+    template <typename Body> void forExperts(const WeightStack& stack, const Body& body) {
+        if (!stack.resident()) return stream->forExperts(stack.group, body);
+        if (stream) stream->arrive(stack.group);
+        body(stack, 0);
+    }
     // Runs body(begin, end) over [0, n) in pieces of at least `grain`.
     template <typename Body> void forRanges(int64_t n, int64_t grain, const Body& body) {
         const int64_t pieces = std::clamp<int64_t>(n / grain, 1, pool.threads());
@@ -90,7 +93,11 @@ public:
 
 private:
     // Calls body(part, rowBegin) for each part of a matrix that is in memory at once.
-    void forParts(const Weight& w, const std::function<void(const Matrix& part, int64_t rowBegin)>& body);
+    template <typename Body> void forParts(const Weight& w, const Body& body) {
+        if (!w.resident()) return stream->forPieces(w.group, w.member, body);
+        if (stream) stream->arrive(w.group);
+        body(w, 0);
+    }
     std::unique_ptr<CpuScratch> _scratch;
     uint8_t* _memory = nullptr;
 };

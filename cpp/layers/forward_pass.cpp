@@ -50,16 +50,15 @@ void ForwardPass::check(const Batch& batch) const {
 
 // A recurrent state continues from where it is, so a batch must have exactly the rows by which the cache was extended.
 void ForwardPass::checkStates(const Batch& batch) const {
-    for (int64_t begin = 0, end = 0; begin < batch.size(); begin = end) {
+    batch.forSequences([&](int64_t begin, int64_t end) {
         const int32_t sequence = batch.sequences[begin];
-        while (end < batch.size() && batch.sequences[end] == sequence) ++end;
         const std::vector<StateStep> steps = _kv.states().steps(sequence);
         if (steps.empty() || steps.back().end != end - begin ||
             batch.positions[begin] != _kv.length(sequence) - (end - begin)) {
             throw Error(ErrorKind::Internal, "the rows of sequence " + std::to_string(sequence) +
                                                  " are not those that its state comes to next");
         }
-    }
+    });
 }
 
 void ForwardPass::run(const Batch& batch, float* logits) {

@@ -39,6 +39,13 @@ struct Batch {
 
     int64_t size() const { return static_cast<int64_t>(tokens.size()); }
     bool hasPromptRows() const { return decodeRows < size(); }
+    // Calls body(begin, end) for the rows [begin, end) of each sequence, in order.
+    template <typename Body> void forSequences(const Body& body) const {
+        for (int64_t begin = 0, end = 0; begin < size(); begin = end) {
+            while (end < size() && sequences[static_cast<size_t>(end)] == sequences[static_cast<size_t>(begin)]) ++end;
+            body(begin, end);
+        }
+    }
     // Throws Error(Internal) for a decode row after a prompt row.
     void add(RowKind kind, int32_t token, int32_t position, int32_t sequence, bool wantsLogits) {
         if (kind == RowKind::Decode) {

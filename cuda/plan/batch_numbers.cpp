@@ -57,14 +57,13 @@ public:
         std::copy(_batch.positions.begin(), _batch.positions.end(), to(_layout._positions));
         std::copy(_batch.logitRows.begin(), _batch.logitRows.end(), to(_layout._logitRows));
         if (room.drafts) writeSources();
-        for (int64_t begin = 0, end = 0; begin < _batch.size(); begin = end) {
-            while (end < _batch.size() && _batch.sequences[at(end)] == _batch.sequences[at(begin)]) ++end;
+        _batch.forSequences([&](int64_t begin, int64_t end) {
             if (begin < _exactRows && end > _exactRows)
                 throw Error(ErrorKind::Internal, "a sequence's rows in a batch are of two kinds");
             writeTable(begin, end);
             if (begin >= _exactRows) writeTiles(begin, end, _layout._queryBegin, _layout._queryEnd, _queryTiles);
             if (room.recurrent) writeStates(begin, end);
-        }
+        });
         if (room.recurrent && room.captured) padSequences();
     }
 
