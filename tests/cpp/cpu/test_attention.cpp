@@ -13,6 +13,7 @@
 #include "core/half.h"
 #include "core/portable.h"
 #include "cpu/kernels.h"
+#include "kernel_tables.h"
 #include "seed.h"
 
 namespace {
@@ -22,13 +23,6 @@ using sharpi::cpu::AttentionArgs;
 using sharpi::cpu::Kernels;
 
 const float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-std::vector<const Kernels*> tables() {
-    std::vector<const Kernels*> found;
-    for (const char* name : {"scalar", "avx2", "avx512"})
-        if (const Kernels* table = sharpi::cpu::kernelsFor(name)) found.push_back(table);
-    return found;
-}
 
 struct Shape {
     KvType type;

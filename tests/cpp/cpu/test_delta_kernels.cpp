@@ -11,6 +11,7 @@
 
 #include "core/portable.h"
 #include "cpu/kernels.h"
+#include "kernel_tables.h"
 #include "seed.h"
 
 namespace {
@@ -19,13 +20,6 @@ using namespace sharpi;
 using cpu::Kernels;
 
 const float kPoison = std::numeric_limits<float>::quiet_NaN();
-
-std::vector<const Kernels*> tables() {
-    std::vector<const Kernels*> found;
-    for (const char* name : {"scalar", "avx2", "avx512"})
-        if (const Kernels* table = cpu::kernelsFor(name)) found.push_back(table);
-    return found;
-}
 
 std::vector<float> randomFloats(int64_t n, unsigned seed, float spread = 1.0f) {
     std::mt19937 engine(sharpi::testSeed(seed));

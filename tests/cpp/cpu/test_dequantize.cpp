@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "kernel_tables.h"
 #include "reference_matmul.h"
 #include "seed.h"
 
@@ -15,13 +16,6 @@ using namespace sharpi;
 using namespace sharpi::cpu;
 
 namespace {
-
-std::vector<const Kernels*> tables() {
-    std::vector<const Kernels*> found;
-    for (const char* name : {"scalar", "avx2", "avx512"})
-        if (const Kernels* table = kernelsFor(name)) found.push_back(table);
-    return found;
-}
 
 class Dequantize : public testing::TestWithParam<DType> {};
 

@@ -11,6 +11,7 @@
 
 #include "core/half.h"
 #include "cpu/kernels.h"
+#include "kernel_tables.h"
 #include "seed.h"
 
 namespace {
@@ -21,13 +22,6 @@ using sharpi::cpu::Kernels;
 using sharpi::cpu::MatmulArgs;
 
 const float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-std::vector<const Kernels*> tables() {
-    std::vector<const Kernels*> found;
-    for (const char* name : {"scalar", "avx2", "avx512"})
-        if (const Kernels* table = sharpi::cpu::kernelsFor(name)) found.push_back(table);
-    return found;
-}
 
 std::vector<float> randomFloats(int64_t n, unsigned seed, float spread = 1.0f) {
     std::mt19937 engine(sharpi::testSeed(seed));

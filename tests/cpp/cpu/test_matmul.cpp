@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "kernel_tables.h"
 #include "reference_matmul.h"
 #include "seed.h"
 
@@ -14,13 +15,6 @@ using namespace sharpi::cpu;
 using reference::Fill;
 
 namespace {
-
-std::vector<const Kernels*> tables() {
-    std::vector<const Kernels*> found;
-    for (const char* name : {"scalar", "avx2", "avx512"})
-        if (const Kernels* table = kernelsFor(name)) found.push_back(table);
-    return found;
-}
 
 struct Free {
     void operator()(void* p) const { std::free(p); }

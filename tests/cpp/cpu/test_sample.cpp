@@ -119,7 +119,7 @@ TEST(Sample, SumsAreAddedInTheRulesOrder) {
     }
 }
 
-// With so many candidates that a chunk has several, sums are added in another order, and the distribution stays.
+// If a chunk has several candidates, their sums are added in another order. The distribution stays the same.
 TEST(Sample, ManyCandidatesAreDrawnByTheirShare) {
     SamplingRule rule;
     rule.temperature = 0.7f;
