@@ -5,8 +5,8 @@
 // the engine's PromptMode says. A row's kind decides its bits; other rows do not.
 //
 // Products read rows in forms that depend on the matrix: floats, int8 blocks, halves. The operation that writes such
-// rows is told who reads them next (`readers`), so it can write exactly these forms. Products write floats to named
-// buffers.
+// rows is given the matrices that read them next (`readers`), so it can write exactly these forms. Products write
+// floats to named buffers.
 #pragma once
 
 #include <initializer_list>

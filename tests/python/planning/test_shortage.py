@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("plain_machine")
 
 
 class Device:
-    """A device of which so many bytes can be had; the first loadings fail whatever they ask for."""
+    """A device with this many bytes to give. Its first loadings fail, whatever they ask for."""
 
     def __init__(self, model: FakeWeights, capacity: int, failures: int = 0) -> None:
         self.model = model
