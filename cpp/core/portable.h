@@ -63,4 +63,10 @@ SHARPI_PORTABLE float portableSoftplus(float x) {
     return fmaf(p, tail, x > 0.0f ? x : 0.0f);
 }
 
+// tanh(x) = 1 - 2 / (1 + exp(2 x))
+SHARPI_PORTABLE float portableTanh(float x) { return 1.0f - 2.0f / (1.0f + portableExp(2.0f * x)); }
+
+// cap * tanh(x / cap)
+SHARPI_PORTABLE float portableSoftcap(float x, float cap) { return cap * portableTanh(x / cap); }
+
 }  // namespace sharpi

@@ -89,10 +89,11 @@ void CpuExperts::compute(const ExpertCall& call) {
     std::vector<int32_t> own(static_cast<size_t>(pairs));
     for (size_t i = 0; i < own.size(); ++i) own[i] = static_cast<int32_t>(i);
     multiply(gate, hiddenQuant, own.data(), {{call.down, _work.at(RowBuffer::ExpertOut)}});
-    float* const block = _work.floats(s.block);
+    const bool added = call.to == RowBuffer::Residual;
+    float* const block = added ? _work.floats(s.block) : _work.at(call.to);
     sumByRank(call, block);
     if (call.sharedScale) addShared(call.sharedScale, block);
-    _work.addToResidual(block);
+    if (added) _work.add(_work.at(call.to), block, _work.rows() * _work.limits.embedding);
 }
 
 // By rank, whatever the order in which the experts were computed.

@@ -17,8 +17,21 @@ const float* CpuOperations::input(RowInput x) const {
     return nullptr;
 }
 
-void CpuOperations::embed(const Weight& table) {
-    _work.readRows(table, _work.at(RowBuffer::Residual), _work.limits.embedding);
+void CpuOperations::embed(const Weight& table, float scale) {
+    float* const x = _work.at(RowBuffer::Residual);
+    _work.readRows(table, x, _work.limits.embedding);
+    if (scale != 1.0f) _work.multiplyRows(x, scale, _work.rows() * _work.limits.embedding);
+}
+
+void CpuOperations::scaleRows(const float* scale) {
+    _work.multiplyRows(_work.at(RowBuffer::Residual), *scale, _work.rows() * _work.limits.embedding);
+}
+
+void CpuOperations::addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) {
+    const int64_t width = _work.limits.embedding;
+    float *const x = _work.at(from), *const y = _work.at(to);
+    _work.norm(x, weight, eps, _work.rows(), width, add ? x : y);
+    if (add) _work.add(y, x, _work.rows() * width);
 }
 
 // Products make the forms that they read themselves.
@@ -36,13 +49,13 @@ void CpuOperations::linear(RowInput x, std::initializer_list<Product> products) 
 void CpuOperations::addLinear(RowInput x, const Weight& w, const float* bias) {
     float* const block = _work.floats(_work.scratch().block);
     _work.linear(input(x), _work.rows(), {{w, bias, block}});
-    _work.addToResidual(block);
+    _work.add(_work.at(RowBuffer::Residual), block, _work.rows() * w.rows);
 }
 
-void CpuOperations::gatedLinear(RowInput x, const Weight& gate, const Weight& up, const Weight&) {
+void CpuOperations::gatedLinear(RowInput x, const GatedProduct& p, const Weight&) {
     float *const gates = _work.at(RowBuffer::Gate), *const ups = _work.at(RowBuffer::Up);
-    _work.linear(input(x), _work.rows(), {{gate, nullptr, gates}, {up, nullptr, ups}});
-    _work.siluMul(gates, ups, _work.rows() * gate.rows);
+    _work.linear(input(x), _work.rows(), {{p.gate, p.gateBias, gates}, {p.up, p.upBias, ups}});
+    _work.siluMul(gates, ups, _work.rows() * p.gate.rows);
 }
 
 void CpuOperations::joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,
@@ -59,7 +72,7 @@ void CpuOperations::joinDraft(const Weight& table, const float* norms, const flo
     }
 }
 
-void CpuOperations::head(const float* norm, const Weight& output, float eps, int64_t first, int64_t count) {
+void CpuOperations::head(const HeadCall& call, int64_t first, int64_t count) {
     const int64_t width = _work.limits.embedding;
     const CpuScratch& s = _work.scratch();
     float *const normed = _work.floats(s.normed), *const x = _work.at(RowBuffer::Residual);
@@ -67,9 +80,10 @@ void CpuOperations::head(const float* norm, const Weight& output, float eps, int
     if (afterRegion) _work.stream->beginHead();
     for (int64_t i = 0; i < count; ++i) {
         const int64_t row = _work.batch->logitRows[static_cast<size_t>(first + i)];
-        _work.norm(x + row * width, norm, eps, 1, width, normed + i * width);
+        _work.norm(x + row * width, call.norm, call.eps, 1, width, normed + i * width);
     }
-    _work.linear(normed, count, {{output, nullptr, _work.floats(s.logits)}});
+    _work.linear(normed, count, {{call.output, nullptr, _work.floats(s.logits)}});
+    if (call.softcap != 0) _work.softcap(_work.floats(s.logits), call.softcap, count * call.output.rows);
     if (afterRegion) _work.stream->end();
 }
 

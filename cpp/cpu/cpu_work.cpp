@@ -2,6 +2,7 @@
 #include "cpu/cpu_work.h"
 
 #include "core/error.h"
+#include "core/portable.h"
 
 namespace sharpi {
 
@@ -76,10 +77,20 @@ void CpuWork::siluMul(float* gate, const float* up, int64_t n) {
               [&](int64_t begin, int64_t end) { kernels.siluMul(gate + begin, up + begin, end - begin); });
 }
 
-void CpuWork::addToResidual(const float* y) {
-    float* const x = at(RowBuffer::Residual);
-    forRanges(rows() * limits.embedding, kElementGrain,
-              [&](int64_t begin, int64_t end) { kernels.add(x + begin, y + begin, end - begin); });
+void CpuWork::add(float* x, const float* y, int64_t n) {
+    forRanges(n, kElementGrain, [&](int64_t begin, int64_t end) { kernels.add(x + begin, y + begin, end - begin); });
+}
+
+void CpuWork::multiplyRows(float* x, float factor, int64_t n) {
+    forRanges(n, kElementGrain, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) x[i] *= factor;
+    });
+}
+
+void CpuWork::softcap(float* x, float cap, int64_t n) {
+    forRanges(n, kElementGrain, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) x[i] = portableSoftcap(x[i], cap);
+    });
 }
 
 cpu::QuantizedRows CpuWork::quantize(const float* x, int64_t count, int64_t cols, size_t offset) {

@@ -67,7 +67,10 @@ public:
     void readRows(const Weight& table, float* out, int64_t outStride);
     void norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* y);
     void siluMul(float* gate, const float* up, int64_t n);
-    void addToResidual(const float* y);  // [rows, embedding]
+    // Over n floats: x += y, x *= factor, x = portableSoftcap(x, cap).
+    void add(float* x, const float* y, int64_t n);
+    void multiplyRows(float* x, float factor, int64_t n);
+    void softcap(float* x, float cap, int64_t n);
     // The int8 form of rows, in the buffer at `offset`.
     cpu::QuantizedRows quantize(const float* x, int64_t count, int64_t cols, size_t offset);
     // One of several products that read the same input: y[t, :] = w x[t, :] + bias.

@@ -61,6 +61,10 @@ void ForwardPass::checkStates(const Batch& batch) const {
     });
 }
 
+HeadCall ForwardPass::headOf(VectorId norm) const {
+    return {_weights[norm], _weights[_spec.output], _spec.normEpsilon, _spec.logitSoftcap};
+}
+
 void ForwardPass::run(const Batch& batch, float* logits) {
     _heldRows = 0;
     if (batch.size() == 0) return;
@@ -70,11 +74,9 @@ void ForwardPass::run(const Batch& batch, float* logits) {
     const auto wanted = static_cast<int64_t>(batch.logitRows.size());
     int64_t first = 0, count = std::min(wanted, _backend.headRows());
     Operations& ops = _backend.operations();
-    const auto head = [&](int64_t from) {
-        ops.head(_weights[_spec.outputNorm], _weights[_spec.output], _spec.normEpsilon, from, count);
-    };
+    const auto head = [&](int64_t from) { ops.head(headOf(_spec.outputNorm), from, count); };
     _backend.region(Pass::Model, [&] {
-        ops.embed(_weights[_spec.tokenEmbedding]);
+        ops.embed(_weights[_spec.tokenEmbedding], _spec.embeddingScale);
         for (size_t i = 0; i < _spec.layers.size(); ++i) runLayer(context(), _spec.layers[i], i, _nextWithExperts[i]);
         if (count) head(0);
     });
@@ -105,7 +107,7 @@ void ForwardPass::draft(const Batch& batch, bool again) {
         ops.joinDraft(_weights[p.embedding], _weights[p.norms], sourceNorm, eps, projection);
         ops.linear(RowInput::Joined, {{projection, nullptr, RowBuffer::Residual}});
         runLayer(context(), p.layer, _spec.layers.size(), nullptr);
-        if (wanted) ops.head(_weights[p.headNorm], _weights[_spec.output], eps, 0, wanted);
+        if (wanted) ops.head(headOf(p.headNorm), 0, wanted);
     });
     _heldRows = wanted;
 }

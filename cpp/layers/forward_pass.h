@@ -30,6 +30,7 @@ private:
     void check(const Batch& batch) const;
     LayerContext context() { return {_backend.operations(), _spec, _weights, _kv}; }
     void checkStates(const Batch& batch) const;
+    HeadCall headOf(VectorId norm) const;
     const ModelSpec& _spec;
     const ModelWeights& _weights;
     Backend& _backend;

@@ -6,51 +6,92 @@ namespace sharpi {
 namespace {
 
 RouterCall routerOf(const LayerContext& context, const LayerSpec& layer) {
-    const ExpertFfnSpec& f = *layer.experts;
+    const RoutingSpec& r = layer.experts->routing;
+    const ModelWeights& w = context.weights;
     RouterCall call;
-    call.norm = context.weights[layer.ffnNorm];
-    call.router = &context.weights[f.router];
-    call.expertLayer = f.expertLayer;
-    call.count = f.count;
-    call.used = f.used;
-    call.renormalize = f.renormalize;
-    call.weightScale = f.weightScale;
+    call.norm = w[layer.parallel ? layer.parallel->routerIn : layer.ffnNorm];
+    call.router = &w[r.router];
+    call.bias = w[r.bias];
+    call.choiceBias = w[r.choiceBias];
+    call.outputScale = w[r.outputScale];
+    call.expertLayer = layer.experts->expertLayer;
+    call.count = r.count;
+    call.used = r.used;
+    call.gating = r.gating;
+    call.groups = r.groups;
+    call.groupsUsed = r.groupsUsed;
+    call.renormalize = r.renormalize;
+    call.weightScale = r.weightScale;
+    call.weightsInput = r.weightsInput;
     call.eps = context.spec.normEpsilon;
     return call;
 }
 
-// Writes SharedOut.
-void sharedExpert(const LayerContext& context, const SharedExpertSpec& shared) {
-    const ModelWeights& w = context.weights;
-    const Weight& down = w[shared.down];
-    context.ops.gatedLinear(RowInput::Normed, w[shared.gate], w[shared.up], down);
-    context.ops.linear(RowInput::Hidden, {{down, nullptr, RowBuffer::SharedOut}});
+// What a mixer or a feed-forward part adds to x goes through `norm` first if there is one.
+void addPart(const LayerContext& context, RowInput x, const Weight& w, const float* bias, VectorId norm) {
+    if (!norm) return context.ops.addLinear(x, w, bias);
+    context.ops.linear(x, {{w, bias, RowBuffer::PartOut}});
+    context.ops.addNormed(RowBuffer::PartOut, context.weights[norm], context.spec.normEpsilon, RowBuffer::Residual,
+                          true);
 }
 
-}  // namespace
-
-void attentionLayer(const LayerContext& context, const LayerSpec& layer, const KvPages& pages) {
-    const AttentionSpec& a = *layer.attention;
+HeadsCall headsOf(const LayerContext& context, const AttentionSpec& a) {
     const ModelWeights& w = context.weights;
-    const Weight &q = w[a.q], &k = w[a.k], &v = w[a.v], &output = w[a.output];
     HeadsCall heads;
     heads.heads = a.heads;
     heads.scale = a.scale;
     heads.gated = a.gated;
     heads.qkNorm = a.qkNorm;
+    heads.normAfterRotation = a.normAfterRotation;
+    heads.valueNorm = a.valueNorm;
+    heads.appends = a.kvLayer < 0;
+    heads.valuesAreKeys = heads.appends && !a.v;
     heads.qNorm = w[a.qNorm];
     heads.kNorm = w[a.kNorm];
     heads.eps = context.spec.normEpsilon;
     heads.rope = w.rope(a.rope);
-    context.ops.norm(w[layer.mixerNorm], context.spec.normEpsilon, {q, k, v}, false);
-    context.ops.linear(RowInput::Normed, {{q, w[a.qBias], a.gated ? RowBuffer::GatedQueries : RowBuffer::Queries},
-                                          {k, w[a.kBias], RowBuffer::Keys},
-                                          {v, w[a.vBias], RowBuffer::Values}});
-    context.ops.prepareHeads(heads, pages);
-    context.ops.attend(heads, pages, output);
-    context.ops.addLinear(RowInput::Attended, output, w[a.outputBias]);
+    heads.queryScale = w.queryScale(a.queryScale);
+    heads.reach = a.reach;
+    heads.softcap = a.softcap;
+    heads.sinks = w[a.sinks];
+    return heads;
 }
 
+// Writes SharedOut.
+void sharedExpert(const LayerContext& context, const SharedExpertSpec& shared, Activation activation) {
+    const ModelWeights& w = context.weights;
+    const Weight& down = w[shared.down];
+    context.ops.gatedLinear(RowInput::Normed, {w[shared.gate], w[shared.up], nullptr, nullptr, activation}, down);
+    context.ops.linear(RowInput::Hidden, {{down, nullptr, RowBuffer::SharedOut}});
+}
+
+// x += output(attention(norm(x)))
+void attentionLayer(const LayerContext& context, const LayerSpec& layer, const KvPages& pages) {
+    const AttentionSpec& a = *layer.attention;
+    const ModelWeights& w = context.weights;
+    Operations& ops = context.ops;
+    const Weight &q = w[a.q], &output = w[a.output];
+    const Product queries{q, w[a.qBias], a.gated ? RowBuffer::GatedQueries : RowBuffer::Queries};
+    const HeadsCall heads = headsOf(context, a);
+    const float *const norm = w[layer.mixerNorm], eps = context.spec.normEpsilon;
+    if (!heads.appends) {
+        ops.norm(norm, eps, {q}, false);
+        ops.linear(RowInput::Normed, {queries});
+    } else if (heads.valuesAreKeys) {
+        const Weight& k = w[a.k];
+        ops.norm(norm, eps, {q, k}, false);
+        ops.linear(RowInput::Normed, {queries, {k, w[a.kBias], RowBuffer::Keys}});
+    } else {
+        const Weight &k = w[a.k], &v = w[a.v];
+        ops.norm(norm, eps, {q, k, v}, false);
+        ops.linear(RowInput::Normed, {queries, {k, w[a.kBias], RowBuffer::Keys}, {v, w[a.vBias], RowBuffer::Values}});
+    }
+    ops.prepareHeads(heads, pages);
+    ops.attend(heads, pages, output);
+    addPart(context, RowInput::Attended, output, w[a.outputBias], layer.mixerPostNorm);
+}
+
+// x += output(gated delta rule(norm(x)))
 void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const RecurrentLayer& state) {
     const GatedDeltaSpec& d = *layer.delta;
     const ModelWeights& w = context.weights;
@@ -65,48 +106,89 @@ void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const 
     call.decay = w[d.decay];
     call.headNorm = w[d.headNorm];
     call.eps = context.spec.normEpsilon;
+    call.consecutiveHeads = d.consecutiveHeads;
     context.ops.norm(w[layer.mixerNorm], context.spec.normEpsilon, {qkv, gate, alpha, beta}, false);
     context.ops.linear(RowInput::Normed, {{qkv, nullptr, RowBuffer::DeltaMixed},
                                           {gate, nullptr, RowBuffer::DeltaGate},
                                           {alpha, nullptr, RowBuffer::DeltaAlpha},
                                           {beta, nullptr, RowBuffer::DeltaBeta}});
     context.ops.deltaRule(call, state, output);
-    context.ops.addLinear(RowInput::Attended, output, nullptr);
+    addPart(context, RowInput::Attended, output, nullptr, layer.mixerPostNorm);
 }
 
+// x += down(activation(gate n, up n)), n = norm(x); beside experts, the part goes to PartOut instead.
 void denseLayer(const LayerContext& context, const LayerSpec& layer) {
     const DenseFfnSpec& f = *layer.dense;
     const ModelWeights& w = context.weights;
     const Weight &gate = w[f.gate], &up = w[f.up], &down = w[f.down];
     context.ops.norm(w[layer.ffnNorm], context.spec.normEpsilon, {gate, up}, false);
-    context.ops.gatedLinear(RowInput::Normed, gate, up, down);
-    context.ops.addLinear(RowInput::Hidden, down, nullptr);
+    context.ops.gatedLinear(RowInput::Normed, {gate, up, w[f.gateBias], w[f.upBias], f.activation}, down);
+    if (layer.parallel) context.ops.linear(RowInput::Hidden, {{down, w[f.downBias], RowBuffer::PartOut}});
+    else addPart(context, RowInput::Hidden, down, w[f.downBias], layer.ffnPostNorm);
 }
 
+// x += the weighted sum of the chosen experts, and of the shared one; beside a dense part, to PartOut instead. next:
+// the layer with experts that comes next in the same pass, or nullptr.
 void expertLayer(const LayerContext& context, const LayerSpec& layer, const LayerSpec* next) {
     const ExpertFfnSpec& f = *layer.experts;
     const ModelWeights& w = context.weights;
-    ExpertCall call{routerOf(context, layer), w[f.gate], w[f.up], w[f.down], nullptr, std::nullopt};
+    Operations& ops = context.ops;
+    ExpertCall call{routerOf(context, layer), w[f.gate], w[f.up], w[f.down]};
+    call.gateBias = w[f.gateBias];
+    call.upBias = w[f.upBias];
+    call.downBias = w[f.downBias];
+    call.activation = f.activation;
+    const bool normed = layer.parallel || layer.ffnPostNorm;
+    if (normed) call.to = RowBuffer::PartOut;
     if (next) call.next = routerOf(context, *next);
-    const Weight& router = w[f.router];
-    if (f.shared) {
+    const Weight& router = w[f.routing.router];
+    const Product logits{router, call.routing.bias, RowBuffer::RouterLogits};
+    const float eps = context.spec.normEpsilon;
+    if (layer.parallel) {
+        ops.norm(call.routing.norm, eps, {router}, false);
+        ops.linear(RowInput::Normed, {logits});
+        ops.norm(w[layer.parallel->expertIn], eps, {call.gate.first, call.up.first}, false);
+    } else if (f.shared) {
+        call.shared = true;
         call.sharedScale = w[f.shared->scale];
-        context.ops.norm(call.routing.norm, call.routing.eps,
-                         {router, call.gate.first, call.up.first, w[f.shared->gate], w[f.shared->up]}, true);
+        ops.norm(call.routing.norm, eps, {router, call.gate.first, call.up.first, w[f.shared->gate], w[f.shared->up]},
+                 call.sharedScale);
+        ops.linear(RowInput::Normed, {logits});
     } else {
-        context.ops.norm(call.routing.norm, call.routing.eps, {router, call.gate.first, call.up.first}, false);
+        ops.norm(call.routing.norm, eps, {router, call.gate.first, call.up.first}, false);
+        ops.linear(RowInput::Normed, {logits});
     }
-    context.ops.linear(RowInput::Normed, {{router, nullptr, RowBuffer::RouterLogits}});
-    context.ops.route(call);
-    if (f.shared) sharedExpert(context, *f.shared);
-    context.ops.experts(call);
+    ops.route(call);
+    if (f.shared) sharedExpert(context, *f.shared, f.activation);
+    ops.experts(call);
+    if (normed && !layer.parallel)
+        ops.addNormed(RowBuffer::PartOut, w[layer.ffnPostNorm], eps, RowBuffer::Residual, true);
 }
 
+// A dense part and experts side by side.
+void parallelLayer(const LayerContext& context, const LayerSpec& layer, const LayerSpec* next) {
+    const ModelWeights& w = context.weights;
+    const float eps = context.spec.normEpsilon;
+    denseLayer(context, layer);
+    context.ops.addNormed(RowBuffer::PartOut, w[layer.parallel->denseOut], eps, RowBuffer::PartSum, false);
+    expertLayer(context, layer, next);
+    context.ops.addNormed(RowBuffer::PartOut, w[layer.parallel->expertOut], eps, RowBuffer::PartSum, true);
+    context.ops.addNormed(RowBuffer::PartSum, w[layer.ffnPostNorm], eps, RowBuffer::Residual, true);
+}
+
+}  // namespace
+
 void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index, const LayerSpec* nextWithExperts) {
-    if (layer.attention) attentionLayer(context, layer, context.kv.layer(index));
-    else gatedDeltaLayer(context, layer, context.kv.states().layer(index));
-    if (layer.dense) denseLayer(context, layer);
+    if (layer.attention) {
+        const int32_t kvLayer = layer.attention->kvLayer;
+        attentionLayer(context, layer, context.kv.layer(kvLayer < 0 ? index : static_cast<size_t>(kvLayer)));
+    } else {
+        gatedDeltaLayer(context, layer, context.kv.states().layer(index));
+    }
+    if (layer.parallel) parallelLayer(context, layer, nextWithExperts);
+    else if (layer.dense) denseLayer(context, layer);
     else expertLayer(context, layer, nextWithExperts);
+    if (layer.outputScale) context.ops.scaleRows(context.weights[layer.outputScale]);
 }
 
 }  // namespace sharpi

@@ -17,16 +17,6 @@ struct LayerContext {
     const KvCache& kv;
 };
 
-// x += output(attention(norm(x)))
-void attentionLayer(const LayerContext& context, const LayerSpec& layer, const KvPages& pages);
-// x += output(gated delta rule(norm(x)))
-void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const RecurrentLayer& state);
-// x += down(silu(gate n) * up n), n = norm(x)
-void denseLayer(const LayerContext& context, const LayerSpec& layer);
-// x += the weighted sum of the chosen experts, and of the shared one. next: the layer with experts that comes next in
-// the same pass, or nullptr.
-void expertLayer(const LayerContext& context, const LayerSpec& layer, const LayerSpec* next);
-
 // A whole layer: its mixer, then its feed-forward part. index: its number in the model.
 void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index, const LayerSpec* nextWithExperts);
 

@@ -165,27 +165,28 @@ LayerReader& LayerReader::experts(const ExpertParts& parts) {
     const int64_t width = _model._spec.embedding;
     ExpertFfnSpec f;
     f.expertLayer = _model._expertLayers++;
-    f.count = static_cast<int32_t>(md.integer(_model.key("expert_count"), 1, 65536));
-    f.used = static_cast<int32_t>(md.integer(_model.key("expert_used_count"), 1, std::min(f.count, 1024)));
-    f.renormalize = md.flagOr(_model.key("expert_weights_norm"), parts.renormalized);
-    f.weightScale = static_cast<float>(md.numberOr(_model.key("expert_weights_scale"), 1.0));
-    if (f.weightScale == 0) f.weightScale = 1.0f;  // writers store 0 for "not scaled"
-    f.router = _model.matrix(tensors.required(_block + "ffn_gate_inp.weight", {width, f.count}), WeightRole::Router);
+    RoutingSpec& r = f.routing;
+    r.count = static_cast<int32_t>(md.integer(_model.key("expert_count"), 1, 65536));
+    r.used = static_cast<int32_t>(md.integer(_model.key("expert_used_count"), 1, std::min(r.count, 1024)));
+    r.renormalize = md.flagOr(_model.key("expert_weights_norm"), parts.renormalized);
+    r.weightScale = static_cast<float>(md.numberOr(_model.key("expert_weights_scale"), 1.0));
+    if (r.weightScale == 0) r.weightScale = 1.0f;  // writers store 0 for "not scaled"
+    r.router = _model.matrix(tensors.required(_block + "ffn_gate_inp.weight", {width, r.count}), WeightRole::Router);
     // No key needs to say how wide experts are: the tensor that leads back to the model's width does.
     f.hidden = tensors.columns(_block + "ffn_down_exps.weight", kMaxHidden);
-    const WeightSlice down = tensors.required(_block + "ffn_down_exps.weight", {f.hidden, width, f.count});
+    const WeightSlice down = tensors.required(_block + "ffn_down_exps.weight", {f.hidden, width, r.count});
     WeightSlice gate, up;
     if (tensors.has(_block + "ffn_gate_up_exps.weight")) {
         const std::string name = _block + "ffn_gate_up_exps.weight";
-        const WeightSlice fused = tensors.required(name, {width, 2 * f.hidden, f.count});
+        const WeightSlice fused = tensors.required(name, {width, 2 * f.hidden, r.count});
         gate = rowsOf(fused, 0, f.hidden);
         up = rowsOf(fused, f.hidden, f.hidden);
     } else {
-        gate = tensors.required(_block + "ffn_gate_exps.weight", {width, f.hidden, f.count});
-        up = tensors.required(_block + "ffn_up_exps.weight", {width, f.hidden, f.count});
+        gate = tensors.required(_block + "ffn_gate_exps.weight", {width, f.hidden, r.count});
+        up = tensors.required(_block + "ffn_up_exps.weight", {width, f.hidden, r.count});
     }
     if (parts.shared) sharedExpert(f);
-    const double share = static_cast<double>(f.used) / f.count;
+    const double share = static_cast<double>(r.used) / r.count;
     f.gate = {_model.add({gate}, WeightRole::Experts, WeightForm::Stack, share)};
     for (StackId* stack : {&f.up, &f.down}) {
         *stack = {_model.add({stack == &f.up ? up : down}, WeightRole::Experts, WeightForm::Stack, share)};

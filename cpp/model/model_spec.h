@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "core/activation.h"
+#include "core/attention_reach.h"
 #include "model/metadata.h"
 #include "model/weight_registry.h"
 
@@ -26,24 +28,39 @@ struct RopeSpec {
     VectorId factors;  // rope_freqs: frequencies are divided by it; may be absent
 };
 
+// A factor of the queries that grows with their position: 1 + slope * ln(floor((position + offset) / length) + 1).
+struct QueryScaleSpec {
+    double slope = 0;
+    int64_t length = 1, offset = 0;
+};
+
 struct AttentionSpec {
     enum class QkNorm { None, PerHead, FullRow };
     int32_t heads = 0, kvHeads = 0, headDim = 0;
     float scale = 1.0f;
-    QkNorm qkNorm = QkNorm::None;
+    QkNorm qkNorm = QkNorm::None;    // PerHead without qNorm and kNorm: by weights of 1
+    bool normAfterRotation = false;  // queries and keys are normalized after their rotation, not before
+    bool valueNorm = false;          // each head's values are normalized, by weights of 1
+    int32_t kvLayer = -1;            // the layer whose keys and values it reads, so that it has none; -1: its own
+    AttentionReach reach;
+    float softcap = 0;        // scores become softcap * tanh(score / softcap); 0: they stay
+    int32_t queryScale = -1;  // index into ModelSpec::queryScales; -1: none
     // q gives each head's query and then its gate; the head's output is multiplied by sigmoid(gate).
     bool gated = false;
-    int32_t rope = -1;  // index into ModelSpec::ropes; -1: positions are not embedded
-    MatrixId q, k, v, output;
+    int32_t rope = -1;                         // index into ModelSpec::ropes; -1: positions are not embedded
+    MatrixId q, k, v, output;                  // no v: values are the keys, before their norm and rotation
     VectorId qBias, kBias, vBias, outputBias;  // may be absent
     VectorId qNorm, kNorm;                     // absent with QkNorm::None
+    VectorId sinks;                            // [heads]: exp(sink) joins the sum of each head's softmax; may be absent
 };
 
 // Gated DeltaNet (Yang et al., 2024): a matrix per value head takes the place of a cache and is updated token by token.
-// Value head h reads the queries and keys of key head h mod keyHeads. cpu/kernels/delta.cpp has the equations.
+// cpu/kernels/delta.cpp has the equations.
 struct GatedDeltaSpec {
     int32_t keyHeads = 0, valueHeads = 0, headDim = 0;  // keys and values are equally long
     int32_t convWidth = 0;                              // inputs that the convolution sees, the present one included
+    // Value head h reads the queries and keys of key head h / (valueHeads / keyHeads); else of h mod keyHeads.
+    bool consecutiveHeads = false;
     MatrixId qkv, gate, alpha, beta, output;
     VectorId conv;                       // transposed: [convWidth, channels], over q, k and v
     VectorId stepBias, decay, headNorm;  // per value head, per value head, per element of a head; decay is negative
@@ -58,33 +75,72 @@ struct GatedDeltaSpec {
 struct DenseFfnSpec {
     int64_t hidden = 0;
     MatrixId gate, up, down;
+    VectorId gateBias, upBias, downBias;  // may be absent
+    Activation activation;
 };
 
 // An expert that every token goes through, times sigmoid(scale . x).
 struct SharedExpertSpec {
     int64_t hidden = 0;
-    VectorId scale;
+    VectorId scale;  // absent: times 1
     MatrixId gate, up, down;
 };
 
-// softmax over all experts, the `used` best kept (ties: the lower index), their weights renormalized or not.
-struct ExpertFfnSpec {
-    int32_t expertLayer = 0;  // this layer's number among those with experts
+// How a row's scores become the experts that it uses and their weights.
+enum class Gating : uint8_t {
+    Softmax,          // of all logits
+    Sigmoid,          // of each logit
+    SoftmaxOfChosen,  // of the chosen logits
+};
+
+// The `used` best scores, each with the choice bias added, are kept (ties: the lower index). Weights are the scores
+// without that bias: renormalized or not, times weightScale, times the expert's outputScale.
+struct RoutingSpec {
     int32_t count = 0, used = 0;
-    int64_t hidden = 0;
+    Gating gating = Gating::Softmax;
+    // The `groupsUsed` groups of experts whose two best biased scores have the largest sums stay; 1 group: all do.
+    int32_t groups = 1, groupsUsed = 1;
     bool renormalize = true;
     float weightScale = 1.0f;
+    bool weightsInput = false;  // the weight multiplies the expert's input, not its output
     MatrixId router;
+    VectorId bias;         // [count], of the logits; may be absent
+    VectorId choiceBias;   // [count], of the scores, for the choice alone; may be absent
+    VectorId outputScale;  // [count]; may be absent
+};
+
+struct ExpertFfnSpec {
+    int32_t expertLayer = 0;  // this layer's number among those with experts
+    int64_t hidden = 0;
+    RoutingSpec routing;
+    Activation activation;
     StackId gate, up, down;
+    VectorId gateBias, upBias, downBias;  // [count, hidden], [count, hidden], [count, embedding]; may be absent
     std::optional<SharedExpertSpec> shared;
+};
+
+// The norms around a dense part and experts that stand side by side: x += ffnPostNorm(denseOut(dense(ffnNorm x)) +
+// expertOut(experts(expertIn x))). The router reads routerIn(x).
+struct ParallelNorms {
+    VectorId denseOut, routerIn, expertIn, expertOut;
+};
+
+// A layer's part of the per-layer embeddings: x += norm(projection(gelu(gate x) * u)), where u is the layer's row.
+struct LayerInputSpec {
+    MatrixId gate, projection;
+    VectorId norm;
 };
 
 struct LayerSpec {
     VectorId mixerNorm, ffnNorm;
+    VectorId mixerPostNorm, ffnPostNorm;     // of what a part adds to x; may be absent
     std::optional<AttentionSpec> attention;  // exactly one of the two
     std::optional<GatedDeltaSpec> delta;
-    std::optional<DenseFfnSpec> dense;  // exactly one of the two
+    std::optional<DenseFfnSpec> dense;  // exactly one of the two, unless there are parallel norms
     std::optional<ExpertFfnSpec> experts;
+    std::optional<ParallelNorms> parallel;
+    std::optional<LayerInputSpec> layerInput;
+    VectorId outputScale;  // [1]: the layer's last step is x *= outputScale; may be absent
 };
 
 // A layer that guesses the token after the next (multi-token prediction). Its input joins embeddingNorm(embedding of
@@ -98,13 +154,26 @@ struct PredictionSpec {
     MatrixId embedding;   // the model's if the layer has none
 };
 
+// Each token has a row of `width` floats for each layer. Layer l's, from the token and from its scaled embedding x:
+// u = (norm((projection x)_l / sqrt(embedding)) + sqrt(width) * (the table's row)_l) / sqrt(2).
+struct LayerInputsSpec {
+    int64_t width = 0;
+    MatrixId table;  // [layers * width, vocab]
+    MatrixId projection;
+    VectorId norm;  // [width]
+};
+
 struct ModelSpec {
     std::string architecture;  // for people to read
     std::string name;
     int64_t vocabSize = 0, contextLength = 0, embedding = 0;
     float normEpsilon = 0;
+    float embeddingScale = 1.0f;
+    float logitSoftcap = 0;             // logits become softcap * tanh(logit / softcap); 0: they stay
     std::vector<ListedWeight> weights;  // part by part, each in the order of use
     std::vector<RopeSpec> ropes;
+    std::vector<QueryScaleSpec> queryScales;
+    std::optional<LayerInputsSpec> layerInputs;
     MatrixId tokenEmbedding, output;
     VectorId outputNorm;
     std::vector<LayerSpec> layers;

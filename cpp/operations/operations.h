@@ -39,15 +39,29 @@ struct Product {
 // The matrices that read rows next.
 using Readers = std::initializer_list<Matrix>;
 
-// The heads of one attention layer.
+// The two products of a gated feed-forward part, and what joins them.
+struct GatedProduct {
+    const Weight &gate, &up;
+    const float *gateBias = nullptr, *upBias = nullptr;  // [gate.rows]; may be nullptr
+    Activation activation;
+};
+
+// The heads of one attention layer. AttentionSpec says what the members mean.
 struct HeadsCall {
     int32_t heads = 0;
     float scale = 1.0f;
     bool gated = false;  // GatedQueries holds each head's query and then its gate; else Queries holds the queries
     AttentionSpec::QkNorm qkNorm = AttentionSpec::QkNorm::None;
-    const float *qNorm = nullptr, *kNorm = nullptr;
+    bool normAfterRotation = false, valueNorm = false;
+    bool appends = true;         // else Keys and Values are not there, and the pages are an earlier layer's
+    bool valuesAreKeys = false;  // values are what Keys holds before its norm and rotation; Values is not written
+    const float *qNorm = nullptr, *kNorm = nullptr;  // nullptr with PerHead: weights of 1
     float eps = 0;
     RopeTable rope;
+    const float* queryScale = nullptr;  // [context]: factors of queries by position, applied last; nullptr: none
+    AttentionReach reach;
+    float softcap = 0;
+    const float* sinks = nullptr;  // [heads] or nullptr
 };
 
 // The parameters of one layer of Gated DeltaNet; see GatedDeltaSpec.
@@ -56,46 +70,68 @@ struct DeltaCall {
     const float* conv = nullptr;  // [convWidth, channels]
     const float *stepBias = nullptr, *decay = nullptr, *headNorm = nullptr;
     float eps = 0;
+    bool consecutiveHeads = false;
     int64_t keyWidth() const { return int64_t{keyHeads} * headDim; }
     int64_t valueWidth() const { return int64_t{valueHeads} * headDim; }
     int64_t channels() const { return 2 * keyWidth() + valueWidth(); }
 };
 
-// How a layer's rows choose experts.
+// How a layer's rows choose experts. RoutingSpec says what the members mean.
 struct RouterCall {
-    const float* norm = nullptr;  // of the layer's feed-forward part
+    const float* norm = nullptr;  // of the rows that the router reads
     const Weight* router = nullptr;
+    const float *bias = nullptr, *choiceBias = nullptr, *outputScale = nullptr;
     int32_t expertLayer = 0;  // the layer's number among those with experts
     int32_t count = 0, used = 0;
+    Gating gating = Gating::Softmax;
+    int32_t groups = 1, groupsUsed = 1;
     bool renormalize = true;
     float weightScale = 1.0f;
+    bool weightsInput = false;
     float eps = 0;
 };
 
 struct ExpertCall {
     RouterCall routing;
     const WeightStack &gate, &up, &down;
-    const float* sharedScale = nullptr;  // [embedding], of the shared expert; nullptr: there is none
+    const float *gateBias = nullptr, *upBias = nullptr, *downBias = nullptr;  // see ExpertFfnSpec
+    Activation activation;
+    RowBuffer to = RowBuffer::Residual;  // added to Residual; any other buffer is overwritten
+    bool shared = false;                 // SharedOut holds a shared expert's output
+    const float* sharedScale = nullptr;  // [embedding], of the shared expert; nullptr: it is added with the weight 1
     std::optional<RouterCall> next;      // of the next layer with experts, for guesses at what it will choose
     ExpertStacks inFile() const { return {gate.file, up.file, down.file}; }
+};
+
+// The output head.
+struct HeadCall {
+    const float* norm = nullptr;
+    const Weight& output;
+    float eps = 0;
+    float softcap = 0;  // see ModelSpec::logitSoftcap
 };
 
 class Operations {
 public:
     virtual ~Operations() = default;
 
-    // Residual row t = the table's row of token t.
-    virtual void embed(const Weight& table) = 0;
+    // Residual row t = the table's row of token t, times scale.
+    virtual void embed(const Weight& table, float scale) = 0;
     // Normed = rmsNorm(Residual). floats: rows are also read as floats, by route() for a shared expert's scale.
     virtual void norm(const float* weight, float eps, Readers readers, bool floats) = 0;
     // All products read the same rows.
     virtual void linear(RowInput x, std::initializer_list<Product> products) = 0;
     // Residual += w x + bias.
     virtual void addLinear(RowInput x, const Weight& w, const float* bias) = 0;
-    // Hidden = silu(gate x) * (up x), for the product with `reader`.
-    virtual void gatedLinear(RowInput x, const Weight& gate, const Weight& up, const Weight& reader) = 0;
+    // Hidden = activation(gate x + gateBias, up x + upBias), for the product with `reader`.
+    virtual void gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) = 0;
+    // to += rmsNorm(from); both are [rows, embedding]. add: false: `to` is overwritten.
+    virtual void addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) = 0;
+    // Residual *= scale[0].
+    virtual void scaleRows(const float* scale) = 0;
 
-    // Normalizes and rotates the heads of Queries and Keys, and appends Keys and Values to the cache.
+    // Normalizes, rotates and scales the heads of Queries and Keys, normalizes those of Values, and appends Keys and
+    // Values to the cache.
     virtual void prepareHeads(const HeadsCall& heads, const KvPages& pages) = 0;
     // Attended = softmax(scale * q k^T) v over the sequence's cache, times sigmoid(gate) if heads are gated.
     virtual void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) = 0;
@@ -106,8 +142,8 @@ public:
     // Each row chooses its experts by RouterLogits. The shared expert, if there is one, is computed between route() and
     // experts(): it reads Normed, and its output goes to SharedOut.
     virtual void route(const ExpertCall& call) = 0;
-    // Residual += sum over the chosen experts of weight * down(silu(gate n) * up n), n = Normed, summed by rank; then
-    // SharedOut times sigmoid(sharedScale . n).
+    // call.to += sum over the chosen experts of weight * (down(activation(gate n, up n)) + downBias), n = Normed,
+    // summed by rank; then SharedOut times sigmoid(sharedScale . n). With weightsInput the experts read weight * n.
     virtual void experts(const ExpertCall& call) = 0;
 
     // What a prediction layer starts from. Joined row t = [norms[0](the table's row of token t), norms[1](n)], where n
@@ -115,8 +151,8 @@ public:
     virtual void joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,
                            const Weight& reader) = 0;
     // Logits of the rows [first, first + count) of batch.logitRows, count <= Backend::headRows(), kept until the next
-    // call: output rmsNorm(Residual). They follow core/contract.h whatever the row's kind.
-    virtual void head(const float* norm, const Weight& output, float eps, int64_t first, int64_t count) = 0;
+    // call: softcap(output rmsNorm(Residual)). They follow core/contract.h whatever the row's kind.
+    virtual void head(const HeadCall& call, int64_t first, int64_t count) = 0;
 };
 
 }  // namespace sharpi

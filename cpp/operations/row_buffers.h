@@ -14,6 +14,8 @@ namespace sharpi {
 enum class RowBuffer : uint8_t {
     // Kept through a pass.
     Residual,  // x: [rows, embedding]
+    PartOut,   // what a part adds to x, before the norm that follows the part: [rows, embedding]
+    PartSum,   // the sum of parts that stand side by side: [rows, embedding]
     // Used by a mixer.
     GatedQueries,  // head by head: its query, then its gate
     Queries,

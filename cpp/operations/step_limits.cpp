@@ -28,9 +28,9 @@ void addLimits(StepLimits& limits, const GatedDeltaSpec& d) {
 }
 
 void addLimits(StepLimits& limits, const ExpertFfnSpec& f, int32_t layer) {
-    limits.expertLayers.emplace_back(layer, f.count);
-    limits.experts = std::max(limits.experts, f.count);
-    limits.expertsUsed = std::max(limits.expertsUsed, f.used);
+    limits.expertLayers.emplace_back(layer, f.routing.count);
+    limits.experts = std::max(limits.experts, f.routing.count);
+    limits.expertsUsed = std::max(limits.expertsUsed, f.routing.used);
     limits.expertHidden = std::max(limits.expertHidden, f.hidden);
     if (f.shared) limits.sharedHidden = std::max(limits.sharedHidden, f.shared->hidden);
 }
@@ -52,7 +52,9 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
         if (layer->attention) addLimits(limits, *layer->attention);
         else addLimits(limits, *layer->delta);
         if (layer->dense) limits.denseHidden = std::max(limits.denseHidden, layer->dense->hidden);
-        else addLimits(limits, *layer->experts, number);
+        if (layer->experts) addLimits(limits, *layer->experts, number);
+        limits.postNorms |= layer->mixerPostNorm || layer->ffnPostNorm;
+        limits.parallelParts |= layer->parallel.has_value();
         ++number;
     }
     // A draft's input is two joined rows.

@@ -24,7 +24,8 @@ ModelWeights::ModelWeights(const ModelSpec& spec, const Weights& files, Placer& 
       _homes(homes),
       _context(context),
       _placed(spec.weights.size()),
-      _ropes(spec.ropes.size() + 1) {
+      _ropes(spec.ropes.size() + 1),
+      _queryScales(spec.queryScales.size()) {
     for (const ListedWeight& weight : spec.weights) {
         if (weight.role == WeightRole::Experts && !homes.empty())
             _expertsResident &= homes.at(static_cast<size_t>(weight.slice().tensor)).home == Home::Vram;
@@ -53,7 +54,7 @@ void ModelWeights::loadPart(ModelPart part, LoadTrace& trace) {
         const ListedWeight& weight = listed(order[i]);
         place(order[i]);
         if (i + 1 < order.size() && listed(order[i + 1]).layer == weight.layer) continue;
-        if (weight.layer >= 0) loadRope(*layers[static_cast<size_t>(weight.layer)], weight.layer);
+        if (weight.layer >= 0) loadTables(*layers[static_cast<size_t>(weight.layer)], weight.layer);
         trace.note(traceName(weight));
     }
 }
@@ -140,12 +141,24 @@ const float* ModelWeights::placeFloats(const std::vector<float>& values, size_t 
     return _placer.vector(values.empty() ? nullptr : values.data(), count, name);
 }
 
-// A rotary table is loaded with the first layer that uses it.
-void ModelWeights::loadRope(const LayerSpec& layer, int32_t number) {
-    if (!layer.attention || layer.attention->rope < 0) return;
-    const RopeSpec& rope = _spec.ropes[static_cast<size_t>(layer.attention->rope)];
-    RopeTable& table = _ropes[static_cast<size_t>(layer.attention->rope) + 1];
-    if (table.cos) return;
+// A table of positions is loaded with the first layer that uses it.
+void ModelWeights::loadTables(const LayerSpec& layer, int32_t number) {
+    if (!layer.attention) return;
+    const AttentionSpec& a = *layer.attention;
+    if (a.rope >= 0) {
+        RopeTable& table = _ropes[static_cast<size_t>(a.rope) + 1];
+        if (!table.cos) loadRope(_spec.ropes[static_cast<size_t>(a.rope)], table, number);
+    }
+    if (a.queryScale < 0) return;
+    const float*& scales = _queryScales[static_cast<size_t>(a.queryScale)];
+    if (scales) return;
+    std::vector<float> values;
+    if (!_files.files().empty()) values = queryScales(_spec.queryScales[static_cast<size_t>(a.queryScale)], _context);
+    scales =
+        placeFloats(values, static_cast<size_t>(_context), "layer " + std::to_string(number) + "'s factors of queries");
+}
+
+void ModelWeights::loadRope(const RopeSpec& rope, RopeTable& table, int32_t number) {
     RopeAngles angles;
     if (!_files.files().empty()) {  // not when planning
         const std::vector<float> factors = rope.factors ? floats(listed(rope.factors.index)) : std::vector<float>();

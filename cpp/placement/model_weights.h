@@ -27,6 +27,10 @@ public:
     const float* operator[](VectorId id) const { return id ? at(id.index).vector : nullptr; }
     // For AttentionSpec::rope; -1 gives a table that rotates nothing.
     const RopeTable& rope(int32_t index) const { return _ropes[static_cast<size_t>(index + 1)]; }
+    // For AttentionSpec::queryScale: [context] factors by position; nullptr for -1.
+    const float* queryScale(int32_t index) const {
+        return index < 0 ? nullptr : _queryScales[static_cast<size_t>(index)];
+    }
 
 private:
     // Where an entry of the list is. Which of the members counts depends on the entry's form.
@@ -38,7 +42,8 @@ private:
     const Placed& at(int32_t index) const { return _placed.at(static_cast<size_t>(index)); }
     const ListedWeight& listed(int32_t index) const { return _spec.weights[static_cast<size_t>(index)]; }
     void loadPart(ModelPart part, LoadTrace& trace);
-    void loadRope(const LayerSpec& layer, int32_t number);
+    void loadTables(const LayerSpec& layer, int32_t number);
+    void loadRope(const RopeSpec& rope, RopeTable& table, int32_t number);
     void place(int32_t index);
     void placeUnit(int32_t index);
     void placeExperts(int32_t index);
@@ -56,6 +61,7 @@ private:
     bool _expertsResident = true;
     std::vector<Placed> _placed;    // by the list's numbers
     std::vector<RopeTable> _ropes;  // the first rotates nothing
+    std::vector<const float*> _queryScales;
 };
 
 }  // namespace sharpi

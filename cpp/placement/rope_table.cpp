@@ -51,4 +51,13 @@ RopeAngles ropeAngles(const RopeSpec& rope, const std::vector<float>& factors, i
     return angles;
 }
 
+std::vector<float> queryScales(const QueryScaleSpec& spec, int64_t positions) {
+    std::vector<float> factors(static_cast<size_t>(positions));
+    for (int64_t p = 0; p < positions; ++p) {
+        const auto steps = static_cast<double>((p + spec.offset) / spec.length);
+        factors[static_cast<size_t>(p)] = static_cast<float>(1.0 + spec.slope * std::log(steps + 1.0));
+    }
+    return factors;
+}
+
 }  // namespace sharpi

@@ -5,7 +5,21 @@
 
 namespace sharpi {
 
-void CudaOperations::embed(const Weight& table) { _pass.readTable(table, _pass.floats(RowBuffer::Residual)); }
+void CudaOperations::embed(const Weight& table, float scale) {
+    float* const x = _pass.floats(RowBuffer::Residual);
+    _pass.readTable(table, x);
+    if (scale != 1.0f) cuda::scaleRows(_pass.stream, x, _pass.view.rows * _pass.limits.embedding, scale);
+}
+
+void CudaOperations::addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) {
+    cuda::RowOutputs out{_pass.floats(to), {}, {}, add};
+    cuda::rmsNorm(_pass.stream, _pass.floats(from), nullptr, weight, eps, _pass.view.rows, _pass.limits.embedding, out);
+}
+
+void CudaOperations::scaleRows(const float* scale) {
+    cuda::scaleRows(_pass.stream, _pass.floats(RowBuffer::Residual), _pass.view.rows * _pass.limits.embedding, 1.0f,
+                    scale);
+}
 
 // Fast rows that are also read as floats lie where the shared expert's output will be: they are read before it is
 // written.
@@ -31,8 +45,8 @@ void CudaOperations::addLinear(RowInput x, const Weight& w, const float* bias) {
     _products.addLinear(_pass.input(x), w, bias);
 }
 
-void CudaOperations::gatedLinear(RowInput x, const Weight& gate, const Weight& up, const Weight& reader) {
-    _products.gatedLinear(_pass.input(x), gate, up, reader);
+void CudaOperations::gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) {
+    _products.gatedLinear(_pass.input(x), product.gate, product.up, reader);
 }
 
 // The embeddings come first, then what the output head read; each row then takes its place beside its token's.
@@ -56,15 +70,17 @@ void CudaOperations::joinDraft(const Weight& table, const float* norms, const fl
     }
 }
 
-void CudaOperations::head(const float* norm, const Weight& output, float eps, int64_t first, int64_t count) {
+void CudaOperations::head(const HeadCall& call, int64_t first, int64_t count) {
     const int64_t width = _pass.limits.embedding;
     const cuda::RowOutputs normed =
-        _pass.exactForms({output}, _pass.layout->input(RowInput::Normed).exact, count, width);
+        _pass.exactForms({call.output}, _pass.layout->input(RowInput::Normed).exact, count, width);
     const bool inRegion = first == 0;
     if (!inRegion) _pass.weights->beginHead();
-    cuda::rmsNorm(_pass.stream, _pass.floats(RowBuffer::Residual), _pass.view.logitRows + first, norm, eps, count,
-                  width, normed);
-    _products.logits(normed, output, count, inRegion);
+    cuda::rmsNorm(_pass.stream, _pass.floats(RowBuffer::Residual), _pass.view.logitRows + first, call.norm, call.eps,
+                  count, width, normed);
+    _products.logits(normed, call.output, count, inRegion);
+    if (call.softcap != 0)
+        cuda::softcap(_pass.stream, _pass.floats(_pass.layout->logits), count * call.output.rows, call.softcap);
     if (!inRegion) _pass.weights->end();
 }
 

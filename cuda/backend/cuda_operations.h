@@ -14,11 +14,13 @@ public:
     CudaOperations(CudaPass& pass, CudaExpertCache& cache)
         : _pass(pass), _products(pass), _experts(pass, _products, cache) {}
 
-    void embed(const Weight& table) override;
+    void embed(const Weight& table, float scale) override;
     void norm(const float* weight, float eps, Readers readers, bool floats) override;
     void linear(RowInput x, std::initializer_list<Product> products) override;
     void addLinear(RowInput x, const Weight& w, const float* bias) override;
-    void gatedLinear(RowInput x, const Weight& gate, const Weight& up, const Weight& reader) override;
+    void gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) override;
+    void addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) override;
+    void scaleRows(const float* scale) override;
     void prepareHeads(const HeadsCall& heads, const KvPages& pages) override;
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;
     void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override;
@@ -26,7 +28,7 @@ public:
     void experts(const ExpertCall& call) override { _experts.compute(call); }
     void joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,
                    const Weight& reader) override;
-    void head(const float* norm, const Weight& output, float eps, int64_t first, int64_t count) override;
+    void head(const HeadCall& call, int64_t first, int64_t count) override;
 
 private:
     void attendExact(const HeadsCall& heads, const KvPages& pages, const Weight& reader, const Activations& attended);

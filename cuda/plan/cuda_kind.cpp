@@ -23,8 +23,9 @@ void require(bool ok, const std::string& what) {
 }
 
 void requireExperts(const ExpertFfnSpec& experts) {
-    require(experts.count <= cuda::kMostRouted, std::to_string(experts.count) + " experts a layer, where up to " +
-                                                    std::to_string(cuda::kMostRouted) + " are known");
+    require(experts.routing.count <= cuda::kMostRouted, std::to_string(experts.routing.count) +
+                                                            " experts a layer, where up to " +
+                                                            std::to_string(cuda::kMostRouted) + " are known");
 }
 
 class CudaKind final : public DeviceKind {

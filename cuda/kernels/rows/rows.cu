@@ -124,7 +124,16 @@ __device__ __forceinline__ void storeNormed(const RowOutputs& out, int64_t row, 
                                             bool whole, bool valid, float4 x, float inverse, float4 w) {
     const float4 y = make_float4(__fmul_rn(__fmul_rn(x.x, inverse), w.x), __fmul_rn(__fmul_rn(x.y, inverse), w.y),
                                  __fmul_rn(__fmul_rn(x.z, inverse), w.z), __fmul_rn(__fmul_rn(x.w, inverse), w.w));
-    if (out.floats && valid) storeQuad(out.floats + row * cols + column, y, whole, cols - column);
+    if (out.floats && valid) {
+        float* to = out.floats + row * cols + column;
+        float4 stored = y;
+        if (out.adds) {
+            const float4 old = loadQuad(to, whole, cols - column);
+            stored =
+                make_float4(__fadd_rn(old.x, y.x), __fadd_rn(old.y, y.y), __fadd_rn(old.z, y.z), __fadd_rn(old.w, y.w));
+        }
+        storeQuad(to, stored, whole, cols - column);
+    }
     storeForms(out, row, cols, column, y, valid);
 }
 
@@ -254,6 +263,30 @@ __global__ void __launch_bounds__(kElementThreads)
     storeForms(out, row, cols, column, y, valid);
 }
 
+// Calls change(element) for n elements in place.
+template <typename Change> __device__ __forceinline__ void changeEach(float* x, int64_t n, const Change& change) {
+    for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
+        x[i] = change(x[i]);
+}
+
+__global__ void __launch_bounds__(kElementThreads)
+    scaleKernel(float* x, int64_t n, float factor, const float* factors) {
+    allowNext();
+    if (factors) factor = __fmul_rn(factor, factors[0]);
+    waitForPrevious();
+    changeEach(x, n, [&](float value) { return __fmul_rn(value, factor); });
+}
+
+__global__ void __launch_bounds__(kElementThreads) softcapKernel(float* x, int64_t n, float cap) {
+    allowNext();
+    waitForPrevious();
+    changeEach(x, n, [&](float value) { return portableSoftcap(value, cap); });
+}
+
+dim3 elementBlocks(int64_t n) {
+    return dim3(static_cast<unsigned>(std::min<int64_t>((n + kElementThreads - 1) / kElementThreads, 1024)));
+}
+
 bool isAligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 void requireBlocks(int64_t cols, const RowOutputs& out) {
@@ -298,6 +331,14 @@ void rowDots(Stream& stream, const float* x, const float* weight, int64_t rows, 
     if (rows == 0) return;
     launch(stream, rowDotsKernel, dim3(static_cast<unsigned>((rows + kDotRows - 1) / kDotRows)), dim3(kDotRows * 32), 0,
            x, weight, rows, cols, y);
+}
+
+void scaleRows(Stream& stream, float* x, int64_t n, float factor, const float* factors) {
+    if (n > 0) launch(stream, scaleKernel, elementBlocks(n), dim3(kElementThreads), 0, x, n, factor, factors);
+}
+
+void softcap(Stream& stream, float* x, int64_t n, float cap) {
+    if (n > 0) launch(stream, softcapKernel, elementBlocks(n), dim3(kElementThreads), 0, x, n, cap);
 }
 
 void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, const RowOutputs& out) {

@@ -489,7 +489,7 @@ TEST(PredictionLayer, StepsHaveRoomForIt) {
     o.hidden = 32;
     Model model(o);
     ModelSpec spec = model.spec();
-    spec.predictions[0].layer.experts->used = 3;
+    spec.predictions[0].layer.experts->routing.used = 3;
     spec.predictions[0].layer.attention->heads = 16;
     const StepLimits with = stepLimits(spec, model.table(), 8, 64, KvType::BF16);
     spec.dropPredictions();

@@ -84,9 +84,9 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
             EXPECT_EQ(layer.experts.has_value(), sparse);
             EXPECT_EQ(layer.dense.has_value(), !sparse);
             if (sparse) {
-                EXPECT_EQ(layer.experts->count, o.experts ? o.experts : 4);
-                EXPECT_EQ(layer.experts->used, o.used);
-                EXPECT_EQ(layer.experts->renormalize, arch.renormalized);
+                EXPECT_EQ(layer.experts->routing.count, o.experts ? o.experts : 4);
+                EXPECT_EQ(layer.experts->routing.used, o.used);
+                EXPECT_EQ(layer.experts->routing.renormalize, arch.renormalized);
                 EXPECT_EQ(layer.experts->hidden, o.hidden);
                 EXPECT_EQ(layer.experts->shared.has_value(), arch.hybrid);
             } else {
@@ -388,7 +388,7 @@ TEST(Weights, FusedSlicesAreTheRightRows) {
     EXPECT_EQ(slice(a.qBias).cols, 64);
     EXPECT_EQ(slice(a.vBias).cols, 32);
     const ExpertFfnSpec& f = *layer.experts;
-    for (int32_t e = 0; e < f.count; ++e) {
+    for (int32_t e = 0; e < f.routing.count; ++e) {
         expectRows(weights->matrix(slice(f.gate), e), "blk.1.ffn_gate_up_exps.weight", e * 192, 96, 64);
         expectRows(weights->matrix(slice(f.up), e), "blk.1.ffn_gate_up_exps.weight", e * 192 + 96, 96, 64);
         expectRows(weights->matrix(slice(f.down), e), "blk.1.ffn_down_exps.weight", e * 64, 64, 96);

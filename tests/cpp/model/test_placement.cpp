@@ -108,7 +108,7 @@ TEST(TensorUses, CountWhatATokenReads) {
             } else if (role == "experts") {
                 const ExpertFfnSpec& f = *spec.layers[0].experts;
                 EXPECT_EQ(use.bytesPerToken,
-                          rowBytes(t.type, use.cols) * static_cast<uint64_t>(use.rows) * static_cast<uint64_t>(f.used))
+                          rowBytes(t.type, use.cols) * static_cast<uint64_t>(use.rows) * static_cast<uint64_t>(f.routing.used))
                     << t.name;
             } else if (role == "head") {
                 EXPECT_EQ(use.bytesPerToken, t.bytes);

@@ -10,15 +10,19 @@ using namespace sharpi;
 class Forwarding : public Operations {
 public:
     explicit Forwarding(Operations& to) : _to(to) {}
-    void embed(const Weight& table) override { _to.embed(table); }
+    void embed(const Weight& table, float scale) override { _to.embed(table, scale); }
     void norm(const float* weight, float eps, Readers readers, bool floats) override {
         _to.norm(weight, eps, readers, floats);
     }
     void linear(RowInput x, std::initializer_list<Product> products) override { _to.linear(x, products); }
     void addLinear(RowInput x, const Weight& w, const float* bias) override { _to.addLinear(x, w, bias); }
-    void gatedLinear(RowInput x, const Weight& gate, const Weight& up, const Weight& reader) override {
-        _to.gatedLinear(x, gate, up, reader);
+    void gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) override {
+        _to.gatedLinear(x, product, reader);
     }
+    void addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) override {
+        _to.addNormed(from, weight, eps, to, add);
+    }
+    void scaleRows(const float* scale) override { _to.scaleRows(scale); }
     void prepareHeads(const HeadsCall& heads, const KvPages& pages) override { _to.prepareHeads(heads, pages); }
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override {
         _to.attend(heads, pages, reader);
@@ -32,9 +36,7 @@ public:
                    const Weight& reader) override {
         _to.joinDraft(table, norms, sourceNorm, eps, reader);
     }
-    void head(const float* norm, const Weight& output, float eps, int64_t first, int64_t count) override {
-        _to.head(norm, output, eps, first, count);
-    }
+    void head(const HeadCall& call, int64_t first, int64_t count) override { _to.head(call, first, count); }
 
 private:
     Operations& _to;

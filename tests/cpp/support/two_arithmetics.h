@@ -66,8 +66,8 @@ private:
     class Marked : public Forwarding {
     public:
         explicit Marked(TwoArithmetics& owner) : Forwarding(owner.Watched::operations()), _owner(owner) {}
-        void embed(const Weight& table) override {
-            Forwarding::embed(table);
+        void embed(const Weight& table, float scale) override {
+            Forwarding::embed(table, scale);
             _owner.markPromptRows();
         }
         void linear(RowInput x, std::initializer_list<Product> products) override {
