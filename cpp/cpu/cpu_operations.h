@@ -34,6 +34,7 @@ private:
     void rope(float* x, int32_t heads, int32_t headDim, const RopeTable& table);
     void storeKv(const SequenceRows& rows, const KvPages& pages);
     void convolve(const DeltaCall& call, const RecurrentLayer& state);
+    void splitSteps(const DeltaCall& call);
     void prepareDelta(const DeltaCall& call);
     void updateStates(const DeltaCall& call, const RecurrentLayer& state);
 

@@ -95,7 +95,9 @@ void attentionLayer(const LayerContext& context, const LayerSpec& layer, const K
 void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const RecurrentLayer& state) {
     const GatedDeltaSpec& d = *layer.delta;
     const ModelWeights& w = context.weights;
-    const Weight &qkv = w[d.qkv], &gate = w[d.gate], &alpha = w[d.alpha], &beta = w[d.beta], &output = w[d.output];
+    Operations& ops = context.ops;
+    const float *const norm = w[layer.mixerNorm], eps = context.spec.normEpsilon;
+    const Weight &qkv = w[d.qkv], &gate = w[d.gate], &beta = w[d.beta], &output = w[d.output];
     DeltaCall call;
     call.keyHeads = d.keyHeads;
     call.valueHeads = d.valueHeads;
@@ -107,12 +109,18 @@ void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const 
     call.headNorm = w[d.headNorm];
     call.eps = context.spec.normEpsilon;
     call.consecutiveHeads = d.consecutiveHeads;
-    context.ops.norm(w[layer.mixerNorm], context.spec.normEpsilon, {qkv, gate, alpha, beta}, false);
-    context.ops.linear(RowInput::Normed, {{qkv, nullptr, RowBuffer::DeltaMixed},
-                                          {gate, nullptr, RowBuffer::DeltaGate},
-                                          {alpha, nullptr, RowBuffer::DeltaAlpha},
-                                          {beta, nullptr, RowBuffer::DeltaBeta}});
-    context.ops.deltaRule(call, state, output);
+    call.fusedSteps = d.fusedSteps;
+    const Product mixed{qkv, nullptr, RowBuffer::DeltaMixed}, gates{gate, nullptr, RowBuffer::DeltaGate};
+    if (d.fusedSteps) {
+        ops.norm(norm, eps, {qkv, gate, beta}, false);
+        ops.linear(RowInput::Normed, {mixed, gates, {beta, nullptr, RowBuffer::DeltaSteps}});
+    } else {
+        const Weight& alpha = w[d.alpha];
+        ops.norm(norm, eps, {qkv, gate, alpha, beta}, false);
+        ops.linear(RowInput::Normed,
+                   {mixed, gates, {alpha, nullptr, RowBuffer::DeltaAlpha}, {beta, nullptr, RowBuffer::DeltaBeta}});
+    }
+    ops.deltaRule(call, state, output);
     addPart(context, RowInput::Attended, output, nullptr, layer.mixerPostNorm);
 }
 

@@ -70,7 +70,14 @@ struct DeltaCall {
     const float* conv = nullptr;  // [convWidth, channels]
     const float *stepBias = nullptr, *decay = nullptr, *headNorm = nullptr;
     float eps = 0;
-    bool consecutiveHeads = false;
+    bool consecutiveHeads = false;  // see GatedDeltaSpec
+    // DeltaSteps holds, key head by key head, the betas and then the alphas of its value heads. They go to DeltaAlpha
+    // and DeltaBeta first.
+    bool fusedSteps = false;
+    // The key head that a value head reads.
+    int32_t keyHeadOf(int32_t head) const {
+        return consecutiveHeads ? head / (valueHeads / keyHeads) : head % keyHeads;
+    }
     int64_t keyWidth() const { return int64_t{keyHeads} * headDim; }
     int64_t valueWidth() const { return int64_t{valueHeads} * headDim; }
     int64_t channels() const { return 2 * keyWidth() + valueWidth(); }

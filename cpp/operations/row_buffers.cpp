@@ -19,6 +19,7 @@ int64_t RowBuffers::floats(RowBuffer buffer, const StepLimits& l) {
     case RowBuffer::DeltaGate: return rows * l.deltaWidth;
     case RowBuffer::DeltaAlpha:
     case RowBuffer::DeltaBeta: return rows * l.deltaHeads;
+    case RowBuffer::DeltaSteps: return l.fusedDeltaSteps ? 2 * rows * l.deltaHeads : 0;
     case RowBuffer::RouterLogits: return rows * l.experts;
     case RowBuffer::Gate:
     case RowBuffer::Up: return std::max({rows * l.denseHidden, pairs * l.expertHidden, rows * l.sharedHidden});

@@ -25,6 +25,7 @@ enum class RowBuffer : uint8_t {
     DeltaGate,
     DeltaAlpha,
     DeltaBeta,
+    DeltaSteps,  // alphas and betas of one product: see DeltaCall::fusedSteps
     // Used by a feed-forward part.
     RouterLogits,
     Gate,  // one row for each row of the batch, or for each pair of a row and an expert that it chose

@@ -24,6 +24,7 @@ void addLimits(StepLimits& limits, const GatedDeltaSpec& d) {
     limits.deltaWidth = std::max(limits.deltaWidth, d.valueWidth());
     limits.deltaHeads = std::max(limits.deltaHeads, d.valueHeads);
     limits.deltaDim = std::max(limits.deltaDim, d.headDim);
+    limits.fusedDeltaSteps |= d.fusedSteps;
     limits.deltaConvWidth = std::max(limits.deltaConvWidth, d.convWidth);
 }
 

@@ -130,6 +130,9 @@ std::vector<float> ModelWeights::floats(const ListedWeight& weight) const {
         const uint8_t* const begin = m.data + rowBytes(m.type, slice.colBegin);
         cpu::kernels().dequantizeRow(m.type, begin, count, values.data() + before);
     }
+    if (weight.factor != 1.0) {
+        for (float& value : values) value = static_cast<float>(value * weight.factor);
+    }
     if (weight.form != WeightForm::Transposed) return values;
     const auto rows = static_cast<size_t>(weight.slice().rows), cols = static_cast<size_t>(weight.slice().cols);
     std::vector<float> transposed(values.size());
@@ -161,7 +164,9 @@ void ModelWeights::loadTables(const LayerSpec& layer, int32_t number) {
 void ModelWeights::loadRope(const RopeSpec& rope, RopeTable& table, int32_t number) {
     RopeAngles angles;
     if (!_files.files().empty()) {  // not when planning
-        const std::vector<float> factors = rope.factors ? floats(listed(rope.factors.index)) : std::vector<float>();
+        const bool isLong = rope.longFactors && _context > rope.originalContext;
+        const VectorId used = isLong ? rope.longFactors : rope.factors;
+        const std::vector<float> factors = used ? floats(listed(used.index)) : std::vector<float>();
         angles = ropeAngles(rope, factors, _context);
     }
     const auto count = static_cast<size_t>(_context * (rope.dims / 2));

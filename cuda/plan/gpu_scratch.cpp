@@ -125,7 +125,7 @@ GpuScratch::Exact GpuScratch::takeExact(int64_t count, int64_t cols) {
 
 void GpuScratch::takeMixer(const StepLimits& l) {
     const int64_t width = std::max(l.queryWidth, l.deltaWidth);
-    rows.take(_layout, l, RowBuffer::GatedQueries, RowBuffer::DeltaBeta);
+    rows.take(_layout, l, RowBuffer::GatedQueries, RowBuffer::DeltaSteps);
     input(RowInput::Attended).exact = takeExact(exactRows, width);
     if (fastRows) takeFastMixer(l);
 }
