@@ -110,6 +110,14 @@ struct ExpertCall {
     ExpertStacks inFile() const { return {gate.file, up.file, down.file}; }
 };
 
+// The per-layer embeddings of a batch; see LayerInputsSpec.
+struct LayerInputsCall {
+    const Weight& table;
+    int64_t width = 0;            // of one layer
+    const float* norm = nullptr;  // [width]
+    float eps = 0;
+};
+
 // The output head.
 struct HeadCall {
     const float* norm = nullptr;
@@ -124,6 +132,8 @@ public:
 
     // Residual row t = the table's row of token t, times scale.
     virtual void embed(const Weight& table, float scale) = 0;
+    // Normed = Residual, for products that read the rows as they are.
+    virtual void copyRows(Readers readers) = 0;
     // Normed = rmsNorm(Residual). floats: rows are also read as floats, by route() for a shared expert's scale.
     virtual void norm(const float* weight, float eps, Readers readers, bool floats) = 0;
     // All products read the same rows.
@@ -134,6 +144,10 @@ public:
     virtual void gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) = 0;
     // to += rmsNorm(from); both are [rows, embedding]. add: false: `to` is overwritten.
     virtual void addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) = 0;
+    // LayerInputs holds the projection of the rows, and becomes what LayerInputsSpec says.
+    virtual void joinLayerInputs(const LayerInputsCall& call) = 0;
+    // Hidden = gelu(Gate) * the layer's part of LayerInputs, for the product with `reader`.
+    virtual void gateLayerInput(int32_t layer, int64_t width, const Weight& reader) = 0;
     // Residual *= scale[0].
     virtual void scaleRows(const float* scale) = 0;
 
