@@ -34,6 +34,8 @@ public:
 private:
     const float* input(RowInput x) const;
     void splitGatedQueries(int32_t heads, int32_t headDim);
+    void normHeads(float* x, const float* weight, int32_t heads, int32_t headDim, const HeadsCall& call);
+    void scaleQueries(const HeadsCall& call, int64_t width);
     void rope(float* x, int32_t heads, int32_t headDim, const RopeTable& table);
     void storeKv(const SequenceRows& rows, const KvPages& pages);
     void convolve(const DeltaCall& call, const RecurrentLayer& state);

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/attention_reach.h"
 #include "core/matrix.h"
 #include "memory/kv_pages.h"
 
@@ -40,7 +41,8 @@ struct MatmulArgs {
 };
 
 // Causal attention of the query rows of one sequence. Query row i (position positions[i]) sees the keys at
-// 0..positions[i]. The page of a position is pageTable[position / pageTokens].
+// reach.first(positions[i])..positions[i]. The page of a position is pageTable[position / pageTokens]; the entries of
+// pages that no row sees are not read.
 // q, out: row i at i * rowStride, head h at + h * headDim. Grouped-query: head h reads kv head h / (heads / kvHeads).
 struct AttentionArgs {
     const float* q = nullptr;
@@ -49,6 +51,9 @@ struct AttentionArgs {
     const int32_t* positions = nullptr;
     int32_t heads = 0;
     float scale = 1.0f;
+    AttentionReach reach;
+    float softcap = 0;             // 0: none
+    const float* sinks = nullptr;  // [heads] or nullptr
     KvPages pages;
     const int32_t* pageTable = nullptr;
 };
@@ -87,7 +92,7 @@ struct Kernels {
     void (*matmul)(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, void* scratch);
 
     // --- everything else (float_*.cpp) ---
-    // y = x / sqrt(mean(x^2) + eps) * weight, one row of n. y may be x.
+    // y = x / sqrt(mean(x^2) + eps) * weight, one row of n. y may be x. weight: nullptr: weights of 1.
     void (*rmsNorm)(const float* x, const float* weight, float eps, int64_t n, float* y);
     // x += y
     void (*add)(float* x, const float* y, int64_t n);

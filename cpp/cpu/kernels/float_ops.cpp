@@ -36,6 +36,11 @@ static float sumOfSquares(const float* x, int64_t n) {
 void rmsNorm(const float* x, const float* weight, float eps, int64_t n, float* y) {
     const float mean = sumOfSquares(x, n) / static_cast<float>(n);
     const Vec inverse = vset(1.0f / __builtin_sqrtf(mean + eps));
+    if (!weight) {
+        forEachVec(n, [&](int64_t i, int lanes)
+                          __attribute__((always_inline)) { put(y + i, vmul(take(x + i, lanes), inverse), lanes); });
+        return;
+    }
     forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
         put(y + i, vmul(vmul(take(x + i, lanes), inverse), take(weight + i, lanes)), lanes);
     });

@@ -94,6 +94,10 @@ TEST(FloatKernels, RmsNormSumsInTheDocumentedOrder) {
         for (int64_t i = 0; i < n; i++) expected[i] = x[i] * inverse;
         sharpi::cpu::kernels().rmsNorm(x.data(), ones.data(), 1e-6f, n, got.data());
         expectSameBits(got, expected, "n = " + std::to_string(n));
+        for (const Kernels* table : tables()) {
+            table->rmsNorm(x.data(), nullptr, 1e-6f, n, got.data());
+            expectSameBits(got, expected, std::string(table->name) + ", no weights, n = " + std::to_string(n));
+        }
     }
 }
 
