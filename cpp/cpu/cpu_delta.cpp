@@ -19,7 +19,7 @@ void CpuOperations::deltaRule(const DeltaCall& call, const RecurrentLayer& state
     prepareDelta(call);
     updateStates(call, state);
     _work.norm(attended, call.headNorm, call.eps, _work.rows() * call.valueHeads, call.headDim, attended);
-    _work.siluMul(gate, attended, _work.rows() * call.valueWidth());
+    _work.gatedActivation({}, gate, attended, _work.rows() * call.valueWidth());
     _attended = gate;
 }
 
@@ -77,7 +77,7 @@ void CpuOperations::updateStates(const DeltaCall& call, const RecurrentLayer& st
             const int64_t row = sequence.begin + step.begin;
             const float* mixed = _work.at(RowBuffer::DeltaMixed) + row * channels;
             cpu::DeltaArgs args;
-            args.q = mixed + int64_t{head % call.keyHeads} * call.headDim;
+            args.q = mixed + int64_t{call.keyHeadOf(head)} * call.headDim;
             args.k = args.q + keyWidth;
             args.v = mixed + 2 * keyWidth + int64_t{head} * call.headDim;
             args.rowStride = channels;
