@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/activation.h"
 #include "core/attention_reach.h"
 #include "core/matrix.h"
 #include "memory/kv_pages.h"
@@ -58,6 +59,14 @@ struct AttentionArgs {
     const int32_t* pageTable = nullptr;
 };
 
+// A row of a gated feed-forward part. Both products are multiplied by `factor`, then the biases are added.
+struct GatedRow {
+    float* gate = nullptr;  // becomes activation(gate, up)
+    const float* up = nullptr;
+    const float *gateBias = nullptr, *upBias = nullptr;  // may be nullptr
+    float factor = 1.0f;
+};
+
 // Gated DeltaNet's convolution and SiLU over the rows of one sequence, in place (kernels/delta.cpp).
 constexpr int kMaxConvWidth = 64;
 struct ConvArgs {
@@ -98,8 +107,8 @@ struct Kernels {
     void (*add)(float* x, const float* y, int64_t n);
     // x += scale * y
     void (*addScaled)(float* x, const float* y, float scale, int64_t n);
-    // gate = silu(gate) * up
-    void (*siluMul)(float* gate, const float* up, int64_t n);
+    // n elements of a row; see core/activation.h.
+    void (*gatedActivation)(Activation activation, const GatedRow& row, int64_t n);
     // x = x / sqrt(sum of x^2 + eps) * scale, one row of n.
     void (*l2Norm)(float* x, float eps, float scale, int64_t n);
     // x = x * sigmoid(gate)

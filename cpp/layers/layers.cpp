@@ -130,7 +130,8 @@ void denseLayer(const LayerContext& context, const LayerSpec& layer) {
     const ModelWeights& w = context.weights;
     const Weight &gate = w[f.gate], &up = w[f.up], &down = w[f.down];
     context.ops.norm(w[layer.ffnNorm], context.spec.normEpsilon, {gate, up}, false);
-    context.ops.gatedLinear(RowInput::Normed, {gate, up, w[f.gateBias], w[f.upBias], f.activation}, down);
+    const HostBiases hostBiases{w.inHost(f.gateBias), w.inHost(f.upBias)};
+    context.ops.gatedLinear(RowInput::Normed, {gate, up, w[f.gateBias], w[f.upBias], f.activation, hostBiases}, down);
     if (layer.parallel) context.ops.linear(RowInput::Hidden, {{down, w[f.downBias], RowBuffer::PartOut}});
     else addPart(context, RowInput::Hidden, down, w[f.downBias], layer.ffnPostNorm);
 }
@@ -145,6 +146,7 @@ void expertLayer(const LayerContext& context, const LayerSpec& layer, const Laye
     call.gateBias = w[f.gateBias];
     call.upBias = w[f.upBias];
     call.downBias = w[f.downBias];
+    call.hostBiases = {w.inHost(f.gateBias), w.inHost(f.upBias)};
     call.activation = f.activation;
     const bool normed = layer.parallel || layer.ffnPostNorm;
     if (normed) call.to = RowBuffer::PartOut;

@@ -39,11 +39,17 @@ struct Product {
 // The matrices that read rows next.
 using Readers = std::initializer_list<Matrix>;
 
+// The biases of gate and up once more, where the CPU can read them: it may compute a part of a device's step.
+struct HostBiases {
+    const float *gate = nullptr, *up = nullptr;
+};
+
 // The two products of a gated feed-forward part, and what joins them.
 struct GatedProduct {
     const Weight &gate, &up;
     const float *gateBias = nullptr, *upBias = nullptr;  // [gate.rows]; may be nullptr
-    Activation activation;
+    Activation activation = {};
+    HostBiases hostBiases = {};
 };
 
 // The heads of one attention layer. AttentionSpec says what the members mean.
@@ -102,11 +108,12 @@ struct ExpertCall {
     RouterCall routing;
     const WeightStack &gate, &up, &down;
     const float *gateBias = nullptr, *upBias = nullptr, *downBias = nullptr;  // see ExpertFfnSpec
-    Activation activation;
-    RowBuffer to = RowBuffer::Residual;  // added to Residual; any other buffer is overwritten
-    bool shared = false;                 // SharedOut holds a shared expert's output
-    const float* sharedScale = nullptr;  // [embedding], of the shared expert; nullptr: it is added with the weight 1
-    std::optional<RouterCall> next;      // of the next layer with experts, for guesses at what it will choose
+    HostBiases hostBiases = {};
+    Activation activation = {};
+    RowBuffer to = RowBuffer::Residual;   // added to Residual; any other buffer is overwritten
+    bool shared = false;                  // SharedOut holds a shared expert's output
+    const float* sharedScale = nullptr;   // [embedding], of the shared expert; nullptr: it is added with the weight 1
+    std::optional<RouterCall> next = {};  // of the next layer with experts, for guesses at what it will choose
     ExpertStacks inFile() const { return {gate.file, up.file, down.file}; }
 };
 
