@@ -93,8 +93,7 @@ void bindDescription(py::module_& m) {
             "Layers with an expert that every token goes through.")
         .def_property_readonly("parameter_count", [](const Description& d) { return d.spec.parameters(d.tensors); })
         .def(
-            "kv_bytes",
-            [](const Description& d, const EngineOptions& options) { return kvBytes(d.spec, options); },
+            "kv_bytes", [](const Description& d, const EngineOptions& options) { return kvBytes(d.spec, options); },
             py::arg("options"), "Bytes of the KV cache, in whole pages.")
         .def(
             "kv_bytes_if_all_seen",
