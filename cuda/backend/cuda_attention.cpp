@@ -41,10 +41,10 @@ void CudaOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
     }
     const cuda::HeadPreparation how = preparation(call);
     const cuda::HeadShape shape = shapeOf(call, pages);
-    if (exact) cuda::prepareHeads(_pass.stream, q, k, v, shape, how, _pass.view.exact, pages, {});
+    if (exact) cuda::prepareHeads(_pass.stream, q, k, v, shape, how, _pass.view.exactOf(pages), pages, {});
     if (_pass.fastRows()) {
         cuda::prepareHeads(_pass.stream, q + exact * width, k + exact * kvWidth, v + exact * kvWidth, shape, how,
-                           _pass.view.fast, pages, _pass.halves(_pass.layout->queries));
+                           _pass.view.fastOf(pages), pages, _pass.halves(_pass.layout->queries));
     }
 }
 
@@ -64,7 +64,8 @@ void CudaOperations::attendExact(const HeadsCall& call, const KvPages& pages, co
     const float* const q = _pass.floats(RowBuffer::Queries);
     _pass.forExactGroups([&](int64_t first, int rows) {
         cuda::attentionDecode(_pass.stream, q + first * attended.cols, shapeOf(call, pages), call.scale,
-                              _pass.view.exact.from(first, rows), pages, _pass.at<uint8_t>(_pass.layout->attention),
+                              _pass.view.exactOf(pages).from(first, rows), pages,
+                              _pass.at<uint8_t>(_pass.layout->attention),
                               cuda::rowsFrom(written, first, attended.cols));
     });
     const int64_t rows = _pass.exactRows();
@@ -80,7 +81,7 @@ void CudaOperations::attendFast(const HeadsCall& call, const KvPages& pages, con
     const cuda::RowOutputs ungated{_pass.floats(_pass.layout->attendedFloats), {}, {}};
     const cuda::RowOutputs written{nullptr, {}, attended.fast};
     cuda::attentionPrefill(_pass.stream, _pass.halves(_pass.layout->queries), shapeOf(call, pages), call.scale,
-                           _pass.view.fast, _pass.view.queryTiles, pages, call.gated ? ungated : written);
+                           _pass.view.fastOf(pages), _pass.view.queryTiles, pages, call.gated ? ungated : written);
     if (!call.gated) return;
     const float* const gates =
         _pass.floats(RowBuffer::GatedQueries) + _pass.exactRows() * 2 * call.heads * pages.headDim;
