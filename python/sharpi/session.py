@@ -18,7 +18,7 @@ from sharpi.errors import InvalidRequestError, ModelFileError
 from sharpi.generation import Generation, Meter, Timing, Token
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.planning.drafts import choose_drafts, missing_states
-from sharpi.reply import Message, Reply, checked_messages, render_prompt
+from sharpi.reply import Message, Reply, checked_messages, render_prompt, require_template
 from sharpi.settings.arguments import flag, maybe, token_ids
 from sharpi.settings.generation_options import GenerationOptions, checked_options, takes_generation_options
 
@@ -99,7 +99,7 @@ class Session:
         conversation = checked_messages(messages, system)
         prompt = render_prompt(self._model, conversation, thinking=maybe(flag, "thinking", thinking), tools=tools)
         tokens = self._model.tokenize(prompt, add_special=False, parse_special=True)
-        return Reply(self.generate(tokens, **options), prompt)
+        return Reply(self.generate(tokens, **options), prompt, require_template(self._model).markers)
 
     def _sampling(self, given: Mapping[str, Any], suppressed: frozenset[int]) -> _core.SamplingParams:
         """Raises `InvalidRequestError` for an option that is out of its range."""
