@@ -13,13 +13,13 @@ one. Decoding works on bytes: a character spread over several tokens is never br
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from sharpi.errors import InvalidRequestError
 from sharpi.files.metadata import Metadata
 from sharpi.text.encoders import ByteLevelEncoder, CharacterEncoder, Encoder, ScoreEncoder
 from sharpi.text.pretokenizers import PreTokenizer, find_pretokenizer
+from sharpi.text.special_tokens import SpecialTokens
 from sharpi.text.vocabulary import SILENT, SPECIAL, USER_DEFINED, Vocabulary
 
 __all__ = ["StreamDecoder", "Tokenizer"]
@@ -49,7 +49,7 @@ class Tokenizer:
         self.add_eos = self._adds(metadata, "eos", False, vocabulary.eos_id)
         self._pieces = vocabulary.pieces()
         self._encoder: Encoder | None = None
-        self._splitters: dict[bool, re.Pattern[str] | None] = {}
+        self._finders: dict[bool, SpecialTokens] = {}
 
     @classmethod
     def from_metadata(cls, metadata: Metadata) -> Tokenizer:
@@ -141,18 +141,14 @@ class Tokenizer:
 
     def _split_special(self, text: str, parse_special: bool) -> Iterator[tuple[str, int | None]]:
         """Cuts `text` at special tokens, the longest where several begin; (part, its id or None)."""
-        if parse_special not in self._splitters:
+        if parse_special not in self._finders:
             kinds = SPECIAL if parse_special else (USER_DEFINED,)
-            texts = [token for token, kind in zip(self._vocabulary.tokens, self._vocabulary.types, strict=True)
-                     if token and kind in kinds]
-            texts.sort(key=len, reverse=True)
-            self._splitters[parse_special] = (
-                re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None)
-        splitter = self._splitters[parse_special]
+            types = self._vocabulary.types
+            self._finders[parse_special] = SpecialTokens(
+                {text: token for text, token in self._vocabulary.id_of.items() if types[token] in kinds})
         stripping = False
-        for index, part in enumerate(splitter.split(text) if splitter else [text]):
-            if index % 2:
-                token = self._vocabulary.id_of[part]
+        for part, token in self._finders[parse_special].split(text):
+            if token is not None:
                 stripping = token in self._vocabulary.stripping_ids
                 yield part, token
             elif rest := part.lstrip() if stripping else part:

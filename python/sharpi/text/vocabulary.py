@@ -116,7 +116,8 @@ class Vocabulary:
 
         self.bos_id, self.eos_id, self.unk_id = role("bos"), role("eos"), role("unknown")
         stops = {token for name in ("eos", "eot", "eom") if (token := role(name)) is not None}
-        for text in _STOP_TEXTS:
+        tags = {"</s>"} if "<eos>" in self.id_of else set()  # Gemma's is HTML
+        for text in _STOP_TEXTS - tags:
             token = self.id_of.get(text)
             # A normal token that merely reads like one ("</s>" in a web vocabulary) is text.
             if token is not None and self.types[token] in (CONTROL, USER_DEFINED):

@@ -26,6 +26,7 @@ from vocabularies import (
 )
 
 from sharpi.errors import InvalidRequestError, ModelFileError
+from sharpi.text.special_tokens import SpecialTokens
 
 SPACE = "\u2581"
 FIRST_BYTE = 4  # the id of <0x00> in `character_metadata`
@@ -209,8 +210,8 @@ ENDS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "gemma 4, early": ({**character_metadata(), "tokenizer.ggml.token_type": [
         NORMAL if at == 1 else kind for at, kind in enumerate(character_metadata()["tokenizer.ggml.token_type"])]},
         {"<eos>", "<turn|>", "<|tool_response>"}),
-    "gemma 3": (with_tokens({"<eos>": CONTROL, "<end_of_turn>": CONTROL, "</s>": NORMAL}, eos="<eos>"),
-                {"<eos>", "<end_of_turn>"}),
+    "gemma 3": (with_tokens({"<eos>": CONTROL, "<end_of_turn>": CONTROL, "<s>": USER_DEFINED, "</s>": USER_DEFINED},
+                            eos="<eos>"), {"<eos>", "<end_of_turn>"}),
     "gpt-oss": (with_tokens(HARMONY, eos="<|return|>"), {"<|return|>", "<|call|>", "<|endoftext|>"}),
     "gpt-oss, told otherwise": (with_tokens(HARMONY, eos="<|return|>", eot="<|end|>"),
                                 {"<|return|>", "<|call|>", "<|endoftext|>"}),
@@ -246,6 +247,27 @@ def test_the_marks_of_an_answers_parts_are_shown_and_still_no_text_spells_them()
     # Without messages, <|end|> only ends.
     phi = tokenizer_of(with_tokens({"<|end|>": CONTROL, "<|user|>": CONTROL}))
     assert phi.decode(phi.encode("<|user|>a<|end|>", parse_special=True)) == "a"
+
+
+def test_special_tokens_are_found_from_the_left_the_longest_first() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        words = {"".join(rng.choices("ab<", k=rng.randint(1, 5))) for _ in range(rng.randint(0, 6))}
+        finder = SpecialTokens({word: at for at, word in enumerate(sorted(words))})
+        by_length = sorted(words, key=len, reverse=True)
+        text = "".join(rng.choices("ab<", k=rng.randint(0, 30)))
+        expected: list[tuple[str, int | None]] = []
+        at = plain = 0
+        while at < len(text):
+            word = next((word for word in by_length if text.startswith(word, at)), None)
+            if word is None:
+                at += 1
+                continue
+            expected += [(text[plain:at], None)] if plain < at else []
+            expected.append((word, sorted(words).index(word)))
+            at = plain = at + len(word)
+        expected += [(text[plain:], None)] if plain < len(text) else []
+        assert list(finder.split(text)) == expected, (words, text)
 
 
 def test_user_defined_tokens_are_text() -> None:
