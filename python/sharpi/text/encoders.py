@@ -29,24 +29,24 @@ class _MergeEncoder:
         # Control tokens stay out, so that no text can merge or be looked up into one.
         self._words = {text: token for text, token in vocabulary.id_of.items()
                        if vocabulary.types[token] not in (*SILENT, BYTE)}
-        pairs = [pair for pair in self._parse_merges(merges, vocabulary.id_of)
-                 if pair[0] in self._words and pair[1] in self._words and "".join(pair) in self._words]
+        pairs = list(self._parse_merges(merges, vocabulary.id_of))
         # Only bytes of unknown characters are looked up among byte tokens; no merge makes one.
         self._byte_ids = {text: token for text, token in vocabulary.id_of.items() if vocabulary.types[token] == BYTE}
         words = {**self._words, **self._byte_ids} if options.get("byte_fallback") else self._words
         self._tokenizer = Tokenizer(models.BPE(words, pairs, **options))
 
-    def _parse_merges(self, merges: Iterable[str], known: dict[str, int]) -> list[tuple[str, str]]:
-        pairs = []
+    def _parse_merges(self, merges: Iterable[str], known: dict[str, int]) -> Iterator[tuple[str, str]]:
+        """The pairs that text may join."""
+        words = self._words
         for rank, merge in enumerate(merges):
             left, _, right = merge.partition(" ")
-            if not left or not right or " " in right:
+            if left in words and right in words and left + right in words and " " not in right:
+                yield left, right
+            elif not left or not right or " " in right:
                 raise ModelFileError.about(self._source, f"merge {rank}, {quoted(merge)}, is not two tokens")
-            if left not in known or right not in known or left + right not in known:
+            elif left not in known or right not in known or left + right not in known:
                 raise ModelFileError.about(self._source, f"merge {rank}, {quoted(merge)}, names or makes "
                                      "a token the vocabulary lacks")
-            pairs.append((left, right))
-        return pairs
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids

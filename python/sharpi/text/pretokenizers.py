@@ -73,7 +73,7 @@ for _names, _pretokenizer in (
     ("gpt-2 phi-2 mpt olmo jais trillion exaone4", PreTokenizer((_GPT2,))),
     ("starcoder refact command-r smollm codeshell exaone minerva-7b",
      PreTokenizer((r"\p{N}", _GPT2))),
-    ("llama-bpe llama3 llama-v3 falcon3 pixtral lfm2",
+    ("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral lfm2",
      PreTokenizer((_gpt4_like(r"\p{N}{1,3}"),), whole_words=True, add_bos=True)),
     ("dbrx smaug-bpe", PreTokenizer((_gpt4_like(r"\p{N}{1,3}"),))),
     ("glm4 chatglm-bpe", PreTokenizer((_gpt4_like(r"\p{N}{1,3}"),), whole_words=True)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = ["SpecialTokens"]
 
@@ -19,13 +19,14 @@ class SpecialTokens:
 
     def __init__(self, id_of: Mapping[str, int]) -> None:
         self._id_of = id_of
-        prefixes = sorted({text[:_PREFIX] for text in id_of}, key=len, reverse=True)
-        self._begins = re.compile("|".join(map(re.escape, prefixes))) if prefixes else None
-        lengths: dict[str, set[int]] = {prefix: set() for prefix in prefixes}
+        firsts = "".join({text[0] for text in id_of})
+        self._begins = re.compile(f"[{re.escape(firsts)}]") if firsts else None
+        lengths: dict[str, set[int]] = {}
         for text in id_of:
-            for prefix in prefixes:
-                if prefix.startswith(text[:_PREFIX]):
-                    lengths[prefix].add(len(text))
+            lengths.setdefault(text[:_PREFIX], set()).add(len(text))
+        for prefix, found in lengths.items():
+            if prefix[0] in lengths:  # a token of one character
+                found.add(1)
         self._lengths = {prefix: sorted(found, reverse=True) for prefix, found in lengths.items()}
 
     def split(self, text: str) -> Iterator[tuple[str, int | None]]:
@@ -33,7 +34,7 @@ class SpecialTokens:
         done = at = 0
         while self._begins is not None and (match := self._begins.search(text, at)) is not None:
             at = match.start()
-            length = next((n for n in self._lengths[match[0]] if text[at:at + n] in self._id_of), 0)
+            length = next((n for n in self._lengths_at(text, at) if text[at:at + n] in self._id_of), 0)
             if not length:
                 at += 1
                 continue
@@ -44,3 +45,8 @@ class SpecialTokens:
             at = done
         if done < len(text):
             yield text[done:], None
+
+    def _lengths_at(self, text: str, at: int) -> Sequence[int]:
+        """The lengths of the tokens that may begin there."""
+        found = self._lengths.get(text[at:at + _PREFIX])
+        return self._lengths.get(text[at], ()) if found is None else found
