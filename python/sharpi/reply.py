@@ -26,8 +26,8 @@ class Reply(Stream[Part]):
     """
 
     def __init__(self, generation: Generation, prompt: str, markers: Markers) -> None:
-        """prompt: what the answer continues; it says whether the answer begins with reasoning. markers: what the
-        model tells its reasoning from the answer by."""
+        """prompt: what the answer continues; it says whether the answer begins with reasoning. markers: how the
+        model marks its reasoning."""
         super().__init__(self._read(ThinkingSplitter(markers.opened_by(prompt), markers)))
         self._generation = generation
         self._spoken: list[Part] = []

@@ -28,9 +28,10 @@ _LONGEST_MESSAGE, _LONGEST_DATE = 500, 200
 
 
 class Markers(NamedTuple):
-    """How models tell the reasoning in an answer from the rest of it: by texts, which are no part of either.
+    """The texts by which models mark the reasoning in an answer; they are no part of the answer.
 
-    openings: each begins reasoning. closing: ends it. dropped: other marks outside of reasoning. None begins another.
+    openings: each begins reasoning. closing: ends it. dropped: other marks outside of reasoning. No mark is the
+    beginning of another.
     """
 
     openings: tuple[str, ...]
@@ -39,7 +40,7 @@ class Markers(NamedTuple):
 
     @staticmethod
     def of(template: str) -> Markers:
-        """Those that the source of a chat template writes."""
+        """The marks that the source of a chat template writes."""
         return next((known for known in _MARKERS if known.openings[0].rstrip() in template), THINK)
 
     def opened_by(self, prompt: str) -> bool:
@@ -48,7 +49,7 @@ class Markers(NamedTuple):
 
 
 def _of_message(header: str) -> tuple[str, str]:
-    """The header at the answer's start, where the prompt has begun the message, and further on."""
+    """A message's header: first as it begins an answer, whose first message the prompt has opened, then in full."""
     return header, f"<|start|>assistant{header}"
 
 

@@ -19,7 +19,7 @@ class Encoder(Protocol):
 
 
 class _MergeEncoder:
-    """What `tokenizers` runs: a list of merges, in order, on the symbols of each word."""
+    """A list of merges, which `tokenizers` applies in their order to the symbols of each word."""
 
     def __init__(self, vocabulary: Vocabulary, merges: Iterable[str], **options: Any) -> None:
         # Imported here: a model that only takes ids needs no tokenizer library.
@@ -81,7 +81,7 @@ class ByteLevelEncoder(_MergeEncoder):
 class CharacterEncoder(_MergeEncoder):
     """Merges on the characters of a text, with spaces as SentencePiece writes them; unknown characters become bytes.
 
-    Nothing but the ends of lines cuts the text: that changes no ids, as no token holds such an end and anything else.
+    The text is cut only around runs of newlines. No token holds a newline and anything else, so this changes no ids.
     """
 
     def __init__(self, vocabulary: Vocabulary, merges: Iterable[str]) -> None:

@@ -44,7 +44,7 @@ class Tokenizer:
         prefix_space = metadata.get_bool("tokenizer.ggml.add_space_prefix", True)
         self._prefix_space = vocabulary.kind == "llama" and prefix_space
         self.add_bos = self._adds(metadata, "bos", add_bos, vocabulary.bos_id)
-        if vocabulary.kind == "gemma4":  # early files deny it, but the model is at a loss without
+        if vocabulary.kind == "gemma4":  # early files say no, but the model needs it
             self.add_bos = vocabulary.bos_id is not None
         self.add_eos = self._adds(metadata, "eos", False, vocabulary.eos_id)
         self._pieces = vocabulary.pieces()

@@ -32,7 +32,7 @@ _STOP_TEXTS = frozenset({
     "<\uff5cend\u2581of\u2581sentence\uff5c>", "<turn|>", "<|tool_response>", "[e~[", "<|fim_pad|>", "<|repo_name|>",
     "<|file_sep|>",
 })
-# A vocabulary with these writes an answer as several messages, each of which <|end|> ends.
+# Models with these write an answer as several messages. There, <|end|> ends a message and not the answer.
 _MESSAGES = frozenset({"<|return|>", "<|call|>", "<|end|>"})
 
 # Control tokens that tell the parts of an answer apart: they are part of its text.
@@ -97,7 +97,7 @@ class Vocabulary:
         vocabulary._read_roles(metadata)
         vocabulary._find_stripping()
         suppressed = metadata.get_ints("tokenizer.ggml.suppress_tokens", None)
-        if suppressed is not None:  # a vocabulary that was cut has fewer tokens than its model once had
+        if suppressed is not None:  # ids that are not there cannot be chosen anyway
             vocabulary.suppressed_ids = frozenset(token for token in suppressed.tolist() if 0 <= token < len(tokens))
         return vocabulary
 
