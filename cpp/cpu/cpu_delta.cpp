@@ -20,7 +20,7 @@ void CpuOperations::deltaRule(const DeltaCall& call, const RecurrentLayer& state
     prepareDelta(call);
     updateStates(call, state);
     _work.norm(attended, call.headNorm, call.eps, _work.rows() * call.valueHeads, call.headDim, attended);
-    _work.siluMul(gate, attended, _work.rows() * call.valueWidth());
+    _work.gatedActivation({}, gate, attended, _work.rows() * call.valueWidth());
     _attended = gate;
 }
 
@@ -84,14 +84,13 @@ void CpuOperations::updateStates(const DeltaCall& call, const RecurrentLayer& st
     _work.pool.run(perSequence * static_cast<int64_t>(_work.sequences.size()), [&](int64_t i, int worker) {
         const SequenceRows& sequence = _work.sequences[static_cast<size_t>(i / perSequence)];
         const auto head = static_cast<int32_t>(i % perSequence / pieces);
-        const int32_t keyHead = call.keyHeadOf(head);
         const auto begin = static_cast<int32_t>(i % pieces) * kColumnPiece;
         const int64_t matrix = int64_t{head} * call.headDim * call.headDim;
         for (const StateStep& step : sequence.steps) {
             const int64_t row = sequence.begin + step.begin;
             const float* mixed = _work.at(RowBuffer::DeltaMixed) + row * channels;
             cpu::DeltaArgs args;
-            args.q = mixed + int64_t{keyHead} * call.headDim;
+            args.q = mixed + int64_t{call.keyHeadOf(head)} * call.headDim;
             args.k = args.q + keyWidth;
             args.v = mixed + 2 * keyWidth + int64_t{head} * call.headDim;
             args.rowStride = channels;

@@ -48,6 +48,12 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
     limits.pageTokens = KvCache::kPageTokens;
     limits.kvType = kvType;
     limits.drafts = !spec.predictions.empty();
+    if (spec.layerInputs) {
+        const int64_t width = spec.layerInputs->width;
+        limits.layerInputs = width * static_cast<int64_t>(spec.layers.size());
+        limits.denseHidden = width;  // each layer's gate has this width
+        limits.postNorms = true;
+    }
     int32_t number = 0;
     for (const LayerSpec* layer : spec.loadedLayers()) {
         if (layer->attention) addLimits(limits, *layer->attention);

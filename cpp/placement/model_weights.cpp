@@ -73,10 +73,25 @@ void ModelWeights::place(int32_t index) {
     case WeightForm::Stack: return placeExperts(index);
     case WeightForm::Parameters: return;
     case WeightForm::Vector:
-    case WeightForm::Transposed:
-        size_t count = 0;
-        for (const WeightSlice& slice : weight.slices) count += static_cast<size_t>(slice.rows * slice.cols);
-        placed.vector = placeFloats(floats(weight), count, name(weight));
+    case WeightForm::Transposed: return placeVector(weight, placed);
+    }
+}
+
+// The host reads a vector in the file if floats lie there as the processor has them, else in a copy.
+void ModelWeights::placeVector(const ListedWeight& weight, Placed& placed) {
+    size_t count = 0;
+    for (const WeightSlice& slice : weight.slices) count += static_cast<size_t>(slice.rows * slice.cols);
+    std::vector<float> values = floats(weight);
+    placed.vector = placeFloats(values, count, name(weight));
+    if (values.empty()) return;
+    const Matrix file = _files.whole(weight.slice());
+    const uint8_t* const begin = file.data + rowBytes(file.type, weight.slice().colBegin);
+    if (weight.form == WeightForm::Vector && weight.slices.size() == 1 && file.type == DType::F32 &&
+        reinterpret_cast<uintptr_t>(begin) % alignof(float) == 0) {
+        placed.hostVector = reinterpret_cast<const float*>(begin);
+    } else {
+        _hostCopies.push_back(std::move(values));
+        placed.hostVector = _hostCopies.back().data();
     }
 }
 

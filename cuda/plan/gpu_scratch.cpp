@@ -77,7 +77,7 @@ GpuScratch::Numbers GpuScratch::numbers(const BatchNumbers::Room& room) {
 
 void GpuScratch::takeAlways(const StepLimits& l) {
     const int64_t group = groupRows(l);
-    rows.take(_layout, l, RowBuffer::Residual, RowBuffer::PartSum);
+    rows.take(_layout, l, RowBuffer::Residual, RowBuffer::LayerRows);
     logits = _layout.floats(group * l.vocab);
     input(RowInput::Normed) = {takeExact(exactRows, l.embedding), takeHalves(fastRows * l.embedding, _splitRows)};
     const cuda::HeadShape heads{l.heads, l.kvHeads, l.headDim};
