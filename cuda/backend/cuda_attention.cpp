@@ -14,6 +14,11 @@ cuda::HeadPreparation preparation(const HeadsCall& call) {
     how.norm = call.qkNorm == QkNorm::PerHead   ? cuda::HeadNorm::PerHead
                : call.qkNorm == QkNorm::FullRow ? cuda::HeadNorm::FullRow
                                                 : cuda::HeadNorm::None;
+    how.normAfterRotation = call.normAfterRotation;
+    how.valueNorm = call.valueNorm;
+    how.appends = call.appends;
+    how.valuesAreKeys = call.valuesAreKeys;
+    how.queryScale = call.queryScale;
     how.qNorm = call.qNorm;
     how.kNorm = call.kNorm;
     how.eps = call.eps;
@@ -23,6 +28,8 @@ cuda::HeadPreparation preparation(const HeadsCall& call) {
     how.adjacent = call.rope.adjacent;
     return how;
 }
+
+cuda::AttentionRule ruleOf(const HeadsCall& call) { return {call.scale, call.reach, call.softcap, call.sinks}; }
 
 cuda::HeadShape shapeOf(const HeadsCall& call, const KvPages& pages) {
     return {call.heads, pages.kvHeads, pages.headDim};
@@ -63,7 +70,7 @@ void CudaOperations::attendExact(const HeadsCall& call, const KvPages& pages, co
     const cuda::RowOutputs written = convert ? cuda::RowOutputs{floats, {}, {}} : attended.exact;
     const float* const q = _pass.floats(RowBuffer::Queries);
     _pass.forExactGroups([&](int64_t first, int rows) {
-        cuda::attentionDecode(_pass.stream, q + first * attended.cols, shapeOf(call, pages), call.scale,
+        cuda::attentionDecode(_pass.stream, q + first * attended.cols, shapeOf(call, pages), ruleOf(call),
                               _pass.view.exactOf(pages).from(first, rows), pages,
                               _pass.at<uint8_t>(_pass.layout->attention),
                               cuda::rowsFrom(written, first, attended.cols));
@@ -80,7 +87,7 @@ void CudaOperations::attendExact(const HeadsCall& call, const KvPages& pages, co
 void CudaOperations::attendFast(const HeadsCall& call, const KvPages& pages, const Activations& attended) {
     const cuda::RowOutputs ungated{_pass.floats(_pass.layout->attendedFloats), {}, {}};
     const cuda::RowOutputs written{nullptr, {}, attended.fast};
-    cuda::attentionPrefill(_pass.stream, _pass.halves(_pass.layout->queries), shapeOf(call, pages), call.scale,
+    cuda::attentionPrefill(_pass.stream, _pass.halves(_pass.layout->queries), shapeOf(call, pages), ruleOf(call),
                            _pass.view.fastOf(pages), _pass.view.queryTiles, pages, call.gated ? ungated : written);
     if (!call.gated) return;
     const float* const gates =

@@ -427,10 +427,10 @@ template <KvType kType, bool kSplit> void chooseDim(Stream& stream, const Prefil
 
 }  // namespace
 
-void attentionPrefill(Stream& stream, const HalfRows& q, const HeadShape& shape, float scale, const BatchRows& batch,
-                      const QueryTiles& tiles, const KvPages& pages, const RowOutputs& out) {
+void attentionPrefill(Stream& stream, const HalfRows& q, const HeadShape& shape, const AttentionRule& rule,
+                      const BatchRows& batch, const QueryTiles& tiles, const KvPages& pages, const RowOutputs& out) {
     requireAttendable(shape, pages);
-    const PrefillArgs args = {q, shape, scale * 1.44269504088896341f, batch, tiles, pages, out};
+    const PrefillArgs args = {q, shape, rule.scale * 1.44269504088896341f, batch, tiles, pages, out};
     withKvType(pages.type, [&](auto tag) {
         constexpr KvType kType = decltype(tag)::kType;
         if constexpr (kType == KvType::BF16) {  // the operands' own type, which has no low half

@@ -7,24 +7,6 @@
 namespace sharpi::cuda {
 namespace {
 
-// Poisoned, except for the counters, which are zero before and after every call.
-class DecodeScratch {
-public:
-    DecodeScratch(int64_t rows, const HeadShape& shape, int64_t context)
-        : _bytes(decodeAttentionBytes(rows, shape, context, kPageTokens)) {
-        require(cudaMemset(_bytes.get(), 0, kDecodeCounterBytes));
-        require(cudaDeviceSynchronize());
-    }
-    void* get() const { return _bytes.get(); }
-    bool isReady() const {
-        const std::vector<uint8_t> bytes = _bytes.read();
-        return std::all_of(bytes.begin(), bytes.begin() + kDecodeCounterBytes, [](uint8_t byte) { return byte == 0; });
-    }
-
-private:
-    DeviceArray<uint8_t> _bytes;
-};
-
 class Decode : public GpuTest {
 protected:
     void compare(const Shape& shape, const std::vector<Row>& rows, int64_t pagesPerTable, float queryScale = 1.0f) {
@@ -43,7 +25,7 @@ protected:
         const DeviceArray<float> out(q.size());
         RowOutputs outputs;
         outputs.floats = out.get();
-        attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(),
+        attentionDecode(stream(), deviceQ.get(), heads, {scaleOf(shape), {}}, on.batch, cache.onDevice(), scratch.get(),
                         outputs);
         EXPECT_TRUE(sameBits(cache.attendOnCpu(q, rows, scaleOf(shape)), out.read())) << nameOf(shape);
         EXPECT_TRUE(scratch.isReady()) << nameOf(shape);
@@ -102,7 +84,7 @@ TEST_F(Decode, ReplaysWithOtherPositions) {
     RowOutputs outputs;
     outputs.floats = out.get();
     const auto call = [&] {
-        attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(),
+        attentionDecode(stream(), deviceQ.get(), heads, {scaleOf(shape), {}}, on.batch, cache.onDevice(), scratch.get(),
                         outputs);
     };
     call();
@@ -130,7 +112,8 @@ TEST_F(Decode, QuantizesAsTheContractSays) {
     const DeviceArray<int32_t> sums(3 * blocks);
     RowOutputs outputs;
     outputs.quantized = {codes.get(), scales.get(), sums.get()};
-    attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(), outputs);
+    attentionDecode(stream(), deviceQ.get(), heads, {scaleOf(shape), {}}, on.batch, cache.onDevice(), scratch.get(),
+                    outputs);
 
     const std::vector<float> expected = cache.attendOnCpu(q, rows, scaleOf(shape));
     const std::vector<int8_t> gotCodes = codes.read();
@@ -193,7 +176,7 @@ protected:
         outputs.floats = out.get();
         outputs.half = {outHi.get(), outLo.get()};
         attentionPrefill(stream(), {deviceHi.get(), split ? deviceLo.get() : nullptr},
-                         {shape.heads, shape.kvHeads, shape.headDim}, scaleOf(shape), on.batch,
+                         {shape.heads, shape.kvHeads, shape.headDim}, {scaleOf(shape), {}}, on.batch,
                          {tileBegin.get(), tileEnd.get(), static_cast<int64_t>(begin.size())}, cache.onDevice(),
                          outputs);
         const std::vector<float> got = out.read();

@@ -42,6 +42,7 @@ public:
         _tables.resize(pages);
         std::iota(_tables.begin(), _tables.end(), 0);
         std::shuffle(_tables.begin(), _tables.end(), random);
+        _spare = _tables.back();
         _tables.resize(pages - 3);
         _k.assign(pages * shape.kvHeads * kPageTokens * shape.headDim * kvElementBytes(shape.type), 0xff);
         _v = _k;
@@ -75,8 +76,22 @@ public:
         upload();
     }
 
+    // What lies before `position` is given back: keys and values are absent, and the page table's entries lead to a
+    // page that belongs to nobody.
+    void giveBack(int32_t sequence, int32_t position) {
+        forget(sequence, 0, position);
+        for (int32_t page = 0; page < position / kPageTokens; page++)
+            _tables[sequence * _pagesPerTable + page] = _spare;
+        deviceTables = std::make_unique<DeviceArray<int32_t>>(_tables);
+    }
+
     // The CPU kernel's result, for each row on its own.
     std::vector<float> attendOnCpu(const std::vector<float>& q, const std::vector<Row>& rows, float scale) {
+        return attendOnCpu(q, rows, AttentionRule{scale, {}});
+    }
+    // The rule's sinks are on the host.
+    std::vector<float> attendOnCpu(const std::vector<float>& q, const std::vector<Row>& rows,
+                                   const AttentionRule& rule) {
         const int64_t width = int64_t{_shape.heads} * _shape.headDim;
         std::vector<float> out(q.size());
         const size_t bytes = cpu::attentionScratchBytes(_shape.heads, _shape.kvHeads, _shape.headDim, kPageTokens);
@@ -89,7 +104,10 @@ public:
             args.rowStride = width;
             args.positions = &rows[i].position;
             args.heads = _shape.heads;
-            args.scale = scale;
+            args.scale = rule.scale;
+            args.reach = rule.reach;
+            args.softcap = rule.softcap;
+            args.sinks = rule.sinks;
             args.pages = pages(_k.data(), _v.data());
             args.pageTable = table(rows[i].sequence);
             for (int32_t h = 0; h < _shape.kvHeads; h++) cpu::kernels().attention(args, h, 0, 1, aligned);
@@ -138,6 +156,7 @@ private:
 
     Shape _shape;
     int64_t _pagesPerTable;
+    int32_t _spare = 0;
     std::vector<int32_t> _tables;
     std::vector<uint8_t> _k, _v;
 };
@@ -162,6 +181,24 @@ struct DeviceRows {
         batch = {static_cast<int64_t>(rows.size()), positions.get(), sequences.get(), cache.deviceTables->get(),
                  cache.pagesPerTable()};
     }
+};
+
+// Poisoned, except for the counters, which are zero before and after every call.
+class DecodeScratch {
+public:
+    DecodeScratch(int64_t rows, const HeadShape& shape, int64_t context)
+        : _bytes(decodeAttentionBytes(rows, shape, context, kPageTokens)) {
+        require(cudaMemset(_bytes.get(), 0, kDecodeCounterBytes));
+        require(cudaDeviceSynchronize());
+    }
+    void* get() const { return _bytes.get(); }
+    bool isReady() const {
+        const std::vector<uint8_t> bytes = _bytes.read();
+        return std::all_of(bytes.begin(), bytes.begin() + kDecodeCounterBytes, [](uint8_t byte) { return byte == 0; });
+    }
+
+private:
+    DeviceArray<uint8_t> _bytes;
 };
 
 inline float scaleOf(const Shape& shape) { return 1.0f / std::sqrt(static_cast<float>(shape.headDim)); }
