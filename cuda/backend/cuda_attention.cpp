@@ -24,6 +24,8 @@ cuda::HeadPreparation preparation(const HeadsCall& call) {
     return how;
 }
 
+cuda::AttentionRule ruleOf(const HeadsCall& call) { return {call.scale, call.reach, call.softcap, call.sinks}; }
+
 cuda::HeadShape shapeOf(const HeadsCall& call, const KvPages& pages) {
     return {call.heads, pages.kvHeads, pages.headDim};
 }
@@ -63,7 +65,7 @@ void CudaOperations::attendExact(const HeadsCall& call, const KvPages& pages, co
     const cuda::RowOutputs written = convert ? cuda::RowOutputs{floats, {}, {}} : attended.exact;
     const float* const q = _pass.floats(RowBuffer::Queries);
     _pass.forExactGroups([&](int64_t first, int rows) {
-        cuda::attentionDecode(_pass.stream, q + first * attended.cols, shapeOf(call, pages), call.scale,
+        cuda::attentionDecode(_pass.stream, q + first * attended.cols, shapeOf(call, pages), ruleOf(call),
                               _pass.view.exact.from(first, rows), pages, _pass.at<uint8_t>(_pass.layout->attention),
                               cuda::rowsFrom(written, first, attended.cols));
     });
@@ -79,7 +81,7 @@ void CudaOperations::attendExact(const HeadsCall& call, const KvPages& pages, co
 void CudaOperations::attendFast(const HeadsCall& call, const KvPages& pages, const Activations& attended) {
     const cuda::RowOutputs ungated{_pass.floats(_pass.layout->attendedFloats), {}, {}};
     const cuda::RowOutputs written{nullptr, {}, attended.fast};
-    cuda::attentionPrefill(_pass.stream, _pass.halves(_pass.layout->queries), shapeOf(call, pages), call.scale,
+    cuda::attentionPrefill(_pass.stream, _pass.halves(_pass.layout->queries), shapeOf(call, pages), ruleOf(call),
                            _pass.view.fast, _pass.view.queryTiles, pages, call.gated ? ungated : written);
     if (!call.gated) return;
     const float* const gates =

@@ -557,15 +557,15 @@ template <KvType kType> void chooseWidth(Stream& stream, const Args& args) {
 
 }  // namespace
 
-void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, float scale, const BatchRows& batch,
-                     const KvPages& pages, void* scratch, const RowOutputs& out) {
+void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
+                     const BatchRows& batch, const KvPages& pages, void* scratch, const RowOutputs& out) {
     requireAttendable(shape, pages);
     if (out.half.hi || (out.quantized.q && shape.headDim % kContractBlock != 0) ||
         batch.rows * shape.heads > int64_t{kDecodeCounterBytes / sizeof(uint32_t)}) {
         throw Error(ErrorKind::Internal, "attentionDecode cannot write these outputs, or not for this number of rows");
     }
     const Partials partials = partialsOver(scratch, batch.rows, shape.heads, batch.pagesPerTable);
-    const Args args = {q, shape, scale, batch, pages, partials, out, shape.heads / shape.kvHeads, 0};
+    const Args args = {q, shape, rule.scale, batch, pages, partials, out, shape.heads / shape.kvHeads, 0};
     withKvType(pages.type, [&](auto tag) { chooseWidth<decltype(tag)::kType>(stream, args); });
 }
 

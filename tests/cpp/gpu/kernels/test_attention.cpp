@@ -43,7 +43,7 @@ protected:
         const DeviceArray<float> out(q.size());
         RowOutputs outputs;
         outputs.floats = out.get();
-        attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(),
+        attentionDecode(stream(), deviceQ.get(), heads, {scaleOf(shape)}, on.batch, cache.onDevice(), scratch.get(),
                         outputs);
         EXPECT_TRUE(sameBits(cache.attendOnCpu(q, rows, scaleOf(shape)), out.read())) << nameOf(shape);
         EXPECT_TRUE(scratch.isReady()) << nameOf(shape);
@@ -102,7 +102,7 @@ TEST_F(Decode, ReplaysWithOtherPositions) {
     RowOutputs outputs;
     outputs.floats = out.get();
     const auto call = [&] {
-        attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(),
+        attentionDecode(stream(), deviceQ.get(), heads, {scaleOf(shape)}, on.batch, cache.onDevice(), scratch.get(),
                         outputs);
     };
     call();
@@ -130,7 +130,8 @@ TEST_F(Decode, QuantizesAsTheContractSays) {
     const DeviceArray<int32_t> sums(3 * blocks);
     RowOutputs outputs;
     outputs.quantized = {codes.get(), scales.get(), sums.get()};
-    attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(), outputs);
+    attentionDecode(stream(), deviceQ.get(), heads, {scaleOf(shape)}, on.batch, cache.onDevice(), scratch.get(),
+                    outputs);
 
     const std::vector<float> expected = cache.attendOnCpu(q, rows, scaleOf(shape));
     const std::vector<int8_t> gotCodes = codes.read();
@@ -193,7 +194,7 @@ protected:
         outputs.floats = out.get();
         outputs.half = {outHi.get(), outLo.get()};
         attentionPrefill(stream(), {deviceHi.get(), split ? deviceLo.get() : nullptr},
-                         {shape.heads, shape.kvHeads, shape.headDim}, scaleOf(shape), on.batch,
+                         {shape.heads, shape.kvHeads, shape.headDim}, {scaleOf(shape)}, on.batch,
                          {tileBegin.get(), tileEnd.get(), static_cast<int64_t>(begin.size())}, cache.onDevice(),
                          outputs);
         const std::vector<float> got = out.read();

@@ -62,7 +62,7 @@ protected:
         const DeviceArray<float> out(hi.size());
         const DeviceRows on(rows, cache);
         attentionPrefill(stream(), {deviceHi.get(), split ? deviceLo.get() : nullptr},
-                         {shape.heads, shape.kvHeads, shape.headDim}, scaleOf(shape), on.batch,
+                         {shape.heads, shape.kvHeads, shape.headDim}, {scaleOf(shape)}, on.batch,
                          {tileBegin.get(), tileEnd.get(), static_cast<int64_t>(begin.size())}, cache.onDevice(),
                          {out.get(), {}, {}});
         return out.read();
