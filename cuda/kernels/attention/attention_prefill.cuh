@@ -260,8 +260,7 @@ template <class T> __device__ __forceinline__ void multiplyKeys(PrefillWarp<T>& 
         for (int j = 0; j < T::kWarpKeys / 8; j++)
 #pragma unroll
             for (int i = 0; i < 4; i++) w.scores[h][j][i] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < T::kDim / 16; step++) {
+    const auto multiplyStep = [&](int step) {
         uint32_t hi[T::kHeads][4], lo[T::kHeads][4];
 #pragma unroll
         for (int h = 0; h < T::kHeads; h++) {
@@ -285,6 +284,13 @@ template <class T> __device__ __forceinline__ void multiplyKeys(PrefillWarp<T>& 
             for (int h = 0; h < T::kHeads; h++)
                 multiplyPair<T>(w.scores[h][2 * j], w.scores[h][2 * j + 1], hi[h], lo[h], b, bLo);
         }
+    };
+    if constexpr (T::kDim <= 256) {
+#pragma unroll
+        for (int step = 0; step < T::kDim / 16; step++) multiplyStep(step);
+    } else {
+#pragma unroll 4  // 128 bytes, after which the swizzle repeats
+        for (int step = 0; step < T::kDim / 16; step++) multiplyStep(step);
     }
 }
 
@@ -368,31 +374,39 @@ __device__ __forceinline__ void packWeights(const PrefillWarp<T>& w, int h, int 
     }
 }
 
+// out += weights . values, for keys 16 j .. 16 j + 15.
+template <class T>
+__device__ __forceinline__ void multiplyValueStep(PrefillWarp<T>& w, uint32_t values, uint32_t weights, int j) {
+    const int lane = threadIdx.x % 32, firstChunk = warpColumn<T>() * (T::kWarpDim / 8);
+    uint32_t hi[T::kHeads][4], lo[T::kHeads][4];
+    if constexpr (T::kSharesScores) {
+        const uint32_t at = weights + swizzled<T::kKeys / 8>(warpRow<T>() + lane % 16, 2 * j + lane / 16);
+        loadMatrices(hi[0], at);
+        if constexpr (T::kSplit) loadMatrices(lo[0], at + T::kWeightPartBytes);
+    } else {
+#pragma unroll
+        for (int h = 0; h < T::kHeads; h++) packWeights<T>(w, h, j, hi[h], lo[h]);
+    }
+#pragma unroll
+    for (int n = 0; n < T::kWarpDim / 16; n++) {
+        const uint32_t at = values + chunkAt<T>(16 * j + lane % 16, firstChunk + 2 * n + lane / 16);
+        uint32_t b[4], bLo[4];
+        loadMatricesTurned(b, at);
+        if constexpr (T::kSplitKv) loadMatricesTurned(bLo, at + T::kPartBytes);
+#pragma unroll
+        for (int h = 0; h < T::kHeads; h++) multiplyPair<T>(w.out[h][2 * n], w.out[h][2 * n + 1], hi[h], lo[h], b, bLo);
+    }
+}
+
 // out += weights . values. weights: where warps that share scores have put them, a tile of kRows by kKeys.
 template <class T>
 __device__ __forceinline__ void multiplyValues(PrefillWarp<T>& w, uint32_t values, uint32_t weights = 0) {
-    const int lane = threadIdx.x % 32, firstChunk = warpColumn<T>() * (T::kWarpDim / 8);
+    if constexpr (T::kSharesScores) {
+#pragma unroll 1
+        for (int j = 0; j < T::kKeys / 16; j++) multiplyValueStep<T>(w, values, weights, j);
+    } else {
 #pragma unroll
-    for (int j = 0; j < T::kKeys / 16; j++) {
-        uint32_t hi[T::kHeads][4], lo[T::kHeads][4];
-        if constexpr (T::kSharesScores) {
-            const uint32_t at = weights + swizzled<T::kKeys / 8>(warpRow<T>() + lane % 16, 2 * j + lane / 16);
-            loadMatrices(hi[0], at);
-            if constexpr (T::kSplit) loadMatrices(lo[0], at + T::kWeightPartBytes);
-        } else {
-#pragma unroll
-            for (int h = 0; h < T::kHeads; h++) packWeights<T>(w, h, j, hi[h], lo[h]);
-        }
-#pragma unroll
-        for (int n = 0; n < T::kWarpDim / 16; n++) {
-            const uint32_t at = values + chunkAt<T>(16 * j + lane % 16, firstChunk + 2 * n + lane / 16);
-            uint32_t b[4], bLo[4];
-            loadMatricesTurned(b, at);
-            if constexpr (T::kSplitKv) loadMatricesTurned(bLo, at + T::kPartBytes);
-#pragma unroll
-            for (int h = 0; h < T::kHeads; h++)
-                multiplyPair<T>(w.out[h][2 * n], w.out[h][2 * n + 1], hi[h], lo[h], b, bLo);
-        }
+        for (int j = 0; j < T::kKeys / 16; j++) multiplyValueStep<T>(w, values, weights, j);
     }
 }
 

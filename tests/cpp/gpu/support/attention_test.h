@@ -42,6 +42,7 @@ public:
         _tables.resize(pages);
         std::iota(_tables.begin(), _tables.end(), 0);
         std::shuffle(_tables.begin(), _tables.end(), random);
+        _spare = _tables.back();
         _tables.resize(pages - 3);
         _k.assign(pages * shape.kvHeads * kPageTokens * shape.headDim * kvElementBytes(shape.type), 0xff);
         _v = _k;
@@ -75,6 +76,15 @@ public:
         upload();
     }
 
+    // What lies before `position` is given back: keys and values are absent, and the page table's entries lead to a
+    // page that belongs to nobody.
+    void giveBack(int32_t sequence, int32_t position) {
+        forget(sequence, 0, position);
+        for (int32_t page = 0; page < position / kPageTokens; page++)
+            _tables[sequence * _pagesPerTable + page] = _spare;
+        deviceTables = std::make_unique<DeviceArray<int32_t>>(_tables);
+    }
+
     // The CPU kernel's result, for each row on its own.
     std::vector<float> attendOnCpu(const std::vector<float>& q, const std::vector<Row>& rows, float scale) {
         const int64_t width = int64_t{_shape.heads} * _shape.headDim;
@@ -97,22 +107,26 @@ public:
         return out;
     }
 
-    // One head of one row in double precision.
-    std::vector<double> attendExactly(const double* q, const Row& row, int32_t head, double scale) const {
-        const int32_t kvHead = head / (_shape.heads / _shape.kvHeads);
+    // One head of one row in double precision. sinks: on the host, [heads] or nothing.
+    std::vector<double> attendExactly(const double* q, const Row& row, int32_t head, const AttentionRule& rule,
+                                      const std::vector<float>& sinks) const {
+        const int32_t kvHead = head / (_shape.heads / _shape.kvHeads), first = rule.reach.first(row.position);
         std::vector<double> weights, out(_shape.headDim, 0.0);
-        double top = -1e300, sum = 0;
-        for (int32_t t = 0; t <= row.position; t++) {
+        const double cap = rule.softcap, sink = sinks.empty() ? -1e300 : sinks[head];
+        double top = sink, sum = 0;
+        for (int32_t t = first; t <= row.position; t++) {
             const uint8_t* key = _k.data() + offset(row.sequence, t, kvHead);
             double dot = 0;
             for (int32_t d = 0; d < _shape.headDim; d++) dot += q[d] * element(key, d);
-            weights.push_back(dot * scale);
+            const double score = dot * rule.scale;
+            weights.push_back(cap > 0 ? cap * std::tanh(score / cap) : score);
             top = std::max(top, weights.back());
         }
         for (double& w : weights) sum += w = std::exp(w - top);
-        for (int32_t t = 0; t <= row.position; t++) {
+        if (!sinks.empty()) sum += std::exp(sink - top);
+        for (int32_t t = first; t <= row.position; t++) {
             const uint8_t* value = _v.data() + offset(row.sequence, t, kvHead);
-            for (int32_t d = 0; d < _shape.headDim; d++) out[d] += weights[t] / sum * element(value, d);
+            for (int32_t d = 0; d < _shape.headDim; d++) out[d] += weights[t - first] / sum * element(value, d);
         }
         return out;
     }
@@ -138,6 +152,7 @@ private:
 
     Shape _shape;
     int64_t _pagesPerTable;
+    int32_t _spare = 0;
     std::vector<int32_t> _tables;
     std::vector<uint8_t> _k, _v;
 };
