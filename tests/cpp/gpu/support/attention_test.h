@@ -115,22 +115,26 @@ public:
         return out;
     }
 
-    // One head of one row in double precision.
-    std::vector<double> attendExactly(const double* q, const Row& row, int32_t head, double scale) const {
-        const int32_t kvHead = head / (_shape.heads / _shape.kvHeads);
+    // One head of one row in double precision. sinks: on the host, [heads] or nothing.
+    std::vector<double> attendExactly(const double* q, const Row& row, int32_t head, const AttentionRule& rule,
+                                      const std::vector<float>& sinks) const {
+        const int32_t kvHead = head / (_shape.heads / _shape.kvHeads), first = rule.reach.first(row.position);
         std::vector<double> weights, out(_shape.headDim, 0.0);
-        double top = -1e300, sum = 0;
-        for (int32_t t = 0; t <= row.position; t++) {
+        const double cap = rule.softcap, sink = sinks.empty() ? -1e300 : sinks[head];
+        double top = sink, sum = 0;
+        for (int32_t t = first; t <= row.position; t++) {
             const uint8_t* key = _k.data() + offset(row.sequence, t, kvHead);
             double dot = 0;
             for (int32_t d = 0; d < _shape.headDim; d++) dot += q[d] * element(key, d);
-            weights.push_back(dot * scale);
+            const double score = dot * rule.scale;
+            weights.push_back(cap > 0 ? cap * std::tanh(score / cap) : score);
             top = std::max(top, weights.back());
         }
         for (double& w : weights) sum += w = std::exp(w - top);
-        for (int32_t t = 0; t <= row.position; t++) {
+        if (!sinks.empty()) sum += std::exp(sink - top);
+        for (int32_t t = first; t <= row.position; t++) {
             const uint8_t* value = _v.data() + offset(row.sequence, t, kvHead);
-            for (int32_t d = 0; d < _shape.headDim; d++) out[d] += weights[t] / sum * element(value, d);
+            for (int32_t d = 0; d < _shape.headDim; d++) out[d] += weights[t - first] / sum * element(value, d);
         }
         return out;
     }
