@@ -3,11 +3,13 @@ cache."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
+
 from numpy_model.description import Attention, Delta, Description, Experts, Layer
 from numpy_model.families import Keys, describe
 from numpy_model.parts import (
@@ -23,7 +25,6 @@ from numpy_model.parts import (
     temperatures,
     unit,
 )
-
 from sharpi.files.gguf import GgufFile
 
 __all__ = ["NumpyModel", "relative_error"]
@@ -42,16 +43,15 @@ class NumpyModel:
 
     int8_activations: round what goes into a quantized matrix as the engine does, to int8 in blocks of 32; left out,
     nothing is rounded. kv_dtype: round keys and values as a cache of that type does. otherwise: (layer, row) where the
-    last of the chosen experts gives way to the next best. change: gets the description of what the file's model
-    computes, and gives what to compute. context: how many tokens there is room for, if the model asks.
+    last of the chosen experts gives way to the next best. context: how many tokens there is room for, if the model
+    asks.
 
     closest_choice: after a call, (gap, layer, row) of the closest choice of experts: the gap between the last chosen
     one and the next best, as a part of the layer's largest router logit.
     """
 
     def __init__(self, path: Path, *, int8_activations: bool = False, kv_dtype: str = "fp32",
-                 otherwise: tuple[str, int] | None = None, context: int = 0,
-                 change: Callable[[Description], Description] = lambda description: description) -> None:
+                 otherwise: tuple[str, int] | None = None, context: int = 0) -> None:
         self._otherwise = otherwise
         self.closest_choice: tuple[float, str, int] | None = None
         self._file = GgufFile.open(path)
@@ -59,8 +59,14 @@ class NumpyModel:
         self._read: dict[str, np.ndarray] = {}
         self._int8 = int8_activations
         self._round_kv = _ROUND_KV[kv_dtype]
-        self._model = change(describe(Keys(self._file.architecture, self._file.metadata, self._infos, context)))
+        self._model = describe(Keys(self._file.architecture, self._file.metadata, self._infos, context))
         self._keys_and_values: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by layer, for those that share them
+
+    def changed(self, change: Callable[[Description], Description]) -> NumpyModel:
+        """A model of the same tensors that computes something else."""
+        other = copy.copy(self)
+        other._model = change(self._model)
+        return other
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float64 [len(tokens), vocab]."""
