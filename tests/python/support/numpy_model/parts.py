@@ -41,7 +41,7 @@ def activate(activation: Activation, gate: np.ndarray, up: np.ndarray) -> np.nda
     if activation.kind == "silu":
         return silu(gate) * up
     if activation.kind == "gelu":
-        return gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+        return gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate))) * up
     if activation.kind == "gelu by erf":
         return gate / 2 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) * up
     gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
