@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,12 @@ _Vector = tuple[str, int, float]
 
 
 def write_golden(name: str, folder: Path, *, kind: str = "F32", keys: Mapping[str, Any] | None = None,
-                 change: Callable[[str, np.ndarray], np.ndarray] | None = None) -> Path:
+                 change: Callable[[str, np.ndarray], np.ndarray | None] | None = None,
+                 extra: Mapping[str, np.ndarray] | None = None) -> Path:
     """Writes a model and gives its path.
 
     kind: the type of all matrices. keys: metadata that replace the model's, below the architecture's name. change: gets
-    the name and the data of each tensor and gives what to store.
+    the name and the data of each tensor and gives what to store, or None to leave it out. extra: tensors added.
     """
     model, path = GOLDEN[name], folder / f"{name}.gguf"
     writer = gguf.GGUFWriter(path, model.architecture)
@@ -118,8 +120,10 @@ def write_golden(name: str, folder: Path, *, kind: str = "F32", keys: Mapping[st
         for shard in writer.kv_data:
             shard.pop(f"{model.architecture}.{key}", None)
     add_keys(writer, keys or {})
-    for tensor, drawn in model.weights():
+    for tensor, drawn in (*_drawn(name), *(extra or {}).items()):
         data = drawn if change is None else change(tensor, drawn)
+        if data is None:
+            continue
         if kind != "F32" and _is_matrix(tensor, data):
             rows = gguf.quants.quantize(data, gguf.GGMLQuantizationType[kind])
             writer.add_tensor(tensor, rows, raw_dtype=gguf.GGMLQuantizationType[kind])
@@ -132,6 +136,12 @@ def write_golden(name: str, folder: Path, *, kind: str = "F32", keys: Mapping[st
     return path
 
 
+@lru_cache(maxsize=1)
+def _drawn(name: str) -> tuple[tuple[str, np.ndarray], ...]:
+    """The weights of a model, kept for the next time: tests write one after another with other keys."""
+    return tuple(GOLDEN[name].weights())
+
+
 def _is_matrix(tensor: str, data: np.ndarray) -> bool:
     """Whether files of the model's family quantize it."""
     return tensor.endswith(".weight") and data.ndim > 1 and "ssm_conv1d" not in tensor
@@ -140,7 +150,7 @@ def _is_matrix(tensor: str, data: np.ndarray) -> bool:
 def digest(name: str) -> str:
     """A digest of the names, shapes and bytes of all tensors."""
     whole = hashlib.sha256()
-    for tensor, data in sorted(GOLDEN[name].weights(), key=lambda entry: entry[0]):
+    for tensor, data in sorted(_drawn(name), key=lambda entry: entry[0]):
         whole.update(f"{tensor} {data.shape} {data.dtype}\n".encode() + data.tobytes())
     return whole.hexdigest()[:16]
 

@@ -3,11 +3,13 @@ cache."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
+
 from numpy_model.description import Attention, Delta, Description, Experts, Layer
 from numpy_model.families import Keys, describe
 from numpy_model.parts import (
@@ -23,7 +25,6 @@ from numpy_model.parts import (
     temperatures,
     unit,
 )
-
 from sharpi.files.gguf import GgufFile
 
 __all__ = ["NumpyModel", "relative_error"]
@@ -42,16 +43,16 @@ class NumpyModel:
 
     int8_activations: round what goes into a quantized matrix as the engine does, to int8 in blocks of 32; left out,
     nothing is rounded. kv_dtype: round keys and values as a cache of that type does. otherwise: (layer, row) where the
-    last of the chosen experts gives way to the next best. change: gets the description of what the file's model
-    computes, and gives what to compute. context: how many tokens there is room for, if the model asks.
+    last of the chosen experts gives way to the next best. context: how many tokens there is room for, if the model
+    asks.
 
-    closest_choice: after a call, (gap, layer, row) of the closest choice of experts: the gap between the last chosen
-    one and the next best, as a part of the layer's largest router logit.
+    description: what the file says that the model computes. closest_choice: after a call, (gap, layer, row) of the
+    closest choice of experts: the gap between the last chosen one and the next best, as a part of the layer's largest
+    router logit.
     """
 
     def __init__(self, path: Path, *, int8_activations: bool = False, kv_dtype: str = "fp32",
-                 otherwise: tuple[str, int] | None = None, context: int = 0,
-                 change: Callable[[Description], Description] = lambda description: description) -> None:
+                 otherwise: tuple[str, int] | None = None, context: int = 0) -> None:
         self._otherwise = otherwise
         self.closest_choice: tuple[float, str, int] | None = None
         self._file = GgufFile.open(path)
@@ -59,8 +60,14 @@ class NumpyModel:
         self._read: dict[str, np.ndarray] = {}
         self._int8 = int8_activations
         self._round_kv = _ROUND_KV[kv_dtype]
-        self._model = change(describe(Keys(self._file.architecture, self._file.metadata, self._infos, context)))
+        self.description = describe(Keys(self._file.architecture, self._file.metadata, self._infos, context))
         self._keys_and_values: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by layer, for those that share them
+
+    def changed(self, change: Callable[[Description], Description]) -> NumpyModel:
+        """A model of the same tensors that computes something else."""
+        other = copy.copy(self)
+        other.description = change(self.description)
+        return other
 
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float64 [len(tokens), vocab]."""
@@ -69,14 +76,14 @@ class NumpyModel:
     def draft_logits(self, tokens: list[int]) -> np.ndarray:
         """The prediction layer's, float64 [len(tokens) - 1, vocab]: row j continues the model's row j with token j +
         1."""
-        assert self._model.prediction is not None
-        number = len(self._model.layers)
+        layer, number = self.description.prediction, len(self.description.layers)
+        assert layer is not None
         block = f"blk.{number}."
         embedding = block + "nextn.embed_tokens.weight"
         following = self._tensor(embedding if embedding in self._infos else "token_embd.weight")[tokens[1:]]
         joined = [self._norm(following, block + "nextn.enorm"),
                   self._norm(self._rows(tokens)[:-1], block + "nextn.hnorm")]
-        x = self._layer(number, self._model.prediction, self._linear(np.hstack(joined), block + "nextn.eh_proj"), None)
+        x = self._layer(number, layer, self._linear(np.hstack(joined), block + "nextn.eh_proj"), None)
         norm = block + "nextn.shared_head_norm"
         return self._head(self._norm(x, norm if norm + ".weight" in self._infos else "output_norm"))
 
@@ -84,20 +91,20 @@ class NumpyModel:
 
     def _rows(self, tokens: list[int]) -> np.ndarray:
         """What the output head reads."""
-        x = self._tensor("token_embd.weight")[tokens] * self._model.embedding_scale
-        inputs = self._layer_inputs(tokens, x) if self._model.input_width else None
-        for number, layer in enumerate(self._model.layers):
+        x = self._tensor("token_embd.weight")[tokens] * self.description.embedding_scale
+        inputs = self._layer_inputs(tokens, x) if self.description.input_width else None
+        for number, layer in enumerate(self.description.layers):
             x = self._layer(number, layer, x, inputs)
         return self._norm(x, "output_norm")
 
     def _head(self, rows: np.ndarray) -> np.ndarray:
         logits = self._linear(rows, "output" if "output.weight" in self._infos else "token_embd")
-        return softcapped(logits, self._model.logit_softcap)
+        return softcapped(logits, self.description.logit_softcap)
 
     def _layer_inputs(self, tokens: list[int], x: np.ndarray) -> np.ndarray:
         """[tokens, layers, width]: each layer's own embedding of a token, and what the model makes of the common
         one."""
-        shape = (len(tokens), len(self._model.layers), self._model.input_width)
+        shape = (len(tokens), len(self.description.layers), self.description.input_width)
         own = self._tensor("per_layer_token_embd.weight")[tokens].reshape(shape) * np.sqrt(shape[2])
         common = self._linear(x / np.sqrt(x.shape[1]), "per_layer_model_proj").reshape(shape)
         return (self._norm(common, "per_layer_proj_norm") + own) / np.sqrt(2)
@@ -143,7 +150,7 @@ class NumpyModel:
         return sum(parts[1:], x @ parts[0].T)
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
-        return rms(x, self._model.epsilon) * self._tensor(f"{name}.weight")
+        return rms(x, self.description.epsilon) * self._tensor(f"{name}.weight")
 
     # --- Attention and what stands for it ---
 
@@ -159,7 +166,7 @@ class NumpyModel:
         if kind.source is None:
             k = self._prepared(block + "attn_k_norm", kind, own[0], kind.kv_heads)
             v = own[1].reshape(len(x), kind.kv_heads, kind.size)
-            v = rms(v, self._model.epsilon) if kind.value_norm else v
+            v = rms(v, self.description.epsilon) if kind.value_norm else v
             self._keys_and_values[number] = self._round_kv(k), self._round_kv(v)
         k, v = self._keys_and_values[number if kind.source is None else kind.source]
         sinks = self._tensor(block + "attn_sinks.weight") if kind.sinks else None
@@ -178,7 +185,7 @@ class NumpyModel:
     def _prepared(self, norm: str, kind: Attention, rows: np.ndarray, heads: int) -> np.ndarray:
         """Queries or keys by head, with norm and positions."""
         def normed(x: np.ndarray) -> np.ndarray:
-            return rms(x, self._model.epsilon) if kind.norm == "head without weights" else self._norm(x, norm)
+            return rms(x, self.description.epsilon) if kind.norm == "head without weights" else self._norm(x, norm)
 
         x = (self._norm(rows, norm) if kind.norm == "row" else rows).reshape(len(rows), heads, kind.size)
         by_head = kind.norm.startswith("head")
@@ -190,7 +197,7 @@ class NumpyModel:
 
     def _delta(self, block: str, kind: Delta, x: np.ndarray) -> np.ndarray:
         """Gated DeltaNet as its paper says it (Yang et al., 2024, equation 10), a token at a time, heads as an axis."""
-        count, heads, dim, epsilon = len(x), kind.value_heads, kind.size, self._model.epsilon
+        count, heads, dim, epsilon = len(x), kind.value_heads, kind.size, self.description.epsilon
         mixed = self._linear(x, block + "attn_qkv")
         taps = self._tensor(block + "ssm_conv1d.weight")
         padded = np.vstack([np.zeros((taps.shape[1] - 1, mixed.shape[1])), mixed])
@@ -262,7 +269,7 @@ class NumpyModel:
         """The router's logits."""
         if kind.router == "what experts read":
             return self._linear(normed, block + "ffn_gate_inp")
-        read = rms(x if kind.router == "the stream" else normed, self._model.epsilon) / np.sqrt(x.shape[1])
+        read = rms(x if kind.router == "the stream" else normed, self.description.epsilon) / np.sqrt(x.shape[1])
         return self._linear(read * self._tensor(block + "ffn_gate_inp.scale"), block + "ffn_gate_inp")
 
     def _weights(self, block: str, kind: Experts, logits: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+
 from numpy_model.description import Activation, Attention, Rotation, Temperature
 
 __all__ = ["activate", "attend", "rms", "rotate", "round_bf16", "round_int8", "sigmoid", "silu", "softcapped",
@@ -40,7 +41,7 @@ def activate(activation: Activation, gate: np.ndarray, up: np.ndarray) -> np.nda
     if activation.kind == "silu":
         return silu(gate) * up
     if activation.kind == "gelu":
-        return gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+        return gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate))) * up
     if activation.kind == "gelu by erf":
         return gate / 2 * (1 + np.vectorize(math.erf)(gate / math.sqrt(2))) * up
     gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
@@ -88,6 +89,12 @@ def rotate(x: np.ndarray, rotation: Rotation, factors: np.ndarray | float = 1.0)
 # --- Attention --------------------------------------------------------------------------------------------------------
 
 
+def _first_seen(kind: Attention, query: int) -> int:
+    if kind.window:
+        return max(0, query - kind.window + 1)
+    return query // kind.chunk * kind.chunk if kind.chunk else 0
+
+
 def _seen(kind: Attention, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     seen = keys <= queries
     if kind.window:
@@ -102,8 +109,7 @@ def attend(kind: Attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: 
     result = np.empty_like(q)
     for begin in range(0, len(q), _ROWS):
         queries = np.arange(begin, min(begin + _ROWS, len(q)))[:, None]
-        first = max(0, begin - kind.window + 1) if kind.window else begin // kind.chunk * kind.chunk if kind.chunk else 0
-        keys = np.arange(first, queries[-1, 0] + 1)
+        keys = np.arange(_first_seen(kind, begin), queries[-1, 0] + 1)
         seen = _seen(kind, queries, keys)
         for head in range(kind.heads):
             shared = head // (kind.heads // kind.kv_heads)
