@@ -54,6 +54,7 @@ template <typename Take> ExpertGrouping takeGrouping(int64_t rows, int32_t used,
     over.begin = take(experts + 1);
     over.pairToken = take(pairs);
     over.pairOf = take(pairs);
+    over.pairAt = take(pairs);
     over.tileExpert = take(maxExpertTiles(pairs, experts));
     over.tileBegin = take(maxExpertTiles(pairs, experts));
     over.counts = take(kMaxPairSegments * experts);
