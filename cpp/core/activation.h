@@ -1,4 +1,15 @@
-// The activations of gated feed-forward parts, as data. The CPU and the GPU compute them to the same bits.
+// The activations of gated feed-forward parts, as data. The CPU and the GPU compute them to the same bits: every
+// operation below rounds to nearest even, exp is cpu/kernels/exp.h's, and a NaN stays a NaN.
+//
+//   Silu            (gate / (1 + exp(0 - gate))) * up
+//   Gelu            square = gate * gate; p = fma(square, 0.044715, 1); e = exp((gate * p) * -1.5957691216)
+//                   (gate / (1 + e)) * up
+//                   By 0.5 x (1 + tanh(y)) = x / (1 + exp(-2 y)) with y = 0.7978845608 (x + 0.044715 x^3).
+//   ClampedSwiglu   g = min(gate, limit); u = max(min(up, limit), 0 - limit); e = exp(g * -1.702)
+//                   (g / (1 + e)) * (u + 1)
+//
+// What comes before: each of gate and up is a finished product. It is multiplied by the row's weight if the layer
+// weighs inputs (W (w n) = w (W n)), then the bias is added, then the activation is taken.
 #pragma once
 
 #include <cstdint>
@@ -6,14 +17,18 @@
 namespace sharpi {
 
 enum class ActivationKind : uint8_t {
-    Silu,           // gate * sigmoid(gate) * up
-    Gelu,           // gelu(gate) * up, by the tanh approximation (Hendrycks and Gimpel, 2016)
-    ClampedSwiglu,  // g = min(gate, limit), u = clamp(up, -limit, limit): g * sigmoid(1.702 g) * (u + 1)
+    Silu,
+    Gelu,  // by the tanh approximation (Hendrycks and Gimpel, 2016)
+    ClampedSwiglu,
 };
 
 struct Activation {
     ActivationKind kind = ActivationKind::Silu;
     float limit = 0;  // of ClampedSwiglu
 };
+
+constexpr float kGeluCubic = 0.044715f;
+constexpr float kGeluExponent = -1.5957691216057308f;  // -2 sqrt(2 / pi)
+constexpr float kSwigluExponent = -1.702f;
 
 }  // namespace sharpi

@@ -30,6 +30,7 @@ struct HostChoices {
     int32_t* chosen = nullptr;     // [pairs]
     int32_t* slot = nullptr;       // [pairs]: -1 for a miss
     int32_t* predicted = nullptr;  // [pairs], or null: what the next layer's router makes of these rows
+    float* weight = nullptr;       // [pairs], or null: the weights, if they multiply the experts' input
 };
 
 }  // namespace sharpi

@@ -28,7 +28,7 @@ struct MatrixStack {
     }
 };
 
-// A layer's experts. Each computes down(silu(gate x) * (up x)). The three stacks may have different types.
+// A layer's experts. Each computes down(activation(gate x, up x)). The three stacks may have different types.
 struct ExpertStacks {
     MatrixStack gate, up, down;
 };

@@ -8,7 +8,8 @@
 #if defined(__CUDACC__)
 #define SHARPI_PORTABLE __host__ __device__ __forceinline__
 #else
-#define SHARPI_PORTABLE inline
+// Always inlined: the CPU's kernels must not share the linker's copy of a function (cpu/kernels/internal.h).
+#define SHARPI_PORTABLE inline __attribute__((always_inline))
 #endif
 
 namespace sharpi {

@@ -11,23 +11,42 @@ constexpr int64_t kQueryBlock = 64;  // what attentionScratchBytes is sized for
 
 }  // namespace
 
+// A norm over each head, or over the whole row.
+void CpuOperations::normHeads(float* x, const float* weight, int32_t heads, int32_t headDim, const HeadsCall& call) {
+    const bool perHead = call.qkNorm == AttentionSpec::QkNorm::PerHead;
+    const int64_t width = int64_t{heads} * headDim, rows = _work.rows();
+    _work.norm(x, weight, call.eps, perHead ? rows * heads : rows, perHead ? headDim : width, x);
+}
+
 void CpuOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
-    using QkNorm = AttentionSpec::QkNorm;
-    float *const q = _work.at(RowBuffer::Queries), *const k = _work.at(RowBuffer::Keys);
-    const int64_t rows = _work.rows(), headDim = pages.headDim;
+    float *const q = _work.at(RowBuffer::Queries), *const k = _work.at(RowBuffer::Keys),
+                 *const v = _work.at(RowBuffer::Values);
+    const int64_t rows = _work.rows(), headDim = pages.headDim, keys = rows * pages.kvHeads;
     if (call.gated) splitGatedQueries(call.heads, pages.headDim);
-    if (call.qkNorm == QkNorm::PerHead) {
-        _work.norm(q, call.qNorm, call.eps, rows * call.heads, headDim, q);
-        _work.norm(k, call.kNorm, call.eps, rows * pages.kvHeads, headDim, k);
-    } else if (call.qkNorm == QkNorm::FullRow) {
-        _work.norm(q, call.qNorm, call.eps, rows, call.heads * headDim, q);
-        _work.norm(k, call.kNorm, call.eps, rows, pages.kvHeads * headDim, k);
-    }
-    if (call.rope.dims > 0) {
-        rope(q, call.heads, pages.headDim, call.rope);
-        rope(k, pages.kvHeads, pages.headDim, call.rope);
-    }
+    if (call.appends && call.valuesAreKeys) std::memcpy(v, k, sizeof(float) * static_cast<size_t>(keys * headDim));
+    const auto prepare = [&](float* x, const float* weight, int32_t heads) {
+        const bool normed = call.qkNorm != AttentionSpec::QkNorm::None;
+        if (normed && !call.normAfterRotation) normHeads(x, weight, heads, pages.headDim, call);
+        if (call.rope.dims > 0) rope(x, heads, pages.headDim, call.rope);
+        if (normed && call.normAfterRotation) normHeads(x, weight, heads, pages.headDim, call);
+    };
+    prepare(q, call.qNorm, call.heads);
+    if (call.queryScale) scaleQueries(call, call.heads * headDim);
+    if (!call.appends) return;
+    prepare(k, call.kNorm, pages.kvHeads);
+    if (call.valueNorm) _work.norm(v, nullptr, call.eps, keys, headDim, v);
     for (const SequenceRows& sequence : _work.sequences) storeKv(sequence, pages);
+}
+
+void CpuOperations::scaleQueries(const HeadsCall& call, int64_t width) {
+    float* const q = _work.at(RowBuffer::Queries);
+    _work.forRanges(_work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / width),
+                    [&](int64_t begin, int64_t end) {
+                        for (int64_t t = begin; t < end; ++t) {
+                            const float factor = call.queryScale[_work.batch->positions[t]];
+                            for (int64_t i = t * width; i < (t + 1) * width; ++i) q[i] *= factor;
+                        }
+                    });
 }
 
 // A head's query and its gate stand together.
@@ -104,6 +123,9 @@ void CpuOperations::attend(const HeadsCall& call, const KvPages& pages, const We
         args.positions = _work.batch->positions.data() + piece.sequence->begin;
         args.heads = call.heads;
         args.scale = call.scale;
+        args.reach = call.reach;
+        args.softcap = call.softcap;
+        args.sinks = call.sinks;
         args.pages = pages;
         args.pageTable = piece.sequence->pageTables[static_cast<size_t>(pages.list)];
         _work.kernels.attention(args, piece.kvHead, piece.begin, piece.end, _work.threadScratch(worker));

@@ -16,10 +16,11 @@ constexpr int32_t kColumnPiece = 64;    // of a head's matrix
 void CpuOperations::deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight&) {
     float *const attended = _work.floats(_work.scratch().attended), *const gate = _work.at(RowBuffer::DeltaGate);
     convolve(call, state);
+    if (call.fusedSteps) splitSteps(call);
     prepareDelta(call);
     updateStates(call, state);
     _work.norm(attended, call.headNorm, call.eps, _work.rows() * call.valueHeads, call.headDim, attended);
-    _work.siluMul(gate, attended, _work.rows() * call.valueWidth());
+    _work.gatedActivation({}, gate, attended, _work.rows() * call.valueWidth());
     _attended = gate;
 }
 
@@ -41,6 +42,18 @@ void CpuOperations::convolve(const DeltaCall& call, const RecurrentLayer& state)
             _work.kernels.convSilu(args, begin, std::min(begin + kChannelPiece, channels));
         }
     });
+}
+
+void CpuOperations::splitSteps(const DeltaCall& call) {
+    const int64_t heads = call.valueHeads, group = heads / call.keyHeads;
+    const float* const steps = _work.at(RowBuffer::DeltaSteps);
+    float *const alphas = _work.at(RowBuffer::DeltaAlpha), *const betas = _work.at(RowBuffer::DeltaBeta);
+    for (int64_t i = 0; i < _work.rows() * heads; ++i) {
+        const int64_t row = i / heads, head = i % heads;
+        const float* const own = steps + 2 * row * heads + 2 * (head / group) * group + head % group;
+        betas[i] = own[0];
+        alphas[i] = own[group];
+    }
 }
 
 // Queries and keys to length 1, queries then by 1 / sqrt(dim); alpha becomes the decay exp(decay * softplus(alpha +
@@ -77,7 +90,7 @@ void CpuOperations::updateStates(const DeltaCall& call, const RecurrentLayer& st
             const int64_t row = sequence.begin + step.begin;
             const float* mixed = _work.at(RowBuffer::DeltaMixed) + row * channels;
             cpu::DeltaArgs args;
-            args.q = mixed + int64_t{head % call.keyHeads} * call.headDim;
+            args.q = mixed + int64_t{call.keyHeadOf(head)} * call.headDim;
             args.k = args.q + keyWidth;
             args.v = mixed + 2 * keyWidth + int64_t{head} * call.headDim;
             args.rowStride = channels;

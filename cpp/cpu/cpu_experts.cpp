@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "core/portable.h"
+#include "cpu/cpu_router.h"
 
 namespace sharpi {
 
@@ -12,27 +13,17 @@ void CpuExperts::route(const RouterCall& call) {
     const int64_t rows = _work.rows();
     const auto used = static_cast<size_t>(call.used), pairs = static_cast<size_t>(rows) * used;
     Routing& r = _routing;
-    r.weight.resize(pairs);
-    r.pairOf.resize(pairs);
+    for (std::vector<int32_t>* list : {&r.chosen, &r.pairOf, &r.pairAt}) list->resize(pairs);
     r.pairToken.resize(pairs);
+    r.weight.resize(pairs);
     r.expertBegin.assign(static_cast<size_t>(call.count) + 1, 0);
-    std::vector<int32_t> order(static_cast<size_t>(call.count)), chosen(pairs);
+    CpuRouter router(_work.kernels, call);
     for (int64_t t = 0; t < rows; ++t) {
-        float* const p = _work.at(RowBuffer::RouterLogits) + t * call.count;
-        _work.kernels.softmax(p, call.count);
-        for (int32_t e = 0; e < call.count; ++e) order[static_cast<size_t>(e)] = e;
-        std::partial_sort(order.begin(), order.begin() + call.used, order.end(),
-                          [p](int32_t a, int32_t b) { return p[a] > p[b] || (p[a] == p[b] && a < b); });
-        float sum = 0;
-        for (size_t k = 0; k < used; ++k) sum += p[order[k]];
-        for (size_t k = 0; k < used; ++k) {
-            const size_t pair = static_cast<size_t>(t) * used + k;
-            const float share = call.renormalize ? p[order[k]] / sum : p[order[k]];
-            r.weight[pair] = share * call.weightScale;
-            chosen[pair] = order[k];
-            ++r.expertBegin[static_cast<size_t>(order[k]) + 1];
-        }
+        const int64_t first = t * call.used;
+        router.route(_work.at(RowBuffer::RouterLogits) + t * call.count, r.chosen.data() + first,
+                     r.weight.data() + first);
     }
+    for (const int32_t expert : r.chosen) ++r.expertBegin[static_cast<size_t>(expert) + 1];
     for (int32_t e = 0; e < call.count; ++e) {
         const int32_t times = r.expertBegin[static_cast<size_t>(e) + 1];
         if (times) _profiler.addUse(call.expertLayer, e, static_cast<uint64_t>(times));
@@ -40,8 +31,9 @@ void CpuExperts::route(const RouterCall& call) {
     }
     std::vector<int32_t> next(r.expertBegin.begin(), r.expertBegin.end() - 1);
     for (size_t i = 0; i < pairs; ++i) {
-        const int32_t pair = next[static_cast<size_t>(chosen[i])]++;
+        const int32_t pair = next[static_cast<size_t>(r.chosen[i])]++;
         r.pairOf[i] = pair;
+        r.pairAt[static_cast<size_t>(pair)] = static_cast<int32_t>(i);
         r.pairToken[static_cast<size_t>(pair)] = static_cast<int32_t>(i / used);
     }
 }
@@ -84,7 +76,7 @@ void CpuExperts::compute(const ExpertCall& call) {
     if (isQuantized(call.gate) || isQuantized(call.up))
         xQuant = _work.quantize(normed, _work.rows(), call.gate.first.cols, s.quantized);
     multiply(normed, xQuant, _routing.pairToken.data(), {{call.gate, gate}, {call.up, up}});
-    _work.siluMul(gate, up, pairs * hidden);
+    activate(call, gate, up);
     if (isQuantized(call.down)) hiddenQuant = _work.quantize(gate, pairs, hidden, s.quantizedHidden);
     std::vector<int32_t> own(static_cast<size_t>(pairs));
     for (size_t i = 0; i < own.size(); ++i) own[i] = static_cast<int32_t>(i);
@@ -92,43 +84,67 @@ void CpuExperts::compute(const ExpertCall& call) {
     const bool added = call.to == RowBuffer::Residual;
     float* const block = added ? _work.floats(s.block) : _work.at(call.to);
     sumByRank(call, block);
-    if (call.sharedScale) addShared(call.sharedScale, block);
+    if (call.shared) addShared(call.sharedScale, block);
     if (added) _work.add(_work.at(call.to), block, _work.rows() * _work.limits.embedding);
 }
 
-// By rank, whatever the order in which the experts were computed.
-void CpuExperts::sumByRank(const ExpertCall& call, float* to) {
-    const int64_t width = call.down.first.rows, used = call.routing.used;
-    const float* const out = _work.at(RowBuffer::ExpertOut);
-    _work.forRanges(
-        _work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / width), [&](int64_t begin, int64_t end) {
-            for (int64_t t = begin; t < end; ++t) {
-                std::memset(to + t * width, 0, sizeof(float) * static_cast<size_t>(width));
-                for (int64_t k = 0; k < used; ++k) {
-                    const auto ranked = static_cast<size_t>(t * used + k);
-                    const int64_t pair = _routing.pairOf[ranked];
-                    _work.kernels.addScaled(to + t * width, out + pair * width, _routing.weight[ranked], width);
-                }
-            }
-        });
+void CpuExperts::activate(const ExpertCall& call, float* gate, const float* up) {
+    const int64_t hidden = call.gate.first.rows, pairs = _work.rows() * call.routing.used;
+    const auto biasOf = [&](const float* bias, size_t ranked) {
+        return bias ? bias + _routing.chosen[ranked] * hidden : nullptr;
+    };
+    _work.forRanges(pairs, std::max<int64_t>(1, CpuWork::kElementGrain / hidden), [&](int64_t begin, int64_t end) {
+        for (int64_t pair = begin; pair < end; ++pair) {
+            const auto ranked = static_cast<size_t>(_routing.pairAt[static_cast<size_t>(pair)]);
+            cpu::GatedRow row{gate + pair * hidden, up + pair * hidden, biasOf(call.gateBias, ranked),
+                              biasOf(call.upBias, ranked)};
+            if (call.routing.weightsInput) row.factor = _routing.weight[ranked];
+            _work.kernels.gatedActivation(call.activation, row, hidden);
+        }
+    });
 }
 
-// += sigmoid(scale . n) * SharedOut, one fma an element.
+// By rank, whatever the order in which the experts were computed. An answer's bias comes first. If the weight was the
+// input's, an answer has the weight 1.
+void CpuExperts::sumByRank(const ExpertCall& call, float* to) {
+    const int64_t width = call.down.first.rows, used = call.routing.used;
+    float* const out = _work.at(RowBuffer::ExpertOut);
+    _work.forRanges(_work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / width),
+                    [&](int64_t begin, int64_t end) {
+                        for (int64_t t = begin; t < end; ++t) {
+                            std::memset(to + t * width, 0, sizeof(float) * static_cast<size_t>(width));
+                            for (int64_t k = 0; k < used; ++k) {
+                                const auto ranked = static_cast<size_t>(t * used + k);
+                                float* const answer = out + _routing.pairOf[ranked] * width;
+                                if (call.downBias)
+                                    _work.kernels.add(answer, call.downBias + _routing.chosen[ranked] * width, width);
+                                const float weight = call.routing.weightsInput ? 1.0f : _routing.weight[ranked];
+                                _work.kernels.addScaled(to + t * width, answer, weight, width);
+                            }
+                        }
+                    });
+}
+
+// += sigmoid(scale . n) * SharedOut, one fma an element; without a scale the factor is 1.
 void CpuExperts::addShared(const float* scale, float* to) {
     const CpuScratch& s = _work.scratch();
     const int64_t width = _work.limits.embedding;
-    Weight row;
-    row.rows = 1;
-    row.cols = width;
-    row.data = reinterpret_cast<const uint8_t*>(scale);
     float* const dots = _work.floats(s.sharedScale);
     const float* const shared = _work.at(RowBuffer::SharedOut);
-    _work.linear(_work.floats(s.normed), _work.rows(), {{row, nullptr, dots}});
-    _work.forRanges(
-        _work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / width), [&](int64_t begin, int64_t end) {
-            for (int64_t t = begin; t < end; ++t)
-                _work.kernels.addScaled(to + t * width, shared + t * width, portableSigmoid(dots[t]), width);
-        });
+    if (scale) {
+        Weight row;
+        row.rows = 1;
+        row.cols = width;
+        row.data = reinterpret_cast<const uint8_t*>(scale);
+        _work.linear(_work.floats(s.normed), _work.rows(), {{row, nullptr, dots}});
+    }
+    _work.forRanges(_work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / width),
+                    [&](int64_t begin, int64_t end) {
+                        for (int64_t t = begin; t < end; ++t) {
+                            const float factor = scale ? portableSigmoid(dots[t]) : 1.0f;
+                            _work.kernels.addScaled(to + t * width, shared + t * width, factor, width);
+                        }
+                    });
 }
 
 }  // namespace sharpi

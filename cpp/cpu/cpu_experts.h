@@ -16,7 +16,7 @@ public:
 
     // Chooses each row's experts by RouterLogits, and counts them.
     void route(const RouterCall& call);
-    // Residual += what the chosen experts give, and the shared one.
+    // call.to becomes, or is added, what the chosen experts give, and the shared one.
     void compute(const ExpertCall& call);
 
 private:
@@ -24,7 +24,9 @@ private:
     struct Routing {
         std::vector<int32_t> expertBegin;  // [experts + 1]: pairs of expert e are [begin[e], begin[e + 1])
         std::vector<int32_t> pairToken;    // [pairs]
-        std::vector<int32_t> pairOf;       // [rows, used], by rank
+        std::vector<int32_t> pairAt;       // [pairs]: its place in the lists by rank
+        std::vector<int32_t> chosen;       // [rows, used], by rank
+        std::vector<int32_t> pairOf;       // [rows, used]
         std::vector<float> weight;         // [rows, used]
     };
     // One of several products of the chosen experts with the same input.
@@ -35,6 +37,7 @@ private:
     // Pair p reads row rowIndex[p] of x.
     void multiply(const float* x, const cpu::QuantizedRows& xQuant, const int32_t* rowIndex,
                   std::initializer_list<ExpertProduct> products);
+    void activate(const ExpertCall& call, float* gate, const float* up);
     void sumByRank(const ExpertCall& call, float* to);
     void addShared(const float* scale, float* to);
 

@@ -55,7 +55,7 @@ void CpuOperations::addLinear(RowInput x, const Weight& w, const float* bias) {
 void CpuOperations::gatedLinear(RowInput x, const GatedProduct& p, const Weight&) {
     float *const gates = _work.at(RowBuffer::Gate), *const ups = _work.at(RowBuffer::Up);
     _work.linear(input(x), _work.rows(), {{p.gate, p.gateBias, gates}, {p.up, p.upBias, ups}});
-    _work.siluMul(gates, ups, _work.rows() * p.gate.rows);
+    _work.gatedActivation(p.activation, gates, ups, _work.rows() * p.gate.rows);
 }
 
 void CpuOperations::joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,

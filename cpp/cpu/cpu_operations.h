@@ -18,6 +18,9 @@ public:
     void addLinear(RowInput x, const Weight& w, const float* bias) override;
     void gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) override;
     void addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) override;
+    void copyRows(Readers readers) override;
+    void joinLayerInputs(const LayerInputsCall& call) override;
+    void gateLayerInput(int32_t layer, int64_t width, const Weight& reader) override;
     void scaleRows(const float* scale) override;
     void prepareHeads(const HeadsCall& heads, const KvPages& pages) override;
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;
@@ -31,9 +34,12 @@ public:
 private:
     const float* input(RowInput x) const;
     void splitGatedQueries(int32_t heads, int32_t headDim);
+    void normHeads(float* x, const float* weight, int32_t heads, int32_t headDim, const HeadsCall& call);
+    void scaleQueries(const HeadsCall& call, int64_t width);
     void rope(float* x, int32_t heads, int32_t headDim, const RopeTable& table);
     void storeKv(const SequenceRows& rows, const KvPages& pages);
     void convolve(const DeltaCall& call, const RecurrentLayer& state);
+    void splitSteps(const DeltaCall& call);
     void prepareDelta(const DeltaCall& call);
     void updateStates(const DeltaCall& call, const RecurrentLayer& state);
 

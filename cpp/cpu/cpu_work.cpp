@@ -74,9 +74,10 @@ void CpuWork::norm(const float* x, const float* weight, float eps, int64_t count
     });
 }
 
-void CpuWork::siluMul(float* gate, const float* up, int64_t n) {
-    forRanges(n, kElementGrain,
-              [&](int64_t begin, int64_t end) { kernels.siluMul(gate + begin, up + begin, end - begin); });
+void CpuWork::gatedActivation(Activation activation, float* gate, const float* up, int64_t n) {
+    forRanges(n, kElementGrain, [&](int64_t begin, int64_t end) {
+        kernels.gatedActivation(activation, {gate + begin, up + begin}, end - begin);
+    });
 }
 
 void CpuWork::add(float* x, const float* y, int64_t n) {

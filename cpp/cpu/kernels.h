@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/activation.h"
+#include "core/attention_reach.h"
 #include "core/matrix.h"
 #include "memory/kv_pages.h"
 
@@ -40,7 +42,8 @@ struct MatmulArgs {
 };
 
 // Causal attention of the query rows of one sequence. Query row i (position positions[i]) sees the keys at
-// 0..positions[i]. The page of a position is pageTable[position / pageTokens].
+// reach.first(positions[i])..positions[i]. The page of a position is pageTable[position / pageTokens]; the entries of
+// pages that no row sees are not read.
 // q, out: row i at i * rowStride, head h at + h * headDim. Grouped-query: head h reads kv head h / (heads / kvHeads).
 struct AttentionArgs {
     const float* q = nullptr;
@@ -49,8 +52,19 @@ struct AttentionArgs {
     const int32_t* positions = nullptr;
     int32_t heads = 0;
     float scale = 1.0f;
+    AttentionReach reach;
+    float softcap = 0;             // 0: none
+    const float* sinks = nullptr;  // [heads] or nullptr
     KvPages pages;
     const int32_t* pageTable = nullptr;
+};
+
+// A row of a gated feed-forward part. Both products are multiplied by `factor`, then the biases are added.
+struct GatedRow {
+    float* gate = nullptr;  // becomes activation(gate, up)
+    const float* up = nullptr;
+    const float *gateBias = nullptr, *upBias = nullptr;  // may be nullptr
+    float factor = 1.0f;
 };
 
 // Gated DeltaNet's convolution and SiLU over the rows of one sequence, in place (kernels/delta.cpp).
@@ -87,14 +101,14 @@ struct Kernels {
     void (*matmul)(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, void* scratch);
 
     // --- everything else (float_*.cpp) ---
-    // y = x / sqrt(mean(x^2) + eps) * weight, one row of n. y may be x.
+    // y = x / sqrt(mean(x^2) + eps) * weight, one row of n. y may be x. weight: nullptr: weights of 1.
     void (*rmsNorm)(const float* x, const float* weight, float eps, int64_t n, float* y);
     // x += y
     void (*add)(float* x, const float* y, int64_t n);
     // x += scale * y
     void (*addScaled)(float* x, const float* y, float scale, int64_t n);
-    // gate = silu(gate) * up
-    void (*siluMul)(float* gate, const float* up, int64_t n);
+    // n elements of a row; see core/activation.h.
+    void (*gatedActivation)(Activation activation, const GatedRow& row, int64_t n);
     // x = x / sqrt(sum of x^2 + eps) * scale, one row of n.
     void (*l2Norm)(float* x, float eps, float scale, int64_t n);
     // x = x * sigmoid(gate)

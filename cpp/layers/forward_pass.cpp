@@ -77,6 +77,7 @@ void ForwardPass::run(const Batch& batch, float* logits) {
     const auto head = [&](int64_t from) { ops.head(headOf(_spec.outputNorm), from, count); };
     _backend.region(Pass::Model, [&] {
         ops.embed(_weights[_spec.tokenEmbedding], _spec.embeddingScale);
+        prepareLayerInputs(context());
         for (size_t i = 0; i < _spec.layers.size(); ++i) runLayer(context(), _spec.layers[i], i, _nextWithExperts[i]);
         if (count) head(0);
     });

@@ -95,7 +95,9 @@ void attentionLayer(const LayerContext& context, const LayerSpec& layer, const K
 void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const RecurrentLayer& state) {
     const GatedDeltaSpec& d = *layer.delta;
     const ModelWeights& w = context.weights;
-    const Weight &qkv = w[d.qkv], &gate = w[d.gate], &alpha = w[d.alpha], &beta = w[d.beta], &output = w[d.output];
+    Operations& ops = context.ops;
+    const float *const norm = w[layer.mixerNorm], eps = context.spec.normEpsilon;
+    const Weight &qkv = w[d.qkv], &gate = w[d.gate], &beta = w[d.beta], &output = w[d.output];
     DeltaCall call;
     call.keyHeads = d.keyHeads;
     call.valueHeads = d.valueHeads;
@@ -107,12 +109,18 @@ void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const 
     call.headNorm = w[d.headNorm];
     call.eps = context.spec.normEpsilon;
     call.consecutiveHeads = d.consecutiveHeads;
-    context.ops.norm(w[layer.mixerNorm], context.spec.normEpsilon, {qkv, gate, alpha, beta}, false);
-    context.ops.linear(RowInput::Normed, {{qkv, nullptr, RowBuffer::DeltaMixed},
-                                          {gate, nullptr, RowBuffer::DeltaGate},
-                                          {alpha, nullptr, RowBuffer::DeltaAlpha},
-                                          {beta, nullptr, RowBuffer::DeltaBeta}});
-    context.ops.deltaRule(call, state, output);
+    call.fusedSteps = d.fusedSteps;
+    const Product mixed{qkv, nullptr, RowBuffer::DeltaMixed}, gates{gate, nullptr, RowBuffer::DeltaGate};
+    if (d.fusedSteps) {
+        ops.norm(norm, eps, {qkv, gate, beta}, false);
+        ops.linear(RowInput::Normed, {mixed, gates, {beta, nullptr, RowBuffer::DeltaSteps}});
+    } else {
+        const Weight& alpha = w[d.alpha];
+        ops.norm(norm, eps, {qkv, gate, alpha, beta}, false);
+        ops.linear(RowInput::Normed,
+                   {mixed, gates, {alpha, nullptr, RowBuffer::DeltaAlpha}, {beta, nullptr, RowBuffer::DeltaBeta}});
+    }
+    ops.deltaRule(call, state, output);
     addPart(context, RowInput::Attended, output, nullptr, layer.mixerPostNorm);
 }
 
@@ -122,7 +130,8 @@ void denseLayer(const LayerContext& context, const LayerSpec& layer) {
     const ModelWeights& w = context.weights;
     const Weight &gate = w[f.gate], &up = w[f.up], &down = w[f.down];
     context.ops.norm(w[layer.ffnNorm], context.spec.normEpsilon, {gate, up}, false);
-    context.ops.gatedLinear(RowInput::Normed, {gate, up, w[f.gateBias], w[f.upBias], f.activation}, down);
+    const HostBiases hostBiases{w.inHost(f.gateBias), w.inHost(f.upBias)};
+    context.ops.gatedLinear(RowInput::Normed, {gate, up, w[f.gateBias], w[f.upBias], f.activation, hostBiases}, down);
     if (layer.parallel) context.ops.linear(RowInput::Hidden, {{down, w[f.downBias], RowBuffer::PartOut}});
     else addPart(context, RowInput::Hidden, down, w[f.downBias], layer.ffnPostNorm);
 }
@@ -137,6 +146,7 @@ void expertLayer(const LayerContext& context, const LayerSpec& layer, const Laye
     call.gateBias = w[f.gateBias];
     call.upBias = w[f.upBias];
     call.downBias = w[f.downBias];
+    call.hostBiases = {w.inHost(f.gateBias), w.inHost(f.upBias)};
     call.activation = f.activation;
     const bool normed = layer.parallel || layer.ffnPostNorm;
     if (normed) call.to = RowBuffer::PartOut;
@@ -176,7 +186,28 @@ void parallelLayer(const LayerContext& context, const LayerSpec& layer, const La
     context.ops.addNormed(RowBuffer::PartSum, w[layer.ffnPostNorm], eps, RowBuffer::Residual, true);
 }
 
+// x += norm(projection(gelu(gate x) * u)), where u is the layer's row of the per-layer embeddings
+void addLayerInput(const LayerContext& context, const LayerInputSpec& input, int32_t layer) {
+    const ModelWeights& w = context.weights;
+    Operations& ops = context.ops;
+    const Weight &gate = w[input.gate], &projection = w[input.projection];
+    ops.copyRows({gate});
+    ops.linear(RowInput::Normed, {{gate, nullptr, RowBuffer::Gate}});
+    ops.gateLayerInput(layer, context.spec.layerInputs->width, projection);
+    addPart(context, RowInput::Hidden, projection, nullptr, input.norm);
+}
+
 }  // namespace
+
+void prepareLayerInputs(const LayerContext& context) {
+    const std::optional<LayerInputsSpec>& spec = context.spec.layerInputs;
+    if (!spec) return;
+    const ModelWeights& w = context.weights;
+    const Weight& projection = w[spec->projection];
+    context.ops.copyRows({projection});
+    context.ops.linear(RowInput::Normed, {{projection, nullptr, RowBuffer::LayerInputs}});
+    context.ops.joinLayerInputs({w[spec->table], spec->width, w[spec->norm], context.spec.normEpsilon});
+}
 
 void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index, const LayerSpec* nextWithExperts) {
     if (layer.attention) {
@@ -188,6 +219,7 @@ void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index,
     if (layer.parallel) parallelLayer(context, layer, nextWithExperts);
     else if (layer.dense) denseLayer(context, layer);
     else expertLayer(context, layer, nextWithExperts);
+    if (layer.layerInput) addLayerInput(context, *layer.layerInput, static_cast<int32_t>(index));
     if (layer.outputScale) context.ops.scaleRows(context.weights[layer.outputScale]);
 }
 

@@ -17,6 +17,9 @@ struct LayerContext {
     const KvCache& kv;
 };
 
+// The per-layer embeddings of the batch, if the model has them. After embed().
+void prepareLayerInputs(const LayerContext& context);
+
 // A whole layer: its mixer, then its feed-forward part. index: its number in the model.
 void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index, const LayerSpec* nextWithExperts);
 

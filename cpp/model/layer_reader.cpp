@@ -34,38 +34,101 @@ LayerReader& LayerReader::unused(const std::string& name) {
     return *this;
 }
 
+LayerReader& LayerReader::mixerPostNorm(const std::string& name) {
+    _layer.mixerPostNorm = norm(name, _model._spec.embedding);
+    return *this;
+}
+
+LayerReader& LayerReader::ffnPostNorm(const std::string& name) {
+    _layer.ffnPostNorm = norm(name, _model._spec.embedding);
+    return *this;
+}
+
+LayerReader& LayerReader::parallelNorms(const std::string& denseOut, const std::string& routerIn,
+                                        const std::string& expertIn, const std::string& expertOut) {
+    const int64_t width = _model._spec.embedding;
+    ParallelNorms norms;
+    norms.denseOut = norm(denseOut, width);
+    const WeightSlice router = _model._tensors.requiredFloats(_block + routerIn, {width});
+    norms.routerIn = _model.vector(router, 1.0 / std::sqrt(static_cast<double>(width)));
+    norms.expertIn = norm(expertIn, width);
+    norms.expertOut = norm(expertOut, width);
+    _layer.parallel = norms;
+    return *this;
+}
+
+LayerReader& LayerReader::layerInput() {
+    const std::optional<LayerInputsSpec>& inputs = _model._spec.layerInputs;
+    if (!inputs) return *this;
+    const int64_t width = _model._spec.embedding;
+    TensorFinder& tensors = _model._tensors;
+    LayerInputSpec input;
+    const WeightSlice gate = tensors.required(_block + "inp_gate.weight", {width, inputs->width});
+    const WeightSlice projection = tensors.required(_block + "proj.weight", {inputs->width, width});
+    input.gate = _model.matrix(gate, WeightRole::Attention);
+    input.projection = _model.matrix(projection, WeightRole::Attention);
+    input.norm = norm("post_norm", width);
+    _layer.layerInput = input;
+    return *this;
+}
+
+LayerReader& LayerReader::outputScale(const std::string& name) {
+    _layer.outputScale = _model.vector(_model._tensors.optionalFloats(_block + name + ".weight", {1}));
+    return *this;
+}
+
+VectorId LayerReader::floats(const std::string& name, const std::vector<int64_t>& shape) {
+    return _model.vector(_model._tensors.optionalFloats(_block + name, shape));
+}
+
 LayerReader& LayerReader::attention(const AttentionParts& parts) {
-    const Metadata& md = _model._metadata;
-    const std::string prefix = _model.key("attention.");
     AttentionSpec a;
-    a.heads = static_cast<int32_t>(md.integer(prefix + "head_count", 1, 65536));
-    a.kvHeads = static_cast<int32_t>(md.integerOr(prefix + "head_count_kv", 1, a.heads, a.heads));
-    if (a.heads % a.kvHeads) bad("metadata key '" + prefix + "head_count' is not a multiple of head_count_kv");
-    a.headDim = _model.headDim();
-    if (int64_t{a.heads} * a.headDim > kMaxWidth)
-        bad("metadata keys '" + prefix + "head_count' and 'key_length' give an impossible width");
-    if (md.integerOr(prefix + "value_length", 1, 4096, a.headDim) != a.headDim)
-        bad("keys and values of different lengths are not supported by this architecture");
-    a.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(a.headDim)));
-    a.rope = parts.rope;
-    a.qkNorm = parts.qkNorm;
-    a.gated = parts.gated;
+    readShape(a, parts);
     const int64_t queries = int64_t{a.heads} * a.headDim, keys = int64_t{a.kvHeads} * a.headDim;
-    readQkv(a);
+    readQkv(a, parts);
     a.output = _model.matrix(_model._tensors.required(_block + "attn_output.weight", {queries, _model._spec.embedding}),
                              WeightRole::Attention);
     readBiases(a);
-    if (a.qkNorm != AttentionSpec::QkNorm::None) {
+    if (a.qkNorm != AttentionSpec::QkNorm::None && parts.normWeights) {
         const bool perHead = a.qkNorm == AttentionSpec::QkNorm::PerHead;
         a.qNorm = norm("attn_q_norm", perHead ? a.headDim : queries);
-        a.kNorm = norm("attn_k_norm", perHead ? a.headDim : keys);
+        if (a.kvLayer < 0) a.kNorm = norm("attn_k_norm", perHead ? a.headDim : keys);
     }
+    if (parts.sinks) a.sinks = norm("attn_sinks", a.heads);
     _layer.attention = a;
     return *this;
 }
 
-// Three matrices, or one that holds all three.
-void LayerReader::readQkv(AttentionSpec& a) {
+void LayerReader::readShape(AttentionSpec& a, const AttentionParts& parts) {
+    const Metadata& md = _model._metadata;
+    const std::string prefix = _model.key("attention.");
+    const size_t layer = _model.layerIndex();
+    a.heads = static_cast<int32_t>(md.integerAt(prefix + "head_count", layer, 1, 65536));
+    a.kvHeads = a.heads;
+    if (md.has(prefix + "head_count_kv"))
+        a.kvHeads = static_cast<int32_t>(md.integerAt(prefix + "head_count_kv", layer, 1, a.heads));
+    if (a.heads % a.kvHeads) bad("metadata key '" + prefix + "head_count' is not a multiple of head_count_kv");
+    a.headDim = _model.headDim(parts.windowed);
+    if (int64_t{a.heads} * a.headDim > kMaxWidth)
+        bad("metadata keys '" + prefix + "head_count' and 'key_length' give an impossible width");
+    const std::string value = prefix + "value_length";
+    const bool windowed = parts.windowed && md.has(value + "_swa");
+    if (md.integerOr(windowed ? value + "_swa" : value, 1, 4096, a.headDim) != a.headDim)
+        bad("keys and values of different lengths are not supported by this architecture");
+    a.scale = static_cast<float>(parts.scale.value_or(1.0 / std::sqrt(static_cast<double>(a.headDim))));
+    a.rope = parts.rope;
+    a.qkNorm = parts.qkNorm;
+    a.normAfterRotation = parts.normAfterRotation;
+    a.valueNorm = parts.valueNorm;
+    a.gated = parts.gated;
+    a.kvLayer = parts.kvLayer;
+    a.reach = parts.reach;
+    a.softcap = parts.softcap;
+    a.queryScale = parts.queryScale;
+}
+
+// Three matrices, or one that holds all three; or fewer, if the layer has no keys or values of its own.
+void LayerReader::readQkv(AttentionSpec& a, const AttentionParts& parts) {
     TensorFinder& tensors = _model._tensors;
     const int64_t width = _model._spec.embedding;
     const int64_t queries = int64_t{a.heads} * a.headDim * (a.gated ? 2 : 1), keys = int64_t{a.kvHeads} * a.headDim;
@@ -77,12 +140,15 @@ void LayerReader::readQkv(AttentionSpec& a) {
         v = rowsOf(fused, queries + keys, keys);
     } else {
         q = tensors.required(_block + "attn_q.weight", {width, queries});
-        k = tensors.required(_block + "attn_k.weight", {width, keys});
-        v = tensors.required(_block + "attn_v.weight", {width, keys});
+        if (a.kvLayer < 0) {
+            k = tensors.required(_block + "attn_k.weight", {width, keys});
+            const bool valued = !parts.keysAreValues || tensors.has(_block + "attn_v.weight");
+            if (valued) v = tensors.required(_block + "attn_v.weight", {width, keys});
+        }
     }
     a.q = _model.matrix(q, WeightRole::Attention);
-    a.k = _model.matrix(k, WeightRole::Attention);
-    a.v = _model.matrix(v, WeightRole::Attention);
+    if (k) a.k = _model.matrix(k, WeightRole::Attention);
+    if (v) a.v = _model.matrix(v, WeightRole::Attention);
 }
 
 void LayerReader::readBiases(AttentionSpec& a) {
@@ -102,13 +168,13 @@ void LayerReader::readBiases(AttentionSpec& a) {
         }
     } else {
         a.qBias = _model.vector(tensors.optionalFloats(_block + "attn_q.bias", {queries}));
-        a.kBias = _model.vector(tensors.optionalFloats(_block + "attn_k.bias", {keys}));
-        a.vBias = _model.vector(tensors.optionalFloats(_block + "attn_v.bias", {keys}));
+        if (a.k) a.kBias = _model.vector(tensors.optionalFloats(_block + "attn_k.bias", {keys}));
+        if (a.v) a.vBias = _model.vector(tensors.optionalFloats(_block + "attn_v.bias", {keys}));
     }
     a.outputBias = _model.vector(tensors.optionalFloats(_block + "attn_output.bias", {_model._spec.embedding}));
 }
 
-LayerReader& LayerReader::gatedDelta() {
+LayerReader& LayerReader::gatedDelta(bool fusedSteps) {
     const Metadata& md = _model._metadata;
     TensorFinder& tensors = _model._tensors;
     const std::string prefix = _model.key("ssm.");
@@ -134,8 +200,13 @@ LayerReader& LayerReader::gatedDelta() {
     };
     d.qkv = matrix("attn_qkv", width, d.channels());
     d.gate = matrix("attn_gate", width, d.valueWidth());
-    d.alpha = matrix("ssm_alpha", width, d.valueHeads);
-    d.beta = matrix("ssm_beta", width, d.valueHeads);
+    d.fusedSteps = d.consecutiveHeads = fusedSteps;
+    if (fusedSteps) {
+        d.beta = matrix("ssm_ba", width, 2 * d.valueHeads);
+    } else {
+        d.alpha = matrix("ssm_alpha", width, d.valueHeads);
+        d.beta = matrix("ssm_beta", width, d.valueHeads);
+    }
     d.output = matrix("ssm_out", d.valueWidth(), width);
     d.conv = {_model.add({tensors.requiredFloats(_block + "ssm_conv1d.weight", {d.convWidth, d.channels()})},
                          WeightRole::Vector, WeightForm::Transposed)};
@@ -146,58 +217,94 @@ LayerReader& LayerReader::gatedDelta() {
     return *this;
 }
 
-LayerReader& LayerReader::dense() {
+LayerReader& LayerReader::dense(const DenseParts& parts) {
     TensorFinder& tensors = _model._tensors;
     const int64_t width = _model._spec.embedding;
     DenseFfnSpec f;
-    f.hidden = _model._metadata.integer(_model.key("feed_forward_length"), 1, kMaxHidden);
-    f.gate = _model.matrix(tensors.required(_block + "ffn_gate.weight", {width, f.hidden}), WeightRole::FfnGate);
-    f.up = _model.matrix(tensors.required(_block + "ffn_up.weight", {width, f.hidden}), WeightRole::FfnUp);
+    f.activation = parts.activation;
+    f.hidden = _model._metadata.integerAt(_model.key("feed_forward_length"), _model.layerIndex(), 1, kMaxHidden);
+    WeightSlice gate, up;
+    if (parts.fused) {
+        const WeightSlice fused = tensors.required(_block + "ffn_up.weight", {width, 2 * f.hidden});
+        gate = rowsOf(fused, 0, f.hidden);
+        up = rowsOf(fused, f.hidden, f.hidden);
+    } else {
+        gate = tensors.required(_block + "ffn_gate.weight", {width, f.hidden});
+        up = tensors.required(_block + "ffn_up.weight", {width, f.hidden});
+    }
+    f.gate = _model.matrix(gate, WeightRole::FfnGate);
+    f.up = _model.matrix(up, WeightRole::FfnUp);
     _model._spec.weights.back().unit = f.gate.index;
     f.down = _model.matrix(tensors.required(_block + "ffn_down.weight", {f.hidden, width}), WeightRole::FfnDown);
+    f.gateBias = floats("ffn_gate.bias", {f.hidden});
+    f.upBias = floats("ffn_up.bias", {f.hidden});
+    f.downBias = floats("ffn_down.bias", {width});
     _layer.dense = f;
     return *this;
 }
 
-LayerReader& LayerReader::experts(const ExpertParts& parts) {
+void LayerReader::readRouting(RoutingSpec& r, const ExpertParts& parts) {
     const Metadata& md = _model._metadata;
+    r.count = static_cast<int32_t>(md.integer(_model.key("expert_count"), 1, 65536));
+    r.used = static_cast<int32_t>(
+        md.integerAt(_model.key("expert_used_count"), _model.layerIndex(), 1, std::min(r.count, 1024)));
+    r.gating = parts.gating;
+    r.weightsInput = parts.weightsInput;
+    r.renormalize = md.flagOr(_model.key("expert_weights_norm"), parts.renormalized);
+    r.weightScale = static_cast<float>(md.numberOr(_model.key("expert_weights_scale"), 1.0));
+    if (r.weightScale == 0) r.weightScale = 1.0f;  // writers store 0 for "not scaled"
+    r.groups = static_cast<int32_t>(md.integerOr(_model.key("expert_group_count"), 0, r.count, 1));
+    if (r.groups == 0) r.groups = 1;
+    r.groupsUsed = static_cast<int32_t>(md.integerOr(_model.key("expert_group_used_count"), 0, r.groups, r.groups));
+    if (r.groupsUsed == 0) r.groupsUsed = r.groups;
+    if (r.count % r.groups || r.count / r.groups * r.groupsUsed < r.used)
+        bad("metadata keys '" + _model.key("expert_group_count") +
+            "' and 'expert_group_used_count' leave too few experts");
+    const WeightSlice router =
+        _model._tensors.required(_block + "ffn_gate_inp.weight", {_model._spec.embedding, r.count});
+    r.router = _model.matrix(router, WeightRole::Router);
+    r.bias = floats("ffn_gate_inp.bias", {r.count});
+    r.choiceBias = floats("exp_probs_b.bias", {r.count});
+    r.outputScale = floats("ffn_down_exps.scale", {r.count});
+}
+
+LayerReader& LayerReader::experts(const ExpertParts& parts) {
     TensorFinder& tensors = _model._tensors;
     const int64_t width = _model._spec.embedding;
     ExpertFfnSpec f;
     f.expertLayer = _model._expertLayers++;
-    RoutingSpec& r = f.routing;
-    r.count = static_cast<int32_t>(md.integer(_model.key("expert_count"), 1, 65536));
-    r.used = static_cast<int32_t>(md.integer(_model.key("expert_used_count"), 1, std::min(r.count, 1024)));
-    r.renormalize = md.flagOr(_model.key("expert_weights_norm"), parts.renormalized);
-    r.weightScale = static_cast<float>(md.numberOr(_model.key("expert_weights_scale"), 1.0));
-    if (r.weightScale == 0) r.weightScale = 1.0f;  // writers store 0 for "not scaled"
-    r.router = _model.matrix(tensors.required(_block + "ffn_gate_inp.weight", {width, r.count}), WeightRole::Router);
+    f.activation = parts.activation;
+    readRouting(f.routing, parts);
+    const int64_t count = f.routing.count;
     // No key needs to say how wide experts are: the tensor that leads back to the model's width does.
     f.hidden = tensors.columns(_block + "ffn_down_exps.weight", kMaxHidden);
-    const WeightSlice down = tensors.required(_block + "ffn_down_exps.weight", {f.hidden, width, r.count});
+    const WeightSlice down = tensors.required(_block + "ffn_down_exps.weight", {f.hidden, width, count});
     WeightSlice gate, up;
     if (tensors.has(_block + "ffn_gate_up_exps.weight")) {
         const std::string name = _block + "ffn_gate_up_exps.weight";
-        const WeightSlice fused = tensors.required(name, {width, 2 * f.hidden, r.count});
+        const WeightSlice fused = tensors.required(name, {width, 2 * f.hidden, count});
         gate = rowsOf(fused, 0, f.hidden);
         up = rowsOf(fused, f.hidden, f.hidden);
     } else {
-        gate = tensors.required(_block + "ffn_gate_exps.weight", {width, f.hidden, r.count});
-        up = tensors.required(_block + "ffn_up_exps.weight", {width, f.hidden, r.count});
+        gate = tensors.required(_block + "ffn_gate_exps.weight", {width, f.hidden, count});
+        up = tensors.required(_block + "ffn_up_exps.weight", {width, f.hidden, count});
     }
-    if (parts.shared) sharedExpert(f);
-    const double share = static_cast<double>(r.used) / r.count;
+    if (parts.shared != ExpertParts::Shared::None) sharedExpert(f, parts.shared == ExpertParts::Shared::Scaled);
+    const double share = static_cast<double>(f.routing.used) / static_cast<double>(count);
     f.gate = {_model.add({gate}, WeightRole::Experts, WeightForm::Stack, share)};
     for (StackId* stack : {&f.up, &f.down}) {
         *stack = {_model.add({stack == &f.up ? up : down}, WeightRole::Experts, WeightForm::Stack, share)};
         _model._spec.weights.back().unit = f.gate.index;
     }
+    f.gateBias = floats("ffn_gate_exps.bias", {f.hidden, count});
+    f.upBias = floats("ffn_up_exps.bias", {f.hidden, count});
+    f.downBias = floats("ffn_down_exps.bias", {width, count});
     _layer.experts = f;
     return *this;
 }
 
 // Each token reads it in full, as it does the mixer's matrices.
-void LayerReader::sharedExpert(ExpertFfnSpec& f) {
+void LayerReader::sharedExpert(ExpertFfnSpec& f, bool scaled) {
     TensorFinder& tensors = _model._tensors;
     const int64_t width = _model._spec.embedding;
     SharedExpertSpec shared;
@@ -206,7 +313,7 @@ void LayerReader::sharedExpert(ExpertFfnSpec& f) {
         return _model.matrix(tensors.required(_block + name + ".weight", {cols, rows}), WeightRole::Attention);
     };
     // Usually floats, but some writers quantize it.
-    shared.scale = _model.vector(tensors.required(_block + "ffn_gate_inp_shexp.weight", {width}));
+    if (scaled) shared.scale = _model.vector(tensors.required(_block + "ffn_gate_inp_shexp.weight", {width}));
     shared.gate = matrix("ffn_gate_shexp", width, shared.hidden);
     shared.up = matrix("ffn_up_shexp", width, shared.hidden);
     shared.down = matrix("ffn_down_shexp", shared.hidden, width);

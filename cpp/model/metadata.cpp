@@ -20,6 +20,12 @@ static_assert(std::size(kKinds) == std::variant_size_v<MetadataValue>);
     bad("metadata key '" + key + "' is " + kKinds[value.index()] + ", not " + wanted);
 }
 
+int64_t inRange(const std::string& key, int64_t value, int64_t low, int64_t high) {
+    if (value >= low && value <= high) return value;
+    bad("metadata key '" + key + "' is " + std::to_string(value) + ", expected " + std::to_string(low) + " to " +
+        std::to_string(high));
+}
+
 }  // namespace
 
 const MetadataValue& Metadata::get(const std::string& key) const {
@@ -32,11 +38,29 @@ int64_t Metadata::integer(const std::string& key, int64_t low, int64_t high) con
     const MetadataValue& found = get(key);
     const auto* value = std::get_if<int64_t>(&found);
     if (!value) mistyped(key, found, "a whole number of 64 bits");
-    if (*value < low || *value > high) {
-        bad("metadata key '" + key + "' is " + std::to_string(*value) + ", expected " + std::to_string(low) + " to " +
-            std::to_string(high));
+    return inRange(key, *value, low, high);
+}
+
+int64_t Metadata::integerAt(const std::string& key, size_t index, int64_t low, int64_t high) const {
+    const auto* array = std::get_if<std::vector<double>>(&get(key));
+    if (!array) return integer(key, low, high);
+    const double value = element(key, *array, index);
+    if (value != std::floor(value) || std::abs(value) > 9e15)
+        bad("metadata key '" + key + "' has element " + std::to_string(index) + ", which is not a whole number");
+    return inRange(key, static_cast<int64_t>(value), low, high);
+}
+
+bool Metadata::flagAt(const std::string& key, size_t index) const {
+    const auto* array = std::get_if<std::vector<double>>(&get(key));
+    return array ? element(key, *array, index) != 0 : flagOr(key, false);
+}
+
+double Metadata::element(const std::string& key, const std::vector<double>& array, size_t index) const {
+    if (index >= array.size()) {
+        bad("metadata key '" + key + "' has " + std::to_string(array.size()) +
+            " elements, one for each layer is needed");
     }
-    return *value;
+    return array[index];
 }
 
 int64_t Metadata::integerOr(const std::string& key, int64_t low, int64_t high, int64_t fallback) const {

@@ -26,6 +26,9 @@ public:
     bool has(const std::string& key) const { return _values.count(key) != 0; }
     int64_t integer(const std::string& key, int64_t low, int64_t high) const;
     int64_t integerOr(const std::string& key, int64_t low, int64_t high, int64_t fallback) const;
+    // The element `index` of an array, or the value of a key that holds one number for all.
+    int64_t integerAt(const std::string& key, size_t index, int64_t low, int64_t high) const;
+    bool flagAt(const std::string& key, size_t index) const;
     double number(const std::string& key) const;  // finite
     double numberOr(const std::string& key, double fallback) const;
     bool flagOr(const std::string& key, bool fallback) const;
@@ -34,6 +37,7 @@ public:
 
 private:
     const MetadataValue& get(const std::string& key) const;
+    double element(const std::string& key, const std::vector<double>& array, size_t index) const;
     std::map<std::string, MetadataValue> _values;
 };
 

@@ -14,22 +14,26 @@ namespace {
 [[noreturn]] void bad(const std::string& what) { throw Error(ErrorKind::BadModel, what); }
 
 // The scaling keys say how positions beyond the original context are embedded.
-void readScaling(RopeSpec& rope, const Metadata& md, const std::string& prefix) {
+void readScaling(RopeSpec& rope, const Metadata& md, const std::string& prefix, bool fileBetas) {
     const std::string scaling = prefix + "scaling.";
+    rope.magnitude = md.numberOr(scaling + "attn_factor", 1.0);
     const double factor = md.numberOr(scaling + "factor", md.numberOr(prefix + "scale_linear", 1.0));
     if (factor <= 0) bad("metadata key '" + scaling + "factor' must be positive");
     const std::string type = md.textOr(scaling + "type", factor != 1.0 ? "linear" : "none");
-    if (type == "none") return;
+    if (type == "none" || type == "longrope") return;  // longrope's factors are tensors
     if (type != "linear" && type != "yarn")
-        bad("metadata key '" + scaling + "type' is '" + type + "': known are none, linear and yarn");
+        bad("metadata key '" + scaling + "type' is '" + type + "': known are none, linear, yarn and longrope");
     rope.frequencyScale = 1.0 / factor;
     if (type == "linear") return;
     rope.extrapolation = md.numberOr(scaling + "yarn_ext_factor", 1.0);
-    rope.betaFast = md.numberOr(scaling + "yarn_beta_fast", 32.0);
-    rope.betaSlow = md.numberOr(scaling + "yarn_beta_slow", 1.0);
+    if (fileBetas) {
+        rope.betaFast = md.numberOr(scaling + "yarn_beta_fast", rope.betaFast);
+        rope.betaSlow = md.numberOr(scaling + "yarn_beta_slow", rope.betaSlow);
+    }
     if (rope.betaFast <= 0 || rope.betaSlow <= 0) bad("metadata keys '" + scaling + "yarn_beta_*' must be positive");
-    rope.magnitude = md.numberOr(scaling + "yarn_attn_factor", md.numberOr(scaling + "attn_factor", 1.0));
-    if (rope.extrapolation != 0) rope.magnitude *= 1.0 + 0.1 * std::log(factor);
+    // A file with this multiplier has the factor elsewhere: in the scale of its scores, if anywhere.
+    const bool elsewhere = md.has(scaling + "yarn_log_multiplier");
+    if (rope.extrapolation != 0 && !elsewhere) rope.magnitude *= 1.0 + 0.1 * std::log(factor);
 }
 
 }  // namespace
@@ -67,9 +71,11 @@ int32_t ModelReader::add(std::vector<WeightSlice> slices, WeightRole role, Weigh
     return _spec.weights.back().unit;
 }
 
-VectorId ModelReader::vector(const WeightSlice& slice) {
+VectorId ModelReader::vector(const WeightSlice& slice, double factor) {
     if (!slice) return {};
-    return {add({slice}, WeightRole::Vector, WeightForm::Vector)};
+    const VectorId id{add({slice}, WeightRole::Vector, WeightForm::Vector)};
+    _spec.weights.back().factor = factor;
+    return id;
 }
 
 bool ModelReader::hasExperts() const { return _metadata.integerOr(key("expert_count"), 0, 65536, 0) > 0; }
@@ -83,9 +89,10 @@ void ModelReader::countPredictions() {
 }
 
 // The size of a head, from the keys of attention.
-int32_t ModelReader::headDim() const {
-    const int64_t heads = _metadata.integer(key("attention.head_count"), 1, 65536);
-    const std::string length = key("attention.key_length");
+int32_t ModelReader::headDim(bool windowed) const {
+    const int64_t heads = _metadata.integerAt(key("attention.head_count"), layerIndex(), 1, 65536);
+    std::string length = key("attention.key_length");
+    if (windowed && _metadata.has(length + "_swa")) length += "_swa";
     if (!_metadata.has(length) && _spec.embedding % heads)
         bad("metadata key '" + length + "' is missing, and the width is no multiple of the head count");
     const int64_t dim = _metadata.integerOr(length, 2, 4096, _spec.embedding / heads);
@@ -94,21 +101,63 @@ int32_t ModelReader::headDim() const {
 }
 
 int32_t ModelReader::rope(RopeSpec::Pairing pairing) {
+    RopeParts parts;
+    parts.pairing = pairing;
+    return rope(parts);
+}
+
+int32_t ModelReader::rope(const RopeParts& parts) {
     const std::string prefix = key("rope.");
+    const auto named = [&](const std::string& name) {
+        return prefix + name + (parts.windowed && _metadata.has(prefix + name + "_swa") ? "_swa" : "");
+    };
     RopeSpec rope;
-    rope.pairing = pairing;
-    const int64_t dim = headDim();
-    rope.dims = static_cast<int32_t>(_metadata.integerOr(prefix + "dimension_count", 2, dim, dim));
-    if (rope.dims % 2) bad("metadata key '" + prefix + "dimension_count' is odd: rotary embedding works on pairs");
-    rope.base = _metadata.numberOr(prefix + "freq_base", 10000.0);
-    if (rope.base <= 1.0) bad("metadata key '" + prefix + "freq_base' must be above 1");
+    rope.pairing = parts.pairing;
+    const int64_t dim = headDim(parts.windowed);
+    const std::string count = named("dimension_count"), base = named("freq_base");
+    rope.dims = static_cast<int32_t>(_metadata.integerOr(count, 2, dim, dim));
+    if (rope.dims % 2) bad("metadata key '" + count + "' is odd: rotary embedding works on pairs");
+    rope.base = _metadata.numberOr(base, parts.base);
+    if (parts.windowed && parts.windowedBase && !_metadata.has(prefix + "freq_base_swa"))
+        rope.base = *parts.windowedBase;
+    if (rope.base <= 1.0) bad("metadata key '" + base + "' must be above 1");
     rope.originalContext =
         _metadata.integerOr(prefix + "scaling.original_context_length", 1, kMaxDim, _spec.contextLength);
-    readScaling(rope, _metadata, prefix);
-    if (const WeightSlice factors = _tensors.optionalFloats("rope_freqs.weight", {rope.dims / 2}))
-        rope.factors = {add({factors}, WeightRole::Vector, WeightForm::Parameters)};
+    if (parts.scaled) readScaling(rope, _metadata, prefix, parts.fileBetas);
+    const auto factors = [&](const std::string& name) -> VectorId {
+        const WeightSlice slice = _tensors.optionalFloats(name, {rope.dims / 2});
+        return slice ? VectorId{add({slice}, WeightRole::Vector, WeightForm::Parameters)} : VectorId();
+    };
+    if (parts.factors) {
+        rope.factors = factors("rope_freqs.weight");
+        if (!rope.factors) rope.factors = factors("rope_factors_short.weight");
+        rope.longFactors = factors("rope_factors_long.weight");
+    }
     _spec.ropes.push_back(rope);
     return static_cast<int32_t>(_spec.ropes.size()) - 1;
+}
+
+int32_t ModelReader::queryScale(const QueryScaleSpec& scale) {
+    _spec.queryScales.push_back(scale);
+    return static_cast<int32_t>(_spec.queryScales.size()) - 1;
+}
+
+void ModelReader::softcapLogits() {
+    _spec.logitSoftcap = static_cast<float>(_metadata.numberOr(key("final_logit_softcapping"), 0.0));
+}
+
+void ModelReader::layerInputs() {
+    const int64_t width = _metadata.integerOr(key("embedding_length_per_layer_input"), 0, kMaxWidth, 0);
+    if (width == 0) return;
+    const int64_t all = width * layers();
+    LayerInputsSpec inputs;
+    inputs.width = width;
+    const WeightSlice table = _tensors.required("per_layer_token_embd.weight", {all, _spec.vocabSize});
+    inputs.table = {add({table}, WeightRole::Embedding, WeightForm::Table, 1.0 / static_cast<double>(_spec.vocabSize))};
+    inputs.projection =
+        matrix(_tensors.required("per_layer_model_proj.weight", {_spec.embedding, all}), WeightRole::Attention);
+    inputs.norm = vector(_tensors.requiredFloats("per_layer_proj_norm.weight", {width}));
+    _spec.layerInputs = inputs;
 }
 
 LayerReader ModelReader::layer() {
@@ -180,7 +229,8 @@ ModelSpec ModelReader::finish() {
     }
     for (const LayerSpec* layer : _spec.loadedLayers()) {
         const bool oneMixer = layer->attention.has_value() != layer->delta.has_value();
-        const bool oneFeed = layer->dense.has_value() != layer->experts.has_value();
+        const bool both = layer->dense && layer->experts && layer->parallel && layer->ffnPostNorm;
+        const bool oneFeed = both || layer->dense.has_value() != layer->experts.has_value();
         if (!oneMixer || !oneFeed) {
             throw Error(ErrorKind::Internal,
                         "the reader of '" + _spec.architecture +

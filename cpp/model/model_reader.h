@@ -6,7 +6,9 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "model/model_spec.h"
 #include "model/tensor_finder.h"
@@ -15,15 +17,46 @@ namespace sharpi {
 
 class LayerReader;
 
+// The members of AttentionSpec that no tensor and no usual key gives.
 struct AttentionParts {
     int32_t rope = -1;  // from ModelReader::rope(); -1: positions are not embedded
     AttentionSpec::QkNorm qkNorm = AttentionSpec::QkNorm::None;
+    bool normWeights = true;  // queries' and keys' norms have weights
+    bool normAfterRotation = false;
+    bool valueNorm = false;
     bool gated = false;
+    bool windowed = false;       // the keys of a head's size may end in _swa
+    bool keysAreValues = false;  // if there is no attn_v
+    bool sinks = false;
+    int32_t kvLayer = -1;
+    AttentionReach reach;
+    std::optional<double> scale;  // in place of 1 / sqrt(head size)
+    float softcap = 0;
+    int32_t queryScale = -1;  // from ModelReader::queryScale()
+};
+
+struct RopeParts {
+    RopeSpec::Pairing pairing = RopeSpec::Pairing::Halves;
+    bool windowed = false;               // the keys of these layers may end in _swa
+    bool scaled = true;                  // as the keys rope.scaling.* say
+    bool factors = true;                 // the file may have rope_freqs for these layers
+    bool fileBetas = false;              // the file's yarn_beta_* are used; usually they are 32 and 1 whatever it says
+    double base = 10000.0;               // if no key says it
+    std::optional<double> windowedBase;  // if freq_base_swa is not there; absent: as freq_base says
+};
+
+struct DenseParts {
+    Activation activation;
+    bool fused = false;  // ffn_up holds gate and up
 };
 
 struct ExpertParts {
+    Gating gating = Gating::Softmax;
     bool renormalized = true;  // unless the key expert_weights_norm says otherwise
-    bool shared = false;       // each layer has a shared expert with a scale
+    bool weightsInput = false;
+    enum class Shared { None, Scaled, Plain };
+    Shared shared = Shared::None;  // Scaled: times sigmoid(ffn_gate_inp_shexp . x)
+    Activation activation;
 };
 
 class ModelReader {
@@ -40,8 +73,18 @@ public:
     bool hasExperts() const;
     void requireExperts() const;
 
-    // The file holds `rope.*` keys and perhaps rope_freqs. Returns the index for AttentionSpec::rope.
+    // Returns the index for AttentionSpec::rope.
+    int32_t rope(const RopeParts& parts);
     int32_t rope(RopeSpec::Pairing pairing);
+    // Returns the index for AttentionSpec::queryScale.
+    int32_t queryScale(const QueryScaleSpec& scale);
+    void scaleEmbedding(double factor) { _spec.embeddingScale = static_cast<float>(factor); }
+    // The key final_logit_softcapping.
+    void softcapLogits();
+    // The tables of per-layer embeddings, if embedding_length_per_layer_input is above 0.
+    void layerInputs();
+    int64_t embedding() const { return _spec.embedding; }
+    bool has(const std::string& tensor) const { return _tensors.has(tensor); }
     // The next layer, 0 first.
     LayerReader layer();
     // All layers and the output head of a model whose layers are alike: attn_norm, attention, ffn_norm, and a dense
@@ -61,8 +104,10 @@ private:
     friend class LayerReader;
     int32_t add(std::vector<WeightSlice> slices, WeightRole role, WeightForm form, double share = 1.0);
     MatrixId matrix(const WeightSlice& slice, WeightRole role) { return {add({slice}, role, WeightForm::Matrix)}; }
-    VectorId vector(const WeightSlice& slice);  // an absent one has no entry
-    int32_t headDim() const;
+    VectorId vector(const WeightSlice& slice, double factor = 1.0);  // an absent one has no entry
+    int32_t headDim(bool windowed) const;
+    // The index of the present layer in arrays of metadata.
+    size_t layerIndex() const { return _layer < 0 ? 0 : static_cast<size_t>(_layer); }
 
     const Metadata& _metadata;
     TensorFinder _tensors;
@@ -79,10 +124,19 @@ public:
     // Names are those behind "blk.N.", without ".weight".
     LayerReader& mixerNorm(const std::string& name);
     LayerReader& attention(const AttentionParts& parts);
-    LayerReader& gatedDelta();
+    LayerReader& gatedDelta(bool fusedSteps = false);
+    LayerReader& mixerPostNorm(const std::string& name);
     LayerReader& ffnNorm(const std::string& name);
-    LayerReader& dense();
+    LayerReader& dense(const DenseParts& parts = {});
     LayerReader& experts(const ExpertParts& parts);
+    LayerReader& ffnPostNorm(const std::string& name);
+    // The norms of a dense part and experts side by side. The router's has the factor 1 / sqrt(embedding).
+    LayerReader& parallelNorms(const std::string& denseOut, const std::string& routerIn, const std::string& expertIn,
+                               const std::string& expertOut);
+    // This layer's part of the per-layer embeddings, if the model has them.
+    LayerReader& layerInput();
+    // x *= the tensor, if there is one.
+    LayerReader& outputScale(const std::string& name);
     // A tensor that files may hold in the layer and that running the model does not need. The whole name behind
     // "blk.N.".
     LayerReader& unused(const std::string& name);
@@ -92,9 +146,12 @@ private:
     LayerReader(ModelReader& model, LayerSpec& layer, int64_t index)
         : _model(model), _layer(layer), _block("blk." + std::to_string(index) + ".") {}
     VectorId norm(const std::string& name, int64_t size);
-    void readQkv(AttentionSpec& a);
+    void readShape(AttentionSpec& a, const AttentionParts& parts);
+    void readQkv(AttentionSpec& a, const AttentionParts& parts);
     void readBiases(AttentionSpec& a);
-    void sharedExpert(ExpertFfnSpec& f);
+    void readRouting(RoutingSpec& r, const ExpertParts& parts);
+    VectorId floats(const std::string& name, const std::vector<int64_t>& shape);
+    void sharedExpert(ExpertFfnSpec& f, bool scaled);
 
     ModelReader& _model;
     LayerSpec& _layer;

@@ -25,7 +25,8 @@ struct RopeSpec {
     double magnitude = 1.0;       // YaRN's attention factor
     double betaFast = 32.0, betaSlow = 1.0;
     int64_t originalContext = 0;
-    VectorId factors;  // rope_freqs: frequencies are divided by it; may be absent
+    VectorId factors;      // [dims / 2]: frequencies are divided by it; may be absent
+    VectorId longFactors;  // takes the place of `factors` in contexts beyond the original one; may be absent
 };
 
 // A factor of the queries that grows with their position: 1 + slope * ln(floor((position + offset) / length) + 1).
@@ -61,6 +62,8 @@ struct GatedDeltaSpec {
     int32_t convWidth = 0;                              // inputs that the convolution sees, the present one included
     // Value head h reads the queries and keys of key head h / (valueHeads / keyHeads); else of h mod keyHeads.
     bool consecutiveHeads = false;
+    // `beta` has, key head by key head, the rows of its value heads' betas and then of their alphas; there is no alpha.
+    bool fusedSteps = false;
     MatrixId qkv, gate, alpha, beta, output;
     VectorId conv;                       // transposed: [convWidth, channels], over q, k and v
     VectorId stepBias, decay, headNorm;  // per value head, per value head, per element of a head; decay is negative

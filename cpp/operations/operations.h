@@ -39,11 +39,17 @@ struct Product {
 // The matrices that read rows next.
 using Readers = std::initializer_list<Matrix>;
 
+// The biases of gate and up once more, where the CPU can read them: it may compute a part of a device's step.
+struct HostBiases {
+    const float *gate = nullptr, *up = nullptr;
+};
+
 // The two products of a gated feed-forward part, and what joins them.
 struct GatedProduct {
     const Weight &gate, &up;
     const float *gateBias = nullptr, *upBias = nullptr;  // [gate.rows]; may be nullptr
-    Activation activation;
+    Activation activation = {};
+    HostBiases hostBiases = {};
 };
 
 // The heads of one attention layer. AttentionSpec says what the members mean.
@@ -70,7 +76,14 @@ struct DeltaCall {
     const float* conv = nullptr;  // [convWidth, channels]
     const float *stepBias = nullptr, *decay = nullptr, *headNorm = nullptr;
     float eps = 0;
-    bool consecutiveHeads = false;
+    bool consecutiveHeads = false;  // see GatedDeltaSpec
+    // DeltaSteps holds, key head by key head, the betas and then the alphas of its value heads. They go to DeltaAlpha
+    // and DeltaBeta first.
+    bool fusedSteps = false;
+    // The key head that a value head reads.
+    int32_t keyHeadOf(int32_t head) const {
+        return consecutiveHeads ? head / (valueHeads / keyHeads) : head % keyHeads;
+    }
     int64_t keyWidth() const { return int64_t{keyHeads} * headDim; }
     int64_t valueWidth() const { return int64_t{valueHeads} * headDim; }
     int64_t channels() const { return 2 * keyWidth() + valueWidth(); }
@@ -95,12 +108,21 @@ struct ExpertCall {
     RouterCall routing;
     const WeightStack &gate, &up, &down;
     const float *gateBias = nullptr, *upBias = nullptr, *downBias = nullptr;  // see ExpertFfnSpec
-    Activation activation;
-    RowBuffer to = RowBuffer::Residual;  // added to Residual; any other buffer is overwritten
-    bool shared = false;                 // SharedOut holds a shared expert's output
-    const float* sharedScale = nullptr;  // [embedding], of the shared expert; nullptr: it is added with the weight 1
-    std::optional<RouterCall> next;      // of the next layer with experts, for guesses at what it will choose
+    HostBiases hostBiases = {};
+    Activation activation = {};
+    RowBuffer to = RowBuffer::Residual;   // added to Residual; any other buffer is overwritten
+    bool shared = false;                  // SharedOut holds a shared expert's output
+    const float* sharedScale = nullptr;   // [embedding], of the shared expert; nullptr: it is added with the weight 1
+    std::optional<RouterCall> next = {};  // of the next layer with experts, for guesses at what it will choose
     ExpertStacks inFile() const { return {gate.file, up.file, down.file}; }
+};
+
+// The per-layer embeddings of a batch; see LayerInputsSpec.
+struct LayerInputsCall {
+    const Weight& table;
+    int64_t width = 0;            // of one layer
+    const float* norm = nullptr;  // [width]
+    float eps = 0;
 };
 
 // The output head.
@@ -117,6 +139,8 @@ public:
 
     // Residual row t = the table's row of token t, times scale.
     virtual void embed(const Weight& table, float scale) = 0;
+    // Normed = Residual, for products that read the rows as they are.
+    virtual void copyRows(Readers readers) = 0;
     // Normed = rmsNorm(Residual). floats: rows are also read as floats, by route() for a shared expert's scale.
     virtual void norm(const float* weight, float eps, Readers readers, bool floats) = 0;
     // All products read the same rows.
@@ -127,6 +151,10 @@ public:
     virtual void gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) = 0;
     // to += rmsNorm(from); both are [rows, embedding]. add: false: `to` is overwritten.
     virtual void addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) = 0;
+    // LayerInputs holds the projection of the rows, and becomes what LayerInputsSpec says.
+    virtual void joinLayerInputs(const LayerInputsCall& call) = 0;
+    // Hidden = gelu(Gate) * the layer's part of LayerInputs, for the product with `reader`.
+    virtual void gateLayerInput(int32_t layer, int64_t width, const Weight& reader) = 0;
     // Residual *= scale[0].
     virtual void scaleRows(const float* scale) = 0;
 

@@ -10,6 +10,8 @@ int64_t RowBuffers::floats(RowBuffer buffer, const StepLimits& l) {
     switch (buffer) {
     case RowBuffer::Residual: return rows * l.embedding;
     case RowBuffer::PartOut: return l.postNorms ? rows * l.embedding : 0;
+    case RowBuffer::LayerInputs:
+    case RowBuffer::LayerRows: return rows * l.layerInputs;
     case RowBuffer::PartSum: return l.parallelParts ? rows * l.embedding : 0;
     case RowBuffer::GatedQueries: return rows * l.gatedQueryWidth;
     case RowBuffer::Queries: return rows * l.queryWidth;
@@ -19,6 +21,7 @@ int64_t RowBuffers::floats(RowBuffer buffer, const StepLimits& l) {
     case RowBuffer::DeltaGate: return rows * l.deltaWidth;
     case RowBuffer::DeltaAlpha:
     case RowBuffer::DeltaBeta: return rows * l.deltaHeads;
+    case RowBuffer::DeltaSteps: return l.fusedDeltaSteps ? 2 * rows * l.deltaHeads : 0;
     case RowBuffer::RouterLogits: return rows * l.experts;
     case RowBuffer::Gate:
     case RowBuffer::Up: return std::max({rows * l.denseHidden, pairs * l.expertHidden, rows * l.sharedHidden});

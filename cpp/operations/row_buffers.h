@@ -16,6 +16,8 @@ enum class RowBuffer : uint8_t {
     Residual,  // x: [rows, embedding]
     PartOut,   // what a part adds to x, before the norm that follows the part: [rows, embedding]
     PartSum,   // the sum of parts that stand side by side: [rows, embedding]
+    LayerInputs,  // the rows of per-layer embeddings: [rows, layers * width]
+    LayerRows,    // what the table of per-layer embeddings says of each token: [rows, layers * width]
     // Used by a mixer.
     GatedQueries,  // head by head: its query, then its gate
     Queries,
@@ -25,6 +27,7 @@ enum class RowBuffer : uint8_t {
     DeltaGate,
     DeltaAlpha,
     DeltaBeta,
+    DeltaSteps,  // alphas and betas of one product: see DeltaCall::fusedSteps
     // Used by a feed-forward part.
     RouterLogits,
     Gate,  // one row for each row of the batch, or for each pair of a row and an expert that it chose

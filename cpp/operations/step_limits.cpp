@@ -24,6 +24,7 @@ void addLimits(StepLimits& limits, const GatedDeltaSpec& d) {
     limits.deltaWidth = std::max(limits.deltaWidth, d.valueWidth());
     limits.deltaHeads = std::max(limits.deltaHeads, d.valueHeads);
     limits.deltaDim = std::max(limits.deltaDim, d.headDim);
+    limits.fusedDeltaSteps |= d.fusedSteps;
     limits.deltaConvWidth = std::max(limits.deltaConvWidth, d.convWidth);
 }
 
@@ -47,6 +48,12 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
     limits.pageTokens = KvCache::kPageTokens;
     limits.kvType = kvType;
     limits.drafts = !spec.predictions.empty();
+    if (spec.layerInputs) {
+        const int64_t width = spec.layerInputs->width;
+        limits.layerInputs = width * static_cast<int64_t>(spec.layers.size());
+        limits.denseHidden = width;  // each layer's gate has this width
+        limits.postNorms = true;
+    }
     int32_t number = 0;
     std::vector<AttentionReach> reaches;  // besides everything
     for (const LayerSpec* layer : spec.loadedLayers()) {

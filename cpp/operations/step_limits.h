@@ -29,10 +29,12 @@ struct StepLimits {
     int64_t gatedQueryWidth = 0;                 // queries and their gates; 0: no gates
     int64_t deltaChannels = 0, deltaWidth = 0;   // Gated DeltaNet: of q, k and v; of v
     int32_t deltaHeads = 0, deltaDim = 0, deltaConvWidth = 0;
-    bool postNorms = false;      // some part is normalized before it is added to x
-    bool parallelParts = false;  // some layer has a dense part beside its experts
-    bool drafts = false;         // there is a prediction layer
-    bool floatWeights = false;   // some matrix is F32
+    bool fusedDeltaSteps = false;  // alphas and betas come from one product
+    bool postNorms = false;        // some part is normalized before it is added to x
+    bool parallelParts = false;    // some layer has a dense part beside its experts
+    int64_t layerInputs = 0;     // floats of a row's per-layer embeddings, of all layers
+    bool drafts = false;           // there is a prediction layer
+    bool floatWeights = false;     // some matrix is F32
     KvType kvType = KvType::BF16;
     PromptMode prompt = PromptMode::Fast;
 

@@ -73,10 +73,25 @@ void ModelWeights::place(int32_t index) {
     case WeightForm::Stack: return placeExperts(index);
     case WeightForm::Parameters: return;
     case WeightForm::Vector:
-    case WeightForm::Transposed:
-        size_t count = 0;
-        for (const WeightSlice& slice : weight.slices) count += static_cast<size_t>(slice.rows * slice.cols);
-        placed.vector = placeFloats(floats(weight), count, name(weight));
+    case WeightForm::Transposed: return placeVector(weight, placed);
+    }
+}
+
+// The host reads a vector in the file if floats lie there as the processor has them, else in a copy.
+void ModelWeights::placeVector(const ListedWeight& weight, Placed& placed) {
+    size_t count = 0;
+    for (const WeightSlice& slice : weight.slices) count += static_cast<size_t>(slice.rows * slice.cols);
+    std::vector<float> values = floats(weight);
+    placed.vector = placeFloats(values, count, name(weight));
+    if (values.empty()) return;
+    const Matrix file = _files.whole(weight.slice());
+    const uint8_t* const begin = file.data + rowBytes(file.type, weight.slice().colBegin);
+    if (weight.form == WeightForm::Vector && weight.slices.size() == 1 && file.type == DType::F32 &&
+        reinterpret_cast<uintptr_t>(begin) % alignof(float) == 0) {
+        placed.hostVector = reinterpret_cast<const float*>(begin);
+    } else {
+        _hostCopies.push_back(std::move(values));
+        placed.hostVector = _hostCopies.back().data();
     }
 }
 
@@ -130,6 +145,9 @@ std::vector<float> ModelWeights::floats(const ListedWeight& weight) const {
         const uint8_t* const begin = m.data + rowBytes(m.type, slice.colBegin);
         cpu::kernels().dequantizeRow(m.type, begin, count, values.data() + before);
     }
+    if (weight.factor != 1.0) {
+        for (float& value : values) value = static_cast<float>(value * weight.factor);
+    }
     if (weight.form != WeightForm::Transposed) return values;
     const auto rows = static_cast<size_t>(weight.slice().rows), cols = static_cast<size_t>(weight.slice().cols);
     std::vector<float> transposed(values.size());
@@ -161,7 +179,9 @@ void ModelWeights::loadTables(const LayerSpec& layer, int32_t number) {
 void ModelWeights::loadRope(const RopeSpec& rope, RopeTable& table, int32_t number) {
     RopeAngles angles;
     if (!_files.files().empty()) {  // not when planning
-        const std::vector<float> factors = rope.factors ? floats(listed(rope.factors.index)) : std::vector<float>();
+        const bool isLong = rope.longFactors && _context > rope.originalContext;
+        const VectorId used = isLong ? rope.longFactors : rope.factors;
+        const std::vector<float> factors = used ? floats(listed(used.index)) : std::vector<float>();
         angles = ropeAngles(rope, factors, _context);
     }
     const auto count = static_cast<size_t>(_context * (rope.dims / 2));

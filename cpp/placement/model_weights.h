@@ -25,6 +25,8 @@ public:
     const WeightStack& operator[](StackId id) const { return at(id.index).stack; }
     // nullptr for a vector that the model does not have.
     const float* operator[](VectorId id) const { return id ? at(id.index).vector : nullptr; }
+    // The same vector where the CPU can read it; nullptr if there is none, or when only planning.
+    const float* inHost(VectorId id) const { return id ? at(id.index).hostVector : nullptr; }
     // For AttentionSpec::rope; -1 gives a table that rotates nothing.
     const RopeTable& rope(int32_t index) const { return _ropes[static_cast<size_t>(index + 1)]; }
     // For AttentionSpec::queryScale: [context] factors by position; nullptr for -1.
@@ -37,7 +39,7 @@ private:
     struct Placed {
         Weight matrix;
         WeightStack stack;
-        const float* vector = nullptr;
+        const float *vector = nullptr, *hostVector = nullptr;
     };
     const Placed& at(int32_t index) const { return _placed.at(static_cast<size_t>(index)); }
     const ListedWeight& listed(int32_t index) const { return _spec.weights[static_cast<size_t>(index)]; }
@@ -51,6 +53,7 @@ private:
     FileMatrix inFile(const ListedWeight& weight) const;
     std::string name(const ListedWeight& weight) const;
     std::vector<float> floats(const ListedWeight& weight) const;
+    void placeVector(const ListedWeight& weight, Placed& placed);
     const float* placeFloats(const std::vector<float>& values, size_t count, const std::string& name);
 
     const ModelSpec& _spec;
@@ -59,8 +62,9 @@ private:
     const Homes& _homes;
     int64_t _context;
     bool _expertsResident = true;
-    std::vector<Placed> _placed;    // by the list's numbers
-    std::vector<RopeTable> _ropes;  // the first rotates nothing
+    std::vector<Placed> _placed;                  // by the list's numbers
+    std::vector<std::vector<float>> _hostCopies;  // of vectors that the file does not hold as floats
+    std::vector<RopeTable> _ropes;                // the first rotates nothing
     std::vector<const float*> _queryScales;
 };
 

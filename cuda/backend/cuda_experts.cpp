@@ -113,7 +113,8 @@ void CudaExperts::computeInSlots(const ExpertCall& call) {
     // GPU.
     _pass.work->add([=, share = _pass.share, plan = &_cache.misses(), file = call.inFile(), layer = r.expertLayer,
                      used = r.used, t = _tickets] {
-        share->experts(file, layer, rows, used, t.foreseen != nullptr, *plan, t.sent, t.instructed, t.returned);
+        share->experts({file, {}}, layer, rows, used, t.foreseen != nullptr, false, *plan, t.sent, t.instructed,
+                       t.returned);
     });
     float* const out = _pass.floats(RowBuffer::ExpertOut);
     if (slots.gate.count > 0) {

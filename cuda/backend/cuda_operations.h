@@ -20,6 +20,9 @@ public:
     void addLinear(RowInput x, const Weight& w, const float* bias) override;
     void gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) override;
     void addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) override;
+    void copyRows(Readers readers) override;
+    void joinLayerInputs(const LayerInputsCall& call) override;
+    void gateLayerInput(int32_t layer, int64_t width, const Weight& reader) override;
     void scaleRows(const float* scale) override;
     void prepareHeads(const HeadsCall& heads, const KvPages& pages) override;
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;

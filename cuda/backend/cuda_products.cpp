@@ -109,7 +109,7 @@ void CudaProducts::sharedGated(const Activations& x, const Weight& gate, const W
     _hiddenSent = 0;
     if (ofGpu && reader.cpuRows) sendHidden(hidden, ofGpu);
     _pass.work->add([=, gate = gate.inFile(), up = up.inFile(), reader = reader.inFile()] {
-        share->gated(gate, up, reader, rows, ofGpu, sent, returned);
+        share->gated({gate, up}, reader, rows, ofGpu, sent, returned);
     });
     if (reader.deviceRows())
         cuda::receiveRows(_pass.stream, mail.hidden, rows, ofGpu, gate.rows, mail.returned, returned, hidden.exact);

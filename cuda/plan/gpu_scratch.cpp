@@ -78,7 +78,7 @@ GpuScratch::Numbers GpuScratch::numbers(const BatchNumbers::Room& room) {
 
 void GpuScratch::takeAlways(const StepLimits& l) {
     const int64_t group = groupRows(l);
-    rows.take(_layout, l, RowBuffer::Residual, RowBuffer::PartSum);
+    rows.take(_layout, l, RowBuffer::Residual, RowBuffer::LayerRows);
     logits = _layout.floats(group * l.vocab);
     input(RowInput::Normed) = {takeExact(exactRows, l.embedding), takeHalves(fastRows * l.embedding, _splitRows)};
     const cuda::HeadShape heads{l.heads, l.kvHeads, l.headDim};
@@ -126,7 +126,7 @@ GpuScratch::Exact GpuScratch::takeExact(int64_t count, int64_t cols) {
 
 void GpuScratch::takeMixer(const StepLimits& l) {
     const int64_t width = std::max(l.queryWidth, l.deltaWidth);
-    rows.take(_layout, l, RowBuffer::GatedQueries, RowBuffer::DeltaBeta);
+    rows.take(_layout, l, RowBuffer::GatedQueries, RowBuffer::DeltaSteps);
     input(RowInput::Attended).exact = takeExact(exactRows, width);
     if (fastRows) takeFastMixer(l);
 }

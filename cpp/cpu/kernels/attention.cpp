@@ -1,17 +1,23 @@
 // Causal attention over the paged cache, written once for decode and prefill.
 //
 // The result for one query row and head is defined page by page, whatever else is in the call, so that pages can be
-// computed separately (on a GPU, in parallel) and still give these bits. For each page, over its keys j < n that the
-// row may see:
+// computed separately (on a GPU, in parallel) and still give these bits. A row at position t sees the keys from
+// reach.first(t) to t. For each page of which it sees a key, over the keys j that it sees, numbered within the page:
 //   s[j]  = (q . k[j]) * scale, the dot product by fma over the dimensions in ascending order from +0
+//   s[j]  = softcap * tanh(s[j] / softcap) if there is a softcap                          (portableSoftcap)
 //   mp    = max s, p[j] = exp(s[j] - mp)                                                  (exp.h)
-//   lp    = vec.h's 32-accumulator sum of p; op[d] = fma(p[j], v[j][d], op[d]) for j ascending from +0
+//   lp    = vec.h's 32-accumulator sum of p, in which the keys of the page that the row does not see add nothing
+//   op[d] = fma(p[j], v[j][d], op[d]) for j ascending from +0
 // Then the pages of a segment (kSegmentPages, the first from position 0) are joined in ascending order, from m = -inf,
 // l = 0, o = 0:
 //   m'    = max(m, mp); a = exp(m - m'); c = exp(mp - m')
 //   l     = fma(lp, c, l * a); o[d] = fma(op[d], c, o[d] * a)
-// The segments are joined in the same way, and the result is o[d] / l (zeros for a row that sees no key). Segments keep
-// short the chain of joins, which no processor can run in parallel.
+// The segments are joined in the same way. A sink comes last, once:
+//   m'    = max(m, sink); a = exp(m - m'); c = exp(sink - m')
+//   l     = l * a + c; o[d] = o[d] * a
+// The result is o[d] / l (zeros for a row that sees no key). Segments keep short the chain of joins, which no processor
+// can run in parallel. They lie at multiples of kSegmentPages even if a row sees only the end of its first one, so a
+// key's place in the sums depends on its position alone.
 //
 // A page's keys are converted to float and transposed once for a block of query rows, so that a vector holds one
 // dimension of 16 keys. Scores and outputs are then the same small matrix product, blocked in registers. In decode the
@@ -146,14 +152,15 @@ SHARPI_INLINE void prefetch(const uint8_t* from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 2);
 }
 
-// The first n keys of a page, transposed: out[d * keyStride + j]; zeros in the padding of the last 16 keys.
+// The keys [begin, n) of a page, transposed: out[d * keyStride + j]; zeros in the padding of the last 16 keys. begin is
+// a multiple of 16.
 template <class Read>
-static void turnKeys(const uint8_t* page, const uint8_t* nextPage, int64_t n, int64_t headDim, int64_t keyStride,
-                     float* out) {
+static void turnKeys(const uint8_t* page, const uint8_t* nextPage, int64_t begin, int64_t n, int64_t headDim,
+                     int64_t keyStride, float* out) {
     using Element = typename Read::Element;
     const Element* keys = reinterpret_cast<const Element*>(page);
     const int64_t lineBytes = headDim * static_cast<int64_t>(sizeof(Element));
-    for (int64_t j = 0; j < n; j += kLanes) {
+    for (int64_t j = begin; j < n; j += kLanes) {
         if (nextPage) prefetch(nextPage + j * lineBytes, (n - j < kLanes ? n - j : kLanes) * lineBytes);
         for (int64_t d = 0; d < headDim; d += kLanes) {
             Vec rows[kLanes];
@@ -170,17 +177,31 @@ static void turnKeys(const uint8_t* page, const uint8_t* nextPage, int64_t n, in
 }
 
 template <class Read>
-static void widenValues(const uint8_t* page, const uint8_t* nextPage, int64_t n, int64_t headDim, int64_t dimStride,
-                        float* out) {
+static void widenValues(const uint8_t* page, const uint8_t* nextPage, int64_t begin, int64_t n, int64_t headDim,
+                        int64_t dimStride, float* out) {
     using Element = typename Read::Element;
     const Element* values = reinterpret_cast<const Element*>(page);
     const int64_t lineBytes = headDim * static_cast<int64_t>(sizeof(Element));
-    for (int64_t j = 0; j < n; j++) {
+    for (int64_t j = begin; j < n; j++) {
         if (nextPage) prefetch(nextPage + j * lineBytes, lineBytes);
         for (int64_t d = 0; d < headDim; d += kLanes)
             vstore(out + j * dimStride + d, loadFirst<Read>(values + j * headDim + d, headDim - d));
     }
 }
+
+// The keys [begin, end) of a page; none if begin >= end.
+struct Span {
+    int64_t begin, end;
+
+    bool empty() const { return begin >= end; }
+    // Makes this the smallest span that holds both.
+    void cover(const Span& other) {
+        if (other.empty()) return;
+        if (empty()) *this = other;
+        begin = other.begin < begin ? other.begin : begin;
+        end = other.end > end ? other.end : end;
+    }
+};
 
 // One block of query rows x heads against one page after another.
 struct Block {
@@ -190,7 +211,8 @@ struct Block {
     int64_t count = 0;
     const float* query[kBlock];
     float* out[kBlock];
-    int64_t keys[kBlock];  // the number of keys, from position 0 on, that each row may see
+    int32_t head[kBlock];
+    int64_t first[kBlock], keys[kBlock];  // each row sees the positions [first, keys)
 
     Block(const AttentionArgs& arguments, float* memory)
         : args(arguments), layout(arguments.pages.headDim, arguments.pages.pageTokens), scratch(memory) {}
@@ -198,14 +220,15 @@ struct Block {
     float* scores(int64_t i) { return scratch + layout.scores + i * layout.keyStride; }
     float* outputs(int64_t i) { return scratch + layout.outputs + i * layout.dimStride; }
     float* allOutputs(int64_t i) { return scratch + layout.allOutputs + i * layout.dimStride; }
-    int64_t visible(int64_t i, int64_t firstKey) const {
-        const int64_t n = keys[i] - firstKey;
-        return n < 0 ? 0 : n < args.pages.pageTokens ? n : args.pages.pageTokens;
+    // What row i sees of the page that begins at firstKey.
+    Span visible(int64_t i, int64_t firstKey) const {
+        const int64_t begin = first[i] - firstKey, end = keys[i] - firstKey, all = args.pages.pageTokens;
+        return {begin < 0 ? 0 : begin, end < all ? end : all};
     }
 };
 
-// Converts the first n keys and values of the page that holds `firstKey`.
-static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, int64_t n, bool isLast) {
+// Converts the keys and values of `span` of the page that begins at firstKey.
+static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, Span span, bool isLast) {
     const KvPages& pages = block.args.pages;
     const int32_t* entry = block.args.pageTable + firstKey / pages.pageTokens;
     const int64_t bytes =
@@ -216,10 +239,10 @@ static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, int64_t n, 
     float* values = block.scratch + block.layout.values;
     const auto load = [&](auto read) {
         using Read = decltype(read);
-        turnKeys<Read>(pages.k + at, isLast ? nullptr : pages.k + next, n, pages.headDim, block.layout.keyStride,
-                       turned);
-        widenValues<Read>(pages.v + at, isLast ? nullptr : pages.v + next, n, pages.headDim, block.layout.dimStride,
-                          values);
+        turnKeys<Read>(pages.k + at, isLast ? nullptr : pages.k + next, span.begin / kLanes * kLanes, span.end,
+                       pages.headDim, block.layout.keyStride, turned);
+        widenValues<Read>(pages.v + at, isLast ? nullptr : pages.v + next, span.begin, span.end, pages.headDim,
+                          block.layout.dimStride, values);
     };
     switch (pages.type) {
     case KvType::F32: return load(ReadF32());
@@ -241,17 +264,21 @@ static Factors join(float& largest, float& sum, float partLargest, float partSum
     return factors;
 }
 
-// Turns the n scores of one row into the page's weights, and joins the page's maximum and sum to the row's.
-static void weighScores(Block& block, int64_t i, int64_t n) {
+// Turns the scores of the keys that one row sees into the page's weights, and joins the page's maximum and sum to the
+// row's.
+static void weighScores(Block& block, int64_t i, Span span) {
     float* s = block.scores(i);
-    const Vec scale = vset(block.args.scale);
-    for (int64_t j = 0; j < n; j += kLanes) vstore(s + j, vmul(vload(s + j), scale));
+    const int64_t n = span.end, from = span.begin / (2 * kLanes) * (2 * kLanes);  // accumulator 0 takes s[from]
+    const Vec scale = vset(block.args.scale), cap = vset(block.args.softcap);
+    for (int64_t j = from; j < n; j += kLanes) vstore(s + j, vmul(vload(s + j), scale));
+    for (int64_t j = from; block.args.softcap > 0 && j < n; j += kLanes) vstore(s + j, vsoftcap(vload(s + j), cap));
+    for (int64_t j = from; j < span.begin; j++) s[j] = -__builtin_inff();
     for (int64_t j = n; j < roundUp(n, 2 * kLanes); j++) s[j] = -__builtin_inff();
     Vec maxima = vset(-__builtin_inff());
-    for (int64_t j = 0; j < n; j += kLanes) maxima = vmax(maxima, vload(s + j));
+    for (int64_t j = from; j < n; j += kLanes) maxima = vmax(maxima, vload(s + j));
     const float top = vmaxLane(maxima);
     Acc32 acc = {vzero(), vzero()};
-    for (int64_t j = 0; j < n; j += 2 * kLanes) {
+    for (int64_t j = from; j < n; j += 2 * kLanes) {
         const Vec lo = vexp(vsub(vload(s + j), vset(top)));
         const Vec hi = vexp(vsub(vload(s + j + kLanes), vset(top)));
         vstore(s + j, lo);
@@ -265,43 +292,70 @@ static void weighScores(Block& block, int64_t i, int64_t n) {
     block.scratch[block.layout.added + i] = factors.added;
 }
 
-// Rows [i, i + rows) of the block against the loaded page. Rows may see different numbers of its keys: keys that all
-// rows see are done together, the rest row by row, so that a row never meets a key that it may not see.
-static void attendRows(Block& block, int64_t i, int rows, Product multiply, int64_t firstKey) {
-    const Layout& layout = block.layout;
-    const int64_t headDim = block.args.pages.headDim, dimStride = layout.dimStride;
-    const float* turned = block.scratch + layout.turnedKeys;
-    const float* values = block.scratch + layout.values;
-    int64_t least = block.visible(i, firstKey), most = least;
-    for (int r = 1; r < rows; r++) {
-        const int64_t n = block.visible(i + r, firstKey);
-        least = n < least ? n : least;
-        most = n > most ? n : most;
-    }
-    if (most == 0) return;
-    multiply(block.query + i, headDim, turned, layout.keyStride, Ends(), block.scores(i), layout.keyStride,
-             roundUp(most, kLanes));
+// What rows [i, i + rows) of the block see of a page: all of it together, and what every row sees.
+struct Spans {
+    Span each[kMaxProductRows], any, all;
 
-    const float* weights[kMaxProductRows];
-    for (int r = 0; r < rows; r++) {
-        weights[r] = block.scores(i + r);
-        const int64_t n = block.visible(i + r, firstKey);
-        if (n > 0) weighScores(block, i + r, n);
+    Spans(const Block& block, int64_t i, int rows, int64_t firstKey) : any{0, 0}, all{0, 0} {
+        for (int r = 0; r < rows; r++) {
+            const Span span = each[r] = block.visible(i + r, firstKey);
+            if (r == 0) all = span;
+            all = {span.begin > all.begin ? span.begin : all.begin, span.end < all.end ? span.end : all.end};
+            any.cover(span);
+        }
     }
+    bool equal() const { return any.begin == all.begin && any.end == all.end; }
+};
+
+// Rows [i, i + rows) of the block times the values of the loaded page, joined to the rows' outputs. Keys that all rows
+// see are done together, those before and after them row by row, so that a row never meets a key that it may not see.
+static void weighValues(Block& block, int64_t i, int rows, Product multiply, const Spans& spans) {
+    const Layout& layout = block.layout;
+    const int64_t dimStride = layout.dimStride;
+    const float* values = block.scratch + layout.values;
     const float *kept = block.scratch + layout.kept + i, *added = block.scratch + layout.added + i;
-    if (least == most) {
-        multiply(weights, least, values, dimStride, {nullptr, kept, added}, block.outputs(i), dimStride, dimStride);
+    const Span all = spans.all;
+    const float* weights[kMaxProductRows];
+    for (int r = 0; r < rows; r++) weights[r] = block.scores(i + r) + all.begin;
+    if (spans.equal()) {
+        multiply(weights, all.end - all.begin, values + all.begin * dimStride, dimStride, {nullptr, kept, added},
+                 block.outputs(i), dimStride, dimStride);
         return;
     }
     float* partial = block.scratch + layout.partial;
-    multiply(weights, least, values, dimStride, Ends(), partial, dimStride, dimStride);
-    for (int r = 0; r < rows; r++) {
-        const int64_t n = block.visible(i + r, firstKey);
-        const float* rest = weights[r] + least;
-        if (n > 0)
-            product<1>(&rest, n - least, values + least * dimStride, dimStride,
-                       {partial + r * dimStride, kept + r, added + r}, block.outputs(i + r), dimStride, dimStride);
+    bool before = false;
+    for (int r = 0; r < rows && !all.empty(); r++) before |= spans.each[r].begin < all.begin;
+    for (int r = 0; r < rows && before; r++) {
+        const int64_t begin = spans.each[r].begin;
+        const float* early = block.scores(i + r) + begin;
+        product<1>(&early, all.begin - begin, values + begin * dimStride, dimStride, Ends(), partial + r * dimStride,
+                   dimStride, dimStride);
     }
+    if (!all.empty())
+        multiply(weights, all.end - all.begin, values + all.begin * dimStride, dimStride,
+                 {before ? partial : nullptr, nullptr, nullptr}, partial, dimStride, dimStride);
+    for (int r = 0; r < rows; r++) {
+        const Span span = spans.each[r];
+        if (span.empty()) continue;
+        const int64_t begin = all.empty() ? span.begin : all.end;
+        const float* rest = block.scores(i + r) + begin;
+        product<1>(&rest, span.end - begin, values + begin * dimStride, dimStride,
+                   {all.empty() ? nullptr : partial + r * dimStride, kept + r, added + r}, block.outputs(i + r),
+                   dimStride, dimStride);
+    }
+}
+
+// Rows [i, i + rows) of the block against the loaded page.
+static void attendRows(Block& block, int64_t i, int rows, Product multiply, int64_t firstKey) {
+    const Layout& layout = block.layout;
+    const Spans spans(block, i, rows, firstKey);
+    if (spans.any.empty()) return;
+    const int64_t from = spans.any.begin / kLanes * kLanes;
+    multiply(block.query + i, block.args.pages.headDim, block.scratch + layout.turnedKeys + from, layout.keyStride,
+             Ends(), block.scores(i) + from, layout.keyStride, roundUp(spans.any.end - from, kLanes));
+    for (int r = 0; r < rows; r++)
+        if (!spans.each[r].empty()) weighScores(block, i + r, spans.each[r]);
+    weighValues(block, i, rows, multiply, spans);
 }
 
 // A segment's state before its first page.
@@ -311,16 +365,31 @@ static void clearState(float& largest, float& sum, float* outputs, int64_t width
     for (int64_t d = 0; d < width; d += kLanes) vstore(outputs + d, vzero());
 }
 
+// Writes the result of a row whose segments are all joined.
+static void finishRow(Block& block, int64_t i) {
+    const Layout& layout = block.layout;
+    float* all = block.allOutputs(i);
+    float sum = block.scratch[layout.allSums + i];
+    if (block.args.sinks) {
+        const float largest = block.scratch[layout.allMaxima + i], sink = block.args.sinks[block.head[i]];
+        const float joined = largest > sink ? largest : sink;
+        const Vec kept = vexp(vset(largest - joined));
+        sum = sum * vlane0(kept) + vlane0(vexp(vset(sink - joined)));
+        for (int64_t d = 0; d < layout.dimStride; d += kLanes) vstore(all + d, vmul(vload(all + d), kept));
+    }
+    for (int64_t d = 0; d < block.args.pages.headDim; d++) block.out[i][d] = all[d] / sum;
+}
+
 // Joins the segment of the keys [firstKey, nextKey) to the earlier ones, for the rows that saw any of it, and writes
 // the results of the rows that see no later key.
 static void closeSegment(Block& block, int64_t firstKey, int64_t nextKey) {
     const Layout& layout = block.layout;
     for (int64_t i = 0; i < block.count; i++) {
-        if (block.keys[i] <= firstKey) continue;
+        if (block.keys[i] <= firstKey || block.first[i] >= nextKey) continue;
         float &largest = block.scratch[layout.maxima + i], &sum = block.scratch[layout.sums + i];
         float &allLargest = block.scratch[layout.allMaxima + i], &allSum = block.scratch[layout.allSums + i];
         float *outputs = block.outputs(i), *all = block.allOutputs(i);
-        if (firstKey == 0) {  // joining to nothing changes only -0, to +0
+        if (firstKey <= block.first[i]) {  // joining to nothing changes only -0, to +0
             allLargest = largest;
             allSum = sum;
             for (int64_t d = 0; d < layout.dimStride; d += kLanes) vstore(all + d, vadd(vload(outputs + d), vzero()));
@@ -330,34 +399,42 @@ static void closeSegment(Block& block, int64_t firstKey, int64_t nextKey) {
             for (int64_t d = 0; d < layout.dimStride; d += kLanes)
                 vstore(all + d, vfma(vload(outputs + d), added, vmul(vload(all + d), kept)));
         }
-        if (block.keys[i] > nextKey) {
-            clearState(largest, sum, outputs, layout.dimStride);
-        } else {
-            for (int64_t d = 0; d < block.args.pages.headDim; d++) block.out[i][d] = all[d] / allSum;
-        }
+        if (block.keys[i] > nextKey) clearState(largest, sum, outputs, layout.dimStride);
+        else finishRow(block, i);
     }
+}
+
+// The keys that some row of the block sees of the page that begins at firstKey.
+static Span visibleToAny(const Block& block, int64_t firstKey) {
+    Span any = {0, 0};
+    for (int64_t i = 0; i < block.count; i++) any.cover(block.visible(i, firstKey));
+    return any;
 }
 
 static void attendBlock(Block& block, int32_t kvHead) {
     const Layout& layout = block.layout;
-    int64_t allKeys = 0;
+    int64_t allKeys = 0, begin = block.first[0];
     for (int64_t i = 0; i < block.count; i++) {
+        begin = block.first[i] < begin ? block.first[i] : begin;
         allKeys = block.keys[i] > allKeys ? block.keys[i] : allKeys;
         clearState(block.scratch[layout.maxima + i], block.scratch[layout.sums + i], block.outputs(i),
                    layout.dimStride);
         for (int64_t d = 0; block.keys[i] <= 0 && d < block.args.pages.headDim; d++) block.out[i][d] = 0.0f;
     }
     const int64_t pageTokens = block.args.pages.pageTokens, segmentTokens = kSegmentPages * pageTokens;
-    for (int64_t firstKey = 0; firstKey < allKeys; firstKey += pageTokens) {
-        const int64_t left = allKeys - firstKey;
-        loadPage(block, kvHead, firstKey, left < pageTokens ? left : pageTokens, left <= pageTokens);
-        for (int64_t i = 0; i < block.count;) {
+    begin -= begin % pageTokens;
+    Span span = visibleToAny(block, begin);
+    for (int64_t firstKey = begin; firstKey < allKeys; firstKey += pageTokens) {
+        const int64_t next = firstKey + pageTokens;
+        const Span following = next < allKeys ? visibleToAny(block, next) : Span{0, 0};
+        if (!span.empty()) loadPage(block, kvHead, firstKey, span, following.empty());
+        for (int64_t i = 0; i < block.count && !span.empty();) {
             int rows = 0;
             const Product multiply = productFor(block.count - i, &rows);
             attendRows(block, i, rows, multiply, firstKey);
             i += rows;
         }
-        const int64_t next = firstKey + pageTokens;
+        span = following;
         if (next >= allKeys || next % segmentTokens == 0)
             closeSegment(block, firstKey - firstKey % segmentTokens, next);
     }
@@ -371,7 +448,9 @@ void attention(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int6
             const int64_t offset = row * args.rowStride + (kvHead * group + g) * headDim;
             block.query[block.count] = args.q + offset;
             block.out[block.count] = args.out + offset;
+            block.head[block.count] = static_cast<int32_t>(kvHead * group + g);
             block.keys[block.count] = static_cast<int64_t>(args.positions[row]) + 1;
+            block.first[block.count] = args.positions[row] < 0 ? 0 : args.reach.first(args.positions[row]);
             if (++block.count == kBlock) {
                 attendBlock(block, kvHead);
                 block.count = 0;

@@ -37,4 +37,10 @@ SHARPI_INLINE Vec vexp(Vec x) {
     return vzeroWhereBelow(x, -87.0f, vmul(vadd(p, vset(1.0f)), vpow2FromLowBits(t)));
 }
 
+// core/portable.h's portableSoftcap, operation for operation: cap * (1 - 2 / (1 + exp(2 * (x / cap)))).
+SHARPI_INLINE Vec vsoftcap(Vec x, Vec cap) {
+    const Vec power = vexp(vmul(vset(2.0f), vdiv(x, cap)));
+    return vmul(cap, vsub(vset(1.0f), vdiv(vset(2.0f), vadd(vset(1.0f), power))));
+}
+
 }  // namespace sharpi::cpu::SHARPI_ISA

@@ -1,6 +1,6 @@
-// The float operations around matmuls and attention: norm, residual sums, SiLU, rotary embedding, softmax, and rounding
-// to the KV cache's element type. Each is memory-bound or tiny; what matters is that all instruction sets agree to the
-// bit, so the order of every sum is vec.h's and the exponential is exp.h's.
+// The float operations around matmuls and attention: norm, residual sums, activations, rotary embedding, softmax, and
+// rounding to the KV cache's element type. Each is memory-bound or tiny; what matters is that all instruction sets
+// agree to the bit, so the order of every sum is vec.h's and the exponential is exp.h's.
 #include "cpu/kernels/exp.h"
 #include "cpu/kernels/internal.h"
 
@@ -36,6 +36,11 @@ static float sumOfSquares(const float* x, int64_t n) {
 void rmsNorm(const float* x, const float* weight, float eps, int64_t n, float* y) {
     const float mean = sumOfSquares(x, n) / static_cast<float>(n);
     const Vec inverse = vset(1.0f / __builtin_sqrtf(mean + eps));
+    if (!weight) {
+        forEachVec(n, [&](int64_t i, int lanes)
+                          __attribute__((always_inline)) { put(y + i, vmul(take(x + i, lanes), inverse), lanes); });
+        return;
+    }
     forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
         put(y + i, vmul(vmul(take(x + i, lanes), inverse), take(weight + i, lanes)), lanes);
     });
@@ -62,13 +67,46 @@ void addScaled(float* x, const float* y, float scale, int64_t n) {
     });
 }
 
-// (gate / (1 + exp(-gate))) * up, where -gate is 0 - gate.
-void siluMul(float* gate, const float* up, int64_t n) {
+// x / (1 + exp(exponent))
+SHARPI_INLINE Vec divideByOnePlusExp(Vec x, Vec exponent) { return vdiv(x, vadd(vset(1.0f), vexp(exponent))); }
+
+// core/activation.h says in which order; vmin and vmax give their second operand if either is NaN.
+struct Silu {
+    SHARPI_INLINE Vec of(Vec gate, Vec up, float) { return vmul(divideByOnePlusExp(gate, vsub(vzero(), gate)), up); }
+};
+struct Gelu {
+    SHARPI_INLINE Vec of(Vec gate, Vec up, float) {
+        const Vec p = vfma(vmul(gate, gate), vset(kGeluCubic), vset(1.0f));
+        return vmul(divideByOnePlusExp(gate, vmul(vmul(gate, p), vset(kGeluExponent))), up);
+    }
+};
+struct ClampedSwiglu {
+    SHARPI_INLINE Vec of(Vec gate, Vec up, float limit) {
+        const Vec g = vmin(vset(limit), gate), u = vmax(vset(0.0f - limit), vmin(vset(limit), up));
+        return vmul(divideByOnePlusExp(g, vmul(g, vset(kSwigluExponent))), vadd(u, vset(1.0f)));
+    }
+};
+
+template <class Kind> static void activate(const GatedRow& row, float limit, int64_t n) {
+    const Vec factor = vset(row.factor);
+    const bool scaled = row.factor != 1.0f;
+    const auto finished = [&](Vec x, const float* bias, int64_t i, int lanes) __attribute__((always_inline)) {
+        if (scaled) x = vmul(x, factor);
+        return bias ? vadd(x, take(bias + i, lanes)) : x;
+    };
     forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
-        const Vec x = take(gate + i, lanes);
-        const Vec silu = vdiv(x, vadd(vset(1.0f), vexp(vsub(vzero(), x))));
-        put(gate + i, vmul(silu, take(up + i, lanes)), lanes);
+        const Vec gate = finished(take(row.gate + i, lanes), row.gateBias, i, lanes);
+        const Vec up = finished(take(row.up + i, lanes), row.upBias, i, lanes);
+        put(row.gate + i, Kind::of(gate, up, limit), lanes);
     });
+}
+
+void gatedActivation(Activation activation, const GatedRow& row, int64_t n) {
+    switch (activation.kind) {
+    case ActivationKind::Silu: return activate<Silu>(row, 0.0f, n);
+    case ActivationKind::Gelu: return activate<Gelu>(row, 0.0f, n);
+    case ActivationKind::ClampedSwiglu: return activate<ClampedSwiglu>(row, activation.limit, n);
+    }
 }
 
 // x / (1 + exp(-gate)), where -gate is 0 - gate.

@@ -28,7 +28,7 @@ void matmulFloat(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, void*
 void rmsNorm(const float* x, const float* weight, float eps, int64_t n, float* y);
 void add(float* x, const float* y, int64_t n);
 void addScaled(float* x, const float* y, float scale, int64_t n);
-void siluMul(float* gate, const float* up, int64_t n);
+void gatedActivation(Activation activation, const GatedRow& row, int64_t n);
 void l2Norm(float* x, float eps, float scale, int64_t n);
 void sigmoidMul(float* x, const float* gate, int64_t n);
 void rope(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent);

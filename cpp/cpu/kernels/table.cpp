@@ -14,7 +14,7 @@ static const Kernels kTable = {
     rmsNorm,
     add,
     addScaled,
-    siluMul,
+    gatedActivation,
     l2Norm,
     sigmoidMul,
     rope,

@@ -73,8 +73,9 @@ void HostExperts::requireFit(const ExpertStacks& file, const HostRows& x, int64_
             "quantized experts read hidden rows that cannot be quantized");
 }
 
-size_t HostExperts::compute(const ExpertStacks& file, const HostRows& x, int64_t rows, int32_t used,
-                            const int32_t* expert, float* answers) {
+size_t HostExperts::compute(const HostExpertLayer& layer, const HostRows& x, int64_t rows, int32_t used,
+                            const int32_t* expert, const float* weight, float* answers) {
+    const ExpertStacks& file = layer.file;
     sortByExpert(expert, static_cast<int32_t>(rows * used), used);
     if (_chosen.empty()) return 0;
     prepareHidden(file);
@@ -86,8 +87,9 @@ size_t HostExperts::compute(const ExpertStacks& file, const HostRows& x, int64_t
         second(width * experts, _pool.threads(), few ? kTile / 4 : kTile);
     const auto piece = [&](int64_t i, int worker) {
         if (i < first.count()) {
-            forPiece(first, i, hidden,
-                     [&](size_t which, int64_t from, int64_t to) { gated(file, x, input, which, from, to, worker); });
+            forPiece(first, i, hidden, [&](size_t which, int64_t from, int64_t to) {
+                gated(layer, x, input, weight, which, from, to, worker);
+            });
         } else {
             forPiece(second, i - first.count(), width, [&](size_t which, int64_t from, int64_t to) {
                 down(file.down, answers, which, from, to, worker);
@@ -145,10 +147,11 @@ void HostExperts::prepareHidden(const ExpertStacks& file) {
     }
 }
 
-// Hidden rows [first, last) of a chosen expert, silu(gate x) * (up x) for all its places: to _gate, and quantized to
-// _hidden if down reads them so.
-void HostExperts::gated(const ExpertStacks& file, const HostRows& x, const cpu::QuantizedRows& input, size_t which,
-                        int64_t first, int64_t last, int worker) {
+// Hidden rows [first, last) of a chosen expert, activation(gate x, up x) for all its places: to _gate, and quantized
+// to _hidden if down reads them so.
+void HostExperts::gated(const HostExpertLayer& layer, const HostRows& x, const cpu::QuantizedRows& input,
+                        const float* weight, size_t which, int64_t first, int64_t last, int worker) {
+    const ExpertStacks& file = layer.file;
     const int64_t hidden = file.gate.first.rows;
     const ChosenExpert& expert = _chosen[which];
     cpu::MatmulArgs args;
@@ -165,16 +168,23 @@ void HostExperts::gated(const ExpertStacks& file, const HostRows& x, const cpu::
     _kernels.matmul(args, first, last, threadScratch(worker));
     finishBlocks(_computed.get() + static_cast<int64_t>(which) * blocksOf(hidden), hidden, first, last,
                  [&](int64_t from, int64_t to) {
-                     finishBlock(expert, from, to, hidden);
+                     finishBlock(layer, expert, weight, from, to);
                      _blocksLeft[which].fetch_sub(1, std::memory_order_release);
                  });
 }
 
-void HostExperts::finishBlock(const ChosenExpert& expert, int64_t first, int64_t last, int64_t hidden) {
+void HostExperts::finishBlock(const HostExpertLayer& layer, const ChosenExpert& expert, const float* weight,
+                              int64_t first, int64_t last) {
+    const int64_t hidden = layer.file.gate.first.rows, bias = expert.index * hidden + first;
+    cpu::GatedRow row;
+    row.gateBias = layer.gateBias ? layer.gateBias + bias : nullptr;
+    row.upBias = layer.upBias ? layer.upBias + bias : nullptr;
     for (int64_t place = expert.begin; place < expert.end; ++place) {
-        float* gate = _gate + place * hidden + first;
-        _kernels.siluMul(gate, _up + place * hidden + first, last - first);
-        if (_hidden.q) quantizeBlock(_kernels, gate, _hidden, place, first);
+        row.gate = _gate + place * hidden + first;
+        row.up = _up + place * hidden + first;
+        if (weight) row.factor = weight[_pairAt[static_cast<size_t>(place)]];
+        _kernels.gatedActivation(layer.activation, row, last - first);
+        if (_hidden.q) quantizeBlock(_kernels, row.gate, _hidden, place, first);
     }
 }
 

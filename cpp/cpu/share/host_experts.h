@@ -20,6 +20,14 @@ namespace host {
 class Pieces;
 }
 
+// A layer's experts, and what joins their gates and ups. The stacks are as in the file, the biases in the host's
+// memory.
+struct HostExpertLayer {
+    ExpertStacks file;
+    Activation activation = {};
+    const float *gateBias = nullptr, *upBias = nullptr;  // [count, hidden]; may be nullptr
+};
+
 class HostExperts {
 public:
     // For steps of up to `rows` rows. All memory is taken here. The pool must outlive it.
@@ -27,11 +35,12 @@ public:
 
     // Throws Error(Internal) unless such a layer can be computed for `rows` rows of x. The stacks: as in the file.
     void requireFit(const ExpertStacks& file, const HostRows& x, int64_t rows, int32_t used) const;
-    // For each pair p with expert[p] >= 0 (an expert of the layer) writes the row down(silu(gate x) * (up x)), where x
-    // is row p / used, to answers + p * embedding; the other rows of answers are left alone. Returns how many bytes of
-    // the file were read. The arguments must pass requireFit().
-    size_t compute(const ExpertStacks& file, const HostRows& x, int64_t rows, int32_t used, const int32_t* expert,
-                   float* answers);
+    // For each pair p with expert[p] >= 0 (an expert of the layer) writes the row down(activation(gate x, up x)), where
+    // x is row p / used, to answers + p * embedding; the other rows of answers are left alone. weight: by pair, if it
+    // multiplies the experts' input; else nullptr. Returns how many bytes of the file were read. The arguments must
+    // pass requireFit().
+    size_t compute(const HostExpertLayer& layer, const HostRows& x, int64_t rows, int32_t used, const int32_t* expert,
+                   const float* weight, float* answers);
 
 private:
     struct Release {
@@ -49,9 +58,10 @@ private:
     template <typename Body>
     static void forPiece(const host::Pieces& pieces, int64_t i, int64_t rows, const Body& body);
     void prepareHidden(const ExpertStacks& file);
-    void gated(const ExpertStacks& file, const HostRows& x, const cpu::QuantizedRows& input, size_t which,
-               int64_t first, int64_t last, int worker);
-    void finishBlock(const ChosenExpert& expert, int64_t first, int64_t last, int64_t hidden);
+    void gated(const HostExpertLayer& layer, const HostRows& x, const cpu::QuantizedRows& input, const float* weight,
+               size_t which, int64_t first, int64_t last, int worker);
+    void finishBlock(const HostExpertLayer& layer, const ChosenExpert& expert, const float* weight, int64_t first,
+                     int64_t last);
     void down(const MatrixStack& w, float* answers, size_t which, int64_t first, int64_t last, int worker);
     bool fewPlaces() const;  // every expert has so few places that products are not blocked
     uint8_t* threadScratch(int worker) const {

@@ -47,8 +47,8 @@ struct MailboxLayout {
           down(parts.floats(rows * limits.embedding)),
           logits(parts.floats(std::min<int64_t>(rows, kExactLaunchRows) * limits.vocab)),
           orders(parts.take(sizeof(ExpertOrders))),
-          choices(parts.take(sizeof(int32_t) * 3 *
-                             static_cast<size_t>(limits.expertLayerCount() * expertPairs(limits, rows)))),
+          choices(parts.take(sizeof(int32_t) * static_cast<size_t>(Mailbox::kChoiceLists * limits.expertLayerCount() *
+                                                                   expertPairs(limits, rows)))),
           answers(parts.floats(expertPairs(limits, rows) * limits.embedding)) {}
 };
 
@@ -73,8 +73,8 @@ void requireWhole(const ExpertFetch& fetch) {
 }  // namespace
 
 HostChoices Mailbox::choicesOf(int32_t expertLayer) const {
-    int32_t* const area = choices + expertLayer * 3 * pairs;
-    return {area, area + pairs, area + 2 * pairs};
+    int32_t* const area = choices + expertLayer * kChoiceLists * pairs;
+    return {area, area + pairs, area + 2 * pairs, reinterpret_cast<float*>(area + 3 * pairs)};
 }
 
 size_t HostShare::mailboxBytes(const StepLimits& limits, int64_t rows) {
@@ -116,6 +116,7 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
     _computed.reset(new std::atomic<int32_t>[static_cast<size_t>(blocksOf(limits.denseHidden))]);
     for (std::vector<int32_t>* list : {&_chosen, &_slot, &_predicted, &_ours})
         list->resize(static_cast<size_t>(_mailbox.pairs));
+    _weight.resize(static_cast<size_t>(_mailbox.pairs));
 }
 
 void HostShare::begin() {
@@ -137,8 +138,9 @@ cpu::MatmulArgs HostShare::product(const Matrix& w, const HostRows& x, const cpu
     return args;
 }
 
-void HostShare::gated(const Matrix& gate, const Matrix& up, const Matrix& reader, int64_t rows, int64_t begin,
-                      uint32_t after, uint32_t ticket) {
+void HostShare::gated(const HostGated& layer, const Matrix& reader, int64_t rows, int64_t begin, uint32_t after,
+                      uint32_t ticket) {
+    const Matrix &gate = layer.gate, &up = layer.up;
     const int64_t hidden = _mailbox.hidden.cols;
     require(gate.rows == hidden && up.rows == hidden && reader.cols == hidden,
             "the hidden rows' width differs from the mailbox's");
@@ -148,6 +150,8 @@ void HostShare::gated(const Matrix& gate, const Matrix& up, const Matrix& reader
     const cpu::QuantizedRows input = quantizedRows(_mailbox.input, rows);
     cpu::MatmulArgs gateProduct = product(gate, _mailbox.input, input, rows),
                     upProduct = product(up, _mailbox.input, input, rows);
+    gateProduct.bias = layer.gateBias;
+    upProduct.bias = layer.upBias;
     gateProduct.y = _gate;
     upProduct.y = _up;
     gateProduct.yStride = upProduct.yStride = hidden;
@@ -162,19 +166,19 @@ void HostShare::gated(const Matrix& gate, const Matrix& up, const Matrix& reader
         _kernels.matmul(gateProduct, first, last, threadScratch(worker));
         _kernels.matmul(upProduct, first, last, threadScratch(worker));
         finishBlocks(_computed.get(), hidden, first, last,
-                     [&](int64_t from, int64_t to) { finishBlock(from, to, reader, rows); });
+                     [&](int64_t from, int64_t to) { finishBlock(layer.activation, from, to, reader, rows); });
     };
     _pool.run(pieces.count(), std::ref(piece));
     giveBack(ticket);
 }
 
-void HostShare::finishBlock(int64_t first, int64_t last, const Matrix& reader, int64_t rows) {
+void HostShare::finishBlock(Activation activation, int64_t first, int64_t last, const Matrix& reader, int64_t rows) {
     const HostRows& to = _mailbox.hidden;
     const cpu::QuantizedRows quantized = quantizedRows(to, rows);
     const bool isFloat = info(reader.type).isFloat;
     for (int64_t t = 0; t < rows; ++t) {
         float* gate = _gate + t * to.cols + first;
-        _kernels.siluMul(gate, _up + t * to.cols + first, last - first);
+        _kernels.gatedActivation(activation, {gate, _up + t * to.cols + first}, last - first);
         if (isFloat) {
             std::memcpy(to.floats + t * to.cols + first, gate, sizeof(float) * static_cast<size_t>(last - first));
         } else {
@@ -215,19 +219,20 @@ void HostShare::head(const Matrix& w, int64_t rows, int64_t begin, uint32_t afte
     giveBack(ticket);
 }
 
-void HostShare::experts(const ExpertStacks& file, int32_t expertLayer, int64_t rows, int32_t used, bool predicted,
-                        MissPlan& plan, uint32_t after, uint32_t instructed, uint32_t ticket) {
-    _experts.requireFit(file, _mailbox.input, rows, used);
+void HostShare::experts(const HostExpertLayer& layer, int32_t expertLayer, int64_t rows, int32_t used, bool predicted,
+                        bool weightsInput, MissPlan& plan, uint32_t after, uint32_t instructed, uint32_t ticket) {
+    _experts.requireFit(layer.file, _mailbox.input, rows, used);
     require(expertLayer >= 0 && expertLayer < _expertLayers, "a layer of experts that the mailbox has no room for");
     const int32_t pairs = static_cast<int32_t>(rows * used);
     tellTurn(awaitSent(after), plan);
-    if (takeChoices(expertLayer, file.gate.count, pairs, predicted))
+    if (takeChoices(expertLayer, layer.file.gate.count, pairs, predicted, weightsInput))
         instruct(expertLayer, pairs, predicted, plan, instructed);
     size_t bytes = 0;
     double seconds = 0;
     if (std::any_of(_ours.begin(), _ours.begin() + pairs, [](int32_t expert) { return expert >= 0; })) {
         const Clock::time_point start = Clock::now();
-        bytes = _experts.compute(file, _mailbox.input, rows, used, _ours.data(), _mailbox.answers);
+        bytes = _experts.compute(layer, _mailbox.input, rows, used, _ours.data(),
+                                 weightsInput ? _weight.data() : nullptr, _mailbox.answers);
         giveBack(ticket);
         seconds = std::chrono::duration<double>(Clock::now() - start).count();
     } else {
@@ -246,7 +251,7 @@ void HostShare::tellTurn(bool waited, MissPlan& plan) {
 
 // Returns whether something was missed. Everything is read once: the GPU writes this memory, and the values that were
 // checked must be the values that are used.
-bool HostShare::takeChoices(int32_t expertLayer, int32_t experts, int32_t pairs, bool predicted) {
+bool HostShare::takeChoices(int32_t expertLayer, int32_t experts, int32_t pairs, bool predicted, bool weightsInput) {
     const HostChoices from = _mailbox.choicesOf(expertLayer);
     bool missed = false;
     for (size_t p = 0; p < static_cast<size_t>(pairs); ++p) {
@@ -256,6 +261,7 @@ bool HostShare::takeChoices(int32_t expertLayer, int32_t experts, int32_t pairs,
         _slot[p] = __atomic_load_n(from.slot + p, __ATOMIC_RELAXED);
         _ours[p] = _slot[p] < 0 ? expert : -1;
         missed = missed || _slot[p] < 0;
+        if (weightsInput) __atomic_load(from.weight + p, &_weight[p], __ATOMIC_RELAXED);
         if (!predicted) continue;
         _predicted[p] = __atomic_load_n(from.predicted + p, __ATOMIC_RELAXED);
         require(_predicted[p] >= 0 && _predicted[p] < _mostExperts, "a prediction is no expert");

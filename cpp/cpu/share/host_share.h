@@ -39,8 +39,16 @@ struct Mailbox {
     // What the GPU says of a layer with experts. Each layer has an area of its own, since the CPU may be layers behind
     // if nothing was missed.
     HostChoices choicesOf(int32_t expertLayer) const;
-    int32_t* choices = nullptr;  // [layers with experts, 3, pairs]
-    int64_t pairs = 0;           // rows * used
+    int32_t* choices = nullptr;  // [layers with experts, kChoiceLists, pairs]
+    static constexpr int64_t kChoiceLists = 4;
+    int64_t pairs = 0;  // rows * used
+};
+
+// The matrices of a gated feed-forward part, as in the file, and what joins them. The biases are in the host's memory.
+struct HostGated {
+    Matrix gate, up;
+    const float *gateBias = nullptr, *upBias = nullptr;  // [gate.rows]; may be nullptr
+    Activation activation = {};
 };
 
 class HostShare {
@@ -67,10 +75,10 @@ public:
         ThreadPool::Awake _awake;
     };
 
-    // Waits for the ticket `after`, then writes columns [begin, gate.rows) of silu(gate x) * (up x), where x is the
+    // Waits for the ticket `after`, then writes columns [begin, gate.rows) of activation(gate x, up x), where x is the
     // mailbox's input, to the mailbox's hidden rows, in the form that `reader` (the matrix that reads them) needs, and
-    // returns `ticket`. gate and up: as in the file.
-    void gated(const Matrix& gate, const Matrix& up, const Matrix& reader, int64_t rows, int64_t begin, uint32_t after,
+    // returns `ticket`.
+    void gated(const HostGated& layer, const Matrix& reader, int64_t rows, int64_t begin, uint32_t after,
                uint32_t ticket);
     // Waits for `after` (0: nothing), then writes rows [begin, w.rows) of w hidden to the mailbox's `down`, and returns
     // `ticket`.
@@ -79,11 +87,12 @@ public:
     void head(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket);
     // A layer with experts. Waits for `after` and reads the layer's choices, with predictions if `predicted`. If an
     // expert is missed, sends the plan's orders with the ticket `instructed`. For each pair whose expert the GPU does
-    // not fetch either, writes the row down(silu(gate x) * (up x)), where x is the pair's row of the mailbox's input,
-    // to the mailbox's `answers`; the GPU weighs and adds them. Returns `ticket`, and tells the plan. Throws
+    // not fetch either, writes the row down(activation(gate x, up x)), where x is the pair's row of the mailbox's
+    // input, to the mailbox's `answers`; the GPU adds down's bias, weighs and sums them. weightsInput: the GPU sends
+    // the pairs' weights, which multiply the experts' input. Returns `ticket`, and tells the plan. Throws
     // Error(Internal) if a choice is no expert or an order would do harm, and what the plan throws.
-    void experts(const ExpertStacks& file, int32_t expertLayer, int64_t rows, int32_t used, bool predicted,
-                 MissPlan& plan, uint32_t after, uint32_t instructed, uint32_t ticket);
+    void experts(const HostExpertLayer& layer, int32_t expertLayer, int64_t rows, int32_t used, bool predicted,
+                 bool weightsInput, MissPlan& plan, uint32_t after, uint32_t instructed, uint32_t ticket);
     // After a failure: every kernel that waits for the CPU goes on.
     void abort() noexcept;
 
@@ -99,9 +108,9 @@ private:
                   uint32_t after);
     // w's product with rows of the mailbox; the caller sets y.
     cpu::MatmulArgs product(const Matrix& w, const HostRows& x, const cpu::QuantizedRows& xQuant, int64_t rows) const;
-    void finishBlock(int64_t first, int64_t last, const Matrix& reader, int64_t rows);
+    void finishBlock(Activation activation, int64_t first, int64_t last, const Matrix& reader, int64_t rows);
     void tellTurn(bool waited, MissPlan& plan);
-    bool takeChoices(int32_t expertLayer, int32_t experts, int32_t pairs, bool predicted);
+    bool takeChoices(int32_t expertLayer, int32_t experts, int32_t pairs, bool predicted, bool weightsInput);
     void instruct(int32_t expertLayer, int32_t pairs, bool predicted, MissPlan& plan, uint32_t ticket);
     void leaveToGpu(int32_t pairs);
     void checkAhead() const;
@@ -126,6 +135,7 @@ private:
     int32_t _expertLayers, _mostExperts;
     std::vector<int32_t> _chosen, _slot, _predicted;  // by pair: the layer's choices, read once
     std::vector<int32_t> _ours;                       // by pair: its expert if the CPU computes it, else -1
+    std::vector<float> _weight;                       // by pair, if weights multiply the input
     ExpertOrders _orders;
     // When the last layer's orders were sent; nothing if that layer missed nothing.
     std::optional<std::chrono::steady_clock::time_point> _instructedAt;

@@ -1,46 +1,58 @@
-// Qwen 3.5 and 3.6, dense and mixture: every n-th layer has gated attention, the others Gated DeltaNet; a prediction
-// layer may follow.
+// Qwen 3.5 and 3.6, dense and mixture, and Qwen 3 Next: every n-th layer has gated attention, the others Gated
+// DeltaNet; a prediction layer may follow. Qwen 3 Next groups the heads otherwise.
 #include "model/architecture.h"
 
 namespace sharpi {
 
 namespace {
 
-void readLayer(LayerReader& layer, const AttentionParts* attention, bool experts) {
+void readLayer(LayerReader& layer, const AttentionParts* attention, bool experts, bool fusedSteps) {
     layer.mixerNorm("attn_norm");
     if (attention) layer.attention(*attention);
-    else layer.gatedDelta();
+    else layer.gatedDelta(fusedSteps);
     layer.ffnNorm("post_attention_norm");
     ExpertParts parts;
-    parts.shared = true;
+    parts.shared = ExpertParts::Shared::Scaled;
     if (experts) layer.experts(parts);
     else layer.dense();
 }
 
-void read(ModelReader& model) {
+void readModel(ModelReader& model, bool fusedSteps) {
     const bool experts = model.hasExperts();
     AttentionParts attention;
     attention.rope = model.rope(RopeSpec::Pairing::Halves);
     attention.qkNorm = AttentionSpec::QkNorm::PerHead;
     attention.gated = true;
-    const int64_t interval = model.metadata().integerOr(model.key("full_attention_interval"), 1, 4096, 4);
+    const Metadata& md = model.metadata();
+    const std::string recurrent = model.key("attention.recurrent_layers");
+    const int64_t interval = md.integerOr(model.key("full_attention_interval"), 1, 4096, 4);
+    const auto attends = [&](int64_t i) {
+        return md.has(recurrent) ? !md.flagAt(recurrent, static_cast<size_t>(i)) : (i + 1) % interval == 0;
+    };
     model.countPredictions();
     for (int64_t i = 0; i < model.layers(); ++i) {
         LayerReader layer = model.layer();
-        readLayer(layer, (i + 1) % interval == 0 ? &attention : nullptr, experts);
+        readLayer(layer, attends(i) ? &attention : nullptr, experts, fusedSteps);
     }
     model.head();
     for (int64_t i = 0; i < model.predictions(); ++i)
-        model.prediction([&](LayerReader& layer) { readLayer(layer, &attention, experts); });
+        model.prediction([&](LayerReader& layer) { readLayer(layer, &attention, experts, fusedSteps); });
 }
+
+void read(ModelReader& model) { readModel(model, false); }
 
 void readMixture(ModelReader& model) {
     model.requireExperts();
-    read(model);
+    readModel(model, false);
+}
+
+void readNext(ModelReader& model) {
+    model.requireExperts();
+    readModel(model, true);
 }
 
 }  // namespace
 
-SHARPI_FAMILY(qwen35) { return {{"qwen35", read}, {"qwen35moe", readMixture}}; }
+SHARPI_FAMILY(qwen35) { return {{"qwen35", read}, {"qwen35moe", readMixture}, {"qwen3next", readNext}}; }
 
 }  // namespace sharpi

@@ -79,7 +79,7 @@ void scaleRows(Stream& stream, float* x, int64_t n, float factor, const float* f
 void softcap(Stream& stream, float* x, int64_t n, float cap);
 // y[t] = weight . x[t, :], with the bits of the contract's float products.
 void rowDots(Stream& stream, const float* x, const float* weight, int64_t rows, int64_t cols, float* y);
-// Writes other forms of x [rows, cols] (out.floats is ignored).
+// Writes x [rows, cols] in the requested forms; out.floats may be x.
 void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, const RowOutputs& out);
 // silu(gate) * up in the requested forms, with the bits of the CPU's siluMul. gate, up: [rows, cols]. out.floats may be
 // gate.

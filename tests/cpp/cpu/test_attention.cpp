@@ -18,6 +18,7 @@
 
 namespace {
 
+using sharpi::AttentionReach;
 using sharpi::KvType;
 using sharpi::cpu::AttentionArgs;
 using sharpi::cpu::Kernels;
@@ -29,10 +30,18 @@ struct Shape {
     int32_t heads, kvHeads, headDim, pageTokens;
 };
 
+// What attention does besides softmax(scale * q k) v.
+struct Rule {
+    AttentionReach reach;
+    float softcap = 0;
+    bool sinks = false;
+};
+
 // One sequence with random keys and values, rounded to the cache's type, in shuffled pages.
 class Sequence {
 public:
-    Sequence(const Shape& shape, int64_t tokens, unsigned seed) : _shape(shape), _tokens(tokens) {
+    Sequence(const Shape& shape, int64_t tokens, unsigned seed, const Rule& rule = {})
+        : _shape(shape), _rule(rule), _tokens(tokens) {
         std::mt19937 engine(sharpi::testSeed(seed));
         std::normal_distribution<float> normal;
         const int64_t pages = (tokens + shape.pageTokens - 1) / shape.pageTokens;
@@ -53,6 +62,7 @@ public:
         for (int64_t t = 0; t < tokens; t++)
             for (int64_t i = 0; i < width; i++) query[t * rowStride + i] = normal(engine);
         for (int64_t t = 0; t < tokens; t++) positions.push_back(static_cast<int32_t>(t));
+        for (int32_t h = 0; h < shape.heads; h++) _sinks.push_back(normal(engine));
     }
 
     // Writes the keys and values of the positions [begin, end) into their pages.
@@ -69,6 +79,12 @@ public:
         }
     }
 
+    // The entries of pages that end before position `first` become numbers of pages that do not exist: to read one of
+    // those crashes.
+    void giveBackBefore(int32_t first) {
+        for (int32_t page = 0; page < first / _shape.pageTokens; page++) _pageTable[page] = 1 << 28;
+    }
+
     // Attention of the rows [begin, end), for all heads.
     void attend(const Kernels& table, int64_t begin, int64_t end, std::vector<float>& out) {
         AttentionArgs args;
@@ -78,6 +94,9 @@ public:
         args.positions = positions.data();
         args.heads = _shape.heads;
         args.scale = scale();
+        args.reach = _rule.reach;
+        args.softcap = _rule.softcap;
+        args.sinks = _rule.sinks ? _sinks.data() : nullptr;
         args.pages = {_shape.type, _shape.kvHeads, _shape.headDim, _shape.pageTokens, _k.data(), _v.data()};
         args.pageTable = _pageTable.data();
         const size_t bytes =
@@ -95,15 +114,18 @@ public:
             const int32_t kvHead = h / (_shape.heads / _shape.kvHeads);
             const float* q = &query[row * rowStride + static_cast<int64_t>(h) * _shape.headDim];
             std::vector<double> weights;
-            double sum = 0, top = -1e300;
+            double sum = 0, top = _rule.sinks ? _sinks[h] : -1e300;
             for (int32_t j = 0; j <= positions[row]; j++) {
                 double dot = 0;
                 for (int32_t d = 0; d < _shape.headDim; d++)
                     dot += static_cast<double>(q[d]) * stored(_keys, j, kvHead, d);
-                weights.push_back(dot * scale());
+                dot *= scale();
+                if (_rule.softcap > 0) dot = _rule.softcap * std::tanh(dot / _rule.softcap);
+                weights.push_back(sees(positions[row], j) ? dot : -1e300);
                 top = std::max(top, weights.back());
             }
             for (double& weight : weights) sum += weight = std::exp(weight - top);
+            if (_rule.sinks) sum += std::exp(_sinks[h] - top);
             for (int32_t d = 0; d < _shape.headDim; d++)
                 for (size_t j = 0; j < weights.size(); j++)
                     out[h * _shape.headDim + d] += weights[j] / sum * stored(_values, j, kvHead, d);
@@ -118,27 +140,16 @@ public:
         Joined whole(dim), segment(dim);
         for (int32_t first = 0; first <= positions[row]; first += _shape.pageTokens) {
             const int32_t n = std::min(_shape.pageTokens, positions[row] + 1 - first);
-            std::vector<float> p;
-            for (int32_t j = 0; j < n; j++) {
-                float dot = 0;
-                for (int32_t d = 0; d < dim; d++) dot = std::fma(q[d], stored(_keys, first + j, kvHead, d), dot);
-                p.push_back(dot * scale());
-            }
-            const float mp = *std::max_element(p.begin(), p.end());
-            float sums[32] = {};
-            for (int32_t j = 0; j < n; j++) sums[j % 32] += p[j] = sharpi::portableExp(p[j] - mp);
-            for (int width = 16; width > 0; width /= 2)
-                for (int i = 0; i < width; i++) sums[i] += sums[i + width];
-            std::vector<float> op(dim, 0.0f);
-            for (int32_t d = 0; d < dim; d++)
-                for (int32_t j = 0; j < n; j++) op[d] = std::fma(p[j], stored(_values, first + j, kvHead, d), op[d]);
-            segment.add(mp, sums[0], op);
+            int32_t begin = 0;
+            while (begin < n && !sees(positions[row], first + begin)) begin++;
             const int32_t next = first + _shape.pageTokens;
-            if (next / _shape.pageTokens % sharpi::kSegmentPages == 0 || next > positions[row]) {
-                whole.add(segment.m, segment.l, segment.o);
-                segment = Joined(dim);
-            }
+            if (begin < n) addPage(segment, q, kvHead, first, begin, n);
+            const bool isLast = next / _shape.pageTokens % sharpi::kSegmentPages == 0 || next > positions[row];
+            if (!isLast || segment.l == 0) continue;
+            whole.add(segment.m, segment.l, segment.o);
+            segment = Joined(dim);
         }
+        if (_rule.sinks) whole.addSink(_sinks[h]);
         for (float& value : whole.o) value /= whole.l;
         return whole.o;
     }
@@ -163,7 +174,37 @@ private:
             l = std::fma(lp, c, l * a);
             for (size_t d = 0; d < o.size(); d++) o[d] = std::fma(op[d], c, o[d] * a);
         }
+        void addSink(float sink) {
+            const float joined = std::max(m, sink), a = sharpi::portableExp(m - joined);
+            l = l * a + sharpi::portableExp(sink - joined);
+            for (float& x : o) x *= a;
+        }
     };
+
+    bool sees(int32_t position, int32_t key) const {
+        const AttentionReach& reach = _rule.reach;
+        return key <= position && (reach.window == 0 || position - key < reach.window) &&
+               (reach.chunk == 0 || position / reach.chunk == key / reach.chunk);
+    }
+    // The keys [begin, n) of the page at position `first`.
+    void addPage(Joined& segment, const float* q, int32_t kvHead, int32_t first, int32_t begin, int32_t n) const {
+        const int32_t dim = _shape.headDim;
+        std::vector<float> p(n, -std::numeric_limits<float>::infinity()), op(dim, 0.0f);
+        for (int32_t j = begin; j < n; j++) {
+            float dot = 0;
+            for (int32_t d = 0; d < dim; d++) dot = std::fma(q[d], stored(_keys, first + j, kvHead, d), dot);
+            p[j] = dot * scale();
+            if (_rule.softcap > 0) p[j] = sharpi::portableSoftcap(p[j], _rule.softcap);
+        }
+        const float mp = *std::max_element(p.begin(), p.end());
+        float sums[32] = {};
+        for (int32_t j = begin; j < n; j++) sums[j % 32] += p[j] = sharpi::portableExp(p[j] - mp);
+        for (int width = 16; width > 0; width /= 2)
+            for (int i = 0; i < width; i++) sums[i] += sums[i + width];
+        for (int32_t d = 0; d < dim; d++)
+            for (int32_t j = begin; j < n; j++) op[d] = std::fma(p[j], stored(_values, first + j, kvHead, d), op[d]);
+        segment.add(mp, sums[0], op);
+    }
 
     float scale() const { return 1.0f / std::sqrt(static_cast<float>(_shape.headDim)); }
     float stored(const std::vector<float>& from, int64_t token, int32_t head, int32_t d) const {
@@ -176,7 +217,9 @@ private:
     }
 
     Shape _shape;
+    Rule _rule;
     int64_t _tokens;
+    std::vector<float> _sinks;
     std::vector<int32_t> _pageTable;
     std::vector<uint8_t> _k, _v;
     std::vector<float> _keys, _values;
@@ -189,6 +232,11 @@ void expectSameBits(const std::vector<float>& got, const std::vector<float>& exp
             << what << " differs at " << i << ": " << got[i] << " and " << expected[i];
 }
 
+std::string nameOf(const Rule& r) {
+    return "window " + std::to_string(r.reach.window) + ", chunk " + std::to_string(r.reach.chunk) + ", softcap " +
+           std::to_string(r.softcap) + (r.sinks ? ", sinks" : "");
+}
+
 std::string nameOf(const Shape& s) {
     return "type " + std::to_string(static_cast<int>(s.type)) + ", heads " + std::to_string(s.heads) + "/" +
            std::to_string(s.kvHeads) + ", dim " + std::to_string(s.headDim) + ", page " + std::to_string(s.pageTokens);
@@ -198,6 +246,13 @@ const std::vector<Shape> kShapes = {
     {KvType::F32, 4, 2, 64, 16},   {KvType::BF16, 4, 2, 64, 32}, {KvType::F16, 6, 2, 80, 32},
     {KvType::BF16, 8, 1, 128, 64}, {KvType::F32, 3, 3, 96, 7},   {KvType::F16, 2, 1, 256, 16},
     {KvType::BF16, 5, 1, 2, 1},    {KvType::F16, 9, 3, 34, 33},  {KvType::BF16, 2, 2, 32, 48},
+    {KvType::BF16, 3, 1, 512, 16}, {KvType::F32, 2, 2, 504, 7},
+};
+
+// One number off in a window or a chunk is another result; so is a window at a page's border.
+const std::vector<Rule> kRules = {
+    {{1, 0}},  {{2, 0}},  {{15, 0}}, {{16, 0}},  {{17, 0}},     {{33, 0}, 0, true},    {{200, 0}},         {{0, 1}},
+    {{0, 16}}, {{0, 20}}, {{0, 64}}, {{}, 1.5f}, {{}, 0, true}, {{24, 0}, 0.7f, true}, {{0, 32}, 3, true},
 };
 
 TEST(Attention, MatchesTheReferenceAndAllTablesAgree) {
@@ -260,6 +315,90 @@ TEST(Attention, AnyChunksGiveTheBitsOfOnePrefill) {
                 }
                 expectSameBits(out, expected, std::string(table->name) + ", " + nameOf(shape));
             }
+        }
+    }
+}
+
+TEST(AttentionRules, MatchTheReferenceAndAllTablesAgree) {
+    for (const Shape& shape : kShapes) {
+        for (const Rule& rule : kRules) {
+            std::vector<float> first;
+            for (const Kernels* table : tables()) {
+                Sequence sequence(shape, 75, 8, rule);
+                sequence.append(*table, 0, 75);
+                std::vector<float> out = sequence.poisoned();
+                sequence.attend(*table, 0, 75, out);
+                if (!first.empty()) {
+                    expectSameBits(out, first, std::string(table->name) + ", " + nameOf(shape) + ", " + nameOf(rule));
+                    continue;
+                }
+                first = out;
+                for (int64_t row = 0; row < 75; row++) {
+                    const std::vector<double> expected = sequence.reference(row);
+                    for (size_t i = 0; i < expected.size(); i++)
+                        ASSERT_NEAR(out[row * sequence.rowStride + i], expected[i], 4e-6)
+                            << nameOf(shape) << ", " << nameOf(rule) << ", row " << row << ", element " << i;
+                }
+            }
+        }
+    }
+}
+
+TEST(AttentionRules, FollowTheirWrittenDefinition) {
+    const Kernels* table = tables().back();
+    for (const Shape& shape : kShapes) {
+        for (const Rule& rule : kRules) {
+            Sequence sequence(shape, 75, 9, rule);
+            sequence.append(*table, 0, 75);
+            std::vector<float> out = sequence.poisoned();
+            sequence.attend(*table, 0, 75, out);
+            for (int64_t row = 0; row < 75; row++)
+                for (int32_t h = 0; h < shape.heads; h++) {
+                    const float* from = &out[row * sequence.rowStride + static_cast<int64_t>(h) * shape.headDim];
+                    expectSameBits(std::vector<float>(from, from + shape.headDim), sequence.defined(row, h),
+                                   nameOf(shape) + ", " + nameOf(rule) + ", row " + std::to_string(row));
+                }
+        }
+    }
+}
+
+// As a prompt is cut, the pages that no row sees any more are given back.
+TEST(AttentionRules, AnyChunksGiveTheBitsOfOnePrefill) {
+    for (const Shape& shape : kShapes) {
+        for (const Rule& rule : kRules) {
+            for (const Kernels* table : tables()) {
+                Sequence whole(shape, 70, 2, rule), parts(shape, 70, 2, rule);
+                std::vector<float> expected = whole.poisoned(), out = expected;
+                whole.append(*table, 0, 70);
+                whole.attend(*table, 0, 70, expected);
+                std::mt19937 engine(sharpi::testSeed(9));
+                for (int64_t begin = 0, end; begin < 70; begin = end) {
+                    end = std::min<int64_t>(70, begin + 1 + engine() % 9);
+                    parts.append(*table, begin, end);
+                    parts.giveBackBefore(rule.reach.first(static_cast<int32_t>(begin)));
+                    parts.attend(*table, begin, end, out);
+                }
+                expectSameBits(out, expected, std::string(table->name) + ", " + nameOf(shape) + ", " + nameOf(rule));
+            }
+        }
+    }
+}
+
+// A key that no row sees is NaN, and so is its value.
+TEST(AttentionRules, KeysOutOfReachNeverReachARow) {
+    const Shape shape = {KvType::BF16, 4, 1, 64, 32};
+    for (const Rule& rule : {Rule{{37, 0}}, Rule{{37, 0}, 2, true}, Rule{{0, 75}}}) {
+        for (const Kernels* table : tables()) {
+            Sequence clean(shape, 150, 3, rule), poisoned(shape, 150, 3, rule);
+            std::vector<float> expected = clean.poisoned(), out = expected;
+            clean.append(*table, 0, 150);
+            clean.attend(*table, 140, 150, expected);
+            const int32_t first = rule.reach.first(140);
+            EXPECT_EQ(first, rule.reach.window ? 104 : 75);
+            poisoned.append(*table, first, 150);
+            poisoned.attend(*table, 140, 150, out);
+            expectSameBits(out, expected, std::string(table->name) + ", " + nameOf(rule));
+            EXPECT_FALSE(std::isnan(out[140 * clean.rowStride]));
         }
     }
 }

@@ -10,12 +10,15 @@
 #include <vector>
 
 #include "core/half.h"
+#include "core/portable.h"
 #include "cpu/kernels.h"
 #include "kernel_tables.h"
 #include "seed.h"
 
 namespace {
 
+using sharpi::Activation;
+using sharpi::ActivationKind;
 using sharpi::DType;
 using sharpi::KvType;
 using sharpi::cpu::Kernels;
@@ -94,6 +97,10 @@ TEST(FloatKernels, RmsNormSumsInTheDocumentedOrder) {
         for (int64_t i = 0; i < n; i++) expected[i] = x[i] * inverse;
         sharpi::cpu::kernels().rmsNorm(x.data(), ones.data(), 1e-6f, n, got.data());
         expectSameBits(got, expected, "n = " + std::to_string(n));
+        for (const Kernels* table : tables()) {
+            table->rmsNorm(x.data(), nullptr, 1e-6f, n, got.data());
+            expectSameBits(got, expected, std::string(table->name) + ", no weights, n = " + std::to_string(n));
+        }
     }
 }
 
@@ -122,19 +129,92 @@ TEST(FloatKernels, AddAndAddScaled) {
     }
 }
 
-TEST(FloatKernels, SiluMul) {
-    for (const int64_t n : kLengths) {
-        std::vector<float> gate = randomFloats(n, 6, 8.0f);
-        const std::vector<float> up = randomFloats(n, 7);
-        std::vector<double> expected(n);
-        for (int64_t i = 0; i < n; i++) expected[i] = gate[i] / (1.0 + std::exp(-static_cast<double>(gate[i]))) * up[i];
-        checkTables(
-            [&](const Kernels& t) {
-                auto z = gate;
-                t.siluMul(z.data(), up.data(), n);
-                return z;
-            },
-            expected, 5e-7, "siluMul");
+const Activation kActivations[] = {
+    {ActivationKind::Silu}, {ActivationKind::Gelu}, {ActivationKind::ClampedSwiglu, 2.5f}};
+
+double activated(const Activation& a, double gate, double up) {
+    switch (a.kind) {
+    case ActivationKind::Silu: return gate / (1.0 + std::exp(-gate)) * up;
+    case ActivationKind::Gelu:
+        return 0.5 * gate * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (gate + 0.044715 * gate * gate * gate))) * up;
+    case ActivationKind::ClampedSwiglu: {
+        const double g = std::min<double>(gate, a.limit), u = std::clamp<double>(up, -a.limit, a.limit);
+        return g / (1.0 + std::exp(-1.702 * g)) * (u + 1.0);
+    }
+    }
+    return kNaN;
+}
+
+TEST(FloatKernels, GatedActivation) {
+    for (const Activation& activation : kActivations) {
+        for (const int64_t n : kLengths) {
+            const std::vector<float> gate = randomFloats(n, 6, 4.0f), up = randomFloats(n, 7, 2.0f),
+                                     gateBias = randomFloats(n, 8), upBias = randomFloats(n, 9);
+            for (const bool biased : {false, true}) {
+                for (const float factor : {1.0f, 0.37f}) {
+                    std::vector<double> expected(n);
+                    for (int64_t i = 0; i < n; i++) {
+                        const double g = static_cast<double>(gate[i]) * factor + (biased ? gateBias[i] : 0.0f),
+                                     u = static_cast<double>(up[i]) * factor + (biased ? upBias[i] : 0.0f);
+                        expected[i] = activated(activation, g, u);
+                    }
+                    checkTables(
+                        [&](const Kernels& t) {
+                            auto z = gate;
+                            sharpi::cpu::GatedRow row{z.data(), up.data(), nullptr, nullptr, factor};
+                            if (biased) row.gateBias = gateBias.data(), row.upBias = upBias.data();
+                            t.gatedActivation(activation, row, n);
+                            return z;
+                        },
+                        expected, 2e-6, "activation " + std::to_string(static_cast<int>(activation.kind)));
+                }
+            }
+        }
+    }
+}
+
+// Other processors rely on the order of the operations, so it is written out here once more.
+TEST(FloatKernels, GatedActivationRoundsInTheDocumentedOrder) {
+    constexpr int64_t kCount = 1000;
+    const std::vector<float> gate = randomFloats(kCount, 6, 6.0f), up = randomFloats(kCount, 7, 3.0f),
+                             gateBias = randomFloats(kCount, 8), upBias = randomFloats(kCount, 9);
+    for (const Activation& a : kActivations) {
+        std::vector<float> expected(kCount), got = gate;
+        for (int64_t i = 0; i < kCount; i++) {
+            const float g = gate[i] * 0.37f + gateBias[i], u = up[i] * 0.37f + upBias[i];
+            if (a.kind == ActivationKind::ClampedSwiglu) {
+                const float low = std::min(g, a.limit), between = std::max(std::min(u, a.limit), -a.limit);
+                expected[i] = low / (1.0f + sharpi::portableExp(low * -1.702f)) * (between + 1.0f);
+            } else if (a.kind == ActivationKind::Gelu) {
+                const float square = g * g, p = std::fmaf(square, 0.044715f, 1.0f), inner = g * p;
+                expected[i] = g / (1.0f + sharpi::portableExp(inner * -1.5957691216f)) * u;
+            } else {
+                expected[i] = g / (1.0f + sharpi::portableExp(0.0f - g)) * u;
+            }
+        }
+        sharpi::cpu::kernels().gatedActivation(a, {got.data(), up.data(), gateBias.data(), upBias.data(), 0.37f},
+                                               kCount);
+        expectSameBits(got, expected, "activation " + std::to_string(static_cast<int>(a.kind)));
+    }
+}
+
+TEST(FloatKernels, ActivationsOfExtremes) {
+    const float infinity = std::numeric_limits<float>::infinity();
+    for (const Kernels* table : tables()) {
+        float gelu[5] = {kNaN, infinity, -1000.0f, 1000.0f, 0.0f}, clamped[5] = {kNaN, infinity, 9.0f, -1000.0f, 0.0f};
+        float ups[5] = {1.0f, 1.0f, 1.0f, 1.0f, kNaN}, wide[5] = {1.0f, infinity, -infinity, 1.0f, kNaN};
+        table->gatedActivation({ActivationKind::Gelu}, {gelu, ups}, 5);
+        EXPECT_TRUE(std::isnan(gelu[0]));
+        EXPECT_EQ(gelu[1], infinity);
+        EXPECT_NEAR(gelu[2], 0.0f, 1e-30f);
+        EXPECT_EQ(gelu[3], 1000.0f);
+        EXPECT_TRUE(std::isnan(gelu[4]));
+        table->gatedActivation({ActivationKind::ClampedSwiglu, 7.0f}, {clamped, wide}, 5);
+        EXPECT_TRUE(std::isnan(clamped[0]));
+        EXPECT_NEAR(clamped[1], 56.0f, 1e-3f);
+        EXPECT_NEAR(clamped[2], -42.0f, 1e-3f);
+        EXPECT_NEAR(clamped[3], 0.0f, 1e-30f);
+        EXPECT_TRUE(std::isnan(clamped[4]));
     }
 }
 
@@ -154,7 +234,7 @@ TEST(FloatKernels, ExponentialIsAccurateAndSaturates) {
         EXPECT_EQ(far[1], 0.0f);
         EXPECT_EQ(far[2], 0.0f);
         float gate[4] = {-1000.0f, 1000.0f, 0.0f, kNaN}, up[4] = {1.0f, 1.0f, 1.0f, 1.0f};
-        table->siluMul(gate, up, 4);
+        table->gatedActivation({}, {gate, up}, 4);
         EXPECT_NEAR(gate[0], 0.0f, 1e-30f);
         EXPECT_EQ(gate[1], 1000.0f);
         EXPECT_EQ(gate[2], 0.0f);

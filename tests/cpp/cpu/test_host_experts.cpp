@@ -18,6 +18,8 @@ const Shape kShapes[] = {
     {DType::F32, DType::BF16, DType::F16, 100, 333, 7, 2},  // rows that have no quantized form
 };
 
+constexpr Activation kGelu = {ActivationKind::Gelu}, kClamped = {ActivationKind::ClampedSwiglu, 1.5f};
+
 constexpr Share kNothingThere = {0, 0}, kAllThere = {1, 0}, kAllFetched = {0, 1}, kMixed = {0.4, 0.4};
 
 bool refusesAsInternal(const std::function<void()>& body) {
@@ -38,6 +40,24 @@ TEST(HostExperts, EveryPairThatIsMissedHasTheBitsOfItself) {
             for (const Share share : {kNothingThere, kMixed, Share{0.8, 0}, Share{0, 0.5}}) {
                 layers.emplace_back(shape, rows, Routing::Random, share, random);
             }
+            runLayers({shape}, 3, layers);
+            if (HasFailure()) return;
+        }
+    }
+}
+
+TEST(HostExperts, WithBiasesOtherActivationsAndWeightedInputs) {
+    std::mt19937 random(sharpi::testSeed(33));
+    for (const Shape& shape : {Shape{DType::MXFP4, DType::MXFP4, DType::MXFP4, 96, 352, 6, 4, kClamped, true, false},
+                               Shape{DType::Q4_K, DType::Q8_0, DType::F16, 256, 288, 5, 2, kGelu, false, false},
+                               Shape{DType::F32, DType::F32, DType::F32, 100, 333, 4, 1, {}, false, true},
+                               Shape{DType::Q8_0, DType::Q8_0, DType::Q8_0, 64, 96, 3, 3, kGelu, true, true},
+                               Shape{DType::Q8_0, DType::Q8_0, DType::Q8_0, 64, 96, 1, 1, kClamped, true, false}}) {
+        for (const int64_t rows : {1, 4, 40}) {
+            SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(rows) + " rows");
+            std::vector<Layer> layers;
+            for (const Share share : {kNothingThere, kMixed})
+                layers.emplace_back(shape, rows, Routing::Random, share, random);
             runLayers({shape}, 3, layers);
             if (HasFailure()) return;
         }
@@ -382,7 +402,7 @@ TEST(HostExperts, RefusesWhatDoesNotFitTheMailbox) {
     const auto refused = [&](const ExpertStacks& file, int32_t number, int64_t rows, int32_t used) {
         desk.plan.begin(desk.mailbox(), layer, number, 1);
         return refusesAsInternal(
-            [&] { desk.share.experts(file, number, rows, used, layer.predicts(), desk.plan, 0, 1, 1); });
+            [&] { desk.share.experts({file, {}}, number, rows, used, layer.predicts(), false, desk.plan, 0, 1, 1); });
     };
     const auto changed = [&](const std::function<void(ExpertStacks&)>& change) {
         ExpertStacks stacks = right;
@@ -429,6 +449,7 @@ TEST(HostExperts, TheMailboxHasRoomForAllLayers) {
         const HostChoices of = box.choicesOf(layer);
         int32_t value = 3 * layer;
         for (int32_t* list : {of.chosen, of.slot, of.predicted}) std::fill_n(list, desk.mostPairs(), value++);
+        std::fill_n(of.weight, desk.mostPairs(), 0.25f * static_cast<float>(layer));
     }
     for (int32_t layer = 0; layer < kLayers; ++layer) {
         const HostChoices of = box.choicesOf(layer);
@@ -436,8 +457,9 @@ TEST(HostExperts, TheMailboxHasRoomForAllLayers) {
             ASSERT_EQ(of.chosen[p], 3 * layer);
             ASSERT_EQ(of.slot[p], 3 * layer + 1);
             ASSERT_EQ(of.predicted[p], 3 * layer + 2);
+            ASSERT_EQ(of.weight[p], 0.25f * static_cast<float>(layer));
         }
-        EXPECT_LE(reinterpret_cast<uint8_t*>(of.predicted + desk.mostPairs()), end);
+        EXPECT_LE(reinterpret_cast<uint8_t*>(of.weight + desk.mostPairs()), end);
     }
     EXPECT_LE(reinterpret_cast<uint8_t*>(box.answers + desk.mostPairs() * shape.embedding), end);
     EXPECT_LE(reinterpret_cast<uint8_t*>(box.orders + 1), end);

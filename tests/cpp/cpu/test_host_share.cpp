@@ -21,6 +21,8 @@ namespace {
 struct Shape {
     DType gate, up, down;
     int64_t embedding, hidden;
+    Activation activation = {};
+    bool biases = false;
 };
 
 std::string nameOf(const Shape& s) {
@@ -74,22 +76,37 @@ std::vector<float> multiply(const Matrix& w, const Rows& x, int64_t rows) {
 // A layer, its input, and its output as one thread computes it.
 struct Layer {
     Weights gate, up, down;
+    Activation activation;
+    std::vector<float> gateBias, upBias;  // [hidden], or empty
     Rows input, hidden;
     std::vector<float> output;
 
     Layer(const Shape& s, int64_t rows, std::mt19937& random)
         : gate(s.gate, s.hidden, s.embedding, random),
           up(s.up, s.hidden, s.embedding, random),
-          down(s.down, s.embedding, s.hidden, random) {
+          down(s.down, s.embedding, s.hidden, random),
+          activation(s.activation),
+          gateBias(s.biases ? static_cast<size_t>(s.hidden) : 0),
+          upBias(gateBias.size()) {
         std::normal_distribution<float> normal;
+        for (std::vector<float>* bias : {&gateBias, &upBias})
+            for (float& v : *bias) v = normal(random);
         input.floats.resize(static_cast<size_t>(rows * s.embedding));
         for (float& v : input.floats) v = normal(random) * 0.1f;
         input.quantize(rows, s.embedding);
         hidden.floats = multiply(gate.matrix, input, rows);
-        const std::vector<float> upped = multiply(up.matrix, input, rows);
-        cpu::kernels().siluMul(hidden.floats.data(), upped.data(), rows * s.hidden);
+        std::vector<float> upped = multiply(up.matrix, input, rows);
+        for (size_t i = 0; s.biases && i < upped.size(); ++i) {
+            hidden.floats[i] += gateBias[i % gateBias.size()];
+            upped[i] += upBias[i % upBias.size()];
+        }
+        cpu::kernels().gatedActivation(activation, {hidden.floats.data(), upped.data()}, rows * s.hidden);
         hidden.quantize(rows, s.hidden);
         output = multiply(down.matrix, hidden, rows);
+    }
+    HostGated inHost() const {
+        if (gateBias.empty()) return {gate.matrix, up.matrix, nullptr, nullptr, activation};
+        return {gate.matrix, up.matrix, gateBias.data(), upBias.data(), activation};
     }
 };
 
@@ -263,7 +280,7 @@ void runLayers(const Shape& shape, int threads, int64_t rows, const std::vector<
         try {
             for (const Layer& layer : layers) {
                 const uint32_t sent = work.nextSent(), returned = work.nextReturned();
-                share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, rows, split.hidden, sent, returned);
+                share.gated(layer.inHost(), layer.down.matrix, rows, split.hidden, sent, returned);
                 const uint32_t sentHidden = work.nextSent(), returnedDown = work.nextReturned();
                 share.down(layer.down.matrix, rows, split.output, sentHidden, returnedDown);
             }
@@ -280,6 +297,8 @@ const Shape kShapes[] = {
     {DType::Q4_K, DType::Q6_K, DType::F16, 256, 288},
     {DType::F16, DType::Q8_0, DType::Q4_0, 96, 320},
     {DType::F32, DType::BF16, DType::F16, 100, 333},  // rows that have no quantized form
+    {DType::Q8_0, DType::Q8_0, DType::Q8_0, 96, 320, {ActivationKind::Gelu}, false},
+    {DType::MXFP4, DType::Q4_0, DType::F16, 96, 333, {ActivationKind::ClampedSwiglu, 1.5f}, true},
 };
 
 TEST(HostShare, AnySplitGivesTheBitsOfTheWhole) {
@@ -360,7 +379,7 @@ TEST(HostShare, ASharePassesWithoutTakingMemory) {
         desk.share.begin();
         {
             const HostShare::Awake awake(desk.share);
-            desk.share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, rows, 32, 0, 1);
+            desk.share.gated(layer.inHost(), layer.down.matrix, rows, 32, 0, 1);
             desk.share.down(layer.down.matrix, rows, 32, 0, 2);
         }
         EXPECT_EQ(allocations, before);
@@ -383,7 +402,7 @@ TEST(HostShare, WaitingIsToldAndMayAnswer) {
     mailbox = &desk.mailbox();
     desk.share.begin();
     desk.poisonAll();
-    desk.share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, 3, 64, 6, 1);  // the counter is past 6
+    desk.share.gated(layer.inHost(), layer.down.matrix, 3, 64, 6, 1);  // the counter is past 6
     EXPECT_EQ(calls, 2);
     expectHidden(desk.mailbox().hidden, layer, 3, 64);
     EXPECT_EQ(*desk.mailbox().returned, 1u);
@@ -407,9 +426,7 @@ TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
     for (const bool gated : {true, false}) {
         std::string caught;
         try {
-            if (gated)
-                share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, 1, 0, work.nextSent(),
-                            work.nextReturned());
+            if (gated) share.gated(layer.inHost(), layer.down.matrix, 1, 0, work.nextSent(), work.nextReturned());
             else share.down(layer.down.matrix, 1, 0, work.nextSent(), work.nextReturned());
         } catch (const std::runtime_error& e) {
             caught = e.what();
@@ -431,7 +448,7 @@ TEST(HostShare, WaitingThatThrowsEndsTheWaitAndTheShareStaysUsable) {
     EXPECT_EQ(*desk.mailbox().instructed, 0u);
     EXPECT_EQ(*desk.mailbox().returned, 0u);
     copyIn(layer.input, 1, 0, shape.embedding, desk.mailbox().input);
-    share.gated(layer.gate.matrix, layer.up.matrix, layer.down.matrix, 1, 32, 0, 1);
+    share.gated(layer.inHost(), layer.down.matrix, 1, 32, 0, 1);
     expectHidden(desk.mailbox().hidden, layer, 1, 32);
 }
 
@@ -482,18 +499,18 @@ TEST(HostShare, RefusesWhatDoesNotFitTheMailbox) {
     shortened.rows = 320;
     quantized.type = DType::Q8_0;
     tall.rows = shape.embedding + 1;
-    EXPECT_TRUE(refuses([&] { share.gated(gate, up, down, kMostRows + 1, 0, 0, 1); }));
-    EXPECT_TRUE(refuses([&] { share.gated(gate, up, down, 0, 0, 0, 1); }));
-    EXPECT_TRUE(refuses([&] { share.gated(gate, up, down, 1, 16, 0, 1); }));
-    EXPECT_TRUE(refuses([&] { share.gated(gate, up, down, 1, 352, 0, 1); }));
-    EXPECT_TRUE(refuses([&] { share.gated(narrow, up, down, 1, 0, 0, 1); }));
-    EXPECT_TRUE(refuses([&] { share.gated(gate, shortened, down, 1, 0, 0, 1); }));
-    EXPECT_TRUE(refuses([&] { share.gated(gate, up, quantized, 1, 0, 0, 1); }));
+    EXPECT_TRUE(refuses([&] { share.gated({gate, up}, down, kMostRows + 1, 0, 0, 1); }));
+    EXPECT_TRUE(refuses([&] { share.gated({gate, up}, down, 0, 0, 0, 1); }));
+    EXPECT_TRUE(refuses([&] { share.gated({gate, up}, down, 1, 16, 0, 1); }));
+    EXPECT_TRUE(refuses([&] { share.gated({gate, up}, down, 1, 352, 0, 1); }));
+    EXPECT_TRUE(refuses([&] { share.gated({narrow, up}, down, 1, 0, 0, 1); }));
+    EXPECT_TRUE(refuses([&] { share.gated({gate, shortened}, down, 1, 0, 0, 1); }));
+    EXPECT_TRUE(refuses([&] { share.gated({gate, up}, quantized, 1, 0, 0, 1); }));
     EXPECT_TRUE(refuses([&] { share.down(quantized, 1, 0, 0, 1); }));
     EXPECT_TRUE(refuses([&] { share.down(tall, 1, 0, 0, 1); }));
     EXPECT_TRUE(refuses([&] { share.down(gate, 1, 0, 0, 1); }));
     EXPECT_EQ(*desk.mailbox().returned, 0u);
-    EXPECT_NO_THROW(share.gated(gate, up, down, 1, 0, 0, 1));
+    EXPECT_NO_THROW(share.gated({gate, up}, down, 1, 0, 0, 1));
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 namespace {
 
 using namespace sharpi;
+using QkNorm = AttentionSpec::QkNorm;
 
 template <typename Call> void expectBadModel(const std::string& part, const Call& call) {
     try {
@@ -68,27 +69,30 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
             }
             const AttentionSpec& a = *layer.attention;
             EXPECT_EQ(a.gated, arch.hybrid);
-            EXPECT_EQ(listed(a.q).slice().rows, o.heads * o.headDim * (arch.hybrid ? 2 : 1));
+            const int64_t dim = o.headDim * (arch.gemma4 && i % 2 == 1 ? 2 : 1);
+            EXPECT_EQ(listed(a.q).slice().rows, o.heads * dim * (arch.hybrid ? 2 : 1));
             EXPECT_EQ(a.heads, o.heads);
             EXPECT_EQ(a.kvHeads, o.kvHeads);
-            EXPECT_EQ(a.headDim, o.headDim);
-            EXPECT_FLOAT_EQ(a.scale, 0.25f);
-            EXPECT_EQ(a.qkNorm, arch.qkNorm);
-            EXPECT_EQ(a.rope, arch.embedsPositions(static_cast<int64_t>(i)) ? 0 : -1) << "layer " << i;
-            ASSERT_EQ(spec.ropes.size(), 1u);
-            EXPECT_EQ(spec.ropes.at(0).pairing, arch.pairing);
-            EXPECT_EQ(spec.ropes.at(0).dims, o.headDim);
+            EXPECT_EQ(a.headDim, dim);
+            EXPECT_FLOAT_EQ(a.scale, arch.gemma4 ? 1.0f : 0.25f);
+            EXPECT_EQ(a.qkNorm, arch.embedsPositions(static_cast<int64_t>(i)) ? arch.qkNorm : QkNorm::None);
+            ASSERT_EQ(a.rope >= 0, arch.embedsPositions(static_cast<int64_t>(i))) << "layer " << i;
+            if (a.rope >= 0) {
+                EXPECT_EQ(spec.ropes.at(static_cast<size_t>(a.rope)).pairing, arch.pairing);
+                EXPECT_EQ(spec.ropes.at(static_cast<size_t>(a.rope)).dims, dim);
+            }
             EXPECT_EQ(static_cast<bool>(a.qBias), o.biases);
-            EXPECT_EQ(static_cast<bool>(a.qNorm), arch.qkNorm != AttentionSpec::QkNorm::None);
-            const bool sparse = o.experts > 0 || arch.mixture;
+            EXPECT_EQ(static_cast<bool>(a.qNorm), arch.qkNorm != QkNorm::None && arch.normWeights);
+            const bool mixture = o.experts > 0 || arch.mixture;
+            const bool sparse = mixture && (!o.denseEvery || (static_cast<int64_t>(i) + 1) % o.denseEvery == 0);
             EXPECT_EQ(layer.experts.has_value(), sparse);
-            EXPECT_EQ(layer.dense.has_value(), !sparse);
+            EXPECT_EQ(layer.dense.has_value(), !sparse || arch.gemma4);
             if (sparse) {
                 EXPECT_EQ(layer.experts->routing.count, o.experts ? o.experts : 4);
                 EXPECT_EQ(layer.experts->routing.used, o.used);
                 EXPECT_EQ(layer.experts->routing.renormalize, arch.renormalized);
                 EXPECT_EQ(layer.experts->hidden, o.hidden);
-                EXPECT_EQ(layer.experts->shared.has_value(), arch.hybrid);
+                EXPECT_EQ(layer.experts->shared.has_value(), arch.hybrid || arch.plainShared);
             } else {
                 EXPECT_EQ(layer.dense->hidden, o.hidden);
             }
@@ -118,7 +122,8 @@ TEST(ModelSpec, EveryTensorIsNeeded) {
     for (const tiny::Options& o : tiny::variants()) {
         const tiny::Model whole(o);
         for (const TensorInfo& t : whole.tensors) {
-            const bool optional = t.name == "output.weight" || t.name.find(".bias") != std::string::npos;
+            const auto has = [&t](const char* part) { return t.name.find(part) != std::string::npos; };
+            const bool optional = t.name == "output.weight" || has(".bias") || has("_scale.") || has("exps.scale");
             if (optional) continue;
             tiny::Model model(o);
             model.erase(t.name);
@@ -147,7 +152,7 @@ TEST(ModelSpec, EveryShapeIsChecked) {
                     if (o.tied) EXPECT_NO_THROW(model.spec());
                     else expectBadModel("'output.weight'", [&] { model.spec(); });
                 } else if (t.name.find("ffn_down_") != std::string::npos && t.name.find("exp") != std::string::npos &&
-                           d == 0) {
+                           t.name.find(".weight") != std::string::npos && d == 0) {
                     expectBadModel("ffn_gate", [&] { model.spec(); });
                 } else {
                     expectBadModel("'" + t.name + "'", [&] { model.spec(); });
@@ -197,7 +202,8 @@ TEST(ModelSpec, MetadataOfEveryKindIsChecked) {
         {"block_count", int64_t{0}},
         {"block_count", int64_t{5000}},
         {"feed_forward_length", int64_t{0}},
-        {"feed_forward_length", std::vector<double>{96, 96}},
+        {"feed_forward_length", std::vector<double>{96.5, 96}},
+        {"feed_forward_length", std::vector<double>{96}},
         {"attention.head_count", int64_t{0}},
         {"attention.head_count", int64_t{3}},
         {"attention.head_count_kv", int64_t{5}},

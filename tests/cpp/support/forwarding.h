@@ -22,6 +22,11 @@ public:
     void addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) override {
         _to.addNormed(from, weight, eps, to, add);
     }
+    void copyRows(Readers readers) override { _to.copyRows(readers); }
+    void joinLayerInputs(const LayerInputsCall& call) override { _to.joinLayerInputs(call); }
+    void gateLayerInput(int32_t layer, int64_t width, const Weight& reader) override {
+        _to.gateLayerInput(layer, width, reader);
+    }
     void scaleRows(const float* scale) override { _to.scaleRows(scale); }
     void prepareHeads(const HeadsCall& heads, const KvPages& pages) override { _to.prepareHeads(heads, pages); }
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override {

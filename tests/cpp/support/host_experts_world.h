@@ -29,12 +29,15 @@ struct Shape {
     DType gate, up, down;
     int64_t embedding, hidden;
     int32_t experts, used;
+    Activation activation = {};
+    bool biases = false, weightsInput = false;
 };
 
 inline std::string nameOf(const Shape& s) {
     return std::string(info(s.gate).name) + " " + info(s.up).name + " " + info(s.down).name + ", " +
            std::to_string(s.embedding) + " x " + std::to_string(s.hidden) + ", " + std::to_string(s.used) + " of " +
-           std::to_string(s.experts);
+           std::to_string(s.experts) + (s.biases ? ", biased" : "") + (s.weightsInput ? ", weighted inputs" : "") +
+           ", activation " + std::to_string(static_cast<int>(s.activation.kind));
 }
 
 struct Stack {
@@ -95,6 +98,10 @@ struct Layer {
     Stack gate, up, down;
     bool dense;
     int32_t used;
+    Activation activation;
+    std::vector<float> gateBias, upBias;  // [experts, hidden], or empty
+    bool weightsInput;
+    std::vector<float> weight;  // by pair
     std::vector<Row> input;
     std::vector<int32_t> chosen, slot, predicted;
     ExpertOrders orders;
@@ -106,8 +113,14 @@ struct Layer {
           up(s.up, s.experts, s.hidden, s.embedding, random),
           down(s.down, s.experts, s.embedding, s.hidden, random),
           dense(s.experts == 1),
-          used(s.used) {
+          used(s.used),
+          activation(s.activation),
+          gateBias(s.biases ? static_cast<size_t>(s.experts * s.hidden) : 0),
+          upBias(gateBias.size()),
+          weightsInput(s.weightsInput) {
         std::normal_distribution<float> normal;
+        for (std::vector<float>* bias : {&gateBias, &upBias})
+            for (float& v : *bias) v = normal(random);
         std::vector<int32_t> order(static_cast<size_t>(s.experts));
         for (int32_t e = 0; e < s.experts; ++e) order[static_cast<size_t>(e)] = e;
         std::shuffle(order.begin(), order.end(), random);
@@ -122,16 +135,24 @@ struct Layer {
                                                               : k;
                 chosen.push_back(order[static_cast<size_t>(at)]);
                 predicted.push_back(static_cast<int32_t>(random() % static_cast<uint32_t>(s.experts)));
-                answers.push_back(answer(chosen.back(), input.back()));
+                weight.push_back(weightsInput ? 0.5f + 0.1f * normal(random) : 1.0f);
+                answers.push_back(answer(chosen.back(), weight.back(), input.back()));
             }
         }
         if (!dense) place(share, random);
     }
 
-    std::vector<float> answer(int32_t expert, const Row& x) const {
+    std::vector<float> answer(int32_t expert, float factor, const Row& x) const {
         std::vector<float> hidden = multiply(gate.matrices.at(expert), x);
-        const std::vector<float> upped = multiply(up.matrices.at(expert), x);
-        cpu::kernels().siluMul(hidden.data(), upped.data(), static_cast<int64_t>(hidden.size()));
+        std::vector<float> upped = multiply(up.matrices.at(expert), x);
+        for (size_t i = 0; i < hidden.size(); ++i) {
+            hidden[i] *= factor;
+            upped[i] *= factor;
+            if (gateBias.empty()) continue;
+            hidden[i] += gateBias[static_cast<size_t>(expert) * hidden.size() + i];
+            upped[i] += upBias[static_cast<size_t>(expert) * hidden.size() + i];
+        }
+        cpu::kernels().gatedActivation(activation, {hidden.data(), upped.data()}, static_cast<int64_t>(hidden.size()));
         return multiply(down.matrices.at(expert), Row(hidden));
     }
 
@@ -169,6 +190,10 @@ struct Layer {
     int64_t rows() const { return static_cast<int64_t>(input.size()); }
     int32_t pairs() const { return static_cast<int32_t>(chosen.size()); }
     ExpertStacks file() const { return {gate.matrices, up.matrices, down.matrices}; }
+    HostExpertLayer inHost() const {
+        if (gateBias.empty()) return {file(), activation};
+        return {file(), activation, gateBias.data(), upBias.data()};
+    }
     bool anyMissed() const {
         return std::any_of(slot.begin(), slot.end(), [](int32_t s) { return s < 0; });
     }
@@ -281,6 +306,7 @@ struct Desk {
         for (int32_t layer = 0; layer < limits.expertLayerCount(); ++layer) {
             const HostChoices to = mailbox().choicesOf(layer);
             for (int32_t* list : {to.chosen, to.slot, to.predicted}) std::fill_n(list, mostPairs(), -1000 - layer);
+            std::fill_n(to.weight, mostPairs(), kPoison);
         }
     }
     // What the GPU sends. It sends rows only if something is missed.
@@ -290,6 +316,7 @@ struct Desk {
             const HostChoices to = box.choicesOf(number);
             std::copy(layer.chosen.begin(), layer.chosen.end(), to.chosen);
             std::copy(layer.slot.begin(), layer.slot.end(), to.slot);
+            if (layer.weightsInput) std::copy(layer.weight.begin(), layer.weight.end(), to.weight);
             if (layer.predicts()) std::copy(layer.predicted.begin(), layer.predicted.end(), to.predicted);
             if (!layer.anyMissed()) return;
         }
@@ -329,14 +356,16 @@ struct Desk {
     void compute(const Layer& layer, int32_t number, uint32_t after) {
         if (layer.dense) {
             const ExpertStacks file = layer.file();
-            share.gated(file.gate.first, file.up.first, file.down.first, layer.rows(), 0, after, work.nextReturned());
+            const HostExpertLayer only = layer.inHost();
+            share.gated({file.gate.first, file.up.first, only.gateBias, only.upBias, only.activation}, file.down.first,
+                        layer.rows(), 0, after, work.nextReturned());
             share.down(file.down.first, layer.rows(), 0, 0, work.nextReturned());
             return;
         }
         const uint32_t instructed = work.nextInstructed(), returned = work.nextReturned();
         plan.begin(mailbox(), layer, number, returned);
-        share.experts(layer.file(), number, layer.rows(), layer.used, layer.predicts(), plan, after, instructed,
-                      returned);
+        share.experts(layer.inHost(), number, layer.rows(), layer.used, layer.predicts(), layer.weightsInput, plan,
+                      after, instructed, returned);
         EXPECT_EQ(plan.ordered, layer.anyMissed() ? 1 : 0);
         EXPECT_EQ(plan.told, 1);
     }

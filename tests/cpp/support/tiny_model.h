@@ -24,6 +24,8 @@ namespace tiny {
 
 using sharpi::DType;
 
+constexpr int64_t kWindow = 8;
+
 struct Options {
     std::string architecture = "llama";
     DType matrices = DType::Q8_0;  // F32, Q8_0 or Q4_0
@@ -33,6 +35,9 @@ struct Options {
     // For hybrids: every `interval`-th layer has attention, the others have these heads.
     int64_t interval = 2, keyHeads = 2, valueHeads = 4, deltaDim = 16, convWidth = 4, predictions = 0;
     bool fusedQkv = false, fusedExperts = false, biases = false, tied = false;
+    int64_t layerInputs = 0;  // the width of per-layer embeddings
+    int64_t sharedKv = 0;     // the last layers without keys and values
+    int64_t denseEvery = 0;   // n: of n layers of a mixture, all but the last are dense
     unsigned seed = 1;
 };
 
@@ -46,25 +51,60 @@ struct Family {
     bool mixture;                  // every model has experts
     bool hybrid;                   // layers of Gated DeltaNet between those of attention, which is gated
     int64_t withoutPositions = 0;  // n: every n-th layer embeds no positions; 0: every layer embeds them
+    int64_t layers = 2;            // so that each kind of layer is there
+    bool windows = false;          // layers see a window of kWindow tokens: every second, or what the reader's habit is
+    bool postNorms = false;        // norms after each part
+    bool normWeights = true;       // of queries and keys, if they are normalized
+    bool sinks = false;            // of attention, and biases on everything
+    bool plainShared = false;      // a shared expert without a scale
+    bool fusedUp = false;          // ffn_up holds gate and up
+    bool fusedSteps = false;       // ssm_ba holds the rows of alpha and beta
+    bool gemma4 = false;           // larger heads in every second layer, which has no values; and Options::layerInputs
     bool embedsPositions(int64_t layer) const { return !withoutPositions || (layer + 1) % withoutPositions; }
-    const char* ffnNorm() const { return hybrid ? "post_attention_norm" : "ffn_norm"; }
+    const char* ffnNorm() const { return hybrid || sinks ? "post_attention_norm" : "ffn_norm"; }
 };
 
 inline const std::vector<Family>& families() {
     using Pairing = sharpi::RopeSpec::Pairing;
     using QkNorm = sharpi::AttentionSpec::QkNorm;
-    static const std::vector<Family> all = {
-        {"llama", Pairing::Adjacent, QkNorm::None, true, false, false},  // Mixtral divides by the sum of the chosen
-        {"olmoe", Pairing::Halves, QkNorm::FullRow, false, true, false},
-        {"qwen2", Pairing::Halves, QkNorm::None, true, false, false},
-        {"qwen3", Pairing::Halves, QkNorm::PerHead, true, false, false},
-        {"qwen3moe", Pairing::Halves, QkNorm::PerHead, true, true, false},
-        {"qwen35", Pairing::Halves, QkNorm::PerHead, true, false, true},
-        {"qwen35moe", Pairing::Halves, QkNorm::PerHead, true, true, true},
-        {"qwen3vl", Pairing::Halves, QkNorm::PerHead, true, false, false},
-        {"qwen3vlmoe", Pairing::Halves, QkNorm::PerHead, true, true, false},
-        {"smollm3", Pairing::Adjacent, QkNorm::None, true, false, false, 4},
-    };
+    static const std::vector<Family> all = [] {
+        std::vector<Family> known = {
+            {"llama", Pairing::Adjacent, QkNorm::None, true, false, false},  // Mixtral divides by the sum of the chosen
+            {"olmoe", Pairing::Halves, QkNorm::FullRow, false, true, false},
+            {"qwen2", Pairing::Halves, QkNorm::None, true, false, false},
+            {"qwen3", Pairing::Halves, QkNorm::PerHead, true, false, false},
+            {"qwen3moe", Pairing::Halves, QkNorm::PerHead, true, true, false},
+            {"qwen35", Pairing::Halves, QkNorm::PerHead, true, false, true},
+            {"qwen35moe", Pairing::Halves, QkNorm::PerHead, true, true, true},
+            {"qwen3vl", Pairing::Halves, QkNorm::PerHead, true, false, false},
+            {"qwen3vlmoe", Pairing::Halves, QkNorm::PerHead, true, true, false},
+            {"smollm3", Pairing::Adjacent, QkNorm::None, true, false, false, 4,
+             5},  // the last one embeds positions again
+            {"mistral3", Pairing::Adjacent, QkNorm::None, true, false, false},
+        };
+        const auto add = [&](const char* name, Pairing pairing, QkNorm norm) -> Family& {
+            known.push_back({name, pairing, norm, true, false, false});
+            return known.back();
+        };
+        add("phi3", Pairing::Halves, QkNorm::None).fusedUp = true;
+        for (const char* name : {"gemma2", "gemma3", "gemma4"}) {
+            const bool plain = name == std::string("gemma2");
+            Family& gemma = add(name, Pairing::Halves, plain ? QkNorm::None : QkNorm::PerHead);
+            gemma.windows = gemma.postNorms = true;
+            gemma.gemma4 = name == std::string("gemma4");
+            gemma.layers = name == std::string("gemma3") ? 6 : 4;
+        }
+        Family& oss = add("gpt-oss", Pairing::Halves, QkNorm::None);
+        oss.mixture = oss.windows = oss.sinks = true;
+        oss.renormalized = false;
+        Family& llama4 = add("llama4", Pairing::Adjacent, QkNorm::PerHead);
+        llama4.mixture = llama4.plainShared = true;
+        llama4.renormalized = llama4.normWeights = false;
+        llama4.layers = llama4.withoutPositions = 4;
+        Family& next = add("qwen3next", Pairing::Halves, QkNorm::PerHead);
+        next.mixture = next.hybrid = next.fusedSteps = true;
+        return known;
+    }();
     return all;
 }
 
@@ -84,10 +124,12 @@ public:
     explicit Model(const Options& options) : _options(options), _random(options.seed) {
         if (family(options.architecture).mixture && !_options.experts) _options.experts = 4;
         writeMetadata();
+        writeFamilyMetadata();
         const int64_t e = _options.embedding;
         add("token_embd.weight", _options.matrices, {e, _options.vocab});
         add("output_norm.weight", DType::F32, {e});
         if (!_options.tied) add("output.weight", _options.matrices, {e, _options.vocab});
+        addModelTensors();
         for (int64_t i = 0; i < _options.layers + _options.predictions; ++i) addLayer(i);
     }
 
@@ -195,6 +237,58 @@ private:
         metadata[key("ssm.conv_kernel")] = _options.convWidth;
     }
 
+    void writeFamilyMetadata() {
+        const Family& f = family(_options.architecture);
+        if (f.windows) metadata[key("attention.sliding_window")] = kWindow;
+        if (f.postNorms) metadata[key("final_logit_softcapping")] = 3.0;
+        if (std::string(f.name) == "gemma2") metadata[key("attn_logit_softcapping")] = 2.0;
+        if (std::string(f.name) == "mistral3") {
+            metadata[key("attention.temperature_scale")] = 0.1;
+            metadata[key("rope.scaling.original_context_length")] = int64_t{16};
+        }
+        if (_options.denseEvery) metadata[key("interleave_moe_layer_step")] = _options.denseEvery;
+        if (!f.gemma4) return;
+        std::vector<double> windowed;
+        for (int64_t i = 0; i < _options.layers; ++i) windowed.push_back(i % 2 == 0);
+        metadata[key("attention.sliding_window_pattern")] = windowed;
+        metadata[key("attention.shared_kv_layers")] = _options.sharedKv;
+        metadata[key("embedding_length_per_layer_input")] = _options.layerInputs;
+        metadata[key("attention.key_length")] = 2 * _options.headDim;
+        metadata[key("attention.key_length_swa")] = _options.headDim;
+        metadata[key("rope.freq_base_swa")] = 1000.0;
+    }
+
+    void addModelTensors() {
+        if (!_options.layerInputs) return;
+        const int64_t all = _options.layerInputs * _options.layers;
+        add("per_layer_token_embd.weight", _options.matrices, {all, _options.vocab});
+        add("per_layer_model_proj.weight", _options.matrices, {_options.embedding, all});
+        add("per_layer_proj_norm.weight", DType::F32, {_options.layerInputs});
+    }
+
+    // What a layer has besides the parts that other families have too.
+    void addFamilyTensors(const std::string& block) {
+        const Family& f = family(_options.architecture);
+        const Options& o = _options;
+        const int64_t e = o.embedding;
+        const auto norms = [&](std::initializer_list<const char*> names) {
+            for (const char* name : names) add(block + name + ".weight", DType::F32, {e});
+        };
+        if (f.postNorms) norms({"post_attention_norm", "post_ffw_norm"});
+        if (f.sinks) add(block + "attn_sinks.weight", DType::F32, {o.heads});
+        if (!f.gemma4) return;
+        add(block + "layer_output_scale.weight", DType::F32, {1});
+        if (o.experts) {
+            norms({"post_ffw_norm_1", "pre_ffw_norm_2", "post_ffw_norm_2"});
+            add(block + "ffn_gate_inp.scale", DType::F32, {e});
+            add(block + "ffn_down_exps.scale", DType::F32, {o.experts});
+        }
+        if (!o.layerInputs) return;
+        add(block + "inp_gate.weight", o.matrices, {e, o.layerInputs});
+        add(block + "proj.weight", o.matrices, {o.layerInputs, e});
+        norms({"post_norm"});
+    }
+
     bool hybrid() const { return family(_options.architecture).hybrid; }
 
     void addLayer(int64_t i) {
@@ -203,8 +297,9 @@ private:
         add(block + "attn_norm.weight", DType::F32, {e});
         add(block + family(_options.architecture).ffnNorm() + ".weight", DType::F32, {e});
         if (hybrid() && i < _options.layers && (i + 1) % _options.interval) addDelta(block);
-        else addAttention(block);
-        addFeedForward(block);
+        else addAttention(block, i);
+        addFeedForward(block, i);
+        addFamilyTensors(block);
         if (i < _options.layers) return;
         add(block + "nextn.eh_proj.weight", _options.matrices, {2 * e, e});
         for (const char* name : {"enorm", "hnorm", "shared_head_norm"})
@@ -216,8 +311,12 @@ private:
         const int64_t values = o.valueHeads * o.deltaDim, channels = 2 * o.keyHeads * o.deltaDim + values;
         add(block + "attn_qkv.weight", o.matrices, {o.embedding, channels});
         add(block + "attn_gate.weight", o.matrices, {o.embedding, values});
-        add(block + "ssm_alpha.weight", o.matrices, {o.embedding, o.valueHeads});
-        add(block + "ssm_beta.weight", DType::F32, {o.embedding, o.valueHeads});
+        if (family(o.architecture).fusedSteps) {
+            add(block + "ssm_ba.weight", o.matrices, {o.embedding, 2 * o.valueHeads});
+        } else {
+            add(block + "ssm_alpha.weight", o.matrices, {o.embedding, o.valueHeads});
+            add(block + "ssm_beta.weight", DType::F32, {o.embedding, o.valueHeads});
+        }
         add(block + "ssm_out.weight", o.matrices, {values, o.embedding});
         add(block + "ssm_conv1d.weight", DType::F32, {o.convWidth, channels});
         add(block + "ssm_dt.bias", DType::F32, {o.valueHeads});
@@ -225,34 +324,38 @@ private:
         add(block + "ssm_norm.weight", DType::F32, {o.deltaDim});
     }
 
-    void addAttention(const std::string& block) {
+    void addAttention(const std::string& block, int64_t layer) {
         const Options& o = _options;
-        const int64_t q = o.heads * o.headDim, kv = o.kvHeads * o.headDim, queries = hybrid() ? 2 * q : q;
-        const std::vector<std::pair<std::string, int64_t>> parts =
-            o.fusedQkv
-                ? std::vector<std::pair<std::string, int64_t>>{{"attn_qkv", queries + 2 * kv}}
-                : std::vector<std::pair<std::string, int64_t>>{{"attn_q", queries}, {"attn_k", kv}, {"attn_v", kv}};
+        const Family& f = family(o.architecture);
+        const bool seesAll = f.gemma4 && layer % 2 == 1, shares = o.sharedKv && layer >= o.layers - o.sharedKv;
+        const int64_t dim = o.headDim * (seesAll ? 2 : 1), q = o.heads * dim, kv = o.kvHeads * dim;
+        const int64_t queries = hybrid() ? 2 * q : q;
+        std::vector<std::pair<std::string, int64_t>> parts{{"attn_q", queries}, {"attn_k", kv}, {"attn_v", kv}};
+        if (o.fusedQkv) parts = {{"attn_qkv", queries + 2 * kv}};
+        else if (shares) parts.resize(1);
+        else if (seesAll) parts.pop_back();
         for (const auto& [part, rows] : parts) {
             add(block + part + ".weight", o.matrices, {o.embedding, rows});
             if (o.biases) add(block + part + ".bias", DType::F32, {rows});
         }
         add(block + "attn_output.weight", o.matrices, {q, o.embedding});
-        const auto norm = family(o.architecture).qkNorm;
-        if (norm != sharpi::AttentionSpec::QkNorm::None) {
-            const bool perHead = norm == sharpi::AttentionSpec::QkNorm::PerHead;
-            add(block + "attn_q_norm.weight", DType::F32, {perHead ? o.headDim : q});
-            add(block + "attn_k_norm.weight", DType::F32, {perHead ? o.headDim : kv});
-        }
+        if (f.sinks) add(block + "attn_output.bias", DType::F32, {o.embedding});
+        if (f.qkNorm == sharpi::AttentionSpec::QkNorm::None || !f.normWeights) return;
+        const bool perHead = f.qkNorm == sharpi::AttentionSpec::QkNorm::PerHead;
+        add(block + "attn_q_norm.weight", DType::F32, {perHead ? dim : q});
+        if (!shares) add(block + "attn_k_norm.weight", DType::F32, {perHead ? dim : kv});
     }
 
-    void addFeedForward(const std::string& block) {
+    void addFeedForward(const std::string& block, int64_t layer) {
         const Options& o = _options;
-        if (!o.experts) {
-            add(block + "ffn_gate.weight", nextType(), {o.embedding, o.hidden});
-            add(block + "ffn_up.weight", nextType(), {o.embedding, o.hidden});
+        const Family& f = family(o.architecture);
+        const bool dense = !o.experts || (o.denseEvery && (layer + 1) % o.denseEvery);
+        if (dense || f.gemma4) {
+            if (!f.fusedUp) add(block + "ffn_gate.weight", nextType(), {o.embedding, o.hidden});
+            add(block + "ffn_up.weight", nextType(), {o.embedding, o.hidden * (f.fusedUp ? 2 : 1)});
             add(block + "ffn_down.weight", nextType(), {o.hidden, o.embedding});
-            return;
         }
+        if (dense) return;
         add(block + "ffn_gate_inp.weight", DType::F32, {o.embedding, o.experts});
         if (o.fusedExperts) {
             add(block + "ffn_gate_up_exps.weight", nextType(), {o.embedding, 2 * o.hidden, o.experts});
@@ -261,8 +364,14 @@ private:
             add(block + "ffn_up_exps.weight", nextType(), {o.embedding, o.hidden, o.experts});
         }
         add(block + "ffn_down_exps.weight", nextType(), {o.hidden, o.embedding, o.experts});
-        if (!hybrid()) return;
-        add(block + "ffn_gate_inp_shexp.weight", DType::F32, {o.embedding});
+        if (f.sinks) {
+            add(block + "ffn_gate_inp.bias", DType::F32, {o.experts});
+            add(block + "ffn_gate_exps.bias", DType::F32, {o.hidden, o.experts});
+            add(block + "ffn_up_exps.bias", DType::F32, {o.hidden, o.experts});
+            add(block + "ffn_down_exps.bias", DType::F32, {o.embedding, o.experts});
+        }
+        if (!hybrid() && !f.plainShared) return;
+        if (!f.plainShared) add(block + "ffn_gate_inp_shexp.weight", DType::F32, {o.embedding});
         add(block + "ffn_gate_shexp.weight", o.matrices, {o.embedding, o.hidden});
         add(block + "ffn_up_shexp.weight", o.matrices, {o.embedding, o.hidden});
         add(block + "ffn_down_shexp.weight", o.matrices, {o.hidden, o.embedding});
@@ -323,6 +432,11 @@ inline std::vector<Options> gpuHybrids() {
     o.deltaDim = 40;
     o.convWidth = 3;
     all.push_back(o);
+    o = Options();
+    o.seed = 202;
+    o.architecture = "qwen3next";
+    o.valueHeads = 6;
+    all.push_back(o);
     return all;
 }
 
@@ -341,6 +455,24 @@ inline std::vector<Options> hybrids() {
     return all;
 }
 
+// Experts beside the dense part; layers with embeddings of their own, of which the last have no keys and values.
+inline std::vector<Options> gemma4Variants() {
+    Options mixture;
+    mixture.seed = 300;
+    mixture.architecture = "gemma4";
+    mixture.layers = 3;
+    mixture.experts = 5;
+    mixture.fusedExperts = true;
+    Options inputs;
+    inputs.seed = 301;
+    inputs.architecture = "gemma4";
+    inputs.layers = 5;
+    inputs.layerInputs = 32;
+    inputs.sharedKv = 2;
+    inputs.tied = true;
+    return {mixture, inputs};
+}
+
 // Every architecture, and the ways in which files store the same parts. Both processors run all of them.
 inline std::vector<Options> gpuVariants() {
     std::vector<Options> all;
@@ -349,7 +481,7 @@ inline std::vector<Options> gpuVariants() {
         Options o;
         o.architecture = a.name;
         o.seed = static_cast<unsigned>(all.size() + 1);
-        if (a.withoutPositions) o.layers = a.withoutPositions + 1;  // the last one embeds positions again
+        o.layers = a.layers;
         all.push_back(o);
     }
     Options o;
@@ -368,6 +500,13 @@ inline std::vector<Options> gpuVariants() {
     all.push_back(o);
     o.fusedQkv = false;
     o.matrices = DType::F32;
+    all.push_back(o);
+    for (const Options& other : gemma4Variants()) all.push_back(other);
+    o = Options();
+    o.seed = 101;
+    o.architecture = "llama4";
+    o.layers = 4;
+    o.denseEvery = 2;
     all.push_back(o);
     for (const Options& hybrid : gpuHybrids()) all.push_back(hybrid);
     return all;

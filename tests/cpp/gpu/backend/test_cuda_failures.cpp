@@ -82,9 +82,9 @@ protected:
     }
     static void answer(HostShare& share, const Turn& turn, uint32_t after, uint32_t ticket) {
         NoOrders plan;
-        share.experts({stack(turn.gate, kHidden, kEmbedding), stack(turn.up, kHidden, kEmbedding),
-                       stack(turn.down, kEmbedding, kHidden)},
-                      0, kRows, kUsed, false, plan, after, ticket, ticket);
+        const ExpertStacks file{stack(turn.gate, kHidden, kEmbedding), stack(turn.up, kHidden, kEmbedding),
+                                stack(turn.down, kEmbedding, kHidden)};
+        share.experts({file, {}}, 0, kRows, kUsed, false, false, plan, after, ticket, ticket);
     }
 
     // Computes the step without a GPU.

@@ -131,8 +131,8 @@ std::vector<float> gatedProduct(const Matrix& gate, const Matrix& up, const std:
     std::vector<float> g = product(gate, x, rows);
     const std::vector<float> u = product(up, x, rows);
     for (int64_t t = 0; t < rows; ++t)  // row by row, as the engine calls it
-        cpu::kernels().siluMul(&g[static_cast<size_t>(t * gate.rows)], &u[static_cast<size_t>(t * gate.rows)],
-                               gate.rows);
+        cpu::kernels().gatedActivation(
+            {}, {&g[static_cast<size_t>(t * gate.rows)], &u[static_cast<size_t>(t * gate.rows)]}, gate.rows);
     return g;
 }
 

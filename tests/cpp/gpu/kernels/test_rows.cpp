@@ -242,7 +242,7 @@ TEST_F(Rows, SiluIsTheCpusInEveryForm) {
                                100.0f, -100.0f, 1e30f, -1e30f, 1e-40f, INFINITY};
         for (size_t i = 0; i < std::size(edges); ++i) gate[i] = edges[i];
         std::vector<float> expected = gate;
-        _cpu.siluMul(expected.data(), up.data(), rows * cols);
+        _cpu.gatedActivation({}, {expected.data(), up.data()}, rows * cols);
         const DeviceArray<float> deviceGate(gate), deviceUp(up), floats(rows * cols);
         const DeviceArray<uint8_t> quantized(quantizedRowsBytes(rows, cols));
         const DeviceArray<uint16_t> hi(rows * cols), lo(rows * cols);
@@ -261,7 +261,7 @@ TEST_F(Rows, SiluOfAnyWidthAndInPlace) {
         const int64_t rows = 3;
         const auto gate = randomFloats(rows * cols, 4.0f), up = randomFloats(rows * cols);
         std::vector<float> expected = gate;
-        _cpu.siluMul(expected.data(), up.data(), rows * cols);
+        _cpu.gatedActivation({}, {expected.data(), up.data()}, rows * cols);
         const DeviceArray<float> deviceGate(gate), deviceUp(up);
         siluMul(stream(), deviceGate.get(), deviceUp.get(), rows, cols, {deviceGate.get(), {}, {}});
         ASSERT_TRUE(sameBits(expected, deviceGate.read())) << cols;

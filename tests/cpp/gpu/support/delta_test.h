@@ -62,7 +62,7 @@ struct World {
         for (size_t h = 0; h < normed.size(); h += shape.dim) {
             cpu::kernels().rmsNorm(&attended[h], headNorm.data(), kEps, shape.dim, &normed[h]);
         }
-        cpu::kernels().siluMul(y.data(), normed.data(), static_cast<int64_t>(y.size()));
+        cpu::kernels().gatedActivation({}, {y.data(), normed.data()}, static_cast<int64_t>(y.size()));
         return y;
     }
 

@@ -1,0 +1,30 @@
+// How rows choose their experts on the CPU, by the rule of core/routing_rule.h.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "operations/operations.h"
+
+namespace sharpi {
+
+class CpuRouter {
+public:
+    CpuRouter(const cpu::Kernels& kernels, const RouterCall& call);
+    // A row's logits, which are overwritten. chosen, weight: [used], by rank.
+    void route(float* logits, int32_t* chosen, float* weight);
+
+private:
+    void score(float* logits);
+    void keepBestGroups();
+    void weigh(const float* scores, const int32_t* chosen, float* weight) const;
+
+    const cpu::Kernels& _kernels;
+    const RouterCall& _call;
+    std::vector<float> _biased;   // [count]: what the choice goes by
+    std::vector<uint32_t> _key;   // [count]; 0: not to be chosen
+    std::vector<int32_t> _order;  // [count]
+};
+
+}  // namespace sharpi

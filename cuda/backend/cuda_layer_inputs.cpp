@@ -1,0 +1,37 @@
+// Per-layer embeddings on the GPU; see cuda_operations.h.
+#include "backend/cuda_operations.h"
+#include "kernels/rows/layer_inputs.h"
+
+namespace sharpi {
+
+void CudaOperations::copyRows(Readers readers) {
+    const int64_t width = _pass.limits.embedding, exact = _pass.exactRows(), fast = _pass.fastRows();
+    const float* const x = _pass.floats(RowBuffer::Residual);
+    const Activations& to = _pass.shape(RowInput::Normed, readers, width);
+    if (exact) cuda::convertRows(_pass.stream, x, exact, width, to.exact);
+    if (fast) cuda::convertRows(_pass.stream, x + exact * width, fast, width, {nullptr, {}, to.fast});
+}
+
+void CudaOperations::joinLayerInputs(const LayerInputsCall& call) {
+    const int64_t all = _pass.limits.layerInputs;
+    float *const inputs = _pass.floats(RowBuffer::LayerInputs), *const rows = _pass.floats(RowBuffer::LayerRows);
+    _pass.readTable(call.table, rows);
+    cuda::joinLayerInputs(_pass.stream, inputs, rows, _pass.view.rows * (all / call.width), call.width,
+                          LayerInputFactors(_pass.limits.embedding, call.width), call.norm, call.eps);
+}
+
+void CudaOperations::gateLayerInput(int32_t layer, int64_t width, const Weight& reader) {
+    const Activations& hidden = _pass.shape(RowInput::Hidden, {reader}, reader.cols);
+    const int64_t stride = _pass.limits.layerInputs, exact = _pass.exactRows(), fast = _pass.fastRows();
+    float* const gate = _pass.floats(RowBuffer::Gate);
+    const float* const input = _pass.floats(RowBuffer::LayerInputs) + layer * width;
+    const auto gated = [&](int64_t first, int64_t rows, const cuda::RowOutputs& out) {
+        if (rows)
+            cuda::gatedActivation(_pass.stream, {ActivationKind::Gelu, 0}, gate + first * width, input + first * stride,
+                                  rows, width, out, stride);
+    };
+    gated(0, exact, hidden.exact);
+    gated(exact, fast, {nullptr, {}, hidden.fast});
+}
+
+}  // namespace sharpi
