@@ -30,10 +30,15 @@ void CpuOperations::joinLayerInputs(const LayerInputsCall& call) {
 void CpuOperations::gateLayerInput(int32_t layer, int64_t width, const Weight&) {
     const int64_t stride = _work.limits.layerInputs;
     float *const gate = _work.at(RowBuffer::Gate), *const inputs = _work.at(RowBuffer::LayerInputs) + layer * width;
-    _work.forRanges(_work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / width), [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; ++t)
-            _work.kernels.gatedActivation({ActivationKind::Gelu, 0}, gate + t * width, inputs + t * stride, width);
-    });
+    _work.forRanges(_work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / width),
+                    [&](int64_t begin, int64_t end) {
+                        for (int64_t t = begin; t < end; ++t) {
+                            cpu::GatedRow row;
+                            row.gate = gate + t * width;
+                            row.up = inputs + t * stride;
+                            _work.kernels.gatedActivation({ActivationKind::Gelu, 0}, row, width);
+                        }
+                    });
 }
 
 }  // namespace sharpi
