@@ -7,7 +7,7 @@ namespace sharpi {
 namespace {
 
 cuda::DeltaShape shapeOf(const DeltaCall& call) {
-    return {call.keyHeads, call.valueHeads, call.headDim, call.convWidth};
+    return {call.keyHeads, call.valueHeads, call.headDim, call.convWidth, call.consecutiveHeads};
 }
 
 cuda::DeltaParameters parametersOf(const DeltaCall& call) {

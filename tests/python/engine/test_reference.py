@@ -1,7 +1,8 @@
 """Logits held against those of another program.
 
 tests/data/golden holds logits for small models that `golden_models` writes. Most are llama.cpp's, float32 throughout;
-those of qwen3vl, qwen3vlmoe and smollm3 come from a forward pass in float64 numpy, which llama.cpp matches to 1e-5.
+those of qwen3vl, qwen3vlmoe, smollm3 and of the models in `golden_families` come from a forward pass in float64 numpy,
+which llama.cpp matches to 1e-5.
 If there is a folder with the originals (SHARPI_SHARED, or `shared` beside the repository), they are checked to be the
 same.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from golden_models import GOLDEN, LOGITS, STORY, digest, write_golden
+from golden_models import GOLDEN, LOGITS, LONG_LLAMA4, STORY, digest, write_golden
 from numpy_model import relative_error
 
 from sharpi import Model
@@ -48,6 +49,16 @@ def test_tiny_models(name: str, models: Path) -> None:
             assert relative_error(found, expected) < 1e-5, chunks[:3]
 
 
+def test_chunks_and_temperature_of_llama_4(models: Path) -> None:
+    """They begin after 8192 tokens: a prompt that reaches beyond, and one whose end comes token by token."""
+    golden = np.load(LONG_LLAMA4)
+    tokens, positions, expected = golden["tokens"].tolist(), golden["positions"], golden["logits"]
+    with Model.load(models / "llama4.gguf", device="cpu", kv_dtype="fp32", batch=500, context=len(tokens)) as model:
+        for chunks in ([], [8170, *[1] * 40, 7, 40]):
+            found = model.logits(tokens, chunks=chunks)[positions]
+            assert relative_error(found, expected) < 1e-5, chunks[:3]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_models_are_those_of_the_logits(name: str) -> None:
     """A weight that is drawn in another way shows here, and not as a wrong logit."""
@@ -57,7 +68,7 @@ def test_the_models_are_those_of_the_logits(name: str) -> None:
 @pytest.mark.skipif(not (ORIGINALS / "make_tiny.py").exists(), reason=f"no originals in {ORIGINALS}")
 @pytest.mark.parametrize("name", NAMES)
 def test_models_and_logits_are_the_originals(name: str, models: Path, tmp_path: Path) -> None:
-    maker = ORIGINALS / ("make_tiny_families.py" if GOLDEN[name].float64 else "make_tiny.py")
+    maker = ORIGINALS / GOLDEN[name].maker
     subprocess.run([sys.executable, maker, tmp_path / "original", "--seed", "7", "--only", name],
                    check=True, capture_output=True)
     original, ours = ({tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
@@ -65,9 +76,18 @@ def test_models_and_logits_are_the_originals(name: str, models: Path, tmp_path: 
     assert original.keys() == ours.keys()
     for tensor in ours:
         assert np.array_equal(original[tensor], ours[tensor]), tensor
-    ours, original = np.load(LOGITS / f"{name}.npz"), np.load(ORIGINALS / "golden" / f"{name}.npz")
+    assert_same_logits(LOGITS / f"{name}.npz", ORIGINALS / "golden" / f"{name}.npz")
+
+
+def assert_same_logits(ours: Path, original: Path) -> None:
+    found, expected = np.load(ours), np.load(original)
     for array in ("tokens", "positions", "logits"):
-        assert np.array_equal(original[array], ours[array]), array
+        assert np.array_equal(found[array], expected[array]), array
+
+
+@pytest.mark.skipif(not (ORIGINALS / "golden-long").exists(), reason=f"no originals in {ORIGINALS}")
+def test_the_long_logits_are_the_originals() -> None:
+    assert_same_logits(LONG_LLAMA4, ORIGINALS / "golden-long" / "llama4.npz")
 
 
 def test_bundled_model() -> None:

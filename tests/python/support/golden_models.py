@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
+from golden_families import FAMILIES, SEED, VOCABULARY, WIDTH, Family, add_keys
 
-__all__ = ["GOLDEN", "LOGITS", "STORY", "digest", "write_golden"]
+__all__ = ["GOLDEN", "LOGITS", "LONG_LLAMA4", "STORY", "digest", "write_golden"]
 
 _TESTS = Path(__file__).resolve().parents[2]
 LOGITS = _TESTS / "data" / "golden"
 STORY = _TESTS / "python" / "data" / "story_golden.npz"  # logits of the bundled model
-
-_SEED = 7
-_WIDTH, _VOCABULARY = 256, 512
+LONG_LLAMA4 = LOGITS / "llama4-long.npz"  # of the model `llama4`, far enough for its chunks and its temperature
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,24 @@ class Golden:
         """Whether the layer has Gated DeltaNet for attention."""
         return self.delta is not None and block < self.layers and (block + 1) % 4 != 0
 
+    @property
+    def maker(self) -> str:
+        """The program that wrote the original."""
+        return "make_tiny_families.py" if self.float64 else "make_tiny.py"
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        """Adds the metadata."""
+        _describe(writer, self)
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """All tensors, in the order in which they are drawn."""
+        return _weights(self)
+
 
 _HYBRID = {"layers": 8, "heads": (4, 2, 64), "qk_norm": "head", "base": 1e7, "rotated": 16}
 _VISION = {"layers": 4, "heads": (4, 2, 64), "qk_norm": "head", "base": 5e6, "hidden": 384, "float64": True,
            "sections": (12, 10, 10, 0)}
-GOLDEN = {
+GOLDEN: dict[str, Golden | Family] = {
     "llama": Golden("llama", "e085b6571af53285"),
     "llama-tied": Golden("llama", "0aa0934d7be4571d", tied=True, heads=(8, 8, 32), layers=2, epsilon=1e-5),
     "llama-scaled": Golden("llama", "80a0521c8d9d7a8e", factors=True),
@@ -82,6 +96,7 @@ GOLDEN = {
     "qwen3vlmoe": Golden("qwen3vlmoe", "553d3c34874b68ed", experts=(16, 4, 96), **_VISION),
     "smollm3": Golden("smollm3", "ad3dcc7f997db9f7", layers=4, epsilon=1e-5, base=5e6, tied=True, hidden=384,
                       embedding=0.12, float64=True),
+    **FAMILIES,
 }
 
 # A tensor to draw: name, shape with rows first, and its standard deviation times the root of a row's length; or, for
@@ -90,13 +105,30 @@ _Matrix = tuple[str, tuple[int, ...], float]
 _Vector = tuple[str, int, float]
 
 
-def write_golden(name: str, folder: Path) -> Path:
-    """Writes a model and gives its path."""
+def write_golden(name: str, folder: Path, *, kind: str = "F32", keys: Mapping[str, Any] | None = None,
+                 change: Callable[[str, np.ndarray], np.ndarray | None] | None = None,
+                 extra: Mapping[str, np.ndarray] | None = None) -> Path:
+    """Writes a model and gives its path.
+
+    kind: the type of all matrices. keys: metadata that replace the model's, below the architecture's name. change: gets
+    the name and the data of each tensor and gives what to store, or None to leave it out. extra: tensors added.
+    """
     model, path = GOLDEN[name], folder / f"{name}.gguf"
     writer = gguf.GGUFWriter(path, model.architecture)
-    _describe(writer, model)
-    for tensor, data in _weights(model):
-        writer.add_tensor(tensor, data)
+    model.describe(writer)
+    for key in keys or {}:
+        for shard in writer.kv_data:
+            shard.pop(f"{model.architecture}.{key}", None)
+    add_keys(writer, keys or {})
+    for tensor, drawn in (*_drawn(name), *(extra or {}).items()):
+        data = drawn if change is None else change(tensor, drawn)
+        if data is None:
+            continue
+        if kind != "F32" and _is_matrix(tensor, data):
+            rows = gguf.quants.quantize(data, gguf.GGMLQuantizationType[kind])
+            writer.add_tensor(tensor, rows, raw_dtype=gguf.GGMLQuantizationType[kind])
+        else:
+            writer.add_tensor(tensor, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -104,10 +136,21 @@ def write_golden(name: str, folder: Path) -> Path:
     return path
 
 
+@lru_cache(maxsize=1)
+def _drawn(name: str) -> tuple[tuple[str, np.ndarray], ...]:
+    """The weights of a model, kept for the next time: tests write one after another with other keys."""
+    return tuple(GOLDEN[name].weights())
+
+
+def _is_matrix(tensor: str, data: np.ndarray) -> bool:
+    """Whether files of the model's family quantize it."""
+    return tensor.endswith(".weight") and data.ndim > 1 and "ssm_conv1d" not in tensor
+
+
 def digest(name: str) -> str:
     """A digest of the names, shapes and bytes of all tensors."""
     whole = hashlib.sha256()
-    for tensor, data in sorted(_weights(GOLDEN[name]), key=lambda entry: entry[0]):
+    for tensor, data in sorted(_drawn(name), key=lambda entry: entry[0]):
         whole.update(f"{tensor} {data.shape} {data.dtype}\n".encode() + data.tobytes())
     return whole.hexdigest()[:16]
 
@@ -116,7 +159,7 @@ def _describe(writer: gguf.GGUFWriter, model: Golden) -> None:
     heads, kv_heads, size = model.heads
     writer.add_block_count(model.blocks)
     writer.add_context_length(4096)
-    writer.add_embedding_length(_WIDTH)
+    writer.add_embedding_length(WIDTH)
     writer.add_feed_forward_length(model.hidden if model.experts is None or model.delta else model.experts[2])
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
@@ -125,7 +168,7 @@ def _describe(writer: gguf.GGUFWriter, model: Golden) -> None:
     writer.add_layer_norm_rms_eps(model.epsilon)
     writer.add_rope_freq_base(model.base)
     writer.add_rope_dimension_count(model.rotated or size)
-    writer.add_vocab_size(_VOCABULARY)
+    writer.add_vocab_size(VOCABULARY)
     if model.sections:
         writer.add_rope_dimension_sections(model.sections)
         writer.add_num_deepstack_layers(3)
@@ -144,8 +187,7 @@ def _describe(writer: gguf.GGUFWriter, model: Golden) -> None:
 
 
 def _weights(model: Golden) -> Iterator[tuple[str, np.ndarray]]:
-    """All tensors, in the order in which they are drawn."""
-    generator = np.random.RandomState(_SEED)
+    generator = np.random.RandomState(SEED)
     number = np.float64 if model.float64 else np.float32
     for name, shape, spread in _recipe(model):
         if name == "rope_freqs.weight":
@@ -162,20 +204,20 @@ def _weights(model: Golden) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _recipe(model: Golden) -> Iterator[_Matrix | _Vector]:
-    yield "token_embd.weight", (_VOCABULARY, _WIDTH), model.embedding * math.sqrt(_WIDTH)
-    yield "output_norm.weight", _WIDTH, 1.0
+    yield "token_embd.weight", (VOCABULARY, WIDTH), model.embedding * math.sqrt(WIDTH)
+    yield "output_norm.weight", WIDTH, 1.0
     if not model.tied:
-        yield "output.weight", (_VOCABULARY, _WIDTH), 2.0
+        yield "output.weight", (VOCABULARY, WIDTH), 2.0
     if model.factors:
         yield "rope_freqs.weight", model.heads[2] // 2, 0.0
     for block in range(model.blocks):
-        layer = [("attn_norm.weight", _WIDTH, 1.0),
+        layer = [("attn_norm.weight", WIDTH, 1.0),
                  *(_delta(model) if model.is_delta(block) else _attention(model)),
-                 ("post_attention_norm.weight" if model.delta else "ffn_norm.weight", _WIDTH, 1.0),
+                 ("post_attention_norm.weight" if model.delta else "ffn_norm.weight", WIDTH, 1.0),
                  *(_experts(model) if model.experts else _dense(model))]
         if block >= model.layers:
-            layer.append(("nextn.eh_proj.weight", (_WIDTH, 2 * _WIDTH), 1.0))
-            layer += [(f"nextn.{part}.weight", _WIDTH, 1.0) for part in ("enorm", "hnorm", "shared_head_norm")]
+            layer.append(("nextn.eh_proj.weight", (WIDTH, 2 * WIDTH), 1.0))
+            layer += [(f"nextn.{part}.weight", WIDTH, 1.0) for part in ("enorm", "hnorm", "shared_head_norm")]
         for name, shape, spread in layer:
             yield f"blk.{block}.{name}", shape, spread
 
@@ -183,10 +225,10 @@ def _recipe(model: Golden) -> Iterator[_Matrix | _Vector]:
 def _attention(model: Golden) -> Iterator[_Matrix | _Vector]:
     heads, kv_heads, size = model.heads
     queries, keys = heads * size, kv_heads * size
-    yield "attn_q.weight", (queries * (2 if model.delta else 1), _WIDTH), 1.5
-    yield "attn_k.weight", (keys, _WIDTH), 1.5
-    yield "attn_v.weight", (keys, _WIDTH), 1.0
-    yield "attn_output.weight", (_WIDTH, queries), 2.0
+    yield "attn_q.weight", (queries * (2 if model.delta else 1), WIDTH), 1.5
+    yield "attn_k.weight", (keys, WIDTH), 1.5
+    yield "attn_v.weight", (keys, WIDTH), 1.0
+    yield "attn_output.weight", (WIDTH, queries), 2.0
     if model.bias:
         for name, rows in (("q", queries), ("k", keys), ("v", keys)):
             yield f"attn_{name}.bias", rows, 0.0
@@ -200,32 +242,32 @@ def _delta(model: Golden) -> Iterator[_Matrix | _Vector]:
     key_heads, value_heads, state, convolution = model.delta
     values = value_heads * state
     channels = 2 * key_heads * state + values
-    yield "attn_qkv.weight", (channels, _WIDTH), 1.0
-    yield "attn_gate.weight", (values, _WIDTH), 1.0
+    yield "attn_qkv.weight", (channels, WIDTH), 1.0
+    yield "attn_gate.weight", (values, WIDTH), 1.0
     yield "ssm_conv1d.weight", (channels, convolution), 1.0
     yield "ssm_dt.bias", value_heads, 0.0
     yield "ssm_a", value_heads, 0.0
-    yield "ssm_beta.weight", (value_heads, _WIDTH), 1.0
-    yield "ssm_alpha.weight", (value_heads, _WIDTH), 1.0
+    yield "ssm_beta.weight", (value_heads, WIDTH), 1.0
+    yield "ssm_alpha.weight", (value_heads, WIDTH), 1.0
     yield "ssm_norm.weight", state, 1.0
-    yield "ssm_out.weight", (_WIDTH, values), 1.5
+    yield "ssm_out.weight", (WIDTH, values), 1.5
 
 
 def _experts(model: Golden) -> Iterator[_Matrix | _Vector]:
     assert model.experts is not None
     count, _, width = model.experts
-    yield "ffn_gate_inp.weight", (count, _WIDTH), 2.0
-    yield "ffn_gate_exps.weight", (count, width, _WIDTH), 1.0
-    yield "ffn_up_exps.weight", (count, width, _WIDTH), 1.0
-    yield "ffn_down_exps.weight", (count, _WIDTH, width), 3.0
+    yield "ffn_gate_inp.weight", (count, WIDTH), 2.0
+    yield "ffn_gate_exps.weight", (count, width, WIDTH), 1.0
+    yield "ffn_up_exps.weight", (count, width, WIDTH), 1.0
+    yield "ffn_down_exps.weight", (count, WIDTH, width), 3.0
     if model.shared:
-        yield "ffn_gate_inp_shexp.weight", (_WIDTH,), 1.0
-        yield "ffn_gate_shexp.weight", (model.shared, _WIDTH), 1.0
-        yield "ffn_up_shexp.weight", (model.shared, _WIDTH), 1.0
-        yield "ffn_down_shexp.weight", (_WIDTH, model.shared), 2.0
+        yield "ffn_gate_inp_shexp.weight", (WIDTH,), 1.0
+        yield "ffn_gate_shexp.weight", (model.shared, WIDTH), 1.0
+        yield "ffn_up_shexp.weight", (model.shared, WIDTH), 1.0
+        yield "ffn_down_shexp.weight", (WIDTH, model.shared), 2.0
 
 
 def _dense(model: Golden) -> Iterator[_Matrix | _Vector]:
-    yield "ffn_gate.weight", (model.hidden, _WIDTH), 1.0
-    yield "ffn_up.weight", (model.hidden, _WIDTH), 1.0
-    yield "ffn_down.weight", (_WIDTH, model.hidden), 2.0
+    yield "ffn_gate.weight", (model.hidden, WIDTH), 1.0
+    yield "ffn_up.weight", (model.hidden, WIDTH), 1.0
+    yield "ffn_down.weight", (WIDTH, model.hidden), 2.0

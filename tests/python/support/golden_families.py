@@ -1,0 +1,367 @@
+"""The golden models whose layers are not Llama's: Gemma, gpt-oss, Llama 4, and others with something of their own.
+
+A family is its metadata keys and the list of its tensors, layer by layer, in the order in which they are drawn.
+Windows, caps and clamps are so low that they act within the 300 tokens of the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gguf
+import numpy as np
+
+__all__ = ["FAMILIES", "SEED", "VOCABULARY", "WIDTH", "Family", "add_keys"]
+
+SEED = 7
+WIDTH, VOCABULARY = 256, 512
+_HIDDEN, _EXPERT = 384, 96  # the widths of dense layers and of experts
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A tensor of normally distributed numbers, of which `made` makes others. With no spread nothing is drawn: `made`
+    gets the elements' places."""
+
+    name: str
+    shape: tuple[int, ...]
+    spread: float = 1.0
+    center: float = 0.0
+    made: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+_Draws = Iterator[Draw]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model. `keys` lack the architecture's name. `layer` gives the tensors of a layer by its number, their names
+    without its prefix; `whole` those that the model has besides embedding, last norm and head."""
+
+    architecture: str
+    digest: str
+    keys: Mapping[str, Any]
+    layer: Callable[[int], _Draws]
+    whole: Callable[[], _Draws] = lambda: iter(())
+    tied: bool = False
+    embedding: float = 0.7  # the standard deviation of an embedding's elements
+    maker: str = field(default="make_tiny_families.py", init=False)
+
+    def describe(self, writer: gguf.GGUFWriter) -> None:
+        """Adds the metadata."""
+        add_keys(writer, {"vocab_size": VOCABULARY, "context_length": 16384, **self.keys})
+
+    def weights(self) -> Iterator[tuple[str, np.ndarray]]:
+        """All tensors, in the order in which they are drawn."""
+        generator = np.random.RandomState(SEED)
+        for draw in self._draws():
+            if draw.spread:
+                numbers = draw.center + draw.spread * generator.standard_normal(draw.shape)
+            else:
+                numbers = np.arange(draw.shape[0])
+            yield draw.name, (numbers if draw.made is None else draw.made(numbers)).astype(np.float32)
+
+    def _draws(self) -> _Draws:
+        yield _matrix("token_embd", VOCABULARY, WIDTH, gain=self.embedding * math.sqrt(WIDTH))
+        yield _vector("output_norm.weight", WIDTH)
+        if not self.tied:
+            yield _matrix("output", VOCABULARY, WIDTH, gain=2.0)
+        yield from self.whole()
+        for number in range(self.keys["block_count"]):
+            for draw in self.layer(number):
+                yield Draw(f"blk.{number}.{draw.name}", draw.shape, draw.spread, draw.center, draw.made)
+
+
+def add_keys(writer: gguf.GGUFWriter, keys: Mapping[str, Any]) -> None:
+    """Adds metadata below the architecture's name, each in the type that its Python type suggests."""
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+           list: writer.add_array}
+    for key, value in keys.items():
+        add[type(value)](f"{writer.arch}.{key}", value)
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _matrix(name: str, *shape: int, gain: float = 1.0) -> Draw:
+    """`gain`: how large its product with a vector of size 1 is."""
+    return Draw(f"{name}.weight", shape, gain / math.sqrt(shape[-1]))
+
+
+def _vector(name: str, *shape: int, center: float = 1.0, spread: float = 0.2) -> Draw:
+    return Draw(name, shape, spread, center)
+
+
+def _formula(name: str, size: int, values: Callable[[np.ndarray], np.ndarray]) -> Draw:
+    """A function of the elements' numbers."""
+    return Draw(name, (size,), 0.0, made=values)
+
+
+def _norms(*names: str) -> _Draws:
+    for name in names:
+        yield _vector(f"{name}.weight", WIDTH)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The geometry of attention: query heads, heads of keys and values, and their size."""
+
+    queries: int
+    keys: int
+    size: int
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return {"attention.head_count": self.queries, "attention.head_count_kv": self.keys,
+                "attention.key_length": self.size, "attention.value_length": self.size,
+                "rope.dimension_count": self.size}
+
+
+def _attention(heads: _Heads, *, own: str = "qkv", norm: float = 0.0, biased: bool = False,
+               gated: bool = False) -> _Draws:
+    """`own`: which of queries, keys and values have a matrix. `norm`: around what the norms of q and k lie."""
+    rows = {"q": heads.queries * heads.size, "k": heads.keys * heads.size, "v": heads.keys * heads.size}
+    for part in own:
+        yield _matrix(f"attn_{part}", rows[part] * (2 if gated and part == "q" else 1), WIDTH,
+                      gain=1.0 if part == "v" else 1.5)
+    yield _matrix("attn_output", WIDTH, rows["q"], gain=2.0)
+    if biased:
+        for part, size in (*rows.items(), ("output", WIDTH)):
+            yield _vector(f"attn_{part}.bias", size, center=0.0)
+    if norm:
+        for part in own.replace("v", ""):
+            yield _vector(f"attn_{part}_norm.weight", heads.size, center=norm)
+
+
+def _dense(hidden: int = _HIDDEN, suffix: str = "") -> _Draws:
+    yield _matrix(f"ffn_gate{suffix}", hidden, WIDTH)
+    yield _matrix(f"ffn_up{suffix}", hidden, WIDTH)
+    yield _matrix(f"ffn_down{suffix}", WIDTH, hidden, gain=2.0)
+
+
+def _experts(count: int, width: int = _EXPERT, *, fused: bool = False, router: float = 2.0, inner: float = 1.0,
+             shared: bool = False) -> _Draws:
+    yield _matrix("ffn_gate_inp", count, WIDTH, gain=router)
+    for part in ("gate_up",) if fused else ("gate", "up"):
+        yield _matrix(f"ffn_{part}_exps", count, 2 * width if fused else width, WIDTH, gain=inner)
+    yield _matrix("ffn_down_exps", count, WIDTH, width, gain=3.0)
+    if shared:
+        yield from _dense(width, "_shexp")
+
+
+def _llama3_factors(size: int) -> Draw:
+    return _formula("rope_freqs.weight", size // 2, lambda pair: 1.0 + 7.0 * (pair / (size // 2)) ** 2)
+
+
+def _keys(layers: int, heads: _Heads, epsilon: float, base: float) -> dict[str, Any]:
+    return {"embedding_length": WIDTH, "block_count": layers, "feed_forward_length": _HIDDEN,
+            "attention.layer_norm_rms_epsilon": epsilon, "rope.freq_base": base, **heads.described}
+
+
+def _expert_keys(count: int, used: int, width: int = _EXPERT) -> dict[str, Any]:
+    return {"expert_count": count, "expert_used_count": used, "expert_feed_forward_length": width}
+
+
+def _yarn_keys(factor: float, original: int) -> dict[str, Any]:
+    return {"rope.scaling.type": "yarn", "rope.scaling.factor": factor,
+            "rope.scaling.original_context_length": original}
+
+
+# --- Families ---------------------------------------------------------------------------------------------------------
+
+# Gemma multiplies an embedding by the root of the width.
+_GEMMA: dict[str, Any] = {"tied": True, "embedding": 1 / math.sqrt(WIDTH)}
+_WINDOW = {"attention.sliding_window": 16}
+
+
+def _gemma(architecture: str, digest: str, heads: _Heads, *, layers: int, base: float, norm: float,
+           keys: Mapping[str, Any]) -> Family:
+    """Gemma 2 and 3."""
+    def layer(_: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield from _attention(heads, norm=norm)
+        yield from _norms("post_attention_norm", "ffn_norm", "post_ffw_norm")
+        yield from _dense()
+
+    return Family(architecture, digest, _keys(layers, heads, 1e-6, base) | _WINDOW | keys, layer, **_GEMMA)
+
+
+@dataclass(frozen=True)
+class _Gemma4:
+    """Every `period`-th layer sees all, with larger heads. `inputs`: the width of the embeddings for each layer.
+    `sharing`: how many of the last layers take the keys and values of an earlier one; they are twice as wide."""
+
+    layers: int = 6
+    period: int = 6
+    keys: tuple[int, int] = (4, 2)  # heads of keys and values with a window and without
+    experts: int = 0
+    inputs: int = 0
+    sharing: int = 0
+
+    def windowed(self, layer: int) -> bool:
+        return (layer + 1) % self.period != 0
+
+    def shares(self, layer: int) -> bool:
+        return layer >= self.layers - self.sharing
+
+    def heads(self, layer: int) -> _Heads:
+        return _Heads(8, self.keys[0], 32) if self.windowed(layer) else _Heads(8, self.keys[1], 64)
+
+    def hidden(self, layer: int) -> int:
+        return 2 * _HIDDEN if self.shares(layer) else _HIDDEN
+
+    def family(self, digest: str) -> Family:
+        every = range(self.layers)
+        keys = _keys(self.layers, _Heads(8, 0, 64), 1e-6, 1e6) | _WINDOW | {
+            "attention.head_count_kv": [self.heads(layer).keys for layer in every],
+            "attention.sliding_window_pattern": [self.windowed(layer) for layer in every],
+            "attention.key_length_swa": 32, "attention.value_length_swa": 32, "rope.dimension_count_swa": 32,
+            "rope.freq_base_swa": 10000.0, "attention.shared_kv_layers": self.sharing,
+            "embedding_length_per_layer_input": self.inputs, "final_logit_softcapping": 5.0}
+        if self.sharing:
+            keys["feed_forward_length"] = [self.hidden(layer) for layer in every]
+        if self.experts:
+            keys |= _expert_keys(self.experts, 4)
+        return Family("gemma4", digest, keys, self._layer, self._whole, **_GEMMA)
+
+    def _whole(self) -> _Draws:
+        # A quarter of the pairs turns, and the rest are as good as still.
+        yield _formula("rope_freqs.weight", 32, lambda pair: np.where(pair < 8, 1.0, 1e30))
+        if self.inputs:
+            all_layers = self.inputs * self.layers
+            yield _matrix("per_layer_token_embd", VOCABULARY, all_layers,
+                          gain=math.sqrt(all_layers) / math.sqrt(self.inputs))
+            yield _matrix("per_layer_model_proj", all_layers, WIDTH, gain=math.sqrt(WIDTH))
+            yield _vector("per_layer_proj_norm.weight", self.inputs)
+
+    def _layer(self, layer: int) -> _Draws:
+        own = "q" if self.shares(layer) else "qkv" if self.windowed(layer) or self.inputs else "qk"
+        yield from _norms("attn_norm")
+        yield from _attention(self.heads(layer), own=own, norm=0.5)
+        yield from _norms("post_attention_norm", "ffn_norm")
+        yield from _dense(self.hidden(layer))
+        yield from _norms("post_ffw_norm")
+        yield _vector("layer_output_scale.weight", 1, center=0.8)
+        if self.experts:
+            # What the router reads is divided by the root of the width.
+            yield from _experts(self.experts, fused=True, router=2.0 * math.sqrt(WIDTH))
+            yield _vector("ffn_gate_inp.scale", WIDTH)
+            yield _vector("ffn_down_exps.scale", self.experts)
+            yield from _norms("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2")
+        if self.inputs:
+            yield _matrix("inp_gate", self.inputs, WIDTH)
+            yield _matrix("proj", WIDTH, self.inputs)
+            yield from _norms("post_norm")
+
+
+def _gpt_oss(digest: str) -> Family:
+    heads, experts = _Heads(8, 2, 64), 16
+
+    def layer(_: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield from _attention(heads, biased=True)
+        yield _vector("attn_sinks.weight", heads.queries, spread=1.0)
+        yield from _norms("post_attention_norm")
+        yield from _experts(experts, inner=4.0)  # some gates lie beyond the clamp at 7
+        yield _vector("ffn_gate_inp.bias", experts, center=0.0)
+        for part, size in (("gate", _EXPERT), ("up", _EXPERT), ("down", WIDTH)):
+            yield _vector(f"ffn_{part}_exps.bias", experts, size, center=0.0)
+
+    keys = _keys(4, heads, 1e-5, 150000.0) | _yarn_keys(32.0, 64) | _expert_keys(experts, 4) | _WINDOW
+    return Family("gpt-oss", digest, keys | {"feed_forward_length": _EXPERT}, layer)
+
+
+def _llama4(digest: str, experts: int, width: int, step: int) -> Family:
+    """Every `step`-th layer has experts; with 128 of them (Maverick) q and k have no norm."""
+    heads = _Heads(8, 2, 32)
+
+    def layer(number: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield from _attention(heads)
+        yield from _norms("ffn_norm")
+        yield from _dense() if (number + 1) % step else _experts(experts, width, shared=True)
+
+    keys = _keys(4, heads, 1e-5, 500000.0) | _expert_keys(experts, 1, width) | {"interleave_moe_layer_step": step}
+    return Family("llama4", digest, keys, layer, lambda: iter([_llama3_factors(heads.size)]))
+
+
+def _mistral3(digest: str) -> Family:
+    heads = _Heads(8, 2, 32)
+
+    def layer(_: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield from _attention(heads)
+        yield from _norms("ffn_norm")
+        yield from _dense()
+
+    scaling = {"rope.scaling.yarn_log_multiplier": 1.0, "rope.scaling.yarn_beta_fast": 4.0,
+               "rope.scaling.yarn_beta_slow": 1.0, "attention.temperature_scale": 0.1}
+    return Family("mistral3", digest, _keys(4, heads, 1e-5, 1e6) | _yarn_keys(16.0, 64) | scaling, layer)
+
+
+def _phi3(digest: str) -> Family:
+    heads, turned = _Heads(8, 2, 32), 24
+
+    def whole() -> _Draws:
+        yield _formula("rope_factors_long.weight", turned // 2, lambda pair: 1.0 + pair**1.5)
+        yield _formula("rope_factors_short.weight", turned // 2, lambda pair: 1.0 + 0.1 * pair)
+
+    def layer(_: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield _matrix("attn_qkv", (heads.queries + 2 * heads.keys) * heads.size, WIDTH, gain=1.5)
+        yield _matrix("attn_output", WIDTH, heads.queries * heads.size, gain=2.0)
+        yield from _norms("ffn_norm")
+        yield _matrix("ffn_up", 2 * _HIDDEN, WIDTH)
+        yield _matrix("ffn_down", WIDTH, _HIDDEN, gain=2.0)
+
+    scaling = {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": 4096,
+               "rope.scaling.attn_factor": 1.19, "rope.dimension_count": turned}
+    return Family("phi3", digest, _keys(3, heads, 1e-5, 10000.0) | scaling, layer, whole, tied=True, embedding=0.12)
+
+
+def _qwen3next(digest: str) -> Family:
+    heads, experts = _Heads(4, 2, 64), 16
+    state, keys, values, convolution = 32, 2, 6, 4
+    channels = (2 * keys + values) * state
+
+    def delta() -> _Draws:
+        yield _matrix("attn_qkv", channels, WIDTH)
+        yield _matrix("attn_gate", values * state, WIDTH)
+        yield _matrix("ssm_conv1d", channels, convolution)
+        yield _vector("ssm_dt.bias", values, center=0.0)
+        yield Draw("ssm_a", (values,), made=lambda numbers: -np.exp(numbers * 0.5 - 1.0))
+        yield _matrix("ssm_ba", 2 * values, WIDTH)
+        yield _vector("ssm_norm.weight", state)
+        yield _matrix("ssm_out", WIDTH, values * state, gain=1.5)
+
+    def layer(number: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield from delta() if (number + 1) % 4 else _attention(heads, norm=1.2, gated=True)
+        yield from _norms("post_attention_norm")
+        yield from _experts(experts, shared=True)
+        yield _matrix("ffn_gate_inp_shexp", WIDTH)
+
+    return Family("qwen3next", digest, _keys(4, heads, 1e-6, 1e7) | _expert_keys(experts, 4) | {
+        "rope.dimension_count": heads.size // 4, "expert_shared_feed_forward_length": _EXPERT,
+        "ssm.conv_kernel": convolution, "ssm.state_size": state, "ssm.group_count": keys,
+        "ssm.time_step_rank": values, "ssm.inner_size": values * state, "full_attention_interval": 4}, layer)
+
+
+FAMILIES = {
+    "gemma2": _gemma("gemma2", "9cf706fa4dcb7d56", _Heads(8, 4, 32), layers=4, base=10000.0, norm=0.0, keys={
+        "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
+    "gemma3": _gemma("gemma3", "21d83d5f174eebf1", _Heads(8, 2, 32), layers=7, base=1e6, norm=1.2, keys={
+        "rope.freq_base_swa": 10000.0, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}),
+    "gemma4": _Gemma4().family("3f5eee6038053a9e"),
+    "gemma4-moe": _Gemma4(experts=16).family("3a7ac858a67787c7"),
+    "gemma4-e": _Gemma4(layers=10, period=5, keys=(1, 1), inputs=32, sharing=5).family("2262dd2be1b2028f"),
+    "gpt-oss": _gpt_oss("4d9f6248758a0467"),
+    "llama4": _llama4("f8dc0c4f314d3dcc", 16, _EXPERT, 1),
+    "llama4-maverick": _llama4("95e1892f8154e842", 128, 32, 2),
+    "mistral3": _mistral3("2d68371a46027830"),
+    "phi3": _phi3("fd143e22aae32652"),
+    "qwen3next": _qwen3next("c9b9b0362024aa57"),
+}

@@ -1,0 +1,146 @@
+"""What a model computes, as data. A test makes a wrong model by replacing a field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+__all__ = ["Activation", "Attention", "Delta", "Description", "Experts", "Layer", "Rotation", "Temperature", "Yarn"]
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Peng et al., 2023. Pairs that turn more often than `fast` within the original context keep their pace; those that
+    turn less often than `slow` are slower by `factor`. `mix`: how much of that holds for pairs that keep theirs."""
+
+    factor: float
+    original: float
+    fast: float = 32.0
+    slow: float = 1.0
+    mix: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A rotary embedding. Pairs are elements beside each other (`adjacent`), or one of each half. `factors` is the
+    tensor that frequencies are divided by, `slower` a number for all of them; `magnitude` multiplies what turned."""
+
+    dims: int
+    base: float
+    adjacent: bool = False
+    factors: str = ""
+    slower: float = 1.0
+    yarn: Yarn | None = None
+    magnitude: float = 1.0
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Multiplies the query at position p by 1 + slope ln(floor((p + offset) / length) + 1)."""
+
+    slope: float
+    length: float
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of a layer. Without `rotation` no positions are embedded.
+
+    norm: of queries and keys; by head or over the whole row, with the file's weights or without. norm_last: after the
+    rotation. window: how many tokens a token sees, itself among them. chunk: a token sees those of its own chunk.
+    source: the layer whose keys and values are used.
+    """
+
+    heads: int
+    kv_heads: int
+    size: int
+    scale: float
+    rotation: Rotation | None = None
+    norm: Literal["", "head", "row", "head without weights"] = ""
+    norm_last: bool = False
+    value_norm: bool = False
+    gated: bool = False
+    window: int = 0
+    chunk: int = 0
+    sinks: bool = False
+    softcap: float = 0.0
+    temperature: Temperature | None = None
+    source: int | None = None
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Gated DeltaNet. `grouped`: value heads that share a key head stand beside each other; otherwise value head h goes
+    with key head h modulo their number. `joined`: betas and alphas are rows of one matrix, by key head."""
+
+    key_heads: int
+    value_heads: int
+    size: int
+    grouped: bool = False
+    joined: bool = False
+
+
+@dataclass(frozen=True)
+class Activation:
+    """`clamped`: gpt-oss's, with its limit."""
+
+    kind: Literal["silu", "gelu", "gelu by erf", "clamped"] = "silu"
+    limit: float = np.inf
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts. The chosen ones weigh by softmax over all or over them alone, or by the sigmoid of their logits;
+    `normalized`: divided by the sum of the chosen.
+
+    weighs: whether an expert's input or its output is multiplied by its weight. router: what it reads; the residual
+    stream (or its norm) is scaled to a length of 1, and by `ffn_gate_inp.scale`. scaled: an expert's output has a
+    factor of its own. shared: an expert that all tokens use, with or without a gate.
+    """
+
+    count: int
+    used: int
+    scores: Literal["softmax", "softmax of chosen", "sigmoid"] = "softmax"
+    normalized: bool = True
+    weighs: Literal["input", "output"] = "output"
+    router: Literal["what experts read", "the stream", "the normed stream"] = "what experts read"
+    scaled: bool = False
+    shared: Literal["", "plain", "gated"] = ""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer. `beside`: the dense part and the experts read the same, and their results are added, each after a norm.
+
+    post_norms: norms behind attention and behind the feed-forward part. inputs: an embedding of the token for this
+    layer joins at its end. scales: what `layer_output_scale` multiplies.
+    """
+
+    mixer: Attention | Delta
+    experts: Experts | None = None
+    beside: bool = False
+    activation: Activation = Activation()
+    ffn_norm: str = "ffn_norm"
+    post_norms: bool = False
+    inputs: bool = False
+    scales: Literal["", "the stream", "the addition"] = ""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A model. `prediction` is the layer that predicts a further token."""
+
+    layers: tuple[Layer, ...]
+    epsilon: float
+    embedding_scale: float = 1.0
+    input_width: int = 0
+    logit_softcap: float = 0.0
+    prediction: Layer | None = None
+
+    def changed(self, change: Callable[[Layer], Layer]) -> Description:
+        """The same with other layers."""
+        return replace(self, layers=tuple(map(change, self.layers)))

@@ -1,0 +1,300 @@
+"""Runs a model file. Tensors are dequantized by the `gguf` package. Each call works on a whole sequence, without a KV
+cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from numpy_model.description import Attention, Delta, Description, Experts, Layer
+from numpy_model.families import Keys, describe
+from numpy_model.parts import (
+    activate,
+    attend,
+    rms,
+    rotate,
+    round_bf16,
+    round_int8,
+    sigmoid,
+    silu,
+    softcapped,
+    temperatures,
+    unit,
+)
+from sharpi.files.gguf import GgufFile
+
+__all__ = ["NumpyModel", "relative_error"]
+
+_FLOATS = ("F32", "F16", "BF16")
+_ROUND_KV = {"fp32": lambda x: x, "fp16": lambda x: x.astype(np.float16).astype(np.float64), "bf16": round_bf16}
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Norm of the difference, relative to that of what is expected."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+class NumpyModel:
+    """A model file, run by numpy.
+
+    int8_activations: round what goes into a quantized matrix as the engine does, to int8 in blocks of 32; left out,
+    nothing is rounded. kv_dtype: round keys and values as a cache of that type does. otherwise: (layer, row) where the
+    last of the chosen experts gives way to the next best. context: how many tokens there is room for, if the model
+    asks.
+
+    description: what the file says that the model computes. closest_choice: after a call, (gap, layer, row) of the
+    closest choice of experts: the gap between the last chosen one and the next best, as a part of the layer's largest
+    router logit.
+    """
+
+    def __init__(self, path: Path, *, int8_activations: bool = False, kv_dtype: str = "fp32",
+                 otherwise: tuple[str, int] | None = None, context: int = 0) -> None:
+        self._otherwise = otherwise
+        self.closest_choice: tuple[float, str, int] | None = None
+        self._file = GgufFile.open(path)
+        self._infos = {tensor.name: tensor for tensor in self._file.tensors}
+        self._read: dict[str, np.ndarray] = {}
+        self._int8 = int8_activations
+        self._round_kv = _ROUND_KV[kv_dtype]
+        self.description = describe(Keys(self._file.architecture, self._file.metadata, self._infos, context))
+        self._keys_and_values: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by layer, for those that share them
+
+    def changed(self, change: Callable[[Description], Description]) -> NumpyModel:
+        """A model of the same tensors that computes something else."""
+        other = copy.copy(self)
+        other.description = change(self.description)
+        return other
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """float64 [len(tokens), vocab]."""
+        return self._head(self._rows(tokens))
+
+    def draft_logits(self, tokens: list[int]) -> np.ndarray:
+        """The prediction layer's, float64 [len(tokens) - 1, vocab]: row j continues the model's row j with token j +
+        1."""
+        layer, number = self.description.prediction, len(self.description.layers)
+        assert layer is not None
+        block = f"blk.{number}."
+        embedding = block + "nextn.embed_tokens.weight"
+        following = self._tensor(embedding if embedding in self._infos else "token_embd.weight")[tokens[1:]]
+        joined = [self._norm(following, block + "nextn.enorm"),
+                  self._norm(self._rows(tokens)[:-1], block + "nextn.hnorm")]
+        x = self._layer(number, layer, self._linear(np.hstack(joined), block + "nextn.eh_proj"), None)
+        norm = block + "nextn.shared_head_norm"
+        return self._head(self._norm(x, norm if norm + ".weight" in self._infos else "output_norm"))
+
+    # --- The whole ---
+
+    def _rows(self, tokens: list[int]) -> np.ndarray:
+        """What the output head reads."""
+        x = self._tensor("token_embd.weight")[tokens] * self.description.embedding_scale
+        inputs = self._layer_inputs(tokens, x) if self.description.input_width else None
+        for number, layer in enumerate(self.description.layers):
+            x = self._layer(number, layer, x, inputs)
+        return self._norm(x, "output_norm")
+
+    def _head(self, rows: np.ndarray) -> np.ndarray:
+        logits = self._linear(rows, "output" if "output.weight" in self._infos else "token_embd")
+        return softcapped(logits, self.description.logit_softcap)
+
+    def _layer_inputs(self, tokens: list[int], x: np.ndarray) -> np.ndarray:
+        """[tokens, layers, width]: each layer's own embedding of a token, and what the model makes of the common
+        one."""
+        shape = (len(tokens), len(self.description.layers), self.description.input_width)
+        own = self._tensor("per_layer_token_embd.weight")[tokens].reshape(shape) * np.sqrt(shape[2])
+        common = self._linear(x / np.sqrt(x.shape[1]), "per_layer_model_proj").reshape(shape)
+        return (self._norm(common, "per_layer_proj_norm") + own) / np.sqrt(2)
+
+    def _layer(self, number: int, layer: Layer, x: np.ndarray, inputs: np.ndarray | None) -> np.ndarray:
+        block, before = f"blk.{number}.", x
+        normed = self._norm(x, block + "attn_norm")
+        mixed = (self._delta(block, layer.mixer, normed) if isinstance(layer.mixer, Delta) else
+                 self._attention(number, layer.mixer, normed))
+        x = x + (self._norm(mixed, block + "post_attention_norm") if layer.post_norms else mixed)
+        fed = self._feed(block, layer, x)
+        x = x + (self._norm(fed, block + "post_ffw_norm") if layer.post_norms else fed)
+        if layer.inputs and inputs is not None:
+            inner = activate(layer.activation, self._linear(x, block + "inp_gate"), inputs[:, number])
+            x = x + self._norm(self._linear(inner, block + "proj"), block + "post_norm")
+        if not layer.scales:
+            return x
+        scale = self._tensor(block + "layer_output_scale.weight")
+        return x * scale if layer.scales == "the stream" else before + (x - before) * scale
+
+    # --- Tensors ---
+
+    def _tensor(self, name: str) -> np.ndarray:
+        """float64, outermost dimension first."""
+        if name not in self._read:
+            self._read[name] = self._dequantized(name)
+        return self._read[name]
+
+    def _dequantized(self, name: str) -> np.ndarray:
+        info = self._infos[name]
+        raw = np.fromfile(self._file.paths[info.file], np.uint8, info.nbytes, offset=info.offset)
+        rows = raw.reshape(int(np.prod(info.shape[1:])), -1)
+        data = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[info.type_name])
+        return data.reshape(info.shape[::-1]).astype(np.float64)
+
+    def _linear(self, x: np.ndarray, name: str, expert: int | None = None) -> np.ndarray:
+        """`name` lacks the endings that the matrix and its bias have."""
+        parts = [self._tensor(each) for each in (f"{name}.weight", f"{name}.bias") if each in self._infos]
+        if expert is not None:
+            parts = [part[expert] for part in parts]
+        if self._int8 and self._infos[f"{name}.weight"].type_name not in _FLOATS:
+            x = round_int8(x)
+        return sum(parts[1:], x @ parts[0].T)
+
+    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        return rms(x, self.description.epsilon) * self._tensor(f"{name}.weight")
+
+    # --- Attention and what stands for it ---
+
+    def _attention(self, number: int, kind: Attention, x: np.ndarray) -> np.ndarray:
+        block, gate = f"blk.{number}.", np.ones(1)
+        q, *own = self._queries_keys_values(block, kind, x)
+        if kind.gated:
+            q, logit = np.split(q.reshape(len(x), kind.heads, 2 * kind.size), 2, axis=2)
+            gate = sigmoid(logit).reshape(len(x), -1)
+        q = self._prepared(block + "attn_q_norm", kind, q, kind.heads)
+        if kind.temperature is not None:
+            q = q * temperatures(kind.temperature, len(x))[:, None, None]
+        if kind.source is None:
+            k = self._prepared(block + "attn_k_norm", kind, own[0], kind.kv_heads)
+            v = own[1].reshape(len(x), kind.kv_heads, kind.size)
+            v = rms(v, self.description.epsilon) if kind.value_norm else v
+            self._keys_and_values[number] = self._round_kv(k), self._round_kv(v)
+        k, v = self._keys_and_values[number if kind.source is None else kind.source]
+        sinks = self._tensor(block + "attn_sinks.weight") if kind.sinks else None
+        return self._linear(gate * attend(kind, q, k, v, sinks).reshape(len(x), -1), block + "attn_output")
+
+    def _queries_keys_values(self, block: str, kind: Attention, x: np.ndarray) -> list[np.ndarray]:
+        """Queries alone if keys and values are another layer's. Keys are the values too if there is no matrix of
+        values."""
+        if block + "attn_qkv.weight" in self._infos:
+            q_end = kind.heads * kind.size
+            return np.split(self._linear(x, block + "attn_qkv"), [q_end, q_end + kind.kv_heads * kind.size], axis=1)
+        names = ["attn_q"] if kind.source is not None else ["attn_q", "attn_k", "attn_v"]
+        found = [self._linear(x, block + name) for name in names if f"{block}{name}.weight" in self._infos]
+        return found if len(found) == len(names) else [*found, found[-1]]
+
+    def _prepared(self, norm: str, kind: Attention, rows: np.ndarray, heads: int) -> np.ndarray:
+        """Queries or keys by head, with norm and positions."""
+        def normed(x: np.ndarray) -> np.ndarray:
+            return rms(x, self.description.epsilon) if kind.norm == "head without weights" else self._norm(x, norm)
+
+        x = (self._norm(rows, norm) if kind.norm == "row" else rows).reshape(len(rows), heads, kind.size)
+        by_head = kind.norm.startswith("head")
+        if by_head and not kind.norm_last:
+            x = normed(x)
+        if kind.rotation is not None:
+            x = rotate(x, kind.rotation, self._tensor(kind.rotation.factors) if kind.rotation.factors else 1.0)
+        return normed(x) if by_head and kind.norm_last else x
+
+    def _delta(self, block: str, kind: Delta, x: np.ndarray) -> np.ndarray:
+        """Gated DeltaNet as its paper says it (Yang et al., 2024, equation 10), a token at a time, heads as an axis."""
+        count, heads, dim, epsilon = len(x), kind.value_heads, kind.size, self.description.epsilon
+        mixed = self._linear(x, block + "attn_qkv")
+        taps = self._tensor(block + "ssm_conv1d.weight")
+        padded = np.vstack([np.zeros((taps.shape[1] - 1, mixed.shape[1])), mixed])
+        mixed = silu(sum(padded[tap : tap + count] * taps[:, tap] for tap in range(taps.shape[1])))
+        q, k, v = np.split(mixed.reshape(count, -1, dim), [kind.key_heads, 2 * kind.key_heads], axis=1)
+        each = np.arange(heads)
+        with_key = each * kind.key_heads // heads if kind.grouped else each % kind.key_heads
+        q, k = unit(q, epsilon)[:, with_key], unit(k, epsilon)[:, with_key]
+        beta, alpha = self._steps(block, kind, x)
+        step = sigmoid(beta)
+        pace = np.log1p(np.exp(alpha + self._tensor(block + "ssm_dt.bias")))
+        decay = np.exp(self._tensor(block + "ssm_a") * pace)
+        state, out = np.zeros((heads, dim, dim)), np.empty_like(v)  # state: values by keys
+        for t in range(count):
+            erase = np.eye(dim) - step[t, :, None, None] * k[t, :, :, None] * k[t, :, None, :]
+            state = (
+                decay[t, :, None, None] * state @ erase + step[t, :, None, None] * v[t, :, :, None] * k[t, :, None, :]
+            )
+            out[t] = (state @ q[t, :, :, None])[..., 0] / np.sqrt(dim)
+        z = self._linear(x, block + "attn_gate").reshape(count, heads, dim)
+        return self._linear((self._norm(out, block + "ssm_norm") * silu(z)).reshape(count, -1), block + "ssm_out")
+
+    def _steps(self, block: str, kind: Delta, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Betas and alphas of each value head."""
+        if not kind.joined:
+            return self._linear(x, block + "ssm_beta"), self._linear(x, block + "ssm_alpha")
+        both = self._linear(x, block + "ssm_ba").reshape(len(x), kind.key_heads, 2, -1)
+        return both[:, :, 0].reshape(len(x), -1), both[:, :, 1].reshape(len(x), -1)
+
+    # --- Feed-forward parts ---
+
+    def _feed(self, block: str, layer: Layer, x: np.ndarray) -> np.ndarray:
+        normed = self._norm(x, block + layer.ffn_norm)
+        if layer.experts is None:
+            return self._dense(block, layer, normed)
+        if not layer.beside:
+            return self._experts(block, layer, layer.experts, x, normed)
+        routed = self._experts(block, layer, layer.experts, x, self._norm(x, block + "pre_ffw_norm_2"))
+        return (self._norm(self._dense(block, layer, normed), block + "post_ffw_norm_1")
+                + self._norm(routed, block + "post_ffw_norm_2"))
+
+    def _dense(self, block: str, layer: Layer, x: np.ndarray, suffix: str = "", expert: int | None = None
+               ) -> np.ndarray:
+        """Gate and up may be one matrix, which has the name of both or that of up alone."""
+        parts = [self._linear(x, f"{block}ffn_{part}{suffix}", expert) for part in ("gate", "up", "gate_up")
+                 if f"{block}ffn_{part}{suffix}.weight" in self._infos]
+        gate, up = parts if len(parts) == 2 else np.split(parts[0], 2, axis=1)
+        return self._linear(activate(layer.activation, gate, up), f"{block}ffn_down{suffix}", expert)
+
+    def _experts(self, block: str, layer: Layer, kind: Experts, x: np.ndarray, normed: np.ndarray) -> np.ndarray:
+        weights = self._weights(block, kind, self._routed(block, kind, x, normed))
+        result = np.zeros_like(x)
+        for expert in range(kind.count):
+            rows = np.flatnonzero(weights[:, expert])
+            if not rows.size:
+                continue
+            weight = weights[rows, expert, None]
+            before, after = (weight, 1.0) if kind.weighs == "input" else (1.0, weight)
+            if kind.scaled:
+                after = after * self._tensor(block + "ffn_down_exps.scale")[expert]
+            result[rows] += after * self._dense(block, layer, before * normed[rows], "_exps", expert)
+        if kind.shared:
+            gate = self._tensor(block + "ffn_gate_inp_shexp.weight") if kind.shared == "gated" else None
+            share = 1.0 if gate is None else sigmoid(normed @ gate)[:, None]
+            result += share * self._dense(block, layer, normed, "_shexp")
+        return result
+
+    def _routed(self, block: str, kind: Experts, x: np.ndarray, normed: np.ndarray) -> np.ndarray:
+        """The router's logits."""
+        if kind.router == "what experts read":
+            return self._linear(normed, block + "ffn_gate_inp")
+        read = rms(x if kind.router == "the stream" else normed, self.description.epsilon) / np.sqrt(x.shape[1])
+        return self._linear(read * self._tensor(block + "ffn_gate_inp.scale"), block + "ffn_gate_inp")
+
+    def _weights(self, block: str, kind: Experts, logits: np.ndarray) -> np.ndarray:
+        """What each expert weighs, for each row; 0 for those not chosen."""
+        order, count = np.argsort(-logits, axis=1, kind="stable"), kind.used
+        self._note_choice(block, np.take_along_axis(logits, order, axis=1)[:, count - 1 : count + 1],
+                          np.abs(logits).max())
+        if self._otherwise is not None and self._otherwise[0] == block:
+            row = order[self._otherwise[1]]
+            row[count - 1], row[count] = row[count], row[count - 1]
+        chosen = np.zeros_like(logits, bool)
+        np.put_along_axis(chosen, order[:, :count], True, axis=1)
+        if kind.scores == "sigmoid":
+            scores = sigmoid(logits)
+        else:
+            among = np.where(chosen, logits, -np.inf) if kind.scores == "softmax of chosen" else logits
+            scores = np.exp(among - among.max(axis=1, keepdims=True))
+            scores /= scores.sum(axis=1, keepdims=True)
+        weights = np.where(chosen, scores, 0.0)
+        return weights / weights.sum(axis=1, keepdims=True) if kind.normalized else weights
+
+    def _note_choice(self, block: str, scores: np.ndarray, largest: float) -> None:
+        if scores.shape[1] < 2:
+            return  # all are chosen
+        gaps = (scores[:, 0] - scores[:, 1]) / largest
+        row = int(gaps.argmin())
+        if self.closest_choice is None or gaps[row] < self.closest_choice[0]:
+            self.closest_choice = (float(gaps[row]), block, row)
