@@ -1,4 +1,5 @@
 // Alphas and betas that come from one product; see gated_delta.h.
+#include "device/launch.cuh"
 #include "kernels/delta/gated_delta.h"
 
 namespace sharpi::cuda {
