@@ -93,11 +93,18 @@ void bindDescription(py::module_& m) {
             "Layers with an expert that every token goes through.")
         .def_property_readonly("parameter_count", [](const Description& d) { return d.spec.parameters(d.tensors); })
         .def(
-            "kv_bytes",
-            [](const Description& d, const std::string& type, int64_t context) {
-                return Engine::kvBytesFor(d.spec, toKvType(type), context);
+            "kv_bytes", [](const Description& d, const EngineOptions& options) { return kvBytes(d.spec, options); },
+            py::arg("options"), "Bytes of the KV cache, in whole pages.")
+        .def(
+            "kv_bytes_if_all_seen",
+            [](const Description& d, const EngineOptions& options) { return kvBytesIfAllSeen(d.spec, options); },
+            py::arg("options"), "What they would be if every layer saw all tokens.")
+        .def(
+            "kv_bytes_read",
+            [](const Description& d, const std::string& type, int64_t tokens) {
+                return kvBytesRead(d.spec, toKvType(type), tokens);
             },
-            py::arg("kv_dtype"), py::arg("context"), "Bytes of the KV cache for `context` tokens, in whole pages.")
+            py::arg("kv_dtype"), py::arg("tokens"), "What the last of `tokens` tokens reads of the KV cache.")
         .def(
             "memory_lines",
             [](const Description& d, const EngineOptions& options) {

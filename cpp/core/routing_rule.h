@@ -15,6 +15,13 @@
 
 namespace sharpi {
 
+// How a row's scores become the experts that it uses and their weights.
+enum class Gating : uint8_t {
+    Softmax,          // of all logits
+    Sigmoid,          // of each logit
+    SoftmaxOfChosen,  // of the chosen logits
+};
+
 constexpr float kLeastWeightSum = 0x1p-14f;
 
 // A better score has a larger key. NaN comes last, so that choices are valid whatever the scores are; -0 is +0. Keys
@@ -29,6 +36,18 @@ SHARPI_PORTABLE uint32_t scoreKey(float score) {
 #endif
     if (score == 0.0f) return 0x80000000u;
     return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// The score of a key: the same, but for the sign of zero and the bits of NaN.
+SHARPI_PORTABLE float scoreOfKey(uint32_t key) {
+    const uint32_t bits = key == 1 ? 0x7fc00000u : key >> 31 ? key ^ 0x80000000u : ~key;
+#if defined(__CUDA_ARCH__)
+    return __uint_as_float(bits);
+#else
+    float score;
+    std::memcpy(&score, &bits, sizeof score);
+    return score;
+#endif
 }
 
 // What a renormalized weight is divided by.

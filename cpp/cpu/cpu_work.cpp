@@ -50,7 +50,9 @@ void CpuWork::begin(const Batch& next, const KvCache& kv) {
     sequences.clear();
     next.forSequences([&](int64_t first, int64_t end) {
         const int32_t sequence = next.sequences[static_cast<size_t>(first)];
-        sequences.push_back({first, end, kv.pageTable(sequence), kv.states().steps(sequence)});
+        sequences.push_back({first, end, {}, kv.states().steps(sequence)});
+        for (int32_t list = 0; list < kv.lists(); ++list)
+            sequences.back().pageTables.push_back(kv.pageTable(sequence, list));
     });
 }
 

@@ -37,8 +37,8 @@ struct CpuScratch {
 // The rows [begin, end) of the batch that belong to one sequence.
 struct SequenceRows {
     int64_t begin = 0, end = 0;
-    const int32_t* pageTable = nullptr;
-    std::vector<StateStep> steps;  // in rows of the sequence; none if the model has no recurrent state
+    std::vector<const int32_t*> pageTables;  // by KvPages::list
+    std::vector<StateStep> steps;            // in rows of the sequence; none if the model has no recurrent state
 };
 
 class CpuWork {

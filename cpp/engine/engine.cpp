@@ -36,10 +36,6 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
 
 }  // namespace
 
-size_t Engine::kvBytesFor(const ModelSpec& spec, KvType type, int64_t context) {
-    return KvCache::bytesFor(kvShapes(spec), type, context);
-}
-
 Engine::Engine(ModelSpec spec, std::unique_ptr<Weights> weights, const EngineOptions& options)
     : Engine(std::move(spec), std::move(weights), options, makeBackend(options.device, options.vram, options.threads)) {
 }
@@ -148,7 +144,7 @@ void Engine::load() {
                      _trace);
     RecurrentState states(allocator, recurrentShapes(_spec), _options.sequences);
     if (states.any()) _trace.note("recurrent state");
-    KvCache kv(allocator, kvShapes(_spec), _options.kvType, _options.context, std::move(states));
+    KvCache kv(allocator, kvShapes(_spec), _options.kvType, kvRoom(_options), std::move(states));
     _trace.note("KV cache");
     const size_t before = allocator.held();
     _backend->takeScratch(limits);

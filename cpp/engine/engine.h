@@ -40,7 +40,6 @@ public:
     // What holds the device's memory, largest first; on the CPU the mapped file is not counted. Does not wait for a
     // running step.
     std::vector<Holding> holdings() const { return _backend->allocator().holdings(); }
-    static size_t kvBytesFor(const ModelSpec& spec, KvType type, int64_t context);
 
     // Touches every page of the files so that the first tokens need not wait for the disk. Returns when done or
     // when progress(done, total) gives false.

@@ -1,6 +1,7 @@
 // See kv_cache.h.
 #include "memory/kv_cache.h"
 
+#include <algorithm>
 #include <string>
 
 #include "core/error.h"
@@ -9,31 +10,81 @@ namespace sharpi {
 
 namespace {
 
-int64_t pagesFor(int64_t tokens) { return (tokens + KvCache::kPageTokens - 1) / KvCache::kPageTokens; }
-
 size_t pageBytes(const KvLayerShape& layer, KvType type) {
     return size_t(layer.kvHeads) * layer.headDim * KvCache::kPageTokens * kvElementBytes(type);
 }
 
-}  // namespace
+// What layers are given: pools of pages, and which of them each layer has.
+struct Division {
+    std::vector<AttentionReach> reaches;  // by list; the first sees everything
+    std::vector<int64_t> pages;           // by list
+    std::vector<int32_t> listOf;          // by layer
 
-size_t KvCache::bytesFor(const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens) {
+    Division(const std::vector<KvLayerShape>& layers, const KvRoom& room) {
+        reaches.push_back({});
+        pages.push_back(PagePool::pagesIn(room, {}));
+        for (size_t i = 0; i < layers.size(); ++i) {
+            const int32_t source = layers[i].source;
+            listOf.push_back(source < 0 ? find(reachOf(layers, i), room) : listOf[static_cast<size_t>(source)]);
+        }
+    }
+
+private:
+    // How far back a layer's keys are read. A layer that is read differently by others keeps everything.
+    static AttentionReach reachOf(const std::vector<KvLayerShape>& layers, size_t index) {
+        for (const KvLayerShape& reader : layers) {
+            if (reader.source == static_cast<int32_t>(index) && reader.reach != layers[index].reach) return {};
+        }
+        return layers[index].reach;
+    }
+
+    // Layers whose pool would hold all tokens see everything as far as the cache is concerned.
+    int32_t find(AttentionReach reach, const KvRoom& room) {
+        const int64_t wanted = PagePool::pagesIn(room, reach);
+        if (wanted == pages[0]) return 0;
+        const auto found = std::find(reaches.begin(), reaches.end(), reach);
+        const auto list = static_cast<int32_t>(found - reaches.begin());
+        if (found == reaches.end()) {
+            reaches.push_back(reach);
+            pages.push_back(wanted);
+        }
+        return list;
+    }
+};
+
+size_t bytesOf(const std::vector<KvLayerShape>& layers, KvType type, const Division& division) {
     size_t bytes = 0;
-    for (const KvLayerShape& layer : layers) bytes += 2 * pageBytes(layer, type) * size_t(pagesFor(tokens));
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const int64_t pages = division.pages[static_cast<size_t>(division.listOf[i])];
+        if (layers[i].source < 0) bytes += 2 * pageBytes(layers[i], type) * static_cast<size_t>(pages);
+    }
     return bytes;
 }
 
-KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens,
+}  // namespace
+
+size_t KvCache::bytesFor(const std::vector<KvLayerShape>& layers, KvType type, const KvRoom& room) {
+    return bytesOf(layers, type, Division(layers, room));
+}
+
+KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, const KvRoom& room,
                  RecurrentState states)
-    : _buffer(allocator, bytesFor(layers, type, tokens), "KV cache"), _states(std::move(states)) {
-    const int64_t pages = pagesFor(tokens);
+    : _buffer(allocator, bytesFor(layers, type, room), "KV cache"), _states(std::move(states)) {
+    const Division division(layers, room);
+    for (size_t list = 0; list < division.pages.size(); ++list)
+        _pools.emplace_back(division.reaches[list], division.pages[list]);
     auto* next = _buffer.as<uint8_t>();
-    for (const KvLayerShape& layer : layers) {
-        const size_t bytes = pageBytes(layer, type) * size_t(pages);
-        _layers.push_back({type, layer.kvHeads, layer.headDim, kPageTokens, next, next + bytes});
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const KvLayerShape& layer = layers[i];
+        if (layer.source >= 0) {
+            _layers.push_back(_layers[static_cast<size_t>(layer.source)]);
+            continue;
+        }
+        const int32_t list = division.listOf[i];
+        const size_t bytes = pageBytes(layer, type) * static_cast<size_t>(division.pages[static_cast<size_t>(list)]);
+        _layers.push_back({type, layer.kvHeads, layer.headDim, kPageTokens, next, next + bytes, list});
         next += 2 * bytes;
     }
-    for (int64_t page = pages - 1; page >= 0; --page) _freePages.push_back(static_cast<int32_t>(page));
 }
 
 const KvCache::Sequence& KvCache::at(int32_t sequence) const {
@@ -56,33 +107,44 @@ void KvCache::releaseSequence(int32_t sequence) {
     at(sequence).live = false;
 }
 
+// Throws if the sequence cannot have pages for this many tokens.
+void KvCache::requirePages(int32_t sequence, int64_t tokens) const {
+    const std::string close = "close other sessions or load with ";
+    if (!_pools[0].canHold(sequence, tokens, true)) {
+        throw Error(ErrorKind::OutOfMemory, "the KV cache is full: the sequence needs room for " +
+                                                std::to_string(tokens) + " tokens, and only " +
+                                                std::to_string(freePages() * kPageTokens) + " are free; " + close +
+                                                "a larger context");
+    }
+    for (const PagePool& pool : _pools) {
+        if (pool.canHold(sequence, tokens, true)) continue;
+        const AttentionReach& reach = pool.reach();
+        throw Error(ErrorKind::OutOfMemory, "the KV cache has no room for another sequence in layers that see a " +
+                                                std::string(reach.window ? "window" : "chunk") + " of " +
+                                                std::to_string(std::max(reach.window, reach.chunk)) + " tokens; " +
+                                                close + "room for more sequences");
+    }
+}
+
 void KvCache::extend(int32_t sequence, int64_t tokens, const std::vector<int64_t>& marks) {
     Sequence& s = at(sequence);
-    const int64_t more = pagesFor(s.length + tokens) - static_cast<int64_t>(s.pages.size());
-    if (more > freePages()) {
-        throw Error(ErrorKind::OutOfMemory, "the KV cache is full: the sequence needs room for " +
-                                                std::to_string(s.length + tokens) + " tokens, and only " +
-                                                std::to_string(freePages() * kPageTokens) +
-                                                " are free; close other sessions or load with a larger context");
-    }
+    requirePages(sequence, s.length + tokens);
     _states.extend(sequence, s.length, s.length + tokens, marks);
-    for (int64_t i = 0; i < more; ++i) {
-        s.pages.push_back(_freePages.back());
-        _freePages.pop_back();
-    }
     s.length += tokens;
+    for (PagePool& pool : _pools) pool.hold(sequence, s.length);
 }
 
 bool KvCache::reserve(int32_t sequence, int64_t tokens) {
-    Sequence& s = at(sequence);
-    const int64_t pages = pagesFor(s.length + tokens);
-    if (pages - static_cast<int64_t>(s.pages.size()) > freePages()) return false;
-    s.pages.reserve(static_cast<size_t>(pages));
-    while (static_cast<int64_t>(s.pages.size()) < pages) {
-        s.pages.push_back(_freePages.back());
-        _freePages.pop_back();
-    }
+    const int64_t length = at(sequence).length + tokens;
+    for (const PagePool& pool : _pools)
+        if (!pool.canHold(sequence, length, false)) return false;
+    for (PagePool& pool : _pools) pool.hold(sequence, length);
     return true;
+}
+
+void KvCache::commit(int32_t sequence) {
+    _states.commit(sequence);
+    for (PagePool& pool : _pools) pool.settle(sequence, at(sequence).length);
 }
 
 int64_t KvCache::truncate(int32_t sequence, int64_t tokens) {
@@ -91,12 +153,29 @@ int64_t KvCache::truncate(int32_t sequence, int64_t tokens) {
         throw Error(ErrorKind::InvalidArgument,
                     "cannot keep " + std::to_string(tokens) + " of " + std::to_string(s.length) + " tokens");
     }
-    s.length = _states.truncate(sequence, tokens);
-    while (static_cast<int64_t>(s.pages.size()) > pagesFor(s.length)) {
-        _freePages.push_back(s.pages.back());
-        s.pages.pop_back();
+    // What one of them has lost, the others have to give up.
+    do {
+        s.length = tokens;
+        for (const PagePool& pool : _pools) tokens = pool.whole(sequence, tokens);
+        tokens = _states.truncate(sequence, tokens);
+    } while (tokens != s.length);
+    for (PagePool& pool : _pools) {
+        pool.cut(sequence, tokens);
+        pool.settle(sequence, tokens);
     }
-    return s.length;
+    return tokens;
+}
+
+void KvCache::keepState(int32_t sequence, int64_t tokens) {
+    if (tokens > at(sequence).length || (_states.any() && !_states.keep(sequence, tokens))) return;
+    for (const PagePool& pool : _pools)
+        if (pool.whole(sequence, tokens) != tokens) return;
+    for (PagePool& pool : _pools) pool.keep(sequence, tokens);
+}
+
+const int32_t* KvCache::pageTable(int32_t sequence, int32_t list) const {
+    at(sequence);  // throws for one that is not held
+    return pool(list).table(sequence);
 }
 
 }  // namespace sharpi

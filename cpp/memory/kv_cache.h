@@ -1,29 +1,33 @@
-// Keys and values of all layers, in pages of a fixed number of tokens. A sequence has a list of pages; page p of the
-// list holds its tokens from p * pageTokens on, in every layer. The same handles also reach the states of layers that
-// keep no keys and values (recurrent_state.h).
+// Keys and values of all layers, in pages of a fixed number of tokens. A sequence has a list of pages for each reach
+// that layers have; page p of the list holds its tokens from p * pageTokens on, in every layer of that reach. Pages
+// that no later token sees are given back (page_pool.h). The same handles also reach the states of layers that keep no
+// keys and values (recurrent_state.h).
 #pragma once
 
 #include <vector>
 
 #include "memory/allocator.h"
 #include "memory/kv_pages.h"
+#include "memory/page_pool.h"
 #include "memory/recurrent_state.h"
 
 namespace sharpi {
 
-// Both 0: the layer keeps no keys and values.
+// No heads: the layer keeps no keys and values.
 struct KvLayerShape {
     int32_t kvHeads = 0, headDim = 0;
+    AttentionReach reach = {};
+    int32_t source = -1;  // the earlier layer whose keys and values it reads; -1: it keeps its own
 };
 
 class KvCache {
 public:
-    static constexpr int32_t kPageTokens = 64;
+    static constexpr int32_t kPageTokens = PagePool::kPageTokens;
 
-    // Room for `tokens` tokens in all, rounded up to whole pages. Throws Error(OutOfMemory).
-    KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens,
+    // Room in whole pages. Throws Error(OutOfMemory).
+    KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, const KvRoom& room,
             RecurrentState states = {});
-    static size_t bytesFor(const std::vector<KvLayerShape>& layers, KvType type, int64_t tokens);
+    static size_t bytesFor(const std::vector<KvLayerShape>& layers, KvType type, const KvRoom& room);
 
     int32_t createSequence();
     void releaseSequence(int32_t sequence);
@@ -35,37 +39,40 @@ public:
     // The number of marks that can be kept at no cost (RecurrentState::snapshotRoom).
     int32_t snapshotRoom(int32_t sequence) const { return _states.snapshotRoom(sequence); }
     // Takes pages for `tokens` more tokens, without changing the sequence's length; truncate() gives back the unused
-    // ones. Returns false, and changes nothing, if there are too few.
+    // ones. Returns false, and changes nothing, if there are too few without those that keepState() protects.
     bool reserve(int32_t sequence, int64_t tokens);
     // The tokens that extend() made room for have been computed.
-    void commit(int32_t sequence) { _states.commit(sequence); }
-    // Rolls back to the first `tokens` tokens, or to fewer if the state after these is no longer there. Returns the
-    // number that it kept; the others have to be computed again. Throws Error(InvalidArgument) if the sequence has
-    // fewer than `tokens`.
+    void commit(int32_t sequence);
+    // Rolls back to the first `tokens` tokens, or to fewer if the state after these, or a page that the next token
+    // sees, is no longer there. Returns the number that it kept; the others have to be computed again. Throws
+    // Error(InvalidArgument) if the sequence has fewer than `tokens`.
     int64_t truncate(int32_t sequence, int64_t tokens);
-    // Protects the state after `tokens` tokens, so that rolling back to it stays possible as long as there is room. It
-    // replaces the state that an earlier call protected.
-    void keepState(int32_t sequence, int64_t tokens) { _states.keep(sequence, tokens); }
+    // Protects the state after `tokens` tokens and the pages that the next token sees, so that rolling back to it stays
+    // possible as long as there is room. It replaces what an earlier call protected.
+    void keepState(int32_t sequence, int64_t tokens);
 
-    const int32_t* pageTable(int32_t sequence) const { return at(sequence).pages.data(); }
+    // A sequence's list of pages for layers with this KvPages::list.
+    const int32_t* pageTable(int32_t sequence, int32_t list = 0) const;
+    int32_t lists() const { return static_cast<int32_t>(_pools.size()); }
+    const PagePool& pool(int32_t list) const { return _pools[static_cast<size_t>(list)]; }
     const KvPages& layer(size_t index) const { return _layers[index]; }
     const RecurrentState& states() const { return _states; }
     size_t bytes() const { return _buffer.bytes(); }
-    int64_t freePages() const { return static_cast<int64_t>(_freePages.size()); }
+    int64_t freePages() const { return _pools[0].freePages(); }
 
 private:
     struct Sequence {
         bool live = false;
         int64_t length = 0;
-        std::vector<int32_t> pages;
     };
     const Sequence& at(int32_t sequence) const;
     Sequence& at(int32_t sequence) { return const_cast<Sequence&>(static_cast<const KvCache*>(this)->at(sequence)); }
+    void requirePages(int32_t sequence, int64_t tokens) const;
 
     Buffer _buffer;
     std::vector<KvPages> _layers;
     std::vector<Sequence> _sequences;
-    std::vector<int32_t> _freePages;
+    std::vector<PagePool> _pools;  // by KvPages::list; the first is that of layers that see everything
     RecurrentState _states;
 };
 

@@ -22,6 +22,7 @@ struct KvPages {
     int32_t kvHeads = 0, headDim = 0, pageTokens = 0;
     uint8_t* k = nullptr;
     uint8_t* v = nullptr;
+    int32_t list = 0;  // which of a sequence's lists of pages says where its tokens are
 };
 
 }  // namespace sharpi

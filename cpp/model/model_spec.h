@@ -9,6 +9,7 @@
 
 #include "core/activation.h"
 #include "core/attention_reach.h"
+#include "core/routing_rule.h"
 #include "model/metadata.h"
 #include "model/weight_registry.h"
 
@@ -87,13 +88,6 @@ struct SharedExpertSpec {
     int64_t hidden = 0;
     VectorId scale;  // absent: times 1
     MatrixId gate, up, down;
-};
-
-// How a row's scores become the experts that it uses and their weights.
-enum class Gating : uint8_t {
-    Softmax,          // of all logits
-    Sigmoid,          // of each logit
-    SoftmaxOfChosen,  // of the chosen logits
 };
 
 // The `used` best scores, each with the choice bias added, are kept (ties: the lower index). Weights are the scores

@@ -55,15 +55,23 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
         limits.postNorms = true;
     }
     int32_t number = 0;
+    std::vector<AttentionReach> reaches;  // besides everything
     for (const LayerSpec* layer : spec.loadedLayers()) {
-        if (layer->attention) addLimits(limits, *layer->attention);
-        else addLimits(limits, *layer->delta);
+        if (layer->attention) {
+            addLimits(limits, *layer->attention);
+            const AttentionReach& reach = layer->attention->reach;
+            if (reach.limited() && std::find(reaches.begin(), reaches.end(), reach) == reaches.end())
+                reaches.push_back(reach);
+        } else {
+            addLimits(limits, *layer->delta);
+        }
         if (layer->dense) limits.denseHidden = std::max(limits.denseHidden, layer->dense->hidden);
         if (layer->experts) addLimits(limits, *layer->experts, number);
         limits.postNorms |= layer->mixerPostNorm || layer->ffnPostNorm;
         limits.parallelParts |= layer->parallel.has_value();
         ++number;
     }
+    limits.pageLists = 1 + static_cast<int32_t>(reaches.size());
     // A draft's input is two joined rows.
     limits.maxCols = std::max({(limits.drafts ? 2 : 1) * limits.embedding, limits.queryWidth, limits.deltaWidth,
                                limits.denseHidden, limits.expertHidden, limits.sharedHidden});

@@ -18,6 +18,7 @@ struct StepLimits {
     int64_t embedding = 1, vocab = 1;
     int64_t maxCols = 1;                                          // inputs of any matrix
     int32_t heads = 1, kvHeads = 1, headDim = 2, pageTokens = 1;  // the largest of any layer
+    int32_t pageLists = 1;                                        // of a sequence: see KvPages::list
     int64_t queryWidth = 1, kvWidth = 1;                          // floats of a row's queries, and of its keys
     int64_t denseHidden = 0;
     int32_t experts = 0, expertsUsed = 0;  // of any layer

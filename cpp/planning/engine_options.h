@@ -18,8 +18,9 @@ struct EngineOptions {
     int threads = 1;
     KvType kvType = KvType::BF16;
     PromptMode prompt = PromptMode::Fast;  // on the GPU; the CPU has one arithmetic
-    // For a model with recurrent layers, the number of states. Each sequence that holds tokens needs one; the others
-    // keep earlier states of these sequences, to roll back to.
+    // For a model with recurrent layers, the number of states, and for one whose layers do not see everything, how many
+    // times it keeps what these see. Each sequence that holds tokens needs one; the others keep what sequences had
+    // earlier, to roll back to.
     int32_t sequences = 4;
     Device device;
     size_t vram = 0;             // the most to take of the GPU's memory, in bytes; 0: all that is free

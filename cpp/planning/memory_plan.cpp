@@ -46,10 +46,29 @@ private:
 std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
     std::vector<KvLayerShape> shapes;
     for (const LayerSpec* layer : spec.loadedLayers()) {
-        shapes.push_back(layer->attention ? KvLayerShape{layer->attention->kvHeads, layer->attention->headDim}
-                                          : KvLayerShape());
+        const auto& a = layer->attention;
+        shapes.push_back(a ? KvLayerShape{a->kvHeads, a->headDim, a->reach, a->kvLayer} : KvLayerShape());
     }
     return shapes;
+}
+
+KvRoom kvRoom(const EngineOptions& options) { return {options.context, batchRows(options), options.sequences}; }
+
+size_t kvBytes(const ModelSpec& spec, const EngineOptions& options) {
+    return KvCache::bytesFor(kvShapes(spec), options.kvType, kvRoom(options));
+}
+
+size_t kvBytesIfAllSeen(const ModelSpec& spec, const EngineOptions& options) {
+    return KvCache::bytesFor(kvShapes(spec), options.kvType, options.context);
+}
+
+size_t kvBytesRead(const ModelSpec& spec, KvType type, int64_t tokens) {
+    size_t bytes = 0;
+    for (const KvLayerShape& layer : kvShapes(spec)) {
+        const int64_t seen = tokens - layer.reach.first(static_cast<int32_t>(std::max<int64_t>(tokens - 1, 0)));
+        bytes += 2 * static_cast<size_t>(seen * layer.kvHeads * layer.headDim) * kvElementBytes(type);
+    }
+    return bytes;
 }
 
 std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec) {
@@ -106,7 +125,7 @@ std::vector<TraceLine> plannedLines(const ModelSpec& spec, const TensorTable& te
     Counted model(spec, tensors, options);
     RecurrentState states(model.allocator, recurrentShapes(spec), options.sequences);
     if (states.any()) model.trace.note("recurrent state");
-    const KvCache kv(model.allocator, kvShapes(spec), options.kvType, options.context, std::move(states));
+    const KvCache kv(model.allocator, kvShapes(spec), options.kvType, kvRoom(options), std::move(states));
     model.trace.note("KV cache");
     const DeviceKind& kind = *options.device.kind;
     const Buffer scratch(model.allocator, kind.scratchBytes(limits, options.threads), "working memory");

@@ -27,6 +27,12 @@ int64_t batchRows(const EngineOptions& options);
 StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options);
 // By layer; a prediction layer's is the last.
 std::vector<KvLayerShape> kvShapes(const ModelSpec& spec);
+KvRoom kvRoom(const EngineOptions& options);
+// What the KV cache takes; and what it would take if every layer saw all tokens.
+size_t kvBytes(const ModelSpec& spec, const EngineOptions& options);
+size_t kvBytesIfAllSeen(const ModelSpec& spec, const EngineOptions& options);
+// What the last of `tokens` tokens reads of the KV cache.
+size_t kvBytesRead(const ModelSpec& spec, KvType type, int64_t tokens);
 std::vector<RecurrentShape> recurrentShapes(const ModelSpec& spec);
 
 }  // namespace sharpi

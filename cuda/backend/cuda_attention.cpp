@@ -14,6 +14,11 @@ cuda::HeadPreparation preparation(const HeadsCall& call) {
     how.norm = call.qkNorm == QkNorm::PerHead   ? cuda::HeadNorm::PerHead
                : call.qkNorm == QkNorm::FullRow ? cuda::HeadNorm::FullRow
                                                 : cuda::HeadNorm::None;
+    how.normAfterRotation = call.normAfterRotation;
+    how.valueNorm = call.valueNorm;
+    how.appends = call.appends;
+    how.valuesAreKeys = call.valuesAreKeys;
+    how.queryScale = call.queryScale;
     how.qNorm = call.qNorm;
     how.kNorm = call.kNorm;
     how.eps = call.eps;
@@ -23,6 +28,8 @@ cuda::HeadPreparation preparation(const HeadsCall& call) {
     how.adjacent = call.rope.adjacent;
     return how;
 }
+
+cuda::AttentionRule ruleOf(const HeadsCall& call) { return {call.scale, call.reach, call.softcap, call.sinks}; }
 
 cuda::HeadShape shapeOf(const HeadsCall& call, const KvPages& pages) {
     return {call.heads, pages.kvHeads, pages.headDim};
@@ -41,10 +48,10 @@ void CudaOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
     }
     const cuda::HeadPreparation how = preparation(call);
     const cuda::HeadShape shape = shapeOf(call, pages);
-    if (exact) cuda::prepareHeads(_pass.stream, q, k, v, shape, how, _pass.view.exact, pages, {});
+    if (exact) cuda::prepareHeads(_pass.stream, q, k, v, shape, how, _pass.view.exactOf(pages), pages, {});
     if (_pass.fastRows()) {
         cuda::prepareHeads(_pass.stream, q + exact * width, k + exact * kvWidth, v + exact * kvWidth, shape, how,
-                           _pass.view.fast, pages, _pass.halves(_pass.layout->queries));
+                           _pass.view.fastOf(pages), pages, _pass.halves(_pass.layout->queries));
     }
 }
 
@@ -63,8 +70,9 @@ void CudaOperations::attendExact(const HeadsCall& call, const KvPages& pages, co
     const cuda::RowOutputs written = convert ? cuda::RowOutputs{floats, {}, {}} : attended.exact;
     const float* const q = _pass.floats(RowBuffer::Queries);
     _pass.forExactGroups([&](int64_t first, int rows) {
-        cuda::attentionDecode(_pass.stream, q + first * attended.cols, shapeOf(call, pages), call.scale,
-                              _pass.view.exact.from(first, rows), pages, _pass.at<uint8_t>(_pass.layout->attention),
+        cuda::attentionDecode(_pass.stream, q + first * attended.cols, shapeOf(call, pages), ruleOf(call),
+                              _pass.view.exactOf(pages).from(first, rows), pages,
+                              _pass.at<uint8_t>(_pass.layout->attention),
                               cuda::rowsFrom(written, first, attended.cols));
     });
     const int64_t rows = _pass.exactRows();
@@ -79,8 +87,8 @@ void CudaOperations::attendExact(const HeadsCall& call, const KvPages& pages, co
 void CudaOperations::attendFast(const HeadsCall& call, const KvPages& pages, const Activations& attended) {
     const cuda::RowOutputs ungated{_pass.floats(_pass.layout->attendedFloats), {}, {}};
     const cuda::RowOutputs written{nullptr, {}, attended.fast};
-    cuda::attentionPrefill(_pass.stream, _pass.halves(_pass.layout->queries), shapeOf(call, pages), call.scale,
-                           _pass.view.fast, _pass.view.queryTiles, pages, call.gated ? ungated : written);
+    cuda::attentionPrefill(_pass.stream, _pass.halves(_pass.layout->queries), shapeOf(call, pages), ruleOf(call),
+                           _pass.view.fastOf(pages), _pass.view.queryTiles, pages, call.gated ? ungated : written);
     if (!call.gated) return;
     const float* const gates =
         _pass.floats(RowBuffer::GatedQueries) + _pass.exactRows() * 2 * call.heads * pages.headDim;

@@ -6,6 +6,15 @@
 
 namespace sharpi {
 
+namespace {
+
+cuda::RouteRule ruleOf(const RouterCall& r) {
+    return {r.count,  r.used,       r.renormalize, r.weightScale, r.gating,
+            r.groups, r.groupsUsed, r.choiceBias,  r.outputScale};
+}
+
+}  // namespace
+
 void CudaExperts::route(const ExpertCall& call) {
     chooseExperts(call);
     if (_pass.pathOf(call.gate) == CudaPass::ExpertPath::Slots) sendChoices(call);
@@ -27,9 +36,8 @@ void CudaExperts::chooseExperts(const ExpertCall& call) {
     auto* const uses = _pass.at<uint32_t>(s.expertUses) + static_cast<int64_t>(r.expertLayer) * _pass.limits.experts;
     const auto route = [&](int64_t first, int64_t rows, const cuda::SharedScale& scale) {
         if (!rows) return;
-        cuda::route(_pass.stream, _pass.floats(RowBuffer::RouterLogits) + first * r.count, rows, r.count, r.used,
-                    r.renormalize, r.weightScale, _pass.at<int32_t>(s.chosen) + first * r.used, weights(first * r.used),
-                    uses, scale);
+        cuda::route(_pass.stream, _pass.floats(RowBuffer::RouterLogits) + first * r.count, rows, ruleOf(r),
+                    _pass.at<int32_t>(s.chosen) + first * r.used, weights(first * r.used), uses, scale);
     };
     float* const scales = _pass.floats(s.sharedScale);
     cuda::SharedScale scale;
@@ -43,39 +51,56 @@ void CudaExperts::chooseExperts(const ExpertCall& call) {
 }
 
 cuda::SharedAnswer CudaExperts::sharedAnswer(const ExpertCall& call, int64_t first) const {
-    if (!call.sharedScale) return {};
-    const cuda::SharedAnswer all{_pass.floats(RowBuffer::SharedOut), _pass.floats(_pass.layout->sharedScale)};
+    if (!call.shared) return {};
+    const cuda::SharedAnswer all{_pass.floats(RowBuffer::SharedOut),
+                                 call.sharedScale ? _pass.floats(_pass.layout->sharedScale) : nullptr};
     return cuda::rowsFrom(all, first, _pass.limits.embedding);
+}
+
+// Weights that multiplied the experts' inputs do not multiply their answers.
+const float* CudaExperts::answerWeights(const ExpertCall& call, int64_t pair) const {
+    return call.routing.weightsInput ? nullptr : weights(pair);
+}
+
+cuda::AnswerTerms CudaExperts::answerTerms(const ExpertCall& call, int64_t pair) const {
+    return {call.downBias, chosen(pair), call.to == RowBuffer::Residual};
+}
+
+cuda::GatedJoin CudaExperts::join(const ExpertCall& call, int64_t pair) const {
+    return {call.activation, call.gateBias, call.upBias, chosen(pair),
+            call.routing.weightsInput ? weights(pair) : nullptr};
 }
 
 void CudaExperts::computeResident(const ExpertCall& call) {
     const int32_t used = call.routing.used;
     const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, used);
-    hiddenOfPairs({call.gate, call.up, call.down}, chosen(0), used, hidden);
-    float* const residual = _pass.floats(RowBuffer::Residual);
+    hiddenOfPairs(call, {call.gate, call.up, call.down}, chosen(0), hidden);
+    float* const to = _pass.floats(call.to);
     _pass.forExactGroups([&](int64_t first, int rows) {
         cuda::expertDownAdd(_pass.stream, hidden.from(first * used), rows, call.down, chosen(first * used),
-                            weights(first * used), used, residual + first * _pass.limits.embedding,
-                            sharedAnswer(call, first));
+                            answerWeights(call, first * used), used, to + first * _pass.limits.embedding,
+                            sharedAnswer(call, first), answerTerms(call, first * used));
     });
 }
 
-// silu(gate x) * (up x) of each exact row's pairs, pair p with matrix which[p] of the stacks.
-void CudaExperts::hiddenOfPairs(const ExpertStacks& w, const int32_t* which, int32_t used, const Activations& hidden) {
+// activation(gate x, up x) of each exact row's pairs, pair p with matrix which[p] of the stacks.
+void CudaExperts::hiddenOfPairs(const ExpertCall& call, const ExpertStacks& w, const int32_t* which,
+                                const Activations& hidden) {
     const Activations& x = _pass.input(RowInput::Normed);
+    const int32_t used = call.routing.used;
     float *const gates = _pass.floats(RowBuffer::Gate), *const ups = _pass.floats(RowBuffer::Up);
     const bool fused = w.gate.first.type == w.up.first.type;
     _pass.forExactGroups([&](int64_t first, int rows) {
         const int64_t pair = first * used;
         if (fused) {
             return cuda::expertGated(_pass.stream, x.from(first), rows, w.gate, w.up, which + pair, used,
-                                     cuda::rowsFrom(hidden.exact, pair, hidden.cols));
+                                     cuda::rowsFrom(hidden.exact, pair, hidden.cols), join(call, pair));
         }
         const int64_t at = pair * hidden.cols;
         cuda::expertMatvec(_pass.stream, x.from(first), rows, w.gate, which + pair, used, false, gates + at);
         cuda::expertMatvec(_pass.stream, x.from(first), rows, w.up, which + pair, used, false, ups + at);
     });
-    if (!fused) cuda::siluMul(_pass.stream, gates, ups, _pass.exactRows() * used, hidden.cols, hidden.exact);
+    if (!fused) _products.activate(hidden, _pass.exactRows() * used, join(call, 0), 0, {});
 }
 
 // The host learns what the rows chose. From then on the CPU computes, or orders, what is in no slot
@@ -96,7 +121,7 @@ void CudaExperts::sendChoices(const ExpertCall& call) {
     _cache.awaitFetchedAhead();
     cuda::sendExperts(_pass.stream, read, rows, r.used, chosen(0), _cache.tableOf(r.expertLayer), _tickets.foreseen,
                       _pass.at<int32_t>(s.slot), _pass.at<cuda::DeviceOrders>(s.orders), mail.input,
-                      mail.choicesOf(r.expertLayer), mail.sent, _tickets.sent);
+                      mail.choicesOf(r.expertLayer), mail.sent, _tickets.sent, r.weightsInput ? weights(0) : nullptr);
 }
 
 // The GPU computes the chosen experts that are in slots, and those that it is ordered to fetch; the CPU computes the
@@ -111,9 +136,10 @@ void CudaExperts::computeInSlots(const ExpertCall& call) {
     auto* const orders = _pass.at<cuda::DeviceOrders>(s.orders);
     // Before kernels that wait for the CPU: if steps are launched one by one, a kernel's first launch may wait for the
     // GPU.
-    _pass.work->add([=, share = _pass.share, plan = &_cache.misses(), file = call.inFile(), layer = r.expertLayer,
-                     used = r.used, t = _tickets] {
-        share->experts({file, {}}, layer, rows, used, t.foreseen != nullptr, false, *plan, t.sent, t.instructed,
+    const HostExpertLayer layer{call.inFile(), call.activation, call.hostBiases.gate, call.hostBiases.up};
+    _pass.work->add([=, share = _pass.share, plan = &_cache.misses(), number = r.expertLayer, used = r.used,
+                     weightsInput = r.weightsInput, t = _tickets] {
+        share->experts(layer, number, rows, used, t.foreseen != nullptr, weightsInput, *plan, t.sent, t.instructed,
                        t.returned);
     });
     float* const out = _pass.floats(RowBuffer::ExpertOut);
@@ -122,11 +148,12 @@ void CudaExperts::computeInSlots(const ExpertCall& call) {
                            chosen(0), slot);
         if (_tickets.foreseen) _cache.fetchAhead(call.next->expertLayer, orders);
         const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, r.used);
-        hiddenOfPairs(slots, slot, r.used, hidden);
+        hiddenOfPairs(call, slots, slot, hidden);
         pairProducts(hidden, slots.down, slot, r.used, false, out);
     }
-    cuda::combineAnswers(_pass.stream, out, mail.answers, slot, weights(0), rows, r.used, _pass.limits.embedding,
-                         mail.returned, _tickets.returned, _pass.floats(RowBuffer::Residual), sharedAnswer(call, 0));
+    cuda::combineAnswers(_pass.stream, out, mail.answers, slot, answerWeights(call, 0), rows, r.used,
+                         _pass.limits.embedding, mail.returned, _tickets.returned, _pass.floats(call.to),
+                         sharedAnswer(call, 0), answerTerms(call, 0));
 }
 
 // A guess at what the next layer will choose, if it is wanted.
@@ -140,9 +167,9 @@ const int32_t* CudaExperts::foreseeNext(const ExpertCall& call) {
     float* const logits = _pass.floats(RowBuffer::RouterLogits);
     cuda::rmsNorm(_pass.stream, _pass.floats(RowBuffer::Residual), nullptr, next.norm, next.eps, rows, width,
                   normed.exact);
-    _products.exact(normed, {{*next.router, nullptr, logits, next.router->rows}});
-    cuda::route(_pass.stream, logits, rows, next.count, next.used, next.renormalize, next.weightScale,
-                _pass.at<int32_t>(s.foreseen), _pass.floats(s.foreseenWeight), nullptr);
+    _products.exact(normed, {{*next.router, next.bias, logits, next.router->rows}});
+    cuda::route(_pass.stream, logits, rows, ruleOf(next), _pass.at<int32_t>(s.foreseen),
+                _pass.floats(s.foreseenWeight));
     return _pass.at<int32_t>(s.foreseen);
 }
 
@@ -150,26 +177,25 @@ const int32_t* CudaExperts::foreseeNext(const ExpertCall& call) {
 void CudaExperts::computeByStack(const ExpertCall& call) {
     const RouterCall& r = call.routing;
     const int64_t exactPairs = _pass.exactRows() * r.used, fastPairs = _pass.fastRows() * r.used;
-    const int64_t width = call.down.first.cols, cols = call.down.first.rows;
+    const int64_t cols = call.down.first.rows;
     const ExpertStacks slots = _cache.slotsOf(r.expertLayer);
     float *const gates = _pass.floats(RowBuffer::Gate), *const ups = _pass.floats(RowBuffer::Up),
-                 *const out = _pass.floats(RowBuffer::ExpertOut), *const residual = _pass.floats(RowBuffer::Residual);
+                 *const out = _pass.floats(RowBuffer::ExpertOut), *const to = _pass.floats(call.to);
     cuda::ExpertGrouping made;
     const cuda::ExpertGroups groups = group(call, exactPairs, made);
     const Activations& in = _pass.input(RowInput::Normed);
     stackProduct(in, call.gate, slots.gate, r, groups, true, gates);
     stackProduct(in, call.up, slots.up, r, groups, true, ups);
-    const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, width, r.used);
-    if (exactPairs) cuda::siluMul(_pass.stream, gates, ups, exactPairs, width, hidden.exact);
-    if (fastPairs) {
-        const int64_t before = exactPairs * width;
-        cuda::siluMul(_pass.stream, gates + before, ups + before, fastPairs, width, {nullptr, {}, hidden.fast});
-    }
+    const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, r.used);
+    cuda::GatedJoin ofFast = join(call, exactPairs);
+    ofFast.pairAt = made.pairAt;
+    _products.activate(hidden, exactPairs, join(call, 0), fastPairs, ofFast);
     stackProduct(hidden, call.down, slots.down, r, groups, false, out);
     const auto combine = [&](int64_t first, int64_t rows, const int32_t* pairOf) {
         if (!rows) return;
-        cuda::combineExperts(_pass.stream, out + first * r.used * cols, pairOf, weights(first * r.used), rows, r.used,
-                             cols, residual + first * cols, sharedAnswer(call, first));
+        const int64_t pair = first * r.used;
+        cuda::combineExperts(_pass.stream, out + pair * cols, pairOf, answerWeights(call, pair), rows, r.used, cols,
+                             to + first * cols, sharedAnswer(call, first), answerTerms(call, pair));
     };
     combine(0, _pass.exactRows(), nullptr);
     combine(_pass.exactRows(), _pass.fastRows(), made.pairOf);

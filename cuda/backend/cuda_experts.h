@@ -34,7 +34,11 @@ private:
     cuda::ExpertGroups group(const ExpertCall& call, int64_t exactPairs, cuda::ExpertGrouping& made);
     void pairProducts(const Activations& x, const MatrixStack& w, const int32_t* which, int32_t used, bool ofRows,
                       float* y);
-    void hiddenOfPairs(const ExpertStacks& w, const int32_t* which, int32_t used, const Activations& hidden);
+    void hiddenOfPairs(const ExpertCall& call, const ExpertStacks& w, const int32_t* which, const Activations& hidden);
+    // Of the pairs from `pair` on.
+    cuda::GatedJoin join(const ExpertCall& call, int64_t pair) const;
+    cuda::AnswerTerms answerTerms(const ExpertCall& call, int64_t pair) const;
+    const float* answerWeights(const ExpertCall& call, int64_t pair) const;
     void stackProduct(const Activations& x, const WeightStack& w, const MatrixStack& slots, const RouterCall& routing,
                       const cuda::ExpertGroups& groups, bool ofRows, float* y);
     // What the shared expert adds to the rows from `first` on.

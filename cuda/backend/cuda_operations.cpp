@@ -46,7 +46,7 @@ void CudaOperations::addLinear(RowInput x, const Weight& w, const float* bias) {
 }
 
 void CudaOperations::gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) {
-    _products.gatedLinear(_pass.input(x), product.gate, product.up, reader);
+    _products.gatedLinear(_pass.input(x), product, reader);
 }
 
 // The embeddings come first, then what the output head read; each row then takes its place beside its token's.

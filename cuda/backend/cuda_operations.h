@@ -4,6 +4,7 @@
 #include "backend/cuda_experts.h"
 #include "backend/cuda_pass.h"
 #include "backend/cuda_products.h"
+#include "backend/host_rows_sharer.h"
 #include "kernels/delta/gated_delta.h"
 #include "operations/operations.h"
 
@@ -12,7 +13,7 @@ namespace sharpi {
 class CudaOperations : public Operations {
 public:
     CudaOperations(CudaPass& pass, CudaExpertCache& cache)
-        : _pass(pass), _products(pass), _experts(pass, _products, cache) {}
+        : _pass(pass), _sharer(pass), _products(pass, _sharer), _experts(pass, _products, cache) {}
 
     void embed(const Weight& table, float scale) override;
     void norm(const float* weight, float eps, Readers readers, bool floats) override;
@@ -42,6 +43,7 @@ private:
                    const Activations& attended);
 
     CudaPass& _pass;
+    HostRowsSharer _sharer;
     CudaProducts _products;
     CudaExperts _experts;
 };

@@ -2,7 +2,6 @@
 #include "backend/cuda_products.h"
 
 #include "core/error.h"
-#include "kernels/rows/crossing.h"
 
 namespace sharpi {
 
@@ -10,7 +9,7 @@ namespace sharpi {
 void CudaProducts::linear(const Activations& x, std::initializer_list<Product> products) {
     std::vector<cuda::MatvecOutput> together;
     for (const Product& p : products) {
-        if (shares(p.w)) throw Error(ErrorKind::Internal, "a product that is not added has rows of the CPU");
+        if (shares(p.w) && !p.w.deviceRows()) continue;
         float* const to = _pass.floats(p.to);
         _pass.forParts(p.w, [&](const Matrix& part, int64_t begin, bool stays) {
             const float* const bias = p.bias ? p.bias + begin : nullptr;
@@ -21,6 +20,9 @@ void CudaProducts::linear(const Activations& x, std::initializer_list<Product> p
         });
     }
     if (!together.empty()) exact(x, std::move(together));
+    for (const Product& p : products) {
+        if (shares(p.w)) sharedProduct(p.w, p.bias, _pass.floats(p.to), false);
+    }
 }
 
 void CudaProducts::exact(const Activations& x, std::vector<cuda::MatvecOutput> outputs) {
@@ -39,10 +41,15 @@ void CudaProducts::fast(const Activations& x, const Matrix& part, const float* b
 
 void CudaProducts::addLinear(const Activations& x, const Weight& w, const float* bias) {
     if (!shares(w)) return add(x, w, bias);
-    if (bias || w.file != _hiddenReader)
-        throw Error(ErrorKind::Internal, "the CPU adds rows of the matrix that reads the hidden rows, without a bias");
-    if (w.deviceRows()) add(x, w, nullptr);
-    receiveAdded(w);
+    if (w.deviceRows()) add(x, w, bias);
+    sharedProduct(w, bias, _pass.floats(RowBuffer::Residual), true);
+}
+
+// The other processor's rows of the matrix that reads the hidden rows.
+void CudaProducts::sharedProduct(const Weight& w, const float* bias, float* to, bool adds) {
+    if (w.file != _hiddenReader)
+        throw Error(ErrorKind::Internal, "another processor shares a product that does not read the hidden rows");
+    _sharer.product(w, bias, _pass.exactRows(), w.deviceRows(), to, adds);
 }
 
 void CudaProducts::add(const Activations& x, const Weight& w, const float* bias) {
@@ -57,23 +64,26 @@ void CudaProducts::add(const Activations& x, const Weight& w, const float* bias)
     });
 }
 
-void CudaProducts::gatedLinear(const Activations& x, const Weight& gate, const Weight& up, const Weight& reader) {
+void CudaProducts::gatedLinear(const Activations& x, const GatedProduct& product, const Weight& reader) {
     const Activations& hidden = _pass.shape(RowInput::Hidden, {reader}, reader.cols);
     _hiddenReader = reader.file;
-    if (shares(gate) || shares(reader)) sharedGated(x, gate, up, reader, hidden);
-    else gated(x, gate, up, hidden);
+    if (shares(product.gate) || shares(reader)) sharedGated(x, product, reader, hidden);
+    else gated(x, product, hidden);
 }
 
-// The GPU's columns of the hidden rows. In a step, what stands in the CPU's columns is meaningless until these arrive.
-void CudaProducts::gated(const Activations& x, const Weight& gate, const Weight& up, const Activations& hidden) {
+// The GPU's columns of the hidden rows. In a step, what stands in the other processor's columns is meaningless until
+// these arrive.
+void CudaProducts::gated(const Activations& x, const GatedProduct& product, const Activations& hidden) {
     float *const gates = _pass.floats(RowBuffer::Gate), *const ups = _pass.floats(RowBuffer::Up);
-    const int64_t width = gate.rows, exactRows = _pass.exactRows(), fastRows = _pass.fastRows();
+    const Weight &gate = product.gate, &up = product.up;
+    const int64_t width = gate.rows;
+    const cuda::GatedJoin join{product.activation, product.gateBias, product.upBias};
     bool fused = gate.type == up.type;
     const bool together = _pass.forPairs(gate, up, [&](const Matrix& gatePart, const Matrix& upPart, int64_t begin) {
         if (fused) {
             _pass.forExactGroups([&](int64_t first, int rows) {
                 cuda::matvecGated(_pass.stream, x.from(first), rows, gatePart, upPart,
-                                  cuda::rowsFrom(hidden.exact, first, hidden.cols), begin, width);
+                                  cuda::rowsFrom(hidden.exact, first, hidden.cols), begin, width, join);
             });
         } else {
             exact(x, {{gatePart, nullptr, gates + begin, width}, {upPart, nullptr, ups + begin, width}});
@@ -85,72 +95,47 @@ void CudaProducts::gated(const Activations& x, const Weight& gate, const Weight&
         fused = false;
         linear(x, {{gate, nullptr, RowBuffer::Gate}, {up, nullptr, RowBuffer::Up}});
     }
-    if (!fused && exactRows) cuda::siluMul(_pass.stream, gates, ups, exactRows, width, hidden.exact);
-    if (fastRows) {
-        const int64_t before = exactRows * width;
-        cuda::siluMul(_pass.stream, gates + before, ups + before, fastRows, width, {nullptr, {}, hidden.fast});
-    }
+    // Exact rows of gates and ups have their place before the fast ones even if the fused kernel did not write them.
+    activate(hidden, _pass.exactRows(), join, _pass.fastRows(), join, fused);
 }
 
-// The CPU computes the last rows of gate and up, or of the matrix that reads the hidden rows, or of all three. Each
-// processor needs all hidden rows for that matrix, so they are exchanged in between.
-void CudaProducts::sharedGated(const Activations& x, const Weight& gate, const Weight& up, const Weight& reader,
+void CudaProducts::activate(const Activations& hidden, int64_t exactRows, const cuda::GatedJoin& ofExact,
+                            int64_t fastRows, const cuda::GatedJoin& ofFast, bool exactDone) {
+    float *const gates = _pass.floats(RowBuffer::Gate), *const ups = _pass.floats(RowBuffer::Up);
+    const int64_t width = hidden.cols, before = exactRows * width;
+    if (!exactDone) cuda::gatedActivation(_pass.stream, ofExact, gates, ups, exactRows, width, hidden.exact);
+    cuda::gatedActivation(_pass.stream, ofFast, gates + before, ups + before, fastRows, width,
+                          {nullptr, {}, hidden.fast});
+}
+
+// The other processor computes the last rows of gate and up, or of the matrix that reads the hidden rows, or of all
+// three. Each processor needs all hidden rows for that matrix, so they are exchanged in between.
+void CudaProducts::sharedGated(const Activations& x, const GatedProduct& product, const Weight& reader,
                                const Activations& hidden) {
-    if (!gate.cpuRows) {
-        gated(x, gate, up, hidden);
-        return sendHidden(hidden, gate.rows);
-    }
-    HostShare* const share = _pass.share;
-    const Mailbox& mail = share->mailbox();
+    const Weight& gate = product.gate;
     const int64_t rows = _pass.exactRows(), ofGpu = gate.deviceRows();
-    const uint32_t sent = _pass.work->nextSent(), returned = _pass.work->nextReturned();
-    cuda::sendRows(_pass.stream, x.exact, rows, 0, x.cols, mail.input, mail.sent, sent);
-    if (ofGpu) gated(x, gate, up, hidden);
-    _hiddenSent = 0;
-    if (ofGpu && reader.cpuRows) sendHidden(hidden, ofGpu);
-    _pass.work->add([=, gate = gate.inFile(), up = up.inFile(), reader = reader.inFile()] {
-        share->gated({gate, up}, reader, rows, ofGpu, sent, returned);
-    });
-    if (reader.deviceRows())
-        cuda::receiveRows(_pass.stream, mail.hidden, rows, ofGpu, gate.rows, mail.returned, returned, hidden.exact);
-}
-
-// The GPU's hidden columns [0, end).
-void CudaProducts::sendHidden(const Activations& hidden, int64_t end) {
-    const Mailbox& mail = _pass.share->mailbox();
-    _hiddenSent = _pass.work->nextSent();
-    cuda::sendRows(_pass.stream, hidden.exact, _pass.exactRows(), 0, end, mail.hidden, mail.sent, _hiddenSent);
-}
-
-// The CPU's rows of the matrix that reads the hidden rows.
-void CudaProducts::receiveAdded(const Weight& w) {
-    HostShare* const share = _pass.share;
-    const Mailbox& mail = share->mailbox();
-    const int64_t rows = _pass.exactRows(), begin = w.deviceRows();
-    const uint32_t returned = _pass.work->nextReturned();
-    _pass.work->add([=, w = w.inFile(), after = _hiddenSent] { share->down(w, rows, begin, after, returned); });
-    cuda::receiveAdd(_pass.stream, mail.down, rows, begin, w.rows - begin, mail.returned, returned,
-                     _pass.floats(RowBuffer::Residual), w.rows);
+    if (!gate.cpuRows) {
+        gated(x, product, hidden);
+        return _sharer.sendHidden(hidden.exact, rows, gate.rows);
+    }
+    _sharer.sendInput(x.exact, rows, x.cols);
+    if (ofGpu) gated(x, product, hidden);
+    if (ofGpu && reader.cpuRows) _sharer.sendHidden(hidden.exact, rows, ofGpu);
+    _sharer.gated(product, reader, rows, ofGpu);
+    if (reader.deviceRows()) _sharer.receiveHidden(hidden.exact, rows, ofGpu, gate.rows);
 }
 
 // inRegion: within the step that may share; else the GPU computes all rows.
 void CudaProducts::logits(const cuda::RowOutputs& x, const Weight& output, int64_t rows, bool inRegion) {
     float* const to = _pass.floats(_pass.layout->logits);
-    const int64_t width = output.cols;
     const auto multiply = [&](const Matrix& part, int64_t begin, bool) {
         cuda::matvec(_pass.stream, {x.floats, x.quantized}, static_cast<int>(rows),
                      {{part, nullptr, to + begin, output.rows}});
     };
     if (!inRegion || !shares(output)) return _pass.forParts(output, multiply);
-    HostShare* const share = _pass.share;
-    const Mailbox& mail = share->mailbox();
-    const int64_t begin = output.deviceRows();
-    const uint32_t sent = _pass.work->nextSent();
-    cuda::sendRows(_pass.stream, x, rows, 0, width, mail.input, mail.sent, sent);
-    if (begin) _pass.forParts(output, multiply);
-    const uint32_t returned = _pass.work->nextReturned();
-    _pass.work->add([=, output = output.inFile()] { share->head(output, rows, begin, sent, returned); });
-    cuda::receiveRows(_pass.stream, mail.logits, rows, begin, output.rows, mail.returned, returned, {to, {}, {}});
+    _sharer.sendInput(x, rows, output.cols);
+    if (output.deviceRows()) _pass.forParts(output, multiply);
+    _sharer.head(output, rows, output.deviceRows(), to);
 }
 
 }  // namespace sharpi

@@ -41,7 +41,7 @@ BatchNumbers::BatchNumbers(const Room& room) : _room(room) {
     _queryEnd = take(queryTiles);
     _deltaBegin = take(deltaTiles);
     _deltaEnd = take(deltaTiles);
-    _tables = take(room.sequences * room.pages);
+    _tables = take(room.sequences * room.lists * room.pages);
 }
 
 // One call of fill().
@@ -53,6 +53,7 @@ public:
     void write() {
         const Room& room = _layout._room;
         require(_batch.size() <= room.rows, "rows", room.rows);
+        require(_kv.lists() <= room.lists, "lists of pages", room.lists);
         std::copy(_batch.tokens.begin(), _batch.tokens.end(), to(_layout._tokens));
         std::copy(_batch.positions.begin(), _batch.positions.end(), to(_layout._positions));
         std::copy(_batch.logitRows.begin(), _batch.logitRows.end(), to(_layout._logitRows));
@@ -96,9 +97,11 @@ private:
         require(_sequences < room.sequences, "sequences", room.sequences);
         const int64_t pages = _batch.positions[at(end - 1)] / KvCache::kPageTokens + 1;
         require(pages <= room.pages, "pages for a sequence", room.pages);
-        int32_t* const table = to(_layout._tables) + _sequences * room.pages;
-        std::copy_n(_kv.pageTable(_batch.sequences[at(begin)]), pages, table);
-        _used = table + pages - _host;
+        for (int32_t list = 0; list < _kv.lists(); ++list) {
+            int32_t* const table = to(_layout._tables) + (_sequences * room.lists + list) * room.pages;
+            std::copy_n(_kv.pageTable(_batch.sequences[at(begin)], list), pages, table);
+            _used = table + pages - _host;
+        }
         std::fill(to(_layout._sequence) + begin, to(_layout._sequence) + end, number(_sequences));
         ++_sequences;
         if (begin < _exactRows) ++_exactSequences;
@@ -170,8 +173,10 @@ BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, i
     view.logitRows = from(_logitRows);
     view.sources = from(_sources);
     view.joined = from(_joined);
-    view.exact = {exactRows, from(_positions), from(_sequence), from(_tables), _room.pages};
-    view.fast = {view.fastRows(), from(_positions, exactRows), from(_sequence, exactRows), from(_tables), _room.pages};
+    const int64_t table = _room.lists * _room.pages;
+    view.exact = {exactRows, from(_positions), from(_sequence), from(_tables), table};
+    view.fast = {view.fastRows(), from(_positions, exactRows), from(_sequence, exactRows), from(_tables), table};
+    view.listPages = _room.pages;
     view.exactStates = {
         exactRows, from(_stateFrom), from(_stateTo), {from(_exactBegin), from(_exactEnd), writer.exactSequences()}};
     view.fastStates = {view.fastRows(),

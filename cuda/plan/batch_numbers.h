@@ -18,11 +18,21 @@ struct BatchView {
     const int32_t* sources = nullptr;  // [rows]: Batch::sources
     // [2 * rows]: rows t and rows + t, in turn: a draft's two inputs are joined in this order.
     const int32_t* joined = nullptr;
-    cuda::BatchRows exact, fast;
+    cuda::BatchRows exact, fast;  // with the page tables of list 0
+    int64_t listPages = 0;        // from one list of a sequence's pages to the next
     cuda::DeltaBatch exactStates, fastStates;
     cuda::QueryTiles queryTiles;  // of the fast rows, for attention
     cuda::RowRanges deltaTiles;   // of the fast rows, for recurrent layers
     int64_t fastRows() const { return rows - exactRows; }
+    // With the page tables that a layer with these pages has.
+    cuda::BatchRows exactOf(const KvPages& pages) const { return withTables(exact, pages); }
+    cuda::BatchRows fastOf(const KvPages& pages) const { return withTables(fast, pages); }
+
+private:
+    cuda::BatchRows withTables(cuda::BatchRows part, const KvPages& pages) const {
+        part.pageTables += pages.list * listPages;
+        return part;
+    }
 };
 
 class BatchNumbers {
@@ -31,6 +41,7 @@ public:
         int64_t rows = 0, sequences = 0;
         int64_t fastSequences = 0;  // sequences that have fast rows; 0: no batch has fast rows
         int64_t pages = 0;          // of a sequence
+        int32_t lists = 1;          // of its pages: see KvPages::list
         bool recurrent = false, drafts = false;
         bool captured = false;  // batches of n rows are replayed from one capture, of up to n sequences
     };

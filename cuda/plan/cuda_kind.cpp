@@ -22,6 +22,12 @@ void require(bool ok, const std::string& what) {
     if (!ok) throw Error(ErrorKind::InvalidArgument, "the GPU cannot run this model: " + what + "; device cpu can");
 }
 
+void requireNorms(const AttentionSpec& a) {
+    const bool valuesAreKeys = !a.v && a.kvLayer < 0;
+    require(a.qkNorm != AttentionSpec::QkNorm::FullRow || !(a.normAfterRotation || a.valueNorm || valuesAreKeys),
+            "norms of all queries together after their rotation, or beside norms of values or values that are keys");
+}
+
 void requireExperts(const ExpertFfnSpec& experts) {
     require(experts.routing.count <= cuda::kMostRouted, std::to_string(experts.routing.count) +
                                                             " experts a layer, where up to " +
@@ -48,6 +54,7 @@ public:
             if (layer->attention) {
                 const AttentionSpec& a = *layer->attention;
                 cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
+                requireNorms(a);
             } else {
                 const GatedDeltaSpec& d = *layer->delta;
                 cuda::requireDelta({d.keyHeads, d.valueHeads, d.headDim, d.convWidth});

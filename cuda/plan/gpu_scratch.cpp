@@ -44,6 +44,7 @@ GpuScratch::GpuScratch(const StepLimits& l)
     room.rows = std::min(l.maxRows, kMaxDecodeRows);
     room.sequences = std::min(room.rows, kMaxSequences);
     room.pages = (l.context + l.pageTokens - 1) / l.pageTokens;
+    room.lists = l.pageLists;
     room.recurrent = l.deltaHeads > 0;
     room.drafts = l.drafts;
     room.captured = true;

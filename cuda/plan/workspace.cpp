@@ -1,5 +1,6 @@
 // The sizes of the kernels' workspaces, and how each is divided. This is host arithmetic that needs no CUDA toolkit,
 // because plans are also made on machines without one.
+#include <algorithm>
 #include <string>
 
 #include "core/contract.h"
@@ -53,6 +54,7 @@ template <typename Take> ExpertGrouping takeGrouping(int64_t rows, int32_t used,
     over.begin = take(experts + 1);
     over.pairToken = take(pairs);
     over.pairOf = take(pairs);
+    over.pairAt = take(pairs);
     over.tileExpert = take(maxExpertTiles(pairs, experts));
     over.tileBegin = take(maxExpertTiles(pairs, experts));
     over.counts = take(kMaxPairSegments * experts);
@@ -79,15 +81,20 @@ ExpertGrouping expertGroupingOver(void* buffer, int64_t rows, int32_t used, int3
     });
 }
 
+// A group's queries, and for each of its heads a page of weights and four numbers, take at most 96 KiB: what a block of
+// any supported GPU but Turing's can have, which refuses the largest groups when it runs them.
+int32_t maxHeadGroup(int32_t headDim) { return 96 * 1024 / static_cast<int32_t>(sizeof(float)) / (headDim + 64 + 4); }
+
 void requireHeads(const HeadShape& shape) {
     const bool known = shape.kvHeads > 0 && shape.heads > 0 && shape.heads % shape.kvHeads == 0 && shape.headDim > 0 &&
                        shape.headDim % 8 == 0 && shape.headDim <= kMaxHeadDim;
-    if (known && shape.heads / shape.kvHeads <= kMaxHeadGroup) return;
+    const int32_t group = maxHeadGroup(std::min(kMaxHeadDim, std::max(8, shape.headDim)));
+    if (known && shape.heads / shape.kvHeads <= group) return;
     throw Error(ErrorKind::InvalidArgument, "attention with " + std::to_string(shape.heads) + " heads over " +
                                                 std::to_string(shape.kvHeads) + " of " + std::to_string(shape.headDim) +
                                                 " elements cannot run on the GPU, which takes heads of 8, 16, .. " +
                                                 std::to_string(kMaxHeadDim) + " elements in groups of up to " +
-                                                std::to_string(kMaxHeadGroup));
+                                                std::to_string(group) + " of this size");
 }
 
 void requireDelta(const DeltaShape& shape) {

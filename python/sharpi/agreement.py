@@ -39,7 +39,8 @@ MOST_OFF = 1 / 3
 LEAST_STEPS, LEAST_PROMPT, LEAST_READ = 32, 256, 256 << 20
 # On the GPU the prediction is for a whole batch: a shorter prompt takes mostly fixed times.
 _LEAST_BATCH = 1024
-# Predictions leave attention out, so the KV cache may be at most this part of the bytes that a token reads.
+# Predictions leave attention out, so what a token reads of the KV cache may be at most this part of the weights that it
+# reads.
 _MOST_KV = 0.1
 _MOST_HIT_RATE_OFF = 0.15
 _SLOWING = ("SHARPI_CPU_ISA", "SHARPI_CUDA_GRAPH", "SHARPI_CUDA_PDL", "SHARPI_CUDA_WGMMA", "SHARPI_CUDA_PIN",
@@ -123,7 +124,7 @@ def _predicted(model: Model, profile: HardwareProfile, seen: Seen) -> Speed | No
         return None
     inventory = Inventory.of(model.file, model.spec, mtp=plan.mtp)
     read = sum(use.read_bytes for use in inventory.model_uses)
-    if read < LEAST_READ or plan.kv_bytes / plan.context * seen.held > _MOST_KV * read:
+    if read < LEAST_READ or model.spec.kv_bytes_read(plan.kv_dtype, round(seen.held)) > _MOST_KV * read:
         return None
     if seen.what == "prefill" and seen.tokens > plan.batch:
         return None

@@ -83,11 +83,12 @@ class Model(LoadedModel):
         "bf16" (default) or "fp16". batch: rows that prefill takes at once (512, on the GPU 2048). threads: the CPU's;
         by default and at most as many as there are cores. cpu_moe: whether all experts stay in RAM and the CPU computes
         them in decode, even if they would fit; `None` is what SHARPI_CPU_MOE says. sequences: for a model with
-        recurrent layers, how many states to keep (4); each conversation that holds tokens needs one, the others serve
-        to roll back. prompt: how the GPU computes prompts: "exact" gives the same bits as every other processor,
-        "fast" uses tensor cores, so the bits depend on the kind of GPU too, and takes batches of 64 rows or more;
-        `None` is what the kind of GPU says, so far "fast". The CPU's are exact. mtp: whether to load a prediction
-        layer, to draft tokens with; `None`: if the file has one.
+        recurrent layers, how many states to keep (4), and for one whose layers see a window or chunk, how many of
+        these; each conversation that holds tokens needs one, the others serve to roll back. prompt: how the GPU
+        computes prompts: "exact" gives the same bits as every other processor, "fast" uses tensor cores, so the bits
+        depend on the kind of GPU too, and takes batches of 64 rows or more; `None` is what the kind of GPU says, so far
+        "fast". The CPU's are exact. mtp: whether to load a prediction layer, to draft tokens with; `None`: if the file
+        has one.
 
         rope_scaling ("none", "linear" or "yarn"), rope_scale, rope_freq_base, rope_freq_scale (1 / rope_scale) and
         yarn_orig_ctx stretch the model to contexts longer than the file's, as llama.cpp's options of these names do:

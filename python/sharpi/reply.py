@@ -10,7 +10,7 @@ from sharpi.errors import InvalidRequestError
 from sharpi.generation import Generation, Stream, Timing
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.settings import arguments
-from sharpi.text.chat import ChatTemplate, Part, ThinkingSplitter, prompt_opens_thinking
+from sharpi.text.chat import ChatTemplate, Markers, Part, ThinkingSplitter
 
 __all__ = ["Message", "Reply", "assistant_message", "checked_messages", "render_prompt", "require_template"]
 
@@ -25,9 +25,10 @@ class Reply(Stream[Part]):
     message, as far as it has come.
     """
 
-    def __init__(self, generation: Generation, prompt: str) -> None:
-        """prompt: what the answer continues; it says whether the answer begins with reasoning."""
-        super().__init__(self._read(ThinkingSplitter(prompt_opens_thinking(prompt))))
+    def __init__(self, generation: Generation, prompt: str, markers: Markers) -> None:
+        """prompt: what the answer continues; it says whether the answer begins with reasoning. markers: how the
+        model marks its reasoning."""
+        super().__init__(self._read(ThinkingSplitter(markers.opened_by(prompt), markers)))
         self._generation = generation
         self._spoken: list[Part] = []
 

@@ -6,6 +6,7 @@ The core chooses tokens. Here they become text, are counted and timed, and end a
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -17,7 +18,7 @@ from sharpi.errors import InvalidRequestError, ModelFileError
 from sharpi.generation import Generation, Meter, Timing, Token
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.planning.drafts import choose_drafts, missing_states
-from sharpi.reply import Message, Reply, checked_messages, render_prompt
+from sharpi.reply import Message, Reply, checked_messages, render_prompt, require_template
 from sharpi.settings.arguments import flag, maybe, token_ids
 from sharpi.settings.generation_options import GenerationOptions, checked_options, takes_generation_options
 
@@ -71,15 +72,15 @@ class Session:
         ids = (model.tokenize(prompt) if isinstance(prompt, str)
                else token_ids("prompt", prompt, what="text or token ids"))
         self._require_prompt(ids)
-        params = _core.SamplingParams(**{name: given[name] for name in _SAMPLING}, logit_bias=given["logit_bias"] or {},
-                                      seed=secrets.randbits(63) if given["seed"] is None else given["seed"])
-        params.validate(model.spec.vocab_size)
         try:
             decoder, ends = model.tokenizer.stream(after=ids), model.tokenizer.stop_ids
+            suppressed = model.tokenizer.suppressed_ids
         except ModelFileError:
             if isinstance(prompt, str) or given["stop"]:
                 raise
-            decoder, ends = None, frozenset()  # a file without a tokenizer still answers in token ids
+            # A file without a tokenizer still answers in token ids.
+            decoder, ends, suppressed = None, frozenset(), frozenset()
+        params = self._sampling(given, suppressed)
         meter = Meter(Timing())
         tokens = self._tokens(lambda: self._start(ids, params, drafts, meter), given["max_tokens"], ends, decoder,
                               meter)
@@ -98,7 +99,16 @@ class Session:
         conversation = checked_messages(messages, system)
         prompt = render_prompt(self._model, conversation, thinking=maybe(flag, "thinking", thinking), tools=tools)
         tokens = self._model.tokenize(prompt, add_special=False, parse_special=True)
-        return Reply(self.generate(tokens, **options), prompt)
+        return Reply(self.generate(tokens, **options), prompt, require_template(self._model).markers)
+
+    def _sampling(self, given: Mapping[str, Any], suppressed: frozenset[int]) -> _core.SamplingParams:
+        """Raises `InvalidRequestError` for an option that is out of its range."""
+        rows = self._model.spec.vocab_size
+        bias = {**(given["logit_bias"] or {}), **{token: -math.inf for token in suppressed if token < rows}}
+        params = _core.SamplingParams(**{name: given[name] for name in _SAMPLING}, logit_bias=bias,
+                                      seed=secrets.randbits(63) if given["seed"] is None else given["seed"])
+        params.validate(rows)
+        return params
 
     def _require_prompt(self, ids: list[int]) -> None:
         """Raises `InvalidRequestError` for a prompt that no session of the model can take."""

@@ -55,7 +55,7 @@ def originals() -> list[Container]:
             if small.delta:
                 small = replace(small, delta=replace(small.delta, head_dim=4, interval=2), rope_dims=8)
             file = Container.read(write(Path(folder) / "model.gguf", small)).without("tokenizer.")
-            found.append(with_tokenizer(file, ("llama", "gpt2")[len(found) % 2]))
+            found.append(with_tokenizer(file, ("llama", "gpt2", "gemma4")[len(found) % 3]))
     return found
 
 
@@ -64,16 +64,23 @@ def with_tokenizer(file: Container, kind: str) -> Container:
     if kind == "llama":
         tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)] + TOKEN_PARTS[:8]
         types = [2, 3, 3] + [6] * 256 + [1] * 8
+        merges = []
+    elif kind == "gemma4":
+        tokens = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+        tokens += ["a", "b", "c", "\u2581", "ab", "abc", "\u2581a", "<tool>"]
+        types = [2, 3, 3] + [6] * 256 + [1] * 7 + [4]
+        merges = ["a b", "ab c", "\u2581 a"]
     else:
-        from sharpi.text.tokenizer import _BYTE_OF_CHAR
+        from sharpi.text.vocabulary import BYTE_OF_CHAR
 
-        tokens = sorted(_BYTE_OF_CHAR, key=_BYTE_OF_CHAR.__getitem__) + ["ab", "abc", "Ġa", "<|im_end|>", "<tool>"]
+        tokens = sorted(BYTE_OF_CHAR, key=BYTE_OF_CHAR.__getitem__) + ["ab", "abc", "Ġa", "<|im_end|>", "<tool>"]
         types = [1] * 259 + [3, 4]
+        merges = ["a b", "ab c", "Ġ a"]
     values = {
         "model": (STRING, text(kind)), "pre": (STRING, text("gpt-2")),
         "tokens": (ARRAY, array(STRING, tokens)), "token_type": (ARRAY, array(I32, types)),
         "scores": (ARRAY, array(F32, [-float(index) for index in range(len(tokens))])),
-        "merges": (ARRAY, array(STRING, ["a b", "ab c", "Ġ a"])),
+        "merges": (ARRAY, array(STRING, merges)),
         "bos_token_id": (U32, scalar(U32, 1)), "eos_token_id": (U32, scalar(U32, 2)),
         "add_bos_token": (BOOL, b"\1"), "add_eos_token": (BOOL, b"\0"), "add_space_prefix": (BOOL, b"\1"),
     }
@@ -188,7 +195,7 @@ def damaged_tensors(tensors: list[Tensor], dice: random.Random) -> list[Tensor]:
 
 def damaged_tokenizer(dice: random.Random) -> Input:
     """A sound model with a vocabulary of odd tokens, types, scores, merges and roles."""
-    file = with_tokenizer(dice.choice(originals()), dice.choice(["llama", "gpt2"]))
+    file = with_tokenizer(dice.choice(originals()), dice.choice(["llama", "gpt2", "gemma4"]))
     count = dice.choice([0, 1, 5, 40, 40, 261, 267])
     tokens = ["".join(dice.choices(TOKEN_PARTS, k=dice.randint(0, 3))) + dice.choice(["", str(n)])
               for n in range(count)]

@@ -46,7 +46,7 @@ __device__ __forceinline__ float2 halvesToFloats(uint32_t word, KvType type) {
 
 template <KvType kType> constexpr int kKvBytes = static_cast<int>(kvElementBytes(kType));
 
-// Reads kCount neighbouring elements. `at` is aligned to their size, at most to 16 bytes.
+// Reads kCount <= 8 neighbouring elements. `at` is aligned to their size, at most to 16 bytes.
 template <KvType kType, int kCount>
 __device__ __forceinline__ void readElements(const uint8_t* at, float (&out)[kCount]) {
     if constexpr (kType == KvType::F32) {
@@ -68,6 +68,7 @@ __device__ __forceinline__ void readElements(const uint8_t* at, float (&out)[kCo
             const uint2 v = *reinterpret_cast<const uint2*>(at);
             words[0] = v.x, words[1] = v.y;
         } else {
+            static_assert(kCount == 8);
             const uint4 v = *reinterpret_cast<const uint4*>(at);
             words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
         }

@@ -1,6 +1,7 @@
 // Attention over the paged KV cache, and the preparation of its inputs.
 #pragma once
 
+#include "core/attention_reach.h"
 #include "kernels/rows/rows.h"
 #include "memory/kv_pages.h"
 
@@ -20,8 +21,10 @@ struct BatchRows {
     }
 };
 
-// Heads of 8, 16, .. kMaxHeadDim elements, of which up to kMaxHeadGroup share one head of keys and values.
-constexpr int32_t kMaxHeadDim = 256, kMaxHeadGroup = 32;
+// Heads of 8, 16, .. kMaxHeadDim elements, of which up to maxHeadGroup share one head of keys and values: decode keeps
+// their queries and weights in the shared memory of a block.
+constexpr int32_t kMaxHeadDim = 512;
+int32_t maxHeadGroup(int32_t headDim);
 struct HeadShape {
     int32_t heads = 0, kvHeads = 0, headDim = 0;
 };
@@ -30,41 +33,54 @@ void requireHeads(const HeadShape& shape);
 
 enum class HeadNorm { None, PerHead, FullRow };
 
-// What happens to queries, keys and values between their projections and attention.
+// What happens to queries, keys and values between their projections and attention. HeadsCall says what the members
+// mean. FullRow comes with weights, before the rotation, and with values as v has them.
 struct HeadPreparation {
     HeadNorm norm = HeadNorm::None;
-    const float *qNorm = nullptr, *kNorm = nullptr;  // [headDim], or the whole row with FullRow
+    bool normAfterRotation = false, valueNorm = false, appends = true, valuesAreKeys = false;
+    const float *qNorm = nullptr, *kNorm = nullptr;  // [headDim]; nullptr: weights of 1; or the whole row with FullRow
+    const float* queryScale = nullptr;               // [context] or nullptr
     float eps = 0;
     const float *cos = nullptr, *sin = nullptr;  // [context, ropeDims / 2]
     int32_t ropeDims = 0;
     bool adjacent = false;
 };
 
-// Norms and rotates q [rows, heads * headDim] in place, and k [rows, kvHeads * headDim] on its way to the cache, which
-// leaves k itself unchanged; appends v to the cache. One launch, with the bits of the CPU's rmsNorm, rope and storeKv.
+// Prepares q [rows, heads * headDim] in place, and k and v [rows, kvHeads * headDim] on their way to the cache, which
+// leaves k and v themselves unchanged. One launch, with the bits of the CPU's rmsNorm, rope and storeKv.
 // If qHalf is not null, it receives q as HalfRows too.
 void prepareHeads(Stream& stream, float* q, float* k, const float* v, const HeadShape& shape,
                   const HeadPreparation& how, const BatchRows& batch, const KvPages& pages, const HalfRows& qHalf);
 
+// What attention makes of dot products and what it lets a query see. A score is scale * q.k, with a softcap softcap *
+// tanh(scale * q.k / softcap); a head's sink, which is not scaled, joins the softmax as a score without a value.
+struct AttentionRule {
+    float scale = 1;
+    AttentionReach reach;
+    float softcap = 0;             // 0: none
+    const float* sinks = nullptr;  // [heads] or nullptr
+};
+
 // Causal attention of few rows in one launch, with the bits of the CPU's attention (cpu/kernels/attention.cpp).
 // scratch: decodeAttentionBytes, 256-byte aligned; its first kDecodeCounterBytes are zero before the first call, and
-// every call leaves them zero. out: [rows, heads * headDim] as floats and quantized (if headDim is a multiple of 32).
+// every call leaves them zero. The page table's entries are read from the page of the first key that a row sees to that
+// of the last. out: [rows, heads * headDim] as floats and quantized (if headDim is a multiple of 32).
 // rows * heads is at most kDecodeCounterBytes / 4.
 constexpr size_t kDecodeCounterBytes = 16384;
 size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape, int64_t context, int64_t pageTokens);
-void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, float scale, const BatchRows& batch,
-                     const KvPages& pages, void* scratch, const RowOutputs& out);
+void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
+                     const BatchRows& batch, const KvPages& pages, void* scratch, const RowOutputs& out);
 
 // Causal attention of many rows, on tensor cores. Tile i is rows [tileBegin[i], tileEnd[i]) of one sequence: at most
 // kQueryTile rows with ascending positions. The arrays are in device memory. fp32 and fp16 caches are multiplied in
-// split form, and so are queries with a q.lo. out: [rows, heads * headDim] as floats and as halves; quantized is
-// ignored.
+// split form, and so are queries with a q.lo. A tile reads no entry of its page table before the page of the first key
+// that its first row sees. out: [rows, heads * headDim] as floats and as halves; quantized is ignored.
 constexpr int kQueryTile = 64;
 struct QueryTiles {
     const int32_t *begin = nullptr, *end = nullptr;
     int64_t count = 0;
 };
-void attentionPrefill(Stream& stream, const HalfRows& q, const HeadShape& shape, float scale, const BatchRows& batch,
-                      const QueryTiles& tiles, const KvPages& pages, const RowOutputs& out);
+void attentionPrefill(Stream& stream, const HalfRows& q, const HeadShape& shape, const AttentionRule& rule,
+                      const BatchRows& batch, const QueryTiles& tiles, const KvPages& pages, const RowOutputs& out);
 
 }  // namespace sharpi::cuda

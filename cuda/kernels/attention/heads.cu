@@ -99,18 +99,20 @@ struct Destination {
     int64_t at;
 };
 
-// Rotates the head in `buffer` (normed, shared memory, written by this warp) and writes it.
-template <int kSteps, bool kAdjacent>
+// Rotates the head in `buffer` (normed, shared memory, written by this warp) and writes it, with kScaled times
+// `factor`.
+template <bool kScaled, int kSteps, bool kAdjacent>
 __device__ __forceinline__ void writeRotated(const float* buffer, int dim, int ropeDims,
                                              const Rotation<kSteps, kAdjacent>& rotation, const Inputs& in,
-                                             const Destination& to, KvType type, int lane) {
+                                             const Destination& to, KvType type, int lane, float factor = 1.0f) {
     __syncwarp();
 #pragma unroll
     for (int step = 0; step < kSteps; step++) {
         const int e = 2 * lane + step * 64;
         if (e >= dim) break;
-        const float first = rotation.turned(buffer, e, 2 * step, ropeDims),
-                    second = rotation.turned(buffer, e + 1, 2 * step + 1, ropeDims);
+        float first = rotation.turned(buffer, e, 2 * step, ropeDims),
+              second = rotation.turned(buffer, e + 1, 2 * step + 1, ropeDims);
+        if constexpr (kScaled) first = __fmul_rn(first, factor), second = __fmul_rn(second, factor);
         if (to.cache) {
             storePair(to.cache, type, to.at + e, first, second);
         } else {
@@ -170,11 +172,95 @@ __global__ void __launch_bounds__(32 * kWarps)
     for (int i = 0; i < 2 * kSteps; i++)
         if (lane + 32 * i < dim)
             buffer[lane + 32 * i] = isNormed ? __fmul_rn(__fmul_rn(x[i], inverse), weight[i]) : x[i];
-    writeRotated(buffer, dim, how.ropeDims, rotation, in, to, pages.type, lane);
+    writeRotated<false>(buffer, dim, how.ropeDims, rotation, in, to, pages.type, lane);
+}
+
+// Normalizes a head whose elements the warp holds as readStrided() gives them. weight: nullptr: weights of 1.
+template <int kCount>
+__device__ __forceinline__ void normalize(float (&x)[kCount], const float* weight, int dim, float eps, int lane) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kCount; i++) sum = fmaf(x[i], x[i], sum);
+    const float inverse = inverseNorm(contractTree(sum), dim, eps);
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        x[i] = __fmul_rn(x[i], inverse);
+        if (weight && lane + 32 * i < dim) x[i] = __fmul_rn(x[i], weight[lane + 32 * i]);
+    }
+}
+
+template <int kCount>
+__device__ __forceinline__ void writeStrided(const float (&x)[kCount], int dim, int lane, float* to) {
+#pragma unroll
+    for (int i = 0; i < kCount; i++)
+        if (lane + 32 * i < dim) to[lane + 32 * i] = x[i];
+}
+
+// Rotates the head in `buffer`, which this warp wrote, in place.
+template <int kSteps, bool kAdjacent>
+__device__ __forceinline__ void rotate(float* buffer, int dim, int ropeDims,
+                                       const Rotation<kSteps, kAdjacent>& rotation, int lane) {
+    float turned[2 * kSteps];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; i++) {
+        const int e = 2 * lane + i / 2 * 64 + i % 2;
+        if (e < dim) turned[i] = rotation.turned(buffer, e, i, ropeDims);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; i++) {
+        const int e = 2 * lane + i / 2 * 64 + i % 2;
+        if (e < dim) buffer[e] = turned[i];
+    }
+    __syncwarp();
+}
+
+// prepareByHead for everything that it leaves out: a value is a head like the others, a norm may have no weights or
+// follow the rotation, queries may be scaled, and there may be no keys and values.
+template <int kSteps, bool kAdjacent>
+__global__ void __launch_bounds__(32 * kWarps)
+    prepareAnyHead(const Inputs in, const HeadShape shape, const HeadPreparation how, const BatchRows batch,
+                   const KvPages pages) {
+    allowNext();
+    extern __shared__ float buffers[];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, dim = shape.headDim;
+    const int unit = blockIdx.y * kWarps + warp, keyHead = unit - shape.heads, valueHead = keyHead - shape.kvHeads;
+    if (how.appends ? valueHead >= shape.kvHeads : keyHead >= 0) return;
+    waitForPrevious();
+    const int64_t row = blockIdx.x;
+    const bool isQuery = keyHead < 0, isValue = valueHead >= 0;
+    const int kvHead = isValue ? valueHead : keyHead;
+    const int64_t at = (isQuery ? row * shape.heads + unit : row * shape.kvHeads + kvHead) * dim;
+    float x[2 * kSteps];
+    readStrided((isQuery ? in.q : isValue && !how.valuesAreKeys ? in.v : in.k) + at, dim, lane, x);
+    const Place place(batch, row);
+    const Destination to = {isQuery   ? nullptr
+                            : isValue ? pages.v
+                                      : pages.k,
+                            isQuery ? at : place.inCache(batch, pages, kvHead)};
+    const int ropeDims = isValue ? 0 : how.ropeDims;
+    Rotation<kSteps, kAdjacent> rotation;
+    if (ropeDims > 0) rotation.read(how, place.position, lane);
+
+    const bool isNormed = isValue ? how.valueNorm : how.norm == HeadNorm::PerHead;
+    const bool isLate = how.normAfterRotation && !isValue;
+    const float* const weight = isValue ? nullptr : isQuery ? how.qNorm : how.kNorm;
+    float* const buffer = buffers + warp * dim;
+    if (isNormed && !isLate) normalize(x, weight, dim, how.eps, lane);
+    writeStrided(x, dim, lane, buffer);
+    if (isNormed && isLate) {
+        rotate(buffer, dim, ropeDims, rotation, lane);
+        readStrided(buffer, dim, lane, x);
+        normalize(x, weight, dim, how.eps, lane);
+        writeStrided(x, dim, lane, buffer);
+    }
+    const float factor = isQuery && how.queryScale ? how.queryScale[place.position] : 1.0f;
+    writeRotated<true>(buffer, dim, isLate && isNormed ? 0 : ropeDims, rotation, in, to, pages.type, lane, factor);
 }
 
 // Block (row, 0) takes the row's queries, (row, 1) its keys and (row, 2) its values.
-template <int kSteps, bool kAdjacent>
+template <bool kScaled, int kSteps, bool kAdjacent>
 __global__ void __launch_bounds__(32 * kFullRowWarps)
     prepareByRow(Inputs in, HeadShape shape, HeadPreparation how, BatchRows batch, KvPages pages) {
     allowNext();
@@ -197,37 +283,51 @@ __global__ void __launch_bounds__(32 * kFullRowWarps)
     rotation.read(how, place.position, lane);
     const float inverse = inverseNorm(sumOfSquares(x, heads * dim, lane), heads * dim, how.eps);
     __syncthreads();
+    float factor = 1.0f;
+    if constexpr (kScaled)
+        if (isQuery && how.queryScale) factor = how.queryScale[place.position];
     float* buffer = buffers + warp * dim;
     for (int head = warp; head < heads; head += kFullRowWarps) {
         for (int i = lane; i < dim; i += 32)
             buffer[i] = __fmul_rn(__fmul_rn(x[head * dim + i], inverse), weight[head * dim + i]);
         const Destination to = {isQuery ? nullptr : pages.k,
                                 isQuery ? rowAt + head * dim : place.inCache(batch, pages, head)};
-        writeRotated(buffer, dim, how.ropeDims, rotation, in, to, pages.type, lane);
+        writeRotated<kScaled>(buffer, dim, how.ropeDims, rotation, in, to, pages.type, lane, factor);
         __syncwarp();
     }
 }
 
-template <int kSteps, bool kAdjacent>
+// kPlain: what prepareByHead does is enough.
+template <bool kPlain, int kSteps, bool kAdjacent>
 void launchHeads(Stream& stream, const Inputs& in, const HeadShape& shape, const HeadPreparation& how,
                  const BatchRows& batch, const KvPages& pages) {
     const size_t headBytes = sizeof(float) * static_cast<size_t>(shape.headDim);
     const auto rows = static_cast<unsigned>(batch.rows);
     if (how.norm == HeadNorm::FullRow) {
-        launch(stream, prepareByRow<kSteps, kAdjacent>, dim3(rows, 3), dim3(32 * kFullRowWarps),
-               kFullRowWarps * headBytes, in, shape, how, batch, pages);
+        launch(stream, prepareByRow<!kPlain, kSteps, kAdjacent>, dim3(rows, how.appends ? 3 : 1),
+               dim3(32 * kFullRowWarps), kFullRowWarps * headBytes, in, shape, how, batch, pages);
         return;
     }
-    const int units = shape.heads + 2 * shape.kvHeads;
-    launch(stream, prepareByHead<kSteps, kAdjacent>, dim3(rows, static_cast<unsigned>((units + kWarps - 1) / kWarps)),
-           dim3(32 * kWarps), kWarps * headBytes, in, shape, how, batch, pages);
+    const int units = shape.heads + (how.appends ? 2 * shape.kvHeads : 0);
+    const dim3 blocks(rows, static_cast<unsigned>((units + kWarps - 1) / kWarps)), threads(32 * kWarps);
+    if constexpr (kPlain)
+        launch(stream, prepareByHead<kSteps, kAdjacent>, blocks, threads, kWarps * headBytes, in, shape, how, batch,
+               pages);
+    else
+        launch(stream, prepareAnyHead<kSteps, kAdjacent>, blocks, threads, kWarps * headBytes, in, shape, how, batch,
+               pages);
 }
 
-template <int kSteps>
+template <bool kPlain, int kSteps>
 void choosePairs(Stream& stream, const Inputs& in, const HeadShape& shape, const HeadPreparation& how,
                  const BatchRows& batch, const KvPages& pages) {
-    how.adjacent ? launchHeads<kSteps, true>(stream, in, shape, how, batch, pages)
-                 : launchHeads<kSteps, false>(stream, in, shape, how, batch, pages);
+    how.adjacent ? launchHeads<kPlain, kSteps, true>(stream, in, shape, how, batch, pages)
+                 : launchHeads<kPlain, kSteps, false>(stream, in, shape, how, batch, pages);
+}
+
+bool isPlain(const HeadPreparation& how) {
+    const bool weighted = how.norm != HeadNorm::PerHead || (how.qNorm && how.kNorm);
+    return weighted && !how.normAfterRotation && !how.valueNorm && how.appends && !how.valuesAreKeys && !how.queryScale;
 }
 
 }  // namespace
@@ -240,8 +340,17 @@ void prepareHeads(Stream& stream, float* q, float* k, const float* v, const Head
     }
     if (pages.pageTokens != kAttentionPage)
         throw Error(ErrorKind::Internal, "prepareHeads cannot write pages of this size");
+    if (how.norm == HeadNorm::FullRow && (how.normAfterRotation || how.valueNorm || how.valuesAreKeys))
+        throw Error(ErrorKind::Internal, "prepareHeads cannot combine a norm of whole rows with this");
     const Inputs in = {q, k, v, qHalf};
-    const auto choose = shape.headDim <= 64 ? choosePairs<1> : shape.headDim <= 128 ? choosePairs<2> : choosePairs<4>;
+    const int dim = shape.headDim;
+    const auto choose = dim > 256      ? choosePairs<false, 8>
+                        : isPlain(how) ? (dim <= 64    ? choosePairs<true, 1>
+                                          : dim <= 128 ? choosePairs<true, 2>
+                                                       : choosePairs<true, 4>)
+                                       : (dim <= 64    ? choosePairs<false, 1>
+                                          : dim <= 128 ? choosePairs<false, 2>
+                                                       : choosePairs<false, 4>);
     choose(stream, in, shape, how, batch, pages);
 }
 

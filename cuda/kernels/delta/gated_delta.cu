@@ -242,7 +242,7 @@ __global__ void __launch_bounds__(kConvWarps * 32, 6) convTilesKernel(ConvWork w
 
 struct DeltaWork {
     const float *mixed, *decay, *step, *gate;
-    int32_t keyHeads, valueHeads, dim;
+    int32_t keyHeads, valueHeads, headsPerKey, dim;
     float* states;  // entries of [valueHeads, dim, dim]
     const int32_t *from, *to;
     RowRanges sequences;
@@ -262,7 +262,7 @@ template <int kLines> struct Staged {
 // Stages rows first .. first + count - 1 of the head. Each warp copies a part of a row.
 template <int kLines>
 __device__ __forceinline__ void stageRows(const DeltaWork& work, Staged<kLines>& staged, int64_t first, int count) {
-    const int head = blockIdx.x, keyHead = head % work.keyHeads, dim = work.dim;
+    const int head = blockIdx.x, keyHead = keyHeadOf(head, work.keyHeads, work.headsPerKey), dim = work.dim;
     const int lane = threadIdx.x & 31, warps = blockDim.x >> 5, e = lane * 4;
     const int64_t keyWidth = int64_t{work.keyHeads} * dim, valueWidth = int64_t{work.valueHeads} * dim,
                   channels = 2 * keyWidth + valueWidth;
@@ -508,8 +508,9 @@ void prepareDelta(Stream& stream, const DeltaInputs& in, const DeltaParameters& 
 void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape,
                const DeltaStates& states, const DeltaBatch& batch, const RowOutputs& out) {
     requireDelta(shape);
-    const DeltaWork work = {in.mixed,  in.alpha,      in.beta,    in.gate,  shape.keyHeads, shape.valueHeads,
-                            shape.dim, states.matrix, batch.from, batch.to, batch.sequences};
+    const DeltaWork work = {
+        in.mixed,  in.alpha,      in.beta,    in.gate,  shape.keyHeads, shape.valueHeads, shape.headsPerKey(),
+        shape.dim, states.matrix, batch.from, batch.to, batch.sequences};
     const NormWork norm = {parameters.headNorm, parameters.eps, shape.valueHeads, shape.dim};
     withForms(stream, shape, batch.rows, out, [&](const RowOutputs& direct) {
         if (shape.dim <= 32) launchDelta<4>(stream, work, norm, direct);

@@ -11,7 +11,9 @@ namespace sharpi::cuda {
 // Heads of 8, 16, .. kMaxDeltaDim elements, convolutions over 2 to kMaxDeltaConv inputs.
 constexpr int32_t kMaxDeltaDim = 128, kMaxDeltaConv = 4;
 struct DeltaShape {
-    int32_t keyHeads = 0, valueHeads = 0, dim = 0, convWidth = 0;  // value head h reads key head h % keyHeads
+    int32_t keyHeads = 0, valueHeads = 0, dim = 0, convWidth = 0;
+    bool consecutive = false;  // value head h reads key head h / (valueHeads / keyHeads); else h % keyHeads
+    SHARPI_PORTABLE int32_t headsPerKey() const { return consecutive ? valueHeads / keyHeads : 0; }
     SHARPI_PORTABLE int64_t keyWidth() const { return int64_t{keyHeads} * dim; }
     SHARPI_PORTABLE int64_t valueWidth() const { return int64_t{valueHeads} * dim; }
     SHARPI_PORTABLE int64_t channels() const { return 2 * keyWidth() + valueWidth(); }
@@ -20,6 +22,11 @@ struct DeltaShape {
     SHARPI_PORTABLE int64_t convFloats() const { return (convWidth - 1) * channels(); }
     SHARPI_PORTABLE int64_t matrixFloats() const { return valueWidth() * dim; }
 };
+
+// The key head that a value head reads. headsPerKey: DeltaShape::headsPerKey().
+SHARPI_PORTABLE int32_t keyHeadOf(int32_t valueHead, int32_t keyHeads, int32_t headsPerKey) {
+    return headsPerKey ? valueHead / headsPerKey : valueHead % keyHeads;
+}
 
 // A layer's states, entry after entry, as memory/recurrent_state.h holds them.
 struct DeltaStates {
@@ -116,5 +123,10 @@ void splitGatedQueries(Stream& stream, const float* gated, int64_t rows, int32_t
 // out.floats may be x.
 void gateHeads(Stream& stream, const float* x, const float* gated, int64_t rows, int32_t heads, int32_t headDim,
                const RowOutputs& out);
+
+// steps: [rows, 2 * valueHeads]: key head by key head, the betas and then the alphas of the value heads that read it.
+// Moves them to alpha and beta, [rows, valueHeads]. For shapes with consecutive heads.
+void splitDeltaSteps(Stream& stream, const float* steps, int64_t rows, const DeltaShape& shape, float* alpha,
+                     float* beta);
 
 }  // namespace sharpi::cuda

@@ -203,10 +203,10 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, C::kDim >= 128
     waitForPrevious();
     const int64_t begin = work.tiles.begin[blockIdx.y], end = work.tiles.end[blockIdx.y];
     if (begin >= end) return;
-    const int head = blockIdx.x, keyHead = head % work.keyHeads, count = static_cast<int>(end - begin);
+    const int head = blockIdx.x, count = static_cast<int>(end - begin);
     const SystemBlock<C> system(memory);
-    copyHead<C, C::kThreads>(work, system.queries, begin, count, int64_t{keyHead} * work.dim);
-    copyHead<C, C::kThreads>(work, system.keys, begin, count, work.keyWidth() + int64_t{keyHead} * work.dim);
+    copyHead<C, C::kThreads>(work, system.queries, begin, count, work.keyChannel(head));
+    copyHead<C, C::kThreads>(work, system.keys, begin, count, work.keyWidth() + work.keyChannel(head));
     closeCopies();
     for (int t = threadIdx.x; t < kChunk; t += C::kThreads) {
         const int64_t at = (begin + t) * work.valueHeads + head;
@@ -229,7 +229,7 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, C::kDim >= 128
     // The right sides, from the values and from the keys.
     const int channels = static_cast<int>(work.channels());
     float* values = work.mixed + begin * channels + 2 * work.keyWidth() + int64_t{head} * work.dim;
-    const float* keys = work.mixed + begin * channels + work.keyWidth() + int64_t{keyHead} * work.dim;
+    const float* keys = work.mixed + begin * channels + work.keyWidth() + work.keyChannel(head);
     const int column = (threadIdx.x >> 5) * 16;
     float u[kChunk / 8][4], w[kChunk / 8][4];
     const auto exists = [&](int t, int c) { return t < count && c < work.dim; };
@@ -308,7 +308,7 @@ template <class C> struct StateBlock {
     // Copies W and queries, as one group.
     __device__ __forceinline__ void copyFirst(const ChunkWork& work, const Tile& tile) const {
         copyRows<C::kThreads, C::kRowBytes, C::kParts * kChunk>(w, left(work, tile));
-        copyHead<C, C::kThreads>(work, queries, tile.begin, tile.count, int64_t{blockIdx.x % work.keyHeads} * work.dim);
+        copyHead<C, C::kThreads>(work, queries, tile.begin, tile.count, work.keyChannel(blockIdx.x));
         closeCopies();
     }
 
@@ -319,8 +319,7 @@ template <class C> struct StateBlock {
         const uint8_t* numbers = from + C::kParts * C::kWeightBytes;
         for (int i = threadIdx.x; i < C::kGainBytes / 16; i += C::kThreads)
             copyChunk(gains + i * 16, numbers + i * 16, true);
-        copyHead<C, C::kThreads>(work, keys, tile.begin, tile.count,
-                                 work.keyWidth() + int64_t{blockIdx.x % work.keyHeads} * work.dim);
+        copyHead<C, C::kThreads>(work, keys, tile.begin, tile.count, work.keyWidth() + work.keyChannel(blockIdx.x));
         closeCopies();
     }
 };
@@ -593,6 +592,7 @@ void deltaRuleInChunks(Stream& stream, const DeltaInputs& in, const HalfRows& qu
                             queriesAndKeys,
                             shape.keyHeads,
                             shape.valueHeads,
+                            shape.headsPerKey(),
                             shape.dim,
                             states.matrix,
                             batch.from,

@@ -33,7 +33,7 @@ struct ChunkWork {
     float* mixed;  // the values become U
     const float *decay, *step;
     HalfRows queriesAndKeys;  // [rows, 2 * keyHeads * dim]
-    int32_t keyHeads, valueHeads, dim;
+    int32_t keyHeads, valueHeads, headsPerKey, dim;
     float* states;
     const int32_t *from, *to;
     RowRanges sequences, tiles;
@@ -42,6 +42,10 @@ struct ChunkWork {
     float* out;     // [rows, valueHeads * dim]
 
     __device__ __forceinline__ int64_t keyWidth() const { return int64_t{keyHeads} * dim; }
+    // The first channel of the key, or of the query, that a value head reads.
+    __device__ __forceinline__ int64_t keyChannel(int head) const {
+        return int64_t{keyHeadOf(head, keyHeads, headsPerKey)} * dim;
+    }
     __device__ __forceinline__ int64_t channels() const { return 2 * keyWidth() + int64_t{valueHeads} * dim; }
 };
 

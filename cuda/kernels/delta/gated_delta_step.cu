@@ -57,7 +57,7 @@ template <int kLines, int kSplit> struct Place {
 
     __device__ __forceinline__ Place(const DeltaShape& shape, bool whole)
         : head(blockIdx.x / kSplit),
-          keyHead(head % shape.keyHeads),
+          keyHead(keyHeadOf(head, shape.keyHeads, shape.headsPerKey())),
           piece(blockIdx.x % kSplit),
           dim(whole ? kSums * kLines : shape.dim),
           channels(shape.channels()) {}
@@ -249,7 +249,9 @@ __device__ __forceinline__ void prepareRows(const StepWork& work, StepMemory<kLi
 
 // The number of blocks that read the past of a key head.
 template <int kSplit> __device__ __forceinline__ uint32_t readersOf(const DeltaShape& shape, int keyHead) {
-    return (shape.valueHeads - keyHead + shape.keyHeads - 1) / shape.keyHeads * kSplit;
+    const int heads =
+        shape.consecutive ? shape.headsPerKey() : (shape.valueHeads - keyHead + shape.keyHeads - 1) / shape.keyHeads;
+    return heads * kSplit;
 }
 
 // Counts the block as one that has read it. Returns how many had before.

@@ -26,7 +26,7 @@ namespace {
 __global__ void __launch_bounds__(kCrossingThreads)
     sendExpertsKernel(const __grid_constant__ Crossing rows, int pieces, int pairs, const int32_t* chosen,
                       const int32_t* table, const int32_t* predicted, int32_t* slot, DeviceOrders* orders,
-                      HostChoices host, uint32_t* sent, uint32_t ticket) {
+                      const float* weight, HostChoices host, uint32_t* sent, uint32_t ticket) {
     allowNext();
     waitForPrevious();
     int missed = 0;
@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(kCrossingThreads)
         if (p < pairs) {
             const int32_t expert = chosen[p];
             if (predicted) host.predicted[p] = predicted[p];
+            if (weight) host.weight[p] = weight[p];
             found = table[expert];
             slot[p] = found;
             host.chosen[p] = expert;
@@ -262,7 +263,8 @@ constexpr int kRanksAtOnce = 8;  // ranks of an element that are loaded together
 template <int kFloats>
 __global__ void __launch_bounds__(kAnswerThreads)
     combineAnswersKernel(const float* y, const float* hostY, const int32_t* slot, const float* weight, int32_t used,
-                         int pieces, const uint32_t* returned, uint32_t ticket, SharedAnswer shared, float* residual) {
+                         int pieces, const uint32_t* returned, uint32_t ticket, SharedAnswer shared, AnswerTerms terms,
+                         float* out) {
     waitForPrevious();
     const int64_t firstPair = static_cast<int64_t>(blockIdx.y) * used;
     bool isHosts = false;
@@ -282,7 +284,7 @@ __global__ void __launch_bounds__(kAnswerThreads)
         for (int k = 0; k < kRanksAtOnce; ++k) {
             const int64_t pair = firstPair + min(first + k, used - 1);
             where[k] = slot[pair];
-            factor[k] = weight[pair];
+            factor[k] = weight ? weight[pair] : 1.0f;
         }
 #pragma unroll
         for (int k = 0; k < kRanksAtOnce; ++k) {
@@ -296,22 +298,33 @@ __global__ void __launch_bounds__(kAnswerThreads)
             if (first + k >= used) continue;
             const uint32_t words[4] = {value[k].x, value[k].y, value[k].z, value[k].w};
 #pragma unroll
-            for (int i = 0; i < kFloats; ++i) sum[i] = fmaf(factor[k], __uint_as_float(words[i]), sum[i]);
+            for (int i = 0; i < kFloats; ++i) {
+                float answer = __uint_as_float(words[i]);
+                if (terms.bias) {
+                    const int64_t expert = terms.expert[firstPair + first + k];
+                    answer = __fadd_rn(answer, terms.bias[(expert * pieces + piece) * kFloats + i]);
+                }
+                sum[i] = fmaf(factor[k], answer, sum[i]);
+            }
         }
     }
     const int64_t at = (static_cast<int64_t>(blockIdx.y) * pieces + piece) * kFloats;
     if (shared.y) {
-        const float factor = portableSigmoid(shared.scale[blockIdx.y]);
+        const float factor = shared.scale ? portableSigmoid(shared.scale[blockIdx.y]) : 1.0f;
 #pragma unroll
         for (int i = 0; i < kFloats; ++i) sum[i] = fmaf(factor, shared.y[at + i], sum[i]);
     }
-    float* to = residual + at;
+    float* to = out + at;
     if constexpr (kFloats == 4) {
-        float4 old = *reinterpret_cast<const float4*>(to);
+        if (!terms.adds) {
+            *reinterpret_cast<float4*>(to) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            return;
+        }
+        const float4 old = *reinterpret_cast<const float4*>(to);
         *reinterpret_cast<float4*>(to) = make_float4(__fadd_rn(old.x, sum[0]), __fadd_rn(old.y, sum[1]),
                                                      __fadd_rn(old.z, sum[2]), __fadd_rn(old.w, sum[3]));
     } else {
-        *to = __fadd_rn(*to, sum[0]);
+        *to = terms.adds ? __fadd_rn(*to, sum[0]) : sum[0];
     }
 }
 
@@ -366,11 +379,12 @@ int pairCount(int64_t pairs) {
 
 void sendExperts(Stream& stream, const RowOutputs& from, int64_t rows, int32_t used, const int32_t* chosen,
                  const int32_t* table, const int32_t* predicted, int32_t* slot, DeviceOrders* orders,
-                 const HostRows& to, const HostChoices& host, uint32_t* sent, uint32_t ticket) {
+                 const HostRows& to, const HostChoices& host, uint32_t* sent, uint32_t ticket, const float* weight) {
     const Crossing c = crossingOf(from, rows, 0, to.cols, to);
     const int pairs = pairCount(rows * used);
     launch(stream, sendExpertsKernel, dim3(1), crossingThreads(std::max<int64_t>(c.pieces(), pairs)), 0, c, c.pieces(),
-           pairs, chosen, table, host.predicted ? predicted : nullptr, slot, orders, host, sent, ticket);
+           pairs, chosen, table, host.predicted ? predicted : nullptr, slot, orders, host.weight ? weight : nullptr,
+           host, sent, ticket);
 }
 
 void fetchExperts(Stream& stream, const ExpertStacks& slots, const ExpertOrders* host, const uint32_t* instructed,
@@ -386,16 +400,16 @@ void fetchAhead(Stream& stream, const ExpertStacks& slots, const DeviceOrders* o
 }
 
 void combineAnswers(Stream& stream, const float* y, const float* hostY, const int32_t* slot, const float* weight,
-                    int64_t rows, int32_t used, int64_t cols, const uint32_t* returned, uint32_t ticket,
-                    float* residual, const SharedAnswer& shared) {
+                    int64_t rows, int32_t used, int64_t cols, const uint32_t* returned, uint32_t ticket, float* to,
+                    const SharedAnswer& shared, const AnswerTerms& terms) {
     pairCount(rows * used);
     if (cols < 0 || cols > int64_t{1} << 30)
         throw Error(ErrorKind::Internal, "no kernel adds up answers of " + std::to_string(cols) + " columns");
-    const bool wide = isWhole(y, cols * 4) && isWhole(hostY, 0) && isWhole(residual, 0);
+    const bool wide = isWhole(y, cols * 4) && isWhole(hostY, 0) && isWhole(to, 0);
     const int64_t pieces = wide ? cols / 4 : cols;
     const dim3 grid(static_cast<unsigned>((pieces + kAnswerThreads - 1) / kAnswerThreads), static_cast<unsigned>(rows));
     launch(stream, wide ? combineAnswersKernel<4> : combineAnswersKernel<1>, grid, dim3(kAnswerThreads), 0, y, hostY,
-           slot, weight, used, static_cast<int>(pieces), returned, ticket, shared, residual);
+           slot, weight, used, static_cast<int>(pieces), returned, ticket, shared, terms, to);
 }
 
 void lookUpExperts(Stream& stream, const int32_t* chosen, int64_t pairs, const ExpertIndex& which, int32_t* element) {

@@ -29,11 +29,12 @@ struct DeviceOrders {
 };
 
 // slot[p] = table[chosen[p]] for all pairs, on the device and for the CPU. The CPU also gets `chosen` and, if it is not
-// null, `predicted` (both in device memory). If any expert is missed, it copies the rows as sendRows does. Then it sets
-// *sent = ticket. One launch of one block.
+// null, `predicted`, and likewise `weight` (all in device memory). If any expert is missed, it copies the rows as
+// sendRows does. Then it sets *sent = ticket. One launch of one block.
 void sendExperts(Stream& stream, const RowOutputs& from, int64_t rows, int32_t used, const int32_t* chosen,
                  const int32_t* table, const int32_t* predicted, int32_t* slot, DeviceOrders* orders,
-                 const HostRows& to, const HostChoices& host, uint32_t* sent, uint32_t ticket);
+                 const HostRows& to, const HostChoices& host, uint32_t* sent, uint32_t ticket,
+                 const float* weight = nullptr);
 
 // If anything was missed, waits until *instructed >= ticket, copies the CPU's orders to `orders`, and fetches every
 // demanded expert into its slot of `slots` (slot s is element s of each stack, packed). It reads the file's bytes
@@ -46,13 +47,13 @@ void fetchExperts(Stream& stream, const ExpertStacks& slots, const ExpertOrders*
 // layer missed nothing, it does nothing.
 void fetchAhead(Stream& stream, const ExpertStacks& slots, const DeviceOrders* orders, int32_t* table);
 
-// residual[t, :] += sum over ascending ranks k of weight[t, k] * answer[p, :], by fma from +0, with p = t * used + k.
-// The answer is y (the GPU's, [pairs, cols], in device memory) if slot[p] >= 0, else hostY (the CPU's, [pairs, cols],
-// in pinned memory). For a row with an answer of the CPU's it waits until *returned >= ticket. Then it adds the shared
-// answer.
+// to[t, :] += sum over ascending ranks k of weight[t, k] * (answer[p, :] + bias), by fma from +0, with p = t * used +
+// k. The answer is y (the GPU's, [pairs, cols], in device memory) if slot[p] >= 0, else hostY (the CPU's, [pairs,
+// cols], in pinned memory). For a row with an answer of the CPU's it waits until *returned >= ticket. Then it adds the
+// shared answer. If weight is null, weights are 1.
 void combineAnswers(Stream& stream, const float* y, const float* hostY, const int32_t* slot, const float* weight,
-                    int64_t rows, int32_t used, int64_t cols, const uint32_t* returned, uint32_t ticket,
-                    float* residual, const SharedAnswer& shared = {});
+                    int64_t rows, int32_t used, int64_t cols, const uint32_t* returned, uint32_t ticket, float* to,
+                    const SharedAnswer& shared = {}, const AnswerTerms& terms = {});
 
 // element[p] = the matrix of a stack that belongs to pair p's expert, or -1 if the stack does not hold it. With it,
 // expertGated and expertMatvec find experts in a stack that holds only some of them, at the places that `which` names.

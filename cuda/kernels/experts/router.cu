@@ -125,24 +125,104 @@ __device__ __forceinline__ void scaleRow(const SharedScale& scale, int64_t row, 
     if (lane == 0) scale.y[row] = sum;
 }
 
-// kHeld: experts of a lane. The first `routers` warps of a block route a row each. If the block has as many warps
-// again, these compute the rows' scales.
-template <int kHeld>
-__global__ void __launch_bounds__(kRouteWarps * 32)
-    routeKernel(const float* logits, int64_t rows, int32_t experts, int32_t used, int routers, bool renormalize,
-                float weightScale, int32_t* chosen, float* weight, uint32_t* uses, SharedScale scale) {
-    extern __shared__ uint2 sharedPicks[];
-    allowNext();
-    waitForPrevious();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const int64_t row = int64_t{blockIdx.x} * routers + warp % routers;
-    if (row >= rows) return;
-    if (warp >= routers) return scaleRow(scale, row, lane);
-    uint2* picks = sharedPicks + warp * used;  // key and index by rank
-
-    float p[kHeld];
+// Other kinds than the plain softmax: turns the lane's logits p into scores.
+template <int kHeld> __device__ __forceinline__ void scoreLogits(float (&p)[kHeld], Gating gating) {
+    if (gating == Gating::Softmax) return softmaxRow(p);
+    if (gating == Gating::SoftmaxOfChosen) return;
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) p[i] = i * 32 + lane < experts ? logits[row * experts + i * 32 + lane] : -INFINITY;
+    for (int i = 0; i < kHeld; ++i) p[i] = portableSigmoid(p[i]);
+}
+
+// The key of a group of `size` experts from `first` on. The warp calls it, and every lane gets it.
+template <int kHeld>
+__device__ __forceinline__ uint32_t groupKey(const uint32_t (&keys)[kHeld], int32_t first, int32_t size, int lane) {
+    uint32_t best = 0, second = 0;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+        const int32_t expert = i * 32 + lane;
+        if (expert < first || expert >= first + size) continue;
+        if (keys[i] > best) second = best, best = keys[i];
+        else if (keys[i] > second) second = keys[i];
+    }
+    const uint32_t top = warpMax(best);
+    if (size == 1) return top;
+    const int holder = __ffs(static_cast<int>(__ballot_sync(kWholeWarp, best == top))) - 1;
+    const uint32_t next = warpMax(lane == holder ? second : best);
+    return scoreKey(__fadd_rn(scoreOfKey(top), scoreOfKey(next)));
+}
+
+// Takes the experts of all groups but the best ones out of the choice.
+template <int kHeld>
+__device__ __forceinline__ void keepBestGroups(uint32_t (&keys)[kHeld], const RouteRule& rule, int lane) {
+    const int32_t size = rule.experts / rule.groups;
+    uint32_t mine = 0, kept = 0;  // the key of group `lane`; a bit for each group that stays
+    for (int32_t g = 0; g < rule.groups; ++g) {
+        const uint32_t key = groupKey(keys, g * size, size, lane);
+        if (lane == g) mine = key;
+    }
+    for (int32_t n = 0; n < rule.groupsUsed; ++n) {
+        const uint32_t top = warpMax(mine);
+        const int best = __ffs(static_cast<int>(__ballot_sync(kWholeWarp, mine == top))) - 1;
+        kept |= 1u << best;
+        if (lane == best) mine = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+        const int32_t group = (i * 32 + lane) / size;
+        if (keys[i] && !(kept >> group & 1u)) keys[i] = 0;
+    }
+}
+
+// Turns the chosen scores, by rank in shared memory, into weights.
+__device__ __forceinline__ void weighChosen(uint2* picks, const RouteRule& rule, int64_t row, int lane, float* weight) {
+    const auto score = [&](int32_t k) { return __uint_as_float(picks[k].x); };
+    const bool softmax = rule.gating == Gating::SoftmaxOfChosen;
+    if (softmax) {
+        float largest = -INFINITY;
+        for (int32_t k = 0; k < rule.used; ++k) largest = score(k) > largest ? score(k) : largest;
+        __syncwarp();
+        for (int32_t k = lane; k < rule.used; k += 32)
+            picks[k].x = __float_as_uint(portableExp(__fsub_rn(score(k), largest)));
+        __syncwarp();
+    }
+    float sum = 0.0f;
+    for (int32_t k = 0; k < rule.used; ++k) sum = __fadd_rn(sum, score(k));
+    const float total = softmax ? sum : weightSum(sum);
+    for (int32_t k = lane; k < rule.used; k += 32) {
+        const float share = softmax || rule.renormalize ? __fdiv_rn(score(k), total) : score(k);
+        const float scaled = __fmul_rn(share, rule.weightScale);
+        weight[row * rule.used + k] = rule.outputScale ? __fmul_rn(scaled, rule.outputScale[picks[k].y]) : scaled;
+    }
+}
+
+// The best keys by rank, to shared memory: the score that counts for the weight, and the index.
+template <int kHeld>
+__device__ __forceinline__ void pickAll(const float (&p)[kHeld], uint32_t (&keys)[kHeld], uint2* picks, int32_t used,
+                                        int lane) {
+    Best mine = bestOf(keys);
+    remove(keys, mine.held);
+    for (int32_t k = 0; k < used; ++k) {
+        const uint32_t key = warpMax(mine.key);
+        const Best next = bestOf(keys);
+        const int32_t index = warpMin(mine.key == key ? mine.held * 32 + lane : kMostRouted);
+        const bool isMine = (index & 31) == lane;
+        if (isMine) {
+            float score = 0.0f;
+#pragma unroll
+            for (int i = 0; i < kHeld; ++i) score = i == mine.held ? p[i] : score;
+            picks[k] = make_uint2(__float_as_uint(score), static_cast<uint32_t>(index));
+            mine = next;
+        }
+        remove(keys, isMine ? next.held : kHeld);
+    }
+    __syncwarp();
+}
+
+// The most common rule: the softmax of all logits, by which experts are chosen and weighed.
+template <int kHeld>
+__device__ __forceinline__ void routePlainly(float (&p)[kHeld], uint2* picks, const RouteRule& rule, int64_t row,
+                                             int lane, float* weight) {
+    const int32_t experts = rule.experts, used = rule.used;
     softmaxRow(p);
     uint32_t keys[kHeld];
 #pragma unroll
@@ -164,8 +244,46 @@ __global__ void __launch_bounds__(kRouteWarps * 32)
     __syncwarp();
     for (int32_t k = lane; k < used; k += 32) {
         const float best = probabilityOf(picks[k].x);
-        const float share = renormalize ? __fdiv_rn(best, sum) : best;
-        weight[row * used + k] = __fmul_rn(share, weightScale);
+        const float share = rule.renormalize ? __fdiv_rn(best, sum) : best;
+        weight[row * used + k] = __fmul_rn(share, rule.weightScale);
+    }
+}
+
+// kHeld: experts of a lane. The first `routers` warps of a block route a row each. If the block has as many warps
+// again, these compute the rows' scales.
+template <int kHeld, bool kPlain>
+__global__ void __launch_bounds__(kRouteWarps * 32)
+    routeKernel(const float* logits, int64_t rows, const __grid_constant__ RouteRule rule, int routers, int32_t* chosen,
+                float* weight, uint32_t* uses, SharedScale scale) {
+    extern __shared__ uint2 sharedPicks[];
+    allowNext();
+    waitForPrevious();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int64_t row = int64_t{blockIdx.x} * routers + warp % routers;
+    if (row >= rows) return;
+    if (warp >= routers) return scaleRow(scale, row, lane);
+    const int32_t experts = rule.experts, used = rule.used;
+    uint2* picks = sharedPicks + warp * used;  // key or score, and index, by rank
+
+    float p[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) p[i] = i * 32 + lane < experts ? logits[row * experts + i * 32 + lane] : -INFINITY;
+    if constexpr (kPlain) {
+        routePlainly(p, picks, rule, row, lane, weight);
+    } else {
+        scoreLogits(p, rule.gating);
+        uint32_t keys[kHeld];
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) {
+            const int32_t expert = i * 32 + lane;
+            keys[i] = 0;
+            if (expert < experts) keys[i] = scoreKey(rule.choiceBias ? __fadd_rn(p[i], rule.choiceBias[expert]) : p[i]);
+        }
+        if (rule.groups > 1) keepBestGroups(keys, rule, lane);
+        pickAll(p, keys, picks, used, lane);
+        weighChosen(picks, rule, row, lane, weight);
+    }
+    for (int32_t k = lane; k < used; k += 32) {
         chosen[row * used + k] = picks[k].y;
         if (uses) atomicAdd(&uses[picks[k].y], 1u);
     }
@@ -312,6 +430,7 @@ __global__ void placePairsKernel(const int32_t* chosen, int64_t pairs, int64_t s
         if (expert >= 0) {
             if (earlier == 0) mine[expert] += __popc(equals);
             to.pairOf[i] = place;
+            to.pairAt[place] = static_cast<int32_t>(i);
             to.pairToken[place] = static_cast<int32_t>(i / used);
         }
         __syncwarp();
@@ -324,7 +443,7 @@ constexpr int kCombineThreads = 256;
 
 __global__ void __launch_bounds__(kCombineThreads)
     combineKernel(const float* y, const int32_t* pairOf, const float* weight, int32_t used, int64_t cols, bool whole,
-                  SharedAnswer shared, float* residual) {
+                  SharedAnswer shared, AnswerTerms terms, float* out) {
     allowNext();
     waitForPrevious();
     const int64_t row = blockIdx.x;
@@ -334,21 +453,27 @@ __global__ void __launch_bounds__(kCombineThreads)
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 4
     for (int32_t k = 0; k < used; ++k) {
-        const float factor = weight[row * used + k];
+        const float factor = weight ? weight[row * used + k] : 1.0f;
         const int64_t pair = pairOf ? int64_t{pairOf[row * used + k]} : row * used + k;
-        const float4 answer = loadQuad(y + pair * cols + column, whole, left);
+        float4 answer = loadQuad(y + pair * cols + column, whole, left);
+        if (terms.bias) {
+            const float4 bias = loadQuad(terms.bias + terms.expert[row * used + k] * cols + column, whole, left);
+            answer = make_float4(__fadd_rn(answer.x, bias.x), __fadd_rn(answer.y, bias.y), __fadd_rn(answer.z, bias.z),
+                                 __fadd_rn(answer.w, bias.w));
+        }
         sum.x = fmaf(factor, answer.x, sum.x);
         sum.y = fmaf(factor, answer.y, sum.y);
         sum.z = fmaf(factor, answer.z, sum.z);
         sum.w = fmaf(factor, answer.w, sum.w);
     }
     if (shared.y) {
-        const float factor = portableSigmoid(shared.scale[row]);
+        const float factor = shared.scale ? portableSigmoid(shared.scale[row]) : 1.0f;
         const float4 answer = loadQuad(shared.y + row * cols + column, whole, left);
         sum = make_float4(fmaf(factor, answer.x, sum.x), fmaf(factor, answer.y, sum.y), fmaf(factor, answer.z, sum.z),
                           fmaf(factor, answer.w, sum.w));
     }
-    float* to = residual + row * cols + column;
+    float* to = out + row * cols + column;
+    if (!terms.adds) return storeQuad(to, sum, whole, left);
     const float4 old = loadQuad(to, whole, left);
     storeQuad(
         to,
@@ -365,18 +490,25 @@ void refuseExperts(int32_t experts) {
 
 }  // namespace
 
-void route(Stream& stream, const float* logits, int64_t rows, int32_t experts, int32_t used, bool renormalize,
-           float weightScale, int32_t* chosen, float* weight, uint32_t* uses, const SharedScale& scale) {
+void route(Stream& stream, const float* logits, int64_t rows, const RouteRule& rule, int32_t* chosen, float* weight,
+           uint32_t* uses, const SharedScale& scale) {
     if (rows == 0) return;
-    if (experts > kMostRouted) refuseExperts(experts);
+    if (rule.experts > kMostRouted) refuseExperts(rule.experts);
+    if (rule.groups < 1 || rule.groups > kMostGroups || rule.experts % rule.groups != 0 ||
+        rule.groupsUsed > rule.groups || int64_t{rule.experts} / rule.groups * rule.groupsUsed < rule.used) {
+        throw Error(ErrorKind::InvalidArgument, std::to_string(rule.groupsUsed) + " of " + std::to_string(rule.groups) +
+                                                    " groups of experts cannot be routed on the GPU");
+    }
     const int routers = rows > 64 ? kRouteWarps / 2 : 1;
-    const auto kernel = experts <= 128   ? routeKernel<4>
-                        : experts <= 256 ? routeKernel<8>
-                        : experts <= 512 ? routeKernel<16>
-                                         : routeKernel<32>;
+    const bool plain = rule.gating == Gating::Softmax && rule.groups == 1 && !rule.choiceBias && !rule.outputScale;
+    const auto kernel = rule.experts <= 128   ? plain ? routeKernel<4, true> : routeKernel<4, false>
+                          : rule.experts <= 256 ? plain ? routeKernel<8, true> : routeKernel<8, false>
+                          : rule.experts <= 512 ? plain ? routeKernel<16, true> : routeKernel<16, false>
+                          : plain ? routeKernel<32, true>
+                                              : routeKernel<32, false>;
     launch(stream, kernel, dim3(static_cast<unsigned>((rows + routers - 1) / routers)),
-           dim3((scale.x ? 2 : 1) * routers * 32), size_t(routers) * used * sizeof(uint2), logits, rows, experts, used,
-           routers, renormalize, weightScale, chosen, weight, uses, scale);
+           dim3((scale.x ? 2 : 1) * routers * 32), size_t(routers) * rule.used * sizeof(uint2), logits, rows, rule,
+           routers, chosen, weight, uses, scale);
 }
 
 void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t used, int32_t experts,
@@ -395,12 +527,12 @@ void groupExperts(Stream& stream, const int32_t* chosen, int64_t rows, int32_t u
 }
 
 void combineExperts(Stream& stream, const float* y, const int32_t* pairOf, const float* weight, int64_t rows,
-                    int32_t used, int64_t cols, float* residual, const SharedAnswer& shared) {
+                    int32_t used, int64_t cols, float* to, const SharedAnswer& shared, const AnswerTerms& terms) {
     if (rows == 0 || cols == 0) return;
-    const bool whole = cols % 4 == 0 && isAligned(y) && isAligned(shared.y) && isAligned(residual);
+    const bool whole = cols % 4 == 0 && isAligned(y) && isAligned(shared.y) && isAligned(to) && isAligned(terms.bias);
     const int64_t pieces = (cols + 4 * kCombineThreads - 1) / (4 * kCombineThreads);
     launch(stream, combineKernel, dim3(static_cast<unsigned>(rows), static_cast<unsigned>(pieces)),
-           dim3(kCombineThreads), 0, y, pairOf, weight, used, cols, whole, shared, residual);
+           dim3(kCombineThreads), 0, y, pairOf, weight, used, cols, whole, shared, terms, to);
 }
 
 }  // namespace sharpi::cuda

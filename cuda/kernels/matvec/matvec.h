@@ -35,11 +35,11 @@ void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<Ma
 // residual += w x + bias. Row t of residual is at residual + t * stride (0: w.rows).
 void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, const float* bias, float* residual,
                int64_t stride = 0);
-// silu(gate x) * (up x) in the requested forms (out.half is ignored). gate and up have the same type and shape. They
+// activation(gate x, up x) in the requested forms (out.half is ignored). gate and up have the same type and shape. They
 // are rows [begin, begin + gate.rows) of matrices with `hidden` rows (0: gate.rows); begin is a multiple of 32. out's
-// rows have `hidden` columns, of which only these are written.
+// rows have `hidden` columns, of which only these are written. join: without pairs; its biases are whole.
 void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up,
-                 const RowOutputs& out, int64_t begin = 0, int64_t hidden = 0);
+                 const RowOutputs& out, int64_t begin = 0, int64_t hidden = 0, const GatedJoin& join = {});
 
 // A stack of expert matrices, each packed on its own.
 using ExpertStack = MatrixStack;
@@ -47,17 +47,19 @@ using ExpertStack = MatrixStack;
 // chosen: [rows, used], the experts of each row by rank; pair p = row * used + rank. expertGated and expertMatvec skip
 // pairs whose chosen[p] is negative, and leave their outputs unchanged. expertDownAdd needs all pairs.
 
-// silu(gate x) * (up x) of every pair, with x the row of the pair, in the requested forms ([rows * used, hidden]).
+// activation(gate x, up x) of every pair, with x the row of the pair, in the requested forms ([rows * used, hidden]).
+// join.pairAt is not read.
 void expertGated(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& gate, const ExpertStack& up,
-                 const int32_t* chosen, int32_t used, const RowOutputs& out);
+                 const int32_t* chosen, int32_t used, const RowOutputs& out, const GatedJoin& join = {});
 // y[p, :] = (expert chosen[p] of w) x[p or its row, :]. This is the general form, for stacks whose types differ.
 // rowPerPair: x has a row for each pair; else it has one for each row.
 void expertMatvec(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& w, const int32_t* chosen,
                   int32_t used, bool rowPerPair, float* y);
-// residual[t, :] += sum over ascending ranks k of weight[t, k] * (down x[t * used + k, :]), starting at +0, by fma;
-// then the shared answer.
+// to[t, :] += sum over ascending ranks k of weight[t, k] * (down x[t * used + k, :] + bias), starting at +0, by fma;
+// then the shared answer. If weight is null, weights are 1. terms.expert is not read: the biases are those of `chosen`.
 void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& down, const int32_t* chosen,
-                   const float* weight, int32_t used, float* residual, const SharedAnswer& shared = {});
+                   const float* weight, int32_t used, float* to, const SharedAnswer& shared = {},
+                   const AnswerTerms& terms = {});
 
 // A plain product, straight from the file's layout (w.data: device memory, unpacked). The fast kernels are tested
 // against it.

@@ -1,11 +1,11 @@
-// Launches the second half of a layer of experts: down, weighted and added to the residual in one launch
+// Launches the second half of a layer of experts: down, weighted and summed in one launch
 // (matvec_experts.cuh).
 #include "kernels/matvec/matvec_experts.cuh"
 
 namespace sharpi::cuda {
 
 void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& down, const int32_t* chosen,
-                   const float* weight, int32_t used, float* residual, const SharedAnswer& shared) {
+                   const float* weight, int32_t used, float* to, const SharedAnswer& shared, const AnswerTerms& terms) {
     const Matrix& first = down.first;
     if (rows == 0 || first.rows == 0) return;
     if (used < 1 || used > 1024)
@@ -21,8 +21,10 @@ void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertS
     p.chosen = chosen;
     p.weight = weight;
     p.used = used;
-    p.residual = residual;
+    p.to = to;
     p.shared = shared;
+    p.bias = terms.bias;
+    p.adds = terms.adds;
     withType(first.type, [&](auto tag) { launchDown<decltype(tag)::kType>(stream, p, rows); });
 }
 

@@ -1,4 +1,4 @@
-// residual += the weighted sum of the down products of a token's experts, each of its own activations.
+// to += the weighted sum of the down products of a token's experts, each of its own activations.
 //
 // A block owns eight output rows of one token for all experts. An item is a pair of rows of one expert, and the warps
 // take items in turn, so that the weights of several experts are in flight at once, however few blocks there are. The
@@ -21,10 +21,12 @@ struct DownProduct {
     int32_t rows = 0, cols = 0;
     MatvecInput x;
     const int32_t* chosen = nullptr;
-    const float* weight = nullptr;
+    const float* weight = nullptr;  // null: 1
     int32_t used = 0;
     SharedAnswer shared;
-    float* residual = nullptr;
+    const float* bias = nullptr;  // [experts, rows], or null
+    float* to = nullptr;
+    bool adds = true;
 };
 
 template <DType D, bool kShared>
@@ -60,8 +62,8 @@ __global__ void __launch_bounds__(kMatvecThreads, 2) downKernel(const __grid_con
     pipeline.start(place);
     const int row = firstRow + static_cast<int>(threadIdx.x);
     const bool writes = threadIdx.x < kDownRows && row < p.rows;
-    float* residual = p.residual + token * p.rows + row;
-    const float before = writes ? *residual : 0.0f;
+    float* to = p.to + token * p.rows + row;
+    const float before = writes && p.adds ? *to : 0.0f;
     const bool isShared = p.shared.y != nullptr;
     const float sharedAnswer = writes && isShared ? p.shared.y[token * p.rows + row] : 0.0f;
     if (kShared) finishCopies();
@@ -76,9 +78,13 @@ __global__ void __launch_bounds__(kMatvecThreads, 2) downKernel(const __grid_con
     __syncthreads();
     if (!writes) return;
     float y = 0.0f;
-    for (int k = 0; k < p.used; ++k) y = fmaf(p.weight[token * p.used + k], sums[k * kDownRows + threadIdx.x], y);
-    if (isShared) y = fmaf(portableSigmoid(p.shared.scale[token]), sharedAnswer, y);
-    *residual = __fadd_rn(before, y);
+    for (int k = 0; k < p.used; ++k) {
+        float answer = sums[k * kDownRows + threadIdx.x];
+        if (p.bias) answer = __fadd_rn(answer, p.bias[static_cast<int64_t>(experts[k]) * p.rows + row]);
+        y = fmaf(p.weight ? p.weight[token * p.used + k] : 1.0f, answer, y);
+    }
+    if (isShared) y = fmaf(p.shared.scale ? portableSigmoid(p.shared.scale[token]) : 1.0f, sharedAnswer, y);
+    *to = p.adds ? __fadd_rn(before, y) : y;
 }
 
 template <DType D> void launchDown(Stream& stream, const DownProduct& p, int64_t rows) {

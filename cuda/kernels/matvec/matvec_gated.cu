@@ -1,11 +1,11 @@
-// Launches the gated first half of a feed-forward layer, dense or of experts: gate and up, SiLU, their product and its
-// quantization in one launch (matvec_gated.cuh).
+// Launches the gated first half of a feed-forward layer, dense or of experts: gate and up, the activation and
+// its quantization in one launch (matvec_gated.cuh).
 #include "kernels/matvec/matvec_gated.cuh"
 
 namespace sharpi::cuda {
 
-static GatedProduct gatedOf(const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up,
-                            const RowOutputs& out) {
+static GatedProduct gatedOf(const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up, const RowOutputs& out,
+                            const GatedJoin& join) {
     if (gate.type != up.type || gate.rows != up.rows || gate.cols != up.cols)
         throw Error(ErrorKind::Internal, "matvecGated: gate and up differ in type or shape");
     checkShape(gate);
@@ -21,6 +21,7 @@ static GatedProduct gatedOf(const MatvecInput& x, int rows, const Matrix& gate, 
     p.x = x;
     p.rows = rows;
     p.out = out;
+    p.join = join;
     return p;
 }
 
@@ -38,7 +39,7 @@ static RowOutputs columnsFrom(const RowOutputs& out, int64_t begin) {
 }
 
 void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up,
-                 const RowOutputs& out, int64_t begin, int64_t hidden) {
+                 const RowOutputs& out, int64_t begin, int64_t hidden, const GatedJoin& join) {
     if (rows == 0 || gate.rows == 0) return;
     const int64_t width = hidden == 0 ? gate.rows : hidden;
     if (begin < 0 || begin % kContractBlock != 0 || width - begin < gate.rows || width > int64_t{1} << 30 ||
@@ -46,15 +47,17 @@ void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& g
         throw Error(ErrorKind::Internal, "matvecGated: " + std::to_string(gate.rows) + " values from column " +
                                              std::to_string(begin) + " on do not fit in rows of " +
                                              std::to_string(width));
-    GatedProduct p = gatedOf(x, rows, gate, up, columnsFrom(out, begin));
+    GatedProduct p = gatedOf(x, rows, gate, up, columnsFrom(out, begin), join);
+    if (join.gateBias) p.join.gateBias += begin;
+    if (join.upBias) p.join.upBias += begin;
     p.width = static_cast<int32_t>(width);
     withType(gate.type, [&](auto tag) { launchGated<decltype(tag)::kType>(stream, p, 1); });
 }
 
 void expertGated(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& gate, const ExpertStack& up,
-                 const int32_t* chosen, int32_t used, const RowOutputs& out) {
+                 const int32_t* chosen, int32_t used, const RowOutputs& out, const GatedJoin& join) {
     if (rows == 0 || used == 0 || gate.first.rows == 0) return;
-    GatedProduct p = gatedOf(x, 1, gate.first, up.first, out);
+    GatedProduct p = gatedOf(x, 1, gate.first, up.first, out, join);
     p.chosen = chosen;
     p.gateStride = static_cast<int64_t>(gate.stride);
     p.upStride = static_cast<int64_t>(up.stride);

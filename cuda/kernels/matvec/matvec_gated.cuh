@@ -1,4 +1,4 @@
-// silu(gate x) * (up x), for a layer's two matrices or for the expert of each pair.
+// activation(gate x, up x), for a layer's two matrices or for the expert of each pair.
 //
 // A block owns 32 consecutive rows of both matrices, four of each for a warp. So its results are one block of the
 // activations that the next product reads. It is quantized here, and the floats need not be written. A warp's pair of
@@ -21,6 +21,7 @@ struct GatedProduct {
     int32_t rows = 0;   // rows of activations
     int32_t ahead = 0;  // units that a warp prefetches
     RowOutputs out;
+    GatedJoin join;
     // Experts: pair p = blockIdx.y reads row p / used of x and writes row p. A pair with chosen[p] < 0 is skipped.
     const int32_t* chosen = nullptr;
     int64_t gateStride = 0, upStride = 0;
@@ -77,9 +78,11 @@ __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) gatedKernel(c
             const float sum = sumPairs(acc, lane);
             const float upSum = __shfl_down_sync(0xffffffffu, sum, kLanesPerSum);
             if (!writes) return;
-            const float value = siluTimes(sum, upSum);
+            const GatedTerms terms(p.join, pair, p.hidden);
+            const int row = firstRow + item;
+            const float value = gatedValue(p.join.activation, terms.gate(sum, row), terms.up(upSum, row));
             values[t][warp * kGatedRowsPerWarp + item] = value;
-            if (p.out.floats) p.out.floats[(pair + t) * p.width + firstRow + item] = value;
+            if (p.out.floats) p.out.floats[(pair + t) * p.width + row] = value;
         });
 
     if (!p.out.quantized.q) return;

@@ -30,11 +30,11 @@ __global__ void __launch_bounds__(kThreads)
     copyPieces<true>(c, total);
 }
 
-// x [rows][stride] += from [rows][pieces] in pieces of kFloats floats.
+// x [rows][stride] (+)= from [rows][pieces] + bias in pieces of kFloats floats. x and bias begin at the first column.
 template <int kFloats>
 __global__ void __launch_bounds__(kThreads)
-    receiveAddKernel(const float* from, int total, int pieces, const uint32_t* returned, uint32_t ticket, float* x,
-                     int64_t stride) {
+    receiveProductKernel(const float* from, int total, int pieces, const uint32_t* returned, uint32_t ticket, float* x,
+                         int64_t stride, const float* bias, bool adds) {
     waitForPrevious();
     waitForTicket(returned, ticket);
     allowNext();  // not earlier: see crossing.cuh
@@ -52,17 +52,24 @@ __global__ void __launch_bounds__(kThreads)
         for (int k = 0; k < kAtOnce; ++k) {
             const int n = first + k * apart, t = n / pieces;
             if (n >= total) continue;
-            float* to = x + t * stride + static_cast<int64_t>(n - t * pieces) * kFloats;
+            const int64_t column = static_cast<int64_t>(n - t * pieces) * kFloats;
+            float* to = x + t * stride + column;
+            const uint32_t words[4] = {value[k].x, value[k].y, value[k].z, value[k].w};
+            float old[kFloats], sum[kFloats];
             if constexpr (kFloats == 4) {
-                float4 sum = *reinterpret_cast<const float4*>(to);
-                sum.x = __fadd_rn(sum.x, __uint_as_float(value[k].x));
-                sum.y = __fadd_rn(sum.y, __uint_as_float(value[k].y));
-                sum.z = __fadd_rn(sum.z, __uint_as_float(value[k].z));
-                sum.w = __fadd_rn(sum.w, __uint_as_float(value[k].w));
-                *reinterpret_cast<float4*>(to) = sum;
+                const float4 quad = adds ? *reinterpret_cast<const float4*>(to) : float4{};
+                old[0] = quad.x, old[1] = quad.y, old[2] = quad.z, old[3] = quad.w;
             } else {
-                *to = __fadd_rn(*to, __uint_as_float(value[k].x));
+                old[0] = adds ? *to : 0.0f;
             }
+#pragma unroll
+            for (int i = 0; i < kFloats; ++i) {
+                const float product = __uint_as_float(words[i]);
+                const float y = bias ? __fadd_rn(product, bias[column + i]) : product;
+                sum[i] = adds ? __fadd_rn(old[i], y) : y;
+            }
+            if constexpr (kFloats == 4) *reinterpret_cast<float4*>(to) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+            else *to = sum[0];
         }
     }
 }
@@ -144,16 +151,17 @@ void receiveRows(Stream& stream, const HostRows& from, int64_t rows, int64_t beg
            ticket);
 }
 
-void receiveAdd(Stream& stream, const float* from, int64_t rows, int64_t begin, int64_t count, const uint32_t* returned,
-                uint32_t ticket, float* x, int64_t cols) {
+void receiveProduct(Stream& stream, const float* from, int64_t rows, int64_t begin, int64_t count,
+                    const uint32_t* returned, uint32_t ticket, float* x, int64_t cols, const float* bias, bool adds) {
     if (rows < 0 || begin < 0 || count < 0 || count > cols - begin || rows * count >= int64_t{1} << 30)
         throw Error(ErrorKind::Internal, "adding " + std::to_string(count) + " columns from " + std::to_string(begin) +
                                              " on to rows of " + std::to_string(cols));
     float* to = x + begin;
     const bool wide = isWhole(from, count * 4) && isWhole(to, cols * 4);
     const int64_t pieces = wide ? count / 4 : count, total = rows * pieces;
-    launch(stream, wide ? receiveAddKernel<4> : receiveAddKernel<1>, blocksFor(total), crossingThreads(total), 0, from,
-           static_cast<int>(total), static_cast<int>(std::max<int64_t>(pieces, 1)), returned, ticket, to, cols);
+    launch(stream, wide ? receiveProductKernel<4> : receiveProductKernel<1>, blocksFor(total), crossingThreads(total),
+           0, from, static_cast<int>(total), static_cast<int>(std::max<int64_t>(pieces, 1)), returned, ticket, to, cols,
+           bias ? bias + begin : nullptr, adds);
 }
 
 }  // namespace sharpi::cuda

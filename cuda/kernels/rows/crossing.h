@@ -25,8 +25,10 @@ void sendRows(Stream& stream, const RowOutputs& from, int64_t rows, int64_t begi
 void receiveRows(Stream& stream, const HostRows& from, int64_t rows, int64_t begin, int64_t end,
                  const uint32_t* returned, uint32_t ticket, const RowOutputs& to);
 
-// Waits until *returned >= ticket, then x[t, begin + i] += from[t * count + i] for i < count; x: [rows, cols].
-void receiveAdd(Stream& stream, const float* from, int64_t rows, int64_t begin, int64_t count, const uint32_t* returned,
-                uint32_t ticket, float* x, int64_t cols);
+// Waits until *returned >= ticket, then x[t, begin + i] += from[t * count + i] + bias[begin + i] for i < count; x:
+// [rows, cols]. bias: [cols], or null. adds: else x is overwritten.
+void receiveProduct(Stream& stream, const float* from, int64_t rows, int64_t begin, int64_t count,
+                    const uint32_t* returned, uint32_t ticket, float* x, int64_t cols, const float* bias = nullptr,
+                    bool adds = true);
 
 }  // namespace sharpi::cuda

@@ -50,10 +50,50 @@ __device__ __forceinline__ float contractTree(float accumulator) {
 
 // --- elementwise -------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float siluTimes(float gate, float up) {
-    const float silu = __fdiv_rn(gate, __fadd_rn(1.0f, portableExp(__fsub_rn(0.0f, gate))));
-    return __fmul_rn(silu, up);
+__device__ __forceinline__ float overOnePlusExp(float x, float exponent) {
+    return __fdiv_rn(x, __fadd_rn(1.0f, portableExp(exponent)));
 }
+
+__device__ __forceinline__ float siluTimes(float gate, float up) {
+    return __fmul_rn(overOnePlusExp(gate, __fsub_rn(0.0f, gate)), up);
+}
+
+// core/activation.h says in which order. The kind is the same for the whole grid.
+__device__ __forceinline__ float gatedValue(Activation activation, float gate, float up) {
+    if (activation.kind == ActivationKind::Silu) return siluTimes(gate, up);
+    if (activation.kind == ActivationKind::Gelu) {
+        const float p = fmaf(__fmul_rn(gate, gate), kGeluCubic, 1.0f);
+        return __fmul_rn(overOnePlusExp(gate, __fmul_rn(__fmul_rn(gate, p), kGeluExponent)), up);
+    }
+    const float limit = activation.limit, least = __fsub_rn(0.0f, limit);
+    const float g = limit < gate ? limit : gate, below = limit < up ? limit : up, u = least > below ? least : below;
+    return __fmul_rn(overOnePlusExp(g, __fmul_rn(g, kSwigluExponent)), __fadd_rn(u, 1.0f));
+}
+
+// What comes before the activation, for one row of gates and ups.
+struct GatedTerms {
+    const float *gateBias, *upBias;  // of the row's expert; null: none
+    float factor;
+    bool weighted;
+
+    // pair: the row's number among those of the join. hidden: the width of the biases.
+    __device__ __forceinline__ GatedTerms(const GatedJoin& join, int64_t pair, int64_t hidden)
+        : gateBias(join.gateBias), upBias(join.upBias), factor(1.0f), weighted(join.weight != nullptr) {
+        if (weighted) factor = join.weight[pair];
+        if (!gateBias && !upBias) return;
+        const int64_t first = join.expert ? join.expert[pair] * hidden : 0;
+        if (gateBias) gateBias += first;
+        if (upBias) upBias += first;
+    }
+    __device__ __forceinline__ float gate(float x, int64_t column) const { return finished(x, gateBias, column); }
+    __device__ __forceinline__ float up(float x, int64_t column) const { return finished(x, upBias, column); }
+
+private:
+    __device__ __forceinline__ float finished(float x, const float* bias, int64_t column) const {
+        if (weighted) x = __fmul_rn(x, factor);
+        return bias ? __fadd_rn(x, bias[column]) : x;
+    }
+};
 
 // --- int8 blocks: core/contract.h section 1 -------------------------------------------------------------------------
 

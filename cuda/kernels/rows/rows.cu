@@ -1,5 +1,5 @@
-// RMS norm, SiLU and the changes of form between kernels: small work on rows of activations, with the bits of the CPU
-// (cpu/kernels/float_ops.cpp and quantize.cpp).
+// RMS norm, activations and the changes of form between kernels: small work on rows of activations, with the bits of
+// the CPU (cpu/kernels/float_ops.cpp and quantize.cpp).
 //
 // These kernels run between the large products. At decode they are bound by latency, not by bandwidth. The norm's sum
 // of squares has the same order on every processor (32 accumulators, one for each lane, then the tree), so it contains
@@ -245,7 +245,7 @@ __global__ void __launch_bounds__(kDotRows * 32)
 
 // Row blockIdx.x, quads from blockIdx.y * kElementThreads on. Without `up`, gate is only converted to other forms.
 __global__ void __launch_bounds__(kElementThreads)
-    elementsKernel(const float* gate, const float* up, int64_t cols, bool whole, RowOutputs out) {
+    elementsKernel(const GatedJoin join, const float* gate, const float* up, int64_t cols, bool whole, RowOutputs out) {
     allowNext();
     waitForPrevious();
     const int64_t row = blockIdx.x;
@@ -256,10 +256,21 @@ __global__ void __launch_bounds__(kElementThreads)
     if (valid) y = loadQuad(gate + at, whole, left);
     if (up) {
         float4 u = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (valid) u = loadQuad(up + at, whole, left);
-        y = make_float4(siluTimes(y.x, u.x), siluTimes(y.y, u.y), siluTimes(y.z, u.z), siluTimes(y.w, u.w));
-        if (out.floats && valid) storeQuad(out.floats + at, y, whole, left);
+        if (valid) u = loadQuad(up + (join.upStride ? row * join.upStride + column : at), whole, left);
+        if (join.weight || join.gateBias || join.upBias) {
+            const GatedTerms terms(join, join.pairAt ? join.pairAt[row] : row, cols);
+            float *const gates = &y.x, *const ups = &u.x;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (i >= left) break;
+                gates[i] = terms.gate(gates[i], column + i);
+                ups[i] = terms.up(ups[i], column + i);
+            }
+        }
+        y = make_float4(gatedValue(join.activation, y.x, u.x), gatedValue(join.activation, y.y, u.y),
+                        gatedValue(join.activation, y.z, u.z), gatedValue(join.activation, y.w, u.w));
     }
+    if (out.floats && valid) storeQuad(out.floats + at, y, whole, left);
     storeForms(out, row, cols, column, y, valid);
 }
 
@@ -295,14 +306,14 @@ void requireBlocks(int64_t cols, const RowOutputs& out) {
     }
 }
 
-void launchElements(Stream& stream, const float* gate, const float* up, int64_t rows, int64_t cols,
-                    const RowOutputs& out) {
+void launchElements(Stream& stream, const GatedJoin& join, const float* gate, const float* up, int64_t rows,
+                    int64_t cols, const RowOutputs& out) {
     if (rows == 0 || cols == 0) return;
     requireBlocks(cols, out);
-    const bool whole = cols % 4 == 0 && isAligned(gate) && isAligned(up) && isAligned(out.floats);
+    const bool whole = cols % 4 == 0 && join.upStride % 4 == 0 && isAligned(gate) && isAligned(up) && isAligned(out.floats);
     const int64_t pieces = (cols + 4 * kElementThreads - 1) / (4 * kElementThreads);
     const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(pieces));
-    launch(stream, elementsKernel, grid, dim3(kElementThreads), 0, gate, up, cols, whole, out);
+    launch(stream, elementsKernel, grid, dim3(kElementThreads), 0, join, gate, up, cols, whole, out);
 }
 
 }  // namespace
@@ -342,11 +353,12 @@ void softcap(Stream& stream, float* x, int64_t n, float cap) {
 }
 
 void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, const RowOutputs& out) {
-    launchElements(stream, x, nullptr, rows, cols, out);
+    launchElements(stream, {}, x, nullptr, rows, cols, out);
 }
 
-void siluMul(Stream& stream, const float* gate, const float* up, int64_t rows, int64_t cols, const RowOutputs& out) {
-    launchElements(stream, gate, up, rows, cols, out);
+void gatedActivation(Stream& stream, const GatedJoin& join, const float* gate, const float* up, int64_t rows,
+                     int64_t cols, const RowOutputs& out) {
+    launchElements(stream, join, gate, up, rows, cols, out);
 }
 
 }  // namespace sharpi::cuda

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/activation.h"
 #include "device/stream.h"
 
 namespace sharpi::cuda {
@@ -34,7 +35,25 @@ struct RowOutputs {
 // sigmoid(scale[t]) * y[t, :] by one fma. If y is null, there is none.
 struct SharedAnswer {
     const float* y = nullptr;      // [rows, cols]
-    const float* scale = nullptr;  // [rows]
+    const float* scale = nullptr;  // [rows]; null: the factor is 1
+};
+
+// How the answers of a row's chosen experts are summed: += weight[p] * (answer[p, :] + bias[expert[p], :]).
+struct AnswerTerms {
+    const float* bias = nullptr;      // [experts, cols], or null
+    const int32_t* expert = nullptr;  // by pair; needed with a bias
+    bool adds = true;                 // the sum is added to the row; else it replaces the row
+};
+
+// What joins the gates and ups of a feed-forward part, in the order of core/activation.h. Rows may be pairs of a row
+// and an expert, whose numbers are `pairAt[row]`, or the row itself if that is null.
+struct GatedJoin {
+    Activation activation;
+    const float *gateBias = nullptr, *upBias = nullptr;  // [hidden], or [experts, hidden]; null: none
+    const int32_t* expert = nullptr;                     // by pair: the row of the biases; null: the first
+    const float* weight = nullptr;                       // by pair: multiplies both products; null: 1
+    const int32_t* pairAt = nullptr;
+    int64_t upStride = 0;  // of gatedActivation() alone: from one row of `up` to the next; 0: as long as a row
 };
 
 // The same rows from row `row` on. Absent forms stay absent. A row of halves keeps its alignment if cols is a multiple
@@ -62,7 +81,7 @@ inline RowOutputs rowsFrom(const RowOutputs& rows, int64_t row, int64_t cols) {
 }
 inline SharedAnswer rowsFrom(const SharedAnswer& rows, int64_t row, int64_t cols) {
     SharedAnswer rest;
-    if (rows.y) rest = {rows.y + row * cols, rows.scale + row};
+    if (rows.y) rest = {rows.y + row * cols, rows.scale ? rows.scale + row : nullptr};
     return rest;
 }
 
@@ -81,8 +100,9 @@ void softcap(Stream& stream, float* x, int64_t n, float cap);
 void rowDots(Stream& stream, const float* x, const float* weight, int64_t rows, int64_t cols, float* y);
 // Writes x [rows, cols] in the requested forms; out.floats may be x.
 void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, const RowOutputs& out);
-// silu(gate) * up in the requested forms, with the bits of the CPU's siluMul. gate, up: [rows, cols]. out.floats may be
-// gate.
-void siluMul(Stream& stream, const float* gate, const float* up, int64_t rows, int64_t cols, const RowOutputs& out);
+// activation(gate, up) in the requested forms, with the bits of the CPU's gatedActivation. gate, up: [rows, cols].
+// out.floats may be gate.
+void gatedActivation(Stream& stream, const GatedJoin& join, const float* gate, const float* up, int64_t rows,
+                     int64_t cols, const RowOutputs& out);
 
 }  // namespace sharpi::cuda

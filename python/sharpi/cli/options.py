@@ -272,8 +272,9 @@ def cpu_moe_option(function: Callable[..., Any]) -> Callable[..., Any]:
 def sequences_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--sequences`."""
     return click.option("--sequences", type=click.IntRange(min=1, max=4096), metavar="N",
-                        help="States to make room for, if the model has recurrent layers. A conversation takes one, and"
-                             " N drafted tokens take N + 1 more; those left over serve to go back in a conversation."
+                        help="States to make room for, if the model has recurrent layers, and windows or chunks, if its"
+                             " layers see only these. A conversation takes one, and with recurrent layers N drafted"
+                             " tokens take N + 1 more; those left over serve to go back in a conversation."
                              "  [default: 4]")(function)
 
 

@@ -25,7 +25,7 @@ from sharpi.settings.choices import EXACT, FAST, KV_DTYPES, PROMPT_MODES
 __all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING",
            "load_plan", "size_words", "vram_words"]
 
-# For a model with recurrent layers: conversations, and states to roll back to in these.
+# For a model with recurrent layers, windows or chunks: conversations, and what they need to roll back.
 DEFAULT_SEQUENCES = 4
 _LONGEST_FILE = 64 << 20  # of a plan: many times what a model of thousands of tensors needs
 SMALLEST_CONTEXT = 512  # a shorter one is not worth offering, where more was asked for
@@ -39,11 +39,13 @@ class Plan:
 
     device: "cpu" or "cuda"; `why` says in one line how it was chosen, if that was left to the plan. gpu: the GPU, or
     why there is none; a plan for the CPU that nobody asked the GPU about has neither. vram: the budget that was set.
-    weights_bytes: of the file. kv_bytes: what the KV cache holds. lines: what the core allocates, in order, counted in
-    the device's steps. available_bytes: what all must fit into, RAM or VRAM; `None` for a GPU that is not there and no
-    budget. fitting_context and fitting_batch: the longest context up to the model's own, and the largest batch up to
-    this one, with which the model would fit, all else as it is; 0 if none does. fitting_vram: the least budget that
-    would do, if one was set that does not, and if it can be had; else 0.
+    weights_bytes: of the file. kv_bytes: what the KV cache holds; layers with a window or chunks keep what `sequences`
+    sequences and a batch see of them, and kv_bytes_if_all_seen is what it would hold if every layer saw all tokens.
+    lines: what the core allocates, in order, counted in the device's steps. available_bytes: what all must fit into,
+    RAM or VRAM; `None` for a GPU that is not there and no budget. fitting_context and fitting_batch: the longest
+    context up to the model's own, and the largest batch up to this one, with which the model would fit, all else as it
+    is; 0 if none does. fitting_vram: the least budget that would do, if one was set that does not, and if it can be
+    had; else 0.
 
     homes: on the GPU, each tensor's, in the file's order. placement: bytes of the weights by kind and by place; empty
     for a plan for the CPU that is not to be shown. expert_slots: what slots for experts may take, if not all are in
@@ -52,11 +54,11 @@ class Plan:
     part of the experts' uses that is expected to find them in slots, `None` if no expert has a slot as its home;
     hit_source says how that is known. prefill (of one batch) and decode: the predicted speeds, and `profile` the
     machine that they are for; `None` if nobody needed to know. fingerprint: of the file's tensors. sequences: how many
-    there is room for whose recurrent state is held, in a model that has one. mtp: whether the file's prediction layer
-    is loaded, for drafted tokens. draft_cost: what such a token adds to a step, as a part of a plain step's time;
-    `None` if there is no prediction layer, or nobody needed to know. Predicted decode is without drafts. prompt: how
-    prompts are computed, "exact" or "fast"; on the CPU always "exact". rope: the scaling that replaces the file's;
-    `model_context` is the longest context with it.
+    there is room for whose recurrent state is held, in a model that has one, or what a window or chunk shows of them.
+    mtp: whether the file's prediction layer is loaded, for drafted tokens. draft_cost: what such a token adds to a
+    step, as a part of a plain step's time; `None` if there is no prediction layer, or nobody needed to know. Predicted
+    decode is without drafts. prompt: how prompts are computed, "exact" or "fast"; on the CPU always "exact". rope: the
+    scaling that replaces the file's; `model_context` is the longest context with it.
     """
 
     model: str
@@ -74,6 +76,7 @@ class Plan:
     threads: int
     weights_bytes: int
     kv_bytes: int
+    kv_bytes_if_all_seen: int
     lines: tuple[tuple[str, int], ...]
     available_bytes: int | None
     fitting_context: int
@@ -413,8 +416,8 @@ def _number(least: float, most: float) -> Callable[[Any], float]:
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("model", "architecture", "fingerprint", "why"), _text),
-    **{name: _count() for name in ("weights_bytes", "kv_bytes", "fitting_context", "fitting_batch", "fitting_vram",
-                                   "expert_slots")},
+    **{name: _count() for name in ("weights_bytes", "kv_bytes", "kv_bytes_if_all_seen", "fitting_context",
+                                   "fitting_batch", "fitting_vram", "expert_slots")},
     "device": _one_of("cpu", "cuda"),
     "gpu": _gpu,
     "vram": _maybe(_count(1 << 20)),

@@ -50,8 +50,12 @@ class Spec(Protocol):
         """Layers with an expert for every token."""
         ...
 
-    def kv_bytes(self, kv_dtype: str, context: int) -> int:
-        """Bytes of the KV cache for `context` tokens."""
+    def kv_bytes(self, options: EngineOptions) -> int:
+        """Bytes of the KV cache."""
+        ...
+
+    def kv_bytes_if_all_seen(self, options: EngineOptions) -> int:
+        """Bytes that it would have if every layer saw all tokens."""
         ...
 
     def memory_lines(self, options: EngineOptions) -> list[tuple[str, int]]:
@@ -149,6 +153,7 @@ class Request:
     def fill(self, device: str, why: str, found: Gpu | str | None, batch: int, available: int | None,
              homes: tuple[TensorHome, ...], slots: int = 0, **more: Any) -> Plan:
         """The plan, with what is the same on every device filled in."""
+        options = self.options(device, self.context, batch, homes, slots)
         return Plan(
             model=self.file.name,
             architecture=self.file.architecture,
@@ -167,8 +172,9 @@ class Request:
             mtp=self.spec.prediction_layers > 0,
             rope=self.rope,
             weights_bytes=sum(tensor.nbytes for tensor in self.file.tensors),
-            kv_bytes=self.spec.kv_bytes(self.kv_dtype, self.context),
-            lines=tuple((name, count) for name, count in self.lines(device, self.context, batch, homes, slots)),
+            kv_bytes=self.spec.kv_bytes(options),
+            kv_bytes_if_all_seen=self.spec.kv_bytes_if_all_seen(options),
+            lines=tuple((name, count) for name, count in self.spec.memory_lines(options)),
             available_bytes=available,
             homes=homes,
             expert_slots=slots,

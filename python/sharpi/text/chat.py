@@ -26,7 +26,40 @@ from sharpi.text.template_sandbox import MeteredEnvironment
 
 _LONGEST_MESSAGE, _LONGEST_DATE = 500, 200
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+
+class Markers(NamedTuple):
+    """The texts by which models mark the reasoning in an answer; they are no part of the answer.
+
+    openings: each begins reasoning. closing: ends it. dropped: other marks outside of reasoning. No mark is the
+    beginning of another.
+    """
+
+    openings: tuple[str, ...]
+    closing: str
+    dropped: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(template: str) -> Markers:
+        """The marks that the source of a chat template writes."""
+        return next((known for known in _MARKERS if known.openings[0].rstrip() in template), THINK)
+
+    def opened_by(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends inside reasoning that has just begun, so that the answer continues it."""
+        return prompt.rstrip().endswith(tuple(opening.rstrip() for opening in self.openings))
+
+
+def _of_message(header: str) -> tuple[str, str]:
+    """A message's header: first as it begins an answer, whose first message the prompt has opened, then in full."""
+    return header, f"<|start|>assistant{header}"
+
+
+THINK = Markers(("<think>",), "</think>")
+_MARKERS = (
+    Markers(_of_message("<|channel|>analysis<|message|>"), "<|end|>",
+            ("<|end|>", *_of_message("<|channel|>final<|message|>"), *_of_message("<|channel|>commentary<|message|>"))),
+    Markers(("<|channel>thought\n",), "<channel|>"),
+    Markers(("[THINK]",), "[/THINK]"),
+)
 
 
 class ChatTemplate:
@@ -35,6 +68,7 @@ class ChatTemplate:
     def __init__(self, source: str, bos_token: str, eos_token: str, file: str | os.PathLike[str] | None = None) -> None:
         """Raises ModelFileError if `source` does not parse, or is too large to be one."""
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self.markers = Markers.of(source)
         self._name = "the chat template" if file is None else f"{os.fspath(file)}: the chat template"
         self._lock = threading.Lock()  # the environment counts for one rendering at a time
         self._environment = _make_environment()
@@ -82,11 +116,6 @@ class ChatTemplate:
         raise InvalidRequestError(one_line(what))
 
 
-def prompt_opens_thinking(prompt: str) -> bool:
-    """Whether a rendered prompt ends inside an open <think>, so that the answer starts there."""
-    return prompt.rstrip().endswith(THINK_OPEN)
-
-
 class Part(NamedTuple):
     """A piece of an answer: a part of the reasoning, which comes first, or of the text after it."""
 
@@ -97,13 +126,14 @@ class Part(NamedTuple):
 class ThinkingSplitter:
     """Tells a streamed answer's thinking from the answer itself.
 
-    The markers <think> and </think> are swallowed, also where they arrive in pieces; all other
-    text comes out once, in order, and as soon as it cannot be part of a marker.
+    Markers are swallowed, also where they arrive in pieces; all other text comes out once, in order, and as soon as it
+    cannot be part of a marker.
     """
 
-    def __init__(self, thinking: bool = False) -> None:
-        """thinking: the prompt already opened it (see `prompt_opens_thinking`)."""
+    def __init__(self, thinking: bool = False, markers: Markers = THINK) -> None:
+        """thinking: the prompt already opened it (see `Markers.opened_by`)."""
         self._thinking = thinking
+        self._markers = markers
         self._held = ""
 
     def push(self, text: str) -> list[Part]:
@@ -111,17 +141,22 @@ class ThinkingSplitter:
         parts: list[Part] = []
         pending = self._held + text
         while True:
-            marker = THINK_CLOSE if self._thinking else THINK_OPEN
-            before, found, rest = pending.partition(marker)
-            if not found:
+            markers = self._expected()
+            at, marker = min(((at, marker) for marker in markers if (at := pending.find(marker)) >= 0),
+                             default=(-1, ""))
+            if at < 0:
                 break
-            self._emit(parts, before)
-            self._thinking = not self._thinking
-            pending = rest
-        held = _marker_start(pending, marker)
+            self._emit(parts, pending[:at])
+            self._thinking = not self._thinking and marker in self._markers.openings
+            pending = pending[at + len(marker):]
+        held = max(_marker_start(pending, marker) for marker in markers)
         self._emit(parts, pending[:len(pending) - held])
         self._held = pending[len(pending) - held:]
         return parts
+
+    def _expected(self) -> tuple[str, ...]:
+        known = self._markers
+        return (known.closing,) if self._thinking else known.openings + known.dropped
 
     def flush(self) -> list[Part]:
         """What was held back as the possible start of a marker; call it at the end."""

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/cpu_operations.h"
+#include "cpu/operations/cpu_operations.h"
 #include "seed.h"
 
 using namespace sharpi;
@@ -291,7 +291,7 @@ protected:
         place(gate, 0, kDim, work.at(RowBuffer::DeltaGate));
         Values convState(static_cast<size_t>(3 * channels)), matrixState(static_cast<size_t>(values * kDim));
         const RecurrentLayer state{{3 * channels, values * kDim}, convState.data(), matrixState.data()};
-        work.sequences = {{0, kRows, nullptr, {{0, kRows, -1, 0}}}};
+        work.sequences = {{0, kRows, {}, {{0, kRows, -1, 0}}}};
         DeltaCall call{kKeyHeads, kValueHeads, kDim, 4, convWeights.data(), bias.data(), decays.data(), norm.data()};
         call.eps = 1e-6f;
         call.consecutiveHeads = consecutive;

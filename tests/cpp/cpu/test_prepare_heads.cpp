@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/cpu_operations.h"
+#include "cpu/operations/cpu_operations.h"
 #include "seed.h"
 
 namespace {
@@ -38,7 +38,7 @@ protected:
         _batch.positions = kPositions;
         _batch.sequences = {0, 0, 0};
         _work.batch = &_batch;
-        _work.sequences = {{0, kRows, &_pageTable, {}}};
+        _work.sequences = {{0, kRows, {&_pageTable}, {}}};
         q = random(kRows * kHeads * kDim), k = random(kRows * kKvHeads * kDim), v = random(k.size());
         qWeight = random(kHeads * kDim), kWeight = random(kHeads * kDim);
         cos = random(kContext * kRopeDims / 2), sin = random(cos.size()), scales = random(kContext);

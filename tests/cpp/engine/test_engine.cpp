@@ -251,7 +251,8 @@ TEST(Engine, RefusesImpossibleOptions) {
     expectError(ErrorKind::InvalidArgument, "batch", [&] { makeEngine(model, 100, 65537, 1); });
     expectError(ErrorKind::InvalidArgument, "threads", [&] { makeEngine(model, 100, 10, 0); });
     EXPECT_EQ(makeEngine(model, 100, 512, 1)->options().batch, 100);
-    EXPECT_EQ(makeEngine(model, 100, 512, 1)->kvBytes(), Engine::kvBytesFor(model.spec(), KvType::BF16, 100));
+    const auto engine = makeEngine(model, 100, 512, 1);
+    EXPECT_EQ(engine->kvBytes(), kvBytes(model.spec(), engine->options()));
 }
 
 TEST(Engine, WeightsCopiedToADeviceGiveTheSameBits) {

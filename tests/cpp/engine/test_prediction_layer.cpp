@@ -465,7 +465,7 @@ TEST(PredictionLayer, APlanForADeviceCountsItsBytes) {
         EXPECT_EQ(lineOf(with, "recurrent state"), lineOf(less, "recurrent state"));
         for (const char* name : {"token embedding", "layer 0", "output head"})
             EXPECT_EQ(lineOf(with, name), lineOf(less, name)) << name;
-        EXPECT_EQ(Engine::kvBytesFor(model.spec(), KvType::BF16, 200), lineOf(with, "KV cache"));
+        EXPECT_EQ(kvBytes(model.spec(), planned(true)), lineOf(with, "KV cache"));
 
         const Placement all = placementOf(model.spec(), model.table(), {}),
                         part = placementOf(without, model.table(), {});

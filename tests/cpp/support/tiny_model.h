@@ -327,7 +327,7 @@ private:
     void addAttention(const std::string& block, int64_t layer) {
         const Options& o = _options;
         const Family& f = family(o.architecture);
-        const bool seesAll = f.gemma4 && layer % 2 == 1, shares = layer >= o.layers - o.sharedKv;
+        const bool seesAll = f.gemma4 && layer % 2 == 1, shares = o.sharedKv && layer >= o.layers - o.sharedKv;
         const int64_t dim = o.headDim * (seesAll ? 2 : 1), q = o.heads * dim, kv = o.kvHeads * dim;
         const int64_t queries = hybrid() ? 2 * q : q;
         std::vector<std::pair<std::string, int64_t>> parts{{"attn_q", queries}, {"attn_k", kv}, {"attn_v", kv}};

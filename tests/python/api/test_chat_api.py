@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from sharpi import InvalidRequestError, Model, Reply
+from sharpi.conversation import Conversation
 from sharpi.files.gguf import GgufFile
 from sharpi.files.metadata import Metadata
 from sharpi.text.chat import Part
@@ -77,13 +78,15 @@ def test_a_session_computes_only_what_is_new(model: Model) -> None:
     assert said == list(model.chat(messages, **FEW))
 
 
-def test_reasoning_is_told_apart(model: Model) -> None:
-    opens = TEMPLATE + "<think>"
-    model.file, kept = with_template(model.file, opens), model.file
+@pytest.mark.parametrize("mark", ["<think>", "<|channel>thought\n", "[THINK]", "<|channel|>analysis<|message|>"])
+def test_reasoning_is_told_apart(mark: str, model: Model) -> None:
+    model.file, kept = with_template(model.file, f"{TEMPLATE}{{{{ {mark!r} }}}}"), model.file
     try:
         reply = model.chat(HELLO, **FEW)
         assert {part.kind for part in reply} == {"thinking"}
         assert reply.message["content"] == "" and reply.message["reasoning_content"]
+        conversation = Conversation(model, {"temperature": 0.0}, max_tokens=5)
+        assert {part.kind for part in conversation.answer("Hello")} == {"thinking"}
     finally:
         model.file = kept
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -66,6 +67,28 @@ def test_each_kind_of_end_token_ends(role: str, model: Model) -> None:
         assert len(list(model.generate(ids, max_tokens=9, temperature=0.0))) == 2
     finally:
         model._tokenizer = before
+
+
+def test_tokens_that_the_file_suppresses_are_never_chosen(model: Model) -> None:
+    """However likely, and whatever the caller adds to their logits; the rest is as with a bias of minus infinity."""
+    ids = model.tokenize(PROMPT)
+    plain = [token.id for token in model.generate(ids, max_tokens=20, temperature=0.0)]
+    unwanted = sorted({plain[2], plain[5]})
+    forbidden = [token.id for token in model.generate(ids, max_tokens=20, temperature=0.0,
+                                                      logit_bias=dict.fromkeys(unwanted, -math.inf))]
+    listed = np.array([*unwanted, 10**6], np.int32)
+    metadata = Metadata("story.gguf", {**model.file.metadata, "tokenizer.ggml.suppress_tokens": listed})
+    before, model._tokenizer = model.tokenizer, Tokenizer.from_metadata(metadata)
+    try:
+        for draft in ("off", "ngram"):
+            tokens = model.generate(ids, max_tokens=20, temperature=0.0, draft=draft,
+                                    logit_bias=dict.fromkeys(unwanted, 100.0))
+            assert [token.id for token in tokens] == forbidden
+        drawn = {token.id for token in model.generate(ids, max_tokens=60, temperature=2.0, top_k=0, seed=3)}
+        assert not drawn & set(unwanted)
+    finally:
+        model._tokenizer = before
+    assert plain != forbidden
 
 
 # --- stop texts ------------------------------------------------------------------------------------------------------

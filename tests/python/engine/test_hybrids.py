@@ -63,8 +63,10 @@ def large_layout() -> _core.Description:
 
 def test_only_attention_has_a_kv_cache() -> None:
     spec = large_layout()
-    assert spec.kv_bytes("bf16", 4096) == 256 << 20
-    assert spec.kv_bytes("fp32", 4096) == 512 << 20
+    for kv_dtype, expected in (("bf16", 256 << 20), ("fp32", 512 << 20)):
+        options = _core.EngineOptions(context=4096, kv_dtype=kv_dtype)
+        assert spec.kv_bytes(options) == spec.kv_bytes_if_all_seen(options) == expected
+        assert spec.kv_bytes_read(kv_dtype, 2048) == expected // 2
     one = 48 * 4 * (48 * 128 * 128 + 3 * 10240)
     for device in ("cpu", "cuda"):
         for sequences in (1, 4, 64):

@@ -126,6 +126,14 @@ def test_what_cannot_be_compared_is_not(machine: Machine, monkeypatch: pytest.Mo
     assert said(model, 0.1) is not None
 
 
+def test_what_a_token_does_not_see_does_not_count(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    current_profile()
+    model = Loaded(large())
+    assert said(model, 0.1, held=900_000.0) is None
+    monkeypatch.setattr(model.spec, "kv_bytes_read", lambda kv_dtype, tokens: min(tokens, 500))
+    assert said(model, 0.1, held=900_000.0) is not None
+
+
 def on_gpu(monkeypatch: pytest.MonkeyPatch, weights: FakeWeights, **options: Any) -> Loaded:
     set_gpu(monkeypatch, 60 << 30)
     return Loaded(weights, device="cuda", batch=2048, context=4000, shown=True, **options)

@@ -44,10 +44,14 @@ class FakeSpec:
     prediction_layers: int = 0
     state_bytes: int = 0
     shared_experts: int = 0
+    most_seen: int = 1 << 30  # tokens
     kv_line: int | None = None  # what the KV cache's line says, if that is not what the cache holds
 
-    def kv_bytes(self, kv_dtype: str, context: int) -> int:
-        return self.per_token * ELEMENT_BYTES[kv_dtype] * context
+    def kv_bytes(self, options: _core.EngineOptions) -> int:
+        return self.per_token * ELEMENT_BYTES[options.kv_dtype] * min(options.context, self.most_seen)
+
+    def kv_bytes_if_all_seen(self, options: _core.EngineOptions) -> int:
+        return self.per_token * ELEMENT_BYTES[options.kv_dtype] * options.context
 
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
         return [(0, "weights", "vector", 0, 1000, 1, 1000)]
@@ -58,7 +62,7 @@ class FakeSpec:
         assert options.prompt == "exact" or (on_gpu and batch >= min(64, context))
         weights = [("token embedding", 300), ("layer 0", 250), ("layer 1", 350), ("output head", self.weights - 900)]
         return [*((name, count if on_gpu else 0) for name, count in weights),
-                ("KV cache", self.kv_bytes(options.kv_dtype, context) if self.kv_line is None else self.kv_line),
+                ("KV cache", self.kv_bytes(options) if self.kv_line is None else self.kv_line),
                 ("scratch", 50 * batch + 3 * context + 7 * options.threads), ("graphs", 11 if on_gpu else 0)]
 
 
@@ -450,6 +454,21 @@ def test_the_command_plans_for_a_gpu_that_is_not_there(fake_described: None) -> 
     short = plan_command(*options, "-c", "1000", "--vram", "30MB").stdout
     assert "does not fit" in short and "-c " in short
     assert json.loads(plan_command(*options, "--json").stdout)["total_bytes"] == ON_GPU
+
+
+@pytest.mark.parametrize("most_seen, words", [
+    (420, "8.0 MiB   1,000 tokens, bf16; 19.1 MiB if every layer saw all"),
+    (1000, "19.1 MiB   1,000 tokens, bf16"),
+])
+def test_the_command_says_what_windows_save(monkeypatch: pytest.MonkeyPatch, most_seen: int, words: str) -> None:
+    spec = FakeSpec(most_seen=most_seen)
+    monkeypatch.setattr("sharpi.loading.description.describe",
+                        lambda path=None, mtp=True, rope=None: (fake_file(1000), spec))
+    options = ("-m", "some.gguf", "--device", "cpu", "-c", "1000", "--kv-dtype", "bf16", "-b", "8", "-t", "1")
+    lines = plan_command(*options).stdout.splitlines()
+    assert [line.split("KV cache")[1].strip() for line in lines if "KV cache" in line] == [words]
+    shown = json.loads(plan_command(*options, "--json").stdout)
+    assert shown["kv_bytes"] == 20_000 * most_seen and shown["kv_bytes_if_all_seen"] == 20_000_000
 
 
 def test_the_command_says_how_prompts_are_computed(fake_described: None) -> None:

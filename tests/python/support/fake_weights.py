@@ -139,8 +139,14 @@ class FakeWeights:
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
         return self.uses
 
-    def kv_bytes(self, kv_dtype: str, context: int) -> int:
-        return self.per_token * context
+    def kv_bytes(self, options: _core.EngineOptions) -> int:
+        return self.per_token * options.context
+
+    def kv_bytes_if_all_seen(self, options: _core.EngineOptions) -> int:
+        return self.kv_bytes(options)
+
+    def kv_bytes_read(self, kv_dtype: str, tokens: int) -> int:
+        return self.per_token * tokens
 
     def layer_expert_bytes(self, layer: int) -> int:
         """The bytes of one expert."""
@@ -182,7 +188,7 @@ class FakeWeights:
             line = "layer " + tensor.name.split(".")[1] if tensor.name.startswith("blk.") else where
             line = "prediction layer" if line == f"layer {self.layers}" else line
             lines[line] = lines.get(line, 0) + (tensor.nbytes if device == "cuda" and home == "vram" else 0)
-        lines |= {"KV cache": self.kv_bytes(options.kv_dtype, context), "scratch": self.per_row * batch}
+        lines |= {"KV cache": self.kv_bytes(options), "scratch": self.per_row * batch}
         lines |= {"streaming": PIECE * min(SLOTS, pieces)} if pieces else {}
         lines |= {"expert slots": self._slots_bytes(homes, options.expert_slot_bytes)} if slotted else {}
         lines |= {"graphs": 1000 if device == "cuda" else 0}

@@ -19,7 +19,7 @@ from hostile_templates import HARMLESS, HOSTILE, MARKED
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
-from sharpi.text.chat import ChatTemplate, ThinkingSplitter, prompt_opens_thinking
+from sharpi.text.chat import THINK, ChatTemplate, Markers, ThinkingSplitter
 
 SHARED = Path(os.environ.get("SHARPI_SHARED") or Path(__file__).parents[4] / "shared")
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
@@ -49,12 +49,12 @@ def test_the_thinking_switch_reaches_the_template_only_when_set() -> None:
     assert closed.endswith("[assistant]<think></think>")
     assert opened.endswith("[assistant]<think>\n")
     assert unset.endswith("[assistant]")
-    assert [prompt_opens_thinking(prompt) for prompt in (closed, opened, unset)] == [False, True, False]
+    assert [THINK.opened_by(prompt) for prompt in (closed, opened, unset)] == [False, True, False]
 
 
 def test_a_marker_in_what_the_user_wrote_opens_nothing() -> None:
     prompt = ChatTemplate(MARKED, "", "").render([{"role": "user", "content": "say <think>"}])
-    assert "<think>" in prompt and not prompt_opens_thinking(prompt)
+    assert "<think>" in prompt and not THINK.opened_by(prompt)
 
 
 def test_the_helpers_templates_rely_on() -> None:
@@ -206,9 +206,9 @@ def test_what_templates_do_within_the_limits_is_done_as_jinja_does_it(source: st
 # --- thinking ---------------------------------------------------------------------------------
 
 
-def split(pieces: list[str], thinking: bool = False) -> list[tuple[str, str]]:
+def split(pieces: list[str], thinking: bool = False, markers: Markers = THINK) -> list[tuple[str, str]]:
     """The splitter's parts, neighbours of one kind joined."""
-    splitter = ThinkingSplitter(thinking)
+    splitter = ThinkingSplitter(thinking, markers)
     joined: list[tuple[str, str]] = []
     for kind, text in [part for piece in pieces for part in splitter.push(piece)] + splitter.flush():
         assert text
@@ -217,6 +217,16 @@ def split(pieces: list[str], thinking: bool = False) -> list[tuple[str, str]]:
         else:
             joined.append((kind, text))
     return joined
+
+
+def cut_anywhere(text: str) -> list[list[str]]:
+    """The text whole, by characters, and cut at 50 random sets of places."""
+    rng = random.Random(text)
+    found = [[text], list(text)]
+    for _ in range(50):
+        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 6)))
+        found.append([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
+    return found
 
 
 @pytest.mark.parametrize(("text", "thinking", "expected"), [
@@ -232,13 +242,38 @@ def split(pieces: list[str], thinking: bool = False) -> list[tuple[str, str]]:
 ])
 def test_thinking_is_told_from_the_answer_however_it_is_cut(
         text: str, thinking: bool, expected: list[tuple[str, str]]) -> None:
-    rng = random.Random(text)
-    assert split([text], thinking) == expected
-    assert split(list(text), thinking) == expected
-    for _ in range(50):
-        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 6)))
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    for pieces in cut_anywhere(text):
         assert split(pieces, thinking) == expected
+
+
+CHANNELS = Markers.of("<|channel|>analysis<|message|>")
+CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
+
+
+@pytest.mark.parametrize(("markers", "text", "expected"), [
+    (CHANNELS, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+     [("thinking", "Hm."), ("answer", "Yes.")]),
+    (CHANNELS, "<|channel|>final<|message|>Yes <|end", [("answer", "Yes <|end")]),
+    (CHANNELS, "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+               "<|start|>assistant<|channel|>commentary<|message|>c<|end|><|start|>assistant<|channel|>final<|message|>d",
+     [("thinking", "ab"), ("answer", "cd")]),
+    (CHANNELS, f"<|channel|>analysis<|message|>a<|end|>{CALL}", [("thinking", "a"), ("answer", CALL)]),
+    (Markers.of("'<|channel>thought\\n'"), "<|channel>thought\nHm.\n<channel|>Yes <channel|>",
+     [("thinking", "Hm.\n"), ("answer", "Yes <channel|>")]),
+    (Markers.of("'<|channel>thought\\n'"), "<|channel>thought\n<channel|>Yes <think>", [("answer", "Yes <think>")]),
+    (Markers.of("[THINK]"), "[THINK]Hm.[/THINK]Yes [INST]", [("thinking", "Hm."), ("answer", "Yes [INST]")]),
+    (Markers.of("<think>"), "<think>Hm.</think>Yes", [("thinking", "Hm."), ("answer", "Yes")]),
+    (Markers.of(""), "<think>Hm.</think>Yes", [("thinking", "Hm."), ("answer", "Yes")]),
+])
+def test_each_familys_marks_of_thinking(markers: Markers, text: str, expected: list[tuple[str, str]]) -> None:
+    for pieces in cut_anywhere(text):
+        assert split(pieces, markers=markers) == expected
+
+
+def test_no_mark_begins_another() -> None:
+    for markers in (CHANNELS, Markers.of("<|channel>thought"), Markers.of("[THINK]"), THINK):
+        outside = markers.openings + markers.dropped
+        assert not [(a, b) for a in outside for b in outside if a != b and b.startswith(a)]
 
 
 def test_text_is_held_back_no_longer_than_needed() -> None:
@@ -277,4 +312,4 @@ def test_real_templates_take_the_thinking_switch(name: str, opens: tuple[bool, b
     on, off = (template.render(CONVERSATION, enable_thinking=switch) for switch in (True, False))
     assert on != off
     assert off.rstrip().endswith("</think>")
-    assert (prompt_opens_thinking(on), prompt_opens_thinking(off)) == opens
+    assert (THINK.opened_by(on), THINK.opened_by(off)) == opens

@@ -1,19 +1,14 @@
-"""The tokenizer against the original library, a naive reference, and real vocabularies.
+"""The tokenizer against the original library and a naive reference.
 
 Small vocabularies are made here: byte-level ones are trained with `tokenizers` itself, whose own
 pipeline then says what is right; SentencePiece ones are written by hand and checked against
-a merge loop that looks at the whole text after every merge. Two real vocabularies with known ids
-are in tests/data; more are used if a folder of them is at hand (SHARPI_SHARED, or "shared" beside the
-repository).
+a merge loop that looks at the whole text after every merge.
 """
 
 from __future__ import annotations
 
 import json
-import lzma
-import os
 import random
-import struct
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,54 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from vocabularies import (
+    BYTE,
+    CONTROL,
+    CORPUS,
+    NORMAL,
+    UNKNOWN,
+    USER_DEFINED,
+    byte_level_metadata,
+    random_texts,
+    tokenizer_metadata,
+    tokenizer_of,
+)
 
 from sharpi.errors import InvalidRequestError, ModelFileError
-from sharpi.files.gguf import GgufFile
 from sharpi.files.metadata import LazyStringArray, Metadata
 from sharpi.text.tokenizer import Tokenizer
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-SHARED = Path(os.environ.get("SHARPI_SHARED") or Path(__file__).parents[4] / "shared")
-DATA = Path(__file__).parents[2] / "data" / "tokenizers"
-ALPHABET = ([chr(c) for c in range(32, 127)] + list("\t\n\r\x00\x07\x7f\u00a0\u2028\u200d\ufeff")
-            + list("äßéñŁжщ中文字日本語ひカ한국អ🚀🦙👍\u0301\u0308½²٣५'") + [" "] * 20)
-CORPUS = [
-    "It was the best of times, it was the worst of times, it was the age of wisdom.",
-    "I've told you he'll be there in 1984, they'd say; we're not sure.   It'S 12345 miles; that's it, she's here, he's"
-    " there.",
-    "Äpfel und Öl kosten 3,50 € – сегодня на рынке 中文字符 日本語 🚀🚀 👍\n\n\tdef f(x):\n        return x\n",
-] * 3
-
-
-def tokenizer_metadata(values: dict[str, Any], name: str = "tiny") -> Metadata:
-    """The metadata of a file `name`, where lists stand for the file's arrays."""
-    def as_in_a_file(key: str, value: Any) -> Any:
-        if not isinstance(value, list):
-            return value
-        if key.endswith(("tokens", "merges")):
-            encoded = [text.encode() for text in value]
-            raw = b"".join(struct.pack("<Q", len(text)) + text for text in encoded)
-            return LazyStringArray(Path(name), key, raw, len(value))
-        return np.array(value, np.float32 if key.endswith("scores") else np.int32)
-
-    return Metadata(name, {key: as_in_a_file(key, value) for key, value in values.items() if value is not None})
-
-
-def tokenizer_of(values: dict[str, Any], name: str = "tiny") -> Tokenizer:
-    """The tokenizer of that file."""
-    return Tokenizer.from_metadata(tokenizer_metadata(values, name))
-
-
-def random_texts(seed: int, count: int = 300) -> list[str]:
-    """Random strings, half of them noise and half cut and shuffled from words and space runs."""
-    rng = random.Random(seed)
-    words = " ".join(CORPUS).split() + ["it's", "  ", "     ", "\n\n", " \t ", "'s", "'LL", "12345", "</s>", "🦙"]
-    texts = ["", " ", "\n", "a"]
-    for _ in range(count):
-        texts.append("".join(rng.choices(ALPHABET, k=rng.randint(1, 40))))
-        texts.append(rng.choice(["", " "]).join(rng.choices(words, k=rng.randint(1, 12))))
-    return texts
-
 
 # --- byte-level BPE ---------------------------------------------------------------------------
 
@@ -110,13 +73,6 @@ def test_byte_level_ids_are_those_of_the_original(original: Any, gpt2_metadata: 
         assert tokenizer.decode(ids) == text
         merged += len(ids) < len(text.encode())
     assert merged > 300  # else the merges were not exercised
-
-
-def byte_level_metadata(pre: str, merges: list[str]) -> dict[str, Any]:
-    tokens = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokens += [merge.replace(" ", "") for merge in merges]
-    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.merges": merges}
 
 
 @pytest.mark.parametrize(("pre", "expected"), [
@@ -280,9 +236,9 @@ def test_score_merging_is_that_of_the_naive_reference() -> None:
 
 
 def test_the_cache_does_not_change_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sharpi.text import tokenizer as module
+    from sharpi.text.encoders import ScoreEncoder
 
-    monkeypatch.setattr(module._ScoreEncoder, "_CACHED_WORDS", 3)
+    monkeypatch.setattr(ScoreEncoder, "_CACHED_WORDS", 3)
     metadata = spm_metadata()
     tokenizer = tokenizer_of(metadata)
     for text in random_texts(3, 40) * 2:
@@ -404,6 +360,7 @@ MISTYPED = {"a string": "1", "a bool": True, "an integer": 1, "a float": 0.5,
 WANTED = {
     "model": "a string", "pre": "a string", "tokens": "an array of strings", "token_type": "an array of integers",
     "scores": "an array of floats", "merges": "an array of strings", "add_space_prefix": "a bool",
+    "suppress_tokens": "an array of integers",
     **{f"add_{role}_token": "a bool" for role in ("bos", "eos")},
     **{f"{role}_token_id": "an integer" for role in ("bos", "eos", "eot", "eom", "unknown")},
 }
@@ -461,43 +418,3 @@ def test_requests_that_make_no_sense(gpt2_metadata: dict[str, Any]) -> None:
             tokenizer.decode([token])
     with pytest.raises(InvalidRequestError, match="not valid Unicode"):
         tokenizer.encode("a\ud800")
-
-
-# --- real vocabularies ------------------------------------------------------------------------
-
-
-def check_known_ids(tokenizer: Tokenizer, cases: Path) -> None:
-    """Against the texts in `cases`.inp and their ids in `cases`.out."""
-    texts = Path(f"{cases}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
-    expected = [[int(token) for token in line.split()] for line in Path(f"{cases}.out").read_text().split("\n")]
-    assert len(texts) == len(expected) > 40
-    for text, ids in zip(texts, expected, strict=True):
-        assert tokenizer.encode(text, add_special=False) == ids, repr(text)
-        assert tokenizer.decode(ids) == text
-
-
-def test_gpt2_gives_the_known_ids() -> None:
-    from sharpi.text.tokenizer import _BYTE_OF_CHAR
-
-    merges = lzma.decompress((DATA / "gpt-2-merges.txt.xz").read_bytes()).decode().split("\n")
-    tokens = [*sorted(_BYTE_OF_CHAR), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
-    tokenizer = tokenizer_of({
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [NORMAL] * 50256 + [CONTROL], "tokenizer.ggml.merges": merges})
-    check_known_ids(tokenizer, DATA / "gpt-2")
-
-
-def test_phi3_gives_the_known_ids() -> None:
-    lines = lzma.decompress((DATA / "phi-3-tokens.jsonl.xz").read_bytes()).decode().split("\n")
-    tokens, scores, types = map(list, zip(*map(json.loads, lines), strict=True))
-    tokenizer = tokenizer_of({
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": types, "tokenizer.ggml.eos_token_id": 32000})
-    check_known_ids(tokenizer, DATA / "phi-3")
-
-
-@pytest.mark.skipif(not (SHARED / "vocab").exists(), reason=f"no more vocabularies in {SHARED / 'vocab'}")
-@pytest.mark.parametrize("name", ["gpt-2", "llama-bpe", "llama-spm", "qwen2", "phi-3"])
-def test_real_vocabularies_give_the_known_ids(name: str) -> None:
-    path = SHARED / "vocab" / f"ggml-vocab-{name}.gguf"
-    check_known_ids(Tokenizer.from_metadata(GgufFile.open(path).metadata), path)

@@ -153,8 +153,15 @@ def _weights(plan: Plan, verbose: bool) -> list[_Row]:
     return [*rows, ("output head", plan.head_bytes, head)]
 
 
+def _seen(plan: Plan) -> str:
+    """What layers save that do not see all tokens."""
+    if plan.kv_bytes == plan.kv_bytes_if_all_seen:
+        return ""
+    return f"; {size(plan.kv_bytes_if_all_seen)} if every layer saw all"
+
+
 def _the_rest(plan: Plan) -> list[_Row]:
-    rows = [("KV cache", plan.kv_bytes, f"{plan.context:,} tokens, {plan.kv_dtype}"),
+    rows = [("KV cache", plan.kv_bytes, f"{plan.context:,} tokens, {plan.kv_dtype}" + _seen(plan)),
             ("scratch", plan.scratch_bytes, f"batches of {plan.batch:,} tokens")]
     if plan.state_bytes:
         rows.insert(0, ("state", plan.state_bytes, f"of recurrent layers, for {plan.sequences:,} sequences"))

@@ -1,4 +1,4 @@
-// The GPU's attention: decode bit for bit against the CPU's kernel, prefill against sums in double precision.
+// Decode's attention bit for bit against the CPU's kernel.
 // Everything that a query must not see is NaN, and so is all memory that no query sees.
 #include <limits>
 
@@ -6,24 +6,6 @@
 
 namespace sharpi::cuda {
 namespace {
-
-// Poisoned, except for the counters, which are zero before and after every call.
-class DecodeScratch {
-public:
-    DecodeScratch(int64_t rows, const HeadShape& shape, int64_t context)
-        : _bytes(decodeAttentionBytes(rows, shape, context, kPageTokens)) {
-        require(cudaMemset(_bytes.get(), 0, kDecodeCounterBytes));
-        require(cudaDeviceSynchronize());
-    }
-    void* get() const { return _bytes.get(); }
-    bool isReady() const {
-        const std::vector<uint8_t> bytes = _bytes.read();
-        return std::all_of(bytes.begin(), bytes.begin() + kDecodeCounterBytes, [](uint8_t byte) { return byte == 0; });
-    }
-
-private:
-    DeviceArray<uint8_t> _bytes;
-};
 
 class Decode : public GpuTest {
 protected:
@@ -43,7 +25,7 @@ protected:
         const DeviceArray<float> out(q.size());
         RowOutputs outputs;
         outputs.floats = out.get();
-        attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(),
+        attentionDecode(stream(), deviceQ.get(), heads, {scaleOf(shape), {}}, on.batch, cache.onDevice(), scratch.get(),
                         outputs);
         EXPECT_TRUE(sameBits(cache.attendOnCpu(q, rows, scaleOf(shape)), out.read())) << nameOf(shape);
         EXPECT_TRUE(scratch.isReady()) << nameOf(shape);
@@ -102,7 +84,7 @@ TEST_F(Decode, ReplaysWithOtherPositions) {
     RowOutputs outputs;
     outputs.floats = out.get();
     const auto call = [&] {
-        attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(),
+        attentionDecode(stream(), deviceQ.get(), heads, {scaleOf(shape), {}}, on.batch, cache.onDevice(), scratch.get(),
                         outputs);
     };
     call();
@@ -130,7 +112,8 @@ TEST_F(Decode, QuantizesAsTheContractSays) {
     const DeviceArray<int32_t> sums(3 * blocks);
     RowOutputs outputs;
     outputs.quantized = {codes.get(), scales.get(), sums.get()};
-    attentionDecode(stream(), deviceQ.get(), heads, scaleOf(shape), on.batch, cache.onDevice(), scratch.get(), outputs);
+    attentionDecode(stream(), deviceQ.get(), heads, {scaleOf(shape), {}}, on.batch, cache.onDevice(), scratch.get(),
+                    outputs);
 
     const std::vector<float> expected = cache.attendOnCpu(q, rows, scaleOf(shape));
     const std::vector<int8_t> gotCodes = codes.read();
@@ -152,110 +135,6 @@ TEST_F(Decode, QuantizesAsTheContractSays) {
             ASSERT_EQ(static_cast<int16_t>(packed >> 16), rowSums[2 * b + 1]);
         }
     }
-}
-
-// A sequence's chunk in a prefill: the rows at positions [begin, end).
-struct Chunk {
-    int32_t sequence, begin, end;
-};
-
-class Prefill : public GpuTest {
-protected:
-    uint16_t toHalf(float x) { return stream().device().major >= 8 ? bf16FromFloat(x) : f16FromFloat(x); }
-    float fromHalf(uint16_t x) { return stream().device().major >= 8 ? floatFromBf16(x) : floatFromF16(x); }
-
-    // tolerance: the largest relative distance (by norm) of a row.
-    void compare(const Shape& shape, const std::vector<Chunk>& chunks, bool split, double tolerance) {
-        std::vector<int32_t> lengths(chunks.size()), begin, end;
-        std::vector<Row> rows;
-        for (const Chunk& chunk : chunks) {
-            lengths[chunk.sequence] = chunk.end;
-            for (int32_t p = chunk.begin; p < chunk.end; p += kQueryTile) {
-                begin.push_back(static_cast<int32_t>(rows.size()));
-                for (int32_t i = p; i < std::min(chunk.end, p + kQueryTile); i++) rows.push_back({chunk.sequence, i});
-                end.push_back(static_cast<int32_t>(rows.size()));
-            }
-        }
-        Cache cache(shape, lengths, *std::max_element(lengths.begin(), lengths.end()) / kPageTokens + 2, 23);
-        const size_t width = static_cast<size_t>(shape.heads) * shape.headDim;
-        std::vector<uint16_t> hi, lo;
-        std::vector<double> exact;
-        for (const float x : randomFloats(rows.size() * width)) {
-            hi.push_back(toHalf(x));
-            lo.push_back(toHalf(x - fromHalf(hi.back())));
-            exact.push_back(split ? x : fromHalf(hi.back()));
-        }
-        const DeviceArray<uint16_t> deviceHi(hi), deviceLo(lo), outHi(hi.size()), outLo(lo.size());
-        const DeviceArray<int32_t> tileBegin(begin), tileEnd(end);
-        const DeviceArray<float> out(hi.size());
-        const DeviceRows on(rows, cache);
-        RowOutputs outputs;
-        outputs.floats = out.get();
-        outputs.half = {outHi.get(), outLo.get()};
-        attentionPrefill(stream(), {deviceHi.get(), split ? deviceLo.get() : nullptr},
-                         {shape.heads, shape.kvHeads, shape.headDim}, scaleOf(shape), on.batch,
-                         {tileBegin.get(), tileEnd.get(), static_cast<int64_t>(begin.size())}, cache.onDevice(),
-                         outputs);
-        const std::vector<float> got = out.read();
-        check(cache, shape, rows, exact, got, tolerance);
-        const std::vector<uint16_t> gotHi = outHi.read(), gotLo = outLo.read();
-        for (size_t i = 0; i < got.size(); i++) {
-            ASSERT_EQ(gotHi[i], toHalf(got[i])) << i;
-            ASSERT_EQ(gotLo[i], toHalf(got[i] - fromHalf(gotHi[i]))) << i;
-        }
-    }
-
-    void check(const Cache& cache, const Shape& shape, const std::vector<Row>& rows, const std::vector<double>& q,
-               const std::vector<float>& got, double tolerance) {
-        double worst = 0;
-        for (size_t t = 0; t < rows.size(); t++) {
-            double distance = 0, norm = 0;
-            for (int32_t h = 0; h < shape.heads; h++) {
-                const size_t at = (t * shape.heads + h) * shape.headDim;
-                const std::vector<double> expected = cache.attendExactly(q.data() + at, rows[t], h, scaleOf(shape));
-                for (int32_t d = 0; d < shape.headDim; d++) {
-                    distance += (got[at + d] - expected[d]) * (got[at + d] - expected[d]);
-                    norm += expected[d] * expected[d];
-                }
-            }
-            const double relative = std::sqrt(distance / norm);
-            ASSERT_LT(relative, tolerance) << nameOf(shape) << ", position " << rows[t].position;
-            worst = std::max(worst, relative);
-        }
-        RecordProperty("worst", std::to_string(worst));
-    }
-};
-
-// Queries, keys and values are exact, and products are summed in float. Only the weights are rounded, to the 8 bits of
-// bf16: each by at most 2^-9, in random directions, against a sum of values that partly cancel.
-constexpr double kBf16 = 5e-3;
-// Factors keep 16 bits, and products of two low halves are left out. Both errors are about 2^-17, and scores about 1.
-constexpr double kSplit = 4e-5;
-
-const std::vector<Chunk> kChunks = {{0, 0, 150}, {1, 100, 101}, {2, 63, 129}, {3, 130, 230}, {4, 0, 1}};
-
-TEST_F(Prefill, Bf16IsNearTheExactResult) {
-    for (const Shape& shape : std::vector<Shape>{{KvType::BF16, 4, 2, 128},
-                                                 {KvType::BF16, 2, 1, 64},
-                                                 {KvType::BF16, 3, 3, 8},
-                                                 {KvType::BF16, 4, 1, 16},
-                                                 {KvType::BF16, 2, 2, 80},
-                                                 {KvType::BF16, 2, 1, 256},
-                                                 {KvType::BF16, 2, 2, 32},
-                                                 {KvType::BF16, 1, 1, 192}})
-        compare(shape, kChunks, false, kBf16);
-}
-
-TEST_F(Prefill, SplitFormKeepsSixteenBits) {
-    for (const KvType type : {KvType::F32, KvType::F16, KvType::BF16})
-        for (const int32_t headDim : {8, 16, 32, 64, 72, 128, 256})
-            compare({type, 4, 2, headDim}, kChunks, true, kSplit);
-}
-
-// A chunk after many cached pages, and tiles whose heights differ from the kernels'.
-TEST_F(Prefill, ContinuesALongSequence) {
-    compare({KvType::BF16, 2, 1, 128}, {{0, 1000, 1100}}, false, kBf16);
-    compare({KvType::F32, 2, 1, 64}, {{0, 1017, 1040}}, true, kSplit);
 }
 
 }  // namespace

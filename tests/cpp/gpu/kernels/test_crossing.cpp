@@ -144,7 +144,7 @@ TEST_F(CrossingTest, ReceivingWaitsForTheTicket) {
             });
             receiveRows(stream(), from.host(true, true), rows, range.begin, range.end, flags.returned(), 3,
                         to.outputs(true, true));
-            receiveAdd(stream(), addends.get(), rows, 256, 512, flags.returned(), 4, x.get(), range.cols);
+            receiveProduct(stream(), addends.get(), rows, 256, 512, flags.returned(), 4, x.get(), range.cols);
             stream().synchronize();
         }
         expectReceived(f, range, to, true, true);
@@ -170,7 +170,7 @@ TEST_F(CrossingTest, AddingRoundsOnce) {
             const DeviceArray<float> x(before);
             const PinnedArray<float> from(values.size());
             std::copy(values.begin(), values.end(), from.get());
-            receiveAdd(stream(), from.get(), rows, range.begin, count, flags.returned(), 1, x.get(), range.cols);
+            receiveProduct(stream(), from.get(), rows, range.begin, count, flags.returned(), 1, x.get(), range.cols);
             std::vector<float> sum = before;
             for (int64_t t = 0; t < rows; ++t)
                 cpu::kernels().add(&sum[static_cast<size_t>(t * range.cols + range.begin)],
@@ -181,6 +181,38 @@ TEST_F(CrossingTest, AddingRoundsOnce) {
 }
 
 // Many round trips in one captured step, which is replayed. The CPU changes what it received, and the device adds it.
+TEST_F(CrossingTest, ABiasIsAddedFirstAndRowsMayBeReplaced) {
+    const Flags flags;
+    flags.returnedNow().store(1);
+    for (const Range& range : {Range{4096, 3000, 4096}, Range{67, 5, 66}, Range{64, 3, 4}}) {
+        for (const int64_t rows : {1, 8, 40}) {
+            for (int variant = 0; variant < 4; ++variant) {
+                const bool biased = variant & 1, adds = variant & 2;
+                SCOPED_TRACE(std::to_string(rows) + " x " + std::to_string(range.cols) + ", variant " +
+                             std::to_string(variant));
+                const int64_t count = range.end - range.begin;
+                const std::vector<float> before = randomFloats(static_cast<size_t>(rows * range.cols)),
+                                         values = randomFloats(static_cast<size_t>(rows * count)),
+                                         bias = randomFloats(static_cast<size_t>(range.cols));
+                const DeviceArray<float> x(before), biasOnDevice(bias);
+                const PinnedArray<float> from(values.size());
+                std::copy(values.begin(), values.end(), from.get());
+                receiveProduct(stream(), from.get(), rows, range.begin, count, flags.returned(), 1, x.get(), range.cols,
+                               biased ? biasOnDevice.get() : nullptr, adds);
+                std::vector<float> expected = before;
+                for (int64_t t = 0; t < rows; ++t) {
+                    std::vector<float> y(values.begin() + t * count, values.begin() + (t + 1) * count);
+                    if (biased) cpu::kernels().add(y.data(), &bias[static_cast<size_t>(range.begin)], count);
+                    float* const to = &expected[static_cast<size_t>(t * range.cols + range.begin)];
+                    if (adds) cpu::kernels().add(to, y.data(), count);
+                    else std::copy(y.begin(), y.end(), to);
+                }
+                EXPECT_TRUE(sameBits(expected, x.read()));
+            }
+        }
+    }
+}
+
 TEST_F(CrossingTest, AStepIsReplayed) {
     const int64_t cols = 1024, begin = 256, end = 768, count = end - begin;
     const uint32_t turns = 10;
@@ -196,7 +228,7 @@ TEST_F(CrossingTest, AStepIsReplayed) {
     const auto graph = stream().capture([&] {
         for (uint32_t turn = 1; turn <= turns; ++turn) {
             sendRows(stream(), rows, 1, begin, end, to, flags.sent(), turn);
-            receiveAdd(stream(), back.get(), 1, begin, count, flags.returned(), turn, onDevice.get(), cols);
+            receiveProduct(stream(), back.get(), 1, begin, count, flags.returned(), turn, onDevice.get(), cols);
         }
     });
     for (int step = 0; step < 3; ++step) {
@@ -232,7 +264,7 @@ TEST_F(CrossingTest, AbortingLetsEverythingGoOn) {
         });
         for (uint32_t ticket = 1; ticket < 5; ++ticket) {
             receiveRows(stream(), from.host(true, true), 8, 0, 4096, flags.returned(), ticket, to.outputs(true, true));
-            receiveAdd(stream(), from.floats.get(), 8, 0, 4096, flags.returned(), ticket, to.floats.get(), 4096);
+            receiveProduct(stream(), from.floats.get(), 8, 0, 4096, flags.returned(), ticket, to.floats.get(), 4096);
         }
         stream().synchronize();
     }
@@ -252,7 +284,7 @@ TEST_F(CrossingTest, RefusesWhatCannotCross) {
     HostRows shifted = host.host(true, true);
     shifted.q += 4;
     EXPECT_THROW(receiveRows(stream(), shifted, 2, 0, 96, flags.returned(), 1, out), Error);
-    EXPECT_THROW(receiveAdd(stream(), host.floats.get(), 2, 32, 96, flags.returned(), 1, device.floats.get(), 96),
+    EXPECT_THROW(receiveProduct(stream(), host.floats.get(), 2, 32, 96, flags.returned(), 1, device.floats.get(), 96),
                  Error);
 }
 

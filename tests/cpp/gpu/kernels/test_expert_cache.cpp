@@ -184,7 +184,9 @@ protected:
     void expectReplayed(int64_t rows, int32_t used);
 
     // hosts: how many pairs are the CPU's: none, some or all. skip: floats before the shared answer.
-    void expectCombined(int64_t cols, int32_t used, int32_t hosts, bool isShared, size_t skip = 0) {
+    // varied: answers have biases, weights are 1, the shared answer has no scale, and rows are replaced.
+    void expectCombined(int64_t cols, int32_t used, int32_t hosts, bool isShared, size_t skip = 0,
+                        bool varied = false) {
         SCOPED_TRACE(std::to_string(cols) + " columns, " + std::to_string(used) + " ranks, " + std::to_string(hosts));
         const int64_t rows = below(3) ? 1 + below(8) : 9 + below(56);
         const size_t pairs = static_cast<size_t>(rows * used), values = pairs * static_cast<size_t>(cols);
@@ -202,6 +204,13 @@ protected:
         const std::vector<float> answer = randomFloats(skip + before.size()),
                                  scale = randomFloats(static_cast<size_t>(rows), 20.0f);
         const DeviceArray<float> answerOnDevice(answer), scaleOnDevice(scale);
+        std::vector<int32_t> expert(pairs);
+        for (int32_t& e : expert) e = below(5);
+        const std::vector<float> bias = randomFloats(static_cast<size_t>(5 * cols));
+        const DeviceArray<int32_t> expertOnDevice(expert);
+        const DeviceArray<float> biasOnDevice(bias);
+        AnswerTerms terms;
+        if (varied) terms = {biasOnDevice.get(), expertOnDevice.get(), false};
         const Flags flags;
         {
             const Patience patience(flags);
@@ -214,19 +223,24 @@ protected:
                                     hostY.get() + static_cast<int64_t>(p) * cols);
                 flags.returnedNow().store(9, std::memory_order_release);
             });
-            combineAnswers(stream(), yOnDevice.get(), hostY.get(), slotOnDevice.get(), weightOnDevice.get(), rows, used,
-                           cols, flags.returned(), 9, residual.get(),
-                           {isShared ? answerOnDevice.get() + skip : nullptr, scaleOnDevice.get()});
+            combineAnswers(
+                stream(), yOnDevice.get(), hostY.get(), slotOnDevice.get(), varied ? nullptr : weightOnDevice.get(),
+                rows, used, cols, flags.returned(), 9, residual.get(),
+                {isShared ? answerOnDevice.get() + skip : nullptr, varied ? nullptr : scaleOnDevice.get()}, terms);
             stream().synchronize();
         }
         std::vector<float> want = before;
         for (int64_t t = 0; t < rows; ++t) {
             std::vector<float> sum(static_cast<size_t>(cols), 0.0f);
-            for (size_t p = static_cast<size_t>(t * used); p < static_cast<size_t>((t + 1) * used); ++p)
-                cpu::kernels().addScaled(sum.data(), &answers[p * static_cast<size_t>(cols)], weight[p], cols);
+            for (size_t p = static_cast<size_t>(t * used); p < static_cast<size_t>((t + 1) * used); ++p) {
+                float* const of = &answers[p * static_cast<size_t>(cols)];
+                if (varied) cpu::kernels().add(of, &bias[static_cast<size_t>(expert[p] * cols)], cols);
+                cpu::kernels().addScaled(sum.data(), of, varied ? 1.0f : weight[p], cols);
+            }
             if (isShared)
                 cpu::kernels().addScaled(sum.data(), &answer[skip + static_cast<size_t>(t * cols)],
-                                         portableSigmoid(scale[static_cast<size_t>(t)]), cols);
+                                         varied ? 1.0f : portableSigmoid(scale[static_cast<size_t>(t)]), cols);
+            if (varied) std::fill_n(&want[static_cast<size_t>(t * cols)], cols, 0.0f);
             cpu::kernels().add(&want[static_cast<size_t>(t * cols)], sum.data(), cols);
         }
         ASSERT_TRUE(sameBits(want, residual.read()));
@@ -292,6 +306,11 @@ TEST_F(ExpertCacheTest, TheCpuLearnsWhatIsMissed) {
                 slot(pairs + 1);
             const DeviceArray<DeviceOrders> orders(1);
             const PinnedArray<int32_t> hostChosen(pairs + 1), hostSlot(pairs + 1), hostPredicted(pairs + 1);
+            const std::vector<float> weight = randomFloats(pairs), unwritten(pairs, 0.0f);
+            const DeviceArray<float> weightOnDevice(weight);
+            const PinnedArray<float> hostWeight(pairs);
+            const bool weighs = ticket % 3 == 0;
+            std::copy(unwritten.begin(), unwritten.end(), hostWeight.get());
             const bool predicts = ticket % 2 == 0;
             ++ticket;
             std::atomic<int> missingTickets{0}, early{0};
@@ -304,11 +323,13 @@ TEST_F(ExpertCacheTest, TheCpuLearnsWhatIsMissed) {
                     early += hostChosen.read() != chosenPadded || hostSlot.read() != wantPadded ||
                              hostPredicted.read() != predictedPadded;
                     early += missed && to.floats.read() != f.floats;
+                    early += hostWeight.read() != (weighs ? weight : unwritten);
                 });
                 sendExperts(
                     stream(), from.outputs(true, true), c.rows, c.used, chosenOnDevice.get(), tableOnDevice.get(),
                     predicts ? predictedOnDevice.get() : nullptr, slot.get(), orders.get(), to.host(true, true),
-                    {hostChosen.get(), hostSlot.get(), predicts ? hostPredicted.get() : nullptr}, flags.sent(), ticket);
+                    {hostChosen.get(), hostSlot.get(), predicts ? hostPredicted.get() : nullptr, hostWeight.get()},
+                    flags.sent(), ticket, weighs ? weightOnDevice.get() : nullptr);
                 stream().synchronize();
             }
             ASSERT_EQ(missingTickets.load(), 0);
@@ -396,6 +417,14 @@ TEST_F(ExpertCacheTest, TheSharedAnswerIsAddedLast) {
         for (const int32_t used : {1, 8, 9})
             for (const int32_t hosts : {0, 1, 2})
                 for (const size_t skip : {0, 1}) ASSERT_NO_FATAL_FAILURE(expectCombined(cols, used, hosts, true, skip));
+}
+
+TEST_F(ExpertCacheTest, AnswersMayHaveBiasesAndReplaceRows) {
+    for (const int64_t cols : {1, 99, 130, 1028})
+        for (const int32_t used : {1, 8, 9})
+            for (const int32_t hosts : {0, 1, 2})
+                for (const bool isShared : {false, true})
+                    ASSERT_NO_FATAL_FAILURE(expectCombined(cols, used, hosts, isShared, 0, true));
 }
 
 TEST_F(ExpertCacheTest, AbortingLetsEverythingGoOn) {

@@ -50,10 +50,10 @@ const std::vector<Part> kParts = {
 const std::vector<Part> kOneRowEach = {{4, {{1, 4}}}, {-1, {{1, 0}}}, {2, {{1, 3}}}};
 
 const std::vector<Case> kCases = {
-    {{2, 6, 64, 4}, kParts},         {{2, 4, 16, 4}, kParts},      {{1, 3, 128, 4}, kParts},
-    {{1, 4, 16, 2}, kOneRowEach},    {{3, 5, 32, 3}, kParts},      {{2, 2, 8, 4}, kOneRowEach},
-    {{1, 2, 40, 3}, kOneRowEach},    {{2, 5, 96, 4}, kOneRowEach}, {{1, 2, 72, 2}, kParts},
-    {{16, 48, 128, 4}, kOneRowEach},
+    {{2, 6, 64, 4}, kParts},         {{2, 4, 16, 4}, kParts},       {{1, 3, 128, 4}, kParts},
+    {{1, 4, 16, 2}, kOneRowEach},    {{3, 5, 32, 3}, kParts},       {{2, 2, 8, 4}, kOneRowEach},
+    {{1, 2, 40, 3}, kOneRowEach},    {{2, 5, 96, 4}, kOneRowEach},  {{1, 2, 72, 2}, kParts},
+    {{16, 48, 128, 4}, kOneRowEach}, {{2, 6, 64, 4, true}, kParts}, {{3, 6, 32, 3, true}, kOneRowEach},
 };
 
 TEST_F(GatedDelta, PreparesWithTheBitsOfTheCpu) {
@@ -125,11 +125,23 @@ const std::vector<Part> kFewParts = {{-1, {{1, 0}}}, {1, {{2, 2}}}, {3, {{1, 4},
 const std::vector<Part> kDraftedInPlace = {{2, {{1, 0}, {2, 1}, {3, 3}, {4, 4}, {5, 5}, {6, 6}, {7, 7}, {8, 2}}}};
 
 const std::vector<Case> kFewCases = {
-    {{1, 3, 128, 4}, kFewParts},      {{2, 6, 64, 4}, kFewParts},         {{2, 4, 16, 4}, kFewParts},
-    {{3, 5, 32, 3}, kFewParts},       {{1, 2, 72, 2}, kFewParts},         {{2, 5, 96, 4}, kFewParts},
-    {{2, 2, 8, 4}, kOneRowEach},      {{1, 2, 40, 3}, kOneRowEach},       {{2, 5, 128, 2}, kOneRowEach},
-    {{16, 48, 128, 4}, kOneRowEach},  {{1, 4, 16, 2}, kDraftedInPlace},   {{2, 4, 128, 4}, kDraftedInPlace},
-    {{2, 3, 48, 3}, kDraftedInPlace}, {{1, 2, 128, 4}, {{-1, {{7, 3}}}}},
+    {{1, 3, 128, 4}, kFewParts},
+    {{2, 6, 64, 4}, kFewParts},
+    {{2, 4, 16, 4}, kFewParts},
+    {{3, 5, 32, 3}, kFewParts},
+    {{1, 2, 72, 2}, kFewParts},
+    {{2, 5, 96, 4}, kFewParts},
+    {{2, 2, 8, 4}, kOneRowEach},
+    {{1, 2, 40, 3}, kOneRowEach},
+    {{2, 5, 128, 2}, kOneRowEach},
+    {{16, 48, 128, 4}, kOneRowEach},
+    {{1, 4, 16, 2}, kDraftedInPlace},
+    {{2, 4, 128, 4}, kDraftedInPlace},
+    {{2, 3, 48, 3}, kDraftedInPlace},
+    {{1, 2, 128, 4}, {{-1, {{7, 3}}}}},
+    {{2, 6, 64, 4, true}, kFewParts},
+    {{16, 32, 128, 4, true}, kOneRowEach},
+    {{2, 4, 16, 4, true}, kDraftedInPlace},
 };
 
 TEST_F(GatedDelta, StepsWithTheBitsOfTheCpu) {
@@ -284,8 +296,8 @@ protected:
 const std::vector<Part> kLongParts = {
     {-1, {{150, 0}}}, {1, {{64, 2}}}, {3, {{70, 4}, {71, 5}, {130, 3}}}, {6, {{3, 6}}}, {-1, {{1, 7}, {65, 8}}}};
 
-const std::vector<DeltaShape> kChunkShapes = {{2, 3, 16, 4}, {1, 2, 32, 3},  {2, 3, 64, 4},
-                                              {1, 1, 40, 2}, {1, 3, 128, 4}, {1, 1, 96, 4}};
+const std::vector<DeltaShape> kChunkShapes = {{2, 3, 16, 4},  {1, 2, 32, 3}, {2, 3, 64, 4},       {1, 1, 40, 2},
+                                              {1, 3, 128, 4}, {1, 1, 96, 4}, {2, 6, 64, 4, true}, {2, 4, 128, 4, true}};
 
 TEST_F(GatedDeltaChunks, AreNearDoublePrecision) {
     for (const bool split : {true, false}) {

@@ -17,12 +17,17 @@ struct Case {
     HeadNorm norm;
     bool adjacent;
     KvType type;
+    bool normAfterRotation = false, valueNorm = false, valuesAreKeys = false, appends = true;
+    bool weighted = true, scaled = false;  // norms have weights; queries have factors
 };
 
 std::string nameOf(const Case& c) {
     return "heads " + std::to_string(c.heads) + "/" + std::to_string(c.kvHeads) + ", dim " + std::to_string(c.headDim) +
            ", rope " + std::to_string(c.ropeDims) + ", norm " + std::to_string(static_cast<int>(c.norm)) +
-           (c.adjacent ? ", adjacent" : ", halves") + ", type " + std::to_string(static_cast<int>(c.type));
+           (c.adjacent ? ", adjacent" : ", halves") + ", type " + std::to_string(static_cast<int>(c.type)) +
+           (c.normAfterRotation ? ", rotation first" : "") + (c.valueNorm ? ", norm of values" : "") +
+           (c.valuesAreKeys ? ", values are keys" : "") + (c.appends ? "" : ", queries alone") +
+           (c.weighted ? "" : ", no weights") + (c.scaled ? ", scaled" : "");
 }
 
 // Rows of three sequences: page borders, and two rows of one page.
@@ -41,14 +46,19 @@ protected:
     void SetUp() override {
         GpuTest::SetUp();
         if (IsSkipped()) return;
-        _cos = randomFloats(kContext * 128), _sin = randomFloats(kContext * 128);
+        _cos = randomFloats(kContext * 256), _sin = randomFloats(kContext * 256);
+        _scales = randomFloats(kContext);
         _weights = randomFloats(16 * 256);
     }
 
-    HeadPreparation preparation(const Case& c, const float* weights, const float* cos, const float* sin) const {
+    HeadPreparation preparation(const Case& c, const float* weights, const float* cos, const float* sin,
+                                const float* scales) const {
         HeadPreparation how;
         how.norm = c.norm;
-        if (c.norm != HeadNorm::None) how.qNorm = weights, how.kNorm = weights + 3;
+        how.normAfterRotation = c.normAfterRotation, how.valueNorm = c.valueNorm;
+        how.valuesAreKeys = c.valuesAreKeys, how.appends = c.appends;
+        if (c.scaled) how.queryScale = scales;
+        if (c.norm != HeadNorm::None && c.weighted) how.qNorm = weights, how.kNorm = weights + 3;
         how.eps = 1e-6f;
         if (c.ropeDims) how.cos = cos, how.sin = sin;
         how.ropeDims = c.ropeDims;
@@ -61,17 +71,20 @@ protected:
                              int64_t position, float* x) {
         const cpu::Kernels& kernels = cpu::kernels();
         if (how.norm == HeadNorm::FullRow) kernels.rmsNorm(x, norm, how.eps, int64_t{heads} * c.headDim, x);
+        const bool perHead = how.norm == HeadNorm::PerHead;
         for (int32_t h = 0; h < heads; h++, x += c.headDim) {
-            if (how.norm == HeadNorm::PerHead) kernels.rmsNorm(x, norm, how.eps, c.headDim, x);
+            if (perHead && !c.normAfterRotation) kernels.rmsNorm(x, norm, how.eps, c.headDim, x);
             if (c.ropeDims) {
                 const int64_t at = position * (c.ropeDims / 2);
                 kernels.rope(x, how.cos + at, how.sin + at, c.ropeDims, c.adjacent);
             }
+            if (perHead && c.normAfterRotation) kernels.rmsNorm(x, norm, how.eps, c.headDim, x);
         }
     }
 
-    Result onCpu(const Case& c, std::vector<float> q, std::vector<float> k, const std::vector<float>& v) const {
-        const HeadPreparation how = preparation(c, _weights.data(), _cos.data(), _sin.data());
+    Result onCpu(const Case& c, std::vector<float> q, std::vector<float> k, std::vector<float> v) const {
+        const HeadPreparation how = preparation(c, _weights.data(), _cos.data(), _sin.data(), _scales.data());
+        if (c.valuesAreKeys) v = k;
         const size_t headBytes = c.headDim * kvElementBytes(c.type);
         Result result;
         result.k.assign(kPages * c.kvHeads * kPageTokens * headBytes, 0xff);
@@ -79,11 +92,15 @@ protected:
         for (size_t t = 0; t < kPositions.size(); t++) {
             const int32_t position = kPositions[t];
             prepareOnCpu(c, how, how.qNorm, c.heads, position, &q[t * c.heads * c.headDim]);
+            for (int64_t i = 0; i < int64_t{c.heads} * c.headDim && c.scaled; i++)
+                q[t * c.heads * c.headDim + i] *= _scales[position];
+            if (!c.appends) continue;
             prepareOnCpu(c, how, how.kNorm, c.kvHeads, position, &k[t * c.kvHeads * c.headDim]);
             const size_t page = kTables[kSequences[t] * kPagesPerTable + position / kPageTokens];
             for (int32_t h = 0; h < c.kvHeads; h++) {
                 const size_t at = ((page * c.kvHeads + h) * kPageTokens + position % kPageTokens) * headBytes;
                 const size_t from = (t * c.kvHeads + h) * c.headDim;
+                if (c.valueNorm) cpu::kernels().rmsNorm(&v[from], nullptr, how.eps, c.headDim, &v[from]);
                 cpu::kernels().storeKv(&k[from], c.headDim, c.type, &result.k[at]);
                 cpu::kernels().storeKv(&v[from], c.headDim, c.type, &result.v[at]);
             }
@@ -97,15 +114,19 @@ protected:
         const std::vector<float> q = randomFloats(rows * c.heads * c.headDim),
                                  k = randomFloats(rows * c.kvHeads * c.headDim, 3.0f), v = randomFloats(k.size());
         const Result expected = onCpu(c, q, k, v);
-        const DeviceArray<float> deviceQ(q), deviceK(k), deviceV(v), cos(_cos), sin(_sin), weights(_weights);
+        const DeviceArray<float> deviceQ(q), deviceK(k), deviceV(v), cos(_cos), sin(_sin), weights(_weights),
+            scales(_scales);
         const DeviceArray<uint8_t> cacheK(expected.k.size()), cacheV(expected.v.size());
         const DeviceArray<int32_t> positions(kPositions), sequences(kSequences), tables(kTables);
         const DeviceArray<uint16_t> hi(q.size()), lo(q.size());
         const BatchRows batch = {static_cast<int64_t>(rows), positions.get(), sequences.get(), tables.get(),
                                  kPagesPerTable};
         const KvPages pages = {c.type, c.kvHeads, c.headDim, kPageTokens, cacheK.get(), cacheV.get()};
-        prepareHeads(stream(), deviceQ.get(), deviceK.get(), deviceV.get(), {c.heads, c.kvHeads, c.headDim},
-                     preparation(c, weights.get(), cos.get(), sin.get()), batch, pages, {hi.get(), lo.get()});
+        // What is not there must not be read.
+        float* const values = c.appends && !c.valuesAreKeys ? deviceV.get() : nullptr;
+        prepareHeads(stream(), deviceQ.get(), c.appends ? deviceK.get() : nullptr, values,
+                     {c.heads, c.kvHeads, c.headDim}, preparation(c, weights.get(), cos.get(), sin.get(), scales.get()),
+                     batch, pages, {hi.get(), lo.get()});
         EXPECT_TRUE(sameBits(expected.q, deviceQ.read())) << "queries, " << nameOf(c);
         EXPECT_EQ(expected.k, cacheK.read()) << "keys, " << nameOf(c);
         EXPECT_EQ(expected.v, cacheV.read()) << "values, " << nameOf(c);
@@ -119,7 +140,7 @@ protected:
     uint16_t toHalf(float x) { return stream().device().major >= 8 ? bf16FromFloat(x) : f16FromFloat(x); }
     float fromHalf(uint16_t x) { return stream().device().major >= 8 ? floatFromBf16(x) : floatFromF16(x); }
 
-    std::vector<float> _cos, _sin, _weights;
+    std::vector<float> _cos, _sin, _weights, _scales;
 };
 
 const std::vector<Case> kCases = {
@@ -133,6 +154,41 @@ const std::vector<Case> kCases = {
 
 TEST_F(Heads, HaveTheBitsOfTheCpu) {
     for (const Case& c : kCases) compare(c);
+}
+
+// Each of the further steps alone and with the others, for heads of every width.
+TEST_F(Heads, TakeFurtherStepsWithTheBitsOfTheCpu) {
+    for (const int32_t dim : {8, 64, 80, 128, 256, 264, 512}) {
+        for (const HeadNorm norm : {HeadNorm::PerHead, HeadNorm::None}) {
+            for (const bool adjacent : {false, true}) {
+                Case plain = {6, 3, dim, dim == 80 ? 20 : dim, norm, adjacent, KvType::BF16};
+                if (dim == 64) plain.ropeDims = 0;
+                Case late = plain, values = plain, keys = plain, queries = plain, bare = plain, scaled = plain;
+                late.normAfterRotation = true;
+                values.valueNorm = true;
+                keys.valuesAreKeys = true;
+                queries.appends = false;
+                bare.weighted = false;
+                scaled.scaled = true;
+                Case all = {5, 1, dim, plain.ropeDims, norm, adjacent, KvType::F32, true, true, true};
+                all.weighted = false, all.scaled = true;
+                Case alone = all;
+                alone.appends = false;
+                for (const Case& c : {plain, late, values, keys, queries, bare, scaled, all, alone}) compare(c);
+            }
+        }
+    }
+}
+
+// A norm of whole rows goes with fewer of them.
+TEST_F(Heads, NormalizeWholeRowsOfQueriesAlone) {
+    for (const int32_t dim : {64, 512}) {
+        Case c = {6, 3, dim, dim, HeadNorm::FullRow, false, KvType::BF16};
+        c.scaled = true;
+        compare(c);
+        c.appends = false;
+        compare(c);
+    }
 }
 
 // Halfway cases, subnormals and overflows, for each type of the cache.

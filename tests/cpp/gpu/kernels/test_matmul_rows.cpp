@@ -166,8 +166,7 @@ protected:
         const DeviceArray<uint16_t> hi(static_cast<size_t>(pairs * kHidden)), lo(hi.size());
         const DeviceArray<float> residual(
             std::vector<float>(before.begin() + cut.begin * kCols, before.begin() + cut.end * kCols));
-        route(stream(), l.logits->get() + cut.begin * kExperts, rows, kExperts, kUsed, true, 1.0f, chosen.get(),
-              weight->get());
+        route(stream(), l.logits->get() + cut.begin * kExperts, rows, {kExperts, kUsed}, chosen.get(), weight->get());
         const ExpertGrouping at = expertGroupingOver(buffer.get(), rows, kUsed, kExperts);
         groupExperts(stream(), chosen.get(), rows, kUsed, kExperts, at);
         const ExpertGroups groups = {at.begin,     at.pairToken, at.tileExpert,
@@ -175,7 +174,7 @@ protected:
         const HalfRows x = rowsFrom(l.x.rows(), cut.begin, kCols), hidden = {hi.get(), l.split ? lo.get() : nullptr};
         matmulExperts(stream(), l.of(*l.gate, l.gateType, kHidden, kCols), x, groups, true, gate->get());
         matmulExperts(stream(), l.of(*l.up, l.gateType, kHidden, kCols), x, groups, true, up->get());
-        siluMul(stream(), gate->get(), up->get(), pairs, kHidden, {nullptr, {}, hidden});
+        gatedActivation(stream(), {}, gate->get(), up->get(), pairs, kHidden, {nullptr, {}, hidden});
         matmulExperts(stream(), l.of(*l.down, l.downType, kCols, kHidden), hidden, groups, false, y->get());
         combineExperts(stream(), y->get(), at.pairOf, weight->get(), rows, kUsed, kCols, residual.get(),
                        rowsFrom(SharedAnswer{l.shared->get(), l.scale->get()}, cut.begin, kCols));

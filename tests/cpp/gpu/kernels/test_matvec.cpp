@@ -386,6 +386,36 @@ TEST_F(MatvecTest, GatedHasTheCpusBits) {
     }
 }
 
+constexpr Activation kOtherActivations[] = {{ActivationKind::Gelu}, {ActivationKind::ClampedSwiglu, 0.8f}};
+
+// Other activations, with biases; a part of the rows has its part of the biases.
+TEST_F(MatvecTest, GatedWithBiasesHasTheCpusBits) {
+    const int64_t hidden = 96;
+    const auto gateBias = randomFloats(hidden), upBias = randomFloats(hidden);
+    const DeviceArray<float> gateBiasOnDevice(gateBias), upBiasOnDevice(upBias);
+    for (const DType type : {DType::Q4_K, DType::Q8_0, DType::MXFP4, DType::F32, DType::BF16}) {
+        const Weights gate = weights(type, hidden, 768), up = weights(type, hidden, 768);
+        for (const Activation& activation : kOtherActivations) {
+            for (int64_t rows = 1; rows <= kMaxMatvecRows; ++rows) {
+                SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows));
+                const Inputs in =
+                    inputs(randomFloats(static_cast<size_t>(rows * 768), 0.002f), rows, 768, info(type).isFloat);
+                std::vector<float> expected = product(gate.host(), in.x, rows, gateBias.data());
+                const std::vector<float> u = product(up.host(), in.x, rows, upBias.data());
+                cpu::kernels().gatedActivation(activation, {expected.data(), u.data()}, rows * hidden);
+                const DeviceArray<float> floats(static_cast<size_t>(rows * hidden));
+                const DeviceArray<uint8_t> buffer(quantizedRowsBytes(rows, hidden));
+                RowOutputs out;
+                out.floats = floats.get();
+                out.quantized = quantizedRowsOver(buffer.get(), rows, hidden);
+                matvecGated(stream(), in.input(), static_cast<int>(rows), gate.device(), up.device(), out, 0, 0,
+                            {activation, gateBiasOnDevice.get(), upBiasOnDevice.get()});
+                expectForms(expected, rows, hidden, out.floats, out.quantized);
+            }
+        }
+    }
+}
+
 // Values at the limits of exp, and products that are NaN.
 TEST_F(MatvecTest, GatedExtremesHaveTheCpusBits) {
     const Weights gate = weights(DType::F32, 32, 32), up = weights(DType::F32, 32, 32);
@@ -537,6 +567,97 @@ TEST_F(ExpertMatvecTest, GatedHasTheCpusBits) {
                 expected.insert(expected.end(), values.begin(), values.end());
             }
             expectForms(expected, pairs, 64, out.floats, out.quantized);
+        }
+    }
+}
+
+// Other activations, the biases of each pair's expert, and weights of the inputs. Stacks may hold experts at other
+// places than their numbers.
+TEST_F(ExpertMatvecTest, GatedWithBiasesAndWeightsHasTheCpusBits) {
+    const int32_t used = 3, experts = 5;
+    const int64_t hidden = 64;
+    const auto gateBias = randomFloats(experts * hidden), upBias = randomFloats(experts * hidden);
+    const DeviceArray<float> gateBiasOnDevice(gateBias), upBiasOnDevice(upBias);
+    for (const DType type : {DType::Q4_K, DType::MXFP4, DType::F32}) {
+        const Weights gate = weights(type, hidden, 768, experts), up = weights(type, hidden, 768, experts);
+        for (const int64_t rows : {1, 3, 8}) {
+            for (int variant = 0; variant < 8; ++variant) {
+                SCOPED_TRACE(std::string(info(type).name) + " rows " + std::to_string(rows) + ", variant " +
+                             std::to_string(variant));
+                const Activation activation = kOtherActivations[variant & 1];
+                const bool biased = variant & 2, weighted = variant & 4;
+                const int64_t pairs = rows * used;
+                const Inputs in =
+                    inputs(randomFloats(static_cast<size_t>(rows * 768), 0.002f), rows, 768, info(type).isFloat);
+                const std::vector<int32_t> expert = choose(rows, used, experts);
+                std::vector<int32_t> place;
+                for (const int32_t e : expert) place.push_back((e + 2) % experts);
+                const std::vector<float> weight = randomFloats(static_cast<size_t>(pairs));
+                std::vector<float> expected;
+                for (int64_t p = 0; p < pairs; ++p) {
+                    const auto x = rowOf(in.x, p / used, 768);
+                    std::vector<float> g = product(gate.host(place[static_cast<size_t>(p)]), x, 1);
+                    const std::vector<float> u = product(up.host(place[static_cast<size_t>(p)]), x, 1);
+                    cpu::GatedRow row{g.data(), u.data()};
+                    const int64_t of = expert[static_cast<size_t>(p)] * hidden;
+                    if (biased) row.gateBias = &gateBias[of], row.upBias = &upBias[of];
+                    if (weighted) row.factor = weight[static_cast<size_t>(p)];
+                    cpu::kernels().gatedActivation(activation, row, hidden);
+                    expected.insert(expected.end(), g.begin(), g.end());
+                }
+                const DeviceArray<int32_t> placeOnDevice(place), expertOnDevice(expert);
+                const DeviceArray<float> weightOnDevice(weight), floats(static_cast<size_t>(pairs * hidden));
+                const DeviceArray<uint8_t> buffer(quantizedRowsBytes(pairs, hidden));
+                RowOutputs out;
+                out.floats = floats.get();
+                out.quantized = quantizedRowsOver(buffer.get(), pairs, hidden);
+                GatedJoin join{activation};
+                if (biased) join.gateBias = gateBiasOnDevice.get(), join.upBias = upBiasOnDevice.get();
+                join.expert = expertOnDevice.get();
+                if (weighted) join.weight = weightOnDevice.get();
+                expertGated(stream(), in.input(), static_cast<int>(rows), gate.stack(), up.stack(), placeOnDevice.get(),
+                            used, out, join);
+                expectForms(expected, pairs, hidden, out.floats, out.quantized);
+            }
+        }
+    }
+}
+
+// Down's bias, weights of 1, a shared answer without a scale, and rows that are replaced.
+TEST_F(ExpertMatvecTest, DownWithBiasesHasTheCpusBits) {
+    const int64_t rows = 3, outputs = 37, hidden = 512;
+    const int32_t used = 4, experts = 6;
+    for (const DType type : {DType::Q6_K, DType::MXFP4, DType::F16}) {
+        const Weights w = weights(type, outputs, hidden, experts);
+        const Inputs in = inputs(rows * used, hidden, info(type).isFloat);
+        const std::vector<int32_t> chosen = choose(rows, used, experts);
+        const auto bias = randomFloats(experts * outputs), weight = randomFloats(rows * used),
+                   before = randomFloats(rows * outputs), shared = randomFloats(rows * outputs);
+        const DeviceArray<int32_t> chosenOnDevice(chosen);
+        const DeviceArray<float> biasOnDevice(bias), weightOnDevice(weight), sharedOnDevice(shared);
+        for (int variant = 0; variant < 8; ++variant) {
+            SCOPED_TRACE(std::string(info(type).name) + ", variant " + std::to_string(variant));
+            const bool biased = variant & 1, weighted = variant & 2, adds = variant & 4;
+            std::vector<float> expected = before;
+            for (int64_t t = 0; t < rows; ++t) {
+                std::vector<float> sum(static_cast<size_t>(outputs), 0.0f);
+                for (int64_t p = t * used; p < (t + 1) * used; ++p) {
+                    const int32_t e = chosen[static_cast<size_t>(p)];
+                    std::vector<float> y = product(w.host(e), rowOf(in.x, p, hidden), 1);
+                    if (biased) cpu::kernels().add(y.data(), &bias[static_cast<size_t>(e * outputs)], outputs);
+                    cpu::kernels().addScaled(sum.data(), y.data(), weighted ? weight[static_cast<size_t>(p)] : 1.0f,
+                                             outputs);
+                }
+                cpu::kernels().addScaled(sum.data(), &shared[static_cast<size_t>(t * outputs)], 1.0f, outputs);
+                float* const to = &expected[static_cast<size_t>(t * outputs)];
+                if (adds) cpu::kernels().add(to, sum.data(), outputs);
+                else std::copy(sum.begin(), sum.end(), to);
+            }
+            const DeviceArray<float> to(before);
+            expertDownAdd(stream(), in.input(), static_cast<int>(rows), w.stack(), chosenOnDevice.get(),
+                          weighted ? weightOnDevice.get() : nullptr, used, to.get(), {sharedOnDevice.get(), nullptr},
+                          {biased ? biasOnDevice.get() : nullptr, nullptr, adds});
+            EXPECT_TRUE(sameBits(expected, to.read()));
         }
     }
 }

@@ -5,7 +5,9 @@
 #include <numeric>
 #include <set>
 
+#include "core/half.h"
 #include "core/portable.h"
+#include "cpu/operations/cpu_router.h"
 #include "cpu/kernels.h"
 #include "gpu_test.h"
 #include "kernels/experts/router.h"
@@ -68,11 +70,82 @@ TEST_F(Router, RoutesAsTheCpuDoes) {
         }
         const DeviceArray<float> deviceLogits(logits), weight(c.rows * c.used);
         const DeviceArray<int32_t> chosen(c.rows * c.used);
-        route(stream(), deviceLogits.get(), c.rows, c.experts, c.used, c.renormalize, c.scale, chosen.get(),
+        route(stream(), deviceLogits.get(), c.rows, {c.experts, c.used, c.renormalize, c.scale}, chosen.get(),
               weight.get());
         ASSERT_EQ(expectedChosen, chosen.read()) << c.experts << " experts";
         ASSERT_TRUE(sameBits(expectedWeight, weight.read())) << c.experts << " experts";
     }
+}
+
+// Kinds of gating, biases of the choice, groups and scales, in every number of experts of a lane.
+TEST_F(Router, RoutesByEveryRuleAsTheCpuDoes) {
+    struct Case {
+        int32_t experts, used, groups, groupsUsed;
+    };
+    for (const Case& c : {Case{8, 2, 1, 1}, Case{128, 8, 8, 4}, Case{60, 6, 5, 2}, Case{256, 8, 8, 3},
+                          Case{33, 4, 1, 1}, Case{512, 10, 32, 7}, Case{6, 1, 6, 1}, Case{1000, 40, 4, 2}}) {
+        const auto choiceBias = randomFloats(c.experts, 0.3f), outputScale = randomFloats(c.experts, 2.0f);
+        const DeviceArray<float> deviceBias(choiceBias), deviceScale(outputScale);
+        for (const Gating gating : {Gating::Softmax, Gating::Sigmoid, Gating::SoftmaxOfChosen}) {
+            for (int variant = 0; variant < 16; ++variant) {
+                SCOPED_TRACE(std::to_string(c.experts) + " experts, gating " +
+                             std::to_string(static_cast<int>(gating)) + ", variant " + std::to_string(variant));
+                const int64_t rows = variant % 2 ? 3 : 70;
+                auto logits = randomFloats(rows * c.experts, 3.0f);
+                if (variant & 8) {
+                    for (float& l : logits) l = static_cast<float>(random()() % 5) - 2.0f;  // equals, and zeros
+                    logits[0] = -0.0f;
+                    logits[1 % logits.size()] = NAN;
+                }
+                RouterCall call;
+                call.count = c.experts;
+                call.used = c.used;
+                call.gating = gating;
+                call.groups = c.groups;
+                call.groupsUsed = c.groupsUsed;
+                call.renormalize = variant & 1;
+                call.weightScale = 2.5f;
+                if (variant & 2) call.choiceBias = choiceBias.data();
+                if (variant & 4) call.outputScale = outputScale.data();
+                std::vector<int32_t> expectedChosen(rows * c.used);
+                std::vector<float> expectedWeight(rows * c.used), row;
+                CpuRouter cpu(cpu::kernels(), call);
+                for (int64_t t = 0; t < rows; ++t) {
+                    row.assign(logits.begin() + t * c.experts, logits.begin() + (t + 1) * c.experts);
+                    cpu.route(row.data(), &expectedChosen[t * c.used], &expectedWeight[t * c.used]);
+                }
+                RouteRule rule{c.experts, c.used, call.renormalize, 2.5f, gating, c.groups, c.groupsUsed};
+                if (variant & 2) rule.choiceBias = deviceBias.get();
+                if (variant & 4) rule.outputScale = deviceScale.get();
+                const DeviceArray<float> deviceLogits(logits), weight(rows * c.used);
+                const DeviceArray<int32_t> chosen(rows * c.used);
+                const DeviceArray<uint32_t> uses(std::vector<uint32_t>(c.experts, 0));
+                route(stream(), deviceLogits.get(), rows, rule, chosen.get(), weight.get(), uses.get());
+                ASSERT_EQ(expectedChosen, chosen.read());
+                // NaN has no defined bits.
+                const auto got = weight.read();
+                for (size_t i = 0; i < got.size(); ++i) {
+                    if (std::isnan(expectedWeight[i])) {
+                        ASSERT_TRUE(std::isnan(got[i])) << i;
+                    } else {
+                        ASSERT_EQ(bitsFromFloat(got[i]), bitsFromFloat(expectedWeight[i])) << i;
+                    }
+                }
+                std::vector<uint32_t> counted(c.experts, 0);
+                for (const int32_t e : expectedChosen) ++counted[e];
+                ASSERT_EQ(counted, uses.read());
+            }
+        }
+    }
+}
+
+TEST_F(Router, RefusesGroupsThatAreTooFew) {
+    const DeviceArray<float> logits(12), weight(12);
+    const DeviceArray<int32_t> chosen(12);
+    for (const RouteRule& rule :
+         {RouteRule{12, 5, true, 1.0f, Gating::Sigmoid, 3, 1}, RouteRule{12, 2, true, 1.0f, Gating::Sigmoid, 5, 2},
+          RouteRule{12, 2, true, 1.0f, Gating::Sigmoid, 3, 4}, RouteRule{12, 2, true, 1.0f, Gating::Sigmoid, 0, 0}})
+        EXPECT_THROW(route(stream(), logits.get(), 1, rule, chosen.get(), weight.get()), Error);
 }
 
 // Down to quotients that are subnormal or zero.
@@ -96,7 +169,7 @@ TEST_F(Router, RoutesProbabilitiesOfAnySize) {
             }
             const DeviceArray<float> deviceLogits(logits), weight(rows * experts);
             const DeviceArray<int32_t> chosen(rows * experts);
-            route(stream(), deviceLogits.get(), rows, experts, experts, false, 1.0f, chosen.get(), weight.get());
+            route(stream(), deviceLogits.get(), rows, {experts, experts, false}, chosen.get(), weight.get());
             ASSERT_EQ(expectedChosen, chosen.read());
             ASSERT_TRUE(sameBits(expected, weight.read()));
         }
@@ -125,10 +198,9 @@ TEST_F(Router, FormsTheSharedScaleBesideIt) {
                 const DeviceArray<float> deviceLogits(logits), deviceX(x), deviceVector(vector), y(expected.size());
                 const DeviceArray<float> weight(rows * used), plainWeight(rows * used);
                 const DeviceArray<int32_t> chosen(rows * used), plainChosen(rows * used);
-                route(stream(), deviceLogits.get(), rows, experts, used, true, 1.0f, plainChosen.get(),
-                      plainWeight.get());
-                route(stream(), deviceLogits.get(), rows, experts, used, true, 1.0f, chosen.get(), weight.get(),
-                      nullptr, {deviceX.get() + skip, deviceVector.get() + skip, cols, y.get() + skip});
+                route(stream(), deviceLogits.get(), rows, {experts, used}, plainChosen.get(), plainWeight.get());
+                route(stream(), deviceLogits.get(), rows, {experts, used}, chosen.get(), weight.get(), nullptr,
+                      {deviceX.get() + skip, deviceVector.get() + skip, cols, y.get() + skip});
                 ASSERT_TRUE(sameBits(expected, y.read()));
                 ASSERT_EQ(plainChosen.read(), chosen.read());
                 ASSERT_TRUE(sameBits(plainWeight.read(), weight.read()));
@@ -140,7 +212,7 @@ TEST_F(Router, FormsTheSharedScaleBesideIt) {
 TEST_F(Router, RefusesMoreExpertsThanALaneHolds) {
     const DeviceArray<float> logits(1025), weight(1);
     const DeviceArray<int32_t> chosen(1);
-    EXPECT_THROW(route(stream(), logits.get(), 1, 1025, 1, true, 1.0f, chosen.get(), weight.get()), Error);
+    EXPECT_THROW(route(stream(), logits.get(), 1, {1025, 1}, chosen.get(), weight.get()), Error);
 }
 
 // Counts add up over calls, and counting does not change the routing.
@@ -153,8 +225,8 @@ TEST_F(Router, CountsWhatItChooses) {
             const DeviceArray<float> logits(randomFloats(rows * experts, 2.0f)), weight(rows * used),
                 plainWeight(rows * used);
             const DeviceArray<int32_t> chosen(rows * used), plainChosen(rows * used);
-            route(stream(), logits.get(), rows, experts, used, true, 1.0f, plainChosen.get(), plainWeight.get());
-            route(stream(), logits.get(), rows, experts, used, true, 1.0f, chosen.get(), weight.get(), uses.get());
+            route(stream(), logits.get(), rows, {experts, used}, plainChosen.get(), plainWeight.get());
+            route(stream(), logits.get(), rows, {experts, used}, chosen.get(), weight.get(), uses.get());
             ASSERT_EQ(plainChosen.read(), chosen.read());
             ASSERT_TRUE(sameBits(plainWeight.read(), weight.read()));
             for (const int32_t e : chosen.read()) ++expected[e];
@@ -172,7 +244,7 @@ TEST_F(Router, BadLogitsStillChooseExpertsThatExist) {
     logits[3 * experts + 5] = INFINITY;
     const DeviceArray<float> deviceLogits(logits), weight(4 * used);
     const DeviceArray<int32_t> chosen(4 * used);
-    route(stream(), deviceLogits.get(), 4, experts, used, true, 1.0f, chosen.get(), weight.get());
+    route(stream(), deviceLogits.get(), 4, {experts, used}, chosen.get(), weight.get());
     const auto result = chosen.read();
     for (int row = 0; row < 4; ++row) {
         const std::set<int32_t> distinct(result.begin() + row * used, result.begin() + (row + 1) * used);
@@ -203,13 +275,15 @@ TEST_F(Router, GroupsPairsStablyAndCutsTiles) {
 
         auto bytes = buffer.read();
         const ExpertGrouping at = expertGroupingOver(bytes.data(), c.rows, c.used, c.experts);
-        std::vector<int32_t> begin(c.experts + 1, 0), pairToken(pairs), pairOf(pairs), tileExpert, tileBegin;
+        std::vector<int32_t> begin(c.experts + 1, 0), pairToken(pairs), pairOf(pairs), pairAt(pairs), tileExpert,
+            tileBegin;
         for (const int32_t e : chosen) ++begin[e + 1];
         for (int32_t e = 0; e < c.experts; ++e) begin[e + 1] += begin[e];
         auto next = begin;
         for (int64_t i = 0; i < pairs; ++i) {
             pairOf[i] = next[chosen[i]]++;
             pairToken[pairOf[i]] = static_cast<int32_t>(i / c.used);
+            pairAt[pairOf[i]] = static_cast<int32_t>(i);
         }
         for (int32_t e = 0; e < c.experts; ++e) {
             for (int32_t first = begin[e]; first < begin[e + 1]; first += kExpertTile) {
@@ -221,6 +295,7 @@ TEST_F(Router, GroupsPairsStablyAndCutsTiles) {
         ASSERT_EQ(begin, std::vector<int32_t>(at.begin, at.begin + c.experts + 1));
         ASSERT_EQ(pairOf, std::vector<int32_t>(at.pairOf, at.pairOf + pairs));
         ASSERT_EQ(pairToken, std::vector<int32_t>(at.pairToken, at.pairToken + pairs));
+        ASSERT_EQ(pairAt, std::vector<int32_t>(at.pairAt, at.pairAt + pairs));
         ASSERT_EQ(tileBegin, std::vector<int32_t>(at.tileBegin, at.tileBegin + tileBegin.size()));
         tileExpert.resize(tiles, -1);
         ASSERT_EQ(tileExpert, std::vector<int32_t>(at.tileExpert, at.tileExpert + tiles));
@@ -257,6 +332,42 @@ TEST_F(Router, CombinesByRank) {
         const DeviceArray<float> deviceInOrder(inOrder), again(residual);
         combineExperts(stream(), deviceInOrder.get(), nullptr, deviceWeight.get(), rows, used, cols, again.get());
         ASSERT_TRUE(sameBits(expected, again.read())) << cols << ", in order";
+    }
+}
+
+// Biases of the answers, weights of 1, a shared answer without a scale, and rows that are replaced.
+TEST_F(Router, CombinesWithBiasesAndWithoutWeights) {
+    for (const int64_t cols : {1, 99, 130, 1028}) {
+        for (int variant = 0; variant < 8; ++variant) {
+            SCOPED_TRACE(std::to_string(cols) + " columns, variant " + std::to_string(variant));
+            const int64_t rows = 9;
+            const int32_t used = 5, experts = 7;
+            const auto y = randomFloats(rows * used * cols), bias = randomFloats(experts * cols),
+                       shared = randomFloats(rows * cols), weight = randomFloats(rows * used),
+                       before = randomFloats(rows * cols);
+            std::vector<int32_t> expert(rows * used);
+            for (int32_t& e : expert) e = static_cast<int32_t>(random()() % experts);
+            const bool biased = variant & 1, weighted = variant & 2, adds = variant & 4;
+            std::vector<float> expected = before;
+            for (int64_t t = 0; t < rows; ++t) {
+                std::vector<float> sum(cols, 0.0f);
+                for (int64_t p = t * used; p < (t + 1) * used; ++p) {
+                    std::vector<float> answer(y.begin() + p * cols, y.begin() + (p + 1) * cols);
+                    if (biased) cpu::kernels().add(answer.data(), &bias[expert[p] * cols], cols);
+                    cpu::kernels().addScaled(sum.data(), answer.data(), weighted ? weight[p] : 1.0f, cols);
+                }
+                cpu::kernels().addScaled(sum.data(), &shared[t * cols], 1.0f, cols);
+                if (adds) cpu::kernels().add(&expected[t * cols], sum.data(), cols);
+                else std::copy(sum.begin(), sum.end(), expected.begin() + t * cols);
+            }
+            const DeviceArray<float> deviceY(y), deviceBias(bias), deviceShared(shared), deviceWeight(weight),
+                to(before);
+            const DeviceArray<int32_t> deviceExpert(expert);
+            combineExperts(stream(), deviceY.get(), nullptr, weighted ? deviceWeight.get() : nullptr, rows, used, cols,
+                           to.get(), {deviceShared.get(), nullptr},
+                           {biased ? deviceBias.get() : nullptr, deviceExpert.get(), adds});
+            ASSERT_TRUE(sameBits(expected, to.read()));
+        }
     }
 }
 

@@ -1,6 +1,7 @@
 // RMS norm, SiLU and the forms of activations on the GPU, bit for bit against the CPU's kernels.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "core/half.h"
 #include "cpu/kernels.h"
@@ -247,7 +248,7 @@ TEST_F(Rows, SiluIsTheCpusInEveryForm) {
         const DeviceArray<uint8_t> quantized(quantizedRowsBytes(rows, cols));
         const DeviceArray<uint16_t> hi(rows * cols), lo(rows * cols);
         const RowOutputs out = {floats.get(), quantizedRowsOver(quantized.get(), rows, cols), {hi.get(), lo.get()}};
-        siluMul(stream(), deviceGate.get(), deviceUp.get(), rows, cols, out);
+        gatedActivation(stream(), {}, deviceGate.get(), deviceUp.get(), rows, cols, out);
         ASSERT_TRUE(sameBits(expected, floats.read())) << cols;
         expectQuantized(expected, rows, cols, quantized);
         const auto low = lo.read();
@@ -263,8 +264,57 @@ TEST_F(Rows, SiluOfAnyWidthAndInPlace) {
         std::vector<float> expected = gate;
         _cpu.gatedActivation({}, {expected.data(), up.data()}, rows * cols);
         const DeviceArray<float> deviceGate(gate), deviceUp(up);
-        siluMul(stream(), deviceGate.get(), deviceUp.get(), rows, cols, {deviceGate.get(), {}, {}});
+        gatedActivation(stream(), {}, deviceGate.get(), deviceUp.get(), rows, cols, {deviceGate.get(), {}, {}});
         ASSERT_TRUE(sameBits(expected, deviceGate.read())) << cols;
+    }
+}
+
+// Every kind, by pairs in another order, with the biases of their experts and the weights of their inputs.
+TEST_F(Rows, ActivationsOfPairsAreTheCpus) {
+    const Activation kinds[] = {{ActivationKind::Silu}, {ActivationKind::Gelu}, {ActivationKind::ClampedSwiglu, 2.0f}};
+    const int64_t rows = 7;
+    const int32_t experts = 3;
+    for (const int64_t cols : {1, 32, 37, 96, 1056}) {
+        for (int variant = 0; variant < 24; ++variant) {
+            const Activation activation = kinds[variant / 8];
+            const bool biased = variant & 1, weighted = variant & 2, ordered = variant & 4;
+            SCOPED_TRACE(std::to_string(cols) + " columns, variant " + std::to_string(variant));
+            auto gate = randomFloats(rows * cols, 3.0f), up = randomFloats(rows * cols, 3.0f);
+            const float edges[] = {0.0f, -0.0f, 88.0f, -88.0f, 1e30f, -1e30f, 1e-40f, INFINITY, -INFINITY};
+            for (size_t i = 0; i < std::size(edges) && i < gate.size(); ++i) gate[i] = edges[i];
+            if (up.size() > 20) up[18] = INFINITY, up[19] = -INFINITY;
+            const auto gateBias = randomFloats(experts * cols), upBias = randomFloats(experts * cols),
+                       weight = randomFloats(rows);
+            std::vector<int32_t> expert(rows), pairAt(rows);
+            std::iota(pairAt.begin(), pairAt.end(), 0);
+            if (ordered) std::shuffle(pairAt.begin(), pairAt.end(), random());
+            for (int32_t& e : expert) e = static_cast<int32_t>(random()() % experts);
+            std::vector<float> expected = gate;
+            for (int64_t r = 0; r < rows; ++r) {
+                const int32_t pair = pairAt[r];
+                cpu::GatedRow row{&expected[r * cols], &up[r * cols]};
+                if (biased) row.gateBias = &gateBias[expert[pair] * cols], row.upBias = &upBias[expert[pair] * cols];
+                if (weighted) row.factor = weight[pair];
+                _cpu.gatedActivation(activation, row, cols);
+            }
+            const DeviceArray<float> deviceGate(gate), deviceUp(up), deviceGateBias(gateBias), deviceUpBias(upBias),
+                deviceWeight(weight), floats(rows * cols);
+            const DeviceArray<int32_t> deviceExpert(expert), devicePairAt(pairAt);
+            GatedJoin join{activation};
+            if (biased) join.gateBias = deviceGateBias.get(), join.upBias = deviceUpBias.get();
+            join.expert = deviceExpert.get();
+            if (weighted) join.weight = deviceWeight.get();
+            if (ordered) join.pairAt = devicePairAt.get();
+            gatedActivation(stream(), join, deviceGate.get(), deviceUp.get(), rows, cols, {floats.get(), {}, {}});
+            const auto got = floats.read();
+            for (size_t i = 0; i < got.size(); ++i) {
+                if (std::isnan(expected[i])) {
+                    ASSERT_TRUE(std::isnan(got[i])) << i;
+                } else {
+                    ASSERT_EQ(bitsFromFloat(got[i]), bitsFromFloat(expected[i])) << i;
+                }
+            }
+        }
     }
 }
 

@@ -42,6 +42,7 @@ public:
         _tables.resize(pages);
         std::iota(_tables.begin(), _tables.end(), 0);
         std::shuffle(_tables.begin(), _tables.end(), random);
+        _spare = _tables.back();
         _tables.resize(pages - 3);
         _k.assign(pages * shape.kvHeads * kPageTokens * shape.headDim * kvElementBytes(shape.type), 0xff);
         _v = _k;
@@ -75,8 +76,22 @@ public:
         upload();
     }
 
+    // What lies before `position` is given back: keys and values are absent, and the page table's entries lead to a
+    // page that belongs to nobody.
+    void giveBack(int32_t sequence, int32_t position) {
+        forget(sequence, 0, position);
+        for (int32_t page = 0; page < position / kPageTokens; page++)
+            _tables[sequence * _pagesPerTable + page] = _spare;
+        deviceTables = std::make_unique<DeviceArray<int32_t>>(_tables);
+    }
+
     // The CPU kernel's result, for each row on its own.
     std::vector<float> attendOnCpu(const std::vector<float>& q, const std::vector<Row>& rows, float scale) {
+        return attendOnCpu(q, rows, AttentionRule{scale, {}});
+    }
+    // The rule's sinks are on the host.
+    std::vector<float> attendOnCpu(const std::vector<float>& q, const std::vector<Row>& rows,
+                                   const AttentionRule& rule) {
         const int64_t width = int64_t{_shape.heads} * _shape.headDim;
         std::vector<float> out(q.size());
         const size_t bytes = cpu::attentionScratchBytes(_shape.heads, _shape.kvHeads, _shape.headDim, kPageTokens);
@@ -89,7 +104,10 @@ public:
             args.rowStride = width;
             args.positions = &rows[i].position;
             args.heads = _shape.heads;
-            args.scale = scale;
+            args.scale = rule.scale;
+            args.reach = rule.reach;
+            args.softcap = rule.softcap;
+            args.sinks = rule.sinks;
             args.pages = pages(_k.data(), _v.data());
             args.pageTable = table(rows[i].sequence);
             for (int32_t h = 0; h < _shape.kvHeads; h++) cpu::kernels().attention(args, h, 0, 1, aligned);
@@ -97,22 +115,26 @@ public:
         return out;
     }
 
-    // One head of one row in double precision.
-    std::vector<double> attendExactly(const double* q, const Row& row, int32_t head, double scale) const {
-        const int32_t kvHead = head / (_shape.heads / _shape.kvHeads);
+    // One head of one row in double precision. sinks: on the host, [heads] or nothing.
+    std::vector<double> attendExactly(const double* q, const Row& row, int32_t head, const AttentionRule& rule,
+                                      const std::vector<float>& sinks) const {
+        const int32_t kvHead = head / (_shape.heads / _shape.kvHeads), first = rule.reach.first(row.position);
         std::vector<double> weights, out(_shape.headDim, 0.0);
-        double top = -1e300, sum = 0;
-        for (int32_t t = 0; t <= row.position; t++) {
+        const double cap = rule.softcap, sink = sinks.empty() ? -1e300 : sinks[head];
+        double top = sink, sum = 0;
+        for (int32_t t = first; t <= row.position; t++) {
             const uint8_t* key = _k.data() + offset(row.sequence, t, kvHead);
             double dot = 0;
             for (int32_t d = 0; d < _shape.headDim; d++) dot += q[d] * element(key, d);
-            weights.push_back(dot * scale);
+            const double score = dot * rule.scale;
+            weights.push_back(cap > 0 ? cap * std::tanh(score / cap) : score);
             top = std::max(top, weights.back());
         }
         for (double& w : weights) sum += w = std::exp(w - top);
-        for (int32_t t = 0; t <= row.position; t++) {
+        if (!sinks.empty()) sum += std::exp(sink - top);
+        for (int32_t t = first; t <= row.position; t++) {
             const uint8_t* value = _v.data() + offset(row.sequence, t, kvHead);
-            for (int32_t d = 0; d < _shape.headDim; d++) out[d] += weights[t] / sum * element(value, d);
+            for (int32_t d = 0; d < _shape.headDim; d++) out[d] += weights[t - first] / sum * element(value, d);
         }
         return out;
     }
@@ -138,6 +160,7 @@ private:
 
     Shape _shape;
     int64_t _pagesPerTable;
+    int32_t _spare = 0;
     std::vector<int32_t> _tables;
     std::vector<uint8_t> _k, _v;
 };
@@ -162,6 +185,24 @@ struct DeviceRows {
         batch = {static_cast<int64_t>(rows.size()), positions.get(), sequences.get(), cache.deviceTables->get(),
                  cache.pagesPerTable()};
     }
+};
+
+// Poisoned, except for the counters, which are zero before and after every call.
+class DecodeScratch {
+public:
+    DecodeScratch(int64_t rows, const HeadShape& shape, int64_t context)
+        : _bytes(decodeAttentionBytes(rows, shape, context, kPageTokens)) {
+        require(cudaMemset(_bytes.get(), 0, kDecodeCounterBytes));
+        require(cudaDeviceSynchronize());
+    }
+    void* get() const { return _bytes.get(); }
+    bool isReady() const {
+        const std::vector<uint8_t> bytes = _bytes.read();
+        return std::all_of(bytes.begin(), bytes.begin() + kDecodeCounterBytes, [](uint8_t byte) { return byte == 0; });
+    }
+
+private:
+    DeviceArray<uint8_t> _bytes;
 };
 
 inline float scaleOf(const Shape& shape) { return 1.0f / std::sqrt(static_cast<float>(shape.headDim)); }

@@ -87,7 +87,8 @@ private:
         if (part.from >= 0) std::copy_n(matrix(part.from), dim * dim, s.begin());
         auto kept = part.kept.begin();
         for (int64_t t = row; t < row + part.rows(); ++t) {
-            const float* q = &mixed[t * shape.channels() + head % shape.keyHeads * dim];
+            const int32_t keyHead = keyHeadOf(head, shape.keyHeads, shape.headsPerKey());
+            const float* q = &mixed[t * shape.channels() + keyHead * dim];
             const float *k = q + shape.keyWidth(),
                         *v = &mixed[t * shape.channels() + 2 * shape.keyWidth() + head * dim];
             for (double& x : s) x *= alpha[t * shape.valueHeads + head];
@@ -137,7 +138,7 @@ private:
         for (int32_t h = 0; h < shape.valueHeads; ++h) {
             const int64_t matrix = int64_t{h} * shape.dim * shape.dim;
             cpu::DeltaArgs args;
-            args.q = &mixed[row * shape.channels() + h % shape.keyHeads * shape.dim];
+            args.q = &mixed[row * shape.channels() + keyHeadOf(h, shape.keyHeads, shape.headsPerKey()) * shape.dim];
             args.k = args.q + shape.keyWidth();
             args.v = &mixed[row * shape.channels() + 2 * shape.keyWidth() + h * shape.dim];
             args.rowStride = shape.channels();
@@ -227,7 +228,8 @@ protected:
 
     std::string nameOf(const World& w) {
         return std::to_string(w.shape.keyHeads) + " and " + std::to_string(w.shape.valueHeads) + " heads of " +
-               std::to_string(w.shape.dim) + ", " + std::to_string(w.rows) + " rows";
+               std::to_string(w.shape.dim) + (w.shape.consecutive ? " in a row, " : ", ") + std::to_string(w.rows) +
+               " rows";
     }
 };
 

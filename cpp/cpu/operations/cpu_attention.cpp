@@ -1,7 +1,7 @@
 // The CPU's operations of attention; see cpu_operations.h.
 #include <cstring>
 
-#include "cpu/cpu_operations.h"
+#include "cpu/operations/cpu_operations.h"
 
 namespace sharpi {
 
@@ -85,7 +85,7 @@ void CpuOperations::storeKv(const SequenceRows& rows, const KvPages& pages) {
         rows.end - rows.begin, std::max<int64_t>(1, CpuWork::kElementGrain / width), [&](int64_t begin, int64_t end) {
             for (int64_t t = rows.begin + begin; t < rows.begin + end; ++t) {
                 const int32_t position = _work.batch->positions[t];
-                const int64_t page = rows.pageTable[position / pages.pageTokens];
+                const int64_t page = rows.pageTables[static_cast<size_t>(pages.list)][position / pages.pageTokens];
                 const int64_t token = position % pages.pageTokens;
                 for (int32_t h = 0; h < pages.kvHeads; ++h) {
                     const size_t at = ((page * pages.kvHeads + h) * pages.pageTokens + token) * headBytes;
@@ -127,7 +127,7 @@ void CpuOperations::attend(const HeadsCall& call, const KvPages& pages, const We
         args.softcap = call.softcap;
         args.sinks = call.sinks;
         args.pages = pages;
-        args.pageTable = piece.sequence->pageTable;
+        args.pageTable = piece.sequence->pageTables[static_cast<size_t>(pages.list)];
         _work.kernels.attention(args, piece.kvHead, piece.begin, piece.end, _work.threadScratch(worker));
     });
     if (call.gated) {

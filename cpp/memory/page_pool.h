@@ -1,0 +1,79 @@
+// The pages of layers that see equally far, shared out among sequences. A sequence's list of pages is indexed by
+// position / kPageTokens.
+//
+// A page that no later token of its sequence sees is given back only when another page is wanted and none is free, the
+// one taken longest ago first. Until then the sequence can be rolled back to where its tokens are still seen.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/attention_reach.h"
+
+namespace sharpi {
+
+// What a cache has room for.
+struct KvRoom {
+    // rows and sequences matter only to layers that do not see everything. By default these keep everything too.
+    KvRoom(int64_t tokensInAll) : tokens(tokensInAll), rows(tokensInAll) {}
+    KvRoom(int64_t tokensInAll, int64_t batchRows, int32_t sequenceCount)
+        : tokens(tokensInAll), rows(batchRows), sequences(sequenceCount) {}
+
+    int64_t tokens = 0;     // of all sequences together
+    int64_t rows = 0;       // of a batch
+    int32_t sequences = 1;  // that hold what their next token sees
+};
+
+class PagePool {
+public:
+    static constexpr int32_t kPageTokens = 64;
+    // The last tokens that were computed since a sequence was rolled back can always be rolled back too: up to this
+    // many. Wrong drafts need that.
+    static constexpr int32_t kRollBackTokens = 64;
+    static int64_t pagesFor(int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
+    // The pages that layers of this reach need: what `sequences` sequences see and may roll back to, and a batch, but
+    // not more than there are tokens.
+    static int64_t pagesIn(const KvRoom& room, AttentionReach reach);
+
+    PagePool(AttentionReach reach, int64_t pages);
+
+    const AttentionReach& reach() const { return _reach; }
+    int64_t freePages() const { return static_cast<int64_t>(_free.size()); }
+    // The list's entries for pages that were given back name pages of the pool that others may have.
+    const int32_t* table(int32_t sequence) const { return at(sequence).table.data(); }
+    // Whether the page that holds this position is the sequence's.
+    bool holds(int32_t sequence, int64_t position) const;
+
+    // Whether hold() will find the pages. evenKept: it may take pages that keep() protects.
+    bool canHold(int32_t sequence, int64_t tokens, bool evenKept) const;
+    // Takes the pages that the first `tokens` tokens lack at their end; canHold() must have said yes.
+    void hold(int32_t sequence, int64_t tokens);
+    // The sequence's next token will be at this position, so that it needs no page before what that one sees.
+    void settle(int32_t sequence, int64_t tokens);
+    // The most tokens, at most `tokens`, after which the next one finds all the pages it sees.
+    int64_t whole(int32_t sequence, int64_t tokens) const;
+    // Gives back the pages behind the first `tokens` tokens.
+    void cut(int32_t sequence, int64_t tokens);
+    // Protects the pages that the token after these sees. Replaces what an earlier call protected; 0 protects nothing.
+    void keep(int32_t sequence, int64_t tokens);
+
+private:
+    struct Sequence {
+        std::vector<int32_t> table;
+        std::vector<uint64_t> taken;  // [table]: when; later ones have higher numbers; 0: the page was given back
+        int64_t begin = 0;            // the position of the next token, or of the batch's first while one is computed
+        int64_t kept = 0;             // tokens that keep() was called with
+    };
+    const Sequence& at(int32_t sequence) const;
+    Sequence& at(int32_t sequence);
+    int64_t firstPage(int64_t position) const { return _reach.first(static_cast<int32_t>(position)) / kPageTokens; }
+    template <typename Body> void forUnseen(const Sequence& s, const Body& body) const;
+    void evict();
+
+    AttentionReach _reach;
+    std::vector<int32_t> _free;
+    std::vector<Sequence> _sequences;
+    uint64_t _taken = 0;
+};
+
+}  // namespace sharpi

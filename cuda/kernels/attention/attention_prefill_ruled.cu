@@ -1,0 +1,8 @@
+// Prefill's attention with a limited reach, a softcap or sinks.
+#include "kernels/attention/attention_prefill_tile.cuh"
+
+namespace sharpi::cuda {
+
+void prefillRuled(Stream& stream, const PrefillArgs& args) { attendTiles<true>(stream, args); }
+
+}  // namespace sharpi::cuda
