@@ -241,6 +241,7 @@ TEST(GpuScratch, WorkspacesHoldWhatTheyAreDividedInto) {
             expectApart({{"begin", at(over.begin), kInt * (experts + 1)},
                          {"pairToken", at(over.pairToken), kInt * pairs},
                          {"pairOf", at(over.pairOf), kInt * pairs},
+                         {"pairAt", at(over.pairAt), kInt * pairs},
                          {"tileExpert", at(over.tileExpert), kInt * tiles},
                          {"tileBegin", at(over.tileBegin), kInt * tiles},
                          {"counts", at(over.counts), kInt * cuda::kMaxPairSegments * experts}},
