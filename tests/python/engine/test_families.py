@@ -5,7 +5,11 @@ float32 is held to the golden logits in test_reference.py. What rounds is held t
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +27,7 @@ def tokens_of(name: str) -> list[int]:
     return np.load(LOGITS / f"{name}.npz")["tokens"][:COUNT].tolist()
 
 
-def load(path: Path, **options: str) -> Model:
+def load(path: Path, **options: Any) -> Model:
     return Model.load(path, **{"device": "cpu", "batch": 32, "kv_dtype": "fp32", **options})
 
 
@@ -65,3 +69,45 @@ def narrow_kv_cache(name: str, folder: Path) -> None:
     distance = median_error(found, exact.logits(tokens))
     assert 1e-5 < distance < 0.06
     assert median_error(found, exact.rounded(kv_dtype="bf16").logits(tokens)) < distance / 5
+
+
+EVERY_MODEL = """
+import sys
+import numpy as np
+from sharpi import Model, _core
+out, *models = sys.argv[1:]
+answers = {}
+for path in models:
+    with Model.load(path, kv_dtype="bf16", threads=2, batch=32, device="cpu") as model:
+        answers[path] = model.logits(list(range(60, 100)))
+np.savez(out, **answers)
+print(_core.cpu_isa())
+"""
+
+
+def test_the_instruction_set_changes_nothing(tmp_path: Path) -> None:
+    paths = [write_golden(name, tmp_path, kind="Q8_0") for name in FAMILIES]
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for isa in ("scalar", "avx2", "avx512"):
+        out = tmp_path / f"{isa}.npz"
+        done = subprocess.run([sys.executable, "-c", EVERY_MODEL, out, *paths], text=True, capture_output=True,
+                              env={**os.environ, "SHARPI_CPU_ISA": isa}, check=False)
+        if "cannot run on this processor" in done.stderr and isa != "scalar":
+            continue
+        assert done.returncode == 0 and done.stdout.strip() == isa, done.stderr
+        found[isa] = dict(np.load(out))
+    if len(found) < 2:
+        pytest.skip("this processor runs only the scalar kernels")
+    for isa, answers in found.items():
+        for path, answer in answers.items():
+            np.testing.assert_array_equal(answer, found["scalar"][path], err_msg=f"{isa}: {path}")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_number_of_threads_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharpi.machine.hardware.core_count", lambda: 8)  # more threads than cores are cut
+    path, tokens = write_golden(name, tmp_path), tokens_of(name)
+    with load(path, threads=1) as model:
+        one = model.logits(tokens)
+    with load(path, threads=3) as model:
+        np.testing.assert_array_equal(model.logits(tokens, chunks=CUTS), one)
