@@ -38,7 +38,7 @@ def median_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_types_that_round(name: str, tmp_path: Path) -> None:
-    """One test for both, which share a model's weights."""
+    """One test for both: the weights are drawn once."""
     quantized_matrices(name, tmp_path)
     narrow_kv_cache(name, tmp_path)
 
