@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_families import FAMILIES
-from golden_models import LOGITS, write_golden
+from golden_models import GOLDEN, LOGITS, write_golden
 from numpy_model import NumpyModel, relative_error
 
 from sharpi import Model
@@ -38,7 +38,7 @@ def median_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_types_that_round(name: str, tmp_path: Path) -> None:
-    """One test for both, which share a model's weights."""
+    """One test for both: the weights are drawn once."""
     quantized_matrices(name, tmp_path)
     narrow_kv_cache(name, tmp_path)
 
@@ -111,3 +111,25 @@ def test_the_number_of_threads_changes_nothing(name: str, tmp_path: Path, monkey
         one = model.logits(tokens)
     with load(path, threads=3) as model:
         np.testing.assert_array_equal(model.logits(tokens, chunks=CUTS), one)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "llama4", "mistral3", "qwen3next"])
+def test_fused_tensors_change_nothing(name: str, tmp_path: Path) -> None:
+    """Newer files have q, k and v in one matrix, and gate and up of the experts; but not if experts have biases."""
+    weights, tokens = dict(GOLDEN[name].weights()), tokens_of(name)
+    joined: dict[str, np.ndarray] = {}
+    parts: set[str] = set()
+    for whole, names, axis in (("attn_qkv", ("attn_q", "attn_k", "attn_v"), 0),
+                               ("ffn_gate_up_exps", ("ffn_gate_exps", "ffn_up_exps"), 1)):
+        for block, end in ((f"blk.{layer}.", end) for layer in range(10) for end in (".weight", ".bias")):
+            pieces = [block + part + end for part in names]
+            biased = block + "ffn_up_exps.bias" in weights and axis == 1
+            if all(piece in weights for piece in pieces) and not biased:
+                joined[block + whole + end] = np.concatenate([weights[piece] for piece in pieces], axis=axis)
+                parts.update(pieces)
+    with load(write_golden(name, tmp_path)) as model:
+        separate = model.logits(tokens)
+    path = write_golden(name, tmp_path, extra=joined, change=lambda tensor, data: None if tensor in parts else data)
+    with load(path) as model:
+        np.testing.assert_array_equal(model.logits(tokens), separate)
+    assert joined

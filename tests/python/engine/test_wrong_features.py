@@ -1,8 +1,8 @@
 """A feature that is off, or off by one, shows.
 
-The engine is near to numpy (test_reference.py), and here far from a numpy that computes one thing wrongly: so an engine
-that did would be noticed. Logits are of the golden models' first tokens, among which windows, caps, clamps and
-temperatures act already.
+The engine is near to the golden logits (test_reference.py). Here it is far from a numpy model that computes one thing
+wrongly, so an engine that did the same would be noticed. The golden models' first tokens are enough: windows, caps,
+clamps and temperatures act on them.
 """
 
 from __future__ import annotations

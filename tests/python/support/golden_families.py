@@ -228,7 +228,7 @@ class _Gemma4:
         return Family("gemma4", digest, keys, self._layer, self._whole, **_GEMMA)
 
     def _whole(self) -> _Draws:
-        # A quarter of the pairs turns, and the rest are as good as still.
+        # A quarter of the pairs turns; the others hardly do.
         yield _formula("rope_freqs.weight", 32, lambda pair: np.where(pair < 8, 1.0, 1e30))
         if self.inputs:
             all_layers = self.inputs * self.layers

@@ -13,8 +13,9 @@ __all__ = ["Activation", "Attention", "Delta", "Description", "Experts", "Layer"
 
 @dataclass(frozen=True)
 class Yarn:
-    """Peng et al., 2023. Pairs that turn more often than `fast` within the original context keep their pace; those that
-    turn less often than `slow` are slower by `factor`. `mix`: how much of that holds for pairs that keep theirs."""
+    """Peng et al., 2023. Pairs that turn more than `fast` times within the original context keep their frequency, pairs
+    that turn fewer than `slow` times have it divided by `factor`, and those in between have a mixture. `mix` scales the
+    share that is kept."""
 
     factor: float
     original: float
@@ -25,8 +26,8 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rotation:
-    """A rotary embedding. Pairs are elements beside each other (`adjacent`), or one of each half. `factors` is the
-    tensor that frequencies are divided by, `slower` a number for all of them; `magnitude` multiplies what turned."""
+    """A rotary embedding. A pair is two elements beside each other (`adjacent`), or one of each half. Frequencies are
+    divided by the tensor `factors` and by the number `slower`; the turned elements are multiplied by `magnitude`."""
 
     dims: int
     base: float
