@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "cpu/cpu_operations.h"
+#include "cpu/operations/cpu_operations.h"
 #include "memory/host_memory.h"
 #include "operations/backend.h"
 

@@ -27,7 +27,8 @@ struct KvRoom {
 class PagePool {
 public:
     static constexpr int32_t kPageTokens = 64;
-    // Rolling back this many tokens is always possible. Wrong drafts need that.
+    // The last tokens that were computed since a sequence was rolled back can always be rolled back too: up to this
+    // many. Wrong drafts need that.
     static constexpr int32_t kRollBackTokens = 64;
     static int64_t pagesFor(int64_t tokens) { return (tokens + kPageTokens - 1) / kPageTokens; }
     // The pages that layers of this reach need: what `sequences` sequences see and may roll back to, and a batch, but

@@ -21,6 +21,10 @@ void CudaOperations::deltaRule(const DeltaCall& call, const RecurrentLayer& stat
     const cuda::DeltaInputs in{_pass.floats(RowBuffer::DeltaMixed), _pass.floats(RowBuffer::DeltaAlpha),
                                _pass.floats(RowBuffer::DeltaBeta), _pass.floats(RowBuffer::DeltaGate)};
     const Activations& attended = _pass.shape(RowInput::Attended, {reader}, reader.cols);
+    if (call.fusedSteps) {
+        cuda::splitDeltaSteps(_pass.stream, _pass.floats(RowBuffer::DeltaSteps), _pass.view.rows, shapeOf(call),
+                              _pass.floats(RowBuffer::DeltaAlpha), _pass.floats(RowBuffer::DeltaBeta));
+    }
     if (_pass.exactRows()) deltaExact(call, in, states, attended);
     if (_pass.fastRows()) deltaFast(call, in, states, attended);
 }

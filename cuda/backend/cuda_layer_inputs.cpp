@@ -25,10 +25,11 @@ void CudaOperations::gateLayerInput(int32_t layer, int64_t width, const Weight& 
     const int64_t stride = _pass.limits.layerInputs, exact = _pass.exactRows(), fast = _pass.fastRows();
     float* const gate = _pass.floats(RowBuffer::Gate);
     const float* const input = _pass.floats(RowBuffer::LayerInputs) + layer * width;
+    cuda::GatedJoin join;
+    join.activation.kind = ActivationKind::Gelu;
+    join.upStride = stride;
     const auto gated = [&](int64_t first, int64_t rows, const cuda::RowOutputs& out) {
-        if (rows)
-            cuda::gatedActivation(_pass.stream, {ActivationKind::Gelu, 0}, gate + first * width, input + first * stride,
-                                  rows, width, out, stride);
+        cuda::gatedActivation(_pass.stream, join, gate + first * width, input + first * stride, rows, width, out);
     };
     gated(0, exact, hidden.exact);
     gated(exact, fast, {nullptr, {}, hidden.fast});

@@ -1,5 +1,5 @@
-// Prefill's attention: which kernel a call takes. The kernels for rules that only scale are apart from those for all
-// others, because they are the most used ones and checks would slow them down.
+// Prefill's attention: which kernel a call takes. Most models need rules that only scale. These have kernels without
+// the work that the others cost.
 #include "kernels/attention/attention_prefill_tile.cuh"
 
 namespace sharpi::cuda {

@@ -37,12 +37,12 @@ struct PrefillArgs {
     const float* sinks;  // [heads] or nullptr
 };
 
-// For rules with more than a scale; for heads of more than 256 elements, and all rules.
+// Both take any rule: the first for heads of up to 256 elements, the second for larger ones.
 void prefillRuled(Stream& stream, const PrefillArgs& args);
 void prefillWide(Stream& stream, const PrefillArgs& args);
 
-// Calls f with KvTag<the cache's type> and whether products are split. Only a bf16 cache, of the operands' own type and
-// thus without a low half, is multiplied unsplit.
+// Calls f with KvTag<the cache's type> and whether products are split. Only a bf16 cache can do without: it has the
+// operands' own type, and thus no low half.
 template <typename F> void withPrefillForm(const PrefillArgs& args, const F& f) {
     withKvType(args.pages.type, [&](auto tag) {
         if constexpr (decltype(tag)::kType == KvType::BF16) {

@@ -124,4 +124,9 @@ void splitGatedQueries(Stream& stream, const float* gated, int64_t rows, int32_t
 void gateHeads(Stream& stream, const float* x, const float* gated, int64_t rows, int32_t heads, int32_t headDim,
                const RowOutputs& out);
 
+// steps: [rows, 2 * valueHeads]: key head by key head, the betas and then the alphas of the value heads that read it.
+// Moves them to alpha and beta, [rows, valueHeads]. For shapes with consecutive heads.
+void splitDeltaSteps(Stream& stream, const float* steps, int64_t rows, const DeltaShape& shape, float* alpha,
+                     float* beta);
+
 }  // namespace sharpi::cuda

@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kElementThreads)
     if (valid) y = loadQuad(gate + at, whole, left);
     if (up) {
         float4 u = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (valid) u = loadQuad(up + at, whole, left);
+        if (valid) u = loadQuad(up + (join.upStride ? row * join.upStride + column : at), whole, left);
         if (join.weight || join.gateBias || join.upBias) {
             const GatedTerms terms(join, join.pairAt ? join.pairAt[row] : row, cols);
             float *const gates = &y.x, *const ups = &u.x;
@@ -269,8 +269,8 @@ __global__ void __launch_bounds__(kElementThreads)
         }
         y = make_float4(gatedValue(join.activation, y.x, u.x), gatedValue(join.activation, y.y, u.y),
                         gatedValue(join.activation, y.z, u.z), gatedValue(join.activation, y.w, u.w));
-        if (out.floats && valid) storeQuad(out.floats + at, y, whole, left);
     }
+    if (out.floats && valid) storeQuad(out.floats + at, y, whole, left);
     storeForms(out, row, cols, column, y, valid);
 }
 
@@ -310,7 +310,7 @@ void launchElements(Stream& stream, const GatedJoin& join, const float* gate, co
                     int64_t cols, const RowOutputs& out) {
     if (rows == 0 || cols == 0) return;
     requireBlocks(cols, out);
-    const bool whole = cols % 4 == 0 && isAligned(gate) && isAligned(up) && isAligned(out.floats);
+    const bool whole = cols % 4 == 0 && join.upStride % 4 == 0 && isAligned(gate) && isAligned(up) && isAligned(out.floats);
     const int64_t pieces = (cols + 4 * kElementThreads - 1) / (4 * kElementThreads);
     const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(pieces));
     launch(stream, elementsKernel, grid, dim3(kElementThreads), 0, join, gate, up, cols, whole, out);

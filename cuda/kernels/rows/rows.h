@@ -53,6 +53,7 @@ struct GatedJoin {
     const int32_t* expert = nullptr;                     // by pair: the row of the biases; null: the first
     const float* weight = nullptr;                       // by pair: multiplies both products; null: 1
     const int32_t* pairAt = nullptr;
+    int64_t upStride = 0;  // of gatedActivation() alone: from one row of `up` to the next; 0: as long as a row
 };
 
 // The same rows from row `row` on. Absent forms stay absent. A row of halves keeps its alignment if cols is a multiple

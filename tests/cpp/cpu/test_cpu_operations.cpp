@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/cpu_operations.h"
+#include "cpu/operations/cpu_operations.h"
 #include "seed.h"
 
 using namespace sharpi;

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/cpu_router.h"
+#include "cpu/operations/cpu_router.h"
 #include "seed.h"
 
 using namespace sharpi;

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/cpu_operations.h"
+#include "cpu/operations/cpu_operations.h"
 #include "seed.h"
 
 namespace {

@@ -203,6 +203,17 @@ TEST(KvWindows, AChunksBeginningSeesNothing) {
     EXPECT_EQ(world.truncate(a, 3 * kPage), 2 * kPage);
 }
 
+TEST(KvWindows, AFewTokensBackIsAlwaysPossible) {
+    for (const int64_t length : {20 * kPage, 20 * kPage + 1, 20 * kPage + 50}) {
+        World world({window(100), chunk(128), kAll}, KvRoom(300 * kPage, kPage, 2));
+        const int32_t a = world.create(length), b = world.create();
+        for (int i = 0; i < 60; ++i) world.step(b, kPage);
+        const int64_t back = length - PagePool::kRollBackTokens;
+        EXPECT_EQ(world.truncate(a, back), back) << "what others need is not taken from it";
+        EXPECT_LT(world.truncate(a, back - 3 * kPage), back - 3 * kPage);
+    }
+}
+
 TEST(KvWindows, WhatIsKeptIsTheLastToGo) {
     World world({window(100), kAll}, KvRoom(200 * kPage, kPage, 2));
     const int64_t prompt = 3 * kPage + 10;

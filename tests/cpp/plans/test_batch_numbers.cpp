@@ -180,8 +180,12 @@ TEST(BatchNumbers, ANumberIsAlwaysAtTheSamePlace) {
 TEST(BatchNumbers, EveryReachHasItsPageTables) {
     World world(false);
     const std::vector<KvLayerShape> layers = {{1, 8, {}}, {1, 8, {64, 0}}, {1, 8, {0, 128}}};
-    world.kv = KvCache(world.allocator, layers, KvType::BF16, KvRoom(20 * 640, 64, 2));
+    world.kv = KvCache(world.allocator, layers, KvType::BF16, KvRoom(20 * 640, 64, 3));
     ASSERT_EQ(world.kv.lists(), 3);
+    for (int32_t i = 0, other = world.held(0); i < 40; ++i) {  // so that the lists come to differ
+        world.kv.extend(other, 64);
+        world.kv.commit(other);
+    }
     const int32_t a = world.held(130), b = world.held(64);
     world.add(RowKind::Decode, a, 1);
     world.add(RowKind::Prompt, b, 64);
@@ -189,6 +193,7 @@ TEST(BatchNumbers, EveryReachHasItsPageTables) {
     world.room.lists = 3;
     const BatchView view = world.fill(1);
     std::set<const int32_t*> places;
+    std::set<List> tables;
     for (size_t i = 0; i < layers.size(); ++i) {
         const KvPages& pages = world.kv.layer(i);
         for (const auto& [rows, sequence, count] :
@@ -196,8 +201,10 @@ TEST(BatchNumbers, EveryReachHasItsPageTables) {
             const int32_t* const table = rows.pageTables + rows.sequence[0] * rows.pagesPerTable;
             EXPECT_EQ(World::list(table, count), World::list(world.kv.pageTable(sequence, pages.list), count));
             for (int32_t p = 0; p < count; ++p) places.insert(table + p);
+            tables.insert(World::list(table, count));
         }
     }
+    EXPECT_EQ(tables.size(), 3u * 2);
     EXPECT_EQ(places.size(), 3u * (3 + 2));
     world.batch = Batch();
     world.add(RowKind::Decode, b, 1);

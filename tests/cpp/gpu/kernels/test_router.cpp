@@ -7,7 +7,7 @@
 
 #include "core/half.h"
 #include "core/portable.h"
-#include "cpu/cpu_router.h"
+#include "cpu/operations/cpu_router.h"
 #include "cpu/kernels.h"
 #include "gpu_test.h"
 #include "kernels/experts/router.h"

@@ -1,5 +1,5 @@
 // See cpu_router.h.
-#include "cpu/cpu_router.h"
+#include "cpu/operations/cpu_router.h"
 
 #include <algorithm>
 #include <cmath>

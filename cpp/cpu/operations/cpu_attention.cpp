@@ -1,7 +1,7 @@
 // The CPU's operations of attention; see cpu_operations.h.
 #include <cstring>
 
-#include "cpu/cpu_operations.h"
+#include "cpu/operations/cpu_operations.h"
 
 namespace sharpi {
 

@@ -1,6 +1,6 @@
 // See cpu_operations.h. Rows, products and the output head; attention is in cpu_attention.cpp, Gated DeltaNet in
 // cpu_delta.cpp.
-#include "cpu/cpu_operations.h"
+#include "cpu/operations/cpu_operations.h"
 
 #include <vector>
 

@@ -1,7 +1,7 @@
 // The operations on the CPU: each is shared among the threads of a pool and calls the kernels of cpu/.
 #pragma once
 
-#include "cpu/cpu_experts.h"
+#include "cpu/operations/cpu_experts.h"
 #include "cpu/cpu_work.h"
 #include "operations/operations.h"
 

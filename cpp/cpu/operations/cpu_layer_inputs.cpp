@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "core/layer_inputs.h"
-#include "cpu/cpu_operations.h"
+#include "cpu/operations/cpu_operations.h"
 
 namespace sharpi {
 

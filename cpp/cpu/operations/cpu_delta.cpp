@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "core/portable.h"
-#include "cpu/cpu_operations.h"
+#include "cpu/operations/cpu_operations.h"
 
 namespace sharpi {
 

@@ -1,11 +1,11 @@
 // See cpu_experts.h.
-#include "cpu/cpu_experts.h"
+#include "cpu/operations/cpu_experts.h"
 
 #include <algorithm>
 #include <cstring>
 
 #include "core/portable.h"
-#include "cpu/cpu_router.h"
+#include "cpu/operations/cpu_router.h"
 
 namespace sharpi {
 
