@@ -20,15 +20,18 @@ from sharpi import Model
 TEXT = Path(__file__).parents[1] / "data" / "river_bank.txt"
 RECORDED = Path(__file__).parent / "recorded"
 # How far, in logits, llama.cpp's token may be from Sharpi's best. With Gemma 3, rounding moves a log-probability by
-# 0.075 in Sharpi and by 0.12 in llama.cpp (standard deviations, against float64), so the gap between two tokens differs
+# 0.075 in Sharpi and by 0.12 in llama.cpp (standard deviations, against numpy's), so the gap between two tokens differs
 # by 0.2 between the programs. The bound is twice that.
 GAP = 0.4
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What was measured. perplexity: the text's in float64. near: how far, as a fraction, llama.cpp's perplexity may be
-    from Sharpi's. agreeing: the tokens of each greedy text before the texts part."""
+    """What was measured.
+
+    perplexity: the text's by numpy on dequantized weights, which rounds no activations. near: how far llama.cpp's may
+    be from Sharpi's, as a fraction. agreeing: the tokens of each greedy text before the texts part.
+    """
 
     checkpoint: Checkpoint
     fixture: str
@@ -77,12 +80,11 @@ def perplexity(model: Model, ids: list[int], chunk: int) -> float:
 
 def test_the_perplexity_is_right(case: Case) -> None:
     """Rounding moves the perplexity of this text by a standard error of 0.2 %, with either model; the bound of 0.5 %
-    is 2.5 of these. llama.cpp is 0.24 % above float64 with SmolLM2. It is 0.62 % above with Gemma 3: it rounds more
-    there, by a standard error of 0.3 %, and the bound is three times that. One wrong layer costs tens of
-    percents. Gemma 3's chunks are twice as long as its windows, so each scored token has some of the text out of sight.
-    """
+    is 2.5 of these. llama.cpp's is 0.24 % above numpy's with SmolLM2. With Gemma 3 it is 0.62 % above: llama.cpp rounds
+    more there, by a standard error of 0.3 %, and the bound is three times that. One wrong layer costs tens of percents.
+    Gemma 3's chunks are twice as long as its windows, so each scored token has some of the text out of sight."""
     found = perplexity(case.model, case.recorded["book"], case.recorded["chunk"])
-    print(f"perplexity {found:.4f}, llama.cpp's {case.recorded['perplexity']:.4f}, in float64 "
+    print(f"perplexity {found:.4f}, llama.cpp's {case.recorded['perplexity']:.4f}, numpy's "
           f"{case.expected.perplexity:.4f}")
     assert found == pytest.approx(case.expected.perplexity, rel=0.005)
     assert found == pytest.approx(case.recorded["perplexity"], rel=case.expected.near)
