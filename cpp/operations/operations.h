@@ -170,8 +170,9 @@ public:
     // Each row chooses its experts by RouterLogits. The shared expert, if there is one, is computed between route() and
     // experts(): it reads Normed, and its output goes to SharedOut.
     virtual void route(const ExpertCall& call) = 0;
-    // call.to += sum over the chosen experts of weight * (down(activation(gate n, up n)) + downBias), n = Normed,
-    // summed by rank; then SharedOut times sigmoid(sharedScale . n). With weightsInput the experts read weight * n.
+    // call.to = sum over the chosen experts of weight * (down(activation(gate n, up n)) + downBias), n = Normed, summed
+    // by rank; then SharedOut times sigmoid(sharedScale . n). The sum is added to Residual, but replaces any other
+    // buffer. With weightsInput the experts read weight * n, and their answers have the weight 1.
     virtual void experts(const ExpertCall& call) = 0;
 
     // What a prediction layer starts from. Joined row t = [norms[0](the table's row of token t), norms[1](n)], where n

@@ -1,6 +1,8 @@
 // See model_weights.h.
 #include "placement/model_weights.h"
 
+#include <cstring>
+
 #include "cpu/kernels.h"
 #include "placement/rope_table.h"
 
@@ -77,7 +79,7 @@ void ModelWeights::place(int32_t index) {
     }
 }
 
-// The host reads a vector in the file if floats lie there as the processor has them, else in a copy.
+// The host reads a vector in the file if the very same floats lie there, else in a copy.
 void ModelWeights::placeVector(const ListedWeight& weight, Placed& placed) {
     size_t count = 0;
     for (const WeightSlice& slice : weight.slices) count += static_cast<size_t>(slice.rows * slice.cols);
@@ -86,8 +88,9 @@ void ModelWeights::placeVector(const ListedWeight& weight, Placed& placed) {
     if (values.empty()) return;
     const Matrix file = _files.whole(weight.slice());
     const uint8_t* const begin = file.data + rowBytes(file.type, weight.slice().colBegin);
-    if (weight.form == WeightForm::Vector && weight.slices.size() == 1 && file.type == DType::F32 &&
-        reinterpret_cast<uintptr_t>(begin) % alignof(float) == 0) {
+    if (weight.slices.size() == 1 && file.type == DType::F32 &&
+        reinterpret_cast<uintptr_t>(begin) % alignof(float) == 0 &&
+        std::memcmp(begin, values.data(), sizeof(float) * values.size()) == 0) {
         placed.hostVector = reinterpret_cast<const float*>(begin);
     } else {
         _hostCopies.push_back(std::move(values));

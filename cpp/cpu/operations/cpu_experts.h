@@ -16,7 +16,7 @@ public:
 
     // Chooses each row's experts by RouterLogits, and counts them.
     void route(const RouterCall& call);
-    // call.to becomes, or is added, what the chosen experts give, and the shared one.
+    // See Operations::experts().
     void compute(const ExpertCall& call);
 
 private:

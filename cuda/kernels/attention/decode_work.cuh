@@ -73,8 +73,8 @@ template <bool kPlain> struct Cut {
         const int pages = endPage - firstPage();
         const bool isShort = pages <= args.shortPages;
         perPiece = isShort ? 1 : kSegmentPages;
-        const int segments = (endPage + kSegmentPages - 1) / kSegmentPages - firstPage() / kSegmentPages;
-        pieces = max(1, isShort ? pages : segments);
+        const int before = firstPage() % kSegmentPages;  // pages of the first segment that the row does not see
+        pieces = max(1, isShort ? pages : (before + pages + kSegmentPages - 1) / kSegmentPages);
     }
     __device__ __forceinline__ int firstPage() const { return kPlain ? 0 : firstKey / kPageTokens; }
     // The first page of a piece.

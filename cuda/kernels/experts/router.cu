@@ -15,6 +15,7 @@
 #include "kernels/experts/router.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "kernels/rows/device_rows.cuh"
 
@@ -451,21 +452,26 @@ __global__ void __launch_bounds__(kCombineThreads)
     const int64_t left = cols - column;
     if (left <= 0) return;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    // The loop does not ask for a bias, so that loads of several ranks are in flight.
+    const auto sumUp = [&](auto biased) {
 #pragma unroll 4
-    for (int32_t k = 0; k < used; ++k) {
-        const float factor = weight ? weight[row * used + k] : 1.0f;
-        const int64_t pair = pairOf ? int64_t{pairOf[row * used + k]} : row * used + k;
-        float4 answer = loadQuad(y + pair * cols + column, whole, left);
-        if (terms.bias) {
-            const float4 bias = loadQuad(terms.bias + terms.expert[row * used + k] * cols + column, whole, left);
-            answer = make_float4(__fadd_rn(answer.x, bias.x), __fadd_rn(answer.y, bias.y), __fadd_rn(answer.z, bias.z),
-                                 __fadd_rn(answer.w, bias.w));
+        for (int32_t k = 0; k < used; ++k) {
+            const float factor = weight ? weight[row * used + k] : 1.0f;
+            const int64_t pair = pairOf ? int64_t{pairOf[row * used + k]} : row * used + k;
+            float4 answer = loadQuad(y + pair * cols + column, whole, left);
+            if constexpr (decltype(biased)::value) {
+                const float4 bias = loadQuad(terms.bias + terms.expert[row * used + k] * cols + column, whole, left);
+                answer = make_float4(__fadd_rn(answer.x, bias.x), __fadd_rn(answer.y, bias.y),
+                                     __fadd_rn(answer.z, bias.z), __fadd_rn(answer.w, bias.w));
+            }
+            sum.x = fmaf(factor, answer.x, sum.x);
+            sum.y = fmaf(factor, answer.y, sum.y);
+            sum.z = fmaf(factor, answer.z, sum.z);
+            sum.w = fmaf(factor, answer.w, sum.w);
         }
-        sum.x = fmaf(factor, answer.x, sum.x);
-        sum.y = fmaf(factor, answer.y, sum.y);
-        sum.z = fmaf(factor, answer.z, sum.z);
-        sum.w = fmaf(factor, answer.w, sum.w);
-    }
+    };
+    if (terms.bias) sumUp(std::true_type());
+    else sumUp(std::false_type());
     if (shared.y) {
         const float factor = shared.scale ? portableSigmoid(shared.scale[row]) : 1.0f;
         const float4 answer = loadQuad(shared.y + row * cols + column, whole, left);

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "tiny_engine.h"
+#include "tiny_pass.h"
 #include "varied_model.h"
 
 namespace {
@@ -76,6 +77,25 @@ TEST(VariedModels, EveryPartOfTheSpecMatters) {
         without("the bias of the choice", bool(r.choiceBias), [](LayerSpec& l) { l.experts->routing.choiceBias = {}; });
         without("output scales", bool(r.outputScale), [](LayerSpec& l) { l.experts->routing.outputScale = {}; });
         without("where the weight goes", r.weightsInput, [](LayerSpec& l) { l.experts->routing.weightsInput = false; });
+    }
+}
+
+// Also of vectors that the file holds transposed or within others.
+TEST(VariedModels, TheHostReadsWhatTheProcessorReads) {
+    for (const tiny::Options& tiny : variants()) {
+        SCOPED_TRACE(describe(tiny));
+        const Model model(tiny);
+        tiny::Pass<CpuBackend> pass(model, 8, 64, KvType::F32, 64, 1);
+        for (size_t i = 0; i < pass.spec.weights.size(); ++i) {
+            const ListedWeight& weight = pass.spec.weights[i];
+            if (weight.form != WeightForm::Vector && weight.form != WeightForm::Transposed) continue;
+            int64_t count = 0;
+            for (const WeightSlice& slice : weight.slices) count += slice.rows * slice.cols;
+            const VectorId id{static_cast<int32_t>(i)};
+            const float *const onHost = pass.weights.inHost(id), *const placed = pass.weights[id];
+            ASSERT_TRUE(onHost && placed);
+            EXPECT_TRUE(std::equal(placed, placed + count, onHost)) << "weight " << i;
+        }
     }
 }
 

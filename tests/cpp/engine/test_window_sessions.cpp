@@ -11,7 +11,7 @@
 #include "planning/memory_plan.h"
 #include "seed.h"
 #include "tiny_engine.h"
-#include "windowed_model.h"
+#include "varied_model.h"
 
 namespace {
 
@@ -49,7 +49,7 @@ TEST(WindowSessions, WhatALayerSeesDecidesTheAnswer) {
     const auto answer = evaluate(session, tokens, vocab);
     for (const size_t layer : {size_t{0}, size_t{2}, size_t{3}}) {
         WindowedModel other;
-        AttentionReach& reach = other.spec.layers[layer].attention->reach;
+        AttentionReach& reach = other.spec().layers[layer].attention->reach;
         ++(reach.window ? reach.window : reach.chunk);
         Session different(other.roomy(optionsOf()));
         const auto otherAnswer = evaluate(different, tokens, vocab);
@@ -143,23 +143,23 @@ TEST(WindowSessions, APlanCountsWhatIsTaken) {
             EngineOptions options = optionsOf(batch);
             options.sequences = sequences;
             const auto engine = windowed.engine(options, sequences);
-            const auto lines = plannedLines(windowed.spec, windowed.model.table(), options);
+            const auto lines = plannedLines(windowed.spec(), windowed.table(), options);
             for (const TraceLine& line : lines) {
                 if (line.name == "KV cache") {
                     EXPECT_EQ(line.asked, engine->kvBytes());
                 }
             }
-            EXPECT_EQ(engine->kvBytes(), kvBytes(windowed.spec, options));
-            EXPECT_LT(engine->kvBytes(), kvBytesIfAllSeen(windowed.spec, options));
+            EXPECT_EQ(engine->kvBytes(), kvBytes(windowed.spec(), options));
+            EXPECT_LT(engine->kvBytes(), kvBytesIfAllSeen(windowed.spec(), options));
         }
     }
     // Three layers with keys and values of their own, in 25 pages.
     const size_t token = 2 * 2 * 2 * 16;  // two heads of 16, for keys and values, in bf16
-    EXPECT_EQ(kvBytesIfAllSeen(windowed.spec, optionsOf()), 3 * 25 * 64 * token);
+    EXPECT_EQ(kvBytesIfAllSeen(windowed.spec(), optionsOf()), 3 * 25 * 64 * token);
     // The token at 999 sees 70 twice, 1000, and the chunk from 960 on.
-    EXPECT_EQ(kvBytesRead(windowed.spec, KvType::BF16, 1000), (70 + 70 + 1000 + 40) * token);
-    EXPECT_EQ(kvBytesRead(windowed.spec, KvType::BF16, 30), 4 * 30 * token);
-    EXPECT_EQ(kvBytesRead(windowed.spec, KvType::BF16, 0), 0u);
+    EXPECT_EQ(kvBytesRead(windowed.spec(), KvType::BF16, 1000), (70 + 70 + 1000 + 40) * token);
+    EXPECT_EQ(kvBytesRead(windowed.spec(), KvType::BF16, 30), 4 * 30 * token);
+    EXPECT_EQ(kvBytesRead(windowed.spec(), KvType::BF16, 0), 0u);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/error.h"
 #include "kernels/attention/attention.h"
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/router.h"
@@ -240,6 +241,7 @@ TEST(GpuScratch, WorkspacesHoldWhatTheyAreDividedInto) {
             expectApart({{"begin", at(over.begin), kInt * (experts + 1)},
                          {"pairToken", at(over.pairToken), kInt * pairs},
                          {"pairOf", at(over.pairOf), kInt * pairs},
+                         {"pairAt", at(over.pairAt), kInt * pairs},
                          {"tileExpert", at(over.tileExpert), kInt * tiles},
                          {"tileBegin", at(over.tileBegin), kInt * tiles},
                          {"counts", at(over.counts), kInt * cuda::kMaxPairSegments * experts}},
@@ -262,6 +264,20 @@ TEST(GpuScratch, WorkspacesHoldWhatTheyAreDividedInto) {
         EXPECT_GE(cuda::decodeAttentionBytes(3, {6, 2, 128}, context, 64),
                   static_cast<size_t>(cuda::kDecodeCounterBytes + kFloat * partials * (2 + 128)));
     }
+}
+
+// The largest group of heads of a size fits beside its weights in 96 KiB of shared memory; one more is refused.
+TEST(GpuScratch, LimitsTheGroupsOfDecode) {
+    for (const int32_t headDim : {8, 64, 128, 256, 512}) {
+        const int32_t most = cuda::maxHeadGroup(headDim);
+        EXPECT_LE(most * (headDim + 64 + 4) * kFloat, 96 * 1024);
+        EXPECT_NO_THROW(cuda::requireHeads({2 * most, 2, headDim}));
+        EXPECT_THROW(cuda::requireHeads({2 * most + 2, 2, headDim}), Error);
+    }
+    EXPECT_NO_THROW(cuda::requireHeads({64, 1, 256}));
+    EXPECT_THROW(cuda::requireHeads({64, 1, 512}), Error);
+    EXPECT_THROW(cuda::requireHeads({8, 1, 520}), Error);
+    EXPECT_THROW(cuda::requireHeads({8, 1, 60}), Error);
 }
 
 }  // namespace

@@ -136,7 +136,7 @@ public:
     const Options& options() const { return _options; }
     std::string key(const std::string& rest) const { return _options.architecture + "." + rest; }
 
-    // Appends a tensor of random values: norms near 1, decays near -1, all others near 0.
+    // Appends a tensor of random values: most norms near 1, decays near -1, all others near 0.
     void add(const std::string& name, DType type, const std::vector<int64_t>& shape) {
         while (bytes.size() % 32) bytes.push_back(0xff);
         sharpi::TensorInfo t;
@@ -147,8 +147,12 @@ public:
         int64_t rows = 1;
         for (size_t d = 1; d < shape.size(); ++d) rows *= shape[d];
         t.bytes = sharpi::rowBytes(type, shape[0]) * rows;
-        const bool decay = name.find("ssm_a") != std::string::npos && name.find("alpha") == std::string::npos;
-        fill(type, t.bytes, name.find("norm") != std::string::npos ? 1.0f : decay ? -1.0f : 0.0f);
+        const auto has = [&name](const char* part) { return name.find(part) != std::string::npos; };
+        const bool decay = has("ssm_a") && !has("alpha");
+        // Gemma 4 does not divide its scores by the head's size: with norms near 1 a row would see one key alone, and
+        // rounding would choose which.
+        const bool scores = family(_options.architecture).gemma4 && (has("attn_q_norm") || has("attn_k_norm"));
+        fill(type, t.bytes, scores ? 0.4f : has("norm") ? 1.0f : decay ? -1.0f : 0.0f);
         tensors.push_back(t);
     }
     sharpi::TensorInfo& tensor(const std::string& name) {

@@ -1,11 +1,13 @@
-// Tiny models whose feed-forward parts differ from those that the known architectures' files describe: a spec as an
-// architecture's reader makes it, changed, with further vectors in the file.
+// Tiny models that differ from those that the known architectures' files describe: a spec as an architecture's reader
+// makes it, changed, with further vectors in the file.
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "engine/engine.h"
 #include "tiny_model.h"
 
 namespace tiny {
@@ -159,5 +161,38 @@ inline std::vector<Variation> variations(DType matrices = DType::Q8_0) {
     add("shared expert, post-norms", shared, [&](VariedModel& m) { m.addPostNorms(); });
     return all;
 }
+
+// Its layers see a window, everything, a chunk, and a window through the keys of the first layer.
+class WindowedModel : public VariedModel {
+public:
+    static constexpr int64_t kContext = 1600;
+
+    explicit WindowedModel(unsigned seed = 1) : VariedModel(optionsOf(seed)) {
+        std::vector<sharpi::LayerSpec>& layers = spec().layers;
+        layers[0].attention->reach.window = 70;
+        layers[2].attention->reach.chunk = 96;
+        layers[3].attention->reach.window = 70;
+        layers[3].attention->kvLayer = 0;
+    }
+    int64_t vocab() const { return spec().vocabSize; }
+    // With one sequence and small batches the cache keeps little more than the layers see.
+    std::shared_ptr<sharpi::Engine> engine(sharpi::EngineOptions options, int32_t sequences = 1) const {
+        options.context = kContext;
+        options.sequences = sequences;
+        return std::make_shared<sharpi::Engine>(spec(), weights(), options);
+    }
+    // Nothing is ever given back.
+    std::shared_ptr<sharpi::Engine> roomy(const sharpi::EngineOptions& options) const { return engine(options, 100); }
+
+private:
+    static Options optionsOf(unsigned seed) {
+        Options options;
+        options.architecture = "qwen3";
+        options.layers = 4;
+        options.context = kContext;
+        options.seed = seed;
+        return options;
+    }
+};
 
 }  // namespace tiny

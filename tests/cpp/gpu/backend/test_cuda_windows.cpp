@@ -1,7 +1,7 @@
 // Layers that see a window or a chunk, in a cache that keeps little more than these: the GPU answers as with a cache
 // that keeps everything, and by the contract as the CPU does.
 #include "engine_test.h"
-#include "windowed_model.h"
+#include "varied_model.h"
 
 namespace sharpi::cuda {
 namespace {

@@ -104,8 +104,6 @@ TEST_F(DecodeRules, GroupsMayBeLarge) {
                                                  {KvType::BF16, 32, 1, 512}})
         for (const Rule& rule : std::vector<Rule>{{}, {{100, 0}, 0, true}})
             compare(shape, {{0, 300}, {1, 70}}, 6, rule);
-    EXPECT_THROW(requireHeads({64, 1, 512}), Error);
-    EXPECT_THROW(requireHeads({8, 1, 520}), Error);
 }
 
 // A captured call serves other positions, whose pages begin elsewhere.

@@ -69,6 +69,12 @@ class NumpyModel:
         other.description = change(self.description)
         return other
 
+    def rounded(self, *, int8_activations: bool = False, kv_dtype: str = "fp32") -> NumpyModel:
+        """A model of the same tensors that rounds otherwise."""
+        other = copy.copy(self)
+        other._int8, other._round_kv = int8_activations, _ROUND_KV[kv_dtype]
+        return other
+
     def logits(self, tokens: list[int]) -> np.ndarray:
         """float64 [len(tokens), vocab]."""
         return self._head(self._rows(tokens))

@@ -1,0 +1,113 @@
+"""The golden models in other types than float32: quantized matrices, narrow KV caches, cut anywhere.
+
+float32 is held to the golden logits in test_reference.py. What rounds is held to numpy that rounds alike.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from golden_families import FAMILIES
+from golden_models import LOGITS, write_golden
+from numpy_model import NumpyModel, relative_error
+
+from sharpi import Model
+
+COUNT = 40  # more than two windows
+CUTS = [1, 7, 2, 20, 1, 1]
+
+
+def tokens_of(name: str) -> list[int]:
+    return np.load(LOGITS / f"{name}.npz")["tokens"][:COUNT].tolist()
+
+
+def load(path: Path, **options: Any) -> Model:
+    return Model.load(path, **{"device": "cpu", "batch": 32, "kv_dtype": "fp32", **options})
+
+
+def median_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Of the rows: rounding may turn a choice of experts, which moves a row by as much as an expert is worth."""
+    return float(np.median([relative_error(*rows) for rows in zip(found, expected, strict=True)]))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_types_that_round(name: str, tmp_path: Path) -> None:
+    """One test for both, which share a model's weights."""
+    quantized_matrices(name, tmp_path)
+    narrow_kv_cache(name, tmp_path)
+
+
+def quantized_matrices(name: str, folder: Path) -> None:
+    """Activations are rounded to int8, which makes 2 to 3 % in two layers (test_engine.py). These have up to ten, and
+    routers that turn. A sequence of one token has few roundings that fall on the other side of a tie: so the median of
+    such rows shows whether the arithmetic is right."""
+    path, tokens = write_golden(name, folder, kind="Q8_0"), tokens_of(name)
+    exact = NumpyModel(path)
+    rounded = exact.rounded(int8_activations=True)
+    with load(path) as model:
+        found = model.logits(tokens)
+        np.testing.assert_array_equal(model.logits(tokens, chunks=CUTS), found)
+        alone = [relative_error(model.logits([token]), rounded.logits([token])) for token in tokens[:9]]
+    assert median_error(found, exact.logits(tokens)) < 0.15
+    assert np.median(alone) < 1e-5
+
+
+def narrow_kv_cache(name: str, folder: Path) -> None:
+    """bf16 keeps 8 bits: half an ulp is 0.2 % of each key and value, and the layers behind multiply it. numpy that
+    rounds alike is far nearer; what is left are roundings that fall on the other side of a tie."""
+    path, tokens = write_golden(name, folder), tokens_of(name)
+    with load(path, kv_dtype="bf16") as model:
+        found = model.logits(tokens)
+        np.testing.assert_array_equal(model.logits(tokens, chunks=CUTS), found)
+    exact = NumpyModel(path)
+    distance = median_error(found, exact.logits(tokens))
+    assert 1e-5 < distance < 0.06
+    assert median_error(found, exact.rounded(kv_dtype="bf16").logits(tokens)) < distance / 5
+
+
+EVERY_MODEL = """
+import sys
+import numpy as np
+from sharpi import Model, _core
+out, *models = sys.argv[1:]
+answers = {}
+for path in models:
+    with Model.load(path, kv_dtype="bf16", threads=2, batch=32, device="cpu") as model:
+        answers[path] = model.logits(list(range(60, 100)))
+np.savez(out, **answers)
+print(_core.cpu_isa())
+"""
+
+
+def test_the_instruction_set_changes_nothing(tmp_path: Path) -> None:
+    paths = [write_golden(name, tmp_path, kind="Q8_0") for name in FAMILIES]
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for isa in ("scalar", "avx2", "avx512"):
+        out = tmp_path / f"{isa}.npz"
+        done = subprocess.run([sys.executable, "-c", EVERY_MODEL, out, *paths], text=True, capture_output=True,
+                              env={**os.environ, "SHARPI_CPU_ISA": isa}, check=False)
+        if "cannot run on this processor" in done.stderr and isa != "scalar":
+            continue
+        assert done.returncode == 0 and done.stdout.strip() == isa, done.stderr
+        found[isa] = dict(np.load(out))
+    if len(found) < 2:
+        pytest.skip("this processor runs only the scalar kernels")
+    for isa, answers in found.items():
+        for path, answer in answers.items():
+            np.testing.assert_array_equal(answer, found["scalar"][path], err_msg=f"{isa}: {path}")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_number_of_threads_changes_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sharpi.machine.hardware.core_count", lambda: 8)  # more threads than cores are cut
+    path, tokens = write_golden(name, tmp_path), tokens_of(name)
+    with load(path, threads=1) as model:
+        one = model.logits(tokens)
+    with load(path, threads=3) as model:
+        np.testing.assert_array_equal(model.logits(tokens, chunks=CUTS), one)
