@@ -39,3 +39,10 @@ def model(smollm2: Path) -> Iterator[Model]:
     """SmolLM2 on the CPU."""
     with Model.load(smollm2, device="cpu", context=1024) as loaded:
         yield loaded
+
+
+@pytest.fixture(scope="session")
+def gemma3_model(gemma3: Path) -> Iterator[Model]:
+    """Gemma 3 270M on the CPU."""
+    with Model.load(gemma3, device="cpu", context=1024) as loaded:
+        yield loaded

@@ -23,8 +23,10 @@ PROGRAM = "llama.cpp b9190 (cyllama 0.2.18)"
 TEXT = Path(__file__).resolve().parents[1] / "data" / "river_bank.txt"
 FOLDER = Path(__file__).parent / "recorded"
 # What a tokenizer gets wrong more easily than prose.
-ODD_TEXT = ("  two spaces,   three\tand\t\ttabs \n\n\n new lines\r\n 1234567890 3.14159 x+=y; def f(x):\n        return x**2\n"
-            "naïve café Ünïcödé Straße ПРИВЕТ мир 你好，世界 こんにちは 안녕하세요 مرحبا שלום ไทย 👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 ﬁ \u200b \u2581 "
+ODD_TEXT = ("  two spaces,   three\tand\t\ttabs \n\n\n new lines\r\n 1234567890 3.14159 x+=y; def f(x):\n"
+            "        return x**2\n"
+            "naïve café Ünïcödé Straße ПРИВЕТ мир 你好，世界 こんにちは "
+            "안녕하세요 مرحبا שלום ไทย 👩‍👩‍👧‍👦🏳️‍🌈 e\u0301 ﬁ \u200b \u2581 "
             "<b>bold</b> don't WE'LL\u00a0it’s \U00013000 \ue000 \x01 end ")
 ANSWER_TOKENS = 200
 

@@ -1,5 +1,5 @@
-"""SmolLM2 on a GPU. With exact prompts, logits have the CPU's bits, and the text is the same. Fast prompts round
-differently; the test prints where the texts then differ."""
+"""SmolLM2 and Gemma 3 on a GPU. With exact prompts, logits have the CPU's bits, and the text is the same. Fast prompts
+round differently; the test prints where the texts then differ."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sharpi.machine.hardware import gpu
 pytestmark = pytest.mark.gpu
 
 TOKENS = 96
+TEXT = Path(__file__).parents[1] / "data" / "river_bank.txt"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,6 +56,16 @@ def test_exact_prompts_and_decode_have_the_cpus_logits(model: Model, exact: Mode
         on_cpu = model.logits(ids).view(np.uint32)
         for kind in ("prompt", "decode"):
             np.testing.assert_array_equal(exact.logits(ids, kind=kind).view(np.uint32), on_cpu, f"{name}, {kind}")
+
+
+def test_windows_have_the_cpus_logits_and_text(gemma3_model: Model, gemma3: Path) -> None:
+    """The prompt is longer than Gemma 3's windows of 512 tokens."""
+    ids = gemma3_model.tokenize(TEXT.read_text(encoding="utf-8"))[:700]
+    on_cpu = gemma3_model.logits(ids).view(np.uint32)
+    with Model.load(gemma3, device="cuda", context=1024, prompt="exact") as exact:
+        for kind in ("prompt", "decode"):
+            np.testing.assert_array_equal(exact.logits(ids, kind=kind).view(np.uint32), on_cpu, kind)
+        assert text_ids(exact, ids) == text_ids(gemma3_model, ids)
 
 
 def test_where_prompts_on_tensor_cores_part_from_it(model: Model, smollm2: Path) -> None:

@@ -402,6 +402,13 @@ def test_inspect_shows_a_file_that_cannot_run(odd_file: Path) -> None:
     assert re.search(r"second\.weight +F16 +256 B +64 × 2$", text, re.MULTILINE)
 
 
+def test_an_unknown_architecture_is_refused_in_one_line(odd_file: Path) -> None:
+    for command in (["run", "-p", "x"], ["chat"], ["plan"], ["bench"]):
+        result = sharpi(*command, "-m", str(odd_file))
+        assert result.exit_code == 2 and result.stdout == "", command
+        assert result.stderr.count("\n") == 1 and "unknown architecture 'spiral'" in result.stderr
+
+
 def test_inspect_lists_tensors_only_when_asked(odd_file: Path) -> None:
     assert "second.weight" not in sharpi("inspect", "-m", str(odd_file)).stdout
 
