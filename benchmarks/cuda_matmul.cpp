@@ -155,8 +155,9 @@ int main() {
         expertProducts(stream, "qwen3-30b-a3b gate, up", type, 768, 2048, true);
         expertProducts(stream, "qwen3-30b-a3b down", type, 2048, 768, false);
     }
-    for (const DType type : {DType::Q8_0, DType::Q5_K, DType::Q3_K, DType::Q2_K, DType::IQ4_XS, DType::MXFP4,
-                             DType::BF16, DType::F16, DType::F32})
+    for (const DType type :
+         {DType::Q8_0, DType::Q5_K, DType::Q3_K, DType::Q2_K, DType::IQ4_XS, DType::MXFP4, DType::IQ2_XXS,
+          DType::IQ3_XXS, DType::IQ3_S, DType::IQ1_M, DType::NVFP4, DType::BF16, DType::F16, DType::F32})
         dense(stream, "other types", type, 4096, 4096);
     for (const int64_t rows : {16, 64, 256, 512}) {
         std::printf("%d rows:\n", static_cast<int>(rows));

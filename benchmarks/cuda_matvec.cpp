@@ -248,8 +248,10 @@ void measureAll(Stream& stream) {
     }
     measureExperts(stream, 4);
     for (const DType type :
-         {DType::Q4_0, DType::Q4_1, DType::Q5_0, DType::Q5_1, DType::Q8_0, DType::Q2_K, DType::Q3_K, DType::Q5_K,
-          DType::IQ4_NL, DType::IQ4_XS, DType::MXFP4, DType::F32, DType::F16, DType::BF16})
+         {DType::Q4_0,    DType::Q4_1,   DType::Q5_0,   DType::Q5_1,  DType::Q8_0,    DType::Q2_K,   DType::Q3_K,
+          DType::Q5_K,    DType::IQ4_NL, DType::IQ4_XS, DType::MXFP4, DType::IQ2_XXS, DType::IQ2_XS, DType::IQ2_S,
+          DType::IQ3_XXS, DType::IQ3_S,  DType::IQ1_S,  DType::IQ1_M, DType::TQ1_0,   DType::TQ2_0,  DType::NVFP4,
+          DType::Q1_0,    DType::F32,    DType::F16,    DType::BF16})
         measureDense(stream, {"any", {16384}, 4096, Shape::Plain, type}, 1);
     for (const int rows : {1, 4, 8}) measureModel(stream, "qwen3-8b", 36, 4096, 1024, 12288, 151936, rows);
     measureModel(stream, "smollm2-1.7b", 24, 2048, 2048, 8192, 49152, 1);

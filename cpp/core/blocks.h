@@ -102,6 +102,93 @@ struct BlockIQ4_XS {
     uint8_t quants[128];
 };
 
+// The IQ1, IQ2 and IQ3 formats store the number of an entry of a grid (formats/grids.h), which has the magnitudes of
+// several neighbours: of eight for IQ1 and IQ2, of four for IQ3. Group l has elements 8 l .. 8 l + 7, and bit i of its
+// sign byte is set if its element i is negative. The sign byte may be stored without its highest bit, which then makes
+// the number of set bits even.
+
+// d / 8 * (2 * scale[j] + 1) * value, j = i / 32. Bytes 8 j .. of quants: the entries of block j's four groups; then a
+// word with 7 bits of signs for each group, and above them scale[j].
+struct BlockIQ2_XXS {
+    uint16_t d;
+    uint8_t quants[64];
+};
+// The same with j = i / 16. quants[l]: 9 bits of group l's entry, then 7 bits of signs. scale[j]: nibble j of scales.
+struct BlockIQ2_XS {
+    uint16_t d;
+    uint16_t quants[32];
+    uint8_t scales[8];
+};
+// The same with j = i / 16. The low 8 bits of group l's entry are in quants[l], the upper two are bits 2 (l % 4).. of
+// high[l / 4].
+struct BlockIQ2_S {
+    uint16_t d;
+    uint8_t quants[32];
+    uint8_t signs[32];
+    uint8_t high[8];
+    uint8_t scales[8];
+};
+
+// d / 4 * (2 * scale[j] + 1) * value, j = i / 32. quants[k]: the entry of elements 4 k .. 4 k + 3. Word j of signs is
+// as in IQ2_XXS.
+struct BlockIQ3_XXS {
+    uint16_t d;
+    uint8_t quants[64];
+    uint8_t signs[32];
+};
+// d * (2 * scale[j] + 1) * value, j = i / 32; scale[j]: nibble j of scales. The ninth bit of entry k is bit k % 8 of
+// high[k / 8].
+struct BlockIQ3_S {
+    uint16_t d;
+    uint8_t quants[64];
+    uint8_t high[8];
+    uint8_t signs[32];
+    uint8_t scales[4];
+};
+
+// d / 8 * (2 * scale[j] + 1) * (8 * value + shift), j = i / 32. The low 8 bits of group l's entry are in quants[l], the
+// upper three are bits 3 (l % 4).. of high[l / 4]. Bits 12 .. 14 of high[j] are scale[j]; shift is -1 if bit 15 is set,
+// else 1.
+struct BlockIQ1_S {
+    uint16_t d;
+    uint8_t quants[32];
+    uint16_t high[8];
+};
+// The same with j = i / 16. Nibble l of high has the upper three bits of group l's entry; shift is -1 for the group if
+// the nibble's fourth bit is set. scale[j]: bits 3 (j % 4).. of scales[j / 4], whose upper four bits are nibble j / 4
+// of d.
+struct BlockIQ1_M {
+    uint8_t quants[32];
+    uint8_t high[16];
+    uint16_t scales[4];
+};
+
+// d * (q - 1). A byte has up to five digits q of base 3: digit n is (byte * 3^n mod 256) * 3 / 256. Element i is digit
+// i / 32 of quants[i % 32] for i < 160; from there on digit n of quants[32 + k] is element 160 + 16 n + k, and digit n
+// of high[k] is element 240 + 4 n + k.
+struct BlockTQ1_0 {
+    uint8_t quants[48];
+    uint8_t high[4];
+    uint16_t d;
+};
+struct BlockTQ2_0 {  // d * (q - 1), with q's two bits as in Q2_K
+    uint8_t quants[64];
+    uint16_t d;
+};
+
+// 64 elements, in sub-blocks of 16 (j = i / 16): d[j] * kMXFP4Values[q]. d[j] is half of the float that the byte
+// means (half.h). Element i < 8 of a sub-block is the low nibble of quants[8 j + i], element 8 + i its high nibble.
+struct BlockNVFP4 {
+    uint8_t d[4];
+    uint8_t quants[32];
+};
+
+// 128 elements: d if bit i of quants is set, else -d.
+struct BlockQ1_0 {
+    uint16_t d;
+    uint8_t quants[16];
+};
+
 #pragma pack(pop)
 
 static_assert(sizeof(BlockQ4_0) == 18 && sizeof(BlockQ4_1) == 20 && sizeof(BlockIQ4_NL) == 18);
@@ -109,6 +196,11 @@ static_assert(sizeof(BlockMXFP4) == 17 && sizeof(BlockQ5_0) == 22 && sizeof(Bloc
               sizeof(BlockQ8_0) == 34);
 static_assert(sizeof(BlockQ2_K) == 84 && sizeof(BlockQ3_K) == 110 && sizeof(BlockQ4_K) == 144);
 static_assert(sizeof(BlockQ5_K) == 176 && sizeof(BlockQ6_K) == 210 && sizeof(BlockIQ4_XS) == 136);
+static_assert(sizeof(BlockIQ2_XXS) == 66 && sizeof(BlockIQ2_XS) == 74 && sizeof(BlockIQ2_S) == 82);
+static_assert(sizeof(BlockIQ3_XXS) == 98 && sizeof(BlockIQ3_S) == 110);
+static_assert(sizeof(BlockIQ1_S) == 50 && sizeof(BlockIQ1_M) == 56);
+static_assert(sizeof(BlockTQ1_0) == 54 && sizeof(BlockTQ2_0) == 66);
+static_assert(sizeof(BlockNVFP4) == 36 && sizeof(BlockQ1_0) == 18);
 
 // The non-linear 4-bit values of the IQ4 formats.
 static constexpr int8_t kIQ4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};

@@ -31,6 +31,15 @@
 //     Q4_K Q5_K              q                0..63 (32)          d              0..63 (32)      -dmin
 //     Q6_K                   q - 32           -128..127 (16)      d              -
 //     IQ4_XS                 table            -32..31 (32)        d              -
+//     IQ2_XXS                +-grid           1, 3 .. 31 (32)     d / 8          -
+//     IQ2_XS IQ2_S           +-grid           1, 3 .. 31 (16)     d / 8          -
+//     IQ3_XXS                +-grid           1, 3 .. 31 (32)     d / 4          -
+//     IQ3_S                  +-grid           1, 3 .. 31 (32)     d              -
+//     IQ1_S                  8 grid +- 1      1, 3 .. 15 (32)     d / 8          -
+//     IQ1_M                  8 grid +- 1      1, 3 .. 15 (16)     d / 8          -
+//     TQ1_0 TQ2_0            q - 1            1                   d              -
+//     NVFP4                  table            1                   d (16)         -
+//     Q1_0                   2 q - 1          1                   d              -
 //
 // For each block b of 32 elements, with the activation block's q, scale s and sums S0, S1:
 //     J = sum over its elements of sub * quant * q        an exact integer, |J| < 2^24, so float(J) is exact
@@ -39,6 +48,9 @@
 //     acc[b mod 32] = fma(d * s, float(J), acc[b mod 32])
 //     acc[b mod 32] = fma(m * s, float(M), acc[b mod 32])      types with a minimum only
 // where d * s and m * s are rounded products.
+//
+// Each half of an NVFP4 block has its own d. So J is the first half's sum alone, m is the second half's d, and M is the
+// second half's sum.
 //
 // 3. The sum over a row of float weights (F32, F16, BF16)
 //

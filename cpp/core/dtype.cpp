@@ -26,6 +26,17 @@ static const DTypeInfo kTypes[] = {
     {DType::IQ4_NL, "IQ4_NL", 32, 18, false},
     {DType::IQ4_XS, "IQ4_XS", 256, 136, false},
     {DType::MXFP4, "MXFP4", 32, 17, false},
+    {DType::IQ2_XXS, "IQ2_XXS", 256, 66, false},
+    {DType::IQ2_XS, "IQ2_XS", 256, 74, false},
+    {DType::IQ2_S, "IQ2_S", 256, 82, false},
+    {DType::IQ3_XXS, "IQ3_XXS", 256, 98, false},
+    {DType::IQ3_S, "IQ3_S", 256, 110, false},
+    {DType::IQ1_S, "IQ1_S", 256, 50, false},
+    {DType::IQ1_M, "IQ1_M", 256, 56, false},
+    {DType::TQ1_0, "TQ1_0", 256, 54, false},
+    {DType::TQ2_0, "TQ2_0", 256, 66, false},
+    {DType::NVFP4, "NVFP4", 64, 36, false},
+    {DType::Q1_0, "Q1_0", 128, 18, false},
 };
 
 #define SHARPI_COUNT(T) +1

@@ -1,4 +1,4 @@
-// Exact scalar conversions between float and the 16-bit floats of GGUF files, and the 8-bit exponents of MXFP4.
+// Exact scalar conversions between float and the 16-bit floats of GGUF files, and the 8-bit scales of MXFP4 and NVFP4.
 // Everything is static: sources built for different instruction sets each keep their own copy.
 #pragma once
 
@@ -61,6 +61,15 @@ static inline uint16_t bf16FromFloat(float value) {
 // doubled, so that they are integers. The two smallest results are subnormal floats.
 static inline float halfFromE8m0(uint8_t e) {
     return floatFromBits(e < 2 ? 0x00200000u << e : static_cast<uint32_t>(e - 1) << 23);
+}
+
+// Half of what a UE4M3 byte means: four bits of exponent above three of fraction, without a sign (the highest bit is
+// ignored). It is halved for the same reason. 0x7f is NaN in the format's definition; files mean 0 by it.
+static inline float halfFromUe4m3(uint8_t byte) {
+    const uint32_t exponent = (byte >> 3) & 15u, fraction = byte & 7u;
+    if (byte == 0x7f) return 0.0f;
+    if (exponent == 0) return static_cast<float>(fraction) * 0.0009765625f;  // 2^-10
+    return floatFromBits(((exponent + 119u) << 23) | (fraction << 20));
 }
 
 }  // namespace sharpi

@@ -1,6 +1,8 @@
 // See tensor_finder.h.
 #include "model/tensor_finder.h"
 
+#include <cstring>
+
 #include "core/error.h"
 
 namespace sharpi {
@@ -76,9 +78,25 @@ void TensorFinder::unused(const std::string& name) {
     if (const TensorInfo* t = _tensors.find(name)) _used[static_cast<size_t>(t - _tensors.all().data())] = true;
 }
 
+// NVFP4 files may have one more scale for a whole matrix, beside it. Returns the matrix's name if this is such a scale.
+static std::string scaledMatrix(const TensorTable& tensors, const std::string& name) {
+    for (const char* ending : {".weight.scale", ".weight.input_scale", ".scale", ".input_scale"}) {
+        const size_t length = std::strlen(ending);
+        if (name.size() <= length || name.compare(name.size() - length, length, ending) != 0) continue;
+        const std::string matrix = name.substr(0, name.size() - length) + ".weight";
+        const TensorInfo* found = tensors.find(matrix);
+        if (found && found->type == DType::NVFP4) return matrix;
+    }
+    return "";
+}
+
 void TensorFinder::requireAllUsed(const std::string& architecture) const {
     for (size_t i = 0; i < _used.size(); ++i) {
         if (!_used[i]) {
+            const std::string matrix = scaledMatrix(_tensors, _tensors.all()[i].name);
+            if (!matrix.empty())
+                bad("tensor '" + _tensors.all()[i].name + "' scales the whole NVFP4 matrix '" + matrix +
+                    "', which Sharpi cannot do yet: take a file of another type");
             bad("tensor '" + _tensors.all()[i].name + "' has no place in the architecture '" + architecture +
                 "': running without it would give wrong answers");
         }

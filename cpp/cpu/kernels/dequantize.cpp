@@ -4,12 +4,14 @@
 #include "core/half.h"
 #include "cpu/kernels/internal.h"
 #include "cpu/kernels/matmul/unpack_scalar.h"
+#include "cpu/kernels/matmul/unpack_scalar_grids.h"
 
 namespace sharpi::cpu::SHARPI_ISA {
 
 // Not inlined: GCC 12 at -O3 drops the stores when it vectorizes this together with the loops around it.
 template <class Block> __attribute__((noinline)) static void valuesOfHalf(const Group& g, int half, float* out) {
-    const float scale = g.d[half / 2] * static_cast<float>(g.scale[half]);
+    const float d = Format<Block>::kTwoFloats && half % 2 ? g.m[half / 2] : g.d[half / 2];
+    const float scale = d * static_cast<float>(g.scale[half]);
     const float min = Format<Block>::kHasMin ? g.m[half / 2] * static_cast<float>(g.min[half]) : 0.0f;
     for (int i = 0; i < 16; ++i) {
         const float value = scale * static_cast<float>(g.quant[half * 16 + i]);

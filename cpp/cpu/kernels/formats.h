@@ -8,10 +8,14 @@ namespace sharpi::cpu::SHARPI_ISA {
 
 enum class Sub { None, PerBlock, PerHalf };  // one integer per 32 elements, or per 16
 
-template <int elements, Sub scales, bool min, Sub mins, int offset, int largest> struct FormatBase {
+template <int elements, Sub scales, bool min, Sub mins, int offset, int largest, bool twoFloats = false>
+struct FormatBase {
     static constexpr int kElements = elements;  // of a block in the file
     static constexpr Sub kScales = scales;
     static constexpr bool kHasMin = min;
+    // Each half of a block of 32 has its own d. The second one is where other types have m.
+    static constexpr bool kTwoFloats = twoFloats;
+    static constexpr bool kHasSecond = min || twoFloats;
     static constexpr Sub kMins = mins;
     // Quants are kept as unsigned numbers of up to kLargest, which are kOffset too large. Quants that fill a byte
     // (kLargest 255) are kept signed if the instruction set needs it.
@@ -34,6 +38,17 @@ template <> struct Format<BlockQ4_K> : FormatBase<256, Sub::PerBlock, true, Sub:
 template <> struct Format<BlockQ5_K> : FormatBase<256, Sub::PerBlock, true, Sub::PerBlock, 0, 31> {};
 template <> struct Format<BlockQ6_K> : FormatBase<256, Sub::PerHalf, false, Sub::None, 32, 63> {};
 template <> struct Format<BlockIQ4_XS> : FormatBase<256, Sub::PerBlock, false, Sub::None, 128, 255> {};
+template <> struct Format<BlockIQ2_XXS> : FormatBase<256, Sub::PerBlock, false, Sub::None, 128, 255> {};
+template <> struct Format<BlockIQ2_XS> : FormatBase<256, Sub::PerHalf, false, Sub::None, 128, 255> {};
+template <> struct Format<BlockIQ2_S> : FormatBase<256, Sub::PerHalf, false, Sub::None, 128, 255> {};
+template <> struct Format<BlockIQ3_XXS> : FormatBase<256, Sub::PerBlock, false, Sub::None, 128, 255> {};
+template <> struct Format<BlockIQ3_S> : FormatBase<256, Sub::PerBlock, false, Sub::None, 128, 255> {};
+template <> struct Format<BlockIQ1_S> : FormatBase<256, Sub::PerBlock, false, Sub::None, 9, 18> {};
+template <> struct Format<BlockIQ1_M> : FormatBase<256, Sub::PerHalf, false, Sub::None, 9, 18> {};
+template <> struct Format<BlockTQ1_0> : FormatBase<256, Sub::None, false, Sub::None, 1, 2> {};
+template <> struct Format<BlockTQ2_0> : FormatBase<256, Sub::None, false, Sub::None, 1, 3> {};
+template <> struct Format<BlockNVFP4> : FormatBase<64, Sub::None, false, Sub::None, 12, 24, true> {};
+template <> struct Format<BlockQ1_0> : FormatBase<128, Sub::None, false, Sub::None, 1, 2> {};
 
 template <class Block> struct Tag {
     using Type = Block;

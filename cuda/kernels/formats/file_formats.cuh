@@ -3,15 +3,10 @@
 // so it only reads single bytes.
 #pragma once
 
+#include "kernels/formats/file_grids.cuh"
 #include "kernels/formats/formats.cuh"
 
 namespace sharpi::cuda {
-
-__device__ __forceinline__ int nibbleOf(const uint8_t* quants, int i) { return quants[i & 15] >> (i >> 4) * 4 & 15; }
-
-// Bit j of byte i, and bits 2 j, 2 j + 1.
-__device__ __forceinline__ int bitOf(const uint8_t* bytes, int i, int j) { return bytes[i] >> j & 1; }
-__device__ __forceinline__ int pairOf(const uint8_t* bytes, int i, int j) { return bytes[i] >> 2 * j & 3; }
 
 // A 6-bit scale, or a 6-bit min, of Q4_K and Q5_K.
 __device__ __forceinline__ int sixBitsOf(const uint8_t* scales, int j, bool min) {
@@ -19,10 +14,6 @@ __device__ __forceinline__ int sixBitsOf(const uint8_t* scales, int j, bool min)
     const int low = min ? scales[4 + j] >> 4 : scales[4 + j] & 15;
     return low | scales[min ? j : j - 4] >> 6 << 4;
 }
-
-// code() is element i (0 .. 31) of the block's 32-block j (0 if the type's blocks have 32 elements), as stored: the
-// offset is not subtracted, a table type has its index rather than the value, and Q8_0's byte is unsigned.
-template <DType T> struct FileFormat;
 
 template <class B> struct NibbleFile {
     using Block = B;
@@ -147,11 +138,13 @@ template <DType T> __device__ __forceinline__ int quantOf(int code) {
     if constexpr (T == DType::IQ4_NL || T == DType::IQ4_XS) {
         constexpr TableWords kTable = tableWords(kIQ4Values);
         return static_cast<int8_t>(kTable.word[code >> 2] >> (code & 3) * 8);
-    } else if constexpr (T == DType::MXFP4) {
+    } else if constexpr (T == DType::MXFP4 || T == DType::NVFP4) {
         constexpr TableWords kTable = tableWords(kMXFP4Values);
         return static_cast<int8_t>(kTable.word[code >> 2] >> (code & 3) * 8);
     } else if constexpr (T == DType::Q8_0) {
         return static_cast<int8_t>(code);
+    } else if constexpr (kIsGrid<T>) {
+        return code;
     } else {
         return code - Format<T>::kOffset;
     }

@@ -24,164 +24,14 @@
 //     IQ4_XS  two words: nibble j of the first has the low bits of block j's scale; the second has f16 d, and above it
 //             two bits of each scale
 //   MXFP4 has an exponent byte for each block.
+// grid_formats.cuh has the formats with grids, ternary digits, NVFP4 and Q1_0.
 #pragma once
 
-#include <cuda_fp16.h>
-
-#include "core/blocks.h"
-#include "core/error.h"
-#include "kernels/formats/packed_shape.h"
+#include "kernels/formats/grid_formats.cuh"
 
 namespace sharpi::cuda {
 
-// Element = d * sub * (code - kOffset) + m * min, as in core/contract.h. sub1 and min1 belong to the second 16
-// elements; they equal sub0 and min0 unless kTwoScales.
-struct Scales {
-    float d = 0, m = 0;
-    int sub0 = 1, sub1 = 1, min0 = 0, min1 = 0;
-};
-
-// --- loads -------------------------------------------------------------------------------------------------------
-// A product reads its weights once, so the wide loads leave the L1 cache to the activations. The next lanes read other
-// parts of the same superblock's scales, so those loads are cached.
-
-__device__ __forceinline__ uint4 loadWords4(const uint8_t* at) {
-    uint4 v;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-        : "l"(at));
-    return v;
-}
-__device__ __forceinline__ uint2 loadWords2(const uint8_t* at) {
-    uint2 v;
-    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at));
-    return v;
-}
-__device__ __forceinline__ uint32_t loadWord(const uint8_t* at) { return __ldg(reinterpret_cast<const uint32_t*>(at)); }
-__device__ __forceinline__ uint32_t loadHalf(const uint8_t* at) { return __ldg(reinterpret_cast<const uint16_t*>(at)); }
-
-__device__ __forceinline__ float floatOfLowHalf(uint32_t word) {
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(word & 0xffffu)));
-}
-__device__ __forceinline__ float floatOfHighHalf(uint32_t word) {
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16)));
-}
-
-// --- codes -------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void unpackNibbles(const uint4& w, uint32_t (&q)[8]) {
-    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        q[k] = words[k] & 0x0f0f0f0fu;
-        q[4 + k] = (words[k] >> 4) & 0x0f0f0f0fu;
-    }
-}
-
-// Inserts one bit into each byte of eight words of codes, at position kBit.
-template <int kBit> __device__ __forceinline__ void insertBits(uint32_t bits, uint32_t (&q)[8]) {
-#pragma unroll
-    for (int u = 0; u < 8; ++u) {
-        const uint32_t shifted = u <= kBit ? bits << (kBit - u & 31) : bits >> (u - kBit & 31);
-        q[u] |= shifted & (0x01010101u << kBit);
-    }
-}
-
-// The pairs of bits for word v of a half, moved to position kBit of each byte.
-template <int kBit> __device__ __forceinline__ uint32_t pairsOf(uint32_t half, int v) {
-    const uint32_t shifted = 2 * v <= kBit ? half << (kBit - 2 * v & 31) : half >> (2 * v - kBit & 31);
-    return shifted & (0x03030303u << kBit);
-}
-__device__ __forceinline__ void unpackPairs(const uint2& w, uint32_t (&q)[8]) {
-#pragma unroll
-    for (int v = 0; v < 4; ++v) {
-        q[v] = pairsOf<0>(w.x, v);
-        q[4 + v] = pairsOf<0>(w.y, v);
-    }
-}
-
-// Byte i of the result is the byte of the eight in a and b that nibble i of the selector names. The selector's upper
-// half is ignored, and its nibbles are below 8. __byte_perm would spend an AND to ensure both.
-__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
-    uint32_t out;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(selector));
-    return out;
-}
-
-struct TableWords {
-    uint32_t word[4];
-};
-__host__ __device__ constexpr TableWords tableWords(const int8_t (&values)[16]) {
-    TableWords table{};
-    for (int i = 0; i < 16; ++i)
-        table.word[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(values[i])) << (i % 4 * 8);
-    return table;
-}
-
-// Looks up four values by the four nibbles in the low half of each selector. A nibble of `low` has the index's three
-// low bits. A nibble of `bank` has the byte's own number, plus 4 if the index's fourth bit is set.
-__device__ __forceinline__ uint32_t lookUp(const TableWords& table, uint32_t low, uint32_t bank) {
-    const uint32_t below = permute(table.word[0], table.word[1], low);
-    const uint32_t above = permute(table.word[2], table.word[3], low);
-    return permute(below, above, bank);
-}
-__device__ __forceinline__ void unpackTable(const uint4& w, const TableWords& table, uint32_t (&q)[8]) {
-    const uint32_t words[4] = {w.x, w.y, w.z, w.w};
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        const uint32_t low = words[k] & 0x77777777u;
-        const uint32_t bank = ((words[k] >> 1) & 0x44444444u) | 0x32103210u;
-        q[k] = lookUp(table, low, bank);
-        q[4 + k] = lookUp(table, low >> 16, bank >> 16);
-    }
-}
-
 // --- the formats -------------------------------------------------------------------------------------------------
-
-// The address of a block in each plane of its matrix.
-struct Planes {
-    const uint8_t* plane[PackedShape::kPlanes];
-};
-
-template <DType T> struct Format;
-
-// Bytes of plane p for each block or superblock.
-template <DType T> struct PlanesOf {
-    static constexpr PlaneSizes kSizes = planeSizes(T);
-    template <int p> static constexpr int kBytes = kSizes.plane[p].bytes;
-    template <int p> static constexpr int kBlocks = kSizes.plane[p].blocks;
-
-    // The planes of block 0 of the matrix at `data`.
-    static __device__ __forceinline__ Planes begin(const uint8_t* data, const PackedShape& shape) {
-        return {{data + shape.plane[0], data + shape.plane[1], data + shape.plane[2], data + shape.plane[3]}};
-    }
-    // The planes of the block that is n blocks behind `begin`, the first of a superblock.
-    template <typename Index> static __device__ __forceinline__ Planes at(const Planes& begin, Index n) {
-        return {{step<0>(begin, n), step<1>(begin, n), step<2>(begin, n), step<3>(begin, n)}};
-    }
-
-private:
-    template <int p, typename Index>
-    static __device__ __forceinline__ const uint8_t* step(const Planes& begin, Index n) {
-        return begin.plane[p] + static_cast<int64_t>(kBlocks<p> == 8 ? n >> 3 : n) * kBytes<p>;
-    }
-};
-
-// kSigned: codes are signed bytes (table values, Q8_0). Others are below 64.
-template <DType T, bool hasMin, bool twoScales, int offset, bool isSigned> struct FormatTraits {
-    static constexpr bool kHasMin = hasMin;
-    static constexpr bool kTwoScales = twoScales;
-    static constexpr int kOffset = offset;
-    static constexpr bool kSigned = isSigned;
-    // Loads block n of the matrix at `data`.
-    static __device__ __forceinline__ auto load(const uint8_t* data, const PackedShape& shape, int64_t n) {
-        return Format<T>::loadAt(PlanesOf<T>::at(PlanesOf<T>::begin(data, shape), n), static_cast<int>(n % 8));
-    }
-};
-
-// Raw is a block as loaded. loadAt() loads it from its planes, with j = n % 8, and does nothing else, so that many
-// loads can be in flight. codes() gives eight words of four bytes: q[0 .. 3] are elements 0 .. 15, q[4 .. 7] elements
-// 16 .. 31. Tables are applied, but kOffset is not subtracted. scales() takes the same j.
 
 struct NibbleBlock {
     uint4 codes;
@@ -402,8 +252,8 @@ struct HalfScale {
 };
 template <DType T> __device__ __forceinline__ HalfScale halfScale(const Scales& s, int half) {
     const int sub = half ? s.sub1 : s.sub0, min = half ? s.min1 : s.min0;
-    return {__fmul_rn(s.d, static_cast<float>(sub)),
-            Format<T>::kHasMin ? __fmul_rn(s.m, static_cast<float>(min)) : 0.0f};
+    const float d = Format<T>::kTwoFloats && half ? s.m : s.d;
+    return {__fmul_rn(d, static_cast<float>(sub)), Format<T>::kHasMin ? __fmul_rn(s.m, static_cast<float>(min)) : 0.0f};
 }
 
 // The four values of one word of codes. A code in the low bits of 2^23's mantissa is the float 2^23 + code, which is
@@ -429,6 +279,29 @@ template <DType T> struct Tag {
 constexpr bool isFloatType(DType type) { return type == DType::F32 || type == DType::F16 || type == DType::BF16; }
 template <DType T> constexpr bool kIsFloat = isFloatType(T);
 
+constexpr bool isRareType(DType type) {
+    switch (type) {
+#define SHARPI_CASE(T) case DType::T:
+        SHARPI_RARE_TYPES(SHARPI_CASE) return true;
+#undef SHARPI_CASE
+    default: return false;
+    }
+}
+// As a template argument of kernels that find out the type as they run, this stands for every rare type. It is one of
+// them, because nvcc takes only enumerators.
+constexpr DType kAnyRare = DType::IQ2_XXS;
+
+// Calls f(Tag<type>{}) for a rare type.
+template <typename F> __device__ __forceinline__ void withRareType(DType type, const F& f) {
+    switch (type) {
+#define SHARPI_CASE(T) \
+    case DType::T: return f(Tag<DType::T>{});
+        SHARPI_RARE_TYPES(SHARPI_CASE)
+#undef SHARPI_CASE
+    default: return;
+    }
+}
+
 // Calls f(Tag<type>{}) for a quantized type.
 template <typename F> void withFormat(DType type, const F& f) {
     switch (type) {
@@ -440,19 +313,35 @@ template <typename F> void withFormat(DType type, const F& f) {
     }
 }
 
-// The same for every type but F32, which is the only one that needs more than one 16-bit operand.
+// The same for common types and kAnyRare.
+template <typename F> void withCommonFormat(DType type, const F& f) {
+    switch (type) {
+#define SHARPI_CASE(T) \
+    case DType::T: return f(Tag<DType::T>{});
+        SHARPI_COMMON_TYPES(SHARPI_CASE)
+#undef SHARPI_CASE
+    default: return f(Tag<kAnyRare>{});
+    }
+}
+
+// The types of tensor cores' products: common types, kAnyRare, and floats but F32, which is the only one that needs
+// more than one 16-bit operand.
 template <typename F> void withNarrowType(DType type, const F& f) {
     switch (type) {
     case DType::F16: return f(Tag<DType::F16>{});
     case DType::BF16: return f(Tag<DType::BF16>{});
-    default: return withFormat(type, f);
+    default: return withCommonFormat(type, f);
     }
 }
 
-// The same for every type.
+// Every type by itself.
 template <typename F> void withType(DType type, const F& f) {
-    if (type == DType::F32) return f(Tag<DType::F32>{});
-    withNarrowType(type, f);
+    switch (type) {
+    case DType::F32: return f(Tag<DType::F32>{});
+    case DType::F16: return f(Tag<DType::F16>{});
+    case DType::BF16: return f(Tag<DType::BF16>{});
+    default: return withFormat(type, f);
+    }
 }
 
 }  // namespace sharpi::cuda

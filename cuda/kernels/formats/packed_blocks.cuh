@@ -97,13 +97,35 @@ __device__ __forceinline__ Codes spreadBits(const uint8_t* high) {
     return c;
 }
 
+// Eight bytes have the low nibbles of eight elements, then the high ones of the next eight; then eight more.
+__device__ __forceinline__ Codes nibblesOfHalves(const uint8_t* quants) {
+    const Codes c = nibbles(quants);
+    return {{c.word[0], c.word[1], c.word[4], c.word[5], c.word[2], c.word[3], c.word[6], c.word[7]}};
+}
+
+__device__ __forceinline__ Codes doubled(Codes c) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) c.word[k] <<= 1;
+    return c;
+}
+
+__device__ __forceinline__ Codes digits(const BlockTQ1_0& b, int j) {
+    Codes c;
+#pragma unroll 1
+    for (int i = 0; i < 32; ++i) {
+        const uint32_t digit = static_cast<uint32_t>(FileFormat<DType::TQ1_0>::code(b, j, i)) << i % 4 * 8;
+        c.word[i / 4] = i % 4 == 0 ? digit : c.word[i / 4] | digit;
+    }
+    return c;
+}
+
 // The codes of 32-block j, the same that FileFormat<T>::code gives one by one.
 template <DType T> __device__ __forceinline__ Codes codesOf(const typename FileFormat<T>::Block& b, int j) {
     if constexpr (T == DType::Q5_0 || T == DType::Q5_1) {
         return joined(nibbles(b.quants), spreadBits(b.high), 4);
     } else if constexpr (T == DType::Q8_0) {
         return bits(reinterpret_cast<const uint8_t*>(b.quants), 0, 0xffffffffu);
-    } else if constexpr (T == DType::Q2_K) {
+    } else if constexpr (T == DType::Q2_K || T == DType::TQ2_0) {
         return bits(b.quants + j / 4 * 32, j % 4 * 2, 0x03030303u);
     } else if constexpr (T == DType::Q3_K) {
         return joined(bits(b.quants + j / 4 * 32, j % 4 * 2, 0x03030303u), bits(b.high, j, 0x01010101u), 2);
@@ -114,6 +136,12 @@ template <DType T> __device__ __forceinline__ Codes codesOf(const typename FileF
     } else if constexpr (T == DType::Q6_K) {
         return joined(bits(b.low + j / 4 * 64 + j % 2 * 32, j % 4 / 2 * 4, 0x0f0f0f0fu),
                       bits(b.high + j / 4 * 32, j % 4 * 2, 0x03030303u), 4);
+    } else if constexpr (T == DType::NVFP4) {
+        return nibblesOfHalves(b.quants + j * 16);
+    } else if constexpr (T == DType::Q1_0) {
+        return doubled(spreadBits(b.quants + 4 * j));
+    } else if constexpr (T == DType::TQ1_0) {
+        return digits(b, j);
     } else {
         return nibbles(b.quants + j * 16);
     }
@@ -171,10 +199,12 @@ __device__ __forceinline__ void packCodes(const Codes& c, uint8_t* data, const P
     if constexpr (T == DType::Q8_0) {
         store(data, shape.plane[0], n, make_uint4(c.word[0], c.word[1], c.word[2], c.word[3]));
         store(data, shape.plane[1], n, make_uint4(c.word[4], c.word[5], c.word[6], c.word[7]));
-    } else if constexpr (T == DType::Q2_K || T == DType::Q3_K) {
+    } else if constexpr (T == DType::Q1_0) {
+        store(data, shape.plane[0], n, bitWord(c, 1));
+    } else if constexpr (T == DType::Q2_K || T == DType::Q3_K || T == DType::TQ2_0) {
         store(data, shape.plane[0], n, pairWords(c, 0));
         if constexpr (T == DType::Q3_K) store(data, shape.plane[1], n, bitWord(c, 2));
-    } else if constexpr (T == DType::IQ4_NL || T == DType::IQ4_XS || T == DType::MXFP4) {
+    } else if constexpr (T == DType::IQ4_NL || T == DType::IQ4_XS || T == DType::MXFP4 || T == DType::NVFP4) {
         store(data, shape.plane[0], n, selectorWords(c));
     } else {
         store(data, shape.plane[0], n, nibbleWords(c));
@@ -184,15 +214,20 @@ __device__ __forceinline__ void packCodes(const Codes& c, uint8_t* data, const P
     }
 }
 
-// Packs the scales of formats whose blocks have 32 elements.
+// Packs the scales of formats whose blocks have fewer than 256 elements.
 template <DType T, class Block>
-__device__ __forceinline__ void packBlockScales(const Block& b, uint8_t* data, const PackedShape& shape, int64_t n) {
+__device__ __forceinline__ void packBlockScales(const Block& b, int j, uint8_t* data, const PackedShape& shape,
+                                                int64_t n) {
     if constexpr (T == DType::Q4_1) {
         store(data, shape.plane[1], n, halvesWord(b.d, b.m));
     } else if constexpr (T == DType::Q5_1) {
         store(data, shape.plane[2], n, halvesWord(b.d, b.m));
     } else if constexpr (T == DType::MXFP4) {
         store(data, shape.plane[1], n, b.e);
+    } else if constexpr (T == DType::NVFP4) {
+        store(data, shape.plane[1], n, static_cast<uint16_t>(b.d[2 * j] | b.d[2 * j + 1] << 8));
+    } else if constexpr (T == DType::Q1_0) {
+        if (j == 0) store(data, shape.plane[1], n / 4, static_cast<uint16_t>(b.d));
     } else {
         constexpr int kPlane = T == DType::Q5_0 || T == DType::Q8_0 ? 2 : 1;
         store(data, shape.plane[kPlane], n, static_cast<uint16_t>(b.d));
@@ -242,10 +277,123 @@ __device__ __forceinline__ void packSuperScales(const Block& b, int j, uint8_t* 
     if constexpr (T == DType::Q4_K) store(data, shape.plane[1], s, sixBitWords(b));
     if constexpr (T == DType::Q5_K) store(data, shape.plane[2], s, sixBitWords(b));
     if constexpr (T == DType::Q6_K) store(data, shape.plane[3], s, static_cast<uint16_t>(b.d));
+    if constexpr (T == DType::TQ2_0) store(data, shape.plane[1], s, static_cast<uint16_t>(b.d));
     if constexpr (T == DType::IQ4_XS) {
         uint32_t low = 0;
         for (int i = 0; i < 4; ++i) low |= static_cast<uint32_t>(b.scalesLow[i]) << 8 * i;
         store(data, shape.plane[1], s, make_uint2(low, halvesWord(b.d, b.scalesHigh)));
+    }
+}
+
+// --- grids and ternary digits ------------------------------------------------------------------------------------
+
+// Four sign bytes as IQ2's packed word has them.
+__device__ __forceinline__ uint32_t signWordIQ2(uint32_t bytes) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) word |= ((bytes >> i & 0x01010101u) * 0x01020408u >> 24 & 15u) << 4 * i;
+    return word;
+}
+// And as IQ3's: bits 0 .. 3 of byte g go to bit 2 g of the four bytes, bits 4 .. 7 to bit 2 g + 1.
+__device__ __forceinline__ uint32_t signWordIQ3(uint32_t bytes) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) word |= (bytes >> i & 1u) << (i % 4 * 8 + i / 8 * 2 + i / 4 % 2);
+    return word;
+}
+// Four times seven bits, a byte each.
+__device__ __forceinline__ uint32_t sevensOf(uint32_t word) {
+    return (word & 0x7fu) | (word << 1 & 0x7f00u) | (word << 2 & 0x7f0000u) | (word << 3 & 0x7f000000u);
+}
+
+__device__ __forceinline__ void packGrid(const BlockIQ2_XXS& b, int j, uint8_t* data, const PackedShape& shape,
+                                         int64_t n) {
+    const Words<2> words(b.quants + 8 * j);
+    store(data, shape.plane[0], n,
+          make_uint2(words.word[0], signWordIQ2(sevensOf(words.word[1])) | words.word[1] >> 28 << 28));
+    if (j == 0) store(data, shape.plane[1], n / 8, static_cast<uint16_t>(b.d));
+}
+__device__ __forceinline__ void packGrid(const BlockIQ2_XS& b, int j, uint8_t* data, const PackedShape& shape,
+                                         int64_t n) {
+    uint32_t low = 0, sevens = 0, high = 0;
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+        const uint32_t both = b.quants[4 * j + g];
+        low |= (both & 255) << 8 * g;
+        high |= (both >> 8 & 1) << (28 + g);
+        sevens |= both >> 9 << 8 * g;
+    }
+    store(data, shape.plane[0], n, make_uint2(low, signWordIQ2(sevens) | high));
+    store(data, shape.plane[1], n, b.scales[j]);
+    if (j == 0) store(data, shape.plane[2], n / 8, static_cast<uint16_t>(b.d));
+}
+__device__ __forceinline__ void packGrid(const BlockIQ2_S& b, int j, uint8_t* data, const PackedShape& shape,
+                                         int64_t n) {
+    store(data, shape.plane[0], n, make_uint2(wordOf(b.quants + 4 * j), signWordIQ2(wordOf(b.signs + 4 * j))));
+    store(data, shape.plane[1], n, static_cast<uint16_t>(b.high[j] | b.scales[j] << 8));
+    if (j == 0) store(data, shape.plane[2], n / 8, static_cast<uint16_t>(b.d));
+}
+__device__ __forceinline__ void packGrid(const BlockIQ3_XXS& b, int j, uint8_t* data, const PackedShape& shape,
+                                         int64_t n) {
+    const uint32_t word = wordOf(b.signs + 4 * j);
+    uint32_t scale = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scale |= (word >> (28 + i) & 1) << (25 + 2 * i);
+    store(data, shape.plane[0], n, make_uint2(wordOf(b.quants + 8 * j), wordOf(b.quants + 8 * j + 4)));
+    store(data, shape.plane[1], n, signWordIQ3(sevensOf(word)) | scale);
+    if (j == 0) store(data, shape.plane[2], n / 8, static_cast<uint16_t>(b.d));
+}
+__device__ __forceinline__ void packGrid(const BlockIQ3_S& b, int j, uint8_t* data, const PackedShape& shape,
+                                         int64_t n) {
+    store(data, shape.plane[0], n, make_uint2(wordOf(b.quants + 8 * j), wordOf(b.quants + 8 * j + 4)));
+    store(data, shape.plane[1], n, signWordIQ3(wordOf(b.signs + 4 * j)));
+    store(data, shape.plane[2], n, b.high[j]);
+    if (j != 0) return;
+    store(data, shape.plane[3], n / 8 * 3, static_cast<uint16_t>(b.d));
+    store(data, shape.plane[3], n / 8 * 3 + 1, static_cast<uint16_t>(b.scales[0] | b.scales[1] << 8));
+    store(data, shape.plane[3], n / 8 * 3 + 2, static_cast<uint16_t>(b.scales[2] | b.scales[3] << 8));
+}
+__device__ __forceinline__ void packGrid(const BlockIQ1_S& b, int j, uint8_t* data, const PackedShape& shape,
+                                         int64_t n) {
+    store(data, shape.plane[0], n, wordOf(b.quants + 4 * j));
+    store(data, shape.plane[1], n, static_cast<uint16_t>(b.high[j]));
+    if (j == 0) store(data, shape.plane[2], n / 8, static_cast<uint16_t>(b.d));
+}
+__device__ __forceinline__ void packGrid(const BlockIQ1_M& b, int j, uint8_t* data, const PackedShape& shape,
+                                         int64_t n) {
+    store(data, shape.plane[0], n, wordOf(b.quants + 4 * j));
+    store(data, shape.plane[1], n, static_cast<uint16_t>(b.high[2 * j] | b.high[2 * j + 1] << 8));
+    if (j == 0)
+        store(data, shape.plane[2], n / 8,
+              make_uint2(halvesWord(b.scales[0], b.scales[1]), halvesWord(b.scales[2], b.scales[3])));
+}
+
+// The byte with five base-3 digits, from the first on, of each of four neighbours.
+__device__ __forceinline__ uint32_t digitBytes(const uint32_t (&digit)[5]) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        uint32_t number = 0;
+#pragma unroll
+        for (int n = 0; n < 5; ++n) number = 3 * number + (digit[n] >> 8 * b & 3);
+        word |= (number * 256 + 242) / 243 << 8 * b;  // rounded up, as files have it
+    }
+    return word;
+}
+__device__ __forceinline__ void packDigits(const BlockTQ1_0& b, int j, uint8_t* data, const PackedShape& shape,
+                                           int64_t n) {
+    const Codes c = digits(b, j);
+    store(data, shape.plane[0], n, digitBytes({c.word[0], c.word[1], c.word[2], c.word[3], c.word[4]}));
+    if (j != 0) return;
+    store(data, shape.plane[2], n / 8, static_cast<uint16_t>(b.d));
+#pragma unroll 1
+    for (int word = 0; word < 5; ++word) {
+        uint32_t digit[5] = {};
+        for (int k = 0; k < 5; ++k) {
+            const int place = 5 * word + k;
+            if (place < 24) digit[k] = digits(b, place / 3).word[5 + place % 3];
+        }
+        store(data, shape.plane[1], n / 8 * 5 + word, digitBytes(digit));
     }
 }
 
@@ -271,9 +419,15 @@ __device__ __forceinline__ void packStaged(const uint8_t* staged, int count, uin
     if (mine >= count) return;
     const typename File::Block& block = reinterpret_cast<const typename File::Block*>(staged)[mine];
     const int64_t n = firstBlock + threadIdx.x;
-    packCodes<T>(codesOf<T>(block, j), data, shape, n);
-    if constexpr (File::kBlocks == 1) packBlockScales<T>(block, data, shape, n);
-    else packSuperScales<T>(block, j, data, shape, n);
+    if constexpr (kIsGrid<T>) {
+        packGrid(block, j, data, shape, n);
+    } else if constexpr (T == DType::TQ1_0) {
+        packDigits(block, j, data, shape, n);
+    } else {
+        packCodes<T>(codesOf<T>(block, j), data, shape, n);
+        if constexpr (File::kBlocks < 8) packBlockScales<T>(block, j, data, shape, n);
+        else packSuperScales<T>(block, j, data, shape, n);
+    }
 }
 
 // The same for a type that is known only at run time, and for `bytes` bytes of blocks.

@@ -19,7 +19,8 @@ struct PackedShape {
     int64_t bytes = 0;
 };
 
-// Bytes of a plane for each block (blocks = 1) or superblock (blocks = 8). 0 bytes: there is no such plane.
+// Bytes of a plane for each block (blocks = 1), superblock (blocks = 8) or block of the file (blocks = 4, those of
+// Q1_0). 0 bytes: there is no such plane.
 struct PlaneSize {
     int bytes = 0, blocks = 1;
 };
@@ -42,6 +43,17 @@ constexpr PlaneSizes planeSizes(DType type) {
     case DType::Q5_K: return {{{16, 1}, {4, 1}, {16, 8}}};
     case DType::Q6_K: return {{{16, 1}, {8, 1}, {2, 1}, {2, 8}}};
     case DType::IQ4_XS: return {{{16, 1}, {8, 8}}};
+    case DType::IQ2_XXS: return {{{8, 1}, {2, 8}}};
+    case DType::IQ2_XS: return {{{8, 1}, {1, 1}, {2, 8}}};
+    case DType::IQ2_S: return {{{8, 1}, {2, 1}, {2, 8}}};
+    case DType::IQ3_XXS: return {{{8, 1}, {4, 1}, {2, 8}}};
+    case DType::IQ3_S: return {{{8, 1}, {4, 1}, {1, 1}, {6, 8}}};
+    case DType::IQ1_S: return {{{4, 1}, {2, 1}, {2, 8}}};
+    case DType::IQ1_M: return {{{4, 1}, {2, 1}, {8, 8}}};
+    case DType::TQ1_0: return {{{4, 1}, {20, 8}, {2, 8}}};
+    case DType::TQ2_0: return {{{8, 1}, {2, 8}}};
+    case DType::NVFP4: return {{{16, 1}, {2, 1}}};
+    case DType::Q1_0: return {{{4, 1}, {2, 4}}};
     case DType::F32:
     case DType::F16:
     case DType::BF16: return {};  // rows as they are in the file

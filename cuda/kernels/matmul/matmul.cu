@@ -57,7 +57,8 @@ void launchType(Stream& stream, const MatmulCall& call, DType type) {
     if (call.shape.rows == 0) return;
     const bool split = type == DType::F32 || (info(type).isFloat && call.x.lo);
     if (!split && matmulByWarpgroups(stream, call, type)) return;
-    withType(type, [&](auto tag) {
+    if (type == DType::F32) return launchFloat<DType::F32>(stream, call);
+    withNarrowType(type, [&](auto tag) {
         constexpr DType kType = decltype(tag)::kType;
         if constexpr (kIsFloat<kType>) launchFloat<kType>(stream, call);
         else launchLayout<kType, false>(stream, call);
@@ -82,6 +83,7 @@ void matmul(Stream& stream, const Matrix& w, const HalfRows& x, int64_t rows, co
         throw Error(ErrorKind::Internal,
                     "matmul: " + std::to_string(w.rows) + " outputs do not fit in rows of " + std::to_string(stride));
     MatmulCall call;
+    call.type = w.type;
     call.w = w.data;
     call.shape = packedShape(w.type, w.rows, w.cols);
     call.x = x;
@@ -101,6 +103,7 @@ void matmulExperts(Stream& stream, const ExpertStack& w, const HalfRows& x, cons
         throw Error(ErrorKind::Internal, "matmul: experts " + std::to_string(which.first) + " to " +
                                              std::to_string(which.end) + " of a stack of " + std::to_string(w.count));
     MatmulCall call;
+    call.type = w.first.type;
     call.w = w.first.data;
     call.shape = packedShape(w.first.type, w.first.rows, w.first.cols);
     call.expertStride = w.stride;

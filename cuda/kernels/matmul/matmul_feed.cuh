@@ -24,6 +24,7 @@ struct Passes {
 
 // The arguments of a launch.
 struct MatmulCall {
+    DType type = DType::F32;
     const uint8_t* w = nullptr;
     PackedShape shape;
     size_t expertStride = 0;
@@ -132,14 +133,105 @@ template <DType T> __device__ __forceinline__ uint2 expandCodes(uint32_t codes, 
     return {packPair(value[0], value[1]), packPair(value[2], value[3])};
 }
 
+// Where a thread's block of 32 goes: half a row of a tile.
+struct BlockPlace {
+    uint32_t row = 0;  // address
+    int swizzle = 0, half = 0;
+    __device__ __forceinline__ uint32_t chunk(int i) const {
+        return row + (static_cast<uint32_t>((half * 4 + i) ^ swizzle) << 4);
+    }
+};
+
+// Expands a block. valid: it exists. j: its number modulo 8.
+template <DType T>
+__device__ __forceinline__ void storeBlock(const typename Format<T>::Raw& raw, int j, bool valid,
+                                           const BlockPlace& place) {
+    using F = Format<T>;
+    const Scales scales = F::scales(raw, j);
+    uint32_t codes[8];
+    F::codes(raw, codes);
+#pragma unroll
+    for (int chunk = 0; chunk < 4; ++chunk) {
+        const bool second = F::kTwoScales && chunk >= 2;
+        const float sub = static_cast<float>(second ? scales.sub1 : scales.sub0);
+        const float scale = valid ? scales.d * sub : 0.0f;
+        float addend = -(scale * (F::kSigned ? 0.0f : 128.0f + F::kOffset));
+        if (F::kHasMin)
+            addend = valid ? fmaf(scales.m, static_cast<float>(second ? scales.min1 : scales.min0), addend) : 0.0f;
+        const uint2 first = expandCodes<T>(codes[chunk * 2], scale, addend);
+        const uint2 next = expandCodes<T>(codes[chunk * 2 + 1], scale, addend);
+        storeShared(place.chunk(chunk), {first.x, first.y, next.x, next.y});
+    }
+}
+
+// A block as loaded: of type T, or of the call's type if T is kAnyRare.
+template <DType T> class LoadedBlock {
+public:
+    __device__ __forceinline__ void load(DType, const uint8_t* w, const PackedShape& shape, int64_t n) {
+        _raw = Format<T>::load(w, shape, n);
+    }
+    __device__ __forceinline__ void store(DType, int j, bool valid, const BlockPlace& place) const {
+        storeBlock<T>(_raw, j, valid, place);
+    }
+
+private:
+    typename Format<T>::Raw _raw;
+};
+
+// The cases of all rare types only load and unpack. What follows is common to them, as no type has a minimum.
+template <> class LoadedBlock<kAnyRare> {
+public:
+    __device__ __forceinline__ void load(DType type, const uint8_t* w, const PackedShape& shape, int64_t n) {
+        withRareType(type, [&](auto tag) {
+            const auto loaded = Format<decltype(tag)::kType>::load(w, shape, n);
+            static_assert(sizeof loaded <= sizeof _raw);
+            memcpy(&_raw, &loaded, sizeof loaded);
+        });
+    }
+    __device__ __forceinline__ void store(DType type, int j, bool valid, const BlockPlace& place) const {
+        uint32_t codes[8] = {};
+        HalfScale scale[2] = {};
+        withRareType(type, [&](auto tag) {
+            constexpr DType kType = decltype(tag)::kType;
+            using F = Format<kType>;
+            static_assert(!F::kHasMin);
+            typename F::Raw raw;
+            memcpy(&raw, &_raw, sizeof raw);
+            const Scales scales = F::scales(raw, j);
+            scale[0] = halfScale<kType>(scales, 0);
+            scale[1] = halfScale<kType>(scales, 1);
+            F::codes(raw, codes);
+            if constexpr (F::kOffset != 0) subtractFromBytes(codes, F::kOffset);
+        });
+#pragma unroll
+        for (int chunk = 0; chunk < 4; ++chunk) {
+            const float common = valid ? scale[chunk / 2].scale : 0.0f;
+            const uint2 first = expandCodes<kAnyRare>(codes[chunk * 2], common, 0.0f);
+            const uint2 next = expandCodes<kAnyRare>(codes[chunk * 2 + 1], common, 0.0f);
+            storeShared(place.chunk(chunk), {first.x, first.y, next.x, next.y});
+        }
+    }
+
+private:
+    static_assert(Format<kAnyRare>::kSigned && Format<kAnyRare>::kOffset == 0);
+    // Makes codes below 128 signed bytes.
+    static __device__ __forceinline__ void subtractFromBytes(uint32_t (&codes)[8], uint32_t offset) {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) codes[k] = ((codes[k] | 0x80808080u) - offset * 0x01010101u) ^ 0x80808080u;
+    }
+
+    struct alignas(16) {
+        uint32_t words[8];
+    } _raw;
+};
+
 // Feeds quantized weights. Two neighbouring threads share a row, and each expands one of the step's two blocks, so that
 // their loads share memory sectors.
 template <DType T, int kThreads, int kTileN> class QuantizedFeed {
-    using F = Format<T>;
-
 public:
     __device__ __forceinline__ QuantizedFeed(const MatmulCall& call, const uint8_t* w, int64_t firstRow)
         : _w(w),
+          _type(call.type),
           _shape(call.shape),
           _blocks(static_cast<int>(call.shape.cols / 32)),
           _block(static_cast<int>(threadIdx.x) % 2),
@@ -149,38 +241,24 @@ public:
 
     __device__ __forceinline__ void fetch(const Step& step, int part, bool) {
         const int row = min(_firstRow + rowOf(part), _lastRow), block = min(step.k * 2 + _block, _blocks - 1);
-        _raw = F::load(_w, _shape, static_cast<int64_t>(row) * _blocks + block);
+        _loaded.load(_type, _w, _shape, static_cast<int64_t>(row) * _blocks + block);
     }
 
     __device__ __forceinline__ void store(uint32_t tile, const Step& step, int part) const {
         const int block = step.k * 2 + _block, row = rowOf(part);
-        const uint32_t at = tile + static_cast<uint32_t>(row * kTileRowBytes);
-        const Scales scales = F::scales(_raw, block & 7);
-        uint32_t codes[8];
-        F::codes(_raw, codes);
-        const bool valid = block < _blocks;  // the last step may have only one block
-#pragma unroll
-        for (int chunk = 0; chunk < 4; ++chunk) {
-            const bool second = F::kTwoScales && chunk >= 2;
-            const float sub = static_cast<float>(second ? scales.sub1 : scales.sub0);
-            const float scale = valid ? scales.d * sub : 0.0f;
-            float addend = -(scale * (F::kSigned ? 0.0f : 128.0f + F::kOffset));
-            if (F::kHasMin)
-                addend = valid ? fmaf(scales.m, static_cast<float>(second ? scales.min1 : scales.min0), addend) : 0.0f;
-            const uint2 first = expandCodes<T>(codes[chunk * 2], scale, addend);
-            const uint2 next = expandCodes<T>(codes[chunk * 2 + 1], scale, addend);
-            const uint32_t place = static_cast<uint32_t>((_block * 4 + chunk) ^ (row & 7)) << 4;
-            storeShared(at + place, {first.x, first.y, next.x, next.y});
-        }
+        // The last step may have only one block.
+        _loaded.store(_type, block & 7, block < _blocks,
+                      {tile + static_cast<uint32_t>(row * kTileRowBytes), row & 7, _block});
     }
 
 private:
     __device__ __forceinline__ int rowOf(int part) const { return _row + part * (kThreads / 2); }
 
     const uint8_t* _w;
+    DType _type;
     const PackedShape& _shape;
     int _blocks, _block, _row, _firstRow, _lastRow;
-    typename F::Raw _raw;
+    LoadedBlock<T> _loaded;
 };
 
 // Feeds float weights, whose rows are as in the file. Eight neighbouring threads share a row's step, with 8 elements

@@ -184,6 +184,8 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
     using Layout = TileLayout<kWarpsT, kWarpsN>;
     constexpr int kThreads = Layout::kThreads, kParts = kWeightParts<kThreads, Layout::kTileN>,
                   kInner = kTileDepth / 16;
+    // Rare types have a case each wherever weights are fetched or stored, so those places are kept few.
+    constexpr int kUnroll = T == kAnyRare ? 1 : kInner;
     extern __shared__ __align__(1024) uint8_t shared[];
     allowNext();
     if (call.groups.begin) waitForPrevious();  // another kernel writes the tiles' arrays
@@ -196,7 +198,7 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
     const auto at = [&](int step) { return stepAt<kSplit>(call, step, stepsPerPass); };
 
     typename WeightFeedOf<T, kSplit, kThreads, Layout::kTileN>::Type weights(call, place.w, place.firstRow);
-#pragma unroll
+#pragma unroll kUnroll
     for (int part = 0; part < kParts; ++part) {
         weights.fetch(at(0), part, call.aligned);
         weights.store(tiles.w(0), at(0), part);
@@ -220,14 +222,15 @@ __global__ void __launch_bounds__(kWarpsT * kWarpsN * 32, 8 / (kWarpsT * kWarpsN
         __syncthreads();  // this step's tiles are complete, and no thread reads the last step's any more
         if (step + call.stages - 1 < steps) rows.copy(tiles.x(filled), at(step + call.stages - 1));
         closeCopies();
-#pragma unroll
+#pragma unroll kUnroll
         for (int k = 0; k < kInner; ++k) {
             constexpr int kEvery = kInner / kParts;
             const int part = k / kEvery;
+            const bool isLast = part + 1 == kParts;
             if (k % kEvery == 0 && step + 1 < steps) {
                 weights.store(tiles.w(step + 1), at(step + 1), part);
-                if (part + 1 < kParts) weights.fetch(at(step + 1), part + 1, call.aligned);
-                else if (step + 2 < steps) weights.fetch(at(step + 2), 0, call.aligned);
+                if (!isLast || step + 2 < steps)
+                    weights.fetch(at(isLast ? step + 2 : step + 1), isLast ? 0 : part + 1, call.aligned);
             }
             product.multiply(tiles.x(stage), tiles.w(step), k);
         }

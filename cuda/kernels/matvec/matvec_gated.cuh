@@ -97,7 +97,7 @@ template <DType D> void launchGated(Stream& stream, GatedProduct p, int64_t pair
                     static_cast<unsigned>(pairs));
     p.ahead = aheadUnits(stream, D, static_cast<int64_t>(grid.x) * pairs, p.rows);
     const size_t bytes = Steps<D>::sharedBytes(p.rows, p.cols);
-    withVariant(p.rows, bytes, p.chosen != nullptr, [&](auto variant) {
+    withVariant<D>(p.rows, bytes, p.chosen != nullptr, [&](auto variant) {
         using V = decltype(variant);
         launch(stream, gatedKernel<D, V::kRows, V::kShared, V::kExperts>, grid, dim3(kMatvecThreads),
                V::kShared ? bytes : 0, p);

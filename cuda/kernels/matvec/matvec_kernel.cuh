@@ -275,7 +275,7 @@ template <DType D> struct Steps<D, false> {
     }
     static __device__ __forceinline__ float addBlock(const uint32_t (&codes)[8], const FloatScales& w,
                                                      const QuantizedBlock& x, float acc) {
-        if (!F::kTwoScales) return addScaled(__fmul_rn(w.sub0, dot(codes, x)), w, x, acc);
+        if (!F::kTwoScales && !F::kTwoFloats) return addScaled(__fmul_rn(w.sub0, dot(codes, x)), w, x, acc);
         int dot0 = kOffset ? addPair(x.sums, -kOffset, 0, kIntegerBiasBits) : kIntegerBiasBits;
         int dot1 = kOffset ? addPair(x.sums, 0, -kOffset, kIntegerBiasBits) : kIntegerBiasBits;
 #pragma unroll
@@ -283,6 +283,8 @@ template <DType D> struct Steps<D, false> {
             dot0 = __dp4a(static_cast<int>(codes[k]), static_cast<int>(x.q[k]), dot0);
             dot1 = __dp4a(static_cast<int>(codes[4 + k]), static_cast<int>(x.q[4 + k]), dot1);
         }
+        if (F::kTwoFloats)
+            return fmaf(__fmul_rn(w.m, x.scale), unbiased(dot1), fmaf(__fmul_rn(w.d, x.scale), unbiased(dot0), acc));
         return addScaled(fmaf(w.sub1, unbiased(dot1), __fmul_rn(w.sub0, unbiased(dot0))), w, x, acc);
     }
 
@@ -548,14 +550,18 @@ template <int T, bool shared, bool experts> struct Variant {
     static constexpr bool kShared = shared, kExperts = experts;
 };
 
-// Calls f(Variant{}) for `rows` rows of activations, which take `bytes` of shared memory.
-template <typename F> void withVariant(int rows, size_t bytes, bool experts, F&& f) {
+// Calls f(Variant{}) for `rows` rows of activations, which take `bytes` of shared memory. Rare types have no kernels
+// for two and four rows: those for eight take them too.
+template <DType D, typename F> void withVariant(int rows, size_t bytes, bool experts, F&& f) {
     if (rows < 1 || rows > kMaxMatvecRows)
         throw Error(ErrorKind::Internal, "a matrix-vector product of " + std::to_string(rows) + " rows");
     if (experts) return bytes <= kMatvecSharedBytes ? f(Variant<1, true, true>{}) : f(Variant<1, false, true>{});
     if (rows == 1 && bytes <= kMatvecSharedBytes) return f(Variant<1, true, false>{});
-    if (rows == 2 && bytes <= kMatvecSharedBytes) return f(Variant<2, true, false>{});
-    return rows <= 4 ? f(Variant<4, false, false>{}) : f(Variant<8, false, false>{});
+    if constexpr (!isRareType(D)) {
+        if (rows == 2 && bytes <= kMatvecSharedBytes) return f(Variant<2, true, false>{});
+        if (rows <= 4) return f(Variant<4, false, false>{});
+    }
+    f(Variant<8, false, false>{});
 }
 
 // Throws Error(Internal) if the kernels' 32-bit indices do not reach the whole matrix.

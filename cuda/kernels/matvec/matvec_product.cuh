@@ -143,7 +143,7 @@ template <DType D> void launchProducts(Stream& stream, Products p, int64_t pairs
     const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(pairs)),
         block(static_cast<unsigned>(32 * best.warps));
     const size_t bytes = Steps<D>::sharedBytes(p.rows, p.cols);
-    withVariant(p.rows, bytes, p.chosen != nullptr, [&](auto variant) {
+    withVariant<D>(p.rows, bytes, p.chosen != nullptr, [&](auto variant) {
         using V = decltype(variant);
         launch(stream, productKernel<D, V::kRows, V::kShared, V::kExperts>, grid, block, V::kShared ? bytes : 0, p);
     });

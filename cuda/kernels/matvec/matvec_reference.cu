@@ -36,13 +36,15 @@ __global__ void quantizedKernel(const uint8_t* w, int64_t rows, int64_t cols, Qu
         const auto& block = fileBlock<T>(weights, b);
         const int j = static_cast<int>(b % File::kBlocks);
         const Scales s = File::scales(block, j);
-        int dot = 0;
+        int dots[2] = {};
         for (int i = 0; i < kContractBlock; ++i) {
             const int8_t q = x.q[((t * 2 + i / 16) * blocks + b) * 16 + i % 16];
-            dot += (i < 16 ? s.sub0 : s.sub1) * quantOf<T>(File::code(block, j, i)) * q;
+            dots[i / 16] += (i < 16 ? s.sub0 : s.sub1) * quantOf<T>(File::code(block, j, i)) * q;
         }
         const float scale = x.scale[t * blocks + b];
+        const int dot = Format<T>::kTwoFloats ? dots[0] : dots[0] + dots[1];
         acc = fmaf(__fmul_rn(s.d, scale), static_cast<float>(dot), acc);
+        if constexpr (Format<T>::kTwoFloats) acc = fmaf(__fmul_rn(s.m, scale), static_cast<float>(dots[1]), acc);
         if constexpr (Format<T>::kHasMin) {
             const int32_t sums = x.sums[t * blocks + b];
             const int minimum =

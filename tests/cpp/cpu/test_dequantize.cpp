@@ -22,7 +22,7 @@ class Dequantize : public testing::TestWithParam<DType> {};
 TEST_P(Dequantize, GivesEachElementItsValueOnEveryTable) {
     const DType type = GetParam();
     std::mt19937 random(sharpi::testSeed(3));
-    for (const int64_t cols : {256, 768, 32 * 11}) {
+    for (const int64_t cols : {256, 768, 32 * 11, 64 * 5, 128 * 3}) {
         if (cols % info(type).blockElements != 0) continue;
         const auto bytes = reference::randomWeights(type, 1, cols, reference::Fill::Random, random);
         for (const Kernels* table : tables()) {
@@ -96,6 +96,11 @@ TEST(Half, RoundsToNearestEven) {
     EXPECT_TRUE(std::isnan(floatFromBf16(bf16FromFloat(std::numeric_limits<float>::quiet_NaN()))));
 }
 
+TEST(Half, KnowsEveryUe4m3) {
+    for (int byte = 0; byte < 256; ++byte)
+        EXPECT_EQ(halfFromUe4m3(static_cast<uint8_t>(byte)), reference::halfOfUe4m3(byte)) << byte;
+}
+
 TEST(Half, KnowsEveryE8m0) {
     for (int e = 0; e < 256; ++e) EXPECT_EQ(halfFromE8m0(static_cast<uint8_t>(e)), std::ldexp(1.0, e - 128));
 }
@@ -115,7 +120,10 @@ TEST(DTypes, AreThoseOfTheFormat) {
         {8, "Q8_0", 32, 34, false},    {10, "Q2_K", 256, 84, false},    {11, "Q3_K", 256, 110, false},
         {12, "Q4_K", 256, 144, false}, {13, "Q5_K", 256, 176, false},   {14, "Q6_K", 256, 210, false},
         {20, "IQ4_NL", 32, 18, false}, {23, "IQ4_XS", 256, 136, false}, {30, "BF16", 1, 2, true},
-        {39, "MXFP4", 32, 17, false}};
+        {39, "MXFP4", 32, 17, false},  {16, "IQ2_XXS", 256, 66, false}, {17, "IQ2_XS", 256, 74, false},
+        {22, "IQ2_S", 256, 82, false}, {18, "IQ3_XXS", 256, 98, false}, {21, "IQ3_S", 256, 110, false},
+        {19, "IQ1_S", 256, 50, false}, {29, "IQ1_M", 256, 56, false},   {34, "TQ1_0", 256, 54, false},
+        {35, "TQ2_0", 256, 66, false}, {40, "NVFP4", 64, 36, false},    {41, "Q1_0", 128, 18, false}};
     size_t found = 0;
     for (uint32_t number = 0; number < 100; ++number) found += findDType(number) != nullptr;
     EXPECT_EQ(found, std::size(types));

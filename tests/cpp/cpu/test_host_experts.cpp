@@ -132,6 +132,8 @@ TEST(HostExperts, LayersOfManyKindsInARow) {
         {DType::Q4_0, DType::Q5_0, DType::Q4_1, 256, 96, 20, 3},
         {DType::Q6_K, DType::BF16, DType::F32, 256, 45, 3, 2},
         {DType::IQ4_XS, DType::MXFP4, DType::Q8_0, 256, 288, 8, 4},
+        {DType::IQ2_XXS, DType::IQ1_M, DType::IQ3_S, 256, 512, 8, 4},
+        {DType::NVFP4, DType::TQ1_0, DType::NVFP4, 256, 320, 6, 2},
     };
     const Share shares[] = {kNothingThere, kAllThere, kAllFetched, kMixed, kMixed};
     for (const int64_t rows : {1, 4}) {

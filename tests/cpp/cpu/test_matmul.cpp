@@ -109,6 +109,8 @@ void checkTable(const Kernels& table, DType type, const Case& c, const std::vect
 
 std::vector<int64_t> colsFor(DType type) {
     if (info(type).blockElements == 32) return {32, 64, 256, 288, 480, 768, 1024 + 96};
+    if (info(type).blockElements == 64) return {64, 128, 192, 256, 320, 768, 1024 + 192};
+    if (info(type).blockElements == 128) return {128, 256, 384, 768, 1024 + 128};
     return {256, 512, 768, 1280};
 }
 

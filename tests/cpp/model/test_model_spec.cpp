@@ -170,6 +170,19 @@ TEST(ModelSpec, EveryShapeIsChecked) {
     }
 }
 
+TEST(ModelSpec, ScalesOfWholeMatricesAreRefused) {
+    for (const char* name : {"blk.1.attn_q.scale", "blk.1.attn_q.input_scale", "blk.1.attn_q.weight.scale"}) {
+        expectSpoiled({}, "scales the whole NVFP4 matrix 'blk.1.attn_q.weight'", [&](tiny::Model& m) {
+            TensorInfo& matrix = m.tensor("blk.1.attn_q.weight");
+            matrix.type = DType::NVFP4;
+            m.reshape(matrix.name, matrix.shape);
+            EXPECT_NO_THROW(m.spec());
+            m.add(name, DType::F32, {1});
+        });
+        expectSpoiled({}, "has no place", [&](tiny::Model& m) { m.add(name, DType::F32, {1}); });
+    }
+}
+
 TEST(ModelSpec, TensorsThatNobodyUsesAreRefused) {
     for (const char* name : {"blk.0.attn_sinks.weight", "blk.2.attn_norm.weight", "rope.weight", "blk.0.ffn_gate.bias"})
         expectSpoiled({}, std::string("'") + name + "'", [&](tiny::Model& m) { m.add(name, DType::F32, {64}); });

@@ -10,6 +10,7 @@
 
 #include "core/blocks.h"
 #include "core/dtype.h"
+#include "core/formats/grids.h"
 #include "core/half.h"
 #include "cpu/kernels.h"
 
@@ -18,9 +19,11 @@ namespace reference {
 using sharpi::DType;
 
 inline const std::vector<DType>& quantizedTypes() {
-    static const std::vector<DType> types = {DType::Q4_0,   DType::Q4_1,   DType::Q5_0, DType::Q5_1, DType::Q8_0,
-                                             DType::Q2_K,   DType::Q3_K,   DType::Q4_K, DType::Q5_K, DType::Q6_K,
-                                             DType::IQ4_NL, DType::IQ4_XS, DType::MXFP4};
+    static const std::vector<DType> types = {DType::Q4_0,   DType::Q4_1,    DType::Q5_0,  DType::Q5_1,    DType::Q8_0,
+                                             DType::Q2_K,   DType::Q3_K,    DType::Q4_K,  DType::Q5_K,    DType::Q6_K,
+                                             DType::IQ4_NL, DType::IQ4_XS,  DType::MXFP4, DType::IQ2_XXS, DType::IQ2_XS,
+                                             DType::IQ2_S,  DType::IQ3_XXS, DType::IQ3_S, DType::IQ1_S,   DType::IQ1_M,
+                                             DType::TQ1_0,  DType::TQ2_0,   DType::NVFP4, DType::Q1_0};
     return types;
 }
 
@@ -29,6 +32,156 @@ struct Element {
     int sub = 1, quant = 0, min = 0;
     float d = 0, m = 0;
 };
+
+// --- formats with grids, ternary digits and blocks of 64 and 128 elements, as core/blocks.h says it -----------------
+
+inline int setBits(int byte) {
+    int count = 0;
+    for (; byte; byte /= 2) count += byte % 2;
+    return count;
+}
+// Sign `i` of eight, of which the last makes the number of negative ones even.
+inline bool isNegative(int seven, int i) { return i < 7 ? seven >> i & 1 : setBits(seven) % 2; }
+inline uint32_t wordOf(const uint8_t* p) { return p[0] | p[1] << 8 | p[2] << 16 | static_cast<uint32_t>(p[3]) << 24; }
+inline int nibbleOf(const uint8_t* bytes, int i) { return i % 2 ? bytes[i / 2] / 16 : bytes[i / 2] % 16; }
+
+inline Element elementOfIQ2(sharpi::DType type, const uint8_t* bytes, int k) {
+    using namespace sharpi;
+    const int l = k / 8, i = k % 8;
+    Element e;
+    int entry = 0;
+    bool negative = false;
+    if (type == DType::IQ2_XXS) {
+        const auto& b = *reinterpret_cast<const BlockIQ2_XXS*>(bytes);
+        const uint32_t word = wordOf(b.quants + k / 32 * 8 + 4);
+        e.d = floatFromF16(b.d) / 8;
+        e.sub = 2 * static_cast<int>(word >> 28) + 1;
+        negative = isNegative(static_cast<int>(word >> (l % 4 * 7) & 127), i);
+        entry = kGridIQ2XXS[b.quants[k / 32 * 8 + l % 4]];
+    } else if (type == DType::IQ2_XS) {
+        const auto& b = *reinterpret_cast<const BlockIQ2_XS*>(bytes);
+        e.d = floatFromF16(b.d) / 8;
+        e.sub = 2 * nibbleOf(b.scales, k / 16) + 1;
+        negative = isNegative(b.quants[l] >> 9, i);
+        entry = kGridIQ2XS[b.quants[l] & 511];
+    } else {
+        const auto& b = *reinterpret_cast<const BlockIQ2_S*>(bytes);
+        e.d = floatFromF16(b.d) / 8;
+        e.sub = 2 * nibbleOf(b.scales, k / 16) + 1;
+        negative = b.signs[l] >> i & 1;
+        entry = kGridIQ2S[b.quants[l] + (b.high[l / 4] >> l % 4 * 2 & 3) * 256];
+    }
+    const int level = kIQ2Levels[entry >> 2 * i & 3];
+    e.quant = negative ? -level : level;
+    return e;
+}
+
+inline Element elementOfIQ3(sharpi::DType type, const uint8_t* bytes, int k) {
+    using namespace sharpi;
+    Element e;
+    int level = 0;
+    bool negative = false;
+    if (type == DType::IQ3_XXS) {
+        const auto& b = *reinterpret_cast<const BlockIQ3_XXS*>(bytes);
+        const uint32_t word = wordOf(b.signs + k / 32 * 4);
+        e.d = floatFromF16(b.d) / 4;
+        e.sub = 2 * static_cast<int>(word >> 28) + 1;
+        negative = isNegative(static_cast<int>(word >> (k / 8 % 4 * 7) & 127), k % 8);
+        level = kIQ3XXSLevels[kGridIQ3XXS[b.quants[k / 4]] >> k % 4 * 4 & 7];
+    } else {
+        const auto& b = *reinterpret_cast<const BlockIQ3_S*>(bytes);
+        e.d = floatFromF16(b.d);
+        e.sub = 2 * nibbleOf(b.scales, k / 32) + 1;
+        negative = b.signs[k / 8] >> k % 8 & 1;
+        level = kIQ3SLevels[kGridIQ3S[b.quants[k / 4] + (b.high[k / 32] >> k / 4 % 8 & 1) * 256] >> k % 4 * 4 & 7];
+    }
+    e.quant = negative ? -level : level;
+    return e;
+}
+
+inline Element elementOfIQ1(sharpi::DType type, const uint8_t* bytes, int k) {
+    using namespace sharpi;
+    const int l = k / 8;
+    Element e;
+    int entry = 0;
+    bool down = false;
+    if (type == DType::IQ1_S) {
+        const auto& b = *reinterpret_cast<const BlockIQ1_S*>(bytes);
+        const int high = b.high[k / 32];
+        e.d = floatFromF16(b.d) / 8;
+        e.sub = 2 * (high >> 12 & 7) + 1;
+        down = high >> 15;
+        entry = b.quants[l] + (high >> l % 4 * 3 & 7) * 256;
+    } else {
+        const auto& b = *reinterpret_cast<const BlockIQ1_M*>(bytes);
+        int d = 0;
+        for (int n = 0; n < 4; ++n) d += (b.scales[n] >> 12) << 4 * n;
+        e.d = floatFromF16(static_cast<uint16_t>(d)) / 8;
+        e.sub = 2 * (b.scales[k / 64] >> k / 16 % 4 * 3 & 7) + 1;
+        const int high = nibbleOf(b.high, l);
+        down = high >= 8;
+        entry = b.quants[l] + high % 8 * 256;
+    }
+    e.quant = 8 * ((kGridIQ1[entry] >> k % 8 * 2 & 3) - 1) + (down ? -1 : 1);
+    return e;
+}
+
+inline Element elementOfTernary(sharpi::DType type, const uint8_t* bytes, int k) {
+    using namespace sharpi;
+    Element e;
+    if (type == DType::TQ2_0) {
+        const auto& b = *reinterpret_cast<const BlockTQ2_0*>(bytes);
+        e.d = floatFromF16(b.d);
+        e.quant = (b.quants[k / 128 * 32 + k % 32] >> k / 32 % 4 * 2 & 3) - 1;
+        return e;
+    }
+    const auto& b = *reinterpret_cast<const BlockTQ1_0*>(bytes);
+    const int past = k < 160 ? k : k < 240 ? k - 160 : k - 240, width = k < 160 ? 32 : k < 240 ? 16 : 4;
+    const uint8_t* from = k < 160 ? b.quants : k < 240 ? b.quants + 32 : b.high;
+    const int power[] = {1, 3, 9, 27, 81};
+    e.d = floatFromF16(b.d);
+    e.quant = from[past % width] * power[past / width] % 256 * 3 / 256 - 1;
+    return e;
+}
+
+inline float halfOfUe4m3(int byte) {
+    const int exponent = byte / 8 % 16, fraction = byte % 8;
+    if (byte == 0x7f) return 0;
+    return static_cast<float>(exponent == 0 ? std::ldexp(fraction, -10) : std::ldexp(8 + fraction, exponent - 11));
+}
+
+// Whether the two halves of a block of 32 have different floats.
+inline bool hasTwoFloats(sharpi::DType type) { return type == sharpi::DType::NVFP4; }
+
+// Element k of the block at `bytes`.
+inline Element elementOfOthers(sharpi::DType type, const uint8_t* bytes, int k) {
+    using namespace sharpi;
+    switch (type) {
+    case DType::IQ2_XXS:
+    case DType::IQ2_XS:
+    case DType::IQ2_S: return elementOfIQ2(type, bytes, k);
+    case DType::IQ3_XXS:
+    case DType::IQ3_S: return elementOfIQ3(type, bytes, k);
+    case DType::IQ1_S:
+    case DType::IQ1_M: return elementOfIQ1(type, bytes, k);
+    case DType::TQ1_0:
+    case DType::TQ2_0: return elementOfTernary(type, bytes, k);
+    default: break;
+    }
+    Element e;
+    if (type == DType::NVFP4) {
+        const auto& b = *reinterpret_cast<const BlockNVFP4*>(bytes);
+        e.d = halfOfUe4m3(b.d[k / 16]);
+        e.quant = kMXFP4Values[b.quants[k / 16 * 8 + k % 8] >> k % 16 / 8 * 4 & 15];
+    } else {
+        const auto& b = *reinterpret_cast<const BlockQ1_0*>(bytes);
+        e.d = floatFromF16(b.d);
+        e.quant = b.quants[k / 8] >> k % 8 & 1 ? 1 : -1;
+    }
+    return e;
+}
+
+// --- the other formats ---------------------------------------------------------------------------------------------
 
 template <class Block> const Block& blockAt(const uint8_t* row, int64_t i) {
     const int64_t elements = sizeof(Block) > 34 ? 256 : 32;
@@ -144,12 +297,17 @@ inline Element element256(DType type, const uint8_t* row, int64_t i) {
                   (b.high[s / 4 * 32 + l] >> s % 4 * 2 & 3) * 16 - 32;
         break;
     }
-    default: {
+    case DType::IQ4_XS: {
         const auto& b = blockAt<BlockIQ4_XS>(row, i);
         e.d = floatFromF16(b.d);
         e.sub = (b.scalesLow[s / 2] >> s % 2 * 4 & 15) + (b.scalesHigh >> s * 2 & 3) * 16 - 32;
         e.quant = kIQ4Values[b.quants[s * 16 + l % 16] >> l / 16 * 4 & 15];
         break;
+    }
+    default: {
+        const DTypeInfo& format = info(type);
+        return elementOfOthers(type, row + i / format.blockElements * format.blockBytes,
+                               static_cast<int>(i % format.blockElements));
     }
     }
     return e;
@@ -191,13 +349,18 @@ inline float dot(DType type, const uint8_t* row, int64_t cols, const int8_t* q, 
         Element e;
         for (int64_t i = b * 32; i < b * 32 + 32; ++i) {
             e = element(type, row, i);
-            dotInteger += static_cast<int64_t>(e.sub) * e.quant * q[i];
+            const int64_t term = static_cast<int64_t>(e.sub) * e.quant * q[i];
+            (hasTwoFloats(type) && i % 32 >= 16 ? minInteger : dotInteger) += term;
             minInteger += static_cast<int64_t>(e.min) * q[i];
         }
         if (largest) *largest = std::max({*largest, std::abs(dotInteger), std::abs(minInteger)});
+        if (hasTwoFloats(type)) {  // e is the last element, so its d is the second half's
+            e.m = e.d;
+            e.d = element(type, row, b * 32).d;
+        }
         const float ds = e.d * scale[b];
         acc[b % 32] = std::fma(ds, static_cast<float>(dotInteger), acc[b % 32]);
-        if (!hasMin(type)) continue;
+        if (!hasMin(type) && !hasTwoFloats(type)) continue;
         const float ms = e.m * scale[b];
         acc[b % 32] = std::fma(ms, static_cast<float>(minInteger), acc[b % 32]);
     }
@@ -221,6 +384,17 @@ inline std::vector<uint8_t> randomWeights(DType type, int64_t rows, int64_t cols
         const uint16_t half = f16FromFloat(random() % 2 ? magnitude : -magnitude);
         std::memcpy(&bytes[at], &half, sizeof half);
     };
+    // IQ1_M's scale is in the upper nibbles of four words.
+    const auto scatter = [&](size_t at) {
+        const uint8_t kept[2] = {bytes[at], bytes[at + 1]};
+        scale(at);
+        const int half = bytes[at] | bytes[at + 1] << 8;
+        std::memcpy(&bytes[at], kept, sizeof kept);
+        for (size_t n = 0; n < 4; ++n) {
+            uint8_t& byte = bytes[at + 2 * n + 1];
+            byte = static_cast<uint8_t>((byte & 15) | (half >> 4 * n & 15) << 4);
+        }
+    };
     for (size_t at = 0; at < bytes.size(); at += format.blockBytes) {
         switch (type) {
         case DType::Q2_K:
@@ -229,7 +403,13 @@ inline std::vector<uint8_t> randomWeights(DType type, int64_t rows, int64_t cols
             break;
         case DType::Q3_K: scale(at + 108); break;
         case DType::Q6_K: scale(at + 208); break;
+        case DType::TQ1_0: scale(at + 52); break;
+        case DType::TQ2_0: scale(at + 64); break;
+        case DType::IQ1_M: scatter(at + 48); break;
         case DType::MXFP4: bytes[at] = static_cast<uint8_t>(120 + random() % 8); break;
+        case DType::NVFP4:
+            for (size_t j = 0; j < 4; ++j) bytes[at + j] = static_cast<uint8_t>(random() % 128);
+            break;
         case DType::Q4_1:
         case DType::Q5_1:
         case DType::Q4_K:

@@ -137,7 +137,8 @@ def test_type_table_agrees_with_the_gguf_package():
         assert ours.name == kind.name
         assert (ours.block_elements, ours.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
     assert {kind.name for kind in TENSOR_TYPES.values()} == set(
-        "F32 F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS BF16 MXFP4".split())
+        "F32 F16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS BF16 MXFP4 IQ2_XXS IQ2_XS IQ2_S "
+        "IQ3_XXS IQ3_S IQ1_S IQ1_M TQ1_0 TQ2_0 NVFP4 Q1_0".split())
 
 
 @pytest.mark.parametrize("alignment", [None, 8, 256])
@@ -443,7 +444,7 @@ def test_bad_metadata(tmp_path, content, complaint):
     ([record("a", (8,), 0, 1 << 40)], "1,099,511,626,784 bytes are missing at the end"),
     ([record("a", (8,), 0, 0), record("b", (16,), 0, 64), record("c", (8,), 0, 96)], "tensors 'b' and 'c' overlap"),
     ([record("a", (8,), 0, 32), record("b", (8,), 0, 32)], "tensors 'a' and 'b' overlap"),
-    ([record("a", (256,), 16, 0)], "tensor 'a' has type IQ2_XXS; Sharpi computes with F32, F16, Q4_0"),
+    ([record("a", (256,), 9, 0)], "tensor 'a' has type Q8_1; Sharpi computes with F32, F16, Q4_0"),
     ([record("a", (256,), 5, 0)], "tensor 'a' has unknown type number 5; Sharpi computes with F32"),
 ])
 def test_bad_tensors(tmp_path, records, complaint):

@@ -23,12 +23,14 @@ __all__ = [
     "Delta",
     "TinyModel",
     "as_version_2",
+    "dequantized",
     "fused",
     "write",
 ]
 
 QUANTIZED_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
-                   "MXFP4")
+                   "MXFP4", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0",
+                   "NVFP4", "Q1_0")
 
 # What gguf.quants can write itself. The others get random blocks.
 _WRITABLE = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"})
@@ -43,6 +45,15 @@ _SCALE_AT: dict[str, tuple[int, int | None, float]] = {
     "Q6_K": (208, None, 0.0),
     "IQ4_NL": (0, None, 0.0),
     "IQ4_XS": (0, None, 0.0),
+    "IQ2_XXS": (0, None, 0.0),
+    "IQ2_XS": (0, None, 0.0),
+    "IQ2_S": (0, None, 0.0),
+    "IQ3_XXS": (0, None, 0.0),
+    "IQ3_S": (0, None, 0.0),
+    "IQ1_S": (0, None, 0.0),
+    "TQ1_0": (52, None, 0.0),
+    "TQ2_0": (64, None, 0.0),
+    "Q1_0": (0, None, 0.0),
 }
 
 
@@ -320,6 +331,17 @@ def _matrix(kind: str, shape: tuple[int, ...], deviation: float, random: np.rand
     return np.ascontiguousarray(rows).view(np.uint8).reshape(*shape[:-1], -1)
 
 
+def dequantized(rows: np.ndarray, kind: str) -> np.ndarray:
+    """The float32 elements of rows of bytes."""
+    if kind != "Q1_0":
+        return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind])
+    # The package knows this type's size alone. A set bit means the block's scale, another one its negative.
+    blocks = rows.reshape(-1, 18)
+    scale = np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)
+    bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")
+    return np.where(bits == 1, scale, -scale).reshape(*rows.shape[:-1], -1)
+
+
 def _random_blocks(kind: str, shape: tuple[int, ...], deviation: float, random: np.random.Generator) -> np.ndarray:
     of_type = gguf.GGMLQuantizationType[kind]
     elements, size = gguf.GGML_QUANT_SIZES[of_type]
@@ -327,6 +349,20 @@ def _random_blocks(kind: str, shape: tuple[int, ...], deviation: float, random: 
     if kind == "MXFP4":
         # Its scale is one byte, a power of two; the table's elements deviate by 5.85.
         blocks[:, 0] = 128 + round(np.log2(deviation / 5.85)) + random.integers(-1, 2, len(blocks))
+        return blocks.reshape(*shape[:-1], -1)
+    if kind == "NVFP4":
+        scales = deviation / 5.85 * 2 * random.uniform(0.7, 1.3, (len(blocks), 4))
+        blocks[:, :4] = gguf.quants.NVFP4.fp32_to_ue4m3(scales)
+        return blocks.reshape(*shape[:-1], -1)
+    if kind == "TQ2_0":
+        # No quantizer writes the fourth code.
+        codes = random.integers(0, 3, (4, len(blocks), 64), dtype=np.uint8)
+        blocks[:, :64] = codes[0] | codes[1] << 2 | codes[2] << 4 | codes[3] << 6
+    if kind == "IQ1_M":
+        # Its scale is in the upper nibbles of four words; the elements deviate by 7.2 of it.
+        scales = (deviation / 7.2 * random.uniform(0.7, 1.3, len(blocks))).astype("<f2").view("<u2")
+        for word in range(4):
+            blocks[:, 49 + 2 * word] = blocks[:, 49 + 2 * word] & 15 | (scales >> 4 * word & 15) << 4
         return blocks.reshape(*shape[:-1], -1)
     at, minimum_at, ratio = _SCALE_AT[kind]
 
@@ -336,6 +372,6 @@ def _random_blocks(kind: str, shape: tuple[int, ...], deviation: float, random: 
             blocks[:, minimum_at : minimum_at + 2] = (ratio * values).astype("<f2").view(np.uint8).reshape(-1, 2)
 
     scale(np.ones(len(blocks)))
-    unscaled = gguf.quants.dequantize(blocks, of_type).std()
+    unscaled = dequantized(blocks, kind).std()
     scale(deviation / unscaled * random.uniform(0.7, 1.3, len(blocks)))
     return blocks.reshape(*shape[:-1], -1)

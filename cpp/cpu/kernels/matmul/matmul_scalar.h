@@ -5,6 +5,7 @@
 #include "cpu/kernels/fma.h"
 #include "cpu/kernels/internal.h"
 #include "cpu/kernels/matmul/unpack_scalar.h"
+#include "cpu/kernels/matmul/unpack_scalar_grids.h"
 
 namespace sharpi::cpu::SHARPI_ISA {
 
@@ -13,14 +14,16 @@ template <class Block>
 static void addGroup(const Group& g, int blocks, int64_t first, const int8_t* q, const float* scale,
                      const int16_t* sums, float* acc) {
     for (int b = 0; b < blocks; ++b) {
-        int32_t dot = 0;
-        for (int half = 2 * b; half < 2 * b + 2; ++half) {
-            int32_t sum = 0;
-            for (int i = half * 16; i < half * 16 + 16; ++i) sum += g.quant[i] * q[i];
-            dot += Format<Block>::kScales == Sub::None ? sum : g.scale[half] * sum;
+        int32_t dots[2] = {};
+        for (int half = 0; half < 2; ++half) {
+            const int at = (2 * b + half) * 16;
+            for (int i = at; i < at + 16; ++i) dots[half] += g.quant[i] * q[i];
+            if (Format<Block>::kScales != Sub::None) dots[half] *= g.scale[2 * b + half];
         }
+        const int32_t dot = Format<Block>::kTwoFloats ? dots[0] : dots[0] + dots[1];
         float& target = acc[(first + b) % kContractAccumulators];
         target = fmaExact(g.d[b] * scale[b], static_cast<float>(dot), target);
+        if (Format<Block>::kTwoFloats) target = fmaExact(g.m[b] * scale[b], static_cast<float>(dots[1]), target);
         if (Format<Block>::kHasMin) {
             const int32_t minimum = g.min[2 * b] * sums[2 * b] + g.min[2 * b + 1] * sums[2 * b + 1];
             target = fmaExact(g.m[b] * scale[b], static_cast<float>(minimum), target);

@@ -22,11 +22,11 @@ constexpr int subCount(Sub sub) { return sub == Sub::PerHalf ? 16 : sub == Sub::
 // 256 elements of kTileRows rows.
 template <class Block> struct alignas(64) TileGroup {
     using F = Format<Block>;
-    static constexpr int kFloats = F::kElements == 32 ? 8 : 1;
+    static constexpr int kFloats = F::kElements < 256 ? 8 : 1;
     static constexpr int kScaleCount = subCount(F::kScales), kMinCount = subCount(F::kMins);
     uint8_t quant[64][kTileRows][4];
     float d[kFloats][kTileRows];
-    float m[F::kHasMin ? kFloats : 1][kTileRows];
+    float m[F::kHasSecond ? kFloats : 1][kTileRows];
     float scale[kScaleCount ? kScaleCount : 1][kTileRows];
     float min[kMinCount ? kMinCount : 1][kTileRows];
 };
@@ -43,10 +43,10 @@ template <class Block> static void readSums(const int16_t* sums, int64_t groups,
     constexpr int offset = registerOffset<Block>();
     for (int64_t g = 0; g < groups; ++g) {
         const __m256i s = loadBytes(sums + g * 16);
-        const __m256i even = _mm256_srai_epi32(_mm256_slli_epi32(s, 16), 16), odd = _mm256_srai_epi32(s, 16);
+        const __m256i even = evenOf(s), odd = oddOf(s);
         const __m256i both = _mm256_add_epi32(even, odd);
         const __m256i factor = _mm256_set1_epi32(-offset);
-        if constexpr (F::kScales == Sub::PerHalf) {
+        if constexpr (F::kScales == Sub::PerHalf || F::kTwoFloats) {
             const __m256i low = _mm256_unpacklo_epi32(even, odd), high = _mm256_unpackhi_epi32(even, odd);
             const __m256i first = _mm256_permute2x128_si256(low, high, 0x20);
             const __m256i second = _mm256_permute2x128_si256(low, high, 0x31);
@@ -113,13 +113,13 @@ static void packGroup(const uint8_t* first, size_t rowSize, int rows, int blocks
         unpackVector(block, u);
         for (int b = 0; b < 8; ++b) _mm256_store_si256(reinterpret_cast<__m256i*>(stage[r] + 32 * b), u.quant[b]);
         stageFloats(d.row[r], u.d);
-        if constexpr (F::kHasMin) stageFloats(m.row[r], u.m);
+        if constexpr (F::kHasSecond) stageFloats(m.row[r], u.m);
         if constexpr (F::kScales != Sub::None) stageSubs<F::kScales>(scale.row[r], u.scale);
         if constexpr (F::kMins != Sub::None) stageSubs<F::kMins>(min.row[r], u.min);
     }
     for (int k = 0; k < 64; k += kTileRows) transposeWords(stage[0] + 4 * k, 256, tile.quant + k);
     storeColumns<T::kFloats>(d, tile.d);
-    if constexpr (F::kHasMin) storeColumns<T::kFloats>(m, tile.m);
+    if constexpr (F::kHasSecond) storeColumns<T::kFloats>(m, tile.m);
     if constexpr (F::kScales != Sub::None) storeColumns<T::kScaleCount>(scale, tile.scale);
     if constexpr (F::kMins != Sub::None) storeColumns<T::kMinCount>(min, tile.min);
 }
@@ -162,24 +162,35 @@ SHARPI_INLINE void dotLanes(const uint8_t (*quant)[kTileRows][4], const int8_t* 
 #endif
 }
 
+// The sums of the halves of block b of a group, with the quants' offset taken off.
+template <class Block>
+SHARPI_INLINE void halfIntegers(const TileGroup<Block>& w, int b, int64_t g, const int8_t* const* q,
+                                const TokenSums* const* sums, VecI* first, VecI* second) {
+    const int64_t at = g * 256 + b * 32;
+    for (int t = 0; t < kTileTokens; ++t) first[t] = set1I(sums[t][g].start[2 * b]);
+    dotLanes<Block, 4>(w.quant + 8 * b, q, at, first);
+    for (int t = 0; t < kTileTokens; ++t) second[t] = set1I(sums[t][g].start[2 * b + 1]);
+    dotLanes<Block, 4>(w.quant + 8 * b + 4, q, at + 16, second);
+}
+
 // J (and M) of block b of a group, as floats, for each token.
 template <class Block>
 SHARPI_INLINE void blockIntegers(const TileGroup<Block>& w, int b, int64_t g, const int8_t* const* q,
                                  const TokenSums* const* sums, VecF* dot, VecF* minimum) {
     using F = Format<Block>;
-    const int64_t at = g * 256 + b * 32;
-    if constexpr (F::kScales == Sub::PerHalf) {
+    if constexpr (F::kTwoFloats) {
         VecI first[kTileTokens], second[kTileTokens];
-        for (int t = 0; t < kTileTokens; ++t) first[t] = set1I(sums[t][g].start[2 * b]);
-        dotLanes<Block, 4>(w.quant + 8 * b, q, at, first);
-        for (int t = 0; t < kTileTokens; ++t) second[t] = set1I(sums[t][g].start[2 * b + 1]);
-        dotLanes<Block, 4>(w.quant + 8 * b + 4, q, at + 16, second);
+        halfIntegers(w, b, g, q, sums, first, second);
+        for (int t = 0; t < kTileTokens; ++t) dot[t] = toFloat(first[t]), minimum[t] = toFloat(second[t]);
+    } else if constexpr (F::kScales == Sub::PerHalf) {
+        VecI first[kTileTokens], second[kTileTokens];
+        halfIntegers(w, b, g, q, sums, first, second);
         const VecF scale0 = loadF(w.scale[2 * b]), scale1 = loadF(w.scale[2 * b + 1]);
         for (int t = 0; t < kTileTokens; ++t) dot[t] = fma(toFloat(first[t]), scale0, mul(toFloat(second[t]), scale1));
     } else {
         VecI all[kTileTokens];
         for (int t = 0; t < kTileTokens; ++t) all[t] = set1I(sums[t][g].start[b]);
-        dotLanes<Block, 8>(w.quant + 8 * b, q, at, all);
+        dotLanes<Block, 8>(w.quant + 8 * b, q, g * 256 + b * 32, all);
         for (int t = 0; t < kTileTokens; ++t) dot[t] = toFloat(all[t]);
         if constexpr (F::kScales == Sub::PerBlock) {
             const VecF scale = loadF(w.scale[b]);
@@ -215,7 +226,8 @@ static void tileDots(const TileGroup<Block>* tile, int64_t cols, const TokenRow*
                 float* target = acc[t][g % 4 * 8 + b];
                 const VecF s = set1F(tokens[t].scale[g * 8 + b]);
                 VecF sum = fma(mul(d, s), dot[t], loadF(target));
-                if constexpr (Format<Block>::kHasMin) sum = fma(mul(loadF(w.m[perBlock ? b : 0]), s), minimum[t], sum);
+                if constexpr (Format<Block>::kHasSecond)
+                    sum = fma(mul(loadF(w.m[perBlock ? b : 0]), s), minimum[t], sum);
                 storeF(target, sum);
             }
         }

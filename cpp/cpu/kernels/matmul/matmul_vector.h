@@ -10,6 +10,7 @@
 #include "core/contract.h"
 #include "cpu/kernels/internal.h"
 #include "cpu/kernels/matmul/unpack_vector.h"
+#include "cpu/kernels/matmul/unpack_vector_grids.h"
 
 namespace sharpi::cpu::SHARPI_ISA {
 
@@ -39,8 +40,15 @@ template <int largest> SHARPI_INLINE __m256i addPairs(__m256i a, __m256i b) {
     else return _mm256_hadd_epi32(a, b);
 }
 
-// The block integers J of eight blocks.
-template <class Block> SHARPI_INLINE __m256i dotBlocks(const Unpacked& u, const int8_t* q, __m256i sums) {
+// 16 x int16 as int32: those at even places, and those at odd places.
+SHARPI_INLINE __m256i evenOf(__m256i v) { return _mm256_srai_epi32(_mm256_slli_epi32(v, 16), 16); }
+SHARPI_INLINE __m256i oddOf(__m256i v) { return _mm256_srai_epi32(v, 16); }
+
+// Sums of quant * q over the halves of eight blocks. The offset of unsigned quants is still in them.
+struct HalfDots {
+    __m256i first, second;
+};
+template <class Block> SHARPI_INLINE HalfDots dotHalves(const Unpacked& u, const int8_t* q) {
     using F = Format<Block>;
     __m256i fours[8];
     for (int b = 0; b < 8; ++b) fours[b] = dotFours<Block>(u.quant[b], loadBytes(q + 32 * b));
@@ -48,16 +56,20 @@ template <class Block> SHARPI_INLINE __m256i dotBlocks(const Unpacked& u, const 
     constexpr int four = 4 * F::kLargest * 127, eight = 2 * four;
     const __m256i low = addPairs<eight>(addPairs<four>(fours[0], fours[1]), addPairs<four>(fours[2], fours[3]));
     const __m256i high = addPairs<eight>(addPairs<four>(fours[4], fours[5]), addPairs<four>(fours[6], fours[7]));
-    __m256i first = _mm256_permute2x128_si256(low, high, 0x20);
-    __m256i second = _mm256_permute2x128_si256(low, high, 0x31);
+    return {_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31)};
+}
+
+// The block integers J of eight blocks.
+template <class Block> SHARPI_INLINE __m256i dotBlocks(const Unpacked& u, const int8_t* q, __m256i sums) {
+    using F = Format<Block>;
+    const HalfDots halves = dotHalves<Block>(u, q);
     __m256i dot;
     if constexpr (F::kScales == Sub::PerHalf) {
-        const __m256i evenScale = _mm256_srai_epi32(_mm256_slli_epi32(u.scale, 16), 16);
-        const __m256i oddScale = _mm256_srai_epi32(u.scale, 16);
-        dot = _mm256_add_epi32(_mm256_mullo_epi32(first, evenScale), _mm256_mullo_epi32(second, oddScale));
+        dot = _mm256_add_epi32(_mm256_mullo_epi32(halves.first, evenOf(u.scale)),
+                               _mm256_mullo_epi32(halves.second, oddOf(u.scale)));
     } else {
-        dot = _mm256_add_epi32(first, second);
-        if constexpr (F::kScales == Sub::PerBlock) dot = _mm256_mullo_epi32(dot, _mm256_srai_epi32(u.scale, 16));
+        dot = _mm256_add_epi32(halves.first, halves.second);
+        if constexpr (F::kScales == Sub::PerBlock) dot = _mm256_mullo_epi32(dot, oddOf(u.scale));
     }
     constexpr int offset = registerOffset<Block>();
     if constexpr (offset != 0) {
@@ -73,6 +85,14 @@ template <class Block>
 SHARPI_INLINE __m256 addGroup(const Unpacked& u, const int8_t* q, const float* scale, const int16_t* sums, __m256 acc) {
     const __m256i s = loadBytes(sums);
     const __m256 scales = _mm256_loadu_ps(scale);
+    if constexpr (Format<Block>::kTwoFloats) {
+        const HalfDots halves = dotHalves<Block>(u, q);
+        const __m256i offset = _mm256_set1_epi32(registerOffset<Block>());
+        const __m256i first = _mm256_sub_epi32(halves.first, _mm256_mullo_epi32(evenOf(s), offset));
+        const __m256i second = _mm256_sub_epi32(halves.second, _mm256_mullo_epi32(oddOf(s), offset));
+        acc = _mm256_fmadd_ps(_mm256_mul_ps(u.d, scales), _mm256_cvtepi32_ps(first), acc);
+        return _mm256_fmadd_ps(_mm256_mul_ps(u.m, scales), _mm256_cvtepi32_ps(second), acc);
+    }
     const __m256i dot = dotBlocks<Block>(u, q, s);
     acc = _mm256_fmadd_ps(_mm256_mul_ps(u.d, scales), _mm256_cvtepi32_ps(dot), acc);
     if constexpr (Format<Block>::kHasMin) {
@@ -103,13 +123,15 @@ SHARPI_INLINE TokenRow tokenRow(const MatmulArgs& args, int64_t token) {
     return {x.q + row * x.qStride, x.scale + row * x.scaleStride, x.sums + row * x.sumStride};
 }
 
-// The last, incomplete group of a row of 32-element blocks. Reading eight blocks could run past the matrix, so the
-// blocks are copied first. The accumulators of missing blocks keep their bits.
+// The last, incomplete group of a row whose format has blocks of less than 256 elements. Reading a whole group could
+// run past the matrix, so the format's blocks are copied first. The accumulators of missing blocks of 32 keep their
+// bits.
 template <class Block>
 static void addLastGroup(const Block* block, int blocks, int64_t group, const TokenRow* tokens, int count,
                          float (*acc)[kContractAccumulators]) {
-    Block copy[8] = {};
-    std::memcpy(static_cast<void*>(copy), block, static_cast<size_t>(blocks) * sizeof(Block));
+    Block copy[256 / Format<Block>::kElements] = {};
+    const size_t held = static_cast<size_t>(blocks) * 32 / Format<Block>::kElements;
+    std::memcpy(static_cast<void*>(copy), block, held * sizeof(Block));
     Unpacked u;
     unpackVector(copy, u);
     for (int t = 0; t < count; ++t) {

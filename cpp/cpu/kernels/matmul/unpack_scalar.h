@@ -8,7 +8,8 @@
 
 namespace sharpi::cpu::SHARPI_ISA {
 
-// Up to 256 elements: element i is d[i / 32] * scale[i / 16] * quant[i] (+ m[i / 32] * min[i / 16]).
+// Up to 256 elements: element i is d[i / 32] * scale[i / 16] * quant[i] (+ m[i / 32] * min[i / 16]). If the type has
+// two floats for each block of 32, m has those of second halves.
 struct Group {
     int8_t quant[256];
     int16_t scale[16], min[16];
@@ -26,6 +27,11 @@ static inline void setGroupScales(Group& g, float d, float m) {
         g.d[b] = d;
         g.m[b] = m;
     }
+}
+
+// For types with no integer scales.
+static inline void setGroupFloat(Group& g, float d) {
+    for (int b = 0; b < 8; ++b) setBlockScales(g, b, d, 0);
 }
 
 static inline int nibble(const uint8_t* quants, int i) { return i < 16 ? quants[i] & 15 : quants[i - 16] >> 4; }

@@ -54,15 +54,20 @@ SHARPI_INLINE __m256i nibbles(const uint8_t* p) {
     return _mm256_and_si256(both, bytes(15));
 }
 
+// Byte i is 0xff if bit i is set, 0 otherwise.
+SHARPI_INLINE __m256i maskOfBits(uint32_t bits) {
+    const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int32_t>(bits)),
+                                               _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2,
+                                                                2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3));
+    const __m256i mask = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201ull));
+    return _mm256_cmpeq_epi8(_mm256_and_si256(spread, mask), mask);
+}
+
 // 16 if the bit is set, 0 otherwise.
 SHARPI_INLINE __m256i fifthBits(const uint8_t* p) {
-    int32_t word;
+    uint32_t word;
     std::memcpy(&word, p, sizeof word);
-    const __m256i spread =
-        _mm256_shuffle_epi8(_mm256_set1_epi32(word), _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2,
-                                                                      2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3));
-    const __m256i mask = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201ull));
-    return _mm256_and_si256(_mm256_cmpeq_epi8(_mm256_and_si256(spread, mask), mask), bytes(16));
+    return _mm256_and_si256(maskOfBits(word), bytes(16));
 }
 
 SHARPI_INLINE __m256i tableIQ4() {

@@ -85,8 +85,8 @@ INSTANTIATE_TEST_SUITE_P(Product, Matmul, kBothWays, nameOfWay);
 TEST_P(Matmul, EveryQuantizedType) {
     for (const DType type : reference::quantizedTypes()) {
         // With 9 blocks, the last step along k has one. With 3 superblocks, blocks have all places within a superblock.
-        check(type, 150, 200, info(type).blockElements == 256 ? 768 : 288, false);
-        check(type, 20, 130, info(type).blockElements == 256 ? 256 : 32, false);
+        check(type, 150, 200, blocks(type, 3, 9), false);
+        check(type, 20, 130, blocks(type, 1, 1), false);
     }
 }
 
@@ -372,7 +372,7 @@ INSTANTIATE_TEST_SUITE_P(Product, MatmulExperts, kBothWays, nameOfWay);
 
 TEST_P(MatmulExperts, EveryType) {
     for (const DType type : reference::quantizedTypes())
-        check(type, {5, 0, 70, 1}, 33, 150, info(type).blockElements == 256 ? 512 : 96, true, false);
+        check(type, {5, 0, 70, 1}, 33, 150, blocks(type, 2, 3), true, false);
     for (const DType type : kFloats) check(type, {5, 0, 70, 1}, 33, 150, 100, true, true);
 }
 

@@ -86,7 +86,7 @@ INSTANTIATE_TEST_SUITE_P(Product, MatmulRows, kBothWays, nameOfWay);
 
 TEST_P(MatmulRows, OfQuantizedWeights) {
     for (const DType type : reference::quantizedTypes())
-        expectIndependent(type, 330, 134, info(type).blockElements == 256 ? 768 : 288, false, 2);
+        expectIndependent(type, 330, 134, blocks(type, 3, 9), false, 2);
 }
 
 TEST_P(MatmulRows, OfFloatWeights) {
@@ -189,6 +189,8 @@ TEST_P(ExpertRows, OfALayerOfExperts) {
     for (const auto& [gate, down] : {std::pair{DType::Q4_K, DType::Q6_K},
                                      {DType::Q8_0, DType::Q5_0},
                                      {DType::MXFP4, DType::IQ4_NL},
+                                     {DType::IQ2_XXS, DType::IQ3_S},
+                                     {DType::NVFP4, DType::IQ1_M},
                                      {DType::BF16, DType::BF16},
                                      {DType::F16, DType::F16},
                                      {DType::F32, DType::F32}}) {

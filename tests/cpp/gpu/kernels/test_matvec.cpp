@@ -216,7 +216,8 @@ struct Shape {
 std::vector<Shape> shapesOf(DType type) {
     if (info(type).isFloat) return {{1, 1}, {5, 33}, {19, 300}, {67, 768}, {3, 2049}};
     std::vector<Shape> shapes = {{1, 256}, {19, 768}, {67, 1280}, {3, 4096 + 256}};
-    if (info(type).blockElements == 32) shapes.insert(shapes.end(), {{1, 32}, {2, 96}, {17, 1024 + 96}});
+    const int64_t block = info(type).blockElements;
+    if (block < 256) shapes.insert(shapes.end(), {{1, block}, {2, 3 * block}, {17, 35 * block}});
     return shapes;
 }
 

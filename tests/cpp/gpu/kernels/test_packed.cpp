@@ -26,7 +26,8 @@ std::vector<DType> allTypes() {
 // Shapes that the type allows: whole, odd, more blocks than a warp has lanes, more rows than a thread block.
 std::vector<Shape> shapesOf(DType type) {
     std::vector<Shape> shapes = {{1, 256}, {5, 768}, {130, 256}, {3, 256 * 9}, {7, 256 * 33}};
-    if (info(type).blockElements < 256) shapes.insert(shapes.end(), {{1, 32}, {7, 96}, {9, 32 * 37}});
+    const int64_t block = info(type).isFloat ? 32 : info(type).blockElements;
+    if (block < 256) shapes.insert(shapes.end(), {{1, block}, {7, 3 * block}, {9, 37 * block}});
     return shapes;
 }
 

@@ -50,6 +50,12 @@ inline std::vector<float> dequantize(DType type, const std::vector<uint8_t>& fil
     return values;
 }
 
+// The columns of this many blocks: `large` blocks of 256 elements, or `small` blocks of fewer.
+inline int64_t blocks(DType type, int64_t large, int64_t small) {
+    const int64_t elements = info(type).blockElements;
+    return elements * (elements == 256 ? large : small);
+}
+
 inline std::string describe(DType type, int64_t rows, int64_t outputs, int64_t cols) {
     return std::string(info(type).name) + ", " + std::to_string(rows) + " rows, " + std::to_string(outputs) + " x " +
            std::to_string(cols);

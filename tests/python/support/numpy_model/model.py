@@ -7,8 +7,8 @@ import copy
 from collections.abc import Callable
 from pathlib import Path
 
-import gguf
 import numpy as np
+from tiny_models import dequantized
 
 from numpy_model.description import Attention, Delta, Description, Experts, Layer
 from numpy_model.families import Keys, describe
@@ -143,7 +143,7 @@ class NumpyModel:
         info = self._infos[name]
         raw = np.fromfile(self._file.paths[info.file], np.uint8, info.nbytes, offset=info.offset)
         rows = raw.reshape(int(np.prod(info.shape[1:])), -1)
-        data = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[info.type_name])
+        data = dequantized(rows, info.type_name)
         return data.reshape(info.shape[::-1]).astype(np.float64)
 
     def _linear(self, x: np.ndarray, name: str, expert: int | None = None) -> np.ndarray:
