@@ -91,7 +91,7 @@ CPP_TESTS = {
 }
 CPP_FILES = (
     "cpp/core/dtype.cpp",
-    "cpp/core/sampling_rule.h",
+    "cpp/core/rules/sampling_rule.h",
     "cpp/memory/*.cpp",
     "cpp/memory/stream/*.cpp",
     "cpp/experts/*.cpp",

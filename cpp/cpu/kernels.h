@@ -6,9 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/activation.h"
-#include "core/attention_reach.h"
 #include "core/matrix.h"
+#include "core/rules/activation.h"
+#include "core/rules/attention_reach.h"
 #include "memory/kv_pages.h"
 
 namespace sharpi::cpu {
@@ -107,7 +107,7 @@ struct Kernels {
     void (*add)(float* x, const float* y, int64_t n);
     // x += scale * y
     void (*addScaled)(float* x, const float* y, float scale, int64_t n);
-    // n elements of a row; see core/activation.h.
+    // n elements of a row; see core/rules/activation.h.
     void (*gatedActivation)(Activation activation, const GatedRow& row, int64_t n);
     // x = x / sqrt(sum of x^2 + eps) * scale, one row of n.
     void (*l2Norm)(float* x, float eps, float scale, int64_t n);

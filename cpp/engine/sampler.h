@@ -1,5 +1,5 @@
-// Prepares each choice of a token: which logits change and by how much, and the random number. core/sampling_rule.h
-// says what the choice then is; every processor makes the same one.
+// Prepares each choice of a token: which logits change and by how much, and the random number.
+// core/rules/sampling_rule.h says what the choice then is; every processor makes the same one.
 //
 // Bias, penalties and filters apply in the order that users of GGUF models know: logit bias, penalties, top-k, top-p,
 // min-p, temperature, draw. The same seed and the same logits give the same tokens. Each position of the text has its

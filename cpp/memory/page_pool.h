@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/attention_reach.h"
+#include "core/rules/attention_reach.h"
 
 namespace sharpi {
 

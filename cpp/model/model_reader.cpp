@@ -90,7 +90,8 @@ void ModelReader::countPredictions() {
 
 // The size of a head, from the keys of attention.
 int32_t ModelReader::headDim(bool windowed) const {
-    const int64_t heads = _metadata.integerAt(key("attention.head_count"), layerIndex(), 1, 65536);
+    const int64_t heads =
+        _metadata.integerAt(key("attention.head_count"), static_cast<size_t>(std::max(_layer, 0)), 1, 65536);
     std::string length = key("attention.key_length");
     if (windowed && _metadata.has(length + "_swa")) length += "_swa";
     if (!_metadata.has(length) && _spec.embedding % heads)
@@ -142,7 +143,8 @@ int32_t ModelReader::queryScale(const QueryScaleSpec& scale) {
     return static_cast<int32_t>(_spec.queryScales.size()) - 1;
 }
 
-void ModelReader::softcapLogits() {
+void ModelReader::scaleEnds() {
+    _spec.embeddingScale = static_cast<float>(std::sqrt(static_cast<double>(_spec.embedding)));
     _spec.logitSoftcap = static_cast<float>(_metadata.numberOr(key("final_logit_softcapping"), 0.0));
 }
 
@@ -152,11 +154,11 @@ void ModelReader::layerInputs() {
     const int64_t all = width * layers();
     LayerInputsSpec inputs;
     inputs.width = width;
-    const WeightSlice table = _tensors.required("per_layer_token_embd.weight", {all, _spec.vocabSize});
-    inputs.table = {add({table}, WeightRole::Embedding, WeightForm::Table, 1.0 / static_cast<double>(_spec.vocabSize))};
     inputs.projection =
         matrix(_tensors.required("per_layer_model_proj.weight", {_spec.embedding, all}), WeightRole::Attention);
     inputs.norm = vector(_tensors.requiredFloats("per_layer_proj_norm.weight", {width}));
+    const WeightSlice table = _tensors.required("per_layer_token_embd.weight", {all, _spec.vocabSize});
+    inputs.table = {add({table}, WeightRole::Embedding, WeightForm::Table, 1.0 / static_cast<double>(_spec.vocabSize))};
     _spec.layerInputs = inputs;
 }
 

@@ -78,13 +78,11 @@ public:
     int32_t rope(RopeSpec::Pairing pairing);
     // Returns the index for AttentionSpec::queryScale.
     int32_t queryScale(const QueryScaleSpec& scale);
-    void scaleEmbedding(double factor) { _spec.embeddingScale = static_cast<float>(factor); }
-    // The key final_logit_softcapping.
-    void softcapLogits();
+    // Embeddings are multiplied by the root of the model's width, and logits capped by the key final_logit_softcapping.
+    void scaleEnds();
     // The tables of per-layer embeddings, if embedding_length_per_layer_input is above 0.
     void layerInputs();
     int64_t embedding() const { return _spec.embedding; }
-    bool has(const std::string& tensor) const { return _tensors.has(tensor); }
     // The next layer, 0 first.
     LayerReader layer();
     // All layers and the output head of a model whose layers are alike: attn_norm, attention, ffn_norm, and a dense
@@ -106,8 +104,6 @@ private:
     MatrixId matrix(const WeightSlice& slice, WeightRole role) { return {add({slice}, role, WeightForm::Matrix)}; }
     VectorId vector(const WeightSlice& slice, double factor = 1.0);  // an absent one has no entry
     int32_t headDim(bool windowed) const;
-    // The index of the present layer in arrays of metadata.
-    size_t layerIndex() const { return _layer < 0 ? 0 : static_cast<size_t>(_layer); }
 
     const Metadata& _metadata;
     TensorFinder _tensors;

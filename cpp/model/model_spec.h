@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "core/activation.h"
-#include "core/attention_reach.h"
-#include "core/routing_rule.h"
+#include "core/rules/activation.h"
+#include "core/rules/attention_reach.h"
+#include "core/rules/routing_rule.h"
 #include "model/metadata.h"
 #include "model/weight_registry.h"
 

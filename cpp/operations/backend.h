@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/sampling_rule.h"
+#include "core/rules/sampling_rule.h"
 #include "experts/expert_profiler.h"
 #include "experts/expert_use.h"
 #include "memory/kv_cache.h"
@@ -29,7 +29,7 @@ inline WeightStream::Part partOf(Pass pass) {
     return pass == Pass::Model ? WeightStream::Part::Model : WeightStream::Part::Prediction;
 }
 
-// A token to be chosen by core/sampling_rule.h.
+// A token to be chosen by core/rules/sampling_rule.h.
 struct Choice {
     int64_t row = 0;  // of the last head()
     SamplingRule rule;

@@ -7,8 +7,8 @@
 #include <memory>
 #include <optional>
 
-#include "backend/cuda_operations.h"
 #include "backend/cuda_pass.h"
+#include "backend/operations/cuda_operations.h"
 #include "backend/step_recorder.h"
 #include "device/cuda_memory.h"
 #include "operations/backend.h"

@@ -70,7 +70,7 @@ void addScaled(float* x, const float* y, float scale, int64_t n) {
 // x / (1 + exp(exponent))
 SHARPI_INLINE Vec divideByOnePlusExp(Vec x, Vec exponent) { return vdiv(x, vadd(vset(1.0f), vexp(exponent))); }
 
-// core/activation.h says in which order; vmin and vmax give their second operand if either is NaN.
+// core/rules/activation.h says in which order; vmin and vmax give their second operand if either is NaN.
 struct Silu {
     SHARPI_INLINE Vec of(Vec gate, Vec up, float) { return vmul(divideByOnePlusExp(gate, vsub(vzero(), gate)), up); }
 };

@@ -9,91 +9,90 @@ namespace {
 
 constexpr int64_t kQueryBlock = 64;  // what attentionScratchBytes is sized for
 
-}  // namespace
-
 // A norm over each head, or over the whole row.
-void CpuOperations::normHeads(float* x, const float* weight, int32_t heads, int32_t headDim, const HeadsCall& call) {
+void normHeads(CpuWork& work, float* x, const float* weight, int32_t heads, int32_t headDim, const HeadsCall& call) {
     const bool perHead = call.qkNorm == AttentionSpec::QkNorm::PerHead;
-    const int64_t width = int64_t{heads} * headDim, rows = _work.rows();
-    _work.norm(x, weight, call.eps, perHead ? rows * heads : rows, perHead ? headDim : width, x);
+    const int64_t width = int64_t{heads} * headDim, rows = work.rows();
+    work.norm(x, weight, call.eps, perHead ? rows * heads : rows, perHead ? headDim : width, x);
 }
+
+void scaleQueries(CpuWork& work, const HeadsCall& call, int64_t width) {
+    float* const q = work.at(RowBuffer::Queries);
+    work.forRanges(work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / width), [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t) {
+            const float factor = call.queryScale[work.batch->positions[t]];
+            for (int64_t i = t * width; i < (t + 1) * width; ++i) q[i] *= factor;
+        }
+    });
+}
+
+// A head's query and its gate stand together.
+void splitGatedQueries(CpuWork& work, int32_t heads, int32_t headDim) {
+    const float* const both = work.at(RowBuffer::GatedQueries);
+    float *const q = work.at(RowBuffer::Queries), *const gates = work.floats(work.scratch().queryGate);
+    const size_t bytes = sizeof(float) * static_cast<size_t>(headDim);
+    work.forRanges(work.rows() * heads, std::max<int64_t>(1, CpuWork::kElementGrain / headDim),
+                   [&](int64_t begin, int64_t end) {
+                       for (int64_t head = begin; head < end; ++head) {
+                           std::memcpy(q + head * headDim, both + 2 * head * headDim, bytes);
+                           std::memcpy(gates + head * headDim, both + (2 * head + 1) * headDim, bytes);
+                       }
+                   });
+}
+
+void rope(CpuWork& work, float* x, int32_t heads, int32_t headDim, const RopeTable& table) {
+    const int64_t half = table.dims / 2;
+    work.forRanges(work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / (int64_t{heads} * headDim)),
+                   [&](int64_t begin, int64_t end) {
+                       for (int64_t t = begin; t < end; ++t) {
+                           const float* cos = table.cos + work.batch->positions[t] * half;
+                           const float* sin = table.sin + work.batch->positions[t] * half;
+                           for (int32_t h = 0; h < heads; ++h) {
+                               work.kernels.rope(x + (t * heads + h) * headDim, cos, sin, table.dims, table.adjacent);
+                           }
+                       }
+                   });
+}
+
+void storeKv(CpuWork& work, const SequenceRows& rows, const KvPages& pages) {
+    const int64_t width = int64_t{pages.kvHeads} * pages.headDim;
+    const float *const k = work.at(RowBuffer::Keys), *const v = work.at(RowBuffer::Values);
+    const size_t headBytes = pages.headDim * kvElementBytes(pages.type);
+    work.forRanges(
+        rows.end - rows.begin, std::max<int64_t>(1, CpuWork::kElementGrain / width), [&](int64_t begin, int64_t end) {
+            for (int64_t t = rows.begin + begin; t < rows.begin + end; ++t) {
+                const int32_t position = work.batch->positions[t];
+                const int64_t page = rows.pageTables[static_cast<size_t>(pages.list)][position / pages.pageTokens];
+                const int64_t token = position % pages.pageTokens;
+                for (int32_t h = 0; h < pages.kvHeads; ++h) {
+                    const size_t at = ((page * pages.kvHeads + h) * pages.pageTokens + token) * headBytes;
+                    work.kernels.storeKv(k + t * width + h * pages.headDim, pages.headDim, pages.type, pages.k + at);
+                    work.kernels.storeKv(v + t * width + h * pages.headDim, pages.headDim, pages.type, pages.v + at);
+                }
+            }
+        });
+}
+
+}  // namespace
 
 void CpuOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
     float *const q = _work.at(RowBuffer::Queries), *const k = _work.at(RowBuffer::Keys),
                  *const v = _work.at(RowBuffer::Values);
     const int64_t rows = _work.rows(), headDim = pages.headDim, keys = rows * pages.kvHeads;
-    if (call.gated) splitGatedQueries(call.heads, pages.headDim);
+    if (call.gated) splitGatedQueries(_work, call.heads, pages.headDim);
     if (call.appends && call.valuesAreKeys) std::memcpy(v, k, sizeof(float) * static_cast<size_t>(keys * headDim));
     const auto prepare = [&](float* x, const float* weight, int32_t heads) {
         const bool normed = call.qkNorm != AttentionSpec::QkNorm::None;
-        if (normed && !call.normAfterRotation) normHeads(x, weight, heads, pages.headDim, call);
-        if (call.rope.dims > 0) rope(x, heads, pages.headDim, call.rope);
-        if (normed && call.normAfterRotation) normHeads(x, weight, heads, pages.headDim, call);
+        if (normed && !call.normAfterRotation) normHeads(_work, x, weight, heads, pages.headDim, call);
+        if (call.rope.dims > 0) rope(_work, x, heads, pages.headDim, call.rope);
+        if (normed && call.normAfterRotation) normHeads(_work, x, weight, heads, pages.headDim, call);
     };
     prepare(q, call.qNorm, call.heads);
-    if (call.queryScale) scaleQueries(call, call.heads * headDim);
+    if (call.queryScale) scaleQueries(_work, call, call.heads * headDim);
     if (!call.appends) return;
     prepare(k, call.kNorm, pages.kvHeads);
     if (call.valueNorm) _work.norm(v, nullptr, call.eps, keys, headDim, v);
-    for (const SequenceRows& sequence : _work.sequences) storeKv(sequence, pages);
-}
-
-void CpuOperations::scaleQueries(const HeadsCall& call, int64_t width) {
-    float* const q = _work.at(RowBuffer::Queries);
-    _work.forRanges(_work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / width),
-                    [&](int64_t begin, int64_t end) {
-                        for (int64_t t = begin; t < end; ++t) {
-                            const float factor = call.queryScale[_work.batch->positions[t]];
-                            for (int64_t i = t * width; i < (t + 1) * width; ++i) q[i] *= factor;
-                        }
-                    });
-}
-
-// A head's query and its gate stand together.
-void CpuOperations::splitGatedQueries(int32_t heads, int32_t headDim) {
-    const float* const both = _work.at(RowBuffer::GatedQueries);
-    float *const q = _work.at(RowBuffer::Queries), *const gates = _work.floats(_work.scratch().queryGate);
-    const size_t bytes = sizeof(float) * static_cast<size_t>(headDim);
-    _work.forRanges(_work.rows() * heads, std::max<int64_t>(1, CpuWork::kElementGrain / headDim),
-                    [&](int64_t begin, int64_t end) {
-                        for (int64_t head = begin; head < end; ++head) {
-                            std::memcpy(q + head * headDim, both + 2 * head * headDim, bytes);
-                            std::memcpy(gates + head * headDim, both + (2 * head + 1) * headDim, bytes);
-                        }
-                    });
-}
-
-void CpuOperations::rope(float* x, int32_t heads, int32_t headDim, const RopeTable& table) {
-    const int64_t half = table.dims / 2;
-    _work.forRanges(_work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / (int64_t{heads} * headDim)),
-                    [&](int64_t begin, int64_t end) {
-                        for (int64_t t = begin; t < end; ++t) {
-                            const float* cos = table.cos + _work.batch->positions[t] * half;
-                            const float* sin = table.sin + _work.batch->positions[t] * half;
-                            for (int32_t h = 0; h < heads; ++h) {
-                                _work.kernels.rope(x + (t * heads + h) * headDim, cos, sin, table.dims, table.adjacent);
-                            }
-                        }
-                    });
-}
-
-void CpuOperations::storeKv(const SequenceRows& rows, const KvPages& pages) {
-    const int64_t width = int64_t{pages.kvHeads} * pages.headDim;
-    const float *const k = _work.at(RowBuffer::Keys), *const v = _work.at(RowBuffer::Values);
-    const size_t headBytes = pages.headDim * kvElementBytes(pages.type);
-    _work.forRanges(
-        rows.end - rows.begin, std::max<int64_t>(1, CpuWork::kElementGrain / width), [&](int64_t begin, int64_t end) {
-            for (int64_t t = rows.begin + begin; t < rows.begin + end; ++t) {
-                const int32_t position = _work.batch->positions[t];
-                const int64_t page = rows.pageTables[static_cast<size_t>(pages.list)][position / pages.pageTokens];
-                const int64_t token = position % pages.pageTokens;
-                for (int32_t h = 0; h < pages.kvHeads; ++h) {
-                    const size_t at = ((page * pages.kvHeads + h) * pages.pageTokens + token) * headBytes;
-                    _work.kernels.storeKv(k + t * width + h * pages.headDim, pages.headDim, pages.type, pages.k + at);
-                    _work.kernels.storeKv(v + t * width + h * pages.headDim, pages.headDim, pages.type, pages.v + at);
-                }
-            }
-        });
+    for (const SequenceRows& sequence : _work.sequences) storeKv(_work, sequence, pages);
 }
 
 void CpuOperations::attend(const HeadsCall& call, const KvPages& pages, const Weight&) {

@@ -2,7 +2,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "core/layer_inputs.h"
+#include "core/rules/layer_inputs.h"
 #include "cpu/operations/cpu_operations.h"
 
 namespace sharpi {

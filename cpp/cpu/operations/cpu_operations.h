@@ -1,8 +1,8 @@
 // The operations on the CPU: each is shared among the threads of a pool and calls the kernels of cpu/.
 #pragma once
 
-#include "cpu/operations/cpu_experts.h"
 #include "cpu/cpu_work.h"
+#include "cpu/operations/cpu_experts.h"
 #include "operations/operations.h"
 
 namespace sharpi {
@@ -33,15 +33,6 @@ public:
 
 private:
     const float* input(RowInput x) const;
-    void splitGatedQueries(int32_t heads, int32_t headDim);
-    void normHeads(float* x, const float* weight, int32_t heads, int32_t headDim, const HeadsCall& call);
-    void scaleQueries(const HeadsCall& call, int64_t width);
-    void rope(float* x, int32_t heads, int32_t headDim, const RopeTable& table);
-    void storeKv(const SequenceRows& rows, const KvPages& pages);
-    void convolve(const DeltaCall& call, const RecurrentLayer& state);
-    void splitSteps(const DeltaCall& call);
-    void prepareDelta(const DeltaCall& call);
-    void updateStates(const DeltaCall& call, const RecurrentLayer& state);
 
     CpuWork& _work;
     CpuExperts _experts;

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "core/routing_rule.h"
+#include "core/rules/routing_rule.h"
 
 namespace sharpi {
 

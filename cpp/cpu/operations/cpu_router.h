@@ -1,4 +1,4 @@
-// How rows choose their experts on the CPU, by the rule of core/routing_rule.h.
+// How rows choose their experts on the CPU, by the rule of core/rules/routing_rule.h.
 #pragma once
 
 #include <cstdint>

@@ -22,18 +22,13 @@ void readLayer(LayerReader layer, const AttentionParts& attention) {
     layer.ffnNorm("ffn_norm").dense(dense).ffnPostNorm("post_ffw_norm");
 }
 
-void startModel(ModelReader& model) {
-    model.scaleEmbedding(std::sqrt(static_cast<double>(model.embedding())));
-    model.softcapLogits();
-}
-
 int32_t window(const ModelReader& model, int64_t usual) {
     const std::string key = model.key("attention.sliding_window");
     return static_cast<int32_t>(model.metadata().integerOr(key, 1, INT32_MAX, usual));
 }
 
 void readGemma2(ModelReader& model) {
-    startModel(model);
+    model.scaleEnds();
     AttentionParts all;
     all.rope = model.rope(RopeSpec::Pairing::Halves);
     all.scale = scaleOf(model, 46);
@@ -46,7 +41,7 @@ void readGemma2(ModelReader& model) {
 
 void readGemma3(ModelReader& model) {
     constexpr int64_t kPeriod = 6;  // five layers with a window, then one that sees all
-    startModel(model);
+    model.scaleEnds();
     AttentionParts all;
     all.rope = model.rope(RopeSpec::Pairing::Halves);
     all.scale = scaleOf(model, 62);

@@ -1,7 +1,5 @@
 // Gemma 4: dense, with experts beside the dense part, and with embeddings for each layer (E2B, E4B). Layers with a
 // window have another head size than the ones that see all. The last layers may have no keys and values of their own.
-#include <cmath>
-
 #include "core/error.h"
 #include "model/architecture.h"
 
@@ -44,8 +42,7 @@ void readFeed(LayerReader& layer, bool mixture) {
 
 void read(ModelReader& model) {
     const Metadata& md = model.metadata();
-    model.scaleEmbedding(std::sqrt(static_cast<double>(model.embedding())));
-    model.softcapLogits();
+    model.scaleEnds();
     model.layerInputs();
     const AttentionParts kinds[] = {attentionOf(model, false), attentionOf(model, true)};
     const bool mixture = model.hasExperts();

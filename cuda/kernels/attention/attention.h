@@ -1,7 +1,7 @@
 // Attention over the paged KV cache, and the preparation of its inputs.
 #pragma once
 
-#include "core/attention_reach.h"
+#include "core/rules/attention_reach.h"
 #include "kernels/rows/rows.h"
 #include "memory/kv_pages.h"
 

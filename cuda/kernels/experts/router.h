@@ -1,7 +1,7 @@
 // Chooses the experts of each token, and sums up their answers.
 #pragma once
 
-#include "core/routing_rule.h"
+#include "core/rules/routing_rule.h"
 #include "kernels/matmul/matmul.h"
 
 namespace sharpi::cuda {
@@ -16,7 +16,7 @@ struct SharedScale {
 
 constexpr int32_t kMostRouted = 1024;  // experts of a layer: 32 for each lane
 
-// The rule of core/routing_rule.h. RoutingSpec says what the members mean.
+// The rule of core/rules/routing_rule.h. RoutingSpec says what the members mean.
 struct RouteRule {
     int32_t experts = 0, used = 0;
     bool renormalize = true;

@@ -58,7 +58,7 @@ __device__ __forceinline__ float siluTimes(float gate, float up) {
     return __fmul_rn(overOnePlusExp(gate, __fsub_rn(0.0f, gate)), up);
 }
 
-// core/activation.h says in which order. The kind is the same for the whole grid.
+// core/rules/activation.h says in which order. The kind is the same for the whole grid.
 __device__ __forceinline__ float gatedValue(Activation activation, float gate, float up) {
     if (activation.kind == ActivationKind::Silu) return siluTimes(gate, up);
     if (activation.kind == ActivationKind::Gelu) {

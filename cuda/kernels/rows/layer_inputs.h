@@ -1,7 +1,7 @@
 // Per-layer embeddings: a row of floats for each token and layer (LayerInputsSpec).
 #pragma once
 
-#include "core/layer_inputs.h"
+#include "core/rules/layer_inputs.h"
 #include "kernels/rows/rows.h"
 
 namespace sharpi::cuda {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "core/activation.h"
+#include "core/rules/activation.h"
 #include "device/stream.h"
 
 namespace sharpi::cuda {
@@ -45,8 +45,8 @@ struct AnswerTerms {
     bool adds = true;                 // the sum is added to the row; else it replaces the row
 };
 
-// What joins the gates and ups of a feed-forward part, in the order of core/activation.h. Rows may be pairs of a row
-// and an expert, whose numbers are `pairAt[row]`, or the row itself if that is null.
+// What joins the gates and ups of a feed-forward part, in the order of core/rules/activation.h. Rows may be pairs of a
+// row and an expert, whose numbers are `pairAt[row]`, or the row itself if that is null.
 struct GatedJoin {
     Activation activation;
     const float *gateBias = nullptr, *upBias = nullptr;  // [hidden], or [experts, hidden]; null: none

@@ -1,4 +1,4 @@
-// Chooses a token on the device, bit for bit by core/sampling_rule.h.
+// Chooses a token on the device, bit for bit by core/rules/sampling_rule.h.
 //
 // A candidate is one 64-bit number. Its high half is the logit as an integer of the same order, and its low half is the
 // inverted id. All candidates differ and a larger one is better, so the set of "the best k" does not depend on the

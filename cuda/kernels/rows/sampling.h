@@ -1,7 +1,7 @@
-// Chooses a token from logits on the device by core/sampling_rule.h. It is the token that the CPU would choose.
+// Chooses a token from logits on the device by core/rules/sampling_rule.h. It is the token that the CPU would choose.
 #pragma once
 
-#include "core/sampling_rule.h"
+#include "core/rules/sampling_rule.h"
 #include "device/stream.h"
 
 namespace sharpi::cuda {

@@ -48,8 +48,8 @@ TEST(Sample, TheDrawWalksTheCandidatesInOrder) {
     EXPECT_EQ(sampleOnHost(copy.data(), 5, rule, {}, 1 - 0x1p-53), 2);  // never the token without weight
 }
 
-// A second implementation of the rule, sum by sum as core/sampling_rule.h words it: the choice among candidates in
-// order, and the bounds between them.
+// A second implementation of the rule, sum by sum as core/rules/sampling_rule.h words it: the choice among candidates
+// in order, and the bounds between them.
 struct PlainRule {
     std::vector<double> through;
     int64_t kept = 0;

@@ -103,12 +103,12 @@ TEST(TensorUses, CountWhatATokenReads) {
             seen.insert(use.tensor);
             EXPECT_EQ(use.cols, role == "vector" && o.fusedQkv ? use.cols : t.shape[0]) << t.name;
             if (role == "embedding") {
-                EXPECT_EQ(use.bytesPerToken, rowBytes(t.type, o.embedding));
+                EXPECT_EQ(use.bytesPerToken, rowBytes(t.type, t.shape[0]));
                 EXPECT_EQ(use.rows, o.vocab);
             } else if (role == "experts") {
-                const ExpertFfnSpec& f = *spec.layers[0].experts;
-                EXPECT_EQ(use.bytesPerToken,
-                          rowBytes(t.type, use.cols) * static_cast<uint64_t>(use.rows) * static_cast<uint64_t>(f.routing.used))
+                const ExpertFfnSpec& f = *spec.loadedLayers().at(static_cast<size_t>(use.layer))->experts;
+                EXPECT_EQ(use.bytesPerToken, rowBytes(t.type, use.cols) * static_cast<uint64_t>(use.rows) *
+                                                 static_cast<uint64_t>(f.routing.used))
                     << t.name;
             } else if (role == "head") {
                 EXPECT_EQ(use.bytesPerToken, t.bytes);
@@ -149,7 +149,8 @@ bool goTogether(const TensorInfo& a, const TensorInfo& b) {
 // Stacks alone are in slots.
 Home homeOf(const tiny::Model& model, const Homes& homes, size_t tensor) {
     const TensorInfo& t = model.tensors[tensor];
-    if (homes.empty() || t.shape.size() == 1 || t.name.find("ssm_conv1d") != std::string::npos) return Home::Vram;
+    const auto has = [&t](const char* part) { return t.name.find(part) != std::string::npos; };
+    if (homes.empty() || t.shape.size() == 1 || has("ssm_conv1d") || has(".bias")) return Home::Vram;
     bool away = homes[tensor].home != Home::Vram;
     for (size_t i = 0; i < homes.size(); ++i) away |= goTogether(model.tensors[i], t) && homes[i].home != Home::Vram;
     return !away ? Home::Vram : isStack(t) ? Home::Slots : Home::Direct;
@@ -203,8 +204,11 @@ TEST(PlacementOf, EveryByteIsInOneRange) {
                                          t.name.find("shexp") == std::string::npos;
                 const bool head = t.name == (o.tied ? "token_embd.weight" : "output.weight");
                 if (where == Home::Direct && (feedForward || head)) {
-                    cpu += rowBytes(t.type, t.shape[0]) *
-                           static_cast<uint64_t>(std::min(t.shape[1], cpuRowsOf(model, homes, i)));
+                    // A tensor that is gate and up gives rows of both.
+                    const bool both = t.name.find("ffn_up.") != std::string::npos && t.shape[1] == 2 * o.hidden;
+                    const int64_t parts = both ? 2 : 1;
+                    cpu += rowBytes(t.type, t.shape[0]) * static_cast<uint64_t>(parts) *
+                           static_cast<uint64_t>(std::min(t.shape[1] / parts, cpuRowsOf(model, homes, i)));
                 }
                 const auto holds = [&](const Placement::Range& r) {
                     return r.file == t.file && r.begin <= t.offset && t.offset + t.bytes <= r.end && r.home == where;

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "core/sampling_rule.h"
+#include "core/rules/sampling_rule.h"
 #include "seed.h"
 
 namespace sharpi {
@@ -19,7 +19,7 @@ inline std::vector<float> randomLogits(size_t count, unsigned seed, float spread
     return logits;
 }
 
-// The probability of each token by core/sampling_rule.h: one filter after another, each over the whole list.
+// The probability of each token by core/rules/sampling_rule.h: one filter after another, each over the whole list.
 inline std::vector<double> expectedDistribution(const SamplingRule& rule, const std::vector<float>& logits) {
     const size_t n = logits.size();
     std::vector<bool> stays(n, true);

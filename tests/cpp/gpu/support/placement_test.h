@@ -11,7 +11,7 @@ namespace sharpi::cuda {
 
 class PlacementTest : public EngineTest {
 protected:
-    static bool isStack(const TensorInfo& tensor) { return tensor.name.find("_exps.") != std::string::npos; }
+    static bool isStack(const TensorInfo& tensor) { return tensor.shape.size() == 3; }
     // The experts are in slots or resident. Everything else is resident.
     static Homes expertHomes(const tiny::Model& model, bool inSlots) {
         Homes made(model.tensors.size());
@@ -24,7 +24,7 @@ protected:
     // own.
     static std::string groupOf(const std::string& tensor) {
         const std::string layer = tensor.substr(0, tensor.find("ffn_"));
-        if (tensor.find("_exps.") != std::string::npos) return "experts";
+        if (tensor.find("_exps.weight") != std::string::npos) return "experts";
         const bool isPair =
             tensor.find("ffn_gate.") != std::string::npos || tensor.find("ffn_up.") != std::string::npos;
         return isPair ? layer + "gate and up" : tensor;

@@ -1,5 +1,5 @@
 // Per-layer embeddings on the GPU; see cuda_operations.h.
-#include "backend/cuda_operations.h"
+#include "backend/operations/cuda_operations.h"
 #include "kernels/rows/layer_inputs.h"
 
 namespace sharpi {

@@ -1,5 +1,5 @@
 // See cuda_operations.h. Rows, products, drafts and the output head.
-#include "backend/cuda_operations.h"
+#include "backend/operations/cuda_operations.h"
 
 #include "kernels/rows/rows.h"
 

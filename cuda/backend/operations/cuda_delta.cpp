@@ -1,5 +1,5 @@
 // Gated DeltaNet on the GPU; see cuda_operations.h.
-#include "backend/cuda_operations.h"
+#include "backend/operations/cuda_operations.h"
 #include "core/contract.h"
 
 namespace sharpi {

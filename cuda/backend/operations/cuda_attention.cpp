@@ -1,5 +1,5 @@
 // Attention on the GPU; see cuda_operations.h.
-#include "backend/cuda_operations.h"
+#include "backend/operations/cuda_operations.h"
 #include "core/contract.h"
 #include "kernels/attention/attention.h"
 #include "kernels/rows/rows.h"
