@@ -13,9 +13,9 @@ namespace sharpi {
 // [rows of the batch, width] each, decode rows before prompt rows.
 enum class RowBuffer : uint8_t {
     // Kept through a pass.
-    Residual,  // x: [rows, embedding]
-    PartOut,   // what a part adds to x, before the norm that follows the part: [rows, embedding]
-    PartSum,   // the sum of parts that stand side by side: [rows, embedding]
+    Residual,     // x: [rows, embedding]
+    PartOut,      // what a part adds to x, before the norm that follows the part: [rows, embedding]
+    PartSum,      // the sum of parts that stand side by side: [rows, embedding]
     LayerInputs,  // the rows of per-layer embeddings: [rows, layers * width]
     LayerRows,    // what the table of per-layer embeddings says of each token: [rows, layers * width]
     // Used by a mixer.

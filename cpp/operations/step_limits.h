@@ -32,7 +32,7 @@ struct StepLimits {
     bool fusedDeltaSteps = false;  // alphas and betas come from one product
     bool postNorms = false;        // some part is normalized before it is added to x
     bool parallelParts = false;    // some layer has a dense part beside its experts
-    int64_t layerInputs = 0;     // floats of a row's per-layer embeddings, of all layers
+    int64_t layerInputs = 0;       // floats of a row's per-layer embeddings, of all layers
     bool drafts = false;           // there is a prediction layer
     bool floatWeights = false;     // some matrix is F32
     KvType kvType = KvType::BF16;

@@ -26,8 +26,8 @@ void splitDeltaSteps(Stream& stream, const float* steps, int64_t rows, const Del
                      float* beta) {
     const int64_t count = rows * shape.valueHeads;
     if (count == 0) return;
-    launch(stream, splitKernel, dim3(static_cast<unsigned>((count + kThreads - 1) / kThreads)), dim3(kThreads), 0, steps,
-           rows, shape.valueHeads, shape.valueHeads / shape.keyHeads, alpha, beta);
+    launch(stream, splitKernel, dim3(static_cast<unsigned>((count + kThreads - 1) / kThreads)), dim3(kThreads), 0,
+           steps, rows, shape.valueHeads, shape.valueHeads / shape.keyHeads, alpha, beta);
 }
 
 }  // namespace sharpi::cuda

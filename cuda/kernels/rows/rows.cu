@@ -310,7 +310,8 @@ void launchElements(Stream& stream, const GatedJoin& join, const float* gate, co
                     int64_t cols, const RowOutputs& out) {
     if (rows == 0 || cols == 0) return;
     requireBlocks(cols, out);
-    const bool whole = cols % 4 == 0 && join.upStride % 4 == 0 && isAligned(gate) && isAligned(up) && isAligned(out.floats);
+    const bool whole =
+        cols % 4 == 0 && join.upStride % 4 == 0 && isAligned(gate) && isAligned(up) && isAligned(out.floats);
     const int64_t pieces = (cols + 4 * kElementThreads - 1) / (4 * kElementThreads);
     const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(pieces));
     launch(stream, elementsKernel, grid, dim3(kElementThreads), 0, join, gate, up, cols, whole, out);

@@ -459,8 +459,11 @@ TEST(CudaKind, RefusesHeadsThatAttentionHasNoKernelsFor) {
     for (const Heads& each : {Heads{64, 2, 16, true},
                               {4, 4, 256, true},
                               {4, 2, 8, true},
-                              {66, 2, 16, false},
-                              {4, 2, 264, false},
+                              {66, 2, 16, true},
+                              {4, 2, 512, true},
+                              {600, 2, 16, false},
+                              {64, 1, 512, false},
+                              {4, 2, 520, false},
                               {4, 2, 20, false}}) {
         SCOPED_TRACE(each.heads);
         SCOPED_TRACE(each.headDim);

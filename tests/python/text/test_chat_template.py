@@ -255,7 +255,8 @@ CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
      [("thinking", "Hm."), ("answer", "Yes.")]),
     (CHANNELS, "<|channel|>final<|message|>Yes <|end", [("answer", "Yes <|end")]),
     (CHANNELS, "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
-               "<|start|>assistant<|channel|>commentary<|message|>c<|end|><|start|>assistant<|channel|>final<|message|>d",
+               "<|start|>assistant<|channel|>commentary<|message|>c<|end|>"
+               "<|start|>assistant<|channel|>final<|message|>d",
      [("thinking", "ab"), ("answer", "cd")]),
     (CHANNELS, f"<|channel|>analysis<|message|>a<|end|>{CALL}", [("thinking", "a"), ("answer", CALL)]),
     (Markers.of("'<|channel>thought\\n'"), "<|channel>thought\nHm.\n<channel|>Yes <channel|>",

@@ -7,8 +7,8 @@
 
 #include "core/half.h"
 #include "core/portable.h"
-#include "cpu/operations/cpu_router.h"
 #include "cpu/kernels.h"
+#include "cpu/operations/cpu_router.h"
 #include "gpu_test.h"
 #include "kernels/experts/router.h"
 
