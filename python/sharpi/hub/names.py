@@ -21,8 +21,8 @@ DEFAULT_QUANT = "Q4_K_M"
 # Without a QUANT, in this order: near to Q4_K_M in size first, then what is better, then what is worse.
 _PREFERRED = (DEFAULT_QUANT, "Q4_K_L", "Q4_K_XL", "Q4_K_S", "MXFP4", "MXFP4_MOE", "IQ4_NL", "IQ4_XS", "Q4_0", "Q4_1",
               "Q5_K_M", "Q5_K_L", "Q5_K_XL", "Q5_K_S", "Q5_0", "Q5_1", "Q6_K", "Q6_K_L", "Q6_K_XL", "Q8_0", "Q8_K_XL",
-              "Q3_K_L", "Q3_K_XL", "Q3_K_M", "Q3_K_S", "Q2_K", "Q2_K_L", "Q2_K_XL", "BF16", "F16", "FP16", "F32",
-              "FP32")
+              "Q3_K_L", "Q3_K_XL", "Q3_K_M", "IQ3_M", "IQ3_S", "Q3_K_S", "IQ3_XS", "IQ3_XXS", "Q2_K", "Q2_K_L",
+              "Q2_K_XL", "IQ2_M", "IQ2_S", "IQ2_XS", "IQ2_XXS", "BF16", "F16", "FP16", "F32", "FP32")
 _RANK = {label: rank for rank, label in enumerate(_PREFERRED)}
 
 # The Hub's own rules for the two halves of a repository's name.

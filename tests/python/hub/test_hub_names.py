@@ -101,7 +101,7 @@ def test_one_of_several(text: str, path: str) -> None:
 @pytest.mark.parametrize("better, worse", [
     ("m-Q4_K_M", "m-UD-Q4_K_M"), ("m-Q4_K_S", "m-Q5_K_M"), ("m-UD-Q4_K_XL", "m-Q4_0"), ("m-Q4_0", "m-Q8_0"),
     ("m-Q5_K_M", "m-Q6_K"), ("m-Q6_K", "m-Q8_0"), ("m-Q8_0", "m-Q3_K_M"), ("m-Q2_K", "m-F16"), ("m-F32", "m-IQ1_S"),
-    ("m-MXFP4", "m-F16"),
+    ("m-MXFP4", "m-F16"), ("m-IQ3_XXS", "m-Q2_K"), ("m-IQ2_M", "m-F16"),
 ])
 def test_without_q4_k_m(better: str, worse: str) -> None:
     assert chosen("a/b", f"{worse}.gguf", f"{better}.gguf") == [f"{better}.gguf"]
