@@ -2,7 +2,6 @@
 #include "cpu/cpu_work.h"
 
 #include "core/error.h"
-#include "core/portable.h"
 
 namespace sharpi {
 
@@ -91,9 +90,7 @@ void CpuWork::multiplyRows(float* x, float factor, int64_t n) {
 }
 
 void CpuWork::softcap(float* x, float cap, int64_t n) {
-    forRanges(n, kElementGrain, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i) x[i] = portableSoftcap(x[i], cap);
-    });
+    forRanges(n, kElementGrain, [&](int64_t begin, int64_t end) { kernels.softcap(x + begin, cap, end - begin); });
 }
 
 cpu::QuantizedRows CpuWork::quantize(const float* x, int64_t count, int64_t cols, size_t offset) {

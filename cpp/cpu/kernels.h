@@ -113,6 +113,8 @@ struct Kernels {
     void (*l2Norm)(float* x, float eps, float scale, int64_t n);
     // x = x * sigmoid(gate)
     void (*sigmoidMul)(float* x, const float* gate, int64_t n);
+    // x = portableSoftcap(x, cap)
+    void (*softcap)(float* x, float cap, int64_t n);
     // Rotates the `dims` leading elements of one head by cos[dims / 2] and sin[dims / 2]. adjacent: in pairs
     // (2i, 2i + 1); otherwise (i, i + dims / 2).
     void (*rope)(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent);

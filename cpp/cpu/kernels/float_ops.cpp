@@ -117,6 +117,12 @@ void sigmoidMul(float* x, const float* gate, int64_t n) {
     });
 }
 
+void softcap(float* x, float cap, int64_t n) {
+    const Vec limit = vset(cap);
+    forEachVec(n, [&](int64_t i, int lanes)
+                      __attribute__((always_inline)) { put(x + i, vsoftcap(take(x + i, lanes), limit), lanes); });
+}
+
 // a' = fma(a, cos, -(b * sin)), b' = fma(a, sin, b * cos), where b's product is rounded first.
 void rope(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent) {
     const int32_t half = dims / 2;

@@ -31,6 +31,7 @@ void addScaled(float* x, const float* y, float scale, int64_t n);
 void gatedActivation(Activation activation, const GatedRow& row, int64_t n);
 void l2Norm(float* x, float eps, float scale, int64_t n);
 void sigmoidMul(float* x, const float* gate, int64_t n);
+void softcap(float* x, float cap, int64_t n);
 void rope(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent);
 void softmax(float* x, int64_t n);
 void storeKv(const float* x, int64_t n, KvType type, void* out);

@@ -17,6 +17,7 @@ static const Kernels kTable = {
     gatedActivation,
     l2Norm,
     sigmoidMul,
+    softcap,
     rope,
     softmax,
     storeKv,

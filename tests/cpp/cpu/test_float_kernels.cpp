@@ -242,6 +242,19 @@ TEST(FloatKernels, ExponentialIsAccurateAndSaturates) {
     }
 }
 
+// At any number of elements: vectors end with the portable rule's bits too.
+TEST(FloatKernels, SoftcapHasThePortableBits) {
+    for (const Kernels* table : tables()) {
+        SCOPED_TRACE(table->name);
+        for (const int64_t n : {1, 7, 16, 33, 100}) {
+            std::vector<float> x = randomFloats(n, 77, 40.0f), expected = x;
+            for (float& value : expected) value = sharpi::portableSoftcap(value, 30.0f);
+            table->softcap(x.data(), 30.0f, n);
+            EXPECT_EQ(std::memcmp(x.data(), expected.data(), sizeof(float) * x.size()), 0) << n;
+        }
+    }
+}
+
 TEST(FloatKernels, Softmax) {
     for (const int64_t n : kLengths) {
         const std::vector<float> x = randomFloats(n, 8, 5.0f);
