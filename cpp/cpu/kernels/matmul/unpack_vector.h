@@ -148,15 +148,20 @@ SHARPI_INLINE void unpackVector(const BlockMXFP4* blocks, Unpacked& u) {
     u.d = _mm256_castsi256_ps(_mm256_blendv_epi8(normal, tiny, isTiny));
 }
 
-// One block of 256.
-SHARPI_INLINE void unpackVector(const BlockQ2_K* block, Unpacked& u) {
+// Numbers of two bits: byte i of each 32 bytes has those of elements i, 32 + i, 64 + i and 96 + i.
+SHARPI_INLINE void unpackTwoBits(const uint8_t* quants, Unpacked& u) {
     for (int n = 0; n < 2; ++n) {
-        const __m256i raw = loadBytes(block->quants + 32 * n);
+        const __m256i raw = loadBytes(quants + 32 * n);
         u.quant[4 * n] = _mm256_and_si256(raw, bytes(3));
         u.quant[4 * n + 1] = _mm256_and_si256(_mm256_srli_epi16(raw, 2), bytes(3));
         u.quant[4 * n + 2] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), bytes(3));
         u.quant[4 * n + 3] = _mm256_and_si256(_mm256_srli_epi16(raw, 6), bytes(3));
     }
+}
+
+// One block of 256.
+SHARPI_INLINE void unpackVector(const BlockQ2_K* block, Unpacked& u) {
+    unpackTwoBits(block->quants, u);
     const __m256i both = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(block->scales)));
     u.scale = _mm256_and_si256(both, _mm256_set1_epi16(15));
     u.min = _mm256_srli_epi16(both, 4);

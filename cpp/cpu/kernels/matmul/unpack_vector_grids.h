@@ -243,13 +243,7 @@ SHARPI_INLINE void unpackVector(const BlockTQ1_0* block, Unpacked& u) {
 }
 
 SHARPI_INLINE void unpackVector(const BlockTQ2_0* block, Unpacked& u) {
-    for (int n = 0; n < 2; ++n) {
-        const __m256i raw = loadBytes(block->quants + 32 * n);
-        u.quant[4 * n] = _mm256_and_si256(raw, bytes(3));
-        u.quant[4 * n + 1] = _mm256_and_si256(_mm256_srli_epi16(raw, 2), bytes(3));
-        u.quant[4 * n + 2] = _mm256_and_si256(_mm256_srli_epi16(raw, 4), bytes(3));
-        u.quant[4 * n + 3] = _mm256_and_si256(_mm256_srli_epi16(raw, 6), bytes(3));
-    }
+    unpackTwoBits(block->quants, u);
     u.d = broadcastF16(block->d);
 }
 
