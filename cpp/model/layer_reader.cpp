@@ -102,13 +102,12 @@ LayerReader& LayerReader::attention(const AttentionParts& parts) {
 void LayerReader::readShape(AttentionSpec& a, const AttentionParts& parts) {
     const Metadata& md = _model._metadata;
     const std::string prefix = _model.key("attention.");
-    const size_t layer = static_cast<size_t>(std::max(_model._layer, 0));
-    a.heads = static_cast<int32_t>(md.integerAt(prefix + "head_count", layer, 1, 65536));
+    a.heads = static_cast<int32_t>(md.integerAt(prefix + "head_count", _index, 1, 65536));
     a.kvHeads = a.heads;
     if (md.has(prefix + "head_count_kv"))
-        a.kvHeads = static_cast<int32_t>(md.integerAt(prefix + "head_count_kv", layer, 1, a.heads));
+        a.kvHeads = static_cast<int32_t>(md.integerAt(prefix + "head_count_kv", _index, 1, a.heads));
     if (a.heads % a.kvHeads) bad("metadata key '" + prefix + "head_count' is not a multiple of head_count_kv");
-    a.headDim = _model.headDim(parts.windowed);
+    a.headDim = _model.headDim(parts.windowed, _index);
     if (int64_t{a.heads} * a.headDim > kMaxWidth)
         bad("metadata keys '" + prefix + "head_count' and 'key_length' give an impossible width");
     const std::string value = prefix + "value_length";
@@ -222,8 +221,7 @@ LayerReader& LayerReader::dense(const DenseParts& parts) {
     const int64_t width = _model._spec.embedding;
     DenseFfnSpec f;
     f.activation = parts.activation;
-    f.hidden = _model._metadata.integerAt(_model.key("feed_forward_length"),
-                                          static_cast<size_t>(std::max(_model._layer, 0)), 1, kMaxHidden);
+    f.hidden = _model._metadata.integerAt(_model.key("feed_forward_length"), _index, 1, kMaxHidden);
     WeightSlice gate, up;
     if (parts.fused) {
         const WeightSlice fused = tensors.required(_block + "ffn_up.weight", {width, 2 * f.hidden});
@@ -247,8 +245,7 @@ LayerReader& LayerReader::dense(const DenseParts& parts) {
 void LayerReader::readRouting(RoutingSpec& r, const ExpertParts& parts) {
     const Metadata& md = _model._metadata;
     r.count = static_cast<int32_t>(md.integer(_model.key("expert_count"), 1, 65536));
-    r.used = static_cast<int32_t>(md.integerAt(
-        _model.key("expert_used_count"), static_cast<size_t>(std::max(_model._layer, 0)), 1, std::min(r.count, 1024)));
+    r.used = static_cast<int32_t>(md.integerAt(_model.key("expert_used_count"), _index, 1, std::min(r.count, 1024)));
     r.gating = parts.gating;
     r.weightsInput = parts.weightsInput;
     r.renormalize = md.flagOr(_model.key("expert_weights_norm"), parts.renormalized);

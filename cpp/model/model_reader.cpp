@@ -89,9 +89,8 @@ void ModelReader::countPredictions() {
 }
 
 // The size of a head, from the keys of attention.
-int32_t ModelReader::headDim(bool windowed) const {
-    const int64_t heads =
-        _metadata.integerAt(key("attention.head_count"), static_cast<size_t>(std::max(_layer, 0)), 1, 65536);
+int32_t ModelReader::headDim(bool windowed, size_t layer) const {
+    const int64_t heads = _metadata.integerAt(key("attention.head_count"), layer, 1, 65536);
     std::string length = key("attention.key_length");
     if (windowed && _metadata.has(length + "_swa")) length += "_swa";
     if (!_metadata.has(length) && _spec.embedding % heads)
@@ -114,7 +113,7 @@ int32_t ModelReader::rope(const RopeParts& parts) {
     };
     RopeSpec rope;
     rope.pairing = parts.pairing;
-    const int64_t dim = headDim(parts.windowed);
+    const int64_t dim = headDim(parts.windowed, 0);
     const std::string count = named("dimension_count"), base = named("freq_base");
     rope.dims = static_cast<int32_t>(_metadata.integerOr(count, 2, dim, dim));
     if (rope.dims % 2) bad("metadata key '" + count + "' is odd: rotary embedding works on pairs");

@@ -103,7 +103,8 @@ private:
     int32_t add(std::vector<WeightSlice> slices, WeightRole role, WeightForm form, double share = 1.0);
     MatrixId matrix(const WeightSlice& slice, WeightRole role) { return {add({slice}, role, WeightForm::Matrix)}; }
     VectorId vector(const WeightSlice& slice, double factor = 1.0);  // an absent one has no entry
-    int32_t headDim(bool windowed) const;
+    // Of layer `layer`, if the file has a number for each.
+    int32_t headDim(bool windowed, size_t layer) const;
 
     const Metadata& _metadata;
     TensorFinder _tensors;
@@ -140,7 +141,10 @@ public:
 private:
     friend class ModelReader;
     LayerReader(ModelReader& model, LayerSpec& layer, int64_t index)
-        : _model(model), _layer(layer), _block("blk." + std::to_string(index) + ".") {}
+        : _model(model),
+          _layer(layer),
+          _index(static_cast<size_t>(index)),
+          _block("blk." + std::to_string(index) + ".") {}
     VectorId norm(const std::string& name, int64_t size);
     void readShape(AttentionSpec& a, const AttentionParts& parts);
     void readQkv(AttentionSpec& a, const AttentionParts& parts);
@@ -151,6 +155,7 @@ private:
 
     ModelReader& _model;
     LayerSpec& _layer;
+    size_t _index;  // of its block in the file, and of its numbers in arrays of metadata
     std::string _block;
 };
 
