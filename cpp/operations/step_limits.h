@@ -30,7 +30,7 @@ struct StepLimits {
     int64_t deltaChannels = 0, deltaWidth = 0;   // Gated DeltaNet: of q, k and v; of v
     int32_t deltaHeads = 0, deltaDim = 0, deltaConvWidth = 0;
     bool fusedDeltaSteps = false;  // alphas and betas come from one product
-    bool postNorms = false;        // some part is normalized before it is added to x
+    bool partOuts = false;         // some part is not added to x as it is: see RowBuffer::PartOut
     bool parallelParts = false;    // some layer has a dense part beside its experts
     int64_t layerInputs = 0;       // floats of a row's per-layer embeddings, of all layers
     bool drafts = false;           // there is a prediction layer

@@ -165,8 +165,7 @@ const int32_t* CudaExperts::foreseeNext(const ExpertCall& call) {
     if (!next.router->resident() || next.used != call.routing.used) return nullptr;
     const Activations normed{_pass.exactForms({*next.router}, s.foreseenRows, rows, width), {}, width};
     float* const logits = _pass.floats(RowBuffer::RouterLogits);
-    cuda::rmsNorm(_pass.stream, _pass.floats(RowBuffer::Residual), nullptr, next.norm, next.eps, rows, width,
-                  normed.exact);
+    _pass.normRows(nullptr, CudaPass::nextOf(next.norm), rows, normed.exact);
     _products.exact(normed, {{*next.router, next.bias, logits, next.router->rows}});
     cuda::route(_pass.stream, logits, rows, ruleOf(next), _pass.at<int32_t>(s.foreseen),
                 _pass.floats(s.foreseenWeight));

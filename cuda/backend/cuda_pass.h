@@ -19,6 +19,7 @@
 #include "device/stream.h"
 #include "kernels/attention/attention.h"
 #include "kernels/matmul/matmul.h"
+#include "kernels/rows/residual.h"
 #include "memory/stream/weight_stream.h"
 #include "operations/operations.h"
 #include "plan/gpu_scratch.h"
@@ -125,6 +126,13 @@ public:
             body(part, cuda::ExpertIndex{ordinals, first, first + part.count});
         });
     }
+    // What reads the residual next.
+    static cuda::NextRows nextOf(const NormCall& norm);
+    // Adds the part, if there is one, to the rows [first, first + rows) of the residual, and writes what follows.
+    void nextRows(const OptionalPart& part, const cuda::NextRows& next, int64_t first, int64_t rows,
+                  const cuda::RowOutputs& out) const;
+    // The norm of the residual's rows index[0 .. rows), or of its first rows without an index.
+    void normRows(const int32_t* index, const cuda::NextRows& next, int64_t rows, const cuda::RowOutputs& out) const;
     // The batch's tokens' rows of a table.
     void readTable(const Weight& table, float* out) const;
 

@@ -46,6 +46,27 @@ void rmsNorm(const float* x, const float* weight, float eps, int64_t n, float* y
     });
 }
 
+static float sumOf(const float* x, int64_t n) {
+    Acc32 acc = {vzero(), vzero()};
+    forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
+        if (i & kLanes) acc.hi = vadd(acc.hi, take(x + i, lanes));
+        else acc.lo = vadd(acc.lo, take(x + i, lanes));
+    });
+    return sum32(acc);
+}
+
+// core/rules/norm.h says in which order.
+void layerNorm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y) {
+    const Vec mean = vset(sumOf(x, n) / static_cast<float>(n));
+    forEachVec(n, [&](int64_t i, int lanes)
+                      __attribute__((always_inline)) { put(y + i, vsub(take(x + i, lanes), mean), lanes); });
+    const Vec inverse = vset(1.0f / __builtin_sqrtf(sumOfSquares(y, n) / static_cast<float>(n) + eps));
+    forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
+        const Vec normed = vmul(vmul(take(y + i, lanes), inverse), take(weight + i, lanes));
+        put(y + i, bias ? vadd(normed, take(bias + i, lanes)) : normed, lanes);
+    });
+}
+
 // inverse = scale / sqrt(sum + eps), each operation rounded; x = x * inverse.
 void l2Norm(float* x, float eps, float scale, int64_t n) {
     const Vec inverse = vset(scale / __builtin_sqrtf(sumOfSquares(x, n) + eps));

@@ -17,7 +17,7 @@
 
 #include <algorithm>
 
-#include "kernels/rows/device_rows.cuh"
+#include "kernels/rows/device_norms.cuh"
 
 namespace sharpi::cuda {
 
@@ -32,35 +32,6 @@ constexpr int kFetched = 32;  // elements of a row that a lane of these blocks f
 constexpr int kGroup = kFetched * kContractAccumulators;
 constexpr int kElementThreads = 256;
 constexpr int kDotRows = 8;  // rows of a block
-
-// Continues the lane's accumulator over `count` staged elements that begin at a multiple of 32 of the row. The fmas
-// form a chain; meanwhile the next values are loaded.
-__device__ __forceinline__ float addSquares(const float* staged, int count, float accumulator) {
-    constexpr int kDeep = 8;
-    constexpr int kStep = kDeep * kContractAccumulators;
-    const int lane = threadIdx.x & 31;
-    const int groups = count / kStep;
-    float ahead[kDeep];
-    if (groups > 0) {
-#pragma unroll
-        for (int i = 0; i < kDeep; ++i) ahead[i] = staged[i * kContractAccumulators + lane];
-    }
-    for (int group = 0; group < groups; ++group) {
-        const float* following = staged + min(group + 1, groups - 1) * kStep + lane;
-        float now[kDeep];
-#pragma unroll
-        for (int i = 0; i < kDeep; ++i) {
-            now[i] = ahead[i];
-            ahead[i] = following[i * kContractAccumulators];
-        }
-#pragma unroll
-        for (int i = 0; i < kDeep; ++i) accumulator = fmaf(now[i], now[i], accumulator);
-    }
-    for (int i = groups * kStep + lane; i < count; i += kContractAccumulators) {
-        accumulator = fmaf(staged[i], staged[i], accumulator);
-    }
-    return accumulator;
-}
 
 // Fetches `count` elements to shared memory. A thread issues kDeep loads of quads before it waits for the first.
 template <int kDeep>
@@ -113,30 +84,6 @@ __device__ __forceinline__ float squaresOfGroups(const float* row, int64_t cols)
     return two ? addGroup(second, accumulator) : accumulator;
 }
 
-// The factor of a row of `width` elements. Every lane of the warp that holds the accumulators gets it.
-__device__ __forceinline__ float inverseNorm(float accumulator, float eps, float width) {
-    const float mean = __fdiv_rn(contractTree(accumulator), width);
-    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
-}
-
-// Stores the quad at `column` in every form. The whole warp calls it.
-__device__ __forceinline__ void storeNormed(const RowOutputs& out, int64_t row, int64_t cols, int64_t column,
-                                            bool whole, bool valid, float4 x, float inverse, float4 w) {
-    const float4 y = make_float4(__fmul_rn(__fmul_rn(x.x, inverse), w.x), __fmul_rn(__fmul_rn(x.y, inverse), w.y),
-                                 __fmul_rn(__fmul_rn(x.z, inverse), w.z), __fmul_rn(__fmul_rn(x.w, inverse), w.w));
-    if (out.floats && valid) {
-        float* to = out.floats + row * cols + column;
-        float4 stored = y;
-        if (out.adds) {
-            const float4 old = loadQuad(to, whole, cols - column);
-            stored =
-                make_float4(__fadd_rn(old.x, y.x), __fadd_rn(old.y, y.y), __fadd_rn(old.z, y.z), __fadd_rn(old.w, y.w));
-        }
-        storeQuad(to, stored, whole, cols - column);
-    }
-    storeForms(out, row, cols, column, y, valid);
-}
-
 // Row blockIdx.x, quads from blockIdx.y * kSpreadThreads on. Other blocks may still read the row while this one writes.
 __global__ void __launch_bounds__(kSpreadThreads)
     spreadNormKernel(const float* x, const int32_t* rowIndex, const float* weights, float eps, int64_t cols,
@@ -160,7 +107,7 @@ __global__ void __launch_bounds__(kSpreadThreads)
         if (begin > 2 * kGroup) __syncthreads();
         if (thread >= 0) stage<8>(stagedQuads, in + begin, count, whole, thread, kSpreadThreads - 32);
         __syncthreads();
-        if (thread < 0) accumulator = addSquares(reinterpret_cast<const float*>(stagedQuads), count, accumulator);
+        if (thread < 0) accumulator = addUp(reinterpret_cast<const float*>(stagedQuads), count, accumulator, Squares());
     }
     if (thread < 0) {
         const float inverse = inverseNorm(accumulator, eps, width);
@@ -197,7 +144,7 @@ __global__ void __launch_bounds__(512, 2)
         if (begin > 0) __syncthreads();
         stage<4>(stagedQuads, in + begin, count, whole, threadIdx.x, blockDim.x);
         __syncthreads();
-        if (threadIdx.x < 32) accumulator = addSquares(staged, count, accumulator);
+        if (threadIdx.x < 32) accumulator = addUp(staged, count, accumulator, Squares());
     }
     if (threadIdx.x < 32) {
         const float inverse = inverseNorm(accumulator, eps, width);
@@ -280,10 +227,8 @@ template <typename Change> __device__ __forceinline__ void changeEach(float* x, 
         x[i] = change(x[i]);
 }
 
-__global__ void __launch_bounds__(kElementThreads)
-    scaleKernel(float* x, int64_t n, float factor, const float* factors) {
+__global__ void __launch_bounds__(kElementThreads) scaleKernel(float* x, int64_t n, float factor) {
     allowNext();
-    if (factors) factor = __fmul_rn(factor, factors[0]);
     waitForPrevious();
     changeEach(x, n, [&](float value) { return __fmul_rn(value, factor); });
 }
@@ -345,8 +290,8 @@ void rowDots(Stream& stream, const float* x, const float* weight, int64_t rows, 
            x, weight, rows, cols, y);
 }
 
-void scaleRows(Stream& stream, float* x, int64_t n, float factor, const float* factors) {
-    if (n > 0) launch(stream, scaleKernel, elementBlocks(n), dim3(kElementThreads), 0, x, n, factor, factors);
+void scaleRows(Stream& stream, float* x, int64_t n, float factor) {
+    if (n > 0) launch(stream, scaleKernel, elementBlocks(n), dim3(kElementThreads), 0, x, n, factor);
 }
 
 void softcap(Stream& stream, float* x, int64_t n, float cap) {

@@ -28,7 +28,6 @@ struct RowOutputs {
     float* floats = nullptr;  // [rows][cols]
     QuantizedRows quantized;
     HalfRows half;
-    bool adds = false;  // of rmsNorm alone: floats += the result
 };
 
 // The answer of a shared expert, which every row uses. It is added to the row's sum over its chosen experts, as
@@ -74,7 +73,6 @@ inline HalfRows rowsFrom(const HalfRows& rows, int64_t row, int64_t cols) {
 inline RowOutputs rowsFrom(const RowOutputs& rows, int64_t row, int64_t cols) {
     RowOutputs rest;
     rest.floats = rows.floats ? rows.floats + row * cols : nullptr;
-    rest.adds = rows.adds;
     rest.quantized = rowsFrom(rows.quantized, row, cols);
     rest.half = rowsFrom(rows.half, row, cols);
     return rest;
@@ -92,8 +90,8 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols);  // 2
 // CPU's rmsNorm.
 void rmsNorm(Stream& stream, const float* x, const int32_t* rowIndex, const float* weight, float eps, int64_t rows,
              int64_t cols, const RowOutputs& out, int32_t weightRows = 1);
-// x *= factor * (factors ? factors[0] : 1), over n elements.
-void scaleRows(Stream& stream, float* x, int64_t n, float factor, const float* factors = nullptr);
+// x *= factor, over n elements.
+void scaleRows(Stream& stream, float* x, int64_t n, float factor);
 // x = portableSoftcap(x, cap), over n elements.
 void softcap(Stream& stream, float* x, int64_t n, float cap);
 // y[t] = weight . x[t, :], with the bits of the contract's float products.

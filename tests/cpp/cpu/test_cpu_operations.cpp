@@ -74,7 +74,7 @@ protected:
         limits.experts = kExperts;
         limits.expertsUsed = kUsed;
         limits.expertLayers = {{0, kExperts}};
-        limits.postNorms = true;
+        limits.partOuts = limits.parallelParts = true;
         limits.deltaChannels = 2 * 2 * 8 + 6 * 8;
         limits.deltaWidth = 6 * 8;
         limits.deltaHeads = 6;
@@ -99,7 +99,7 @@ protected:
     // Normed becomes Residual by weights of 1.
     Doubles normed(int64_t row) {
         const Values ones(kWidth, 1.0f);
-        if (row == 0) ops.norm(ones.data(), 0.0f, {}, true);
+        if (row == 0) ops.norm({}, {NormKind::Rms, ones.data()}, {}, true);
         const float* const x = work.floats(work.scratch().normed) + row * kWidth;
         return {x, x + kWidth};
     }
@@ -126,6 +126,62 @@ private:
     std::mt19937 _random{testSeed(51)};
     std::unique_ptr<uint8_t, Release> _memory;
 };
+
+// In double precision.
+Doubles rmsNormed(const Doubles& x, const Values& weight, double eps) {
+    double squares = 0;
+    for (const double v : x) squares += v * v;
+    Doubles y(x.size());
+    for (size_t i = 0; i < x.size(); ++i)
+        y[i] = x[i] / std::sqrt(squares / static_cast<double>(x.size()) + eps) * weight[i];
+    return y;
+}
+
+TEST_F(CpuOperationsTest, PartsAreAddedAsTheyAreDescribed) {
+    const Values norm = random(kWidth, 1.0f), ofY = random(kWidth, 1.0f), ofSide = random(kWidth, 1.0f);
+    const float scale = 1.7f;
+    for (int variant = 0; variant < 16; ++variant) {
+        PartCall part;
+        if (variant & 1) part.norm = norm.data();
+        if (variant & 2) part.sideNorms = {ofY.data(), ofSide.data()};
+        if (variant & 4) part.factor = 0.3f;
+        if (variant & 8) part.scale = &scale;
+        part.eps = 0.1f;
+        const Values y = random(kRows * kWidth, 2.0f), side = random(kRows * kWidth, 2.0f);
+        std::copy(y.begin(), y.end(), work.at(RowBuffer::PartOut));
+        std::copy(side.begin(), side.end(), work.at(RowBuffer::SideOut));
+        std::copy(residual.begin(), residual.end(), work.at(RowBuffer::Residual));
+        std::vector<Doubles> expected;
+        for (int64_t t = 0; t < kRows; ++t) {
+            const auto row = [&](const Values& of) {
+                return Doubles(of.begin() + t * kWidth, of.begin() + (t + 1) * kWidth);
+            };
+            Doubles added = row(y);
+            if (variant & 2) {
+                added = rmsNormed(added, ofY, 0.1);
+                const Doubles other = rmsNormed(row(side), ofSide, 0.1);
+                for (int64_t i = 0; i < kWidth; ++i) added[i] += other[i];
+            }
+            if (variant & 1) added = rmsNormed(added, norm, 0.1);
+            Doubles x = row(residual);
+            for (int64_t i = 0; i < kWidth; ++i)
+                x[i] = (x[i] + (variant & 4 ? 0.3 : 1.0) * added[i]) * (variant & 8 ? 1.7 : 1.0);
+            expected.push_back(x);
+        }
+        ops.addPart(part);
+        expectRows(RowBuffer::Residual, expected);
+        // The same with a norm behind it.
+        const Values once(work.at(RowBuffer::Residual), work.at(RowBuffer::Residual) + kRows * kWidth);
+        std::copy(y.begin(), y.end(), work.at(RowBuffer::PartOut));
+        std::copy(side.begin(), side.end(), work.at(RowBuffer::SideOut));
+        std::copy(residual.begin(), residual.end(), work.at(RowBuffer::Residual));
+        ops.norm(part, {NormKind::Rms, norm.data(), nullptr, 0.1f}, {}, false);
+        EXPECT_EQ(once, Values(work.at(RowBuffer::Residual), work.at(RowBuffer::Residual) + kRows * kWidth));
+        const Doubles after = rmsNormed(expected.back(), norm, 0.1);
+        for (int64_t i = 0; i < kWidth; ++i)
+            EXPECT_NEAR(work.floats(work.scratch().normed)[(kRows - 1) * kWidth + i], after[i], 1e-5) << variant;
+    }
+}
 
 const Activation kActivations[] = {
     {ActivationKind::Silu}, {ActivationKind::Gelu}, {ActivationKind::ClampedSwiglu, 1.5f}};

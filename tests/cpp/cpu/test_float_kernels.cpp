@@ -104,6 +104,55 @@ TEST(FloatKernels, RmsNormSumsInTheDocumentedOrder) {
     }
 }
 
+TEST(FloatKernels, LayerNorm) {
+    for (const int64_t n : kLengths) {
+        std::vector<float> x = randomFloats(n, 6);
+        for (float& v : x) v += 3.0f;
+        const std::vector<float> weight = randomFloats(n, 7), bias = randomFloats(n, 8);
+        for (const bool biased : {false, true}) {
+            double mean = 0, squares = 0;
+            for (const float v : x) mean += v / static_cast<double>(n);
+            for (const float v : x) squares += (v - mean) * (v - mean) / static_cast<double>(n);
+            std::vector<double> expected(n);
+            for (int64_t i = 0; i < n; i++)
+                expected[i] = (x[i] - mean) / std::sqrt(squares + 1e-2) * weight[i] + (biased ? bias[i] : 0.0f);
+            checkTables(
+                [&](const Kernels& table) {
+                    std::vector<float> y(n, kNaN), inPlace = x;
+                    const float* const added = biased ? bias.data() : nullptr;
+                    table.layerNorm(x.data(), weight.data(), added, 1e-2f, n, y.data());
+                    table.layerNorm(inPlace.data(), weight.data(), added, 1e-2f, n, inPlace.data());
+                    expectSameBits(inPlace, y, "in place");
+                    return y;
+                },
+                expected, 1e-5, "layerNorm of " + std::to_string(n));
+        }
+    }
+}
+
+// As core/rules/norm.h says, written out here once more for other processors.
+TEST(FloatKernels, LayerNormSumsInTheDocumentedOrder) {
+    for (const int64_t n : kLengths) {
+        const std::vector<float> x = randomFloats(n, 3), weight = randomFloats(n, 4), bias = randomFloats(n, 5);
+        const auto total = [](float (&acc)[32]) {
+            for (int half = 16; half >= 1; half /= 2)
+                for (int i = 0; i < half; i++) acc[i] += acc[i + half];
+            return acc[0];
+        };
+        float sums[32] = {}, squares[32] = {};
+        for (int64_t i = 0; i < n; i++) sums[i % 32] += x[i];
+        const float mean = total(sums) / static_cast<float>(n);
+        for (int64_t i = 0; i < n; i++) squares[i % 32] = std::fmaf(x[i] - mean, x[i] - mean, squares[i % 32]);
+        const float inverse = 1.0f / std::sqrt(total(squares) / static_cast<float>(n) + 1e-6f);
+        std::vector<float> expected(n), got(n, kNaN);
+        for (int64_t i = 0; i < n; i++) expected[i] = (x[i] - mean) * inverse * weight[i] + bias[i];
+        for (const Kernels* table : tables()) {
+            table->layerNorm(x.data(), weight.data(), bias.data(), 1e-6f, n, got.data());
+            expectSameBits(got, expected, std::string(table->name) + ", n = " + std::to_string(n));
+        }
+    }
+}
+
 TEST(FloatKernels, AddAndAddScaled) {
     for (const int64_t n : kLengths) {
         const std::vector<float> x = randomFloats(n, 4), y = randomFloats(n, 5);
