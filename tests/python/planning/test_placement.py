@@ -13,7 +13,6 @@ from tiny_models import HYBRIDS, MODELS, write
 
 from sharpi import _core
 from sharpi.errors import InvalidRequestError
-from sharpi.files.gguf import GgufFile
 from sharpi.loading.description import describe
 from sharpi.planning.placement import ROLES, ExpertPool, Inventory, Switches, TensorHome
 
@@ -237,8 +236,7 @@ def test_a_gate_without_its_up_is_not_shared() -> None:
 @pytest.mark.parametrize("name", ["phi3", "arcee"])
 def test_the_core_describes_what_may_be_shared(name: str, tmp_path: Path) -> None:
     """Phi has gate and up in one tensor, Arcee has no gate."""
-    file = GgufFile.open(write_golden(name, tmp_path))
-    inventory = Inventory.of(file, describe(file))
+    inventory = Inventory.of(*describe(write_golden(name, tmp_path)))
     first = [(use.name, use.role, use.rows) for use in inventory.shareable() if use.layer == 0]
     up = ("blk.0.ffn_up.weight", "ffn_up", 384)
     gate = [("blk.0.ffn_up.weight", "ffn_gate", 384)] if name == "phi3" else []

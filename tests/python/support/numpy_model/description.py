@@ -117,8 +117,8 @@ class Experts:
 class Layer:
     """A layer. `beside`: the dense part and the experts read the same, and their results are added, each after a norm.
 
-    gated: the feed-forward part has a gate. post_norms: norms behind attention and behind the feed-forward part. inputs: an embedding of the token for this
-    layer joins at its end. scales: what `layer_output_scale` multiplies.
+    gated: the feed-forward part has a gate. post_norms: norms behind attention and behind the feed-forward part.
+    inputs: an embedding of the token for this layer joins at its end. scales: what `layer_output_scale` multiplies.
     """
 
     mixer: Attention | Delta
