@@ -83,7 +83,7 @@ void CpuWork::norm(const float* x, const float* weight, float eps, int64_t count
 
 void CpuWork::gatedActivation(Activation activation, float* gate, const float* up, int64_t n) {
     forRanges(n, kElementGrain, [&](int64_t begin, int64_t end) {
-        kernels.gatedActivation(activation, {gate + begin, up + begin}, end - begin);
+        kernels.gatedActivation(activation, {gate + begin, up ? up + begin : nullptr}, end - begin);
     });
 }
 

@@ -59,10 +59,10 @@ struct AttentionArgs {
     const int32_t* pageTable = nullptr;
 };
 
-// A row of a gated feed-forward part. Both products are multiplied by `factor`, then the biases are added.
+// A row of a feed-forward part. Both products are multiplied by `factor`, then the biases are added.
 struct GatedRow {
-    float* gate = nullptr;  // becomes activation(gate, up)
-    const float* up = nullptr;
+    float* gate = nullptr;      // becomes activation(gate, up)
+    const float* up = nullptr;  // nullptr: the part has no gate, and `gate` holds its one product
     const float *gateBias = nullptr, *upBias = nullptr;  // may be nullptr
     float factor = 1.0f;
 };

@@ -167,13 +167,13 @@ LayerReader ModelReader::layer() {
     return LayerReader(*this, _spec.layers.back(), _read++);
 }
 
-void ModelReader::uniformLayers(const AttentionParts& attention, const ExpertParts& experts) {
+void ModelReader::uniformLayers(const AttentionParts& attention, const ExpertParts& experts, const DenseParts& dense) {
     const bool mixture = hasExperts();
     for (int64_t i = 0; i < layers(); ++i) {
         LayerReader next = layer();
         next.mixerNorm("attn_norm").attention(attention).ffnNorm("ffn_norm");
         if (mixture) next.experts(experts);
-        else next.dense();
+        else next.dense(dense);
     }
     head();
 }

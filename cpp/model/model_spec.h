@@ -77,6 +77,8 @@ struct GatedDeltaSpec {
     int64_t matrixState() const { return valueWidth() * headDim; }
 };
 
+// A part without a gate has no `up`: its first matrix, which files call ffn_up, is `gate`, since the activation is
+// taken of its product (core/rules/activation.h). Experts and shared experts are alike in this.
 struct DenseFfnSpec {
     int64_t hidden = 0;
     MatrixId gate, up, down;

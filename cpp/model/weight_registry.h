@@ -8,13 +8,13 @@
 
 namespace sharpi {
 
-// Some rows of a tensor, or some columns of a vector. Newer files fuse matrices (attn_qkv, ffn_gate_up_exps): each part
+// Some rows of a tensor, or some columns of floats. Newer files fuse matrices (attn_qkv, ffn_gate_up_exps): each part
 // is then a slice of one tensor. A tensor of experts is a stack: the rows of expert e start at rowBegin + e *
 // expertStride.
 struct WeightSlice {
     int32_t tensor = -1;  // index into the TensorTable
     int64_t rowBegin = 0;
-    int64_t colBegin = 0;  // of a vector that is a part of a fused one; matrices are taken whole
+    int64_t colBegin = 0;  // of floats that are a part of a fused tensor; matrices are taken whole
     int64_t rows = 0;
     int64_t cols = 0;
     int64_t experts = 1;

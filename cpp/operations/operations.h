@@ -66,12 +66,14 @@ struct HostBiases {
     const float *gate = nullptr, *up = nullptr;
 };
 
-// The two products of a gated feed-forward part, and what joins them.
+// The two products of a gated feed-forward part, and what joins them. A part without a gate has an `up` without rows;
+// see DenseFfnSpec.
 struct GatedProduct {
     const Weight &gate, &up;
     const float *gateBias = nullptr, *upBias = nullptr;  // [gate.rows]; may be nullptr
     Activation activation = {};
     HostBiases hostBiases = {};
+    bool gated() const { return up.rows > 0; }
 };
 
 // The heads of one attention layer. AttentionSpec says what the members mean.
@@ -136,6 +138,7 @@ struct ExpertCall {
     const float* sharedScale = nullptr;   // [embedding], of the shared expert; nullptr: it is added with the weight 1
     std::optional<RouterCall> next = {};  // of the next layer with experts, for guesses at what it will choose
     ExpertStacks inFile() const { return {gate.file, up.file, down.file}; }
+    bool gated() const { return up.count > 0; }
 };
 
 // The per-layer embeddings of a batch; see LayerInputsSpec.
@@ -171,7 +174,8 @@ public:
     virtual void linear(RowInput x, std::initializer_list<Product> products) = 0;
     // Residual += w x + bias.
     virtual void addLinear(RowInput x, const Weight& w, const float* bias) = 0;
-    // Hidden = activation(gate x + gateBias, up x + upBias), for the product with `reader`.
+    // Hidden = activation(gate x + gateBias, up x + upBias), for the product with `reader`. Without an `up`: Hidden =
+    // activation(gate x + gateBias).
     virtual void gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) = 0;
     // LayerInputs holds the projection of the rows, and becomes what LayerInputsSpec says.
     virtual void joinLayerInputs(const LayerInputsCall& call) = 0;

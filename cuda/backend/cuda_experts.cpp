@@ -67,8 +67,10 @@ cuda::AnswerTerms CudaExperts::answerTerms(const ExpertCall& call, int64_t pair)
 }
 
 cuda::GatedJoin CudaExperts::join(const ExpertCall& call, int64_t pair) const {
-    return {call.activation, call.gateBias, call.upBias, chosen(pair),
-            call.routing.weightsInput ? weights(pair) : nullptr};
+    cuda::GatedJoin join{call.activation, call.gateBias, call.upBias, chosen(pair),
+                         call.routing.weightsInput ? weights(pair) : nullptr};
+    join.gated = call.gated();
+    return join;
 }
 
 void CudaExperts::computeResident(const ExpertCall& call) {
@@ -89,7 +91,7 @@ void CudaExperts::hiddenOfPairs(const ExpertCall& call, const ExpertStacks& w, c
     const Activations& x = _pass.input(RowInput::Normed);
     const int32_t used = call.routing.used;
     float *const gates = _pass.floats(RowBuffer::Gate), *const ups = _pass.floats(RowBuffer::Up);
-    const bool fused = w.gate.first.type == w.up.first.type;
+    const bool fused = w.gated() && w.gate.first.type == w.up.first.type;
     _pass.forExactGroups([&](int64_t first, int rows) {
         const int64_t pair = first * used;
         if (fused) {
@@ -98,7 +100,7 @@ void CudaExperts::hiddenOfPairs(const ExpertCall& call, const ExpertStacks& w, c
         }
         const int64_t at = pair * hidden.cols;
         cuda::expertMatvec(_pass.stream, x.from(first), rows, w.gate, which + pair, used, false, gates + at);
-        cuda::expertMatvec(_pass.stream, x.from(first), rows, w.up, which + pair, used, false, ups + at);
+        if (w.gated()) cuda::expertMatvec(_pass.stream, x.from(first), rows, w.up, which + pair, used, false, ups + at);
     });
     if (!fused) _products.activate(hidden, _pass.exactRows() * used, join(call, 0), 0, {});
 }
@@ -184,7 +186,7 @@ void CudaExperts::computeByStack(const ExpertCall& call) {
     const cuda::ExpertGroups groups = group(call, exactPairs, made);
     const Activations& in = _pass.input(RowInput::Normed);
     stackProduct(in, call.gate, slots.gate, r, groups, true, gates);
-    stackProduct(in, call.up, slots.up, r, groups, true, ups);
+    if (call.gated()) stackProduct(in, call.up, slots.up, r, groups, true, ups);
     const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, r.used);
     cuda::GatedJoin ofFast = join(call, exactPairs);
     ofFast.pairAt = made.pairAt;

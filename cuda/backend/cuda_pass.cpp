@@ -9,6 +9,7 @@ namespace sharpi {
 cuda::RowOutputs CudaPass::exactForms(Readers readers, const GpuScratch::Exact& to, int64_t rows, int64_t cols) const {
     cuda::RowOutputs forms;
     for (const Matrix& m : readers) {
+        if (m.rows == 0) continue;  // a part without a gate has no `up`
         if (info(m.type).isFloat) forms.floats = floats(to.floats);
         else forms.quantized = cuda::quantizedRowsOver(at<uint8_t>(to.quantized), rows, cols);
     }

@@ -77,7 +77,15 @@ void CudaProducts::gated(const Activations& x, const GatedProduct& product, cons
     float *const gates = _pass.floats(RowBuffer::Gate), *const ups = _pass.floats(RowBuffer::Up);
     const Weight &gate = product.gate, &up = product.up;
     const int64_t width = gate.rows;
-    const cuda::GatedJoin join{product.activation, product.gateBias, product.upBias};
+    cuda::GatedJoin join{product.activation, product.gateBias, product.upBias};
+    if (!product.gated()) {
+        join.gated = false;
+        _pass.forParts(gate, [&](const Matrix& part, int64_t begin, bool) {
+            exact(x, {{part, nullptr, gates + begin, width}});
+            fast(x, part, nullptr, gates + begin, width, cuda::Store::Write);
+        });
+        return activate(hidden, _pass.exactRows(), join, _pass.fastRows(), join);
+    }
     bool fused = gate.type == up.type;
     const bool together = _pass.forPairs(gate, up, [&](const Matrix& gatePart, const Matrix& upPart, int64_t begin) {
         if (fused) {

@@ -60,8 +60,10 @@ void CpuOperations::addLinear(RowInput x, const Weight& w, const float* bias) {
 
 void CpuOperations::gatedLinear(RowInput x, const GatedProduct& p, const Weight&) {
     float *const gates = _work.at(RowBuffer::Gate), *const ups = _work.at(RowBuffer::Up);
-    _work.linear(input(x), _work.rows(), {{p.gate, p.gateBias, gates}, {p.up, p.upBias, ups}});
-    _work.gatedActivation(p.activation, gates, ups, _work.rows() * p.gate.rows);
+    std::vector<CpuWork::Output> outputs{{p.gate, p.gateBias, gates}};
+    if (p.gated()) outputs.push_back({p.up, p.upBias, ups});
+    _work.linear(input(x), _work.rows(), outputs);
+    _work.gatedActivation(p.activation, gates, p.gated() ? ups : nullptr, _work.rows() * p.gate.rows);
 }
 
 void CpuOperations::joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,

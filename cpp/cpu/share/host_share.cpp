@@ -142,14 +142,14 @@ void HostShare::gated(const HostGated& layer, const Matrix& reader, int64_t rows
                       uint32_t ticket) {
     const Matrix &gate = layer.gate, &up = layer.up;
     const int64_t hidden = _mailbox.hidden.cols;
-    require(gate.rows == hidden && up.rows == hidden && reader.cols == hidden,
+    require(gate.rows == hidden && (up.rows == hidden || !layer.gated()) && reader.cols == hidden,
             "the hidden rows' width differs from the mailbox's");
     require(begin >= 0 && begin <= hidden && begin % kContractBlock == 0, "the hidden rows begin within a block");
     require(info(reader.type).isFloat || _mailbox.hidden.q,
             "a quantized matrix reads hidden rows that cannot be quantized");
     const cpu::QuantizedRows input = quantizedRows(_mailbox.input, rows);
-    cpu::MatmulArgs gateProduct = product(gate, _mailbox.input, input, rows),
-                    upProduct = product(up, _mailbox.input, input, rows);
+    cpu::MatmulArgs gateProduct = product(gate, _mailbox.input, input, rows), upProduct;
+    if (layer.gated()) upProduct = product(up, _mailbox.input, input, rows);
     gateProduct.bias = layer.gateBias;
     upProduct.bias = layer.upBias;
     gateProduct.y = _gate;
@@ -164,21 +164,22 @@ void HostShare::gated(const HostGated& layer, const Matrix& reader, int64_t rows
     const auto piece = [&](int64_t i, int worker) {
         const int64_t first = begin + pieces.begin(i), last = begin + pieces.end(i);
         _kernels.matmul(gateProduct, first, last, threadScratch(worker));
-        _kernels.matmul(upProduct, first, last, threadScratch(worker));
+        if (layer.gated()) _kernels.matmul(upProduct, first, last, threadScratch(worker));
         finishBlocks(_computed.get(), hidden, first, last,
-                     [&](int64_t from, int64_t to) { finishBlock(layer.activation, from, to, reader, rows); });
+                     [&](int64_t from, int64_t to) { finishBlock(layer, from, to, reader, rows); });
     };
     _pool.run(pieces.count(), std::ref(piece));
     giveBack(ticket);
 }
 
-void HostShare::finishBlock(Activation activation, int64_t first, int64_t last, const Matrix& reader, int64_t rows) {
+void HostShare::finishBlock(const HostGated& layer, int64_t first, int64_t last, const Matrix& reader, int64_t rows) {
     const HostRows& to = _mailbox.hidden;
     const cpu::QuantizedRows quantized = quantizedRows(to, rows);
     const bool isFloat = info(reader.type).isFloat;
     for (int64_t t = 0; t < rows; ++t) {
         float* gate = _gate + t * to.cols + first;
-        _kernels.gatedActivation(activation, {gate, _up + t * to.cols + first}, last - first);
+        const float* const up = layer.gated() ? _up + t * to.cols + first : nullptr;
+        _kernels.gatedActivation(layer.activation, {gate, up}, last - first);
         if (isFloat) {
             std::memcpy(to.floats + t * to.cols + first, gate, sizeof(float) * static_cast<size_t>(last - first));
         } else {

@@ -44,11 +44,13 @@ struct Mailbox {
     int64_t pairs = 0;  // rows * used
 };
 
-// The matrices of a gated feed-forward part, as in the file, and what joins them. The biases are in the host's memory.
+// The matrices of a feed-forward part, as in the file, and what joins them. A part without a gate has an `up` without
+// rows. The biases are in the host's memory.
 struct HostGated {
     Matrix gate, up;
     const float *gateBias = nullptr, *upBias = nullptr;  // [gate.rows]; may be nullptr
     Activation activation = {};
+    bool gated() const { return up.rows > 0; }
 };
 
 class HostShare {
@@ -108,7 +110,7 @@ private:
                   uint32_t after);
     // w's product with rows of the mailbox; the caller sets y.
     cpu::MatmulArgs product(const Matrix& w, const HostRows& x, const cpu::QuantizedRows& xQuant, int64_t rows) const;
-    void finishBlock(Activation activation, int64_t first, int64_t last, const Matrix& reader, int64_t rows);
+    void finishBlock(const HostGated& layer, int64_t first, int64_t last, const Matrix& reader, int64_t rows);
     void tellTurn(bool waited, MissPlan& plan);
     bool takeChoices(int32_t expertLayer, int32_t experts, int32_t pairs, bool predicted, bool weightsInput);
     void instruct(int32_t expertLayer, int32_t pairs, bool predicted, MissPlan& plan, uint32_t ticket);

@@ -190,7 +190,8 @@ __global__ void __launch_bounds__(kDotRows * 32)
     if (lane == 0) y[row] = sum;
 }
 
-// Row blockIdx.x, quads from blockIdx.y * kElementThreads on. Without `up`, gate is only converted to other forms.
+// Row blockIdx.x, quads from blockIdx.y * kElementThreads on. Without `up`, gate is only converted to other forms,
+// unless the join says that there is no gate.
 __global__ void __launch_bounds__(kElementThreads)
     elementsKernel(const GatedJoin join, const float* gate, const float* up, int64_t cols, bool whole, RowOutputs out) {
     allowNext();
@@ -201,9 +202,9 @@ __global__ void __launch_bounds__(kElementThreads)
     const bool valid = left > 0;
     float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (valid) y = loadQuad(gate + at, whole, left);
-    if (up) {
+    if (up || !join.gated) {
         float4 u = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (valid) u = loadQuad(up + (join.upStride ? row * join.upStride + column : at), whole, left);
+        if (valid && up) u = loadQuad(up + (join.upStride ? row * join.upStride + column : at), whole, left);
         if (join.weight || join.gateBias || join.upBias) {
             const GatedTerms terms(join, join.pairAt ? join.pairAt[row] : row, cols);
             float *const gates = &y.x, *const ups = &u.x;
@@ -214,8 +215,10 @@ __global__ void __launch_bounds__(kElementThreads)
                 ups[i] = terms.up(ups[i], column + i);
             }
         }
-        y = make_float4(gatedValue(join.activation, y.x, u.x), gatedValue(join.activation, y.y, u.y),
-                        gatedValue(join.activation, y.z, u.z), gatedValue(join.activation, y.w, u.w));
+        const auto value = [&](float gate, float upper) {
+            return up ? gatedValue(join.activation, gate, upper) : activated(join.activation, gate);
+        };
+        y = make_float4(value(y.x, u.x), value(y.y, u.y), value(y.z, u.z), value(y.w, u.w));
     }
     if (out.floats && valid) storeQuad(out.floats + at, y, whole, left);
     storeForms(out, row, cols, column, y, valid);
@@ -304,7 +307,7 @@ void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, con
 
 void gatedActivation(Stream& stream, const GatedJoin& join, const float* gate, const float* up, int64_t rows,
                      int64_t cols, const RowOutputs& out) {
-    launchElements(stream, join, gate, up, rows, cols, out);
+    launchElements(stream, join, gate, join.gated ? up : nullptr, rows, cols, out);
 }
 
 }  // namespace sharpi::cuda

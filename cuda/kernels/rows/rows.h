@@ -52,7 +52,9 @@ struct GatedJoin {
     const int32_t* expert = nullptr;                     // by pair: the row of the biases; null: the first
     const float* weight = nullptr;                       // by pair: multiplies both products; null: 1
     const int32_t* pairAt = nullptr;
-    int64_t upStride = 0;  // of gatedActivation() alone: from one row of `up` to the next; 0: as long as a row
+    // Of gatedActivation() alone:
+    int64_t upStride = 0;  // from one row of `up` to the next; 0: as long as a row
+    bool gated = true;     // false: there is no `up`
 };
 
 // The same rows from row `row` on. Absent forms stay absent. A row of halves keeps its alignment if cols is a multiple
@@ -98,8 +100,8 @@ void softcap(Stream& stream, float* x, int64_t n, float cap);
 void rowDots(Stream& stream, const float* x, const float* weight, int64_t rows, int64_t cols, float* y);
 // Writes x [rows, cols] in the requested forms; out.floats may be x.
 void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, const RowOutputs& out);
-// activation(gate, up) in the requested forms, with the bits of the CPU's gatedActivation. gate, up: [rows, cols].
-// out.floats may be gate.
+// activation(gate, up) in the requested forms, with the bits of the CPU's gatedActivation. gate, up: [rows, cols]. If
+// the join is not gated, `up` is not read. out.floats may be gate.
 void gatedActivation(Stream& stream, const GatedJoin& join, const float* gate, const float* up, int64_t rows,
                      int64_t cols, const RowOutputs& out);
 

@@ -201,8 +201,9 @@ class Inventory:
         return any(use.role != "embedding" and homes[use.tensor].home != VRAM for use in self.uses)
 
     def shareable(self, homes: Sequence[TensorHome] | None = None) -> list[Use]:
-        """The direct matrices whose rows the CPU may take some of: feed-forward, gate and up only as a pair, and the
-        output head. Without homes: all that are so wherever they are direct."""
+        """The direct matrices whose rows the CPU may take some of: feed-forward and the output head. Gate and up come
+        only together, and if they are the halves of one tensor, its home says how many rows of each half. Without
+        homes: all that are so wherever they are direct."""
         return [use for use in self._shareable if homes is None or homes[use.tensor].home == DIRECT]
 
     def placed(self, homes: Sequence[TensorHome], pools: Sequence[ExpertPool] = ()) -> tuple[Placed, ...]:
@@ -265,9 +266,13 @@ def _drafting(uses: Sequence[Use], layers: int | None) -> tuple[Use, ...]:
 
 def _shareable(uses: Sequence[Use]) -> tuple[Use, ...]:
     times = Counter(use.tensor for use in uses if use.role != "embedding")
-    found = [use for use in uses if use.role in _SHARED and times[use.tensor] == 1 and use.rows >= CPU_ROW_STEP]
-    pairs = Counter((use.layer, use.rows) for use in found if use.role in _PAIRED)
-    return tuple(use for use in found if use.role not in _PAIRED or pairs[use.layer, use.rows] == 2)
+    # Gate and up may be halves of a tensor; a part without a gate has only up.
+    paired = [use for use in uses if use.role in _PAIRED]
+    halves, parts = Counter((use.tensor, use.layer) for use in paired), Counter(use.layer for use in paired)
+    found = [use for use in uses if use.role in _SHARED and use.rows >= CPU_ROW_STEP
+             and times[use.tensor] == (halves[use.tensor, use.layer] or 1)]
+    alike = Counter((use.layer, use.rows) for use in found if use.role in _PAIRED)
+    return tuple(use for use in found if use.role not in _PAIRED or alike[use.layer, use.rows] == parts[use.layer])
 
 
 def _dearest_uses(uses: Sequence[Use]) -> dict[int, Use]:

@@ -22,6 +22,9 @@ constexpr int32_t kExperts = 6, kUsed = 3;
 using Values = std::vector<float>;
 using Doubles = std::vector<double>;
 
+// The `up` of a part without a gate: the last factor is 1.
+double absentUp(Activation a) { return a.kind == ActivationKind::ClampedSwiglu ? 0.0 : 1.0; }
+
 double activated(Activation a, double gate, double up) {
     switch (a.kind) {
     case ActivationKind::Silu: return gate / (1.0 + std::exp(-gate)) * up;
@@ -31,6 +34,7 @@ double activated(Activation a, double gate, double up) {
         const double limit = a.limit, g = std::min(gate, limit), u = std::clamp(up, -limit, limit);
         return g / (1.0 + std::exp(-1.702 * g)) * (u + 1.0);
     }
+    case ActivationKind::ReluSquared: return gate > 0 ? gate * gate * up : 0.0;
     }
     return NAN;
 }
@@ -183,8 +187,10 @@ TEST_F(CpuOperationsTest, PartsAreAddedAsTheyAreDescribed) {
     }
 }
 
-const Activation kActivations[] = {
-    {ActivationKind::Silu}, {ActivationKind::Gelu}, {ActivationKind::ClampedSwiglu, 1.5f}};
+const Activation kActivations[] = {{ActivationKind::Silu},
+                                   {ActivationKind::Gelu},
+                                   {ActivationKind::ClampedSwiglu, 1.5f},
+                                   {ActivationKind::ReluSquared}};
 
 TEST_F(CpuOperationsTest, GatedLinearTakesBiasesAndActivations) {
     const Values gate = random(kHidden * kWidth, 0.3f), up = random(kHidden * kWidth, 0.3f),
@@ -192,16 +198,19 @@ TEST_F(CpuOperationsTest, GatedLinearTakesBiasesAndActivations) {
     const Weight gateW = weightOf(gate, kHidden, kWidth), upW = weightOf(up, kHidden, kWidth),
                  reader = weightOf(gate, kWidth, kHidden);
     for (const Activation& activation : kActivations) {
-        for (const bool biased : {false, true}) {
+        for (const int variant : {0, 1, 2, 3}) {
+            const bool biased = variant & 1, gated = variant & 2;
             std::vector<Doubles> expected;
             for (int64_t t = 0; t < kRows; ++t) {
                 const Doubles x = normed(t);
                 Doubles g = product(gate, 0, kHidden, x, biased ? gateBias : Values());
-                const Doubles u = product(up, 0, kHidden, x, biased ? upBias : Values());
+                Doubles u = product(up, 0, kHidden, x, biased ? upBias : Values());
+                if (!gated) std::fill(u.begin(), u.end(), absentUp(activation));
                 for (size_t i = 0; i < g.size(); ++i) g[i] = activated(activation, g[i], u[i]);
                 expected.push_back(g);
             }
-            GatedProduct call{gateW, upW};
+            const Weight none;
+            GatedProduct call{gateW, gated ? upW : none};
             if (biased) call.gateBias = gateBias.data(), call.upBias = upBias.data();
             call.activation = activation;
             ops.gatedLinear(RowInput::Normed, call, reader);
@@ -215,6 +224,7 @@ struct Kind {
     bool biases = false, weightsInput = false, shared = false, sharedScale = false;
     Activation activation;
     RowBuffer to = RowBuffer::Residual;
+    bool gated = true;
 };
 
 class CpuMixture : public CpuOperationsTest {
@@ -224,7 +234,8 @@ protected:
         for (double& v : weighted) v *= kind.weightsInput ? weight : 1.0;
         const Values none;
         Doubles g = product(gate, expert, kHidden, weighted, kind.biases ? gateBias : none);
-        const Doubles u = product(up, expert, kHidden, weighted, kind.biases ? upBias : none);
+        Doubles u = product(up, expert, kHidden, weighted, kind.biases ? upBias : none);
+        if (!kind.gated) std::fill(u.begin(), u.end(), absentUp(kind.activation));
         for (size_t i = 0; i < g.size(); ++i) g[i] = activated(kind.activation, g[i], u[i]);
         Doubles y = product(down, expert, kWidth, g, kind.biases ? downBias : none);
         for (double& v : y) v *= kind.weightsInput ? 1.0 : weight;
@@ -260,8 +271,8 @@ protected:
         std::copy(residual.begin(), residual.end(), work.at(RowBuffer::Residual));
         std::vector<Doubles> expected;
         for (int64_t t = 0; t < kRows; ++t) expected.push_back(rowOf(kind, t, normed(t)));
-        ExpertCall call{
-            {}, stackOf(gate, kHidden, kWidth), stackOf(up, kHidden, kWidth), stackOf(down, kWidth, kHidden)};
+        const WeightStack ups = kind.gated ? stackOf(up, kHidden, kWidth) : WeightStack();
+        ExpertCall call{{}, stackOf(gate, kHidden, kWidth), ups, stackOf(down, kWidth, kHidden)};
         call.routing.count = kExperts;
         call.routing.used = kUsed;
         call.routing.gating = Gating::SoftmaxOfChosen;
@@ -288,10 +299,11 @@ protected:
 TEST_F(CpuMixture, Plain) { check({}); }
 TEST_F(CpuMixture, ActivationsAndBiases) {
     for (const Activation& activation : kActivations) {
-        for (const bool biases : {false, true}) {
+        for (const int variant : {0, 1, 2, 3}) {
             Kind kind;
             kind.activation = activation;
-            kind.biases = biases;
+            kind.biases = variant & 1;
+            kind.gated = variant & 2;
             check(kind);
             if (HasFatalFailure()) return;
         }

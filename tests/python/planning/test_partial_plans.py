@@ -173,6 +173,20 @@ def test_the_cpu_takes_rows_where_that_is_faster() -> None:
     assert not any(home.cpu_rows for home in plan_of(model, model.total * 2 // 3, profile=none).homes)
 
 
+def test_a_fused_matrix_gives_the_cpu_as_many_rows() -> None:
+    """At any budget, gate and up in one tensor are planned as if they were two."""
+    quick = replace(MACHINE, pcie_bytes_per_second=2e9, pcie_bytes_per_second_shared=2e9, ram_bytes_per_second=4e9,
+                    ram_bytes_per_second_shared=3e9)
+    fused, plain = FakeWeights(layers=4, fused=True), FakeWeights(layers=4)
+    for part in (0.3, 0.5, 0.7, 0.9):
+        plans = [plan_of(model, int(model.total * part), profile=quick) for model in (fused, plain)]
+        rows = [{model.tensors[tensor].name: home.cpu_rows for tensor, home in enumerate(plan.homes)}
+                for model, plan in zip((fused, plain), plans, strict=True)]
+        assert rows[0] == {name: count for name, count in rows[1].items() if "ffn_gate" not in name}
+        assert rows[0]["blk.0.ffn_up"] > 0
+        assert plans[0].decode == plans[1].decode and plans[0].placement == plans[1].placement
+
+
 def test_a_resident_model_has_rows_for_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """With known rates: none is measured or guessed for it."""
     model = FakeWeights(layers=4)
