@@ -19,6 +19,7 @@
 #include "device/stream.h"
 #include "kernels/attention/attention.h"
 #include "kernels/matmul/matmul.h"
+#include "memory/stream/table_rows.h"
 #include "memory/stream/weight_stream.h"
 #include "operations/operations.h"
 #include "plan/gpu_scratch.h"
@@ -42,7 +43,8 @@ public:
 
     cuda::Stream& stream;
     WeightStream* weights = nullptr;
-    HostShare* share = nullptr;  // if the CPU computes rows or experts
+    TableRows* tables = nullptr;  // those that are not resident
+    HostShare* share = nullptr;   // if the CPU computes rows or experts
     StepLimits limits;
     const GpuScratch* layout = nullptr;
     uint8_t* memory = nullptr;  // layout->bytes()

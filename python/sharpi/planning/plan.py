@@ -386,7 +386,9 @@ def _line(value: Any) -> tuple[str, int]:
 
 
 def _placed(value: Any) -> Placed:
-    return Placed(_text(value["kind"]), *(_count()(value[name]) for name in ("vram", "direct", "cpu", "missed")))
+    # Plans were made before tables were counted apart.
+    counts = (_count()(value[name]) for name in ("vram", "direct", "cpu", "missed"))
+    return Placed(_text(value["kind"]), *counts, _count()(value.get("by_row", 0)))
 
 
 def _pool(value: Any) -> ExpertPool:

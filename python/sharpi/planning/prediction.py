@@ -54,7 +54,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sharpi.machine.profile import ASSUMED, HardwareProfile
-from sharpi.planning.placement import CPU_ROW_STEP, DIRECT, SLOTS, VRAM, Beside, ExpertPool, Inventory, TensorHome, Use
+from sharpi.planning.placement import (
+    BY_ROW,
+    CPU_ROW_STEP,
+    DIRECT,
+    SLOTS,
+    VRAM,
+    Beside,
+    ExpertPool,
+    Inventory,
+    TensorHome,
+    Use,
+)
 from sharpi.settings.choices import EXACT, FAST
 
 if TYPE_CHECKING:
@@ -225,7 +236,7 @@ def traffic(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[in
 def _on_cpu(use: Use, home: TensorHome) -> float:
     """The part of the rows of a direct matrix that the CPU computes. It computes rows of products only. An
     embedding's rows are read from the file, even if it is also the head."""
-    return home.cpu_rows / use.rows if home.home == DIRECT and use.role != "embedding" else 0.0
+    return home.cpu_rows / use.rows if home.home == DIRECT and use.role not in BY_ROW else 0.0
 
 
 def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None = None) -> tuple[float, str]:
@@ -338,7 +349,7 @@ def draft_cost_on_cpu(inventory: Inventory, profile: HardwareProfile, threads: i
     plain, judged, drafted = (sum(use.read_bytes for use in uses) for uses in (
         inventory.model_uses, _of_rows(inventory.model_uses, 2), inventory.draft_uses))
     multiplied = sum(use.parameters for use in (*inventory.model_uses, *inventory.draft_uses)
-                     if use.role not in ("embedding", "vector"))
+                     if use.role not in (*BY_ROW, "vector"))
     at_work = _at_work(profile, threads)
     added = (judged - plain + drafted) / (profile.ram_bytes_per_second * at_work) + 2 * multiplied / (
         profile.cpu_flops * at_work
@@ -361,7 +372,7 @@ def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: Ha
     for use in uses:
         home = homes[use.tensor].home
         if home == DIRECT:
-            brought += use.batch_bytes * (rows if use.role == "embedding" else 1)
+            brought += use.batch_bytes * (rows if use.role in BY_ROW else 1)
         elif home == SLOTS:
             brought += use.batch_bytes * (1 - (cached[use.layer].held if use.layer in cached else 0.0))
     streamed = brought / profile.pcie_bytes_per_second
@@ -380,7 +391,7 @@ def _fast_seconds(uses: Sequence[Use], profile: HardwareProfile, rows: int) -> f
 
 def _exact_seconds(uses: Sequence[Use], resident: Sequence[TensorHome], profile: HardwareProfile, rows: int) -> float:
     """Seconds of the GPU's arithmetic for `rows` rows by the contract; resident: homes with all tensors in VRAM."""
-    products = [use for use in uses if use.role not in ("embedding", "head")]
+    products = [use for use in uses if use.role not in (*BY_ROW, "head")]
     read = sum(use.read_bytes * (EXACT_EXPERTS_COST if use.role == "experts" else EXACT_ROWS_COST)
                for use in _of_rows(products, EXACT_ROWS))
     kernels = EXACT_KERNELS * _kernels(traffic(products, resident)) * profile.gpu_kernel_seconds
@@ -452,7 +463,7 @@ def _best_share(inventory: Inventory, homes: Sequence[TensorHome], profile: Hard
 
 
 def _operations(uses: Sequence[Use], rows: int) -> float:
-    return 2.0 * rows * sum(use.parameters for use in uses if use.role not in ("embedding", "vector", "head"))
+    return 2.0 * rows * sum(use.parameters for use in uses if use.role not in (*BY_ROW, "vector", "head"))
 
 
 def _at_work(profile: HardwareProfile, threads: int | None) -> float:
