@@ -98,10 +98,13 @@ class Use(NamedTuple):
 
 class Beside(NamedTuple):
     """What a token meets beside its weights. state_bytes: of recurrent layers, read and written by every token.
-    shared_experts: layers with an expert for every token."""
+    shared_experts: layers with products that every token takes beside its experts. row_kernels: small kernels beyond
+    those of plain layers. attention_bytes: what attention costs, in bytes that are read where the KV cache is."""
 
     state_bytes: int = 0
     shared_experts: int = 0
+    row_kernels: int = 0
+    attention_bytes: float = 0.0
 
 
 class TensorHome(NamedTuple):
@@ -188,7 +191,7 @@ class Inventory:
             uses.append(Use(index, name, cast(Role, role), layer, read, rows, cols, batch_bytes=batch,
                             parameters=math.prod(tensors[index].shape) * read / max(1, nbytes)))
         return cls(uses, [tensor.nbytes for tensor in tensors], spec.layer_count,
-                   Beside(spec.state_bytes, spec.shared_experts))
+                   Beside(spec.state_bytes, spec.shared_experts, spec.row_kernels))
 
     def homes(self, resident: int, most: Sequence[TensorHome] | None = None) -> tuple[TensorHome, ...]:
         """The homes with the first `resident` movable units in VRAM, except those that are outside of it in `most`.

@@ -86,6 +86,7 @@ class FakeWeights:
     prediction_layers: int = 0
     state_bytes: int = 0
     shared_experts: int = 0
+    row_kernels: int = 0
     layer_table: int = 0  # the width of a table with rows for all layers
     tensors: list[SimpleNamespace] = field(default_factory=list)
     uses: list[tuple[int, str, str, int, int, int, int]] = field(default_factory=list)
@@ -150,6 +151,9 @@ class FakeWeights:
 
     def kv_bytes_read(self, kv_dtype: str, tokens: int) -> int:
         return self.per_token * tokens
+
+    def attention_products(self, tokens: int) -> int:
+        return self.per_token * tokens // 2
 
     def layer_expert_bytes(self, layer: int) -> int:
         """The bytes of one expert."""

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 _Row = tuple[str, int, str]
 
 _BAR = 60  # characters
+# Decode at the end of the context is shown if it is slower than this part of decode at its beginning.
+_MUCH_LESS = 0.97
 # A place where weights are: its column, what the bar shows for it, and how the line below the bar explains that.
 _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in RAM, fetched over PCIe"),
            ("missed", "on a miss", "~", "in RAM, on a miss computed by the CPU or fetched"),
@@ -251,8 +253,11 @@ def _speeds(plan: Plan) -> list[str]:
     """The predictions, what bounds them, and which machine they are for."""
     if plan.prefill is None or plan.decode is None or plan.profile is None:
         return []
-    rows = ((f"prefill of {plan.batch:,}", plan.prefill), ("decode", plan.decode))
-    lines = [f"  {name:<18}{speed(found.tokens_per_second):>10} tokens/s   bound by {found.bound}"
+    rows = [(f"prefill of {plan.batch:,}", plan.prefill), ("decode", plan.decode)]
+    full = plan.decode_full
+    if full is not None and full.tokens_per_second < _MUCH_LESS * plan.decode.tokens_per_second:
+        rows.append((f"decode after {plan.context:,}", full))
+    lines = [f"  {name:<21}{speed(found.tokens_per_second):>10} tokens/s   bound by {found.bound}"
              for name, found in rows]
     return ["", "Predicted:", *lines, *_drafting(plan), *_origin(plan.profile, plan.device)]
 
