@@ -157,7 +157,8 @@ void ModelReader::layerInputs() {
         matrix(_tensors.required("per_layer_model_proj.weight", {_spec.embedding, all}), WeightRole::Attention);
     inputs.norm = vector(_tensors.requiredFloats("per_layer_proj_norm.weight", {width}));
     const WeightSlice table = _tensors.required("per_layer_token_embd.weight", {all, _spec.vocabSize});
-    inputs.table = {add({table}, WeightRole::Embedding, WeightForm::Table, 1.0 / static_cast<double>(_spec.vocabSize))};
+    inputs.table = {
+        add({table}, WeightRole::LayerEmbedding, WeightForm::Table, 1.0 / static_cast<double>(_spec.vocabSize))};
     _spec.layerInputs = inputs;
 }
 

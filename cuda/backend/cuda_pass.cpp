@@ -21,9 +21,9 @@ void CudaPass::readTable(const Weight& table, float* out) const {
         weights->arrive(table.group);
         return cuda::embed(stream, table, view.tokens, view.rows, out);
     }
-    Matrix inFile = table.inFile();
-    inFile.data = weights->deviceAddress(table.file);
-    cuda::embedFromFile(stream, inFile, view.tokens, view.rows, out);
+    tables->forParts(
+        table.file, [this] { stream.synchronize(); },
+        [&](const Matrix& rows, int64_t first) { cuda::expandRows(stream, rows, out + first * table.cols); });
 }
 
 cuda::NextRows CudaPass::nextOf(const NormCall& norm) {

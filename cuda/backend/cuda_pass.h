@@ -20,6 +20,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/matmul/matmul.h"
 #include "kernels/rows/residual.h"
+#include "memory/stream/table_rows.h"
 #include "memory/stream/weight_stream.h"
 #include "operations/operations.h"
 #include "plan/gpu_scratch.h"
@@ -43,7 +44,8 @@ public:
 
     cuda::Stream& stream;
     WeightStream* weights = nullptr;
-    HostShare* share = nullptr;  // if the CPU computes rows or experts
+    TableRows* tables = nullptr;  // those that are not resident
+    HostShare* share = nullptr;   // if the CPU computes rows or experts
     StepLimits limits;
     const GpuScratch* layout = nullptr;
     uint8_t* memory = nullptr;  // layout->bytes()

@@ -89,11 +89,15 @@ class FakeWeights:
     shared_experts: int = 0
     fused: bool = False  # gate and up are the halves of one tensor
     gated: bool = True
+    row_kernels: int = 0
+    layer_table: int = 0  # the width of a table with rows for all layers
     tensors: list[SimpleNamespace] = field(default_factory=list)
     uses: list[tuple[int, str, str, int, int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._add("token_embd", "embedding", -1, 8192, 1024, share=1 / 8192)
+        if self.layer_table:
+            self._add("per_layer_token_embd", "layer_embedding", -1, 8192, self.layer_table, share=1 / 8192)
         for layer in range(self.layers + self.prediction_layers):
             self._add(f"blk.{layer}.attn_norm", "vector", layer, 1, 1024)
             for name, rows in (("q", 1024), ("k", 256), ("output", 1024)):
@@ -163,6 +167,9 @@ class FakeWeights:
     def kv_bytes_read(self, kv_dtype: str, tokens: int) -> int:
         return self.per_token * tokens
 
+    def attention_products(self, tokens: int) -> int:
+        return self.per_token * tokens // 2
+
     def layer_expert_bytes(self, layer: int) -> int:
         """The bytes of one expert."""
         return sum(tensor.nbytes for tensor in self.tensors
@@ -197,9 +204,9 @@ class FakeWeights:
             home = homes[index][0] if homes else "vram"
             assert home in ("vram", "slots" if "_exps" in tensor.name else "direct")
             slotted |= home == "slots"
-            if home != "vram" and (tensor.name != "token_embd" or self.tied):
+            if home != "vram" and tensor.name != "per_layer_token_embd" and (tensor.name != "token_embd" or self.tied):
                 pieces += -(-tensor.nbytes // PIECE)
-            where = {"token_embd": "token embedding"}.get(tensor.name, "output head")
+            where = "token embedding" if tensor.name.endswith("token_embd") else "output head"
             line = "layer " + tensor.name.split(".")[1] if tensor.name.startswith("blk.") else where
             line = "prediction layer" if line == f"layer {self.layers}" else line
             lines[line] = lines.get(line, 0) + (tensor.nbytes if device == "cuda" and home == "vram" else 0)
