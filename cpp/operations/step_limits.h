@@ -13,8 +13,9 @@
 namespace sharpi {
 
 struct StepLimits {
-    int64_t maxRows = 1;  // rows of a batch
-    int64_t context = 1;  // tokens of a sequence
+    int64_t maxRows = 1;   // rows of a batch
+    int64_t context = 1;   // tokens of a sequence
+    int64_t headRows = 8;  // rows whose logits are held at once, so that tokens can be chosen from all of them
     int64_t embedding = 1, vocab = 1;
     int64_t maxCols = 1;                                          // inputs of any matrix
     int32_t heads = 1, kvHeads = 1, headDim = 2, pageTokens = 1;  // the largest of any layer

@@ -43,7 +43,7 @@ public:
     void region(Pass pass, const std::function<void()>& body) override { _recorder.run(pass, body); }
     Recording* recording() override { return &_recorder; }
     Operations& operations() override { return *_operations; }
-    int64_t headRows() const override { return std::min<int64_t>(_pass.limits.maxRows, cuda::kMaxMatvecRows); }
+    int64_t headRows() const override { return _layout->headRows; }
     void readLogits(int64_t row, int64_t count, float* out) override;
     std::vector<int32_t> sample(const std::vector<Choice>& choices) override;
 

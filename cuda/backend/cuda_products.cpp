@@ -137,8 +137,10 @@ void CudaProducts::sharedGated(const Activations& x, const GatedProduct& product
 void CudaProducts::logits(const cuda::RowOutputs& x, const Weight& output, int64_t rows, bool inRegion) {
     float* const to = _pass.floats(_pass.layout->logits);
     const auto multiply = [&](const Matrix& part, int64_t begin, bool) {
-        cuda::matvec(_pass.stream, {x.floats, x.quantized}, static_cast<int>(rows),
-                     {{part, nullptr, to + begin, output.rows}});
+        CudaPass::forGroups(rows, cuda::kMaxMatvecRows, [&](int64_t first, int count) {
+            cuda::matvec(_pass.stream, cuda::rowsFrom(cuda::MatvecInput{x.floats, x.quantized}, first, output.cols),
+                         count, {{part, nullptr, to + first * output.rows + begin, output.rows}});
+        });
     };
     if (!inRegion || !shares(output)) return _pass.forParts(output, multiply);
     _sharer.sendInput(x, rows, output.cols);

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <thread>
 
-#include "core/launch_rows.h"
 #include "cpu/share/host_blocks.h"
 #include "operations/scratch.h"
 
@@ -45,7 +44,7 @@ struct MailboxLayout {
           hidden(parts.floats(rows * limits.denseHidden)),
           hiddenQuantized(parts.take(cpu::quantizedRowsBytes(rows, limits.denseHidden))),
           down(parts.floats(rows * limits.embedding)),
-          logits(parts.floats(std::min<int64_t>(rows, kExactLaunchRows) * limits.vocab)),
+          logits(parts.floats(std::min(rows, limits.headRows) * limits.vocab)),
           orders(parts.take(sizeof(ExpertOrders))),
           choices(parts.take(sizeof(int32_t) * static_cast<size_t>(Mailbox::kChoiceLists * limits.expertLayerCount() *
                                                                    expertPairs(limits, rows)))),
@@ -86,6 +85,7 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
       _pool(threads),
       _waiting(std::move(waiting)),
       _maxRows(rows),
+      _headRows(std::min(rows, limits.headRows)),
       _experts(_pool, limits, rows),
       _expertLayers(limits.expertLayerCount()),
       _mostExperts(limits.experts) {
@@ -215,7 +215,7 @@ void HostShare::down(const Matrix& w, int64_t rows, int64_t begin, uint32_t afte
 void HostShare::head(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket) {
     require(begin >= 0 && begin <= w.rows && w.rows == _mailbox.logits.cols,
             "the number of logits differs from the mailbox's");
-    require(rows <= kExactLaunchRows, "more rows of logits than the mailbox has room for");
+    require(rows <= _headRows, "more rows of logits than the mailbox has room for");
     multiply(w, _mailbox.input, rows, begin, _mailbox.logits.floats + begin, w.rows, after);
     giveBack(ticket);
 }

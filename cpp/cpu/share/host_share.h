@@ -29,7 +29,7 @@ struct Mailbox {
     HostRows input;                  // [rows, embedding]: a layer's normalized rows, from the GPU
     HostRows hidden;                 // [rows, hidden]: each processor writes its columns
     float* down = nullptr;           // [rows, count]: what the CPU adds to the last `count` columns of x
-    HostRows logits;                 // [up to kExactLaunchRows rows, vocab], as floats: the CPU writes its columns
+    HostRows logits;                 // [StepLimits::headRows, vocab], as floats: the CPU writes its columns
     float* answers = nullptr;        // [rows * used, embedding]: the answer of each pair that the CPU computes
     ExpertOrders* orders = nullptr;  // what the GPU should fetch
     uint32_t* sent = nullptr;        // the GPU's counter
@@ -124,7 +124,7 @@ private:
     ThreadPool _pool;
     std::function<bool()> _waiting;
     Mailbox _mailbox;
-    int64_t _maxRows;
+    int64_t _maxRows, _headRows;
 
     // Taken once, so that a step allocates nothing: each thread's scratch for products, then gate and up.
     size_t _threadScratchBytes = 0;

@@ -69,7 +69,7 @@ void CudaOperations::attendExact(const HeadsCall& call, const KvPages& pages, co
     float* const floats = _pass.exactFloats(RowInput::Attended);
     const cuda::RowOutputs written = convert ? cuda::RowOutputs{floats, {}, {}} : attended.exact;
     const float* const q = _pass.floats(RowBuffer::Queries);
-    _pass.forExactGroups([&](int64_t first, int rows) {
+    CudaPass::forGroups(_pass.exactRows(), GpuScratch::kAttentionRows, [&](int64_t first, int rows) {
         cuda::attentionDecode(_pass.stream, q + first * attended.cols, shapeOf(call, pages), ruleOf(call),
                               _pass.view.exactOf(pages).from(first, rows), pages,
                               _pass.at<uint8_t>(_pass.layout->attention),

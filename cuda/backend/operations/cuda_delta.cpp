@@ -26,14 +26,14 @@ void CudaOperations::deltaRule(const DeltaCall& call, const RecurrentLayer& stat
     if (_pass.fastRows()) deltaFast(call, in, states, attended);
 }
 
-// Row after row. A few rows take one launch, to the same bits.
+// Row after row. If every sequence has only a few, they take one launch, to the same bits.
 void CudaOperations::deltaExact(const DeltaCall& call, const cuda::DeltaInputs& in, const cuda::DeltaStates& states,
                                 const Activations& attended) {
     cuda::RowOutputs out = attended.exact;
     // Blocks that lie in two heads are made from floats.
     if (call.headDim % kContractBlock != 0) out.floats = _pass.exactFloats(RowInput::Attended);
     const cuda::DeltaParameters parameters = parametersOf(call);
-    if (_pass.exactRows() <= cuda::kDeltaStepRows) {
+    if (_pass.deltaInSteps()) {
         return cuda::deltaStep(_pass.stream, in, parameters, shapeOf(call), states, _pass.view.exactStates,
                                _pass.at<uint32_t>(_pass.layout->deltaReaders), out);
     }

@@ -100,8 +100,7 @@ void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& par
 // prepareDelta and deltaRule in one launch, for any number of sequences with up to kDeltaStepRows rows each. `in` does
 // not change. The caller must keep each sequence within that limit: only the total number of rows is checked. scratch:
 // deltaStepBytes, 4-byte aligned, zero before the first call; every call leaves it zero.
-constexpr int64_t kDeltaStepRows = 8;
-static_assert(kDeltaStepRows >= kExactLaunchRows, "a step's rows of one sequence fit into one launch");
+constexpr int64_t kDeltaStepRows = kMostDraftRows;
 size_t deltaStepBytes(int64_t sequences, const DeltaShape& shape);
 void deltaStep(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape,
                const DeltaStates& states, const DeltaBatch& batch, void* scratch, const RowOutputs& out);

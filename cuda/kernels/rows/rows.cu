@@ -25,8 +25,10 @@ namespace {
 
 constexpr int kSegment = 8192;  // elements of a row that are staged at once
 constexpr int kHeld = 2;        // quads of the norm's weights that a thread fetches ahead
-constexpr int kFewRows = 32;    // up to this number of rows, a block may have the multiprocessor to itself
-constexpr int kSpreadRows = 8;  // up to this number of rows, a row is spread over blocks of
+constexpr int kFewRows = 64;    // up to this number of rows, a block may have the multiprocessor to itself
+// A row is spread over blocks of kSpreadThreads threads if there are up to kSpreadRows rows, or if each block has a
+// multiprocessor to itself.
+constexpr int kSpreadRows = 8;
 constexpr int kSpreadThreads = 128;
 constexpr int kFetched = 32;  // elements of a row that a lane of these blocks fetches at once
 constexpr int kGroup = kFetched * kContractAccumulators;
@@ -273,7 +275,8 @@ void rmsNorm(Stream& stream, const float* x, const int32_t* rowIndex, const floa
     requireBlocks(cols, out);
     const bool whole = cols % 4 == 0 && isAligned(x) && isAligned(weight) && isAligned(out.floats);
     const int64_t quads = (cols + 3) / 4, blocks = (quads + kSpreadThreads - 1) / kSpreadThreads;
-    if (rows <= kSpreadRows && (blocks == 1 || out.floats != x)) {
+    const bool spread = rows <= kSpreadRows || rows * blocks <= stream.device().multiprocessors;
+    if (spread && (blocks == 1 || out.floats != x)) {
         const int64_t staged = std::clamp<int64_t>(quads - 2 * kGroup / 4, 0, kSegment / 4);
         const size_t shared = static_cast<size_t>(staged) * sizeof(float4);
         const auto threads = static_cast<unsigned>(std::min<int64_t>((quads + 31) / 32 * 32, kSpreadThreads));

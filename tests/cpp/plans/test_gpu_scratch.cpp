@@ -60,7 +60,7 @@ const GpuScratch::Input& input(const GpuScratch& s, RowInput which) { return s.i
 
 // What is held all through a pass.
 std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
-    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, group = std::min<int64_t>(rows, 8),
+    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, head = s.headRows,
                   stepRows = std::min<int64_t>(rows, 64);
     const int64_t counted = kInt * l.expertLayerCount() * l.experts, slotted = l.expertSlots ? 1 : 0,
                   split = l.floatWeights ? 1 : 0;
@@ -68,19 +68,19 @@ std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
         {"step", s.step.at, numberBytes(s.step)},
         {"batch", s.batch.at, numberBytes(s.batch)},
         {"x", s.rows[RowBuffer::Residual], kFloat * rows * l.embedding},
-        {"logits", s.logits, kFloat * group * l.vocab},
+        {"logits", s.logits, kFloat * head * l.vocab},
         {"normed", input(s, RowInput::Normed).exact.floats, kFloat * exact * l.embedding},
         {"normedQuant", input(s, RowInput::Normed).exact.quantized, quantized(exact, l.embedding)},
         {"normedHi", input(s, RowInput::Normed).fast.hi, kHalf * fast * l.embedding},
         {"normedLo", input(s, RowInput::Normed).fast.lo, split * kHalf * fast * l.embedding},
         {"attention", s.attention,
-         static_cast<int64_t>(
-             cuda::decodeAttentionBytes(group, {l.heads, l.kvHeads, l.headDim}, l.context, l.pageTokens))},
+         static_cast<int64_t>(cuda::decodeAttentionBytes(std::min<int64_t>(rows, 8), {l.heads, l.kvHeads, l.headDim},
+                                                         l.context, l.pageTokens))},
         {"deltaReaders", s.deltaReaders,
-         l.deltaHeads ? static_cast<int64_t>(cuda::deltaStepBytes(group, deltaShape())) : 0},
-        {"sampling", s.sampling, static_cast<int64_t>(cuda::samplingScratchBytes(l.vocab))},
+         l.deltaHeads ? static_cast<int64_t>(cuda::deltaStepBytes(std::min<int64_t>(rows, 80), deltaShape())) : 0},
+        {"sampling", s.sampling, static_cast<int64_t>(cuda::samplingScratchBytes(head, l.vocab))},
         {"adjustments", s.adjustments, static_cast<int64_t>(sizeof(TokenAdjustment)) * l.vocab},
-        {"token", s.token, kInt * group},
+        {"token", s.token, kInt * head},
         {"chosen", s.chosen, kInt * rows * l.expertsUsed},
         {"weight", s.weight, kFloat * rows * l.expertsUsed},
         {"sharedScale", s.sharedScale, l.sharedHidden ? kFloat * rows : 0},
@@ -211,6 +211,36 @@ TEST(GpuScratch, WhatIsUsedTogetherLiesApart) {
                 EXPECT_LT(s.bytes(), end + 256) << "no more is taken than the largest phase needs";
             }
         }
+    }
+}
+
+// Logits are large: there are as many rows of them as an engine's sequences can want at once, and no more.
+TEST(GpuScratch, HoldsTheLogitsThatAreWanted) {
+    StepLimits l = dense(512);
+    l.vocab = 151936;
+    const auto bytesFor = [&](int64_t rows) {
+        l.headRows = rows;
+        const GpuScratch s(l);
+        EXPECT_EQ(s.headRows, std::min<int64_t>(rows, 64));
+        return static_cast<int64_t>(s.bytes());
+    };
+    const int64_t eight = bytesFor(8), all = bytesFor(64);
+    // Beside the logits, only the candidates of rows that are chosen from together.
+    EXPECT_GE(all - eight, kFloat * (64 - 8) * l.vocab);
+    EXPECT_LT(all - eight, kFloat * (64 - 8) * l.vocab + (4 << 20));
+    EXPECT_EQ(bytesFor(1000), all) << "no step has more rows";
+    l.maxRows = 5;
+    l.headRows = 64;
+    EXPECT_EQ(GpuScratch(l).headRows, 5);
+}
+
+// Rows that are chosen from together have the best candidates of each tile of the vocabulary: 8 bytes each.
+TEST(GpuScratch, SamplingHasRoomForTheCandidatesOfAllRows) {
+    for (const int64_t vocab : {1, 2048, 2049, 151936, 262144, 40000000}) {
+        const int64_t tiles = (vocab + 2047) / 2048,
+                      candidates = std::max(tiles, std::min<int64_t>(128 * tiles, 16384));
+        for (const int64_t rows : {1, 8, 64})
+            EXPECT_GE(static_cast<int64_t>(cuda::samplingScratchBytes(rows, vocab)), 8 * rows * candidates);
     }
 }
 

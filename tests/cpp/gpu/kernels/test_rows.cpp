@@ -106,7 +106,7 @@ protected:
 
 TEST_F(Rows, NormIsTheCpusInEveryForm) {
     for (const int64_t cols : kBlockWidths) {
-        for (const int64_t rows : {1, 3, 8, 9, 40}) {
+        for (const int64_t rows : {1, 3, 8, 9, 16, 40, 64, 133}) {
             const auto x = randomFloats(rows * cols, 3.0f), weight = randomFloats(cols);
             std::vector<float> expected(rows * cols);
             for (int64_t r = 0; r < rows; ++r)
