@@ -82,7 +82,7 @@ void GpuScratch::takeAlways(const StepLimits& l) {
     logits = _layout.floats(group * l.vocab);
     input(RowInput::Normed) = {takeExact(exactRows, l.embedding), takeHalves(fastRows * l.embedding, _splitRows)};
     const cuda::HeadShape heads{l.heads, l.kvHeads, l.headDim};
-    attention = _layout.take(cuda::decodeAttentionBytes(group, heads, l.context, l.pageTokens));
+    attention = _layout.take(cuda::decodeAttentionBytes(exactRows, heads));
     const int64_t deltaRows = std::min(group, cuda::kDeltaStepRows);
     deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(deltaRows, deltaShape(l)) : 0;
     deltaReaders = _layout.take(deltaReaderBytes);
