@@ -73,7 +73,7 @@ void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, con
 // Rows that one launch of attentionDecode takes: as many as its counters serve.
 int64_t decodeLaunchRows(int32_t kvHeads);
 // The places for results of pieces that are not joined yet: `slots` for each head of each row, in batches that are
-// joined together. heads: those of all rows.
+// joined together. Both are powers of two. heads: those of all rows.
 struct DecodeRing {
     int32_t slots = 0, batch = 0;
 };

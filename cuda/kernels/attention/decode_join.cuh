@@ -51,10 +51,10 @@ struct Factors {
     float sum, kept, added;           // for the piece within its segment
     float segmentKept, segmentAdded;  // for its whole segment
 
-    // largest: the maximum of the segments before; becomes that of all. segment: pieces of a segment, 1 or
-    // kSegmentPages.
-    __device__ __forceinline__ void make(float maximum, float& largest, int segment, int lane) {
+    // largest: the maximum of the segments before; becomes that of all. segment: the pieces of each.
+    template <int segment> __device__ __forceinline__ void make(float maximum, float& largest, int lane) {
         float top = maximum;
+#pragma unroll
         for (int width = 1; width < segment; width <<= 1) {
             const float other = __shfl_up_sync(kWholeWarp, top, width);
             if (lane % segment >= width) top = fmaxf(top, other);
@@ -65,6 +65,7 @@ struct Factors {
         // Lanes past the last piece hold -inf, so the segment's last lane has its maximum.
         const float own = __shfl_sync(kWholeWarp, top, lane | (segment - 1));
         float all = own;
+#pragma unroll
         for (int width = segment; width < 32; width <<= 1) {
             const float other = __shfl_up_sync(kWholeWarp, all, width);
             if (lane >= width) all = fmaxf(all, other);
@@ -92,55 +93,68 @@ struct Head {
     }
 };
 
-template <int kWidth>
-__device__ __forceinline__ void writeSlot(const Args& args, int64_t slot, const Joined<kWidth>& so,
-                                          const Columns<kWidth>& columns, bool isFirstLane) {
-    columns.write(args.partials.outputs + slot * args.shape.headDim, so.o);
+template <class K>
+__device__ __forceinline__ void writeSlot(const Args& args, int64_t slot, const Joined<K::kWidth>& so,
+                                          const Columns<K::kWidth>& columns, bool isFirstLane) {
+    columns.write(args.partials.outputs + slot * K::dim(args.shape), so.o);
     if (isFirstLane) args.partials.maxima[slot] = so.m, args.partials.sums[slot] = so.l;
 }
 
-// Joins the pieces in the slots [begin, end) of a head, in their order, to `whole`. Slot 0 begins a segment, and
-// segment is the number of pieces of each. The whole warp calls it.
-template <int kWidth>
-__device__ __forceinline__ void joinSlots(const Args& args, int64_t head, int begin, int end, int segment, int column,
-                                          int lane, Joined<kWidth>& whole) {
-    constexpr int kAhead = kWidth == 8 ? 4 : 64 / kWidth;  // pieces whose outputs are loaded at once
-    const int dim = args.shape.headDim;
+// Joins the pieces in the slots [begin, end) of a head, in their order, to `whole`. Slot 0 begins a segment of kSegment
+// pieces. The whole warp calls it.
+template <class K, int kSegment>
+__device__ __forceinline__ void joinSlots(const Args& args, int64_t head, int begin, int end, int column, int lane,
+                                          Joined<K::kWidth>& whole) {
+    constexpr int kWidth = K::kWidth, kAhead = 32 / kWidth;  // pieces whose outputs are loaded at once
+    const int dim = K::dim(args.shape);
     const float* outputs = args.partials.outputs + head * dim + column;
     const float *maxima = args.partials.maxima + head, *sums = args.partials.sums + head;
     Joined<kWidth> part;
     part.clear();
     Factors factors;
-    for (int from = begin / kAhead * kAhead; from < end; from += kAhead) {
-        float next[kAhead][kWidth];
+    float next[kAhead][kWidth];
+    const auto read = [&](int from) {
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
             const int slot = max(begin, min(from + i, end - 1));
             readWritten<kWidth>(outputs + static_cast<int64_t>(slot) * dim, next[i]);
         }
+    };
+    int from = begin / kAhead * kAhead;
+    read(from);
+#pragma unroll 1
+    for (; from < end; from += kAhead) {
         if (from % 32 == 0 || from <= begin) {
             const int slot = from / 32 * 32 + lane;
             const bool exists = slot >= begin && slot < end;
             const float maximum = exists ? __ldcg(maxima + slot) : __int_as_float(0xff800000);
             factors.sum = exists ? __ldcg(sums + slot) : 0.0f;
-            factors.make(maximum, whole.m, segment, lane);
+            factors.make<kSegment>(maximum, whole.m, lane);
         }
+        float outputsOf[kAhead][kWidth];
 #pragma unroll
         for (int i = 0; i < kAhead; i++) {
-            if (from + i >= end) break;
-            if (from + i < begin) continue;
-            const int at = (from + i) % 32;
+#pragma unroll
+            for (int x = 0; x < kWidth; x++) outputsOf[i][x] = next[i][x];
+        }
+        if (from + kAhead < end) read(from + kAhead);
+#pragma unroll
+        for (int i = 0; i < kAhead; i++) {
+            const int slot = from + i, at = slot % 32;
             const float sum = __shfl_sync(kWholeWarp, factors.sum, at),
                         segmentKept = __shfl_sync(kWholeWarp, factors.segmentKept, at),
                         segmentAdded = __shfl_sync(kWholeWarp, factors.segmentAdded, at);
-            if (segment == 1) {
-                whole.add(sum, next[i], segmentKept, segmentAdded);
+            const bool isOne = slot >= begin && slot < end;
+            if (kSegment == 1) {
+                if (isOne) whole.add(sum, outputsOf[i], segmentKept, segmentAdded);
                 continue;
             }
-            if (at % segment == 0) part.clear();
-            part.add(sum, next[i], __shfl_sync(kWholeWarp, factors.kept, at),
-                     __shfl_sync(kWholeWarp, factors.added, at));
-            if ((at + 1) % segment == 0 || from + i + 1 == end) whole.add(part.l, part.o, segmentKept, segmentAdded);
+            const float kept = __shfl_sync(kWholeWarp, factors.kept, at),
+                        added = __shfl_sync(kWholeWarp, factors.added, at);
+            if (!isOne) continue;
+            if (slot % kSegment == 0) part.clear();
+            part.add(sum, outputsOf[i], kept, added);
+            if ((slot + 1) % kSegment == 0 || slot + 1 == end) whole.add(part.l, part.o, segmentKept, segmentAdded);
         }
     }
 }
@@ -157,10 +171,12 @@ __device__ __forceinline__ void divide(const Args& args, const Head& head, Joine
 }
 
 // Writes a head's line to every requested output. The whole warp calls it.
+template <class K>
 __device__ __forceinline__ void writeHead(const Args& args, const Head& head, const float* line, int lane) {
     __syncwarp();
-    const int dim = args.shape.headDim;
+    const int dim = K::dim(args.shape);
     const int64_t cols = static_cast<int64_t>(args.shape.heads) * dim;
+#pragma unroll 1
     for (int from = 0; from < dim; from += 128) {
         const int column = from + lane * 4;
         const bool valid = column < dim;
@@ -211,12 +227,12 @@ struct Chain {
     bool isLast;
 
     __device__ Chain(const Args& args, const Piece& piece) {
-        const int batches = args.ring.slots / args.ring.batch;
+        const int shift = 31 - __clz(args.ring.batch), batches = args.ring.slots >> shift;
         const int chain = piece.run.row * args.shape.kvHeads + piece.kvHead;
         joined = args.partials.counters + 1 + chain * (1 + batches);
-        batch = piece.run.isShort ? 0 : piece.index / args.ring.batch;
-        arrived = joined + 1 + batch % batches;
-        first = batch * args.ring.batch;
+        batch = piece.run.isShort ? 0 : piece.index >> shift;
+        arrived = joined + 1 + (batch & (batches - 1));
+        first = batch << shift;
         pieces = piece.run.isShort ? piece.pieces : min(piece.pieces - first, args.ring.batch);
         isLast = first + pieces == piece.pieces;
     }
@@ -238,19 +254,21 @@ struct Chain {
 };
 
 // Joins the batch of this piece to the earlier ones, for one query. line: as for divide(). The whole warp calls it.
-template <int kWidth>
+template <class K>
 __device__ __forceinline__ void joinBatch(const Args& args, const Piece& piece, const Chain& chain, int query, int2 row,
                                           float* line, int lane) {
     const Head head(args, piece, query);
-    const int dim = args.shape.headDim, perPiece = piece.run.isShort ? 1 : kSegmentPages;
+    constexpr int kWidth = K::kWidth;
+    const int dim = K::dim(args.shape), perPiece = piece.run.isShort ? 1 : kSegmentPages;
     // Slots begin at the run's first segment. Those of the row are [begin, end), those of the batch [first, last).
     const int origin = piece.run.firstSegment() * kSegmentPages;
     const int begin = (row.x / kPageTokens - origin) / perPiece,
               end = ((row.y + kPageTokens - 1) / kPageTokens - origin + perPiece - 1) / perPiece;
     const int first = piece.run.isShort ? begin : max(begin, chain.first),
               last = piece.run.isShort ? end : min(end, chain.first + chain.pieces);
-    const int turn = piece.run.isShort ? 0 : chain.first - chain.first % args.ring.slots;
+    const int turn = piece.run.isShort ? 0 : chain.first & -args.ring.slots;
     if (first >= last && !chain.isLast) return;
+#pragma unroll 1
     for (int from = 0; from < dim; from += 32 * kWidth) {
         const Columns<kWidth> columns(from, lane, dim);
         const int64_t kept = head.first + args.ring.slots;
@@ -260,14 +278,14 @@ __device__ __forceinline__ void joinBatch(const Args& args, const Piece& piece, 
             so.m = __ldcg(args.partials.maxima + kept), so.l = __ldcg(args.partials.sums + kept);
             readWritten<kWidth>(args.partials.outputs + kept * dim + columns.at, so.o);
         }
-        if (first < last)
-            joinSlots<kWidth>(args, head.first, first - turn, last - turn, kSegmentPages / perPiece, columns.at, lane,
-                              so);
+        if (first < last && piece.run.isShort)
+            joinSlots<K, kSegmentPages>(args, head.first, first, last, columns.at, lane, so);
+        else if (first < last) joinSlots<K, 1>(args, head.first, first - turn, last - turn, columns.at, lane, so);
         if (chain.isLast) divide<kWidth>(args, head, so, true, columns, line);
-        else writeSlot<kWidth>(args, kept, so, columns, lane == 0 && from == 0);
+        else writeSlot<K>(args, kept, so, columns, lane == 0 && from == 0);
         __syncwarp();
     }
-    if (chain.isLast) writeHead(args, head, line, lane);
+    if (chain.isLast) writeHead<K>(args, head, line, lane);
 }
 
 }  // namespace sharpi::cuda::decode

@@ -13,9 +13,8 @@ struct Tile {
 };
 
 // A piece as a block computes it.
-template <KvType kType, int kWidth, int kTile> struct PieceWork {
-    // With short rows, the tile's queries are spread over the warps, and the page is the block's.
-    static constexpr int kShare = kTile < kWarps ? 1 : kTile / kWarps;
+template <class K> struct PieceWork {
+    static constexpr int kWidth = K::kWidth, kTile = K::kTile, kShare = K::kShare;
 
     const Args& args;
     const Block& block;
@@ -34,55 +33,64 @@ template <KvType kType, int kWidth, int kTile> struct PieceWork {
     }
 
     __device__ bool isShort() const { return piece.run.isShort; }
-    __device__ const uint8_t* values() const { return args.pages.v + pageStart * kKvBytes<kType>; }
+    __device__ int dim() const { return K::dim(args.shape); }
+    __device__ int rowBytes() const { return K::rowBytes(args.shape); }
+    __device__ int chunks() const { return K::chunks(args.shape); }
+    __device__ const uint8_t* keys() const { return args.pages.k + pageStart * kKvBytes<K::kType>; }
+    __device__ const uint8_t* values() const { return args.pages.v + pageStart * kKvBytes<K::kType>; }
     __device__ int2 rowOf(int query) const { return block.rows()[piece.run.row + args.rowOf(query)]; }
     // Whether the block's values have room beside its keys.
     __device__ bool keepsValues() const {
         return isShort() &&
                args.layout.chunks * kChunkBytes + kPageTokens * args.layout.rowBytes <= kWarps * args.layout.region;
     }
-    // Results lie where the keys were.
-    __device__ Results results(int warp) const {
-        const int dim = args.shape.headDim;
-        if (!isShort()) return Results(block.shared + warp * args.layout.region, kTile, dim);
-        return Results(block.shared + warp * Results::bytes(kShare, dim), kShare, dim);
+    // Results lie where the keys were: those of a warp's page, or those of a warp's share of a short row's heads.
+    __device__ Results pageResults(int warp) const {
+        return Results(block.shared + warp * args.layout.region, kTile, dim());
+    }
+    __device__ Results shareResults(int warp) const {
+        return Results(block.shared + warp * Results::bytes(kShare, dim()), kShare, dim());
     }
 
     __device__ __forceinline__ void loadQueries(const Tile& tile) const {
-        const int quads = args.shape.headDim / 4;
+        const int quads = dim() / 4;
+#pragma unroll 1
         for (int query = block.warp; query < tile.count; query += kWarps) {
             const Head head(args, piece, tile.first + query);
             const auto* from = reinterpret_cast<const float4*>(args.q) +
                                (static_cast<int64_t>(head.row) * args.shape.heads + head.head) * quads;
             auto* to = reinterpret_cast<float4*>(block.queries()) + query;
+#pragma unroll 1
             for (int quad = block.lane; quad < quads; quad += 32) to[quad * kTile] = from[quad];
         }
     }
 
-    // Computes kCount queries from `first` on against the warp's page; those from `count` on do not exist. A short
-    // row's page is the block's, and every warp calls this, even if it has no query.
-    template <int kCount>
-    __device__ __forceinline__ void attend(const KeyFeeder& feeder, const Tile& tile, int first, int count) const {
-        const int dim = args.shape.headDim, lane = block.lane;
-        constexpr int kStep = 16 / kKvBytes<kType>;
+    // Computes kCount queries from `first` on against the warp's page; those from `count` on do not exist. kShort: the
+    // page is the block's, and every warp calls this, even if it has no query.
+    template <int kCount, bool kShort>
+    __device__ __forceinline__ void attend(const KeyFeeder<kShort>& feeder, const Tile& tile, int first, int count,
+                                           const Results& to) const {
+        const int dim = this->dim(), lane = block.lane;
         float2 dots[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; i++) dots[i] = {0.0f, 0.0f};
         const float* query = block.queries() + first * 4;
-        const uint8_t* keys = block.shared + (isShort() ? 0 : block.warp * args.layout.region) + lane * kLineBytes;
-        for (int chunk = 0, place = 0; chunk < args.layout.chunks; chunk++) {
+        const uint8_t* lines = block.shared + (kShort ? 0 : block.warp * args.layout.region) + lane * kLineBytes;
+#pragma unroll 1
+        for (int chunk = 0, place = 0; chunk < chunks(); chunk++) {
             feeder.await(chunk, place);
-            const int units = min(kLineBytes, args.layout.rowBytes - chunk * kLineBytes) / 16;
-            if (count > 0) addDotProducts<kType, kTile, kCount>(keys + place * kChunkBytes, units, query, lane, dots);
-            query += kLineBytes / 16 * kStep * kTile;
+            const int units =
+                K::kWhole ? min(kLineBytes, rowBytes()) / 16 : min(kLineBytes, rowBytes() - chunk * kLineBytes) / 16;
+            if (!kShort || count > 0)
+                addDotProducts<K::kType, kTile, kCount>(lines + place * kChunkBytes, units, query, lane, dots);
+            query += kLineBytes / kKvBytes<K::kType> * kTile;
             feeder.release(chunk, place);
             place = place + 1 == feeder.ring ? 0 : place + 1;
         }
         waitForCopies<0>();
-        if (isShort()) __syncthreads();
+        if (kShort) __syncthreads();
         else __syncwarp();
-        if (count <= 0) return;
-        const Results to = results(block.warp);
+        if (kShort && count <= 0) return;
         int begin[kCount], end[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
@@ -93,123 +101,136 @@ template <KvType kType, int kWidth, int kTile> struct PieceWork {
             if (span.empty()) begin[i] = end[i] = 0;
         }
         __syncwarp();
-        const uint8_t* values = keepsValues() ? block.shared + args.layout.chunks * kChunkBytes : this->values();
+        const uint8_t* values = kShort && keepsValues() ? block.shared + chunks() * kChunkBytes : this->values();
+#pragma unroll 1
         for (int from = 0; from < dim; from += 32 * kWidth) {
             const Columns<kWidth> columns(from, lane, dim);
-            ValueSums<kType, kWidth, kCount> sums;
-            sums.compute(values + columns.at * kKvBytes<kType>, args.layout.rowBytes, to.weights, begin, end);
+            ValueSums<K::kType, kWidth, kCount> sums;
+            sums.compute(values + columns.at * kKvBytes<K::kType>, rowBytes(), to.weights, begin, end);
 #pragma unroll
             for (int i = 0; i < kCount; i++) columns.write(to.outputs + i * dim, sums.acc[i]);
         }
         __syncwarp();
     }
 
-    // The same, for the least number of queries at once that covers the tile.
-    __device__ __forceinline__ void attendTile(const KeyFeeder& feeder, const Tile& tile) const {
-        if (isShort()) {
-            const int first = block.warp * kShare;
-            attend<kShare>(feeder, tile, first, min(kShare, tile.count - first));
-        } else if (piece.has(page)) {
-            if (tile.count <= kTile / 4) return attend<kTile / 4>(feeder, tile, 0, tile.count);
-            if (tile.count <= kTile / 2) return attend<kTile / 2>(feeder, tile, 0, tile.count);
-            if constexpr (kTile == 8)
-                if (tile.count <= 6) return attend<6>(feeder, tile, 0, tile.count);
-            attend<kTile>(feeder, tile, 0, tile.count);
-        }
+    // Computes a tile of a short row, whose page is the block's.
+    __device__ __forceinline__ void attendShort(const Tile& tile) const {
+        const KeyFeeder<true> feeder(block, keys(), n, rowBytes(), chunks());
+        feeder.begin();
+        if (tile.first == 0 && keepsValues())
+            copyBytes(sharedAddress(block.shared) + chunks() * kChunkBytes, values(), n * rowBytes());
+        closeCopies();
+        loadQueries(tile);
+        __syncthreads();
+        const int first = block.warp * kShare;
+        attend<kShare, true>(feeder, tile, first, min(kShare, tile.count - first), shareResults(block.warp));
+#pragma unroll 1
+        for (int i = first; i < min(tile.count, first + kShare); i++) keep<true>(tile, i);
+        __syncthreads();
     }
 
-    // The result of a query's pages in this piece: a warp's page, or the pages of the segment in their order.
+    // Computes a tile of a segment, of which each warp has a page, with the least number of queries at once.
+    __device__ __forceinline__ void attendSegment(const Tile& tile, const Chain& chain) const {
+        const KeyFeeder<false> feeder(block, keys(), n, rowBytes(), chunks());
+        const bool isUsed = piece.has(page);
+        if (isUsed) feeder.begin();
+        if (isUsed && tile.first == 0) prefetchBytes(values(), n * rowBytes(), block.lane);
+        loadQueries(tile);
+        __syncthreads();
+        const Results to = pageResults(block.warp);
+        if (!isUsed) {
+        } else if (tile.count <= kTile / 4) {
+            attend<kTile / 4, false>(feeder, tile, 0, tile.count, to);
+        } else if (tile.count <= kTile / 2) {
+            attend<kTile / 2, false>(feeder, tile, 0, tile.count, to);
+        } else if (tile.count <= kTile * 3 / 4) {
+            attend<kTile * 3 / 4, false>(feeder, tile, 0, tile.count, to);
+        } else {
+            attend<kTile, false>(feeder, tile, 0, tile.count, to);
+        }
+        if (threadIdx.x == 0) chain.awaitSlots(args);
+        __syncthreads();
+#pragma unroll 1
+        for (int i = block.warp; i < tile.count; i += kWarps) keep<false>(tile, i);
+        __syncthreads();
+    }
+
+    // The result of a query's pages in this piece: a short row's page, or the pages of the segment in their order.
+    template <bool kShort>
     __device__ __forceinline__ void joinPages(int query, int2 row, const Columns<kWidth>& columns,
                                               Joined<kWidth>& so) const {
-        const int dim = args.shape.headDim;
-        if (isShort()) {
-            const Results of = results(query / kShare);
+        if (kShort) {
+            const Results of = shareResults(query / kShare);
             const float2 top = of.tops[query % kShare];
             so.m = top.x, so.l = top.y;
-            readFloats<kWidth>(of.outputs + query % kShare * dim + columns.at, so.o);
+            readFloats<kWidth>(of.outputs + query % kShare * dim() + columns.at, so.o);
             if (piece.pieces == 1) so.joinToNothing();
             return;
         }
+        // Lane i has the factors of the i-th page. The pages that the row sees are neighbours.
+        const int own = block.lane % kWarps;
+        const bool isSeen = !Span(row, piece.page(own)).empty();
+        const float2 top = pageResults(own).tops[query];
+        Factors factors;
+        factors.sum = isSeen ? top.y : 0.0f;
         so.clear();
-        bool isFirst = true;
+        factors.make<kWarps>(isSeen ? top.x : so.m, so.m, block.lane);
 #pragma unroll
         for (int i = 0; i < kWarps; i++) {
-            if (Span(row, piece.page(i)).empty()) continue;
-            const Results of = results(i);
-            const float2 page = of.tops[query];
             float outputs[kWidth];
-            readFloats<kWidth>(of.outputs + query * dim + columns.at, outputs);
-            const float top = fmaxf(so.m, page.x);
-            const float kept = isFirst ? 0.0f : portableExp(__fsub_rn(so.m, top)),
-                        added = isFirst ? 1.0f : portableExp(__fsub_rn(page.x, top));
-            so.add(page.y, outputs, kept, added);
-            so.m = top;
-            isFirst = false;
+            const float sum = __shfl_sync(kWholeWarp, factors.sum, i), kept = __shfl_sync(kWholeWarp, factors.kept, i),
+                        added = __shfl_sync(kWholeWarp, factors.added, i);
+            if (Span(row, piece.page(i)).empty()) continue;
+            readFloats<kWidth>(pageResults(i).outputs + query * dim() + columns.at, outputs);
+            so.add(sum, outputs, kept, added);
         }
     }
 
     // Writes the piece's result of a query to its slot, or, if the piece is the only one, the head's result.
-    __device__ __forceinline__ void keep(const Tile& tile, int query) const {
-        const int dim = args.shape.headDim, lane = block.lane;
+    template <bool kShort> __device__ __forceinline__ void keep(const Tile& tile, int query) const {
+        const int lane = block.lane;
         const int2 row = rowOf(tile.first + query);
         const Head head(args, piece, tile.first + query);
-        const int slot = isShort() ? page - piece.run.firstSegment() * kSegmentPages : piece.index % args.ring.slots;
+        const int slot = kShort ? page - piece.run.firstSegment() * kSegmentPages : piece.index & (args.ring.slots - 1);
         // Only this warp reads the query's results.
-        float* line =
-            isShort() ? results(query / kShare).outputs + query % kShare * dim : results(0).outputs + query * dim;
-        for (int from = 0; from < dim; from += 32 * kWidth) {
-            const Columns<kWidth> columns(from, lane, dim);
+        float* line = kShort ? shareResults(query / kShare).outputs + query % kShare * dim()
+                             : pageResults(0).outputs + query * dim();
+#pragma unroll 1
+        for (int from = 0; from < dim(); from += 32 * kWidth) {
+            const Columns<kWidth> columns(from, lane, dim());
             Joined<kWidth> so;
-            joinPages(query, row, columns, so);
+            joinPages<kShort>(query, row, columns, so);
             __syncwarp();
             if (piece.pieces == 1) divide<kWidth>(args, head, so, row.x < row.y, columns, line);
-            else writeSlot<kWidth>(args, head.first + slot, so, columns, lane == 0 && from == 0);
+            else writeSlot<K>(args, head.first + slot, so, columns, lane == 0 && from == 0);
         }
-        if (piece.pieces == 1) writeHead(args, head, line, lane);
+        if (piece.pieces == 1) writeHead<K>(args, head, line, lane);
     }
 
     __device__ __forceinline__ void run() const {
         const int count = piece.run.rows * args.group;
         const Chain chain(args, piece);
-        const KeyFeeder feeder(block, args.pages.k + pageStart * kKvBytes<kType>, n, isShort());
+#pragma unroll 1
         for (Tile tile = {0, 0}; tile.first < count; tile.first += kTile) {
             tile.count = min(kTile, count - tile.first);
-            feeder.begin();
-            if (isShort()) {
-                if (tile.first == 0 && keepsValues())
-                    copyBytes(sharedAddress(block.shared) + args.layout.chunks * kChunkBytes, values(),
-                              n * args.layout.rowBytes);
-                closeCopies();
-            } else if (tile.first == 0) {
-                prefetchBytes(values(), n * args.layout.rowBytes, block.lane);
-            }
-            loadQueries(tile);
-            __syncthreads();
-            attendTile(feeder, tile);
-            if (threadIdx.x == 0 && !isShort()) chain.awaitSlots(args);
-            __syncthreads();
-            if (isShort()) {
-                for (int i = block.warp * kShare; i < min(tile.count, (block.warp + 1) * kShare); i++) keep(tile, i);
-            } else {
-                for (int i = block.warp; i < tile.count; i += kWarps) keep(tile, i);
-            }
-            __syncthreads();
+            if (isShort()) attendShort(tile);
+            else attendSegment(tile, chain);
         }
         if (piece.pieces == 1) return;
         if (threadIdx.x == 0) block.flags()[3] = chain.finish();
         __syncthreads();
         if (!block.flags()[3]) return;
-        float* line = reinterpret_cast<float*>(block.shared) + block.warp * args.shape.headDim;
+        float* line = reinterpret_cast<float*>(block.shared) + block.warp * dim();
+#pragma unroll 1
         for (int query = block.warp; query < count; query += kWarps)
-            joinBatch<kWidth>(args, piece, chain, query, rowOf(query), line, block.lane);
+            joinBatch<K>(args, piece, chain, query, rowOf(query), line, block.lane);
         __syncthreads();
         if (threadIdx.x == 0) chain.close();
     }
 };
 
 // Blocks take pieces by ticket, in ascending order, until there are no more.
-template <KvType kType, int kWidth, int kTile>
-__global__ void __launch_bounds__(kThreads, 3) attendFewRows(const Args args) {
+template <class K> __global__ void __launch_bounds__(kThreads, 3) attendFewRows(const Args args) {
     allowNext();
     waitForPrevious();
     extern __shared__ __align__(128) uint8_t shared[];
@@ -229,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, 3) attendFewRows(const Args args) {
         }
         if (threadIdx.x == kThreads - 1) ticket = atomicAdd(taken, 1u);
         const Piece piece(args, block, present);
-        PieceWork<kType, kWidth, kTile>(args, block, piece).run();
+        PieceWork<K>(args, block, piece).run();
         __syncthreads();  // the next piece overwrites what other warps may still read
     }
 }
@@ -237,11 +258,11 @@ __global__ void __launch_bounds__(kThreads, 3) attendFewRows(const Args args) {
 // --- launching ---------------------------------------------------------------------------------------------------
 
 // pages: the most that a row sees.
-template <KvType kType, int kWidth, int kTile> void launchFewRows(Stream& stream, Args args, int64_t pages) {
-    const auto kernel = attendFewRows<kType, kWidth, kTile>;
-    args.layout = Layout(kKvBytes<kType>, args.shape.headDim, kTile, 2);
+template <class K> void launchFewRows(Stream& stream, Args args, int64_t pages) {
+    const auto kernel = attendFewRows<K>;
+    args.layout = Layout(kKvBytes<K::kType>, args.shape.headDim, K::kTile, 2);
     if (args.layout.total > static_cast<int>(stream.device().sharedPerBlock))
-        args.layout = Layout(kKvBytes<kType>, args.shape.headDim, kTile, 1);
+        args.layout = Layout(kKvBytes<K::kType>, args.shape.headDim, K::kTile, 1);
     const int bytes = args.layout.total;
     if (bytes > 48 * 1024) allowShared(kernel, static_cast<size_t>(bytes));
     // As many blocks as the device can hold, but no more than there can be pieces.
@@ -255,17 +276,21 @@ template <KvType kType, int kWidth, int kTile> void launchFewRows(Stream& stream
     launch(stream, kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), static_cast<size_t>(bytes), args);
 }
 
-// kWidth: the smallest number of dimensions for each lane with which 32 lanes cover them all, but at most 8.
+// The usual sizes of heads have kernels of their own, for few and for many queries.
 template <KvType kType> void chooseKernel(Stream& stream, const Args& args, int64_t pages) {
-    const int dim = args.shape.headDim;
-    const bool isWide = args.group * std::min<int64_t>(args.batch.rows, kRunRows) > 4;
-    if (dim <= 64) {
-        (isWide ? launchFewRows<kType, 2, 8> : launchFewRows<kType, 2, 4>)(stream, args, pages);
-    } else if (dim <= 128) {
-        (isWide ? launchFewRows<kType, 4, 8> : launchFewRows<kType, 4, 4>)(stream, args, pages);
-    } else {
-        (isWide && dim <= 256 ? launchFewRows<kType, 8, 8> : launchFewRows<kType, 8, 4>)(stream, args, pages);
+    const bool isFew = args.group * std::min<int64_t>(args.batch.rows, kRunRows) <= 4;
+    const auto launch = [&](auto few, auto many) {
+        if (isFew) launchFewRows<decltype(few)>(stream, args, pages);
+        else launchFewRows<decltype(many)>(stream, args, pages);
+    };
+    switch (args.shape.headDim) {
+    case 64: return launch(Kind<kType, 2, 4, true>(), Kind<kType, 2, 8, true>());
+    case 128: return launch(Kind<kType, 4, 4, true>(), Kind<kType, 4, 8, true>());
+    case 256: return launch(Kind<kType, 8, 4, true>(), Kind<kType, 8, 8, true>());
+    default: break;
     }
+    if (args.shape.headDim <= 128) launchFewRows<Kind<kType, 4, 4, false>>(stream, args, pages);
+    else launchFewRows<Kind<kType, 8, 4, false>>(stream, args, pages);
 }
 
 // Each in a source of its own.

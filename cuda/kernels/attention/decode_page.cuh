@@ -143,16 +143,17 @@ private:
     // The next batch is read while one is added.
     __device__ __forceinline__ void addBatches(const uint8_t* values, int rowBytes, const float* weights, int batches) {
         if (batches <= 0) return;
-        Run runs[kBatch], next[kBatch];
-        readBatch(values, rowBytes, runs);
-#pragma unroll 2
-        for (int batch = 0; batch < batches; batch++) {
-            values += kBatch * rowBytes;
-            if (batch + 1 < batches) readBatch(values, rowBytes, next);
-            addBatch(runs, weights);
-            weights += kBatch;
-#pragma unroll
-            for (int k = 0; k < kBatch; k++) runs[k] = next[k];
+        Run even[kBatch], odd[kBatch];
+        readBatch(values, rowBytes, even);
+#pragma unroll 1
+        for (; batches > 0; batches -= 2) {
+            if (batches > 1) readBatch(values + kBatch * rowBytes, rowBytes, odd);
+            addBatch(even, weights);
+            if (batches == 1) return;
+            if (batches > 2) readBatch(values + 2 * kBatch * rowBytes, rowBytes, even);
+            addBatch(odd, weights + kBatch);
+            values += 2 * kBatch * rowBytes;
+            weights += 2 * kBatch;
         }
     }
     __device__ __forceinline__ static void readBatch(const uint8_t* values, int rowBytes, Run (&runs)[kBatch]) {

@@ -15,6 +15,22 @@ constexpr int kRunRows = 8, kMaxRows = static_cast<int>(kDecodeLaunchRows);
 // A chunk of a page of keys: up to 128 bytes of each key.
 constexpr int kLineBytes = 128, kChunkBytes = kPageTokens * kLineBytes;
 
+// What a kernel is compiled for. kWidth: the neighbouring dimensions that a lane owns. kTile: the most queries that a
+// warp computes at once. kWhole: 32 lanes own a whole head; else heads are of any size.
+template <KvType type, int width, int tile, bool whole> struct Kind {
+    static constexpr KvType kType = type;
+    static constexpr int kWidth = width, kTile = tile;
+    static constexpr bool kWhole = whole;
+    // With short rows, a tile's queries are spread over the warps.
+    static constexpr int kShare = tile < kWarps ? 1 : tile / kWarps;
+
+    __device__ __forceinline__ static int dim(const HeadShape& shape) { return whole ? 32 * width : shape.headDim; }
+    __device__ __forceinline__ static int rowBytes(const HeadShape& shape) { return dim(shape) * kKvBytes<type>; }
+    __device__ __forceinline__ static int chunks(const HeadShape& shape) {
+        return (rowBytes(shape) + kLineBytes - 1) / kLineBytes;
+    }
+};
+
 // The results of pieces: maxima and sums [rows][heads][slots], and headDim floats of output for each. The last slot of
 // a head has what has been joined so far. counters: a count of pieces that blocks have taken, then for each row and kv
 // head a count of joined batches, and one of finished pieces for each batch of the ring. All counts are zero between
@@ -113,6 +129,7 @@ struct Run {
 __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
     const int rows = static_cast<int>(args.batch.rows), lane = block.lane;
     int runs = 0, pieces = 0;
+#pragma unroll 1
     for (int base = 0; base < rows; base += 32) {
         const int row = min(base + lane, rows - 1), before = max(0, row - 1);
         const bool exists = base + lane < rows;
@@ -131,12 +148,14 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
         const bool starts = exists && (lane - (31 - __clz(broken & upTo))) % kRunRows == 0;
         const uint32_t all = __ballot_sync(kWholeWarp, starts || !exists), after = all & ~upTo;
         run.rows = (after ? __ffs(after) - 1 : 32) - lane;
+#pragma unroll
         for (int i = 1; i < kRunRows; i++) {
             const int page = __shfl_down_sync(kWholeWarp, first / kPageTokens, i);
             const int keys = __shfl_down_sync(kWholeWarp, max(0, position + 1), i);
             if (i < run.rows) run.firstPage = min(run.firstPage, page), run.keys = max(run.keys, keys);
         }
         run.end = starts ? run.pieces() : 0;
+#pragma unroll
         for (int width = 1; width < 32; width <<= 1) {
             const int other = __shfl_up_sync(kWholeWarp, run.end, width);
             if (lane >= width) run.end += other;
@@ -160,6 +179,7 @@ struct Piece {
         const int piece = ticket / args.shape.kvHeads, runs = block.flags()[1], lane = block.lane;
         kvHead = ticket - piece * args.shape.kvHeads;
         int number = 0;
+#pragma unroll 1
         for (int base = 0; base < runs; base += 32) {
             const bool isBefore = base + lane < runs && block.runs()[min(base + lane, kMaxRows - 1)].w <= piece;
             number += __popc(__ballot_sync(kWholeWarp, isBefore));
@@ -187,42 +207,47 @@ struct Span {
 // --- copies ------------------------------------------------------------------------------------------------------
 
 // Copies the keys of a page to shared memory by chunks, in the order in which they are used: those of a warp's own page
-// to its region, or those of the block's page to the block's regions. A chunk's lines are 128 bytes apart. The 16-byte
-// units of line i are exchanged by i % 8, so that eight threads that read the same unit of eight keys use all banks.
-struct KeyFeeder {
+// to its region, or those of the block's page to the block's regions (kBlocks). A chunk's lines are 128 bytes apart.
+// The 16-byte units of line i are exchanged by i % 8, so that eight threads that read the same unit of eight keys use
+// all banks.
+template <bool kBlocks> struct KeyFeeder {
+    static constexpr int kLines = (kBlocks ? kThreads : 32) / 8;  // that are copied at once
     const uint8_t* keys;
     uint32_t shared;
     int n, rowBytes, chunks, ring;
-    bool isBlocks;
 
-    __device__ __forceinline__ KeyFeeder(const Block& block, const uint8_t* page, int count, bool blocks)
-        : keys(page), n(count), rowBytes(block.layout.rowBytes), chunks(block.layout.chunks), isBlocks(blocks) {
-        shared = sharedAddress(block.shared) + (isBlocks ? 0 : block.warp * block.layout.region);
-        ring = isBlocks ? min(chunks, kWarps * block.layout.region / kChunkBytes) : block.layout.stages;
+    __device__ __forceinline__ KeyFeeder(const Block& block, const uint8_t* page, int count, int bytes, int inAll)
+        : keys(page), n(count), rowBytes(bytes), chunks(inAll) {
+        shared = sharedAddress(block.shared) + (kBlocks ? 0 : block.warp * block.layout.region);
+        ring = kBlocks ? min(chunks, kWarps * block.layout.region / kChunkBytes) : block.layout.stages;
     }
     __device__ __forceinline__ void copy(int chunk, int place) const {
-        const int thread = isBlocks ? threadIdx.x : threadIdx.x % 32, lines = isBlocks ? kThreads / 8 : 4;
-        const int unit = thread % 8, first = thread / 8, turned = isBlocks ? 0 : 64;
+        const int thread = kBlocks ? threadIdx.x : threadIdx.x % 32, unit = thread % 8, first = thread / 8;
         if (chunk * kLineBytes + unit * 16 >= rowBytes) return;
         const uint8_t* from = keys + first * rowBytes + chunk * kLineBytes + unit * 16;
-        uint32_t to = shared + place * kChunkBytes + first * kLineBytes + ((unit ^ (first & 7)) << 4);
-#pragma unroll 4
-        for (int line = first; line < n; line += lines) {
-            copyChunk(to, from, true);
-            to = (to + lines * kLineBytes) ^ turned, from += lines * rowBytes;
-        }
+        const uint32_t to = shared + place * kChunkBytes + first * kLineBytes + ((unit ^ (first & 7)) << 4);
+        const auto copyLines = [&](int lines) {
+#pragma unroll
+            for (int line = 0; line < kPageTokens; line += kLines) {
+                if (first + line < lines)
+                    copyChunk((line & 4 ? to ^ 64 : to) + line * kLineBytes, from + line * rowBytes, true);
+            }
+        };
+        if (n == kPageTokens) copyLines(2 * kPageTokens);
+        else copyLines(n);
     }
     // Begins the copies of the first chunks. A warp closes a group for each chunk, a block one for all.
     __device__ __forceinline__ void begin() const {
+#pragma unroll 1
         for (int chunk = 0; chunk < ring; chunk++) {
             copy(chunk, chunk);
-            if (!isBlocks) closeCopies();
+            if (!kBlocks) closeCopies();
         }
-        if (isBlocks) closeCopies();
+        if (kBlocks) closeCopies();
     }
     // Returns when the chunk has arrived. The block's values may still be on their way. place: chunk mod ring.
     __device__ __forceinline__ void await(int chunk, int place) const {
-        if (isBlocks) {
+        if (kBlocks) {
             if (place != 0) return;
             if (chunk == 0) waitForCopies<1>();
             else waitForCopies<0>();
@@ -235,9 +260,10 @@ struct KeyFeeder {
     }
     // The chunk has been used: begins the next copies to its place.
     __device__ __forceinline__ void release(int chunk, int place) const {
-        if (isBlocks) {
+        if (kBlocks) {
             if (place != ring - 1 || chunk + 1 == chunks) return;
             __syncthreads();
+#pragma unroll 1
             for (int i = 0; i < min(ring, chunks - chunk - 1); i++) copy(chunk + 1 + i, i);
         } else if (chunk + ring < chunks) {
             __syncwarp();
@@ -255,6 +281,7 @@ __device__ __forceinline__ void copyBytes(uint32_t to, const uint8_t* from, int 
 
 // Asks for these bytes to be brought to the L2 cache. The whole warp calls it.
 __device__ __forceinline__ void prefetchBytes(const uint8_t* from, int bytes, int lane) {
+#pragma unroll 1
     for (int i = lane * 128; i < bytes; i += 32 * 128)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from + i)));
 }
