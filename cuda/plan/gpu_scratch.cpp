@@ -78,8 +78,7 @@ void GpuScratch::takeAlways(const StepLimits& l) {
     logits = _layout.floats(headRows * l.vocab);
     input(RowInput::Normed) = {takeExact(exactRows, l.embedding), takeHalves(fastRows * l.embedding, _splitRows)};
     const cuda::HeadShape heads{l.heads, l.kvHeads, l.headDim};
-    attention =
-        _layout.take(cuda::decodeAttentionBytes(std::min(l.maxRows, kAttentionRows), heads, l.context, l.pageTokens));
+    attention = _layout.take(cuda::decodeAttentionBytes(exactRows, heads));
     deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(batch.layout->room().sequences, deltaShape(l)) : 0;
     deltaReaders = _layout.take(deltaReaderBytes);
     sampling = _layout.take(cuda::samplingScratchBytes(headRows, l.vocab));

@@ -74,8 +74,7 @@ std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
         {"normedHi", input(s, RowInput::Normed).fast.hi, kHalf * fast * l.embedding},
         {"normedLo", input(s, RowInput::Normed).fast.lo, split * kHalf * fast * l.embedding},
         {"attention", s.attention,
-         static_cast<int64_t>(cuda::decodeAttentionBytes(std::min<int64_t>(rows, 8), {l.heads, l.kvHeads, l.headDim},
-                                                         l.context, l.pageTokens))},
+         static_cast<int64_t>(cuda::decodeAttentionBytes(exact, {l.heads, l.kvHeads, l.headDim}))},
         {"deltaReaders", s.deltaReaders,
          l.deltaHeads ? static_cast<int64_t>(cuda::deltaStepBytes(std::min<int64_t>(rows, 80), deltaShape())) : 0},
         {"sampling", s.sampling, static_cast<int64_t>(cuda::samplingScratchBytes(head, l.vocab))},
@@ -288,26 +287,26 @@ TEST(GpuScratch, WorkspacesHoldWhatTheyAreDividedInto) {
             EXPECT_LT(taken, needed + 256);
         }
     }
-    // A partial result for each page begun: a maximum, a sum and headDim outputs.
-    for (const int64_t context : {1, 64, 65, 1000}) {
-        const int64_t partials = 3 * 6 * ((context + 63) / 64);
-        EXPECT_GE(cuda::decodeAttentionBytes(3, {6, 2, 128}, context, 64),
-                  static_cast<size_t>(cuda::kDecodeCounterBytes + kFloat * partials * (2 + 128)));
-    }
 }
 
-// The largest group of heads of a size fits beside its weights in 96 KiB of shared memory; one more is refused.
-TEST(GpuScratch, LimitsTheGroupsOfDecode) {
-    for (const int32_t headDim : {8, 64, 128, 256, 512}) {
-        const int32_t most = cuda::maxHeadGroup(headDim);
-        EXPECT_LE(most * (headDim + 64 + 4) * kFloat, 96 * 1024);
-        EXPECT_NO_THROW(cuda::requireHeads({2 * most, 2, headDim}));
-        EXPECT_THROW(cuda::requireHeads({2 * most + 2, 2, headDim}), Error);
-    }
-    EXPECT_NO_THROW(cuda::requireHeads({64, 1, 256}));
-    EXPECT_THROW(cuda::requireHeads({64, 1, 512}), Error);
-    EXPECT_THROW(cuda::requireHeads({8, 1, 520}), Error);
-    EXPECT_THROW(cuda::requireHeads({8, 1, 60}), Error);
+// Decode's counters, and a maximum, a sum and headDim outputs for each slot, for all shapes and rows up to the largest.
+TEST(GpuScratch, HasDecodesRingForEveryShape) {
+    const cuda::HeadShape largest = {96, 32, 512};
+    for (const cuda::HeadShape shape : {cuda::HeadShape{96, 2, 128}, {1, 1, 8}, {64, 32, 64}, {71, 1, 512}, {8, 8, 8}})
+        for (int64_t rows = 1; rows <= cuda::decodeLaunchRows(shape.kvHeads); rows++) {
+            const int64_t heads = rows * shape.heads, chains = rows * shape.kvHeads;
+            const cuda::DecodeRing ring = cuda::decodeRing(heads);
+            EXPECT_EQ(ring.slots % ring.batch, 0);
+            EXPECT_GE(ring.slots / ring.batch, 2);  // one is joined while another is filled
+            const int64_t counters = 1 + chains * (1 + ring.slots / ring.batch);
+            EXPECT_LE(counters * kInt, static_cast<int64_t>(cuda::kDecodeCounterBytes));
+            const auto needed = static_cast<size_t>(cuda::kDecodeCounterBytes +
+                                                    kFloat * heads * (ring.slots + 1) * (2 + shape.headDim));
+            for (const int64_t most : {rows, int64_t{64}, int64_t{1000}}) {
+                EXPECT_GE(cuda::decodeAttentionBytes(most, shape), needed) << rows << " of " << most;
+                EXPECT_GE(cuda::decodeAttentionBytes(most, largest), needed) << rows << " of " << most;
+            }
+        }
 }
 
 }  // namespace
