@@ -44,7 +44,7 @@ void Session::reset() {
     std::lock_guard<std::mutex> lock(_mutex);
     _running.sampler.reset();
     settle();
-    keep(0);
+    keep(0, RowKind::Prompt);
 }
 
 // Forgets the tokens that the cache is ahead by. If the state after the tokens that remain is lost, the next step
@@ -58,10 +58,12 @@ void Session::settle() {
     _running.drafter.forget();
 }
 
-// Keeps the first `tokens` of the text, or fewer, so that prompt rows can follow and nothing is to be computed again.
-void Session::keep(int64_t tokens) {
+// Keeps the first `tokens` of the text, or fewer, so that rows of this kind can follow and nothing is to be computed
+// again.
+void Session::keep(int64_t tokens, RowKind follower) {
     const LockedModel model = _engine->runner().lock();
-    _text.truncate(_running.sequence.cutForPrompt(model, tokens));
+    const bool tiled = follower == RowKind::Prompt;
+    _text.truncate(tiled ? _running.sequence.cutForPrompt(model, tokens) : _running.sequence.cutBack(model, tokens));
 }
 
 // Computes the tokens of the session again that the cache has lost. `follower` is the token after them.
@@ -249,6 +251,11 @@ void Session::accept(std::vector<int32_t> chosen) {
     _chosen = std::move(chosen);
 }
 
+// Kernels for prompts need as long for a few rows as for a tile of them, and a step of so few decode rows needs less.
+RowKind Session::promptKind(int64_t tokens) const {
+    return tokens < kPromptTile && !limits().pieces.oneArithmetic ? RowKind::Decode : RowKind::Prompt;
+}
+
 void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted,
                     const DraftOptions& drafts) {
     std::lock_guard<std::mutex> lock(_mutex);
@@ -266,16 +273,17 @@ void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& pa
                                                     ": shorten it or ask for a larger context");
     }
     settle();
+    const RowKind kind = promptKind(static_cast<int64_t>(prompt.size()));
     Transcript reusable;
     // Without the last token: the pass over it gives the logits.
-    reusable.append(prompt.data(), static_cast<int64_t>(prompt.size()) - 1, RowKind::Prompt);
-    keep(_text.agreement(reusable, limits().pieces.oneArithmetic));
+    reusable.append(prompt.data(), static_cast<int64_t>(prompt.size()) - 1, kind);
+    keep(_text.agreement(reusable, limits().pieces.oneArithmetic), kind);
     _reused = _text.size();
     _running.history = prompt;
     _running.drafter.begin(drafts);
     _running.sampler.emplace(params, limits().vocabSize);
     try {
-        append(std::vector<int32_t>(prompt.begin() + _reused, prompt.end()), RowKind::Prompt, nullptr, {}, interrupted);
+        append(std::vector<int32_t>(prompt.begin() + _reused, prompt.end()), kind, nullptr, {}, interrupted);
     } catch (...) {
         _running.sampler.reset();
         throw;

@@ -26,8 +26,6 @@ struct GpuScratch {
     // different sequence.
     static constexpr int64_t kMaxDecodeRows = kExactLaunchRows, kMaxPrompts = 16,
                              kMaxSequences = kMaxDecodeRows + kMaxPrompts;
-    // The rows of one launch of decode's attention, whose scratch grows with rows and context.
-    static constexpr int64_t kAttentionRows = 8;
 
     explicit GpuScratch(const StepLimits& limits);
     size_t bytes() const { return _layout.bytes(); }
