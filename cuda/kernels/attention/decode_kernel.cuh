@@ -230,7 +230,7 @@ template <class K> struct PieceWork {
 };
 
 // Blocks take pieces by ticket, in ascending order, until there are no more.
-template <class K> __global__ void __launch_bounds__(kThreads, 3) attendFewRows(const Args args) {
+template <class K> __global__ void __launch_bounds__(kThreads, K::kBlocks) attendFewRows(const Args args) {
     allowNext();
     waitForPrevious();
     extern __shared__ __align__(128) uint8_t shared[];

@@ -99,7 +99,8 @@ template <KvType kType, int kWidth> struct RawRun {
 // elements of key 0. weights: 64 for each query.
 template <KvType kType, int kWidth, int kCount> struct ValueSums {
     using Run = RawRun<kType, kWidth>;
-    static constexpr int kBatch = Run::kWords <= 2 ? 8 : Run::kWords == 4 ? 4 : 2;  // keys that are read at once
+    // Keys that are read at once: as many as leave room for the sums.
+    static constexpr int kBatch = kCount * kWidth > 48 || Run::kWords > 4 ? 2 : Run::kWords == 4 ? 4 : 8;
     static constexpr int kQuad = kBatch < 4 ? kBatch : 4;
 
     float acc[kCount][kWidth];

@@ -21,6 +21,7 @@ template <KvType type, int width, int tile, bool whole> struct Kind {
     static constexpr KvType kType = type;
     static constexpr int kWidth = width, kTile = tile;
     static constexpr bool kWhole = whole;
+    static constexpr int kBlocks = width == 2 ? 4 : 3;  // of a multiprocessor, as far as registers go
     // With short rows, a tile's queries are spread over the warps.
     static constexpr int kShare = tile < kWarps ? 1 : tile / kWarps;
 

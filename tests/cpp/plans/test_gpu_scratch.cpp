@@ -289,6 +289,13 @@ TEST(GpuScratch, WorkspacesHoldWhatTheyAreDividedInto) {
     }
 }
 
+// Groups may be of any size; heads may not.
+TEST(GpuScratch, RefusesHeadsWithoutKernels) {
+    EXPECT_NO_THROW(cuda::requireHeads({1000, 1, 512}));
+    for (const cuda::HeadShape shape : {cuda::HeadShape{4, 2, 520}, {4, 2, 12}, {4, 2, 0}, {4, 3, 64}, {0, 1, 64}})
+        EXPECT_THROW(cuda::requireHeads(shape), Error);
+}
+
 // Decode's counters, and a maximum, a sum and headDim outputs for each slot, for all shapes and rows up to the largest.
 TEST(GpuScratch, HasDecodesRingForEveryShape) {
     const cuda::HeadShape largest = {96, 32, 512};

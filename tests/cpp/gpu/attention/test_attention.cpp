@@ -54,6 +54,47 @@ TEST_F(Decode, TakesRowsOfSeveralSequences) {
     }
 }
 
+// Each row has its own sequence and length. The last are more than one launch takes.
+TEST_F(Decode, TakesManyRows) {
+    for (const Shape& shape :
+         std::vector<Shape>{{KvType::BF16, 8, 2, 128}, {KvType::F16, 3, 3, 64}, {KvType::F32, 2, 1, 8}})
+        for (const int32_t rows : {1, 2, 9, 17, 31, 32, 33, 63, 64, 65, 130}) {
+            std::vector<Row> batch;
+            for (int32_t i = 0; i < rows; i++) batch.push_back({i, i * 37 % 700 + (i % 5 ? 0 : 300)});
+            compare(shape, batch, 16);
+        }
+}
+
+// Neighbouring rows of a sequence share its pages: drafts, around the borders of pages and segments, and more rows than
+// are computed together. The sequence before and after is another.
+TEST_F(Decode, SharesPagesAmongRowsOfASequence) {
+    for (const Shape& shape : kShapes)
+        for (const int32_t position : {0, 61, 190, 254, 1021, 1500})
+            for (const int32_t rows : {2, 5, 8, 21}) {
+                std::vector<Row> batch = {{1, 40}};
+                for (int32_t i = 0; i < rows; i++) batch.push_back({0, position + i});
+                batch.push_back({2, 700});
+                compare(shape, batch, 24);
+            }
+    compare({KvType::BF16, 8, 2, 64}, {{0, 900}, {0, 100}, {0, 901}, {0, 3}, {0, 902}, {0, 1400}}, 24);
+}
+
+// With this number of rows and heads the ring of results has the fewest slots, and the cache has more segments.
+TEST_F(Decode, UsesSlotsAgain) {
+    const Shape shape = {KvType::BF16, 16, 16, 8};
+    for (const int32_t segments : {8, 9, 16, 17, 40}) {
+        std::vector<Row> batch;
+        for (int32_t i = 0; i < 64; i++) batch.push_back({i / 32, segments * 256 - 33 + i % 32});
+        compare(shape, batch, segments * 4);
+    }
+}
+
+// One row alone has the most slots; it needs more batches than one from here on.
+TEST_F(Decode, JoinsManyBatches) {
+    for (const int32_t pages : {256, 257, 520, 4 * 1024 + 300})
+        compare({KvType::BF16, 4, 2, 8}, {{0, pages * 64 - 7}}, pages);
+}
+
 // More pages than lanes, and not a multiple of 32. Once few enough to be cut at pages, and once more.
 TEST_F(Decode, JoinsManyPages) {
     const int32_t most = 2 * stream().device().multiprocessors;

@@ -79,6 +79,24 @@ TEST_F(DecodeRules, SinksAndSoftcapsHaveTheBitsOfTheCpu) {
     }
 }
 
+// Rows that are computed together begin at different keys, pages and segments.
+TEST_F(DecodeRules, RowsOfASequenceSeeDifferentKeys) {
+    for (const Shape& shape : kShapes)
+        for (const Rule& rule : std::vector<Rule>{{{3, 0}},
+                                                  {{64, 0}},
+                                                  {{257, 0}, 0, true},
+                                                  {{700, 0}, 5.0f},
+                                                  {{0, 64}},
+                                                  {{0, 100}, 2.0f, true},
+                                                  {{0, 512}}})
+            for (const int32_t position : {58, 252, 506, 1018}) {
+                std::vector<Row> rows;
+                for (int32_t i = 0; i < 11; i++) rows.push_back({0, position + i});
+                for (int32_t i = 0; i < 12; i++) rows.push_back({1 + i / 3, 50 * (i / 3) + i % 3});
+                compare(shape, rows, 20, rule);
+            }
+}
+
 // One row alone is cut at pages. The first page that it sees is any of its segment's four.
 TEST_F(DecodeRules, SegmentsBeginAtAbsolutePages) {
     for (const Rule& rule : std::vector<Rule>{{{500, 0}}, {{500, 0}, 2.0f, true}, {{0, 64 * 5}}})

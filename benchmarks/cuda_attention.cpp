@@ -1,0 +1,155 @@
+// Measures decode's attention on the GPU, without the rest of a layer. Each line is one launch, replayed over copies of
+// the cache that exceed the second-level cache together. "share": relative to the speed at which a kernel that only
+// reads gets through memory on an H200.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+#include <vector>
+
+#include "device/stream.h"
+#include "kernels/attention/attention.h"
+
+using namespace sharpi;
+using namespace sharpi::cuda;
+
+namespace {
+
+constexpr double kReadBytesPerSecond = 4559e9;
+constexpr size_t kBeyondCache = size_t{400} << 20;
+constexpr int32_t kPage = 64;
+
+void require(cudaError_t status) {
+    if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
+}
+
+// Device memory, filled with one byte or with what the host has.
+template <typename T> struct Buffer {
+    Buffer(size_t count, int byte) {
+        require(cudaMalloc(&data, count * sizeof(T)));
+        require(cudaMemset(data, byte, count * sizeof(T)));
+    }
+    explicit Buffer(const std::vector<T>& host) : Buffer(host.size(), 0) {
+        require(cudaMemcpy(data, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    ~Buffer() { cudaFree(data); }
+    Buffer(const Buffer&) = delete;
+    T* data = nullptr;
+};
+
+struct Model {
+    const char* name;
+    HeadShape shape;
+};
+
+// `rows` rows for each of `sequences` sequences, which end with them at `tokens` tokens.
+struct Case {
+    int64_t tokens, sequences, rows;
+};
+
+// Copies of the cache, and the rows of one step.
+class Step {
+public:
+    Step(const Model& model, const Case& c)
+        : _shape(model.shape),
+          _pages((c.tokens + kPage - 1) / kPage),
+          _bytes(static_cast<size_t>(c.sequences * _pages * kPage * _shape.kvHeads * _shape.headDim) * 2),
+          _copies(std::max<size_t>(1, std::min<size_t>(64, kBeyondCache / (2 * _bytes)))),
+          _k(_bytes * _copies, 0x3c),
+          _v(_bytes * _copies, 0x3c),
+          _rows(c.sequences * c.rows),
+          _q(static_cast<size_t>(_rows * _shape.heads * _shape.headDim), 0),
+          _out(static_cast<size_t>(_rows * _shape.heads * _shape.headDim), 0),
+          _scratch(decodeAttentionBytes(_rows, _shape), 0) {
+        std::vector<int32_t> table(static_cast<size_t>(c.sequences * _pages)), positions, sequences;
+        std::iota(table.begin(), table.end(), 0);
+        std::shuffle(table.begin(), table.end(), std::mt19937(1));
+        for (int64_t i = 0; i < _rows; i++) {
+            positions.push_back(static_cast<int32_t>(c.tokens - c.rows + i % c.rows));
+            sequences.push_back(static_cast<int32_t>(i / c.rows));
+        }
+        _table = std::make_unique<Buffer<int32_t>>(table);
+        _positions = std::make_unique<Buffer<int32_t>>(positions);
+        _sequences = std::make_unique<Buffer<int32_t>>(sequences);
+    }
+    // The bytes of the cache that a launch reads.
+    size_t bytes() const { return 2 * _bytes; }
+    int launches() const { return static_cast<int>(std::max<size_t>(8, _copies)); }
+    void launch(Stream& stream, int number) const {
+        const size_t at = static_cast<size_t>(number) % _copies * _bytes;
+        const KvPages pages = {KvType::BF16, _shape.kvHeads, _shape.headDim, kPage, _k.data + at, _v.data + at};
+        const BatchRows batch = {_rows, _positions->data, _sequences->data, _table->data, _pages};
+        attentionDecode(stream, _q.data, _shape, {0.1f, {}}, batch, pages, _scratch.data, {_out.data, {}, {}});
+    }
+
+private:
+    HeadShape _shape;
+    int64_t _pages;
+    size_t _bytes, _copies;
+    Buffer<uint8_t> _k, _v;
+    int64_t _rows;
+    Buffer<float> _q, _out;
+    Buffer<uint8_t> _scratch;
+    std::unique_ptr<Buffer<int32_t>> _table, _positions, _sequences;
+};
+
+// The median time, in seconds, of one launch.
+double measure(Stream& stream, const Step& step) {
+    const std::unique_ptr<Graph> graph = stream.capture([&] {
+        for (int i = 0; i < step.launches(); i++) step.launch(stream, i);
+    });
+    cudaEvent_t begin, end;
+    require(cudaEventCreate(&begin));
+    require(cudaEventCreate(&end));
+    std::vector<float> times;
+    for (int i = 0; i < 12; ++i) {
+        require(cudaEventRecord(begin, stream.handle()));
+        stream.replay(*graph);
+        require(cudaEventRecord(end, stream.handle()));
+        require(cudaEventSynchronize(end));
+        float ms = 0;
+        require(cudaEventElapsedTime(&ms, begin, end));
+        if (i >= 2) times.push_back(ms);
+    }
+    require(cudaEventDestroy(begin));
+    require(cudaEventDestroy(end));
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2] / 1e3 / step.launches();
+}
+
+void measureAll(Stream& stream) {
+    const std::vector<Model> models = {
+        {"32 heads over 8 of 128", {32, 8, 128}},   {"16 heads over 8 of 128", {16, 8, 128}},
+        {"16 heads over 16 of 128", {16, 16, 128}}, {"32 heads over 4 of 128", {32, 4, 128}},
+        {"64 heads over 8 of 64", {64, 8, 64}},     {"16 heads over 2 of 256", {16, 2, 256}}};
+    const std::vector<Case> cases = {{256, 1, 1},   {1024, 1, 1},  {2048, 1, 1},   {4096, 1, 1},
+                                     {8192, 1, 1},  {32000, 1, 1}, {131072, 1, 1}, {8192, 1, 3},
+                                     {32000, 1, 5}, {256, 64, 1},  {2048, 8, 1},   {2048, 64, 1}};
+    std::printf("%-24s %8s %9s %5s %9s %8s %9s\n", "bf16 cache", "tokens", "sequences", "rows", "us", "GB/s", "share");
+    for (const Model& model : models)
+        for (const Case& c : cases) {
+            const Step step(model, c);
+            const double seconds = measure(stream, step);
+            const double rate = static_cast<double>(step.bytes()) / seconds;
+            std::printf("%-24s %8d %9d %5d %9.2f %8.0f %7.1f %%\n", model.name, static_cast<int>(c.tokens),
+                        static_cast<int>(c.sequences), static_cast<int>(c.rows), seconds * 1e6, rate / 1e9,
+                        100 * rate / kReadBytesPerSecond);
+            std::fflush(stdout);
+        }
+}
+
+}  // namespace
+
+int main() {
+    try {
+        Stream stream(findDevice(0));
+        measureAll(stream);
+    } catch (const std::exception& error) {
+        std::fprintf(stderr, "%s\n", error.what());
+        return 1;
+    }
+}
