@@ -30,7 +30,7 @@ void require(cudaError_t status) {
 // Device memory, filled with one byte or with what the host has.
 template <typename T> struct Buffer {
     Buffer(size_t count, int byte) {
-        require(cudaMalloc(&data, count * sizeof(T)));
+        require(cudaMalloc(reinterpret_cast<void**>(&data), count * sizeof(T)));
         require(cudaMemset(data, byte, count * sizeof(T)));
     }
     explicit Buffer(const std::vector<T>& host) : Buffer(host.size(), 0) {
