@@ -81,7 +81,7 @@ void GpuScratch::takeAlways(const StepLimits& l) {
     attention = _layout.take(cuda::decodeAttentionBytes(exactRows, heads));
     deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(batch.layout->room().sequences, deltaShape(l)) : 0;
     deltaReaders = _layout.take(deltaReaderBytes);
-    sampling = _layout.take(cuda::samplingScratchBytes(headRows, l.vocab));
+    sampling = _layout.take(cuda::samplingScratchBytes(l.vocab));
     adjustments = _layout.take(sizeof(TokenAdjustment) * static_cast<size_t>(l.vocab));
     token = _layout.take(sizeof(int32_t) * static_cast<size_t>(headRows));
 }

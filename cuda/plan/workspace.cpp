@@ -139,12 +139,10 @@ size_t deltaChunkBytes(int64_t rows, int64_t tiles, const DeltaShape& shape, boo
 }
 
 // Keys, ids and their sorted copies, for one row at a time. The sort's own scratch is as large as two of these and a
-// few tables. Or the best candidates of each tile, for all rows at once.
-size_t samplingScratchBytes(int64_t rows, int64_t vocab) {
-    const size_t sorted = 32 * static_cast<size_t>(vocab) + (size_t{2} << 20);
-    const int64_t tiles = (vocab + kSamplingTile - 1) / kSamplingTile;
-    const int64_t few = std::max(tiles, std::min<int64_t>(tiles * kFewCandidates, kMostMerged));
-    return std::max(sorted, sizeof(uint64_t) * static_cast<size_t>(rows * few));
+// few tables. The best candidates of each tile of kMostSampledRows rows, which share launches, take no more.
+size_t samplingScratchBytes(int64_t vocab) {
+    static_assert(sizeof(uint64_t) * kMostSampledRows * kFewCandidates <= 32 * kSamplingTile);
+    return 32 * static_cast<size_t>(vocab) + (size_t{2} << 20);
 }
 
 }  // namespace sharpi::cuda

@@ -33,7 +33,7 @@ constexpr int kTileItems = 8;
 constexpr int kTile = kTileThreads * kTileItems;
 constexpr int kMergeThreads = 1024;
 constexpr int kMaxMergeItems = 16;
-static_assert(kTile == kSamplingTile && kMergeThreads * kMaxMergeItems == kMostMerged);
+static_assert(kTile == kSamplingTile);
 constexpr uint32_t kNothing = 0x007fffffu;  // the key of -infinity, which is never chosen
 
 // --- candidates ---------------------------------------------------------------------------------------------------
@@ -115,14 +115,13 @@ __device__ __forceinline__ void adjustTile(float* logits, int64_t begin, int64_t
 }
 
 // What a launch chooses from, and its rows. Kernels for few rows exist because all parameters are copied at a launch.
-constexpr int kMostRows = 64;
 template <int kMost> struct Rows {
     float* logits;
     int64_t vocab;
     const TokenAdjustment* adjustments;
     RowChoice choice[kMost];
 };
-static_assert(sizeof(Rows<kMostRows>) < 4000, "the parameters of a kernel have at most 4 KiB");
+static_assert(sizeof(Rows<kMostSampledRows>) < 4000, "the parameters of a kernel have at most 4 KiB");
 
 struct TileInput {
     float* logits;
@@ -428,7 +427,9 @@ size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 int64_t tilesOf(int64_t vocab) { return (vocab + kTile - 1) / kTile; }
 
 // Whether the path for few candidates can be taken: the last block must hold the best of every tile.
-bool isFew(int64_t vocab, int64_t keep) { return keep <= kFewCandidates && tilesOf(vocab) * keep <= kMostMerged; }
+bool isFew(int64_t vocab, int64_t keep) {
+    return keep <= kFewCandidates && tilesOf(vocab) * keep <= int64_t{kMergeThreads} * kMaxMergeItems;
+}
 
 // CUB's convention: if memory is null, the call only sets `bytes`.
 void sortCandidates(void* memory, size_t& bytes, const uint32_t* keys, uint32_t* sortedKeys, const int32_t* ids,
@@ -491,7 +492,7 @@ template <typename Body> void withRows(const Group& group, const Body& body) {
     };
     if (group.choices.size() == 1) call(Rows<1>{});
     else if (group.choices.size() <= 8) call(Rows<8>{});
-    else call(Rows<kMostRows>{});
+    else call(Rows<kMostSampledRows>{});
 }
 
 template <int kMost>
@@ -523,7 +524,7 @@ void sampleMany(Stream& stream, const TileInput& in, const RowChoice& choice, vo
     const dim3 tiles(static_cast<unsigned>(tilesOf(in.vocab)));
     launch(stream, sortKeysKernel, tiles, dim3(kTileThreads), 0, in, choice.rule, scratch.keys, scratch.ids);
     size_t room = sortBytes(in.vocab);
-    if (scratch.bytes + room > samplingScratchBytes(1, in.vocab))
+    if (scratch.bytes + room > samplingScratchBytes(in.vocab))
         throw Error(ErrorKind::Internal, "sampling needs more scratch than was planned");
     sortCandidates(scratch.sort, room, scratch.keys, scratch.sortedKeys, scratch.ids, scratch.sortedIds, in.vocab,
                    stream.handle());
@@ -558,7 +559,7 @@ void sampleTokens(Stream& stream, float* logits, int64_t vocab, const std::vecto
         }
         Group& group = greedy ? best : few;
         group.choices.push_back(choice);
-        if (group.choices.size() < kMostRows) continue;
+        if (group.choices.size() < kMostSampledRows) continue;
         if (greedy) flush(best, takeBestOf);
         else flush(few, sampleFewOf);
     }

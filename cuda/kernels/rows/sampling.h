@@ -18,10 +18,9 @@ struct RowChoice {
 };
 
 // On which the scratch depends: the logits that a block reads, the most candidates of a row that is chosen from without
-// sorting all logits, and the most candidates that one block can find the best of.
-constexpr int kSamplingTile = 2048, kFewCandidates = 128, kMostMerged = 16384;
-// For calls with up to `rows` rows.
-size_t samplingScratchBytes(int64_t rows, int64_t vocab);
+// sorting all logits, and the most rows that share a launch.
+constexpr int kSamplingTile = 2048, kFewCandidates = 128, kMostSampledRows = 64;
+size_t samplingScratchBytes(int64_t vocab);
 
 // logits: [rows, vocab]. A row is changed in place unless its rule is plain greedy; each row has at most one choice.
 // adjustments: in device memory. scratch: 256-byte aligned. Sets tokens[choice.token] for each choice, to -1 if no

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "planning/memory_plan.h"
 #include "seed.h"
 #include "two_arithmetics.h"
 
@@ -186,6 +187,32 @@ TEST(SharedSteps, SessionsThatCanShareAStepDo) {
     Session::nextOf(all);
     EXPECT_EQ(stepsSeen(*watched.backend), std::vector<int64_t>({64, 6})) << "64 rows can be chosen from at once";
     EXPECT_TRUE(Session::nextOf({}).empty());
+}
+
+// Tokens can be chosen at once from a row of each sequence and one guess of each, and a plan counts their logits.
+TEST(SharedSteps, LogitsAreHeldForAllSessions) {
+    Options options;
+    options.vocab = 40000;
+    const Model model = modelOf(options);
+    const auto tensors = model.weights()->tensors();
+    const auto at = [&](int32_t sequences, int64_t batch) {
+        EngineOptions wanted(cudaKind());
+        wanted.context = kContext;
+        wanted.batch = batch;
+        wanted.sequences = sequences;
+        wanted.prompt = PromptMode::Exact;
+        return wanted;
+    };
+    for (const auto& [sequences, rows] : {std::pair(1, 8), {4, 8}, {5, 10}, {31, 62}, {32, 64}, {4096, 64}})
+        EXPECT_EQ(engineLimits(model.spec(), tensors, at(sequences, 512)).headRows, rows) << sequences;
+    EXPECT_EQ(engineLimits(model.spec(), tensors, at(40, 3)).headRows, 3);
+    const auto scratch = [&](int32_t sequences) {
+        for (const TraceLine& line : plannedLines(model.spec(), tensors, at(sequences, 512)))
+            if (line.name == "scratch") return line.taken;
+        return int64_t{0};
+    };
+    const int64_t granule = 2 << 20;
+    EXPECT_NEAR(scratch(64) - scratch(4), 4 * (64 - 8) * options.vocab, granule);
 }
 
 TEST(SharedSteps, RefusesSessionsThatCannotShareOne) {

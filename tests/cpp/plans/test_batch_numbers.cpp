@@ -85,6 +85,19 @@ TEST(BatchNumbers, RowsAreThoseOfTheBatch) {
     }
 }
 
+// How many rows a sequence has decides how recurrent layers take them.
+TEST(BatchNumbers, KnowsTheMostExactRowsOfASequence) {
+    World world(false);
+    const int32_t a = world.held(70), b = world.held(3), c = world.held(130), d = world.held(0);
+    world.add(RowKind::Decode, a, 1);
+    world.add(RowKind::Decode, b, 4);
+    world.add(RowKind::Decode, c, 2);
+    EXPECT_EQ(world.fill(7).mostExact, 4);
+    world.add(RowKind::Prompt, d, 9);
+    EXPECT_EQ(world.fill(7).mostExact, 4) << "fast rows do not count";
+    EXPECT_EQ(world.fill(16).mostExact, 9);
+}
+
 // Tiles are cut at absolute multiples of 64 positions, however a prompt was cut, and count from the first fast row.
 TEST(BatchNumbers, QueryTilesBeginAtAbsoluteMultiples) {
     World world(false);

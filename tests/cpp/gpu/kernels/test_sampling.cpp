@@ -19,7 +19,7 @@ protected:
         // The logits behind the vocabulary would be chosen if they were read.
         _logits = std::make_unique<DeviceArray<float>>(std::vector<float>(kLargest + 4096, 1e30f));
         _adjustments = std::make_unique<DeviceArray<TokenAdjustment>>(size_t{4096});
-        _scratch = std::make_unique<DeviceArray<uint8_t>>(samplingScratchBytes(1, kLargest));
+        _scratch = std::make_unique<DeviceArray<uint8_t>>(samplingScratchBytes(kLargest));
         _token = std::make_unique<DeviceArray<int32_t>>(size_t{1});
     }
 
@@ -204,7 +204,7 @@ TEST_F(Sampling, RowsInOneCallGetWhatEachGetsAlone) {
         }
         const DeviceArray<float> deviceLogits(logits);
         const DeviceArray<TokenAdjustment> deviceAdjustments(adjustments);
-        const DeviceArray<uint8_t> scratch(samplingScratchBytes(held, vocab));
+        const DeviceArray<uint8_t> scratch(samplingScratchBytes(vocab));
         const DeviceArray<int32_t> tokens(order.size());
         sampleTokens(stream(), deviceLogits.get(), vocab, choices, deviceAdjustments.get(), scratch.get(),
                      tokens.get());
@@ -224,7 +224,7 @@ TEST_F(Sampling, RowsInOneCallGetWhatEachGetsAlone) {
 TEST_F(Sampling, RowsShareLaunches) {
     const int64_t vocab = 5000;
     const DeviceArray<float> logits(randomFloats(64 * vocab));
-    const DeviceArray<uint8_t> scratch(samplingScratchBytes(64, vocab));
+    const DeviceArray<uint8_t> scratch(samplingScratchBytes(vocab));
     const DeviceArray<int32_t> tokens(size_t{64});
     for (const float temperature : {0.0f, 0.8f}) {
         for (const int16_t rows : {1, 2, 8, 9, 64}) {
@@ -243,7 +243,7 @@ TEST_F(Sampling, RowsShareLaunches) {
 TEST_F(Sampling, PlainGreedyLeavesTheLogits) {
     const auto logits = randomFloats(5001);
     const DeviceArray<float> deviceLogits(logits);
-    const DeviceArray<uint8_t> scratch(samplingScratchBytes(1, 5001));
+    const DeviceArray<uint8_t> scratch(samplingScratchBytes(5001));
     const DeviceArray<int32_t> token(1);
     SamplingRule rule;
     rule.temperature = 0;
@@ -258,7 +258,7 @@ TEST_F(Sampling, CanBeCaptured) {
         rule.topK = topK;
         auto logits = randomFloats(30000);
         const DeviceArray<float> deviceLogits(logits);
-        const DeviceArray<uint8_t> scratch(samplingScratchBytes(1, 30000));
+        const DeviceArray<uint8_t> scratch(samplingScratchBytes(30000));
         const DeviceArray<int32_t> token(1);
         const auto graph = stream().capture([&] {
             sampleTokens(stream(), deviceLogits.get(), 30000, {{0.7, rule}}, nullptr, scratch.get(), token.get());
