@@ -62,11 +62,11 @@
 //     for width in 16, 8, 4, 2, 1:   acc[i] = acc[i] + acc[i + width] for every i < width
 //     y = acc[0], or acc[0] + bias if there is a bias
 //
-// What stands between products follows rules of its own: core/rules/activation.h joins gates and ups, and
-// core/rules/routing_rule.h chooses and weighs experts. The answer of an expert is its finished product with the bias;
-// a row's answers are summed by rank from +0 with one fma each, acc = fma(weight, answer, acc), then the shared
-// expert's with its factor. A weight that multiplied the expert's input is 1 here. The sum replaces its destination, or
-// is added to it at the end.
+// What stands between products follows rules of its own: core/rules/norm.h normalizes rows and adds parts,
+// core/rules/activation.h joins gates and ups, and core/rules/routing_rule.h chooses and weighs experts. The answer of
+// an expert is its finished product with the bias; a row's answers are summed by rank from +0 with one fma each, acc =
+// fma(weight, answer, acc), then the shared expert's with its factor. A weight that multiplied the expert's input is 1
+// here. The sum replaces its destination, or is added to it at the end.
 #pragma once
 
 namespace sharpi {

@@ -11,8 +11,11 @@ NormCall normOf(const LayerContext& context, VectorId weight, VectorId bias) {
     return {context.spec.norm, context.weights[weight], context.weights[bias], context.spec.normEpsilon};
 }
 
+// Adds what is pending. Then Normed = norm(x), or x if there is no norm.
 void norm(const LayerContext& context, const NormCall& call, Readers readers, bool floats = false) {
-    context.ops.norm(std::exchange(context.pending, std::nullopt), call, readers, floats);
+    const OptionalPart part = std::exchange(context.pending, std::nullopt);
+    if (call.weight) context.ops.norm(part, call, readers, floats);
+    else context.ops.copyRows(part, readers);
 }
 
 RouterCall routerOf(const LayerContext& context, const LayerSpec& layer) {
@@ -50,6 +53,7 @@ void leavePart(const LayerContext& context, VectorId norm) {
 void addPart(const LayerContext& context, const LayerSpec& layer, RowInput rows, const Weight& w, const float* bias,
              VectorId norm) {
     if (!context.spec.partsApart(layer)) return context.ops.addLinear(rows, w, bias);
+    addPending(context);  // of the mixer, if the layer has one norm
     context.ops.linear(rows, {{w, bias, RowBuffer::PartOut}});
     leavePart(context, norm);
 }
@@ -84,11 +88,11 @@ void sharedExpert(const LayerContext& context, const SharedExpertSpec& shared, A
     context.ops.linear(RowInput::Hidden, {{down, nullptr, RowBuffer::SharedOut}});
 }
 
-// What reads the rows of the mixer's norm besides the mixer: gate and up of a layer without a norm for its
-// feed-forward part; else `own` once more.
+// What reads the rows of the mixer's norm besides the mixer: gate and up of a layer with one norm; else `own` once
+// more.
 std::pair<const Weight&, const Weight&> alsoReading(const LayerContext& context, const LayerSpec& layer,
                                                     const Weight& own) {
-    if (layer.ffnNorm) return {own, own};
+    if (!layer.oneNorm) return {own, own};
     return {context.weights[layer.dense->gate], context.weights[layer.dense->up]};
 }
 
@@ -158,7 +162,7 @@ void denseLayer(const LayerContext& context, const LayerSpec& layer) {
     const DenseFfnSpec& f = *layer.dense;
     const ModelWeights& w = context.weights;
     const Weight &gate = w[f.gate], &up = w[f.up], &down = w[f.down];
-    if (layer.ffnNorm) norm(context, normOf(context, layer.ffnNorm, layer.ffnNormBias), {gate, up});
+    if (!layer.oneNorm) norm(context, normOf(context, layer.ffnNorm, layer.ffnNormBias), {gate, up});
     const HostBiases hostBiases{w.inHost(f.gateBias), w.inHost(f.upBias)};
     context.ops.gatedLinear(RowInput::Normed, {gate, up, w[f.gateBias], w[f.upBias], f.activation, hostBiases}, down);
     if (layer.parallel) context.ops.linear(RowInput::Hidden, {{down, w[f.downBias], RowBuffer::PartOut}});
@@ -218,7 +222,7 @@ void addLayerInput(const LayerContext& context, const LayerInputSpec& input, int
     const ModelWeights& w = context.weights;
     Operations& ops = context.ops;
     const Weight &gate = w[input.gate], &projection = w[input.projection];
-    ops.copyRows(std::exchange(context.pending, std::nullopt), {gate});
+    norm(context, {}, {gate});
     ops.linear(RowInput::Normed, {{gate, nullptr, RowBuffer::Gate}});
     ops.gateLayerInput(layer, context.spec.layerInputs->width, projection);
     ops.linear(RowInput::Hidden, {{projection, nullptr, RowBuffer::PartOut}});

@@ -18,14 +18,27 @@ VectorId LayerReader::norm(const std::string& name, int64_t size) {
     return _model.vector(_model._tensors.requiredFloats(_block + name + ".weight", {size}));
 }
 
+// The bias of a LayerNorm, if there is one.
+VectorId LayerReader::normBias(const std::string& name) {
+    if (_model._spec.norm != NormKind::Layer) return {};
+    return floats(name + ".bias", {_model._spec.embedding});
+}
+
 LayerReader& LayerReader::mixerNorm(const std::string& name) {
     unused("attn_rot_embd");  // cached frequencies of early converters
     _layer.mixerNorm = norm(name, _model._spec.embedding);
+    _layer.mixerNormBias = normBias(name);
     return *this;
 }
 
 LayerReader& LayerReader::ffnNorm(const std::string& name) {
     _layer.ffnNorm = norm(name, _model._spec.embedding);
+    _layer.ffnNormBias = normBias(name);
+    return *this;
+}
+
+LayerReader& LayerReader::oneNorm() {
+    _layer.oneNorm = true;
     return *this;
 }
 

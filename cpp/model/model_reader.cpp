@@ -36,6 +36,22 @@ void readScaling(RopeSpec& rope, const Metadata& md, const std::string& prefix, 
     if (rope.extrapolation != 0 && !elsewhere) rope.magnitude *= 1.0 + 0.1 * std::log(factor);
 }
 
+constexpr const char* kRmsEpsilon = "attention.layer_norm_rms_epsilon";
+constexpr const char* kLayerEpsilon = "attention.layer_norm_epsilon";
+
+float readEpsilon(const Metadata& md, const std::string& key) {
+    const auto epsilon = static_cast<float>(md.number(key));
+    if (!(epsilon >= 0 && epsilon < 1)) bad("metadata key '" + key + "' is outside 0 to 1");
+    return epsilon;
+}
+
+// Writers store 0 for "not scaled".
+float readScale(const Metadata& md, const std::string& key) {
+    const double scale = md.numberOr(key, 0.0);
+    if (!std::isfinite(scale)) bad("metadata key '" + key + "' is not a number");
+    return scale == 0 ? 1.0f : static_cast<float>(scale);
+}
+
 }  // namespace
 
 ModelReader::ModelReader(const Metadata& metadata, const TensorTable& tensors)
@@ -44,9 +60,9 @@ ModelReader::ModelReader(const Metadata& metadata, const TensorTable& tensors)
     _spec.name = metadata.textOr("general.name", _spec.architecture);
     _spec.contextLength = metadata.integer(key("context_length"), 1, kMaxContext);
     _spec.embedding = metadata.integer(key("embedding_length"), 1, kMaxWidth);
-    const std::string epsilon = key("attention.layer_norm_rms_epsilon");
-    _spec.normEpsilon = static_cast<float>(metadata.number(epsilon));
-    if (!(_spec.normEpsilon >= 0 && _spec.normEpsilon < 1)) bad("metadata key '" + epsilon + "' is outside 0 to 1");
+    // A file without RMS norms has the other key alone: see layerNorms().
+    if (metadata.has(key(kRmsEpsilon)) || !metadata.has(key(kLayerEpsilon)))
+        _spec.normEpsilon = readEpsilon(metadata, key(kRmsEpsilon));
     _blocks = metadata.integer(key("block_count"), 1, 4096);
     _spec.layers.reserve(static_cast<size_t>(_blocks));  // readers of layers point to them
     const TensorInfo* embedding = tensors.find("token_embd.weight");
@@ -56,6 +72,11 @@ ModelReader::ModelReader(const Metadata& metadata, const TensorTable& tensors)
     const WeightSlice table = _tensors.required("token_embd.weight", {_spec.embedding, _spec.vocabSize});
     _spec.tokenEmbedding = {
         add({table}, WeightRole::Embedding, WeightForm::Table, 1.0 / static_cast<double>(_spec.vocabSize))};
+}
+
+void ModelReader::layerNorms() {
+    _spec.norm = NormKind::Layer;
+    _spec.normEpsilon = readEpsilon(_metadata, key(kLayerEpsilon));
 }
 
 int32_t ModelReader::add(std::vector<WeightSlice> slices, WeightRole role, WeightForm form, double share) {
@@ -147,6 +168,13 @@ void ModelReader::scaleEnds() {
     _spec.logitSoftcap = static_cast<float>(_metadata.numberOr(key("final_logit_softcapping"), 0.0));
 }
 
+void ModelReader::scales(LogitScale logits) {
+    _spec.embeddingScale = readScale(_metadata, key("embedding_scale"));
+    _spec.residualScale = readScale(_metadata, key("residual_scale"));
+    _spec.logitScale = readScale(_metadata, key("logit_scale"));
+    if (logits == LogitScale::Divides) _spec.logitScale = 1.0f / _spec.logitScale;
+}
+
 void ModelReader::layerInputs() {
     const int64_t width = _metadata.integerOr(key("embedding_length_per_layer_input"), 0, kMaxWidth, 0);
     if (width == 0) return;
@@ -183,6 +211,8 @@ void ModelReader::head() {
     _part = ModelPart::Head;
     _layer = -1;
     _spec.outputNorm = vector(_tensors.requiredFloats("output_norm.weight", {_spec.embedding}));
+    if (_spec.norm == NormKind::Layer)
+        _spec.outputNormBias = vector(_tensors.optionalFloats("output_norm.bias", {_spec.embedding}));
     if (const WeightSlice output = _tensors.optional("output.weight", {_spec.embedding, _spec.vocabSize})) {
         _spec.output = matrix(output, WeightRole::Head);
         return;
@@ -233,12 +263,16 @@ ModelSpec ModelReader::finish() {
         const bool oneMixer = layer->attention.has_value() != layer->delta.has_value();
         const bool both = layer->dense && layer->experts && layer->parallel && layer->ffnPostNorm;
         const bool oneFeed = both || layer->dense.has_value() != layer->experts.has_value();
-        if (!oneMixer || !oneFeed) {
-            throw Error(ErrorKind::Internal,
-                        "the reader of '" + _spec.architecture +
-                            "' has made a layer without exactly one mixer and one feed-forward part");
+        const bool normed =
+            layer->ffnNorm || (layer->dense && !layer->experts && (!layer->oneNorm || layer->mixerNorm));
+        if (!oneMixer || !oneFeed || !normed) {
+            throw Error(
+                ErrorKind::Internal,
+                "the reader of '" + _spec.architecture +
+                    "' has made a layer without exactly one mixer and one feed-forward part, or without a norm");
         }
     }
+    if (_spec.normEpsilon < 0) _spec.normEpsilon = readEpsilon(_metadata, key(kRmsEpsilon));
     _tensors.requireAllUsed(_spec.architecture);
     return std::move(_spec);
 }

@@ -82,6 +82,12 @@ public:
     int32_t queryScale(const QueryScaleSpec& scale);
     // Embeddings are multiplied by the root of the model's width, and logits capped by the key final_logit_softcapping.
     void scaleEnds();
+    // What layers and the output head read goes through LayerNorm. To be called before the first layer.
+    void layerNorms();
+    // The factors of embeddings, of what parts add to x, and of logits, if the keys embedding_scale, residual_scale and
+    // logit_scale say them. The last one multiplies logits or divides them.
+    enum class LogitScale { Multiplies, Divides };
+    void scales(LogitScale logits);
     // The tables of per-layer embeddings, if embedding_length_per_layer_input is above 0.
     void layerInputs();
     int64_t embedding() const { return _spec.embedding; }
@@ -117,7 +123,8 @@ private:
     int32_t _layer = -1;
 };
 
-// One layer. Its parts are to be read in the order of use: mixerNorm, a mixer, ffnNorm, a feed-forward part.
+// One layer. Its parts are to be read in the order of use: mixerNorm, a mixer, ffnNorm, a feed-forward part. Without a
+// norm, a part reads x as it is.
 class LayerReader {
 public:
     // Names are those behind "blk.N.", without ".weight".
@@ -126,6 +133,8 @@ public:
     LayerReader& gatedDelta(bool fusedSteps = false);
     LayerReader& mixerPostNorm(const std::string& name);
     LayerReader& ffnNorm(const std::string& name);
+    // In place of ffnNorm: the feed-forward part reads what the mixer reads.
+    LayerReader& oneNorm();
     LayerReader& dense(const DenseParts& parts = {});
     LayerReader& experts(const ExpertParts& parts);
     LayerReader& ffnPostNorm(const std::string& name);
@@ -148,6 +157,7 @@ private:
           _index(static_cast<size_t>(index)),
           _block("blk." + std::to_string(index) + ".") {}
     VectorId norm(const std::string& name, int64_t size);
+    VectorId normBias(const std::string& name);
     void readShape(AttentionSpec& a, const AttentionParts& parts);
     void readQkv(AttentionSpec& a, const AttentionParts& parts);
     void readBiases(AttentionSpec& a);

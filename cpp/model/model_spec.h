@@ -132,9 +132,10 @@ struct LayerInputSpec {
 };
 
 struct LayerSpec {
-    VectorId mixerNorm, ffnNorm;             // no ffnNorm: the feed-forward part reads what the mixer reads
+    VectorId mixerNorm, ffnNorm;             // absent: the part reads x as it is
     VectorId mixerNormBias, ffnNormBias;     // of NormKind::Layer; may be absent
     VectorId mixerPostNorm, ffnPostNorm;     // of what a part adds to x; may be absent
+    bool oneNorm = false;                    // the feed-forward part reads what the mixer reads; there is no ffnNorm
     std::optional<AttentionSpec> attention;  // exactly one of the two
     std::optional<GatedDeltaSpec> delta;
     std::optional<DenseFfnSpec> dense;  // exactly one of the two, unless there are parallel norms
@@ -169,10 +170,10 @@ struct ModelSpec {
     std::string name;
     int64_t vocabSize = 0, contextLength = 0, embedding = 0;
     NormKind norm = NormKind::Rms;  // of what layers and the output head read; all other norms are RMS norms
-    float normEpsilon = 0;
+    float normEpsilon = -1;
     float embeddingScale = 1.0f;
     float residualScale = 1.0f;         // of what each part adds to x
-    float logitScale = 1.0f;            // of logits, before the cap
+    float logitScale = 1.0f;            // of logits, before their cap
     float logitSoftcap = 0;             // logits become softcap * tanh(logit / softcap); 0: they stay
     std::vector<ListedWeight> weights;  // part by part, each in the order of use
     std::vector<RopeSpec> ropes;

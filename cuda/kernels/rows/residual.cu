@@ -28,7 +28,7 @@ struct RowWork {
     NextRows next;
     float* x;
     const int32_t* rowIndex;
-    int64_t cols;
+    int cols;
     float width;       // cols
     bool whole, held;  // whole: rows are whole quads, aligned; held: rows stay in shared memory
     RowOutputs out;
@@ -37,27 +37,27 @@ struct RowWork {
 // A row in global or in shared memory.
 struct Place {
     float* at;
-    int64_t cols;
+    int cols;
     bool whole;
-    __device__ __forceinline__ float4 load(int64_t q) const { return loadQuad(at + q * 4, whole, cols - q * 4); }
-    __device__ __forceinline__ void store(int64_t q, float4 x) const { storeQuad(at + q * 4, x, whole, cols - q * 4); }
+    __device__ __forceinline__ float4 load(int q) const { return loadQuad(at + q * 4, whole, cols - q * 4); }
+    __device__ __forceinline__ void store(int q, float4 x) const { storeQuad(at + q * 4, x, whole, cols - q * 4); }
 };
 
-__device__ __forceinline__ float4 loadWeights(const float* weights, const RowWork& work, int64_t q) {
+__device__ __forceinline__ float4 loadWeights(const float* weights, const RowWork& work, int q) {
     return loadQuad(weights + q * 4, work.whole, work.cols - q * 4);
 }
 
 // Calls body(q, valid, ahead) for the thread's quads: ahead is their number among those that are fetched ahead, or -1.
 // Whole warps make each call.
-template <typename Body> __device__ __forceinline__ void forQuads(int64_t quads, const Body& body) {
-    const int64_t warpFirst = threadIdx.x & ~31u;
+template <typename Body> __device__ __forceinline__ void forQuads(int quads, const Body& body) {
+    const int thread = static_cast<int>(threadIdx.x), warpFirst = thread & ~31;
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-        const int64_t skipped = int64_t{j} * blockDim.x;
-        if (warpFirst + skipped < quads) body(threadIdx.x + skipped, threadIdx.x + skipped < quads, j);
+        const int skipped = j * blockDim.x;
+        if (warpFirst + skipped < quads) body(thread + skipped, thread + skipped < quads, j);
     }
-    for (int64_t skipped = int64_t{kAhead} * blockDim.x; warpFirst + skipped < quads; skipped += blockDim.x)
-        body(threadIdx.x + skipped, threadIdx.x + skipped < quads, -1);
+    for (int skipped = kAhead * blockDim.x; warpFirst + skipped < quads; skipped += blockDim.x)
+        body(thread + skipped, thread + skipped < quads, -1);
 }
 
 // A weight's quads, of which the first were fetched ahead.
@@ -65,25 +65,25 @@ struct Weights {
     const float* from;  // null: none
     float4 ahead[kAhead];
 
-    __device__ __forceinline__ void fetch(const RowWork& work, int64_t quads) {
+    __device__ __forceinline__ void fetch(const RowWork& work, int quads) {
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
-            const int64_t q = threadIdx.x + int64_t{j} * blockDim.x;
+            const int q = static_cast<int>(threadIdx.x + j * blockDim.x);
             ahead[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (from && q < quads) ahead[j] = loadWeights(from, work, q);
         }
     }
-    __device__ __forceinline__ float4 quad(const RowWork& work, int64_t q, int j) const {
+    __device__ __forceinline__ float4 quad(const RowWork& work, int q, int j) const {
         return j >= 0 ? ahead[j] : loadWeights(from, work, q);
     }
 };
 
 // The sum over a row that the block has just written, for every thread. result: in shared memory.
 template <typename Add>
-__device__ __forceinline__ float blockSum(const float* row, int64_t cols, const Add& add, float* result) {
+__device__ __forceinline__ float blockSum(const float* row, int cols, const Add& add, float* result) {
     __syncthreads();
     if (threadIdx.x < 32) {
-        const float total = contractTree(addUp(row, static_cast<int>(cols), 0.0f, add));
+        const float total = contractTree(addUp(row, cols, 0.0f, add));
         if (threadIdx.x == 0) *result = total;
     }
     __syncthreads();
@@ -91,19 +91,19 @@ __device__ __forceinline__ float blockSum(const float* row, int64_t cols, const 
 }
 
 // y = yNorm(y) + sideNorm(side). Two warps sum at the same time, if there are two.
-__device__ __forceinline__ void joinSides(const RowWork& work, int64_t quads, const Place& y, const Place& side,
+__device__ __forceinline__ void joinSides(const RowWork& work, int quads, const Place& y, const Place& side,
                                           float (&results)[2]) {
     const PartTerms& part = work.part;
     __syncthreads();
     const int warp = static_cast<int>(threadIdx.x / 32), warps = static_cast<int>(blockDim.x / 32);
     for (int which = warp; which < 2; which += warps) {
-        const float total = contractTree(addUp(which ? side.at : y.at, static_cast<int>(work.cols), 0.0f, Squares()));
+        const float total = contractTree(addUp(which ? side.at : y.at, work.cols, 0.0f, Squares()));
         if ((threadIdx.x & 31) == 0) results[which] = total;
     }
     __syncthreads();
     const float ofY = inverseRoot(results[0], part.eps, work.width),
                 ofSide = inverseRoot(results[1], part.eps, work.width);
-    forQuads(quads, [&](int64_t q, bool valid, int) {
+    forQuads(quads, [&](int q, bool valid, int) {
         if (!valid) return;
         const float4 one = product(product(y.load(q), ofY), loadWeights(part.yNorm, work, q));
         const float4 other = product(product(side.load(q), ofSide), loadWeights(part.sideNorm, work, q));
@@ -112,7 +112,7 @@ __device__ __forceinline__ void joinSides(const RowWork& work, int64_t quads, co
 }
 
 // Adds the part to x. sum: where the changed row goes besides, which may be y.
-__device__ __forceinline__ void addRow(const RowWork& work, int64_t quads, const Weights& norm, const Place& x,
+__device__ __forceinline__ void addRow(const RowWork& work, int quads, const Weights& norm, const Place& x,
                                        const Place& to, float* held, float (&results)[2]) {
     const PartTerms& part = work.part;
     const int64_t at = int64_t{blockIdx.x} * work.cols;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void addRow(const RowWork& work, int64_t quads, const
     const Place ownY = work.held ? Place{held, work.cols, true} : y,
                 ownSide = work.held ? Place{held + quads * 4, work.cols, true} : side;
     float4 before[kAhead];
-    forQuads(quads, [&](int64_t q, bool valid, int j) {
+    forQuads(quads, [&](int q, bool valid, int j) {
         if (!valid) return;
         if (j >= 0) before[j] = x.load(q);
         if (!work.held) return;
@@ -131,7 +131,7 @@ __device__ __forceinline__ void addRow(const RowWork& work, int64_t quads, const
     float inverse = 1.0f;
     if (part.norm) inverse = inverseRoot(blockSum(ownY.at, work.cols, Squares(), &results[0]), part.eps, work.width);
     const float scale = part.scale ? *part.scale : 1.0f;
-    forQuads(quads, [&](int64_t q, bool valid, int j) {
+    forQuads(quads, [&](int q, bool valid, int j) {
         if (!valid) return;
         float4 added = ownY.load(q);
         if (part.norm) added = product(product(added, inverse), norm.quad(work, q, j));
@@ -147,7 +147,8 @@ __global__ void __launch_bounds__(kMostThreads) residualKernel(const RowWork wor
     extern __shared__ float4 heldQuads[];
     __shared__ float results[2], means[2];
     allowNext();
-    const int64_t cols = work.cols, quads = (cols + 3) / 4, row = blockIdx.x;
+    const int cols = work.cols, quads = (cols + 3) / 4;
+    const int64_t row = blockIdx.x;
     const bool normed = work.next.kind == NextRows::Kind::Rms || work.next.kind == NextRows::Kind::Layer;
     Weights partNorm{work.part.norm}, nextNorm{work.next.weight};
     partNorm.fetch(work, quads);
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kMostThreads) residualKernel(const RowWork wor
     if (work.part.y) {
         addRow(work, quads, partNorm, x, own, held, results);
     } else if (work.held) {
-        forQuads(quads, [&](int64_t q, bool valid, int) {
+        forQuads(quads, [&](int q, bool valid, int) {
             if (valid) own.store(q, x.load(q));
         });
     }
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(kMostThreads) residualKernel(const RowWork wor
     } else if (normed) {
         inverse = inverseRoot(blockSum(own.at, cols, Squares(), &means[0]), work.next.eps, work.width);
     }
-    forQuads(quads, [&](int64_t q, bool valid, int j) {
+    forQuads(quads, [&](int q, bool valid, int j) {
         float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (valid) {
             y = own.load(q);
@@ -195,7 +196,7 @@ void addPart(Stream& stream, const PartTerms& part, float* x, const int32_t* row
     if (rows == 0 || cols == 0) return;
     if ((part.y && rowIndex) || (out.quantized.q && cols % kContractBlock != 0))
         throw Error(ErrorKind::Internal, "rows of " + std::to_string(cols) + " elements cannot be normed as asked");
-    RowWork work{part, next, x, rowIndex, cols, static_cast<float>(cols), cols % 4 == 0, false, out};
+    RowWork work{part, next, x, rowIndex, static_cast<int>(cols), static_cast<float>(cols), cols % 4 == 0, false, out};
     for (const float* p :
          {static_cast<const float*>(part.y), part.norm, static_cast<const float*>(part.side), part.yNorm, part.sideNorm,
           next.weight, next.bias, static_cast<const float*>(x), static_cast<const float*>(out.floats)})

@@ -67,13 +67,17 @@ TEST(Layers, APartIsAddedWithTheNormThatFollows) {
     const auto of = [](const char* architecture, int64_t experts, int64_t inputs) {
         tiny::Options options;
         options.architecture = architecture;
-        options.layers = 4;
+        options.layers = 4;  // two parts each
         options.experts = experts;
         options.layerInputs = inputs;
         return options;
     };
     EXPECT_EQ(addedIn(of("llama", 0, 0)), (PartsAdded{0, 0, 0}));
     EXPECT_EQ(addedIn(of("gemma2", 0, 0)), (PartsAdded{7, 0, 1}));
+    EXPECT_EQ(addedIn(of("granite", 0, 0)), (PartsAdded{7, 0, 1}));
+    EXPECT_EQ(addedIn(of("granitemoe", 4, 0)), (PartsAdded{7, 0, 1}));
+    EXPECT_EQ(addedIn(of("olmo2", 0, 0)), (PartsAdded{0, 7, 1}));
+    EXPECT_EQ(addedIn(of("cohere2", 0, 0)), (PartsAdded{3, 0, 5}));  // one norm for two parts
     EXPECT_EQ(addedIn(of("gemma4", 4, 0)), (PartsAdded{7, 0, 1}));
     EXPECT_EQ(addedIn(of("gemma4", 0, 32)), (PartsAdded{7, 4, 1}));
 }

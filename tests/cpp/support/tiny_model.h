@@ -60,6 +60,9 @@ struct Family {
     bool fusedUp = false;          // ffn_up holds gate and up
     bool fusedSteps = false;       // ssm_ba holds the rows of alpha and beta
     bool gated = true;             // feed-forward parts have a gate
+    bool preNorms = true;          // norms before each part
+    bool layerNorms = false;       // these norms subtract the mean, and the feed-forward part has none of its own
+    bool scales = false;           // of embeddings, of what each part adds, and of logits
     bool gemma4 = false;           // larger heads in every second layer, which has no values; and Options::layerInputs
     bool embedsPositions(int64_t layer) const { return !withoutPositions || (layer + 1) % withoutPositions; }
     const char* ffnNorm() const { return hybrid || sinks ? "post_attention_norm" : "ffn_norm"; }
@@ -94,6 +97,18 @@ inline const std::vector<Family>& families() {
             gemma.windows = gemma.postNorms = true;
             gemma.gemma4 = name == std::string("gemma4");
             gemma.layers = name == std::string("gemma3") ? 6 : 4;
+        }
+        Family& olmo = add("olmo2", Pairing::Halves, QkNorm::FullRow);
+        olmo.windows = olmo.postNorms = true;
+        olmo.preNorms = false;
+        olmo.layers = 4;
+        Family& cohere = add("cohere2", Pairing::Adjacent, QkNorm::None);
+        cohere.windows = cohere.layerNorms = cohere.scales = true;
+        cohere.layers = cohere.withoutPositions = 4;
+        for (const char* name : {"granite", "granitemoe"}) {
+            Family& granite = add(name, Pairing::Adjacent, QkNorm::None);
+            granite.scales = true;
+            granite.mixture = name == std::string("granitemoe");
         }
         Family& oss = add("gpt-oss", Pairing::Halves, QkNorm::None);
         oss.mixture = oss.windows = oss.sinks = true;
@@ -246,7 +261,13 @@ private:
     void writeFamilyMetadata() {
         const Family& f = family(_options.architecture);
         if (f.windows) metadata[key("attention.sliding_window")] = kWindow;
-        if (f.postNorms) metadata[key("final_logit_softcapping")] = 3.0;
+        if (f.postNorms && f.preNorms) metadata[key("final_logit_softcapping")] = 3.0;
+        if (f.layerNorms) {
+            metadata.erase(key("attention.layer_norm_rms_epsilon"));
+            metadata[key("attention.layer_norm_epsilon")] = 1e-5;
+        }
+        if (f.scales)
+            for (const char* name : {"embedding_scale", "residual_scale", "logit_scale"}) metadata[key(name)] = 0.7;
         if (std::string(f.name) == "gemma2") metadata[key("attn_logit_softcapping")] = 2.0;
         if (std::string(f.name) == "mistral3") {
             metadata[key("attention.temperature_scale")] = 0.1;
@@ -300,8 +321,9 @@ private:
     void addLayer(int64_t i) {
         const std::string block = "blk." + std::to_string(i) + ".";
         const int64_t e = _options.embedding;
-        add(block + "attn_norm.weight", DType::F32, {e});
-        add(block + family(_options.architecture).ffnNorm() + ".weight", DType::F32, {e});
+        const Family& f = family(_options.architecture);
+        if (f.preNorms) add(block + "attn_norm.weight", DType::F32, {e});
+        if (f.preNorms && !f.layerNorms) add(block + f.ffnNorm() + ".weight", DType::F32, {e});
         if (hybrid() && i < _options.layers && (i + 1) % _options.interval) addDelta(block);
         else addAttention(block, i);
         addFeedForward(block, i);

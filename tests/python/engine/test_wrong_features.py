@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_families import WIDTH
 from golden_models import GOLDEN, LOGITS, LONG_LLAMA4, write_golden
 from numpy_model import NumpyModel, relative_error
 from numpy_model.description import Activation, Attention, Delta, Description, Layer, Temperature
@@ -178,6 +179,31 @@ WRONG: dict[str, dict[str, Change]] = {
     "llama4-maverick": {
         "norms of q and k": attention(lambda part: replace(part, norm="head without weights")),
     },
+    "granite": {
+        "embedding scale off": model_with(embedding_scale=1.0),
+        "residual scale off": layers_with(factor=1.0),
+        "scale by head size": attention(lambda part: replace(part, scale=part.size**-0.5)),
+        "logit scale off": model_with(logit_scale=1.0),
+        "logits multiplied": model_with(logit_scale=2.0),
+    },
+    "cohere2": {
+        "RMS norms": model_with(centered=False),
+        "feed-forward part after attention": layers_with(pre_norms="each", ffn_norm="attn_norm"),
+        "window + 1": window(1),
+        "window - 1": window(-1),
+        "window on every layer": attention_with(window=16),
+        "positions on every layer": rotated_like_the_others,
+        "logit scale off": model_with(logit_scale=1.0),
+    },
+    "olmo3": {
+        "window + 1": window(1),
+        "window - 1": window(-1),
+        "norms of q and k off": attention_with(norm=""),
+        "magnitude of YaRN off": rotation_with(magnitude=1.0),
+        "magnitude as its files have it, once more": rotation_with(
+            lambda part: not part.window, magnitude=1.2079441541679836 * (1 + 0.1 * np.log(8.0))),
+        "YaRN off": rotation_with(yarn=None),
+    },
     "mistral3": {
         "temperature off": attention_with(temperature=None),
         "temperature off by one position": attention_with(temperature=Temperature(0.1, 64, 1)),
@@ -226,6 +252,11 @@ KEYS: dict[str, dict[str, Any]] = {
     "gpt-oss": {"attention.sliding_window": 17, "rope.scaling.factor": 16.0, "expert_used_count": 3,
                 "rope.scaling.original_context_length": 1024},
     "llama4": {"rope.freq_base": 1e6, "attention.layer_norm_rms_epsilon": 1e-2},
+    "granite": {"embedding_scale": 2.0, "residual_scale": 0.6, "attention.scale": 0.15, "logit_scale": 3.0,
+                "rope.scaling.finetuned": False},
+    "cohere2": {"attention.sliding_window": 17, "logit_scale": 0.5, "attention.layer_norm_epsilon": 1e-2},
+    "olmo3": {"attention.sliding_window": 17, "attention.sliding_window_pattern": [True, False, True, False],
+              "rope.scaling.factor": 4.0},
     "mistral3": {"attention.temperature_scale": 0.2, "rope.scaling.yarn_beta_fast": 32.0,
                  "rope.scaling.original_context_length": 50},
     "phi3": {"rope.scaling.attn_factor": 1.3, "rope.scaling.original_context_length": COUNT - 1},
@@ -247,6 +278,26 @@ def test_sinks_that_take_nothing_are_none(right: Right, tmp_path: Path) -> None:
     path = write_golden("gpt-oss", tmp_path, change=lambda name, data: np.full_like(data, -1e30) if "sinks" in name
                         else data)
     assert relative_error(logits(path, tokens), model.changed(attention_with(sinks=False)).logits(tokens)) < NEAR
+
+
+def test_scales_that_are_zero_are_none(right: Right, tmp_path: Path) -> None:
+    scales = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
+    tokens, _, model = right("granite")
+    none = model_with(embedding_scale=1.0, logit_scale=1.0)
+    expected = model.changed(none).changed(layers_with(factor=1.0)).changed(
+        attention(lambda part: replace(part, scale=part.size**-0.5))).logits(tokens)
+    path = write_golden("granite", tmp_path, keys=dict.fromkeys(scales, 0.0))
+    assert relative_error(logits(path, tokens), expected) < NEAR
+
+
+@pytest.mark.parametrize("norm", ["blk.1.attn_norm", "output_norm"])
+def test_a_layer_norm_may_have_a_bias(norm: str, right: Right, tmp_path: Path) -> None:
+    tokens, without, _ = right("cohere2")
+    bias = np.random.RandomState(3).standard_normal(WIDTH).astype(np.float32)
+    path = write_golden("cohere2", tmp_path, extra={f"{norm}.bias": bias})
+    found = logits(path, tokens)
+    assert relative_error(found, NumpyModel(path).logits(tokens)) < NEAR
+    assert relative_error(found, without) > FAR
 
 
 def test_llama_4_norms_what_was_rotated(tmp_path: Path) -> None:

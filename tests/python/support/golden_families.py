@@ -302,6 +302,48 @@ def _mistral3(digest: str) -> Family:
     return Family("mistral3", digest, _keys(4, heads, 1e-5, 1e6) | _yarn_keys(16.0, 64) | scaling, layer)
 
 
+def _granite(digest: str) -> Family:
+    heads = _Heads(8, 2, 32)
+
+    def layer(_: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield from _attention(heads)
+        yield from _norms("ffn_norm")
+        yield from _dense()
+
+    scales = {"embedding_scale": 3.0, "residual_scale": 0.5, "attention.scale": 0.1, "logit_scale": 2.0}
+    return Family("granite", digest, _keys(4, heads, 1e-5, 10000.0) | scales, layer, tied=True, embedding=0.1)
+
+
+def _cohere2(digest: str) -> Family:
+    heads = _Heads(8, 2, 32)
+
+    def layer(_: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield from _attention(heads)
+        yield from _dense()
+
+    keys = _keys(4, heads, 1e-5, 50000.0) | _WINDOW | {"logit_scale": 0.25}
+    keys["attention.layer_norm_epsilon"] = keys.pop("attention.layer_norm_rms_epsilon")
+    return Family("cohere2", digest, keys, layer, tied=True, embedding=0.5)
+
+
+def _olmo3(digest: str) -> Family:
+    heads = _Heads(8, 8, 32)
+
+    def layer(_: int) -> _Draws:
+        yield from _attention(heads)
+        for part, count in (("q", heads.queries), ("k", heads.keys)):
+            yield _vector(f"attn_{part}_norm.weight", count * heads.size)
+        yield from _norms("post_attention_norm")
+        yield from _dense()
+        yield from _norms("post_ffw_norm")
+
+    return Family("olmo2", digest, _keys(4, heads, 1e-6, 500000.0) | _yarn_keys(8.0, 64) | _WINDOW | {
+        "rope.scaling.yarn_attn_factor": 1.2079441541679836,  # its files hold the whole magnitude here
+        "attention.sliding_window_pattern": [True, True, True, False]}, layer)
+
+
 def _phi3(digest: str) -> Family:
     heads, turned = _Heads(8, 2, 32), 24
 
@@ -375,6 +417,9 @@ FAMILIES = {
     "llama4": _llama4("f8dc0c4f314d3dcc", 16, _EXPERT, 1),
     "llama4-maverick": _llama4("95e1892f8154e842", 128, 32, 2),
     "mistral3": _mistral3("2d68371a46027830"),
+    "granite": _granite("77cce71df08d30ea"),
+    "cohere2": _cohere2("f901f2072b9eb5e9"),
+    "olmo3": _olmo3("bce2fd0543a22771"),
     "phi3": _phi3("fd143e22aae32652"),
     "arcee": _arcee("4a4833c70171fb82"),
     "qwen3next": _qwen3next("c9b9b0362024aa57"),

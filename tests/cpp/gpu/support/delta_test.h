@@ -191,10 +191,11 @@ private:
     // Key head by key head: the betas of its value heads, then their alphas.
     static std::vector<float> stepsOf(const World& w) {
         const int32_t group = w.shape.headsPerKey();
-        std::vector<float> steps;
-        for (size_t first = 0; first < w.beta.size(); first += static_cast<size_t>(group)) {
-            steps.insert(steps.end(), &w.beta[first], &w.beta[first] + group);
-            steps.insert(steps.end(), &w.alpha[first], &w.alpha[first] + group);
+        std::vector<float> steps(2 * w.beta.size());
+        for (size_t i = 0; i < w.beta.size(); ++i) {
+            const size_t member = i % static_cast<size_t>(group), at = 2 * i - member;
+            steps[at] = w.beta[i];
+            steps[at + static_cast<size_t>(group)] = w.alpha[i];
         }
         return steps;
     }

@@ -117,8 +117,9 @@ class Experts:
 class Layer:
     """A layer. `beside`: the dense part and the experts read the same, and their results are added, each after a norm.
 
-    gated: the feed-forward part has a gate. post_norms: norms behind attention and behind the feed-forward part.
-    inputs: an embedding of the token for this layer joins at its end. scales: what `layer_output_scale` multiplies.
+    gated: the feed-forward part has a gate. pre_norms: norms in front of attention and of the feed-forward part, or one
+    for both. post_norms: norms behind these. factor: of what each part adds. inputs: an embedding of the token for this
+    layer joins at its end. scales: what `layer_output_scale` multiplies.
     """
 
     mixer: Attention | Delta
@@ -127,6 +128,8 @@ class Layer:
     activation: Activation = Activation()
     gated: bool = True
     ffn_norm: str = "ffn_norm"
+    pre_norms: Literal["each", "one", "none"] = "each"
+    factor: float = 1.0
     post_norms: bool = False
     inputs: bool = False
     scales: Literal["", "the stream", "the addition"] = ""
@@ -134,13 +137,16 @@ class Layer:
 
 @dataclass(frozen=True)
 class Description:
-    """A model. `prediction` is the layer that predicts a further token."""
+    """A model. `prediction` is the layer that predicts a further token. centered: the norms in front of parts and of
+    the output head subtract a row's mean."""
 
     layers: tuple[Layer, ...]
     epsilon: float
     embedding_scale: float = 1.0
     input_width: int = 0
+    logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    centered: bool = False
     prediction: Layer | None = None
 
     def changed(self, change: Callable[[Layer], Layer]) -> Description:

@@ -92,7 +92,8 @@ def _experts(keys: Keys, **others: Any) -> Experts | None:
 
 
 def _description(keys: Keys, layer: Callable[[int], Layer], **others: Any) -> Description:
-    return Description(tuple(map(layer, range(keys.layers))), keys("attention.layer_norm_rms_epsilon"), **others)
+    epsilon = keys(f"attention.layer_norm_{'' if others.get('centered') else 'rms_'}epsilon")
+    return Description(tuple(map(layer, range(keys.layers))), epsilon, **others)
 
 
 # --- Families ---------------------------------------------------------------------------------------------------------
@@ -122,6 +123,32 @@ def _arcee(keys: Keys) -> Description:
     layer = Layer(_attention(keys, rotation=_rotation(keys, adjacent=True)), _experts(keys), gated=False,
                   activation=Activation("relu squared"))
     return _description(keys, lambda _: layer)
+
+
+def _granite(keys: Keys) -> Description:
+    """Without the key, positions are embedded."""
+    rotation = _rotation(keys, adjacent=True) if keys("rope.scaling.finetuned", True) else None
+    mixer = _attention(keys, rotation=rotation)
+    mixer = replace(mixer, scale=keys("attention.scale", mixer.scale))
+    layer = Layer(mixer, _experts(keys), factor=keys("residual_scale", 1.0))
+    return _description(keys, lambda _: layer, embedding_scale=keys("embedding_scale", 1.0),
+                        logit_scale=1 / keys("logit_scale", 1.0))
+
+
+def _cohere2(keys: Keys) -> Description:
+    every = _attention(keys)
+    windowed = replace(every, rotation=_rotation(keys, adjacent=True), window=keys("attention.sliding_window"))
+    return _description(keys, lambda layer: Layer(windowed if (layer + 1) % 4 else every, pre_norms="one"),
+                        logit_scale=keys("logit_scale"), centered=True)
+
+
+def _olmo2(keys: Keys) -> Description:
+    every = _attention(keys, rotation=_rotation(keys), norm="row")
+    plain = Rotation(every.size, keys("rope.freq_base"))
+    windowed = replace(every, rotation=plain, window=keys("attention.sliding_window", 0))
+    pattern = keys("attention.sliding_window_pattern", [False] * keys.layers)
+    return _description(keys, lambda layer: Layer(windowed if pattern[layer] else every, pre_norms="none",
+                                                  post_norms=True))
 
 
 def _phi3(keys: Keys) -> Description:
@@ -212,6 +239,9 @@ _FAMILIES: dict[str, Callable[[Keys], Description]] = {
     **dict.fromkeys(("qwen3", "qwen3moe", "qwen3vl", "qwen3vlmoe"), lambda keys: _plain(keys, norm="head")),
     "olmoe": lambda keys: _plain(keys, norm="row", normalized=False),
     "smollm3": _smollm3,
+    "granite": _granite,
+    "cohere2": _cohere2,
+    "olmo2": _olmo2,
     "mistral3": _mistral3,
     "phi3": _phi3,
     "arcee": _arcee,

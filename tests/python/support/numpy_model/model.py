@@ -101,11 +101,11 @@ class NumpyModel:
         inputs = self._layer_inputs(tokens, x) if self.description.input_width else None
         for number, layer in enumerate(self.description.layers):
             x = self._layer(number, layer, x, inputs)
-        return self._norm(x, "output_norm")
+        return self._pre_norm(x, "output_norm")
 
     def _head(self, rows: np.ndarray) -> np.ndarray:
         logits = self._linear(rows, "output" if "output.weight" in self._infos else "token_embd")
-        return softcapped(logits, self.description.logit_softcap)
+        return softcapped(logits * self.description.logit_scale, self.description.logit_softcap)
 
     def _layer_inputs(self, tokens: list[int], x: np.ndarray) -> np.ndarray:
         """[tokens, layers, width]: each layer's own embedding of a token, and what the model makes of the common
@@ -117,12 +117,14 @@ class NumpyModel:
 
     def _layer(self, number: int, layer: Layer, x: np.ndarray, inputs: np.ndarray | None) -> np.ndarray:
         block, before = f"blk.{number}.", x
-        normed = self._norm(x, block + "attn_norm")
+        normed = x if layer.pre_norms == "none" else self._pre_norm(x, block + "attn_norm")
         mixed = (self._delta(block, layer.mixer, normed) if isinstance(layer.mixer, Delta) else
                  self._attention(number, layer.mixer, normed))
-        x = x + (self._norm(mixed, block + "post_attention_norm") if layer.post_norms else mixed)
-        fed = self._feed(block, layer, x)
-        x = x + (self._norm(fed, block + "post_ffw_norm") if layer.post_norms else fed)
+        x = x + layer.factor * (self._norm(mixed, block + "post_attention_norm") if layer.post_norms else mixed)
+        if layer.pre_norms != "one":
+            normed = x if layer.pre_norms == "none" else self._pre_norm(x, block + layer.ffn_norm)
+        fed = self._feed(block, layer, x, normed)
+        x = x + layer.factor * (self._norm(fed, block + "post_ffw_norm") if layer.post_norms else fed)
         if layer.inputs and inputs is not None:
             inner = activate(layer.activation, self._linear(x, block + "inp_gate"), inputs[:, number])
             x = x + self._norm(self._linear(inner, block + "proj"), block + "post_norm")
@@ -157,6 +159,13 @@ class NumpyModel:
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         return rms(x, self.description.epsilon) * self._tensor(f"{name}.weight")
+
+    def _pre_norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        """In front of a part or of the output head."""
+        if not self.description.centered:
+            return self._norm(x, name)
+        normed = self._norm(x - x.mean(axis=-1, keepdims=True), name)
+        return normed + self._tensor(f"{name}.bias") if f"{name}.bias" in self._infos else normed
 
     # --- Attention and what stands for it ---
 
@@ -235,8 +244,7 @@ class NumpyModel:
 
     # --- Feed-forward parts ---
 
-    def _feed(self, block: str, layer: Layer, x: np.ndarray) -> np.ndarray:
-        normed = self._norm(x, block + layer.ffn_norm)
+    def _feed(self, block: str, layer: Layer, x: np.ndarray, normed: np.ndarray) -> np.ndarray:
         if layer.experts is None:
             return self._dense(block, layer, normed)
         if not layer.beside:
