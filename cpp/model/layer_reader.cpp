@@ -204,6 +204,11 @@ LayerReader& LayerReader::gatedDelta(bool fusedSteps) {
     const auto vector = [&](const std::string& name, int64_t size) {
         return _model.vector(tensors.requiredFloats(_block + name, {size}));
     };
+    // Queries, keys, values and gates alternate there by key head, so no slice of it is a matrix of the layer.
+    if (tensors.has(_block + "ssm_in.weight"))
+        bad("tensor '" + _block +
+            "ssm_in.weight' has a layout of early Qwen3-Next files, which is not supported: take "
+            "a newer file, with attn_qkv and attn_gate");
     d.qkv = matrix("attn_qkv", width, d.channels());
     d.gate = matrix("attn_gate", width, d.valueWidth());
     d.fusedSteps = d.consecutiveHeads = fusedSteps;

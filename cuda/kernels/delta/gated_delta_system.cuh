@@ -6,6 +6,8 @@
 
 namespace sharpi::cuda {
 
+namespace {
+
 // The shared memory of one of its blocks.
 template <class C> struct SystemBlock {
     uint32_t keys, queries;
@@ -215,5 +217,7 @@ template <class C> __global__ void __launch_bounds__(C::kThreads, C::kDim >= 128
     solve(system, w);
     storeSolved<C>(w, column, left);
 }
+
+}  // namespace
 
 }  // namespace sharpi::cuda

@@ -193,6 +193,16 @@ TEST(ModelSpec, TensorsThatNobodyUsesAreRefused) {
     EXPECT_TRUE(static_cast<bool>(model.spec().ropes.at(0).factors));
 }
 
+TEST(ModelSpec, TheEarlyLayoutOfQwen3NextIsRefusedByName) {
+    tiny::Options o;
+    o.architecture = "qwen3next";
+    expectSpoiled(o, "newer file", [&](tiny::Model& m) {
+        m.erase("blk.0.attn_qkv.weight");
+        m.erase("blk.0.attn_gate.weight");
+        m.add("blk.0.ssm_in.weight", DType::F32, {o.embedding, (2 * o.keyHeads + 2 * o.valueHeads) * o.deltaDim});
+    });
+}
+
 TEST(ModelSpec, MixturesSayHowManyExpertsTheyHave) {
     for (const tiny::Family& family : tiny::families()) {
         if (!family.mixture) continue;

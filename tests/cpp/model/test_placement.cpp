@@ -101,7 +101,7 @@ TEST(TensorUses, CountWhatATokenReads) {
             const TensorInfo& t = table.all().at(static_cast<size_t>(use.tensor));
             const std::string role = roleName(use.role);
             seen.insert(use.tensor);
-            EXPECT_EQ(use.cols, role == "vector" && o.fusedQkv ? use.cols : t.shape[0]) << t.name;
+            EXPECT_EQ(use.cols, role == "vector" && (o.fusedQkv || o.fusedExperts) ? use.cols : t.shape[0]) << t.name;
             if (role == "embedding" || role == "layer_embedding") {
                 EXPECT_EQ(use.bytesPerToken, rowBytes(t.type, t.shape[0]));
                 EXPECT_EQ(use.rows, o.vocab);
