@@ -34,6 +34,9 @@ constexpr int64_t kCols = 4096, kRows = 12288;
 constexpr int64_t kBatch = 256, kBatchRows = 4096, kLeastBatchRows = 64;
 constexpr int64_t kRowTile = 16;
 constexpr uint16_t kScale = 0x1c00;  // 2^-8 in f16
+constexpr uint8_t kExponent = 119;   // 2^-8 in E8M0
+// One for each kind of type: see python/sharpi/machine/type_costs.py.
+constexpr DType kCostTypes[] = {DType::Q6_K, DType::Q8_0, DType::MXFP4, DType::IQ3_S};
 
 // A mapped file has small pages. These need more address translations than the large pages that the system may give
 // to plain memory.
@@ -49,7 +52,8 @@ void useSmallPages(const Buffer& memory) {
 #endif
 }
 
-// Multiplies Q4_K matrices as CpuBackend does, and enough of them that caches do not help.
+// Multiplies matrices as CpuBackend does, and enough of them that caches do not help. They are Q4_K but for
+// typeCosts().
 class CpuProbe {
 public:
     CpuProbe(int threads, size_t most);
@@ -57,13 +61,21 @@ public:
     double ramBytesPerSecond() { return rateOf(products(kSampleSeconds)); }
     double flops();
     // Does one-row products, one matrix after another, for this time.
-    std::vector<Span> products(double seconds);
+    std::vector<Span> products(double seconds, DType type = DType::Q4_K);
+    // Comes last: the weights are not Q4_K's afterwards.
+    std::vector<TypeCost> typeCosts();
 
 private:
+    // How many matrices of a type there are, and their rows.
+    struct Matrices {
+        int64_t rows, count;
+    };
+    Matrices matrices(DType type) const;
     void fillWeights();
+    void fillExponents();
     void fillInput();
     void multiply(const Matrix& w, int64_t count);
-    Matrix matrix(int64_t index, int64_t rows) const;
+    Matrix matrix(DType type, int64_t index, int64_t rows) const;
 
     const cpu::Kernels& _kernels;
     ThreadPool _pool;
@@ -72,8 +84,7 @@ private:
     Buffer _weights, _input, _output, _scratch;
     cpu::QuantizedRows _x;
     size_t _scratchStride;
-    int64_t _rows, _count;  // rows of a matrix; number of matrices
-    int64_t _next = 0;
+    int64_t _next = 0;       // the number of the next matrix
     int64_t _batchRows = 0;  // rows of the matrix that flops() multiplies a batch with; 0: not chosen yet
 };
 
@@ -84,9 +95,6 @@ CpuProbe::CpuProbe(int threads, size_t most)
       _scratchStride(Allocator::aligned(cpu::matmulScratchBytes(kCols))) {
     const size_t wanted = std::max(kLeastBytes, std::min(most, _memory.freeBytes() / 4));
     _weights = takeUpTo(_allocator, wanted, kLeastBytes, "weights to measure with");
-    const int64_t held = static_cast<int64_t>(_weights.bytes() / rowBytes(DType::Q4_K, kCols)) / kRowTile * kRowTile;
-    _rows = std::min(kRows, held);
-    _count = held / _rows;
     _input = Buffer(_allocator, cpu::quantizedRowsBytes(kBatch, kCols), "activations to measure with");
     _output = Buffer(_allocator, sizeof(float) * static_cast<size_t>(std::max(kRows, kBatch * kBatchRows)),
                      "results of measuring");
@@ -97,9 +105,15 @@ CpuProbe::CpuProbe(int threads, size_t most)
     fillInput();
 }
 
+CpuProbe::Matrices CpuProbe::matrices(DType type) const {
+    const int64_t held = static_cast<int64_t>(_weights.bytes() / rowBytes(type, kCols)) / kRowTile * kRowTile;
+    const int64_t rows = std::min(kRows, held);
+    return {rows, held / rows};
+}
+
 void CpuProbe::fillWeights() {
     constexpr int64_t kPiece = 8192;  // blocks
-    const int64_t blocks = _count * _rows * (kCols / 256);
+    const auto blocks = static_cast<int64_t>(_weights.bytes() / sizeof(BlockQ4_K));
     auto* all = _weights.as<BlockQ4_K>();
     _pool.run((blocks + kPiece - 1) / kPiece, [&](int64_t piece, int) {
         BlockQ4_K* first = all + piece * kPiece;
@@ -122,9 +136,19 @@ void CpuProbe::fillInput() {
     }
 }
 
-Matrix CpuProbe::matrix(int64_t index, int64_t rows) const {
-    const size_t bytes = rowBytes(DType::Q4_K, kCols) * static_cast<size_t>(_rows);
-    return {DType::Q4_K, rows, kCols, _weights.as<uint8_t>() + static_cast<size_t>(index) * bytes};
+// Exponents of any size make numbers that processors are slow with.
+void CpuProbe::fillExponents() {
+    constexpr int64_t kPiece = 65536;  // blocks
+    const auto blocks = static_cast<int64_t>(_weights.bytes() / sizeof(BlockMXFP4));
+    auto* all = _weights.as<BlockMXFP4>();
+    _pool.run((blocks + kPiece - 1) / kPiece, [&](int64_t piece, int) {
+        for (int64_t i = piece * kPiece; i < std::min(blocks, (piece + 1) * kPiece); ++i) all[i].e = kExponent;
+    });
+}
+
+Matrix CpuProbe::matrix(DType type, int64_t index, int64_t rows) const {
+    const size_t bytes = rowBytes(type, kCols) * static_cast<size_t>(matrices(type).rows);
+    return {type, rows, kCols, _weights.as<uint8_t>() + static_cast<size_t>(index) * bytes};
 }
 
 void CpuProbe::multiply(const Matrix& w, int64_t count) {
@@ -142,16 +166,17 @@ void CpuProbe::multiply(const Matrix& w, int64_t count) {
     });
 }
 
-std::vector<Span> CpuProbe::products(double seconds) {
-    const auto bytes = static_cast<double>(rowBytes(DType::Q4_K, kCols) * static_cast<size_t>(_rows));
+std::vector<Span> CpuProbe::products(double seconds, DType type) {
+    const Matrices all = matrices(type);
+    const auto bytes = static_cast<double>(rowBytes(type, kCols) * static_cast<size_t>(all.rows));
     std::vector<Span> spans;
     double now = secondsNow();
     const double end = now + seconds;
     do {
         Span span{now, now, 0};
         do {
-            multiply(matrix(_next, _rows), 1);
-            _next = (_next + 1) % _count;
+            multiply(matrix(type, _next % all.count, all.rows), 1);
+            ++_next;
             span.bytes += bytes;
             span.end = now = secondsNow();
         } while (span.end - span.begin < kSpanSeconds);
@@ -160,14 +185,35 @@ std::vector<Span> CpuProbe::products(double seconds) {
     return spans;
 }
 
+// The bytes are the same for all types: what they say does not matter for the time.
+std::vector<TypeCost> CpuProbe::typeCosts() {
+    fillExponents();
+    const auto best = [](double& rate, double sample) { rate = std::max(rate, sample); };
+    double plain = 0;
+    std::vector<double> rates(std::size(kCostTypes));
+    for (size_t sample = 0; sample <= kTypeSamples; ++sample) {
+        const bool counts = sample > 0;
+        const double q4 = rateOf(products(kTypeSeconds));
+        if (counts) best(plain, q4);
+        for (size_t i = 0; i < rates.size(); ++i) {
+            const double rate = rateOf(products(kTypeSeconds, kCostTypes[i]));
+            if (counts) best(rates[i], rate);
+        }
+    }
+    std::vector<TypeCost> costs;
+    for (size_t i = 0; i < rates.size(); ++i) costs.push_back({kCostTypes[i], plain / rates[i]});
+    return costs;
+}
+
 double CpuProbe::flops() {
     const auto secondsOf = [&](int64_t rows) {
         const double begin = secondsNow();
-        multiply(matrix(0, rows), kBatch);
+        multiply(matrix(DType::Q4_K, 0, rows), kBatch);
         return secondsNow() - begin;
     };
     if (!_batchRows) {  // what a sample has time for: without vector instructions, a whole matrix takes seconds
-        const int64_t few = std::min(kLeastBatchRows, _rows), most = std::min(kBatchRows, _rows);
+        const int64_t held = matrices(DType::Q4_K).rows;
+        const int64_t few = std::min(kLeastBatchRows, held), most = std::min(kBatchRows, held);
         secondsOf(few);
         const auto inTime = static_cast<int64_t>(kSampleSeconds / secondsOf(few) * static_cast<double>(few));
         _batchRows = std::clamp(inTime / kRowTile * kRowTile, few, most);
@@ -322,6 +368,7 @@ HardwareRates measureHardware(int threads, size_t most, int ordinal) {
     Series ram{[&] { return std::vector<double>{cpu.ramBytesPerSecond()}; }};
     Series flops{[&] { return std::vector<double>{cpu.flops()}; }};
     measureAll(cpu, ram, flops, gpu, most, rates);
+    rates.typeCosts = cpu.typeCosts();
     rates.ramBytesPerSecond = ram.rate();
     rates.cpuFlops = flops.rate();
     return rates;

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/dtype.h"
 #include "memory/allocator.h"
 
 namespace sharpi {
@@ -29,9 +30,17 @@ struct GpuRates {
     Samples flops;               // of products with 2,048 rows
 };
 
+// The time in which the CPU's one-row products read a byte of weights of this type, as a multiple of that of Q4_K.
+struct TypeCost {
+    DType type = DType::Q4_K;
+    double cost = 1;
+};
+
 struct HardwareRates {
     Samples ramBytesPerSecond;  // weights that one-row products read on the CPU, in all threads together
     Samples cpuFlops;           // of products with 256 rows
+    // Of a type of each kind of kernel. Few threads, or slow ones, multiply some types slower than RAM gives them.
+    std::vector<TypeCost> typeCosts;
     std::optional<GpuRates> gpu;
     std::string gpuMissing;  // why there are no rates of a GPU
 };
@@ -58,6 +67,10 @@ constexpr double kSampleSeconds = 0.08;
 // which is better than all before it by more than kRise.
 constexpr size_t kLeastSamples = 5, kCalmSamples = 4, kMostSamples = 12;
 constexpr double kRise = 0.01;
+
+// For the costs of types, Q4_K and the others take turns: one sample each to warm up, then this many.
+constexpr double kTypeSeconds = 0.03;
+constexpr size_t kTypeSamples = 4;
 
 // One measurement that is repeated. A sample has one rate, or the rates of several things that run at the same time.
 // Higher is better.

@@ -124,7 +124,7 @@ def _predicted(model: Model, profile: HardwareProfile, seen: Seen) -> Speed | No
     plan = model.plan
     if plan.threads != profile.threads or any(os.environ.get(name) for name in _SLOWING):
         return None
-    inventory = Inventory.of(model.file, model.spec, mtp=plan.mtp)
+    inventory = Inventory.of(model.file, model.spec, mtp=plan.mtp).on(profile)
     read = sum(use.read_bytes for use in inventory.model_uses)
     if read < LEAST_READ or model.spec.kv_bytes_read(plan.kv_dtype, round(seen.held)) > _MOST_KV * read:
         return None

@@ -14,13 +14,15 @@ from datetime import datetime
 from typing import Any
 
 from sharpi.errors import InvalidRequestError
+from sharpi.machine.type_costs import COST_TYPES, cost_of
 from sharpi.storage import write_whole
 
 __all__ = ["ASSUMED", "GPU_FIELDS", "PROFILE_VERSION", "HardwareProfile", "device_name", "load_profile"]
 
-# The version of the format. Version 1 had one sample of each rate: no spread, and nothing on other programs.
-PROFILE_VERSION = 2
-_SINCE_VERSION_2 = ("spread", "busy")
+# The version of the format. Version 1 had one sample of each rate: no spread, and nothing on other programs. Version 2
+# had the rate of one type of weights alone.
+PROFILE_VERSION = 3
+_SINCE_VERSION = {"spread": 2, "busy": 2, "cpu_type_costs": 3}
 
 _LONGEST_FILE = 1 << 20
 _LONGEST_NAME = 200
@@ -49,6 +51,7 @@ class _Number:
 _BYTES_PER_SECOND = _Number("bytes per second", 1e6, 1e15)
 _FLOPS = _Number("operations per second", 1e6, 1e17)
 _PART = _Number("of the rate", 0, 1)
+_COST = _Number("times that of Q4_K", 1e-3, 1e3)
 _MEMORY = _Number("bytes", 1 << 20, 1 << 60, whole=True)
 
 _NUMBERS = {
@@ -81,6 +84,8 @@ def _problem(name: str, value: Any, has_gpu: bool) -> str | None:
         return _NUMBERS[name].problem(value)
     if name == "spread":
         return _spread_problem(value, has_gpu)
+    if name == "cpu_type_costs":
+        return _costs_problem(value)
     if name in ("assumed", "busy"):
         return None if isinstance(value, bool) else "is neither true nor false"
     if name == "version":
@@ -99,6 +104,17 @@ def _spread_problem(value: Any, has_gpu: bool) -> str | None:
         if name not in _RATES or (name in GPU_FIELDS and not has_gpu):
             return f"has {_shown(name)}, which is no rate of this machine"
         if problem := _PART.problem(part):
+            return f"of {name} {problem}"
+    return None
+
+
+def _costs_problem(value: Any) -> str | None:
+    if not isinstance(value, Mapping):
+        return "is no table of types"
+    for name, cost in value.items():
+        if name not in COST_TYPES:
+            return f"has {_shown(name)}, which is not measured"
+        if problem := _COST.problem(cost):
             return f"of {name} {problem}"
     return None
 
@@ -137,8 +153,9 @@ class HardwareProfile:
     products with 2,048 rows.
 
     `spread`: by the name of a rate, the part by which its slowest sample fell short of the best. `busy`: other programs
-    were at work, so that the machine may do better. `assumed`: (some of) the rates are not measured but typical ones.
-    `measured`: when, as ISO 8601, or "".
+    were at work, so that the machine may do better. `cpu_type_costs`: by type, the time in which the CPU reads a byte
+    of weights, as a multiple of that of Q4_K; `cost_of` has it for every type. `assumed`: (some of) the rates are not
+    measured but typical ones. `measured`: when, as ISO 8601, or "".
     Raises `InvalidRequestError` for what no machine can have.
     """
 
@@ -161,6 +178,7 @@ class HardwareProfile:
     measured: str = ""
     spread: Mapping[str, float] = field(default_factory=dict, hash=False)
     busy: bool = False
+    cpu_type_costs: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -173,6 +191,10 @@ class HardwareProfile:
         gpu = "" if self.gpu is None else f" and {self.gpu!r}"
         return (f"<HardwareProfile of {self.cpu!r}{gpu}: RAM {self.ram_bytes_per_second / 1e9:.1f} GB/s{pcie}"
                 f"{', assumed' if self.assumed else ''}>")
+
+    def cost_of(self, name: str) -> float:
+        """The time in which the CPU reads a byte of weights of a type, as a multiple of that of Q4_K."""
+        return cost_of(self.cpu_type_costs, name)
 
     def to_dict(self) -> dict[str, Any]:
         """Every field, as a profile's file has them."""
@@ -188,7 +210,7 @@ class HardwareProfile:
         if version not in range(1, PROFILE_VERSION + 1) or isinstance(version, bool):
             said = "there is no version" if version is None else f"version is {_shown(version)}"
             raise _refusal(source, f"{said}, where 1 to {PROFILE_VERSION} are known")
-        known = [each.name for each in fields(cls) if version > 1 or each.name not in _SINCE_VERSION_2]
+        known = [each.name for each in fields(cls) if version >= _SINCE_VERSION.get(each.name, 1)]
         for name in known:
             if name not in values:
                 raise _refusal(source, f"{name} is missing")

@@ -59,12 +59,13 @@ def measure_profile(threads: int | None = None, gpu_index: int = 0) -> HardwareP
     if samples.pop("gpu_missing", None) is not None or machine["gpu"] is None:  # it may have gone in between
         machine.update(dict.fromkeys(GPU_FIELDS))
         samples = {name: values for name, values in samples.items() if name not in GPU_FIELDS}
+    costs = {name: round(cost, 4) for name, cost in samples.pop("cpu_type_costs").items()}
     best, spread = _judged(samples)
     busy = others_share > _BUSY_SHARE or any(
         statistics.median(samples[name]) < (1 - _BUSY_MEDIAN) * best[name]
         for name in ("ram_bytes_per_second", "cpu_flops"))
     return HardwareProfile(threads=count, measured=_now().isoformat(timespec="seconds"), spread=spread, busy=busy,
-                           **{**machine, **best})
+                           cpu_type_costs=costs, **{**machine, **best})
 
 
 def _judged(samples: Mapping[str, Sequence[float]]) -> tuple[dict[str, float], dict[str, float]]:
@@ -154,7 +155,7 @@ def cached_profile(gpu_index: int = 0) -> HardwareProfile | None:
 def why_stale(profile: HardwareProfile) -> str | None:
     """Why the profile of this machine should be measured again, worded to follow a colon, or None if it holds."""
     age = age_of(profile)
-    if age is None or not profile.spread:
+    if age is None or not profile.spread or not profile.cpu_type_costs:
         return "an earlier version of Sharpi measured it"
     if age < -_CLOCK_SKEW:
         return "its date is in the future"

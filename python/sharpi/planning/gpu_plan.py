@@ -155,14 +155,15 @@ class OnGpu:
                  profile: HardwareProfile | None) -> dict[str, Any]:
         """What else a plan with these homes says, once the CPU's rows are filled in: how misses are shared, what is
         expected of the slots, where everything is, and speeds if somebody needs them."""
-        request, known = self._request, self._inventory
+        request = self._request
+        known = self._inventory if profile is None else self._inventory.on(profile)
         if profile is not None and self._switches.rows:
-            homes = balanced(self._inventory, homes, profile, request.threads)
+            homes = balanced(known, homes, profile, request.threads)
         pools = self._pools(batch, homes, slots)
         cached = cached_experts(known.uses, pools, request.warm)
         details: dict[str, Any] = {"homes": homes, "placement": self._inventory.placed(homes, pools)}
         if profile is not None and self._inventory.has_experts:
-            cpu, pcie = expert_rates(profile, request.threads)
+            cpu, pcie = expert_rates(profile, request.threads, known.uses)
             details["expert_rates"] = (cpu, 0.0 if request.experts_on_cpu else pcie)
         if pools:
             details |= {"expert_pools": pools, "hit_rate": hit_rate(cached),

@@ -20,10 +20,14 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from sharpi.errors import InvalidRequestError
+from sharpi.files.gguf import TENSOR_TYPES
 from sharpi.settings.switches import check_switches, is_on
+
+if TYPE_CHECKING:
+    from sharpi.machine.profile import HardwareProfile
 
 __all__ = [
     "BY_ROW",
@@ -82,7 +86,7 @@ class Use(NamedTuple):
 
     tensor: its index in the file's table. layer: -1 outside of layers. read_bytes: what one token reads of it.
     batch_bytes: what a batch of many tokens reads, if that is more: all experts. Each token reads one row of an
-    embedding.
+    embedding. type: of its weights. cpu_cost: the time in which the CPU reads a byte, as a multiple of that of Q4_K.
     """
 
     tensor: int
@@ -94,6 +98,8 @@ class Use(NamedTuple):
     cols: int
     parameters: float
     batch_bytes: float
+    type: str = ""
+    cpu_cost: float = 1.0
 
 
 class Beside(NamedTuple):
@@ -163,6 +169,7 @@ class Inventory:
         self.uses = tuple(uses)
         self.sizes = tuple(sizes)
         self.beside = beside
+        self._layers = layers
         # What a token meets, and what a drafted one does beside that: the prediction layer, with what it shares.
         self.model_uses = tuple(use for use in self.uses if layers is None or use.layer < layers)
         self.draft_uses = _drafting(self.uses, layers)
@@ -189,9 +196,15 @@ class Inventory:
             # A tensor of fused experts is met once for each of the equal parts that are fused.
             batch = nbytes / times[index] if role == "experts" else read
             uses.append(Use(index, name, cast(Role, role), layer, read, rows, cols, batch_bytes=batch,
-                            parameters=math.prod(tensors[index].shape) * read / max(1, nbytes)))
+                            parameters=math.prod(tensors[index].shape) * read / max(1, nbytes),
+                            type=TENSOR_TYPES[tensors[index].type].name))
         return cls(uses, [tensor.nbytes for tensor in tensors], spec.layer_count,
                    Beside(spec.state_bytes, spec.shared_experts, spec.row_kernels))
+
+    def on(self, machine: HardwareProfile) -> Inventory:
+        """The same weights, with what each type costs the machine's CPU."""
+        uses = [use._replace(cpu_cost=machine.cost_of(use.type)) for use in self.uses]
+        return Inventory(uses, self.sizes, self._layers, self.beside)
 
     def homes(self, resident: int, most: Sequence[TensorHome] | None = None) -> tuple[TensorHome, ...]:
         """The homes with the first `resident` movable units in VRAM, except those that are outside of it in `most`.

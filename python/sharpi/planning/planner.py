@@ -164,7 +164,8 @@ def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
 
     shown: dict[str, Any] = {}
     if request.shown and fits(request.context, batch):
-        profile, known = request.speeds.of("cpu", found), request.inventory
+        profile = request.speeds.of("cpu", found)
+        known = request.inventory.on(profile)
         full = after_on_cpu(known.beside, request.spec, request.kv_dtype, request.context)
         shown = {"placement": known.placed_on_cpu(), "profile": profile,
                  "prefill": prefill_on_cpu(known.model_uses, profile, batch, request.threads),
@@ -203,8 +204,9 @@ def _faster(request: Request, found: Gpu) -> Plan:
         return there
     if there.decode is None or not request.inventory.streamed(there.homes):
         return replace(there, why="the model fits into its memory but for the embedding, which is read by rows")
-    known = request.inventory
-    here = decode_on_cpu(known.model_uses, request.speeds.of("cuda", found), request.threads, known.beside)
+    profile = request.speeds.of("cuda", found)
+    known = request.inventory.on(profile)
+    here = decode_on_cpu(known.model_uses, profile, request.threads, known.beside)
     because = "the model does not fit into the VRAM whole"
     if request.experts_on_cpu:
         because = "the experts are left to the CPU"

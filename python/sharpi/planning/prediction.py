@@ -134,20 +134,21 @@ class Speed:
 
 class Cached(NamedTuple):
     """A layer some of whose experts are in slots. used: experts that a token chooses, of `expert_bytes` each. hit: the
-    part of the choices that is expected to be in slots; held: the part of all its experts."""
+    part of the choices that is expected to be in slots; held: the part of all its experts. cpu_cost: see `Use`."""
 
     used: int
     expert_bytes: float
     hit: float
     held: float
+    cpu_cost: float = 1.0
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one token reads: bytes by place, and the layers by what they launch. shared_layers: layers with rows
-    that the CPU takes, and the output head if it takes rows of that. left_layers: layers whose experts are all the
-    CPU's; their bytes are in `cpu`. cached: the layers with slots, whose experts' bytes are in no sum. beside: what
-    is no weight."""
+    """What one token reads: bytes by place, the CPU's times their cost, and the layers by what they launch.
+    shared_layers: layers with rows that the CPU takes, and the output head if it takes rows of that. left_layers:
+    layers whose experts are all the CPU's; their bytes are in `cpu`. cached: the layers with slots, whose experts'
+    bytes are in no sum. beside: what is no weight."""
 
     vram: float
     direct: float
@@ -169,16 +170,18 @@ def cached_experts(uses: Sequence[Use], pools: Sequence[ExpertPool],
         return {}
     chosen: defaultdict[int, float] = defaultdict(float)
     whole: defaultdict[int, float] = defaultdict(float)
+    cost: defaultdict[int, float] = defaultdict(float)
     for use in uses:
         if use.role == "experts":
             chosen[use.layer] += use.read_bytes
+            cost[use.layer] += use.read_bytes * use.cpu_cost
             whole[use.layer] += use.batch_bytes
     layers, count = sorted(chosen), experts // len(chosen)
     known = [(slots / experts,) * 2] * len(layers) if warm is None else _most_used(layers, count, slots, warm)
     found = {}
     for layer, (hit, held) in zip(layers, known, strict=True):
         used = max(1, round(count * chosen[layer] / whole[layer]))
-        found[layer] = Cached(used, chosen[layer] / used, hit, held)
+        found[layer] = Cached(used, chosen[layer] / used, hit, held, cost[layer] / chosen[layer])
     return found
 
 
@@ -203,10 +206,14 @@ def hit_rate(cached: Mapping[int, Cached]) -> float:
     return sum(layer.hit for layer in cached.values()) / max(1, len(cached))
 
 
-def expert_rates(profile: HardwareProfile, threads: int | None = None) -> tuple[float, float]:
-    """Bytes a second at which the CPU computes experts and PCIe brings them, both at work: what misses are shared
-    by."""
-    return profile.ram_bytes_per_second_shared * _at_work(profile, threads), profile.pcie_bytes_per_second_shared
+def expert_rates(profile: HardwareProfile, threads: int | None = None,
+                 uses: Sequence[Use] = ()) -> tuple[float, float]:
+    """Bytes a second at which the CPU computes experts and PCIe brings them, both at work: what misses are shared by.
+    uses: the model's."""
+    experts = [use for use in uses if use.role == "experts"]
+    cost = sum(use.read_bytes * use.cpu_cost for use in experts) / max(1, sum(use.read_bytes for use in experts))
+    return (profile.ram_bytes_per_second_shared * _at_work(profile, threads) / (cost or 1.0),
+            profile.pcie_bytes_per_second_shared)
 
 
 def completed(profile: HardwareProfile) -> HardwareProfile:
@@ -231,10 +238,10 @@ def traffic(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[in
             vram += use.read_bytes
         elif home.home == DIRECT:
             share = use.read_bytes * _on_cpu(use, home)
-            cpu += share
+            cpu += share * use.cpu_cost
             direct += use.read_bytes - share
         elif use.layer not in cached:
-            cpu += use.read_bytes
+            cpu += use.read_bytes * use.cpu_cost
     layers = {use.layer for use in uses if use.layer >= 0}
     experts = {use.layer for use in uses if use.role == "experts"}
     outside = {use.layer for use in uses if homes[use.tensor].home == SLOTS}
@@ -287,7 +294,7 @@ def _cached_seconds(layer: Cached, profile: HardwareProfile, threads: int | None
     expected = {"VRAM": 0.0, "RAM": 0.0, "PCIe": 0.0}
     for misses in range(layer.used + 1):
         chance = (math.comb(layer.used, misses) * (1 - layer.hit) ** misses * layer.hit ** (layer.used - misses))
-        cpu, pcie, fetched = _split(misses, layer.expert_bytes, profile, threads)
+        cpu, pcie, fetched = _split(misses, layer, profile, threads)
         products = (layer.used - misses + fetched) * layer.expert_bytes / profile.vram_bytes_per_second
         if cpu > pcie + products:
             expected["RAM"] += chance * cpu
@@ -298,15 +305,15 @@ def _cached_seconds(layer: Cached, profile: HardwareProfile, threads: int | None
     return expected
 
 
-def _split(misses: int, size: float, profile: HardwareProfile, threads: int | None) -> tuple[float, float, int]:
-    """The CPU's seconds, the seconds of PCIe, and how many experts PCIe brings, if misses of `size` bytes each are
-    shared so that the longer time is shortest."""
-    at_work = _at_work(profile, threads)
+def _split(misses: int, layer: Cached, profile: HardwareProfile, threads: int | None) -> tuple[float, float, int]:
+    """The CPU's seconds, the seconds of PCIe, and how many experts PCIe brings, if a layer's misses are shared so that
+    the longer time is shortest."""
+    at_work, size = _at_work(profile, threads), layer.expert_bytes
 
     def seconds(fetched: int) -> tuple[float, float]:
         both = 0 < fetched < misses
         ram = (profile.ram_bytes_per_second_shared if both else profile.ram_bytes_per_second) * at_work
-        return ((misses - fetched) * size / ram,
+        return ((misses - fetched) * size * layer.cpu_cost / ram,
                 fetched * size / (profile.pcie_bytes_per_second_shared if both else profile.pcie_bytes_per_second))
 
     fetched = min(range(misses + 1), key=lambda count: max(seconds(count)))
@@ -331,7 +338,7 @@ def decode_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: Har
 def decode_on_cpu(uses: Sequence[Use], profile: HardwareProfile, threads: int | None = None,
                   beside: Beside = Beside()) -> Speed:
     """The speed of decode on the CPU."""
-    read = sum(use.read_bytes for use in uses) + 2 * beside.state_bytes + beside.attention_bytes
+    read = sum(use.read_bytes * use.cpu_cost for use in uses) + 2 * beside.state_bytes + beside.attention_bytes
     return Speed(profile.ram_bytes_per_second * _at_work(profile, threads) / max(1, read), "RAM")
 
 
@@ -368,7 +375,7 @@ def draft_cost_on_cpu(inventory: Inventory, profile: HardwareProfile, threads: i
     """The same on the CPU. There another row is arithmetic that nothing hides."""
     if not inventory.draft_uses:
         return None
-    plain, judged, drafted = (sum(use.read_bytes for use in uses) for uses in (
+    plain, judged, drafted = (sum(use.read_bytes * use.cpu_cost for use in uses) for uses in (
         inventory.model_uses, _of_rows(inventory.model_uses, 2), inventory.draft_uses))
     multiplied = sum(use.parameters for use in (*inventory.model_uses, *inventory.draft_uses)
                      if use.role not in (*BY_ROW, "vector"))
@@ -472,17 +479,18 @@ def _best_share(inventory: Inventory, homes: Sequence[TensorHome], profile: Hard
         return 0.0
     alone = traffic(inventory.model_uses, [home._replace(cpu_rows=0) for home in homes], beside=inventory.beside)
     # Layers are much alike: a fraction is judged by the few kinds of matrices, not by all. The head is layer -1.
-    kinds = Counter((use.rows, use.read_bytes) for use in shared)
+    kinds = Counter((use.rows, use.read_bytes, use.cpu_cost) for use in shared)
     most: dict[int, int] = {}
     for use in shared:
         most[use.layer] = max(use.rows, most.get(use.layer, 0))
     layers = Counter(most.values())
 
     def seconds(share: float) -> float:
-        cpu = sum(count * size * share_rows(rows, share) / rows for (rows, size), count in kinds.items())
+        taken = [(count * size * share_rows(rows, share) / rows, cost) for (rows, size, cost), count in kinds.items()]
+        moved, cpu = sum(size for size, _ in taken), sum(size * cost for size, cost in taken)
         touched = sum(count for rows, count in layers.items() if share_rows(rows, share))
         # What is left may be a rounding error instead of nothing.
-        direct = alone.direct - cpu if alone.direct - cpu > 1 else 0.0
+        direct = alone.direct - moved if alone.direct - moved > 1 else 0.0
         reads = replace(alone, direct=direct, cpu=alone.cpu + cpu, shared_layers=alone.shared_layers + touched)
         return decode_seconds(reads, profile, threads)[0]
 

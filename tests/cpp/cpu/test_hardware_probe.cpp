@@ -177,6 +177,11 @@ TEST(MeasureHardware, GivesFinitePositiveRates) {
             const HardwareRates rates = measureHardware(threads, most, 0);
             expectRate(rates.ramBytesPerSecond, "RAM");
             expectRate(rates.cpuFlops, "CPU arithmetic");
+            ASSERT_EQ(rates.typeCosts.size(), 4u);
+            for (const TypeCost& each : rates.typeCosts) {
+                EXPECT_TRUE(each.cost > 0 && std::isfinite(each.cost)) << info(each.type).name;
+                EXPECT_NE(each.type, DType::Q4_K);
+            }
             EXPECT_NE(rates.gpu.has_value(), !rates.gpuMissing.empty())
                 << "either rates of a GPU, or why there are none";
             if (!rates.gpu) continue;

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from profiled_machine import CPU_RATES, GPU_RATES, a_profile, without_gpu
+from profiled_machine import COSTS, CPU_RATES, GPU_RATES, a_profile, without_gpu
 
 from sharpi.errors import InvalidRequestError
+from sharpi.files.gguf import TENSOR_TYPES
 from sharpi.machine.profile import ASSUMED, PROFILE_VERSION, HardwareProfile, load_profile
 
 
@@ -112,6 +113,13 @@ def test_a_number_that_cannot_be_is_refused(name: str, value: Any, tmp_path: Pat
         ("spread", {"cpu_flops": math.nan}),
         ("spread", {"cores": 0.1}),
         ("spread", {"a\x1b": 0.1}),
+        ("cpu_type_costs", None),
+        ("cpu_type_costs", []),
+        ("cpu_type_costs", {"Q4_K": 1.0}),
+        ("cpu_type_costs", {"Q6_K": 0}),
+        ("cpu_type_costs", {"Q6_K": math.nan}),
+        ("cpu_type_costs", {"Q6_K": "1"}),
+        ("cpu_type_costs", {"\x1b": 1}),
         ("busy", None),
         ("busy", 0),
         ("busy", "no"),
@@ -160,11 +168,32 @@ def test_a_file_that_is_no_profile_is_refused(content: bytes, tmp_path: Path) ->
 def test_a_profile_of_version_1_is_read(profile: HardwareProfile, tmp_path: Path) -> None:
     """One sample of each rate: nothing is known of spreads, and of other programs."""
     path = tmp_path / "machine.json"
-    old = {name: value for name, value in profile.to_dict().items() if name not in ("spread", "busy")}
+    since = {"spread": 2, "busy": 2, "cpu_type_costs": 3}
+    old = {name: value for name, value in profile.to_dict().items() if since.get(name, 1) <= 1}
     path.write_text(json.dumps({**old, "version": 1}))
-    assert load_profile(path) == replace(profile, spread={}, busy=False)
+    assert load_profile(path) == replace(profile, spread={}, busy=False, cpu_type_costs={})
     path.write_text(json.dumps({**profile.to_dict(), "version": 1}))
     assert refusal(path).startswith("spread is no field of a profile")
+
+
+@pytest.mark.parametrize("profile", [a_profile(), without_gpu()])
+def test_a_profile_of_version_2_is_read(profile: HardwareProfile, tmp_path: Path) -> None:
+    """Nothing is known of types: all cost as much as Q4_K."""
+    path = tmp_path / "machine.json"
+    old = {name: value for name, value in profile.to_dict().items() if name != "cpu_type_costs"}
+    path.write_text(json.dumps({**old, "version": 2}))
+    read = load_profile(path)
+    assert read == replace(profile, cpu_type_costs={}) and read.cost_of("IQ2_XXS") == 1.0
+    path.write_text(json.dumps({**old, "version": PROFILE_VERSION}))
+    assert refusal(path).startswith("cpu_type_costs is missing")
+
+
+def test_every_type_has_the_cost_of_its_kind() -> None:
+    costs = {tensor_type.name: a_profile().cost_of(tensor_type.name) for tensor_type in TENSOR_TYPES.values()}
+    assert {name for name, cost in costs.items() if cost == 1.0} == {"F32", "F16", "BF16", "Q4_K"}
+    assert {costs[name] for name in ("IQ1_S", "IQ2_XXS", "IQ3_S")} == {COSTS["IQ3_S"]}
+    assert (costs["MXFP4"], costs["Q8_0"], costs["Q6_K"]) == (COSTS["MXFP4"], COSTS["Q8_0"], COSTS["Q6_K"])
+    assert hash(a_profile()) == hash(a_profile())
 
 
 def test_the_spreads_are_of_this_machines_rates(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from sharpi.errors import InvalidRequestError, OutOfMemoryError
 from sharpi.machine import hardware, profile_cache
 from sharpi.machine.profile import ASSUMED, PROFILE_VERSION, HardwareProfile, load_profile
 from sharpi.machine.profile_cache import cache_path, cached_profile, current_profile, doubt, keep, measure_profile
+from sharpi.machine.type_costs import COST_TYPES
 from sharpi.planning.planner import MachineSpeeds
 
 # --- measuring and keeping -----------------------------------------------------------------------------------------
@@ -345,8 +346,9 @@ def test_what_was_measured_on_a_busy_machine_holds_for_an_hour(machine: Machine)
     assert announced() == []
 
 
-@pytest.mark.parametrize("change", [{"version": 1, "spread": None, "busy": None}, {"measured": ""}], ids=str)
-def test_a_profile_without_spreads_or_date_is_measured_again(machine: Machine, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("change", [{"version": 1, "spread": None, "busy": None, "cpu_type_costs": None},
+                                    {"version": 2, "cpu_type_costs": None}, {"measured": ""}], ids=str)
+def test_a_profile_of_an_earlier_version_is_measured_again(machine: Machine, change: dict[str, Any]) -> None:
     current_profile()
     path = cache_path()
     assert path is not None
@@ -521,7 +523,8 @@ def test_a_nameless_processor_has_a_kind(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_core_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     from sharpi import _core as core
     rates = core.measure_hardware(2, 32 << 20, 0)
-    missing = rates.pop("gpu_missing", None)
+    missing, costs = rates.pop("gpu_missing", None), rates.pop("cpu_type_costs")
+    assert tuple(costs) == COST_TYPES and all(math.isfinite(cost) and cost > 0 for cost in costs.values())
     assert set(rates) == set(CPU_RATES) | (set() if missing else set(GPU_RATES))
     for samples in rates.values():
         assert len(samples) >= 5
@@ -534,3 +537,4 @@ def test_the_core_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = measure_profile(2)
     assert profile.threads == 2 and (profile.gpu is None) == (missing is not None)
     assert HardwareProfile.from_dict(profile.to_dict()) == profile and set(profile.spread) == set(rates)
+    assert tuple(profile.cpu_type_costs) == COST_TYPES

@@ -17,6 +17,7 @@ from sharpi.cli import main
 from sharpi.machine import profile_cache
 from sharpi.machine.profile import HardwareProfile
 from sharpi.machine.profile_cache import cached_profile, current_profile, keep
+from sharpi.machine.type_costs import COST_TYPES
 from sharpi.planning.placement import Inventory
 from sharpi.planning.planner import make_plan
 from sharpi.planning.prediction import decode_on_cpu
@@ -208,6 +209,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> HardwareProfile:
                                                     "pcie_bytes_per_second_shared", "vram_bytes_per_second",
                                                     "gpu_kernel_seconds", "gpu_flops")} if here["gpu"] else {}
     profile = HardwareProfile(**here, **rates, **gpu, threads=here["cores"], spread=dict.fromkeys(rates, 0.1),
+                              cpu_type_costs=dict.fromkeys(COST_TYPES, 1.0),
                               measured=profile_cache._now().isoformat(timespec="seconds"))
     assert keep(profile) and profile_cache.why_stale(profile) is None
     return profile

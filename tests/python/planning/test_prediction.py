@@ -170,6 +170,42 @@ def test_a_state_is_read_and_written_by_every_token() -> None:
     assert seconds[1] - seconds[0] == pytest.approx(60e6 / 100e9)
 
 
+# --- types that take the CPU longer -----------------------------------------------------------------------------------
+
+
+def test_types_cost_the_cpu_as_measured() -> None:
+    model, plain = inventory_of(layers=3, experts=(1,))
+    for tensor in model.tensors:
+        if "_exps" in tensor.name or "ffn_down" in tensor.name:
+            tensor.type = 18  # IQ3_XXS, which costs what IQ3_S does
+    machine = replace(MACHINE, cpu_type_costs={"IQ3_S": 4.0})
+    costly = Inventory.of(model, model).on(machine)
+    assert Inventory.of(model, model).uses[0].cpu_cost == 1.0 and costly.beside == plain.beside
+    slow = [use for use in costly.uses if use.cpu_cost == 4.0]
+    assert len(slow) == 2 + 3 and {use.cpu_cost for use in costly.uses} == {1.0, 4.0}
+
+    # On the CPU, all bytes count times their cost.
+    added = 3 * sum(use.read_bytes for use in slow)
+    assert 1 / decode_on_cpu(costly.uses, machine).tokens_per_second == pytest.approx(
+        1 / decode_on_cpu(plain.uses, machine).tokens_per_second + added / 100e9)
+    # Beside a GPU those that the CPU takes do, and PCIe brings as many as before.
+    homes = with_rows(plain, plain.homes(0), 0.5)
+    before, after = (traffic(each.uses, homes) for each in (plain, costly))
+    experts = sum(use.read_bytes for use in slow if use.role == "experts")
+    assert after == replace(before, cpu=before.cpu + 3 * (sum(use.read_bytes for use in slow) - experts) / 2
+                            + 3 * experts)
+    assert {home.cpu_rows for home in balanced(costly, plain.homes(0), machine)} != {
+        home.cpu_rows for home in balanced(plain, plain.homes(0), machine)}, "a slower CPU gets fewer rows"
+    # So do misses.
+    pools = [ExpertPool(1, 8, model.layer_expert_bytes(1), 2)]
+    known, cheap = (cached_experts(each.uses, pools)[1] for each in (costly, plain))
+    assert known == cheap._replace(cpu_cost=4.0)
+    slower = replace(MACHINE, ram_bytes_per_second=25e9, ram_bytes_per_second_shared=75e9 / 4)
+    one, other = (traffic(plain.uses, plain.homes(plain.before_experts), {1: each}) for each in (known, cheap))
+    assert decode_seconds(one, MACHINE) == pytest.approx(decode_seconds(other, slower))
+    assert expert_rates(machine, None, costly.uses) == (75e9 / 4, 45e9)
+
+
 # --- attention, and small kernels -------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ GIB = 1 << 30
 CPU_RATES = {"ram_bytes_per_second": 91e9, "cpu_flops": 2.5e12}
 GPU_RATES = {"pcie_bytes_per_second": 55.4e9, "ram_bytes_per_second_shared": 75e9, "pcie_bytes_per_second_shared": 54e9,
              "vram_bytes_per_second": 2.9e12, "gpu_kernel_seconds": 0.92e-6, "gpu_flops": 460e12}
+COSTS = {"Q6_K": 1.1, "Q8_0": 0.9, "MXFP4": 1.2, "IQ3_S": 5.0}
 CARD = Gpu(name="NVIDIA Test", index=0, compute_capability="9.0", multiprocessors=132, total_bytes=80 * GIB,
            free_bytes=79 * GIB)
 NO_CARD = "there is no usable GPU: no NVIDIA driver is installed"
@@ -49,7 +50,8 @@ class Machine:
             raise self.failure
         rates = {**CPU_RATES, **(GPU_RATES if isinstance(self.gpu, Gpu) else {})}
         missing = {} if isinstance(self.gpu, Gpu) else {"gpu_missing": self.gpu}
-        return {**{name: sampled(name, rate) for name, rate in rates.items()}, **self.samples, **missing}
+        return {**{name: sampled(name, rate) for name, rate in rates.items()}, **self.samples, **missing,
+                "cpu_type_costs": dict(COSTS)}
 
 
 def sampled(name: str, best: float) -> list[float]:
@@ -75,7 +77,8 @@ def machine_fixture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 def a_profile(**changes: Any) -> HardwareProfile:
     values = {"cpu": "Test CPU", "cores": 16, "threads": 16, "ram_bytes": 64 * GIB, "gpu": "NVIDIA Test",
-              "vram_bytes": 80 * GIB, "measured": "2026-01-02T03:04:05+00:00", **CPU_RATES, **GPU_RATES}
+              "vram_bytes": 80 * GIB, "measured": "2026-01-02T03:04:05+00:00", "cpu_type_costs": COSTS,
+              **CPU_RATES, **GPU_RATES}
     values["spread"] = dict.fromkeys([*CPU_RATES, *(GPU_RATES if changes.get("gpu", "") is not None else ())], 0.1)
     return HardwareProfile(**{**values, **changes})
 
