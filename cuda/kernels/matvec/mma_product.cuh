@@ -1,0 +1,84 @@
+// The products of matvec_product.cuh on the int8 tensor cores (mma_tile.cuh), for several rows of activations.
+//
+// A block has 32 weight rows and up to 32 columns; more columns are further blocks, neighbours in the grid, so that
+// they find the weights in the L2 cache.
+#pragma once
+
+#include "kernels/matvec/matvec_product.cuh"
+#include "kernels/matvec/mma_launch.cuh"
+
+namespace sharpi::cuda {
+
+template <DType D, int kTiles>
+__global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTiles))
+    mmaProductKernel(const __grid_constant__ Products p) {
+#if __CUDA_ARCH__ >= 800
+    extern __shared__ __align__(128) uint8_t staged[];
+    using Tile = MmaTile<D, kTiles>;
+    constexpr int kRows = kMmaRows * Tile::kGroups;
+    allowNext();
+    const int columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
+    const int rowBlock = static_cast<int>(blockIdx.x) / columnTiles;
+    const int firstColumn = (static_cast<int>(blockIdx.x) - rowBlock * columnTiles) * Tile::kColumns;
+    int index = 0;
+    while (rowBlock >= p.product[index].endBlock) ++index;
+    const Product& w = p.product[index];
+    const int block = rowBlock - (index ? p.product[index - 1].endBlock : 0);
+    const int firstRow = block * kRows * p.groups + Tile::group() * kMmaRows;
+    const int items = min(p.groups, (w.rows - block * kRows * p.groups + kRows - 1) / kRows);
+    const auto base = Steps<D>::base(w.data, w.shape);
+    const auto place = [&](int item) { return MmaRows<D>{base, firstRow + item * kRows, w.rows - 1}; };
+    Tile tile(staged, p.cols, items);
+    tile.start(place);
+    if (firstColumn == 0) fetchRowsAhead<Tile>(place, items, p.cols, p.ahead);
+    waitForPrevious();
+
+    tile.run(
+        p.x.quantized, place, [&](int, int column) { return min(firstColumn + column, p.rows - 1); },
+        [&](int item, int round) {
+            Tile::forValues(round, [&](int row, int column, int value) {
+                const int r = firstRow + item * kRows + row, t = firstColumn + column;
+                if (r >= w.rows || t >= p.rows) return;
+                float* y = w.y + static_cast<int64_t>(t) * w.stride + r;
+                const float before = p.add ? *y : 0.0f;
+                float sum = tile.sumOf(Tile::group(), value);
+                if (w.bias) sum = __fadd_rn(sum, w.bias[r]);
+                *y = p.add ? __fadd_rn(before, sum) : sum;
+            });
+        });
+#endif
+}
+
+// The items of a block with which the rounds of blocks cost least.
+inline int mmaItems(const Products& p, int rowsOfItem, int64_t columnTiles, int64_t atOnce) {
+    int best = 1;
+    double bestCost = 0;
+    for (int items = 1; items <= 8; ++items) {
+        int64_t blocks = 0;
+        for (int i = 0; i < p.count; ++i)
+            blocks += (p.product[i].rows + int64_t{rowsOfItem} * items - 1) / (int64_t{rowsOfItem} * items);
+        const int64_t rounds = (blocks * columnTiles + atOnce - 1) / atOnce;
+        const double cost = static_cast<double>(rounds) * (items + 0.25);
+        if (items == 1 || cost < bestCost) best = items, bestCost = cost;
+    }
+    return best;
+}
+
+template <DType D> void launchMmaProducts(Stream& stream, Products p) {
+    withMmaTiles<D>(stream, p.rows, [&](auto tiles) {
+        using Tile = MmaTile<D, decltype(tiles)::value>;
+        constexpr int kRows = kMmaRows * Tile::kGroups;
+        const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
+        const int64_t atOnce = int64_t{stream.device().multiprocessors} * mmaMinBlocks(decltype(tiles)::value);
+        p.groups = mmaItems(p, kRows, columnTiles, atOnce);
+        int64_t blocks = 0;
+        for (int i = 0; i < p.count; ++i) {
+            blocks += (p.product[i].rows + int64_t{kRows} * p.groups - 1) / (int64_t{kRows} * p.groups);
+            p.product[i].endBlock = static_cast<int32_t>(blocks);
+        }
+        p.ahead = mmaAhead(D, std::min(blocks, atOnce), kRows);
+        launchMma<Tile>(stream, mmaProductKernel<D, decltype(tiles)::value>, blocks * columnTiles, p);
+    });
+}
+
+}  // namespace sharpi::cuda

@@ -1,0 +1,547 @@
+// Products of quantized weights with up to 8, 16 or 32 rows of activations on the int8 tensor cores (compute capability
+// 8.0 and above), bit for bit as core/contract.h defines them.
+//
+// One mma.sync multiplies one block (32 elements) of 16 weight rows by the same block of 8 rows of activations
+// ("columns" here). Its sums are integers, so they are exact in any order. They start at the bits of 1.5 * 2^23, so
+// that they are floats without a conversion; no type's sum over a block reaches 2^22. The rest of a block is what the
+// contract says, in float, with one accumulator for each of its 32.
+//
+// The 32 accumulators of a value are divided among the warps of a *group*, which owns 16 weight rows. A group has a
+// warp for each *slice* of kBlocks neighbouring blocks: slice s has blocks kBlocks * s + j + 32 * step, which are those
+// of accumulators kBlocks * s + j. At the end, the warps meet in shared memory, and each adds up a part of the values
+// by the contract's tree. A thread block has kGroups groups. The warps of one slice form a *team*, because they read
+// the same blocks of the activations:
+//
+// - Weights: a lane loads a few blocks as Format<D> defines, one step ahead, in registers. It unpacks them and writes
+//   signed bytes and float scales to the warp's own shared memory, which ldmatrix reads as fragments.
+// - Activations: a team copies the blocks of all columns to its two stages in shared memory, one step ahead. The layout
+//   of QuantizedRows is already what ldmatrix needs.
+//
+// Only a team's barrier stands in the main loop. Steps run on from one item (16 weight rows for each group, and their
+// columns) to the next, so that loads are always in flight.
+//
+// How to use it: a kernel of MmaTile::kThreads threads and kSharedBytes of dynamic shared memory (aligned to 128 bytes)
+// makes an MmaTile, calls start() before waitForPrevious() and run() after it. Its callables say where each item's rows
+// lie and which rows of activations are its columns. run() calls done(item, round) when the sums of an item, or a part
+// of them, are ready. There, forValues() visits the thread's share of them, and sumOf() returns one, of its own or any
+// other group.
+#pragma once
+
+#include "kernels/matvec/matvec_kernel.cuh"
+
+namespace sharpi::cuda {
+
+constexpr int kMmaRows = 16;    // weight rows of a tile
+constexpr int kMmaColumns = 8;  // rows of activations of a tile
+
+// --- instructions
+// ----------------------------------------------------------------------------------------------------- Shared memory
+// is read and written by address throughout, so that the order of these instructions is the program's.
+
+__device__ __forceinline__ void loadFragments(uint32_t (&out)[4], uint32_t at) {
+#if __CUDA_ARCH__ >= 750
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(at));
+#endif
+}
+
+// The sums over a block, or over one half of it, as floats that kIntegerBias was added to.
+__device__ __forceinline__ void multiplyBlock(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+    int out[4];
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, "
+        "%10, %10};"
+        : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(kIntegerBiasBits));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = __int_as_float(out[c]);
+#endif
+}
+__device__ __forceinline__ void multiplyHalf(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+#if __CUDA_ARCH__ >= 800
+    int out[4];
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+        : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+        : "r"(a0), "r"(a1), "r"(b), "r"(kIntegerBiasBits));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) sum[c] = __int_as_float(out[c]);
+#endif
+}
+
+// 1, 2 or 4 words, or 8 as two times 4.
+template <int kCount> __device__ __forceinline__ void readShared(uint32_t at, float (&v)[kCount]) {
+    if constexpr (kCount == 1) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[0]) : "r"(at));
+    if constexpr (kCount == 2) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(at));
+    if constexpr (kCount >= 4)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                     : "r"(at));
+    if constexpr (kCount == 8)
+        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4 + 16];"
+                     : "=f"(v[4]), "=f"(v[5]), "=f"(v[6]), "=f"(v[7])
+                     : "r"(at));
+}
+template <int kCount> __device__ __forceinline__ void writeShared(uint32_t at, const float (&v)[kCount]) {
+    if constexpr (kCount == 1) asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v[0]) : "memory");
+    if constexpr (kCount == 2)
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v[0]), "f"(v[1]) : "memory");
+    if constexpr (kCount >= 4)
+        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                     : "memory");
+    if constexpr (kCount == 8)
+        asm volatile("st.shared.v4.f32 [%0 + 16], {%1, %2, %3, %4};" ::"r"(at), "f"(v[4]), "f"(v[5]), "f"(v[6]),
+                     "f"(v[7])
+                     : "memory");
+}
+// `at` ^ the offset of the second half, if that is what kXor says.
+template <int kXor> __device__ __forceinline__ void writeShared4(uint32_t at, const uint32_t* v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at ^ kXor), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+                 : "memory");
+}
+
+// Copies through the L1 cache: other blocks of the multiprocessor read the same activations.
+template <int kBytes> __device__ __forceinline__ void copyAsync(uint32_t to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)), "n"(kBytes)
+                 : "memory");
+#endif
+}
+__device__ __forceinline__ void waitForOwnCopies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+template <int kThreads> __device__ __forceinline__ void meet(int barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
+// --- a type's numbers
+// -------------------------------------------------------------------------------------------------
+
+// Which of a block's numbers a type has. They lie in shared memory in the order d, m, sub0, sub1, min0, min1, without
+// those that it lacks.
+template <DType D> struct MmaNumbers {
+    using F = Format<D>;
+    static constexpr bool kSub = F::kTwoScales || D == DType::Q4_K || D == DType::Q5_K || D == DType::IQ4_XS ||
+                                 D == DType::IQ2_XXS || D == DType::IQ3_XXS || D == DType::IQ3_S || D == DType::IQ1_S;
+    static constexpr bool kMin = F::kHasMin && kSub;  // else min is 1
+    static constexpr bool kM = F::kHasMin || F::kTwoFloats;
+    static constexpr bool kHalves = F::kTwoScales || F::kTwoFloats;
+    static constexpr int kCount = 1 + kM + kSub + F::kTwoScales + kMin * (1 + F::kTwoScales);
+    static constexpr int kFields = kCount <= 2 ? kCount : kCount <= 4 ? 4 : 8;  // floats for each block
+    // Of each column's block: its scale, then its sum, or its two halves' sums and a gap.
+    static constexpr int kColumnFields = !F::kHasMin ? 1 : F::kTwoScales ? 4 : 2;
+
+    static __device__ __forceinline__ void write(uint32_t at, const FloatScales& s) {
+        float v[kFields] = {};
+        int n = 0;
+        v[n++] = s.d;
+        if (kM) v[n++] = s.m;
+        if (kSub) v[n++] = s.sub0;
+        if (F::kTwoScales) v[n++] = s.sub1;
+        if (kMin) v[n++] = s.min0;
+        if (kMin && F::kTwoScales) v[n++] = s.min1;
+        writeShared(at, v);
+    }
+    // A row's numbers, and sub0 times -kIntegerBias.
+    struct Row {
+        float d, m, sub0, sub1, min0, min1, unbias;
+    };
+    static __device__ __forceinline__ Row read(uint32_t at) {
+        float v[kFields];
+        readShared(at, v);
+        Row row = {};
+        int n = 0;
+        row.d = v[n++];
+        if (kM) row.m = v[n++];
+        if (kSub) row.sub0 = v[n++];
+        if (F::kTwoScales) row.sub1 = v[n++];
+        if (kMin) row.min0 = v[n++];
+        if (kMin && F::kTwoScales) row.min1 = v[n++];
+        row.unbias = kSub ? __fmul_rn(row.sub0, -kIntegerBias) : -kIntegerBias;
+        return row;
+    }
+    // Two neighbouring columns.
+    struct Columns {
+        float scale[2], sum0[2], sum1[2];
+    };
+    static __device__ __forceinline__ Columns readColumns(uint32_t at) {
+        Columns x = {};
+        float v[2 * kColumnFields];
+        readShared(at, v);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            x.scale[c] = v[c * kColumnFields];
+            if constexpr (kColumnFields > 1) x.sum0[c] = v[c * kColumnFields + 1];
+            if constexpr (kColumnFields > 2) x.sum1[c] = v[c * kColumnFields + 2];
+        }
+        return x;
+    }
+
+    // The accumulator after a block, from the biased sums of the whole block, or of its halves.
+    static __device__ __forceinline__ float add(float first, float second, const Row& w, const Columns& x, int c,
+                                                float acc) {
+        const float scaled = __fmul_rn(w.d, x.scale[c]);
+        if constexpr (F::kTwoFloats) {
+            acc = fmaf(scaled, __fadd_rn(first, w.unbias), acc);
+            return fmaf(__fmul_rn(w.m, x.scale[c]), __fsub_rn(second, kIntegerBias), acc);
+        } else {
+            // Exact: sub * kIntegerBias has few bits, and the result is an integer below 2^24.
+            float j = kSub ? fmaf(w.sub0, first, w.unbias) : __fadd_rn(first, w.unbias);
+            if constexpr (F::kTwoScales) j = fmaf(w.sub1, __fsub_rn(second, kIntegerBias), j);
+            acc = fmaf(scaled, j, acc);
+            if constexpr (!F::kHasMin) return acc;
+            float m = kMin ? __fmul_rn(w.min0, x.sum0[c]) : x.sum0[c];
+            if constexpr (F::kTwoScales) m = fmaf(w.min1, x.sum1[c], m);
+            return fmaf(__fmul_rn(w.m, x.scale[c]), m, acc);
+        }
+    }
+
+    // Codes as signed bytes: minus the offset. Codes are below 64, so no byte carries into the next.
+    static __device__ __forceinline__ void codes(const typename F::Raw& raw, uint32_t (&q)[8]) {
+        F::codes(raw, q);
+        if constexpr (F::kOffset != 0) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) q[k] = (q[k] + (128u - F::kOffset) * 0x01010101u) ^ 0x80808080u;
+        }
+    }
+};
+
+// --- the tile
+// ---------------------------------------------------------------------------------------------------------
+
+// 16 rows of a matrix from `row` on. Those past `last` repeat it: they are computed, and nobody asks for their sums.
+template <DType D> struct MmaRows {
+    typename Steps<D>::Base base;
+    int row, last;
+};
+
+// kTiles: tiles of 8 columns. The more there are, the fewer accumulators a warp can have for each value.
+template <DType D, int kTiles, int groups = 2> class MmaTile {
+public:
+    using Numbers = MmaNumbers<D>;
+    using Weights = Steps<D>;
+    static constexpr int kBlocks = kTiles == 1 ? 8 : 4;
+    static constexpr int kSlices = kContractAccumulators / kBlocks;
+    static constexpr int kGroups = groups;
+    static constexpr int kThreads = 32 * kSlices * kGroups;
+    static constexpr int kColumns = kMmaColumns * kTiles;
+    // The sums of an item are joined in rounds of at most two tiles, to save shared memory.
+    static constexpr int kRounds = (kTiles + 1) / 2, kRoundTiles = kTiles / kRounds;
+    static_assert(kRounds * kRoundTiles == kTiles && kRoundTiles * 4 % kSlices == 0);
+
+private:
+    using F = Format<D>;
+    using Raw = typename F::Raw;
+    static constexpr int kPairs = kMmaRows * kBlocks / 32;  // blocks that a lane loads in a step
+    static constexpr int kTeam = 32 * kGroups;
+    // Codes are rows of 2 * kBlocks chunks of 16 bytes: the first halves of all blocks, then the second. Chunks are
+    // swizzled by the row's number, so that ldmatrix finds eight rows in different banks.
+    static constexpr int kRowBytes = kBlocks * 32;
+    // Numbers of block j: those of all rows. The gap keeps the lanes that write in different banks.
+    static constexpr int kNumberBytes = (kMmaRows * Numbers::kFields + 4) * 4;
+    static constexpr int kCodeBytes = kMmaRows * kRowBytes;
+    static constexpr int kStagedBytes = kCodeBytes + kBlocks * kNumberBytes;
+    static constexpr int kSumBytes = kRoundTiles * 4 * kBlocks * 32 * 4;  // a warp's accumulators of a round
+    static constexpr int kWarpBytes = ((kStagedBytes > kSumBytes ? kStagedBytes : kSumBytes) + 127) / 128 * 128;
+    static constexpr int kTileBytes = kMmaColumns * kRowBytes;
+    static constexpr int kEndBytes = kMmaColumns * Numbers::kColumnFields * 4;  // of a block of 8 columns
+    static constexpr int kStageBytes = kTiles * (kTileBytes + kBlocks * kEndBytes);
+    static constexpr int kChunks = kTiles * kMmaColumns * 2 * kBlocks / kTeam;  // that a thread copies in a step
+    static constexpr int kEnds = kTiles * kMmaColumns * kBlocks / kTeam;
+    static_assert(kChunks * kTeam == kTiles * kMmaColumns * 2 * kBlocks && kEnds * kTeam * 2 == kChunks * kTeam);
+    // Columns between a thread's copies, and bytes between those of scales.
+    static constexpr int kChunkColumns = kTeam / (2 * kBlocks);
+    static constexpr int kEndStep = 2 * kChunkColumns / kMmaColumns * kBlocks * kEndBytes;
+    static_assert(kChunkColumns == 4 || kChunkColumns == 8);
+    static_assert(kTeam % (2 * kBlocks) == 0 && kTileBytes % 128 == 0 && kSlices <= 15);
+    static_assert(kStageBytes % 128 == 0);
+
+public:
+    static constexpr int kSharedBytes = kGroups * kSlices * kWarpBytes + kSlices * 2 * kStageBytes;
+
+    // shared: kSharedBytes, aligned to 128 bytes.
+    __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items)
+        : _units(cols / kContractBlock), _items(items), _shared(sharedAddress(shared)) {
+        const int begin = slice() * kBlocks;
+        _steps = (_units - begin + kContractAccumulators - 1) / kContractAccumulators;
+        if (_steps < 0) _steps = 0;
+        const int l = lane(), m = member();
+        _staged = _shared + (group() * kSlices + slice()) * kWarpBytes;
+        _unpacked = _staged + chunkOffset(rowOfPair(0), 0, block());
+        const uint32_t columns = _shared + kGroups * kSlices * kWarpBytes + slice() * 2 * kStageBytes;
+        _copied = columns + chunkOffset(m / (2 * kBlocks), m / kBlocks % 2, m % kBlocks);
+        _copiedEnd = columns + endOffset(m / kBlocks, m % kBlocks);
+        _columns = columns + chunkOffset(l % 8, l / 8 % 2, l / 16);
+        _ends = columns + endOffset(l % 4 * 2, 0);
+        keep(_unpacked);
+        keep(_copied);
+        keep(_copiedEnd);
+        keep(_columns);
+        keep(_ends);
+    }
+
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+    static __device__ __forceinline__ int slice() { return threadIdx.x / 32 % kSlices; }
+    static __device__ __forceinline__ int group() { return threadIdx.x / (32 * kSlices); }
+
+    // Issues the first loads of weights. place(item) returns the MmaRows of this warp's group.
+    template <typename Place> __device__ __forceinline__ void start(const Place& place) {
+        if (_items <= 0 || _steps == 0) return;
+        findRows(place(0));
+        fetch(place);
+    }
+
+    // rowOf(item, column) is the row of x that is a column of an item; every column needs a valid one, whether it is
+    // used or not. done(item, round) is called by all threads, and may use __syncthreads().
+    template <typename Place, typename RowOf, typename Done>
+    __device__ __forceinline__ void run(const QuantizedRows& x, const Place& place, const RowOf& rowOf,
+                                        const Done& done) {
+        int stage = 0;
+        if (_items > 0 && _steps > 0) {
+            findColumns(0, rowOf);
+            copyColumns(x, stage, 0);
+        }
+        for (int item = 0; item < _items; ++item) {
+            float acc[kTiles][kBlocks][4] = {};
+            for (int step = 0; step < _steps; ++step) {
+                unpack(step);
+                fetch(place);
+                finishColumns(stage);  // also orders the warp's own writes before its reads
+                // The whole team has passed the barrier, so nobody reads the other stage.
+                if (step + 1 < _steps) {
+                    copyColumns(x, stage ^ 1, step + 1);
+                } else if (item + 1 < _items) {
+                    findColumns(item + 1, rowOf);
+                    copyColumns(x, stage ^ 1, 0);
+                }
+                multiply(stage, acc);
+                __syncwarp();  // before the staged weights are overwritten
+                stage ^= 1;
+            }
+#pragma unroll
+            for (int round = 0; round < kRounds; ++round) {
+                keepSums(acc, round);
+                __syncthreads();
+                done(item, round);
+                __syncthreads();
+            }
+        }
+    }
+
+    // Calls f(row, column, value) for this thread's share of its group's sums in a round. sumOf() takes `value`.
+    template <typename Visit> static __device__ __forceinline__ void forValues(int round, const Visit& f) {
+#pragma unroll
+        for (int i = 0; i < kRoundTiles * 4 / kSlices; ++i) {
+            const int value = i * kSlices + slice();
+            const int tile = round * kRoundTiles + value / 4;
+            f(lane() / 4 + value % 4 / 2 * 8, tile * kMmaColumns + lane() % 4 * 2 + value % 2, value);
+        }
+    }
+    // The finished sum of this row and column in any group.
+    __device__ __forceinline__ float sumOf(int group, int value) const {
+        float v[kContractAccumulators];
+#pragma unroll
+        for (int i = 0; i < kContractAccumulators; i += 4) {
+            float quad[4];
+            readShared(_shared + (group * kSlices + i / kBlocks) * kWarpBytes + sumOffset(value, i % kBlocks), quad);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) v[i + k] = quad[k];
+        }
+        return tree<kContractAccumulators / 2>(v);
+    }
+
+private:
+    template <int kWidth> static __device__ __forceinline__ float tree(float (&v)[kContractAccumulators]) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) v[i] = __fadd_rn(v[i], v[i + kWidth]);
+        if constexpr (kWidth > 1) return tree<kWidth / 2>(v);
+        return v[0];
+    }
+
+    // --- places in shared memory
+
+    static __device__ __forceinline__ uint32_t chunkOffset(int row, int half, int block) {
+        return static_cast<uint32_t>(row * kRowBytes + ((half * kBlocks + block) ^ (row & 7)) * 16);
+    }
+    static __device__ __forceinline__ uint32_t endOffset(int column, int block) {
+        return static_cast<uint32_t>(kTiles * kTileBytes + (column / kMmaColumns * kBlocks + block) * kEndBytes +
+                                     column % kMmaColumns * Numbers::kColumnFields * 4);
+    }
+    // The place of `row` + `more` from that of `row`. `more` is a multiple of a power of two up to 8 that is above row.
+    static __device__ __forceinline__ uint32_t moved(uint32_t at, int more) {
+        return (at ^ (more & 7) * 16) + more * kRowBytes;
+    }
+    static __device__ __forceinline__ uint32_t sumOffset(int value, int block) {
+        return static_cast<uint32_t>(((value * kBlocks + block) / 4 * 32 + lane()) * 16);
+    }
+
+    // --- weights
+
+    // The lane's block within the slice, and its rows. Lanes 4 .. 7 of eight have row 4 if a row has only four blocks
+    // in a slice: the swizzle puts that into other banks than row 0.
+    static __device__ __forceinline__ int block() { return lane() % kBlocks; }
+    static __device__ __forceinline__ int rowOfPair(int i) {
+        const int r = kBlocks == 8 ? lane() / 8 : lane() / 8 + lane() / 4 % 2 * 4;
+        return r + i * (32 / kBlocks);
+    }
+
+    __device__ __forceinline__ void findRows(const MmaRows<D>& rows) {
+        _base = rows.base;
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i)
+            _first[i] = static_cast<uint32_t>(min(rows.row + rowOfPair(i), rows.last)) * static_cast<uint32_t>(_units);
+    }
+    // Loads the next step's weights, of this item or the following one.
+    template <typename Place> __device__ __forceinline__ void fetch(const Place& place) {
+        if (_nextItem >= _items) return;
+        const int at = slice() * kBlocks + block(), b = _nextStep * kContractAccumulators + at;
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i)
+            _raw[i] = F::loadAt(PlanesOf<D>::at(_base, _first[i] + min(b, _units - 1)), at % 8);
+        if (++_nextStep < _steps) return;
+        _nextStep = 0;
+        if (++_nextItem < _items) findRows(place(_nextItem));
+    }
+    // Writes the loaded weights to shared memory. Blocks past the row's end get scales of 0, which add nothing.
+    __device__ __forceinline__ void unpack(int step) {
+        const uint32_t numbers = _staged + kCodeBytes + block() * kNumberBytes + rowOfPair(0) * Numbers::kFields * 4;
+        const int at = slice() * kBlocks + block();
+        const bool whole = (step + 1) * kContractAccumulators <= _units;
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            uint32_t q[8];
+            Numbers::codes(_raw[i], q);
+            const uint32_t to = kBlocks == 8 ? moved(_unpacked, 4 * i) : moved(_unpacked, 8 * i);
+            writeShared4<0>(to, q);
+            writeShared4<kBlocks * 16>(to, q + 4);
+            FloatScales scales = floatScales<D>(_raw[i], at % 8);
+            if (!whole && step * kContractAccumulators + at >= _units) scales.d = scales.m = 0.0f;
+            Numbers::write(numbers + i * (32 / kBlocks) * Numbers::kFields * 4, scales);
+        }
+    }
+
+    // --- activations
+
+    static __device__ __forceinline__ int member() { return group() * 32 + lane(); }
+
+    template <typename RowOf> __device__ __forceinline__ void findColumns(int item, const RowOf& rowOf) {
+        const int half = member() / kBlocks % 2, block = member() % kBlocks;
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i)
+            _chunk[i] = static_cast<uint32_t>(
+                (rowOf(item, member() / (2 * kBlocks) + i * kChunkColumns) * 2 + half) * _units + block);
+#pragma unroll
+        for (int i = 0; i < kEnds; ++i)
+            _end[i] = static_cast<uint32_t>(rowOf(item, member() / kBlocks + i * 2 * kChunkColumns) * _units + block);
+    }
+    __device__ __forceinline__ void copyColumns(const QuantizedRows& x, int stage, int step) const {
+        // Blocks past the row's end repeat its last one.
+        const int b = min(step * kContractAccumulators + slice() * kBlocks, _units - 1 - member() % kBlocks);
+        const uint32_t to = _copied + stage * kStageBytes, toEnd = _copiedEnd + stage * kStageBytes;
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i)
+            copyAsync<16>(moved(to, i * kChunkColumns),
+                          reinterpret_cast<const uint4*>(x.q) + (_chunk[i] + static_cast<uint32_t>(b)));
+#pragma unroll
+        for (int i = 0; i < kEnds; ++i) {
+            const uint32_t from = _end[i] + static_cast<uint32_t>(b);
+            copyAsync<4>(toEnd + i * kEndStep, x.scale + from);
+            if (F::kHasMin) copyAsync<4>(toEnd + i * kEndStep + 4, x.sums + from);
+        }
+    }
+    // Waits for the team's copies. A thread turns the sums that it copied into floats.
+    __device__ __forceinline__ void finishColumns(int stage) {
+        waitForOwnCopies();
+        if constexpr (F::kHasMin) {
+#pragma unroll
+            for (int i = 0; i < kEnds; ++i) {
+                const uint32_t at = _copiedEnd + stage * kStageBytes + i * kEndStep + 4;
+                float stored[1];
+                readShared(at, stored);
+                const int sums = __float_as_int(stored[0]);
+                const auto part = [&](int first, int second) {
+                    return unbiased(addPair(sums, first, second, kIntegerBiasBits));
+                };
+                const float sum[1] = {F::kTwoScales ? part(1, 0) : part(1, 1)}, rest[1] = {part(0, 1)};
+                writeShared(at, sum);
+                if (F::kTwoScales) writeShared(at + 4, rest);
+            }
+        }
+        meet<kTeam>(1 + slice());
+    }
+
+    // --- sums
+
+    __device__ __forceinline__ void multiply(int stage, float (&acc)[kTiles][kBlocks][4]) const {
+        const int l = lane();
+        // A's four matrices: rows 0 .. 7 and 8 .. 15 of the first half, then of the second. B's: both halves of block
+        // j, then of j + 1. The number of a block is XORed into the address.
+        const uint32_t codesAt = _staged + chunkOffset(l % 16, l / 16, 0);
+        const uint32_t numbersAt = _staged + kCodeBytes + l / 4 * Numbers::kFields * 4;
+        const uint32_t columnsAt = _columns + stage * kStageBytes, endsAt = _ends + stage * kStageBytes;
+#pragma unroll
+        for (int j = 0; j < kBlocks; j += 2) {
+            uint32_t a[2][4];
+            typename Numbers::Row rows[2][2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                loadFragments(a[k], codesAt ^ (j + k) * 16);
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    rows[k][r] = Numbers::read(numbersAt + (j + k) * kNumberBytes + r * 8 * Numbers::kFields * 4);
+            }
+#pragma unroll
+            for (int n = 0; n < kTiles; ++n) {
+                uint32_t b[4];
+                loadFragments(b, (columnsAt ^ j * 16) + n * kTileBytes);
+#pragma unroll
+                for (int k = 0; k < 2; ++k)
+                    addBlock(a[k], b[2 * k], b[2 * k + 1], rows[k],
+                             Numbers::readColumns(endsAt + (n * kBlocks + j + k) * kEndBytes), acc[n][j + k]);
+            }
+        }
+    }
+    static __device__ __forceinline__ void addBlock(const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                                    const typename Numbers::Row (&rows)[2],
+                                                    const typename Numbers::Columns& x, float (&acc)[4]) {
+        float first[4], second[4] = {};
+        if constexpr (Numbers::kHalves) {
+            multiplyHalf(first, a[0], a[1], b0);
+            multiplyHalf(second, a[2], a[3], b1);
+        } else {
+            multiplyBlock(first, a, b0, b1);
+        }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) acc[c] = Numbers::add(first[c], second[c], rows[c / 2], x, c % 2, acc[c]);
+    }
+    __device__ __forceinline__ void keepSums(const float (&acc)[kTiles][kBlocks][4], int round) const {
+#pragma unroll
+        for (int i = 0; i < kRoundTiles; ++i) {
+            const int n = round * kRoundTiles + i;
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+#pragma unroll
+                for (int j = 0; j < kBlocks; j += 4) {
+                    const float quad[4] = {acc[n][j][c], acc[n][j + 1][c], acc[n][j + 2][c], acc[n][j + 3][c]};
+                    writeShared(_staged + sumOffset(i * 4 + c, j), quad);
+                }
+            }
+        }
+    }
+
+    const int _units, _items;
+    const uint32_t _shared;
+    int _steps;
+    uint32_t _staged;                               // the warp's own shared memory
+    uint32_t _unpacked;                             // where the lane writes its first block's codes
+    uint32_t _copied, _copiedEnd, _columns, _ends;  // in the first stage: what the thread copies, and what it reads
+    typename Weights::Base _base;
+    Raw _raw[kPairs];
+    uint32_t _first[kPairs];  // the first blocks of the lane's rows
+    uint32_t _chunk[kChunks], _end[kEnds];
+    int _nextItem = 0, _nextStep = 0;  // the weights to load next
+};
+
+}  // namespace sharpi::cuda
