@@ -94,9 +94,8 @@ template <int kCount> __device__ __forceinline__ void writeShared(uint32_t at, c
                      "f"(v[7])
                      : "memory");
 }
-// `at` ^ the offset of the second half, if that is what kXor says.
-template <int kXor> __device__ __forceinline__ void writeShared4(uint32_t at, const uint32_t* v) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at ^ kXor), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+__device__ __forceinline__ void writeShared4(uint32_t at, const uint32_t* v) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
                  : "memory");
 }
 
@@ -414,8 +413,9 @@ private:
             uint32_t q[8];
             Numbers::codes(_raw[i], q);
             const uint32_t to = kBlocks == 8 ? moved(_unpacked, 4 * i) : moved(_unpacked, 8 * i);
-            writeShared4<0>(to, q);
-            writeShared4<kBlocks * 16>(to, q + 4);
+            writeShared4(to, q);
+            // Rows are aligned to 128 bytes. The swizzle moves a chunk within these.
+            writeShared4(kBlocks == 8 ? to + 128 : to ^ 64, q + 4);
             FloatScales scales = floatScales<D>(_raw[i], at % 8);
             if (!whole && step * kContractAccumulators + at >= _units) scales.d = scales.m = 0.0f;
             Numbers::write(numbers + i * (32 / kBlocks) * Numbers::kFields * 4, scales);
