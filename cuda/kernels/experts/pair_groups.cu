@@ -44,8 +44,8 @@ __device__ __forceinline__ void describe(PairGroup& group, int32_t element, int3
     group.count = count;
 }
 
-__global__ void groupPairsKernel(const int32_t* element, int32_t pairs, int32_t elements, PairGroup* to,
-                                 int32_t groups) {
+__global__ void groupPairsKernel(const int32_t* element, int32_t pairs, int32_t elements, PairGroup* to, int32_t groups,
+                                 int32_t most) {
     extern __shared__ __align__(16) int32_t sharedPlaces[];
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     int32_t* total = sharedPlaces;          // [elements]
@@ -72,15 +72,14 @@ __global__ void groupPairsKernel(const int32_t* element, int32_t pairs, int32_t 
             before += count;
         }
         total[e] = before;
-        begin[e] = (before + kPairGroup - 1) / kPairGroup;
+        begin[e] = (before + most - 1) / most;
     }
     __syncthreads();
     if (warp == 0) sumBefore(begin, elements, lane);
     __syncthreads();
 
     for (int32_t e = threadIdx.x; e < elements; e += blockDim.x) {
-        for (int32_t g = begin[e], left = total[e]; left > 0; ++g, left -= kPairGroup)
-            describe(to[g], e, min(left, kPairGroup));
+        for (int32_t g = begin[e], left = total[e]; left > 0; ++g, left -= most) describe(to[g], e, min(left, most));
     }
     for (int32_t g = begin[elements] + threadIdx.x; g < groups; g += blockDim.x) describe(to[g], -1, 0);
     for (int32_t at = first; at < end; at += 32) {
@@ -90,7 +89,7 @@ __global__ void groupPairsKernel(const int32_t* element, int32_t pairs, int32_t 
         __syncwarp();
         if (e >= 0) {
             if (earlier == 0) mine[e] += __popc(equals);
-            to[begin[e] + rank / kPairGroup].pair[rank % kPairGroup] = p;
+            to[begin[e] + rank / most].pair[rank % most] = p;
         }
         __syncwarp();
     }
@@ -105,11 +104,12 @@ PairGroups groupPairs(Stream& stream, const int32_t* element, int64_t pairs, int
     if (pairs < 0 || pairs > int64_t{1} << 30 || elements < 0 || shared > kMostShared)
         throw Error(ErrorKind::Internal,
                     std::to_string(pairs) + " pairs of " + std::to_string(elements) + " experts cannot be grouped");
-    const int64_t groups = maxPairGroups(pairs, elements);
+    const int most = pairs >= int64_t{kSmallPairGroup} * elements ? kPairGroup : kSmallPairGroup;
+    const int64_t groups = maxPairGroups(pairs, elements, most);
     if (groups == 0) return {};
     launch(stream, groupPairsKernel, dim3(1), dim3(static_cast<unsigned>(warps * 32)), shared, element,
-           static_cast<int32_t>(pairs), elements, static_cast<PairGroup*>(to), static_cast<int32_t>(groups));
-    return {static_cast<PairGroup*>(to), groups};
+           static_cast<int32_t>(pairs), elements, static_cast<PairGroup*>(to), static_cast<int32_t>(groups), most);
+    return {static_cast<PairGroup*>(to), groups, most};
 }
 
 }  // namespace sharpi::cuda

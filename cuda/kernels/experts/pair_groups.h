@@ -8,8 +8,9 @@
 
 namespace sharpi::cuda {
 
-// The most pairs of a group. An expert with more of them has several groups, one behind the other.
-constexpr int kPairGroup = 16;
+// The most pairs of a group. An expert with more of them has several groups, one behind the other. If few pairs share
+// an expert, groups are smaller, because their pairs take the time of full groups.
+constexpr int kPairGroup = 16, kSmallPairGroup = 8;
 
 struct alignas(16) PairGroup {
     int32_t element = -1;  // the matrix of the stack; -1: there is no such group
@@ -23,12 +24,13 @@ struct alignas(16) PairGroup {
 struct PairGroups {
     const PairGroup* group = nullptr;
     int64_t count = 0;  // 0: pairs are not grouped
+    int most = 0;       // pairs of a group: kSmallPairGroup or kPairGroup
 };
 
 // Groups that these pairs may need: each element fills all its groups but the last.
-constexpr int64_t maxPairGroups(int64_t pairs, int64_t elements) {
-    const int64_t most = pairs / kPairGroup + elements;
-    return pairs < most ? pairs : most;
+constexpr int64_t maxPairGroups(int64_t pairs, int64_t elements, int most = kSmallPairGroup) {
+    const int64_t needed = pairs / most + elements;
+    return pairs < needed ? pairs : needed;
 }
 constexpr size_t pairGroupsBytes(int64_t pairs, int64_t elements) {
     return sizeof(PairGroup) * static_cast<size_t>(maxPairGroups(pairs, elements));

@@ -14,13 +14,13 @@ struct Expected {
     std::vector<int32_t> pairs;
 };
 
-std::vector<Expected> groupsOf(const std::vector<int32_t>& element, int32_t elements) {
+std::vector<Expected> groupsOf(const std::vector<int32_t>& element, int32_t elements, int most) {
     std::vector<Expected> groups;
     for (int32_t e = 0; e < elements; ++e) {
         bool open = false;
         for (size_t p = 0; p < element.size(); ++p) {
             if (element[p] != e) continue;
-            if (!open || groups.back().pairs.size() == kPairGroup) groups.push_back({e, {}});
+            if (!open || groups.back().pairs.size() == static_cast<size_t>(most)) groups.push_back({e, {}});
             open = true;
             groups.back().pairs.push_back(static_cast<int32_t>(p));
         }
@@ -31,12 +31,13 @@ std::vector<Expected> groupsOf(const std::vector<int32_t>& element, int32_t elem
 class PairGroupsTest : public GpuTest {
 protected:
     void check(const std::vector<int32_t>& element, int32_t elements) {
-        const std::vector<Expected> expected = groupsOf(element, elements);
         const auto pairs = static_cast<int64_t>(element.size());
         const DeviceArray<int32_t> onDevice(element);
         const DeviceArray<uint8_t> memory(pairGroupsBytes(pairs, elements) + sizeof(PairGroup));
         const PairGroups made = groupPairs(stream(), onDevice.get(), pairs, elements, memory.get());
-        ASSERT_EQ(maxPairGroups(pairs, elements), made.count);
+        const std::vector<Expected> expected = groupsOf(element, elements, made.most);
+        ASSERT_EQ(maxPairGroups(pairs, elements, made.most), made.count);
+        ASSERT_EQ(pairs >= 8 * elements ? 16 : 8, made.most);
         ASSERT_LE(expected.size(), static_cast<size_t>(made.count));
         const std::vector<uint8_t> bytes = memory.read();
         for (int64_t g = 0; g <= made.count; ++g) {
@@ -76,10 +77,12 @@ TEST_F(PairGroupsTest, AreStableAndCompleteForAnyChoice) {
 
 TEST_F(PairGroupsTest, TakeEveryGroupThatTheyMayNeed) {
     // Each element has one pair more than fills its groups.
-    const int32_t elements = 7;
-    std::vector<int32_t> chosen;
-    for (int32_t i = 0; i < elements * (kPairGroup + 1); ++i) chosen.push_back(i % elements);
-    check(chosen, elements);
+    for (const int32_t elements : {7, 100})
+        for (const int32_t each : {1, kPairGroup + 1}) {
+            std::vector<int32_t> chosen;
+            for (int32_t i = 0; i < elements * each; ++i) chosen.push_back(i % elements);
+            ASSERT_NO_FATAL_FAILURE(check(chosen, elements));
+        }
 }
 
 TEST_F(PairGroupsTest, RefuseWhatDoesNotFit) {
