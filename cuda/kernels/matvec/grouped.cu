@@ -16,6 +16,7 @@ int32_t itemsOf(const Stream& stream, int64_t runs, int64_t groups) {
 
 template <DType D, int kTiles> void launchTiles(Stream& stream, GroupedProduct p, const PairGroups& groups) {
     using Tile = GroupTile<D, kTiles>;
+    p.w.fewFit = Steps<D>::sharedBytes(kFewPairs, p.w.cols) <= Tile::kSharedBytes;
     constexpr int kItemRows = Tile::kGroups * kMmaRows;
     const int64_t runs = (p.w.rows + kItemRows - 1) / kItemRows;
     p.items = itemsOf(stream, runs, groups.count);

@@ -1,5 +1,6 @@
 // The products of pairs that are grouped by expert (kernels/experts/pair_groups.h), on the int8 tensor cores
-// (mma_tile.cuh). The pairs of a group are the columns.
+// (mma_tile.cuh). The pairs of a group are the columns. Groups of one or two pairs are multiplied as a single row's
+// products are (matvec_kernel.cuh), because that takes fewer instructions than tiles of mostly empty columns.
 //
 // A thread block belongs to a group and to some rows of its expert's matrix. Blocks of an expert's several groups are
 // neighbours in the grid, so that they find its weights in the L2 cache. Blocks of groups that do not exist leave at
@@ -19,8 +20,12 @@ struct GroupedWeights {
     int32_t rows = 0, cols = 0;
     QuantizedRows x;
     const PairGroup* group = nullptr;
-    int32_t perRow = 1;  // pairs that read the same row of x
+    int32_t perRow = 1;   // pairs that read the same row of x
+    bool fewFit = false;  // kFewPairs rows of x fit in the launch's shared memory
 };
+
+// The most pairs that are multiplied without tensor cores.
+constexpr int kFewPairs = 2;
 
 // The block's group, in shared memory.
 struct Group {
@@ -46,6 +51,31 @@ __device__ __forceinline__ typename Steps<D>::Base baseOf(const GroupedWeights& 
     return Steps<D>::base(p.data[which] + group.element * p.stride[which], p.shape);
 }
 
+// Whether the block multiplies its group without tensor cores.
+__device__ __forceinline__ bool isFew(const GroupedWeights& p, const Group& group) {
+    return group.count <= kFewPairs && p.fewFit;
+}
+
+// The products of a group of up to T pairs. Each warp has `items` pairs of weight rows, which place() names, and done()
+// receives their accumulators (see Pipeline). Ends with a barrier.
+template <DType D, int T, typename Place, typename Done>
+__device__ __forceinline__ void multiplyFew(const GroupedWeights& p, const Group& group, uint8_t* shared, int items,
+                                            const Place& place, const Done& done) {
+    using S = Steps<D>;
+    Pipeline<D, T, 4> pipeline(p.cols, items);
+    pipeline.start(place);
+    const auto stage = [&](int t) {
+        const int64_t row = group.pairOf(t) / p.perRow;
+        return S::toShared(S::inGlobal({nullptr, p.x}, row, p.cols),
+                           shared + t * ((p.cols + 1023) / 1024) * S::kStepBytes, 1, p.cols);
+    };
+    if constexpr (T == 2) stage(1);
+    const auto x = stage(0);
+    finishCopies();
+    pipeline.run(x, place, [](int, int t) { return t; }, done);
+    __syncthreads();
+}
+
 template <DType D, int kTiles> using GroupTile = MmaTile<D, kTiles>;
 // Two blocks of the smaller tiles share a multiprocessor.
 template <int kThreads> constexpr int kGroupBlocks = kThreads <= 256 ? 2 : 1;
@@ -58,6 +88,29 @@ struct GroupedProduct {
     float* y = nullptr;
 };
 
+// Of a block's p.items * itemRows rows.
+template <DType D, int T, int kWarps>
+__device__ __forceinline__ void fewRows(const GroupedProduct& p, const Group& group, int firstRow, int itemRows,
+                                        uint8_t* shared) {
+    const int lane = threadIdx.x % 32, ofWarp = p.items * itemRows / kWarps,
+              begin = firstRow + static_cast<int>(threadIdx.x) / 32 * ofWarp, end = min(begin + ofWarp, p.w.rows);
+    const auto units = static_cast<uint32_t>(p.w.cols / kContractBlock);
+    const auto base = baseOf<D>(p.w, group, 0);
+    const auto place = [&](int item) {
+        const int row = begin + 2 * item;
+        const uint32_t first = static_cast<uint32_t>(row) * units;
+        return RowPair<D>{{base, base}, {first, row + 1 < end ? first + units : first}};
+    };
+    constexpr int kLanesPerSum = 16 / T;
+    const int t = lane / kLanesPerSum / 2, odd = lane / kLanesPerSum % 2;
+    float* const y = p.y + group.pairOf(t) * p.w.rows + odd;
+    multiplyFew<D, T>(p.w, group, shared, (end - begin + 1) / 2, place, [&](int item, float (&acc)[T][2]) {
+        const float sum = sumPairs(acc, lane);
+        const int row = begin + 2 * item;
+        if (lane % kLanesPerSum == 0 && row + odd < end) y[row] = sum;
+    });
+}
+
 template <DType D, int kTiles>
 __global__ void __launch_bounds__(GroupTile<D, kTiles>::kThreads, kGroupBlocks<GroupTile<D, kTiles>::kThreads>)
     groupedKernel(const __grid_constant__ GroupedProduct p) {
@@ -69,6 +122,11 @@ __global__ void __launch_bounds__(GroupTile<D, kTiles>::kThreads, kGroupBlocks<G
     Group group;
     if (!findGroup(p.w, pairs, group)) return;
     const int firstRow = static_cast<int>(blockIdx.y) * p.items * kItemRows;
+    if (isFew(p.w, group)) {
+        if (group.count == 1) fewRows<D, 1, Tile::kThreads / 32>(p, group, firstRow, kItemRows, shared);
+        else fewRows<D, 2, Tile::kThreads / 32>(p, group, firstRow, kItemRows, shared);
+        return;
+    }
     const auto base = baseOf<D>(p.w, group, 0);
     const auto place = [&](int item) {
         return MmaRows<D>{base, firstRow + item * kItemRows + Tile::group() * kMmaRows, p.w.rows - 1};
@@ -94,19 +152,45 @@ struct GroupedGated {
     GatedJoin join;
 };
 
-// A block has 32 rows of gate, in its first group of warps, and of up. So its results are one block of the activations
-// that down reads.
+// The results of a block: 32 columns of the group's hidden rows, one block of the activations that down reads.
+struct GatedResults {
+    float value[kPairGroup][kContractBlock + 1];
+    // Joins the sums of row `at` of the block.
+    __device__ __forceinline__ void join(const GroupedGated& p, const Group& group, int at, int column, float gate,
+                                         float up) {
+        const int row = static_cast<int>(blockIdx.y) * kContractBlock + at;
+        const int64_t pair = group.pairOf(column);
+        const GatedTerms terms(p.join, pair, p.w.rows);
+        value[column][at] = gatedValue(p.join.activation, terms.gate(gate, row), terms.up(up, row));
+        if (p.out.floats) p.out.floats[pair * p.w.rows + row] = value[column][at];
+    }
+};
+
+template <DType D, int T, int kWarps>
+__device__ __forceinline__ void fewGated(const GroupedGated& p, const Group& group, GatedResults& results,
+                                         uint8_t* shared) {
+    constexpr int kOfWarp = kContractBlock / kWarps, kLanesPerSum = 16 / T;
+    const int lane = threadIdx.x % 32, begin = static_cast<int>(threadIdx.x) / 32 * kOfWarp;
+    const int firstRow = static_cast<int>(blockIdx.y) * kContractBlock + begin, t = lane / kLanesPerSum / 2;
+    const auto units = static_cast<uint32_t>(p.w.cols / kContractBlock);
+    const auto gate = baseOf<D>(p.w, group, 0), up = baseOf<D>(p.w, group, 1);
+    const auto place = [&](int item) {
+        const uint32_t first = static_cast<uint32_t>(firstRow + item) * units;
+        return RowPair<D>{{gate, up}, {first, first}};
+    };
+    multiplyFew<D, T>(p.w, group, shared, min(kOfWarp, p.w.rows - firstRow), place, [&](int item, float (&acc)[T][2]) {
+        const float sum = sumPairs(acc, lane);
+        const float upSum = __shfl_down_sync(0xffffffffu, sum, kLanesPerSum);
+        if (lane % (2 * kLanesPerSum) == 0) results.join(p, group, begin + item, t, sum, upSum);
+    });
+}
+
+// The first group of warps has rows of gate, the second those of up.
 template <DType D, int kTiles>
-__global__ void __launch_bounds__(GroupTile<D, kTiles>::kThreads, kGroupBlocks<GroupTile<D, kTiles>::kThreads>)
-    groupedGatedKernel(const __grid_constant__ GroupedGated p) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ int32_t pairs[kPairGroup];
-    __shared__ float values[kPairGroup][kContractBlock + 1];
+__device__ __forceinline__ void tileGated(const GroupedGated& p, const Group& group, GatedResults& results,
+                                          uint8_t* shared) {
     using Tile = GroupTile<D, kTiles>;
     static_assert(Tile::kGroups == 2 && Tile::kColumns <= kPairGroup);
-    allowNext();
-    Group group;
-    if (!findGroup(p.w, pairs, group)) return;
     const int firstRow = static_cast<int>(blockIdx.y) * kContractBlock;
     const auto base = baseOf<D>(p.w, group, Tile::group());
     const auto place = [&](int item) { return MmaRows<D>{base, firstRow + item * kMmaRows, p.w.rows - 1}; };
@@ -116,22 +200,32 @@ __global__ void __launch_bounds__(GroupTile<D, kTiles>::kThreads, kGroupBlocks<G
         p.w.x, place, [&](int, int column) { return group.pairOf(column) / p.w.perRow; },
         [&](int item, int round) {
             if (Tile::group() != 0) return;
-            tile.forValues(round, [&](int at, int column, int value) {
-                const int inBlock = item * kMmaRows + at, row = firstRow + inBlock;
-                if (row >= p.w.rows || column >= group.count) return;
-                const int64_t pair = group.pairOf(column);
-                const GatedTerms terms(p.join, pair, p.w.rows);
-                const float result = gatedValue(p.join.activation, terms.gate(tile.sumOf(0, value), row),
-                                                terms.up(tile.sumOf(1, value), row));
-                values[column][inBlock] = result;
-                if (p.out.floats) p.out.floats[pair * p.w.rows + row] = result;
+            tile.forValues(round, [&](int row, int column, int value) {
+                const int at = item * kMmaRows + row;
+                if (firstRow + at < p.w.rows && column < group.count)
+                    results.join(p, group, at, column, tile.sumOf(0, value), tile.sumOf(1, value));
             });
         });
+}
+
+template <DType D, int kTiles>
+__global__ void __launch_bounds__(GroupTile<D, kTiles>::kThreads, kGroupBlocks<GroupTile<D, kTiles>::kThreads>)
+    groupedGatedKernel(const __grid_constant__ GroupedGated p) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ int32_t pairs[kPairGroup];
+    __shared__ GatedResults results;
+    constexpr int kWarps = GroupTile<D, kTiles>::kThreads / 32;
+    allowNext();
+    Group group;
+    if (!findGroup(p.w, pairs, group)) return;
+    if (!isFew(p.w, group)) tileGated<D, kTiles>(p, group, results, shared);
+    else if (group.count == 1) fewGated<D, 1, kWarps>(p, group, results, shared);
+    else fewGated<D, 2, kWarps>(p, group, results, shared);
     if (!p.out.quantized.q) return;
-    // run() ends with a barrier.
-    for (int column = threadIdx.x / 32; column < group.count; column += Tile::kThreads / 32)
+    // The results are behind a barrier.
+    for (int column = threadIdx.x / 32; column < group.count; column += kWarps)
         quantizeLane(p.out.quantized, group.pairOf(column), p.w.rows / kContractBlock, blockIdx.y,
-                     values[column][threadIdx.x % 32]);
+                     results.value[column][threadIdx.x % 32]);
 }
 
 // --- launching -------------------------------------------------------------------------------------------------------

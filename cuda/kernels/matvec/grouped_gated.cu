@@ -5,8 +5,9 @@ namespace sharpi::cuda {
 
 namespace {
 
-template <DType D, int kTiles> void launchTiles(Stream& stream, const GroupedGated& p, const PairGroups& groups) {
+template <DType D, int kTiles> void launchTiles(Stream& stream, GroupedGated p, const PairGroups& groups) {
     using Tile = GroupTile<D, kTiles>;
+    p.w.fewFit = Steps<D>::sharedBytes(kFewPairs, p.w.cols) <= Tile::kSharedBytes;
     const dim3 grid(static_cast<unsigned>(groups.count),
                     static_cast<unsigned>((p.w.rows + kContractBlock - 1) / kContractBlock));
     allowShared(groupedGatedKernel<D, kTiles>, Tile::kSharedBytes);
