@@ -7,6 +7,7 @@
 #include "bindings/bindings.h"
 #include "core/error.h"
 #include "planning/memory_plan.h"
+#include "planning/step_work.h"
 
 namespace sharpi {
 
@@ -85,12 +86,15 @@ void bindDescription(py::module_& m) {
             },
             "What the recurrent layers keep of one sequence; 0 for a model without.")
         .def_property_readonly(
-            "shared_experts",
-            [](const Description& d) {
-                return std::count_if(d.spec.layers.begin(), d.spec.layers.end(),
-                                     [](const LayerSpec& l) { return l.experts && l.experts->shared; });
-            },
-            "Layers with an expert that every token goes through.")
+            "shared_experts", [](const Description& d) { return sharedExperts(d.spec); },
+            "Layers with experts and, beside them, products that every token takes.")
+        .def_property_readonly(
+            "row_kernels", [](const Description& d) { return rowKernels(d.spec); },
+            "Small kernels of a step beyond those of plain layers.")
+        .def(
+            "attention_products",
+            [](const Description& d, int64_t tokens) { return attentionProducts(d.spec, tokens); }, py::arg("tokens"),
+            "Multiplications of queries with keys for the last of `tokens` tokens.")
         .def_property_readonly("parameter_count", [](const Description& d) { return d.spec.parameters(d.tensors); })
         .def(
             "kv_bytes", [](const Description& d, const EngineOptions& options) { return kvBytes(d.spec, options); },

@@ -124,6 +124,13 @@ void bindEngine(py::module_& m) {
                                    Recording* const recording = model.backend().recording();
                                    return recording ? recording->kernelsPerStep() : int64_t{0};
                                })
+        .def_property_readonly(
+            "pinned_bytes",
+            [](Engine& e) {
+                py::gil_scoped_release release;  // a pass may unpin
+                return e.runner().lock().backend().bus().pinnedBytes;
+            },
+            "Bytes of RAM that are pinned so that the GPU reads weights there.")
         .def_property_readonly("weight_bytes", &Engine::weightBytes)
         .def_property_readonly("kv_bytes", &Engine::kvBytes)
         .def_property_readonly("state_bytes", &Engine::stateBytes,

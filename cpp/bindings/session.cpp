@@ -122,7 +122,17 @@ void bindSession(py::module_& m) {
                 return std::tuple(counts.steps, counts.drafted, counts.accepted);
             },
             "Since start(): steps of the model, tokens that were drafted for them, and drafted tokens that were right.")
-        .def("next", &Session::next, py::call_guard<py::gil_scoped_release>());
+        .def("next", &Session::next, py::call_guard<py::gil_scoped_release>())
+        .def_static(
+            "next_of",
+            [](const std::vector<py::object>& sessions) {  // which stay alive, whatever becomes of the list
+                std::vector<Session*> all;
+                for (const py::object& session : sessions) all.push_back(&session.cast<Session&>());
+                py::gil_scoped_release release;
+                return Session::nextOf(all);
+            },
+            py::arg("sessions"),
+            "next() of each of these sessions, which share the steps of the model that they need.");
 }
 
 }  // namespace sharpi

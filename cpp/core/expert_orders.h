@@ -13,7 +13,7 @@ constexpr int kMaxExpertFetches = 8;
 struct ExpertFetch {
     int32_t expert = -1;
     int32_t slot = -1;
-    const uint8_t *gate = nullptr, *up = nullptr, *down = nullptr;
+    const uint8_t *gate = nullptr, *up = nullptr, *down = nullptr;  // without an up, its address is gate's
 };
 
 // What the host decides about a layer's misses. Demanded experts are for this layer; those ahead are for the next one,

@@ -1,9 +1,13 @@
-// The one limit on the rows of a step's launch, on which kernels, the CPU's share and drafts depend.
+// The limits on the rows of a step, on which kernels, the CPU's share and drafts depend.
 #pragma once
 
 namespace sharpi {
 
-// The most rows that follow the contract (contract.h) in one launch on a GPU. More rows take several launches.
-constexpr int kExactLaunchRows = 8;
+// The most rows that follow the contract (contract.h) in one launch on a GPU: all decode rows of a batch. More rows
+// take several launches.
+constexpr int kExactLaunchRows = 64;
+// The rows that one sequence usually has in a step: its last token and the drafts of those that follow. The recurrent
+// layers have a kernel for that many, and each draft needs a state of its own to roll back to.
+constexpr int kMostDraftRows = 8;
 
 }  // namespace sharpi

@@ -28,9 +28,11 @@ struct MatrixStack {
     }
 };
 
-// A layer's experts. Each computes down(activation(gate x, up x)). The three stacks may have different types.
+// A layer's experts. Each computes down(activation(gate x, up x)). The three stacks may have different types. Experts
+// without a gate have no `up`: it counts no matrices.
 struct ExpertStacks {
     MatrixStack gate, up, down;
+    bool gated() const { return up.count > 0; }
 };
 
 }  // namespace sharpi

@@ -20,7 +20,7 @@ public:
     const char* name() const override { return _work.kernels.name; }
     Allocator& allocator() override { return *_allocator; }
     Placer& placer() override { return *_placer; }
-    bool streams() const override { return _stream && _stream->streams(); }
+    BusUse bus() const override { return {_stream && _stream->streams(), 0}; }
     void whenUploaded(std::function<void(double seconds)> told) override;
     void unload() override;
     ExpertCounts expertCounts() override { return _operations.expertWork().profiler().counts(); }

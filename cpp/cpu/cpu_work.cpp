@@ -67,6 +67,14 @@ void CpuWork::readRows(const Weight& table, float* out, int64_t outStride) {
     });
 }
 
+void CpuWork::norm(const float* x, const NormCall& norm, int64_t count, int64_t n, float* y) {
+    if (norm.kind == NormKind::Rms) return this->norm(x, norm.weight, norm.eps, count, n, y);
+    forRanges(count, std::max<int64_t>(1, kElementGrain / n), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r)
+            kernels.layerNorm(x + r * n, norm.weight, norm.bias, norm.eps, n, y + r * n);
+    });
+}
+
 void CpuWork::norm(const float* x, const float* weight, float eps, int64_t count, int64_t n, float* y) {
     forRanges(count, std::max<int64_t>(1, kElementGrain / n), [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) kernels.rmsNorm(x + r * n, weight, eps, n, y + r * n);
@@ -75,7 +83,7 @@ void CpuWork::norm(const float* x, const float* weight, float eps, int64_t count
 
 void CpuWork::gatedActivation(Activation activation, float* gate, const float* up, int64_t n) {
     forRanges(n, kElementGrain, [&](int64_t begin, int64_t end) {
-        kernels.gatedActivation(activation, {gate + begin, up + begin}, end - begin);
+        kernels.gatedActivation(activation, {gate + begin, up ? up + begin : nullptr}, end - begin);
     });
 }
 

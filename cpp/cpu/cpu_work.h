@@ -65,6 +65,8 @@ public:
 
     // The batch's tokens' rows of a table.
     void readRows(const Weight& table, float* out, int64_t outStride);
+    void norm(const float* x, const NormCall& norm, int64_t rows, int64_t n, float* y);
+    // An RMS norm.
     void norm(const float* x, const float* weight, float eps, int64_t rows, int64_t n, float* y);
     void gatedActivation(Activation activation, float* gate, const float* up, int64_t n);
     // Over n floats: x += y, x *= factor, x = portableSoftcap(x, cap).

@@ -59,10 +59,10 @@ struct AttentionArgs {
     const int32_t* pageTable = nullptr;
 };
 
-// A row of a gated feed-forward part. Both products are multiplied by `factor`, then the biases are added.
+// A row of a feed-forward part. Both products are multiplied by `factor`, then the biases are added.
 struct GatedRow {
-    float* gate = nullptr;  // becomes activation(gate, up)
-    const float* up = nullptr;
+    float* gate = nullptr;      // becomes activation(gate, up)
+    const float* up = nullptr;  // nullptr: the part has no gate, and `gate` holds its one product
     const float *gateBias = nullptr, *upBias = nullptr;  // may be nullptr
     float factor = 1.0f;
 };
@@ -103,6 +103,8 @@ struct Kernels {
     // --- everything else (float_*.cpp) ---
     // y = x / sqrt(mean(x^2) + eps) * weight, one row of n. y may be x. weight: nullptr: weights of 1.
     void (*rmsNorm)(const float* x, const float* weight, float eps, int64_t n, float* y);
+    // y = (x - mean) / sqrt(mean of (x - mean)^2 + eps) * weight + bias, one row of n. y may be x. bias may be nullptr.
+    void (*layerNorm)(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y);
     // x += y
     void (*add)(float* x, const float* y, int64_t n);
     // x += scale * y

@@ -12,8 +12,8 @@
 namespace sharpi {
 
 struct DraftOptions {
-    // Drafted tokens and the token before them are the rows of one launch.
-    static constexpr int32_t kMostTokens = kExactLaunchRows - 1;
+    // Drafted tokens and the token before them are the rows of one step.
+    static constexpr int32_t kMostTokens = kMostDraftRows - 1;
     enum class Source { Off, NGram, Prediction };
     Source source = Source::Off;
     int32_t tokens = 1;  // the most to draft at once

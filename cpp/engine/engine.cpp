@@ -153,7 +153,7 @@ void Engine::load() {
     _trace.note("scratch");
     _runner.emplace(_spec, *_weights, *_backend, std::move(kv), limits);
     // Where weights are still to come, the first prompt need not wait for a pass of its own.
-    if (_options.device.kind->keepsWeights() && !_backend->streams()) {
+    if (_options.device.kind->keepsWeights() && !_backend->bus().streams) {
         rehearse(*_runner, _spec, _options);
         _backend->forgetExpertCounts();  // nobody has asked anything yet
     }

@@ -2,13 +2,14 @@
 #include "engine/session.h"
 
 #include <algorithm>
+#include <functional>
 #include <string>
 
 #include "core/error.h"
 
 namespace sharpi {
 
-Session::Session(std::shared_ptr<Engine> engine) : _engine(std::move(engine)), _sequence(_engine->runner()) {}
+Session::Session(std::shared_ptr<Engine> engine) : _engine(std::move(engine)), _running(_engine->runner()) {}
 
 std::vector<int32_t> Session::tokens() const {
     std::lock_guard<std::mutex> lock(_mutex);
@@ -22,7 +23,7 @@ int64_t Session::reusedTokens() const {
 
 DraftCounts Session::draftCounts() const {
     std::lock_guard<std::mutex> lock(_mutex);
-    return _drafter.counts();
+    return _running.drafter.counts();
 }
 
 void Session::requireRoom(int64_t tokens) const {
@@ -41,9 +42,9 @@ void Session::checkRoom(int64_t tokens) const {
 
 void Session::reset() {
     std::lock_guard<std::mutex> lock(_mutex);
-    _sampler.reset();
+    _running.sampler.reset();
     settle();
-    keep(0);
+    keep(0, RowKind::Prompt);
 }
 
 // Forgets the tokens that the cache is ahead by. If the state after the tokens that remain is lost, the next step
@@ -52,93 +53,145 @@ void Session::settle() {
     const LockedModel model = _engine->runner().lock();
     _text.truncate(_text.size() - _ahead);
     _ahead = 0;
-    _sequence.cutBack(model, _text.size());
+    _running.sequence.cutBack(model, _text.size());
     _chosen.clear();
-    _drafter.forget();
+    _running.drafter.forget();
 }
 
-// Keeps the first `tokens` of the text, or fewer, so that prompt rows can follow and nothing is to be computed again.
-void Session::keep(int64_t tokens) {
+// Keeps the first `tokens` of the text, or fewer, so that rows of this kind can follow and nothing is to be computed
+// again.
+void Session::keep(int64_t tokens, RowKind follower) {
     const LockedModel model = _engine->runner().lock();
-    _text.truncate(_sequence.cutForPrompt(model, tokens));
+    const bool tiled = follower == RowKind::Prompt;
+    _text.truncate(tiled ? _running.sequence.cutForPrompt(model, tokens) : _running.sequence.cutBack(model, tokens));
 }
 
 // Computes the tokens of the session again that the cache has lost. `follower` is the token after them.
 void Session::recompute(const LockedModel& model, int32_t follower) {
-    while (_sequence.cutToComputed(model, _text) < _text.size()) {
-        Piece piece = _sequence.nextPiece(model, _text, _text.size());
+    while (_running.sequence.cutToComputed(model, _text) < _text.size()) {
+        Piece piece = _running.sequence.nextPiece(model, _text, _text.size());
         if (!piece.follower) piece.follower = follower;
         run(model, piece);
     }
 }
 
-// Computes a piece and keeps it up to its last right guess. Returns what was chosen: the right guesses, and the token
-// after them. If it throws, the cache stays unchanged, except that it may lose a state that it had no room to keep.
 std::vector<int32_t> Session::run(const LockedModel& model, const Piece& piece) {
-    const Batch batch = _sequence.batchOf(piece);
-    try {
-        _sequence.extend(model, piece);
-        model.forward().run(batch, piece.logits);
-        std::vector<int32_t> chosen;
-        int64_t right = piece.end();
-        if (piece.want == Want::Choice) {
-            chosen = choose(model, piece);
-            right -= piece.drafted + 1 - static_cast<int64_t>(chosen.size());
+    return TextPasses(model, limits()).run({{&_running, piece}}).front();
+}
+
+namespace {
+
+// The number of guesses at the beginning that were right.
+size_t rightGuesses(const std::vector<int32_t>& chosen, const int32_t* guesses) {
+    size_t right = 0;
+    while (right + 1 < chosen.size() && chosen[right] == guesses[right]) ++right;
+    return right;
+}
+
+// Each token is chosen as it would be without drafts.
+void addChoices(const TextPasses::Part& part, std::vector<Choice>& choices) {
+    const Piece& piece = part.piece;
+    if (piece.want != Want::Choice) return;
+    const int32_t* guesses = piece.tokens + piece.count - piece.drafted;
+    for (int64_t i = 0; i <= piece.drafted; ++i)
+        choices.push_back(part.text->sampler->next(part.text->history, {guesses, guesses + i}));
+}
+
+// The batch of all parts.
+Batch batchOf(const std::vector<TextPasses::Part>& parts) {
+    Batch all = parts.front().text->sequence.batchOf(parts.front().piece);
+    for (size_t i = 1; i < parts.size(); ++i) {
+        const Batch batch = parts[i].text->sequence.batchOf(parts[i].piece);
+        size_t wanted = 0;
+        for (size_t row = 0; row < batch.tokens.size(); ++row) {
+            const bool wants = wanted < batch.logitRows.size() && batch.logitRows[wanted] == static_cast<int32_t>(row);
+            if (wants) ++wanted;
+            all.add(parts[i].piece.kind, batch.tokens[row], batch.positions[row], batch.sequences[row], wants);
         }
-        if (_sequence.cutBack(model, right) != right)
-            throw Error(ErrorKind::Internal, "the state before a wrong draft was not kept");
-        if (predicts()) predict(model, piece, right - piece.begin, chosen);
-        _sequence.keepState(model, piece);
-        return chosen;
+    }
+    return all;
+}
+
+}  // namespace
+
+std::vector<std::vector<int32_t>> TextPasses::run(const std::vector<Part>& parts) const {
+    const Batch batch = batchOf(parts);
+    std::vector<std::vector<int32_t>> result;
+    try {
+        extend(parts);
+        _model.forward().run(batch, parts.front().piece.logits);
+        std::vector<Choice> choices;
+        for (const Part& part : parts) addChoices(part, choices);
+        std::vector<int32_t> all;
+        if (!choices.empty()) all = _model.forward().sample(std::move(choices));
+        auto at = all.begin();
+        for (const Part& part : parts) {
+            const Piece& piece = part.piece;
+            std::vector<int32_t>& chosen = result.emplace_back();
+            int64_t right = piece.end();
+            if (piece.want == Want::Choice) {
+                chosen.assign(at, at + piece.drafted + 1);
+                at += piece.drafted + 1;
+                chosen.resize(rightGuesses(chosen, piece.tokens + piece.count - piece.drafted) + 1);
+                right -= piece.drafted + 1 - static_cast<int64_t>(chosen.size());
+            }
+            if (part.text->sequence.cutBack(_model, right) != right)
+                throw Error(ErrorKind::Internal, "the state before a wrong draft was not kept");
+            if (predicts(*part.text)) predict(part, right - piece.begin, chosen);
+            part.text->sequence.keepState(_model, piece);
+        }
+        return result;
     } catch (...) {
-        _sequence.cutBack(model, piece.begin);
+        for (const Part& part : parts) part.text->sequence.cutBack(_model, part.piece.begin);
         throw;
     }
 }
 
-// Chooses each token as it would be chosen without drafts, up to the first that differs from its guess.
-std::vector<int32_t> Session::choose(const LockedModel& model, const Piece& piece) {
-    const int32_t* guesses = piece.tokens + piece.count - piece.drafted;
-    std::vector<Choice> choices;
-    for (int64_t i = 0; i <= piece.drafted; ++i) choices.push_back(_sampler->next(_history, {guesses, guesses + i}));
-    std::vector<int32_t> chosen = model.forward().sample(std::move(choices));
-    size_t right = 0;
-    while (right + 1 < chosen.size() && chosen[right] == guesses[right]) ++right;
-    chosen.resize(right + 1);
-    return chosen;
+// Guesses need states to roll back to. A text alone makes no more guesses than there are states for, but the texts of a
+// step take them from each other.
+void TextPasses::extend(const std::vector<Part>& parts) const {
+    for (const Part& part : parts) part.text->sequence.extend(_model, part.piece);
+    const RecurrentState& states = _model.kv().states();
+    for (const Part& part : parts) {
+        const auto kept = static_cast<int64_t>(states.steps(part.text->sequence.handle()).size());
+        if (parts.size() > 1 && states.any() && kept <= part.piece.drafted)
+            throw Error(ErrorKind::OutOfMemory, "no room for the states of all texts of a step");
+    }
 }
 
-// Whether the prediction layer takes part in a pass. It does if no generation is running: the next one may draft with
-// it. A generation that drafts in another way leaves it out. The layer's cache then lacks those rows, which costs a
-// later generation right guesses and never changes its text.
-bool Session::predicts() const {
-    return limits().predictionLayer && (!_sampler || _drafter.options().source == DraftOptions::Source::Prediction);
+// If no generation is running, it does: the next one may draft with it. A generation that drafts in another way leaves
+// it out. The layer's cache then lacks those rows, which costs a later generation right guesses and never changes its
+// text.
+bool TextPasses::predicts(const RunningText& text) const {
+    return _limits.predictionLayer &&
+           (!text.sampler || text.drafter.options().source == DraftOptions::Source::Prediction);
 }
 
-// Runs the prediction layer over the first `rows` rows of a piece that was computed. chosen: what choose() made of it.
-void Session::predict(const LockedModel& model, const Piece& piece, int64_t rows, const std::vector<int32_t>& chosen) {
-    Drafter::Rows passed{piece.kind, _sequence.handle(), piece.begin, {piece.tokens + 1, piece.tokens + rows}};
+// Runs the prediction layer over the first `rows` rows of a part that was computed.
+void TextPasses::predict(const Part& part, int64_t rows, const std::vector<int32_t>& chosen) const {
+    const Piece& piece = part.piece;
+    RunningText& text = *part.text;
+    Drafter::Rows passed{piece.kind, text.sequence.handle(), piece.begin, {piece.tokens + 1, piece.tokens + rows}};
     const bool continues = !chosen.empty() && chosen.back() >= 0;
     // If the follower is not known, the token itself takes its place, so that the layer's cache has no holes.
     passed.followers.push_back(continues ? chosen.back() : piece.follower.value_or(piece.tokens[rows - 1]));
-    if (!continues) return _drafter.predict(model.forward(), model.kv(), passed, nullptr);
-    Drafter::Text text{*_sampler, _history, chosen, mostDrafts(model, piece.begin + rows)};
-    _drafter.predict(model.forward(), model.kv(), passed, &text);
+    if (!continues) return text.drafter.predict(_model.forward(), _model.kv(), passed, nullptr);
+    Drafter::Text next{*text.sampler, text.history, chosen, mostDrafts(text, piece.begin + rows)};
+    text.drafter.predict(_model.forward(), _model.kv(), passed, &next);
 }
 
-// The number of guesses that a step can verify after `length` tokens and the token that comes next.
-int64_t Session::mostDrafts(const LockedModel& model, int64_t length) const {
-    const DraftOptions& options = _drafter.options();
+int64_t TextPasses::mostDrafts(const RunningText& text, int64_t length) const {
+    const DraftOptions& options = text.drafter.options();
     if (options.source == DraftOptions::Source::Off) return 0;
-    const int64_t rows = std::min({limits().context - length, limits().pieces.decodeRows, limits().headRows});
-    return std::clamp<int64_t>(std::min<int64_t>(options.tokens, model.kv().snapshotRoom(_sequence.handle())), 0,
+    const int64_t rows = std::min({_limits.context - length, _limits.pieces.decodeRows, _limits.headRows});
+    return std::clamp<int64_t>(std::min<int64_t>(options.tokens, _model.kv().snapshotRoom(text.sequence.handle())), 0,
                                std::max<int64_t>(rows - 1, 0));
 }
 
 void Session::evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits,
                        const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
     std::lock_guard<std::mutex> lock(_mutex);
-    _sampler.reset();
+    _running.sampler.reset();
     settle();
     append(tokens, kind, logits, chunks, interrupted);
 }
@@ -155,7 +208,7 @@ void Session::append(const std::vector<int32_t>& tokens, RowKind kind, float* lo
     _text.reserve(text.size());
     const PieceRules& rules = limits().pieces;
     const auto forgetOtherKinds = [&](const LockedModel& model) {
-        _sequence.cutBack(model, _text.agreement(text, rules.oneArithmetic));
+        _running.sequence.cutBack(model, _text.agreement(text, rules.oneArithmetic));
     };
     bool begun = false;
     try {
@@ -165,7 +218,7 @@ void Session::append(const std::vector<int32_t>& tokens, RowKind kind, float* lo
             if (!begun) forgetOtherKinds(model);
             begun = true;
             const int64_t size = chunk < chunks.size() ? chunks[chunk] : rules.rows;
-            Piece piece = _sequence.nextPiece(model, text, _sequence.pieceEnd(model, text, held, size));
+            Piece piece = _running.sequence.nextPiece(model, text, _running.sequence.pieceEnd(model, text, held, size));
             const bool hasNew = piece.end() > held;
             if (hasNew) addWants(piece, held, piece.end() == text.size(), logits);
             std::vector<int32_t> chosen = run(model, piece);
@@ -186,7 +239,7 @@ void Session::addWants(Piece& piece, int64_t held, bool last, float* logits) con
         piece.want = Want::EveryRow;
         piece.again = std::max<int64_t>(held - piece.begin, 0);
         piece.logits = logits + (piece.begin + piece.again - held) * limits().vocabSize;
-    } else if (_sampler && last) {
+    } else if (_running.sampler && last) {
         piece.want = Want::Choice;
     }
 }
@@ -194,14 +247,19 @@ void Session::addWants(Piece& piece, int64_t held, bool last, float* logits) con
 // Takes what was chosen from a piece whose tokens are in _text.
 void Session::accept(std::vector<int32_t> chosen) {
     _ahead = chosen.empty() ? 0 : static_cast<int64_t>(chosen.size()) - 1;
-    if (_sampler) _sampler->advance(chosen.size());
+    if (_running.sampler) _running.sampler->advance(chosen.size());
     _chosen = std::move(chosen);
+}
+
+// Kernels for prompts need as long for a few rows as for a tile of them, and a step of so few decode rows needs less.
+RowKind Session::promptKind(int64_t tokens) const {
+    return tokens < kPromptTile && !limits().pieces.oneArithmetic ? RowKind::Decode : RowKind::Prompt;
 }
 
 void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted,
                     const DraftOptions& drafts) {
     std::lock_guard<std::mutex> lock(_mutex);
-    _sampler.reset();  // so that next() refuses to continue if start() fails
+    _running.sampler.reset();  // so that next() refuses to continue if start() fails
     params.validate(limits().vocabSize);
     drafts.validate();
     if (drafts.source == DraftOptions::Source::Prediction && !limits().predictionLayer) {
@@ -215,54 +273,135 @@ void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& pa
                                                     ": shorten it or ask for a larger context");
     }
     settle();
+    const RowKind kind = promptKind(static_cast<int64_t>(prompt.size()));
     Transcript reusable;
     // Without the last token: the pass over it gives the logits.
-    reusable.append(prompt.data(), static_cast<int64_t>(prompt.size()) - 1, RowKind::Prompt);
-    keep(_text.agreement(reusable, limits().pieces.oneArithmetic));
+    reusable.append(prompt.data(), static_cast<int64_t>(prompt.size()) - 1, kind);
+    keep(_text.agreement(reusable, limits().pieces.oneArithmetic), kind);
     _reused = _text.size();
-    _history = prompt;
-    _drafter.begin(drafts);
-    _sampler.emplace(params, limits().vocabSize);
+    _running.history = prompt;
+    _running.drafter.begin(drafts);
+    _running.sampler.emplace(params, limits().vocabSize);
     try {
-        append(std::vector<int32_t>(prompt.begin() + _reused, prompt.end()), RowKind::Prompt, nullptr, {}, interrupted);
+        append(std::vector<int32_t>(prompt.begin() + _reused, prompt.end()), kind, nullptr, {}, interrupted);
     } catch (...) {
-        _sampler.reset();
+        _running.sampler.reset();
         throw;
     }
 }
 
-// A step after the tokens that were handed out, with as many drafts as there is room for.
-void Session::decode() {
-    const LockedModel model = _engine->runner().lock();
-    recompute(model, _history.back());
-    const int64_t begin = _text.size();
-    std::vector<int32_t> tokens = _drafter.drafts(_history, mostDrafts(model, begin));
-    tokens.insert(tokens.begin(), _history.back());
-    while (tokens.size() > 1 && !model.kv().reserve(_sequence.handle(), static_cast<int64_t>(tokens.size())))
-        tokens.pop_back();
-    Piece piece{RowKind::Decode, tokens.data(), begin, static_cast<int64_t>(tokens.size()), Want::Choice};
-    piece.drafted = piece.count - 1;
-    _text.reserve(begin + piece.count);
-    std::vector<int32_t> chosen = run(model, piece);
-    // The first token, and the guesses that are right.
-    _text.append(tokens.data(), static_cast<int64_t>(chosen.size()), RowKind::Decode);
-    accept(std::move(chosen));
-    _drafter.count(piece.drafted, _ahead);
+// After the tokens that were handed out, with as many drafts as there is room for. Computes what the cache has lost.
+Session::Rows Session::rowsToDecode(const LockedModel& model) {
+    recompute(model, _running.history.back());
+    const int64_t most = TextPasses(model, limits()).mostDrafts(_running, _text.size());
+    Rows rows{this, _running.drafter.drafts(_running.history, most)};
+    rows.tokens.insert(rows.tokens.begin(), _running.history.back());
+    const auto count = [&] { return static_cast<int64_t>(rows.tokens.size()); };
+    while (count() > 1 && !model.kv().reserve(_running.sequence.handle(), count())) rows.tokens.pop_back();
+    _text.reserve(_text.size() + count());
+    return rows;
 }
 
-std::optional<int32_t> Session::next() {
-    std::lock_guard<std::mutex> lock(_mutex);
-    if (!_sampler) throw Error(ErrorKind::Internal, "next() before start()");
-    if (_chosen.empty()) {
-        if (room() < 1) return std::nullopt;
-        decode();
-    } else if (_ahead > 0) {
-        --_ahead;
+void Session::decode(const LockedModel& model, const std::vector<Rows>& step) {
+    std::vector<TextPasses::Part> parts;
+    for (const Rows& rows : step) {
+        Piece piece{RowKind::Decode, rows.tokens.data(), rows.session->_text.size(),
+                    static_cast<int64_t>(rows.tokens.size()), Want::Choice};
+        piece.drafted = piece.count - 1;
+        parts.push_back({&rows.session->_running, piece});
     }
-    const int32_t token = checkedToken(_chosen.front());
-    _history.push_back(token);
-    _chosen.erase(_chosen.begin());
-    return token;
+    std::vector<std::vector<int32_t>> chosen = TextPasses(model, step.front().session->limits()).run(parts);
+    for (size_t i = 0; i < step.size(); ++i) {
+        Session& session = *step[i].session;
+        // The first token, and the guesses that are right.
+        session._text.append(step[i].tokens.data(), static_cast<int64_t>(chosen[i].size()), RowKind::Decode);
+        session.accept(std::move(chosen[i]));
+        session._running.drafter.count(parts[i].piece.drafted, session._ahead);
+    }
 }
+
+// If there is no room for a step of all these sessions, they take several. A session that lost tokens while others were
+// prepared has a step of its own.
+void Session::decodeTogether(const LockedModel& model, std::vector<Rows> step) {
+    const auto isWhole = [&](const Rows& rows) {
+        return model.kv().length(rows.session->_running.sequence.handle()) == rows.session->_text.size();
+    };
+    const auto lost = std::stable_partition(step.begin(), step.end(), isWhole);
+    const auto decodeAlone = [&](const Rows& rows) { decode(model, {rows.session->rowsToDecode(model)}); };
+    const std::vector<Rows> alone(lost, step.end());
+    step.erase(lost, step.end());
+    std::vector<std::vector<Rows>> halves;
+    try {
+        if (!step.empty()) decode(model, step);
+    } catch (const Error& error) {
+        if (error.kind() != ErrorKind::OutOfMemory || step.size() == 1) throw;
+        const auto middle = step.begin() + static_cast<std::ptrdiff_t>(step.size() / 2);
+        halves = {{step.begin(), middle}, {middle, step.end()}};
+    }
+    for (const std::vector<Rows>& half : halves) {
+        if (half.size() == 1) decodeAlone(half.front());
+        else decodeTogether(model, half);
+    }
+    std::for_each(alone.begin(), alone.end(), decodeAlone);
+}
+
+// Steps of as many sessions as fit.
+void Session::decodeAll(const std::vector<Session*>& sessions) {
+    const SequenceLimits& limits = sessions.front()->limits();
+    const LockedModel model = sessions.front()->_engine->runner().lock();
+    const int64_t most = std::min(limits.pieces.decodeRows, limits.headRows);
+    std::vector<Rows> step;
+    int64_t taken = 0;
+    for (Session* session : sessions) {
+        Rows rows = session->rowsToDecode(model);
+        const auto count = static_cast<int64_t>(rows.tokens.size());
+        if (TextPasses(model, limits).predicts(session->_running)) {
+            decode(model, {std::move(rows)});
+            continue;
+        }
+        if (taken + count > most) {
+            decodeTogether(model, std::move(step));
+            step.clear();
+            taken = 0;
+        }
+        step.push_back(std::move(rows));
+        taken += count;
+    }
+    decodeTogether(model, std::move(step));
+}
+
+std::vector<std::optional<int32_t>> Session::nextOf(const std::vector<Session*>& sessions) {
+    std::vector<Session*> ordered = sessions;
+    std::sort(ordered.begin(), ordered.end(), std::less<>());
+    if (std::adjacent_find(ordered.begin(), ordered.end()) != ordered.end())
+        throw Error(ErrorKind::InvalidArgument, "a session has only one next token");
+    std::vector<std::unique_lock<std::mutex>> locks;  // in one order, so that two calls cannot wait for each other
+    for (const Session* session : ordered) locks.emplace_back(session->_mutex);
+    std::vector<Session*> waiting;
+    for (Session* session : sessions) {
+        if (session->_engine != sessions.front()->_engine)
+            throw Error(ErrorKind::InvalidArgument, "sessions of different models cannot share a step");
+        if (!session->_running.sampler) throw Error(ErrorKind::Internal, "next() before start()");
+        if (session->_chosen.empty() && session->room() >= 1) waiting.push_back(session);
+    }
+    if (!waiting.empty()) decodeAll(waiting);
+    // All tokens are checked before the first is handed out.
+    for (Session* session : sessions) {
+        if (session->_chosen.empty()) continue;
+        session->_ahead = static_cast<int64_t>(session->_chosen.size()) - 1;
+        checkedToken(session->_chosen.front());
+    }
+    std::vector<std::optional<int32_t>> tokens;
+    for (Session* session : sessions) {
+        tokens.emplace_back();
+        if (session->_chosen.empty()) continue;
+        tokens.back() = session->_chosen.front();
+        session->_running.history.push_back(*tokens.back());
+        session->_chosen.erase(session->_chosen.begin());
+    }
+    return tokens;
+}
+
+std::optional<int32_t> Session::next() { return nextOf({this}).front(); }
 
 }  // namespace sharpi

@@ -32,7 +32,7 @@ bool ExpertMisses::fetch(int32_t layer, int32_t expert, bool ahead, ExpertFetch&
     };
     to.expert = expert;
     to.gate = reach(file.gate);
-    to.up = reach(file.up);
+    to.up = file.gated() ? reach(file.up) : to.gate;
     to.down = reach(file.down);
     if (!to.gate || !to.up || !to.down) return false;
     const auto place = _slots.getOrLoad(layer, expert, ahead);

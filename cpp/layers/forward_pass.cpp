@@ -61,8 +61,11 @@ void ForwardPass::checkStates(const Batch& batch) const {
     });
 }
 
-HeadCall ForwardPass::headOf(VectorId norm) const {
-    return {_weights[norm], _weights[_spec.output], _spec.normEpsilon, _spec.logitSoftcap};
+HeadCall ForwardPass::headOf(VectorId norm, VectorId bias) const {
+    return {{_spec.norm, _weights[norm], _weights[bias], _spec.normEpsilon},
+            _weights[_spec.output],
+            _spec.logitScale,
+            _spec.logitSoftcap};
 }
 
 void ForwardPass::run(const Batch& batch, float* logits) {
@@ -74,11 +77,14 @@ void ForwardPass::run(const Batch& batch, float* logits) {
     const auto wanted = static_cast<int64_t>(batch.logitRows.size());
     int64_t first = 0, count = std::min(wanted, _backend.headRows());
     Operations& ops = _backend.operations();
-    const auto head = [&](int64_t from) { ops.head(headOf(_spec.outputNorm), from, count); };
+    const auto head = [&](int64_t from) { ops.head(headOf(_spec.outputNorm, _spec.outputNormBias), from, count); };
     _backend.region(Pass::Model, [&] {
+        OptionalPart pending;
+        const LayerContext context = this->context(pending);
         ops.embed(_weights[_spec.tokenEmbedding], _spec.embeddingScale);
-        prepareLayerInputs(context());
-        for (size_t i = 0; i < _spec.layers.size(); ++i) runLayer(context(), _spec.layers[i], i, _nextWithExperts[i]);
+        prepareLayerInputs(context);
+        for (size_t i = 0; i < _spec.layers.size(); ++i) runLayer(context, _spec.layers[i], i, _nextWithExperts[i]);
+        addPending(context);
         if (count) head(0);
     });
     for (const int32_t sequence : batch.sequences) _kv.commit(sequence);
@@ -105,10 +111,13 @@ void ForwardPass::draft(const Batch& batch, bool again) {
     Operations& ops = _backend.operations();
     _backend.begin(batch, _kv);
     _backend.region(again ? Pass::DraftAgain : Pass::Draft, [&] {
+        OptionalPart pending;
+        const LayerContext context = this->context(pending);
         ops.joinDraft(_weights[p.embedding], _weights[p.norms], sourceNorm, eps, projection);
         ops.linear(RowInput::Joined, {{projection, nullptr, RowBuffer::Residual}});
-        runLayer(context(), p.layer, _spec.layers.size(), nullptr);
-        if (wanted) ops.head(headOf(p.headNorm), 0, wanted);
+        runLayer(context, p.layer, _spec.layers.size(), nullptr);
+        addPending(context);
+        if (wanted) ops.head(headOf(p.headNorm, {}), 0, wanted);
     });
     _heldRows = wanted;
 }

@@ -28,9 +28,9 @@ public:
 
 private:
     void check(const Batch& batch) const;
-    LayerContext context() { return {_backend.operations(), _spec, _weights, _kv}; }
+    LayerContext context(OptionalPart& pending) { return {_backend.operations(), _spec, _weights, _kv, pending}; }
     void checkStates(const Batch& batch) const;
-    HeadCall headOf(VectorId norm) const;
+    HeadCall headOf(VectorId norm, VectorId bias) const;
     const ModelSpec& _spec;
     const ModelWeights& _weights;
     Backend& _backend;

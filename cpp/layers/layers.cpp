@@ -1,15 +1,26 @@
 // See layers.h.
 #include "layers/layers.h"
 
+#include <utility>
+
 namespace sharpi {
 
 namespace {
+
+NormCall normOf(const LayerContext& context, VectorId weight, VectorId bias) {
+    return {context.spec.norm, context.weights[weight], context.weights[bias], context.spec.normEpsilon};
+}
+
+void norm(const LayerContext& context, const NormCall& call, Readers readers, bool floats = false) {
+    context.ops.norm(std::exchange(context.pending, std::nullopt), call, readers, floats);
+}
 
 RouterCall routerOf(const LayerContext& context, const LayerSpec& layer) {
     const RoutingSpec& r = layer.experts->routing;
     const ModelWeights& w = context.weights;
     RouterCall call;
-    call.norm = w[layer.parallel ? layer.parallel->routerIn : layer.ffnNorm];
+    if (layer.parallel) call.norm = {NormKind::Rms, w[layer.parallel->routerIn], nullptr, context.spec.normEpsilon};
+    else call.norm = normOf(context, layer.ffnNorm, layer.ffnNormBias);
     call.router = &w[r.router];
     call.bias = w[r.bias];
     call.choiceBias = w[r.choiceBias];
@@ -23,16 +34,24 @@ RouterCall routerOf(const LayerContext& context, const LayerSpec& layer) {
     call.renormalize = r.renormalize;
     call.weightScale = r.weightScale;
     call.weightsInput = r.weightsInput;
-    call.eps = context.spec.normEpsilon;
     return call;
 }
 
-// What a mixer or a feed-forward part adds to x goes through `norm` first if there is one.
-void addPart(const LayerContext& context, RowInput x, const Weight& w, const float* bias, VectorId norm) {
-    if (!norm) return context.ops.addLinear(x, w, bias);
-    context.ops.linear(x, {{w, bias, RowBuffer::PartOut}});
-    context.ops.addNormed(RowBuffer::PartOut, context.weights[norm], context.spec.normEpsilon, RowBuffer::Residual,
-                          true);
+// PartOut is to be added to x. norm: may be absent.
+void leavePart(const LayerContext& context, VectorId norm) {
+    PartCall part;
+    part.norm = context.weights[norm];
+    part.eps = context.spec.normEpsilon;
+    part.factor = context.spec.residualScale;
+    context.pending = part;
+}
+
+// x += w rows + bias, or what follows of a part that is not added as it is.
+void addPart(const LayerContext& context, const LayerSpec& layer, RowInput rows, const Weight& w, const float* bias,
+             VectorId norm) {
+    if (!context.spec.partsApart(layer)) return context.ops.addLinear(rows, w, bias);
+    context.ops.linear(rows, {{w, bias, RowBuffer::PartOut}});
+    leavePart(context, norm);
 }
 
 HeadsCall headsOf(const LayerContext& context, const AttentionSpec& a) {
@@ -65,6 +84,14 @@ void sharedExpert(const LayerContext& context, const SharedExpertSpec& shared, A
     context.ops.linear(RowInput::Hidden, {{down, nullptr, RowBuffer::SharedOut}});
 }
 
+// What reads the rows of the mixer's norm besides the mixer: gate and up of a layer without a norm for its
+// feed-forward part; else `own` once more.
+std::pair<const Weight&, const Weight&> alsoReading(const LayerContext& context, const LayerSpec& layer,
+                                                    const Weight& own) {
+    if (layer.ffnNorm) return {own, own};
+    return {context.weights[layer.dense->gate], context.weights[layer.dense->up]};
+}
+
 // x += output(attention(norm(x)))
 void attentionLayer(const LayerContext& context, const LayerSpec& layer, const KvPages& pages) {
     const AttentionSpec& a = *layer.attention;
@@ -73,22 +100,23 @@ void attentionLayer(const LayerContext& context, const LayerSpec& layer, const K
     const Weight &q = w[a.q], &output = w[a.output];
     const Product queries{q, w[a.qBias], a.gated ? RowBuffer::GatedQueries : RowBuffer::Queries};
     const HeadsCall heads = headsOf(context, a);
-    const float *const norm = w[layer.mixerNorm], eps = context.spec.normEpsilon;
+    const NormCall mixerNorm = normOf(context, layer.mixerNorm, layer.mixerNormBias);
+    const auto [gate, up] = alsoReading(context, layer, q);
     if (!heads.appends) {
-        ops.norm(norm, eps, {q}, false);
+        norm(context, mixerNorm, {q, gate, up});
         ops.linear(RowInput::Normed, {queries});
     } else if (heads.valuesAreKeys) {
         const Weight& k = w[a.k];
-        ops.norm(norm, eps, {q, k}, false);
+        norm(context, mixerNorm, {q, k, gate, up});
         ops.linear(RowInput::Normed, {queries, {k, w[a.kBias], RowBuffer::Keys}});
     } else {
         const Weight &k = w[a.k], &v = w[a.v];
-        ops.norm(norm, eps, {q, k, v}, false);
+        norm(context, mixerNorm, {q, k, v, gate, up});
         ops.linear(RowInput::Normed, {queries, {k, w[a.kBias], RowBuffer::Keys}, {v, w[a.vBias], RowBuffer::Values}});
     }
     ops.prepareHeads(heads, pages);
     ops.attend(heads, pages, output);
-    addPart(context, RowInput::Attended, output, w[a.outputBias], layer.mixerPostNorm);
+    addPart(context, layer, RowInput::Attended, output, w[a.outputBias], layer.mixerPostNorm);
 }
 
 // x += output(gated delta rule(norm(x)))
@@ -96,7 +124,8 @@ void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const 
     const GatedDeltaSpec& d = *layer.delta;
     const ModelWeights& w = context.weights;
     Operations& ops = context.ops;
-    const float *const norm = w[layer.mixerNorm], eps = context.spec.normEpsilon;
+    const NormCall mixerNorm = normOf(context, layer.mixerNorm, layer.mixerNormBias);
+    const auto [also, alsoUp] = alsoReading(context, layer, w[d.qkv]);
     const Weight &qkv = w[d.qkv], &gate = w[d.gate], &beta = w[d.beta], &output = w[d.output];
     DeltaCall call;
     call.keyHeads = d.keyHeads;
@@ -112,16 +141,16 @@ void gatedDeltaLayer(const LayerContext& context, const LayerSpec& layer, const 
     call.fusedSteps = d.fusedSteps;
     const Product mixed{qkv, nullptr, RowBuffer::DeltaMixed}, gates{gate, nullptr, RowBuffer::DeltaGate};
     if (d.fusedSteps) {
-        ops.norm(norm, eps, {qkv, gate, beta}, false);
+        norm(context, mixerNorm, {qkv, gate, beta, also, alsoUp});
         ops.linear(RowInput::Normed, {mixed, gates, {beta, nullptr, RowBuffer::DeltaSteps}});
     } else {
         const Weight& alpha = w[d.alpha];
-        ops.norm(norm, eps, {qkv, gate, alpha, beta}, false);
+        norm(context, mixerNorm, {qkv, gate, alpha, beta, also, alsoUp});
         ops.linear(RowInput::Normed,
                    {mixed, gates, {alpha, nullptr, RowBuffer::DeltaAlpha}, {beta, nullptr, RowBuffer::DeltaBeta}});
     }
     ops.deltaRule(call, state, output);
-    addPart(context, RowInput::Attended, output, nullptr, layer.mixerPostNorm);
+    addPart(context, layer, RowInput::Attended, output, nullptr, layer.mixerPostNorm);
 }
 
 // x += down(activation(gate n, up n)), n = norm(x); beside experts, the part goes to PartOut instead.
@@ -129,14 +158,14 @@ void denseLayer(const LayerContext& context, const LayerSpec& layer) {
     const DenseFfnSpec& f = *layer.dense;
     const ModelWeights& w = context.weights;
     const Weight &gate = w[f.gate], &up = w[f.up], &down = w[f.down];
-    context.ops.norm(w[layer.ffnNorm], context.spec.normEpsilon, {gate, up}, false);
+    if (layer.ffnNorm) norm(context, normOf(context, layer.ffnNorm, layer.ffnNormBias), {gate, up});
     const HostBiases hostBiases{w.inHost(f.gateBias), w.inHost(f.upBias)};
     context.ops.gatedLinear(RowInput::Normed, {gate, up, w[f.gateBias], w[f.upBias], f.activation, hostBiases}, down);
     if (layer.parallel) context.ops.linear(RowInput::Hidden, {{down, w[f.downBias], RowBuffer::PartOut}});
-    else addPart(context, RowInput::Hidden, down, w[f.downBias], layer.ffnPostNorm);
+    else addPart(context, layer, RowInput::Hidden, down, w[f.downBias], layer.ffnPostNorm);
 }
 
-// x += the weighted sum of the chosen experts, and of the shared one; beside a dense part, to PartOut instead. next:
+// x += the weighted sum of the chosen experts, and of the shared one; beside a dense part, to SideOut instead. next:
 // the layer with experts that comes next in the same pass, or nullptr.
 void expertLayer(const LayerContext& context, const LayerSpec& layer, const LayerSpec* next) {
     const ExpertFfnSpec& f = *layer.experts;
@@ -148,42 +177,40 @@ void expertLayer(const LayerContext& context, const LayerSpec& layer, const Laye
     call.downBias = w[f.downBias];
     call.hostBiases = {w.inHost(f.gateBias), w.inHost(f.upBias)};
     call.activation = f.activation;
-    const bool normed = layer.parallel || layer.ffnPostNorm;
-    if (normed) call.to = RowBuffer::PartOut;
+    const bool apart = context.spec.partsApart(layer);
+    if (apart) call.to = layer.parallel ? RowBuffer::SideOut : RowBuffer::PartOut;
     if (next) call.next = routerOf(context, *next);
     const Weight& router = w[f.routing.router];
     const Product logits{router, call.routing.bias, RowBuffer::RouterLogits};
-    const float eps = context.spec.normEpsilon;
     if (layer.parallel) {
-        ops.norm(call.routing.norm, eps, {router}, false);
+        NormCall expertIn = call.routing.norm;
+        expertIn.weight = w[layer.parallel->expertIn];
+        norm(context, call.routing.norm, {router});
         ops.linear(RowInput::Normed, {logits});
-        ops.norm(w[layer.parallel->expertIn], eps, {call.gate.first, call.up.first}, false);
+        norm(context, expertIn, {call.gate.first, call.up.first});
     } else if (f.shared) {
         call.shared = true;
         call.sharedScale = w[f.shared->scale];
-        ops.norm(call.routing.norm, eps, {router, call.gate.first, call.up.first, w[f.shared->gate], w[f.shared->up]},
-                 call.sharedScale);
+        norm(context, call.routing.norm, {router, call.gate.first, call.up.first, w[f.shared->gate], w[f.shared->up]},
+             call.sharedScale);
         ops.linear(RowInput::Normed, {logits});
     } else {
-        ops.norm(call.routing.norm, eps, {router, call.gate.first, call.up.first}, false);
+        norm(context, call.routing.norm, {router, call.gate.first, call.up.first});
         ops.linear(RowInput::Normed, {logits});
     }
     ops.route(call);
     if (f.shared) sharedExpert(context, *f.shared, f.activation);
     ops.experts(call);
-    if (normed && !layer.parallel)
-        ops.addNormed(RowBuffer::PartOut, w[layer.ffnPostNorm], eps, RowBuffer::Residual, true);
+    if (apart && !layer.parallel) leavePart(context, layer.ffnPostNorm);
 }
 
 // A dense part and experts side by side.
 void parallelLayer(const LayerContext& context, const LayerSpec& layer, const LayerSpec* next) {
-    const ModelWeights& w = context.weights;
-    const float eps = context.spec.normEpsilon;
     denseLayer(context, layer);
-    context.ops.addNormed(RowBuffer::PartOut, w[layer.parallel->denseOut], eps, RowBuffer::PartSum, false);
     expertLayer(context, layer, next);
-    context.ops.addNormed(RowBuffer::PartOut, w[layer.parallel->expertOut], eps, RowBuffer::PartSum, true);
-    context.ops.addNormed(RowBuffer::PartSum, w[layer.ffnPostNorm], eps, RowBuffer::Residual, true);
+    leavePart(context, layer.ffnPostNorm);
+    context.pending->sideNorms = {context.weights[layer.parallel->denseOut],
+                                  context.weights[layer.parallel->expertOut]};
 }
 
 // x += norm(projection(gelu(gate x) * u)), where u is the layer's row of the per-layer embeddings
@@ -191,10 +218,11 @@ void addLayerInput(const LayerContext& context, const LayerInputSpec& input, int
     const ModelWeights& w = context.weights;
     Operations& ops = context.ops;
     const Weight &gate = w[input.gate], &projection = w[input.projection];
-    ops.copyRows({gate});
+    ops.copyRows(std::exchange(context.pending, std::nullopt), {gate});
     ops.linear(RowInput::Normed, {{gate, nullptr, RowBuffer::Gate}});
     ops.gateLayerInput(layer, context.spec.layerInputs->width, projection);
-    addPart(context, RowInput::Hidden, projection, nullptr, input.norm);
+    ops.linear(RowInput::Hidden, {{projection, nullptr, RowBuffer::PartOut}});
+    leavePart(context, input.norm);
 }
 
 }  // namespace
@@ -204,7 +232,7 @@ void prepareLayerInputs(const LayerContext& context) {
     if (!spec) return;
     const ModelWeights& w = context.weights;
     const Weight& projection = w[spec->projection];
-    context.ops.copyRows({projection});
+    context.ops.copyRows({}, {projection});
     context.ops.linear(RowInput::Normed, {{projection, nullptr, RowBuffer::LayerInputs}});
     context.ops.joinLayerInputs({w[spec->table], spec->width, w[spec->norm], context.spec.normEpsilon});
 }
@@ -220,7 +248,11 @@ void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index,
     else if (layer.dense) denseLayer(context, layer);
     else expertLayer(context, layer, nextWithExperts);
     if (layer.layerInput) addLayerInput(context, *layer.layerInput, static_cast<int32_t>(index));
-    if (layer.outputScale) context.ops.scaleRows(context.weights[layer.outputScale]);
+    if (layer.outputScale) context.pending->scale = context.weights[layer.outputScale];
+}
+
+void addPending(const LayerContext& context) {
+    if (const OptionalPart part = std::exchange(context.pending, std::nullopt)) context.ops.addPart(*part);
 }
 
 }  // namespace sharpi

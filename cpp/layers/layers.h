@@ -15,6 +15,8 @@ struct LayerContext {
     const ModelSpec& spec;
     const ModelWeights& weights;
     const KvCache& kv;
+    // What the last part gave but nothing has added to x yet: the operation that reads x next does it.
+    OptionalPart& pending;
 };
 
 // The per-layer embeddings of the batch, if the model has them. After embed().
@@ -22,5 +24,8 @@ void prepareLayerInputs(const LayerContext& context);
 
 // A whole layer: its mixer, then its feed-forward part. index: its number in the model.
 void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index, const LayerSpec* nextWithExperts);
+
+// After the last layer: x is whole.
+void addPending(const LayerContext& context);
 
 }  // namespace sharpi

@@ -28,6 +28,7 @@ ModelSpec ModelSpec::read(const Metadata& metadata, const TensorTable& tensors) 
     for (const Architecture& architecture : allArchitectures()) {
         if (name == architecture.name) {
             ModelReader reader(metadata, tensors);
+            if (architecture.experts == Experts::Always) reader.requireExperts();
             architecture.read(reader);
             return reader.finish();
         }

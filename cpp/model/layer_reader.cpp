@@ -155,15 +155,9 @@ void LayerReader::readBiases(AttentionSpec& a) {
     const int64_t queries = int64_t{a.heads} * a.headDim * (a.gated ? 2 : 1), keys = int64_t{a.kvHeads} * a.headDim;
     if (tensors.has(_block + "attn_qkv.weight")) {
         if (const WeightSlice fused = tensors.optionalFloats(_block + "attn_qkv.bias", {queries + 2 * keys})) {
-            const auto part = [&](int64_t begin, int64_t size) {
-                WeightSlice slice = fused;
-                slice.colBegin = begin;
-                slice.cols = size;
-                return _model.vector(slice);
-            };
-            a.qBias = part(0, queries);
-            a.kBias = part(queries, keys);
-            a.vBias = part(queries + keys, keys);
+            a.qBias = _model.vector(columnsOf(fused, 0, queries));
+            a.kBias = _model.vector(columnsOf(fused, queries, keys));
+            a.vBias = _model.vector(columnsOf(fused, queries + keys, keys));
         }
     } else {
         a.qBias = _model.vector(tensors.optionalFloats(_block + "attn_q.bias", {queries}));
@@ -228,15 +222,19 @@ LayerReader& LayerReader::dense(const DenseParts& parts) {
         gate = rowsOf(fused, 0, f.hidden);
         up = rowsOf(fused, f.hidden, f.hidden);
     } else {
-        gate = tensors.required(_block + "ffn_gate.weight", {width, f.hidden});
+        if (parts.gated) gate = tensors.required(_block + "ffn_gate.weight", {width, f.hidden});
         up = tensors.required(_block + "ffn_up.weight", {width, f.hidden});
     }
-    f.gate = _model.matrix(gate, WeightRole::FfnGate);
-    f.up = _model.matrix(up, WeightRole::FfnUp);
-    _model._spec.weights.back().unit = f.gate.index;
+    if (parts.gated) {
+        f.gate = _model.matrix(gate, WeightRole::FfnGate);
+        f.up = _model.matrix(up, WeightRole::FfnUp);
+        _model._spec.weights.back().unit = f.gate.index;
+    } else {
+        f.gate = _model.matrix(up, WeightRole::FfnUp);
+    }
     f.down = _model.matrix(tensors.required(_block + "ffn_down.weight", {f.hidden, width}), WeightRole::FfnDown);
-    f.gateBias = floats("ffn_gate.bias", {f.hidden});
-    f.upBias = floats("ffn_up.bias", {f.hidden});
+    if (parts.gated) f.gateBias = floats("ffn_gate.bias", {f.hidden});
+    (parts.gated ? f.upBias : f.gateBias) = floats("ffn_up.bias", {f.hidden});
     f.downBias = floats("ffn_down.bias", {width});
     _layer.dense = f;
     return *this;
@@ -267,42 +265,61 @@ void LayerReader::readRouting(RoutingSpec& r, const ExpertParts& parts) {
 }
 
 LayerReader& LayerReader::experts(const ExpertParts& parts) {
-    TensorFinder& tensors = _model._tensors;
-    const int64_t width = _model._spec.embedding;
     ExpertFfnSpec f;
     f.expertLayer = _model._expertLayers++;
     f.activation = parts.activation;
     readRouting(f.routing, parts);
-    const int64_t count = f.routing.count;
     // No key needs to say how wide experts are: the tensor that leads back to the model's width does.
-    f.hidden = tensors.columns(_block + "ffn_down_exps.weight", kMaxHidden);
-    const WeightSlice down = tensors.required(_block + "ffn_down_exps.weight", {f.hidden, width, count});
-    WeightSlice gate, up;
-    if (tensors.has(_block + "ffn_gate_up_exps.weight")) {
-        const std::string name = _block + "ffn_gate_up_exps.weight";
-        const WeightSlice fused = tensors.required(name, {width, 2 * f.hidden, count});
-        gate = rowsOf(fused, 0, f.hidden);
-        up = rowsOf(fused, f.hidden, f.hidden);
-    } else {
-        gate = tensors.required(_block + "ffn_gate_exps.weight", {width, f.hidden, count});
-        up = tensors.required(_block + "ffn_up_exps.weight", {width, f.hidden, count});
-    }
-    if (parts.shared != ExpertParts::Shared::None) sharedExpert(f, parts.shared == ExpertParts::Shared::Scaled);
-    const double share = static_cast<double>(f.routing.used) / static_cast<double>(count);
-    f.gate = {_model.add({gate}, WeightRole::Experts, WeightForm::Stack, share)};
-    for (StackId* stack : {&f.up, &f.down}) {
-        *stack = {_model.add({stack == &f.up ? up : down}, WeightRole::Experts, WeightForm::Stack, share)};
-        _model._spec.weights.back().unit = f.gate.index;
-    }
-    f.gateBias = floats("ffn_gate_exps.bias", {f.hidden, count});
-    f.upBias = floats("ffn_up_exps.bias", {f.hidden, count});
-    f.downBias = floats("ffn_down_exps.bias", {width, count});
+    f.hidden = _model._tensors.columns(_block + "ffn_down_exps.weight", kMaxHidden);
+    readStacks(f, parts);
+    readStackBiases(f, parts.gated);
     _layer.experts = f;
     return *this;
 }
 
+// Gate and up, which newer files fuse, or up alone, and down; before them, the shared expert.
+void LayerReader::readStacks(ExpertFfnSpec& f, const ExpertParts& parts) {
+    TensorFinder& tensors = _model._tensors;
+    const int64_t width = _model._spec.embedding, count = f.routing.count;
+    const WeightSlice down = tensors.required(_block + "ffn_down_exps.weight", {f.hidden, width, count});
+    std::vector<WeightSlice> stacks;
+    if (parts.gated && tensors.has(_block + "ffn_gate_up_exps.weight")) {
+        const std::string name = _block + "ffn_gate_up_exps.weight";
+        const WeightSlice fused = tensors.required(name, {width, 2 * f.hidden, count});
+        stacks = {rowsOf(fused, 0, f.hidden), rowsOf(fused, f.hidden, f.hidden)};
+    } else {
+        if (parts.gated) stacks.push_back(tensors.required(_block + "ffn_gate_exps.weight", {width, f.hidden, count}));
+        stacks.push_back(tensors.required(_block + "ffn_up_exps.weight", {width, f.hidden, count}));
+    }
+    stacks.push_back(down);
+    if (parts.shared != ExpertParts::Shared::None) sharedExpert(f, parts);
+    const double share = static_cast<double>(f.routing.used) / static_cast<double>(count);
+    std::vector<StackId> ids;
+    for (const WeightSlice& stack : stacks) {
+        ids.push_back({_model.add({stack}, WeightRole::Experts, WeightForm::Stack, share)});
+        _model._spec.weights.back().unit = ids.front().index;
+    }
+    f.gate = ids.front();
+    if (parts.gated) f.up = ids[1];
+    f.down = ids.back();
+}
+
+void LayerReader::readStackBiases(ExpertFfnSpec& f, bool gated) {
+    TensorFinder& tensors = _model._tensors;
+    const int64_t width = _model._spec.embedding, count = f.routing.count;
+    const WeightSlice fused = tensors.optionalFloats(_block + "ffn_gate_up_exps.bias", {2 * f.hidden, count});
+    if (gated && fused) {
+        f.gateBias = _model.vector(columnsOf(fused, 0, f.hidden));
+        f.upBias = _model.vector(columnsOf(fused, f.hidden, f.hidden));
+    } else {
+        if (gated) f.gateBias = floats("ffn_gate_exps.bias", {f.hidden, count});
+        (gated ? f.upBias : f.gateBias) = floats("ffn_up_exps.bias", {f.hidden, count});
+    }
+    f.downBias = floats("ffn_down_exps.bias", {width, count});
+}
+
 // Each token reads it in full, as it does the mixer's matrices.
-void LayerReader::sharedExpert(ExpertFfnSpec& f, bool scaled) {
+void LayerReader::sharedExpert(ExpertFfnSpec& f, const ExpertParts& parts) {
     TensorFinder& tensors = _model._tensors;
     const int64_t width = _model._spec.embedding;
     SharedExpertSpec shared;
@@ -311,9 +328,10 @@ void LayerReader::sharedExpert(ExpertFfnSpec& f, bool scaled) {
         return _model.matrix(tensors.required(_block + name + ".weight", {cols, rows}), WeightRole::Attention);
     };
     // Usually floats, but some writers quantize it.
-    if (scaled) shared.scale = _model.vector(tensors.required(_block + "ffn_gate_inp_shexp.weight", {width}));
-    shared.gate = matrix("ffn_gate_shexp", width, shared.hidden);
-    shared.up = matrix("ffn_up_shexp", width, shared.hidden);
+    if (parts.shared == ExpertParts::Shared::Scaled)
+        shared.scale = _model.vector(tensors.required(_block + "ffn_gate_inp_shexp.weight", {width}));
+    shared.gate = matrix(parts.gated ? "ffn_gate_shexp" : "ffn_up_shexp", width, shared.hidden);
+    if (parts.gated) shared.up = matrix("ffn_up_shexp", width, shared.hidden);
     shared.down = matrix("ffn_down_shexp", shared.hidden, width);
     f.shared = shared;
 }

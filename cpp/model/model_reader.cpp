@@ -157,7 +157,8 @@ void ModelReader::layerInputs() {
         matrix(_tensors.required("per_layer_model_proj.weight", {_spec.embedding, all}), WeightRole::Attention);
     inputs.norm = vector(_tensors.requiredFloats("per_layer_proj_norm.weight", {width}));
     const WeightSlice table = _tensors.required("per_layer_token_embd.weight", {all, _spec.vocabSize});
-    inputs.table = {add({table}, WeightRole::Embedding, WeightForm::Table, 1.0 / static_cast<double>(_spec.vocabSize))};
+    inputs.table = {
+        add({table}, WeightRole::LayerEmbedding, WeightForm::Table, 1.0 / static_cast<double>(_spec.vocabSize))};
     _spec.layerInputs = inputs;
 }
 
@@ -167,13 +168,13 @@ LayerReader ModelReader::layer() {
     return LayerReader(*this, _spec.layers.back(), _read++);
 }
 
-void ModelReader::uniformLayers(const AttentionParts& attention, const ExpertParts& experts) {
+void ModelReader::uniformLayers(const AttentionParts& attention, const ExpertParts& experts, const DenseParts& dense) {
     const bool mixture = hasExperts();
     for (int64_t i = 0; i < layers(); ++i) {
         LayerReader next = layer();
         next.mixerNorm("attn_norm").attention(attention).ffnNorm("ffn_norm");
         if (mixture) next.experts(experts);
-        else next.dense();
+        else next.dense(dense);
     }
     head();
 }

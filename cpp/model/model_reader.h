@@ -47,6 +47,7 @@ struct RopeParts {
 
 struct DenseParts {
     Activation activation;
+    bool gated = true;
     bool fused = false;  // ffn_up holds gate and up
 };
 
@@ -57,6 +58,7 @@ struct ExpertParts {
     enum class Shared { None, Scaled, Plain };
     Shared shared = Shared::None;  // Scaled: times sigmoid(ffn_gate_inp_shexp . x)
     Activation activation;
+    bool gated = true;  // the shared expert too
 };
 
 class ModelReader {
@@ -87,7 +89,7 @@ public:
     LayerReader layer();
     // All layers and the output head of a model whose layers are alike: attn_norm, attention, ffn_norm, and a dense
     // part or experts.
-    void uniformLayers(const AttentionParts& attention, const ExpertParts& experts);
+    void uniformLayers(const AttentionParts& attention, const ExpertParts& experts, const DenseParts& dense = {});
     // The file may hold prediction layers behind the model's layers. To be called before the first layer.
     void countPredictions();
     // After the model's layers: the output head, by its usual names.
@@ -151,7 +153,9 @@ private:
     void readBiases(AttentionSpec& a);
     void readRouting(RoutingSpec& r, const ExpertParts& parts);
     VectorId floats(const std::string& name, const std::vector<int64_t>& shape);
-    void sharedExpert(ExpertFfnSpec& f, bool scaled);
+    void readStacks(ExpertFfnSpec& f, const ExpertParts& parts);
+    void readStackBiases(ExpertFfnSpec& f, bool gated);
+    void sharedExpert(ExpertFfnSpec& f, const ExpertParts& parts);
 
     ModelReader& _model;
     LayerSpec& _layer;

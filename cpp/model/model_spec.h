@@ -9,6 +9,7 @@
 
 #include "core/rules/activation.h"
 #include "core/rules/attention_reach.h"
+#include "core/rules/norm.h"
 #include "core/rules/routing_rule.h"
 #include "model/metadata.h"
 #include "model/weight_registry.h"
@@ -76,6 +77,8 @@ struct GatedDeltaSpec {
     int64_t matrixState() const { return valueWidth() * headDim; }
 };
 
+// A part without a gate has no `up`: its first matrix, which files call ffn_up, is `gate`, since the activation is
+// taken of its product (core/rules/activation.h). Experts and shared experts are alike in this.
 struct DenseFfnSpec {
     int64_t hidden = 0;
     MatrixId gate, up, down;
@@ -129,7 +132,8 @@ struct LayerInputSpec {
 };
 
 struct LayerSpec {
-    VectorId mixerNorm, ffnNorm;
+    VectorId mixerNorm, ffnNorm;             // no ffnNorm: the feed-forward part reads what the mixer reads
+    VectorId mixerNormBias, ffnNormBias;     // of NormKind::Layer; may be absent
     VectorId mixerPostNorm, ffnPostNorm;     // of what a part adds to x; may be absent
     std::optional<AttentionSpec> attention;  // exactly one of the two
     std::optional<GatedDeltaSpec> delta;
@@ -164,15 +168,18 @@ struct ModelSpec {
     std::string architecture;  // for people to read
     std::string name;
     int64_t vocabSize = 0, contextLength = 0, embedding = 0;
+    NormKind norm = NormKind::Rms;  // of what layers and the output head read; all other norms are RMS norms
     float normEpsilon = 0;
     float embeddingScale = 1.0f;
+    float residualScale = 1.0f;         // of what each part adds to x
+    float logitScale = 1.0f;            // of logits, before the cap
     float logitSoftcap = 0;             // logits become softcap * tanh(logit / softcap); 0: they stay
     std::vector<ListedWeight> weights;  // part by part, each in the order of use
     std::vector<RopeSpec> ropes;
     std::vector<QueryScaleSpec> queryScales;
     std::optional<LayerInputsSpec> layerInputs;
     MatrixId tokenEmbedding, output;
-    VectorId outputNorm;
+    VectorId outputNorm, outputNormBias;  // the bias: of NormKind::Layer; may be absent
     std::vector<LayerSpec> layers;
     // At most one is run. If a file has several, it is the first; it is none if that one has an output head of its own,
     // which would take as much memory as the model's. A prediction layer that is not run is not loaded.
@@ -183,6 +190,10 @@ struct ModelSpec {
     // The same model without its prediction layer: neither planned nor loaded.
     void dropPredictions();
 
+    // Whether what the layer's parts give is changed before it is added to x.
+    bool partsApart(const LayerSpec& layer) const {
+        return layer.mixerPostNorm || layer.ffnPostNorm || layer.outputScale || residualScale != 1.0f;
+    }
     int64_t parameters(const TensorTable& tensors) const;
     // All layers whose weights are loaded, in the order of use: the prediction layer is the last.
     std::vector<const LayerSpec*> loadedLayers() const;

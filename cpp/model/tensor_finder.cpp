@@ -32,6 +32,13 @@ WeightSlice rowsOf(const WeightSlice& whole, int64_t begin, int64_t rows) {
     return part;
 }
 
+WeightSlice columnsOf(const WeightSlice& whole, int64_t begin, int64_t cols) {
+    WeightSlice part = whole;
+    part.colBegin = begin;
+    part.cols = cols;
+    return part;
+}
+
 WeightSlice TensorFinder::optional(const std::string& name, const std::vector<int64_t>& shape) {
     const TensorInfo* t = _tensors.find(name);
     if (!t) return {};

@@ -39,5 +39,7 @@ private:
 
 // Rows [begin, begin + rows) of a slice.
 WeightSlice rowsOf(const WeightSlice& whole, int64_t begin, int64_t rows);
+// Columns [begin, begin + cols) of a slice of floats.
+WeightSlice columnsOf(const WeightSlice& whole, int64_t begin, int64_t cols);
 
 }  // namespace sharpi

@@ -6,6 +6,7 @@ namespace sharpi {
 const char* roleName(WeightRole role) {
     switch (role) {
     case WeightRole::Embedding: return "embedding";
+    case WeightRole::LayerEmbedding: return "layer_embedding";
     case WeightRole::Vector: return "vector";
     case WeightRole::Attention: return "attention";
     case WeightRole::Router: return "router";

@@ -8,13 +8,13 @@
 
 namespace sharpi {
 
-// Some rows of a tensor, or some columns of a vector. Newer files fuse matrices (attn_qkv, ffn_gate_up_exps): each part
+// Some rows of a tensor, or some columns of floats. Newer files fuse matrices (attn_qkv, ffn_gate_up_exps): each part
 // is then a slice of one tensor. A tensor of experts is a stack: the rows of expert e start at rowBegin + e *
 // expertStride.
 struct WeightSlice {
     int32_t tensor = -1;  // index into the TensorTable
     int64_t rowBegin = 0;
-    int64_t colBegin = 0;  // of a vector that is a part of a fused one; matrices are taken whole
+    int64_t colBegin = 0;  // of floats that are a part of a fused tensor; matrices are taken whole
     int64_t rows = 0;
     int64_t cols = 0;
     int64_t experts = 1;
@@ -24,9 +24,10 @@ struct WeightSlice {
 
 // What a weight is used for. It decides which homes a plan may give it.
 enum class WeightRole : uint8_t {
-    Embedding,  // a token reads one row
-    Vector,     // norms, biases and other small parameters: always in the processor's memory
-    Attention,  // matrices that each token reads in full: those of mixers, shared experts and draft projections
+    Embedding,       // a token reads one row
+    LayerEmbedding,  // the same, of a table with rows for all layers: large, and never multiplied
+    Vector,          // norms, biases and other small parameters: always in the processor's memory
+    Attention,       // matrices that each token reads in full: those of mixers, shared experts and draft projections
     Router,
     FfnGate,
     FfnUp,
@@ -34,9 +35,9 @@ enum class WeightRole : uint8_t {
     Experts,  // a token reads the experts that it chose
     Head,
 };
-constexpr WeightRole kWeightRoles[] = {WeightRole::Embedding, WeightRole::Vector,  WeightRole::Attention,
-                                       WeightRole::Router,    WeightRole::FfnGate, WeightRole::FfnUp,
-                                       WeightRole::FfnDown,   WeightRole::Experts, WeightRole::Head};
+constexpr WeightRole kWeightRoles[] = {
+    WeightRole::Embedding, WeightRole::LayerEmbedding, WeightRole::Vector,  WeightRole::Attention, WeightRole::Router,
+    WeightRole::FfnGate,   WeightRole::FfnUp,          WeightRole::FfnDown, WeightRole::Experts,   WeightRole::Head};
 // The role's name in plans and in Python: "embedding", "vector", ..., "ffn_gate", ...
 const char* roleName(WeightRole role);
 // Whether the CPU may compute some rows of such a matrix while a GPU computes the others.

@@ -37,6 +37,12 @@ struct Choice {
     double draw = 0;                           // in [0, 1)
 };
 
+// What crosses the bus to a device.
+struct BusUse {
+    bool streams = false;    // weights come over in every pass
+    size_t pinnedBytes = 0;  // RAM that is pinned so that the device reads weights there
+};
+
 // Tells the profiler which layers have experts.
 inline void profileLayers(ExpertAccessProfiler& profiler, const StepLimits& limits) {
     for (const auto& [layer, experts] : limits.expertLayers) profiler.addLayer(layer, experts);
@@ -57,8 +63,7 @@ public:
     virtual const char* name() const = 0;  // the instruction set, or the GPU's name
     virtual Allocator& allocator() = 0;
     virtual Placer& placer() = 0;
-    // Whether weights come over the bus in every pass.
-    virtual bool streams() const = 0;
+    virtual BusUse bus() const = 0;
     // Messages for people: what has not gone as planned so far.
     virtual std::vector<std::string> notes() const { return {}; }
     // To be called before weights are placed. `told` is called once all resident weights have arrived; if weights stay

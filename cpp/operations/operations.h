@@ -9,9 +9,11 @@
 // floats to named buffers.
 #pragma once
 
+#include <array>
 #include <initializer_list>
 #include <optional>
 
+#include "core/rules/norm.h"
 #include "memory/kv_pages.h"
 #include "memory/recurrent_state.h"
 #include "model/model_spec.h"
@@ -29,6 +31,26 @@ enum class RowInput : uint8_t {
 };
 constexpr size_t kRowInputs = static_cast<size_t>(RowInput::Joined) + 1;
 
+// See core/rules/norm.h.
+struct NormCall {
+    NormKind kind = NormKind::Rms;
+    const float* weight = nullptr;
+    const float* bias = nullptr;  // of NormKind::Layer; may be nullptr
+    float eps = 0;
+};
+
+// What a part adds to x: Residual = (Residual + factor * norm(y)) * scale[0]. y is PartOut. If there are side norms,
+// two parts stand side by side, and y = sideNorms[0](PartOut) + sideNorms[1](SideOut). All these are RMS norms. PartOut
+// and SideOut are not kept.
+struct PartCall {
+    const float* norm = nullptr;  // nullptr: y stays as it is
+    std::array<const float*, 2> sideNorms = {nullptr, nullptr};
+    float eps = 0;
+    float factor = 1.0f;
+    const float* scale = nullptr;  // nullptr: 1
+};
+using OptionalPart = std::optional<PartCall>;
+
 // y = w x + bias.
 struct Product {
     const Weight& w;
@@ -44,12 +66,14 @@ struct HostBiases {
     const float *gate = nullptr, *up = nullptr;
 };
 
-// The two products of a gated feed-forward part, and what joins them.
+// The two products of a gated feed-forward part, and what joins them. A part without a gate has an `up` without rows;
+// see DenseFfnSpec.
 struct GatedProduct {
     const Weight &gate, &up;
     const float *gateBias = nullptr, *upBias = nullptr;  // [gate.rows]; may be nullptr
     Activation activation = {};
     HostBiases hostBiases = {};
+    bool gated() const { return up.rows > 0; }
 };
 
 // The heads of one attention layer. AttentionSpec says what the members mean.
@@ -77,8 +101,8 @@ struct DeltaCall {
     const float *stepBias = nullptr, *decay = nullptr, *headNorm = nullptr;
     float eps = 0;
     bool consecutiveHeads = false;  // see GatedDeltaSpec
-    // DeltaSteps holds, key head by key head, the betas and then the alphas of its value heads. They go to DeltaAlpha
-    // and DeltaBeta first.
+    // DeltaSteps holds, key head by key head, the betas and then the alphas of its value heads; DeltaAlpha and
+    // DeltaBeta are not written before.
     bool fusedSteps = false;
     // The key head that a value head reads.
     int32_t keyHeadOf(int32_t head) const {
@@ -91,7 +115,7 @@ struct DeltaCall {
 
 // How a layer's rows choose experts. RoutingSpec says what the members mean.
 struct RouterCall {
-    const float* norm = nullptr;  // of the rows that the router reads
+    NormCall norm;  // of the rows that the router reads
     const Weight* router = nullptr;
     const float *bias = nullptr, *choiceBias = nullptr, *outputScale = nullptr;
     int32_t expertLayer = 0;  // the layer's number among those with experts
@@ -101,7 +125,6 @@ struct RouterCall {
     bool renormalize = true;
     float weightScale = 1.0f;
     bool weightsInput = false;
-    float eps = 0;
 };
 
 struct ExpertCall {
@@ -115,6 +138,7 @@ struct ExpertCall {
     const float* sharedScale = nullptr;   // [embedding], of the shared expert; nullptr: it is added with the weight 1
     std::optional<RouterCall> next = {};  // of the next layer with experts, for guesses at what it will choose
     ExpertStacks inFile() const { return {gate.file, up.file, down.file}; }
+    bool gated() const { return up.count > 0; }
 };
 
 // The per-layer embeddings of a batch; see LayerInputsSpec.
@@ -127,10 +151,10 @@ struct LayerInputsCall {
 
 // The output head.
 struct HeadCall {
-    const float* norm = nullptr;
+    NormCall norm;
     const Weight& output;
-    float eps = 0;
-    float softcap = 0;  // see ModelSpec::logitSoftcap
+    float scale = 1.0f;  // see ModelSpec::logitScale
+    float softcap = 0;   // see ModelSpec::logitSoftcap
 };
 
 class Operations {
@@ -139,24 +163,24 @@ public:
 
     // Residual row t = the table's row of token t, times scale.
     virtual void embed(const Weight& table, float scale) = 0;
-    // Normed = Residual, for products that read the rows as they are.
-    virtual void copyRows(Readers readers) = 0;
-    // Normed = rmsNorm(Residual). floats: rows are also read as floats, by route() for a shared expert's scale.
-    virtual void norm(const float* weight, float eps, Readers readers, bool floats) = 0;
+    // Adds the part, if there is one. Then Normed = Residual, for products that read the rows as they are.
+    virtual void copyRows(const OptionalPart& part, Readers readers) = 0;
+    // Adds the part, if there is one. Then Normed = norm(Residual). floats: rows are also read as floats, by route()
+    // for a shared expert's scale.
+    virtual void norm(const OptionalPart& part, const NormCall& norm, Readers readers, bool floats) = 0;
+    // Adds the part alone.
+    virtual void addPart(const PartCall& part) = 0;
     // All products read the same rows.
     virtual void linear(RowInput x, std::initializer_list<Product> products) = 0;
     // Residual += w x + bias.
     virtual void addLinear(RowInput x, const Weight& w, const float* bias) = 0;
-    // Hidden = activation(gate x + gateBias, up x + upBias), for the product with `reader`.
+    // Hidden = activation(gate x + gateBias, up x + upBias), for the product with `reader`. Without an `up`: Hidden =
+    // activation(gate x + gateBias).
     virtual void gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) = 0;
-    // to += rmsNorm(from); both are [rows, embedding]. add: false: `to` is overwritten.
-    virtual void addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) = 0;
     // LayerInputs holds the projection of the rows, and becomes what LayerInputsSpec says.
     virtual void joinLayerInputs(const LayerInputsCall& call) = 0;
     // Hidden = gelu(Gate) * the layer's part of LayerInputs, for the product with `reader`.
     virtual void gateLayerInput(int32_t layer, int64_t width, const Weight& reader) = 0;
-    // Residual *= scale[0].
-    virtual void scaleRows(const float* scale) = 0;
 
     // Normalizes, rotates and scales the heads of Queries and Keys, normalizes those of Values, and appends Keys and
     // Values to the cache.
@@ -180,7 +204,7 @@ public:
     virtual void joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,
                            const Weight& reader) = 0;
     // Logits of the rows [first, first + count) of batch.logitRows, count <= Backend::headRows(), kept until the next
-    // call: softcap(output rmsNorm(Residual)). They follow core/contract.h whatever the row's kind.
+    // call: softcap(scale * (output norm(Residual))). They follow core/contract.h whatever the row's kind.
     virtual void head(const HeadCall& call, int64_t first, int64_t count) = 0;
 };
 

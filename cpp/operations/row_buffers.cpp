@@ -9,10 +9,10 @@ int64_t RowBuffers::floats(RowBuffer buffer, const StepLimits& l) {
     const int64_t rows = l.maxRows, pairs = l.maxRows * l.expertsUsed;
     switch (buffer) {
     case RowBuffer::Residual: return rows * l.embedding;
-    case RowBuffer::PartOut: return l.postNorms ? rows * l.embedding : 0;
+    case RowBuffer::PartOut: return l.partOuts ? rows * l.embedding : 0;
     case RowBuffer::LayerInputs:
     case RowBuffer::LayerRows: return rows * l.layerInputs;
-    case RowBuffer::PartSum: return l.parallelParts ? rows * l.embedding : 0;
+    case RowBuffer::SideOut: return l.parallelParts ? rows * l.embedding : 0;
     case RowBuffer::GatedQueries: return rows * l.gatedQueryWidth;
     case RowBuffer::Queries: return rows * l.queryWidth;
     case RowBuffer::Keys:

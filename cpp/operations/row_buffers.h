@@ -14,8 +14,8 @@ namespace sharpi {
 enum class RowBuffer : uint8_t {
     // Kept through a pass.
     Residual,     // x: [rows, embedding]
-    PartOut,      // what a part adds to x, before the norm that follows the part: [rows, embedding]
-    PartSum,      // the sum of parts that stand side by side: [rows, embedding]
+    PartOut,      // what a part gives, if it is not added to x as it is: [rows, embedding]
+    SideOut,      // what experts beside a dense part give: [rows, embedding]
     LayerInputs,  // the rows of per-layer embeddings: [rows, layers * width]
     LayerRows,    // what the table of per-layer embeddings says of each token: [rows, layers * width]
     // Used by a mixer.

@@ -52,7 +52,7 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
         const int64_t width = spec.layerInputs->width;
         limits.layerInputs = width * static_cast<int64_t>(spec.layers.size());
         limits.denseHidden = width;  // each layer's gate has this width
-        limits.postNorms = true;
+        limits.partOuts = true;
     }
     int32_t number = 0;
     std::vector<AttentionReach> reaches;  // besides everything
@@ -67,7 +67,7 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
         }
         if (layer->dense) limits.denseHidden = std::max(limits.denseHidden, layer->dense->hidden);
         if (layer->experts) addLimits(limits, *layer->experts, number);
-        limits.postNorms |= layer->mixerPostNorm || layer->ffnPostNorm;
+        limits.partOuts |= spec.partsApart(*layer);
         limits.parallelParts |= layer->parallel.has_value();
         ++number;
     }

@@ -13,8 +13,9 @@
 namespace sharpi {
 
 struct StepLimits {
-    int64_t maxRows = 1;  // rows of a batch
-    int64_t context = 1;  // tokens of a sequence
+    int64_t maxRows = 1;   // rows of a batch
+    int64_t context = 1;   // tokens of a sequence
+    int64_t headRows = 8;  // rows whose logits are held at once, so that tokens can be chosen from all of them
     int64_t embedding = 1, vocab = 1;
     int64_t maxCols = 1;                                          // inputs of any matrix
     int32_t heads = 1, kvHeads = 1, headDim = 2, pageTokens = 1;  // the largest of any layer
@@ -30,7 +31,7 @@ struct StepLimits {
     int64_t deltaChannels = 0, deltaWidth = 0;   // Gated DeltaNet: of q, k and v; of v
     int32_t deltaHeads = 0, deltaDim = 0, deltaConvWidth = 0;
     bool fusedDeltaSteps = false;  // alphas and betas come from one product
-    bool postNorms = false;        // some part is normalized before it is added to x
+    bool partOuts = false;         // some part is not added to x as it is: see RowBuffer::PartOut
     bool parallelParts = false;    // some layer has a dense part beside its experts
     int64_t layerInputs = 0;       // floats of a row's per-layer embeddings, of all layers
     bool drafts = false;           // there is a prediction layer

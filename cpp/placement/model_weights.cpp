@@ -113,14 +113,17 @@ void ModelWeights::placeUnit(int32_t index) {
     for (size_t i = 0; i < unit.size(); ++i) _placed[static_cast<size_t>(unit[i])].matrix = placed[i];
 }
 
-// A layer's stacks are gate, up and down.
+// A layer's stacks are gate, up and down, or gate and down.
 void ModelWeights::placeExperts(int32_t index) {
-    const auto stack = [&](int32_t member) { return _files.stack(listed(index + member).slice()); };
-    const PlacedExperts placed = _placer.experts({stack(0), stack(1), stack(2)},
-                                                 _expertsResident ? Home::Vram : Home::Slots, name(listed(index)));
-    int32_t member = index;
-    for (const WeightStack* each : {&placed.gate, &placed.up, &placed.down})
-        _placed[static_cast<size_t>(member++)].stack = *each;
+    const std::vector<int32_t> unit = unitOf(index);
+    const bool gated = unit.size() == 3;
+    const auto stack = [&](int32_t member) { return _files.stack(listed(member).slice()); };
+    const ExpertStacks files{stack(unit.front()), gated ? stack(unit[1]) : MatrixStack(), stack(unit.back())};
+    const PlacedExperts placed =
+        _placer.experts(files, _expertsResident ? Home::Vram : Home::Slots, name(listed(index)));
+    _placed[static_cast<size_t>(unit.front())].stack = placed.gate;
+    if (gated) _placed[static_cast<size_t>(unit[1])].stack = placed.up;
+    _placed[static_cast<size_t>(unit.back())].stack = placed.down;
 }
 
 FileMatrix ModelWeights::inFile(const ListedWeight& weight) const {
@@ -142,11 +145,16 @@ std::vector<float> ModelWeights::floats(const ListedWeight& weight) const {
     for (const WeightSlice& slice : weight.slices) {
         const Matrix m = _files.whole(slice);
         if (!m.data) return {};
-        const int64_t count = slice.rows * slice.cols;
+        // Rows that are taken whole follow each other.
+        const bool whole = slice.cols == m.cols;
+        const int64_t runs = whole ? 1 : slice.rows, count = whole ? slice.rows * slice.cols : slice.cols;
         const size_t before = values.size();
-        values.resize(before + static_cast<size_t>(count));
-        const uint8_t* const begin = m.data + rowBytes(m.type, slice.colBegin);
-        cpu::kernels().dequantizeRow(m.type, begin, count, values.data() + before);
+        values.resize(before + static_cast<size_t>(runs * count));
+        float* const to = values.data() + before;
+        for (int64_t r = 0; r < runs; ++r) {
+            const uint8_t* const begin = m.data + rowBytes(m.type, r * m.cols + slice.colBegin);
+            cpu::kernels().dequantizeRow(m.type, begin, count, to + r * count);
+        }
     }
     if (weight.factor != 1.0) {
         for (float& value : values) value = static_cast<float>(value * weight.factor);

@@ -21,8 +21,9 @@ public:
     ModelWeights(const ModelSpec& spec, const Weights& files, Placer& placer, const Homes& homes,
                  size_t expertSlotBytes, int64_t context, LoadTrace& trace);
 
-    const Weight& operator[](MatrixId id) const { return at(id.index).matrix; }
-    const WeightStack& operator[](StackId id) const { return at(id.index).stack; }
+    // A matrix without rows, or a stack without matrices, if the model does not have it.
+    const Weight& operator[](MatrixId id) const { return id ? at(id.index).matrix : _absent.matrix; }
+    const WeightStack& operator[](StackId id) const { return id ? at(id.index).stack : _absent.stack; }
     // nullptr for a vector that the model does not have.
     const float* operator[](VectorId id) const { return id ? at(id.index).vector : nullptr; }
     // The same vector where the CPU can read it; nullptr if there is none, or when only planning.
@@ -62,7 +63,8 @@ private:
     const Homes& _homes;
     int64_t _context;
     bool _expertsResident = true;
-    std::vector<Placed> _placed;                  // by the list's numbers
+    std::vector<Placed> _placed;  // by the list's numbers
+    Placed _absent;
     std::vector<std::vector<float>> _hostCopies;  // of vectors that the file does not hold as floats
     std::vector<RopeTable> _ropes;                // the first rotates nothing
     std::vector<const float*> _queryScales;

@@ -96,20 +96,22 @@ PlacedExperts DevicePlacer::experts(const ExpertStacks& file, Home home, const s
     if (home == Home::Vram)
         return {residentStack(file.gate, name), residentStack(file.up, name), residentStack(file.down, name)};
     _slots.addLayer(file);
-    const PlacedExperts placed{streamedStack(file.gate), streamedStack(file.up), streamedStack(file.down)};
-    _stackGroups.push_back(placed.gate.group);
-    return placed;
+    _stackGroups.emplace_back();
+    return {streamedStack(file.gate), streamedStack(file.up), streamedStack(file.down)};
 }
 
 WeightStack DevicePlacer::streamedStack(const MatrixStack& file) {
     WeightStack placed = stackOf(file);
+    if (file.count == 0) return placed;
     placed.first.data = nullptr;
     placed.group = _stream.addStreamedStack(file);
+    _stackGroups.back().push_back(placed.group);
     return placed;
 }
 
 WeightStack DevicePlacer::residentStack(const MatrixStack& file, const std::string& name) {
     WeightStack placed = stackOf(file);
+    if (file.count == 0) return placed;
     placed.stride = file.count > 1 ? Allocator::aligned(_layout.bytes(file.first)) : _layout.bytes(file.first);
     placed.first.data = room(placed.stride * static_cast<size_t>(file.count), name);
     std::vector<Matrix> inFile, onDevice;

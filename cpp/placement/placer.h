@@ -74,8 +74,8 @@ public:
     void startHead() override { _stream.startHead(); }
     void finish() override;
     void takeExpertSlots(size_t bytes) override { _slots.take(bytes, _profiler); }
-    // The first stream group of a layer whose experts are in Slots, which is gate's; up's and down's follow.
-    int32_t stackGroup(int32_t row) const { return _stackGroups.at(static_cast<size_t>(row)); }
+    // The stream groups of the stacks of a layer whose experts are in Slots.
+    const std::vector<int32_t>& stackGroups(int32_t row) const { return _stackGroups.at(static_cast<size_t>(row)); }
 
 private:
     const uint8_t* room(size_t bytes, const std::string& name);
@@ -88,7 +88,7 @@ private:
     ExpertSlotManager& _slots;
     ExpertAccessProfiler* _profiler;
     std::vector<Buffer> _buffers;
-    std::vector<int32_t> _stackGroups;
+    std::vector<std::vector<int32_t>> _stackGroups;
 };
 
 }  // namespace sharpi

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 
+#include "core/launch_rows.h"
 #include "experts/expert_staging.h"
 #include "placement/model_weights.h"
 #include "placement/placement.h"
@@ -159,9 +160,14 @@ int64_t batchRows(const EngineOptions& options) {
     return std::min(std::max(options.batch, options.device.kind->promptTile(options.prompt)), options.context);
 }
 
+int64_t headRows(const EngineOptions& options) {
+    return std::clamp<int64_t>(2 * int64_t{options.sequences}, kMostDraftRows, kExactLaunchRows);
+}
+
 StepLimits engineLimits(const ModelSpec& spec, const TensorTable& tensors, const EngineOptions& options) {
     StepLimits limits = stepLimits(spec, tensors, batchRows(options), options.context, options.kvType);
     limits.prompt = options.prompt;
+    limits.headRows = std::min(limits.maxRows, headRows(options));
     limits.expertSlots = options.device.kind->keepsWeights() && expertsAway(spec, options.homes);
     return limits;
 }

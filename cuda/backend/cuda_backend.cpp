@@ -35,6 +35,12 @@ void CudaBackend::settle() noexcept {
     }
 }
 
+BusUse CudaBackend::bus() const {
+    size_t pinned = _transfers->files().bytes();
+    for (const auto& rows : _tableRows) pinned += rows->bytes();
+    return {_weights->streams(), pinned};
+}
+
 std::vector<std::string> CudaBackend::notes() const {
     std::vector<std::string> notes = _transfers->notes();
     if (_recorder.withoutRecord()) {
@@ -48,7 +54,10 @@ void CudaBackend::unload() {
     settle();
     _recorder.clear();
     _pass.share = nullptr;
+    _pass.tables = nullptr;
     _share.reset();
+    _tables.reset();
+    _tableRows.clear();
     _mailbox.reset();
     _scratch = Buffer();
     _layout.reset();
@@ -68,7 +77,12 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     _scratch = Buffer(_allocator, layout.bytes(), "working memory");
     const int64_t numbers = std::max(layout.step.layout->count(), layout.batch.layout->count());
     _numbers = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * static_cast<size_t>(numbers));
-    _tokens = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * cuda::kMaxMatvecRows);
+    _tokens = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * static_cast<size_t>(layout.headRows));
+    _tables = std::make_unique<TableRows>(_weights->tables(), limits.maxRows, layout.step.layout->room().rows,
+                                          [this](size_t bytes) {
+                                              _tableRows.push_back(std::make_unique<cuda::PinnedBuffer>(bytes));
+                                              return _tableRows.back()->as<uint8_t>();
+                                          });
     if (_weights->sharesRows() || limits.expertSlots) {
         const int64_t rows = layout.step.layout->room().rows;
         _mailbox = std::make_unique<cuda::PinnedBuffer>(HostShare::mailboxBytes(limits, rows));
@@ -80,6 +94,7 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     _pass.layout = &*_layout;
     _pass.memory = _scratch.as<uint8_t>();
     _pass.share = _share.get();
+    _pass.tables = _tables.get();
     _cache->takeTables(limits, *_layout, _pass.memory);
     _stream.zero(_pass.at<uint8_t>(layout.attention), cuda::kDecodeCounterBytes);
     if (layout.deltaReaderBytes) _stream.zero(_pass.at<uint8_t>(layout.deltaReaders), layout.deltaReaderBytes);
@@ -114,6 +129,7 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     const int64_t exactRows = oneArithmetic() ? batch.size() : batch.decodeRows;
     const BatchNumbers::Filled filled = numbers.layout->fill(batch, kv, exactRows, host, onDevice);
     _pass.view = filled.view;
+    _tables->begin(batch.tokens);
     if (_share) _share->begin();
     if (_pass.limits.expertSlots) _cache->beginPass(_pass.step, _pass.view.rows, *_weights, *_placer);
     _stream.uploadPinned(onDevice, host, sizeof(int32_t) * static_cast<size_t>(filled.used));
@@ -133,17 +149,27 @@ void CudaBackend::readLogits(int64_t row, int64_t count, float* out) {
 }
 
 std::vector<int32_t> CudaBackend::sample(const std::vector<Choice>& choices) {
-    const int64_t vocab = _pass.limits.vocab;
-    auto* const changes = _pass.at<TokenAdjustment>(_layout->adjustments);
     auto* const tokens = _pass.at<int32_t>(_layout->token);
-    for (size_t i = 0; i < choices.size(); ++i) {
-        const Choice& c = choices[i];
-        if (!c.adjustments.empty())
-            _stream.upload(changes, c.adjustments.data(), sizeof(TokenAdjustment) * c.adjustments.size());
-        cuda::sampleToken(_stream, _pass.floats(_layout->logits) + c.row * vocab, vocab, c.rule, changes,
-                          static_cast<int32_t>(c.adjustments.size()), c.draw, _pass.at<void*>(_layout->sampling),
-                          tokens + i);
+    std::vector<cuda::RowChoice> rows;
+    std::vector<TokenAdjustment> adjustments;
+    const auto launch = [&] {
+        auto* const onDevice = _pass.at<TokenAdjustment>(_layout->adjustments);
+        if (!adjustments.empty())
+            _stream.upload(onDevice, adjustments.data(), sizeof(TokenAdjustment) * adjustments.size());
+        cuda::sampleTokens(_stream, _pass.floats(_layout->logits), _pass.limits.vocab, rows, onDevice,
+                           _pass.at<void*>(_layout->sampling), tokens);
+        rows.clear();
+        adjustments.clear();
+    };
+    for (const Choice& c : choices) {
+        // There is room for as many adjustments as there are tokens.
+        if (static_cast<int64_t>(adjustments.size() + c.adjustments.size()) > _pass.limits.vocab) launch();
+        rows.push_back({c.draw, c.rule, static_cast<int32_t>(adjustments.size()),
+                        static_cast<int32_t>(c.adjustments.size()), static_cast<int16_t>(c.row),
+                        static_cast<int16_t>(&c - choices.data())});
+        adjustments.insert(adjustments.end(), c.adjustments.begin(), c.adjustments.end());
     }
+    launch();
     auto* const host = _tokens->as<int32_t>();
     _stream.downloadPinned(host, tokens, sizeof(int32_t) * choices.size());
     _stream.synchronize();

@@ -27,7 +27,7 @@ public:
     const char* name() const override { return _stream.device().name.c_str(); }
     Allocator& allocator() override { return _allocator; }
     Placer& placer() override { return *_placer; }
-    bool streams() const override { return _weights->streams(); }
+    BusUse bus() const override;
     std::vector<std::string> notes() const override;
     void whenUploaded(std::function<void(double seconds)> told) override { _weights->onUploaded(std::move(told)); }
     void unload() override;
@@ -43,7 +43,7 @@ public:
     void region(Pass pass, const std::function<void()>& body) override { _recorder.run(pass, body); }
     Recording* recording() override { return &_recorder; }
     Operations& operations() override { return *_operations; }
-    int64_t headRows() const override { return std::min<int64_t>(_pass.limits.maxRows, cuda::kMaxMatvecRows); }
+    int64_t headRows() const override { return _layout->headRows; }
     void readLogits(int64_t row, int64_t count, float* out) override;
     std::vector<int32_t> sample(const std::vector<Choice>& choices) override;
 
@@ -64,6 +64,8 @@ private:
     std::unique_ptr<cuda::PinnedBuffer> _numbers;  // what begin() uploads
     std::unique_ptr<cuda::PinnedBuffer> _tokens;   // what sample() downloads
     std::unique_ptr<cuda::PinnedBuffer> _mailbox;
+    std::vector<std::unique_ptr<cuda::PinnedBuffer>> _tableRows;  // what kernels read of tables in the file
+    std::unique_ptr<TableRows> _tables;
     std::unique_ptr<HostShare> _share;  // if the CPU computes rows or experts
     CudaPass _pass;
     std::unique_ptr<CudaOperations> _operations;

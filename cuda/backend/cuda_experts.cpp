@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/launch_rows.h"
 #include "kernels/formats/packed.h"
 #include "kernels/rows/rows.h"
 
@@ -69,8 +70,10 @@ cuda::AnswerTerms CudaExperts::answerTerms(const ExpertCall& call, int64_t pair)
 }
 
 cuda::GatedJoin CudaExperts::join(const ExpertCall& call, int64_t pair) const {
-    return {call.activation, call.gateBias, call.upBias, chosen(pair),
-            call.routing.weightsInput ? weights(pair) : nullptr};
+    cuda::GatedJoin join{call.activation, call.gateBias, call.upBias, chosen(pair),
+                         call.routing.weightsInput ? weights(pair) : nullptr};
+    join.gated = call.gated();
+    return join;
 }
 
 // Calls body(pairs) for groups of the exact rows, pair p with matrix which[p] of the stacks. The pairs are grouped if
@@ -78,7 +81,7 @@ cuda::GatedJoin CudaExperts::join(const ExpertCall& call, int64_t pair) const {
 template <typename Body>
 void CudaExperts::forExactPairs(const int32_t* which, int32_t used, std::initializer_list<MatrixStack> stacks,
                                 const Body& body) {
-    _pass.forExactGroups([&](int64_t first, int rows) {
+    CudaPass::forGroups(_pass.exactRows(), kExactLaunchRows, [&](int64_t first, int rows) {
         Pairs pairs{first, rows, used, which + first * used, {}};
         const auto shares = [&](const MatrixStack& w) { return cuda::sharesExperts(_pass.stream, w, rows, used); };
         if (std::any_of(stacks.begin(), stacks.end(), shares))
@@ -105,13 +108,13 @@ void CudaExperts::hiddenOfPairs(const ExpertCall& call, const ExpertStacks& w, c
                                 const Activations& hidden) {
     const Activations& x = _pass.input(RowInput::Normed);
     const cuda::RowOutputs out = cuda::rowsFrom(hidden.exact, pairs.begin(), hidden.cols);
-    if (w.gate.first.type == w.up.first.type)
+    if (w.gated() && w.gate.first.type == w.up.first.type)
         return cuda::expertGated(_pass.stream, x.from(pairs.first), pairs.rows, w.gate, w.up, pairs.which, pairs.used,
                                  out, join(call, pairs.begin()), pairs.groups);
     const int64_t at = pairs.begin() * hidden.cols;
     float *const gates = _pass.floats(RowBuffer::Gate) + at, *const ups = _pass.floats(RowBuffer::Up) + at;
     pairProducts(x, w.gate, pairs, true, gates);
-    pairProducts(x, w.up, pairs, true, ups);
+    if (w.gated()) pairProducts(x, w.up, pairs, true, ups);
     cuda::gatedActivation(_pass.stream, join(call, pairs.begin()), gates, ups, int64_t{pairs.rows} * pairs.used,
                           hidden.cols, out);
 }
@@ -186,8 +189,7 @@ const int32_t* CudaExperts::foreseeNext(const ExpertCall& call) {
     if (!next.router->resident() || next.used != call.routing.used) return nullptr;
     const Activations normed{_pass.exactForms({*next.router}, s.foreseenRows, rows, width), {}, width};
     float* const logits = _pass.floats(RowBuffer::RouterLogits);
-    cuda::rmsNorm(_pass.stream, _pass.floats(RowBuffer::Residual), nullptr, next.norm, next.eps, rows, width,
-                  normed.exact);
+    _pass.normRows(nullptr, CudaPass::nextOf(next.norm), rows, normed.exact);
     _products.exact(normed, {{*next.router, next.bias, logits, next.router->rows}});
     cuda::route(_pass.stream, logits, rows, ruleOf(next), _pass.at<int32_t>(s.foreseen),
                 _pass.floats(s.foreseenWeight));
@@ -206,7 +208,7 @@ void CudaExperts::computeByStack(const ExpertCall& call) {
     const cuda::ExpertGroups groups = group(call, exactPairs, made);
     const Activations& in = _pass.input(RowInput::Normed);
     stackProduct(in, call.gate, slots.gate, r, groups, true, gates);
-    stackProduct(in, call.up, slots.up, r, groups, true, ups);
+    if (call.gated()) stackProduct(in, call.up, slots.up, r, groups, true, ups);
     const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, r.used);
     cuda::GatedJoin ofFast = join(call, exactPairs);
     ofFast.pairAt = made.pairAt;

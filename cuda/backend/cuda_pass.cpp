@@ -9,6 +9,7 @@ namespace sharpi {
 cuda::RowOutputs CudaPass::exactForms(Readers readers, const GpuScratch::Exact& to, int64_t rows, int64_t cols) const {
     cuda::RowOutputs forms;
     for (const Matrix& m : readers) {
+        if (m.rows == 0) continue;  // a part without a gate has no `up`
         if (info(m.type).isFloat) forms.floats = floats(to.floats);
         else forms.quantized = cuda::quantizedRowsOver(at<uint8_t>(to.quantized), rows, cols);
     }
@@ -20,9 +21,44 @@ void CudaPass::readTable(const Weight& table, float* out) const {
         weights->arrive(table.group);
         return cuda::embed(stream, table, view.tokens, view.rows, out);
     }
-    Matrix inFile = table.inFile();
-    inFile.data = weights->deviceAddress(table.file);
-    cuda::embedFromFile(stream, inFile, view.tokens, view.rows, out);
+    tables->forParts(
+        table.file, [this] { stream.synchronize(); },
+        [&](const Matrix& rows, int64_t first) { cuda::expandRows(stream, rows, out + first * table.cols); });
+}
+
+cuda::NextRows CudaPass::nextOf(const NormCall& norm) {
+    using Kind = cuda::NextRows::Kind;
+    return {norm.kind == NormKind::Layer ? Kind::Layer : Kind::Rms, norm.weight, norm.bias, norm.eps};
+}
+
+void CudaPass::nextRows(const OptionalPart& part, const cuda::NextRows& next, int64_t first, int64_t rows,
+                        const cuda::RowOutputs& out) const {
+    const int64_t width = limits.embedding, at = first * width;
+    float* const x = floats(RowBuffer::Residual) + at;
+    if (part) {
+        cuda::PartTerms terms{floats(RowBuffer::PartOut) + at, part->norm};
+        if (part->sideNorms[0]) {
+            terms.side = floats(RowBuffer::SideOut) + at;
+            terms.yNorm = part->sideNorms[0];
+            terms.sideNorm = part->sideNorms[1];
+        }
+        terms.eps = part->eps;
+        terms.factor = part->factor;
+        terms.scale = part->scale;
+        return cuda::addPart(stream, terms, x, nullptr, next, rows, width, out);
+    }
+    if (next.kind == cuda::NextRows::Kind::Copy) return cuda::convertRows(stream, x, rows, width, out);
+    if (next.kind == cuda::NextRows::Kind::Rms)
+        return cuda::rmsNorm(stream, x, nullptr, next.weight, next.eps, rows, width, out);
+    cuda::addPart(stream, {}, x, nullptr, next, rows, width, out);
+}
+
+void CudaPass::normRows(const int32_t* index, const cuda::NextRows& next, int64_t rows,
+                        const cuda::RowOutputs& out) const {
+    float* const x = floats(RowBuffer::Residual);
+    if (next.kind == cuda::NextRows::Kind::Rms)
+        return cuda::rmsNorm(stream, x, index, next.weight, next.eps, rows, limits.embedding, out);
+    cuda::addPart(stream, {}, x, index, next, rows, limits.embedding, out);
 }
 
 const Activations& CudaPass::input(RowInput input) const {

@@ -19,6 +19,8 @@
 #include "device/stream.h"
 #include "kernels/attention/attention.h"
 #include "kernels/matmul/matmul.h"
+#include "kernels/rows/residual.h"
+#include "memory/stream/table_rows.h"
 #include "memory/stream/weight_stream.h"
 #include "operations/operations.h"
 #include "plan/gpu_scratch.h"
@@ -42,7 +44,8 @@ public:
 
     cuda::Stream& stream;
     WeightStream* weights = nullptr;
-    HostShare* share = nullptr;  // if the CPU computes rows or experts
+    TableRows* tables = nullptr;  // those that are not resident
+    HostShare* share = nullptr;   // if the CPU computes rows or experts
     StepLimits limits;
     const GpuScratch* layout = nullptr;
     uint8_t* memory = nullptr;  // layout->bytes()
@@ -61,6 +64,8 @@ public:
     }
     int64_t exactRows() const { return view.exactRows; }
     int64_t fastRows() const { return view.fastRows(); }
+    // Whether recurrent layers take all exact rows in one launch.
+    bool deltaInSteps() const { return view.mostExact <= cuda::kDeltaStepRows; }
 
     // Where rows for these readers go, in the forms that the readers take. perRow: rows for each row of the batch.
     const Activations& shape(RowInput input, Readers readers, int64_t cols, int64_t perRow = 1);
@@ -72,10 +77,14 @@ public:
     // The forms of exact rows alone, in buffers of the caller's choice.
     cuda::RowOutputs exactForms(Readers readers, const GpuScratch::Exact& to, int64_t rows, int64_t cols) const;
 
-    // Calls body(first, rows) for groups of the exact rows, of as many as a launch of the contract's products takes.
+    // Calls body(first, rows) for groups of up to `most` of `rows` rows.
+    template <typename Body> static void forGroups(int64_t rows, int64_t most, const Body& body) {
+        for (int64_t first = 0; first < rows; first += most)
+            body(first, static_cast<int>(std::min(most, rows - first)));
+    }
+    // The same for the exact rows, in groups of as many as a launch of the contract's products takes.
     template <typename Body> void forExactGroups(const Body& body) const {
-        for (int64_t first = 0; first < exactRows(); first += cuda::kMaxMatvecRows)
-            body(first, static_cast<int>(std::min<int64_t>(cuda::kMaxMatvecRows, exactRows() - first)));
+        forGroups(exactRows(), cuda::kMaxMatvecRows, body);
     }
     // Calls body(part, begin, stays) for each part of a matrix that is on the device at once: its rows [begin, begin +
     // part.rows). In a step these are the rows that the CPU does not compute. stays: the part is not overwritten later
@@ -125,6 +134,13 @@ public:
             body(part, cuda::ExpertIndex{ordinals, first, first + part.count});
         });
     }
+    // What reads the residual next.
+    static cuda::NextRows nextOf(const NormCall& norm);
+    // Adds the part, if there is one, to the rows [first, first + rows) of the residual, and writes what follows.
+    void nextRows(const OptionalPart& part, const cuda::NextRows& next, int64_t first, int64_t rows,
+                  const cuda::RowOutputs& out) const;
+    // The norm of the residual's rows index[0 .. rows), or of its first rows without an index.
+    void normRows(const int32_t* index, const cuda::NextRows& next, int64_t rows, const cuda::RowOutputs& out) const;
     // The batch's tokens' rows of a table.
     void readTable(const Weight& table, float* out) const;
 

@@ -77,7 +77,15 @@ void CudaProducts::gated(const Activations& x, const GatedProduct& product, cons
     float *const gates = _pass.floats(RowBuffer::Gate), *const ups = _pass.floats(RowBuffer::Up);
     const Weight &gate = product.gate, &up = product.up;
     const int64_t width = gate.rows;
-    const cuda::GatedJoin join{product.activation, product.gateBias, product.upBias};
+    cuda::GatedJoin join{product.activation, product.gateBias, product.upBias};
+    if (!product.gated()) {
+        join.gated = false;
+        _pass.forParts(gate, [&](const Matrix& part, int64_t begin, bool) {
+            exact(x, {{part, nullptr, gates + begin, width}});
+            fast(x, part, nullptr, gates + begin, width, cuda::Store::Write);
+        });
+        return activate(hidden, _pass.exactRows(), join, _pass.fastRows(), join);
+    }
     bool fused = gate.type == up.type;
     const bool together = _pass.forPairs(gate, up, [&](const Matrix& gatePart, const Matrix& upPart, int64_t begin) {
         if (fused) {
@@ -129,8 +137,10 @@ void CudaProducts::sharedGated(const Activations& x, const GatedProduct& product
 void CudaProducts::logits(const cuda::RowOutputs& x, const Weight& output, int64_t rows, bool inRegion) {
     float* const to = _pass.floats(_pass.layout->logits);
     const auto multiply = [&](const Matrix& part, int64_t begin, bool) {
-        cuda::matvec(_pass.stream, {x.floats, x.quantized}, static_cast<int>(rows),
-                     {{part, nullptr, to + begin, output.rows}});
+        CudaPass::forGroups(rows, cuda::kMaxMatvecRows, [&](int64_t first, int count) {
+            cuda::matvec(_pass.stream, cuda::rowsFrom(cuda::MatvecInput{x.floats, x.quantized}, first, output.cols),
+                         count, {{part, nullptr, to + first * output.rows + begin, output.rows}});
+        });
     };
     if (!inRegion || !shares(output)) return _pass.forParts(output, multiply);
     _sharer.sendInput(x, rows, output.cols);

@@ -1,6 +1,7 @@
 // See step_recorder.h.
 #include "backend/step_recorder.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <optional>
@@ -35,22 +36,37 @@ void StepRecorder::clear() {
     _withoutRecord = false;
 }
 
-// Records of many rows are large, and a number of many rows seldom comes again: they are made when it does, as long as
-// there are few.
+StepRecorder::Shape StepRecorder::shapeOf(Pass which) const {
+    const bool inSteps = _pass.limits.deltaHeads == 0 || _pass.deltaInSteps();
+    return {which, _pass.view.rows, _pass.logitRows, inSteps};
+}
+
+// The steps of one text have few rows, and their numbers of rows come again. Other numbers are recorded when they do.
 bool StepRecorder::worthRecording(const Shape& shape) {
+    return _pass.view.rows <= kMostDraftRows || !_met.insert(shape).second;
+}
+
+// No record is being replayed: the pass has begun, so the one before it is over.
+void StepRecorder::makeRoom() {
     constexpr size_t kMostRecords = 64;
-    if (_pass.view.rows <= cuda::kMaxMatvecRows) return true;
-    return !_met.insert(shape).second && _steps.size() < kMostRecords;
+    const auto before = [](const auto& a, const auto& b) { return a.second.used < b.second.used; };
+    while (_steps.size() >= kMostRecords) _steps.erase(std::min_element(_steps.begin(), _steps.end(), before));
 }
 
 // The record of a step of this shape, made at the first one; null if there is none. The first pass over the weights
 // brings over those that stay, so it cannot be recorded.
 const StepRecorder::Step* StepRecorder::recorded(Pass which, const std::function<void()>& body) {
     if (!_pass.step || !_replays || !_pass.weights->uploaded()) return nullptr;
-    const Shape shape{which, _pass.view.rows, _pass.logitRows};
-    if (const auto known = _steps.find(shape); known != _steps.end()) return &known->second;
+    const Shape shape = shapeOf(which);
+    ++_asked;
+    if (const auto known = _steps.find(shape); known != _steps.end()) {
+        known->second.used = _asked;
+        return &known->second;
+    }
     if (_withoutRecord || !worthRecording(shape)) return nullptr;
+    makeRoom();
     Step step;
+    step.used = _asked;
     try {
         step.graph = _pass.stream.capture([&] { makeLaunches(which, body, step.work); });
     } catch (const Error& error) {

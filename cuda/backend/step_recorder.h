@@ -1,5 +1,9 @@
 // Records steps and replays them. A step's launches are captured once for each shape: a kind of pass, a number of rows,
 // a number of rows that want logits. What the host does beside the launches is recorded with them.
+//
+// A record serves its own number of rows only. A larger record with idle rows would have to keep these from writing
+// pages and states and from choosing experts, and would save only captures, of which there are few: when the limit on
+// records is reached, a new one takes the place of the least recently used.
 #pragma once
 
 #include <atomic>
@@ -35,10 +39,14 @@ private:
     struct Step {
         std::unique_ptr<cuda::Graph> graph;
         HostWork work{HostWork::When::Later};
+        int64_t used = 0;  // when it was replayed last, in steps that were asked for
     };
-    using Shape = std::tuple<Pass, int64_t, int64_t>;  // rows, rows that want logits
+    // Rows, rows that want logits, and whether recurrent layers take all rows in one launch.
+    using Shape = std::tuple<Pass, int64_t, int64_t, bool>;
+    Shape shapeOf(Pass which) const;
     const Step* recorded(Pass which, const std::function<void()>& body);
     bool worthRecording(const Shape& shape);
+    void makeRoom();
     void replay(const Step& step);
     void launch(Pass which, const std::function<void()>& body);
     void makeLaunches(Pass which, const std::function<void()>& body, HostWork& work);
@@ -47,6 +55,7 @@ private:
     std::function<void(bool ran)> _failed;
     std::map<Shape, Step> _steps;
     std::set<Shape> _met;  // shapes of many rows that have come before
+    int64_t _asked = 0;    // steps that could be replayed
     std::atomic<bool> _withoutRecord{false};
     bool _replays;
     int64_t _kernelsPerStep = 0;

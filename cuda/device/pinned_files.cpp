@@ -295,12 +295,6 @@ const PinnedFiles::Pin* PinnedFiles::find(const uint8_t* file) const {
     return pin == _pins.end() ? nullptr : &*pin;
 }
 
-const uint8_t* PinnedFiles::deviceAddress(const uint8_t* file) const {
-    const uint8_t* device = reachable(file, 1);
-    if (!device) throw Error(ErrorKind::Internal, "this part of the file is not pinned for the device");
-    return device;
-}
-
 const uint8_t* PinnedFiles::reachable(const uint8_t* file, size_t bytes) const {
     const Pin* pin = find(file);
     const auto address = reinterpret_cast<uintptr_t>(file);

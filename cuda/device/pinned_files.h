@@ -62,8 +62,6 @@ public:
     void pin(const HostRanges& ranges);
     void unpinOnce();
 
-    // The device's address of a byte of `always`.
-    const uint8_t* deviceAddress(const uint8_t* file) const;
     // The device's address of bytes of `always` or `optional`. Null if it cannot read all of them in one piece.
     const uint8_t* reachable(const uint8_t* file, size_t bytes) const;
     // Asks the system to read those of these bytes that are not pinned into memory. Does not wait.
@@ -71,6 +69,8 @@ public:
     // The longest beginning of the bytes at `file` that one copy may take, and where to copy it from; at least one
     // byte. No copy may cross the border of a pinned range.
     HostRange source(const uint8_t* file, size_t bytes) const;
+    // Bytes that are pinned, in place or as copies.
+    size_t bytes() const { return _inPlace + _copied; }
     // For users: what was refused, and what was done instead.
     std::vector<std::string> notes() const;
 

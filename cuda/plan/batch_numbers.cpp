@@ -76,6 +76,7 @@ public:
 
     int64_t used() const { return _used; }
     int64_t exactSequences() const { return _exactSequences; }
+    int64_t mostExact() const { return _mostExact; }
     int64_t fastSequences() const { return _fastSequences; }
     int64_t queryTiles() const { return _queryTiles; }
     int64_t deltaTiles() const { return _deltaTiles; }
@@ -104,7 +105,7 @@ private:
         }
         std::fill(to(_layout._sequence) + begin, to(_layout._sequence) + end, number(_sequences));
         ++_sequences;
-        if (begin < _exactRows) ++_exactSequences;
+        if (begin < _exactRows) ++_exactSequences, _mostExact = std::max(_mostExact, end - begin);
         else require(++_fastSequences <= room.fastSequences, "prompts", room.fastSequences);
     }
 
@@ -154,7 +155,8 @@ private:
     const KvCache& _kv;
     const int64_t _exactRows;
     int32_t* const _host;
-    int64_t _used = 0, _sequences = 0, _exactSequences = 0, _fastSequences = 0, _queryTiles = 0, _deltaTiles = 0;
+    int64_t _used = 0, _sequences = 0, _mostExact = 0, _exactSequences = 0, _fastSequences = 0, _queryTiles = 0,
+            _deltaTiles = 0;
 };
 
 BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, int64_t exactRows, int32_t* host,
@@ -169,6 +171,7 @@ BatchNumbers::Filled BatchNumbers::fill(const Batch& batch, const KvCache& kv, i
     BatchView& view = filled.view;
     view.rows = batch.size();
     view.exactRows = exactRows;
+    view.mostExact = writer.mostExact();
     view.tokens = from(_tokens);
     view.logitRows = from(_logitRows);
     view.sources = from(_sources);

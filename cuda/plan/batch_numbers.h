@@ -19,6 +19,7 @@ struct BatchView {
     // [2 * rows]: rows t and rows + t, in turn: a draft's two inputs are joined in this order.
     const int32_t* joined = nullptr;
     cuda::BatchRows exact, fast;  // with the page tables of list 0
+    int64_t mostExact = 0;        // the most exact rows of one sequence
     int64_t listPages = 0;        // from one list of a sequence's pages to the next
     cuda::DeltaBatch exactStates, fastStates;
     cuda::QueryTiles queryTiles;  // of the fast rows, for attention

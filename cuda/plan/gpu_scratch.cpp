@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "core/launch_rows.h"
 #include "kernels/attention/attention.h"
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/pair_groups.h"
@@ -31,14 +30,12 @@ cuda::DeltaShape deltaShape(const StepLimits& l) {
     return shape;
 }
 
-// Rows that one launch of the contract's products takes.
-int64_t groupRows(const StepLimits& l) { return std::min<int64_t>(l.maxRows, kExactLaunchRows); }
-
 }  // namespace
 
 GpuScratch::GpuScratch(const StepLimits& l)
     : exactRows(l.prompt == PromptMode::Exact ? l.maxRows : std::min(l.maxRows, kMaxDecodeRows)),
       fastRows(l.prompt == PromptMode::Exact ? 0 : l.maxRows),
+      headRows(std::min({l.maxRows, l.headRows, kMaxDecodeRows})),
       _splitRows(l.floatWeights),
       _splitQueries(l.kvType != KvType::BF16) {
     BatchNumbers::Room room;
@@ -78,18 +75,16 @@ GpuScratch::Numbers GpuScratch::numbers(const BatchNumbers::Room& room) {
 }
 
 void GpuScratch::takeAlways(const StepLimits& l) {
-    const int64_t group = groupRows(l);
     rows.take(_layout, l, RowBuffer::Residual, RowBuffer::LayerRows);
-    logits = _layout.floats(group * l.vocab);
+    logits = _layout.floats(headRows * l.vocab);
     input(RowInput::Normed) = {takeExact(exactRows, l.embedding), takeHalves(fastRows * l.embedding, _splitRows)};
     const cuda::HeadShape heads{l.heads, l.kvHeads, l.headDim};
-    attention = _layout.take(cuda::decodeAttentionBytes(group, heads, l.context, l.pageTokens));
-    const int64_t deltaRows = std::min(group, cuda::kDeltaStepRows);
-    deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(deltaRows, deltaShape(l)) : 0;
+    attention = _layout.take(cuda::decodeAttentionBytes(exactRows, heads));
+    deltaReaderBytes = l.deltaHeads ? cuda::deltaStepBytes(batch.layout->room().sequences, deltaShape(l)) : 0;
     deltaReaders = _layout.take(deltaReaderBytes);
-    sampling = _layout.take(cuda::samplingScratchBytes(l.vocab));
+    sampling = _layout.take(cuda::samplingScratchBytes(headRows, l.vocab));
     adjustments = _layout.take(sizeof(TokenAdjustment) * static_cast<size_t>(l.vocab));
-    token = _layout.take(sizeof(int32_t) * static_cast<size_t>(group));
+    token = _layout.take(sizeof(int32_t) * static_cast<size_t>(headRows));
 }
 
 void GpuScratch::takeExperts(const StepLimits& l) {
@@ -100,7 +95,7 @@ void GpuScratch::takeExperts(const StepLimits& l) {
     weight = _layout.floats(l.maxRows * l.expertsUsed);
     sharedScale = _layout.floats(l.sharedHidden ? l.maxRows : 0);
     grouping = fastRows ? _layout.take(cuda::expertGroupingBytes(fastRows, l.expertsUsed, l.experts)) : 0;
-    pairGroups = _layout.take(cuda::pairGroupsBytes(groupRows(l) * l.expertsUsed, l.experts));
+    pairGroups = _layout.take(cuda::pairGroupsBytes(std::min(exactRows, kMaxDecodeRows) * l.expertsUsed, l.experts));
     expertUses = _layout.take(perExpert);
     if (!l.expertSlots) return;
     expertTable = _layout.take(perExpert);

@@ -5,6 +5,7 @@
 #include <array>
 #include <optional>
 
+#include "core/launch_rows.h"
 #include "kernels/delta/gated_delta.h"
 #include "memory/device_layout.h"
 #include "operations/operations.h"
@@ -23,13 +24,15 @@ DeviceLayout gpuLayout();
 struct GpuScratch {
     // The most decode rows of one batch, and the most sequences that have fast rows. Each decode row may belong to a
     // different sequence.
-    static constexpr int64_t kMaxDecodeRows = 64, kMaxPrompts = 16, kMaxSequences = kMaxDecodeRows + kMaxPrompts;
+    static constexpr int64_t kMaxDecodeRows = kExactLaunchRows, kMaxPrompts = 16,
+                             kMaxSequences = kMaxDecodeRows + kMaxPrompts;
 
     explicit GpuScratch(const StepLimits& limits);
     size_t bytes() const { return _layout.bytes(); }
 
     // Rows that follow the contract (exact), and rows that go through tensor cores (fast): the most of each in a batch.
     int64_t exactRows = 0, fastRows = 0;
+    int64_t headRows = 0;  // rows whose logits are held
     // The numbers of a step, which has only decode rows, and those of any batch: apart, so that a step uploads little.
     struct Numbers {
         size_t at = 0;  // offset in bytes
@@ -57,7 +60,7 @@ struct GpuScratch {
     size_t chosen = 0, weight = 0;  // [rows, used]: the experts of each row, and their weights
     size_t sharedScale = 0;         // [rows]
     size_t apart = 0;               // [2 * rows, embedding]: a draft's two inputs, before they are joined
-    size_t logits = 0;              // [up to kExactLaunchRows rows, vocab]
+    size_t logits = 0;              // [headRows, vocab]
     size_t attention = 0;           // of exact rows
     size_t attendedFloats = 0;      // [fast rows, width]: a mixer's output before its gate or its norm
     Halves queries, keys;           // of fast rows, for attention and for Gated DeltaNet

@@ -37,11 +37,26 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
     return over;
 }
 
-// Counters, then partial maxima and sums [rows, heads, pages], then headDim floats of output for each of these (see
-// attention_decode.cu).
-size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape, int64_t context, int64_t pageTokens) {
-    const int64_t pages = (context + pageTokens - 1) / pageTokens;
-    const auto partials = static_cast<size_t>(rows * shape.heads * pages);
+// A row's cache may be of any length, so the results of its pieces take turns in a ring. With few heads it has more
+// slots, because more blocks work on each. A batch of 64 segments is long enough that joining it is rare, and short
+// enough that little is left to join when the last piece is finished.
+DecodeRing decodeRing(int64_t heads) {
+    DecodeRing ring;
+    ring.slots = 16;
+    while (ring.slots < 1024 && 2 * ring.slots * heads <= 16384) ring.slots *= 2;
+    ring.batch = std::min(64, ring.slots / 2);
+    return ring;
+}
+
+int64_t decodeLaunchRows(int32_t kvHeads) {
+    return std::max<int64_t>(1, std::min<int64_t>(kDecodeLaunchRows, 4096 / kvHeads));
+}
+
+// Counters, then maxima and sums, then headDim floats of output for each slot (see attention_decode.cu), and one more
+// slot for each head. Enough for any smaller number of rows and heads, whose rings are longer.
+size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape) {
+    const int64_t heads = std::min(rows, kDecodeLaunchRows) * shape.heads;
+    const auto partials = static_cast<size_t>(std::max<int64_t>(16384, 16 * heads) + heads);
     return kDecodeCounterBytes + 2 * aligned(sizeof(float) * partials) +
            aligned(sizeof(float) * partials * static_cast<size_t>(shape.headDim));
 }
@@ -81,20 +96,14 @@ ExpertGrouping expertGroupingOver(void* buffer, int64_t rows, int32_t used, int3
     });
 }
 
-// A group's queries, and for each of its heads a page of weights and four numbers, take at most 96 KiB: what a block of
-// any supported GPU but Turing's can have, which refuses the largest groups when it runs them.
-int32_t maxHeadGroup(int32_t headDim) { return 96 * 1024 / static_cast<int32_t>(sizeof(float)) / (headDim + 64 + 4); }
-
 void requireHeads(const HeadShape& shape) {
     const bool known = shape.kvHeads > 0 && shape.heads > 0 && shape.heads % shape.kvHeads == 0 && shape.headDim > 0 &&
                        shape.headDim % 8 == 0 && shape.headDim <= kMaxHeadDim;
-    const int32_t group = maxHeadGroup(std::min(kMaxHeadDim, std::max(8, shape.headDim)));
-    if (known && shape.heads / shape.kvHeads <= group) return;
+    if (known) return;
     throw Error(ErrorKind::InvalidArgument, "attention with " + std::to_string(shape.heads) + " heads over " +
                                                 std::to_string(shape.kvHeads) + " of " + std::to_string(shape.headDim) +
                                                 " elements cannot run on the GPU, which takes heads of 8, 16, .. " +
-                                                std::to_string(kMaxHeadDim) + " elements in groups of up to " +
-                                                std::to_string(group) + " of this size");
+                                                std::to_string(kMaxHeadDim) + " elements");
 }
 
 void requireDelta(const DeltaShape& shape) {
@@ -129,7 +138,13 @@ size_t deltaChunkBytes(int64_t rows, int64_t tiles, const DeltaShape& shape, boo
     return deltaTileListBytes(rows) + static_cast<size_t>(tiles * shape.valueHeads) * left;
 }
 
-// Keys, ids and their sorted copies. The sort's own scratch is as large as two of these and a few tables.
-size_t samplingScratchBytes(int64_t vocab) { return 32 * static_cast<size_t>(vocab) + (size_t{2} << 20); }
+// Keys, ids and their sorted copies, for one row at a time. The sort's own scratch is as large as two of these and a
+// few tables. Or the best candidates of each tile, for all rows at once.
+size_t samplingScratchBytes(int64_t rows, int64_t vocab) {
+    const size_t sorted = 32 * static_cast<size_t>(vocab) + (size_t{2} << 20);
+    const int64_t tiles = (vocab + kSamplingTile - 1) / kSamplingTile;
+    const int64_t few = std::max(tiles, std::min<int64_t>(tiles * kFewCandidates, kMostMerged));
+    return std::max(sorted, sizeof(uint64_t) * static_cast<size_t>(rows * few));
+}
 
 }  // namespace sharpi::cuda

@@ -133,7 +133,7 @@ void CudaExpertCache::listMissing(WeightStream& stream, const DevicePlacer& plac
             ordinals[at] = isMissing ? static_cast<int32_t>(missing.size()) : -1;
             if (isMissing) missing.push_back(e);
         }
-        for (int32_t stack = 0; stack < 3; ++stack) stream.setWanted(placer.stackGroup(layer) + stack, missing);
+        for (const int32_t group : placer.stackGroups(layer)) stream.setWanted(group, missing);
     }
 }
 

@@ -93,6 +93,7 @@ void CudaExpertLoads::launch(const std::array<StreamPart, 3>& parts, uint8_t* st
     _copies.wait(_stageFree[which]);
     uint8_t* at = stage;
     for (const StreamPart& part : parts) {
+        if (part.rows == 0) continue;  // an expert without a gate has two matrices
         const size_t before = rowBytes(part.to.type, part.to.cols) * static_cast<size_t>(part.rowBegin);
         copy(staged(part) ? at : const_cast<uint8_t*>(part.to.data) + before, part.file, part.bytes());
         if (staged(part)) at += Allocator::aligned(part.bytes());
@@ -102,7 +103,7 @@ void CudaExpertLoads::launch(const std::array<StreamPart, 3>& parts, uint8_t* st
     _packing.wait(_copied);
     at = stage;
     for (const StreamPart& part : parts) {
-        if (!staged(part)) continue;
+        if (!staged(part) || part.rows == 0) continue;
         cuda::packRows(_packing, part.to, part.rowBegin, part.rows, at);
         at += Allocator::aligned(part.bytes());
     }

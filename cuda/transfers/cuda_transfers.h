@@ -29,7 +29,6 @@ public:
     void prepare(const HostRanges& ranges, void* staging, size_t stageBytes) override;
     void finishOnce() override;
     std::vector<std::string> notes() const override { return _files.notes(); }
-    const uint8_t* deviceAddress(const uint8_t* file) const override { return _files.deviceAddress(file); }
     const uint8_t* reachable(const uint8_t* file, size_t bytes) const override { return _files.reachable(file, bytes); }
     // The pinned pages, for others that copy from them.
     const cuda::PinnedFiles& files() const { return _files; }

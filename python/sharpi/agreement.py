@@ -19,6 +19,8 @@ from sharpi.machine.profile_cache import cached_profile, doubt, why_stale
 from sharpi.planning.placement import Inventory
 from sharpi.planning.prediction import (
     Speed,
+    after_on_cpu,
+    after_on_gpu,
     cached_experts,
     decode_on_cpu,
     decode_on_gpu,
@@ -39,8 +41,8 @@ MOST_OFF = 1 / 3
 LEAST_STEPS, LEAST_PROMPT, LEAST_READ = 32, 256, 256 << 20
 # On the GPU the prediction is for a whole batch: a shorter prompt takes mostly fixed times.
 _LEAST_BATCH = 1024
-# Predictions leave attention out, so what a token reads of the KV cache may be at most this part of the weights that it
-# reads.
+# Predictions of attention are rough, so what a token reads of the KV cache may be at most this part of the weights that
+# it reads.
 _MOST_KV = 0.1
 _MOST_HIT_RATE_OFF = 0.15
 _SLOWING = ("SHARPI_CPU_ISA", "SHARPI_CUDA_GRAPH", "SHARPI_CUDA_PDL", "SHARPI_CUDA_WGMMA", "SHARPI_CUDA_PIN",
@@ -128,7 +130,9 @@ def _predicted(model: Model, profile: HardwareProfile, seen: Seen) -> Speed | No
         return None
     if seen.what == "prefill" and seen.tokens > plan.batch:
         return None
-    uses, threads, beside = inventory.model_uses, plan.threads, inventory.beside
+    uses, threads = inventory.model_uses, plan.threads
+    after = after_on_cpu if plan.device == "cpu" else after_on_gpu
+    beside = after(inventory.beside, model.spec, plan.kv_dtype, round(seen.held))
     if plan.device == "cpu":
         return (prefill_on_cpu(uses, profile, seen.tokens, threads) if seen.what == "prefill"
                 else decode_on_cpu(uses, profile, threads, beside))
@@ -141,7 +145,7 @@ def _predicted(model: Model, profile: HardwareProfile, seen: Seen) -> Speed | No
         return decode_on_gpu(uses, plan.homes, profile, threads, cached, beside)
     if seen.tokens < _LEAST_BATCH:
         return None
-    return prefill_on_gpu(uses, plan.homes, profile, seen.tokens, cached, plan.prompt)
+    return prefill_on_gpu(uses, plan.homes, profile, seen.tokens, cached, plan.prompt, beside)
 
 
 def _hits_as_expected(model: Model) -> bool:

@@ -53,6 +53,25 @@ class Benchmark:
             session.next()
         return time.perf_counter() - started
 
+    def shared_steps(self, rows: int, depth: int, steps: int, warm_up: int = 4) -> list[float]:
+        """Seconds of each of `steps` steps that `rows` texts share, after `depth` (at least 1) tokens of each and
+        `warm_up` steps. More texts than one step takes are several. The model needs room for all tokens at once."""
+        engine = self._model.engine
+        drawn = engine.expert_stats() is not None  # see decode()
+        sessions = []
+        for row in range(rows):
+            self._runs += 1
+            sessions.append(_core.Session(engine))
+            sessions[row].start(self._random_ids(max(1, depth), seed=self._runs),
+                                _drawn(seed=self._runs) if drawn else _likeliest())
+        _core.Session.next_of(sessions)  # were chosen with the prompts
+        seconds = []
+        for _ in range(warm_up + steps):
+            started = time.perf_counter()
+            _core.Session.next_of(sessions)
+            seconds.append(time.perf_counter() - started)
+        return seconds[warm_up:]
+
     def drafts(self, depth: int, tokens: int, draft: str, draft_tokens: int | None = None) -> DraftedRun:
         """What it takes to generate at least `tokens` tokens with drafts (see `GenerationOptions`) after `depth` (at
         least 1) tokens.
@@ -75,8 +94,8 @@ class Benchmark:
         steps, drafted, accepted = (np.array(session.draft_counts) - before).tolist()
         return DraftedRun(seconds, steps + accepted, steps, drafted, accepted)
 
-    def _random_ids(self, count: int) -> list[int]:
-        ids: list[int] = np.random.default_rng(0).integers(0, self._model.spec.vocab_size, count).tolist()
+    def _random_ids(self, count: int, seed: int = 0) -> list[int]:
+        ids: list[int] = np.random.default_rng(seed).integers(0, self._model.spec.vocab_size, count).tolist()
         return ids
 
 

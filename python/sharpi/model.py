@@ -180,12 +180,14 @@ class Model(LoadedModel):
         prompt: how prompts are computed, "exact" or "fast".
 
         holdings: the bytes of the device's memory by the name of what holds them, largest first: tensors, the KV cache,
-        working memory. On the CPU these are bytes of RAM, without the mapped file.
+        working memory. On the CPU these are bytes of RAM, without the mapped file. pinned_bytes: of RAM, pinned so that
+        the GPU reads weights there.
 
         placement: where the weights are, as the core says: each byte is in "vram" or in "ram", where the file is
-        mapped. Of those in "ram", on the GPU: "direct" ones are brought over each time, and "slots" ones are experts,
-        of which single ones are in VRAM too; "cpu": those that the CPU computes with, on the CPU all of them. "ranges":
-        (file, begin, end, home) of the files' parts, home one of "vram", "direct", "slots" and, on the CPU, "ram".
+        mapped. Of those in "ram", on the GPU: "direct" ones are brought over each time, of embeddings single rows, and
+        "slots" ones are experts, of which single ones are in VRAM too; "cpu": those that the CPU computes with, on the
+        CPU all of them. "ranges": (file, begin, end, home) of the files' parts, home one of "vram", "direct", "slots"
+        and, on the CPU, "ram".
         "cache": how many tensors are "kept" in VRAM of the "candidates", their "bytes" and "candidate_bytes", and the
         "seconds" in which they came (`None` until all are there). notes: lines for people on what became of the plan.
 
@@ -201,6 +203,7 @@ class Model(LoadedModel):
             "state_bytes": self.engine.state_bytes,
             "scratch_bytes": self.engine.scratch_bytes,
             "vram_bytes": taken,
+            "pinned_bytes": self.engine.pinned_bytes,
             "holdings": self.engine.holdings(),
             "device": self.device,
             "device_name": self.device_name,

@@ -46,6 +46,27 @@ void rmsNorm(const float* x, const float* weight, float eps, int64_t n, float* y
     });
 }
 
+static float sumOf(const float* x, int64_t n) {
+    Acc32 acc = {vzero(), vzero()};
+    forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
+        if (i & kLanes) acc.hi = vadd(acc.hi, take(x + i, lanes));
+        else acc.lo = vadd(acc.lo, take(x + i, lanes));
+    });
+    return sum32(acc);
+}
+
+// core/rules/norm.h says in which order.
+void layerNorm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y) {
+    const Vec mean = vset(sumOf(x, n) / static_cast<float>(n));
+    forEachVec(n, [&](int64_t i, int lanes)
+                      __attribute__((always_inline)) { put(y + i, vsub(take(x + i, lanes), mean), lanes); });
+    const Vec inverse = vset(1.0f / __builtin_sqrtf(sumOfSquares(y, n) / static_cast<float>(n) + eps));
+    forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
+        const Vec normed = vmul(vmul(take(y + i, lanes), inverse), take(weight + i, lanes));
+        put(y + i, bias ? vadd(normed, take(bias + i, lanes)) : normed, lanes);
+    });
+}
+
 // inverse = scale / sqrt(sum + eps), each operation rounded; x = x * inverse.
 void l2Norm(float* x, float eps, float scale, int64_t n) {
     const Vec inverse = vset(scale / __builtin_sqrtf(sumOfSquares(x, n) + eps));
@@ -71,19 +92,31 @@ void addScaled(float* x, const float* y, float scale, int64_t n) {
 SHARPI_INLINE Vec divideByOnePlusExp(Vec x, Vec exponent) { return vdiv(x, vadd(vset(1.0f), vexp(exponent))); }
 
 // core/rules/activation.h says in which order; vmin and vmax give their second operand if either is NaN.
-struct Silu {
-    SHARPI_INLINE Vec of(Vec gate, Vec up, float) { return vmul(divideByOnePlusExp(gate, vsub(vzero(), gate)), up); }
+struct PlainUp {
+    SHARPI_INLINE Vec factor(Vec up, float) { return up; }
 };
-struct Gelu {
-    SHARPI_INLINE Vec of(Vec gate, Vec up, float) {
+struct Silu : PlainUp {
+    SHARPI_INLINE Vec of(Vec gate, float) { return divideByOnePlusExp(gate, vsub(vzero(), gate)); }
+};
+struct Gelu : PlainUp {
+    SHARPI_INLINE Vec of(Vec gate, float) {
         const Vec p = vfma(vmul(gate, gate), vset(kGeluCubic), vset(1.0f));
-        return vmul(divideByOnePlusExp(gate, vmul(vmul(gate, p), vset(kGeluExponent))), up);
+        return divideByOnePlusExp(gate, vmul(vmul(gate, p), vset(kGeluExponent)));
     }
 };
 struct ClampedSwiglu {
-    SHARPI_INLINE Vec of(Vec gate, Vec up, float limit) {
-        const Vec g = vmin(vset(limit), gate), u = vmax(vset(0.0f - limit), vmin(vset(limit), up));
-        return vmul(divideByOnePlusExp(g, vmul(g, vset(kSwigluExponent))), vadd(u, vset(1.0f)));
+    SHARPI_INLINE Vec of(Vec gate, float limit) {
+        const Vec g = vmin(vset(limit), gate);
+        return divideByOnePlusExp(g, vmul(g, vset(kSwigluExponent)));
+    }
+    SHARPI_INLINE Vec factor(Vec up, float limit) {
+        return vadd(vmax(vset(0.0f - limit), vmin(vset(limit), up)), vset(1.0f));
+    }
+};
+struct ReluSquared : PlainUp {
+    SHARPI_INLINE Vec of(Vec gate, float) {
+        const Vec r = vmax(vzero(), gate);
+        return vmul(r, r);
     }
 };
 
@@ -95,9 +128,12 @@ template <class Kind> static void activate(const GatedRow& row, float limit, int
         return bias ? vadd(x, take(bias + i, lanes)) : x;
     };
     forEachVec(n, [&](int64_t i, int lanes) __attribute__((always_inline)) {
-        const Vec gate = finished(take(row.gate + i, lanes), row.gateBias, i, lanes);
-        const Vec up = finished(take(row.up + i, lanes), row.upBias, i, lanes);
-        put(row.gate + i, Kind::of(gate, up, limit), lanes);
+        Vec y = Kind::of(finished(take(row.gate + i, lanes), row.gateBias, i, lanes), limit);
+        if (row.up) {
+            const Vec up = finished(take(row.up + i, lanes), row.upBias, i, lanes);
+            y = vmul(y, Kind::factor(up, limit));
+        }
+        put(row.gate + i, y, lanes);
     });
 }
 
@@ -106,6 +142,7 @@ void gatedActivation(Activation activation, const GatedRow& row, int64_t n) {
     case ActivationKind::Silu: return activate<Silu>(row, 0.0f, n);
     case ActivationKind::Gelu: return activate<Gelu>(row, 0.0f, n);
     case ActivationKind::ClampedSwiglu: return activate<ClampedSwiglu>(row, activation.limit, n);
+    case ActivationKind::ReluSquared: return activate<ReluSquared>(row, 0.0f, n);
     }
 }
 

@@ -26,6 +26,7 @@ void matmulQuantized(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, v
 // F32, F16 and BF16 weights. `scratch` is matmul's, so at least 64 KiB whatever cols is.
 void matmulFloat(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, void* scratch);
 void rmsNorm(const float* x, const float* weight, float eps, int64_t n, float* y);
+void layerNorm(const float* x, const float* weight, const float* bias, float eps, int64_t n, float* y);
 void add(float* x, const float* y, int64_t n);
 void addScaled(float* x, const float* y, float scale, int64_t n);
 void gatedActivation(Activation activation, const GatedRow& row, int64_t n);

@@ -12,6 +12,7 @@ static const Kernels kTable = {
     quantizeRow,
     matmul,
     rmsNorm,
+    layerNorm,
     add,
     addScaled,
     gatedActivation,

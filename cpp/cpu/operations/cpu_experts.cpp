@@ -40,7 +40,7 @@ void CpuExperts::route(const RouterCall& call) {
 
 // Experts that are in memory share the threads; the others are multiplied as they come.
 void CpuExperts::multiply(const float* x, const cpu::QuantizedRows& xQuant, const int32_t* rowIndex,
-                          std::initializer_list<ExpertProduct> products) {
+                          const std::vector<ExpertProduct>& products) {
     std::vector<cpu::MatmulArgs> together;
     for (const ExpertProduct& product : products) {
         _work.forExperts(product.w, [&](const MatrixStack& part, int32_t first) {
@@ -73,9 +73,11 @@ void CpuExperts::compute(const ExpertCall& call) {
     float *const gate = _work.at(RowBuffer::Gate), *const up = _work.at(RowBuffer::Up);
     const auto isQuantized = [](const MatrixStack& m) { return !info(m.first.type).isFloat; };
     cpu::QuantizedRows xQuant, hiddenQuant;
-    if (isQuantized(call.gate) || isQuantized(call.up))
+    std::vector<ExpertProduct> products{{call.gate, gate}};
+    if (call.gated()) products.push_back({call.up, up});
+    if (isQuantized(call.gate) || (call.gated() && isQuantized(call.up)))
         xQuant = _work.quantize(normed, _work.rows(), call.gate.first.cols, s.quantized);
-    multiply(normed, xQuant, _routing.pairToken.data(), {{call.gate, gate}, {call.up, up}});
+    multiply(normed, xQuant, _routing.pairToken.data(), products);
     activate(call, gate, up);
     if (isQuantized(call.down)) hiddenQuant = _work.quantize(gate, pairs, hidden, s.quantizedHidden);
     std::vector<int32_t> own(static_cast<size_t>(pairs));
@@ -96,8 +98,8 @@ void CpuExperts::activate(const ExpertCall& call, float* gate, const float* up) 
     _work.forRanges(pairs, std::max<int64_t>(1, CpuWork::kElementGrain / hidden), [&](int64_t begin, int64_t end) {
         for (int64_t pair = begin; pair < end; ++pair) {
             const auto ranked = static_cast<size_t>(_routing.pairAt[static_cast<size_t>(pair)]);
-            cpu::GatedRow row{gate + pair * hidden, up + pair * hidden, biasOf(call.gateBias, ranked),
-                              biasOf(call.upBias, ranked)};
+            cpu::GatedRow row{gate + pair * hidden, call.gated() ? up + pair * hidden : nullptr,
+                              biasOf(call.gateBias, ranked), biasOf(call.upBias, ranked)};
             if (call.routing.weightsInput) row.factor = _routing.weight[ranked];
             _work.kernels.gatedActivation(call.activation, row, hidden);
         }

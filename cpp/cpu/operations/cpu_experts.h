@@ -36,7 +36,7 @@ private:
     };
     // Pair p reads row rowIndex[p] of x.
     void multiply(const float* x, const cpu::QuantizedRows& xQuant, const int32_t* rowIndex,
-                  std::initializer_list<ExpertProduct> products);
+                  const std::vector<ExpertProduct>& products);
     void activate(const ExpertCall& call, float* gate, const float* up);
     void sumByRank(const ExpertCall& call, float* to);
     void addShared(const float* scale, float* to);

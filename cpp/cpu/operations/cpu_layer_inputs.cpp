@@ -7,7 +7,8 @@
 
 namespace sharpi {
 
-void CpuOperations::copyRows(Readers) {
+void CpuOperations::copyRows(const OptionalPart& part, Readers) {
+    if (part) addPart(*part);
     std::memcpy(_work.floats(_work.scratch().normed), _work.at(RowBuffer::Residual),
                 sizeof(float) * static_cast<size_t>(_work.rows() * _work.limits.embedding));
 }

@@ -23,21 +23,27 @@ void CpuOperations::embed(const Weight& table, float scale) {
     if (scale != 1.0f) _work.multiplyRows(x, scale, _work.rows() * _work.limits.embedding);
 }
 
-void CpuOperations::scaleRows(const float* scale) {
-    _work.multiplyRows(_work.at(RowBuffer::Residual), *scale, _work.rows() * _work.limits.embedding);
-}
-
-void CpuOperations::addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) {
-    const int64_t width = _work.limits.embedding;
-    float *const x = _work.at(from), *const y = _work.at(to);
-    _work.norm(x, weight, eps, _work.rows(), width, add ? x : y);
-    if (add) _work.add(y, x, _work.rows() * width);
+void CpuOperations::addPart(const PartCall& part) {
+    const int64_t width = _work.limits.embedding, rows = _work.rows(), all = rows * width;
+    float *const x = _work.at(RowBuffer::Residual), *const y = _work.at(RowBuffer::PartOut);
+    const auto normed = [&](float* of, const float* weight) { _work.norm(of, weight, part.eps, rows, width, of); };
+    if (part.sideNorms[0]) {
+        float* const side = _work.at(RowBuffer::SideOut);
+        normed(y, part.sideNorms[0]);
+        normed(side, part.sideNorms[1]);
+        _work.add(y, side, all);
+    }
+    if (part.norm) normed(y, part.norm);
+    if (part.factor != 1.0f) _work.multiplyRows(y, part.factor, all);
+    _work.add(x, y, all);
+    if (part.scale) _work.multiplyRows(x, *part.scale, all);
 }
 
 // Products make the forms that they read themselves.
-void CpuOperations::norm(const float* weight, float eps, Readers, bool) {
+void CpuOperations::norm(const OptionalPart& part, const NormCall& norm, Readers, bool) {
+    if (part) addPart(*part);
     float* const normed = _work.floats(_work.scratch().normed);
-    _work.norm(_work.at(RowBuffer::Residual), weight, eps, _work.rows(), _work.limits.embedding, normed);
+    _work.norm(_work.at(RowBuffer::Residual), norm, _work.rows(), _work.limits.embedding, normed);
 }
 
 void CpuOperations::linear(RowInput x, std::initializer_list<Product> products) {
@@ -54,8 +60,10 @@ void CpuOperations::addLinear(RowInput x, const Weight& w, const float* bias) {
 
 void CpuOperations::gatedLinear(RowInput x, const GatedProduct& p, const Weight&) {
     float *const gates = _work.at(RowBuffer::Gate), *const ups = _work.at(RowBuffer::Up);
-    _work.linear(input(x), _work.rows(), {{p.gate, p.gateBias, gates}, {p.up, p.upBias, ups}});
-    _work.gatedActivation(p.activation, gates, ups, _work.rows() * p.gate.rows);
+    std::vector<CpuWork::Output> outputs{{p.gate, p.gateBias, gates}};
+    if (p.gated()) outputs.push_back({p.up, p.upBias, ups});
+    _work.linear(input(x), _work.rows(), outputs);
+    _work.gatedActivation(p.activation, gates, p.gated() ? ups : nullptr, _work.rows() * p.gate.rows);
 }
 
 void CpuOperations::joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,
@@ -80,9 +88,10 @@ void CpuOperations::head(const HeadCall& call, int64_t first, int64_t count) {
     if (afterRegion) _work.stream->beginHead();
     for (int64_t i = 0; i < count; ++i) {
         const int64_t row = _work.batch->logitRows[static_cast<size_t>(first + i)];
-        _work.norm(x + row * width, call.norm, call.eps, 1, width, normed + i * width);
+        _work.norm(x + row * width, call.norm, 1, width, normed + i * width);
     }
     _work.linear(normed, count, {{call.output, nullptr, _work.floats(s.logits)}});
+    if (call.scale != 1.0f) _work.multiplyRows(_work.floats(s.logits), call.scale, count * call.output.rows);
     if (call.softcap != 0) _work.softcap(_work.floats(s.logits), call.softcap, count * call.output.rows);
     if (afterRegion) _work.stream->end();
 }

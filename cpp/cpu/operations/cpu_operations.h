@@ -13,15 +13,14 @@ public:
     CpuExperts& expertWork() { return _experts; }
 
     void embed(const Weight& table, float scale) override;
-    void norm(const float* weight, float eps, Readers readers, bool floats) override;
+    void norm(const OptionalPart& part, const NormCall& norm, Readers readers, bool floats) override;
+    void addPart(const PartCall& part) override;
     void linear(RowInput x, std::initializer_list<Product> products) override;
     void addLinear(RowInput x, const Weight& w, const float* bias) override;
     void gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) override;
-    void addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) override;
-    void copyRows(Readers readers) override;
+    void copyRows(const OptionalPart& part, Readers readers) override;
     void joinLayerInputs(const LayerInputsCall& call) override;
     void gateLayerInput(int32_t layer, int64_t width, const Weight& reader) override;
-    void scaleRows(const float* scale) override;
     void prepareHeads(const HeadsCall& heads, const KvPages& pages) override;
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override;
     void deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) override;

@@ -61,12 +61,14 @@ void HostExperts::requireFit(const ExpertStacks& file, const HostRows& x, int64_
     const int64_t embedding = x.cols, hidden = gate.first.rows;
     require(rows >= 1 && rows <= _maxRows && used >= 1 && rows * used <= _maxPairs,
             "more choices than the mailbox has room for");
-    require(gate.count >= 1 && gate.count <= static_cast<int64_t>(_next.size()) && up.count == gate.count &&
-                down.count == gate.count,
+    const bool alike = (!file.gated() || up.count == gate.count) && down.count == gate.count;
+    require(gate.count >= 1 && gate.count <= static_cast<int64_t>(_next.size()) && alike,
             "stacks with different numbers of experts, or with too many");
-    require(gate.first.cols == embedding && up.first.cols == embedding && down.first.rows == embedding,
+    const bool fits = !file.gated() || up.first.cols == embedding;
+    require(gate.first.cols == embedding && fits && down.first.rows == embedding,
             "the experts' width differs from the mailbox rows'");
-    require(hidden >= 1 && hidden <= _maxHidden && up.first.rows == hidden && down.first.cols == hidden,
+    const bool asWide = !file.gated() || up.first.rows == hidden;
+    require(hidden >= 1 && hidden <= _maxHidden && asWide && down.first.cols == hidden,
             "the experts' hidden widths differ, or are too large");
     require((isFloat(gate) && isFloat(up)) || x.q, "quantized experts, but no quantized rows");
     require(isFloat(down) || hidden % kContractBlock == 0,
@@ -163,9 +165,11 @@ void HostExperts::gated(const HostExpertLayer& layer, const HostRows& x, const c
     args.w = file.gate.at(expert.index);
     args.y = _gate + expert.begin * hidden;
     _kernels.matmul(args, first, last, threadScratch(worker));
-    args.w = file.up.at(expert.index);
-    args.y = _up + expert.begin * hidden;
-    _kernels.matmul(args, first, last, threadScratch(worker));
+    if (file.gated()) {
+        args.w = file.up.at(expert.index);
+        args.y = _up + expert.begin * hidden;
+        _kernels.matmul(args, first, last, threadScratch(worker));
+    }
     finishBlocks(_computed.get() + static_cast<int64_t>(which) * blocksOf(hidden), hidden, first, last,
                  [&](int64_t from, int64_t to) {
                      finishBlock(layer, expert, weight, from, to);
@@ -181,7 +185,7 @@ void HostExperts::finishBlock(const HostExpertLayer& layer, const ChosenExpert& 
     row.upBias = layer.upBias ? layer.upBias + bias : nullptr;
     for (int64_t place = expert.begin; place < expert.end; ++place) {
         row.gate = _gate + place * hidden + first;
-        row.up = _up + place * hidden + first;
+        if (layer.file.gated()) row.up = _up + place * hidden + first;
         if (weight) row.factor = weight[_pairAt[static_cast<size_t>(place)]];
         _kernels.gatedActivation(layer.activation, row, last - first);
         if (_hidden.q) quantizeBlock(_kernels, row.gate, _hidden, place, first);

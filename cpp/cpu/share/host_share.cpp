@@ -6,7 +6,6 @@
 #include <cstring>
 #include <thread>
 
-#include "core/launch_rows.h"
 #include "cpu/share/host_blocks.h"
 #include "operations/scratch.h"
 
@@ -45,7 +44,7 @@ struct MailboxLayout {
           hidden(parts.floats(rows * limits.denseHidden)),
           hiddenQuantized(parts.take(cpu::quantizedRowsBytes(rows, limits.denseHidden))),
           down(parts.floats(rows * limits.embedding)),
-          logits(parts.floats(std::min<int64_t>(rows, kExactLaunchRows) * limits.vocab)),
+          logits(parts.floats(std::min(rows, limits.headRows) * limits.vocab)),
           orders(parts.take(sizeof(ExpertOrders))),
           choices(parts.take(sizeof(int32_t) * static_cast<size_t>(Mailbox::kChoiceLists * limits.expertLayerCount() *
                                                                    expertPairs(limits, rows)))),
@@ -86,6 +85,7 @@ HostShare::HostShare(int threads, void* memory, const StepLimits& limits, int64_
       _pool(threads),
       _waiting(std::move(waiting)),
       _maxRows(rows),
+      _headRows(std::min(rows, limits.headRows)),
       _experts(_pool, limits, rows),
       _expertLayers(limits.expertLayerCount()),
       _mostExperts(limits.experts) {
@@ -142,14 +142,14 @@ void HostShare::gated(const HostGated& layer, const Matrix& reader, int64_t rows
                       uint32_t ticket) {
     const Matrix &gate = layer.gate, &up = layer.up;
     const int64_t hidden = _mailbox.hidden.cols;
-    require(gate.rows == hidden && up.rows == hidden && reader.cols == hidden,
+    require(gate.rows == hidden && (up.rows == hidden || !layer.gated()) && reader.cols == hidden,
             "the hidden rows' width differs from the mailbox's");
     require(begin >= 0 && begin <= hidden && begin % kContractBlock == 0, "the hidden rows begin within a block");
     require(info(reader.type).isFloat || _mailbox.hidden.q,
             "a quantized matrix reads hidden rows that cannot be quantized");
     const cpu::QuantizedRows input = quantizedRows(_mailbox.input, rows);
-    cpu::MatmulArgs gateProduct = product(gate, _mailbox.input, input, rows),
-                    upProduct = product(up, _mailbox.input, input, rows);
+    cpu::MatmulArgs gateProduct = product(gate, _mailbox.input, input, rows), upProduct;
+    if (layer.gated()) upProduct = product(up, _mailbox.input, input, rows);
     gateProduct.bias = layer.gateBias;
     upProduct.bias = layer.upBias;
     gateProduct.y = _gate;
@@ -164,21 +164,22 @@ void HostShare::gated(const HostGated& layer, const Matrix& reader, int64_t rows
     const auto piece = [&](int64_t i, int worker) {
         const int64_t first = begin + pieces.begin(i), last = begin + pieces.end(i);
         _kernels.matmul(gateProduct, first, last, threadScratch(worker));
-        _kernels.matmul(upProduct, first, last, threadScratch(worker));
+        if (layer.gated()) _kernels.matmul(upProduct, first, last, threadScratch(worker));
         finishBlocks(_computed.get(), hidden, first, last,
-                     [&](int64_t from, int64_t to) { finishBlock(layer.activation, from, to, reader, rows); });
+                     [&](int64_t from, int64_t to) { finishBlock(layer, from, to, reader, rows); });
     };
     _pool.run(pieces.count(), std::ref(piece));
     giveBack(ticket);
 }
 
-void HostShare::finishBlock(Activation activation, int64_t first, int64_t last, const Matrix& reader, int64_t rows) {
+void HostShare::finishBlock(const HostGated& layer, int64_t first, int64_t last, const Matrix& reader, int64_t rows) {
     const HostRows& to = _mailbox.hidden;
     const cpu::QuantizedRows quantized = quantizedRows(to, rows);
     const bool isFloat = info(reader.type).isFloat;
     for (int64_t t = 0; t < rows; ++t) {
         float* gate = _gate + t * to.cols + first;
-        _kernels.gatedActivation(activation, {gate, _up + t * to.cols + first}, last - first);
+        const float* const up = layer.gated() ? _up + t * to.cols + first : nullptr;
+        _kernels.gatedActivation(layer.activation, {gate, up}, last - first);
         if (isFloat) {
             std::memcpy(to.floats + t * to.cols + first, gate, sizeof(float) * static_cast<size_t>(last - first));
         } else {
@@ -214,7 +215,7 @@ void HostShare::down(const Matrix& w, int64_t rows, int64_t begin, uint32_t afte
 void HostShare::head(const Matrix& w, int64_t rows, int64_t begin, uint32_t after, uint32_t ticket) {
     require(begin >= 0 && begin <= w.rows && w.rows == _mailbox.logits.cols,
             "the number of logits differs from the mailbox's");
-    require(rows <= kExactLaunchRows, "more rows of logits than the mailbox has room for");
+    require(rows <= _headRows, "more rows of logits than the mailbox has room for");
     multiply(w, _mailbox.input, rows, begin, _mailbox.logits.floats + begin, w.rows, after);
     giveBack(ticket);
 }

@@ -29,7 +29,7 @@ struct Mailbox {
     HostRows input;                  // [rows, embedding]: a layer's normalized rows, from the GPU
     HostRows hidden;                 // [rows, hidden]: each processor writes its columns
     float* down = nullptr;           // [rows, count]: what the CPU adds to the last `count` columns of x
-    HostRows logits;                 // [up to kExactLaunchRows rows, vocab], as floats: the CPU writes its columns
+    HostRows logits;                 // [StepLimits::headRows, vocab], as floats: the CPU writes its columns
     float* answers = nullptr;        // [rows * used, embedding]: the answer of each pair that the CPU computes
     ExpertOrders* orders = nullptr;  // what the GPU should fetch
     uint32_t* sent = nullptr;        // the GPU's counter
@@ -44,11 +44,13 @@ struct Mailbox {
     int64_t pairs = 0;  // rows * used
 };
 
-// The matrices of a gated feed-forward part, as in the file, and what joins them. The biases are in the host's memory.
+// The matrices of a feed-forward part, as in the file, and what joins them. A part without a gate has an `up` without
+// rows. The biases are in the host's memory.
 struct HostGated {
     Matrix gate, up;
     const float *gateBias = nullptr, *upBias = nullptr;  // [gate.rows]; may be nullptr
     Activation activation = {};
+    bool gated() const { return up.rows > 0; }
 };
 
 class HostShare {
@@ -108,7 +110,7 @@ private:
                   uint32_t after);
     // w's product with rows of the mailbox; the caller sets y.
     cpu::MatmulArgs product(const Matrix& w, const HostRows& x, const cpu::QuantizedRows& xQuant, int64_t rows) const;
-    void finishBlock(Activation activation, int64_t first, int64_t last, const Matrix& reader, int64_t rows);
+    void finishBlock(const HostGated& layer, int64_t first, int64_t last, const Matrix& reader, int64_t rows);
     void tellTurn(bool waited, MissPlan& plan);
     bool takeChoices(int32_t expertLayer, int32_t experts, int32_t pairs, bool predicted, bool weightsInput);
     void instruct(int32_t expertLayer, int32_t pairs, bool predicted, MissPlan& plan, uint32_t ticket);
@@ -122,7 +124,7 @@ private:
     ThreadPool _pool;
     std::function<bool()> _waiting;
     Mailbox _mailbox;
-    int64_t _maxRows;
+    int64_t _maxRows, _headRows;
 
     // Taken once, so that a step allocates nothing: each thread's scratch for products, then gate and up.
     size_t _threadScratchBytes = 0;

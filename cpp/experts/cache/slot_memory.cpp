@@ -18,7 +18,8 @@ size_t ExpertSlotMemory::slotBytesOf(const ExpertStacks& file) const {
 }
 
 int32_t ExpertSlotMemory::addLayer(const ExpertStacks& file) {
-    if (_taken || file.gate.count < 1 || file.up.count != file.gate.count || file.down.count != file.gate.count) {
+    const bool alike = (!file.gated() || file.up.count == file.gate.count) && file.down.count == file.gate.count;
+    if (_taken || file.gate.count < 1 || !alike) {
         throw Error(ErrorKind::Internal, "a layer of " + std::to_string(file.gate.count) + ", " +
                                              std::to_string(file.up.count) + " and " + std::to_string(file.down.count) +
                                              " matrices cannot be added to the slots" +
@@ -110,6 +111,7 @@ ExpertStacks ExpertSlotMemory::slots(int32_t layer) const {
     if (at) at += pool.offset;
     for (const auto& [from, to] :
          {std::pair{&file.gate, &stacks.gate}, {&file.up, &stacks.up}, {&file.down, &stacks.down}}) {
+        if (from->count == 0) continue;
         to->first = from->first;
         to->first.data = at;
         to->stride = pool.shape.slotBytes;

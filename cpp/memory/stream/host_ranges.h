@@ -14,7 +14,7 @@ struct HostRange {
 };
 
 struct HostRanges {
-    std::vector<HostRange> always;  // in every pass, and by kernels
+    std::vector<HostRange> always;  // in every pass
     std::vector<HostRange> once;    // until all resident weights have arrived
     // In full passes (weight_group.h), and by kernels where they can reach them. May be larger than memory.
     std::vector<HostRange> optional;

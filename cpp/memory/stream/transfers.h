@@ -34,8 +34,6 @@ public:
     virtual void finishOnce() = 0;
     // Lines for people: what could not be pinned, and what was done instead.
     virtual std::vector<std::string> notes() const { return {}; }
-    // The address at which kernels read a byte of an `always` range.
-    virtual const uint8_t* deviceAddress(const uint8_t* file) const { return file; }
     // The address at which kernels read bytes of an `always` or `optional` range; nullptr if they cannot read all of
     // them contiguously.
     virtual const uint8_t* reachable(const uint8_t* file, size_t) const { return file; }

@@ -26,10 +26,6 @@ int32_t WeightStream::addStreamedStack(const MatrixStack& file) {
     return static_cast<int32_t>(_groups.size()) - 1;
 }
 
-void WeightStream::addTable(const Matrix& file) {
-    if (file.data) _tables.push_back({file.data, fileBytes(file)});
-}
-
 void WeightStream::take() {
     if (_taken)
         throw Error(ErrorKind::Internal, "the weight stream's buffers cannot grow: captured steps may read them");
@@ -37,7 +33,6 @@ void WeightStream::take() {
     if (_headBegin < 0) startHead();
     if (_predictionBegin < 0) _predictionBegin = _headBegin;
     HostRanges ranges;
-    ranges.always = _tables;
     size_t pieceBytes = 0, stageBytes = 0;
     int64_t pieces = 0;
     for (const WeightGroup& group : _groups) {

@@ -44,8 +44,9 @@ public:
     int32_t addStreamed(const std::vector<Matrix>& file, int64_t cpuRows);
     // A stack of experts, which only full passes use. All of them are wanted at first.
     int32_t addStreamedStack(const MatrixStack& file);
-    // A table of which single rows are read directly from the file.
-    void addTable(const Matrix& file);
+    // A table of which single rows are read (table_rows.h). Nothing of it is fetched.
+    void addTable(const Matrix& file) { _tables.push_back(file); }
+    const std::vector<Matrix>& tables() const { return _tables; }
     // What is added from here on is a prediction layer's: passes of their own walk through it. Before startHead().
     void startPrediction() { _predictionBegin = static_cast<int32_t>(_groups.size()); }
     // What is added from here on is used by the output head alone.
@@ -114,9 +115,6 @@ public:
             _ring.release();
         }
     }
-    const uint8_t* deviceAddress(const uint8_t* file) const {
-        return _transfers ? _transfers->deviceAddress(file) : file;
-    }
 
 private:
     const WeightGroup& groupOf(int32_t group, WeightGroup::Kind kind) const;
@@ -126,7 +124,7 @@ private:
     DeviceLayout _layout;
     Transfers* _transfers;
     std::vector<WeightGroup> _groups;
-    std::vector<HostRange> _tables;
+    std::vector<Matrix> _tables;
     int32_t _predictionBegin = -1, _headBegin = -1;  // take() sets those that were not started to the next one's
     bool _streams = false, _sharesRows = false, _taken = false, _finished = false;
     std::function<void(double)> _onUploaded;

@@ -8,7 +8,6 @@ namespace {
 constexpr float kLimit = 7.0f;  // no metadata key gives it
 
 void read(ModelReader& model) {
-    model.requireExperts();
     AttentionParts all;
     all.rope = model.rope(RopeSpec::Pairing::Halves);
     all.sinks = true;
@@ -29,6 +28,6 @@ void read(ModelReader& model) {
 
 }  // namespace
 
-SHARPI_FAMILY(gptoss) { return {{"gpt-oss", read}}; }
+SHARPI_FAMILY(gptoss) { return {{"gpt-oss", read, Experts::Always}}; }
 
 }  // namespace sharpi

@@ -13,7 +13,6 @@ constexpr double kSlope = 0.1;
 
 void read(ModelReader& model) {
     const Metadata& md = model.metadata();
-    model.requireExperts();
     AttentionParts local, global;
     local.rope = model.rope(RopeSpec::Pairing::Adjacent);
     local.reach.chunk = kChunk;
@@ -40,6 +39,6 @@ void read(ModelReader& model) {
 
 }  // namespace
 
-SHARPI_FAMILY(llama4) { return {{"llama4", read}}; }
+SHARPI_FAMILY(llama4) { return {{"llama4", read, Experts::Always}}; }
 
 }  // namespace sharpi

@@ -6,7 +6,6 @@ namespace sharpi {
 namespace {
 
 void read(ModelReader& model) {
-    model.requireExperts();
     AttentionParts attention;
     attention.rope = model.rope(RopeSpec::Pairing::Halves);
     attention.qkNorm = AttentionSpec::QkNorm::FullRow;
@@ -17,6 +16,6 @@ void read(ModelReader& model) {
 
 }  // namespace
 
-SHARPI_FAMILY(olmoe) { return {{"olmoe", read}}; }
+SHARPI_FAMILY(olmoe) { return {{"olmoe", read, Experts::Always}}; }
 
 }  // namespace sharpi

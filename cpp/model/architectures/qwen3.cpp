@@ -14,15 +14,11 @@ void read(ModelReader& model) {
     model.uniformLayers(attention, {});
 }
 
-void readMixture(ModelReader& model) {
-    model.requireExperts();
-    read(model);
-}
-
 }  // namespace
 
 SHARPI_FAMILY(qwen3) {
-    return {{"qwen3", read}, {"qwen3moe", readMixture}, {"qwen3vl", read}, {"qwen3vlmoe", readMixture}};
+    return {
+        {"qwen3", read}, {"qwen3moe", read, Experts::Always}, {"qwen3vl", read}, {"qwen3vlmoe", read, Experts::Always}};
 }
 
 }  // namespace sharpi

@@ -41,18 +41,12 @@ void readModel(ModelReader& model, bool fusedSteps) {
 
 void read(ModelReader& model) { readModel(model, false); }
 
-void readMixture(ModelReader& model) {
-    model.requireExperts();
-    readModel(model, false);
-}
-
-void readNext(ModelReader& model) {
-    model.requireExperts();
-    readModel(model, true);
-}
+void readNext(ModelReader& model) { readModel(model, true); }
 
 }  // namespace
 
-SHARPI_FAMILY(qwen35) { return {{"qwen35", read}, {"qwen35moe", readMixture}, {"qwen3next", readNext}}; }
+SHARPI_FAMILY(qwen35) {
+    return {{"qwen35", read}, {"qwen35moe", read, Experts::Always}, {"qwen3next", readNext, Experts::Always}};
+}
 
 }  // namespace sharpi

@@ -68,13 +68,8 @@ void CudaOperations::attendExact(const HeadsCall& call, const KvPages& pages, co
     const bool convert = call.gated || !wholeBlocks;
     float* const floats = _pass.exactFloats(RowInput::Attended);
     const cuda::RowOutputs written = convert ? cuda::RowOutputs{floats, {}, {}} : attended.exact;
-    const float* const q = _pass.floats(RowBuffer::Queries);
-    _pass.forExactGroups([&](int64_t first, int rows) {
-        cuda::attentionDecode(_pass.stream, q + first * attended.cols, shapeOf(call, pages), ruleOf(call),
-                              _pass.view.exactOf(pages).from(first, rows), pages,
-                              _pass.at<uint8_t>(_pass.layout->attention),
-                              cuda::rowsFrom(written, first, attended.cols));
-    });
+    cuda::attentionDecode(_pass.stream, _pass.floats(RowBuffer::Queries), shapeOf(call, pages), ruleOf(call),
+                          _pass.view.exactOf(pages), pages, _pass.at<uint8_t>(_pass.layout->attention), written);
     const int64_t rows = _pass.exactRows();
     if (call.gated) {
         cuda::gateHeads(_pass.stream, floats, _pass.floats(RowBuffer::GatedQueries), rows, call.heads, pages.headDim,

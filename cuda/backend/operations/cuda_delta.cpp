@@ -18,25 +18,22 @@ cuda::DeltaParameters parametersOf(const DeltaCall& call) {
 
 void CudaOperations::deltaRule(const DeltaCall& call, const RecurrentLayer& state, const Weight& reader) {
     const cuda::DeltaStates states{state.conv, state.matrix};
-    const cuda::DeltaInputs in{_pass.floats(RowBuffer::DeltaMixed), _pass.floats(RowBuffer::DeltaAlpha),
-                               _pass.floats(RowBuffer::DeltaBeta), _pass.floats(RowBuffer::DeltaGate)};
+    cuda::DeltaInputs in{_pass.floats(RowBuffer::DeltaMixed), _pass.floats(RowBuffer::DeltaAlpha),
+                         _pass.floats(RowBuffer::DeltaBeta), _pass.floats(RowBuffer::DeltaGate)};
+    if (call.fusedSteps) in.steps = _pass.floats(RowBuffer::DeltaSteps);
     const Activations& attended = _pass.shape(RowInput::Attended, {reader}, reader.cols);
-    if (call.fusedSteps) {
-        cuda::splitDeltaSteps(_pass.stream, _pass.floats(RowBuffer::DeltaSteps), _pass.view.rows, shapeOf(call),
-                              _pass.floats(RowBuffer::DeltaAlpha), _pass.floats(RowBuffer::DeltaBeta));
-    }
     if (_pass.exactRows()) deltaExact(call, in, states, attended);
     if (_pass.fastRows()) deltaFast(call, in, states, attended);
 }
 
-// Row after row. A few rows take one launch, to the same bits.
+// Row after row. If every sequence has only a few, they take one launch, to the same bits.
 void CudaOperations::deltaExact(const DeltaCall& call, const cuda::DeltaInputs& in, const cuda::DeltaStates& states,
                                 const Activations& attended) {
     cuda::RowOutputs out = attended.exact;
     // Blocks that lie in two heads are made from floats.
     if (call.headDim % kContractBlock != 0) out.floats = _pass.exactFloats(RowInput::Attended);
     const cuda::DeltaParameters parameters = parametersOf(call);
-    if (_pass.exactRows() <= cuda::kDeltaStepRows) {
+    if (_pass.deltaInSteps()) {
         return cuda::deltaStep(_pass.stream, in, parameters, shapeOf(call), states, _pass.view.exactStates,
                                _pass.at<uint32_t>(_pass.layout->deltaReaders), out);
     }
@@ -50,8 +47,9 @@ void CudaOperations::deltaFast(const DeltaCall& call, const cuda::DeltaInputs& a
     const GpuScratch& s = *_pass.layout;
     const cuda::DeltaShape shape = shapeOf(call);
     const int64_t e = _pass.exactRows();
-    const cuda::DeltaInputs in{all.mixed + e * shape.channels(), all.alpha + e * shape.valueHeads,
-                               all.beta + e * shape.valueHeads, all.gate + e * shape.valueWidth()};
+    cuda::DeltaInputs in{all.mixed + e * shape.channels(), all.alpha + e * shape.valueHeads,
+                         all.beta + e * shape.valueHeads, all.gate + e * shape.valueWidth()};
+    if (all.steps) in.steps = all.steps + 2 * e * shape.valueHeads;
     const cuda::HalfRows keys = _pass.halves(s.keys);
     const BatchView& view = _pass.view;
     cuda::prepareDelta(_pass.stream, in, parametersOf(call), shape, states, view.fastStates, view.deltaTiles,

@@ -4,12 +4,12 @@
 
 namespace sharpi {
 
-void CudaOperations::copyRows(Readers readers) {
-    const int64_t width = _pass.limits.embedding, exact = _pass.exactRows(), fast = _pass.fastRows();
-    const float* const x = _pass.floats(RowBuffer::Residual);
-    const Activations& to = _pass.shape(RowInput::Normed, readers, width);
-    if (exact) cuda::convertRows(_pass.stream, x, exact, width, to.exact);
-    if (fast) cuda::convertRows(_pass.stream, x + exact * width, fast, width, {nullptr, {}, to.fast});
+void CudaOperations::copyRows(const OptionalPart& part, Readers readers) {
+    const int64_t exact = _pass.exactRows();
+    const Activations& to = _pass.shape(RowInput::Normed, readers, _pass.limits.embedding);
+    const cuda::NextRows next{cuda::NextRows::Kind::Copy};
+    _pass.nextRows(part, next, 0, exact, to.exact);
+    _pass.nextRows(part, next, exact, _pass.fastRows(), {nullptr, {}, to.fast});
 }
 
 void CudaOperations::joinLayerInputs(const LayerInputsCall& call) {

@@ -11,30 +11,21 @@ void CudaOperations::embed(const Weight& table, float scale) {
     if (scale != 1.0f) cuda::scaleRows(_pass.stream, x, _pass.view.rows * _pass.limits.embedding, scale);
 }
 
-void CudaOperations::addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) {
-    cuda::RowOutputs out{_pass.floats(to), {}, {}, add};
-    cuda::rmsNorm(_pass.stream, _pass.floats(from), nullptr, weight, eps, _pass.view.rows, _pass.limits.embedding, out);
-}
-
-void CudaOperations::scaleRows(const float* scale) {
-    cuda::scaleRows(_pass.stream, _pass.floats(RowBuffer::Residual), _pass.view.rows * _pass.limits.embedding, 1.0f,
-                    scale);
-}
+void CudaOperations::addPart(const PartCall& part) { _pass.nextRows(part, {}, 0, _pass.view.rows, {}); }
 
 // Fast rows that are also read as floats lie where the shared expert's output will be: they are read before it is
 // written.
-void CudaOperations::norm(const float* weight, float eps, Readers readers, bool floats) {
+void CudaOperations::norm(const OptionalPart& part, const NormCall& norm, Readers readers, bool floats) {
     const int64_t width = _pass.limits.embedding, exact = _pass.exactRows(), fast = _pass.fastRows();
-    const float* const x = _pass.floats(RowBuffer::Residual);
+    const cuda::NextRows next = CudaPass::nextOf(norm);
     Activations to = _pass.shape(RowInput::Normed, readers, width);
     float* fastFloats = nullptr;
     if (floats) {
         to.exact.floats = _pass.exactFloats(RowInput::Normed);
         fastFloats = _pass.floats(RowBuffer::SharedOut) + exact * width;
     }
-    if (exact) cuda::rmsNorm(_pass.stream, x, nullptr, weight, eps, exact, width, to.exact);
-    if (fast)
-        cuda::rmsNorm(_pass.stream, x + exact * width, nullptr, weight, eps, fast, width, {fastFloats, {}, to.fast});
+    _pass.nextRows(part, next, 0, exact, to.exact);
+    _pass.nextRows(part, next, exact, fast, {fastFloats, {}, to.fast});
 }
 
 void CudaOperations::linear(RowInput x, std::initializer_list<Product> products) {
@@ -76,9 +67,10 @@ void CudaOperations::head(const HeadCall& call, int64_t first, int64_t count) {
         _pass.exactForms({call.output}, _pass.layout->input(RowInput::Normed).exact, count, width);
     const bool inRegion = first == 0;
     if (!inRegion) _pass.weights->beginHead();
-    cuda::rmsNorm(_pass.stream, _pass.floats(RowBuffer::Residual), _pass.view.logitRows + first, call.norm, call.eps,
-                  count, width, normed);
+    _pass.normRows(_pass.view.logitRows + first, CudaPass::nextOf(call.norm), count, normed);
     _products.logits(normed, call.output, count, inRegion);
+    if (call.scale != 1.0f)
+        cuda::scaleRows(_pass.stream, _pass.floats(_pass.layout->logits), count * call.output.rows, call.scale);
     if (call.softcap != 0)
         cuda::softcap(_pass.stream, _pass.floats(_pass.layout->logits), count * call.output.rows, call.softcap);
     if (!inRegion) _pass.weights->end();

@@ -21,10 +21,8 @@ struct BatchRows {
     }
 };
 
-// Heads of 8, 16, .. kMaxHeadDim elements, of which up to maxHeadGroup share one head of keys and values: decode keeps
-// their queries and weights in the shared memory of a block.
+// Heads of 8, 16, .. kMaxHeadDim elements.
 constexpr int32_t kMaxHeadDim = 512;
-int32_t maxHeadGroup(int32_t headDim);
 struct HeadShape {
     int32_t heads = 0, kvHeads = 0, headDim = 0;
 };
@@ -61,15 +59,25 @@ struct AttentionRule {
     const float* sinks = nullptr;  // [heads] or nullptr
 };
 
-// Causal attention of few rows in one launch, with the bits of the CPU's attention (cpu/kernels/attention.cpp).
-// scratch: decodeAttentionBytes, 256-byte aligned; its first kDecodeCounterBytes are zero before the first call, and
-// every call leaves them zero. The page table's entries are read from the page of the first key that a row sees to that
-// of the last. out: [rows, heads * headDim] as floats and quantized (if headDim is a multiple of 32).
-// rows * heads is at most kDecodeCounterBytes / 4.
-constexpr size_t kDecodeCounterBytes = 16384;
-size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape, int64_t context, int64_t pageTokens);
+// Causal attention of few rows, with the bits of the CPU's attention (cpu/kernels/attention.cpp). scratch:
+// decodeAttentionBytes for no fewer rows, heads and elements, 256-byte aligned; its first kDecodeCounterBytes
+// are zero before the first call, and every call leaves them zero. The page table's entries are read from the page of
+// the first key that a row sees to that of the last. out: [rows, heads * headDim] as floats and quantized (if headDim
+// is a multiple of 32). Neighbouring rows of one sequence share what they read.
+constexpr size_t kDecodeCounterBytes = 65536;
+constexpr int64_t kDecodeLaunchRows = 64;
+size_t decodeAttentionBytes(int64_t rows, const HeadShape& shape);
 void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
                      const BatchRows& batch, const KvPages& pages, void* scratch, const RowOutputs& out);
+
+// Rows that one launch of attentionDecode takes: as many as its counters serve.
+int64_t decodeLaunchRows(int32_t kvHeads);
+// The places for results of pieces that are not joined yet: `slots` for each head of each row, in batches that are
+// joined together. Both are powers of two. heads: those of all rows.
+struct DecodeRing {
+    int32_t slots = 0, batch = 0;
+};
+DecodeRing decodeRing(int64_t heads);
 
 // Causal attention of many rows, on tensor cores. Tile i is rows [tileBegin[i], tileEnd[i]) of one sequence: at most
 // kQueryTile rows with ascending positions. The arrays are in device memory. fp32 and fp16 caches are multiplied in

@@ -1,29 +1,30 @@
 // Attention of few rows over a long cache, bit for bit as cpu/kernels/attention.cpp defines it.
 //
-// That definition computes every page by itself and joins pages in segments of four. So the work can be cut at pages or
-// at segments and gives the same bits. A short cache is cut at pages, if the device can hold all of them at once. A
-// long one is cut at segments, which saves most of the intermediate writes. A block takes one such piece of one kv head
-// of one row, for all query heads of the group, so that keys and values are read once. The warp that finishes the last
-// piece of a head joins the pieces, so there is no second kernel. The grid depends on the batch's shape and the table's
-// width alone. The number of pages is read from the positions on the device, so that a captured step serves every
-// length. With a window or chunks a row's work begins at the page of the first key that it sees, and the grid is no
-// larger than the pages that it can see. Pieces are still cut at absolute segments.
+// That definition computes every page by itself, joins the pages of a segment of four, and then joins the segments in
+// their order. A block takes one segment of one kv head, and each of its four warps takes a page of it, for all query
+// heads of the group and for all neighbouring rows of the sequence: keys and values are read and converted once. The
+// warps' pages are joined in shared memory, so only segments are written. A row that sees few pages would leave most of
+// the device idle. It is cut at pages instead, and the block's warps share the group's heads.
 //
-// Inside a block, keys and values are copied to shared memory, with two buffers for each, so that the next page arrives
-// while one is computed. The dot product is one chain over the dimensions, so each thread computes whole dot products:
-// a warp has one head of the group and a lane has two keys, which share each query element (a broadcast). Key rows are
-// an odd number of 16-byte units apart, so that eight threads that read eight keys use eight different banks. For the
-// outputs, a lane owns kWidth neighbouring dimensions and runs over the keys. Each warp keeps to its own heads, so only
-// the copies need barriers. If a device's shared memory cannot hold a page, the same code reads the page in place.
+// The chain of segments can only be joined in order. Blocks take pieces from a counter, in ascending order. The block
+// that finishes the last piece of a batch joins the batch to the earlier ones. The slots of a joined batch are used
+// again, so the scratch does not grow with the context. The grid depends on the batch's shape and the table's width
+// alone: the number of pages is read from the positions on the device, so that a captured step serves every length.
+// With a window or chunks a row's work begins at the page of the first key that it sees. Pieces are still cut at
+// absolute segments.
+//
+// A dot product is one chain over the dimensions, so a lane computes whole dot products: those of two keys with up to
+// eight queries, which come from shared memory as broadcasts. Keys pass through shared memory in chunks of 128 bytes,
+// because a lane that read its key directly would touch as many cache lines as there are lanes. Values do not: a lane
+// owns kWidth neighbouring dimensions, runs over the keys, and reads the next ones while it adds. Shared memory is what
+// limits the warps of a multiprocessor, so a page's weights and outputs lie where its keys were.
 #include "kernels/attention/decode_kernel.cuh"
 
 namespace sharpi::cuda {
 
 namespace decode {
 
-void launchPlain(Stream& stream, const Args& args, int pages) {
-    withKvType(args.pages.type, [&](auto tag) { chooseWidth<decltype(tag)::kType, true>(stream, args, pages); });
-}
+void launchBf16(Stream& stream, const Args& args, int64_t pages) { chooseKernel<KvType::BF16>(stream, args, pages); }
 
 // The most pages that hold keys that one row sees.
 static int64_t pagesSeen(const AttentionReach& reach, int64_t pagesPerTable) {
@@ -33,23 +34,44 @@ static int64_t pagesSeen(const AttentionReach& reach, int64_t pagesPerTable) {
     return std::min(pagesPerTable, aligned ? keys / kPageTokens : (keys + kPageTokens - 2) / kPageTokens + 1);
 }
 
+static void launchRows(Stream& stream, Args args, void* scratch) {
+    const int64_t heads = args.batch.rows * args.shape.heads;
+    args.ring = decodeRing(heads);
+    args.partials = partialsOver(scratch, heads * (args.ring.slots + 1));
+    const int64_t pages = pagesSeen(args.rule.reach, args.batch.pagesPerTable);
+    switch (args.pages.type) {
+    case KvType::F32: return launchF32(stream, args, pages);
+    case KvType::F16: return launchF16(stream, args, pages);
+    case KvType::BF16: return launchBf16(stream, args, pages);
+    }
+}
+
 }  // namespace decode
 
 void attentionDecode(Stream& stream, const float* q, const HeadShape& shape, const AttentionRule& rule,
                      const BatchRows& batch, const KvPages& pages, void* scratch, const RowOutputs& out) {
     requireAttendable(shape, pages);
-    if (out.half.hi || (out.quantized.q && shape.headDim % kContractBlock != 0) ||
-        batch.rows * shape.heads > int64_t{kDecodeCounterBytes / sizeof(uint32_t)}) {
-        throw Error(ErrorKind::Internal, "attentionDecode cannot write these outputs, or not for this number of rows");
+    if (out.half.hi || (out.quantized.q && shape.headDim % kContractBlock != 0))
+        throw Error(ErrorKind::Internal, "attentionDecode cannot write these outputs");
+    const int group = shape.heads / shape.kvHeads;
+    const int64_t width = int64_t{shape.heads} * shape.headDim, most = decodeLaunchRows(shape.kvHeads);
+    const auto inverse = static_cast<uint32_t>(group == 1 ? 0 : (uint64_t{1} << 32) / group + 1);
+    for (int64_t first = 0; first < batch.rows; first += most) {
+        const int64_t rows = std::min(most, batch.rows - first);
+        const decode::Args args = {q + first * width,
+                                   shape,
+                                   rule,
+                                   batch.from(first, rows),
+                                   pages,
+                                   {},
+                                   rowsFrom(out, first, width),
+                                   {},
+                                   {},
+                                   group,
+                                   inverse,
+                                   0};
+        decode::launchRows(stream, args, scratch);
     }
-    const int64_t seen = decode::pagesSeen(rule.reach, batch.pagesPerTable);
-    // The first piece may lie anywhere in a segment.
-    const int64_t slots = std::min(batch.pagesPerTable, seen + kSegmentPages - 1);
-    const decode::Partials partials = decode::partialsOver(scratch, batch.rows, shape.heads, slots);
-    const decode::Args args = {
-        q, shape, rule, batch, pages, partials, out, shape.heads / shape.kvHeads, static_cast<int>(slots), 0};
-    const bool plain = !rule.reach.limited() && rule.softcap == 0 && !rule.sinks && shape.headDim <= 256;
-    (plain ? decode::launchPlain : decode::launchRuled)(stream, args, static_cast<int>(seen));
 }
 
 }  // namespace sharpi::cuda

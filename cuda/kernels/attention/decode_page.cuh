@@ -1,106 +1,41 @@
-// What a warp of the decode kernel computes on one page, and how results are joined. See attention_decode.cu.
+// What a warp of the decode kernel computes on one page, for a tile of queries at once. See attention_decode.cu.
 #pragma once
 
 #include "kernels/attention/decode_work.cuh"
 
 namespace sharpi::cuda::decode {
 
-// The dimensions of a head that a lane owns: kWidth neighbours. With 16 they are two runs of eight, half of the widest
-// head apart, so that neighbouring lanes read neighbouring units of shared memory. A lane past the end of the head
-// reads the head's last run, and writes none.
-template <int kWidth> struct Columns {
-    static constexpr int kRun = kWidth < 8 ? kWidth : 8, kApart = 32 * kRun;
-    int lane, dim;
+// A query is one head of one row. The queries of a tile lie in shared memory as [headDim / 4][kTile][4], so that one
+// address serves all of them.
 
-    __device__ __forceinline__ int first() const { return min(lane * kRun, dim - kRun); }
-    // How far the second run is from the first.
-    __device__ __forceinline__ int apart() const {
-        return kWidth == kRun ? 0 : min(kApart + lane * kRun, dim - kRun) - first();
-    }
-    // to: the head's first element.
-    __device__ __forceinline__ void write(float* to, const float (&values)[kWidth]) const {
-        if constexpr (kWidth == kRun) {
-            if (lane * kRun < dim) writeFloats<kWidth>(to + lane * kRun, values);
-        } else {
-            float run[2][kRun];
-#pragma unroll
-            for (int i = 0; i < kWidth; i++) run[i / kRun][i % kRun] = values[i];
-            if (lane * kRun < dim) writeFloats<kRun>(to + lane * kRun, run[0]);
-            if (kApart + lane * kRun < dim) writeFloats<kRun>(to + kApart + lane * kRun, run[1]);
-        }
-    }
-};
-
-// Calls read(offset, run) for each run of a lane, where offset is in elements.
-template <int kWidth, typename Read>
-__device__ __forceinline__ void forRuns(int apart, float (&out)[kWidth], const Read& read) {
-    if constexpr (kWidth <= 8) {
-        read(0, out);
-    } else {
-        float run[2][8];
-        read(0, run[0]);
-        read(apart, run[1]);
-#pragma unroll
-        for (int i = 0; i < kWidth; i++) out[i] = run[i / 8][i % 8];
-    }
-}
-
-// Reads a lane's elements; at, apart: the lane's first element, and how far the second run is from it.
-template <KvType kType, int kWidth>
-__device__ __forceinline__ void readColumns(const uint8_t* at, int apart, float (&out)[kWidth]) {
-    forRuns<kWidth>(apart, out, [&](int offset, auto& run) {
-        readElements<kType, (kWidth < 8 ? kWidth : 8)>(at + offset * kKvBytes<kType>, run);
-    });
-}
-
-// What has been joined so far. m and l are the same in every lane, o is the lane's own.
-template <int kWidth> struct Joined {
-    float m, l, o[kWidth];
-
-    __device__ __forceinline__ void clear() {
-        m = __int_as_float(0xff800000), l = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kWidth; i++) o[i] = 0.0f;
-    }
-    // Joins this to nothing, as add() would: only -0 changes, to +0.
-    __device__ __forceinline__ void joinToNothing() {
-#pragma unroll
-        for (int i = 0; i < kWidth; i++) o[i] = __fadd_rn(o[i], 0.0f);
-    }
-    __device__ __forceinline__ void add(float sum, const float (&outputs)[kWidth], float kept, float added) {
-        l = fmaf(sum, added, __fmul_rn(l, kept));
-#pragma unroll
-        for (int i = 0; i < kWidth; i++) o[i] = fmaf(outputs[i], added, __fmul_rn(o[i], kept));
-    }
-    // Joins a score that has no value.
-    __device__ __forceinline__ void addSink(float sink) {
-        const float top = fmaxf(m, sink), kept = portableExp(__fsub_rn(m, top));
-        l = __fadd_rn(__fmul_rn(l, kept), portableExp(__fsub_rn(sink, top)));
-#pragma unroll
-        for (int i = 0; i < kWidth; i++) o[i] = __fmul_rn(o[i], kept);
-    }
-};
-
-// Dot products of two keys with a query.
-template <KvType kType>
-__device__ __forceinline__ float2 dotProducts(const uint8_t* first, const uint8_t* second, const float* query,
-                                              int headDim) {
+// Adds the dot products of two keys with kCount queries over a chunk of the dimensions. keys: the lane's line; the
+// second key is 32 lines after the first. query: that of the chunk's first dimension.
+template <KvType kType, int kTile, int kCount>
+__device__ __forceinline__ void addDotProducts(const uint8_t* keys, int units, const float* query, int lane,
+                                               float2 (&dots)[kCount]) {
     constexpr int kStep = 16 / kKvBytes<kType>;
-    float2 dots = {0.0f, 0.0f};
-#pragma unroll 4
-    for (int d = 0; d < headDim; d += kStep) {
-        float keys[2][kStep], q[kStep];
-        readElements<kType, kStep>(first, keys[0]);
-        readElements<kType, kStep>(second, keys[1]);
-        readFloats<kStep>(query + d, q);
-        first += 16, second += 16;
+    const int turned = (lane & 7) << 4;
+#pragma unroll(kCount <= 2 ? 4 : 2)
+    for (int unit = 0; unit < units; unit++) {
+        float first[kStep], second[kStep];
+        const uint8_t* at = keys + ((unit << 4) ^ turned);
+        readElements<kType, kStep>(at, first);
+        readElements<kType, kStep>(at + 32 * kLineBytes, second);
 #pragma unroll
-        for (int i = 0; i < kStep; i++) {
-            dots.x = fmaf(q[i], keys[0][i], dots.x);
-            dots.y = fmaf(q[i], keys[1][i], dots.y);
+        for (int i = 0; i < kCount; i++) {
+#pragma unroll
+            for (int quad = 0; quad < kStep / 4; quad++) {
+                float q[4];
+                readFloats<4>(query + (quad * kTile + i) * 4, q);
+#pragma unroll
+                for (int d = 0; d < 4; d++) {
+                    dots[i].x = fmaf(q[d], first[quad * 4 + d], dots[i].x);
+                    dots[i].y = fmaf(q[d], second[quad * 4 + d], dots[i].y);
+                }
+            }
         }
+        query += kStep * kTile;
     }
-    return dots;
 }
 
 // Compares the bits of the floats as integers, which have the same order once the bits of negatives are inverted.
@@ -110,17 +45,16 @@ __device__ __forceinline__ float largestOfWarp(float x) {
     return __uint_as_float(largest >> 31 ? largest & 0x7fffffffu : ~largest);
 }
 
-// Writes the weights of the keys [begin, n) of a page for one head to `weights`, and zeros for its other keys. Returns
-// their maximum and sum.
-template <bool kPlain>
-__device__ __forceinline__ float2 weighScores(float2 dots, int begin, int n, const AttentionRule& rule, float* weights,
+// Writes the weights of the keys that a query sees of a page to `weights`, and zeros for the other keys. Returns their
+// maximum and sum. A query that sees none gets NaN, which nobody uses.
+__device__ __forceinline__ float2 weighScores(float2 dots, const Span& span, const AttentionRule& rule, float* weights,
                                               int lane) {
     const float low = __int_as_float(0xff800000);
     float first = __fmul_rn(dots.x, rule.scale), second = __fmul_rn(dots.y, rule.scale);
-    if (!kPlain && rule.softcap > 0.0f)
+    if (rule.softcap > 0.0f)
         first = portableSoftcap(first, rule.softcap), second = portableSoftcap(second, rule.softcap);
-    first = lane < n && (kPlain || lane >= begin) ? first : low;
-    second = lane + 32 < n && (kPlain || lane + 32 >= begin) ? second : low;
+    first = lane < span.end && lane >= span.begin ? first : low;
+    second = lane + 32 < span.end && lane + 32 >= span.begin ? second : low;
     const float top = largestOfWarp(fmaxf(first, second));
     const float p = portableExp(__fsub_rn(first, top)), r = portableExp(__fsub_rn(second, top));
     weights[lane] = p;
@@ -128,66 +62,136 @@ __device__ __forceinline__ float2 weighScores(float2 dots, int begin, int n, con
     return {top, contractTree(__fadd_rn(p, r))};
 }
 
-// acc[i] = sum over the keys [begin, n) of weight * value, in ascending order of keys. values: those of key 0.
-template <KvType kType, int kWidth, bool kPlain>
-__device__ __forceinline__ void weighValues(const uint8_t* values, int apart, int rowBytes, const float* weights,
-                                            int begin, int n, float (&acc)[kWidth]) {
-    const auto add = [&](float weight, const uint8_t* at) {
-        float value[kWidth];
-        readColumns<kType, kWidth>(at, apart, value);
-#pragma unroll
-        for (int i = 0; i < kWidth; i++) acc[i] = fmaf(weight, value[i], acc[i]);
-    };
-#pragma unroll
-    for (int i = 0; i < kWidth; i++) acc[i] = 0.0f;
-    int j = 0;
-    if constexpr (!kPlain) {
-        j = begin, values += begin * rowBytes;
-#pragma unroll 1
-        for (; j < n && j % 4 != 0; j++, values += rowBytes) add(weights[j], values);
-    }
-#pragma unroll 4
-    for (; j + 4 <= n; j += 4) {
-        float weight[4];
-        readFloats<4>(weights + j, weight);
-#pragma unroll
-        for (int k = 0; k < 4; k++) add(weight[k], values + k * rowBytes);
-        values += 4 * rowBytes;
-    }
-#pragma unroll 1
-    for (; j < n; j++, values += rowBytes) add(weights[j], values);
-}
+// Neighbouring elements of the cache as they lie in memory.
+template <KvType kType, int kWidth> struct RawRun {
+    static constexpr int kWords = kWidth * kKvBytes<kType> / 4;
+    uint32_t words[kWords];
 
-// The factors of 32 neighbouring pieces. Lane i of the warp holds those of the i-th piece.
-struct Factors {
-    float sum, kept, added;           // for the piece within its segment
-    float segmentKept, segmentAdded;  // for its whole segment
-
-    // largest: the maximum of the segments before; becomes that of all. segment: pieces of a segment, 1 or
-    // kSegmentPages.
-    __device__ __forceinline__ void make(float maximum, float& largest, int segment, int lane) {
-        float top = maximum;
-        for (int width = 1; width < segment; width <<= 1) {
-            const float other = __shfl_up_sync(kWholeWarp, top, width);
-            if (lane % segment >= width) top = fmaxf(top, other);
+    __device__ __forceinline__ void read(const uint8_t* at) {
+        if constexpr (kWords == 1) {
+            words[0] = *reinterpret_cast<const uint32_t*>(at);
+        } else if constexpr (kWords == 2) {
+            const uint2 v = *reinterpret_cast<const uint2*>(at);
+            words[0] = v.x, words[1] = v.y;
+        } else {
+#pragma unroll
+            for (int i = 0; i < kWords; i += 4) {
+                const uint4 v = reinterpret_cast<const uint4*>(at)[i / 4];
+                words[i] = v.x, words[i + 1] = v.y, words[i + 2] = v.z, words[i + 3] = v.w;
+            }
         }
-        const float before = __shfl_up_sync(kWholeWarp, top, 1);
-        kept = lane % segment == 0 ? 0.0f : portableExp(__fsub_rn(before, top));
-        added = portableExp(__fsub_rn(maximum, top));
-        // Lanes past the last piece hold -inf, so the segment's last lane has its maximum.
-        const float own = __shfl_sync(kWholeWarp, top, lane | (segment - 1));
-        float all = own;
-        for (int width = segment; width < 32; width <<= 1) {
-            const float other = __shfl_up_sync(kWholeWarp, all, width);
-            if (lane >= width) all = fmaxf(all, other);
-        }
-        all = fmaxf(all, largest);
-        float earlier = __shfl_up_sync(kWholeWarp, all, segment);
-        if (lane < segment) earlier = largest;
-        segmentKept = portableExp(__fsub_rn(earlier, all));
-        segmentAdded = portableExp(__fsub_rn(own, all));
-        largest = __shfl_sync(kWholeWarp, all, 31);
     }
+    __device__ __forceinline__ void floats(float (&out)[kWidth]) const {
+        if constexpr (kType == KvType::F32) {
+#pragma unroll
+            for (int i = 0; i < kWidth; i++) out[i] = __uint_as_float(words[i]);
+        } else {
+#pragma unroll
+            for (int i = 0; i < kWords; i++) {
+                const float2 pair = halvesToFloats(words[i], kType);
+                out[2 * i] = pair.x, out[2 * i + 1] = pair.y;
+            }
+        }
+    }
+};
+
+// acc[i][..] = sum over the keys that query i sees of weight * value, in ascending order of keys. values: the lane's
+// elements of key 0. weights: 64 for each query.
+template <KvType kType, int kWidth, int kCount> struct ValueSums {
+    using Run = RawRun<kType, kWidth>;
+    static constexpr int kBatch = Run::kWords <= 2 ? 8 : Run::kWords == 4 ? 4 : 2;  // keys that are read at once
+    static constexpr int kQuad = kBatch < 4 ? kBatch : 4;
+
+    float acc[kCount][kWidth];
+
+    __device__ __forceinline__ void compute(const uint8_t* values, int rowBytes, const float* weights,
+                                            const int (&begin)[kCount], const int (&end)[kCount]) {
+        int anyBegin = begin[0], anyEnd = end[0], allBegin = begin[0], allEnd = end[0];
+#pragma unroll
+        for (int i = 0; i < kCount; i++) {
+            anyBegin = min(anyBegin, begin[i]), anyEnd = max(anyEnd, end[i]);
+            allBegin = max(allBegin, begin[i]), allEnd = min(allEnd, end[i]);
+#pragma unroll
+            for (int x = 0; x < kWidth; x++) acc[i][x] = 0.0f;
+        }
+        // Keys that not all queries see, and those that are no whole batch, are done one by one.
+        const int from = min(anyEnd, (allBegin + kBatch - 1) / kBatch * kBatch);
+        const int to = from + max(0, allEnd - from) / kBatch * kBatch;
+        addSingly(values, rowBytes, weights, begin, end, anyBegin, from);
+        addBatches(values + from * rowBytes, rowBytes, weights + from, (to - from) / kBatch);
+        addSingly(values, rowBytes, weights, begin, end, to, anyEnd);
+    }
+
+private:
+    __device__ __forceinline__ void addSingly(const uint8_t* values, int rowBytes, const float* weights,
+                                              const int (&begin)[kCount], const int (&end)[kCount], int from, int to) {
+#pragma unroll 1
+        for (int key = from; key < to; key++) {
+            Run run;
+            float value[kWidth];
+            run.read(values + key * rowBytes);
+            run.floats(value);
+#pragma unroll
+            for (int i = 0; i < kCount; i++) {
+                if (key < begin[i] || key >= end[i]) continue;
+                const float weight = weights[i * kPageTokens + key];
+#pragma unroll
+                for (int x = 0; x < kWidth; x++) acc[i][x] = fmaf(weight, value[x], acc[i][x]);
+            }
+        }
+    }
+    // The next batch is read while one is added.
+    __device__ __forceinline__ void addBatches(const uint8_t* values, int rowBytes, const float* weights, int batches) {
+        if (batches <= 0) return;
+        Run even[kBatch], odd[kBatch];
+        readBatch(values, rowBytes, even);
+#pragma unroll 1
+        for (; batches > 0; batches -= 2) {
+            if (batches > 1) readBatch(values + kBatch * rowBytes, rowBytes, odd);
+            addBatch(even, weights);
+            if (batches == 1) return;
+            if (batches > 2) readBatch(values + 2 * kBatch * rowBytes, rowBytes, even);
+            addBatch(odd, weights + kBatch);
+            values += 2 * kBatch * rowBytes;
+            weights += 2 * kBatch;
+        }
+    }
+    __device__ __forceinline__ static void readBatch(const uint8_t* values, int rowBytes, Run (&runs)[kBatch]) {
+#pragma unroll
+        for (int k = 0; k < kBatch; k++) runs[k].read(values + k * rowBytes);
+    }
+    __device__ __forceinline__ void addBatch(const Run (&runs)[kBatch], const float* weights) {
+#pragma unroll
+        for (int k = 0; k < kBatch; k += kQuad) {
+            float value[kQuad][kWidth];
+#pragma unroll
+            for (int j = 0; j < kQuad; j++) runs[k + j].floats(value[j]);
+#pragma unroll
+            for (int i = 0; i < kCount; i++) {
+                float weight[kQuad];
+                readFloats<kQuad>(weights + i * kPageTokens + k, weight);
+#pragma unroll
+                for (int j = 0; j < kQuad; j++) {
+#pragma unroll
+                    for (int x = 0; x < kWidth; x++) acc[i][x] = fmaf(weight[j], value[j][x], acc[i][x]);
+                }
+            }
+        }
+    }
+};
+
+// Where a warp leaves what it computed on a page: weights [count][64], outputs [count][headDim], and the maximum and
+// sum of each query.
+struct Results {
+    float *weights, *outputs;
+    float2* tops;
+
+    // A multiple of 16.
+    __device__ static int bytes(int count, int headDim) { return (count * (kPageTokens + headDim + 2) * 4 + 15) & ~15; }
+    __device__ Results(uint8_t* memory, int count, int headDim)
+        : weights(reinterpret_cast<float*>(memory)),
+          outputs(weights + count * kPageTokens),
+          tops(reinterpret_cast<float2*>(outputs + count * headDim)) {}
 };
 
 }  // namespace sharpi::cuda::decode

@@ -1,5 +1,5 @@
-// What a warp of the decode kernel works on: pieces of a row's cache, their layout in shared memory, and how they get
-// there. See attention_decode.cu.
+// What a block of the decode kernel works on: runs of rows, pieces of their cache, and shared memory. See
+// attention_decode.cu.
 #pragma once
 
 #include "kernels/attention/attention.cuh"
@@ -8,43 +8,62 @@
 namespace sharpi::cuda::decode {
 
 constexpr int kPageTokens = kAttentionPage;
+// A warp takes one page of a segment.
+constexpr int kWarps = kSegmentPages, kThreads = 32 * kWarps;
+// The most rows of a run, and of a launch.
+constexpr int kRunRows = 8, kMaxRows = static_cast<int>(kDecodeLaunchRows);
+// A chunk of a page of keys: up to 128 bytes of each key.
+constexpr int kLineBytes = 128, kChunkBytes = kPageTokens * kLineBytes;
 
-// The results of the pieces: maxima and sums [rows][heads][slots], and headDim floats of output for each. Before them
-// lies a count of finished pieces for each row and head, which is zero between launches. workspace.cpp has their size,
-// decodeAttentionBytes, for a slot for each page of the table.
+// What a kernel is compiled for. kWidth: the neighbouring dimensions that a lane owns. kTile: the most queries that a
+// warp computes at once. kWhole: 32 lanes own a whole head; else heads are of any size.
+template <KvType type, int width, int tile, bool whole> struct Kind {
+    static constexpr KvType kType = type;
+    static constexpr int kWidth = width, kTile = tile;
+    static constexpr bool kWhole = whole;
+    // With short rows, a tile's queries are spread over the warps.
+    static constexpr int kShare = tile < kWarps ? 1 : tile / kWarps;
+
+    __device__ __forceinline__ static int dim(const HeadShape& shape) { return whole ? 32 * width : shape.headDim; }
+    __device__ __forceinline__ static int rowBytes(const HeadShape& shape) { return dim(shape) * kKvBytes<type>; }
+    __device__ __forceinline__ static int chunks(const HeadShape& shape) {
+        return (rowBytes(shape) + kLineBytes - 1) / kLineBytes;
+    }
+};
+
+// The results of pieces: maxima and sums [rows][heads][slots], and headDim floats of output for each. The last slot of
+// a head has what has been joined so far. counters: a count of pieces that blocks have taken, then for each row and kv
+// head a count of joined batches, and one of finished pieces for each batch of the ring. All counts are zero between
+// launches. workspace.cpp has the size, decodeAttentionBytes.
 struct Partials {
-    uint32_t* finished;
+    uint32_t* counters;
     float *maxima, *sums, *outputs;
 };
 
-inline size_t roundUp(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
-inline Partials partialsOver(void* scratch, int64_t rows, int32_t heads, int64_t slots) {
-    const size_t each = roundUp(sizeof(float) * static_cast<size_t>(rows * heads * slots));
+inline Partials partialsOver(void* scratch, int64_t partials) {
+    const size_t each = (sizeof(float) * static_cast<size_t>(partials) + 255) / 256 * 256;
     auto* bytes = static_cast<uint8_t*>(scratch) + kDecodeCounterBytes;
     return {static_cast<uint32_t*>(scratch), reinterpret_cast<float*>(bytes), reinterpret_cast<float*>(bytes + each),
             reinterpret_cast<float*>(bytes + 2 * each)};
 }
 
-// The number of pages up to this position; 0 for a negative one.
-__device__ __forceinline__ int pagesOf(int position) { return (position + kPageTokens) / kPageTokens; }
-
-// --- what a block works on ---------------------------------------------------------------------------------------
-
-// The layout of shared memory, in bytes. There are key and value rows only if pages are copied (stages > 0).
+// The layout of shared memory, in bytes. A warp has a region of `stages` chunks of keys. Once the keys are used, the
+// region has the weights, the outputs and the maxima and sums of the warp's page.
 struct Layout {
-    int rowBytes, keyStride, values, queries, outputs, weights, tops, sums, total;
+    int rowBytes = 0, chunks = 0, stages = 0, region = 0, queries = 0, rows = 0, runs = 0, flags = 0, total = 0;
 
-    __host__ __device__ Layout(int elementBytes, int headDim, int group, int stages) {
+    Layout() = default;
+    Layout(int elementBytes, int headDim, int tile, int mostStages) {
         rowBytes = headDim * elementBytes;
-        keyStride = stages ? (rowBytes / 16 | 1) * 16 : rowBytes;
-        values = stages * kPageTokens * keyStride;
-        queries = values + stages * kPageTokens * rowBytes;
-        outputs = queries + group * headDim * 4;
-        weights = outputs + (stages ? group * headDim * 4 : 0);
-        tops = weights + group * kPageTokens * 4;
-        sums = tops + 2 * group * 4;
-        total = sums + 2 * group * 4;
+        chunks = (rowBytes + kLineBytes - 1) / kLineBytes;
+        stages = chunks < mostStages ? chunks : mostStages;
+        const int results = (tile * (kPageTokens + headDim + 2) * 4 + kLineBytes - 1) / kLineBytes * kLineBytes;
+        region = stages * kChunkBytes > results ? stages * kChunkBytes : results;
+        queries = kWarps * region;
+        rows = queries + tile * headDim * 4;
+        runs = rows + kMaxRows * 8;
+        flags = runs + kMaxRows * 16;
+        total = flags + 16;
     }
 };
 
@@ -56,103 +75,215 @@ struct Args {
     KvPages pages;
     Partials partials;
     RowOutputs out;
-    int group;       // heads of a kv head
-    int slots;       // places for the results of a head's pieces
-    int shortPages;  // rows that see up to this number of pages are cut at pages
+    Layout layout;
+    DecodeRing ring;
+    int group;              // heads of a kv head
+    uint32_t groupInverse;  // 2^32 / group, rounded up; 0 for a group of 1
+    int shortPages;         // a row that sees up to this number of pages is cut at pages
+
+    // The row of a query. Queries count the rows of a run and the heads of each.
+    __device__ int rowOf(int query) const { return groupInverse ? __umulhi(query, groupInverse) : query; }
 };
 
-// How the pages of a row are cut. kPlain: the row sees all positions up to its own.
-template <bool kPlain> struct Cut {
-    int firstKey, endPage;  // the first position that the row sees, and the page after the last
-    int perPiece, pieces;
+// Shared memory as the threads of a block see it.
+struct Block {
+    uint8_t* shared;
+    const Layout& layout;
+    int lane, warp;
 
+    __device__ Block(uint8_t* memory, const Layout& places)
+        : shared(memory), layout(places), lane(threadIdx.x % 32), warp(threadIdx.x / 32) {}
+    __device__ float* queries() const { return reinterpret_cast<float*>(shared + layout.queries); }
+    // The first key that a row sees, and how many keys end with its own.
+    __device__ int2* rows() const { return reinterpret_cast<int2*>(shared + layout.rows); }
+    __device__ int4* runs() const { return reinterpret_cast<int4*>(shared + layout.runs); }
+    __device__ volatile int* flags() const { return reinterpret_cast<volatile int*>(shared + layout.flags); }
+};
+
+// --- runs --------------------------------------------------------------------------------------------------------
+
+// Neighbouring rows of one sequence that are computed together, page by page. A row that sees few pages is alone.
+struct Run {
+    int row, rows, sequence;
+    bool isShort;   // a piece is one page, else one segment
+    int firstPage;  // the first page that any row sees
+    int keys;       // one more than the largest position
+    int end;        // the pieces of this run and of all before it
+
+    __device__ int4 packed() const {
+        return {row | rows << 8 | (isShort ? 1 << 15 : 0) | sequence << 16, firstPage, keys, end};
+    }
+    __device__ static Run from(int4 p) {
+        return {p.x & 0xff, p.x >> 8 & 0x7f, p.x >> 16, (p.x >> 15 & 1) != 0, p.y, p.z, p.w};
+    }
+    __device__ int endPage() const { return (keys + kPageTokens - 1) / kPageTokens; }
+    __device__ int firstSegment() const { return firstPage / kSegmentPages; }
     // A row that sees no key has one empty piece.
-    __device__ Cut(const Args& args, int position) {
-        firstKey = kPlain || position < 0 ? 0 : args.rule.reach.first(position);
-        endPage = pagesOf(position);
-        const int pages = endPage - firstPage();
-        const bool isShort = pages <= args.shortPages;
-        perPiece = isShort ? 1 : kSegmentPages;
-        const int before = firstPage() % kSegmentPages;  // pages of the first segment that the row does not see
-        pieces = max(1, isShort ? pages : (before + pages + kSegmentPages - 1) / kSegmentPages);
-    }
-    __device__ __forceinline__ int firstPage() const { return kPlain ? 0 : firstKey / kPageTokens; }
-    // The first page of a piece.
-    __device__ __forceinline__ int begin(int piece) const {
-        if (kPlain) return piece * perPiece;
-        if (perPiece == 1) return firstPage() + piece;
-        return max(firstPage(), (firstPage() / kSegmentPages + piece) * kSegmentPages);
-    }
-    // The number of pages of the piece that begins at this page.
-    __device__ __forceinline__ int pagesFrom(int begin) const {
-        return min(endPage - begin, kPlain ? perPiece : perPiece - (begin & (perPiece - 1)));
-    }
-    // The slot of the first piece. The slots of pages of one segment begin at a multiple of kSegmentPages.
-    __device__ __forceinline__ int firstSlot() const {
-        return kPlain || perPiece > 1 ? 0 : firstPage() % kSegmentPages;
+    __device__ int pieces() const {
+        if (isShort) return max(1, endPage() - firstPage);
+        return (endPage() - 1) / kSegmentPages - firstSegment() + 1;
     }
 };
 
-// One piece of one kv head of one row.
-struct Piece {
-    int row, kvHead, index, pages;
-    int keys;    // from the piece's first page up to the last that the row sees
-    int hidden;  // those at the start of the piece's first page that the row does not see
-    int pageId;  // of the lane-th page
+// Finds the runs of the batch and leaves them and what each row sees in shared memory. One warp calls it.
+__device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
+    const int rows = static_cast<int>(args.batch.rows), lane = block.lane;
+    int runs = 0, pieces = 0;
+#pragma unroll 1
+    for (int base = 0; base < rows; base += 32) {
+        const int row = min(base + lane, rows - 1), before = max(0, row - 1);
+        const bool exists = base + lane < rows;
+        // Volatile: all loads are issued at once.
+        const int position = static_cast<const volatile int32_t*>(args.batch.positions)[row];
+        const int sequence = static_cast<const volatile int32_t*>(args.batch.sequence)[row];
+        const int previous = static_cast<const volatile int32_t*>(args.batch.sequence)[before];
+        Run run = {row, 1, sequence, true, 0, max(0, position + 1), 0};
+        const int first = position < 0 ? 0 : args.rule.reach.first(position);
+        run.firstPage = first / kPageTokens;
+        run.isShort = run.endPage() - run.firstPage <= args.shortPages;
+        if (exists) block.rows()[row] = {first, run.keys};
+        const bool shortBefore = __shfl_up_sync(kWholeWarp, static_cast<int>(run.isShort), 1);
+        const bool breaks = lane == 0 || run.isShort || shortBefore || sequence != previous || !exists;
+        const uint32_t broken = __ballot_sync(kWholeWarp, breaks), upTo = 0xffffffffu >> (31 - lane);
+        const bool starts = exists && (lane - (31 - __clz(broken & upTo))) % kRunRows == 0;
+        const uint32_t all = __ballot_sync(kWholeWarp, starts || !exists), after = all & ~upTo;
+        run.rows = (after ? __ffs(after) - 1 : 32) - lane;
+#pragma unroll
+        for (int i = 1; i < kRunRows; i++) {
+            const int page = __shfl_down_sync(kWholeWarp, first / kPageTokens, i);
+            const int keys = __shfl_down_sync(kWholeWarp, max(0, position + 1), i);
+            if (i < run.rows) run.firstPage = min(run.firstPage, page), run.keys = max(run.keys, keys);
+        }
+        run.end = starts ? run.pieces() : 0;
+#pragma unroll
+        for (int width = 1; width < 32; width <<= 1) {
+            const int other = __shfl_up_sync(kWholeWarp, run.end, width);
+            if (lane >= width) run.end += other;
+        }
+        run.end += pieces;
+        const uint32_t starting = __ballot_sync(kWholeWarp, starts);
+        if (starts) block.runs()[runs + __popc(starting & upTo) - 1] = run.packed();
+        runs += __popc(starting);
+        pieces = __shfl_sync(kWholeWarp, run.end, 31);
+    }
+    if (lane == 0) block.flags()[1] = runs, block.flags()[2] = pieces;
+}
 
-    __device__ int keysOf(int page) const { return min(keys - page * kPageTokens, kPageTokens); }
+// One piece of one kv head of a run: a page, or the pages of a segment.
+struct Piece {
+    Run run;
+    int kvHead, index, pieces;
+
+    // ticket: counts the pieces of all runs and kv heads. The whole warp calls it.
+    __device__ Piece(const Args& args, const Block& block, int ticket) {
+        const int piece = ticket / args.shape.kvHeads, runs = block.flags()[1], lane = block.lane;
+        kvHead = ticket - piece * args.shape.kvHeads;
+        int number = 0;
+#pragma unroll 1
+        for (int base = 0; base < runs; base += 32) {
+            const bool isBefore = base + lane < runs && block.runs()[min(base + lane, kMaxRows - 1)].w <= piece;
+            number += __popc(__ballot_sync(kWholeWarp, isBefore));
+        }
+        run = Run::from(block.runs()[number]);
+        pieces = run.pieces();
+        index = piece - (run.end - pieces);
+    }
+    // The page of a warp.
+    __device__ int page(int warp) const {
+        return run.isShort ? run.firstPage + index : (run.firstSegment() + index) * kSegmentPages + warp;
+    }
+    __device__ bool has(int page) const { return page >= run.firstPage && page < run.endPage(); }
+};
+
+// What a row sees of a page: the keys [begin, end) of it.
+struct Span {
+    int begin, end;
+
+    __device__ Span(int2 row, int page)
+        : begin(max(0, row.x - page * kPageTokens)), end(min(kPageTokens, row.y - page * kPageTokens)) {}
+    __device__ bool empty() const { return begin >= end; }
 };
 
 // --- copies ------------------------------------------------------------------------------------------------------
 
-// Copies `rows` rows of up to kUnits 16-byte units, contiguous at `from`, to rows that are `stride` bytes apart. A part
-// of a warp copies each row.
-template <int kUnits>
-__device__ __forceinline__ void copyRows(uint32_t to, int stride, const uint8_t* from, int rows, int rowBytes) {
-    constexpr int kAbreast = kUnits < 32 ? kUnits : 32;
-    const int first = threadIdx.x / kAbreast, column = threadIdx.x % kAbreast * 16, step = blockDim.x / kAbreast;
-    to += first * stride + column, from += first * rowBytes + column;
-#pragma unroll 2
-    for (int row = first; row < rows; row += step) {
-#pragma unroll
-        for (int at = 0; at < kUnits * 16; at += kAbreast * 16)
-            if (column + at < rowBytes) copyChunk(to + at, from + at, true);
-        to += step * stride, from += step * rowBytes;
-    }
-}
-
-__device__ __forceinline__ void copyBytes(uint32_t to, const void* from, int bytes) {
-    const auto* at = static_cast<const uint8_t*>(from);
-#pragma unroll 2
-    for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) copyChunk(to + i, at + i, true);
-}
-
-// Copies a piece's pages into their buffers, in the order in which they are used. Every call closes a group of copies,
-// even if it copies nothing, so that the number of pending groups tells what has arrived. The whole block calls it.
-template <int kUnits, int kStages> struct Feeder {
-    const Args& args;
-    const Piece& piece;
-    const Layout& layout;
+// Copies the keys of a page to shared memory by chunks, in the order in which they are used: those of a warp's own page
+// to its region, or those of the block's page to the block's regions (kBlocks). A chunk's lines are 128 bytes apart.
+// The 16-byte units of line i are exchanged by i % 8, so that eight threads that read the same unit of eight keys use
+// all banks.
+template <bool kBlocks> struct KeyFeeder {
+    static constexpr int kLines = (kBlocks ? kThreads : 32) / 8;  // that are copied at once
+    const uint8_t* keys;
     uint32_t shared;
+    int n, rowBytes, chunks, ring;
 
-    __device__ __forceinline__ const uint8_t* place(const uint8_t* base, int page) const {
-        const int64_t id = __shfl_sync(kWholeWarp, piece.pageId, page);
-        return base + (id * args.shape.kvHeads + piece.kvHead) * kPageTokens * layout.rowBytes;
+    __device__ __forceinline__ KeyFeeder(const Block& block, const uint8_t* page, int count, int bytes, int inAll)
+        : keys(page), n(count), rowBytes(bytes), chunks(inAll) {
+        shared = sharedAddress(block.shared) + (kBlocks ? 0 : block.warp * block.layout.region);
+        ring = kBlocks ? min(chunks, kWarps * block.layout.region / kChunkBytes) : block.layout.stages;
     }
-    __device__ __forceinline__ void keys(int page) const {
-        const int at = kStages == 2 ? page & 1 : 0;
-        if (page < piece.pages)
-            copyRows<kUnits>(shared + at * kPageTokens * layout.keyStride, layout.keyStride, place(args.pages.k, page),
-                             piece.keysOf(page), layout.rowBytes);
-        closeCopies();
+    __device__ __forceinline__ void copy(int chunk, int place) const {
+        const int thread = kBlocks ? threadIdx.x : threadIdx.x % 32, unit = thread % 8, first = thread / 8;
+        if (chunk * kLineBytes + unit * 16 >= rowBytes) return;
+        const uint8_t* from = keys + first * rowBytes + chunk * kLineBytes + unit * 16;
+        const uint32_t to = shared + place * kChunkBytes + first * kLineBytes + ((unit ^ (first & 7)) << 4);
+        const auto copyLines = [&](int lines) {
+#pragma unroll
+            for (int line = 0; line < kPageTokens; line += kLines) {
+                if (first + line < lines)
+                    copyChunk((line & 4 ? to ^ 64 : to) + line * kLineBytes, from + line * rowBytes, true);
+            }
+        };
+        if (n == kPageTokens) copyLines(2 * kPageTokens);
+        else copyLines(n);
     }
-    __device__ __forceinline__ void values(int page) const {
-        const int at = kStages == 2 ? page & 1 : 0;
-        if (page < piece.pages)
-            copyBytes(shared + layout.values + at * kPageTokens * layout.rowBytes, place(args.pages.v, page),
-                      piece.keysOf(page) * layout.rowBytes);
+    // Begins the copies of the first chunks. A warp closes a group for each chunk, a block one for all.
+    __device__ __forceinline__ void begin() const {
+#pragma unroll 1
+        for (int chunk = 0; chunk < ring; chunk++) {
+            copy(chunk, chunk);
+            if (!kBlocks) closeCopies();
+        }
+        if (kBlocks) closeCopies();
+    }
+    // Returns when the chunk has arrived. The block's values may still be on their way. place: chunk mod ring.
+    __device__ __forceinline__ void await(int chunk, int place) const {
+        if (kBlocks) {
+            if (place != 0) return;
+            if (chunk == 0) waitForCopies<1>();
+            else waitForCopies<0>();
+            __syncthreads();
+        } else {
+            if (ring > 1) waitForCopies<1>();
+            else waitForCopies<0>();
+            __syncwarp();
+        }
+    }
+    // The chunk has been used: begins the next copies to its place.
+    __device__ __forceinline__ void release(int chunk, int place) const {
+        if (kBlocks) {
+            if (place != ring - 1 || chunk + 1 == chunks) return;
+            __syncthreads();
+#pragma unroll 1
+            for (int i = 0; i < min(ring, chunks - chunk - 1); i++) copy(chunk + 1 + i, i);
+        } else if (chunk + ring < chunks) {
+            __syncwarp();
+            copy(chunk + ring, place);
+        }
         closeCopies();
     }
 };
+
+// Copies `bytes` from global to shared memory. The whole block calls it.
+__device__ __forceinline__ void copyBytes(uint32_t to, const uint8_t* from, int bytes) {
+#pragma unroll 2
+    for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) copyChunk(to + i, from + i, true);
+}
+
+// Asks for these bytes to be brought to the L2 cache. The whole warp calls it.
+__device__ __forceinline__ void prefetchBytes(const uint8_t* from, int bytes, int lane) {
+#pragma unroll 1
+    for (int i = lane * 128; i < bytes; i += 32 * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from + i)));
+}
 
 }  // namespace sharpi::cuda::decode

@@ -32,6 +32,8 @@ constexpr int kStepBlocks = 4;  // blocks of a tile that compute its decays and 
 
 struct ConvWork {
     float *mixed, *alpha, *beta;
+    const float* steps;  // see DeltaInputs
+    int32_t headsPerKey;
     const float *weight, *stepBias, *decay;
     float eps, queryScale;
     int32_t keyHeads, valueHeads, dim;
@@ -128,11 +130,18 @@ __device__ __forceinline__ void convolveRow(const ConvWork& work, ConvHead<kPer,
     }
 }
 
-// Makes the decay and the step of item i of alpha and beta, which belongs to head h.
-__device__ __forceinline__ void makeStep(const ConvWork& work, int64_t i, int h) {
-    const float alpha = __fadd_rn(work.alpha[i], work.stepBias[h]);
-    work.alpha[i] = portableExp(__fmul_rn(work.decay[h], portableSoftplus(alpha)));
-    work.beta[i] = portableSigmoid(work.beta[i]);
+// Makes the decay and the step of head i % valueHeads of row begin + i / valueHeads.
+__device__ __forceinline__ void makeStep(const ConvWork& work, int64_t begin, int i) {
+    const int h = i % work.valueHeads;
+    const int64_t at = begin * work.valueHeads + i;
+    const float *alpha = work.alpha + at, *beta = work.beta + at;
+    if (work.steps) {
+        beta = work.steps + betaAt(begin + i / work.valueHeads, h, work.valueHeads, work.headsPerKey);
+        alpha = beta + work.headsPerKey;
+    }
+    const float step = portableSigmoid(*beta);
+    work.alpha[at] = portableExp(__fmul_rn(work.decay[h], portableSoftplus(__fadd_rn(*alpha, work.stepBias[h]))));
+    work.beta[at] = step;
 }
 
 // A warp for each head of range blockIdx.y, and one more warp for the decays and steps.
@@ -145,8 +154,7 @@ template <int kPer, int kWidth> __global__ void __launch_bounds__(kConvWarps * 3
     if (index == heads) {
         waitForPrevious();
         const int count = static_cast<int>(end - begin) * work.valueHeads;
-        for (int i = threadIdx.x & 31; i < count; i += 32)
-            makeStep(work, begin * work.valueHeads + i, i % work.valueHeads);
+        for (int i = threadIdx.x & 31; i < count; i += 32) makeStep(work, begin, i);
         return;
     }
     ConvHead<kPer, kWidth> head(index, work.dim);
@@ -178,7 +186,7 @@ __global__ void __launch_bounds__(kElementThreads) windowsKernel(ConvWork work, 
     if (static_cast<int>(blockIdx.x) >= channelBlocks) {
         const int count = static_cast<int>(end - begin) * work.valueHeads, stride = kStepBlocks * kElementThreads;
         for (int i = (blockIdx.x - channelBlocks) * kElementThreads + threadIdx.x; i < count; i += stride) {
-            makeStep(work, begin * work.valueHeads + i, i % work.valueHeads);
+            makeStep(work, begin, i);
         }
         return;
     }
@@ -438,9 +446,11 @@ void launchGatedHeads(Stream& stream, const float* x, const float* gated, int64_
 ConvWork convWork(const DeltaInputs& in, const DeltaParameters& p, const DeltaShape& s, const DeltaStates& states,
                   const DeltaBatch& batch, const RowRanges& ranges, void* windows, const HalfRows& halves) {
     const auto queryScale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(s.dim)));
-    return {in.mixed,   in.alpha,   in.beta,      p.conv, p.stepBias,   p.decay,     p.eps,
-            queryScale, s.keyHeads, s.valueHeads, s.dim,  s.channels(), states.conv, static_cast<float*>(windows),
-            batch.from, batch.to,   ranges,       halves};
+    return {in.mixed,        in.alpha,     in.beta,     in.steps,
+            s.headsPerKey(), p.conv,       p.stepBias,  p.decay,
+            p.eps,           queryScale,   s.keyHeads,  s.valueHeads,
+            s.dim,           s.channels(), states.conv, static_cast<float*>(windows),
+            batch.from,      batch.to,     ranges,      halves};
 }
 
 using ConvKernel = void (*)(ConvWork);

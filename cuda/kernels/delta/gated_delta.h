@@ -64,7 +64,15 @@ struct DeltaInputs {
     float* mixed = nullptr;                   // [rows, channels]: queries, keys, values
     float *alpha = nullptr, *beta = nullptr;  // [rows, valueHeads]
     const float* gate = nullptr;              // [rows, valueHeads * dim]
+    // [rows, 2 * valueHeads]: key head by key head, the betas and then the alphas of the value heads that read it, for
+    // shapes with consecutive heads. prepareDelta and deltaStep read them from here; null: from alpha and beta.
+    const float* steps = nullptr;
 };
+
+// Where a beta is in DeltaInputs::steps; its alpha is `headsPerKey` behind it.
+SHARPI_PORTABLE int64_t betaAt(int64_t row, int32_t head, int32_t valueHeads, int32_t headsPerKey) {
+    return 2 * row * valueHeads + 2 * head - head % headsPerKey;
+}
 
 // Throws Error(InvalidArgument) if there are no kernels for this shape.
 void requireDelta(const DeltaShape& shape);
@@ -92,8 +100,7 @@ void deltaRule(Stream& stream, const DeltaInputs& in, const DeltaParameters& par
 // prepareDelta and deltaRule in one launch, for any number of sequences with up to kDeltaStepRows rows each. `in` does
 // not change. The caller must keep each sequence within that limit: only the total number of rows is checked. scratch:
 // deltaStepBytes, 4-byte aligned, zero before the first call; every call leaves it zero.
-constexpr int64_t kDeltaStepRows = 8;
-static_assert(kDeltaStepRows >= kExactLaunchRows, "a step's rows of one sequence fit into one launch");
+constexpr int64_t kDeltaStepRows = kMostDraftRows;
 size_t deltaStepBytes(int64_t sequences, const DeltaShape& shape);
 void deltaStep(Stream& stream, const DeltaInputs& in, const DeltaParameters& parameters, const DeltaShape& shape,
                const DeltaStates& states, const DeltaBatch& batch, void* scratch, const RowOutputs& out);
@@ -123,10 +130,5 @@ void splitGatedQueries(Stream& stream, const float* gated, int64_t rows, int32_t
 // out.floats may be x.
 void gateHeads(Stream& stream, const float* x, const float* gated, int64_t rows, int32_t heads, int32_t headDim,
                const RowOutputs& out);
-
-// steps: [rows, 2 * valueHeads]: key head by key head, the betas and then the alphas of the value heads that read it.
-// Moves them to alpha and beta, [rows, valueHeads]. For shapes with consecutive heads.
-void splitDeltaSteps(Stream& stream, const float* steps, int64_t rows, const DeltaShape& shape, float* alpha,
-                     float* beta);
 
 }  // namespace sharpi::cuda

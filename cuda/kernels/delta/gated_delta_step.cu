@@ -238,9 +238,15 @@ __device__ __forceinline__ void prepareRows(const StepWork& work, StepMemory<kLi
             openGate(work, memory, place, begin, row);
         } else {
             // Volatile, so that both loads are issued before the first is used.
-            const int64_t at = (begin + row) * work.shape.valueHeads + place.head;
-            const float alpha = static_cast<const volatile float*>(work.in.alpha)[at],
-                        beta = static_cast<const volatile float*>(work.in.beta)[at];
+            const int heads = work.shape.valueHeads, group = work.shape.headsPerKey();
+            const int64_t at = (begin + row) * heads + place.head;
+            const float *betaOf = work.in.beta + at, *alphaOf = work.in.alpha + at;
+            if (work.in.steps) {
+                betaOf = work.in.steps + betaAt(begin + row, place.head, heads, group);
+                alphaOf = betaOf + group;
+            }
+            const float alpha = *static_cast<const volatile float*>(alphaOf),
+                        beta = *static_cast<const volatile float*>(betaOf);
             memory.decay[row] = portableExp(__fmul_rn(decay, portableSoftplus(__fadd_rn(alpha, stepBias))));
             memory.step[row] = portableSigmoid(beta);
         }

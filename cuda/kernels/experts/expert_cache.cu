@@ -355,7 +355,7 @@ FetchMatrix matrixOf(const MatrixStack& stack) {
 FetchMatrices matricesOf(const ExpertStacks& slots) {
     FetchMatrices all;
     all.matrix[0] = matrixOf(slots.gate);
-    all.matrix[1] = matrixOf(slots.up);
+    if (slots.gated()) all.matrix[1] = matrixOf(slots.up);
     all.matrix[2] = matrixOf(slots.down);
     for (const FetchMatrix& m : all.matrix) all.units += m.units;
     return all;

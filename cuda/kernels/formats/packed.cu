@@ -73,10 +73,9 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kFileThreads = 256;
 constexpr int kFileBytes = kFileThreads * 16 - 30;
 
-// Block (t, p) takes part p of row index[t].
+// Block (t, p) takes part p of row t.
 template <DType T>
-__global__ void __launch_bounds__(kFileThreads)
-    embedFileKernel(const uint8_t* table, int64_t cols, const int32_t* index, float* out) {
+__global__ void __launch_bounds__(kFileThreads) expandKernel(const uint8_t* rows, int64_t cols, float* out) {
     using File = FileFormat<T>;
     using Block = typename File::Block;
     constexpr int kBytes = static_cast<int>(sizeof(Block)), kPart = kFileBytes / kBytes, kElements = File::kBlocks * 32;
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(kFileThreads)
     waitForPrevious();
     const int64_t blocks = cols / kElements, first = static_cast<int64_t>(blockIdx.y) * kPart;
     const int count = static_cast<int>(min(blocks - first, static_cast<int64_t>(kPart)));
-    const uint8_t* from = table + (index[blockIdx.x] * blocks + first) * kBytes;
+    const uint8_t* from = rows + (blockIdx.x * blocks + first) * kBytes;
     const Block* staged =
         reinterpret_cast<const Block*>(stage(shared, from, count * kBytes, from + count * kBytes + 15));
     float4* to = reinterpret_cast<float4*>(out + blockIdx.x * cols + first * kElements);
@@ -107,14 +106,14 @@ __global__ void __launch_bounds__(kFileThreads)
 // The same for floats of kBytes bytes.
 template <int kBytes>
 __global__ void __launch_bounds__(kFileThreads)
-    embedFileFloatKernel(const uint8_t* table, int64_t cols, bool isBf16, const int32_t* index, float* out) {
+    expandFloatsKernel(const uint8_t* rows, int64_t cols, bool isBf16, float* out) {
     constexpr int kPart = kFileBytes / kBytes;
     __shared__ __align__(16) uint8_t shared[kFileThreads * 16 + 4];
     allowNext();
     waitForPrevious();
     const int64_t first = static_cast<int64_t>(blockIdx.y) * kPart;
     const int count = static_cast<int>(min(cols - first, static_cast<int64_t>(kPart)));
-    const uint8_t* from = table + (index[blockIdx.x] * cols + first) * kBytes;
+    const uint8_t* from = rows + (blockIdx.x * cols + first) * kBytes;
     const uint8_t* staged = stage(shared, from, count * kBytes, from + count * kBytes + 15);
     for (int i = static_cast<int>(threadIdx.x); i < count; i += kFileThreads) {
         const uint32_t word = Words<1>(staged + i * kBytes).word[0];
@@ -167,24 +166,24 @@ void embed(Stream& stream, const Matrix& table, const int32_t* index, int64_t co
     }
 }
 
-void embedFromFile(Stream& stream, const Matrix& table, const int32_t* index, int64_t count, float* out) {
-    if (count == 0 || table.cols == 0) return;
+void expandRows(Stream& stream, const Matrix& rows, float* out) {
+    if (rows.rows == 0 || rows.cols == 0) return;
     const auto grid = [&](int64_t blocks, int64_t bytes) {
         const int64_t part = kFileBytes / bytes;
-        return dim3(static_cast<unsigned>(count), static_cast<unsigned>((blocks + part - 1) / part));
+        return dim3(static_cast<unsigned>(rows.rows), static_cast<unsigned>((blocks + part - 1) / part));
     };
-    if (table.type == DType::F32) {
-        launch(stream, embedFileFloatKernel<4>, grid(table.cols, 4), dim3(kFileThreads), 0, table.data, table.cols,
-               false, index, out);
-    } else if (info(table.type).isFloat) {
-        launch(stream, embedFileFloatKernel<2>, grid(table.cols, 2), dim3(kFileThreads), 0, table.data, table.cols,
-               table.type == DType::BF16, index, out);
+    if (rows.type == DType::F32) {
+        launch(stream, expandFloatsKernel<4>, grid(rows.cols, 4), dim3(kFileThreads), 0, rows.data, rows.cols, false,
+               out);
+    } else if (info(rows.type).isFloat) {
+        launch(stream, expandFloatsKernel<2>, grid(rows.cols, 2), dim3(kFileThreads), 0, rows.data, rows.cols,
+               rows.type == DType::BF16, out);
     } else {
-        withFormat(table.type, [&](auto tag) {
+        withFormat(rows.type, [&](auto tag) {
             using File = FileFormat<decltype(tag)::kType>;
-            launch(stream, embedFileKernel<decltype(tag)::kType>,
-                   grid(table.cols / (File::kBlocks * 32), sizeof(typename File::Block)), dim3(kFileThreads), 0,
-                   table.data, table.cols, index, out);
+            launch(stream, expandKernel<decltype(tag)::kType>,
+                   grid(rows.cols / (File::kBlocks * 32), sizeof(typename File::Block)), dim3(kFileThreads), 0,
+                   rows.data, rows.cols, out);
         });
     }
 }

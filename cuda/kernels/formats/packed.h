@@ -15,8 +15,9 @@ void packRows(Stream& stream, const Matrix& to, int64_t rowBegin, int64_t rows, 
 
 // out[t, :] = row index[t] of the packed table as floats, the bits of the CPU's dequantizeRow. out is 16-byte aligned.
 void embed(Stream& stream, const Matrix& table, const int32_t* index, int64_t count, float* out);
-// The same for a table as it lies in the file (any alignment), in memory that the device can read: its own, or pinned
-// pages of the host's. Only the requested rows cross PCIe, in whole aligned pieces of 16 bytes.
-void embedFromFile(Stream& stream, const Matrix& table, const int32_t* index, int64_t count, float* out);
+// out[t, :] = row t of rows as they lie in the file (any alignment), as floats, with the same bits. They are in memory
+// that the device can read: its own, or pinned memory of the host's. They cross PCIe once, in whole aligned pieces of
+// 16 bytes.
+void expandRows(Stream& stream, const Matrix& rows, float* out);
 
 }  // namespace sharpi::cuda

@@ -75,7 +75,7 @@ void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, 
 }
 
 bool sharesExperts(const Stream& stream, const ExpertStack& w, int64_t rows, int32_t used) {
-    return canGroup(stream, w.first.type) && rows > 1 && kPairsPerExpert * rows * used >= w.count;
+    return canGroup(stream, w.first.type) && w.count > 0 && rows > 1 && kPairsPerExpert * rows * used >= w.count;
 }
 
 void expertMatvec(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& w, const int32_t* chosen,

@@ -11,7 +11,7 @@
 namespace sharpi::cuda {
 
 // The most rows that one call takes. More rows that follow the contract take several calls.
-constexpr int kMaxMatvecRows = kExactLaunchRows;
+constexpr int kMaxMatvecRows = 8;
 
 // The input of a product. Float weights read `floats` [rows, cols], quantized ones read `quantized`.
 struct MatvecInput {

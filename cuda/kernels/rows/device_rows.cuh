@@ -58,16 +58,31 @@ __device__ __forceinline__ float siluTimes(float gate, float up) {
     return __fmul_rn(overOnePlusExp(gate, __fsub_rn(0.0f, gate)), up);
 }
 
-// core/rules/activation.h says in which order. The kind is the same for the whole grid.
-__device__ __forceinline__ float gatedValue(Activation activation, float gate, float up) {
-    if (activation.kind == ActivationKind::Silu) return siluTimes(gate, up);
+// What the last factor of the activation multiplies. core/rules/activation.h says in which order. The kind is the same
+// for the whole grid.
+__device__ __forceinline__ float activated(Activation activation, float gate) {
+    if (activation.kind == ActivationKind::Silu) return overOnePlusExp(gate, __fsub_rn(0.0f, gate));
     if (activation.kind == ActivationKind::Gelu) {
         const float p = fmaf(__fmul_rn(gate, gate), kGeluCubic, 1.0f);
-        return __fmul_rn(overOnePlusExp(gate, __fmul_rn(__fmul_rn(gate, p), kGeluExponent)), up);
+        return overOnePlusExp(gate, __fmul_rn(__fmul_rn(gate, p), kGeluExponent));
     }
-    const float limit = activation.limit, least = __fsub_rn(0.0f, limit);
-    const float g = limit < gate ? limit : gate, below = limit < up ? limit : up, u = least > below ? least : below;
-    return __fmul_rn(overOnePlusExp(g, __fmul_rn(g, kSwigluExponent)), __fadd_rn(u, 1.0f));
+    if (activation.kind == ActivationKind::ReluSquared) {
+        const float r = 0.0f > gate ? 0.0f : gate;
+        return __fmul_rn(r, r);
+    }
+    const float g = activation.limit < gate ? activation.limit : gate;
+    return overOnePlusExp(g, __fmul_rn(g, kSwigluExponent));
+}
+
+// The last factor, from `up`.
+__device__ __forceinline__ float upFactor(Activation activation, float up) {
+    if (activation.kind != ActivationKind::ClampedSwiglu) return up;
+    const float limit = activation.limit, least = __fsub_rn(0.0f, limit), below = limit < up ? limit : up;
+    return __fadd_rn(least > below ? least : below, 1.0f);
+}
+
+__device__ __forceinline__ float gatedValue(Activation activation, float gate, float up) {
+    return __fmul_rn(activated(activation, gate), upFactor(activation, up));
 }
 
 // What comes before the activation, for one row of gates and ups.

@@ -17,7 +17,7 @@
 
 #include <algorithm>
 
-#include "kernels/rows/device_rows.cuh"
+#include "kernels/rows/device_norms.cuh"
 
 namespace sharpi::cuda {
 
@@ -25,42 +25,15 @@ namespace {
 
 constexpr int kSegment = 8192;  // elements of a row that are staged at once
 constexpr int kHeld = 2;        // quads of the norm's weights that a thread fetches ahead
-constexpr int kFewRows = 32;    // up to this number of rows, a block may have the multiprocessor to itself
-constexpr int kSpreadRows = 8;  // up to this number of rows, a row is spread over blocks of
+constexpr int kFewRows = 64;    // up to this number of rows, a block may have the multiprocessor to itself
+// A row is spread over blocks of kSpreadThreads threads if there are up to kSpreadRows rows, or if each block has a
+// multiprocessor to itself.
+constexpr int kSpreadRows = 8;
 constexpr int kSpreadThreads = 128;
 constexpr int kFetched = 32;  // elements of a row that a lane of these blocks fetches at once
 constexpr int kGroup = kFetched * kContractAccumulators;
 constexpr int kElementThreads = 256;
 constexpr int kDotRows = 8;  // rows of a block
-
-// Continues the lane's accumulator over `count` staged elements that begin at a multiple of 32 of the row. The fmas
-// form a chain; meanwhile the next values are loaded.
-__device__ __forceinline__ float addSquares(const float* staged, int count, float accumulator) {
-    constexpr int kDeep = 8;
-    constexpr int kStep = kDeep * kContractAccumulators;
-    const int lane = threadIdx.x & 31;
-    const int groups = count / kStep;
-    float ahead[kDeep];
-    if (groups > 0) {
-#pragma unroll
-        for (int i = 0; i < kDeep; ++i) ahead[i] = staged[i * kContractAccumulators + lane];
-    }
-    for (int group = 0; group < groups; ++group) {
-        const float* following = staged + min(group + 1, groups - 1) * kStep + lane;
-        float now[kDeep];
-#pragma unroll
-        for (int i = 0; i < kDeep; ++i) {
-            now[i] = ahead[i];
-            ahead[i] = following[i * kContractAccumulators];
-        }
-#pragma unroll
-        for (int i = 0; i < kDeep; ++i) accumulator = fmaf(now[i], now[i], accumulator);
-    }
-    for (int i = groups * kStep + lane; i < count; i += kContractAccumulators) {
-        accumulator = fmaf(staged[i], staged[i], accumulator);
-    }
-    return accumulator;
-}
 
 // Fetches `count` elements to shared memory. A thread issues kDeep loads of quads before it waits for the first.
 template <int kDeep>
@@ -113,30 +86,6 @@ __device__ __forceinline__ float squaresOfGroups(const float* row, int64_t cols)
     return two ? addGroup(second, accumulator) : accumulator;
 }
 
-// The factor of a row of `width` elements. Every lane of the warp that holds the accumulators gets it.
-__device__ __forceinline__ float inverseNorm(float accumulator, float eps, float width) {
-    const float mean = __fdiv_rn(contractTree(accumulator), width);
-    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
-}
-
-// Stores the quad at `column` in every form. The whole warp calls it.
-__device__ __forceinline__ void storeNormed(const RowOutputs& out, int64_t row, int64_t cols, int64_t column,
-                                            bool whole, bool valid, float4 x, float inverse, float4 w) {
-    const float4 y = make_float4(__fmul_rn(__fmul_rn(x.x, inverse), w.x), __fmul_rn(__fmul_rn(x.y, inverse), w.y),
-                                 __fmul_rn(__fmul_rn(x.z, inverse), w.z), __fmul_rn(__fmul_rn(x.w, inverse), w.w));
-    if (out.floats && valid) {
-        float* to = out.floats + row * cols + column;
-        float4 stored = y;
-        if (out.adds) {
-            const float4 old = loadQuad(to, whole, cols - column);
-            stored =
-                make_float4(__fadd_rn(old.x, y.x), __fadd_rn(old.y, y.y), __fadd_rn(old.z, y.z), __fadd_rn(old.w, y.w));
-        }
-        storeQuad(to, stored, whole, cols - column);
-    }
-    storeForms(out, row, cols, column, y, valid);
-}
-
 // Row blockIdx.x, quads from blockIdx.y * kSpreadThreads on. Other blocks may still read the row while this one writes.
 __global__ void __launch_bounds__(kSpreadThreads)
     spreadNormKernel(const float* x, const int32_t* rowIndex, const float* weights, float eps, int64_t cols,
@@ -160,7 +109,7 @@ __global__ void __launch_bounds__(kSpreadThreads)
         if (begin > 2 * kGroup) __syncthreads();
         if (thread >= 0) stage<8>(stagedQuads, in + begin, count, whole, thread, kSpreadThreads - 32);
         __syncthreads();
-        if (thread < 0) accumulator = addSquares(reinterpret_cast<const float*>(stagedQuads), count, accumulator);
+        if (thread < 0) accumulator = addUp(reinterpret_cast<const float*>(stagedQuads), count, accumulator, Squares());
     }
     if (thread < 0) {
         const float inverse = inverseNorm(accumulator, eps, width);
@@ -197,7 +146,7 @@ __global__ void __launch_bounds__(512, 2)
         if (begin > 0) __syncthreads();
         stage<4>(stagedQuads, in + begin, count, whole, threadIdx.x, blockDim.x);
         __syncthreads();
-        if (threadIdx.x < 32) accumulator = addSquares(staged, count, accumulator);
+        if (threadIdx.x < 32) accumulator = addUp(staged, count, accumulator, Squares());
     }
     if (threadIdx.x < 32) {
         const float inverse = inverseNorm(accumulator, eps, width);
@@ -243,7 +192,8 @@ __global__ void __launch_bounds__(kDotRows * 32)
     if (lane == 0) y[row] = sum;
 }
 
-// Row blockIdx.x, quads from blockIdx.y * kElementThreads on. Without `up`, gate is only converted to other forms.
+// Row blockIdx.x, quads from blockIdx.y * kElementThreads on. Without `up`, gate is only converted to other forms,
+// unless the join says that there is no gate.
 __global__ void __launch_bounds__(kElementThreads)
     elementsKernel(const GatedJoin join, const float* gate, const float* up, int64_t cols, bool whole, RowOutputs out) {
     allowNext();
@@ -254,9 +204,9 @@ __global__ void __launch_bounds__(kElementThreads)
     const bool valid = left > 0;
     float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (valid) y = loadQuad(gate + at, whole, left);
-    if (up) {
+    if (up || !join.gated) {
         float4 u = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (valid) u = loadQuad(up + (join.upStride ? row * join.upStride + column : at), whole, left);
+        if (valid && up) u = loadQuad(up + (join.upStride ? row * join.upStride + column : at), whole, left);
         if (join.weight || join.gateBias || join.upBias) {
             const GatedTerms terms(join, join.pairAt ? join.pairAt[row] : row, cols);
             float *const gates = &y.x, *const ups = &u.x;
@@ -267,8 +217,10 @@ __global__ void __launch_bounds__(kElementThreads)
                 ups[i] = terms.up(ups[i], column + i);
             }
         }
-        y = make_float4(gatedValue(join.activation, y.x, u.x), gatedValue(join.activation, y.y, u.y),
-                        gatedValue(join.activation, y.z, u.z), gatedValue(join.activation, y.w, u.w));
+        const auto value = [&](float gate, float upper) {
+            return up ? gatedValue(join.activation, gate, upper) : activated(join.activation, gate);
+        };
+        y = make_float4(value(y.x, u.x), value(y.y, u.y), value(y.z, u.z), value(y.w, u.w));
     }
     if (out.floats && valid) storeQuad(out.floats + at, y, whole, left);
     storeForms(out, row, cols, column, y, valid);
@@ -280,10 +232,8 @@ template <typename Change> __device__ __forceinline__ void changeEach(float* x, 
         x[i] = change(x[i]);
 }
 
-__global__ void __launch_bounds__(kElementThreads)
-    scaleKernel(float* x, int64_t n, float factor, const float* factors) {
+__global__ void __launch_bounds__(kElementThreads) scaleKernel(float* x, int64_t n, float factor) {
     allowNext();
-    if (factors) factor = __fmul_rn(factor, factors[0]);
     waitForPrevious();
     changeEach(x, n, [&](float value) { return __fmul_rn(value, factor); });
 }
@@ -325,7 +275,8 @@ void rmsNorm(Stream& stream, const float* x, const int32_t* rowIndex, const floa
     requireBlocks(cols, out);
     const bool whole = cols % 4 == 0 && isAligned(x) && isAligned(weight) && isAligned(out.floats);
     const int64_t quads = (cols + 3) / 4, blocks = (quads + kSpreadThreads - 1) / kSpreadThreads;
-    if (rows <= kSpreadRows && (blocks == 1 || out.floats != x)) {
+    const bool spread = rows <= kSpreadRows || rows * blocks <= stream.device().multiprocessors;
+    if (spread && (blocks == 1 || out.floats != x)) {
         const int64_t staged = std::clamp<int64_t>(quads - 2 * kGroup / 4, 0, kSegment / 4);
         const size_t shared = static_cast<size_t>(staged) * sizeof(float4);
         const auto threads = static_cast<unsigned>(std::min<int64_t>((quads + 31) / 32 * 32, kSpreadThreads));
@@ -345,8 +296,8 @@ void rowDots(Stream& stream, const float* x, const float* weight, int64_t rows, 
            x, weight, rows, cols, y);
 }
 
-void scaleRows(Stream& stream, float* x, int64_t n, float factor, const float* factors) {
-    if (n > 0) launch(stream, scaleKernel, elementBlocks(n), dim3(kElementThreads), 0, x, n, factor, factors);
+void scaleRows(Stream& stream, float* x, int64_t n, float factor) {
+    if (n > 0) launch(stream, scaleKernel, elementBlocks(n), dim3(kElementThreads), 0, x, n, factor);
 }
 
 void softcap(Stream& stream, float* x, int64_t n, float cap) {
@@ -359,7 +310,7 @@ void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, con
 
 void gatedActivation(Stream& stream, const GatedJoin& join, const float* gate, const float* up, int64_t rows,
                      int64_t cols, const RowOutputs& out) {
-    launchElements(stream, join, gate, up, rows, cols, out);
+    launchElements(stream, join, gate, join.gated ? up : nullptr, rows, cols, out);
 }
 
 }  // namespace sharpi::cuda

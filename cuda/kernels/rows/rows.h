@@ -28,7 +28,6 @@ struct RowOutputs {
     float* floats = nullptr;  // [rows][cols]
     QuantizedRows quantized;
     HalfRows half;
-    bool adds = false;  // of rmsNorm alone: floats += the result
 };
 
 // The answer of a shared expert, which every row uses. It is added to the row's sum over its chosen experts, as
@@ -53,7 +52,9 @@ struct GatedJoin {
     const int32_t* expert = nullptr;                     // by pair: the row of the biases; null: the first
     const float* weight = nullptr;                       // by pair: multiplies both products; null: 1
     const int32_t* pairAt = nullptr;
-    int64_t upStride = 0;  // of gatedActivation() alone: from one row of `up` to the next; 0: as long as a row
+    // Of gatedActivation() alone:
+    int64_t upStride = 0;  // from one row of `up` to the next; 0: as long as a row
+    bool gated = true;     // false: there is no `up`
 };
 
 // The same rows from row `row` on. Absent forms stay absent. A row of halves keeps its alignment if cols is a multiple
@@ -74,7 +75,6 @@ inline HalfRows rowsFrom(const HalfRows& rows, int64_t row, int64_t cols) {
 inline RowOutputs rowsFrom(const RowOutputs& rows, int64_t row, int64_t cols) {
     RowOutputs rest;
     rest.floats = rows.floats ? rows.floats + row * cols : nullptr;
-    rest.adds = rows.adds;
     rest.quantized = rowsFrom(rows.quantized, row, cols);
     rest.half = rowsFrom(rows.half, row, cols);
     return rest;
@@ -92,16 +92,16 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols);  // 2
 // CPU's rmsNorm.
 void rmsNorm(Stream& stream, const float* x, const int32_t* rowIndex, const float* weight, float eps, int64_t rows,
              int64_t cols, const RowOutputs& out, int32_t weightRows = 1);
-// x *= factor * (factors ? factors[0] : 1), over n elements.
-void scaleRows(Stream& stream, float* x, int64_t n, float factor, const float* factors = nullptr);
+// x *= factor, over n elements.
+void scaleRows(Stream& stream, float* x, int64_t n, float factor);
 // x = portableSoftcap(x, cap), over n elements.
 void softcap(Stream& stream, float* x, int64_t n, float cap);
 // y[t] = weight . x[t, :], with the bits of the contract's float products.
 void rowDots(Stream& stream, const float* x, const float* weight, int64_t rows, int64_t cols, float* y);
 // Writes x [rows, cols] in the requested forms; out.floats may be x.
 void convertRows(Stream& stream, const float* x, int64_t rows, int64_t cols, const RowOutputs& out);
-// activation(gate, up) in the requested forms, with the bits of the CPU's gatedActivation. gate, up: [rows, cols].
-// out.floats may be gate.
+// activation(gate, up) in the requested forms, with the bits of the CPU's gatedActivation. gate, up: [rows, cols]. If
+// the join is not gated, `up` is not read. out.floats may be gate.
 void gatedActivation(Stream& stream, const GatedJoin& join, const float* gate, const float* up, int64_t rows,
                      int64_t cols, const RowOutputs& out);
 

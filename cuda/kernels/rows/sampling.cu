@@ -12,6 +12,10 @@
 //   - Otherwise: a stable radix sort (CUB's), then the sums of the rule's 1024 chunks with a thread for each, and one
 //     block that finds the chunk in which each bound falls and goes through that chunk only.
 // The block whose tile holds a token applies its penalties and biases, before it reads the tile.
+//
+// Rows that are chosen from in one of the first two ways share the two launches: blockIdx.y is the row. What a row
+// needs comes with the kernel's parameters, so no copy precedes the launch. The sort needs 16 bytes of memory for each
+// token of the vocabulary, so rows that need it take turns.
 #include "kernels/rows/sampling.h"
 
 #include <algorithm>
@@ -27,9 +31,9 @@ namespace {
 constexpr int kTileThreads = 256;
 constexpr int kTileItems = 8;
 constexpr int kTile = kTileThreads * kTileItems;
-constexpr int kFewCandidates = 128;
 constexpr int kMergeThreads = 1024;
 constexpr int kMaxMergeItems = 16;
+static_assert(kTile == kSamplingTile && kMergeThreads * kMaxMergeItems == kMostMerged);
 constexpr uint32_t kNothing = 0x007fffffu;  // the key of -infinity, which is never chosen
 
 // --- candidates ---------------------------------------------------------------------------------------------------
@@ -110,12 +114,27 @@ __device__ __forceinline__ void adjustTile(float* logits, int64_t begin, int64_t
     __syncthreads();
 }
 
+// What a launch chooses from, and its rows. Kernels for few rows exist because all parameters are copied at a launch.
+constexpr int kMostRows = 64;
+template <int kMost> struct Rows {
+    float* logits;
+    int64_t vocab;
+    const TokenAdjustment* adjustments;
+    RowChoice choice[kMost];
+};
+static_assert(sizeof(Rows<kMostRows>) < 4000, "the parameters of a kernel have at most 4 KiB");
+
 struct TileInput {
     float* logits;
     int64_t vocab;
     const TokenAdjustment* adjustments;
     int32_t count;
 };
+
+template <int kMost> __device__ __forceinline__ TileInput inputOf(const Rows<kMost>& rows, const RowChoice& choice) {
+    return {rows.logits + choice.row * rows.vocab, rows.vocab, rows.adjustments + choice.firstAdjustment,
+            choice.adjustments};
+}
 
 // Loads this block's tile, adjusted, as candidates. Those past the vocabulary's end are 0.
 __device__ __forceinline__ void loadTile(const TileInput& in, const SamplingRule& rule, uint64_t (&items)[kTileItems]) {
@@ -130,42 +149,57 @@ __device__ __forceinline__ void loadTile(const TileInput& in, const SamplingRule
 
 // --- greedy -------------------------------------------------------------------------------------------------------
 
-__global__ void __launch_bounds__(kTileThreads) bestOfTileKernel(TileInput in, SamplingRule rule, uint64_t* best) {
+// best: [rows][tiles]
+template <int kMost>
+__global__ void __launch_bounds__(kTileThreads)
+    bestOfTileKernel(const __grid_constant__ Rows<kMost> rows, uint64_t* best) {
     allowNext();
     waitForPrevious();
+    const RowChoice& choice = rows.choice[blockIdx.y];
     uint64_t items[kTileItems];
-    loadTile(in, rule, items);
+    loadTile(inputOf(rows, choice), choice.rule, items);
     uint64_t mine = items[0];
 #pragma unroll
     for (int i = 1; i < kTileItems; ++i) mine = larger(mine, items[i]);
     mine = blockMax<kTileThreads>(mine);
-    if (threadIdx.x == 0) best[blockIdx.x] = mine;
+    if (threadIdx.x == 0) best[int64_t{blockIdx.y} * gridDim.x + blockIdx.x] = mine;
 }
 
-__global__ void __launch_bounds__(kTileThreads) bestOfAllKernel(const uint64_t* best, int32_t tiles, int32_t* token) {
+template <int kMost>
+__global__ void __launch_bounds__(kTileThreads)
+    bestOfAllKernel(const __grid_constant__ Rows<kMost> rows, const uint64_t* best, int32_t tiles, int32_t* tokens) {
     allowNext();
     waitForPrevious();
+    best += int64_t{blockIdx.y} * tiles;
     uint64_t mine = 0;
     for (int32_t i = threadIdx.x; i < tiles; i += kTileThreads) mine = larger(mine, best[i]);
     mine = blockMax<kTileThreads>(mine);
-    if (threadIdx.x == 0) *token = keyOf(mine) == kNothing ? -1 : idOf(mine);
+    if (threadIdx.x == 0) tokens[rows.choice[blockIdx.y].token] = keyOf(mine) == kNothing ? -1 : idOf(mine);
 }
 
 // --- few candidates -----------------------------------------------------------------------------------------------
 
-// candidates: [tiles][keep], the best of each tile in any order, then 0 if it has fewer.
+__host__ __device__ __forceinline__ int32_t keptOf(const SamplingRule& rule, int64_t vocab) {
+    return static_cast<int32_t>(rule.topK > 0 && rule.topK < vocab ? rule.topK : vocab);
+}
+
+// candidates: [rows][tiles][most], of which a row fills [tiles][keep]: the best of each tile in any order, then 0 if it
+// has fewer.
+template <int kMost>
 __global__ void __launch_bounds__(kTileThreads)
-    bestFewOfTileKernel(TileInput in, SamplingRule rule, int32_t keep, int idBits, uint64_t* candidates) {
+    bestFewOfTileKernel(const __grid_constant__ Rows<kMost> rows, int32_t most, int idBits, uint64_t* candidates) {
     __shared__ int32_t taken;
     allowNext();
     waitForPrevious();
     if (threadIdx.x == 0) taken = 0;
+    const RowChoice& choice = rows.choice[blockIdx.y];
+    const int32_t keep = keptOf(choice.rule, rows.vocab);
     uint64_t items[kTileItems];
-    loadTile(in, rule, items);
-    const int64_t left = in.vocab - int64_t{blockIdx.x} * kTile;
+    loadTile(inputOf(rows, choice), choice.rule, items);
+    const int64_t left = rows.vocab - int64_t{blockIdx.x} * kTile;
     const int32_t wanted = static_cast<int32_t>(min(int64_t{keep}, left));
     const uint64_t threshold = thresholdOf<kTileThreads, kTileItems>(items, wanted, idBits);  // has a barrier
-    uint64_t* to = candidates + int64_t{blockIdx.x} * keep;
+    uint64_t* to = candidates + int64_t{blockIdx.y} * gridDim.x * most + int64_t{blockIdx.x} * keep;
 #pragma unroll
     for (int i = 0; i < kTileItems; ++i) {
         if (items[i] >= threshold) to[atomicAdd(&taken, 1)] = items[i];
@@ -206,16 +240,19 @@ __device__ int32_t drawFew(const float* logits, int32_t keep, const SamplingRule
     return chosen;
 }
 
-template <int kItems>
+template <int kItems, int kMost>
 __global__ void __launch_bounds__(kMergeThreads)
-    drawFewKernel(const uint64_t* candidates, int32_t count, int32_t keep, int idBits, SamplingRule rule, double draw,
-                  int32_t* token) {
+    drawFewKernel(const __grid_constant__ Rows<kMost> rows, const uint64_t* candidates, int32_t tiles, int32_t most,
+                  int idBits, int32_t* tokens) {
     __shared__ int32_t taken;
     __shared__ uint64_t unordered[kFewCandidates], ordered[kFewCandidates];
     __shared__ float logits[kFewCandidates];
     allowNext();
     waitForPrevious();
     if (threadIdx.x == 0) taken = 0;
+    const RowChoice& choice = rows.choice[blockIdx.y];
+    const int32_t keep = keptOf(choice.rule, rows.vocab), count = tiles * keep;
+    candidates += int64_t{blockIdx.y} * tiles * most;
     uint64_t items[kItems];
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -240,8 +277,8 @@ __global__ void __launch_bounds__(kMergeThreads)
     }
     __syncthreads();
     int32_t chosen = 0;
-    if (!isinf(logits[0])) chosen = drawFew(logits, keep, rule, draw);
-    if (threadIdx.x == 0) *token = keyOf(ordered[0]) == kNothing ? -1 : idOf(ordered[chosen]);
+    if (!isinf(logits[0])) chosen = drawFew(logits, keep, choice.rule, choice.draw);
+    if (threadIdx.x == 0) tokens[choice.token] = keyOf(ordered[0]) == kNothing ? -1 : idOf(ordered[chosen]);
 }
 
 // --- many candidates ----------------------------------------------------------------------------------------------
@@ -391,9 +428,7 @@ size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 int64_t tilesOf(int64_t vocab) { return (vocab + kTile - 1) / kTile; }
 
 // Whether the path for few candidates can be taken: the last block must hold the best of every tile.
-bool isFew(int64_t vocab, int64_t keep) {
-    return keep <= kFewCandidates && tilesOf(vocab) * keep <= int64_t{kMergeThreads} * kMaxMergeItems;
-}
+bool isFew(int64_t vocab, int64_t keep) { return keep <= kFewCandidates && tilesOf(vocab) * keep <= kMostMerged; }
 
 // CUB's convention: if memory is null, the call only sets `bytes`.
 void sortCandidates(void* memory, size_t& bytes, const uint32_t* keys, uint32_t* sortedKeys, const int32_t* ids,
@@ -409,8 +444,9 @@ size_t sortBytes(int64_t vocab) {
     return bytes;
 }
 
+// What rows that are sorted take turns to use. It begins where the candidates of the other rows are: no two launches
+// are under way at once.
 struct Scratch {
-    uint64_t* candidates;  // for greedy and for few candidates
     uint32_t *keys, *sortedKeys;
     int32_t *ids, *sortedIds;
     ChunkSums sums;
@@ -423,8 +459,6 @@ struct Scratch {
                 reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(static_cast<uint8_t*>(buffer) + bytes);
             bytes += aligned(size);
         };
-        const size_t few = std::min<size_t>(tilesOf(vocab) * kFewCandidates, kMergeThreads * kMaxMergeItems);
-        take(candidates, std::max<size_t>(few, tilesOf(vocab)) * sizeof(uint64_t));
         take(keys, vocab * sizeof(uint32_t));
         take(sortedKeys, vocab * sizeof(uint32_t));
         take(ids, vocab * sizeof(int32_t));
@@ -436,57 +470,100 @@ struct Scratch {
     }
 };
 
-void sampleFew(Stream& stream, const TileInput& in, const SamplingRule& rule, int32_t keep, double draw,
-               uint64_t* candidates, int32_t* token) {
-    int idBits = 0;
-    while (int64_t{1} << idBits < in.vocab) ++idBits;
-    const int64_t tiles = tilesOf(in.vocab);
-    launch(stream, bestFewOfTileKernel, dim3(static_cast<unsigned>(tiles)), dim3(kTileThreads), 0, in, rule, keep,
-           idBits, candidates);
-    const auto count = static_cast<int32_t>(tiles * keep);
-    const auto merge = count <= 4 * kMergeThreads   ? drawFewKernel<4>
-                       : count <= 8 * kMergeThreads ? drawFewKernel<8>
-                                                    : drawFewKernel<kMaxMergeItems>;
-    launch(stream, merge, dim3(1), dim3(kMergeThreads), 0, candidates, count, keep, idBits, rule, draw, token);
+// The rows of one launch.
+struct Group {
+    float* logits;
+    int64_t vocab;
+    const TokenAdjustment* adjustments;
+    std::vector<RowChoice> choices;
+
+    dim3 grid(int64_t tiles) const { return dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(choices.size())); }
+};
+
+// Calls body(rows) with the group as parameters of a kernel.
+template <typename Body> void withRows(const Group& group, const Body& body) {
+    const auto call = [&](auto rows) {
+        rows.logits = group.logits;
+        rows.vocab = group.vocab;
+        rows.adjustments = group.adjustments;
+        std::copy(group.choices.begin(), group.choices.end(), rows.choice);
+        body(rows);
+    };
+    if (group.choices.size() == 1) call(Rows<1>{});
+    else if (group.choices.size() <= 8) call(Rows<8>{});
+    else call(Rows<kMostRows>{});
 }
 
-void sampleMany(Stream& stream, const TileInput& in, const SamplingRule& rule, int32_t keep, double draw,
-                const Scratch& scratch, int32_t* token) {
+template <int kMost>
+void takeBest(Stream& stream, const Rows<kMost>& rows, const Group& group, uint64_t* best, int32_t* tokens) {
+    const int64_t tiles = tilesOf(group.vocab);
+    launch(stream, bestOfTileKernel<kMost>, group.grid(tiles), dim3(kTileThreads), 0, rows, best);
+    launch(stream, bestOfAllKernel<kMost>, group.grid(1), dim3(kTileThreads), 0, rows, best,
+           static_cast<int32_t>(tiles), tokens);
+}
+
+template <int kMost>
+void sampleFew(Stream& stream, const Rows<kMost>& rows, const Group& group, uint64_t* candidates, int32_t* tokens) {
+    int idBits = 0;
+    while (int64_t{1} << idBits < group.vocab) ++idBits;
+    int32_t most = 0;
+    for (const RowChoice& choice : group.choices) most = std::max(most, keptOf(choice.rule, group.vocab));
+    const int64_t tiles = tilesOf(group.vocab), count = tiles * most;
+    launch(stream, bestFewOfTileKernel<kMost>, group.grid(tiles), dim3(kTileThreads), 0, rows, most, idBits,
+           candidates);
+    const auto merge = count <= 4 * kMergeThreads   ? drawFewKernel<4, kMost>
+                       : count <= 8 * kMergeThreads ? drawFewKernel<8, kMost>
+                                                    : drawFewKernel<kMaxMergeItems, kMost>;
+    launch(stream, merge, group.grid(1), dim3(kMergeThreads), 0, rows, candidates, static_cast<int32_t>(tiles), most,
+           idBits, tokens);
+}
+
+void sampleMany(Stream& stream, const TileInput& in, const RowChoice& choice, void* memory, int32_t* tokens) {
+    const Scratch scratch(memory, in.vocab);
     const dim3 tiles(static_cast<unsigned>(tilesOf(in.vocab)));
-    launch(stream, sortKeysKernel, tiles, dim3(kTileThreads), 0, in, rule, scratch.keys, scratch.ids);
+    launch(stream, sortKeysKernel, tiles, dim3(kTileThreads), 0, in, choice.rule, scratch.keys, scratch.ids);
     size_t room = sortBytes(in.vocab);
-    if (scratch.bytes + room > samplingScratchBytes(in.vocab))
+    if (scratch.bytes + room > samplingScratchBytes(1, in.vocab))
         throw Error(ErrorKind::Internal, "sampling needs more scratch than was planned");
     sortCandidates(scratch.sort, room, scratch.keys, scratch.sortedKeys, scratch.ids, scratch.sortedIds, in.vocab,
                    stream.handle());
+    const int32_t keep = keptOf(choice.rule, in.vocab);
     const Sorted sorted = {scratch.sortedKeys, keep, static_cast<int32_t>(samplingChunk(keep))};
-    launch(stream, chunkSumsKernel, dim3((sorted.chunks() + 31) / 32), dim3(32), 0, sorted, rule, scratch.sums);
-    launch(stream, drawManyKernel, dim3(1), dim3(kMergeThreads), 0, sorted, scratch.sortedIds, rule, draw, scratch.sums,
-           token);
+    launch(stream, chunkSumsKernel, dim3((sorted.chunks() + 31) / 32), dim3(32), 0, sorted, choice.rule, scratch.sums);
+    launch(stream, drawManyKernel, dim3(1), dim3(kMergeThreads), 0, sorted, scratch.sortedIds, choice.rule, choice.draw,
+           scratch.sums, tokens + choice.token);
 }
 
 }  // namespace
 
-void sampleToken(Stream& stream, float* logits, int64_t vocab, const SamplingRule& rule,
-                 const TokenAdjustment* adjustments, int32_t count, double draw, void* scratch, int32_t* token) {
+void sampleTokens(Stream& stream, float* logits, int64_t vocab, const std::vector<RowChoice>& choices,
+                  const TokenAdjustment* adjustments, void* scratch, int32_t* tokens) {
     if (vocab <= 0 || vocab >= INT32_MAX)
         throw Error(ErrorKind::Internal, "no kernel samples from " + std::to_string(vocab) + " logits");
-    const TileInput in = {logits, vocab, adjustments, count};
-    const Scratch parts(scratch, vocab);
-    if (rule.temperature == 0) {
-        const int64_t tiles = tilesOf(vocab);
-        launch(stream, bestOfTileKernel, dim3(static_cast<unsigned>(tiles)), dim3(kTileThreads), 0, in, rule,
-               parts.candidates);
-        launch(stream, bestOfAllKernel, dim3(1), dim3(kTileThreads), 0, parts.candidates, static_cast<int32_t>(tiles),
-               token);
-        return;
+    auto* const candidates = static_cast<uint64_t*>(scratch);
+    Group best{logits, vocab, adjustments, {}}, few = best;
+    const auto flush = [&](Group& group, const auto& choose) {
+        if (!group.choices.empty()) withRows(group, choose);
+        group.choices.clear();
+    };
+    const auto takeBestOf = [&](const auto& rows) { takeBest(stream, rows, best, candidates, tokens); };
+    const auto sampleFewOf = [&](const auto& rows) { sampleFew(stream, rows, few, candidates, tokens); };
+    for (const RowChoice& choice : choices) {
+        const bool greedy = choice.rule.temperature == 0;
+        if (!greedy && !isFew(vocab, keptOf(choice.rule, vocab))) {
+            const TileInput in{logits + choice.row * vocab, vocab, adjustments + choice.firstAdjustment,
+                               choice.adjustments};
+            sampleMany(stream, in, choice, scratch, tokens);
+            continue;
+        }
+        Group& group = greedy ? best : few;
+        group.choices.push_back(choice);
+        if (group.choices.size() < kMostRows) continue;
+        if (greedy) flush(best, takeBestOf);
+        else flush(few, sampleFewOf);
     }
-    const int64_t keep = rule.topK > 0 ? std::min<int64_t>(vocab, rule.topK) : vocab;
-    if (isFew(vocab, keep)) {
-        sampleFew(stream, in, rule, static_cast<int32_t>(keep), draw, parts.candidates, token);
-    } else {
-        sampleMany(stream, in, rule, static_cast<int32_t>(keep), draw, parts, token);
-    }
+    flush(best, takeBestOf);
+    flush(few, sampleFewOf);
 }
 
 }  // namespace sharpi::cuda

@@ -1,16 +1,32 @@
-// Chooses a token from logits on the device by core/rules/sampling_rule.h. It is the token that the CPU would choose.
+// Chooses tokens from logits on the device by core/rules/sampling_rule.h: those that the CPU would choose.
 #pragma once
+
+#include <vector>
 
 #include "core/rules/sampling_rule.h"
 #include "device/stream.h"
 
 namespace sharpi::cuda {
 
-size_t samplingScratchBytes(int64_t vocab);
+// A row of logits and how a token is chosen from it.
+struct RowChoice {
+    double draw = 0;
+    SamplingRule rule;
+    int32_t firstAdjustment = 0, adjustments = 0;
+    int16_t row = 0;    // of the logits
+    int16_t token = 0;  // where the choice goes
+};
 
-// logits: [vocab], changed in place unless the rule is plain greedy. adjustments: [count], in device memory. scratch:
-// 256-byte aligned. Sets *token to the choice, or to -1 if no token may be chosen.
-void sampleToken(Stream& stream, float* logits, int64_t vocab, const SamplingRule& rule,
-                 const TokenAdjustment* adjustments, int32_t count, double draw, void* scratch, int32_t* token);
+// On which the scratch depends: the logits that a block reads, the most candidates of a row that is chosen from without
+// sorting all logits, and the most candidates that one block can find the best of.
+constexpr int kSamplingTile = 2048, kFewCandidates = 128, kMostMerged = 16384;
+// For calls with up to `rows` rows.
+size_t samplingScratchBytes(int64_t rows, int64_t vocab);
+
+// logits: [rows, vocab]. A row is changed in place unless its rule is plain greedy; each row has at most one choice.
+// adjustments: in device memory. scratch: 256-byte aligned. Sets tokens[choice.token] for each choice, to -1 if no
+// token may be chosen. Rows that keep up to 128 candidates share their launches; the others take turns.
+void sampleTokens(Stream& stream, float* logits, int64_t vocab, const std::vector<RowChoice>& choices,
+                  const TokenAdjustment* adjustments, void* scratch, int32_t* tokens);
 
 }  // namespace sharpi::cuda

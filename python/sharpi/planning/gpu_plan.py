@@ -16,6 +16,7 @@ from sharpi.machine.profile import HardwareProfile
 from sharpi.planning.placement import SLOTS, ExpertPool, Switches, TensorHome
 from sharpi.planning.plan import SAVED_STATISTICS, UNIFORM_ROUTING, Plan
 from sharpi.planning.prediction import (
+    after_on_gpu,
     balanced,
     cached_experts,
     decode_on_gpu,
@@ -104,7 +105,7 @@ class OnGpu:
         details = self._details(homes, slots, plan.batch, profile)
         lines = self._request.lines("cuda", plan.context, plan.batch, homes, slots)
         return replace(plan, **{"expert_pools": (), "expert_slots": slots, "hit_rate": None, "hit_source": "",
-                                "prefill": None, "decode": None, "draft_cost": None,
+                                "prefill": None, "decode": None, "decode_full": None, "draft_cost": None,
                                 "available_bytes": self._available, "lines": tuple(lines), **details},
                        fitting_context=largest(self._request.spec.context_length, self._fits_at))
 
@@ -168,9 +169,11 @@ class OnGpu:
                         "hit_source": SAVED_STATISTICS if request.warm else UNIFORM_ROUTING}
         if self._needs_speeds(homes) and profile is not None:
             uses, threads = known.model_uses, request.threads
+            full = after_on_gpu(known.beside, request.spec, request.kv_dtype, request.context)
             details |= {"profile": profile,
                         "decode": decode_on_gpu(uses, homes, profile, threads, cached, known.beside),
-                        "prefill": prefill_on_gpu(uses, homes, profile, batch, cached, request.prompt),
+                        "decode_full": decode_on_gpu(uses, homes, profile, threads, cached, full),
+                        "prefill": prefill_on_gpu(uses, homes, profile, batch, cached, request.prompt, known.beside),
                         "draft_cost": draft_cost_on_gpu(known, homes, profile, threads, cached)}
         return details
 

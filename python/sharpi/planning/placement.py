@@ -26,6 +26,7 @@ from sharpi.errors import InvalidRequestError
 from sharpi.settings.switches import check_switches, is_on
 
 __all__ = [
+    "BY_ROW",
     "Beside",
     "CPU_ROW_STEP",
     "DIRECT",
@@ -48,7 +49,8 @@ VRAM, DIRECT, SLOTS = "vram", "direct", "slots"
 CPU_ROW_STEP = 32
 
 # What a tensor is used for, in the words of the core.
-Role = Literal["embedding", "vector", "attention", "router", "ffn_gate", "ffn_up", "ffn_down", "experts", "head"]
+Role = Literal["embedding", "layer_embedding", "vector", "attention", "router", "ffn_gate", "ffn_up", "ffn_down",
+               "experts", "head"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 # Place in the order of benefit, and the kind of weight that people are told.
@@ -62,8 +64,13 @@ _ROLES: dict[Role, tuple[int, str]] = {
     "ffn_down": (4, "feed-forward"),
     "experts": (5, "experts"),
     "embedding": (6, "embedding"),
+    "layer_embedding": (7, "layer embeddings"),
 }
 _SHARED: tuple[Role, ...] = ("ffn_gate", "ffn_up", "ffn_down", "head")
+# A token reads one row of these. If they are not in VRAM, the host reads it in the mapped file. Tables of per-layer
+# embeddings are half of a model, and decode hardly gains by them, so they are never in VRAM.
+BY_ROW: tuple[Role, ...] = ("embedding", "layer_embedding")
+_NEVER_IN_VRAM: tuple[Role, ...] = ("layer_embedding",)
 _PAIRED: tuple[Role, ...] = ("ffn_gate", "ffn_up")
 _WHOLE_MODEL: tuple[Role, ...] = ("vector", "experts")
 # In the order in which a table shows them.
@@ -91,10 +98,13 @@ class Use(NamedTuple):
 
 class Beside(NamedTuple):
     """What a token meets beside its weights. state_bytes: of recurrent layers, read and written by every token.
-    shared_experts: layers with an expert for every token."""
+    shared_experts: layers with products that every token takes beside its experts. row_kernels: small kernels beyond
+    those of plain layers. attention_bytes: what attention costs, in bytes that are read where the KV cache is."""
 
     state_bytes: int = 0
     shared_experts: int = 0
+    row_kernels: int = 0
+    attention_bytes: float = 0.0
 
 
 class TensorHome(NamedTuple):
@@ -117,27 +127,30 @@ class ExpertPool(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Bytes of the weights of one kind by where they are used from: each byte is in one of the four. missed: of
+    """Bytes of the weights of one kind by where they are used from: each byte is in one of the five. missed: of
     experts, those beyond what the slots hold; they are the CPU's or come across PCIe, whichever is quicker just
-    then."""
+    then. by_row: of tables that stay in the file and need neither VRAM nor RAM; only rows of a batch's tokens are read.
+    """
 
     kind: str
     vram: int
     direct: int
     cpu: int
     missed: int = 0
+    by_row: int = 0
 
 
 @dataclass(frozen=True)
 class Unit:
     """Tensors that change their home together. rank: its place in the order of benefit; 0 never leaves VRAM. layer: -1
-    if they belong to all layers or to none."""
+    if they belong to all layers or to none. never: it never enters VRAM."""
 
     rank: int
     kind: str
     layer: int
     tensors: tuple[int, ...]
     nbytes: int
+    never: bool = False
 
 
 class Inventory:
@@ -155,7 +168,7 @@ class Inventory:
         self.draft_uses = _drafting(self.uses, layers)
         self._dearest = _dearest_uses(self.uses)
         self.units = _units(self._dearest, self.sizes)
-        self.movable = tuple(unit for unit in self.units if unit.rank)
+        self.movable = tuple(unit for unit in self.units if unit.rank and not unit.never)
         kinds = [unit.kind for unit in self.movable]
         self.has_experts = "experts" in kinds
         # How many movable units come before the experts.
@@ -178,7 +191,7 @@ class Inventory:
             uses.append(Use(index, name, cast(Role, role), layer, read, rows, cols, batch_bytes=batch,
                             parameters=math.prod(tensors[index].shape) * read / max(1, nbytes)))
         return cls(uses, [tensor.nbytes for tensor in tensors], spec.layer_count,
-                   Beside(spec.state_bytes, spec.shared_experts))
+                   Beside(spec.state_bytes, spec.shared_experts, spec.row_kernels))
 
     def homes(self, resident: int, most: Sequence[TensorHome] | None = None) -> tuple[TensorHome, ...]:
         """The homes with the first `resident` movable units in VRAM, except those that are outside of it in `most`.
@@ -198,17 +211,18 @@ class Inventory:
     def streamed(self, homes: Sequence[TensorHome]) -> bool:
         """Whether some weight comes across PCIe whole, if only for large batches; single rows of an embedding do not
         count."""
-        return any(use.role != "embedding" and homes[use.tensor].home != VRAM for use in self.uses)
+        return any(use.role not in BY_ROW and homes[use.tensor].home != VRAM for use in self.uses)
 
     def shareable(self, homes: Sequence[TensorHome] | None = None) -> list[Use]:
-        """The direct matrices whose rows the CPU may take some of: feed-forward, gate and up only as a pair, and the
-        output head. Without homes: all that are so wherever they are direct."""
+        """The direct matrices whose rows the CPU may take some of: feed-forward and the output head. Gate and up come
+        only together, and if they are the halves of one tensor, its home says how many rows of each half. Without
+        homes: all that are so wherever they are direct."""
         return [use for use in self._shareable if homes is None or homes[use.tensor].home == DIRECT]
 
     def placed(self, homes: Sequence[TensorHome], pools: Sequence[ExpertPool] = ()) -> tuple[Placed, ...]:
         """Bytes by kind of weight and by place, without kinds that the model lacks. pools: of experts with slots, what
         these hold; without any slots there is nothing to fetch to, and all experts are the CPU's."""
-        sums = {kind: [0, 0, 0, 0] for kind in KINDS}
+        sums = {kind: [0] * 5 for kind in KINDS}
         slots, experts = sum(pool.slots for pool in pools), max(1, sum(pool.experts for pool in pools))
         for tensor, use in self._dearest.items():
             size, (home, cpu_rows), kind = self.sizes[tensor], homes[tensor], _ROLES[use.role][1]
@@ -216,14 +230,15 @@ class Inventory:
             cpu = size * cpu_rows // use.rows if home == DIRECT else 0
             if home == SLOTS and not slots:
                 cpu = size
-            rest = size - vram - cpu
-            for place, count in enumerate((vram, rest * (home == DIRECT), cpu, rest * (home == SLOTS))):
+            rest, by_row = size - vram - cpu, use.role in BY_ROW
+            for place, count in enumerate((vram, rest * (home == DIRECT and not by_row), cpu, rest * (home == SLOTS),
+                                           rest * (home == DIRECT and by_row))):
                 sums[kind][place] += count
         return tuple(Placed(kind, *counts) for kind, counts in sums.items() if any(counts))
 
     def placed_on_cpu(self) -> tuple[Placed, ...]:
         """The same for a model that runs on the CPU."""
-        return tuple(Placed(kind, 0, 0, vram) for kind, vram, *_ in self.placed(self.homes(len(self.movable))))
+        return tuple(Placed(kind, 0, 0, sum(counts)) for kind, *counts in self.placed(self.homes(len(self.movable))))
 
     def check(self, homes: Sequence[TensorHome]) -> None:
         """Raises `InvalidRequestError` for homes that this model's tensors cannot have; for plans from elsewhere."""
@@ -264,10 +279,14 @@ def _drafting(uses: Sequence[Use], layers: int | None) -> tuple[Use, ...]:
 
 
 def _shareable(uses: Sequence[Use]) -> tuple[Use, ...]:
-    times = Counter(use.tensor for use in uses if use.role != "embedding")
-    found = [use for use in uses if use.role in _SHARED and times[use.tensor] == 1 and use.rows >= CPU_ROW_STEP]
-    pairs = Counter((use.layer, use.rows) for use in found if use.role in _PAIRED)
-    return tuple(use for use in found if use.role not in _PAIRED or pairs[use.layer, use.rows] == 2)
+    times = Counter(use.tensor for use in uses if use.role not in BY_ROW)
+    # Gate and up may be halves of a tensor; a part without a gate has only up.
+    paired = [use for use in uses if use.role in _PAIRED]
+    halves, parts = Counter((use.tensor, use.layer) for use in paired), Counter(use.layer for use in paired)
+    found = [use for use in uses if use.role in _SHARED and use.rows >= CPU_ROW_STEP
+             and times[use.tensor] == (halves[use.tensor, use.layer] or 1)]
+    alike = Counter((use.layer, use.rows) for use in found if use.role in _PAIRED)
+    return tuple(use for use in found if use.role not in _PAIRED or alike[use.layer, use.rows] == parts[use.layer])
 
 
 def _dearest_uses(uses: Sequence[Use]) -> dict[int, Use]:
@@ -292,7 +311,8 @@ def _units(uses: dict[int, Use], sizes: Sequence[int]) -> tuple[Unit, ...]:
         first = uses[tensors[0]]
         rank += first.role != "vector"
         layer = -1 if first.role in _WHOLE_MODEL else first.layer
-        units.append(Unit(rank, _ROLES[first.role][1], layer, tuple(sorted(tensors)), sum(sizes[t] for t in tensors)))
+        units.append(Unit(rank, _ROLES[first.role][1], layer, tuple(sorted(tensors)), sum(sizes[t] for t in tensors),
+                          first.role in _NEVER_IN_VRAM))
     return tuple(units)
 
 

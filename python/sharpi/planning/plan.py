@@ -52,8 +52,9 @@ class Plan:
     VRAM, and expert_pools: what they are then. expert_rates: bytes a second of the CPU and of PCIe, by which they share
     missed experts; if that of PCIe is 0, the CPU computes all of them, as it does if no rates are known. hit_rate: the
     part of the experts' uses that is expected to find them in slots, `None` if no expert has a slot as its home;
-    hit_source says how that is known. prefill (of one batch) and decode: the predicted speeds, and `profile` the
-    machine that they are for; `None` if nobody needed to know. fingerprint: of the file's tensors. sequences: how many
+    hit_source says how that is known. prefill (of one batch), decode (at the beginning of a
+    context) and decode_full (at its end): the predicted speeds, and `profile` the machine that they are for; `None` if
+    nobody needed to know. fingerprint: of the file's tensors. sequences: how many
     there is room for whose recurrent state is held, in a model that has one, or what a window or chunk shows of them.
     mtp: whether the file's prediction layer is loaded, for drafted tokens. draft_cost: what such a token adds to a
     step, as a part of a plain step's time; `None` if there is no prediction layer, or nobody needed to know. Predicted
@@ -91,6 +92,7 @@ class Plan:
     hit_source: str = ""
     prefill: Speed | None = None
     decode: Speed | None = None
+    decode_full: Speed | None = None
     profile: HardwareProfile | None = None
     sequences: int = DEFAULT_SEQUENCES
     mtp: bool = False
@@ -206,6 +208,7 @@ class Plan:
             "expert_rates": list(self.expert_rates),
             "prefill": asdict(self.prefill) if self.prefill else None,
             "decode": asdict(self.decode) if self.decode else None,
+            "decode_full": asdict(self.decode_full) if self.decode_full else None,
             "profile": self.profile.to_dict() if self.profile else None,
             "rope": self.rope.to_dict() if self.rope else None,
         }
@@ -386,7 +389,10 @@ def _line(value: Any) -> tuple[str, int]:
 
 
 def _placed(value: Any) -> Placed:
-    return Placed(_text(value["kind"]), *(_count()(value[name]) for name in ("vram", "direct", "cpu", "missed")))
+    # Plans were made before tables were counted apart.
+    counts = {"by_row": 0, **value}
+    places = ("vram", "direct", "cpu", "missed", "by_row")
+    return Placed(_text(value["kind"]), *(_count()(counts[place]) for place in places))
 
 
 def _pool(value: Any) -> ExpertPool:
@@ -440,6 +446,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "hit_source": _one_of("", UNIFORM_ROUTING, SAVED_STATISTICS),
     "prefill": _maybe(_speed),
     "decode": _maybe(_speed),
+    "decode_full": _maybe(_speed),
     "profile": _maybe(HardwareProfile.from_dict),
     "rope": _maybe(_rope),
 }

@@ -24,7 +24,7 @@ from sharpi.machine.profile import ASSUMED, HardwareProfile
 from sharpi.machine.profile_cache import current_profile, measuring_words
 from sharpi.planning.gpu_plan import DEFAULT_GPU_BATCH, VRAM_MARGIN, OnGpu, fitting_batch, largest
 from sharpi.planning.plan import DEFAULT_SEQUENCES, Plan, load_plan, size_words
-from sharpi.planning.prediction import completed, decode_on_cpu, draft_cost_on_cpu, prefill_on_cpu
+from sharpi.planning.prediction import after_on_cpu, completed, decode_on_cpu, draft_cost_on_cpu, prefill_on_cpu
 from sharpi.planning.prompt_modes import choose_prompt, least_batch, rounding_words
 from sharpi.planning.request import Request, Spec
 from sharpi.settings.choices import DEVICES, EXACT, KV_DTYPES
@@ -165,9 +165,11 @@ def _on_cpu(request: Request, why: str, found: Gpu | str | None) -> Plan:
     shown: dict[str, Any] = {}
     if request.shown and fits(request.context, batch):
         profile, known = request.speeds.of("cpu", found), request.inventory
+        full = after_on_cpu(known.beside, request.spec, request.kv_dtype, request.context)
         shown = {"placement": known.placed_on_cpu(), "profile": profile,
                  "prefill": prefill_on_cpu(known.model_uses, profile, batch, request.threads),
                  "decode": decode_on_cpu(known.model_uses, profile, request.threads, known.beside),
+                 "decode_full": decode_on_cpu(known.model_uses, profile, request.threads, full),
                  "draft_cost": draft_cost_on_cpu(known, profile, request.threads)}
     return request.fill("cpu", why, found, batch, room, (), **shown,
                         fitting_batch=fitting_batch(batch, least_batch("cpu", EXACT),

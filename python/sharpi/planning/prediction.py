@@ -37,7 +37,9 @@ A drafted token costs two things: the prediction layer with the output head, whi
 step that judges it. That row costs a part of the GPU's own time, or its arithmetic on the CPU, and the experts that are
 chosen for it. All other predictions are without drafts.
 
-Attention over the KV cache is left out: predictions are for short contexts.
+In decode, attention counts as bytes of VRAM: those of the keys and values that a token sees, or, if that is more, a
+fixed number for each multiplication of a query with a key, since each of the heads that share a key takes its time.
+Prefill is predicted for one batch at the beginning of a context. Its efficiency includes attention.
 """
 
 # A profile has no rates of a GPU if there is none, and predictions for a GPU are made only if there are.
@@ -49,20 +51,31 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from sharpi.machine.profile import ASSUMED, HardwareProfile
-from sharpi.planning.placement import CPU_ROW_STEP, DIRECT, SLOTS, VRAM, Beside, ExpertPool, Inventory, TensorHome, Use
+from sharpi.planning.placement import (
+    BY_ROW,
+    CPU_ROW_STEP,
+    DIRECT,
+    SLOTS,
+    VRAM,
+    Beside,
+    ExpertPool,
+    Inventory,
+    TensorHome,
+    Use,
+)
 from sharpi.settings.choices import EXACT, FAST
 
 if TYPE_CHECKING:
     from sharpi.planning.expert_stats import ExpertStats
 
-__all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "balanced", "cached_experts", "completed", "decode_on_cpu",
-           "decode_on_gpu", "decode_seconds", "draft_cost_on_cpu", "draft_cost_on_gpu", "expert_rates", "hit_rate",
-           "prefill_on_cpu", "prefill_on_gpu", "share_rows", "shares", "traffic"]
+__all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "after_on_cpu", "after_on_gpu", "balanced", "cached_experts",
+           "completed", "decode_on_cpu", "decode_on_gpu", "decode_seconds", "draft_cost_on_cpu", "draft_cost_on_gpu",
+           "expert_rates", "hit_rate", "prefill_on_cpu", "prefill_on_gpu", "share_rows", "shares", "traffic"]
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
@@ -76,11 +89,19 @@ DENSE_LAYER_KERNELS, EXPERT_LAYER_KERNELS, SHARED_LAYER_KERNELS, SLOTS_LAYER_KER
 SHARED_EXPERT_KERNELS = 3
 # Direct weights are multiplied as they come, a piece at a time.
 PIECE_BYTES, PIECE_KERNELS = 16 << 20, 1.5
+# Attention of decode: the part of VRAM's rate at which keys and values are read, and the bytes of VRAM that would take
+# as long as one multiplication of a query with a key. Fitted to models with 1, 4 and 8 heads to a KV head, after 8,192
+# to 65,536 tokens.
+KV_EFFICIENCY, BYTES_PER_PRODUCT = 0.6, 2.0
 # What a prompt costs besides: the first copy before there is anything to multiply, and the choice of a token.
 PREFILL_SECONDS = 1e-3
 # The part of a large product's rate that a prompt reaches, with norms, attention and smaller products; measured: 0.71
 # to 0.79.
 PREFILL_EFFICIENCY = 0.75
+# A block of threads multiplies this many rows of a matrix: the last one of a matrix that is no multiple works as long.
+OUTPUT_TILE = 128
+# What each small kernel over a prompt's rows reads and writes, of bytes for each number.
+ROW_KERNEL_BYTES = 8
 # The products of experts reach this part of it, times m / (m + a tile's rows) if m rows come to an expert. Fitted to
 # prompts of 2,048 tokens and models with 128 and 256 experts.
 EXPERT_EFFICIENCY, EXPERT_TILE = 0.66, 128
@@ -225,7 +246,7 @@ def traffic(uses: Sequence[Use], homes: Sequence[TensorHome], cached: Mapping[in
 def _on_cpu(use: Use, home: TensorHome) -> float:
     """The part of the rows of a direct matrix that the CPU computes. It computes rows of products only. An
     embedding's rows are read from the file, even if it is also the head."""
-    return home.cpu_rows / use.rows if home.home == DIRECT and use.role != "embedding" else 0.0
+    return home.cpu_rows / use.rows if home.home == DIRECT and use.role not in BY_ROW else 0.0
 
 
 def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None = None) -> tuple[float, str]:
@@ -234,7 +255,8 @@ def decode_seconds(reads: Traffic, profile: HardwareProfile, threads: int | None
     both = reads.cpu > 0 and reads.direct > 0
     streamed = reads.direct / (profile.pcie_bytes_per_second_shared if both else profile.pcie_bytes_per_second)
     beside = reads.beside
-    serial = {"VRAM": (reads.vram + reads.direct + 2 * beside.state_bytes) / profile.vram_bytes_per_second,
+    serial = {"VRAM": (reads.vram + reads.direct + 2 * beside.state_bytes + beside.attention_bytes)
+              / profile.vram_bytes_per_second,
               "GPU arithmetic": _kernels(reads) * profile.gpu_kernel_seconds,
               "RAM": (_cpu_seconds(reads.cpu, streamed, profile, threads) + 2 * reads.shared_layers * CROSSING_SECONDS
                       + reads.left_layers * EXPERT_CROSSING_SECONDS),
@@ -256,7 +278,7 @@ def _kernels(reads: Traffic) -> float:
     return (DENSE_LAYER_KERNELS * (reads.layers - reads.expert_layers) + EXPERT_LAYER_KERNELS * reads.expert_layers
             + SHARED_LAYER_KERNELS * reads.shared_layers
             + SLOTS_LAYER_KERNELS * (reads.left_layers + len(reads.cached))
-            + SHARED_EXPERT_KERNELS * reads.beside.shared_experts
+            + SHARED_EXPERT_KERNELS * reads.beside.shared_experts + reads.beside.row_kernels
             + PIECE_KERNELS * reads.direct / PIECE_BYTES + OTHER_KERNELS)
 
 
@@ -309,8 +331,19 @@ def decode_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: Har
 def decode_on_cpu(uses: Sequence[Use], profile: HardwareProfile, threads: int | None = None,
                   beside: Beside = Beside()) -> Speed:
     """The speed of decode on the CPU."""
-    read = sum(use.read_bytes for use in uses) + 2 * beside.state_bytes
+    read = sum(use.read_bytes for use in uses) + 2 * beside.state_bytes + beside.attention_bytes
     return Speed(profile.ram_bytes_per_second * _at_work(profile, threads) / max(1, read), "RAM")
+
+
+def after_on_gpu(beside: Beside, spec: Any, kv_dtype: str, tokens: int) -> Beside:
+    """`beside` with the attention of a token that sees `tokens` tokens, on the GPU."""
+    read, products = spec.kv_bytes_read(kv_dtype, tokens), spec.attention_products(tokens)
+    return beside._replace(attention_bytes=max(read / KV_EFFICIENCY, BYTES_PER_PRODUCT * products))
+
+
+def after_on_cpu(beside: Beside, spec: Any, kv_dtype: str, tokens: int) -> Beside:
+    """The same on the CPU."""
+    return beside._replace(attention_bytes=float(spec.kv_bytes_read(kv_dtype, tokens)))
 
 
 def draft_cost_on_gpu(inventory: Inventory, homes: Sequence[TensorHome], profile: HardwareProfile,
@@ -338,7 +371,7 @@ def draft_cost_on_cpu(inventory: Inventory, profile: HardwareProfile, threads: i
     plain, judged, drafted = (sum(use.read_bytes for use in uses) for uses in (
         inventory.model_uses, _of_rows(inventory.model_uses, 2), inventory.draft_uses))
     multiplied = sum(use.parameters for use in (*inventory.model_uses, *inventory.draft_uses)
-                     if use.role not in ("embedding", "vector"))
+                     if use.role not in (*BY_ROW, "vector"))
     at_work = _at_work(profile, threads)
     added = (judged - plain + drafted) / (profile.ram_bytes_per_second * at_work) + 2 * multiplied / (
         profile.cpu_flops * at_work
@@ -353,7 +386,8 @@ def _of_rows(uses: Sequence[Use], rows: int) -> list[Use]:
 
 
 def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile, rows: int,
-                   cached: Mapping[int, Cached] | None = None, prompt: str = FAST) -> Speed:
+                   cached: Mapping[int, Cached] | None = None, prompt: str = FAST,
+                   beside: Beside = Beside()) -> Speed:
     """The speed of prefill on the GPU, for an "exact" or "fast" prompt of one batch of `rows` tokens; cached: the
     layers with slots."""
     cached = cached or {}
@@ -361,38 +395,42 @@ def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: Ha
     for use in uses:
         home = homes[use.tensor].home
         if home == DIRECT:
-            brought += use.batch_bytes * (rows if use.role == "embedding" else 1)
+            brought += use.batch_bytes * (rows if use.role in BY_ROW else 1)
         elif home == SLOTS:
             brought += use.batch_bytes * (1 - (cached[use.layer].held if use.layer in cached else 0.0))
     streamed = brought / profile.pcie_bytes_per_second
     if prompt == EXACT:
-        computed = _exact_seconds(uses, [TensorHome()] * len(homes), profile, rows)
+        computed = _exact_seconds(uses, [TensorHome()] * len(homes), profile, rows, beside)
     else:
-        computed = _fast_seconds(uses, profile, rows)
+        computed = _fast_seconds(uses, profile, rows, beside)
     seconds = max(streamed, computed) + OVERLAP_LOSS * min(streamed, computed) + PREFILL_SECONDS
     return Speed(rows / seconds, "PCIe" if streamed > computed else "GPU arithmetic")
 
 
-def _fast_seconds(uses: Sequence[Use], profile: HardwareProfile, rows: int) -> float:
+def _fast_seconds(uses: Sequence[Use], profile: HardwareProfile, rows: int, beside: Beside) -> float:
     """Seconds of the GPU's arithmetic for `rows` rows on tensor cores."""
-    return sum(_operations([use], rows) / _efficiency(use, rows) for use in uses) / profile.gpu_flops
+    products = sum(_operations([use], rows) / _efficiency(use, rows) for use in uses) / profile.gpu_flops
+    width = max((use.cols for use in uses if use.role == "embedding"), default=0)
+    return products + beside.row_kernels * rows * width * ROW_KERNEL_BYTES / profile.vram_bytes_per_second
 
 
-def _exact_seconds(uses: Sequence[Use], resident: Sequence[TensorHome], profile: HardwareProfile, rows: int) -> float:
+def _exact_seconds(uses: Sequence[Use], resident: Sequence[TensorHome], profile: HardwareProfile, rows: int,
+                   beside: Beside) -> float:
     """Seconds of the GPU's arithmetic for `rows` rows by the contract; resident: homes with all tensors in VRAM."""
-    products = [use for use in uses if use.role not in ("embedding", "head")]
+    products = [use for use in uses if use.role not in (*BY_ROW, "head")]
     read = sum(use.read_bytes * (EXACT_EXPERTS_COST if use.role == "experts" else EXACT_ROWS_COST)
                for use in _of_rows(products, EXACT_ROWS))
-    kernels = EXACT_KERNELS * _kernels(traffic(products, resident)) * profile.gpu_kernel_seconds
+    kernels = EXACT_KERNELS * _kernels(traffic(products, resident, beside=beside)) * profile.gpu_kernel_seconds
     return math.ceil(rows / EXACT_ROWS) * (read / profile.vram_bytes_per_second + kernels)
 
 
 def _efficiency(use: Use, rows: int) -> float:
     """The part of a large product's rate that a prompt's product with this tensor reaches."""
+    efficiency = PREFILL_EFFICIENCY * use.rows / (math.ceil(use.rows / OUTPUT_TILE) * OUTPUT_TILE)
     if use.role != "experts":
-        return PREFILL_EFFICIENCY
+        return efficiency
     reached = rows * use.read_bytes / use.batch_bytes  # rows of an expert
-    return PREFILL_EFFICIENCY * EXPERT_EFFICIENCY * reached / (reached + EXPERT_TILE)
+    return efficiency * EXPERT_EFFICIENCY * reached / (reached + EXPERT_TILE)
 
 
 def prefill_on_cpu(uses: Sequence[Use], profile: HardwareProfile, rows: int, threads: int | None = None) -> Speed:
@@ -452,7 +490,7 @@ def _best_share(inventory: Inventory, homes: Sequence[TensorHome], profile: Hard
 
 
 def _operations(uses: Sequence[Use], rows: int) -> float:
-    return 2.0 * rows * sum(use.parameters for use in uses if use.role not in ("embedding", "vector", "head"))
+    return 2.0 * rows * sum(use.parameters for use in uses if use.role not in (*BY_ROW, "vector", "head"))
 
 
 def _at_work(profile: HardwareProfile, threads: int | None) -> float:

@@ -47,7 +47,12 @@ class Spec(Protocol):
 
     @property
     def shared_experts(self) -> int:
-        """Layers with an expert for every token."""
+        """Layers with experts and, beside them, products that every token takes."""
+        ...
+
+    @property
+    def row_kernels(self) -> int:
+        """Small kernels of a step beyond those of plain layers: norms after parts, scales, per-layer embeddings."""
         ...
 
     def kv_bytes(self, options: EngineOptions) -> int:
@@ -56,6 +61,14 @@ class Spec(Protocol):
 
     def kv_bytes_if_all_seen(self, options: EngineOptions) -> int:
         """Bytes that it would have if every layer saw all tokens."""
+        ...
+
+    def kv_bytes_read(self, kv_dtype: str, tokens: int) -> int:
+        """Bytes that the last of `tokens` tokens reads of the KV cache."""
+        ...
+
+    def attention_products(self, tokens: int) -> int:
+        """Multiplications of queries with keys for the last of `tokens` tokens."""
         ...
 
     def memory_lines(self, options: EngineOptions) -> list[tuple[str, int]]:

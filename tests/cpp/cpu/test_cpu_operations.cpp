@@ -22,6 +22,9 @@ constexpr int32_t kExperts = 6, kUsed = 3;
 using Values = std::vector<float>;
 using Doubles = std::vector<double>;
 
+// The `up` of a part without a gate: the last factor is 1.
+double absentUp(Activation a) { return a.kind == ActivationKind::ClampedSwiglu ? 0.0 : 1.0; }
+
 double activated(Activation a, double gate, double up) {
     switch (a.kind) {
     case ActivationKind::Silu: return gate / (1.0 + std::exp(-gate)) * up;
@@ -31,6 +34,7 @@ double activated(Activation a, double gate, double up) {
         const double limit = a.limit, g = std::min(gate, limit), u = std::clamp(up, -limit, limit);
         return g / (1.0 + std::exp(-1.702 * g)) * (u + 1.0);
     }
+    case ActivationKind::ReluSquared: return gate > 0 ? gate * gate * up : 0.0;
     }
     return NAN;
 }
@@ -74,7 +78,7 @@ protected:
         limits.experts = kExperts;
         limits.expertsUsed = kUsed;
         limits.expertLayers = {{0, kExperts}};
-        limits.postNorms = true;
+        limits.partOuts = limits.parallelParts = true;
         limits.deltaChannels = 2 * 2 * 8 + 6 * 8;
         limits.deltaWidth = 6 * 8;
         limits.deltaHeads = 6;
@@ -99,7 +103,7 @@ protected:
     // Normed becomes Residual by weights of 1.
     Doubles normed(int64_t row) {
         const Values ones(kWidth, 1.0f);
-        if (row == 0) ops.norm(ones.data(), 0.0f, {}, true);
+        if (row == 0) ops.norm({}, {NormKind::Rms, ones.data()}, {}, true);
         const float* const x = work.floats(work.scratch().normed) + row * kWidth;
         return {x, x + kWidth};
     }
@@ -127,8 +131,66 @@ private:
     std::unique_ptr<uint8_t, Release> _memory;
 };
 
-const Activation kActivations[] = {
-    {ActivationKind::Silu}, {ActivationKind::Gelu}, {ActivationKind::ClampedSwiglu, 1.5f}};
+// In double precision.
+Doubles rmsNormed(const Doubles& x, const Values& weight, double eps) {
+    double squares = 0;
+    for (const double v : x) squares += v * v;
+    Doubles y(x.size());
+    for (size_t i = 0; i < x.size(); ++i)
+        y[i] = x[i] / std::sqrt(squares / static_cast<double>(x.size()) + eps) * weight[i];
+    return y;
+}
+
+TEST_F(CpuOperationsTest, PartsAreAddedAsTheyAreDescribed) {
+    const Values norm = random(kWidth, 1.0f), ofY = random(kWidth, 1.0f), ofSide = random(kWidth, 1.0f);
+    const float scale = 1.7f;
+    for (int variant = 0; variant < 16; ++variant) {
+        PartCall part;
+        if (variant & 1) part.norm = norm.data();
+        if (variant & 2) part.sideNorms = {ofY.data(), ofSide.data()};
+        if (variant & 4) part.factor = 0.3f;
+        if (variant & 8) part.scale = &scale;
+        part.eps = 0.1f;
+        const Values y = random(kRows * kWidth, 2.0f), side = random(kRows * kWidth, 2.0f);
+        std::copy(y.begin(), y.end(), work.at(RowBuffer::PartOut));
+        std::copy(side.begin(), side.end(), work.at(RowBuffer::SideOut));
+        std::copy(residual.begin(), residual.end(), work.at(RowBuffer::Residual));
+        std::vector<Doubles> expected;
+        for (int64_t t = 0; t < kRows; ++t) {
+            const auto row = [&](const Values& of) {
+                return Doubles(of.begin() + t * kWidth, of.begin() + (t + 1) * kWidth);
+            };
+            Doubles added = row(y);
+            if (variant & 2) {
+                added = rmsNormed(added, ofY, 0.1);
+                const Doubles other = rmsNormed(row(side), ofSide, 0.1);
+                for (int64_t i = 0; i < kWidth; ++i) added[i] += other[i];
+            }
+            if (variant & 1) added = rmsNormed(added, norm, 0.1);
+            Doubles x = row(residual);
+            for (int64_t i = 0; i < kWidth; ++i)
+                x[i] = (x[i] + (variant & 4 ? 0.3 : 1.0) * added[i]) * (variant & 8 ? 1.7 : 1.0);
+            expected.push_back(x);
+        }
+        ops.addPart(part);
+        expectRows(RowBuffer::Residual, expected);
+        // The same with a norm behind it.
+        const Values once(work.at(RowBuffer::Residual), work.at(RowBuffer::Residual) + kRows * kWidth);
+        std::copy(y.begin(), y.end(), work.at(RowBuffer::PartOut));
+        std::copy(side.begin(), side.end(), work.at(RowBuffer::SideOut));
+        std::copy(residual.begin(), residual.end(), work.at(RowBuffer::Residual));
+        ops.norm(part, {NormKind::Rms, norm.data(), nullptr, 0.1f}, {}, false);
+        EXPECT_EQ(once, Values(work.at(RowBuffer::Residual), work.at(RowBuffer::Residual) + kRows * kWidth));
+        const Doubles after = rmsNormed(expected.back(), norm, 0.1);
+        for (int64_t i = 0; i < kWidth; ++i)
+            EXPECT_NEAR(work.floats(work.scratch().normed)[(kRows - 1) * kWidth + i], after[i], 1e-5) << variant;
+    }
+}
+
+const Activation kActivations[] = {{ActivationKind::Silu},
+                                   {ActivationKind::Gelu},
+                                   {ActivationKind::ClampedSwiglu, 1.5f},
+                                   {ActivationKind::ReluSquared}};
 
 TEST_F(CpuOperationsTest, GatedLinearTakesBiasesAndActivations) {
     const Values gate = random(kHidden * kWidth, 0.3f), up = random(kHidden * kWidth, 0.3f),
@@ -136,16 +198,19 @@ TEST_F(CpuOperationsTest, GatedLinearTakesBiasesAndActivations) {
     const Weight gateW = weightOf(gate, kHidden, kWidth), upW = weightOf(up, kHidden, kWidth),
                  reader = weightOf(gate, kWidth, kHidden);
     for (const Activation& activation : kActivations) {
-        for (const bool biased : {false, true}) {
+        for (const int variant : {0, 1, 2, 3}) {
+            const bool biased = variant & 1, gated = variant & 2;
             std::vector<Doubles> expected;
             for (int64_t t = 0; t < kRows; ++t) {
                 const Doubles x = normed(t);
                 Doubles g = product(gate, 0, kHidden, x, biased ? gateBias : Values());
-                const Doubles u = product(up, 0, kHidden, x, biased ? upBias : Values());
+                Doubles u = product(up, 0, kHidden, x, biased ? upBias : Values());
+                if (!gated) std::fill(u.begin(), u.end(), absentUp(activation));
                 for (size_t i = 0; i < g.size(); ++i) g[i] = activated(activation, g[i], u[i]);
                 expected.push_back(g);
             }
-            GatedProduct call{gateW, upW};
+            const Weight none;
+            GatedProduct call{gateW, gated ? upW : none};
             if (biased) call.gateBias = gateBias.data(), call.upBias = upBias.data();
             call.activation = activation;
             ops.gatedLinear(RowInput::Normed, call, reader);
@@ -159,6 +224,7 @@ struct Kind {
     bool biases = false, weightsInput = false, shared = false, sharedScale = false;
     Activation activation;
     RowBuffer to = RowBuffer::Residual;
+    bool gated = true;
 };
 
 class CpuMixture : public CpuOperationsTest {
@@ -168,7 +234,8 @@ protected:
         for (double& v : weighted) v *= kind.weightsInput ? weight : 1.0;
         const Values none;
         Doubles g = product(gate, expert, kHidden, weighted, kind.biases ? gateBias : none);
-        const Doubles u = product(up, expert, kHidden, weighted, kind.biases ? upBias : none);
+        Doubles u = product(up, expert, kHidden, weighted, kind.biases ? upBias : none);
+        if (!kind.gated) std::fill(u.begin(), u.end(), absentUp(kind.activation));
         for (size_t i = 0; i < g.size(); ++i) g[i] = activated(kind.activation, g[i], u[i]);
         Doubles y = product(down, expert, kWidth, g, kind.biases ? downBias : none);
         for (double& v : y) v *= kind.weightsInput ? 1.0 : weight;
@@ -204,8 +271,8 @@ protected:
         std::copy(residual.begin(), residual.end(), work.at(RowBuffer::Residual));
         std::vector<Doubles> expected;
         for (int64_t t = 0; t < kRows; ++t) expected.push_back(rowOf(kind, t, normed(t)));
-        ExpertCall call{
-            {}, stackOf(gate, kHidden, kWidth), stackOf(up, kHidden, kWidth), stackOf(down, kWidth, kHidden)};
+        const WeightStack ups = kind.gated ? stackOf(up, kHidden, kWidth) : WeightStack();
+        ExpertCall call{{}, stackOf(gate, kHidden, kWidth), ups, stackOf(down, kWidth, kHidden)};
         call.routing.count = kExperts;
         call.routing.used = kUsed;
         call.routing.gating = Gating::SoftmaxOfChosen;
@@ -232,10 +299,11 @@ protected:
 TEST_F(CpuMixture, Plain) { check({}); }
 TEST_F(CpuMixture, ActivationsAndBiases) {
     for (const Activation& activation : kActivations) {
-        for (const bool biases : {false, true}) {
+        for (const int variant : {0, 1, 2, 3}) {
             Kind kind;
             kind.activation = activation;
-            kind.biases = biases;
+            kind.biases = variant & 1;
+            kind.gated = variant & 2;
             check(kind);
             if (HasFatalFailure()) return;
         }

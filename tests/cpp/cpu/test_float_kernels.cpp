@@ -104,6 +104,55 @@ TEST(FloatKernels, RmsNormSumsInTheDocumentedOrder) {
     }
 }
 
+TEST(FloatKernels, LayerNorm) {
+    for (const int64_t n : kLengths) {
+        std::vector<float> x = randomFloats(n, 6);
+        for (float& v : x) v += 3.0f;
+        const std::vector<float> weight = randomFloats(n, 7), bias = randomFloats(n, 8);
+        for (const bool biased : {false, true}) {
+            double mean = 0, squares = 0;
+            for (const float v : x) mean += v / static_cast<double>(n);
+            for (const float v : x) squares += (v - mean) * (v - mean) / static_cast<double>(n);
+            std::vector<double> expected(n);
+            for (int64_t i = 0; i < n; i++)
+                expected[i] = (x[i] - mean) / std::sqrt(squares + 1e-2) * weight[i] + (biased ? bias[i] : 0.0f);
+            checkTables(
+                [&](const Kernels& table) {
+                    std::vector<float> y(n, kNaN), inPlace = x;
+                    const float* const added = biased ? bias.data() : nullptr;
+                    table.layerNorm(x.data(), weight.data(), added, 1e-2f, n, y.data());
+                    table.layerNorm(inPlace.data(), weight.data(), added, 1e-2f, n, inPlace.data());
+                    expectSameBits(inPlace, y, "in place");
+                    return y;
+                },
+                expected, 1e-5, "layerNorm of " + std::to_string(n));
+        }
+    }
+}
+
+// As core/rules/norm.h says, written out here once more for other processors.
+TEST(FloatKernels, LayerNormSumsInTheDocumentedOrder) {
+    for (const int64_t n : kLengths) {
+        const std::vector<float> x = randomFloats(n, 3), weight = randomFloats(n, 4), bias = randomFloats(n, 5);
+        const auto total = [](float (&acc)[32]) {
+            for (int half = 16; half >= 1; half /= 2)
+                for (int i = 0; i < half; i++) acc[i] += acc[i + half];
+            return acc[0];
+        };
+        float sums[32] = {}, squares[32] = {};
+        for (int64_t i = 0; i < n; i++) sums[i % 32] += x[i];
+        const float mean = total(sums) / static_cast<float>(n);
+        for (int64_t i = 0; i < n; i++) squares[i % 32] = std::fmaf(x[i] - mean, x[i] - mean, squares[i % 32]);
+        const float inverse = 1.0f / std::sqrt(total(squares) / static_cast<float>(n) + 1e-6f);
+        std::vector<float> expected(n), got(n, kNaN);
+        for (int64_t i = 0; i < n; i++) expected[i] = (x[i] - mean) * inverse * weight[i] + bias[i];
+        for (const Kernels* table : tables()) {
+            table->layerNorm(x.data(), weight.data(), bias.data(), 1e-6f, n, got.data());
+            expectSameBits(got, expected, std::string(table->name) + ", n = " + std::to_string(n));
+        }
+    }
+}
+
 TEST(FloatKernels, AddAndAddScaled) {
     for (const int64_t n : kLengths) {
         const std::vector<float> x = randomFloats(n, 4), y = randomFloats(n, 5);
@@ -129,45 +178,53 @@ TEST(FloatKernels, AddAndAddScaled) {
     }
 }
 
-const Activation kActivations[] = {
-    {ActivationKind::Silu}, {ActivationKind::Gelu}, {ActivationKind::ClampedSwiglu, 2.5f}};
+const Activation kActivations[] = {{ActivationKind::Silu},
+                                   {ActivationKind::Gelu},
+                                   {ActivationKind::ClampedSwiglu, 2.5f},
+                                   {ActivationKind::ReluSquared}};
 
-double activated(const Activation& a, double gate, double up) {
+double activated(const Activation& a, double gate) {
     switch (a.kind) {
-    case ActivationKind::Silu: return gate / (1.0 + std::exp(-gate)) * up;
+    case ActivationKind::Silu: return gate / (1.0 + std::exp(-gate));
     case ActivationKind::Gelu:
-        return 0.5 * gate * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (gate + 0.044715 * gate * gate * gate))) * up;
+        return 0.5 * gate * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (gate + 0.044715 * gate * gate * gate)));
     case ActivationKind::ClampedSwiglu: {
-        const double g = std::min<double>(gate, a.limit), u = std::clamp<double>(up, -a.limit, a.limit);
-        return g / (1.0 + std::exp(-1.702 * g)) * (u + 1.0);
+        const double g = std::min<double>(gate, a.limit);
+        return g / (1.0 + std::exp(-1.702 * g));
     }
+    case ActivationKind::ReluSquared: return gate > 0 ? gate * gate : 0.0;
     }
     return kNaN;
 }
 
+double lastFactor(const Activation& a, double up) {
+    return a.kind == ActivationKind::ClampedSwiglu ? std::clamp<double>(up, -a.limit, a.limit) + 1.0 : up;
+}
+
+// With and without biases, a gate and a weight.
 TEST(FloatKernels, GatedActivation) {
     for (const Activation& activation : kActivations) {
         for (const int64_t n : kLengths) {
             const std::vector<float> gate = randomFloats(n, 6, 4.0f), up = randomFloats(n, 7, 2.0f),
                                      gateBias = randomFloats(n, 8), upBias = randomFloats(n, 9);
-            for (const bool biased : {false, true}) {
-                for (const float factor : {1.0f, 0.37f}) {
-                    std::vector<double> expected(n);
-                    for (int64_t i = 0; i < n; i++) {
-                        const double g = static_cast<double>(gate[i]) * factor + (biased ? gateBias[i] : 0.0f),
-                                     u = static_cast<double>(up[i]) * factor + (biased ? upBias[i] : 0.0f);
-                        expected[i] = activated(activation, g, u);
-                    }
-                    checkTables(
-                        [&](const Kernels& t) {
-                            auto z = gate;
-                            sharpi::cpu::GatedRow row{z.data(), up.data(), nullptr, nullptr, factor};
-                            if (biased) row.gateBias = gateBias.data(), row.upBias = upBias.data();
-                            t.gatedActivation(activation, row, n);
-                            return z;
-                        },
-                        expected, 2e-6, "activation " + std::to_string(static_cast<int>(activation.kind)));
+            for (int variant = 0; variant < 8; ++variant) {
+                const bool biased = variant & 1, gated = variant & 2;
+                const float factor = variant & 4 ? 0.37f : 1.0f;
+                std::vector<double> expected(n);
+                for (int64_t i = 0; i < n; i++) {
+                    const double g = static_cast<double>(gate[i]) * factor + (biased ? gateBias[i] : 0.0f),
+                                 u = static_cast<double>(up[i]) * factor + (biased ? upBias[i] : 0.0f);
+                    expected[i] = activated(activation, g) * (gated ? lastFactor(activation, u) : 1.0);
                 }
+                checkTables(
+                    [&](const Kernels& t) {
+                        auto z = gate;
+                        sharpi::cpu::GatedRow row{z.data(), gated ? up.data() : nullptr, nullptr, nullptr, factor};
+                        if (biased) row.gateBias = gateBias.data(), row.upBias = upBias.data();
+                        t.gatedActivation(activation, row, n);
+                        return z;
+                    },
+                    expected, 2e-6, "activation " + std::to_string(static_cast<int>(activation.kind)));
             }
         }
     }
@@ -188,6 +245,9 @@ TEST(FloatKernels, GatedActivationRoundsInTheDocumentedOrder) {
             } else if (a.kind == ActivationKind::Gelu) {
                 const float square = g * g, p = std::fmaf(square, 0.044715f, 1.0f), inner = g * p;
                 expected[i] = g / (1.0f + sharpi::portableExp(inner * -1.5957691216f)) * u;
+            } else if (a.kind == ActivationKind::ReluSquared) {
+                const float r = std::max(g, 0.0f);
+                expected[i] = r * r * u;
             } else {
                 expected[i] = g / (1.0f + sharpi::portableExp(0.0f - g)) * u;
             }
@@ -215,6 +275,13 @@ TEST(FloatKernels, ActivationsOfExtremes) {
         EXPECT_NEAR(clamped[2], -42.0f, 1e-3f);
         EXPECT_NEAR(clamped[3], 0.0f, 1e-30f);
         EXPECT_TRUE(std::isnan(clamped[4]));
+        float squared[5] = {kNaN, infinity, -infinity, 1e30f, -0.0f};
+        table->gatedActivation({ActivationKind::ReluSquared}, {squared, nullptr}, 5);
+        EXPECT_TRUE(std::isnan(squared[0]));
+        EXPECT_EQ(squared[1], infinity);
+        EXPECT_EQ(squared[2], 0.0f);
+        EXPECT_EQ(squared[3], infinity);
+        EXPECT_EQ(squared[4], 0.0f);
     }
 }
 

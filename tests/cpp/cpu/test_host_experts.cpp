@@ -18,7 +18,8 @@ const Shape kShapes[] = {
     {DType::F32, DType::BF16, DType::F16, 100, 333, 7, 2},  // rows that have no quantized form
 };
 
-constexpr Activation kGelu = {ActivationKind::Gelu}, kClamped = {ActivationKind::ClampedSwiglu, 1.5f};
+constexpr Activation kGelu = {ActivationKind::Gelu}, kClamped = {ActivationKind::ClampedSwiglu, 1.5f},
+                     kSquared = {ActivationKind::ReluSquared};
 
 constexpr Share kNothingThere = {0, 0}, kAllThere = {1, 0}, kAllFetched = {0, 1}, kMixed = {0.4, 0.4};
 
@@ -52,7 +53,9 @@ TEST(HostExperts, WithBiasesOtherActivationsAndWeightedInputs) {
                                Shape{DType::Q4_K, DType::Q8_0, DType::F16, 256, 288, 5, 2, kGelu, false, false},
                                Shape{DType::F32, DType::F32, DType::F32, 100, 333, 4, 1, {}, false, true},
                                Shape{DType::Q8_0, DType::Q8_0, DType::Q8_0, 64, 96, 3, 3, kGelu, true, true},
-                               Shape{DType::Q8_0, DType::Q8_0, DType::Q8_0, 64, 96, 1, 1, kClamped, true, false}}) {
+                               Shape{DType::Q8_0, DType::Q8_0, DType::Q8_0, 64, 96, 1, 1, kClamped, true, false},
+                               Shape{DType::Q4_K, DType::F32, DType::Q8_0, 256, 96, 5, 2, kSquared, true, true, false},
+                               Shape{DType::F16, DType::F32, DType::F16, 64, 99, 4, 2, kGelu, false, false, false}}) {
         for (const int64_t rows : {1, 4, 40}) {
             SCOPED_TRACE(nameOf(shape) + ", " + std::to_string(rows) + " rows");
             std::vector<Layer> layers;

@@ -22,12 +22,12 @@ struct Shape {
     DType gate, up, down;
     int64_t embedding, hidden;
     Activation activation = {};
-    bool biases = false;
+    bool biases = false, gated = true;
 };
 
 std::string nameOf(const Shape& s) {
     return std::string(info(s.gate).name) + " " + info(s.up).name + " " + info(s.down).name + ", " +
-           std::to_string(s.embedding) + " x " + std::to_string(s.hidden);
+           std::to_string(s.embedding) + " x " + std::to_string(s.hidden) + (s.gated ? "" : ", no gate");
 }
 
 struct Weights {
@@ -77,6 +77,7 @@ std::vector<float> multiply(const Matrix& w, const Rows& x, int64_t rows) {
 struct Layer {
     Weights gate, up, down;
     Activation activation;
+    bool gated;
     std::vector<float> gateBias, upBias;  // [hidden], or empty
     Rows input, hidden;
     std::vector<float> output;
@@ -86,6 +87,7 @@ struct Layer {
           up(s.up, s.hidden, s.embedding, random),
           down(s.down, s.embedding, s.hidden, random),
           activation(s.activation),
+          gated(s.gated),
           gateBias(s.biases ? static_cast<size_t>(s.hidden) : 0),
           upBias(gateBias.size()) {
         std::normal_distribution<float> normal;
@@ -100,13 +102,15 @@ struct Layer {
             hidden.floats[i] += gateBias[i % gateBias.size()];
             upped[i] += upBias[i % upBias.size()];
         }
-        cpu::kernels().gatedActivation(activation, {hidden.floats.data(), upped.data()}, rows * s.hidden);
+        const float* const ups = gated ? upped.data() : nullptr;
+        cpu::kernels().gatedActivation(activation, {hidden.floats.data(), ups}, rows * s.hidden);
         hidden.quantize(rows, s.hidden);
         output = multiply(down.matrix, hidden, rows);
     }
     HostGated inHost() const {
-        if (gateBias.empty()) return {gate.matrix, up.matrix, nullptr, nullptr, activation};
-        return {gate.matrix, up.matrix, gateBias.data(), upBias.data(), activation};
+        const Matrix ups = gated ? up.matrix : Matrix();
+        if (gateBias.empty()) return {gate.matrix, ups, nullptr, nullptr, activation};
+        return {gate.matrix, ups, gateBias.data(), gated ? upBias.data() : nullptr, activation};
     }
 };
 
@@ -299,6 +303,7 @@ const Shape kShapes[] = {
     {DType::F32, DType::BF16, DType::F16, 100, 333},  // rows that have no quantized form
     {DType::Q8_0, DType::Q8_0, DType::Q8_0, 96, 320, {ActivationKind::Gelu}, false},
     {DType::MXFP4, DType::Q4_0, DType::F16, 96, 333, {ActivationKind::ClampedSwiglu, 1.5f}, true},
+    {DType::Q8_0, DType::Q8_0, DType::Q8_0, 96, 320, {ActivationKind::ReluSquared}, true, false},
 };
 
 TEST(HostShare, AnySplitGivesTheBitsOfTheWhole) {

@@ -57,7 +57,9 @@ TEST(WeightStream, EveryByteUsedIsTheFiles) {
         world.stream.addTable(table);
         world.stream.take();
         EXPECT_EQ(world.transfers.prepared, 1);
-        EXPECT_TRUE(liesIn(world.transfers.ranges.always, table.data, fileBytes(table)));
+        for (const auto* ranges :
+             {&world.transfers.ranges.always, &world.transfers.ranges.once, &world.transfers.ranges.optional})
+            EXPECT_FALSE(overlaps(*ranges, table.data, fileBytes(table))) << "single rows of a table are read";
         const auto any = [&](const auto& is) { return std::any_of(world.groups.begin(), world.groups.end(), is); };
         const bool streams = any([](const World::Group& g) { return !g.resident(); });
         EXPECT_EQ(world.stream.streams(), streams);
@@ -387,8 +389,6 @@ TEST(WeightStream, APlanTakesTheSameMemory) {
         planned.finishUploads();
         EXPECT_EQ(allocator.held() + residents, world.allocator.held()) << "after uploading";
         expectInternal([&] { planned.begin(WeightStream::Part::Model, false, true); });
-        EXPECT_EQ(planned.deviceAddress(world.groups[0].file[0].data), world.groups[0].file[0].data);
-        EXPECT_EQ(world.stream.deviceAddress(world.groups[0].file[0].data), world.groups[0].file[0].data + 4096);
     }
 }
 

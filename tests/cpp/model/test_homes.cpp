@@ -129,7 +129,7 @@ TEST(Homes, WhereWeightsAreDoesNotChangeLogitsOrTokens) {
             ASSERT_TRUE(engine->notes().empty()) << engine->notes()[0];
             const auto inFile = [](const TensorHome& h) { return h.home != Home::Vram; };
             const bool streams = std::any_of(sweep[i].begin() + (options.tied ? 0 : 1), sweep[i].end(), inFile);
-            EXPECT_EQ(engine->backend().streams(), streams);
+            EXPECT_EQ(engine->backend().bus().streams, streams);
             Session session(engine);
             EXPECT_TRUE(sameBits(evaluate(session, tokens, options.vocab), logits));
             EXPECT_EQ(greedy(session, prompt, 64), made);

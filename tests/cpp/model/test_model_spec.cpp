@@ -154,7 +154,8 @@ TEST(ModelSpec, EveryShapeIsChecked) {
                     else expectBadModel(other, [&] { model.spec(); });
                 } else if (t.name.find("ffn_down_") != std::string::npos && t.name.find("exp") != std::string::npos &&
                            t.name.find(".weight") != std::string::npos && d == 0) {
-                    expectBadModel("ffn_gate", [&] { model.spec(); });
+                    const bool gated = tiny::family(o.architecture).gated;
+                    expectBadModel(gated ? "ffn_gate" : "ffn_up", [&] { model.spec(); });
                 } else {
                     expectBadModel("'" + t.name + "'", [&] { model.spec(); });
                 }
@@ -190,6 +191,60 @@ TEST(ModelSpec, TensorsThatNobodyUsesAreRefused) {
     tiny::Model model{tiny::Options()};
     model.add("rope_freqs.weight", DType::F32, {8});
     EXPECT_TRUE(static_cast<bool>(model.spec().ropes.at(0).factors));
+}
+
+TEST(ModelSpec, MixturesSayHowManyExpertsTheyHave) {
+    for (const tiny::Family& family : tiny::families()) {
+        if (!family.mixture) continue;
+        tiny::Options o;
+        o.architecture = family.name;
+        o.layers = family.layers;
+        const std::string key = o.architecture + ".expert_count";
+        expectSpoiled(o, "'" + key + "' is missing", [&](tiny::Model& m) { m.metadata.erase(key); });
+    }
+}
+
+TEST(ModelSpec, APartWithoutAGateHasOneMatrixBeforeTheActivation) {
+    for (const int64_t experts : {0, 4}) {
+        tiny::Options o;
+        o.architecture = "arcee";
+        o.experts = experts;
+        const ModelSpec spec = tiny::Model(o).spec();
+        const std::string ending = experts ? "_exps.weight" : ".weight";
+        for (const LayerSpec& layer : spec.layers) {
+            const int32_t first = experts ? layer.experts->gate.index : layer.dense->gate.index;
+            const bool second = experts ? bool(layer.experts->up) : bool(layer.dense->up);
+            const Activation activation = experts ? layer.experts->activation : layer.dense->activation;
+            EXPECT_FALSE(second);
+            EXPECT_EQ(activation.kind, ActivationKind::ReluSquared);
+            const int32_t tensor = spec.weights.at(static_cast<size_t>(first)).slice().tensor;
+            EXPECT_NE(tiny::Model(o).tensors.at(static_cast<size_t>(tensor)).name.find("ffn_up" + ending),
+                      std::string::npos);
+        }
+        std::vector<int64_t> shape{o.embedding, o.hidden};
+        if (experts) shape.push_back(experts);
+        expectSpoiled(o, "has no place", [&](tiny::Model& m) { m.add("blk.0.ffn_gate" + ending, DType::F32, shape); });
+    }
+}
+
+// Gate first, then up, for each expert.
+TEST(ModelSpec, FusedBiasesOfExpertsAreSlices) {
+    tiny::Options o;
+    o.architecture = "gpt-oss";
+    o.fusedExperts = true;
+    const tiny::Model model(o);
+    const ModelSpec spec = model.spec();
+    const ExpertFfnSpec& f = *spec.layers.at(1).experts;
+    int64_t begin = 0;
+    for (const VectorId id : {f.gateBias, f.upBias}) {
+        ASSERT_TRUE(id);
+        const WeightSlice& slice = spec.weights.at(static_cast<size_t>(id.index)).slice();
+        EXPECT_EQ(model.tensors.at(static_cast<size_t>(slice.tensor)).name, "blk.1.ffn_gate_up_exps.bias");
+        EXPECT_EQ(slice.colBegin, begin);
+        EXPECT_EQ(slice.cols, o.hidden);
+        EXPECT_EQ(slice.rows, 4);
+        begin += o.hidden;
+    }
 }
 
 TEST(ModelSpec, NormsAndBiasesMustBeFloats) {

@@ -102,7 +102,7 @@ TEST(TensorUses, CountWhatATokenReads) {
             const std::string role = roleName(use.role);
             seen.insert(use.tensor);
             EXPECT_EQ(use.cols, role == "vector" && o.fusedQkv ? use.cols : t.shape[0]) << t.name;
-            if (role == "embedding") {
+            if (role == "embedding" || role == "layer_embedding") {
                 EXPECT_EQ(use.bytesPerToken, rowBytes(t.type, t.shape[0]));
                 EXPECT_EQ(use.rows, o.vocab);
             } else if (role == "experts") {

@@ -60,7 +60,7 @@ const GpuScratch::Input& input(const GpuScratch& s, RowInput which) { return s.i
 
 // What is held all through a pass.
 std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
-    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, group = std::min<int64_t>(rows, 8),
+    const int64_t rows = l.maxRows, exact = s.exactRows, fast = s.fastRows, head = s.headRows,
                   stepRows = std::min<int64_t>(rows, 64);
     const int64_t counted = kInt * l.expertLayerCount() * l.experts, slotted = l.expertSlots ? 1 : 0,
                   split = l.floatWeights ? 1 : 0;
@@ -68,26 +68,27 @@ std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
         {"step", s.step.at, numberBytes(s.step)},
         {"batch", s.batch.at, numberBytes(s.batch)},
         {"x", s.rows[RowBuffer::Residual], kFloat * rows * l.embedding},
-        {"logits", s.logits, kFloat * group * l.vocab},
+        {"logits", s.logits, kFloat * head * l.vocab},
         {"normed", input(s, RowInput::Normed).exact.floats, kFloat * exact * l.embedding},
         {"normedQuant", input(s, RowInput::Normed).exact.quantized, quantized(exact, l.embedding)},
         {"normedHi", input(s, RowInput::Normed).fast.hi, kHalf * fast * l.embedding},
         {"normedLo", input(s, RowInput::Normed).fast.lo, split * kHalf * fast * l.embedding},
         {"attention", s.attention,
-         static_cast<int64_t>(
-             cuda::decodeAttentionBytes(group, {l.heads, l.kvHeads, l.headDim}, l.context, l.pageTokens))},
+         static_cast<int64_t>(cuda::decodeAttentionBytes(exact, {l.heads, l.kvHeads, l.headDim}))},
         {"deltaReaders", s.deltaReaders,
-         l.deltaHeads ? static_cast<int64_t>(cuda::deltaStepBytes(group, deltaShape())) : 0},
-        {"sampling", s.sampling, static_cast<int64_t>(cuda::samplingScratchBytes(l.vocab))},
+         l.deltaHeads ? static_cast<int64_t>(cuda::deltaStepBytes(std::min<int64_t>(rows, 80), deltaShape())) : 0},
+        {"sampling", s.sampling, static_cast<int64_t>(cuda::samplingScratchBytes(head, l.vocab))},
         {"adjustments", s.adjustments, static_cast<int64_t>(sizeof(TokenAdjustment)) * l.vocab},
-        {"token", s.token, kInt * group},
+        {"token", s.token, kInt * head},
         {"chosen", s.chosen, kInt * rows * l.expertsUsed},
         {"weight", s.weight, kFloat * rows * l.expertsUsed},
         {"sharedScale", s.sharedScale, l.sharedHidden ? kFloat * rows : 0},
         {"grouping", s.grouping,
          l.expertsUsed && fast ? static_cast<int64_t>(cuda::expertGroupingBytes(fast, l.expertsUsed, l.experts)) : 0},
         {"pairGroups", s.pairGroups,
-         l.expertsUsed ? static_cast<int64_t>(cuda::pairGroupsBytes(group * l.expertsUsed, l.experts)) : 0},
+         l.expertsUsed
+             ? static_cast<int64_t>(cuda::pairGroupsBytes(std::min<int64_t>(exact, 64) * l.expertsUsed, l.experts))
+             : 0},
         {"expertUses", s.expertUses, counted},
         {"expertTable", s.expertTable, slotted * counted},
         {"expertOrdinal", s.expertOrdinal, slotted * counted},
@@ -216,6 +217,36 @@ TEST(GpuScratch, WhatIsUsedTogetherLiesApart) {
     }
 }
 
+// Logits are large: there are as many rows of them as an engine's sequences can want at once, and no more.
+TEST(GpuScratch, HoldsTheLogitsThatAreWanted) {
+    StepLimits l = dense(512);
+    l.vocab = 151936;
+    const auto bytesFor = [&](int64_t rows) {
+        l.headRows = rows;
+        const GpuScratch s(l);
+        EXPECT_EQ(s.headRows, std::min<int64_t>(rows, 64));
+        return static_cast<int64_t>(s.bytes());
+    };
+    const int64_t eight = bytesFor(8), all = bytesFor(64);
+    // Beside the logits, only the candidates of rows that are chosen from together.
+    EXPECT_GE(all - eight, kFloat * (64 - 8) * l.vocab);
+    EXPECT_LT(all - eight, kFloat * (64 - 8) * l.vocab + (4 << 20));
+    EXPECT_EQ(bytesFor(1000), all) << "no step has more rows";
+    l.maxRows = 5;
+    l.headRows = 64;
+    EXPECT_EQ(GpuScratch(l).headRows, 5);
+}
+
+// Rows that are chosen from together have the best candidates of each tile of the vocabulary: 8 bytes each.
+TEST(GpuScratch, SamplingHasRoomForTheCandidatesOfAllRows) {
+    for (const int64_t vocab : {1, 2048, 2049, 151936, 262144, 40000000}) {
+        const int64_t tiles = (vocab + 2047) / 2048,
+                      candidates = std::max(tiles, std::min<int64_t>(128 * tiles, 16384));
+        for (const int64_t rows : {1, 8, 64})
+            EXPECT_GE(static_cast<int64_t>(cuda::samplingScratchBytes(rows, vocab)), 8 * rows * candidates);
+    }
+}
+
 // The parts inside of a workspace that a kernel divides by itself.
 TEST(GpuScratch, WorkspacesHoldWhatTheyAreDividedInto) {
     for (const int64_t rows : {1, 7, 300}) {
@@ -260,26 +291,26 @@ TEST(GpuScratch, WorkspacesHoldWhatTheyAreDividedInto) {
             EXPECT_LT(taken, needed + 256);
         }
     }
-    // A partial result for each page begun: a maximum, a sum and headDim outputs.
-    for (const int64_t context : {1, 64, 65, 1000}) {
-        const int64_t partials = 3 * 6 * ((context + 63) / 64);
-        EXPECT_GE(cuda::decodeAttentionBytes(3, {6, 2, 128}, context, 64),
-                  static_cast<size_t>(cuda::kDecodeCounterBytes + kFloat * partials * (2 + 128)));
-    }
 }
 
-// The largest group of heads of a size fits beside its weights in 96 KiB of shared memory; one more is refused.
-TEST(GpuScratch, LimitsTheGroupsOfDecode) {
-    for (const int32_t headDim : {8, 64, 128, 256, 512}) {
-        const int32_t most = cuda::maxHeadGroup(headDim);
-        EXPECT_LE(most * (headDim + 64 + 4) * kFloat, 96 * 1024);
-        EXPECT_NO_THROW(cuda::requireHeads({2 * most, 2, headDim}));
-        EXPECT_THROW(cuda::requireHeads({2 * most + 2, 2, headDim}), Error);
-    }
-    EXPECT_NO_THROW(cuda::requireHeads({64, 1, 256}));
-    EXPECT_THROW(cuda::requireHeads({64, 1, 512}), Error);
-    EXPECT_THROW(cuda::requireHeads({8, 1, 520}), Error);
-    EXPECT_THROW(cuda::requireHeads({8, 1, 60}), Error);
+// Decode's counters, and a maximum, a sum and headDim outputs for each slot, for all shapes and rows up to the largest.
+TEST(GpuScratch, HasDecodesRingForEveryShape) {
+    const cuda::HeadShape largest = {96, 32, 512};
+    for (const cuda::HeadShape shape : {cuda::HeadShape{96, 2, 128}, {1, 1, 8}, {64, 32, 64}, {71, 1, 512}, {8, 8, 8}})
+        for (int64_t rows = 1; rows <= cuda::decodeLaunchRows(shape.kvHeads); rows++) {
+            const int64_t heads = rows * shape.heads, chains = rows * shape.kvHeads;
+            const cuda::DecodeRing ring = cuda::decodeRing(heads);
+            EXPECT_EQ(ring.slots % ring.batch, 0);
+            EXPECT_GE(ring.slots / ring.batch, 2);  // one is joined while another is filled
+            const int64_t counters = 1 + chains * (1 + ring.slots / ring.batch);
+            EXPECT_LE(counters * kInt, static_cast<int64_t>(cuda::kDecodeCounterBytes));
+            const auto needed = static_cast<size_t>(cuda::kDecodeCounterBytes +
+                                                    kFloat * heads * (ring.slots + 1) * (2 + shape.headDim));
+            for (const int64_t most : {rows, int64_t{64}, int64_t{1000}}) {
+                EXPECT_GE(cuda::decodeAttentionBytes(most, shape), needed) << rows << " of " << most;
+                EXPECT_GE(cuda::decodeAttentionBytes(most, largest), needed) << rows << " of " << most;
+            }
+        }
 }
 
 }  // namespace

@@ -11,23 +11,20 @@ class Forwarding : public Operations {
 public:
     explicit Forwarding(Operations& to) : _to(to) {}
     void embed(const Weight& table, float scale) override { _to.embed(table, scale); }
-    void norm(const float* weight, float eps, Readers readers, bool floats) override {
-        _to.norm(weight, eps, readers, floats);
+    void norm(const OptionalPart& part, const NormCall& norm, Readers readers, bool floats) override {
+        _to.norm(part, norm, readers, floats);
     }
+    void addPart(const PartCall& part) override { _to.addPart(part); }
     void linear(RowInput x, std::initializer_list<Product> products) override { _to.linear(x, products); }
     void addLinear(RowInput x, const Weight& w, const float* bias) override { _to.addLinear(x, w, bias); }
     void gatedLinear(RowInput x, const GatedProduct& product, const Weight& reader) override {
         _to.gatedLinear(x, product, reader);
     }
-    void addNormed(RowBuffer from, const float* weight, float eps, RowBuffer to, bool add) override {
-        _to.addNormed(from, weight, eps, to, add);
-    }
-    void copyRows(Readers readers) override { _to.copyRows(readers); }
+    void copyRows(const OptionalPart& part, Readers readers) override { _to.copyRows(part, readers); }
     void joinLayerInputs(const LayerInputsCall& call) override { _to.joinLayerInputs(call); }
     void gateLayerInput(int32_t layer, int64_t width, const Weight& reader) override {
         _to.gateLayerInput(layer, width, reader);
     }
-    void scaleRows(const float* scale) override { _to.scaleRows(scale); }
     void prepareHeads(const HeadsCall& heads, const KvPages& pages) override { _to.prepareHeads(heads, pages); }
     void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) override {
         _to.attend(heads, pages, reader);

@@ -59,6 +59,7 @@ struct Family {
     bool plainShared = false;      // a shared expert without a scale
     bool fusedUp = false;          // ffn_up holds gate and up
     bool fusedSteps = false;       // ssm_ba holds the rows of alpha and beta
+    bool gated = true;             // feed-forward parts have a gate
     bool gemma4 = false;           // larger heads in every second layer, which has no values; and Options::layerInputs
     bool embedsPositions(int64_t layer) const { return !withoutPositions || (layer + 1) % withoutPositions; }
     const char* ffnNorm() const { return hybrid || sinks ? "post_attention_norm" : "ffn_norm"; }
@@ -103,6 +104,7 @@ inline const std::vector<Family>& families() {
         llama4.layers = llama4.withoutPositions = 4;
         Family& next = add("qwen3next", Pairing::Halves, QkNorm::PerHead);
         next.mixture = next.hybrid = next.fusedSteps = true;
+        add("arcee", Pairing::Adjacent, QkNorm::None).gated = false;
         return known;
     }();
     return all;
@@ -355,7 +357,7 @@ private:
         const Family& f = family(o.architecture);
         const bool dense = !o.experts || (o.denseEvery && (layer + 1) % o.denseEvery);
         if (dense || f.gemma4) {
-            if (!f.fusedUp) add(block + "ffn_gate.weight", nextType(), {o.embedding, o.hidden});
+            if (!f.fusedUp && f.gated) add(block + "ffn_gate.weight", nextType(), {o.embedding, o.hidden});
             add(block + "ffn_up.weight", nextType(), {o.embedding, o.hidden * (f.fusedUp ? 2 : 1)});
             add(block + "ffn_down.weight", nextType(), {o.hidden, o.embedding});
         }
@@ -364,14 +366,15 @@ private:
         if (o.fusedExperts) {
             add(block + "ffn_gate_up_exps.weight", nextType(), {o.embedding, 2 * o.hidden, o.experts});
         } else {
-            add(block + "ffn_gate_exps.weight", nextType(), {o.embedding, o.hidden, o.experts});
+            if (f.gated) add(block + "ffn_gate_exps.weight", nextType(), {o.embedding, o.hidden, o.experts});
             add(block + "ffn_up_exps.weight", nextType(), {o.embedding, o.hidden, o.experts});
         }
         add(block + "ffn_down_exps.weight", nextType(), {o.hidden, o.embedding, o.experts});
         if (f.sinks) {
             add(block + "ffn_gate_inp.bias", DType::F32, {o.experts});
-            add(block + "ffn_gate_exps.bias", DType::F32, {o.hidden, o.experts});
-            add(block + "ffn_up_exps.bias", DType::F32, {o.hidden, o.experts});
+            if (o.fusedExperts) add(block + "ffn_gate_up_exps.bias", DType::F32, {2 * o.hidden, o.experts});
+            else add(block + "ffn_gate_exps.bias", DType::F32, {o.hidden, o.experts});
+            if (!o.fusedExperts) add(block + "ffn_up_exps.bias", DType::F32, {o.hidden, o.experts});
             add(block + "ffn_down_exps.bias", DType::F32, {o.embedding, o.experts});
         }
         if (!hybrid() && !f.plainShared) return;
@@ -511,6 +514,17 @@ inline std::vector<Options> gpuVariants() {
     o.architecture = "llama4";
     o.layers = 4;
     o.denseEvery = 2;
+    all.push_back(o);
+    o = Options();
+    o.seed = 102;
+    o.architecture = "gpt-oss";
+    o.fusedExperts = true;
+    all.push_back(o);
+    o = Options();
+    o.seed = 103;
+    o.architecture = "arcee";
+    o.experts = 5;
+    o.matrices = DType::Q4_0;
     all.push_back(o);
     for (const Options& hybrid : gpuHybrids()) all.push_back(hybrid);
     return all;

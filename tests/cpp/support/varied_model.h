@@ -42,7 +42,7 @@ public:
             const int64_t count = f.routing.count;
             f.routing.bias = addVector(layer, "ffn_gate_inp.bias", count);
             f.gateBias = addVector(layer, "ffn_gate_exps.bias", count * f.hidden);
-            f.upBias = addVector(layer, "ffn_up_exps.bias", count * f.hidden);
+            if (f.up) f.upBias = addVector(layer, "ffn_up_exps.bias", count * f.hidden);
             f.downBias = addVector(layer, "ffn_down_exps.bias", count * _spec.embedding);
         });
     }
@@ -50,7 +50,7 @@ public:
         forLayers([&](int32_t layer, sharpi::LayerSpec& of) {
             if (!of.dense) return;
             of.dense->gateBias = addVector(layer, "ffn_gate.bias", of.dense->hidden);
-            of.dense->upBias = addVector(layer, "ffn_up.bias", of.dense->hidden);
+            if (of.dense->up) of.dense->upBias = addVector(layer, "ffn_up.bias", of.dense->hidden);
             of.dense->downBias = addVector(layer, "ffn_down.bias", _spec.embedding);
         });
     }
@@ -94,16 +94,20 @@ inline std::vector<Variation> variations(DType matrices = DType::Q8_0) {
         change(model);
         all.push_back({name, model});
     };
-    Options dense, mixture, shared;
+    Options dense, mixture, shared, ungated;
     mixture.architecture = "qwen3moe";
     mixture.experts = 8;
     mixture.used = 3;
     shared.architecture = "qwen35moe";
     shared.experts = 8;
     shared.used = 2;
+    ungated.architecture = "arcee";
+    Options ungatedMixture = mixture;
+    ungatedMixture.architecture = ungated.architecture;
     Options mixed = mixture;
     mixed.mixed = {matrices == DType::Q8_0 ? DType::Q4_0 : DType::F32, matrices, matrices};
-    const Activation gelu{ActivationKind::Gelu}, clamped{ActivationKind::ClampedSwiglu, 0.7f};
+    const Activation gelu{ActivationKind::Gelu}, clamped{ActivationKind::ClampedSwiglu, 0.7f},
+        squared{ActivationKind::ReluSquared};
 
     add("dense, gelu, post-norms", dense, [&](VariedModel& m) {
         m.setActivation(gelu);
@@ -159,6 +163,20 @@ inline std::vector<Variation> variations(DType matrices = DType::Q8_0) {
         });
     });
     add("shared expert, post-norms", shared, [&](VariedModel& m) { m.addPostNorms(); });
+    add("dense, square of ReLU", dense, [&](VariedModel& m) { m.setActivation(squared); });
+    add("dense without a gate, biases", ungated, [&](VariedModel& m) { m.addDenseBiases(); });
+    add("dense without a gate, gelu", ungated, [&](VariedModel& m) { m.setActivation(gelu); });
+    add("experts without a gate, biases", ungatedMixture, [&](VariedModel& m) { m.addExpertBiases(); });
+    ungatedMixture.mixed = {matrices == DType::Q8_0 ? DType::Q4_0 : DType::F32, matrices};
+    add("experts without a gate, weighted inputs, clamped", ungatedMixture, [&](VariedModel& m) {
+        m.setActivation(clamped);
+        m.forRouting([](int32_t, ExpertFfnSpec& f) { f.routing.weightsInput = true; });
+    });
+    add("shared expert without a gate", shared, [&](VariedModel& m) {
+        m.forLayers([&](int32_t, LayerSpec& of) {
+            if (of.experts) of.experts->shared->up = {};
+        });
+    });
     return all;
 }
 

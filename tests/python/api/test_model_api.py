@@ -296,7 +296,7 @@ class FakeGpuEngine:
 
     notes = ("5 MiB of the file could not be pinned",)
     trace = ()
-    weight_bytes = kv_bytes = state_bytes = scratch_bytes = 0
+    weight_bytes = kv_bytes = state_bytes = scratch_bytes = pinned_bytes = 0
     device_name = "Some GPU"
     counts = None
 

@@ -195,3 +195,28 @@ def test_narrow_kv_caches(name: str, kv_dtype: str, bound: float, tmp_path: Path
     assert FLOAT32_BOUND < relative_error(found, NumpyModel(path).logits(TOKENS)) < bound
     assert relative_error(found, NumpyModel(path, kv_dtype=kv_dtype).logits(TOKENS)) < 3e-4
     np.testing.assert_array_equal(logits(path, kv_dtype=kv_dtype, chunks=(1,) * len(TOKENS)), found)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3moe", "qwen35"])
+def test_sessions_that_share_steps_give_what_each_gives_alone(name: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", ALL[name])
+    prompts = [TOKENS[:9], TOKENS[20:21], TOKENS[30:60]]
+    params = [_core.SamplingParams(temperature=1.0, top_k=top_k, top_p=1.0, min_p=0.0, repetition_penalty=1.0,
+                                   presence_penalty=0.0, frequency_penalty=0.0, logit_bias={}, seed=7)
+              for top_k in (1, 0, 20)]
+    with Model.load(path, threads=2, batch=BATCH, device="cpu", context=256, sequences=9) as model:
+        alone = []
+        for prompt, how in zip(prompts, params, strict=True):
+            session = _core.Session(model.engine)
+            session.start(prompt, how)
+            alone.append([session.next() for _ in range(6)])
+            del session
+        sessions = [_core.Session(model.engine) for _ in prompts]
+        for session, prompt, how in zip(sessions, prompts, params, strict=True):
+            session.start(prompt, how)
+        together = [_core.Session.next_of(sessions) for _ in range(6)]
+        assert [list(tokens) for tokens in zip(*together, strict=True)] == alone
+        with pytest.raises(TypeError):
+            _core.Session.next_of([sessions[0], None])  # type: ignore[list-item]
+        with pytest.raises(InvalidRequestError, match="only one next token"):
+            _core.Session.next_of([sessions[0], sessions[0]])

@@ -187,6 +187,11 @@ WRONG: dict[str, dict[str, Change]] = {
         "long factors": rotation_with(factors="rope_factors_long.weight"),
         "magnitude off": rotation_with(magnitude=1.0),
     },
+    "arcee": {
+        "ReLU for its square": layers_with(activation=Activation("relu")),
+        "SiLU": layers_with(activation=Activation("silu")),
+        "pairs of halves": rotation_with(adjacent=False),
+    },
     "qwen3next": {
         "heads grouped otherwise": delta_with(grouped=False),
         "weights not normalized": experts_with(normalized=False),

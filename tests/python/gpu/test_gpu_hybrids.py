@@ -93,6 +93,28 @@ def test_reference_models_wherever_they_are(name: str, tmp_path: Path, cache) ->
     assert len(kept) >= 3
 
 
+def test_a_table_of_rows_for_each_layer_takes_no_memory(tmp_path: Path) -> None:
+    """Neither the GPU's nor pinned memory, if all else is in VRAM; a staging buffer holds a batch's rows."""
+    path, batch, row = write_golden("gemma4-e", tmp_path), 8, 4 * 32 * 10
+    with load(path, device="cpu", prompt="exact") as model:
+        steps, tokens = model.logits(TOKENS), greedy(model, TOKENS[:20], 30)
+    with load(path, batch=batch, prompt="exact") as model:
+        table = next(tensor for tensor in model.file.tensors if tensor.name == "per_layer_token_embd.weight")
+        stats = model.stats()
+        assert stats["pinned_bytes"] == batch * row + 16 < table.nbytes
+        assert stats["placement"]["direct"] == table.nbytes == sum(row.by_row for row in model.plan.placement)
+        assert not any("per_layer_token_embd" in name for name in stats["holdings"])
+        planned = model.plan.total_bytes - model.plan.graphs_bytes
+        assert abs(sum(entry[2] for entry in model.engine.trace if entry[0] != "graphs") - planned) <= 4 * MIB
+        # Prompts, steps of several rows, replayed steps and drafts.
+        np.testing.assert_array_equal(model.logits(TOKENS), steps)
+        np.testing.assert_array_equal(model.logits(TOKENS, chunks=ONE_BY_ONE, kind="decode"), steps)
+        for draft in ("off", "ngram"):
+            said = model.generate(TOKENS[:20], max_tokens=30, temperature=0.0, draft=draft)
+            assert [token.id for token in said] == tokens
+        assert model.graphs and model.stats()["pinned_bytes"] == stats["pinned_bytes"]
+
+
 def test_states_do_not_drift(tmp_path: Path) -> None:
     """As on the CPU (test_hybrids.py): the last of 32,768 rows are as near to numpy as the first."""
     path = write(tmp_path / "m.gguf", replace(HYBRIDS["qwen35-states"], context=LONG))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from sharpi.errors import InternalError, OutOfMemoryError
 from sharpi.machine.hardware import Gpu
 from sharpi.machine.profile import ASSUMED
 from sharpi.planning.placement import Inventory
+from sharpi.planning.plan import Plan
 from sharpi.planning.planner import VRAM_MARGIN
 from sharpi.planning.prediction import decode_on_gpu, prefill_on_gpu, share_rows
 
@@ -171,6 +173,20 @@ def test_the_cpu_takes_rows_where_that_is_faster() -> None:
     assert any(row.cpu for row in plan.placement)
     none = replace(quick, ram_bytes_per_second=1e7, ram_bytes_per_second_shared=1e7)
     assert not any(home.cpu_rows for home in plan_of(model, model.total * 2 // 3, profile=none).homes)
+
+
+def test_a_fused_matrix_gives_the_cpu_as_many_rows() -> None:
+    """At any budget, gate and up in one tensor are planned as if they were two."""
+    quick = replace(MACHINE, pcie_bytes_per_second=2e9, pcie_bytes_per_second_shared=2e9, ram_bytes_per_second=4e9,
+                    ram_bytes_per_second_shared=3e9)
+    fused, plain = FakeWeights(layers=4, fused=True), FakeWeights(layers=4)
+    for part in (0.3, 0.5, 0.7, 0.9):
+        plans = [plan_of(model, int(model.total * part), profile=quick) for model in (fused, plain)]
+        rows = [{model.tensors[tensor].name: home.cpu_rows for tensor, home in enumerate(plan.homes)}
+                for model, plan in zip((fused, plain), plans, strict=True)]
+        assert rows[0] == {name: count for name, count in rows[1].items() if "ffn_gate" not in name}
+        assert rows[0]["blk.0.ffn_up"] > 0
+        assert plans[0].decode == plans[1].decode and plans[0].placement == plans[1].placement
 
 
 def test_a_resident_model_has_rows_for_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,14 +419,15 @@ def test_the_command_shows_what_lives_where(monkeypatch: pytest.MonkeyPatch) -> 
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     bar = next(line for line in lines if line.startswith("  [")).strip(" []")
-    assert len(bar) == 60 and sorted(set(bar)) == ["#", "-", "="] and bar == "".join(sorted(bar, key="#=-".index))
+    assert len(bar) == 60 and sorted(set(bar)) == ["#", "-", ":", "="] and bar == "".join(sorted(bar, key="#=-:".index))
     shares = [float(line.split()[1]) for line in lines if line.split() and line.split()[-2:] and " % in " in line]
-    assert len(shares) == 3 and sum(shares) == pytest.approx(100, abs=1.5)
-    for mark, share in zip("#=-", shares, strict=True):
+    assert len(shares) == 4 and sum(shares) == pytest.approx(100, abs=1.5)
+    for mark, share in zip("#=-:", shares, strict=True):
         assert bar.count(mark) == pytest.approx(60 * share / 100, abs=1.5)
-    for words in ("in VRAM", "over PCIe", "by the CPU", "streaming", "Predicted:", "prefill of 100", "bound by"):
+    for words in ("in VRAM", "over PCIe", "by the CPU", "by row", "streaming", "Predicted:", "prefill of 100",
+                  "bound by"):
         assert words in result.stdout
-    assert next(line for line in lines if line.startswith("  norms")).split().count("-") == 2
+    assert next(line for line in lines if line.startswith("  norms")).split().count("-") == 3
 
 
 def test_the_command_shows_a_model_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,6 +461,31 @@ def test_the_command_says_when_speeds_are_assumed(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("tied", [False, True])
+def test_a_table_of_rows_for_each_layer_takes_no_vram(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much there is: a table as large as the rest of the model stays in the file."""
+    model, without = FakeWeights(tied=tied, layer_table=16384), FakeWeights(tied=tied)
+    table = model.index("per_layer_token_embd")
+    assert model.sizes[table] > without.total
+    for vram in (8 * GIB, model.total, without.total * 2 // 3):
+        plan, same = plan_of(model, vram, shown=True), plan_of(without, vram, shown=True)
+        assert plan.homes[table].home == "direct" and plan.total_bytes == same.total_bytes
+        assert [home for tensor, home in enumerate(plan.homes) if tensor != table] == list(same.homes)
+        assert next(row for row in plan.placement if row.by_row and row.kind == "layer embeddings")[1:] == (
+            0, 0, 0, 0, model.sizes[table])
+        assert sum(sum(row[1:]) for row in plan.placement) == model.total
+        # A token reads a row of it.
+        assert plan.decode.tokens_per_second == pytest.approx(same.decode.tokens_per_second, rel=0.02)
+        assert plan.prefill.tokens_per_second == pytest.approx(same.prefill.tokens_per_second, rel=0.02)
+        assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    said = plan_command(monkeypatch, model, "--vram", "8GiB").stdout
+    assert re.search(r"\n  layer embeddings +- +64.0 MiB\n", said) and "of the weights are read by row." in said
+    set_gpu(monkeypatch, 8 * GIB)
+    assert plan_of(model, None, device="auto").device == "cuda"
+    on_cpu = plan_of(model, device="cpu", shown=True)
+    assert next(row for row in on_cpu.placement if row.kind == "layer embeddings").cpu == model.sizes[table]
+
+
+@pytest.mark.parametrize("tied", [False, True])
 def test_the_command_says_what_takes_no_vram(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = FakeWeights(tied=tied)
     inventory = Inventory.of(model, model)
@@ -453,7 +495,7 @@ def test_the_command_says_what_takes_no_vram(tied: bool, monkeypatch: pytest.Mon
     assert "in RAM" not in none and "streaming" not in none
     assert ("embedding/head" in none) is tied and ("the same weights" in none) is tied
     if not tied:
-        assert "in RAM, where a token reads one row" in some
+        assert "in the file, where a token reads one row" in some
         lean = plan_command(monkeypatch, model, "--vram", str(model.taken(100, 1000, inventory.homes(
             len(inventory.movable) - 1)))).stdout
         assert ", some in RAM" not in lean and "streaming" not in lean and "to spare" in lean

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_weights import FakeWeights
+from golden_models import write_golden
 from tiny_models import HYBRIDS, MODELS, write
 
 from sharpi import _core
@@ -87,7 +88,7 @@ def test_fused_experts_count_once() -> None:
     assert experts.tensors == (gate, down) and experts.nbytes == (3 << 20) + model.sizes[down]
     assert sum(use.batch_bytes for use in inventory.uses if use.role == "experts") == experts.nbytes
     placed = next(row for row in inventory.placed(inventory.homes(0)) if row.kind == "experts")
-    assert placed == ("experts", 0, 0, experts.nbytes, 0)
+    assert placed == ("experts", 0, 0, experts.nbytes, 0, 0)
 
 
 def test_an_embedding_that_is_the_head_counts_as_the_head() -> None:
@@ -129,8 +130,9 @@ def test_fewer_units_leave_other_homes_as_they_are() -> None:
 def test_roles_are_those_of_the_core(tmp_path: Path) -> None:
     assert _core.tensor_roles == ROLES
     found = set()
-    for name, layout in {**MODELS, **HYBRIDS}.items():
-        _, spec = describe(write(tmp_path / f"{name}.gguf", layout))
+    paths = [write(tmp_path / f"{name}.gguf", layout) for name, layout in {**MODELS, **HYBRIDS}.items()]
+    for path in (*paths, write_golden("gemma4-e", tmp_path)):
+        _, spec = describe(path)
         found |= {role for _, _, role, *_ in spec.tensor_uses()}
     assert found == set(ROLES)
 
@@ -187,15 +189,59 @@ def test_rows_of_what_is_in_vram_are_nowhere_else() -> None:
     assert inventory.shareable(carrying) == [] and not inventory.streamed(carrying)
 
 
-def test_a_fused_matrix_and_one_of_few_rows_are_not_shared() -> None:
+def test_a_matrix_of_few_rows_is_not_shared() -> None:
     model = FakeWeights(layers=1)
-    gate, up, down = (model.index(f"blk.0.ffn_{name}") for name in ("gate", "up", "down"))
-    model.uses = [(gate, *use[1:]) if use[0] == up else use for use in model.uses]
+    down = model.index("blk.0.ffn_down")
     model.uses = [(*use[:5], 31, use[6]) if use[0] == down else use for use in model.uses]
     inventory = Inventory.of(model, model)
-    assert [use.name for use in inventory.shareable(inventory.homes(0))] == ["output"]
-    fused = next(unit for unit in inventory.movable if gate in unit.tensors)
-    assert fused.tensors == (gate,) and fused.nbytes == model.sizes[gate], "its bytes count once"
+    assert [use.role for use in inventory.shareable(inventory.homes(0))] == ["ffn_gate", "ffn_up", "head"]
+
+
+def test_both_halves_of_a_fused_matrix_are_shared() -> None:
+    """As many rows of each as of a gate and an up that are tensors of their own."""
+    fused, plain = FakeWeights(layers=2, fused=True), FakeWeights(layers=2)
+    inventory, other = Inventory.of(fused, fused), Inventory.of(plain, plain)
+    assert [(use.role, use.rows) for use in inventory.shareable(inventory.homes(0))] == [
+        (use.role, use.rows) for use in other.shareable(other.homes(0))]
+    both = fused.index("blk.0.ffn_up")
+    unit = next(unit for unit in inventory.movable if both in unit.tensors)
+    assert unit.tensors == (both,) and unit.nbytes == fused.sizes[both], "its bytes count once"
+    rows = {"blk.0.ffn_gate": 64, "blk.0.ffn_up": 64}
+    placed = [of.placed([home._replace(cpu_rows=rows.get(model.tensors[tensor].name, 0))
+                         for tensor, home in enumerate(of.homes(0))])
+              for model, of in ((fused, inventory), (plain, other))]
+    assert placed[0] == placed[1] and any(row.cpu for row in placed[0])
+    inventory.check([home._replace(cpu_rows=4096) if tensor == both else home
+                     for tensor, home in enumerate(inventory.homes(0))])
+    with pytest.raises(InvalidRequestError, match="4128 rows"):
+        inventory.check([home._replace(cpu_rows=4128) if tensor == both else home
+                         for tensor, home in enumerate(inventory.homes(0))])
+
+
+def test_a_part_without_a_gate_is_shared() -> None:
+    model = FakeWeights(layers=1, gated=False)
+    inventory = Inventory.of(model, model)
+    assert [use.role for use in inventory.shareable(inventory.homes(0))] == ["ffn_up", "ffn_down", "head"]
+    assert [unit.tensors for unit in inventory.movable if unit.kind == "feed-forward"] == [
+        (model.index("blk.0.ffn_up"),), (model.index("blk.0.ffn_down"),)]
+
+
+def test_a_gate_without_its_up_is_not_shared() -> None:
+    model = FakeWeights(layers=1)
+    up = model.index("blk.0.ffn_up")
+    model.uses = [(*use[:5], 31, use[6]) if use[0] == up else use for use in model.uses]
+    inventory = Inventory.of(model, model)
+    assert [use.role for use in inventory.shareable(inventory.homes(0))] == ["ffn_down", "head"]
+
+
+@pytest.mark.parametrize("name", ["phi3", "arcee"])
+def test_the_core_describes_what_may_be_shared(name: str, tmp_path: Path) -> None:
+    """Phi has gate and up in one tensor, Arcee has no gate."""
+    inventory = Inventory.of(*describe(write_golden(name, tmp_path)))
+    first = [(use.name, use.role, use.rows) for use in inventory.shareable() if use.layer == 0]
+    up = ("blk.0.ffn_up.weight", "ffn_up", 384)
+    gate = [("blk.0.ffn_up.weight", "ffn_gate", 384)] if name == "phi3" else []
+    assert first == [*gate, up, ("blk.0.ffn_down.weight", "ffn_down", 256)]
 
 
 def test_every_byte_is_in_one_place() -> None:
@@ -239,9 +285,9 @@ def test_experts_are_placed_by_what_the_slots_hold() -> None:
 
     pools = [ExpertPool(2, 16, 1, 4), ExpertPool(1, 8, 1, 2)]
     inside = 3 * layer // 4
-    assert experts(pools) == (inside, 0, 0, 3 * layer - inside)
-    assert experts([ExpertPool(3, 24, 1, 0)]) == (0, 0, 3 * layer, 0), "there is no place to fetch to"
-    assert experts([ExpertPool(3, 24, 1, 24)]) == (3 * layer, 0, 0, 0)
+    assert experts(pools) == (inside, 0, 0, 3 * layer - inside, 0)
+    assert experts([ExpertPool(3, 24, 1, 0)]) == (0, 0, 3 * layer, 0, 0), "there is no place to fetch to"
+    assert experts([ExpertPool(3, 24, 1, 24)]) == (3 * layer, 0, 0, 0, 0)
 
 
 # --- homes from elsewhere --------------------------------------------------------------------------------------------

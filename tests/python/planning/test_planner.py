@@ -44,6 +44,7 @@ class FakeSpec:
     prediction_layers: int = 0
     state_bytes: int = 0
     shared_experts: int = 0
+    row_kernels: int = 0
     most_seen: int = 1 << 30  # tokens
     kv_line: int | None = None  # what the KV cache's line says, if that is not what the cache holds
 
@@ -52,6 +53,12 @@ class FakeSpec:
 
     def kv_bytes_if_all_seen(self, options: _core.EngineOptions) -> int:
         return self.per_token * ELEMENT_BYTES[options.kv_dtype] * options.context
+
+    def kv_bytes_read(self, kv_dtype: str, tokens: int) -> int:
+        return self.per_token * ELEMENT_BYTES[kv_dtype] * min(tokens, self.most_seen)
+
+    def attention_products(self, tokens: int) -> int:
+        return self.per_token * min(tokens, self.most_seen)
 
     def tensor_uses(self) -> list[tuple[int, str, str, int, int, int, int]]:
         return [(0, "weights", "vector", 0, 1000, 1, 1000)]
@@ -505,7 +512,7 @@ def test_the_plan_is_what_a_run_takes() -> None:
         stats = model.stats()
         ran = json.loads(json.dumps(model.plan.to_dict()))
         # A plan to look at says more than one to run needs.
-        for name in ("decode", "prefill", "profile", "placement"):
+        for name in ("decode", "decode_full", "prefill", "profile", "placement"):
             assert planned.pop(name) and not ran.pop(name)
         assert ran == planned
         asked = {name: count for name, count, _, _ in model.engine.trace if name != "start"}

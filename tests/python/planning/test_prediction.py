@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_weights import MACHINE, FakeWeights, random_machine, stats_of
+from golden_models import write_golden
 
+from sharpi.loading.description import describe
 from sharpi.machine.profile import ASSUMED, GPU_FIELDS, HardwareProfile
 from sharpi.planning.placement import Beside, ExpertPool, Inventory, TensorHome
 from sharpi.planning.prediction import (
     BOUNDS,
+    BYTES_PER_PRODUCT,
     CROSSING_SECONDS,
     DECODE_OVERLAP_LOSS,
     DENSE_LAYER_KERNELS,
@@ -25,17 +29,22 @@ from sharpi.planning.prediction import (
     EXPERT_EFFICIENCY,
     EXPERT_LAYER_KERNELS,
     EXPERT_TILE,
+    KV_EFFICIENCY,
     OTHER_KERNELS,
+    OUTPUT_TILE,
     OVERLAP_LOSS,
     PIECE_BYTES,
     PIECE_KERNELS,
     PREFILL_EFFICIENCY,
     PREFILL_SECONDS,
+    ROW_KERNEL_BYTES,
     SHARED_EXPERT_KERNELS,
     SHARED_LAYER_KERNELS,
     SLOTS_LAYER_KERNELS,
     Cached,
     Traffic,
+    after_on_cpu,
+    after_on_gpu,
     balanced,
     cached_experts,
     completed,
@@ -159,6 +168,55 @@ def test_a_state_is_read_and_written_by_every_token() -> None:
     seconds = [1 / decode_on_cpu(each.model_uses, MACHINE, beside=each.beside).tokens_per_second
                for each in (plain, hybrid)]
     assert seconds[1] - seconds[0] == pytest.approx(60e6 / 100e9)
+
+
+# --- attention, and small kernels -------------------------------------------------------------------------------------
+
+
+def test_attention_is_bound_by_what_it_reads_or_by_its_products() -> None:
+    model, inventory = inventory_of(layers=4)
+    homes = inventory.homes(len(inventory.movable))
+    for products, expected in ((10, 50_000_000 / KV_EFFICIENCY), (50_000_000, 50_000_000 * BYTES_PER_PRODUCT)):
+        model.attention_products = lambda tokens, products=products: products if tokens == 50_000 else -1
+        beside = after_on_gpu(inventory.beside, model, "bf16", 50_000)
+        assert beside == inventory.beside._replace(attention_bytes=expected)
+        seconds = [1 / decode_on_gpu(inventory.uses, homes, MACHINE, beside=each).tokens_per_second
+                   for each in (inventory.beside, beside)]
+        assert seconds[1] - seconds[0] == pytest.approx(expected / 3e12)
+    beside = after_on_cpu(inventory.beside, model, "bf16", 50_000)
+    seconds = [1 / decode_on_cpu(inventory.uses, MACHINE, beside=each).tokens_per_second
+               for each in (inventory.beside, beside)]
+    assert seconds[1] - seconds[0] == pytest.approx(50_000_000 / 100e9)
+
+
+def test_small_kernels_take_time_in_steps_and_in_prompts() -> None:
+    _, plain = inventory_of(layers=4)
+    _, normed = inventory_of(layers=4, row_kernels=100)
+    homes = plain.homes(len(plain.movable))
+
+    def added(predict) -> float:
+        return 1 / predict(normed).tokens_per_second - 1 / predict(plain).tokens_per_second
+
+    assert added(lambda each: decode_on_gpu(each.uses, homes, MACHINE, beside=each.beside)) == pytest.approx(100 * 2e-6)
+    assert added(lambda each: prefill_on_gpu(each.uses, homes, MACHINE, 500, beside=each.beside)) == pytest.approx(
+        100 * 1024 * ROW_KERNEL_BYTES / 3e12)
+    assert added(lambda each: prefill_on_gpu(each.uses, homes, MACHINE, 8, prompt="exact", beside=each.beside)
+                 ) == pytest.approx(100 * EXACT_KERNELS * 2e-6 / 8)
+
+
+def test_what_the_core_says_of_a_token(tmp_path: Path) -> None:
+    """Of layers of all kinds; gemma4-e has ten layers, of which every fifth sees more than 16 tokens."""
+    counts = {}
+    for name in ("gemma4", "gemma4-moe", "gemma4-e", "qwen3next", "llama4"):
+        _, spec = describe(write_golden(name, tmp_path))
+        counts[name] = (spec.row_kernels, spec.shared_experts)
+        if name == "gemma4-e":
+            for tokens in (1, 16, 17, 400):
+                assert spec.attention_products(tokens) == 8 * (8 * 32 * min(tokens, 16) + 2 * 64 * tokens)
+    # The scaled embedding and the capped logits; two norms after the parts, and a scale of the layer's output.
+    assert counts["gemma4"] == (2 + 3 * 6, 0) and counts["gemma4-moe"] == (2 + (3 + 4) * 6, 6)
+    assert counts["gemma4-e"] == (2 + 4 + (3 + 5) * 10, 0)
+    assert counts["qwen3next"] == (0, 4) and counts["llama4"][0] == 0
 
 
 # --- drafted tokens -------------------------------------------------------------------------------------------------
@@ -438,8 +496,9 @@ def test_prefill() -> None:
     dense = 3 * 3 * 4096 * 1024 + 4 * (2 * 1024 + 256) * 1024 + 8 * 1024
     used = dense + 3 * 8 * 1024 * 1024 // 4
     operations = 2 * 500 * used
-    # An expert gets a quarter of the rows.
-    slowed = 2 * 500 * (dense + (used - dense) / EXPERT_EFFICIENCY * (125 + EXPERT_TILE) / 125)
+    # An expert gets a quarter of the rows; the router's eight rows take as long as a block's.
+    router = (OUTPUT_TILE - 8) * 1024
+    slowed = 2 * 500 * (dense + router + (used - dense) / EXPERT_EFFICIENCY * (125 + EXPERT_TILE) / 125)
     fast = replace(MACHINE, pcie_bytes_per_second=1e15, gpu_flops=1e12)
     found = prefill_on_gpu(inventory.uses, inventory.homes(0), fast, 500)
     assert found.tokens_per_second == pytest.approx(500 / (slowed / (1e12 * PREFILL_EFFICIENCY) + PREFILL_SECONDS))

@@ -54,14 +54,16 @@ def planned(row: dict[str, Any], described: Any, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", f"{whole * row['cached'] / GIB:.6f}")
     monkeypatch.setenv("SHARPI_CUDA_ROW_SPLIT", str(int(row.get("cpu_rows", True))))
     vram = row["vram_gib"] * GIB if "vram_gib" in row else None
-    return make_plan(file, spec, device="cuda", vram=vram, context=2304, threads=16, cpu_moe=row.get("cpu_moe"),
-                     prompt=row.get("prompt"), shown=True)
+    return make_plan(file, spec, device="cuda", vram=vram, context=row.get("depth", 2304), threads=16,
+                     cpu_moe=row.get("cpu_moe"), prompt=row.get("prompt"), shown=True)
 
 
 def predicted(row: dict[str, Any], plan: Plan) -> Iterator[tuple[str, float]]:
     """What was measured, and the speed that is predicted for it."""
     assert plan.decode is not None and plan.prefill is not None and plan.fits and plan.batch == 2048
-    speeds = {"decode": plan.decode.tokens_per_second, "prefill": plan.prefill.tokens_per_second,
+    decode = plan.decode_full if "depth" in row else plan.decode
+    assert decode is not None
+    speeds = {"decode": decode.tokens_per_second, "prefill": plan.prefill.tokens_per_second,
               "draft_step": 1 + (plan.draft_cost or 0.0)}
     yield from ((what, speeds[what]) for what in WHAT if what in row)
 
@@ -69,7 +71,7 @@ def predicted(row: dict[str, Any], plan: Plan) -> Iterator[tuple[str, float]]:
 def name_of(row: dict[str, Any]) -> str:
     return "-".join(
         str(row[name])
-        for name in ("machine", "model", "cached", "cpu_rows", "vram_gib", "cpu_moe", "prompt")
+        for name in ("machine", "model", "cached", "cpu_rows", "vram_gib", "cpu_moe", "prompt", "depth")
         if name in row
     )
 

@@ -71,6 +71,7 @@ class FakeWeights:
     streaming STREAMING, or less where little is left to stream; rows of a direct embedding need none. Experts in slots
     take STAGING, and what is said for slots, or less if they are fewer. experts: layers with eight experts, of which a
     token uses two, instead of a dense feed-forward. The last layer is the prediction layer, if there is one.
+    gated: otherwise a feed-forward part has no gate.
     """
 
     layers: int = 4
@@ -86,11 +87,17 @@ class FakeWeights:
     prediction_layers: int = 0
     state_bytes: int = 0
     shared_experts: int = 0
+    fused: bool = False  # gate and up are the halves of one tensor
+    gated: bool = True
+    row_kernels: int = 0
+    layer_table: int = 0  # the width of a table with rows for all layers
     tensors: list[SimpleNamespace] = field(default_factory=list)
     uses: list[tuple[int, str, str, int, int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._add("token_embd", "embedding", -1, 8192, 1024, share=1 / 8192)
+        if self.layer_table:
+            self._add("per_layer_token_embd", "layer_embedding", -1, 8192, self.layer_table, share=1 / 8192)
         for layer in range(self.layers + self.prediction_layers):
             self._add(f"blk.{layer}.attn_norm", "vector", layer, 1, 1024)
             for name, rows in (("q", 1024), ("k", 256), ("output", 1024)):
@@ -100,8 +107,13 @@ class FakeWeights:
                 for name in ("gate", "up", "down"):
                     self._add(f"blk.{layer}.ffn_{name}_exps", "experts", layer, 1024, 1024, share=0.25, experts=8)
                 continue
-            for name, rows, cols in (("gate", 4096, 1024), ("up", 4096, 1024), ("down", 1024, 4096)):
+            parts = (("gate", 4096, 1024), ("up", 4096, 1024), ("down", 1024, 4096))
+            for name, rows, cols in parts if self.gated else parts[1:]:
+                if self.fused and name == "gate":
+                    continue
                 self._add(f"blk.{layer}.ffn_{name}", f"ffn_{name}", layer, rows, cols)
+                if self.fused and name == "up":
+                    self._add_half()
         self._add("output_norm", "vector", -1, 1, 1024)
         if self.tied:
             self.uses.append((0, "token_embd", "head", -1, self.tensors[0].nbytes, 8192, 1024))
@@ -115,6 +127,13 @@ class FakeWeights:
         nbytes = experts * rows * cols * bits // 8
         self.uses.append((len(self.tensors), name, role, layer, int(nbytes * share), rows, cols))
         self.tensors.append(SimpleNamespace(name=name, type=12, shape=(cols, rows, experts), nbytes=nbytes))
+
+    def _add_half(self) -> None:
+        """Makes the last tensor, which is up, one of gate and up."""
+        tensor, up = self.tensors[-1], self.uses.pop()
+        cols, rows, experts = tensor.shape
+        tensor.shape, tensor.nbytes = (cols, 2 * rows, experts), 2 * tensor.nbytes
+        self.uses += [(*up[:2], role, *up[3:]) for role in ("ffn_gate", "ffn_up")]
 
     @property
     def layer_count(self) -> int:
@@ -147,6 +166,9 @@ class FakeWeights:
 
     def kv_bytes_read(self, kv_dtype: str, tokens: int) -> int:
         return self.per_token * tokens
+
+    def attention_products(self, tokens: int) -> int:
+        return self.per_token * tokens // 2
 
     def layer_expert_bytes(self, layer: int) -> int:
         """The bytes of one expert."""
@@ -182,9 +204,9 @@ class FakeWeights:
             home = homes[index][0] if homes else "vram"
             assert home in ("vram", "slots" if "_exps" in tensor.name else "direct")
             slotted |= home == "slots"
-            if home != "vram" and (tensor.name != "token_embd" or self.tied):
+            if home != "vram" and tensor.name != "per_layer_token_embd" and (tensor.name != "token_embd" or self.tied):
                 pieces += -(-tensor.nbytes // PIECE)
-            where = {"token_embd": "token embedding"}.get(tensor.name, "output head")
+            where = "token embedding" if tensor.name.endswith("token_embd") else "output head"
             line = "layer " + tensor.name.split(".")[1] if tensor.name.startswith("blk.") else where
             line = "prediction layer" if line == f"layer {self.layers}" else line
             lines[line] = lines.get(line, 0) + (tensor.nbytes if device == "cuda" and home == "vram" else 0)

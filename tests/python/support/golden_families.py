@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import gguf
@@ -48,7 +48,7 @@ class Family:
     whole: Callable[[], _Draws] = lambda: iter(())
     tied: bool = False
     embedding: float = 0.7  # the standard deviation of an embedding's elements
-    maker: str = field(default="make_tiny_families.py", init=False)
+    maker: str = "make_tiny_families.py"  # the program that wrote the original, if one did
 
     def describe(self, writer: gguf.GGUFWriter) -> None:
         """Adds the metadata."""
@@ -322,6 +322,19 @@ def _phi3(digest: str) -> Family:
     return Family("phi3", digest, _keys(3, heads, 1e-5, 10000.0) | scaling, layer, whole, tied=True, embedding=0.12)
 
 
+def _arcee(digest: str) -> Family:
+    heads = _Heads(8, 2, 32)
+
+    def layer(_: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield from _attention(heads)
+        yield from _norms("ffn_norm")
+        yield _matrix("ffn_up", _HIDDEN, WIDTH)
+        yield _matrix("ffn_down", WIDTH, _HIDDEN)
+
+    return Family("arcee", digest, _keys(3, heads, 1e-5, 10000.0), layer, maker="")
+
+
 def _qwen3next(digest: str) -> Family:
     heads, experts = _Heads(4, 2, 64), 16
     state, keys, values, convolution = 32, 2, 6, 4
@@ -363,5 +376,6 @@ FAMILIES = {
     "llama4-maverick": _llama4("95e1892f8154e842", 128, 32, 2),
     "mistral3": _mistral3("2d68371a46027830"),
     "phi3": _phi3("fd143e22aae32652"),
+    "arcee": _arcee("4a4833c70171fb82"),
     "qwen3next": _qwen3next("c9b9b0362024aa57"),
 }

@@ -45,7 +45,7 @@ def write_without_weights(path: Path, name: str) -> None:
     writer = gguf.GGUFWriter(path, model["architecture"])
     writer.add_name(name)
     for key, value in model["keys"].items():
-        known = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        known = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add = known.get(type(value), writer.add_array)
         add(f"{model['architecture']}.{key}", value)
     whole = 0

@@ -41,10 +41,13 @@ if TYPE_CHECKING:
 _Row = tuple[str, int, str]
 
 _BAR = 60  # characters
+# Decode at the end of the context is shown if it is slower than this part of decode at its beginning.
+_MUCH_LESS = 0.97
 # A place where weights are: its column, what the bar shows for it, and how the line below the bar explains that.
 _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in RAM, fetched over PCIe"),
            ("missed", "on a miss", "~", "in RAM, on a miss computed by the CPU or fetched"),
-           ("cpu", "by the CPU", "-", "in RAM, computed by the CPU"))
+           ("cpu", "by the CPU", "-", "in RAM, computed by the CPU"),
+           ("by_row", "by row", ":", "in the file, of which a token reads one row"))
 
 
 @click.command("plan", cls=Command, examples=(
@@ -139,14 +142,15 @@ def _weights(plan: Plan, verbose: bool) -> list[_Row]:
             return [*rows, ("tables", tables, "norms and rotary angles")]
     direct = {placed.kind for placed in plan.placement if _in_ram(placed)} if plan.device == "cuda" else ()
     head = "in RAM" if "output head" in direct else ""
-    table = "in RAM, where a token reads one row" if "embedding" in direct else ""
+    by_row = any(placed.by_row for placed in plan.placement if placed.kind == "embedding")
+    table = "in the file, where a token reads one row" if by_row else ""
     if _is_tied(plan):
         table, head = head, "the same weights"
     rows.append(("embedding", plan.embedding_bytes, table))
     if verbose:
         rows += [(f"layer {index}", count, "") for index, count in enumerate(layers)]
     else:
-        some = ", some in RAM" if set(direct) - {"embedding", "output head"} else ""
+        some = ", some in RAM" if set(direct) - {"output head"} else ""
         rows.append(("layers", sum(layers), f"{len(layers)} of them{some}"))
     if plan.mtp:
         rows.append(("prediction", plan.prediction_bytes, "a layer that drafts tokens"))
@@ -215,6 +219,10 @@ def _slots(plan: Plan) -> list[str]:
                      f" expected hit rate {100 * plan.hit_rate:.0f} % ({plan.hit_source}).", "  ")]
 
 
+def _percent(part: float) -> str:
+    return f"{max(1, round(100 * part))} %"
+
+
 def _in_ram(placed: Placed) -> int:
     return placed.direct + placed.missed + placed.cpu
 
@@ -245,8 +253,11 @@ def _speeds(plan: Plan) -> list[str]:
     """The predictions, what bounds them, and which machine they are for."""
     if plan.prefill is None or plan.decode is None or plan.profile is None:
         return []
-    rows = ((f"prefill of {plan.batch:,}", plan.prefill), ("decode", plan.decode))
-    lines = [f"  {name:<18}{speed(found.tokens_per_second):>10} tokens/s   bound by {found.bound}"
+    rows = [(f"prefill of {plan.batch:,}", plan.prefill), ("decode", plan.decode)]
+    full = plan.decode_full
+    if full is not None and full.tokens_per_second < _MUCH_LESS * plan.decode.tokens_per_second:
+        rows.append((f"decode after {plan.context:,}", full))
+    lines = [f"  {name:<21}{speed(found.tokens_per_second):>10} tokens/s   bound by {found.bound}"
              for name, found in rows]
     return ["", "Predicted:", *lines, *_drafting(plan), *_origin(plan.profile, plan.device)]
 
@@ -301,9 +312,11 @@ def _verdict(plan: Plan) -> list[str]:
         if plan.resident:
             return [f"It fits, with {spare} to spare."]
         # Not of the file, which may have a prediction layer that is left there.
-        weights = sum(placed.vram + _in_ram(placed) for placed in plan.placement)
-        beside = sum(map(_in_ram, plan.placement)) / max(1, weights)
-        return [f"It fits with {max(1, round(100 * beside))} % of the weights in RAM, and {spare} to spare."]
+        weights = max(1, sum(placed.vram + placed.by_row + _in_ram(placed) for placed in plan.placement))
+        beside, by_row = sum(map(_in_ram, plan.placement)), sum(placed.by_row for placed in plan.placement)
+        if not beside:
+            return [f"It fits, with {spare} to spare; {_percent(by_row / weights)} of the weights are read by row."]
+        return [f"It fits with {_percent(beside / weights)} of the weights in RAM, and {spare} to spare."]
     from sharpi.planning.plan import vram_words
 
     even = "" if plan.resident else ", even with its weights in RAM"

@@ -21,7 +21,7 @@ protected:
         const DeviceArray<float> deviceQ(q);
         const DeviceRows on(rows, cache);
         const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
-        const DecodeScratch scratch(on.batch.rows, heads, pagesPerTable * kPageTokens);
+        const DecodeScratch scratch(on.batch.rows, heads);
         const DeviceArray<float> out(q.size());
         RowOutputs outputs;
         outputs.floats = out.get();
@@ -80,7 +80,7 @@ TEST_F(Decode, ReplaysWithOtherPositions) {
     const DeviceArray<float> deviceQ(q), out(q.size());
     const DeviceRows on(steps[0], cache);
     const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
-    const DecodeScratch scratch(2, heads, 640);
+    const DecodeScratch scratch(2, heads);
     RowOutputs outputs;
     outputs.floats = out.get();
     const auto call = [&] {
@@ -106,7 +106,7 @@ TEST_F(Decode, QuantizesAsTheContractSays) {
     const DeviceArray<float> deviceQ(q);
     const DeviceRows on(rows, cache);
     const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
-    const DecodeScratch scratch(3, heads, 128);
+    const DecodeScratch scratch(3, heads);
     const DeviceArray<int8_t> codes(3 * cols);
     const DeviceArray<float> scales(3 * blocks);
     const DeviceArray<int32_t> sums(3 * blocks);

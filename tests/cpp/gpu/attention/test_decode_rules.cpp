@@ -34,7 +34,7 @@ protected:
         const DeviceArray<float> deviceQ(q), deviceSinks(sinks), out(q.size());
         const DeviceRows on(rows, cache);
         const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
-        const DecodeScratch scratch(on.batch.rows, heads, pagesPerTable * kPageTokens);
+        const DecodeScratch scratch(on.batch.rows, heads);
         const auto with = [&](const float* sinksAt) {
             return AttentionRule{scaleOf(shape), rule.reach, rule.softcap, rule.sinks ? sinksAt : nullptr};
         };
@@ -116,7 +116,7 @@ TEST_F(DecodeRules, ReplaysWithOtherPositions) {
     const DeviceArray<float> deviceQ(q), out(q.size());
     const DeviceRows on(steps[0], cache);
     const HeadShape heads = {shape.heads, shape.kvHeads, shape.headDim};
-    const DecodeScratch scratch(2, heads, 640);
+    const DecodeScratch scratch(2, heads);
     const AttentionRule rule = {scaleOf(shape), reach};
     const auto call = [&] {
         attentionDecode(stream(), deviceQ.get(), heads, rule, on.batch, cache.onDevice(), scratch.get(),

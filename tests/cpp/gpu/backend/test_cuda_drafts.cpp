@@ -23,8 +23,8 @@ protected:
     static EngineOptions few(EngineOptions o, int64_t context = 300) {
         o.context = context;
         o.prompt = PromptMode::Exact;
-        o.batch = kMaxMatvecRows;
-        o.sequences = 2 * kMaxMatvecRows;
+        o.batch = kMostDraftRows;
+        o.sequences = 2 * kMostDraftRows;
         return o;
     }
     static std::shared_ptr<Engine> loadOnCpu(const tiny::Model& model, int64_t context = 300) {
@@ -186,7 +186,7 @@ TEST_F(CudaDrafts, BehindALongPromptGiveTheSameText) {
         SCOPED_TRACE(tiny::describe(tiny));
         const tiny::Model model(tiny);
         EngineOptions o = options(true);
-        o.sequences = 2 * kMaxMatvecRows;
+        o.sequences = 2 * kMostDraftRows;
         const auto engine = load(model, o);
         const Text prompt = repetitive(170, tiny.vocab);
         for (const SamplingParams& params : samplings()) {

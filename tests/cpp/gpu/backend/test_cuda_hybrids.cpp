@@ -100,7 +100,7 @@ TEST_F(CudaHybrids, StepsOfSixtyFourSequencesHaveTheCpusBits) {
             }
             while (!all.finished()) {
                 std::vector<size_t> counts(kTexts, 0);
-                size_t rows = 1 + random()() % (random()() % 4 ? kMaxMatvecRows : 3 * kMaxMatvecRows);
+                size_t rows = 1 + random()() % (random()() % 4 ? kMostDraftRows : kExactLaunchRows);
                 for (size_t look = 0; look < 2 * kTexts && rows; ++look) {
                     const size_t s = random()() % kTexts;
                     if (counts[s]) continue;
@@ -337,7 +337,7 @@ TEST_F(CudaHybrids, CuttingBackIsAsOnTheCpu) {
         for (const int32_t room : {1, 3}) {
             const auto at = [&](bool cuda, int32_t sequences) {
                 EngineOptions o = exact(options(cuda));
-                o.batch = kMaxMatvecRows;
+                o.batch = kMostDraftRows;
                 o.sequences = sequences;
                 return load(model, o);
             };
@@ -371,7 +371,7 @@ TEST_F(CudaHybrids, AFailureLeavesTheTokensAsTheyWere) {
         const std::vector<int32_t> head(text.begin(), text.begin() + 60), tail(text.begin() + 60, text.end());
         for (const int32_t room : {1, 3}) {
             EngineOptions o = exact(options(true));
-            o.batch = kMaxMatvecRows;
+            o.batch = kMostDraftRows;
             o.sequences = room;
             Session session(load(model, o));
             const auto first = logits(session, head, {});

@@ -167,7 +167,7 @@ TEST_F(CudaStreaming, ExpertsInSlotsGiveTheSameBits) {
              {0, 0}, {0, kFastBus}, {12, 0}, {12, kFastBus}, {30, kFastBus}, {60, 0}, {200, kFastBus}}) {
         SCOPED_TRACE(std::to_string(slots) + " slots, a bus of " + std::to_string(busRate));
         const auto engine = load(model, inSlots(model, slots * kExpert, busRate));
-        EXPECT_TRUE(engine->backend().streams());
+        EXPECT_TRUE(engine->backend().bus().streams);
         EXPECT_GT(engine->placement().slots, 0u);
         expectAnswers(engine, expected);
         const ExpertCounts counts = engine->expertCounts();

@@ -56,10 +56,20 @@ const std::vector<Case> kCases = {
     {{16, 48, 128, 4}, kOneRowEach}, {{2, 6, 64, 4, true}, kParts}, {{3, 6, 32, 3, true}, kOneRowEach},
 };
 
+// Each case, and those with consecutive heads once more, with alphas and betas in one array.
+std::vector<std::pair<Case, bool>> withFusedSteps(const std::vector<Case>& cases) {
+    std::vector<std::pair<Case, bool>> all;
+    for (const Case& c : cases) {
+        all.emplace_back(c, false);
+        if (c.shape.consecutive) all.emplace_back(c, true);
+    }
+    return all;
+}
+
 TEST_F(GatedDelta, PreparesWithTheBitsOfTheCpu) {
-    for (const Case& c : kCases) {
+    for (const auto& [c, fused] : withFusedSteps(kCases)) {
         World w = world(c);
-        const DeviceWorld device(w);
+        const DeviceWorld device(w, fused);
         prepareDelta(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch);
         w.useCpu();
         expectPrepared(w, device, nameOf(w));
@@ -70,9 +80,9 @@ TEST_F(GatedDelta, PreparesWithTheBitsOfTheCpu) {
 TEST_F(GatedDelta, PreparesInTilesCutAnywhere) {
     std::vector<Case> cases = kCases;
     for (const Case& c : kCases) cases.push_back({c.shape, {{-1, {{150, 0}}}, {1, {{64, 2}, {65, 3}, {101, 1}}}}});
-    for (const Case& c : cases) {
+    for (const auto& [c, fused] : withFusedSteps(cases)) {
         World w = world(c);
-        const DeviceWorld device(w);
+        const DeviceWorld device(w, fused);
         const int longest = w.rows > 100 ? 70 : 7;
         std::vector<std::pair<int32_t, int32_t>> tiles = {{0, 0}};
         for (size_t s = 0; s < w.begin.size(); ++s) {
@@ -145,9 +155,9 @@ const std::vector<Case> kFewCases = {
 };
 
 TEST_F(GatedDelta, StepsWithTheBitsOfTheCpu) {
-    for (const Case& c : kFewCases) {
+    for (const auto& [c, fused] : withFusedSteps(kFewCases)) {
         World w = world(c);
-        const DeviceWorld device(w);
+        const DeviceWorld device(w, fused);
         const auto size = static_cast<size_t>(w.rows * w.shape.valueWidth());
         const DeviceArray<float> floats(size);
         const DeviceArray<uint16_t> hi(size), lo(size);
@@ -160,8 +170,10 @@ TEST_F(GatedDelta, StepsWithTheBitsOfTheCpu) {
         deltaStep(stream(), device.inputs(), device.parameters(), w.shape, device.states(), device.batch, scratch.get(),
                   {floats.get(), rows, {hi.get(), lo.get()}});
         EXPECT_TRUE(sameBits(w.mixed, device.mixed.read()));
-        EXPECT_TRUE(sameBits(w.alpha, device.alpha.read()));
-        EXPECT_TRUE(sameBits(w.beta, device.beta.read()));
+        if (!fused) {
+            EXPECT_TRUE(sameBits(w.alpha, device.alpha.read()));
+            EXPECT_TRUE(sameBits(w.beta, device.beta.read()));
+        }
         EXPECT_EQ(none, scratch.read()) << nameOf(w);
         w.useCpu();
         const std::vector<float> expected = w.gated(w.out);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <numeric>
 
 #include "gpu_test.h"
 #include "kernels/formats/packed.h"
@@ -82,7 +83,7 @@ TEST_F(PackedTest, RowsComeOutAsTheCpuHasThem) {
     }
 }
 
-// The rows of a table as in the file, at any address, are those of the packed table.
+// Rows as in the file, at any address, are those of the packed table.
 TEST_F(PackedTest, RowsOfAFileComeOutTheSame) {
     for (const DType type : allTypes()) {
         std::vector<Shape> shapes = shapesOf(type);
@@ -90,9 +91,8 @@ TEST_F(PackedTest, RowsOfAFileComeOutTheSame) {
         if (info(type).isFloat) shapes.push_back({5, 67});
         for (const Shape shape : shapes) {
             const std::vector<uint8_t> file = weights(type, shape, Fill::Random);
-            const std::vector<int32_t> index = {static_cast<int32_t>(shape.rows) - 1, 0,
-                                                static_cast<int32_t>(shape.rows / 2), 0};
-            const DeviceArray<int32_t> rows(index);
+            std::vector<int32_t> index(static_cast<size_t>(shape.rows));
+            std::iota(index.begin(), index.end(), 0);
             const std::vector<float> expected = dequantized(type, file, shape, index);
             for (const size_t skip : {0, 1, 2, 7, 8, 15}) {
                 SCOPED_TRACE(std::string(info(type).name) + " " + std::to_string(shape.rows) + " x " +
@@ -102,8 +102,7 @@ TEST_F(PackedTest, RowsOfAFileComeOutTheSame) {
                 shifted.resize((shifted.size() + 15) / 16 * 16, 0xff);  // the last row's last piece of 16 bytes is read
                 const DeviceArray<uint8_t> table(shifted);
                 const DeviceArray<float> out(index.size() * static_cast<size_t>(shape.cols) + 16);
-                embedFromFile(stream(), {type, shape.rows, shape.cols, table.get() + skip}, rows.get(),
-                              static_cast<int64_t>(index.size()), out.get());
+                expandRows(stream(), {type, shape.rows, shape.cols, table.get() + skip}, out.get());
                 std::vector<float> got = out.read();
                 for (size_t i = expected.size(); i < got.size(); ++i)
                     ASSERT_TRUE(std::isnan(got[i])) << "wrote past the end";
@@ -114,7 +113,7 @@ TEST_F(PackedTest, RowsOfAFileComeOutTheSame) {
     }
 }
 
-// As in a run: the table is in the host's pinned memory.
+// As in a run: the rows are in the host's pinned memory.
 TEST_F(PackedTest, RowsOfAPinnedFileComeOutTheSame) {
     const Shape shape{300, 4096};
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::F16}) {
@@ -124,10 +123,10 @@ TEST_F(PackedTest, RowsOfAPinnedFileComeOutTheSame) {
         const std::unique_ptr<void, cudaError_t (*)(void*)> owner(pinned, cudaFreeHost);
         uint8_t* table = static_cast<uint8_t*>(pinned) + 33;
         std::copy(file.begin(), file.end(), table);
-        const std::vector<int32_t> index = {299, 0, 7, 150};
-        const DeviceArray<int32_t> rows(index);
+        std::vector<int32_t> index(static_cast<size_t>(shape.rows));
+        std::iota(index.begin(), index.end(), 0);
         const DeviceArray<float> out(index.size() * static_cast<size_t>(shape.cols));
-        embedFromFile(stream(), {type, shape.rows, shape.cols, table}, rows.get(), 4, out.get());
+        expandRows(stream(), {type, shape.rows, shape.cols, table}, out.get());
         EXPECT_TRUE(sameBits(dequantized(type, file, shape, index), out.read())) << info(type).name;
     }
 }

@@ -106,7 +106,7 @@ protected:
 
 TEST_F(Rows, NormIsTheCpusInEveryForm) {
     for (const int64_t cols : kBlockWidths) {
-        for (const int64_t rows : {1, 3, 8, 9, 40}) {
+        for (const int64_t rows : {1, 3, 8, 9, 16, 40, 64, 133}) {
             const auto x = randomFloats(rows * cols, 3.0f), weight = randomFloats(cols);
             std::vector<float> expected(rows * cols);
             for (int64_t r = 0; r < rows; ++r)
@@ -271,13 +271,16 @@ TEST_F(Rows, SiluOfAnyWidthAndInPlace) {
 
 // Every kind, by pairs in another order, with the biases of their experts and the weights of their inputs.
 TEST_F(Rows, ActivationsOfPairsAreTheCpus) {
-    const Activation kinds[] = {{ActivationKind::Silu}, {ActivationKind::Gelu}, {ActivationKind::ClampedSwiglu, 2.0f}};
+    const Activation kinds[] = {{ActivationKind::Silu},
+                                {ActivationKind::Gelu},
+                                {ActivationKind::ClampedSwiglu, 2.0f},
+                                {ActivationKind::ReluSquared}};
     const int64_t rows = 7;
     const int32_t experts = 3;
     for (const int64_t cols : {1, 32, 37, 96, 1056}) {
-        for (int variant = 0; variant < 24; ++variant) {
-            const Activation activation = kinds[variant / 8];
-            const bool biased = variant & 1, weighted = variant & 2, ordered = variant & 4;
+        for (int variant = 0; variant < 64; ++variant) {
+            const Activation activation = kinds[variant / 16];
+            const bool biased = variant & 1, weighted = variant & 2, ordered = variant & 4, gated = variant & 8;
             SCOPED_TRACE(std::to_string(cols) + " columns, variant " + std::to_string(variant));
             auto gate = randomFloats(rows * cols, 3.0f), up = randomFloats(rows * cols, 3.0f);
             const float edges[] = {0.0f, -0.0f, 88.0f, -88.0f, 1e30f, -1e30f, 1e-40f, INFINITY, -INFINITY};
@@ -292,7 +295,7 @@ TEST_F(Rows, ActivationsOfPairsAreTheCpus) {
             std::vector<float> expected = gate;
             for (int64_t r = 0; r < rows; ++r) {
                 const int32_t pair = pairAt[r];
-                cpu::GatedRow row{&expected[r * cols], &up[r * cols]};
+                cpu::GatedRow row{&expected[r * cols], gated ? &up[r * cols] : nullptr};
                 if (biased) row.gateBias = &gateBias[expert[pair] * cols], row.upBias = &upBias[expert[pair] * cols];
                 if (weighted) row.factor = weight[pair];
                 _cpu.gatedActivation(activation, row, cols);
@@ -301,6 +304,7 @@ TEST_F(Rows, ActivationsOfPairsAreTheCpus) {
                 deviceWeight(weight), floats(rows * cols);
             const DeviceArray<int32_t> deviceExpert(expert), devicePairAt(pairAt);
             GatedJoin join{activation};
+            join.gated = gated;
             if (biased) join.gateBias = deviceGateBias.get(), join.upBias = deviceUpBias.get();
             join.expert = deviceExpert.get();
             if (weighted) join.weight = deviceWeight.get();

@@ -19,7 +19,7 @@ protected:
         // The logits behind the vocabulary would be chosen if they were read.
         _logits = std::make_unique<DeviceArray<float>>(std::vector<float>(kLargest + 4096, 1e30f));
         _adjustments = std::make_unique<DeviceArray<TokenAdjustment>>(size_t{4096});
-        _scratch = std::make_unique<DeviceArray<uint8_t>>(samplingScratchBytes(kLargest));
+        _scratch = std::make_unique<DeviceArray<uint8_t>>(samplingScratchBytes(1, kLargest));
         _token = std::make_unique<DeviceArray<int32_t>>(size_t{1});
     }
 
@@ -29,8 +29,8 @@ protected:
         stream().upload(_logits->get(), logits.data(), logits.size() * sizeof(float));
         if (!adjustments.empty())
             stream().upload(_adjustments->get(), adjustments.data(), adjustments.size() * sizeof(TokenAdjustment));
-        sampleToken(stream(), _logits->get(), vocab, rule, _adjustments->get(),
-                    static_cast<int32_t>(adjustments.size()), draw, _scratch->get(), _token->get());
+        sampleTokens(stream(), _logits->get(), vocab, {{draw, rule, 0, static_cast<int32_t>(adjustments.size()), 0, 0}},
+                     _adjustments->get(), _scratch->get(), _token->get());
         int32_t token = -2;
         stream().download(&token, _token->get(), sizeof token);
         const std::vector<float> beyond(16, 1e30f);
@@ -168,14 +168,86 @@ TEST_F(Sampling, TheBoundsBetweenTokensAreTheSame) {
     }
 }
 
+// Rows of any rules and adjustments, in any order: each gets the token that it gets alone, and rows that nothing is
+// chosen from stay as they are.
+TEST_F(Sampling, RowsInOneCallGetWhatEachGetsAlone) {
+    for (int round = 0; round < 60 && !HasFailure(); ++round) {
+        const int64_t vocab = round % 6 == 0 ? 151936 : 1 + random()() % 6000;
+        const auto held = 1 + static_cast<int64_t>(random()() % (round % 6 == 0 ? 12 : 90));
+        std::vector<int16_t> order(held);
+        for (int16_t i = 0; i < held; ++i) order[i] = i;
+        std::shuffle(order.begin(), order.end(), random());
+        order.resize(1 + random()() % held);
+        std::vector<float> logits;
+        for (int64_t i = 0; i < held; ++i) {
+            const auto row = someLogits(vocab);
+            logits.insert(logits.end(), row.begin(), row.end());
+        }
+        const SamplingRule common = someRule();
+        std::vector<RowChoice> choices;
+        std::vector<TokenAdjustment> adjustments(3);  // nobody's
+        std::vector<int32_t> expected(order.size());
+        std::vector<bool> chosenFrom(held);
+        for (size_t i = 0; i < order.size(); ++i) {
+            RowChoice choice{uniform(), random()() % 2 ? common : someRule()};
+            const auto list = someAdjustments(vocab);
+            choice.firstAdjustment = static_cast<int32_t>(adjustments.size());
+            choice.adjustments = static_cast<int32_t>(list.size());
+            adjustments.insert(adjustments.end(), list.begin(), list.end());
+            choice.row = order[i];
+            choice.token = static_cast<int16_t>(order.size() - 1 - i);
+            choices.push_back(choice);
+            const auto row = logits.begin() + order[i] * vocab;
+            std::vector<float> copy(row, row + vocab);
+            expected[choice.token] = sampleOnHost(copy.data(), vocab, choice.rule, list, choice.draw);
+            chosenFrom[order[i]] = true;
+        }
+        const DeviceArray<float> deviceLogits(logits);
+        const DeviceArray<TokenAdjustment> deviceAdjustments(adjustments);
+        const DeviceArray<uint8_t> scratch(samplingScratchBytes(held, vocab));
+        const DeviceArray<int32_t> tokens(order.size());
+        sampleTokens(stream(), deviceLogits.get(), vocab, choices, deviceAdjustments.get(), scratch.get(),
+                     tokens.get());
+        EXPECT_EQ(tokens.read(), expected) << order.size() << " of " << held << " rows of " << vocab;
+        const auto after = deviceLogits.read();
+        for (int64_t i = 0; i < held; ++i) {
+            if (chosenFrom[i]) continue;
+            const auto same = [&](const auto& of) {
+                return std::vector<float>(of.begin() + i * vocab, of.begin() + (i + 1) * vocab);
+            };
+            EXPECT_TRUE(sameBits(same(logits), same(after))) << "row " << i << " was not chosen from";
+        }
+    }
+}
+
+// Rows that keep few candidates, and greedy ones, take two launches however many they are.
+TEST_F(Sampling, RowsShareLaunches) {
+    const int64_t vocab = 5000;
+    const DeviceArray<float> logits(randomFloats(64 * vocab));
+    const DeviceArray<uint8_t> scratch(samplingScratchBytes(64, vocab));
+    const DeviceArray<int32_t> tokens(size_t{64});
+    for (const float temperature : {0.0f, 0.8f}) {
+        for (const int16_t rows : {1, 2, 8, 9, 64}) {
+            std::vector<RowChoice> choices(rows);
+            for (int16_t i = 0; i < rows; ++i) {
+                choices[i].rule.temperature = temperature;
+                choices[i].row = choices[i].token = i;
+            }
+            const int64_t before = stream().launches();
+            sampleTokens(stream(), logits.get(), vocab, choices, nullptr, scratch.get(), tokens.get());
+            EXPECT_EQ(stream().launches() - before, 2) << rows << " rows";
+        }
+    }
+}
+
 TEST_F(Sampling, PlainGreedyLeavesTheLogits) {
     const auto logits = randomFloats(5001);
     const DeviceArray<float> deviceLogits(logits);
-    const DeviceArray<uint8_t> scratch(samplingScratchBytes(5001));
+    const DeviceArray<uint8_t> scratch(samplingScratchBytes(1, 5001));
     const DeviceArray<int32_t> token(1);
     SamplingRule rule;
     rule.temperature = 0;
-    sampleToken(stream(), deviceLogits.get(), 5001, rule, nullptr, 0, 0.5, scratch.get(), token.get());
+    sampleTokens(stream(), deviceLogits.get(), 5001, {{0.5, rule}}, nullptr, scratch.get(), token.get());
     EXPECT_EQ(token.read()[0], std::max_element(logits.begin(), logits.end()) - logits.begin());
     EXPECT_TRUE(sameBits(logits, deviceLogits.read()));
 }
@@ -186,10 +258,10 @@ TEST_F(Sampling, CanBeCaptured) {
         rule.topK = topK;
         auto logits = randomFloats(30000);
         const DeviceArray<float> deviceLogits(logits);
-        const DeviceArray<uint8_t> scratch(samplingScratchBytes(30000));
+        const DeviceArray<uint8_t> scratch(samplingScratchBytes(1, 30000));
         const DeviceArray<int32_t> token(1);
         const auto graph = stream().capture([&] {
-            sampleToken(stream(), deviceLogits.get(), 30000, rule, nullptr, 0, 0.7, scratch.get(), token.get());
+            sampleTokens(stream(), deviceLogits.get(), 30000, {{0.7, rule}}, nullptr, scratch.get(), token.get());
         });
         EXPECT_EQ(token.read()[0], -1) << "nothing ran yet";
         stream().replay(*graph);

@@ -190,8 +190,7 @@ struct DeviceRows {
 // Poisoned, except for the counters, which are zero before and after every call.
 class DecodeScratch {
 public:
-    DecodeScratch(int64_t rows, const HeadShape& shape, int64_t context)
-        : _bytes(decodeAttentionBytes(rows, shape, context, kPageTokens)) {
+    DecodeScratch(int64_t rows, const HeadShape& shape) : _bytes(decodeAttentionBytes(rows, shape)) {
         require(cudaMemset(_bytes.get(), 0, kDecodeCounterBytes));
         require(cudaDeviceSynchronize());
     }

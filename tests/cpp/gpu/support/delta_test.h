@@ -158,11 +158,12 @@ private:
 
 // The copy of a World on the device.
 struct DeviceWorld {
-    DeviceArray<float> conv, stepBias, decay, headNorm, convStates, matrixStates, mixed, alpha, beta, gate;
+    DeviceArray<float> conv, stepBias, decay, headNorm, convStates, matrixStates, mixed, alpha, beta, gate, steps;
     DeviceArray<int32_t> from, to, begin, end;
     DeltaBatch batch;
 
-    explicit DeviceWorld(const World& w)
+    // fused: alphas and betas are in `steps`, and alpha and beta hold nothing.
+    explicit DeviceWorld(const World& w, bool fused = false)
         : conv(w.conv),
           stepBias(w.stepBias),
           decay(w.decay),
@@ -170,18 +171,33 @@ struct DeviceWorld {
           convStates(w.convStates),
           matrixStates(w.matrixStates),
           mixed(w.mixed),
-          alpha(w.alpha),
-          beta(w.beta),
+          alpha(fused ? std::vector<float>(w.alpha.size(), NAN) : w.alpha),
+          beta(fused ? std::vector<float>(w.beta.size(), NAN) : w.beta),
           gate(w.gate),
+          steps(fused ? stepsOf(w) : std::vector<float>()),
           from(w.from),
           to(w.to),
           begin(w.begin),
           end(w.end),
           batch{w.rows, from.get(), to.get(), {begin.get(), end.get(), static_cast<int64_t>(w.begin.size())}} {}
 
-    DeltaInputs inputs() const { return {mixed.get(), alpha.get(), beta.get(), gate.get()}; }
+    DeltaInputs inputs() const {
+        return {mixed.get(), alpha.get(), beta.get(), gate.get(), steps.size() ? steps.get() : nullptr};
+    }
     DeltaParameters parameters() const { return {conv.get(), stepBias.get(), decay.get(), headNorm.get(), kEps}; }
     DeltaStates states() const { return {convStates.get(), matrixStates.get()}; }
+
+private:
+    // Key head by key head: the betas of its value heads, then their alphas.
+    static std::vector<float> stepsOf(const World& w) {
+        const int32_t group = w.shape.headsPerKey();
+        std::vector<float> steps;
+        for (size_t first = 0; first < w.beta.size(); first += static_cast<size_t>(group)) {
+            steps.insert(steps.end(), &w.beta[first], &w.beta[first] + group);
+            steps.insert(steps.end(), &w.alpha[first], &w.alpha[first] + group);
+        }
+        return steps;
+    }
 };
 
 class GatedDeltaTest : public GpuTest {

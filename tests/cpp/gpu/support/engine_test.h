@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/launch_rows.h"
 #include "cpu/cpu_kind.h"
 #include "engine/session.h"
 #include "gpu_test.h"
-#include "kernels/matvec/matvec.h"  // kMaxMatvecRows
 #include "plan/cuda_kind.h"
 #include "tiny_model.h"
 
@@ -37,11 +37,11 @@ protected:
         o.prompt = PromptMode::Exact;
         return o;
     }
-    // Pieces of a few rows for `total` tokens. Most take one launch of the contract's products, some take several.
+    // Pieces for `total` tokens: most of a few rows, some of more than one launch of the contract's products takes.
     std::vector<int64_t> smallChunks(int64_t total) {
         std::vector<int64_t> chunks;
         for (int64_t i = 0; i < total; ++i) {
-            const int64_t most = random()() % 4 ? kMaxMatvecRows : 5 * kMaxMatvecRows;
+            const int64_t most = random()() % 4 ? kMostDraftRows : random()() % 2 ? 40 : 2 * kExactLaunchRows;
             chunks.push_back(1 + static_cast<int64_t>(random()() % static_cast<uint32_t>(most)));
         }
         return chunks;

@@ -30,14 +30,14 @@ struct Shape {
     int64_t embedding, hidden;
     int32_t experts, used;
     Activation activation = {};
-    bool biases = false, weightsInput = false;
+    bool biases = false, weightsInput = false, gated = true;
 };
 
 inline std::string nameOf(const Shape& s) {
     return std::string(info(s.gate).name) + " " + info(s.up).name + " " + info(s.down).name + ", " +
            std::to_string(s.embedding) + " x " + std::to_string(s.hidden) + ", " + std::to_string(s.used) + " of " +
            std::to_string(s.experts) + (s.biases ? ", biased" : "") + (s.weightsInput ? ", weighted inputs" : "") +
-           ", activation " + std::to_string(static_cast<int>(s.activation.kind));
+           (s.gated ? "" : ", no gate") + ", activation " + std::to_string(static_cast<int>(s.activation.kind));
 }
 
 struct Stack {
@@ -96,7 +96,7 @@ struct Share {
 // chosen.
 struct Layer {
     Stack gate, up, down;
-    bool dense;
+    bool dense, gated;
     int32_t used;
     Activation activation;
     std::vector<float> gateBias, upBias;  // [experts, hidden], or empty
@@ -113,6 +113,7 @@ struct Layer {
           up(s.up, s.experts, s.hidden, s.embedding, random),
           down(s.down, s.experts, s.embedding, s.hidden, random),
           dense(s.experts == 1),
+          gated(s.gated),
           used(s.used),
           activation(s.activation),
           gateBias(s.biases ? static_cast<size_t>(s.experts * s.hidden) : 0),
@@ -152,7 +153,8 @@ struct Layer {
             hidden[i] += gateBias[static_cast<size_t>(expert) * hidden.size() + i];
             upped[i] += upBias[static_cast<size_t>(expert) * hidden.size() + i];
         }
-        cpu::kernels().gatedActivation(activation, {hidden.data(), upped.data()}, static_cast<int64_t>(hidden.size()));
+        const float* const ups = gated ? upped.data() : nullptr;
+        cpu::kernels().gatedActivation(activation, {hidden.data(), ups}, static_cast<int64_t>(hidden.size()));
         return multiply(down.matrices.at(expert), Row(hidden));
     }
 
@@ -189,16 +191,16 @@ struct Layer {
 
     int64_t rows() const { return static_cast<int64_t>(input.size()); }
     int32_t pairs() const { return static_cast<int32_t>(chosen.size()); }
-    ExpertStacks file() const { return {gate.matrices, up.matrices, down.matrices}; }
+    ExpertStacks file() const { return {gate.matrices, gated ? up.matrices : MatrixStack(), down.matrices}; }
     HostExpertLayer inHost() const {
         if (gateBias.empty()) return {file(), activation};
-        return {file(), activation, gateBias.data(), upBias.data()};
+        return {file(), activation, gateBias.data(), gated ? upBias.data() : nullptr};
     }
     bool anyMissed() const {
         return std::any_of(slot.begin(), slot.end(), [](int32_t s) { return s < 0; });
     }
     size_t bytesRead() const {
-        return ours.size() * (gate.matrices.stride + up.matrices.stride + down.matrices.stride);
+        return ours.size() * (gate.matrices.stride + (gated ? up.matrices.stride : 0) + down.matrices.stride);
     }
     bool predicts() const { return orders.ahead > 0 || chosen.front() % 2 == 0; }
 };

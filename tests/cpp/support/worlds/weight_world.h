@@ -47,6 +47,11 @@ inline bool liesIn(const std::vector<HostRange>& ranges, const uint8_t* at, size
                        [&](const HostRange& r) { return at >= r.begin && at + bytes <= r.begin + r.bytes; });
 }
 
+inline bool overlaps(const std::vector<HostRange>& ranges, const uint8_t* at, size_t bytes) {
+    return std::any_of(ranges.begin(), ranges.end(),
+                       [&](const HostRange& r) { return at < r.begin + r.bytes && r.begin < at + bytes; });
+}
+
 class StrictTransfers : public Transfers {
 public:
     explicit StrictTransfers(GappedRows rows) : _rows(rows) {}
@@ -73,7 +78,6 @@ public:
         ++finished;
         EXPECT_FALSE(_open);
     }
-    const uint8_t* deviceAddress(const uint8_t* file) const override { return file + 4096; }
 
     void begin() override {
         EXPECT_TRUE(!_open || mayGiveUp) << "a pass within another";

@@ -87,9 +87,9 @@ class Delta:
 
 @dataclass(frozen=True)
 class Activation:
-    """`clamped`: gpt-oss's, with its limit."""
+    """`clamped`: gpt-oss's, with its limit. `relu` is here for wrong models."""
 
-    kind: Literal["silu", "gelu", "gelu by erf", "clamped"] = "silu"
+    kind: Literal["silu", "gelu", "gelu by erf", "clamped", "relu", "relu squared"] = "silu"
     limit: float = np.inf
 
 
@@ -117,14 +117,15 @@ class Experts:
 class Layer:
     """A layer. `beside`: the dense part and the experts read the same, and their results are added, each after a norm.
 
-    post_norms: norms behind attention and behind the feed-forward part. inputs: an embedding of the token for this
-    layer joins at its end. scales: what `layer_output_scale` multiplies.
+    gated: the feed-forward part has a gate. post_norms: norms behind attention and behind the feed-forward part.
+    inputs: an embedding of the token for this layer joins at its end. scales: what `layer_output_scale` multiplies.
     """
 
     mixer: Attention | Delta
     experts: Experts | None = None
     beside: bool = False
     activation: Activation = Activation()
+    gated: bool = True
     ffn_norm: str = "ffn_norm"
     post_norms: bool = False
     inputs: bool = False

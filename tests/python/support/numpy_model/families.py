@@ -118,6 +118,12 @@ def _mistral3(keys: Keys) -> Description:
     return _description(keys, lambda _: layer)
 
 
+def _arcee(keys: Keys) -> Description:
+    layer = Layer(_attention(keys, rotation=_rotation(keys, adjacent=True)), _experts(keys), gated=False,
+                  activation=Activation("relu squared"))
+    return _description(keys, lambda _: layer)
+
+
 def _phi3(keys: Keys) -> Description:
     factors = ""
     if keys.has("rope_factors_long"):
@@ -208,6 +214,7 @@ _FAMILIES: dict[str, Callable[[Keys], Description]] = {
     "smollm3": _smollm3,
     "mistral3": _mistral3,
     "phi3": _phi3,
+    "arcee": _arcee,
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _hybrid),
     "gemma2": lambda keys: _gemma(keys, lambda layer: layer % 2 == 0),
     "gemma3": lambda keys: _gemma(keys, lambda layer: (layer + 1) % 6 != 0, norm="head"),

@@ -247,9 +247,12 @@ class NumpyModel:
 
     def _dense(self, block: str, layer: Layer, x: np.ndarray, suffix: str = "", expert: int | None = None
                ) -> np.ndarray:
-        """Gate and up may be one matrix, which has the name of both or that of up alone."""
+        """Gate and up may be one matrix, which has the name of both or that of up alone. A part without a gate has only
+        up."""
         parts = [self._linear(x, f"{block}ffn_{part}{suffix}", expert) for part in ("gate", "up", "gate_up")
                  if f"{block}ffn_{part}{suffix}.weight" in self._infos]
+        if not layer.gated:
+            parts.append(1.0)
         gate, up = parts if len(parts) == 2 else np.split(parts[0], 2, axis=1)
         return self._linear(activate(layer.activation, gate, up), f"{block}ffn_down{suffix}", expert)
 

@@ -36,10 +36,13 @@ def softcapped(x: np.ndarray, cap: float) -> np.ndarray:
     return cap * np.tanh(x / cap) if cap else x
 
 
-def activate(activation: Activation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """What a feed-forward part multiplies by its last matrix."""
+def activate(activation: Activation, gate: np.ndarray, up: np.ndarray | float) -> np.ndarray:
+    """What a feed-forward part multiplies by its last matrix. Without a gate, its one product is `gate`, and `up`
+    is 1."""
     if activation.kind == "silu":
         return silu(gate) * up
+    if activation.kind.startswith("relu"):
+        return np.maximum(gate, 0.0) ** (2 if activation.kind == "relu squared" else 1) * up
     if activation.kind == "gelu":
         return gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate * gate * gate))) * up
     if activation.kind == "gelu by erf":

@@ -1,0 +1,44 @@
+// See step_work.h.
+#include "planning/step_work.h"
+
+#include <algorithm>
+
+namespace sharpi {
+
+namespace {
+
+// Around parts that stand side by side: a norm after each, and one more before each but the first.
+constexpr int64_t kOfParallelParts = 4;
+// The gate's rows, their product, the activation, the projection and its norm.
+constexpr int64_t kOfLayerInput = 5;
+// The rows of the table, those to be projected, their product, and both joined.
+constexpr int64_t kOfLayerInputs = 4;
+
+}  // namespace
+
+int64_t attentionProducts(const ModelSpec& spec, int64_t tokens) {
+    int64_t count = 0;
+    for (const LayerSpec& layer : spec.layers) {
+        if (!layer.attention) continue;
+        const AttentionSpec& a = *layer.attention;
+        const int64_t seen = tokens - a.reach.first(static_cast<int32_t>(std::max<int64_t>(tokens - 1, 0)));
+        count += seen * a.heads * a.headDim;
+    }
+    return count;
+}
+
+int64_t sharedExperts(const ModelSpec& spec) {
+    return std::count_if(spec.layers.begin(), spec.layers.end(),
+                         [](const LayerSpec& l) { return l.experts && (l.experts->shared || l.parallel); });
+}
+
+int64_t rowKernels(const ModelSpec& spec) {
+    int64_t count = (spec.embeddingScale != 1.0f) + (spec.logitSoftcap != 0) + (spec.layerInputs ? kOfLayerInputs : 0);
+    for (const LayerSpec& layer : spec.layers) {
+        count += bool(layer.mixerPostNorm) + bool(layer.ffnPostNorm) + bool(layer.outputScale);
+        count += (layer.parallel ? kOfParallelParts : 0) + (layer.layerInput ? kOfLayerInput : 0);
+    }
+    return count;
+}
+
+}  // namespace sharpi
