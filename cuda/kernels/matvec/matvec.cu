@@ -1,10 +1,11 @@
 // Launches the products of quantized weights with few rows, which take most of a token's time. matvec_kernel.cuh and
-// matvec_product.cuh have the kernels. matvec_float.cu compiles those for float weights.
+// matvec_product.cuh have the kernels for one row or two, mma_tile.cuh and mma_product.cuh those for more.
+// matvec_float.cu compiles those for float weights.
 //
 // Matrices of one type that read the same activations share a launch, because the beginning and the end of a launch are
 // a large part of its time at batch 1.
-#include "kernels/matvec/grouped.cuh"
-#include "kernels/matvec/matvec_product.cuh"
+#include "kernels/experts/grouped.cuh"
+#include "kernels/matvec/mma_product.cuh"
 
 namespace sharpi::cuda {
 
@@ -30,6 +31,7 @@ static Product productOf(const Matrix& w, const float* bias, float* y, int64_t s
 }
 
 static Products productsOf(const MatvecInput& x, int rows, int64_t cols) {
+    checkRows(rows);
     Products p;
     p.x = x;
     p.rows = rows;
@@ -44,6 +46,27 @@ constexpr int64_t kPairsPerExpert = 2;
 static void launchProductsOf(Stream& stream, DType type, const Products& p, int64_t pairs) {
     if (p.count == 0) return;
     withType(type, [&](auto tag) { launchProducts<decltype(tag)::kType>(stream, p, pairs); });
+}
+
+// The part of p with `rows` rows of activations from `first` on.
+static Products rowsOf(const Products& p, int first, int rows) {
+    Products part = p;
+    part.x = rowsFrom(p.x, first, p.cols);
+    part.rows = rows;
+    for (int i = 0; i < p.count; ++i) part.product[i].y += static_cast<int64_t>(first) * p.product[i].stride;
+    return part;
+}
+
+// The same for dense matrices and up to kMaxMatvecRows rows.
+static void launchDense(Stream& stream, DType type, const Products& p) {
+    if (p.count == 0) return;
+    withType(type, [&](auto tag) {
+        constexpr DType kType = decltype(tag)::kType;
+        if constexpr (!kIsFloat<kType>)
+            if (usesMma<kType>(stream, p.rows, p.cols)) return launchMmaProducts<kType>(stream, p);
+        for (int first = 0; first < p.rows; first += kPlainMatvecRows)
+            launchProducts<kType>(stream, rowsOf(p, first, std::min(kPlainMatvecRows, p.rows - first)), 1);
+    });
 }
 
 void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<MatvecOutput>& outputs) {
@@ -61,7 +84,7 @@ void matvec(Stream& stream, const MatvecInput& x, int rows, const std::vector<Ma
             if (outputs[i].w.rows > 0)
                 p.product[p.count++] = productOf(outputs[i].w, outputs[i].bias, outputs[i].y, outputs[i].stride);
         }
-        launchProductsOf(stream, leader.type, p, 1);
+        launchDense(stream, leader.type, p);
     }
 }
 
@@ -71,7 +94,7 @@ void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, 
     Products p = productsOf(x, rows, w.cols);
     p.product[p.count++] = productOf(w, bias, residual, stride);
     p.add = true;
-    launchProductsOf(stream, w.type, p, 1);
+    launchDense(stream, w.type, p);
 }
 
 bool sharesExperts(const Stream& stream, const ExpertStack& w, int64_t rows, int32_t used) {

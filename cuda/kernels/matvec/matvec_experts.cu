@@ -3,7 +3,7 @@
 #include "kernels/matvec/matvec_experts.cuh"
 
 #include "kernels/experts/router.h"
-#include "kernels/matvec/grouped.cuh"
+#include "kernels/experts/grouped.cuh"
 
 namespace sharpi::cuda {
 

@@ -1,8 +1,8 @@
 // Launches the gated first half of a feed-forward layer, dense or of experts: gate and up, the activation and
-// its quantization in one launch (matvec_gated.cuh).
-#include "kernels/matvec/matvec_gated.cuh"
+// its quantization in one launch (matvec_gated.cuh, mma_gated.cuh).
+#include "kernels/matvec/mma_gated.cuh"
 
-#include "kernels/matvec/grouped.cuh"
+#include "kernels/experts/grouped.cuh"
 
 namespace sharpi::cuda {
 
@@ -40,6 +40,15 @@ static RowOutputs columnsFrom(const RowOutputs& out, int64_t begin) {
     return shifted;
 }
 
+// The part of p with `rows` rows of activations from `first` on.
+static GatedProduct rowsOf(const GatedProduct& p, int first, int rows) {
+    GatedProduct part = p;
+    part.x = rowsFrom(p.x, first, p.cols);
+    part.rows = rows;
+    part.out = rowsFrom(p.out, first, p.width);
+    return part;
+}
+
 void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up,
                  const RowOutputs& out, int64_t begin, int64_t hidden, const GatedJoin& join) {
     if (rows == 0 || gate.rows == 0) return;
@@ -49,11 +58,18 @@ void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& g
         throw Error(ErrorKind::Internal, "matvecGated: " + std::to_string(gate.rows) + " values from column " +
                                              std::to_string(begin) + " on do not fit in rows of " +
                                              std::to_string(width));
+    checkRows(rows);
     GatedProduct p = gatedOf(x, rows, gate, up, columnsFrom(out, begin), join);
     if (join.gateBias) p.join.gateBias += begin;
     if (join.upBias) p.join.upBias += begin;
     p.width = static_cast<int32_t>(width);
-    withType(gate.type, [&](auto tag) { launchGated<decltype(tag)::kType>(stream, p, 1); });
+    withType(gate.type, [&](auto tag) {
+        constexpr DType kType = decltype(tag)::kType;
+        if constexpr (!kIsFloat<kType>)
+            if (usesMma<kType>(stream, p.rows, p.cols)) return launchMmaGated<kType>(stream, p);
+        for (int first = 0; first < rows; first += kPlainMatvecRows)
+            launchGated<kType>(stream, rowsOf(p, first, std::min(kPlainMatvecRows, rows - first)), 1);
+    });
 }
 
 void expertGated(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& gate, const ExpertStack& up,

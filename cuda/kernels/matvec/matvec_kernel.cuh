@@ -550,10 +550,28 @@ template <int T, bool shared, bool experts> struct Variant {
     static constexpr bool kShared = shared, kExperts = experts;
 };
 
+// The most rows of these kernels. On devices with int8 tensor cores, more than kMatvecFewRows rows of quantized types
+// are multiplied there (mma_tile.cuh), so those kernels are left out of their code.
+constexpr int kPlainMatvecRows = 8;
+constexpr int kMatvecFewRows = 2;
+constexpr int kMmaCapability = 80;
+
+// Whether this code has a kernel for T rows.
+#if __CUDA_ARCH__ >= 800
+template <DType D, int T> constexpr bool kHasPlainKernel = kIsFloat<D> || T <= kMatvecFewRows;
+#else
+template <DType D, int T> constexpr bool kHasPlainKernel = true;
+#endif
+// Whether tensor cores multiply these rows.
+template <DType D> bool usesMma(const Stream& stream, int rows, int64_t cols) {
+    if (isFloatType(D) || stream.device().codeVersion < kMmaCapability || rows == 1) return false;
+    return rows > kMatvecFewRows || isRareType(D) || Steps<D>::sharedBytes(rows, cols) > kMatvecSharedBytes;
+}
+
 // Calls f(Variant{}) for `rows` rows of activations, which take `bytes` of shared memory. Rare types have no kernels
 // for two and four rows: those for eight take them too.
 template <DType D, typename F> void withVariant(int rows, size_t bytes, bool experts, F&& f) {
-    if (rows < 1 || rows > kMaxMatvecRows)
+    if (rows < 1 || rows > kPlainMatvecRows)
         throw Error(ErrorKind::Internal, "a matrix-vector product of " + std::to_string(rows) + " rows");
     if (experts) return bytes <= kMatvecSharedBytes ? f(Variant<1, true, true>{}) : f(Variant<1, false, true>{});
     if (rows == 1 && bytes <= kMatvecSharedBytes) return f(Variant<1, true, false>{});
@@ -562,6 +580,11 @@ template <DType D, typename F> void withVariant(int rows, size_t bytes, bool exp
         if (rows <= 4) return f(Variant<4, false, false>{});
     }
     f(Variant<8, false, false>{});
+}
+
+inline void checkRows(int rows) {
+    if (rows < 0 || rows > kMaxMatvecRows)
+        throw Error(ErrorKind::Internal, "a matrix-vector product of " + std::to_string(rows) + " rows");
 }
 
 // Throws Error(Internal) if the kernels' 32-bit indices do not reach the whole matrix.

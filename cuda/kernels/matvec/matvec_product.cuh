@@ -1,5 +1,5 @@
 // y = w x + bias, or y += w x + bias, for up to kMaxProducts matrices of one type at once, or for the expert of each
-// pair.
+// pair. mma_product.cuh has the kernels for more rows.
 //
 // A block has eight warps (fewer if there are few rows). Each warp has 2 * groups rows and takes one pair of rows after
 // the other. Matrices that read the same activations, such as those of queries, keys and values, share a launch: a
@@ -41,6 +41,7 @@ struct Products {
 
 template <DType D, int T, bool kShared, bool kExperts>
 __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) productKernel(const __grid_constant__ Products p) {
+    if constexpr (!kHasPlainKernel<D, T>) return;
     extern __shared__ __align__(16) uint8_t shared[];
     using S = Steps<D>;
     allowNext();

@@ -1,4 +1,4 @@
-// What the launches of tensor-core products share: when they are used, and with how many columns in a block.
+// What the launches of tensor-core products share: how many columns a block has, and what it prefetches.
 #pragma once
 
 #include <algorithm>
@@ -8,18 +8,10 @@
 
 namespace sharpi::cuda {
 
-// From this number of rows on, the tensor cores are faster.
-constexpr int kMmaFromRows = 2;
-constexpr int kMmaCapability = 80;
 // Shared memory of a kernel besides its MmaTile.
 constexpr int kMmaSpareShared = 5 * 1024;
 
 constexpr int mmaMinBlocks(int tiles) { return tiles == 1 ? 2 : 1; }
-
-// Whether rows of this type are multiplied by the tensor cores.
-inline bool usesMma(const Stream& stream, DType type, int rows) {
-    return rows >= kMmaFromRows && !isFloatType(type) && stream.device().codeVersion >= kMmaCapability;
-}
 
 // Calls f(std::integral_constant<int, tiles>{}) with the tiles of eight columns that a block has for `rows` rows. Rare
 // types have no kernels for two tiles. Devices with little shared memory have blocks of one tile, and more blocks.

@@ -414,7 +414,6 @@ private:
             Numbers::codes(_raw[i], q);
             const uint32_t to = kBlocks == 8 ? moved(_unpacked, 4 * i) : moved(_unpacked, 8 * i);
             writeShared4(to, q);
-            // Rows are aligned to 128 bytes. The swizzle moves a chunk within these.
             writeShared4(kBlocks == 8 ? to + 128 : to ^ 64, q + 4);
             FloatScales scales = floatScales<D>(_raw[i], at % 8);
             if (!whole && step * kContractAccumulators + at >= _units) scales.d = scales.m = 0.0f;

@@ -7,7 +7,7 @@
 // once.
 #pragma once
 
-#include "kernels/matvec/mma_tile.cuh"
+#include "kernels/matvec/mma_launch.cuh"
 #include "kernels/rows/device_rows.cuh"
 
 namespace sharpi::cuda {
@@ -21,11 +21,8 @@ struct GroupedWeights {
     QuantizedRows x;
     const PairGroup* group = nullptr;
     int32_t perRow = 1;   // pairs that read the same row of x
-    bool fewFit = false;  // kFewPairs rows of x fit in the launch's shared memory
+    bool fewFit = false;  // kMatvecFewRows rows of x fit in the launch's shared memory
 };
-
-// The most pairs that are multiplied without tensor cores.
-constexpr int kFewPairs = 2;
 
 // The block's group, in shared memory.
 struct Group {
@@ -35,13 +32,16 @@ struct Group {
     __device__ __forceinline__ int64_t pairOf(int column) const { return pair[min(column, count - 1)]; }
 };
 
-// Waits for the predecessor. False: there is no such group.
-__device__ __forceinline__ bool findGroup(const GroupedWeights& p, int32_t (&pairs)[kPairGroup], Group& group) {
+// Waits for the predecessor, then finds what the block multiplies: up to `columns` pairs of a group. blockIdx.z says
+// which. False: there are none.
+__device__ __forceinline__ bool findGroup(const GroupedWeights& p, int columns, int32_t (&pairs)[kPairGroup],
+                                          Group& group) {
     waitForPrevious();
     const PairGroup& from = p.group[blockIdx.x];
-    group = {from.element, from.count, pairs};
-    if (group.element < 0) return false;
-    if (static_cast<int>(threadIdx.x) < group.count) pairs[threadIdx.x] = from.pair[threadIdx.x];
+    const int skipped = static_cast<int>(blockIdx.z) * columns;
+    group = {from.element, min(from.count - skipped, columns), pairs};
+    if (group.element < 0 || group.count <= 0) return false;
+    if (static_cast<int>(threadIdx.x) < group.count) pairs[threadIdx.x] = from.pair[skipped + threadIdx.x];
     __syncthreads();
     return true;
 }
@@ -53,7 +53,7 @@ __device__ __forceinline__ typename Steps<D>::Base baseOf(const GroupedWeights& 
 
 // Whether the block multiplies its group without tensor cores.
 __device__ __forceinline__ bool isFew(const GroupedWeights& p, const Group& group) {
-    return group.count <= kFewPairs && p.fewFit;
+    return group.count <= kMatvecFewRows && p.fewFit;
 }
 
 // The products of a group of up to T pairs. Each warp has `items` pairs of weight rows, which place() names, and done()
@@ -75,10 +75,6 @@ __device__ __forceinline__ void multiplyFew(const GroupedWeights& p, const Group
     pipeline.run(x, place, [](int, int t) { return t; }, done);
     __syncthreads();
 }
-
-template <DType D, int kTiles> using GroupTile = MmaTile<D, kTiles>;
-// Two blocks of the smaller tiles share a multiprocessor.
-template <int kThreads> constexpr int kGroupBlocks = kThreads <= 256 ? 2 : 1;
 
 // --- one stack -------------------------------------------------------------------------------------------------------
 
@@ -112,15 +108,16 @@ __device__ __forceinline__ void fewRows(const GroupedProduct& p, const Group& gr
 }
 
 template <DType D, int kTiles>
-__global__ void __launch_bounds__(GroupTile<D, kTiles>::kThreads, kGroupBlocks<GroupTile<D, kTiles>::kThreads>)
+__global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTiles))
     groupedKernel(const __grid_constant__ GroupedProduct p) {
+#if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ int32_t pairs[kPairGroup];
-    using Tile = GroupTile<D, kTiles>;
+    using Tile = MmaTile<D, kTiles>;
     constexpr int kItemRows = Tile::kGroups * kMmaRows;
     allowNext();
     Group group;
-    if (!findGroup(p.w, pairs, group)) return;
+    if (!findGroup(p.w, MmaTile<D, kTiles>::kColumns, pairs, group)) return;
     const int firstRow = static_cast<int>(blockIdx.y) * p.items * kItemRows;
     if (isFew(p.w, group)) {
         if (group.count == 1) fewRows<D, 1, Tile::kThreads / 32>(p, group, firstRow, kItemRows, shared);
@@ -142,6 +139,7 @@ __global__ void __launch_bounds__(GroupTile<D, kTiles>::kThreads, kGroupBlocks<G
                     p.y[group.pairOf(column) * p.w.rows + row] = tile.sumOf(Tile::group(), value);
             });
         });
+#endif
 }
 
 // --- gate and up -----------------------------------------------------------------------------------------------------
@@ -189,7 +187,7 @@ __device__ __forceinline__ void fewGated(const GroupedGated& p, const Group& gro
 template <DType D, int kTiles>
 __device__ __forceinline__ void tileGated(const GroupedGated& p, const Group& group, GatedResults& results,
                                           uint8_t* shared) {
-    using Tile = GroupTile<D, kTiles>;
+    using Tile = MmaTile<D, kTiles>;
     static_assert(Tile::kGroups == 2 && Tile::kColumns <= kPairGroup);
     const int firstRow = static_cast<int>(blockIdx.y) * kContractBlock;
     const auto base = baseOf<D>(p.w, group, Tile::group());
@@ -209,15 +207,16 @@ __device__ __forceinline__ void tileGated(const GroupedGated& p, const Group& gr
 }
 
 template <DType D, int kTiles>
-__global__ void __launch_bounds__(GroupTile<D, kTiles>::kThreads, kGroupBlocks<GroupTile<D, kTiles>::kThreads>)
+__global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTiles))
     groupedGatedKernel(const __grid_constant__ GroupedGated p) {
+#if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ int32_t pairs[kPairGroup];
     __shared__ GatedResults results;
-    constexpr int kWarps = GroupTile<D, kTiles>::kThreads / 32;
+    constexpr int kWarps = MmaTile<D, kTiles>::kThreads / 32;
     allowNext();
     Group group;
-    if (!findGroup(p.w, pairs, group)) return;
+    if (!findGroup(p.w, MmaTile<D, kTiles>::kColumns, pairs, group)) return;
     if (!isFew(p.w, group)) tileGated<D, kTiles>(p, group, results, shared);
     else if (group.count == 1) fewGated<D, 1, kWarps>(p, group, results, shared);
     else fewGated<D, 2, kWarps>(p, group, results, shared);
@@ -226,13 +225,31 @@ __global__ void __launch_bounds__(GroupTile<D, kTiles>::kThreads, kGroupBlocks<G
     for (int column = threadIdx.x / 32; column < group.count; column += kWarps)
         quantizeLane(p.out.quantized, group.pairOf(column), p.w.rows / kContractBlock, blockIdx.y,
                      results.value[column][threadIdx.x % 32]);
+#endif
 }
 
 // --- launching -------------------------------------------------------------------------------------------------------
 
 // Whether pairs of this type can be multiplied in groups.
 inline bool canGroup(const Stream& stream, DType type) {
-    return !isFloatType(type) && stream.device().codeVersion >= 80;
+    return !isFloatType(type) && stream.device().codeVersion >= kMmaCapability;
+}
+
+// Calls f(std::integral_constant<int, tiles>{}) with the tiles of columns that a block has. Rare types, and devices
+// with little shared memory, have one, and two blocks for a large group.
+template <DType D, typename F> void withGroupTiles(const Stream& stream, const PairGroups& groups, F&& f) {
+    if constexpr (!isRareType(D)) {
+        const size_t bytes = MmaTile<D, 2>::kSharedBytes + kMmaSpareShared;
+        if (groups.most > kMmaColumns && bytes <= stream.device().sharedPerBlock)
+            return f(std::integral_constant<int, 2>{});
+    }
+    f(std::integral_constant<int, 1>{});
+}
+
+// The grid of a launch whose blocks have `rows` weight rows.
+template <typename Tile> dim3 groupGrid(const GroupedWeights& w, const PairGroups& groups, int rows) {
+    return {static_cast<unsigned>(groups.count), static_cast<unsigned>((w.rows + rows - 1) / rows),
+            static_cast<unsigned>((groups.most + Tile::kColumns - 1) / Tile::kColumns)};
 }
 
 inline GroupedWeights groupedWeights(const MatvecInput& x, const ExpertStack& stack, const PairGroups& groups,
@@ -253,6 +270,6 @@ inline GroupedWeights groupedWeights(const MatvecInput& x, const ExpertStack& st
 
 // Only for types that canGroup() allows.
 void launchGrouped(Stream& stream, DType type, GroupedProduct p, const PairGroups& groups);
-void launchGroupedGated(Stream& stream, DType type, const GroupedGated& p, const PairGroups& groups);
+void launchGroupedGated(Stream& stream, DType type, GroupedGated p, const PairGroups& groups);
 
 }  // namespace sharpi::cuda
