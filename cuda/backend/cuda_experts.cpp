@@ -1,6 +1,9 @@
 // See cuda_experts.h.
 #include "backend/cuda_experts.h"
 
+#include <algorithm>
+
+#include "core/launch_rows.h"
 #include "kernels/formats/packed.h"
 #include "kernels/rows/rows.h"
 
@@ -73,36 +76,53 @@ cuda::GatedJoin CudaExperts::join(const ExpertCall& call, int64_t pair) const {
     return join;
 }
 
-void CudaExperts::computeResident(const ExpertCall& call) {
-    const int32_t used = call.routing.used;
-    const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, used);
-    hiddenOfPairs(call, {call.gate, call.up, call.down}, chosen(0), hidden);
-    float* const to = _pass.floats(call.to);
-    _pass.forExactGroups([&](int64_t first, int rows) {
-        cuda::expertDownAdd(_pass.stream, hidden.from(first * used), rows, call.down, chosen(first * used),
-                            answerWeights(call, first * used), used, to + first * _pass.limits.embedding,
-                            sharedAnswer(call, first), answerTerms(call, first * used));
+// Calls body(pairs) for groups of the exact rows, pair p with matrix which[p] of the stacks. The pairs are grouped if
+// that is worth it for any of the stacks, which hold the same experts.
+template <typename Body>
+void CudaExperts::forExactPairs(const int32_t* which, int32_t used, std::initializer_list<MatrixStack> stacks,
+                                const Body& body) {
+    CudaPass::forGroups(_pass.exactRows(), kExactLaunchRows, [&](int64_t first, int rows) {
+        Pairs pairs{first, rows, used, which + first * used, {}};
+        const auto shares = [&](const MatrixStack& w) { return cuda::sharesExperts(_pass.stream, w, rows, used); };
+        if (std::any_of(stacks.begin(), stacks.end(), shares))
+            pairs.groups = cuda::groupPairs(_pass.stream, pairs.which, int64_t{rows} * used, stacks.begin()->count,
+                                            _pass.at<uint8_t>(_pass.layout->pairGroups));
+        body(pairs);
     });
 }
 
-// activation(gate x, up x) of each exact row's pairs, pair p with matrix which[p] of the stacks.
-void CudaExperts::hiddenOfPairs(const ExpertCall& call, const ExpertStacks& w, const int32_t* which,
+void CudaExperts::computeResident(const ExpertCall& call) {
+    const int32_t used = call.routing.used;
+    const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, used);
+    float *const to = _pass.floats(call.to), *const answers = _pass.floats(RowBuffer::ExpertOut);
+    forExactPairs(chosen(0), used, {call.gate, call.up, call.down}, [&](const Pairs& pairs) {
+        hiddenOfPairs(call, {call.gate, call.up, call.down}, pairs, hidden);
+        cuda::expertDownAdd(_pass.stream, hidden.from(pairs.begin()), pairs.rows, call.down, pairs.which,
+                            answerWeights(call, pairs.begin()), used, to + pairs.first * _pass.limits.embedding,
+                            sharedAnswer(call, pairs.first), answerTerms(call, pairs.begin()), pairs.groups, answers);
+    });
+}
+
+// activation(gate x, up x) of the pairs.
+void CudaExperts::hiddenOfPairs(const ExpertCall& call, const ExpertStacks& w, const Pairs& pairs,
                                 const Activations& hidden) {
     const Activations& x = _pass.input(RowInput::Normed);
-    const int32_t used = call.routing.used;
-    float *const gates = _pass.floats(RowBuffer::Gate), *const ups = _pass.floats(RowBuffer::Up);
-    const bool fused = w.gated() && w.gate.first.type == w.up.first.type;
-    _pass.forExactGroups([&](int64_t first, int rows) {
-        const int64_t pair = first * used;
-        if (fused) {
-            return cuda::expertGated(_pass.stream, x.from(first), rows, w.gate, w.up, which + pair, used,
-                                     cuda::rowsFrom(hidden.exact, pair, hidden.cols), join(call, pair));
-        }
-        const int64_t at = pair * hidden.cols;
-        cuda::expertMatvec(_pass.stream, x.from(first), rows, w.gate, which + pair, used, false, gates + at);
-        if (w.gated()) cuda::expertMatvec(_pass.stream, x.from(first), rows, w.up, which + pair, used, false, ups + at);
-    });
-    if (!fused) _products.activate(hidden, _pass.exactRows() * used, join(call, 0), 0, {});
+    const cuda::RowOutputs out = cuda::rowsFrom(hidden.exact, pairs.begin(), hidden.cols);
+    if (w.gated() && w.gate.first.type == w.up.first.type)
+        return cuda::expertGated(_pass.stream, x.from(pairs.first), pairs.rows, w.gate, w.up, pairs.which, pairs.used,
+                                 out, join(call, pairs.begin()), pairs.groups);
+    const int64_t at = pairs.begin() * hidden.cols;
+    float *const gates = _pass.floats(RowBuffer::Gate) + at, *const ups = _pass.floats(RowBuffer::Up) + at;
+    pairProducts(x, w.gate, pairs, true, gates);
+    if (w.gated()) pairProducts(x, w.up, pairs, true, ups);
+    cuda::gatedActivation(_pass.stream, join(call, pairs.begin()), gates, ups, int64_t{pairs.rows} * pairs.used,
+                          hidden.cols, out);
+}
+
+// y[p] of the pairs alone. ofRows: a pair reads its row of x, else its own. A pair without a matrix keeps its row of y.
+void CudaExperts::pairProducts(const Activations& x, const MatrixStack& w, const Pairs& pairs, bool ofRows, float* y) {
+    cuda::expertMatvec(_pass.stream, x.from(ofRows ? pairs.first : pairs.begin()), pairs.rows, w, pairs.which,
+                       pairs.used, !ofRows, y, pairs.groups);
 }
 
 // The host learns what the rows chose. From then on the CPU computes, or orders, what is in no slot
@@ -150,8 +170,10 @@ void CudaExperts::computeInSlots(const ExpertCall& call) {
                            chosen(0), slot);
         if (_tickets.foreseen) _cache.fetchAhead(call.next->expertLayer, orders);
         const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, r.used);
-        hiddenOfPairs(call, slots, slot, hidden);
-        pairProducts(hidden, slots.down, slot, r.used, false, out);
+        forExactPairs(slot, r.used, {slots.gate, slots.up, slots.down}, [&](const Pairs& pairs) {
+            hiddenOfPairs(call, slots, pairs, hidden);
+            pairProducts(hidden, slots.down, pairs, false, out + pairs.begin() * slots.down.first.rows);
+        });
     }
     cuda::combineAnswers(_pass.stream, out, mail.answers, slot, answerWeights(call, 0), rows, r.used,
                          _pass.limits.embedding, mail.returned, _tickets.returned, _pass.floats(call.to),
@@ -225,24 +247,15 @@ void CudaExperts::stackProduct(const Activations& x, const WeightStack& w, const
                 cuda::lookUpExperts(_pass.stream, element, exactPairs, which, found);
                 element = found;
             }
-            pairProducts(x, part, element, routing.used, ofRows, y);
+            forExactPairs(element, routing.used, {part}, [&](const Pairs& pairs) {
+                pairProducts(x, part, pairs, ofRows, y + pairs.begin() * part.first.rows);
+            });
         }
         if (_pass.fastRows())
             cuda::matmulExperts(_pass.stream, part, x.fast, groups, ofRows, y + exactPairs * w.first.rows, which);
     };
     _pass.forStackParts(w, slots, _cache.tableOf(routing.expertLayer), _cache.ordinalsOf(routing.expertLayer),
                         multiply);
-}
-
-// The products of the exact rows' pairs, pair p with matrix which[p] of the stack; a pair without one keeps its row of
-// y.
-void CudaExperts::pairProducts(const Activations& x, const MatrixStack& w, const int32_t* which, int32_t used,
-                               bool ofRows, float* y) {
-    _pass.forExactGroups([&](int64_t first, int rows) {
-        const int64_t pair = first * used;
-        cuda::expertMatvec(_pass.stream, x.from(ofRows ? first : pair), rows, w, which + pair, used, !ofRows,
-                           y + pair * w.first.rows);
-    });
 }
 
 }  // namespace sharpi

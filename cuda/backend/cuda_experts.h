@@ -32,9 +32,19 @@ private:
     void computeInSlots(const ExpertCall& call);
     void computeByStack(const ExpertCall& call);
     cuda::ExpertGroups group(const ExpertCall& call, int64_t exactPairs, cuda::ExpertGrouping& made);
-    void pairProducts(const Activations& x, const MatrixStack& w, const int32_t* which, int32_t used, bool ofRows,
-                      float* y);
-    void hiddenOfPairs(const ExpertCall& call, const ExpertStacks& w, const int32_t* which, const Activations& hidden);
+    // Pairs of the exact rows [first, first + rows), which one launch takes.
+    struct Pairs {
+        int64_t first = 0;
+        int rows = 0;
+        int32_t used = 0;
+        const int32_t* which = nullptr;                 // the pairs' matrices in a stack, or -1
+        cuda::PairGroups groups;                        // by `which`
+        int64_t begin() const { return first * used; }  // the first of them among all exact rows' pairs
+    };
+    template <typename Body>
+    void forExactPairs(const int32_t* which, int32_t used, std::initializer_list<MatrixStack> stacks, const Body& body);
+    void hiddenOfPairs(const ExpertCall& call, const ExpertStacks& w, const Pairs& pairs, const Activations& hidden);
+    void pairProducts(const Activations& x, const MatrixStack& w, const Pairs& pairs, bool ofRows, float* y);
     // Of the pairs from `pair` on.
     cuda::GatedJoin join(const ExpertCall& call, int64_t pair) const;
     cuda::AnswerTerms answerTerms(const ExpertCall& call, int64_t pair) const;

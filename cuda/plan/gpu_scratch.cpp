@@ -5,6 +5,7 @@
 
 #include "kernels/attention/attention.h"
 #include "kernels/experts/expert_cache.h"
+#include "kernels/experts/pair_groups.h"
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
 #include "kernels/rows/sampling.h"
@@ -94,6 +95,7 @@ void GpuScratch::takeExperts(const StepLimits& l) {
     weight = _layout.floats(l.maxRows * l.expertsUsed);
     sharedScale = _layout.floats(l.sharedHidden ? l.maxRows : 0);
     grouping = fastRows ? _layout.take(cuda::expertGroupingBytes(fastRows, l.expertsUsed, l.experts)) : 0;
+    pairGroups = _layout.take(cuda::pairGroupsBytes(std::min(exactRows, kMaxDecodeRows) * l.expertsUsed, l.experts));
     expertUses = _layout.take(perExpert);
     if (!l.expertSlots) return;
     expertTable = _layout.take(perExpert);

@@ -66,6 +66,7 @@ struct GpuScratch {
     Halves queries, keys;           // of fast rows, for attention and for Gated DeltaNet
     size_t deltaReaders = 0, deltaReaderBytes = 0;  // zero between launches
     size_t deltaWindows = 0, deltaChunks = 0, grouping = 0;
+    size_t pairGroups = 0;  // of exact rows
     // If experts are in slots: the matrix of each pair, or -1; the guess at the next layer's choices; the CPU's orders.
     size_t slot = 0, orders = 0, foreseen = 0, foreseenWeight = 0;
     Exact foreseenRows;

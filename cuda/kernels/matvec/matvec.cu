@@ -4,6 +4,7 @@
 //
 // Matrices of one type that read the same activations share a launch, because the beginning and the end of a launch are
 // a large part of its time at batch 1.
+#include "kernels/experts/grouped.cuh"
 #include "kernels/matvec/mma_product.cuh"
 
 namespace sharpi::cuda {
@@ -37,6 +38,10 @@ static Products productsOf(const MatvecInput& x, int rows, int64_t cols) {
     p.cols = static_cast<int32_t>(cols);
     return p;
 }
+
+// Experts are shared if there is a pair for every so many of them. With fewer, hardly any pairs meet, and grouping them
+// costs a launch.
+constexpr int64_t kPairsPerExpert = 2;
 
 static void launchProductsOf(Stream& stream, DType type, const Products& p, int64_t pairs) {
     if (p.count == 0) return;
@@ -92,9 +97,19 @@ void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, 
     launchDense(stream, w.type, p);
 }
 
+bool sharesExperts(const Stream& stream, const ExpertStack& w, int64_t rows, int32_t used) {
+    return canGroup(stream, w.first.type) && w.count > 0 && rows > 1 && kPairsPerExpert * rows * used >= w.count;
+}
+
 void expertMatvec(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& w, const int32_t* chosen,
-                  int32_t used, bool rowPerPair, float* y) {
+                  int32_t used, bool rowPerPair, float* y, const PairGroups& groups) {
     if (rows == 0 || used == 0 || w.first.rows == 0) return;
+    if (groups.count && canGroup(stream, w.first.type)) {
+        GroupedProduct p;
+        p.w = groupedWeights(x, w, groups, rowPerPair ? 1 : used);
+        p.y = y;
+        return launchGrouped(stream, w.first.type, p, groups);
+    }
     Products p = productsOf(x, 1, w.first.cols);
     p.product[p.count++] = productOf(w.first, nullptr, y, 0);
     p.chosen = chosen;

@@ -1,15 +1,25 @@
-// Launches the second half of a layer of experts: down, weighted and summed in one launch
-// (matvec_experts.cuh).
+// Launches the second half of a layer of experts: down, weighted and summed in one launch (matvec_experts.cuh). Grouped
+// pairs take two: their answers come in the order of the experts, and are summed by rank.
 #include "kernels/matvec/matvec_experts.cuh"
+
+#include "kernels/experts/router.h"
+#include "kernels/experts/grouped.cuh"
 
 namespace sharpi::cuda {
 
 void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& down, const int32_t* chosen,
-                   const float* weight, int32_t used, float* to, const SharedAnswer& shared, const AnswerTerms& terms) {
+                   const float* weight, int32_t used, float* to, const SharedAnswer& shared, const AnswerTerms& terms,
+                   const PairGroups& groups, float* answers) {
     const Matrix& first = down.first;
     if (rows == 0 || first.rows == 0) return;
     if (used < 1 || used > 1024)
         throw Error(ErrorKind::Internal, "expertDownAdd: " + std::to_string(used) + " experts for each token");
+    if (groups.count && canGroup(stream, first.type)) {
+        expertMatvec(stream, x, rows, down, chosen, used, true, answers, groups);
+        AnswerTerms ofPairs = terms;
+        ofPairs.expert = chosen;
+        return combineExperts(stream, answers, nullptr, weight, rows, used, first.rows, to, shared, ofPairs);
+    }
     checkShape(first);
     DownProduct p;
     p.data = first.data;

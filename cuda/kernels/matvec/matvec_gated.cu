@@ -2,6 +2,8 @@
 // its quantization in one launch (matvec_gated.cuh, mma_gated.cuh).
 #include "kernels/matvec/mma_gated.cuh"
 
+#include "kernels/experts/grouped.cuh"
+
 namespace sharpi::cuda {
 
 static GatedProduct gatedOf(const MatvecInput& x, int rows, const Matrix& gate, const Matrix& up, const RowOutputs& out,
@@ -71,9 +73,19 @@ void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& g
 }
 
 void expertGated(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& gate, const ExpertStack& up,
-                 const int32_t* chosen, int32_t used, const RowOutputs& out, const GatedJoin& join) {
+                 const int32_t* chosen, int32_t used, const RowOutputs& out, const GatedJoin& join,
+                 const PairGroups& groups) {
     if (rows == 0 || used == 0 || gate.first.rows == 0) return;
     GatedProduct p = gatedOf(x, 1, gate.first, up.first, out, join);
+    if (groups.count && canGroup(stream, gate.first.type)) {
+        GroupedGated grouped;
+        grouped.w = groupedWeights(x, gate, groups, used);
+        grouped.w.data[1] = up.first.data;
+        grouped.w.stride[1] = static_cast<int64_t>(up.stride);
+        grouped.out = out;
+        grouped.join = join;
+        return launchGroupedGated(stream, gate.first.type, grouped, groups);
+    }
     p.chosen = chosen;
     p.gateStride = static_cast<int64_t>(gate.stride);
     p.upStride = static_cast<int64_t>(up.stride);

@@ -85,6 +85,10 @@ std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
         {"sharedScale", s.sharedScale, l.sharedHidden ? kFloat * rows : 0},
         {"grouping", s.grouping,
          l.expertsUsed && fast ? static_cast<int64_t>(cuda::expertGroupingBytes(fast, l.expertsUsed, l.experts)) : 0},
+        {"pairGroups", s.pairGroups,
+         l.expertsUsed
+             ? static_cast<int64_t>(cuda::pairGroupsBytes(std::min<int64_t>(exact, 64) * l.expertsUsed, l.experts))
+             : 0},
         {"expertUses", s.expertUses, counted},
         {"expertTable", s.expertTable, slotted * counted},
         {"expertOrdinal", s.expertOrdinal, slotted * counted},
