@@ -171,10 +171,10 @@ struct DeviceWorld {
           convStates(w.convStates),
           matrixStates(w.matrixStates),
           mixed(w.mixed),
-          alpha(fused ? std::vector<float>(w.alpha.size(), NAN) : w.alpha),
-          beta(fused ? std::vector<float>(w.beta.size(), NAN) : w.beta),
+          alpha(orNone(w.alpha, fused)),
+          beta(orNone(w.beta, fused)),
           gate(w.gate),
-          steps(fused ? stepsOf(w) : std::vector<float>()),
+          steps(stepsOf(w, fused)),
           from(w.from),
           to(w.to),
           begin(w.begin),
@@ -188,8 +188,13 @@ struct DeviceWorld {
     DeltaStates states() const { return {convStates.get(), matrixStates.get()}; }
 
 private:
+    static std::vector<float> orNone(std::vector<float> values, bool none) {
+        if (none) std::fill(values.begin(), values.end(), NAN);
+        return values;
+    }
     // Key head by key head: the betas of its value heads, then their alphas.
-    static std::vector<float> stepsOf(const World& w) {
+    static std::vector<float> stepsOf(const World& w, bool fused) {
+        if (!fused) return {};
         const int32_t group = w.shape.headsPerKey();
         std::vector<float> steps(2 * w.beta.size());
         for (size_t i = 0; i < w.beta.size(); ++i) {
