@@ -150,14 +150,14 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
         const uint32_t all = __ballot_sync(kWholeWarp, starts || !exists), after = all & ~upTo;
         run.rows = (after ? __ffs(after) - 1 : 32) - lane;
 #pragma unroll
-        for (int i = 1; i < kRunRows; i++) {
+        for (int i = 1; i < kRunRows && rows > 1; i++) {
             const int page = __shfl_down_sync(kWholeWarp, first / kPageTokens, i);
             const int keys = __shfl_down_sync(kWholeWarp, max(0, position + 1), i);
             if (i < run.rows) run.firstPage = min(run.firstPage, page), run.keys = max(run.keys, keys);
         }
         run.end = starts ? run.pieces() : 0;
 #pragma unroll
-        for (int width = 1; width < 32; width <<= 1) {
+        for (int width = 1; width < 32 && width < rows; width <<= 1) {
             const int other = __shfl_up_sync(kWholeWarp, run.end, width);
             if (lane >= width) run.end += other;
         }
@@ -165,7 +165,7 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
         const uint32_t starting = __ballot_sync(kWholeWarp, starts);
         if (starts) block.runs()[runs + __popc(starting & upTo) - 1] = run.packed();
         runs += __popc(starting);
-        pieces = __shfl_sync(kWholeWarp, run.end, 31);
+        pieces = __shfl_sync(kWholeWarp, run.end, min(31, rows - 1 - base));
     }
     if (lane == 0) block.flags()[1] = runs, block.flags()[2] = pieces;
 }
