@@ -251,10 +251,14 @@ void Session::accept(std::vector<int32_t> chosen) {
     _chosen = std::move(chosen);
 }
 
+namespace {
+
 // Kernels for prompts need as long for a few rows as for a tile of them, and a step of so few decode rows needs less.
-RowKind Session::promptKind(int64_t tokens) const {
-    return tokens < kPromptTile && !limits().pieces.oneArithmetic ? RowKind::Decode : RowKind::Prompt;
+RowKind promptKind(int64_t tokens, const PieceRules& rules) {
+    return tokens < kPromptTile && !rules.oneArithmetic ? RowKind::Decode : RowKind::Prompt;
 }
+
+}  // namespace
 
 void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted,
                     const DraftOptions& drafts) {
@@ -273,7 +277,7 @@ void Session::start(const std::vector<int32_t>& prompt, const SamplingParams& pa
                                                     ": shorten it or ask for a larger context");
     }
     settle();
-    const RowKind kind = promptKind(static_cast<int64_t>(prompt.size()));
+    const RowKind kind = promptKind(static_cast<int64_t>(prompt.size()), limits().pieces);
     Transcript reusable;
     // Without the last token: the pass over it gives the logits.
     reusable.append(prompt.data(), static_cast<int64_t>(prompt.size()) - 1, kind);

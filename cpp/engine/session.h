@@ -86,8 +86,8 @@ public:
 
     // Begins generation after `prompt`, which is the whole text so far; the prompt rows that the session holds of its
     // beginning are kept. If the kinds have different bits, a prompt of fewer than kPromptTile tokens is computed as
-    // decode rows: only its length decides. Throws Error(InvalidArgument) for a prompt that is empty or larger than the context, and for
-    // drafts by a prediction layer that the model does not have.
+    // decode rows: only its length decides. Throws Error(InvalidArgument) for a prompt that is empty or larger than the
+    // context, and for drafts by a prediction layer that the model does not have.
     void start(const std::vector<int32_t>& prompt, const SamplingParams& params, const Interrupted& interrupted,
                const DraftOptions& drafts = {});
     // The next token, or nothing if the context is full. start() must have been called.
@@ -109,7 +109,6 @@ private:
     void addWants(Piece& piece, int64_t held, bool last, float* logits) const;
     void accept(std::vector<int32_t> chosen);
     std::vector<int32_t> run(const LockedModel& model, const Piece& piece);
-    RowKind promptKind(int64_t tokens) const;
     void append(const std::vector<int32_t>& tokens, RowKind kind, float* logits, const std::vector<int64_t>& chunks,
                 const Interrupted& interrupted);
     // The rows of a session in a step: its last token, then guesses.

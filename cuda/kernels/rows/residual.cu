@@ -18,8 +18,8 @@ namespace sharpi::cuda {
 namespace {
 
 constexpr int kMostThreads = 1024;
-constexpr int kManyThreads = 256;  // with many rows, several blocks share a multiprocessor
-constexpr int kFewRows = 32;
+constexpr int kManyThreads = 256;       // with more, several blocks share one
+constexpr int kFewRows = 64;            // up to this number of rows, a block may have the multiprocessor to itself
 constexpr int kAhead = 2;               // quads of a thread that are fetched ahead
 constexpr int64_t kHeldFloats = 15360;  // 60 KiB of shared memory
 
