@@ -223,9 +223,25 @@ void measureModel(Stream& stream, const char* name, int layers, int64_t width, i
     print(std::string(name) + ", all products", "mixed", rows, seconds, arena.weightBytes);
 }
 
-void measureAll(Stream& stream) {
+// The products of an 8B model by the rows of a step.
+void measureRows(Stream& stream) {
+    const std::vector<int> counts = {1, 2, 4, 8, 9, 16, 32, 64};
+    for (const Shape& shape : std::vector<Shape>{{"q, k", {4096, 1024}, 4096, Shape::Plain, DType::Q4_K},
+                                                 {"o", {4096}, 4096, Shape::Add, DType::Q4_K},
+                                                 {"gate, up", {12288}, 4096, Shape::Gated, DType::Q4_K},
+                                                 {"down", {4096}, 12288, Shape::Add, DType::Q4_K},
+                                                 {"down", {4096}, 12288, Shape::Add, DType::Q6_K},
+                                                 {"head", {151936}, 4096, Shape::Plain, DType::Q6_K}})
+        for (const int rows : counts) measureDense(stream, shape, rows);
+    for (const int rows : counts) measureModel(stream, "qwen3-8b", 36, 4096, 1024, 12288, 151936, rows);
+}
+
+void printHeader(const Stream& stream) {
     std::printf("%s, %d multiprocessors\n\n%-34s %-6s %4s %9s %8s %9s\n", stream.device().name.c_str(),
                 stream.device().multiprocessors, "shape", "type", "rows", "us", "GB/s", "share");
+}
+
+void measureAll(Stream& stream) {
     const std::vector<Shape> shapes = {
         {"q, k, v", {4096, 1024, 1024}, 4096, Shape::Plain, DType::Q4_K},
         {"o", {4096}, 4096, Shape::Add, DType::Q4_K},
@@ -259,10 +275,13 @@ void measureAll(Stream& stream) {
 
 }  // namespace
 
-int main() {
+// The argument "rows" measures the products of an 8B model for 1 to 64 rows, and nothing else.
+int main(int count, char** arguments) {
     try {
         Stream stream(findDevice(0));
-        measureAll(stream);
+        printHeader(stream);
+        if (count > 1 && std::string(arguments[1]) == "rows") measureRows(stream);
+        else measureAll(stream);
     } catch (const std::exception& error) {
         std::fprintf(stderr, "%s\n", error.what());
         return 1;

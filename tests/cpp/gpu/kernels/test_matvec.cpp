@@ -275,7 +275,8 @@ TEST_F(MatvecTest, BitsDoNotDependOnTheNumberOfRows) {
 TEST_F(MatvecTest, ManyRowsHaveTheCpusBits) {
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::Q8_0, DType::F32}) {
         const Weights w = weights(type, 50021, 256);
-        for (const int64_t rows : {1, 4, 40}) checkProduct(w, inputs(rows, 256, info(type).isFloat), randomFloats(50021));
+        for (const int64_t rows : {1, 4, 40})
+            checkProduct(w, inputs(rows, 256, info(type).isFloat), randomFloats(50021));
     }
 }
 
