@@ -252,8 +252,7 @@ template <class K> __global__ void __launch_bounds__(kThreads, K::kBlocks) atten
         }
         if (threadIdx.x == kThreads - 1) ticket = atomicAdd(taken, 1u);
         const Piece piece(args, block, present);
-        PieceWork<K>(args, block, piece).run();
-        __syncthreads();  // the next piece overwrites what other warps may still read
+        PieceWork<K>(args, block, piece).run();  // its last reads of shared memory lie before a barrier
     }
 }
 
