@@ -252,7 +252,8 @@ template <class K> __global__ void __launch_bounds__(kThreads, K::kBlocks) atten
         }
         if (threadIdx.x == kThreads - 1) ticket = atomicAdd(taken, 1u);
         const Piece piece(args, block, present);
-        PieceWork<K>(args, block, piece).run();  // its last reads of shared memory lie before a barrier
+        // No barrier follows: after its last one, a piece only reads a flag that no piece writes before its first.
+        PieceWork<K>(args, block, piece).run();
     }
 }
 
