@@ -22,6 +22,7 @@
 #include "kernels/formats/packed.h"
 #include "kernels/matvec/matvec.h"
 #include "memory/allocator.h"
+#include "memory/stream/weight_group.h"
 #include "model/weights.h"
 #include "transfers/cuda_transfers.h"
 

@@ -1,5 +1,5 @@
 // Launches the products of quantized weights with few rows, which take most of a token's time. matvec_kernel.cuh and
-// matvec_product.cuh have the kernels for one row or two, mma_tile.cuh and mma_product.cuh those for more.
+// matvec_product.cuh have the kernels for up to eight rows, mma_tile.cuh and mma_product.cuh those for more.
 // matvec_float.cu compiles those for float weights.
 //
 // Matrices of one type that read the same activations share a launch, because the beginning and the end of a launch are
@@ -62,7 +62,7 @@ static void launchDense(Stream& stream, DType type, const Products& p) {
     withType(type, [&](auto tag) {
         constexpr DType kType = decltype(tag)::kType;
         if constexpr (!kIsFloat<kType>)
-            if (usesMma<kType>(stream, p.rows, p.cols)) return launchMmaProducts<kType>(stream, p);
+            if (usesMma<kType>(stream, p.rows)) return launchMmaProducts<kType>(stream, p);
         for (int first = 0; first < p.rows; first += kPlainMatvecRows)
             launchProducts<kType>(stream, rowsOf(p, first, std::min(kPlainMatvecRows, p.rows - first)), 1);
     });

@@ -66,7 +66,7 @@ void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& g
     withType(gate.type, [&](auto tag) {
         constexpr DType kType = decltype(tag)::kType;
         if constexpr (!kIsFloat<kType>)
-            if (usesMma<kType>(stream, p.rows, p.cols)) return launchMmaGated<kType>(stream, p);
+            if (usesMma<kType>(stream, p.rows)) return launchMmaGated<kType>(stream, p);
         for (int first = 0; first < rows; first += kPlainMatvecRows)
             launchGated<kType>(stream, rowsOf(p, first, std::min(kPlainMatvecRows, rows - first)), 1);
     });

@@ -30,7 +30,6 @@ struct GatedProduct {
 
 template <DType D, int T, bool kShared, bool kExperts>
 __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) gatedKernel(const __grid_constant__ GatedProduct p) {
-    if constexpr (!kHasPlainKernel<D, T>) return;
     extern __shared__ __align__(16) uint8_t shared[];
     __shared__ float values[T][kContractBlock];
     using S = Steps<D>;

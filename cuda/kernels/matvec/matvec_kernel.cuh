@@ -550,22 +550,16 @@ template <int T, bool shared, bool experts> struct Variant {
     static constexpr bool kShared = shared, kExperts = experts;
 };
 
-// The most rows of these kernels. On devices with int8 tensor cores, more than kMatvecFewRows rows of quantized types
-// are multiplied there (mma_tile.cuh), so those kernels are left out of their code.
+// The most rows of these kernels. On devices with int8 tensor cores, more rows of quantized types are multiplied there
+// (mma_tile.cuh).
 constexpr int kPlainMatvecRows = 8;
+// The rows of a group that shares an expert up to which these kernels are the faster ones.
 constexpr int kMatvecFewRows = 2;
 constexpr int kMmaCapability = 80;
 
-// Whether this code has a kernel for T rows.
-#if __CUDA_ARCH__ >= 800
-template <DType D, int T> constexpr bool kHasPlainKernel = kIsFloat<D> || T <= kMatvecFewRows;
-#else
-template <DType D, int T> constexpr bool kHasPlainKernel = true;
-#endif
 // Whether tensor cores multiply these rows.
-template <DType D> bool usesMma(const Stream& stream, int rows, int64_t cols) {
-    if (isFloatType(D) || stream.device().codeVersion < kMmaCapability || rows == 1) return false;
-    return rows > kMatvecFewRows || isRareType(D) || Steps<D>::sharedBytes(rows, cols) > kMatvecSharedBytes;
+template <DType D> bool usesMma(const Stream& stream, int rows) {
+    return !isFloatType(D) && stream.device().codeVersion >= kMmaCapability && rows > kPlainMatvecRows;
 }
 
 // Calls f(Variant{}) for `rows` rows of activations, which take `bytes` of shared memory. Rare types have no kernels

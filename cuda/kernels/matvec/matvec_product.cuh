@@ -41,7 +41,6 @@ struct Products {
 
 template <DType D, int T, bool kShared, bool kExperts>
 __global__ void __launch_bounds__(kMatvecThreads, minBlocks(D, T)) productKernel(const __grid_constant__ Products p) {
-    if constexpr (!kHasPlainKernel<D, T>) return;
     extern __shared__ __align__(16) uint8_t shared[];
     using S = Steps<D>;
     allowNext();
