@@ -82,11 +82,10 @@ void bindHardware(py::module_& m) {
         py::arg("ordinal"), "The GPU with this number. Raises InvalidRequestError with the reason if there is none.");
     m.def("measure_hardware", &measure, py::arg("threads"), py::arg("most_bytes"), py::arg("ordinal"),
           "Measures in a few seconds how fast the CPU, the GPU and the bus between them are: for each rate a list of "
-          "samples. \"cpu_type_costs\" has, by type, the time in "
-          "which the CPU reads a byte of weights, in times of Q4_K's. Samples of the two \"_shared\" rates with the "
-          "same index were taken together. \"gpu_missing\" says "
-          "why there are no rates of a GPU. most_bytes: the most to take of each memory. ordinal: the GPU's number. "
-          "Raises OutOfMemoryError if too little can be had.");
+          "samples. Samples of the two \"_shared\" rates with the same index were taken together. \"cpu_type_costs\" "
+          "has, by type, the time in which the CPU reads a byte of weights, as a multiple of Q4_K's. \"gpu_missing\" "
+          "says why there are no rates of a GPU. most_bytes: the most to take of each memory. ordinal: the GPU's "
+          "number. Raises OutOfMemoryError if too little can be had.");
 }
 
 }  // namespace sharpi

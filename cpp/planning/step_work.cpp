@@ -7,10 +7,10 @@ namespace sharpi {
 
 namespace {
 
-// Around parts that stand side by side: a norm after each, and one more before each but the first.
-constexpr int64_t kOfParallelParts = 4;
-// The gate's rows, their product, the activation, the projection and its norm.
-constexpr int64_t kOfLayerInput = 5;
+// Beside a dense part: the norm that the router reads, and the one that the experts read.
+constexpr int64_t kOfParallelParts = 2;
+// The gate's rows, their product, the activation and the projection.
+constexpr int64_t kOfLayerInput = 4;
 // The rows of the table, those to be projected, their product, and both joined.
 constexpr int64_t kOfLayerInputs = 4;
 
@@ -34,10 +34,8 @@ int64_t sharedExperts(const ModelSpec& spec) {
 
 int64_t rowKernels(const ModelSpec& spec) {
     int64_t count = (spec.embeddingScale != 1.0f) + (spec.logitSoftcap != 0) + (spec.layerInputs ? kOfLayerInputs : 0);
-    for (const LayerSpec& layer : spec.layers) {
-        count += bool(layer.mixerPostNorm) + bool(layer.ffnPostNorm) + bool(layer.outputScale);
+    for (const LayerSpec& layer : spec.layers)
         count += (layer.parallel ? kOfParallelParts : 0) + (layer.layerInput ? kOfLayerInput : 0);
-    }
     return count;
 }
 

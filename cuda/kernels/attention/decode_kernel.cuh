@@ -95,11 +95,13 @@ template <class K> struct PieceWork {
 #pragma unroll
         for (int i = 0; i < kCount; i++) {
             const Span span(rowOf(tile.first + first + min(i, count - 1)), page);
-            begin[i] = span.begin, end[i] = span.end;
-            const float2 top = weighScores(dots[i], span, args.rule, to.weights + i * kPageTokens, lane);
-            if (lane == 0) to.tops[i] = top;
-            if (span.empty()) begin[i] = end[i] = 0;
+            begin[i] = span.empty() ? 0 : span.begin, end[i] = span.empty() ? 0 : span.end;
         }
+        float2 top[kCount];
+        weighScores(dots, begin, end, args.rule, lane, to.weights, top);
+#pragma unroll
+        for (int i = 0; i < kCount; i++)
+            if (lane == 0) to.tops[i] = top[i];
         __syncwarp();
         const uint8_t* values = kShort && keepsValues() ? block.shared + chunks() * kChunkBytes : this->values();
 #pragma unroll 1
@@ -250,8 +252,8 @@ template <class K> __global__ void __launch_bounds__(kThreads, K::kBlocks) atten
         }
         if (threadIdx.x == kThreads - 1) ticket = atomicAdd(taken, 1u);
         const Piece piece(args, block, present);
+        // No barrier follows: after its last one, a piece only reads a flag that no piece writes before its first.
         PieceWork<K>(args, block, piece).run();
-        __syncthreads();  // the next piece overwrites what other warps may still read
     }
 }
 

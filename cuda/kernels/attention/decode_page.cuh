@@ -45,21 +45,44 @@ __device__ __forceinline__ float largestOfWarp(float x) {
     return __uint_as_float(largest >> 31 ? largest & 0x7fffffffu : ~largest);
 }
 
-// Writes the weights of the keys that a query sees of a page to `weights`, and zeros for the other keys. Returns their
-// maximum and sum. A query that sees none gets NaN, which nobody uses.
-__device__ __forceinline__ float2 weighScores(float2 dots, const Span& span, const AttentionRule& rule, float* weights,
-                                              int lane) {
+// Writes the weights of the keys [begin, end) of a page that each query sees, and zeros for its other keys: 64 for each
+// query. top[i]: their maximum and sum. A query that sees none gets NaN, which nobody uses. The queries take each step
+// together, because the steps of one would wait for each other.
+template <int kCount>
+__device__ __forceinline__ void weighScores(const float2 (&dots)[kCount], const int (&begin)[kCount],
+                                            const int (&end)[kCount], const AttentionRule& rule, int lane,
+                                            float* weights, float2 (&top)[kCount]) {
     const float low = __int_as_float(0xff800000);
-    float first = __fmul_rn(dots.x, rule.scale), second = __fmul_rn(dots.y, rule.scale);
-    if (rule.softcap > 0.0f)
-        first = portableSoftcap(first, rule.softcap), second = portableSoftcap(second, rule.softcap);
-    first = lane < span.end && lane >= span.begin ? first : low;
-    second = lane + 32 < span.end && lane + 32 >= span.begin ? second : low;
-    const float top = largestOfWarp(fmaxf(first, second));
-    const float p = portableExp(__fsub_rn(first, top)), r = portableExp(__fsub_rn(second, top));
-    weights[lane] = p;
-    weights[lane + 32] = r;
-    return {top, contractTree(__fadd_rn(p, r))};
+    float first[kCount], second[kCount], sum[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; i++)
+        first[i] = __fmul_rn(dots[i].x, rule.scale), second[i] = __fmul_rn(dots[i].y, rule.scale);
+    if (rule.softcap > 0.0f) {
+#pragma unroll
+        for (int i = 0; i < kCount; i++)
+            first[i] = portableSoftcap(first[i], rule.softcap), second[i] = portableSoftcap(second[i], rule.softcap);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        first[i] = lane < end[i] && lane >= begin[i] ? first[i] : low;
+        second[i] = lane + 32 < end[i] && lane + 32 >= begin[i] ? second[i] : low;
+        top[i].x = largestOfWarp(fmaxf(first[i], second[i]));
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; i++) {
+        const float p = portableExp(__fsub_rn(first[i], top[i].x)), r = portableExp(__fsub_rn(second[i], top[i].x));
+        weights[i * kPageTokens + lane] = p;
+        weights[i * kPageTokens + lane + 32] = r;
+        sum[i] = __fadd_rn(p, r);
+    }
+    // contractTree of each.
+#pragma unroll
+    for (int width = 16; width > 0; width /= 2) {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) sum[i] = __fadd_rn(sum[i], __shfl_xor_sync(kWholeWarp, sum[i], width));
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; i++) top[i].y = sum[i];
 }
 
 // Neighbouring elements of the cache as they lie in memory.

@@ -150,43 +150,32 @@ struct GroupedGated {
     GatedJoin join;
 };
 
-// The results of a block: 32 columns of the group's hidden rows, one block of the activations that down reads.
-struct GatedResults {
-    float value[kPairGroup][kContractBlock + 1];
-    // Joins the sums of row `at` of the block.
-    __device__ __forceinline__ void join(const GroupedGated& p, const Group& group, int at, int column, float gate,
-                                         float up) {
-        const int row = static_cast<int>(blockIdx.y) * kContractBlock + at;
-        const int64_t pair = group.pairOf(column);
-        const GatedTerms terms(p.join, pair, p.w.rows);
-        value[column][at] = gatedValue(p.join.activation, terms.gate(gate, row), terms.up(up, row));
-        if (p.out.floats) p.out.floats[pair * p.w.rows + row] = value[column][at];
-    }
+// The sums of gate and up for 32 rows of both: one block of the activations that down reads.
+struct GatedSums {
+    float of[2][kPairGroup][kContractBlock + 1];
 };
 
 template <DType D, int T, int kWarps>
-__device__ __forceinline__ void fewGated(const GroupedGated& p, const Group& group, GatedResults& results,
-                                         uint8_t* shared) {
+__device__ __forceinline__ void fewGated(const GroupedGated& p, const Group& group, GatedSums& sums, uint8_t* shared) {
     constexpr int kOfWarp = kContractBlock / kWarps, kLanesPerSum = 16 / T;
     const int lane = threadIdx.x % 32, begin = static_cast<int>(threadIdx.x) / 32 * kOfWarp;
-    const int firstRow = static_cast<int>(blockIdx.y) * kContractBlock + begin, t = lane / kLanesPerSum / 2;
+    const int firstRow = static_cast<int>(blockIdx.y) * kContractBlock + begin;
     const auto units = static_cast<uint32_t>(p.w.cols / kContractBlock);
     const auto gate = baseOf<D>(p.w, group, 0), up = baseOf<D>(p.w, group, 1);
     const auto place = [&](int item) {
         const uint32_t first = static_cast<uint32_t>(firstRow + item) * units;
         return RowPair<D>{{gate, up}, {first, first}};
     };
+    float* const to = &sums.of[lane / kLanesPerSum % 2][lane / kLanesPerSum / 2][begin];
     multiplyFew<D, T>(p.w, group, shared, min(kOfWarp, p.w.rows - firstRow), place, [&](int item, float (&acc)[T][2]) {
         const float sum = sumPairs(acc, lane);
-        const float upSum = __shfl_down_sync(0xffffffffu, sum, kLanesPerSum);
-        if (lane % (2 * kLanesPerSum) == 0) results.join(p, group, begin + item, t, sum, upSum);
+        if (lane % kLanesPerSum == 0) to[item] = sum;
     });
 }
 
-// The first group of warps has rows of gate, the second those of up.
+// The tile's first group of warps has rows of gate, the second those of up.
 template <DType D, int kTiles>
-__device__ __forceinline__ void tileGated(const GroupedGated& p, const Group& group, GatedResults& results,
-                                          uint8_t* shared) {
+__device__ __forceinline__ void tileGated(const GroupedGated& p, const Group& group, GatedSums& sums, uint8_t* shared) {
     using Tile = MmaTile<D, kTiles>;
     static_assert(Tile::kGroups == 2 && Tile::kColumns <= kPairGroup);
     const int firstRow = static_cast<int>(blockIdx.y) * kContractBlock;
@@ -197,11 +186,8 @@ __device__ __forceinline__ void tileGated(const GroupedGated& p, const Group& gr
     tile.run(
         p.w.x, place, [&](int, int column) { return group.pairOf(column) / p.w.perRow; },
         [&](int item, int round) {
-            if (Tile::group() != 0) return;
             tile.forValues(round, [&](int row, int column, int value) {
-                const int at = item * kMmaRows + row;
-                if (firstRow + at < p.w.rows && column < group.count)
-                    results.join(p, group, at, column, tile.sumOf(0, value), tile.sumOf(1, value));
+                sums.of[Tile::group()][column][item * kMmaRows + row] = tile.sumOf(Tile::group(), value);
             });
         });
 }
@@ -212,19 +198,29 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTi
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ int32_t pairs[kPairGroup];
-    __shared__ GatedResults results;
+    __shared__ GatedSums sums;
+    static_assert(sizeof pairs + sizeof sums <= kMmaSpareShared);
     constexpr int kWarps = MmaTile<D, kTiles>::kThreads / 32;
     allowNext();
     Group group;
     if (!findGroup(p.w, MmaTile<D, kTiles>::kColumns, pairs, group)) return;
-    if (!isFew(p.w, group)) tileGated<D, kTiles>(p, group, results, shared);
-    else if (group.count == 1) fewGated<D, 1, kWarps>(p, group, results, shared);
-    else fewGated<D, 2, kWarps>(p, group, results, shared);
-    if (!p.out.quantized.q) return;
-    // The results are behind a barrier.
-    for (int column = threadIdx.x / 32; column < group.count; column += kWarps)
-        quantizeLane(p.out.quantized, group.pairOf(column), p.w.rows / kContractBlock, blockIdx.y,
-                     results.value[column][threadIdx.x % 32]);
+    if (!isFew(p.w, group)) tileGated<D, kTiles>(p, group, sums, shared);
+    else if (group.count == 1) fewGated<D, 1, kWarps>(p, group, sums, shared);
+    else fewGated<D, 2, kWarps>(p, group, sums, shared);
+
+    // All of these end with a barrier. A warp joins the 32 values of a pair.
+    const int lane = threadIdx.x % 32, row = static_cast<int>(blockIdx.y) * kContractBlock + lane;
+    for (int column = threadIdx.x / 32; column < group.count; column += kWarps) {
+        const int64_t pair = group.pairOf(column);
+        float value = 0.0f;
+        if (row < p.w.rows) {
+            const GatedTerms terms(p.join, pair, p.w.rows);
+            value = gatedValue(p.join.activation, terms.gate(sums.of[0][column][lane], row),
+                               terms.up(sums.of[1][column][lane], row));
+            if (p.out.floats) p.out.floats[pair * p.w.rows + row] = value;
+        }
+        if (p.out.quantized.q) quantizeLane(p.out.quantized, pair, p.w.rows / kContractBlock, blockIdx.y, value);
+    }
 #endif
 }
 

@@ -39,9 +39,8 @@ static Products productsOf(const MatvecInput& x, int rows, int64_t cols) {
     return p;
 }
 
-// Experts are shared if there is a pair for every so many of them. With fewer, hardly any pairs meet, and grouping them
-// costs a launch.
-constexpr int64_t kPairsPerExpert = 2;
+// Groups pay from one pair for two experts on. With fewer pairs, hardly any of them meet, and grouping takes a launch.
+constexpr int64_t kExpertsPerPair = 2;
 
 static void launchProductsOf(Stream& stream, DType type, const Products& p, int64_t pairs) {
     if (p.count == 0) return;
@@ -98,7 +97,7 @@ void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, 
 }
 
 bool sharesExperts(const Stream& stream, const ExpertStack& w, int64_t rows, int32_t used) {
-    return canGroup(stream, w.first.type) && w.count > 0 && rows > 1 && kPairsPerExpert * rows * used >= w.count;
+    return canGroup(stream, w.first.type) && w.count > 0 && rows > 1 && kExpertsPerPair * rows * used >= w.count;
 }
 
 void expertMatvec(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& w, const int32_t* chosen,

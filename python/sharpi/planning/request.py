@@ -52,7 +52,7 @@ class Spec(Protocol):
 
     @property
     def row_kernels(self) -> int:
-        """Small kernels of a step beyond those of plain layers: norms after parts, scales, per-layer embeddings."""
+        """Small kernels of a step beyond those of plain layers: of parts side by side, of per-layer embeddings."""
         ...
 
     def kv_bytes(self, options: EngineOptions) -> int:
