@@ -247,6 +247,7 @@ private:
     static constexpr int kTileBytes = kMmaColumns * kRowBytes;
     static constexpr int kEndBytes = kMmaColumns * Numbers::kColumnFields * 4;  // of a block of 8 columns
     static constexpr int kStageBytes = kTiles * (kTileBytes + kBlocks * kEndBytes);
+    static constexpr int kPairBlocks = kTiles == 1 ? 2 : 1;  // blocks of a tile that one load of columns has
     static constexpr int kChunks = kTiles * kMmaColumns * 2 * kBlocks / kTeam;  // that a thread copies in a step
     static constexpr int kEnds = kTiles * kMmaColumns * kBlocks / kTeam;
     static_assert(kChunks * kTeam == kTiles * kMmaColumns * 2 * kBlocks && kEnds * kTeam * 2 == kChunks * kTeam);
@@ -272,7 +273,9 @@ public:
         const uint32_t columns = _shared + kGroups * kSlices * kWarpBytes + slice() * 2 * kStageBytes;
         _copied = columns + chunkOffset(m / (2 * kBlocks), m / kBlocks % 2, m % kBlocks);
         _copiedEnd = columns + endOffset(m / kBlocks, m % kBlocks);
-        _columns = columns + chunkOffset(l % 8, l / 8 % 2, l / 16);
+        // B's four matrices: both halves of a block, of two blocks or of two tiles.
+        _columns = columns + (kPairBlocks == 2 ? chunkOffset(l % 8, l / 8 % 2, l / 16)
+                                               : chunkOffset(l % 8 + l / 16 * kMmaColumns, l / 8 % 2, 0));
         _ends = columns + endOffset(l % 4 * 2, 0);
         keep(_unpacked);
         keep(_copied);
@@ -309,12 +312,9 @@ public:
                 fetch(place);
                 finishColumns(stage);  // also orders the warp's own writes before its reads
                 // The whole team has passed the barrier, so nobody reads the other stage.
-                if (step + 1 < _steps) {
-                    copyColumns(x, stage ^ 1, step + 1);
-                } else if (item + 1 < _items) {
-                    findColumns(item + 1, rowOf);
-                    copyColumns(x, stage ^ 1, 0);
-                }
+                const bool isLast = step + 1 == _steps;
+                if (isLast && item + 1 < _items) findColumns(item + 1, rowOf);
+                if (!isLast || item + 1 < _items) copyColumns(x, stage ^ 1, isLast ? 0 : step + 1);
                 multiply(stage, acc);
                 __syncwarp();  // before the staged weights are overwritten
                 stage ^= 1;
@@ -475,30 +475,32 @@ private:
 
     __device__ __forceinline__ void multiply(int stage, float (&acc)[kTiles][kBlocks][4]) const {
         const int l = lane();
-        // A's four matrices: rows 0 .. 7 and 8 .. 15 of the first half, then of the second. B's: both halves of block
-        // j, then of j + 1. The number of a block is XORed into the address.
+        // A's four matrices: rows 0 .. 7 and 8 .. 15 of the first half, then of the second. The number of a block is
+        // XORed into the address.
         const uint32_t codesAt = _staged + chunkOffset(l % 16, l / 16, 0);
         const uint32_t numbersAt = _staged + kCodeBytes + l / 4 * Numbers::kFields * 4;
         const uint32_t columnsAt = _columns + stage * kStageBytes, endsAt = _ends + stage * kStageBytes;
 #pragma unroll
-        for (int j = 0; j < kBlocks; j += 2) {
-            uint32_t a[2][4];
-            typename Numbers::Row rows[2][2];
+        for (int first = 0; first < kBlocks; first += kPairBlocks) {
+            uint32_t a[kPairBlocks][4];
+            typename Numbers::Row rows[kPairBlocks][2];
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                loadFragments(a[k], codesAt ^ (j + k) * 16);
+            for (int k = 0; k < kPairBlocks; ++k) {
+                loadFragments(a[k], codesAt ^ (first + k) * 16);
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
-                    rows[k][r] = Numbers::read(numbersAt + (j + k) * kNumberBytes + r * 8 * Numbers::kFields * 4);
+                    rows[k][r] = Numbers::read(numbersAt + (first + k) * kNumberBytes + r * 8 * Numbers::kFields * 4);
             }
 #pragma unroll
-            for (int n = 0; n < kTiles; ++n) {
+            for (int tile = 0; tile < kTiles; tile += 2 / kPairBlocks) {
                 uint32_t b[4];
-                loadFragments(b, (columnsAt ^ j * 16) + n * kTileBytes);
+                loadFragments(b, (columnsAt ^ first * 16) + tile * kTileBytes);
 #pragma unroll
-                for (int k = 0; k < 2; ++k)
-                    addBlock(a[k], b[2 * k], b[2 * k + 1], rows[k],
-                             Numbers::readColumns(endsAt + (n * kBlocks + j + k) * kEndBytes), acc[n][j + k]);
+                for (int k = 0; k < 2; ++k) {
+                    const int n = kPairBlocks == 2 ? tile : tile + k, j = kPairBlocks == 2 ? first + k : first;
+                    addBlock(a[j - first], b[2 * k], b[2 * k + 1], rows[j - first],
+                             Numbers::readColumns(endsAt + (n * kBlocks + j) * kEndBytes), acc[n][j]);
+                }
             }
         }
     }
