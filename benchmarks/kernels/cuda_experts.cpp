@@ -136,7 +136,7 @@ private:
     void layers(int rows, const std::vector<const int32_t*>& chosen, bool groups) {
         for (const int32_t* choice : chosen) {
             PairGroups made;
-            if (groups) made = groupPairs(_stream, choice, int64_t{rows} * _m.used, _m.experts, _groups);
+            if (groups) made = groupPairs(_stream, choice, int64_t{rows} * _m.used, _m.experts, _m.experts, _groups);
             GatedJoin join{_m.activation};
             if (_m.biased) join.gateBias = join.upBias = _bias, join.expert = choice;
             RowOutputs out;

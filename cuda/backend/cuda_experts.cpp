@@ -79,26 +79,28 @@ cuda::GatedJoin CudaExperts::join(const ExpertCall& call, int64_t pair) const {
 // Calls body(pairs) for groups of the exact rows, pair p with matrix which[p] of the stacks. The pairs are grouped if
 // that is worth it for any of the stacks, which hold the same experts.
 template <typename Body>
-void CudaExperts::forExactPairs(const int32_t* which, int32_t used, std::initializer_list<MatrixStack> stacks,
-                                const Body& body) {
+void CudaExperts::forExactPairs(const int32_t* which, const RouterCall& routing,
+                                std::initializer_list<MatrixStack> stacks, const Body& body) {
+    const int32_t used = routing.used, elements = stacks.begin()->count;
     CudaPass::forGroups(_pass.exactRows(), kExactLaunchRows, [&](int64_t first, int rows) {
         Pairs pairs{first, rows, used, which + first * used, {}};
         const auto shares = [&](const MatrixStack& w) { return cuda::sharesExperts(_pass.stream, w, rows, used); };
         if (std::any_of(stacks.begin(), stacks.end(), shares))
-            pairs.groups = cuda::groupPairs(_pass.stream, pairs.which, int64_t{rows} * used, stacks.begin()->count,
-                                            _pass.at<uint8_t>(_pass.layout->pairGroups));
+            pairs.groups =
+                cuda::groupPairs(_pass.stream, pairs.which, int64_t{rows} * used, elements,
+                                 std::min(elements, routing.count), _pass.at<uint8_t>(_pass.layout->pairGroups));
         body(pairs);
     });
 }
 
 void CudaExperts::computeResident(const ExpertCall& call) {
-    const int32_t used = call.routing.used;
-    const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, used);
+    const RouterCall& r = call.routing;
+    const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, r.used);
     float *const to = _pass.floats(call.to), *const answers = _pass.floats(RowBuffer::ExpertOut);
-    forExactPairs(chosen(0), used, {call.gate, call.up, call.down}, [&](const Pairs& pairs) {
+    forExactPairs(chosen(0), r, {call.gate, call.up, call.down}, [&](const Pairs& pairs) {
         hiddenOfPairs(call, {call.gate, call.up, call.down}, pairs, hidden);
         cuda::expertDownAdd(_pass.stream, hidden.from(pairs.begin()), pairs.rows, call.down, pairs.which,
-                            answerWeights(call, pairs.begin()), used, to + pairs.first * _pass.limits.embedding,
+                            answerWeights(call, pairs.begin()), r.used, to + pairs.first * _pass.limits.embedding,
                             sharedAnswer(call, pairs.first), answerTerms(call, pairs.begin()), pairs.groups, answers);
     });
 }
@@ -170,7 +172,7 @@ void CudaExperts::computeInSlots(const ExpertCall& call) {
                            chosen(0), slot);
         if (_tickets.foreseen) _cache.fetchAhead(call.next->expertLayer, orders);
         const Activations& hidden = _pass.shape(RowInput::Hidden, {call.down.first}, call.down.first.cols, r.used);
-        forExactPairs(slot, r.used, {slots.gate, slots.up, slots.down}, [&](const Pairs& pairs) {
+        forExactPairs(slot, r, {slots.gate, slots.up, slots.down}, [&](const Pairs& pairs) {
             hiddenOfPairs(call, slots, pairs, hidden);
             pairProducts(hidden, slots.down, pairs, false, out + pairs.begin() * slots.down.first.rows);
         });
@@ -247,7 +249,7 @@ void CudaExperts::stackProduct(const Activations& x, const WeightStack& w, const
                 cuda::lookUpExperts(_pass.stream, element, exactPairs, which, found);
                 element = found;
             }
-            forExactPairs(element, routing.used, {part}, [&](const Pairs& pairs) {
+            forExactPairs(element, routing, {part}, [&](const Pairs& pairs) {
                 pairProducts(x, part, pairs, ofRows, y + pairs.begin() * part.first.rows);
             });
         }

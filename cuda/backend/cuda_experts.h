@@ -42,7 +42,8 @@ private:
         int64_t begin() const { return first * used; }  // the first of them among all exact rows' pairs
     };
     template <typename Body>
-    void forExactPairs(const int32_t* which, int32_t used, std::initializer_list<MatrixStack> stacks, const Body& body);
+    void forExactPairs(const int32_t* which, const RouterCall& routing, std::initializer_list<MatrixStack> stacks,
+                       const Body& body);
     void hiddenOfPairs(const ExpertCall& call, const ExpertStacks& w, const Pairs& pairs, const Activations& hidden);
     void pairProducts(const Activations& x, const MatrixStack& w, const Pairs& pairs, bool ofRows, float* y);
     // Of the pairs from `pair` on.

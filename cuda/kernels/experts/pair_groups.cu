@@ -97,15 +97,16 @@ __global__ void groupPairsKernel(const int32_t* element, int32_t pairs, int32_t 
 
 }  // namespace
 
-PairGroups groupPairs(Stream& stream, const int32_t* element, int64_t pairs, int32_t elements, void* to) {
+PairGroups groupPairs(Stream& stream, const int32_t* element, int64_t pairs, int32_t elements, int32_t distinct,
+                      void* to) {
     int warps = kMostWarps;
     while (warps > 1 && sharedBytes(warps, elements) > kMostShared) warps /= 2;
     const size_t shared = sharedBytes(warps, elements);
-    if (pairs < 0 || pairs > int64_t{1} << 30 || elements < 0 || shared > kMostShared)
+    if (pairs < 0 || pairs > int64_t{1} << 30 || elements < 0 || distinct < 0 || shared > kMostShared)
         throw Error(ErrorKind::Internal,
                     std::to_string(pairs) + " pairs of " + std::to_string(elements) + " experts cannot be grouped");
-    const int most = pairs >= int64_t{kSmallPairGroup} * elements ? kPairGroup : kSmallPairGroup;
-    const int64_t groups = maxPairGroups(pairs, elements, most);
+    const int most = pairs >= int64_t{kSmallPairGroup} * distinct ? kPairGroup : kSmallPairGroup;
+    const int64_t groups = maxPairGroups(pairs, distinct, most);
     if (groups == 0) return {};
     launch(stream, groupPairsKernel, dim3(1), dim3(static_cast<unsigned>(warps * 32)), shared, element,
            static_cast<int32_t>(pairs), elements, static_cast<PairGroup*>(to), static_cast<int32_t>(groups), most);

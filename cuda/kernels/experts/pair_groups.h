@@ -27,7 +27,7 @@ struct PairGroups {
     int most = 0;       // pairs of a group: kSmallPairGroup or kPairGroup
 };
 
-// Groups that these pairs may need: each element fills all its groups but the last.
+// Groups that pairs of at most so many elements may need: each element fills all its groups but the last.
 constexpr int64_t maxPairGroups(int64_t pairs, int64_t elements, int most = kSmallPairGroup) {
     const int64_t needed = pairs / most + elements;
     return pairs < needed ? pairs : needed;
@@ -36,8 +36,10 @@ constexpr size_t pairGroupsBytes(int64_t pairs, int64_t elements) {
     return sizeof(PairGroup) * static_cast<size_t>(maxPairGroups(pairs, elements));
 }
 
-// Groups pairs 0 .. pairs - 1 by element[p], below `elements`; a negative one belongs to no group. to:
-// pairGroupsBytes(pairs, elements), of which every group that the result counts is written. One launch of one block.
-PairGroups groupPairs(Stream& stream, const int32_t* element, int64_t pairs, int32_t elements, void* to);
+// Groups pairs 0 .. pairs - 1 by element[p], below `elements`; a negative one belongs to no group. At most `distinct`
+// different elements occur: a stack of slots holds more matrices than a layer has experts. to:
+// pairGroupsBytes(pairs, distinct), of which every group that the result counts is written. One launch of one block.
+PairGroups groupPairs(Stream& stream, const int32_t* element, int64_t pairs, int32_t elements, int32_t distinct,
+                      void* to);
 
 }  // namespace sharpi::cuda

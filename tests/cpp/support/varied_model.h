@@ -81,6 +81,7 @@ private:
 struct Variation {
     std::string name;
     VariedModel model;
+    bool usesAll = true;  // else it leaves a matrix out, so its weights cannot be streamed in the order of their uses
 };
 
 // Every way in which mixtures and dense parts differ, each once and in company.
@@ -177,6 +178,7 @@ inline std::vector<Variation> variations(DType matrices = DType::Q8_0) {
             if (of.experts) of.experts->shared->up = {};
         });
     });
+    all.back().usesAll = false;
     return all;
 }
 

@@ -66,7 +66,8 @@ protected:
         Grouped(Stream& stream, const std::vector<int32_t>& of, int32_t experts)
             : chosen(of),
               memory(pairGroupsBytes(static_cast<int64_t>(of.size()), experts)),
-              groups(groupPairs(stream, chosen.get(), static_cast<int64_t>(of.size()), experts, memory.get())) {}
+              groups(
+                  groupPairs(stream, chosen.get(), static_cast<int64_t>(of.size()), experts, experts, memory.get())) {}
     };
 
     void compareGated(DType type, int rows, int32_t used, int64_t hidden, int64_t cols, Choice choice,

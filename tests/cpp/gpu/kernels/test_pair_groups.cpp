@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "gpu_test.h"
 
@@ -30,14 +31,15 @@ std::vector<Expected> groupsOf(const std::vector<int32_t>& element, int32_t elem
 
 class PairGroupsTest : public GpuTest {
 protected:
-    void check(const std::vector<int32_t>& element, int32_t elements) {
+    void check(const std::vector<int32_t>& element, int32_t elements, int32_t distinct = 0) {
+        if (!distinct) distinct = elements;
         const auto pairs = static_cast<int64_t>(element.size());
         const DeviceArray<int32_t> onDevice(element);
-        const DeviceArray<uint8_t> memory(pairGroupsBytes(pairs, elements) + sizeof(PairGroup));
-        const PairGroups made = groupPairs(stream(), onDevice.get(), pairs, elements, memory.get());
+        const DeviceArray<uint8_t> memory(pairGroupsBytes(pairs, distinct) + sizeof(PairGroup));
+        const PairGroups made = groupPairs(stream(), onDevice.get(), pairs, elements, distinct, memory.get());
         const std::vector<Expected> expected = groupsOf(element, elements, made.most);
-        ASSERT_EQ(maxPairGroups(pairs, elements, made.most), made.count);
-        ASSERT_EQ(pairs >= 8 * elements ? 16 : 8, made.most);
+        ASSERT_EQ(maxPairGroups(pairs, distinct, made.most), made.count);
+        ASSERT_EQ(pairs >= 8 * distinct ? 16 : 8, made.most);
         ASSERT_LE(expected.size(), static_cast<size_t>(made.count));
         const std::vector<uint8_t> bytes = memory.read();
         for (int64_t g = 0; g <= made.count; ++g) {
@@ -85,10 +87,24 @@ TEST_F(PairGroupsTest, TakeEveryGroupThatTheyMayNeed) {
         }
 }
 
+// A layer's experts may be in any of many slots.
+TEST_F(PairGroupsTest, NeedNoMoreRoomForMoreSlotsThanExperts) {
+    for (const int32_t slots : {9, 64, 700}) {
+        std::vector<int32_t> slotOf(static_cast<size_t>(slots));
+        std::iota(slotOf.begin(), slotOf.end(), 0);
+        std::shuffle(slotOf.begin(), slotOf.end(), random());
+        for (const int64_t pairs : {1, 24, 256}) {
+            std::vector<int32_t> chosen = choose(pairs, 8, 1.0, 0.2);
+            for (int32_t& e : chosen) e = e < 0 ? e : slotOf[static_cast<size_t>(e)];
+            ASSERT_NO_FATAL_FAILURE(check(chosen, slots, 8));
+        }
+    }
+}
+
 TEST_F(PairGroupsTest, RefuseWhatDoesNotFit) {
-    EXPECT_THROW(groupPairs(stream(), nullptr, 4, 20000, nullptr), Error);
-    EXPECT_THROW(groupPairs(stream(), nullptr, -1, 4, nullptr), Error);
-    EXPECT_EQ(0, groupPairs(stream(), nullptr, 0, 4, nullptr).count);
+    EXPECT_THROW(groupPairs(stream(), nullptr, 4, 20000, 4, nullptr), Error);
+    EXPECT_THROW(groupPairs(stream(), nullptr, -1, 4, 4, nullptr), Error);
+    EXPECT_EQ(0, groupPairs(stream(), nullptr, 0, 4, 4, nullptr).count);
 }
 
 }  // namespace
