@@ -17,9 +17,10 @@
 
 #include "core/error.h"
 #include "device/stream.h"
-#include "kernels/experts/pair_groups.h"
+#include "kernels/experts/expert_down.h"
 #include "kernels/formats/packed.h"
 #include "kernels/matvec/matvec.h"
+#include "kernels/rows/pair_groups.h"
 
 using namespace sharpi;
 using namespace sharpi::cuda;

@@ -13,6 +13,7 @@
 
 #include "core/error.h"
 #include "device/stream.h"
+#include "kernels/experts/expert_down.h"
 #include "kernels/formats/packed.h"
 #include "kernels/matvec/matvec.h"
 

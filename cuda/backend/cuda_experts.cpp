@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/launch_rows.h"
+#include "kernels/experts/expert_down.h"
 #include "kernels/formats/packed.h"
 #include "kernels/rows/rows.h"
 

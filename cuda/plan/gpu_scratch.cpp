@@ -5,9 +5,9 @@
 
 #include "kernels/attention/attention.h"
 #include "kernels/experts/expert_cache.h"
-#include "kernels/experts/pair_groups.h"
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
+#include "kernels/rows/pair_groups.h"
 #include "kernels/rows/sampling.h"
 
 namespace sharpi {

@@ -22,6 +22,6 @@ void read(ModelReader& model) {
 
 }  // namespace
 
-SHARPI_FAMILY(granite) { return {{"granite", read}, {"granitemoe", read}}; }
+SHARPI_FAMILY(granite) { return {{"granite", read}, {"granitemoe", read, Experts::Always}}; }
 
 }  // namespace sharpi

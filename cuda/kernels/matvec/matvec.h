@@ -5,7 +5,7 @@
 
 #include "core/launch_rows.h"
 #include "core/matrix.h"
-#include "kernels/experts/pair_groups.h"
+#include "kernels/rows/pair_groups.h"
 #include "kernels/rows/rows.h"
 
 namespace sharpi::cuda {
@@ -47,7 +47,7 @@ void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& g
 using ExpertStack = MatrixStack;
 
 // chosen: [rows, used], the experts of each row by rank; pair p = row * used + rank. expertGated and expertMatvec skip
-// pairs whose chosen[p] is negative, and leave their outputs unchanged. expertDownAdd needs all pairs.
+// pairs whose chosen[p] is negative, and leave their outputs unchanged.
 //
 // groups: the same pairs, grouped by `chosen` (pair_groups.h), so that the pairs of an expert share its weights.
 // Without groups, and for float weights, each pair reads them anew. The bits are the same.
@@ -64,12 +64,6 @@ void expertGated(Stream& stream, const MatvecInput& x, int rows, const ExpertSta
 // rowPerPair: x has a row for each pair; else it has one for each row.
 void expertMatvec(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& w, const int32_t* chosen,
                   int32_t used, bool rowPerPair, float* y, const PairGroups& groups = {});
-// to[t, :] += sum over ascending ranks k of weight[t, k] * (down x[t * used + k, :] + bias), starting at +0, by fma;
-// then the shared answer. If weight is null, weights are 1. terms.expert is not read: the biases are those of `chosen`.
-// answers: scratch [rows * used, down.first.rows], needed with groups.
-void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& down, const int32_t* chosen,
-                   const float* weight, int32_t used, float* to, const SharedAnswer& shared = {},
-                   const AnswerTerms& terms = {}, const PairGroups& groups = {}, float* answers = nullptr);
 
 // A plain product, straight from the file's layout (w.data: device memory, unpacked). The fast kernels are tested
 // against it.

@@ -2,7 +2,7 @@
 // its quantization in one launch (matvec_gated.cuh, mma_gated.cuh).
 #include "kernels/matvec/mma_gated.cuh"
 
-#include "kernels/experts/grouped.cuh"
+#include "kernels/matvec/grouped.cuh"
 
 namespace sharpi::cuda {
 

@@ -461,8 +461,8 @@ TEST(CudaKind, RefusesHeadsThatAttentionHasNoKernelsFor) {
                               {4, 2, 8, true},
                               {66, 2, 16, true},
                               {4, 2, 512, true},
-                              {600, 2, 16, false},
-                              {64, 1, 512, false},
+                              {600, 2, 16, true},
+                              {64, 1, 512, true},
                               {4, 2, 520, false},
                               {4, 2, 20, false}}) {
         SCOPED_TRACE(each.heads);

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "kernels/experts/pair_groups.h"
+#include "kernels/experts/expert_down.h"
+#include "kernels/rows/pair_groups.h"
 #include "matmul_test.h"
 
 namespace sharpi::cuda {

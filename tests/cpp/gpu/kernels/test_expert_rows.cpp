@@ -1,6 +1,7 @@
 // Experts for any number of rows that follow the contract. The bits are the same with all rows at once, with eight at a
 // time, and with a stack that comes in pieces.
 #include "kernels/experts/expert_cache.h"
+#include "kernels/experts/expert_down.h"
 #include "kernels/experts/router.h"
 #include "matmul_test.h"
 

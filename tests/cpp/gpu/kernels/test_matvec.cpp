@@ -8,6 +8,7 @@
 #include "core/portable.h"
 #include "cpu/kernels.h"
 #include "gpu_test.h"
+#include "kernels/experts/expert_down.h"
 #include "kernels/formats/packed.h"
 #include "kernels/matvec/matvec.h"
 #include "reference_matmul.h"

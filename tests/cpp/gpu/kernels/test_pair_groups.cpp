@@ -1,5 +1,5 @@
 // Pairs grouped by expert: against a plain count on the host, with even and skewed choices and pairs without an expert.
-#include "kernels/experts/pair_groups.h"
+#include "kernels/rows/pair_groups.h"
 
 #include <algorithm>
 #include <cmath>

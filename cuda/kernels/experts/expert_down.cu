@@ -1,9 +1,10 @@
-// Launches the second half of a layer of experts: down, weighted and summed in one launch (matvec_experts.cuh). Grouped
-// pairs take two: their answers come in the order of the experts, and are summed by rank.
-#include "kernels/matvec/matvec_experts.cuh"
+// Pairs that are not grouped take one launch (matvec_experts.cuh). Grouped pairs take two: their answers come in the
+// order of the experts, and are summed by rank.
+#include "kernels/experts/expert_down.h"
 
 #include "kernels/experts/router.h"
-#include "kernels/experts/grouped.cuh"
+#include "kernels/matvec/grouped.cuh"
+#include "kernels/matvec/matvec_experts.cuh"
 
 namespace sharpi::cuda {
 

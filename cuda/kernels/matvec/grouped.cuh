@@ -1,4 +1,4 @@
-// The products of pairs that are grouped by expert (kernels/experts/pair_groups.h), on the int8 tensor cores
+// The products of pairs that are grouped by expert (kernels/rows/pair_groups.h), on the int8 tensor cores
 // (mma_tile.cuh). The pairs of a group are the columns. Groups of one or two pairs are multiplied as a single row's
 // products are (matvec_kernel.cuh), because that takes fewer instructions than tiles of mostly empty columns.
 //

@@ -3,7 +3,7 @@
 // A stable counting sort in one block, since a step has few pairs and a second launch would take longer than the work.
 // Each warp counts its contiguous part of the pairs by expert. The counts become places: after those of earlier warps
 // and, within the warp, after those of lower lanes. No atomic decides a place, so the order is fixed.
-#include "kernels/experts/pair_groups.h"
+#include "kernels/rows/pair_groups.h"
 
 #include <string>
 

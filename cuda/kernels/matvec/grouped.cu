@@ -1,5 +1,5 @@
 // Launches the products of grouped pairs with one stack (grouped.cuh).
-#include "kernels/experts/grouped.cuh"
+#include "kernels/matvec/grouped.cuh"
 
 namespace sharpi::cuda {
 

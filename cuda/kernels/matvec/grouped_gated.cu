@@ -1,5 +1,5 @@
 // Launches gate and up of grouped pairs, with the activation and its quantization (grouped.cuh).
-#include "kernels/experts/grouped.cuh"
+#include "kernels/matvec/grouped.cuh"
 
 namespace sharpi::cuda {
 
