@@ -34,9 +34,9 @@ namespace sharpi::cuda {
 constexpr int kMmaRows = 16;    // weight rows of a tile
 constexpr int kMmaColumns = 8;  // rows of activations of a tile
 
-// --- instructions
-// ----------------------------------------------------------------------------------------------------- Shared memory
-// is read and written by address throughout, so that the order of these instructions is the program's.
+// --- instructions ---------------------------------------------------------------------------------------------------
+
+// Shared memory is read and written by address throughout, so that the order of these instructions is the program's.
 
 __device__ __forceinline__ void loadFragments(uint32_t (&out)[4], uint32_t at) {
 #if __CUDA_ARCH__ >= 750
@@ -115,8 +115,7 @@ template <int kThreads> __device__ __forceinline__ void meet(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// --- a type's numbers
-// -------------------------------------------------------------------------------------------------
+// --- a type's numbers -----------------------------------------------------------------------------------------------
 
 // Which of a block's numbers a type has. They lie in shared memory in the order d, m, sub0, sub1, min0, min1, without
 // those that it lacks.
@@ -207,8 +206,7 @@ template <DType D> struct MmaNumbers {
     }
 };
 
-// --- the tile
-// ---------------------------------------------------------------------------------------------------------
+// --- the tile -------------------------------------------------------------------------------------------------------
 
 // 16 rows of a matrix from `row` on. Those past `last` repeat it: they are computed, and nobody asks for their sums.
 template <DType D> struct MmaRows {
