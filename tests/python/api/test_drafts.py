@@ -223,7 +223,7 @@ def test_a_plan_counts_the_weights_that_are_loaded(predicting: Path, monkeypatch
     for more in ((), ("--no-mtp",)):
         plan = json.loads(sharpi(*arguments, "--json", *more).stdout)
         outside = sum(kind["direct"] + kind["cpu"] + kind["missed"] for kind in plan["placement"])
-        weights = outside + sum(kind["vram"] for kind in plan["placement"])
+        weights = outside + sum(kind["vram"] + kind["by_row"] for kind in plan["placement"])
         assert (weights < 0.9 * plan["weights_bytes"]) == bool(more), "the prediction layer is left in the file"
         assert f"It fits with {100 * outside / weights:.0f} % of the weights in RAM" in sharpi(*arguments, *more).stdout
 

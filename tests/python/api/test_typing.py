@@ -90,6 +90,8 @@ def of_module(value: Any) -> dict[str, Any] | str:
     """A function's parameters, or what kind of attribute it is."""
     if isinstance(value, property):
         return "read and written" if value.fset else "read"
+    if isinstance(value, staticmethod):
+        value = value.__func__
     if callable(value):
         return parameters(signature(value.__doc__.splitlines()[0]))
     return type(value).__name__
