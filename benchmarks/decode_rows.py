@@ -40,7 +40,7 @@ class Steps:
 
 
 def tokens_needed(rows: int, arguments: argparse.Namespace) -> int:
-    """The tokens of the KV cache that so many texts take, in whole pages."""
+    """The tokens for which the KV cache needs room if it holds `rows` texts, each in whole pages."""
     each = arguments.depth + 1 + WARM_UP + arguments.steps
     return rows * ((each + PAGE - 1) // PAGE * PAGE)
 

@@ -1,31 +1,23 @@
 // Measures decode's attention on the GPU, without the rest of a layer. Each line is one launch, replayed over copies of
 // the cache that exceed the second-level cache together. "share": relative to the speed at which a kernel that only
 // reads gets through memory on an H200.
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <numeric>
 #include <random>
-#include <stdexcept>
 #include <vector>
 
 #include "device/stream.h"
 #include "kernels/attention/attention.h"
+#include "timing.h"
 
 using namespace sharpi;
 using namespace sharpi::cuda;
 
 namespace {
 
-constexpr double kReadBytesPerSecond = 4559e9;
-constexpr size_t kBeyondCache = size_t{400} << 20;
 constexpr int32_t kPage = 64;
-
-void require(cudaError_t status) {
-    if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
 
 // Device memory, filled with one byte or with what the host has.
 template <typename T> struct Buffer {
@@ -98,27 +90,12 @@ private:
 };
 
 // The median time, in seconds, of one launch.
-double measure(Stream& stream, const Step& step) {
-    const std::unique_ptr<Graph> graph = stream.capture([&] {
-        for (int i = 0; i < step.launches(); i++) step.launch(stream, i);
-    });
-    cudaEvent_t begin, end;
-    require(cudaEventCreate(&begin));
-    require(cudaEventCreate(&end));
-    std::vector<float> times;
-    for (int i = 0; i < 12; ++i) {
-        require(cudaEventRecord(begin, stream.handle()));
-        stream.replay(*graph);
-        require(cudaEventRecord(end, stream.handle()));
-        require(cudaEventSynchronize(end));
-        float ms = 0;
-        require(cudaEventElapsedTime(&ms, begin, end));
-        if (i >= 2) times.push_back(ms);
-    }
-    require(cudaEventDestroy(begin));
-    require(cudaEventDestroy(end));
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2] / 1e3 / step.launches();
+double measureLaunch(Stream& stream, const Step& step) {
+    return measure(stream,
+                   [&] {
+                       for (int i = 0; i < step.launches(); i++) step.launch(stream, i);
+                   }) /
+           step.launches();
 }
 
 void measureAll(Stream& stream) {
@@ -133,7 +110,7 @@ void measureAll(Stream& stream) {
     for (const Model& model : models)
         for (const Case& c : cases) {
             const Step step(model, c);
-            const double seconds = measure(stream, step);
+            const double seconds = measureLaunch(stream, step);
             const double rate = static_cast<double>(step.bytes()) / seconds;
             std::printf("%-24s %8d %9d %5d %9.2f %8.0f %7.1f %%\n", model.name, static_cast<int>(c.tokens),
                         static_cast<int>(c.sequences), static_cast<int>(c.rows), seconds * 1e6, rate / 1e9,

@@ -1,8 +1,6 @@
 // Measures a layer of experts at several numbers of rows on the GPU: each pair of a row and an expert alone, and
 // grouped by expert, for shapes of known models. The time is that of gate and up, down and the weighted sum, and of the
 // grouping itself. "experts" are those that the rows chose; GB/s counts each of them once.
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -11,7 +9,6 @@
 #include <numeric>
 #include <random>
 #include <set>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -21,6 +18,7 @@
 #include "kernels/formats/packed.h"
 #include "kernels/matvec/matvec.h"
 #include "kernels/rows/pair_groups.h"
+#include "timing.h"
 
 using namespace sharpi;
 using namespace sharpi::cuda;
@@ -28,10 +26,6 @@ using namespace sharpi::cuda;
 namespace {
 
 constexpr int kLayers = 8;  // launched one after the other, each with its own choice
-
-void require(cudaError_t status) {
-    if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
 
 class Memory {
 public:
@@ -74,28 +68,6 @@ std::vector<int32_t> choose(const Model& m, int rows, double skew, std::mt19937&
         chosen.insert(chosen.end(), order.begin(), order.begin() + m.used);
     }
     return chosen;
-}
-
-// The median time, in seconds, of replaying what `body` launches.
-double measure(Stream& stream, const std::function<void()>& body) {
-    const std::unique_ptr<Graph> graph = stream.capture(body);
-    cudaEvent_t begin, end;
-    require(cudaEventCreate(&begin));
-    require(cudaEventCreate(&end));
-    std::vector<float> times;
-    for (int i = 0; i < 12; ++i) {
-        require(cudaEventRecord(begin, stream.handle()));
-        stream.replay(*graph);
-        require(cudaEventRecord(end, stream.handle()));
-        require(cudaEventSynchronize(end));
-        float ms = 0;
-        require(cudaEventElapsedTime(&ms, begin, end));
-        if (i >= 2) times.push_back(ms);
-    }
-    require(cudaEventDestroy(begin));
-    require(cudaEventDestroy(end));
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2] / 1e3;
 }
 
 // A model's weights, enough of them to exceed the second-level cache, and the buffers of 64 rows.

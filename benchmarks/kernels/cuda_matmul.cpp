@@ -14,6 +14,7 @@
 #include "core/half.h"
 #include "kernels/formats/packed.h"
 #include "kernels/matmul/matmul.h"
+#include "timing.h"
 
 using namespace sharpi;
 using namespace sharpi::cuda;
@@ -24,10 +25,6 @@ constexpr int64_t kRows = 2048;
 constexpr int kRuns = 20;
 constexpr double kLimit = 790e12;
 constexpr size_t kRotation = size_t{256} << 20;
-
-void require(cudaError_t status) {
-    if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
 
 template <typename T> T* onDevice(const std::vector<T>& values) {
     T* data = nullptr;

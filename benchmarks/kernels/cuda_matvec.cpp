@@ -1,13 +1,10 @@
 // Measures decode's products on the GPU. Each shape of the reference models runs as a chain of launches in a graph,
 // over enough copies of the weights to exceed the second-level cache. Then the products of whole models run in their
 // order. "share": relative to the speed at which a kernel that only reads gets through memory on an H200.
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cstdio>
 #include <functional>
 #include <memory>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -16,18 +13,12 @@
 #include "kernels/experts/expert_down.h"
 #include "kernels/formats/packed.h"
 #include "kernels/matvec/matvec.h"
+#include "timing.h"
 
 using namespace sharpi;
 using namespace sharpi::cuda;
 
 namespace {
-
-constexpr double kReadBytesPerSecond = 4559e9;
-constexpr size_t kBeyondCache = size_t{400} << 20;
-
-void require(cudaError_t status) {
-    if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
 
 // Filled with a byte that makes every scale small and finite. The values of codes do not change the speed.
 struct Buffer {
@@ -73,28 +64,6 @@ public:
 private:
     std::vector<std::unique_ptr<Buffer>> _buffers;
 };
-
-// The median time, in seconds, of replaying what `body` launches.
-double measure(Stream& stream, const std::function<void()>& body) {
-    const std::unique_ptr<Graph> graph = stream.capture(body);
-    cudaEvent_t begin, end;
-    require(cudaEventCreate(&begin));
-    require(cudaEventCreate(&end));
-    std::vector<float> times;
-    for (int i = 0; i < 12; ++i) {
-        require(cudaEventRecord(begin, stream.handle()));
-        stream.replay(*graph);
-        require(cudaEventRecord(end, stream.handle()));
-        require(cudaEventSynchronize(end));
-        float ms = 0;
-        require(cudaEventElapsedTime(&ms, begin, end));
-        if (i >= 2) times.push_back(ms);
-    }
-    require(cudaEventDestroy(begin));
-    require(cudaEventDestroy(end));
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2] / 1e3;
-}
 
 void print(const std::string& name, const char* type, int rows, double seconds, size_t bytes) {
     const double rate = static_cast<double>(bytes) / seconds;
@@ -225,8 +194,7 @@ void measureModel(Stream& stream, const char* name, int layers, int64_t width, i
 }
 
 // The products of an 8B model by the rows of a step.
-void measureRows(Stream& stream) {
-    const std::vector<int> counts = {1, 2, 4, 8, 9, 16, 32, 64};
+void measureRows(Stream& stream, const std::vector<int>& counts) {
     for (const Shape& shape : std::vector<Shape>{{"q, k", {4096, 1024}, 4096, Shape::Plain, DType::Q4_K},
                                                  {"o", {4096}, 4096, Shape::Add, DType::Q4_K},
                                                  {"gate, up", {12288}, 4096, Shape::Gated, DType::Q4_K},
@@ -276,13 +244,19 @@ void measureAll(Stream& stream) {
 
 }  // namespace
 
-// The argument "rows" measures the products of an 8B model for 1 to 64 rows, and nothing else.
+// The argument "rows" measures the products of an 8B model for 1 to 64 rows, and nothing else. Numbers after it choose
+// the rows.
 int main(int count, char** arguments) {
     try {
         Stream stream(findDevice(0));
         printHeader(stream);
-        if (count > 1 && std::string(arguments[1]) == "rows") measureRows(stream);
-        else measureAll(stream);
+        if (count == 1 || std::string(arguments[1]) != "rows") {
+            measureAll(stream);
+            return 0;
+        }
+        std::vector<int> counts;
+        for (int i = 2; i < count; ++i) counts.push_back(std::stoi(arguments[i]));
+        measureRows(stream, counts.empty() ? std::vector<int>{1, 2, 4, 8, 9, 16, 32, 64} : counts);
     } catch (const std::exception& error) {
         std::fprintf(stderr, "%s\n", error.what());
         return 1;

@@ -59,15 +59,13 @@ void CachedSequence::extend(const LockedModel& model, const Piece& piece) {
     model.kv().extend(_handle, piece.count, marks);
 }
 
-Batch CachedSequence::batchOf(const Piece& piece) const {
+void CachedSequence::addRows(const Piece& piece, Batch& batch) const {
     int64_t firstWanted = piece.count;
     if (piece.want == Want::EveryRow) firstWanted = piece.again;
     if (piece.want == Want::Choice) firstWanted -= 1 + piece.drafted;
-    Batch batch;
     for (int64_t i = 0; i < piece.count; ++i) {
         batch.add(piece.kind, piece.tokens[i], static_cast<int32_t>(piece.begin + i), _handle, i >= firstWanted);
     }
-    return batch;
 }
 
 void CachedSequence::keepState(const LockedModel& model, const Piece& piece) {

@@ -55,7 +55,8 @@ public:
     // Makes room for a piece, and for the states that cutting back its guesses and continuing from its prompt need, as
     // far as there is room for these. Throws Error(OutOfMemory); the sequence is then unchanged.
     void extend(const LockedModel& model, const Piece& piece);
-    Batch batchOf(const Piece& piece) const;
+    // Appends the piece's rows to a batch.
+    void addRows(const Piece& piece, Batch& batch) const;
     // After the pass over a piece: keeps the state that the next prompt is likely to continue from.
     void keepState(const LockedModel& model, const Piece& piece);
 

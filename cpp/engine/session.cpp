@@ -97,25 +97,11 @@ void addChoices(const TextPasses::Part& part, std::vector<Choice>& choices) {
         choices.push_back(part.text->sampler->next(part.text->history, {guesses, guesses + i}));
 }
 
-// The batch of all parts.
-Batch batchOf(const std::vector<TextPasses::Part>& parts) {
-    Batch all = parts.front().text->sequence.batchOf(parts.front().piece);
-    for (size_t i = 1; i < parts.size(); ++i) {
-        const Batch batch = parts[i].text->sequence.batchOf(parts[i].piece);
-        size_t wanted = 0;
-        for (size_t row = 0; row < batch.tokens.size(); ++row) {
-            const bool wants = wanted < batch.logitRows.size() && batch.logitRows[wanted] == static_cast<int32_t>(row);
-            if (wants) ++wanted;
-            all.add(parts[i].piece.kind, batch.tokens[row], batch.positions[row], batch.sequences[row], wants);
-        }
-    }
-    return all;
-}
-
 }  // namespace
 
 std::vector<std::vector<int32_t>> TextPasses::run(const std::vector<Part>& parts) const {
-    const Batch batch = batchOf(parts);
+    Batch batch;
+    for (const Part& part : parts) part.text->sequence.addRows(part.piece, batch);
     std::vector<std::vector<int32_t>> result;
     try {
         extend(parts);

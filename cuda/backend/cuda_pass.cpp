@@ -31,6 +31,14 @@ cuda::NextRows CudaPass::nextOf(const NormCall& norm) {
     return {norm.kind == NormKind::Layer ? Kind::Layer : Kind::Rms, norm.weight, norm.bias, norm.eps};
 }
 
+// The norm of the rows index[0 .. rows) of x, or of its first rows without an index.
+static void normOf(cuda::Stream& stream, float* x, const int32_t* index, const cuda::NextRows& next, int64_t rows,
+                   int64_t width, const cuda::RowOutputs& out) {
+    if (next.kind == cuda::NextRows::Kind::Rms)
+        return cuda::rmsNorm(stream, x, index, next.weight, next.eps, rows, width, out);
+    cuda::addPart(stream, {}, x, index, next, rows, width, out);
+}
+
 void CudaPass::nextRows(const OptionalPart& part, const cuda::NextRows& next, int64_t first, int64_t rows,
                         const cuda::RowOutputs& out) const {
     const int64_t width = limits.embedding, at = first * width;
@@ -48,17 +56,12 @@ void CudaPass::nextRows(const OptionalPart& part, const cuda::NextRows& next, in
         return cuda::addPart(stream, terms, x, nullptr, next, rows, width, out);
     }
     if (next.kind == cuda::NextRows::Kind::Copy) return cuda::convertRows(stream, x, rows, width, out);
-    if (next.kind == cuda::NextRows::Kind::Rms)
-        return cuda::rmsNorm(stream, x, nullptr, next.weight, next.eps, rows, width, out);
-    cuda::addPart(stream, {}, x, nullptr, next, rows, width, out);
+    normOf(stream, x, nullptr, next, rows, width, out);
 }
 
 void CudaPass::normRows(const int32_t* index, const cuda::NextRows& next, int64_t rows,
                         const cuda::RowOutputs& out) const {
-    float* const x = floats(RowBuffer::Residual);
-    if (next.kind == cuda::NextRows::Kind::Rms)
-        return cuda::rmsNorm(stream, x, index, next.weight, next.eps, rows, limits.embedding, out);
-    cuda::addPart(stream, {}, x, index, next, rows, limits.embedding, out);
+    normOf(stream, floats(RowBuffer::Residual), index, next, rows, limits.embedding, out);
 }
 
 const Activations& CudaPass::input(RowInput input) const {

@@ -15,7 +15,7 @@ void expertDownAdd(Stream& stream, const MatvecInput& x, int rows, const ExpertS
     if (rows == 0 || first.rows == 0) return;
     if (used < 1 || used > 1024)
         throw Error(ErrorKind::Internal, "expertDownAdd: " + std::to_string(used) + " experts for each token");
-    if (groups.count && canGroup(stream, first.type)) {
+    if (groups.count && hasMma(stream, first.type)) {
         expertMatvec(stream, x, rows, down, chosen, used, true, answers, groups);
         AnswerTerms ofPairs = terms;
         ofPairs.expert = chosen;

@@ -12,6 +12,9 @@
 
 namespace sharpi::cuda {
 
+// The rows of a group up to which the kernels without tensor cores are the faster ones.
+constexpr int kMatvecFewRows = 2;
+
 struct GroupedWeights {
     // A stack; or those of gate and up, which have one shape.
     const uint8_t* data[2] = {};
@@ -226,11 +229,6 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTi
 
 // --- launching -------------------------------------------------------------------------------------------------------
 
-// Whether pairs of this type can be multiplied in groups.
-inline bool canGroup(const Stream& stream, DType type) {
-    return !isFloatType(type) && stream.device().codeVersion >= kMmaCapability;
-}
-
 // Calls f(std::integral_constant<int, tiles>{}) with the tiles of columns that a block has. Rare types, and devices
 // with little shared memory, have one, and two blocks for a large group.
 template <DType D, typename F> void withGroupTiles(const Stream& stream, const PairGroups& groups, F&& f) {
@@ -264,7 +262,7 @@ inline GroupedWeights groupedWeights(const MatvecInput& x, const ExpertStack& st
     return w;
 }
 
-// Only for types that canGroup() allows.
+// Only for types that hasMma() allows.
 void launchGrouped(Stream& stream, DType type, GroupedProduct p, const PairGroups& groups);
 void launchGroupedGated(Stream& stream, DType type, GroupedGated p, const PairGroups& groups);
 

@@ -62,7 +62,7 @@ static void launchDense(Stream& stream, DType type, const Products& p) {
     withType(type, [&](auto tag) {
         constexpr DType kType = decltype(tag)::kType;
         if constexpr (!kIsFloat<kType>)
-            if (usesMma<kType>(stream, p.rows)) return launchMmaProducts<kType>(stream, p);
+            if (usesMma(stream, kType, p.rows)) return launchMmaProducts<kType>(stream, p);
         for (int first = 0; first < p.rows; first += kPlainMatvecRows)
             launchProducts<kType>(stream, rowsOf(p, first, std::min(kPlainMatvecRows, p.rows - first)), 1);
     });
@@ -97,13 +97,13 @@ void matvecAdd(Stream& stream, const MatvecInput& x, int rows, const Matrix& w, 
 }
 
 bool sharesExperts(const Stream& stream, const ExpertStack& w, int64_t rows, int32_t used) {
-    return canGroup(stream, w.first.type) && w.count > 0 && rows > 1 && kExpertsPerPair * rows * used >= w.count;
+    return hasMma(stream, w.first.type) && w.count > 0 && rows > 1 && kExpertsPerPair * rows * used >= w.count;
 }
 
 void expertMatvec(Stream& stream, const MatvecInput& x, int rows, const ExpertStack& w, const int32_t* chosen,
                   int32_t used, bool rowPerPair, float* y, const PairGroups& groups) {
     if (rows == 0 || used == 0 || w.first.rows == 0) return;
-    if (groups.count && canGroup(stream, w.first.type)) {
+    if (groups.count && hasMma(stream, w.first.type)) {
         GroupedProduct p;
         p.w = groupedWeights(x, w, groups, rowPerPair ? 1 : used);
         p.y = y;

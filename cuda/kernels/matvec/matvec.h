@@ -12,7 +12,7 @@ namespace sharpi::cuda {
 
 // The most rows that one call takes. More rows that follow the contract take several calls. A call is one launch for
 // each type, unless the type is a float or the device lacks int8 tensor cores: then each eight rows take another.
-constexpr int kMaxMatvecRows = 64;
+constexpr int kMaxMatvecRows = kExactLaunchRows;
 
 // The input of a product. Float weights read `floats` [rows, cols], quantized ones read `quantized`.
 struct MatvecInput {

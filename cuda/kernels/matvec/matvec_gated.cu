@@ -66,7 +66,7 @@ void matvecGated(Stream& stream, const MatvecInput& x, int rows, const Matrix& g
     withType(gate.type, [&](auto tag) {
         constexpr DType kType = decltype(tag)::kType;
         if constexpr (!kIsFloat<kType>)
-            if (usesMma<kType>(stream, p.rows)) return launchMmaGated<kType>(stream, p);
+            if (usesMma(stream, kType, p.rows)) return launchMmaGated<kType>(stream, p);
         for (int first = 0; first < rows; first += kPlainMatvecRows)
             launchGated<kType>(stream, rowsOf(p, first, std::min(kPlainMatvecRows, rows - first)), 1);
     });
@@ -77,7 +77,7 @@ void expertGated(Stream& stream, const MatvecInput& x, int rows, const ExpertSta
                  const PairGroups& groups) {
     if (rows == 0 || used == 0 || gate.first.rows == 0) return;
     GatedProduct p = gatedOf(x, 1, gate.first, up.first, out, join);
-    if (groups.count && canGroup(stream, gate.first.type)) {
+    if (groups.count && hasMma(stream, gate.first.type)) {
         GroupedGated grouped;
         grouped.w = groupedWeights(x, gate, groups, used);
         grouped.w.data[1] = up.first.data;

@@ -553,13 +553,12 @@ template <int T, bool shared, bool experts> struct Variant {
 // The most rows of these kernels. On devices with int8 tensor cores, more rows of quantized types are multiplied there
 // (mma_tile.cuh).
 constexpr int kPlainMatvecRows = 8;
-// The rows of a group that shares an expert up to which these kernels are the faster ones.
-constexpr int kMatvecFewRows = 2;
-constexpr int kMmaCapability = 80;
 
-// Whether tensor cores multiply these rows.
-template <DType D> bool usesMma(const Stream& stream, int rows) {
-    return !isFloatType(D) && stream.device().codeVersion >= kMmaCapability && rows > kPlainMatvecRows;
+// Whether int8 tensor cores can multiply weights of this type.
+inline bool hasMma(const Stream& stream, DType type) { return !isFloatType(type) && stream.device().codeVersion >= 80; }
+// Whether they multiply these rows.
+inline bool usesMma(const Stream& stream, DType type, int rows) {
+    return rows > kPlainMatvecRows && hasMma(stream, type);
 }
 
 // Calls f(Variant{}) for `rows` rows of activations, which take `bytes` of shared memory. Rare types have no kernels

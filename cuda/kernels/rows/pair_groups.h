@@ -27,7 +27,8 @@ struct PairGroups {
     int most = 0;       // pairs of a group: kSmallPairGroup or kPairGroup
 };
 
-// Groups that pairs of at most so many elements may need: each element fills all its groups but the last.
+// The most groups that `pairs` pairs need if they choose among `elements` elements. Each element fills all of its
+// groups but the last.
 constexpr int64_t maxPairGroups(int64_t pairs, int64_t elements, int most = kSmallPairGroup) {
     const int64_t needed = pairs / most + elements;
     return pairs < needed ? pairs : needed;

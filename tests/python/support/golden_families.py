@@ -152,6 +152,13 @@ def _experts(count: int, width: int = _EXPERT, *, fused: bool = False, router: f
         yield from _dense(width, "_shexp")
 
 
+def _plain_layer(heads: _Heads) -> _Draws:
+    yield from _norms("attn_norm")
+    yield from _attention(heads)
+    yield from _norms("ffn_norm")
+    yield from _dense()
+
+
 def _llama3_factors(size: int) -> Draw:
     return _formula("rope_freqs.weight", size // 2, lambda pair: 1.0 + 7.0 * (pair / (size // 2)) ** 2)
 
@@ -291,28 +298,18 @@ def _llama4(digest: str, experts: int, width: int, step: int) -> Family:
 def _mistral3(digest: str) -> Family:
     heads = _Heads(8, 2, 32)
 
-    def layer(_: int) -> _Draws:
-        yield from _norms("attn_norm")
-        yield from _attention(heads)
-        yield from _norms("ffn_norm")
-        yield from _dense()
-
     scaling = {"rope.scaling.yarn_log_multiplier": 1.0, "rope.scaling.yarn_beta_fast": 4.0,
                "rope.scaling.yarn_beta_slow": 1.0, "attention.temperature_scale": 0.1}
-    return Family("mistral3", digest, _keys(4, heads, 1e-5, 1e6) | _yarn_keys(16.0, 64) | scaling, layer)
+    return Family("mistral3", digest, _keys(4, heads, 1e-5, 1e6) | _yarn_keys(16.0, 64) | scaling,
+                  lambda _: _plain_layer(heads))
 
 
 def _granite(digest: str) -> Family:
     heads = _Heads(8, 2, 32)
 
-    def layer(_: int) -> _Draws:
-        yield from _norms("attn_norm")
-        yield from _attention(heads)
-        yield from _norms("ffn_norm")
-        yield from _dense()
-
     scales = {"embedding_scale": 3.0, "residual_scale": 0.5, "attention.scale": 0.1, "logit_scale": 2.0}
-    return Family("granite", digest, _keys(4, heads, 1e-5, 10000.0) | scales, layer, tied=True, embedding=0.1)
+    return Family("granite", digest, _keys(4, heads, 1e-5, 10000.0) | scales, lambda _: _plain_layer(heads), tied=True,
+                  embedding=0.1)
 
 
 def _cohere2(digest: str) -> Family:
