@@ -10,9 +10,16 @@
 // A row of x is cut into blocks of 32. For each block, absmax is the largest |x|.
 //   - If any element is infinite or NaN: scale = NaN, all q = 0.
 //   - Otherwise, if absmax < 2^-100 (kTinyActivation): scale = 0, all q = 0.
-//   - Otherwise: scale = absmax / 127; inverse = 127 / absmax (both rounded divisions);
-//     q = rint(x * inverse), ties to even. |q| <= 127 always.
-// sums[0], sums[1] of a block are the integer sums of q over its first and second 16 elements.
+//   - Otherwise: scale = absmax / 127, a rounded division, then rounded up to 16 significant bits
+//     (roundedUpScale of core/portable.h); inverse = 1 / scale, a rounded division;
+//     q = rint(x * inverse), ties to even.
+// |q| <= 127 always: scale is at least absmax / 127 less half a unit of its last place, so x * inverse exceeds 127 by a
+// few such units at most. And scale is finite, because absmax / 127 is far below the largest float.
+// S0 and S1 of a block are the integer sums of q over its first and second 16 elements.
+//
+// The 16 bits let a GPU compute the product of a scale s and an integer I, |I| < 2^22, with one fma and no conversion:
+// the bits of an integer sum that starts at 0x4b400000 are those of the float biased = 12582912 + I. s * 12582912 is
+// exact if s < 2^104, so fma(s, biased, -(s * 12582912)) is s * I rounded once.
 //
 // 2. The sum over a row of quantized weights
 //
@@ -42,15 +49,19 @@
 //     Q1_0                   2 q - 1          1                   d              -
 //
 // For each block b of 32 elements, with the activation block's q, scale s and sums S0, S1:
-//     J = sum over its elements of sub * quant * q        an exact integer, |J| < 2^24, so float(J) is exact
-//     M = min of first half * S0 + min of second half * S1     likewise (types with a minimum)
-// 32 accumulators start at +0. For b = 0, 1, 2, ... in this order:
-//     acc[b mod 32] = fma(d * s, float(J), acc[b mod 32])
-//     acc[b mod 32] = fma(m * s, float(M), acc[b mod 32])      types with a minimum only
-// where d * s and m * s are rounded products.
+//     I0, I1 = sums of quant * q over its first and second 16 elements    exact integers; I = I0 + I1, |I| < 2^22
+// 32 accumulators start at +0. For b = 0, 1, 2, ... in this order, where acc is acc[b mod 32]:
+//     types with a sub for each half (16):      acc = fma(d * sub0, s * I0, acc)
+//                                               acc = fma(d * sub1, s * I1, acc)
+//     all other types:                          acc = fma(d * sub, s * I, acc)
+// and then
+//     types with a minimum for each half:       acc = fma(m * min0, s * S0, acc)
+//                                               acc = fma(m * min1, s * S1, acc)
+//     other types with a minimum:               acc = fma(m * min, s * (S0 + S1), acc)
+// Products with s are rounded. d * sub and m * min are exact: a float of at most 11 significant bits times an integer
+// of at most 8. They belong to the weights alone, and s * S0, s * S1 and s * (S0 + S1) to the activations alone.
 //
-// Each half of an NVFP4 block has its own d. So J is the first half's sum alone, m is the second half's d, and M is the
-// second half's sum.
+// Each half of an NVFP4 block has its own d, which stands for d * sub0 or d * sub1.
 //
 // 3. The sum over a row of float weights (F32, F16, BF16)
 //
@@ -71,10 +82,13 @@
 
 namespace sharpi {
 
+// The number of these rules. Saved caches carry it, since what they hold was computed by them: raise it whenever any
+// bits change.
+constexpr int kContractVersion = 2;
 // Elements of an activation block, and accumulators of a row.
 constexpr int kContractBlock = 32;
 constexpr int kContractAccumulators = 32;
-// 2^-100. Below it 127 / absmax could overflow, so the block counts as zero.
+// 2^-100. Below it the block counts as zero, so that no scale is subnormal and no inverse overflows.
 constexpr float kTinyActivation = 7.888609052210118e-31f;
 
 }  // namespace sharpi

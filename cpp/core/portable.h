@@ -14,6 +14,10 @@
 
 namespace sharpi {
 
+// The bits of a positive float rounded up to 16 significant bits. The carry into the exponent is right: the float after
+// the largest fraction is the next power of two.
+SHARPI_PORTABLE uint32_t roundedUpScale(uint32_t bits) { return (bits + 0xffu) & ~0xffu; }
+
 // The exponential of cpu/kernels/exp.h, operation for operation.
 SHARPI_PORTABLE float portableExp(float x) {
     const float bounded = x > 88.0f ? 88.0f : x;

@@ -15,7 +15,8 @@ struct FormatBase {
     static constexpr bool kHasMin = min;
     // Each half of a block of 32 has its own d. The second one is where other types have m.
     static constexpr bool kTwoFloats = twoFloats;
-    static constexpr bool kHasSecond = min || twoFloats;
+    // The halves of a block of 32 differ in d * sub.
+    static constexpr bool kHalves = twoFloats || scales == Sub::PerHalf;
     static constexpr Sub kMins = mins;
     // Quants are kept as unsigned numbers of up to kLargest, which are kOffset too large. Quants that fill a byte
     // (kLargest 255) are kept signed if the instruction set needs it.

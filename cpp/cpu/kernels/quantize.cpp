@@ -7,6 +7,7 @@
 
 #include "core/contract.h"
 #include "core/half.h"
+#include "core/portable.h"
 #include "cpu/kernels/internal.h"
 
 namespace sharpi::cpu::SHARPI_ISA {
@@ -29,8 +30,8 @@ static void quantizeBlock(const float* x, int8_t* q, float* scale, int16_t* sums
         sums[0] = sums[1] = 0;
         return;
     }
-    *scale = absmax / 127.0f;
-    const float inverse = 127.0f / absmax;
+    *scale = floatFromBits(roundedUpScale(bitsFromFloat(absmax / 127.0f)));
+    const float inverse = 1.0f / *scale;
     for (int half = 0; half < 2; ++half) {
         int32_t sum = 0;
         for (int i = half * 16; i < half * 16 + 16; ++i) {

@@ -322,6 +322,13 @@ inline bool hasMin(DType type) {
            type == DType::Q5_K;
 }
 
+// The least number of 16 significant bits that is not below a positive x.
+inline float upTo16Bits(float x) {
+    int exponent = 0;
+    const float fraction = std::frexp(x, &exponent);  // 0.5 .. 1
+    return std::ldexp(std::ceil(std::ldexp(fraction, 16)), exponent - 16);
+}
+
 // Quantizes one block of 32: section 1 of the contract.
 inline void quantizeBlock(const float* x, int8_t* q, float* scale, int16_t* sums) {
     float absmax = 0;
@@ -331,38 +338,49 @@ inline void quantizeBlock(const float* x, int8_t* q, float* scale, int16_t* sums
         absmax = std::fmax(absmax, std::fabs(x[i]));
     }
     const bool zero = !finite || absmax < std::ldexp(1.0f, -100);
-    *scale = !finite ? std::nanf("") : zero ? 0.0f : absmax / 127.0f;
+    *scale = !finite ? std::nanf("") : zero ? 0.0f : upTo16Bits(absmax / 127.0f);
     sums[0] = sums[1] = 0;
     for (int i = 0; i < 32; ++i) {
-        const float inverse = zero ? 0.0f : 127.0f / absmax;
+        const float inverse = zero ? 0.0f : 1.0f / *scale;
         q[i] = zero ? 0 : static_cast<int8_t>(std::nearbyint(x[i] * inverse));
         sums[i / 16] = static_cast<int16_t>(sums[i / 16] + q[i]);
     }
 }
 
-// Sections 2 and 4. `largest` receives the largest |J| or |M| met.
+// Whether each half of a block of 32 has its own sub or d.
+inline bool hasHalves(DType type) {
+    return hasTwoFloats(type) || type == DType::Q2_K || type == DType::Q3_K || type == DType::Q6_K ||
+           type == DType::IQ2_XS || type == DType::IQ2_S || type == DType::IQ1_M;
+}
+
+// Sections 2 and 4. `largest` receives the largest magnitude met of an integer that is multiplied by the scale.
 inline float dot(DType type, const uint8_t* row, int64_t cols, const int8_t* q, const float* scale, const float* bias,
                  int64_t* largest = nullptr) {
     float acc[32] = {};
     for (int64_t b = 0; b < cols / 32; ++b) {
-        int64_t dotInteger = 0, minInteger = 0;
-        Element e;
+        int64_t integers[2] = {}, sums[2] = {};
         for (int64_t i = b * 32; i < b * 32 + 32; ++i) {
-            e = element(type, row, i);
-            const int64_t term = static_cast<int64_t>(e.sub) * e.quant * q[i];
-            (hasTwoFloats(type) && i % 32 >= 16 ? minInteger : dotInteger) += term;
-            minInteger += static_cast<int64_t>(e.min) * q[i];
+            integers[i / 16 % 2] += element(type, row, i).quant * q[i];
+            sums[i / 16 % 2] += q[i];
         }
-        if (largest) *largest = std::max({*largest, std::abs(dotInteger), std::abs(minInteger)});
-        if (hasTwoFloats(type)) {  // e is the last element, so its d is the second half's
-            e.m = e.d;
-            e.d = element(type, row, b * 32).d;
+        const auto add = [&](float factor, int64_t integer) {
+            if (largest) *largest = std::max(*largest, std::abs(integer));
+            const float product = scale[b] * static_cast<float>(integer);
+            acc[b % 32] = std::fma(factor, product, acc[b % 32]);
+        };
+        const Element halves[2] = {element(type, row, b * 32), element(type, row, b * 32 + 16)};
+        const auto scaleOf = [](const Element& e) { return e.d * static_cast<float>(e.sub); };
+        const auto minOf = [](const Element& e) { return e.m * static_cast<float>(e.min); };
+        if (hasHalves(type)) {
+            for (int half = 0; half < 2; ++half) add(scaleOf(halves[half]), integers[half]);
+        } else {
+            add(scaleOf(halves[0]), integers[0] + integers[1]);
         }
-        const float ds = e.d * scale[b];
-        acc[b % 32] = std::fma(ds, static_cast<float>(dotInteger), acc[b % 32]);
-        if (!hasMin(type) && !hasTwoFloats(type)) continue;
-        const float ms = e.m * scale[b];
-        acc[b % 32] = std::fma(ms, static_cast<float>(minInteger), acc[b % 32]);
+        if (type == DType::Q2_K) {
+            for (int half = 0; half < 2; ++half) add(minOf(halves[half]), sums[half]);
+        } else if (hasMin(type)) {
+            add(minOf(halves[0]), sums[0] + sums[1]);
+        }
     }
     for (int width = 16; width >= 1; width /= 2)
         for (int i = 0; i < width; ++i) acc[i] = acc[i] + acc[i + width];

@@ -16,7 +16,7 @@ void matmulQuantized(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, v
 #if defined(__AVX2__)
         // Repacking a tile of rows pays for itself once a few tokens share it.
         if (args.count > kVectorTokens) matmulTiles<Block>(args, rowBegin, rowEnd, scratch);
-        else matmulVector<Block>(args, rowBegin, rowEnd);
+        else matmulVector<Block>(args, rowBegin, rowEnd, scratch);
 #else
         (void)scratch;
         matmulScalar<Block>(args, rowBegin, rowEnd);

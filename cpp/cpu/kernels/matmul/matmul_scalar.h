@@ -14,19 +14,24 @@ template <class Block>
 static void addGroup(const Group& g, int blocks, int64_t first, const int8_t* q, const float* scale,
                      const int16_t* sums, float* acc) {
     for (int b = 0; b < blocks; ++b) {
-        int32_t dots[2] = {};
-        for (int half = 0; half < 2; ++half) {
-            const int at = (2 * b + half) * 16;
-            for (int i = at; i < at + 16; ++i) dots[half] += g.quant[i] * q[i];
-            if (Format<Block>::kScales != Sub::None) dots[half] *= g.scale[2 * b + half];
-        }
-        const int32_t dot = Format<Block>::kTwoFloats ? dots[0] : dots[0] + dots[1];
+        using F = Format<Block>;
         float& target = acc[(first + b) % kContractAccumulators];
-        target = fmaExact(g.d[b] * scale[b], static_cast<float>(dot), target);
-        if (Format<Block>::kTwoFloats) target = fmaExact(g.m[b] * scale[b], static_cast<float>(dots[1]), target);
-        if (Format<Block>::kHasMin) {
-            const int32_t minimum = g.min[2 * b] * sums[2 * b] + g.min[2 * b + 1] * sums[2 * b + 1];
-            target = fmaExact(g.m[b] * scale[b], static_cast<float>(minimum), target);
+        const float s = scale[b];
+        const auto add = [&](float factor, int32_t integer) {
+            target = fmaExact(factor, s * static_cast<float>(integer), target);
+        };
+        int32_t dots[2] = {};
+        for (int i = b * 32; i < b * 32 + 32; ++i) dots[i / 16 % 2] += g.quant[i] * q[i];
+        const float d[2] = {g.d[b], F::kTwoFloats ? g.m[b] : g.d[b]};
+        if (F::kHalves) {
+            for (int half = 0; half < 2; ++half) add(d[half] * g.scale[2 * b + half], dots[half]);
+        } else {
+            add(g.d[b] * g.scale[2 * b], dots[0] + dots[1]);
+        }
+        if (F::kMins == Sub::PerHalf) {
+            for (int half = 0; half < 2; ++half) add(g.m[b] * g.min[2 * b + half], sums[2 * b + half]);
+        } else if (F::kHasMin) {
+            add(g.m[b] * g.min[2 * b], sums[2 * b] + sums[2 * b + 1]);
         }
     }
 }

@@ -1,15 +1,15 @@
 // For a few tokens: one row after another, straight from the file's bytes, at the speed of memory.
 //
-// Eight blocks of a row (256 elements) make one vector of eight block integers J, hence of eight of the contract's
+// Eight blocks of a row (256 elements) make one vector of eight block integers I, hence of eight of the contract's
 // 32 accumulators: after unpacking, a token costs eight byte products, a tree of horizontal adds that leaves one
-// integer per block, and then one conversion, multiplication and fma for all eight. The group's place among
-// the accumulators is its number mod 4, so no float is ever moved. Offsets of unsigned quants and the minima are one
-// 16-bit multiply-add each with the sums that came with the activations.
+// integer per half block, and then one conversion, multiplication and fma for all eight blocks or halves. The group's
+// place among the accumulators is its number mod 4, so no float is ever moved. The starts of integers, which take
+// the offset of unsigned quants off, and the sums for minima come ready with the token.
 #pragma once
 
 #include "core/contract.h"
 #include "cpu/kernels/internal.h"
-#include "cpu/kernels/matmul/unpack_vector.h"
+#include "cpu/kernels/matmul/token_rows.h"
 #include "cpu/kernels/matmul/unpack_vector_grids.h"
 
 namespace sharpi::cpu::SHARPI_ISA {
@@ -33,72 +33,60 @@ template <class Block> SHARPI_INLINE __m256i dotFours(__m256i quant, __m256i act
 #endif
 }
 
-// Sums of neighbouring lanes, a's and b's in turn within each 128-bit half. If every lane is at most `largest`, and
-// that fits 16 bits, packing and one multiply-add take a third of the shuffles of a horizontal add.
-template <int largest> SHARPI_INLINE __m256i addPairs(__m256i a, __m256i b) {
-    if constexpr (largest <= 32767) return _mm256_madd_epi16(_mm256_packs_epi32(a, b), _mm256_set1_epi16(1));
-    else return _mm256_hadd_epi32(a, b);
+// Sums of neighbouring lanes of 16 bits, added to acc.
+SHARPI_INLINE __m256i addPairs(__m256i acc, __m256i v) {
+#if defined(__AVX512VNNI__)
+    return _mm256_dpwssd_epi32(acc, v, _mm256_set1_epi16(1));
+#else
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(v, _mm256_set1_epi16(1)));
+#endif
 }
 
-// 16 x int16 as int32: those at even places, and those at odd places.
-SHARPI_INLINE __m256i evenOf(__m256i v) { return _mm256_srai_epi32(_mm256_slli_epi32(v, 16), 16); }
-SHARPI_INLINE __m256i oddOf(__m256i v) { return _mm256_srai_epi32(v, 16); }
-
-// Sums of quant * q over the halves of eight blocks. The offset of unsigned quants is still in them.
-struct HalfDots {
-    __m256i first, second;
-};
-template <class Block> SHARPI_INLINE HalfDots dotHalves(const Unpacked& u, const int8_t* q) {
-    using F = Format<Block>;
-    __m256i fours[8];
-    for (int b = 0; b < 8; ++b) fours[b] = dotFours<Block>(u.quant[b], loadBytes(q + 32 * b));
-    // In each pair, lane 0 is the first half block's and lane 1 the second's.
-    constexpr int four = 4 * F::kLargest * 127, eight = 2 * four;
-    const __m256i low = addPairs<eight>(addPairs<four>(fours[0], fours[1]), addPairs<four>(fours[2], fours[3]));
-    const __m256i high = addPairs<eight>(addPairs<four>(fours[4], fours[5]), addPairs<four>(fours[6], fours[7]));
-    return {_mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31)};
-}
-
-// The block integers J of eight blocks.
-template <class Block> SHARPI_INLINE __m256i dotBlocks(const Unpacked& u, const int8_t* q, __m256i sums) {
-    using F = Format<Block>;
-    const HalfDots halves = dotHalves<Block>(u, q);
-    __m256i dot;
-    if constexpr (F::kScales == Sub::PerHalf) {
-        dot = _mm256_add_epi32(_mm256_mullo_epi32(halves.first, evenOf(u.scale)),
-                               _mm256_mullo_epi32(halves.second, oddOf(u.scale)));
-    } else {
-        dot = _mm256_add_epi32(halves.first, halves.second);
-        if constexpr (F::kScales == Sub::PerBlock) dot = _mm256_mullo_epi32(dot, oddOf(u.scale));
+// Sums of quant * q over the halves of blocks b .. b + 3, added to `start`: four first halves, then four second ones.
+// The sums of fours are packed to 16 bits if they fit, since that takes fewer shuffles than horizontal adds.
+template <class Block> SHARPI_INLINE __m256i dotHalves(const Unpacked& u, const int8_t* q, int b, __m256i start) {
+    __m256i fours[4];
+    for (int i = 0; i < 4; ++i) fours[i] = dotFours<Block>(u.quant[b + i], loadBytes(q + 32 * (b + i)));
+    if constexpr (4 * Format<Block>::kLargest * 127 <= 32767) {
+        const __m256 first = _mm256_castsi256_ps(_mm256_packs_epi32(fours[0], fours[1]));
+        const __m256 second = _mm256_castsi256_ps(_mm256_packs_epi32(fours[2], fours[3]));
+        const __m256i even = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0x88));
+        const __m256i odd = _mm256_castps_si256(_mm256_shuffle_ps(first, second, 0xdd));
+        return addPairs(addPairs(start, even), odd);
     }
-    constexpr int offset = registerOffset<Block>();
-    if constexpr (offset != 0) {
-        __m256i weight = _mm256_set1_epi16(offset);
-        if constexpr (F::kScales != Sub::None) weight = _mm256_mullo_epi16(u.scale, weight);
-        dot = _mm256_sub_epi32(dot, _mm256_madd_epi16(sums, weight));
-    }
-    return dot;
+    return _mm256_add_epi32(
+        start, _mm256_hadd_epi32(_mm256_hadd_epi32(fours[0], fours[1]), _mm256_hadd_epi32(fours[2], fours[3])));
 }
 
-// One group of eight blocks for one token.
+// Eight integers times the blocks' scales times `factor`, added to the accumulators.
+SHARPI_INLINE __m256 addProducts(__m256 factor, __m256 scales, __m256i integers, __m256 acc) {
+    return _mm256_fmadd_ps(factor, times(scales, integers), acc);
+}
+
+// Group g of eight blocks for one token.
 template <class Block>
-SHARPI_INLINE __m256 addGroup(const Unpacked& u, const int8_t* q, const float* scale, const int16_t* sums, __m256 acc) {
-    const __m256i s = loadBytes(sums);
-    const __m256 scales = _mm256_loadu_ps(scale);
-    if constexpr (Format<Block>::kTwoFloats) {
-        const HalfDots halves = dotHalves<Block>(u, q);
-        const __m256i offset = _mm256_set1_epi32(registerOffset<Block>());
-        const __m256i first = _mm256_sub_epi32(halves.first, _mm256_mullo_epi32(evenOf(s), offset));
-        const __m256i second = _mm256_sub_epi32(halves.second, _mm256_mullo_epi32(oddOf(s), offset));
-        acc = _mm256_fmadd_ps(_mm256_mul_ps(u.d, scales), _mm256_cvtepi32_ps(first), acc);
-        return _mm256_fmadd_ps(_mm256_mul_ps(u.m, scales), _mm256_cvtepi32_ps(second), acc);
+SHARPI_INLINE __m256 addGroup(const Unpacked& u, const Factors& factors, const TokenRow& x, int64_t g, __m256 acc) {
+    using F = Format<Block>;
+    const TokenSums& sums = x.sums[g];
+    const int8_t* q = x.q + g * 256;
+    const __m256 scales = _mm256_loadu_ps(x.scale + g * 8);
+    const auto start = [&](int at) {
+        return registerOffset<Block>() == 0 ? _mm256_setzero_si256()
+                                            : _mm256_load_si256(reinterpret_cast<const __m256i*>(sums.start + at));
+    };
+    const __m256i low = dotHalves<Block>(u, q, 0, F::kHalves ? start(0) : _mm256_setzero_si256());
+    const __m256i high = dotHalves<Block>(u, q, 4, F::kHalves ? start(8) : _mm256_setzero_si256());
+    const __m256i first = _mm256_permute2x128_si256(low, high, 0x20);
+    const __m256i second = _mm256_permute2x128_si256(low, high, 0x31);
+    if constexpr (F::kHalves) {
+        acc = addProducts(factors.scale[0], scales, first, acc);
+        acc = addProducts(factors.scale[1], scales, second, acc);
+    } else {
+        const __m256i all = _mm256_add_epi32(_mm256_add_epi32(first, second), start(0));
+        acc = addProducts(factors.scale[0], scales, all, acc);
     }
-    const __m256i dot = dotBlocks<Block>(u, q, s);
-    acc = _mm256_fmadd_ps(_mm256_mul_ps(u.d, scales), _mm256_cvtepi32_ps(dot), acc);
-    if constexpr (Format<Block>::kHasMin) {
-        const __m256i min = Format<Block>::kMins == Sub::None ? _mm256_set1_epi16(1) : u.min;
-        acc = _mm256_fmadd_ps(_mm256_mul_ps(u.m, scales), _mm256_cvtepi32_ps(_mm256_madd_epi16(s, min)), acc);
-    }
+    if constexpr (F::kHasMin) acc = _mm256_fmadd_ps(factors.min[0], _mm256_load_ps(sums.sum), acc);
+    if constexpr (F::kMins == Sub::PerHalf) acc = _mm256_fmadd_ps(factors.min[1], _mm256_load_ps(sums.sum + 8), acc);
     return acc;
 }
 
@@ -109,18 +97,6 @@ SHARPI_INLINE float sumTree(const float* acc) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
-}
-
-struct TokenRow {
-    const int8_t* q;
-    const float* scale;
-    const int16_t* sums;
-};
-
-SHARPI_INLINE TokenRow tokenRow(const MatmulArgs& args, int64_t token) {
-    const QuantizedRows& x = *args.xQuant;
-    const int64_t row = args.rowIndex ? args.rowIndex[token] : token;
-    return {x.q + row * x.qStride, x.scale + row * x.scaleStride, x.sums + row * x.sumStride};
 }
 
 // The last, incomplete group of a row whose format has blocks of less than 256 elements. Reading a whole group could
@@ -134,12 +110,11 @@ static void addLastGroup(const Block* block, int blocks, int64_t group, const To
     std::memcpy(static_cast<void*>(copy), block, held * sizeof(Block));
     Unpacked u;
     unpackVector(copy, u);
+    const Factors factors = factorsOf<Block>(u);
     for (int t = 0; t < count; ++t) {
         float* target = acc[t] + group % 4 * 8;
-        const TokenRow& x = tokens[t];
         alignas(32) float sum[8];
-        _mm256_store_ps(sum, addGroup<Block>(u, x.q + group * 256, x.scale + group * 8, x.sums + group * 16,
-                                             _mm256_load_ps(target)));
+        _mm256_store_ps(sum, addGroup<Block>(u, factors, tokens[t], group, _mm256_load_ps(target)));
         for (int b = 0; b < blocks; ++b) target[b] = sum[b];
     }
 }
@@ -156,11 +131,10 @@ static void rowDots(const uint8_t* row, int64_t cols, const TokenRow* tokens, in
             _mm_prefetch(reinterpret_cast<const char*>(block) + 4096 + line, _MM_HINT_T0);
         Unpacked u;
         unpackVector(block, u);
+        const Factors factors = factorsOf<Block>(u);
         for (int t = 0; t < count; ++t) {
             float* target = acc[t] + g % 4 * 8;
-            const TokenRow& x = tokens[t];
-            _mm256_store_ps(
-                target, addGroup<Block>(u, x.q + g * 256, x.scale + g * 8, x.sums + g * 16, _mm256_load_ps(target)));
+            _mm256_store_ps(target, addGroup<Block>(u, factors, tokens[t], g, _mm256_load_ps(target)));
         }
     }
     if constexpr (kPerGroup > 1)
@@ -168,12 +142,14 @@ static void rowDots(const uint8_t* row, int64_t cols, const TokenRow* tokens, in
     for (int t = 0; t < count; ++t) result[t] = sumTree(acc[t]);
 }
 
-template <class Block> static void matmulVector(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd) {
+template <class Block>
+static void matmulVector(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, void* scratch) {
     const int64_t cols = args.w.cols;
     const size_t rowSize = static_cast<size_t>(cols / Format<Block>::kElements) * sizeof(Block);
     const int count = static_cast<int>(args.count);
+    TokenSums* sums = static_cast<TokenSums*>(scratch);
     TokenRow tokens[kVectorTokens];
-    for (int t = 0; t < count; ++t) tokens[t] = tokenRow(args, t);
+    for (int t = 0; t < count; ++t) tokens[t] = tokenRow<Block>(args, t, sums + t * ((cols + 255) / 256));
     for (int64_t r = rowBegin; r < rowEnd; ++r) {
         const uint8_t* row = args.w.data + static_cast<size_t>(r) * rowSize;
         float result[kVectorTokens];

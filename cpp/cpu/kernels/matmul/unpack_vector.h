@@ -40,9 +40,38 @@ template <class Block> constexpr int registerOffset() {
 
 struct Unpacked {
     __m256i quant[8];
-    __m256i scale, min;  // 16 x int16, one for each half block; unset if the type has none
+    __m256i scale, min;  // 16 x int16, one for each half block, or 8 x int32; unset if the type has none
     __m256 d, m;         // 8 floats, one for each block; m unset if the type has none
 };
+
+// d * sub and m * min of eight blocks, the first halves' and the second halves'. [1] is unset if the halves are alike.
+struct Factors {
+    __m256 scale[2], min[2];
+};
+
+// 16 x int16 as int32: those at even places, and those at odd places.
+SHARPI_INLINE __m256i evenOf(__m256i v) { return _mm256_srai_epi32(_mm256_slli_epi32(v, 16), 16); }
+SHARPI_INLINE __m256i oddOf(__m256i v) { return _mm256_srai_epi32(v, 16); }
+
+SHARPI_INLINE __m256 times(__m256 d, __m256i integers) { return _mm256_mul_ps(d, _mm256_cvtepi32_ps(integers)); }
+
+template <Sub sub> SHARPI_INLINE void setFactors(__m256 d, __m256i integers, __m256* factors) {
+    if constexpr (sub == Sub::PerHalf) {
+        factors[0] = times(d, evenOf(integers));
+        factors[1] = times(d, oddOf(integers));
+    } else {
+        factors[0] = sub == Sub::PerBlock ? times(d, integers) : d;
+    }
+}
+
+template <class Block> SHARPI_INLINE Factors factorsOf(const Unpacked& u) {
+    using F = Format<Block>;
+    Factors factors;
+    setFactors<F::kScales>(u.d, u.scale, factors.scale);
+    if constexpr (F::kTwoFloats) factors.scale[1] = u.m;
+    if constexpr (F::kHasMin) setFactors<F::kMins>(u.m, u.min, factors.min);
+    return factors;
+}
 
 SHARPI_INLINE __m256i loadBytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 SHARPI_INLINE __m256i bytes(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
@@ -96,11 +125,9 @@ SHARPI_INLINE __m256 broadcastF16(uint16_t half) { return _mm256_cvtph_ps(_mm_se
 
 SHARPI_INLINE __m256 negative(__m256 v) { return _mm256_xor_ps(v, _mm256_set1_ps(-0.0f)); }
 
-// Eight bytes to 16 x int16, each twice.
-SHARPI_INLINE __m256i pairsOfBytes(uint64_t eight) {
-    return _mm256_shuffle_epi8(_mm256_set1_epi64x(static_cast<int64_t>(eight)),
-                               _mm256_setr_epi8(0, -1, 0, -1, 1, -1, 1, -1, 2, -1, 2, -1, 3, -1, 3, -1, 4, -1, 4, -1, 5,
-                                                -1, 5, -1, 6, -1, 6, -1, 7, -1, 7, -1));
+// Eight bytes to 8 x int32.
+SHARPI_INLINE __m256i wordsOfBytes(uint64_t eight) {
+    return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(eight)));
 }
 
 // Eight blocks of 32.
@@ -208,8 +235,8 @@ SHARPI_INLINE void scales6(const uint8_t* scales, Unpacked& u) {
     std::memcpy(&c, scales + 8, sizeof c);
     const uint32_t scaleTop = (c & 0x0f0f0f0fu) | (a >> 2 & 0x30303030u);
     const uint32_t minTop = (c >> 4 & 0x0f0f0f0fu) | (b >> 2 & 0x30303030u);
-    u.scale = pairsOfBytes((a & 0x3f3f3f3fu) | static_cast<uint64_t>(scaleTop) << 32);
-    u.min = pairsOfBytes((b & 0x3f3f3f3fu) | static_cast<uint64_t>(minTop) << 32);
+    u.scale = wordsOfBytes((a & 0x3f3f3f3fu) | static_cast<uint64_t>(scaleTop) << 32);
+    u.min = wordsOfBytes((b & 0x3f3f3f3fu) | static_cast<uint64_t>(minTop) << 32);
 }
 
 SHARPI_INLINE void unpackVector(const BlockQ4_K* block, Unpacked& u) {
@@ -267,8 +294,7 @@ SHARPI_INLINE void unpackVector(const BlockIQ4_XS* block, Unpacked& u) {
     const __m256i highs = _mm256_and_si256(
         _mm256_srlv_epi32(_mm256_set1_epi32(block->scalesHigh << 4), _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14)),
         _mm256_set1_epi32(0x30));
-    const __m256i scale = _mm256_or_si256(lows, highs);
-    u.scale = _mm256_sub_epi16(_mm256_or_si256(scale, _mm256_slli_epi32(scale, 16)), _mm256_set1_epi16(32));
+    u.scale = _mm256_sub_epi32(_mm256_or_si256(lows, highs), _mm256_set1_epi32(32));
     u.d = broadcastF16(block->d);
 }
 

@@ -84,8 +84,9 @@ SHARPI_INLINE Signs packedSigns(__m256i words) {
                                      _mm256_or_si256(part(2, 0x7f0000), part(3, 0x7f000000))));
 }
 
-// 2 n + 1 of 16 x int16.
+// 2 n + 1 of 16 x int16, and of 8 x int32.
 SHARPI_INLINE __m256i oddScales(__m256i n) { return _mm256_add_epi16(_mm256_add_epi16(n, n), _mm256_set1_epi16(1)); }
+SHARPI_INLINE __m256i oddWords(__m256i n) { return _mm256_add_epi32(_mm256_add_epi32(n, n), _mm256_set1_epi32(1)); }
 
 // The nibbles of eight bytes, the low one of each first, as 16 x int16.
 SHARPI_INLINE __m256i nibblesOfEight(const uint8_t* p) {
@@ -99,9 +100,6 @@ SHARPI_INLINE __m256 scaledF16(uint16_t half, float factor) {
     return _mm256_mul_ps(broadcastF16(half), _mm256_set1_ps(factor));
 }
 
-// 8 x int32, for both halves of eight blocks.
-SHARPI_INLINE __m256i forBothHalves(__m256i n) { return _mm256_or_si256(n, _mm256_slli_epi32(n, 16)); }
-
 SHARPI_INLINE void unpackVector(const BlockIQ2_XXS* block, Unpacked& u) {
     // The second words of eight pairs.
     const __m256 low = _mm256_castsi256_ps(loadBytes(block->quants)),
@@ -112,7 +110,7 @@ SHARPI_INLINE void unpackVector(const BlockIQ2_XXS* block, Unpacked& u) {
         const uint8_t* entry = block->quants + 8 * b;
         u.quant[b] = withSigns(eights(kBytesIQ2XXS, entry[0], entry[1], entry[2], entry[3]), signs.word[b]);
     }
-    u.scale = oddScales(forBothHalves(_mm256_srli_epi32(words, 28)));
+    u.scale = oddWords(_mm256_srli_epi32(words, 28));
     u.d = scaledF16(block->d, 0.125f);
 }
 
@@ -150,7 +148,7 @@ SHARPI_INLINE void unpackVector(const BlockIQ3_XXS* block, Unpacked& u) {
     const Signs signs = packedSigns(words);
     for (int b = 0; b < 8; ++b)
         u.quant[b] = withSigns(fours(kBytesIQ3XXS, entryNumbers(block->quants + 8 * b)), signs.word[b]);
-    u.scale = oddScales(forBothHalves(_mm256_srli_epi32(words, 28)));
+    u.scale = oddWords(_mm256_srli_epi32(words, 28));
     u.d = scaledF16(block->d, 0.25f);
 }
 
@@ -166,7 +164,7 @@ SHARPI_INLINE void unpackVector(const BlockIQ3_S* block, Unpacked& u) {
     const __m256i nibble = _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(static_cast<int32_t>(stored)),
                                                               _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28)),
                                             _mm256_set1_epi32(15));
-    u.scale = oddScales(forBothHalves(nibble));
+    u.scale = oddWords(nibble);
     u.d = broadcastF16(block->d);
 }
 
@@ -185,7 +183,7 @@ SHARPI_INLINE void unpackVector(const BlockIQ1_S* block, Unpacked& u) {
     }
     const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block->high));
     const __m256i scale = _mm256_cvtepu16_epi32(_mm_and_si128(_mm_srli_epi16(high, 12), _mm_set1_epi16(7)));
-    u.scale = oddScales(forBothHalves(scale));
+    u.scale = oddWords(scale);
     u.d = scaledF16(block->d, 0.125f);
 }
 
