@@ -9,7 +9,6 @@ namespace {
 
 constexpr size_t kAlign = 64;
 constexpr int64_t kHeadRows = 64;
-constexpr int64_t kRowTile = 16;  // the blocked matmul works on tiles of 16 rows
 
 size_t threadScratchBytes(const StepLimits& l) {
     const size_t bytes = std::max({cpu::matmulScratchBytes(l.maxCols), cpu::deltaScratchBytes(l.deltaDim),
@@ -117,8 +116,8 @@ void CpuWork::multiply(const std::vector<cpu::MatmulArgs>& jobs) {
     for (const cpu::MatmulArgs& job : jobs) all += job.w.rows;
     // A few pieces for each thread, so that a thread that was held up does not hold up all; whole tiles, so that none
     // is split.
-    const int64_t wanted = std::max<int64_t>(kRowTile, all / (int64_t{8} * pool.threads()));
-    const int64_t piece = (wanted + kRowTile - 1) / kRowTile * kRowTile;
+    const int64_t wanted = std::max<int64_t>(cpu::kMatmulTileRows, all / (int64_t{8} * pool.threads()));
+    const int64_t piece = (wanted + cpu::kMatmulTileRows - 1) / cpu::kMatmulTileRows * cpu::kMatmulTileRows;
     struct Piece {
         const cpu::MatmulArgs* job;
         int64_t begin, end;

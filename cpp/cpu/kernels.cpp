@@ -88,11 +88,10 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
 }
 
 size_t matmulScratchBytes(int64_t cols) {
-    // The repacked tile (struct TileGroup in matmul_tile.h): for each group of 256 elements, 16 rows of one byte an
-    // element and at most 34 rows of 16 floats of scales. Then accumulators and sums of a few tokens, and room for the
-    // float kernels.
-    const int64_t groups = roundUp(cols, 256) / 256;
-    return static_cast<size_t>(groups * (256 * 16 + 34 * 64) + groups * 8 * 32 * 8 + 65536);
+    // The repacked tile (struct TileBlock in tile_pack.h): for each block of 32 elements, 32 rows of one byte an
+    // element and at most four factors. Then up to six tokens (struct TokenGroup), and room for the float kernels.
+    const int64_t groups = roundUp(cols, 256) / 256, blocks = roundUp(cols, 1024) / 32;
+    return static_cast<size_t>(blocks * kMatmulTileRows * (32 + 4 * 4) + 6 * groups * 448 + 65536);
 }
 
 size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens) {

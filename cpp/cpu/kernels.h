@@ -134,6 +134,9 @@ struct Kernels {
 };
 
 size_t matmulScratchBytes(int64_t cols);
+// Products of several tokens compute tiles of this many rows, or of fewer that divide it. So ranges of rows that
+// threads get are best whole numbers of it.
+constexpr int64_t kMatmulTileRows = 32;
 // Enough for any range of rows.
 size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens);
 

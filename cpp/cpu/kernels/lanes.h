@@ -11,7 +11,7 @@ namespace sharpi::cpu::SHARPI_ISA {
 
 #if defined(__AVX512VNNI__)
 
-constexpr int kTileRows = 16;
+constexpr int kLaneRows = 16;
 using VecF = __m512;
 using VecI = __m512i;
 SHARPI_INLINE VecF loadF(const float* p) { return _mm512_load_ps(p); }
@@ -30,8 +30,8 @@ SHARPI_INLINE VecI broadcastWord(const int8_t* p) {
     return _mm512_set1_epi32(word);
 }
 
-// 16 words of each of 16 rows, `stride` bytes apart: word k of row r goes to to[k][r].
-static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t (*to)[kTileRows][4]) {
+// 16 words of each of 16 rows, `stride` bytes apart: word k of row r goes to to[k] + 4 * r.
+static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t* const* to) {
     __m512i a[16], b[16];
     for (int r = 0; r < 16; ++r) a[r] = _mm512_load_si512(from + static_cast<size_t>(r) * stride);
     for (int r = 0; r < 16; r += 2) {
@@ -58,7 +58,7 @@ static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t (*
 
 #else
 
-constexpr int kTileRows = 8;
+constexpr int kLaneRows = 8;
 using VecF = __m256;
 using VecI = __m256i;
 SHARPI_INLINE VecF loadF(const float* p) { return _mm256_load_ps(p); }
@@ -70,6 +70,7 @@ SHARPI_INLINE VecF fma(VecF a, VecF b, VecF c) { return _mm256_fmadd_ps(a, b, c)
 SHARPI_INLINE VecF toFloat(VecI v) { return _mm256_cvtepi32_ps(v); }
 SHARPI_INLINE VecI loadI(const void* p) { return _mm256_load_si256(static_cast<const __m256i*>(p)); }
 SHARPI_INLINE VecI set1I(int32_t v) { return _mm256_set1_epi32(v); }
+SHARPI_INLINE void storeI(void* p, VecI v) { _mm256_store_si256(static_cast<__m256i*>(p), v); }
 SHARPI_INLINE VecI addI(VecI a, VecI b) { return _mm256_add_epi32(a, b); }
 
 SHARPI_INLINE VecI broadcastWord(const int8_t* p) {
@@ -78,8 +79,8 @@ SHARPI_INLINE VecI broadcastWord(const int8_t* p) {
     return _mm256_set1_epi32(word);
 }
 
-// 8 words of each of 8 rows, `stride` bytes apart: word k of row r goes to to[k][r].
-static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t (*to)[kTileRows][4]) {
+// 8 words of each of 8 rows, `stride` bytes apart: word k of row r goes to to[k] + 4 * r.
+static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t* const* to) {
     __m256i a[8], b[8];
     for (int r = 0; r < 8; ++r) a[r] = loadBytes(from + static_cast<size_t>(r) * stride);
     for (int r = 0; r < 8; r += 2) {
@@ -93,8 +94,8 @@ static inline void transposeWords(const uint8_t* from, size_t stride, uint8_t (*
         a[r + 3] = _mm256_unpackhi_epi64(b[r + 1], b[r + 3]);
     }
     for (int i = 0; i < 4; ++i) {
-        _mm256_store_si256(reinterpret_cast<__m256i*>(to[i]), _mm256_permute2x128_si256(a[i], a[4 + i], 0x20));
-        _mm256_store_si256(reinterpret_cast<__m256i*>(to[4 + i]), _mm256_permute2x128_si256(a[i], a[4 + i], 0x31));
+        storeI(to[i], _mm256_permute2x128_si256(a[i], a[4 + i], 0x20));
+        storeI(to[4 + i], _mm256_permute2x128_si256(a[i], a[4 + i], 0x31));
     }
 }
 

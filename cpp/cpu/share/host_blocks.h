@@ -23,8 +23,9 @@
 
 namespace sharpi::host {
 
-constexpr int64_t kTile = 16;    // rows that the CPU's blocked products compute at once
-constexpr int64_t kFewRows = 3;  // up to this many rows of activations, products are not blocked
+constexpr int64_t kTile = cpu::kMatmulTileRows;
+constexpr int64_t kFewRows = 2;      // up to this many rows of activations, products need no tiles
+constexpr int64_t kFewRowsUnit = 4;  // then pieces are whole numbers of this many rows, or of twice as many
 
 inline void require(bool holds, const char* what) {
     if (!holds) throw Error(ErrorKind::Internal, std::string("the CPU's share of a step: ") + what);

@@ -85,8 +85,8 @@ size_t HostExperts::compute(const HostExpertLayer& layer, const HostRows& x, int
     const int64_t hidden = file.gate.first.rows, width = file.down.first.rows,
                   experts = static_cast<int64_t>(_chosen.size());
     const bool few = fewPlaces();
-    const Pieces first(hidden * experts, _pool.threads(), few ? kTile / 2 : kTile),
-        second(width * experts, _pool.threads(), few ? kTile / 4 : kTile);
+    const Pieces first(hidden * experts, _pool.threads(), few ? 2 * kFewRowsUnit : kTile),
+        second(width * experts, _pool.threads(), few ? kFewRowsUnit : kTile);
     const auto piece = [&](int64_t i, int worker) {
         if (i < first.count()) {
             forPiece(first, i, hidden, [&](size_t which, int64_t from, int64_t to) {

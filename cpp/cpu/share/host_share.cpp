@@ -160,7 +160,7 @@ void HostShare::gated(const HostGated& layer, const Matrix& reader, int64_t rows
     }
     _instructedAt.reset();
     awaitSent(after);
-    const Pieces pieces(hidden - begin, _pool.threads(), rows <= kFewRows ? kTile / 2 : kTile);
+    const Pieces pieces(hidden - begin, _pool.threads(), rows <= kFewRows ? 2 * kFewRowsUnit : kTile);
     const auto piece = [&](int64_t i, int worker) {
         const int64_t first = begin + pieces.begin(i), last = begin + pieces.end(i);
         _kernels.matmul(gateProduct, first, last, threadScratch(worker));
@@ -198,7 +198,7 @@ void HostShare::multiply(const Matrix& w, const HostRows& x, int64_t rows, int64
     args.yStride = yStride;
     _instructedAt.reset();
     awaitSent(after);
-    const Pieces pieces(args.w.rows, _pool.threads(), rows <= kFewRows ? kTile / 4 : kTile);
+    const Pieces pieces(args.w.rows, _pool.threads(), rows <= kFewRows ? kFewRowsUnit : kTile);
     const auto piece = [&](int64_t i, int worker) {
         _kernels.matmul(args, pieces.begin(i), pieces.end(i), threadScratch(worker));
     };

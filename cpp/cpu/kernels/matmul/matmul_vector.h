@@ -9,14 +9,14 @@
 
 #include "core/contract.h"
 #include "cpu/kernels/internal.h"
-#include "cpu/kernels/matmul/token_rows.h"
+#include "cpu/kernels/matmul/token_groups.h"
 #include "cpu/kernels/matmul/unpack_vector_grids.h"
 
 namespace sharpi::cpu::SHARPI_ISA {
 
 // The most tokens of one call; for more, tiles are faster.
 #if defined(__AVX512VNNI__)
-constexpr int kVectorTokens = 3;
+constexpr int kVectorTokens = 2;
 #else
 constexpr int kVectorTokens = 4;
 #endif
@@ -65,17 +65,15 @@ SHARPI_INLINE __m256 addProducts(__m256 factor, __m256 scales, __m256i integers,
 
 // Group g of eight blocks for one token.
 template <class Block>
-SHARPI_INLINE __m256 addGroup(const Unpacked& u, const Factors& factors, const TokenRow& x, int64_t g, __m256 acc) {
+SHARPI_INLINE __m256 addGroup(const Unpacked& u, const Factors& factors, const TokenGroup& x, __m256 acc) {
     using F = Format<Block>;
-    const TokenSums& sums = x.sums[g];
-    const int8_t* q = x.q + g * 256;
-    const __m256 scales = _mm256_loadu_ps(x.scale + g * 8);
+    const __m256 scales = _mm256_load_ps(x.scale);
     const auto start = [&](int at) {
         return registerOffset<Block>() == 0 ? _mm256_setzero_si256()
-                                            : _mm256_load_si256(reinterpret_cast<const __m256i*>(sums.start + at));
+                                            : _mm256_load_si256(reinterpret_cast<const __m256i*>(x.start + at));
     };
-    const __m256i low = dotHalves<Block>(u, q, 0, F::kHalves ? start(0) : _mm256_setzero_si256());
-    const __m256i high = dotHalves<Block>(u, q, 4, F::kHalves ? start(8) : _mm256_setzero_si256());
+    const __m256i low = dotHalves<Block>(u, x.q, 0, F::kHalves ? start(0) : _mm256_setzero_si256());
+    const __m256i high = dotHalves<Block>(u, x.q, 4, F::kHalves ? start(8) : _mm256_setzero_si256());
     const __m256i first = _mm256_permute2x128_si256(low, high, 0x20);
     const __m256i second = _mm256_permute2x128_si256(low, high, 0x31);
     if constexpr (F::kHalves) {
@@ -85,8 +83,8 @@ SHARPI_INLINE __m256 addGroup(const Unpacked& u, const Factors& factors, const T
         const __m256i all = _mm256_add_epi32(_mm256_add_epi32(first, second), start(0));
         acc = addProducts(factors.scale[0], scales, all, acc);
     }
-    if constexpr (F::kHasMin) acc = _mm256_fmadd_ps(factors.min[0], _mm256_load_ps(sums.sum), acc);
-    if constexpr (F::kMins == Sub::PerHalf) acc = _mm256_fmadd_ps(factors.min[1], _mm256_load_ps(sums.sum + 8), acc);
+    if constexpr (F::kHasMin) acc = _mm256_fmadd_ps(factors.min[0], _mm256_load_ps(x.sum), acc);
+    if constexpr (F::kMins == Sub::PerHalf) acc = _mm256_fmadd_ps(factors.min[1], _mm256_load_ps(x.sum + 8), acc);
     return acc;
 }
 
@@ -103,7 +101,7 @@ SHARPI_INLINE float sumTree(const float* acc) {
 // run past the matrix, so the format's blocks are copied first. The accumulators of missing blocks of 32 keep their
 // bits.
 template <class Block>
-static void addLastGroup(const Block* block, int blocks, int64_t group, const TokenRow* tokens, int count,
+static void addLastGroup(const Block* block, int blocks, int64_t group, const TokenGroup* const* tokens, int count,
                          float (*acc)[kContractAccumulators]) {
     Block copy[256 / Format<Block>::kElements] = {};
     const size_t held = static_cast<size_t>(blocks) * 32 / Format<Block>::kElements;
@@ -114,13 +112,13 @@ static void addLastGroup(const Block* block, int blocks, int64_t group, const To
     for (int t = 0; t < count; ++t) {
         float* target = acc[t] + group % 4 * 8;
         alignas(32) float sum[8];
-        _mm256_store_ps(sum, addGroup<Block>(u, factors, tokens[t], group, _mm256_load_ps(target)));
+        _mm256_store_ps(sum, addGroup<Block>(u, factors, tokens[t][group], _mm256_load_ps(target)));
         for (int b = 0; b < blocks; ++b) target[b] = sum[b];
     }
 }
 
 template <class Block, int fixedCount>
-static void rowDots(const uint8_t* row, int64_t cols, const TokenRow* tokens, int anyCount, float* result) {
+static void rowDots(const uint8_t* row, int64_t cols, const TokenGroup* const* tokens, int anyCount, float* result) {
     constexpr int kPerGroup = 256 / Format<Block>::kElements;
     const int count = fixedCount ? fixedCount : anyCount;
     alignas(64) float acc[fixedCount ? fixedCount : kVectorTokens][kContractAccumulators] = {};
@@ -134,7 +132,7 @@ static void rowDots(const uint8_t* row, int64_t cols, const TokenRow* tokens, in
         const Factors factors = factorsOf<Block>(u);
         for (int t = 0; t < count; ++t) {
             float* target = acc[t] + g % 4 * 8;
-            _mm256_store_ps(target, addGroup<Block>(u, factors, tokens[t], g, _mm256_load_ps(target)));
+            _mm256_store_ps(target, addGroup<Block>(u, factors, tokens[t][g], _mm256_load_ps(target)));
         }
     }
     if constexpr (kPerGroup > 1)
@@ -147,9 +145,12 @@ static void matmulVector(const MatmulArgs& args, int64_t rowBegin, int64_t rowEn
     const int64_t cols = args.w.cols;
     const size_t rowSize = static_cast<size_t>(cols / Format<Block>::kElements) * sizeof(Block);
     const int count = static_cast<int>(args.count);
-    TokenSums* sums = static_cast<TokenSums*>(scratch);
-    TokenRow tokens[kVectorTokens];
-    for (int t = 0; t < count; ++t) tokens[t] = tokenRow<Block>(args, t, sums + t * ((cols + 255) / 256));
+    const TokenGroup* tokens[kVectorTokens];
+    for (int t = 0; t < count; ++t) {
+        TokenGroup* token = static_cast<TokenGroup*>(scratch) + t * ((cols + 255) / 256);
+        readToken<Block>(args, t, token);
+        tokens[t] = token;
+    }
     for (int64_t r = rowBegin; r < rowEnd; ++r) {
         const uint8_t* row = args.w.data + static_cast<size_t>(r) * rowSize;
         float result[kVectorTokens];
