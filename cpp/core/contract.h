@@ -8,18 +8,18 @@
 // 1. Activations become int8 (weights of quantized types only)
 //
 // A row of x is cut into blocks of 32. For each block, absmax is the largest |x|.
-//   - If any element is infinite or NaN: scale = NaN, all q = 0.
+//   - If any element is NaN or at least 2^100 (kHugeActivation): scale = NaN, all q = 0.
 //   - Otherwise, if absmax < 2^-100 (kTinyActivation): scale = 0, all q = 0.
 //   - Otherwise: scale = absmax / 127, a rounded division, then rounded up to 16 significant bits
 //     (roundedUpScale of core/portable.h); inverse = 1 / scale, a rounded division;
 //     q = rint(x * inverse), ties to even.
 // |q| <= 127 always: scale is at least absmax / 127 less half a unit of its last place, so x * inverse exceeds 127 by a
-// few such units at most. And scale is finite, because absmax / 127 is far below the largest float.
+// few such units at most.
 // S0 and S1 of a block are the integer sums of q over its first and second 16 elements.
 //
 // The 16 bits let a GPU compute the product of a scale s and an integer I, |I| < 2^22, with one fma and no conversion:
 // the bits of an integer sum that starts at 0x4b400000 are those of the float biased = 12582912 + I. s * 12582912 is
-// exact if s < 2^104, so fma(s, biased, -(s * 12582912)) is s * I rounded once.
+// exact and finite, so fma(s, biased, -(s * 12582912)) is s * I rounded once.
 //
 // 2. The sum over a row of quantized weights
 //
@@ -90,5 +90,7 @@ constexpr int kContractBlock = 32;
 constexpr int kContractAccumulators = 32;
 // 2^-100. Below it the block counts as zero, so that no scale is subnormal and no inverse overflows.
 constexpr float kTinyActivation = 7.888609052210118e-31f;
+// 2^100. From it on a block counts as not finite, so that products with a scale cannot overflow.
+constexpr float kHugeActivation = 1.2676506002282294e30f;
 
 }  // namespace sharpi

@@ -24,8 +24,9 @@ static void quantizeBlock(const float* x, int8_t* q, float* scale, int16_t* sums
         largest = magnitude > largest ? magnitude : largest;
     }
     const float absmax = floatFromBits(largest);
-    if (largest >= 0x7f800000u || absmax < kTinyActivation) {
-        *scale = largest >= 0x7f800000u ? floatFromBits(0x7fc00000u) : 0.0f;
+    const bool isHuge = largest >= bitsFromFloat(kHugeActivation);  // or NaN
+    if (isHuge || absmax < kTinyActivation) {
+        *scale = isHuge ? floatFromBits(0x7fc00000u) : 0.0f;
         std::memset(q, 0, 32);
         sums[0] = sums[1] = 0;
         return;

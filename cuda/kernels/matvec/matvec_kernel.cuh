@@ -11,8 +11,8 @@
 //   end; a part of the following weights is prefetched into the L2 cache. Activations are copied to shared memory
 //   afterwards, once for each block: that waits for the L2 cache once instead of in every step.
 // - Integers become floats by an addition: the bits of 1.5 * 2^23 plus n are the float 12582912 + n for |n| < 2^22. So
-//   dp4a sums that start there are converted by one subtraction, exactly. Larger products (a sub-block's scale times
-//   its sum, below 2^24) are multiplied as floats, which is exact too.
+//   dp4a sums that start there are floats already, and one fma takes the constant off and multiplies by the
+//   activations' scale, which has few enough bits for that to round once.
 #pragma once
 
 #include "core/contract.h"
@@ -121,10 +121,30 @@ struct QuantizedBlock {
     int sums;
 };
 
+// The product of a block's scale and an integer, rounded once. biased: the integer as a float, plus kBias / 16 times
+// kIntegerBias.
+template <int kBias = 16> __device__ __forceinline__ float scaled(float scale, float biased) {
+    return fmaf(scale, biased, __fmul_rn(scale, kIntegerBias * -0.0625f * kBias));
+}
+
 // The numbers of Scales, as floats.
 struct FloatScales {
     float d, m, sub0, sub1, min0, min1;
 };
+
+// What a block's sums are multiplied by: those of its quants (or of the halves of them), and those of its activations.
+struct BlockFactors {
+    float dot0, dot1, min0, min1;
+};
+template <DType D> __device__ __forceinline__ BlockFactors blockFactors(const FloatScales& s) {
+    using F = Format<D>;
+    BlockFactors f = {__fmul_rn(s.d, s.sub0), 0.0f, 0.0f, 0.0f};
+    if (F::kTwoScales) f.dot1 = __fmul_rn(s.d, s.sub1);
+    if (F::kTwoFloats) f.dot1 = s.m;
+    if (F::kHasMin) f.min0 = __fmul_rn(s.m, s.min0);
+    if (F::kHasMin && F::kTwoScales) f.min1 = __fmul_rn(s.m, s.min1);
+    return f;
+}
 
 template <DType D> __device__ __forceinline__ FloatScales floatScales(const typename Format<D>::Raw& raw, int j) {
     if constexpr (D == DType::Q4_K || D == DType::Q5_K) {
@@ -238,15 +258,15 @@ template <DType D> struct Steps<D, false> {
     static constexpr bool kPlainNibbles = D == DType::Q4_0 || D == DType::Q4_1 || D == DType::Q4_K;
     static constexpr int kOffset = F::kOffset;
 
-    // The block's sum of code * q, for types with one scale for each block.
+    // s * I of the block, for types with one scale for each block.
     static __device__ __forceinline__ float dot(const uint32_t (&codes)[8], const QuantizedBlock& x) {
         int sum = kOffset ? addPair(x.sums, -kOffset, -kOffset, kIntegerBiasBits) : kIntegerBiasBits;
 #pragma unroll
         for (int k = 0; k < 8; ++k) sum = __dp4a(static_cast<int>(codes[k]), static_cast<int>(x.q[k]), sum);
-        return unbiased(sum);
+        return scaled(x.scale, __int_as_float(sum));
     }
     // The same, with nibbles in place. The high ones count 16 times too much, so their sum is divided by 16 as a float.
-    // Adding both floats is exact, and so is subtracting both biases.
+    // Adding both floats is exact.
     static __device__ __forceinline__ float nibbleDot(const uint4& words, const QuantizedBlock& x) {
         const uint32_t w[4] = {words.x, words.y, words.z, words.w};
         int low = kOffset ? addPair(x.sums, -kOffset, -kOffset, kIntegerBiasBits) : kIntegerBiasBits,
@@ -256,26 +276,22 @@ template <DType D> struct Steps<D, false> {
             low = addUnsigned(w[k] & 0x0f0f0f0fu, x.q[k], low);
             high = addUnsigned(w[k] & 0xf0f0f0f0u, x.q[4 + k], high);
         }
-        return __fsub_rn(fmaf(__int_as_float(high), 0.0625f, __int_as_float(low)), kIntegerBias * 1.0625f);
+        return scaled<17>(x.scale, fmaf(__int_as_float(high), 0.0625f, __int_as_float(low)));
     }
 
-    // The accumulator after a block, from J and M of the contract.
-    static __device__ __forceinline__ float addScaled(float j, const FloatScales& w, const QuantizedBlock& x,
-                                                      float acc) {
-        acc = fmaf(__fmul_rn(w.d, x.scale), j, acc);
+    // The accumulator after the minima of a block.
+    static __device__ __forceinline__ float addMinima(const BlockFactors& w, const QuantizedBlock& x, float acc) {
         if (!F::kHasMin) return acc;
-        float m;
-        if (F::kTwoScales) {
-            const float second = __fmul_rn(w.min1, unbiased(addPair(x.sums, 0, 1, kIntegerBiasBits)));
-            m = fmaf(w.min0, unbiased(addPair(x.sums, 1, 0, kIntegerBiasBits)), second);
-        } else {
-            m = __fmul_rn(w.min0, unbiased(addPair(x.sums, 1, 1, kIntegerBiasBits)));
-        }
-        return fmaf(__fmul_rn(w.m, x.scale), m, acc);
+        const auto sum = [&](int first, int second) {
+            return scaled(x.scale, __int_as_float(addPair(x.sums, first, second, kIntegerBiasBits)));
+        };
+        if (!F::kTwoScales) return fmaf(w.min0, sum(1, 1), acc);
+        return fmaf(w.min1, sum(0, 1), fmaf(w.min0, sum(1, 0), acc));
     }
-    static __device__ __forceinline__ float addBlock(const uint32_t (&codes)[8], const FloatScales& w,
+    // The accumulator after a block.
+    static __device__ __forceinline__ float addBlock(const uint32_t (&codes)[8], const BlockFactors& w,
                                                      const QuantizedBlock& x, float acc) {
-        if (!F::kTwoScales && !F::kTwoFloats) return addScaled(__fmul_rn(w.sub0, dot(codes, x)), w, x, acc);
+        if (!F::kTwoScales && !F::kTwoFloats) return addMinima(w, x, fmaf(w.dot0, dot(codes, x), acc));
         int dot0 = kOffset ? addPair(x.sums, -kOffset, 0, kIntegerBiasBits) : kIntegerBiasBits;
         int dot1 = kOffset ? addPair(x.sums, 0, -kOffset, kIntegerBiasBits) : kIntegerBiasBits;
 #pragma unroll
@@ -283,9 +299,9 @@ template <DType D> struct Steps<D, false> {
             dot0 = __dp4a(static_cast<int>(codes[k]), static_cast<int>(x.q[k]), dot0);
             dot1 = __dp4a(static_cast<int>(codes[4 + k]), static_cast<int>(x.q[4 + k]), dot1);
         }
-        if (F::kTwoFloats)
-            return fmaf(__fmul_rn(w.m, x.scale), unbiased(dot1), fmaf(__fmul_rn(w.d, x.scale), unbiased(dot0), acc));
-        return addScaled(fmaf(w.sub1, unbiased(dot1), __fmul_rn(w.sub0, unbiased(dot0))), w, x, acc);
+        acc = fmaf(w.dot0, scaled(x.scale, __int_as_float(dot0)), acc);
+        acc = fmaf(w.dot1, scaled(x.scale, __int_as_float(dot1)), acc);
+        return addMinima(w, x, acc);
     }
 
     // rowOf(t): the number of the row of x. acc[t][r] belongs to weight row r.
@@ -293,15 +309,16 @@ template <DType D> struct Steps<D, false> {
     static __device__ __forceinline__ void add(const Raw (&raw)[2], const Input& x, const RowOf& rowOf, int units,
                                                int step, int lane, float (&acc)[T][2]) {
         const bool inside = step < (units - lane + 31) / 32;
-        FloatScales scales[2] = {floatScales<D>(raw[0], lane % 8), floatScales<D>(raw[1], lane % 8)};
+        const BlockFactors factors[2] = {blockFactors<D>(floatScales<D>(raw[0], lane % 8)),
+                                         blockFactors<D>(floatScales<D>(raw[1], lane % 8))};
         if constexpr (kPlainNibbles && T <= 2) {
 #pragma unroll
             for (int t = 0; t < T; ++t) {
                 const QuantizedBlock block = x.read(rowOf(t), step, lane, units);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const float sum = addScaled(__fmul_rn(scales[r].sub0, nibbleDot(raw[r].codes, block)), scales[r],
-                                                block, acc[t][r]);
+                    const float sum =
+                        addMinima(factors[r], block, fmaf(factors[r].dot0, nibbleDot(raw[r].codes, block), acc[t][r]));
                     acc[t][r] = inside ? sum : acc[t][r];
                 }
             }
@@ -314,7 +331,7 @@ template <DType D> struct Steps<D, false> {
                 const QuantizedBlock block = x.read(rowOf(t), step, lane, units);
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const float sum = addBlock(codes[r], scales[r], block, acc[t][r]);
+                    const float sum = addBlock(codes[r], factors[r], block, acc[t][r]);
                     acc[t][r] = inside ? sum : acc[t][r];
                 }
             }

@@ -39,17 +39,30 @@ __global__ void quantizedKernel(const uint8_t* w, int64_t rows, int64_t cols, Qu
         int dots[2] = {};
         for (int i = 0; i < kContractBlock; ++i) {
             const int8_t q = x.q[((t * 2 + i / 16) * blocks + b) * 16 + i % 16];
-            dots[i / 16] += (i < 16 ? s.sub0 : s.sub1) * quantOf<T>(File::code(block, j, i)) * q;
+            dots[i / 16] += quantOf<T>(File::code(block, j, i)) * q;
         }
         const float scale = x.scale[t * blocks + b];
-        const int dot = Format<T>::kTwoFloats ? dots[0] : dots[0] + dots[1];
-        acc = fmaf(__fmul_rn(s.d, scale), static_cast<float>(dot), acc);
-        if constexpr (Format<T>::kTwoFloats) acc = fmaf(__fmul_rn(s.m, scale), static_cast<float>(dots[1]), acc);
+        const auto add = [&](float weight, int sub, int sum) {
+            acc = fmaf(__fmul_rn(weight, static_cast<float>(sub)), __fmul_rn(scale, static_cast<float>(sum)), acc);
+        };
+        if constexpr (Format<T>::kTwoFloats) {
+            add(s.d, 1, dots[0]);
+            add(s.m, 1, dots[1]);
+        } else if constexpr (Format<T>::kTwoScales) {
+            add(s.d, s.sub0, dots[0]);
+            add(s.d, s.sub1, dots[1]);
+        } else {
+            add(s.d, s.sub0, dots[0] + dots[1]);
+        }
         if constexpr (Format<T>::kHasMin) {
-            const int32_t sums = x.sums[t * blocks + b];
-            const int minimum =
-                s.min0 * static_cast<int16_t>(sums & 0xffff) + s.min1 * static_cast<int16_t>(sums >> 16);
-            acc = fmaf(__fmul_rn(s.m, scale), static_cast<float>(minimum), acc);
+            const int32_t sums = x.sums[t * blocks + b], first = static_cast<int16_t>(sums & 0xffff),
+                          second = static_cast<int16_t>(sums >> 16);
+            if constexpr (Format<T>::kTwoScales) {
+                add(s.m, s.min0, first);
+                add(s.m, s.min1, second);
+            } else {
+                add(s.m, s.min0, first + second);
+            }
         }
     }
     finish(acc, bias, row, y + t * rows + row);

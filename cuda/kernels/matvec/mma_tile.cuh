@@ -117,52 +117,39 @@ template <int kThreads> __device__ __forceinline__ void meet(int barrier) {
 
 // --- a type's numbers -----------------------------------------------------------------------------------------------
 
-// Which of a block's numbers a type has. They lie in shared memory in the order d, m, sub0, sub1, min0, min1, without
-// those that it lacks.
+// Which of a block's factors a type has. They lie in shared memory in the order dot0, dot1, min0, min1, without those
+// that it lacks.
 template <DType D> struct MmaNumbers {
     using F = Format<D>;
-    static constexpr bool kSub = F::kTwoScales || D == DType::Q4_K || D == DType::Q5_K || D == DType::IQ4_XS ||
-                                 D == DType::IQ2_XXS || D == DType::IQ3_XXS || D == DType::IQ3_S || D == DType::IQ1_S;
-    static constexpr bool kMin = F::kHasMin && kSub;  // else min is 1
-    static constexpr bool kM = F::kHasMin || F::kTwoFloats;
     static constexpr bool kHalves = F::kTwoScales || F::kTwoFloats;
-    static constexpr int kCount = 1 + kM + kSub + F::kTwoScales + kMin * (1 + F::kTwoScales);
-    static constexpr int kFields = kCount <= 2 ? kCount : kCount <= 4 ? 4 : 8;  // floats for each block
-    // Of each column's block: its scale, then its sum, or its two halves' sums and a gap.
+    static constexpr int kCount = 1 + kHalves + F::kHasMin * (1 + F::kTwoScales);
+    static constexpr int kFields = kCount <= 2 ? kCount : 4;  // floats for each block
+    // Of each column's block: its scale, then that times its sum, or times its two halves' sums and a gap.
     static constexpr int kColumnFields = !F::kHasMin ? 1 : F::kTwoScales ? 4 : 2;
 
-    static __device__ __forceinline__ void write(uint32_t at, const FloatScales& s) {
+    static __device__ __forceinline__ void write(uint32_t at, const BlockFactors& f) {
         float v[kFields] = {};
         int n = 0;
-        v[n++] = s.d;
-        if (kM) v[n++] = s.m;
-        if (kSub) v[n++] = s.sub0;
-        if (F::kTwoScales) v[n++] = s.sub1;
-        if (kMin) v[n++] = s.min0;
-        if (kMin && F::kTwoScales) v[n++] = s.min1;
+        v[n++] = f.dot0;
+        if (kHalves) v[n++] = f.dot1;
+        if (F::kHasMin) v[n++] = f.min0;
+        if (F::kHasMin && F::kTwoScales) v[n++] = f.min1;
         writeShared(at, v);
     }
-    // A row's numbers, and sub0 times -kIntegerBias.
-    struct Row {
-        float d, m, sub0, sub1, min0, min1, unbias;
-    };
-    static __device__ __forceinline__ Row read(uint32_t at) {
+    static __device__ __forceinline__ BlockFactors read(uint32_t at) {
         float v[kFields];
         readShared(at, v);
-        Row row = {};
+        BlockFactors f = {};
         int n = 0;
-        row.d = v[n++];
-        if (kM) row.m = v[n++];
-        if (kSub) row.sub0 = v[n++];
-        if (F::kTwoScales) row.sub1 = v[n++];
-        if (kMin) row.min0 = v[n++];
-        if (kMin && F::kTwoScales) row.min1 = v[n++];
-        row.unbias = kSub ? __fmul_rn(row.sub0, -kIntegerBias) : -kIntegerBias;
-        return row;
+        f.dot0 = v[n++];
+        if (kHalves) f.dot1 = v[n++];
+        if (F::kHasMin) f.min0 = v[n++];
+        if (F::kHasMin && F::kTwoScales) f.min1 = v[n++];
+        return f;
     }
-    // Two neighbouring columns.
+    // Two neighbouring columns. unbias: the scale times -kIntegerBias.
     struct Columns {
-        float scale[2], sum0[2], sum1[2];
+        float scale[2], unbias[2], sum0[2], sum1[2];
     };
     static __device__ __forceinline__ Columns readColumns(uint32_t at) {
         Columns x = {};
@@ -171,6 +158,7 @@ template <DType D> struct MmaNumbers {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             x.scale[c] = v[c * kColumnFields];
+            x.unbias[c] = __fmul_rn(x.scale[c], -kIntegerBias);
             if constexpr (kColumnFields > 1) x.sum0[c] = v[c * kColumnFields + 1];
             if constexpr (kColumnFields > 2) x.sum1[c] = v[c * kColumnFields + 2];
         }
@@ -178,22 +166,13 @@ template <DType D> struct MmaNumbers {
     }
 
     // The accumulator after a block, from the biased sums of the whole block, or of its halves.
-    static __device__ __forceinline__ float add(float first, float second, const Row& w, const Columns& x, int c,
-                                                float acc) {
-        const float scaled = __fmul_rn(w.d, x.scale[c]);
-        if constexpr (F::kTwoFloats) {
-            acc = fmaf(scaled, __fadd_rn(first, w.unbias), acc);
-            return fmaf(__fmul_rn(w.m, x.scale[c]), __fsub_rn(second, kIntegerBias), acc);
-        } else {
-            // Exact: sub * kIntegerBias has few bits, and the result is an integer below 2^24.
-            float j = kSub ? fmaf(w.sub0, first, w.unbias) : __fadd_rn(first, w.unbias);
-            if constexpr (F::kTwoScales) j = fmaf(w.sub1, __fsub_rn(second, kIntegerBias), j);
-            acc = fmaf(scaled, j, acc);
-            if constexpr (!F::kHasMin) return acc;
-            float m = kMin ? __fmul_rn(w.min0, x.sum0[c]) : x.sum0[c];
-            if constexpr (F::kTwoScales) m = fmaf(w.min1, x.sum1[c], m);
-            return fmaf(__fmul_rn(w.m, x.scale[c]), m, acc);
-        }
+    static __device__ __forceinline__ float add(float first, float second, const BlockFactors& w, const Columns& x,
+                                                int c, float acc) {
+        acc = fmaf(w.dot0, fmaf(x.scale[c], first, x.unbias[c]), acc);
+        if constexpr (kHalves) acc = fmaf(w.dot1, fmaf(x.scale[c], second, x.unbias[c]), acc);
+        if constexpr (F::kHasMin) acc = fmaf(w.min0, x.sum0[c], acc);
+        if constexpr (F::kHasMin && F::kTwoScales) acc = fmaf(w.min1, x.sum1[c], acc);
+        return acc;
     }
 
     // Codes as signed bytes: minus the offset. Codes are below 64, so no byte carries into the next.
@@ -401,7 +380,7 @@ private:
         _nextStep = 0;
         if (++_nextItem < _items) findRows(place(_nextItem));
     }
-    // Writes the loaded weights to shared memory. Blocks past the row's end get scales of 0, which add nothing.
+    // Writes the loaded weights to shared memory. Blocks past the row's end get factors of 0, which add nothing.
     __device__ __forceinline__ void unpack(int step) {
         const uint32_t numbers = _staged + kCodeBytes + block() * kNumberBytes + rowOfPair(0) * Numbers::kFields * 4;
         const int at = slice() * kBlocks + block();
@@ -413,9 +392,9 @@ private:
             const uint32_t to = kBlocks == 8 ? moved(_unpacked, 4 * i) : moved(_unpacked, 8 * i);
             writeShared4(to, q);
             writeShared4(kBlocks == 8 ? to + 128 : to ^ 64, q + 4);
-            FloatScales scales = floatScales<D>(_raw[i], at % 8);
-            if (!whole && step * kContractAccumulators + at >= _units) scales.d = scales.m = 0.0f;
-            Numbers::write(numbers + i * (32 / kBlocks) * Numbers::kFields * 4, scales);
+            BlockFactors factors = blockFactors<D>(floatScales<D>(_raw[i], at % 8));
+            if (!whole && step * kContractAccumulators + at >= _units) factors = {};
+            Numbers::write(numbers + i * (32 / kBlocks) * Numbers::kFields * 4, factors);
         }
     }
 
@@ -448,22 +427,22 @@ private:
             if (F::kHasMin) copyAsync<4>(toEnd + i * kEndStep + 4, x.sums + from);
         }
     }
-    // Waits for the team's copies. A thread turns the sums that it copied into floats.
+    // Waits for the team's copies. A thread multiplies the sums that it copied by their scales.
     __device__ __forceinline__ void finishColumns(int stage) {
         waitForOwnCopies();
         if constexpr (F::kHasMin) {
 #pragma unroll
             for (int i = 0; i < kEnds; ++i) {
-                const uint32_t at = _copiedEnd + stage * kStageBytes + i * kEndStep + 4;
-                float stored[1];
+                const uint32_t at = _copiedEnd + stage * kStageBytes + i * kEndStep;
+                float stored[2];  // the scale, and the bits of the sums
                 readShared(at, stored);
-                const int sums = __float_as_int(stored[0]);
                 const auto part = [&](int first, int second) {
-                    return unbiased(addPair(sums, first, second, kIntegerBiasBits));
+                    const int sum = addPair(__float_as_int(stored[1]), first, second, kIntegerBiasBits);
+                    return scaled(stored[0], __int_as_float(sum));
                 };
                 const float sum[1] = {F::kTwoScales ? part(1, 0) : part(1, 1)}, rest[1] = {part(0, 1)};
-                writeShared(at, sum);
-                if (F::kTwoScales) writeShared(at + 4, rest);
+                writeShared(at + 4, sum);
+                if (F::kTwoScales) writeShared(at + 8, rest);
             }
         }
         meet<kTeam>(1 + slice());
@@ -481,7 +460,7 @@ private:
 #pragma unroll
         for (int first = 0; first < kBlocks; first += kPairBlocks) {
             uint32_t a[kPairBlocks][4];
-            typename Numbers::Row rows[kPairBlocks][2];
+            BlockFactors rows[kPairBlocks][2];
 #pragma unroll
             for (int k = 0; k < kPairBlocks; ++k) {
                 loadFragments(a[k], codesAt ^ (first + k) * 16);
@@ -503,8 +482,8 @@ private:
         }
     }
     static __device__ __forceinline__ void addBlock(const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                                    const typename Numbers::Row (&rows)[2],
-                                                    const typename Numbers::Columns& x, float (&acc)[4]) {
+                                                    const BlockFactors (&rows)[2], const typename Numbers::Columns& x,
+                                                    float (&acc)[4]) {
         float first[4], second[4] = {};
         if constexpr (Numbers::kHalves) {
             multiplyHalf(first, a[0], a[1], b0);

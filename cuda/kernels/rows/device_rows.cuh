@@ -128,9 +128,10 @@ struct BlockScale {
 
 __device__ __forceinline__ BlockScale blockScale(uint32_t largest) {
     const float absmax = __uint_as_float(largest);
-    if (largest >= 0x7f800000u) return {__uint_as_float(0x7fc00000u), 0.0f, true};
+    if (largest >= __float_as_uint(kHugeActivation)) return {__uint_as_float(0x7fc00000u), 0.0f, true};
     if (absmax < kTinyActivation) return {0.0f, 0.0f, true};
-    return {over127(absmax), __fdiv_rn(127.0f, absmax), false};
+    const float scale = __uint_as_float(roundedUpScale(__float_as_uint(over127(absmax))));
+    return {scale, __fdiv_rn(1.0f, scale), false};
 }
 
 // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits. A conversion would run at a
