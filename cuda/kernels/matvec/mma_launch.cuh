@@ -14,14 +14,15 @@ constexpr int kMmaSpareShared = 5 * 1024;
 constexpr int mmaMinBlocks(int tiles) { return tiles == 1 ? 2 : 1; }
 
 // Calls f(std::integral_constant<int, tiles>{}) with the tiles of eight columns that a block has for `rows` rows. Rare
-// types have no kernels for two tiles. Devices with little shared memory have blocks of one tile, and more blocks.
+// types have no kernels for two tiles. Devices with less shared memory have fewer tiles, and more blocks.
 template <DType D, typename F> void withMmaTiles(const Stream& stream, int rows, F&& f) {
     const auto fits = [&](int bytes) { return static_cast<size_t>(bytes) <= stream.device().sharedPerBlock; };
+    const bool fitsFour = fits(MmaTile<D, 4>::kSharedBytes + kMmaSpareShared);
     if constexpr (!isRareType(D)) {
-        if (rows > 8 && rows <= 16 && fits(MmaTile<D, 2>::kSharedBytes + kMmaSpareShared))
+        if (rows > 8 && (rows <= 16 || !fitsFour) && fits(MmaTile<D, 2>::kSharedBytes + kMmaSpareShared))
             return f(std::integral_constant<int, 2>{});
     }
-    if (rows > 8 && fits(MmaTile<D, 4>::kSharedBytes + kMmaSpareShared)) return f(std::integral_constant<int, 4>{});
+    if (rows > 8 && fitsFour) return f(std::integral_constant<int, 4>{});
     f(std::integral_constant<int, 1>{});
 }
 

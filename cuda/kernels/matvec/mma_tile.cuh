@@ -14,7 +14,7 @@
 //
 // - Weights: a lane loads a few blocks as Format<D> defines, one step ahead, in registers. It unpacks them and writes
 //   signed bytes and float scales to the warp's own shared memory, which ldmatrix reads as fragments.
-// - Activations: a team copies the blocks of all columns to its two stages in shared memory, one step ahead. The layout
+// - Activations: a team copies the blocks of all columns to its stages in shared memory, some steps ahead. The layout
 //   of QuantizedRows is already what ldmatrix needs.
 //
 // Only a team's barrier stands in the main loop. Steps run on from one item (16 weight rows for each group, and their
@@ -106,9 +106,16 @@ template <int kBytes> __device__ __forceinline__ void copyAsync(uint32_t to, con
                  : "memory");
 #endif
 }
-__device__ __forceinline__ void waitForOwnCopies() {
+// Ends a group of the thread's copies.
+__device__ __forceinline__ void endCopies() {
 #if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Waits for all groups of the thread's copies but the last kPending.
+template <int kPending> __device__ __forceinline__ void waitForCopies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 #endif
 }
 template <int kThreads> __device__ __forceinline__ void meet(int barrier) {
@@ -235,8 +242,11 @@ private:
     static_assert(kTeam % (2 * kBlocks) == 0 && kTileBytes % 128 == 0 && kSlices <= 15);
     static_assert(kStageBytes % 128 == 0);
 
+    // A copy takes longer than a step. Four tiles leave room for three stages.
+    static constexpr int kStages = kTiles == 4 ? 3 : 4;
+
 public:
-    static constexpr int kSharedBytes = kGroups * kSlices * kWarpBytes + kSlices * 2 * kStageBytes;
+    static constexpr int kSharedBytes = kGroups * kSlices * kWarpBytes + kSlices * kStages * kStageBytes;
 
     // shared: kSharedBytes, aligned to 128 bytes.
     __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items)
@@ -247,7 +257,7 @@ public:
         const int l = lane(), m = member();
         _staged = _shared + (group() * kSlices + slice()) * kWarpBytes;
         _unpacked = _staged + chunkOffset(rowOfPair(0), 0, block());
-        const uint32_t columns = _shared + kGroups * kSlices * kWarpBytes + slice() * 2 * kStageBytes;
+        const uint32_t columns = _shared + kGroups * kSlices * kWarpBytes + slice() * kStages * kStageBytes;
         _copied = columns + chunkOffset(m / (2 * kBlocks), m / kBlocks % 2, m % kBlocks);
         _copiedEnd = columns + endOffset(m / kBlocks, m % kBlocks);
         // B's four matrices: both halves of a block, of two blocks or of two tiles.
@@ -277,24 +287,20 @@ public:
     template <typename Place, typename RowOf, typename Done>
     __device__ __forceinline__ void run(const QuantizedRows& x, const Place& place, const RowOf& rowOf,
                                         const Done& done) {
-        int stage = 0;
-        if (_items > 0 && _steps > 0) {
-            findColumns(0, rowOf);
-            copyColumns(x, stage, 0);
-        }
+        if (_items > 0 && _steps > 0) findColumns(0, rowOf);
+#pragma unroll
+        for (int ahead = 1; ahead < kStages; ++ahead) copyNext(x, rowOf);
+        int stage = 0;  // bytes
         for (int item = 0; item < _items; ++item) {
             float acc[kTiles][kBlocks][4] = {};
             for (int step = 0; step < _steps; ++step) {
                 unpack(step);
                 fetch(place);
                 finishColumns(stage);  // also orders the warp's own writes before its reads
-                // The whole team has passed the barrier, so nobody reads the other stage.
-                const bool isLast = step + 1 == _steps;
-                if (isLast && item + 1 < _items) findColumns(item + 1, rowOf);
-                if (!isLast || item + 1 < _items) copyColumns(x, stage ^ 1, isLast ? 0 : step + 1);
+                copyNext(x, rowOf);    // to the stage that nobody reads any more: the whole team has passed the barrier
                 multiply(stage, acc);
                 __syncwarp();  // before the staged weights are overwritten
-                stage ^= 1;
+                stage = nextStage(stage);
             }
 #pragma unroll
             for (int round = 0; round < kRounds; ++round) {
@@ -412,10 +418,25 @@ private:
         for (int i = 0; i < kEnds; ++i)
             _end[i] = static_cast<uint32_t>(rowOf(item, member() / kBlocks + i * 2 * kChunkColumns) * _units + block);
     }
+    static __device__ __forceinline__ int nextStage(int stage) {
+        return stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
+    }
+    // Begins the copies of the next step, of this item or a following one.
+    template <typename RowOf> __device__ __forceinline__ void copyNext(const QuantizedRows& x, const RowOf& rowOf) {
+        if (_copyItem < _items && _steps > 0) {
+            copyColumns(x, _copyStage, _copyStep);
+            if (++_copyStep == _steps) {
+                _copyStep = 0;
+                if (++_copyItem < _items) findColumns(_copyItem, rowOf);
+            }
+        }
+        endCopies();
+        _copyStage = nextStage(_copyStage);
+    }
     __device__ __forceinline__ void copyColumns(const QuantizedRows& x, int stage, int step) const {
         // Blocks past the row's end repeat its last one.
         const int b = min(step * kContractAccumulators + slice() * kBlocks, _units - 1 - member() % kBlocks);
-        const uint32_t to = _copied + stage * kStageBytes, toEnd = _copiedEnd + stage * kStageBytes;
+        const uint32_t to = _copied + stage, toEnd = _copiedEnd + stage;
 #pragma unroll
         for (int i = 0; i < kChunks; ++i)
             copyAsync<16>(moved(to, i * kChunkColumns),
@@ -429,11 +450,11 @@ private:
     }
     // Waits for the team's copies. A thread multiplies the sums that it copied by their scales.
     __device__ __forceinline__ void finishColumns(int stage) {
-        waitForOwnCopies();
+        waitForCopies<kStages - 2>();
         if constexpr (F::kHasMin) {
 #pragma unroll
             for (int i = 0; i < kEnds; ++i) {
-                const uint32_t at = _copiedEnd + stage * kStageBytes + i * kEndStep;
+                const uint32_t at = _copiedEnd + stage + i * kEndStep;
                 float stored[2];  // the scale, and the bits of the sums
                 readShared(at, stored);
                 const auto part = [&](int first, int second) {
@@ -450,35 +471,61 @@ private:
 
     // --- sums
 
+    // What one unit of work reads: the weights of a block, or of two, and two fragments of columns.
+    struct WeightFragment {
+        uint32_t a[kPairBlocks][4];
+        BlockFactors rows[kPairBlocks][2];
+    };
+    struct ColumnFragment {
+        uint32_t b[4];
+        typename Numbers::Columns ends[2];
+    };
+    // Loads run a unit ahead of the arithmetic; with four tiles, those of weights would take too many registers.
     __device__ __forceinline__ void multiply(int stage, float (&acc)[kTiles][kBlocks][4]) const {
+        constexpr int kInner = kTiles * kPairBlocks / 2, kUnits = kBlocks / kPairBlocks * kInner;
+        constexpr int kHeld = kTiles == 4 ? 1 : 2;  // fragments of weights
+        WeightFragment weights[kHeld];
+        ColumnFragment columns[2];
+        if (kHeld == 2) loadWeights(0, weights[0]);
+        loadColumns(stage, 0, 0, columns[0]);
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+            const int first = unit / kInner * kPairBlocks, tile = unit % kInner * (2 / kPairBlocks);
+            if (unit + 1 < kUnits) {
+                const int next = (unit + 1) / kInner * kPairBlocks;
+                if (kHeld == 2 && next != first) loadWeights(next, weights[next / kPairBlocks % kHeld]);
+                loadColumns(stage, next, (unit + 1) % kInner * (2 / kPairBlocks), columns[(unit + 1) % 2]);
+            }
+            if (kHeld == 1 && tile == 0) loadWeights(first, weights[0]);
+            const WeightFragment& w = weights[first / kPairBlocks % kHeld];
+            const ColumnFragment& x = columns[unit % 2];
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                const int n = kPairBlocks == 2 ? tile : tile + k, j = kPairBlocks == 2 ? k : 0;
+                addBlock(w.a[j], x.b[2 * k], x.b[2 * k + 1], w.rows[j], x.ends[k], acc[n][first + j]);
+            }
+        }
+    }
+    __device__ __forceinline__ void loadWeights(int first, WeightFragment& w) const {
         const int l = lane();
         // A's four matrices: rows 0 .. 7 and 8 .. 15 of the first half, then of the second. The number of a block is
         // XORed into the address.
         const uint32_t codesAt = _staged + chunkOffset(l % 16, l / 16, 0);
         const uint32_t numbersAt = _staged + kCodeBytes + l / 4 * Numbers::kFields * 4;
-        const uint32_t columnsAt = _columns + stage * kStageBytes, endsAt = _ends + stage * kStageBytes;
 #pragma unroll
-        for (int first = 0; first < kBlocks; first += kPairBlocks) {
-            uint32_t a[kPairBlocks][4];
-            BlockFactors rows[kPairBlocks][2];
+        for (int k = 0; k < kPairBlocks; ++k) {
+            loadFragments(w.a[k], codesAt ^ (first + k) * 16);
 #pragma unroll
-            for (int k = 0; k < kPairBlocks; ++k) {
-                loadFragments(a[k], codesAt ^ (first + k) * 16);
+            for (int r = 0; r < 2; ++r)
+                w.rows[k][r] = Numbers::read(numbersAt + (first + k) * kNumberBytes + r * 8 * Numbers::kFields * 4);
+        }
+    }
+    __device__ __forceinline__ void loadColumns(int stage, int first, int tile, ColumnFragment& x) const {
+        loadFragments(x.b, ((_columns + stage) ^ first * 16) + tile * kTileBytes);
 #pragma unroll
-                for (int r = 0; r < 2; ++r)
-                    rows[k][r] = Numbers::read(numbersAt + (first + k) * kNumberBytes + r * 8 * Numbers::kFields * 4);
-            }
-#pragma unroll
-            for (int tile = 0; tile < kTiles; tile += 2 / kPairBlocks) {
-                uint32_t b[4];
-                loadFragments(b, (columnsAt ^ first * 16) + tile * kTileBytes);
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    const int n = kPairBlocks == 2 ? tile : tile + k, j = kPairBlocks == 2 ? first + k : first;
-                    addBlock(a[j - first], b[2 * k], b[2 * k + 1], rows[j - first],
-                             Numbers::readColumns(endsAt + (n * kBlocks + j) * kEndBytes), acc[n][j]);
-                }
-            }
+        for (int k = 0; k < 2; ++k) {
+            const int n = kPairBlocks == 2 ? tile : tile + k, j = kPairBlocks == 2 ? first + k : first;
+            x.ends[k] = Numbers::readColumns(_ends + stage + (n * kBlocks + j) * kEndBytes);
         }
     }
     static __device__ __forceinline__ void addBlock(const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
@@ -519,7 +566,8 @@ private:
     Raw _raw[kPairs];
     uint32_t _first[kPairs];  // the first blocks of the lane's rows
     uint32_t _chunk[kChunks], _end[kEnds];
-    int _nextItem = 0, _nextStep = 0;  // the weights to load next
+    int _nextItem = 0, _nextStep = 0;                  // the weights to load next
+    int _copyItem = 0, _copyStep = 0, _copyStage = 0;  // the activations to copy next, and where to
 };
 
 }  // namespace sharpi::cuda
