@@ -83,7 +83,7 @@ int main(int argc, char** argv) {
         const DTypeInfo* type = findDType(number);
         if (!type || type->isFloat || (argc > 1 && std::strcmp(argv[1], "all") && std::strcmp(argv[1], type->name)))
             continue;
-        for (const char* name : {"scalar", "avx2", "avx512"}) {
+        for (const char* name : {"scalar", "avx2", "avx512", "amx"}) {
             const Kernels* table = kernelsFor(name);
             if (table && (argc > 2 ? !std::strcmp(argv[2], name) : std::strcmp(name, "scalar") != 0))
                 measure(*type, *table);

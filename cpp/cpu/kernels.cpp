@@ -5,6 +5,12 @@
 #include <cstring>
 #include <string>
 
+#if defined(SHARPI_WITH_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "core/error.h"
 
 namespace sharpi::cpu {
@@ -21,6 +27,11 @@ const Kernels& table();
 namespace avx512 {
 const Kernels& table();
 }
+#if defined(SHARPI_WITH_AMX)
+namespace amx {
+const Kernels& table();
+}
+#endif
 
 static bool hasAvx2() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
@@ -32,6 +43,22 @@ static bool hasAvx512() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vnni");
 }
+
+#if defined(SHARPI_WITH_AMX)
+// Linux gives a process the registers of tiles when it asks for them.
+static bool askForTiles() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+static bool hasAmx() {
+    constexpr unsigned kTiles = 1u << 24, kInt8 = 1u << 25;
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!hasAvx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTiles) == 0 || (d & kInt8) == 0) return false;
+    static const bool allowed = askForTiles();
+    return allowed;
+}
+#endif
 #endif
 
 const Kernels* kernelsFor(const char* name) {
@@ -40,6 +67,9 @@ const Kernels* kernelsFor(const char* name) {
     __builtin_cpu_init();
     if (!std::strcmp(name, "avx2") && hasAvx2()) return &avx2::table();
     if (!std::strcmp(name, "avx512") && hasAvx512()) return &avx512::table();
+#if defined(SHARPI_WITH_AMX)
+    if (!std::strcmp(name, "amx") && hasAmx()) return &amx::table();
+#endif
 #endif
     return nullptr;
 }
@@ -48,9 +78,9 @@ static const Kernels& chooseKernels() {
     if (const char* wanted = std::getenv("SHARPI_CPU_ISA"); wanted && *wanted) {
         if (const Kernels* found = kernelsFor(wanted)) return *found;
         throw Error(ErrorKind::InvalidArgument, std::string("SHARPI_CPU_ISA=") + wanted +
-                                                    " cannot run on this processor (known: scalar, avx2, avx512)");
+                                                    " cannot run on this processor (known: scalar, avx2, avx512, amx)");
     }
-    for (const char* name : {"avx512", "avx2"})
+    for (const char* name : {"amx", "avx512", "avx2"})
         if (const Kernels* found = kernelsFor(name)) return *found;
     return scalar::table();
 }
@@ -89,9 +119,9 @@ QuantizedRows quantizedRowsOver(void* buffer, int64_t rows, int64_t cols) {
 
 size_t matmulScratchBytes(int64_t cols) {
     // The repacked tile (struct TileBlock in tile_pack.h): for each block of 32 elements, 32 rows of one byte an
-    // element and at most four factors. Then up to six tokens (struct TokenGroup), and room for the float kernels.
+    // element and at most four factors. Then up to 16 tokens (struct TokenGroup), and room for the float kernels.
     const int64_t groups = roundUp(cols, 256) / 256, blocks = roundUp(cols, 1024) / 32;
-    return static_cast<size_t>(blocks * kMatmulTileRows * (32 + 4 * 4) + 6 * groups * 448 + 65536);
+    return static_cast<size_t>(blocks * kMatmulTileRows * (32 + 4 * 4) + 16 * groups * 448 + 65536);
 }
 
 size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, int32_t pageTokens) {

@@ -92,7 +92,7 @@ struct DeltaArgs {
 };
 
 struct Kernels {
-    const char* name;  // "scalar", "avx2", "avx512"
+    const char* name;  // "scalar", "avx2", "avx512", "amx"
 
     // --- quantized formats and matmul (matmul_*.cpp) ---
     void (*dequantizeRow)(DType type, const void* row, int64_t cols, float* out);
@@ -142,7 +142,7 @@ size_t attentionScratchBytes(int32_t heads, int32_t kvHeads, int32_t headDim, in
 
 size_t deltaScratchBytes(int32_t dim);
 
-// The best table that this machine can run, or the one that SHARPI_CPU_ISA=scalar|avx2|avx512 names.
+// The best table that this machine can run, or the one that SHARPI_CPU_ISA=scalar|avx2|avx512|amx names.
 // Throws Error(InvalidArgument) if that one cannot run here.
 const Kernels& kernels();
 // The table of that name, or nullptr if this build or this machine has none.

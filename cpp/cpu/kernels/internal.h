@@ -11,7 +11,7 @@
 #include "cpu/kernels.h"
 
 #ifndef SHARPI_ISA
-#error "compile the kernels with -DSHARPI_ISA=scalar, avx2 or avx512"
+#error "compile the kernels with -DSHARPI_ISA=scalar, avx2, avx512 or amx"
 #endif
 
 namespace sharpi::cpu::SHARPI_ISA {

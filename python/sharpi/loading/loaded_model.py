@@ -109,7 +109,7 @@ class LoadedModel:
 
     @property
     def isa(self) -> str:
-        """The instruction set that the CPU kernels use: "scalar", "avx2" or "avx512"."""
+        """The instruction set that the CPU kernels use: "scalar", "avx2", "avx512" or "amx"."""
         return _core.cpu_isa()
 
     @property

@@ -32,7 +32,7 @@ def _one_of(*values: str) -> _Switch:
 _BINARY = _one_of("0", "1")
 
 SWITCHES: Mapping[str, _Switch] = {
-    "SHARPI_CPU_ISA": _one_of("scalar", "avx2", "avx512"),
+    "SHARPI_CPU_ISA": _one_of("scalar", "avx2", "avx512", "amx"),
     "SHARPI_CPU_MOE": _BINARY,
     "SHARPI_CUDA_GRAPH": _BINARY,
     "SHARPI_CUDA_PARTIAL_WEIGHT_CACHE": _BINARY,

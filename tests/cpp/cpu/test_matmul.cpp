@@ -11,11 +11,31 @@
 #include "reference_matmul.h"
 #include "seed.h"
 
+#if defined(SHARPI_TEST_PLAIN_AMX)
+namespace sharpi::cpu::plainamx {
+void matmul(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, void* scratch);
+}
+#endif
+
 using namespace sharpi;
 using namespace sharpi::cpu;
 using reference::Fill;
 
 namespace {
+
+// The tables of this machine, and AMX's products with their instructions in plain code if the machine can run the rest.
+std::vector<const Kernels*> testedTables() {
+    std::vector<const Kernels*> found = tables();
+#if defined(SHARPI_TEST_PLAIN_AMX)
+    if (const Kernels* avx512 = kernelsFor("avx512")) {
+        static Kernels plain = *avx512;
+        plain.name = "plain amx";
+        plain.matmul = plainamx::matmul;
+        found.push_back(&plain);
+    }
+#endif
+    return found;
+}
 
 struct Free {
     void operator()(void* p) const { std::free(p); }
@@ -120,12 +140,12 @@ class QuantizedMatmul : public testing::TestWithParam<DType> {};
 TEST_P(QuantizedMatmul, HasTheContractsBitsForEveryShape) {
     std::mt19937 random(sharpi::testSeed(7 + static_cast<unsigned>(GetParam())));
     for (const int64_t cols : colsFor(GetParam())) {
-        for (const int64_t count : {1, 2, 3, 4, 5, 8, 17}) {
+        for (const int64_t count : {1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17}) {
             const Case c{19, cols, count};
             const auto w = reference::randomWeights(GetParam(), c.rows, cols, c.fill, random);
             const Inputs in = makeInputs(*tables()[0], count, cols, c.activations, random);
             const auto expected = expectedOutput(GetParam(), c, w, in, nullptr, nullptr, nullptr);
-            for (const Kernels* table : tables())
+            for (const Kernels* table : testedTables())
                 checkTable(*table, GetParam(), c, w, in, nullptr, nullptr, expected, {{0, 16}, {16, 19}});
         }
     }
@@ -137,7 +157,7 @@ TEST_P(QuantizedMatmul, HasTheContractsBitsForLongRowsAndManyTokens) {
         const auto w = reference::randomWeights(GetParam(), c.rows, c.cols, c.fill, random);
         const Inputs in = makeInputs(*tables()[0], c.count, c.cols, c.activations, random);
         const auto expected = expectedOutput(GetParam(), c, w, in, nullptr, nullptr, nullptr);
-        for (const Kernels* table : tables())
+        for (const Kernels* table : testedTables())
             checkTable(*table, GetParam(), c, w, in, nullptr, nullptr, expected, {{0, c.rows}});
     }
 }
@@ -154,7 +174,7 @@ TEST_P(QuantizedMatmul, SurvivesExtremeQuants) {
             for (int64_t i = 0; i < 64; ++i) in.x[static_cast<size_t>(i)] = i < 32 ? 3.0f : -3.0f;
             tables()[0]->quantizeRow(in.x.data(), c.cols, in.rows.q, in.rows.scale, in.rows.sums);
             const auto expected = expectedOutput(GetParam(), c, w, in, nullptr, nullptr, &largest);
-            for (const Kernels* table : tables())
+            for (const Kernels* table : testedTables())
                 checkTable(*table, GetParam(), c, w, in, nullptr, nullptr, expected, {{0, c.rows}});
         }
     }
@@ -172,7 +192,7 @@ TEST_P(QuantizedMatmul, SelectsRowsAddsBiasAndKeepsToItsRange) {
         std::vector<float> bias;
         for (int64_t r = 0; r < c.rows; ++r) bias.push_back(static_cast<float>(random() % 100) / 7.0f);
         const auto expected = expectedOutput(GetParam(), c, w, in, &index, bias.data(), nullptr);
-        for (const Kernels* table : tables()) {
+        for (const Kernels* table : testedTables()) {
             checkTable(*table, GetParam(), c, w, in, &index, bias.data(), expected, {{3, 4}, {7, 29}});
             checkTable(*table, GetParam(), c, w, in, &index, bias.data(), expected, {{5, 5}, {39, 40}});
         }
@@ -186,7 +206,7 @@ TEST_P(QuantizedMatmul, IsCloseToTheExactProduct) {
     std::mt19937 random(sharpi::testSeed(19));
     const int64_t rows = 20, cols = 1024;
     const auto w = reference::randomWeights(GetParam(), rows, cols, Fill::Random, random);
-    for (const Kernels* table : tables()) {
+    for (const Kernels* table : testedTables()) {
         const Inputs in = makeInputs(*table, 6, cols, Activations::Normal, random);
         Buffer scratch = aligned(matmulScratchBytes(cols));
         std::vector<float> y(6 * rows, NAN), weights(cols);

@@ -7,7 +7,7 @@
 
 inline std::vector<const sharpi::cpu::Kernels*> tables() {
     std::vector<const sharpi::cpu::Kernels*> found;
-    for (const char* name : {"scalar", "avx2", "avx512"})
+    for (const char* name : {"scalar", "avx2", "avx512", "amx"})
         if (const sharpi::cpu::Kernels* table = sharpi::cpu::kernelsFor(name)) found.push_back(table);
     return found;
 }

@@ -129,7 +129,7 @@ with Model.load(path, kv_dtype="bf16", threads=2, batch=48, device="cpu") as mod
 def test_the_instruction_set_changes_nothing(model: TinyModel, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", model)
     found: dict[str, np.ndarray] = {}
-    for isa in ("scalar", "avx2", "avx512"):
+    for isa in ("scalar", "avx2", "avx512", "amx"):
         out = tmp_path / f"{isa}.npy"
         done = subprocess.run([sys.executable, "-c", ISA_SCRIPT, path, out, *map(str, TOKENS)], text=True,
                               capture_output=True, env={**os.environ, "SHARPI_CPU_ISA": isa}, check=False)

@@ -89,7 +89,7 @@ print(_core.cpu_isa())
 def test_the_instruction_set_changes_nothing(tmp_path: Path) -> None:
     paths = [write_golden(name, tmp_path, kind="Q8_0") for name in FAMILIES]
     found: dict[str, dict[str, np.ndarray]] = {}
-    for isa in ("scalar", "avx2", "avx512"):
+    for isa in ("scalar", "avx2", "avx512", "amx"):
         out = tmp_path / f"{isa}.npz"
         done = subprocess.run([sys.executable, "-c", EVERY_MODEL, out, *paths], text=True, capture_output=True,
                               env={**os.environ, "SHARPI_CPU_ISA": isa}, check=False)

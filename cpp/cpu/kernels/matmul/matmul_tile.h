@@ -2,9 +2,23 @@
 // The tile, as long as a row, stays in the second-level cache.
 #pragma once
 
+#include "cpu/kernels/matmul/tile_pack.h"
+#if defined(SHARPI_AMX)
+#include "cpu/kernels/matmul/tile_dots_amx.h"
+#else
 #include "cpu/kernels/matmul/tile_dots.h"
+#endif
 
 namespace sharpi::cpu::SHARPI_ISA {
+
+// tileDots for a number of tokens that is known only now, at most `most`.
+template <class Shape, int most = kTileTokens>
+static void anyTileDots(int count, const TileBlock<Shape>* tile, int64_t blocks, const TokenGroup* groups,
+                        TileSums& sums) {
+    if constexpr (most > 1)
+        if (count < most) return anyTileDots<Shape, most - 1>(count, tile, blocks, groups, sums);
+    tileDots<Shape, most>(tile, blocks, groups, sums);
+}
 
 // The end of the contract's sum for all rows; then adds the bias and stores.
 static void finishTile(float (*acc)[kTileRows], const float* bias, int rows, float* y) {
@@ -19,7 +33,7 @@ template <class Block>
 static void matmulTiles(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd, void* scratch) {
     using Shape = ShapeOf<Block>;
     constexpr int kTiles = kMatmulTileRows / kTileRows;  // that share the preparation of tokens
-    const int64_t cols = args.w.cols, blocks = cols / 32, groups = (blocks + 7) / 8;
+    const int64_t cols = args.w.cols, blocks = cols / 32;
     const int64_t segments = (blocks + kContractAccumulators - 1) / kContractAccumulators;
     const int64_t tileBlocks = kContractAccumulators * segments;
     const size_t rowSize = rowBytes(args.w.type, cols);
@@ -29,6 +43,7 @@ static void matmulTiles(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd
     const auto rowsAt = [&](int64_t r) { return static_cast<int>(rowEnd - r < kTileRows ? rowEnd - r : kTileRows); };
     // Tokens are divided evenly: no part is so small that its products wait for each other.
     const int64_t parts = (args.count + kTileTokens - 1) / kTileTokens;
+    int begun = 0;
     for (int64_t first = rowBegin; first < rowEnd; first += kMatmulTileRows) {
         const int64_t last = rowEnd - first < kMatmulTileRows ? rowEnd : first + kMatmulTileRows;
         TileBlock<Shape>* tile = tiles;
@@ -36,17 +51,20 @@ static void matmulTiles(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd
             packTile<Block>(args.w.data + static_cast<size_t>(r) * rowSize, cols, rowsAt(r), segments, tile);
         for (int64_t part = 0; part < parts; ++part) {
             const int64_t begin = args.count * part / parts, end = args.count * (part + 1) / parts;
+            const int count = static_cast<int>(end - begin);
             if (parts > 1 || first == rowBegin)
-                for (int64_t t = begin; t < end; ++t) readToken<Block>(args, t, tokens + (t - begin) * groups);
+                for (int64_t t = begin; t < end; ++t) readToken<Block>(args, t, tokens + (t - begin), count);
+            if (count != begun) beginTiles<Shape>(begun = count);
             tile = tiles;
             for (int64_t r = first; r < last; r += kTileRows, tile += tileBlocks) {
-                anyTileDots(static_cast<int>(end - begin), tile, blocks, tokens, sums);
+                anyTileDots(count, tile, blocks, tokens, sums);
                 for (int64_t t = begin; t < end; ++t)
                     finishTile(sums[t - begin], args.bias ? args.bias + r : nullptr, rowsAt(r),
                                args.y + t * args.yStride + r);
             }
         }
     }
+    endTiles();
 }
 
 }  // namespace sharpi::cpu::SHARPI_ISA

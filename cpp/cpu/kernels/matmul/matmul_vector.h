@@ -148,7 +148,7 @@ static void matmulVector(const MatmulArgs& args, int64_t rowBegin, int64_t rowEn
     const TokenGroup* tokens[kVectorTokens];
     for (int t = 0; t < count; ++t) {
         TokenGroup* token = static_cast<TokenGroup*>(scratch) + t * ((cols + 255) / 256);
-        readToken<Block>(args, t, token);
+        readToken<Block>(args, t, token, 1);
         tokens[t] = token;
     }
     for (int64_t r = rowBegin; r < rowEnd; ++r) {

@@ -26,14 +26,14 @@ SHARPI_INLINE VecI opaque(VecI v) {
 SHARPI_INLINE void addTo(VecI& sum, VecI v) { sum = opaque(addI(sum, v)); }
 #endif
 
-// Adds the products of 4 * fours elements from `quant` on with each token's, q of which is `stride` bytes apart.
+// Adds the products of 4 * fours elements from `quant` on with each token's from `at` on.
 template <int chunk, int fours, int count>
-SHARPI_INLINE void dotLanes(const uint8_t (*quant)[kTileRows][4], const int8_t* const* q, int at,
+SHARPI_INLINE void dotLanes(const uint8_t (*quant)[kTileRows][4], const TokenGroup* tokens, int at,
                             VecI (*sums)[kTileVectors]) {
 #if defined(__AVX512VNNI__)
     for (int k = 0; k < fours; ++k)
         for (int t = 0; t < count; ++t) {
-            const VecI word = broadcastWord(q[t] + at + 4 * k);
+            const VecI word = broadcastWord(tokens[t].q + at + 4 * k);
             for (int v = 0; v < kTileVectors; ++v)
                 sums[t][v] = _mm512_dpbusd_epi32(sums[t][v], loadI(quant[k][v * kLaneRows]), word);
         }
@@ -43,7 +43,7 @@ SHARPI_INLINE void dotLanes(const uint8_t (*quant)[kTileRows][4], const int8_t* 
         for (int k = 0; k < fours; ++k) {
             const VecI w = loadI(quant[k]), magnitude = _mm256_abs_epi8(w);
             for (int t = 0; t < count; ++t) {
-                const VecI signedQ = _mm256_sign_epi8(broadcastWord(q[t] + at + 4 * k), w);
+                const VecI signedQ = _mm256_sign_epi8(broadcastWord(tokens[t].q + at + 4 * k), w);
                 addTo(sums[t][0], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, signedQ), ones));
             }
         }
@@ -54,7 +54,7 @@ SHARPI_INLINE void dotLanes(const uint8_t (*quant)[kTileRows][4], const int8_t* 
             for (int k = begin; k < begin + kStep; ++k) {
                 const VecI w = loadI(quant[k]);
                 for (int t = 0; t < count; ++t) {
-                    const VecI product = _mm256_maddubs_epi16(w, broadcastWord(q[t] + at + 4 * k));
+                    const VecI product = _mm256_maddubs_epi16(w, broadcastWord(tokens[t].q + at + 4 * k));
                     pairs[t] = k == begin ? product : opaque(_mm256_add_epi16(pairs[t], product));
                 }
             }
@@ -64,62 +64,52 @@ SHARPI_INLINE void dotLanes(const uint8_t (*quant)[kTileRows][4], const int8_t* 
 #endif
 }
 
-// Block b of the tokens' groups, which are block w of the tile.
+// Block b of the tokens' groups, which is block w of the tile.
 template <class Shape, int count>
-SHARPI_INLINE void addBlock(const TileBlock<Shape>& w, const TokenGroup* const* tokens, int b,
-                            VecF (*acc)[kTileVectors]) {
+SHARPI_INLINE void addBlock(const TileBlock<Shape>& w, const TokenGroup* tokens, int b, VecF (*acc)[kTileVectors]) {
     constexpr int kFours = 8 / Shape::kParts;
-    const int8_t* q[count];
-    for (int t = 0; t < count; ++t) q[t] = tokens[t]->q;
     for (int part = 0; part < Shape::kParts; ++part) {
         VecI sums[count][kTileVectors];
         for (int t = 0; t < count; ++t)
             for (int v = 0; v < kTileVectors; ++v)
-                sums[t][v] = set1I(tokens[t]->start[Shape::kParts == 2 ? startOf(b, part) : b]);
-        dotLanes<Shape::kChunk, kFours, count>(w.quant + kFours * part, q, 32 * b + 4 * kFours * part, sums);
+                sums[t][v] = set1I(tokens[t].start[Shape::kParts == 2 ? startOf(b, part) : b]);
+        dotLanes<Shape::kChunk, kFours, count>(w.quant + kFours * part, tokens, 32 * b + 4 * kFours * part, sums);
         for (int t = 0; t < count; ++t) {
-            const VecF scale = set1F(tokens[t]->scale[b]);
+            const VecF scale = set1F(tokens[t].scale[b]);
             for (int v = 0; v < kTileVectors; ++v)
                 acc[t][v] = fma(loadF(w.factor[part] + v * kLaneRows), mul(scale, toFloat(sums[t][v])), acc[t][v]);
         }
     }
     for (int i = 0; i < Shape::kMins; ++i)
         for (int t = 0; t < count; ++t) {
-            const VecF sum = set1F(tokens[t]->sum[8 * i + b]);
+            const VecF sum = set1F(tokens[t].sum[8 * i + b]);
             for (int v = 0; v < kTileVectors; ++v)
                 acc[t][v] = fma(loadF(w.factor[Shape::kParts + i] + v * kLaneRows), sum, acc[t][v]);
         }
 }
 
+// For processors whose products need registers of tiles (tile_dots_amx.h).
+template <class Shape> static void beginTiles(int) {}
+static inline void endTiles() {}
+
 using TileSums = float[kTileTokens][kContractAccumulators][kTileRows];
 
-// The accumulators of `count` tokens, whose groups follow each other.
+// The accumulators of `count` tokens. Group g of token t is groups[g * count + t].
 template <class Shape, int count>
 static void tileDots(const TileBlock<Shape>* tile, int64_t blocks, const TokenGroup* groups, TileSums& sums) {
-    const int64_t segments = (blocks + kContractAccumulators - 1) / kContractAccumulators, stride = (blocks + 7) / 8;
+    constexpr int kGroups = kContractAccumulators / 8;  // of a segment
+    const int64_t segments = (blocks + kContractAccumulators - 1) / kContractAccumulators;
     for (int place = 0; place < kContractAccumulators; ++place) {
         VecF acc[count][kTileVectors];
         for (auto& vectors : acc)
             for (VecF& v : vectors) v = set1F(0);
         const TileBlock<Shape>* w = tile + place * segments;
-        const TokenGroup* tokens[count];
-        for (int t = 0; t < count; ++t) tokens[t] = groups + t * stride + place / 8;
-        for (int64_t b = place; b < blocks; b += kContractAccumulators, ++w) {
+        const TokenGroup* tokens = groups + place / 8 * count;
+        for (int64_t b = place; b < blocks; b += kContractAccumulators, ++w, tokens += kGroups * count)
             addBlock<Shape, count>(*w, tokens, place % 8, acc);
-            for (int t = 0; t < count; ++t) tokens[t] += kContractAccumulators / 8;
-        }
         for (int t = 0; t < count; ++t)
             for (int v = 0; v < kTileVectors; ++v) storeF(sums[t][place] + v * kLaneRows, acc[t][v]);
     }
-}
-
-// tileDots for a number of tokens that is known only now, at most `most`.
-template <class Shape, int most = kTileTokens>
-static void anyTileDots(int count, const TileBlock<Shape>* tile, int64_t blocks, const TokenGroup* groups,
-                        TileSums& sums) {
-    if constexpr (most > 1)
-        if (count < most) return anyTileDots<Shape, most - 1>(count, tile, blocks, groups, sums);
-    tileDots<Shape, most>(tile, blocks, groups, sums);
 }
 
 }  // namespace sharpi::cpu::SHARPI_ISA

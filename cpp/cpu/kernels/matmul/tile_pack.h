@@ -13,7 +13,11 @@
 
 namespace sharpi::cpu::SHARPI_ISA {
 
-#if defined(__AVX512VNNI__)
+#if defined(__AMX_INT8__) || defined(SHARPI_PLAIN_AMX)
+#define SHARPI_AMX 1
+#endif
+
+#if defined(__AVX512VNNI__) && !defined(SHARPI_AMX)
 constexpr int kTileVectors = 2;  // so that a broadcast serves two byte products
 #else
 constexpr int kTileVectors = 1;
@@ -75,6 +79,10 @@ template <class Block> static void stageRow(const Block* block, int count, int r
     }
     Unpacked u;
     unpackVector(block, u);
+#if defined(SHARPI_AMX)
+    // Its products take signed bytes, so nothing has to be taken off integers.
+    for (__m256i& quants : u.quant) quants = _mm256_sub_epi8(quants, bytes(Format<Block>::kOffset));
+#endif
     for (int b = 0; b < 8; ++b) _mm256_store_si256(reinterpret_cast<__m256i*>(to.quant[r] + 32 * b), u.quant[b]);
     const Factors factors = factorsOf<Block>(u);
     for (int i = 0; i < Shape::kParts; ++i) _mm256_store_ps(to.factor[r] + 8 * i, factors.scale[i]);

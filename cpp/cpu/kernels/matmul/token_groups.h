@@ -14,6 +14,7 @@ struct alignas(64) TokenGroup {
     float sum[16];      // of the blocks; or of their first halves, then of their second ones
     float scale[8];
 };
+static_assert(sizeof(TokenGroup) == 448, "as matmulScratchBytes counts");
 
 // Where the start is for half `half` of block b, if the halves are apart: those of the first halves of four blocks, of
 // their second halves, and likewise for the other four.
@@ -35,13 +36,13 @@ template <class Block> SHARPI_INLINE void readGroup(const int8_t* q, const float
     if constexpr (F::kMins == Sub::PerHalf) _mm256_store_ps(to.sum + 8, times(scales, second));
 }
 
-// Input `token` of a call: `to` has room for all groups.
-template <class Block> static void readToken(const MatmulArgs& args, int64_t token, TokenGroup* to) {
+// Input `token` of a call. Group g goes to to[g * stride].
+template <class Block> static void readToken(const MatmulArgs& args, int64_t token, TokenGroup* to, int64_t stride) {
     const QuantizedRows& x = *args.xQuant;
     const int64_t row = args.rowIndex ? args.rowIndex[token] : token;
     for (int64_t g = 0; g * 256 < args.w.cols; ++g)
         readGroup<Block>(x.q + row * x.qStride + g * 256, x.scale + row * x.scaleStride + g * 8,
-                         loadBytes(x.sums + row * x.sumStride + g * 16), to[g]);
+                         loadBytes(x.sums + row * x.sumStride + g * 16), to[g * stride]);
 }
 
 }  // namespace sharpi::cpu::SHARPI_ISA
