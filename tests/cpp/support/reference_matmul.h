@@ -334,7 +334,7 @@ inline void quantizeBlock(const float* x, int8_t* q, float* scale, int16_t* sums
     float absmax = 0;
     bool finite = true;
     for (int i = 0; i < 32; ++i) {
-        finite = finite && std::isfinite(x[i]);
+        finite = finite && std::fabs(x[i]) < std::ldexp(1.0f, 100);  // false for NaN
         absmax = std::fmax(absmax, std::fabs(x[i]));
     }
     const bool zero = !finite || absmax < std::ldexp(1.0f, -100);
