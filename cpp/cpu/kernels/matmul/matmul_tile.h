@@ -48,7 +48,8 @@ static void matmulTiles(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd
         const int64_t last = rowEnd - first < kMatmulTileRows ? rowEnd : first + kMatmulTileRows;
         TileBlock<Shape>* tile = tiles;
         for (int64_t r = first; r < last; r += kTileRows, tile += tileBlocks)
-            packTile<Block>(args.w.data + static_cast<size_t>(r) * rowSize, cols, rowsAt(r), segments, tile);
+            packTile<Block>(args.w.data + static_cast<size_t>(r) * rowSize, cols, rowsAt(r), segments,
+                            kMatmulTileRows * rowSize, tile);
         for (int64_t part = 0; part < parts; ++part) {
             const int64_t begin = args.count * part / parts, end = args.count * (part + 1) / parts;
             const int count = static_cast<int>(end - begin);

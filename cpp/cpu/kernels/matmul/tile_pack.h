@@ -110,9 +110,11 @@ static void placeGroup(const StagedGroup<Shape>& group, int vector, TileBlock<Sh
     }
 }
 
-// Packs `rows` rows of `cols` elements; the tile's other rows become zero.
+// Packs `rows` rows of `cols` elements; the tile's other rows become zero. Rows are read in turn, which memory is slow
+// at: so the same bytes of the rows that are packed next, `ahead` bytes on, are fetched before they are needed.
 template <class Block>
-static void packTile(const uint8_t* first, int64_t cols, int rows, int64_t segments, TileBlock<ShapeOf<Block>>* tile) {
+static void packTile(const uint8_t* first, int64_t cols, int rows, int64_t segments, size_t ahead,
+                     TileBlock<ShapeOf<Block>>* tile) {
     constexpr int kPerGroup = 256 / Format<Block>::kElements;
     const int64_t blocks = cols / Format<Block>::kElements;
     const size_t rowSize = static_cast<size_t>(blocks) * sizeof(Block);
@@ -123,6 +125,8 @@ static void packTile(const uint8_t* first, int64_t cols, int rows, int64_t segme
             for (int i = 0; i < kLaneRows; ++i) {
                 const int r = vector * kLaneRows + i;
                 const Block* row = reinterpret_cast<const Block*>(first + static_cast<size_t>(r) * rowSize) + begin;
+                for (size_t line = 0; line < kPerGroup * sizeof(Block); line += 64)
+                    _mm_prefetch(reinterpret_cast<const char*>(row) + ahead + line, _MM_HINT_T1);
                 stageRow<Block>(r < rows ? row : nullptr, count, i, staged);
             }
             placeGroup(staged, vector, tile + tilePlace(begin / kPerGroup * 8, segments), segments);
