@@ -20,13 +20,8 @@ static void anyTileDots(int count, const TileBlock<Shape>* tile, int64_t blocks,
     tileDots<Shape, most>(tile, blocks, groups, sums);
 }
 
-// The end of the contract's sum for all rows; then adds the bias and stores.
-static void finishTile(float (*acc)[kTileRows], const float* bias, int rows, float* y) {
-    for (int width = kContractAccumulators / 2; width >= 1; width /= 2)
-        for (int i = 0; i < width; ++i)
-            for (int at = 0; at < kTileRows; at += kLaneRows)
-                storeF(acc[i] + at, addF(loadF(acc[i] + at), loadF(acc[i + width] + at)));
-    for (int r = 0; r < rows; ++r) y[r] = bias ? acc[0][r] + bias[r] : acc[0][r];
+static void storeRows(const float* sums, const float* bias, int rows, float* y) {
+    for (int r = 0; r < rows; ++r) y[r] = bias ? sums[r] + bias[r] : sums[r];
 }
 
 template <class Block>
@@ -60,8 +55,8 @@ static void matmulTiles(const MatmulArgs& args, int64_t rowBegin, int64_t rowEnd
             for (int64_t r = first; r < last; r += kTileRows, tile += tileBlocks) {
                 anyTileDots(count, tile, blocks, tokens, sums);
                 for (int64_t t = begin; t < end; ++t)
-                    finishTile(sums[t - begin], args.bias ? args.bias + r : nullptr, rowsAt(r),
-                               args.y + t * args.yStride + r);
+                    storeRows(sums[5][t - begin], args.bias ? args.bias + r : nullptr, rowsAt(r),
+                              args.y + t * args.yStride + r);
             }
         }
     }

@@ -92,23 +92,26 @@ SHARPI_INLINE void addBlock(const TileBlock<Shape>& w, const TokenGroup* tokens,
 template <class Shape> static void beginTiles(int) {}
 static inline void endTiles() {}
 
-using TileSums = float[kTileTokens][kContractAccumulators][kTileRows];
+// [5] has the whole sums; see addToTree.
+using TileSums = float[6][kTileTokens][kTileRows];
+constexpr int64_t kSumStride = kTileTokens * kTileRows;
 
-// The accumulators of `count` tokens. Group g of token t is groups[g * count + t].
+// The sums of `count` tokens. Group g of token t is groups[g * count + t].
 template <class Shape, int count>
 static void tileDots(const TileBlock<Shape>* tile, int64_t blocks, const TokenGroup* groups, TileSums& sums) {
     constexpr int kGroups = kContractAccumulators / 8;  // of a segment
     const int64_t segments = (blocks + kContractAccumulators - 1) / kContractAccumulators;
-    for (int place = 0; place < kContractAccumulators; ++place) {
+    for (int n = 0; n < kContractAccumulators; ++n) {
         VecF acc[count][kTileVectors];
         for (auto& vectors : acc)
             for (VecF& v : vectors) v = set1F(0);
-        const TileBlock<Shape>* w = tile + place * segments;
+        const int place = inSumOrder(n);
+        const TileBlock<Shape>* w = tile + n * segments;
         const TokenGroup* tokens = groups + place / 8 * count;
         for (int64_t b = place; b < blocks; b += kContractAccumulators, ++w, tokens += kGroups * count)
             addBlock<Shape, count>(*w, tokens, place % 8, acc);
         for (int t = 0; t < count; ++t)
-            for (int v = 0; v < kTileVectors; ++v) storeF(sums[t][place] + v * kLaneRows, acc[t][v]);
+            for (int v = 0; v < kTileVectors; ++v) addToTree(n, acc[t][v], sums[0][t] + v * kLaneRows, kSumStride);
     }
 }
 

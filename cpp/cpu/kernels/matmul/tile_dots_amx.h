@@ -11,7 +11,9 @@ namespace sharpi::cpu::SHARPI_ISA {
 constexpr int kTileTokens = 16;
 static_assert(kTileRows == 16, "a tile register's columns");
 
-using TileSums = float[kTileTokens][kContractAccumulators][kTileRows];
+// [5] has the whole sums; see addToTree.
+using TileSums = float[6][kTileTokens][kTileRows];
+constexpr int64_t kSumStride = kTileTokens * kTileRows;
 using BlockIntegers = int32_t[kTileTokens][kTileRows];
 
 // The operand of ldtilecfg. Registers 0 and 1 have the integers of a block's parts, 2 and 3 the tokens' numbers, 4 and
@@ -81,28 +83,26 @@ SHARPI_INLINE void partIntegers(const uint8_t (*quant)[kTileRows][4], const int8
 
 #endif
 
-// A block of a tile and of `count` tokens, in the order of accumulators.
+// A block of a tile and of `count` tokens, in the order of sums.
 template <class Shape, int count> struct BlockCursor {
     const TileBlock<Shape>* tile;
     const TokenGroup* groups;
     int64_t blocks, segments;
+    int n = 0, place = 0;  // the block is of accumulator place = inSumOrder(n)
     int64_t b = 0;
-    int place = 0;  // b mod 32
     const TileBlock<Shape>* w = tile;
     const TokenGroup* tokens = groups;
 
-    // False after the last block.
-    bool next() {
-        if (b + kContractAccumulators < blocks) {
-            b += kContractAccumulators;
-            ++w;
-            tokens += kContractAccumulators / 8 * count;
-            return true;
+    // To the next block of the same sum, or to the first one of a later sum.
+    void next() {
+        b += kContractAccumulators;
+        ++w;
+        tokens += kContractAccumulators / 8 * count;
+        while (b >= blocks && ++n < kContractAccumulators) {
+            b = place = inSumOrder(n);
+            w = tile + n * segments;
+            tokens = groups + place / 8 * count;
         }
-        b = ++place;
-        w = tile + place * segments;
-        tokens = groups + place / 8 * count;
-        return place < kContractAccumulators && place < blocks;
     }
 };
 
@@ -135,32 +135,28 @@ SHARPI_INLINE void addIntegers(const BlockCursor<Shape, count>& at, const BlockI
     }
 }
 
-// The accumulators of `count` tokens. Group g of token t is groups[g * count + t].
+// The sums of `count` tokens. Group g of token t is groups[g * count + t].
 template <class Shape, int count>
 static void tileDots(const TileBlock<Shape>* tile, int64_t blocks, const TokenGroup* groups, TileSums& sums) {
     const int64_t segments = (blocks + kContractAccumulators - 1) / kContractAccumulators;
     alignas(64) BlockIntegers integers[2][Shape::kParts];
     VecF acc[count];
-#pragma GCC unroll 16
-    for (VecF& v : acc) v = set1F(0);
-    for (int64_t place = blocks; place < kContractAccumulators; ++place)
-#pragma GCC unroll 16
-        for (int t = 0; t < count; ++t) storeF(sums[t][place], acc[t]);
     BlockCursor<Shape, count> at{tile, groups, blocks, segments};
     makeIntegers(at, integers[0]);
-    bool more = true;
-    for (int turn = 0; more; turn = 1 - turn) {
-        BlockCursor<Shape, count> ahead = at;
-        more = ahead.next();
-        if (more) makeIntegers(ahead, integers[1 - turn]);
-        addIntegers(at, integers[turn], acc);
-        if (!more || ahead.place != at.place)
+    int turn = 0;
+    for (int n = 0; n < kContractAccumulators; ++n) {
 #pragma GCC unroll 16
-            for (int t = 0; t < count; ++t) {
-                storeF(sums[t][at.place], acc[t]);
-                acc[t] = set1F(0);
-            }
-        at = ahead;
+        for (VecF& v : acc) v = set1F(0);
+        while (at.n == n) {
+            BlockCursor<Shape, count> ahead = at;
+            ahead.next();
+            if (ahead.n < kContractAccumulators) makeIntegers(ahead, integers[1 - turn]);
+            addIntegers(at, integers[turn], acc);
+            at = ahead;
+            turn = 1 - turn;
+        }
+#pragma GCC unroll 16
+        for (int t = 0; t < count; ++t) addToTree(n, acc[t], sums[0][t], kSumStride);
     }
 }
 

@@ -55,9 +55,21 @@ template <class Shape> struct alignas(64) TileBlock {
     float factor[Shape::kFactors][kTileRows];  // d * sub of the parts, then m * min
 };
 
+// The n-th accumulator in the order in which they are summed, and the other way round: the bits of n, reversed. So each
+// sum of the contract's end follows soon after both its parts.
+constexpr int inSumOrder(int n) { return (n & 1) << 4 | (n & 2) << 2 | (n & 4) | (n & 8) >> 2 | (n & 16) >> 4; }
+
 // Block b is at tile[tilePlace(b, segments)]; segments: of 1024 elements, in a row.
 constexpr int64_t tilePlace(int64_t b, int64_t segments) {
-    return b % kContractAccumulators * segments + b / kContractAccumulators;
+    return inSumOrder(static_cast<int>(b % kContractAccumulators)) * segments + b / kContractAccumulators;
+}
+
+// A vector of accumulator inSumOrder(n), for n = 0, 1, 2 .. 31 in turn, on its way through the contract's end: sums
+// that wait for their other half are at level + i * stride, i < 5, and after the last the whole sum is at level + 5 *
+// stride.
+SHARPI_INLINE void addToTree(int n, VecF sum, float* level, int64_t stride) {
+    for (; n & 1; n >>= 1, level += stride) sum = addF(loadF(level), sum);
+    storeF(level, sum);
 }
 
 // 256 elements of the rows of a vector, before they are transposed.
@@ -89,13 +101,13 @@ template <class Block> static void stageRow(const Block* block, int count, int r
     for (int i = 0; i < Shape::kMins; ++i) _mm256_store_ps(to.factor[r] + 8 * (Shape::kParts + i), factors.min[i]);
 }
 
-// Transposes a group to vector `vector` of its blocks, which are `stride` apart.
+// Transposes a group to vector `vector` of its eight blocks.
 template <class Shape>
-static void placeGroup(const StagedGroup<Shape>& group, int vector, TileBlock<Shape>* to, int64_t stride) {
+static void placeGroup(const StagedGroup<Shape>& group, int vector, TileBlock<Shape>* const* to) {
     const int lane = vector * kLaneRows;
     for (int k = 0; k < 64; k += kLaneRows) {
         uint8_t* words[kLaneRows];
-        for (int i = 0; i < kLaneRows; ++i) words[i] = to[(k + i) / 8 * stride].quant[(k + i) % 8][lane];
+        for (int i = 0; i < kLaneRows; ++i) words[i] = to[(k + i) / 8]->quant[(k + i) % 8][lane];
         transposeWords(group.quant[0] + 4 * k, sizeof group.quant[0], words);
     }
     alignas(64) uint8_t unused[kLaneRows][4];
@@ -103,8 +115,7 @@ static void placeGroup(const StagedGroup<Shape>& group, int vector, TileBlock<Sh
         uint8_t* words[kLaneRows];
         for (int i = 0; i < kLaneRows; ++i) {
             const int factor = (k + i) / 8, b = (k + i) % 8;
-            words[i] =
-                factor < Shape::kFactors ? reinterpret_cast<uint8_t*>(to[b * stride].factor[factor] + lane) : unused[0];
+            words[i] = factor < Shape::kFactors ? reinterpret_cast<uint8_t*>(to[b]->factor[factor] + lane) : unused[0];
         }
         transposeWords(reinterpret_cast<const uint8_t*>(group.factor[0] + k), sizeof group.factor[0], words);
     }
@@ -121,6 +132,8 @@ static void packTile(const uint8_t* first, int64_t cols, int rows, int64_t segme
     StagedGroup<ShapeOf<Block>> staged = {};
     for (int64_t begin = 0; begin < blocks; begin += kPerGroup) {
         const int count = blocks - begin < kPerGroup ? static_cast<int>(blocks - begin) : kPerGroup;
+        TileBlock<ShapeOf<Block>>* to[8];
+        for (int b = 0; b < 8; ++b) to[b] = tile + tilePlace(begin / kPerGroup * 8 + b, segments);
         for (int vector = 0; vector < kTileVectors; ++vector) {
             for (int i = 0; i < kLaneRows; ++i) {
                 const int r = vector * kLaneRows + i;
@@ -129,7 +142,7 @@ static void packTile(const uint8_t* first, int64_t cols, int rows, int64_t segme
                     _mm_prefetch(reinterpret_cast<const char*>(row) + ahead + line, _MM_HINT_T1);
                 stageRow<Block>(r < rows ? row : nullptr, count, i, staged);
             }
-            placeGroup(staged, vector, tile + tilePlace(begin / kPerGroup * 8, segments), segments);
+            placeGroup(staged, vector, to);
         }
     }
 }
