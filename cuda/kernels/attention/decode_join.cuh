@@ -101,29 +101,23 @@ __device__ __forceinline__ void writeSlot(const Args& args, int64_t slot, const 
 }
 
 // Joins the pieces in the slots [begin, end) of a head, in their order, to `whole`. Slot 0 begins a segment of kSegment
-// pieces. The whole warp calls it.
+// pieces. staged: the warp's region. The whole warp calls it. The loop is short on purpose: with few pieces, a warp
+// that runs through unrolled code mostly waits for its instructions.
 template <class K, int kSegment>
 __device__ __forceinline__ void joinSlots(const Args& args, int64_t head, int begin, int end, int column, int lane,
-                                          Joined<K::kWidth>& whole) {
-    constexpr int kWidth = K::kWidth, kAhead = 32 / kWidth;  // pieces whose outputs are loaded at once
-    const int dim = K::dim(args.shape);
-    const float* outputs = args.partials.outputs + head * dim + column;
+                                          const float* staged, Joined<K::kWidth>& whole) {
+    constexpr int kWidth = K::kWidth, kQuad = kSegmentPages;
+    const int dim = K::dim(args.shape), ahead = args.layout.joined;
+    const float* outputs = args.partials.outputs + head * dim;
     const float *maxima = args.partials.maxima + head, *sums = args.partials.sums + head;
-    Joined<kWidth> part;
-    part.clear();
     Factors factors;
-    float next[kAhead][kWidth];
-    const auto read = [&](int from) {
-#pragma unroll
-        for (int i = 0; i < kAhead; i++) {
-            const int slot = max(begin, min(from + i, end - 1));
-            readWritten<kWidth>(outputs + static_cast<int64_t>(slot) * dim, next[i]);
-        }
-    };
-    int from = begin / kAhead * kAhead;
-    read(from);
 #pragma unroll 1
-    for (; from < end; from += kAhead) {
+    for (int from = begin & -ahead; from < end; from += ahead) {
+        const int first = max(begin, from), last = min(end, from + ahead);
+        __syncwarp();  // what was staged before has been read
+        copyBytes<32>(sharedAddress(staged), outputs + static_cast<int64_t>(first) * dim, (last - first) * dim * 4,
+                      lane);
+        closeCopies();
         if (from % 32 == 0 || from <= begin) {
             const int slot = from / 32 * 32 + lane;
             const bool exists = slot >= begin && slot < end;
@@ -131,32 +125,33 @@ __device__ __forceinline__ void joinSlots(const Args& args, int64_t head, int be
             factors.sum = exists ? __ldcg(sums + slot) : 0.0f;
             factors.make<kSegment>(maximum, whole.m, lane);
         }
-        float outputsOf[kAhead][kWidth];
+        waitForCopies<0>();
+        __syncwarp();
+#pragma unroll 1
+        for (int quad = first / kQuad * kQuad; quad < last; quad += kQuad) {
+            Joined<kWidth> part;
+            part.clear();
 #pragma unroll
-        for (int i = 0; i < kAhead; i++) {
-#pragma unroll
-            for (int x = 0; x < kWidth; x++) outputsOf[i][x] = next[i][x];
-        }
-        if (from + kAhead < end) read(from + kAhead);
-#pragma unroll
-        for (int i = 0; i < kAhead; i++) {
-            const int slot = from + i, at = slot % 32;
-            const float sum = __shfl_sync(kWholeWarp, factors.sum, at),
-                        segmentKept = __shfl_sync(kWholeWarp, factors.segmentKept, at),
-                        segmentAdded = __shfl_sync(kWholeWarp, factors.segmentAdded, at);
-            const bool isOne = slot >= begin && slot < end;
-            if (kSegment == 1) {
-                if (isOne) whole.add(sum, outputsOf[i], segmentKept, segmentAdded);
-                continue;
+            for (int i = 0; i < kQuad; i++) {
+                const int slot = quad + i, at = slot % 32;
+                if (slot < first || slot >= last) continue;
+                float output[kWidth];
+                readFloats<kWidth>(staged + (slot - first) * dim + column, output);
+                const float sum = __shfl_sync(kWholeWarp, factors.sum, at);
+                if (kSegment == 1)
+                    whole.add(sum, output, __shfl_sync(kWholeWarp, factors.segmentKept, at),
+                              __shfl_sync(kWholeWarp, factors.segmentAdded, at));
+                else
+                    part.add(sum, output, __shfl_sync(kWholeWarp, factors.kept, at),
+                             __shfl_sync(kWholeWarp, factors.added, at));
             }
-            const float kept = __shfl_sync(kWholeWarp, factors.kept, at),
-                        added = __shfl_sync(kWholeWarp, factors.added, at);
-            if (!isOne) continue;
-            if (slot % kSegment == 0) part.clear();
-            part.add(sum, outputsOf[i], kept, added);
-            if ((slot + 1) % kSegment == 0 || slot + 1 == end) whole.add(part.l, part.o, segmentKept, segmentAdded);
+            if (kSegment == 1) continue;
+            const int at = quad % 32;  // the segment's factors are the same in all of its lanes
+            whole.add(part.l, part.o, __shfl_sync(kWholeWarp, factors.segmentKept, at),
+                      __shfl_sync(kWholeWarp, factors.segmentAdded, at));
         }
     }
+    __syncwarp();  // the region may be written again
 }
 
 // Puts o / l on `line`, headDim floats of shared memory that belong to this warp.
@@ -249,14 +244,18 @@ struct Chain {
         if (batch > 0) waitUntil(joined, batch);
         return true;
     }
-    // One thread says that the batch has been joined.
-    __device__ void close() const { publish(joined, isLast ? 0 : batch + 1); }
+    // One thread says that the batch has been joined. Nobody waits for the last one.
+    __device__ void close() const {
+        if (!isLast) publish(joined, batch + 1);
+        else if (batch > 0) *joined = 0;
+    }
 };
 
-// Joins the batch of this piece to the earlier ones, for one query. line: as for divide(). The whole warp calls it.
+// Joins the batch of this piece to the earlier ones, for one query. staged: as for joinSlots(). line: as for divide().
+// The whole warp calls it.
 template <class K>
 __device__ __forceinline__ void joinBatch(const Args& args, const Piece& piece, const Chain& chain, int query, int2 row,
-                                          float* line, int lane) {
+                                          const float* staged, float* line, int lane) {
     const Head head(args, piece, query);
     constexpr int kWidth = K::kWidth;
     const int dim = K::dim(args.shape), perPiece = piece.run.isShort ? 1 : kSegmentPages;
@@ -279,8 +278,9 @@ __device__ __forceinline__ void joinBatch(const Args& args, const Piece& piece, 
             readWritten<kWidth>(args.partials.outputs + kept * dim + columns.at, so.o);
         }
         if (first < last && piece.run.isShort)
-            joinSlots<K, kSegmentPages>(args, head.first, first, last, columns.at, lane, so);
-        else if (first < last) joinSlots<K, 1>(args, head.first, first - turn, last - turn, columns.at, lane, so);
+            joinSlots<K, kSegmentPages>(args, head.first, first, last, columns.at, lane, staged, so);
+        else if (first < last)
+            joinSlots<K, 1>(args, head.first, first - turn, last - turn, columns.at, lane, staged, so);
         if (chain.isLast) divide<kWidth>(args, head, so, true, columns, line);
         else writeSlot<K>(args, kept, so, columns, lane == 0 && from == 0);
         __syncwarp();

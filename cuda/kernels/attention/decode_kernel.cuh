@@ -22,9 +22,10 @@ template <class K> struct PieceWork {
     int page;           // the warp's
     int64_t pageStart;  // in elements of the cache
     int n;              // keys that some row sees
+    int turn;           // where the next piece's ticket goes
 
-    __device__ PieceWork(const Args& a, const Block& b, const Piece& p)
-        : args(a), block(b), piece(p), page(p.page(b.warp)), pageStart(0), n(0) {
+    __device__ PieceWork(const Args& a, const Block& b, const Piece& p, int next)
+        : args(a), block(b), piece(p), page(p.page(b.warp)), pageStart(0), n(0), turn(next) {
         if (!piece.has(page)) return;
         const int32_t* table = args.batch.pageTables + piece.run.sequence * args.batch.pagesPerTable;
         pageStart =
@@ -52,7 +53,15 @@ template <class K> struct PieceWork {
         return Results(block.shared + warp * Results::bytes(kShare, dim()), kShare, dim());
     }
 
-    __device__ __forceinline__ void loadQueries(const Tile& tile) const {
+    // Takes the next piece. The counter's answer is only waited for by a thread that waits for keys anyway.
+    __device__ __forceinline__ void takeNext(const Tile& tile) const {
+        if (tile.first > 0 || threadIdx.x != kThreads - 1) return;
+        const uint32_t given = block.flags().mayWait ? 0 : gridDim.x;  // tickets that need no counter
+        block.flags().ticket[turn] = static_cast<int>(given + atomicAdd(args.partials.counters, 1u));
+    }
+
+    // A short row's queries belong to the open group of copies. Those of a segment have been loaded on return.
+    template <bool kShort> __device__ __forceinline__ void loadQueries(const Tile& tile) const {
         const int quads = dim() / 4;
 #pragma unroll 1
         for (int query = block.warp; query < tile.count; query += kWarps) {
@@ -61,7 +70,10 @@ template <class K> struct PieceWork {
                                (static_cast<int64_t>(head.row) * args.shape.heads + head.head) * quads;
             auto* to = reinterpret_cast<float4*>(block.queries()) + query;
 #pragma unroll 1
-            for (int quad = block.lane; quad < quads; quad += 32) to[quad * kTile] = from[quad];
+            for (int quad = block.lane; quad < quads; quad += 32) {
+                if (kShort) copyChunk(sharedAddress(to + quad * kTile), from + quad, true);
+                else to[quad * kTile] = from[quad];
+            }
         }
     }
 
@@ -117,13 +129,14 @@ template <class K> struct PieceWork {
 
     // Computes a tile of a short row, whose page is the block's.
     __device__ __forceinline__ void attendShort(const Tile& tile) const {
+        loadQueries<true>(tile);  // first, because the page's number may still be on its way
         const KeyFeeder<true> feeder(block, keys(), n, rowBytes(), chunks());
         feeder.begin();
         if (tile.first == 0 && keepsValues())
-            copyBytes(sharedAddress(block.shared) + chunks() * kChunkBytes, values(), n * rowBytes());
+            copyBytes<kThreads>(sharedAddress(block.shared) + chunks() * kChunkBytes, values(), n * rowBytes(),
+                                threadIdx.x);
         closeCopies();
-        loadQueries(tile);
-        __syncthreads();
+        takeNext(tile);
         const int first = block.warp * kShare;
         attend<kShare, true>(feeder, tile, first, min(kShare, tile.count - first), shareResults(block.warp));
 #pragma unroll 1
@@ -137,7 +150,8 @@ template <class K> struct PieceWork {
         const bool isUsed = piece.has(page);
         if (isUsed) feeder.begin();
         if (isUsed && tile.first == 0) prefetchBytes(values(), n * rowBytes(), block.lane);
-        loadQueries(tile);
+        loadQueries<false>(tile);
+        takeNext(tile);
         __syncthreads();
         const Results to = pageResults(block.warp);
         if (!isUsed) {
@@ -219,42 +233,45 @@ template <class K> struct PieceWork {
             else attendSegment(tile, chain);
         }
         if (piece.pieces == 1) return;
-        if (threadIdx.x == 0) block.flags()[3] = chain.finish();
+        if (threadIdx.x == 0) block.flags().finished = chain.finish();
         __syncthreads();
-        if (!block.flags()[3]) return;
-        float* line = reinterpret_cast<float*>(block.shared) + block.warp * dim();
+        if (!block.flags().finished) return;
+        const auto* staged = reinterpret_cast<const float*>(block.shared + block.warp * args.layout.region);
+        float* line = block.queries() + block.warp * dim();
 #pragma unroll 1
         for (int query = block.warp; query < count; query += kWarps)
-            joinBatch<K>(args, piece, chain, query, rowOf(query), line, block.lane);
+            joinBatch<K>(args, piece, chain, query, rowOf(query), staged, line, block.lane);
         __syncthreads();
         if (threadIdx.x == 0) chain.close();
     }
 };
 
-// Blocks take pieces by ticket, in ascending order, until there are no more.
+// Blocks take pieces by ticket, in ascending order, until there are no more. A block's number serves as its first
+// ticket if no piece can wait for another, since a block that has not started yet would hold up those that wait for it.
 template <class K> __global__ void __launch_bounds__(kThreads, K::kBlocks) attendFewRows(const Args args) {
     allowNext();
     waitForPrevious();
     extern __shared__ __align__(128) uint8_t shared[];
     const Block block(shared, args.layout);
     uint32_t* taken = args.partials.counters;
-    uint32_t ticket = 0;
-    if (threadIdx.x == kThreads - 1) ticket = atomicAdd(taken, 1u);
     if (block.warp == 0) findRuns(args, block);
-    for (;;) {
-        if (threadIdx.x == kThreads - 1) block.flags()[0] = static_cast<int>(ticket);
+    __syncthreads();
+    const int all = block.flags().pieces * args.shape.kvHeads, blocks = static_cast<int>(gridDim.x);
+    int present = static_cast<int>(blockIdx.x);
+    if (block.flags().mayWait) {
+        if (threadIdx.x == 0) block.flags().ticket[1] = static_cast<int>(atomicAdd(taken, 1u));
         __syncthreads();
-        const int present = block.flags()[0], all = block.flags()[2] * args.shape.kvHeads;
-        if (present >= all) {
-            // Every block takes one ticket too many. The last of these leaves the counter ready for the next launch.
-            if (threadIdx.x == 0 && present == all + static_cast<int>(gridDim.x) - 1) *taken = 0;
-            return;
-        }
-        if (threadIdx.x == kThreads - 1) ticket = atomicAdd(taken, 1u);
-        const Piece piece(args, block, present);
-        // No barrier follows: after its last one, a piece only reads a flag that no piece writes before its first.
-        PieceWork<K>(args, block, piece).run();
+        present = block.flags().ticket[1];
     }
+#pragma unroll 1
+    for (int turn = 0; present < all; turn ^= 1) {
+        const Piece piece(args, block, present);
+        // No barrier follows: after its last one, a piece only reads flags that no piece writes before its first.
+        PieceWork<K>(args, block, piece, turn).run();
+        present = block.flags().ticket[turn];
+    }
+    // The tickets end with one too many for each block. The last of them leaves the counter ready for the next launch.
+    if (threadIdx.x == 0 && present == all + blocks - 1) *taken = 0;
 }
 
 // --- launching ---------------------------------------------------------------------------------------------------

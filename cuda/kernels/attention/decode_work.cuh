@@ -49,9 +49,11 @@ inline Partials partialsOver(void* scratch, int64_t partials) {
 }
 
 // The layout of shared memory, in bytes. A warp has a region of `stages` chunks of keys. Once the keys are used, the
-// region has the weights, the outputs and the maxima and sums of the warp's page.
+// region has the weights, the outputs and the maxima and sums of the warp's page. When pieces are joined, it has the
+// outputs of up to `joined` of them: a power of two from kSegmentPages to 32.
 struct Layout {
     int rowBytes = 0, chunks = 0, stages = 0, region = 0, queries = 0, rows = 0, runs = 0, flags = 0, total = 0;
+    int joined = 32;
 
     Layout() = default;
     Layout(int elementBytes, int headDim, int tile, int mostStages) {
@@ -60,11 +62,12 @@ struct Layout {
         stages = chunks < mostStages ? chunks : mostStages;
         const int results = (tile * (kPageTokens + headDim + 2) * 4 + kLineBytes - 1) / kLineBytes * kLineBytes;
         region = stages * kChunkBytes > results ? stages * kChunkBytes : results;
+        while (joined * headDim * 4 > region) joined /= 2;
         queries = kWarps * region;
         rows = queries + tile * headDim * 4;
         runs = rows + kMaxRows * 8;
         flags = runs + kMaxRows * 16;
-        total = flags + 16;
+        total = flags + 32;
     }
 };
 
@@ -86,6 +89,14 @@ struct Args {
     __device__ int rowOf(int query) const { return groupInverse ? __umulhi(query, groupInverse) : query; }
 };
 
+// What the threads of a block tell each other.
+struct Flags {
+    volatile int ticket[2];  // of the next piece, which a block takes while it works on a piece
+    volatile int runs, pieces;
+    volatile int mayWait;   // whether a piece may wait for an earlier one
+    volatile int finished;  // whether this block joins the batch
+};
+
 // Shared memory as the threads of a block see it.
 struct Block {
     uint8_t* shared;
@@ -98,7 +109,7 @@ struct Block {
     // The first key that a row sees, and how many keys end with its own.
     __device__ int2* rows() const { return reinterpret_cast<int2*>(shared + layout.rows); }
     __device__ int4* runs() const { return reinterpret_cast<int4*>(shared + layout.runs); }
-    __device__ volatile int* flags() const { return reinterpret_cast<volatile int*>(shared + layout.flags); }
+    __device__ Flags& flags() const { return *reinterpret_cast<Flags*>(shared + layout.flags); }
 };
 
 // --- runs --------------------------------------------------------------------------------------------------------
@@ -111,6 +122,12 @@ struct Run {
     int keys;       // one more than the largest position
     int end;        // the pieces of this run and of all before it
 
+    // A row without its neighbours. first: the first key that it sees.
+    __device__ static Run alone(const Args& args, int row, int position, int sequence, int first) {
+        Run run = {row, 1, sequence, true, first / kPageTokens, max(0, position + 1), 0};
+        run.isShort = run.endPage() - run.firstPage <= args.shortPages;
+        return run;
+    }
     __device__ int4 packed() const {
         return {row | rows << 8 | (isShort ? 1 << 15 : 0) | sequence << 16, firstPage, keys, end};
     }
@@ -124,12 +141,30 @@ struct Run {
         if (isShort) return max(1, endPage() - firstPage);
         return (endPage() - 1) / kSegmentPages - firstSegment() + 1;
     }
+    // Whether a piece of this run may wait for an earlier one: whether there is more than one batch.
+    __device__ bool mayWait(const Args& args) const { return !isShort && pieces() > args.ring.batch; }
 };
+
+// findRuns() for a single row, without what is needed to tell rows apart.
+__device__ __forceinline__ void findOnlyRun(const Args& args, const Block& block) {
+    // Volatile: both loads are issued at once.
+    const int position = *static_cast<const volatile int32_t*>(args.batch.positions);
+    const int sequence = *static_cast<const volatile int32_t*>(args.batch.sequence);
+    const int first = position < 0 ? 0 : args.rule.reach.first(position);
+    Run run = Run::alone(args, 0, position, sequence, first);
+    run.end = run.pieces();
+    if (block.lane > 0) return;
+    block.rows()[0] = {first, run.keys};
+    block.runs()[0] = run.packed();
+    block.flags().runs = 1, block.flags().pieces = run.end, block.flags().mayWait = run.mayWait(args);
+}
 
 // Finds the runs of the batch and leaves them and what each row sees in shared memory. One warp calls it.
 __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
     const int rows = static_cast<int>(args.batch.rows), lane = block.lane;
+    if (rows == 1) return findOnlyRun(args, block);
     int runs = 0, pieces = 0;
+    bool mayWait = false;
 #pragma unroll 1
     for (int base = 0; base < rows; base += 32) {
         const int row = min(base + lane, rows - 1), before = max(0, row - 1);
@@ -138,10 +173,8 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
         const int position = static_cast<const volatile int32_t*>(args.batch.positions)[row];
         const int sequence = static_cast<const volatile int32_t*>(args.batch.sequence)[row];
         const int previous = static_cast<const volatile int32_t*>(args.batch.sequence)[before];
-        Run run = {row, 1, sequence, true, 0, max(0, position + 1), 0};
         const int first = position < 0 ? 0 : args.rule.reach.first(position);
-        run.firstPage = first / kPageTokens;
-        run.isShort = run.endPage() - run.firstPage <= args.shortPages;
+        Run run = Run::alone(args, row, position, sequence, first);
         if (exists) block.rows()[row] = {first, run.keys};
         const bool shortBefore = __shfl_up_sync(kWholeWarp, static_cast<int>(run.isShort), 1);
         const bool breaks = lane == 0 || run.isShort || shortBefore || sequence != previous || !exists;
@@ -150,12 +183,13 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
         const uint32_t all = __ballot_sync(kWholeWarp, starts || !exists), after = all & ~upTo;
         run.rows = (after ? __ffs(after) - 1 : 32) - lane;
 #pragma unroll
-        for (int i = 1; i < kRunRows && rows > 1; i++) {
+        for (int i = 1; i < kRunRows; i++) {
             const int page = __shfl_down_sync(kWholeWarp, first / kPageTokens, i);
             const int keys = __shfl_down_sync(kWholeWarp, max(0, position + 1), i);
             if (i < run.rows) run.firstPage = min(run.firstPage, page), run.keys = max(run.keys, keys);
         }
         run.end = starts ? run.pieces() : 0;
+        mayWait |= __ballot_sync(kWholeWarp, starts && run.mayWait(args)) != 0;
 #pragma unroll
         for (int width = 1; width < 32 && width < rows; width <<= 1) {
             const int other = __shfl_up_sync(kWholeWarp, run.end, width);
@@ -167,7 +201,7 @@ __device__ __forceinline__ void findRuns(const Args& args, const Block& block) {
         runs += __popc(starting);
         pieces = __shfl_sync(kWholeWarp, run.end, min(31, rows - 1 - base));
     }
-    if (lane == 0) block.flags()[1] = runs, block.flags()[2] = pieces;
+    if (lane == 0) block.flags().runs = runs, block.flags().pieces = pieces, block.flags().mayWait = mayWait;
 }
 
 // One piece of one kv head of a run: a page, or the pages of a segment.
@@ -177,7 +211,7 @@ struct Piece {
 
     // ticket: counts the pieces of all runs and kv heads. The whole warp calls it.
     __device__ Piece(const Args& args, const Block& block, int ticket) {
-        const int piece = ticket / args.shape.kvHeads, runs = block.flags()[1], lane = block.lane;
+        const int piece = ticket / args.shape.kvHeads, runs = block.flags().runs, lane = block.lane;
         kvHead = ticket - piece * args.shape.kvHeads;
         int number = 0;
 #pragma unroll 1
@@ -274,10 +308,12 @@ template <bool kBlocks> struct KeyFeeder {
     }
 };
 
-// Copies `bytes` from global to shared memory. The whole block calls it.
-__device__ __forceinline__ void copyBytes(uint32_t to, const uint8_t* from, int bytes) {
+// Copies `bytes`, a multiple of 16, from global to shared memory. The threads of a block or of a warp call it, each
+// with its number among kCount.
+template <int kCount> __device__ __forceinline__ void copyBytes(uint32_t to, const void* from, int bytes, int thread) {
 #pragma unroll 2
-    for (int i = threadIdx.x * 16; i < bytes; i += kThreads * 16) copyChunk(to + i, from + i, true);
+    for (int i = thread * 16; i < bytes; i += kCount * 16)
+        copyChunk(to + i, static_cast<const uint8_t*>(from) + i, true);
 }
 
 // Asks for these bytes to be brought to the L2 cache. The whole warp calls it.
