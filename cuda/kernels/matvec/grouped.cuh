@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTi
 // with little shared memory, have one, and two blocks for a large group.
 template <DType D, typename F> void withGroupTiles(const Stream& stream, const PairGroups& groups, F&& f) {
     if constexpr (!isRareType(D)) {
-        const size_t bytes = MmaTile<D, 2>::kSharedBytes + kMmaSpareShared;
+        const size_t bytes = MmaTile<D, 2>::sharedBytes(0) + kMmaSpareShared;
         if (groups.most > kMmaColumns && bytes <= stream.device().sharedPerBlock)
             return f(std::integral_constant<int, 2>{});
     }

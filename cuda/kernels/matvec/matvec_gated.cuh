@@ -18,8 +18,9 @@ struct GatedProduct {
     int32_t hidden = 0, cols = 0;
     int32_t width = 0;  // columns of out's rows, of which `hidden` are written
     MatvecInput x;
-    int32_t rows = 0;   // rows of activations
-    int32_t ahead = 0;  // units that a warp prefetches
+    int32_t rows = 0;    // rows of activations
+    int32_t groups = 1;  // tensor cores: runs of 32 rows for each block
+    int32_t ahead = 0;   // units that a warp prefetches
     RowOutputs out;
     GatedJoin join;
     // Experts: pair p = blockIdx.y reads row p / used of x and writes row p. A pair with chosen[p] < 0 is skipped.

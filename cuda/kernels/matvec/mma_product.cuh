@@ -9,12 +9,12 @@
 
 namespace sharpi::cuda {
 
-template <DType D, int kTiles>
-__global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTiles))
+template <DType D, int kTiles, bool kResident>
+__global__ void __launch_bounds__(MmaTile<D, kTiles, kResident>::kThreads, mmaMinBlocks(kTiles))
     mmaProductKernel(const __grid_constant__ Products p) {
 #if __CUDA_ARCH__ >= 800
     extern __shared__ __align__(128) uint8_t staged[];
-    using Tile = MmaTile<D, kTiles>;
+    using Tile = MmaTile<D, kTiles, kResident>;
     constexpr int kRows = kMmaRows * Tile::kGroups;
     allowNext();
     const int columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
@@ -49,35 +49,29 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTi
 #endif
 }
 
-// The items of a block with which the rounds of blocks cost least.
-inline int mmaItems(const Products& p, int rowsOfItem, int64_t columnTiles, int64_t atOnce) {
-    int best = 1;
-    double bestCost = 0;
-    for (int items = 1; items <= 8; ++items) {
-        int64_t blocks = 0;
-        for (int i = 0; i < p.count; ++i)
-            blocks += (p.product[i].rows + int64_t{rowsOfItem} * items - 1) / (int64_t{rowsOfItem} * items);
-        const int64_t rounds = (blocks * columnTiles + atOnce - 1) / atOnce;
-        const double cost = static_cast<double>(rounds) * (items + 0.25);
-        if (items == 1 || cost < bestCost) best = items, bestCost = cost;
-    }
-    return best;
-}
-
 template <DType D> void launchMmaProducts(Stream& stream, Products p) {
-    withMmaTiles<D>(stream, p.rows, [&](auto tiles) {
-        using Tile = MmaTile<D, decltype(tiles)::value>;
+    withMmaTiles<D>(stream, p.rows, p.cols, [&](auto shape) {
+        using Shape = decltype(shape);
+        using Tile = MmaTile<D, Shape::kTiles, Shape::kResident>;
         constexpr int kRows = kMmaRows * Tile::kGroups;
         const int64_t columnTiles = (p.rows + Tile::kColumns - 1) / Tile::kColumns;
-        const int64_t atOnce = int64_t{stream.device().multiprocessors} * mmaMinBlocks(decltype(tiles)::value);
-        p.groups = mmaItems(p, kRows, columnTiles, atOnce);
+        const int64_t atOnce = int64_t{stream.device().multiprocessors} * mmaMinBlocks(Shape::kTiles);
+        const auto blocksOf = [&](const Product& w, int64_t items) {
+            return (w.rows + kRows * items - 1) / (kRows * items);
+        };
+        const auto count = [&](int items) {
+            int64_t all = 0;
+            for (int i = 0; i < p.count; ++i) all += blocksOf(p.product[i], items);
+            return all;
+        };
+        p.groups = mmaItems(count, mmaMostItems(Shape::kResident), mmaStart(Shape::kResident), columnTiles, atOnce);
         int64_t blocks = 0;
         for (int i = 0; i < p.count; ++i) {
-            blocks += (p.product[i].rows + int64_t{kRows} * p.groups - 1) / (int64_t{kRows} * p.groups);
+            blocks += blocksOf(p.product[i], p.groups);
             p.product[i].endBlock = static_cast<int32_t>(blocks);
         }
         p.ahead = mmaAhead(D, std::min(blocks, atOnce), kRows);
-        launchMma<Tile>(stream, mmaProductKernel<D, decltype(tiles)::value>, blocks * columnTiles, p);
+        launchMma<Tile>(stream, mmaProductKernel<D, Shape::kTiles, Shape::kResident>, blocks * columnTiles, p);
     });
 }
 

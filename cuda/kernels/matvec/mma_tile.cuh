@@ -14,17 +14,19 @@
 //
 // - Weights: a lane loads a few blocks as Format<D> defines, one step ahead, in registers. It unpacks them and writes
 //   signed bytes and float scales to the warp's own shared memory, which ldmatrix reads as fragments.
-// - Activations: a team copies the blocks of all columns to its stages in shared memory, some steps ahead. The layout
-//   of QuantizedRows is already what ldmatrix needs.
+// - Activations: a team copies the blocks of all columns to its stages in shared memory. The layout of QuantizedRows is
+//   already what ldmatrix needs. If the stages of all steps fit (a *resident* tile), the team copies everything once,
+//   and the block has many items with the same columns. Otherwise there are a few stages, and copies are some steps
+//   ahead.
 //
-// Only a team's barrier stands in the main loop. Steps run on from one item (16 weight rows for each group, and their
-// columns) to the next, so that loads are always in flight.
+// Nothing but a team's barrier stands in the main loop, and not even that in a resident tile. Steps run on from one
+// item (16 weight rows for each group, and their columns) to the next, so that loads are always in flight.
 //
-// How to use it: a kernel of MmaTile::kThreads threads and kSharedBytes of dynamic shared memory (aligned to 128 bytes)
-// makes an MmaTile, calls start() before waitForPrevious() and run() after it. Its callables say where each item's rows
-// lie and which rows of activations are its columns. run() calls done(item, round) when the sums of an item, or a part
-// of them, are ready. There, forValues() visits the thread's share of them, and sumOf() returns one, of its own or any
-// other group.
+// How to use it: a kernel of MmaTile::kThreads threads and sharedBytes() of dynamic shared memory (aligned to 128
+// bytes) makes an MmaTile, calls start() before waitForPrevious() and run() after it. Its callables say where each
+// item's rows lie and which rows of activations are its columns. run() calls done(item, round) when the sums of an
+// item, or a part of them, are ready. There, forValues() visits the thread's share of them, and sumOf() returns one, of
+// its own or any other group.
 #pragma once
 
 #include "kernels/matvec/matvec_kernel.cuh"
@@ -201,18 +203,23 @@ template <DType D> struct MmaRows {
 };
 
 // kTiles: tiles of 8 columns. The more there are, the fewer accumulators a warp can have for each value.
-template <DType D, int kTiles, int groups = 2> class MmaTile {
+// isResident: all activations stay in shared memory, and all items have the columns of the first.
+template <DType D, int kTiles, bool isResident = false> class MmaTile {
 public:
     using Numbers = MmaNumbers<D>;
     using Weights = Steps<D>;
     static constexpr int kBlocks = kTiles == 1 ? 8 : 4;
     static constexpr int kSlices = kContractAccumulators / kBlocks;
-    static constexpr int kGroups = groups;
+    static constexpr int kGroups = 2;
+    static constexpr bool kResident = isResident;
     static constexpr int kThreads = 32 * kSlices * kGroups;
+    static constexpr int kItemsAhead = 2;  // that a resident tile prefetches into the L2 cache
     static constexpr int kColumns = kMmaColumns * kTiles;
-    // The sums of an item are joined in rounds of at most two tiles, to save shared memory.
-    static constexpr int kRounds = (kTiles + 1) / 2, kRoundTiles = kTiles / kRounds;
-    static_assert(kRounds * kRoundTiles == kTiles && kRoundTiles * 4 % kSlices == 0);
+    // The sums of an item are joined in rounds of at most two tiles, to save shared memory. The activations of a large
+    // resident tile leave room for one.
+    static constexpr int kRoundTiles = kTiles == 1 || (kTiles == 4 && kResident) ? 1 : 2;
+    static constexpr int kRounds = kTiles / kRoundTiles;
+    static_assert(kRounds * kRoundTiles == kTiles);
 
 private:
     using F = Format<D>;
@@ -246,9 +253,14 @@ private:
     static constexpr int kStages = kTiles == 4 ? 3 : 4;
 
 public:
-    static constexpr int kSharedBytes = kGroups * kSlices * kWarpBytes + kSlices * kStages * kStageBytes;
+    static __host__ __device__ constexpr int stages(int cols) {
+        return kResident ? (cols / kContractBlock + kContractAccumulators - 1) / kContractAccumulators : kStages;
+    }
+    static constexpr int64_t sharedBytes(int cols) {
+        return kGroups * kSlices * kWarpBytes + int64_t{kSlices} * kStageBytes * stages(cols);
+    }
 
-    // shared: kSharedBytes, aligned to 128 bytes.
+    // shared: sharedBytes(cols), aligned to 128 bytes.
     __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items)
         : _units(cols / kContractBlock), _items(items), _shared(sharedAddress(shared)) {
         const int begin = slice() * kBlocks;
@@ -257,7 +269,7 @@ public:
         const int l = lane(), m = member();
         _staged = _shared + (group() * kSlices + slice()) * kWarpBytes;
         _unpacked = _staged + chunkOffset(rowOfPair(0), 0, block());
-        const uint32_t columns = _shared + kGroups * kSlices * kWarpBytes + slice() * kStages * kStageBytes;
+        const uint32_t columns = _shared + kGroups * kSlices * kWarpBytes + slice() * stages(cols) * kStageBytes;
         _copied = columns + chunkOffset(m / (2 * kBlocks), m / kBlocks % 2, m % kBlocks);
         _copiedEnd = columns + endOffset(m / kBlocks, m % kBlocks);
         // B's four matrices: both halves of a block, of two blocks or of two tiles.
@@ -288,20 +300,31 @@ public:
     __device__ __forceinline__ void run(const QuantizedRows& x, const Place& place, const RowOf& rowOf,
                                         const Done& done) {
         if (_items > 0 && _steps > 0) findColumns(0, rowOf);
+        if constexpr (kResident) {
+            if (_items > 0) copyAllColumns(x);
+        } else {
 #pragma unroll
-        for (int ahead = 1; ahead < kStages; ++ahead) copyNext(x, rowOf);
+            for (int ahead = 1; ahead < kStages; ++ahead) copyNext(x, rowOf);
+        }
         int stage = 0;  // bytes
         for (int item = 0; item < _items; ++item) {
+            if constexpr (kResident) fetchToCacheAhead(place, item + kItemsAhead);
             float acc[kTiles][kBlocks][4] = {};
             for (int step = 0; step < _steps; ++step) {
                 unpack(step);
                 fetch(place);
-                finishColumns(stage);  // also orders the warp's own writes before its reads
-                copyNext(x, rowOf);    // to the stage that nobody reads any more: the whole team has passed the barrier
+                if constexpr (kResident) {
+                    __syncwarp();  // the unpacked weights are written
+                } else {
+                    finishColumns(stage);  // also orders the warp's own writes before its reads
+                    copyNext(x,
+                             rowOf);  // to the stage that nobody reads any more: the whole team has passed the barrier
+                }
                 multiply(stage, acc);
                 __syncwarp();  // before the staged weights are overwritten
-                stage = nextStage(stage);
+                stage = kResident ? stage + kStageBytes : nextStage(stage);
             }
+            if (kResident) stage = 0;
 #pragma unroll
             for (int round = 0; round < kRounds; ++round) {
                 keepSums(acc, round);
@@ -315,8 +338,9 @@ public:
     // Calls f(row, column, value) for this thread's share of its group's sums in a round. sumOf() takes `value`.
     template <typename Visit> static __device__ __forceinline__ void forValues(int round, const Visit& f) {
 #pragma unroll
-        for (int i = 0; i < kRoundTiles * 4 / kSlices; ++i) {
+        for (int i = 0; i < (kRoundTiles * 4 + kSlices - 1) / kSlices; ++i) {
             const int value = i * kSlices + slice();
+            if (kRoundTiles * 4 < kSlices && value >= kRoundTiles * 4) return;
             const int tile = round * kRoundTiles + value / 4;
             f(lane() / 4 + value % 4 / 2 * 8, tile * kMmaColumns + lane() % 4 * 2 + value % 2, value);
         }
@@ -386,6 +410,14 @@ private:
         _nextStep = 0;
         if (++_nextItem < _items) findRows(place(_nextItem));
     }
+    // Prefetches an item's rows into the L2 cache, one lane for each row, because one step ahead is too late for
+    // memory.
+    template <typename Place> __device__ __forceinline__ void fetchToCacheAhead(const Place& place, int item) const {
+        if (item >= _items || slice() != 0 || lane() >= kMmaRows) return;
+        const auto rows = place(item);
+        const uint32_t row = static_cast<uint32_t>(min(rows.row + lane(), rows.last));
+        Weights::fetchAhead(rows.base, row * static_cast<uint32_t>(_units), _units);
+    }
     // Writes the loaded weights to shared memory. Blocks past the row's end get factors of 0, which add nothing.
     __device__ __forceinline__ void unpack(int step) {
         const uint32_t numbers = _staged + kCodeBytes + block() * kNumberBytes + rowOfPair(0) * Numbers::kFields * 4;
@@ -448,9 +480,21 @@ private:
             if (F::kHasMin) copyAsync<4>(toEnd + i * kEndStep + 4, x.sums + from);
         }
     }
-    // Waits for the team's copies. A thread multiplies the sums that it copied by their scales.
-    __device__ __forceinline__ void finishColumns(int stage) {
+    // Waits for the team's copies.
+    __device__ __forceinline__ void finishColumns(int stage) const {
         waitForCopies<kStages - 2>();
+        scaleSums(stage);
+        meet<kTeam>(1 + slice());
+    }
+    __device__ __forceinline__ void copyAllColumns(const QuantizedRows& x) const {
+        for (int step = 0; step < _steps; ++step) copyColumns(x, step * kStageBytes, step);
+        endCopies();
+        waitForCopies<0>();
+        for (int step = 0; step < _steps; ++step) scaleSums(step * kStageBytes);
+        meet<kTeam>(1 + slice());
+    }
+    // A thread multiplies the sums that it copied by their scales.
+    __device__ __forceinline__ void scaleSums(int stage) const {
         if constexpr (F::kHasMin) {
 #pragma unroll
             for (int i = 0; i < kEnds; ++i) {
@@ -466,7 +510,6 @@ private:
                 if (F::kTwoScales) writeShared(at + 8, rest);
             }
         }
-        meet<kTeam>(1 + slice());
     }
 
     // --- sums
