@@ -121,10 +121,9 @@ struct QuantizedBlock {
     int sums;
 };
 
-// The product of a block's scale and an integer, rounded once. biased: the integer as a float, plus kBias / 16 times
-// kIntegerBias.
-template <int kBias = 16> __device__ __forceinline__ float scaled(float scale, float biased) {
-    return fmaf(scale, biased, __fmul_rn(scale, kIntegerBias * -0.0625f * kBias));
+// The product of a block's scale and an integer, rounded once. biased: the integer plus kIntegerBias.
+__device__ __forceinline__ float scaled(float scale, float biased) {
+    return fmaf(scale, biased, __fmul_rn(scale, -kIntegerBias));
 }
 
 // The numbers of Scales, as floats.
@@ -157,6 +156,13 @@ template <DType D> __device__ __forceinline__ FloatScales floatScales(const type
         const float subValue = unbiased(static_cast<int>(sub)),
                     minValue = fmaf(__uint_as_float(min), 0.0625f, kIntegerBias * -0.0625f);
         return {floatOfLowHalf(words.x), -floatOfHighHalf(words.x), subValue, subValue, minValue, minValue};
+    } else if constexpr (D == DType::Q6_K) {
+        // The bytes of both subs, plus 128, in the last places of kIntegerBias.
+        const uint32_t subs = raw.scale ^ 0x8080u;
+        const auto sub = [&](uint32_t selector) {
+            return __fsub_rn(__uint_as_float(permute(subs, kIntegerBiasBits, selector)), kIntegerBias + 128.0f);
+        };
+        return {floatOfLowHalf(raw.d), 0.0f, sub(0x7650), sub(0x7651), 0.0f, 0.0f};
     } else {
         const Scales s = Format<D>::scales(raw, j);
         return {s.d, s.m, exactFloat(s.sub0), exactFloat(s.sub1), exactFloat(s.min0), exactFloat(s.min1)};
@@ -265,18 +271,18 @@ template <DType D> struct Steps<D, false> {
         for (int k = 0; k < 8; ++k) sum = __dp4a(static_cast<int>(codes[k]), static_cast<int>(x.q[k]), sum);
         return scaled(x.scale, __int_as_float(sum));
     }
-    // The same, with nibbles in place. The high ones count 16 times too much, so their sum is divided by 16 as a float.
-    // Adding both floats is exact.
+    // The same, with nibbles in place. The high ones count 16 times too much, so their sum is divided by 16 as a float,
+    // and its bias too: the low sum starts with the rest of the bias. Adding both floats is exact.
     static __device__ __forceinline__ float nibbleDot(const uint4& words, const QuantizedBlock& x) {
         const uint32_t w[4] = {words.x, words.y, words.z, words.w};
-        int low = kOffset ? addPair(x.sums, -kOffset, -kOffset, kIntegerBiasBits) : kIntegerBiasBits,
-            high = kIntegerBiasBits;
+        constexpr int kRest = kIntegerBiasBits - static_cast<int>(kIntegerBias) / 16;
+        int low = kOffset ? addPair(x.sums, -kOffset, -kOffset, kRest) : kRest, high = kIntegerBiasBits;
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
             low = addUnsigned(w[k] & 0x0f0f0f0fu, x.q[k], low);
             high = addUnsigned(w[k] & 0xf0f0f0f0u, x.q[4 + k], high);
         }
-        return scaled<17>(x.scale, fmaf(__int_as_float(high), 0.0625f, __int_as_float(low)));
+        return scaled(x.scale, fmaf(__int_as_float(high), 0.0625f, __int_as_float(low)));
     }
 
     // The accumulator after the minima of a block.

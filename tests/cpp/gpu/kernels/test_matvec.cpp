@@ -253,6 +253,21 @@ TEST_F(MatvecTest, ExtremesHaveTheCpusBits) {
     }
 }
 
+// Blocks of every size that leaves sums finite, from those that count as zero on.
+TEST_F(MatvecTest, ScalesOfEverySizeHaveTheCpusBits) {
+    for (const DType type : reference::quantizedTypes()) {
+        const Weights w = weights(type, 5, 1280);
+        for (const int64_t rows : {1, 2, 4, 8, 20}) {
+            std::vector<float> x = randomFloats(static_cast<size_t>(rows * 1280));
+            for (size_t i = 0; i < x.size(); ++i) {
+                const int block = static_cast<int>(i / 32), size = i < x.size() / 2 ? 41 : 141;
+                x[i] = std::ldexp(x[i], block * 7 % size - 100);
+            }
+            checkProduct(w, inputs(x, rows, 1280, false), {});
+        }
+    }
+}
+
 // A row does not depend on the rest of its call.
 TEST_F(MatvecTest, BitsDoNotDependOnTheNumberOfRows) {
     for (const DType type : {DType::Q4_K, DType::Q6_K, DType::BF16}) {

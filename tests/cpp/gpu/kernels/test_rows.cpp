@@ -3,6 +3,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "core/contract.h"
 #include "core/half.h"
 #include "cpu/kernels.h"
 #include "gpu_test.h"
@@ -22,7 +23,7 @@ std::vector<float> difficultRow(int64_t cols, std::mt19937& random) {
         float* x = row.data() + b * 32;
         for (int i = 0; i < 32; ++i) x[i] = normal(random);
         const int at = random() % 32;
-        switch (b % 12) {
+        switch (b % 15) {
         case 0: x[at] = INFINITY; break;
         case 1: x[at] = -INFINITY; break;
         case 2: x[at] = NAN; break;
@@ -48,6 +49,9 @@ std::vector<float> difficultRow(int64_t cols, std::mt19937& random) {
             x[at] = 7.8886086e-31f;
             break;                                    // just below it
         case 10: std::fill(x, x + 32, -5.0f); break;  // sums at their limit
+        case 11: x[at] = kHugeActivation; break;      // counts as infinite
+        case 12: x[at] = std::nextafter(-kHugeActivation, 0.0f); break;
+        case 13: x[at] = 127 * 0x1.fffe02p+0f; break;  // its scale is rounded up to the next power of two
         default: break;
         }
     }
@@ -220,7 +224,7 @@ TEST_F(Rows, QuantizesDifficultBlocksAsTheCpuDoes) {
             const auto row = difficultRow(cols, random());
             x.insert(x.end(), row.begin(), row.end());
         }
-        std::rotate(x.begin(), x.begin() + 32 * (random()() % 12 % (cols / 32)),
+        std::rotate(x.begin(), x.begin() + 32 * (random()() % 15 % (cols / 32)),
                     x.end());  // so that narrow rows have every kind of value too
         const DeviceArray<float> deviceX(x);
         const DeviceArray<uint8_t> quantized(quantizedRowsBytes(rows, cols));
