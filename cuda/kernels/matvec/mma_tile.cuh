@@ -84,6 +84,17 @@ template <int kCount> __device__ __forceinline__ void readShared(uint32_t at, fl
                      : "=f"(v[4]), "=f"(v[5]), "=f"(v[6]), "=f"(v[7])
                      : "r"(at));
 }
+// The same in loads of at most two words.
+template <int kCount> __device__ __forceinline__ void readPairs(uint32_t at, float (&v)[kCount]) {
+    if constexpr (kCount == 1) readShared(at, v);
+#pragma unroll
+    for (int i = 0; i + 1 < kCount; i += 2) {
+        float pair[2];
+        readShared(at + 4 * i, pair);
+        v[i] = pair[0];
+        v[i + 1] = pair[1];
+    }
+}
 template <int kCount> __device__ __forceinline__ void writeShared(uint32_t at, const float (&v)[kCount]) {
     if constexpr (kCount == 1) asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v[0]) : "memory");
     if constexpr (kCount == 2)
@@ -147,7 +158,7 @@ template <DType D> struct MmaNumbers {
     }
     static __device__ __forceinline__ BlockFactors read(uint32_t at) {
         float v[kFields];
-        readShared(at, v);
+        readPairs(at, v);
         BlockFactors f = {};
         int n = 0;
         f.dot0 = v[n++];
@@ -162,8 +173,9 @@ template <DType D> struct MmaNumbers {
     };
     static __device__ __forceinline__ Columns readColumns(uint32_t at) {
         Columns x = {};
+        // Not as one load: 16 bytes a lane take four times as long as 8, even if lanes read the same.
         float v[2 * kColumnFields];
-        readShared(at, v);
+        readPairs(at, v);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             x.scale[c] = v[c * kColumnFields];
