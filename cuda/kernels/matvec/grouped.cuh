@@ -7,7 +7,7 @@
 // once.
 #pragma once
 
-#include "kernels/matvec/mma_launch.cuh"
+#include "kernels/matvec/mma/mma_launch.cuh"
 #include "kernels/rows/device_rows.cuh"
 
 namespace sharpi::cuda {

@@ -5,7 +5,7 @@
 // Matrices of one type that read the same activations share a launch, because the beginning and the end of a launch are
 // a large part of its time at batch 1.
 #include "kernels/matvec/grouped.cuh"
-#include "kernels/matvec/mma_product.cuh"
+#include "kernels/matvec/mma/mma_product.cuh"
 
 namespace sharpi::cuda {
 

@@ -1,6 +1,6 @@
 // Launches the gated first half of a feed-forward layer, dense or of experts: gate and up, the activation and
 // its quantization in one launch (matvec_gated.cuh, mma_gated.cuh).
-#include "kernels/matvec/mma_gated.cuh"
+#include "kernels/matvec/mma/mma_gated.cuh"
 
 #include "kernels/matvec/grouped.cuh"
 

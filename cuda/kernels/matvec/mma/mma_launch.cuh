@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels/matvec/mma_tile.cuh"
+#include "kernels/matvec/mma/mma_tile.cuh"
 
 namespace sharpi::cuda {
 

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "kernels/matvec/matvec_gated.cuh"
-#include "kernels/matvec/mma_launch.cuh"
+#include "kernels/matvec/mma/mma_launch.cuh"
 
 namespace sharpi::cuda {
 

@@ -29,184 +29,9 @@
 // its own or any other group.
 #pragma once
 
-#include "kernels/matvec/matvec_kernel.cuh"
+#include "kernels/matvec/mma/mma_layout.cuh"
 
 namespace sharpi::cuda {
-
-constexpr int kMmaRows = 16;    // weight rows of a tile
-constexpr int kMmaColumns = 8;  // rows of activations of a tile
-
-// --- instructions ---------------------------------------------------------------------------------------------------
-
-// Shared memory is read and written by address throughout, so that the order of these instructions is the program's.
-
-__device__ __forceinline__ void loadFragments(uint32_t (&out)[4], uint32_t at) {
-#if __CUDA_ARCH__ >= 750
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-                 : "r"(at));
-#endif
-}
-
-// The sums over a block, or over one half of it, as floats that kIntegerBias was added to.
-__device__ __forceinline__ void multiplyBlock(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-#if __CUDA_ARCH__ >= 800
-    int out[4];
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, "
-        "%10, %10};"
-        : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(kIntegerBiasBits));
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = __int_as_float(out[c]);
-#endif
-}
-__device__ __forceinline__ void multiplyHalf(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t b) {
-#if __CUDA_ARCH__ >= 800
-    int out[4];
-    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-        : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
-        : "r"(a0), "r"(a1), "r"(b), "r"(kIntegerBiasBits));
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sum[c] = __int_as_float(out[c]);
-#endif
-}
-
-// 1, 2 or 4 words, or 8 as two times 4.
-template <int kCount> __device__ __forceinline__ void readShared(uint32_t at, float (&v)[kCount]) {
-    if constexpr (kCount == 1) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[0]) : "r"(at));
-    if constexpr (kCount == 2) asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(at));
-    if constexpr (kCount >= 4)
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                     : "r"(at));
-    if constexpr (kCount == 8)
-        asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4 + 16];"
-                     : "=f"(v[4]), "=f"(v[5]), "=f"(v[6]), "=f"(v[7])
-                     : "r"(at));
-}
-// The same in loads of at most two words.
-template <int kCount> __device__ __forceinline__ void readPairs(uint32_t at, float (&v)[kCount]) {
-    if constexpr (kCount == 1) readShared(at, v);
-#pragma unroll
-    for (int i = 0; i + 1 < kCount; i += 2) {
-        float pair[2];
-        readShared(at + 4 * i, pair);
-        v[i] = pair[0];
-        v[i + 1] = pair[1];
-    }
-}
-template <int kCount> __device__ __forceinline__ void writeShared(uint32_t at, const float (&v)[kCount]) {
-    if constexpr (kCount == 1) asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v[0]) : "memory");
-    if constexpr (kCount == 2)
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(v[0]), "f"(v[1]) : "memory");
-    if constexpr (kCount >= 4)
-        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
-                     : "memory");
-    if constexpr (kCount == 8)
-        asm volatile("st.shared.v4.f32 [%0 + 16], {%1, %2, %3, %4};" ::"r"(at), "f"(v[4]), "f"(v[5]), "f"(v[6]),
-                     "f"(v[7])
-                     : "memory");
-}
-__device__ __forceinline__ void writeShared4(uint32_t at, const uint32_t* v) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
-
-// Copies through the L1 cache: other blocks of the multiprocessor read the same activations.
-template <int kBytes> __device__ __forceinline__ void copyAsync(uint32_t to, const void* from) {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(__cvta_generic_to_global(from)), "n"(kBytes)
-                 : "memory");
-#endif
-}
-// Ends a group of the thread's copies.
-__device__ __forceinline__ void endCopies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-// Waits for all groups of the thread's copies but the last kPending.
-template <int kPending> __device__ __forceinline__ void waitForCopies() {
-#if __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-#endif
-}
-template <int kThreads> __device__ __forceinline__ void meet(int barrier) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
-}
-
-// --- a type's numbers -----------------------------------------------------------------------------------------------
-
-// Which of a block's factors a type has. They lie in shared memory in the order dot0, dot1, min0, min1, without those
-// that it lacks.
-template <DType D> struct MmaNumbers {
-    using F = Format<D>;
-    static constexpr bool kHalves = F::kTwoScales || F::kTwoFloats;
-    static constexpr int kCount = 1 + kHalves + F::kHasMin * (1 + F::kTwoScales);
-    static constexpr int kFields = kCount <= 2 ? kCount : 4;  // floats for each block
-    // Of each column's block: its scale, then that times its sum, or times its two halves' sums and a gap.
-    static constexpr int kColumnFields = !F::kHasMin ? 1 : F::kTwoScales ? 4 : 2;
-
-    static __device__ __forceinline__ void write(uint32_t at, const BlockFactors& f) {
-        float v[kFields] = {};
-        int n = 0;
-        v[n++] = f.dot0;
-        if (kHalves) v[n++] = f.dot1;
-        if (F::kHasMin) v[n++] = f.min0;
-        if (F::kHasMin && F::kTwoScales) v[n++] = f.min1;
-        writeShared(at, v);
-    }
-    static __device__ __forceinline__ BlockFactors read(uint32_t at) {
-        float v[kFields];
-        readPairs(at, v);
-        BlockFactors f = {};
-        int n = 0;
-        f.dot0 = v[n++];
-        if (kHalves) f.dot1 = v[n++];
-        if (F::kHasMin) f.min0 = v[n++];
-        if (F::kHasMin && F::kTwoScales) f.min1 = v[n++];
-        return f;
-    }
-    // Two neighbouring columns. unbias: the scale times -kIntegerBias.
-    struct Columns {
-        float scale[2], unbias[2], sum0[2], sum1[2];
-    };
-    static __device__ __forceinline__ Columns readColumns(uint32_t at) {
-        Columns x = {};
-        // Not as one load: 16 bytes a lane take four times as long as 8, even if lanes read the same.
-        float v[2 * kColumnFields];
-        readPairs(at, v);
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            x.scale[c] = v[c * kColumnFields];
-            x.unbias[c] = __fmul_rn(x.scale[c], -kIntegerBias);
-            if constexpr (kColumnFields > 1) x.sum0[c] = v[c * kColumnFields + 1];
-            if constexpr (kColumnFields > 2) x.sum1[c] = v[c * kColumnFields + 2];
-        }
-        return x;
-    }
-
-    // The accumulator after a block, from the biased sums of the whole block, or of its halves.
-    static __device__ __forceinline__ float add(float first, float second, const BlockFactors& w, const Columns& x,
-                                                int c, float acc) {
-        acc = fmaf(w.dot0, fmaf(x.scale[c], first, x.unbias[c]), acc);
-        if constexpr (kHalves) acc = fmaf(w.dot1, fmaf(x.scale[c], second, x.unbias[c]), acc);
-        if constexpr (F::kHasMin) acc = fmaf(w.min0, x.sum0[c], acc);
-        if constexpr (F::kHasMin && F::kTwoScales) acc = fmaf(w.min1, x.sum1[c], acc);
-        return acc;
-    }
-
-    // Codes as signed bytes: minus the offset. Codes are below 64, so no byte carries into the next.
-    static __device__ __forceinline__ void codes(const typename F::Raw& raw, uint32_t (&q)[8]) {
-        F::codes(raw, q);
-        if constexpr (F::kOffset != 0) {
-#pragma unroll
-            for (int k = 0; k < 8; ++k) q[k] = (q[k] + (128u - F::kOffset) * 0x01010101u) ^ 0x80808080u;
-        }
-    }
-};
-
-// --- the tile -------------------------------------------------------------------------------------------------------
 
 // 16 rows of a matrix from `row` on. Those past `last` repeat it: they are computed, and nobody asks for their sums.
 template <DType D> struct MmaRows {
@@ -214,63 +39,51 @@ template <DType D> struct MmaRows {
     int row, last;
 };
 
-// kTiles: tiles of 8 columns. The more there are, the fewer accumulators a warp can have for each value.
-// isResident: all activations stay in shared memory, and all items have the columns of the first.
-template <DType D, int kTiles, bool isResident = false> class MmaTile {
+// A resident tile's items all have the columns of the first.
+template <DType D, int kTiles, bool isResident = false> class MmaTile : MmaLayout<D, kTiles, isResident> {
+    using Layout = MmaLayout<D, kTiles, isResident>;
+    using F = Format<D>;
+    using Raw = typename F::Raw;
+    using Layout::block;
+    using Layout::chunkOffset;
+    using Layout::endOffset;
+    using Layout::kChunkColumns;
+    using Layout::kChunks;
+    using Layout::kCodeBytes;
+    using Layout::kEndBytes;
+    using Layout::kEnds;
+    using Layout::kEndStep;
+    using Layout::kNumberBytes;
+    using Layout::kPairBlocks;
+    using Layout::kPairs;
+    using Layout::kStageBytes;
+    using Layout::kStages;
+    using Layout::kTeam;
+    using Layout::kTileBytes;
+    using Layout::kWarpBytes;
+    using Layout::member;
+    using Layout::moved;
+    using Layout::nextStage;
+    using Layout::rowOfPair;
+    using Layout::sumOffset;
+
 public:
     using Numbers = MmaNumbers<D>;
     using Weights = Steps<D>;
-    static constexpr int kBlocks = kTiles == 1 ? 8 : 4;
-    static constexpr int kSlices = kContractAccumulators / kBlocks;
-    static constexpr int kGroups = 2;
-    static constexpr bool kResident = isResident;
-    static constexpr int kThreads = 32 * kSlices * kGroups;
-    static constexpr int kItemsAhead = 2;  // that a resident tile prefetches into the L2 cache
-    static constexpr int kColumns = kMmaColumns * kTiles;
-    // The sums of an item are joined in rounds of at most two tiles, to save shared memory. The activations of a large
-    // resident tile leave room for one.
-    static constexpr int kRoundTiles = kTiles == 1 || (kTiles == 4 && kResident) ? 1 : 2;
-    static constexpr int kRounds = kTiles / kRoundTiles;
-    static_assert(kRounds * kRoundTiles == kTiles);
-
-private:
-    using F = Format<D>;
-    using Raw = typename F::Raw;
-    static constexpr int kPairs = kMmaRows * kBlocks / 32;  // blocks that a lane loads in a step
-    static constexpr int kTeam = 32 * kGroups;
-    // Codes are rows of 2 * kBlocks chunks of 16 bytes: the first halves of all blocks, then the second. Chunks are
-    // swizzled by the row's number, so that ldmatrix finds eight rows in different banks.
-    static constexpr int kRowBytes = kBlocks * 32;
-    // Numbers of block j: those of all rows. The gap keeps the lanes that write in different banks.
-    static constexpr int kNumberBytes = (kMmaRows * Numbers::kFields + 4) * 4;
-    static constexpr int kCodeBytes = kMmaRows * kRowBytes;
-    static constexpr int kStagedBytes = kCodeBytes + kBlocks * kNumberBytes;
-    static constexpr int kSumBytes = kRoundTiles * 4 * kBlocks * 32 * 4;  // a warp's accumulators of a round
-    static constexpr int kWarpBytes = ((kStagedBytes > kSumBytes ? kStagedBytes : kSumBytes) + 127) / 128 * 128;
-    static constexpr int kTileBytes = kMmaColumns * kRowBytes;
-    static constexpr int kEndBytes = kMmaColumns * Numbers::kColumnFields * 4;  // of a block of 8 columns
-    static constexpr int kStageBytes = kTiles * (kTileBytes + kBlocks * kEndBytes);
-    static constexpr int kPairBlocks = kTiles == 1 ? 2 : 1;  // blocks of a tile that one load of columns has
-    static constexpr int kChunks = kTiles * kMmaColumns * 2 * kBlocks / kTeam;  // that a thread copies in a step
-    static constexpr int kEnds = kTiles * kMmaColumns * kBlocks / kTeam;
-    static_assert(kChunks * kTeam == kTiles * kMmaColumns * 2 * kBlocks && kEnds * kTeam * 2 == kChunks * kTeam);
-    // Columns between a thread's copies, and bytes between those of scales.
-    static constexpr int kChunkColumns = kTeam / (2 * kBlocks);
-    static constexpr int kEndStep = 2 * kChunkColumns / kMmaColumns * kBlocks * kEndBytes;
-    static_assert(kChunkColumns == 4 || kChunkColumns == 8);
-    static_assert(kTeam % (2 * kBlocks) == 0 && kTileBytes % 128 == 0 && kSlices <= 15);
-    static_assert(kStageBytes % 128 == 0);
-
-    // A copy takes longer than a step. Four tiles leave room for three stages.
-    static constexpr int kStages = kTiles == 4 ? 3 : 4;
-
-public:
-    static __host__ __device__ constexpr int stages(int cols) {
-        return kResident ? (cols / kContractBlock + kContractAccumulators - 1) / kContractAccumulators : kStages;
-    }
-    static constexpr int64_t sharedBytes(int cols) {
-        return kGroups * kSlices * kWarpBytes + int64_t{kSlices} * kStageBytes * stages(cols);
-    }
+    using Layout::group;
+    using Layout::kBlocks;
+    using Layout::kColumns;
+    using Layout::kGroups;
+    using Layout::kItemsAhead;
+    using Layout::kResident;
+    using Layout::kRounds;
+    using Layout::kRoundTiles;
+    using Layout::kSlices;
+    using Layout::kThreads;
+    using Layout::lane;
+    using Layout::sharedBytes;
+    using Layout::slice;
+    using Layout::stages;
 
     // shared: sharedBytes(cols), aligned to 128 bytes.
     __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items)
@@ -294,10 +107,6 @@ public:
         keep(_columns);
         keep(_ends);
     }
-
-    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-    static __device__ __forceinline__ int slice() { return threadIdx.x / 32 % kSlices; }
-    static __device__ __forceinline__ int group() { return threadIdx.x / (32 * kSlices); }
 
     // Issues the first loads of weights. place(item) returns the MmaRows of this warp's group.
     template <typename Place> __device__ __forceinline__ void start(const Place& place) {
@@ -378,32 +187,7 @@ private:
         return v[0];
     }
 
-    // --- places in shared memory
-
-    static __device__ __forceinline__ uint32_t chunkOffset(int row, int half, int block) {
-        return static_cast<uint32_t>(row * kRowBytes + ((half * kBlocks + block) ^ (row & 7)) * 16);
-    }
-    static __device__ __forceinline__ uint32_t endOffset(int column, int block) {
-        return static_cast<uint32_t>(kTiles * kTileBytes + (column / kMmaColumns * kBlocks + block) * kEndBytes +
-                                     column % kMmaColumns * Numbers::kColumnFields * 4);
-    }
-    // The place of `row` + `more` from that of `row`. `more` is a multiple of a power of two up to 8 that is above row.
-    static __device__ __forceinline__ uint32_t moved(uint32_t at, int more) {
-        return (at ^ (more & 7) * 16) + more * kRowBytes;
-    }
-    static __device__ __forceinline__ uint32_t sumOffset(int value, int block) {
-        return static_cast<uint32_t>(((value * kBlocks + block) / 4 * 32 + lane()) * 16);
-    }
-
     // --- weights
-
-    // The lane's block within the slice, and its rows. Lanes 4 .. 7 of eight have row 4 if a row has only four blocks
-    // in a slice: the swizzle puts that into other banks than row 0.
-    static __device__ __forceinline__ int block() { return lane() % kBlocks; }
-    static __device__ __forceinline__ int rowOfPair(int i) {
-        const int r = kBlocks == 8 ? lane() / 8 : lane() / 8 + lane() / 4 % 2 * 4;
-        return r + i * (32 / kBlocks);
-    }
 
     __device__ __forceinline__ void findRows(const MmaRows<D>& rows) {
         _base = rows.base;
@@ -450,8 +234,6 @@ private:
 
     // --- activations
 
-    static __device__ __forceinline__ int member() { return group() * 32 + lane(); }
-
     template <typename RowOf> __device__ __forceinline__ void findColumns(int item, const RowOf& rowOf) {
         const int half = member() / kBlocks % 2, block = member() % kBlocks;
 #pragma unroll
@@ -461,9 +243,6 @@ private:
 #pragma unroll
         for (int i = 0; i < kEnds; ++i)
             _end[i] = static_cast<uint32_t>(rowOf(item, member() / kBlocks + i * 2 * kChunkColumns) * _units + block);
-    }
-    static __device__ __forceinline__ int nextStage(int stage) {
-        return stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
     }
     // Begins the copies of the next step, of this item or a following one.
     template <typename RowOf> __device__ __forceinline__ void copyNext(const QuantizedRows& x, const RowOf& rowOf) {

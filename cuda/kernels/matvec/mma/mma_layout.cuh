@@ -1,0 +1,171 @@
+// The numbers that a tile of a tensor-core product has of its blocks, and where everything lies in shared memory. See
+// mma_tile.cuh for what the words mean.
+#pragma once
+
+#include "kernels/matvec/mma/mma_instructions.cuh"
+
+namespace sharpi::cuda {
+
+constexpr int kMmaRows = 16;    // weight rows of a tile
+constexpr int kMmaColumns = 8;  // rows of activations of a tile
+
+// --- a type's numbers -----------------------------------------------------------------------------------------------
+
+// Which of a block's factors a type has. They lie in shared memory in the order dot0, dot1, min0, min1, without those
+// that it lacks.
+template <DType D> struct MmaNumbers {
+    using F = Format<D>;
+    static constexpr bool kHalves = F::kTwoScales || F::kTwoFloats;
+    static constexpr int kCount = 1 + kHalves + F::kHasMin * (1 + F::kTwoScales);
+    static constexpr int kFields = kCount <= 2 ? kCount : 4;  // floats for each block
+    // Of each column's block: its scale, then that times its sum, or times its two halves' sums and a gap.
+    static constexpr int kColumnFields = !F::kHasMin ? 1 : F::kTwoScales ? 4 : 2;
+
+    static __device__ __forceinline__ void write(uint32_t at, const BlockFactors& f) {
+        float v[kFields] = {};
+        int n = 0;
+        v[n++] = f.dot0;
+        if (kHalves) v[n++] = f.dot1;
+        if (F::kHasMin) v[n++] = f.min0;
+        if (F::kHasMin && F::kTwoScales) v[n++] = f.min1;
+        writeShared(at, v);
+    }
+    static __device__ __forceinline__ BlockFactors read(uint32_t at) {
+        float v[kFields];
+        readPairs(at, v);
+        BlockFactors f = {};
+        int n = 0;
+        f.dot0 = v[n++];
+        if (kHalves) f.dot1 = v[n++];
+        if (F::kHasMin) f.min0 = v[n++];
+        if (F::kHasMin && F::kTwoScales) f.min1 = v[n++];
+        return f;
+    }
+    // Two neighbouring columns. unbias: the scale times -kIntegerBias.
+    struct Columns {
+        float scale[2], unbias[2], sum0[2], sum1[2];
+    };
+    static __device__ __forceinline__ Columns readColumns(uint32_t at) {
+        Columns x = {};
+        // Not as one load: 16 bytes a lane take four times as long as 8, even if lanes read the same.
+        float v[2 * kColumnFields];
+        readPairs(at, v);
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            x.scale[c] = v[c * kColumnFields];
+            x.unbias[c] = __fmul_rn(x.scale[c], -kIntegerBias);
+            if constexpr (kColumnFields > 1) x.sum0[c] = v[c * kColumnFields + 1];
+            if constexpr (kColumnFields > 2) x.sum1[c] = v[c * kColumnFields + 2];
+        }
+        return x;
+    }
+
+    // The accumulator after a block, from the biased sums of the whole block, or of its halves.
+    static __device__ __forceinline__ float add(float first, float second, const BlockFactors& w, const Columns& x,
+                                                int c, float acc) {
+        acc = fmaf(w.dot0, fmaf(x.scale[c], first, x.unbias[c]), acc);
+        if constexpr (kHalves) acc = fmaf(w.dot1, fmaf(x.scale[c], second, x.unbias[c]), acc);
+        if constexpr (F::kHasMin) acc = fmaf(w.min0, x.sum0[c], acc);
+        if constexpr (F::kHasMin && F::kTwoScales) acc = fmaf(w.min1, x.sum1[c], acc);
+        return acc;
+    }
+
+    // Codes as signed bytes: minus the offset. Codes are below 64, so no byte carries into the next.
+    static __device__ __forceinline__ void codes(const typename F::Raw& raw, uint32_t (&q)[8]) {
+        F::codes(raw, q);
+        if constexpr (F::kOffset != 0) {
+#pragma unroll
+            for (int k = 0; k < 8; ++k) q[k] = (q[k] + (128u - F::kOffset) * 0x01010101u) ^ 0x80808080u;
+        }
+    }
+};
+
+// --- the layout -----------------------------------------------------------------------------------------------------
+
+// How a thread block of MmaTile shares out its work and its shared memory. kTiles: tiles of 8 columns. The more there
+// are, the fewer accumulators a warp can have for each value. isResident: all activations stay in shared memory.
+template <DType D, int kTiles, bool isResident> struct MmaLayout {
+    using Numbers = MmaNumbers<D>;
+    static constexpr int kBlocks = kTiles == 1 ? 8 : 4;
+    static constexpr int kSlices = kContractAccumulators / kBlocks;
+    static constexpr int kGroups = 2;
+    static constexpr bool kResident = isResident;
+    static constexpr int kThreads = 32 * kSlices * kGroups;
+    static constexpr int kItemsAhead = 2;  // that a resident tile prefetches into the L2 cache
+    static constexpr int kColumns = kMmaColumns * kTiles;
+    // The sums of an item are joined in rounds of at most two tiles, to save shared memory. The activations of a large
+    // resident tile leave room for one.
+    static constexpr int kRoundTiles = kTiles == 1 || (kTiles == 4 && kResident) ? 1 : 2;
+    static constexpr int kRounds = kTiles / kRoundTiles;
+    static_assert(kRounds * kRoundTiles == kTiles);
+
+    static constexpr int kPairs = kMmaRows * kBlocks / 32;  // blocks that a lane loads in a step
+    static constexpr int kTeam = 32 * kGroups;
+    // Codes are rows of 2 * kBlocks chunks of 16 bytes: the first halves of all blocks, then the second. Chunks are
+    // swizzled by the row's number, so that ldmatrix finds eight rows in different banks.
+    static constexpr int kRowBytes = kBlocks * 32;
+    // Numbers of block j: those of all rows. The gap keeps the lanes that write in different banks.
+    static constexpr int kNumberBytes = (kMmaRows * Numbers::kFields + 4) * 4;
+    static constexpr int kCodeBytes = kMmaRows * kRowBytes;
+    static constexpr int kStagedBytes = kCodeBytes + kBlocks * kNumberBytes;
+    static constexpr int kSumBytes = kRoundTiles * 4 * kBlocks * 32 * 4;  // a warp's accumulators of a round
+    static constexpr int kWarpBytes = ((kStagedBytes > kSumBytes ? kStagedBytes : kSumBytes) + 127) / 128 * 128;
+    static constexpr int kTileBytes = kMmaColumns * kRowBytes;
+    static constexpr int kEndBytes = kMmaColumns * Numbers::kColumnFields * 4;  // of a block of 8 columns
+    static constexpr int kStageBytes = kTiles * (kTileBytes + kBlocks * kEndBytes);
+    static constexpr int kPairBlocks = kTiles == 1 ? 2 : 1;  // blocks of a tile that one load of columns has
+    static constexpr int kChunks = kTiles * kMmaColumns * 2 * kBlocks / kTeam;  // that a thread copies in a step
+    static constexpr int kEnds = kTiles * kMmaColumns * kBlocks / kTeam;
+    static_assert(kChunks * kTeam == kTiles * kMmaColumns * 2 * kBlocks && kEnds * kTeam * 2 == kChunks * kTeam);
+    // Columns between a thread's copies, and bytes between those of scales.
+    static constexpr int kChunkColumns = kTeam / (2 * kBlocks);
+    static constexpr int kEndStep = 2 * kChunkColumns / kMmaColumns * kBlocks * kEndBytes;
+    static_assert(kChunkColumns == 4 || kChunkColumns == 8);
+    static_assert(kTeam % (2 * kBlocks) == 0 && kTileBytes % 128 == 0 && kSlices <= 15);
+    static_assert(kStageBytes % 128 == 0);
+
+    // A copy takes longer than a step. Four tiles leave room for three stages.
+    static constexpr int kStages = kTiles == 4 ? 3 : 4;
+
+    static __host__ __device__ constexpr int stages(int cols) {
+        return kResident ? (cols / kContractBlock + kContractAccumulators - 1) / kContractAccumulators : kStages;
+    }
+    static constexpr int64_t sharedBytes(int cols) {
+        return kGroups * kSlices * kWarpBytes + int64_t{kSlices} * kStageBytes * stages(cols);
+    }
+
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+    static __device__ __forceinline__ int slice() { return threadIdx.x / 32 % kSlices; }
+    static __device__ __forceinline__ int group() { return threadIdx.x / (32 * kSlices); }
+    // The thread within its team.
+    static __device__ __forceinline__ int member() { return group() * 32 + lane(); }
+    // The lane's block within the slice, and its rows. Lanes 4 .. 7 of eight have row 4 if a row has only four blocks
+    // in a slice: the swizzle puts that into other banks than row 0.
+    static __device__ __forceinline__ int block() { return lane() % kBlocks; }
+    static __device__ __forceinline__ int rowOfPair(int i) {
+        const int r = kBlocks == 8 ? lane() / 8 : lane() / 8 + lane() / 4 % 2 * 4;
+        return r + i * (32 / kBlocks);
+    }
+
+    // --- places in shared memory
+
+    static __device__ __forceinline__ int nextStage(int stage) {
+        return stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
+    }
+    static __device__ __forceinline__ uint32_t chunkOffset(int row, int half, int block) {
+        return static_cast<uint32_t>(row * kRowBytes + ((half * kBlocks + block) ^ (row & 7)) * 16);
+    }
+    static __device__ __forceinline__ uint32_t endOffset(int column, int block) {
+        return static_cast<uint32_t>(kTiles * kTileBytes + (column / kMmaColumns * kBlocks + block) * kEndBytes +
+                                     column % kMmaColumns * Numbers::kColumnFields * 4);
+    }
+    // The place of `row` + `more` from that of `row`. `more` is a multiple of a power of two up to 8 that is above row.
+    static __device__ __forceinline__ uint32_t moved(uint32_t at, int more) {
+        return (at ^ (more & 7) * 16) + more * kRowBytes;
+    }
+    static __device__ __forceinline__ uint32_t sumOffset(int value, int block) {
+        return static_cast<uint32_t>(((value * kBlocks + block) / 4 * 32 + lane()) * 16);
+    }
+};
+
+}  // namespace sharpi::cuda
