@@ -12,6 +12,7 @@ enum class ErrorKind {
     InvalidArgument,  // the caller asked for something that cannot be
     BadModel,         // the file is damaged, incomplete or of a kind that Sharpi does not know
     OutOfMemory,
+    Busy,      // too many requests wait already
     Internal,  // a bug in Sharpi
 };
 

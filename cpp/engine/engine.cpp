@@ -25,6 +25,7 @@ EngineOptions checked(const ModelSpec& spec, EngineOptions options) {
     if (options.batch < 1 || options.batch > 65536)
         throw Error(ErrorKind::InvalidArgument, "batch must be 1 to 65536 rows");
     options.batch = batchRows(options);
+    if (options.cacheTokens < 0) throw Error(ErrorKind::InvalidArgument, "a cache of fewer than 0 tokens");
     if (options.sequences < 1 || options.sequences > 4096)
         throw Error(ErrorKind::InvalidArgument, "sequences must be 1 to 4096");
     for (const TensorHome& home : options.homes) {

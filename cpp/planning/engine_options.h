@@ -13,7 +13,8 @@ namespace sharpi {
 struct EngineOptions {
     explicit EngineOptions(const DeviceKind& kind) { device.kind = &kind; }
 
-    int64_t context = 0;  // tokens that the KV cache has room for
+    int64_t context = 0;      // the most tokens of a sequence
+    int64_t cacheTokens = 0;  // tokens that the KV cache has room for, of all sequences; 0: as many as `context`
     int64_t batch = 512;  // rows that prefill takes at once
     int threads = 1;
     KvType kvType = KvType::BF16;

@@ -53,14 +53,16 @@ std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
     return shapes;
 }
 
-KvRoom kvRoom(const EngineOptions& options) { return {options.context, batchRows(options), options.sequences}; }
+KvRoom kvRoom(const EngineOptions& options) {
+    return {std::max(options.context, options.cacheTokens), batchRows(options), options.sequences};
+}
 
 size_t kvBytes(const ModelSpec& spec, const EngineOptions& options) {
     return KvCache::bytesFor(kvShapes(spec), options.kvType, kvRoom(options));
 }
 
 size_t kvBytesIfAllSeen(const ModelSpec& spec, const EngineOptions& options) {
-    return KvCache::bytesFor(kvShapes(spec), options.kvType, options.context);
+    return KvCache::bytesFor(kvShapes(spec), options.kvType, kvRoom(options).tokens);
 }
 
 size_t kvBytesRead(const ModelSpec& spec, KvType type, int64_t tokens) {

@@ -16,7 +16,7 @@
 #include "core/error.h"
 #include "cpu/sample.h"
 #include "distributions.h"
-#include "engine/sampler.h"
+#include "engine/texts/sampler.h"
 #include "seed.h"
 
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/error.h"
-#include "engine/transcript.h"
+#include "engine/texts/transcript.h"
 #include "seed.h"
 
 namespace {

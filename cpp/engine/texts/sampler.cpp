@@ -1,5 +1,5 @@
 // See sampler.h.
-#include "engine/sampler.h"
+#include "engine/texts/sampler.h"
 
 #include <algorithm>
 #include <cmath>
@@ -78,8 +78,7 @@ Choice Sampler::next(const std::vector<int32_t>& history, const std::vector<int3
 
 int32_t checkedToken(int32_t token) {
     if (token >= 0) return token;
-    throw Error(ErrorKind::InvalidArgument,
-                "no token may be chosen: logit bias forbids all, or the model's weights are damaged");
+    throw Error(ErrorKind::InvalidArgument, kNoTokenMayBeChosen);
 }
 
 }  // namespace sharpi

@@ -43,6 +43,8 @@ private:
     std::deque<double> _draws;  // element i: for the position i tokens after the next
 };
 
+constexpr const char* kNoTokenMayBeChosen =
+    "no token may be chosen: logit bias forbids all, or the model's weights are damaged";
 // Returns the token. If it is -1, throws Error(InvalidArgument) saying why none could be chosen.
 int32_t checkedToken(int32_t token);
 

@@ -1,5 +1,5 @@
 // See transcript.h.
-#include "engine/transcript.h"
+#include "engine/texts/transcript.h"
 
 #include <algorithm>
 #include <string>

@@ -1,5 +1,5 @@
 // See drafter.h.
-#include "engine/drafter.h"
+#include "engine/texts/drafter.h"
 
 #include <algorithm>
 #include <string>

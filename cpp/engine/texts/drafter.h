@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/launch_rows.h"
-#include "engine/sampler.h"
+#include "engine/texts/sampler.h"
 #include "layers/forward_pass.h"
 
 namespace sharpi {

@@ -1,5 +1,5 @@
 // See cached_sequence.h.
-#include "engine/cached_sequence.h"
+#include "engine/texts/cached_sequence.h"
 
 #include <algorithm>
 #include <vector>

@@ -1,0 +1,71 @@
+// The tokens of a request on their way from the scheduler's thread to a client's.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "engine/scheduler/request.h"
+
+namespace sharpi {
+
+class Answer;
+
+// Says which answers have something new, to a thread that waits for many of them at once. Any thread may call it.
+class Arrivals {
+public:
+    // Throws Error(Internal) if the system gives no pipe.
+    Arrivals();
+    ~Arrivals();
+    Arrivals(const Arrivals&) = delete;
+    Arrivals& operator=(const Arrivals&) = delete;
+
+    // Readable while answers have something new; for poll() and the like. Never read from it: call drain().
+    int descriptor() const { return _ends[0]; }
+    // The numbers of the answers with something new since the last call.
+    std::vector<int64_t> drain();
+    void add(int64_t answer);
+
+private:
+    int _ends[2] = {-1, -1};
+    std::mutex _mutex;
+    std::vector<int64_t> _numbers;
+};
+
+class Answer {
+public:
+    // arrivals: where news is announced, if anybody waits there.
+    Answer(int64_t number, std::shared_ptr<Arrivals> arrivals) : _number(number), _arrivals(std::move(arrivals)) {}
+
+    struct News {
+        std::vector<int32_t> tokens;
+        std::optional<Ending> ending;  // after the tokens
+    };
+    int64_t number() const { return _number; }
+    // What is new since the last call. Waits for it, but no longer than `seconds`; once the answer has ended, not at
+    // all.
+    News take(double seconds);
+    // The client wants no more. The answer ends at the scheduler's next look.
+    void cancel() { _isCancelled = true; }
+    bool isCancelled() const { return _isCancelled; }
+
+    // For the scheduler.
+    void add(const std::vector<int32_t>& tokens);
+    void end(Ending ending);
+
+private:
+    void announce();
+
+    const int64_t _number;
+    const std::shared_ptr<Arrivals> _arrivals;
+    std::atomic<bool> _isCancelled{false};
+    std::mutex _mutex;
+    std::condition_variable _changed;
+    News _news;
+    bool _hasEnded = false;
+};
+
+}  // namespace sharpi

@@ -1,0 +1,361 @@
+// See scheduler.h.
+#include "engine/scheduler/scheduler.h"
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "core/error.h"
+#include "engine/texts/shared_steps.h"
+
+namespace sharpi {
+
+namespace {
+
+// Texts of ended requests that are kept for prompts that begin alike.
+constexpr size_t kMostIdle = 64;
+// How long the thread waits before it looks again if memory is held by sessions that are not its own.
+constexpr auto kPatience = std::chrono::milliseconds(5);
+// A step has at most this many rows if answers draft: more rows cost more than right guesses gain.
+constexpr int64_t kDraftRows = 16;
+// A request that is admitted beside others leaves a page for their answers to grow, and twice as many each time that it
+// had to give way, up to this many times.
+constexpr int64_t kMostSpareDoublings = 6;
+
+// Whether the cache lacked memory, which other requests may give up.
+bool isOutOfMemory(const std::exception& error) {
+    const auto* known = dynamic_cast<const Error*>(&error);
+    return known && known->kind() == ErrorKind::OutOfMemory;
+}
+
+// Requests that hold memory at a time. A model with states, or with windows, has room for so many sequences only.
+int64_t mostRunning(Engine& engine, const SchedulerOptions& options) {
+    if (options.running > 0) return options.running;
+    const LockedModel model = engine.runner().lock();
+    const bool limited = model.kv().states().any() || model.kv().lists() > 1;
+    return limited ? engine.options().sequences : engine.runner().limits().headRows;
+}
+
+}  // namespace
+
+Scheduler::Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& options)
+    : _engine(std::move(engine)),
+      _options(options),
+      _mostRunning(mostRunning(*_engine, options)),
+      _pace(options.greatestGap, _engine->runner().limits().pieces.rows, _engine->backend().bus().streams) {
+    if (!(options.greatestGap > 0)) throw Error(ErrorKind::InvalidArgument, "the greatest gap must be above 0 seconds");
+    if (options.queue < 1 || options.running < 0)
+        throw Error(ErrorKind::InvalidArgument, "a scheduler needs room for at least one request");
+    _thread = std::thread([this] { work(); });
+}
+
+Scheduler::~Scheduler() {
+    {
+        std::lock_guard<std::mutex> lock(_mutex);
+        _isEnding = true;
+    }
+    _changed.notify_all();
+    _thread.join();
+}
+
+void Scheduler::check(const Request& request) const {
+    const SequenceLimits& limits = _engine->runner().limits();
+    request.params.validate(limits.vocabSize);
+    request.drafts.validate();
+    if (request.drafts.source == DraftOptions::Source::Prediction && !limits.predictionLayer)
+        throw Error(ErrorKind::InvalidArgument, "the model has no prediction layer to draft with");
+    if (request.prompt.empty()) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
+    for (const int32_t token : request.prompt) {
+        if (token < 0 || token >= limits.vocabSize)
+            throw Error(
+                ErrorKind::InvalidArgument,
+                "token " + std::to_string(token) + " is outside the vocabulary of " + std::to_string(limits.vocabSize));
+    }
+    if (static_cast<int64_t>(request.prompt.size()) > limits.context) {
+        throw Error(ErrorKind::InvalidArgument, "the prompt has " + std::to_string(request.prompt.size()) +
+                                                    " tokens, the context holds " + std::to_string(limits.context) +
+                                                    ": shorten it or ask for a larger context");
+    }
+    if (request.maxTokens < 1) throw Error(ErrorKind::InvalidArgument, "an answer has at least one token");
+    if (request.seconds && !(*request.seconds > 0))
+        throw Error(ErrorKind::InvalidArgument, "a request needs more than 0 seconds");
+}
+
+std::shared_ptr<Answer> Scheduler::submit(Request request, std::shared_ptr<Arrivals> arrivals) {
+    check(request);
+    auto entry = std::make_unique<Entry>();
+    entry->submitted = Clock::now();
+    std::sort(request.ends.begin(), request.ends.end());
+    entry->figures.promptTokens = static_cast<int64_t>(request.prompt.size());
+    entry->request = std::move(request);
+    std::lock_guard<std::mutex> lock(_mutex);
+    const int64_t waiting = _counts.waiting + static_cast<int64_t>(_submitted.size());
+    if (waiting >= _options.queue) {
+        ++_counts.refused;
+        throw Error(ErrorKind::Busy, std::to_string(waiting) + " requests are waiting, and the queue has room for " +
+                                         std::to_string(_options.queue) + ": try again later");
+    }
+    entry->answer = std::make_shared<Answer>(_numbers++, std::move(arrivals));
+    std::shared_ptr<Answer> answer = entry->answer;
+    _submitted.push_back(std::move(entry));
+    _changed.notify_all();
+    return answer;
+}
+
+SchedulerCounts Scheduler::counts() const {
+    std::lock_guard<std::mutex> lock(_mutex);
+    SchedulerCounts counts = _counts;
+    counts.waiting += static_cast<int64_t>(_submitted.size());
+    return counts;
+}
+
+double Scheduler::since(Clock::time_point from) { return std::chrono::duration<double>(Clock::now() - from).count(); }
+
+int64_t Scheduler::count(State state) const {
+    return std::count_if(_entries.begin(), _entries.end(),
+                         [&](const auto& entry) { return !entry->hasEnded && entry->state == state; });
+}
+
+void Scheduler::countStates(SchedulerCounts& counts) const {
+    counts.waiting = count(State::Waiting);
+    counts.preparing = count(State::Preparing);
+    counts.writing = count(State::Writing);
+}
+
+template <typename Change> void Scheduler::note(const Change& change) {
+    std::lock_guard<std::mutex> lock(_mutex);
+    change(_counts);
+}
+
+// --- the thread ------------------------------------------------------------------------------------------------------
+
+void Scheduler::work() {
+    while (collect()) {
+        endOverdue();
+        bool worked = false;
+        if (count(State::Writing) == 0 || !_pace.answersAreDue())
+            if (Entry* entry = nextToPrepare()) {
+                prepare(*entry);
+                worked = true;
+            }
+        worked = write() || worked;
+        removeFinished();
+        if (!worked && !_entries.empty()) std::this_thread::sleep_for(kPatience);
+    }
+    for (const auto& entry : _entries) finish(*entry, Finish::Cancelled);
+    _entries.clear();
+    _idle.clear();
+}
+
+// Takes what was submitted; waits for it if there is nothing else to do. Returns whether there is work.
+bool Scheduler::collect() {
+    std::unique_lock<std::mutex> lock(_mutex);
+    _changed.wait(lock, [&] { return _isEnding || !_submitted.empty() || !_entries.empty(); });
+    std::move(_submitted.begin(), _submitted.end(), std::back_inserter(_entries));
+    _submitted.clear();
+    countStates(_counts);
+    return !_isEnding;
+}
+
+void Scheduler::endOverdue() {
+    for (const auto& entry : _entries) {
+        if (entry->answer->isCancelled()) finish(*entry, Finish::Cancelled);
+        else if (entry->request.seconds && since(entry->submitted) > *entry->request.seconds)
+            finish(*entry, Finish::TimeOut);
+    }
+    removeFinished();
+}
+
+// Of the requests whose prompt is not computed: the one with the highest priority; of these, one whose client has the
+// fewest requests served; of these, the one that is soonest done. A request counts as shorter the longer it has waited,
+// so that short ones cannot keep it waiting forever.
+Scheduler::Entry* Scheduler::nextToPrepare() {
+    const auto served = [&](const std::string& key) {
+        return std::count_if(_entries.begin(), _entries.end(), [&](const auto& entry) {
+            return entry->state != State::Waiting && entry->request.key == key;
+        });
+    };
+    const auto rank = [&](const Entry& entry) {
+        const auto missing = static_cast<int64_t>(entry.request.prompt.size()) - entry.figures.reusedTokens;
+        const bool begun = entry.state == State::Preparing;
+        return std::tuple(-entry.request.priority, begun ? 0 : served(entry.request.key),
+                          _pace.promptSeconds(missing) - since(entry.submitted));
+    };
+    Entry* best = nullptr;
+    for (const auto& entry : _entries)
+        if (entry->state != State::Writing && (!best || rank(*entry) < rank(*best))) best = entry.get();
+    if (best && best->state == State::Waiting && !admit(*best)) {
+        // What has begun can go on.
+        best = nullptr;
+        for (const auto& entry : _entries)
+            if (entry->state == State::Preparing && (!best || rank(*entry) < rank(*best))) best = entry.get();
+    }
+    return best;
+}
+
+// Lets a request take memory, if there is enough beside that of the others. Of the texts that nobody uses, that
+// which holds most of its prompt becomes the request's, and others give way.
+bool Scheduler::admit(Entry& entry) {
+    const int64_t running = static_cast<int64_t>(_entries.size()) - count(State::Waiting);
+    if (running >= _mostRunning) return false;
+    const bool hasMatch = !entry.text && bringMatchToEnd(entry.request.prompt);
+    const Continuation* own = hasMatch ? _idle.back().get() : entry.text.get();
+    const int64_t tokens = std::max<int64_t>(own ? static_cast<int64_t>(own->tokens().size()) : 0,
+                                             static_cast<int64_t>(entry.request.prompt.size()));
+    const int64_t spare = int64_t{1} << std::min<int64_t>(entry.figures.pauses, kMostSpareDoublings);
+    const int64_t wanted = PagePool::pagesFor(tokens + 1) + (running > 0 ? spare : 0);
+    const auto fits = [&] {
+        const int64_t held = own ? own->held().cachedTokens() / PagePool::kPageTokens : 0;
+        return _engine->runner().lock().kv().freePages() + held >= wanted;
+    };
+    while (!fits() && _idle.size() > (hasMatch ? 1U : 0U)) _idle.erase(_idle.begin());
+    if (running > 0 && !fits()) return false;
+    if (hasMatch) {
+        entry.text = std::move(_idle.back());
+        _idle.pop_back();
+    } else if (!entry.text) {
+        entry.text = std::make_unique<Continuation>(_engine);
+    }
+    if (entry.figures.pauses == 0) entry.figures.queuedSeconds = since(entry.submitted);
+    entry.state = State::Preparing;
+    return true;
+}
+
+// Moves the idle text that holds most of the prompt to the end of the list. Returns whether one holds any of it.
+bool Scheduler::bringMatchToEnd(const std::vector<int32_t>& prompt) {
+    auto best = _idle.end();
+    int64_t most = 0;
+    for (auto at = _idle.begin(); at != _idle.end(); ++at) {
+        const int64_t reusable = (*at)->reusable(prompt);
+        if (reusable > most) best = at, most = reusable;
+    }
+    if (best == _idle.end()) return false;
+    std::rotate(best, best + 1, _idle.end());
+    return true;
+}
+
+// Computes a piece of what a request lacks.
+void Scheduler::prepare(Entry& entry) {
+    Continuation& text = *entry.text;
+    const bool again = entry.figures.pauses > 0;
+    try {
+        if (!entry.hasBegun) {
+            text.begin(entry.request.prompt, entry.request.params, entry.request.drafts);
+            entry.hasBegun = true;
+            entry.figures.reusedTokens = text.reusedTokens();
+        }
+        const int64_t held = text.held().cachedTokens();
+        const Clock::time_point started = Clock::now();
+        const bool isDone = text.prepare(_pace.pieceRows(count(State::Writing) > 0));
+        const double seconds = since(started);
+        _pace.countPiece(text.held().cachedTokens() - held, seconds);
+        note([&](SchedulerCounts& counts) {
+            ++counts.pieces;
+            counts.pieceSeconds += seconds;
+            if (again) counts.againSeconds += seconds;
+        });
+        if (isDone) entry.state = State::Writing;
+    } catch (const std::exception& error) {
+        if (!isOutOfMemory(error) || !makeRoom()) finish(entry, Finish::Failed, error.what());
+    }
+}
+
+// A step for all answers that are being written. Returns whether there are any.
+bool Scheduler::write() {
+    std::vector<Entry*> writing;
+    std::vector<Continuation*> texts;
+    for (const auto& entry : _entries) {
+        if (entry->state != State::Writing) continue;
+        writing.push_back(entry.get());
+        texts.push_back(entry->text.get());
+    }
+    if (writing.empty()) return false;
+    const Clock::time_point started = Clock::now();
+    std::vector<std::vector<int32_t>> tokens;
+    try {
+        stepTogether(texts, std::max<int64_t>(kDraftRows / static_cast<int64_t>(texts.size()) - 1, 0));
+        for (Continuation* text : texts) tokens.push_back(text->handAll());
+    } catch (const std::exception& error) {
+        if (isOutOfMemory(error) && makeRoom()) return true;
+        for (Entry* entry : writing) finish(*entry, Finish::Failed, error.what());
+        return true;
+    }
+    const double seconds = since(started);
+    _pace.countStep(seconds);
+    note([&](SchedulerCounts& counts) {
+        ++counts.steps;
+        counts.stepSeconds += seconds;
+        for (const auto& one : tokens) counts.stepTokens += static_cast<int64_t>(one.size());
+    });
+    for (size_t i = 0; i < writing.size(); ++i) hand(*writing[i], tokens[i]);
+    return true;
+}
+
+// Gives new tokens to the client. None: the context is full.
+void Scheduler::hand(Entry& entry, const std::vector<int32_t>& tokens) {
+    const Request& request = entry.request;
+    std::optional<Finish> ended;
+    std::string error;
+    std::vector<int32_t> handed;
+    if (tokens.empty()) ended = Finish::Context;
+    for (size_t i = 0; i < tokens.size() && !ended; ++i) {
+        if (tokens[i] < 0) {
+            ended = Finish::Failed;
+            error = kNoTokenMayBeChosen;
+        } else if (std::binary_search(request.ends.begin(), request.ends.end(), tokens[i])) {
+            ended = Finish::EndToken;
+        } else {
+            handed.push_back(tokens[i]);
+            if (++entry.figures.tokens == request.maxTokens) ended = Finish::Length;
+        }
+    }
+    if (entry.figures.firstTokenSeconds == 0) entry.figures.firstTokenSeconds = since(entry.submitted);
+    entry.answer->add(handed);
+    if (ended) finish(entry, *ended, error);
+}
+
+void Scheduler::finish(Entry& entry, Finish finish, const std::string& error) {
+    if (entry.hasEnded) return;
+    entry.hasEnded = true;
+    entry.figures.seconds = since(entry.submitted);
+    if (entry.text) entry.figures.drafts = entry.text->draftCounts();
+    note([&](SchedulerCounts& counts) {
+        ++counts.finished;
+        countStates(counts);
+    });
+    entry.answer->end({finish, error, entry.figures});
+}
+
+// Texts of requests that have ended stay, so that a prompt that continues one of them need not compute it again.
+void Scheduler::removeFinished() {
+    for (const auto& entry : _entries)
+        if (entry->hasEnded && entry->hasBegun) _idle.push_back(std::move(entry->text));
+    const auto hasEnded = [](const auto& entry) { return entry->hasEnded; };
+    _entries.erase(std::remove_if(_entries.begin(), _entries.end(), hasEnded), _entries.end());
+    while (_idle.size() > kMostIdle) _idle.erase(_idle.begin());
+}
+
+// Frees memory of the cache: that of an idle text, or of the running request that came last among those with the
+// lowest priority. That one goes on later, from where it was. Returns false if only one request runs.
+bool Scheduler::makeRoom() {
+    if (!_idle.empty()) {
+        _idle.erase(_idle.begin());
+        return true;
+    }
+    Entry* last = nullptr;
+    int64_t running = 0;
+    for (const auto& entry : _entries) {
+        if (entry->state == State::Waiting || entry->hasEnded) continue;
+        ++running;
+        if (!last || entry->request.priority <= last->request.priority) last = entry.get();
+    }
+    if (running < 2) return false;
+    last->text->setAside();
+    last->state = State::Waiting;
+    ++last->figures.pauses;
+    note([](SchedulerCounts& counts) { ++counts.pauses; });
+    return true;
+}
+
+}  // namespace sharpi

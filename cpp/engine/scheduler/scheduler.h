@@ -1,0 +1,100 @@
+// Serves many requests with one model. One thread composes the passes: a step for all answers that are being written,
+// then a piece of one prompt, in turn. What a request is answered does not depend on the others, on when they come, or
+// on how often it was paused.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "engine/scheduler/answer.h"
+#include "engine/scheduler/pace.h"
+#include "engine/texts/continuation.h"
+
+namespace sharpi {
+
+struct SchedulerOptions {
+    double greatestGap = 0.2;  // seconds that an answer should at most wait for prompts of others
+    int64_t queue = 64;        // requests that may wait; more are refused
+    int64_t running = 0;       // requests that may hold memory at a time; 0: as many as the model has room for
+};
+
+// What the scheduler has done since it began, and what it has to do.
+struct SchedulerCounts {
+    int64_t waiting = 0, preparing = 0, writing = 0;  // now: requests in the queue, with a prompt to compute, answered
+    int64_t finished = 0, refused = 0, pauses = 0;
+    int64_t steps = 0, stepTokens = 0;  // passes over answers, and the tokens that they gave
+    int64_t pieces = 0;                 // passes over prompts, and over what paused requests had lost
+    double stepSeconds = 0, pieceSeconds = 0;
+    double againSeconds = 0;  // of pieceSeconds: computing what paused requests had lost
+};
+
+class Scheduler {
+public:
+    Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& options);
+    // Cancels all requests.
+    ~Scheduler();
+    Scheduler(const Scheduler&) = delete;
+    Scheduler& operator=(const Scheduler&) = delete;
+
+    // Any thread may call it. Throws Error(InvalidArgument) for a request that can never be served, and Error(Busy) if
+    // the queue is full. arrivals: where the answer's news is announced, if anybody waits there.
+    std::shared_ptr<Answer> submit(Request request, std::shared_ptr<Arrivals> arrivals = nullptr);
+    SchedulerCounts counts() const;
+
+private:
+    using Clock = std::chrono::steady_clock;
+    enum class State { Waiting, Preparing, Writing };
+    // A request on its way. Waiting ones hold no memory of the cache: they are new, or were paused.
+    struct Entry {
+        Request request;
+        std::shared_ptr<Answer> answer;
+        std::unique_ptr<Continuation> text;  // none: new
+        State state = State::Waiting;
+        bool hasBegun = false;  // the text has its prompt
+        bool hasEnded = false;
+        Clock::time_point submitted;
+        RequestFigures figures;
+    };
+    using Entries = std::vector<std::unique_ptr<Entry>>;
+
+    void check(const Request& request) const;
+    void work();
+    bool collect();
+    void endOverdue();
+    Entry* nextToPrepare();
+    bool admit(Entry& entry);
+    bool bringMatchToEnd(const std::vector<int32_t>& prompt);
+    void prepare(Entry& entry);
+    bool write();
+    void hand(Entry& entry, const std::vector<int32_t>& tokens);
+    void finish(Entry& entry, Finish finish, const std::string& error = "");
+    void removeFinished();
+    bool makeRoom();
+    int64_t count(State state) const;
+    void countStates(SchedulerCounts& counts) const;
+    static double since(Clock::time_point from);
+    template <typename Change> void note(const Change& change);
+
+    const std::shared_ptr<Engine> _engine;
+    const SchedulerOptions _options;
+    const int64_t _mostRunning;
+
+    mutable std::mutex _mutex;  // guards the following
+    std::condition_variable _changed;
+    Entries _submitted;
+    SchedulerCounts _counts;
+    int64_t _numbers = 0;
+    bool _isEnding = false;
+
+    // The thread's own.
+    Entries _entries;                                  // in the order in which they came
+    std::vector<std::unique_ptr<Continuation>> _idle;  // of requests that have ended; the latest is the last
+    Pace _pace;
+    std::thread _thread;  // the last member: it uses all others
+};
+
+}  // namespace sharpi

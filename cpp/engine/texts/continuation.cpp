@@ -1,0 +1,189 @@
+// See continuation.h.
+#include "engine/texts/continuation.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+
+namespace sharpi {
+
+namespace {
+
+// Kernels for prompts need as long for a few rows as for a tile of them, and a step of so few decode rows needs less.
+RowKind promptKind(int64_t tokens, const PieceRules& rules) {
+    return tokens < kPromptTile && !rules.oneArithmetic ? RowKind::Decode : RowKind::Prompt;
+}
+
+// What a generation can take from the cache of its prompt: all but the last token, whose pass gives the logits.
+Transcript reusablePart(const std::vector<int32_t>& prompt, const PieceRules& rules) {
+    const auto tokens = static_cast<int64_t>(prompt.size());
+    Transcript part;
+    part.append(prompt.data(), tokens - 1, promptKind(tokens, rules));
+    return part;
+}
+
+}  // namespace
+
+std::vector<int32_t> Continuation::tokens() const {
+    const std::vector<int32_t>& all = _held.text().tokens();
+    return {all.begin(), all.end() - _ahead};
+}
+
+void Continuation::forget() {
+    _held.running().sampler.reset();
+    settle();
+    _held.keep(0, RowKind::Prompt);
+}
+
+void Continuation::setAside() {
+    _held.setAside();
+    _held.running().drafter.forget();
+}
+
+// Forgets the tokens that the cache is ahead by.
+void Continuation::settle() {
+    if (_prompt) _held.abandon(*_prompt);
+    _prompt.reset();
+    _held.cut(_held.size() - _ahead);
+    _ahead = 0;
+    _chosen.clear();
+    _held.running().drafter.forget();
+}
+
+void Continuation::evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits,
+                            const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
+    _held.running().sampler.reset();
+    settle();
+    Addition addition = _held.adding(tokens, kind, logits);
+    complete(addition, chunks, interrupted);
+}
+
+void Continuation::complete(Addition& addition, const std::vector<int64_t>& chunks, const Interrupted& interrupted) {
+    try {
+        for (size_t chunk = 0; _held.size() < addition.text.size();) {
+            if (interrupted && interrupted()) throw Error(ErrorKind::InvalidArgument, "interrupted");
+            if (addPiece(addition, chunk < chunks.size() ? chunks[chunk] : limits().pieces.rows)) ++chunk;
+        }
+    } catch (...) {
+        _held.abandon(addition);
+        throw;
+    }
+}
+
+// Returns whether the piece had new tokens.
+bool Continuation::addPiece(Addition& addition, int64_t rows) {
+    std::optional<std::vector<int32_t>> chosen = _held.addPiece(addition, rows);
+    if (!chosen) return false;
+    if (_held.running().sampler) _held.running().sampler->advance(chosen->size());
+    _chosen = std::move(*chosen);
+    return true;
+}
+
+// --- generation ------------------------------------------------------------------------------------------------------
+
+void Continuation::begin(const std::vector<int32_t>& prompt, const SamplingParams& params, const DraftOptions& drafts) {
+    RunningText& running = _held.running();
+    running.sampler.reset();  // so that nothing follows if this fails
+    params.validate(limits().vocabSize);
+    drafts.validate();
+    if (drafts.source == DraftOptions::Source::Prediction && !limits().predictionLayer) {
+        throw Error(ErrorKind::InvalidArgument,
+                    "the model has no prediction layer to draft with; n-gram drafts work with any model");
+    }
+    if (prompt.empty()) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
+    if (static_cast<int64_t>(prompt.size()) > limits().context) {
+        throw Error(ErrorKind::InvalidArgument, "the prompt has " + std::to_string(prompt.size()) +
+                                                    " tokens, the context holds " + std::to_string(limits().context) +
+                                                    ": shorten it or ask for a larger context");
+    }
+    settle();
+    const RowKind kind = promptKind(static_cast<int64_t>(prompt.size()), limits().pieces);
+    _held.keep(reusable(prompt), kind);
+    _reused = _held.size();
+    running.history = prompt;
+    running.drafter.begin(drafts);
+    Addition addition = _held.adding({prompt.begin() + _reused, prompt.end()}, kind, nullptr);
+    running.sampler.emplace(params, limits().vocabSize);
+    _prompt = std::move(addition);
+}
+
+void Continuation::computePrompt(const Interrupted& interrupted) {
+    try {
+        complete(*_prompt, {}, interrupted);
+        _prompt.reset();
+    } catch (...) {
+        _held.running().sampler.reset();
+        _prompt.reset();
+        throw;
+    }
+}
+
+bool Continuation::prepare(int64_t rows) {
+    if (!_held.running().sampler) throw Error(ErrorKind::Internal, "prepare() before begin()");
+    if (!_prompt) return _held.recomputeNext(rows);
+    addPiece(*_prompt, rows);
+    if (_held.size() < _prompt->text.size()) return false;
+    _prompt.reset();
+    return true;
+}
+
+int64_t Continuation::reusable(const std::vector<int32_t>& prompt) const {
+    if (prompt.empty()) return 0;
+    return _held.text().agreement(reusablePart(prompt, limits().pieces), limits().pieces.oneArithmetic);
+}
+
+void Continuation::checkNext() const {
+    if (!_chosen.empty()) checkedToken(_chosen.front());
+}
+
+std::optional<int32_t> Continuation::handOne() {
+    if (_chosen.empty()) return std::nullopt;
+    _ahead = static_cast<int64_t>(_chosen.size()) - 1;
+    const int32_t token = _chosen.front();
+    _held.running().history.push_back(token);
+    _chosen.erase(_chosen.begin());
+    return token;
+}
+
+std::vector<int32_t> Continuation::handAll() {
+    _ahead = 0;
+    std::vector<int32_t>& history = _held.running().history;
+    history.insert(history.end(), _chosen.begin(), _chosen.end());
+    return std::exchange(_chosen, {});
+}
+
+// --- steps -----------------------------------------------------------------------------------------------------------
+
+// After the tokens that were handed out, with as many drafts as there is room for.
+Continuation::Rows Continuation::rowsToDecode(const LockedModel& model, int64_t drafts) {
+    while (!_held.recomputePiece(model, _held.size())) {
+    }
+    const RunningText& running = _held.running();
+    const int64_t most = std::min(drafts, TextPasses(model, limits()).mostDrafts(running, _held.size()));
+    Rows rows{this, running.drafter.drafts(running.history, most)};
+    rows.tokens.insert(rows.tokens.begin(), running.history.back());
+    const auto count = [&] { return static_cast<int64_t>(rows.tokens.size()); };
+    while (count() > 1 && !model.kv().reserve(running.sequence.handle(), count())) rows.tokens.pop_back();
+    _held.reserve(_held.size() + count());
+    return rows;
+}
+
+TextPasses::Part Continuation::partOf(const Rows& rows) {
+    Piece piece{RowKind::Decode, rows.tokens.data(), _held.size(), static_cast<int64_t>(rows.tokens.size()),
+                Want::Choice};
+    piece.drafted = piece.count - 1;
+    return {&_held.running(), piece};
+}
+
+// Takes the first token of its rows, and the guesses that are right.
+void Continuation::accept(const Rows& rows, std::vector<int32_t> chosen) {
+    _held.append(rows.tokens, chosen.size());
+    _ahead = static_cast<int64_t>(chosen.size()) - 1;
+    _held.running().sampler->advance(chosen.size());
+    _held.running().drafter.count(static_cast<int64_t>(rows.tokens.size()) - 1, _ahead);
+    _chosen = std::move(chosen);
+}
+
+}  // namespace sharpi

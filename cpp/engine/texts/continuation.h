@@ -1,0 +1,76 @@
+// A text that a model continues: its prompt, and the tokens that were chosen. It belongs to one thread at a time;
+// sessions and the scheduler are built on it.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "engine/texts/held_text.h"
+
+namespace sharpi {
+
+// With drafts, one step of the model may give several tokens. handOne() hands them out one by one, and no caller can
+// see that the cache is ahead.
+class Continuation {
+public:
+    explicit Continuation(std::shared_ptr<Engine> engine) : _held(std::move(engine)) {}
+
+    const SequenceLimits& limits() const { return _held.limits(); }
+    const HeldText& held() const { return _held; }
+    std::vector<int32_t> tokens() const;                                       // evaluated, in order
+    int64_t room() const { return limits().context - _held.size() + _ahead; }  // tokens that the context still takes
+    int64_t reusedTokens() const { return _reused; }  // of the last prompt, that did not have to be computed again
+    const DraftCounts& draftCounts() const { return _held.running().drafter.counts(); }
+
+    // Forgets all tokens.
+    void forget();
+    // Gives the pages and states of the cache back and keeps the text: prepare() computes it again.
+    void setAside();
+    // See Session::evaluate().
+    void evaluate(const std::vector<int32_t>& tokens, RowKind kind, float* logits, const std::vector<int64_t>& chunks,
+                  const Interrupted& interrupted);
+
+    // Begins a generation: see Session::start(). The prompt is then to be computed, by computePrompt() as a whole, or
+    // by prepare() in pieces.
+    void begin(const std::vector<int32_t>& prompt, const SamplingParams& params, const DraftOptions& drafts);
+    // If it throws, the generation cannot go on.
+    void computePrompt(const Interrupted& interrupted);
+    // Computes a piece, of about `rows` rows, of what is missing: of the prompt, or of what the cache has lost. Returns
+    // whether nothing is missing any more. If it throws, it can be called again.
+    bool prepare(int64_t rows);
+    // The tokens at the beginning of a generation's prompt that begin() would find in the cache.
+    int64_t reusable(const std::vector<int32_t>& prompt) const;
+
+    // Whether a prompt was computed that tokens can follow.
+    bool hasPrompt() const { return _held.running().sampler && !_prompt; }
+    // The number of tokens that were chosen and not handed out; handOne() gives nothing if there are none. -1, as the
+    // last of them: no token may be chosen, and checkNext() throws Error(InvalidArgument) when it comes next.
+    size_t chosen() const { return _chosen.size(); }
+    void checkNext() const;
+    std::optional<int32_t> handOne();
+    std::vector<int32_t> handAll();
+
+    // Its rows in a step, for stepTogether(): its last token, then guesses.
+    struct Rows {
+        Continuation* text;
+        std::vector<int32_t> tokens;
+    };
+    // hasPrompt() must have said yes. Computes what the cache has lost.
+    Rows rowsToDecode(const LockedModel& model, int64_t drafts);
+    TextPasses::Part partOf(const Rows& rows);
+    void accept(const Rows& rows, std::vector<int32_t> chosen);
+
+private:
+    void settle();
+    void complete(Addition& addition, const std::vector<int64_t>& chunks, const Interrupted& interrupted);
+    bool addPiece(Addition& addition, int64_t rows);
+
+    HeldText _held;                   // what the cache holds, or has lost and the next step computes again
+    std::optional<Addition> _prompt;  // that is to be computed
+    int64_t _ahead = 0;               // tokens at the end that drafts added before handOne() has come to them
+    std::vector<int32_t> _chosen;     // what is to be handed out; -1, at the end: no token may be chosen
+    int64_t _reused = 0;
+};
+
+}  // namespace sharpi

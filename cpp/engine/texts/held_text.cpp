@@ -1,0 +1,109 @@
+// See held_text.h.
+#include "engine/texts/held_text.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/error.h"
+
+namespace sharpi {
+
+namespace {
+
+// Sets what is wanted of a piece with tokens that come after the `known` ones.
+void addWants(Piece& piece, const Addition& addition, int64_t known, bool chooses, int64_t vocabulary) {
+    if (addition.logits) {
+        piece.want = Want::EveryRow;
+        piece.again = std::max<int64_t>(known - piece.begin, 0);
+        piece.logits = addition.logits + (piece.begin + piece.again - addition.held) * vocabulary;
+    } else if (chooses && piece.end() == addition.text.size()) {
+        piece.want = Want::Choice;
+    }
+}
+
+}  // namespace
+
+void requireRoomFor(int64_t tokens, int64_t room) {
+    if (tokens == 0) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
+    if (tokens > room) {
+        throw Error(ErrorKind::InvalidArgument,
+                    std::to_string(tokens) + " tokens do not fit: the context has room for " + std::to_string(room) +
+                        "; load with a larger context or shorten the prompt");
+    }
+}
+
+HeldText::HeldText(std::shared_ptr<Engine> engine) : _engine(std::move(engine)), _running(_engine->runner()) {}
+
+int64_t HeldText::cachedTokens() const { return _engine->runner().lock().kv().length(_running.sequence.handle()); }
+
+bool HeldText::isWhole(const LockedModel& model) const {
+    return model.kv().length(_running.sequence.handle()) == _text.size();
+}
+
+void HeldText::cut(int64_t tokens) {
+    _text.truncate(tokens);
+    _running.sequence.cutBack(_engine->runner().lock(), tokens);
+}
+
+void HeldText::keep(int64_t tokens, RowKind follower) {
+    const LockedModel model = _engine->runner().lock();
+    const bool tiled = follower == RowKind::Prompt;
+    _text.truncate(tiled ? _running.sequence.cutForPrompt(model, tokens) : _running.sequence.cutBack(model, tokens));
+}
+
+void HeldText::setAside() { _running.sequence.cutBack(_engine->runner().lock(), 0); }
+
+void HeldText::append(const std::vector<int32_t>& tokens, size_t count) {
+    _text.append(tokens.data(), static_cast<int64_t>(count), RowKind::Decode);
+}
+
+Addition HeldText::adding(const std::vector<int32_t>& tokens, RowKind kind, float* logits) {
+    const auto count = static_cast<int64_t>(tokens.size());
+    requireRoomFor(count, limits().context - _text.size());
+    Addition addition{_text, _text.size(), logits};
+    addition.text.append(tokens.data(), count, kind);
+    _text.reserve(addition.text.size());
+    return addition;
+}
+
+void HeldText::abandon(const Addition& addition) {
+    if (addition.begun) cutToAgreement(_engine->runner().lock(), addition);
+}
+
+void HeldText::cutToAgreement(const LockedModel& model, const Addition& addition) {
+    _running.sequence.cutBack(model, _text.agreement(addition.text, limits().pieces.oneArithmetic));
+}
+
+// The text takes each piece of the tokens once it is computed, and with the first piece the kinds that the tokens give
+// to the rows before them.
+std::optional<std::vector<int32_t>> HeldText::addPiece(Addition& addition, int64_t rows) {
+    const LockedModel model = _engine->runner().lock();
+    if (!addition.begun) cutToAgreement(model, addition);
+    addition.begun = true;
+    const int64_t end = _running.sequence.pieceEnd(model, addition.text, _text.size(), rows);
+    Piece piece = _running.sequence.nextPiece(model, addition.text, end);
+    const bool hasNew = piece.end() > _text.size();
+    if (hasNew) addWants(piece, addition, _text.size(), _running.sampler.has_value(), limits().vocabSize);
+    std::vector<int32_t> chosen = TextPasses(model, limits()).run({{&_running, piece}}).front();
+    if (!hasNew) return std::nullopt;
+    _text.follow(addition.text, piece.end());
+    return chosen;
+}
+
+bool HeldText::recomputePiece(const LockedModel& model, int64_t wanted) {
+    const auto isComputed = [&] { return _running.sequence.cutToComputed(model, _text) == _text.size(); };
+    if (isComputed()) return true;
+    Piece piece = _running.sequence.nextPiece(model, _text, wanted);
+    if (!piece.follower) piece.follower = _running.history.back();
+    TextPasses(model, limits()).run({{&_running, piece}});
+    return isComputed();
+}
+
+bool HeldText::recomputeNext(int64_t rows) {
+    const LockedModel model = _engine->runner().lock();
+    const int64_t computed = _running.sequence.cutToComputed(model, _text);
+    return recomputePiece(model, computed + std::clamp<int64_t>(rows, 1, limits().pieces.rows));
+}
+
+}  // namespace sharpi

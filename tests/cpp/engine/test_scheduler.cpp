@@ -1,0 +1,376 @@
+// The scheduler: every request is answered as if it were alone, whatever comes beside it, before it and in its way.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/scheduler/scheduler.h"
+#include "seed.h"
+#include "two_arithmetics.h"
+
+namespace {
+
+using namespace sharpi;
+using namespace tiny;
+
+constexpr double kForever = 60;
+
+Model modelOf(Options options, int64_t context) {
+    options.context = context;
+    return Model(options);
+}
+
+std::vector<Options> models() {
+    Options experts;
+    experts.architecture = "qwen3moe";
+    std::vector<Options> all{gpuVariants()[0], experts, hybrids()[0], predicting()[1]};
+    Options windows;
+    windows.architecture = "gemma3";
+    windows.layers = family("gemma3").layers;
+    all.push_back(windows);
+    return all;
+}
+
+// All that comes of an answer.
+struct Whole {
+    std::vector<int32_t> tokens;
+    Ending ending;
+};
+Whole wait(Answer& answer) {
+    Whole whole;
+    for (;;) {
+        const Answer::News news = answer.take(kForever);
+        whole.tokens.insert(whole.tokens.end(), news.tokens.begin(), news.tokens.end());
+        if (!news.ending) continue;
+        whole.ending = *news.ending;
+        return whole;
+    }
+}
+
+Request requestOf(std::vector<int32_t> prompt, int64_t maxTokens) {
+    Request request;
+    request.prompt = std::move(prompt);
+    request.params = greedyParams();
+    request.maxTokens = maxTokens;
+    return request;
+}
+
+// Requests drawn at random, with the answers that they get alone.
+class Crowd {
+public:
+    Crowd(const Model& model, std::shared_ptr<Engine> reference, unsigned seed)
+        : _model(model), _reference(std::move(reference)), _random(sharpi::testSeed(seed)) {}
+
+    struct Expected {
+        Request request;
+        std::vector<int32_t> tokens;
+        Finish finish = Finish::Length;
+    };
+    Expected draw(int64_t longestPrompt, int64_t longestAnswer) {
+        Expected e;
+        Request& r = e.request;
+        const auto length = 1 + static_cast<int64_t>(_random() % static_cast<uint64_t>(longestPrompt));
+        r.prompt = repetitive(length, _model.options().vocab, _random());
+        if (!_last.empty() && _random() % 3 == 0) r.prompt.insert(r.prompt.begin(), _last.begin(), _last.end());
+        if (static_cast<int64_t>(r.prompt.size()) > 2 * longestPrompt) r.prompt.resize(static_cast<size_t>(length));
+        r.params = _random() % 2 ? sampledParams(_random()) : greedyParams();
+        std::vector<Source> sources{Source::Off, Source::NGram};
+        if (_model.options().predictions) sources.push_back(Source::Prediction);
+        r.drafts = drafts(sources[_random() % sources.size()], 1 + static_cast<int32_t>(_random() % 7));
+        r.maxTokens = 1 + static_cast<int64_t>(_random() % static_cast<uint64_t>(longestAnswer));
+        r.priority = static_cast<int32_t>(_random() % 3);
+        r.key = std::string(1, static_cast<char>('a' + _random() % 3));
+        Session alone(_reference);
+        e.tokens = generate(alone, r.prompt, r.params, static_cast<int>(r.maxTokens));
+        if (e.tokens.size() > 3 && _random() % 2) {
+            r.ends = {e.tokens[e.tokens.size() / 2]};
+            e.tokens.erase(std::find(e.tokens.begin(), e.tokens.end(), r.ends[0]), e.tokens.end());
+            e.finish = Finish::EndToken;
+        }
+        _last = r.prompt;
+        return e;
+    }
+    std::mt19937& random() { return _random; }
+
+private:
+    const Model& _model;
+    std::shared_ptr<Engine> _reference;
+    std::mt19937 _random;
+    std::vector<int32_t> _last;
+};
+
+struct Served {
+    Crowd::Expected expected;
+    std::shared_ptr<Answer> answer;
+};
+
+// Submits requests at random moments and cancels some of them.
+void serve(Scheduler& scheduler, Crowd& crowd, int count, int64_t longestPrompt, int64_t longestAnswer, bool cancels) {
+    std::vector<Served> all;
+    std::vector<Crowd::Expected> drawn;
+    for (int i = 0; i < count; ++i) drawn.push_back(crowd.draw(longestPrompt, longestAnswer));
+    for (Crowd::Expected& expected : drawn) {
+        const std::shared_ptr<Answer> answer = scheduler.submit(expected.request);
+        all.push_back({std::move(expected), answer});
+        if (crowd.random()() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(crowd.random()() % 3000));
+        if (cancels && crowd.random()() % 3 == 0) all[crowd.random()() % all.size()].answer->cancel();
+    }
+    for (size_t i = 0; i < all.size(); ++i) {
+        SCOPED_TRACE("request " + std::to_string(i));
+        const Whole whole = wait(*all[i].answer);
+        const std::vector<int32_t>& expected = all[i].expected.tokens;
+        if (whole.ending.finish == Finish::Cancelled) {
+            EXPECT_TRUE(all[i].answer->isCancelled());
+            ASSERT_LE(whole.tokens.size(), expected.size());
+            EXPECT_TRUE(std::equal(whole.tokens.begin(), whole.tokens.end(), expected.begin()));
+            continue;
+        }
+        EXPECT_EQ(whole.ending.finish, all[i].expected.finish) << whole.ending.error;
+        EXPECT_EQ(whole.tokens, expected);
+        EXPECT_EQ(whole.ending.figures.tokens, static_cast<int64_t>(expected.size()));
+    }
+}
+
+SchedulerOptions longQueue() {
+    SchedulerOptions options;
+    options.queue = 1000;
+    return options;
+}
+
+TEST(Scheduler, EveryRequestIsAnsweredAsAlone) {
+    for (const Options& options : models()) {
+        SCOPED_TRACE(describe(options));
+        const Model model = modelOf(options, 2000);
+        Crowd crowd(model, engineOf(model, engineOptions(600, 64, 12)), 1);
+        Scheduler scheduler(engineOf(model, engineOptions(2000, 64, 12)), longQueue());
+        serve(scheduler, crowd, 40, 60, 30, false);
+        serve(scheduler, crowd, 40, 60, 30, true);
+    }
+}
+
+// Where memory ends, requests are paused: their texts stay the same.
+TEST(Scheduler, APausedRequestGoesOnAsIfNothingHadHappened) {
+    for (const Options& options : models()) {
+        SCOPED_TRACE(describe(options));
+        const Model model = modelOf(options, 512);
+        Crowd crowd(model, engineOf(model, engineOptions(512, 64, 12)), 2);
+        Scheduler scheduler(engineOf(model, engineOptions(512, 64, 20)), longQueue());
+        serve(scheduler, crowd, 30, 50, 150, false);
+        EXPECT_GT(scheduler.counts().pauses, 0);
+        EXPECT_GT(scheduler.counts().againSeconds, 0);
+    }
+}
+
+// With two arithmetics, answers stay the same only if every row keeps its kind, in a pause too.
+TEST(Scheduler, RowsKeepTheirKinds) {
+    for (const Options& options : models()) {
+        SCOPED_TRACE(describe(options));
+        const Model model = modelOf(options, 512);
+        const int64_t step = describe(options) == describe(hybrids()[0]) ? kPromptTile : 1;
+        const TwoArithmeticsEngine alone(model, engineOptions(512, 64, 12), step);
+        const TwoArithmeticsEngine together(model, engineOptions(512, 64, 20), step);
+        Crowd crowd(model, alone.engine, 3);
+        Scheduler scheduler(together.engine, longQueue());
+        serve(scheduler, crowd, 30, 90, 120, true);
+        EXPECT_GT(scheduler.counts().pauses, 0);
+    }
+}
+
+TEST(Scheduler, AnswersAreWrittenTogether) {
+    const Model model = modelOf(gpuVariants()[0], 4000);
+    const WatchedEngine watched(model, engineOptions(4000, 96, 8));
+    Scheduler scheduler(watched.engine, longQueue());
+    std::vector<std::shared_ptr<Answer>> answers;
+    for (int i = 0; i < 16; ++i)
+        answers.push_back(
+            scheduler.submit(requestOf(randomTokens(5, model.options().vocab, static_cast<unsigned>(i)), 100)));
+    for (const auto& answer : answers) EXPECT_EQ(wait(*answer).tokens.size(), 100u);
+    const SchedulerCounts counts = scheduler.counts();
+    EXPECT_EQ(counts.stepTokens, 1600);
+    EXPECT_LT(counts.steps, 200) << "16 answers of 100 tokens, begun one after the other";
+    EXPECT_EQ(counts.finished, 16);
+}
+
+// A conversation's next prompt finds what the turn before it has left.
+TEST(Scheduler, APromptThatContinuesAnEarlierOneIsNotComputedAgain) {
+    const Model model = modelOf(gpuVariants()[0], 1000);
+    Scheduler scheduler(engineOf(model, engineOptions(1000, 64, 4)), longQueue());
+    std::vector<int32_t> text = randomTokens(100, model.options().vocab, 1);
+    EXPECT_EQ(wait(*scheduler.submit(requestOf(text, 5))).ending.figures.reusedTokens, 0);
+    const Whole other = wait(*scheduler.submit(requestOf(randomTokens(50, model.options().vocab, 2), 5)));
+    EXPECT_EQ(other.ending.figures.reusedTokens, 0);
+    text.push_back(3);
+    EXPECT_EQ(wait(*scheduler.submit(requestOf(text, 5))).ending.figures.reusedTokens, 100);
+}
+
+TEST(Scheduler, TheQueueIsBounded) {
+    const Model model = modelOf(gpuVariants()[0], 1000);
+    const auto engine = engineOf(model, engineOptions(1000, 64, 4));
+    SchedulerOptions options;
+    options.queue = 3;
+    options.running = 1;
+    Scheduler scheduler(engine, options);
+    std::vector<std::shared_ptr<Answer>> answers;
+    expectError(ErrorKind::Busy, "the queue has room for 3", [&] {
+        for (int i = 0; i < 6; ++i) answers.push_back(scheduler.submit(requestOf({1, 2, 3}, 500)));
+    });
+    EXPECT_EQ(scheduler.counts().refused, 1);
+    for (const auto& answer : answers) answer->cancel();
+    for (const auto& answer : answers) EXPECT_EQ(wait(*answer).ending.finish, Finish::Cancelled);
+    EXPECT_EQ(wait(*scheduler.submit(requestOf({1, 2, 3}, 5))).ending.finish, Finish::Length);
+}
+
+TEST(Scheduler, RefusesWhatCannotBeServed) {
+    const Model model = modelOf(gpuVariants()[0], 100);
+    Scheduler scheduler(engineOf(model, engineOptions(100, 64, 4)), {});
+    const auto refused = [&](const std::string& part, const Request& request) {
+        expectError(ErrorKind::InvalidArgument, part, [&] { scheduler.submit(request); });
+    };
+    refused("the prompt is empty", requestOf({}, 5));
+    refused("the prompt has 101 tokens, the context holds 100", requestOf(std::vector<int32_t>(101, 1), 5));
+    refused("outside the vocabulary", requestOf({1, static_cast<int32_t>(model.options().vocab)}, 5));
+    refused("outside the vocabulary", requestOf({-1}, 5));
+    refused("at least one token", requestOf({1}, 0));
+    Request request = requestOf({1}, 5);
+    request.params.topP = 2;
+    refused("top-p", request);
+    request = requestOf({1}, 5);
+    request.drafts = drafts(Source::Prediction, 1);
+    refused("no prediction layer", request);
+    request = requestOf({1}, 5);
+    request.seconds = 0;
+    refused("more than 0 seconds", request);
+    EXPECT_EQ(wait(*scheduler.submit(requestOf({1}, 1000))).ending.finish, Finish::Context);
+}
+
+TEST(Scheduler, ARequestEndsWhenItsTimeIsOver) {
+    const Model model = modelOf(gpuVariants()[0], 100000);
+    Scheduler scheduler(engineOf(model, engineOptions(100000, 64, 4)), {});
+    Request request = requestOf({1, 2, 3}, 1000000);
+    request.seconds = 0.05;
+    const Whole whole = wait(*scheduler.submit(request));
+    EXPECT_EQ(whole.ending.finish, Finish::TimeOut);
+    EXPECT_GE(whole.ending.figures.seconds, 0.05);
+}
+
+// Requests of one client do not hold back another's.
+TEST(Scheduler, HigherPrioritiesAndRarerClientsGoFirst) {
+    const Model model = modelOf(gpuVariants()[0], 5000);
+    SchedulerOptions options = longQueue();
+    options.running = 1;
+    Scheduler scheduler(engineOf(model, engineOptions(5000, 64, 4)), options);
+    const auto first = scheduler.submit(requestOf({1, 2, 3}, 400));  // the others wait for it
+    first->take(kForever);
+    const auto low = scheduler.submit(requestOf({1, 2}, 1));
+    Request request = requestOf({2, 3}, 1);
+    request.priority = 1;
+    const auto high = scheduler.submit(request);
+    const double lowWaited = wait(*low).ending.figures.queuedSeconds,
+                 highWaited = wait(*high).ending.figures.queuedSeconds;
+    EXPECT_LT(highWaited, lowWaited);
+}
+
+// A step that fails ends the requests in it, and only these.
+TEST(Scheduler, AFailedPassEndsItsRequestsAndNoOther) {
+    const Model model = modelOf(gpuVariants()[0], 2000);
+    const WatchedEngine watched(model, engineOptions(2000, 64, 8));
+    Crowd crowd(model, engineOf(model, engineOptions(600, 64, 12)), 4);
+    Scheduler scheduler(watched.engine, longQueue());
+    int failed = 0, served = 0;
+    for (int round = 0; round < 30; ++round) {
+        std::vector<Crowd::Expected> drawn;
+        for (int i = 0; i < 3; ++i) drawn.push_back(crowd.draw(60, 20));
+        if (round % 2) watched.backend->failIn = 1 + static_cast<int>(crowd.random()() % 20);
+        std::vector<Served> all;
+        for (Crowd::Expected& expected : drawn) {
+            const auto answer = scheduler.submit(expected.request);
+            all.push_back({std::move(expected), answer});
+        }
+        for (const Served& one : all) {
+            const Whole whole = wait(*one.answer);
+            if (whole.ending.finish == Finish::Failed) {
+                EXPECT_EQ(whole.ending.error, "told to fail");
+                ++failed;
+            } else {
+                EXPECT_EQ(whole.tokens, one.expected.tokens);
+                ++served;
+            }
+        }
+        watched.backend->failIn = 0;
+    }
+    EXPECT_GT(failed, 0);
+    EXPECT_GT(served, failed);
+}
+
+// Nothing is left behind, whatever was going on.
+TEST(Scheduler, GivesEverythingBackAtItsEnd) {
+    const Model model = modelOf(hybrids()[0], 2000);
+    const auto engine = engineOf(model, engineOptions(2000, 64, 12));
+    const auto room = [&] {
+        const LockedModel locked = engine->runner().lock();
+        return std::pair(locked.kv().freePages(), locked.kv().states().freeEntries());
+    };
+    const auto before = room();
+    std::vector<std::shared_ptr<Answer>> answers;
+    {
+        Crowd crowd(model, engineOf(model, engineOptions(600, 64, 12)), 5);
+        Scheduler scheduler(engine, longQueue());
+        for (int i = 0; i < 20; ++i) answers.push_back(scheduler.submit(crowd.draw(60, 30).request));
+        wait(*answers.front());
+        EXPECT_NE(room(), before);
+    }
+    EXPECT_EQ(room(), before);
+    for (size_t i = 1; i < answers.size(); ++i) {
+        const Answer::News news = answers[i]->take(kForever);
+        EXPECT_TRUE(news.ending) << i;
+    }
+}
+
+TEST(Arrivals, NameTheAnswersWithNews) {
+    const Model model = modelOf(gpuVariants()[0], 1000);
+    Scheduler scheduler(engineOf(model, engineOptions(1000, 64, 4)), longQueue());
+    const auto arrivals = std::make_shared<Arrivals>();
+    EXPECT_TRUE(arrivals->drain().empty());
+    const auto first = scheduler.submit(requestOf({1, 2, 3}, 20), arrivals);
+    const auto second = scheduler.submit(requestOf({3, 2, 1}, 20), arrivals);
+    wait(*first);
+    wait(*second);
+    std::vector<int64_t> numbers = arrivals->drain();
+    std::sort(numbers.begin(), numbers.end());
+    numbers.erase(std::unique(numbers.begin(), numbers.end()), numbers.end());
+    EXPECT_EQ(numbers, std::vector<int64_t>({first->number(), second->number()}));
+    EXPECT_TRUE(arrivals->drain().empty());
+}
+
+TEST(Pace, PiecesFitTheGap) {
+    Pace pace(0.2, 2048, false);
+    EXPECT_EQ(pace.pieceRows(false), 2048);
+    EXPECT_LT(pace.pieceRows(true), 2048) << "nothing is known yet";
+    for (int i = 0; i < 50; ++i) pace.countPiece(512, 0.512);  // a millisecond a row
+    EXPECT_EQ(pace.pieceRows(true), 128) << "0.7 of the gap, in whole tiles";
+    EXPECT_EQ(pace.pieceRows(false), 2048);
+    for (int i = 0; i < 50; ++i) pace.countPiece(512, 51.2);
+    EXPECT_EQ(pace.pieceRows(true), 64) << "no smaller than a tile";
+    for (int i = 0; i < 100; ++i) pace.countPiece(512, 0.000512);
+    EXPECT_EQ(pace.pieceRows(true), 2048);
+    EXPECT_FALSE(pace.answersAreDue());
+}
+
+TEST(Pace, WhereWeightsAreStreamedAnswersGetHalfOfTheTime) {
+    Pace pace(0.2, 2048, true);
+    EXPECT_FALSE(pace.answersAreDue());
+    pace.countPiece(2048, 1.5);
+    EXPECT_EQ(pace.pieceRows(true), 2048);
+    for (int i = 0; i < 3; ++i) {
+        EXPECT_TRUE(pace.answersAreDue()) << i;
+        pace.countStep(0.5);
+    }
+    EXPECT_FALSE(pace.answersAreDue());
+}
+
+}  // namespace
