@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "engine/texts/drafter.h"
 #include "engine/engine.h"
 #include "model/model_spec.h"
 #include "model/weights.h"
@@ -22,11 +23,15 @@ struct Description {
 // Throws Error(InvalidArgument) for a name that is not known.
 KvType toKvType(const std::string& name);
 
+// Throws Error(InvalidArgument) for a source of drafts that is not known.
+DraftOptions toDraftOptions(const std::string& source, int32_t tokens);
+
 // In the order in which module.cpp calls them: a signature in a docstring names a class only once it is bound.
 void bindOptions(py::module_& m);
 void bindDescription(py::module_& m);
 void bindEngine(py::module_& m);
 void bindSession(py::module_& m);
+void bindScheduler(py::module_& m);
 void bindHardware(py::module_& m);
 
 }  // namespace sharpi

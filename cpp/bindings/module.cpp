@@ -24,6 +24,7 @@ void translate(std::exception_ptr p) {  // NOLINT(performance-unnecessary-value-
         case ErrorKind::InvalidArgument: name = "InvalidRequestError"; break;
         case ErrorKind::BadModel: name = "ModelFileError"; break;
         case ErrorKind::OutOfMemory: name = "OutOfMemoryError"; break;
+        case ErrorKind::Busy: name = "BusyError"; break;
         case ErrorKind::Internal: name = "InternalError"; break;
         }
     } catch (const std::bad_alloc&) {
@@ -51,6 +52,7 @@ PYBIND11_MODULE(_core, m) {
     bindDescription(m);
     bindEngine(m);
     bindSession(m);
+    bindScheduler(m);
     bindHardware(m);
     m.attr("prompt_tile") = kPromptTile;
     std::vector<std::string> roles;

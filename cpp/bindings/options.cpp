@@ -65,12 +65,13 @@ void bindOptions(py::module_& m) {
     const EngineOptions usual(cpuKind());
     py::class_<EngineOptions>(m, "EngineOptions",
                               "How a model runs: what an Engine is built with, and what its memory is planned with.")
-        .def(py::init([](int64_t context, int64_t batch, int threads, const std::string& kvType,
+        .def(py::init([](int64_t context, int64_t cacheTokens, int64_t batch, int threads, const std::string& kvType,
                          const std::string& prompt, int32_t sequences, const std::string& device, int ordinal,
                          size_t vram, const HomeRows& homes, size_t expertSlotBytes, const Rates& expertRates,
                          Warm warm, bool tight) {
                  EngineOptions options(deviceKind(device));
                  options.context = context;
+                 options.cacheTokens = cacheTokens;
                  options.batch = batch;
                  options.threads = threads;
                  options.kvType = toKvType(kvType);
@@ -84,20 +85,23 @@ void bindOptions(py::module_& m) {
                  options.tight = tight;
                  return options;
              }),
-             py::kw_only(), py::arg("context"), py::arg("batch") = usual.batch, py::arg("threads") = usual.threads,
+             py::kw_only(), py::arg("context"), py::arg("cache_tokens") = usual.cacheTokens,
+             py::arg("batch") = usual.batch, py::arg("threads") = usual.threads,
              py::arg("kv_dtype") = kvTypeName(usual.kvType), py::arg("prompt") = promptModeName(usual.prompt),
              py::arg("sequences") = usual.sequences, py::arg("device") = usual.device.kind->name(),
              py::arg("ordinal") = usual.device.ordinal, py::arg("vram") = usual.vram,
              py::arg("homes") = homeRows(usual.homes), py::arg("expert_slot_bytes") = usual.expertSlotBytes,
              py::arg("expert_rates") = Rates(usual.expertUse.cpuRate, usual.expertUse.busRate),
              py::arg("warm") = usual.expertUse.warm, py::arg("tight") = usual.tight,
-             "prompt: how prompts are computed on the GPU, \"exact\" or \"fast\". ordinal: the GPU's number, "
+             "cache_tokens: that the KV cache has room for; 0: as many as the context. prompt: how prompts are "
+             "computed on the GPU, \"exact\" or \"fast\". ordinal: the GPU's number, "
              "as the driver counts. vram: the most to take of its memory; 0: all that is free. homes: (home, rows of "
              "the CPU) of each tensor; none: all in VRAM. expert_rates: bytes per "
              "second at which the "
              "CPU computes experts and the GPU fetches them. warm: (layer, expert) that slots hold from the "
              "beginning. tight: loads even if the plan counts more memory than there is.")
         .def_readonly("context", &EngineOptions::context)
+        .def_readonly("cache_tokens", &EngineOptions::cacheTokens)
         .def_readonly("batch", &EngineOptions::batch)
         .def_readonly("threads", &EngineOptions::threads)
         .def_property_readonly("kv_dtype", [](const EngineOptions& o) { return kvTypeName(o.kvType); })

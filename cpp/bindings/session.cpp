@@ -9,8 +9,6 @@
 
 namespace sharpi {
 
-namespace {
-
 DraftOptions toDraftOptions(const std::string& source, int32_t tokens) {
     DraftOptions options;
     options.tokens = tokens;
@@ -20,6 +18,8 @@ DraftOptions toDraftOptions(const std::string& source, int32_t tokens) {
         throw Error(ErrorKind::InvalidArgument, "unknown drafts '" + source + "': known are off, ngram and mtp");
     return options;
 }
+
+namespace {
 
 RowKind toRowKind(const std::string& kind) {
     if (kind == "prompt") return RowKind::Prompt;

@@ -3,7 +3,7 @@
 
 #include <mutex>
 
-#include "engine/transcript.h"
+#include "engine/texts/transcript.h"
 #include "layers/forward_pass.h"
 
 namespace sharpi {

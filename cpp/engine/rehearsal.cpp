@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "engine/drafter.h"
+#include "engine/texts/drafter.h"
 
 namespace sharpi {
 

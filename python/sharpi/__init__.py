@@ -12,19 +12,28 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sharpi.errors import HubError, InternalError, InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError
+from sharpi.errors import (
+    BusyError,
+    HubError,
+    InternalError,
+    InvalidRequestError,
+    ModelFileError,
+    OutOfMemoryError,
+    SharpiError,
+)
 
 if TYPE_CHECKING:
-    from sharpi.model import Generation, Model, Part, Reply, Session, Token
+    from sharpi.model import Answer, Generation, Model, Part, Reply, Scheduler, Session, Token
 
 __version__ = "0.1.0"
-__all__ = ["Generation", "HubError", "InternalError", "InvalidRequestError", "Model", "ModelFileError",
-           "OutOfMemoryError", "Part", "Reply", "Session", "SharpiError", "Token", "__version__"]
+__all__ = ["Answer", "BusyError", "Generation", "HubError", "InternalError", "InvalidRequestError", "Model",
+           "ModelFileError", "OutOfMemoryError", "Part", "Reply", "Scheduler", "Session", "SharpiError", "Token",
+           "__version__"]
 
 # What a program does not ask to hear goes nowhere: see `logging` in the standard library.
 logging.getLogger("sharpi").addHandler(logging.NullHandler())
 
-_FROM_MODEL = ("Generation", "Model", "Part", "Reply", "Session", "Token")
+_FROM_MODEL = ("Answer", "Generation", "Model", "Part", "Reply", "Scheduler", "Session", "Token")
 
 
 def __getattr__(name: str) -> Any:

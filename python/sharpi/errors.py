@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 __all__ = [
+    "BusyError",
     "HubError",
     "InternalError",
     "InvalidRequestError",
@@ -56,6 +57,10 @@ class OutOfMemoryError(SharpiError, MemoryError):
 
     available: int | None = None
     wanted: int | None = None
+
+
+class BusyError(SharpiError):
+    """Too many requests are waiting already: try again later."""
 
 
 class InternalError(SharpiError):

@@ -34,6 +34,7 @@ from sharpi.loading.request import (
 from sharpi.machine.profile import HardwareProfile
 from sharpi.planning.expert_stats import ExpertStats
 from sharpi.reply import Message, Reply
+from sharpi.scheduler import Answer, Scheduler
 from sharpi.session import Session
 from sharpi.settings import arguments
 from sharpi.settings.choices import ROW_KINDS
@@ -44,7 +45,8 @@ from sharpi.text.chat import Part
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["BUNDLED_MODEL", "Generation", "Model", "Part", "Reply", "Session", "Token", "describe"]
+__all__ = ["BUNDLED_MODEL", "Answer", "Generation", "Model", "Part", "Reply", "Scheduler", "Session", "Token",
+           "describe"]
 
 _log = logging.getLogger(__name__)
 
@@ -66,8 +68,9 @@ class Model(LoadedModel):
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
              context: int | None = None, kv_dtype: str | None = None, threads: int | None = None,
              batch: int | None = None, cpu_moe: bool | None = None, sequences: int | None = None,
-             prompt: str | None = None, mtp: bool | None = None, rope_scaling: str | None = None,
-             rope_scale: float | None = None, rope_freq_base: float | None = None, rope_freq_scale: float | None = None,
+             cache_tokens: int | None = None, prompt: str | None = None, mtp: bool | None = None,
+             rope_scaling: str | None = None, rope_scale: float | None = None, rope_freq_base: float | None = None,
+             rope_freq_scale: float | None = None,
              yarn_orig_ctx: int | None = None, plan: str | os.PathLike[str] | None = None,
              profile: HardwareProfile | str | os.PathLike[str] | None = None,
              warm: ExpertStats | str | os.PathLike[str] | None = None,
@@ -84,7 +87,9 @@ class Model(LoadedModel):
         by default and at most as many as there are cores. cpu_moe: whether all experts stay in RAM and the CPU computes
         them in decode, even if they would fit; `None` is what SHARPI_CPU_MOE says. sequences: for a model with
         recurrent layers, how many states to keep (4), and for one whose layers see a window or chunk, how many of
-        these; each conversation that holds tokens needs one, the others serve to roll back. prompt: how the GPU
+        these; each conversation that holds tokens needs one, the others serve to roll back; at most two rows for each
+        share a step. cache_tokens: the tokens that all conversations may have together, if that is more than one may
+        have (`context`). prompt: how the GPU
         computes prompts: "exact" gives the same bits as every other processor, "fast" uses tensor cores, so the bits
         depend on the kind of GPU too, and takes batches of 64 rows or more; `None` is what the kind of GPU says, so far
         "fast". The CPU's are exact. mtp: whether to load a prediction layer, to draft tokens with; `None`: if the file
@@ -111,9 +116,9 @@ class Model(LoadedModel):
         check_switches()
         given = checked_arguments({
             "path": path, "device": device, "vram": vram, "context": context, "kv_dtype": kv_dtype, "threads": threads,
-            "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences, "prompt": prompt, "mtp": mtp,
-            "rope_scaling": rope_scaling, "rope_scale": rope_scale, "rope_freq_base": rope_freq_base,
-            "rope_freq_scale": rope_freq_scale,
+            "batch": batch, "cpu_moe": cpu_moe, "sequences": sequences, "cache_tokens": cache_tokens,
+            "prompt": prompt, "mtp": mtp, "rope_scaling": rope_scaling, "rope_scale": rope_scale,
+            "rope_freq_base": rope_freq_base, "rope_freq_scale": rope_freq_scale,
             "yarn_orig_ctx": yarn_orig_ctx, "plan": plan, "profile": profile, "warm": warm,
             "expert_stats": expert_stats, "progress": progress, "notice": notice})
         if plan is not None:
@@ -172,6 +177,10 @@ class Model(LoadedModel):
     def session(self) -> Session:
         """A new conversation, which keeps its KV cache between calls."""
         return Session(self)
+
+    def scheduler(self, *, max_gap: float = 0.2, queue: int = 64, running: int | None = None) -> Scheduler:
+        """Serves many requests at once: see `Scheduler`. Close it before the model."""
+        return Scheduler(self, max_gap=max_gap, queue=queue, running=running)
 
     def stats(self) -> dict[str, Any]:
         """Counts and speeds of the generation started last, and the bytes held; `vram_bytes` by the device's own

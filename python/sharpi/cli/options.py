@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 
 # The options that a saved plan answers.
-_IN_A_PLAN = ("context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe", "sequences", "prompt", "no_mtp",
-              "profile",
+_IN_A_PLAN = ("context", "threads", "batch", "device", "vram", "kv_dtype", "cpu_moe", "sequences",
+              "cache_tokens", "prompt", "no_mtp", "profile",
               "rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx")
 
 
@@ -75,6 +75,7 @@ class ModelOptions(RopeOptions):
     kv_dtype: str | None
     cpu_moe: bool
     sequences: int | None
+    cache_tokens: int | None
     prompt: str | None
     no_mtp: bool
     plan: str | None
@@ -108,6 +109,7 @@ class ModelOptions(RopeOptions):
                 # Left out, it is the environment's.
                 cpu_moe=self.cpu_moe or None,
                 sequences=self.sequences,
+                cache_tokens=self.cache_tokens,
                 prompt=self.prompt,
                 mtp=False if self.no_mtp else None,
                 **self.rope_arguments(),
@@ -278,6 +280,13 @@ def sequences_option(function: Callable[..., Any]) -> Callable[..., Any]:
                              "  [default: 4]")(function)
 
 
+def cache_tokens_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Only `--cache-tokens`."""
+    return click.option("--cache-tokens", type=click.IntRange(min=1), metavar="N",
+                        help="Tokens that all conversations may have together, if that is more than one may have."
+                             "  [default: --context]")(function)
+
+
 def no_mtp_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Only `--no-mtp`."""
     return click.option("--no-mtp", "no_mtp", is_flag=True,
@@ -334,7 +343,8 @@ _ROPE_SWITCHES = [
 def model_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the switches of `ModelOptions`; the command receives `options: ModelOptions`."""
     switches = [
-        section("Model", model_option, context_option, kv_dtype_option, sequences_option, no_mtp_option),
+        section("Model", model_option, context_option, kv_dtype_option, sequences_option,
+                cache_tokens_option, no_mtp_option),
         section("Longer contexts", *_ROPE_SWITCHES),
         section("Device and memory", device_option, vram_option, threads_option, batch_option, prompt_option,
                 cpu_moe_option, warm_option, expert_stats_option, plan_option, profile_option),

@@ -28,6 +28,7 @@ def engine_options(plan: Plan, warm: ExpertStats | None = None) -> _core.EngineO
     on_gpu = plan.device == "cuda"
     return _core.EngineOptions(
         context=plan.context,
+        cache_tokens=plan.cache_tokens,
         batch=plan.batch,
         threads=plan.threads,
         kv_dtype=plan.kv_dtype,

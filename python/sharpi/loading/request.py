@@ -14,7 +14,7 @@ from sharpi.loading.description import read_spec
 from sharpi.machine.hardware import usable_threads
 from sharpi.machine.profile import HardwareProfile, load_profile
 from sharpi.planning.expert_stats import ExpertStats, unwritable
-from sharpi.planning.plan import Plan
+from sharpi.planning.plan import MOST_CACHE_TOKENS, Plan
 from sharpi.planning.planner import make_plan, saved_plan
 from sharpi.settings import arguments
 from sharpi.storage import require_writable
@@ -43,7 +43,8 @@ def _stats_or_path(name: str, value: Any) -> Any:
 
 
 # The arguments that plans are made of, and those of the scaling.
-_PLANNED = ("device", "vram", "context", "kv_dtype", "threads", "batch", "cpu_moe", "sequences", "prompt")
+_PLANNED = ("device", "vram", "context", "kv_dtype", "threads", "batch", "cpu_moe", "sequences", "cache_tokens",
+            "prompt")
 ROPE_ARGUMENTS = ("rope_scaling", "rope_scale", "rope_freq_base", "rope_freq_scale", "yarn_orig_ctx")
 
 # How `Model.load`'s arguments are checked, and the bounds of numbers; the planner and `RopeScaling` check the others.
@@ -56,6 +57,7 @@ _LOAD_CHECKS: dict[str, tuple[Any, ...]] = {
     "batch": (arguments.whole, 1, 65536),
     "threads": (arguments.whole, 1, 1024),
     "sequences": (arguments.whole, 1, 4096),
+    "cache_tokens": (arguments.whole, 1, MOST_CACHE_TOKENS),
     "profile": (_profile_or_path,),
     "warm": (_stats_or_path,),
 }

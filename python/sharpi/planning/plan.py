@@ -22,11 +22,12 @@ from sharpi.planning.prediction import BOUNDS, Speed
 from sharpi.planning.prompt_modes import prompt_tile
 from sharpi.settings.choices import EXACT, FAST, KV_DTYPES, PROMPT_MODES
 
-__all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT", "UNIFORM_ROUTING",
-           "load_plan", "size_words", "vram_words"]
+__all__ = ["DEFAULT_SEQUENCES", "KV_DTYPES", "MOST_CACHE_TOKENS", "Plan", "SAVED_STATISTICS", "SMALLEST_CONTEXT",
+           "UNIFORM_ROUTING", "load_plan", "size_words", "vram_words"]
 
 # For a model with recurrent layers, windows or chunks: conversations, and what they need to roll back.
 DEFAULT_SEQUENCES = 4
+MOST_CACHE_TOKENS = 1 << 40
 _LONGEST_FILE = 64 << 20  # of a plan: many times what a model of thousands of tensors needs
 SMALLEST_CONTEXT = 512  # a shorter one is not worth offering, where more was asked for
 # Where an expected hit rate comes from.
@@ -56,6 +57,7 @@ class Plan:
     context) and decode_full (at its end): the predicted speeds, and `profile` the machine that they are for; `None` if
     nobody needed to know. fingerprint: of the file's tensors. sequences: how many
     there is room for whose recurrent state is held, in a model that has one, or what a window or chunk shows of them.
+    cache_tokens: that the KV cache has room for, of all sequences together; 0: as many as the context.
     mtp: whether the file's prediction layer is loaded, for drafted tokens. draft_cost: what such a token adds to a
     step, as a part of a plain step's time; `None` if there is no prediction layer, or nobody needed to know. Predicted
     decode is without drafts. prompt: how prompts are computed, "exact" or "fast"; on the CPU always "exact". rope: the
@@ -95,6 +97,7 @@ class Plan:
     decode_full: Speed | None = None
     profile: HardwareProfile | None = None
     sequences: int = DEFAULT_SEQUENCES
+    cache_tokens: int = 0
     mtp: bool = False
     draft_cost: float | None = None
     rope: RopeScaling | None = None
@@ -434,6 +437,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "batch": _count(1, 65536),
     "threads": _count(1, 1024),
     "sequences": _count(1, 4096),
+    "cache_tokens": _count(0, MOST_CACHE_TOKENS),
     "mtp": _truth,
     "draft_cost": _maybe(_number(0, 1e9)),
     "available_bytes": _maybe(_count()),

@@ -105,20 +105,21 @@ def choose_kv_dtype(kv_dtype: str | None) -> str:
 
 def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | int | None = None,
               context: int | None = None, kv_dtype: str | None = None, batch: int | None = None, threads: int = 1,
-              cpu_moe: bool | None = None, sequences: int | None = None, prompt: str | None = None,
+              cpu_moe: bool | None = None, sequences: int | None = None, cache_tokens: int | None = None,
+              prompt: str | None = None,
               ram: int | None = None, profile: HardwareProfile | None = None, warm: ExpertStats | None = None,
               shown: bool = False, rope: RopeScaling | None = None, notice: Notice | None = None) -> Plan:
     """The plan for running `file`; `ram` stands in for the machine's memory in bytes.
 
     "auto" is the GPU if there is one and the model fits into its free memory, or into the budget `vram`; if only a part
     of it fits, the GPU or the CPU, whichever is predicted to decode faster. cpu_moe: whether all experts are left to
-    the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences: see `Plan`. prompt: "exact" or "fast";
-    `None`: what the kind of GPU says. A batch that is too small for fast prompts is rounded up. profile: the machine's
-    speeds; without it, they are measured if they are needed and not known. warm: how often each expert is used, to
-    expect hits by; without it, all alike. shown: the plan is for a person to look at; it has predictions, and if a
-    profile is given it is for that machine, not for this one. rope: the scaling that `spec` was read with. notice: is
-    told, in a line, that the machine is measured, or that the batch was rounded up. Raises `InvalidRequestError` for
-    what cannot be had.
+    the CPU even if they would fit; `None`: what SHARPI_CPU_MOE says. sequences, cache_tokens: see `Plan`. prompt:
+    "exact" or "fast"; `None`: what the kind of GPU says. A batch that is too small for fast prompts is rounded up.
+    profile: the machine's speeds; without it, they are measured if they are needed and not known. warm: how often each
+    expert is used, to expect hits by; without it, all alike. shown: the plan is for a person to look at; it has
+    predictions, and if a profile is given it is for that machine, not for this one. rope: the scaling that `spec` was
+    read with. notice: is told, in a line, that the machine is measured, or that the batch was rounded up. Raises
+    `InvalidRequestError` for what cannot be had.
     """
     check_switches()
     if device not in DEVICES:
@@ -134,7 +135,8 @@ def make_plan(file: GgufFile, spec: Spec, *, device: str = "auto", vram: str | i
     if device != "cpu":
         found = _profiled_gpu(profile) if shown and profile is not None else gpu()
     request = Request(file, spec, tokens, choose_kv_dtype(kv_dtype), batch, threads, budget, cpu_moe, ram, speeds,
-                       warm, shown, sequences or DEFAULT_SEQUENCES, rope, choose_prompt(prompt, found))
+                       warm, shown, sequences or DEFAULT_SEQUENCES, cache_tokens or 0, rope,
+                       choose_prompt(prompt, found))
     plan = _on_device(request, device, found)
     if notice is not None and plan.device == "cuda" and batch is not None and plan.batch > batch:
         notice(rounding_words(batch, plan.batch))

@@ -118,6 +118,7 @@ class Request:
     warm: ExpertStats | None
     shown: bool
     sequences: int
+    cache_tokens: int
     rope: RopeScaling | None
     prompt: str  # of a plan for the GPU
 
@@ -154,6 +155,7 @@ class Request:
             kv_dtype=self.kv_dtype,
             prompt=self.prompt_on(device),
             sequences=self.sequences,
+            cache_tokens=self.cache_tokens,
             device=device,
             homes=() if whole else homes,
             expert_slot_bytes=0 if whole else slots,
@@ -182,6 +184,7 @@ class Request:
             batch=batch,
             threads=self.threads,
             sequences=self.sequences,
+            cache_tokens=self.cache_tokens,
             mtp=self.spec.prediction_layers > 0,
             rope=self.rope,
             weights_bytes=sum(tensor.nbytes for tensor in self.file.tensors),

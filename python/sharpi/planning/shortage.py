@@ -68,6 +68,7 @@ def _request(plan: Plan, file: GgufFile, spec: Spec, warm: ExpertStats | None) -
     return Request(file=file, spec=spec, context=plan.context, kv_dtype=plan.kv_dtype, batch=plan.batch,
                    threads=plan.threads, vram=plan.vram, cpu_moe=left_to_cpu, ram=None,
                    speeds=MachineSpeeds(plan.profile, None), warm=warm, shown=False, sequences=plan.sequences,
+                   cache_tokens=plan.cache_tokens,
                    rope=plan.rope, prompt=plan.prompt)
 
 

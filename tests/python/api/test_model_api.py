@@ -322,6 +322,7 @@ def test_a_model_that_does_not_fit_whole_is_loaded_as_planned(tiny: Path, monkey
     with Model.load(tiny, device="cuda", notice=said.append) as model:
         assert fields_of(FakeGpuEngine.options) == {
             "context": 512,
+            "cache_tokens": 0,
             "batch": 512,
             "threads": model.threads,
             "kv_dtype": "bf16",

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import WrapperDescriptorType
 from typing import Any
 
 import pytest
@@ -115,8 +116,9 @@ def test_the_stubs_are_the_module() -> None:
     public = {name: value for name, value in vars(_core).items() if not name.startswith("_")}
     assert {name for name, value in public.items() if isinstance(value, type)} == set(classes)
     for name, node in classes.items():
+        # A class that only the core makes objects of has no constructor but object's.
         members = {key: of_module(value) for key, value in vars(getattr(_core, name)).items()
-                   if key == "__init__" or not key.startswith("_")}
+                   if not key.startswith("_") or (key == "__init__" and not isinstance(value, WrapperDescriptorType))}
         assert dict(map(of_stub, [part for part in node.body if not isinstance(part, ast.Expr)])) == members, name
     assert dict(map(of_stub, rest)) == {name: of_module(value) for name, value in public.items()
                                         if not isinstance(value, type)}

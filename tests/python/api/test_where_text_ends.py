@@ -11,7 +11,7 @@ import pytest
 
 from sharpi import Model, Token
 from sharpi.files.metadata import Metadata
-from sharpi.session import _StopFilter
+from sharpi.request import TextStream
 from sharpi.text.tokenizer import Tokenizer
 
 PROMPT = "Once upon a time"
@@ -98,14 +98,23 @@ def filtered(pieces: Sequence[str], stop: Sequence[str]) -> tuple[list[str], int
     """What has come out after each piece, and at the end; and how many pieces were asked for."""
     taken = 0
 
-    def source() -> Iterator[Token]:
+    def source() -> Iterator[int]:
         nonlocal taken
-        for piece in pieces:
+        while taken < len(pieces):
             taken += 1
-            yield Token(taken, piece)
+            yield taken
+
+    class Pieces:
+        """A tokenizer's stream, whose tokens are the numbers of the pieces."""
+
+        def push(self, id: int) -> str:
+            return pieces[id - 1]
+
+        def flush(self) -> str:
+            return ""
 
     shown, text = [], ""
-    for token in _StopFilter(stop).through(source()):
+    for token in TextStream(Pieces(), stop).through(source()):
         text += token.text
         if len(shown) < taken:
             shown.append(text)

@@ -206,7 +206,7 @@ def test_a_plan_that_lacks_something(model: FakeWeights, tmp_path: Path) -> None
 
 NONSENSE = {
     "device": ["tpu", None, 1], "context": [0, -1, 1.5, True, "1000", None, 1 << 70], "batch": [0, 65537, None],
-    "threads": [0, 1025], "sequences": [0, 4097, None], "mtp": [None, 1, "yes"],
+    "threads": [0, 1025], "sequences": [0, 4097, None], "cache_tokens": [-1, 1 << 41, None], "mtp": [None, 1, "yes"],
     "draft_cost": [-0.1, "0.1", True, float("nan")], "kv_dtype": ["int3", None], "prompt": ["quick", None, 1, "Fast"],
     "vram": [5, -1, "12GiB"], "why": [None, 3], "gpu": [3, {}, [1]],
     "lines": [None, 3, [3], [{}], [{"name": "x", "bytes": -1}], [{"name": 5, "bytes": 1}], {"name": 3}],
@@ -347,6 +347,7 @@ def test_options_that_a_plan_answers_are_refused(command: list[str], option: lis
         {"threads": 2},
         {"batch": 16},
         {"sequences": 2},
+        {"cache_tokens": 2000},
         {"cpu_moe": True},
         {"cpu_moe": False},
         {"mtp": True},

@@ -15,6 +15,7 @@ from sharpi.cli.model_names import described, named_as, not_here
 from sharpi.cli.options import (
     RopeOptions,
     batch_option,
+    cache_tokens_option,
     context_option,
     cpu_moe_option,
     device_option,
@@ -56,7 +57,7 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
     "sharpi plan model.gguf --vram 12GiB          for a GPU with 12 GiB to spare",
     "sharpi plan model.gguf --json > plan.json    for --plan plan.json"))
 @click.argument("name", metavar="[MODEL]", required=False)
-@section("Model", model_option, context_option, kv_dtype_option, sequences_option, no_mtp_option)
+@section("Model", model_option, context_option, kv_dtype_option, sequences_option, cache_tokens_option, no_mtp_option)
 @rope_options
 @section("Device and memory", device_option, vram_option, threads_option, batch_option, prompt_option, cpu_moe_option,
          click.option("--warm", metavar="FILE", help="Expect experts to be used as in FILE, which --expert-stats of"
@@ -69,8 +70,8 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
                       help="Print JSON with sizes in bytes, which --plan of `sharpi run` reads."))
 def plan_command(name: str | None, model: str | None, context: int | None, threads: int | None, batch: int | None,
                  device: str, vram: str | None, kv_dtype: str | None, cpu_moe: bool, sequences: int | None,
-                 prompt: str | None, no_mtp: bool, rope: RopeOptions, profile: str | None, warm: str | None,
-                 verbose: bool, as_json: bool) -> None:
+                 cache_tokens: int | None, prompt: str | None, no_mtp: bool, rope: RopeOptions, profile: str | None,
+                 warm: str | None, verbose: bool, as_json: bool) -> None:
     """Show the memory that a model takes, where its weights go, and its speed.
 
     MODEL is a file or a name such as user/repo:Q4_K_M, the same as -m; of a model that is not downloaded yet, only the
@@ -95,7 +96,8 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
     with named_as(found):
         file, spec = describe(found.path if found else None, mtp=not no_mtp, rope=scaling)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
-                     threads=count, cpu_moe=cpu_moe or None, sequences=sequences, prompt=prompt, profile=known,
+                     threads=count, cpu_moe=cpu_moe or None, sequences=sequences, cache_tokens=cache_tokens,
+                     prompt=prompt, profile=known,
                      shown=True, rope=scaling,
                      warm=None if warm is None else ExpertStats.load(warm, file),
                      notice=say)
@@ -165,7 +167,8 @@ def _seen(plan: Plan) -> str:
 
 
 def _the_rest(plan: Plan) -> list[_Row]:
-    rows = [("KV cache", plan.kv_bytes, f"{plan.context:,} tokens, {plan.kv_dtype}" + _seen(plan)),
+    tokens = max(plan.context, plan.cache_tokens)
+    rows = [("KV cache", plan.kv_bytes, f"{tokens:,} tokens, {plan.kv_dtype}" + _seen(plan)),
             ("scratch", plan.scratch_bytes, f"batches of {plan.batch:,} tokens")]
     if plan.state_bytes:
         rows.insert(0, ("state", plan.state_bytes, f"of recurrent layers, for {plan.sequences:,} sequences"))

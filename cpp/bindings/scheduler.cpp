@@ -1,0 +1,109 @@
+// Scheduler with its requests and answers: many texts that a loaded model continues together.
+#include <pybind11/stl.h>
+
+#include "bindings/bindings.h"
+#include "bindings/delete_unlocked.h"
+#include "engine/scheduler/scheduler.h"
+
+namespace sharpi {
+
+namespace {
+
+py::dict toDict(const RequestFigures& figures) {
+    py::dict d;
+    d["queued_seconds"] = figures.queuedSeconds;
+    d["first_token_seconds"] = figures.firstTokenSeconds;
+    d["seconds"] = figures.seconds;
+    d["prompt_tokens"] = figures.promptTokens;
+    d["reused_tokens"] = figures.reusedTokens;
+    d["tokens"] = figures.tokens;
+    d["pauses"] = figures.pauses;
+    d["steps"] = figures.drafts.steps;
+    d["drafted_tokens"] = figures.drafts.drafted;
+    d["accepted_tokens"] = figures.drafts.accepted;
+    return d;
+}
+
+py::dict toDict(const SchedulerCounts& counts) {
+    py::dict d;
+    d["waiting"] = counts.waiting;
+    d["preparing"] = counts.preparing;
+    d["writing"] = counts.writing;
+    d["finished"] = counts.finished;
+    d["refused"] = counts.refused;
+    d["pauses"] = counts.pauses;
+    d["steps"] = counts.steps;
+    d["step_tokens"] = counts.stepTokens;
+    d["step_seconds"] = counts.stepSeconds;
+    d["pieces"] = counts.pieces;
+    d["piece_seconds"] = counts.pieceSeconds;
+    d["again_seconds"] = counts.againSeconds;
+    return d;
+}
+
+Answer::News taken(Answer& answer, double seconds) {
+    py::gil_scoped_release release;
+    return answer.take(seconds);
+}
+
+}  // namespace
+
+void bindScheduler(py::module_& m) {
+    py::class_<Arrivals, std::shared_ptr<Arrivals>>(m, "Arrivals")
+        .def(py::init<>())
+        .def("fileno", &Arrivals::descriptor, "Readable while answers have something new.")
+        .def("drain", &Arrivals::drain, "The numbers of the answers with something new since the last call.");
+
+    py::class_<Answer, std::shared_ptr<Answer>>(m, "Answer")
+        .def_property_readonly("number", &Answer::number)
+        .def("cancel", &Answer::cancel)
+        .def(
+            "take",
+            [](Answer& answer, double seconds) {
+                Answer::News news = taken(answer, seconds);
+                py::object ending = py::none();
+                if (news.ending)
+                    ending = py::make_tuple(finishName(news.ending->finish), news.ending->error,
+                                            toDict(news.ending->figures));
+                return py::make_tuple(std::move(news.tokens), ending);
+            },
+            py::arg("seconds"),
+            "The tokens since the last call, and after the last of them (why the answer ended, the error, its "
+            "figures), "
+            "else None. Waits up to `seconds` for something new.");
+
+    py::class_<Scheduler, std::unique_ptr<Scheduler, DeleteUnlocked>>(m, "Scheduler")
+        .def(py::init([](std::shared_ptr<Engine> engine, double greatestGap, int64_t queue, int64_t running) {
+                 SchedulerOptions options;
+                 options.greatestGap = greatestGap;
+                 options.queue = queue;
+                 options.running = running;
+                 py::gil_scoped_release release;
+                 return std::unique_ptr<Scheduler, DeleteUnlocked>(new Scheduler(std::move(engine), options));
+             }),
+             py::arg("engine").none(false), py::kw_only(), py::arg("max_gap"), py::arg("queue"), py::arg("running"))
+        .def(
+            "submit",
+            [](Scheduler& scheduler, std::vector<int32_t> prompt, const SamplingParams& params,
+               const std::string& draft, int32_t draftTokens, std::vector<int32_t> ends,
+               std::optional<int64_t> maxTokens, int32_t priority, std::string key, std::optional<double> seconds,
+               std::shared_ptr<Arrivals> arrivals) {
+                Request request;
+                request.prompt = std::move(prompt);
+                request.params = params;
+                request.drafts = toDraftOptions(draft, draftTokens);
+                request.ends = std::move(ends);
+                if (maxTokens) request.maxTokens = *maxTokens;
+                request.priority = priority;
+                request.key = std::move(key);
+                request.seconds = seconds;
+                py::gil_scoped_release release;
+                return scheduler.submit(std::move(request), std::move(arrivals));
+            },
+            py::arg("prompt"), py::arg("params"), py::kw_only(), py::arg("draft"), py::arg("draft_tokens"),
+            py::arg("ends"), py::arg("max_tokens"), py::arg("priority"), py::arg("key"), py::arg("seconds"),
+            py::arg("arrivals"))
+        .def("counts", [](const Scheduler& scheduler) { return toDict(scheduler.counts()); });
+}
+
+}  // namespace sharpi

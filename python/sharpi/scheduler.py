@@ -1,0 +1,251 @@
+"""Many requests at once: a `Scheduler` serves them with one model, and each `Answer` is what that request would be
+answered alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from sharpi import _core
+from sharpi.errors import InvalidRequestError, SharpiError
+from sharpi.generation import Token
+from sharpi.loading.loaded_model import LoadedModel
+from sharpi.request import Asked, TextStream, asked
+from sharpi.settings import arguments
+from sharpi.settings.generation_options import GenerationOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Answer", "FinishReason", "Scheduler"]
+
+FinishReason = Literal["end", "stop", "length", "context", "cancelled", "timeout"]
+
+# Seconds after which a thread that waits for tokens looks whether it was interrupted.
+_LOOK = 0.1
+
+
+class Answer(Iterator[Token], AsyncIterator[Token]):
+    """An answer that a `Scheduler` is writing: iterate over its tokens, with `for` or with `async for`.
+
+    The answer is written whether anybody reads it or not. It ends early if it is cancelled, at the end of a `with`
+    block, or when the object is dropped. An answer has one reader at a time.
+    """
+
+    def __init__(self, core: _core.Answer, request: Asked, watcher: _Watcher | None) -> None:
+        self._core = core
+        self._text = TextStream(request.decoder, request.stop)
+        self._watcher = watcher
+        self._ready: deque[Token] = deque()
+        self._reason: FinishReason | None = None
+        self._error: str | None = None
+        self._figures: dict[str, Any] = {}
+        self._ended = False
+
+    def __repr__(self) -> str:
+        return f"<Answer {self._core.number}, {self._reason or 'being written'}>"
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why the answer ended: at an end token of the model ("end"), before a stop text ("stop"), after `max_tokens`
+        ("length"), because the context is full ("context"), because it was cancelled or its time was over ("timeout").
+        `None` while tokens are still to be read."""
+        return self._reason if not self._ready else None
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What the answer has cost, once it has ended: `queued_seconds` until its prompt's turn, `first_token_seconds`
+        and `seconds` since it was submitted, `prompt_tokens`, of these `reused_tokens`, `tokens`, `steps`,
+        `drafted_tokens`, `accepted_tokens`, and `pauses`: how often it gave its memory to others."""
+        return dict(self._figures)
+
+    def cancel(self) -> None:
+        """Ends the answer soon. Tokens that are already there can still be read."""
+        self._core.cancel()
+
+    def text(self) -> str:
+        """The whole text that is still to be read. Waits for it."""
+        return "".join(token.text for token in self)
+
+    def __iter__(self) -> Answer:
+        return self
+
+    def __next__(self) -> Token:
+        while not self._ready and not self._ended:
+            self._take(_LOOK)
+        return self._first(StopIteration)
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> Token:
+        while not self._ready and not self._ended:
+            self._take(0.0)
+            if self._ready or self._ended:
+                break
+            if self._watcher is not None and self._watcher.belongs_here():
+                await self._watcher.news(self._core.number)
+            else:
+                await asyncio.to_thread(self._take, _LOOK)
+        return self._first(StopAsyncIteration)
+
+    def __enter__(self) -> Answer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        core = getattr(self, "_core", None)
+        if core is not None and not self._ended:
+            core.cancel()
+
+    def _first(self, at_end: type[Exception]) -> Token:
+        if self._ready:
+            return self._ready.popleft()
+        if self._error is not None:
+            raise SharpiError(self._error)
+        raise at_end
+
+    def _take(self, seconds: float) -> None:
+        """Takes what the scheduler has written, and waits for it up to `seconds`."""
+        ids, ending = self._core.take(seconds)
+        for id in ids:
+            self._ready.append(self._text.push(id))
+            if self._text.stopped:
+                self._core.cancel()
+                return self._end("stop", {})
+        if ending is not None:
+            reason, error, figures = ending
+            self._ready.extend(self._text.flush())
+            if reason == "failed":
+                self._error = error
+            self._end("stop" if self._text.stopped else reason, figures)
+
+    def _end(self, reason: Any, figures: dict[str, Any]) -> None:
+        self._ended, self._reason, self._figures = True, None if self._error else reason, figures
+        if self._watcher is not None:
+            self._watcher.forget(self._core.number)
+
+
+class _Watcher:
+    """Wakes the readers of answers in one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.arrivals = _core.Arrivals()
+        self._loop = weakref.ref(loop)
+        self._waiting: dict[int, asyncio.Event] = {}
+        loop.add_reader(self.arrivals.fileno(), self._wake)
+
+    def belongs_here(self) -> bool:
+        return asyncio.get_running_loop() is self._loop()
+
+    async def news(self, number: int) -> None:
+        """Returns when this answer has something new."""
+        event = self._waiting.setdefault(number, asyncio.Event())
+        await event.wait()
+        event.clear()
+
+    def watch(self, number: int) -> None:
+        self._waiting.setdefault(number, asyncio.Event())
+
+    def forget(self, number: int) -> None:
+        self._waiting.pop(number, None)
+
+    def close(self) -> None:
+        loop = self._loop()
+        if loop is not None and not loop.is_closed():
+            loop.remove_reader(self.arrivals.fileno())
+
+    def _wake(self) -> None:
+        for number in self.arrivals.drain():
+            if event := self._waiting.get(number):
+                event.set()
+
+
+class Scheduler:
+    """Serves many requests with one model: all answers that are being written share the steps of the model.
+
+    What a request is answered does not depend on the others. If memory ends, the request that came last is paused and
+    goes on later, with the same text. A prompt that begins like an earlier request's text reuses what the cache still
+    holds of it. Threads and event loops may share a scheduler.
+
+    The model should be loaded with `sequences` as large as the number of answers to be written at once, and a `context`
+    with room for their tokens together.
+    """
+
+    def __init__(self, model: LoadedModel, *, max_gap: float = 0.2, queue: int = 64,
+                 running: int | None = None) -> None:
+        """max_gap: the seconds that an answer should at most wait for prompts of others. queue: how many requests may
+        wait; further ones are refused with `BusyError`. running: how many may hold memory at a time; `None`: as many as
+        the model has room for. Raises `InvalidRequestError`."""
+        self._model = model
+        self._core: _core.Scheduler | None = _core.Scheduler(
+            model.engine, max_gap=arguments.number("max_gap", max_gap), queue=arguments.whole("queue", queue),
+            running=0 if running is None else arguments.whole("running", running))
+        self._watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watcher] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+    def submit(self, prompt: str | Sequence[int], *, priority: int = 0, key: str = "", timeout: float | None = None,
+               **options: Unpack[GenerationOptions]) -> Answer:
+        """Continues `prompt`, text or token ids, as `Session.generate` does; `GenerationOptions` says what the options
+        mean. Returns at once.
+
+        priority: requests with higher ones go first, and are paused last. key: requests with the same key share what
+        one client is due. timeout: seconds after which the answer ends. Raises `InvalidRequestError` for a request that
+        can never be served, and `BusyError` if too many are waiting.
+        """
+        request = asked(self._model, prompt, options)
+        with self._lock:
+            core = self._core
+            if core is None:
+                raise InvalidRequestError("the scheduler is closed")
+            watcher = self._watcher()
+            answer = core.submit(request.ids, request.params, draft=request.drafts[0], draft_tokens=request.drafts[1],
+                                 ends=sorted(request.ends), max_tokens=request.max_tokens,
+                                 priority=arguments.whole("priority", priority), key=arguments.text("key", key),
+                                 seconds=None if timeout is None else arguments.number("timeout", timeout),
+                                 arrivals=None if watcher is None else watcher.arrivals)
+            if watcher is not None:
+                watcher.watch(answer.number)
+        return Answer(answer, request, watcher)
+
+    def counts(self) -> dict[str, Any]:
+        """What is going on: requests that are `waiting`, `preparing` (their prompts are computed) and `writing`. And
+        since the scheduler began: `finished`, `refused`, `pauses`; `steps` and the `step_tokens` that they gave in
+        `step_seconds`; `pieces` of prompts in `piece_seconds`, of which `again_seconds` went into what pauses lost."""
+        core = self._core
+        if core is None:
+            raise InvalidRequestError("the scheduler is closed")
+        return core.counts()
+
+    def close(self) -> None:
+        """Cancels all requests and gives their memory back."""
+        with self._lock:
+            self._core = None
+            for watcher in self._watchers.values():
+                watcher.close()
+
+    def _watcher(self) -> _Watcher | None:
+        """That of the running event loop, `None` outside of one."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            return None
+        watcher = self._watchers.get(loop)
+        if watcher is None:
+            watcher = self._watchers[loop] = _Watcher(loop)
+        return watcher
