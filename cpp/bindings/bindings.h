@@ -5,8 +5,8 @@
 
 #include <string>
 
-#include "engine/texts/drafter.h"
 #include "engine/engine.h"
+#include "engine/texts/drafter.h"
 #include "model/model_spec.h"
 #include "model/weights.h"
 

@@ -15,7 +15,7 @@ struct EngineOptions {
 
     int64_t context = 0;      // the most tokens of a sequence
     int64_t cacheTokens = 0;  // tokens that the KV cache has room for, of all sequences; 0: as many as `context`
-    int64_t batch = 512;  // rows that prefill takes at once
+    int64_t batch = 512;      // rows that prefill takes at once
     int threads = 1;
     KvType kvType = KvType::BF16;
     PromptMode prompt = PromptMode::Fast;  // on the GPU; the CPU has one arithmetic
