@@ -16,12 +16,11 @@ import asyncio
 import json
 import math
 import random
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from sharpi import Model, Scheduler
+from sharpi import Model, ModelFileError, Scheduler
 
 STREAMS = (1, 4, 8, 16, 32, 64)
 
@@ -65,7 +64,10 @@ async def read(scheduler: Scheduler, prompt: list[int], tokens: int, never: dict
 
 async def measured(model: Model, streams: int, arguments: argparse.Namespace) -> Measured:
     draw = random.Random(streams)
-    never = dict.fromkeys(model.tokenizer.stop_ids, -math.inf)
+    try:
+        never = dict.fromkeys(model.tokenizer.stop_ids, -math.inf)
+    except ModelFileError:  # a file without a tokenizer has no end tokens either
+        never = {}
     prompt = [[draw.randrange(model.spec.vocab_size) for _ in range(arguments.prompt)] for _ in range(streams)]
     long = [draw.randrange(model.spec.vocab_size) for _ in range(arguments.long)]
     with model.scheduler(queue=streams + 1) as scheduler:
@@ -93,7 +95,7 @@ def table(rows: list[Measured]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", required=True, type=Path)
     parser.add_argument("--vram")
@@ -104,7 +106,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of each answer")
     parser.add_argument("--long", type=int, default=0, help="tokens of one more prompt that comes later")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     most, each = max(arguments.streams), arguments.prompt + arguments.tokens + 64
     with Model.load(arguments.model, vram=arguments.vram, device=arguments.device, threads=arguments.threads,
                     context=max(each, arguments.long + 64), cache_tokens=most * each + arguments.long + 64,
@@ -117,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
