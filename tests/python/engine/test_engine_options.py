@@ -18,7 +18,8 @@ from sharpi.planning.planner import make_plan
 
 # Every field, none with its default.
 ALL = {
-    "context": 100, "batch": 20, "threads": 3, "kv_dtype": "fp16", "prompt": "exact", "sequences": 7, "device": "cuda",
+    "context": 100, "cache_tokens": 300, "batch": 20, "threads": 3, "kv_dtype": "fp16", "prompt": "exact",
+    "sequences": 7, "device": "cuda",
     "ordinal": 3, "vram": 1 << 40, "homes": [("vram", 0), ("direct", 32), ("slots", 0)], "expert_slot_bytes": 5 << 32,
     "expert_rates": (1e9, 2e9), "warm": [(3, 4), (0, 1)], "tight": True,
 }
