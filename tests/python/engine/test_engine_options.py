@@ -83,6 +83,7 @@ def test_what_the_engine_checks(tmp_path: Path) -> None:
     _, spec = describe(path)
     for name, value, word in (("context", 0, "at least 1 token"), ("context", 1 << 40, "larger than the model's"),
                               ("batch", 0, "batch must be"), ("batch", 65537, "batch must be"),
+                              ("cache_tokens", -1, "fewer than 0 tokens"),
                               ("sequences", 0, "sequences must be"), ("sequences", 4097, "sequences must be")):
         with pytest.raises(InvalidRequestError, match=word):
             _core.Engine(spec, [str(path)], _core.EngineOptions(**{"context": 8, name: value}))
@@ -112,7 +113,7 @@ def test_the_engine_is_told_what_the_plan_was_made_with(place: str, prompt: str,
     layout = replace(HYBRIDS["qwen35moe"], layers=8, context=40_000, experts=64)
     file, spec = describe(write(tmp_path / "m.gguf", layout))
     asked = {"device": "cpu" if place == "cpu" else "cuda", "context": 30_000, "kv_dtype": "fp32", "batch": 100,
-             "threads": 5, "sequences": 9, "prompt": prompt}
+             "threads": 5, "sequences": 9, "cache_tokens": 35_000, "prompt": prompt}
     if place in LIMITS:
         monkeypatch.setenv("SHARPI_CUDA_PARTIAL_WEIGHT_CACHE_GB", LIMITS[place])
     plan = make_plan(file, spec, **asked)
@@ -124,6 +125,7 @@ def test_the_engine_is_told_what_the_plan_was_made_with(place: str, prompt: str,
     assert fields_of(options) == {
         **asked, "prompt": plan.prompt, "ordinal": 0, "vram": plan.vram or 0, "homes": list(plan.homes), "warm": [],
         "expert_slot_bytes": plan.expert_slots, "expert_rates": plan.expert_rates, "tight": not plan.fits}
-    for name, value in (("context", 20_000), ("batch", 3000), ("kv_dtype", "bf16"), ("sequences", 90)):
+    for name, value in (("context", 40_000), ("batch", 3000), ("kv_dtype", "bf16"), ("sequences", 90),
+                        ("cache_tokens", 60_000)):
         other = _core.EngineOptions(**{**fields_of(options), name: value})
         assert spec.memory_lines(other) != list(plan.lines), f"{name} does not show in the sums"
