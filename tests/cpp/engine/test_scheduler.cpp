@@ -109,6 +109,8 @@ struct Served {
     std::shared_ptr<Answer> answer;
 };
 
+void check(const std::vector<Served>& all);
+
 // Submits requests at random moments and cancels some of them.
 void serve(Scheduler& scheduler, Crowd& crowd, int count, int64_t longestPrompt, int64_t longestAnswer, bool cancels) {
     std::vector<Served> all;
@@ -120,6 +122,22 @@ void serve(Scheduler& scheduler, Crowd& crowd, int count, int64_t longestPrompt,
         if (crowd.random()() % 4 == 0) std::this_thread::sleep_for(std::chrono::microseconds(crowd.random()() % 3000));
         if (cancels && crowd.random()() % 3 == 0) all[crowd.random()() % all.size()].answer->cancel();
     }
+    check(all);
+}
+
+// Submits requests while the model is locked, so that they compete for memory however fast the machine is.
+void serveAtOnce(Engine& engine, Scheduler& scheduler, Crowd& crowd, int count, int64_t longestPrompt,
+                 int64_t longestAnswer) {
+    std::vector<Served> all;
+    for (int i = 0; i < count; ++i) all.push_back({crowd.draw(longestPrompt, longestAnswer), nullptr});
+    {
+        const LockedModel locked = engine.runner().lock();
+        for (Served& one : all) one.answer = scheduler.submit(one.expected.request);
+    }
+    check(all);
+}
+
+void check(const std::vector<Served>& all) {
     for (size_t i = 0; i < all.size(); ++i) {
         SCOPED_TRACE("request " + std::to_string(i));
         const Whole whole = wait(*all[i].answer);
@@ -159,8 +177,9 @@ TEST(Scheduler, APausedRequestGoesOnAsIfNothingHadHappened) {
         SCOPED_TRACE(describe(options));
         const Model model = modelOf(options, 512);
         Crowd crowd(model, engineOf(model, engineOptions(512, 64, 12)), 2);
-        Scheduler scheduler(engineOf(model, engineOptions(512, 64, 20)), longQueue());
-        serve(scheduler, crowd, 30, 50, 150, false);
+        const auto engine = engineOf(model, engineOptions(512, 64, 20));
+        Scheduler scheduler(engine, longQueue());
+        serveAtOnce(*engine, scheduler, crowd, 30, 50, 150);
         EXPECT_GT(scheduler.counts().pauses, 0);
         EXPECT_GT(scheduler.counts().againSeconds, 0);
     }
@@ -176,8 +195,9 @@ TEST(Scheduler, RowsKeepTheirKinds) {
         const TwoArithmeticsEngine together(model, engineOptions(512, 64, 20), step);
         Crowd crowd(model, alone.engine, 3);
         Scheduler scheduler(together.engine, longQueue());
-        serve(scheduler, crowd, 30, 90, 120, true);
+        serveAtOnce(*together.engine, scheduler, crowd, 30, 50, 150);
         EXPECT_GT(scheduler.counts().pauses, 0);
+        serve(scheduler, crowd, 20, 90, 120, true);
     }
 }
 
