@@ -23,6 +23,8 @@ RECORDED = Path(__file__).parent / "recorded"
 # 0.075 in Sharpi and by 0.12 in llama.cpp (standard deviations, against numpy's), so the gap between two tokens differs
 # by 0.2 between the programs. The bound is twice that.
 GAP = 0.4
+# How many of a text's 200 tokens may be others than Sharpi's best. One to four are; one wrong layer makes dozens.
+OTHERS = 10
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,13 @@ class Expected:
     """What was measured.
 
     perplexity: the text's by numpy on dequantized weights, which rounds no activations. near: how far llama.cpp's may
-    be from Sharpi's, as a fraction. agreeing: the tokens of each greedy text before the texts part.
+    be from Sharpi's, as a fraction.
     """
 
     checkpoint: Checkpoint
     fixture: str
     perplexity: float
     near: float
-    agreeing: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Case:
 
 
 EXPECTED = {
-    "SmolLM2": Expected(SMOLLM2, "model", 30.880, 0.005, (5, 20, 23)),
-    "Gemma 3": Expected(GEMMA3, "gemma3_model", 37.537, 0.01, (11, 18, 8)),
+    "SmolLM2": Expected(SMOLLM2, "model", 30.880, 0.005),
+    "Gemma 3": Expected(GEMMA3, "gemma3_model", 37.537, 0.01),
 }
 
 
@@ -91,9 +92,10 @@ def test_the_perplexity_is_right(case: Case) -> None:
 
 
 def test_greedy_texts_agree_until_two_tokens_are_equally_likely(case: Case) -> None:
-    """The greedy texts part where rounding decides between two tokens. What follows then differs, so the whole of
-    llama.cpp's text is held against Sharpi's logits: nowhere is its token far from Sharpi's best."""
-    for greedy, agreeing in zip(case.recorded["greedy"], case.expected.agreeing, strict=True):
+    """The greedy texts part where rounding decides between two tokens, which may be the first. What follows then
+    differs, so the whole of llama.cpp's text is held against Sharpi's logits: nearly all of its tokens are Sharpi's
+    best, and none is far from it."""
+    for greedy in case.recorded["greedy"]:
         prompt, there = greedy["prompt"], greedy["answer"]
         here = [token.id for token in case.model.generate(prompt, temperature=0.0, max_tokens=len(there))]
         apart = next((at for at, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), len(here))
@@ -102,6 +104,5 @@ def test_greedy_texts_agree_until_two_tokens_are_equally_likely(case: Case) -> N
         ties = np.flatnonzero(gaps)
         print(f"{apart} of {len(there)} tokens agree; in llama.cpp's text {len(ties)} tokens are not Sharpi's best, "
               f"by at most {gaps.max():.3f}")
-        assert apart >= agreeing
-        assert gaps.max() < GAP
+        assert gaps.max() < GAP and len(ties) <= OTHERS
         assert apart == (ties[0] if len(ties) else len(there)), "the texts part at the first of them"

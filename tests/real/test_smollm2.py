@@ -16,14 +16,14 @@ from sharpi.text.chat import ChatTemplate
 
 END_OF_TURN = 2  # <|im_end|>
 
-# A list of settings, and the beginning of the edited list.
+# A list of settings, and the beginning of the edited list: from here on, every token is the likeliest by at least 0.6.
 SETTINGS = [f"{part}.{key} = {value}" for part, keys in (
     ("server", {"host": "localhost", "port": 8080, "timeout": 30}),
     ("database", {"host": "localhost", "port": 5432, "user": "admin", "timeout": 30}),
-    ("cache", {"host": "localhost", "port": 6379, "size": 1024, "timeout": 30}),
-    ("log", {"level": "info", "file": "server.log"})) for key, value in keys.items()]
-EDITING = ("```\n" + "\n".join(SETTINGS) + "\n```\n\nThe same settings with a timeout of 60:\n\n```\n"
-           + "\n".join(SETTINGS[:3]).replace("30", "60") + "\ndatabase")
+    ("cache", {"host": "localhost", "port": 6379, "size": 1024, "timeout": 30})) for key, value in keys.items()]
+EDITED = "\n".join(SETTINGS).replace("30", "60") + "\n"
+BEGUN = EDITED[:EDITED.index(".timeout", EDITED.index("database"))]
+EDITING = "```\n" + "\n".join(SETTINGS) + "\n```\n\nThe same settings with a timeout of 60:\n\n```\n" + BEGUN
 
 
 def test_it_answers_and_ends_by_itself(model: Model) -> None:
@@ -106,7 +106,7 @@ def test_ngram_drafts_on_an_editing_task(model: Model) -> None:
         runs[draft] = tokens, model.stats()
     text, plain, drafted = said(runs["ngram"][0]), runs["off"][1], runs["ngram"][1]
     assert runs["ngram"][0] == runs["off"][0], "drafts decide how fast text comes, never which"
-    assert "cache.timeout = 60\n" in text and "log.file = server.log" in text
+    assert BEGUN + text == EDITED
     assert drafted["acceptance_rate"] > 0.7 and drafted["steps"] < plain["steps"] / 2
     print(f"editing: {drafted['accepted_tokens']} of {drafted['drafted_tokens']} drafts accepted, {drafted['steps']} "
           f"steps for {plain['steps']}, {drafted['generation_tokens_per_second']:.1f} for "
