@@ -91,6 +91,8 @@ from importlib import metadata
 from pip._vendor.packaging.requirements import Requirement
 def met(text):
     requirement = Requirement(text)
+    if requirement.marker and not requirement.marker.evaluate():
+        return True
     try:
         return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
     except metadata.PackageNotFoundError:
@@ -115,7 +117,7 @@ def lists_in_pyproject() -> tuple[list[str], list[str], list[str]]:
         assert found is not None, f"pyproject.toml has no {key}"
         return re.findall(r'"([^"]+)"', found[1])
 
-    return quoted("requires"), [*quoted("dependencies"), *quoted("test")], quoted("lint")
+    return quoted("requires"), [*quoted("dependencies"), *quoted("serve"), *quoted("test")], quoted("lint")
 
 
 def make_environment() -> Tools:

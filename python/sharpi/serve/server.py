@@ -1,0 +1,58 @@
+"""What the APIs share: the models, the settings, and how a turn is run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from sharpi.loading.loaded_model import LoadedModel
+from sharpi.serve.turns import Event, Turn
+
+__all__ = ["Lease", "OpenTurn", "Runner", "Server", "Store"]
+
+
+class OpenTurn(AsyncIterator[Event], Protocol):
+    """A turn that is being answered. Close it to give up what is left; at its end it is closed."""
+
+    prompt_tokens: int
+
+    @property
+    def cached_tokens(self) -> int:
+        """The prompt's tokens that the cache had; 0 until that is known, which it is with the first event."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """How far the prompt has come."""
+
+    async def aclose(self) -> None: ...
+
+
+class Runner(Protocol):
+    """Answers turns with one loaded model."""
+
+    async def open(self, turn: Turn) -> OpenTurn:
+        """Checks the turn and hands it to the scheduler. Raises `ApiError` for all that can be known before the first
+        token: a prompt beyond the context, options out of range, a template that refuses, a full queue."""
+
+
+class Lease(Protocol):
+    """A model that stays loaded while the lease lasts."""
+
+    name: str
+    model: LoadedModel
+    runner: Runner
+
+
+class Store(Protocol):
+    """The models of a server by name."""
+
+    def names(self) -> list[str]: ...
+
+    def lease(self, name: str | None) -> AbstractAsyncContextManager[Lease]:
+        """Loads the model first if it is not; `None` is the server's first. Raises `ApiError` 404 for a name that the
+        server does not have, and 503 while it is ending."""
+
+
+class Server(Protocol):
+    store: Store
