@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["plural", "size", "speed"]
+__all__ = ["plural", "seconds", "size", "speed"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -23,6 +23,13 @@ def size(count: int) -> str:
 def speed(tokens_per_second: float) -> str:
     """Tokens a second, with as many digits as mean something."""
     return f"{tokens_per_second:.1f}" if tokens_per_second < 1000 else f"{tokens_per_second:,.0f}"
+
+
+def seconds(count: float) -> str:
+    """A time: `35 ms`, `1.2 s`, `90 s`, `1,200 s`."""
+    if count < 1:
+        return f"{1000 * count:.0f} ms"
+    return f"{count:.1f} s" if count < 60 else f"{count:,.0f} s"
 
 
 def plural(count: int, noun: str) -> str:

@@ -75,7 +75,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BOUNDS", "Cached", "Speed", "Traffic", "after_on_cpu", "after_on_gpu", "balanced", "cached_experts",
            "completed", "decode_on_cpu", "decode_on_gpu", "decode_seconds", "draft_cost_on_cpu", "draft_cost_on_gpu",
-           "expert_rates", "hit_rate", "prefill_on_cpu", "prefill_on_gpu", "share_rows", "shares", "traffic"]
+           "expert_rates", "hit_rate", "operations", "part_at_work", "prefill_on_cpu", "prefill_on_gpu", "share_rows",
+           "shares", "traffic"]
 
 # Seconds for a row of activations to go from the GPU to the CPU, or back, and to be noticed there.
 CROSSING_SECONDS = 15e-6
@@ -212,7 +213,7 @@ def expert_rates(profile: HardwareProfile, threads: int | None = None,
     uses: the model's."""
     experts = [use for use in uses if use.role == "experts"]
     cost = sum(use.read_bytes * use.cpu_cost for use in experts) / max(1, sum(use.read_bytes for use in experts))
-    return (profile.ram_bytes_per_second_shared * _at_work(profile, threads) / (cost or 1.0),
+    return (profile.ram_bytes_per_second_shared * part_at_work(profile, threads) / (cost or 1.0),
             profile.pcie_bytes_per_second_shared)
 
 
@@ -308,7 +309,7 @@ def _cached_seconds(layer: Cached, profile: HardwareProfile, threads: int | None
 def _split(misses: int, layer: Cached, profile: HardwareProfile, threads: int | None) -> tuple[float, float, int]:
     """The CPU's seconds, the seconds of PCIe, and how many experts PCIe brings, if a layer's misses are shared so that
     the longer time is shortest."""
-    at_work, size = _at_work(profile, threads), layer.expert_bytes
+    at_work, size = part_at_work(profile, threads), layer.expert_bytes
 
     def seconds(fetched: int) -> tuple[float, float]:
         both = 0 < fetched < misses
@@ -322,9 +323,9 @@ def _split(misses: int, layer: Cached, profile: HardwareProfile, threads: int | 
 
 def _cpu_seconds(count: float, streamed: float, profile: HardwareProfile, threads: int | None) -> float:
     """Seconds in which the CPU reads `count` bytes, while PCIe also reads RAM for the first `streamed` seconds."""
-    beside = profile.ram_bytes_per_second_shared * _at_work(profile, threads)
+    beside = profile.ram_bytes_per_second_shared * part_at_work(profile, threads)
     together = min(count / beside, streamed)
-    return together + (count - together * beside) / (profile.ram_bytes_per_second * _at_work(profile, threads))
+    return together + (count - together * beside) / (profile.ram_bytes_per_second * part_at_work(profile, threads))
 
 
 def decode_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: HardwareProfile,
@@ -339,7 +340,7 @@ def decode_on_cpu(uses: Sequence[Use], profile: HardwareProfile, threads: int | 
                   beside: Beside = Beside()) -> Speed:
     """The speed of decode on the CPU."""
     read = sum(use.read_bytes * use.cpu_cost for use in uses) + 2 * beside.state_bytes + beside.attention_bytes
-    return Speed(profile.ram_bytes_per_second * _at_work(profile, threads) / max(1, read), "RAM")
+    return Speed(profile.ram_bytes_per_second * part_at_work(profile, threads) / max(1, read), "RAM")
 
 
 def after_on_gpu(beside: Beside, spec: Any, kv_dtype: str, tokens: int) -> Beside:
@@ -379,7 +380,7 @@ def draft_cost_on_cpu(inventory: Inventory, profile: HardwareProfile, threads: i
         inventory.model_uses, _of_rows(inventory.model_uses, 2), inventory.draft_uses))
     multiplied = sum(use.parameters for use in (*inventory.model_uses, *inventory.draft_uses)
                      if use.role not in (*BY_ROW, "vector"))
-    at_work = _at_work(profile, threads)
+    at_work = part_at_work(profile, threads)
     added = (judged - plain + drafted) / (profile.ram_bytes_per_second * at_work) + 2 * multiplied / (
         profile.cpu_flops * at_work
     )
@@ -416,7 +417,7 @@ def prefill_on_gpu(uses: Sequence[Use], homes: Sequence[TensorHome], profile: Ha
 
 def _fast_seconds(uses: Sequence[Use], profile: HardwareProfile, rows: int, beside: Beside) -> float:
     """Seconds of the GPU's arithmetic for `rows` rows on tensor cores."""
-    products = sum(_operations([use], rows) / _efficiency(use, rows) for use in uses) / profile.gpu_flops
+    products = sum(operations([use], rows) / _efficiency(use, rows) for use in uses) / profile.gpu_flops
     width = max((use.cols for use in uses if use.role == "embedding"), default=0)
     return products + beside.row_kernels * rows * width * ROW_KERNEL_BYTES / profile.vram_bytes_per_second
 
@@ -442,8 +443,8 @@ def _efficiency(use: Use, rows: int) -> float:
 
 def prefill_on_cpu(uses: Sequence[Use], profile: HardwareProfile, rows: int, threads: int | None = None) -> Speed:
     """The speed of prefill on the CPU."""
-    rate = profile.cpu_flops * _at_work(profile, threads)
-    return Speed(rows * rate / max(1.0, _operations(uses, rows)), "CPU arithmetic")
+    rate = profile.cpu_flops * part_at_work(profile, threads)
+    return Speed(rows * rate / max(1.0, operations(uses, rows)), "CPU arithmetic")
 
 
 def shares() -> list[float]:
@@ -497,10 +498,11 @@ def _best_share(inventory: Inventory, homes: Sequence[TensorHome], profile: Hard
     return min(shares(), key=seconds)
 
 
-def _operations(uses: Sequence[Use], rows: int) -> float:
+def operations(uses: Sequence[Use], rows: int) -> float:
+    """Those of the products of `rows` rows, without the output head."""
     return 2.0 * rows * sum(use.parameters for use in uses if use.role not in (*BY_ROW, "vector", "head"))
 
 
-def _at_work(profile: HardwareProfile, threads: int | None) -> float:
+def part_at_work(profile: HardwareProfile, threads: int | None) -> float:
     """The fraction of the measured threads that works."""
     return 1.0 if threads is None else min(1.0, threads / profile.threads)

@@ -20,6 +20,7 @@ from sharpi import model as models
 from sharpi.machine.hardware import Gpu
 from sharpi.planning.plan import Plan
 from sharpi.planning.planner import make_plan
+from sharpi.planning.streams import forecast
 
 WHAT = ("decode", "prefill", "draft_step")
 GIB = 1 << 30
@@ -82,6 +83,17 @@ def test_a_prediction_is_as_near_as_it_was(row: dict[str, Any], described: Any,
     for what, speed in predicted(row, planned(row, described, monkeypatch)):
         measured, within = row[what]
         assert speed == pytest.approx(measured, rel=within / 100), f"{what} of {name_of(row)}, {row['section']}"
+
+
+@pytest.mark.parametrize("row", recorded()["shared_steps"], ids=name_of)
+def test_the_time_of_a_shared_step_is_as_near(row: dict[str, Any], described: Any,
+                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps after 256 tokens of each row, up to 64 rows."""
+    plan, (file, spec) = planned(row, described, monkeypatch), described(row["model"])
+    for rows, measured in row["milliseconds"].items():
+        expected = forecast(plan, file, spec, int(rows), 342)
+        assert expected is not None
+        assert 1e3 * expected.step_seconds == pytest.approx(measured, rel=row["within"] / 100), f"{rows} rows"
 
 
 def test_the_files_are_the_models(described: Any) -> None:

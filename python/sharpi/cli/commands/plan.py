@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
@@ -32,15 +33,17 @@ from sharpi.cli.options import (
 from sharpi.cli.text import printable, say
 from sharpi.interrupts import leaving_at_once
 from sharpi.settings.choices import EXACT, FAST
-from sharpi.words import size, speed
+from sharpi.words import plural, seconds, size, speed
 
 if TYPE_CHECKING:
     from sharpi.machine.profile import HardwareProfile
     from sharpi.planning.placement import Placed
     from sharpi.planning.plan import Plan
+    from sharpi.planning.streams import Forecast
 
 _Row = tuple[str, int, str]
 
+DEFAULT_TOKENS = 1024  # of each request
 _BAR = 60  # characters
 # Decode at the end of the context is shown if it is slower than this part of decode at its beginning.
 _MUCH_LESS = 0.97
@@ -55,6 +58,7 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
     "sharpi plan model.gguf                       for this machine",
     "sharpi plan user/repo:Q4_K_M                 before it is downloaded",
     "sharpi plan model.gguf --vram 12GiB          for a GPU with 12 GiB to spare",
+    "sharpi plan model.gguf --streams 8 --tokens 4096    for eight requests at once",
     "sharpi plan model.gguf --json > plan.json    for --plan plan.json"))
 @click.argument("name", metavar="[MODEL]", required=False)
 @section("Model", model_option, context_option, kv_dtype_option, sequences_option, cache_tokens_option, no_mtp_option)
@@ -63,6 +67,11 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
          click.option("--warm", metavar="FILE", help="Expect experts to be used as in FILE, which --expert-stats of"
                                                      " `sharpi run` writes."),
          profile_option)
+@section("Many requests",
+         click.option("--streams", type=click.IntRange(min=1, max=4096), metavar="N",
+                      help="Plan for N requests at once: room for all their tokens, and how fast they are served."),
+         click.option("--tokens", type=click.IntRange(min=2), metavar="N",
+                      help="Tokens of each request: half prompt, half answer.  [default: 1024]"))
 @section("Output",
          click.option("-v", "--verbose", is_flag=True, help="Show each layer."),
          log_file_option,
@@ -71,13 +80,16 @@ _PLACES = (("vram", "in VRAM", "#", "in VRAM"), ("direct", "over PCIe", "=", "in
 def plan_command(name: str | None, model: str | None, context: int | None, threads: int | None, batch: int | None,
                  device: str, vram: str | None, kv_dtype: str | None, cpu_moe: bool, sequences: int | None,
                  cache_tokens: int | None, prompt: str | None, no_mtp: bool, rope: RopeOptions, profile: str | None,
-                 warm: str | None, verbose: bool, as_json: bool) -> None:
+                 warm: str | None, streams: int | None, tokens: int | None, verbose: bool, as_json: bool) -> None:
     """Show the memory that a model takes, where its weights go, and its speed.
 
     MODEL is a file or a name such as user/repo:Q4_K_M, the same as -m; of a model that is not downloaded yet, only the
     header is read. The exit code is 1 if the model does not fit. --vram 12GiB plans for a GPU that need not be there;
-    --profile FILE plans for another machine, where `sharpi hardware --save FILE` was run.
+    --profile FILE plans for another machine, where `sharpi hardware --save FILE` was run. With --streams N, the plan
+    has room for N requests at once, also when it is saved and carried out.
     """
+    if tokens is not None and streams is None:
+        raise click.UsageError("--tokens needs --streams: how many requests are served at once")
     with leaving_at_once():
         from sharpi.files.rope import RopeScaling
         from sharpi.loading.description import describe
@@ -85,6 +97,7 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
         from sharpi.machine.profile import load_profile
         from sharpi.planning.expert_stats import ExpertStats
         from sharpi.planning.planner import make_plan
+        from sharpi.planning.streams import forecast, room_for
 
     found = described(name, model)
     known = None if profile is None else load_profile(profile)
@@ -95,13 +108,18 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
     scaling = RopeScaling.asked(**rope.rope_arguments())
     with named_as(found):
         file, spec = describe(found.path if found else None, mtp=not no_mtp, rope=scaling)
+    warmth = None if warm is None else ExpertStats.load(warm, file)
+    if streams is not None:
+        tokens = tokens or DEFAULT_TOKENS
+        context, sequences, cache_tokens = room_for(streams, tokens, context, sequences, cache_tokens)
     plan = make_plan(file, spec, device=device, vram=vram, context=context, kv_dtype=kv_dtype, batch=batch,
                      threads=count, cpu_moe=cpu_moe or None, sequences=sequences, cache_tokens=cache_tokens,
-                     prompt=prompt, profile=known,
-                     shown=True, rope=scaling,
-                     warm=None if warm is None else ExpertStats.load(warm, file),
-                     notice=say)
-    click.echo(json.dumps(plan.to_dict(), indent=2) if as_json else _table(plan, verbose, elsewhere=known is not None))
+                     prompt=prompt, profile=known, shown=True, rope=scaling, warm=warmth, notice=say)
+    expected = forecast(plan, file, spec, streams, tokens, warm=warmth) if streams and tokens else None
+    if as_json:
+        click.echo(json.dumps({**plan.to_dict(), **({"streams": asdict(expected)} if expected else {})}, indent=2))
+    else:
+        click.echo(_table(plan, expected, verbose, elsewhere=known is not None))
     if found is not None and found.missing:
         if as_json:
             say(not_here(found))
@@ -111,7 +129,7 @@ def plan_command(name: str | None, model: str | None, context: int | None, threa
         click.get_current_context().exit(EXIT_DOES_NOT_FIT)
 
 
-def _table(plan: Plan, verbose: bool, elsewhere: bool) -> str:
+def _table(plan: Plan, expected: Forecast | None, verbose: bool, elsewhere: bool) -> str:
     where = "" if plan.device == "cpu" else " on the GPU"
     lines = [_wrapped(f"{printable(plan.model)} ({printable(plan.architecture)}){where}, context {plan.context:,}"
                       f" of at most {plan.model_context:,} tokens")]
@@ -123,7 +141,7 @@ def _table(plan: Plan, verbose: bool, elsewhere: bool) -> str:
     elif plan.device == "cuda" and isinstance(plan.gpu, str):
         lines.append(_wrapped(f"It cannot run on this machine: {printable(plan.gpu)}."))
     if plan.fits:
-        lines += [_wrapped(_prompts(plan)), *_placement(plan), *_speeds(plan)]
+        lines += [_wrapped(_prompts(plan)), *_placement(plan), *_speeds(plan, expected)]
     return "\n".join(lines)
 
 
@@ -252,8 +270,8 @@ def _bar(sums: dict[str, int]) -> list[str]:
     return [f"  [{bar}]", *legend]
 
 
-def _speeds(plan: Plan) -> list[str]:
-    """The predictions, what bounds them, and which machine they are for."""
+def _speeds(plan: Plan, expected: Forecast | None) -> list[str]:
+    """The predictions, what bounds them, and which machine they are for. expected: for many requests."""
     if plan.prefill is None or plan.decode is None or plan.profile is None:
         return []
     rows = [(f"prefill of {plan.batch:,}", plan.prefill), ("decode", plan.decode)]
@@ -262,7 +280,23 @@ def _speeds(plan: Plan) -> list[str]:
         rows.append((f"decode after {plan.context:,}", full))
     lines = [f"  {name:<21}{speed(found.tokens_per_second):>10} tokens/s   bound by {found.bound}"
              for name, found in rows]
-    return ["", "Predicted:", *lines, *_drafting(plan), *_origin(plan.profile, plan.device)]
+    return ["", "Predicted:", *lines, *_drafting(plan), *_many(expected), *_origin(plan.profile, plan.device)]
+
+
+def _many(expected: Forecast | None) -> list[str]:
+    """What many requests at once can expect."""
+    if expected is None:
+        return []
+    prompt = max(1, expected.tokens // 2)
+    each = expected.decode.tokens_per_second / expected.streams
+    return ["", f"  {plural(expected.streams, 'request')} at once, each a prompt of {prompt:,} and an answer of"
+            f" {expected.tokens - prompt:,} tokens:",
+            f"  {'decode, all':<21}{speed(expected.decode.tokens_per_second):>10} tokens/s   bound by"
+            f" {expected.decode.bound}",
+            f"  {'decode, each':<21}{speed(each):>10} tokens/s",
+            f"  {'first token':<21}{seconds(expected.first_token_seconds):>10}            beside the other answers",
+            f"  {'':<21}{seconds(expected.last_first_token_seconds):>10}            the last, if all come at once",
+            f"  {'with their prompts':<21}{speed(expected.answer_tokens_per_second):>10} tokens/s"]
 
 
 def _drafting(plan: Plan) -> list[str]:
