@@ -83,11 +83,12 @@ class ModelOptions(RopeOptions):
     expert_stats: str | None
     warm: str | None
 
-    def load(self, *, context: int | None = None) -> Model:
+    def load(self, *, context: int | None = None, sequences: int | None = None,
+             cache_tokens: int | None = None) -> Model:
         """Opens the model, with a progress bar when standard error is a terminal.
 
-        `context` stands in where the person set none. Standard error says why a GPU that is there is not used, that
-        this machine is measured, and what became of a plan that could not be kept.
+        `context` and the others stand in where the person set none. Standard error says why a GPU that is there is not
+        used, that this machine is measured, and what became of a plan that could not be kept.
         """
         with leaving_at_once():  # and late: `sharpi --help` should not wait for numpy and the core
             from sharpi.machine.hardware import Gpu
@@ -95,7 +96,7 @@ class ModelOptions(RopeOptions):
 
         if self.plan is not None:
             _require_no_option_beside_a_plan()
-            context = None
+            context = sequences = cache_tokens = None
         model_path = fetched(self.model)
         with _loading_bar() as progress:
             model = Model.load(
@@ -108,8 +109,8 @@ class ModelOptions(RopeOptions):
                 batch=self.batch,
                 # Left out, it is the environment's.
                 cpu_moe=self.cpu_moe or None,
-                sequences=self.sequences,
-                cache_tokens=self.cache_tokens,
+                sequences=self.sequences if self.sequences is not None else sequences,
+                cache_tokens=self.cache_tokens if self.cache_tokens is not None else cache_tokens,
                 prompt=self.prompt,
                 mtp=False if self.no_mtp else None,
                 **self.rope_arguments(),

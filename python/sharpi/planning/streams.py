@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,6 +32,8 @@ from sharpi.planning.prediction import (
     decode_seconds,
     operations,
     part_at_work,
+    prefill_on_cpu,
+    prefill_on_gpu,
     traffic,
 )
 
@@ -78,17 +80,28 @@ class Forecast:
 
 
 def forecast(plan: Plan, file: GgufFile, spec: Spec, streams: int, tokens: int, *, max_gap: float = 0.2,
-             warm: ExpertStats | None = None) -> Forecast | None:
-    """`None` if the plan has no predictions, since it does not fit or nobody wanted any."""
-    if plan.profile is None or plan.prefill is None:
+             warm: ExpertStats | None = None, profile: HardwareProfile | None = None) -> Forecast | None:
+    """`None` if the plan does not fit, or if nobody knows the machine. profile: the machine's speeds, if the plan has
+    none."""
+    known = plan.profile or profile
+    if known is None or not plan.fits or (plan.device == "cuda" and known.gpu is None):
         return None
-    prompt = max(1, tokens // 2)
-    inventory = Inventory.of(file, spec, mtp=plan.mtp).on(plan.profile)
-    step, bound = _step(plan, spec, inventory, streams, tokens - max(1, tokens // 4), warm)
-    one = prompt / plan.prefill.tokens_per_second
-    beside = 2.0 if _streams(plan, inventory) else 1 + step / (PIECE_PART * max_gap)
+    inventory = Inventory.of(file, spec, mtp=plan.mtp).on(known)
+    held, prompt = tokens - max(1, tokens // 4), max(1, tokens // 2)
+    if plan.device == "cpu":
+        beside = after_on_cpu(inventory.beside, spec, plan.kv_dtype, held)
+        prefill = prefill_on_cpu(inventory.model_uses, known, plan.batch, plan.threads)
+    else:
+        beside = after_on_gpu(inventory.beside, spec, plan.kv_dtype, held)
+        cached = cached_experts(inventory.uses, plan.expert_pools, warm)
+        prefill = prefill_on_gpu(inventory.model_uses, _homes(plan, inventory), known, plan.batch, cached, plan.prompt,
+                                 inventory.beside)
+    step, bound = _step(plan, inventory, known, streams, beside, warm)
+    one = prompt / prefill.tokens_per_second
+    streamed = plan.device == "cuda" and inventory.streamed(_homes(plan, inventory))
     last = streams * one
-    return Forecast(streams, tokens, Speed(streams / step, bound), step, one * beside + step, last,
+    return Forecast(streams, tokens, Speed(streams / step, bound), step,
+                    one * (2.0 if streamed else 1 + step / (PIECE_PART * max_gap)) + step, last,
                     streams * (tokens - prompt) / (last + (tokens - prompt) * step))
 
 
@@ -103,23 +116,20 @@ def room_for(streams: int, tokens: int, context: int | None, sequences: int | No
     return tokens if context is None else context, sequences or streams + 2, cache_tokens or streams * whole
 
 
-def _streams(plan: Plan, inventory: Inventory) -> bool:
-    return plan.device == "cuda" and inventory.streamed(plan.homes)
+def _homes(plan: Plan, inventory: Inventory) -> Sequence[TensorHome]:
+    return plan.homes or (TensorHome(),) * len(inventory.sizes)
 
 
-def _step(plan: Plan, spec: Any, inventory: Inventory, streams: int, held: int,
+def _step(plan: Plan, inventory: Inventory, profile: HardwareProfile, streams: int, beside: Beside,
           warm: ExpertStats | None) -> tuple[float, str]:
-    """Seconds of a step of `streams` rows, each after `held` tokens, and what bounds it."""
+    """Seconds of a step of `streams` rows, and what bounds it."""
     steps = math.ceil(streams / STEP_ROWS)
     rows = math.ceil(streams / steps)
-    assert plan.profile is not None
     if plan.device == "cpu":
-        seconds, bound = _on_cpu(inventory, plan.profile, plan.threads, rows,
-                                 after_on_cpu(inventory.beside, spec, plan.kv_dtype, held))
+        seconds, bound = _on_cpu(inventory, profile, plan.threads, rows, beside)
     else:
         cached = cached_experts(inventory.uses, plan.expert_pools, warm)
-        beside = after_on_gpu(inventory.beside, spec, plan.kv_dtype, held)
-        seconds, bound = _on_gpu(inventory, plan.homes, plan.profile, plan.threads, rows, cached, beside)
+        seconds, bound = _on_gpu(inventory, _homes(plan, inventory), profile, plan.threads, rows, cached, beside)
     return steps * seconds, bound
 
 

@@ -88,7 +88,10 @@ def test_a_long_answer_attends_more(described: Any) -> None:
 
 
 def test_a_plan_without_predictions_has_no_forecast(described: Any) -> None:
-    assert forecast(replace(planned(described), profile=None), *described, 4, 512) is None
+    unknown = replace(planned(described), profile=None)
+    assert forecast(unknown, *described, 4, 512) is None
+    assert forecast(unknown, *described, 4, 512, profile=MACHINE) == forecast(planned(described), *described, 4, 512)
+    assert forecast(replace(planned(described), available_bytes=1), *described, 4, 512) is None
 
 
 def test_room_is_made_for_all_tokens_unless_it_is_given() -> None:

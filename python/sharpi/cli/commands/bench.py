@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,16 +22,18 @@ from sharpi.cli.help import Command, section
 from sharpi.cli.options import ModelOptions, model_options
 from sharpi.cli.text import printable, say
 from sharpi.settings.choices import MOST_DRAFT_TOKENS
-from sharpi.words import plural, speed
+from sharpi.words import plural, seconds, speed
 
 if TYPE_CHECKING:
-    from sharpi.benchmark import Benchmark
+    from sharpi.benchmark import Benchmark, MeasuredStreams
     from sharpi.model import Model
+    from sharpi.planning.streams import Forecast
 
 
 @click.command("bench", cls=Command, examples=(
     "sharpi bench -m model.gguf",
     "sharpi bench -m model.gguf --prefill 2048 --decode 128 --depth 8192",
+    "sharpi bench -m model.gguf --streams 1 --streams 16 --tokens 512",
     "sharpi bench -m model.gguf --vram 8GiB --json"))
 @section(
     "Measurement",
@@ -48,13 +51,22 @@ if TYPE_CHECKING:
                  help="Timed runs of each size; the median is shown."),
     click.option("--warmup/--no-warmup", default=True, help="Run each size once before timing it.  [default: warmup]"),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."))
+@section(
+    "Many requests",
+    click.option("--streams", type=click.IntRange(min=1, max=4096), multiple=True, metavar="N",
+                 help="Serve N requests at once, and time them instead of single ones (repeatable)."),
+    click.option("--tokens", type=click.IntRange(min=4), default=512, show_default=True, metavar="N",
+                 help="Tokens of each request: half prompt, half answer."),
+    click.option("--long-prompt", type=click.IntRange(min=1), metavar="N",
+                 help="One more request, with a prompt of N tokens, comes while the others are answered."))
 @model_options
 def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tuple[int, ...], depth: int,
-                  draft: str | None, draft_tokens: tuple[int, ...], repeat: int, warmup: bool, as_json: bool) -> None:
-    """Measure a model's speed: prefill (the prompt) and decode (the answer)."""
-    context = click.get_current_context()
-    if draft is None and context.get_parameter_source("draft_tokens") == click.core.ParameterSource.COMMANDLINE:
-        raise click.UsageError("--draft-tokens needs --draft mtp or --draft ngram", context)
+                  draft: str | None, draft_tokens: tuple[int, ...], repeat: int, warmup: bool, as_json: bool,
+                  streams: tuple[int, ...], tokens: int, long_prompt: int | None) -> None:
+    """Measure a model's speed: prefill (the prompt) and decode (the answer), or many requests at once."""
+    _require_uses()
+    if streams:
+        return _bench_streams(options, streams, tokens, long_prompt or 0, warmup, as_json)
     prefills, decodes = tuple(filter(None, prefills)), tuple(filter(None, decodes))
     started = time.perf_counter()
     # With drafts, the last step may give more tokens than are asked for.
@@ -90,6 +102,69 @@ def bench_command(options: ModelOptions, prefills: tuple[int, ...], decodes: tup
         if warmup:
             _compare(model, results, elsewhere=options.plan is not None or options.profile is not None)
     click.echo(json.dumps(report, indent=2) if as_json else _table(report))
+
+
+# Options that mean something only beside another one.
+_NEEDS = {"draft_tokens": ("draft", "--draft mtp or --draft ngram"), "tokens": ("streams", "--streams"),
+          "long_prompt": ("streams", "--streams")}
+_SINGLE = ("prefills", "decodes", "depth", "draft", "draft_tokens", "repeat")
+
+
+def _require_uses() -> None:
+    """Raises `UsageError` for an option that was given and would be ignored."""
+    context = click.get_current_context()
+    names = {option.name: option.opts[0] for option in context.command.params if option.name is not None}
+    given = {name for name in names
+             if context.get_parameter_source(name) == click.core.ParameterSource.COMMANDLINE}
+    for name, (other, said) in _NEEDS.items():
+        if name in given and other not in given:
+            raise click.UsageError(f"{names[name]} needs {said}", context)
+    if "streams" in given and (single := given.intersection(_SINGLE)):
+        raise click.UsageError(f"{names[min(single)]} times single requests: leave it out beside --streams", context)
+
+
+def _bench_streams(options: ModelOptions, streams: Sequence[int], tokens: int, long_prompt: int, warmup: bool,
+                   as_json: bool) -> None:
+    from sharpi.planning.streams import forecast, room_for
+
+    most = max(streams)
+    context, sequences, cache_tokens = room_for(most + (long_prompt > 0), max(tokens, long_prompt + 1), None, None,
+                                                room_for(most, tokens, None, None, None)[2] + long_prompt + 64)
+    with options.load(context=context, sequences=sequences, cache_tokens=cache_tokens) as model:
+        from sharpi.benchmark import measure_streams
+        from sharpi.machine.hardware import Gpu
+        from sharpi.machine.profile_cache import cached_profile
+
+        prompt = tokens // 2
+        if warmup:  # kernels are loaded, and steps captured
+            measure_streams(model, min(most, 4), prompt, tokens - prompt)
+        results = [measure_streams(model, count, prompt, tokens - prompt, long_prompt) for count in streams]
+        known = cached_profile(model.plan.gpu.index if isinstance(model.plan.gpu, Gpu) else 0)
+        expected = [forecast(model.plan, model.file, model.spec, count, tokens, profile=known) for count in streams]
+        name = model.spec.name
+    if as_json:
+        entries = [{**asdict(result), "predicted": asdict(found) if found else None}
+                   for result, found in zip(results, expected, strict=True)]
+        return click.echo(json.dumps({"model": name, "streams": entries}, indent=2))
+    click.echo(_streams_table(name, tokens, results, expected))
+
+
+def _streams_table(name: str, tokens: int, results: Sequence[MeasuredStreams],
+                   expected: Sequence[Forecast | None]) -> str:
+    prompt = tokens // 2
+    beside = any(expected)
+    lines = [f"{printable(name)}: requests of {prompt:,} + {tokens - prompt:,} tokens, all at once",
+             f"  {'streams':>7}{'tokens/s':>10}{'predicted' if beside else '':>11}{'first token':>14}{'(p99)':>10}"
+             f"{'gap':>10}{'(p99)':>10}{'largest':>10}{'rows a step':>13}"]
+    for result, found in zip(results, expected, strict=True):
+        said = speed(found.answer_tokens_per_second) if found else ""
+        times = (result.first_token_median, result.first_token_p99, result.gap_median, result.gap_p99,
+                 result.gap_largest)
+        columns = (14, 10, 10, 10, 10)
+        lines.append(f"  {result.streams:>7}{speed(result.tokens_per_second):>10}{said:>11}"
+                     + "".join(f"{seconds(time):>{width}}" for time, width in zip(times, columns, strict=True))
+                     + f"{result.rows:>13.1f}")
+    return "\n".join(lines)
 
 
 def _compare(model: Model, results: list[dict[str, Any]], elsewhere: bool) -> None:

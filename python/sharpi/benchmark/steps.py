@@ -1,4 +1,4 @@
-"""How long a model's steps take on this machine: what `sharpi bench` and the scripts in `benchmarks` measure with.
+"""How long a model's steps take on this machine.
 
 Speed does not depend on which tokens are run, so random ones will do, and no tokenizer is needed.
 """
