@@ -6,6 +6,7 @@ under build/.
     python tests/run.py --lint         # only the checks of the sources: see tests/lint.py
     python tests/run.py --sanitizers   # also the C++ tests under ASan and UBSan, the thread pool under TSan
     python tests/run.py --real         # also real checkpoints: 340 MB, downloaded once and kept in the user's cache
+    python tests/run.py --clients      # also clients of the server that are large: langchain, lm-eval, aider; 1.7 GB
     python tests/run.py --gpu          # only the tests that need a GPU, C++ and Python; fails if there is none
 
 Other arguments go to pytest. The script needs Python 3.10 or newer and a C++17 compiler. It takes CMake and ninja from
@@ -265,6 +266,21 @@ def real_tests(python: Path, *options: str) -> str | None:
     )
 
 
+def client_tests(python: Path) -> None:
+    """Runs large clients against the server, in environments without Sharpi."""
+    folder = ROOT / "tests" / "clients"
+    pythons = {}
+    for name in ("requirements", "requirements-aider"):
+        home = BUILD / f"clients-{name}"
+        venv.create(home, with_pip=True)
+        pythons[name] = home / "bin" / "python"
+        run(pythons[name], "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r",
+            folder / f"{name}.txt")
+    aider = pythons["requirements-aider"].with_name("aider")
+    run(pythons["requirements"], "-m", "pytest", "-q", "-rs", folder,
+        env={**os.environ, "SHARPI_PYTHON": str(python), "SHARPI_AIDER": str(aider)})
+
+
 def options_and_rest() -> tuple[argparse.Namespace, list[str]]:
     """The options of this script, and the arguments for pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -272,6 +288,7 @@ def options_and_rest() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--sanitizers", action="store_true", help="also run the C++ tests under sanitizers")
     parser.add_argument("--gpu", action="store_true", help="run only the tests that need a GPU")
     parser.add_argument("--real", action="store_true", help="also run real checkpoints, downloaded and kept in a cache")
+    parser.add_argument("--clients", action="store_true", help="also run large clients of the server")
     return parser.parse_known_args()
 
 
@@ -302,6 +319,8 @@ def main() -> None:
     run(tools.python, "-m", "pytest", "-q", *(["-m", "gpu"] if options.gpu else []), *pytest_arguments,
         env=tools.environment)
     untested = real_tests(tools.python, *(["-m", "gpu"] if options.gpu else [])) if options.real else None
+    if options.clients:
+        client_tests(tools.python)
     if untested:
         print(untested, flush=True)
 
