@@ -4,7 +4,7 @@ under build/.
 
     python tests/run.py                # the checks of the sources, C++ and Python tests
     python tests/run.py --lint         # only the checks of the sources: see tests/lint.py
-    python tests/run.py --sanitizers   # also the C++ tests under ASan and UBSan, the thread pool under TSan
+    python tests/run.py --sanitizers   # also the C++ tests under ASan and UBSan, those with threads under TSan
     python tests/run.py --real         # also real checkpoints: 340 MB, downloaded once and kept in the user's cache
     python tests/run.py --clients      # also clients of the server that are large: langchain, lm-eval, aider; 1.7 GB
     python tests/run.py --gpu          # only the tests that need a GPU, C++ and Python; fails if there is none
@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -226,10 +227,11 @@ def lint(tools: Tools, build: Path) -> None:
         run(tools.python, ROOT / "tests" / "lint.py", build, env=tools.environment)
 
 
-def cpp_tests(tools: Tools, name: str, settings: list[str], *ctest_options: str, target: str = "all") -> None:
+def cpp_tests(tools: Tools, name: str, settings: list[str], *ctest_options: str,
+              targets: Sequence[str] = ("all",)) -> None:
     """Builds the C++ tests and runs those that ctest's options choose."""
     folder = configure(tools, name, settings)
-    run(tools.program("cmake"), "--build", folder, "--target", target, env=tools.environment)
+    run(tools.program("cmake"), "--build", folder, "--target", *targets, env=tools.environment)
     # ctest of the same CMake, started in the folder: older ones have no --test-dir.
     run(
         tools.program("ctest"),
@@ -311,8 +313,8 @@ def main() -> None:
     cpp_tests(tools, "tests", cuda, *(["-L", "gpu"] if options.gpu else []))
     if options.sanitizers:
         cpp_tests(tools, "tests-asan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=address;undefined"])
-        cpp_tests(tools, "tests-tsan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=thread"], "-R", "ThreadPool",
-                  target="test_thread_pool")
+        cpp_tests(tools, "tests-tsan", ["SHARPI_CUDA=OFF", "SHARPI_SANITIZE=thread"], "-R",
+                  "^(ThreadPool|Scheduler|Arrivals)", targets=("test_thread_pool", "test_scheduler"))
     install(tools, cuda)
     if not options.gpu:
         fetch_oldest_cmake(tools)
