@@ -173,6 +173,20 @@ void KvCache::keepState(int32_t sequence, int64_t tokens) {
     for (PagePool& pool : _pools) pool.keep(sequence, tokens);
 }
 
+void KvCache::share(int32_t sequence, const SaltedText& text) {
+    if (text.count > at(sequence).length)
+        throw Error(ErrorKind::Internal, "sequence " + std::to_string(sequence) + " shares tokens that it lacks");
+    if (sharesPages()) _pools[0].share(sequence, text);
+}
+
+int64_t KvCache::adopt(int32_t sequence, const SaltedText& text) {
+    Sequence& s = at(sequence);
+    if (!sharesPages()) return s.length;
+    s.length = _pools[0].adopt(sequence, s.length, text);
+    _pools[0].settle(sequence, s.length);
+    return s.length;
+}
+
 const int32_t* KvCache::pageTable(int32_t sequence, int32_t list) const {
     at(sequence);  // throws for one that is not held
     return pool(list).table(sequence);

@@ -51,6 +51,21 @@ public:
     // possible as long as there is room. It replaces what an earlier call protected.
     void keepState(int32_t sequence, int64_t tokens);
 
+    // Whether sequences can share pages. If some layers keep a state, or not all keys and values, pages alone do not
+    // make a sequence whole; the calls below then do nothing.
+    bool sharesPages() const { return lists() == 1 && !_states.any(); }
+    // The sequence holds at least this beginning of its text: other sequences can have its full pages.
+    void share(int32_t sequence, const SaltedText& text);
+    // Lengthens a sequence that holds a beginning of the text by shared pages with the tokens that follow. Returns the
+    // number of tokens that it then holds. What is found depends on what others have computed, but what is in it does
+    // not, as long as a row's bits depend on its text alone.
+    int64_t adopt(int32_t sequence, const SaltedText& text);
+    // The pages that a new sequence would adopt and that other sequences have, so that they cost no room.
+    int64_t pagesInUse(const SaltedText& text) const { return sharesPages() ? _pools[0].inUse(text) : 0; }
+    int64_t sharedPages() const { return _pools[0].sharedPages(); }
+    // Frees the shared pages that no sequence has.
+    void forgetShared() { _pools[0].forgetShared(); }
+
     // A sequence's list of pages for layers with this KvPages::list.
     const int32_t* pageTable(int32_t sequence, int32_t list = 0) const;
     int32_t lists() const { return static_cast<int32_t>(_pools.size()); }
@@ -58,7 +73,7 @@ public:
     const KvPages& layer(size_t index) const { return _layers[index]; }
     const RecurrentState& states() const { return _states; }
     size_t bytes() const { return _buffer.bytes(); }
-    int64_t freePages() const { return _pools[0].freePages(); }
+    int64_t freePages() const { return _pools[0].freePages(); }  // shared ones that no sequence has are free
 
 private:
     struct Sequence {

@@ -16,8 +16,11 @@ int64_t PagePool::pagesIn(const KvRoom& room, AttentionReach reach) {
     return std::min(all, room.sequences * each + room.rows / kPageTokens);
 }
 
-PagePool::PagePool(AttentionReach reach, int64_t pages) : _reach(reach) {
+PagePool::PagePool(AttentionReach reach, int64_t pages, PrefixIndex::Hash hash)
+    : _reach(reach), _uses(static_cast<size_t>(pages)), _index(kPageTokens, hash) {
     for (int64_t page = pages - 1; page >= 0; --page) _free.push_back(static_cast<int32_t>(page));
+    for (int64_t page = 0; page < pages; ++page)
+        _nodes.push_back(_others.insert(_others.end(), static_cast<int32_t>(page)));
 }
 
 const PagePool::Sequence& PagePool::at(int32_t sequence) const {
@@ -62,12 +65,34 @@ void PagePool::hold(int32_t sequence, int64_t tokens) {
         if (_free.empty()) evict();
         s.table.push_back(_free.back());
         s.taken.push_back(++_taken);
+        use(_free.back());
         _free.pop_back();
     }
 }
 
+void PagePool::use(int32_t page) {
+    const auto index = static_cast<size_t>(page);
+    if (_uses[index]++ == 0 && _index.has(page)) _others.splice(_others.end(), _idle, _nodes[index]);
+}
+
+// A sequence that gives its pages back begins with the last, and one that has a shared page has all before it. So a
+// page becomes idle before the pages in front of it do.
+void PagePool::release(int32_t page) {
+    const auto index = static_cast<size_t>(page);
+    if (--_uses[index] > 0) return;
+    if (_index.has(page)) _idle.splice(_idle.end(), _others, _nodes[index]);
+    else _free.push_back(page);
+}
+
 // What a sequence is protected by is of no use without any of its pages, so the others lose their protection too.
 void PagePool::evict() {
+    if (!_idle.empty()) {
+        const int32_t page = _idle.front();
+        _index.remove(page);
+        _others.splice(_others.end(), _idle, _idle.begin());
+        _free.push_back(page);
+        return;
+    }
     Sequence* from = nullptr;
     size_t oldest = 0;
     bool oldestKept = true;
@@ -81,13 +106,16 @@ void PagePool::evict() {
     }
     if (oldestKept) from->kept = 0;
     from->taken[oldest] = 0;
-    _free.push_back(from->table[oldest]);
+    release(from->table[oldest]);
 }
 
 void PagePool::settle(int32_t sequence, int64_t tokens) { at(sequence).begin = tokens; }
 
 int64_t PagePool::whole(int32_t sequence, int64_t tokens) const {
     const Sequence& s = at(sequence);
+    // The next token is written behind these.
+    if (tokens % kPageTokens && isShared(s.table[static_cast<size_t>(tokens / kPageTokens)]))
+        tokens -= tokens % kPageTokens;
     while (true) {
         int64_t page = firstPage(tokens);
         while (page < pagesFor(tokens) && s.taken[static_cast<size_t>(page)]) ++page;
@@ -99,7 +127,7 @@ int64_t PagePool::whole(int32_t sequence, int64_t tokens) const {
 void PagePool::cut(int32_t sequence, int64_t tokens) {
     Sequence& s = at(sequence);
     while (static_cast<int64_t>(s.table.size()) > pagesFor(tokens)) {
-        if (s.taken.back()) _free.push_back(s.table.back());
+        if (s.taken.back()) release(s.table.back());
         s.table.pop_back();
         s.taken.pop_back();
     }
@@ -108,5 +136,65 @@ void PagePool::cut(int32_t sequence, int64_t tokens) {
 }
 
 void PagePool::keep(int32_t sequence, int64_t tokens) { at(sequence).kept = tokens; }
+
+// --- shared pages ----------------------------------------------------------------------------------------------------
+
+void PagePool::share(int32_t sequence, const SaltedText& text) {
+    std::vector<int32_t>& table = at(sequence).table;
+    const int64_t pages = text.count / kPageTokens;
+    int64_t number = pages;
+    while (number > 0 && !_index.has(table[static_cast<size_t>(number - 1)])) --number;
+    for (; number < pages; ++number) {
+        int32_t& page = table[static_cast<size_t>(number)];
+        const int32_t before = number ? table[static_cast<size_t>(number - 1)] : -1;
+        const int32_t same = _index.find(text, number, before);
+        if (same < 0) {
+            _index.add(text, number, before, page);
+        } else {
+            use(same);
+            release(page);
+            page = same;
+        }
+    }
+}
+
+// The shared pages that hold the text from this page number on, after the page `before`.
+std::vector<int32_t> PagePool::sharedAfter(int32_t before, int64_t number, const SaltedText& text) const {
+    std::vector<int32_t> pages;
+    for (; (number + 1) * kPageTokens <= text.count; ++number) {
+        before = _index.find(text, number, before);
+        if (before < 0) break;
+        pages.push_back(before);
+    }
+    return pages;
+}
+
+int64_t PagePool::adopt(int32_t sequence, int64_t held, const SaltedText& text) {
+    Sequence& s = at(sequence);
+    const int64_t first = held / kPageTokens;
+    const std::vector<int32_t> pages = sharedAfter(first ? s.table[static_cast<size_t>(first - 1)] : -1, first, text);
+    if (pages.empty()) return held;
+    s.table.reserve(static_cast<size_t>(first) + pages.size());
+    s.taken.reserve(static_cast<size_t>(first) + pages.size());
+    cut(sequence, first * kPageTokens);
+    for (const int32_t page : pages) {
+        use(page);
+        s.table.push_back(page);
+        s.taken.push_back(++_taken);
+    }
+    return (first + static_cast<int64_t>(pages.size())) * kPageTokens;
+}
+
+int64_t PagePool::inUse(const SaltedText& text) const {
+    const std::vector<int32_t> pages = sharedAfter(-1, 0, text);
+    return std::count_if(pages.begin(), pages.end(),
+                         [&](int32_t page) { return _uses[static_cast<size_t>(page)] > 0; });
+}
+
+void PagePool::forgetShared() {
+    while (!_idle.empty()) evict();
+    for (size_t page = 0; page < _uses.size(); ++page)
+        if (_index.has(static_cast<int32_t>(page))) _index.remove(static_cast<int32_t>(page));
+}
 
 }  // namespace sharpi

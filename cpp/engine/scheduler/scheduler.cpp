@@ -43,6 +43,7 @@ Scheduler::Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& opt
     : _engine(std::move(engine)),
       _options(options),
       _mostRunning(mostRunning(*_engine, options)),
+      _sharesPages(_engine->runner().lock().kv().sharesPages()),
       _pace(options.greatestGap, _engine->runner().limits().pieces.rows, _engine->backend().bus().streams) {
     if (!(options.greatestGap > 0)) throw Error(ErrorKind::InvalidArgument, "the greatest gap must be above 0 seconds");
     if (options.queue < 1 || options.running < 0)
@@ -146,6 +147,7 @@ void Scheduler::work() {
     for (const auto& entry : _entries) finish(*entry, Finish::Cancelled);
     _entries.clear();
     _idle.clear();
+    _engine->runner().lock().kv().forgetShared();
 }
 
 // Takes what was submitted; waits for it if there is nothing else to do. Returns whether there is work.
@@ -199,15 +201,19 @@ Scheduler::Entry* Scheduler::nextToPrepare() {
 bool Scheduler::admit(Entry& entry) {
     const int64_t running = static_cast<int64_t>(_entries.size()) - count(State::Waiting);
     if (running >= _mostRunning) return false;
-    const bool hasMatch = !entry.text && bringMatchToEnd(entry.request.prompt);
+    const bool hasMatch = !entry.text && bringMatchToEnd(entry.request);
     const Continuation* own = hasMatch ? _idle.back().get() : entry.text.get();
     const int64_t tokens = std::max<int64_t>(own ? static_cast<int64_t>(own->tokens().size()) : 0,
                                              static_cast<int64_t>(entry.request.prompt.size()));
     const int64_t spare = int64_t{1} << std::min<int64_t>(entry.figures.pauses, kMostSpareDoublings);
     const int64_t wanted = PagePool::pagesFor(tokens + 1) + (running > 0 ? spare : 0);
     const auto fits = [&] {
+        const Request& request = entry.request;
         const int64_t held = own ? own->held().cachedTokens() / PagePool::kPageTokens : 0;
-        return _engine->runner().lock().kv().freePages() + held >= wanted;
+        const LockedModel model = _engine->runner().lock();
+        const int64_t shared =
+            model.kv().pagesInUse({request.salt, request.prompt.data(), static_cast<int64_t>(request.prompt.size())});
+        return model.kv().freePages() + held + shared >= wanted;
     };
     while (!fits() && _idle.size() > (hasMatch ? 1U : 0U)) _idle.erase(_idle.begin());
     if (running > 0 && !fits()) return false;
@@ -215,7 +221,7 @@ bool Scheduler::admit(Entry& entry) {
         entry.text = std::move(_idle.back());
         _idle.pop_back();
     } else if (!entry.text) {
-        entry.text = std::make_unique<Continuation>(_engine);
+        entry.text = std::make_unique<Continuation>(_engine, entry.request.salt);
     }
     if (entry.figures.pauses == 0) entry.figures.queuedSeconds = since(entry.submitted);
     entry.state = State::Preparing;
@@ -223,11 +229,12 @@ bool Scheduler::admit(Entry& entry) {
 }
 
 // Moves the idle text that holds most of the prompt to the end of the list. Returns whether one holds any of it.
-bool Scheduler::bringMatchToEnd(const std::vector<int32_t>& prompt) {
+bool Scheduler::bringMatchToEnd(const Request& request) {
     auto best = _idle.end();
     int64_t most = 0;
     for (auto at = _idle.begin(); at != _idle.end(); ++at) {
-        const int64_t reusable = (*at)->reusable(prompt);
+        if ((*at)->held().salt() != request.salt) continue;
+        const int64_t reusable = (*at)->reusable(request.prompt);
         if (reusable > most) best = at, most = reusable;
     }
     if (best == _idle.end()) return false;
@@ -243,16 +250,20 @@ void Scheduler::prepare(Entry& entry) {
         if (!entry.hasBegun) {
             text.begin(entry.request.prompt, entry.request.params, entry.request.drafts);
             entry.hasBegun = true;
-            entry.figures.reusedTokens = text.reusedTokens();
         }
-        const int64_t held = text.held().cachedTokens();
+        const int64_t held = text.held().cachedTokens(), adopted = text.held().adoptedTokens();
         const Clock::time_point started = Clock::now();
         const bool isDone = text.prepare(_pace.pieceRows(count(State::Writing) > 0));
         const double seconds = since(started);
-        _pace.countPiece(text.held().cachedTokens() - held, seconds);
+        const int64_t found = text.held().adoptedTokens() - adopted;
+        _pace.countPiece(text.held().cachedTokens() - held - found, seconds);
+        entry.figures.reusedTokens = text.reusedTokens();
+        const int64_t shared = _engine->runner().lock().kv().sharedPages();
         note([&](SchedulerCounts& counts) {
             ++counts.pieces;
             counts.pieceSeconds += seconds;
+            counts.adoptedTokens += found;
+            counts.sharedPages = shared;
             if (again) counts.againSeconds += seconds;
         });
         if (isDone) entry.state = State::Writing;
@@ -327,10 +338,11 @@ void Scheduler::finish(Entry& entry, Finish finish, const std::string& error) {
     entry.answer->end({finish, error, entry.figures});
 }
 
-// Texts of requests that have ended stay, so that a prompt that continues one of them need not compute it again.
+// What requests that have ended leave in the cache stays, so that a prompt that continues it need not compute it again:
+// their shared pages or, if there are none, their texts.
 void Scheduler::removeFinished() {
     for (const auto& entry : _entries)
-        if (entry->hasEnded && entry->hasBegun) _idle.push_back(std::move(entry->text));
+        if (entry->hasEnded && entry->hasBegun && !_sharesPages) _idle.push_back(std::move(entry->text));
     const auto hasEnded = [](const auto& entry) { return entry->hasEnded; };
     _entries.erase(std::remove_if(_entries.begin(), _entries.end(), hasEnded), _entries.end());
     while (_idle.size() > kMostIdle) _idle.erase(_idle.begin());

@@ -29,7 +29,9 @@ struct SchedulerCounts {
     int64_t steps = 0, stepTokens = 0;  // passes over answers, and the tokens that they gave
     int64_t pieces = 0;                 // passes over prompts, and over what paused requests had lost
     double stepSeconds = 0, pieceSeconds = 0;
-    double againSeconds = 0;  // of pieceSeconds: computing what paused requests had lost
+    double againSeconds = 0;    // of pieceSeconds: computing what paused requests had lost
+    int64_t adoptedTokens = 0;  // that were not computed, as another request had done so
+    int64_t sharedPages = 0;    // now: pages of the cache that requests with the same beginning find
 };
 
 class Scheduler {
@@ -67,7 +69,7 @@ private:
     void endOverdue();
     Entry* nextToPrepare();
     bool admit(Entry& entry);
-    bool bringMatchToEnd(const std::vector<int32_t>& prompt);
+    bool bringMatchToEnd(const Request& request);
     void prepare(Entry& entry);
     bool write();
     void hand(Entry& entry, const std::vector<int32_t>& tokens);
@@ -82,6 +84,7 @@ private:
     const std::shared_ptr<Engine> _engine;
     const SchedulerOptions _options;
     const int64_t _mostRunning;
+    const bool _sharesPages;
 
     mutable std::mutex _mutex;  // guards the following
     std::condition_variable _changed;
@@ -92,7 +95,8 @@ private:
 
     // The thread's own.
     Entries _entries;                                  // in the order in which they came
-    std::vector<std::unique_ptr<Continuation>> _idle;  // of requests that have ended; the latest is the last
+    std::vector<std::unique_ptr<Continuation>> _idle;  // of requests that have ended, if texts share no pages; the
+                                                       // latest is the last
     Pace _pace;
     std::thread _thread;  // the last member: it uses all others
 };

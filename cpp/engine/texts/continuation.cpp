@@ -123,6 +123,9 @@ void Continuation::computePrompt(const Interrupted& interrupted) {
 bool Continuation::prepare(int64_t rows) {
     if (!_held.running().sampler) throw Error(ErrorKind::Internal, "prepare() before begin()");
     if (!_prompt) return _held.recomputeNext(rows);
+    const int64_t before = _held.size();
+    _held.adopt(*_prompt);
+    _reused += _held.size() - before;
     addPiece(*_prompt, rows);
     if (_held.size() < _prompt->text.size()) return false;
     _prompt.reset();
@@ -160,6 +163,7 @@ std::vector<int32_t> Continuation::handAll() {
 Continuation::Rows Continuation::rowsToDecode(const LockedModel& model, int64_t drafts) {
     while (!_held.recomputePiece(model, _held.size())) {
     }
+    _held.share(model);
     const RunningText& running = _held.running();
     const int64_t most = std::min(drafts, TextPasses(model, limits()).mostDrafts(running, _held.size()));
     Rows rows{this, running.drafter.drafts(running.history, most)};

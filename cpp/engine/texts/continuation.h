@@ -4,6 +4,8 @@
 
 #include <memory>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/texts/held_text.h"
@@ -14,7 +16,9 @@ namespace sharpi {
 // see that the cache is ahead.
 class Continuation {
 public:
-    explicit Continuation(std::shared_ptr<Engine> engine) : _held(std::move(engine)) {}
+    // salt: see HeldText.
+    explicit Continuation(std::shared_ptr<Engine> engine, std::optional<std::string> salt = {})
+        : _held(std::move(engine), std::move(salt)) {}
 
     const SequenceLimits& limits() const { return _held.limits(); }
     const HeldText& held() const { return _held; }
@@ -36,8 +40,8 @@ public:
     void begin(const std::vector<int32_t>& prompt, const SamplingParams& params, const DraftOptions& drafts);
     // If it throws, the generation cannot go on.
     void computePrompt(const Interrupted& interrupted);
-    // Computes a piece, of about `rows` rows, of what is missing: of the prompt, or of what the cache has lost. Returns
-    // whether nothing is missing any more. If it throws, it can be called again.
+    // Computes a piece, of about `rows` rows, of what is missing and no other text has computed: of the prompt, or of
+    // what the cache has lost. Returns whether nothing is missing any more. If it throws, it can be called again.
     bool prepare(int64_t rows);
     // The tokens at the beginning of a generation's prompt that begin() would find in the cache.
     int64_t reusable(const std::vector<int32_t>& prompt) const;

@@ -33,7 +33,8 @@ void requireRoomFor(int64_t tokens, int64_t room) {
     }
 }
 
-HeldText::HeldText(std::shared_ptr<Engine> engine) : _engine(std::move(engine)), _running(_engine->runner()) {}
+HeldText::HeldText(std::shared_ptr<Engine> engine, std::optional<std::string> salt)
+    : _engine(std::move(engine)), _salt(std::move(salt)), _running(_engine->runner()) {}
 
 int64_t HeldText::cachedTokens() const { return _engine->runner().lock().kv().length(_running.sequence.handle()); }
 
@@ -75,12 +76,16 @@ void HeldText::cutToAgreement(const LockedModel& model, const Addition& addition
     _running.sequence.cutBack(model, _text.agreement(addition.text, limits().pieces.oneArithmetic));
 }
 
+void HeldText::begin(const LockedModel& model, Addition& addition) {
+    if (!addition.begun) cutToAgreement(model, addition);
+    addition.begun = true;
+}
+
 // The text takes each piece of the tokens once it is computed, and with the first piece the kinds that the tokens give
 // to the rows before them.
 std::optional<std::vector<int32_t>> HeldText::addPiece(Addition& addition, int64_t rows) {
     const LockedModel model = _engine->runner().lock();
-    if (!addition.begun) cutToAgreement(model, addition);
-    addition.begun = true;
+    begin(model, addition);
     const int64_t end = _running.sequence.pieceEnd(model, addition.text, _text.size(), rows);
     Piece piece = _running.sequence.nextPiece(model, addition.text, end);
     const bool hasNew = piece.end() > _text.size();
@@ -88,15 +93,19 @@ std::optional<std::vector<int32_t>> HeldText::addPiece(Addition& addition, int64
     std::vector<int32_t> chosen = TextPasses(model, limits()).run({{&_running, piece}}).front();
     if (!hasNew) return std::nullopt;
     _text.follow(addition.text, piece.end());
+    share(model);
     return chosen;
 }
 
 bool HeldText::recomputePiece(const LockedModel& model, int64_t wanted) {
     const auto isComputed = [&] { return _running.sequence.cutToComputed(model, _text) == _text.size(); };
     if (isComputed()) return true;
+    adopt(model, _text, _text.size());
+    if (isComputed()) return true;
     Piece piece = _running.sequence.nextPiece(model, _text, wanted);
     if (!piece.follower) piece.follower = _running.history.back();
     TextPasses(model, limits()).run({{&_running, piece}});
+    share(model);
     return isComputed();
 }
 
@@ -104,6 +113,33 @@ bool HeldText::recomputeNext(int64_t rows) {
     const LockedModel model = _engine->runner().lock();
     const int64_t computed = _running.sequence.cutToComputed(model, _text);
     return recomputePiece(model, computed + std::clamp<int64_t>(rows, 1, limits().pieces.rows));
+}
+
+// Rows are shared with texts for which they may be prompt rows.
+SaltedText HeldText::sharable(const Transcript& text, int64_t tokens) const {
+    if (!limits().pieces.oneArithmetic) tokens = std::min(tokens, text.promptTokens());
+    return {*_salt, text.tokens().data(), tokens};
+}
+
+void HeldText::adopt(const LockedModel& model, const Transcript& text, int64_t tokens) {
+    if (!_salt) return;
+    const int32_t handle = _running.sequence.handle();
+    const int64_t before = model.kv().length(handle);
+    _adopted += model.kv().adopt(handle, sharable(text, tokens)) - before;
+}
+
+void HeldText::adopt(Addition& addition) {
+    const LockedModel model = _engine->runner().lock();
+    begin(model, addition);
+    adopt(model, addition.text, addition.text.size() - 1);
+    const int64_t held = model.kv().length(_running.sequence.handle());
+    if (held > _text.size()) _text.follow(addition.text, held);
+}
+
+void HeldText::share(const LockedModel& model) const {
+    if (!_salt) return;
+    const int32_t handle = _running.sequence.handle();
+    model.kv().share(handle, sharable(_text, std::min(model.kv().length(handle), _text.size())));
 }
 
 }  // namespace sharpi

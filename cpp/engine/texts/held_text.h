@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "engine/engine.h"
@@ -32,7 +33,9 @@ void requireRoomFor(int64_t tokens, int64_t room);
 // again, unless the backend has one arithmetic for both kinds: a long conversation gets the answers of a cold start.
 class HeldText {
 public:
-    explicit HeldText(std::shared_ptr<Engine> engine);
+    // salt: texts of the engine that have the same one share what they have computed of a common beginning. None: the
+    // text shares nothing.
+    explicit HeldText(std::shared_ptr<Engine> engine, std::optional<std::string> salt = {});
 
     Engine& engine() const { return *_engine; }
     const SequenceLimits& limits() const { return _engine->runner().limits(); }
@@ -42,6 +45,8 @@ public:
     int64_t size() const { return _text.size(); }
     int64_t cachedTokens() const;  // that the cache holds now; locks the model
     bool isWhole(const LockedModel& model) const;
+    const std::optional<std::string>& salt() const { return _salt; }
+    int64_t adoptedTokens() const { return _adopted; }  // that other texts have computed, since it was made
 
     // Keeps the first `tokens` of the text. If the state after them is lost, the next step computes it again.
     void cut(int64_t tokens);
@@ -67,11 +72,20 @@ public:
     bool recomputePiece(const LockedModel& model, int64_t wanted);
     // Of about `rows` rows.
     bool recomputeNext(int64_t rows);
+    // Takes what other texts have computed of an addition, but for its last token.
+    void adopt(Addition& addition);
+    // Lets other texts have what is computed.
+    void share(const LockedModel& model) const;
 
 private:
+    void begin(const LockedModel& model, Addition& addition);
     void cutToAgreement(const LockedModel& model, const Addition& addition);
+    SaltedText sharable(const Transcript& text, int64_t tokens) const;
+    void adopt(const LockedModel& model, const Transcript& text, int64_t tokens);
 
     const std::shared_ptr<Engine> _engine;
+    const std::optional<std::string> _salt;
+    int64_t _adopted = 0;
     RunningText _running;
     Transcript _text;
 };

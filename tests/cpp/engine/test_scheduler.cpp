@@ -19,6 +19,7 @@ using namespace sharpi;
 using namespace tiny;
 
 constexpr double kForever = 60;
+constexpr int64_t kPage = KvCache::kPageTokens;
 
 Model modelOf(Options options, int64_t context) {
     options.context = context;
@@ -225,7 +226,7 @@ TEST(Scheduler, APromptThatContinuesAnEarlierOneIsNotComputedAgain) {
     const Whole other = wait(*scheduler.submit(requestOf(randomTokens(50, model.options().vocab, 2), 5)));
     EXPECT_EQ(other.ending.figures.reusedTokens, 0);
     text.push_back(3);
-    EXPECT_EQ(wait(*scheduler.submit(requestOf(text, 5))).ending.figures.reusedTokens, 100);
+    EXPECT_EQ(wait(*scheduler.submit(requestOf(text, 5))).ending.figures.reusedTokens, kPage) << "the full pages";
 }
 
 TEST(Scheduler, TheQueueIsBounded) {

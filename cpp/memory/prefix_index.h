@@ -1,0 +1,53 @@
+// Finds pages by the tokens that they hold. A page is known by its own tokens and by the page before it, so the pages
+// of a text form a chain, and two texts share the pages of their common beginning.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace sharpi {
+
+// A text, or a beginning of it. Texts with different salts have no page in common.
+struct SaltedText {
+    const std::string& salt;
+    const int32_t* tokens = nullptr;
+    int64_t count = 0;
+};
+
+// Hashes only say where to look: pages are compared token by token.
+class PrefixIndex {
+public:
+    // Of a page's tokens and of the hash of all that comes before them.
+    using Hash = uint64_t (*)(uint64_t before, const int32_t* tokens, int64_t count);
+    static uint64_t hash(uint64_t before, const int32_t* tokens, int64_t count);
+
+    explicit PrefixIndex(int64_t pageTokens, Hash hashOf = hash) : _pageTokens(pageTokens), _hash(hashOf) {}
+
+    bool has(int32_t page) const { return _pages.count(page) > 0; }
+    int64_t size() const { return static_cast<int64_t>(_pages.size()); }
+    // The page that holds the text's tokens from number * pageTokens on, which must all be there, after the page
+    // `before` (-1: it is the text's first). -1: there is none.
+    int32_t find(const SaltedText& text, int64_t number, int32_t before) const;
+    // The page now holds these tokens; find() must have found none. `before` must be in the index, and stay there as
+    // long as this page does.
+    void add(const SaltedText& text, int64_t number, int32_t before, int32_t page);
+    void remove(int32_t page);
+
+private:
+    struct Page {
+        uint64_t hash = 0;
+        int32_t before = -1;
+        std::vector<int32_t> tokens;
+        std::string salt;  // of a first page
+    };
+    uint64_t hashAfter(const SaltedText& text, int64_t number, int32_t before) const;
+
+    const int64_t _pageTokens;
+    const Hash _hash;
+    std::unordered_map<int32_t, Page> _pages;
+    std::unordered_multimap<uint64_t, int32_t> _byHash;
+};
+
+}  // namespace sharpi
