@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "bindings/constraint.h"
 #include "bindings/delete_unlocked.h"
 #include "engine/scheduler/scheduler.h"
 
@@ -41,6 +42,30 @@ py::dict toDict(const SchedulerCounts& counts) {
     return d;
 }
 
+py::tuple toTuple(const Score& score) {
+    py::tuple best(score.best.size());
+    for (size_t i = 0; i < score.best.size(); ++i)
+        best[i] = py::make_tuple(score.best[i].token, score.best[i].logProbability);
+    return py::make_tuple(score.logProbability, best);
+}
+
+py::tuple toTuple(const Answer::News& news) {
+    py::list tokens, scores;
+    for (const Chosen& chosen : news.tokens) {
+        tokens.append(chosen.token);
+        scores.append(toTuple(chosen.score));
+    }
+    py::object promptScores = py::none(), ending = py::none();
+    if (news.promptScores) {
+        py::list all;
+        for (const Score& score : *news.promptScores) all.append(toTuple(score));
+        promptScores = std::move(all);
+    }
+    if (news.ending)
+        ending = py::make_tuple(finishName(news.ending->finish), news.ending->error, toDict(news.ending->figures));
+    return py::make_tuple(tokens, scores, promptScores, ending);
+}
+
 Answer::News taken(Answer& answer, double seconds) {
     py::gil_scoped_release release;
     return answer.take(seconds);
@@ -57,20 +82,13 @@ void bindScheduler(py::module_& m) {
     py::class_<Answer, std::shared_ptr<Answer>>(m, "Answer")
         .def_property_readonly("number", &Answer::number)
         .def("cancel", &Answer::cancel)
+        .def_property_readonly("computed_tokens", &Answer::computedTokens)
+        .def_property_readonly("reused_tokens", &Answer::reusedTokens)
         .def(
-            "take",
-            [](Answer& answer, double seconds) {
-                Answer::News news = taken(answer, seconds);
-                py::object ending = py::none();
-                if (news.ending)
-                    ending = py::make_tuple(finishName(news.ending->finish), news.ending->error,
-                                            toDict(news.ending->figures));
-                return py::make_tuple(std::move(news.tokens), ending);
-            },
-            py::arg("seconds"),
-            "The tokens since the last call, and after the last of them (why the answer ended, the error, its "
-            "figures), "
-            "else None. Waits up to `seconds` for something new.");
+            "take", [](Answer& answer, double seconds) { return toTuple(taken(answer, seconds)); }, py::arg("seconds"),
+            "What is new since the last call: tokens, a score (log-probability, ((id, log-probability), ...)) for "
+            "each, the scores of the prompt's tokens or None, and after the last token (why the answer ended, the "
+            "error, its figures), else None. Waits up to `seconds` for something new.");
 
     py::class_<Scheduler, std::unique_ptr<Scheduler, DeleteUnlocked>>(m, "Scheduler")
         .def(py::init([](std::shared_ptr<Engine> engine, double greatestGap, int64_t queue, int64_t running) {
@@ -87,7 +105,7 @@ void bindScheduler(py::module_& m) {
             [](Scheduler& scheduler, std::vector<int32_t> prompt, const SamplingParams& params,
                const std::string& draft, int32_t draftTokens, std::vector<int32_t> ends,
                std::optional<int64_t> maxTokens, int32_t priority, std::string key, std::optional<double> seconds,
-               std::shared_ptr<Arrivals> arrivals) {
+               std::shared_ptr<Arrivals> arrivals, int32_t best, bool echo, const py::object& constraint) {
                 Request request;
                 request.prompt = std::move(prompt);
                 request.params = params;
@@ -97,12 +115,13 @@ void bindScheduler(py::module_& m) {
                 request.priority = priority;
                 request.key = std::move(key);
                 request.seconds = seconds;
+                request.extras = {best, echo, constraintOf(constraint)};
                 py::gil_scoped_release release;
                 return scheduler.submit(std::move(request), std::move(arrivals));
             },
             py::arg("prompt"), py::arg("params"), py::kw_only(), py::arg("draft"), py::arg("draft_tokens"),
             py::arg("ends"), py::arg("max_tokens"), py::arg("priority"), py::arg("key"), py::arg("seconds"),
-            py::arg("arrivals"))
+            py::arg("arrivals"), py::arg("best"), py::arg("echo"), py::arg("constraint"))
         .def("counts", [](const Scheduler& scheduler) { return toDict(scheduler.counts()); });
 }
 

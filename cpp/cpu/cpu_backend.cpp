@@ -2,8 +2,10 @@
 #include "cpu/cpu_backend.h"
 
 #include <cstring>
+#include <utility>
 
 #include "cpu/sample.h"
+#include "cpu/score.h"
 #include "memory/stream/copying_transfers.h"
 
 namespace sharpi {
@@ -74,13 +76,28 @@ void CpuBackend::readLogits(int64_t row, int64_t count, float* out) {
     std::memcpy(out, logits + row * vocab, sizeof(float) * static_cast<size_t>(count * vocab));
 }
 
-std::vector<int32_t> CpuBackend::sample(const std::vector<Choice>& choices) {
+std::vector<Score> CpuBackend::score(const std::vector<ScoredToken>& tokens) {
+    const int64_t vocab = _work.limits.vocab;
+    const float* const logits = _work.floats(_work.scratch().logits);
+    std::vector<Score> scores;
+    for (const ScoredToken& t : tokens)
+        scores.push_back(scoreOnHost(_work.kernels, logits + t.row * vocab, vocab, t.token, t.best));
+    return scores;
+}
+
+std::vector<Chosen> CpuBackend::sample(const std::vector<Choice>& choices) {
     const int64_t vocab = _work.limits.vocab;
     float* const logits = _work.floats(_work.scratch().logits);
-    std::vector<int32_t> tokens;
-    for (const Choice& c : choices)
-        tokens.push_back(sampleOnHost(logits + c.row * vocab, vocab, c.rule, c.adjustments, c.draw));
-    return tokens;
+    std::vector<float> unchanged;
+    std::vector<Chosen> all;
+    for (const Choice& c : choices) {
+        float* const row = logits + c.row * vocab;
+        if (c.best >= 0) unchanged.assign(row, row + vocab);
+        Chosen chosen{sampleOnHost(row, vocab, c.rule, c.adjustments, c.draw, c.mask), {}};
+        if (c.best >= 0) chosen.score = scoreOnHost(_work.kernels, unchanged.data(), vocab, chosen.token, c.best);
+        all.push_back(std::move(chosen));
+    }
+    return all;
 }
 
 }  // namespace sharpi

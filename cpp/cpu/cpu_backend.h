@@ -35,7 +35,8 @@ public:
     Operations& operations() override { return _operations; }
     int64_t headRows() const override { return _work.scratch().headRows; }
     void readLogits(int64_t row, int64_t count, float* out) override;
-    std::vector<int32_t> sample(const std::vector<Choice>& choices) override;
+    std::vector<Score> score(const std::vector<ScoredToken>& tokens) override;
+    std::vector<Chosen> sample(const std::vector<Choice>& choices) override;
 
 protected:
     float* x() const { return _work.at(RowBuffer::Residual); }  // [rows, embedding]

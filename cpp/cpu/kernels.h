@@ -122,6 +122,9 @@ struct Kernels {
     void (*rope)(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent);
     // Softmax in place over n values.
     void (*softmax)(float* x, int64_t n);
+    // Adds exp(x[i] - top) to lanes[i % kScoreLanes], in ascending order; NaN counts as -infinity (see
+    // core/rules/log_softmax.h).
+    void (*addExps)(const float* x, float top, int64_t n, double* lanes);
     // Stores n floats as KV elements, rounding to nearest even.
     void (*storeKv)(const float* x, int64_t n, KvType type, void* out);
     // Query rows [rowBegin, rowEnd) for kv head `kvHead` (all query heads of its group).

@@ -57,7 +57,9 @@ int64_t drawn(const std::vector<Candidate>& candidates, int64_t keep, const Samp
 }  // namespace
 
 int32_t sampleOnHost(float* logits, int64_t vocab, const SamplingRule& rule,
-                     const std::vector<TokenAdjustment>& adjustments, double draw) {
+                     const std::vector<TokenAdjustment>& adjustments, double draw, const std::vector<uint32_t>& mask) {
+    for (int64_t i = 0; i < vocab && !mask.empty(); ++i)
+        if (!maskAllows(mask.data(), i)) logits[i] = -INFINITY;
     for (const TokenAdjustment& change : adjustments)
         logits[change.token] = adjustedLogit(logits[change.token], change, rule);
     // NaN would break the order that sorting relies on.

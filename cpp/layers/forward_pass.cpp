@@ -69,6 +69,12 @@ HeadCall ForwardPass::headOf(VectorId norm, VectorId bias) const {
 }
 
 void ForwardPass::run(const Batch& batch, float* logits) {
+    run(batch, [&](int64_t first, int64_t count) {
+        if (logits) _backend.readLogits(0, count, logits + first * _spec.vocabSize);
+    });
+}
+
+void ForwardPass::run(const Batch& batch, const HeldRows& held) {
     _heldRows = 0;
     if (batch.size() == 0) return;
     check(batch);
@@ -89,7 +95,7 @@ void ForwardPass::run(const Batch& batch, float* logits) {
     });
     for (const int32_t sequence : batch.sequences) _kv.commit(sequence);
     while (count) {
-        if (logits) _backend.readLogits(0, count, logits + first * _spec.vocabSize);
+        held(first, count);
         _heldRows = count;
         first += count;
         count = std::min(wanted - first, _backend.headRows());
@@ -122,7 +128,7 @@ void ForwardPass::draft(const Batch& batch, bool again) {
     _heldRows = wanted;
 }
 
-std::vector<int32_t> ForwardPass::sample(std::vector<Choice> choices) {
+std::vector<Chosen> ForwardPass::sample(std::vector<Choice> choices) {
     const auto count = static_cast<int64_t>(choices.size());
     if (count > _heldRows) throw Error(ErrorKind::Internal, "no logits to choose from");
     int64_t row = _heldRows - count;

@@ -2,6 +2,8 @@
 // placement and batch shape goes through here.
 #pragma once
 
+#include <functional>
+
 #include "layers/layers.h"
 #include "operations/backend.h"
 #include "operations/batch.h"
@@ -18,13 +20,17 @@ public:
     // Room in the KV cache for the batch's rows must have been made (KvCache::extend). Commits them.
     // logits: [batch.logitRows.size(), vocabSize] in host memory; nullptr: they stay with the backend.
     void run(const Batch& batch, float* logits);
+    // Called while the backend holds the logits of rows [first, first + count) of batch.logitRows, as its rows 0 and
+    // up.
+    using HeldRows = std::function<void(int64_t first, int64_t count)>;
+    void run(const Batch& batch, const HeldRows& held);
     // Runs the prediction layer over rows of the last pass, which batch.sources names. For each it predicts what comes
     // after the token that followed the row. again: the last pass was a draft too. Needs room in the KV cache
     // (KvCache::reserve); commits nothing. At most headRows() rows want logits.
     void draft(const Batch& batch, bool again);
     // Chooses a token from each of the last choices.size() rows of the last pass that wanted logits. Can be called once
-    // for a pass. Choice::row is set here. -1: no token may be chosen.
-    std::vector<int32_t> sample(std::vector<Choice> choices);
+    // for a pass. Choice::row is set here.
+    std::vector<Chosen> sample(std::vector<Choice> choices);
 
 private:
     void check(const Batch& batch) const;

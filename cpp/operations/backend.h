@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/rules/sampling_rule.h"
+#include "core/score.h"
 #include "experts/expert_profiler.h"
 #include "experts/expert_use.h"
 #include "memory/kv_cache.h"
@@ -35,6 +36,20 @@ struct Choice {
     SamplingRule rule;
     std::vector<TokenAdjustment> adjustments;  // by ascending token
     double draw = 0;                           // in [0, 1)
+    std::vector<uint32_t> mask;                // the tokens that may be chosen; empty: all
+    int32_t best = -1;  // the number of likeliest tokens in the score, up to kMostBest; -1: no score is wanted
+};
+
+struct Chosen {
+    int32_t token = -1;  // -1: no token may be chosen
+    Score score;         // if it is wanted
+};
+
+// A token whose score is wanted.
+struct ScoredToken {
+    int64_t row = 0;  // of the last head()
+    int32_t token = 0;
+    int32_t best = 0;
 };
 
 // What crosses the bus to a device.
@@ -103,9 +118,10 @@ public:
 
     // Row i of the last head(): [vocab] floats to host memory.
     virtual void readLogits(int64_t row, int64_t count, float* out) = 0;
-    // Chooses a token from each of these rows. This changes the row, so each can be used only once. -1: no token may be
-    // chosen.
-    virtual std::vector<int32_t> sample(const std::vector<Choice>& choices) = 0;
+    // The scores of tokens in rows of the last head(), which stay as they are.
+    virtual std::vector<Score> score(const std::vector<ScoredToken>& tokens) = 0;
+    // Chooses a token from each of these rows. This changes the row, so each can be used only once.
+    virtual std::vector<Chosen> sample(const std::vector<Choice>& choices) = 0;
 };
 
 }  // namespace sharpi

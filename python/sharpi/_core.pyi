@@ -6,8 +6,12 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import numpy.typing as npt
 
+from sharpi.constraints import Constraint
+
 # Homes by tensor: (home, rows of the CPU).
 _Homes = Sequence[tuple[str, int]]
+# A token's log-probability, and those of the likeliest tokens.
+_Score = tuple[float, tuple[tuple[int, float], ...]]
 # (name, GGML type, shape with the row's length first, index of the file, offset in it, bytes).
 _TensorRow = tuple[str, int, Sequence[int], int, int, int]
 
@@ -180,13 +184,20 @@ class Answer:
     @property
     def number(self) -> int: ...
     def cancel(self) -> None: ...
-    def take(self, seconds: float) -> tuple[list[int], tuple[str, str, dict[str, Any]] | None]: ...
+    @property
+    def computed_tokens(self) -> int: ...
+    @property
+    def reused_tokens(self) -> int: ...
+    def take(
+        self, seconds: float,
+    ) -> tuple[list[int], list[_Score], list[_Score] | None, tuple[str, str, dict[str, Any]] | None]: ...
 
 class Scheduler:
     def __init__(self, engine: Engine, *, max_gap: float, queue: int, running: int) -> None: ...
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, draft: str, draft_tokens: int, ends: Sequence[int],
         max_tokens: int | None, priority: int, key: str, seconds: float | None, arrivals: Arrivals | None,
+        best: int, echo: bool, constraint: Constraint | None,
     ) -> Answer: ...
     def counts(self) -> dict[str, Any]: ...
 

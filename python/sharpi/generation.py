@@ -15,10 +15,16 @@ S = TypeVar("S", bound="Stream[Any]")
 
 @dataclass(frozen=True)
 class Token:
-    """A generated token. `text` has whole characters only, and is empty while a character is incomplete."""
+    """A generated token. `text` has whole characters only, and is empty while a character is incomplete.
+
+    If scores were asked, `logprob` is the natural logarithm of the probability that the model itself gives the token,
+    before masks, biases, penalties and temperature, and `top` has the likeliest tokens with theirs, the likeliest first.
+    """
 
     id: int
     text: str
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -91,13 +91,13 @@ class TextStream:
         self._last: int | None = None
         self.stopped = False  # at one of the texts: there are no further tokens
 
-    def push(self, id: int) -> Token:
-        """The next token, with the text that can be shown by then."""
+    def push(self, id: int, logprob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> Token:
+        """The next token with its score, and with the text that can be shown by then."""
         self._last = id
-        return Token(id, self._shown(self._decoder.push(id) if self._decoder else ""))
+        return Token(id, self._shown(self._decoder.push(id) if self._decoder else ""), logprob, top)
 
     def flush(self) -> Iterator[Token]:
-        """After the last token: the text that was still held, with that token's id."""
+        """After the last token: the text that was still held, with that token's id and without a score."""
         if self._last is None or self.stopped:
             return
         shown = self._shown(self._decoder.flush() if self._decoder else "")

@@ -4,14 +4,17 @@ answered alone."""
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from sharpi import _core
+from sharpi.constraints import Constraint
 from sharpi.errors import InvalidRequestError, SharpiError
 from sharpi.generation import Token
 from sharpi.loading.loaded_model import LoadedModel
@@ -22,12 +25,14 @@ from sharpi.settings.generation_options import GenerationOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Answer", "FinishReason", "Scheduler"]
+__all__ = ["Answer", "FinishReason", "PromptScores", "Scheduler"]
 
 FinishReason = Literal["end", "stop", "length", "context", "cancelled", "timeout"]
+PromptScores: TypeAlias = "list[tuple[float | None, tuple[tuple[int, float], ...]]]"
 
 # Seconds after which a thread that waits for tokens looks whether it was interrupted.
 _LOOK = 0.1
+_MOST_SCORES = 20
 
 
 class Answer(Iterator[Token], AsyncIterator[Token]):
@@ -37,9 +42,11 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
     block, or when the object is dropped. An answer has one reader at a time.
     """
 
-    def __init__(self, core: _core.Answer, request: Asked, watcher: _Watcher | None) -> None:
+    def __init__(self, core: _core.Answer, request: Asked, watcher: _Watcher | None, scored: bool) -> None:
         self._core = core
         self._text = TextStream(request.decoder, request.stop)
+        self._scored = scored
+        self._prompt_scores: PromptScores | None = None
         self._watcher = watcher
         self._ready: deque[Token] = deque()
         self._reason: FinishReason | None = None
@@ -63,6 +70,23 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
         and `seconds` since it was submitted, `prompt_tokens`, of these `reused_tokens`, `tokens`, `steps`,
         `drafted_tokens`, `accepted_tokens`, and `pauses`: how often it gave its memory to others."""
         return dict(self._figures)
+
+    @property
+    def prompt_scores(self) -> PromptScores | None:
+        """With `echo`: of each token of the prompt its log-probability and the likeliest tokens in its place, as
+        `Token` has them. The first token follows nothing and has `None`. `None` until they have been read, which they
+        are before the first token."""
+        return self._prompt_scores
+
+    @property
+    def reused_tokens(self) -> int:
+        """The prompt's tokens that the cache had; 0 until that is known, which it is with the first token."""
+        return self._core.reused_tokens
+
+    @property
+    def computed_tokens(self) -> int:
+        """How far the prompt has come, with the tokens that the cache had."""
+        return self._core.computed_tokens
 
     def cancel(self) -> None:
         """Ends the answer soon. Tokens that are already there can still be read."""
@@ -115,9 +139,11 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
 
     def _take(self, seconds: float) -> None:
         """Takes what the scheduler has written, and waits for it up to `seconds`."""
-        ids, ending = self._core.take(seconds)
-        for id in ids:
-            self._ready.append(self._text.push(id))
+        ids, scores, prompt_scores, ending = self._core.take(seconds)
+        if prompt_scores is not None:
+            self._prompt_scores = [(None, ()), *prompt_scores[1:]]
+        for id, score in zip(ids, scores, strict=True):
+            self._ready.append(self._text.push(id, *score) if self._scored else self._text.push(id))
             if self._text.stopped:
                 self._core.cancel()
                 return self._end("stop", {})
@@ -169,6 +195,33 @@ class _Watcher:
                 event.set()
 
 
+def _best(scores: Any) -> int:
+    """In the core's terms: -1 for no scores."""
+    count = arguments.maybe(arguments.whole, "scores", scores)
+    if count is None:
+        return -1
+    if not 0 <= count <= _MOST_SCORES:
+        raise InvalidRequestError(f"scores must be 0 to {_MOST_SCORES}, not {count}")
+    return count
+
+
+def _require_methods(constraint: Any) -> None:
+    missing = [name for name in ("fill", "accept", "rollback", "ended")
+               if constraint is not None and not callable(getattr(constraint, name, None))]
+    if missing:
+        raise InvalidRequestError(f"a constraint has a method {missing[0]}(), and {arguments.shown(constraint)} has none")
+
+
+# A scheduler's thread calls constraints, which it cannot once the interpreter is being taken apart.
+_open: weakref.WeakSet[Scheduler] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for scheduler in list(_open):
+        scheduler.close_in(os.getpid())
+
+
 class Scheduler:
     """Serves many requests with one model: all answers that are being written share the steps of the model.
 
@@ -191,6 +244,8 @@ class Scheduler:
             running=0 if running is None else arguments.whole("running", running))
         self._watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watcher] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
+        self._process = os.getpid()
+        _open.add(self)
 
     def __enter__(self) -> Scheduler:
         return self
@@ -200,15 +255,23 @@ class Scheduler:
         self.close()
 
     def submit(self, prompt: str | Sequence[int], *, priority: int = 0, key: str = "", timeout: float | None = None,
+               scores: int | None = None, echo: bool = False, constraint: Constraint | None = None,
                **options: Unpack[GenerationOptions]) -> Answer:
         """Continues `prompt`, text or token ids, as `Session.generate` does; `GenerationOptions` says what the options
         mean. Returns at once.
 
         priority: requests with higher ones go first, and are paused last. key: requests with the same key share what
-        one client is due. timeout: seconds after which the answer ends. Raises `InvalidRequestError` for a request that
+        one client is due. timeout: seconds after which the answer ends.
+
+        scores: each `Token` has its log-probability, and those of this many of the likeliest tokens (0 to 20). echo:
+        the prompt's tokens have theirs too, in `Answer.prompt_scores`; the whole prompt is computed, whatever the cache
+        has of it, and `max_tokens` may be 0. constraint: what the answer may consist of. If it raises an exception, the
+        answer ends with that error. Raises `InvalidRequestError` for a request that
         can never be served, and `BusyError` if too many are waiting.
         """
         request = asked(self._model, prompt, options)
+        best, echo = _best(scores), arguments.flag("echo", echo)
+        _require_methods(constraint)
         with self._lock:
             core = self._core
             if core is None:
@@ -218,10 +281,11 @@ class Scheduler:
                                  ends=sorted(request.ends), max_tokens=request.max_tokens,
                                  priority=arguments.whole("priority", priority), key=arguments.text("key", key),
                                  seconds=None if timeout is None else arguments.number("timeout", timeout),
-                                 arrivals=None if watcher is None else watcher.arrivals)
+                                 arrivals=None if watcher is None else watcher.arrivals,
+                                 best=best, echo=echo, constraint=constraint)
             if watcher is not None:
                 watcher.watch(answer.number)
-        return Answer(answer, request, watcher)
+        return Answer(answer, request, watcher, scored=best >= 0)
 
     def counts(self) -> dict[str, Any]:
         """What is going on: requests that are `waiting`, `preparing` (their prompts are computed) and `writing`. And
@@ -238,6 +302,11 @@ class Scheduler:
             self._core = None
             for watcher in self._watchers.values():
                 watcher.close()
+
+    def close_in(self, process: int) -> None:
+        """Closes it if it was made in this process: a forked one has the object without its thread."""
+        if process == self._process:
+            self.close()
 
     def _watcher(self) -> _Watcher | None:
         """That of the running event loop, `None` outside of one."""

@@ -3,6 +3,9 @@
 // Float operations are IEEE 754, each rounded to nearest even, none contracted; exp is portableExp; weights and their
 // sums are doubles.
 //
+// 0. Mask. If there is a mask, token i may be chosen only if bit i % 32 of its word i / 32 is 1; the logits of all
+//    other tokens become -infinity.
+//
 // 1. Adjust. For each TokenAdjustment:  logit = logit + bias;  then, if times > 0,
 //        logit = logit > 0 ? logit / repetitionPenalty : logit * repetitionPenalty
 //        logit = logit - (presencePenalty + frequencyPenalty * float(times))
@@ -48,6 +51,10 @@ struct TokenAdjustment {
     int32_t times = 0;
     float bias = 0.0f;
 };
+
+// Section 0: the words of a mask, and whether it allows a token.
+SHARPI_PORTABLE int64_t maskWords(int64_t vocab) { return (vocab + 31) / 32; }
+SHARPI_PORTABLE bool maskAllows(const uint32_t* words, int64_t token) { return words[token / 32] >> (token % 32) & 1; }
 
 constexpr int32_t kSamplingChunks = 1024;
 

@@ -1,6 +1,7 @@
 // The float operations around matmuls and attention: norm, residual sums, activations, rotary embedding, softmax, and
 // rounding to the KV cache's element type. Each is memory-bound or tiny; what matters is that all instruction sets
 // agree to the bit, so the order of every sum is vec.h's and the exponential is exp.h's.
+#include "core/rules/log_softmax.h"
 #include "cpu/kernels/exp.h"
 #include "cpu/kernels/internal.h"
 
@@ -202,6 +203,17 @@ void softmax(float* x, int64_t n) {
     const Vec total = vset(sum32(acc));
     forEachVec(n, [&](int64_t at, int lanes)
                       __attribute__((always_inline)) { put(x + at, vdiv(take(x + at, lanes), total), lanes); });
+}
+
+void addExps(const float* x, float top, int64_t n, double* lanes) {
+    static_assert(kScoreLanes % kLanes == 0, "a group of elements lies in consecutive lanes");
+    const Vec highest = vset(top);
+    forEachVec(n, [&](int64_t at, int count) __attribute__((always_inline)) {
+        float power[kLanes];
+        vstore(power, vexp(vsub(take(x + at, count), highest)));
+        double* to = lanes + at % kScoreLanes;
+        for (int i = 0; i < count; ++i) to[i] += power[i] == power[i] ? static_cast<double>(power[i]) : 0.0;
+    });
 }
 
 void storeKv(const float* x, int64_t n, KvType type, void* out) {

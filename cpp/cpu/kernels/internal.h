@@ -35,6 +35,7 @@ void sigmoidMul(float* x, const float* gate, int64_t n);
 void softcap(float* x, float cap, int64_t n);
 void rope(float* head, const float* cos, const float* sin, int32_t dims, bool adjacent);
 void softmax(float* x, int64_t n);
+void addExps(const float* x, float top, int64_t n, double* lanes);
 void storeKv(const float* x, int64_t n, KvType type, void* out);
 void attention(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int64_t rowEnd, void* scratch);
 // cpu::attentionScratchBytes asks the scalar table's. Every table gives the same number.

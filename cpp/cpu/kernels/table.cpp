@@ -21,6 +21,7 @@ static const Kernels kTable = {
     softcap,
     rope,
     softmax,
+    addExps,
     storeKv,
     attention,
     convSilu,

@@ -4,7 +4,9 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <utility>
 
 #include "core/error.h"
@@ -56,15 +58,28 @@ void Arrivals::add(int64_t answer) {
 Answer::News Answer::take(double seconds) {
     std::unique_lock<std::mutex> lock(_mutex);
     _changed.wait_for(lock, std::chrono::duration<double>(seconds),
-                      [&] { return _hasEnded || !_news.tokens.empty() || _news.ending; });
+                      [&] { return _hasEnded || !_news.tokens.empty() || _news.promptScores; });
     return std::exchange(_news, {});
 }
 
-void Answer::add(const std::vector<int32_t>& tokens) {
+void Answer::setProgress(int64_t computedTokens, int64_t reusedTokens) {
+    _reusedTokens = reusedTokens;
+    _computedTokens = computedTokens;
+}
+
+void Answer::add(std::vector<Chosen> tokens) {
     if (tokens.empty()) return;
     {
         std::lock_guard<std::mutex> lock(_mutex);
-        _news.tokens.insert(_news.tokens.end(), tokens.begin(), tokens.end());
+        std::move(tokens.begin(), tokens.end(), std::back_inserter(_news.tokens));
+    }
+    announce();
+}
+
+void Answer::add(const std::vector<Score>& promptScores) {
+    {
+        std::lock_guard<std::mutex> lock(_mutex);
+        _news.promptScores = promptScores;
     }
     announce();
 }

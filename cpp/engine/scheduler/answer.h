@@ -41,8 +41,9 @@ public:
     Answer(int64_t number, std::shared_ptr<Arrivals> arrivals) : _number(number), _arrivals(std::move(arrivals)) {}
 
     struct News {
-        std::vector<int32_t> tokens;
-        std::optional<Ending> ending;  // after the tokens
+        std::vector<Chosen> tokens;
+        std::optional<std::vector<Score>> promptScores;  // of a request with echo: of its prompt, before all tokens
+        std::optional<Ending> ending;                    // after the tokens
     };
     int64_t number() const { return _number; }
     // What is new since the last call. Waits for it, but no longer than `seconds`; once the answer has ended, not at
@@ -51,9 +52,14 @@ public:
     // The client wants no more. The answer ends at the scheduler's next look.
     void cancel() { _isCancelled = true; }
     bool isCancelled() const { return _isCancelled; }
+    // How many of the prompt's tokens the cache has, and how many it had before; final once there are tokens.
+    int64_t computedTokens() const { return _computedTokens; }
+    int64_t reusedTokens() const { return _reusedTokens; }
 
     // For the scheduler.
-    void add(const std::vector<int32_t>& tokens);
+    void setProgress(int64_t computedTokens, int64_t reusedTokens);
+    void add(std::vector<Chosen> tokens);
+    void add(const std::vector<Score>& promptScores);
     void end(Ending ending);
 
 private:
@@ -62,6 +68,7 @@ private:
     const int64_t _number;
     const std::shared_ptr<Arrivals> _arrivals;
     std::atomic<bool> _isCancelled{false};
+    std::atomic<int64_t> _computedTokens{0}, _reusedTokens{0};
     std::mutex _mutex;
     std::condition_variable _changed;
     News _news;

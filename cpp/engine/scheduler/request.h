@@ -7,8 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/texts/drafter.h"
-#include "engine/texts/sampler.h"
+#include "engine/texts/continuation.h"
 
 namespace sharpi {
 
@@ -16,8 +15,9 @@ struct Request {
     std::vector<int32_t> prompt;  // the whole text so far
     SamplingParams params;
     DraftOptions drafts;
-    std::vector<int32_t> ends;  // the answer ends before one of these tokens
-    int64_t maxTokens = std::numeric_limits<int64_t>::max();
+    std::vector<int32_t> ends;                                // the answer ends before one of these tokens
+    int64_t maxTokens = std::numeric_limits<int64_t>::max();  // 0: none, only the prompt's scores
+    AnswerExtras extras;
     int32_t priority = 0;           // higher ones go first, and are paused last
     std::string key;                // requests of one key share what one client is due
     std::string salt;               // requests with other salts share nothing that was computed
@@ -26,9 +26,9 @@ struct Request {
 
 // Why an answer ended.
 enum class Finish {
-    EndToken,
-    Length,   // maxTokens
-    Context,  // the context is full
+    EndToken,  // or the constraint says that the answer is complete
+    Length,    // maxTokens
+    Context,   // the context is full
     Cancelled,
     TimeOut,
     Failed,

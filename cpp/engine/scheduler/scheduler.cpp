@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/rules/log_softmax.h"
 #include "engine/texts/shared_steps.h"
 
 namespace sharpi {
@@ -78,7 +79,13 @@ void Scheduler::check(const Request& request) const {
                                                     " tokens, the context holds " + std::to_string(limits.context) +
                                                     ": shorten it or ask for a larger context");
     }
-    if (request.maxTokens < 1) throw Error(ErrorKind::InvalidArgument, "an answer has at least one token");
+    if (request.maxTokens < (request.extras.echo ? 0 : 1))
+        throw Error(ErrorKind::InvalidArgument,
+                    "an answer has at least one token, unless the prompt's scores are asked");
+    if (request.extras.best < -1 || request.extras.best > kMostBest) {
+        throw Error(ErrorKind::InvalidArgument,
+                    "a score names 0 to " + std::to_string(kMostBest) + " of the likeliest tokens");
+    }
     if (request.seconds && !(*request.seconds > 0))
         throw Error(ErrorKind::InvalidArgument, "a request needs more than 0 seconds");
 }
@@ -201,7 +208,8 @@ Scheduler::Entry* Scheduler::nextToPrepare() {
 bool Scheduler::admit(Entry& entry) {
     const int64_t running = static_cast<int64_t>(_entries.size()) - count(State::Waiting);
     if (running >= _mostRunning) return false;
-    const bool hasMatch = !entry.text && bringMatchToEnd(entry.request);
+    const bool echo = entry.request.extras.echo;  // computes its whole prompt
+    const bool hasMatch = !entry.text && !echo && bringMatchToEnd(entry.request);
     const Continuation* own = hasMatch ? _idle.back().get() : entry.text.get();
     const int64_t tokens = std::max<int64_t>(own ? static_cast<int64_t>(own->tokens().size()) : 0,
                                              static_cast<int64_t>(entry.request.prompt.size()));
@@ -211,8 +219,8 @@ bool Scheduler::admit(Entry& entry) {
         const Request& request = entry.request;
         const int64_t held = own ? own->held().cachedTokens() / PagePool::kPageTokens : 0;
         const LockedModel model = _engine->runner().lock();
-        const int64_t shared =
-            model.kv().pagesInUse({request.salt, request.prompt.data(), static_cast<int64_t>(request.prompt.size())});
+        const auto size = static_cast<int64_t>(request.prompt.size());
+        const int64_t shared = echo ? 0 : model.kv().pagesInUse({request.salt, request.prompt.data(), size});
         return model.kv().freePages() + held + shared >= wanted;
     };
     while (!fits() && _idle.size() > (hasMatch ? 1U : 0U)) _idle.erase(_idle.begin());
@@ -248,7 +256,7 @@ void Scheduler::prepare(Entry& entry) {
     const bool again = entry.figures.pauses > 0;
     try {
         if (!entry.hasBegun) {
-            text.begin(entry.request.prompt, entry.request.params, entry.request.drafts);
+            text.begin(entry.request.prompt, entry.request.params, entry.request.drafts, entry.request.extras);
             entry.hasBegun = true;
         }
         const int64_t held = text.held().cachedTokens(), adopted = text.held().adoptedTokens();
@@ -266,10 +274,19 @@ void Scheduler::prepare(Entry& entry) {
             counts.sharedPages = shared;
             if (again) counts.againSeconds += seconds;
         });
-        if (isDone) entry.state = State::Writing;
+        const int64_t prompt = entry.figures.promptTokens;
+        entry.answer->setProgress(std::min(text.held().size(), prompt), entry.figures.reusedTokens);
+        if (isDone) startWriting(entry);
     } catch (const std::exception& error) {
         if (!isOutOfMemory(error) || !makeRoom()) finish(entry, Finish::Failed, error.what());
     }
+}
+
+void Scheduler::startWriting(Entry& entry) {
+    entry.state = State::Writing;
+    if (!entry.hasScores && entry.text->promptScores()) entry.answer->add(*entry.text->promptScores());
+    entry.hasScores = true;
+    if (entry.request.maxTokens == 0) finish(entry, Finish::Length);
 }
 
 // A step for all answers that are being written. Returns whether there are any.
@@ -277,13 +294,13 @@ bool Scheduler::write() {
     std::vector<Entry*> writing;
     std::vector<Continuation*> texts;
     for (const auto& entry : _entries) {
-        if (entry->state != State::Writing) continue;
+        if (entry->state != State::Writing || entry->hasEnded) continue;
         writing.push_back(entry.get());
         texts.push_back(entry->text.get());
     }
     if (writing.empty()) return false;
     const Clock::time_point started = Clock::now();
-    std::vector<std::vector<int32_t>> tokens;
+    std::vector<std::vector<Chosen>> tokens;
     try {
         stepTogether(texts, std::max<int64_t>(kDraftRows / static_cast<int64_t>(texts.size()) - 1, 0));
         for (Continuation* text : texts) tokens.push_back(text->handAll());
@@ -299,34 +316,40 @@ bool Scheduler::write() {
         counts.stepSeconds += seconds;
         for (const auto& one : tokens) counts.stepTokens += static_cast<int64_t>(one.size());
     });
-    for (size_t i = 0; i < writing.size(); ++i) hand(*writing[i], tokens[i]);
+    for (size_t i = 0; i < writing.size(); ++i) hand(*writing[i], std::move(tokens[i]));
     return true;
 }
 
 // Gives new tokens to the client. None: the context is full.
-void Scheduler::hand(Entry& entry, const std::vector<int32_t>& tokens) {
+void Scheduler::hand(Entry& entry, std::vector<Chosen> tokens) {
+    const ConstraintFollower& constraint = entry.text->constraint();
+    if (!constraint.failure().empty()) return finish(entry, Finish::Failed, constraint.failure());
     const Request& request = entry.request;
     std::optional<Finish> ended;
     std::string error;
-    std::vector<int32_t> handed;
     if (tokens.empty()) ended = Finish::Context;
-    for (size_t i = 0; i < tokens.size() && !ended; ++i) {
-        if (tokens[i] < 0) {
+    size_t handed = 0;
+    for (; handed < tokens.size() && !ended; ++handed) {
+        const int32_t token = tokens[handed].token;
+        if (token < 0) {
             ended = Finish::Failed;
             error = kNoTokenMayBeChosen;
-        } else if (std::binary_search(request.ends.begin(), request.ends.end(), tokens[i])) {
-            ended = Finish::EndToken;
-        } else {
-            handed.push_back(tokens[i]);
-            if (++entry.figures.tokens == request.maxTokens) ended = Finish::Length;
+            break;
         }
+        if (std::binary_search(request.ends.begin(), request.ends.end(), token)) {
+            ended = Finish::EndToken;
+            break;
+        }
+        if (++entry.figures.tokens == request.maxTokens) ended = Finish::Length;
     }
+    if (constraint.hasEnded() && handed == tokens.size()) ended = Finish::EndToken;
+    tokens.resize(handed);
     if (entry.figures.firstTokenSeconds == 0) entry.figures.firstTokenSeconds = since(entry.submitted);
-    entry.answer->add(handed);
+    entry.answer->add(std::move(tokens));
     if (ended) finish(entry, *ended, error);
 }
 
-void Scheduler::finish(Entry& entry, Finish finish, const std::string& error) {
+void Scheduler::finish(Entry& entry, Finish finish, std::string error) {
     if (entry.hasEnded) return;
     entry.hasEnded = true;
     entry.figures.seconds = since(entry.submitted);
@@ -335,7 +358,9 @@ void Scheduler::finish(Entry& entry, Finish finish, const std::string& error) {
         ++counts.finished;
         countStates(counts);
     });
-    entry.answer->end({finish, error, entry.figures});
+    entry.request.extras = {};
+    if (entry.text) entry.text->endAnswer();
+    entry.answer->end({finish, std::move(error), entry.figures});
 }
 
 // What requests that have ended leave in the cache stays, so that a prompt that continues it need not compute it again:

@@ -56,7 +56,8 @@ private:
         std::shared_ptr<Answer> answer;
         std::unique_ptr<Continuation> text;  // none: new
         State state = State::Waiting;
-        bool hasBegun = false;  // the text has its prompt
+        bool hasBegun = false;   // the text has its prompt
+        bool hasScores = false;  // the answer has those of the prompt, if they are wanted
         bool hasEnded = false;
         Clock::time_point submitted;
         RequestFigures figures;
@@ -71,9 +72,10 @@ private:
     bool admit(Entry& entry);
     bool bringMatchToEnd(const Request& request);
     void prepare(Entry& entry);
+    void startWriting(Entry& entry);
     bool write();
-    void hand(Entry& entry, const std::vector<int32_t>& tokens);
-    void finish(Entry& entry, Finish finish, const std::string& error = "");
+    void hand(Entry& entry, std::vector<Chosen> tokens);
+    void finish(Entry& entry, Finish finish, std::string error = "");
     void removeFinished();
     bool makeRoom();
     int64_t count(State state) const;

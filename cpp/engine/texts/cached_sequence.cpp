@@ -61,8 +61,8 @@ void CachedSequence::extend(const LockedModel& model, const Piece& piece) {
 
 void CachedSequence::addRows(const Piece& piece, Batch& batch) const {
     int64_t firstWanted = piece.count;
-    if (piece.want == Want::EveryRow) firstWanted = piece.again;
-    if (piece.want == Want::Choice) firstWanted -= 1 + piece.drafted;
+    if (piece.want == Want::EveryRow || piece.scores) firstWanted = piece.again;
+    else if (piece.want == Want::Choice) firstWanted -= 1 + piece.drafted;
     for (int64_t i = 0; i < piece.count; ++i) {
         batch.add(piece.kind, piece.tokens[i], static_cast<int32_t>(piece.begin + i), _handle, i >= firstWanted);
     }

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "engine/model_runner.h"
+#include "engine/texts/prompt_scores.h"
 
 namespace sharpi {
 
@@ -19,9 +20,10 @@ struct Piece {
     int64_t begin, count;  // position of the first token; number of tokens
     Want want = Want::Nothing;
     float* logits = nullptr;  // for EveryRow
-    int64_t again = 0;        // rows at the beginning that were computed before: EveryRow leaves them out
-    int64_t drafted = 0;      // guesses at the end: Choice also chooses a token from the row before each of them
-    bool endsPrompt = false;  // the last token is the text's last prompt row
+    int64_t again = 0;        // rows at the beginning that were computed before: EveryRow and `scores` leave them out
+    PromptScores* scores = nullptr;  // if every row's logits are to be scored, whatever else is wanted
+    int64_t drafted = 0;             // guesses at the end: Choice also chooses a token from the row before each of them
+    bool endsPrompt = false;         // the last token is the text's last prompt row
     std::optional<int32_t> follower = std::nullopt;  // the token after the piece, if it is known before the pass
 
     int64_t end() const { return begin + count; }

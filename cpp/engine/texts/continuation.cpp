@@ -74,7 +74,7 @@ void Continuation::complete(Addition& addition, const std::vector<int64_t>& chun
 
 // Returns whether the piece had new tokens.
 bool Continuation::addPiece(Addition& addition, int64_t rows) {
-    std::optional<std::vector<int32_t>> chosen = _held.addPiece(addition, rows);
+    std::optional<std::vector<Chosen>> chosen = _held.addPiece(addition, rows);
     if (!chosen) return false;
     if (_held.running().sampler) _held.running().sampler->advance(chosen->size());
     _chosen = std::move(*chosen);
@@ -83,7 +83,13 @@ bool Continuation::addPiece(Addition& addition, int64_t rows) {
 
 // --- generation ------------------------------------------------------------------------------------------------------
 
-void Continuation::begin(const std::vector<int32_t>& prompt, const SamplingParams& params, const DraftOptions& drafts) {
+void Continuation::endAnswer() {
+    _held.running().constraint = {};
+    _scores.reset();
+}
+
+void Continuation::begin(const std::vector<int32_t>& prompt, const SamplingParams& params, const DraftOptions& drafts,
+                         const AnswerExtras& extras) {
     RunningText& running = _held.running();
     running.sampler.reset();  // so that nothing follows if this fails
     params.validate(limits().vocabSize);
@@ -100,11 +106,15 @@ void Continuation::begin(const std::vector<int32_t>& prompt, const SamplingParam
     }
     settle();
     const RowKind kind = promptKind(static_cast<int64_t>(prompt.size()), limits().pieces);
-    _held.keep(reusable(prompt), kind);
+    endAnswer();
+    _held.keep(extras.echo ? 0 : reusable(prompt), kind);
     _reused = _held.size();
     running.history = prompt;
     running.drafter.begin(drafts);
     Addition addition = _held.adding({prompt.begin() + _reused, prompt.end()}, kind, nullptr);
+    if (extras.echo) addition.scores = &_scores.emplace(prompt, std::max(extras.best, 0));
+    running.best = extras.best;
+    running.constraint = ConstraintFollower(extras.constraint);
     running.sampler.emplace(params, limits().vocabSize);
     _prompt = std::move(addition);
 }
@@ -124,7 +134,7 @@ bool Continuation::prepare(int64_t rows) {
     if (!_held.running().sampler) throw Error(ErrorKind::Internal, "prepare() before begin()");
     if (!_prompt) return _held.recomputeNext(rows);
     const int64_t before = _held.size();
-    _held.adopt(*_prompt);
+    if (!_prompt->scores) _held.adopt(*_prompt);  // only what is computed gives scores
     _reused += _held.size() - before;
     addPiece(*_prompt, rows);
     if (_held.size() < _prompt->text.size()) return false;
@@ -138,22 +148,21 @@ int64_t Continuation::reusable(const std::vector<int32_t>& prompt) const {
 }
 
 void Continuation::checkNext() const {
-    if (!_chosen.empty()) checkedToken(_chosen.front());
+    if (!_chosen.empty()) checkedToken(_chosen.front().token);
 }
 
 std::optional<int32_t> Continuation::handOne() {
     if (_chosen.empty()) return std::nullopt;
     _ahead = static_cast<int64_t>(_chosen.size()) - 1;
-    const int32_t token = _chosen.front();
+    const int32_t token = _chosen.front().token;
     _held.running().history.push_back(token);
     _chosen.erase(_chosen.begin());
     return token;
 }
 
-std::vector<int32_t> Continuation::handAll() {
+std::vector<Chosen> Continuation::handAll() {
     _ahead = 0;
-    std::vector<int32_t>& history = _held.running().history;
-    history.insert(history.end(), _chosen.begin(), _chosen.end());
+    for (const Chosen& chosen : _chosen) _held.running().history.push_back(chosen.token);
     return std::exchange(_chosen, {});
 }
 
@@ -182,7 +191,7 @@ TextPasses::Part Continuation::partOf(const Rows& rows) {
 }
 
 // Takes the first token of its rows, and the guesses that are right.
-void Continuation::accept(const Rows& rows, std::vector<int32_t> chosen) {
+void Continuation::accept(const Rows& rows, std::vector<Chosen> chosen) {
     _held.append(rows.tokens, chosen.size());
     _ahead = static_cast<int64_t>(chosen.size()) - 1;
     _held.running().sampler->advance(chosen.size());

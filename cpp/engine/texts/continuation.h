@@ -12,6 +12,13 @@
 
 namespace sharpi {
 
+// What comes with an answer beside its tokens.
+struct AnswerExtras {
+    int32_t best = -1;  // the likeliest tokens that each token's score names, up to kMostBest; -1: no scores
+    bool echo = false;  // the prompt's tokens have scores too. The whole prompt is computed, whatever the cache has
+    std::shared_ptr<TokenConstraint> constraint;
+};
+
 // With drafts, one step of the model may give several tokens. handOne() hands them out one by one, and no caller can
 // see that the cache is ahead.
 class Continuation {
@@ -37,7 +44,8 @@ public:
 
     // Begins a generation: see Session::start(). The prompt is then to be computed, by computePrompt() as a whole, or
     // by prepare() in pieces.
-    void begin(const std::vector<int32_t>& prompt, const SamplingParams& params, const DraftOptions& drafts);
+    void begin(const std::vector<int32_t>& prompt, const SamplingParams& params, const DraftOptions& drafts,
+               const AnswerExtras& extras = {});
     // If it throws, the generation cannot go on.
     void computePrompt(const Interrupted& interrupted);
     // Computes a piece, of about `rows` rows, of what is missing and no other text has computed: of the prompt, or of
@@ -46,6 +54,13 @@ public:
     // The tokens at the beginning of a generation's prompt that begin() would find in the cache.
     int64_t reusable(const std::vector<int32_t>& prompt) const;
 
+    // With echo, once the prompt is computed: of each of its tokens; the first one's means nothing. Else nullptr.
+    const std::vector<Score>* promptScores() const { return _scores ? &_scores->scores() : nullptr; }
+    // What the constraint says after the tokens that were chosen.
+    const ConstraintFollower& constraint() const { return _held.running().constraint; }
+    // Lets go of what only its own answer needs.
+    void endAnswer();
+
     // Whether a prompt was computed that tokens can follow.
     bool hasPrompt() const { return _held.running().sampler && !_prompt; }
     // The number of tokens that were chosen and not handed out; handOne() gives nothing if there are none. -1, as the
@@ -53,7 +68,7 @@ public:
     size_t chosen() const { return _chosen.size(); }
     void checkNext() const;
     std::optional<int32_t> handOne();
-    std::vector<int32_t> handAll();
+    std::vector<Chosen> handAll();
 
     // Its rows in a step, for stepTogether(): its last token, then guesses.
     struct Rows {
@@ -63,7 +78,7 @@ public:
     // hasPrompt() must have said yes. Computes what the cache has lost.
     Rows rowsToDecode(const LockedModel& model, int64_t drafts);
     TextPasses::Part partOf(const Rows& rows);
-    void accept(const Rows& rows, std::vector<int32_t> chosen);
+    void accept(const Rows& rows, std::vector<Chosen> chosen);
 
 private:
     void settle();
@@ -73,7 +88,8 @@ private:
     HeldText _held;                   // what the cache holds, or has lost and the next step computes again
     std::optional<Addition> _prompt;  // that is to be computed
     int64_t _ahead = 0;               // tokens at the end that drafts added before handOne() has come to them
-    std::vector<int32_t> _chosen;     // what is to be handed out; -1, at the end: no token may be chosen
+    std::vector<Chosen> _chosen;      // what is to be handed out; -1, at the end: no token may be chosen
+    std::optional<PromptScores> _scores;
     int64_t _reused = 0;
 };
 

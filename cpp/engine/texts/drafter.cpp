@@ -81,7 +81,7 @@ void Drafter::predict(ForwardPass& forward, KvCache& kv, const Rows& rows, Text*
             source = 0;
             forward.draft(again, true);
         }
-        const int32_t token = forward.sample({text->sampler.next(text->history, text->chosen)})[0];
+        const int32_t token = forward.sample({text->sampler.next(text->history, text->chosen)})[0].token;
         if (token < 0) break;  // no logit can be compared: the layer has nothing to say
         drafts.push_back(token);
         text->chosen.push_back(token);

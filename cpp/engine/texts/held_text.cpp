@@ -13,9 +13,10 @@ namespace {
 
 // Sets what is wanted of a piece with tokens that come after the `known` ones.
 void addWants(Piece& piece, const Addition& addition, int64_t known, bool chooses, int64_t vocabulary) {
+    piece.again = std::max<int64_t>(known - piece.begin, 0);
+    piece.scores = addition.scores;
     if (addition.logits) {
         piece.want = Want::EveryRow;
-        piece.again = std::max<int64_t>(known - piece.begin, 0);
         piece.logits = addition.logits + (piece.begin + piece.again - addition.held) * vocabulary;
     } else if (chooses && piece.end() == addition.text.size()) {
         piece.want = Want::Choice;
@@ -83,14 +84,14 @@ void HeldText::begin(const LockedModel& model, Addition& addition) {
 
 // The text takes each piece of the tokens once it is computed, and with the first piece the kinds that the tokens give
 // to the rows before them.
-std::optional<std::vector<int32_t>> HeldText::addPiece(Addition& addition, int64_t rows) {
+std::optional<std::vector<Chosen>> HeldText::addPiece(Addition& addition, int64_t rows) {
     const LockedModel model = _engine->runner().lock();
     begin(model, addition);
     const int64_t end = _running.sequence.pieceEnd(model, addition.text, _text.size(), rows);
     Piece piece = _running.sequence.nextPiece(model, addition.text, end);
     const bool hasNew = piece.end() > _text.size();
     if (hasNew) addWants(piece, addition, _text.size(), _running.sampler.has_value(), limits().vocabSize);
-    std::vector<int32_t> chosen = TextPasses(model, limits()).run({{&_running, piece}}).front();
+    std::vector<Chosen> chosen = TextPasses(model, limits()).run({{&_running, piece}}).front();
     if (!hasNew) return std::nullopt;
     _text.follow(addition.text, piece.end());
     share(model);

@@ -19,9 +19,10 @@ using Interrupted = std::function<bool()>;
 
 // Tokens on their way into a text.
 struct Addition {
-    Transcript text;          // what the text will be
-    int64_t held = 0;         // tokens that it had before
-    float* logits = nullptr;  // where those of the new tokens go, if they are wanted
+    Transcript text;                 // what the text will be
+    int64_t held = 0;                // tokens that it had before
+    float* logits = nullptr;         // where those of the new tokens go, if they are wanted
+    PromptScores* scores = nullptr;  // what scores the new tokens, if anything does
     bool begun = false;
 };
 
@@ -64,7 +65,7 @@ public:
     // Computes one piece of what an addition lacks, of about `rows` rows. If there is a sampler, a token is chosen from
     // the last row's logits. Otherwise the logits of every row are written to `logits`. Returns what was chosen, or
     // nothing if the piece has no new tokens. If it throws, it can be called again.
-    std::optional<std::vector<int32_t>> addPiece(Addition& addition, int64_t rows);
+    std::optional<std::vector<Chosen>> addPiece(Addition& addition, int64_t rows);
     // Leaves nothing in the cache that was computed for an addition as another kind than the text says.
     void abandon(const Addition& addition);
     // Computes a piece, up to the token `wanted` or near it, of what the cache has lost. Returns whether nothing is

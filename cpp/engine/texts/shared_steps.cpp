@@ -15,7 +15,7 @@ using Rows = Continuation::Rows;
 void decode(const LockedModel& model, const std::vector<Rows>& step) {
     std::vector<TextPasses::Part> parts;
     for (const Rows& rows : step) parts.push_back(rows.text->partOf(rows));
-    std::vector<std::vector<int32_t>> chosen = TextPasses(model, step.front().text->limits()).run(parts);
+    std::vector<std::vector<Chosen>> chosen = TextPasses(model, step.front().text->limits()).run(parts);
     for (size_t i = 0; i < step.size(); ++i) step[i].text->accept(step[i], std::move(chosen[i]));
 }
 

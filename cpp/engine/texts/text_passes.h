@@ -7,6 +7,7 @@
 #include "engine/texts/cached_sequence.h"
 #include "engine/texts/drafter.h"
 #include "engine/texts/sampler.h"
+#include "engine/texts/token_constraint.h"
 
 namespace sharpi {
 
@@ -16,6 +17,8 @@ struct RunningText {
     CachedSequence sequence;
     std::vector<int32_t> history;    // the prompt, and what was handed out since
     std::optional<Sampler> sampler;  // while tokens are generated
+    int32_t best = -1;               // the likeliest tokens that each score names; -1: no scores
+    ConstraintFollower constraint;
     Drafter drafter;
 };
 
@@ -32,8 +35,8 @@ public:
     // Computes the parts in one pass and keeps each up to its last right guess. Returns what was chosen for each: the
     // right guesses, and the token after them. Several parts must be decode rows of different texts, none of which
     // runs the prediction layer. If it throws, the cache stays unchanged, except that it may lose a state that it had
-    // no room to keep.
-    std::vector<std::vector<int32_t>> run(const std::vector<Part>& parts) const;
+    // no room to keep. A constraint that throws fails its own text only: see RunningText::constraint.
+    std::vector<std::vector<Chosen>> run(const std::vector<Part>& parts) const;
     // Whether the prediction layer takes part in the passes over a text.
     bool predicts(const RunningText& text) const;
     // The number of guesses that a step can verify after `length` tokens and the token that comes next.
@@ -41,7 +44,9 @@ public:
 
 private:
     void extend(const std::vector<Part>& parts) const;
-    void predict(const Part& part, int64_t rows, const std::vector<int32_t>& chosen) const;
+    std::vector<Chosen> choose(const std::vector<Part>& parts) const;
+    int64_t settle(const Part& part, std::vector<Chosen>& chosen) const;
+    void predict(const Part& part, int64_t rows, const std::vector<Chosen>& chosen) const;
 
     const LockedModel& _model;
     const SequenceLimits& _limits;

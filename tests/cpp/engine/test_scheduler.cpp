@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine/scheduler/scheduler.h"
+#include "scored_text.h"
 #include "seed.h"
 #include "two_arithmetics.h"
 
@@ -40,13 +41,22 @@ std::vector<Options> models() {
 // All that comes of an answer.
 struct Whole {
     std::vector<int32_t> tokens;
+    std::vector<Score> scores, promptScores;
     Ending ending;
 };
 Whole wait(Answer& answer) {
     Whole whole;
     for (;;) {
         const Answer::News news = answer.take(kForever);
-        whole.tokens.insert(whole.tokens.end(), news.tokens.begin(), news.tokens.end());
+        for (const Chosen& chosen : news.tokens) {
+            whole.tokens.push_back(chosen.token);
+            whole.scores.push_back(chosen.score);
+        }
+        if (news.promptScores) {
+            EXPECT_TRUE(whole.promptScores.empty()) << "they come once";
+            EXPECT_EQ(whole.tokens.size(), news.tokens.size()) << "they come before all tokens";
+            whole.promptScores = *news.promptScores;
+        }
         if (!news.ending) continue;
         whole.ending = *news.ending;
         return whole;
@@ -70,6 +80,7 @@ public:
     struct Expected {
         Request request;
         std::vector<int32_t> tokens;
+        std::vector<Score> scores, promptScores;
         Finish finish = Finish::Length;
     };
     Expected draw(int64_t longestPrompt, int64_t longestAnswer) {
@@ -86,8 +97,10 @@ public:
         r.maxTokens = 1 + static_cast<int64_t>(_random() % static_cast<uint64_t>(longestAnswer));
         r.priority = static_cast<int32_t>(_random() % 3);
         r.key = std::string(1, static_cast<char>('a' + _random() % 3));
-        Session alone(_reference);
-        e.tokens = generate(alone, r.prompt, r.params, static_cast<int>(r.maxTokens));
+        r.extras.best = static_cast<int32_t>(_random() % 8) - 2;
+        r.extras.best = std::max(r.extras.best, -1);
+        r.extras.echo = _random() % 4 == 0;
+        writeAlone(e);
         if (e.tokens.size() > 3 && _random() % 2) {
             r.ends = {e.tokens[e.tokens.size() / 2]};
             e.tokens.erase(std::find(e.tokens.begin(), e.tokens.end(), r.ends[0]), e.tokens.end());
@@ -99,6 +112,28 @@ public:
     std::mt19937& random() { return _random; }
 
 private:
+    // With a constraint in a third of all cases.
+    void writeAlone(Expected& e) {
+        Request& r = e.request;
+        if (_random() % 3) {
+            const ScoredText text = writeScored(_reference, r.prompt, r.params, r.maxTokens, r.extras.best, nullptr);
+            Session alone(_reference);
+            EXPECT_EQ(generate(alone, r.prompt, r.params, static_cast<int>(r.maxTokens)), text.tokens);
+            return take(e, text);
+        }
+        const size_t ends = 1 + _random() % (2 * static_cast<size_t>(r.maxTokens));
+        const auto salt = static_cast<uint32_t>(_random());
+        Thirds constraint(_model.options().vocab, ends, salt);
+        take(e, writeScored(_reference, r.prompt, r.params, r.maxTokens, r.extras.best, &constraint));
+        r.extras.constraint = std::make_shared<Thirds>(_model.options().vocab, ends, salt);
+    }
+    static void take(Expected& e, const ScoredText& text) {
+        e.tokens = text.tokens;
+        e.scores = text.scores;
+        e.promptScores = text.prompt;
+        if (text.hasEnded) e.finish = Finish::EndToken;
+    }
+
     const Model& _model;
     std::shared_ptr<Engine> _reference;
     std::mt19937 _random;
@@ -138,6 +173,15 @@ void serveAtOnce(Engine& engine, Scheduler& scheduler, Crowd& crowd, int count, 
     check(all);
 }
 
+void checkScores(const Whole& whole, const Crowd::Expected& expected) {
+    const AnswerExtras& extras = expected.request.extras;
+    EXPECT_EQ(whole.promptScores.size(), extras.echo ? expected.request.prompt.size() : 0);
+    for (size_t i = 1; i < whole.promptScores.size(); ++i) expectSame(whole.promptScores[i], expected.promptScores[i]);
+    if (extras.best < 0) return;
+    ASSERT_LE(whole.scores.size(), expected.scores.size());
+    for (size_t i = 0; i < whole.scores.size(); ++i) expectSame(whole.scores[i], expected.scores[i]);
+}
+
 void check(const std::vector<Served>& all) {
     for (size_t i = 0; i < all.size(); ++i) {
         SCOPED_TRACE("request " + std::to_string(i));
@@ -149,6 +193,7 @@ void check(const std::vector<Served>& all) {
             EXPECT_TRUE(std::equal(whole.tokens.begin(), whole.tokens.end(), expected.begin()));
             continue;
         }
+        checkScores(whole, all[i].expected);
         EXPECT_EQ(whole.ending.finish, all[i].expected.finish) << whole.ending.error;
         EXPECT_EQ(whole.tokens, expected);
         EXPECT_EQ(whole.ending.figures.tokens, static_cast<int64_t>(expected.size()));

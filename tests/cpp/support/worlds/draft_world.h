@@ -149,7 +149,7 @@ public:
         seen.emplace_back(pass, _batch);
         mayFail();
     }
-    std::vector<int32_t> sample(const std::vector<Choice>& choices) override {
+    std::vector<Chosen> sample(const std::vector<Choice>& choices) override {
         mayFail();
         return CpuBackend::sample(choices);
     }
