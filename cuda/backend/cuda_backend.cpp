@@ -1,10 +1,9 @@
-// See cuda_backend.h. Loading, batches and sampling.
+// See cuda_backend.h.
 #include "backend/cuda_backend.h"
 
 #include <algorithm>
 
 #include "core/error.h"
-#include "kernels/rows/sampling.h"
 
 namespace sharpi {
 
@@ -77,7 +76,6 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     _scratch = Buffer(_allocator, layout.bytes(), "working memory");
     const int64_t numbers = std::max(layout.step.layout->count(), layout.batch.layout->count());
     _numbers = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * static_cast<size_t>(numbers));
-    _tokens = std::make_unique<cuda::PinnedBuffer>(sizeof(int32_t) * static_cast<size_t>(layout.headRows));
     _tables = std::make_unique<TableRows>(_weights->tables(), limits.maxRows, layout.step.layout->room().rows,
                                           [this](size_t bytes) {
                                               _tableRows.push_back(std::make_unique<cuda::PinnedBuffer>(bytes));
@@ -93,6 +91,7 @@ void CudaBackend::takeScratch(const StepLimits& limits) {
     _pass.limits = limits;
     _pass.layout = &*_layout;
     _pass.memory = _scratch.as<uint8_t>();
+    _sampler = std::make_unique<TokenSampler>(_pass);
     _pass.share = _share.get();
     _pass.tables = _tables.get();
     _cache->takeTables(limits, *_layout, _pass.memory);
@@ -146,34 +145,6 @@ void CudaBackend::readLogits(int64_t row, int64_t count, float* out) {
     const int64_t vocab = _pass.limits.vocab;
     const float* const logits = _pass.floats(_layout->logits);
     _stream.download(out, logits + row * vocab, sizeof(float) * static_cast<size_t>(count * vocab));
-}
-
-std::vector<int32_t> CudaBackend::sample(const std::vector<Choice>& choices) {
-    auto* const tokens = _pass.at<int32_t>(_layout->token);
-    std::vector<cuda::RowChoice> rows;
-    std::vector<TokenAdjustment> adjustments;
-    const auto launch = [&] {
-        auto* const onDevice = _pass.at<TokenAdjustment>(_layout->adjustments);
-        if (!adjustments.empty())
-            _stream.upload(onDevice, adjustments.data(), sizeof(TokenAdjustment) * adjustments.size());
-        cuda::sampleTokens(_stream, _pass.floats(_layout->logits), _pass.limits.vocab, rows, onDevice,
-                           _pass.at<void*>(_layout->sampling), tokens);
-        rows.clear();
-        adjustments.clear();
-    };
-    for (const Choice& c : choices) {
-        // There is room for as many adjustments as there are tokens.
-        if (static_cast<int64_t>(adjustments.size() + c.adjustments.size()) > _pass.limits.vocab) launch();
-        rows.push_back({c.draw, c.rule, static_cast<int32_t>(adjustments.size()),
-                        static_cast<int32_t>(c.adjustments.size()), static_cast<int16_t>(c.row),
-                        static_cast<int16_t>(&c - choices.data())});
-        adjustments.insert(adjustments.end(), c.adjustments.begin(), c.adjustments.end());
-    }
-    launch();
-    auto* const host = _tokens->as<int32_t>();
-    _stream.downloadPinned(host, tokens, sizeof(int32_t) * choices.size());
-    _stream.synchronize();
-    return {host, host + choices.size()};
 }
 
 }  // namespace sharpi

@@ -10,6 +10,7 @@
 #include "backend/cuda_pass.h"
 #include "backend/operations/cuda_operations.h"
 #include "backend/step_recorder.h"
+#include "backend/token_sampler.h"
 #include "device/cuda_memory.h"
 #include "operations/backend.h"
 #include "transfers/cuda_expert_cache.h"
@@ -45,7 +46,8 @@ public:
     Operations& operations() override { return *_operations; }
     int64_t headRows() const override { return _layout->headRows; }
     void readLogits(int64_t row, int64_t count, float* out) override;
-    std::vector<int32_t> sample(const std::vector<Choice>& choices) override;
+    std::vector<Score> score(const std::vector<ScoredToken>& tokens) override { return _sampler->score(tokens); }
+    std::vector<Chosen> sample(const std::vector<Choice>& choices) override { return _sampler->sample(choices); }
 
 private:
     void passFailed(bool ran) noexcept;
@@ -62,12 +64,12 @@ private:
     std::optional<GpuScratch> _layout;
     Buffer _scratch;
     std::unique_ptr<cuda::PinnedBuffer> _numbers;  // what begin() uploads
-    std::unique_ptr<cuda::PinnedBuffer> _tokens;   // what sample() downloads
     std::unique_ptr<cuda::PinnedBuffer> _mailbox;
     std::vector<std::unique_ptr<cuda::PinnedBuffer>> _tableRows;  // what kernels read of tables in the file
     std::unique_ptr<TableRows> _tables;
     std::unique_ptr<HostShare> _share;  // if the CPU computes rows or experts
     CudaPass _pass;
+    std::unique_ptr<TokenSampler> _sampler;
     std::unique_ptr<CudaOperations> _operations;
     StepRecorder _recorder;
     const pid_t _process = ::getpid();

@@ -8,7 +8,7 @@
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
 #include "kernels/rows/pair_groups.h"
-#include "kernels/rows/sampling.h"
+#include "kernels/rows/scores.h"
 
 namespace sharpi {
 
@@ -85,6 +85,7 @@ void GpuScratch::takeAlways(const StepLimits& l) {
     sampling = _layout.take(cuda::samplingScratchBytes(l.vocab));
     adjustments = _layout.take(sizeof(TokenAdjustment) * static_cast<size_t>(l.vocab));
     token = _layout.take(sizeof(int32_t) * static_cast<size_t>(headRows));
+    scores = _layout.take(sizeof(cuda::RowScore) * static_cast<size_t>(headRows));
 }
 
 void GpuScratch::takeExperts(const StepLimits& l) {

@@ -73,7 +73,7 @@ struct GpuScratch {
     // [layers of experts, experts]: how often each was used; the slot it is in; for an expert in no slot, its number
     // among the layer's missing experts.
     size_t expertUses = 0, expertTable = 0, expertOrdinal = 0;
-    size_t sampling = 0, adjustments = 0, token = 0;
+    size_t sampling = 0, adjustments = 0, token = 0, scores = 0;
 
 private:
     Numbers numbers(const BatchNumbers::Room& room);

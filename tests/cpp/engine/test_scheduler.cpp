@@ -121,7 +121,7 @@ private:
             EXPECT_EQ(generate(alone, r.prompt, r.params, static_cast<int>(r.maxTokens)), text.tokens);
             return take(e, text);
         }
-        const size_t ends = 1 + _random() % (2 * static_cast<size_t>(r.maxTokens));
+        const size_t ends = 1 + _random() % (4 * static_cast<size_t>(r.maxTokens));
         const auto salt = static_cast<uint32_t>(_random());
         Thirds constraint(_model.options().vocab, ends, salt);
         take(e, writeScored(_reference, r.prompt, r.params, r.maxTokens, r.extras.best, &constraint));
@@ -182,11 +182,24 @@ void checkScores(const Whole& whole, const Crowd::Expected& expected) {
     for (size_t i = 0; i < whole.scores.size(); ++i) expectSame(whole.scores[i], expected.scores[i]);
 }
 
+// However the text was paused, its constraint has followed it, and was asked no more than once for each token.
+void checkConstraint(const Whole& whole, const Request& request) {
+    if (!request.extras.constraint) return;
+    EXPECT_EQ(request.extras.constraint.use_count(), 1) << "nobody else needs it any more";
+    const auto& constraint = static_cast<const Thirds&>(*request.extras.constraint);
+    ASSERT_GE(constraint.accepted.size(), whole.tokens.size());
+    EXPECT_TRUE(std::equal(whole.tokens.begin(), whole.tokens.end(), constraint.accepted.begin()));
+    if (request.drafts.source == Source::Off) {
+        EXPECT_EQ(constraint.masks, static_cast<int64_t>(constraint.accepted.size()));
+    }
+}
+
 void check(const std::vector<Served>& all) {
     for (size_t i = 0; i < all.size(); ++i) {
         SCOPED_TRACE("request " + std::to_string(i));
         const Whole whole = wait(*all[i].answer);
         const std::vector<int32_t>& expected = all[i].expected.tokens;
+        checkConstraint(whole, all[i].expected.request);
         if (whole.ending.finish == Finish::Cancelled) {
             EXPECT_TRUE(all[i].answer->isCancelled());
             ASSERT_LE(whole.tokens.size(), expected.size());
@@ -225,7 +238,7 @@ TEST(Scheduler, APausedRequestGoesOnAsIfNothingHadHappened) {
         Crowd crowd(model, engineOf(model, engineOptions(512, 64, 12)), 2);
         const auto engine = engineOf(model, engineOptions(512, 64, 20));
         Scheduler scheduler(engine, longQueue());
-        serveAtOnce(*engine, scheduler, crowd, 30, 50, 150);
+        serveAtOnce(*engine, scheduler, crowd, 40, 50, 150);
         EXPECT_GT(scheduler.counts().pauses, 0);
         EXPECT_GT(scheduler.counts().againSeconds, 0);
     }
@@ -241,7 +254,7 @@ TEST(Scheduler, RowsKeepTheirKinds) {
         const TwoArithmeticsEngine together(model, engineOptions(512, 64, 20), step);
         Crowd crowd(model, alone.engine, 3);
         Scheduler scheduler(together.engine, longQueue());
-        serveAtOnce(*together.engine, scheduler, crowd, 30, 50, 150);
+        serveAtOnce(*together.engine, scheduler, crowd, 40, 50, 150);
         EXPECT_GT(scheduler.counts().pauses, 0);
         serve(scheduler, crowd, 20, 90, 120, true);
     }
@@ -302,6 +315,9 @@ TEST(Scheduler, RefusesWhatCannotBeServed) {
     refused("outside the vocabulary", requestOf({1, static_cast<int32_t>(model.options().vocab)}, 5));
     refused("outside the vocabulary", requestOf({-1}, 5));
     refused("at least one token", requestOf({1}, 0));
+    Request scored = requestOf({1}, 5);
+    scored.extras.best = 21;
+    refused("a score names 0 to 20", scored);
     Request request = requestOf({1}, 5);
     request.params.topP = 2;
     refused("top-p", request);
@@ -371,6 +387,144 @@ TEST(Scheduler, AFailedPassEndsItsRequestsAndNoOther) {
     }
     EXPECT_GT(failed, 0);
     EXPECT_GT(served, failed);
+}
+
+// A constraint that throws ends its own request only, wherever it throws.
+TEST(Scheduler, AConstraintThatFailsEndsItsRequestAndNoOther) {
+    const Model model = modelOf(gpuVariants()[0], 2000);
+    Crowd crowd(model, engineOf(model, engineOptions(600, 64, 12)), 6);
+    Scheduler scheduler(engineOf(model, engineOptions(2000, 64, 12)), longQueue());
+    int failed = 0, served = 0;
+    for (int round = 0; round < 20; ++round) {
+        std::vector<Served> all;
+        for (int i = 0; i < 4; ++i) {
+            all.push_back({crowd.draw(60, 30), nullptr});
+            auto* constraint = static_cast<Thirds*>(all.back().expected.request.extras.constraint.get());
+            if (!constraint) continue;
+            auto& failsAt = crowd.random()() % 2 ? constraint->failsAt : constraint->acceptFailsAt;
+            failsAt = 1 + static_cast<int64_t>(crowd.random()() % 10);
+        }
+        for (Served& one : all) one.answer = scheduler.submit(one.expected.request);
+        for (const Served& one : all) {
+            const Whole whole = wait(*one.answer);
+            if (whole.ending.finish == Finish::Failed) {
+                EXPECT_EQ(whole.ending.error, "the answer's constraint failed: told to fail");
+                EXPECT_TRUE(one.expected.request.extras.constraint);
+                ASSERT_LE(whole.tokens.size(), one.expected.tokens.size());
+                EXPECT_TRUE(std::equal(whole.tokens.begin(), whole.tokens.end(), one.expected.tokens.begin()));
+                ++failed;
+            } else {
+                EXPECT_EQ(whole.tokens, one.expected.tokens);
+                checkScores(whole, one.expected);
+                ++served;
+            }
+        }
+    }
+    EXPECT_GT(failed, 5);
+    EXPECT_GT(served, failed);
+}
+
+// Lacks memory for every fifth choice of tokens, after its masks were made.
+struct Forgetful : CpuBackend {
+    Forgetful() : CpuBackend(1) {}
+    std::vector<Chosen> sample(const std::vector<Choice>& choices) override {
+        if (++samples % 5 == 0) throw Error(ErrorKind::OutOfMemory, "told to lack memory");
+        return CpuBackend::sample(choices);
+    }
+    int samples = 0;
+};
+
+// A pass that is repeated asks a constraint again, as if the first time had not been.
+TEST(Scheduler, AConstraintForgetsAPassThatFails) {
+    const Model model = modelOf(gpuVariants()[0], 2000);
+    Crowd crowd(model, engineOf(model, engineOptions(600, 64, 12)), 7);
+    Scheduler scheduler(std::make_shared<Engine>(model.spec(), model.weights(), engineOptions(2000, 64, 12),
+                                                 std::make_unique<Forgetful>()),
+                        longQueue());
+    int constrained = 0;
+    for (int round = 0; round < 20; ++round) {
+        std::vector<Served> all;
+        for (int i = 0; i < 4; ++i) all.push_back({crowd.draw(60, 30), nullptr});
+        for (Served& one : all) one.answer = scheduler.submit(one.expected.request);
+        for (const Served& one : all) {
+            const Whole whole = wait(*one.answer);
+            if (whole.ending.finish == Finish::Failed) {  // it was alone, and nothing could make room for it
+                EXPECT_EQ(whole.ending.error, "told to lack memory");
+                continue;
+            }
+            EXPECT_EQ(whole.tokens, one.expected.tokens);
+            checkScores(whole, one.expected);
+            constrained += one.expected.request.extras.constraint != nullptr;
+        }
+    }
+    EXPECT_GT(constrained, 5);
+}
+
+// Drafts after a forbidden guess, or after the end, do not confuse a constraint.
+TEST(Scheduler, GuessesAreAcceptedAndRolledBack) {
+    const Model model = modelOf(gpuVariants()[0], 2000);
+    const auto reference = engineOf(model, engineOptions(600, 64, 12));
+    Scheduler scheduler(engineOf(model, engineOptions(2000, 64, 12)), longQueue());
+    int64_t rolledBack = 0, accepted = 0;
+    for (uint32_t salt = 0; salt < 40; ++salt) {
+        Request request = requestOf(repetitive(40, model.options().vocab, salt), 60);
+        request.drafts = drafts(Source::NGram, 7);
+        const size_t ends = 1 + salt;
+        Thirds expected(model.options().vocab, ends, salt);
+        const ScoredText text = writeScored(reference, request.prompt, request.params, 60, 3, &expected);
+        const auto constraint = std::make_shared<Thirds>(model.options().vocab, ends, salt);
+        request.extras.constraint = constraint;
+        const Whole whole = wait(*scheduler.submit(request));
+        EXPECT_EQ(whole.tokens, text.tokens);
+        EXPECT_EQ(whole.ending.finish, Finish::EndToken) << whole.ending.error;
+        EXPECT_EQ(constraint->accepted, text.tokens);
+        rolledBack += constraint->rolledBack;
+        accepted += whole.ending.figures.drafts.accepted;
+    }
+    EXPECT_GT(rolledBack, 0);
+    EXPECT_GT(accepted, 0);
+}
+
+// A request may ask for the scores of its prompt only.
+TEST(Scheduler, APromptIsScoredWithoutAnAnswer) {
+    for (const Options& options : models()) {
+        SCOPED_TRACE(describe(options));
+        const Model model = modelOf(options, 600);
+        const auto engine = engineOf(model, engineOptions(600, 64, 12));
+        Scheduler scheduler(engine, longQueue());
+        for (const int64_t length : {1, 2, 70, 300}) {
+            Request request = requestOf(randomTokens(length, model.options().vocab, 8), 0);
+            request.extras.echo = true;
+            request.extras.best = 4;
+            for (int again = 0; again < 2; ++again) {
+                const std::shared_ptr<Answer> answer = scheduler.submit(request);
+                const Whole whole = wait(*answer);
+                EXPECT_EQ(whole.ending.finish, Finish::Length) << whole.ending.error;
+                EXPECT_TRUE(whole.tokens.empty());
+                EXPECT_EQ(whole.ending.figures.reusedTokens, 0) << "the whole prompt is computed each time";
+                EXPECT_EQ(answer->computedTokens(), length);
+                const ScoredText text = writeScored(engineOf(model, engineOptions(600, 64, 12)), request.prompt,
+                                                    request.params, 0, 4, nullptr);
+                ASSERT_EQ(whole.promptScores.size(), static_cast<size_t>(length));
+                for (size_t i = 1; i < text.prompt.size(); ++i) expectSame(whole.promptScores[i], text.prompt[i]);
+            }
+        }
+    }
+}
+
+TEST(Scheduler, AnAnswerTellsHowFarItsPromptHasCome) {
+    const Model model = modelOf(gpuVariants()[0], 1000);
+    Scheduler scheduler(engineOf(model, engineOptions(1000, 64, 4)), longQueue());
+    std::vector<int32_t> text = randomTokens(100, model.options().vocab, 1);
+    const auto first = scheduler.submit(requestOf(text, 5));
+    wait(*first);
+    EXPECT_EQ(first->computedTokens(), 100);
+    EXPECT_EQ(first->reusedTokens(), 0);
+    text.resize(150, 7);
+    const auto second = scheduler.submit(requestOf(text, 5));
+    while (second->take(kForever).tokens.empty()) EXPECT_LE(second->computedTokens(), 150);
+    EXPECT_EQ(second->computedTokens(), 150);
+    EXPECT_EQ(second->reusedTokens(), 100);
 }
 
 // Nothing is left behind, whatever was going on.

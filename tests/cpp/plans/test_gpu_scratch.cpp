@@ -11,7 +11,7 @@
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
-#include "kernels/rows/sampling.h"
+#include "kernels/rows/scores.h"
 #include "plan/gpu_scratch.h"
 
 namespace {
@@ -80,6 +80,7 @@ std::vector<Part> always(const GpuScratch& s, const StepLimits& l) {
         {"sampling", s.sampling, static_cast<int64_t>(cuda::samplingScratchBytes(l.vocab))},
         {"adjustments", s.adjustments, static_cast<int64_t>(sizeof(TokenAdjustment)) * l.vocab},
         {"token", s.token, kInt * head},
+        {"scores", s.scores, static_cast<int64_t>(sizeof(cuda::RowScore)) * head},
         {"chosen", s.chosen, kInt * rows * l.expertsUsed},
         {"weight", s.weight, kFloat * rows * l.expertsUsed},
         {"sharedScale", s.sharedScale, l.sharedHidden ? kFloat * rows : 0},
@@ -229,7 +230,7 @@ TEST(GpuScratch, HoldsTheLogitsThatAreWanted) {
     };
     const int64_t eight = bytesFor(8), all = bytesFor(64);
     EXPECT_GE(all - eight, kFloat * (64 - 8) * l.vocab);
-    EXPECT_LT(all - eight, kFloat * (64 - 8) * l.vocab + 4096) << "beside them only the tokens";
+    EXPECT_LT(all - eight, kFloat * (64 - 8) * l.vocab + 16384) << "beside them only the tokens and their scores";
     EXPECT_EQ(bytesFor(1000), all) << "no step has more rows";
     l.maxRows = 5;
     l.headRows = 64;
