@@ -17,8 +17,8 @@ S = TypeVar("S", bound="Stream[Any]")
 class Token:
     """A generated token. `text` has whole characters only, and is empty while a character is incomplete.
 
-    If scores were asked, `logprob` is the natural logarithm of the probability that the model itself gives the token,
-    before masks, biases, penalties and temperature, and `top` has the likeliest tokens with theirs, the likeliest first.
+    With scores, `logprob` is the natural logarithm of the probability that the model itself gives the token, before
+    constraint, biases, penalties and temperature, and `top` has the likeliest tokens with theirs, the likeliest first.
     """
 
     id: int

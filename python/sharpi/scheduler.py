@@ -209,7 +209,7 @@ def _require_methods(constraint: Any) -> None:
     missing = [name for name in ("fill", "accept", "rollback", "ended")
                if constraint is not None and not callable(getattr(constraint, name, None))]
     if missing:
-        raise InvalidRequestError(f"a constraint has a method {missing[0]}(), and {arguments.shown(constraint)} has none")
+        raise InvalidRequestError(f"a constraint needs a method {missing[0]}(): {arguments.shown(constraint)} has none")
 
 
 # A scheduler's thread calls constraints, which it cannot once the interpreter is being taken apart.
