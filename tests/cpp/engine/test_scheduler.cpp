@@ -524,7 +524,7 @@ TEST(Scheduler, AnAnswerTellsHowFarItsPromptHasCome) {
     const auto second = scheduler.submit(requestOf(text, 5));
     while (second->take(kForever).tokens.empty()) EXPECT_LE(second->computedTokens(), 150);
     EXPECT_EQ(second->computedTokens(), 150);
-    EXPECT_EQ(second->reusedTokens(), 100);
+    EXPECT_EQ(second->reusedTokens(), 64) << "a whole page";
 }
 
 // Nothing is left behind, whatever was going on.
