@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HARMONY", "KNOWN", "THINK", "Markers"]
+__all__ = ["THINK", "Markers"]
 
 
 class Markers(NamedTuple):
@@ -21,24 +21,16 @@ class Markers(NamedTuple):
     @staticmethod
     def of(template: str) -> Markers:
         """The marks that the source of a chat template writes."""
-        return next((known for known in KNOWN if known.openings[0].rstrip() in template), THINK)
+        return next((known for known in _KNOWN if known.openings[0].rstrip() in template), THINK)
 
     def opened_by(self, prompt: str) -> bool:
         """Whether a rendered prompt ends inside reasoning that has just begun, so that the answer continues it."""
         return prompt.rstrip().endswith(tuple(opening.rstrip() for opening in self.openings))
 
 
-def _of_message(header: str) -> tuple[str, str]:
-    """A message's header: first as it begins an answer, whose first message the prompt has opened, then in full."""
-    return header, f"<|start|>assistant{header}"
-
-
 THINK = Markers(("<think>",), "</think>")
-HARMONY = Markers(
-    _of_message("<|channel|>analysis<|message|>"), "<|end|>",
-    ("<|end|>", *_of_message("<|channel|>final<|message|>"), *_of_message("<|channel|>commentary<|message|>")))
-KNOWN = (
-    HARMONY,
+_KNOWN = (
+    Markers(("<|channel|>analysis<|message|>",), "<|end|>"),
     Markers(("<|channel>thought\n",), "<channel|>"),
     Markers(("[THINK]",), "[/THINK]"),
     Markers(("<|START_THINKING|>",), "<|END_THINKING|>", ("<|START_RESPONSE|>", "<|END_RESPONSE|>")),

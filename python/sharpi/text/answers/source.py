@@ -87,7 +87,7 @@ class Source:
     def until(self, marks: Sequence[str], emit: Callable[[str], None]) -> Parse[str]:
         """Emits the text before the first of `marks`, as soon as it cannot be part of one, and reads the mark; "" at
         the text's end. The longest of the marks that begin at one place counts."""
-        pattern = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)))
+        pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
         while True:
             found = pattern.search(self.text, self.at)
             begin = found.start() if found else len(self.text)
@@ -106,7 +106,7 @@ class Source:
     def _pending(self, marks: Sequence[str], limit: int) -> int:
         """Where a mark may begin of which only a part is there; the end of the text if nowhere."""
         size = len(self.text)
-        longest = max(map(len, marks))
+        longest = max(map(len, marks), default=1)
         for at in range(max(self.at, size - longest + 1), size):
             rest = self.text[at:]
             if any(len(mark) > len(rest) and mark.startswith(rest) for mark in marks):
