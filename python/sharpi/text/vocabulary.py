@@ -10,6 +10,7 @@ from typing import Any
 
 from sharpi.errors import ModelFileError
 from sharpi.files.metadata import Metadata, quoted
+from sharpi.text.answers.formats import ANSWER_TOKENS
 
 __all__ = ["BYTE", "BYTE_OF_CHAR", "CONTROL", "SILENT", "SPACE_MARK", "SPECIAL", "USER_DEFINED", "Vocabulary"]
 
@@ -37,7 +38,7 @@ _MESSAGES = frozenset({"<|return|>", "<|call|>", "<|end|>"})
 
 # Control tokens that tell the parts of an answer apart: they are part of its text.
 _SHOWN_OF_MESSAGES = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
-_SHOWN = ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+_SHOWN = ("[THINK]", "[/THINK]", *ANSWER_TOKENS)
 
 # A SentencePiece vocabulary with these (Phi 3) drops the white space behind its special tokens, except for some.
 _STRIPPING = frozenset({"<|user|>", "<|assistant|>", "<|system|>", "<|end|>"})
