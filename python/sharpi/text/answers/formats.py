@@ -49,7 +49,7 @@ GLM = ToolFormat(
     end="</tool_call>", separator="\n",
     parameter=Parameter("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     tokens=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"))
-GLM_COMPACT = replace(GLM, name="glm-compact", after_name="",
+GLM_COMPACT = replace(GLM, name="glm-compact", after_name="", separator="",
                       parameter=Parameter("<arg_key>", "</arg_key><arg_value>", "</arg_value>"))
 MINIMAX = ToolFormat(
     "minimax", "tags", triggers=("<minimax:tool_call>",), notation="tags", opening="<minimax:tool_call>\n",
