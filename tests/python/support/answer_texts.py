@@ -12,7 +12,13 @@ from sharpi.text.answers.pieces import CallBegins, Saying, Thinking
 from sharpi.text.answers.reader import AnswerReader
 from sharpi.text.answers.tool_format import ToolFormat
 
-__all__ = ["Heard", "cut_anywhere", "read_whole", "written_arguments", "written_calls"]
+__all__ = ["Heard", "Tool", "cut_anywhere", "read_whole", "written_arguments", "written_calls"]
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    parameters: Mapping[str, Any]
 
 
 def cut_anywhere(text: str, times: int = 50) -> list[list[str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answer_texts import Heard, cut_anywhere, read_whole, written_calls
+from answer_texts import Heard, Tool, cut_anywhere, read_whole, written_calls
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jinja2.sandbox import SandboxedEnvironment
@@ -28,12 +28,6 @@ SHARED = Path(os.environ.get("SHARPI_SHARED") or Path(__file__).parents[4] / "sh
 DATA = Path(__file__).parents[2] / "data" / "templates"
 
 Calls = Sequence[tuple[str, Mapping[str, Any]]]
-
-
-@dataclass(frozen=True)
-class Tool:
-    name: str
-    parameters: Mapping[str, Any]
 
 
 WEATHER = Tool("get_weather", {"type": "object", "properties": {

@@ -98,7 +98,8 @@ _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
 FORMATS = tuple({known.name: known for _, known in _SIGNS}.values())
 
 # Control tokens that belong to the text of an answer: they tell its parts apart.
-ANSWER_TOKENS = tuple(dict.fromkeys(token for known in FORMATS for token in known.tokens))
+ANSWER_TOKENS = ("<think>", "</think>", "[THINK]", "[/THINK]",
+                 *dict.fromkeys(token for known in FORMATS for token in known.tokens))
 
 
 def format_of(template: str) -> ToolFormat:

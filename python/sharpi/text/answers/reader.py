@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from sharpi.text.answers.call_reader import CallReader
-from sharpi.text.answers.harmony import read_harmony
-from sharpi.text.answers.loose import read_gemma, read_python
-from sharpi.text.answers.named import read_mistral, read_named
-from sharpi.text.answers.objects import read_objects
+from sharpi.text.answers.calls.call_reader import CallReader
+from sharpi.text.answers.calls.harmony import read_harmony
+from sharpi.text.answers.calls.loose import read_gemma, read_python
+from sharpi.text.answers.calls.named import read_mistral, read_named
+from sharpi.text.answers.calls.objects import read_objects
+from sharpi.text.answers.calls.tags import read_tags
 from sharpi.text.answers.pieces import Piece
 from sharpi.text.answers.sink import Sink
 from sharpi.text.answers.source import MisreadError, Parse, Source
-from sharpi.text.answers.tags import read_tags
 from sharpi.text.answers.tool_format import ToolFormat
 
 __all__ = ["AnswerReader", "DescribedTool"]

@@ -5,6 +5,7 @@ A parser is a generator: it yields if it needs more text, and its result does no
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
@@ -15,6 +16,26 @@ T = TypeVar("T")
 Parse = Generator[None, None, T]
 
 _SPACE = re.compile(r"\s*")
+
+
+class _Finder:
+    """Finds marks in texts."""
+
+    def __init__(self, marks: tuple[str, ...]) -> None:
+        self.pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+        self._beginnings = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
+        self._firsts = frozenset(mark[0] for mark in marks)
+        self._longest = max(map(len, marks), default=1)
+
+    def pending(self, text: str, at: int) -> int:
+        """Where a mark may begin of which only a part is there; the end of the text if nowhere."""
+        for place in range(max(at, len(text) - self._longest + 1), len(text)):
+            if text[place] in self._firsts and text[place:] in self._beginnings:
+                return place
+        return len(text)
+
+
+_finder = functools.lru_cache(_Finder)
 
 
 class MisreadError(Exception):
@@ -87,12 +108,12 @@ class Source:
     def until(self, marks: Sequence[str], emit: Callable[[str], None]) -> Parse[str]:
         """Emits the text before the first of `marks`, as soon as it cannot be part of one, and reads the mark; "" at
         the text's end. The longest of the marks that begin at one place counts."""
-        pattern = re.compile("|".join(map(re.escape, marks)) or r"(?!)")
+        finder = _finder(tuple(marks))
         while True:
-            found = pattern.search(self.text, self.at)
+            found = finder.pattern.search(self.text, self.at)
             begin = found.start() if found else len(self.text)
             if not self.ended:  # a longer mark may begin at the same place or before
-                begin = min(begin, self._pending(marks, begin))
+                begin = min(begin, finder.pending(self.text, self.at))
             if begin > self.at:
                 emit(self.text[self.at:begin])
                 self.at = begin
@@ -102,13 +123,3 @@ class Source:
                 return whole
             if not (yield from self.more()):
                 return ""
-
-    def _pending(self, marks: Sequence[str], limit: int) -> int:
-        """Where a mark may begin of which only a part is there; the end of the text if nowhere."""
-        size = len(self.text)
-        longest = max(map(len, marks), default=1)
-        for at in range(max(self.at, size - longest + 1), size):
-            rest = self.text[at:]
-            if any(len(mark) > len(rest) and mark.startswith(rest) for mark in marks):
-                return at
-        return size

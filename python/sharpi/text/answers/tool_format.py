@@ -79,4 +79,4 @@ class ToolFormat:
     @property
     def last_tag(self) -> str:
         """What stands behind a call's brackets, or behind those of all calls; "" if nothing does."""
-        return self.end.lstrip("}] \n") or self.closing.lstrip("}] \n")
+        return self.end.lstrip("}]) \n") or self.closing.lstrip("}]) \n")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
-import re
 from collections.abc import Sequence
 
-from sharpi.text.answers.call_reader import CallReader
-from sharpi.text.answers.json_text import is_json, read_string, string_part
+from sharpi.text.answers.calls.call_reader import CallReader
+from sharpi.text.answers.calls.json_text import is_json, read_string, string_part
 from sharpi.text.answers.source import MisreadError, Parse
 
 __all__ = ["read_gemma", "read_python"]
@@ -17,7 +16,6 @@ _DEEPEST = 64
 _QUOTE = '<|"|>'
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORD_ENDS = ",}])"
-_PYTHON_STRING = re.compile(r"'(?:[^'\\\r\n]|\\.)*'|\"(?:[^\"\\\r\n]|\\.)*\"", re.DOTALL)
 
 
 def read_gemma(calls: CallReader) -> Parse[None]:
@@ -143,11 +141,20 @@ def _string(calls: CallReader) -> Parse[str]:
     if calls.form.notation != "python":
         return (yield from read_string(calls.source))
     source = calls.source
-    while (found := _PYTHON_STRING.match(source.text, source.at)) is None:
-        if not (yield from source.more()):
-            raise MisreadError
-    source.at = found.end()
+    quote = yield from source.take('"', "'")
+    parts: list[str] = []
+    while mark := (yield from source.until((quote, "\\"), parts.append)):
+        if mark == quote:
+            break
+        while source.at == len(source.text):
+            if not (yield from source.more()):
+                raise MisreadError
+        parts.append("\\" + source.text[source.at])
+        source.at += 1
+    if not mark:
+        raise MisreadError
+    text = "".join(parts).replace("\r", "\\r").replace("\n", "\\n")
     try:
-        return str(ast.literal_eval(found[0]))
+        return str(ast.literal_eval(f"{quote}{text}{quote}"))
     except (SyntaxError, ValueError):
         raise MisreadError from None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sharpi.text.answers.json_text import collected_value, is_json, read_value
+from sharpi.text.answers.calls.json_text import collected_value, is_json, read_value
 from sharpi.text.answers.sink import Sink
 from sharpi.text.answers.source import MisreadError, Parse, Source
 from sharpi.text.answers.tool_format import ToolFormat
@@ -43,7 +43,7 @@ class CallReader:
 
     def header(self, *stops: str, name: bool = True) -> Parse[tuple[str, str]]:
         """The text before the first of `stops`, and that stop. Raises `MisreadError` as soon as the text cannot be a
-        tool's name (or, unless it is to be one, a short line)."""
+        tool's name (or, unless it is to be one, a short line); nothing is read then."""
         wrong = _NOT_IN_NAMES if name else _LINE_BREAK
         parts: list[str] = []
 
@@ -52,9 +52,19 @@ class CallReader:
             if wrong.search(text) or sum(map(len, parts)) > _LONGEST_NAME:
                 raise MisreadError
 
-        stop = yield from self.source.until(stops, add)
-        if not stop or not parts:
-            raise MisreadError
+        begun = self.sink.in_call  # else the text is held already
+        if begun:
+            self.source.hold()
+        try:
+            stop = yield from self.source.until(stops, add)
+            if not stop or not parts:
+                raise MisreadError
+        except MisreadError:
+            if begun:
+                self.source.rewind()
+            raise
+        if begun:
+            self.source.release()
         return "".join(parts), stop
 
     def arguments(self, *ends: str) -> Parse[None]:

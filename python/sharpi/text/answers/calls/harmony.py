@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from sharpi.text.answers.call_reader import CallReader
+from sharpi.text.answers.calls.call_reader import CallReader
 from sharpi.text.answers.source import MisreadError, Parse
 
 __all__ = ["read_harmony"]

@@ -6,9 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 
-from sharpi.text.answers.call_reader import CallReader
-from sharpi.text.answers.json_text import is_json, string_part
-from sharpi.text.answers.schema_kinds import kinds_of, typed_value
+from sharpi.text.answers.calls.call_reader import CallReader
+from sharpi.text.answers.calls.json_text import is_json, string_part
+from sharpi.text.answers.calls.schema_kinds import kinds_of, typed_value
 from sharpi.text.answers.source import MisreadError, Parse
 from sharpi.text.answers.tool_format import Parameter
 
@@ -22,11 +22,15 @@ def read_tags(calls: CallReader) -> Parse[None]:
     source, form = calls.source, calls.form
     head = form.before_name[form.before_name.rindex("<"):]
     ends = _TAG.findall(form.end + form.closing)  # of a call, perhaps of all calls
-    yield from source.take(*(trigger for trigger in form.triggers if trigger != head))
+    around = yield from source.take(*(trigger for trigger in form.triggers if trigger != head))
+    if around:
+        ends[-1] = around.replace("<", "</")
     while True:
         yield from source.skip_space()
         yield from source.expect(head)
         name, stop = yield from calls.header(*_name_stops(calls))
+        if not around and head != form.triggers[0] and name not in calls.tools:
+            raise MisreadError  # a tag that some models forget the marks of calls around
         source.at -= len(stop) if stop.startswith("<") else 0
         calls.begin(name)
         closed = yield from _read_arguments(calls, name, ends)

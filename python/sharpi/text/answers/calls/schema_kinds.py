@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sharpi.text.answers.json_text import is_json
+from sharpi.text.answers.calls.json_text import is_json
 
 __all__ = ["kinds_of", "typed_value"]
 

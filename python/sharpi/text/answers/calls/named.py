@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from sharpi.text.answers.call_reader import CallReader
-from sharpi.text.answers.objects import read_objects
+from sharpi.text.answers.calls.call_reader import CallReader
+from sharpi.text.answers.calls.objects import read_objects
 from sharpi.text.answers.source import Parse
 
 __all__ = ["read_mistral", "read_named"]

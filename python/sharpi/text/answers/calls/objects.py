@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sharpi.text.answers.call_reader import CallReader, unwrapped
-from sharpi.text.answers.json_text import collected_value, read_string
+from sharpi.text.answers.calls.call_reader import CallReader, unwrapped
+from sharpi.text.answers.calls.json_text import collected_value, read_string
 from sharpi.text.answers.source import MisreadError, Parse
 
 __all__ = ["read_objects"]
