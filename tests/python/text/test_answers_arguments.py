@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharpi.text.answers.calls.schema_kinds import kinds_of, typed_value
+from sharpi.text.answers.schema_kinds import kinds_of, typed_value
 
 PROPERTIES: dict[str, Any] = {
     "text": {"type": "string"}, "whole": {"type": "integer"}, "number": {"type": "number"},

@@ -75,6 +75,10 @@ NOW = ("now", {})
     ("deepseek", '<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>weather<｜tool▁sep｜>\n{"city": "Oslo"}\n'
                  "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
      [OSLO, NOW]),
+    ("deepseek-fenced", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n'
+                        '```json\n{"city": "Oslo"}\n```<｜tool▁call▁end｜>\n'
+                        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```"
+                        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>", [OSLO, NOW]),
     # tags
     ("qwen-xml", "<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>", [OSLO]),
     ("qwen-xml", "<tool_call><function=weather><parameter=city>Oslo</parameter></function></tool_call>", [OSLO]),
@@ -289,4 +293,5 @@ def heard_of(form: str, text: str, opened: bool) -> None:
 def test_a_format_is_found_by_what_the_template_writes() -> None:
     assert format_of("{{ '<tool_call>' }}").name == "hermes"
     assert format_of("").needs_instructions and not format_of("<tool_call>").needs_instructions
+    assert format_of("<｜tool▁calls▁begin｜> ```json").name == "deepseek-fenced"
     assert format_of("[TOOL_CALLS] [THINK]").thinking.closing == "[/THINK]"

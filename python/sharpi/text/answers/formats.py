@@ -33,6 +33,10 @@ DEEPSEEK = ToolFormat(
     end="<｜tool▁call▁end｜>", closing="<｜tool▁calls▁end｜>",
     tokens=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
             "<｜tool▁sep｜>"))
+# V3 and R1 name the kind of tool first, and fence the arguments.
+DEEPSEEK_FENCED = replace(
+    DEEPSEEK, name="deepseek-fenced", before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+    after_name="\n```json\n", end="\n```<｜tool▁call▁end｜>", separator="\n")
 KIMI = ToolFormat(
     "kimi", "named", triggers=("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
     opening="<|tool_calls_section_begin|>", before_name="<|tool_call_begin|>functions.",
@@ -80,6 +84,7 @@ HARMONY = ToolFormat(
 _SIGNS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (
     (("<|channel|>analysis<|message|>",), HARMONY),
     (("｜DSML｜",), DSML),
+    (("<｜tool▁calls▁begin｜>", "```json"), DEEPSEEK_FENCED),
     (("<｜tool▁calls▁begin｜>",), DEEPSEEK),
     (("<|tool_calls_section_begin|>",), KIMI),
     (("<minimax:tool_call>",), MINIMAX),

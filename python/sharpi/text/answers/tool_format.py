@@ -9,8 +9,8 @@ from sharpi.text.answers.markers import THINK, Markers
 
 __all__ = ["Notation", "Parameter", "ToolFormat"]
 
-# How a call's arguments are written: as JSON; each in tags of its own; as Gemma's objects, whose keys are bare and
-# whose strings stand between <|"|>; as Python's keyword arguments.
+# How a call's arguments are written: as a JSON object; each in tags of its own; as Gemma's objects, in braces, whose
+# keys are bare and whose strings stand between <|"|>; as Python's keyword arguments, without their parentheses.
 Notation = Literal["json", "tags", "gemma", "python"]
 
 

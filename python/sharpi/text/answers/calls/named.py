@@ -10,7 +10,7 @@ from sharpi.text.answers.source import Parse
 
 __all__ = ["read_mistral", "read_named"]
 
-_COUNTED = re.compile(r"(?:functions\.)?(.+):[0-9]+")  # Kimi's ids name the function
+_COUNTED = re.compile(r"(.+):[0-9]+")  # Kimi's ids name the function
 _ID = "[CALL_ID]"
 
 
@@ -34,6 +34,7 @@ def _read_call(calls: CallReader) -> Parse[None]:
     source, form = calls.source, calls.form
     before_arguments = form.after_name.replace(":{index}", "")
     stops = (before_arguments, "{", _ID) if _ID in form.tokens else (before_arguments,)
+    before_name = yield from source.take(form.before_name.removeprefix(form.triggers[-1]))
     name, stop = yield from calls.header(*stops)
     call_id = None
     if stop == _ID:
@@ -41,11 +42,11 @@ def _read_call(calls: CallReader) -> Parse[None]:
     if stop == "{":
         source.at -= 1
     if "{index}" in form.after_name and (counted := _COUNTED.fullmatch(name)):
-        call_id, name = name, counted[1]
+        call_id, name = before_name + name, counted[1]
     calls.begin(name, call_id)
-    yield from calls.arguments(form.end)
+    yield from calls.arguments(form.end.strip())
     yield from source.skip_space()
-    yield from source.take(form.end)
+    yield from source.take(form.end.strip())
     calls.end()
 
 

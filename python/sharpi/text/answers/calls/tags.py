@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from sharpi.text.answers.calls.call_reader import CallReader
 from sharpi.text.answers.calls.json_text import is_json, string_part
-from sharpi.text.answers.calls.schema_kinds import kinds_of, typed_value
+from sharpi.text.answers.schema_kinds import kinds_of, typed_value
 from sharpi.text.answers.source import MisreadError, Parse
 from sharpi.text.answers.tool_format import Parameter
 
