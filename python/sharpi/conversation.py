@@ -73,7 +73,7 @@ class Conversation:
     def _reply(self) -> Reply:
         prompt, tokens = self._fitting_prompt()
         generation = self._session.generate(tokens, **{**self._options, "max_tokens": self._max_tokens})
-        return Reply(generation, prompt, require_template(self._model).markers)
+        return Reply(generation, prompt, require_template(self._model).format)
 
     def _fitting_prompt(self) -> tuple[str, list[int]]:
         """The conversation as a prompt that leaves room for an answer, if dropping turns can make some."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from sharpi.errors import InvalidRequestError
 from sharpi.generation import Generation, Stream, Timing
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.settings import arguments
-from sharpi.text.chat import ChatTemplate, Markers, Part, ThinkingSplitter
+from sharpi.text.answers.pieces import Piece, Saying, Thinking
+from sharpi.text.answers.reader import AnswerReader
+from sharpi.text.answers.tool_format import ToolFormat
+from sharpi.text.chat import ChatTemplate, Part
 
 __all__ = ["Message", "Reply", "assistant_message", "checked_messages", "render_prompt", "require_template"]
 
@@ -25,17 +28,17 @@ class Reply(Stream[Part]):
     message, as far as it has come.
     """
 
-    def __init__(self, generation: Generation, prompt: str, markers: Markers) -> None:
-        """prompt: what the answer continues; it says whether the answer begins with reasoning. markers: how the
-        model marks its reasoning."""
-        super().__init__(self._read(ThinkingSplitter(markers.opened_by(prompt), markers)))
+    def __init__(self, generation: Generation, prompt: str, form: ToolFormat) -> None:
+        """prompt: what the answer continues; it says whether the answer begins with reasoning. form: how the model
+        writes its answers."""
+        super().__init__(self._read(AnswerReader(form, opened=form.thinking.opened_by(prompt), trim=False)))
         self._generation = generation
         self._spoken: list[Part] = []
 
-    def _read(self, splitter: ThinkingSplitter) -> Generator[Part, None, None]:
+    def _read(self, reader: AnswerReader) -> Generator[Part, None, None]:
         for token in self._generation:
-            yield from splitter.push(token.text)
-        yield from splitter.flush()
+            yield from _parts(reader.push(token.text))
+        yield from _parts(reader.flush())
 
     def __next__(self) -> Part:
         part = super().__next__()
@@ -62,6 +65,15 @@ class Reply(Stream[Part]):
     def stats(self) -> dict[str, Any]:
         """Counts and speeds so far, under the names that `Model.stats` has for them."""
         return self._generation.stats()
+
+
+def _parts(pieces: Sequence[Piece]) -> Iterator[Part]:
+    """A reader that knows no tools gives no calls: they are part of the text."""
+    for piece in pieces:
+        if isinstance(piece, Thinking):
+            yield Part("thinking", piece.text)
+        elif isinstance(piece, Saying):
+            yield Part("answer", piece.text)
 
 
 def assistant_message(spoken: Sequence[Part]) -> dict[str, str]:

@@ -76,7 +76,7 @@ class Session:
         conversation = checked_messages(messages, system)
         prompt = render_prompt(self._model, conversation, thinking=maybe(flag, "thinking", thinking), tools=tools)
         tokens = self._model.tokenize(prompt, add_special=False, parse_special=True)
-        return Reply(self.generate(tokens, **options), prompt, require_template(self._model).markers)
+        return Reply(self.generate(tokens, **options), prompt, require_template(self._model).format)
 
     def _start(self, request: Asked, meter: Meter) -> int:
         """Evaluates the prompt; returns the turn that the core session is then at."""

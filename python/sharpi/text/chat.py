@@ -1,4 +1,4 @@
-"""From a conversation to the text a chat model expects, and from its answer to its parts.
+"""From a conversation to the text a chat model expects.
 
 A model file brings its chat template as a Jinja program written by whoever made the file.
 It is run in Jinja's sandbox: it can build a string from the messages, and reach nothing else. What it may take of time
@@ -21,45 +21,11 @@ import jinja2.nodes
 import jinja2.parser
 
 from sharpi.errors import InvalidRequestError, ModelFileError, one_line
+from sharpi.text.answers.formats import format_of
 from sharpi.text.template_limits import MAX_DEPTH, Limits, TemplateLimitError
 from sharpi.text.template_sandbox import MeteredEnvironment
 
 _LONGEST_MESSAGE, _LONGEST_DATE = 500, 200
-
-
-class Markers(NamedTuple):
-    """The texts by which models mark the reasoning in an answer; they are no part of the answer.
-
-    openings: each begins reasoning. closing: ends it. dropped: other marks outside of reasoning. No mark is the
-    beginning of another.
-    """
-
-    openings: tuple[str, ...]
-    closing: str
-    dropped: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(template: str) -> Markers:
-        """The marks that the source of a chat template writes."""
-        return next((known for known in _MARKERS if known.openings[0].rstrip() in template), THINK)
-
-    def opened_by(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside reasoning that has just begun, so that the answer continues it."""
-        return prompt.rstrip().endswith(tuple(opening.rstrip() for opening in self.openings))
-
-
-def _of_message(header: str) -> tuple[str, str]:
-    """A message's header: first as it begins an answer, whose first message the prompt has opened, then in full."""
-    return header, f"<|start|>assistant{header}"
-
-
-THINK = Markers(("<think>",), "</think>")
-_MARKERS = (
-    Markers(_of_message("<|channel|>analysis<|message|>"), "<|end|>",
-            ("<|end|>", *_of_message("<|channel|>final<|message|>"), *_of_message("<|channel|>commentary<|message|>"))),
-    Markers(("<|channel>thought\n",), "<channel|>"),
-    Markers(("[THINK]",), "[/THINK]"),
-)
 
 
 class ChatTemplate:
@@ -68,7 +34,7 @@ class ChatTemplate:
     def __init__(self, source: str, bos_token: str, eos_token: str, file: str | os.PathLike[str] | None = None) -> None:
         """Raises ModelFileError if `source` does not parse, or is too large to be one."""
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        self.markers = Markers.of(source)
+        self.format = format_of(source)  # how the model's answers are written
         self._name = "the chat template" if file is None else f"{os.fspath(file)}: the chat template"
         self._lock = threading.Lock()  # the environment counts for one rendering at a time
         self._environment = _make_environment()
@@ -121,61 +87,6 @@ class Part(NamedTuple):
 
     kind: Literal["thinking", "answer"]
     text: str
-
-
-class ThinkingSplitter:
-    """Tells a streamed answer's thinking from the answer itself.
-
-    Markers are swallowed, also where they arrive in pieces; all other text comes out once, in order, and as soon as it
-    cannot be part of a marker.
-    """
-
-    def __init__(self, thinking: bool = False, markers: Markers = THINK) -> None:
-        """thinking: the prompt already opened it (see `Markers.opened_by`)."""
-        self._thinking = thinking
-        self._markers = markers
-        self._held = ""
-
-    def push(self, text: str) -> list[Part]:
-        """The parts that `text` completes."""
-        parts: list[Part] = []
-        pending = self._held + text
-        while True:
-            markers = self._expected()
-            at, marker = min(((at, marker) for marker in markers if (at := pending.find(marker)) >= 0),
-                             default=(-1, ""))
-            if at < 0:
-                break
-            self._emit(parts, pending[:at])
-            self._thinking = not self._thinking and marker in self._markers.openings
-            pending = pending[at + len(marker):]
-        held = max(_marker_start(pending, marker) for marker in markers)
-        self._emit(parts, pending[:len(pending) - held])
-        self._held = pending[len(pending) - held:]
-        return parts
-
-    def _expected(self) -> tuple[str, ...]:
-        known = self._markers
-        return (known.closing,) if self._thinking else known.openings + known.dropped
-
-    def flush(self) -> list[Part]:
-        """What was held back as the possible start of a marker; call it at the end."""
-        parts: list[Part] = []
-        self._emit(parts, self._held)
-        self._held = ""
-        return parts
-
-    def _emit(self, parts: list[Part], text: str) -> None:
-        if text:
-            parts.append(Part("thinking" if self._thinking else "answer", text))
-
-
-def _marker_start(text: str, marker: str) -> int:
-    """How many characters at the end of `text` could be the beginning of `marker`."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:length]):
-            return length
-    return 0
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -10,6 +10,7 @@ from typing import Any
 
 from sharpi.errors import ModelFileError
 from sharpi.files.metadata import Metadata, quoted
+from sharpi.text.answers.formats import ANSWER_TOKENS
 
 __all__ = ["BYTE", "BYTE_OF_CHAR", "CONTROL", "SILENT", "SPACE_MARK", "SPECIAL", "USER_DEFINED", "Vocabulary"]
 
@@ -35,9 +36,8 @@ _STOP_TEXTS = frozenset({
 # Models with these write an answer as several messages. There, <|end|> ends a message and not the answer.
 _MESSAGES = frozenset({"<|return|>", "<|call|>", "<|end|>"})
 
-# Control tokens that tell the parts of an answer apart: they are part of its text.
+# Further control tokens that tell the parts of an answer apart, of models that write several messages.
 _SHOWN_OF_MESSAGES = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>")
-_SHOWN = ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
 # A SentencePiece vocabulary with these (Phi 3) drops the white space behind its special tokens, except for some.
 _STRIPPING = frozenset({"<|user|>", "<|assistant|>", "<|system|>", "<|end|>"})
@@ -123,7 +123,7 @@ class Vocabulary:
             if token is not None and self.types[token] in (CONTROL, USER_DEFINED):
                 stops.add(token)
                 self.types[token] = CONTROL
-        shown: tuple[str, ...] = _SHOWN
+        shown = ANSWER_TOKENS
         if {self.tokens[token] for token in stops} >= _MESSAGES:
             stops.discard(self.id_of["<|end|>"])
             shown += _SHOWN_OF_MESSAGES

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import random
 import re
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from hostile_templates import HARMLESS, HOSTILE, MARKED
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sharpi.errors import InvalidRequestError, ModelFileError, SharpiError
-from sharpi.text.chat import THINK, ChatTemplate, Markers, ThinkingSplitter
+from sharpi.text.answers.markers import THINK
+from sharpi.text.chat import ChatTemplate
 
 SHARED = Path(os.environ.get("SHARPI_SHARED") or Path(__file__).parents[4] / "shared")
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
@@ -201,90 +201,6 @@ def test_what_templates_do_within_the_limits_is_done_as_jinja_does_it(source: st
             render(source)
         return
     assert render(source) == by_jinja == expected
-
-
-# --- thinking ---------------------------------------------------------------------------------
-
-
-def split(pieces: list[str], thinking: bool = False, markers: Markers = THINK) -> list[tuple[str, str]]:
-    """The splitter's parts, neighbours of one kind joined."""
-    splitter = ThinkingSplitter(thinking, markers)
-    joined: list[tuple[str, str]] = []
-    for kind, text in [part for piece in pieces for part in splitter.push(piece)] + splitter.flush():
-        assert text
-        if joined and joined[-1][0] == kind:
-            joined[-1] = (kind, joined[-1][1] + text)
-        else:
-            joined.append((kind, text))
-    return joined
-
-
-def cut_anywhere(text: str) -> list[list[str]]:
-    """The text whole, by characters, and cut at 50 random sets of places."""
-    rng = random.Random(text)
-    found = [[text], list(text)]
-    for _ in range(50):
-        cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 6)))
-        found.append([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)])
-    return found
-
-
-@pytest.mark.parametrize(("text", "thinking", "expected"), [
-    ("plain <b>answer</b>", False, [("answer", "plain <b>answer</b>")]),
-    ("<think>hm\n</think>\n\nyes", False, [("thinking", "hm\n"), ("answer", "\n\nyes")]),
-    ("hm</think>yes", True, [("thinking", "hm"), ("answer", "yes")]),
-    ("<think></think>yes", False, [("answer", "yes")]),
-    ("a<think>b</think>c<think>d", False, [("answer", "a"), ("thinking", "b"), ("answer", "c"), ("thinking", "d")]),
-    ("1 <thin 2 <<think>x<y</thi</think>z<", False,
-     [("answer", "1 <thin 2 <"), ("thinking", "x<y</thi"), ("answer", "z<")]),
-    ("</think>", False, [("answer", "</think>")]),
-    ("never closed </thin", True, [("thinking", "never closed </thin")]),
-])
-def test_thinking_is_told_from_the_answer_however_it_is_cut(
-        text: str, thinking: bool, expected: list[tuple[str, str]]) -> None:
-    for pieces in cut_anywhere(text):
-        assert split(pieces, thinking) == expected
-
-
-CHANNELS = Markers.of("<|channel|>analysis<|message|>")
-CALL = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
-
-
-@pytest.mark.parametrize(("markers", "text", "expected"), [
-    (CHANNELS, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
-     [("thinking", "Hm."), ("answer", "Yes.")]),
-    (CHANNELS, "<|channel|>final<|message|>Yes <|end", [("answer", "Yes <|end")]),
-    (CHANNELS, "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
-               "<|start|>assistant<|channel|>commentary<|message|>c<|end|>"
-               "<|start|>assistant<|channel|>final<|message|>d",
-     [("thinking", "ab"), ("answer", "cd")]),
-    (CHANNELS, f"<|channel|>analysis<|message|>a<|end|>{CALL}", [("thinking", "a"), ("answer", CALL)]),
-    (Markers.of("'<|channel>thought\\n'"), "<|channel>thought\nHm.\n<channel|>Yes <channel|>",
-     [("thinking", "Hm.\n"), ("answer", "Yes <channel|>")]),
-    (Markers.of("'<|channel>thought\\n'"), "<|channel>thought\n<channel|>Yes <think>", [("answer", "Yes <think>")]),
-    (Markers.of("[THINK]"), "[THINK]Hm.[/THINK]Yes [INST]", [("thinking", "Hm."), ("answer", "Yes [INST]")]),
-    (Markers.of("<think>"), "<think>Hm.</think>Yes", [("thinking", "Hm."), ("answer", "Yes")]),
-    (Markers.of(""), "<think>Hm.</think>Yes", [("thinking", "Hm."), ("answer", "Yes")]),
-])
-def test_each_familys_marks_of_thinking(markers: Markers, text: str, expected: list[tuple[str, str]]) -> None:
-    for pieces in cut_anywhere(text):
-        assert split(pieces, markers=markers) == expected
-
-
-def test_no_mark_begins_another() -> None:
-    for markers in (CHANNELS, Markers.of("<|channel>thought"), Markers.of("[THINK]"), THINK):
-        outside = markers.openings + markers.dropped
-        assert not [(a, b) for a in outside for b in outside if a != b and b.startswith(a)]
-
-
-def test_text_is_held_back_no_longer_than_needed() -> None:
-    splitter = ThinkingSplitter()
-    assert splitter.push("a <") == [("answer", "a ")]
-    assert splitter.push("thi") == []
-    assert splitter.push("s") == [("answer", "<this")]
-    assert splitter.push("<think>b</") == [("thinking", "b")]
-    assert splitter.flush() == [("thinking", "</")]
-    assert splitter.flush() == []
 
 
 # --- real templates ---------------------------------------------------------------------------

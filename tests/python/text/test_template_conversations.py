@@ -19,7 +19,8 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from sharpi.errors import InvalidRequestError
-from sharpi.text.chat import ChatTemplate, Markers
+from sharpi.text.answers.markers import Markers
+from sharpi.text.chat import ChatTemplate
 
 SHARED = Path(os.environ.get("SHARPI_SHARED") or Path(__file__).parents[4] / "shared")
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
@@ -154,5 +155,6 @@ def test_where_an_answer_begins_and_how_it_marks_its_reasoning(name: str, marks:
     template = ChatTemplate(source, "<BOS>", "<EOS>")
     prompt = template.render([ASKED, SAID, AGAIN], **asked)
     assert prompt.endswith(answers)
-    assert template.markers == Markers.of(source) and template.markers.openings[0] == marks
-    assert not template.markers.opened_by(prompt)
+    markers = template.format.thinking
+    assert markers == Markers.of(source) and markers.openings[0] == marks
+    assert not markers.opened_by(prompt)

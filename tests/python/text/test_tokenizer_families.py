@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from answer_texts import Tool, read_whole, written_calls
 from vocabularies import (
     BYTE,
     CONTROL,
@@ -26,6 +27,9 @@ from vocabularies import (
 )
 
 from sharpi.errors import InvalidRequestError, ModelFileError
+from sharpi.text.answers.formats import FORMATS
+from sharpi.text.answers.reader import AnswerReader
+from sharpi.text.answers.tool_format import ToolFormat
 from sharpi.text.special_tokens import SpecialTokens
 
 SPACE = "\u2581"
@@ -247,6 +251,20 @@ def test_the_marks_of_an_answers_parts_are_shown_and_still_no_text_spells_them()
     # Without messages, <|end|> only ends.
     phi = tokenizer_of(with_tokens({"<|end|>": CONTROL, "<|user|>": CONTROL}))
     assert phi.decode(phi.encode("<|user|>a<|end|>", parse_special=True)) == "a"
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_an_answers_calls_survive_the_tokenizer(form: ToolFormat) -> None:
+    """The reader sees the marks that are control tokens in a file, and no other text spells these tokens."""
+    tokenizer = tokenizer_of(with_tokens({**HARMONY, "<s>": CONTROL, **dict.fromkeys(form.tokens, CONTROL)},
+                                         eos="<|return|>"))
+    answer = written_calls(form, [("now", {"a": "b"})])
+    ids = tokenizer.encode(f"<s>{answer}<s>", parse_special=True)
+    stream = tokenizer.stream()
+    schema = {"properties": {"a": {"type": "string"}}}
+    reader = AnswerReader(form, [Tool("now", schema)])
+    assert read_whole(reader, [*map(stream.push, ids), stream.flush()]).parsed() == [("now", {"a": "b"})]
+    assert set(tokenizer.encode(answer)) < set(range(256))
 
 
 def test_special_tokens_are_found_from_the_left_the_longest_first() -> None:
