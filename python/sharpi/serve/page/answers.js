@@ -33,6 +33,13 @@ export class Answers {
     this.#running.get(id)?.aborter.abort();
   }
 
+  /** Stops an answer whose chat is deleted, so that its end does not store the chat again. */
+  drop(id) {
+    const run = this.#running.get(id);
+    if (run) run.dropped = true;
+    this.stop(id);
+  }
+
   /** Answers the message `asked` of a chat. options: model, system, and the sampling fields of the request. */
   async start(chat, asked, { model, system, fields }) {
     const message = add(chat, asked.id, { role: "assistant", model, thoughts: "", state: "reading" });
@@ -50,7 +57,7 @@ export class Answers {
     measure(message, run.clock);
     chat.changed = Date.now();
     this.#running.delete(chat.id);
-    await saveChat(chat).catch(() => {});
+    if (!run.dropped) await saveChat(chat).catch(() => {});
     this.#changed(chat, message);
   }
 

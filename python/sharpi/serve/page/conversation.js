@@ -32,10 +32,13 @@ export function choose(chat, message) {
 
 /** The messages that are shown. */
 export function path(chat) {
-  const byId = new Map(chat.messages.map((message) => [message.id, message]));
   const shown = [];
-  for (let at = byId.get(chat.chosen[""]); at; at = byId.get(chat.chosen[at.id])) shown.push(at);
+  for (let at = child(chat, ""); at; at = child(chat, at.id)) shown.push(at);
   return shown;
+}
+
+function child(chat, parent) {
+  return chat.messages.find((message) => message.parent === parent && message.id === chat.chosen[parent]);
 }
 
 /** The messages from the first to this one, which may be off the shown path. */
@@ -71,12 +74,28 @@ export function asMarkdown(chat) {
 /** The chats of a file that was exported here; an error that says what is wrong with it. */
 export function fromExport(text) {
   const chats = JSON.parse(text)?.chats;
-  const sound = (message) => typeof message?.id === "string" && typeof message.parent === "string"
+  if (!Array.isArray(chats) || !chats.every(isChat)) throw new Error("the file holds no chats that were exported here");
+  return chats.map(({ id, title, created, changed, messages, chosen }) => ({ id, title: String(title ?? ""),
+    created: Number(created) || 0, changed: Number(changed) || 0, chosen, messages: messages.map(known) }));
+}
+
+function isChat(chat) {
+  return /^[\w.-]{1,100}$/.test(chat?.id) && Array.isArray(chat.messages) && chat.messages.every(isMessage)
+    && typeof chat.chosen === "object" && chat.chosen !== null;
+}
+
+// A message comes after the one that it answers, so no path goes in a circle.
+function isMessage(message, index) {
+  const after = message?.parent === "" || (Number(message?.parent) >= 1 && Number(message?.parent) <= index);
+  return after && message.id === String(index + 1) && typeof message.parent === "string"
     && typeof message.text === "string" && ["user", "assistant"].includes(message.role);
-  if (!Array.isArray(chats) || !chats.every((chat) => typeof chat?.id === "string" && Array.isArray(chat.messages)
-    && chat.messages.every(sound) && typeof chat.chosen === "object" && chat.chosen)) {
-    throw new Error("the file holds no chats that were exported here");
-  }
-  return chats.map(({ id, title, created, changed, messages, chosen }) => (
-    { id, title: String(title ?? ""), created: Number(created) || 0, changed: Number(changed) || 0, messages, chosen }));
+}
+
+/** The fields that the page knows, each of its type. */
+function known(message) {
+  const { id, parent, role, text, thoughts, model, state, made, thoughtMs, counts } = message;
+  const numbers = Object.entries(counts ?? {}).filter(([, value]) => Number.isFinite(value));
+  return { id, parent, role, text, thoughts: String(thoughts ?? ""), model: String(model ?? ""),
+    state: String(state ?? "done"), made: Number(made) || 0, thoughtMs: Number(thoughtMs) || 0,
+    counts: Object.fromEntries(numbers) };
 }

@@ -2,7 +2,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** el("button", {class: "quiet", "aria-label": "Copy", onclick: copy}, "Copy"): children are nodes, texts or nothing. */
+/** el("button", {class: "quiet", onclick: copy}, "Copy"): children are nodes, texts or nothing. */
 export function el(tag, properties = {}, ...children) {
   return filled(document.createElement(tag), properties, children);
 }
@@ -26,8 +26,8 @@ const ICONS = {
   menu: "M3 5.5h14M3 10h14M3 14.5h9",
   plus: "M10 4v12M4 10h12",
   sliders: "M3 6h7M14 6h3M3 14h3M10 14h7M12 4v4M8 12v4",
-  sun: "M10 6.5a3.5 3.5 0 1 0 0 7 3.5 3.5 0 0 0 0-7M10 2v1.5M10 16.5V18M2 10h1.5M16.5 10H18M4.3 4.3l1.1 1.1M14.6 14.6l1.1 1.1"
-    + "M4.3 15.7l1.1-1.1M14.6 5.4l1.1-1.1",
+  sun: "M10 6.5a3.5 3.5 0 1 0 0 7 3.5 3.5 0 0 0 0-7M10 2v1.5M10 16.5V18M2 10h1.5M16.5 10H18"
+    + "M4.3 4.3l1.1 1.1M14.6 14.6l1.1 1.1M4.3 15.7l1.1-1.1M14.6 5.4l1.1-1.1",
   moon: "M16.5 11.8A6.8 6.8 0 0 1 8.2 3.5a6.8 6.8 0 1 0 8.3 8.3z",
   send: "M10 16V4.5M5 9.5l5-5 5 5",
   stop: "M6 6h8v8H6z",
@@ -48,8 +48,8 @@ export function icon(name) {
 
 /** A button that is a picture; its name is what a screen reader says and what the pointer shows. */
 export function iconButton(name, label, onclick, properties = {}) {
-  return el("button", { type: "button", class: "icon-button", "aria-label": label, title: label, onclick, ...properties },
-    icon(name));
+  const own = { type: "button", class: "icon-button", "aria-label": label, title: label, onclick };
+  return el("button", { ...own, ...properties }, icon(name));
 }
 
 export function replaceIcon(button, name, label) {

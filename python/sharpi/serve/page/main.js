@@ -18,7 +18,7 @@ let chats = [];
 let chat = null; // the open one; it is stored with its first message
 let facts = null; // what the server says of the model
 
-// --- the parts --------------------------------------------------------------------------------------------------------
+// --- the parts -------------------------------------------------------------------------------------------------------
 
 const answers = new Answers((changed, message) => {
   const running = answers.message(changed.id) === message;
@@ -92,7 +92,7 @@ at("shade").addEventListener("click", () => {
 });
 bindThinking(at("thinking"));
 
-// --- showing ----------------------------------------------------------------------------------------------------------
+// --- showing ---------------------------------------------------------------------------------------------------------
 
 // A burst of pieces is drawn once, before the next picture of the screen.
 const waiting = new Map();
@@ -146,14 +146,14 @@ function ended(message) {
   refreshFacts();
 }
 
-// --- chats ------------------------------------------------------------------------------------------------------------
+// --- chats -----------------------------------------------------------------------------------------------------------
 
 async function reload() {
   const stored = await allChats().catch(() => {
     say("This browser keeps no data for this page, so chats are lost when it closes.");
     return chats;
   });
-  chats = stored.map((each) => answers.chat(each.id) ?? (each.id === chat?.id && !changedElsewhere(each) ? chat : each));
+  chats = stored.map((each) => answers.chat(each.id) ?? (isOpen(each) ? chat : each));
   const again = chats.find(({ id }) => id === chat?.id);
   if (again) chat = again;
   if (chat) {
@@ -162,8 +162,9 @@ async function reload() {
   }
 }
 
-function changedElsewhere(stored) {
-  return stored.changed > chat.changed;
+/** Whether this is the open chat, unless another tab has written to it since. */
+function isOpen(stored) {
+  return stored.id === chat?.id && stored.changed <= chat.changed;
 }
 
 async function store(changed) {
@@ -193,7 +194,7 @@ function open(id) {
 }
 
 async function remove(gone) {
-  answers.stop(gone.id);
+  answers.drop(gone.id);
   chats = chats.filter(({ id }) => id !== gone.id);
   await deleteChat(gone.id).catch(() => {});
   if (gone.id === chat.id) openNew();
@@ -213,7 +214,7 @@ function fileName(title) {
   return title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "chat";
 }
 
-// --- asking -----------------------------------------------------------------------------------------------------------
+// --- asking ----------------------------------------------------------------------------------------------------------
 
 async function ask(text, parent) {
   const asked = add(chat, parent, { role: "user", text });
@@ -251,7 +252,7 @@ function submit(event) {
   ask(text, path(chat).at(-1)?.id ?? "");
 }
 
-// --- the server -------------------------------------------------------------------------------------------------------
+// --- the server ------------------------------------------------------------------------------------------------------
 
 async function connect() {
   try {
@@ -278,7 +279,7 @@ async function refreshFacts() {
   showChat();
 }
 
-// --- settings, colours, keys ------------------------------------------------------------------------------------------
+// --- settings, colours, keys -----------------------------------------------------------------------------------------
 
 let panelTimer = 0;
 

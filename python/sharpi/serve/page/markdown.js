@@ -98,7 +98,8 @@ function list(lines, at) {
     const inside = items.length > 0 && indentOf(line) >= first[1].length + 2;
     if (item && !inside) {
       if (/\d/.test(item[2]) !== ordered || RULE.test(line)) break;
-      width = item[0].length > item[1].length + item[2].length + 4 ? item[1].length + item[2].length + 1 : item[0].length;
+      const marked = item[1].length + item[2].length;
+      width = item[0].length > marked + 4 ? marked + 1 : item[0].length; // more spaces belong to indented code
       items.push([line.slice(width)]);
     } else if (inside) items.at(-1).push(line.slice(Math.min(width, indentOf(line))));
     else if (blank || begins(lines, end)) break;

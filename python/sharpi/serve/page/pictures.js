@@ -59,7 +59,7 @@ export function meter(label, used, all, unit = "") {
 }
 
 export function line(share, label) {
-  return svg("svg", { class: "line", viewBox: "0 0 1000 6", preserveAspectRatio: "none", role: "img", "aria-label": label },
-    svg("rect", { class: "line-all", width: 1000, height: 6 }),
+  const frame = { class: "line", viewBox: "0 0 1000 6", preserveAspectRatio: "none", role: "img", "aria-label": label };
+  return svg("svg", frame, svg("rect", { class: "line-all", width: 1000, height: 6 }),
     svg("rect", { class: "line-part", width: 1000 * share, height: 6 }));
 }

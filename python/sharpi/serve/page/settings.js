@@ -6,10 +6,11 @@ import { meter, planBar, ring } from "./pictures.js";
 import { remember, remembered } from "./storage.js";
 
 const NUMBERS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 10, step: "any", help: "0 always takes the most likely token." },
+  { name: "temperature", label: "Temperature", min: 0, max: 10, step: "any",
+    help: "0 always takes the most likely token." },
   { name: "top_k", label: "Top k", min: 0, step: 1, help: "Choose among the k most likely tokens; 0 keeps all." },
-  { name: "top_p", label: "Top p", min: 0, max: 1, step: "any", help: "Keep the likeliest tokens up to this probability." },
-  { name: "min_p", label: "Min p", min: 0, max: 1, step: "any", help: "Drop tokens less likely than this part of the top." },
+  { name: "top_p", label: "Top p", min: 0, max: 1, step: "any", help: "Keep the likeliest tokens up to this sum." },
+  { name: "min_p", label: "Min p", min: 0, max: 1, step: "any", help: "Drop tokens below this part of the likeliest." },
   { name: "max_tokens", label: "Most tokens", min: 1, step: 1, help: "The answer's limit, thoughts included." },
   { name: "seed", label: "Seed", min: 0, step: 1, help: "The same seed gives the same answer." },
 ];
@@ -50,7 +51,8 @@ export class Panel {
     this.actions = actions;
     element.append(
       el("div", { class: "bar" }, el("h2", {}, "Settings"), iconButton("close", "Close the settings", actions.close)),
-      el("div", { class: "sections" }, section("Model", this.#facts), answers(), this.#key(), this.#chats(), keyboard()));
+      el("div", { class: "sections" },
+        section("Model", this.#facts), answers(), this.#key(), this.#chats(), keyboard()));
   }
 
   focusKey() {
@@ -62,7 +64,7 @@ export class Panel {
     const parts = [el("p", { class: "model-name" }, model || properties?.model || "No model")];
     if (Array.isArray(properties?.plan)) parts.push(planBar(properties.plan));
     const rate = properties?.experts?.hit_rate;
-    if (Number.isFinite(rate)) parts.push(ring(rate, "expert hit rate", "experts found in VRAM when a token needed them"));
+    if (Number.isFinite(rate)) parts.push(ring(rate, "expert hit rate", "were in VRAM when a token needed them"));
     if (Array.isArray(slots) && slots.length) {
       parts.push(meter("Answers under way", slots.filter((slot) => slot.is_processing).length, slots.length));
     }
@@ -78,7 +80,9 @@ export class Panel {
       remember("key", field.value.trim());
       this.actions.keyChanged();
     });
-    return section("API key", field, el("p", { class: "quiet small" },
+    // A form of its own lets the browser's keeper of passwords see what the field is.
+    const form = el("form", { onsubmit: (event) => event.preventDefault() }, field);
+    return section("API key", form, el("p", { class: "quiet small" },
       "Only if the server was started with one. It is kept in this browser and sent to this server alone."));
   }
 

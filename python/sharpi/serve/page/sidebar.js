@@ -28,7 +28,8 @@ export class Sidebar {
     this.element.replaceChildren(...[...groups].map(([name, members]) =>
       el("section", {}, el("h2", {}, name), el("ul", {}, members.map((chat) => this.#item(chat))))));
     if (!found.length) {
-      this.element.append(el("p", { class: "quiet small" }, wanted.trim() ? "No chat has these words." : "No chats yet."));
+      const words = wanted.trim() ? "No chat has these words." : "No chats yet.";
+      this.element.append(el("p", { class: "quiet small" }, words));
     }
   }
 

@@ -102,7 +102,7 @@ class MessageView {
     const thinking = running && message.state === "thinking";
     if (message.thoughts) {
       const [summary, inside] = this.folded.children;
-      const time = message.thoughtMs ? ` for ${seconds(message.thoughtMs)}` : "";
+      const time = message.thoughtMs >= 100 ? ` for ${seconds(message.thoughtMs)}` : "";
       summary.firstChild.textContent = `${thinking ? "Thinking" : "Thought"}${time}`;
       summary.classList.toggle("pulse", thinking);
       showMarkdown(inside, message.thoughts);
@@ -119,7 +119,9 @@ class MessageView {
     if (total > 0) {
       const words = `Reading the prompt: ${whole(processed)} of ${whole(total)} tokens`;
       this.status.replaceChildren(el("span", {}, words), line(processed / total, words));
-    } else if (!this.status.firstChild) this.status.append(el("span", { class: "pulse" }, "Waiting for the first token"));
+    } else if (!this.status.firstChild) {
+      this.status.append(el("span", { class: "pulse" }, "Waiting for the first token"));
+    }
   }
 
   #showProblem(running) {
@@ -130,23 +132,25 @@ class MessageView {
     this.problem.hidden = !words;
     this.problem.classList.toggle("mild", message.state !== "failed");
     if (!words) return;
-    const keyless = message.state === "failed" && (message.status === 401 || message.status === 403);
+    const failed = message.state === "failed";
+    const keyless = failed && (message.status === 401 || message.status === 403);
+    const button = (label, onclick) => el("button", { type: "button", onclick }, label);
     this.problem.replaceChildren(el("span", {}, words),
-      keyless ? el("button", { type: "button", onclick: () => this.actions.settings() }, "Enter the key") : "",
-      message.state === "failed" ? el("button", { type: "button", onclick: () => this.actions.again(message) }, "Try again")
-        : "");
+      ...(keyless ? [button("Enter the key", () => this.actions.settings())] : []),
+      ...(failed ? [button("Try again", () => this.actions.again(message))] : []));
   }
 
   #foot(family, running) {
     const { message, actions } = this;
     if (running) return [];
     const at = family.indexOf(message);
+    const version = `Version ${at + 1} of ${family.length}`;
     const go = (index) => () => actions.show(family[index]);
     const copy = iconButton("copy", "Copy", () => copyFrom(copy, message.text));
     return [
       family.length > 1 && el("span", { class: "branches" },
         iconButton("left", "Previous version", go(at - 1), { disabled: at === 0 }),
-        el("span", { class: "figure", "aria-label": `Version ${at + 1} of ${family.length}` }, `${at + 1}/${family.length}`),
+        el("span", { class: "figure", "aria-label": version }, `${at + 1}/${family.length}`),
         iconButton("right", "Next version", go(at + 1), { disabled: at === family.length - 1 })),
       el("span", { class: "actions" }, copy,
         iconButton("pencil", "Edit", () => this.edit()),
@@ -157,7 +161,7 @@ class MessageView {
 
   #counts() {
     const { counts = {}, firstMs, model } = this.message;
-    const cached = counts.cached ? `, ${whole(counts.cached)} cached` : "";
+    const cached = counts.cached ? ` (${whole(counts.cached)} cached)` : "";
     const parts = [
       model,
       counts.rate && `${counts.rate.toFixed(1)} tokens/s`,
@@ -172,7 +176,8 @@ class MessageView {
   /** A reader's message is sent anew as a branch; an answer is kept as a branch that the reader has worded. */
   edit() {
     const own = this.message.role === "user";
-    const area = el("textarea", { class: "editor", "aria-label": own ? "Edit the message" : "Edit the answer", rows: 2 });
+    const label = own ? "Edit the message" : "Edit the answer";
+    const area = el("textarea", { class: "editor", "aria-label": label, rows: 2 });
     area.value = this.message.text;
     const close = () => {
       form.replaceWith(this.body);
