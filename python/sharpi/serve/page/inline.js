@@ -131,8 +131,7 @@ class Reader {
     const before = this.parts.at(-1);
     const found = this.match(BARE);
     if (!found || (typeof before === "string" && /\w$/.test(before))) return false;
-    let text = found[0].replace(/[.,;:!?*_~\]]+$/, "");
-    if (text.endsWith(")") && !text.includes("(")) text = text.replace(/\)+$/, "");
+    const text = withoutEnd(found[0]);
     const made = link(text, [text]);
     return made && this.take(text.length, made);
   }
@@ -149,6 +148,14 @@ class Reader {
     if (mark === "~" && count !== 2) return this.take(count, mark.repeat(count));
     return this.take(count, opens || closes ? { mark, count, opens, closes } : mark.repeat(count));
   }
+}
+
+/** An address without the punctuation of the sentence that it stands in. */
+function withoutEnd(text) {
+  const signs = text.includes("(") ? ".,;:!?*_~]" : ".,;:!?*_~])";
+  let end = text.length;
+  while (signs.includes(text[end - 1])) end--;
+  return text.slice(0, end);
 }
 
 /** Each run of backticks by its place, with the place of the next run that is as long. */

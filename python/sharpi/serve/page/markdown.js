@@ -8,7 +8,7 @@ import { inline } from "./inline.js";
 
 const DEEPEST = 12; // quotes and lists inside each other; what is deeper is a paragraph
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^`\s]*)[^`]*$/;
+const FENCE = /^ {0,3}(`{3,}(?!.*`)|~{3,})(.*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:\s+(.*))?$/;
 const RULE = /^ {0,3}(?:(?:-\s*){3,}|(?:_\s*){3,}|(?:\*\s*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
@@ -53,7 +53,8 @@ function blocks(lines) {
 function fence(lines, at) {
   const open = FENCE.exec(lines[at]);
   if (!open) return null;
-  const [, mark, language] = open;
+  const [, mark, information] = open;
+  const [language] = information.trim().split(/\s/, 1);
   const indent = lines[at].search(/\S/);
   let end = at + 1;
   const closes = (line) => line.trim().length >= mark.length && !line.trim().replaceAll(mark[0], "");
