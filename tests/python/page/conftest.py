@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from browser import MISSING, chromium
 from fake_server import FakeServer, listening
-
-OpenPage = Callable[..., Any]
-
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
@@ -19,15 +17,23 @@ def browser() -> Iterator[Any]:
         yield found
 
 
-@pytest.fixture
-def server() -> FakeServer:
-    return FakeServer()
+@pytest.fixture(scope="session")
+def one_server() -> Iterator[tuple[FakeServer, str]]:
+    server = FakeServer()
+    with listening(server) as address:
+        yield server, address
 
 
 @pytest.fixture
-def address(server: FakeServer) -> Iterator[str]:
-    with listening(server) as found:
-        yield found
+def server(one_server: tuple[FakeServer, str]) -> FakeServer:
+    """The server, as it is before its first request."""
+    one_server[0].reset()
+    return one_server[0]
+
+
+@pytest.fixture(scope="session")
+def address(one_server: tuple[FakeServer, str]) -> str:
+    return one_server[1]
 
 
 class Watch:
@@ -53,16 +59,10 @@ class Watch:
             self.wrong.append(f"request: {request.url}")
 
 
-@pytest.fixture
-def watch(address: str) -> Iterator[Watch]:
-    found = Watch(address)
-    yield found
-    assert not found.wrong
-
-
-@pytest.fixture
-def context(browser: Any, watch: Watch) -> Iterator[Any]:
+@contextmanager
+def reader(browser: Any, address: str) -> Iterator[Any]:
     """One reader's browser, with an empty store."""
+    watch = Watch(address)
     made = browser.new_context(viewport={"width": 1200, "height": 800}, color_scheme="light")
     made.set_default_timeout(5000)
     made.add_init_script("addEventListener('securitypolicyviolation',"
@@ -70,11 +70,29 @@ def context(browser: Any, watch: Watch) -> Iterator[Any]:
     made.on("page", watch.on)
     yield made
     made.close()
+    assert not watch.wrong
+
+
+def opened(context: Any, address: str) -> Any:
+    page = context.new_page()
+    page.goto(address)
+    page.wait_for_selector("#model option", state="attached")
+    return page
+
+
+@pytest.fixture
+def context(browser: Any, server: FakeServer, address: str) -> Iterator[Any]:
+    with reader(browser, address) as made:
+        yield made
 
 
 @pytest.fixture
 def page(context: Any, address: str) -> Any:
-    made = context.new_page()
-    made.goto(address)
-    made.wait_for_selector("#model option", state="attached")
-    return made
+    return opened(context, address)
+
+
+@pytest.fixture(scope="module")
+def lasting_page(browser: Any, address: str) -> Iterator[Any]:
+    """A page for tests that leave nothing behind."""
+    with reader(browser, address) as made:
+        yield opened(made, address)

@@ -59,16 +59,20 @@ class FakeServer:
     an HTTP response of its own."""
 
     def __init__(self) -> None:
-        self.answers: list[Sequence[Any] | Response] = [[said("Hello."), *ended()]]
-        self.requests: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.key: str | None = None
-        self.given_up = 0
-        self._resumed = threading.Event()
+        self.reset()
         self.app = Starlette(routes=[
             *page_routes.routes(),
             Route("/v1/models", self._models), Route("/props", self._properties), Route("/slots", self._slots),
             Route("/v1/chat/completions", self._complete, methods=["POST"])])
+
+    def reset(self) -> None:
+        self.answers: list[Sequence[Any] | Response] = [[said("Hello."), *ended()]]
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.key: str | None = None
+        self.properties: Mapping[str, Any] | None = PROPERTIES
+        self.given_up = 0
+        self._resumed = threading.Event()
 
     def resume(self) -> None:
         self._resumed.set()
@@ -85,7 +89,7 @@ class FakeServer:
         return self._refused(request) or JSONResponse({"object": "list", "data": [{"id": name} for name in names]})
 
     async def _properties(self, request: Request) -> Response:
-        return self._refused(request) or JSONResponse(PROPERTIES)
+        return self._refused(request) or JSONResponse(self.properties, 404 if self.properties is None else 200)
 
     async def _slots(self, request: Request) -> Response:
         return self._refused(request) or JSONResponse([{"id": i, "is_processing": i == 0} for i in range(4)])

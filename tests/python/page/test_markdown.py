@@ -43,16 +43,16 @@ SHOW = """async (text) => {
     ("![cat](https://a.b/c.png)", '<p><a href="https://a.b/c.png">cat</a></p>'),
     ("[a](b) [c] [d]", "<p>[a](b) [c] [d]</p>"),
 ])
-def test_markdown_becomes_elements(page: Any, text: str, html: str | None) -> None:
-    made = page.evaluate(SHOW, text)
+def test_markdown_becomes_elements(lasting_page: Any, text: str, html: str | None) -> None:
+    made = lasting_page.evaluate(SHOW, text)
     if html is None:
         assert "<ol><li>" in made and "<pre" in made and made.count("<li>") == 2
     else:
         assert made == html
 
 
-def test_tables(page: Any) -> None:
-    made = page.evaluate(SHOW, "| a | b |\n| --- | ---: |\n| `x` | 1 \\| 2 |\n| y |\n\nafter")
+def test_tables(lasting_page: Any) -> None:
+    made = lasting_page.evaluate(SHOW, "| a | b |\n| --- | ---: |\n| `x` | 1 \\| 2 |\n| y |\n\nafter")
     assert "<th>a</th><th class=\"right\">b</th>" in made
     assert "<td><code>x</code></td><td class=\"right\">1 | 2</td>" in made
     assert "<td>y</td><td class=\"right\"></td>" in made
@@ -72,8 +72,8 @@ def test_tables(page: Any) -> None:
     ("diff", "@@ 1 @@\n+a\n-b", {"comment", "added", "removed"}),
     ("unknown", "if x", set()),
 ])
-def test_code_is_coloured_and_stays_the_same_text(page: Any, language: str, code: str, kinds: set[str]) -> None:
-    found = page.evaluate("""async ([language, code]) => {
+def test_code_is_coloured_and_stays_the_same_text(lasting_page: Any, language: str, code: str, kinds: set[str]) -> None:
+    found = lasting_page.evaluate("""async ([language, code]) => {
       const { highlighted } = await import("/page/highlight.js");
       const element = document.createElement("code");
       element.append(...highlighted(code, language));
@@ -107,8 +107,8 @@ ALLOWED = {"P", "BR", "H2", "H3", "H4", "H5", "H6", "HR", "UL", "OL", "LI", "BLO
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_nothing_in_a_text_becomes_more_than_text(page: Any, text: str) -> None:
-    found = page.evaluate("""async (text) => {
+def test_nothing_in_a_text_becomes_more_than_text(lasting_page: Any, text: str) -> None:
+    found = lasting_page.evaluate("""async (text) => {
       const { showMarkdown } = await import("/page/markdown.js");
       const element = document.createElement("div");
       document.body.append(element);
@@ -140,10 +140,10 @@ def test_nothing_in_a_text_becomes_more_than_text(page: Any, text: str) -> None:
     "```css\n" + "a-" * 15_000 + "\n```", "```json\n" + '"a' * 10_000 + "\n```", "```py\n" + "1" * 40_000 + "x" * 9,
     "![" * 20_000, "\\" * 30_000, "a\n" * 10_000, "1. a\n" * 3_000, "|a|\n|-|\n" * 3_000,
 ], ids=lambda text: json.dumps(text[:12]))
-def test_no_text_takes_long(page: Any, text: str) -> None:
+def test_no_text_takes_long(lasting_page: Any, text: str) -> None:
     """Each is a text for which a careless reader takes quadratic time or exhausts the stack: then this does not end, or
     raises. The shown text loses nothing but marks."""
-    length = page.evaluate("""async (text) => {
+    length = lasting_page.evaluate("""async (text) => {
       const { showMarkdown } = await import("/page/markdown.js");
       const element = document.createElement("div");
       document.body.append(element);
@@ -155,8 +155,8 @@ def test_no_text_takes_long(page: Any, text: str) -> None:
     assert length <= len(text) + 10
 
 
-def test_a_growing_text_keeps_the_elements_of_finished_blocks(page: Any) -> None:
-    kept = page.evaluate("""async () => {
+def test_a_growing_text_keeps_the_elements_of_finished_blocks(lasting_page: Any) -> None:
+    kept = lasting_page.evaluate("""async () => {
       const { showMarkdown } = await import("/page/markdown.js");
       const element = document.createElement("div");
       const text = "# a\\n\\nb **c**\\n\\n```py\\nx = 1\\n```\\n\\n- d\\n- e\\n";

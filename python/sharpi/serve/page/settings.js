@@ -88,8 +88,7 @@ export class Panel {
 
   #chats() {
     const button = (label, onclick) => el("button", { type: "button", onclick }, label);
-    const file = el("input", { type: "file", accept: "application/json,.json", class: "unseen", tabindex: "-1",
-      "aria-hidden": "true" });
+    const file = el("input", { type: "file", accept: "application/json,.json", hidden: true });
     file.addEventListener("change", () => {
       if (file.files.length) this.actions.importFile(file.files[0]);
       file.value = "";
@@ -109,7 +108,7 @@ function section(title, ...children) {
 function answers() {
   const system = el("textarea", { id: "system", rows: 3, placeholder: "None" });
   system.value = settings().system ?? "";
-  system.addEventListener("change", () => change("system", system.value.trim()));
+  system.addEventListener("input", () => change("system", system.value.trim()));
   return section("Answers", el("label", { class: "field wide" }, el("span", {}, "System prompt"), system),
     el("div", { class: "numbers" }, NUMBERS.map(numberField)));
 }
@@ -119,7 +118,7 @@ function numberField({ name, label, help, ...bounds }) {
   const field = el("input", { id: name, type: "number", inputmode: "decimal", placeholder: "default", ...bounds,
     "aria-describedby": note.id });
   field.value = settings()[name] ?? "";
-  field.addEventListener("change", () => {
+  field.addEventListener("input", () => {
     const bad = !field.checkValidity();
     field.setAttribute("aria-invalid", String(bad));
     note.textContent = bad ? field.validationMessage : help;
