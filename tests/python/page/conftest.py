@@ -3,11 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
-from browser import MISSING, chromium
-from fake_server import FakeServer, listening
+from browser import MISSING, Watch, chromium
+from page_server import FakeServer, listening
+
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
@@ -34,29 +34,6 @@ def server(one_server: tuple[FakeServer, str]) -> FakeServer:
 @pytest.fixture(scope="session")
 def address(one_server: tuple[FakeServer, str]) -> str:
     return one_server[1]
-
-
-class Watch:
-    """What pages must not do: fail, break the policy, or ask another server than their own."""
-
-    def __init__(self, address: str) -> None:
-        self.origin = urlsplit(address).netloc
-        self.wrong: list[str] = []
-
-    def on(self, page: Any) -> None:
-        page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
-        page.on("console", self._said)
-        page.on("request", self._asked)
-
-    def _said(self, message: Any) -> None:
-        # Chromium words every answer that is not 200 as an error, which the page shows in its own words.
-        if message.type == "error" and not message.text.startswith("Failed to load resource"):
-            self.wrong.append(f"console: {message.text}")
-
-    def _asked(self, request: Any) -> None:
-        parts = urlsplit(request.url)
-        if parts.scheme not in ("blob", "data") and parts.netloc != self.origin:
-            self.wrong.append(f"request: {request.url}")
 
 
 @contextmanager

@@ -26,7 +26,7 @@ async function request(path, options = {}) {
 }
 
 async function failure(response) {
-  if (response.status === 401 || response.status === 403) {
+  if (response.status === 401) {
     return new ApiFailure("The server asks for an API key. Enter it in the settings.", response.status);
   }
   const said = messageOf(await response.json().catch(() => null));
@@ -43,7 +43,7 @@ async function maybe(path) {
   try {
     return await (await request(path)).json();
   } catch (error) {
-    if (error.status === 401 || error.status === 403) throw error;
+    if (error.status === 401) throw error;
     return null;
   }
 }

@@ -94,6 +94,7 @@ export function whole(number) {
 }
 
 export function seconds(ms) {
+  if (ms < 1000) return `${Math.round(ms)} ms`;
   if (ms < 9950) return `${(ms / 1000).toFixed(1)} s`;
   const total = Math.round(ms / 1000);
   return total < 60 ? `${total} s` : `${Math.floor(total / 60)} min ${total % 60} s`;

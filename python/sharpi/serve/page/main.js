@@ -263,7 +263,7 @@ async function connect() {
     model.hidden = !names.length;
   } catch (error) {
     model.hidden = true;
-    say(error.message, error.status === 401 || error.status === 403 ? el("button", { type: "button", onclick: () => {
+    say(error.message, error.status === 401 ? el("button", { type: "button", onclick: () => {
       togglePanel(true);
       panel.focusKey();
     } }, "Enter the key") : el("button", { type: "button", onclick: connect }, "Try again"));

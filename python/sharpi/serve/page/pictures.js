@@ -10,6 +10,12 @@ function role(part) {
   return ROLES.includes(named) ? named : "other";
 }
 
+/** The classes of a part: its role's colour, paler if a part before it has the same. */
+function look(parts, index) {
+  const own = role(parts[index]);
+  return `part-${own}${parts.findIndex((part) => role(part) === own) < index ? " part-again" : ""}`;
+}
+
 /** plan: [{name, bytes, role}], in the order of the bar. */
 export function planBar(plan) {
   const parts = plan.filter(({ bytes }) => bytes > 0);
@@ -17,12 +23,12 @@ export function planBar(plan) {
   if (!total) return null;
   const words = parts.map(({ name, bytes }) => `${name} ${size(bytes)}`).join(", ");
   let at = 0;
-  const rects = parts.map((part) => {
+  const rects = parts.map((part, index) => {
     const width = (part.bytes / total) * 1000;
     at += width;
-    return svg("rect", { class: `part-${role(part)}`, x: at - width, y: 0, width: Math.max(width - 4, 2), height: 24 });
+    return svg("rect", { class: look(parts, index), x: at - width, width: Math.max(width - 4, 2), height: 24 });
   });
-  const rows = parts.map((part) => el("li", {}, dot(role(part)), el("span", {}, part.name),
+  const rows = parts.map((part, index) => el("li", {}, dot(look(parts, index)), el("span", {}, part.name),
     el("span", { class: "figure" }, size(part.bytes)),
     el("span", { class: "figure quiet" }, `${Math.round((part.bytes / total) * 100)} %`)));
   return el("div", { class: "plan" },
@@ -31,9 +37,9 @@ export function planBar(plan) {
     el("ul", { class: "legend" }, rows));
 }
 
-function dot(name) {
+function dot(look) {
   return svg("svg", { class: "dot", viewBox: "0 0 10 10", "aria-hidden": "true" },
-    svg("rect", { class: `part-${name}`, width: 10, height: 10, rx: 3 }));
+    svg("rect", { class: look, width: 10, height: 10, rx: 3 }));
 }
 
 /** A ring that is filled to a rate of 0 to 1, with a label beside it. */

@@ -64,12 +64,16 @@ export class Panel {
     const parts = [el("p", { class: "model-name" }, model || properties?.model || "No model")];
     if (Array.isArray(properties?.plan)) parts.push(planBar(properties.plan));
     const rate = properties?.experts?.hit_rate;
-    if (Number.isFinite(rate)) parts.push(ring(rate, "expert hit rate", "were in VRAM when a token needed them"));
+    if (Number.isFinite(rate)) parts.push(ring(rate, "expert hit rate", "of the experts that tokens needed were in VRAM"));
     if (Array.isArray(slots) && slots.length) {
       parts.push(meter("Answers under way", slots.filter((slot) => slot.is_processing).length, slots.length));
     }
-    if (parts.length === 1 && !properties) parts.push(el("p", { class: "quiet small" }, "The server tells no more."));
+    if (properties?.loaded === false) {
+      parts.push(el("p", { class: "quiet small" }, "It is loaded when it is first asked something."));
+    }
     this.#facts.replaceChildren(...parts.filter(Boolean));
+    const defaults = properties?.default_generation_settings?.params ?? {};
+    for (const { name } of NUMBERS) this.element.querySelector(`#${name}`).placeholder = defaults[name] ?? "default";
   }
 
   #key() {

@@ -133,7 +133,7 @@ class MessageView {
     this.problem.classList.toggle("mild", message.state !== "failed");
     if (!words) return;
     const failed = message.state === "failed";
-    const keyless = failed && (message.status === 401 || message.status === 403);
+    const keyless = failed && message.status === 401;
     const button = (label, onclick) => el("button", { type: "button", onclick }, label);
     this.problem.replaceChildren(el("span", {}, words),
       ...(keyless ? [button("Enter the key", () => this.actions.settings())] : []),

@@ -25,9 +25,11 @@ WAIT = "wait"  # in an answer: the stream goes no further until `FakeServer.resu
 
 PROPERTIES: Mapping[str, Any] = {
     "model": "Qwen3-30B-A3B-Q4_K_M", "n_ctx": 32768,
-    "plan": [{"name": "VRAM", "role": "vram", "bytes": 11.2 * GIB}, {"name": "RAM", "role": "ram", "bytes": 5.1 * GIB},
-             {"name": "CPU", "role": "cpu", "bytes": 1.4 * GIB}],
+    "plan": [{"name": "in VRAM", "role": "vram", "bytes": 11.2 * GIB},
+             {"name": "in RAM, with slots in VRAM", "role": "ram", "bytes": 5.1 * GIB},
+             {"name": "in RAM, computed by the CPU", "role": "cpu", "bytes": 1.4 * GIB}],
     "experts": {"hit_rate": 0.937},
+    "default_generation_settings": {"params": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}},
 }
 
 
@@ -55,8 +57,8 @@ def ended(reason: str = "stop", *, prompt: int = 1204, cached: int = 1024, token
 
 
 class FakeServer:
-    """Answers with `answers`, one for each request, and with the last one from then on; an answer is pieces, `WAIT`, or
-    an HTTP response of its own."""
+    """Answers with `answers`, one for each request, and with the last one from then on; an answer is an HTTP response
+    of its own, or pieces: objects to send as events, texts to send as they are, seconds to wait, and `WAIT`."""
 
     def __init__(self) -> None:
         self.reset()
@@ -112,6 +114,8 @@ class FakeServer:
                     while not self._resumed.is_set():
                         await asyncio.sleep(0.01)
                     self._resumed.clear()
+                elif isinstance(piece, float):
+                    await asyncio.sleep(piece)
                 elif isinstance(piece, str):
                     yield piece
                 else:
