@@ -12,6 +12,7 @@ from typing import Any
 
 from browser import MISSING, chromium
 from page_server import FakeServer, ended, listening, said, thought
+from PIL import Image
 
 IMAGES = Path(__file__).resolve().parents[3] / "docs" / "images"
 
@@ -83,6 +84,8 @@ def main() -> None:
         if browser is None:
             sys.exit(MISSING)
         draw(browser, address, folder)
+    for path in folder.glob("page-*.png"):
+        Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 if __name__ == "__main__":

@@ -263,17 +263,16 @@ def test_a_key_is_asked_for_kept_and_sent(context: Any, server: FakeServer, addr
     page.wait_for_selector("#model option", state="attached")
 
 
-@pytest.mark.parametrize("properties", [None, {}, {"plan": None, "experts": None, "n_ctx": None, "loaded": False},
-                                        {"plan": [{}], "experts": {}},
-                                        {"default_generation_settings": {"n_ctx": 100}}])
-def test_a_server_that_tells_less_is_enough(context: Any, server: FakeServer, address: str, properties: Any) -> None:
-    server.properties = properties
+def test_a_server_that_tells_less_is_enough(page: Any, server: FakeServer) -> None:
     server.answers = [[said("Fine."), {"choices": [{"delta": {}, "finish_reason": "stop"}]}]]
-    page = context.new_page()
-    page.goto(address)
-    page.click("#settings")
-    ask(page, "Q")
-    answered(page, "Fine.")
+    for properties in (None, {}, {"plan": None, "experts": None, "n_ctx": None, "loaded": False},
+                       {"plan": [{}], "experts": {}}, {"default_generation_settings": {"n_ctx": 100}}):
+        server.properties = properties
+        page.goto(page.url.partition("#")[0])
+        page.reload()
+        page.click("#settings")
+        ask(page, "Q")
+        answered(page, "Fine.")
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

@@ -64,7 +64,9 @@ export class Panel {
     const parts = [el("p", { class: "model-name" }, model || properties?.model || "No model")];
     if (Array.isArray(properties?.plan)) parts.push(planBar(properties.plan));
     const rate = properties?.experts?.hit_rate;
-    if (Number.isFinite(rate)) parts.push(ring(rate, "expert hit rate", "of the experts that tokens needed were in VRAM"));
+    if (Number.isFinite(rate)) {
+      parts.push(ring(rate, "expert hit rate", "of the experts that tokens needed were in VRAM"));
+    }
     if (Array.isArray(slots) && slots.length) {
       parts.push(meter("Answers under way", slots.filter((slot) => slot.is_processing).length, slots.length));
     }
