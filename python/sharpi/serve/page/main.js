@@ -115,8 +115,9 @@ function showChat() {
   send.hidden = Boolean(running);
   const shown = path(chat);
   const last = shown.findLast((message) => message.counts?.prompt)?.counts;
-  at("context").textContent = last && facts?.n_ctx > 0
-    ? `${whole(last.prompt + (last.tokens ?? 0))} of ${whole(facts.n_ctx)} tokens` : "";
+  // The last token of an answer that fills the context is not in it.
+  const used = Math.min(last?.prompt + (last?.tokens ?? 0), facts?.n_ctx);
+  at("context").textContent = used >= 0 ? `${whole(used)} of ${whole(facts.n_ctx)} tokens` : "";
   document.title = chat.title ? `${chat.title} · Sharpi` : "Sharpi";
 }
 
@@ -196,9 +197,9 @@ function open(id) {
 async function remove(gone) {
   answers.drop(gone.id);
   chats = chats.filter(({ id }) => id !== gone.id);
-  await deleteChat(gone.id).catch(() => {});
   if (gone.id === chat.id) openNew();
   showChats();
+  await deleteChat(gone.id).catch(() => {});
   say(`“${gone.title || "New chat"}” was deleted.`, el("button", { type: "button", onclick: async () => {
     at("toast").hidden = true;
     await store(gone);

@@ -22,6 +22,7 @@ export class Thread {
       this.#follows = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR;
       following(this.#follows);
     }, { passive: true });
+    new ResizeObserver(() => this.toEnd(this.#follows)).observe(scroll);
   }
 
   /** running: the message of this chat that is being answered, if one is. */
