@@ -1,0 +1,218 @@
+"""Anthropic's messages: what Claude Code and the `anthropic` package speak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from sharpi.serve.apis.conversations import Message, call, conversation
+from sharpi.serve.apis.bodies import Body
+from sharpi.serve.errors import ApiError
+from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice, Turn
+from sharpi.settings.generation_options import GenerationOptions
+
+__all__ = ["CountRequest", "MessagesRequest", "turn_of"]
+
+_BILLING = "x-anthropic-billing-header:"
+
+
+def _as_blocks(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class Block(Body):
+    """A content block of any type; which fields it has depends on the type."""
+
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = {}
+    tool_use_id: str = ""
+    content: Annotated[list[Block], BeforeValidator(_as_blocks)] = []
+    is_error: bool = False
+
+
+Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
+
+
+class InputMessage(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class AnthropicTool(Body):
+    """A tool of the client's own has no type, or the type "custom"."""
+
+    type: str | None = None
+    name: str = ""
+    description: str = ""
+    input_schema: dict[str, Any] = {}
+
+
+class Choice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1)
+
+
+class Format(Body):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] | bool = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Format | None = None
+
+
+class Metadata(Body):
+    user_id: str | None = None
+
+
+class CountRequest(Body):
+    """What decides a prompt."""
+
+    model: str
+    messages: list[InputMessage] = Field(min_length=1)
+    system: Blocks | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int = Field(ge=1)
+    stream: bool = False
+    stop_sequences: list[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    metadata: Metadata | None = None
+
+
+# --- a request's turn -------------------------------------------------------------------------------------------------
+
+
+def turn_of(ask: CountRequest) -> Turn:
+    """The turn that a request asks for. Raises `ApiError` that names a block which no model here takes."""
+    choice, parallel = _choice(ask.tool_choice)
+    messages = conversation(_messages(ask))
+    thinking = ask.thinking
+    config = ask.output_config or OutputConfig()
+    return Turn(
+        messages=messages,
+        tools=[Tool(tool.name, tool.description, tool.input_schema)
+               for tool in ask.tools or () if tool.type in (None, "custom")],
+        tool_choice=choice,
+        parallel_calls=parallel,
+        options=_options(ask) if isinstance(ask, MessagesRequest) else {},
+        format=OutputFormat("json_schema", config.format.json_schema) if config.format else None,
+        continues=messages[-1]["role"] == "assistant",
+        thinking=thinking is not None and thinking.type != "disabled",
+        thinking_budget=thinking.budget_tokens if thinking else None,
+        template={"reasoning_effort": config.effort} if config.effort else {},
+        key=(ask.metadata.user_id or "") if isinstance(ask, MessagesRequest) and ask.metadata else "")
+
+
+def _options(ask: MessagesRequest) -> GenerationOptions:
+    options: GenerationOptions = {"max_tokens": ask.max_tokens}
+    if ask.stop_sequences:
+        options["stop"] = ask.stop_sequences
+    if ask.temperature is not None:
+        options["temperature"] = ask.temperature
+    if ask.top_p is not None:
+        options["top_p"] = ask.top_p
+    if ask.top_k is not None:
+        options["top_k"] = ask.top_k
+    return options
+
+
+def _choice(choice: Choice | None) -> tuple[ToolChoice, bool]:
+    """The choice of tools, and whether several may be called."""
+    if choice is None:
+        return "auto", True
+    parallel = not choice.disable_parallel_tool_use
+    if choice.type == "tool":
+        if choice.name is None:
+            raise ApiError(400, "invalid_request_error", 'the choice of type "tool" names no tool',
+                           param="tool_choice.name")
+        return NamedTool(choice.name), parallel
+    kinds: Mapping[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
+    return kinds[choice.type], parallel
+
+
+def _messages(ask: CountRequest) -> Iterator[Message]:
+    if ask.system:
+        yield {"role": "system", "content": _system(ask.system)}
+    for index, message in enumerate(ask.messages):
+        where = f"messages.{index}.content"
+        if message.role == "assistant":
+            yield _assistant(message.content, where)
+        elif message.role == "system":
+            yield {"role": "system", "content": _text(message.content, where)}
+        else:
+            yield from _user(message.content, where)
+
+
+def _system(blocks: list[Block]) -> str:
+    """The system's text without Claude Code's header, which differs from request to request, so that no two prompts
+    would begin alike."""
+    first = blocks[0]
+    if first.type == "text" and first.text.startswith(_BILLING):
+        blocks = [Block(type="text", text=first.text.partition("\n")[2]), *blocks[1:]]
+    return _text(blocks, "system")
+
+
+def _text(blocks: list[Block], where: str) -> str:
+    for index, block in enumerate(blocks):
+        if block.type != "text":
+            raise _refused(block, f"{where}.{index}")
+    return "\n\n".join(block.text for block in blocks if block.text)
+
+
+def _user(blocks: list[Block], where: str) -> Iterator[Message]:
+    """Tools' results, which have messages of their own, and the text between them."""
+    for index, block in enumerate(blocks):
+        if block.type == "tool_result":
+            text = _text(block.content, f"{where}.{index}.content")
+            yield {"role": "tool", "tool_call_id": block.tool_use_id,
+                   "content": f"Error: {text}" if block.is_error else text}
+        elif block.type == "text":
+            yield {"role": "user", "content": block.text}
+        else:
+            raise _refused(block, f"{where}.{index}")
+
+
+def _assistant(blocks: list[Block], where: str) -> Message:
+    text, thinking, calls = [], [], []
+    for index, block in enumerate(blocks):
+        if block.type == "text":
+            text.append(block.text)
+        elif block.type == "thinking":
+            thinking.append(block.thinking)
+        elif block.type == "tool_use":
+            calls.append(call(block.id, block.name, block.input))
+        elif block.type != "redacted_thinking":
+            raise _refused(block, f"{where}.{index}")
+    message: Message = {"role": "assistant", "content": "".join(text)}
+    if thinking:
+        message["reasoning_content"] = "\n\n".join(thinking)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _refused(block: Block, where: str) -> ApiError:
+    return ApiError(400, "invalid_request_error",
+                    f"{where}: no model here takes a block of type {block.type!r}; text is what they read",
+                    param=where)
