@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.serve.turns import Event, Turn
 
-__all__ = ["Lease", "OpenTurn", "Runner", "Server", "Store"]
+__all__ = ["Card", "Lease", "OpenTurn", "Runner", "Server", "Store"]
 
 
 class OpenTurn(Protocol):
@@ -52,10 +53,24 @@ class Lease(Protocol):
     runner: Runner
 
 
+@dataclass(frozen=True)
+class Card:
+    """What is known of a model that need not be loaded. bytes, modified: the size of its files, and when the first was
+    changed, in seconds since 1970. loaded: whether it is loaded now."""
+
+    name: str
+    bytes: int
+    modified: float
+    loaded: bool
+
+
 class Store(Protocol):
     """The models of a server by name."""
 
     def names(self) -> list[str]: ...
+
+    def card(self, name: str) -> Card:
+        """Of one of `names()`. A file that is gone has no bytes."""
 
     def lease(self, name: str | None) -> AbstractAsyncContextManager[Lease]:
         """Loads the model first if it is not; `None` is the server's first. Raises `ApiError` 404 for a name that the

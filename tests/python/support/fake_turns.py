@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from sharpi.serve.errors import ApiError
+from sharpi.serve.server import Card
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, Said, Thought, Turn, Usage
 
 FIGURES = {"queued_seconds": 0.25, "first_token_seconds": 0.75, "seconds": 1.75, "tokens": 5}
@@ -92,6 +93,9 @@ class FakeServer:
 
     def names(self) -> list[str]:
         return ["toy"]
+
+    def card(self, name: str) -> Card:
+        return Card(name, bytes=1_000, modified=1_700_000_000.0, loaded=True)
 
     @contextlib.asynccontextmanager
     async def lease(self, name: str | None) -> AsyncIterator[Any]:
