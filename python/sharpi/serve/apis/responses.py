@@ -1,0 +1,208 @@
+"""OpenAI's responses: what Codex speaks. Nothing is stored: each request brings its whole conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from sharpi.serve.apis.bodies import Body
+from sharpi.serve.apis.conversations import Message, call, conversation
+from sharpi.serve.apis.responses_events import unsealed
+from sharpi.serve.errors import ApiError
+from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice, Turn
+from sharpi.settings.generation_options import GenerationOptions
+
+__all__ = ["ResponsesRequest", "turn_of"]
+
+_LOGPROBS = "message.output_text.logprobs"  # in `include`
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+def _as_items(value: Any) -> Any:
+    return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class TextPart(Body):
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+
+Parts = Annotated[list[TextPart], BeforeValidator(_as_parts)]
+
+
+class Item(Body):
+    """An item of a conversation; which fields it has depends on the type."""
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] = "user"
+    content: Parts = []
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    input: str = ""
+    output: Parts = []
+    encrypted_content: str = ""
+
+
+class ResponsesTool(Body):
+    type: str
+    name: str = ""
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Allowed(Body):
+    """A choice among the tools. name: for a function. mode, tools: for allowed_tools."""
+
+    type: str
+    name: str = ""
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[ResponsesTool] = []
+
+
+class Reasoning(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+
+
+class Format(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+
+
+class Text(Body):
+    format: Format | None = None
+
+
+class ResponsesRequest(Body):
+    model: str | None = None
+    input: Annotated[list[Item], BeforeValidator(_as_items)] = []
+    instructions: str | None = None
+    tools: list[ResponsesTool] = []
+    tool_choice: Literal["none", "auto", "required"] | Allowed = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: Reasoning = Reasoning()
+    text: Text = Text()
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_logprobs: int = Field(0, ge=0, le=20)
+    include: list[str] = []
+    stream: bool = False
+    metadata: dict[str, Any] = {}
+    user: str = ""
+    prompt_cache_key: str = ""
+    safety_identifier: str = ""
+    # What needs a store, or is done elsewhere.
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    background: bool = False
+
+
+# --- a request's turn -------------------------------------------------------------------------------------------------
+
+
+def turn_of(ask: ResponsesRequest) -> Turn:
+    """The turn that a request asks for. Raises `ApiError` that names what cannot be done."""
+    for field in ("previous_response_id", "conversation", "prompt", "background"):
+        if getattr(ask, field):
+            raise ApiError(400, "invalid_request_error",
+                           f"{field} is not supported: this server stores nothing, so that each request must bring its "
+                           "whole conversation in input", param=field, code="unsupported_parameter")
+    choice, tools = _choice(ask)
+    effort = ask.reasoning.effort
+    messages = conversation(_messages(ask))
+    if not messages:
+        raise ApiError(400, "invalid_request_error", "input is empty", param="input")
+    return Turn(
+        messages=messages,
+        tools=tools,
+        tool_choice=choice,
+        parallel_calls=ask.parallel_tool_calls,
+        options=_options(ask),
+        scores=ask.top_logprobs if ask.top_logprobs or _LOGPROBS in ask.include else None,
+        format=_format(ask.text.format),
+        thinking=None if effort is None else effort != "none",
+        template={} if effort in (None, "none") else {"reasoning_effort": effort},
+        key=ask.safety_identifier or ask.user)
+
+
+def _options(ask: ResponsesRequest) -> GenerationOptions:
+    options: GenerationOptions = {"max_tokens": ask.max_output_tokens}
+    if ask.temperature is not None:
+        options["temperature"] = ask.temperature
+    if ask.top_p is not None:
+        options["top_p"] = ask.top_p
+    return options
+
+
+def _format(format: Format | None) -> OutputFormat | None:
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object":
+        return OutputFormat("json_object")
+    if format.json_schema is None:
+        raise ApiError(400, "invalid_request_error", "a format of type json_schema needs a schema",
+                       param="text.format.schema")
+    return OutputFormat("json_schema", format.json_schema)
+
+
+def _choice(ask: ResponsesRequest) -> tuple[ToolChoice, list[Tool]]:
+    """The choice, and the tools that it leaves. Codex also sends types of tools that only OpenAI runs: they are no
+    part of the prompt, so that the model cannot call them."""
+    tools = [Tool(tool.name, tool.description, tool.parameters) for tool in ask.tools if tool.type == "function"]
+    choice = ask.tool_choice
+    if isinstance(choice, str):
+        return choice, tools
+    if choice.type == "function" and choice.name:
+        return NamedTool(choice.name), tools
+    if choice.type == "allowed_tools":
+        names = {tool.name for tool in choice.tools if tool.type == "function"}
+        return choice.mode, [tool for tool in tools if tool.name in names]
+    raise ApiError(400, "invalid_request_error", f"a choice of type {choice.type!r} is not supported",
+                   param="tool_choice.type")
+
+
+def _messages(ask: ResponsesRequest) -> Iterator[Message]:
+    if ask.instructions:
+        yield {"role": "system", "content": ask.instructions}
+    for index, item in enumerate(ask.input):
+        where = f"input.{index}"
+        if item.type == "message":
+            role = "system" if item.role == "developer" else item.role
+            yield {"role": role, "content": _text(item.content, f"{where}.content")}
+        elif item.type in ("function_call", "custom_tool_call"):
+            arguments = item.arguments if item.type == "function_call" else {"input": item.input}
+            yield {"role": "assistant", "content": "", "tool_calls": [call(item.call_id, item.name, arguments)]}
+        elif item.type in ("function_call_output", "custom_tool_call_output"):
+            yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{where}.output")}
+        elif item.type == "reasoning":
+            reasoning = _reasoning(item, where)
+            if reasoning:
+                yield {"role": "assistant", "content": "", "reasoning_content": reasoning}
+        else:
+            raise _refused(f"an item of type {item.type!r}", where)
+
+
+def _text(parts: list[TextPart], where: str) -> str:
+    for index, part in enumerate(parts):
+        if part.type not in ("input_text", "output_text", "text", "refusal", "reasoning_text"):
+            raise _refused(f"a part of type {part.type!r}", f"{where}.{index}")
+    return "\n\n".join(text for part in parts if (text := part.text or part.refusal))
+
+
+def _refused(what: str, where: str) -> ApiError:
+    return ApiError(400, "invalid_request_error", f"{where}: no model here takes {what}; text is what they read",
+                    param=where)
+
+
+def _reasoning(item: Item, where: str) -> str:
+    """The reasoning of an earlier answer: its text, or what was sealed here."""
+    return _text(item.content, f"{where}.content") or unsealed(item.encrypted_content)
