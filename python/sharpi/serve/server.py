@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from sharpi.loading.loaded_model import LoadedModel
@@ -55,12 +56,11 @@ class Lease(Protocol):
 
 @dataclass(frozen=True)
 class Card:
-    """What is known of a model that need not be loaded. bytes, modified: the size of its files, and when the first was
-    changed, in seconds since 1970. loaded: whether it is loaded now."""
+    """What is known of a model that need not be loaded. path: its file, the first of several. loaded: whether it is
+    loaded now."""
 
     name: str
-    bytes: int
-    modified: float
+    path: Path
     loaded: bool
 
 
@@ -70,7 +70,7 @@ class Store(Protocol):
     def names(self) -> list[str]: ...
 
     def card(self, name: str) -> Card:
-        """Of one of `names()`. A file that is gone has no bytes."""
+        """Of one of `names()`. The file may be gone."""
 
     def lease(self, name: str | None) -> AbstractAsyncContextManager[Lease]:
         """Loads the model first if it is not; `None` is the server's first. Raises `ApiError` 404 for a name that the

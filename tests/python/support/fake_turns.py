@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
+from sharpi.loading.description import BUNDLED_MODEL
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Card
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, Said, Thought, Turn, Usage
@@ -89,13 +90,14 @@ class FakeServer:
     def __init__(self, steps: Sequence[Step] = HELLO, model: Any = None) -> None:
         self.runner = FakeRunner(steps)
         self.store = self
+        self.path = BUNDLED_MODEL
         self._lease = SimpleNamespace(name="toy", model=model, runner=self.runner)
 
     def names(self) -> list[str]:
         return ["toy"]
 
     def card(self, name: str) -> Card:
-        return Card(name, bytes=1_000, modified=1_700_000_000.0, loaded=True)
+        return Card(name, self.path, loaded=True)
 
     @contextlib.asynccontextmanager
     async def lease(self, name: str | None) -> AsyncIterator[Any]:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
 
-from sharpi.serve.apis.conversations import Message, call, conversation
-from sharpi.serve.apis.bodies import Body
+from sharpi.serve.apis.anthropic_events import MessageWording, error_body
+from sharpi.serve.apis.bodies import Body, read_body
+from sharpi.serve.conversations import Message, call, conversation
+from sharpi.serve.delivery import deliver
 from sharpi.serve.errors import ApiError
+from sharpi.serve.server import Server
 from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice, Turn
 from sharpi.settings.generation_options import GenerationOptions
 
-__all__ = ["CountRequest", "MessagesRequest", "turn_of"]
+__all__ = ["CountRequest", "MessagesRequest", "routes", "turn_of"]
 
 _BILLING = "x-anthropic-billing-header:"
 
@@ -61,7 +70,7 @@ class Choice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1)
+    budget_tokens: int | None = Field(default=None, ge=1)
 
 
 class Format(Body):
@@ -94,9 +103,9 @@ class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
     stream: bool = False
     stop_sequences: list[str] | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
     metadata: Metadata | None = None
 
 
@@ -155,7 +164,7 @@ def _messages(ask: CountRequest) -> Iterator[Message]:
     if ask.system:
         yield {"role": "system", "content": _system(ask.system)}
     for index, message in enumerate(ask.messages):
-        where = f"messages.{index}.content"
+        where = f"messages[{index}].content"
         if message.role == "assistant":
             yield _assistant(message.content, where)
         elif message.role == "system":
@@ -176,7 +185,7 @@ def _system(blocks: list[Block]) -> str:
 def _text(blocks: list[Block], where: str) -> str:
     for index, block in enumerate(blocks):
         if block.type != "text":
-            raise _refused(block, f"{where}.{index}")
+            raise _refused(block, f"{where}[{index}]")
     return "\n\n".join(block.text for block in blocks if block.text)
 
 
@@ -184,13 +193,13 @@ def _user(blocks: list[Block], where: str) -> Iterator[Message]:
     """Tools' results, which have messages of their own, and the text between them."""
     for index, block in enumerate(blocks):
         if block.type == "tool_result":
-            text = _text(block.content, f"{where}.{index}.content")
+            text = _text(block.content, f"{where}[{index}].content")
             yield {"role": "tool", "tool_call_id": block.tool_use_id,
                    "content": f"Error: {text}" if block.is_error else text}
         elif block.type == "text":
             yield {"role": "user", "content": block.text}
         else:
-            raise _refused(block, f"{where}.{index}")
+            raise _refused(block, f"{where}[{index}]")
 
 
 def _assistant(blocks: list[Block], where: str) -> Message:
@@ -203,7 +212,7 @@ def _assistant(blocks: list[Block], where: str) -> Message:
         elif block.type == "tool_use":
             calls.append(call(block.id, block.name, block.input))
         elif block.type != "redacted_thinking":
-            raise _refused(block, f"{where}.{index}")
+            raise _refused(block, f"{where}[{index}]")
     message: Message = {"role": "assistant", "content": "".join(text)}
     if thinking:
         message["reasoning_content"] = "\n\n".join(thinking)
@@ -216,3 +225,37 @@ def _refused(block: Block, where: str) -> ApiError:
     return ApiError(400, "invalid_request_error",
                     f"{where}: no model here takes a block of type {block.type!r}; text is what they read",
                     param=where)
+
+
+# --- the endpoints ----------------------------------------------------------------------------------------------------
+
+
+def routes(server: Server) -> list[BaseRoute]:
+    """POST /v1/messages and /v1/messages/count_tokens."""
+    return [_route("/v1/messages", functools.partial(_answer, server)),
+            _route("/v1/messages/count_tokens", functools.partial(_count, server))]
+
+
+async def _answer(server: Server, request: Request, id: str) -> ASGIApp:
+    ask = read_body(MessagesRequest, await request.body())
+    return await deliver(request, server.store, ask.model, turn_of(ask), ask.stream,
+                         lambda model: MessageWording(model, id), {"request-id": id})
+
+
+async def _count(server: Server, request: Request, id: str) -> ASGIApp:
+    ask = read_body(CountRequest, await request.body())
+    async with server.store.lease(ask.model) as lease:
+        return JSONResponse({"input_tokens": await lease.runner.count(turn_of(ask))}, headers={"request-id": id})
+
+
+def _route(path: str, handle: Callable[[Request, str], Awaitable[ASGIApp]]) -> Route:
+    """An endpoint that gives each request an id, which Anthropic's clients show with errors."""
+
+    async def endpoint(request: Request) -> ASGIApp:
+        id = f"req_{secrets.token_hex(12)}"
+        try:
+            return await handle(request, id)
+        except ApiError as error:
+            return JSONResponse(error_body(error, id), error.status, {"request-id": id, **error.headers})
+
+    return Route(path, endpoint, methods=["POST"])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from sharpi.serve.apis.whole import Part, Whole
+from sharpi.serve.delivery import SSE
 from sharpi.serve.errors import ApiError
+from sharpi.serve.server import OpenTurn
 from sharpi.serve.turns import CallArguments, Ended, Event, Said, Thought, Usage
+from sharpi.serve.whole import Part, Whole
 
-__all__ = ["MessageStream", "error_body", "message_body"]
+__all__ = ["MessageWording", "error_body"]
 
 _SIGNATURE = "sharpi"  # Clients send thinking back only if it is signed. Nobody checks the signature.
 
@@ -24,37 +27,37 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     message = error.message
     if error.code == "exceed_context_size_error":
         # Claude Code shortens the conversation if it reads these words, which are Anthropic's.
-        message = (f"prompt is too long: {error.details['n_prompt_tokens']} tokens > {error.details['n_ctx']} maximum")
+        message = f"prompt is too long: {error.details['n_prompt_tokens']} tokens > {error.details['n_ctx']} maximum"
     elif error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
     kind = _ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
-def message_body(id: str, model: str, answer: Whole) -> dict[str, Any]:
-    """The message of an answer that is not streamed."""
-    parts = [part for part in answer.parts if part.kind != "call" or part.arguments() is not None]
-    return {**_message(id, model), "content": [_block(part) for part in parts], **_end(answer.ended),
-            "usage": _usage(answer.usage)}
+class MessageWording:
+    """The words of one message."""
 
+    framing = SSE
 
-class MessageStream:
-    """The events of one streamed message."""
-
-    def __init__(self, id: str, model: str) -> None:
-        self._id = id
+    def __init__(self, model: str, request_id: str) -> None:
+        self._id = f"msg_{secrets.token_hex(12)}"
         self._model = model
+        self._request_id = request_id
         self._answer = Whole()
         self._open: Part | None = None
 
-    def begin(self, prompt_tokens: int, cached_tokens: int) -> Iterator[dict[str, Any]]:
-        """What comes before the first event."""
-        usage = {"input_tokens": prompt_tokens - cached_tokens, "cache_read_input_tokens": cached_tokens,
-                 "cache_creation_input_tokens": 0, "output_tokens": 0}
-        yield {"type": "message_start", "message": {**_message(self._id, self._model), "usage": usage}}
+    def body(self, answer: Whole) -> dict[str, Any]:
+        """The message of an answer that is not streamed."""
+        parts = [part for part in answer.parts if part.kind != "call" or part.arguments() is not None]
+        return {**self._message(), "content": [_block(part) for part in parts], **_end(answer.ended),
+                "usage": _usage(answer.usage)}
+
+    def begin(self, turn: OpenTurn) -> Iterator[dict[str, Any]]:
+        cached = turn.cached_tokens
+        usage = Usage(prompt_tokens=turn.prompt_tokens, cached_tokens=cached, completion_tokens=0, thinking_tokens=0)
+        yield {"type": "message_start", "message": {**self._message(), "usage": _usage(usage)}}
 
     def word(self, event: Event) -> Iterator[dict[str, Any]]:
-        """What a client is sent for an event."""
         answer = self._answer
         answer.add(event)
         if isinstance(event, Usage):
@@ -72,6 +75,16 @@ class MessageStream:
         elif isinstance(event, CallArguments):
             yield self._delta({"type": "input_json_delta", "partial_json": event.json})
 
+    def idle(self, begun: bool) -> bytes:
+        return self.framing.frame({"type": "ping"}) if begun else b":\n\n"
+
+    def fail(self, error: ApiError) -> dict[str, Any]:
+        return error_body(error, self._request_id)
+
+    def _message(self) -> dict[str, Any]:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": [],
+                "stop_reason": None, "stop_sequence": None}
+
     def _switch(self, part: Part | None) -> Iterator[dict[str, Any]]:
         """Ends the block that is open, and begins the one of `part`, which is the last."""
         if self._open is not None:
@@ -87,11 +100,6 @@ class MessageStream:
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": len(self._answer.parts) - 1, "delta": delta}
-
-
-def _message(id: str, model: str) -> dict[str, Any]:
-    return {"id": id, "type": "message", "role": "assistant", "model": model, "content": [], "stop_reason": None,
-            "stop_sequence": None}
 
 
 def _block(part: Part, signature: str = _SIGNATURE) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from sharpi.serve.errors import ApiError
 
-__all__ = ["Body", "read_body"]
+__all__ = ["Body", "error_body", "read_body"]
 
 B = TypeVar("B", bound="Body")
 
@@ -33,6 +33,12 @@ def read_body(kind: type[B], body: bytes) -> B:
         return kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(str(part) for part in first["loc"])
+        name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
         text = f"{name}: {first['msg']}" if name else f"the body is wrong: {first['msg']}"
         raise ApiError(400, "invalid_request_error", text[:_LONGEST], param=name or None) from None
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code,
+                      **error.details}}

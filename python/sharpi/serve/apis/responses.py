@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
+from starlette.requests import Request
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
 
-from sharpi.serve.apis.bodies import Body
-from sharpi.serve.apis.conversations import Message, call, conversation
-from sharpi.serve.apis.responses_events import unsealed
+from sharpi.serve.apis.bodies import Body, error_body, read_body
+from sharpi.serve.apis.responses_events import ResponseWording, unsealed
+from sharpi.serve.conversations import Message, call, conversation
+from sharpi.serve.delivery import deliver, refusing
 from sharpi.serve.errors import ApiError
+from sharpi.serve.server import Server
 from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice, Turn
 from sharpi.settings.generation_options import GenerationOptions
 
-__all__ = ["ResponsesRequest", "turn_of"]
+__all__ = ["ResponsesRequest", "routes", "turn_of"]
 
-_LOGPROBS = "message.output_text.logprobs"  # in `include`
+_LOGPROBS, _SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"  # in `include`
 
 
 def _as_parts(value: Any) -> Any:
@@ -73,7 +79,7 @@ class Reasoning(Body):
 
 class Format(Body):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | bool | None = Field(None, alias="schema")
+    json_schema: dict[str, Any] | bool | None = Field(default=None, alias="schema")
 
 
 class Text(Body):
@@ -89,10 +95,10 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_logprobs: int = Field(0, ge=0, le=20)
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_logprobs: int = Field(default=0, ge=0, le=20)
     include: list[str] = []
     stream: bool = False
     metadata: dict[str, Any] = {}
@@ -174,7 +180,7 @@ def _messages(ask: ResponsesRequest) -> Iterator[Message]:
     if ask.instructions:
         yield {"role": "system", "content": ask.instructions}
     for index, item in enumerate(ask.input):
-        where = f"input.{index}"
+        where = f"input[{index}]"
         if item.type == "message":
             role = "system" if item.role == "developer" else item.role
             yield {"role": role, "content": _text(item.content, f"{where}.content")}
@@ -194,7 +200,7 @@ def _messages(ask: ResponsesRequest) -> Iterator[Message]:
 def _text(parts: list[TextPart], where: str) -> str:
     for index, part in enumerate(parts):
         if part.type not in ("input_text", "output_text", "text", "refusal", "reasoning_text"):
-            raise _refused(f"a part of type {part.type!r}", f"{where}.{index}")
+            raise _refused(f"a part of type {part.type!r}", f"{where}[{index}]")
     return "\n\n".join(text for part in parts if (text := part.text or part.refusal))
 
 
@@ -206,3 +212,39 @@ def _refused(what: str, where: str) -> ApiError:
 def _reasoning(item: Item, where: str) -> str:
     """The reasoning of an earlier answer: its text, or what was sealed here."""
     return _text(item.content, f"{where}.content") or unsealed(item.encrypted_content)
+
+
+# --- the endpoints ----------------------------------------------------------------------------------------------------
+
+
+def routes(server: Server) -> list[BaseRoute]:
+    """POST /v1/responses, and what a server with a store would answer, each refused."""
+    stored = refusing(_no_store, error_body)
+    return [Route("/v1/responses", refusing(functools.partial(_answer, server), error_body), methods=["POST"]),
+            Route("/v1/responses/{id}", stored, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{id}/cancel", stored, methods=["POST"]),
+            Route("/v1/responses/{id}/input_items", stored, methods=["GET"])]
+
+
+async def _answer(server: Server, request: Request) -> ASGIApp:
+    ask = read_body(ResponsesRequest, await request.body())
+    return await deliver(request, server.store, ask.model, turn_of(ask), ask.stream,
+                         lambda model: ResponseWording(model, _repeated(ask), _SEALED in ask.include))
+
+
+async def _no_store(request: Request) -> ASGIApp:
+    raise ApiError(404, "invalid_request_error", f"there is no response {request.path_params['id']!r}: this server "
+                   "stores none", param="response_id", code="not_found")
+
+
+def _repeated(ask: ResponsesRequest) -> dict[str, Any]:
+    """What a response says of its request."""
+    choice = ask.tool_choice if isinstance(ask.tool_choice, str) else ask.tool_choice.model_dump(exclude_unset=True)
+    tools = [tool.model_dump() for tool in ask.tools if tool.type == "function"]
+    form = ask.text.format or Format.model_validate({"type": "text"})
+    return {"instructions": ask.instructions, "tools": tools, "tool_choice": choice,
+            "parallel_tool_calls": ask.parallel_tool_calls, "max_output_tokens": ask.max_output_tokens,
+            "temperature": ask.temperature, "top_p": ask.top_p, "top_logprobs": ask.top_logprobs,
+            "reasoning": {"effort": ask.reasoning.effort, "summary": None},
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)}, "metadata": ask.metadata,
+            "previous_response_id": None, "background": False, "store": False, "truncation": "disabled"}

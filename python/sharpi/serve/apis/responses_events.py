@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sharpi.serve.apis.whole import Part, Whole
+from sharpi.serve.delivery import SSE
 from sharpi.serve.errors import ApiError
+from sharpi.serve.server import OpenTurn
 from sharpi.serve.turns import CallArguments, Event, Said, Score, Thought, Usage
+from sharpi.serve.whole import Part, Whole
 
-__all__ = ["ResponseShape", "ResponseStream", "sealed", "unsealed"]
+__all__ = ["ResponseWording", "sealed", "unsealed"]
 
 _ITEMS = {"thinking": "rs", "text": "msg", "call": "fc"}
 
 
-class ResponseShape:
+class _Shape:
     """One response's own form: its id, what it repeats of the request, and whether reasoning comes sealed as well."""
 
-    def __init__(self, id: str, model: str, asked: Mapping[str, Any], seals: bool) -> None:
-        self._id = id
+    def __init__(self, model: str, asked: Mapping[str, Any], seals: bool) -> None:
+        self._id = secrets.token_hex(12)
         self._seals = seals
-        self._common = {"id": f"resp_{id}", "object": "response", "created_at": int(time.time()), "model": model,
+        self._common = {"id": f"resp_{self._id}", "object": "response", "created_at": int(time.time()), "model": model,
                         **asked}
 
-    def body(self, answer: Whole) -> dict[str, Any]:
+    def ended(self, answer: Whole) -> dict[str, Any]:
         """The response at its end."""
         status = self.status(answer)
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -78,43 +80,48 @@ class ResponseShape:
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": _logprobs(part.scores)}
 
 
-class ResponseStream:
-    """The events of one streamed response."""
+class ResponseWording:
+    """The words of one response. asked: what it repeats of the request. seals: whether reasoning comes sealed too."""
 
-    def __init__(self, shape: ResponseShape) -> None:
-        self._shape = shape
+    framing = SSE
+
+    def __init__(self, model: str, asked: Mapping[str, Any], seals: bool) -> None:
+        self._shape = _Shape(model, asked, seals)
         self._answer = Whole()
         self._open: Part | None = None
         self._index = -1  # of the item that is open
         self._number = -1
 
-    def begin(self) -> Iterator[dict[str, Any]]:
-        """What comes before the first event."""
+    def body(self, answer: Whole) -> dict[str, Any]:
+        return self._shape.ended(answer)
+
+    def begin(self, turn: OpenTurn) -> Iterator[dict[str, Any]]:
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._shape.begun())
 
     def word(self, event: Event) -> Iterator[dict[str, Any]]:
-        """What a client is sent for an event."""
         answer = self._answer
         answer.add(event)
         if isinstance(event, Usage):
             status = self._shape.status(answer)
             yield from self._end(status)
-            yield self._event(f"response.{status}", response=self._shape.body(answer))
+            yield self._event(f"response.{status}", response=self._shape.ended(answer))
             return
         part = answer.parts[-1] if answer.parts else None
         if part is not None and part is not self._open:
             yield from self._end("completed")
             yield from self._begin(part)
-        if isinstance(event, Said) and event.text:
+        if isinstance(event, Said) and (event.text or event.scores):
             yield self._of_content("output_text.delta", delta=event.text, logprobs=_logprobs(event.scores))
         elif isinstance(event, Thought) and event.text:
             yield self._of_content("reasoning_text.delta", delta=event.text)
         elif isinstance(event, CallArguments):
             yield self._of_item("function_call_arguments.delta", delta=event.json)
 
+    def idle(self, begun: bool) -> bytes:
+        return b":\n\n"
+
     def fail(self, error: ApiError) -> dict[str, Any]:
-        """The last event of a stream that an error ends."""
         return self._event("response.failed", response=self._shape.failed(self._answer, error))
 
     def _begin(self, part: Part) -> Iterator[dict[str, Any]]:
@@ -184,5 +191,5 @@ def unsealed(content: str) -> str:
     """What was sealed here; nothing for what another server has encrypted."""
     try:
         return base64.b64decode(content, validate=True).decode()
-    except (binascii.Error, ValueError):
+    except ValueError:
         return ""

@@ -57,11 +57,11 @@ class Whole:
     def _say(self, kind: Literal["thinking", "text"], event: Thought | Said) -> None:
         if self.parts and self.parts[-1].kind == kind:
             part = self.parts[-1]
-        elif event.text:
+        elif event.text or event.scores:
             part = Part(kind)
             self.parts.append(part)
         else:
-            return  # a token whose text is still to come begins nothing
+            return
         part.text += event.text
         part.scores.extend(event.scores)
 

@@ -1,0 +1,278 @@
+"""Ollama's chats and completions, in lines of JSON. See `ollama_models` for what it says of the models."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Scope
+
+from sharpi.serve.apis.bodies import Body, read_body
+from sharpi.serve.apis.ollama_events import AnswerWording, error_body
+from sharpi.serve.apis.ollama_models import listed, running, shown
+from sharpi.serve.conversations import Message, call, conversation
+from sharpi.serve.delivery import deliver, refusing
+from sharpi.serve.errors import ApiError
+from sharpi.serve.server import Server
+from sharpi.serve.turns import OutputFormat, Tool, Turn
+from sharpi.settings.generation_options import GenerationOptions
+
+__all__ = ["ChatRequest", "GenerateRequest", "chat_turn", "generate_turn", "routes"]
+
+
+_VERSION = "0.12.6"  # of the Ollama whose endpoints these are: clients ask it what they may use
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Options(Body):
+    """What is set here and missing in another API is ignored: the server has one context for all requests, and refuses
+    a prompt that is too long for it."""
+
+    num_predict: int | None = Field(default=None, ge=-2)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_k: int | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-1, lt=1 << 64)
+    stop: Annotated[list[str], BeforeValidator(_as_list)] = []
+    repeat_penalty: float | None = Field(default=None, gt=0, le=10)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    num_ctx: int | None = Field(default=None, ge=1)
+
+
+class Asked(Body):
+    """What chats and completions have in common. `keep_alive` is ignored: the server decides what stays loaded."""
+
+    model: str
+    stream: bool = True
+    format: Literal["", "json"] | dict[str, Any] = ""
+    options: Options = Options()
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+
+
+class Function(Body):
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
+
+
+class Call(Body):
+    id: str = ""
+    function: Function
+
+
+class OllamaTool(Body):
+    type: str = "function"
+    function: Function | None = None
+
+
+class ChatMessage(Body):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    thinking: str = ""
+    images: list[Any] = []
+    tool_calls: list[Call] = []
+    tool_name: str = ""
+    tool_call_id: str = ""
+
+
+class ChatRequest(Asked):
+    messages: list[ChatMessage] = []
+    tools: list[OllamaTool] = []
+
+
+class GenerateRequest(Asked):
+    prompt: str = ""
+    system: str = ""
+    raw: bool = False
+    # What no model here, or no server of this kind, can do.
+    suffix: str = ""
+    template: str = ""
+    images: list[Any] = []
+    context: list[int] = []
+
+
+class ShowRequest(Body):
+    model: str = ""
+    name: str = ""  # what older clients call it
+
+
+# --- a request's turn -------------------------------------------------------------------------------------------------
+
+
+def chat_turn(ask: ChatRequest) -> Turn | None:
+    """The turn that a chat asks for; nothing if it merely wants the model loaded."""
+    if not ask.messages:
+        return None
+    messages = conversation(_messages(ask.messages))
+    tools = [Tool(tool.function.name, tool.function.description, tool.function.parameters)
+             for tool in ask.tools if tool.type == "function" and tool.function is not None]
+    return _turn(ask, messages=messages, tools=tools, continues=messages[-1]["role"] == "assistant")
+
+
+def generate_turn(ask: GenerateRequest) -> Turn | None:
+    """The turn that a completion asks for; nothing if it merely wants the model loaded."""
+    for field in ("suffix", "template", "images", "context"):
+        if getattr(ask, field):
+            raise ApiError(400, "invalid_request_error", f"{field} is not supported", param=field)
+    if not ask.prompt:
+        return None
+    if ask.raw:
+        return _turn(ask, prompt=ask.prompt)
+    system = [{"role": "system", "content": ask.system}] if ask.system else []
+    return _turn(ask, messages=[*system, {"role": "user", "content": ask.prompt}])
+
+
+def _turn(ask: Asked, **what: Any) -> Turn:
+    format = OutputFormat("json_object") if ask.format == "json" else None
+    if isinstance(ask.format, dict):
+        format = OutputFormat("json_schema", ask.format)
+    return Turn(options=_options(ask.options), format=format, scores=ask.top_logprobs if ask.logprobs else None,
+                thinking=None if ask.think is None else bool(ask.think),
+                template={"reasoning_effort": ask.think} if isinstance(ask.think, str) else {}, **what)
+
+
+def _options(asked: Options) -> GenerationOptions:
+    options: GenerationOptions = {}
+    if asked.num_predict is not None and asked.num_predict >= 0:  # a negative number is no limit
+        options["max_tokens"] = asked.num_predict
+    if asked.seed is not None and asked.seed >= 0:
+        options["seed"] = asked.seed
+    if asked.stop:
+        options["stop"] = asked.stop
+    if asked.repeat_penalty is not None:
+        options["repetition_penalty"] = asked.repeat_penalty
+    if asked.top_k is not None:
+        options["top_k"] = asked.top_k
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
+        value = getattr(asked, name)
+        if value is not None:
+            options[name] = value
+    return options
+
+
+def _messages(messages: list[ChatMessage]) -> Iterator[Message]:
+    """The messages in OpenAI's shape. Ollama's clients name the tool of a result, not the call: ids are made up."""
+    calls: list[tuple[str, str]] = []  # the ids and names of those without a result
+    for index, message in enumerate(messages):
+        if message.images:
+            raise ApiError(400, "invalid_request_error", f"messages[{index}].images: no model here takes images",
+                           param=f"messages[{index}].images")
+        shaped: Message = {"role": message.role, "content": message.content}
+        if message.role == "tool":
+            answered = _answered(message, calls)
+            shaped["tool_call_id"] = message.tool_call_id or (answered[0] if answered else "")
+            calls = [waiting for waiting in calls if waiting is not answered]
+        if message.role == "assistant" and message.thinking:
+            shaped["reasoning_content"] = message.thinking
+        if message.role == "assistant" and message.tool_calls:
+            shaped["tool_calls"] = []
+            for number, made in enumerate(message.tool_calls):
+                id = made.id or f"call_{index}_{number}"
+                shaped["tool_calls"].append(call(id, made.function.name, made.function.arguments))
+                calls.append((id, made.function.name))
+        yield shaped
+
+
+def _answered(message: ChatMessage, calls: list[tuple[str, str]]) -> tuple[str, str] | None:
+    """The call whose result a message brings: the one of its id, the first of its tool, or the first."""
+    fitting = ([waiting for waiting in calls if waiting[0] == message.tool_call_id]
+               or [waiting for waiting in calls if waiting[1] == message.tool_name] or calls)
+    return fitting[0] if fitting else None
+
+
+# --- the endpoints ----------------------------------------------------------------------------------------------------
+
+
+def routes(server: Server) -> list[BaseRoute]:
+    """Ollama's endpoints, without those that load, make or upload models."""
+    handlers = {"/api/chat": _chat, "/api/generate": _generate, "/api/show": _show}
+    posts = [Route(path, refusing(functools.partial(handle, server), error_body), methods=["POST"])
+             for path, handle in handlers.items()]
+    gets = [Route(path, refusing(functools.partial(handle, server), error_body), methods=["GET"])
+            for path, handle in {"/api/tags": _tags, "/api/ps": _ps, "/api/version": _version}.items()]
+    return [_Greeting("/", _greet, methods=["GET"]), *gets, *posts]
+
+
+class _Greeting(Route):
+    """Shares its path with the page: browsers ask for HTML, Ollama's clients for anything."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        if scope["type"] == "http" and "text/html" in Headers(scope=scope).get("accept", ""):
+            return Match.NONE, {}
+        return super().matches(scope)
+
+
+async def _greet(request: Request) -> ASGIApp:
+    return PlainTextResponse("Ollama is running")  # some clients look for these words
+
+
+async def _version(server: Server, request: Request) -> ASGIApp:
+    return JSONResponse({"version": _VERSION})
+
+
+async def _tags(server: Server, request: Request) -> ASGIApp:
+    cards = [server.store.card(name) for name in server.store.names()]
+    return JSONResponse({"models": await asyncio.to_thread(lambda: [listed(card) for card in cards])})
+
+
+async def _ps(server: Server, request: Request) -> ASGIApp:
+    models = []
+    for name in server.store.names():
+        card = server.store.card(name)
+        if card.loaded:
+            async with server.store.lease(name) as lease:
+                models.append(running(card, lease.model.context, lease.model.device == "cuda"))
+    return JSONResponse({"models": models})
+
+
+async def _show(server: Server, request: Request) -> ASGIApp:
+    ask = read_body(ShowRequest, await request.body())
+    name = _name(server, ask.model or ask.name)
+    if name not in server.store.names():
+        raise ApiError(404, "not_found_error", f"model {name!r} not found", param="model", code="model_not_found")
+    answer = await asyncio.to_thread(shown, server.store.card(name))
+    if answer is None:
+        raise ApiError(404, "not_found_error", f"the file of model {name!r} cannot be read")
+    return JSONResponse(answer)
+
+
+async def _chat(server: Server, request: Request) -> ASGIApp:
+    ask = read_body(ChatRequest, await request.body())
+    return await _answer(server, request, ask, chat_turn(ask), "chat")
+
+
+async def _generate(server: Server, request: Request) -> ASGIApp:
+    ask = read_body(GenerateRequest, await request.body())
+    return await _answer(server, request, ask, generate_turn(ask), "generate")
+
+
+async def _answer(server: Server, request: Request, ask: Asked, turn: Turn | None,
+                  kind: Literal["chat", "generate"]) -> ASGIApp:
+    name, began = _name(server, ask.model), time.perf_counter()
+    if turn is None:
+        async with server.store.lease(name) as lease:
+            return JSONResponse(AnswerWording(lease.name, kind, began).loaded())
+    return await deliver(request, server.store, name, turn, ask.stream,
+                         lambda model: AnswerWording(model, kind, began))
+
+
+def _name(server: Server, asked: str) -> str:
+    """The name of a model. Ollama's clients add a tag to names without one."""
+    names = server.store.names()
+    return asked if asked in names else asked.removesuffix(":latest")
