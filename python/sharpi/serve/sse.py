@@ -17,7 +17,7 @@ from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
 from sharpi.serve.turns import Event, Turn
 
-__all__ = ["EVENT_STREAM", "NDJSON", "TurnStream", "Wording", "answered", "collected", "json_response"]
+__all__ = ["COMMENT", "EVENT_STREAM", "NDJSON", "TurnStream", "Wording", "answered", "collected", "json_response"]
 
 EVENT_STREAM, NDJSON = "text/event-stream", "application/x-ndjson"
 COMMENT = b":\n\n"  # tells proxies and clients that the connection is alive
@@ -43,6 +43,9 @@ class Wording(Protocol):
 
     def end(self) -> bytes:
         """What a stream ends with after the last event."""
+
+    def idle(self) -> bytes:
+        """What breaks a silence of a stream, perhaps nothing."""
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -116,8 +119,8 @@ class TurnStream(Response):
     def __init__(self, turn: OpenTurn, wording: Wording, media_type: str = EVENT_STREAM,
                  closing: Callable[[], Awaitable[None]] | None = None, *, silence: float = 5.0,
                  stall: float = 120.0) -> None:
-        """closing: called at the end, whatever that is. silence: the seconds after which an event stream gets a
-        comment. stall: those after which a client that reads nothing is given up."""
+        """closing: called at the end, whatever that is. silence: the seconds after which the wording's `idle` is
+        sent. stall: those after which a client that reads nothing is given up."""
         self.status_code = 200
         self.background = None
         self.media_type = media_type
@@ -127,7 +130,6 @@ class TurnStream(Response):
         self._closing = closing
         self._silence = silence
         self._stall = stall
-        self._comment = COMMENT if media_type == EVENT_STREAM else b""
         self._waiting: list[bytes] = []
         self._size = 0
         self._ended = False
@@ -214,7 +216,7 @@ class TurnStream(Response):
                 if now - self._sending_since >= self._stall:
                     writing.cancel()
             elif now - self._sent_at >= self._silence:
-                self._put(self._comment)
+                self._put(self._wording.idle())
                 due = self._silence
             else:
                 due = self._silence - (now - self._sent_at)

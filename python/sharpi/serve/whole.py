@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, PromptScores, Said, Score, Thought, Usage
 
-__all__ = ["Part", "Whole", "whole"]
+__all__ = ["Part", "Whole", "gathered"]
 
 
 @dataclass(eq=False)
@@ -80,9 +80,9 @@ class Whole:
         return self._usage
 
 
-async def whole(events: AsyncIterable[Event]) -> Whole:
+def gathered(events: Iterable[Event]) -> Whole:
     """The answer at its end."""
     answer = Whole()
-    async for event in events:
+    for event in events:
         answer.add(event)
     return answer

@@ -9,12 +9,12 @@ import anthropic
 import httpx
 import pytest
 from fake_turns import CALLS, HELLO, THINKING, USAGE, FakeServer
-from served import served
+from serving import app_of, running
+from starlette.testclient import TestClient
 
-from sharpi.serve import delivery
-from sharpi.serve.apis.anthropic import MessagesRequest, routes, turn_of
-from sharpi.serve.apis.bodies import read_body
+from sharpi.serve.apis.anthropic import routes
 from sharpi.serve.errors import ApiError
+from sharpi.serve.sse import TurnStream
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, NamedTool, OutputFormat, Said, Tool, Turn
 
 WEATHER = {"name": "weather", "description": "Weather of a city", "input_schema": {"type": "object"}}
@@ -53,23 +53,21 @@ CLAUDE_CODE: dict[str, Any] = {
 }
 
 
-def turn(**fields: Any) -> Turn:
-    """The turn of a request with these fields."""
-    given = {"model": "toy", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **fields}
-    return turn_of(read_body(MessagesRequest, json.dumps(given).encode()))
-
-
-def refused(**fields: Any) -> ApiError:
-    with pytest.raises(ApiError) as raised:
-        turn(**fields)
-    assert raised.value.status == 400
-    return raised.value
-
-
 def post(server: FakeServer, body: Any, path: str = "/v1/messages") -> httpx.Response:
     sent = {"content": body} if isinstance(body, bytes) else {"json": body}
-    with served(routes(server)) as address:
-        return httpx.post(address + path, **sent)
+    return TestClient(app_of(server, routes)).post(path, **sent)
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": "toy", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **fields}
+
+
+def turn(**fields: Any) -> Turn:
+    """The turn of a request with these fields."""
+    server = FakeServer()
+    response = post(server, asked(**fields))
+    assert response.status_code == 200, response.text
+    return server.runner.turn
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
@@ -90,13 +88,13 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 def test_what_claude_code_sends() -> None:
     """See CLAUDE_CODE: the header that changes is gone, and what came in the middle is part of a user's turn."""
-    asked = turn(**CLAUDE_CODE)
+    made = turn(**CLAUDE_CODE)
 
     def call(id: str, path: str) -> dict[str, Any]:
         return {"id": id, "type": "function",
                 "function": {"name": "Read", "arguments": json.dumps({"file_path": path})}}
 
-    assert asked.messages == [
+    assert made.messages == [
         {"role": "system", "content": "You are Claude Code.\n\nBe brief."},
         {"role": "user", "content": "<system-reminder>Today.</system-reminder>\n\nWhat is in a.py?"},
         {"role": "assistant", "content": "I read it.", "reasoning_content": "I must read it.",
@@ -105,10 +103,10 @@ def test_what_claude_code_sends() -> None:
         {"role": "tool", "tool_call_id": "toolu_2", "content": "Error: no such file"},
         {"role": "user", "content": "The user has opened b.py.\n\nGo on."},
     ]
-    assert [tool.name for tool in asked.tools] == ["Read"]
-    assert (asked.thinking, asked.thinking_budget) == (True, 31999)
-    assert asked.options == {"max_tokens": 32000, "temperature": 1}
-    assert asked.key == "user_1_account__session_2"
+    assert [tool.name for tool in made.tools] == ["Read"]
+    assert (made.thinking, made.thinking_budget) == (True, 31999)
+    assert made.options == {"max_tokens": 32000, "temperature": 1}
+    assert made.key == "user_1_account__session_2"
 
 
 def test_a_header_that_changes_changes_no_prompt() -> None:
@@ -122,8 +120,8 @@ def test_a_header_that_changes_changes_no_prompt() -> None:
 
 
 def test_options_of_a_request() -> None:
-    asked = turn(stop_sequences=["END"], temperature=0, top_p=0.5, top_k=7)
-    assert asked.options == {"max_tokens": 9, "stop": ["END"], "temperature": 0, "top_p": 0.5, "top_k": 7}
+    made = turn(stop_sequences=["END"], temperature=0, top_p=0.5, top_k=7)
+    assert made.options == {"max_tokens": 9, "stop": ["END"], "temperature": 0, "top_p": 0.5, "top_k": 7}
     assert turn(temperature=None, metadata=None, system=None, tools=None) == turn()
 
 
@@ -134,9 +132,9 @@ def test_options_of_a_request() -> None:
     ({"type": "tool", "name": "weather"}, NamedTool("weather"), True),
 ])
 def test_choices_of_tools(choice: Any, expected: Any, parallel: bool) -> None:
-    asked = turn(tools=[WEATHER, {**WEATHER, "type": "custom"}], tool_choice=choice)
-    assert asked.tools == [Tool("weather", "Weather of a city", {"type": "object"})] * 2
-    assert (asked.tool_choice, asked.parallel_calls) == (expected, parallel)
+    made = turn(tools=[WEATHER, {**WEATHER, "type": "custom"}], tool_choice=choice)
+    assert made.tools == [Tool("weather", "Weather of a city", {"type": "object"})] * 2
+    assert (made.tool_choice, made.parallel_calls) == (expected, parallel)
 
 
 @pytest.mark.parametrize(("thinking", "expected"), [
@@ -146,15 +144,15 @@ def test_choices_of_tools(choice: Any, expected: Any, parallel: bool) -> None:
     ({"type": "enabled", "budget_tokens": 2000}, (True, 2000)),
 ])
 def test_thinking(thinking: Any, expected: Any) -> None:
-    asked = turn(thinking=thinking)
-    assert (asked.thinking, asked.thinking_budget) == expected
+    made = turn(thinking=thinking)
+    assert (made.thinking, made.thinking_budget) == expected
 
 
 def test_effort_and_format() -> None:
     schema = {"type": "object"}
-    asked = turn(output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}})
-    assert asked.template == {"reasoning_effort": "low"}
-    assert asked.format == OutputFormat("json_schema", schema)
+    made = turn(output_config={"effort": "low", "format": {"type": "json_schema", "schema": schema}})
+    assert made.template == {"reasoning_effort": "low"}
+    assert made.format == OutputFormat("json_schema", schema)
 
 
 def test_the_last_message_may_be_the_answers_beginning() -> None:
@@ -169,22 +167,26 @@ def test_messages_of_one_role_in_a_row_are_one() -> None:
 
 
 @pytest.mark.parametrize(("fields", "param"), [
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": "9"}, "max_tokens"),
-    ({"temperature": 2.5}, "temperature"),
-    ({"top_k": -1}, "top_k"),
+    ({"temperature": -0.5}, "temperature"),
+    ({"top_k": -2}, "top_k"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [
         {"type": "text", "text": "x"}, {"type": "document"}]}]}]}, "messages[0].content[0].content[1]"),
     ({"system": [{"type": "image"}]}, "system[0]"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+    ({"tool_choice": {"type": "tool", "name": "now"}, "tools": [WEATHER]}, "tool_choice"),
+    ({"tool_choice": {"type": "any"}, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tool_choice"),
     ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
 ])
 def test_an_error_names_what_is_wrong(fields: Any, param: str) -> None:
-    assert refused(**fields).param == param
+    response = post(FakeServer(), asked(**fields))
+    assert response.status_code == 400 and response.json()["error"]["message"].startswith(param)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ def test_an_error_names_what_is_wrong(fields: Any, param: str) -> None:
 
 def test_a_whole_message() -> None:
     server = FakeServer(CALLS)
-    message = post(server, {"model": "toy", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}).json()
+    message = post(server, asked()).json()
     assert message.pop("id").startswith("msg_")
     assert message == {
         "type": "message", "role": "assistant", "model": "toy", "stop_reason": "tool_use", "stop_sequence": None,
@@ -258,7 +260,7 @@ def test_an_answer_of_nothing() -> None:
 
 def test_silence_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the message starts by a comment, since a client may expect its start first; then by a ping."""
-    monkeypatch.setattr(delivery, "_SILENCE", 0.05)
+    monkeypatch.setitem(TurnStream.__init__.__kwdefaults__, "silence", 0.05)
     text = post(FakeServer([0.2, HELLO[0], 0.2, *HELLO[1:]]), CLAUDE_CODE).text
     before, after = text.split("event: message_start")
     assert before.replace(":\n\n", "") == "" and before
@@ -297,8 +299,8 @@ def test_bodies_that_are_no_requests(body: bytes) -> None:
 
 def test_counting_tokens() -> None:
     server = FakeServer()
-    asked = {key: CLAUDE_CODE[key] for key in ("model", "system", "tools", "thinking", "messages")}
-    assert post(server, asked, "/v1/messages/count_tokens").json() == {"input_tokens": 42}
+    sent = {key: CLAUDE_CODE[key] for key in ("model", "system", "tools", "thinking", "messages")}
+    assert post(server, sent, "/v1/messages/count_tokens").json() == {"input_tokens": 42}
     expected = turn(**CLAUDE_CODE)
     counted = server.runner.turn
     assert (counted.messages, counted.tools, counted.thinking) == (expected.messages, expected.tools, expected.thinking)
@@ -310,8 +312,10 @@ def test_counting_tokens() -> None:
 @pytest.mark.parametrize("steps", [HELLO, THINKING, CALLS], ids=["text", "thinking", "calls"])
 def test_the_client_reads_a_stream_as_it_reads_a_message(steps: Any) -> None:
     """Also from what Claude Code sends (see CLAUDE_CODE)."""
-    sent = {key: value for key, value in CLAUDE_CODE.items() if key not in ("stream", "context_management")}
-    with served(routes(FakeServer(steps))) as address:
+    more = ("temperature", "context_management")  # which not every version of the client knows
+    sent = {key: value for key, value in CLAUDE_CODE.items() if key not in ("stream", *more)}
+    sent["extra_body"] = {key: CLAUDE_CODE[key] for key in more}
+    with running(app_of(FakeServer(steps), routes)) as address:
         client = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
         message = client.messages.create(**sent, timeout=60)
         with client.messages.stream(**sent) as stream:
@@ -328,9 +332,9 @@ def test_the_client_reads_a_stream_as_it_reads_a_message(steps: Any) -> None:
 
 def test_the_client_raises_errors() -> None:
     server = FakeServer([Said(0, "x"), ApiError(500, "server_error", "broken")])
-    with served(routes(server)) as address:
+    with running(app_of(server, routes)) as address:
         client = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0)
-        ask: Any = {"model": "toy", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+        ask = asked()
         with pytest.raises(anthropic.APIStatusError, match="broken"), client.messages.stream(**ask) as stream:
             stream.until_done()
         with pytest.raises(anthropic.NotFoundError) as raised:

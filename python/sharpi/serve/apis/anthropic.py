@@ -9,16 +9,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
 
+from sharpi.serve.apis import fields
 from sharpi.serve.apis.anthropic_events import MessageWording, error_body
-from sharpi.serve.apis.bodies import Body, read_body
 from sharpi.serve.conversations import Message, call, conversation
-from sharpi.serve.delivery import deliver
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Server
+from sharpi.serve.sse import answered, json_response
 from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice, Turn
 from sharpi.settings.generation_options import GenerationOptions
 
@@ -31,7 +30,7 @@ def _as_blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class Block(Body):
+class Block(fields.NullableBody):
     """A content block of any type; which fields it has depends on the type."""
 
     type: str
@@ -48,12 +47,12 @@ class Block(Body):
 Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
 
 
-class InputMessage(Body):
+class InputMessage(fields.NullableBody):
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
-class AnthropicTool(Body):
+class AnthropicTool(fields.NullableBody):
     """A tool of the client's own has no type, or the type "custom"."""
 
     type: str | None = None
@@ -62,32 +61,32 @@ class AnthropicTool(Body):
     input_schema: dict[str, Any] = {}
 
 
-class Choice(Body):
+class Choice(fields.NullableBody):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
-class Thinking(Body):
+class Thinking(fields.NullableBody):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(default=None, ge=1)
 
 
-class Format(Body):
+class Format(fields.NullableBody):
     type: Literal["json_schema"]
     json_schema: dict[str, Any] | bool = Field(alias="schema")
 
 
-class OutputConfig(Body):
+class OutputConfig(fields.NullableBody):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: Format | None = None
 
 
-class Metadata(Body):
+class Metadata(fields.NullableBody):
     user_id: str | None = None
 
 
-class CountRequest(Body):
+class CountRequest(fields.NullableBody):
     """What decides a prompt."""
 
     model: str
@@ -100,12 +99,12 @@ class CountRequest(Body):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: int = Field(ge=1)
+    max_tokens: fields.TokenLimit
     stream: bool = False
-    stop_sequences: list[str] | None = None
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
+    stop_sequences: fields.Stop | None = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.TopP | None = None
+    top_k: fields.TopK | None = None
     metadata: Metadata | None = None
 
 
@@ -114,36 +113,34 @@ class MessagesRequest(CountRequest):
 
 def turn_of(ask: CountRequest) -> Turn:
     """The turn that a request asks for. Raises `ApiError` that names a block which no model here takes."""
+    tools = [Tool(tool.name, tool.description, tool.input_schema)
+             for tool in ask.tools or () if tool.type in (None, "custom")]
     choice, parallel = _choice(ask.tool_choice)
     messages = conversation(_messages(ask))
     thinking = ask.thinking
     config = ask.output_config or OutputConfig()
     return Turn(
         messages=messages,
-        tools=[Tool(tool.name, tool.description, tool.input_schema)
-               for tool in ask.tools or () if tool.type in (None, "custom")],
-        tool_choice=choice,
+        tools=tools,
+        tool_choice=fields.possible_choice(choice, tools),
         parallel_calls=parallel,
         options=_options(ask) if isinstance(ask, MessagesRequest) else {},
-        format=OutputFormat("json_schema", config.format.json_schema) if config.format else None,
+        format=_format(config.format),
         continues=messages[-1]["role"] == "assistant",
         thinking=thinking is not None and thinking.type != "disabled",
         thinking_budget=thinking.budget_tokens if thinking else None,
-        template={"reasoning_effort": config.effort} if config.effort else {},
+        template=fields.effort_variables(config.effort),
         key=(ask.metadata.user_id or "") if isinstance(ask, MessagesRequest) and ask.metadata else "")
 
 
+def _format(format: Format | None) -> OutputFormat | None:
+    return None if format is None else fields.schema_format("output_config.format.schema", format.json_schema)
+
+
 def _options(ask: MessagesRequest) -> GenerationOptions:
-    options: GenerationOptions = {"max_tokens": ask.max_tokens}
-    if ask.stop_sequences:
-        options["stop"] = ask.stop_sequences
-    if ask.temperature is not None:
-        options["temperature"] = ask.temperature
-    if ask.top_p is not None:
-        options["top_p"] = ask.top_p
-    if ask.top_k is not None:
-        options["top_k"] = ask.top_k
-    return options
+    sampling = fields.SamplingFields(temperature=ask.temperature, top_p=ask.top_p, top_k=ask.top_k,
+                                     stop=ask.stop_sequences)
+    return fields.options_of(sampling, ask.max_tokens)
 
 
 def _choice(choice: Choice | None) -> tuple[ToolChoice, bool]:
@@ -161,8 +158,9 @@ def _choice(choice: Choice | None) -> tuple[ToolChoice, bool]:
 
 
 def _messages(ask: CountRequest) -> Iterator[Message]:
-    if ask.system:
-        yield {"role": "system", "content": _system(ask.system)}
+    system = _system(ask.system) if ask.system else ""
+    if system:
+        yield {"role": "system", "content": system}
     for index, message in enumerate(ask.messages):
         where = f"messages[{index}].content"
         if message.role == "assistant":
@@ -236,26 +234,29 @@ def routes(server: Server) -> list[BaseRoute]:
             _route("/v1/messages/count_tokens", functools.partial(_count, server))]
 
 
-async def _answer(server: Server, request: Request, id: str) -> ASGIApp:
-    ask = read_body(MessagesRequest, await request.body())
-    return await deliver(request, server.store, ask.model, turn_of(ask), ask.stream,
-                         lambda model: MessageWording(model, id), {"request-id": id})
+async def _answer(server: Server, request: Request, id: str) -> Response:
+    ask = await fields.read_body(request, MessagesRequest)
+    return await answered(request, server, ask.model, turn_of(ask),
+                          lambda lease, turn: MessageWording(turn, lease.name, id), stream=ask.stream)
 
 
-async def _count(server: Server, request: Request, id: str) -> ASGIApp:
-    ask = read_body(CountRequest, await request.body())
+async def _count(server: Server, request: Request, id: str) -> Response:
+    ask = await fields.read_body(request, CountRequest)
     async with server.store.lease(ask.model) as lease:
-        return JSONResponse({"input_tokens": await lease.runner.count(turn_of(ask))}, headers={"request-id": id})
+        return json_response({"input_tokens": await lease.runner.count(turn_of(ask))})
 
 
-def _route(path: str, handle: Callable[[Request, str], Awaitable[ASGIApp]]) -> Route:
+def _route(path: str, handle: Callable[[Request, str], Awaitable[Response]]) -> Route:
     """An endpoint that gives each request an id, which Anthropic's clients show with errors."""
 
-    async def endpoint(request: Request) -> ASGIApp:
+    async def endpoint(request: Request) -> Response:
         id = f"req_{secrets.token_hex(12)}"
         try:
-            return await handle(request, id)
+            response = await handle(request, id)
         except ApiError as error:
-            return JSONResponse(error_body(error, id), error.status, {"request-id": id, **error.headers})
+            response = json_response(error_body(error, id), error.status)
+            response.headers.update(error.headers)
+        response.headers["request-id"] = id
+        return response
 
     return Route(path, endpoint, methods=["POST"])

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from sharpi.serve.delivery import SSE
+from sharpi.serve.apis.objects import ObjectWording, event_frame
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import OpenTurn
 from sharpi.serve.turns import CallArguments, Ended, Event, Said, Thought, Usage
@@ -34,12 +34,11 @@ def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
-class MessageWording:
+class MessageWording(ObjectWording):
     """The words of one message."""
 
-    framing = SSE
-
-    def __init__(self, model: str, request_id: str) -> None:
+    def __init__(self, turn: OpenTurn, model: str, request_id: str) -> None:
+        super().__init__(turn, event_frame)
         self._id = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._request_id = request_id
@@ -47,17 +46,16 @@ class MessageWording:
         self._open: Part | None = None
 
     def body(self, answer: Whole) -> dict[str, Any]:
-        """The message of an answer that is not streamed."""
         parts = [part for part in answer.parts if part.kind != "call" or part.arguments() is not None]
         return {**self._message(), "content": [_block(part) for part in parts], **_end(answer.ended),
                 "usage": _usage(answer.usage)}
 
-    def begin(self, turn: OpenTurn) -> Iterator[dict[str, Any]]:
+    def start(self, turn: OpenTurn) -> Iterator[dict[str, Any]]:
         cached = turn.cached_tokens
         usage = Usage(prompt_tokens=turn.prompt_tokens, cached_tokens=cached, completion_tokens=0, thinking_tokens=0)
         yield {"type": "message_start", "message": {**self._message(), "usage": _usage(usage)}}
 
-    def word(self, event: Event) -> Iterator[dict[str, Any]]:
+    def say(self, event: Event) -> Iterator[dict[str, Any]]:
         answer = self._answer
         answer.add(event)
         if isinstance(event, Usage):
@@ -75,8 +73,9 @@ class MessageWording:
         elif isinstance(event, CallArguments):
             yield self._delta({"type": "input_json_delta", "partial_json": event.json})
 
-    def idle(self, begun: bool) -> bytes:
-        return self.framing.frame({"type": "ping"}) if begun else b":\n\n"
+    def idle(self) -> bytes:
+        """A ping, except before the message's start, which some clients expect to be first."""
+        return event_frame({"type": "ping"}) if self._started else super().idle()
 
     def fail(self, error: ApiError) -> dict[str, Any]:
         return error_body(error, self._request_id)

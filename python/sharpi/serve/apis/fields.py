@@ -6,16 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.requests import Request
 
 from sharpi.serve.errors import ApiError
 from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice
 from sharpi.settings.generation_options import GenerationOptions
 
-__all__ = ["Body", "Count", "JsonObject", "LogitBias", "MinP", "Penalty", "RepetitionPenalty", "Seed", "Stop",
-           "Temperature", "TokenLimit", "TopK", "TopP", "format_of", "function_tools", "options_of", "read_body",
-           "tool_choice_of"]
+__all__ = ["Body", "Count", "JsonObject", "LogitBias", "MinP", "NullableBody", "Penalty", "RepetitionPenalty", "Seed",
+           "Stop", "Temperature", "TokenLimit", "TopK", "TopP", "effort_variables", "format_of", "function_tools",
+           "options_of", "possible_choice", "read_body", "schema_format", "tool_choice_of"]
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -24,6 +24,7 @@ MOST_BIASES = 1024
 MOST_TOP_LOGPROBS = 20
 MOST_CHOICES = 8
 MOST_SCHEMA_BYTES = 256 << 10
+_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high
 _MOST_INT = (1 << 31) - 1
 
 
@@ -59,6 +60,15 @@ class Body(BaseModel):
     """A request's body. Unknown fields are ignored, and no text is taken for a number."""
 
     model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
+
+
+class NullableBody(Body):
+    """A body in which null is the same as nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else value
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
@@ -139,6 +149,20 @@ def tool_choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]
     return NamedTool(name)
 
 
+def possible_choice(choice: ToolChoice, tools: Sequence[Tool]) -> ToolChoice:
+    """The choice. Raises `ApiError` if the tools do not allow it."""
+    if isinstance(choice, NamedTool) and all(tool.name != choice.name for tool in tools):
+        raise _wrong("tool_choice", f"tool_choice names {choice.name!r}, which is none of the tools")
+    if choice == "required" and not tools:
+        raise _wrong("tool_choice", "tool_choice demands a call, but there are no tools")
+    return choice
+
+
+def effort_variables(effort: str | None) -> dict[str, str]:
+    """What a template is told of the effort that a request asks for."""
+    return {} if effort in (None, "none") else {"reasoning_effort": _EFFORTS.get(str(effort), str(effort))}
+
+
 def format_of(name: str, given: Mapping[str, Any] | None) -> OutputFormat | None:
     """OpenAI's response_format. Raises `ApiError` for one that there is not."""
     kind = None if given is None else given.get("type")
@@ -146,16 +170,17 @@ def format_of(name: str, given: Mapping[str, Any] | None) -> OutputFormat | None
         return None
     if kind == "json_object":
         schema = given.get("schema")  # llama.cpp's way
-        return OutputFormat("json_object") if schema is None else _schema_format(f"{name}.schema", schema)
+        return OutputFormat("json_object") if schema is None else schema_format(f"{name}.schema", schema)
     if kind == "json_schema":
         holder = given.get("json_schema")
         if not isinstance(holder, Mapping) or "schema" not in holder:
             raise _wrong(f"{name}.json_schema", f"{name}.json_schema must have a schema")
-        return _schema_format(f"{name}.json_schema.schema", holder["schema"])
+        return schema_format(f"{name}.json_schema.schema", holder["schema"])
     raise _wrong(f"{name}.type", f"{name}.type must be text, json_object or json_schema")
 
 
-def _schema_format(name: str, schema: Any) -> OutputFormat:
+def schema_format(name: str, schema: Any) -> OutputFormat:
+    """An answer of this schema. name: of the field. Raises `ApiError` for what is no schema, or too large."""
     if not isinstance(schema, (dict, bool)):
         raise _wrong(name, f"{name} must be a JSON schema")
     if len(json.dumps(schema)) > MOST_SCHEMA_BYTES:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Match, Route
-from starlette.types import ASGIApp, Scope
+from starlette.types import Scope
 
-from sharpi.serve.apis.bodies import Body, read_body
-from sharpi.serve.apis.ollama_events import AnswerWording, error_body
+from sharpi.serve.apis import fields
+from sharpi.serve.apis.ollama_events import AnswerWording, Kind, empty_line, error_body
 from sharpi.serve.apis.ollama_models import listed, running, shown
 from sharpi.serve.conversations import Message, call, conversation
-from sharpi.serve.delivery import deliver, refusing
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Server
+from sharpi.serve.sse import NDJSON, answered, json_response
 from sharpi.serve.turns import OutputFormat, Tool, Turn
-from sharpi.settings.generation_options import GenerationOptions
 
 __all__ = ["ChatRequest", "GenerateRequest", "chat_turn", "generate_turn", "routes"]
 
@@ -31,28 +29,15 @@ __all__ = ["ChatRequest", "GenerateRequest", "chat_turn", "generate_turn", "rout
 _VERSION = "0.12.6"  # of the Ollama whose endpoints these are: clients ask it what they may use
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-class Options(Body):
+class Options(fields.NullableBody, fields.SamplingFields):
     """What is set here and missing in another API is ignored: the server has one context for all requests, and refuses
     a prompt that is too long for it."""
 
     num_predict: int | None = Field(default=None, ge=-2)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_k: int | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    seed: int | None = Field(default=None, ge=-1, lt=1 << 64)
-    stop: Annotated[list[str], BeforeValidator(_as_list)] = []
-    repeat_penalty: float | None = Field(default=None, gt=0, le=10)
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     num_ctx: int | None = Field(default=None, ge=1)
 
 
-class Asked(Body):
+class Asked(fields.NullableBody):
     """What chats and completions have in common. `keep_alive` is ignored: the server decides what stays loaded."""
 
     model: str
@@ -61,27 +46,27 @@ class Asked(Body):
     options: Options = Options()
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool = False
-    top_logprobs: int = Field(default=0, ge=0, le=20)
+    top_logprobs: int = Field(default=0, ge=0, le=fields.MOST_TOP_LOGPROBS)
 
 
-class Function(Body):
+class Function(fields.NullableBody):
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}
     arguments: dict[str, Any] = {}
 
 
-class Call(Body):
+class Call(fields.NullableBody):
     id: str = ""
     function: Function
 
 
-class OllamaTool(Body):
+class OllamaTool(fields.NullableBody):
     type: str = "function"
     function: Function | None = None
 
 
-class ChatMessage(Body):
+class ChatMessage(fields.NullableBody):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str = ""
@@ -107,7 +92,7 @@ class GenerateRequest(Asked):
     context: list[int] = []
 
 
-class ShowRequest(Body):
+class ShowRequest(fields.NullableBody):
     model: str = ""
     name: str = ""  # what older clients call it
 
@@ -141,29 +126,12 @@ def generate_turn(ask: GenerateRequest) -> Turn | None:
 def _turn(ask: Asked, **what: Any) -> Turn:
     format = OutputFormat("json_object") if ask.format == "json" else None
     if isinstance(ask.format, dict):
-        format = OutputFormat("json_schema", ask.format)
-    return Turn(options=_options(ask.options), format=format, scores=ask.top_logprobs if ask.logprobs else None,
+        format = fields.schema_format("format", ask.format)
+    limit = ask.options.num_predict
+    options = fields.options_of(ask.options, None if limit is None or limit < 0 else limit)  # negative: no limit
+    return Turn(options=options, format=format, scores=ask.top_logprobs if ask.logprobs else None,
                 thinking=None if ask.think is None else bool(ask.think),
-                template={"reasoning_effort": ask.think} if isinstance(ask.think, str) else {}, **what)
-
-
-def _options(asked: Options) -> GenerationOptions:
-    options: GenerationOptions = {}
-    if asked.num_predict is not None and asked.num_predict >= 0:  # a negative number is no limit
-        options["max_tokens"] = asked.num_predict
-    if asked.seed is not None and asked.seed >= 0:
-        options["seed"] = asked.seed
-    if asked.stop:
-        options["stop"] = asked.stop
-    if asked.repeat_penalty is not None:
-        options["repetition_penalty"] = asked.repeat_penalty
-    if asked.top_k is not None:
-        options["top_k"] = asked.top_k
-    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"):
-        value = getattr(asked, name)
-        if value is not None:
-            options[name] = value
-    return options
+                template=fields.effort_variables(ask.think if isinstance(ask.think, str) else None), **what)
 
 
 def _messages(messages: list[ChatMessage]) -> Iterator[Message]:
@@ -201,12 +169,26 @@ def _answered(message: ChatMessage, calls: list[tuple[str, str]]) -> tuple[str, 
 
 def routes(server: Server) -> list[BaseRoute]:
     """Ollama's endpoints, without those that load, make or upload models."""
-    handlers = {"/api/chat": _chat, "/api/generate": _generate, "/api/show": _show}
-    posts = [Route(path, refusing(functools.partial(handle, server), error_body), methods=["POST"])
-             for path, handle in handlers.items()]
-    gets = [Route(path, refusing(functools.partial(handle, server), error_body), methods=["GET"])
-            for path, handle in {"/api/tags": _tags, "/api/ps": _ps, "/api/version": _version}.items()]
-    return [_Greeting("/", _greet, methods=["GET"]), *gets, *posts]
+    posts = {"/api/chat": _chat, "/api/generate": _generate, "/api/show": _show}
+    gets = {"/api/tags": _tags, "/api/ps": _ps, "/api/version": _version}
+    return [_Greeting("/", _greet, methods=["GET"]),
+            *(Route(path, _worded(handle, server), methods=["POST"]) for path, handle in posts.items()),
+            *(Route(path, _worded(handle, server), methods=["GET"]) for path, handle in gets.items())]
+
+
+def _worded(handle: Callable[[Server, Request], Awaitable[Response]],
+            server: Server) -> Callable[[Request], Awaitable[Response]]:
+    """An endpoint whose errors are in Ollama's shape."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handle(server, request)
+        except ApiError as error:
+            response = json_response(error_body(error), error.status)
+            response.headers.update(error.headers)
+            return response
+
+    return endpoint
 
 
 class _Greeting(Route):
@@ -218,58 +200,59 @@ class _Greeting(Route):
         return super().matches(scope)
 
 
-async def _greet(request: Request) -> ASGIApp:
+async def _greet(request: Request) -> Response:
     return PlainTextResponse("Ollama is running")  # some clients look for these words
 
 
-async def _version(server: Server, request: Request) -> ASGIApp:
-    return JSONResponse({"version": _VERSION})
+async def _version(server: Server, request: Request) -> Response:
+    return json_response({"version": _VERSION})
 
 
-async def _tags(server: Server, request: Request) -> ASGIApp:
+async def _tags(server: Server, request: Request) -> Response:
     cards = [server.store.card(name) for name in server.store.names()]
-    return JSONResponse({"models": await asyncio.to_thread(lambda: [listed(card) for card in cards])})
+    return json_response({"models": await asyncio.to_thread(lambda: [listed(card) for card in cards])})
 
 
-async def _ps(server: Server, request: Request) -> ASGIApp:
+async def _ps(server: Server, request: Request) -> Response:
     models = []
     for name in server.store.names():
         card = server.store.card(name)
         if card.loaded:
             async with server.store.lease(name) as lease:
                 models.append(running(card, lease.model.context, lease.model.device == "cuda"))
-    return JSONResponse({"models": models})
+    return json_response({"models": models})
 
 
-async def _show(server: Server, request: Request) -> ASGIApp:
-    ask = read_body(ShowRequest, await request.body())
+async def _show(server: Server, request: Request) -> Response:
+    ask = await fields.read_body(request, ShowRequest)
     name = _name(server, ask.model or ask.name)
     if name not in server.store.names():
         raise ApiError(404, "not_found_error", f"model {name!r} not found", param="model", code="model_not_found")
     answer = await asyncio.to_thread(shown, server.store.card(name))
     if answer is None:
         raise ApiError(404, "not_found_error", f"the file of model {name!r} cannot be read")
-    return JSONResponse(answer)
+    return json_response(answer)
 
 
-async def _chat(server: Server, request: Request) -> ASGIApp:
-    ask = read_body(ChatRequest, await request.body())
+async def _chat(server: Server, request: Request) -> Response:
+    ask = await fields.read_body(request, ChatRequest)
     return await _answer(server, request, ask, chat_turn(ask), "chat")
 
 
-async def _generate(server: Server, request: Request) -> ASGIApp:
-    ask = read_body(GenerateRequest, await request.body())
+async def _generate(server: Server, request: Request) -> Response:
+    ask = await fields.read_body(request, GenerateRequest)
     return await _answer(server, request, ask, generate_turn(ask), "generate")
 
 
 async def _answer(server: Server, request: Request, ask: Asked, turn: Turn | None,
-                  kind: Literal["chat", "generate"]) -> ASGIApp:
+                  kind: Kind) -> Response:
     name, began = _name(server, ask.model), time.perf_counter()
     if turn is None:
         async with server.store.lease(name) as lease:
-            return JSONResponse(AnswerWording(lease.name, kind, began).loaded())
-    return await deliver(request, server.store, name, turn, ask.stream,
-                         lambda model: AnswerWording(model, kind, began))
+            return json_response({**empty_line(lease.name, kind), "done": True, "done_reason": "load"})
+    return await answered(request, server, name, turn,
+                          lambda lease, opened: AnswerWording(opened, lease.name, kind, began),
+                          stream=ask.stream, media_type=NDJSON)
 
 
 def _name(server: Server, asked: str) -> str:

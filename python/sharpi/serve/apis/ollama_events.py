@@ -7,13 +7,16 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from sharpi.serve.delivery import LINES
+from sharpi.serve.apis.objects import ObjectWording, line_frame
+from sharpi.serve.apis.openai_shapes import likelihood
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import OpenTurn
 from sharpi.serve.turns import Event, Said, Score, Thought, Usage
 from sharpi.serve.whole import Part, Whole
 
-__all__ = ["AnswerWording", "error_body", "time_text"]
+__all__ = ["AnswerWording", "Kind", "empty_line", "error_body", "time_text"]
+
+Kind = Literal["chat", "generate"]
 
 _REASONS = {"stop": "stop", "length": "length", "timeout": "length", "tool_calls": "stop"}
 
@@ -23,13 +26,18 @@ def time_text(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat().replace("+00:00", "Z")
 
 
-class AnswerWording:
+def empty_line(model: str, kind: Kind) -> dict[str, Any]:
+    """An object that says nothing yet."""
+    said = {"message": {"role": "assistant", "content": ""}} if kind == "chat" else {"response": ""}
+    return {"model": model, "created_at": time_text(time.time()), **said, "done": False}
+
+
+class AnswerWording(ObjectWording):
     """The words of one answer. kind: of the endpoint. began: when its request came, on the clock
     `time.perf_counter`; from then until now the model was loaded."""
 
-    framing = LINES
-
-    def __init__(self, model: str, kind: Literal["chat", "generate"], began: float) -> None:
+    def __init__(self, turn: OpenTurn, model: str, kind: Kind, began: float) -> None:
+        super().__init__(turn, line_frame)
         self._model = model
         self._kind = kind
         self._began = began
@@ -37,16 +45,16 @@ class AnswerWording:
         self._answer = Whole()
         self._sent = 0  # parts whose calls have been sent
 
-    def begin(self, turn: OpenTurn) -> Iterable[dict[str, Any]]:
+    def start(self, turn: OpenTurn) -> Iterable[dict[str, Any]]:
         return ()
 
-    def idle(self, begun: bool) -> bytes:
+    def idle(self) -> bytes:
         return b""  # there are no comments among lines of JSON
 
     def fail(self, error: ApiError) -> dict[str, Any]:
         return error_body(error)
 
-    def word(self, event: Event) -> Iterator[dict[str, Any]]:
+    def say(self, event: Event) -> Iterator[dict[str, Any]]:
         answer = self._answer
         answer.add(event)
         yield from self._calls(complete=isinstance(event, Usage))
@@ -62,10 +70,6 @@ class AnswerWording:
         calls = [shape for part in answer.parts if (shape := self._call(part)) is not None]
         scores = [score for part in answer.parts if part.kind == "text" for score in part.scores]
         return {**self._line(answer.texts("text"), answer.texts("thinking"), calls, scores), **self._end()}
-
-    def loaded(self) -> dict[str, Any]:
-        """What a request without a prompt is answered."""
-        return {**self._line(), "done": True, "done_reason": "load"}
 
     def _calls(self, complete: bool) -> Iterator[dict[str, Any]]:
         """The calls that are complete and not sent: their clients take each as a whole. The last part may still go on,
@@ -86,14 +90,13 @@ class AnswerWording:
 
     def _line(self, text: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None,
               scores: list[Score] | tuple[Score, ...] = ()) -> dict[str, Any]:
-        line: dict[str, Any] = {"model": self._model, "created_at": time_text(time.time()), "done": False}
-        more: dict[str, Any] = {"thinking": thinking} if thinking else {}
+        line = empty_line(self._model, self._kind)
+        holder = line["message"] if self._kind == "chat" else line
+        holder["content" if self._kind == "chat" else "response"] = text
+        if thinking:
+            holder["thinking"] = thinking
         if calls:
-            more["tool_calls"] = calls
-        if self._kind == "chat":
-            line["message"] = {"role": "assistant", "content": text, **more}
-        else:
-            line |= {"response": text, **more}
+            holder["tool_calls"] = calls
         if scores:
             line["logprobs"] = [{**_logprob(score), "top_logprobs": [_logprob(top) for top in score.top]}
                                 for score in scores]
@@ -119,7 +122,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def _logprob(score: Score) -> dict[str, Any]:
-    return {"token": score.text, "logprob": score.logprob, "bytes": list(score.bytes)}
+    return {"token": score.text, "logprob": likelihood(score), "bytes": list(score.bytes)}
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -25,13 +25,12 @@ from sharpi.serve.apis.openai_shapes import (
 )
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
-from sharpi.serve.sse import answered
+from sharpi.serve.sse import COMMENT, answered
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, Said, Score, Thought, Turn, Usage
 
 __all__ = ["ChatFields", "ChatWording", "routes", "turn_of"]
 
 _MOST_MESSAGES = 4096
-_EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high
 
 
 class StreamOptions(fields.Body):
@@ -72,8 +71,7 @@ def turn_of(asked: ChatFields) -> Turn:
     template = dict(asked.chat_template_kwargs or {})
     if asked.add_generation_prompt is not None and not asked.continue_final_message:
         template["add_generation_prompt"] = asked.add_generation_prompt
-    if asked.reasoning_effort not in (None, "none"):
-        template.setdefault("reasoning_effort", _EFFORTS.get(asked.reasoning_effort, asked.reasoning_effort))
+    template = {**fields.effort_variables(asked.reasoning_effort), **template}
     return Turn(
         messages=asked.messages, tools=tools, tool_choice=fields.tool_choice_of(asked.tool_choice, tools),
         parallel_calls=asked.parallel_tool_calls is not False, options=fields.options_of(asked, limit),
@@ -136,6 +134,9 @@ class ChatWording:
 
     def end(self) -> bytes:
         return DONE
+
+    def idle(self) -> bytes:
+        return COMMENT
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         choices = [_Choice() for _ in range(self._choices)]

@@ -28,7 +28,7 @@ from sharpi.serve.apis.openai_shapes import (
 from sharpi.serve.errors import ApiError
 from sharpi.serve.joined_turns import JoinedTurns
 from sharpi.serve.server import Lease, OpenTurn, Server
-from sharpi.serve.sse import answered
+from sharpi.serve.sse import COMMENT, answered
 from sharpi.serve.turns import Ended, Event, PromptScores, Said, Score, Thought, Turn, Usage
 
 __all__ = ["CompletionFields", "CompletionWording", "routes", "turns_of"]
@@ -119,6 +119,9 @@ class CompletionWording:
 
     def end(self) -> bytes:
         return DONE
+
+    def idle(self) -> bytes:
+        return COMMENT
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         usage = Usage(0, 0, 0, 0)

@@ -8,17 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp
 
-from sharpi.serve.apis.bodies import Body, error_body, read_body
+from sharpi.serve.apis import fields
 from sharpi.serve.apis.responses_events import ResponseWording, unsealed
 from sharpi.serve.conversations import Message, call, conversation
-from sharpi.serve.delivery import deliver, refusing
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Server
+from sharpi.serve.sse import answered
 from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice, Turn
-from sharpi.settings.generation_options import GenerationOptions
 
 __all__ = ["ResponsesRequest", "routes", "turn_of"]
 
@@ -33,7 +32,7 @@ def _as_items(value: Any) -> Any:
     return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class TextPart(Body):
+class TextPart(fields.NullableBody):
     type: str
     text: str = ""
     refusal: str = ""
@@ -42,7 +41,7 @@ class TextPart(Body):
 Parts = Annotated[list[TextPart], BeforeValidator(_as_parts)]
 
 
-class Item(Body):
+class Item(fields.NullableBody):
     """An item of a conversation; which fields it has depends on the type."""
 
     type: str = "message"
@@ -56,7 +55,7 @@ class Item(Body):
     encrypted_content: str = ""
 
 
-class ResponsesTool(Body):
+class ResponsesTool(fields.NullableBody):
     type: str
     name: str = ""
     description: str = ""
@@ -64,7 +63,7 @@ class ResponsesTool(Body):
     strict: bool = False
 
 
-class Allowed(Body):
+class Allowed(fields.NullableBody):
     """A choice among the tools. name: for a function. mode, tools: for allowed_tools."""
 
     type: str
@@ -73,20 +72,20 @@ class Allowed(Body):
     tools: list[ResponsesTool] = []
 
 
-class Reasoning(Body):
+class Reasoning(fields.NullableBody):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
-class Format(Body):
+class Format(fields.NullableBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | bool | None = Field(default=None, alias="schema")
 
 
-class Text(Body):
+class Text(fields.NullableBody):
     format: Format | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(fields.NullableBody):
     model: str | None = None
     input: Annotated[list[Item], BeforeValidator(_as_items)] = []
     instructions: str | None = None
@@ -95,10 +94,10 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: Text = Text()
-    max_output_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    top_logprobs: int = Field(default=0, ge=0, le=20)
+    max_output_tokens: fields.TokenLimit | None = None
+    temperature: fields.Temperature | None = None
+    top_p: fields.TopP | None = None
+    top_logprobs: int = Field(default=0, ge=0, le=fields.MOST_TOP_LOGPROBS)
     include: list[str] = []
     stream: bool = False
     metadata: dict[str, Any] = {}
@@ -130,23 +129,15 @@ def turn_of(ask: ResponsesRequest) -> Turn:
     return Turn(
         messages=messages,
         tools=tools,
-        tool_choice=choice,
+        tool_choice=fields.possible_choice(choice, tools),
         parallel_calls=ask.parallel_tool_calls,
-        options=_options(ask),
+        options=fields.options_of(fields.SamplingFields(temperature=ask.temperature, top_p=ask.top_p),
+                                  ask.max_output_tokens),
         scores=ask.top_logprobs if ask.top_logprobs or _LOGPROBS in ask.include else None,
         format=_format(ask.text.format),
         thinking=None if effort is None else effort != "none",
-        template={} if effort in (None, "none") else {"reasoning_effort": effort},
+        template=fields.effort_variables(effort),
         key=ask.safety_identifier or ask.user)
-
-
-def _options(ask: ResponsesRequest) -> GenerationOptions:
-    options: GenerationOptions = {"max_tokens": ask.max_output_tokens}
-    if ask.temperature is not None:
-        options["temperature"] = ask.temperature
-    if ask.top_p is not None:
-        options["top_p"] = ask.top_p
-    return options
 
 
 def _format(format: Format | None) -> OutputFormat | None:
@@ -154,10 +145,7 @@ def _format(format: Format | None) -> OutputFormat | None:
         return None
     if format.type == "json_object":
         return OutputFormat("json_object")
-    if format.json_schema is None:
-        raise ApiError(400, "invalid_request_error", "a format of type json_schema needs a schema",
-                       param="text.format.schema")
-    return OutputFormat("json_schema", format.json_schema)
+    return fields.schema_format("text.format.schema", format.json_schema)
 
 
 def _choice(ask: ResponsesRequest) -> tuple[ToolChoice, list[Tool]]:
@@ -219,20 +207,20 @@ def _reasoning(item: Item, where: str) -> str:
 
 def routes(server: Server) -> list[BaseRoute]:
     """POST /v1/responses, and what a server with a store would answer, each refused."""
-    stored = refusing(_no_store, error_body)
-    return [Route("/v1/responses", refusing(functools.partial(_answer, server), error_body), methods=["POST"]),
-            Route("/v1/responses/{id}", stored, methods=["GET", "DELETE"]),
-            Route("/v1/responses/{id}/cancel", stored, methods=["POST"]),
-            Route("/v1/responses/{id}/input_items", stored, methods=["GET"])]
+    return [Route("/v1/responses", functools.partial(_answer, server), methods=["POST"]),
+            Route("/v1/responses/{id}", _no_store, methods=["GET", "DELETE"]),
+            Route("/v1/responses/{id}/cancel", _no_store, methods=["POST"]),
+            Route("/v1/responses/{id}/input_items", _no_store, methods=["GET"])]
 
 
-async def _answer(server: Server, request: Request) -> ASGIApp:
-    ask = read_body(ResponsesRequest, await request.body())
-    return await deliver(request, server.store, ask.model, turn_of(ask), ask.stream,
-                         lambda model: ResponseWording(model, _repeated(ask), _SEALED in ask.include))
+async def _answer(server: Server, request: Request) -> Response:
+    ask = await fields.read_body(request, ResponsesRequest)
+    repeated, seals = _repeated(ask), _SEALED in ask.include
+    return await answered(request, server, ask.model, turn_of(ask),
+                          lambda lease, turn: ResponseWording(turn, lease.name, repeated, seals), stream=ask.stream)
 
 
-async def _no_store(request: Request) -> ASGIApp:
+async def _no_store(request: Request) -> Response:
     raise ApiError(404, "invalid_request_error", f"there is no response {request.path_params['id']!r}: this server "
                    "stores none", param="response_id", code="not_found")
 

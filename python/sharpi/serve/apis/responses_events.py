@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sharpi.serve.delivery import SSE
+from sharpi.serve.apis.objects import ObjectWording, event_frame
+from sharpi.serve.apis.openai_shapes import likelihood
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import OpenTurn
 from sharpi.serve.turns import CallArguments, Event, Said, Score, Thought, Usage
@@ -80,12 +81,11 @@ class _Shape:
         return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": _logprobs(part.scores)}
 
 
-class ResponseWording:
+class ResponseWording(ObjectWording):
     """The words of one response. asked: what it repeats of the request. seals: whether reasoning comes sealed too."""
 
-    framing = SSE
-
-    def __init__(self, model: str, asked: Mapping[str, Any], seals: bool) -> None:
+    def __init__(self, turn: OpenTurn, model: str, asked: Mapping[str, Any], seals: bool) -> None:
+        super().__init__(turn, event_frame)
         self._shape = _Shape(model, asked, seals)
         self._answer = Whole()
         self._open: Part | None = None
@@ -95,11 +95,11 @@ class ResponseWording:
     def body(self, answer: Whole) -> dict[str, Any]:
         return self._shape.ended(answer)
 
-    def begin(self, turn: OpenTurn) -> Iterator[dict[str, Any]]:
+    def start(self, turn: OpenTurn) -> Iterator[dict[str, Any]]:
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._shape.begun())
 
-    def word(self, event: Event) -> Iterator[dict[str, Any]]:
+    def say(self, event: Event) -> Iterator[dict[str, Any]]:
         answer = self._answer
         answer.add(event)
         if isinstance(event, Usage):
@@ -117,9 +117,6 @@ class ResponseWording:
             yield self._of_content("reasoning_text.delta", delta=event.text)
         elif isinstance(event, CallArguments):
             yield self._of_item("function_call_arguments.delta", delta=event.json)
-
-    def idle(self, begun: bool) -> bytes:
-        return b":\n\n"
 
     def fail(self, error: ApiError) -> dict[str, Any]:
         return self._event("response.failed", response=self._shape.failed(self._answer, error))
@@ -168,7 +165,7 @@ def _logprobs(scores: list[Score] | tuple[Score, ...]) -> list[dict[str, Any]]:
 
 
 def _logprob(score: Score) -> dict[str, Any]:
-    return {"token": score.text, "logprob": score.logprob, "bytes": list(score.bytes)}
+    return {"token": score.text, "logprob": likelihood(score), "bytes": list(score.bytes)}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
