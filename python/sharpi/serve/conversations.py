@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["call", "conversation"]
+__all__ = ["call", "conversation", "is_begun"]
 
 Message = dict[str, Any]
 
@@ -41,6 +41,13 @@ def conversation(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
         _add(merged, message)
     _say(merged, late)
     return merged
+
+
+def is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is the beginning of an answer, which the answer then continues. Anthropic's and
+    Ollama's clients have no other way to say so."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last["content"].strip()) and not last.get("tool_calls")
 
 
 def _say(merged: list[Message], late: list[str]) -> None:

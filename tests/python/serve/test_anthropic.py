@@ -159,6 +159,9 @@ def test_the_last_message_may_be_the_answers_beginning() -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hel"}]
     assert turn(messages=messages).continues
     assert not turn().continues
+    call = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+    for ended in (" ", [{"type": "text", "text": "Hel"}, call]):
+        assert not turn(messages=[messages[0], {"role": "assistant", "content": ended}]).continues
 
 
 def test_messages_of_one_role_in_a_row_are_one() -> None:

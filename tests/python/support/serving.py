@@ -23,6 +23,7 @@ from sharpi.files.metadata import Metadata
 from sharpi.serve.apis.openai_shapes import error_body
 from sharpi.serve.errors import ApiError
 from sharpi.serve.runner import ModelRunner, RunnerLimits
+from sharpi.serve.server import Card
 from sharpi.serve.sse import json_response
 
 TEMPLATE = ("{% if tools is defined %}<tools>{{ tools | tojson }}\n{% endif %}"
@@ -44,6 +45,9 @@ class OneModelServer:
 
     def names(self) -> list[str]:
         return [NAME]
+
+    def card(self, name: str) -> Card:
+        return Card(name, self.model.file.paths[0], loaded=True)
 
     @contextlib.asynccontextmanager
     async def lease(self, name: str | None) -> AsyncIterator[Any]:

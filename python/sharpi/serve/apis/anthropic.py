@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 
 from sharpi.serve.apis import fields
 from sharpi.serve.apis.anthropic_events import MessageWording, error_body
-from sharpi.serve.conversations import Message, call, conversation
+from sharpi.serve.conversations import Message, call, conversation, is_begun
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Server
 from sharpi.serve.sse import answered, json_response
@@ -126,7 +126,7 @@ def turn_of(ask: CountRequest) -> Turn:
         parallel_calls=parallel,
         options=_options(ask) if isinstance(ask, MessagesRequest) else {},
         format=_format(config.format),
-        continues=messages[-1]["role"] == "assistant",
+        continues=is_begun(messages),
         thinking=thinking is not None and thinking.type != "disabled",
         thinking_budget=thinking.budget_tokens if thinking else None,
         template=fields.effort_variables(config.effort),

@@ -17,7 +17,7 @@ from starlette.types import Scope
 from sharpi.serve.apis import fields
 from sharpi.serve.apis.ollama_events import AnswerWording, Kind, empty_line, error_body
 from sharpi.serve.apis.ollama_models import listed, running, shown
-from sharpi.serve.conversations import Message, call, conversation
+from sharpi.serve.conversations import Message, call, conversation, is_begun
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Server
 from sharpi.serve.sse import NDJSON, answered, json_response
@@ -107,7 +107,7 @@ def chat_turn(ask: ChatRequest) -> Turn | None:
     messages = conversation(_messages(ask.messages))
     tools = [Tool(tool.function.name, tool.function.description, tool.function.parameters)
              for tool in ask.tools if tool.type == "function" and tool.function is not None]
-    return _turn(ask, messages=messages, tools=tools, continues=messages[-1]["role"] == "assistant")
+    return _turn(ask, messages=messages, tools=tools, continues=is_begun(messages))
 
 
 def generate_turn(ask: GenerateRequest) -> Turn | None:
