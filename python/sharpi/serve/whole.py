@@ -14,13 +14,17 @@ __all__ = ["Part", "Whole", "gathered"]
 
 @dataclass(eq=False)
 class Part:
-    """Reasoning, text, or a tool call, whose `text` is the JSON of its arguments."""
+    """Reasoning, text, or a tool call, whose text is the JSON of its arguments. pieces: of the text."""
 
     kind: Literal["thinking", "text", "call"]
-    text: str = ""
     id: str = ""
     name: str = ""
+    pieces: list[str] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
     def arguments(self) -> dict[str, Any] | None:
         """A call's arguments; `None` if the answer ended before they were complete."""
@@ -44,9 +48,9 @@ class Whole:
         if isinstance(event, Thought | Said):
             self._say("thinking" if isinstance(event, Thought) else "text", event)
         elif isinstance(event, CallBegun):
-            self.parts.append(Part("call", id=event.id, name=event.name))
+            self.parts.append(Part("call", event.id, event.name))
         elif isinstance(event, CallArguments):
-            self.parts[-1].text += event.json
+            self.parts[-1].pieces.append(event.json)
         elif isinstance(event, Ended):
             self._ended = event
         elif isinstance(event, Usage):
@@ -62,7 +66,7 @@ class Whole:
             self.parts.append(part)
         else:
             return
-        part.text += event.text
+        part.pieces.append(event.text)
         part.scores.extend(event.scores)
 
     def texts(self, kind: str) -> str:

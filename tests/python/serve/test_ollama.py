@@ -157,6 +157,12 @@ def test_other_errors() -> None:
     assert client_of(server).post("/api/chat", content=b"{").status_code == 400
 
 
+def test_embeddings_are_not_there_yet() -> None:
+    for path in ("/api/embed", "/api/embeddings"):
+        response = client_of(FakeServer()).post(path, json={"model": "toy", "input": "Hi"})
+        assert response.status_code == 501 and "embeddings" in response.json()["error"]
+
+
 def test_a_tag_that_clients_add() -> None:
     assert chat(FakeServer(), model="toy:latest").status_code == 200
     assert chat(FakeServer(), model="toy:7b").status_code == 404

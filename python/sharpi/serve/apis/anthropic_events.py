@@ -93,7 +93,7 @@ class MessageWording(ObjectWording):
                 yield {"type": "content_block_delta", "index": index, "delta": signature}
             yield {"type": "content_block_stop", "index": index}
         if part is not None:
-            block = _block(Part(part.kind, "", part.id, part.name), signature="")
+            block = _block(Part(part.kind, part.id, part.name), signature="")
             yield {"type": "content_block_start", "index": len(self._answer.parts) - 1, "content_block": block}
         self._open = part
 

@@ -17,6 +17,9 @@ __all__ = ["ObjectWording", "event_frame", "line_frame"]
 
 Object = Mapping[str, Any]
 
+# `json.dumps` would make an encoder for each object.
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 def event_frame(value: Object) -> bytes:
     """A server-sent event that is named by the object's type."""
@@ -26,10 +29,6 @@ def event_frame(value: Object) -> bytes:
 def line_frame(value: Object) -> bytes:
     """A line of JSON."""
     return f"{_json(value)}\n".encode("utf-8", "replace")
-
-
-def _json(value: Object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 class ObjectWording(ABC):

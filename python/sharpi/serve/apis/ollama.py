@@ -169,7 +169,8 @@ def _answered(message: ChatMessage, calls: list[tuple[str, str]]) -> tuple[str, 
 
 def routes(server: Server) -> list[BaseRoute]:
     """Ollama's endpoints, without those that load, make or upload models."""
-    posts = {"/api/chat": _chat, "/api/generate": _generate, "/api/show": _show}
+    posts = {"/api/chat": _chat, "/api/generate": _generate, "/api/show": _show, "/api/embed": _embed,
+             "/api/embeddings": _embed}
     gets = {"/api/tags": _tags, "/api/ps": _ps, "/api/version": _version}
     return [_Greeting("/", _greet, methods=["GET"]),
             *(Route(path, _worded(handle, server), methods=["POST"]) for path, handle in posts.items()),
@@ -232,6 +233,10 @@ async def _show(server: Server, request: Request) -> Response:
     if answer is None:
         raise ApiError(404, "not_found_error", f"the file of model {name!r} cannot be read")
     return json_response(answer)
+
+
+async def _embed(server: Server, request: Request) -> Response:
+    raise ApiError(501, "not_implemented", "no model here makes embeddings")
 
 
 async def _chat(server: Server, request: Request) -> Response:

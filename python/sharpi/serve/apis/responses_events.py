@@ -124,7 +124,7 @@ class ResponseWording(ObjectWording):
     def _begin(self, part: Part) -> Iterator[dict[str, Any]]:
         self._open = part
         self._index += 1
-        empty = Part(part.kind, "", part.id, part.name)
+        empty = Part(part.kind, part.id, part.name)
         yield self._event("response.output_item.added", output_index=self._index,
                           item=self._shape.item(empty, self._index, "in_progress"))
         if part.kind != "call":
