@@ -25,22 +25,23 @@ def conversation(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
     Many templates refuse a system message after the first message. Such a message becomes part of the user's turn next
     to it, the one that follows if there are two. It never comes between a call and its result.
     """
-    merged: list[Message] = []
-    late: list[str] = []  # texts of system messages that wait for a user's turn
+    merged: list[_Merged] = []
+    late: list[Message] = []  # system messages that wait for a user's turn
+    begun = False
     for message in messages:
         role = message["role"]
-        begun = any(earlier["role"] != "system" for earlier in merged)
         if role == "system" and begun:
-            late.append(message["content"])
+            late.append({"role": "user", "content": message["content"]})
             continue
-        if role == "user":
-            message = {**message, "content": _BETWEEN.join([*late, message["content"]])}
+        begun = begun or role != "system"
+        if role != "tool":
+            for waiting in late:
+                _add(merged, waiting)
             late.clear()
-        elif role == "assistant":
-            _say(merged, late)
         _add(merged, message)
-    _say(merged, late)
-    return merged
+    for waiting in late:
+        _add(merged, waiting)
+    return [one.message() for one in merged]
 
 
 def is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -50,22 +51,30 @@ def is_begun(messages: Sequence[Mapping[str, Any]]) -> bool:
     return last["role"] == "assistant" and bool(last["content"].strip()) and not last.get("tool_calls")
 
 
-def _say(merged: list[Message], late: list[str]) -> None:
-    """Adds what waits as the user's words."""
-    if late:
-        _add(merged, {"role": "user", "content": _BETWEEN.join(late)})
-        late.clear()
+class _Merged:
+    """Messages that become one. They are joined once: a client may send a hundred thousand."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self._texts: dict[str, list[str]] = {"reasoning_content": [], "content": []}
+        self._more: Message = {}
+
+    def add(self, message: Mapping[str, Any]) -> None:
+        for field, value in message.items():
+            if field in self._texts:
+                self._texts[field].append(value)
+            elif field == "tool_calls":
+                self._more.setdefault(field, []).extend(value)
+            else:
+                self._more[field] = value
+
+    def message(self) -> Message:
+        texts = {field: _BETWEEN.join(filter(None, parts)) for field, parts in self._texts.items() if parts}
+        return {**self._more, **texts}
 
 
-def _add(merged: list[Message], message: Mapping[str, Any]) -> None:
-    last = merged[-1] if merged else None
-    if last is None or last["role"] != message["role"] or message["role"] == "tool":
-        merged.append(dict(message))
-        return
-    for field in ("reasoning_content", "content"):
-        texts = [text for text in (last.get(field), message.get(field)) if text]
-        if texts:
-            last[field] = _BETWEEN.join(texts)
-    calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
-    if calls:
-        last["tool_calls"] = calls
+def _add(merged: list[_Merged], message: Mapping[str, Any]) -> None:
+    role = message["role"]
+    if not merged or merged[-1].role != role or role == "tool":
+        merged.append(_Merged(role))
+    merged[-1].add(message)

@@ -45,7 +45,7 @@ class Wording(Protocol):
         """What a stream ends with after the last event."""
 
     def idle(self) -> bytes:
-        """What breaks a silence of a stream, perhaps nothing."""
+        """What breaks a silence of an event stream. There is nothing of the kind between lines of JSON."""
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -216,7 +216,7 @@ class TurnStream(Response):
                 if now - self._sending_since >= self._stall:
                     writing.cancel()
             elif now - self._sent_at >= self._silence:
-                self._put(self._wording.idle())
+                self._put(self._wording.idle() if self.media_type == EVENT_STREAM else b"")
                 due = self._silence
             else:
                 due = self._silence - (now - self._sent_at)

@@ -182,6 +182,7 @@ def test_messages_of_one_role_in_a_row_are_one() -> None:
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [
         {"type": "text", "text": "x"}, {"type": "document"}]}]}]}, "messages[0].content[0].content[1]"),
     ({"system": [{"type": "image"}]}, "system[0]"),
+    ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tool_choice": {"type": "tool", "name": "now"}, "tools": [WEATHER]}, "tool_choice"),
     ({"tool_choice": {"type": "any"}, "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tool_choice"),

@@ -163,6 +163,7 @@ def test_formats(format: Any, expected: Any) -> None:
     ({"temperature": "1"}, "temperature"),
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"max_output_tokens": -1}, "max_output_tokens"),
+    ({"tools": [{"type": "function"}]}, "tools[0].name"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "function", "name": "now"}, "tools": [WEATHER]}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),

@@ -18,7 +18,7 @@ from sharpi.serve.apis import openai_chat, openai_completions
 from sharpi.serve.errors import ApiError
 from sharpi.serve.joined_turns import JoinedTurns
 from sharpi.serve.merging import Merged
-from sharpi.serve.sse import EVENT_STREAM, NDJSON, TurnStream, collected
+from sharpi.serve.sse import COMMENT, EVENT_STREAM, NDJSON, TurnStream, collected
 from sharpi.serve.turns import Ended, Event, Said, Usage
 
 ENDLESS = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0.0, "ignore_eos": True}
@@ -38,6 +38,9 @@ class Lines:
 
     def end(self) -> bytes:
         return b"end\n"
+
+    def idle(self) -> bytes:
+        return COMMENT
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         return {"events": len(events)}

@@ -102,5 +102,6 @@ class FakeServer:
     @contextlib.asynccontextmanager
     async def lease(self, name: str | None) -> AsyncIterator[Any]:
         if name not in (None, "toy"):
-            raise ApiError(404, "not_found_error", f"there is no such name: {name}", param="model")
+            raise ApiError(404, "not_found_error", f"there is no such name: {name}", param="model",
+                           code="model_not_found")
         yield self._lease

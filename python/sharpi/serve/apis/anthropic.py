@@ -18,7 +18,7 @@ from sharpi.serve.conversations import Message, call, conversation, is_begun
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Server
 from sharpi.serve.sse import answered, json_response
-from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice, Turn
+from sharpi.serve.turns import NamedTool, OutputFormat, ToolChoice, Turn
 from sharpi.settings.generation_options import GenerationOptions
 
 __all__ = ["CountRequest", "MessagesRequest", "routes", "turn_of"]
@@ -113,8 +113,8 @@ class MessagesRequest(CountRequest):
 
 def turn_of(ask: CountRequest) -> Turn:
     """The turn that a request asks for. Raises `ApiError` that names a block which no model here takes."""
-    tools = [Tool(tool.name, tool.description, tool.input_schema)
-             for tool in ask.tools or () if tool.type in (None, "custom")]
+    tools = [fields.named_tool(f"tools[{index}]", tool.name, tool.description, tool.input_schema)
+             for index, tool in enumerate(ask.tools or ()) if tool.type in (None, "custom")]
     choice, parallel = _choice(ask.tool_choice)
     messages = conversation(_messages(ask))
     thinking = ask.thinking

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar, cast
@@ -15,7 +16,7 @@ from sharpi.settings.generation_options import GenerationOptions
 
 __all__ = ["Body", "Count", "JsonObject", "LogitBias", "MinP", "NullableBody", "Penalty", "RepetitionPenalty", "Seed",
            "Stop", "Temperature", "TokenLimit", "TopK", "TopP", "effort_variables", "format_of", "function_tools",
-           "options_of", "possible_choice", "read_body", "schema_format", "tool_choice_of"]
+           "named_tool", "options_of", "possible_choice", "read_body", "schema_format", "tool_choice_of"]
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -24,6 +25,7 @@ MOST_BIASES = 1024
 MOST_TOP_LOGPROBS = 20
 MOST_CHOICES = 8
 MOST_SCHEMA_BYTES = 256 << 10
+_LARGE_BODY = 256 << 10
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high
 _MOST_INT = (1 << 31) - 1
 
@@ -68,13 +70,21 @@ class NullableBody(Body):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        return {name: part for name, part in value.items() if part is not None} if isinstance(value, dict) else value
+        if isinstance(value, dict) and None in value.values():
+            return {name: part for name, part in value.items() if part is not None}
+        return value
 
 
 async def read_body(request: Request, kind: type[B]) -> B:
     """The request's body. Raises `ApiError` 400, which names the first field that is wrong."""
+    body = await request.body()
+    # A body of megabytes takes seconds, in which others must be answered.
+    return await asyncio.to_thread(_read, body, kind) if len(body) > _LARGE_BODY else _read(body, kind)
+
+
+def _read(body: bytes, kind: type[B]) -> B:
     try:
-        raw = json.loads(await request.body())
+        raw = json.loads(body)
     except (ValueError, RecursionError):
         raise _wrong(None, "the body is no valid JSON") from None
     if not isinstance(raw, dict):
@@ -147,6 +157,13 @@ def tool_choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]
     if all(tool.name != name for tool in tools):
         raise _wrong("tool_choice.function.name", f"tool_choice.function.name: {name!r} is none of the tools")
     return NamedTool(name)
+
+
+def named_tool(where: str, name: str, description: str, parameters: Mapping[str, Any]) -> Tool:
+    """A tool of a request. Raises `ApiError`, which names the place, for one without a name."""
+    if not name:
+        raise _wrong(f"{where}.name", f"{where}.name: a tool must have a name")
+    return Tool(name, description, parameters)
 
 
 def possible_choice(choice: ToolChoice, tools: Sequence[Tool]) -> ToolChoice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Literal
 
@@ -135,17 +136,15 @@ def _turn(ask: Asked, **what: Any) -> Turn:
 
 
 def _messages(messages: list[ChatMessage]) -> Iterator[Message]:
-    """The messages in OpenAI's shape. Ollama's clients name the tool of a result, not the call: ids are made up."""
-    calls: list[tuple[str, str]] = []  # the ids and names of those without a result
+    """The messages in OpenAI's shape."""
+    waiting = _Waiting()
     for index, message in enumerate(messages):
         if message.images:
             raise ApiError(400, "invalid_request_error", f"messages[{index}].images: no model here takes images",
                            param=f"messages[{index}].images")
         shaped: Message = {"role": message.role, "content": message.content}
         if message.role == "tool":
-            answered = _answered(message, calls)
-            shaped["tool_call_id"] = message.tool_call_id or (answered[0] if answered else "")
-            calls = [waiting for waiting in calls if waiting is not answered]
+            shaped["tool_call_id"] = waiting.take(message)
         if message.role == "assistant" and message.thinking:
             shaped["reasoning_content"] = message.thinking
         if message.role == "assistant" and message.tool_calls:
@@ -153,15 +152,33 @@ def _messages(messages: list[ChatMessage]) -> Iterator[Message]:
             for number, made in enumerate(message.tool_calls):
                 id = made.id or f"call_{index}_{number}"
                 shaped["tool_calls"].append(call(id, made.function.name, made.function.arguments))
-                calls.append((id, made.function.name))
+                waiting.add(id, made.function.name)
         yield shaped
 
 
-def _answered(message: ChatMessage, calls: list[tuple[str, str]]) -> tuple[str, str] | None:
-    """The call whose result a message brings: the one of its id, the first of its tool, or the first."""
-    fitting = ([waiting for waiting in calls if waiting[0] == message.tool_call_id]
-               or [waiting for waiting in calls if waiting[1] == message.tool_name] or calls)
-    return fitting[0] if fitting else None
+class _Waiting:
+    """The calls that wait for a result. Ollama's clients name a result's tool, not the call, so ids are made up."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, None] = {}  # in order
+        self._by_tool: dict[str, deque[str]] = {}
+
+    def add(self, id: str, tool: str) -> None:
+        self._ids[id] = None
+        self._by_tool.setdefault(tool, deque()).append(id)
+
+    def take(self, message: ChatMessage) -> str:
+        """The id of the call whose result a message brings: its own, that of the first call of its tool, or of the
+        first."""
+        id = message.tool_call_id or self._first_of(message.tool_name) or next(iter(self._ids), "")
+        self._ids.pop(id, None)
+        return id
+
+    def _first_of(self, tool: str) -> str | None:
+        ids = self._by_tool.get(tool, deque())
+        while ids and ids[0] not in self._ids:
+            ids.popleft()
+        return ids[0] if ids else None
 
 
 # --- the endpoints ----------------------------------------------------------------------------------------------------

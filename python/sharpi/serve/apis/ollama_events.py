@@ -48,9 +48,6 @@ class AnswerWording(ObjectWording):
     def start(self, turn: OpenTurn) -> Iterable[dict[str, Any]]:
         return ()
 
-    def idle(self) -> bytes:
-        return b""  # there are no comments among lines of JSON
-
     def fail(self, error: ApiError) -> dict[str, Any]:
         return error_body(error)
 

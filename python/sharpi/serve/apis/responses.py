@@ -151,7 +151,8 @@ def _format(format: Format | None) -> OutputFormat | None:
 def _choice(ask: ResponsesRequest) -> tuple[ToolChoice, list[Tool]]:
     """The choice, and the tools that it leaves. Codex also sends types of tools that only OpenAI runs: they are no
     part of the prompt, so that the model cannot call them."""
-    tools = [Tool(tool.name, tool.description, tool.parameters) for tool in ask.tools if tool.type == "function"]
+    tools = [fields.named_tool(f"tools[{index}]", tool.name, tool.description, tool.parameters)
+             for index, tool in enumerate(ask.tools) if tool.type == "function"]
     choice = ask.tool_choice
     if isinstance(choice, str):
         return choice, tools
