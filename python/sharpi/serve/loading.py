@@ -19,6 +19,7 @@ from sharpi.serve.settings import ServerSettings
 __all__ = ["Loaded", "MakeRunner", "ModelLoader", "default_runner"]
 
 MakeRunner = Callable[[LoadedModel, Scheduler, ServerSettings], Runner]
+_NamedRunner = Callable[[LoadedModel, Scheduler, ServerSettings, str], Runner]
 
 _log = logging.getLogger(__name__)
 
@@ -55,12 +56,10 @@ def default_runner(model: LoadedModel, scheduler: Scheduler, settings: ServerSet
 class ModelLoader:
     """Loads models as the settings say."""
 
-    def __init__(self, settings: ServerSettings, make_runner: MakeRunner | None = None,
-                 prepare: Callable[[LoadedModel], None] | None = None) -> None:
-        """prepare: is given each model before its scheduler is made."""
+    def __init__(self, settings: ServerSettings, make_runner: _NamedRunner) -> None:
+        """make_runner: is also given the model's name."""
         self._settings = settings
-        self._make_runner = make_runner or default_runner
-        self._prepare = prepare
+        self._make_runner = make_runner
 
     def needs(self, file: ModelFile) -> int:
         """The bytes of memory that a model takes if it has the device to itself. Raises `SharpiError`."""
@@ -79,12 +78,10 @@ class ModelLoader:
         settings = self._limited()
         model = Model.load(file.path, **settings.load_arguments(), notice=_log.warning)
         try:
-            if self._prepare is not None:
-                self._prepare(model)
             scheduler = Scheduler(model, max_gap=settings.max_gap, queue=settings.max_queue,
                                   running=settings.parallel)
             try:
-                runner = self._make_runner(model, scheduler, settings)
+                runner = self._make_runner(model, scheduler, settings, file.name)
             except BaseException:
                 scheduler.close()
                 raise

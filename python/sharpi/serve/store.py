@@ -70,7 +70,7 @@ class ModelStore:
 
     def card(self, name: str) -> Card:
         entry = self._find(name)
-        return Card(entry.file.name, entry.file.path, entry.loaded is not None)
+        return Card(entry.file.name, entry.file.path, entry.loaded is not None and not entry.leaving)
 
     def loaded(self) -> list[Loaded]:
         """The models that are loaded now, without a lease: look, but do not wait while holding one."""
