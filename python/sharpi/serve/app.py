@@ -17,6 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
+from starlette.types import Lifespan
 
 from sharpi.errors import SharpiError
 from sharpi.serve.catalog import ModelFile, catalogue
@@ -102,7 +103,7 @@ class _Labels:
         return next((name for begin, name in self._begun.items() if path.startswith(begin)), "other")
 
 
-def _lifespan(server: ApiServer, failed: Callable[[str], None] | None) -> Callable[[Starlette], object]:
+def _lifespan(server: ApiServer, failed: Callable[[str], None] | None) -> Lifespan[Starlette]:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(server.watch.keep_looking())]

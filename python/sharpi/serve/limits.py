@@ -1,4 +1,4 @@
-"""The bounds of what a request may ask for, in one place. A client that needs more finds them by name in its refusal."""
+"""The bounds of what a request may ask for, in one place."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 from sharpi.serve.server import OpenTurn, Runner
 from sharpi.serve.turns import Event, Turn, Usage
@@ -44,11 +43,9 @@ class _MeasuredTurn:
 
     def __init__(self, turn: OpenTurn, record: Callable[[Usage], None], log_events: bool) -> None:
         self._turn = turn
+        self.prompt_tokens = turn.prompt_tokens
         self._record = record
         self._log_events = log_events
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._turn, name)
 
     def __aiter__(self) -> _MeasuredTurn:
         return self
@@ -63,10 +60,6 @@ class _MeasuredTurn:
 
     async def aclose(self) -> None:
         await self._turn.aclose()
-
-    @property
-    def prompt_tokens(self) -> int:
-        return self._turn.prompt_tokens
 
     @property
     def cached_tokens(self) -> int:

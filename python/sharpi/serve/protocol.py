@@ -11,8 +11,8 @@ from sharpi.serve import limits
 
 __all__ = ["BoundedProtocol"]
 
-_BODY = (b'{"error": {"message": "the headers are larger than %d bytes", "type": "invalid_request_error", "param": null,'
-         b' "code": "headers_too_large"}}' % limits.HEADER_BYTES)
+_BODY = (b'{"error": {"message": "the headers are larger than %d bytes", "type": "invalid_request_error",'
+         b' "param": null, "code": "headers_too_large"}}' % limits.HEADER_BYTES)
 _REFUSAL = (b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
             b"connection: close\r\n\r\n%s" % (len(_BODY), _BODY))
 

@@ -49,4 +49,4 @@ def _read(path: Path, modified: int, size: int) -> Facts:
         bos, eos = (None if token is None else tokenizer.token_text(token)
                     for token in (tokenizer.bos_id, tokenizer.eos_id))
     return Facts(file.architecture, file.total_bytes, sum(math.prod(tensor.shape) for tensor in file.tensors),
-                 spec.context_length, spec.vocab_size, spec.hidden_size, template, bos, eos)
+                 spec.context_length, spec.vocab_size, spec.embedding_length, template, bos, eos)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -23,8 +24,7 @@ __all__ = ["routes"]
 
 # Where weights are: the names that the page shows, and how it colours them.
 _HOMES = {"vram": ("in VRAM", "vram"), "direct": ("in RAM, fetched over PCIe", "ram"),
-          "slots": ("in RAM, with slots in VRAM", "ram"), "cpu": ("in RAM, computed by the CPU", "cpu"),
-          "ram": ("in RAM", "ram")}
+          "slots": ("in RAM, with slots in VRAM", "ram"), "cpu": ("in RAM, computed by the CPU", "cpu")}
 
 
 def routes(server: ApiServer) -> list[BaseRoute]:
@@ -101,9 +101,9 @@ def _of_loaded(loaded: Loaded) -> dict[str, Any]:
 
 def _plan(model: LoadedModel) -> list[dict[str, Any]]:
     """Where the weights are, as parts of a bar."""
-    placement = model.engine.placement()
+    placement: Mapping[str, Any] = model.engine.placement()
     return [{"name": name, "bytes": placement[home], "role": role} for home, (name, role) in _HOMES.items()
-            if isinstance(placement.get(home), int) and placement[home]]
+            if placement[home]]
 
 
 def _experts(model: LoadedModel) -> dict[str, Any] | None:
