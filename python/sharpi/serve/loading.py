@@ -11,7 +11,6 @@ from sharpi.loading.loaded_model import LoadedModel
 from sharpi.machine.hardware import usable_threads
 from sharpi.planning.planner import make_plan, parse_vram
 from sharpi.scheduler import Scheduler
-from sharpi.serve import limits
 from sharpi.serve.catalog import ModelFile
 from sharpi.serve.server import Runner
 from sharpi.serve.settings import ServerSettings
@@ -49,8 +48,8 @@ def default_runner(model: LoadedModel, scheduler: Scheduler, settings: ServerSet
     """A `ModelRunner`."""
     from sharpi.serve.runner import ModelRunner, RunnerLimits
 
-    return ModelRunner(model, scheduler, RunnerLimits(queue=settings.max_queue, choices=limits.CHOICES,
-                                                      seconds=settings.request_seconds or None))
+    return ModelRunner(model, scheduler, RunnerLimits(max_queue=settings.max_queue,
+                                                      request_seconds=settings.request_seconds or None))
 
 
 class ModelLoader:

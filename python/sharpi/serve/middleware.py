@@ -27,10 +27,10 @@ from sharpi.serve.wording import encoded, error_headers, http_error
 __all__ = ["Bounded", "Gated", "Guarded", "Hosts", "Observed", "refuse"]
 
 # What health checks need, and what a browser fetches before it can know a key.
-_WITHOUT_KEY = frozenset({"/", "/health", "/favicon.ico"})
+_WITHOUT_KEY = frozenset({"/", "/health", "/v1/health", "/favicon.ico"})
 _PAGE = "/page/"
 # Of a server that ends, these still tell how it is.
-_WHILE_ENDING = frozenset({"/health", "/metrics"})
+_WHILE_ENDING = frozenset({"/health", "/v1/health", "/metrics"})
 _READING = ("GET", "HEAD", "OPTIONS")
 
 _log = logging.getLogger(__name__)
@@ -70,6 +70,9 @@ class Observed:
         self._traffic.active += 1
         try:
             await self._app(scope, receive, watched)
+        except Exception:  # Starlette answers it outside of here
+            status = status or 500
+            raise
         finally:
             self._traffic.active -= 1
             seconds = time.perf_counter() - began

@@ -154,6 +154,12 @@ class ModelStore:
             refusal = _load_error(entry.file, error)
             entry.failure = refusal.message
             raise refusal from None
+        except ApiError:
+            raise
+        except Exception as error:  # a bug: its text may hold anything
+            entry.failure = f"the model {name!r} cannot be loaded: {type(error).__name__}"
+            _log.exception("%s cannot be loaded", name)
+            raise ApiError(500, "server_error", entry.failure, code="model_load_error") from None
         finally:
             entry.loading = None
 

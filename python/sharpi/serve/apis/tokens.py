@@ -5,23 +5,33 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from sharpi.errors import InvalidRequestError, ModelFileError
 from sharpi.loading.loaded_model import LoadedModel
-from sharpi.serve import limits
+from sharpi.serve.apis.fields import Body, read_body
+from sharpi.serve.apis.openai_chat import ChatFields, turn_of
 from sharpi.serve.errors import ApiError
+from sharpi.serve.prompts import PromptMaker
 from sharpi.serve.state import ApiServer
 from sharpi.serve.wording import http_error
 from sharpi.settings import arguments
 
 __all__ = ["routes"]
+
+class _Asked(Body):
+    """The other fields have several names, so that they are looked at one by one."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+
 
 _Work = Callable[[LoadedModel, Mapping[str, Any]], dict[str, Any]]
 # Names of what there is no model for yet.
@@ -30,9 +40,10 @@ _EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/v1/rerank", "/rerank")
 
 def routes(server: ApiServer) -> list[BaseRoute]:
     """The endpoints."""
-    works: dict[str, _Work] = {"/tokenize": _tokenize, "/detokenize": _detokenize, "/apply-template": _apply_template}
+    works: dict[str, _Work] = {"/tokenize": _tokenize, "/detokenize": _detokenize}
     posts = [Route(path, functools.partial(_post, server, work), methods=["POST"]) for path, work in works.items()]
-    return [*posts, Route("/tokenizer_info", functools.partial(_info, server), methods=["GET"]),
+    return [*posts, Route("/apply-template", functools.partial(_apply_template, server), methods=["POST"]),
+            Route("/tokenizer_info", functools.partial(_info, server), methods=["GET"]),
             *(Route(path, _no_embeddings, methods=["POST"]) for path in _EMBEDDINGS)]
 
 
@@ -43,25 +54,13 @@ async def _no_embeddings(request: Request) -> Response:
 
 
 async def _post(server: ApiServer, work: _Work, request: Request) -> Response:
-    body = _object(await request.body())
-    name = body.get("model")
-    if name is not None and not isinstance(name, str):
-        raise _wrong("model", "model must be a text")
-    async with server.store.lease(name) as lease:
+    asked = await read_body(request, _Asked)
+    body = asked.model_extra or {}
+    async with server.store.lease(asked.model) as lease:
         try:
             return JSONResponse(await asyncio.to_thread(work, lease.model, body))
         except (InvalidRequestError, ModelFileError) as error:
             raise ApiError(400, "invalid_request_error", str(error)) from None
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError):
-        raise http_error(400, "the body is not JSON") from None
-    if not isinstance(given, dict):
-        raise http_error(400, "the body must be a JSON object")
-    return given
 
 
 def _wrong(param: str, message: str) -> ApiError:
@@ -89,27 +88,16 @@ def _tokenize(model: LoadedModel, body: Mapping[str, Any]) -> dict[str, Any]:
 def _detokenize(model: LoadedModel, body: Mapping[str, Any]) -> dict[str, Any]:
     """The text under both of its names."""
     ids = arguments.token_ids("tokens", body.get("tokens"))
-    if len(ids) > limits.TOKENIZED_IDS:
-        raise _wrong("tokens", f"tokens must be at most {limits.TOKENIZED_IDS:,}")
     text = model.tokenizer.decode(ids, skip_special=False)
     return {"content": text, "prompt": text}
 
 
-def _apply_template(model: LoadedModel, body: Mapping[str, Any]) -> dict[str, Any]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise _wrong("messages", "messages must be a list of objects")
-    template = model.chat_template
-    if template is None:
-        raise http_error(400, "the model's file has no chat template")
-    given = body.get("chat_template_kwargs") or {}
-    if not isinstance(given, dict):
-        raise _wrong("chat_template_kwargs", "chat_template_kwargs must be an object")
-    extra = {name: value for name, value in given.items() if name not in ("messages", "tools", "self")}
-    if body.get("tools"):
-        extra["tools"] = body["tools"]
-    begins = arguments.flag("add_generation_prompt", body.get("add_generation_prompt", True))
-    return {"prompt": template.render(messages, **{"add_generation_prompt": begins, **extra})}
+async def _apply_template(server: ApiServer, request: Request) -> Response:
+    """The prompt of a chat, which is not answered."""
+    asked = await read_body(request, ChatFields)
+    turn = turn_of(asked)
+    async with server.store.lease(asked.model) as lease:
+        return JSONResponse({"prompt": (await asyncio.to_thread(PromptMaker(lease.model).make, turn)).text})
 
 
 async def _info(server: ApiServer, request: Request) -> Response:
