@@ -25,23 +25,25 @@ class StepWatch:
         self._counts = counts
         self._seconds = seconds
         self._clock = clock
-        self._seen: dict[str, tuple[tuple[Any, ...], float]] = {}
+        self._seen: dict[str, tuple[tuple[Any, ...] | None, float]] = {}
 
     def look(self) -> None:
         """Notes how far each model is."""
         now, seen = self._clock(), {}
         for model, counts in self._counts():
-            progress = tuple(counts.get(field) for field in _PROGRESS)
+            # Without work nothing is late, so idle looks have no progress that a later one could equal.
+            busy = any(counts.get(field) for field in _WORK)
+            progress = tuple(counts.get(field) for field in _PROGRESS) if busy else None
             before = self._seen.get(model)
-            standing = before is not None and before[0] == progress and any(counts.get(field) for field in _WORK)
-            seen[model] = before if standing and before is not None else (progress, now)
+            seen[model] = before if before is not None and busy and before[0] == progress else (progress, now)
         self._seen = seen
 
     def stalled(self) -> Iterable[tuple[str, float]]:
         """The models that have made no progress for too long, and for how many seconds."""
         self.look()
         now = self._clock()
-        return [(model, now - since) for model, (_, since) in self._seen.items() if now - since > self._seconds]
+        return [(model, now - since) for model, (progress, since) in self._seen.items()
+                if progress is not None and now - since > self._seconds]
 
     async def keep_looking(self) -> None:
         """Looks until it is cancelled."""

@@ -198,3 +198,8 @@ def test_two_models_cannot_have_one_name(tmp_path: Path) -> None:
 def test_a_model_that_is_not_there_is_one_line(model: str) -> None:
     with pytest.raises((ModelFileError, InvalidRequestError), match="no such file|names no model"):
         catalogue([model], no_hub)
+
+
+def test_the_example_of_a_file_is_one() -> None:
+    given = read_config(Path(__file__).parents[3] / "docs/serve/serve.toml")
+    assert ServerSettings(**given).parallel == 16 and given["models"][1] == "coder=user/repo:Q4_K_M"

@@ -85,7 +85,7 @@ _EXTRA = ("httptools", "llguidance", "prometheus_client", "pydantic", "starlette
     "Output", verbose_option, log_file_option,
     click.option("--log-prompts", is_flag=True, help="Let the log hold prompts and answers."))
 @click.option("--config", metavar="FILE",
-              help="TOML file with settings, named as in ServerSettings (see docs/serve); options win.")
+              help="TOML file with settings, named as in docs/serve/serve.toml; options win.")
 def serve_command(config: str | None, **options: Any) -> None:
     """Serve models over HTTP.
 
