@@ -20,14 +20,14 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Lifespan
 
 from sharpi.errors import SharpiError
-from sharpi.serve.catalog import ModelFile, catalogue
 from sharpi.serve.errors import ApiError
-from sharpi.serve.loading import MakeRunner
-from sharpi.serve.middleware import Bounded, Gated, Guarded, Hosts, Observed
+from sharpi.serve.http.middleware import Bounded, Gated, Guarded, Hosts, Observed
+from sharpi.serve.http.state import ApiServer
+from sharpi.serve.http.wording import encoded, http_error
+from sharpi.serve.models.catalog import ModelFile, catalogue
+from sharpi.serve.models.loading import MakeRunner
+from sharpi.serve.models.store import Loader
 from sharpi.serve.settings import ServerSettings
-from sharpi.serve.state import ApiServer
-from sharpi.serve.store import Loader
-from sharpi.serve.wording import encoded, http_error
 
 __all__ = ["create_app", "server_of"]
 

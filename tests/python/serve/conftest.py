@@ -21,7 +21,7 @@ TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 
 def with_template(model: LoadedModel, scheduler: Scheduler, settings: ServerSettings) -> Runner:
     """The usual runner of a model that has a chat template now."""
-    from sharpi.serve.loading import default_runner
+    from sharpi.serve.models.loading import default_runner
 
     model.file = replace(model.file, metadata=Metadata(
         model.file.paths[0], {**model.file.metadata, "tokenizer.chat_template": TEMPLATE}))
@@ -34,8 +34,8 @@ def server() -> Iterator[str]:
     import uvicorn
 
     from sharpi.serve.app import create_app
-    from sharpi.serve.process import listen
-    from sharpi.serve.protocol import BoundedProtocol
+    from sharpi.serve.http.process import listen
+    from sharpi.serve.http.protocol import BoundedProtocol
 
     failures: list[str] = []
     app = create_app(ServerSettings(device="cpu", threads=1, context=512, cache_tokens=2048, port=0),

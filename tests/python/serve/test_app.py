@@ -17,10 +17,10 @@ from starlette.routing import Route
 
 from sharpi import ModelFileError
 from sharpi.serve.app import create_app, server_of
-from sharpi.serve.measuring import MeasuredRunner
+from sharpi.serve.http.watch import StepWatch
+from sharpi.serve.models.measuring import MeasuredRunner
 from sharpi.serve.settings import ServerSettings
 from sharpi.serve.turns import Turn, Usage
-from sharpi.serve.watch import StepWatch
 
 Scenario = Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]
 

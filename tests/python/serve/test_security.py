@@ -17,12 +17,12 @@ from fake_loader import FakeLoader, model_files
 from starlette.applications import Starlette
 
 from sharpi import InvalidRequestError
-from sharpi.serve import limits
 from sharpi.serve.app import create_app, server_of
-from sharpi.serve.keys import Keys
-from sharpi.serve.middleware import Bounded, Hosts
-from sharpi.serve.process import listen
-from sharpi.serve.protocol import BoundedProtocol
+from sharpi.serve.http import limits
+from sharpi.serve.http.keys import Keys
+from sharpi.serve.http.middleware import Bounded, Hosts
+from sharpi.serve.http.process import listen
+from sharpi.serve.http.protocol import BoundedProtocol
 from sharpi.serve.settings import ServerSettings
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from sharpi import InvalidRequestError, ModelFileError
 from sharpi.cli.commands import serve as command
 from sharpi.loading.description import BUNDLED_MODEL
-from sharpi.serve.catalog import ModelFile, catalogue
+from sharpi.serve.models.catalog import ModelFile, catalogue
 from sharpi.serve.settings import ServerSettings, is_loopback, read_config
 
 

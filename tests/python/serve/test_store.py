@@ -10,11 +10,11 @@ import pytest
 from fake_loader import FakeLoader, model_files
 
 from sharpi.errors import ModelFileError, OutOfMemoryError
-from sharpi.serve.catalog import ModelFile
 from sharpi.serve.errors import ApiError
-from sharpi.serve.loading import ModelLoader, default_runner
+from sharpi.serve.models.catalog import ModelFile
+from sharpi.serve.models.loading import ModelLoader, default_runner
+from sharpi.serve.models.store import ModelStore
 from sharpi.serve.settings import ServerSettings
-from sharpi.serve.store import ModelStore
 
 
 @pytest.fixture

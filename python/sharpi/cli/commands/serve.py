@@ -37,9 +37,9 @@ _EXTRA = ("httptools", "llguidance", "prometheus_client", "pydantic", "starlette
 
 
 @click.command("serve", cls=Command, examples=(
-    "sharpi serve -m model.gguf                       at http://127.0.0.1:8080",
-    "sharpi serve -m user/repo:Q4_K_M -c 32768        with a longer context",
-    "sharpi serve -m models/ -m small=a.gguf          all models of a folder, and one more",
+    "sharpi serve -m model.gguf                   at http://127.0.0.1:8080",
+    "sharpi serve -m user/repo:Q4_K_M -c 32768    with a longer context",
+    "sharpi serve -m models/ -m small=a.gguf      a folder of models, and one more",
     "sharpi serve --config serve.toml --api-key-file keys --host 0.0.0.0"))
 @section(
     "Models",
@@ -97,8 +97,8 @@ def serve_command(config: str | None, **options: Any) -> None:
         raise click.ClickException(f"the server needs packages that are not installed ({', '.join(missing)}):"
                                    " pip install 'sharpi[serve]'")
     with leaving_at_once():
-        from sharpi.serve.catalog import catalogue
-        from sharpi.serve.process import serve
+        from sharpi.serve.http.process import serve
+        from sharpi.serve.models.catalog import catalogue
 
     settings = _settings(config, options)
     settings.require_safe()  # before anything is downloaded

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from sharpi.serve.apis.model_facts import facts_of
+from sharpi.serve.http.state import ApiServer
+from sharpi.serve.models.facts import facts_of
 from sharpi.serve.server import Card
-from sharpi.serve.state import ApiServer
 
 __all__ = ["routes"]
 

@@ -13,11 +13,11 @@ from starlette.routing import BaseRoute, Route
 
 from sharpi import __version__
 from sharpi.loading.loaded_model import LoadedModel
-from sharpi.serve.apis.model_facts import facts_of
-from sharpi.serve.loading import Loaded
-from sharpi.serve.metrics import CONTENT_TYPE
-from sharpi.serve.state import ApiServer
-from sharpi.serve.wording import http_error
+from sharpi.serve.http.metrics import CONTENT_TYPE
+from sharpi.serve.http.state import ApiServer
+from sharpi.serve.http.wording import http_error
+from sharpi.serve.models.facts import facts_of
+from sharpi.serve.models.loading import Loaded
 from sharpi.settings.generation_options import DEFAULT_OPTIONS
 
 __all__ = ["routes"]

@@ -16,13 +16,13 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sharpi.serve import limits
 from sharpi.serve.errors import ApiError
-from sharpi.serve.keys import Keys
+from sharpi.serve.http import limits
+from sharpi.serve.http.keys import Keys
+from sharpi.serve.http.traffic import Traffic
+from sharpi.serve.http.wording import encoded, error_headers, http_error
+from sharpi.serve.models.store import ending_error
 from sharpi.serve.settings import ServerSettings, is_loopback
-from sharpi.serve.store import ending_error
-from sharpi.serve.traffic import Traffic
-from sharpi.serve.wording import encoded, error_headers, http_error
 
 __all__ = ["Bounded", "Gated", "Guarded", "Hosts", "Observed", "refuse"]
 

@@ -8,17 +8,17 @@ from typing import Any
 from sharpi.errors import InvalidRequestError
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.scheduler import Scheduler
-from sharpi.serve.catalog import ModelFile
-from sharpi.serve.keys import Keys
-from sharpi.serve.loading import MakeRunner, ModelLoader, default_runner
-from sharpi.serve.measuring import MeasuredRunner
-from sharpi.serve.metrics import Metrics
+from sharpi.serve.http.keys import Keys
+from sharpi.serve.http.metrics import Metrics
+from sharpi.serve.http.traffic import Traffic
+from sharpi.serve.http.watch import StepWatch
+from sharpi.serve.models.catalog import ModelFile
+from sharpi.serve.models.loading import MakeRunner, ModelLoader, default_runner
+from sharpi.serve.models.measuring import MeasuredRunner
+from sharpi.serve.models.store import Loader, ModelStore
 from sharpi.serve.server import Runner
 from sharpi.serve.settings import ServerSettings
-from sharpi.serve.store import Loader, ModelStore
-from sharpi.serve.traffic import Traffic
 from sharpi.serve.turns import Usage
-from sharpi.serve.watch import StepWatch
 
 __all__ = ["ApiServer"]
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from sharpi.serve.metrics import Counts
+from sharpi.serve.http.metrics import Counts
 
 __all__ = ["StepWatch"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sharpi.serve import limits
+from sharpi.serve.http import limits
 
 __all__ = ["BoundedProtocol"]
 

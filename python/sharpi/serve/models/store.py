@@ -15,9 +15,9 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from sharpi.errors import InvalidRequestError, ModelFileError, OutOfMemoryError, SharpiError
-from sharpi.serve.catalog import ModelFile
 from sharpi.serve.errors import ApiError
-from sharpi.serve.loading import Loaded
+from sharpi.serve.models.catalog import ModelFile
+from sharpi.serve.models.loading import Loaded
 from sharpi.serve.server import Card
 
 __all__ = ["Loader", "ModelStore", "ending_error"]

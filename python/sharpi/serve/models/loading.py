@@ -11,7 +11,7 @@ from sharpi.loading.loaded_model import LoadedModel
 from sharpi.machine.hardware import usable_threads
 from sharpi.planning.planner import make_plan, parse_vram
 from sharpi.scheduler import Scheduler
-from sharpi.serve.catalog import ModelFile
+from sharpi.serve.models.catalog import ModelFile
 from sharpi.serve.server import Runner
 from sharpi.serve.settings import ServerSettings
 

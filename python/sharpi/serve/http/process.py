@@ -20,8 +20,8 @@ from starlette.applications import Starlette
 
 from sharpi.errors import InvalidRequestError
 from sharpi.serve.app import create_app, server_of
-from sharpi.serve.catalog import ModelFile
-from sharpi.serve.protocol import BoundedProtocol
+from sharpi.serve.http.protocol import BoundedProtocol
+from sharpi.serve.models.catalog import ModelFile
 from sharpi.serve.settings import ServerSettings, is_loopback
 
 __all__ = ["address", "listen", "serve"]
