@@ -109,7 +109,7 @@ def test_an_idle_model_goes_before_one_with_requests(tmp_path: Path) -> None:
         busy = asyncio.create_task(use(store, "a", end))
         await soon(lambda: store.card("a").loaded)
         await use(store, "b")
-        await use(store, "c")
+        await asyncio.wait_for(use(store, "c"), 20)
         assert loader.events == ["open a", "open b", "close b", "open c"]
         end.set()
         await busy
