@@ -26,6 +26,7 @@ from sharpi.cli.commands.list import list_command, rm_command
 from sharpi.cli.commands.plan import plan_command
 from sharpi.cli.commands.pull import pull_command
 from sharpi.cli.commands.run import run_command
+from sharpi.cli.commands.serve import serve_command
 from sharpi.cli.ending import exit_code
 from sharpi.cli.help import Group
 from sharpi.cli.text import say
@@ -69,7 +70,7 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, wanted: bool
 
 @click.group(
     cls=_Program, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]},
-    sections={"Text": ("run", "chat"), "Models": ("pull", "list", "rm", "inspect", "plan", "experts"),
+    sections={"Text": ("run", "chat", "serve"), "Models": ("pull", "list", "rm", "inspect", "plan", "experts"),
               "Speed": ("bench", "hardware")},
     examples=('sharpi run "Once upon a time"             continue a text, with a toy model',
               "sharpi chat -m model.gguf                 talk with a model",
@@ -88,7 +89,7 @@ def main(ctx: click.Context) -> None:
         say(f"the environment's {name} has no effect: did you mean {meant}?")
 
 
-for _command in (run_command, chat_command, inspect_command, plan_command, hardware_command, bench_command,
-                 experts_command, pull_command, list_command, rm_command, version_command, completion_command,
-                 help_command):
+for _command in (run_command, chat_command, serve_command, inspect_command, plan_command, hardware_command,
+                 bench_command, experts_command, pull_command, list_command, rm_command, version_command,
+                 completion_command, help_command):
     main.add_command(_command)

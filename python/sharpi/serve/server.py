@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.serve.turns import Event, Turn
 
-__all__ = ["Lease", "OpenTurn", "Runner", "Server", "Store"]
+__all__ = ["Card", "Lease", "OpenTurn", "Runner", "Server", "Store"]
 
 
-class OpenTurn(AsyncIterator[Event], Protocol):
+class OpenTurn(Protocol):
     """A turn that is being answered. Close it to give up what is left; at its end it is closed."""
 
     prompt_tokens: int
@@ -25,6 +27,10 @@ class OpenTurn(AsyncIterator[Event], Protocol):
     def computed_tokens(self) -> int:
         """How far the prompt has come."""
 
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    async def __anext__(self) -> Event: ...
+
     async def aclose(self) -> None: ...
 
 
@@ -35,6 +41,10 @@ class Runner(Protocol):
         """Checks the turn and hands it to the scheduler. Raises `ApiError` for all that can be known before the first
         token: a prompt beyond the context, options out of range, a template that refuses, a full queue."""
 
+    async def count(self, turn: Turn) -> int:
+        """The tokens of the prompt that `open` would compute. Nothing is computed, and the prompt may be longer than
+        the context."""
+
 
 class Lease(Protocol):
     """A model that stays loaded while the lease lasts."""
@@ -44,10 +54,23 @@ class Lease(Protocol):
     runner: Runner
 
 
+@dataclass(frozen=True)
+class Card:
+    """What is known of a model that need not be loaded. path: its file, the first of several. loaded: whether it is
+    loaded now."""
+
+    name: str
+    path: Path
+    loaded: bool
+
+
 class Store(Protocol):
     """The models of a server by name."""
 
     def names(self) -> list[str]: ...
+
+    def card(self, name: str) -> Card:
+        """Of one of `names()`. The file may be gone."""
 
     def lease(self, name: str | None) -> AbstractAsyncContextManager[Lease]:
         """Loads the model first if it is not; `None` is the server's first. Raises `ApiError` 404 for a name that the

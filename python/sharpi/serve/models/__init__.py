@@ -1,0 +1,1 @@
+"""The models of a server: their names, and which of them are loaded."""
