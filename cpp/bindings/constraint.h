@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "engine/texts/token_constraint.h"
+#include "engine/answers/token_constraint.h"
 
 namespace sharpi {
 

@@ -13,7 +13,12 @@ CudaBackend::CudaBackend(int ordinal, size_t vram, int threads)
       _allocator(_memory, vram),
       _threads(threads),
       _pass(_stream),
-      _recorder(_pass, [this](bool ran) { passFailed(ran); }) {
+      _recorder(_pass, [this](bool ran) noexcept {
+          // Kernels that wait for the CPU go on with whatever data there is; the pass's results are not used.
+          _cache->setPassFailed(ran);
+          if (_share) ran ? _share->abort() : _share->begin();
+          if (ran) settle();
+      }) {
     _transfers = std::make_unique<CudaTransfers>(_stream);
     _weights = std::make_unique<WeightStream>(_allocator, gpuLayout(), _transfers.get());
     _cache = std::make_unique<CudaExpertCache>(_allocator, _stream);
@@ -132,13 +137,6 @@ void CudaBackend::begin(const Batch& batch, const KvCache& kv) {
     if (_share) _share->begin();
     if (_pass.limits.expertSlots) _cache->beginPass(_pass.step, _pass.view.rows, *_weights, *_placer);
     _stream.uploadPinned(onDevice, host, sizeof(int32_t) * static_cast<size_t>(filled.used));
-}
-
-// Kernels that wait for the CPU go on with whatever data there is; the pass's results are not used.
-void CudaBackend::passFailed(bool ran) noexcept {
-    _cache->setPassFailed(ran);
-    if (_share) ran ? _share->abort() : _share->begin();
-    if (ran) settle();
 }
 
 void CudaBackend::readLogits(int64_t row, int64_t count, float* out) {

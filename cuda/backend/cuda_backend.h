@@ -50,7 +50,6 @@ public:
     std::vector<Chosen> sample(const std::vector<Choice>& choices) override { return _sampler->sample(choices); }
 
 private:
-    void passFailed(bool ran) noexcept;
     void settle() noexcept;
 
     cuda::Stream _stream;

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "kernels/rows/sampling.h"
+#include "kernels/sampling/sampling.h"
 
 namespace sharpi {
 

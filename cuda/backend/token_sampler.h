@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "backend/cuda_pass.h"
-#include "kernels/rows/scores.h"
+#include "kernels/sampling/scores.h"
 #include "operations/backend.h"
 
 namespace sharpi {

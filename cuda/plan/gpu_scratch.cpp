@@ -8,7 +8,7 @@
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
 #include "kernels/rows/pair_groups.h"
-#include "kernels/rows/scores.h"
+#include "kernels/sampling/scores.h"
 
 namespace sharpi {
 

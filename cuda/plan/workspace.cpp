@@ -9,7 +9,7 @@
 #include "kernels/delta/gated_delta.h"
 #include "kernels/experts/router.h"
 #include "kernels/rows/rows.h"
-#include "kernels/rows/sampling.h"
+#include "kernels/sampling/sampling.h"
 
 namespace sharpi::cuda {
 

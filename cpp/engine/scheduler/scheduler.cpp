@@ -322,7 +322,7 @@ bool Scheduler::write() {
 
 // Gives new tokens to the client. None: the context is full.
 void Scheduler::hand(Entry& entry, std::vector<Chosen> tokens) {
-    const ConstraintFollower& constraint = entry.text->constraint();
+    const ConstraintFollower& constraint = entry.text->held().running().constraint;
     if (!constraint.failure().empty()) return finish(entry, Finish::Failed, constraint.failure());
     const Request& request = entry.request;
     std::optional<Finish> ended;

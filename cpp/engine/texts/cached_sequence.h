@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <optional>
 
+#include "engine/answers/prompt_scores.h"
 #include "engine/model_runner.h"
-#include "engine/texts/prompt_scores.h"
 
 namespace sharpi {
 

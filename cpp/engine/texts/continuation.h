@@ -56,8 +56,6 @@ public:
 
     // With echo, once the prompt is computed: of each of its tokens; the first one's means nothing. Else nullptr.
     const std::vector<Score>* promptScores() const { return _scores ? &_scores->scores() : nullptr; }
-    // What the constraint says after the tokens that were chosen.
-    const ConstraintFollower& constraint() const { return _held.running().constraint; }
     // Lets go of what only its own answer needs.
     void endAnswer();
 

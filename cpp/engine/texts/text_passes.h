@@ -4,10 +4,10 @@
 #include <optional>
 #include <vector>
 
+#include "engine/answers/token_constraint.h"
 #include "engine/texts/cached_sequence.h"
 #include "engine/texts/drafter.h"
 #include "engine/texts/sampler.h"
-#include "engine/texts/token_constraint.h"
 
 namespace sharpi {
 

@@ -11,7 +11,7 @@
 #include "kernels/experts/expert_cache.h"
 #include "kernels/experts/router.h"
 #include "kernels/formats/packed_shape.h"
-#include "kernels/rows/scores.h"
+#include "kernels/sampling/scores.h"
 #include "plan/gpu_scratch.h"
 
 namespace {

@@ -38,6 +38,7 @@ FLOORS = (
     ("cuda/kernels/attention",),
     ("cuda/kernels/matmul",),
     ("cuda/kernels/matvec",),
+    ("cuda/kernels/sampling",),
     ("cuda/kernels/rows",),
     ("cuda/kernels/formats",),
     ("cuda/device",),

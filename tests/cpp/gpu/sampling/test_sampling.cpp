@@ -4,7 +4,7 @@
 
 #include "cpu/sample.h"
 #include "gpu_test.h"
-#include "kernels/rows/sampling.h"
+#include "kernels/sampling/sampling.h"
 
 namespace sharpi::cuda {
 namespace {

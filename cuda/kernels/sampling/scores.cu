@@ -6,11 +6,11 @@
 //
 // The token of a row is known only once it is chosen, and its logit may then have been adjusted. So rows that are
 // scored are adjusted before they are sampled, by a kernel that keeps the logits in the list of adjustments.
-#include "kernels/rows/scores.h"
+#include "kernels/sampling/scores.h"
 
 #include <algorithm>
 
-#include "kernels/rows/candidates.cuh"
+#include "kernels/sampling/candidates.cuh"
 
 namespace sharpi::cuda {
 

@@ -1,5 +1,5 @@
 // Log-probabilities and masks on the GPU: the same bits as on the CPU.
-#include "kernels/rows/scores.h"
+#include "kernels/sampling/scores.h"
 
 #include <algorithm>
 #include <cmath>

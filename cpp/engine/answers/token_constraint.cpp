@@ -1,5 +1,5 @@
 // See token_constraint.h.
-#include "engine/texts/token_constraint.h"
+#include "engine/answers/token_constraint.h"
 
 #include <exception>
 

@@ -1,5 +1,5 @@
 // See prompt_scores.h.
-#include "engine/texts/prompt_scores.h"
+#include "engine/answers/prompt_scores.h"
 
 #include <utility>
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/rules/log_softmax.h"
-#include "kernels/rows/sampling.h"
+#include "kernels/sampling/sampling.h"
 
 namespace sharpi::cuda {
 

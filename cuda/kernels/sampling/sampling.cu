@@ -16,14 +16,14 @@
 // Rows that are chosen from in one of the first two ways share the two launches: blockIdx.y is the row. What a row
 // needs comes with the kernel's parameters, so no copy precedes the launch. The sort needs 16 bytes of memory for each
 // token of the vocabulary, so rows that need it take turns.
-#include "kernels/rows/sampling.h"
+#include "kernels/sampling/sampling.h"
 
 #include <algorithm>
 #include <cub/device/device_radix_sort.cuh>
 #include <type_traits>
 
-#include "kernels/rows/candidates.cuh"
 #include "kernels/rows/device_rows.cuh"
+#include "kernels/sampling/candidates.cuh"
 
 namespace sharpi::cuda {
 
