@@ -35,6 +35,10 @@ class Runner(Protocol):
         """Checks the turn and hands it to the scheduler. Raises `ApiError` for all that can be known before the first
         token: a prompt beyond the context, options out of range, a template that refuses, a full queue."""
 
+    async def count(self, turn: Turn) -> int:
+        """The tokens of the prompt that `open` would compute. Nothing is computed, and the prompt may be longer than
+        the context."""
+
 
 class Lease(Protocol):
     """A model that stays loaded while the lease lasts."""
