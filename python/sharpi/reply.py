@@ -12,7 +12,8 @@ from sharpi.loading.loaded_model import LoadedModel
 from sharpi.settings import arguments
 from sharpi.text.chat import ChatTemplate, Markers, Part, ThinkingSplitter
 
-__all__ = ["Message", "Reply", "assistant_message", "checked_messages", "render_prompt", "require_template"]
+__all__ = ["Message", "Reply", "assistant_message", "checked_messages", "refuse_control_tokens",
+           "render_prompt", "require_template"]
 
 # "role" and "content"; an assistant's may have "reasoning_content" and "tool_calls", as templates know them.
 Message = Mapping[str, Any]
@@ -115,10 +116,10 @@ def render_prompt(model: LoadedModel, messages: Sequence[Message], *, thinking: 
     template = require_template(model)
     for message in messages:
         if message["role"] != "assistant" and message.get("content"):
-            _refuse_control_tokens(model, f"the {message['role']} message spells", message["content"])
+            refuse_control_tokens(model, f"the {message['role']} message spells", message["content"])
     if tools is None:
         return template.render(messages, enable_thinking=thinking)
-    _refuse_control_tokens(model, "tools spell", _tools_text(tools))
+    refuse_control_tokens(model, "tools spell", _tools_text(tools))
     return template.render(messages, enable_thinking=thinking, tools=list(tools))
 
 
@@ -134,7 +135,7 @@ def _tools_text(tools: Any) -> str:
             "tools must be JSON: text, numbers, lists, and dictionaries with text as keys") from None
 
 
-def _refuse_control_tokens(model: LoadedModel, what: str, text: str) -> None:
+def refuse_control_tokens(model: LoadedModel, what: str, text: str) -> None:
     """A rendered prompt is read with its control tokens, so a message that spells one could speak for another role."""
     if model.tokenize(text, parse_special=True) != model.tokenize(text):
         raise InvalidRequestError(f"{what} one of the model's control tokens, such as an end of turn:"

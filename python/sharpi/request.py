@@ -89,7 +89,12 @@ class TextStream:
         self._stop = stop
         self._held = ""
         self._last: int | None = None
-        self.stopped = False  # at one of the texts: there are no further tokens
+        self.found: str | None = None  # the text that has begun
+
+    @property
+    def stopped(self) -> bool:
+        """Whether one of the texts has begun: there are no further tokens."""
+        return self.found is not None
 
     def push(self, id: int, logprob: float | None = None, top: tuple[tuple[int, float], ...] = ()) -> Token:
         """The next token with its score, and with the text that can be shown by then."""
@@ -116,10 +121,10 @@ class TextStream:
 
     def _shown(self, text: str) -> str:
         held = self._held + text
-        found = min((at for stop in self._stop if (at := held.find(stop)) >= 0), default=-1)
-        if found >= 0:
-            self.stopped = True
-            return held[:found]
+        found = min(((at, stop) for stop in self._stop if (at := held.find(stop)) >= 0), default=None)
+        if found is not None:
+            at, self.found = found
+            return held[:at]
         keep = max((self._overlap(held, stop) for stop in self._stop), default=0)
         self._held = held[len(held) - keep :]
         return held[: len(held) - keep]

@@ -52,6 +52,7 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
         self._reason: FinishReason | None = None
         self._error: str | None = None
         self._figures: dict[str, Any] = {}
+        self._count = 0
         self._ended = False
 
     def __repr__(self) -> str:
@@ -63,6 +64,16 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
         ("length"), because the context is full ("context"), because it was cancelled or its time was over ("timeout").
         `None` while tokens are still to be read."""
         return self._reason if not self._ready else None
+
+    @property
+    def stop_text(self) -> str | None:
+        """The stop text before which the answer ended, if one ended it."""
+        return self._text.found
+
+    @property
+    def token_count(self) -> int:
+        """The tokens that have come so far: those of a stop text are counted, an end token is not."""
+        return self._count
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -143,6 +154,7 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
         if prompt_scores is not None:
             self._prompt_scores = [(None, ()), *prompt_scores[1:]]
         for id, score in zip(ids, scores, strict=True):
+            self._count += 1
             self._ready.append(self._text.push(id, *score) if self._scored else self._text.push(id))
             if self._text.stopped:
                 self._core.cancel()
@@ -255,19 +267,20 @@ class Scheduler:
         self.close()
 
     def submit(self, prompt: str | Sequence[int], *, priority: int = 0, key: str = "", timeout: float | None = None,
-               scores: int | None = None, echo: bool = False, constraint: Constraint | None = None,
-               **options: Unpack[GenerationOptions]) -> Answer:
+               ignore_end: bool = False, scores: int | None = None, echo: bool = False,
+               constraint: Constraint | None = None, **options: Unpack[GenerationOptions]) -> Answer:
         """Continues `prompt`, text or token ids, as `Session.generate` does; `GenerationOptions` says what the options
         mean. Returns at once.
 
         priority: requests with higher ones go first, and are paused last. key: requests with the same key share what
-        one client is due. timeout: seconds after which the answer ends.
+        one client is due. timeout: seconds after which the answer ends. ignore_end: the answer goes on after an end
+        token.
 
         scores: each `Token` has its log-probability, and those of this many of the likeliest tokens (0 to 20). echo:
         the prompt's tokens have theirs too, in `Answer.prompt_scores`; the whole prompt is computed, whatever the cache
         has of it, and `max_tokens` may be 0. constraint: what the answer may consist of. If it raises an exception, the
-        answer ends with that error. Raises `InvalidRequestError` for a request that
-        can never be served, and `BusyError` if too many are waiting.
+        answer ends with that error. Raises `InvalidRequestError` for a request that can never be served, and
+        `BusyError` if too many are waiting.
         """
         request = asked(self._model, prompt, options)
         best, echo = _best(scores), arguments.flag("echo", echo)
@@ -278,7 +291,7 @@ class Scheduler:
                 raise InvalidRequestError("the scheduler is closed")
             watcher = self._watcher()
             answer = core.submit(request.ids, request.params, draft=request.drafts[0], draft_tokens=request.drafts[1],
-                                 ends=sorted(request.ends), max_tokens=request.max_tokens,
+                                 ends=[] if ignore_end else sorted(request.ends), max_tokens=request.max_tokens,
                                  priority=arguments.whole("priority", priority), key=arguments.text("key", key),
                                  seconds=None if timeout is None else arguments.number("timeout", timeout),
                                  arrivals=None if watcher is None else watcher.arrivals,

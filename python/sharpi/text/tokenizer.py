@@ -109,6 +109,11 @@ class Tokenizer:
         """The token as the file spells it (`Ġthe`, `▁the`, `<0x0A>`, `<s>`)."""
         return self._vocabulary.tokens[self._checked(token)]
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that the token stands for, which need not be whole characters; a control token stands for its
+        name."""
+        return self._pieces[self._checked(token)]
+
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The ids of `text`.
 

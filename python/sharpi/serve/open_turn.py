@@ -1,0 +1,162 @@
+"""A turn that is being answered: the tokens of its answers become events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sharpi.errors import SharpiError
+from sharpi.generation import Token
+from sharpi.scheduler import Answer
+from sharpi.serve.channels import CallBegins, CallContinues, Piece, Reader, Saying, Thinking
+from sharpi.serve.errors import ApiError
+from sharpi.serve.merging import Merged
+from sharpi.serve.scoring import ScoreQueue
+from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, Said, Score, Thought, Usage
+
+__all__ = ["Choice", "ModelTurn"]
+
+
+class Choice:
+    """One of a turn's answers, as far as it has come. scores: holds its tokens' scores, if they are wanted."""
+
+    def __init__(self, index: int, answer: Answer, reader: Reader, scores: ScoreQueue | None = None) -> None:
+        self.answer = answer
+        self._index = index
+        self._reader = reader
+        self._scores = scores
+        self._calls: set[int] = set()
+        self._started = time.perf_counter()
+        self._first_seconds: float | None = None
+        self._seconds = 0.0
+        self._thinks = False  # what the last piece was
+        self._thinking_tokens = 0
+
+    def push(self, token: Token) -> list[Event]:
+        """What the next token adds."""
+        if self._first_seconds is None:
+            self._first_seconds = time.perf_counter() - self._started
+        events = self._worded(self._reader.push(token.text), () if self._scores is None else self._scored(token))
+        self._thinking_tokens += self._thinks
+        return events
+
+    def end(self) -> list[Event]:
+        """After the last token. Raises `ApiError` for an answer that was cut off."""
+        self._seconds = time.perf_counter() - self._started
+        reason = self.answer.finish_reason
+        if reason not in ("end", "stop", "length", "context", "timeout"):
+            raise ApiError(503, "server_error", "the answer was cut off: the server is ending")
+        cut = self._scores is None or self.answer.stop_text is not None
+        left = () if cut or self._scores is None else self._scores.rest()
+        events = self._worded(self._reader.flush(), left, last=True)
+        if self._calls and reason in ("end", "stop"):
+            return [*events, Ended(self._index, "tool_calls")]
+        if reason in ("end", "stop"):
+            return [*events, Ended(self._index, "stop", self.answer.stop_text)]
+        return [*events, Ended(self._index, "timeout" if reason == "timeout" else "length")]
+
+    @property
+    def tokens(self) -> int:
+        """All that were computed."""
+        return self.answer.token_count + (self.answer.finish_reason == "end")
+
+    @property
+    def thinking_tokens(self) -> int:
+        return min(self._thinking_tokens, self.answer.token_count)
+
+    def figures(self) -> Mapping[str, Any]:
+        """What `Answer.figures` says; of an answer that a stop text ended, as much as was seen of it."""
+        return {"first_token_seconds": self._first_seconds or self._seconds, "seconds": self._seconds,
+                "queued_seconds": 0.0, "tokens": self.tokens, **self.answer.figures}
+
+    def _scored(self, token: Token) -> tuple[Score, ...]:
+        return ()
+
+    def _worded(self, pieces: Sequence[Piece], scores: tuple[Score, ...], last: bool = False) -> list[Event]:
+        events: list[Event] = []
+        for piece in pieces:
+            if isinstance(piece, Saying):
+                self._thinks = False
+                events.append(Said(self._index, piece.text, scores))
+                scores = ()
+            elif isinstance(piece, Thinking):
+                self._thinks = True
+                events.append(Thought(self._index, piece.text, scores))
+                scores = ()
+            else:
+                self._thinks = False
+                events.append(self._call(piece))
+        if scores:
+            events.append(Thought(self._index, "", scores) if self._thinks else Said(self._index, "", scores))
+        return events
+
+    def _call(self, piece: CallBegins | CallContinues) -> Event:
+        if isinstance(piece, CallContinues):
+            return CallArguments(self._index, piece.index, piece.json)
+        self._calls.add(piece.index)
+        return CallBegun(self._index, piece.index, piece.id or f"call_{secrets.token_hex(12)}", piece.name)
+
+
+class ModelTurn:
+    """An `OpenTurn` whose choices a scheduler answers."""
+
+    def __init__(self, choices: Sequence[Choice], prompt_tokens: int, first: Sequence[Event] = ()) -> None:
+        """first: events before all others."""
+        self.prompt_tokens = prompt_tokens
+        self._choices = choices
+        self._ready: deque[Event] = deque(first)
+        self._merged: Merged[Token] = Merged([choice.answer for choice in choices])
+        self._left = len(choices)
+        self._started = False
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self._choices[0].answer.figures.get("reused_tokens", 0))
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens if self._started else 0
+
+    def __aiter__(self) -> ModelTurn:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._ready:
+            if not self._left:
+                raise StopAsyncIteration
+            await self._more()
+        return self._ready.popleft()
+
+    async def _more(self) -> None:
+        try:
+            arrived = await self._merged.next()
+            self._started = True
+            for index, token in arrived:
+                choice = self._choices[index]
+                if token is not None:
+                    self._ready.extend(choice.push(token))
+                    continue
+                self._ready.extend(choice.end())
+                self._left -= 1
+                if not self._left:
+                    self._ready.append(self._usage())
+        except BaseException as error:
+            await self.aclose()
+            if isinstance(error, SharpiError):
+                raise ApiError(500, "server_error", str(error)) from None
+            raise
+
+    def _usage(self) -> Usage:
+        return Usage(self.prompt_tokens, self.cached_tokens, sum(choice.tokens for choice in self._choices),
+                     sum(choice.thinking_tokens for choice in self._choices),
+                     tuple(choice.figures() for choice in self._choices))
+
+    async def aclose(self) -> None:
+        self._left = 0
+        for choice in self._choices:
+            choice.answer.cancel()
+        await self._merged.aclose()
+        self._ready.clear()

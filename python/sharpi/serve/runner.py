@@ -1,0 +1,134 @@
+"""Turns are answered by one model, through its scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from sharpi.errors import BusyError, InvalidRequestError, SharpiError
+from sharpi.loading.loaded_model import LoadedModel
+from sharpi.scheduler import Answer, Scheduler
+from sharpi.serve.channels import reader_of
+from sharpi.serve.errors import ApiError
+from sharpi.serve.open_turn import Choice, ModelTurn
+from sharpi.serve.prompts import Prompt, PromptMaker, refused
+from sharpi.serve.turns import Turn
+from sharpi.settings.generation_options import GenerationOptions, checked_options
+
+__all__ = ["ModelRunner", "RunnerLimits"]
+
+_SEEDS = 1 << 64
+
+
+@dataclass(frozen=True)
+class RunnerLimits:
+    """queue: how many requests may wait. choices: the most answers to one prompt. seconds: after these an answer ends;
+    `None`: never. threads: how many prompts are prepared at a time."""
+
+    queue: int = 64
+    choices: int = 8
+    seconds: float | None = None
+    threads: int = 2
+
+
+class ModelRunner:
+    """A `Runner` (see server.py). It belongs to the event loop in which `open` is called."""
+
+    def __init__(self, model: LoadedModel, scheduler: Scheduler, limits: RunnerLimits | None = None) -> None:
+        self._model = model
+        self._scheduler = scheduler
+        self._limits = limits or RunnerLimits()
+        self._prompts = PromptMaker(model)
+        self._pool = ThreadPoolExecutor(self._limits.threads, thread_name_prefix="sharpi-prompts")
+        self._preparing = 0  # choices whose prompts are being made
+
+    async def open(self, turn: Turn) -> ModelTurn:
+        self._check(turn)
+        self._require_room(turn.choices)
+        self._preparing += turn.choices
+        try:
+            prompt = await self._prompt(turn)
+        finally:
+            self._preparing -= turn.choices
+        self._require_context(prompt)
+        answers = self._submitted(turn, prompt)
+        choices = [Choice(index, answer, reader_of(turn, prompt)) for index, answer in enumerate(answers)]
+        return ModelTurn(choices, len(prompt.ids))
+
+    async def count(self, turn: Turn) -> int:
+        return len((await self._prompt(turn)).ids)
+
+    def close(self) -> None:
+        """Ends the threads. The model and the scheduler are the caller's."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _prompt(self, turn: Turn) -> Prompt:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._prompts.make, turn)
+
+    def _check(self, turn: Turn) -> None:
+        """All that can be known of a turn without its prompt."""
+        _refuse_what_is_not_there_yet(turn)
+        if not 1 <= turn.choices <= self._limits.choices:
+            raise _wrong("n", f"n must be 1 to {self._limits.choices}, not {turn.choices}")
+        try:
+            checked_options(turn.options)
+        except InvalidRequestError as error:
+            raise refused(error) from None
+
+    def _require_room(self, choices: int) -> None:
+        """Refuses before a prompt is made, which takes time."""
+        counts = self._scheduler.counts()
+        waiting = counts["waiting"] + self._preparing
+        if waiting and waiting + choices > self._limits.queue:
+            raise self._busy(f"{waiting} requests are waiting already: try again later")
+
+    def _busy(self, message: str) -> ApiError:
+        """With the time after which a request will probably have ended."""
+        counts = self._scheduler.counts()
+        each = (counts["step_seconds"] + counts["piece_seconds"]) / max(1, counts["finished"])
+        return ApiError(429, "rate_limit_error", message, code="queue_full",
+                        headers={"Retry-After": str(min(60, max(1, math.ceil(each))))})
+
+    def _require_context(self, prompt: Prompt) -> None:
+        count, room = len(prompt.ids), self._model.context
+        if count > room:
+            raise ApiError(400, "invalid_request_error",
+                           f"the prompt has {count} tokens, the context holds {room}: shorten it",
+                           code="exceed_context_size_error", details={"n_prompt_tokens": count, "n_ctx": room})
+
+    def _submitted(self, turn: Turn, prompt: Prompt) -> list[Answer]:
+        seed = turn.options.get("seed")
+        first = secrets.randbits(63) if seed is None else seed
+        answers: list[Answer] = []
+        try:
+            for index in range(turn.choices):
+                options = GenerationOptions(**{**turn.options, "seed": (first + index) % _SEEDS})
+                answers.append(self._scheduler.submit(prompt.ids, key=turn.key, timeout=self._limits.seconds,
+                                                      ignore_end=turn.ignore_end, **options))
+        except BaseException as error:
+            for answer in answers:
+                answer.cancel()
+            if isinstance(error, BusyError):
+                raise self._busy(str(error)) from None
+            if isinstance(error, InvalidRequestError):
+                raise refused(error) from None
+            if isinstance(error, SharpiError):
+                raise ApiError(500, "server_error", str(error)) from None
+            raise
+        return answers
+
+
+def _refuse_what_is_not_there_yet(turn: Turn) -> None:
+    for field, asked in (("logprobs", turn.scores is not None), ("echo", turn.echo),
+                         ("response_format", turn.format is not None), ("min_tokens", turn.least_tokens > 0),
+                         ("thinking_token_budget", turn.thinking_budget is not None),
+                         ("tool_choice", bool(turn.tools) and turn.tool_choice not in ("auto", "none"))):
+        if asked:
+            raise _wrong(field, f"{field}: this is not there yet")
+
+
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(400, "invalid_request_error", message, param=param)
