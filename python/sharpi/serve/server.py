@@ -12,7 +12,7 @@ from sharpi.serve.turns import Event, Turn
 __all__ = ["Lease", "OpenTurn", "Runner", "Server", "Store"]
 
 
-class OpenTurn(AsyncIterator[Event], Protocol):
+class OpenTurn(Protocol):
     """A turn that is being answered. Close it to give up what is left; at its end it is closed."""
 
     prompt_tokens: int
@@ -24,6 +24,10 @@ class OpenTurn(AsyncIterator[Event], Protocol):
     @property
     def computed_tokens(self) -> int:
         """How far the prompt has come."""
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    async def __anext__(self) -> Event: ...
 
     async def aclose(self) -> None: ...
 
