@@ -120,7 +120,6 @@ class TurnStream(Response):
         comment. stall: those after which a client that reads nothing is given up."""
         self.status_code = 200
         self.background = None
-        self.body = b""
         self.media_type = media_type
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._turn = turn
