@@ -1,4 +1,4 @@
-"""A server with one loaded model, for tests of the APIs: in the test's own event loop, or in a thread on a free port."""
+"""A server with one loaded model, for tests of the APIs: in the test's event loop, or in a thread on a free port."""
 
 from __future__ import annotations
 
