@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 from sharpi.serve.errors import ApiError
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, Said, Thought, Turn, Usage
@@ -20,7 +20,7 @@ CALLS: tuple[Event, ...] = (
     CallArguments(0, 0, 'lin"}'), CallBegun(0, 1, "call_b", "now"), CallArguments(0, 1, "{}"), Ended(0, "tool_calls"),
     USAGE)
 
-Step = Event | Exception | float
+Step: TypeAlias = "Event | Exception | float"
 """What a fake turn does next: gives the event, raises the error, or waits for that many seconds."""
 
 

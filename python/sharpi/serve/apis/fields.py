@@ -135,7 +135,7 @@ def tool_choice_of(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]
     except ValidationError:
         raise _wrong("tool_choice", 'tool_choice must read {"type": "function", "function": {"name": ...}}') from None
     if all(tool.name != name for tool in tools):
-        raise _wrong("tool_choice.function.name", f"tool_choice names {name!r}, which is none of the tools")
+        raise _wrong("tool_choice.function.name", f"tool_choice.function.name: {name!r} is none of the tools")
     return NamedTool(name)
 
 
