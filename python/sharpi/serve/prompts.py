@@ -22,6 +22,9 @@ __all__ = ["Prompt", "PromptMaker", "refused"]
 # What the server itself gives a template.
 _TAKEN = frozenset({"messages", "tools", "self"})
 
+_FIELD = re.compile(r"(?:the )?(" + "|".join(name.replace("_", "[-_ ]") for name in DEFAULT_OPTIONS)
+                    + r"|prompt|tools|(?:messages|chat_template_kwargs)[\w.\[\]]*)\b")
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -113,10 +116,9 @@ class PromptMaker:
 
 
 def refused(error: Exception) -> ApiError:
-    """What a client is told if the engine refuses a request. The field is the one that the message names first."""
+    """What a client is told if the engine refuses a request. The field is the one that the message begins with."""
     message = str(error)
-    named = re.match(r"(?:the )?((?:messages|tools|chat_template_kwargs|\w+)[\w.\[\]]*)", message)
-    field = named[1] if named else ""
-    root = re.split(r"[.\[]", field)[0]
-    known = root in DEFAULT_OPTIONS or root in ("messages", "tools", "chat_template_kwargs", "prompt")
-    return ApiError(400, "invalid_request_error", message, param=field if known else None)
+    named = _FIELD.match(message)
+    # The core words an option as people do: "top-p must be ...".
+    param = named[1].replace("-", "_").replace(" ", "_") if named else None
+    return ApiError(400, "invalid_request_error", message, param=param)

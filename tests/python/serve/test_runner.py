@@ -1,0 +1,388 @@
+"""The runner with the bundled model and a real scheduler: what turns are answered, counted and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from serving import OneModelServer, story_server, with_template
+
+from sharpi.serve.channels import CallBegins, CallContinues, Piece, Saying, Thinking
+from sharpi.serve.errors import ApiError
+from sharpi.serve.messages import normalized
+from sharpi.serve.open_turn import Choice, ModelTurn
+from sharpi.serve.prompts import PromptMaker
+from sharpi.serve.runner import ModelRunner, RunnerLimits
+from sharpi.serve.turns import (
+    CallArguments,
+    CallBegun,
+    Ended,
+    Event,
+    NamedTool,
+    OutputFormat,
+    Said,
+    Thought,
+    Tool,
+    Turn,
+    Usage,
+)
+
+USER = ({"role": "user", "content": "Hello"},)
+PROMPT = "<user>Hello\n<assistant>"
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def story() -> Iterator[OneModelServer]:
+    with story_server() as server:
+        yield server
+
+
+async def events_of(runner: ModelRunner, turn: Turn) -> list[Event]:
+    return [event async for event in await runner.open(turn)]
+
+
+def ask(server: OneModelServer, turn: Turn) -> list[Event]:
+    return asyncio.run(events_of(server.runner, turn))
+
+
+def refusal(server: OneModelServer, turn: Turn) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        ask(server, turn)
+    return caught.value
+
+
+def said(events: Sequence[Event], choice: int = 0) -> str:
+    return "".join(event.text for event in events if isinstance(event, Said) and event.choice == choice)
+
+
+def usage_of(events: Sequence[Event]) -> Usage:
+    assert isinstance(events[-1], Usage)
+    return events[-1]
+
+
+def generated(server: OneModelServer, prompt: str, **options: Any) -> str:
+    ids = server.model.tokenize(prompt, add_special=False, parse_special=True)
+    return "".join(token.text for token in server.model.generate(ids, **options))
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_is_answered_as_the_model_answers(story: OneModelServer) -> None:
+    events = ask(story, Turn(messages=USER, options=GREEDY))
+    assert said(events) == generated(story, PROMPT, **GREEDY) != ""
+    assert events[-2] == Ended(0, "length")
+    usage = usage_of(events)
+    prompt = len(story.model.tokenize(PROMPT, add_special=False))
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.thinking_tokens) == (prompt, 12, 0)
+    assert usage.figures[0]["tokens"] == 12 and usage.figures[0]["seconds"] >= usage.figures[0]["first_token_seconds"]
+
+
+def test_a_prompt_is_text_or_tokens(story: OneModelServer) -> None:
+    text = "Once upon a time"
+    expected = "".join(token.text for token in story.model.generate(text, **GREEDY))
+    assert said(ask(story, Turn(prompt=text, options=GREEDY))) == expected
+    assert said(ask(story, Turn(prompt=story.model.tokenize(text), options=GREEDY))) == expected
+
+
+def test_choices_have_consecutive_seeds(story: OneModelServer) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "max_tokens": 20}
+    last = (1 << 64) - 1
+    events = ask(story, Turn(messages=USER, options={**options, "seed": last}, choices=3))
+    assert [said(events, choice) for choice in range(3)] == [
+        generated(story, PROMPT, seed=seed, **options) for seed in (last, 0, 1)]
+    assert {event for event in events if isinstance(event, Ended)} == {Ended(choice, "length") for choice in range(3)}
+    assert usage_of(events).completion_tokens == 60 and len(usage_of(events).figures) == 3
+
+
+def test_choices_come_side_by_side(story: OneModelServer) -> None:
+    events = ask(story, Turn(messages=USER, options={"temperature": 0.9, "max_tokens": 40, "seed": 1}, choices=2))
+    order = [event.choice for event in events if isinstance(event, Said)]
+    assert order.index(1) < len(order) / 2, "the second does not wait for the first"
+
+
+def test_a_missing_seed_is_drawn_for_each_request(story: OneModelServer) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "max_tokens": 30}
+    assert len({said(ask(story, Turn(messages=USER, options=options))) for _ in range(4)}) > 1
+
+
+def test_a_stop_text_ends_an_answer_and_is_named(story: OneModelServer) -> None:
+    whole = generated(story, PROMPT, temperature=0.0, max_tokens=30)
+    stop = whole[20:24]
+    events = ask(story, Turn(messages=USER, options={"temperature": 0.0, "max_tokens": 30, "stop": ["\x00", stop]}))
+    assert said(events) == whole[:whole.index(stop)]
+    assert events[-2] == Ended(0, "stop", stop)
+    ids = story.model.tokenize(PROMPT, add_special=False)
+    tokens = [token.id for token in story.model.generate(ids, temperature=0.0, max_tokens=30)]
+    needed = next(count for count in range(1, 31) if stop in story.model.detokenize(tokens[:count]))
+    assert usage_of(events).completion_tokens == needed, "those of the stop text were computed too"
+
+
+def biased_to_end(server: OneModelServer, **more: Any) -> Turn:
+    [end] = server.model.tokenizer.stop_ids
+    return Turn(messages=USER, options={"temperature": 0.0, "max_tokens": 5, "logit_bias": {end: 1000.0}}, **more)
+
+
+def test_an_end_token_is_counted(story: OneModelServer) -> None:
+    events = ask(story, biased_to_end(story))
+    assert [*events[:-1]] == [Ended(0, "stop")]
+    assert usage_of(events).completion_tokens == 1
+
+
+def test_end_tokens_can_be_ignored(story: OneModelServer) -> None:
+    events = ask(story, biased_to_end(story, ignore_end=True))
+    assert events[-2] == Ended(0, "length") and usage_of(events).completion_tokens == 5
+
+
+def test_the_next_turn_finds_the_prompt_in_the_cache(story: OneModelServer) -> None:
+    story_text = "Once there were seven brave ships that sailed to the north. " * 8
+    first = usage_of(ask(story, Turn(prompt=story_text, options=GREEDY)))
+    again = usage_of(ask(story, Turn(prompt=story_text, options=GREEDY)))
+    assert first.prompt_tokens == again.prompt_tokens > again.cached_tokens > first.cached_tokens
+
+
+def test_many_turns_at_once_are_answered_as_alone(story: OneModelServer) -> None:
+    turns = [Turn(prompt=f"There were {count} ships", options={"temperature": 0.8, "seed": count, "max_tokens": 20})
+             for count in range(12)]
+
+    async def together() -> list[str]:
+        return [said(events) for events in await asyncio.gather(*(events_of(story.runner, one) for one in turns))]
+
+    assert asyncio.run(together()) == [said(ask(story, turn)) for turn in turns]
+
+
+def test_a_closed_turn_is_cancelled(story: OneModelServer) -> None:
+    async def leave() -> None:
+        opened = await story.runner.open(Turn(messages=USER, options={"temperature": 0.8, "seed": 1}, choices=3,
+                                              ignore_end=True))
+        await anext(opened)
+        await opened.aclose()
+        assert [event async for event in opened] == []
+        for _ in range(500):
+            if not any(story.scheduler.counts()[state] for state in ("waiting", "preparing", "writing")):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("answers that nobody wants go on")
+
+    asyncio.run(leave())
+
+
+def test_a_turn_that_is_cancelled_ends_its_answers(story: OneModelServer) -> None:
+    async def leave() -> None:
+        task = asyncio.ensure_future(events_of(story.runner, Turn(messages=USER, choices=2, ignore_end=True)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for _ in range(500):
+            if not any(story.scheduler.counts()[state] for state in ("waiting", "preparing", "writing")):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError("answers that nobody wants go on")
+
+    asyncio.run(leave())
+
+
+def test_a_wall_clock_ends_an_answer(story: OneModelServer) -> None:
+    runner = ModelRunner(story.model, story.scheduler, RunnerLimits(seconds=0.05))
+    events = asyncio.run(events_of(runner, Turn(messages=USER, options={"temperature": 0.0}, ignore_end=True)))
+    assert isinstance(events[-2], Ended) and events[-2].reason in ("timeout", "length")
+
+
+def test_a_scheduler_that_ends_is_an_error_in_mid_answer() -> None:
+    async def end(server: OneModelServer) -> None:
+        opened = await server.runner.open(Turn(messages=USER, options={"temperature": 0.0}, ignore_end=True))
+        await anext(opened)
+        server.scheduler.close()
+        async for _ in opened:
+            pass
+
+    with story_server() as server, pytest.raises(ApiError) as caught:
+        asyncio.run(end(server))
+    assert caught.value.status == 503
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def rendered(server: OneModelServer, **turn: Any) -> str:
+    return PromptMaker(server.model).make(Turn(**{"messages": USER, **turn})).text
+
+
+def test_what_is_asked_reaches_the_template(story: OneModelServer) -> None:
+    assert rendered(story) == PROMPT
+    assert rendered(story, thinking=True) == PROMPT + "<think>"
+    assert rendered(story, template={"add_generation_prompt": False}) == "<user>Hello\n"
+    tool = Tool("add", "two numbers", {"type": "object"})
+    assert rendered(story, tools=[tool]) == (
+        '<tools>[{"type": "function", "function": {"name": "add", "description": "two numbers", "parameters":'
+        ' {"type": "object"}}}]\n' + PROMPT)
+    assert rendered(story, tools=[tool], tool_choice="none") == PROMPT
+
+
+def test_reasoning_that_the_prompt_opens_is_a_thought(story: OneModelServer) -> None:
+    events = ask(story, Turn(messages=USER, thinking=True, options=GREEDY))
+    assert said(events) == ""
+    thought = "".join(event.text for event in events if isinstance(event, Thought))
+    assert thought == generated(story, PROMPT + "<think>", **GREEDY)
+    assert usage_of(events).thinking_tokens == 12
+
+
+@pytest.mark.parametrize(("content", "kept"), [("Once upon", "Once upon"), (" Once upon ", " Once upon ")])
+def test_the_last_message_is_continued(story: OneModelServer, content: str, kept: str) -> None:
+    messages = [*USER, {"role": "assistant", "content": content}]
+    assert rendered(story, messages=messages, continues=True) == f"<user>Hello\n<assistant>{kept}"
+
+
+def test_a_template_that_strips_is_continued_where_the_text_ends() -> None:
+    with story_server() as server:
+        with_template(server.model, "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}")
+        messages = [*USER, {"role": "assistant", "content": " Once upon "}]
+        assert rendered(server, messages=messages, continues=True) == "[user]Hello[end][assistant]Once upon"
+
+
+@pytest.mark.parametrize(("messages", "param"), [
+    ([], "messages"),
+    ([{"content": "Hello"}], "messages[0].role"),
+    ([{"role": "user<assistant>", "content": "Hello"}], "messages[0].role"),
+    ([*USER, {"role": "user", "content": 5}], "messages[1].content"),
+    ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]}],
+     "messages[0].content[1]"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+    ([{"role": "user", "content": "a<|endoftext|>b"}], "messages[0].content"),
+    ([{"role": "tool", "content": "a", "tool_call_id": "<|endoftext|>"}], "messages[0].tool_call_id"),
+    ([{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}],
+     "messages[0].tool_calls[0].function.arguments"),
+    ([{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "[]"}}]}],
+     "messages[0].tool_calls[0].function.arguments"),
+    ([{"role": "assistant", "tool_calls": [5]}], "messages[0].tool_calls[0].function"),
+])
+def test_messages_that_are_wrong_are_named(story: OneModelServer, messages: Any, param: str) -> None:
+    error = refusal(story, Turn(messages=messages))
+    assert (error.status, error.kind, error.param) == (400, "invalid_request_error", param)
+
+
+def test_messages_become_what_templates_know() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    assert normalized([
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call], "audio": None},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]},
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+    ]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("turn", "param"), [
+    (Turn(messages=USER, options={"temperature": -1.0}), "temperature"),
+    (Turn(messages=USER, options={"top_p": 7.0}), "top_p"),
+    (Turn(messages=USER, options={"stop": ["a", ""]}), None),
+    (Turn(messages=USER, options={"logit_bias": {1 << 30: 1.0}}), "logit_bias"),
+    (Turn(messages=USER, choices=9), "n"),
+    (Turn(messages=USER, choices=-1), "n"),
+    (Turn(prompt=""), "prompt"),
+    (Turn(prompt=[1 << 20]), "prompt"),
+    (Turn(messages=USER, template={"messages": []}), "chat_template_kwargs.messages"),
+    (Turn(messages=USER, template={"x": "<|endoftext|>"}), "chat_template_kwargs"),
+    (Turn(messages=USER, tools=[Tool("a<|endoftext|>")]), "tools"),
+    (Turn(messages=USER, continues=True), "messages"),
+    (Turn(messages=[*USER, {"role": "assistant", "content": " "}], continues=True), "messages"),
+])
+def test_what_cannot_be_answered_is_refused(story: OneModelServer, turn: Turn, param: str | None) -> None:
+    error = refusal(story, turn)
+    assert (error.status, error.kind, error.param) == (400, "invalid_request_error", param)
+
+
+def test_a_prompt_beyond_the_context_is_counted(story: OneModelServer) -> None:
+    tokens = len(story.model.tokenize("word " * 600))
+    turn = Turn(prompt="word " * 600)
+    error = refusal(story, turn)
+    assert (error.status, error.code) == (400, "exceed_context_size_error")
+    assert error.details == {"n_prompt_tokens": tokens, "n_ctx": 512}
+    assert asyncio.run(story.runner.count(turn)) == tokens, "it can be counted all the same"
+
+
+def test_a_model_without_a_template_cannot_chat(story: OneModelServer) -> None:
+    with story_server() as server:
+        file = server.model.file
+        plain = {key: value for key, value in file.metadata.items() if key != "tokenizer.chat_template"}
+        server.model.file = dataclasses.replace(file, metadata=type(file.metadata)(file.paths[0], plain))
+        assert "chat template" in refusal(server, Turn(messages=USER)).message
+
+
+def test_a_full_queue_is_refused_before_the_prompt_is_made() -> None:
+    limits = RunnerLimits(queue=2)
+
+    async def crowd(server: OneModelServer) -> ApiError:
+        long = Turn(messages=USER, options={"temperature": 0.0}, ignore_end=True)
+        opened = [await server.runner.open(long)]
+        try:
+            await anext(opened[0])  # it is being written, the next ones wait
+            opened += [await server.runner.open(long) for _ in range(2)]
+            await server.runner.open(Turn(prompt="word " * 10_000_000))
+        except ApiError as error:
+            return error
+        finally:
+            for one in opened:
+                await one.aclose()
+        raise AssertionError("it was taken")
+
+    with story_server(limits, queue=2, running=1) as server:
+        error = asyncio.run(crowd(server))
+    assert (error.status, error.kind, error.code) == (429, "rate_limit_error", "queue_full")
+    assert 1 <= int(error.headers["Retry-After"]) <= 60
+
+
+# --- channels ---------------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A reader that gives one list of pieces for each token."""
+
+    def __init__(self, *pieces: list[Piece]) -> None:
+        self._pieces = [*pieces]
+
+    def push(self, text: str) -> list[Piece]:
+        return self._pieces.pop(0) if self._pieces else []
+
+    def flush(self) -> list[Piece]:
+        return []
+
+
+def test_pieces_become_events(story: OneModelServer) -> None:
+    async def read(make: Callable[[], Scripted]) -> list[Event]:
+        answer = story.scheduler.submit("Once", temperature=0.0, max_tokens=4)
+        return [event async for event in ModelTurn([Choice(0, answer, make())], 1)]
+
+    events = asyncio.run(read(lambda: Scripted(
+        [Thinking("Hm")], [Saying("So"), CallBegins(0, "add", "id7"), CallContinues(0, "{")], [CallContinues(0, "}")],
+        [CallBegins(1, "sub")])))
+    assert events[:5] == [Thought(0, "Hm"), Said(0, "So"), CallBegun(0, 0, "id7", "add"), CallArguments(0, 0, "{"),
+                          CallArguments(0, 0, "}")]
+    begun = events[5]
+    assert isinstance(begun, CallBegun) and begun.id.startswith("call_") and len(begun.id) > 20
+    assert events[6] == Ended(0, "length"), "a call that was cut off is no call"
+    assert usage_of(events).thinking_tokens == 1
+
+
+@pytest.mark.parametrize("turn", [
+    Turn(messages=USER, tools=[Tool("add")], tool_choice="required"),
+    Turn(messages=USER, tools=[Tool("add")], tool_choice=NamedTool("add")),
+    Turn(messages=USER, format=OutputFormat("json_object")),
+    Turn(messages=USER, least_tokens=3),
+    Turn(messages=USER, thinking_budget=3),
+    Turn(messages=USER, scores=1),
+    Turn(prompt="Once", echo=True),
+])
+def test_nothing_that_is_asked_for_is_left_out_silently(story: OneModelServer, turn: Turn) -> None:
+    error = refusal(story, turn)
+    assert error.status == 400 and error.param
