@@ -7,6 +7,7 @@ import math
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 from sharpi.errors import BusyError, InvalidRequestError, SharpiError
 from sharpi.loading.loaded_model import LoadedModel
@@ -18,31 +19,42 @@ from sharpi.serve.prompts import Prompt, PromptMaker, refused
 from sharpi.serve.turns import Turn
 from sharpi.settings.generation_options import GenerationOptions, checked_options
 
-__all__ = ["ModelRunner", "RunnerLimits"]
+__all__ = ["Limits", "ModelRunner", "RunnerLimits"]
 
 _SEEDS = 1 << 64
 
 
+_THREADS = 2  # that make prompts
+MOST_CHOICES = 8
+
+
+class Limits(Protocol):
+    """max_queue: how many requests may wait. request_seconds: after these an answer ends; `None`: never."""
+
+    @property
+    def max_queue(self) -> int: ...
+
+    @property
+    def request_seconds(self) -> float | None: ...
+
+
 @dataclass(frozen=True)
 class RunnerLimits:
-    """queue: how many requests may wait. choices: the most answers to one prompt. seconds: after these an answer ends;
-    `None`: never. threads: how many prompts are prepared at a time."""
+    """`Limits` without a server's settings."""
 
-    queue: int = 64
-    choices: int = 8
-    seconds: float | None = None
-    threads: int = 2
+    max_queue: int = 64
+    request_seconds: float | None = None
 
 
 class ModelRunner:
     """A `Runner` (see server.py). It belongs to the event loop in which `open` is called."""
 
-    def __init__(self, model: LoadedModel, scheduler: Scheduler, limits: RunnerLimits | None = None) -> None:
+    def __init__(self, model: LoadedModel, scheduler: Scheduler, limits: Limits | None = None) -> None:
         self._model = model
         self._scheduler = scheduler
-        self._limits = limits or RunnerLimits()
+        self._limits: Limits = limits or RunnerLimits()
         self._prompts = PromptMaker(model)
-        self._pool = ThreadPoolExecutor(self._limits.threads, thread_name_prefix="sharpi-prompts")
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="sharpi-prompts")
         self._preparing = 0  # choices whose prompts are being made
 
     async def open(self, turn: Turn) -> ModelTurn:
@@ -71,8 +83,8 @@ class ModelRunner:
     def _check(self, turn: Turn) -> None:
         """All that can be known of a turn without its prompt."""
         _refuse_what_is_not_there_yet(turn)
-        if not 1 <= turn.choices <= self._limits.choices:
-            raise _wrong("n", f"n must be 1 to {self._limits.choices}, not {turn.choices}")
+        if not 1 <= turn.choices <= MOST_CHOICES:
+            raise _wrong("n", f"n must be 1 to {MOST_CHOICES}, not {turn.choices}")
         try:
             checked_options(turn.options)
         except InvalidRequestError as error:
@@ -82,7 +94,7 @@ class ModelRunner:
         """Refuses before a prompt is made, which takes time."""
         counts = self._scheduler.counts()
         waiting = counts["waiting"] + self._preparing
-        if waiting and waiting + choices > self._limits.queue:
+        if waiting and waiting + choices > self._limits.max_queue:
             raise self._busy(f"{waiting} requests are waiting already: try again later")
 
     def _busy(self, message: str) -> ApiError:
@@ -106,7 +118,7 @@ class ModelRunner:
         try:
             for index in range(turn.choices):
                 options = GenerationOptions(**{**turn.options, "seed": (first + index) % _SEEDS})
-                answers.append(self._scheduler.submit(prompt.ids, key=turn.key, timeout=self._limits.seconds,
+                answers.append(self._scheduler.submit(prompt.ids, key=turn.key, timeout=self._limits.request_seconds,
                                                       ignore_end=turn.ignore_end, **options))
         except BaseException as error:
             for answer in answers:

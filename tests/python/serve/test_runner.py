@@ -187,7 +187,7 @@ def test_a_turn_that_is_cancelled_ends_its_answers(story: OneModelServer) -> Non
 
 
 def test_a_wall_clock_ends_an_answer(story: OneModelServer) -> None:
-    runner = ModelRunner(story.model, story.scheduler, RunnerLimits(seconds=0.05))
+    runner = ModelRunner(story.model, story.scheduler, RunnerLimits(request_seconds=0.05))
     events = asyncio.run(events_of(runner, Turn(messages=USER, options={"temperature": 0.0}, ignore_end=True)))
     assert isinstance(events[-2], Ended) and events[-2].reason in ("timeout", "length")
 
@@ -320,7 +320,7 @@ def test_a_model_without_a_template_cannot_chat(story: OneModelServer) -> None:
 
 
 def test_a_full_queue_is_refused_before_the_prompt_is_made() -> None:
-    limits = RunnerLimits(queue=2)
+    limits = RunnerLimits(max_queue=2)
 
     async def crowd(server: OneModelServer) -> ApiError:
         long = Turn(messages=USER, options={"temperature": 0.0}, ignore_end=True)
