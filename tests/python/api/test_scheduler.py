@@ -189,7 +189,7 @@ def test_a_reader_learns_that_the_scheduler_was_closed(model: Model) -> None:
         answers = [scheduler.submit(PROMPTS[seed], temperature=0.8, seed=seed, ignore_end=True) for seed in range(4)]
         readers = [asyncio.ensure_future(read(answer)) for answer in answers]
         await asyncio.sleep(0.02)
-        await asyncio.to_thread(scheduler.close)
+        scheduler.close()
         return {await asyncio.wait_for(reader, 30) for reader in readers}
 
     assert asyncio.run(close_meanwhile()) == {"cancelled"}
