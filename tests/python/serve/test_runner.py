@@ -294,6 +294,7 @@ def test_messages_become_what_templates_know() -> None:
     (Turn(messages=USER, options={"top_p": 7.0}), "top_p"),
     (Turn(messages=USER, options={"stop": ["a", ""]}), None),
     (Turn(messages=USER, options={"logit_bias": {1 << 30: 1.0}}), "logit_bias"),
+    (Turn(messages=USER, options={"max_tokens": 0}), "max_tokens"),
     (Turn(messages=USER, choices=9), "n"),
     (Turn(messages=USER, choices=-1), "n"),
     (Turn(prompt=""), "prompt"),
@@ -387,8 +388,6 @@ def test_pieces_become_events(story: OneModelServer) -> None:
     Turn(messages=USER, format=OutputFormat("json_object")),
     Turn(messages=USER, least_tokens=3),
     Turn(messages=USER, thinking_budget=3),
-    Turn(messages=USER, scores=1),
-    Turn(prompt="Once", echo=True),
 ])
 def test_nothing_that_is_asked_for_is_left_out_silently(story: OneModelServer, turn: Turn) -> None:
     error = refusal(story, turn)
