@@ -120,11 +120,9 @@ class Answer(Iterator[Token], AsyncIterator[Token]):
 
     async def __anext__(self) -> Token:
         while not self._ready and not self._ended:
-            self._take(0.0)
-            if self._ready or self._ended:
-                break
             if self._watcher is not None and self._watcher.belongs_here():
                 await self._watcher.news(self._core.number)
+                self._take(0.0)
             else:
                 await asyncio.to_thread(self._take, _LOOK)
         return self._first(StopAsyncIteration)
@@ -197,9 +195,15 @@ class _Watcher:
         self._waiting.pop(number, None)
 
     def close(self) -> None:
+        """After the last news. Any thread may call it."""
         loop = self._loop()
         if loop is not None and not loop.is_closed():
-            loop.remove_reader(self.arrivals.fileno())
+            loop.call_soon_threadsafe(self._end, loop)
+
+    def _end(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.remove_reader(self.arrivals.fileno())
+        for event in self._waiting.values():
+            event.set()
 
     def _wake(self) -> None:
         for number in self.arrivals.drain():

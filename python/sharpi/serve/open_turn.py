@@ -14,20 +14,23 @@ from sharpi.scheduler import Answer
 from sharpi.serve.channels import CallBegins, CallContinues, Piece, Reader, Saying, Thinking
 from sharpi.serve.errors import ApiError
 from sharpi.serve.merging import Merged
-from sharpi.serve.scoring import ScoreQueue
-from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, Said, Score, Thought, Usage
+from sharpi.serve.scoring import Scorer
+from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, PromptScores, Said, Score, Thought, Usage
 
 __all__ = ["Choice", "ModelTurn"]
 
 
 class Choice:
-    """One of a turn's answers, as far as it has come. scores: holds its tokens' scores, if they are wanted."""
+    """One of a turn's answers, as far as it has come. scorer: makes its tokens' scores, if they are wanted. echo: the
+    prompt's text, if it is part of the answer."""
 
-    def __init__(self, index: int, answer: Answer, reader: Reader, scores: ScoreQueue | None = None) -> None:
+    def __init__(self, index: int, answer: Answer, reader: Reader, scorer: Scorer | None = None,
+                 echo: str | None = None) -> None:
         self.answer = answer
         self._index = index
         self._reader = reader
-        self._scores = scores
+        self._scorer = scorer
+        self._echo = echo
         self._calls: set[int] = set()
         self._started = time.perf_counter()
         self._first_seconds: float | None = None
@@ -39,7 +42,8 @@ class Choice:
         """What the next token adds."""
         if self._first_seconds is None:
             self._first_seconds = time.perf_counter() - self._started
-        events = self._worded(self._reader.push(token.text), () if self._scores is None else self._scored(token))
+        scores = () if self._scorer is None else self._scorer.shown(token)
+        events = [*self._echoed(), *self._worded(self._reader.push(token.text), scores)]
         self._thinking_tokens += self._thinks
         return events
 
@@ -49,9 +53,8 @@ class Choice:
         reason = self.answer.finish_reason
         if reason not in ("end", "stop", "length", "context", "timeout"):
             raise ApiError(503, "server_error", "the answer was cut off: the server is ending")
-        cut = self._scores is None or self.answer.stop_text is not None
-        left = () if cut or self._scores is None else self._scores.rest()
-        events = self._worded(self._reader.flush(), left, last=True)
+        left = () if self._scorer is None or self.answer.stop_text is not None else self._scorer.rest()
+        events = [*self._echoed(), *self._worded(self._reader.flush(), left)]
         if self._calls and reason in ("end", "stop"):
             return [*events, Ended(self._index, "tool_calls")]
         if reason in ("end", "stop"):
@@ -72,10 +75,15 @@ class Choice:
         return {"first_token_seconds": self._first_seconds or self._seconds, "seconds": self._seconds,
                 "queued_seconds": 0.0, "tokens": self.tokens, **self.answer.figures}
 
-    def _scored(self, token: Token) -> tuple[Score, ...]:
-        return ()
+    def _echoed(self) -> list[Event]:
+        """The prompt, before all else."""
+        if self._echo is None:
+            return []
+        text, self._echo = self._echo, None
+        scores = () if self._scorer is None else self._scorer.of_prompt(self.answer.prompt_scores)
+        return [PromptScores(self._index, text, scores)]
 
-    def _worded(self, pieces: Sequence[Piece], scores: tuple[Score, ...], last: bool = False) -> list[Event]:
+    def _worded(self, pieces: Sequence[Piece], scores: tuple[Score, ...]) -> list[Event]:
         events: list[Event] = []
         for piece in pieces:
             if isinstance(piece, Saying):
@@ -103,22 +111,20 @@ class Choice:
 class ModelTurn:
     """An `OpenTurn` whose choices a scheduler answers."""
 
-    def __init__(self, choices: Sequence[Choice], prompt_tokens: int, first: Sequence[Event] = ()) -> None:
-        """first: events before all others."""
+    def __init__(self, choices: Sequence[Choice], prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
         self._choices = choices
-        self._ready: deque[Event] = deque(first)
+        self._ready: deque[Event] = deque()
         self._merged: Merged[Token] = Merged([choice.answer for choice in choices])
         self._left = len(choices)
-        self._started = False
 
     @property
     def cached_tokens(self) -> int:
-        return int(self._choices[0].answer.figures.get("reused_tokens", 0))
+        return self._choices[0].answer.reused_tokens
 
     @property
     def computed_tokens(self) -> int:
-        return self.prompt_tokens if self._started else 0
+        return self._choices[0].answer.computed_tokens
 
     def __aiter__(self) -> ModelTurn:
         return self
@@ -133,7 +139,6 @@ class ModelTurn:
     async def _more(self) -> None:
         try:
             arrived = await self._merged.next()
-            self._started = True
             for index, token in arrived:
                 choice = self._choices[index]
                 if token is not None:

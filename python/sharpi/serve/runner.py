@@ -16,6 +16,7 @@ from sharpi.serve.channels import reader_of
 from sharpi.serve.errors import ApiError
 from sharpi.serve.open_turn import Choice, ModelTurn
 from sharpi.serve.prompts import Prompt, PromptMaker, refused
+from sharpi.serve.scoring import Scorer
 from sharpi.serve.turns import Turn
 from sharpi.settings.generation_options import GenerationOptions, checked_options
 
@@ -67,8 +68,12 @@ class ModelRunner:
             self._preparing -= turn.choices
         self._require_context(prompt)
         answers = self._submitted(turn, prompt)
-        choices = [Choice(index, answer, reader_of(turn, prompt)) for index, answer in enumerate(answers)]
-        return ModelTurn(choices, len(prompt.ids))
+        return ModelTurn([self._choice(turn, prompt, index, answer) for index, answer in enumerate(answers)],
+                         len(prompt.ids))
+
+    def _choice(self, turn: Turn, prompt: Prompt, index: int, answer: Answer) -> Choice:
+        scorer = None if turn.scores is None else Scorer(self._model.tokenizer, prompt.ids)
+        return Choice(index, answer, reader_of(turn, prompt), scorer, prompt.text if turn.echo else None)
 
     async def count(self, turn: Turn) -> int:
         return len((await self._prompt(turn)).ids)
@@ -85,6 +90,8 @@ class ModelRunner:
         _refuse_what_is_not_there_yet(turn)
         if not 1 <= turn.choices <= MOST_CHOICES:
             raise _wrong("n", f"n must be 1 to {MOST_CHOICES}, not {turn.choices}")
+        if turn.options.get("max_tokens") == 0 and not turn.echo:
+            raise _wrong("max_tokens", "max_tokens must be 1 or more; only with echo may it be 0")
         try:
             checked_options(turn.options)
         except InvalidRequestError as error:
@@ -114,12 +121,15 @@ class ModelRunner:
     def _submitted(self, turn: Turn, prompt: Prompt) -> list[Answer]:
         seed = turn.options.get("seed")
         first = secrets.randbits(63) if seed is None else seed
+        # The prompt is computed as a whole for its scores; its text alone costs nothing.
+        echo = turn.echo and (turn.scores is not None or turn.options.get("max_tokens") == 0)
         answers: list[Answer] = []
         try:
             for index in range(turn.choices):
                 options = GenerationOptions(**{**turn.options, "seed": (first + index) % _SEEDS})
                 answers.append(self._scheduler.submit(prompt.ids, key=turn.key, timeout=self._limits.request_seconds,
-                                                      ignore_end=turn.ignore_end, **options))
+                                                      ignore_end=turn.ignore_end, scores=turn.scores,
+                                                      echo=echo, **options))
         except BaseException as error:
             for answer in answers:
                 answer.cancel()
@@ -134,8 +144,7 @@ class ModelRunner:
 
 
 def _refuse_what_is_not_there_yet(turn: Turn) -> None:
-    for field, asked in (("logprobs", turn.scores is not None), ("echo", turn.echo),
-                         ("response_format", turn.format is not None), ("min_tokens", turn.least_tokens > 0),
+    for field, asked in (("response_format", turn.format is not None), ("min_tokens", turn.least_tokens > 0),
                          ("thinking_token_budget", turn.thinking_budget is not None),
                          ("tool_choice", bool(turn.tools) and turn.tool_choice not in ("auto", "none"))):
         if asked:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from sharpi.generation import Token
+from sharpi.scheduler import PromptScores
 from sharpi.serve.turns import Score
 from sharpi.text.tokenizer import StreamDecoder, Tokenizer
 
-__all__ = ["ScoreQueue", "score"]
+__all__ = ["ScoreQueue", "Scorer", "score"]
 
 
 def score(tokenizer: Tokenizer, token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> Score:
@@ -60,3 +62,27 @@ class ScoreQueue:
         self._held.clear()
         self._unfinished.clear()
         return left
+
+
+class Scorer:
+    """Makes the scores of one answer."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._queue = ScoreQueue(tokenizer.stream(after=prompt))
+
+    def of_prompt(self, scores: PromptScores | None) -> tuple[Score, ...]:
+        """Those of the prompt's tokens, if the answer has them."""
+        return tuple(score(self._tokenizer, token, logprob, top)
+                     for token, (logprob, top) in zip(self._prompt, scores or (), strict=False))
+
+    def shown(self, token: Token) -> tuple[Score, ...]:
+        """What belongs to the text of the answer's next token."""
+        if token.logprob is not None:
+            self._queue.push(score(self._tokenizer, token.id, token.logprob, token.top))
+        return self._queue.shown(token.text)
+
+    def rest(self) -> tuple[Score, ...]:
+        """At the end of an answer that no stop text cut."""
+        return self._queue.rest()

@@ -175,3 +175,21 @@ def test_a_cache_may_hold_more_than_one_context(model: Model) -> None:
         assert model.stats()["kv_bytes"] == 8 * small.stats()["kv_bytes"]
     with pytest.raises(InvalidRequestError, match="cache_tokens"):
         Model.load(device="cpu", cache_tokens=0)
+
+
+def test_a_reader_learns_that_the_scheduler_was_closed(model: Model) -> None:
+    scheduler = model.scheduler()
+
+    async def read(answer: Answer) -> str | None:
+        async for _ in answer:
+            pass
+        return answer.finish_reason
+
+    async def close_meanwhile() -> set[str | None]:
+        answers = [scheduler.submit(PROMPTS[seed], temperature=0.8, seed=seed, ignore_end=True) for seed in range(4)]
+        readers = [asyncio.ensure_future(read(answer)) for answer in answers]
+        await asyncio.sleep(0.02)
+        scheduler.close()
+        return {await asyncio.wait_for(reader, 30) for reader in readers}
+
+    assert asyncio.run(close_meanwhile()) == {"cancelled"}

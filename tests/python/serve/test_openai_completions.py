@@ -80,7 +80,8 @@ def test_scores_have_the_older_shape() -> None:
     logprobs = choice["logprobs"]
     assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\x84\\x70", "f", "el"]
     assert logprobs["token_logprobs"] == [None, -1.0, -2.0, -0.25]
-    assert logprobs["top_logprobs"] == [None, {"a": -0.5, "bytes:\\x84\\x70": -1.0}, {"f": -2.0}, {"el": -0.25, "u": -3.0}]
+    assert logprobs["top_logprobs"] == [None, {"a": -0.5, "bytes:\\x84\\x70": -1.0}, {"f": -2.0},
+                                        {"el": -0.25, "u": -3.0}], "the chosen token is among them"
     assert logprobs["text_offset"] == [0, 0, 2, 3], "the character that two tokens share begins at 0"
 
 

@@ -155,35 +155,42 @@ def test_many_turns_at_once_are_answered_as_alone(story: OneModelServer) -> None
     assert asyncio.run(together()) == [said(ask(story, turn)) for turn in turns]
 
 
+ENDLESS = Turn(messages=USER, options={"temperature": 0.8, "seed": 1}, choices=3, ignore_end=True)
+
+
+async def idle(server: OneModelServer) -> None:
+    for _ in range(1000):
+        if not any(server.scheduler.counts()[state] for state in ("waiting", "preparing", "writing")):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("answers that nobody wants go on")
+
+
 def test_a_closed_turn_is_cancelled(story: OneModelServer) -> None:
-    async def leave() -> None:
-        opened = await story.runner.open(Turn(messages=USER, options={"temperature": 0.8, "seed": 1}, choices=3,
-                                              ignore_end=True))
+    async def leave() -> int:
+        before = story.scheduler.counts()["step_tokens"]
+        opened = await story.runner.open(ENDLESS)
         await anext(opened)
         await opened.aclose()
         assert [event async for event in opened] == []
-        for _ in range(500):
-            if not any(story.scheduler.counts()[state] for state in ("waiting", "preparing", "writing")):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("answers that nobody wants go on")
+        await idle(story)
+        return int(story.scheduler.counts()["step_tokens"] - before)
 
-    asyncio.run(leave())
+    assert asyncio.run(leave()) < 900, "each of the three could have had nearly 500"
 
 
 def test_a_turn_that_is_cancelled_ends_its_answers(story: OneModelServer) -> None:
-    async def leave() -> None:
-        task = asyncio.ensure_future(events_of(story.runner, Turn(messages=USER, choices=2, ignore_end=True)))
-        await asyncio.sleep(0.05)
+    async def leave() -> int:
+        before = story.scheduler.counts()["step_tokens"]
+        task = asyncio.ensure_future(events_of(story.runner, ENDLESS))
+        while story.scheduler.counts()["step_tokens"] == before:
+            await asyncio.sleep(0.001)
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        for _ in range(500):
-            if not any(story.scheduler.counts()[state] for state in ("waiting", "preparing", "writing")):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("answers that nobody wants go on")
+        assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+        await idle(story)
+        return int(story.scheduler.counts()["step_tokens"] - before)
 
-    asyncio.run(leave())
+    assert asyncio.run(leave()) < 900
 
 
 def test_a_wall_clock_ends_an_answer(story: OneModelServer) -> None:
@@ -287,6 +294,7 @@ def test_messages_become_what_templates_know() -> None:
     (Turn(messages=USER, options={"top_p": 7.0}), "top_p"),
     (Turn(messages=USER, options={"stop": ["a", ""]}), None),
     (Turn(messages=USER, options={"logit_bias": {1 << 30: 1.0}}), "logit_bias"),
+    (Turn(messages=USER, options={"max_tokens": 0}), "max_tokens"),
     (Turn(messages=USER, choices=9), "n"),
     (Turn(messages=USER, choices=-1), "n"),
     (Turn(prompt=""), "prompt"),
@@ -380,8 +388,6 @@ def test_pieces_become_events(story: OneModelServer) -> None:
     Turn(messages=USER, format=OutputFormat("json_object")),
     Turn(messages=USER, least_tokens=3),
     Turn(messages=USER, thinking_budget=3),
-    Turn(messages=USER, scores=1),
-    Turn(prompt="Once", echo=True),
 ])
 def test_nothing_that_is_asked_for_is_left_out_silently(story: OneModelServer, turn: Turn) -> None:
     error = refusal(story, turn)

@@ -185,7 +185,7 @@ def test_merging_is_fair_and_loses_nothing() -> None:
             yield number
 
     async def run() -> list[tuple[int, int | None]]:
-        merged: Merged[int] = Merged([numbers(5, 0.001), numbers(3, 0.0), numbers(4, 0.0)])
+        merged: Merged[int] = Merged([numbers(5, 0.05), numbers(3, 0.0), numbers(4, 0.0)])
         arrived: list[tuple[int, int | None]] = []
         while more := await merged.next():
             arrived += more
@@ -196,6 +196,7 @@ def test_merging_is_fair_and_loses_nothing() -> None:
         assert [item for source, item in arrived if source == index] == [*range(count), None]
     ready = [source for source, _ in arrived if source in (1, 2)]
     assert ready[:6] == [1, 2, 1, 2, 1, 2]
+    assert arrived.index((2, None)) < arrived.index((0, 0)), "a slow source delays no other"
 
 
 def test_turns_are_joined() -> None:
