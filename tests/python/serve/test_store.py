@@ -206,6 +206,7 @@ def test_an_ending_store_refuses_and_closes_everything(tmp_path: Path, loader: F
         store, end = ModelStore(model_files(tmp_path, "a", "b"), loader), asyncio.Event()
         running = asyncio.create_task(use(store, "a", end))
         await soon(lambda: store.card("a").loaded)
+        await settled()  # it has its model
         store.end()
         assert (await refusal(use(store, "a"))).status == 503
         assert (await refusal(use(store, "b"))).code == "server_ending"
@@ -228,7 +229,8 @@ def test_a_load_that_is_under_way_at_the_end_is_closed_too(tmp_path: Path, loade
         assert not closing.done()
         loader.hold.set()
         await closing
-        await asyncio.gather(waiting, return_exceptions=True)
+        for found in await asyncio.gather(waiting, return_exceptions=True):
+            assert found is None or (isinstance(found, ApiError) and found.status == 503)
         assert loader.events == ["open a", "close a"]
 
     asyncio.run(scenario())

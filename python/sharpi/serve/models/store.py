@@ -136,7 +136,8 @@ class ModelStore:
                 entry.loading = asyncio.create_task(self._load(entry))
                 entry.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(entry.loading)
-        assert entry.loaded is not None
+        if entry.loaded is None:  # closed since then, which only the end does to a model with users
+            raise ending_error()
         return entry.loaded
 
     async def _load(self, entry: _Entry) -> None:
