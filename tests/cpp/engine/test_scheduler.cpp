@@ -424,11 +424,12 @@ TEST(Scheduler, AConstraintThatFailsEndsItsRequestAndNoOther) {
     EXPECT_GT(served, failed);
 }
 
-// Lacks memory for every fifth choice of tokens, after its masks were made.
+// Lacks memory for every third choice of more tokens than one text asks for, after its masks were made.
 struct Forgetful : CpuBackend {
     Forgetful() : CpuBackend(1) {}
     std::vector<Chosen> sample(const std::vector<Choice>& choices) override {
-        if (++samples % 5 == 0) throw Error(ErrorKind::OutOfMemory, "told to lack memory");
+        if (choices.size() > kMostDraftRows && ++samples % 3 == 0)
+            throw Error(ErrorKind::OutOfMemory, "told to lack memory");
         return CpuBackend::sample(choices);
     }
     int samples = 0;
@@ -437,27 +438,29 @@ struct Forgetful : CpuBackend {
 // A pass that is repeated asks a constraint again, as if the first time had not been.
 TEST(Scheduler, AConstraintForgetsAPassThatFails) {
     const Model model = modelOf(gpuVariants()[0], 2000);
-    Crowd crowd(model, engineOf(model, engineOptions(600, 64, 12)), 7);
-    Scheduler scheduler(std::make_shared<Engine>(model.spec(), model.weights(), engineOptions(2000, 64, 12),
-                                                 std::make_unique<Forgetful>()),
-                        longQueue());
-    int constrained = 0;
-    for (int round = 0; round < 20; ++round) {
-        std::vector<Served> all;
-        for (int i = 0; i < 4; ++i) all.push_back({crowd.draw(60, 30), nullptr});
-        for (Served& one : all) one.answer = scheduler.submit(one.expected.request);
-        for (const Served& one : all) {
-            const Whole whole = wait(*one.answer);
-            if (whole.ending.finish == Finish::Failed) {  // it was alone, and nothing could make room for it
-                EXPECT_EQ(whole.ending.error, "told to lack memory");
-                continue;
-            }
-            EXPECT_EQ(whole.tokens, one.expected.tokens);
-            checkScores(whole, one.expected);
-            constrained += one.expected.request.extras.constraint != nullptr;
+    const auto reference = engineOf(model, engineOptions(600, 64, 12));
+    auto backend = std::make_unique<Forgetful>();
+    const Forgetful* const made = backend.get();
+    Scheduler scheduler(
+        std::make_shared<Engine>(model.spec(), model.weights(), engineOptions(2000, 64, 12), std::move(backend)),
+        longQueue());
+    for (uint32_t salt = 0; salt < 40; ++salt) {
+        std::vector<ScoredText> expected;
+        std::vector<std::shared_ptr<Answer>> answers;
+        for (uint32_t i = 0; i < 3; ++i) {
+            Request request = requestOf(repetitive(40, model.options().vocab, 3 * salt + i), 40);
+            request.drafts = drafts(Source::NGram, 7);
+            Thirds alone(model.options().vocab, 100, salt);
+            expected.push_back(writeScored(reference, request.prompt, request.params, 40, 0, &alone));
+            request.extras.constraint = std::make_shared<Thirds>(model.options().vocab, 100, salt);
+            answers.push_back(scheduler.submit(request));
+        }
+        for (size_t i = 0; i < answers.size(); ++i) {
+            const Whole whole = wait(*answers[i]);
+            EXPECT_EQ(whole.tokens, expected[i].tokens) << whole.ending.error;
         }
     }
-    EXPECT_GT(constrained, 5);
+    EXPECT_GT(made->samples, 30);
 }
 
 // Drafts after a forbidden guess, or after the end, do not confuse a constraint.
