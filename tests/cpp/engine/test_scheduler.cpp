@@ -204,7 +204,7 @@ TEST(Scheduler, APausedRequestGoesOnAsIfNothingHadHappened) {
         Crowd crowd(model, engineOf(model, engineOptions(512, 64, 12)), 2, 1);
         const auto engine = engineOf(model, engineOptions(512, 64, 20));
         Scheduler scheduler(engine, longQueue());
-        serveAtOnce(*engine, scheduler, crowd, 40, 50, 150);
+        serveAtOnce(*engine, scheduler, crowd, 40, 50, 220);
         EXPECT_GT(scheduler.counts().pauses, 0);
         EXPECT_GT(scheduler.counts().againSeconds, 0);
     }
@@ -220,7 +220,7 @@ TEST(Scheduler, RowsKeepTheirKinds) {
         const TwoArithmeticsEngine together(model, engineOptions(512, 64, 20), step);
         Crowd crowd(model, alone.engine, 3, 1);
         Scheduler scheduler(together.engine, longQueue());
-        serveAtOnce(*together.engine, scheduler, crowd, 40, 50, 150);
+        serveAtOnce(*together.engine, scheduler, crowd, 40, 50, 220);
         EXPECT_GT(scheduler.counts().pauses, 0);
         serve(scheduler, crowd, 20, 90, 120, true);
     }

@@ -1,6 +1,8 @@
 // What tests of the scheduler share: requests, and all that comes of their answers.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <utility>
 #include <vector>
 
