@@ -4,6 +4,7 @@
 #include "bindings/bindings.h"
 #include "bindings/constraint.h"
 #include "bindings/delete_unlocked.h"
+#include "core/error.h"
 #include "engine/scheduler/scheduler.h"
 
 namespace sharpi {
@@ -39,6 +40,9 @@ py::dict toDict(const SchedulerCounts& counts) {
     d["pieces"] = counts.pieces;
     d["piece_seconds"] = counts.pieceSeconds;
     d["again_seconds"] = counts.againSeconds;
+    d["adopted_tokens"] = counts.adoptedTokens;
+    d["shared_pages"] = counts.sharedPages;
+    d["states_bytes"] = counts.statesBytes;
     return d;
 }
 
@@ -91,21 +95,26 @@ void bindScheduler(py::module_& m) {
             "error, its figures), else None. Waits up to `seconds` for something new.");
 
     py::class_<Scheduler, std::unique_ptr<Scheduler, DeleteUnlocked>>(m, "Scheduler")
-        .def(py::init([](std::shared_ptr<Engine> engine, double greatestGap, int64_t queue, int64_t running) {
+        .def(py::init([](std::shared_ptr<Engine> engine, double greatestGap, int64_t queue, int64_t running,
+                         int64_t statesBytes) {
+                 if (statesBytes < 0) throw Error(ErrorKind::InvalidArgument, "states_bytes must not be negative");
                  SchedulerOptions options;
                  options.greatestGap = greatestGap;
                  options.queue = queue;
                  options.running = running;
+                 options.statesBytes = static_cast<size_t>(statesBytes);
                  py::gil_scoped_release release;
                  return std::unique_ptr<Scheduler, DeleteUnlocked>(new Scheduler(std::move(engine), options));
              }),
-             py::arg("engine").none(false), py::kw_only(), py::arg("max_gap"), py::arg("queue"), py::arg("running"))
+             py::arg("engine").none(false), py::kw_only(), py::arg("max_gap"), py::arg("queue"), py::arg("running"),
+             py::arg("states_bytes"))
         .def(
             "submit",
             [](Scheduler& scheduler, std::vector<int32_t> prompt, const SamplingParams& params,
                const std::string& draft, int32_t draftTokens, std::vector<int32_t> ends,
-               std::optional<int64_t> maxTokens, int32_t priority, std::string key, std::optional<double> seconds,
-               std::shared_ptr<Arrivals> arrivals, int32_t best, bool echo, const py::object& constraint) {
+               std::optional<int64_t> maxTokens, int32_t priority, std::string key, std::string salt,
+               std::optional<double> seconds, std::shared_ptr<Arrivals> arrivals, int32_t best, bool echo,
+               const py::object& constraint) {
                 Request request;
                 request.prompt = std::move(prompt);
                 request.params = params;
@@ -114,14 +123,15 @@ void bindScheduler(py::module_& m) {
                 if (maxTokens) request.maxTokens = *maxTokens;
                 request.priority = priority;
                 request.key = std::move(key);
+                request.salt = std::move(salt);
                 request.seconds = seconds;
                 request.extras = {best, echo, constraintOf(constraint)};
                 py::gil_scoped_release release;
                 return scheduler.submit(std::move(request), std::move(arrivals));
             },
             py::arg("prompt"), py::arg("params"), py::kw_only(), py::arg("draft"), py::arg("draft_tokens"),
-            py::arg("ends"), py::arg("max_tokens"), py::arg("priority"), py::arg("key"), py::arg("seconds"),
-            py::arg("arrivals"), py::arg("best"), py::arg("echo"), py::arg("constraint"))
+            py::arg("ends"), py::arg("max_tokens"), py::arg("priority"), py::arg("key"), py::arg("salt"),
+            py::arg("seconds"), py::arg("arrivals"), py::arg("best"), py::arg("echo"), py::arg("constraint"))
         .def("counts", [](const Scheduler& scheduler) { return toDict(scheduler.counts()); });
 }
 

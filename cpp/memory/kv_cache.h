@@ -10,6 +10,7 @@
 #include "memory/kv_pages.h"
 #include "memory/page_pool.h"
 #include "memory/recurrent_state.h"
+#include "memory/saved_states.h"
 
 namespace sharpi {
 
@@ -51,20 +52,27 @@ public:
     // possible as long as there is room. It replaces what an earlier call protected.
     void keepState(int32_t sequence, int64_t tokens);
 
-    // Whether sequences can share pages. If some layers keep a state, or not all keys and values, pages alone do not
-    // make a sequence whole; the calls below then do nothing.
-    bool sharesPages() const { return lists() == 1 && !_states.any(); }
-    // The sequence holds at least this beginning of its text: other sequences can have its full pages.
-    void share(int32_t sequence, const SaltedText& text);
+    // Whether sequences can share pages. If some layers do not keep all keys and values, shared pages do not make a
+    // sequence whole; the calls below then do nothing.
+    bool sharesPages() const { return lists() == 1; }
+    // The sequence holds at least this beginning of its text: other sequences can have its full pages. If layers have
+    // states, they can have them only up to where a state was copied. states: lengths, multiples of a page, after which
+    // it is copied if it is held.
+    void share(int32_t sequence, const SaltedText& text, const std::vector<int64_t>& states = {});
     // Lengthens a sequence that holds a beginning of the text by shared pages with the tokens that follow. Returns the
     // number of tokens that it then holds. What is found depends on what others have computed, but what is in it does
     // not, as long as a row's bits depend on its text alone.
     int64_t adopt(int32_t sequence, const SaltedText& text);
-    // The pages that a new sequence would adopt and that other sequences have, so that they cost no room.
-    int64_t pagesInUse(const SaltedText& text) const { return sharesPages() ? _pools[0].inUse(text) : 0; }
+    // The bytes of RAM for copies of states, and those that are used.
+    void setCopiedStates(size_t bytes) { _copies.setBudget(bytes); }
+    size_t copiedStates() const { return _copies.bytes(); }
+    // Pages that a new sequence adopts and other sequences have, so that they cost no room.
+    int64_t pagesInUse(const SaltedText& text) const {
+        return sharesPages() && !_states.any() ? _pools[0].inUse(text) : 0;
+    }
     int64_t sharedPages() const { return _pools[0].sharedPages(); }
-    // Frees the shared pages that no sequence has.
-    void forgetShared() { _pools[0].forgetShared(); }
+    // Nothing is found any more of what was shared until now.
+    void forgetShared();
 
     // A sequence's list of pages for layers with this KvPages::list.
     const int32_t* pageTable(int32_t sequence, int32_t list = 0) const;
@@ -83,12 +91,16 @@ private:
     const Sequence& at(int32_t sequence) const;
     Sequence& at(int32_t sequence) { return const_cast<Sequence&>(static_cast<const KvCache*>(this)->at(sequence)); }
     void requirePages(int32_t sequence, int64_t tokens) const;
+    void copyState(int32_t sequence, int64_t tokens);
 
     Buffer _buffer;
     std::vector<KvPages> _layers;
     std::vector<Sequence> _sequences;
     std::vector<PagePool> _pools;  // by KvPages::list; the first is that of layers that see everything
     RecurrentState _states;
+    // By the name of the page after which the state is; the pages may be gone. Without setCopiedStates() there are
+    // none.
+    SavedStates _copies{0};
 };
 
 }  // namespace sharpi

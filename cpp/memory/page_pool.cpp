@@ -158,9 +158,10 @@ void PagePool::share(int32_t sequence, const SaltedText& text) {
     }
 }
 
-// The shared pages that hold the text from this page number on, after the page `before`.
-std::vector<int32_t> PagePool::sharedAfter(int32_t before, int64_t number, const SaltedText& text) const {
+// The shared pages that hold the text from this page number on.
+std::vector<int32_t> PagePool::sharedAfter(const Sequence& s, int64_t number, const SaltedText& text) const {
     std::vector<int32_t> pages;
+    int32_t before = number ? s.table[static_cast<size_t>(number - 1)] : -1;
     for (; (number + 1) * kPageTokens <= text.count; ++number) {
         before = _index.find(text, number, before);
         if (before < 0) break;
@@ -169,10 +170,16 @@ std::vector<int32_t> PagePool::sharedAfter(int32_t before, int64_t number, const
     return pages;
 }
 
+std::vector<uint64_t> PagePool::adoptable(int32_t sequence, int64_t held, const SaltedText& text) const {
+    std::vector<uint64_t> names;
+    for (const int32_t page : sharedAfter(at(sequence), held / kPageTokens, text)) names.push_back(_index.nameOf(page));
+    return names;
+}
+
 int64_t PagePool::adopt(int32_t sequence, int64_t held, const SaltedText& text) {
     Sequence& s = at(sequence);
     const int64_t first = held / kPageTokens;
-    const std::vector<int32_t> pages = sharedAfter(first ? s.table[static_cast<size_t>(first - 1)] : -1, first, text);
+    const std::vector<int32_t> pages = sharedAfter(s, first, text);
     if (pages.empty()) return held;
     s.table.reserve(static_cast<size_t>(first) + pages.size());
     s.taken.reserve(static_cast<size_t>(first) + pages.size());
@@ -186,7 +193,7 @@ int64_t PagePool::adopt(int32_t sequence, int64_t held, const SaltedText& text) 
 }
 
 int64_t PagePool::inUse(const SaltedText& text) const {
-    const std::vector<int32_t> pages = sharedAfter(-1, 0, text);
+    const std::vector<int32_t> pages = sharedAfter({}, 0, text);
     return std::count_if(pages.begin(), pages.end(),
                          [&](int32_t page) { return _uses[static_cast<size_t>(page)] > 0; });
 }

@@ -73,6 +73,12 @@ public:
     // The sequence holds the first `held` tokens of the text. Gives it the shared pages that hold the next ones, in
     // place of a last page that is not full. Returns the number of tokens that it then holds.
     int64_t adopt(int32_t sequence, int64_t held, const SaltedText& text);
+    // The names (PrefixIndex) of the pages that adopt() would give the sequence.
+    std::vector<uint64_t> adoptable(int32_t sequence, int64_t held, const SaltedText& text) const;
+    // That of a page that the sequence shares.
+    uint64_t nameOf(int32_t sequence, int64_t number) const {
+        return _index.nameOf(at(sequence).table[static_cast<size_t>(number)]);
+    }
     // The pages that adopt() would find for a new sequence and that other sequences have now.
     int64_t inUse(const SaltedText& text) const;
     // Those that adopt() may find.
@@ -91,7 +97,7 @@ private:
     Sequence& at(int32_t sequence);
     int64_t firstPage(int64_t position) const { return _reach.first(static_cast<int32_t>(position)) / kPageTokens; }
     template <typename Body> void forUnseen(const Sequence& s, const Body& body) const;
-    std::vector<int32_t> sharedAfter(int32_t before, int64_t number, const SaltedText& text) const;
+    std::vector<int32_t> sharedAfter(const Sequence& s, int64_t number, const SaltedText& text) const;
     bool isShared(int32_t page) const { return _uses[static_cast<size_t>(page)] > 1 || _index.has(page); }
     void use(int32_t page);
     void release(int32_t page);

@@ -35,7 +35,7 @@ int32_t PrefixIndex::find(const SaltedText& text, int64_t number, int32_t before
 
 void PrefixIndex::add(const SaltedText& text, int64_t number, int32_t before, int32_t page) {
     const int32_t* tokens = text.tokens + number * _pageTokens;
-    Page added{hashAfter(text, number, before), before, {tokens, tokens + _pageTokens}, {}};
+    Page added{++_names, hashAfter(text, number, before), before, {tokens, tokens + _pageTokens}, {}};
     if (before < 0) added.salt = text.salt;
     const auto place = _byHash.emplace(added.hash, page);
     try {

@@ -27,6 +27,8 @@ public:
 
     bool has(int32_t page) const { return _pages.count(page) > 0; }
     int64_t size() const { return static_cast<int64_t>(_pages.size()); }
+    // Names what a page of the index holds, as no other page ever does.
+    uint64_t nameOf(int32_t page) const { return _pages.at(page).name; }
     // The page that holds the text's tokens from number * pageTokens on, which must all be there, after the page
     // `before` (-1: it is the text's first). -1: there is none.
     int32_t find(const SaltedText& text, int64_t number, int32_t before) const;
@@ -37,7 +39,7 @@ public:
 
 private:
     struct Page {
-        uint64_t hash = 0;
+        uint64_t name = 0, hash = 0;
         int32_t before = -1;
         std::vector<int32_t> tokens;
         std::string salt;  // of a first page
@@ -46,6 +48,7 @@ private:
 
     const int64_t _pageTokens;
     const Hash _hash;
+    uint64_t _names = 0;
     std::unordered_map<int32_t, Page> _pages;
     std::unordered_multimap<uint64_t, int32_t> _byHash;
 };

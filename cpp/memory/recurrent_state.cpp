@@ -28,6 +28,7 @@ size_t RecurrentState::bytesFor(const std::vector<RecurrentShape>& layers, int32
 RecurrentState::RecurrentState(Allocator& allocator, const std::vector<RecurrentShape>& layers, int32_t entries) {
     const size_t bytes = bytesFor(layers, entries);
     if (!bytes) return;
+    _memory = &allocator.memory();
     _entries = entries;
     _buffer = Buffer(allocator, bytes, "recurrent state");
     auto* next = _buffer.as<uint8_t>();
@@ -164,6 +165,55 @@ bool RecurrentState::keep(int32_t sequence, int64_t tokens) {
     if (state == states.end()) return false;
     for (State& other : states) other.kept = false;
     state->kept = true;
+    return true;
+}
+
+// Calls body(address, bytes) for the parts of a state.
+template <typename Body> void RecurrentState::forParts(int32_t entry, const Body& body) const {
+    for (const RecurrentLayer& layer : _layers) {
+        const RecurrentShape& shape = layer.shape;
+        if (shape.convFloats) body(layer.convOf(entry), sizeof(float) * static_cast<size_t>(shape.convFloats));
+        if (shape.matrixFloats) body(layer.matrixOf(entry), sizeof(float) * static_cast<size_t>(shape.matrixFloats));
+    }
+}
+
+size_t RecurrentState::stateBytes() const {
+    size_t all = 0;
+    forParts(0, [&](const float*, size_t bytes) { all += bytes; });
+    return all;
+}
+
+std::vector<uint8_t> RecurrentState::copy(int32_t sequence, int64_t tokens) const {
+    std::vector<uint8_t> copied;
+    if (static_cast<size_t>(sequence) >= _sequences.size()) return copied;
+    const std::vector<State>& states = _sequences[static_cast<size_t>(sequence)].states;
+    const auto state = std::find_if(states.begin(), states.end(), [&](const State& s) { return s.tokens == tokens; });
+    if (state == states.end()) return copied;
+    copied.resize(stateBytes());
+    uint8_t* to = copied.data();
+    forParts(state->entry, [&](const float* from, size_t bytes) {
+        _memory->download(to, from, bytes);
+        to += bytes;
+    });
+    return copied;
+}
+
+bool RecurrentState::restore(int32_t sequence, int64_t tokens, const std::vector<uint8_t>& state) {
+    std::vector<State>& states = at(sequence).states;
+    states.reserve(states.size() + 1);
+    const int32_t entry = take(true);
+    if (entry < 0) return false;
+    try {
+        const uint8_t* from = state.data();
+        forParts(entry, [&](float* to, size_t bytes) {
+            _memory->upload(to, from, bytes);
+            from += bytes;
+        });
+    } catch (...) {
+        _free.push_back(entry);
+        throw;
+    }
+    states.push_back({tokens, entry, false, ++_made});
     return true;
 }
 

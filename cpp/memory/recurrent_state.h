@@ -68,6 +68,13 @@ public:
     // if there is no such state.
     bool keep(int32_t sequence, int64_t tokens);
 
+    size_t stateBytes() const;
+    // A copy in RAM of the state after `tokens` tokens; nothing if it is not held.
+    std::vector<uint8_t> copy(int32_t sequence, int64_t tokens) const;
+    // The sequence continues from a copied state after `tokens` tokens, which are more than it has. Returns false, and
+    // changes nothing, if no entry can be had.
+    bool restore(int32_t sequence, int64_t tokens, const std::vector<uint8_t>& state);
+
 private:
     struct State {
         int64_t tokens = 0;
@@ -83,7 +90,9 @@ private:
     };
     Sequence& at(int32_t sequence);
     int32_t take(bool evenKept);
+    template <typename Body> void forParts(int32_t entry, const Body& body) const;
 
+    DeviceMemory* _memory = nullptr;
     int32_t _entries = 0;
     uint64_t _made = 0;
     Buffer _buffer;

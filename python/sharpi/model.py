@@ -178,9 +178,10 @@ class Model(LoadedModel):
         """A new conversation, which keeps its KV cache between calls."""
         return Session(self)
 
-    def scheduler(self, *, max_gap: float = 0.2, queue: int = 64, running: int | None = None) -> Scheduler:
+    def scheduler(self, *, max_gap: float = 0.2, queue: int = 64, running: int | None = None,
+                  states_bytes: int = 1 << 30) -> Scheduler:
         """Serves many requests at once: see `Scheduler`. Close it before the model."""
-        return Scheduler(self, max_gap=max_gap, queue=queue, running=running)
+        return Scheduler(self, max_gap=max_gap, queue=queue, running=running, states_bytes=states_bytes)
 
     def stats(self) -> dict[str, Any]:
         """Counts and speeds of the generation started last, and the bytes held; `vram_bytes` by the device's own

@@ -250,14 +250,16 @@ class Scheduler:
     """
 
     def __init__(self, model: LoadedModel, *, max_gap: float = 0.2, queue: int = 64,
-                 running: int | None = None) -> None:
+                 running: int | None = None, states_bytes: int = 1 << 30) -> None:
         """max_gap: the seconds that an answer should at most wait for prompts of others. queue: how many requests may
         wait; further ones are refused with `BusyError`. running: how many may hold memory at a time; `None`: as many as
-        the model has room for. Raises `InvalidRequestError`."""
+        the model has room for. states_bytes: RAM for copies of the states of recurrent layers, from which prompts that
+        begin alike continue. Raises `InvalidRequestError`."""
         self._model = model
         self._core: _core.Scheduler | None = _core.Scheduler(
             model.engine, max_gap=arguments.number("max_gap", max_gap), queue=arguments.whole("queue", queue),
-            running=0 if running is None else arguments.whole("running", running))
+            running=0 if running is None else arguments.whole("running", running),
+            states_bytes=arguments.whole("states_bytes", states_bytes))
         self._watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watcher] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -270,14 +272,15 @@ class Scheduler:
                  trace: TracebackType | None) -> None:
         self.close()
 
-    def submit(self, prompt: str | Sequence[int], *, priority: int = 0, key: str = "", timeout: float | None = None,
-               ignore_end: bool = False, scores: int | None = None, echo: bool = False,
+    def submit(self, prompt: str | Sequence[int], *, priority: int = 0, key: str = "", salt: str = "",
+               timeout: float | None = None, ignore_end: bool = False, scores: int | None = None, echo: bool = False,
                constraint: Constraint | None = None, **options: Unpack[GenerationOptions]) -> Answer:
         """Continues `prompt`, text or token ids, as `Session.generate` does; `GenerationOptions` says what the options
         mean. Returns at once.
 
         priority: requests with higher ones go first, and are paused last. key: requests with the same key share what
-        one client is due. timeout: seconds after which the answer ends. ignore_end: the answer goes on after an end
+        one client is due. salt: what was computed of a prompt serves later prompts that begin alike, but not requests
+        with another salt. timeout: seconds after which the answer ends. ignore_end: the answer goes on after an end
         token.
 
         scores: each `Token` has its log-probability, and those of this many of the likeliest tokens (0 to 20). echo:
@@ -297,6 +300,7 @@ class Scheduler:
             answer = core.submit(request.ids, request.params, draft=request.drafts[0], draft_tokens=request.drafts[1],
                                  ends=[] if ignore_end else sorted(request.ends), max_tokens=request.max_tokens,
                                  priority=arguments.whole("priority", priority), key=arguments.text("key", key),
+                                 salt=arguments.text("salt", salt),
                                  seconds=None if timeout is None else arguments.number("timeout", timeout),
                                  arrivals=None if watcher is None else watcher.arrivals,
                                  best=best, echo=echo, constraint=constraint)
@@ -307,7 +311,9 @@ class Scheduler:
     def counts(self) -> dict[str, Any]:
         """What is going on: requests that are `waiting`, `preparing` (their prompts are computed) and `writing`. And
         since the scheduler began: `finished`, `refused`, `pauses`; `steps` and the `step_tokens` that they gave in
-        `step_seconds`; `pieces` of prompts in `piece_seconds`, of which `again_seconds` went into what pauses lost."""
+        `step_seconds`; `pieces` of prompts in `piece_seconds`, of which `again_seconds` went into what pauses lost;
+        `adopted_tokens` that other requests had computed. The cache now holds `shared_pages` that later requests may
+        find, and RAM `states_bytes` of copied states."""
         core = self._core
         if core is None:
             raise InvalidRequestError("the scheduler is closed")

@@ -30,12 +30,14 @@ bool isOutOfMemory(const std::exception& error) {
     return known && known->kind() == ErrorKind::OutOfMemory;
 }
 
+// Whether layers have states or windows. Then shared pages do not hold all of a text.
+bool isLimited(const KvCache& kv) { return kv.states().any() || kv.lists() > 1; }
+
 // Requests that hold memory at a time. A model with states, or with windows, has room for so many sequences only.
 int64_t mostRunning(Engine& engine, const SchedulerOptions& options) {
     if (options.running > 0) return options.running;
     const LockedModel model = engine.runner().lock();
-    const bool limited = model.kv().states().any() || model.kv().lists() > 1;
-    return limited ? engine.options().sequences : engine.runner().limits().headRows;
+    return isLimited(model.kv()) ? engine.options().sequences : engine.runner().limits().headRows;
 }
 
 }  // namespace
@@ -44,11 +46,12 @@ Scheduler::Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& opt
     : _engine(std::move(engine)),
       _options(options),
       _mostRunning(mostRunning(*_engine, options)),
-      _sharesPages(_engine->runner().lock().kv().sharesPages()),
+      _keepsTexts(isLimited(_engine->runner().lock().kv())),
       _pace(options.greatestGap, _engine->runner().limits().pieces.rows, _engine->backend().bus().streams) {
     if (!(options.greatestGap > 0)) throw Error(ErrorKind::InvalidArgument, "the greatest gap must be above 0 seconds");
     if (options.queue < 1 || options.running < 0)
         throw Error(ErrorKind::InvalidArgument, "a scheduler needs room for at least one request");
+    _engine->runner().lock().kv().setCopiedStates(options.statesBytes);
     _thread = std::thread([this] { work(); });
 }
 
@@ -266,12 +269,16 @@ void Scheduler::prepare(Entry& entry) {
         const int64_t found = text.held().adoptedTokens() - adopted;
         _pace.countPiece(text.held().cachedTokens() - held - found, seconds);
         entry.figures.reusedTokens = text.reusedTokens();
-        const int64_t shared = _engine->runner().lock().kv().sharedPages();
+        const auto shared = [&] {
+            const LockedModel model = _engine->runner().lock();
+            return std::pair(model.kv().sharedPages(), model.kv().copiedStates());
+        }();
         note([&](SchedulerCounts& counts) {
             ++counts.pieces;
             counts.pieceSeconds += seconds;
             counts.adoptedTokens += found;
-            counts.sharedPages = shared;
+            counts.sharedPages = shared.first;
+            counts.statesBytes = shared.second;
             if (again) counts.againSeconds += seconds;
         });
         const int64_t prompt = entry.figures.promptTokens;
@@ -364,10 +371,10 @@ void Scheduler::finish(Entry& entry, Finish finish, std::string error) {
 }
 
 // What requests that have ended leave in the cache stays, so that a prompt that continues it need not compute it again:
-// their shared pages or, if there are none, their texts.
+// their shared pages and, if these do not hold all of a text, the texts.
 void Scheduler::removeFinished() {
     for (const auto& entry : _entries)
-        if (entry->hasEnded && entry->hasBegun && !_sharesPages) _idle.push_back(std::move(entry->text));
+        if (entry->hasEnded && entry->hasBegun && _keepsTexts) _idle.push_back(std::move(entry->text));
     const auto hasEnded = [](const auto& entry) { return entry->hasEnded; };
     _entries.erase(std::remove_if(_entries.begin(), _entries.end(), hasEnded), _entries.end());
     while (_idle.size() > kMostIdle) _idle.erase(_idle.begin());

@@ -20,6 +20,8 @@ struct SchedulerOptions {
     double greatestGap = 0.2;  // seconds that an answer should at most wait for prompts of others
     int64_t queue = 64;        // requests that may wait; more are refused
     int64_t running = 0;       // requests that may hold memory at a time; 0: as many as the model has room for
+    // RAM for copies of recurrent states, from which prompts that begin alike continue.
+    size_t statesBytes = size_t{1} << 30;
 };
 
 // What the scheduler has done since it began, and what it has to do.
@@ -32,6 +34,7 @@ struct SchedulerCounts {
     double againSeconds = 0;    // of pieceSeconds: computing what paused requests had lost
     int64_t adoptedTokens = 0;  // that were not computed, as another request had done so
     int64_t sharedPages = 0;    // now: pages of the cache that requests with the same beginning find
+    size_t statesBytes = 0;     // now: bytes of RAM with copies of recurrent states
 };
 
 class Scheduler {
@@ -86,7 +89,7 @@ private:
     const std::shared_ptr<Engine> _engine;
     const SchedulerOptions _options;
     const int64_t _mostRunning;
-    const bool _sharesPages;
+    const bool _keepsTexts;  // of requests that have ended
 
     mutable std::mutex _mutex;  // guards the following
     std::condition_variable _changed;
@@ -97,8 +100,7 @@ private:
 
     // The thread's own.
     Entries _entries;                                  // in the order in which they came
-    std::vector<std::unique_ptr<Continuation>> _idle;  // of requests that have ended, if texts share no pages; the
-                                                       // latest is the last
+    std::vector<std::unique_ptr<Continuation>> _idle;  // of requests that have ended; the latest is the last
     Pace _pace;
     std::thread _thread;  // the last member: it uses all others
 };

@@ -6,6 +6,13 @@
 
 namespace sharpi {
 
+namespace {
+
+// Tokens after which a long prompt's state is worth a copy.
+constexpr int64_t kCopiedState = 2048;
+
+}  // namespace
+
 CachedSequence::CachedSequence(ModelRunner& runner) : _runner(runner), _handle(runner.lock().kv().createSequence()) {}
 
 CachedSequence::~CachedSequence() { _runner.lock().kv().releaseSequence(_handle); }
@@ -51,10 +58,25 @@ std::optional<int64_t> CachedSequence::stateToKeep(const Piece& piece) const {
     return (piece.end() - 1) / step * step;
 }
 
+std::vector<int64_t> CachedSequence::statesToCopy(const Piece& piece) {
+    std::vector<int64_t> lengths;
+    if (!piece.isShared || piece.kind != RowKind::Prompt) return lengths;
+    for (int64_t length = piece.begin / kCopiedState * kCopiedState + kCopiedState; length <= piece.end();
+         length += kCopiedState)
+        lengths.push_back(length);
+    // A prompt that begins with this whole one has its last token too, which that one must compute.
+    const int64_t last = (piece.end() - 1) / KvCache::kPageTokens * KvCache::kPageTokens;
+    if (piece.endsPrompt && last >= piece.begin && (lengths.empty() || lengths.back() != last)) lengths.push_back(last);
+    std::sort(lengths.begin(), lengths.end());
+    return lengths;
+}
+
 void CachedSequence::extend(const LockedModel& model, const Piece& piece) {
-    std::vector<int64_t> marks;
+    std::vector<int64_t> marks = statesToCopy(piece);
+    const auto isBound = [&](int64_t length) { return length <= piece.begin || length >= piece.end(); };
+    marks.erase(std::remove_if(marks.begin(), marks.end(), isBound), marks.end());
     const std::optional<int64_t> kept = stateToKeep(piece);
-    if (kept && *kept > piece.begin) marks.push_back(*kept);
+    if (kept && *kept > piece.begin && (marks.empty() || *kept > marks.back())) marks.push_back(*kept);
     for (int64_t length = piece.end() - piece.drafted; length < piece.end(); ++length) marks.push_back(length);
     model.kv().extend(_handle, piece.count, marks);
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "engine/answers/prompt_scores.h"
 #include "engine/model_runner.h"
@@ -24,6 +25,7 @@ struct Piece {
     PromptScores* scores = nullptr;  // if every row's logits are to be scored, whatever else is wanted
     int64_t drafted = 0;             // guesses at the end: Choice also chooses a token from the row before each of them
     bool endsPrompt = false;         // the last token is the text's last prompt row
+    bool isShared = false;           // other texts may have what is computed
     std::optional<int32_t> follower = std::nullopt;  // the token after the piece, if it is known before the pass
 
     int64_t end() const { return begin + count; }
@@ -59,6 +61,9 @@ public:
     void extend(const LockedModel& model, const Piece& piece);
     // Appends the piece's rows to a batch.
     void addRows(const Piece& piece, Batch& batch) const;
+    // Lengths that a shared piece ends at or passes, after which other texts are likely to continue: its states there
+    // are worth a copy.
+    static std::vector<int64_t> statesToCopy(const Piece& piece);
     // After the pass over a piece: keeps the state that the next prompt is likely to continue from.
     void keepState(const LockedModel& model, const Piece& piece);
 

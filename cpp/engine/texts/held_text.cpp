@@ -2,6 +2,7 @@
 #include "engine/texts/held_text.h"
 
 #include <algorithm>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -89,12 +90,13 @@ std::optional<std::vector<Chosen>> HeldText::addPiece(Addition& addition, int64_
     begin(model, addition);
     const int64_t end = _running.sequence.pieceEnd(model, addition.text, _text.size(), rows);
     Piece piece = _running.sequence.nextPiece(model, addition.text, end);
+    piece.isShared = _salt.has_value();
     const bool hasNew = piece.end() > _text.size();
     if (hasNew) addWants(piece, addition, _text.size(), _running.sampler.has_value(), limits().vocabSize);
     std::vector<Chosen> chosen = TextPasses(model, limits()).run({{&_running, piece}}).front();
     if (!hasNew) return std::nullopt;
     _text.follow(addition.text, piece.end());
-    share(model);
+    share(model, CachedSequence::statesToCopy(piece));
     return chosen;
 }
 
@@ -104,9 +106,10 @@ bool HeldText::recomputePiece(const LockedModel& model, int64_t wanted) {
     adopt(model, _text, _text.size());
     if (isComputed()) return true;
     Piece piece = _running.sequence.nextPiece(model, _text, wanted);
+    piece.isShared = _salt.has_value();
     if (!piece.follower) piece.follower = _running.history.back();
     TextPasses(model, limits()).run({{&_running, piece}});
-    share(model);
+    share(model, CachedSequence::statesToCopy(piece));
     return isComputed();
 }
 
@@ -137,10 +140,14 @@ void HeldText::adopt(Addition& addition) {
     if (held > _text.size()) _text.follow(addition.text, held);
 }
 
-void HeldText::share(const LockedModel& model) const {
+// If there is no memory for it, nothing is shared: what was computed counts all the same.
+void HeldText::share(const LockedModel& model, const std::vector<int64_t>& states) const {
     if (!_salt) return;
     const int32_t handle = _running.sequence.handle();
-    model.kv().share(handle, sharable(_text, std::min(model.kv().length(handle), _text.size())));
+    try {
+        model.kv().share(handle, sharable(_text, std::min(model.kv().length(handle), _text.size())), states);
+    } catch (const std::bad_alloc&) {
+    }
 }
 
 }  // namespace sharpi

@@ -75,8 +75,8 @@ public:
     bool recomputeNext(int64_t rows);
     // Takes what other texts have computed of an addition, but for its last token.
     void adopt(Addition& addition);
-    // Lets other texts have what is computed.
-    void share(const LockedModel& model) const;
+    // Lets other texts have what is computed. states: see KvCache::share().
+    void share(const LockedModel& model, const std::vector<int64_t>& states = {}) const;
 
 private:
     void begin(const LockedModel& model, Addition& addition);

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "answers.h"
 #include "engine/scheduler/scheduler.h"
 #include "scored_text.h"
 #include "seed.h"
@@ -18,14 +19,6 @@ namespace {
 
 using namespace sharpi;
 using namespace tiny;
-
-constexpr double kForever = 60;
-constexpr int64_t kPage = KvCache::kPageTokens;
-
-Model modelOf(Options options, int64_t context) {
-    options.context = context;
-    return Model(options);
-}
 
 std::vector<Options> models() {
     Options experts;
@@ -38,44 +31,15 @@ std::vector<Options> models() {
     return all;
 }
 
-// All that comes of an answer.
-struct Whole {
-    std::vector<int32_t> tokens;
-    std::vector<Score> scores, promptScores;
-    Ending ending;
-};
-Whole wait(Answer& answer) {
-    Whole whole;
-    for (;;) {
-        const Answer::News news = answer.take(kForever);
-        for (const Chosen& chosen : news.tokens) {
-            whole.tokens.push_back(chosen.token);
-            whole.scores.push_back(chosen.score);
-        }
-        if (news.promptScores) {
-            EXPECT_TRUE(whole.promptScores.empty()) << "they come once";
-            EXPECT_EQ(whole.tokens.size(), news.tokens.size()) << "they come before all tokens";
-            whole.promptScores = *news.promptScores;
-        }
-        if (!news.ending) continue;
-        whole.ending = *news.ending;
-        return whole;
-    }
-}
-
-Request requestOf(std::vector<int32_t> prompt, int64_t maxTokens) {
-    Request request;
-    request.prompt = std::move(prompt);
-    request.params = greedyParams();
-    request.maxTokens = maxTokens;
-    return request;
-}
-
-// Requests drawn at random, with the answers that they get alone.
+// Requests drawn at random, with the answers that they get alone. Half of them begin with one of three texts of up to
+// `pages` whole pages.
 class Crowd {
 public:
-    Crowd(const Model& model, std::shared_ptr<Engine> reference, unsigned seed)
-        : _model(model), _reference(std::move(reference)), _random(sharpi::testSeed(seed)) {}
+    Crowd(const Model& model, std::shared_ptr<Engine> reference, unsigned seed, int64_t pages = 3)
+        : _model(model), _reference(std::move(reference)), _random(sharpi::testSeed(seed)) {
+        for (int64_t i = 1; i <= 3; ++i)
+            _beginnings.push_back(repetitive(std::min(i, pages) * kPage, model.options().vocab, _random()));
+    }
 
     struct Expected {
         Request request;
@@ -90,6 +54,12 @@ public:
         r.prompt = repetitive(length, _model.options().vocab, _random());
         if (!_last.empty() && _random() % 3 == 0) r.prompt.insert(r.prompt.begin(), _last.begin(), _last.end());
         if (static_cast<int64_t>(r.prompt.size()) > 2 * longestPrompt) r.prompt.resize(static_cast<size_t>(length));
+        _last = r.prompt;
+        if (_random() % 2) {
+            const std::vector<int32_t>& beginning = _beginnings[_random() % _beginnings.size()];
+            r.prompt.insert(r.prompt.begin(), beginning.begin(), beginning.end());
+        }
+        r.salt = _random() % 8 ? "" : "salt";
         r.params = _random() % 2 ? sampledParams(_random()) : greedyParams();
         std::vector<Source> sources{Source::Off, Source::NGram};
         if (_model.options().predictions) sources.push_back(Source::Prediction);
@@ -106,7 +76,6 @@ public:
             e.tokens.erase(std::find(e.tokens.begin(), e.tokens.end(), r.ends[0]), e.tokens.end());
             e.finish = Finish::EndToken;
         }
-        _last = r.prompt;
         return e;
     }
     std::mt19937& random() { return _random; }
@@ -138,6 +107,7 @@ private:
     std::shared_ptr<Engine> _reference;
     std::mt19937 _random;
     std::vector<int32_t> _last;
+    std::vector<std::vector<int32_t>> _beginnings;
 };
 
 struct Served {
@@ -213,20 +183,16 @@ void check(const std::vector<Served>& all) {
     }
 }
 
-SchedulerOptions longQueue() {
-    SchedulerOptions options;
-    options.queue = 1000;
-    return options;
-}
-
 TEST(Scheduler, EveryRequestIsAnsweredAsAlone) {
     for (const Options& options : models()) {
         SCOPED_TRACE(describe(options));
         const Model model = modelOf(options, 2000);
         Crowd crowd(model, engineOf(model, engineOptions(600, 64, 12)), 1);
-        Scheduler scheduler(engineOf(model, engineOptions(2000, 64, 12)), longQueue());
+        const auto engine = engineOf(model, engineOptions(2000, 64, 12));
+        Scheduler scheduler(engine, longQueue());
         serve(scheduler, crowd, 40, 60, 30, false);
         serve(scheduler, crowd, 40, 60, 30, true);
+        EXPECT_EQ(scheduler.counts().adoptedTokens > 0, engine->runner().lock().kv().sharesPages());
     }
 }
 
@@ -235,10 +201,10 @@ TEST(Scheduler, APausedRequestGoesOnAsIfNothingHadHappened) {
     for (const Options& options : models()) {
         SCOPED_TRACE(describe(options));
         const Model model = modelOf(options, 512);
-        Crowd crowd(model, engineOf(model, engineOptions(512, 64, 12)), 2);
+        Crowd crowd(model, engineOf(model, engineOptions(512, 64, 12)), 2, 1);
         const auto engine = engineOf(model, engineOptions(512, 64, 20));
         Scheduler scheduler(engine, longQueue());
-        serveAtOnce(*engine, scheduler, crowd, 40, 50, 150);
+        serveAtOnce(*engine, scheduler, crowd, 40, 50, 220);
         EXPECT_GT(scheduler.counts().pauses, 0);
         EXPECT_GT(scheduler.counts().againSeconds, 0);
     }
@@ -252,9 +218,9 @@ TEST(Scheduler, RowsKeepTheirKinds) {
         const int64_t step = describe(options) == describe(hybrids()[0]) ? kPromptTile : 1;
         const TwoArithmeticsEngine alone(model, engineOptions(512, 64, 12), step);
         const TwoArithmeticsEngine together(model, engineOptions(512, 64, 20), step);
-        Crowd crowd(model, alone.engine, 3);
+        Crowd crowd(model, alone.engine, 3, 1);
         Scheduler scheduler(together.engine, longQueue());
-        serveAtOnce(*together.engine, scheduler, crowd, 40, 50, 150);
+        serveAtOnce(*together.engine, scheduler, crowd, 40, 50, 220);
         EXPECT_GT(scheduler.counts().pauses, 0);
         serve(scheduler, crowd, 20, 90, 120, true);
     }

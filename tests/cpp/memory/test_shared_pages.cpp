@@ -370,7 +370,7 @@ TEST(SharedPages, NoneGoesBeforeThoseThatFollowIt) {
     }
 }
 
-TEST(SharedPages, ACacheWithoutStatesOrWindowsHasThem) {
+TEST(SharedPages, ACacheWithWindowsHasNone) {
     HostMemory memory;
     Allocator allocator(memory);
     const std::vector<int32_t> text = textOf({1, 2});
@@ -386,9 +386,6 @@ TEST(SharedPages, ACacheWithoutStatesOrWindowsHasThem) {
     KvCache plain(allocator, {{1, 4}}, KvType::F32, 8 * kPage);
     EXPECT_TRUE(plain.sharesPages());
     EXPECT_EQ(found(plain), 2 * kPage);
-    KvCache recurrent(allocator, {{1, 4}, {}}, KvType::F32, 8 * kPage, RecurrentState(allocator, {{}, {8, 8}}, 4));
-    EXPECT_FALSE(recurrent.sharesPages());
-    EXPECT_EQ(found(recurrent), 0);
     KvCache windows(allocator, {{1, 4}, {1, 4, {32}}}, KvType::F32, KvRoom(64 * kPage, 64, 2));
     EXPECT_EQ(windows.lists(), 2);
     EXPECT_FALSE(windows.sharesPages());

@@ -50,6 +50,24 @@ def test_company_does_not_change_an_answer(scheduler: Scheduler, alone: list[str
     assert counts["steps"] < counts["step_tokens"] / 2, "answers share steps"
 
 
+def test_prompts_that_begin_alike_are_computed_once(scheduler: Scheduler, model: Model) -> None:
+    begin = list(range(40, 168))
+    prompts = [[*begin, 7, 8, last] for last in range(9, 12)]
+    alone = [[token.id for token in model.generate(prompt, max_tokens=5, temperature=0)] for prompt in prompts]
+
+    def reused(salt: str) -> list[int]:
+        answers = [scheduler.submit(prompt, max_tokens=5, temperature=0, salt=salt) for prompt in prompts]
+        assert [[token.id for token in answer] for answer in answers] == alone
+        return [answer.figures["reused_tokens"] for answer in answers]
+
+    assert sorted(reused("")) == [0, 128, 128]
+    assert reused("") == [128, 128, 128]
+    assert sorted(reused("another")) == [0, 128, 128]
+    counts = scheduler.counts()
+    assert counts["adopted_tokens"] == 7 * 128
+    assert counts["shared_pages"] == 4
+
+
 def test_an_answer_can_be_read_in_an_event_loop(scheduler: Scheduler, alone: list[str]) -> None:
     async def read(seed: int) -> str:
         return "".join([token.text async for token in submitted(scheduler, seed)])

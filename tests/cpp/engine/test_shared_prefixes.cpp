@@ -1,0 +1,280 @@
+// Requests whose prompts begin alike: the beginning is computed once, whoever comes first, and nobody's answer changes.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "answers.h"
+#include "engine/scheduler/scheduler.h"
+#include "two_arithmetics.h"
+
+namespace {
+
+using namespace sharpi;
+using namespace tiny;
+
+constexpr int64_t kBeginning = 3 * kPage;
+
+// Runs something during a pass of the model.
+class Interrupting : public TwoArithmetics {
+public:
+    Interrupting() : TwoArithmetics(1) {}
+    std::function<void(const Batch& rows)> during;
+    void begin(const Batch& batch, const KvCache& kv) override {
+        if (during && batch.sources.empty()) during(batch);
+        TwoArithmetics::begin(batch, kv);
+    }
+};
+
+// Prompts that begin with the same tokens and end with 1, 2, 3 ... of their own.
+std::vector<std::vector<int32_t>> prompts(const Model& model, int count, int64_t beginning = kBeginning) {
+    const std::vector<int32_t> same = randomTokens(beginning, model.options().vocab, 77);
+    std::vector<std::vector<int32_t>> all(static_cast<size_t>(count), same);
+    for (int i = 0; i < count; ++i) {
+        const auto own = randomTokens(i + 1, model.options().vocab, static_cast<unsigned>(i));
+        all[static_cast<size_t>(i)].insert(all[static_cast<size_t>(i)].end(), own.begin(), own.end());
+    }
+    return all;
+}
+
+int64_t lengthOf(const std::vector<std::vector<int32_t>>& texts) {
+    int64_t tokens = 0;
+    for (const auto& text : texts) tokens += static_cast<int64_t>(text.size());
+    return tokens;
+}
+
+std::vector<std::shared_ptr<Answer>> submitAtOnce(Engine& engine, Scheduler& scheduler,
+                                                  const std::vector<Request>& requests) {
+    const LockedModel locked = engine.runner().lock();
+    std::vector<std::shared_ptr<Answer>> answers;
+    for (const Request& request : requests) answers.push_back(scheduler.submit(request));
+    return answers;
+}
+
+class SharedPrefixes : public testing::Test {
+protected:
+    static constexpr int kAnswer = 70;  // fills a page
+
+    explicit SharedPrefixes(const Options& options = gpuVariants()[0], int64_t promptStep = 1)
+        : model(modelOf(options, 8000)), step(promptStep) {}
+
+    std::vector<int32_t> alone(const std::vector<int32_t>& prompt, bool oneArithmetic) {
+        if (oneArithmetic) {
+            Session session(engineOf(model, engineOptions(4000, 64, 2)));
+            return generate(session, prompt, greedyParams(), kAnswer);
+        }
+        const TwoArithmeticsEngine engine(model, engineOptions(4000, 64, 2), step);
+        Session session(engine.engine);
+        return generate(session, prompt, greedyParams(), kAnswer);
+    }
+    // Serves a request for each of these prompts, all submitted before the first is looked at. Returns the tokens that
+    // were reused.
+    int64_t serve(Engine& engine, Scheduler& scheduler, const std::vector<std::vector<int32_t>>& texts,
+                  bool oneArithmetic) {
+        std::vector<Request> requests;
+        for (const auto& text : texts) requests.push_back(requestOf(text, kAnswer));
+        const auto answers = submitAtOnce(engine, scheduler, requests);
+        int64_t reused = 0;
+        for (size_t i = 0; i < texts.size(); ++i) {
+            const Whole whole = wait(*answers[i]);
+            EXPECT_EQ(whole.tokens, alone(texts[i], oneArithmetic)) << "request " << i << whole.ending.error;
+            reused += whole.ending.figures.reusedTokens;
+        }
+        return reused;
+    }
+
+    const Model model;
+    const int64_t step;
+};
+
+// A model with recurrent layers: a prompt continues from a copy of their state.
+class SharedStates : public SharedPrefixes {
+protected:
+    SharedStates() : SharedPrefixes(hybrids()[0], kPromptTile) {}
+};
+
+TEST_F(SharedPrefixes, AreComputedOnce) {
+    for (const int64_t batch : {64, 96, 1000}) {
+        SCOPED_TRACE("batches of " + std::to_string(batch));
+        const TwoArithmeticsEngine watched(model, engineOptions(8000, batch, 8), 1);
+        Scheduler scheduler(watched.engine, longQueue());
+        const auto texts = prompts(model, 16);
+        EXPECT_EQ(serve(*watched.engine, scheduler, texts, false), 15 * kBeginning);
+        EXPECT_EQ(watched.rowsSeen().first, lengthOf(texts) - 15 * kBeginning);
+        EXPECT_EQ(scheduler.counts().adoptedTokens, 15 * kBeginning);
+        // What ended requests have left is found too.
+        EXPECT_EQ(serve(*watched.engine, scheduler, texts, false), 16 * kBeginning);
+        EXPECT_EQ(watched.rowsSeen().first, lengthOf(texts) - 16 * kBeginning);
+        EXPECT_EQ(scheduler.counts().sharedPages, kBeginning / kPage);
+    }
+}
+
+TEST_F(SharedStates, AreComputedOnce) {
+    for (const int64_t batch : {64, 128, 1000}) {
+        SCOPED_TRACE("batches of " + std::to_string(batch));
+        const TwoArithmeticsEngine watched(model, engineOptions(8000, batch, 8), step);
+        Scheduler scheduler(watched.engine, longQueue());
+        const auto texts = prompts(model, 16);
+        EXPECT_EQ(serve(*watched.engine, scheduler, texts, false), 15 * kBeginning);
+        EXPECT_EQ(watched.rowsSeen().first, lengthOf(texts) - 15 * kBeginning);
+        EXPECT_EQ(serve(*watched.engine, scheduler, texts, false), 16 * kBeginning);
+        EXPECT_GT(scheduler.counts().statesBytes, 0U);
+    }
+}
+
+TEST_F(SharedStates, AreFoundByAPromptThatHasOnlyTheBeginning) {
+    const TwoArithmeticsEngine watched(model, engineOptions(8000, 500, 8), step);
+    Scheduler scheduler(watched.engine, longQueue());
+    const std::vector<int32_t> first = randomTokens(2300, model.options().vocab, 3);
+    EXPECT_EQ(serve(*watched.engine, scheduler, {first}, false), 0);
+    std::vector<int32_t> same(first.begin(), first.begin() + 2200);
+    same.push_back(1);
+    // Another text takes the room of the first one's states in the cache.
+    EXPECT_EQ(serve(*watched.engine, scheduler, {same, same}, false), 2048 + 2176)
+        << "the copies are every 2,048 tokens "
+           "and at a prompt's last full page";
+}
+
+// The cache has room for the states of two requests.
+TEST_F(SharedStates, AreRestoredIfBothKindsOfRowsHaveTheSameBits) {
+    const auto engine = engineOf(model, engineOptions(8000, 64, 2));
+    Scheduler scheduler(engine, longQueue());
+    const auto texts = prompts(model, 6);
+    EXPECT_EQ(serve(*engine, scheduler, texts, true), 5 * kBeginning);
+}
+
+TEST_F(SharedStates, AreLimitedInBytes) {
+    const TwoArithmeticsEngine watched(model, engineOptions(8000, 64, 8), step);
+    SchedulerOptions options = longQueue();
+    const size_t one = watched.engine->runner().lock().kv().states().stateBytes();
+    for (const size_t states : {0, 1, 3}) {
+        SCOPED_TRACE(states);
+        options.statesBytes = states * one + one / 2;
+        Scheduler scheduler(watched.engine, options);
+        for (unsigned i = 0; i < 5; ++i)
+            serve(*watched.engine, scheduler, {randomTokens(70, model.options().vocab, i)}, false);
+        EXPECT_EQ(scheduler.counts().statesBytes, states * one);
+    }
+    EXPECT_EQ(watched.engine->runner().lock().kv().copiedStates(), 0U) << "a scheduler that ends leaves none";
+}
+
+// Choices of one prompt: all but its end is computed once.
+TEST_F(SharedPrefixes, OnePromptOfManyRequestsIsComputedOnce) {
+    const TwoArithmeticsEngine watched(model, engineOptions(8000, 64, 8), 1);
+    Scheduler scheduler(watched.engine, longQueue());
+    const std::vector<std::vector<int32_t>> texts(8, randomTokens(kBeginning, model.options().vocab, 5));
+    EXPECT_EQ(serve(*watched.engine, scheduler, texts, false), 7 * (kBeginning - kPage))
+        << "the last token's pass gives the logits";
+    EXPECT_EQ(watched.rowsSeen().first, kBeginning + 7 * kPage);
+}
+
+// A conversation's next prompt has the answer in it, as prompt rows.
+TEST_F(SharedPrefixes, AnswersAreSharedOnlyIfTheirRowsHaveThePromptsBits) {
+    std::vector<int32_t> text = randomTokens(kPage + 10, model.options().vocab, 9);
+    for (const bool oneArithmetic : {false, true}) {
+        SCOPED_TRACE(oneArithmetic);
+        const TwoArithmeticsEngine two(model, engineOptions(8000, 64, 8), 1);
+        const auto engine = oneArithmetic ? engineOf(model, engineOptions(8000, 64, 8)) : two.engine;
+        Scheduler scheduler(engine, longQueue());
+        const std::vector<int32_t> answer = wait(*scheduler.submit(requestOf(text, kAnswer))).tokens;
+        std::vector<int32_t> next = text;
+        next.insert(next.end(), answer.begin(), answer.end());
+        next.push_back(1);
+        EXPECT_EQ(serve(*engine, scheduler, {next}, oneArithmetic), oneArithmetic ? 2 * kPage : kPage);
+    }
+}
+
+TEST_F(SharedPrefixes, OtherSaltsShareNothing) {
+    for (const Options& options : {gpuVariants()[0], hybrids()[0]}) {
+        SCOPED_TRACE(describe(options));
+        const Model other = modelOf(options, 8000);
+        Scheduler scheduler(engineOf(other, engineOptions(2000, 64, 8)), longQueue());
+        Request request = requestOf(prompts(other, 1)[0], 3);
+        const auto reused = [&](const std::string& salt) {
+            request.salt = salt;
+            return wait(*scheduler.submit(request)).ending.figures.reusedTokens;
+        };
+        EXPECT_EQ(reused("a"), 0);
+        EXPECT_EQ(reused("b"), 0);
+        EXPECT_EQ(reused(""), 0);
+        for (const std::string salt : {"", "b", "a"}) EXPECT_EQ(reused(salt), kBeginning) << salt;
+    }
+}
+
+// What a request has computed of its prompt before it is cancelled is there for others.
+TEST_F(SharedPrefixes, ACancelledPromptLeavesWhatItHasComputed) {
+    auto made = std::make_unique<Interrupting>();
+    Interrupting& backend = *made;
+    const auto engine =
+        std::make_shared<Engine>(model.spec(), model.weights(), engineOptions(8000, 64, 8), std::move(made));
+    Scheduler scheduler(engine, longQueue());
+    std::shared_ptr<Answer> cancelled;
+    int passes = 0;
+    backend.during = [&](const Batch&) {
+        if (++passes == 2) cancelled->cancel();
+    };
+    const auto texts = prompts(model, 2);
+    {
+        const LockedModel locked = engine->runner().lock();  // no pass before `cancelled` is there
+        cancelled = scheduler.submit(requestOf(texts[0], kAnswer));
+    }
+    EXPECT_EQ(wait(*cancelled).ending.finish, Finish::Cancelled);
+    EXPECT_EQ(passes, 2);
+    EXPECT_EQ(serve(*engine, scheduler, {texts[1]}, false), 2 * kPage);
+}
+
+// A request that comes in mid-prompt and goes first takes what is there, and gives back what it computes.
+TEST_F(SharedPrefixes, ARequestThatGoesFirstComputesForTheOther) {
+    auto made = std::make_unique<Interrupting>();
+    Interrupting& backend = *made;
+    const auto engine =
+        std::make_shared<Engine>(model.spec(), model.weights(), engineOptions(8000, 64, 8), std::move(made));
+    Scheduler scheduler(engine, longQueue());
+    const auto texts = prompts(model, 2);
+    std::shared_ptr<Answer> urgent;
+    int64_t promptRows = 0;
+    backend.during = [&](const Batch& rows) {
+        promptRows += rows.size() - rows.decodeRows;
+        if (urgent) return;
+        Request request = requestOf(texts[1], kAnswer);
+        request.priority = 1;
+        urgent = scheduler.submit(request);
+    };
+    const Whole first = wait(*scheduler.submit(requestOf(texts[0], kAnswer))), second = wait(*urgent);
+    EXPECT_EQ(first.tokens, alone(texts[0], false));
+    EXPECT_EQ(second.tokens, alone(texts[1], false));
+    EXPECT_EQ(second.ending.figures.reusedTokens, kPage);
+    EXPECT_EQ(first.ending.figures.reusedTokens, 2 * kPage);
+    EXPECT_EQ(promptRows, kBeginning + 1 + 2);
+}
+
+// Pages that others have cost a request nothing, so that more requests have room beside each other.
+TEST_F(SharedPrefixes, LeaveRoomForMoreRequests) {
+    const auto engine = engineOf(model, engineOptions(8 * kPage, 64, 8));
+    Scheduler scheduler(engine, longQueue());
+    std::vector<Request> requests;
+    for (const auto& text : prompts(model, 3, 4 * kPage)) requests.push_back(requestOf(text, 50));
+    for (const auto& answer : submitAtOnce(*engine, scheduler, requests))
+        EXPECT_EQ(wait(*answer).ending.finish, Finish::Length);
+    const SchedulerCounts counts = scheduler.counts();
+    EXPECT_EQ(counts.pauses, 0);
+    EXPECT_LT(counts.steps, 60) << "3 answers of 50 tokens, one after the other, take 147";
+}
+
+// Whichever page is the one that is missing.
+TEST_F(SharedPrefixes, AnswersStayTheSameHoweverFewPagesThereAre) {
+    for (int64_t pages = 5; pages <= 16; ++pages) {
+        SCOPED_TRACE(std::to_string(pages) + " pages");
+        const TwoArithmeticsEngine few(model, engineOptions(pages * kPage, 64, 8), 1);
+        Scheduler scheduler(few.engine, longQueue());
+        auto texts = prompts(model, 4);
+        for (const auto& text : prompts(model, 2, kPage)) texts.push_back(text);
+        serve(*few.engine, scheduler, texts, false);
+        serve(*few.engine, scheduler, texts, false);
+        EXPECT_LE(scheduler.counts().sharedPages, pages);
+    }
+}
+
+}  // namespace

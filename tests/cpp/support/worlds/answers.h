@@ -1,0 +1,61 @@
+// What tests of the scheduler share: requests, and all that comes of their answers.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <utility>
+#include <vector>
+
+#include "draft_world.h"
+#include "engine/scheduler/scheduler.h"
+
+namespace tiny {
+
+constexpr double kForever = 60;
+constexpr int64_t kPage = KvCache::kPageTokens;
+
+inline Model modelOf(Options options, int64_t context) {
+    options.context = context;
+    return Model(options);
+}
+
+// All that comes of an answer.
+struct Whole {
+    std::vector<int32_t> tokens;
+    std::vector<Score> scores, promptScores;
+    Ending ending;
+};
+inline Whole wait(Answer& answer) {
+    Whole whole;
+    for (;;) {
+        const Answer::News news = answer.take(kForever);
+        for (const Chosen& chosen : news.tokens) {
+            whole.tokens.push_back(chosen.token);
+            whole.scores.push_back(chosen.score);
+        }
+        if (news.promptScores) {
+            EXPECT_TRUE(whole.promptScores.empty()) << "they come once";
+            EXPECT_EQ(whole.tokens.size(), news.tokens.size()) << "they come before all tokens";
+            whole.promptScores = *news.promptScores;
+        }
+        if (!news.ending) continue;
+        whole.ending = *news.ending;
+        return whole;
+    }
+}
+
+inline Request requestOf(std::vector<int32_t> prompt, int64_t maxTokens) {
+    Request request;
+    request.prompt = std::move(prompt);
+    request.params = greedyParams();
+    request.maxTokens = maxTokens;
+    return request;
+}
+
+inline SchedulerOptions longQueue() {
+    SchedulerOptions options;
+    options.queue = 1000;
+    return options;
+}
+
+}  // namespace tiny
