@@ -85,6 +85,10 @@ class Tokens:
             begin += 1
         return found
 
+    def begun_by(self, text: bytes) -> list[int]:
+        """Tokens with which this text begins."""
+        return [self._ids[text[:end]] for end in range(1, len(text) + 1) if text[:end] in self._ids]
+
     @cached_property
     def _sorted(self) -> tuple[list[int], list[bytes]]:
         order = sorted((token for token, piece in enumerate(self.pieces) if piece), key=self.piece)

@@ -58,7 +58,7 @@ class _Trial:
         except OSError:
             self.alive = False
         answer = self._answer(_SECONDS)
-        return str(json.loads(answer)) if answer else "it is too complex: compiling it takes more than a second"
+        return str(json.loads(answer)) if answer else "compiling it takes more than a second, or all of the stack"
 
     def _answer(self, seconds: float) -> bytes:
         """The next line; b"" if there is none in time, after which the process is gone."""
