@@ -36,6 +36,11 @@ class Tokens:
         self._lock = threading.Lock()
         self._library: Any = None
 
+    @cached_property
+    def end_texts(self) -> frozenset[str]:
+        """How the file spells the tokens that end an answer."""
+        return frozenset(map(self._tokenizer.token_text, self.end_ids))
+
     @property
     def count(self) -> int:
         return len(self.pieces)
