@@ -1,4 +1,4 @@
-"""Constraints that count tokens, and all of several constraints."""
+"""Constraints that count tokens, and several constraints as one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 from sharpi.constraints import Constraint
 from sharpi.constraints.following import Following, allow_all, find_first, partly_at_end
-from sharpi.constraints.tokens import Tokens, Words, empty
+from sharpi.constraints.tokens import Tokens, Words, allows, empty
 from sharpi.errors import InvalidRequestError
 
-__all__ = ["All", "LeastTokens", "ThinkingBudget"]
+__all__ = ["All", "Either", "LeastTokens", "ThinkingBudget"]
 
 
 class All:
@@ -111,3 +111,43 @@ class ThinkingBudget(Following[_Thinking]):
         while found := find_first(text, (self._closing,) if inside else self._openings, known):
             inside, text, known = not inside, found[1], 0
         return _Thinking(inside, text[-self._longest + 1:], used), None, 0
+
+
+class Either:
+    """What one of two constraints allows, until the answer tells which of them it follows."""
+
+    def __init__(self, tokens: Tokens, first: Constraint, second: Constraint) -> None:
+        self._both = (first, second)
+        self._lives = (True, True)
+        self._past: list[tuple[bool, bool]] = []
+        self._own: Words = np.zeros(tokens.width, np.uint32)
+
+    def _living(self) -> list[Constraint]:
+        return [constraint for constraint, lives in zip(self._both, self._lives, strict=True) if lives]
+
+    def fill(self, words: Words) -> bool:
+        first, *others = self._living()
+        if not first.fill(words):
+            return False
+        if others:
+            if not others[0].fill(self._own):
+                return False
+            words[:len(self._own)] |= self._own
+        return True
+
+    def accept(self, token: int) -> None:
+        self._past.append(self._lives)
+        if all(self._lives):
+            first, second = (not constraint.fill(self._own) or allows(self._own, token) for constraint in self._both)
+            self._lives = (first, second)
+        for constraint in self._living():
+            constraint.accept(token)
+
+    def rollback(self, tokens: int) -> None:
+        for _ in range(tokens):
+            for constraint in self._living():
+                constraint.rollback(1)
+            self._lives = self._past.pop()
+
+    def ended(self) -> bool:
+        return any(constraint.ended() for constraint in self._living())

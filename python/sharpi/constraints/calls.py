@@ -31,13 +31,15 @@ class DescribedTool(Protocol):
     def parameters(self) -> Mapping[str, Any]: ...
 
 
-def compile_calls(tools: Sequence[DescribedTool], form: ToolFormat, tokens: Tokens, *, parallel: bool) -> Grammar:
+def compile_calls(tools: Sequence[DescribedTool], form: ToolFormat, tokens: Tokens, *, parallel: bool,
+                  prefix: str = "") -> Grammar:
     """The grammar of an answer that is one call, or with `parallel` several. It takes up to two seconds.
 
-    Raises InvalidRequestError, whose one line says what is wrong with the tools.
+    prefix: Lark for what stands before the calls. Raises InvalidRequestError, whose one line says what is wrong with
+    the tools.
     """
     calls = _Calls(tools, _without_end_token(form, tokens))
-    calls.start(literal(form.opening), parallel=parallel and form.several, closed=True)
+    calls.start(f"{prefix} {literal(form.opening)}", parallel=parallel and form.several, closed=True)
     return calls.compiled(tokens)
 
 
@@ -109,7 +111,8 @@ class _Calls:
     def _call(self, tool: DescribedTool) -> str:
         before, counts, after = self._form.after_name.partition("{index}")
         index = f"/[0-9]{{1,4}}/ {literal(after)}" if counts else ""
-        return self._rules.add(f"{literal(tool.name + before)} {index} {self._arguments(tool)} {literal(self._form.end)}")
+        name = f"{literal(tool.name + before)} {index}"
+        return self._rules.add(f"{name} {self._arguments(tool)} {literal(self._form.end)}")
 
     def _arguments(self, tool: DescribedTool) -> str:
         schema = dict(tool.parameters)

@@ -38,12 +38,17 @@ def json_options(lenient: bool) -> dict[str, Any]:
             "coerce_one_of": lenient}
 
 
-def compile_format(wanted: Format, tokens: Tokens) -> Grammar:
+def compile_format(wanted: Format, tokens: Tokens, prefix: str = "") -> Grammar:
     """The grammar of such answers. It takes up to two seconds: call it from a thread that nobody waits for.
 
-    Raises InvalidRequestError, whose one line says what is wrong with the source.
+    prefix: Lark for what stands before the answer. Raises InvalidRequestError, whose one line says what is wrong with
+    the source.
     """
-    return Grammar(_library_grammar(wanted), tokens, _WHAT[wanted.kind])
+    source = _library_grammar(wanted)
+    if prefix:
+        whole = {"name": "whole", "lark_grammar": f"start: {prefix} @answer"}
+        source = json.dumps({"grammars": [whole, {**json.loads(source)["grammars"][0], "name": "answer"}]})
+    return Grammar(source, tokens, _WHAT[wanted.kind])
 
 
 _WHAT = {"json_object": "JSON object", "json_schema": "JSON schema", "lark": "Lark grammar",
@@ -60,7 +65,7 @@ def _library_grammar(wanted: Format) -> str:
             raise InvalidRequestError(f"a {what} must be a text that is not empty")
         _check_size(source, what)
         make = matcher.grammar_from_lark if wanted.kind == "lark" else matcher.grammar_from_regex
-        return str(make(source))
+        return _as_object(str(make(source)))
     schema: Any = {"type": "object"} if wanted.kind == "json_object" else source
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -73,9 +78,14 @@ def _library_grammar(wanted: Format) -> str:
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequestError("a JSON schema must be an object")
     try:
-        return str(matcher.grammar_from_json_schema(text, overrides=json_options(lenient=False)))
+        return _as_object(str(matcher.grammar_from_json_schema(text, overrides=json_options(lenient=False))))
     except ValueError as error:
         raise InvalidRequestError(f"the JSON schema cannot be used: {_one_line(str(error))}") from None
+
+
+def _as_object(grammar: str) -> str:
+    """The library writes a Lark grammar as it is, all others as an object."""
+    return grammar if grammar.startswith('{"grammars"') else json.dumps({"grammars": [{"lark_grammar": grammar}]})
 
 
 def _check_size(source: str, what: str) -> None:

@@ -84,8 +84,8 @@ class Rules:
             schema = {}
         if isinstance(reference := schema.get("$ref"), str):
             return self.value(_resolved(reference, root), root, language, depth - 1)
-        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-        if values:
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(values, list) and values:
             return self.add(" | ".join(literal(language.value(value)) for value in values))
         for name in ("anyOf", "oneOf"):
             if isinstance(choices := schema.get(name), list) and choices:
