@@ -121,6 +121,8 @@ class _Calls:
         if self._form.notation == "python":
             return self._keywords(schema)
         schema.setdefault("type", "object")
+        if schema.get("properties"):
+            schema.setdefault("additionalProperties", False)  # else models may invent arguments
         if self._form.notation == "gemma":
             return self._rules.value(schema, schema, GEMMA)
         return _json(schema)
@@ -147,7 +149,7 @@ class _Calls:
         if "string" in kinds:  # its text has no escapes, so the first tag ends it
             tag = parameter.end.strip("\n")
             rest = parameter.end.partition(tag)[2]
-            return f"{begin} {self._rules.add(until(tag), '[lazy]')} {literal(rest)}"
+            return f"{begin} {self._rules.add(until(tag, part), '[lazy]')} {literal(rest)}"
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         return f"{begin} {_json({**part, **shared} if isinstance(part, Mapping) else {})} {literal(parameter.end)}"
 

@@ -10,6 +10,7 @@ from typing import Any
 __all__ = ["GEMMA", "PYTHON", "Literals", "Rules", "literal", "until"]
 
 _DEEPEST = 12
+_LONGEST = 2_000  # a larger bound on a string is not enforced: each of its lengths is a state
 
 
 def literal(text: str) -> str:
@@ -17,10 +18,15 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 
-def until(text: str) -> str:
-    """A lazy rule's body: everything up to the first `text`, and that."""
+def until(text: str, schema: Any = None) -> str:
+    """A lazy rule's body: everything up to the first `text`, and that. schema: may say how long it can be."""
     escaped = "".join(c if c.isalnum() or ord(c) > 127 else f"\\x{ord(c):02x}" for c in text)
-    return f"/(?s:.*){escaped}/"
+    return f"/(?s:.{_repeated(schema)}){escaped}/"
+
+
+def _repeated(schema: Any) -> str:
+    most = schema.get("maxLength") if isinstance(schema, Mapping) else None
+    return f"{{0,{most}}}" if isinstance(most, int) and 0 <= most <= _LONGEST else "*"
 
 
 @dataclass(frozen=True)
@@ -100,8 +106,8 @@ class Rules:
                depth: int) -> str:
         if name == "string":
             if language.quote:
-                return f"{literal(language.quote)} {self.add(until(language.quote), '[lazy]')}"
-            return self.add('/"([^"\\\\\\x00-\\x1f]|\\\\["\\\\nrt])*"/')
+                return f"{literal(language.quote)} {self.add(until(language.quote, schema), '[lazy]')}"
+            return self.add(f'/"([^"\\\\\\x00-\\x1f]|\\\\["\\\\nrt]){_repeated(schema)}"/')
         if name in ("integer", "number"):
             return "/-?(0|[1-9][0-9]{0,17})" + (r"(\.[0-9]{1,17})?/" if name == "number" else "/")
         if name in ("boolean", "null"):
@@ -111,6 +117,8 @@ class Rules:
             item = self.value(schema.get(inside), root, language, depth - 1 if inside in schema else 1)
             least = "" if schema.get("minItems") else "?"
             return f'"[" ({item} ({literal(language.comma)} {item})*){least} "]"'
+        if not schema.get(inside) and schema.get("additionalProperties") is False:
+            return '"{}"'
         if not schema.get(inside):
             key = f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}/ {literal(language.colon)}" if language.bare_keys else (
                 f"/\"[A-Za-z_][A-Za-z0-9_]{{0,63}}\"/ {literal(language.colon)}")
