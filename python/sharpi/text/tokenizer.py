@@ -114,6 +114,14 @@ class Tokenizer:
         name."""
         return self._pieces[self._checked(token)]
 
+    def answer_pieces(self) -> list[bytes | None]:
+        """The bytes that each token adds to an answer's text; `None` for a token that adds none, or must never be
+        chosen."""
+        vocabulary = self._vocabulary
+        silent = {token for token, kind in enumerate(vocabulary.types) if kind in SILENT} - vocabulary.shown_ids
+        silent |= vocabulary.stop_ids | vocabulary.suppressed_ids
+        return [None if token in silent else piece for token, piece in enumerate(self._pieces)]
+
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """The ids of `text`.
 
