@@ -15,6 +15,7 @@ from sharpi.serve.errors import ApiError
 from sharpi.serve.messages import normalized, tool_descriptions
 from sharpi.serve.turns import Turn
 from sharpi.settings.generation_options import DEFAULT_OPTIONS
+from sharpi.text.answers.instructions import instructed
 from sharpi.text.chat import ChatTemplate
 
 __all__ = ["Prompt", "PromptMaker", "refused"]
@@ -77,10 +78,23 @@ class PromptMaker:
                            param=f"chat_template_kwargs.{name}")
         if turn.thinking is not None:  # templates know it by either name
             variables |= {"enable_thinking": turn.thinking, "thinking": turn.thinking}
-        if turn.tools and turn.tool_choice != "none":
-            variables["tools"] = tool_descriptions(turn.tools)
-        text = self._continued(messages, variables) if turn.continues else self.template.render(messages, **variables)
+        text = self._with_tools(messages, variables, turn)
         return Prompt(self._model.tokenize(text, add_special=False, parse_special=True), text, self.template)
+
+    def _with_tools(self, messages: list[dict[str, Any]], variables: dict[str, Any], turn: Turn) -> str:
+        def text(said: list[dict[str, Any]]) -> str:
+            return self._continued(said, variables) if turn.continues else self.template.render(said, **variables)
+
+        if not turn.tools or turn.tool_choice == "none":
+            return text(messages)
+        tools = tool_descriptions(turn.tools)
+        if not self.template.format.needs_instructions:
+            variables["tools"] = tools
+            return text(messages)
+        try:
+            return text(instructed(messages, tools))
+        except InvalidRequestError:  # some templates refuse a system message
+            return text(instructed(messages, tools, system=False))
 
     def _continued(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         """The prompt up to the end of the last message's content, so that the answer continues it."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from serving import OneModelServer, story_server, with_template
 
-from sharpi.serve.channels import CallBegins, CallContinues, Piece, Saying, Thinking
+from sharpi.serve.channels import reader_of
 from sharpi.serve.errors import ApiError
 from sharpi.serve.messages import normalized
 from sharpi.serve.open_turn import Choice, ModelTurn
@@ -29,6 +29,7 @@ from sharpi.serve.turns import (
     Turn,
     Usage,
 )
+from sharpi.text.answers.pieces import CallBegins, CallContinues, Piece, Saying, Thinking
 
 USER = ({"role": "user", "content": "Hello"},)
 PROMPT = "<user>Hello\n<assistant>"
@@ -380,6 +381,30 @@ def test_pieces_become_events(story: OneModelServer) -> None:
     assert isinstance(begun, CallBegun) and begun.id.startswith("call_") and len(begun.id) > 20
     assert events[6] == Ended(0, "length"), "a call that was cut off is no call"
     assert usage_of(events).thinking_tokens == 1
+
+
+def test_calls_are_read_if_there_are_tools(story: OneModelServer) -> None:
+    text = 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+    def pieces(**more: Any) -> list[Piece]:
+        turn = Turn(messages=USER, **more)
+        reader = reader_of(turn, PromptMaker(story.model).make(turn))
+        return [*reader.push(text), *reader.flush()]
+
+    assert pieces(tools=[Tool("add")]) == [Saying("So:"), CallBegins(0, "add"), CallContinues(0, '{"a": 1}')]
+    assert pieces(tools=[Tool("add")], tool_choice="none") == pieces() == [Saying(text)]
+
+
+def test_tools_are_described_where_the_template_knows_none() -> None:
+    with story_server() as server:
+        plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        with_template(server.model, plain)
+        told = rendered(server, tools=[Tool("add", "two numbers")])
+        assert told.startswith("<system># Tools") and '"two numbers"' in told and told.endswith("<user>Hello\n")
+        refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        with_template(server.model, refusing + plain)
+        told = rendered(server, tools=[Tool("add", "two numbers")])
+        assert told.startswith("<user># Tools") and "<system>" not in told
 
 
 @pytest.mark.parametrize("turn", [

@@ -27,7 +27,8 @@ from sharpi.serve.server import Card
 from sharpi.serve.sse import json_response
 
 TEMPLATE = ("{% if tools is defined %}<tools>{{ tools | tojson }}\n{% endif %}"
-            "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n"
+            "{% for c in m.tool_calls %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>\n{% endfor %}{% endfor %}"
             "{% if add_generation_prompt %}<assistant>{% endif %}"
             "{% if enable_thinking is defined and enable_thinking %}<think>{% endif %}")
 NAME = "story"
