@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
+from sharpi.constraints.answers import AnswerRules
 from sharpi.errors import BusyError, InvalidRequestError, SharpiError
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.scheduler import Answer, Scheduler
@@ -16,11 +18,14 @@ from sharpi.serve.channels import reader_of
 from sharpi.serve.errors import ApiError
 from sharpi.serve.open_turn import Choice, ModelTurn
 from sharpi.serve.prompts import Prompt, PromptMaker, refused
+from sharpi.serve.rules import RuleBook
 from sharpi.serve.scoring import Scorer
 from sharpi.serve.turns import Turn
 from sharpi.settings.generation_options import GenerationOptions, checked_options
 
 __all__ = ["Limits", "ModelRunner", "RunnerLimits"]
+
+T = TypeVar("T")
 
 _SEEDS = 1 << 64
 
@@ -55,6 +60,7 @@ class ModelRunner:
         self._scheduler = scheduler
         self._limits: Limits = limits or RunnerLimits()
         self._prompts = PromptMaker(model)
+        self._rules = RuleBook(model.tokenizer)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="sharpi-prompts")
         self._preparing = 0  # choices whose prompts are being made
 
@@ -63,11 +69,12 @@ class ModelRunner:
         self._require_room(turn.choices)
         self._preparing += turn.choices
         try:
-            prompt = await self._prompt(turn)
+            prompt = await self._in_thread(self._prompts.make, turn)
+            self._require_context(prompt)
+            rules = await self._in_thread(self._rules_of, turn, prompt)
         finally:
             self._preparing -= turn.choices
-        self._require_context(prompt)
-        answers = self._submitted(turn, prompt)
+        answers = self._submitted(turn, prompt, rules)
         return ModelTurn([self._choice(turn, prompt, index, answer) for index, answer in enumerate(answers)],
                          len(prompt.ids))
 
@@ -76,18 +83,24 @@ class ModelRunner:
         return Choice(index, answer, reader_of(turn, prompt), scorer, prompt.text if turn.echo else None)
 
     async def count(self, turn: Turn) -> int:
-        return len((await self._prompt(turn)).ids)
+        return len((await self._in_thread(self._prompts.make, turn)).ids)
 
     def close(self) -> None:
         """Ends the threads. The model and the scheduler are the caller's."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _prompt(self, turn: Turn) -> Prompt:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._prompts.make, turn)
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    def _rules_of(self, turn: Turn, prompt: Prompt) -> AnswerRules | None:
+        try:
+            return self._rules.rules_of(turn, prompt)
+        except InvalidRequestError as error:
+            field = "response_format" if turn.format is not None else "tools"
+            raise _wrong(field, str(error)) from None
 
     def _check(self, turn: Turn) -> None:
         """All that can be known of a turn without its prompt."""
-        _refuse_what_is_not_there_yet(turn)
         if not 1 <= turn.choices <= MOST_CHOICES:
             raise _wrong("n", f"n must be 1 to {MOST_CHOICES}, not {turn.choices}")
         if turn.options.get("max_tokens") == 0 and not turn.echo:
@@ -118,7 +131,7 @@ class ModelRunner:
                            f"the prompt has {count} tokens, the context holds {room}: shorten it",
                            code="exceed_context_size_error", details={"n_prompt_tokens": count, "n_ctx": room})
 
-    def _submitted(self, turn: Turn, prompt: Prompt) -> list[Answer]:
+    def _submitted(self, turn: Turn, prompt: Prompt, rules: AnswerRules | None) -> list[Answer]:
         seed = turn.options.get("seed")
         first = secrets.randbits(63) if seed is None else seed
         # The prompt is computed as a whole for its scores; its text alone costs nothing.
@@ -129,7 +142,8 @@ class ModelRunner:
                 options = GenerationOptions(**{**turn.options, "seed": (first + index) % _SEEDS})
                 answers.append(self._scheduler.submit(prompt.ids, key=turn.key, timeout=self._limits.request_seconds,
                                                       ignore_end=turn.ignore_end, scores=turn.scores,
-                                                      echo=echo, **options))
+                                                      echo=echo, constraint=rules.begin() if rules else None,
+                                                      **options))
         except BaseException as error:
             for answer in answers:
                 answer.cancel()
@@ -141,14 +155,6 @@ class ModelRunner:
                 raise ApiError(500, "server_error", str(error)) from None
             raise
         return answers
-
-
-def _refuse_what_is_not_there_yet(turn: Turn) -> None:
-    for field, asked in (("response_format", turn.format is not None), ("min_tokens", turn.least_tokens > 0),
-                         ("thinking_token_budget", turn.thinking_budget is not None),
-                         ("tool_choice", bool(turn.tools) and turn.tool_choice not in ("auto", "none"))):
-        if asked:
-            raise _wrong(field, f"{field}: this is not there yet")
 
 
 def _wrong(param: str, message: str) -> ApiError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -407,13 +408,50 @@ def test_tools_are_described_where_the_template_knows_none() -> None:
         assert told.startswith("<user># Tools") and "<system>" not in told
 
 
-@pytest.mark.parametrize("turn", [
-    Turn(messages=USER, tools=[Tool("add")], tool_choice="required"),
-    Turn(messages=USER, tools=[Tool("add")], tool_choice=NamedTool("add")),
-    Turn(messages=USER, format=OutputFormat("json_object")),
-    Turn(messages=USER, least_tokens=3),
-    Turn(messages=USER, thinking_budget=3),
-])
-def test_nothing_that_is_asked_for_is_left_out_silently(story: OneModelServer, turn: Turn) -> None:
-    error = refusal(story, turn)
-    assert error.status == 400 and error.param
+ADD = Tool("add", "two numbers", {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
+                                  "additionalProperties": False})
+
+
+SUB = dataclasses.replace(ADD, name="sub")
+# The bundled model knows no JSON: it would write white space as long as it may, and think without end.
+QUICK: dict[str, Any] = {"temperature": 0.0, "max_tokens": 450, "frequency_penalty": 2.0}
+
+
+@pytest.mark.parametrize("choice", ["required", NamedTool("add")])
+def test_a_call_can_be_forced(story: OneModelServer, choice: Any) -> None:
+    turn = Turn(messages=USER, tools=[ADD, SUB], tool_choice=choice, parallel_calls=False,
+                thinking_budget=3, options=QUICK)
+    events = ask(story, turn)
+    [call] = [event for event in events if isinstance(event, CallBegun)]
+    arguments = json.loads("".join(event.json for event in events if isinstance(event, CallArguments)))
+    assert isinstance(arguments, dict) and said(events) == ""
+    if choice != "required":
+        assert call.name == "add" and isinstance(arguments["a"], int)
+    assert events[-2] == Ended(0, "tool_calls")
+
+
+def test_a_format_is_kept(story: OneModelServer) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}, "ok": {"type": "boolean"}},
+              "required": ["n", "ok"], "additionalProperties": False}
+    wanted = OutputFormat("json_schema", schema)
+    for turn in (Turn(messages=USER, format=wanted, thinking_budget=3, options=QUICK),
+                 Turn(prompt="Once", format=wanted, options=QUICK)):
+        found = json.loads(said(ask(story, turn)))
+        assert isinstance(found["n"], int) and isinstance(found["ok"], bool)
+
+
+def test_a_format_that_cannot_be_kept_is_named(story: OneModelServer) -> None:
+    error = refusal(story, Turn(messages=USER, format=OutputFormat("json_schema", {"type": "nonsense"})))
+    assert (error.status, error.param) == (400, "response_format")
+
+
+def test_end_tokens_wait_for_the_least(story: OneModelServer) -> None:
+    turn = dataclasses.replace(biased_to_end(story), least_tokens=3)
+    assert usage_of(ask(story, turn)).completion_tokens == 4, "three and the end token"
+
+
+def test_reasoning_has_a_budget(story: OneModelServer) -> None:
+    events = ask(story, Turn(messages=USER, thinking=True, thinking_budget=4, options={"temperature": 0.0,
+                                                                                     "max_tokens": 30}))
+    assert any(isinstance(event, Thought) for event in events) and said(events) != ""
+    assert 4 <= usage_of(events).thinking_tokens < 20
