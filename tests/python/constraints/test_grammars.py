@@ -138,7 +138,8 @@ def _nested(levels: int) -> dict[str, Any]:
 
 HOSTILE: dict[str, tuple[str, Any]] = {
     "a stack of rules": ("lark", "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(10_000)) + 'r10000: "a"'),
-    "doubling terminals": ("lark", "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(60)) + 'T60: "a"'),
+    "doubling terminals": (
+        "lark", "start: T0\n" + "".join(f"T{i}: T{i + 1} T{i + 1}\n" for i in range(60)) + 'T60: "a"'),
     "intersections": ("lark", "start: A\nA: " + " & ".join(f"/(?s:.*)x{{{i}}}(?s:.*)/" for i in range(1, 60))),
     "parentheses": ("lark", "start: " + "(" * 100_000 + '"a"' + ")" * 100_000),
     "parentheses of a regex": ("regex", "(" * 100_000 + "a" + ")" * 100_000),

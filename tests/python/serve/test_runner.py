@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from serving import OneModelServer, story_server, with_template
 
-from sharpi.serve.channels import reader_of
+from sharpi.serve.answering.channels import reader_of
+from sharpi.serve.answering.messages import normalized
+from sharpi.serve.answering.open_turn import Choice, ModelTurn
+from sharpi.serve.answering.prompts import PromptMaker
+from sharpi.serve.answering.runner import ModelRunner, RunnerLimits
 from sharpi.serve.errors import ApiError
-from sharpi.serve.messages import normalized
-from sharpi.serve.open_turn import Choice, ModelTurn
-from sharpi.serve.prompts import PromptMaker
-from sharpi.serve.runner import ModelRunner, RunnerLimits
 from sharpi.serve.turns import (
     CallArguments,
     CallBegun,

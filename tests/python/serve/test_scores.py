@@ -12,8 +12,8 @@ import openai
 import pytest
 from serving import NAME, OneModelServer, app_of, running, story_server
 
+from sharpi.serve.answering.scoring import ScoreQueue, score
 from sharpi.serve.apis import openai_chat, openai_completions
-from sharpi.serve.scoring import ScoreQueue, score
 from sharpi.serve.turns import Event, PromptScores, Said, Score, Turn
 
 PROMPT = "Once upon a time there was a king who had two sons and a golden bird"

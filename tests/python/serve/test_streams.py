@@ -14,10 +14,10 @@ from fake_turns import HELLO, USAGE, FakeTurn, Step
 from serving import OneModelServer, app_of, running, story_server, wait_until
 from starlette.requests import ClientDisconnect
 
+from sharpi.serve.answering.joined_turns import JoinedTurns
+from sharpi.serve.answering.merging import Merged
 from sharpi.serve.apis import openai_chat, openai_completions
 from sharpi.serve.errors import ApiError
-from sharpi.serve.joined_turns import JoinedTurns
-from sharpi.serve.merging import Merged
 from sharpi.serve.sse import COMMENT, EVENT_STREAM, NDJSON, TurnStream, collected
 from sharpi.serve.turns import Ended, Event, Said, Usage
 

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from sharpi.serve.answering.conversations import Message, call, conversation, is_begun
 from sharpi.serve.apis import fields
 from sharpi.serve.apis.anthropic_events import MessageWording, error_body
-from sharpi.serve.conversations import Message, call, conversation, is_begun
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Server
 from sharpi.serve.sse import answered, json_response

@@ -15,10 +15,10 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
+from sharpi.serve.answering.conversations import Message, call, conversation, is_begun
 from sharpi.serve.apis import fields
 from sharpi.serve.apis.ollama_events import AnswerWording, Kind, empty_line, error_body
 from sharpi.serve.apis.ollama_models import listed, running, shown
-from sharpi.serve.conversations import Message, call, conversation, is_begun
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Server
 from sharpi.serve.sse import NDJSON, answered, json_response

@@ -13,7 +13,7 @@ from sharpi.errors import SharpiError
 from sharpi.files.gguf import GgufFile
 from sharpi.serve.apis.ollama_events import time_text
 from sharpi.serve.server import Card
-from sharpi.text.chat import Markers
+from sharpi.text.answers.markers import Markers
 
 __all__ = ["listed", "running", "shown"]
 

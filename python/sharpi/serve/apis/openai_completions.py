@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from sharpi.serve.answering.joined_turns import JoinedTurns
 from sharpi.serve.apis import fields
 from sharpi.serve.apis.openai_shapes import (
     DONE,
@@ -26,7 +27,6 @@ from sharpi.serve.apis.openai_shapes import (
     usage_body,
 )
 from sharpi.serve.errors import ApiError
-from sharpi.serve.joined_turns import JoinedTurns
 from sharpi.serve.server import Lease, OpenTurn, Server
 from sharpi.serve.sse import COMMENT, answered
 from sharpi.serve.turns import Ended, Event, PromptScores, Said, Score, Thought, Turn, Usage

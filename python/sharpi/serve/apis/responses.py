@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from sharpi.serve.answering.conversations import Message, call, conversation
 from sharpi.serve.apis import fields
 from sharpi.serve.apis.responses_events import ResponseWording, unsealed
-from sharpi.serve.conversations import Message, call, conversation
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Server
 from sharpi.serve.sse import answered

@@ -15,12 +15,12 @@ from starlette.routing import BaseRoute, Route
 
 from sharpi.errors import InvalidRequestError, ModelFileError
 from sharpi.loading.loaded_model import LoadedModel
+from sharpi.serve.answering.prompts import PromptMaker
 from sharpi.serve.apis.fields import Body, read_body
 from sharpi.serve.apis.openai_chat import ChatFields, turn_of
 from sharpi.serve.errors import ApiError
 from sharpi.serve.http.state import ApiServer
 from sharpi.serve.http.wording import http_error
-from sharpi.serve.prompts import PromptMaker
 from sharpi.settings import arguments
 
 __all__ = ["routes"]

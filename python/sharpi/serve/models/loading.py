@@ -46,7 +46,7 @@ class Loaded:
 
 def default_runner(model: LoadedModel, scheduler: Scheduler, settings: ServerSettings) -> Runner:
     """A `ModelRunner`."""
-    from sharpi.serve.runner import ModelRunner, RunnerLimits
+    from sharpi.serve.answering.runner import ModelRunner, RunnerLimits
 
     return ModelRunner(model, scheduler, RunnerLimits(max_queue=settings.max_queue,
                                                       request_seconds=settings.request_seconds or None))

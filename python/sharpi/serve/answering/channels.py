@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from sharpi.serve.prompts import Prompt
+from sharpi.serve.answering.prompts import Prompt
 from sharpi.serve.turns import Turn
 from sharpi.text.answers.pieces import Piece, Saying
 from sharpi.text.answers.reader import AnswerReader

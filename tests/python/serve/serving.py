@@ -20,9 +20,9 @@ from starlette.routing import BaseRoute
 
 from sharpi import Model, Scheduler
 from sharpi.files.metadata import Metadata
+from sharpi.serve.answering.runner import ModelRunner, RunnerLimits
 from sharpi.serve.apis.openai_shapes import error_body
 from sharpi.serve.errors import ApiError
-from sharpi.serve.runner import ModelRunner, RunnerLimits
 from sharpi.serve.server import Card
 from sharpi.serve.sse import json_response
 

@@ -11,10 +11,10 @@ from typing import Any
 from sharpi.errors import SharpiError
 from sharpi.generation import Token
 from sharpi.scheduler import Answer
-from sharpi.serve.channels import Reader
+from sharpi.serve.answering.channels import Reader
+from sharpi.serve.answering.merging import Merged
+from sharpi.serve.answering.scoring import Scorer
 from sharpi.serve.errors import ApiError
-from sharpi.serve.merging import Merged
-from sharpi.serve.scoring import Scorer
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, PromptScores, Said, Score, Thought, Usage
 from sharpi.text.answers.pieces import CallBegins, CallContinues, Piece, Saying, Thinking
 

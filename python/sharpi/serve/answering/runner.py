@@ -14,12 +14,12 @@ from sharpi.constraints.answers import AnswerRules
 from sharpi.errors import BusyError, InvalidRequestError, SharpiError
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.scheduler import Answer, Scheduler
-from sharpi.serve.channels import reader_of
+from sharpi.serve.answering.channels import reader_of
+from sharpi.serve.answering.open_turn import Choice, ModelTurn
+from sharpi.serve.answering.prompts import Prompt, PromptMaker, refused
+from sharpi.serve.answering.rules import RuleBook
+from sharpi.serve.answering.scoring import Scorer
 from sharpi.serve.errors import ApiError
-from sharpi.serve.open_turn import Choice, ModelTurn
-from sharpi.serve.prompts import Prompt, PromptMaker, refused
-from sharpi.serve.rules import RuleBook
-from sharpi.serve.scoring import Scorer
 from sharpi.serve.turns import Turn
 from sharpi.settings.generation_options import GenerationOptions, checked_options
 

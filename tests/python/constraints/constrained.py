@@ -70,5 +70,6 @@ def walk(constraint: Constraint, tokens: Tokens, rng: random.Random, most: int =
 
 @functools.cache
 def closing_ids(tokens: Tokens) -> np.ndarray:
+    closing = (b'"', b"}", b"]", b"<", b"</")
     return np.array([token for token, piece in enumerate(tokens.pieces)
-                     if piece is None and token in tokens.end_ids or piece and piece in (b'"', b"}", b"]", b"<", b"</")])
+                     if piece is None and token in tokens.end_ids or piece and piece in closing])

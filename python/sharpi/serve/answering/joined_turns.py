@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
-from sharpi.serve.merging import Merged
+from sharpi.serve.answering.merging import Merged
 from sharpi.serve.server import OpenTurn
 from sharpi.serve.turns import Event, Usage
 

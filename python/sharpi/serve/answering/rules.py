@@ -10,7 +10,7 @@ from functools import cached_property
 from sharpi.constraints.answers import AnswerRules
 from sharpi.constraints.thinking import Begins
 from sharpi.constraints.tokens import Tokens
-from sharpi.serve.prompts import Prompt
+from sharpi.serve.answering.prompts import Prompt
 from sharpi.serve.turns import Turn
 from sharpi.text.answers.formats import HERMES
 from sharpi.text.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ from typing import Any
 from sharpi.errors import InvalidRequestError, ModelFileError
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.reply import refuse_control_tokens, require_template
+from sharpi.serve.answering.messages import normalized, tool_descriptions
 from sharpi.serve.errors import ApiError
-from sharpi.serve.messages import normalized, tool_descriptions
 from sharpi.serve.turns import Turn
 from sharpi.settings.generation_options import DEFAULT_OPTIONS
 from sharpi.text.answers.instructions import instructed
