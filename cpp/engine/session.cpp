@@ -25,7 +25,7 @@ int64_t Session::reusedTokens() const {
 
 DraftCounts Session::draftCounts() const {
     const Lock lock(_mutex);
-    return _text.draftCounts();
+    return _text.held().running().drafter.counts();
 }
 
 void Session::requireRoom(int64_t tokens) const {
@@ -69,9 +69,13 @@ std::vector<std::optional<int32_t>> Session::nextOf(const std::vector<Session*>&
     }
     stepTogether(texts, DraftOptions::kMostTokens);
     // All tokens are checked before the first is handed out.
-    for (const Continuation* text : texts) text->checkNext();
+    for (const Continuation* text : texts)
+        if (!text->chosen().empty()) checkedToken(text->chosen().front().token);
     std::vector<std::optional<int32_t>> tokens;
-    for (Continuation* text : texts) tokens.push_back(text->handOne());
+    for (Continuation* text : texts) {
+        const std::vector<Chosen> handed = text->hand(1);
+        tokens.push_back(handed.empty() ? std::nullopt : std::optional(handed.front().token));
+    }
     return tokens;
 }
 

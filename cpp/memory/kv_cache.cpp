@@ -173,50 +173,6 @@ void KvCache::keepState(int32_t sequence, int64_t tokens) {
     for (PagePool& pool : _pools) pool.keep(sequence, tokens);
 }
 
-void KvCache::share(int32_t sequence, const SaltedText& text, const std::vector<int64_t>& states) {
-    if (text.count > at(sequence).length)
-        throw Error(ErrorKind::Internal, "sequence " + std::to_string(sequence) + " shares tokens that it lacks");
-    if (!sharesPages()) return;
-    _pools[0].share(sequence, text);
-    for (const int64_t tokens : states)
-        if (tokens > 0 && tokens <= text.count) copyState(sequence, tokens);
-}
-
-void KvCache::copyState(int32_t sequence, int64_t tokens) {
-    const uint64_t name = _pools[0].nameOf(sequence, tokens / kPageTokens - 1);
-    if (!_states.any() || !_copies.takes(_states.stateBytes()) || _copies.find(name)) return;
-    std::vector<uint8_t> state = _states.copy(sequence, tokens);
-    if (!state.empty()) _copies.add(name, std::move(state));
-}
-
-int64_t KvCache::adopt(int32_t sequence, const SaltedText& text) {
-    Sequence& s = at(sequence);
-    if (!sharesPages()) return s.length;
-    SaltedText found = text;
-    if (_states.any()) {
-        // Up to the last state that was copied.
-        const std::vector<uint64_t> names = _pools[0].adoptable(sequence, s.length, text);
-        size_t pages = names.size();
-        const SavedStates::Bytes* state = nullptr;
-        while (pages > 0 && !(state = _copies.find(names[pages - 1]))) --pages;
-        found.count = (s.length / kPageTokens + static_cast<int64_t>(pages)) * kPageTokens;
-        if (!state || !_states.restore(sequence, found.count, *state)) return s.length;
-    }
-    try {
-        s.length = _pools[0].adopt(sequence, s.length, found);
-    } catch (...) {
-        _states.truncate(sequence, s.length);
-        throw;
-    }
-    _pools[0].settle(sequence, s.length);
-    return s.length;
-}
-
-void KvCache::forgetShared() {
-    _pools[0].forgetShared();
-    _copies.clear();
-}
-
 const int32_t* KvCache::pageTable(int32_t sequence, int32_t list) const {
     at(sequence);  // throws for one that is not held
     return pool(list).table(sequence);

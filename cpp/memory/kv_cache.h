@@ -1,16 +1,16 @@
 // Keys and values of all layers, in pages of a fixed number of tokens. A sequence has a list of pages for each reach
 // that layers have; page p of the list holds its tokens from p * pageTokens on, in every layer of that reach. Pages
 // that no later token sees are given back (page_pool.h). The same handles also reach the states of layers that keep no
-// keys and values (recurrent_state.h).
+// keys and values (recurrent_state.h), and kv_sharing.h lets sequences have pages in common.
 #pragma once
 
 #include <vector>
 
 #include "memory/allocator.h"
 #include "memory/kv_pages.h"
-#include "memory/page_pool.h"
+#include "memory/pages/page_pool.h"
+#include "memory/pages/saved_states.h"
 #include "memory/recurrent_state.h"
-#include "memory/saved_states.h"
 
 namespace sharpi {
 
@@ -52,28 +52,6 @@ public:
     // possible as long as there is room. It replaces what an earlier call protected.
     void keepState(int32_t sequence, int64_t tokens);
 
-    // Whether sequences can share pages. If some layers do not keep all keys and values, shared pages do not make a
-    // sequence whole; the calls below then do nothing.
-    bool sharesPages() const { return lists() == 1; }
-    // The sequence holds at least this beginning of its text: other sequences can have its full pages. If layers have
-    // states, they can have them only up to where a state was copied. states: lengths, multiples of a page, after which
-    // it is copied if it is held.
-    void share(int32_t sequence, const SaltedText& text, const std::vector<int64_t>& states = {});
-    // Lengthens a sequence that holds a beginning of the text by shared pages with the tokens that follow. Returns the
-    // number of tokens that it then holds. What is found depends on what others have computed, but what is in it does
-    // not, as long as a row's bits depend on its text alone.
-    int64_t adopt(int32_t sequence, const SaltedText& text);
-    // The bytes of RAM for copies of states, and those that are used.
-    void setCopiedStates(size_t bytes) { _copies.setBudget(bytes); }
-    size_t copiedStates() const { return _copies.bytes(); }
-    // Pages that a new sequence adopts and other sequences have, so that they cost no room.
-    int64_t pagesInUse(const SaltedText& text) const {
-        return sharesPages() && !_states.any() ? _pools[0].inUse(text) : 0;
-    }
-    int64_t sharedPages() const { return _pools[0].sharedPages(); }
-    // Nothing is found any more of what was shared until now.
-    void forgetShared();
-
     // A sequence's list of pages for layers with this KvPages::list.
     const int32_t* pageTable(int32_t sequence, int32_t list = 0) const;
     int32_t lists() const { return static_cast<int32_t>(_pools.size()); }
@@ -84,6 +62,7 @@ public:
     int64_t freePages() const { return _pools[0].freePages(); }  // shared ones that no sequence has are free
 
 private:
+    friend class KvSharing;
     struct Sequence {
         bool live = false;
         int64_t length = 0;
@@ -91,15 +70,13 @@ private:
     const Sequence& at(int32_t sequence) const;
     Sequence& at(int32_t sequence) { return const_cast<Sequence&>(static_cast<const KvCache*>(this)->at(sequence)); }
     void requirePages(int32_t sequence, int64_t tokens) const;
-    void copyState(int32_t sequence, int64_t tokens);
 
     Buffer _buffer;
     std::vector<KvPages> _layers;
     std::vector<Sequence> _sequences;
     std::vector<PagePool> _pools;  // by KvPages::list; the first is that of layers that see everything
     RecurrentState _states;
-    // By the name of the page after which the state is; the pages may be gone. Without setCopiedStates() there are
-    // none.
+    // By the name of the page after which the state is; the pages may be gone. See KvSharing.
     SavedStates _copies{0};
 };
 

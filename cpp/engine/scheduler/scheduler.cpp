@@ -9,6 +9,7 @@
 #include "core/error.h"
 #include "core/rules/log_softmax.h"
 #include "engine/texts/shared_steps.h"
+#include "memory/kv_sharing.h"
 
 namespace sharpi {
 
@@ -51,7 +52,7 @@ Scheduler::Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& opt
     if (!(options.greatestGap > 0)) throw Error(ErrorKind::InvalidArgument, "the greatest gap must be above 0 seconds");
     if (options.queue < 1 || options.running < 0)
         throw Error(ErrorKind::InvalidArgument, "a scheduler needs room for at least one request");
-    _engine->runner().lock().kv().setCopiedStates(options.statesBytes);
+    KvSharing(_engine->runner().lock().kv()).setCopiedStates(options.statesBytes);
     _thread = std::thread([this] { work(); });
 }
 
@@ -157,7 +158,7 @@ void Scheduler::work() {
     for (const auto& entry : _entries) finish(*entry, Finish::Cancelled);
     _entries.clear();
     _idle.clear();
-    _engine->runner().lock().kv().forgetShared();
+    KvSharing(_engine->runner().lock().kv()).forget();
 }
 
 // Takes what was submitted; waits for it if there is nothing else to do. Returns whether there is work.
@@ -223,7 +224,7 @@ bool Scheduler::admit(Entry& entry) {
         const int64_t held = own ? own->held().cachedTokens() / PagePool::kPageTokens : 0;
         const LockedModel model = _engine->runner().lock();
         const auto size = static_cast<int64_t>(request.prompt.size());
-        const int64_t shared = echo ? 0 : model.kv().pagesInUse({request.salt, request.prompt.data(), size});
+        const int64_t shared = echo ? 0 : KvSharing(model.kv()).pagesInUse({request.salt, request.prompt.data(), size});
         return model.kv().freePages() + held + shared >= wanted;
     };
     while (!fits() && _idle.size() > (hasMatch ? 1U : 0U)) _idle.erase(_idle.begin());
@@ -271,7 +272,8 @@ void Scheduler::prepare(Entry& entry) {
         entry.figures.reusedTokens = text.reusedTokens();
         const auto shared = [&] {
             const LockedModel model = _engine->runner().lock();
-            return std::pair(model.kv().sharedPages(), model.kv().copiedStates());
+            const KvSharing sharing(model.kv());
+            return std::pair(sharing.pages(), sharing.copiedStates());
         }();
         note([&](SchedulerCounts& counts) {
             ++counts.pieces;
@@ -310,7 +312,7 @@ bool Scheduler::write() {
     std::vector<std::vector<Chosen>> tokens;
     try {
         stepTogether(texts, std::max<int64_t>(kDraftRows / static_cast<int64_t>(texts.size()) - 1, 0));
-        for (Continuation* text : texts) tokens.push_back(text->handAll());
+        for (Continuation* text : texts) tokens.push_back(text->hand(SIZE_MAX));
     } catch (const std::exception& error) {
         if (isOutOfMemory(error) && makeRoom()) return true;
         for (Entry* entry : writing) finish(*entry, Finish::Failed, error.what());
@@ -360,7 +362,7 @@ void Scheduler::finish(Entry& entry, Finish finish, std::string error) {
     if (entry.hasEnded) return;
     entry.hasEnded = true;
     entry.figures.seconds = since(entry.submitted);
-    if (entry.text) entry.figures.drafts = entry.text->draftCounts();
+    if (entry.text) entry.figures.drafts = entry.text->held().running().drafter.counts();
     note([&](SchedulerCounts& counts) {
         ++counts.finished;
         countStates(counts);

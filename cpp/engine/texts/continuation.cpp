@@ -2,6 +2,7 @@
 #include "engine/texts/continuation.h"
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -147,23 +148,13 @@ int64_t Continuation::reusable(const std::vector<int32_t>& prompt) const {
     return _held.text().agreement(reusablePart(prompt, limits().pieces), limits().pieces.oneArithmetic);
 }
 
-void Continuation::checkNext() const {
-    if (!_chosen.empty()) checkedToken(_chosen.front().token);
-}
-
-std::optional<int32_t> Continuation::handOne() {
-    if (_chosen.empty()) return std::nullopt;
-    _ahead = static_cast<int64_t>(_chosen.size()) - 1;
-    const int32_t token = _chosen.front().token;
-    _held.running().history.push_back(token);
-    _chosen.erase(_chosen.begin());
-    return token;
-}
-
-std::vector<Chosen> Continuation::handAll() {
-    _ahead = 0;
-    for (const Chosen& chosen : _chosen) _held.running().history.push_back(chosen.token);
-    return std::exchange(_chosen, {});
+std::vector<Chosen> Continuation::hand(size_t most) {
+    const auto end = _chosen.begin() + static_cast<std::ptrdiff_t>(std::min(most, _chosen.size()));
+    std::vector<Chosen> handed(std::make_move_iterator(_chosen.begin()), std::make_move_iterator(end));
+    _chosen.erase(_chosen.begin(), end);
+    _ahead = static_cast<int64_t>(_chosen.size());
+    for (const Chosen& chosen : handed) _held.running().history.push_back(chosen.token);
+    return handed;
 }
 
 // --- steps -----------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ struct AnswerExtras {
     std::shared_ptr<TokenConstraint> constraint;
 };
 
-// With drafts, one step of the model may give several tokens. handOne() hands them out one by one, and no caller can
-// see that the cache is ahead.
+// With drafts, one step of the model may give several tokens. hand() can hand them out one by one, and no caller
+// sees that the cache is ahead.
 class Continuation {
 public:
     // salt: see HeldText.
@@ -32,7 +32,6 @@ public:
     std::vector<int32_t> tokens() const;                                       // evaluated, in order
     int64_t room() const { return limits().context - _held.size() + _ahead; }  // tokens that the context still takes
     int64_t reusedTokens() const { return _reused; }  // of the last prompt, that did not have to be computed again
-    const DraftCounts& draftCounts() const { return _held.running().drafter.counts(); }
 
     // Forgets all tokens.
     void forget();
@@ -61,12 +60,11 @@ public:
 
     // Whether a prompt was computed that tokens can follow.
     bool hasPrompt() const { return _held.running().sampler && !_prompt; }
-    // The number of tokens that were chosen and not handed out; handOne() gives nothing if there are none. -1, as the
-    // last of them: no token may be chosen, and checkNext() throws Error(InvalidArgument) when it comes next.
-    size_t chosen() const { return _chosen.size(); }
-    void checkNext() const;
-    std::optional<int32_t> handOne();
-    std::vector<Chosen> handAll();
+    // Tokens that were chosen and not handed out; handOne() gives nothing if there are none. -1, as the last of them:
+    // no token may be chosen.
+    const std::vector<Chosen>& chosen() const { return _chosen; }
+    // Hands out the first of these, at most `most`.
+    std::vector<Chosen> hand(size_t most);
 
     // Its rows in a step, for stepTogether(): its last token, then guesses.
     struct Rows {
@@ -85,7 +83,7 @@ private:
 
     HeldText _held;                   // what the cache holds, or has lost and the next step computes again
     std::optional<Addition> _prompt;  // that is to be computed
-    int64_t _ahead = 0;               // tokens at the end that drafts added before handOne() has come to them
+    int64_t _ahead = 0;               // tokens at the end that drafts added before hand() has come to them
     std::vector<Chosen> _chosen;      // what is to be handed out; -1, at the end: no token may be chosen
     std::optional<PromptScores> _scores;
     int64_t _reused = 0;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "memory/kv_sharing.h"
 
 namespace sharpi {
 
@@ -22,6 +23,12 @@ void addWants(Piece& piece, const Addition& addition, int64_t known, bool choose
     } else if (chooses && piece.end() == addition.text.size()) {
         piece.want = Want::Choice;
     }
+}
+
+// Rows are shared with texts for which they may be prompt rows.
+SaltedText sharable(const std::string& salt, const Transcript& text, int64_t tokens, const PieceRules& rules) {
+    if (!rules.oneArithmetic) tokens = std::min(tokens, text.promptTokens());
+    return {salt, text.tokens().data(), tokens};
 }
 
 }  // namespace
@@ -78,16 +85,11 @@ void HeldText::cutToAgreement(const LockedModel& model, const Addition& addition
     _running.sequence.cutBack(model, _text.agreement(addition.text, limits().pieces.oneArithmetic));
 }
 
-void HeldText::begin(const LockedModel& model, Addition& addition) {
-    if (!addition.begun) cutToAgreement(model, addition);
-    addition.begun = true;
-}
-
 // The text takes each piece of the tokens once it is computed, and with the first piece the kinds that the tokens give
 // to the rows before them.
 std::optional<std::vector<Chosen>> HeldText::addPiece(Addition& addition, int64_t rows) {
     const LockedModel model = _engine->runner().lock();
-    begin(model, addition);
+    if (!std::exchange(addition.begun, true)) cutToAgreement(model, addition);
     const int64_t end = _running.sequence.pieceEnd(model, addition.text, _text.size(), rows);
     Piece piece = _running.sequence.nextPiece(model, addition.text, end);
     piece.isShared = _salt.has_value();
@@ -119,22 +121,16 @@ bool HeldText::recomputeNext(int64_t rows) {
     return recomputePiece(model, computed + std::clamp<int64_t>(rows, 1, limits().pieces.rows));
 }
 
-// Rows are shared with texts for which they may be prompt rows.
-SaltedText HeldText::sharable(const Transcript& text, int64_t tokens) const {
-    if (!limits().pieces.oneArithmetic) tokens = std::min(tokens, text.promptTokens());
-    return {*_salt, text.tokens().data(), tokens};
-}
-
 void HeldText::adopt(const LockedModel& model, const Transcript& text, int64_t tokens) {
     if (!_salt) return;
     const int32_t handle = _running.sequence.handle();
     const int64_t before = model.kv().length(handle);
-    _adopted += model.kv().adopt(handle, sharable(text, tokens)) - before;
+    _adopted += KvSharing(model.kv()).adopt(handle, sharable(*_salt, text, tokens, limits().pieces)) - before;
 }
 
 void HeldText::adopt(Addition& addition) {
     const LockedModel model = _engine->runner().lock();
-    begin(model, addition);
+    if (!std::exchange(addition.begun, true)) cutToAgreement(model, addition);
     adopt(model, addition.text, addition.text.size() - 1);
     const int64_t held = model.kv().length(_running.sequence.handle());
     if (held > _text.size()) _text.follow(addition.text, held);
@@ -145,7 +141,8 @@ void HeldText::share(const LockedModel& model, const std::vector<int64_t>& state
     if (!_salt) return;
     const int32_t handle = _running.sequence.handle();
     try {
-        model.kv().share(handle, sharable(_text, std::min(model.kv().length(handle), _text.size())), states);
+        const int64_t tokens = std::min(model.kv().length(handle), _text.size());
+        KvSharing(model.kv()).share(handle, sharable(*_salt, _text, tokens, limits().pieces), states);
     } catch (const std::bad_alloc&) {
     }
 }

@@ -79,9 +79,7 @@ public:
     void share(const LockedModel& model, const std::vector<int64_t>& states = {}) const;
 
 private:
-    void begin(const LockedModel& model, Addition& addition);
     void cutToAgreement(const LockedModel& model, const Addition& addition);
-    SaltedText sharable(const Transcript& text, int64_t tokens) const;
     void adopt(const LockedModel& model, const Transcript& text, int64_t tokens);
 
     const std::shared_ptr<Engine> _engine;

@@ -49,7 +49,7 @@ void decodeTogether(const LockedModel& model, std::vector<Rows> step) {
 void stepTogether(const std::vector<Continuation*>& texts, int64_t drafts) {
     std::vector<Continuation*> waiting;
     for (Continuation* text : texts)
-        if (text->chosen() == 0 && text->room() >= 1) waiting.push_back(text);
+        if (text->chosen().empty() && text->room() >= 1) waiting.push_back(text);
     if (waiting.empty()) return;
     const SequenceLimits& limits = waiting.front()->limits();
     const LockedModel model = waiting.front()->held().engine().runner().lock();

@@ -11,6 +11,7 @@
 
 #include "answers.h"
 #include "engine/scheduler/scheduler.h"
+#include "memory/kv_sharing.h"
 #include "scored_text.h"
 #include "seed.h"
 #include "two_arithmetics.h"
@@ -192,7 +193,7 @@ TEST(Scheduler, EveryRequestIsAnsweredAsAlone) {
         Scheduler scheduler(engine, longQueue());
         serve(scheduler, crowd, 40, 60, 30, false);
         serve(scheduler, crowd, 40, 60, 30, true);
-        EXPECT_EQ(scheduler.counts().adoptedTokens > 0, engine->runner().lock().kv().sharesPages());
+        EXPECT_EQ(scheduler.counts().adoptedTokens > 0, KvSharing(engine->runner().lock().kv()).isPossible());
     }
 }
 

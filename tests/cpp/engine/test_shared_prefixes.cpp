@@ -8,6 +8,7 @@
 
 #include "answers.h"
 #include "engine/scheduler/scheduler.h"
+#include "memory/kv_sharing.h"
 #include "two_arithmetics.h"
 
 namespace {
@@ -157,7 +158,8 @@ TEST_F(SharedStates, AreLimitedInBytes) {
             serve(*watched.engine, scheduler, {randomTokens(70, model.options().vocab, i)}, false);
         EXPECT_EQ(scheduler.counts().statesBytes, states * one);
     }
-    EXPECT_EQ(watched.engine->runner().lock().kv().copiedStates(), 0U) << "a scheduler that ends leaves none";
+    EXPECT_EQ(KvSharing(watched.engine->runner().lock().kv()).copiedStates(), 0U)
+        << "a scheduler that ends leaves none";
 }
 
 // Choices of one prompt: all but its end is computed once.

@@ -8,7 +8,8 @@
 #include "fake_device.h"
 #include "memory/allocator.h"
 #include "memory/kv_cache.h"
-#include "memory/saved_states.h"
+#include "memory/kv_sharing.h"
+#include "memory/pages/saved_states.h"
 
 namespace {
 
@@ -47,7 +48,7 @@ protected:
         : allocator(device),
           kv(allocator, {{1, 4}, {}, {}}, KvType::F32, 20 * kPage,
              RecurrentState(allocator, {{}, {5, 70}, {3, 0}}, 4)) {
-        kv.setCopiedStates(1 << 20);
+        KvSharing(kv).setCopiedStates(1 << 20);
     }
     void write(int32_t sequence, float value) {
         const int32_t entry = kv.states().steps(sequence).back().to;
@@ -80,14 +81,14 @@ protected:
             kv.commit(sequence);
             text.insert(text.end(), kPage, page);
             const auto length = static_cast<int64_t>(text.size());
-            kv.share(sequence, {salt, text.data(), length}, {length});
+            KvSharing(kv).share(sequence, {salt, text.data(), length}, {length});
         }
         return sequence;
     }
     int64_t adopt(int32_t sequence, const std::vector<int32_t>& pages) {
         std::vector<int32_t> text;
         for (const int32_t page : pages) text.insert(text.end(), kPage, page);
-        return kv.adopt(sequence, {salt, text.data(), static_cast<int64_t>(text.size())});
+        return KvSharing(kv).adopt(sequence, {salt, text.data(), static_cast<int64_t>(text.size())});
     }
 
     const std::string salt;
@@ -99,7 +100,7 @@ protected:
 TEST_F(CopiedStates, ComeBackAsTheyWere) {
     const int32_t a = computed({1, 2, 3});
     EXPECT_EQ(kv.states().stateBytes(), sizeof(float) * (5 + 70 + 3));
-    EXPECT_EQ(kv.copiedStates(), 3 * kv.states().stateBytes());
+    EXPECT_EQ(KvSharing(kv).copiedStates(), 3 * kv.states().stateBytes());
     kv.releaseSequence(a);
     for (int32_t i = 0; i < 3; ++i) computed({7 + i});  // other states take the entries
     const int32_t b = kv.createSequence();
@@ -114,8 +115,8 @@ TEST_F(CopiedStates, PagesBehindTheLastCopyAreNotAdopted) {
     kv.extend(a, 3 * kPage, {kPage});
     write(a, 3);
     kv.commit(a);
-    kv.share(a, {salt, text.data(), 3 * kPage}, {kPage, 2 * kPage});
-    EXPECT_EQ(kv.copiedStates(), kv.states().stateBytes()) << "that after two pages is not held";
+    KvSharing(kv).share(a, {salt, text.data(), 3 * kPage}, {kPage, 2 * kPage});
+    EXPECT_EQ(KvSharing(kv).copiedStates(), kv.states().stateBytes()) << "that after two pages is not held";
     const int32_t b = kv.createSequence();
     EXPECT_EQ(adopt(b, {1, 1, 1}), kPage);
     EXPECT_EQ(adopt(b, {1, 1, 1}), kPage) << "nothing more is there";
@@ -128,9 +129,9 @@ TEST_F(CopiedStates, OfAnEvictedPageIsNotFoundAgain) {
     kv.extend(all, 20 * kPage);
     kv.commit(all);
     const std::vector<int32_t> text(20 * kPage, 2);
-    kv.share(all, {salt, text.data(), 20 * kPage});
+    KvSharing(kv).share(all, {salt, text.data(), 20 * kPage});
     kv.releaseSequence(all);
-    EXPECT_EQ(kv.sharedPages(), 20);
+    EXPECT_EQ(KvSharing(kv).pages(), 20);
     const int32_t b = kv.createSequence();
     EXPECT_EQ(adopt(b, {1}), 0);
     EXPECT_EQ(adopt(b, std::vector<int32_t>(20, 2)), 0);
@@ -146,8 +147,8 @@ TEST_F(CopiedStates, WithoutAnEntryASequenceAdoptsNothing) {
 
 TEST_F(CopiedStates, EndWithWhatIsShared) {
     kv.releaseSequence(computed({1, 2}));
-    kv.forgetShared();
-    EXPECT_EQ(kv.copiedStates(), 0U);
+    KvSharing(kv).forget();
+    EXPECT_EQ(KvSharing(kv).copiedStates(), 0U);
     EXPECT_EQ(kv.freePages(), 20);
     EXPECT_EQ(kv.states().freeEntries(), 4);
     EXPECT_EQ(adopt(kv.createSequence(), {1, 2}), 0);

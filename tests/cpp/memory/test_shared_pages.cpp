@@ -13,7 +13,8 @@
 #include "core/error.h"
 #include "memory/host_memory.h"
 #include "memory/kv_cache.h"
-#include "memory/page_pool.h"
+#include "memory/kv_sharing.h"
+#include "memory/pages/page_pool.h"
 #include "seed.h"
 
 namespace {
@@ -378,17 +379,17 @@ TEST(SharedPages, ACacheWithWindowsHasNone) {
         const int32_t a = kv.createSequence(), b = kv.createSequence();
         kv.extend(a, 2 * kPage);
         kv.commit(a);
-        kv.share(a, whole(text));
-        const int64_t length = kv.adopt(b, whole(text));
+        KvSharing(kv).share(a, whole(text));
+        const int64_t length = KvSharing(kv).adopt(b, whole(text));
         EXPECT_EQ(length, kv.length(b));
         return length;
     };
     KvCache plain(allocator, {{1, 4}}, KvType::F32, 8 * kPage);
-    EXPECT_TRUE(plain.sharesPages());
+    EXPECT_TRUE(KvSharing(plain).isPossible());
     EXPECT_EQ(found(plain), 2 * kPage);
     KvCache windows(allocator, {{1, 4}, {1, 4, {32}}}, KvType::F32, KvRoom(64 * kPage, 64, 2));
     EXPECT_EQ(windows.lists(), 2);
-    EXPECT_FALSE(windows.sharesPages());
+    EXPECT_FALSE(KvSharing(windows).isPossible());
     EXPECT_EQ(found(windows), 0);
 }
 
@@ -398,7 +399,7 @@ TEST(SharedPages, ASequenceSharesOnlyWhatItHolds) {
     KvCache kv(allocator, {{1, 4}}, KvType::F32, 8 * kPage);
     const int32_t a = kv.createSequence();
     kv.extend(a, kPage);
-    EXPECT_THROW(kv.share(a, whole(textOf({1, 2}))), Error);
+    EXPECT_THROW(KvSharing(kv).share(a, whole(textOf({1, 2}))), Error);
 }
 
 }  // namespace

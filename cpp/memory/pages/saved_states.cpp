@@ -1,5 +1,5 @@
 // See saved_states.h.
-#include "memory/saved_states.h"
+#include "memory/pages/saved_states.h"
 
 namespace sharpi {
 

@@ -1,5 +1,5 @@
 // See page_pool.h.
-#include "memory/page_pool.h"
+#include "memory/pages/page_pool.h"
 
 #include <algorithm>
 #include <utility>
@@ -17,11 +17,7 @@ int64_t PagePool::pagesIn(const KvRoom& room, AttentionReach reach) {
 }
 
 PagePool::PagePool(AttentionReach reach, int64_t pages, PrefixIndex::Hash hash)
-    : _reach(reach), _uses(static_cast<size_t>(pages)), _index(kPageTokens, hash) {
-    for (int64_t page = pages - 1; page >= 0; --page) _free.push_back(static_cast<int32_t>(page));
-    for (int64_t page = 0; page < pages; ++page)
-        _nodes.push_back(_others.insert(_others.end(), static_cast<int32_t>(page)));
-}
+    : _reach(reach), _pages(pages, kPageTokens, hash) {}
 
 const PagePool::Sequence& PagePool::at(int32_t sequence) const {
     static const Sequence none;
@@ -62,37 +58,14 @@ void PagePool::hold(int32_t sequence, int64_t tokens) {
     s.table.reserve(pages);
     s.taken.reserve(pages);
     while (s.table.size() < pages) {
-        if (_free.empty()) evict();
-        s.table.push_back(_free.back());
+        if (freePages() == 0) evict();
+        s.table.push_back(_pages.take());
         s.taken.push_back(++_taken);
-        use(_free.back());
-        _free.pop_back();
     }
-}
-
-void PagePool::use(int32_t page) {
-    const auto index = static_cast<size_t>(page);
-    if (_uses[index]++ == 0 && _index.has(page)) _others.splice(_others.end(), _idle, _nodes[index]);
-}
-
-// A sequence that gives its pages back begins with the last, and one that has a shared page has all before it. So a
-// page becomes idle before the pages in front of it do.
-void PagePool::release(int32_t page) {
-    const auto index = static_cast<size_t>(page);
-    if (--_uses[index] > 0) return;
-    if (_index.has(page)) _idle.splice(_idle.end(), _others, _nodes[index]);
-    else _free.push_back(page);
 }
 
 // What a sequence is protected by is of no use without any of its pages, so the others lose their protection too.
 void PagePool::evict() {
-    if (!_idle.empty()) {
-        const int32_t page = _idle.front();
-        _index.remove(page);
-        _others.splice(_others.end(), _idle, _idle.begin());
-        _free.push_back(page);
-        return;
-    }
     Sequence* from = nullptr;
     size_t oldest = 0;
     bool oldestKept = true;
@@ -106,7 +79,7 @@ void PagePool::evict() {
     }
     if (oldestKept) from->kept = 0;
     from->taken[oldest] = 0;
-    release(from->table[oldest]);
+    _pages.release(from->table[oldest]);
 }
 
 void PagePool::settle(int32_t sequence, int64_t tokens) { at(sequence).begin = tokens; }
@@ -114,7 +87,7 @@ void PagePool::settle(int32_t sequence, int64_t tokens) { at(sequence).begin = t
 int64_t PagePool::whole(int32_t sequence, int64_t tokens) const {
     const Sequence& s = at(sequence);
     // The next token is written behind these.
-    if (tokens % kPageTokens && isShared(s.table[static_cast<size_t>(tokens / kPageTokens)]))
+    if (tokens % kPageTokens && _pages.isShared(s.table[static_cast<size_t>(tokens / kPageTokens)]))
         tokens -= tokens % kPageTokens;
     while (true) {
         int64_t page = firstPage(tokens);
@@ -127,7 +100,7 @@ int64_t PagePool::whole(int32_t sequence, int64_t tokens) const {
 void PagePool::cut(int32_t sequence, int64_t tokens) {
     Sequence& s = at(sequence);
     while (static_cast<int64_t>(s.table.size()) > pagesFor(tokens)) {
-        if (s.taken.back()) release(s.table.back());
+        if (s.taken.back()) _pages.release(s.table.back());
         s.table.pop_back();
         s.taken.pop_back();
     }
@@ -143,49 +116,40 @@ void PagePool::share(int32_t sequence, const SaltedText& text) {
     std::vector<int32_t>& table = at(sequence).table;
     const int64_t pages = text.count / kPageTokens;
     int64_t number = pages;
-    while (number > 0 && !_index.has(table[static_cast<size_t>(number - 1)])) --number;
+    while (number > 0 && !_pages.index().has(table[static_cast<size_t>(number - 1)])) --number;
     for (; number < pages; ++number) {
         int32_t& page = table[static_cast<size_t>(number)];
         const int32_t before = number ? table[static_cast<size_t>(number - 1)] : -1;
-        const int32_t same = _index.find(text, number, before);
+        const int32_t same = _pages.index().find(text, number, before);
         if (same < 0) {
-            _index.add(text, number, before, page);
+            _pages.index().add(text, number, before, page);
         } else {
-            use(same);
-            release(page);
+            _pages.use(same);
+            _pages.release(page);
             page = same;
         }
     }
 }
 
-// The shared pages that hold the text from this page number on.
-std::vector<int32_t> PagePool::sharedAfter(const Sequence& s, int64_t number, const SaltedText& text) const {
-    std::vector<int32_t> pages;
-    int32_t before = number ? s.table[static_cast<size_t>(number - 1)] : -1;
-    for (; (number + 1) * kPageTokens <= text.count; ++number) {
-        before = _index.find(text, number, before);
-        if (before < 0) break;
-        pages.push_back(before);
-    }
-    return pages;
-}
-
 std::vector<uint64_t> PagePool::adoptable(int32_t sequence, int64_t held, const SaltedText& text) const {
+    const int64_t first = held / kPageTokens;
+    const int32_t before = first ? at(sequence).table[static_cast<size_t>(first - 1)] : -1;
     std::vector<uint64_t> names;
-    for (const int32_t page : sharedAfter(at(sequence), held / kPageTokens, text)) names.push_back(_index.nameOf(page));
+    for (const int32_t page : _pages.following(before, first, text)) names.push_back(_pages.index().nameOf(page));
     return names;
 }
 
 int64_t PagePool::adopt(int32_t sequence, int64_t held, const SaltedText& text) {
     Sequence& s = at(sequence);
     const int64_t first = held / kPageTokens;
-    const std::vector<int32_t> pages = sharedAfter(s, first, text);
+    const int32_t before = first ? s.table[static_cast<size_t>(first - 1)] : -1;
+    const std::vector<int32_t> pages = _pages.following(before, first, text);
     if (pages.empty()) return held;
     s.table.reserve(static_cast<size_t>(first) + pages.size());
     s.taken.reserve(static_cast<size_t>(first) + pages.size());
     cut(sequence, first * kPageTokens);
     for (const int32_t page : pages) {
-        use(page);
+        _pages.use(page);
         s.table.push_back(page);
         s.taken.push_back(++_taken);
     }
@@ -193,15 +157,10 @@ int64_t PagePool::adopt(int32_t sequence, int64_t held, const SaltedText& text) 
 }
 
 int64_t PagePool::inUse(const SaltedText& text) const {
-    const std::vector<int32_t> pages = sharedAfter({}, 0, text);
-    return std::count_if(pages.begin(), pages.end(),
-                         [&](int32_t page) { return _uses[static_cast<size_t>(page)] > 0; });
+    const std::vector<int32_t> pages = _pages.following(-1, 0, text);
+    return std::count_if(pages.begin(), pages.end(), [&](int32_t page) { return _pages.uses(page) > 0; });
 }
 
-void PagePool::forgetShared() {
-    while (!_idle.empty()) evict();
-    for (size_t page = 0; page < _uses.size(); ++page)
-        if (_index.has(static_cast<int32_t>(page))) _index.remove(static_cast<int32_t>(page));
-}
+void PagePool::forgetShared() { _pages.forget(); }
 
 }  // namespace sharpi

@@ -5,16 +5,14 @@
 // one taken longest ago first. Until then the sequence can be rolled back to where its tokens are still seen.
 //
 // Sequences whose texts begin alike can have the same pages there. A shared page is full and never written again: a
-// sequence writes only behind the tokens it has. It stays when no sequence has it any more, until its room is wanted
-// and no page is free; those that have been unused longest go first, and none goes before the pages that follow it.
+// sequence writes only behind the tokens it has.
 #pragma once
 
 #include <cstdint>
-#include <list>
 #include <vector>
 
 #include "core/rules/attention_reach.h"
-#include "memory/prefix_index.h"
+#include "memory/pages/page_uses.h"
 
 namespace sharpi {
 
@@ -42,11 +40,10 @@ public:
     static int64_t pagesIn(const KvRoom& room, AttentionReach reach);
 
     PagePool(AttentionReach reach, int64_t pages, PrefixIndex::Hash hash = PrefixIndex::hash);
-    PagePool(PagePool&&) = default;  // a copy would move nodes of the other's lists
 
     const AttentionReach& reach() const { return _reach; }
     // Those that no sequence has.
-    int64_t freePages() const { return static_cast<int64_t>(_free.size() + _idle.size()); }
+    int64_t freePages() const { return _pages.free(); }
     // The list's entries for pages that were given back name pages of the pool that others may have.
     const int32_t* table(int32_t sequence) const { return at(sequence).table.data(); }
     // Whether the page that holds this position is the sequence's.
@@ -77,12 +74,12 @@ public:
     std::vector<uint64_t> adoptable(int32_t sequence, int64_t held, const SaltedText& text) const;
     // That of a page that the sequence shares.
     uint64_t nameOf(int32_t sequence, int64_t number) const {
-        return _index.nameOf(at(sequence).table[static_cast<size_t>(number)]);
+        return _pages.index().nameOf(at(sequence).table[static_cast<size_t>(number)]);
     }
     // The pages that adopt() would find for a new sequence and that other sequences have now.
     int64_t inUse(const SaltedText& text) const;
     // Those that adopt() may find.
-    int64_t sharedPages() const { return _index.size(); }
+    int64_t sharedPages() const { return _pages.index().size(); }
     // Pages that are shared now stay with the sequences that have them, and adopt() finds them no more.
     void forgetShared();
 
@@ -97,20 +94,10 @@ private:
     Sequence& at(int32_t sequence);
     int64_t firstPage(int64_t position) const { return _reach.first(static_cast<int32_t>(position)) / kPageTokens; }
     template <typename Body> void forUnseen(const Sequence& s, const Body& body) const;
-    std::vector<int32_t> sharedAfter(const Sequence& s, int64_t number, const SaltedText& text) const;
-    bool isShared(int32_t page) const { return _uses[static_cast<size_t>(page)] > 1 || _index.has(page); }
-    void use(int32_t page);
-    void release(int32_t page);
     void evict();
 
     AttentionReach _reach;
-    std::vector<int32_t> _free;
-    std::vector<int32_t> _uses;  // [page]: the sequences that have it
-    PrefixIndex _index;          // of the pages that are shared
-    // All pages: shared ones that no sequence has, in the order in which they were given back, and the others. A page's
-    // node moves between the lists, so that giving a page back takes no memory.
-    std::list<int32_t> _idle, _others;
-    std::vector<std::list<int32_t>::iterator> _nodes;  // [page]
+    PageUses _pages;
     std::vector<Sequence> _sequences;
     uint64_t _taken = 0;
 };

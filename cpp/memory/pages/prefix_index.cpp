@@ -1,5 +1,5 @@
 // See prefix_index.h.
-#include "memory/prefix_index.h"
+#include "memory/pages/prefix_index.h"
 
 #include <algorithm>
 #include <functional>

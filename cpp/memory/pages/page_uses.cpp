@@ -1,0 +1,58 @@
+// See page_uses.h.
+#include "memory/pages/page_uses.h"
+
+namespace sharpi {
+
+PageUses::PageUses(int64_t pages, int64_t pageTokens, PrefixIndex::Hash hash)
+    : _pageTokens(pageTokens), _uses(static_cast<size_t>(pages)), _index(pageTokens, hash) {
+    _free.reserve(static_cast<size_t>(pages));
+    for (int64_t page = pages - 1; page >= 0; --page) _free.push_back(static_cast<int32_t>(page));
+    for (int64_t page = 0; page < pages; ++page)
+        _nodes.push_back(_others.insert(_others.end(), static_cast<int32_t>(page)));
+}
+
+int32_t PageUses::take() {
+    if (_free.empty() && _idle.empty()) return -1;
+    if (_free.empty()) freeIdle();
+    const int32_t page = _free.back();
+    use(page);
+    _free.pop_back();
+    return page;
+}
+
+void PageUses::use(int32_t page) {
+    const auto index = static_cast<size_t>(page);
+    if (_uses[index]++ == 0 && _index.has(page)) _others.splice(_others.end(), _idle, _nodes[index]);
+}
+
+void PageUses::release(int32_t page) {
+    const auto index = static_cast<size_t>(page);
+    if (--_uses[index] > 0) return;
+    if (_index.has(page)) _idle.splice(_idle.end(), _others, _nodes[index]);
+    else _free.push_back(page);
+}
+
+void PageUses::freeIdle() {
+    const int32_t page = _idle.front();
+    _index.remove(page);
+    _others.splice(_others.end(), _idle, _idle.begin());
+    _free.push_back(page);
+}
+
+std::vector<int32_t> PageUses::following(int32_t before, int64_t number, const SaltedText& text) const {
+    std::vector<int32_t> pages;
+    for (; (number + 1) * _pageTokens <= text.count; ++number) {
+        before = _index.find(text, number, before);
+        if (before < 0) break;
+        pages.push_back(before);
+    }
+    return pages;
+}
+
+void PageUses::forget() {
+    while (!_idle.empty()) freeIdle();
+    for (size_t page = 0; page < _uses.size(); ++page)
+        if (_index.has(static_cast<int32_t>(page))) _index.remove(static_cast<int32_t>(page));
+}
+
+}  // namespace sharpi

@@ -1,0 +1,52 @@
+// Which pages of a pool are free, how many sequences have each of the others, and which of them are shared.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <vector>
+
+#include "memory/pages/prefix_index.h"
+
+namespace sharpi {
+
+// A shared page stays in the index when no sequence has it any more, until its room is wanted and no page is free;
+// those that have been unused longest go first.
+class PageUses {
+public:
+    PageUses(int64_t pages, int64_t pageTokens, PrefixIndex::Hash hash);
+    PageUses(PageUses&&) = default;  // a copy would move nodes of the other's lists
+
+    // Pages that no sequence has.
+    int64_t free() const { return static_cast<int64_t>(_free.size() + _idle.size()); }
+    // A page for one sequence; -1 if all are in use.
+    int32_t take();
+    // One more sequence has the page.
+    void use(int32_t page);
+    // One sequence less has it. To be called for a sequence's last page first, so that none becomes idle before the
+    // pages that follow it.
+    void release(int32_t page);
+    int32_t uses(int32_t page) const { return _uses[static_cast<size_t>(page)]; }
+    // Whether other sequences have it, or may have it.
+    bool isShared(int32_t page) const { return uses(page) > 1 || _index.has(page); }
+
+    const PrefixIndex& index() const { return _index; }
+    PrefixIndex& index() { return _index; }
+    // The shared pages that hold the text from page `number` on, after the page `before` (-1: from its beginning).
+    std::vector<int32_t> following(int32_t before, int64_t number, const SaltedText& text) const;
+    // Empties the index. Pages stay with the sequences that have them.
+    void forget();
+
+private:
+    void freeIdle();
+
+    const int64_t _pageTokens;
+    std::vector<int32_t> _free;
+    std::vector<int32_t> _uses;  // [page]
+    PrefixIndex _index;
+    // All pages: shared ones that no sequence has, in the order in which they were given back, and the others. A page's
+    // node moves between the lists, so that giving a page back takes no memory.
+    std::list<int32_t> _idle, _others;
+    std::vector<std::list<int32_t>::iterator> _nodes;  // [page]
+};
+
+}  // namespace sharpi
