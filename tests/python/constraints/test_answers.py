@@ -99,6 +99,7 @@ def test_nothing_is_forbidden_until_a_call_begins_and_after_it(form: ToolFormat)
             constraint.accept(token)
         assert constraint.fill(words) and len(allowed(words, tokens)) < 300
         text = tokenizer.decode(_walk_call(constraint, tokens, random.Random(3)))
+        assert constraint.ended() if not form.several else not constraint.fill(words)
         calls, _ = calls_of(trigger + text, form)
         assert len(calls) >= 1, trigger + text
         check(calls, form)
