@@ -47,6 +47,8 @@ class AnswerRules:
         self._least_tokens = least_tokens
         self._compulsory = False
         self._make = self._answer(list(tools), choice, parallel, wanted)
+        if self._make is not None:
+            tokens.going_on_after(form.thinking.closing.encode())  # slow when first asked, which must not be in a step
 
     def _answer(self, tools: list[DescribedTool], choice: str | Named, parallel: bool,
                 wanted: Format | None) -> Callable[[], Constraint] | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from sharpi.constraints.grammar import Grammar, json_options
-from sharpi.constraints.lazy import Lazy
+from sharpi.constraints.lazy import Lazy, Triggers
 from sharpi.constraints.literals import GEMMA, PYTHON, Rules, literal, until
 from sharpi.constraints.tokens import Tokens
 from sharpi.errors import InvalidRequestError
@@ -51,21 +51,22 @@ class OptionalCalls:
         form = _without_end_token(form, tokens)
         self._tokens = tokens
         self._once = not (parallel and form.several)
-        self._triggers: dict[str, Grammar] = {}
-        self._starts: dict[str, Grammar] = {}
+        triggers: dict[str, Grammar] = {}
+        starts: dict[str, Grammar] = {}
         for trigger in form.triggers:
             calls = _Calls(tools, form)
             calls.start_at(trigger, parallel=not self._once)
-            self._triggers[trigger] = calls.compiled(tokens)
+            triggers[trigger] = calls.compiled(tokens)
         if form.starts:  # which begin any JSON object: a call is one that names a tool
             calls = _Calls(tools, form)
             calls.start("", parallel=False, closed=False)
             grammar = calls.compiled(tokens)
-            self._starts = {form.begin(tool.name).rstrip(): grammar for tool in tools}
+            starts = {form.begin(tool.name).rstrip(): grammar for tool in tools}
+        self._triggers, self._starts = Triggers(tokens, triggers), Triggers(tokens, starts)
 
     def begin(self) -> Lazy:
         """The constraint of one answer."""
-        return Lazy(self._tokens, self._triggers, self._starts, once=self._once)
+        return Lazy(self._triggers, self._starts, self._tokens, once=self._once)
 
 
 def _without_end_token(form: ToolFormat, tokens: Tokens) -> ToolFormat:

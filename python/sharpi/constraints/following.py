@@ -69,6 +69,7 @@ class Crossings:
         self._marker = marker
         self._may_follow = may_follow
         self._allowed: dict[int, Words | None] = {}
+        tokens.going_on_after(marker)  # which is slow: not while a step waits for a mask
 
     def forbid(self, words: Words, text: bytes, *, filled: bool, at_start: bool = False) -> bool:
         """Forbids them after `text`. filled: the words count already. at_start: only the whole text may begin the
@@ -92,8 +93,7 @@ class Crossings:
         if size or at_start:
             found = [(token, self._tokens.piece(token)[len(rest):]) for token in self._tokens.beginning_with(rest)]
         else:
-            found = [(token, piece.partition(rest)[2]) for token, piece in enumerate(self._tokens.pieces)
-                     if piece and rest in piece and not piece.endswith(rest)]
+            found = self._tokens.going_on_after(rest)
         verdicts = {text: self._may_follow(text) for text in {text for _, text in found}}
         bad = [token for token, text in found if not verdicts[text]]
         return ~self._tokens.mask(bad) if bad else None

@@ -9,7 +9,7 @@ from sharpi.constraints.following import Crossings, Following, find_first
 from sharpi.constraints.grammar import Grammar, Matcher
 from sharpi.constraints.tokens import Tokens, Words
 
-__all__ = ["Lazy"]
+__all__ = ["Lazy", "Triggers"]
 
 
 class _State(NamedTuple):
@@ -19,6 +19,24 @@ class _State(NamedTuple):
     done: bool = False
 
 
+class Triggers:
+    """Texts with which calls begin, and the grammar from each on. Answers share it."""
+
+    def __init__(self, tokens: Tokens, grammars: Mapping[str, Grammar]) -> None:
+        self.grammars = {text.encode(): grammar for text, grammar in grammars.items()}
+        self.longest = max(map(len, self.grammars), default=1)
+        self.crossings = {marker: self._crossings(tokens, marker) for marker in self.grammars}
+
+    def _crossings(self, tokens: Tokens, marker: bytes) -> Crossings:
+        return Crossings(tokens, marker, lambda text: self.begin(marker).accepts(text))
+
+    def begin(self, marker: bytes) -> Matcher:
+        """The constraint after this text."""
+        matcher = self.grammars[marker].start()
+        matcher.accept_text(marker)
+        return matcher
+
+
 class Lazy(Following[_State]):
     """Holds the text to a grammar from a trigger on, until the grammar's end; then it is free again.
 
@@ -26,32 +44,22 @@ class Lazy(Following[_State]):
     text. once: the answer ends with the grammar's end.
     """
 
-    def __init__(self, tokens: Tokens, triggers: Mapping[str, Grammar], starts: Mapping[str, Grammar], *,
-                 once: bool) -> None:
-        super().__init__(_State(b"", b"" if starts else None))
+    def __init__(self, triggers: Triggers, starts: Triggers, tokens: Tokens, *, once: bool) -> None:
+        super().__init__(_State(b"", b"" if starts.grammars else None))
+        self._triggers = triggers
+        self._starts = starts
         self._tokens = tokens
-        self._triggers = {text.encode(): grammar for text, grammar in triggers.items()}
-        self._starts = {text.encode(): grammar for text, grammar in starts.items()}
         self._once = once
-        self._longest = max(map(len, self._triggers), default=1)
-        self._crossings = self._crossings_of(self._triggers)
-        self._start_crossings = self._crossings_of(self._starts)
-
-    def _crossings_of(self, grammars: Mapping[bytes, Grammar]) -> dict[bytes, Crossings]:
-        def crossings(marker: bytes, grammar: Grammar) -> Crossings:
-            return Crossings(self._tokens, marker, lambda text: _begun(grammar, marker).accepts(text))
-
-        return {marker: crossings(marker, grammar) for marker, grammar in grammars.items()}
 
     def fill(self, words: Words) -> bool:
         state = self._state
         if state.region is not None:
             return state.region.fill(words)
         filled = False
-        for crossings in self._crossings.values():
+        for crossings in self._triggers.crossings.values():
             filled = crossings.forbid(words, state.text, filled=filled)
         if state.start is not None:
-            for marker, crossings in self._start_crossings.items():
+            for marker, crossings in self._starts.crossings.items():
                 if marker.startswith(state.start):
                     filled = crossings.forbid(words, state.start, filled=filled, at_start=True)
         return filled
@@ -63,20 +71,20 @@ class Lazy(Following[_State]):
             return self._in_region(state.region), state.region, 1
         piece = self._tokens.piece(token)
         text = state.text + piece
-        if found := find_first(text, self._triggers, len(state.text)):
+        if found := find_first(text, self._triggers.grammars, len(state.text)):
             marker, rest = found
-            return self._begin(self._triggers[marker], marker, rest), None, 0
+            return self._begin(self._triggers, marker, rest), None, 0
         start = None if state.start is None else (state.start + piece).lstrip()
         if start is not None:
-            for marker in self._starts:
+            for marker in self._starts.grammars:
                 if start.startswith(marker):
-                    return self._begin(self._starts[marker], marker, start[len(marker):]), None, 0
-            if not any(marker.startswith(start) for marker in self._starts):
+                    return self._begin(self._starts, marker, start[len(marker):]), None, 0
+            if not any(marker.startswith(start) for marker in self._starts.grammars):
                 start = None
-        return _State(text[-self._longest + 1:] if self._longest > 1 else b"", start), None, 0
+        return _State(text[max(0, len(text) - self._triggers.longest + 1):], start), None, 0
 
-    def _begin(self, grammar: Grammar, marker: bytes, rest: bytes) -> _State:
-        region = _begun(grammar, marker)
+    def _begin(self, triggers: Triggers, marker: bytes, rest: bytes) -> _State:
+        region = triggers.begin(marker)
         region.accept_text(rest)
         return self._in_region(region)
 
@@ -88,8 +96,3 @@ class Lazy(Following[_State]):
     def ended(self) -> bool:
         return self._state.done
 
-
-def _begun(grammar: Grammar, text: bytes) -> Matcher:
-    matcher = grammar.start()
-    matcher.accept_text(text)
-    return matcher

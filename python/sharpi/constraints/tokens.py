@@ -35,6 +35,7 @@ class Tokens:
         self.end_ids = tuple(sorted(tokenizer.stop_ids))
         self._lock = threading.Lock()
         self._library: Any = None
+        self._around: dict[bytes, list[tuple[int, bytes]]] = {}
 
     @cached_property
     def end_texts(self) -> frozenset[str]:
@@ -57,6 +58,7 @@ class Tokens:
             if self._library is None:
                 if not self.end_ids:
                     raise InvalidRequestError("the model's vocabulary has no end token, which a grammar needs")
+                _ = self._sorted, self._longest, self.spaces, self.ends  # not while a step waits for a mask
                 self._library = llguidance().LLTokenizer(_Described(self), eos_token=list(self.end_ids))
             return self._library
 
@@ -78,6 +80,13 @@ class Tokens:
     def spaces(self) -> Words:
         """Tokens that are white space alone."""
         return self.mask(token for token, piece in enumerate(self.pieces) if piece and not piece.strip(_SPACE))
+
+    def going_on_after(self, text: bytes) -> list[tuple[int, bytes]]:
+        """Tokens that have this text inside, and what they say after it. The first call for a text takes 20 ms."""
+        if text not in self._around:
+            found = ((token, piece.partition(text)) for token, piece in enumerate(self.pieces) if piece)
+            self._around[text] = [(token, rest) for token, (_, separator, rest) in found if separator and rest]
+        return self._around[text]
 
     def beginning_with(self, text: bytes) -> Sequence[int]:
         """Tokens that begin with this text and go on after it."""

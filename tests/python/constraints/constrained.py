@@ -51,13 +51,13 @@ def allowed(words: Words, tokens: Tokens) -> np.ndarray:
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")[:tokens.count])
 
 
-def walk(constraint: Constraint, tokens: Tokens, rng: random.Random, most: int = 3000) -> list[int]:
+def walk(constraint: Constraint, tokens: Tokens, rng: random.Random, most: int = 3000, hurry: float = 0.8) -> list[int]:
     """The tokens of a random answer; those that can close something come more often, so that it ends."""
     closing = closing_ids(tokens)
     ids: list[int] = []
     while not constraint.ended():
         choices = allowed(mask_of(constraint, tokens), tokens)
-        if rng.random() < 0.8 and len(near := np.intersect1d(choices, closing)):
+        if rng.random() < hurry and len(near := np.intersect1d(choices, closing)):
             choices = near
         token = int(rng.choice(choices))
         if token in tokens.end_ids:
@@ -70,6 +70,5 @@ def walk(constraint: Constraint, tokens: Tokens, rng: random.Random, most: int =
 
 @functools.cache
 def closing_ids(tokens: Tokens) -> np.ndarray:
-    closing = (b'"', b"}", b"]", b"<", b"</")
-    return np.array([token for token, piece in enumerate(tokens.pieces)
-                     if piece is None and token in tokens.end_ids or piece and piece in closing])
+    texts = (b'"', b"}", b"]", b"<", b"</")
+    return np.array([*tokens.end_ids, *(token for token, piece in enumerate(tokens.pieces) if piece in texts)])

@@ -71,8 +71,8 @@ def test_forced_calls_read_back(form: ToolFormat) -> None:
     forced = rules(form, tools=TOOLS, choice="required")
     single = rules(form, tools=TOOLS, choice=NamedTool("sum"), parallel=False)
     names, most = set(), 0
-    for seed in range(20):
-        text = tokenizer.decode(walk(forced.begin(), tokens, random.Random(seed)))
+    for seed in range(30):
+        text = tokenizer.decode(walk(forced.begin(), tokens, random.Random(seed), hurry=0.6))
         calls, said = calls_of(text, form)
         assert calls and not said.strip(), text
         check(calls, form)
@@ -99,6 +99,7 @@ def test_nothing_is_forbidden_until_a_call_begins_and_after_it(form: ToolFormat)
             constraint.accept(token)
         assert constraint.fill(words) and len(allowed(words, tokens)) < 300
         text = tokenizer.decode(_walk_call(constraint, tokens, random.Random(3)))
+        assert constraint.ended() if not form.several else not constraint.fill(words)
         calls, _ = calls_of(trigger + text, form)
         assert len(calls) >= 1, trigger + text
         check(calls, form)
@@ -126,7 +127,7 @@ def test_a_token_that_goes_on_after_a_trigger_is_forbidden() -> None:
     for token in tokenizer.encode("<tool_call"):
         constraint.accept(token)
     ids = {tokens.piece(int(token)) for token in allowed(mask_of(constraint, tokens), tokens)}
-    assert b">" in ids and b"er" in ids and b">\n" not in ids - {b">\n"}
+    assert b">" in ids and b"er" in ids
     assert b"></" not in ids and b">{" not in ids
 
 

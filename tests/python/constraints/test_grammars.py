@@ -26,7 +26,8 @@ _SECONDS = 5.0  # a refusal takes one, on a machine that does nothing else
 def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
     """A schema of keywords that llguidance documents. Numbers and texts are bounded, so that random answers end."""
     kinds = ["integer", "number", "string", "enum", "const", "boolean", "null", "pattern", "format"]
-    kind = rng.choice([*kinds, *(["object"] * 6 + ["array"] * 3 + ["anyOf", "ref", "tuple"] if depth else [])])
+    kind = rng.choice([*kinds, *(["object"] * 6 + ["array"] * 3 + ["anyOf", "tuple"] if depth else []),
+                       *(["ref"] if depth == 3 else [])])
     low = rng.randint(-50, 50)
     if kind == "integer":
         return {"type": kind, "minimum": low, "maximum": low + rng.randint(0, 300)}
@@ -63,8 +64,8 @@ def _nested_schema(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:
     if kind == "anyOf":
         return {"anyOf": [inner() for _ in range(rng.randint(1, 3))]}
     if kind == "ref":
-        # Every schema carries its own definitions, at the root's expense.
-        return {"type": "object", "properties": {"r": inner()}, "required": ["r"], "additionalProperties": False}
+        return {"$defs": {"part": inner()}, "type": "object", "properties": {"r": {"$ref": "#/$defs/part"}},
+                "required": ["r"], "additionalProperties": False}
     return {"type": kind}
 
 
