@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,7 +35,7 @@ from sharpi.loading.request import (
 from sharpi.machine.profile import HardwareProfile
 from sharpi.planning.expert_stats import ExpertStats
 from sharpi.reply import Message, Reply
-from sharpi.scheduler import Answer, Scheduler
+from sharpi.scheduler import Answer, Scheduler, SubmitOptions
 from sharpi.session import Session
 from sharpi.settings import arguments
 from sharpi.settings.choices import ROW_KINDS
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 
 __all__ = ["BUNDLED_MODEL", "Answer", "Generation", "Model", "Part", "Reply", "Scheduler", "Session", "Token",
            "describe"]
+
+# What may wait for `Model.submit`: whoever lists prompts has room for them.
+_QUEUE = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +67,11 @@ def _unheeded(file: GgufFile, counts: ExpertStats | None, warm: ExpertStats | No
 
 class Model(LoadedModel):
     """A model ready to answer. Make one with `Model.load`; close it, or use it in a `with` block."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._scheduling = threading.Lock()  # guards the following
+        self._own_scheduler: Scheduler | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None, *, device: str = "auto", vram: str | int | None = None,
@@ -177,6 +186,41 @@ class Model(LoadedModel):
     def session(self) -> Session:
         """A new conversation, which keeps its KV cache between calls."""
         return Session(self)
+
+    def submit(self, prompt: str | Sequence[int], **options: Unpack[SubmitOptions]) -> Answer:
+        """Continues `prompt` together with all else that is submitted: see `Scheduler.submit`. A scheduler of the
+        model's own begins with the first call, and ends when the model is closed."""
+        with self._scheduling:
+            if self._own_scheduler is None:
+                self._own_scheduler = Scheduler(self, queue=_QUEUE)
+            scheduler = self._own_scheduler
+        return scheduler.submit(prompt, **options)
+
+    def generate_many(self, prompts: Sequence[str] | Sequence[Sequence[int]],
+                      **options: Unpack[SubmitOptions]) -> list[Answer]:
+        """Continues each of these prompts, all with the same options: the answers in the same order, as `submit` gives
+        them. Each says what it would say alone. If one prompt is refused, none is answered."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise InvalidRequestError(f"prompts must be a sequence of prompts, not {arguments.shown(prompts)}")
+        answers: list[Answer] = []
+        try:
+            for prompt in prompts:
+                answers.append(self.submit(prompt, **options))
+        except BaseException:
+            for answer in answers:
+                answer.cancel()
+            raise
+        return answers
+
+    def close(self) -> None:
+        """Releases memory, cancels what was submitted, and writes the expert statistics that were asked for. Sessions
+        that still exist keep the memory until they are gone. Raises `InvalidRequestError` if the statistics can no
+        longer be written."""
+        with self._scheduling:
+            scheduler, self._own_scheduler = self._own_scheduler, None
+        if scheduler is not None:
+            scheduler.close()
+        super().close()
 
     def scheduler(self, *, max_gap: float = 0.2, queue: int = 64, running: int | None = None,
                   states_bytes: int = 1 << 30) -> Scheduler:

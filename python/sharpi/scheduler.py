@@ -25,7 +25,7 @@ from sharpi.settings.generation_options import GenerationOptions
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Answer", "FinishReason", "PromptScores", "Scheduler"]
+__all__ = ["Answer", "FinishReason", "PromptScores", "Scheduler", "SubmitOptions"]
 
 FinishReason = Literal["end", "stop", "length", "context", "cancelled", "timeout"]
 PromptScores: TypeAlias = "list[tuple[float | None, tuple[tuple[int, float], ...]]]"
@@ -236,6 +236,19 @@ _open: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 def _close_all() -> None:
     for scheduler in list(_open):
         scheduler.close_in(os.getpid())
+
+
+class SubmitOptions(GenerationOptions, total=False):
+    """What `Scheduler.submit` takes beside the prompt."""
+
+    priority: int
+    key: str
+    salt: str
+    timeout: float | None
+    ignore_end: bool
+    scores: int | None
+    echo: bool
+    constraint: Constraint | None
 
 
 class Scheduler:

@@ -211,3 +211,22 @@ def test_a_reader_learns_that_the_scheduler_was_closed(model: Model) -> None:
         return {await asyncio.wait_for(reader, 30) for reader in readers}
 
     assert asyncio.run(close_meanwhile()) == {"cancelled"}
+
+
+def test_a_model_serves_what_is_submitted_to_it(alone: list[str]) -> None:
+    with Model.load(device="cpu", context=512, cache_tokens=4096, sequences=16, threads=1) as model:
+        answers = model.generate_many(PROMPTS, max_tokens=40, temperature=0.8, seed=3)
+        assert answers[3].text() == alone[3] and len({answer.text() for answer in answers}) > 1
+        assert model.submit(PROMPTS[5], max_tokens=40, temperature=0.8, seed=5, scores=0).text() == alone[5]
+        for wrong in ("Once", 3):
+            with pytest.raises(InvalidRequestError, match="prompts must be a sequence of prompts"):
+                model.generate_many(wrong)  # type: ignore[arg-type]
+        running = model.submit(PROMPTS[0], max_tokens=400)
+    assert running.finish_reason in (None, "cancelled")
+    with pytest.raises(InvalidRequestError, match="closed"):
+        model.submit(PROMPTS[0])
+
+
+def test_a_prompt_that_is_refused_cancels_the_others_of_its_list(model: Model) -> None:
+    with pytest.raises(InvalidRequestError, match="the prompt is empty"):
+        model.generate_many([[1, 2], []], max_tokens=300)
