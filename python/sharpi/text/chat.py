@@ -35,6 +35,9 @@ class ChatTemplate:
         """Raises ModelFileError if `source` does not parse, or is too large to be one."""
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         self.format = format_of(source)  # how the model's answers are written
+        # Whether the model may reason before it answers: one that does has a template that knows the marks.
+        self.thinks = any(mark.rstrip() in source for mark in (*self.format.thinking.openings,
+                                                               self.format.thinking.closing))
         self._name = "the chat template" if file is None else f"{os.fspath(file)}: the chat template"
         self._lock = threading.Lock()  # the environment counts for one rendering at a time
         self._environment = _make_environment()

@@ -69,10 +69,11 @@ def with_template(model: Model, template: str = TEMPLATE) -> Model:
 
 
 @contextlib.contextmanager
-def story_server(limits: RunnerLimits | None = None, **options: Any) -> Iterator[OneModelServer]:
+def story_server(limits: RunnerLimits | None = None, template: str = TEMPLATE,
+                 **options: Any) -> Iterator[OneModelServer]:
     """The bundled model with a chat template, on the CPU. options: of the scheduler."""
     loaded = Model.load(device="cpu", context=512, cache_tokens=4096, sequences=16, threads=1)
-    with with_template(loaded) as model, model.scheduler(**options) as scheduler:
+    with with_template(loaded, template) as model, model.scheduler(**options) as scheduler:
         server = OneModelServer(model, scheduler, limits)
         yield server
         server.runner.close()

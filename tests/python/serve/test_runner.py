@@ -440,6 +440,18 @@ def test_a_format_is_kept(story: OneModelServer) -> None:
         assert isinstance(found["n"], int) and isinstance(found["ok"], bool)
 
 
+@pytest.mark.parametrize("thinks", [False, True])
+def test_a_model_that_never_reasons_cannot_flee_into_reasoning(thinks: bool) -> None:
+    """Where the template knows no marks of reasoning, none may come before a format's first character."""
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+    with story_server(template=template + ("{# <think> #}" if thinks else "")) as server:
+        mark = {server.model.tokenize("<think>", add_special=False)[0]: 100.0}
+        turn = Turn(messages=USER, format=OutputFormat("regex", "[a-z]{3}"), options={**GREEDY, "logit_bias": mark})
+        events = ask(server, turn)
+    assert bool([event for event in events if isinstance(event, Thought)]) == thinks
+    assert (len(said(events)) == 3) != thinks
+
+
 def test_a_format_that_cannot_be_kept_is_named(story: OneModelServer) -> None:
     error = refusal(story, Turn(messages=USER, format=OutputFormat("json_schema", {"type": "nonsense"})))
     assert (error.status, error.param) == (400, "response_format")

@@ -58,7 +58,9 @@ class RuleBook:
 def _begins(prompt: Prompt) -> Begins:
     if prompt.template is None:
         return "outside"
-    return "inside" if prompt.template.format.thinking.opened_by(prompt.text) else "either"
+    if prompt.template.format.thinking.opened_by(prompt.text):
+        return "inside"
+    return "either" if prompt.template.thinks else "outside"
 
 
 def _key(turn: Turn, begins: Begins) -> str:
