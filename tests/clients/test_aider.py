@@ -28,4 +28,4 @@ def test_a_scripted_edit(served: Served, tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert "Tokens:" in done.stdout, "the usage that the server counted is shown"
-    assert "litellm" not in done.stdout and "Error" not in done.stdout, done.stdout
+    assert "litellm." not in done.stdout, "that is how its errors begin"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from conftest import Served
 
-QUESTION = "What is the capital of France?"
+QUESTION = "Tell me the capital of France."  # which this model answers by a wide margin
 
 
 @pytest.fixture
 def langchain(served: Served):  # type: ignore[no-untyped-def]
     module = pytest.importorskip("langchain_openai")
     return module.ChatOpenAI(base_url=f"{served.url}/v1", api_key="none", model=served.model, temperature=0,
-                             max_tokens=24, stream_usage=True)
+                             max_tokens=120, stream_usage=True)
 
 
 def test_langchain_asks_and_streams(langchain) -> None:  # type: ignore[no-untyped-def]
@@ -28,20 +30,20 @@ def test_langchain_calls_a_tool(langchain) -> None:  # type: ignore[no-untyped-d
     from langchain_core.tools import tool
 
     @tool
-    def get_weather(city: str) -> str:
+    def get_weather(city: Literal["Bergen", "Oslo"]) -> str:
         """The weather in a city."""
         return city
 
     answer = langchain.bind_tools([get_weather], tool_choice="get_weather").invoke("What is the weather in Oslo?")
     (call,) = answer.tool_calls
-    assert call["name"] == "get_weather" and isinstance(call["args"]["city"], str)
+    assert call["name"] == "get_weather" and call["args"]["city"] in ("Bergen", "Oslo")
 
 
 def test_langchain_gets_structured_output(langchain) -> None:  # type: ignore[no-untyped-def]
     from pydantic import BaseModel
 
     class City(BaseModel):
-        name: str
+        name: Literal["Oslo", "Paris"]
         large: bool
 
     found = langchain.with_structured_output(City, method="json_schema").invoke("Name a city.")

@@ -58,6 +58,7 @@ class AnswerRules:
             tools = [tool for tool in tools if tool.name == choice.name]
             if not tools:
                 raise InvalidRequestError(f"tool_choice names {choice.name!r}, which is none of the tools")
+            parallel = False  # whoever names a tool wants one call of it
         elif choice not in ("auto", "none", "required"):
             raise InvalidRequestError(f"tool_choice must be auto, none, required or a tool, not {choice!r}")
         if choice == "none" or (choice == "auto" and not tools):

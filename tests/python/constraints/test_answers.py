@@ -69,7 +69,7 @@ def check(calls: list[tuple[str, Any]], form: ToolFormat) -> None:
 def test_forced_calls_read_back(form: ToolFormat) -> None:
     tokenizer, tokens = gpt2()
     forced = rules(form, tools=TOOLS, choice="required")
-    single = rules(form, tools=TOOLS, choice=NamedTool("sum"), parallel=False)
+    single = rules(form, tools=TOOLS, choice=NamedTool("sum"))
     names, most = set(), 0
     for seed in range(30):
         text = tokenizer.decode(walk(forced.begin(), tokens, random.Random(seed), hurry=0.6))
