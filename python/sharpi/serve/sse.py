@@ -17,10 +17,13 @@ from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
 from sharpi.serve.turns import Event, Turn
 
-__all__ = ["COMMENT", "EVENT_STREAM", "NDJSON", "TurnStream", "Wording", "answered", "collected", "json_response"]
+__all__ = ["COMMENT", "EVENT_STREAM", "NDJSON", "SILENCE", "TurnStream", "Wording", "answered", "collected",
+           "json_response"]
 
 EVENT_STREAM, NDJSON = "text/event-stream", "application/x-ndjson"
 COMMENT = b":\n\n"  # tells proxies and clients that the connection is alive
+
+SILENCE = 5.0  # seconds that an event stream may say nothing
 
 # What may wait for a slow reader; beyond that, its turn's events are not read.
 _MOST_WAITING = 1 << 16
@@ -53,10 +56,11 @@ class Wording(Protocol):
 
 async def answered(request: Request, server: Server, model: str | None, turns: Sequence[Turn] | Turn,
                    worded: Callable[[Lease, OpenTurn], Wording], *, stream: bool, media_type: str = EVENT_STREAM,
-                   joined: Callable[[Sequence[OpenTurn]], OpenTurn] | None = None) -> Response:
+                   joined: Callable[[Sequence[OpenTurn]], OpenTurn] | None = None,
+                   silence: float | None = None) -> Response:
     """Runs a turn with a model of the server. Raises `ApiError` for all that is wrong before the answer begins.
 
-    worded: makes the answer's wording. joined: makes one turn of several.
+    worded: makes the answer's wording. joined: makes one turn of several. silence: see `TurnStream`.
     """
     async with AsyncExitStack() as stack:
         lease = await stack.enter_async_context(server.store.lease(model))
@@ -68,7 +72,7 @@ async def answered(request: Request, server: Server, model: str | None, turns: S
         stack.push_async_callback(one.aclose)
         wording = worded(lease, one)
         if stream:
-            return TurnStream(one, wording, media_type, stack.pop_all().aclose)
+            return TurnStream(one, wording, media_type, stack.pop_all().aclose, silence=silence)
         try:
             events = await collected(one, request.receive)
         except ClientDisconnect:
@@ -117,7 +121,7 @@ class TurnStream(Response):
     slow reader delays nobody else."""
 
     def __init__(self, turn: OpenTurn, wording: Wording, media_type: str = EVENT_STREAM,
-                 closing: Callable[[], Awaitable[None]] | None = None, *, silence: float = 5.0,
+                 closing: Callable[[], Awaitable[None]] | None = None, *, silence: float | None = None,
                  stall: float = 120.0) -> None:
         """closing: called at the end, whatever that is. silence: the seconds after which the wording's `idle` is
         sent. stall: those after which a client that reads nothing is given up."""
@@ -128,7 +132,7 @@ class TurnStream(Response):
         self._turn = turn
         self._wording = wording
         self._closing = closing
-        self._silence = silence
+        self._silence = SILENCE if silence is None else silence
         self._stall = stall
         self._waiting: list[bytes] = []
         self._size = 0

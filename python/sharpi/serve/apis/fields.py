@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from starlette.requests import Request
@@ -14,9 +14,10 @@ from sharpi.serve.errors import ApiError
 from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice
 from sharpi.settings.generation_options import GenerationOptions
 
-__all__ = ["Body", "Count", "JsonObject", "LogitBias", "MinP", "NullableBody", "Penalty", "RepetitionPenalty", "Seed",
-           "Stop", "Temperature", "TokenLimit", "TopK", "TopP", "effort_variables", "format_of", "function_tools",
-           "named_tool", "options_of", "possible_choice", "read_body", "schema_format", "tool_choice_of"]
+__all__ = ["Body", "Count", "GrammarFields", "JsonObject", "LogitBias", "MinP", "NullableBody", "Penalty",
+           "RepetitionPenalty", "Seed", "Stop", "Temperature", "TokenLimit", "TopK", "TopP", "effort_variables",
+           "format_of", "function_tools", "named_tool", "options_of", "possible_choice", "read_body", "schema_format",
+           "tool_choice_of", "wanted_format"]
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -203,6 +204,25 @@ def schema_format(name: str, schema: Any) -> OutputFormat:
     if len(json.dumps(schema)) > MOST_SCHEMA_BYTES:
         raise _wrong(name, f"{name} is larger than {MOST_SCHEMA_BYTES >> 10} KiB")
     return OutputFormat("json_schema", schema)
+
+
+class GrammarFields(Body):
+    type: Literal["lark", "regex"]
+    value: str
+
+
+def wanted_format(response_format: Mapping[str, Any] | None,
+                  grammar: str | GrammarFields | None) -> OutputFormat | None:
+    """What these fields ask of an answer's text; a grammar that is a text is Lark. Raises `ApiError`."""
+    wanted = format_of("response_format", response_format)
+    if not grammar:
+        return wanted
+    if wanted is not None:
+        raise _wrong("grammar", "grammar and response_format contradict each other")
+    given = GrammarFields(type="lark", value=grammar) if isinstance(grammar, str) else grammar
+    if len(given.value) > MOST_SCHEMA_BYTES:
+        raise _wrong("grammar", f"grammar is larger than {MOST_SCHEMA_BYTES >> 10} KiB")
+    return OutputFormat(given.type, given.value)
 
 
 class SamplingFields(Body):

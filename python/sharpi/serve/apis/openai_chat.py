@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -31,6 +32,7 @@ from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, Said, Sco
 __all__ = ["ChatFields", "ChatWording", "routes", "turn_of"]
 
 _MOST_MESSAGES = 4096
+_PROGRESS_EVERY = 0.5  # seconds
 
 
 class StreamOptions(fields.Body):
@@ -56,6 +58,8 @@ class ChatFields(fields.SamplingFields):
     chat_template_kwargs: fields.JsonObject | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    grammar: str | fields.GrammarFields | None = None
+    return_progress: bool | None = None
     user: str | None = None
 
 
@@ -76,7 +80,7 @@ def turn_of(asked: ChatFields) -> Turn:
         messages=asked.messages, tools=tools, tool_choice=fields.tool_choice_of(asked.tool_choice, tools),
         parallel_calls=asked.parallel_tool_calls is not False, options=fields.options_of(asked, limit),
         choices=asked.n or 1, scores=(asked.top_logprobs or 0) if asked.logprobs else None,
-        format=fields.format_of("response_format", asked.response_format),
+        format=fields.wanted_format(asked.response_format, asked.grammar),
         continues=bool(asked.continue_final_message), thinking=_thinking(asked, template),
         thinking_budget=asked.thinking_token_budget, template=template, ignore_end=bool(asked.ignore_eos),
         least_tokens=asked.min_tokens or 0, key=asked.user or "")
@@ -93,7 +97,10 @@ def _thinking(asked: ChatFields, template: dict[str, Any]) -> bool | None:
 class ChatWording:
     """Words one turn as OpenAI's chunks, or as one completion."""
 
-    def __init__(self, model: str, choices: int, include_usage: bool = False) -> None:
+    def __init__(self, model: str, choices: int, include_usage: bool = False, progress: OpenTurn | None = None) -> None:
+        """progress: the turn, if silence before its first event tells how far its prompt has come."""
+        self._progress = progress
+        self._started = time.monotonic()
         self._head = {"id": f"chatcmpl-{secrets.token_hex(14)}", "object": "chat.completion.chunk",
                       "created": seconds_now(), "model": model, "system_fingerprint": fingerprint()}
         self._include_usage = include_usage
@@ -110,6 +117,7 @@ class ChatWording:
         return "".join(f"{opening}{role}{self._plain}" for opening in self._openings).encode()
 
     def word(self, event: Event) -> bytes:
+        self._progress = None
         if isinstance(event, Said):
             delta = f'{{"content":{json.dumps(event.text)}}}'
             if not event.scores:
@@ -136,7 +144,12 @@ class ChatWording:
         return DONE
 
     def idle(self) -> bytes:
-        return COMMENT
+        turn = self._progress
+        if turn is None:
+            return COMMENT
+        progress = {"total": turn.prompt_tokens, "cache": turn.cached_tokens, "processed": turn.computed_tokens,
+                    "time_ms": round(1000 * (time.monotonic() - self._started))}
+        return f"data: {json.dumps({**self._head, 'choices': [], 'prompt_progress': progress})}\n\n".encode()
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         choices = [_Choice() for _ in range(self._choices)]
@@ -216,8 +229,9 @@ def routes(server: Server) -> list[BaseRoute]:
         usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
 
         def worded(lease: Lease, opened: OpenTurn) -> ChatWording:
-            return ChatWording(lease.name, turn.choices, usage)
+            return ChatWording(lease.name, turn.choices, usage, opened if asked.return_progress else None)
 
-        return await answered(request, server, asked.model, turn, worded, stream=bool(asked.stream))
+        return await answered(request, server, asked.model, turn, worded, stream=bool(asked.stream),
+                              silence=_PROGRESS_EVERY if asked.return_progress else None)
 
     return [Route(path, complete, methods=["POST"]) for path in ("/v1/chat/completions", "/chat/completions")]

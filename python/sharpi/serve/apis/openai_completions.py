@@ -71,6 +71,7 @@ class CompletionFields(fields.SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: fields.JsonObject | None = None
+    grammar: str | fields.GrammarFields | None = None
     user: str | None = None
 
 
@@ -87,7 +88,7 @@ def turns_of(asked: CompletionFields) -> list[Turn]:
         raise ApiError(400, "invalid_request_error", f"at most {_MOST_PROMPTS} answers are given at once", param="n")
     limit = _DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens
     return [Turn(prompt=prompt, options=fields.options_of(asked, limit), choices=choices, scores=scores,
-                 echo=bool(asked.echo), format=fields.format_of("response_format", asked.response_format),
+                 echo=bool(asked.echo), format=fields.wanted_format(asked.response_format, asked.grammar),
                  ignore_end=bool(asked.ignore_eos), least_tokens=asked.min_tokens or 0, key=asked.user or "")
             for prompt in asked.prompt]
 

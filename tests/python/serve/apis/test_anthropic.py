@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 
 from sharpi.serve.apis.anthropic import routes
 from sharpi.serve.errors import ApiError
-from sharpi.serve.sse import TurnStream
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, NamedTool, OutputFormat, Said, Tool, Turn
 
 WEATHER = {"name": "weather", "description": "Weather of a city", "input_schema": {"type": "object"}}
@@ -264,7 +263,7 @@ def test_an_answer_of_nothing() -> None:
 
 def test_silence_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the message starts by a comment, since a client may expect its start first; then by a ping."""
-    monkeypatch.setitem(TurnStream.__init__.__kwdefaults__, "silence", 0.05)
+    monkeypatch.setattr("sharpi.serve.sse.SILENCE", 0.05)
     text = post(FakeServer([0.2, HELLO[0], 0.2, *HELLO[1:]]), CLAUDE_CODE).text
     before, after = text.split("event: message_start")
     assert before.replace(":\n\n", "") == "" and before

@@ -17,7 +17,6 @@ from starlette.testclient import TestClient
 
 from sharpi.serve.apis.ollama import routes
 from sharpi.serve.errors import ApiError
-from sharpi.serve.sse import TurnStream
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, OutputFormat, Said, Score, Tool, Turn
 
 USER: dict[str, Any] = {"role": "user", "content": "Hi"}
@@ -240,7 +239,7 @@ def test_log_probabilities() -> None:
 
 def test_nothing_breaks_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comment is no line of JSON."""
-    monkeypatch.setitem(TurnStream.__init__.__kwdefaults__, "silence", 0.02)
+    monkeypatch.setattr("sharpi.serve.sse.SILENCE", 0.02)
     assert len(lines_of(chat(FakeServer([0.1, *HELLO])))) == 3
 
 

@@ -201,6 +201,8 @@ def test_an_error_in_mid_stream_ends_the_stream(failure: Exception) -> None:
      "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"title": "a" * (1 << 18)}}}},
      "response_format.json_schema.schema"),
+    ({"grammar": "a" * (1 << 19)}, "grammar"),
+    ({"grammar": 'start: "a"', "response_format": {"type": "json_object"}}, "grammar"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
 ])
 def test_a_field_that_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
@@ -251,6 +253,9 @@ def test_tools_and_formats_become_the_turns() -> None:
     schema = {"type": "object"}
     wanted = OutputFormat("json_schema", schema)
     assert turn_for(response_format={"type": "json_schema", "json_schema": {"schema": schema}}).format == wanted
+    assert turn_for(grammar='start: "a"').format == OutputFormat("lark", 'start: "a"')
+    assert turn_for(grammar={"type": "regex", "value": "a+"}).format == OutputFormat("regex", "a+")
+    assert turn_for(grammar="").format is None
 
 
 @pytest.mark.parametrize(("fields", "thinking", "template"), [
@@ -264,6 +269,15 @@ def test_tools_and_formats_become_the_turns() -> None:
 def test_thinking_and_the_template(fields: dict[str, Any], thinking: bool | None, template: dict[str, Any]) -> None:
     turn = turn_for(**fields)
     assert (turn.thinking, dict(turn.template)) == (thinking, template)
+
+
+def test_silence_before_the_answer_tells_how_far_the_prompt_has_come() -> None:
+    told = [one["prompt_progress"] for one in chunks([1.3, *HELLO], return_progress=True) if "prompt_progress" in one]
+    assert len(told) >= 2 and {(one["total"], one["processed"], one["cache"]) for one in told} == {(12, 12, 0)}
+    assert 0 < told[0]["time_ms"] < told[1]["time_ms"]
+    assert not any("prompt_progress" in one for one in chunks([0.8, *HELLO]))
+    later = chunks([HELLO[0], 0.8, *HELLO[1:]], return_progress=True)
+    assert not any("prompt_progress" in one for one in later)
 
 
 def test_further_fields() -> None:
