@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
@@ -62,10 +63,13 @@ async def answered(request: Request, server: Server, model: str | None, turns: S
 
     worded: makes the answer's wording. joined: makes one turn of several. silence: see `TurnStream`.
     """
+    owner = getattr(request.state, "client", None) or ""  # of the key that the request came with
+    given = [turns] if isinstance(turns, Turn) else turns
+    asked = [replace(turn, salt=owner, key=f"{owner} {turn.key}".strip()) for turn in given]
     async with AsyncExitStack() as stack:
         lease = await stack.enter_async_context(server.store.lease(model))
         opened: list[OpenTurn] = []
-        for turn in [turns] if isinstance(turns, Turn) else turns:
+        for turn in asked:
             opened.append(await lease.runner.open(turn))
             stack.push_async_callback(opened[-1].aclose)
         one = opened[0] if joined is None else joined(opened)

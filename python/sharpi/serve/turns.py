@@ -55,7 +55,8 @@ class Turn:
     assistant's, which the answer continues. thinking: whether the template asks for reasoning; `None` leaves it to the
     template. thinking_budget: the most tokens of reasoning. template: further variables for the template.
     ignore_end: the answer goes on after an end token. least_tokens: no end token comes before these.
-    key: requests of one client have the same, and share what one client is due.
+    key: requests of one client have the same, and share what one client is due. salt: turns with different ones share
+    nothing that was computed, so no client learns from an answer's speed what others have asked.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -75,6 +76,7 @@ class Turn:
     ignore_end: bool = False
     least_tokens: int = 0
     key: str = ""
+    salt: str = ""
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

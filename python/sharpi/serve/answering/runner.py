@@ -140,10 +140,10 @@ class ModelRunner:
         try:
             for index in range(turn.choices):
                 options = GenerationOptions(**{**turn.options, "seed": (first + index) % _SEEDS})
-                answers.append(self._scheduler.submit(prompt.ids, key=turn.key, timeout=self._limits.request_seconds,
-                                                      ignore_end=turn.ignore_end, scores=turn.scores,
-                                                      echo=echo, constraint=rules.begin() if rules else None,
-                                                      **options))
+                answers.append(self._scheduler.submit(
+                    prompt.ids, key=turn.key, salt=turn.salt, timeout=self._limits.request_seconds,
+                    ignore_end=turn.ignore_end, scores=turn.scores, echo=echo,
+                    constraint=rules.begin() if rules else None, **options))
         except BaseException as error:
             for answer in answers:
                 answer.cancel()

@@ -280,6 +280,23 @@ def test_silence_before_the_answer_tells_how_far_the_prompt_has_come() -> None:
     assert not any("prompt_progress" in one for one in later)
 
 
+def test_owners_of_keys_share_nothing() -> None:
+    async def asked(owner: str) -> Turn:
+        server = FakeServer(HELLO)
+        app = app_of(server, openai_chat.routes)
+
+        async def known(scope: Any, receive: Any, send: Any) -> None:  # as the middleware of keys leaves it
+            scope.setdefault("state", {})["client"] = owner
+            await app(scope, receive, send)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(known), base_url="http://here") as client:
+            await client.post("/v1/chat/completions", json={"messages": USER, "user": "someone"})
+        return server.runner.turns[0]
+
+    turns = [asyncio.run(asked(owner)) for owner in ("a", "b", "")]
+    assert [(turn.salt, turn.key) for turn in turns] == [("a", "a someone"), ("b", "b someone"), ("", "someone")]
+
+
 def test_further_fields() -> None:
     turn = turn_for(continue_final_message=True, ignore_eos=True, min_tokens=3, thinking_token_budget=7)
     assert (turn.continues, turn.ignore_end, turn.least_tokens, turn.thinking_budget) == (True, True, 3, 7)
