@@ -408,19 +408,24 @@ TEST(Scheduler, AConstraintForgetsAPassThatFails) {
     const auto reference = engineOf(model, engineOptions(600, 64, 12));
     auto backend = std::make_unique<Forgetful>();
     const Forgetful* const made = backend.get();
-    Scheduler scheduler(
-        std::make_shared<Engine>(model.spec(), model.weights(), engineOptions(2000, 64, 12), std::move(backend)),
-        longQueue());
+    const auto engine =
+        std::make_shared<Engine>(model.spec(), model.weights(), engineOptions(2000, 64, 12), std::move(backend));
+    Scheduler scheduler(engine, longQueue());
     for (uint32_t salt = 0; salt < 40; ++salt) {
         std::vector<ScoredText> expected;
-        std::vector<std::shared_ptr<Answer>> answers;
+        std::vector<Request> requests;
         for (uint32_t i = 0; i < 3; ++i) {
             Request request = requestOf(repetitive(40, model.options().vocab, 3 * salt + i), 40);
             request.drafts = drafts(Source::NGram, 7);
             Thirds alone(model.options().vocab, 100, salt);
             expected.push_back(writeScored(reference, request.prompt, request.params, 40, 0, &alone));
             request.extras.constraint = std::make_shared<Thirds>(model.options().vocab, 100, salt);
-            answers.push_back(scheduler.submit(request));
+            requests.push_back(std::move(request));
+        }
+        std::vector<std::shared_ptr<Answer>> answers;
+        {
+            const LockedModel locked = engine->runner().lock();  // all begin at once, however slow the machine is
+            for (Request& request : requests) answers.push_back(scheduler.submit(std::move(request)));
         }
         for (size_t i = 0; i < answers.size(); ++i) {
             const Whole whole = wait(*answers[i]);
