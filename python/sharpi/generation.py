@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,8 +23,8 @@ class Token:
 
     id: int
     text: str
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
+    logprob: float | None = field(default=None, repr=False)
+    top: tuple[tuple[int, float], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,10 @@ _OPTIONS: dict[tuple[str, ...], str] = {
     ("-tb", "--threads-batch"): "use -t N, for prompts and answers alike",
     ("--mlock", "--mmap", "--no-mmap", "-dio", "--direct-io"): "leave it out: files are always mapped",
     ("--numa", "-C", "--cpu-mask", "--cpu-range", "--prio", "--poll"): "use -t N, and taskset or numactl",
-    ("-np", "--parallel", "-cb", "--cont-batching"): "Sharpi answers one request at a time",
-    ("--host", "--port", "-a", "--alias", "--api-key"): "there is no server yet",
+    ("-np", "--parallel"): "use `sharpi serve`, which answers many requests at a time",
+    ("-cb", "--cont-batching"): "leave it out: `sharpi serve` always does that",
+    ("--host", "--port", "--api-key"): "use `sharpi serve`",
+    ("-a", "--alias"): "use `sharpi serve -m NAME=FILE`",
     ("-st", "--single-turn"): "use `sharpi run --chat -p TEXT`, which answers one message",
     ("-cnv", "--conversation", "-i", "--interactive", "-if", "--interactive-first"): "use `sharpi chat`",
     ("-no-cnv", "--no-conversation"): "leave it out: `sharpi run` continues a text without a template",
@@ -62,7 +64,7 @@ _OPTIONS: dict[tuple[str, ...], str] = {
     ("--samplers", "--sampler-seq", "--sampling-seq", "--typical", "--typical-p", "--top-nsigma", "--top-n-sigma",
      "--mirostat", "--mirostat-lr", "--mirostat-ent", "--xtc-probability", "--xtc-threshold", "--dry-multiplier",
      "--dry-base", "--dynatemp-range", "--repeat-last-n"): _SAMPLERS,
-    ("--grammar", "--grammar-file", "-j", "--json-schema", "-jf"): _NEVER,
+    ("--grammar", "--grammar-file", "-j", "--json-schema", "-jf"): "use `sharpi serve`, with grammars in its requests",
     ("--lora", "--lora-scaled", "--control-vector", "-mm", "--mmproj", "--image", "--audio"): _NEVER,
     ("-md", "--model-draft", "-ngld", "-devd", "--draft-p-min", "--spec-type"): "use --draft mtp or --draft ngram",
     ("--draft-max", "--draft-n", "--draft-min"): "use --draft-tokens N",
@@ -74,8 +76,7 @@ _OPTIONS: dict[tuple[str, ...], str] = {
 _OPTION_HINTS = {name: hint for names, hint in _OPTIONS.items() for name in names}
 
 _COMMAND_HINTS = {
-    **dict.fromkeys(("serve", "server", "start", "ps", "stop"),
-                    "there is no server yet; `sharpi chat` talks at the terminal"),
+    **dict.fromkeys(("server", "start", "ps", "stop"), "use `sharpi serve`"),
     **dict.fromkeys(("show", "info", "metadata"), "use `sharpi inspect`"),
     **dict.fromkeys(("generate", "complete", "cli", "prompt"), "use `sharpi run`"),
     **dict.fromkeys(("benchmark", "perf"), "use `sharpi bench`"),

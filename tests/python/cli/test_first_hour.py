@@ -143,7 +143,7 @@ def test_what_is_right(room: Path, line: str, output: str, error: str) -> None:
 WRONG = [
     # what is not there
     ("sharpi rnu", "did you mean `sharpi run`?"),
-    ("sharpi serve", "no server yet"),
+    ("sharpi server", "use `sharpi serve`"),
     ("sharpi 'Once upon a time'", "`sharpi run TEXT`"),
     ("sharpi story.gguf", "sharpi chat -m FILE"),
     ("sharpi -m story.gguf -p Once", "a command comes first"),
