@@ -291,10 +291,10 @@ class Scheduler:
         """Continues `prompt`, text or token ids, as `Session.generate` does; `GenerationOptions` says what the options
         mean. Returns at once.
 
-        priority: requests with higher ones go first, and are paused last. key: requests with the same key share what
-        one client is due. salt: what was computed of a prompt serves later prompts that begin alike, but not requests
-        with another salt. timeout: seconds after which the answer ends. ignore_end: the answer goes on after an end
-        token.
+        priority: requests with higher ones go first, and are paused last. key: requests with the same key are one
+        client's, and clients take turns. salt: what was computed of a prompt serves later prompts that begin alike,
+        but not requests with another salt. timeout: seconds after which the answer ends. ignore_end: the answer goes on
+        after an end token.
 
         scores: each `Token` has its log-probability, and those of this many of the likeliest tokens (0 to 20). echo:
         the prompt's tokens have theirs too, in `Answer.prompt_scores`; the whole prompt is computed, whatever the cache

@@ -19,7 +19,7 @@ struct Request {
     int64_t maxTokens = std::numeric_limits<int64_t>::max();  // 0: none, only the prompt's scores
     AnswerExtras extras;
     int32_t priority = 0;           // higher ones go first, and are paused last
-    std::string key;                // requests of one key share what one client is due
+    std::string key;                // of the client; clients take turns, however many requests each has
     std::string salt;               // requests with other salts share nothing that was computed
     std::optional<double> seconds;  // after which the request ends, however far it has come
 };

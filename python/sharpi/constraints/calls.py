@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from sharpi.constraints.grammar import Grammar, json_options
 from sharpi.constraints.lazy import Lazy, Triggers
-from sharpi.constraints.literals import GEMMA, PYTHON, Rules, literal, until
+from sharpi.constraints.literals import BARE, PYTHON, Rules, literal, until
 from sharpi.constraints.tokens import Tokens
 from sharpi.errors import InvalidRequestError
 from sharpi.text.answers.schema_kinds import kinds_of
@@ -124,8 +124,8 @@ class _Calls:
         schema.setdefault("type", "object")
         if schema.get("properties"):
             schema.setdefault("additionalProperties", False)  # else models may invent arguments
-        if self._form.notation == "gemma":
-            return self._rules.value(schema, schema, GEMMA)
+        if self._form.notation == "bare":
+            return self._rules.value(schema, schema, BARE)
         return _json(schema)
 
     def _keywords(self, schema: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
@@ -13,7 +14,7 @@ __all__ = ["Crossings", "Following", "allow_all", "find_first", "partly_at_end"]
 State = TypeVar("State")
 
 
-class Following(Generic[State]):
+class Following(ABC, Generic[State]):
     """Keeps the state before each token, so that a rollback is exact. A state is immutable; what is not (another
     constraint that accepted tokens) is rolled back in its turn."""
 
@@ -21,9 +22,9 @@ class Following(Generic[State]):
         self._state = state
         self._past: list[tuple[State, Constraint | None, int]] = []
 
+    @abstractmethod
     def _next(self, token: int) -> tuple[State, Constraint | None, int]:
         """The state after `token`, and which constraint accepted how many tokens for it."""
-        raise NotImplementedError
 
     def accept(self, token: int) -> None:
         state, touched, accepted = self._next(token)

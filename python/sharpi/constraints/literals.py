@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["GEMMA", "PYTHON", "Literals", "Rules", "literal", "until"]
+__all__ = ["BARE", "PYTHON", "Literals", "Rules", "literal", "until"]
 
 _DEEPEST = 12
 _LONGEST = 2_000  # a larger bound on a string is not enforced: each of its lengths is a state
@@ -58,7 +58,7 @@ class Literals:
         return (name if self.bare_keys else self.string(name)) + self.colon
 
 
-GEMMA = Literals(("true", "false", "null"), quote='<|"|>', bare_keys=True)
+BARE = Literals(("true", "false", "null"), quote='<|"|>', bare_keys=True)
 PYTHON = Literals(("True", "False", "None"), colon=": ", comma=", ")
 
 

@@ -88,6 +88,7 @@ def forecast(plan: Plan, file: GgufFile, spec: Spec, streams: int, tokens: int, 
         return None
     inventory = Inventory.of(file, spec, mtp=plan.mtp).on(known)
     held, prompt = tokens - max(1, tokens // 4), max(1, tokens // 2)
+    cached: Mapping[int, Cached] = {}
     if plan.device == "cpu":
         beside = after_on_cpu(inventory.beside, spec, plan.kv_dtype, held)
         prefill = prefill_on_cpu(inventory.model_uses, known, plan.batch, plan.threads)
@@ -96,7 +97,7 @@ def forecast(plan: Plan, file: GgufFile, spec: Spec, streams: int, tokens: int, 
         cached = cached_experts(inventory.uses, plan.expert_pools, warm)
         prefill = prefill_on_gpu(inventory.model_uses, _homes(plan, inventory), known, plan.batch, cached, plan.prompt,
                                  inventory.beside)
-    step, bound = _step(plan, inventory, known, streams, beside, warm)
+    step, bound = _step(plan, inventory, known, streams, beside, cached)
     one = prompt / prefill.tokens_per_second
     streamed = plan.device == "cuda" and inventory.streamed(_homes(plan, inventory))
     last = streams * one
@@ -121,14 +122,13 @@ def _homes(plan: Plan, inventory: Inventory) -> Sequence[TensorHome]:
 
 
 def _step(plan: Plan, inventory: Inventory, profile: HardwareProfile, streams: int, beside: Beside,
-          warm: ExpertStats | None) -> tuple[float, str]:
+          cached: Mapping[int, Cached]) -> tuple[float, str]:
     """Seconds of a step of `streams` rows, and what bounds it."""
     steps = math.ceil(streams / STEP_ROWS)
     rows = math.ceil(streams / steps)
     if plan.device == "cpu":
         seconds, bound = _on_cpu(inventory, profile, plan.threads, rows, beside)
     else:
-        cached = cached_experts(inventory.uses, plan.expert_pools, warm)
         seconds, bound = _on_gpu(inventory, _homes(plan, inventory), profile, plan.threads, rows, cached, beside)
     return steps * seconds, bound
 

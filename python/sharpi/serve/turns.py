@@ -55,7 +55,7 @@ class Turn:
     assistant's, which the answer continues. thinking: whether the template asks for reasoning; `None` leaves it to the
     template. thinking_budget: the most tokens of reasoning. template: further variables for the template.
     ignore_end: the answer goes on after an end token. least_tokens: no end token comes before these.
-    key: requests of one client have the same, and share what one client is due. salt: turns with different ones share
+    key: of the client; clients take turns, however many requests each has sent. salt: turns with different ones share
     nothing that was computed, so no client learns from an answer's speed what others have asked.
     """
 

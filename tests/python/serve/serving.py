@@ -21,8 +21,8 @@ from starlette.routing import BaseRoute
 from sharpi import Model, Scheduler
 from sharpi.files.metadata import Metadata
 from sharpi.serve.answering.runner import ModelRunner, RunnerLimits
-from sharpi.serve.apis.openai_shapes import error_body
 from sharpi.serve.errors import ApiError
+from sharpi.serve.http.wording import openai_error
 from sharpi.serve.server import Card
 from sharpi.serve.sse import json_response
 
@@ -83,7 +83,7 @@ def app_of(server: Any, *apis: Callable[[Any], list[BaseRoute]]) -> Starlette:
     """The routes of these APIs, with OpenAI's errors."""
     async def refused(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        response = json_response(error_body(error), error.status)
+        response = json_response(openai_error(error), error.status)
         response.headers.update(error.headers)
         return response
 

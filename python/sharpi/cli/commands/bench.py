@@ -128,8 +128,10 @@ def _bench_streams(options: ModelOptions, streams: Sequence[int], tokens: int, l
     from sharpi.planning.streams import forecast, room_for
 
     most = max(streams)
-    context, sequences, cache_tokens = room_for(most + (long_prompt > 0), max(tokens, long_prompt + 1), None, None,
-                                                room_for(most, tokens, None, None, None)[2] + long_prompt + 64)
+    context, sequences, cache_tokens = room_for(most, tokens, None, None, None)
+    if long_prompt:
+        context, sequences = max(context, long_prompt + 1), sequences + 1
+        cache_tokens += long_prompt + 64
     with options.load(context=context, sequences=sequences, cache_tokens=cache_tokens) as model:
         from sharpi.benchmark import measure_streams
         from sharpi.machine.hardware import Gpu

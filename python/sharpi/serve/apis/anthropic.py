@@ -14,8 +14,9 @@ from starlette.routing import BaseRoute, Route
 
 from sharpi.serve.answering.conversations import Message, call, conversation, is_begun
 from sharpi.serve.apis import fields
-from sharpi.serve.apis.anthropic_events import MessageWording, error_body
+from sharpi.serve.apis.anthropic_events import MessageWording
 from sharpi.serve.errors import ApiError
+from sharpi.serve.http.wording import anthropic_error
 from sharpi.serve.server import Server
 from sharpi.serve.sse import answered, json_response
 from sharpi.serve.turns import NamedTool, OutputFormat, ToolChoice, Turn
@@ -254,7 +255,7 @@ def _route(path: str, handle: Callable[[Request, str], Awaitable[Response]]) -> 
         try:
             response = await handle(request, id)
         except ApiError as error:
-            response = json_response(error_body(error, id), error.status)
+            response = json_response(anthropic_error(error, id), error.status)
             response.headers.update(error.headers)
         response.headers["request-id"] = id
         return response

@@ -8,30 +8,16 @@ from typing import Any
 
 from sharpi.serve.apis.objects import ObjectWording, event_frame
 from sharpi.serve.errors import ApiError
+from sharpi.serve.http.wording import anthropic_error
 from sharpi.serve.server import OpenTurn
 from sharpi.serve.turns import CallArguments, Ended, Event, Said, Thought, Usage
 from sharpi.serve.whole import Part, Whole
 
-__all__ = ["MessageWording", "error_body"]
+__all__ = ["MessageWording"]
 
 _SIGNATURE = "sharpi"  # Clients send thinking back only if it is signed. Nobody checks the signature.
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "timeout": "max_tokens", "tool_calls": "tool_use"}
-
-_ERRORS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-           413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
-
-
-def error_body(error: ApiError, request_id: str) -> dict[str, Any]:
-    """The body of a refusal, and the data of an `error` event."""
-    message = error.message
-    if error.code == "exceed_context_size_error":
-        # Claude Code shortens the conversation if it reads these words, which are Anthropic's.
-        message = f"prompt is too long: {error.details['n_prompt_tokens']} tokens > {error.details['n_ctx']} maximum"
-    elif error.param is not None and error.param not in message:
-        message = f"{error.param}: {message}"
-    kind = _ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 class MessageWording(ObjectWording):
@@ -78,7 +64,7 @@ class MessageWording(ObjectWording):
         return event_frame({"type": "ping"}) if self._started else super().idle()
 
     def fail(self, error: ApiError) -> dict[str, Any]:
-        return error_body(error, self._request_id)
+        return anthropic_error(error, self._request_id)
 
     def _message(self) -> dict[str, Any]:
         return {"id": self._id, "type": "message", "role": "assistant", "model": self._model, "content": [],

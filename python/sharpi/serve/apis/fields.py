@@ -15,9 +15,9 @@ from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice
 from sharpi.settings.generation_options import GenerationOptions
 
 __all__ = ["Body", "Count", "GrammarFields", "JsonObject", "LogitBias", "MinP", "NullableBody", "Penalty",
-           "RepetitionPenalty", "Seed", "Stop", "Temperature", "TokenLimit", "TopK", "TopP", "effort_variables",
-           "format_of", "function_tools", "named_tool", "options_of", "possible_choice", "read_body", "schema_format",
-           "tool_choice_of", "wanted_format"]
+           "RepetitionPenalty", "Seed", "Stop", "StreamOptions", "Temperature", "TokenLimit", "TopK", "TopP",
+           "effort_variables", "format_of", "function_tools", "named_tool", "options_of", "possible_choice",
+           "read_body", "schema_format", "tool_choice_of", "wanted_format"]
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -204,6 +204,10 @@ def schema_format(name: str, schema: Any) -> OutputFormat:
     if len(json.dumps(schema)) > MOST_SCHEMA_BYTES:
         raise _wrong(name, f"{name} is larger than {MOST_SCHEMA_BYTES >> 10} KiB")
     return OutputFormat("json_schema", schema)
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
 
 
 class GrammarFields(Body):

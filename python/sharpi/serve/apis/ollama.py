@@ -17,9 +17,10 @@ from starlette.types import Scope
 
 from sharpi.serve.answering.conversations import Message, call, conversation, is_begun
 from sharpi.serve.apis import fields
-from sharpi.serve.apis.ollama_events import AnswerWording, Kind, empty_line, error_body
+from sharpi.serve.apis.ollama_events import AnswerWording, Kind, empty_line
 from sharpi.serve.apis.ollama_models import listed, running, shown
 from sharpi.serve.errors import ApiError
+from sharpi.serve.http.wording import ollama_error
 from sharpi.serve.server import Server
 from sharpi.serve.sse import NDJSON, answered, json_response
 from sharpi.serve.turns import OutputFormat, Tool, Turn
@@ -202,7 +203,7 @@ def _worded(handle: Callable[[Server, Request], Awaitable[Response]],
         try:
             return await handle(server, request)
         except ApiError as error:
-            response = json_response(error_body(error), error.status)
+            response = json_response(ollama_error(error), error.status)
             response.headers.update(error.headers)
             return response
 

@@ -10,11 +10,12 @@ from typing import Any, Literal
 from sharpi.serve.apis.objects import ObjectWording, line_frame
 from sharpi.serve.apis.openai_shapes import likelihood
 from sharpi.serve.errors import ApiError
+from sharpi.serve.http.wording import ollama_error
 from sharpi.serve.server import OpenTurn
 from sharpi.serve.turns import Event, Said, Score, Thought, Usage
 from sharpi.serve.whole import Part, Whole
 
-__all__ = ["AnswerWording", "Kind", "empty_line", "error_body", "time_text"]
+__all__ = ["AnswerWording", "Kind", "empty_line", "time_text"]
 
 Kind = Literal["chat", "generate"]
 
@@ -49,7 +50,7 @@ class AnswerWording(ObjectWording):
         return ()
 
     def fail(self, error: ApiError) -> dict[str, Any]:
-        return error_body(error)
+        return ollama_error(error)
 
     def say(self, event: Event) -> Iterator[dict[str, Any]]:
         answer = self._answer
@@ -110,12 +111,6 @@ class AnswerWording(ObjectWording):
                 "prompt_eval_duration": _nanoseconds(first - figures["queued_seconds"]),
                 "eval_count": usage.completion_tokens,
                 "eval_duration": _nanoseconds(figures["seconds"] - first)}
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    """An error as Ollama words it."""
-    named = error.param is not None and error.param not in error.message
-    return {"error": f"{error.param}: {error.message}" if named else error.message}
 
 
 def _logprob(score: Score) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -14,29 +13,16 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from sharpi.serve.apis import fields
-from sharpi.serve.apis.openai_shapes import (
-    DONE,
-    error_body,
-    fingerprint,
-    finish_reason,
-    likelihood,
-    seconds_now,
-    timings,
-    usage_body,
-)
+from sharpi.serve.apis.openai_shapes import OpenAiWording, finish_reason, likelihood, timings, usage_body
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
-from sharpi.serve.sse import COMMENT, answered
+from sharpi.serve.sse import answered
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, Said, Score, Thought, Turn, Usage
 
 __all__ = ["ChatFields", "ChatWording", "routes", "turn_of"]
 
 _MOST_MESSAGES = 4096
 _PROGRESS_EVERY = 0.5  # seconds
-
-
-class StreamOptions(fields.Body):
-    include_usage: bool | None = None
 
 
 class ChatFields(fields.SamplingFields):
@@ -48,7 +34,7 @@ class ChatFields(fields.SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=fields.MOST_TOP_LOGPROBS)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: fields.StreamOptions | None = None
     response_format: fields.JsonObject | None = None
     tools: list[fields.ToolFields] | None = None
     tool_choice: str | fields.JsonObject | None = None
@@ -94,23 +80,19 @@ def _thinking(asked: ChatFields, template: dict[str, Any]) -> bool | None:
     return None if asked.reasoning_effort is None else asked.reasoning_effort != "none"
 
 
-class ChatWording:
+class ChatWording(OpenAiWording):
     """Words one turn as OpenAI's chunks, or as one completion."""
 
     def __init__(self, model: str, choices: int, include_usage: bool = False, progress: OpenTurn | None = None) -> None:
         """progress: the turn, if silence before its first event tells how far its prompt has come."""
+        super().__init__("chatcmpl", "chat.completion.chunk", model, include_usage)
         self._progress = progress
         self._started = time.monotonic()
-        self._head = {"id": f"chatcmpl-{secrets.token_hex(14)}", "object": "chat.completion.chunk",
-                      "created": seconds_now(), "model": model, "system_fingerprint": fingerprint()}
-        self._include_usage = include_usage
         self._choices = choices
         head = json.dumps(self._head)[:-1]
-        tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
         # A chunk is its choice's opening, the delta's JSON, and one of these.
         self._openings = [f'data: {head},"choices":[{{"index":{index},"delta":' for index in range(choices)]
-        self._plain = f',"logprobs":null,"finish_reason":null}}]{tail}'
-        self._tail = tail
+        self._plain = f',"logprobs":null,"finish_reason":null}}]{self._tail}'
 
     def begin(self) -> bytes:
         role = '{"role":"assistant","content":""}'
@@ -135,21 +117,15 @@ class ChatWording:
             return self._chunk(event.choice, json.dumps({"tool_calls": [more]}))
         if isinstance(event, Ended):
             return self._chunk(event.choice, "{}", (), finish_reason(event))
-        return self._usage(event) if isinstance(event, Usage) and self._include_usage else b""
-
-    def failed(self, error: ApiError) -> bytes:
-        return f"data: {json.dumps(error_body(error))}\n\n".encode()
-
-    def end(self) -> bytes:
-        return DONE
+        return self._usage(event) if isinstance(event, Usage) else b""
 
     def idle(self) -> bytes:
         turn = self._progress
         if turn is None:
-            return COMMENT
+            return super().idle()
         progress = {"total": turn.prompt_tokens, "cache": turn.cached_tokens, "processed": turn.computed_tokens,
                     "time_ms": round(1000 * (time.monotonic() - self._started))}
-        return f"data: {json.dumps({**self._head, 'choices': [], 'prompt_progress': progress})}\n\n".encode()
+        return self._data({**self._head, "choices": [], "prompt_progress": progress})
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         choices = [_Choice() for _ in range(self._choices)]
@@ -166,10 +142,6 @@ class ChatWording:
     def _chunk(self, choice: int, delta: str, scores: Sequence[Score] = (), reason: str | None = None) -> bytes:
         return (f'{self._openings[choice]}{delta},"logprobs":{json.dumps(_logprobs(scores))},"finish_reason":'
                 f'{json.dumps(reason)}}}]{self._tail}').encode()
-
-    def _usage(self, usage: Usage) -> bytes:
-        body = {**self._head, "choices": [], "usage": usage_body(usage), "timings": timings(usage)}
-        return f"data: {json.dumps(body)}\n\n".encode()
 
 
 class _Choice:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import secrets
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, Any
@@ -16,19 +15,10 @@ from starlette.routing import BaseRoute, Route
 
 from sharpi.serve.answering.joined_turns import JoinedTurns
 from sharpi.serve.apis import fields
-from sharpi.serve.apis.openai_shapes import (
-    DONE,
-    error_body,
-    fingerprint,
-    finish_reason,
-    likelihood,
-    seconds_now,
-    timings,
-    usage_body,
-)
+from sharpi.serve.apis.openai_shapes import OpenAiWording, finish_reason, likelihood, timings, usage_body
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
-from sharpi.serve.sse import COMMENT, answered
+from sharpi.serve.sse import answered
 from sharpi.serve.turns import Ended, Event, PromptScores, Said, Score, Thought, Turn, Usage
 
 __all__ = ["CompletionFields", "CompletionWording", "routes", "turns_of"]
@@ -55,10 +45,6 @@ def _prompts(value: Any) -> list[str | list[int]]:
     raise ValueError("must be text, token ids, or a list of either")
 
 
-class StreamOptions(fields.Body):
-    include_usage: bool | None = None
-
-
 class CompletionFields(fields.SamplingFields):
     prompt: Annotated[Any, AfterValidator(_prompts)]
     model: str | None = None
@@ -69,7 +55,7 @@ class CompletionFields(fields.SamplingFields):
     logprobs: Annotated[int, Field(ge=0, le=fields.MOST_TOP_LOGPROBS)] | bool | None = None
     echo: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: fields.StreamOptions | None = None
     response_format: fields.JsonObject | None = None
     grammar: str | fields.GrammarFields | None = None
     user: str | None = None
@@ -93,16 +79,13 @@ def turns_of(asked: CompletionFields) -> list[Turn]:
             for prompt in asked.prompt]
 
 
-class CompletionWording:
+class CompletionWording(OpenAiWording):
     """Words a request's turns as OpenAI's completions."""
 
     def __init__(self, model: str, choices: int, scored: bool = False, include_usage: bool = False) -> None:
-        self._head = {"id": f"cmpl-{secrets.token_hex(14)}", "object": "text_completion", "created": seconds_now(),
-                      "model": model, "system_fingerprint": fingerprint()}
-        self._include_usage = include_usage
+        super().__init__("cmpl", "text_completion", model, include_usage)
         self._choices = [_Choice(scored) for _ in range(choices)]
         self._opening = f'data: {json.dumps(self._head)[:-1]},"choices":[{{"index":'
-        self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
 
     def begin(self) -> bytes:
         return b""
@@ -113,16 +96,7 @@ class CompletionWording:
             return self._chunk(event.choice, json.dumps(event.text), logprobs, "null")
         if isinstance(event, Ended):
             return self._chunk(event.choice, '""', "null", json.dumps(finish_reason(event)))
-        return self._usage(event) if isinstance(event, Usage) and self._include_usage else b""
-
-    def failed(self, error: ApiError) -> bytes:
-        return f"data: {json.dumps(error_body(error))}\n\n".encode()
-
-    def end(self) -> bytes:
-        return DONE
-
-    def idle(self) -> bytes:
-        return COMMENT
+        return self._usage(event) if isinstance(event, Usage) else b""
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         usage = Usage(0, 0, 0, 0)
@@ -137,10 +111,6 @@ class CompletionWording:
     def _chunk(self, choice: int, text: str, logprobs: str, reason: str) -> bytes:
         return (f'{self._opening}{choice},"text":{text},"logprobs":{logprobs},"finish_reason":{reason}}}]'
                 f'{self._tail}').encode()
-
-    def _usage(self, usage: Usage) -> bytes:
-        body = {**self._head, "choices": [], "usage": usage_body(usage), "timings": timings(usage)}
-        return f"data: {json.dumps(body)}\n\n".encode()
 
 
 class _Choice:

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from sharpi import _core
 from sharpi.serve.errors import ApiError
+from sharpi.serve.http.wording import openai_error
+from sharpi.serve.sse import COMMENT
 from sharpi.serve.turns import Ended, Score, Usage
 
-__all__ = ["LOWEST", "DONE", "error_body", "fingerprint", "finish_reason", "likelihood", "seconds_now", "timings",
-           "usage_body"]
+__all__ = ["LOWEST", "OpenAiWording", "finish_reason", "likelihood", "timings", "usage_body"]
 
-DONE = b"data: [DONE]\n\n"
 LOWEST = -9999.0  # JSON knows no infinities
-
-
-def error_body(error: ApiError) -> dict[str, Any]:
-    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code,
-                      **error.details}}
 
 
 @functools.cache
 def fingerprint() -> str:
     """What decides answers beside the request and the model's file."""
     return f"sharpi-{_core.version}"
-
-
-def seconds_now() -> int:
-    return int(time.time())
 
 
 def finish_reason(ended: Ended) -> Literal["stop", "length", "tool_calls"]:
@@ -60,6 +53,35 @@ def timings(usage: Usage) -> dict[str, Any]:
             "predicted_ms": 1000 * predicted,
             "predicted_per_second": usage.completion_tokens / predicted if predicted else None,
             "queued_ms": 1000 * queued}
+
+
+class OpenAiWording:
+    """What both have in common: the fields that every chunk has, and how a stream ends."""
+
+    def __init__(self, id: str, object: str, model: str, include_usage: bool) -> None:
+        self._head = {"id": f"{id}-{secrets.token_hex(14)}", "object": object, "created": int(time.time()),
+                      "model": model, "system_fingerprint": fingerprint()}
+        self._include_usage = include_usage
+        # What every chunk ends with, but for that of the usage.
+        self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
+
+    def failed(self, error: ApiError) -> bytes:
+        return self._data(openai_error(error))
+
+    def end(self) -> bytes:
+        return b"data: [DONE]\n\n"
+
+    def idle(self) -> bytes:
+        return COMMENT
+
+    def _usage(self, usage: Usage) -> bytes:
+        if not self._include_usage:
+            return b""
+        return self._data({**self._head, "choices": [], "usage": usage_body(usage), "timings": timings(usage)})
+
+    @staticmethod
+    def _data(value: Mapping[str, Any]) -> bytes:
+        return f"data: {json.dumps(value)}\n\n".encode()
 
 
 def likelihood(score: Score) -> float:

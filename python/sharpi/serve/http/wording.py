@@ -1,4 +1,4 @@
-"""Errors as the clients of each API expect them, for what is refused before the API sees it."""
+"""Errors as the clients of each API expect them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 from sharpi.serve.errors import ApiError
 
-__all__ = ["encoded", "error_body", "error_headers", "http_error"]
+__all__ = ["anthropic_error", "encoded", "error_headers", "http_error", "ollama_error", "openai_error"]
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
           429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-_ANTHROPIC = {"server_error": "api_error", "not_found_error": "not_found_error"}
+_ANTHROPIC = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+              404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+              504: "timeout_error"}
 
 
 def http_error(status: int, message: str, *, kind: str | None = None, code: str | None = None,
@@ -22,16 +24,29 @@ def http_error(status: int, message: str, *, kind: str | None = None, code: str 
     return ApiError(status, kind or _KINDS.get(status, "invalid_request_error"), message, code=code, headers=headers)
 
 
-def error_body(path: str, error: ApiError) -> dict[str, Any]:
-    """The body of a refusal, in the shape of the API that has this path: Anthropic's, Ollama's, or else OpenAI's."""
-    if path.startswith("/v1/messages"):
-        kind = "overloaded_error" if error.status == 503 else _ANTHROPIC.get(error.kind, error.kind)
-        return {"type": "error", "error": {"type": kind, "message": error.message},
-                "request_id": f"req_{secrets.token_hex(12)}"}
-    if path.startswith("/api/"):
-        return {"error": error.message}
+def openai_error(error: ApiError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code,
                       **error.details}}
+
+
+def anthropic_error(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The body of a refusal, and the data of an `error` event."""
+    message = _named(error)
+    if error.code == "exceed_context_size_error":
+        # Claude Code shortens the conversation if it reads these words, which are Anthropic's.
+        message = f"prompt is too long: {error.details['n_prompt_tokens']} tokens > {error.details['n_ctx']} maximum"
+    kind = _ANTHROPIC.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    return {"error": _named(error)}
+
+
+def _named(error: ApiError) -> str:
+    """The message, for clients that have no place for the name of the field."""
+    named = error.param is not None and error.param not in error.message
+    return f"{error.param}: {error.message}" if named else error.message
 
 
 def error_headers(error: ApiError, body: bytes) -> list[tuple[bytes, bytes]]:
@@ -41,5 +56,10 @@ def error_headers(error: ApiError, body: bytes) -> list[tuple[bytes, bytes]]:
 
 
 def encoded(path: str, error: ApiError) -> bytes:
-    """`error_body` as JSON."""
-    return json.dumps(error_body(path, error), ensure_ascii=False).encode("utf-8", "replace")
+    """The body of a refusal as JSON, in the shape of the API that has this path: Anthropic's, Ollama's, or else
+    OpenAI's."""
+    if path.startswith("/v1/messages"):
+        body = anthropic_error(error, f"req_{secrets.token_hex(12)}")
+    else:
+        body = ollama_error(error) if path.startswith("/api/") else openai_error(error)
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")

@@ -68,7 +68,7 @@ DSML = ToolFormat(
                         kinds=(' string="true">', ' string="false">')),
     tokens=("｜DSML｜",))
 GEMMA = ToolFormat(
-    "gemma", "gemma", triggers=("<|tool_call>call:",), notation="gemma", before_name="<|tool_call>call:", after_name="",
+    "gemma", "bare", triggers=("<|tool_call>call:",), notation="bare", before_name="<|tool_call>call:", after_name="",
     end="<tool_call|>", tokens=("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"))
 PYTHON = ToolFormat(
     "python", "python", triggers=("<|tool_call_start|>",), notation="python", opening="<|tool_call_start|>[",

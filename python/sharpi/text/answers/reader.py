@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from sharpi.text.answers.calls.call_reader import CallReader
 from sharpi.text.answers.calls.harmony import read_harmony
-from sharpi.text.answers.calls.loose import read_gemma, read_python
+from sharpi.text.answers.calls.loose import read_bare, read_python
 from sharpi.text.answers.calls.named import read_mistral, read_named
 from sharpi.text.answers.calls.objects import read_objects
 from sharpi.text.answers.calls.tags import read_tags
@@ -19,7 +19,7 @@ from sharpi.text.answers.tool_format import ToolFormat
 __all__ = ["AnswerReader", "DescribedTool"]
 
 _READERS: Mapping[str, Callable[[CallReader], Parse[None]]] = {
-    "objects": read_objects, "named": read_named, "mistral": read_mistral, "tags": read_tags, "gemma": read_gemma,
+    "objects": read_objects, "named": read_named, "mistral": read_mistral, "tags": read_tags, "bare": read_bare,
     "python": read_python}
 
 

@@ -11,7 +11,7 @@ __all__ = ["Notation", "Parameter", "ToolFormat"]
 
 # How a call's arguments are written: as a JSON object; each in tags of its own; as Gemma's objects, in braces, whose
 # keys are bare and whose strings stand between <|"|>; as Python's keyword arguments, without their parentheses.
-Notation = Literal["json", "tags", "gemma", "python"]
+Notation = Literal["json", "tags", "bare", "python"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ToolFormat:
     """
 
     name: str
-    reader: Literal["objects", "named", "mistral", "tags", "gemma", "python", "harmony"]
+    reader: Literal["objects", "named", "mistral", "tags", "bare", "python", "harmony"]
     triggers: tuple[str, ...]
     before_name: str
     after_name: str

@@ -10,7 +10,7 @@ from sharpi.text.answers.calls.call_reader import CallReader
 from sharpi.text.answers.calls.json_text import is_json, read_string, string_part
 from sharpi.text.answers.source import MisreadError, Parse
 
-__all__ = ["read_gemma", "read_python"]
+__all__ = ["read_bare", "read_python"]
 
 _DEEPEST = 64
 _QUOTE = '<|"|>'
@@ -18,7 +18,7 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _WORD_ENDS = ",}])"
 
 
-def read_gemma(calls: CallReader) -> Parse[None]:
+def read_bare(calls: CallReader) -> Parse[None]:
     """Calls such as `<|tool_call>call:name{city:<|"|>Oslo<|"|>,days:2}<tool_call|>`."""
     source, form = calls.source, calls.form
     yield from source.expect(*form.triggers)
