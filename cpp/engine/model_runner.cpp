@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/launch_rows.h"
+
 namespace sharpi {
 
 namespace {
@@ -15,7 +17,7 @@ SequenceLimits sequenceLimits(const ModelSpec& spec, const Backend& backend, con
     s.headRows = backend.headRows();
     s.predictionLayer = !spec.predictions.empty();
     s.pieces = {backend.oneArithmetic(), backend.promptStep(), limits.maxRows,
-                std::min(limits.maxRows, backend.decodeRows())};
+                std::min(limits.maxRows, backend.decodeRows()), std::min<int64_t>(s.headRows, kMostPrompts)};
     return s;
 }
 

@@ -50,7 +50,7 @@ GpuScratch::GpuScratch(const StepLimits& l)
     room.captured = false;
     room.rows = l.maxRows;
     room.sequences = std::min(l.maxRows, kMaxSequences);
-    room.fastSequences = fastRows ? std::min(l.maxRows, kMaxPrompts) : 0;
+    room.fastSequences = fastRows ? std::min<int64_t>(l.maxRows, kMostPrompts) : 0;
     batch = numbers(room);
     takeAlways(l);
     takeExperts(l);

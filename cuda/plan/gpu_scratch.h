@@ -22,10 +22,8 @@ constexpr int kTransferStages = 3;
 DeviceLayout gpuLayout();
 
 struct GpuScratch {
-    // The most decode rows of one batch, and the most sequences that have fast rows. Each decode row may belong to a
-    // different sequence.
-    static constexpr int64_t kMaxDecodeRows = kExactLaunchRows, kMaxPrompts = 16,
-                             kMaxSequences = kMaxDecodeRows + kMaxPrompts;
+    // The most decode rows of one batch. Each may belong to a different sequence.
+    static constexpr int64_t kMaxDecodeRows = kExactLaunchRows, kMaxSequences = kMaxDecodeRows + kMostPrompts;
 
     explicit GpuScratch(const StepLimits& limits);
     size_t bytes() const { return _layout.bytes(); }

@@ -27,7 +27,8 @@ constexpr int32_t kMostBest = 20;  // of the likeliest tokens, that a score can 
 SHARPI_PORTABLE float logProbability(float logit, float highest, double logOfTotal) {
     if (!(logit > -INFINITY)) return -INFINITY;
     if (highest == INFINITY) return logit == highest ? 0.0f : -INFINITY;
-    return static_cast<float>((static_cast<double>(logit) - static_cast<double>(highest)) - logOfTotal);
+    // 0.0 is added so that a certain token has 0 and never -0, whatever the sign of a logit of 0.
+    return static_cast<float>((static_cast<double>(logit) - static_cast<double>(highest)) - logOfTotal + 0.0);
 }
 
 }  // namespace sharpi

@@ -146,11 +146,7 @@ void Scheduler::work() {
     while (collect()) {
         endOverdue();
         bool worked = false;
-        if (count(State::Writing) == 0 || !_pace.answersAreDue())
-            if (Entry* entry = nextToPrepare()) {
-                prepare(*entry);
-                worked = true;
-            }
+        if (count(State::Writing) == 0 || !_pace.answersAreDue()) worked = prepareSome();
         worked = write() || worked;
         removeFinished();
         if (!worked && !_entries.empty()) std::this_thread::sleep_for(kPatience);
@@ -182,8 +178,8 @@ void Scheduler::endOverdue() {
 
 // Of the requests whose prompt is not computed: the one with the highest priority; of these, one whose client has the
 // fewest requests served; of these, the one that is soonest done. A request counts as shorter the longer it has waited,
-// so that short ones cannot keep it waiting forever.
-Scheduler::Entry* Scheduler::nextToPrepare() {
+// so that short ones cannot keep it waiting forever. taken: entries that do not count. promisedPages: see admit().
+Scheduler::Entry* Scheduler::nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages) {
     const auto served = [&](const std::string& key) {
         return std::count_if(_entries.begin(), _entries.end(), [&](const auto& entry) {
             return entry->state != State::Waiting && entry->request.key == key;
@@ -195,21 +191,22 @@ Scheduler::Entry* Scheduler::nextToPrepare() {
         return std::tuple(-entry.request.priority, begun ? 0 : served(entry.request.key),
                           _pace.promptSeconds(missing) - since(entry.submitted));
     };
-    Entry* best = nullptr;
-    for (const auto& entry : _entries)
-        if (entry->state != State::Writing && (!best || rank(*entry) < rank(*best))) best = entry.get();
-    if (best && best->state == State::Waiting && !admit(*best)) {
-        // What has begun can go on.
-        best = nullptr;
-        for (const auto& entry : _entries)
-            if (entry->state == State::Preparing && (!best || rank(*entry) < rank(*best))) best = entry.get();
-    }
-    return best;
+    const auto bestOf = [&](const auto& counts) {
+        Entry* best = nullptr;
+        for (const auto& entry : _entries) {
+            if (!counts(*entry) || std::find(taken.begin(), taken.end(), entry.get()) != taken.end()) continue;
+            if (!best || rank(*entry) < rank(*best)) best = entry.get();
+        }
+        return best;
+    };
+    Entry* best = bestOf([](const Entry& entry) { return entry.state != State::Writing && !entry.hasEnded; });
+    if (!best || best->state != State::Waiting || admit(*best, promisedPages)) return best;
+    return bestOf([](const Entry& entry) { return entry.state == State::Preparing && !entry.hasEnded; });
 }
 
 // Lets a request take memory, if there is enough beside that of the others. Of the texts that nobody uses, that
-// which holds most of its prompt becomes the request's, and others give way.
-bool Scheduler::admit(Entry& entry) {
+// which holds most of its prompt becomes the request's, and others give way. promisedPages: that others will take.
+bool Scheduler::admit(Entry& entry, int64_t promisedPages) {
     const int64_t running = static_cast<int64_t>(_entries.size()) - count(State::Waiting);
     if (running >= _mostRunning) return false;
     const bool echo = entry.request.extras.echo;  // computes its whole prompt
@@ -218,7 +215,7 @@ bool Scheduler::admit(Entry& entry) {
     const int64_t tokens = std::max<int64_t>(own ? static_cast<int64_t>(own->tokens().size()) : 0,
                                              static_cast<int64_t>(entry.request.prompt.size()));
     const int64_t spare = int64_t{1} << std::min<int64_t>(entry.figures.pauses, kMostSpareDoublings);
-    const int64_t wanted = PagePool::pagesFor(tokens + 1) + (running > 0 ? spare : 0);
+    const int64_t wanted = PagePool::pagesFor(tokens + 1) + (running > 0 ? spare : 0) + promisedPages;
     const auto fits = [&] {
         const Request& request = entry.request;
         const int64_t held = own ? own->held().cachedTokens() / PagePool::kPageTokens : 0;
@@ -254,22 +251,90 @@ bool Scheduler::bringMatchToEnd(const Request& request) {
     return true;
 }
 
-// Computes a piece of what a request lacks.
-void Scheduler::prepare(Entry& entry) {
-    Continuation& text = *entry.text;
-    const bool again = entry.figures.pauses > 0;
-    try {
-        if (!entry.hasBegun) {
-            text.begin(entry.request.prompt, entry.request.params, entry.request.drafts, entry.request.extras);
-            entry.hasBegun = true;
+// Computes a piece of what some requests lack. Returns whether there was any.
+bool Scheduler::prepareSome() {
+    const int64_t rows = _pace.pieceRows(count(State::Writing) > 0);
+    const std::vector<Entry*> group = prompts(rows);
+    if (group.empty()) return false;
+    prepare(group, rows);
+    return true;
+}
+
+// Each prompt in a pass needs states to itself, which those that are being written may hold.
+size_t Scheduler::mostPrompts() const {
+    const bool hasStates = _engine->runner().lock().kv().states().any();
+    return hasStates ? 1 : static_cast<size_t>(_engine->runner().limits().pieces.prompts);
+}
+
+// The request whose turn it is, and others whose prompts may share a pass of so many rows with it.
+std::vector<Scheduler::Entry*> Scheduler::prompts(int64_t rows) {
+    std::vector<Entry*> group, others;
+    const size_t most = mostPrompts();
+    int64_t missing = 0, pages = 0;
+    while (group.size() < most && missing < rows) {
+        std::vector<Entry*> taken = group;
+        taken.insert(taken.end(), others.begin(), others.end());
+        Entry* entry = nextToPrepare(taken, pages);
+        if (!entry) break;
+        if (!begin(*entry)) continue;
+        if (!group.empty() && sharesNextPage(*entry, group)) {
+            others.push_back(entry);
+            continue;
         }
-        const int64_t held = text.held().cachedTokens(), adopted = text.held().adoptedTokens();
+        const auto tokens = static_cast<int64_t>(entry->request.prompt.size());
+        const int64_t lacks = std::max<int64_t>(tokens - entry->text->held().cachedTokens(), 1);
+        missing += lacks;
+        pages += PagePool::pagesFor(lacks);
+        group.push_back(entry);
+    }
+    return group;
+}
+
+// Whether the entry's next page has the tokens of one that another is about to compute: it waits for that one.
+bool Scheduler::sharesNextPage(const Entry& entry, const std::vector<Entry*>& group) {
+    const std::vector<int32_t>& prompt = entry.request.prompt;
+    const int64_t held = entry.text->held().cachedTokens() / PagePool::kPageTokens * PagePool::kPageTokens;
+    return std::any_of(group.begin(), group.end(), [&](const Entry* other) {
+        const std::vector<int32_t>& theirs = other->request.prompt;
+        const auto end = std::mismatch(prompt.begin(), prompt.end(), theirs.begin(), theirs.end()).first;
+        return other->request.salt == entry.request.salt && end - prompt.begin() >= held + PagePool::kPageTokens;
+    });
+}
+
+// Gives the text its prompt, and what others have computed of it. Returns whether it has it now: otherwise the request
+// has ended.
+bool Scheduler::begin(Entry& entry) {
+    Continuation& text = *entry.text;
+    try {
+        if (!entry.hasBegun)
+            text.begin(entry.request.prompt, entry.request.params, entry.request.drafts, entry.request.extras);
+        entry.hasBegun = true;
+        const int64_t before = text.held().adoptedTokens();
+        text.adoptPrompt();
+        note([&](SchedulerCounts& counts) { counts.adoptedTokens += text.held().adoptedTokens() - before; });
+    } catch (const std::exception& error) {
+        if (entry.hasBegun && isOutOfMemory(error)) return true;  // it is computed instead
+        finish(entry, Finish::Failed, error.what());
+        return false;
+    }
+    return true;
+}
+
+// Computes a piece of what these requests lack, in one pass. If there is no room for all of them, the first goes alone.
+void Scheduler::prepare(const std::vector<Entry*>& group, int64_t rows) {
+    std::vector<Continuation*> texts;
+    for (const Entry* entry : group) texts.push_back(entry->text.get());
+    const auto computed = [&] {  // and held
+        int64_t tokens = 0;
+        for (const Continuation* text : texts) tokens += text->held().cachedTokens() - text->held().adoptedTokens();
+        return tokens;
+    };
+    try {
+        const int64_t before = computed();
         const Clock::time_point started = Clock::now();
-        const bool isDone = text.prepare(_pace.pieceRows(count(State::Writing) > 0));
+        const std::vector<bool> isDone = prepareTogether(texts, rows);
         const double seconds = since(started);
-        const int64_t found = text.held().adoptedTokens() - adopted;
-        _pace.countPiece(text.held().cachedTokens() - held - found, seconds);
-        entry.figures.reusedTokens = text.reusedTokens();
+        _pace.countPiece(computed() - before, seconds);
         const auto shared = [&] {
             const LockedModel model = _engine->runner().lock();
             const KvSharing sharing(model.kv());
@@ -278,16 +343,21 @@ void Scheduler::prepare(Entry& entry) {
         note([&](SchedulerCounts& counts) {
             ++counts.pieces;
             counts.pieceSeconds += seconds;
-            counts.adoptedTokens += found;
             counts.sharedPages = shared.first;
             counts.statesBytes = shared.second;
-            if (again) counts.againSeconds += seconds;
+            if (group.front()->figures.pauses > 0) counts.againSeconds += seconds;
         });
-        const int64_t prompt = entry.figures.promptTokens;
-        entry.answer->setProgress(std::min(text.held().size(), prompt), entry.figures.reusedTokens);
-        if (isDone) startWriting(entry);
+        for (size_t i = 0; i < group.size(); ++i) {
+            Entry& entry = *group[i];
+            entry.figures.reusedTokens = entry.text->reusedTokens();
+            const int64_t prompt = entry.figures.promptTokens;
+            entry.answer->setProgress(std::min(entry.text->held().size(), prompt), entry.figures.reusedTokens);
+            if (isDone[i]) startWriting(entry);
+        }
     } catch (const std::exception& error) {
-        if (!isOutOfMemory(error) || !makeRoom()) finish(entry, Finish::Failed, error.what());
+        if (isOutOfMemory(error) && group.size() > 1) return prepare({group.front()}, rows);
+        if (isOutOfMemory(error) && makeRoom()) return;
+        for (Entry* entry : group) finish(*entry, Finish::Failed, error.what());
     }
 }
 

@@ -1,5 +1,5 @@
 // Serves many requests with one model. One thread composes the passes: a step for all answers that are being written,
-// then a piece of one prompt, in turn. What a request is answered does not depend on the others, on when they come, or
+// then pieces of prompts, in turn. What a request is answered does not depend on the others, on when they come, or
 // on how often it was paused.
 #pragma once
 
@@ -71,10 +71,15 @@ private:
     void work();
     bool collect();
     void endOverdue();
-    Entry* nextToPrepare();
-    bool admit(Entry& entry);
+    Entry* nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages);
+    bool admit(Entry& entry, int64_t promisedPages);
     bool bringMatchToEnd(const Request& request);
-    void prepare(Entry& entry);
+    bool prepareSome();
+    bool begin(Entry& entry);
+    size_t mostPrompts() const;
+    std::vector<Entry*> prompts(int64_t rows);
+    void prepare(const std::vector<Entry*>& group, int64_t rows);
+    static bool sharesNextPage(const Entry& entry, const std::vector<Entry*>& group);
     void startWriting(Entry& entry);
     bool write();
     void hand(Entry& entry, std::vector<Chosen> tokens);

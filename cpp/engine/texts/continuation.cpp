@@ -77,9 +77,13 @@ void Continuation::complete(Addition& addition, const std::vector<int64_t>& chun
 bool Continuation::addPiece(Addition& addition, int64_t rows) {
     std::optional<std::vector<Chosen>> chosen = _held.addPiece(addition, rows);
     if (!chosen) return false;
-    if (_held.running().sampler) _held.running().sampler->advance(chosen->size());
-    _chosen = std::move(*chosen);
+    takeChosen(std::move(*chosen));
     return true;
+}
+
+void Continuation::takeChosen(std::vector<Chosen> chosen) {
+    if (_held.running().sampler) _held.running().sampler->advance(chosen.size());
+    _chosen = std::move(chosen);
 }
 
 // --- generation ------------------------------------------------------------------------------------------------------
@@ -134,13 +138,34 @@ void Continuation::computePrompt(const Interrupted& interrupted) {
 bool Continuation::prepare(int64_t rows) {
     if (!_held.running().sampler) throw Error(ErrorKind::Internal, "prepare() before begin()");
     if (!_prompt) return _held.recomputeNext(rows);
-    const int64_t before = _held.size();
-    if (!_prompt->scores) _held.adopt(*_prompt);  // only what is computed gives scores
-    _reused += _held.size() - before;
+    adoptPrompt();
     addPiece(*_prompt, rows);
+    return endPrompt();
+}
+
+bool Continuation::endPrompt() {
     if (_held.size() < _prompt->text.size()) return false;
     _prompt.reset();
     return true;
+}
+
+void Continuation::adoptPrompt() {
+    if (!_prompt || _prompt->scores) return;  // only what is computed gives scores
+    const int64_t before = _held.size();
+    _held.adopt(*_prompt);
+    _reused += _held.size() - before;
+}
+
+std::optional<TextPasses::Part> Continuation::promptPart(const LockedModel& model, int64_t rows) {
+    if (!_prompt || _prompt->scores || rows < 1 || TextPasses(model, limits()).predicts(_held.running())) return {};
+    const Piece piece = _held.nextPiece(model, *_prompt, rows);
+    if (piece.kind != RowKind::Prompt || piece.count > rows) return {};
+    return TextPasses::Part{&_held.running(), piece};
+}
+
+bool Continuation::acceptPrompt(const LockedModel& model, const TextPasses::Part& part, std::vector<Chosen> chosen) {
+    if (_held.take(model, *_prompt, part.piece)) takeChosen(std::move(chosen));
+    return endPrompt();
 }
 
 int64_t Continuation::reusable(const std::vector<int32_t>& prompt) const {

@@ -50,6 +50,12 @@ public:
     // Computes a piece, of about `rows` rows, of what is missing and no other text has computed: of the prompt, or of
     // what the cache has lost. Returns whether nothing is missing any more. If it throws, it can be called again.
     bool prepare(int64_t rows);
+    // The same for several texts, whose pieces share a pass: see prepareTogether(). First, adoptPrompt() takes what
+    // other texts have computed. Then promptPart() returns the next piece if it is a piece of the prompt that can share
+    // a pass and has at most `rows` rows. Once that is computed, acceptPrompt() does what prepare() does.
+    void adoptPrompt();
+    std::optional<TextPasses::Part> promptPart(const LockedModel& model, int64_t rows);
+    bool acceptPrompt(const LockedModel& model, const TextPasses::Part& part, std::vector<Chosen> chosen);
     // The tokens at the beginning of a generation's prompt that begin() would find in the cache.
     int64_t reusable(const std::vector<int32_t>& prompt) const;
 
@@ -80,6 +86,8 @@ private:
     void settle();
     void complete(Addition& addition, const std::vector<int64_t>& chunks, const Interrupted& interrupted);
     bool addPiece(Addition& addition, int64_t rows);
+    void takeChosen(std::vector<Chosen> chosen);
+    bool endPrompt();
 
     HeldText _held;                   // what the cache holds, or has lost and the next step computes again
     std::optional<Addition> _prompt;  // that is to be computed

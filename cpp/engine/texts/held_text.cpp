@@ -89,17 +89,27 @@ void HeldText::cutToAgreement(const LockedModel& model, const Addition& addition
 // to the rows before them.
 std::optional<std::vector<Chosen>> HeldText::addPiece(Addition& addition, int64_t rows) {
     const LockedModel model = _engine->runner().lock();
+    const Piece piece = nextPiece(model, addition, rows);
+    std::vector<Chosen> chosen = TextPasses(model, limits()).run({{&_running, piece}}).front();
+    if (!take(model, addition, piece)) return std::nullopt;
+    return chosen;
+}
+
+Piece HeldText::nextPiece(const LockedModel& model, Addition& addition, int64_t rows) {
     if (!std::exchange(addition.begun, true)) cutToAgreement(model, addition);
     const int64_t end = _running.sequence.pieceEnd(model, addition.text, _text.size(), rows);
     Piece piece = _running.sequence.nextPiece(model, addition.text, end);
     piece.isShared = _salt.has_value();
-    const bool hasNew = piece.end() > _text.size();
-    if (hasNew) addWants(piece, addition, _text.size(), _running.sampler.has_value(), limits().vocabSize);
-    std::vector<Chosen> chosen = TextPasses(model, limits()).run({{&_running, piece}}).front();
-    if (!hasNew) return std::nullopt;
+    if (piece.end() > _text.size())
+        addWants(piece, addition, _text.size(), _running.sampler.has_value(), limits().vocabSize);
+    return piece;
+}
+
+bool HeldText::take(const LockedModel& model, const Addition& addition, const Piece& piece) {
+    if (piece.end() <= _text.size()) return false;
     _text.follow(addition.text, piece.end());
     share(model, CachedSequence::statesToCopy(piece));
-    return chosen;
+    return true;
 }
 
 bool HeldText::recomputePiece(const LockedModel& model, int64_t wanted) {

@@ -66,6 +66,10 @@ public:
     // the last row's logits. Otherwise the logits of every row are written to `logits`. Returns what was chosen, or
     // nothing if the piece has no new tokens. If it throws, it can be called again.
     std::optional<std::vector<Chosen>> addPiece(Addition& addition, int64_t rows);
+    // The same in two steps, for a piece that shares its pass: what addPiece() computes, and what it then does. take()
+    // returns whether the piece has new tokens.
+    Piece nextPiece(const LockedModel& model, Addition& addition, int64_t rows);
+    bool take(const LockedModel& model, const Addition& addition, const Piece& piece);
     // Leaves nothing in the cache that was computed for an addition as another kind than the text says.
     void abandon(const Addition& addition);
     // Computes a piece, up to the token `wanted` or near it, of what the cache has lost. Returns whether nothing is

@@ -33,9 +33,10 @@ public:
     TextPasses(const LockedModel& model, const SequenceLimits& limits) : _model(model), _limits(limits) {}
 
     // Computes the parts in one pass and keeps each up to its last right guess. Returns what was chosen for each: the
-    // right guesses, and the token after them. Several parts must be decode rows of different texts, none of which
-    // runs the prediction layer. If it throws, the cache stays unchanged, except that it may lose a state that it had
-    // no room to keep. A constraint that throws fails its own text only: see RunningText::constraint.
+    // right guesses, and the token after them. Several parts must be of different texts, none of which runs the
+    // prediction layer, and all of one kind: decode rows, or prompt rows whose logits are not wanted row by row. If it
+    // throws, the cache stays unchanged, except that it may lose a state that it had no room to keep. A constraint that
+    // throws fails its own text only: see RunningText::constraint.
     std::vector<std::vector<Chosen>> run(const std::vector<Part>& parts) const;
     // Whether the prediction layer takes part in the passes over a text.
     bool predicts(const RunningText& text) const;

@@ -14,6 +14,7 @@ struct PieceRules {
     int64_t promptStep = 1;     // a piece of prompt rows begins at a multiple of it
     int64_t rows = 1;           // the most rows of a piece
     int64_t decodeRows = 1;     // the most rows of a piece of decode rows
+    int64_t prompts = 1;        // the most texts with prompt rows in one pass
 };
 
 // Tokens [begin, end), all of one kind.

@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTi
     tile.start(place);
     tile.run(
         p.w.x, place, [&](int, int column) { return group.pairOf(column) / p.w.perRow; },
-        [&](int item, int round) {
-            tile.forValues(round, [&](int at, int column, int value) {
+        [&](int item) {
+            tile.forValues([&](int at, int column, int value) {
                 const int row = place(item).row + at;
                 if (row < p.w.rows && column < group.count)
                     p.y[group.pairOf(column) * p.w.rows + row] = tile.sumOf(Tile::group(), value);
@@ -188,8 +188,8 @@ __device__ __forceinline__ void tileGated(const GroupedGated& p, const Group& gr
     tile.start(place);
     tile.run(
         p.w.x, place, [&](int, int column) { return group.pairOf(column) / p.w.perRow; },
-        [&](int item, int round) {
-            tile.forValues(round, [&](int row, int column, int value) {
+        [&](int item) {
+            tile.forValues([&](int row, int column, int value) {
                 sums.of[Tile::group()][column][item * kMmaRows + row] = tile.sumOf(Tile::group(), value);
             });
         });

@@ -87,6 +87,31 @@ TEST(Scheduler, AnswersAreWrittenTogether) {
     EXPECT_EQ(counts.finished, 16);
 }
 
+// Prompts that come together share passes over the weights, but none computes what another one of them does.
+TEST(Scheduler, PromptsAreComputedTogether) {
+    const Model model = modelOf(gpuVariants()[0], 4000);
+    const auto engine = engineOf(model, engineOptions(4000, 800, 12));
+    const auto pieces = [&](const std::vector<std::vector<int32_t>>& prompts) {
+        Scheduler scheduler(engine, longQueue());
+        std::vector<std::shared_ptr<Answer>> answers;
+        {
+            const LockedModel locked = engine->runner().lock();
+            for (const auto& prompt : prompts) answers.push_back(scheduler.submit(requestOf(prompt, 3)));
+        }
+        for (const auto& answer : answers) EXPECT_EQ(wait(*answer).tokens.size(), 3u);
+        return scheduler.counts().pieces;
+    };
+    std::vector<std::vector<int32_t>> different, alike;
+    for (unsigned i = 0; i < 8; ++i) {
+        different.push_back(randomTokens(90, model.options().vocab, i));
+        alike.push_back(randomTokens(90, model.options().vocab, 0));
+        alike.back().push_back(static_cast<int32_t>(i));
+    }
+    EXPECT_LE(pieces(different), 2) << "the first may begin before the others are there";
+    EXPECT_LE(pieces(alike), 3);
+    EXPECT_GE(pieces(alike), 2) << "seven wait for the page that they have in common";
+}
+
 // A conversation's next prompt finds what the turn before it has left.
 TEST(Scheduler, APromptThatContinuesAnEarlierOneIsNotComputedAgain) {
     const Model model = modelOf(gpuVariants()[0], 1000);

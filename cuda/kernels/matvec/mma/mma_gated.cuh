@@ -34,9 +34,9 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles, kResident>::kThreads, mmaMi
 
     tile.run(
         p.x.quantized, place, [&](int, int column) { return min(firstColumn + column, p.rows - 1); },
-        [&](int item, int round) {
+        [&](int item) {
             const GatedTerms terms(p.join, 0, p.hidden);
-            Tile::forValues(round, [&](int row, int column, int value) {
+            Tile::forValues([&](int row, int column, int value) {
                 const int r = firstRow + item * kMmaRows + row, t = firstColumn + column;
                 if (Tile::group() != 0 || r >= p.hidden || t >= p.rows) return;
                 const float y = gatedValue(p.join.activation, terms.gate(tile.sumOf(0, value), r),
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles, kResident>::kThreads, mmaMi
                 if (p.out.floats) p.out.floats[static_cast<int64_t>(t) * p.width + r] = y;
             });
             // The last part of a run of 32 rows. run() has a barrier before the next writes `values`.
-            if (!p.out.quantized.q || item % kItemsOfBlock + 1 != kItemsOfBlock || round + 1 != Tile::kRounds) return;
+            if (!p.out.quantized.q || item % kItemsOfBlock + 1 != kItemsOfBlock) return;
             __syncthreads();
             const int columns = min(Tile::kColumns, p.rows - firstColumn);
             for (int column = static_cast<int>(threadIdx.x) / 32; column < columns; column += Tile::kThreads / 32)

@@ -18,8 +18,10 @@ template <DType D> struct MmaNumbers {
     static constexpr bool kHalves = F::kTwoScales || F::kTwoFloats;
     static constexpr int kCount = 1 + kHalves + F::kHasMin * (1 + F::kTwoScales);
     static constexpr int kFields = kCount <= 2 ? kCount : 4;  // floats for each block
-    // Of each column's block: its scale, then that times its sum, or times its two halves' sums and a gap.
-    static constexpr int kColumnFields = !F::kHasMin ? 1 : F::kTwoScales ? 4 : 2;
+    // Of each column's block: its scale, then that times its sum, or times its two halves' sums. A field of eight columns
+    // is an array of its own, because lanes that read 16 bytes take four times as long as with 8.
+    static constexpr int kColumnFields = !F::kHasMin ? 1 : F::kTwoScales ? 3 : 2;
+    static constexpr int kFieldBytes = kMmaColumns * 4;
 
     static __device__ __forceinline__ void write(uint32_t at, const BlockFactors& f) {
         float v[kFields] = {};
@@ -47,16 +49,11 @@ template <DType D> struct MmaNumbers {
     };
     static __device__ __forceinline__ Columns readColumns(uint32_t at) {
         Columns x = {};
-        // Not as one load: 16 bytes a lane take four times as long as 8, even if lanes read the same.
-        float v[2 * kColumnFields];
-        readPairs(at, v);
+        readShared(at, x.scale);
+        if constexpr (kColumnFields > 1) readShared(at + kFieldBytes, x.sum0);
+        if constexpr (kColumnFields > 2) readShared(at + 2 * kFieldBytes, x.sum1);
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-            x.scale[c] = v[c * kColumnFields];
-            x.unbias[c] = __fmul_rn(x.scale[c], -kIntegerBias);
-            if constexpr (kColumnFields > 1) x.sum0[c] = v[c * kColumnFields + 1];
-            if constexpr (kColumnFields > 2) x.sum1[c] = v[c * kColumnFields + 2];
-        }
+        for (int c = 0; c < 2; ++c) x.unbias[c] = __fmul_rn(x.scale[c], -kIntegerBias);
         return x;
     }
 
@@ -86,18 +83,18 @@ template <DType D> struct MmaNumbers {
 // are, the fewer accumulators a warp can have for each value. isResident: all activations stay in shared memory.
 template <DType D, int kTiles, bool isResident> struct MmaLayout {
     using Numbers = MmaNumbers<D>;
-    static constexpr int kBlocks = kTiles == 1 ? 8 : 4;
+    static constexpr int kBlocks = kTiles == 2 ? 4 : 8;
     static constexpr int kSlices = kContractAccumulators / kBlocks;
+    // Block j of a slice is number blockAt(j) of the 32 of a step. Those of a slice are as far apart as the contract's
+    // tree allows, so that a warp adds up its own accumulators but for the last kNeighbours. Where there are two, a
+    // pair's codes are whole sectors.
+    static constexpr int kNeighbours = kTiles == 4 ? 2 : kBlocks;
+    static constexpr int kStride = kNeighbours * kSlices;
     static constexpr int kGroups = 2;
     static constexpr bool kResident = isResident;
     static constexpr int kThreads = 32 * kSlices * kGroups;
     static constexpr int kItemsAhead = 2;  // that a resident tile prefetches into the L2 cache
     static constexpr int kColumns = kMmaColumns * kTiles;
-    // The sums of an item are joined in rounds of at most two tiles, to save shared memory. The activations of a large
-    // resident tile leave room for one.
-    static constexpr int kRoundTiles = kTiles == 1 || (kTiles == 4 && kResident) ? 1 : 2;
-    static constexpr int kRounds = kTiles / kRoundTiles;
-    static_assert(kRounds * kRoundTiles == kTiles);
 
     static constexpr int kPairs = kMmaRows * kBlocks / 32;  // blocks that a lane loads in a step
     static constexpr int kTeam = 32 * kGroups;
@@ -108,7 +105,7 @@ template <DType D, int kTiles, bool isResident> struct MmaLayout {
     static constexpr int kNumberBytes = (kMmaRows * Numbers::kFields + 4) * 4;
     static constexpr int kCodeBytes = kMmaRows * kRowBytes;
     static constexpr int kStagedBytes = kCodeBytes + kBlocks * kNumberBytes;
-    static constexpr int kSumBytes = kRoundTiles * 4 * kBlocks * 32 * 4;  // a warp's accumulators of a round
+    static constexpr int kSumBytes = kTiles * 4 * kNeighbours * 32 * 4;  // what a warp has added up
     static constexpr int kWarpBytes = ((kStagedBytes > kSumBytes ? kStagedBytes : kSumBytes) + 127) / 128 * 128;
     static constexpr int kTileBytes = kMmaColumns * kRowBytes;
     static constexpr int kEndBytes = kMmaColumns * Numbers::kColumnFields * 4;  // of a block of 8 columns
@@ -142,6 +139,9 @@ template <DType D, int kTiles, bool isResident> struct MmaLayout {
     // The lane's block within the slice, and its rows. Lanes 4 .. 7 of eight have row 4 if a row has only four blocks
     // in a slice: the swizzle puts that into other banks than row 0.
     static __device__ __forceinline__ int block() { return lane() % kBlocks; }
+    static __device__ __forceinline__ int blockAt(int slice, int j) {
+        return kNeighbours * slice + j % kNeighbours + j / kNeighbours * kStride;
+    }
     static __device__ __forceinline__ int rowOfPair(int i) {
         const int r = kBlocks == 8 ? lane() / 8 : lane() / 8 + lane() / 4 % 2 * 4;
         return r + i * (32 / kBlocks);
@@ -157,14 +157,14 @@ template <DType D, int kTiles, bool isResident> struct MmaLayout {
     }
     static __device__ __forceinline__ uint32_t endOffset(int column, int block) {
         return static_cast<uint32_t>(kTiles * kTileBytes + (column / kMmaColumns * kBlocks + block) * kEndBytes +
-                                     column % kMmaColumns * Numbers::kColumnFields * 4);
+                                     column % kMmaColumns * 4);
     }
     // The place of `row` + `more` from that of `row`. `more` is a multiple of a power of two up to 8 that is above row.
     static __device__ __forceinline__ uint32_t moved(uint32_t at, int more) {
         return (at ^ (more & 7) * 16) + more * kRowBytes;
     }
-    static __device__ __forceinline__ uint32_t sumOffset(int value, int block) {
-        return static_cast<uint32_t>(((value * kBlocks + block) / 4 * 32 + lane()) * 16);
+    static __device__ __forceinline__ uint32_t sumOffset(int value) {
+        return static_cast<uint32_t>((value * 32 + lane()) * kNeighbours * 4);
     }
 };
 

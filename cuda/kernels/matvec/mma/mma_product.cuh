@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles, kResident>::kThreads, mmaMi
 
     tile.run(
         p.x.quantized, place, [&](int, int column) { return min(firstColumn + column, p.rows - 1); },
-        [&](int item, int round) {
-            Tile::forValues(round, [&](int row, int column, int value) {
+        [&](int item) {
+            Tile::forValues([&](int row, int column, int value) {
                 const int r = firstRow + item * kRows + row, t = firstColumn + column;
                 if (r >= w.rows || t >= p.rows) return;
                 float* y = w.y + static_cast<int64_t>(t) * w.stride + r;

@@ -45,6 +45,7 @@ template <DType D, int kTiles, bool isResident = false> class MmaTile : MmaLayou
     using F = Format<D>;
     using Raw = typename F::Raw;
     using Layout::block;
+    using Layout::blockAt;
     using Layout::chunkOffset;
     using Layout::endOffset;
     using Layout::kChunkColumns;
@@ -53,11 +54,13 @@ template <DType D, int kTiles, bool isResident = false> class MmaTile : MmaLayou
     using Layout::kEndBytes;
     using Layout::kEnds;
     using Layout::kEndStep;
+    using Layout::kNeighbours;
     using Layout::kNumberBytes;
     using Layout::kPairBlocks;
     using Layout::kPairs;
     using Layout::kStageBytes;
     using Layout::kStages;
+    using Layout::kStride;
     using Layout::kTeam;
     using Layout::kTileBytes;
     using Layout::kWarpBytes;
@@ -76,8 +79,6 @@ public:
     using Layout::kGroups;
     using Layout::kItemsAhead;
     using Layout::kResident;
-    using Layout::kRounds;
-    using Layout::kRoundTiles;
     using Layout::kSlices;
     using Layout::kThreads;
     using Layout::lane;
@@ -88,7 +89,7 @@ public:
     // shared: sharedBytes(cols), aligned to 128 bytes.
     __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items)
         : _units(cols / kContractBlock), _items(items), _shared(sharedAddress(shared)) {
-        const int begin = slice() * kBlocks;
+        const int begin = blockAt(slice(), 0);
         _steps = (_units - begin + kContractAccumulators - 1) / kContractAccumulators;
         if (_steps < 0) _steps = 0;
         const int l = lane(), m = member();
@@ -146,41 +147,38 @@ public:
                 stage = kResident ? stage + kStageBytes : nextStage(stage);
             }
             if (kResident) stage = 0;
-#pragma unroll
-            for (int round = 0; round < kRounds; ++round) {
-                keepSums(acc, round);
-                __syncthreads();
-                done(item, round);
-                __syncthreads();
-            }
+            keepSums(acc);
+            __syncthreads();
+            done(item);
+            __syncthreads();
         }
     }
 
-    // Calls f(row, column, value) for this thread's share of its group's sums in a round. sumOf() takes `value`.
-    template <typename Visit> static __device__ __forceinline__ void forValues(int round, const Visit& f) {
+    // Calls f(row, column, value) for this thread's share of its group's sums. sumOf() takes `value`.
+    template <typename Visit> static __device__ __forceinline__ void forValues(const Visit& f) {
 #pragma unroll
-        for (int i = 0; i < (kRoundTiles * 4 + kSlices - 1) / kSlices; ++i) {
+        for (int i = 0; i < (kTiles * 4 + kSlices - 1) / kSlices; ++i) {
             const int value = i * kSlices + slice();
-            if (kRoundTiles * 4 < kSlices && value >= kRoundTiles * 4) return;
-            const int tile = round * kRoundTiles + value / 4;
-            f(lane() / 4 + value % 4 / 2 * 8, tile * kMmaColumns + lane() % 4 * 2 + value % 2, value);
+            if (kTiles * 4 < kSlices && value >= kTiles * 4) return;
+            f(lane() / 4 + value % 4 / 2 * 8, value / 4 * kMmaColumns + lane() % 4 * 2 + value % 2, value);
         }
     }
     // The finished sum of this row and column in any group.
     __device__ __forceinline__ float sumOf(int group, int value) const {
-        float v[kContractAccumulators];
+        float v[kStride];
 #pragma unroll
-        for (int i = 0; i < kContractAccumulators; i += 4) {
-            float quad[4];
-            readShared(_shared + (group * kSlices + i / kBlocks) * kWarpBytes + sumOffset(value, i % kBlocks), quad);
+        for (int s = 0; s < kSlices; ++s) {
+            float part[kNeighbours];
+            readShared(_shared + (group * kSlices + s) * kWarpBytes + sumOffset(value), part);
 #pragma unroll
-            for (int k = 0; k < 4; ++k) v[i + k] = quad[k];
+            for (int k = 0; k < kNeighbours; ++k) v[kNeighbours * s + k] = part[k];
         }
-        return tree<kContractAccumulators / 2>(v);
+        return tree<kStride / 2>(v);
     }
 
 private:
-    template <int kWidth> static __device__ __forceinline__ float tree(float (&v)[kContractAccumulators]) {
+    // The upper levels of the contract's tree.
+    template <int kWidth, int kCount> static __device__ __forceinline__ float tree(float (&v)[kCount]) {
 #pragma unroll
         for (int i = 0; i < kWidth; ++i) v[i] = __fadd_rn(v[i], v[i + kWidth]);
         if constexpr (kWidth > 1) return tree<kWidth / 2>(v);
@@ -198,7 +196,7 @@ private:
     // Loads the next step's weights, of this item or the following one.
     template <typename Place> __device__ __forceinline__ void fetch(const Place& place) {
         if (_nextItem >= _items) return;
-        const int at = slice() * kBlocks + block(), b = _nextStep * kContractAccumulators + at;
+        const int at = blockAt(slice(), block()), b = _nextStep * kContractAccumulators + at;
 #pragma unroll
         for (int i = 0; i < kPairs; ++i)
             _raw[i] = F::loadAt(PlanesOf<D>::at(_base, _first[i] + min(b, _units - 1)), at % 8);
@@ -217,7 +215,7 @@ private:
     // Writes the loaded weights to shared memory. Blocks past the row's end get factors of 0, which add nothing.
     __device__ __forceinline__ void unpack(int step) {
         const uint32_t numbers = _staged + kCodeBytes + block() * kNumberBytes + rowOfPair(0) * Numbers::kFields * 4;
-        const int at = slice() * kBlocks + block();
+        const int at = blockAt(slice(), block());
         const bool whole = (step + 1) * kContractAccumulators <= _units;
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
@@ -235,14 +233,14 @@ private:
     // --- activations
 
     template <typename RowOf> __device__ __forceinline__ void findColumns(int item, const RowOf& rowOf) {
-        const int half = member() / kBlocks % 2, block = member() % kBlocks;
+        const int half = member() / kBlocks % 2;
 #pragma unroll
         for (int i = 0; i < kChunks; ++i)
             _chunk[i] = static_cast<uint32_t>(
-                (rowOf(item, member() / (2 * kBlocks) + i * kChunkColumns) * 2 + half) * _units + block);
+                (rowOf(item, member() / (2 * kBlocks) + i * kChunkColumns) * 2 + half) * _units);
 #pragma unroll
         for (int i = 0; i < kEnds; ++i)
-            _end[i] = static_cast<uint32_t>(rowOf(item, member() / kBlocks + i * 2 * kChunkColumns) * _units + block);
+            _end[i] = static_cast<uint32_t>(rowOf(item, member() / kBlocks + i * 2 * kChunkColumns) * _units);
     }
     // Begins the copies of the next step, of this item or a following one.
     template <typename RowOf> __device__ __forceinline__ void copyNext(const QuantizedRows& x, const RowOf& rowOf) {
@@ -258,7 +256,7 @@ private:
     }
     __device__ __forceinline__ void copyColumns(const QuantizedRows& x, int stage, int step) const {
         // Blocks past the row's end repeat its last one.
-        const int b = min(step * kContractAccumulators + slice() * kBlocks, _units - 1 - member() % kBlocks);
+        const int b = min(step * kContractAccumulators + blockAt(slice(), member() % kBlocks), _units - 1);
         const uint32_t to = _copied + stage, toEnd = _copiedEnd + stage;
 #pragma unroll
         for (int i = 0; i < kChunks; ++i)
@@ -268,7 +266,7 @@ private:
         for (int i = 0; i < kEnds; ++i) {
             const uint32_t from = _end[i] + static_cast<uint32_t>(b);
             copyAsync<4>(toEnd + i * kEndStep, x.scale + from);
-            if (F::kHasMin) copyAsync<4>(toEnd + i * kEndStep + 4, x.sums + from);
+            if (F::kHasMin) copyAsync<4>(toEnd + i * kEndStep + Numbers::kFieldBytes, x.sums + from);
         }
     }
     // Waits for the team's copies.
@@ -290,15 +288,16 @@ private:
 #pragma unroll
             for (int i = 0; i < kEnds; ++i) {
                 const uint32_t at = _copiedEnd + stage + i * kEndStep;
-                float stored[2];  // the scale, and the bits of the sums
-                readShared(at, stored);
+                float scale[1], sums[1];  // the second as bits
+                readShared(at, scale);
+                readShared(at + Numbers::kFieldBytes, sums);
                 const auto part = [&](int first, int second) {
-                    const int sum = addPair(__float_as_int(stored[1]), first, second, kIntegerBiasBits);
-                    return scaled(stored[0], __int_as_float(sum));
+                    const int sum = addPair(__float_as_int(sums[0]), first, second, kIntegerBiasBits);
+                    return scaled(scale[0], __int_as_float(sum));
                 };
                 const float sum[1] = {F::kTwoScales ? part(1, 0) : part(1, 1)}, rest[1] = {part(0, 1)};
-                writeShared(at + 4, sum);
-                if (F::kTwoScales) writeShared(at + 8, rest);
+                writeShared(at + Numbers::kFieldBytes, sum);
+                if (F::kTwoScales) writeShared(at + 2 * Numbers::kFieldBytes, rest);
             }
         }
     }
@@ -314,29 +313,70 @@ private:
         uint32_t b[4];
         typename Numbers::Columns ends[2];
     };
-    // Loads run a unit ahead of the arithmetic; with four tiles, those of weights would take too many registers.
+    // Of whole blocks, or of their halves.
+    struct Products {
+        float of[2][1 + Numbers::kHalves][4];
+    };
+#ifndef MMA_AHEAD
+#define MMA_AHEAD 1
+#endif
+#ifndef MMA_HELD
+#define MMA_HELD 2
+#endif
+    static constexpr int kProductsAhead = Numbers::kHalves ? 0 : MMA_AHEAD;
+    static constexpr bool kHeldOne = kTiles == 4 && MMA_HELD == 1;
+    // Loads run two units ahead of the float part and one ahead of the integer products, so that nothing waits.
     __device__ __forceinline__ void multiply(int stage, float (&acc)[kTiles][kBlocks][4]) const {
         constexpr int kInner = kTiles * kPairBlocks / 2, kUnits = kBlocks / kPairBlocks * kInner;
-        constexpr int kHeld = kTiles == 4 ? 1 : 2;  // fragments of weights
+        constexpr int kAhead = kProductsAhead;  // units
+        constexpr int kHeld = kInner > kAhead ? (kHeldOne ? 1 : 2) : kAhead + 2;  // fragments of weights
         WeightFragment weights[kHeld];
-        ColumnFragment columns[2];
-        if (kHeld == 2) loadWeights(0, weights[0]);
-        loadColumns(stage, 0, 0, columns[0]);
+        ColumnFragment columns[kAhead + 2];
+        Products products[kAhead + 1];
+        const auto load = [&](int unit) {
+            if (unit >= kUnits) return;
+            const int block = unit / kInner;
+            if (unit % kInner == 0 && (kHeld > 1 || unit == 0)) loadWeights(block * kPairBlocks, weights[block % kHeld]);
+            loadColumns(stage, block * kPairBlocks, unit % kInner * (2 / kPairBlocks), columns[unit % (kAhead + 2)]);
+        };
+        const auto product = [&](int unit) {
+            if (unit < kUnits)
+                multiplyIntegers(weights[unit / kInner % kHeld], columns[unit % (kAhead + 2)],
+                                 products[unit % (kAhead + 1)]);
+        };
+#pragma unroll
+        for (int unit = 0; unit <= kAhead; ++unit) load(unit);
+#pragma unroll
+        for (int unit = 0; unit < kAhead; ++unit) product(unit);
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
+            load(unit + kAhead + 1);
+            if (kHeld == 1 && unit > 0 && unit % kInner == 0) loadWeights(unit / kInner * kPairBlocks, weights[0]);
+            product(unit + kAhead);
             const int first = unit / kInner * kPairBlocks, tile = unit % kInner * (2 / kPairBlocks);
-            if (unit + 1 < kUnits) {
-                const int next = (unit + 1) / kInner * kPairBlocks;
-                if (kHeld == 2 && next != first) loadWeights(next, weights[next / kPairBlocks % kHeld]);
-                loadColumns(stage, next, (unit + 1) % kInner * (2 / kPairBlocks), columns[(unit + 1) % 2]);
-            }
-            if (kHeld == 1 && tile == 0) loadWeights(first, weights[0]);
-            const WeightFragment& w = weights[first / kPairBlocks % kHeld];
-            const ColumnFragment& x = columns[unit % 2];
+            const WeightFragment& w = weights[unit / kInner % kHeld];
+            const ColumnFragment& x = columns[unit % (kAhead + 2)];
+            const Products& p = products[unit % (kAhead + 1)];
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const int n = kPairBlocks == 2 ? tile : tile + k, j = kPairBlocks == 2 ? k : 0;
-                addBlock(w.a[j], x.b[2 * k], x.b[2 * k + 1], w.rows[j], x.ends[k], acc[n][first + j]);
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    acc[n][first + j][c] = Numbers::add(p.of[k][0][c], p.of[k][Numbers::kHalves][c], w.rows[j][c / 2],
+                                                        x.ends[k], c % 2, acc[n][first + j][c]);
+            }
+        }
+    }
+    static __device__ __forceinline__ void multiplyIntegers(const WeightFragment& w, const ColumnFragment& x,
+                                                            Products& p) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const uint32_t(&a)[4] = w.a[kPairBlocks == 2 ? k : 0];
+            if constexpr (Numbers::kHalves) {
+                multiplyHalf(p.of[k][0], a[0], a[1], x.b[2 * k]);
+                multiplyHalf(p.of[k][1], a[2], a[3], x.b[2 * k + 1]);
+            } else {
+                multiplyBlock(p.of[k][0], a, x.b[2 * k], x.b[2 * k + 1]);
             }
         }
     }
@@ -362,30 +402,21 @@ private:
             x.ends[k] = Numbers::readColumns(_ends + stage + (n * kBlocks + j) * kEndBytes);
         }
     }
-    static __device__ __forceinline__ void addBlock(const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                                    const BlockFactors (&rows)[2], const typename Numbers::Columns& x,
-                                                    float (&acc)[4]) {
-        float first[4], second[4] = {};
-        if constexpr (Numbers::kHalves) {
-            multiplyHalf(first, a[0], a[1], b0);
-            multiplyHalf(second, a[2], a[3], b1);
-        } else {
-            multiplyBlock(first, a, b0, b1);
-        }
+    // Adds up the warp's accumulators as the tree's lower levels do, and writes the rest to shared memory.
+    __device__ __forceinline__ void keepSums(float (&acc)[kTiles][kBlocks][4]) const {
 #pragma unroll
-        for (int c = 0; c < 4; ++c) acc[c] = Numbers::add(first[c], second[c], rows[c / 2], x, c % 2, acc[c]);
-    }
-    __device__ __forceinline__ void keepSums(const float (&acc)[kTiles][kBlocks][4], int round) const {
-#pragma unroll
-        for (int i = 0; i < kRoundTiles; ++i) {
-            const int n = round * kRoundTiles + i;
+        for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
 #pragma unroll
-                for (int j = 0; j < kBlocks; j += 4) {
-                    const float quad[4] = {acc[n][j][c], acc[n][j + 1][c], acc[n][j + 2][c], acc[n][j + 3][c]};
-                    writeShared(_staged + sumOffset(i * 4 + c, j), quad);
+                for (int width = kBlocks / 2; width >= kNeighbours; width /= 2) {
+#pragma unroll
+                    for (int j = 0; j < width; ++j) acc[n][j][c] = __fadd_rn(acc[n][j][c], acc[n][j + width][c]);
                 }
+                float rest[kNeighbours];
+#pragma unroll
+                for (int k = 0; k < kNeighbours; ++k) rest[k] = acc[n][k][c];
+                writeShared(_staged + sumOffset(n * 4 + c), rest);
             }
         }
     }

@@ -44,7 +44,7 @@ protected:
         tiny::Crowd crowd(model, load(model, sized(reference, 512, 12)), random()(), 1);
         const auto engine = load(model, sized(o, 512, 20));
         Scheduler scheduler(engine, tiny::longQueue());
-        tiny::serveAtOnce(*engine, scheduler, crowd, 16, 50, 180);
+        tiny::serveAtOnce(*engine, scheduler, crowd, 30, 50, 200);
         EXPECT_GT(scheduler.counts().pauses, 0);
     }
 };
