@@ -112,6 +112,17 @@ __device__ __forceinline__ void unpackTable(const uint4& w, const TableWords& ta
     }
 }
 
+// One thread prefetches bytes [begin, end) of packed weights. Matrices begin and end at multiples of 16 bytes.
+__device__ __forceinline__ void fetchToCache(const void* begin, const void* end) {
+#if __CUDA_ARCH__ >= 900
+    const uint64_t from = __cvta_generic_to_global(begin) & ~uint64_t{15},
+                   to = (__cvta_generic_to_global(end) + 15) & ~uint64_t{15};
+    if (to == from) return;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(static_cast<uint32_t>(to - from))
+                 : "memory");
+#endif
+}
+
 // --- planes ------------------------------------------------------------------------------------------------------
 
 // The address of a block in each plane of its matrix.
@@ -134,6 +145,14 @@ template <DType T> struct PlanesOf {
     // The planes of the block that is n blocks behind `begin`, the first of a superblock.
     template <typename Index> static __device__ __forceinline__ Planes at(const Planes& begin, Index n) {
         return {{step<0>(begin, n), step<1>(begin, n), step<2>(begin, n), step<3>(begin, n)}};
+    }
+    // One thread prefetches blocks into the L2 cache. The first of them is the first of a superblock.
+    static __device__ __forceinline__ void fetchAhead(const Planes& base, uint32_t first, int64_t blocks) {
+        const Planes begin = at(base, first), end = at(base, first + blocks);
+        if constexpr (kBytes<0> != 0) fetchToCache(begin.plane[0], end.plane[0]);
+        if constexpr (kBytes<1> != 0) fetchToCache(begin.plane[1], end.plane[1]);
+        if constexpr (kBytes<2> != 0) fetchToCache(begin.plane[2], end.plane[2]);
+        if constexpr (kBytes<3> != 0) fetchToCache(begin.plane[3], end.plane[3]);
     }
 
 private:

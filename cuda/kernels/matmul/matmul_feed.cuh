@@ -40,6 +40,7 @@ struct MatmulCall {
     float* y = nullptr;
     int64_t stride = 0;  // from a row of y to the next
     ExpertIndex which;   // of w's matrices
+    int32_t ahead = 0;   // blocks of each row of quantized weights that are prefetched into the L2 cache
 };
 
 // A step of the pipeline: its step along k, and the halves that it multiplies.

@@ -1,6 +1,7 @@
 // Launches the matrix products of prefill on Hopper.
 #include "kernels/matmul/matmul_wgmma.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -26,10 +27,21 @@ bool hasWarpgroups(const DeviceInfo& device) {
 #endif
 }
 
-template <DType T, int kTileT> void launchTiles(Stream& stream, const MatmulCall& call) {
+// The blocks of a row that are prefetched: what the thread blocks that run at once prefetch stays in the cache.
+int32_t blocksAhead(const MatmulCall& call, int64_t atOnce) {
+    constexpr int64_t kBytes = 24 * 1024 * 1024;
+    if (isFloatType(call.type)) return 0;
+    const int64_t all = call.shape.cols / kContractBlock,
+                  superblocks = kBytes / (atOnce * kWgmmaTileN * static_cast<int64_t>(rowBytes(call.type, 256)));
+    return static_cast<int32_t>(std::min(all, superblocks * 8));
+}
+
+template <DType T, int kTileT> void launchTiles(Stream& stream, MatmulCall call) {
     static_assert(kTileT >= kExpertTile, "an expert's tile is one block's");
     const int64_t tilesT = call.groups.begin ? call.groups.tiles : (call.rows + kTileT - 1) / kTileT;
     const int64_t tilesN = (call.shape.rows + kWgmmaTileN - 1) / kWgmmaTileN;
+    const int64_t atOnce = int64_t{stream.device().multiprocessors} * (256 / kTileT);
+    call.ahead = blocksAhead(call, std::min(atOnce, call.groups.begin ? tilesT * tilesN : tilesN));
     const auto kernel = matmulWgmmaKernel<T, kTileT>;
     allowShared(kernel, wgmmaSharedBytes<kTileT>());
     launch(stream, kernel, dim3(static_cast<unsigned>(tilesT), static_cast<unsigned>(tilesN)), dim3(kWgmmaThreads),

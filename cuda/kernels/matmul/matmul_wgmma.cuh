@@ -8,6 +8,7 @@
 // activations s + 1 and s + 2 are being written. That takes three tiles of weights and four of activations.
 #pragma once
 
+#include "core/contract.h"
 #include "kernels/matmul/matmul_kernel.cuh"
 #include "kernels/matmul/wgmma.cuh"
 
@@ -36,6 +37,20 @@ __device__ __forceinline__ void storeSums(const MatmulCall& call, const TilePlac
             sums[sumPlace<kTileN>(j * 8 + lane % 4 * 2 + i % 2, warp * 16 + lane / 4 + i / 2 * 8)] = sum[4 * j + i];
     __syncthreads();
     storeTile<kThreads, kTileN>(call, place, sums);
+}
+
+// Prefetches the beginning of the block's weights. A step's weights are loaded one step before they are needed, which
+// is too late for memory if there are too few blocks to hide it.
+template <DType T> __device__ __forceinline__ void fetchWeightsAhead(const MatmulCall& call, const TilePlace& place) {
+    if constexpr (!kIsFloat<T>) {
+        const int64_t row = place.firstRow + threadIdx.x;
+        // Blocks with other rows of x multiply the same weights, unless they are an expert's.
+        const bool isFirst = call.groups.begin || blockIdx.x == 0;
+        if (!isFirst || call.ahead == 0 || threadIdx.x >= kWgmmaTileN || row >= call.shape.rows) return;
+        const auto blocks = static_cast<uint32_t>(call.shape.cols / kContractBlock);
+        PlanesOf<T>::fetchAhead(PlanesOf<T>::begin(place.w, call.shape), static_cast<uint32_t>(row) * blocks,
+                                call.ahead);
+    }
 }
 
 // kN: the rows of x that the block multiplies; its tiles have room for kTileT. sums: all of its shared memory.
@@ -100,6 +115,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 256 / kTileT)
     if (call.groups.begin) waitForPrevious();  // another kernel writes the tiles' arrays
     const TilePlace place = placeOf<kTileT, kWgmmaTileN>(call);
     if (place.begin >= place.end) return;
+    fetchWeightsAhead<T>(call, place);
     float* tiles = reinterpret_cast<float*>(shared);
     const int64_t rows = place.end - place.begin;
     if (rows <= 64) multiplyTile<T, kTileT, 64>(call, place, tiles);

@@ -37,17 +37,6 @@ __device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(v
 // Bytes that a launch may prefetch into the cache beyond the loads in flight.
 constexpr int64_t kAheadBytes = 12 * 1024 * 1024;
 
-// One thread prefetches bytes [begin, end) of packed weights. Matrices begin and end at multiples of 16 bytes.
-__device__ __forceinline__ void fetchToCache(const void* begin, const void* end) {
-#if __CUDA_ARCH__ >= 900
-    const uint64_t from = __cvta_generic_to_global(begin) & ~uint64_t{15},
-                   to = (__cvta_generic_to_global(end) + 15) & ~uint64_t{15};
-    if (to == from) return;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(static_cast<uint32_t>(to - from))
-                 : "memory");
-#endif
-}
-
 // --- activations in shared memory ----------------------------------------------------------------------------------
 
 __device__ __forceinline__ uint32_t sharedAddress(const void* p) {
@@ -195,11 +184,7 @@ template <DType D> struct Steps<D, false> {
         return F::loadAt(PlanesOf<D>::at(base, first + min(step * kStep + lane, units - 1)), lane % 8);
     }
     static __device__ __forceinline__ void fetchAhead(const Base& base, Index first, int64_t units) {
-        const Planes begin = PlanesOf<D>::at(base, first), end = PlanesOf<D>::at(base, first + units);
-        if constexpr (PlanesOf<D>::template kBytes<0> != 0) fetchToCache(begin.plane[0], end.plane[0]);
-        if constexpr (PlanesOf<D>::template kBytes<1> != 0) fetchToCache(begin.plane[1], end.plane[1]);
-        if constexpr (PlanesOf<D>::template kBytes<2> != 0) fetchToCache(begin.plane[2], end.plane[2]);
-        if constexpr (PlanesOf<D>::template kBytes<3> != 0) fetchToCache(begin.plane[3], end.plane[3]);
+        PlanesOf<D>::fetchAhead(base, first, units);
     }
 
     // --- activations
