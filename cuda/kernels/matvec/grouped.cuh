@@ -128,18 +128,18 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles>::kThreads, mmaMinBlocks(kTi
         return;
     }
     const auto base = baseOf<D>(p.w, group, 0);
-    const auto place = [&](int item) {
-        return MmaRows<D>{base, firstRow + item * kItemRows + Tile::group() * kMmaRows, p.w.rows - 1};
+    const auto place = [&](int item, int of) {
+        return MmaRows<D>{base, firstRow + item * kItemRows + of * kMmaRows, p.w.rows - 1};
     };
     Tile tile(shared, p.w.cols, min(p.items, (p.w.rows - firstRow + kItemRows - 1) / kItemRows));
     tile.start(place);
     tile.run(
         p.w.x, place, [&](int, int column) { return group.pairOf(column) / p.w.perRow; },
-        [&](int item) {
-            tile.forValues([&](int at, int column, int value) {
-                const int row = place(item).row + at;
+        [&](int item, int round) {
+            tile.template forValues<Tile::kGroups>(round, [&](int of, int at, int column, int value) {
+                const int row = place(item, of).row + at;
                 if (row < p.w.rows && column < group.count)
-                    p.y[group.pairOf(column) * p.w.rows + row] = tile.sumOf(Tile::group(), value);
+                    p.y[group.pairOf(column) * p.w.rows + row] = tile.sumOf(of, value);
             });
         });
 #endif
@@ -182,15 +182,16 @@ __device__ __forceinline__ void tileGated(const GroupedGated& p, const Group& gr
     using Tile = MmaTile<D, kTiles>;
     static_assert(Tile::kGroups == 2 && Tile::kColumns <= kPairGroup);
     const int firstRow = static_cast<int>(blockIdx.y) * kContractBlock;
-    const auto base = baseOf<D>(p.w, group, Tile::group());
-    const auto place = [&](int item) { return MmaRows<D>{base, firstRow + item * kMmaRows, p.w.rows - 1}; };
+    const auto place = [&](int item, int of) {
+        return MmaRows<D>{baseOf<D>(p.w, group, of), firstRow + item * kMmaRows, p.w.rows - 1};
+    };
     Tile tile(shared, p.w.cols, kContractBlock / kMmaRows);
     tile.start(place);
     tile.run(
         p.w.x, place, [&](int, int column) { return group.pairOf(column) / p.w.perRow; },
-        [&](int item) {
-            tile.forValues([&](int row, int column, int value) {
-                sums.of[Tile::group()][column][item * kMmaRows + row] = tile.sumOf(Tile::group(), value);
+        [&](int item, int round) {
+            tile.template forValues<Tile::kGroups>(round, [&](int of, int row, int column, int value) {
+                sums.of[of][column][item * kMmaRows + row] = tile.sumOf(of, value);
             });
         });
 }

@@ -25,8 +25,10 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles, kResident>::kThreads, mmaMi
     const int firstColumn = (static_cast<int>(blockIdx.x) - block * columnTiles) * Tile::kColumns;
     const int firstRow = block * kContractBlock * p.groups;
     const int items = min(kContractBlock * p.groups, p.hidden - firstRow + kMmaRows - 1) / kMmaRows;
-    const auto base = Steps<D>::base(Tile::group() == 0 ? p.gate : p.up, p.shape);
-    const auto place = [&](int item) { return MmaRows<D>{base, firstRow + item * kMmaRows, p.hidden - 1}; };
+    const auto place = [&](int item, int group) {
+        return MmaRows<D>{Steps<D>::base(group == 0 ? p.gate : p.up, p.shape), firstRow + item * kMmaRows,
+                          p.hidden - 1};
+    };
     Tile tile(staged, p.cols, items);
     tile.start(place);
     if (firstColumn == 0) fetchRowsAhead<Tile>(place, items, p.cols, p.ahead);
@@ -34,18 +36,18 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles, kResident>::kThreads, mmaMi
 
     tile.run(
         p.x.quantized, place, [&](int, int column) { return min(firstColumn + column, p.rows - 1); },
-        [&](int item) {
+        [&](int item, int round) {
             const GatedTerms terms(p.join, 0, p.hidden);
-            Tile::forValues([&](int row, int column, int value) {
+            Tile::template forValues<1>(round, [&](int, int row, int column, int value) {
                 const int r = firstRow + item * kMmaRows + row, t = firstColumn + column;
-                if (Tile::group() != 0 || r >= p.hidden || t >= p.rows) return;
+                if (r >= p.hidden || t >= p.rows) return;
                 const float y = gatedValue(p.join.activation, terms.gate(tile.sumOf(0, value), r),
                                            terms.up(tile.sumOf(1, value), r));
                 values[column][r % kContractBlock] = y;
                 if (p.out.floats) p.out.floats[static_cast<int64_t>(t) * p.width + r] = y;
             });
             // The last part of a run of 32 rows. run() has a barrier before the next writes `values`.
-            if (!p.out.quantized.q || item % kItemsOfBlock + 1 != kItemsOfBlock) return;
+            if (!p.out.quantized.q || item % kItemsOfBlock + 1 != kItemsOfBlock || round + 1 != Tile::kRounds) return;
             __syncthreads();
             const int columns = min(Tile::kColumns, p.rows - firstColumn);
             for (int column = static_cast<int>(threadIdx.x) / 32; column < columns; column += Tile::kThreads / 32)

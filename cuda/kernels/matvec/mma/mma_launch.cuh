@@ -67,11 +67,11 @@ inline int32_t mmaAhead(DType type, int64_t blocks, int rows) {
 // A resident tile prefetches the others.
 template <typename Tile, typename Place>
 __device__ __forceinline__ void fetchRowsAhead(const Place& place, int items, int cols, int units) {
-    if (Tile::slice() != 0 || Tile::lane() >= kMmaRows) return;
+    if (Tile::warp() >= Tile::kGroups || Tile::lane() >= kMmaRows) return;
     const int all = cols / kContractBlock;
     if (Tile::kResident) items = min(items, Tile::kItemsAhead), units = items * all;
     for (int item = 0; item < items && units > 0; ++item, units -= all) {
-        const auto rows = place(item);
+        const auto rows = place(item, Tile::warp());
         const uint32_t row = static_cast<uint32_t>(min(rows.row + Tile::lane(), rows.last));
         Tile::Weights::fetchAhead(rows.base, row * static_cast<uint32_t>(all), min(all, units));
     }

@@ -18,8 +18,8 @@ template <DType D> struct MmaNumbers {
     static constexpr bool kHalves = F::kTwoScales || F::kTwoFloats;
     static constexpr int kCount = 1 + kHalves + F::kHasMin * (1 + F::kTwoScales);
     static constexpr int kFields = kCount <= 2 ? kCount : 4;  // floats for each block
-    // Of each column's block: its scale, then that times its sum, or times its two halves' sums. A field of eight columns
-    // is an array of its own, because lanes that read 16 bytes take four times as long as with 8.
+    // Of each column's block: its scale, then that times its sum, or times its two halves' sums. A field of eight
+    // columns is an array of its own, because lanes that read 16 bytes take four times as long as with 8.
     static constexpr int kColumnFields = !F::kHasMin ? 1 : F::kTwoScales ? 3 : 2;
     static constexpr int kFieldBytes = kMmaColumns * 4;
 
@@ -83,21 +83,29 @@ template <DType D> struct MmaNumbers {
 // are, the fewer accumulators a warp can have for each value. isResident: all activations stay in shared memory.
 template <DType D, int kTiles, bool isResident> struct MmaLayout {
     using Numbers = MmaNumbers<D>;
-    static constexpr int kBlocks = kTiles == 2 ? 4 : 8;
+    static constexpr int kBlocks = kTiles == 1 ? 8 : 4;
     static constexpr int kSlices = kContractAccumulators / kBlocks;
     // Block j of a slice is number blockAt(j) of the 32 of a step. Those of a slice are as far apart as the contract's
     // tree allows, so that a warp adds up its own accumulators but for the last kNeighbours. Where there are two, a
     // pair's codes are whole sectors.
     static constexpr int kNeighbours = kTiles == 4 ? 2 : kBlocks;
     static constexpr int kStride = kNeighbours * kSlices;
+    // The runs of 16 weight rows that a block multiplies at once, and those of a warp. With four tiles, shared memory
+    // is the limit: a warp that has both runs reads the activations once for both.
     static constexpr int kGroups = 2;
+    static constexpr int kOwn = kTiles == 4 ? 2 : 1;
     static constexpr bool kResident = isResident;
-    static constexpr int kThreads = 32 * kSlices * kGroups;
+    static constexpr int kWarps = kSlices * kGroups / kOwn;
+    static constexpr int kThreads = 32 * kWarps;
     static constexpr int kItemsAhead = 2;  // that a resident tile prefetches into the L2 cache
     static constexpr int kColumns = kMmaColumns * kTiles;
+    // The sums of an item are joined in rounds of at most two tiles, to save shared memory.
+    static constexpr int kRoundTiles = kTiles == 1 ? 1 : 2;
+    static constexpr int kRounds = kTiles / kRoundTiles;
+    static_assert(kRounds * kRoundTiles == kTiles);
 
     static constexpr int kPairs = kMmaRows * kBlocks / 32;  // blocks that a lane loads in a step
-    static constexpr int kTeam = 32 * kGroups;
+    static constexpr int kTeam = 32 * kGroups / kOwn;
     // Codes are rows of 2 * kBlocks chunks of 16 bytes: the first halves of all blocks, then the second. Chunks are
     // swizzled by the row's number, so that ldmatrix finds eight rows in different banks.
     static constexpr int kRowBytes = kBlocks * 32;
@@ -105,7 +113,7 @@ template <DType D, int kTiles, bool isResident> struct MmaLayout {
     static constexpr int kNumberBytes = (kMmaRows * Numbers::kFields + 4) * 4;
     static constexpr int kCodeBytes = kMmaRows * kRowBytes;
     static constexpr int kStagedBytes = kCodeBytes + kBlocks * kNumberBytes;
-    static constexpr int kSumBytes = kTiles * 4 * kNeighbours * 32 * 4;  // what a warp has added up
+    static constexpr int kSumBytes = kRoundTiles * 4 * kNeighbours * 32 * 4;  // what a warp has added up in a round
     static constexpr int kWarpBytes = ((kStagedBytes > kSumBytes ? kStagedBytes : kSumBytes) + 127) / 128 * 128;
     static constexpr int kTileBytes = kMmaColumns * kRowBytes;
     static constexpr int kEndBytes = kMmaColumns * Numbers::kColumnFields * 4;  // of a block of 8 columns
@@ -133,6 +141,8 @@ template <DType D, int kTiles, bool isResident> struct MmaLayout {
 
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
     static __device__ __forceinline__ int slice() { return threadIdx.x / 32 % kSlices; }
+    static __device__ __forceinline__ int warp() { return threadIdx.x / 32; }
+    // The first of the warp's groups. Others follow.
     static __device__ __forceinline__ int group() { return threadIdx.x / (32 * kSlices); }
     // The thread within its team.
     static __device__ __forceinline__ int member() { return group() * 32 + lane(); }

@@ -24,10 +24,11 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles, kResident>::kThreads, mmaMi
     while (rowBlock >= p.product[index].endBlock) ++index;
     const Product& w = p.product[index];
     const int block = rowBlock - (index ? p.product[index - 1].endBlock : 0);
-    const int firstRow = block * kRows * p.groups + Tile::group() * kMmaRows;
+    const int firstRow = block * kRows * p.groups;
     const int items = min(p.groups, (w.rows - block * kRows * p.groups + kRows - 1) / kRows);
     const auto base = Steps<D>::base(w.data, w.shape);
-    const auto place = [&](int item) { return MmaRows<D>{base, firstRow + item * kRows, w.rows - 1}; };
+    const auto rowOf = [&](int item, int group) { return firstRow + item * kRows + group * kMmaRows; };
+    const auto place = [&](int item, int group) { return MmaRows<D>{base, rowOf(item, group), w.rows - 1}; };
     Tile tile(staged, p.cols, items);
     tile.start(place);
     if (firstColumn == 0) fetchRowsAhead<Tile>(place, items, p.cols, p.ahead);
@@ -35,13 +36,13 @@ __global__ void __launch_bounds__(MmaTile<D, kTiles, kResident>::kThreads, mmaMi
 
     tile.run(
         p.x.quantized, place, [&](int, int column) { return min(firstColumn + column, p.rows - 1); },
-        [&](int item) {
-            Tile::forValues([&](int row, int column, int value) {
-                const int r = firstRow + item * kRows + row, t = firstColumn + column;
+        [&](int item, int round) {
+            Tile::template forValues<Tile::kGroups>(round, [&](int group, int row, int column, int value) {
+                const int r = rowOf(item, group) + row, t = firstColumn + column;
                 if (r >= w.rows || t >= p.rows) return;
                 float* y = w.y + static_cast<int64_t>(t) * w.stride + r;
                 const float before = p.add ? *y : 0.0f;
-                float sum = tile.sumOf(Tile::group(), value);
+                float sum = tile.sumOf(group, value);
                 if (w.bias) sum = __fadd_rn(sum, w.bias[r]);
                 *y = p.add ? __fadd_rn(before, sum) : sum;
             });

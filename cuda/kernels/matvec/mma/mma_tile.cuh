@@ -48,6 +48,7 @@ template <DType D, int kTiles, bool isResident = false> class MmaTile : MmaLayou
     using Layout::blockAt;
     using Layout::chunkOffset;
     using Layout::endOffset;
+    using Layout::group;
     using Layout::kChunkColumns;
     using Layout::kChunks;
     using Layout::kCodeBytes;
@@ -56,6 +57,7 @@ template <DType D, int kTiles, bool isResident = false> class MmaTile : MmaLayou
     using Layout::kEndStep;
     using Layout::kNeighbours;
     using Layout::kNumberBytes;
+    using Layout::kOwn;
     using Layout::kPairBlocks;
     using Layout::kPairs;
     using Layout::kStageBytes;
@@ -64,6 +66,7 @@ template <DType D, int kTiles, bool isResident = false> class MmaTile : MmaLayou
     using Layout::kTeam;
     using Layout::kTileBytes;
     using Layout::kWarpBytes;
+    using Layout::kWarps;
     using Layout::member;
     using Layout::moved;
     using Layout::nextStage;
@@ -73,18 +76,20 @@ template <DType D, int kTiles, bool isResident = false> class MmaTile : MmaLayou
 public:
     using Numbers = MmaNumbers<D>;
     using Weights = Steps<D>;
-    using Layout::group;
     using Layout::kBlocks;
     using Layout::kColumns;
     using Layout::kGroups;
     using Layout::kItemsAhead;
     using Layout::kResident;
+    using Layout::kRounds;
+    using Layout::kRoundTiles;
     using Layout::kSlices;
     using Layout::kThreads;
     using Layout::lane;
     using Layout::sharedBytes;
     using Layout::slice;
     using Layout::stages;
+    using Layout::warp;
 
     // shared: sharedBytes(cols), aligned to 128 bytes.
     __device__ __forceinline__ MmaTile(uint8_t* shared, int cols, int items)
@@ -109,10 +114,10 @@ public:
         keep(_ends);
     }
 
-    // Issues the first loads of weights. place(item) returns the MmaRows of this warp's group.
+    // Issues the first loads of weights. place(item, group) returns the MmaRows of a group.
     template <typename Place> __device__ __forceinline__ void start(const Place& place) {
         if (_items <= 0 || _steps == 0) return;
-        findRows(place(0));
+        findRows(place, 0);
         fetch(place);
     }
 
@@ -131,7 +136,7 @@ public:
         int stage = 0;  // bytes
         for (int item = 0; item < _items; ++item) {
             if constexpr (kResident) fetchToCacheAhead(place, item + kItemsAhead);
-            float acc[kTiles][kBlocks][4] = {};
+            float acc[kOwn][kTiles][kBlocks][4] = {};
             for (int step = 0; step < _steps; ++step) {
                 unpack(step);
                 fetch(place);
@@ -147,20 +152,27 @@ public:
                 stage = kResident ? stage + kStageBytes : nextStage(stage);
             }
             if (kResident) stage = 0;
-            keepSums(acc);
-            __syncthreads();
-            done(item);
-            __syncthreads();
+#pragma unroll
+            for (int round = 0; round < kRounds; ++round) {
+                keepSums(acc, round);
+                __syncthreads();
+                done(item, round);
+                __syncthreads();
+            }
         }
     }
 
-    // Calls f(row, column, value) for this thread's share of its group's sums. sumOf() takes `value`.
-    template <typename Visit> static __device__ __forceinline__ void forValues(const Visit& f) {
+    // Calls f(group, row, column, value) for this thread's share of the sums of the first kVisited groups in a round.
+    // sumOf() takes `value`.
+    template <int kVisited, typename Visit>
+    static __device__ __forceinline__ void forValues(int round, const Visit& f) {
+        constexpr int kValues = kRoundTiles * 4, kAll = kValues * kVisited;
 #pragma unroll
-        for (int i = 0; i < (kTiles * 4 + kSlices - 1) / kSlices; ++i) {
-            const int value = i * kSlices + slice();
-            if (kTiles * 4 < kSlices && value >= kTiles * 4) return;
-            f(lane() / 4 + value % 4 / 2 * 8, value / 4 * kMmaColumns + lane() % 4 * 2 + value % 2, value);
+        for (int i = 0; i < (kAll + kWarps - 1) / kWarps; ++i) {
+            const int n = i * kWarps + warp();
+            if (kAll % kWarps != 0 && n >= kAll) return;
+            const int value = n % kValues, tile = round * kRoundTiles + value / 4;
+            f(n / kValues, lane() / 4 + value % 4 / 2 * 8, tile * kMmaColumns + lane() % 4 * 2 + value % 2, value);
         }
     }
     // The finished sum of this row and column in any group.
@@ -177,6 +189,8 @@ public:
     }
 
 private:
+    static constexpr int kGroupBytes = kSlices * kWarpBytes;  // from a group's shared memory to the next
+
     // The upper levels of the contract's tree.
     template <int kWidth, int kCount> static __device__ __forceinline__ float tree(float (&v)[kCount]) {
 #pragma unroll
@@ -187,46 +201,58 @@ private:
 
     // --- weights
 
-    __device__ __forceinline__ void findRows(const MmaRows<D>& rows) {
-        _base = rows.base;
+    template <typename Place> __device__ __forceinline__ void findRows(const Place& place, int item) {
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i)
-            _first[i] = static_cast<uint32_t>(min(rows.row + rowOfPair(i), rows.last)) * static_cast<uint32_t>(_units);
+        for (int own = 0; own < kOwn; ++own) {
+            const MmaRows<D> rows = place(item, group() + own);
+            _base[own] = rows.base;
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i)
+                _first[own][i] =
+                    static_cast<uint32_t>(min(rows.row + rowOfPair(i), rows.last)) * static_cast<uint32_t>(_units);
+        }
     }
     // Loads the next step's weights, of this item or the following one.
     template <typename Place> __device__ __forceinline__ void fetch(const Place& place) {
         if (_nextItem >= _items) return;
         const int at = blockAt(slice(), block()), b = _nextStep * kContractAccumulators + at;
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i)
-            _raw[i] = F::loadAt(PlanesOf<D>::at(_base, _first[i] + min(b, _units - 1)), at % 8);
+        for (int own = 0; own < kOwn; ++own)
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i)
+                _raw[own][i] = F::loadAt(PlanesOf<D>::at(_base[own], _first[own][i] + min(b, _units - 1)), at % 8);
         if (++_nextStep < _steps) return;
         _nextStep = 0;
-        if (++_nextItem < _items) findRows(place(_nextItem));
+        if (++_nextItem < _items) findRows(place, _nextItem);
     }
     // Prefetches an item's rows into the L2 cache, one lane for each row, because one step ahead is too late for
     // memory.
     template <typename Place> __device__ __forceinline__ void fetchToCacheAhead(const Place& place, int item) const {
-        if (item >= _items || slice() != 0 || lane() >= kMmaRows) return;
-        const auto rows = place(item);
+        if (item >= _items || warp() >= kGroups || lane() >= kMmaRows) return;
+        const auto rows = place(item, warp());
         const uint32_t row = static_cast<uint32_t>(min(rows.row + lane(), rows.last));
         Weights::fetchAhead(rows.base, row * static_cast<uint32_t>(_units), _units);
     }
     // Writes the loaded weights to shared memory. Blocks past the row's end get factors of 0, which add nothing.
     __device__ __forceinline__ void unpack(int step) {
-        const uint32_t numbers = _staged + kCodeBytes + block() * kNumberBytes + rowOfPair(0) * Numbers::kFields * 4;
         const int at = blockAt(slice(), block());
         const bool whole = (step + 1) * kContractAccumulators <= _units;
 #pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
-            uint32_t q[8];
-            Numbers::codes(_raw[i], q);
-            const uint32_t to = kBlocks == 8 ? moved(_unpacked, 4 * i) : moved(_unpacked, 8 * i);
-            writeShared4(to, q);
-            writeShared4(kBlocks == 8 ? to + 128 : to ^ 64, q + 4);
-            BlockFactors factors = blockFactors<D>(floatScales<D>(_raw[i], at % 8));
-            if (!whole && step * kContractAccumulators + at >= _units) factors = {};
-            Numbers::write(numbers + i * (32 / kBlocks) * Numbers::kFields * 4, factors);
+        for (int own = 0; own < kOwn; ++own) {
+            const uint32_t codes = _unpacked + own * kGroupBytes;
+            const uint32_t numbers =
+                _staged + own * kGroupBytes + kCodeBytes + block() * kNumberBytes + rowOfPair(0) * Numbers::kFields * 4;
+#pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+                uint32_t q[8];
+                Numbers::codes(_raw[own][i], q);
+                const uint32_t to = kBlocks == 8 ? moved(codes, 4 * i) : moved(codes, 8 * i);
+                writeShared4(to, q);
+                writeShared4(kBlocks == 8 ? to + 128 : to ^ 64, q + 4);
+                BlockFactors factors = blockFactors<D>(floatScales<D>(_raw[own][i], at % 8));
+                if (!whole && step * kContractAccumulators + at >= _units) factors = {};
+                Numbers::write(numbers + i * (32 / kBlocks) * Numbers::kFields * 4, factors);
+            }
         }
     }
 
@@ -236,8 +262,8 @@ private:
         const int half = member() / kBlocks % 2;
 #pragma unroll
         for (int i = 0; i < kChunks; ++i)
-            _chunk[i] = static_cast<uint32_t>(
-                (rowOf(item, member() / (2 * kBlocks) + i * kChunkColumns) * 2 + half) * _units);
+            _chunk[i] =
+                static_cast<uint32_t>((rowOf(item, member() / (2 * kBlocks) + i * kChunkColumns) * 2 + half) * _units);
 #pragma unroll
         for (int i = 0; i < kEnds; ++i)
             _end[i] = static_cast<uint32_t>(rowOf(item, member() / kBlocks + i * 2 * kChunkColumns) * _units);
@@ -313,86 +339,44 @@ private:
         uint32_t b[4];
         typename Numbers::Columns ends[2];
     };
-    // Of whole blocks, or of their halves.
-    struct Products {
-        float of[2][1 + Numbers::kHalves][4];
-    };
-#ifndef MMA_AHEAD
-#define MMA_AHEAD 1
-#endif
-#ifndef MMA_HELD
-#define MMA_HELD 2
-#endif
-    static constexpr int kProductsAhead = Numbers::kHalves ? 0 : MMA_AHEAD;
-    static constexpr bool kHeldOne = kTiles == 4 && MMA_HELD == 1;
-    // Loads run two units ahead of the float part and one ahead of the integer products, so that nothing waits.
-    __device__ __forceinline__ void multiply(int stage, float (&acc)[kTiles][kBlocks][4]) const {
+    // Loads run a unit ahead of the arithmetic; with four tiles, those of weights would take too many registers.
+    __device__ __forceinline__ void multiply(int stage, float (&acc)[kOwn][kTiles][kBlocks][4]) const {
         constexpr int kInner = kTiles * kPairBlocks / 2, kUnits = kBlocks / kPairBlocks * kInner;
-        constexpr int kAhead = kProductsAhead;  // units
-        constexpr int kHeld = kInner > kAhead ? (kHeldOne ? 1 : 2) : kAhead + 2;  // fragments of weights
-        WeightFragment weights[kHeld];
-        ColumnFragment columns[kAhead + 2];
-        Products products[kAhead + 1];
-        const auto load = [&](int unit) {
-            if (unit >= kUnits) return;
-            const int block = unit / kInner;
-            if (unit % kInner == 0 && (kHeld > 1 || unit == 0)) loadWeights(block * kPairBlocks, weights[block % kHeld]);
-            loadColumns(stage, block * kPairBlocks, unit % kInner * (2 / kPairBlocks), columns[unit % (kAhead + 2)]);
-        };
-        const auto product = [&](int unit) {
-            if (unit < kUnits)
-                multiplyIntegers(weights[unit / kInner % kHeld], columns[unit % (kAhead + 2)],
-                                 products[unit % (kAhead + 1)]);
-        };
-#pragma unroll
-        for (int unit = 0; unit <= kAhead; ++unit) load(unit);
-#pragma unroll
-        for (int unit = 0; unit < kAhead; ++unit) product(unit);
+        constexpr int kHeld = kTiles == 4 ? 1 : 2;  // fragments of weights
+        WeightFragment weights[kHeld][kOwn];
+        ColumnFragment columns[2];
+        if (kHeld == 2) loadWeights(0, weights[0]);
+        loadColumns(stage, 0, 0, columns[0]);
 #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit) {
-            load(unit + kAhead + 1);
-            if (kHeld == 1 && unit > 0 && unit % kInner == 0) loadWeights(unit / kInner * kPairBlocks, weights[0]);
-            product(unit + kAhead);
             const int first = unit / kInner * kPairBlocks, tile = unit % kInner * (2 / kPairBlocks);
-            const WeightFragment& w = weights[unit / kInner % kHeld];
-            const ColumnFragment& x = columns[unit % (kAhead + 2)];
-            const Products& p = products[unit % (kAhead + 1)];
-#pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const int n = kPairBlocks == 2 ? tile : tile + k, j = kPairBlocks == 2 ? k : 0;
-#pragma unroll
-                for (int c = 0; c < 4; ++c)
-                    acc[n][first + j][c] = Numbers::add(p.of[k][0][c], p.of[k][Numbers::kHalves][c], w.rows[j][c / 2],
-                                                        x.ends[k], c % 2, acc[n][first + j][c]);
+            if (unit + 1 < kUnits) {
+                const int next = (unit + 1) / kInner * kPairBlocks;
+                if (kHeld == 2 && next != first) loadWeights(next, weights[next / kPairBlocks % kHeld]);
+                loadColumns(stage, next, (unit + 1) % kInner * (2 / kPairBlocks), columns[(unit + 1) % 2]);
             }
+            if (kHeld == 1 && tile == 0) loadWeights(first, weights[0]);
+#pragma unroll
+            for (int own = 0; own < kOwn; ++own)
+                addUnit(weights[first / kPairBlocks % kHeld][own], columns[unit % 2], first, tile, acc[own]);
         }
     }
-    static __device__ __forceinline__ void multiplyIntegers(const WeightFragment& w, const ColumnFragment& x,
-                                                            Products& p) {
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            const uint32_t(&a)[4] = w.a[kPairBlocks == 2 ? k : 0];
-            if constexpr (Numbers::kHalves) {
-                multiplyHalf(p.of[k][0], a[0], a[1], x.b[2 * k]);
-                multiplyHalf(p.of[k][1], a[2], a[3], x.b[2 * k + 1]);
-            } else {
-                multiplyBlock(p.of[k][0], a, x.b[2 * k], x.b[2 * k + 1]);
-            }
-        }
-    }
-    __device__ __forceinline__ void loadWeights(int first, WeightFragment& w) const {
+    __device__ __forceinline__ void loadWeights(int first, WeightFragment (&w)[kOwn]) const {
         const int l = lane();
         // A's four matrices: rows 0 .. 7 and 8 .. 15 of the first half, then of the second. The number of a block is
         // XORed into the address.
         const uint32_t codesAt = _staged + chunkOffset(l % 16, l / 16, 0);
         const uint32_t numbersAt = _staged + kCodeBytes + l / 4 * Numbers::kFields * 4;
 #pragma unroll
-        for (int k = 0; k < kPairBlocks; ++k) {
-            loadFragments(w.a[k], codesAt ^ (first + k) * 16);
+        for (int own = 0; own < kOwn; ++own)
 #pragma unroll
-            for (int r = 0; r < 2; ++r)
-                w.rows[k][r] = Numbers::read(numbersAt + (first + k) * kNumberBytes + r * 8 * Numbers::kFields * 4);
-        }
+            for (int k = 0; k < kPairBlocks; ++k) {
+                loadFragments(w[own].a[k], (codesAt ^ (first + k) * 16) + own * kGroupBytes);
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    w[own].rows[k][r] = Numbers::read(numbersAt + own * kGroupBytes + (first + k) * kNumberBytes +
+                                                      r * 8 * Numbers::kFields * 4);
+            }
     }
     __device__ __forceinline__ void loadColumns(int stage, int first, int tile, ColumnFragment& x) const {
         loadFragments(x.b, ((_columns + stage) ^ first * 16) + tile * kTileBytes);
@@ -402,23 +386,45 @@ private:
             x.ends[k] = Numbers::readColumns(_ends + stage + (n * kBlocks + j) * kEndBytes);
         }
     }
+    static __device__ __forceinline__ void addUnit(const WeightFragment& w, const ColumnFragment& x, int first,
+                                                   int tile, float (&acc)[kTiles][kBlocks][4]) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            const int n = kPairBlocks == 2 ? tile : tile + k, j = kPairBlocks == 2 ? k : 0;
+            const uint32_t (&a)[4] = w.a[j];
+            float product[1 + Numbers::kHalves][4];
+            if constexpr (Numbers::kHalves) {
+                multiplyHalf(product[0], a[0], a[1], x.b[2 * k]);
+                multiplyHalf(product[1], a[2], a[3], x.b[2 * k + 1]);
+            } else {
+                multiplyBlock(product[0], a, x.b[2 * k], x.b[2 * k + 1]);
+            }
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+                acc[n][first + j][c] = Numbers::add(product[0][c], product[Numbers::kHalves][c], w.rows[j][c / 2],
+                                                    x.ends[k], c % 2, acc[n][first + j][c]);
+        }
+    }
     // Adds up the warp's accumulators as the tree's lower levels do, and writes the rest to shared memory.
-    __device__ __forceinline__ void keepSums(float (&acc)[kTiles][kBlocks][4]) const {
+    __device__ __forceinline__ void keepSums(const float (&acc)[kOwn][kTiles][kBlocks][4], int round) const {
 #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
+        for (int own = 0; own < kOwn; ++own)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
+            for (int value = 0; value < kRoundTiles * 4; ++value) {
+                const int n = round * kRoundTiles + value / 4, c = value % 4;
+                float v[kBlocks];
+#pragma unroll
+                for (int j = 0; j < kBlocks; ++j) v[j] = acc[own][n][j][c];
 #pragma unroll
                 for (int width = kBlocks / 2; width >= kNeighbours; width /= 2) {
 #pragma unroll
-                    for (int j = 0; j < width; ++j) acc[n][j][c] = __fadd_rn(acc[n][j][c], acc[n][j + width][c]);
+                    for (int j = 0; j < width; ++j) v[j] = __fadd_rn(v[j], v[j + width]);
                 }
                 float rest[kNeighbours];
 #pragma unroll
-                for (int k = 0; k < kNeighbours; ++k) rest[k] = acc[n][k][c];
-                writeShared(_staged + sumOffset(n * 4 + c), rest);
+                for (int k = 0; k < kNeighbours; ++k) rest[k] = v[k];
+                writeShared(_staged + own * kGroupBytes + sumOffset(value), rest);
             }
-        }
     }
 
     const int _units, _items;
@@ -427,9 +433,9 @@ private:
     uint32_t _staged;                               // the warp's own shared memory
     uint32_t _unpacked;                             // where the lane writes its first block's codes
     uint32_t _copied, _copiedEnd, _columns, _ends;  // in the first stage: what the thread copies, and what it reads
-    typename Weights::Base _base;
-    Raw _raw[kPairs];
-    uint32_t _first[kPairs];  // the first blocks of the lane's rows
+    typename Weights::Base _base[kOwn];
+    Raw _raw[kOwn][kPairs];
+    uint32_t _first[kOwn][kPairs];  // the first blocks of the lane's rows
     uint32_t _chunk[kChunks], _end[kEnds];
     int _nextItem = 0, _nextStep = 0;                  // the weights to load next
     int _copyItem = 0, _copyStep = 0, _copyStage = 0;  // the activations to copy next, and where to
