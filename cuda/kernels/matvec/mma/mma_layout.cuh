@@ -85,15 +85,15 @@ template <DType D, int kTiles, bool isResident> struct MmaLayout {
     using Numbers = MmaNumbers<D>;
     static constexpr int kBlocks = kTiles == 1 ? 8 : 4;
     static constexpr int kSlices = kContractAccumulators / kBlocks;
-    // Block j of a slice is number blockAt(j) of the 32 of a step. Those of a slice are as far apart as the contract's
-    // tree allows, so that a warp adds up its own accumulators but for the last kNeighbours. Where there are two, a
-    // pair's codes are whole sectors.
+    // Block j of a slice is number blockAt(j) of the 32 of a step. With four tiles, the sums of 32 accumulators take
+    // long to join: those of a slice are then as far apart as the contract's tree allows, and a warp adds up its own
+    // but for the last two. Otherwise, all blocks of a slice are neighbours, whose codes are loaded fastest.
     static constexpr int kNeighbours = kTiles == 4 ? 2 : kBlocks;
     static constexpr int kStride = kNeighbours * kSlices;
-    // The runs of 16 weight rows that a block multiplies at once, and those of a warp. With four tiles, shared memory
-    // is the limit: a warp that has both runs reads the activations once for both.
+    // Groups of a block, and of a warp. A warp that has both groups reads the activations once for both, but needs
+    // registers for the accumulators of both, and there are half as many warps to hide what loads take.
     static constexpr int kGroups = 2;
-    static constexpr int kOwn = kTiles == 4 ? 2 : 1;
+    static constexpr int kOwn = kTiles == 4 || (kTiles == 2 && isResident) ? 2 : 1;
     static constexpr bool kResident = isResident;
     static constexpr int kWarps = kSlices * kGroups / kOwn;
     static constexpr int kThreads = 32 * kWarps;

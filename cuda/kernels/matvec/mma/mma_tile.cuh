@@ -6,11 +6,11 @@
 // that they are floats without a conversion; no type's sum over a block reaches 2^22. The rest of a block is what the
 // contract says, in float, with one accumulator for each of its 32.
 //
-// The 32 accumulators of a value are divided among the warps of a *group*, which owns 16 weight rows. A group has a
-// warp for each *slice* of kBlocks neighbouring blocks: slice s has blocks kBlocks * s + j + 32 * step, which are those
-// of accumulators kBlocks * s + j. At the end, the warps meet in shared memory, and each adds up a part of the values
-// by the contract's tree. A thread block has kGroups groups. The warps of one slice form a *team*, because they read
-// the same blocks of the activations:
+// A *group* is 16 weight rows; a thread block has kGroups of them. The 32 accumulators of a value are divided among the
+// warps that have its group: one for each *slice* of kBlocks of the 32 blocks of a step, which are those of as many
+// accumulators. At the end, a warp adds up what it can of its accumulators; then the warps meet in shared memory, and
+// each adds up the rest of some values, all by the contract's tree. A warp has kOwn groups. The warps of one slice form
+// a *team*, because they read the same blocks of the activations:
 //
 // - Weights: a lane loads a few blocks as Format<D> defines, one step ahead, in registers. It unpacks them and writes
 //   signed bytes and float scales to the warp's own shared memory, which ldmatrix reads as fragments.
