@@ -16,15 +16,19 @@ _TEMPLATE = ("{% if tools is defined and tools %}<tools>{{ tools | tojson }}\n{%
              "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
 
 
-def write_chat_model(path: Path) -> None:
-    """Writes the bundled model's tensors and metadata to `path`, with a template that knows hermes' tool calls."""
+def write_chat_model(path: Path, context: int = 1024) -> None:
+    """Writes the bundled model's tensors and metadata to `path`, with a template that knows hermes' tool calls.
+
+    context: the longest that the file allows, in tokens. The model was taught 1,024; beyond, it writes what it can.
+    """
     reader = gguf.GGUFReader(BUNDLED_MODEL)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
         kind, *parts = field.types
-        writer.add_key_value(name, field.contents(), kind, parts[-1] if parts else None)
+        value = context if name.endswith(".context_length") else field.contents()
+        writer.add_key_value(name, value, kind, parts[-1] if parts else None)
     writer.add_chat_template(_TEMPLATE)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)

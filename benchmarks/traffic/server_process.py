@@ -36,7 +36,7 @@ class ServerProcess:
         try:
             self._await(lambda: bool(self._address()))
             self.url = self._address()
-            self._await(lambda: httpx.get(f"{self.url}/health").status_code == 200)
+            self._await(self._healthy)
         except BaseException:
             self.process.kill()
             raise
@@ -54,6 +54,12 @@ class ServerProcess:
     def _address(self) -> str:
         found = re.search(r"listening at (http://\S+)", self.log())
         return found[1] if found else ""
+
+    def _healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
 
     def _await(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _STARTING_SECONDS
