@@ -176,7 +176,7 @@ def report_calls(arguments: argparse.Namespace) -> None:
         model = Path(folder) / "story.gguf"
         write_chat_model(model, 2 * MOST_TOKENS)
         options = ["-m", str(model), "--device", arguments.device, "-c", str(2 * MOST_TOKENS), "--cache-tokens",
-                   str(16 * MOST_TOKENS)]
+                   str(8 * MOST_TOKENS)]
         began = time.perf_counter()
         with ServerProcess(options, Path(folder) / "log") as server:
             wrong = asyncio.run(check_calls(server.url, requests))

@@ -14,7 +14,7 @@ import jsonschema
 
 __all__ = ["MOST_TOKENS", "Calls", "check_calls", "request_of"]
 
-MOST_TOKENS = 1000  # of an answer
+MOST_TOKENS = 3000  # of an answer
 _AT_ONCE = 8
 
 Schema = dict[str, Any]
