@@ -40,7 +40,8 @@ def _tool(name: str, draw: random.Random, random_schema: Callable[[random.Random
 
 
 def _bounded(schema: Any) -> Any:
-    """The schema without what a bad model could write without end: further properties, and fractions of any length."""
+    """The schema without what a bad model could write without end: further properties, fractions of any length, and
+    patterns that repeat without a bound."""
     if isinstance(schema, list):
         return [_bounded(part) for part in schema]
     if not isinstance(schema, dict):
@@ -49,6 +50,8 @@ def _bounded(schema: Any) -> Any:
         return {"type": "integer", "minimum": 0, "maximum": 99}
     if schema.get("format") in ("time", "date-time"):
         return {**schema, "format": "date"}
+    if "+" in schema.get("pattern", ""):
+        return {**schema, "pattern": schema["pattern"].replace("+", "{1,9}")}
     extra = {"additionalProperties": False} if schema.get("type") == "object" else {}
     return {**{name: _bounded(part) for name, part in schema.items()}, **extra}
 

@@ -19,8 +19,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from traffic.chat_model import write_chat_model  # noqa: E402
-from traffic.server_process import ServerProcess  # noqa: E402
+from traffic.chat_model import write_chat_model
+from traffic.server_process import ServerProcess
 
 STARTING_SECONDS = 180
 
