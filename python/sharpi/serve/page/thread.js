@@ -90,7 +90,8 @@ class MessageView {
     else this.#showAnswer(running);
     const family = siblings(chat, message);
     // A footer that is replaced loses the focus, so it is made anew only if it says something else.
-    const says = JSON.stringify([running, family.length, message.state, running ? message.counts?.rate : message.counts]);
+    const figures = running ? message.counts?.rate : message.counts;
+    const says = JSON.stringify([running, family.length, message.state, figures]);
     if (says !== this.#shown) this.footer.replaceChildren(...this.#foot(family, running));
     this.#shown = says;
   }
