@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
+import re
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,7 @@ def deployed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with gateway(command, log, lambda: "deployed" in log.read_text(encoding="utf-8", errors="replace")
                  and answers(url, "/health") and answers(url, "/health")) as process:
         yield url
-        process.send_signal(subprocess.signal.SIGINT)  # type: ignore[attr-defined]
+        process.send_signal(signal.SIGINT)
 
 
 def test_streams_are_the_same_and_come_as_they_are_written(deployed: str) -> None:
@@ -62,6 +64,26 @@ def test_a_conversation_stays_with_its_replica(deployed: str) -> None:
     assert cached("one") == 0
     assert {cached("one") for _ in range(8)} == {128}
     assert 0 in [cached(f"other {number}") for number in range(24)], "all sessions go to one replica"
+
+
+def test_a_client_that_leaves_ends_its_request(deployed: str) -> None:
+    session = {"x-session-id": "leaver"}  # also asks for the gauges of its own replica
+
+    def gauge(name: str) -> float:
+        text = httpx.get(f"{deployed}/metrics", headers=session, timeout=60).text
+        found = re.search(rf'^{name}{{model="story"}} (\S+)$', text, re.MULTILINE)
+        assert found is not None
+        return float(found[1])
+
+    before = gauge("sharpi_step_tokens_total")
+    body = {"model": "story", "prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 8}
+    with httpx.stream("POST", f"{deployed}/v1/completions", json=body, headers=session, timeout=60) as response:
+        assert next(response.iter_lines()).startswith("data: ")
+    for _ in range(600):
+        if not gauge("sharpi_requests_running"):
+            break
+        time.sleep(0.1)
+    assert 0 < gauge("sharpi_step_tokens_total") - before < 7000, "its answers were written to their end"
 
 
 def test_errors_are_those_of_the_server(deployed: str) -> None:
