@@ -7,6 +7,7 @@ under build/.
     python tests/run.py --sanitizers   # also the C++ tests under ASan and UBSan, those with threads under TSan
     python tests/run.py --real         # also real checkpoints: 340 MB, downloaded once and kept in the user's cache
     python tests/run.py --clients      # also clients of the server that are large: langchain, lm-eval, aider; 1.7 GB
+    python tests/run.py --gateways     # also several servers behind nginx (if it is here), smg and Ray Serve; 0.5 GB
     python tests/run.py --gpu          # only the tests that need a GPU, C++ and Python; fails if there is none
 
 Other arguments go to pytest. The script needs Python 3.10 or newer and a C++17 compiler. It takes CMake and ninja from
@@ -283,6 +284,18 @@ def client_tests(python: Path) -> None:
         env={**os.environ, "SHARPI_PYTHON": str(python), "SHARPI_AIDER": str(aider)})
 
 
+def gateway_tests(tools: Tools) -> None:
+    """Runs several servers behind gateways, in an environment that has these beside all that `tools` sees."""
+    folder, home = ROOT / "tests" / "gateways", BUILD / "gateways"
+    venv.create(home, with_pip=True)
+    python = home / "bin" / "python"
+    seen = next(tools.python.parent.parent.glob("lib/*/site-packages"))
+    own = next(home.glob("lib/*/site-packages"))
+    (own / BORROWED).write_text(f"import site; site.addsitedir({str(seen)!r})\n", encoding="utf-8")
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", folder / "requirements.txt")
+    run(python, "-m", "pytest", "-q", "-rs", folder, env=tools.environment)
+
+
 def options_and_rest() -> tuple[argparse.Namespace, list[str]]:
     """The options of this script, and the arguments for pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -291,6 +304,7 @@ def options_and_rest() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu", action="store_true", help="run only the tests that need a GPU")
     parser.add_argument("--real", action="store_true", help="also run real checkpoints, downloaded and kept in a cache")
     parser.add_argument("--clients", action="store_true", help="also run large clients of the server")
+    parser.add_argument("--gateways", action="store_true", help="also run several servers behind gateways")
     return parser.parse_known_args()
 
 
@@ -323,6 +337,8 @@ def main() -> None:
     untested = real_tests(tools.python, *(["-m", "gpu"] if options.gpu else [])) if options.real else None
     if options.clients:
         client_tests(tools.python)
+    if options.gateways:
+        gateway_tests(tools)
     if untested:
         print(untested, flush=True)
 

@@ -54,12 +54,23 @@ int64_t drawn(const std::vector<Candidate>& candidates, int64_t keep, const Samp
     return chosen;
 }
 
+// Section 0. Words are looked at first: most masks allow nearly all tokens, or nearly none.
+void forbid(float* logits, int64_t vocab, const std::vector<uint32_t>& mask) {
+    for (int64_t first = 0; first < vocab; first += 32) {
+        const uint32_t word = mask[first / 32];
+        const int64_t end = std::min<int64_t>(vocab, first + 32);
+        if (word == 0) std::fill(logits + first, logits + end, -INFINITY);
+        if (word == 0 || word == UINT32_MAX) continue;
+        for (int64_t i = first; i < end; ++i)
+            if (!maskAllows(mask.data(), i)) logits[i] = -INFINITY;
+    }
+}
+
 }  // namespace
 
 int32_t sampleOnHost(float* logits, int64_t vocab, const SamplingRule& rule,
                      const std::vector<TokenAdjustment>& adjustments, double draw, const std::vector<uint32_t>& mask) {
-    for (int64_t i = 0; i < vocab && !mask.empty(); ++i)
-        if (!maskAllows(mask.data(), i)) logits[i] = -INFINITY;
+    if (!mask.empty()) forbid(logits, vocab, mask);
     for (const TokenAdjustment& change : adjustments)
         logits[change.token] = adjustedLogit(logits[change.token], change, rule);
     // NaN would break the order that sorting relies on.

@@ -32,9 +32,10 @@ class Format(Protocol):
 
 
 def json_options(lenient: bool) -> dict[str, Any]:
-    """How JSON is written. White space has a bound, so that no answer is white space without end. lenient: keywords
-    that the library cannot enforce are ignored, not refused."""
-    return {"whitespace_pattern": r"[ \n\t]{1,32}", "whitespace_flexible": True, "lenient": lenient,
+    """How JSON is written. Between its parts stands what printers of JSON write: one space, or a new line with its
+    indent. More would let a bad model fill its answer with white space. lenient: keywords that the library cannot
+    enforce are ignored, not refused."""
+    return {"whitespace_pattern": r"( |\n[ \t]{0,16})", "whitespace_flexible": True, "lenient": lenient,
             "coerce_one_of": lenient}
 
 

@@ -50,6 +50,8 @@ class AfterThinking(Following[_State]):
 
     def fill(self, words: Words) -> bool:
         state = self._state
+        if state.phase == "answer":
+            return state.inner.fill(words)
         if state.phase == "thinking":
             if self._compulsory:
                 allow_all(words, self._tokens)
@@ -60,7 +62,7 @@ class AfterThinking(Following[_State]):
             return False
         if state.phase == "start":
             words[:self._tokens.width] |= self._opening_mask(state.text)
-        elif state.phase == "between" and state.spaces < _SPACES:
+        elif state.spaces < _SPACES:
             words[:self._tokens.width] |= self._tokens.spaces
         return True
 
@@ -74,12 +76,16 @@ class AfterThinking(Following[_State]):
         return self._opening_masks[text]
 
     def _next(self, token: int) -> tuple[_State, Constraint | None, int]:
-        state, piece = self._state, self._tokens.piece(token)
+        state = self._state
+        if state.phase == "answer":
+            state.inner.accept(token)
+            return state, state.inner, 1
+        piece = self._tokens.piece(token)
         if state.phase == "thinking":
             return self._think(state, state.text, piece), None, 0
         if state.phase == "start":
             return self._start(state, token, piece)
-        if state.phase == "between" and state.spaces < _SPACES and piece and not piece.strip():
+        if state.spaces < _SPACES and piece and not piece.strip():
             return state._replace(spaces=state.spaces + 1), None, 0
         state.inner.accept(token)
         return state._replace(phase="answer", text=b""), state.inner, 1

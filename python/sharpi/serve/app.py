@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import Lifespan
@@ -28,6 +28,7 @@ from sharpi.serve.models.catalog import ModelFile, catalogue
 from sharpi.serve.models.loading import MakeRunner
 from sharpi.serve.models.store import Loader
 from sharpi.serve.settings import ServerSettings
+from sharpi.serve.sse import GONE
 
 __all__ = ["create_app", "server_of"]
 
@@ -58,7 +59,7 @@ def create_app(settings: ServerSettings, files: tuple[ModelFile, ...] | None = N
     middleware += [Middleware(Guarded, Hosts(settings), server.keys, settings.cors_origins),
                    Middleware(Gated, server.traffic), Middleware(Bounded)]
     app = Starlette(routes=routes, middleware=middleware, lifespan=_lifespan(server, failed), exception_handlers={
-        ApiError: _refused, HTTPException: _not_served, Exception: _broken})
+        ApiError: _refused, HTTPException: _not_served, ClientDisconnect: _gone, Exception: _broken})
     app.router.redirect_slashes = False
     app.state.server = server
     return app
@@ -151,6 +152,11 @@ async def _not_served(request: Request, error: Exception) -> Response:
                 405: f"{request.url.path[:200]!r} does not take {request.method}"}
     message = messages.get(error.status_code, error.detail)
     return _answer(request, http_error(error.status_code, message, headers=error.headers))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """The client went away before it had sent its body."""
+    return Response(status_code=GONE)
 
 
 async def _broken(request: Request, error: Exception) -> Response:

@@ -27,6 +27,10 @@ class OpenTurn(Protocol):
     def computed_tokens(self) -> int:
         """How far the prompt has come."""
 
+    @property
+    def answer_tokens(self) -> int:
+        """The tokens of its answers so far."""
+
     def __aiter__(self) -> AsyncIterator[Event]: ...
 
     async def __anext__(self) -> Event: ...

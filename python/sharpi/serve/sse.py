@@ -18,17 +18,17 @@ from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
 from sharpi.serve.turns import Event, Turn
 
-__all__ = ["COMMENT", "EVENT_STREAM", "NDJSON", "SILENCE", "TurnStream", "Wording", "answered", "collected",
+__all__ = ["COMMENT", "EVENT_STREAM", "GONE", "NDJSON", "SILENCE", "TurnStream", "Wording", "answered", "collected",
            "json_response"]
 
 EVENT_STREAM, NDJSON = "text/event-stream", "application/x-ndjson"
 COMMENT = b":\n\n"  # tells proxies and clients that the connection is alive
 
 SILENCE = 5.0  # seconds that an event stream may say nothing
+GONE = 499  # the status of an answer whose client has gone: nobody reads it, but logs and metrics do
 
 # What may wait for a slow reader; beyond that, its turn's events are not read.
 _MOST_WAITING = 1 << 16
-_GONE = 499  # nobody reads it, but a log does
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ async def answered(request: Request, server: Server, model: str | None, turns: S
         try:
             events = await collected(one, request.receive)
         except ClientDisconnect:
-            return Response(status_code=_GONE)
+            return Response(status_code=GONE)
         return json_response(wording.whole(events))
     raise AssertionError("the stack swallows no exceptions")
 

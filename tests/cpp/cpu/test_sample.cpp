@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <utility>
@@ -15,6 +16,25 @@
 namespace {
 
 using namespace sharpi;
+
+// Words that allow all of their tokens, none, and some, and a last word that has fewer tokens than bits.
+TEST(Sample, AMaskAllowsTheTokensOfItsBits) {
+    SamplingRule greedy;
+    greedy.temperature = 0;
+    const std::vector<uint32_t> mask = {UINT32_MAX, 0, 0x80000001u, 0x5u};
+    const int64_t vocab = 32 + 32 + 32 + 3;
+    std::vector<float> logits(vocab);
+    for (int64_t best = 0; best < vocab; ++best) {
+        for (int64_t i = 0; i < vocab; ++i) logits[i] = static_cast<float>(-i);
+        logits[best] = 1;
+        const bool allowed = mask[best / 32] >> (best % 32) & 1;
+        EXPECT_EQ(sampleOnHost(logits.data(), vocab, greedy, {}, 0.0, mask), allowed ? best : 0) << best;
+        for (int64_t i = 0; i < vocab; ++i)
+            EXPECT_EQ(std::isinf(logits[i]), !(mask[i / 32] >> (i % 32) & 1)) << best << " " << i;
+    }
+    const std::vector<uint32_t> none(4);
+    EXPECT_EQ(sampleOnHost(logits.data(), vocab, greedy, {}, 0.0, none), -1);
+}
 
 // A draw that falls on the bound between two tokens selects the later one.
 TEST(Sample, ADrawOnABoundTakesTheNextToken) {

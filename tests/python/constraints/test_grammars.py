@@ -110,6 +110,17 @@ def test_a_mask_forbids_rows_behind_the_vocabulary_and_control_tokens() -> None:
     assert not any(limited[token >> 5] >> (token & 31) & 1 for token in tokens.end_ids)
 
 
+def test_json_may_be_printed_in_any_usual_way_but_not_be_white_space_without_end() -> None:
+    _, tokens = gpt2()
+    grammar = compile_format(OutputFormat("json_object"), tokens)
+    value = {"a": [1, {"b": "x y"}, []], "c": {"d": {"e": None}}}
+    for text in (json.dumps(value), json.dumps(value, indent=4), json.dumps(value, indent="\t"),
+                 json.dumps(value, separators=(",", ":"))):
+        assert grammar.start().accepts(text.encode()), text
+    for text in ('{  "a": 1}', '{\n\n"a": 1}', '{"a":\t1}', '{"a": 1\n' + 17 * " " + "}"):
+        assert not grammar.start().accepts(text.encode()), text
+
+
 @pytest.mark.parametrize(("kind", "source", "told"), [
     ("regex", "(a", "the regular expression cannot be used: .*unclosed group"),
     ("regex", "(?=a)b", "look-around"),

@@ -45,6 +45,11 @@ def progress(processed: int, total: int) -> dict[str, Any]:
     return {"choices": [], "prompt_progress": {"total": total, "cache": 0, "processed": processed, "time_ms": 100}}
 
 
+def speed(tokens: int, rate: float) -> dict[str, Any]:
+    return {"choices": [], "timings": {"predicted_n": tokens, "predicted_ms": 1000 * tokens / rate,
+                                       "predicted_per_second": rate}}
+
+
 def ended(reason: str = "stop", *, prompt: int = 1204, cached: int = 1024, tokens: int = 312,
           rate: float = 48.3) -> list[dict[str, Any]]:
     return [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from browser import Watch
-from page_server import WAIT, FakeServer, ended, progress, said, thought
+from page_server import WAIT, FakeServer, ended, progress, said, speed, thought
 from starlette.responses import JSONResponse
 
 LAST = ".answer:last-child"
@@ -172,6 +172,16 @@ def test_the_prompts_progress_is_shown(page: Any, server: FakeServer) -> None:
     server.resume()
     answered(page, "Done.")
     assert not page.is_visible(".status")
+
+
+def test_a_running_answer_shows_its_speed(page: Any, server: FakeServer) -> None:
+    server.answers = [[said("Slow"), speed(12, 3.5), WAIT, said("ly."), *ended()]]
+    ask(page, "Q")
+    page.wait_for_selector(f"{LAST}.running footer .counts:has-text('3.5 tokens/s'):has-text('12 tokens')")
+    assert page.evaluate(f"getComputedStyle(document.querySelector('{LAST} footer .counts')).opacity") == "1"
+    server.resume()
+    answered(page, "Slowly.")
+    assert "48.3 tokens/s" in page.inner_text(f"{LAST} footer .counts")
 
 
 def test_two_chats_are_answered_at_once(page: Any, server: FakeServer) -> None:

@@ -34,6 +34,7 @@ class FakeTurn:
         usage = next((step for step in steps if isinstance(step, Usage)), USAGE)
         self.prompt_tokens = usage.prompt_tokens
         self.computed_tokens = usage.prompt_tokens
+        self.answer_tokens = 0  # one for each event
         self.cached_tokens = 0  # until the first event
         self._cached = usage.cached_tokens
         self.closed = False
@@ -50,6 +51,7 @@ class FakeTurn:
                 raise step
             else:
                 self.cached_tokens = self._cached
+                self.answer_tokens += 1
                 return step
         raise StopAsyncIteration
 

@@ -68,6 +68,26 @@ def test_a_bug_is_a_500_that_tells_nothing(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_client_that_goes_before_its_body_has_come_is_no_bug(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        app = create_app(ServerSettings(preload=False), model_files(tmp_path, "a"), loader=FakeLoader())
+        incoming = [{"type": "http.request", "body": b'{"mess', "more_body": True}, {"type": "http.disconnect"}]
+
+        async def receive() -> Any:
+            return incoming.pop(0)
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+        async with running(app) as client:
+            await app(scope, receive, send)
+            assert samples((await client.get("/metrics")).text)["sharpi_requests_total", "/v1/chat/completions",
+                                                                "499"] == 1
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings", "/rerank", "/v1/rerank"])
 def test_what_no_model_does_yet_is_a_501(tmp_path: Path, path: str) -> None:
     async def scenario() -> None:

@@ -33,6 +33,10 @@ class JoinedTurns:
     def computed_tokens(self) -> int:
         return sum(turn.computed_tokens for turn in self._turns)
 
+    @property
+    def answer_tokens(self) -> int:
+        return sum(turn.answer_tokens for turn in self._turns)
+
     def __aiter__(self) -> AsyncIterator[Event]:
         return self
 

@@ -127,6 +127,10 @@ class ModelTurn:
     def computed_tokens(self) -> int:
         return self._choices[0].answer.computed_tokens
 
+    @property
+    def answer_tokens(self) -> int:
+        return sum(choice.answer.token_count for choice in self._choices)
+
     def __aiter__(self) -> ModelTurn:
         return self
 

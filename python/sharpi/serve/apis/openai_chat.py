@@ -23,6 +23,7 @@ __all__ = ["ChatFields", "ChatWording", "routes", "turn_of"]
 
 _MOST_MESSAGES = 4096
 _PROGRESS_EVERY = 0.5  # seconds
+_SPEED_EVERY = 0.5  # seconds between two chunks that tell how fast an answer is written
 
 
 class ChatFields(fields.SamplingFields):
@@ -46,6 +47,7 @@ class ChatFields(fields.SamplingFields):
     add_generation_prompt: bool | None = None
     grammar: str | fields.GrammarFields | None = None
     return_progress: bool | None = None
+    timings_per_token: bool | None = None
     user: str | None = None
 
 
@@ -80,13 +82,36 @@ def _thinking(asked: ChatFields, template: dict[str, Any]) -> bool | None:
     return None if asked.reasoning_effort is None else asked.reasoning_effort != "none"
 
 
+class _Speed:
+    """How fast a turn's answers are being written, told now and then."""
+
+    def __init__(self, turn: OpenTurn) -> None:
+        self._turn = turn
+        self._first: tuple[float, int] | None = None  # when its first tokens came, and how many
+        self._told = 0.0
+
+    def timings(self) -> dict[str, Any] | None:
+        """What `timings` says so far; `None` if it was told just before. Called with each piece of an answer."""
+        now, tokens = time.monotonic(), self._turn.answer_tokens
+        if self._first is None:
+            self._first, self._told = (now, tokens), now
+        seconds, written = now - self._first[0], tokens - self._first[1]
+        if now - self._told < _SPEED_EVERY or not written:
+            return None
+        self._told = now
+        return {"predicted_n": tokens, "predicted_ms": 1000 * seconds, "predicted_per_second": written / seconds}
+
+
 class ChatWording(OpenAiWording):
     """Words one turn as OpenAI's chunks, or as one completion."""
 
-    def __init__(self, model: str, choices: int, include_usage: bool = False, progress: OpenTurn | None = None) -> None:
-        """progress: the turn, if silence before its first event tells how far its prompt has come."""
+    def __init__(self, model: str, choices: int, include_usage: bool = False, progress: OpenTurn | None = None,
+                 live: OpenTurn | None = None) -> None:
+        """progress: the turn, if silence before its first event tells how far its prompt has come. live: the turn, if
+        its stream tells how fast it is written."""
         super().__init__("chatcmpl", "chat.completion.chunk", model, include_usage)
         self._progress = progress
+        self._speed = None if live is None else _Speed(live)
         self._started = time.monotonic()
         self._choices = choices
         head = json.dumps(self._head)[:-1]
@@ -100,6 +125,11 @@ class ChatWording(OpenAiWording):
 
     def word(self, event: Event) -> bytes:
         self._progress = None
+        worded = self._worded(event)
+        speed = None if self._speed is None or isinstance(event, Ended | Usage) else self._speed.timings()
+        return worded if speed is None else worded + self._data({**self._head, "choices": [], "timings": speed})
+
+    def _worded(self, event: Event) -> bytes:
         if isinstance(event, Said):
             delta = f'{{"content":{json.dumps(event.text)}}}'
             if not event.scores:
@@ -201,7 +231,8 @@ def routes(server: Server) -> list[BaseRoute]:
         usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
 
         def worded(lease: Lease, opened: OpenTurn) -> ChatWording:
-            return ChatWording(lease.name, turn.choices, usage, opened if asked.return_progress else None)
+            return ChatWording(lease.name, turn.choices, usage, opened if asked.return_progress else None,
+                               opened if asked.timings_per_token else None)
 
         return await answered(request, server, asked.model, turn, worded, stream=bool(asked.stream),
                               silence=_PROGRESS_EVERY if asked.return_progress else None)

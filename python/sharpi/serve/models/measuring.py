@@ -68,3 +68,7 @@ class _MeasuredTurn:
     @property
     def computed_tokens(self) -> int:
         return self._turn.computed_tokens
+
+    @property
+    def answer_tokens(self) -> int:
+        return self._turn.answer_tokens

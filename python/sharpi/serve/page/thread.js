@@ -90,7 +90,8 @@ class MessageView {
     else this.#showAnswer(running);
     const family = siblings(chat, message);
     // A footer that is replaced loses the focus, so it is made anew only if it says something else.
-    const says = JSON.stringify([running, family.length, message.state, running ? null : message.counts]);
+    const figures = running ? message.counts?.rate : message.counts;
+    const says = JSON.stringify([running, family.length, message.state, figures]);
     if (says !== this.#shown) this.footer.replaceChildren(...this.#foot(family, running));
     this.#shown = says;
   }
@@ -143,7 +144,7 @@ class MessageView {
 
   #foot(family, running) {
     const { message, actions } = this;
-    if (running) return [];
+    if (running) return message.counts?.rate ? [el("span", { class: "counts" }, this.#counts())] : [];
     const at = family.indexOf(message);
     const version = `Version ${at + 1} of ${family.length}`;
     const go = (index) => () => actions.show(family[index]);

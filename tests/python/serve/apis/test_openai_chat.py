@@ -280,6 +280,17 @@ def test_silence_before_the_answer_tells_how_far_the_prompt_has_come() -> None:
     assert not any("prompt_progress" in one for one in later)
 
 
+def test_a_running_answer_tells_its_speed_now_and_then() -> None:
+    steps = [Said(0, "a"), Said(0, "b"), 0.6, Said(0, "c"), Said(0, "d"), 0.6, Said(0, "e"), *HELLO]
+    came = chunks(steps, timings_per_token=True)
+    running = [(at, one["timings"]) for at, one in enumerate(came) if "timings" in one]
+    assert [told["predicted_n"] for _, told in running] == [3, 5], "not with each piece, and not without waiting"
+    for at, told in running:
+        assert came[at]["choices"] == []
+        assert told["predicted_per_second"] == pytest.approx(1000 * (told["predicted_n"] - 1) / told["predicted_ms"])
+    assert not any("timings" in one for one in chunks(steps))
+
+
 def test_owners_of_keys_share_nothing() -> None:
     async def asked(owner: str) -> Turn:
         server = FakeServer(HELLO)
