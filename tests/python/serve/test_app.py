@@ -52,6 +52,19 @@ def test_paths_and_methods_that_there_are_not_are_errors_in_the_shape_of_the_api
     asyncio.run(scenario())
 
 
+def test_a_cache_keeps_the_page_apart_from_the_greeting(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        app = create_app(ServerSettings(preload=False), model_files(tmp_path, "a"), loader=FakeLoader())
+        async with running(app) as client:
+            page, greeting = [await client.get("/", headers={"Accept": wanted}) for wanted in ("text/html", "*/*")]
+            assert page.content != greeting.content
+            again = await client.get("/", headers={"Accept": "text/html", "If-None-Match": page.headers["etag"]})
+            assert again.status_code == 304
+            assert [answer.headers["vary"] for answer in (page, greeting, again)] == ["Accept"] * 3
+
+    asyncio.run(scenario())
+
+
 def test_a_bug_is_a_500_that_tells_nothing(tmp_path: Path) -> None:
     async def broken(request: object) -> None:
         raise RuntimeError("the prompt was: secret")

@@ -220,7 +220,7 @@ class _Greeting(Route):
 
 
 async def _greet(request: Request) -> Response:
-    return PlainTextResponse("Ollama is running")  # some clients look for these words
+    return PlainTextResponse("Ollama is running", headers={"Vary": "Accept"})  # words that clients look for
 
 
 async def _version(server: Server, request: Request) -> Response:

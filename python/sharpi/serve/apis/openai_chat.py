@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from sharpi.serve.apis import fields
-from sharpi.serve.apis.openai_shapes import OpenAiWording, finish_reason, likelihood, timings, usage_body
+from sharpi.serve.apis.openai_shapes import OpenAiWording, ending, likelihood, timings, usage_body
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
 from sharpi.serve.sse import answered
@@ -23,6 +23,7 @@ __all__ = ["ChatFields", "ChatWording", "routes", "turn_of"]
 
 _MOST_MESSAGES = 4096
 _PROGRESS_EVERY = 0.5  # seconds
+_NOT_ENDED: Mapping[str, None] = {"finish_reason": None}
 
 
 class ChatFields(fields.SamplingFields):
@@ -116,7 +117,7 @@ class ChatWording(OpenAiWording):
             more = {"index": event.index, "function": {"arguments": event.json}}
             return self._chunk(event.choice, json.dumps({"tool_calls": [more]}))
         if isinstance(event, Ended):
-            return self._chunk(event.choice, "{}", (), finish_reason(event))
+            return self._chunk(event.choice, "{}", (), ending(event))
         return self._usage(event) if isinstance(event, Usage) else b""
 
     def idle(self) -> bytes:
@@ -139,9 +140,10 @@ class ChatWording(OpenAiWording):
                 "choices": [choice.body(index) for index, choice in enumerate(choices)],
                 "usage": usage_body(usage), "timings": timings(usage)}
 
-    def _chunk(self, choice: int, delta: str, scores: Sequence[Score] = (), reason: str | None = None) -> bytes:
-        return (f'{self._openings[choice]}{delta},"logprobs":{json.dumps(_logprobs(scores))},"finish_reason":'
-                f'{json.dumps(reason)}}}]{self._tail}').encode()
+    def _chunk(self, choice: int, delta: str, scores: Sequence[Score] = (),
+               ended: Mapping[str, str | None] = _NOT_ENDED) -> bytes:
+        rest = json.dumps({"logprobs": _logprobs(scores), **ended})[1:]
+        return f'{self._openings[choice]}{delta},{rest}]{self._tail}'.encode()
 
 
 class _Choice:
@@ -152,7 +154,7 @@ class _Choice:
         self._thought: list[str] = []
         self._scores: list[Score] = []
         self._calls: dict[int, tuple[CallBegun, list[str]]] = {}
-        self._reason: str | None = None
+        self._ended: Mapping[str, str | None] = _NOT_ENDED
 
     def add(self, event: Event) -> None:
         if isinstance(event, Said):
@@ -166,7 +168,7 @@ class _Choice:
         elif isinstance(event, CallArguments):
             self._calls[event.index][1].append(event.json)
         elif isinstance(event, Ended):
-            self._reason = finish_reason(event)
+            self._ended = ending(event)
 
     def body(self, index: int) -> dict[str, Any]:
         said, thought = "".join(self._said), "".join(self._thought)
@@ -179,8 +181,7 @@ class _Choice:
                 {"id": call.id, "type": "function",
                  "function": {"name": call.name, "arguments": "".join(arguments) or "{}"}}
                 for call, arguments in self._calls.values()]
-        return {"index": index, "message": message, "logprobs": _logprobs(self._scores),
-                "finish_reason": self._reason}
+        return {"index": index, "message": message, "logprobs": _logprobs(self._scores), **self._ended}
 
 
 def _logprobs(scores: Sequence[Score]) -> dict[str, Any] | None:

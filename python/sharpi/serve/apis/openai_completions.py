@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from sharpi.serve.answering.joined_turns import JoinedTurns
 from sharpi.serve.apis import fields
-from sharpi.serve.apis.openai_shapes import OpenAiWording, finish_reason, likelihood, timings, usage_body
+from sharpi.serve.apis.openai_shapes import OpenAiWording, ending, likelihood, timings, usage_body
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
 from sharpi.serve.sse import answered
@@ -93,9 +93,9 @@ class CompletionWording(OpenAiWording):
     def word(self, event: Event) -> bytes:
         if isinstance(event, (Said, Thought, PromptScores)):
             logprobs = json.dumps(self._choices[event.choice].logprobs(event.scores))
-            return self._chunk(event.choice, json.dumps(event.text), logprobs, "null")
+            return self._chunk(event.choice, json.dumps(event.text), logprobs, {"finish_reason": None})
         if isinstance(event, Ended):
-            return self._chunk(event.choice, '""', "null", json.dumps(finish_reason(event)))
+            return self._chunk(event.choice, '""', "null", ending(event))
         return self._usage(event) if isinstance(event, Usage) else b""
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
@@ -108,8 +108,8 @@ class CompletionWording(OpenAiWording):
         return {**self._head, "choices": [choice.body(index) for index, choice in enumerate(self._choices)],
                 "usage": usage_body(usage), "timings": timings(usage)}
 
-    def _chunk(self, choice: int, text: str, logprobs: str, reason: str) -> bytes:
-        return (f'{self._opening}{choice},"text":{text},"logprobs":{logprobs},"finish_reason":{reason}}}]'
+    def _chunk(self, choice: int, text: str, logprobs: str, ended: Mapping[str, str | None]) -> bytes:
+        return (f'{self._opening}{choice},"text":{text},"logprobs":{logprobs},{json.dumps(ended)[1:]}]'
                 f'{self._tail}').encode()
 
 
@@ -123,18 +123,18 @@ class _Choice:
         self._offset = 0
         self._texts: list[str] = []
         self._scores: list[Score] = []
-        self._reason: str | None = None
+        self._ended: Mapping[str, str] = {}
 
     def add(self, event: Event) -> None:
         if isinstance(event, (Said, Thought, PromptScores)):
             self._texts.append(event.text)
             self._scores += event.scores
         elif isinstance(event, Ended):
-            self._reason = finish_reason(event)
+            self._ended = ending(event)
 
     def body(self, index: int) -> dict[str, Any]:
         return {"index": index, "text": "".join(self._texts), "logprobs": self.logprobs(self._scores),
-                "finish_reason": self._reason}
+                **self._ended}
 
     def logprobs(self, scores: Sequence[Score]) -> dict[str, Any] | None:
         """The scores in OpenAI's older shape. text_offset: where in the text each token begins, in characters."""
