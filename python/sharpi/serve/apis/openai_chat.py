@@ -10,13 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from sharpi.serve.apis import fields
 from sharpi.serve.apis.openai_shapes import OpenAiWording, ending, likelihood, timings, usage_body
+from sharpi.serve.document import ApiRoute
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
-from sharpi.serve.sse import answered
+from sharpi.serve.sse import EVENT_STREAM, answered
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, Said, Score, Thought, Turn, Usage
 
 __all__ = ["ChatFields", "ChatWording", "routes", "turn_of"]
@@ -207,4 +208,5 @@ def routes(server: Server) -> list[BaseRoute]:
         return await answered(request, server, asked.model, turn, worded, stream=bool(asked.stream),
                               silence=_PROGRESS_EVERY if asked.return_progress else None)
 
-    return [Route(path, complete, methods=["POST"]) for path in ("/v1/chat/completions", "/chat/completions")]
+    return [ApiRoute(path, complete, "POST", about="Answers a chat", body=ChatFields, streams=EVENT_STREAM)
+            for path in ("/v1/chat/completions", "/chat/completions")]

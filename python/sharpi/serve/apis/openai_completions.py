@@ -8,17 +8,18 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from sharpi.serve.answering.joined_turns import JoinedTurns
 from sharpi.serve.apis import fields
 from sharpi.serve.apis.openai_shapes import OpenAiWording, ending, likelihood, timings, usage_body
+from sharpi.serve.document import ApiRoute
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
-from sharpi.serve.sse import answered
+from sharpi.serve.sse import EVENT_STREAM, answered
 from sharpi.serve.turns import Ended, Event, PromptScores, Said, Score, Thought, Turn, Usage
 
 __all__ = ["CompletionFields", "CompletionWording", "routes", "turns_of"]
@@ -45,8 +46,13 @@ def _prompts(value: Any) -> list[str | list[int]]:
     raise ValueError("must be text, token ids, or a list of either")
 
 
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}, "minItems": 1}
+_PROMPT = {"anyOf": [{"type": "string"}, _TOKENS, {"type": "array", "minItems": 1, "maxItems": _MOST_PROMPTS,
+                                                   "items": {"anyOf": [{"type": "string"}, _TOKENS]}}]}
+
+
 class CompletionFields(fields.SamplingFields):
-    prompt: Annotated[Any, AfterValidator(_prompts)]
+    prompt: Annotated[Any, AfterValidator(_prompts), WithJsonSchema(_PROMPT)]
     model: str | None = None
     max_tokens: fields.TokenLimit | None = None
     n: fields.Count | None = None
@@ -180,4 +186,5 @@ def routes(server: Server) -> list[BaseRoute]:
         return await answered(request, server, asked.model, turns, worded, stream=bool(asked.stream),
                               joined=partial(JoinedTurns, choices=each) if len(turns) > 1 else None)
 
-    return [Route(path, complete, methods=["POST"]) for path in ("/v1/completions", "/completions")]
+    return [ApiRoute(path, complete, "POST", about="Continues prompts", body=CompletionFields, streams=EVENT_STREAM)
+            for path in ("/v1/completions", "/completions")]
