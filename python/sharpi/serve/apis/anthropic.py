@@ -71,7 +71,7 @@ class Choice(fields.NullableBody):
 
 class Thinking(fields.NullableBody):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(default=None, ge=1)
+    budget_tokens: fields.Amount | None = None
 
 
 class Format(fields.NullableBody):

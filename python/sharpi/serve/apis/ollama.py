@@ -38,8 +38,8 @@ class Options(fields.NullableBody, fields.SamplingFields):
     """What is set here and missing in another API is ignored: the server has one context for all requests, and refuses
     a prompt that is too long for it."""
 
-    num_predict: int | None = Field(default=None, ge=-2)
-    num_ctx: int | None = Field(default=None, ge=1)
+    num_predict: int | None = Field(default=None, ge=-2, le=fields.MOST_INT)
+    num_ctx: fields.Amount | None = None
 
 
 class Asked(fields.NullableBody):
@@ -94,7 +94,7 @@ class GenerateRequest(Asked):
     suffix: str = ""
     template: str = ""
     images: list[Any] = []
-    context: list[int] = []
+    context: list[fields.TokenLimit] = []
 
 
 class ShowRequest(fields.NullableBody):

@@ -56,7 +56,7 @@ class CompletionFields(fields.SamplingFields):
     model: str | None = None
     max_tokens: fields.TokenLimit | None = None
     n: fields.Count | None = None
-    best_of: int | None = None
+    best_of: fields.Amount | None = None
     suffix: str | None = None
     logprobs: Annotated[int, Field(ge=0, le=fields.MOST_TOP_LOGPROBS)] | bool | None = None
     echo: bool | None = None

@@ -164,8 +164,8 @@ def test_scored_tokens_make_up_the_text(library: openai.OpenAI, stream: bool) ->
 def test_forbidden_tokens_do_not_come_in_chats(client: httpx.Client, library: openai.OpenAI) -> None:
     usual = content_of(chat(client, max_tokens=32))
     forbidden = client.post("/tokenize", json={"content": usual}).json()["tokens"]
-    answer: Any = library.chat.completions.create(model="story", messages=BOOK, temperature=0, max_tokens=32,  # type: ignore[arg-type]
-                                                  logit_bias={str(token): -100 for token in forbidden})
+    ask: dict[str, Any] = {"model": "story", "messages": BOOK, "temperature": 0, "max_tokens": 32}
+    answer = library.chat.completions.create(**ask, logit_bias={str(token): -100 for token in forbidden})
     text = answer.choices[0].message.content
     assert text and not set(client.post("/tokenize", json={"content": text}).json()["tokens"]) & set(forbidden)
 

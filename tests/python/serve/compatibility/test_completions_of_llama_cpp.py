@@ -61,7 +61,7 @@ def test_counts_are_those_of_the_prompt_and_the_answer(client: httpx.Client, cou
     answer = complete(client, max_tokens=count, ignore_eos=True)
     timings, usage, prompt = answer["timings"], answer["usage"], len(tokens_of(client))
     assert timings["prompt_n"] + timings["cache_n"] == prompt == usage["prompt_tokens"]
-    assert timings["predicted_n"] == usage["completion_tokens"] == count
+    assert timings["predicted_n"] == usage["completion_tokens"] == count == usage["total_tokens"] - prompt
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
