@@ -132,8 +132,10 @@ def test_forbidden_tokens_do_not_come(client: httpx.Client) -> None:
 
 
 def test_end_tokens_can_be_ignored(client: httpx.Client) -> None:
-    answer = complete(client, "The end.<|endoftext|>", max_tokens=400, ignore_eos=True)
-    assert answer["usage"]["completion_tokens"] == 400
+    [end] = tokens_of(client, "<|endoftext|>")
+    for ignored, count in ((False, 1), (True, 8)):
+        answer = complete(client, logit_bias={str(end): 100}, ignore_eos=ignored)
+        assert answer["usage"]["completion_tokens"] == count
 
 
 @pytest.mark.parametrize("stream", [False, True])
