@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Lifespan
 
 from sharpi.errors import SharpiError
+from sharpi.serve.document import document_route
 from sharpi.serve.errors import ApiError
 from sharpi.serve.http.middleware import Bounded, Gated, Guarded, Hosts, Observed
 from sharpi.serve.http.state import ApiServer
@@ -51,6 +52,7 @@ def create_app(settings: ServerSettings, files: tuple[ModelFile, ...] | None = N
     server = ApiServer(settings, catalogue(settings.models, _in_cache) if files is None else files,
                        make_runner=make_runner, loader=loader)
     routes = [route for module in _API_MODULES for route in _routes(module, server)]
+    routes.append(document_route(routes.copy()))
     label = _Labels(routes)
     middleware = [Middleware(Observed, server.traffic, lambda path, *rest: server.metrics.request(label(path), *rest))]
     if settings.cors_origins:

@@ -50,7 +50,9 @@ def routes(server: object = None) -> list[BaseRoute]:
              for file in (resources.files(__package__) / "page").iterdir() if _suffix(file.name) in _TYPES}
 
     async def start(request: Request) -> Response:
-        return _answer(request, files["index.html"])
+        response = _answer(request, files["index.html"])
+        response.headers["Vary"] = "Accept"  # others than browsers are greeted here, as by Ollama
+        return response
 
     async def part(request: Request) -> Response:
         file = files.get(request.path_params["name"])

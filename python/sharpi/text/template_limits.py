@@ -163,6 +163,12 @@ def check_product(limits: Limits, left: Any, right: Any) -> None:
             limits.require(_ELEMENT * len(some) * times)
 
 
+def check_append(limits: Limits, value: Any) -> None:
+    if value is not None and not isinstance(value, (str, int, float)):
+        raise TemplateLimitError(f"appends a {type(value).__name__} to a list; texts and numbers can be")
+    limits.make(_ELEMENT)
+
+
 # --- text ---------------------------------------------------------------------------------------------------------
 
 

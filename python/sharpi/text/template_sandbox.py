@@ -30,6 +30,7 @@ from sharpi.text.template_limits import (
     VIEWS,
     Limits,
     TemplateLimitError,
+    check_append,
     check_percent,
     check_product,
     check_widths,
@@ -49,6 +50,11 @@ class _Own:
         self.function = function
 
 
+class OwnList(list[Any]):
+    """A list that a template has written, the only kind that it may change: those of the conversation belong to the
+    caller. It grows by texts and numbers, which cannot hold it, so that no list comes to hold itself."""
+
+
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with limits. One rendering at a time: `limits` is started before each."""
 
@@ -59,7 +65,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(optimized=False, finalize=_finalize, **options)
         self.limits = limits = Limits()
         del self.globals["lipsum"]
-        for name in ("spend", "body", "measured", "result", "container", "concat"):
+        for name in ("spend", "body", "measured", "result", "container", "list", "concat"):
             setattr(self, f"own_{name}", _Own(getattr(self, f"_{name}")))
         self.filters = {name: metered_filter(limits, name, run) for name, run in self.filters.items()}
         self.tests = {name: metered_test(limits, run) if name in COMPARING_TESTS else run
@@ -103,12 +109,18 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         self.limits.measure(value)
         return self.limits.result(value)
 
+    def _list(self, value: list[Any]) -> OwnList:
+        return OwnList(self._container(value))
+
     def _concat(self, *values: Any) -> str:
         for value in values:
             self.limits.written(value)
         return self.limits.result("".join(map(str, values)))
 
     # --- the sandbox's hooks --------------------------------------------------------------------------------------
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (isinstance(obj, OwnList) and attr in _METHODS[OwnList]) or super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self.limits.spend(1)
@@ -162,6 +174,8 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
                 return self.limits.result(self._format(owner, name, args, options))
         elif name in ("count", "index"):
             self.limits.measure(owner)
+        elif name == "append":
+            check_append(self.limits, *args)
         return self.limits.result(method(*args, **options))
 
     def _format(self, text: str, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> str:
@@ -180,6 +194,7 @@ _TEXT_METHODS = frozenset(
     "splitlines startswith strip swapcase title upper zfill striptags unescape".split())
 _METHODS: dict[type, frozenset[str]] = {
     str: _TEXT_METHODS,
+    OwnList: frozenset({"append", "pop"}),
     list: frozenset({"copy", "count", "index"}),
     tuple: frozenset({"count", "index"}),
     dict: frozenset({"copy", "get", "items", "keys", "values"}),
@@ -290,7 +305,8 @@ class _Instrument(NodeTransformer):
         return node
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
-        return self._charge_container(node, node.items)
+        self.generic_visit(node)
+        return _own("list", node, lineno=node.lineno)
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         return self._charge_container(node, node.items) if node.ctx == "load" else self.generic_visit(node)

@@ -52,6 +52,19 @@ def test_paths_and_methods_that_there_are_not_are_errors_in_the_shape_of_the_api
     asyncio.run(scenario())
 
 
+def test_a_cache_keeps_the_page_apart_from_the_greeting(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        app = create_app(ServerSettings(preload=False), model_files(tmp_path, "a"), loader=FakeLoader())
+        async with running(app) as client:
+            page, greeting = [await client.get("/", headers={"Accept": wanted}) for wanted in ("text/html", "*/*")]
+            assert page.content != greeting.content
+            again = await client.get("/", headers={"Accept": "text/html", "If-None-Match": page.headers["etag"]})
+            assert again.status_code == 304
+            assert [answer.headers["vary"] for answer in (page, greeting, again)] == ["Accept"] * 3
+
+    asyncio.run(scenario())
+
+
 def test_a_bug_is_a_500_that_tells_nothing(tmp_path: Path) -> None:
     async def broken(request: object) -> None:
         raise RuntimeError("the prompt was: secret")
@@ -278,13 +291,13 @@ def test_tokens_and_texts_in_both_shapes(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(("path", "body", "said"), [
-    ("/tokenize", {"prompt": 1}, "prompt must be a text"),
+    ("/tokenize", {"prompt": 1}, "prompt: Input should be a valid string"),
     ("/tokenize", {}, "content must be a text"),
-    ("/tokenize", {"content": "x", "add_special": "yes"}, "add_special_tokens must be true or false"),
+    ("/tokenize", {"content": "x", "add_special": "yes"}, "add_special: Input should be a valid boolean"),
     ("/tokenize", {"content": "x", "model": 3}, "model"),
-    ("/detokenize", {"tokens": [-1]}, "tokens must be token ids"),
+    ("/detokenize", {"tokens": [-1]}, "tokens[0]: Input should be greater than or equal to 0"),
     ("/detokenize", {"tokens": [1 << 30]}, "outside the vocabulary"),
-    ("/detokenize", {}, "tokens must be token ids"),
+    ("/detokenize", {}, "tokens: Field required"),
     ("/apply-template", {"messages": "x"}, "messages"),
 ])
 def test_what_is_wrong_with_a_request_is_named(client: httpx.Client, path: str, body: object, said: str) -> None:

@@ -440,11 +440,12 @@ def test_a_format_is_kept(story: OneModelServer) -> None:
         assert isinstance(found["n"], int) and isinstance(found["ok"], bool)
 
 
-@pytest.mark.parametrize("thinks", [False, True])
-def test_a_model_that_never_reasons_cannot_flee_into_reasoning(thinks: bool) -> None:
-    """Where the template knows no marks of reasoning, none may come before a format's first character."""
+@pytest.mark.parametrize(("marks", "thinks"), [("", False), ("{# <think> #}", True), ("<think>\n</think>\n", False)])
+def test_a_model_that_does_not_reason_cannot_flee_into_reasoning(marks: str, thinks: bool) -> None:
+    """Where the template knows no marks of reasoning, or has closed it, none may come before a format's first
+    character."""
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
-    with story_server(template=template + ("{# <think> #}" if thinks else "")) as server:
+    with story_server(template=template + marks) as server:
         mark = {server.model.tokenize("<think>", add_special=False)[0]: 100.0}
         turn = Turn(messages=USER, format=OutputFormat("regex", "[a-z]{3}"), options={**GREEDY, "logit_bias": mark})
         events = ask(server, turn)

@@ -43,7 +43,7 @@ def written_arguments(form: ToolFormat, given: Mapping[str, Any]) -> str:
         return json.dumps(given, ensure_ascii=False)
     if form.notation == "python":
         return ", ".join(f"{key}={value!r}" for key, value in given.items())
-    if form.notation == "gemma":
+    if form.notation == "bare":
         return _gemma(given)
     assert form.parameter is not None
     return "".join(form.parameter.begin(key, isinstance(value, str))

@@ -161,6 +161,12 @@ HOSTILE = {
     "lorem ipsum": "{{ lipsum(1000000000) }}",
     "message": "{{ raise_exception('a' * 100000000) }}",
     "cycler": LOOP + "{% set c = cycler(*range(99999)) %}{% endfor %}",
+    # A template's own lists, which it may change.
+    "a list that grows under a loop": "{% set a = [1] %}{% for x in a %}{% set _ = a.append(x) %}{% endfor %}",
+    "appending": "{% set a = [] %}" + LOOP * 2 + "{% set _ = a.append('x') %}{% endfor %}{% endfor %}",
+    "a list in itself": "{% set a = [] %}{% set _ = a.append(a) %}{{ a }}",
+    "popping": "{% set a = [1] * 99999 + [] %}" + LOOP * 2 + "{% set b = [] %}{% set _ = b.append(1) %}"
+               "{% set _ = b.pop(0) %}{% endfor %}{% endfor %}",
     "namespace as text": "{% set n = namespace(x='a' * 1000) %}" + "{% set n.x = [n.x, n.x] %}" * 50 + "{{ n }}",
 }
 

@@ -6,7 +6,6 @@ is at hand.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ import pytest
 from answer_texts import Heard, Tool, cut_anywhere, read_whole, written_calls
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jinja2.sandbox import SandboxedEnvironment
 
 from sharpi.text.answers.formats import format_of
 from sharpi.text.answers.reader import AnswerReader
@@ -97,10 +95,6 @@ class Rendered:
         self.format = format_of(source)
         self._harmony = self.format.name == "harmony"
         self._render = ChatTemplate(source, "<BOS>", "<EOS>").render
-        if "append(" in source:  # Kimi's changes a list, which our sandbox refuses
-            environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-            environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-            self._render = environment.from_string(source).render  # type: ignore[assignment]
         self._prompts = [self._rendered([ASKED], True, thinks) for thinks in (True, False)]
 
     def _rendered(self, messages: list[dict[str, Any]], asks: bool, thinks: bool = True) -> str:

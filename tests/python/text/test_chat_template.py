@@ -6,6 +6,7 @@ Two small templates are written here, and those of some real models are in tests
 
 from __future__ import annotations
 
+import copy
 import datetime
 import os
 import re
@@ -80,6 +81,19 @@ def test_messages_are_left_as_they_were() -> None:
     assert before == CONVERSATION
 
 
+def test_a_template_changes_its_own_lists_only() -> None:
+    own = "{% set own = ['a'] %}{% set _ = own.append(5) %}{{ own.pop(0) }}{{ own | tojson }}{{ own + [1] }}"
+    assert render(own) == "a[5][5, 1]"
+    given = [{"role": "user", "content": ["x"]}]
+    before = copy.deepcopy(given)
+    for attempt in ("messages.append('x')", "messages.pop()", "messages[0].content.append('x')",
+                    "(messages | list).append('x')", "messages[:].pop()", "[1].clear()", "[1].extend([2])",
+                    "[1].append([2])", "[1].append(messages)"):
+        with pytest.raises(InvalidRequestError, match="chat template"):
+            ChatTemplate("{{ " + attempt + " }}", "", "").render(given)
+    assert given == before
+
+
 def test_a_refusal_is_one_line() -> None:
     with pytest.raises(InvalidRequestError, match="no role wizard") as caught:
         ChatTemplate(MARKED, "", "").render([{"role": "wizard", "content": ""}])
@@ -150,6 +164,12 @@ def test_limits_are_counted_and_so_the_same_each_time() -> None:
         template.render(CONVERSATION)
         counts.add((template._environment.limits.steps, template._environment.limits.made))
     assert len(counts) == 1 and min(counts.pop()) > 0
+
+
+def test_what_a_list_grows_by_counts_as_made() -> None:
+    template = ChatTemplate("{% set a = [] %}{% for i in range(9999) %}{% set _ = a.append(i) %}{% endfor %}", "", "")
+    template.render(CONVERSATION)
+    assert template._environment.limits.made > 9999 * 64
 
 
 def test_a_template_works_again_after_it_went_too_far() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import pytest
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 
 from sharpi.errors import InvalidRequestError
 from sharpi.text.answers.markers import Markers
@@ -96,9 +96,8 @@ ODD = {"a developer's message", "two questions in a row", "an unknown role", "a 
 
 
 def plain_jinja(source: str) -> jinja2.Template:
-    """Without our limits and rewriting."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[jinja2.ext.loopcontrols])
+    """Without our limits and rewriting. Any list may be changed, which Kimi's template does to its own."""
+    environment = SandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
 
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None,
                 separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
@@ -135,7 +134,7 @@ def test_templates_render_what_plain_jinja_renders(path: Path, monkeypatch: pyte
             continue
         assert ours.render(**copy.deepcopy(variables)) == expected, name
     assert len(CONVERSATIONS) - len(refused) > 12  # Gemma 2 has neither system messages nor tools
-    if "tools" in source and "append(" not in source:
+    if "tools" in source:
         assert refused - ODD <= {"two calls"}  # which Llama 3.1 has not learnt
 
 

@@ -58,9 +58,10 @@ class RuleBook:
 def _begins(prompt: Prompt) -> Begins:
     if prompt.template is None:
         return "outside"
-    if prompt.template.format.thinking.opened_by(prompt.text):
+    marks = prompt.template.format.thinking
+    if marks.opened_by(prompt.text):
         return "inside"
-    return "either" if prompt.template.thinks else "outside"
+    return "either" if prompt.template.thinks and not marks.closed_by(prompt.text) else "outside"
 
 
 def _key(turn: Turn, begins: Begins) -> str:

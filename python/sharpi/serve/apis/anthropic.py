@@ -10,15 +10,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from sharpi.serve.answering.conversations import Message, call, conversation, is_begun
 from sharpi.serve.apis import fields
 from sharpi.serve.apis.anthropic_events import MessageWording
+from sharpi.serve.document import ApiRoute
 from sharpi.serve.errors import ApiError
 from sharpi.serve.http.wording import anthropic_error
 from sharpi.serve.server import Server
-from sharpi.serve.sse import answered, json_response
+from sharpi.serve.sse import EVENT_STREAM, answered, json_response
 from sharpi.serve.turns import NamedTool, OutputFormat, ToolChoice, Turn
 from sharpi.settings.generation_options import GenerationOptions
 
@@ -41,11 +42,11 @@ class Block(fields.NullableBody):
     name: str = ""
     input: dict[str, Any] = {}
     tool_use_id: str = ""
-    content: Annotated[list[Block], BeforeValidator(_as_blocks)] = []
+    content: Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_type=list[Block] | str)] = []
     is_error: bool = False
 
 
-Blocks = Annotated[list[Block], BeforeValidator(_as_blocks)]
+Blocks = Annotated[list[Block], BeforeValidator(_as_blocks, json_schema_input_type=list[Block] | str)]
 
 
 class InputMessage(fields.NullableBody):
@@ -70,7 +71,7 @@ class Choice(fields.NullableBody):
 
 class Thinking(fields.NullableBody):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(default=None, ge=1)
+    budget_tokens: fields.Amount | None = None
 
 
 class Format(fields.NullableBody):
@@ -190,6 +191,8 @@ def _text(blocks: list[Block], where: str) -> str:
 
 def _user(blocks: list[Block], where: str) -> Iterator[Message]:
     """Tools' results, which have messages of their own, and the text between them."""
+    if not blocks:
+        yield {"role": "user", "content": ""}
     for index, block in enumerate(blocks):
         if block.type == "tool_result":
             text = _text(block.content, f"{where}[{index}].content")
@@ -231,8 +234,10 @@ def _refused(block: Block, where: str) -> ApiError:
 
 def routes(server: Server) -> list[BaseRoute]:
     """POST /v1/messages and /v1/messages/count_tokens."""
-    return [_route("/v1/messages", functools.partial(_answer, server)),
-            _route("/v1/messages/count_tokens", functools.partial(_count, server))]
+    return [ApiRoute("/v1/messages", _identified(functools.partial(_answer, server)), "POST",
+                     about="Answers a conversation", body=MessagesRequest, streams=EVENT_STREAM),
+            ApiRoute("/v1/messages/count_tokens", _identified(functools.partial(_count, server)), "POST",
+                     about="Counts a prompt's tokens", body=CountRequest)]
 
 
 async def _answer(server: Server, request: Request, id: str) -> Response:
@@ -247,7 +252,7 @@ async def _count(server: Server, request: Request, id: str) -> Response:
         return json_response({"input_tokens": await lease.runner.count(turn_of(ask))})
 
 
-def _route(path: str, handle: Callable[[Request, str], Awaitable[Response]]) -> Route:
+def _identified(handle: Callable[[Request, str], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
     """An endpoint that gives each request an id, which Anthropic's clients show with errors."""
 
     async def endpoint(request: Request) -> Response:
@@ -260,4 +265,4 @@ def _route(path: str, handle: Callable[[Request, str], Awaitable[Response]]) -> 
         response.headers["request-id"] = id
         return response
 
-    return Route(path, endpoint, methods=["POST"])
+    return endpoint

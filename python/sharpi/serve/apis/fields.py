@@ -7,14 +7,24 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 from starlette.requests import Request
 
 from sharpi.serve.errors import ApiError
 from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice
 from sharpi.settings.generation_options import GenerationOptions
 
-__all__ = ["Body", "Count", "GrammarFields", "JsonObject", "LogitBias", "MinP", "NullableBody", "Penalty",
+__all__ = ["Amount", "Body", "Count", "GrammarFields", "JsonObject", "LogitBias", "MinP", "NullableBody", "Penalty",
            "RepetitionPenalty", "Seed", "Stop", "StreamOptions", "Temperature", "TokenLimit", "TopK", "TopP",
            "effort_variables", "format_of", "function_tools", "named_tool", "options_of", "possible_choice",
            "read_body", "schema_format", "tool_choice_of", "wanted_format"]
@@ -28,7 +38,7 @@ MOST_CHOICES = 8
 MOST_SCHEMA_BYTES = 256 << 10
 _LARGE_BODY = 256 << 10
 _EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}  # templates know low, medium and high
-_MOST_INT = (1 << 31) - 1
+MOST_INT = (1 << 31) - 1
 
 
 def _listed(value: Any) -> Any:
@@ -46,15 +56,17 @@ def _by_number(value: Any) -> Any:
 Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, le=_MOST_INT)]
+TopK = Annotated[int, Field(ge=-1, le=MOST_INT)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 RepetitionPenalty = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=-(1 << 63), le=(1 << 64) - 1)]
-TokenLimit = Annotated[int, Field(ge=0, le=_MOST_INT)]
+TokenLimit = Annotated[int, Field(ge=0, le=MOST_INT)]
+Amount = Annotated[int, Field(ge=1, le=MOST_INT)]
 Count = Annotated[int, Field(ge=1, le=MOST_CHOICES)]
-Stop = Annotated[list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS),
-                 BeforeValidator(_listed)]
-LogitBias = Annotated[dict[Annotated[int, Field(ge=0, le=_MOST_INT)], Annotated[float, Field(ge=-100, le=100)]],
+_StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+_Stops = Annotated[list[_StopText], Field(max_length=MOST_STOPS)]
+Stop = Annotated[_Stops, BeforeValidator(_listed, json_schema_input_type=_Stops | _StopText)]
+LogitBias = Annotated[dict[Annotated[int, Field(ge=0, le=MOST_INT)], Annotated[float, Field(ge=-100, le=100)]],
                       Field(max_length=MOST_BIASES), BeforeValidator(_by_number)]
 JsonObject = dict[str, Any]
 
@@ -67,6 +79,15 @@ class Body(BaseModel):
 
 class NullableBody(Body):
     """A body in which null is the same as nothing."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        made = handler(core)
+        shape = handler.resolve_ref_schema(made)
+        for name, part in shape.get("properties", {}).items():
+            if name not in shape.get("required", ()):
+                shape["properties"][name] = {"anyOf": [part, {"type": "null"}]}
+        return made
 
     @model_validator(mode="before")
     @classmethod

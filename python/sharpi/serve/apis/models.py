@@ -10,8 +10,9 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
+from sharpi.serve.document import ApiRoute
 from sharpi.serve.http.state import ApiServer
 from sharpi.serve.models.facts import facts_of
 from sharpi.serve.server import Card
@@ -21,8 +22,9 @@ __all__ = ["routes"]
 
 def routes(server: ApiServer) -> list[BaseRoute]:
     """The endpoints. Names of models on the Hub have slashes."""
-    return [Route("/v1/models", functools.partial(_all, server), methods=["GET"]),
-            Route("/v1/models/{name:path}", functools.partial(_one, server), methods=["GET"])]
+    return [*(ApiRoute(path, functools.partial(_all, server), "GET", about="Lists the models")
+              for path in ("/v1/models", "/models")),
+            ApiRoute("/v1/models/{name:path}", functools.partial(_one, server), "GET", about="Describes a model")]
 
 
 async def _all(server: ApiServer, request: Request) -> Response:

@@ -19,6 +19,7 @@ from sharpi.serve.answering.conversations import Message, call, conversation, is
 from sharpi.serve.apis import fields
 from sharpi.serve.apis.ollama_events import AnswerWording, Kind, empty_line
 from sharpi.serve.apis.ollama_models import listed, running, shown
+from sharpi.serve.document import ApiRoute
 from sharpi.serve.errors import ApiError
 from sharpi.serve.http.wording import ollama_error
 from sharpi.serve.server import Server
@@ -28,6 +29,8 @@ from sharpi.serve.turns import OutputFormat, Tool, Turn
 __all__ = ["ChatRequest", "GenerateRequest", "chat_turn", "generate_turn", "routes"]
 
 
+_Handle = Callable[[Server, Request], Awaitable[Response]]
+
 _VERSION = "0.12.6"  # of the Ollama whose endpoints these are: clients ask it what they may use
 
 
@@ -35,8 +38,8 @@ class Options(fields.NullableBody, fields.SamplingFields):
     """What is set here and missing in another API is ignored: the server has one context for all requests, and refuses
     a prompt that is too long for it."""
 
-    num_predict: int | None = Field(default=None, ge=-2)
-    num_ctx: int | None = Field(default=None, ge=1)
+    num_predict: int | None = Field(default=None, ge=-2, le=fields.MOST_INT)
+    num_ctx: fields.Amount | None = None
 
 
 class Asked(fields.NullableBody):
@@ -91,7 +94,7 @@ class GenerateRequest(Asked):
     suffix: str = ""
     template: str = ""
     images: list[Any] = []
-    context: list[int] = []
+    context: list[fields.TokenLimit] = []
 
 
 class ShowRequest(fields.NullableBody):
@@ -187,16 +190,21 @@ class _Waiting:
 
 def routes(server: Server) -> list[BaseRoute]:
     """Ollama's endpoints, without those that load, make or upload models."""
-    posts = {"/api/chat": _chat, "/api/generate": _generate, "/api/show": _show, "/api/embed": _embed,
-             "/api/embeddings": _embed}
-    gets = {"/api/tags": _tags, "/api/ps": _ps, "/api/version": _version}
+    def route(path: str, handle: _Handle, method: str, **described: Any) -> ApiRoute:
+        return ApiRoute(f"/api/{path}", _worded(handle, server), method, **described)
+
     return [_Greeting("/", _greet, methods=["GET"]),
-            *(Route(path, _worded(handle, server), methods=["POST"]) for path, handle in posts.items()),
-            *(Route(path, _worded(handle, server), methods=["GET"]) for path, handle in gets.items())]
+            route("chat", _chat, "POST", about="Answers a chat", body=ChatRequest, streams=NDJSON),
+            route("generate", _generate, "POST", about="Answers a prompt", body=GenerateRequest, streams=NDJSON),
+            route("show", _show, "POST", about="Describes a model", body=ShowRequest),
+            *(route(path, _embed, "POST", about="Refuses: no model makes embeddings")
+              for path in ("embed", "embeddings")),
+            route("tags", _tags, "GET", about="Lists the models"),
+            route("ps", _ps, "GET", about="Lists the loaded models"),
+            route("version", _version, "GET", about="The version of Ollama whose endpoints these are")]
 
 
-def _worded(handle: Callable[[Server, Request], Awaitable[Response]],
-            server: Server) -> Callable[[Request], Awaitable[Response]]:
+def _worded(handle: _Handle, server: Server) -> Callable[[Request], Awaitable[Response]]:
     """An endpoint whose errors are in Ollama's shape."""
 
     async def endpoint(request: Request) -> Response:
@@ -220,7 +228,7 @@ class _Greeting(Route):
 
 
 async def _greet(request: Request) -> Response:
-    return PlainTextResponse("Ollama is running")  # some clients look for these words
+    return PlainTextResponse("Ollama is running", headers={"Vary": "Accept"})  # words that clients look for
 
 
 async def _version(server: Server, request: Request) -> Response:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from sharpi.serve.apis import fields
-from sharpi.serve.apis.openai_shapes import OpenAiWording, finish_reason, likelihood, timings, usage_body
+from sharpi.serve.apis.openai_shapes import OpenAiWording, ending, likelihood, timings, usage_body
+from sharpi.serve.document import ApiRoute
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
-from sharpi.serve.sse import answered
+from sharpi.serve.sse import EVENT_STREAM, answered
 from sharpi.serve.turns import CallArguments, CallBegun, Ended, Event, Said, Score, Thought, Turn, Usage
 
 __all__ = ["ChatFields", "ChatWording", "routes", "turn_of"]
@@ -24,6 +25,7 @@ __all__ = ["ChatFields", "ChatWording", "routes", "turn_of"]
 _MOST_MESSAGES = 4096
 _PROGRESS_EVERY = 0.5  # seconds
 _SPEED_EVERY = 0.5  # seconds between two chunks that tell how fast an answer is written
+_NOT_ENDED: Mapping[str, None] = {"finish_reason": None}
 
 
 class ChatFields(fields.SamplingFields):
@@ -146,7 +148,7 @@ class ChatWording(OpenAiWording):
             more = {"index": event.index, "function": {"arguments": event.json}}
             return self._chunk(event.choice, json.dumps({"tool_calls": [more]}))
         if isinstance(event, Ended):
-            return self._chunk(event.choice, "{}", (), finish_reason(event))
+            return self._chunk(event.choice, "{}", (), ending(event))
         return self._usage(event) if isinstance(event, Usage) else b""
 
     def idle(self) -> bytes:
@@ -169,9 +171,10 @@ class ChatWording(OpenAiWording):
                 "choices": [choice.body(index) for index, choice in enumerate(choices)],
                 "usage": usage_body(usage), "timings": timings(usage)}
 
-    def _chunk(self, choice: int, delta: str, scores: Sequence[Score] = (), reason: str | None = None) -> bytes:
-        return (f'{self._openings[choice]}{delta},"logprobs":{json.dumps(_logprobs(scores))},"finish_reason":'
-                f'{json.dumps(reason)}}}]{self._tail}').encode()
+    def _chunk(self, choice: int, delta: str, scores: Sequence[Score] = (),
+               ended: Mapping[str, str | None] = _NOT_ENDED) -> bytes:
+        rest = json.dumps({"logprobs": _logprobs(scores), **ended})[1:]
+        return f'{self._openings[choice]}{delta},{rest}]{self._tail}'.encode()
 
 
 class _Choice:
@@ -182,7 +185,7 @@ class _Choice:
         self._thought: list[str] = []
         self._scores: list[Score] = []
         self._calls: dict[int, tuple[CallBegun, list[str]]] = {}
-        self._reason: str | None = None
+        self._ended: Mapping[str, str | None] = _NOT_ENDED
 
     def add(self, event: Event) -> None:
         if isinstance(event, Said):
@@ -196,7 +199,7 @@ class _Choice:
         elif isinstance(event, CallArguments):
             self._calls[event.index][1].append(event.json)
         elif isinstance(event, Ended):
-            self._reason = finish_reason(event)
+            self._ended = ending(event)
 
     def body(self, index: int) -> dict[str, Any]:
         said, thought = "".join(self._said), "".join(self._thought)
@@ -209,8 +212,7 @@ class _Choice:
                 {"id": call.id, "type": "function",
                  "function": {"name": call.name, "arguments": "".join(arguments) or "{}"}}
                 for call, arguments in self._calls.values()]
-        return {"index": index, "message": message, "logprobs": _logprobs(self._scores),
-                "finish_reason": self._reason}
+        return {"index": index, "message": message, "logprobs": _logprobs(self._scores), **self._ended}
 
 
 def _logprobs(scores: Sequence[Score]) -> dict[str, Any] | None:
@@ -237,4 +239,5 @@ def routes(server: Server) -> list[BaseRoute]:
         return await answered(request, server, asked.model, turn, worded, stream=bool(asked.stream),
                               silence=_PROGRESS_EVERY if asked.return_progress else None)
 
-    return [Route(path, complete, methods=["POST"]) for path in ("/v1/chat/completions", "/chat/completions")]
+    return [ApiRoute(path, complete, "POST", about="Answers a chat", body=ChatFields, streams=EVENT_STREAM)
+            for path in ("/v1/chat/completions", "/chat/completions")]

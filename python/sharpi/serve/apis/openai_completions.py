@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from sharpi.serve.answering.joined_turns import JoinedTurns
 from sharpi.serve.apis import fields
-from sharpi.serve.apis.openai_shapes import OpenAiWording, finish_reason, likelihood, timings, usage_body
+from sharpi.serve.apis.openai_shapes import OpenAiWording, ending, likelihood, timings, usage_body
+from sharpi.serve.document import ApiRoute
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Lease, OpenTurn, Server
-from sharpi.serve.sse import answered
+from sharpi.serve.sse import EVENT_STREAM, answered
 from sharpi.serve.turns import Ended, Event, PromptScores, Said, Score, Thought, Turn, Usage
 
 __all__ = ["CompletionFields", "CompletionWording", "routes", "turns_of"]
@@ -45,12 +46,17 @@ def _prompts(value: Any) -> list[str | list[int]]:
     raise ValueError("must be text, token ids, or a list of either")
 
 
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": (1 << 31) - 1}, "minItems": 1}
+_PROMPT = {"anyOf": [{"type": "string"}, _TOKENS, {"type": "array", "minItems": 1, "maxItems": _MOST_PROMPTS,
+                                                   "items": {"anyOf": [{"type": "string"}, _TOKENS]}}]}
+
+
 class CompletionFields(fields.SamplingFields):
-    prompt: Annotated[Any, AfterValidator(_prompts)]
+    prompt: Annotated[Any, AfterValidator(_prompts), WithJsonSchema(_PROMPT)]
     model: str | None = None
     max_tokens: fields.TokenLimit | None = None
     n: fields.Count | None = None
-    best_of: int | None = None
+    best_of: fields.Amount | None = None
     suffix: str | None = None
     logprobs: Annotated[int, Field(ge=0, le=fields.MOST_TOP_LOGPROBS)] | bool | None = None
     echo: bool | None = None
@@ -93,9 +99,9 @@ class CompletionWording(OpenAiWording):
     def word(self, event: Event) -> bytes:
         if isinstance(event, (Said, Thought, PromptScores)):
             logprobs = json.dumps(self._choices[event.choice].logprobs(event.scores))
-            return self._chunk(event.choice, json.dumps(event.text), logprobs, "null")
+            return self._chunk(event.choice, json.dumps(event.text), logprobs, {"finish_reason": None})
         if isinstance(event, Ended):
-            return self._chunk(event.choice, '""', "null", json.dumps(finish_reason(event)))
+            return self._chunk(event.choice, '""', "null", ending(event))
         return self._usage(event) if isinstance(event, Usage) else b""
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
@@ -108,8 +114,8 @@ class CompletionWording(OpenAiWording):
         return {**self._head, "choices": [choice.body(index) for index, choice in enumerate(self._choices)],
                 "usage": usage_body(usage), "timings": timings(usage)}
 
-    def _chunk(self, choice: int, text: str, logprobs: str, reason: str) -> bytes:
-        return (f'{self._opening}{choice},"text":{text},"logprobs":{logprobs},"finish_reason":{reason}}}]'
+    def _chunk(self, choice: int, text: str, logprobs: str, ended: Mapping[str, str | None]) -> bytes:
+        return (f'{self._opening}{choice},"text":{text},"logprobs":{logprobs},{json.dumps(ended)[1:]}]'
                 f'{self._tail}').encode()
 
 
@@ -123,18 +129,18 @@ class _Choice:
         self._offset = 0
         self._texts: list[str] = []
         self._scores: list[Score] = []
-        self._reason: str | None = None
+        self._ended: Mapping[str, str] = {}
 
     def add(self, event: Event) -> None:
         if isinstance(event, (Said, Thought, PromptScores)):
             self._texts.append(event.text)
             self._scores += event.scores
         elif isinstance(event, Ended):
-            self._reason = finish_reason(event)
+            self._ended = ending(event)
 
     def body(self, index: int) -> dict[str, Any]:
         return {"index": index, "text": "".join(self._texts), "logprobs": self.logprobs(self._scores),
-                "finish_reason": self._reason}
+                **self._ended}
 
     def logprobs(self, scores: Sequence[Score]) -> dict[str, Any] | None:
         """The scores in OpenAI's older shape. text_offset: where in the text each token begins, in characters."""
@@ -180,4 +186,5 @@ def routes(server: Server) -> list[BaseRoute]:
         return await answered(request, server, asked.model, turns, worded, stream=bool(asked.stream),
                               joined=partial(JoinedTurns, choices=each) if len(turns) > 1 else None)
 
-    return [Route(path, complete, methods=["POST"]) for path in ("/v1/completions", "/completions")]
+    return [ApiRoute(path, complete, "POST", about="Continues prompts", body=CompletionFields, streams=EVENT_STREAM)
+            for path in ("/v1/completions", "/completions")]

@@ -8,7 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from sharpi import _core
 from sharpi.serve.errors import ApiError
@@ -16,7 +16,7 @@ from sharpi.serve.http.wording import openai_error
 from sharpi.serve.sse import COMMENT
 from sharpi.serve.turns import Ended, Score, Usage
 
-__all__ = ["LOWEST", "OpenAiWording", "finish_reason", "likelihood", "timings", "usage_body"]
+__all__ = ["LOWEST", "OpenAiWording", "ending", "likelihood", "timings", "usage_body"]
 
 LOWEST = -9999.0  # JSON knows no infinities
 
@@ -27,9 +27,13 @@ def fingerprint() -> str:
     return f"sharpi-{_core.version}"
 
 
-def finish_reason(ended: Ended) -> Literal["stop", "length", "tool_calls"]:
-    """OpenAI has no word for an answer whose time is over."""
-    return "length" if ended.reason == "timeout" else ended.reason
+def ending(ended: Ended) -> dict[str, str]:
+    """How a choice ended. OpenAI has no word for an answer whose time is over, and strict clients take no other: it is
+    cut off, which they know as "length". `stop_reason`, as vLLM has it, tells it apart, and which text ended one."""
+    if ended.reason == "timeout":
+        return {"finish_reason": "length", "stop_reason": "timeout"}
+    named = {} if ended.stop_text is None else {"stop_reason": ended.stop_text}
+    return {"finish_reason": ended.reason, **named}
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

@@ -9,14 +9,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from sharpi.serve.answering.conversations import Message, call, conversation
 from sharpi.serve.apis import fields
 from sharpi.serve.apis.responses_events import ResponseWording, unsealed
+from sharpi.serve.document import ApiRoute
 from sharpi.serve.errors import ApiError
 from sharpi.serve.server import Server
-from sharpi.serve.sse import answered
+from sharpi.serve.sse import EVENT_STREAM, answered
 from sharpi.serve.turns import NamedTool, OutputFormat, Tool, ToolChoice, Turn
 
 __all__ = ["ResponsesRequest", "routes", "turn_of"]
@@ -38,7 +39,7 @@ class TextPart(fields.NullableBody):
     refusal: str = ""
 
 
-Parts = Annotated[list[TextPart], BeforeValidator(_as_parts)]
+Parts = Annotated[list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=list[TextPart] | str)]
 
 
 class Item(fields.NullableBody):
@@ -87,7 +88,7 @@ class Text(fields.NullableBody):
 
 class ResponsesRequest(fields.NullableBody):
     model: str | None = None
-    input: Annotated[list[Item], BeforeValidator(_as_items)] = []
+    input: Annotated[list[Item], BeforeValidator(_as_items, json_schema_input_type=list[Item] | str)] = []
     instructions: str | None = None
     tools: list[ResponsesTool] = []
     tool_choice: Literal["none", "auto", "required"] | Allowed = "auto"
@@ -208,10 +209,12 @@ def _reasoning(item: Item, where: str) -> str:
 
 def routes(server: Server) -> list[BaseRoute]:
     """POST /v1/responses, and what a server with a store would answer, each refused."""
-    return [Route("/v1/responses", functools.partial(_answer, server), methods=["POST"]),
-            Route("/v1/responses/{id}", _no_store, methods=["GET", "DELETE"]),
-            Route("/v1/responses/{id}/cancel", _no_store, methods=["POST"]),
-            Route("/v1/responses/{id}/input_items", _no_store, methods=["GET"])]
+    none = "Refuses: nothing is stored"
+    return [ApiRoute("/v1/responses", functools.partial(_answer, server), "POST", about="Answers a conversation",
+                     body=ResponsesRequest, streams=EVENT_STREAM),
+            ApiRoute("/v1/responses/{id}", _no_store, "GET", "DELETE", about=none),
+            ApiRoute("/v1/responses/{id}/cancel", _no_store, "POST", about=none),
+            ApiRoute("/v1/responses/{id}/input_items", _no_store, "GET", about=none)]
 
 
 async def _answer(server: Server, request: Request) -> Response:

@@ -9,10 +9,11 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from sharpi import __version__
 from sharpi.loading.loaded_model import LoadedModel
+from sharpi.serve.document import ApiRoute
 from sharpi.serve.http.metrics import CONTENT_TYPE
 from sharpi.serve.http.state import ApiServer
 from sharpi.serve.http.wording import http_error
@@ -29,8 +30,13 @@ _HOMES = {"vram": ("in VRAM", "vram"), "direct": ("in RAM, fetched over PCIe", "
 
 def routes(server: ApiServer) -> list[BaseRoute]:
     """The endpoints."""
-    handlers = {"/health": _health, "/v1/health": _health, "/metrics": _metrics, "/slots": _slots, "/props": _props}
-    return [Route(path, functools.partial(handle, server), methods=["GET"]) for path, handle in handlers.items()]
+    health, slots, props = (functools.partial(handle, server) for handle in (_health, _slots, _props))
+    return [*(ApiRoute(path, health, "GET", about="Tells whether requests are answered")
+              for path in ("/health", "/v1/health")),
+            ApiRoute("/metrics", functools.partial(_metrics, server), "GET", about="Counts for Prometheus",
+                     answers=CONTENT_TYPE),
+            ApiRoute("/slots", slots, "GET", about="Tells how many requests are answered", query=("model",)),
+            ApiRoute("/props", props, "GET", about="Describes a model and the server", query=("model",))]
 
 
 async def _health(server: ApiServer, request: Request) -> Response:
@@ -49,7 +55,8 @@ async def _health(server: ApiServer, request: Request) -> Response:
 
 
 def _unwell(status: str, message: str) -> Response:
-    return JSONResponse({"status": status, "error": {"code": 503, "message": message, "type": "unavailable_error"}},
+    return JSONResponse({"status": status, "error": {"code": 503, "message": message, "type": "unavailable_error",
+                                                    "param": None}},
                         503, {"Retry-After": "1"})
 
 

@@ -5,46 +5,79 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ConfigDict
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
 
 from sharpi.errors import InvalidRequestError, ModelFileError
 from sharpi.loading.loaded_model import LoadedModel
 from sharpi.serve.answering.prompts import PromptMaker
-from sharpi.serve.apis.fields import Body, read_body
+from sharpi.serve.apis.fields import NullableBody, read_body
 from sharpi.serve.apis.openai_chat import ChatFields, turn_of
+from sharpi.serve.document import ApiRoute
 from sharpi.serve.errors import ApiError
 from sharpi.serve.http.state import ApiServer
 from sharpi.serve.http.wording import http_error
-from sharpi.settings import arguments
 
 __all__ = ["routes"]
 
-class _Asked(Body):
-    """The other fields have several names, so that they are looked at one by one."""
+_Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 
-    model_config = ConfigDict(extra="allow", strict=True)
+
+class TokenizeFields(NullableBody):
+    """`prompt` with `add_special_tokens`, which is true, as lm-eval and vLLM have it; or `content` with `add_special`,
+    which is false, as llama.cpp has it."""
 
     model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    parse_special: bool = True
+    with_pieces: bool = False
+    return_token_strs: bool = False
+
+    @property
+    def text(self) -> str:
+        """Raises `ApiError` if there is none."""
+        text = self.content if self.prompt is None else self.prompt
+        if text is None:
+            raise ApiError(400, "invalid_request_error", "content must be a text", param="content")
+        return text
+
+    @property
+    def special(self) -> bool:
+        """Whether special tokens are added to the text."""
+        asked = self.add_special if self.add_special_tokens is None else self.add_special_tokens
+        return self.prompt is not None if asked is None else asked
 
 
-_Work = Callable[[LoadedModel, Mapping[str, Any]], dict[str, Any]]
+class DetokenizeFields(NullableBody):
+    model: str | None = None
+    tokens: list[_Token]
+
+
+A = TypeVar("A", TokenizeFields, DetokenizeFields)
 # Names of what there is no model for yet.
 _EMBEDDINGS = ("/v1/embeddings", "/embeddings", "/v1/rerank", "/rerank")
 
 
 def routes(server: ApiServer) -> list[BaseRoute]:
     """The endpoints."""
-    works: dict[str, _Work] = {"/tokenize": _tokenize, "/detokenize": _detokenize}
-    posts = [Route(path, functools.partial(_post, server, work), methods=["POST"]) for path, work in works.items()]
-    return [*posts, Route("/apply-template", functools.partial(_apply_template, server), methods=["POST"]),
-            Route("/tokenizer_info", functools.partial(_info, server), methods=["GET"]),
-            *(Route(path, _no_embeddings, methods=["POST"]) for path in _EMBEDDINGS)]
+    return [ApiRoute("/tokenize", functools.partial(_post, server, TokenizeFields, _tokenize), "POST",
+                     about="The tokens of a text", body=TokenizeFields),
+            ApiRoute("/detokenize", functools.partial(_post, server, DetokenizeFields, _detokenize), "POST",
+                     about="The text of tokens", body=DetokenizeFields),
+            ApiRoute("/apply-template", functools.partial(_apply_template, server), "POST",
+                     about="The prompt of a chat", body=ChatFields),
+            ApiRoute("/tokenizer_info", functools.partial(_info, server), "GET", about="Describes a tokenizer",
+                     query=("model",)),
+            *(ApiRoute(path, _no_embeddings, "POST", about="Refuses: no model makes embeddings")
+              for path in _EMBEDDINGS)]
 
 
 async def _no_embeddings(request: Request) -> Response:
@@ -53,42 +86,29 @@ async def _no_embeddings(request: Request) -> Response:
                      code="not_supported")
 
 
-async def _post(server: ApiServer, work: _Work, request: Request) -> Response:
-    asked = await read_body(request, _Asked)
-    body = asked.model_extra or {}
+async def _post(server: ApiServer, kind: type[A], work: Callable[[LoadedModel, A], dict[str, Any]],
+                request: Request) -> Response:
+    asked = await read_body(request, kind)
     async with server.store.lease(asked.model) as lease:
         try:
-            return JSONResponse(await asyncio.to_thread(work, lease.model, body))
+            return JSONResponse(await asyncio.to_thread(work, lease.model, asked))
         except (InvalidRequestError, ModelFileError) as error:
             raise ApiError(400, "invalid_request_error", str(error)) from None
 
 
-def _wrong(param: str, message: str) -> ApiError:
-    return ApiError(400, "invalid_request_error", message, param=param)
-
-
-def _tokenize(model: LoadedModel, body: Mapping[str, Any]) -> dict[str, Any]:
-    """{"prompt", "add_special_tokens": true} as lm-eval and vLLM have it, or {"content", "add_special": false} as
-    llama.cpp."""
-    field = "prompt" if "prompt" in body else "content"
-    text = body.get(field)
-    if not isinstance(text, str):
-        raise _wrong(field, f"{field} must be a text")
-    special = body.get("add_special_tokens", body.get("add_special", field == "prompt"))
-    ids = model.tokenize(text, add_special=arguments.flag("add_special_tokens", special),
-                         parse_special=arguments.flag("parse_special", body.get("parse_special", True)))
+def _tokenize(model: LoadedModel, asked: TokenizeFields) -> dict[str, Any]:
+    ids = model.tokenize(asked.text, add_special=asked.special, parse_special=asked.parse_special)
     found: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": model.context}
-    if body.get("with_pieces"):
+    if asked.with_pieces:
         found["tokens"] = [{"id": id, "piece": model.tokenizer.decode([id], skip_special=False)} for id in ids]
-    if body.get("return_token_strs"):
+    if asked.return_token_strs:
         found["token_strs"] = [model.tokenizer.token_text(id) for id in ids]
     return found
 
 
-def _detokenize(model: LoadedModel, body: Mapping[str, Any]) -> dict[str, Any]:
+def _detokenize(model: LoadedModel, asked: DetokenizeFields) -> dict[str, Any]:
     """The text under both of its names."""
-    ids = arguments.token_ids("tokens", body.get("tokens"))
-    text = model.tokenizer.decode(ids, skip_special=False)
+    text = model.tokenizer.decode(asked.tokens, skip_special=False)
     return {"content": text, "prompt": text}
 
 

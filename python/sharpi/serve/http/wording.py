@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from sharpi.serve.errors import ApiError
 
-__all__ = ["anthropic_error", "encoded", "error_headers", "http_error", "ollama_error", "openai_error"]
+__all__ = ["anthropic_error", "encoded", "error_headers", "http_error", "ollama_error", "openai_error",
+           "shape_of"]
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
           429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -55,11 +56,19 @@ def error_headers(error: ApiError, body: bytes) -> list[tuple[bytes, bytes]]:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
+def shape_of(path: str) -> Literal["openai", "anthropic", "ollama"]:
+    """Whose clients ask for this path."""
+    if path.startswith("/v1/messages"):
+        return "anthropic"
+    return "ollama" if path.startswith("/api/") else "openai"
+
+
 def encoded(path: str, error: ApiError) -> bytes:
     """The body of a refusal as JSON, in the shape of the API that has this path: Anthropic's, Ollama's, or else
     OpenAI's."""
-    if path.startswith("/v1/messages"):
+    shape = shape_of(path)
+    if shape == "anthropic":
         body = anthropic_error(error, f"req_{secrets.token_hex(12)}")
     else:
-        body = ollama_error(error) if path.startswith("/api/") else openai_error(error)
+        body = ollama_error(error) if shape == "ollama" else openai_error(error)
     return json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")

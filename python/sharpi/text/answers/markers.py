@@ -27,6 +27,10 @@ class Markers(NamedTuple):
         """Whether a rendered prompt ends inside reasoning that has just begun, so that the answer continues it."""
         return prompt.rstrip().endswith(tuple(opening.rstrip() for opening in self.openings))
 
+    def closed_by(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends behind reasoning, so that the answer has none."""
+        return prompt.rstrip().endswith(self.closing)
+
 
 THINK = Markers(("<think>",), "</think>")
 _KNOWN = (

@@ -163,6 +163,11 @@ def test_the_last_message_may_be_the_answers_beginning() -> None:
         assert not turn(messages=[messages[0], {"role": "assistant", "content": ended}]).continues
 
 
+def test_a_message_of_no_blocks_says_nothing() -> None:
+    for content in ("", []):
+        assert turn(messages=[{"role": "user", "content": content}]).messages == [{"role": "user", "content": ""}]
+
+
 def test_messages_of_one_role_in_a_row_are_one() -> None:
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, {"role": "system", "content": "c"}]
     assert turn(messages=messages).messages == [{"role": "user", "content": "a\n\nb\n\nc"}]

@@ -82,6 +82,19 @@ def test_a_stream_begins_with_the_role_and_ends_with_the_reason() -> None:
     assert [one["choices"][0]["finish_reason"] for one in made] == [None] * 5 + ["stop"]
 
 
+ENDS = [(Ended(0, "stop"), {"finish_reason": "stop"}), (Ended(0, "length"), {"finish_reason": "length"}),
+        (Ended(0, "stop", "END"), {"finish_reason": "stop", "stop_reason": "END"}),
+        (Ended(0, "timeout"), {"finish_reason": "length", "stop_reason": "timeout"})]
+
+
+@pytest.mark.parametrize(("ended", "told"), ENDS)
+def test_why_an_answer_ended(ended: Ended, told: dict[str, str]) -> None:
+    steps = [Said(0, "x"), ended, USAGE]
+    response, _ = ask(steps)
+    for choice in (response.json()["choices"][0], chunks(steps)[-1]["choices"][0]):
+        assert {name: choice[name] for name in choice if name.endswith("_reason")} == told
+
+
 def test_usage_is_one_last_chunk_without_choices() -> None:
     made = chunks(stream_options={"include_usage": True})
     assert [one["usage"] for one in made[:-1]] == [None] * (len(made) - 1)

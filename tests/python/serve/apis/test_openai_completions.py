@@ -62,6 +62,19 @@ def test_a_streamed_completion() -> None:
     assert all("usage" not in one for one in chunks())
 
 
+ENDS = [(Ended(0, "stop"), {"finish_reason": "stop"}), (Ended(0, "length"), {"finish_reason": "length"}),
+        (Ended(0, "stop", "END"), {"finish_reason": "stop", "stop_reason": "END"}),
+        (Ended(0, "timeout"), {"finish_reason": "length", "stop_reason": "timeout"})]
+
+
+@pytest.mark.parametrize(("ended", "told"), ENDS)
+def test_why_an_answer_ended(ended: Ended, told: dict[str, str]) -> None:
+    steps = [Said(0, "x"), ended, USAGE]
+    response, _ = ask(steps)
+    for choice in (response.json()["choices"][0], chunks(steps)[-1]["choices"][0]):
+        assert {name: choice[name] for name in choice if name.endswith("_reason")} == told
+
+
 def score(id: int, raw: bytes, logprob: float | None, *top: tuple[bytes, float]) -> Score:
     return Score(id, raw.decode("utf-8", "replace"), raw, logprob,
                  tuple(Score(0, other.decode("utf-8", "replace"), other, value) for other, value in top))
