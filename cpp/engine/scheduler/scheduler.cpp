@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "core/rules/log_softmax.h"
+#include "engine/scheduler/bits_identity.h"
 #include "engine/texts/shared_steps.h"
 #include "memory/kv_sharing.h"
 
@@ -52,8 +53,15 @@ Scheduler::Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& opt
     if (!(options.greatestGap > 0)) throw Error(ErrorKind::InvalidArgument, "the greatest gap must be above 0 seconds");
     if (options.queue < 1 || options.running < 0)
         throw Error(ErrorKind::InvalidArgument, "a scheduler needs room for at least one request");
-    KvSharing(_engine->runner().lock().kv()).setCopiedStates(options.statesBytes);
+    openStore();
     _thread = std::thread([this] { work(); });
+}
+
+void Scheduler::openStore() {
+    const LockedModel model = _engine->runner().lock();
+    SpillOptions spill{_options.spillBytes, _options.statesBytes, _options.directory};
+    spill.directory.identity = bitsIdentity(_options.file, *_engine, model);
+    KvSharing(model.kv()).openStore(spill);
 }
 
 Scheduler::~Scheduler() {
@@ -133,6 +141,17 @@ void Scheduler::countStates(SchedulerCounts& counts) const {
     counts.waiting = count(State::Waiting);
     counts.preparing = count(State::Preparing);
     counts.writing = count(State::Writing);
+}
+
+void Scheduler::noteShared() {
+    const auto [pages, spill] = [&] {
+        const LockedModel model = _engine->runner().lock();
+        const KvSharing sharing(model.kv());
+        return std::pair(sharing.pages(), sharing.storeCounts());
+    }();
+    std::lock_guard<std::mutex> lock(_mutex);
+    _counts.sharedPages = pages;
+    _counts.spill = spill;
 }
 
 template <typename Change> void Scheduler::note(const Change& change) {
@@ -267,20 +286,16 @@ void Scheduler::prepare(Entry& entry) {
         const Clock::time_point started = Clock::now();
         const bool isDone = text.prepare(_pace.pieceRows(count(State::Writing) > 0));
         const double seconds = since(started);
-        const int64_t found = text.held().adoptedTokens() - adopted;
-        _pace.countPiece(text.held().cachedTokens() - held - found, seconds);
+        const int64_t found = text.held().adoptedTokens() - adopted, restored = _counts.spill.restoredPages;
+        noteShared();
+        // What bringing pages back takes says nothing about computing them.
+        const bool isComputed = _counts.spill.restoredPages == restored;
+        _pace.countPiece(isComputed ? text.held().cachedTokens() - held - found : 0, seconds);
         entry.figures.reusedTokens = text.reusedTokens();
-        const auto shared = [&] {
-            const LockedModel model = _engine->runner().lock();
-            const KvSharing sharing(model.kv());
-            return std::pair(sharing.pages(), sharing.copiedStates());
-        }();
         note([&](SchedulerCounts& counts) {
             ++counts.pieces;
             counts.pieceSeconds += seconds;
             counts.adoptedTokens += found;
-            counts.sharedPages = shared.first;
-            counts.statesBytes = shared.second;
             if (again) counts.againSeconds += seconds;
         });
         const int64_t prompt = entry.figures.promptTokens;
@@ -320,6 +335,7 @@ bool Scheduler::write() {
     }
     const double seconds = since(started);
     _pace.countStep(seconds);
+    noteShared();
     note([&](SchedulerCounts& counts) {
         ++counts.steps;
         counts.stepSeconds += seconds;
