@@ -149,10 +149,10 @@ int64_t KvSharing::pagesInUse(const SaltedText& text) const {
     return isPossible() && !_kv._states.any() ? _kv._pools[0].inUse(text) : 0;
 }
 
-void KvSharing::forget() {
+void KvSharing::forget(uint64_t store) {
     PagePool& pool = _kv._pools[0];
     if (isPossible() && _kv._store.beginClosing()) spill(pool.pages().idle());
-    _kv._store.close();
+    _kv._store.close(store);
     pool.forgetShared();
 }
 

@@ -23,8 +23,8 @@ public:
     // depends on what others have computed, but what is in it does not, as long as a row's bits depend on its text
     // alone.
     int64_t adopt(int32_t sequence, const SaltedText& text);
-    // Where copies of pages and states are kept; nowhere at first. See PrefixStore::open().
-    void openStore(const SpillOptions& options) { _kv._store.open(options); }
+    // Where copies of pages and states are kept; nowhere at first. See PrefixStore::open(), which gives the number.
+    uint64_t openStore(const SpillOptions& options) { return _kv._store.open(options); }
     SpillCounts storeCounts() const { return _kv._store.counts(); }
     // Copies pages that are about to be evicted. If there is no memory for that, they are lost.
     void spill(const std::vector<SharedPage>& pages);
@@ -32,9 +32,9 @@ public:
     // Pages that a new sequence adopts and other sequences have, so that they cost no room.
     int64_t pagesInUse(const SaltedText& text) const;
     int64_t pages() const { return index().size(); }
-    // Nothing is found any more of what was shared until now, but for what the store's directory keeps: all that no
-    // sequence has at present. The store is closed.
-    void forget();
+    // Closes the store that openStore() gave this number. Nothing is found any more of what was shared until now, but
+    // for what another store keeps, or the same directory later: all that no sequence has at present.
+    void forget(uint64_t store);
 
 private:
     const PrefixIndex& index() const { return _kv._pools[0].pages().index(); }

@@ -53,15 +53,15 @@ Scheduler::Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& opt
     if (!(options.greatestGap > 0)) throw Error(ErrorKind::InvalidArgument, "the greatest gap must be above 0 seconds");
     if (options.queue < 1 || options.running < 0)
         throw Error(ErrorKind::InvalidArgument, "a scheduler needs room for at least one request");
-    openStore();
+    _store = openStore();
     _thread = std::thread([this] { work(); });
 }
 
-void Scheduler::openStore() {
+uint64_t Scheduler::openStore() const {
     const LockedModel model = _engine->runner().lock();
     SpillOptions spill{_options.spillBytes, _options.statesBytes, _options.directory};
     spill.directory.identity = bitsIdentity(_options.file, *_engine, model);
-    KvSharing(model.kv()).openStore(spill);
+    return KvSharing(model.kv()).openStore(spill);
 }
 
 Scheduler::~Scheduler() {
@@ -177,7 +177,7 @@ void Scheduler::work() {
     for (const auto& entry : _entries) finish(*entry, Finish::Cancelled);
     _entries.clear();
     _idle.clear();
-    KvSharing(_engine->runner().lock().kv()).forget();
+    KvSharing(_engine->runner().lock().kv()).forget(_store);
 }
 
 // Takes what was submitted; waits for it if there is nothing else to do. Returns whether there is work.

@@ -73,7 +73,7 @@ private:
     };
     using Entries = std::vector<std::unique_ptr<Entry>>;
 
-    void openStore();
+    uint64_t openStore() const;
     void check(const Request& request) const;
     void work();
     bool collect();
@@ -98,6 +98,7 @@ private:
     const SchedulerOptions _options;
     const int64_t _mostRunning;
     const bool _keepsTexts;  // of requests that have ended
+    uint64_t _store = 0;     // its number (PrefixStore::open)
 
     mutable std::mutex _mutex;  // guards the following
     std::condition_variable _changed;

@@ -7,20 +7,18 @@ namespace sharpi {
 
 namespace {
 
-// Bytes of RAM for copies on their way to the directory, beside those that RAM keeps.
-constexpr size_t kMostQueued = size_t{256} << 20;
-
 CopiedBytes shared(std::vector<uint8_t> copy) { return std::make_shared<const std::vector<uint8_t>>(std::move(copy)); }
 
 }  // namespace
 
-void PrefixStore::open(const SpillOptions& options) {
+uint64_t PrefixStore::open(const SpillOptions& options) {
     std::unique_ptr<SegmentWriter> writer;
-    if (!options.directory.path.empty()) writer = std::make_unique<SegmentWriter>(options.directory, kMostQueued);
+    if (!options.directory.path.empty()) writer = std::make_unique<SegmentWriter>(options.directory, options.queueBytes);
     _writer = std::move(writer);
     _counts = {};
     leave(SegmentKind::Page, _pages.setBudget(options.pagesBytes));
     leave(SegmentKind::State, _states.setBudget(options.statesBytes));
+    return ++_openings;
 }
 
 bool PrefixStore::beginClosing() {
@@ -28,11 +26,13 @@ bool PrefixStore::beginClosing() {
     return _writer != nullptr;
 }
 
-void PrefixStore::close() {
-    beginClosing();
-    leave(SegmentKind::State, _states.setBudget(0));
-    leave(SegmentKind::Page, _pages.setBudget(0));
-    _writer.reset();
+void PrefixStore::close(uint64_t opening) {
+    if (opening == _openings) {
+        beginClosing();
+        leave(SegmentKind::State, _states.setBudget(0));
+        leave(SegmentKind::Page, _pages.setBudget(0));
+        _writer.reset();
+    }
     _isClosing = false;
 }
 

@@ -11,6 +11,7 @@ namespace sharpi {
 struct SpillOptions {
     size_t pagesBytes = 0, statesBytes = 0;  // of RAM
     CacheDirectoryOptions directory = {};
+    size_t queueBytes = size_t{256} << 20;  // of RAM too, for copies on their way to the directory
 };
 
 // What a store has done since it was opened, and what it holds.
@@ -24,13 +25,14 @@ class PrefixStore {
 public:
     // Keeps nothing until it is opened.
     PrefixStore() = default;
-    // Throws Error(InvalidArgument) if the directory cannot be used. What is in RAM stays, as far as there is room.
-    void open(const SpillOptions& options);
+    // Takes the place of an earlier opening, whose copies in RAM stay as far as there is room. Returns a number for
+    // close(). Throws Error(InvalidArgument) if the directory cannot be used; nothing has changed then.
+    uint64_t open(const SpillOptions& options);
     // From now on no copy is left out because the directory's writer is behind. Returns whether there is a directory.
     bool beginClosing();
     // Returns once all of the RAM's copies are in the directory, as far as they can be written. The store is then as
-    // it was before it was opened.
-    void close();
+    // it was before it was opened. If it was opened again since, it stays as it is.
+    void close(uint64_t opening);
 
     // Whether it is worth making a copy of this size.
     bool keepsPage(size_t bytes) const { return bytes > 0 && (_pages.takes(bytes) || _writer); }
@@ -56,6 +58,7 @@ private:
 
     SavedCopies _pages{0}, _states{0};
     std::unique_ptr<SegmentWriter> _writer;
+    uint64_t _openings = 0;
     bool _isClosing = false;
     SpillCounts _counts;
 };

@@ -15,6 +15,7 @@ from sharpi.errors import InvalidRequestError
 from sharpi.planning.planner import parse_vram
 from sharpi.settings import arguments
 from sharpi.settings.choices import DEFAULT_CACHE_DIR_BYTES, DEVICES, KV_DTYPES, PROMPT_MODES
+from sharpi.storage import require_writable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -115,6 +116,17 @@ class ServerSettings:
             raise InvalidRequestError(
                 f"--host {self.host} lets other machines in, and there is no key: give --api-key, set {KEY_VARIABLE},"
                 " or allow everyone with --insecure")
+
+    def require_cache_dir(self) -> None:
+        """Makes the directory for the cache of prompts. Raises `InvalidRequestError` if it cannot be used: otherwise
+        that would be known only when a model is loaded."""
+        if self.cache_dir is None:
+            return
+        try:
+            os.makedirs(self.cache_dir, mode=0o700, exist_ok=True)
+            require_writable(os.path.join(self.cache_dir, "probe"))
+        except OSError as error:
+            raise InvalidRequestError(f"--cache-dir {self.cache_dir} cannot be used: {error.strerror}") from error
 
     def load_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `Model.load`."""

@@ -65,7 +65,7 @@ protected:
         : allocator(device),
           kv(allocator, {{1, 4}, {}, {}}, KvType::F32, 20 * kPage,
              RecurrentState(allocator, {{}, {5, 70}, {3, 0}}, 4)) {
-        KvSharing(kv).openStore({0, 1 << 20});
+        store = KvSharing(kv).openStore({0, 1 << 20});
     }
     void write(int32_t sequence, float value) {
         const int32_t entry = kv.states().steps(sequence).back().to;
@@ -112,6 +112,7 @@ protected:
     FakeDevice device{size_t{1} << 20, 1 << 12};
     Allocator allocator;
     KvCache kv;
+    uint64_t store = 0;
 };
 
 TEST_F(CopiedStates, ComeBackAsTheyWere) {
@@ -164,7 +165,7 @@ TEST_F(CopiedStates, WithoutAnEntryASequenceAdoptsNothing) {
 
 TEST_F(CopiedStates, EndWithWhatIsShared) {
     kv.releaseSequence(computed({1, 2}));
-    KvSharing(kv).forget();
+    KvSharing(kv).forget(store);
     EXPECT_EQ(KvSharing(kv).storeCounts().statesBytes, 0U);
     EXPECT_EQ(kv.freePages(), 20);
     EXPECT_EQ(kv.states().freeEntries(), 4);

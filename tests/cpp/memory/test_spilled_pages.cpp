@@ -36,10 +36,11 @@ public:
     explicit World(const SpillOptions& options, bool states = false)
         : _kv(_allocator, {{1, 4}, {}, {2, 6}, {2, 6, {}, 2}, {1, 2}}, KvType::BF16, kPages * kPage,
               states ? RecurrentState(_allocator, {{}, {5, 70}, {}, {}, {}}, 6) : RecurrentState()) {
-        KvSharing(_kv).openStore(options);
+        _store = KvSharing(_kv).openStore(options);
     }
     KvCache& kv() { return _kv; }
     KvSharing sharing() { return KvSharing(_kv); }
+    void close() { sharing().forget(_store); }
     SpillCounts counts() { return sharing().storeCounts(); }
 
     int32_t sequence() { return _kv.createSequence(); }
@@ -130,6 +131,7 @@ private:
     FakeDevice _device{size_t{1} << 20, 1 << 12};
     Allocator _allocator{_device};
     KvCache _kv;
+    uint64_t _store = 0;
 };
 
 const size_t kPageBytes = 2 * 2 * kPage * (4 + 12 + 2);
@@ -274,7 +276,7 @@ TEST(SpilledPages, BehindADamagedOneAreNotUsed) {
             const int32_t a = world.sequence();
             world.compute(a, text);
             world.release(a);
-            world.sharing().forget();
+            world.close();
             EXPECT_EQ(folder.files().size(), states ? 8U : 4U);
         }
         PageName third = nameOfBeginning("");
@@ -295,7 +297,7 @@ TEST(SpilledPages, BehindADamagedOneAreNotUsed) {
         if (states) world.checkState(b, text);
         world.compute(b, text);
         world.release(b);
-        world.sharing().forget();
+        world.close();
         World again(options, states);
         EXPECT_EQ(again.adopt(again.sequence(), text), 4) << "the damaged one was written anew";
         EXPECT_EQ(notices.size(), 1U);
@@ -320,7 +322,7 @@ TEST(SpilledPages, AreThereAfterARestart) {
                 const int32_t b = world.sequence();
                 world.compute(b, {1, 7});
                 world.release(b);
-                world.sharing().forget();
+                world.close();
                 EXPECT_EQ(world.kv().freePages(), kPages);
                 EXPECT_EQ(world.adopt(world.sequence(), {1, 2, 3}), 0) << "nothing is found any more";
             }
@@ -336,6 +338,79 @@ TEST(SpilledPages, AreThereAfterARestart) {
             world.compute(a, {1, 2, 3, 4});
         }
     }
+}
+
+// While requests are served, what the disk is too slow for is left out; at the end all of it is waited for.
+TEST(SpilledPages, AreAllWrittenAtTheEnd) {
+    TemporaryFolder folder;
+    SpillOptions options{1 << 20, 0};
+    options.directory.path = folder.path();
+    options.directory.mostBytes = 1 << 30;
+    options.queueBytes = 1;  // one at a time
+    {
+        World world(options);
+        for (const int32_t first : {1, 2, 3}) {
+            const int32_t a = world.sequence();
+            world.compute(a, {first, 4, 5, 6, 7});
+            world.release(a);
+        }
+        world.close();
+    }
+    EXPECT_EQ(folder.files().size(), 15U);
+    World world(options);
+    for (const int32_t first : {1, 2, 3}) {
+        const int32_t a = world.sequence();
+        EXPECT_EQ(world.adopt(a, {first, 4, 5, 6, 7}), 5);
+        world.release(a);
+    }
+}
+
+TEST(SpilledPages, ThatWereReadCountAsUsed) {
+    TemporaryFolder folder;
+    SpillOptions options;
+    options.directory.path = folder.path();
+    options.directory.mostBytes = 4 * (kPageBytes + sizeof(SegmentHeader));
+    {
+        World world(options);
+        const int32_t a = world.sequence();
+        world.compute(a, {1, 2, 3});
+        world.release(a);
+        world.close();
+    }
+    CacheDirectory another(options.directory);
+    ASSERT_TRUE(another.write({SegmentKind::Page, {1}}, std::vector<uint8_t>(kPageBytes)));
+    World world(options);
+    EXPECT_EQ(world.adopt(world.sequence(), {1, 2, 3}), 3);
+    for (const uint8_t number : {2, 3})
+        ASSERT_TRUE(another.write({SegmentKind::Page, {number}}, std::vector<uint8_t>(kPageBytes)));
+    EXPECT_FALSE(another.has({SegmentKind::Page, {1}})) << "it went first";
+    EXPECT_TRUE(another.has({SegmentKind::Page, {2}}));
+    World again(options);
+    EXPECT_EQ(again.adopt(again.sequence(), {1, 2, 3}), 2) << "then the text's end did";
+}
+
+// As when one scheduler of a model ends, and another goes on.
+TEST(SpilledPages, OutliveAStoreThatWasReplaced) {
+    TemporaryFolder folder;
+    SpillOptions second{1 << 20, 0};
+    second.directory.path = folder.path();
+    second.directory.mostBytes = 1 << 30;
+    World world({kPageBytes, 0});
+    int32_t a = world.sequence();
+    world.compute(a, {1, 2, 3});
+    world.release(a);
+    world.evictAll();
+    const uint64_t number = world.sharing().openStore(second);
+    EXPECT_EQ(world.counts().pagesBytes, kPageBytes);
+    world.close();
+    EXPECT_EQ(world.counts().pagesBytes, kPageBytes) << "the other one is open";
+    a = world.sequence();
+    EXPECT_EQ(world.adopt(a, {1, 2, 3}), 1);
+    world.release(a);
+    world.sharing().forget(number);
+    EXPECT_EQ(world.counts().pagesBytes, 0U);
+    World again(second);
+    EXPECT_EQ(again.adopt(again.sequence(), {1, 2, 3}), 1);
 }
 
 // Whatever happens in which order, a page that a sequence adopts has the bytes that its text gives it.
@@ -365,7 +440,7 @@ TEST(SpilledPages, HaveTheRightBytesUnderRandomUse) {
             }
             restored += world.counts().restoredPages;
             loaded += world.counts().loadedCopies;
-            world.sharing().forget();
+            world.close();
         }
     }
     EXPECT_GT(restored, 100);

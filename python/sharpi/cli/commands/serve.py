@@ -112,6 +112,7 @@ def serve_command(config: str | None, **options: Any) -> None:
 
     settings = _settings(config, options)
     settings.require_safe()  # before anything is downloaded
+    settings.require_cache_dir()
     failure = serve(settings, catalogue(settings.models, lambda name: fetched(name) or name), say)
     if failure is not None:
         raise SharpiError(failure)
