@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "bindings/interpreter.h"
 #include "core/error.h"
 
 namespace py = pybind11;
@@ -13,15 +14,6 @@ namespace py = pybind11;
 namespace sharpi {
 
 namespace {
-
-// A thread that asks for the GIL then never comes back.
-bool isEnding() {
-#if PY_VERSION_HEX >= 0x030D0000
-    return Py_IsFinalizing();
-#else
-    return _Py_IsFinalizing();
-#endif
-}
 
 // An exception of Python's as an Error, which needs no GIL.
 Error errorOf(const py::error_already_set& error) {

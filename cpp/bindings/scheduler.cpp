@@ -4,6 +4,7 @@
 #include "bindings/bindings.h"
 #include "bindings/constraint.h"
 #include "bindings/delete_unlocked.h"
+#include "bindings/notice.h"
 #include "core/error.h"
 #include "engine/scheduler/scheduler.h"
 
@@ -42,7 +43,12 @@ py::dict toDict(const SchedulerCounts& counts) {
     d["again_seconds"] = counts.againSeconds;
     d["adopted_tokens"] = counts.adoptedTokens;
     d["shared_pages"] = counts.sharedPages;
-    d["states_bytes"] = counts.statesBytes;
+    d["states_bytes"] = counts.spill.statesBytes;
+    d["spill_bytes"] = counts.spill.pagesBytes;
+    d["spilled_pages"] = counts.spill.spilledPages;
+    d["restored_pages"] = counts.spill.restoredPages;
+    d["written_copies"] = counts.spill.writtenCopies;
+    d["loaded_copies"] = counts.spill.loadedCopies;
     return d;
 }
 
@@ -68,6 +74,10 @@ py::tuple toTuple(const Answer::News& news) {
     if (news.ending)
         ending = py::make_tuple(finishName(news.ending->finish), news.ending->error, toDict(news.ending->figures));
     return py::make_tuple(tokens, scores, promptScores, ending);
+}
+
+void requireNotNegative(const char* name, int64_t value) {
+    if (value < 0) throw Error(ErrorKind::InvalidArgument, std::string(name) + " must not be negative");
 }
 
 Answer::News taken(Answer& answer, double seconds) {
@@ -96,18 +106,27 @@ void bindScheduler(py::module_& m) {
 
     py::class_<Scheduler, std::unique_ptr<Scheduler, DeleteUnlocked>>(m, "Scheduler")
         .def(py::init([](std::shared_ptr<Engine> engine, double greatestGap, int64_t queue, int64_t running,
-                         int64_t statesBytes) {
-                 if (statesBytes < 0) throw Error(ErrorKind::InvalidArgument, "states_bytes must not be negative");
+                         int64_t statesBytes, int64_t spillBytes, std::string cacheDir, int64_t cacheDirBytes,
+                         std::string file, const py::object& notice) {
+                 requireNotNegative("states_bytes", statesBytes);
+                 requireNotNegative("spill_bytes", spillBytes);
+                 requireNotNegative("cache_dir_bytes", cacheDirBytes);
                  SchedulerOptions options;
                  options.greatestGap = greatestGap;
                  options.queue = queue;
                  options.running = running;
                  options.statesBytes = static_cast<size_t>(statesBytes);
+                 options.spillBytes = static_cast<size_t>(spillBytes);
+                 options.directory.path = std::move(cacheDir);
+                 options.directory.mostBytes = static_cast<uint64_t>(cacheDirBytes);
+                 options.directory.notice = noticeOf(notice);
+                 options.file = std::move(file);
                  py::gil_scoped_release release;
                  return std::unique_ptr<Scheduler, DeleteUnlocked>(new Scheduler(std::move(engine), options));
              }),
              py::arg("engine").none(false), py::kw_only(), py::arg("max_gap"), py::arg("queue"), py::arg("running"),
-             py::arg("states_bytes"))
+             py::arg("states_bytes"), py::arg("spill_bytes"), py::arg("cache_dir"), py::arg("cache_dir_bytes"),
+             py::arg("file"), py::arg("notice"))
         .def(
             "submit",
             [](Scheduler& scheduler, std::vector<int32_t> prompt, const SamplingParams& params,

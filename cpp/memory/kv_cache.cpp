@@ -5,6 +5,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "memory/kv_sharing.h"
 
 namespace sharpi {
 
@@ -69,7 +70,9 @@ size_t KvCache::bytesFor(const std::vector<KvLayerShape>& layers, KvType type, c
 
 KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, KvType type, const KvRoom& room,
                  RecurrentState states)
-    : _buffer(allocator, bytesFor(layers, type, room), "KV cache"), _states(std::move(states)) {
+    : _memory(&allocator.memory()),
+      _buffer(allocator, bytesFor(layers, type, room), "KV cache"),
+      _states(std::move(states)) {
     const Division division(layers, room);
     for (size_t list = 0; list < division.pages.size(); ++list)
         _pools.emplace_back(division.reaches[list], division.pages[list]);
@@ -131,14 +134,20 @@ void KvCache::extend(int32_t sequence, int64_t tokens, const std::vector<int64_t
     requirePages(sequence, s.length + tokens);
     _states.extend(sequence, s.length, s.length + tokens, marks);
     s.length += tokens;
-    for (PagePool& pool : _pools) pool.hold(sequence, s.length);
+    hold(sequence, s.length);
+}
+
+// There must be room. Shared pages that give way are copied first.
+void KvCache::hold(int32_t sequence, int64_t tokens) {
+    KvSharing(*this).spill(_pools[0].evictedBy(sequence, tokens));
+    for (PagePool& pool : _pools) pool.hold(sequence, tokens);
 }
 
 bool KvCache::reserve(int32_t sequence, int64_t tokens) {
     const int64_t length = at(sequence).length + tokens;
     for (const PagePool& pool : _pools)
         if (!pool.canHold(sequence, length, false)) return false;
-    for (PagePool& pool : _pools) pool.hold(sequence, length);
+    hold(sequence, length);
     return true;
 }
 

@@ -9,8 +9,8 @@
 #include "memory/allocator.h"
 #include "memory/kv_pages.h"
 #include "memory/pages/page_pool.h"
-#include "memory/pages/saved_states.h"
 #include "memory/recurrent_state.h"
+#include "memory/spill/prefix_store.h"
 
 namespace sharpi {
 
@@ -56,6 +56,7 @@ public:
     const int32_t* pageTable(int32_t sequence, int32_t list = 0) const;
     int32_t lists() const { return static_cast<int32_t>(_pools.size()); }
     const PagePool& pool(int32_t list) const { return _pools[static_cast<size_t>(list)]; }
+    size_t layers() const { return _layers.size(); }
     const KvPages& layer(size_t index) const { return _layers[index]; }
     const RecurrentState& states() const { return _states; }
     size_t bytes() const { return _buffer.bytes(); }
@@ -70,14 +71,15 @@ private:
     const Sequence& at(int32_t sequence) const;
     Sequence& at(int32_t sequence) { return const_cast<Sequence&>(static_cast<const KvCache*>(this)->at(sequence)); }
     void requirePages(int32_t sequence, int64_t tokens) const;
+    void hold(int32_t sequence, int64_t tokens);
 
+    DeviceMemory* _memory;
     Buffer _buffer;
     std::vector<KvPages> _layers;
     std::vector<Sequence> _sequences;
     std::vector<PagePool> _pools;  // by KvPages::list; the first is that of layers that see everything
     RecurrentState _states;
-    // By the name of the page after which the state is; the pages may be gone. See KvSharing.
-    SavedStates _copies{0};
+    PrefixStore _store;  // see KvSharing
 };
 
 }  // namespace sharpi

@@ -29,6 +29,7 @@ struct RopeSpec {
     int64_t originalContext = 0;
     VectorId factors;      // [dims / 2]: frequencies are divided by it; may be absent
     VectorId longFactors;  // takes the place of `factors` in contexts beyond the original one; may be absent
+    bool isLong(int64_t context) const { return longFactors && context > originalContext; }
 };
 
 // A factor of the queries that grows with their position: 1 + slope * ln(floor((position + offset) / length) + 1).

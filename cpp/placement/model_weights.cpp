@@ -190,7 +190,7 @@ void ModelWeights::loadTables(const LayerSpec& layer, int32_t number) {
 void ModelWeights::loadRope(const RopeSpec& rope, RopeTable& table, int32_t number) {
     RopeAngles angles;
     if (!_files.files().empty()) {  // not when planning
-        const bool isLong = rope.longFactors && _context > rope.originalContext;
+        const bool isLong = rope.isLong(_context);
         const VectorId used = isLong ? rope.longFactors : rope.factors;
         const std::vector<float> factors = used ? floats(listed(used.index)) : std::vector<float>();
         angles = ropeAngles(rope, factors, _context);

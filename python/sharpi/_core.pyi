@@ -193,7 +193,10 @@ class Answer:
     ) -> tuple[list[int], list[_Score], list[_Score] | None, tuple[str, str, dict[str, Any]] | None]: ...
 
 class Scheduler:
-    def __init__(self, engine: Engine, *, max_gap: float, queue: int, running: int, states_bytes: int) -> None: ...
+    def __init__(
+        self, engine: Engine, *, max_gap: float, queue: int, running: int, states_bytes: int, spill_bytes: int,
+        cache_dir: str, cache_dir_bytes: int, file: str, notice: Callable[[str], None],
+    ) -> None: ...
     def submit(
         self, prompt: Sequence[int], params: SamplingParams, *, draft: str, draft_tokens: int, ends: Sequence[int],
         max_tokens: int | None, priority: int, key: str, salt: str, seconds: float | None,

@@ -38,7 +38,7 @@ from sharpi.reply import Message, Reply
 from sharpi.scheduler import Answer, Scheduler, SubmitOptions
 from sharpi.session import Session
 from sharpi.settings import arguments
-from sharpi.settings.choices import ROW_KINDS
+from sharpi.settings.choices import DEFAULT_CACHE_DIR_BYTES, ROW_KINDS
 from sharpi.settings.generation_options import GenerationOptions, takes_generation_options
 from sharpi.settings.switches import check_switches
 from sharpi.text.chat import Part
@@ -223,9 +223,12 @@ class Model(LoadedModel):
         super().close()
 
     def scheduler(self, *, max_gap: float = 0.2, queue: int = 64, running: int | None = None,
-                  states_bytes: int = 1 << 30) -> Scheduler:
+                  states_bytes: int = 1 << 30, spill_bytes: int = 1 << 30,
+                  cache_dir: str | os.PathLike[str] | None = None, cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES,
+                  notice: Notice | None = None) -> Scheduler:
         """Serves many requests at once: see `Scheduler`. Close it before the model."""
-        return Scheduler(self, max_gap=max_gap, queue=queue, running=running, states_bytes=states_bytes)
+        return Scheduler(self, max_gap=max_gap, queue=queue, running=running, states_bytes=states_bytes,
+                         spill_bytes=spill_bytes, cache_dir=cache_dir, cache_dir_bytes=cache_dir_bytes, notice=notice)
 
     def stats(self) -> dict[str, Any]:
         """Counts and speeds of the generation started last, and the bytes held; `vram_bytes` by the device's own

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from sharpi import _core
 from sharpi.constraints import Constraint
 from sharpi.errors import InvalidRequestError, SharpiError
+from sharpi.files.identity import weights_identity
 from sharpi.generation import Token
-from sharpi.loading.loaded_model import LoadedModel
+from sharpi.loading.loaded_model import LoadedModel, Notice, teller
 from sharpi.request import Asked, TextStream, asked
 from sharpi.settings import arguments
+from sharpi.settings.choices import DEFAULT_CACHE_DIR_BYTES
 from sharpi.settings.generation_options import GenerationOptions
 
 if TYPE_CHECKING:
@@ -228,6 +230,18 @@ def _require_methods(constraint: Any) -> None:
         raise InvalidRequestError(f"a constraint needs a method {missing[0]}(): {arguments.shown(constraint)} has none")
 
 
+def _identity(model: LoadedModel) -> str:
+    """Of all that decides the bits of the cache and is Python's to know."""
+    plan = model.plan
+    try:
+        parts = [weights_identity(model.file), repr(plan.rope), repr(plan.mtp)]
+    except OSError as error:
+        raise InvalidRequestError(f"{error.filename}: {error.strerror}") from error
+    if plan.prompt == "fast":  # its bits may change from version to version
+        parts += [_core.version, os.environ.get("SHARPI_CUDA_WGMMA", "")]
+    return "\n".join(parts)
+
+
 # A scheduler's thread calls constraints, which it cannot once the interpreter is being taken apart.
 _open: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
@@ -263,16 +277,29 @@ class Scheduler:
     """
 
     def __init__(self, model: LoadedModel, *, max_gap: float = 0.2, queue: int = 64,
-                 running: int | None = None, states_bytes: int = 1 << 30) -> None:
+                 running: int | None = None, states_bytes: int = 1 << 30, spill_bytes: int = 1 << 30,
+                 cache_dir: str | os.PathLike[str] | None = None, cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES,
+                 notice: Notice | None = None) -> None:
         """max_gap: the seconds that an answer should at most wait for prompts of others. queue: how many requests may
         wait; further ones are refused with `BusyError`. running: how many may hold memory at a time; `None`: as many as
         the model has room for. states_bytes: RAM for copies of the states of recurrent layers, from which prompts that
-        begin alike continue. Raises `InvalidRequestError`."""
+        begin alike continue. spill_bytes: RAM for what the KV cache had to give up of prompts, which comes back if a
+        prompt needs it.
+
+        cache_dir: a directory for what has no room in RAM, and for all of it when the scheduler is closed: later
+        schedulers of the same model find it, in this process or another. cache_dir_bytes: what the directory may hold;
+        what was used longest ago goes first. If it cannot be written any more, that is said once, and requests are
+        served without it. notice: called with such lines for people, by any thread; the log has them too. Raises
+        `InvalidRequestError`."""
         self._model = model
+        folder = "" if cache_dir is None else os.path.abspath(arguments.path("cache_dir", cache_dir))
         self._core: _core.Scheduler | None = _core.Scheduler(
             model.engine, max_gap=arguments.number("max_gap", max_gap), queue=arguments.whole("queue", queue),
             running=0 if running is None else arguments.whole("running", running),
-            states_bytes=arguments.whole("states_bytes", states_bytes))
+            states_bytes=arguments.whole("states_bytes", states_bytes),
+            spill_bytes=arguments.whole("spill_bytes", spill_bytes), cache_dir=folder,
+            cache_dir_bytes=arguments.whole("cache_dir_bytes", cache_dir_bytes),
+            file=_identity(model) if folder else "", notice=teller(notice))
         self._watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watcher] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -325,15 +352,18 @@ class Scheduler:
         """What is going on: requests that are `waiting`, `preparing` (their prompts are computed) and `writing`. And
         since the scheduler began: `finished`, `refused`, `pauses`; `steps` and the `step_tokens` that they gave in
         `step_seconds`; `pieces` of prompts in `piece_seconds`, of which `again_seconds` went into what pauses lost;
-        `adopted_tokens` that other requests had computed. The cache now holds `shared_pages` that later requests may
-        find, and RAM `states_bytes` of copied states."""
+        `adopted_tokens` that other requests had computed, or earlier ones. The cache now holds `shared_pages` that
+        later requests may find, and RAM `states_bytes` of copied states and `spill_bytes` of copied pages.
+        `spilled_pages` were copied from the cache, and `restored_pages` came back; `written_copies` of pages and states
+        went to the directory, and `loaded_copies` came from there."""
         core = self._core
         if core is None:
             raise InvalidRequestError("the scheduler is closed")
         return core.counts()
 
     def close(self) -> None:
-        """Cancels all requests and gives their memory back."""
+        """Cancels all requests and gives their memory back. If there is a `cache_dir`, returns once what the cache and
+        RAM hold of prompts is written to it."""
         with self._lock:
             self._core = None
             for watcher in self._watchers.values():

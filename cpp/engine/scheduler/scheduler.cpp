@@ -8,6 +8,7 @@
 
 #include "core/error.h"
 #include "core/rules/log_softmax.h"
+#include "engine/scheduler/bits_identity.h"
 #include "engine/texts/shared_steps.h"
 #include "memory/kv_sharing.h"
 
@@ -52,8 +53,15 @@ Scheduler::Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& opt
     if (!(options.greatestGap > 0)) throw Error(ErrorKind::InvalidArgument, "the greatest gap must be above 0 seconds");
     if (options.queue < 1 || options.running < 0)
         throw Error(ErrorKind::InvalidArgument, "a scheduler needs room for at least one request");
-    KvSharing(_engine->runner().lock().kv()).setCopiedStates(options.statesBytes);
+    _store = openStore();
     _thread = std::thread([this] { work(); });
+}
+
+uint64_t Scheduler::openStore() const {
+    const LockedModel model = _engine->runner().lock();
+    SpillOptions spill{_options.spillBytes, _options.statesBytes, _options.directory};
+    spill.directory.identity = bitsIdentity(_options.file, *_engine, model);
+    return KvSharing(model.kv()).openStore(spill);
 }
 
 Scheduler::~Scheduler() {
@@ -135,6 +143,17 @@ void Scheduler::countStates(SchedulerCounts& counts) const {
     counts.writing = count(State::Writing);
 }
 
+void Scheduler::noteShared() {
+    const auto [pages, spill] = [&] {
+        const LockedModel model = _engine->runner().lock();
+        const KvSharing sharing(model.kv());
+        return std::pair(sharing.pages(), sharing.storeCounts());
+    }();
+    std::lock_guard<std::mutex> lock(_mutex);
+    _counts.sharedPages = pages;
+    _counts.spill = spill;
+}
+
 template <typename Change> void Scheduler::note(const Change& change) {
     std::lock_guard<std::mutex> lock(_mutex);
     change(_counts);
@@ -154,7 +173,7 @@ void Scheduler::work() {
     for (const auto& entry : _entries) finish(*entry, Finish::Cancelled);
     _entries.clear();
     _idle.clear();
-    KvSharing(_engine->runner().lock().kv()).forget();
+    KvSharing(_engine->runner().lock().kv()).forget(_store);
 }
 
 // Takes what was submitted; waits for it if there is nothing else to do. Returns whether there is work.
@@ -334,17 +353,13 @@ void Scheduler::prepare(const std::vector<Entry*>& group, int64_t rows) {
         const Clock::time_point started = Clock::now();
         const std::vector<bool> isDone = prepareTogether(texts, rows);
         const double seconds = since(started);
-        _pace.countPiece(computed() - before, seconds);
-        const auto shared = [&] {
-            const LockedModel model = _engine->runner().lock();
-            const KvSharing sharing(model.kv());
-            return std::pair(sharing.pages(), sharing.copiedStates());
-        }();
+        const int64_t restored = _counts.spill.restoredPages;
+        noteShared();
+        // What bringing pages back takes says nothing about computing them.
+        _pace.countPiece(_counts.spill.restoredPages == restored ? computed() - before : 0, seconds);
         note([&](SchedulerCounts& counts) {
             ++counts.pieces;
             counts.pieceSeconds += seconds;
-            counts.sharedPages = shared.first;
-            counts.statesBytes = shared.second;
             if (group.front()->figures.pauses > 0) counts.againSeconds += seconds;
         });
         for (size_t i = 0; i < group.size(); ++i) {
@@ -390,6 +405,7 @@ bool Scheduler::write() {
     }
     const double seconds = since(started);
     _pace.countStep(seconds);
+    noteShared();
     note([&](SchedulerCounts& counts) {
         ++counts.steps;
         counts.stepSeconds += seconds;

@@ -7,12 +7,14 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "engine/scheduler/answer.h"
 #include "engine/scheduler/pace.h"
 #include "engine/texts/continuation.h"
+#include "memory/spill/prefix_store.h"
 
 namespace sharpi {
 
@@ -20,8 +22,12 @@ struct SchedulerOptions {
     double greatestGap = 0.2;  // seconds that an answer should at most wait for prompts of others
     int64_t queue = 64;        // requests that may wait; more are refused
     int64_t running = 0;       // requests that may hold memory at a time; 0: as many as the model has room for
-    // RAM for copies of recurrent states, from which prompts that begin alike continue.
-    size_t statesBytes = size_t{1} << 30;
+    // RAM for copies of recurrent states, from which prompts that begin alike continue, and for copies of shared pages
+    // that the device had to give up.
+    size_t statesBytes = size_t{1} << 30, spillBytes = size_t{1} << 30;
+    // Where copies go that have no room in RAM, and all when the scheduler ends. The scheduler sets its identity.
+    CacheDirectoryOptions directory = {};
+    std::string file;  // tells the model's file from any other, and all that Python knows of what decides its bits
 };
 
 // What the scheduler has done since it began, and what it has to do.
@@ -34,7 +40,7 @@ struct SchedulerCounts {
     double againSeconds = 0;    // of pieceSeconds: computing what paused requests had lost
     int64_t adoptedTokens = 0;  // that were not computed, as another request had done so
     int64_t sharedPages = 0;    // now: pages of the cache that requests with the same beginning find
-    size_t statesBytes = 0;     // now: bytes of RAM with copies of recurrent states
+    SpillCounts spill;
 };
 
 class Scheduler {
@@ -67,6 +73,7 @@ private:
     };
     using Entries = std::vector<std::unique_ptr<Entry>>;
 
+    uint64_t openStore() const;
     void check(const Request& request) const;
     void work();
     bool collect();
@@ -88,6 +95,7 @@ private:
     bool makeRoom();
     int64_t count(State state) const;
     void countStates(SchedulerCounts& counts) const;
+    void noteShared();
     static double since(Clock::time_point from);
     template <typename Change> void note(const Change& change);
 
@@ -95,6 +103,7 @@ private:
     const SchedulerOptions _options;
     const int64_t _mostRunning;
     const bool _keepsTexts;  // of requests that have ended
+    uint64_t _store = 0;     // its number (PrefixStore::open)
 
     mutable std::mutex _mutex;  // guards the following
     std::condition_variable _changed;

@@ -64,6 +64,10 @@ void PagePool::hold(int32_t sequence, int64_t tokens) {
     }
 }
 
+std::vector<SharedPage> PagePool::evictedBy(int32_t sequence, int64_t tokens) const {
+    return _pages.evictedBy(pagesFor(tokens) - static_cast<int64_t>(at(sequence).table.size()));
+}
+
 // What a sequence is protected by is of no use without any of its pages, so the others lose their protection too.
 void PagePool::evict() {
     Sequence* from = nullptr;
@@ -131,10 +135,10 @@ void PagePool::share(int32_t sequence, const SaltedText& text) {
     }
 }
 
-std::vector<uint64_t> PagePool::adoptable(int32_t sequence, int64_t held, const SaltedText& text) const {
+std::vector<PageName> PagePool::adoptable(int32_t sequence, int64_t held, const SaltedText& text) const {
     const int64_t first = held / kPageTokens;
     const int32_t before = first ? at(sequence).table[static_cast<size_t>(first - 1)] : -1;
-    std::vector<uint64_t> names;
+    std::vector<PageName> names;
     for (const int32_t page : _pages.following(before, first, text)) names.push_back(_pages.index().nameOf(page));
     return names;
 }

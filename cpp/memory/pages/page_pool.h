@@ -42,6 +42,8 @@ public:
     PagePool(AttentionReach reach, int64_t pages, PrefixIndex::Hash hash = PrefixIndex::hash);
 
     const AttentionReach& reach() const { return _reach; }
+    // Its index has the pages that adopt() may find.
+    const PageUses& pages() const { return _pages; }
     // Those that no sequence has.
     int64_t freePages() const { return _pages.free(); }
     // The list's entries for pages that were given back name pages of the pool that others may have.
@@ -53,6 +55,8 @@ public:
     bool canHold(int32_t sequence, int64_t tokens, bool evenKept) const;
     // Takes the pages that the first `tokens` tokens lack at their end; canHold() must have said yes.
     void hold(int32_t sequence, int64_t tokens);
+    // The shared pages, unused by any sequence, whose room hold() would take, in that order.
+    std::vector<SharedPage> evictedBy(int32_t sequence, int64_t tokens) const;
     // The sequence's next token will be at this position, so that it needs no page before what that one sees.
     void settle(int32_t sequence, int64_t tokens);
     // The most tokens, at most `tokens`, after which the next one finds all the pages it sees.
@@ -71,15 +75,9 @@ public:
     // place of a last page that is not full. Returns the number of tokens that it then holds.
     int64_t adopt(int32_t sequence, int64_t held, const SaltedText& text);
     // The names (PrefixIndex) of the pages that adopt() would give the sequence.
-    std::vector<uint64_t> adoptable(int32_t sequence, int64_t held, const SaltedText& text) const;
-    // That of a page that the sequence shares.
-    uint64_t nameOf(int32_t sequence, int64_t number) const {
-        return _pages.index().nameOf(at(sequence).table[static_cast<size_t>(number)]);
-    }
+    std::vector<PageName> adoptable(int32_t sequence, int64_t held, const SaltedText& text) const;
     // The pages that adopt() would find for a new sequence and that other sequences have now.
     int64_t inUse(const SaltedText& text) const;
-    // Those that adopt() may find.
-    int64_t sharedPages() const { return _pages.index().size(); }
     // Pages that are shared now stay with the sequences that have them, and adopt() finds them no more.
     void forgetShared();
 

@@ -39,6 +39,19 @@ void PageUses::freeIdle() {
     _free.push_back(page);
 }
 
+std::vector<SharedPage> PageUses::idle() const { return firstIdle(static_cast<int64_t>(_idle.size())); }
+
+std::vector<SharedPage> PageUses::evictedBy(int64_t count) const {
+    return firstIdle(count - static_cast<int64_t>(_free.size()));
+}
+
+std::vector<SharedPage> PageUses::firstIdle(int64_t count) const {
+    std::vector<SharedPage> pages;
+    for (auto page = _idle.begin(); page != _idle.end() && count > 0; ++page, --count)
+        pages.push_back({*page, _index.nameOf(*page)});
+    return pages;
+}
+
 std::vector<int32_t> PageUses::following(int32_t before, int64_t number, const SaltedText& text) const {
     std::vector<int32_t> pages;
     for (; (number + 1) * _pageTokens <= text.count; ++number) {

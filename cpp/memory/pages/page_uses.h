@@ -9,6 +9,12 @@
 
 namespace sharpi {
 
+// A shared page, by its number in the pool, and what it holds.
+struct SharedPage {
+    int32_t page = -1;
+    PageName name{};
+};
+
 // A shared page stays in the index when no sequence has it any more, until its room is wanted and no page is free;
 // those that have been unused longest go first.
 class PageUses {
@@ -20,6 +26,10 @@ public:
     int64_t free() const { return static_cast<int64_t>(_free.size() + _idle.size()); }
     // A page for one sequence; -1 if all are in use.
     int32_t take();
+    // The shared pages that no sequence has, the longest unused first.
+    std::vector<SharedPage> idle() const;
+    // Those of them that the next `count` calls of take() would remove from the index.
+    std::vector<SharedPage> evictedBy(int64_t count) const;
     // One more sequence has the page.
     void use(int32_t page);
     // One sequence less has it. To be called for a sequence's last page first, so that none becomes idle before the
@@ -37,6 +47,7 @@ public:
     void forget();
 
 private:
+    std::vector<SharedPage> firstIdle(int64_t count) const;
     void freeIdle();
 
     const int64_t _pageTokens;

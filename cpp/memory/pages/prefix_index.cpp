@@ -7,6 +7,13 @@
 
 namespace sharpi {
 
+PageName nameOfBeginning(const std::string& salt) { return Sha256().add(salt).end(); }
+
+PageName nameAfter(const PageName& before, const int32_t* tokens, int64_t count) {
+    const size_t bytes = sizeof(int32_t) * static_cast<size_t>(count);
+    return Sha256().add(before.data(), before.size()).add(tokens, bytes).end();
+}
+
 uint64_t PrefixIndex::hash(uint64_t before, const int32_t* tokens, int64_t count) {
     uint64_t hash = before;
     for (int64_t i = 0; i < count; ++i) {
@@ -35,7 +42,12 @@ int32_t PrefixIndex::find(const SaltedText& text, int64_t number, int32_t before
 
 void PrefixIndex::add(const SaltedText& text, int64_t number, int32_t before, int32_t page) {
     const int32_t* tokens = text.tokens + number * _pageTokens;
-    Page added{++_names, hashAfter(text, number, before), before, {tokens, tokens + _pageTokens}, {}};
+    const PageName after = before < 0 ? nameOfBeginning(text.salt) : nameOf(before);
+    Page added{nameAfter(after, tokens, _pageTokens),
+               hashAfter(text, number, before),
+               before,
+               {tokens, tokens + _pageTokens},
+               {}};
     if (before < 0) added.salt = text.salt;
     const auto place = _byHash.emplace(added.hash, page);
     try {

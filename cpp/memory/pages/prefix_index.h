@@ -7,6 +7,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/digest.h"
+
 namespace sharpi {
 
 // A text, or a beginning of it. Texts with different salts have no page in common.
@@ -15,6 +17,14 @@ struct SaltedText {
     const int32_t* tokens = nullptr;
     int64_t count = 0;
 };
+
+// Names what a page holds: a digest of the salt and of all tokens up to the page's end. It is the same wherever the
+// page is, on any machine, so copies are found by it.
+using PageName = Digest;
+// What comes before the first page of a text.
+PageName nameOfBeginning(const std::string& salt);
+// Of the page with these tokens that comes after `before`.
+PageName nameAfter(const PageName& before, const int32_t* tokens, int64_t count);
 
 // Hashes only say where to look: pages are compared token by token.
 class PrefixIndex {
@@ -27,8 +37,7 @@ public:
 
     bool has(int32_t page) const { return _pages.count(page) > 0; }
     int64_t size() const { return static_cast<int64_t>(_pages.size()); }
-    // Names what a page of the index holds, as no other page ever does.
-    uint64_t nameOf(int32_t page) const { return _pages.at(page).name; }
+    const PageName& nameOf(int32_t page) const { return _pages.at(page).name; }
     // The page that holds the text's tokens from number * pageTokens on, which must all be there, after the page
     // `before` (-1: it is the text's first). -1: there is none.
     int32_t find(const SaltedText& text, int64_t number, int32_t before) const;
@@ -39,7 +48,8 @@ public:
 
 private:
     struct Page {
-        uint64_t name = 0, hash = 0;
+        PageName name{};
+        uint64_t hash = 0;
         int32_t before = -1;
         std::vector<int32_t> tokens;
         std::string salt;  // of a first page
@@ -48,7 +58,6 @@ private:
 
     const int64_t _pageTokens;
     const Hash _hash;
-    uint64_t _names = 0;
     std::unordered_map<int32_t, Page> _pages;
     std::unordered_multimap<uint64_t, int32_t> _byHash;
 };

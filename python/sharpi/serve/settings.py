@@ -14,7 +14,8 @@ from typing import Any
 from sharpi.errors import InvalidRequestError
 from sharpi.planning.planner import parse_vram
 from sharpi.settings import arguments
-from sharpi.settings.choices import DEVICES, KV_DTYPES, PROMPT_MODES
+from sharpi.settings.choices import DEFAULT_CACHE_DIR_BYTES, DEVICES, KV_DTYPES, PROMPT_MODES
+from sharpi.storage import require_writable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -48,6 +49,10 @@ class ServerSettings:
     step ends for so long while answers are being written, /health says so. keep_alive_seconds: how long a connection
     without requests stays open.
 
+    spill: memory for what the KV cache of a model had to give up of prompts, in bytes or text such as "4GiB".
+    cache_dir: a directory where that goes when it has no room in memory, and when the server ends, for all models;
+    cache_dir_size: what it may hold.
+
     log_prompts: the log holds prompts and answers. preload: the first model is loaded when the server starts.
 
     The rest are arguments of `Model.load`.
@@ -69,6 +74,9 @@ class ServerSettings:
     drain_seconds: float = 30.0
     stall_seconds: float = 60.0
     keep_alive_seconds: float = 75.0
+    spill: int | str = 1 << 30
+    cache_dir: str | None = None
+    cache_dir_size: int | str = DEFAULT_CACHE_DIR_BYTES
     log_prompts: bool = False
     preload: bool = True
     device: str = "auto"
@@ -88,6 +96,8 @@ class ServerSettings:
             if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, _CHECKS[field.name](field.name, value))
         object.__setattr__(self, "memory", None if self.memory is None else _amount("memory", self.memory))
+        object.__setattr__(self, "spill", 0 if self.spill in (0, "0") else _amount("spill", self.spill))
+        object.__setattr__(self, "cache_dir_size", _amount("cache_dir_size", self.cache_dir_size))
         parse_vram(self.vram)
 
     @property
@@ -107,11 +117,27 @@ class ServerSettings:
                 f"--host {self.host} lets other machines in, and there is no key: give --api-key, set {KEY_VARIABLE},"
                 " or allow everyone with --insecure")
 
+    def require_cache_dir(self) -> None:
+        """Makes the directory for the cache of prompts. Raises `InvalidRequestError` if it cannot be used: otherwise
+        that would be known only when a model is loaded."""
+        if self.cache_dir is None:
+            return
+        try:
+            os.makedirs(self.cache_dir, mode=0o700, exist_ok=True)
+            require_writable(os.path.join(self.cache_dir, "probe"))
+        except OSError as error:
+            raise InvalidRequestError(f"--cache-dir {self.cache_dir} cannot be used: {error.strerror}") from error
+
     def load_arguments(self) -> dict[str, Any]:
         """Keyword arguments for `Model.load`."""
         given = {name: getattr(self, name) for name in _FOR_LOADING}
         # Each answer takes one state, and one more serves to go back in a conversation.
         return {**given, "sequences": self.parallel + 1}
+
+    def scheduler_arguments(self) -> dict[str, Any]:
+        """Keyword arguments for `Scheduler`."""
+        return {"max_gap": self.max_gap, "queue": self.max_queue, "running": self.parallel, "spill_bytes": self.spill,
+                "cache_dir": self.cache_dir, "cache_dir_bytes": self.cache_dir_size}
 
     def changed(self, given: Mapping[str, Any]) -> ServerSettings:
         """These settings with others in place of some. Raises `InvalidRequestError`."""
@@ -164,8 +190,9 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     folder = Path(path).parent
     if "models" in given:
         given["models"] = [_beside(folder, model) for model in _texts("models", given["models"])]
-    if given.get("api_key_file"):
-        given["api_key_file"] = str(folder / Path(given["api_key_file"]).expanduser())
+    for name in ("api_key_file", "cache_dir"):
+        if given.get(name):
+            given[name] = str(folder / Path(given[name]).expanduser())
     return given
 
 
@@ -265,5 +292,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "log_prompts": arguments.flag, "preload": arguments.flag, "device": _one_of(*DEVICES), "vram": _bytes_or_text,
     "context": _whole(0, 1 << 40), "kv_dtype": _one_of(*KV_DTYPES), "threads": _whole(1, 1024),
     "batch": _whole(1, 65536), "cache_tokens": _whole(1, 1 << 40), "prompt": _one_of(*PROMPT_MODES),
-    "cpu_moe": arguments.flag,
+    "cpu_moe": arguments.flag, "spill": _bytes_or_text, "cache_dir": _filled, "cache_dir_size": _bytes_or_text,
 }

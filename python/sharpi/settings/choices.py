@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-__all__ = ["DEVICES", "DRAFTS", "EXACT", "FAST", "KV_DTYPES", "MIN_P", "MOST_DRAFT_TOKENS", "PROMPT_MODES",
-           "ROPE_SCALINGS", "ROW_KINDS", "TEMPERATURE", "TOP_K", "TOP_P"]
+__all__ = ["DEFAULT_CACHE_DIR_BYTES", "DEVICES", "DRAFTS", "EXACT", "FAST", "KV_DTYPES", "MIN_P", "MOST_DRAFT_TOKENS",
+           "PROMPT_MODES", "ROPE_SCALINGS", "ROW_KINDS", "TEMPERATURE", "TOP_K", "TOP_P"]
 
 DEVICES = ("auto", "cpu", "cuda")
 KV_DTYPES = ("fp32", "bf16", "fp16")
@@ -18,5 +18,7 @@ ROPE_SCALINGS = ("none", "linear", "yarn")
 DRAFTS = ("mtp", "ngram", "off")
 # With the token before them they are a step of 8: as many rows as the GPU's products of few rows take at once.
 MOST_DRAFT_TOKENS = 7
+# What a directory with the KV cache of earlier prompts may hold.
+DEFAULT_CACHE_DIR_BYTES = 16 << 30
 # How tokens are drawn by default, in Python and at the command line. Penalties are off.
 TEMPERATURE, TOP_K, TOP_P, MIN_P = 0.8, 40, 0.95, 0.05

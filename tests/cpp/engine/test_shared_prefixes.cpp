@@ -121,7 +121,7 @@ TEST_F(SharedStates, AreComputedOnce) {
         EXPECT_EQ(serve(*watched.engine, scheduler, texts, false), 15 * kBeginning);
         EXPECT_EQ(watched.rowsSeen().first, lengthOf(texts) - 15 * kBeginning);
         EXPECT_EQ(serve(*watched.engine, scheduler, texts, false), 16 * kBeginning);
-        EXPECT_GT(scheduler.counts().statesBytes, 0U);
+        EXPECT_GT(scheduler.counts().spill.statesBytes, 0U);
     }
 }
 
@@ -156,9 +156,9 @@ TEST_F(SharedStates, AreLimitedInBytes) {
         Scheduler scheduler(watched.engine, options);
         for (unsigned i = 0; i < 5; ++i)
             serve(*watched.engine, scheduler, {randomTokens(70, model.options().vocab, i)}, false);
-        EXPECT_EQ(scheduler.counts().statesBytes, states * one);
+        EXPECT_EQ(scheduler.counts().spill.statesBytes, states * one);
     }
-    EXPECT_EQ(KvSharing(watched.engine->runner().lock().kv()).copiedStates(), 0U)
+    EXPECT_EQ(KvSharing(watched.engine->runner().lock().kv()).storeCounts().statesBytes, 0U)
         << "a scheduler that ends leaves none";
 }
 

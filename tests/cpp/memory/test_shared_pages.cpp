@@ -146,7 +146,7 @@ public:
     }
     void check() const {
         ASSERT_EQ(_pool.freePages(), _rules.free());
-        ASSERT_EQ(_pool.sharedPages(), _rules.known());
+        ASSERT_EQ(_pool.pages().index().size(), _rules.known());
         for (const auto& [number, s] : _rules.sequences) {
             uint64_t after = start(s.salt);
             for (size_t i = 0; i < s.text.size(); ++i) {
@@ -161,7 +161,7 @@ public:
         EXPECT_EQ(_pool.freePages(), _pages);
         _pool.forgetShared();
         EXPECT_EQ(_pool.freePages(), _pages);
-        EXPECT_EQ(_pool.sharedPages(), 0);
+        EXPECT_EQ(_pool.pages().index().size(), 0);
         _pool.hold(0, _pages * kPage);
         const std::vector<int32_t> table = tableOf(_pool, 0, _pages);
         EXPECT_EQ(std::set<int32_t>(table.begin(), table.end()).size(), static_cast<size_t>(_pages));
@@ -290,7 +290,7 @@ TEST(SharedPages, APageThatIsNotFullIsNotShared) {
     text.pop_back();
     pool.hold(0, 2 * kPage);
     pool.share(0, whole(text));
-    EXPECT_EQ(pool.sharedPages(), 1);
+    EXPECT_EQ(pool.pages().index().size(), 1);
     text.push_back(2);
     EXPECT_EQ(pool.adopt(1, 0, whole(text)), kPage);
     pool.share(0, whole(text));
@@ -365,7 +365,7 @@ TEST(SharedPages, NoneGoesBeforeThoseThatFollowIt) {
     for (int64_t pages = 4; pages <= 6; ++pages) {
         pool.hold(2, pages * kPage);
         const int64_t left = 6 - pages;
-        EXPECT_EQ(pool.sharedPages(), left);
+        EXPECT_EQ(pool.pages().index().size(), left);
         EXPECT_EQ(adopted(pool, 1, {1, 2, 3}), left);
         pool.cut(1, 0);
     }

@@ -145,6 +145,23 @@ def test_a_second_signal_ends_at_once() -> None:
         assert "[DONE]" not in text
 
 
+def test_the_next_server_goes_on_with_the_prompts_of_the_last(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    answers = []
+    for _ in range(2):
+        with started("--cache-dir", str(folder), "--cache-dir-size", "1GiB") as server:
+            asked = {**LONG, "prompt": "Once upon a time there were ships. " * 12, "max_tokens": 20, "logprobs": 2}
+            answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60).json()
+            answers.append(answer["choices"][0])
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            restored = server.metric("sharpi_restored_pages_total")
+            server.signal(signal.SIGTERM)
+            assert server.end() == 0
+    assert answers[0] == answers[1]
+    assert cached >= 64 and restored == cached / 64
+    assert [path.name for path in folder.iterdir() if not path.is_dir()] == []
+
+
 def test_keys_are_read_again_at_sighup(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("old\n")
@@ -185,6 +202,7 @@ def test_a_model_whose_file_goes_while_it_is_served_still_answers(tmp_path: Path
     (["--config", "none.toml"], "none.toml: No such file or directory"),
     (["--host", "no.such.host.invalid", "--insecure"], "is no address to listen at"),
     (["--max-gap", "0"], "max_gap must be more than 0"),
+    (["--cache-dir", "/dev/null/cache"], "--cache-dir /dev/null/cache cannot be used: Not a directory"),
     (["--port", "TAKEN"], "cannot be listened at: Address already in use"),
 ])
 def test_what_cannot_be_served_is_one_line(arguments: list[str], said: str, server: str,

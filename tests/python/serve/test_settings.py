@@ -27,6 +27,10 @@ from sharpi.serve.settings import ServerSettings, is_loopback, read_config
     ({"parallel": 0}, "parallel must be 1 to 1024"),
     ({"memory": "much"}, "memory: 'much' is no amount of memory"),
     ({"vram": "12 apples"}, "VRAM"),
+    ({"spill": "much"}, "spill: 'much' is no amount of memory"),
+    ({"spill": -1}, "spill"),
+    ({"cache_dir": ""}, "cache_dir is empty"),
+    ({"cache_dir_size": "all"}, "cache_dir_size: 'all' is no amount"),
     ({"device": "tpu"}, "device must be one of auto, cpu, cuda"),
     ({"models": "a.gguf"}, "models must be a list of texts"),
     ({"models": [""]}, "models is empty"),
@@ -65,6 +69,17 @@ def test_models_of_a_file_are_beside_it(tmp_path: Path) -> None:
     given = read_config(file)
     assert given["models"] == [str(tmp_path / "a.gguf"), f"b={tmp_path / 'gone.gguf'}", "c=user/repo:Q4_K_M"]
     assert given["api_key_file"] == str(tmp_path / "keys")
+
+
+def test_the_cache_of_prompts_is_set(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text('cache_dir = "cache"\ncache_dir_size = "2GiB"\nspill = 0\n')
+    made = ServerSettings(**read_config(file))
+    given = made.scheduler_arguments()
+    assert given["cache_dir"] == str(tmp_path / "cache")
+    assert (given["cache_dir_bytes"], given["spill_bytes"]) == (2 << 30, 0)
+    plain = ServerSettings().scheduler_arguments()
+    assert (plain["cache_dir"], plain["cache_dir_bytes"], plain["spill_bytes"]) == (None, 16 << 30, 1 << 30)
 
 
 @pytest.mark.parametrize(("text", "said"), [

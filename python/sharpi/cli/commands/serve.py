@@ -80,6 +80,16 @@ _EXTRA = ("httptools", "llguidance", "prometheus_client", "pydantic", "starlette
                  help="How long requests may go on when the server ends.  [default: 30]"),
     click.option("--stall-seconds", type=float, metavar="SECONDS",
                  help="/health fails if no step ends for so long.  [default: 60]"))
+@section(
+    "Cache of prompts",
+    click.option("--spill", metavar="SIZE",
+                 help="RAM for what the KV cache of a model had to give up, such as 4GiB; 0 keeps nothing.  [default:"
+                      " 1GiB]"),
+    click.option("--cache-dir", metavar="DIR",
+                 help="Directory for what has no room in RAM, and for all of it when the server ends: the next one goes"
+                      " on with it. It holds what prompts said, in a form that only the model reads."),
+    click.option("--cache-dir-size", metavar="SIZE",
+                 help="What that directory may hold; what was used longest ago goes first.  [default: 16GiB]"))
 @section("Device and memory", device_option, vram_option, threads_option, batch_option, prompt_option, cpu_moe_option)
 @section(
     "Output", verbose_option, log_file_option,
@@ -102,6 +112,7 @@ def serve_command(config: str | None, **options: Any) -> None:
 
     settings = _settings(config, options)
     settings.require_safe()  # before anything is downloaded
+    settings.require_cache_dir()
     failure = serve(settings, catalogue(settings.models, lambda name: fetched(name) or name), say)
     if failure is not None:
         raise SharpiError(failure)

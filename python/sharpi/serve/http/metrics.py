@@ -25,6 +25,9 @@ _GAUGES = {
     "waiting": ("requests_waiting", "Requests whose prompts wait for their turn"),
     "preparing": ("requests_preparing", "Requests whose prompts are being computed"),
     "writing": ("requests_running", "Requests whose answers are being written"),
+    "shared_pages": ("shared_pages", "Pages of the KV cache that prompts with the same beginning find"),
+    "spill_bytes": ("spill_bytes", "RAM with copies of pages"),
+    "states_bytes": ("states_bytes", "RAM with copies of recurrent states"),
     "kv_usage": ("kv_cache_usage", "Part of the KV cache that is in use, 0 to 1"),
 }
 _COUNTERS = {
@@ -35,6 +38,11 @@ _COUNTERS = {
     "step_tokens": ("step_tokens", "Tokens that steps gave"),
     "step_seconds": ("step_seconds", "Seconds spent in steps"),
     "pieces": ("prompt_pieces", "Pieces of prompts that were computed"),
+    "adopted_tokens": ("adopted_tokens", "Tokens of prompts that others had computed"),
+    "spilled_pages": ("spilled_pages", "Pages copied from the KV cache, which had to give them up"),
+    "restored_pages": ("restored_pages", "Pages brought back to the KV cache"),
+    "written_copies": ("written_copies", "Pages and states written to the cache directory"),
+    "loaded_copies": ("loaded_copies", "Pages and states read from the cache directory"),
     "piece_seconds": ("prompt_piece_seconds", "Seconds spent in pieces of prompts"),
 }
 

@@ -77,8 +77,7 @@ class ModelLoader:
         settings = self._limited()
         model = Model.load(file.path, **settings.load_arguments(), notice=_log.warning)
         try:
-            scheduler = Scheduler(model, max_gap=settings.max_gap, queue=settings.max_queue,
-                                  running=settings.parallel)
+            scheduler = Scheduler(model, **settings.scheduler_arguments(), notice=_log.warning)
             try:
                 runner = self._make_runner(model, scheduler, settings, file.name)
             except BaseException:

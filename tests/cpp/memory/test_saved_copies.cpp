@@ -9,7 +9,7 @@
 #include "memory/allocator.h"
 #include "memory/kv_cache.h"
 #include "memory/kv_sharing.h"
-#include "memory/pages/saved_states.h"
+#include "memory/pages/saved_copies.h"
 
 namespace {
 
@@ -17,28 +17,45 @@ using namespace sharpi;
 
 constexpr int64_t kPage = KvCache::kPageTokens;
 
-TEST(SavedStates, ThoseUsedLongestAgoGoFirst) {
-    SavedStates states(300);
-    for (uint8_t key = 1; key <= 3; ++key) states.add(key, SavedStates::Bytes(100, key));
-    ASSERT_TRUE(states.find(1));
-    states.add(4, SavedStates::Bytes(100, 4));
-    EXPECT_FALSE(states.find(2));
-    EXPECT_EQ(states.bytes(), 300U);
-    states.add(5, SavedStates::Bytes(150, 5));
-    for (const uint64_t gone : {3, 1}) EXPECT_FALSE(states.find(gone)) << gone;
-    EXPECT_EQ(*states.find(4), SavedStates::Bytes(100, 4));
-    EXPECT_EQ(*states.find(5), SavedStates::Bytes(150, 5));
-    states.add(6, SavedStates::Bytes(301, 6));
-    EXPECT_FALSE(states.find(6)) << "larger than all that is allowed";
-    EXPECT_EQ(states.bytes(), 250U);
-    states.add(4, SavedStates::Bytes(100, 9));
-    EXPECT_EQ(*states.find(4), SavedStates::Bytes(100, 4)) << "it is there already";
-    EXPECT_EQ(states.bytes(), 250U);
-    states.setBudget(100);
-    EXPECT_EQ(states.bytes(), 100U);
-    states.clear();
-    EXPECT_EQ(states.bytes(), 0U);
-    EXPECT_FALSE(states.find(4));
+PageName nameOf(uint8_t number) { return {number}; }
+CopiedBytes copyOf(size_t bytes, uint8_t value) { return std::make_shared<const std::vector<uint8_t>>(bytes, value); }
+
+// The numbers of those that left, in order.
+std::vector<int> left(const SavedCopies::Entries& entries) {
+    std::vector<int> numbers;
+    for (const auto& [name, copy] : entries) {
+        EXPECT_EQ(copy->front(), name[0]);
+        numbers.push_back(name[0]);
+    }
+    return numbers;
+}
+
+TEST(SavedCopies, ThoseUsedLongestAgoGoFirst) {
+    using Numbers = std::vector<int>;
+    SavedCopies copies(300);
+    for (uint8_t i = 1; i <= 3; ++i) EXPECT_EQ(left(copies.add(nameOf(i), copyOf(100, i))), Numbers());
+    ASSERT_TRUE(copies.find(nameOf(1)));
+    EXPECT_EQ(left(copies.add(nameOf(4), copyOf(100, 4))), Numbers{2});
+    EXPECT_FALSE(copies.find(nameOf(2)));
+    EXPECT_EQ(copies.bytes(), 300U);
+    EXPECT_EQ(left(copies.add(nameOf(5), copyOf(150, 5))), (Numbers{3, 1}));
+    for (const uint8_t gone : {3, 1}) EXPECT_FALSE(copies.has(nameOf(gone))) << int{gone};
+    EXPECT_EQ(*copies.find(nameOf(4)), *copyOf(100, 4));
+    EXPECT_EQ(*copies.find(nameOf(5)), *copyOf(150, 5));
+    EXPECT_EQ(left(copies.add(nameOf(6), copyOf(301, 6))), Numbers{6}) << "larger than all that is allowed";
+    EXPECT_EQ(copies.bytes(), 250U);
+    EXPECT_EQ(left(copies.add(nameOf(4), copyOf(100, 9))), Numbers());
+    EXPECT_EQ(*copies.find(nameOf(4)), *copyOf(100, 4)) << "it is there already";
+    EXPECT_EQ(copies.bytes(), 250U);
+    EXPECT_EQ(left(copies.setBudget(100)), Numbers{5});
+    EXPECT_EQ(*copies.take(nameOf(4)), *copyOf(100, 4));
+    EXPECT_FALSE(copies.take(nameOf(4)));
+    EXPECT_EQ(copies.bytes(), 0U);
+    copies.add(nameOf(7), copyOf(50, 7));
+    copies.add(nameOf(8), copyOf(50, 8));
+    EXPECT_EQ(left(copies.clear()), (Numbers{7, 8}));
+    EXPECT_EQ(copies.bytes(), 0U);
+    EXPECT_FALSE(copies.find(nameOf(7)));
 }
 
 // A cache with three layers, of which two have states, and sequences that write their number into these.
@@ -48,7 +65,7 @@ protected:
         : allocator(device),
           kv(allocator, {{1, 4}, {}, {}}, KvType::F32, 20 * kPage,
              RecurrentState(allocator, {{}, {5, 70}, {3, 0}}, 4)) {
-        KvSharing(kv).setCopiedStates(1 << 20);
+        store = KvSharing(kv).openStore({0, 1 << 20});
     }
     void write(int32_t sequence, float value) {
         const int32_t entry = kv.states().steps(sequence).back().to;
@@ -95,12 +112,13 @@ protected:
     FakeDevice device{size_t{1} << 20, 1 << 12};
     Allocator allocator;
     KvCache kv;
+    uint64_t store = 0;
 };
 
 TEST_F(CopiedStates, ComeBackAsTheyWere) {
     const int32_t a = computed({1, 2, 3});
     EXPECT_EQ(kv.states().stateBytes(), sizeof(float) * (5 + 70 + 3));
-    EXPECT_EQ(KvSharing(kv).copiedStates(), 3 * kv.states().stateBytes());
+    EXPECT_EQ(KvSharing(kv).storeCounts().statesBytes, 3 * kv.states().stateBytes());
     kv.releaseSequence(a);
     for (int32_t i = 0; i < 3; ++i) computed({7 + i});  // other states take the entries
     const int32_t b = kv.createSequence();
@@ -116,7 +134,7 @@ TEST_F(CopiedStates, PagesBehindTheLastCopyAreNotAdopted) {
     write(a, 3);
     kv.commit(a);
     KvSharing(kv).share(a, {salt, text.data(), 3 * kPage}, {kPage, 2 * kPage});
-    EXPECT_EQ(KvSharing(kv).copiedStates(), kv.states().stateBytes()) << "that after two pages is not held";
+    EXPECT_EQ(KvSharing(kv).storeCounts().statesBytes, kv.states().stateBytes()) << "that after two pages is not held";
     const int32_t b = kv.createSequence();
     EXPECT_EQ(adopt(b, {1, 1, 1}), kPage);
     EXPECT_EQ(adopt(b, {1, 1, 1}), kPage) << "nothing more is there";
@@ -147,8 +165,8 @@ TEST_F(CopiedStates, WithoutAnEntryASequenceAdoptsNothing) {
 
 TEST_F(CopiedStates, EndWithWhatIsShared) {
     kv.releaseSequence(computed({1, 2}));
-    KvSharing(kv).forget();
-    EXPECT_EQ(KvSharing(kv).copiedStates(), 0U);
+    KvSharing(kv).forget(store);
+    EXPECT_EQ(KvSharing(kv).storeCounts().statesBytes, 0U);
     EXPECT_EQ(kv.freePages(), 20);
     EXPECT_EQ(kv.states().freeEntries(), 4);
     EXPECT_EQ(adopt(kv.createSequence(), {1, 2}), 0);
