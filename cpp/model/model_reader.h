@@ -21,7 +21,8 @@ class LayerReader;
 struct AttentionParts {
     int32_t rope = -1;  // from ModelReader::rope(); -1: positions are not embedded
     AttentionSpec::QkNorm qkNorm = AttentionSpec::QkNorm::None;
-    bool normWeights = true;  // queries' and keys' norms have weights
+    bool normWeights = true;     // queries' and keys' norms have weights
+    bool normsOptional = false;  // a layer without these weights normalizes neither
     bool normAfterRotation = false;
     bool valueNorm = false;
     bool gated = false;
@@ -52,8 +53,8 @@ struct DenseParts {
 };
 
 struct ExpertParts {
-    Gating gating = Gating::Softmax;
-    bool renormalized = true;  // unless the key expert_weights_norm says otherwise
+    Gating gating = Gating::Softmax;  // unless the key expert_gating_func says otherwise
+    bool renormalized = true;         // unless the key expert_weights_norm says otherwise
     bool weightsInput = false;
     enum class Shared { None, Scaled, Plain };
     Shared shared = Shared::None;  // Scaled: times sigmoid(ffn_gate_inp_shexp . x)

@@ -84,13 +84,18 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
             EXPECT_EQ(static_cast<bool>(a.qBias), o.biases);
             EXPECT_EQ(static_cast<bool>(a.qNorm), arch.qkNorm != QkNorm::None && arch.normWeights);
             const bool mixture = o.experts > 0 || arch.mixture;
-            const bool sparse = mixture && (!o.denseEvery || (static_cast<int64_t>(i) + 1) % o.denseEvery == 0);
+            const auto number = static_cast<int64_t>(i);
+            const bool sparse =
+                mixture && number >= o.denseFirst && (!o.denseEvery || (number + 1) % o.denseEvery == 0);
             EXPECT_EQ(layer.experts.has_value(), sparse);
             EXPECT_EQ(layer.dense.has_value(), !sparse || arch.gemma4);
             if (sparse) {
                 EXPECT_EQ(layer.experts->routing.count, o.experts ? o.experts : 4);
                 EXPECT_EQ(layer.experts->routing.used, o.used);
                 EXPECT_EQ(layer.experts->routing.renormalize, arch.renormalized);
+                EXPECT_EQ(layer.experts->routing.gating == Gating::Sigmoid,
+                          arch.sigmoids || o.architecture == "llama4");
+                EXPECT_EQ(bool(layer.experts->routing.choiceBias), arch.sigmoids);
                 EXPECT_EQ(layer.experts->hidden, o.hidden);
                 EXPECT_EQ(layer.experts->shared.has_value(), arch.hybrid || arch.plainShared);
             } else {
@@ -332,6 +337,8 @@ TEST(ModelSpec, MetadataOfEveryKindIsChecked) {
     for (const int64_t used : {0, 5})
         expectSpoiled(sparse, "qwen3moe.expert_used_count",
                       [&](tiny::Model& m) { m.metadata["qwen3moe.expert_used_count"] = used; });
+    expectSpoiled(sparse, "expert_gating_func' is none of",
+                  [](tiny::Model& m) { m.metadata["qwen3moe.expert_gating_func"] = int64_t{4}; });
     expectSpoiled(sparse, "expert_weights_norm",
                   [](tiny::Model& m) { m.metadata["qwen3moe.expert_weights_norm"] = int64_t{1}; });
 }

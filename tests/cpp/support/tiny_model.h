@@ -38,6 +38,7 @@ struct Options {
     int64_t layerInputs = 0;  // the width of per-layer embeddings
     int64_t sharedKv = 0;     // the last layers without keys and values
     int64_t denseEvery = 0;   // n: of n layers of a mixture, all but the last are dense
+    int64_t denseFirst = 0;   // so many layers of a mixture, its first, are dense
     unsigned seed = 1;
 };
 
@@ -63,9 +64,10 @@ struct Family {
     bool preNorms = true;          // norms before each part
     bool layerNorms = false;       // these norms subtract the mean, and the feed-forward part has none of its own
     bool scales = false;           // of embeddings, of what each part adds, and of logits
+    bool sigmoids = false;         // experts are chosen by sigmoids with a bias; the layers may predict too
     bool gemma4 = false;           // larger heads in every second layer, which has no values; and Options::layerInputs
     bool embedsPositions(int64_t layer) const { return !withoutPositions || (layer + 1) % withoutPositions; }
-    const char* ffnNorm() const { return hybrid || sinks ? "post_attention_norm" : "ffn_norm"; }
+    const char* ffnNorm() const { return hybrid || sinks || sigmoids ? "post_attention_norm" : "ffn_norm"; }
 };
 
 inline const std::vector<Family>& families() {
@@ -120,6 +122,8 @@ inline const std::vector<Family>& families() {
         Family& next = add("qwen3next", Pairing::Halves, QkNorm::PerHead);
         next.mixture = next.hybrid = next.fusedSteps = true;
         add("arcee", Pairing::Adjacent, QkNorm::None).gated = false;
+        Family& glm = add("glm4moe", Pairing::Halves, QkNorm::None);
+        glm.mixture = glm.plainShared = glm.sigmoids = true;
         return known;
     }();
     return all;
@@ -247,9 +251,11 @@ private:
             metadata[key("expert_count")] = _options.experts;
             metadata[key("expert_used_count")] = _options.used;
         }
+        if (_options.predictions) {
+            metadata[key("block_count")] = _options.layers + _options.predictions;
+            metadata[key("nextn_predict_layers")] = _options.predictions;
+        }
         if (!hybrid()) return;
-        metadata[key("block_count")] = _options.layers + _options.predictions;
-        metadata[key("nextn_predict_layers")] = _options.predictions;
         metadata[key("full_attention_interval")] = _options.interval;
         metadata[key("ssm.group_count")] = _options.keyHeads;
         metadata[key("ssm.time_step_rank")] = _options.valueHeads;
@@ -273,6 +279,8 @@ private:
             metadata[key("attention.temperature_scale")] = 0.1;
             metadata[key("rope.scaling.original_context_length")] = int64_t{16};
         }
+        if (_options.denseFirst) metadata[key("leading_dense_block_count")] = _options.denseFirst;
+        if (f.sigmoids) metadata[key("expert_gating_func")] = int64_t{2};
         if (_options.denseEvery) metadata[key("interleave_moe_layer_step")] = _options.denseEvery;
         if (!f.gemma4) return;
         std::vector<double> windowed;
@@ -377,7 +385,7 @@ private:
     void addFeedForward(const std::string& block, int64_t layer) {
         const Options& o = _options;
         const Family& f = family(o.architecture);
-        const bool dense = !o.experts || (o.denseEvery && (layer + 1) % o.denseEvery);
+        const bool dense = !o.experts || layer < o.denseFirst || (o.denseEvery && (layer + 1) % o.denseEvery);
         if (dense || f.gemma4) {
             if (!f.fusedUp && f.gated) add(block + "ffn_gate.weight", nextType(), {o.embedding, o.hidden});
             add(block + "ffn_up.weight", nextType(), {o.embedding, o.hidden * (f.fusedUp ? 2 : 1)});
@@ -385,6 +393,7 @@ private:
         }
         if (dense) return;
         add(block + "ffn_gate_inp.weight", DType::F32, {o.embedding, o.experts});
+        if (f.sigmoids) add(block + "exp_probs_b.bias", DType::F32, {o.experts});
         if (o.fusedExperts) {
             add(block + "ffn_gate_up_exps.weight", nextType(), {o.embedding, 2 * o.hidden, o.experts});
         } else {
@@ -541,6 +550,11 @@ inline std::vector<Options> gpuVariants() {
     o.seed = 102;
     o.architecture = "gpt-oss";
     o.fusedExperts = true;
+    all.push_back(o);
+    o = Options();
+    o.seed = 104;
+    o.architecture = "glm4moe";
+    o.denseFirst = 1;
     all.push_back(o);
     o = Options();
     o.seed = 103;

@@ -218,6 +218,18 @@ WRONG: dict[str, dict[str, Change]] = {
         "SiLU": layers_with(activation=Activation("silu")),
         "pairs of halves": rotation_with(adjacent=False),
     },
+    "glm4moe": {
+        "choice without a bias": experts_with(biased=False),
+        "weights by softmax": experts_with(scores="softmax"),
+        "weights not normalized": experts_with(normalized=False),
+        "factor of weights off": experts_with(factor=1.0),
+        "shared expert off": experts_with(shared=""),
+        "all of a head turned": rotation_with(dims=32),
+        "adjacent pairs": rotation_with(adjacent=True),
+    },
+    "glm4moe-norm": {
+        "norms of q and k off": attention_with(norm=""),
+    },
     "qwen3next": {
         "heads grouped otherwise": delta_with(grouped=False),
         "weights not normalized": experts_with(normalized=False),
@@ -261,6 +273,8 @@ KEYS: dict[str, dict[str, Any]] = {
                  "rope.scaling.original_context_length": 50},
     "phi3": {"rope.scaling.attn_factor": 1.3, "rope.scaling.original_context_length": COUNT - 1},
     "qwen3next": {"expert_used_count": 3},
+    "glm4moe": {"expert_gating_func": 1, "expert_weights_norm": False, "expert_weights_scale": 1.5,
+                "expert_used_count": 3, "rope.dimension_count": 8},
 }
 
 

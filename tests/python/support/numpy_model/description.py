@@ -100,7 +100,9 @@ class Experts:
 
     weighs: whether an expert's input or its output is multiplied by its weight. router: what it reads; the residual
     stream (or its norm) is scaled to a length of 1, and by `ffn_gate_inp.scale`. scaled: an expert's output has a
-    factor of its own. shared: an expert that all tokens use, with or without a gate.
+    factor of its own. shared: an expert that all tokens use, with or without a gate. biased: a bias is added to scores
+    for the choice alone. groups: how many there are, and how many of them, by the sum of their two best scores, experts
+    are chosen from. factor: of the weights.
     """
 
     count: int
@@ -111,6 +113,9 @@ class Experts:
     router: Literal["what experts read", "the stream", "the normed stream"] = "what experts read"
     scaled: bool = False
     shared: Literal["", "plain", "gated"] = ""
+    biased: bool = False
+    groups: tuple[int, int] = (1, 1)
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)

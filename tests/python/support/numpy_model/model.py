@@ -15,6 +15,7 @@ from numpy_model.families import Keys, describe
 from numpy_model.parts import (
     activate,
     attend,
+    in_best_groups,
     rms,
     rotate,
     round_bf16,
@@ -22,6 +23,7 @@ from numpy_model.parts import (
     sigmoid,
     silu,
     softcapped,
+    softmax,
     temperatures,
     unit,
 )
@@ -291,22 +293,25 @@ class NumpyModel:
 
     def _weights(self, block: str, kind: Experts, logits: np.ndarray) -> np.ndarray:
         """What each expert weighs, for each row; 0 for those not chosen."""
-        order, count = np.argsort(-logits, axis=1, kind="stable"), kind.used
-        self._note_choice(block, np.take_along_axis(logits, order, axis=1)[:, count - 1 : count + 1],
-                          np.abs(logits).max())
+        scores = sigmoid(logits) if kind.scores == "sigmoid" else logits
+        if kind.scores == "softmax":
+            scores = softmax(logits)
+        keys = logits if kind.groups[0] == 1 else scores  # alone, both choose alike
+        if kind.biased:
+            keys = scores + self._tensor(block + "exp_probs_b.bias")
+        keys = in_best_groups(keys, *kind.groups)
+        order, count = np.argsort(-keys, axis=1, kind="stable"), kind.used
+        self._note_choice(block, np.take_along_axis(keys, order, axis=1)[:, count - 1 : count + 1],
+                          np.abs(keys[np.isfinite(keys)]).max())
         if self._otherwise is not None and self._otherwise[0] == block:
             row = order[self._otherwise[1]]
             row[count - 1], row[count] = row[count], row[count - 1]
-        chosen = np.zeros_like(logits, bool)
+        chosen = np.zeros_like(keys, bool)
         np.put_along_axis(chosen, order[:, :count], True, axis=1)
-        if kind.scores == "sigmoid":
-            scores = sigmoid(logits)
-        else:
-            among = np.where(chosen, logits, -np.inf) if kind.scores == "softmax of chosen" else logits
-            scores = np.exp(among - among.max(axis=1, keepdims=True))
-            scores /= scores.sum(axis=1, keepdims=True)
+        if kind.scores == "softmax of chosen":
+            scores = softmax(np.where(chosen, scores, -np.inf))
         weights = np.where(chosen, scores, 0.0)
-        return weights / weights.sum(axis=1, keepdims=True) if kind.normalized else weights
+        return kind.factor * (weights / weights.sum(axis=1, keepdims=True) if kind.normalized else weights)
 
     def _note_choice(self, block: str, scores: np.ndarray, largest: float) -> None:
         if scores.shape[1] < 2:
