@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -70,11 +71,20 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
             const AttentionSpec& a = *layer.attention;
             EXPECT_EQ(a.gated, arch.hybrid);
             const int64_t dim = o.headDim * (arch.gemma4 && i % 2 == 1 ? 2 : 1);
-            EXPECT_EQ(listed(a.q).slice().rows, o.heads * dim * (arch.hybrid ? 2 : 1));
+            const int64_t queryDim = arch.latent ? dim + o.plainDim : dim;
+            EXPECT_EQ(a.queryDim(), queryDim);
+            EXPECT_EQ(listed(a.q).slice().rows, o.heads * queryDim * (arch.hybrid ? 2 : 1));
             EXPECT_EQ(a.heads, o.heads);
-            EXPECT_EQ(a.kvHeads, o.kvHeads);
-            EXPECT_EQ(a.headDim, dim);
-            EXPECT_FLOAT_EQ(a.scale, arch.gemma4 ? 1.0f : 0.25f);
+            EXPECT_EQ(a.kvHeads, arch.latent ? 1 : o.kvHeads);
+            EXPECT_EQ(a.headDim, arch.latent ? o.latentRank + dim : dim);
+            EXPECT_EQ(a.valueDim(), arch.latent ? o.valueDim : dim);
+            EXPECT_FLOAT_EQ(a.scale, arch.gemma4 ? 1.0f : 1.0f / std::sqrt(static_cast<float>(queryDim)));
+            ASSERT_EQ(a.latent.has_value(), arch.latent);
+            if (a.latent) {
+                EXPECT_EQ(listed(a.latent->keyUp).slice().rows, o.heads * o.latentRank);
+                EXPECT_EQ(listed(a.latent->valueUp).slice().rows, o.heads * o.valueDim);
+                EXPECT_EQ(bool(a.latent->queryDown), o.queryRank > 0);
+            }
             EXPECT_EQ(a.qkNorm, arch.embedsPositions(static_cast<int64_t>(i)) ? arch.qkNorm : QkNorm::None);
             ASSERT_EQ(a.rope >= 0, arch.embedsPositions(static_cast<int64_t>(i))) << "layer " << i;
             if (a.rope >= 0) {

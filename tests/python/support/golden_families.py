@@ -427,6 +427,45 @@ def _glm4moe(digest: str, norm: float = 0.0) -> Family:
                                              "nextn_predict_layers": 1}, layer)
 
 
+def _latent(architecture: str, digest: str, keys: Mapping[str, Any], *, groups: bool = False, narrow: bool = True,
+            maker: str = "make_tiny_families.py") -> Family:
+    """`narrow`: queries come through a row of low rank."""
+    mistral = architecture == "mistral4"
+    heads, experts, query_rank, rank, plain, turned, value = 8, 16, 96, 64, 32, 16, 24
+
+    def up(name: str, *shape: int, gain: float = 1.0) -> Draw:
+        """A matrix for each head. `gain` as if its inputs were of the latent's size."""
+        return Draw(f"{name}.weight", shape, gain / math.sqrt(rank))
+
+    def layer(number: int) -> _Draws:
+        yield from _norms("attn_norm")
+        if narrow:
+            yield _matrix("attn_q_a", query_rank, WIDTH)
+            yield _vector("attn_q_a_norm.weight", query_rank)
+        yield _matrix("attn_q_b" if narrow else "attn_q", heads * (plain + turned), query_rank if narrow else WIDTH,
+                      gain=1.5)
+        yield _matrix("attn_kv_a_mqa", rank + turned, WIDTH, gain=1.5)
+        yield _vector("attn_kv_a_norm.weight", rank)
+        yield up("attn_k_b", heads, rank, plain, gain=1.5)
+        yield up("attn_v_b", heads, value, rank)
+        yield _matrix("attn_output", WIDTH, heads * value, gain=2.0)
+        yield from _norms("ffn_norm")
+        if mistral or number:
+            yield from _experts(experts, shared=2, bias=0.0 if mistral else 0.3, fused=mistral)
+        else:
+            yield from _dense()
+
+    all_keys = _keys(4, _Heads(heads, 1, rank + turned), 1e-6, 10000.0) | _expert_keys(experts, 4) | {
+        "rope.dimension_count": turned, "attention.value_length": rank, "attention.key_length_mla": plain + turned,
+        "attention.value_length_mla": value, "attention.kv_lora_rank": rank, "expert_shared_count": 2}
+    if narrow:
+        all_keys["attention.q_lora_rank"] = query_rank
+    if groups:
+        all_keys |= {"expert_group_count": 4, "expert_group_used_count": 2}
+    return Family(architecture, digest, all_keys | keys, layer, maker=maker)
+
+
+_DEEPSEEK_YARN = _yarn_keys(40.0, 64) | {"rope.scaling.yarn_log_multiplier": 0.1}
 FAMILIES = {
     "gemma2": _gemma("gemma2", "9cf706fa4dcb7d56", _Heads(8, 4, 32), layers=4, base=10000.0, norm=0.0, keys={
         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
@@ -447,4 +486,11 @@ FAMILIES = {
     "qwen3next": _qwen3next("c9b9b0362024aa57"),
     "glm4moe": _glm4moe("a8a2cdb80da21736"),
     "glm4moe-norm": _glm4moe("2a9d9591fdbaf02d", norm=1.2),
+    "deepseek2": _latent("deepseek2", "0466ea5c18c61ff1", _CHOSEN_BY_SIGMOID | _DEEPSEEK_YARN, groups=True),
+    "deepseek2-flash": _latent("deepseek2", "0466ea5c18c61ff1", _CHOSEN_BY_SIGMOID),
+    "deepseek2-lite": _latent("deepseek2", "5aadb0fe9078d304", {"leading_dense_block_count": 1}, narrow=False,
+                              maker=""),
+    "mistral4": _latent("mistral4", "36e01ce70dea4c60", _DEEPSEEK_YARN | {
+        "expert_gating_func": 1, "expert_weights_norm": True, "attention.temperature_scale": 0.1,
+        "attention.temperature_length": 64}),
 }

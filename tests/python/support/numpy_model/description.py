@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["Activation", "Attention", "Delta", "Description", "Experts", "Layer", "Rotation", "Temperature", "Yarn"]
+__all__ = ["Activation", "Attention", "Delta", "Description", "Experts", "Latent", "Layer", "Rotation",
+           "Temperature", "Yarn"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,17 @@ class Temperature:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Keys and values of all heads come from one row of `rank` elements, which is normalized, and one rotated key. Of a
+    head's query the first `plain` elements are not rotated. Queries come through a narrow row, or from x at once."""
+
+    rank: int
+    plain: int
+    narrow_queries: bool
+    normed: bool = True
+
+
+@dataclass(frozen=True)
 class Attention:
     """Attention of a layer. Without `rotation` no positions are embedded.
 
@@ -71,6 +83,7 @@ class Attention:
     softcap: float = 0.0
     temperature: Temperature | None = None
     source: int | None = None
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True)

@@ -126,8 +126,9 @@ def _seen(kind: Attention, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def attend(kind: Attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: np.ndarray | None) -> np.ndarray:
-    """[tokens, heads, size], for q like it and k, v [tokens, kv_heads, size]. A sink is a score without a value."""
-    result = np.empty_like(q)
+    """[tokens, heads, size of values], for q [tokens, heads, size] and k, v [tokens, kv_heads, ..]. A sink is a score
+    without a value."""
+    result = np.empty((*q.shape[:2], v.shape[2]))
     for begin in range(0, len(q), _ROWS):
         queries = np.arange(begin, min(begin + _ROWS, len(q)))[:, None]
         keys = np.arange(_first_seen(kind, begin), queries[-1, 0] + 1)
