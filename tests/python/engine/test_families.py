@@ -45,9 +45,10 @@ def test_types_that_round(name: str, tmp_path: Path) -> None:
 
 def quantized_matrices(name: str, folder: Path) -> None:
     """Activations are rounded to int8, which makes 2 to 3 % in two layers (test_engine.py). These have up to ten, and
-    routers that turn, so numpy that rounds alike says how much it may be. A sequence of one token has few roundings that
-    fall on the other side of a tie: without any, its row is within 1e-7 of numpy's; a scale that is rounded the other
-    way moves it by 1e-5, a number by 1e-2. So the best fifth of such rows shows whether the arithmetic is right."""
+    routers that turn, so numpy that rounds alike says how much it may be. A sequence of one token has few roundings
+    that fall on the other side of a tie: without any, its row is within 1e-7 of numpy's; a scale that is rounded the
+    other way moves it by 1e-5, a number by 1e-2. So the best fifth of such rows shows whether the arithmetic is right.
+    """
     path, tokens = write_golden(name, folder, kind="Q8_0"), tokens_of(name)
     exact = NumpyModel(path)
     rounded = exact.rounded(int8_activations=True)
