@@ -27,11 +27,14 @@ CpuScratch::CpuScratch(int threadCount, const StepLimits& l) {
     normed = s.floats(l.maxRows * l.embedding);
     block = s.floats(l.maxRows * l.embedding);
     attended = s.floats(l.maxRows * std::max(l.queryWidth, l.deltaWidth));
+    plainQueries = s.floats(l.maxRows * l.latentHeads * l.plainDim);
     queryGate = s.floats(l.maxRows * l.gatedQueryWidth / 2);
     joined = s.floats(l.drafts ? 2 * l.maxRows * l.embedding : 0);
     sharedScale = s.floats(l.sharedHidden ? l.maxRows : 0);
     logits = s.floats(headRows * l.vocab);
-    quantized = s.take(cpu::quantizedRowsBytes(l.maxRows, l.maxCols));
+    const int64_t heads = l.maxRows * l.latentHeads;
+    quantized = s.take(std::max(cpu::quantizedRowsBytes(l.maxRows, l.maxCols),
+                                cpu::quantizedRowsBytes(heads, std::max(l.latentRank, l.plainDim))));
     quantizedHidden = s.take(pairs ? cpu::quantizedRowsBytes(pairs, l.expertHidden) : 0);
     threads = s.take(threadStride * static_cast<size_t>(threadCount));
     total = s.bytes();
@@ -160,6 +163,36 @@ void CpuWork::linear(const float* x, int64_t count, const std::vector<Output>& o
         });
     }
     multiply(together);
+}
+
+void CpuWork::linearByHead(const float* x, int64_t count, const HeadOutput& output) {
+    const int64_t heads = output.heads, rowsOfHead = output.w.rows / heads, cols = output.w.cols;
+    if (count > limits.maxRows || heads > limits.latentHeads)
+        throw Error(ErrorKind::Internal, "a product by head exceeds the scratch sized at loading");
+    cpu::QuantizedRows xQuant;
+    if (!info(output.w.type).isFloat) xQuant = quantize(x, count * heads, cols, _scratch->quantized);
+    std::vector<int32_t> pieces(static_cast<size_t>(count * heads));  // of each head: its piece of every row
+    for (int64_t i = 0; i < count * heads; ++i)
+        pieces[static_cast<size_t>(i)] = static_cast<int32_t>(i % count * heads + i / count);
+    forParts(output.w, [&](const Matrix& part, int64_t rowBegin) {
+        std::vector<cpu::MatmulArgs> jobs;
+        for (int64_t row = rowBegin, next = 0; row < rowBegin + part.rows; row = next) {
+            const int64_t head = row / rowsOfHead;
+            next = std::min((head + 1) * rowsOfHead, rowBegin + part.rows);
+            cpu::MatmulArgs job;
+            job.w = part;
+            job.w.rows = next - row;
+            job.w.data += static_cast<size_t>(row - rowBegin) * rowBytes(part.type, cols);
+            job.xFloat = x;
+            job.xQuant = &xQuant;
+            job.rowIndex = pieces.data() + head * count;
+            job.count = count;
+            job.y = output.y + head * output.stride + row % rowsOfHead;
+            job.yStride = heads * output.stride;
+            jobs.push_back(job);
+        }
+        multiply(jobs);
+    });
 }
 
 }  // namespace sharpi

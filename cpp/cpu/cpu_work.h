@@ -24,6 +24,7 @@ struct CpuScratch {
     size_t normed = 0, block = 0;  // [rows, embedding]
     size_t attended = 0;           // [rows, width of a mixer's output]
     size_t queryGate = 0;          // [rows, width of the queries]
+    size_t plainQueries = 0;       // of latent attention: [rows * heads, elements that are not rotated]
     size_t joined = 0;             // [rows, 2 * embedding]
     size_t sharedScale = 0;        // [rows]
     size_t logits = 0;             // [headRows, vocab]
@@ -82,6 +83,15 @@ public:
         float* y = nullptr;  // [count, w.rows]
     };
     void linear(const float* x, int64_t count, const std::vector<Output>& outputs);
+    // Of a matrix with the same number of rows for each head: row t's piece of head h is x[t * heads + h], and row i of
+    // the head's gives y[(t * heads + h) * stride + i].
+    struct HeadOutput {
+        const Weight& w;
+        int32_t heads = 0;
+        float* y = nullptr;
+        int64_t stride = 0;
+    };
+    void linearByHead(const float* x, int64_t count, const HeadOutput& output);
     void multiply(const std::vector<cpu::MatmulArgs>& jobs);
     // Calls body(part, first) for each part of a stack that is in memory at once: element i is expert first + i.
     template <typename Body> void forExperts(const WeightStack& stack, const Body& body) {

@@ -44,11 +44,12 @@ struct MatmulArgs {
 // Causal attention of the query rows of one sequence. Query row i (position positions[i]) sees the keys at
 // reach.first(positions[i])..positions[i]. The page of a position is pageTable[position / pageTokens]; the entries of
 // pages that no row sees are not read.
-// q, out: row i at i * rowStride, head h at + h * headDim. Grouped-query: head h reads kv head h / (heads / kvHeads).
+// q: row i at i * rowStride, head h at + h * headDim; out: at i * outStride, + h * elements of a value. Grouped-query:
+// head h reads kv head h / (heads / kvHeads).
 struct AttentionArgs {
     const float* q = nullptr;
     float* out = nullptr;
-    int64_t rowStride = 0;
+    int64_t rowStride = 0, outStride = 0;
     const int32_t* positions = nullptr;
     int32_t heads = 0;
     float scale = 1.0f;

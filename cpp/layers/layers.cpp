@@ -68,7 +68,7 @@ HeadsCall headsOf(const LayerContext& context, const AttentionSpec& a) {
     heads.normAfterRotation = a.normAfterRotation;
     heads.valueNorm = a.valueNorm;
     heads.appends = a.kvLayer < 0;
-    heads.valuesAreKeys = heads.appends && !a.v;
+    heads.valuesAreKeys = heads.appends && !a.v && !a.latent;
     heads.qNorm = w[a.qNorm];
     heads.kNorm = w[a.kNorm];
     heads.eps = context.spec.normEpsilon;
@@ -121,6 +121,45 @@ void attentionLayer(const LayerContext& context, const LayerSpec& layer, const K
     ops.prepareHeads(heads, pages);
     ops.attend(heads, pages, output);
     addPart(context, layer, RowInput::Attended, output, w[a.outputBias], layer.mixerPostNorm);
+}
+
+// The queries as heads have them, and the row of the cache as it is before its norm and rotation.
+void latentProjections(const LayerContext& context, const LayerSpec& layer) {
+    const AttentionSpec& a = *layer.attention;
+    const LatentSpec& latent = *a.latent;
+    const ModelWeights& w = context.weights;
+    Operations& ops = context.ops;
+    const Weight &q = w[a.q], &k = w[a.k];
+    const NormCall mixerNorm = normOf(context, layer.mixerNorm, layer.mixerNormBias);
+    const Product keys{k, nullptr, RowBuffer::Keys}, queries{q, nullptr, RowBuffer::HeadQueries};
+    if (!latent.queryDown) {
+        norm(context, mixerNorm, {q, k});
+        return ops.linear(RowInput::Normed, {queries, keys});
+    }
+    const Weight& down = w[latent.queryDown];
+    norm(context, mixerNorm, {down, k});
+    ops.linear(RowInput::Normed, {{down, nullptr, RowBuffer::LowRankQueries}, keys});
+    ops.takeRows({RowBuffer::LowRankQueries, 1, down.rows, w[latent.queryNorm], context.spec.normEpsilon},
+                 RowInput::LowRank, q);
+    ops.linear(RowInput::LowRank, {queries});
+}
+
+// x += output(attention(norm(x))), where heads share one row of the cache.
+void latentLayer(const LayerContext& context, const LayerSpec& layer, const KvPages& pages) {
+    const AttentionSpec& a = *layer.attention;
+    const LatentSpec& latent = *a.latent;
+    const ModelWeights& w = context.weights;
+    Operations& ops = context.ops;
+    const Weight &keyUp = w[latent.keyUp], &valueUp = w[latent.valueUp], &output = w[a.output];
+    const HeadsCall heads = headsOf(context, a);
+    latentProjections(context, layer);
+    ops.takeRows({RowBuffer::HeadQueries, a.heads, a.queryDim()}, RowInput::PlainQueries, keyUp);
+    ops.linearByHead(RowInput::PlainQueries, {keyUp, a.heads, RowBuffer::Queries, a.headDim});
+    ops.prepareLatent({a.heads, latent.plainDim, w[latent.norm], heads.eps, heads.rope, heads.queryScale}, pages);
+    ops.attend(heads, pages, valueUp);
+    ops.linearByHead(RowInput::Attended, {valueUp, a.heads, RowBuffer::HeadValues, latent.valueDim});
+    ops.takeRows({RowBuffer::HeadValues, 1, output.cols}, RowInput::HeadValues, output);
+    addPart(context, layer, RowInput::HeadValues, output, nullptr, layer.mixerPostNorm);
 }
 
 // x += output(gated delta rule(norm(x)))
@@ -244,7 +283,9 @@ void prepareLayerInputs(const LayerContext& context) {
 void runLayer(const LayerContext& context, const LayerSpec& layer, size_t index, const LayerSpec* nextWithExperts) {
     if (layer.attention) {
         const int32_t kvLayer = layer.attention->kvLayer;
-        attentionLayer(context, layer, context.kv.layer(kvLayer < 0 ? index : static_cast<size_t>(kvLayer)));
+        const KvPages& pages = context.kv.layer(kvLayer < 0 ? index : static_cast<size_t>(kvLayer));
+        if (layer.attention->latent) latentLayer(context, layer, pages);
+        else attentionLayer(context, layer, pages);
     } else {
         gatedDeltaLayer(context, layer, context.kv.states().layer(index));
     }

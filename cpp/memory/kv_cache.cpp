@@ -11,8 +11,9 @@ namespace sharpi {
 
 namespace {
 
+// Keys and values.
 size_t pageBytes(const KvLayerShape& layer, KvType type) {
-    return size_t(layer.kvHeads) * layer.headDim * KvCache::kPageTokens * kvElementBytes(type);
+    return static_cast<size_t>(layer.elementsPerToken()) * KvCache::kPageTokens * kvElementBytes(type);
 }
 
 // What layers are given: pools of pages, and which of them each layer has.
@@ -57,7 +58,7 @@ size_t bytesOf(const std::vector<KvLayerShape>& layers, KvType type, const Divis
     size_t bytes = 0;
     for (size_t i = 0; i < layers.size(); ++i) {
         const int64_t pages = division.pages[static_cast<size_t>(division.listOf[i])];
-        if (layers[i].source < 0) bytes += 2 * pageBytes(layers[i], type) * static_cast<size_t>(pages);
+        if (layers[i].source < 0) bytes += pageBytes(layers[i], type) * static_cast<size_t>(pages);
     }
     return bytes;
 }
@@ -85,8 +86,9 @@ KvCache::KvCache(Allocator& allocator, const std::vector<KvLayerShape>& layers, 
         }
         const int32_t list = division.listOf[i];
         const size_t bytes = pageBytes(layer, type) * static_cast<size_t>(division.pages[static_cast<size_t>(list)]);
-        _layers.push_back({type, layer.kvHeads, layer.headDim, kPageTokens, next, next + bytes, list});
-        next += 2 * bytes;
+        uint8_t* const values = layer.valuePrefix > 0 ? nullptr : next + bytes / 2;
+        _layers.push_back({type, layer.kvHeads, layer.headDim, kPageTokens, next, values, list, layer.valuePrefix});
+        next += bytes;
     }
 }
 

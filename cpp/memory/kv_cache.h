@@ -18,7 +18,9 @@ namespace sharpi {
 struct KvLayerShape {
     int32_t kvHeads = 0, headDim = 0;
     AttentionReach reach = {};
-    int32_t source = -1;  // the earlier layer whose keys and values it reads; -1: it keeps its own
+    int32_t source = -1;      // the earlier layer whose keys and values it reads; -1: it keeps its own
+    int32_t valuePrefix = 0;  // see KvPages
+    int64_t elementsPerToken() const { return int64_t{kvHeads} * headDim * (valuePrefix > 0 ? 1 : 2); }
 };
 
 class KvCache {

@@ -15,6 +15,11 @@ static inline constexpr size_t kvElementBytes(KvType type) { return type == KvTy
 // The pages of a segment: their results are joined to each other first (cpu/kernels/attention.cpp).
 constexpr int kSegmentPages = 4;
 
+// Elements of a value of a layer whose keys have `headDim`.
+static inline constexpr int32_t kvValueDim(int32_t headDim, int32_t valuePrefix) {
+    return valuePrefix > 0 ? valuePrefix : headDim;
+}
+
 // One layer's keys and values of the paged cache. Page p of kv head h starts at
 // base + ((p * kvHeads + h) * pageTokens) * headDim elements: [pageTokens, headDim], contiguous.
 struct KvPages {
@@ -23,6 +28,8 @@ struct KvPages {
     uint8_t* k = nullptr;
     uint8_t* v = nullptr;
     int32_t list = 0;  // which of a sequence's lists of pages says where its tokens are
+    // Above 0: a value is the first so many elements of its key, and v is null.
+    int32_t valuePrefix = 0;
 };
 
 }  // namespace sharpi

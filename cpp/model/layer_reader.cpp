@@ -12,6 +12,16 @@ namespace {
 
 [[noreturn]] void bad(const std::string& what) { throw Error(ErrorKind::BadModel, what); }
 
+Gating readGating(const Metadata& md, const std::string& key, Gating usual) {
+    switch (md.integerOr(key, 0, INT32_MAX, 0)) {
+    case 0: return usual;
+    case 1: return Gating::Softmax;
+    case 2: return Gating::Sigmoid;
+    case 3: return Gating::SoftmaxOfChosen;
+    default: bad("metadata key '" + key + "' is none of 1 (softmax), 2 (sigmoid) and 3 (softmax of the chosen)");
+    }
+}
+
 }  // namespace
 
 VectorId LayerReader::norm(const std::string& name, int64_t size) {
@@ -130,6 +140,8 @@ void LayerReader::readShape(AttentionSpec& a, const AttentionParts& parts) {
     a.scale = static_cast<float>(parts.scale.value_or(1.0 / std::sqrt(static_cast<double>(a.headDim))));
     a.rope = parts.rope;
     a.qkNorm = parts.qkNorm;
+    if (parts.normsOptional && !_model._tensors.has(_block + "attn_q_norm.weight"))
+        a.qkNorm = AttentionSpec::QkNorm::None;
     a.normAfterRotation = parts.normAfterRotation;
     a.valueNorm = parts.valueNorm;
     a.gated = parts.gated;
@@ -262,7 +274,7 @@ void LayerReader::readRouting(RoutingSpec& r, const ExpertParts& parts) {
     const Metadata& md = _model._metadata;
     r.count = static_cast<int32_t>(md.integer(_model.key("expert_count"), 1, 65536));
     r.used = static_cast<int32_t>(md.integerAt(_model.key("expert_used_count"), _index, 1, std::min(r.count, 1024)));
-    r.gating = parts.gating;
+    r.gating = readGating(md, _model.key("expert_gating_func"), parts.gating);
     r.weightsInput = parts.weightsInput;
     r.renormalize = md.flagOr(_model.key("expert_weights_norm"), parts.renormalized);
     r.weightScale = static_cast<float>(md.numberOr(_model.key("expert_weights_scale"), 1.0));

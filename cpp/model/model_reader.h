@@ -21,7 +21,8 @@ class LayerReader;
 struct AttentionParts {
     int32_t rope = -1;  // from ModelReader::rope(); -1: positions are not embedded
     AttentionSpec::QkNorm qkNorm = AttentionSpec::QkNorm::None;
-    bool normWeights = true;  // queries' and keys' norms have weights
+    bool normWeights = true;     // queries' and keys' norms have weights
+    bool normsOptional = false;  // a layer without these weights normalizes neither
     bool normAfterRotation = false;
     bool valueNorm = false;
     bool gated = false;
@@ -52,8 +53,8 @@ struct DenseParts {
 };
 
 struct ExpertParts {
-    Gating gating = Gating::Softmax;
-    bool renormalized = true;  // unless the key expert_weights_norm says otherwise
+    Gating gating = Gating::Softmax;  // unless the key expert_gating_func says otherwise
+    bool renormalized = true;         // unless the key expert_weights_norm says otherwise
     bool weightsInput = false;
     enum class Shared { None, Scaled, Plain };
     Shared shared = Shared::None;  // Scaled: times sigmoid(ffn_gate_inp_shexp . x)
@@ -90,7 +91,8 @@ public:
     void scales(LogitScale logits);
     // The tables of per-layer embeddings, if embedding_length_per_layer_input is above 0.
     void layerInputs();
-    int64_t embedding() const { return _spec.embedding; }
+    // As far as it has been read.
+    const ModelSpec& spec() const { return _spec; }
     // The next layer, 0 first.
     LayerReader layer();
     // All layers and the output head of a model whose layers are alike: attn_norm, attention, ffn_norm, and a dense
@@ -130,6 +132,8 @@ public:
     // Names are those behind "blk.N.", without ".weight".
     LayerReader& mixerNorm(const std::string& name);
     LayerReader& attention(const AttentionParts& parts);
+    // By the keys *_mla. Queries, keys and values have the names that DeepSeek V3's files give them.
+    LayerReader& latentAttention(const AttentionParts& parts);
     LayerReader& gatedDelta(bool fusedSteps = false);
     LayerReader& mixerPostNorm(const std::string& name);
     LayerReader& ffnNorm(const std::string& name);

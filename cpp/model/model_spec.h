@@ -38,6 +38,21 @@ struct QueryScaleSpec {
     int64_t length = 1, offset = 0;
 };
 
+// Latent attention (DeepSeek-AI, 2024). The cache holds one row of a token for all heads: its latent, and a key that is
+// rotated. A head's key and value are products of the latent with matrices of that head. Here the key's matrix is
+// multiplied by the query instead, and the value's by what the head has made of the latents it saw. So the layer is
+// attention with one kv head of rank + rotated elements, whose values are the first `rank` elements of the keys.
+struct LatentSpec {
+    int32_t rank = 0;      // elements of a latent
+    int32_t plainDim = 0;  // of a head's query before that product: those that are not rotated
+    int32_t valueDim = 0;  // of a head's value
+    MatrixId queryDown;    // [embedding, rank of queries], normalized by queryNorm, which q reads; absent: q reads x
+    VectorId queryNorm;
+    VectorId norm;     // [rank], of latents
+    MatrixId keyUp;    // head by head: [plainDim, heads * rank]
+    MatrixId valueUp;  // head by head: [rank, heads * valueDim]
+};
+
 struct AttentionSpec {
     enum class QkNorm { None, PerHead, FullRow };
     int32_t heads = 0, kvHeads = 0, headDim = 0;
@@ -51,10 +66,15 @@ struct AttentionSpec {
     int32_t queryScale = -1;  // index into ModelSpec::queryScales; -1: none
     // q gives each head's query and then its gate; the head's output is multiplied by sigmoid(gate).
     bool gated = false;
+    // Elements of a head's query as q gives it: those that are not rotated come first in latent attention.
+    int32_t queryDim() const { return latent ? latent->plainDim + headDim - latent->rank : headDim; }
+    // Elements of what a head gives to `output`.
+    int32_t valueDim() const { return latent ? latent->valueDim : headDim; }
     int32_t rope = -1;                         // index into ModelSpec::ropes; -1: positions are not embedded
     MatrixId q, k, v, output;                  // no v: values are the keys, before their norm and rotation
     VectorId qBias, kBias, vBias, outputBias;  // may be absent
     VectorId qNorm, kNorm;                     // absent with QkNorm::None
+    std::optional<LatentSpec> latent;          // kvHeads is 1, k gives latents and rotated keys; there is no v
     VectorId sinks;                            // [heads]: exp(sink) joins the sum of each head's softmax; may be absent
 };
 

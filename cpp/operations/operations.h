@@ -28,8 +28,12 @@ enum class RowInput : uint8_t {
     Attended,  // by attend() and deltaRule()
     Hidden,    // by gatedLinear()
     Joined,    // by joinDraft(): [rows, 2 * embedding]
+    // By takeRows(), in latent attention.
+    LowRank,       // [rows, rank of queries]
+    PlainQueries,  // [rows * heads, elements of a query that are not rotated]
+    HeadValues,    // [rows, heads * elements of a value]
 };
-constexpr size_t kRowInputs = static_cast<size_t>(RowInput::Joined) + 1;
+constexpr size_t kRowInputs = static_cast<size_t>(RowInput::HeadValues) + 1;
 
 // See core/rules/norm.h.
 struct NormCall {
@@ -92,6 +96,34 @@ struct HeadsCall {
     AttentionReach reach;
     float softcap = 0;
     const float* sinks = nullptr;  // [heads] or nullptr
+};
+
+// Rows in a buffer for products to read: of each row `pieces` pieces of `stride` floats, and of a piece its first
+// elements, as many as the matrix has columns.
+struct TakenRows {
+    RowBuffer from;
+    int32_t pieces = 1;
+    int64_t stride = 0;
+    const float* norm = nullptr;  // of these elements, an RMS norm; nullptr: they stay as they are
+    float eps = 0;
+};
+
+// A matrix with the same number of rows for each head: those of head h read piece h of the rows. Row i of them gives
+// element h * stride + i.
+struct HeadProduct {
+    const Weight& w;
+    int32_t heads = 0;
+    RowBuffer to;
+    int64_t stride = 0;
+};
+
+// The queries and the row of the cache of latent attention; see LatentSpec. KvPages has the sizes.
+struct LatentCall {
+    int32_t heads = 0, plainDim = 0;
+    const float* norm = nullptr;  // [rank]
+    float eps = 0;
+    RopeTable rope;
+    const float* queryScale = nullptr;  // as in HeadsCall
 };
 
 // The parameters of one layer of Gated DeltaNet; see GatedDeltaSpec.
@@ -185,6 +217,14 @@ public:
     // Normalizes, rotates and scales the heads of Queries and Keys, normalizes those of Values, and appends Keys and
     // Values to the cache.
     virtual void prepareHeads(const HeadsCall& heads, const KvPages& pages) = 0;
+    // `to` = the rows, for the product with `reader`.
+    virtual void takeRows(const TakenRows& rows, RowInput to, const Weight& reader) = 0;
+    // Head by head: call.to = w x.
+    virtual void linearByHead(RowInput x, const HeadProduct& call) = 0;
+    // Queries holds the product of each head's plain query with keyUp, where its first `rank` elements belong.
+    // HeadQueries holds its plain query and then what is rotated, which becomes the rest. All of Queries is scaled by
+    // position. Keys holds a latent, which is normalized, and a key, which is rotated; both are appended to the cache.
+    virtual void prepareLatent(const LatentCall& call, const KvPages& pages) = 0;
     // Attended = softmax(scale * q k^T) v over the sequence's cache, times sigmoid(gate) if heads are gated.
     virtual void attend(const HeadsCall& heads, const KvPages& pages, const Weight& reader) = 0;
     // Attended = headNorm(deltaRule(silu(conv(DeltaMixed)), DeltaAlpha, DeltaBeta)) * silu(DeltaGate). The sequences'

@@ -17,6 +17,9 @@ int64_t RowBuffers::floats(RowBuffer buffer, const StepLimits& l) {
     case RowBuffer::Queries: return rows * l.queryWidth;
     case RowBuffer::Keys:
     case RowBuffer::Values: return rows * l.kvWidth;
+    case RowBuffer::LowRankQueries: return rows * l.queryRank;
+    case RowBuffer::HeadQueries: return rows * l.headQueryWidth;
+    case RowBuffer::HeadValues: return rows * l.headValueWidth;
     case RowBuffer::DeltaMixed: return rows * l.deltaChannels;
     case RowBuffer::DeltaGate: return rows * l.deltaWidth;
     case RowBuffer::DeltaAlpha:

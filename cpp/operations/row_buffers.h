@@ -23,7 +23,10 @@ enum class RowBuffer : uint8_t {
     Queries,
     Keys,
     Values,
-    DeltaMixed,  // q, k and v of Gated DeltaNet, before and after the convolution
+    LowRankQueries,  // the product with LatentSpec::queryDown
+    HeadQueries,     // of latent attention: head by head the query, its plain elements before those to be rotated
+    HeadValues,      // of latent attention: head by head the product with valueUp
+    DeltaMixed,      // q, k and v of Gated DeltaNet, before and after the convolution
     DeltaGate,
     DeltaAlpha,
     DeltaBeta,

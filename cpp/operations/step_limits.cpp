@@ -9,6 +9,20 @@ namespace sharpi {
 
 namespace {
 
+void addLatentLimits(StepLimits& limits, const AttentionSpec& a, const ModelSpec& spec) {
+    const LatentSpec& latent = *a.latent;
+    const int64_t heads = a.heads;
+    if (latent.queryDown) {
+        const int64_t rank = spec.weights[static_cast<size_t>(latent.queryDown.index)].slice().rows;
+        limits.queryRank = std::max(limits.queryRank, rank);
+    }
+    limits.headQueryWidth = std::max(limits.headQueryWidth, heads * a.queryDim());
+    limits.headValueWidth = std::max(limits.headValueWidth, heads * latent.valueDim);
+    limits.latentHeads = std::max(limits.latentHeads, a.heads);
+    limits.latentRank = std::max(limits.latentRank, latent.rank);
+    limits.plainDim = std::max(limits.plainDim, latent.plainDim);
+}
+
 void addLimits(StepLimits& limits, const AttentionSpec& a) {
     const int64_t width = int64_t{a.heads} * a.headDim;
     limits.heads = std::max(limits.heads, a.heads);
@@ -59,6 +73,7 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
     for (const LayerSpec* layer : spec.loadedLayers()) {
         if (layer->attention) {
             addLimits(limits, *layer->attention);
+            if (layer->attention->latent) addLatentLimits(limits, *layer->attention, spec);
             const AttentionReach& reach = layer->attention->reach;
             if (reach.limited() && std::find(reaches.begin(), reaches.end(), reach) == reaches.end())
                 reaches.push_back(reach);
@@ -73,8 +88,9 @@ StepLimits stepLimits(const ModelSpec& spec, const TensorTable& tensors, int64_t
     }
     limits.pageLists = 1 + static_cast<int32_t>(reaches.size());
     // A draft's input is two joined rows.
-    limits.maxCols = std::max({(limits.drafts ? 2 : 1) * limits.embedding, limits.queryWidth, limits.deltaWidth,
-                               limits.denseHidden, limits.expertHidden, limits.sharedHidden});
+    limits.maxCols = std::max({(limits.drafts ? 2 : 1) * limits.embedding, limits.queryWidth, limits.queryRank,
+                               limits.headValueWidth, limits.deltaWidth, limits.denseHidden, limits.expertHidden,
+                               limits.sharedHidden});
     for (const TensorInfo& t : tensors.all()) limits.floatWeights |= t.type == DType::F32 && t.shape.size() > 1;
     return limits;
 }

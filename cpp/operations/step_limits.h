@@ -21,6 +21,9 @@ struct StepLimits {
     int32_t heads = 1, kvHeads = 1, headDim = 2, pageTokens = 1;  // the largest of any layer
     int32_t pageLists = 1;                                        // of a sequence: see KvPages::list
     int64_t queryWidth = 1, kvWidth = 1;                          // floats of a row's queries, and of its keys
+    // Latent attention: see LatentSpec. Floats of a row's queries and values as heads have them; 0: there is none.
+    int64_t headQueryWidth = 0, headValueWidth = 0, queryRank = 0;
+    int32_t latentHeads = 0, latentRank = 0, plainDim = 0;
     int64_t denseHidden = 0;
     int32_t experts = 0, expertsUsed = 0;  // of any layer
     // Layers with experts, in the order of ExpertFfnSpec::expertLayer: the layer's number in the model, its experts.

@@ -48,7 +48,8 @@ std::vector<KvLayerShape> kvShapes(const ModelSpec& spec) {
     std::vector<KvLayerShape> shapes;
     for (const LayerSpec* layer : spec.loadedLayers()) {
         const auto& a = layer->attention;
-        shapes.push_back(a ? KvLayerShape{a->kvHeads, a->headDim, a->reach, a->kvLayer} : KvLayerShape());
+        if (!a) shapes.emplace_back();
+        else shapes.push_back({a->kvHeads, a->headDim, a->reach, a->kvLayer, a->latent ? a->latent->rank : 0});
     }
     return shapes;
 }
@@ -69,7 +70,7 @@ size_t kvBytesRead(const ModelSpec& spec, KvType type, int64_t tokens) {
     size_t bytes = 0;
     for (const KvLayerShape& layer : kvShapes(spec)) {
         const int64_t seen = tokens - layer.reach.first(static_cast<int32_t>(std::max<int64_t>(tokens - 1, 0)));
-        bytes += 2 * static_cast<size_t>(seen * layer.kvHeads * layer.headDim) * kvElementBytes(type);
+        bytes += static_cast<size_t>(seen * layer.elementsPerToken()) * kvElementBytes(type);
     }
     return bytes;
 }

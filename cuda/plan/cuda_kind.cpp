@@ -53,6 +53,7 @@ public:
             if (layer->experts) requireExperts(*layer->experts);
             if (layer->attention) {
                 const AttentionSpec& a = *layer->attention;
+                require(!a.latent, "latent attention");
                 cuda::requireHeads({a.heads, a.kvHeads, a.headDim});
                 requireNorms(a);
             } else {

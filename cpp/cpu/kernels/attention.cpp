@@ -43,21 +43,21 @@ static int64_t roundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // The offsets of the parts of the scratch, in floats; every part starts on a 64-byte boundary.
 struct Layout {
-    int64_t keyStride, dimStride;  // padded pageTokens and headDim
+    int64_t keyStride, dimStride;  // padded pageTokens and elements of a value
     int64_t turnedKeys, values, scores, partial, outputs, maxima, sums, kept, added;
     int64_t allOutputs, allMaxima, allSums;  // of the earlier segments; the other parts are of the present one
     int64_t total;
 
-    Layout(int64_t headDim, int64_t pageTokens) {
+    Layout(int64_t headDim, int64_t valueDim, int64_t pageTokens) {
         keyStride = roundUp(pageTokens, 2 * kLanes);
-        dimStride = roundUp(headDim, kLanes);
+        dimStride = roundUp(valueDim, kLanes);
         int64_t next = 0;
         const auto take = [&next](int64_t floats) {
             const int64_t at = next;
             next += roundUp(floats, kLanes);
             return at;
         };
-        turnedKeys = take(dimStride * keyStride);
+        turnedKeys = take(roundUp(headDim, kLanes) * keyStride);
         values = take(pageTokens * dimStride);
         scores = take(kBlock * keyStride);
         partial = take(kMaxProductRows * dimStride);
@@ -74,7 +74,7 @@ struct Layout {
 };
 
 size_t attentionScratch(int32_t, int32_t, int32_t headDim, int32_t pageTokens) {
-    return static_cast<size_t>(Layout(headDim, pageTokens).total) * sizeof(float);
+    return static_cast<size_t>(Layout(headDim, headDim, pageTokens).total) * sizeof(float);
 }
 
 // What a product begins from and how it ends: c[r] = start[r] (or 0) + sum; with factors it joins a page instead:
@@ -176,16 +176,17 @@ static void turnKeys(const uint8_t* page, const uint8_t* nextPage, int64_t begin
     }
 }
 
+// The values [begin, n) of a page, whose lines have headDim elements, of which the first valueDim count.
 template <class Read>
 static void widenValues(const uint8_t* page, const uint8_t* nextPage, int64_t begin, int64_t n, int64_t headDim,
-                        int64_t dimStride, float* out) {
+                        int64_t valueDim, int64_t dimStride, float* out) {
     using Element = typename Read::Element;
     const Element* values = reinterpret_cast<const Element*>(page);
     const int64_t lineBytes = headDim * static_cast<int64_t>(sizeof(Element));
     for (int64_t j = begin; j < n; j++) {
         if (nextPage) prefetch(nextPage + j * lineBytes, lineBytes);
-        for (int64_t d = 0; d < headDim; d += kLanes)
-            vstore(out + j * dimStride + d, loadFirst<Read>(values + j * headDim + d, headDim - d));
+        for (int64_t d = 0; d < valueDim; d += kLanes)
+            vstore(out + j * dimStride + d, loadFirst<Read>(values + j * headDim + d, valueDim - d));
     }
 }
 
@@ -206,6 +207,7 @@ struct Span {
 // One block of query rows x heads against one page after another.
 struct Block {
     const AttentionArgs& args;
+    const int64_t valueDim;
     const Layout layout;
     float* scratch;
     int64_t count = 0;
@@ -215,7 +217,10 @@ struct Block {
     int64_t first[kBlock], keys[kBlock];  // each row sees the positions [first, keys)
 
     Block(const AttentionArgs& arguments, float* memory)
-        : args(arguments), layout(arguments.pages.headDim, arguments.pages.pageTokens), scratch(memory) {}
+        : args(arguments),
+          valueDim(kvValueDim(arguments.pages.headDim, arguments.pages.valuePrefix)),
+          layout(arguments.pages.headDim, valueDim, arguments.pages.pageTokens),
+          scratch(memory) {}
 
     float* scores(int64_t i) { return scratch + layout.scores + i * layout.keyStride; }
     float* outputs(int64_t i) { return scratch + layout.outputs + i * layout.dimStride; }
@@ -237,12 +242,14 @@ static void loadPage(Block& block, int32_t kvHead, int64_t firstKey, Span span, 
     const int64_t next = isLast ? 0 : (static_cast<int64_t>(entry[1]) * pages.kvHeads + kvHead) * bytes;
     float* turned = block.scratch + block.layout.turnedKeys;
     float* values = block.scratch + block.layout.values;
+    const bool apart = pages.valuePrefix == 0;  // values are not in the keys, which have been prefetched
+    const uint8_t* const stored = apart ? pages.v : pages.k;
     const auto load = [&](auto read) {
         using Read = decltype(read);
         turnKeys<Read>(pages.k + at, isLast ? nullptr : pages.k + next, span.begin / kLanes * kLanes, span.end,
                        pages.headDim, block.layout.keyStride, turned);
-        widenValues<Read>(pages.v + at, isLast ? nullptr : pages.v + next, span.begin, span.end, pages.headDim,
-                          block.layout.dimStride, values);
+        widenValues<Read>(stored + at, apart && !isLast ? stored + next : nullptr, span.begin, span.end, pages.headDim,
+                          block.valueDim, block.layout.dimStride, values);
     };
     switch (pages.type) {
     case KvType::F32: return load(ReadF32());
@@ -377,7 +384,7 @@ static void finishRow(Block& block, int64_t i) {
         sum = sum * vlane0(kept) + vlane0(vexp(vset(sink - joined)));
         for (int64_t d = 0; d < layout.dimStride; d += kLanes) vstore(all + d, vmul(vload(all + d), kept));
     }
-    for (int64_t d = 0; d < block.args.pages.headDim; d++) block.out[i][d] = all[d] / sum;
+    for (int64_t d = 0; d < block.valueDim; d++) block.out[i][d] = all[d] / sum;
 }
 
 // Joins the segment of the keys [firstKey, nextKey) to the earlier ones, for the rows that saw any of it, and writes
@@ -419,7 +426,7 @@ static void attendBlock(Block& block, int32_t kvHead) {
         allKeys = block.keys[i] > allKeys ? block.keys[i] : allKeys;
         clearState(block.scratch[layout.maxima + i], block.scratch[layout.sums + i], block.outputs(i),
                    layout.dimStride);
-        for (int64_t d = 0; block.keys[i] <= 0 && d < block.args.pages.headDim; d++) block.out[i][d] = 0.0f;
+        for (int64_t d = 0; block.keys[i] <= 0 && d < block.valueDim; d++) block.out[i][d] = 0.0f;
     }
     const int64_t pageTokens = block.args.pages.pageTokens, segmentTokens = kSegmentPages * pageTokens;
     begin -= begin % pageTokens;
@@ -445,10 +452,10 @@ void attention(const AttentionArgs& args, int32_t kvHead, int64_t rowBegin, int6
     Block block(args, static_cast<float*>(scratch));
     for (int64_t row = rowBegin; row < rowEnd; row++) {
         for (int64_t g = 0; g < group; g++) {
-            const int64_t offset = row * args.rowStride + (kvHead * group + g) * headDim;
-            block.query[block.count] = args.q + offset;
-            block.out[block.count] = args.out + offset;
-            block.head[block.count] = static_cast<int32_t>(kvHead * group + g);
+            const int64_t head = kvHead * group + g;
+            block.query[block.count] = args.q + row * args.rowStride + head * headDim;
+            block.out[block.count] = args.out + row * args.outStride + head * block.valueDim;
+            block.head[block.count] = static_cast<int32_t>(head);
             block.keys[block.count] = static_cast<int64_t>(args.positions[row]) + 1;
             block.first[block.count] = args.positions[row] < 0 ? 0 : args.reach.first(args.positions[row]);
             if (++block.count == kBlock) {

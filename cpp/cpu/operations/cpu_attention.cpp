@@ -67,6 +67,7 @@ void storeKv(CpuWork& work, const SequenceRows& rows, const KvPages& pages) {
                 for (int32_t h = 0; h < pages.kvHeads; ++h) {
                     const size_t at = ((page * pages.kvHeads + h) * pages.pageTokens + token) * headBytes;
                     work.kernels.storeKv(k + t * width + h * pages.headDim, pages.headDim, pages.type, pages.k + at);
+                    if (pages.valuePrefix > 0) continue;
                     work.kernels.storeKv(v + t * width + h * pages.headDim, pages.headDim, pages.type, pages.v + at);
                 }
             }
@@ -95,6 +96,34 @@ void CpuOperations::prepareHeads(const HeadsCall& call, const KvPages& pages) {
     for (const SequenceRows& sequence : _work.sequences) storeKv(_work, sequence, pages);
 }
 
+void CpuOperations::prepareLatent(const LatentCall& call, const KvPages& pages) {
+    float *const queries = _work.at(RowBuffer::Queries), *const keys = _work.at(RowBuffer::Keys);
+    const float* const plain = _work.at(RowBuffer::HeadQueries);
+    const int64_t rank = pages.valuePrefix, dim = pages.headDim, rotated = dim - rank, half = rotated / 2;
+    const auto turn = [&](float* x, int64_t position) {
+        _work.kernels.rope(x, call.rope.cos + position * half, call.rope.sin + position * half, call.rope.dims,
+                           call.rope.adjacent);
+    };
+    const auto prepareRow = [&](int64_t t) {
+        const int64_t position = _work.batch->positions[static_cast<size_t>(t)];
+        for (int64_t head = t * call.heads; head < (t + 1) * call.heads; ++head) {
+            float *const q = queries + head * dim, *const last = q + rank;
+            const float* const from = plain + head * (call.plainDim + rotated) + call.plainDim;
+            std::memcpy(last, from, sizeof(float) * static_cast<size_t>(rotated));
+            turn(last, position);
+            for (int64_t i = 0; call.queryScale && i < dim; ++i) q[i] *= call.queryScale[position];
+        }
+        float* const key = keys + t * dim;
+        _work.kernels.rmsNorm(key, call.norm, call.eps, rank, key);
+        turn(key + rank, position);
+    };
+    _work.forRanges(_work.rows(), std::max<int64_t>(1, CpuWork::kElementGrain / (call.heads * dim)),
+                    [&](int64_t begin, int64_t end) {
+                        for (int64_t t = begin; t < end; ++t) prepareRow(t);
+                    });
+    for (const SequenceRows& sequence : _work.sequences) storeKv(_work, sequence, pages);
+}
+
 void CpuOperations::attend(const HeadsCall& call, const KvPages& pages, const Weight&) {
     struct Piece {
         const SequenceRows* sequence;
@@ -111,14 +140,16 @@ void CpuOperations::attend(const HeadsCall& call, const KvPages& pages, const We
             }
         }
     }
-    const int64_t stride = int64_t{call.heads} * pages.headDim;
+    const int64_t stride = int64_t{call.heads} * pages.headDim,
+                  outStride = int64_t{call.heads} * kvValueDim(pages.headDim, pages.valuePrefix);
     float *const q = _work.at(RowBuffer::Queries), *const attended = _work.floats(_work.scratch().attended);
     _work.pool.run(static_cast<int64_t>(pieces.size()), [&](int64_t i, int worker) {
         const Piece& piece = pieces[i];
         cpu::AttentionArgs args;
         args.q = q + piece.sequence->begin * stride;
-        args.out = attended + piece.sequence->begin * stride;
+        args.out = attended + piece.sequence->begin * outStride;
         args.rowStride = stride;
+        args.outStride = outStride;
         args.positions = _work.batch->positions.data() + piece.sequence->begin;
         args.heads = call.heads;
         args.scale = call.scale;

@@ -2,6 +2,7 @@
 // cpu_delta.cpp.
 #include "cpu/operations/cpu_operations.h"
 
+#include <cstring>
 #include <vector>
 
 namespace sharpi {
@@ -13,6 +14,9 @@ const float* CpuOperations::input(RowInput x) const {
     case RowInput::Attended: return _attended;
     case RowInput::Hidden: return _work.at(RowBuffer::Gate);
     case RowInput::Joined: return _work.floats(s.joined);
+    case RowInput::LowRank: return _work.at(RowBuffer::LowRankQueries);
+    case RowInput::PlainQueries: return _work.floats(s.plainQueries);
+    case RowInput::HeadValues: return _work.at(RowBuffer::HeadValues);
     }
     return nullptr;
 }
@@ -64,6 +68,24 @@ void CpuOperations::gatedLinear(RowInput x, const GatedProduct& p, const Weight&
     if (p.gated()) outputs.push_back({p.up, p.upBias, ups});
     _work.linear(input(x), _work.rows(), outputs);
     _work.gatedActivation(p.activation, gates, p.gated() ? ups : nullptr, _work.rows() * p.gate.rows);
+}
+
+void CpuOperations::takeRows(const TakenRows& rows, RowInput to, const Weight& reader) {
+    const float* const from = _work.at(rows.from);
+    auto* const taken = const_cast<float*>(input(to));
+    const int64_t pieces = _work.rows() * rows.pieces, width = reader.cols;
+    _work.forRanges(pieces, std::max<int64_t>(1, CpuWork::kElementGrain / width), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+            const float* const piece = from + i * rows.stride;
+            float* const out = taken + i * width;
+            if (rows.norm) _work.kernels.rmsNorm(piece, rows.norm, rows.eps, width, out);
+            else if (out != piece) std::memcpy(out, piece, sizeof(float) * static_cast<size_t>(width));
+        }
+    });
+}
+
+void CpuOperations::linearByHead(RowInput x, const HeadProduct& call) {
+    _work.linearByHead(input(x), _work.rows(), {call.w, call.heads, _work.at(call.to), call.stride});
 }
 
 void CpuOperations::joinDraft(const Weight& table, const float* norms, const float* sourceNorm, float eps,

@@ -12,7 +12,7 @@ namespace {
 std::optional<double> scaleOf(const ModelReader& model, int64_t largest) {
     if (model.layers() != largest) return std::nullopt;
     const auto heads = static_cast<double>(model.metadata().integer(model.key("attention.head_count"), 1, 65536));
-    return std::sqrt(heads / static_cast<double>(model.embedding()));
+    return std::sqrt(heads / static_cast<double>(model.spec().embedding));
 }
 
 void readLayer(LayerReader layer, const AttentionParts& attention) {

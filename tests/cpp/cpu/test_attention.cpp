@@ -85,12 +85,18 @@ public:
         for (int32_t page = 0; page < first / _shape.pageTokens; page++) _pageTable[page] = 1 << 28;
     }
 
-    // Attention of the rows [begin, end), for all heads.
-    void attend(const Kernels& table, int64_t begin, int64_t end, std::vector<float>& out) {
+    // Stores the keys as values too.
+    void valuesAreKeys() { _values = _keys; }
+
+    // Attention of the rows [begin, end), for all heads. prefix: values are the first so many elements of the keys, and
+    // out has rows of outStride floats.
+    void attend(const Kernels& table, int64_t begin, int64_t end, std::vector<float>& out, int32_t prefix = 0,
+                int64_t outStride = 0) {
         AttentionArgs args;
         args.q = query.data();
         args.out = out.data();
         args.rowStride = rowStride;
+        args.outStride = prefix ? outStride : rowStride;
         args.positions = positions.data();
         args.heads = _shape.heads;
         args.scale = scale();
@@ -98,6 +104,7 @@ public:
         args.softcap = _rule.softcap;
         args.sinks = _rule.sinks ? _sinks.data() : nullptr;
         args.pages = {_shape.type, _shape.kvHeads, _shape.headDim, _shape.pageTokens, _k.data(), _v.data()};
+        if (prefix) args.pages.valuePrefix = prefix, args.pages.v = nullptr;
         args.pageTable = _pageTable.data();
         const size_t bytes =
             sharpi::cpu::attentionScratchBytes(_shape.heads, _shape.kvHeads, _shape.headDim, _shape.pageTokens);
@@ -292,6 +299,33 @@ TEST(Attention, FollowsItsWrittenDefinition) {
                     expectSameBits(std::vector<float>(from, from + shape.headDim), sequence.defined(row, h),
                                    std::string(table->name) + ", " + nameOf(shape));
                 }
+        }
+    }
+}
+
+TEST(Attention, ValuesMayBeTheBeginningsOfKeys) {
+    constexpr int64_t kTokens = 75, kGap = 5;
+    std::vector<Shape> shapes = kShapes;
+    shapes.push_back({KvType::BF16, 5, 1, 576, 64});
+    for (const Shape& shape : shapes) {
+        for (const Kernels* table : tables()) {
+            Sequence sequence(shape, kTokens, 9);
+            sequence.valuesAreKeys();
+            sequence.append(*table, 0, kTokens);
+            std::vector<float> whole = sequence.poisoned();
+            sequence.attend(*table, 0, kTokens, whole);
+            for (const int32_t prefix : {1, shape.headDim / 2, shape.headDim - shape.headDim / 9}) {
+                const int64_t stride = int64_t{shape.heads} * prefix + kGap;
+                std::vector<float> out(static_cast<size_t>(kTokens * stride), kNaN), expected = out;
+                sequence.attend(*table, 0, kTokens, out, prefix, stride);
+                for (int64_t row = 0; row < kTokens; row++)
+                    for (int64_t h = 0; h < shape.heads; h++)
+                        for (int64_t d = 0; d < prefix; d++)
+                            expected[row * stride + h * prefix + d] =
+                                whole[row * sequence.rowStride + h * shape.headDim + d];
+                expectSameBits(out, expected,
+                               std::string(table->name) + ", " + nameOf(shape) + ", prefix " + std::to_string(prefix));
+            }
         }
     }
 }

@@ -31,7 +31,7 @@ constexpr int64_t kWidth = 96;
 // Rows of a text: within a page, to its end, so that further drafts need the next, and beyond.
 constexpr int64_t kTexts[] = {20, 63, 64, 75};
 
-// A hybrid with a prediction layer, some of whose parts are its own.
+// A model with a prediction layer, some of whose parts are its own.
 struct Shape {
     Options options;
     bool ownEmbedding = false, ownNorm = true;
@@ -49,7 +49,7 @@ struct Shape {
 
 std::vector<Shape> shapes(DType matrices) {
     std::vector<Shape> all;
-    for (const char* architecture : {"qwen35", "qwen35moe"}) {
+    for (const char* architecture : {"qwen35", "qwen35moe", "glm4moe"}) {
         Options o;
         o.architecture = architecture;
         o.matrices = matrices;

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -70,11 +71,20 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
             const AttentionSpec& a = *layer.attention;
             EXPECT_EQ(a.gated, arch.hybrid);
             const int64_t dim = o.headDim * (arch.gemma4 && i % 2 == 1 ? 2 : 1);
-            EXPECT_EQ(listed(a.q).slice().rows, o.heads * dim * (arch.hybrid ? 2 : 1));
+            const int64_t queryDim = arch.latent ? dim + o.plainDim : dim;
+            EXPECT_EQ(a.queryDim(), queryDim);
+            EXPECT_EQ(listed(a.q).slice().rows, o.heads * queryDim * (arch.hybrid ? 2 : 1));
             EXPECT_EQ(a.heads, o.heads);
-            EXPECT_EQ(a.kvHeads, o.kvHeads);
-            EXPECT_EQ(a.headDim, dim);
-            EXPECT_FLOAT_EQ(a.scale, arch.gemma4 ? 1.0f : 0.25f);
+            EXPECT_EQ(a.kvHeads, arch.latent ? 1 : o.kvHeads);
+            EXPECT_EQ(a.headDim, arch.latent ? o.latentRank + dim : dim);
+            EXPECT_EQ(a.valueDim(), arch.latent ? o.valueDim : dim);
+            EXPECT_FLOAT_EQ(a.scale, arch.gemma4 ? 1.0f : 1.0f / std::sqrt(static_cast<float>(queryDim)));
+            ASSERT_EQ(a.latent.has_value(), arch.latent);
+            if (a.latent) {
+                EXPECT_EQ(listed(a.latent->keyUp).slice().rows, o.heads * o.latentRank);
+                EXPECT_EQ(listed(a.latent->valueUp).slice().rows, o.heads * o.valueDim);
+                EXPECT_EQ(bool(a.latent->queryDown), o.queryRank > 0);
+            }
             EXPECT_EQ(a.qkNorm, arch.embedsPositions(static_cast<int64_t>(i)) ? arch.qkNorm : QkNorm::None);
             ASSERT_EQ(a.rope >= 0, arch.embedsPositions(static_cast<int64_t>(i))) << "layer " << i;
             if (a.rope >= 0) {
@@ -84,13 +94,18 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
             EXPECT_EQ(static_cast<bool>(a.qBias), o.biases);
             EXPECT_EQ(static_cast<bool>(a.qNorm), arch.qkNorm != QkNorm::None && arch.normWeights);
             const bool mixture = o.experts > 0 || arch.mixture;
-            const bool sparse = mixture && (!o.denseEvery || (static_cast<int64_t>(i) + 1) % o.denseEvery == 0);
+            const auto number = static_cast<int64_t>(i);
+            const bool sparse =
+                mixture && number >= o.denseFirst && (!o.denseEvery || (number + 1) % o.denseEvery == 0);
             EXPECT_EQ(layer.experts.has_value(), sparse);
             EXPECT_EQ(layer.dense.has_value(), !sparse || arch.gemma4);
             if (sparse) {
                 EXPECT_EQ(layer.experts->routing.count, o.experts ? o.experts : 4);
                 EXPECT_EQ(layer.experts->routing.used, o.used);
                 EXPECT_EQ(layer.experts->routing.renormalize, arch.renormalized);
+                EXPECT_EQ(layer.experts->routing.gating == Gating::Sigmoid,
+                          arch.sigmoids || o.architecture == "llama4");
+                EXPECT_EQ(bool(layer.experts->routing.choiceBias), arch.sigmoids);
                 EXPECT_EQ(layer.experts->hidden, o.hidden);
                 EXPECT_EQ(layer.experts->shared.has_value(), arch.hybrid || arch.plainShared);
             } else {
@@ -332,6 +347,8 @@ TEST(ModelSpec, MetadataOfEveryKindIsChecked) {
     for (const int64_t used : {0, 5})
         expectSpoiled(sparse, "qwen3moe.expert_used_count",
                       [&](tiny::Model& m) { m.metadata["qwen3moe.expert_used_count"] = used; });
+    expectSpoiled(sparse, "expert_gating_func' is none of",
+                  [](tiny::Model& m) { m.metadata["qwen3moe.expert_gating_func"] = int64_t{4}; });
     expectSpoiled(sparse, "expert_weights_norm",
                   [](tiny::Model& m) { m.metadata["qwen3moe.expert_weights_norm"] = int64_t{1}; });
 }

@@ -135,7 +135,7 @@ Homes randomHomes(const tiny::Model& model, std::mt19937& random) {
     return homes;
 }
 
-bool isStack(const TensorInfo& tensor) { return tensor.shape.size() == 3; }
+bool isStack(const TensorInfo& tensor) { return tensor.name.find("_exps.weight") != std::string::npos; }
 std::string layerOf(const TensorInfo& tensor) { return tensor.name.substr(0, tensor.name.find('.', 4)); }
 
 bool isGated(const TensorInfo& tensor) {

@@ -19,6 +19,7 @@
 #include "cpu/kernels.h"
 #include "model/model_spec.h"
 #include "model/weights.h"
+#include "tiny_families.h"
 
 namespace tiny {
 
@@ -38,98 +39,11 @@ struct Options {
     int64_t layerInputs = 0;  // the width of per-layer embeddings
     int64_t sharedKv = 0;     // the last layers without keys and values
     int64_t denseEvery = 0;   // n: of n layers of a mixture, all but the last are dense
+    // Latent attention: head sizes are headDim, of rotated elements, and those of the plain ones and of values.
+    int64_t queryRank = 64, latentRank = 32, plainDim = 32, valueDim = 24;  // queryRank: 0: queries come from x
+    int64_t denseFirst = 0;  // so many layers of a mixture, its first, are dense
     unsigned seed = 1;
 };
-
-// What the known architectures are, as their models' own code has it. It says what the readers in model/architectures/
-// must find, and what files to write for them.
-struct Family {
-    const char* name;
-    sharpi::RopeSpec::Pairing pairing;
-    sharpi::AttentionSpec::QkNorm qkNorm;
-    bool renormalized;             // the weights of the experts that a row chose sum to 1
-    bool mixture;                  // every model has experts
-    bool hybrid;                   // layers of Gated DeltaNet between those of attention, which is gated
-    int64_t withoutPositions = 0;  // n: every n-th layer embeds no positions; 0: every layer embeds them
-    int64_t layers = 2;            // so that each kind of layer is there
-    bool windows = false;          // layers see a window of kWindow tokens: every second, or what the reader's habit is
-    bool postNorms = false;        // norms after each part
-    bool normWeights = true;       // of queries and keys, if they are normalized
-    bool sinks = false;            // of attention, and biases on everything
-    bool plainShared = false;      // a shared expert without a scale
-    bool fusedUp = false;          // ffn_up holds gate and up
-    bool fusedSteps = false;       // ssm_ba holds the rows of alpha and beta
-    bool gated = true;             // feed-forward parts have a gate
-    bool preNorms = true;          // norms before each part
-    bool layerNorms = false;       // these norms subtract the mean, and the feed-forward part has none of its own
-    bool scales = false;           // of embeddings, of what each part adds, and of logits
-    bool gemma4 = false;           // larger heads in every second layer, which has no values; and Options::layerInputs
-    bool embedsPositions(int64_t layer) const { return !withoutPositions || (layer + 1) % withoutPositions; }
-    const char* ffnNorm() const { return hybrid || sinks ? "post_attention_norm" : "ffn_norm"; }
-};
-
-inline const std::vector<Family>& families() {
-    using Pairing = sharpi::RopeSpec::Pairing;
-    using QkNorm = sharpi::AttentionSpec::QkNorm;
-    static const std::vector<Family> all = [] {
-        std::vector<Family> known = {
-            {"llama", Pairing::Adjacent, QkNorm::None, true, false, false},  // Mixtral divides by the sum of the chosen
-            {"olmoe", Pairing::Halves, QkNorm::FullRow, false, true, false},
-            {"qwen2", Pairing::Halves, QkNorm::None, true, false, false},
-            {"qwen3", Pairing::Halves, QkNorm::PerHead, true, false, false},
-            {"qwen3moe", Pairing::Halves, QkNorm::PerHead, true, true, false},
-            {"qwen35", Pairing::Halves, QkNorm::PerHead, true, false, true},
-            {"qwen35moe", Pairing::Halves, QkNorm::PerHead, true, true, true},
-            {"qwen3vl", Pairing::Halves, QkNorm::PerHead, true, false, false},
-            {"qwen3vlmoe", Pairing::Halves, QkNorm::PerHead, true, true, false},
-            {"smollm3", Pairing::Adjacent, QkNorm::None, true, false, false, 4,
-             5},  // the last one embeds positions again
-            {"mistral3", Pairing::Adjacent, QkNorm::None, true, false, false},
-        };
-        const auto add = [&](const char* name, Pairing pairing, QkNorm norm) -> Family& {
-            known.push_back({name, pairing, norm, true, false, false});
-            return known.back();
-        };
-        add("phi3", Pairing::Halves, QkNorm::None).fusedUp = true;
-        for (const char* name : {"gemma2", "gemma3", "gemma4"}) {
-            const bool plain = name == std::string("gemma2");
-            Family& gemma = add(name, Pairing::Halves, plain ? QkNorm::None : QkNorm::PerHead);
-            gemma.windows = gemma.postNorms = true;
-            gemma.gemma4 = name == std::string("gemma4");
-            gemma.layers = name == std::string("gemma3") ? 6 : 4;
-        }
-        Family& olmo = add("olmo2", Pairing::Halves, QkNorm::FullRow);
-        olmo.windows = olmo.postNorms = true;
-        olmo.preNorms = false;
-        olmo.layers = 4;
-        Family& cohere = add("cohere2", Pairing::Adjacent, QkNorm::None);
-        cohere.windows = cohere.layerNorms = cohere.scales = true;
-        cohere.layers = cohere.withoutPositions = 4;
-        for (const char* name : {"granite", "granitemoe"}) {
-            Family& granite = add(name, Pairing::Adjacent, QkNorm::None);
-            granite.scales = true;
-            granite.mixture = name == std::string("granitemoe");
-        }
-        Family& oss = add("gpt-oss", Pairing::Halves, QkNorm::None);
-        oss.mixture = oss.windows = oss.sinks = true;
-        oss.renormalized = false;
-        Family& llama4 = add("llama4", Pairing::Adjacent, QkNorm::PerHead);
-        llama4.mixture = llama4.plainShared = true;
-        llama4.renormalized = llama4.normWeights = false;
-        llama4.layers = llama4.withoutPositions = 4;
-        Family& next = add("qwen3next", Pairing::Halves, QkNorm::PerHead);
-        next.mixture = next.hybrid = next.fusedSteps = true;
-        add("arcee", Pairing::Adjacent, QkNorm::None).gated = false;
-        return known;
-    }();
-    return all;
-}
-
-inline const Family& family(const std::string& name) {
-    for (const Family& f : families())
-        if (name == f.name) return f;
-    throw std::runtime_error("no architecture " + name);
-}
 
 class Model {
 public:
@@ -247,9 +161,11 @@ private:
             metadata[key("expert_count")] = _options.experts;
             metadata[key("expert_used_count")] = _options.used;
         }
+        if (_options.predictions) {
+            metadata[key("block_count")] = _options.layers + _options.predictions;
+            metadata[key("nextn_predict_layers")] = _options.predictions;
+        }
         if (!hybrid()) return;
-        metadata[key("block_count")] = _options.layers + _options.predictions;
-        metadata[key("nextn_predict_layers")] = _options.predictions;
         metadata[key("full_attention_interval")] = _options.interval;
         metadata[key("ssm.group_count")] = _options.keyHeads;
         metadata[key("ssm.time_step_rank")] = _options.valueHeads;
@@ -273,7 +189,10 @@ private:
             metadata[key("attention.temperature_scale")] = 0.1;
             metadata[key("rope.scaling.original_context_length")] = int64_t{16};
         }
+        if (_options.denseFirst) metadata[key("leading_dense_block_count")] = _options.denseFirst;
+        if (f.sigmoids) metadata[key("expert_gating_func")] = int64_t{2};
         if (_options.denseEvery) metadata[key("interleave_moe_layer_step")] = _options.denseEvery;
+        if (f.latent) writeLatentMetadata();
         if (!f.gemma4) return;
         std::vector<double> windowed;
         for (int64_t i = 0; i < _options.layers; ++i) windowed.push_back(i % 2 == 0);
@@ -283,6 +202,21 @@ private:
         metadata[key("attention.key_length")] = 2 * _options.headDim;
         metadata[key("attention.key_length_swa")] = _options.headDim;
         metadata[key("rope.freq_base_swa")] = 1000.0;
+    }
+
+    void writeLatentMetadata() {
+        const Options& o = _options;
+        metadata[key("attention.head_count_kv")] = int64_t{1};
+        metadata[key("attention.key_length")] = o.latentRank + o.headDim;
+        metadata[key("attention.value_length")] = o.latentRank;
+        metadata[key("attention.key_length_mla")] = o.plainDim + o.headDim;
+        metadata[key("attention.value_length_mla")] = o.valueDim;
+        metadata[key("attention.kv_lora_rank")] = o.latentRank;
+        if (o.queryRank) metadata[key("attention.q_lora_rank")] = o.queryRank;
+        metadata[key("rope.dimension_count")] = o.headDim;
+        if (o.architecture != "mistral4") return;
+        metadata[key("attention.temperature_scale")] = 0.1;
+        metadata[key("attention.temperature_length")] = int64_t{16};
     }
 
     void addModelTensors() {
@@ -325,6 +259,7 @@ private:
         if (f.preNorms) add(block + "attn_norm.weight", DType::F32, {e});
         if (f.preNorms && !f.layerNorms) add(block + f.ffnNorm() + ".weight", DType::F32, {e});
         if (hybrid() && i < _options.layers && (i + 1) % _options.interval) addDelta(block);
+        else if (f.latent) addLatentAttention(block);
         else addAttention(block, i);
         addFeedForward(block, i);
         addFamilyTensors(block);
@@ -352,6 +287,23 @@ private:
         add(block + "ssm_norm.weight", DType::F32, {o.deltaDim});
     }
 
+    void addLatentAttention(const std::string& block) {
+        const Options& o = _options;
+        const int64_t queries = o.heads * (o.plainDim + o.headDim);
+        if (o.queryRank) {
+            add(block + "attn_q_a.weight", o.matrices, {o.embedding, o.queryRank});
+            add(block + "attn_q_a_norm.weight", DType::F32, {o.queryRank});
+            add(block + "attn_q_b.weight", o.matrices, {o.queryRank, queries});
+        } else {
+            add(block + "attn_q.weight", o.matrices, {o.embedding, queries});
+        }
+        add(block + "attn_kv_a_mqa.weight", o.matrices, {o.embedding, o.latentRank + o.headDim});
+        add(block + "attn_kv_a_norm.weight", DType::F32, {o.latentRank});
+        add(block + "attn_k_b.weight", o.matrices, {o.plainDim, o.latentRank, o.heads});
+        add(block + "attn_v_b.weight", o.matrices, {o.latentRank, o.valueDim, o.heads});
+        add(block + "attn_output.weight", o.matrices, {o.heads * o.valueDim, o.embedding});
+    }
+
     void addAttention(const std::string& block, int64_t layer) {
         const Options& o = _options;
         const Family& f = family(o.architecture);
@@ -377,7 +329,7 @@ private:
     void addFeedForward(const std::string& block, int64_t layer) {
         const Options& o = _options;
         const Family& f = family(o.architecture);
-        const bool dense = !o.experts || (o.denseEvery && (layer + 1) % o.denseEvery);
+        const bool dense = !o.experts || layer < o.denseFirst || (o.denseEvery && (layer + 1) % o.denseEvery);
         if (dense || f.gemma4) {
             if (!f.fusedUp && f.gated) add(block + "ffn_gate.weight", nextType(), {o.embedding, o.hidden});
             add(block + "ffn_up.weight", nextType(), {o.embedding, o.hidden * (f.fusedUp ? 2 : 1)});
@@ -385,6 +337,7 @@ private:
         }
         if (dense) return;
         add(block + "ffn_gate_inp.weight", DType::F32, {o.embedding, o.experts});
+        if (f.sigmoids) add(block + "exp_probs_b.bias", DType::F32, {o.experts});
         if (o.fusedExperts) {
             add(block + "ffn_gate_up_exps.weight", nextType(), {o.embedding, 2 * o.hidden, o.experts});
         } else {
@@ -506,7 +459,7 @@ inline std::vector<Options> gemma4Variants() {
 inline std::vector<Options> gpuVariants() {
     std::vector<Options> all;
     for (const Family& a : families()) {
-        if (a.hybrid) continue;
+        if (a.hybrid || a.latent) continue;
         Options o;
         o.architecture = a.name;
         o.seed = static_cast<unsigned>(all.size() + 1);
@@ -543,6 +496,11 @@ inline std::vector<Options> gpuVariants() {
     o.fusedExperts = true;
     all.push_back(o);
     o = Options();
+    o.seed = 104;
+    o.architecture = "glm4moe";
+    o.denseFirst = 1;
+    all.push_back(o);
+    o = Options();
     o.seed = 103;
     o.architecture = "arcee";
     o.experts = 5;
@@ -552,8 +510,28 @@ inline std::vector<Options> gpuVariants() {
     return all;
 }
 
+// Latent attention, with queries of low rank and without.
+inline std::vector<Options> latents() {
+    Options narrow;
+    narrow.seed = 400;
+    narrow.architecture = "deepseek2";
+    narrow.denseFirst = 1;
+    Options wide = narrow;
+    wide.seed = 401;
+    wide.queryRank = wide.denseFirst = 0;
+    wide.matrices = DType::F32;
+    Options scaled = narrow;
+    scaled.seed = 402;
+    scaled.architecture = "mistral4";
+    scaled.denseFirst = 0;
+    scaled.matrices = DType::Q4_0;
+    scaled.fusedExperts = true;
+    return {narrow, wide, scaled};
+}
+
 inline std::vector<Options> variants() {
     std::vector<Options> all = gpuVariants();
+    for (const Options& o : latents()) all.push_back(o);
     for (const Options& o : cpuHybrids()) all.push_back(o);
     return all;
 }

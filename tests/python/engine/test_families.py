@@ -45,9 +45,10 @@ def test_types_that_round(name: str, tmp_path: Path) -> None:
 
 def quantized_matrices(name: str, folder: Path) -> None:
     """Activations are rounded to int8, which makes 2 to 3 % in two layers (test_engine.py). These have up to ten, and
-    routers that turn. A sequence of one token has few roundings that fall on the other side of a tie: without any, its
-    row is within 1e-7 of numpy's; a scale that is rounded the other way moves it by 1e-5, a number by 1e-2. So the best
-    fifth of such rows shows whether the arithmetic is right."""
+    routers that turn, so numpy that rounds alike says how much it may be. A sequence of one token has few roundings
+    that fall on the other side of a tie: without any, its row is within 1e-7 of numpy's; a scale that is rounded the
+    other way moves it by 1e-5, a number by 1e-2. So the best fifth of such rows shows whether the arithmetic is right.
+    """
     path, tokens = write_golden(name, folder, kind="Q8_0"), tokens_of(name)
     exact = NumpyModel(path)
     rounded = exact.rounded(int8_activations=True)
@@ -55,7 +56,8 @@ def quantized_matrices(name: str, folder: Path) -> None:
         found = model.logits(tokens)
         np.testing.assert_array_equal(model.logits(tokens, chunks=CUTS), found)
         alone = [relative_error(model.logits([token]), rounded.logits([token])) for token in tokens[:25]]
-    assert median_error(found, exact.logits(tokens)) < 0.15
+    expected = exact.logits(tokens)
+    assert median_error(found, expected) < 1.25 * median_error(rounded.logits(tokens), expected)
     assert np.quantile(alone, 0.2) < 2e-5
 
 
@@ -67,9 +69,10 @@ def narrow_kv_cache(name: str, folder: Path) -> None:
         found = model.logits(tokens)
         np.testing.assert_array_equal(model.logits(tokens, chunks=CUTS), found)
     exact = NumpyModel(path)
-    distance = median_error(found, exact.logits(tokens))
-    assert 1e-5 < distance < 0.06
-    assert median_error(found, exact.rounded(kv_dtype="bf16").logits(tokens)) < distance / 5
+    expected, rounded = exact.logits(tokens), exact.rounded(kv_dtype="bf16").logits(tokens)
+    distance = median_error(found, expected)
+    assert 1e-5 < distance < 1.1 * median_error(rounded, expected)
+    assert median_error(found, rounded) < distance / 5
 
 
 EVERY_MODEL = """

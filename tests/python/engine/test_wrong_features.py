@@ -7,6 +7,7 @@ clamps and temperatures act on them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -80,6 +81,13 @@ def delta_with(**fields: Any) -> Change:
         return replace(layer, mixer=replace(layer.mixer, **fields)) if isinstance(layer.mixer, Delta) else layer
 
     return lambda model: model.changed(change)
+
+
+def latent_with(**fields: Any) -> Change:
+    def change(part: Attention) -> Attention:
+        return part if part.latent is None else replace(part, latent=replace(part.latent, **fields))
+
+    return attention(change)
 
 
 def window(more: int) -> Change:
@@ -218,6 +226,43 @@ WRONG: dict[str, dict[str, Change]] = {
         "SiLU": layers_with(activation=Activation("silu")),
         "pairs of halves": rotation_with(adjacent=False),
     },
+    "glm4moe": {
+        "choice without a bias": experts_with(biased=False),
+        "weights by softmax": experts_with(scores="softmax"),
+        "weights not normalized": experts_with(normalized=False),
+        "factor of weights off": experts_with(factor=1.0),
+        "shared expert off": experts_with(shared=""),
+        "all of a head turned": rotation_with(dims=32),
+        "adjacent pairs": rotation_with(adjacent=True),
+    },
+    "glm4moe-norm": {
+        "norms of q and k off": attention_with(norm=""),
+    },
+    "deepseek2": {
+        "latent not normalized": latent_with(normed=False),
+        "groups off": experts_with(groups=(1, 1)),
+        "one group more": experts_with(groups=(4, 3)),
+        "choice without a bias": experts_with(biased=False),
+        "scale without YaRN": attention_with(scale=48**-0.5),
+        "scale by the cached row": attention(lambda part: replace(part, scale=part.scale * math.sqrt(48 / 80))),
+        "magnitude of YaRN": rotation_with(magnitude=1 + 0.1 * np.log(40.0)),
+        "pairs of halves": rotation_with(adjacent=False),
+        "YaRN off": rotation_with(yarn=None),
+        "shared expert off": experts_with(shared=""),
+    },
+    "deepseek2-flash": {
+        "weights not normalized": experts_with(normalized=False),
+        "weights by softmax": experts_with(scores="softmax"),
+        "factor of weights off": experts_with(factor=1.0),
+    },
+    "deepseek2-lite": {
+        "weights normalized": experts_with(normalized=True),
+        "weights by sigmoid": experts_with(scores="sigmoid"),
+    },
+    "mistral4": {
+        "temperature off": attention_with(temperature=None),
+        "temperature off by one position": attention_with(temperature=Temperature(0.1, 64, 1)),
+    },
     "qwen3next": {
         "heads grouped otherwise": delta_with(grouped=False),
         "weights not normalized": experts_with(normalized=False),
@@ -261,6 +306,11 @@ KEYS: dict[str, dict[str, Any]] = {
                  "rope.scaling.original_context_length": 50},
     "phi3": {"rope.scaling.attn_factor": 1.3, "rope.scaling.original_context_length": COUNT - 1},
     "qwen3next": {"expert_used_count": 3},
+    "glm4moe": {"expert_gating_func": 1, "expert_weights_norm": False, "expert_weights_scale": 1.5,
+                "expert_used_count": 3, "rope.dimension_count": 8},
+    "deepseek2": {"expert_group_used_count": 3, "rope.scaling.factor": 20.0, "rope.scaling.yarn_log_multiplier": 0.0707,
+                  "attention.layer_norm_rms_epsilon": 1e-2},
+    "mistral4": {"attention.temperature_scale": 0.2, "attention.temperature_length": 50},
 }
 
 

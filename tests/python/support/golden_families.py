@@ -120,16 +120,17 @@ class _Heads:
                 "rope.dimension_count": self.size}
 
 
-def _attention(heads: _Heads, *, own: str = "qkv", norm: float = 0.0, biased: bool = False,
+def _attention(heads: _Heads, *, own: str = "qkv", norm: float = 0.0, biased: str = "",
                gated: bool = False) -> _Draws:
-    """`own`: which of queries, keys and values have a matrix. `norm`: around what the norms of q and k lie."""
+    """`own`: which of queries, keys and values have a matrix. `norm`: around what the norms of q and k lie. `biased`:
+    which of them have a bias, o being the output."""
     rows = {"q": heads.queries * heads.size, "k": heads.keys * heads.size, "v": heads.keys * heads.size}
     for part in own:
         yield _matrix(f"attn_{part}", rows[part] * (2 if gated and part == "q" else 1), WIDTH,
                       gain=1.0 if part == "v" else 1.5)
     yield _matrix("attn_output", WIDTH, rows["q"], gain=2.0)
-    if biased:
-        for part, size in (*rows.items(), ("output", WIDTH)):
+    for part, size in (*rows.items(), ("output", WIDTH)):
+        if part[0] in biased:
             yield _vector(f"attn_{part}.bias", size, center=0.0)
     if norm:
         for part in own.replace("v", ""):
@@ -143,13 +144,16 @@ def _dense(hidden: int = _HIDDEN, suffix: str = "") -> _Draws:
 
 
 def _experts(count: int, width: int = _EXPERT, *, fused: bool = False, router: float = 2.0, inner: float = 1.0,
-             shared: bool = False) -> _Draws:
+             shared: int = 0, bias: float = 0.0) -> _Draws:
+    """`shared`: how wide the expert is that all tokens use, in experts. `bias`: how much the choice's spreads."""
     yield _matrix("ffn_gate_inp", count, WIDTH, gain=router)
+    if bias:
+        yield _vector("exp_probs_b.bias", count, center=0.0, spread=bias)
     for part in ("gate_up",) if fused else ("gate", "up"):
         yield _matrix(f"ffn_{part}_exps", count, 2 * width if fused else width, WIDTH, gain=inner)
     yield _matrix("ffn_down_exps", count, WIDTH, width, gain=3.0)
     if shared:
-        yield from _dense(width, "_shexp")
+        yield from _dense(shared * width, "_shexp")
 
 
 def _plain_layer(heads: _Heads) -> _Draws:
@@ -178,6 +182,9 @@ def _yarn_keys(factor: float, original: int) -> dict[str, Any]:
 
 
 # --- Families ---------------------------------------------------------------------------------------------------------
+
+_CHOSEN_BY_SIGMOID = {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5,
+                      "leading_dense_block_count": 1}
 
 # Gemma multiplies an embedding by the root of the width.
 _GEMMA: dict[str, Any] = {"tied": True, "embedding": 1 / math.sqrt(WIDTH)}
@@ -269,7 +276,7 @@ def _gpt_oss(digest: str) -> Family:
 
     def layer(_: int) -> _Draws:
         yield from _norms("attn_norm")
-        yield from _attention(heads, biased=True)
+        yield from _attention(heads, biased="qkvo")
         yield _vector("attn_sinks.weight", heads.queries, spread=1.0)
         yield from _norms("post_attention_norm")
         yield from _experts(experts, inner=4.0)  # some gates lie beyond the clamp at 7
@@ -289,7 +296,7 @@ def _llama4(digest: str, experts: int, width: int, step: int) -> Family:
         yield from _norms("attn_norm")
         yield from _attention(heads)
         yield from _norms("ffn_norm")
-        yield from _dense() if (number + 1) % step else _experts(experts, width, shared=True)
+        yield from _dense() if (number + 1) % step else _experts(experts, width, shared=1)
 
     keys = _keys(4, heads, 1e-5, 500000.0) | _expert_keys(experts, 1, width) | {"interleave_moe_layer_step": step}
     return Family("llama4", digest, keys, layer, lambda: iter([_llama3_factors(heads.size)]))
@@ -393,7 +400,7 @@ def _qwen3next(digest: str) -> Family:
         yield from _norms("attn_norm")
         yield from delta() if (number + 1) % 4 else _attention(heads, norm=1.2, gated=True)
         yield from _norms("post_attention_norm")
-        yield from _experts(experts, shared=True)
+        yield from _experts(experts, shared=1)
         yield _matrix("ffn_gate_inp_shexp", WIDTH)
 
     return Family("qwen3next", digest, _keys(4, heads, 1e-6, 1e7) | _expert_keys(experts, 4) | {
@@ -402,6 +409,63 @@ def _qwen3next(digest: str) -> Family:
         "ssm.time_step_rank": values, "ssm.inner_size": values * state, "full_attention_interval": 4}, layer)
 
 
+def _glm4moe(digest: str, norm: float = 0.0) -> Family:
+    """The last block predicts the token after the next."""
+    heads, experts, last = _Heads(8, 2, 32), 16, 4
+
+    def layer(number: int) -> _Draws:
+        yield from _norms("attn_norm")
+        yield from _attention(heads, norm=norm, biased="qkv")
+        yield from _norms("post_attention_norm")
+        yield from _experts(experts, shared=1, bias=0.3) if number else _dense()
+        if number == last:
+            yield _matrix("nextn.eh_proj", WIDTH, 2 * WIDTH)
+            yield from _norms("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
+
+    keys = _keys(last + 1, heads, 1e-5, 1e6) | _expert_keys(experts, 4) | _CHOSEN_BY_SIGMOID
+    return Family("glm4moe", digest, keys | {"rope.dimension_count": heads.size // 2, "expert_shared_count": 1,
+                                             "nextn_predict_layers": 1}, layer)
+
+
+def _latent(architecture: str, digest: str, keys: Mapping[str, Any], *, groups: bool = False, narrow: bool = True,
+            maker: str = "make_tiny_families.py") -> Family:
+    """`narrow`: queries come through a row of low rank."""
+    mistral = architecture == "mistral4"
+    heads, experts, query_rank, rank, plain, turned, value = 8, 16, 96, 64, 32, 16, 24
+
+    def up(name: str, *shape: int, gain: float = 1.0) -> Draw:
+        """A matrix for each head. `gain` as if its inputs were of the latent's size."""
+        return Draw(f"{name}.weight", shape, gain / math.sqrt(rank))
+
+    def layer(number: int) -> _Draws:
+        yield from _norms("attn_norm")
+        if narrow:
+            yield _matrix("attn_q_a", query_rank, WIDTH)
+            yield _vector("attn_q_a_norm.weight", query_rank)
+        yield _matrix("attn_q_b" if narrow else "attn_q", heads * (plain + turned), query_rank if narrow else WIDTH,
+                      gain=1.5)
+        yield _matrix("attn_kv_a_mqa", rank + turned, WIDTH, gain=1.5)
+        yield _vector("attn_kv_a_norm.weight", rank)
+        yield up("attn_k_b", heads, rank, plain, gain=1.5)
+        yield up("attn_v_b", heads, value, rank)
+        yield _matrix("attn_output", WIDTH, heads * value, gain=2.0)
+        yield from _norms("ffn_norm")
+        if mistral or number:
+            yield from _experts(experts, shared=2, bias=0.0 if mistral else 0.3, fused=mistral)
+        else:
+            yield from _dense()
+
+    all_keys = _keys(4, _Heads(heads, 1, rank + turned), 1e-6, 10000.0) | _expert_keys(experts, 4) | {
+        "rope.dimension_count": turned, "attention.value_length": rank, "attention.key_length_mla": plain + turned,
+        "attention.value_length_mla": value, "attention.kv_lora_rank": rank, "expert_shared_count": 2}
+    if narrow:
+        all_keys["attention.q_lora_rank"] = query_rank
+    if groups:
+        all_keys |= {"expert_group_count": 4, "expert_group_used_count": 2}
+    return Family(architecture, digest, all_keys | keys, layer, maker=maker)
+
+
+_DEEPSEEK_YARN = _yarn_keys(40.0, 64) | {"rope.scaling.yarn_log_multiplier": 0.1}
 FAMILIES = {
     "gemma2": _gemma("gemma2", "9cf706fa4dcb7d56", _Heads(8, 4, 32), layers=4, base=10000.0, norm=0.0, keys={
         "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
@@ -420,4 +484,13 @@ FAMILIES = {
     "phi3": _phi3("fd143e22aae32652"),
     "arcee": _arcee("4a4833c70171fb82"),
     "qwen3next": _qwen3next("c9b9b0362024aa57"),
+    "glm4moe": _glm4moe("a8a2cdb80da21736"),
+    "glm4moe-norm": _glm4moe("2a9d9591fdbaf02d", norm=1.2),
+    "deepseek2": _latent("deepseek2", "0466ea5c18c61ff1", _CHOSEN_BY_SIGMOID | _DEEPSEEK_YARN, groups=True),
+    "deepseek2-flash": _latent("deepseek2", "0466ea5c18c61ff1", _CHOSEN_BY_SIGMOID),
+    "deepseek2-lite": _latent("deepseek2", "5aadb0fe9078d304", {"leading_dense_block_count": 1}, narrow=False,
+                              maker=""),
+    "mistral4": _latent("mistral4", "36e01ce70dea4c60", _DEEPSEEK_YARN | {
+        "expert_gating_func": 1, "expert_weights_norm": True, "attention.temperature_scale": 0.1,
+        "attention.temperature_length": 64}),
 }

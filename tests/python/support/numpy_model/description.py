@@ -8,7 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-__all__ = ["Activation", "Attention", "Delta", "Description", "Experts", "Layer", "Rotation", "Temperature", "Yarn"]
+__all__ = ["Activation", "Attention", "Delta", "Description", "Experts", "Latent", "Layer", "Rotation",
+           "Temperature", "Yarn"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,17 @@ class Temperature:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Keys and values of all heads come from one row of `rank` elements, which is normalized, and one rotated key. Of a
+    head's query the first `plain` elements are not rotated. Queries come through a narrow row, or from x at once."""
+
+    rank: int
+    plain: int
+    narrow_queries: bool
+    normed: bool = True
+
+
+@dataclass(frozen=True)
 class Attention:
     """Attention of a layer. Without `rotation` no positions are embedded.
 
@@ -71,6 +83,7 @@ class Attention:
     softcap: float = 0.0
     temperature: Temperature | None = None
     source: int | None = None
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True)
@@ -100,7 +113,9 @@ class Experts:
 
     weighs: whether an expert's input or its output is multiplied by its weight. router: what it reads; the residual
     stream (or its norm) is scaled to a length of 1, and by `ffn_gate_inp.scale`. scaled: an expert's output has a
-    factor of its own. shared: an expert that all tokens use, with or without a gate.
+    factor of its own. shared: an expert that all tokens use, with or without a gate. biased: a bias is added to scores
+    for the choice alone. groups: how many there are, and how many of them, by the sum of their two best scores, experts
+    are chosen from. factor: of the weights.
     """
 
     count: int
@@ -111,6 +126,9 @@ class Experts:
     router: Literal["what experts read", "the stream", "the normed stream"] = "what experts read"
     scaled: bool = False
     shared: Literal["", "plain", "gated"] = ""
+    biased: bool = False
+    groups: tuple[int, int] = (1, 1)
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from numpy_model.description import (
     Delta,
     Description,
     Experts,
+    Latent,
     Layer,
     Rotation,
     Temperature,
@@ -89,6 +90,15 @@ def _attention(keys: Keys, **others: Any) -> Attention:
 
 def _experts(keys: Keys, **others: Any) -> Experts | None:
     return Experts(keys("expert_count"), keys("expert_used_count"), **others) if keys("expert_count", 0) else None
+
+
+def _mixture(keys: Keys, scores: Any) -> Experts | None:
+    """With a shared expert. `scores`: unless the file says it."""
+    scores = {0: scores, 1: "softmax", 2: "sigmoid"}[keys("expert_gating_func", 0)]
+    return _experts(keys, scores=scores, normalized=keys("expert_weights_norm", False), shared="plain",
+                    biased=any("exp_probs_b" in name for name in keys.tensors),
+                    groups=(keys("expert_group_count", 1), keys("expert_group_used_count", 1)),
+                    factor=keys("expert_weights_scale", 1.0))
 
 
 def _description(keys: Keys, layer: Callable[[int], Layer], **others: Any) -> Description:
@@ -176,6 +186,29 @@ def _hybrid(keys: Keys) -> Description:
                         prediction=layer(attention))
 
 
+def _glm4moe(keys: Keys) -> Description:
+    norm: Any = "head" if keys.has("blk.0.attn_q_norm") else ""
+    mixer, dense = _attention(keys, rotation=_rotation(keys), norm=norm), keys("leading_dense_block_count", 0)
+    mixture = Layer(mixer, _mixture(keys, "sigmoid"), ffn_norm="post_attention_norm")
+    return _description(keys, lambda layer: replace(mixture, experts=None) if layer < dense else mixture,
+                        prediction=mixture)
+
+
+def _latent(keys: Keys) -> Description:
+    """DeepSeek V2 and V3, and Mistral Small 4."""
+    rotation, rank, size = _rotation(keys, adjacent=True), keys("attention.kv_lora_rank"), keys(
+        "attention.key_length_mla")
+    slope, stretch = keys("attention.temperature_scale", 0.0), 1.0
+    if rotation.yarn is not None:
+        stretch += 0.1 * keys("rope.scaling.yarn_log_multiplier", 0.1) / 0.1 * math.log(rotation.yarn.factor)
+    mixer = Attention(keys("attention.head_count"), 1, rank + rotation.dims, stretch**2 / math.sqrt(size), rotation,
+                      temperature=Temperature(slope, keys("attention.temperature_length")) if slope else None,
+                      latent=Latent(rank, size - rotation.dims, keys("attention.q_lora_rank", 0) > 0))
+    mixture = Layer(mixer, _mixture(keys, "softmax"))
+    dense = keys("leading_dense_block_count", 0)
+    return _description(keys, lambda layer: replace(mixture, experts=None) if layer < dense else mixture)
+
+
 def _gemma(keys: Keys, windowed: Callable[[int], bool], **others: Any) -> Description:
     """Gemma 2 and 3. Only layers that see all have their rotation scaled."""
     every = _attention(keys, rotation=_rotation(keys), softcap=keys("attn_logit_softcapping", 0.0), **others)
@@ -246,6 +279,8 @@ _FAMILIES: dict[str, Callable[[Keys], Description]] = {
     "phi3": _phi3,
     "arcee": _arcee,
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _hybrid),
+    "glm4moe": _glm4moe,
+    **dict.fromkeys(("deepseek2", "mistral4"), _latent),
     "gemma2": lambda keys: _gemma(keys, lambda layer: layer % 2 == 0),
     "gemma3": lambda keys: _gemma(keys, lambda layer: (layer + 1) % 6 != 0, norm="head"),
     "gemma4": _gemma4,

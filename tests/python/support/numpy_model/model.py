@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 from tiny_models import dequantized
 
-from numpy_model.description import Attention, Delta, Description, Experts, Layer
+from numpy_model.description import Attention, Delta, Description, Experts, Latent, Layer
 from numpy_model.families import Keys, describe
 from numpy_model.parts import (
     activate,
     attend,
+    in_best_groups,
     rms,
     rotate,
     round_bf16,
@@ -22,6 +23,7 @@ from numpy_model.parts import (
     sigmoid,
     silu,
     softcapped,
+    softmax,
     temperatures,
     unit,
 )
@@ -170,6 +172,8 @@ class NumpyModel:
     # --- Attention and what stands for it ---
 
     def _attention(self, number: int, kind: Attention, x: np.ndarray) -> np.ndarray:
+        if kind.latent is not None:
+            return self._latent(f"blk.{number}.", kind, kind.latent, x)
         block, gate = f"blk.{number}.", np.ones(1)
         q, *own = self._queries_keys_values(block, kind, x)
         if kind.gated:
@@ -186,6 +190,27 @@ class NumpyModel:
         k, v = self._keys_and_values[number if kind.source is None else kind.source]
         sinks = self._tensor(block + "attn_sinks.weight") if kind.sinks else None
         return self._linear(gate * attend(kind, q, k, v, sinks).reshape(len(x), -1), block + "attn_output")
+
+    def _latent(self, block: str, kind: Attention, latent: Latent, x: np.ndarray) -> np.ndarray:
+        """As the engine multiplies: what a head makes of keys goes into its query, and of values into what it saw. With
+        keys and values of their own for each head the sums are equal, but not what is rounded."""
+        assert kind.rotation is not None
+        if latent.narrow_queries:
+            narrow = self._norm(self._linear(x, block + "attn_q_a"), block + "attn_q_a_norm")
+            q = self._linear(narrow, block + "attn_q_b")
+        else:
+            q = self._linear(x, block + "attn_q")
+        plain, turned = np.split(q.reshape(len(x), kind.heads, -1), [latent.plain], axis=2)
+        up = [self._linear(plain[:, head], block + "attn_k_b", head) for head in range(kind.heads)]
+        q = np.concatenate([np.stack(up, axis=1), rotate(turned, kind.rotation)], axis=2)
+        if kind.temperature is not None:
+            q = q * temperatures(kind.temperature, len(x))[:, None, None]
+        row = self._linear(x, block + "attn_kv_a_mqa")
+        shared = self._norm(row[:, : latent.rank], block + "attn_kv_a_norm") if latent.normed else row[:, : latent.rank]
+        k = self._round_kv(np.hstack([shared, rotate(row[:, None, latent.rank :], kind.rotation)[:, 0]]))[:, None]
+        seen = attend(kind, q, k, k[:, :, : latent.rank], None)
+        values = [self._linear(seen[:, head], block + "attn_v_b", head) for head in range(kind.heads)]
+        return self._linear(np.hstack(values), block + "attn_output")
 
     def _queries_keys_values(self, block: str, kind: Attention, x: np.ndarray) -> list[np.ndarray]:
         """Queries alone if keys and values are another layer's. Keys are the values too if there is no matrix of
@@ -291,27 +316,25 @@ class NumpyModel:
 
     def _weights(self, block: str, kind: Experts, logits: np.ndarray) -> np.ndarray:
         """What each expert weighs, for each row; 0 for those not chosen."""
-        order, count = np.argsort(-logits, axis=1, kind="stable"), kind.used
-        self._note_choice(block, np.take_along_axis(logits, order, axis=1)[:, count - 1 : count + 1],
-                          np.abs(logits).max())
+        scores = sigmoid(logits) if kind.scores == "sigmoid" else logits
+        if kind.scores == "softmax":
+            scores = softmax(logits)
+        keys = logits if kind.groups[0] == 1 else scores  # alone, both choose alike
+        if kind.biased:
+            keys = scores + self._tensor(block + "exp_probs_b.bias")
+        keys = in_best_groups(keys, *kind.groups)
+        order, count = np.argsort(-keys, axis=1, kind="stable"), kind.used
+        if count < kind.count:
+            last, next_best = np.take_along_axis(keys, order[:, count - 1 : count + 1], axis=1).T
+            gaps = (last - next_best) / np.abs(keys[np.isfinite(keys)]).max()
+            if self.closest_choice is None or gaps.min() < self.closest_choice[0]:
+                self.closest_choice = (float(gaps.min()), block, int(gaps.argmin()))
         if self._otherwise is not None and self._otherwise[0] == block:
             row = order[self._otherwise[1]]
             row[count - 1], row[count] = row[count], row[count - 1]
-        chosen = np.zeros_like(logits, bool)
+        chosen = np.zeros_like(keys, bool)
         np.put_along_axis(chosen, order[:, :count], True, axis=1)
-        if kind.scores == "sigmoid":
-            scores = sigmoid(logits)
-        else:
-            among = np.where(chosen, logits, -np.inf) if kind.scores == "softmax of chosen" else logits
-            scores = np.exp(among - among.max(axis=1, keepdims=True))
-            scores /= scores.sum(axis=1, keepdims=True)
+        if kind.scores == "softmax of chosen":
+            scores = softmax(np.where(chosen, scores, -np.inf))
         weights = np.where(chosen, scores, 0.0)
-        return weights / weights.sum(axis=1, keepdims=True) if kind.normalized else weights
-
-    def _note_choice(self, block: str, scores: np.ndarray, largest: float) -> None:
-        if scores.shape[1] < 2:
-            return  # all are chosen
-        gaps = (scores[:, 0] - scores[:, 1]) / largest
-        row = int(gaps.argmin())
-        if self.closest_choice is None or gaps[row] < self.closest_choice[0]:
-            self.closest_choice = (float(gaps[row]), block, row)
+        return kind.factor * (weights / weights.sum(axis=1, keepdims=True) if kind.normalized else weights)

@@ -8,8 +8,8 @@ import numpy as np
 
 from numpy_model.description import Activation, Attention, Rotation, Temperature
 
-__all__ = ["activate", "attend", "rms", "rotate", "round_bf16", "round_int8", "sigmoid", "silu", "softcapped",
-           "temperatures", "unit"]
+__all__ = ["activate", "attend", "in_best_groups", "rms", "rotate", "round_bf16", "round_int8", "sigmoid", "silu",
+           "softcapped", "softmax", "temperatures", "unit"]
 
 _ROWS = 256  # queries at a time
 
@@ -30,6 +30,24 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 def silu(x: np.ndarray) -> np.ndarray:
     return x * sigmoid(x)
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    """Of each row."""
+    exps = np.exp(x - x.max(axis=1, keepdims=True))
+    return exps / exps.sum(axis=1, keepdims=True)
+
+
+def in_best_groups(keys: np.ndarray, groups: int, used: int) -> np.ndarray:
+    """keys [rows, count] with minus infinity outside the groups whose two best keys have the largest sums."""
+    if groups == 1:
+        return keys
+    grouped = keys.reshape(len(keys), groups, -1)
+    sums = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
+    best = np.argsort(-sums, axis=1, kind="stable")[:, :used]
+    kept = np.full_like(grouped, -np.inf)
+    np.put_along_axis(kept, best[:, :, None], np.take_along_axis(grouped, best[:, :, None], axis=1), axis=1)
+    return kept.reshape(keys.shape)
 
 
 def softcapped(x: np.ndarray, cap: float) -> np.ndarray:
@@ -108,8 +126,9 @@ def _seen(kind: Attention, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 
 def attend(kind: Attention, q: np.ndarray, k: np.ndarray, v: np.ndarray, sinks: np.ndarray | None) -> np.ndarray:
-    """[tokens, heads, size], for q like it and k, v [tokens, kv_heads, size]. A sink is a score without a value."""
-    result = np.empty_like(q)
+    """[tokens, heads, size of values], for q [tokens, heads, size] and k, v [tokens, kv_heads, ..]. A sink is a score
+    without a value."""
+    result = np.empty((*q.shape[:2], v.shape[2]))
     for begin in range(0, len(q), _ROWS):
         queries = np.arange(begin, min(begin + _ROWS, len(q)))[:, None]
         keys = np.arange(_first_seen(kind, begin), queries[-1, 0] + 1)

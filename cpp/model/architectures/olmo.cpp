@@ -1,4 +1,5 @@
-// OLMo 2 and 3: parts read x as it is, and what they give is normalized. In OLMo 3 three layers of four have a window,
+// OLMoE: a mixture whose experts' weights are not renormalized; whole rows of queries and keys are normalized. OLMo 2
+// and 3, too: parts read x as it is, and what they give is normalized. In OLMo 3 three layers of four have a window,
 // and only the fourth extends its positions.
 #include "model/architecture.h"
 
@@ -34,8 +35,17 @@ void read(ModelReader& model) {
     model.head();
 }
 
+void readMixture(ModelReader& model) {
+    AttentionParts attention;
+    attention.rope = model.rope(RopeSpec::Pairing::Halves);
+    attention.qkNorm = AttentionSpec::QkNorm::FullRow;
+    ExpertParts experts;
+    experts.renormalized = false;
+    model.uniformLayers(attention, experts);
+}
+
 }  // namespace
 
-SHARPI_FAMILY(olmo2) { return {{"olmo2", read}}; }
+SHARPI_FAMILY(olmo) { return {{"olmo2", read}, {"olmoe", readMixture, Experts::Always}}; }
 
 }  // namespace sharpi
