@@ -281,7 +281,7 @@ TEST(Scheduler, AConstraintForgetsAPassThatFails) {
     const auto engine =
         std::make_shared<Engine>(model.spec(), model.weights(), engineOptions(2000, 64, 12), std::move(backend));
     Scheduler scheduler(engine, longQueue());
-    for (uint32_t salt = 0; salt < 40; ++salt) {
+    for (uint32_t salt = 0; salt < 60; ++salt) {
         std::vector<ScoredText> expected;
         std::vector<Request> requests;
         for (uint32_t i = 0; i < 3; ++i) {
