@@ -224,11 +224,11 @@ class Model(LoadedModel):
 
     def scheduler(self, *, max_gap: float = 0.2, queue: int = 64, running: int | None = None,
                   states_bytes: int = 1 << 30, spill_bytes: int = 1 << 30,
-                  cache_dir: str | os.PathLike[str] | None = None, cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES,
-                  notice: Notice | None = None) -> Scheduler:
+                  cache_dir: str | os.PathLike[str] | None = None,
+                  cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES) -> Scheduler:
         """Serves many requests at once: see `Scheduler`. Close it before the model."""
         return Scheduler(self, max_gap=max_gap, queue=queue, running=running, states_bytes=states_bytes,
-                         spill_bytes=spill_bytes, cache_dir=cache_dir, cache_dir_bytes=cache_dir_bytes, notice=notice)
+                         spill_bytes=spill_bytes, cache_dir=cache_dir, cache_dir_bytes=cache_dir_bytes)
 
     def stats(self) -> dict[str, Any]:
         """Counts and speeds of the generation started last, and the bytes held; `vram_bytes` by the device's own

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import os
 import threading
 import weakref
@@ -18,7 +19,7 @@ from sharpi.constraints import Constraint
 from sharpi.errors import InvalidRequestError, SharpiError
 from sharpi.files.identity import weights_identity
 from sharpi.generation import Token
-from sharpi.loading.loaded_model import LoadedModel, Notice, teller
+from sharpi.loading.loaded_model import LoadedModel
 from sharpi.request import Asked, TextStream, asked
 from sharpi.settings import arguments
 from sharpi.settings.choices import DEFAULT_CACHE_DIR_BYTES
@@ -31,6 +32,8 @@ __all__ = ["Answer", "FinishReason", "PromptScores", "Scheduler", "SubmitOptions
 
 FinishReason = Literal["end", "stop", "length", "context", "cancelled", "timeout"]
 PromptScores: TypeAlias = "list[tuple[float | None, tuple[tuple[int, float], ...]]]"
+
+_log = logging.getLogger(__name__)
 
 # Seconds after which a thread that waits for tokens looks whether it was interrupted.
 _LOOK = 0.1
@@ -278,8 +281,8 @@ class Scheduler:
 
     def __init__(self, model: LoadedModel, *, max_gap: float = 0.2, queue: int = 64,
                  running: int | None = None, states_bytes: int = 1 << 30, spill_bytes: int = 1 << 30,
-                 cache_dir: str | os.PathLike[str] | None = None, cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES,
-                 notice: Notice | None = None) -> None:
+                 cache_dir: str | os.PathLike[str] | None = None,
+                 cache_dir_bytes: int = DEFAULT_CACHE_DIR_BYTES) -> None:
         """max_gap: the seconds that an answer should at most wait for prompts of others. queue: how many requests may
         wait; further ones are refused with `BusyError`. running: how many may hold memory at a time; `None`: as many as
         the model has room for. states_bytes: RAM for copies of the states of recurrent layers, from which prompts that
@@ -288,9 +291,8 @@ class Scheduler:
 
         cache_dir: a directory for what has no room in RAM, and for all of it when the scheduler is closed: later
         schedulers of the same model find it, in this process or another. cache_dir_bytes: what the directory may hold;
-        what was used longest ago goes first. If it cannot be written any more, that is said once, and requests are
-        served without it. notice: called with such lines for people, by any thread; the log has them too. Raises
-        `InvalidRequestError`."""
+        what was used longest ago goes first. If it cannot be written any more, the log says so once, and requests are
+        served without it. Raises `InvalidRequestError`."""
         self._model = model
         folder = "" if cache_dir is None else os.path.abspath(arguments.path("cache_dir", cache_dir))
         self._core: _core.Scheduler | None = _core.Scheduler(
@@ -299,7 +301,7 @@ class Scheduler:
             states_bytes=arguments.whole("states_bytes", states_bytes),
             spill_bytes=arguments.whole("spill_bytes", spill_bytes), cache_dir=folder,
             cache_dir_bytes=arguments.whole("cache_dir_bytes", cache_dir_bytes),
-            file=_identity(model) if folder else "", notice=teller(notice))
+            file=_identity(model) if folder else "", notice=_log.warning)
         self._watchers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watcher] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._process = os.getpid()

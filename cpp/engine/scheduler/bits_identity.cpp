@@ -24,7 +24,7 @@ Digest bitsIdentity(const std::string& file, const Engine& engine, const LockedM
     // A state's floats lie as the kind of device wants them.
     digest.add(kv.states().any() ? engine.options().device.kind->name() : "");
     number(static_cast<int64_t>(kv.states().stateBytes()));
-    digest.add(backend.oneArithmetic() ? "exact" : "fast");
+    // Prompts of one arithmetic are the same on all devices.
     digest.add(backend.oneArithmetic() ? "" : backend.name());
     return digest.end();
 }

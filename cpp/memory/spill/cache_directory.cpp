@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 #include <system_error>
+#include <utility>
 
 #include "core/error.h"
 
@@ -79,30 +80,8 @@ template <typename Body> void forEntries(const fs::path& path, const Body& body)
     for (fs::directory_iterator at(path, failed), end; !failed && at != end; at.increment(failed)) body(*at);
 }
 
-struct Found {
-    fs::path path;
-    uint64_t bytes = 0;
-    fs::file_time_type used;
-};
-
-// The files of all identities, those used longest ago first. Removes drafts that nobody will complete.
-std::vector<Found> segmentsIn(const fs::path& root) {
-    std::vector<Found> found;
-    forEntries(root, [&](const fs::directory_entry& folder) {
-        if (!isHex(folder.path().filename().string())) return;
-        forEntries(folder.path(), [&](const fs::directory_entry& file) {
-            std::error_code failed;
-            const auto used = file.last_write_time(failed);
-            const uint64_t bytes = failed ? 0 : file.file_size(failed);
-            if (failed) return;
-            if (isSegment(file.path())) found.push_back({file.path(), bytes, used});
-            else if (file.path().filename().string().rfind(kDraft, 0) == 0 &&
-                     fs::file_time_type::clock::now() - used > kOldDraft)
-                fs::remove(file.path(), failed);
-        });
-    });
-    std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.used < b.used; });
-    return found;
+int64_t usedAt(const fs::path& path, std::error_code& failed) {
+    return fs::last_write_time(path, failed).time_since_epoch().count();
 }
 
 }  // namespace
@@ -178,7 +157,7 @@ bool CacheDirectory::write(const SegmentKey& key, const std::vector<uint8_t>& co
         use({key});
         return true;
     }
-    makeRoom(bytes);
+    if (!makeRoom(bytes)) return true;
     const SegmentHeader header = headerOf(key, _options.identity, copy);
     const std::string draft = _folder + "/" + kDraft + std::to_string(::getpid()) + "-" + std::to_string(_drafts++);
     bool isWritten = false;
@@ -199,17 +178,47 @@ bool CacheDirectory::write(const SegmentKey& key, const std::vector<uint8_t>& co
     return false;
 }
 
-void CacheDirectory::makeRoom(uint64_t bytes) {
-    if (_held + bytes <= _options.mostBytes && _unseen < _options.mostBytes / kLooksInEachFill) return;
-    const std::vector<Found> found = segmentsIn(_options.path);
-    _held = _unseen = 0;
-    for (const Found& file : found) _held += file.bytes;
-    for (const Found& file : found) {
-        if (_held + bytes <= _options.mostBytes) break;
+// Returns whether there is room then: files that cannot be removed may take all of it.
+bool CacheDirectory::makeRoom(uint64_t bytes) {
+    bool hasLooked = _unseen >= _options.mostBytes / kLooksInEachFill;
+    if (hasLooked) look();
+    while (_held + bytes > _options.mostBytes) {
+        if (_found.empty() && !std::exchange(hasLooked, true)) look();
+        if (_found.empty()) return false;
+        const Found oldest = std::move(_found.back());
+        _found.pop_back();
         std::error_code failed;
-        fs::remove(file.path, failed);
-        if (!failed) _held -= file.bytes;
+        if (usedAt(oldest.path, failed) != oldest.used && !failed) continue;  // it is not the oldest any more
+        fs::remove(oldest.path, failed);
+        if (!failed) _held -= oldest.bytes;
     }
+    return true;
+}
+
+void CacheDirectory::look() {
+    _found = segmentsIn(_options.path);
+    _held = _unseen = 0;
+    for (const Found& file : _found) _held += file.bytes;
+}
+
+// The files of all identities, those used longest ago last. Removes drafts that nobody will complete.
+std::vector<CacheDirectory::Found> CacheDirectory::segmentsIn(const std::string& root) {
+    const int64_t old = (fs::file_time_type::clock::now() - kOldDraft).time_since_epoch().count();
+    std::vector<Found> found;
+    forEntries(root, [&](const fs::directory_entry& folder) {
+        if (!isHex(folder.path().filename().string())) return;
+        forEntries(folder.path(), [&](const fs::directory_entry& file) {
+            std::error_code failed;
+            const int64_t used = usedAt(file.path(), failed);
+            const uint64_t bytes = failed ? 0 : fs::file_size(file.path(), failed);
+            if (failed) return;
+            if (isSegment(file.path())) found.push_back({file.path().string(), bytes, used});
+            else if (file.path().filename().string().rfind(kDraft, 0) == 0 && used < old)
+                fs::remove(file.path(), failed);
+        });
+    });
+    std::sort(found.begin(), found.end(), [](const Found& a, const Found& b) { return a.used > b.used; });
+    return found;
 }
 
 }  // namespace sharpi

@@ -66,8 +66,15 @@ public:
     bool write(const SegmentKey& key, const std::vector<uint8_t>& copy);
 
 private:
+    struct Found {
+        std::string path;
+        uint64_t bytes = 0;
+        int64_t used = 0;  // when, by the file system's clock
+    };
+    static std::vector<Found> segmentsIn(const std::string& root);
     std::string pathOf(const SegmentKey& key) const;
-    void makeRoom(uint64_t bytes);
+    bool makeRoom(uint64_t bytes);
+    void look();
     std::string problemOf(int file, const SegmentKey& key, std::vector<uint8_t>& copy) const;
 
     const CacheDirectoryOptions _options;
@@ -75,6 +82,9 @@ private:
     uint64_t _held = 0;             // bytes in the directory when it was last looked through, and written since
     uint64_t _unseen = UINT64_MAX;  // bytes written since then; others write too
     uint64_t _drafts = 0;
+    // What was found then and is not yet removed, the longest unused last. Looking for each file that is written would
+    // take longer than writing it.
+    std::vector<Found> _found;
 };
 
 }  // namespace sharpi

@@ -13,7 +13,8 @@ CopiedBytes shared(std::vector<uint8_t> copy) { return std::make_shared<const st
 
 uint64_t PrefixStore::open(const SpillOptions& options) {
     std::unique_ptr<SegmentWriter> writer;
-    if (!options.directory.path.empty()) writer = std::make_unique<SegmentWriter>(options.directory, options.queueBytes);
+    if (!options.directory.path.empty())
+        writer = std::make_unique<SegmentWriter>(options.directory, options.queueBytes);
     _writer = std::move(writer);
     _counts = {};
     leave(SegmentKind::Page, _pages.setBudget(options.pagesBytes));

@@ -179,6 +179,18 @@ TEST_F(CachedFiles, OfManyProcessesStayNearTheLimit) {
     }
 }
 
+// The directory is not looked through for each file that goes.
+TEST_F(CachedFiles, ThatOthersUseMeanwhileStay) {
+    CacheDirectory directory(options(64 * kFile));
+    for (uint8_t i = 0; i <= 64; ++i) ASSERT_TRUE(directory.write(page(i), copyOf(i)));
+    EXPECT_FALSE(directory.has(page(0)));
+    CacheDirectory(options()).use({page(1)});
+    ASSERT_TRUE(directory.write(page(65), copyOf(65)));
+    EXPECT_TRUE(directory.has(page(1)));
+    EXPECT_FALSE(directory.has(page(2)));
+    EXPECT_EQ(folder.files().size(), 64U);
+}
+
 TEST_F(CachedFiles, WhatOthersPutThereStays) {
     const fs::path root(folder.path());
     std::vector<fs::path> theirs = {root / "letter.txt", root / (hex({1}) + ".page"), root / "photos" / "1.page",

@@ -77,7 +77,7 @@ class ModelLoader:
         settings = self._limited()
         model = Model.load(file.path, **settings.load_arguments(), notice=_log.warning)
         try:
-            scheduler = Scheduler(model, **settings.scheduler_arguments(), notice=_log.warning)
+            scheduler = Scheduler(model, **settings.scheduler_arguments())
             try:
                 runner = self._make_runner(model, scheduler, settings, file.name)
             except BaseException:
