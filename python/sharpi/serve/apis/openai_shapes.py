@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import secrets
@@ -10,21 +9,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sharpi import _core
+from sharpi import __version__
 from sharpi.serve.errors import ApiError
 from sharpi.serve.http.wording import openai_error
 from sharpi.serve.sse import COMMENT
 from sharpi.serve.turns import Ended, Score, Usage
 
-__all__ = ["LOWEST", "OpenAiWording", "ending", "likelihood", "timings", "usage_body"]
+__all__ = ["FINGERPRINT", "LOWEST", "OpenAiWording", "ending", "likelihood", "timings", "usage_body"]
 
 LOWEST = -9999.0  # JSON knows no infinities
 
 
-@functools.cache
-def fingerprint() -> str:
-    """What decides answers beside the request and the model's file."""
-    return f"sharpi-{_core.version}"
+# What decides answers beside the request and the model's file.
+FINGERPRINT = f"sharpi-{__version__}"
 
 
 def ending(ended: Ended) -> dict[str, str]:
@@ -64,7 +61,7 @@ class OpenAiWording:
 
     def __init__(self, id: str, object: str, model: str, include_usage: bool) -> None:
         self._head = {"id": f"{id}-{secrets.token_hex(14)}", "object": object, "created": int(time.time()),
-                      "model": model, "system_fingerprint": fingerprint()}
+                      "model": model, "system_fingerprint": FINGERPRINT}
         self._include_usage = include_usage
         # What every chunk ends with, but for that of the usage.
         self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"

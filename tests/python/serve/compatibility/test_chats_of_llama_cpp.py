@@ -10,6 +10,8 @@ import httpx
 import openai
 import pytest
 
+from sharpi import __version__
+
 BOOK = [{"role": "system", "content": "Book"}, {"role": "user", "content": "What is the best book"}]
 PROMPT = "<system>Book\n<user>What is the best book\n<assistant>"
 GREEDY = {"temperature": 0, "max_tokens": 8}
@@ -51,7 +53,7 @@ def streamed(client: httpx.Client, messages: Any = BOOK, **fields: Any) -> list[
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions"])
 def test_a_chat_is_its_templates_prompt_completed(client: httpx.Client, path: str) -> None:
     answer = chat(client, path=path)
-    assert answer["id"].startswith("chatcmpl-") and answer["system_fingerprint"].startswith("sharpi-")
+    assert answer["id"].startswith("chatcmpl-") and answer["system_fingerprint"] == f"sharpi-{__version__}"
     completed = client.post("/v1/completions", json={"prompt": PROMPT, **GREEDY}).json()
     assert answer["usage"]["prompt_tokens"] == completed["usage"]["prompt_tokens"]
     assert answer["usage"]["completion_tokens"] == 8 and answer["choices"][0]["finish_reason"] == "length"

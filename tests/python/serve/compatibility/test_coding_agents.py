@@ -50,7 +50,7 @@ def claude(number: int, messages: list[Any], **fields: Any) -> dict[str, Any]:
     return {"model": NAME, "max_tokens": 200, "temperature": 0.0, "messages": messages, "tools": [READ, SEARCH],
             "metadata": {"user_id": "user_1_account__session_2"},
             "thinking": {"type": "enabled", "budget_tokens": 8},
-            "system": [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={number:05};"},
+            "system": [{"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={number};"},
                        {"type": "text", "text": "You are Claude Code, a command line tool. " * 6,
                         "cache_control": TELLS}], **fields}
 
@@ -94,7 +94,7 @@ def counted(address: str, number: int, messages: list[Any], **fields: Any) -> in
 
 def test_what_claude_code_counts(address: str) -> None:
     count = functools.partial(counted, address)
-    assert count(1, [ASKED]) == count(99_999, [ASKED]), "the changing header is no part of the prompt"
+    assert count(1, [ASKED]) == count(10**40, [ASKED]), "the changing header is no part of the prompt"
     assert count(1, [ASKED]) == count(1, [ASKED], tools=[READ]), "a tool that Anthropic runs is none here"
     plain = {name: part for name, part in READ.items() if name != "cache_control"}
     assert count(1, [ASKED]) == count(1, [ASKED], tools=[plain, SEARCH])
