@@ -50,7 +50,9 @@ def test_what_is_left_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     options = ["-m", f"{MODEL}={tmp_path / 'story.gguf'}", "--device", "cpu", "-t", "1", "-c", "1000"]
     with ServerProcess(options, tmp_path / "log") as server, socket.create_connection(("127.0.0.1", server.port)):
         left = serve_load.leftovers(server)
-    assert left[0] == "1 connections are open" and left[1].startswith("the cache is not whole"), left
+    # The client that asks for the gauges may have one that is just being closed.
+    assert left[0] in ("1 connections are open", "2 connections are open"), left
+    assert left[1].startswith("the cache is not whole"), left
 
 
 def test_an_answer_without_its_end_is_none() -> None:
