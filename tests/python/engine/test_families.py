@@ -117,6 +117,23 @@ def test_the_number_of_threads_changes_nothing(name: str, tmp_path: Path, monkey
         np.testing.assert_array_equal(model.logits(tokens, chunks=CUTS), one)
 
 
+@pytest.mark.parametrize("kind", ["F32", "F16"])
+def test_joined_matrices_of_heads_change_nothing(kind: str, tmp_path: Path) -> None:
+    """Files from before mid-2025 have the rows of a head's keys and then of its values in one matrix. How quantized
+    rows become columns is in test_head_matrices.cpp."""
+    name, tokens = "deepseek2", tokens_of("deepseek2")
+    weights, joined = dict(GOLDEN[name].weights()), {}
+    for block in (f"blk.{layer}." for layer in range(4)):
+        keys, values = weights[block + "attn_k_b.weight"].transpose(0, 2, 1), weights[block + "attn_v_b.weight"]
+        joined[block + "attn_kv_b.weight"] = np.concatenate([keys, values], axis=1).reshape(-1, values.shape[2])
+    with load(write_golden(name, tmp_path, kind=kind)) as model:
+        apart = model.logits(tokens)
+    path = write_golden(name, tmp_path, kind=kind, extra=joined, change=lambda tensor, data:
+                        None if tensor.endswith(("attn_k_b.weight", "attn_v_b.weight")) else data)
+    with load(path) as model:
+        np.testing.assert_array_equal(model.logits(tokens), apart)
+
+
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "llama4", "mistral3", "qwen3next"])
 def test_fused_tensors_change_nothing(name: str, tmp_path: Path) -> None:
     """Newer files have q, k and v in one matrix, and gate and up of the experts, with their biases in one tensor."""
