@@ -113,6 +113,7 @@ void bindDescription(py::module_& m) {
             "memory_lines",
             [](const Description& d, const EngineOptions& options) {
                 requireHomesOf(d, options);
+                options.device.kind->requireCanRun(d.spec);
                 std::vector<std::pair<std::string, int64_t>> lines;
                 py::gil_scoped_release release;
                 for (const TraceLine& line : plannedLines(d.spec, d.tensors, options)) {
@@ -121,7 +122,9 @@ void bindDescription(py::module_& m) {
                 return lines;
             },
             py::arg("options"),
-            "What loading will take of the device's memory, in bytes, line by line as SHARPI_TRACE_VRAM=1 shows it.")
+            "What loading will take of the device's memory, in bytes, line by line as SHARPI_TRACE_VRAM=1 shows it. "
+            "Refuses "
+            "a model that this kind of device cannot run.")
         .def(
             "expert_pools",
             [](const Description& d, const EngineOptions& options) {

@@ -26,6 +26,11 @@ LayerReader& LayerReader::latentAttention(const AttentionParts& parts) {
     TensorFinder& tensors = _model._tensors;
     const std::string prefix = _model.key("attention.");
     const int64_t width = _model._spec.embedding;
+    // Before mid-2025 the cache's row had no keys of its own.
+    const auto length = [&](const std::string& name) {
+        return static_cast<int32_t>(
+            md.integer(prefix + name + (md.has(prefix + name + "_mla") ? "_mla" : ""), 1, 4096));
+    };
     const auto integer = [&](const std::string& name, int64_t most) {
         return static_cast<int32_t>(md.integer(prefix + name, 1, most));
     };
@@ -39,11 +44,11 @@ LayerReader& LayerReader::latentAttention(const AttentionParts& parts) {
     a.rope = parts.rope;
     a.queryScale = parts.queryScale;
     latent.rank = integer("kv_lora_rank", 4096);
-    latent.valueDim = integer("value_length_mla", 4096);
+    latent.valueDim = length("value_length");
     const int32_t rotated = _model._spec.ropes.at(static_cast<size_t>(a.rope)).dims;
-    const int32_t keyDim = integer("key_length_mla", 4096);
+    const int32_t keyDim = length("key_length");
     latent.plainDim = keyDim - rotated;
-    if (latent.plainDim < 1) bad("metadata key '" + prefix + "key_length_mla' is not above rope.dimension_count");
+    if (latent.plainDim < 1) bad("metadata key '" + prefix + "key_length(_mla)' is not above rope.dimension_count");
     a.headDim = latent.rank + rotated;
     if (int64_t{a.heads} * std::max({a.headDim, keyDim, latent.valueDim}) > kMaxWidth)
         bad("metadata keys '" + prefix + "head_count' and 'kv_lora_rank' give an impossible width");
@@ -59,9 +64,22 @@ LayerReader& LayerReader::latentAttention(const AttentionParts& parts) {
         a.q = matrix("attn_q", {width, queries});
         a.k = matrix("attn_kv_a_mqa", {width, a.headDim});
     }
-    latent.keyUp = matrix("attn_k_b", {latent.plainDim, latent.rank, a.heads});
     latent.norm = norm("attn_kv_a_norm", latent.rank);
-    latent.valueUp = matrix("attn_v_b", {latent.rank, latent.valueDim, a.heads});
+    if (tensors.has(_block + "attn_kv_b.weight")) {
+        const int64_t both = latent.plainDim + latent.valueDim;
+        const WeightSlice joined = tensors.required(_block + "attn_kv_b.weight", {latent.rank, a.heads * both});
+        const auto byHead = [&](int64_t begin, int64_t rows, WeightForm form) {
+            WeightSlice slice = rowsOf(joined, begin, rows);
+            slice.experts = a.heads;
+            slice.expertStride = both;
+            return MatrixId{_model.add({slice}, WeightRole::Vector, form)};
+        };
+        latent.keyUp = byHead(0, latent.plainDim, WeightForm::HeadColumns);
+        latent.valueUp = byHead(latent.plainDim, latent.valueDim, WeightForm::HeadRows);
+    } else {
+        latent.keyUp = matrix("attn_k_b", {latent.plainDim, latent.rank, a.heads});
+        latent.valueUp = matrix("attn_v_b", {latent.rank, latent.valueDim, a.heads});
+    }
     a.output = matrix("attn_output", {int64_t{a.heads} * latent.valueDim, width});
     a.latent = latent;
     _layer.attention = a;

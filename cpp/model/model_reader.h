@@ -132,7 +132,8 @@ public:
     // Names are those behind "blk.N.", without ".weight".
     LayerReader& mixerNorm(const std::string& name);
     LayerReader& attention(const AttentionParts& parts);
-    // By the keys *_mla. Queries, keys and values have the names that DeepSeek V3's files give them.
+    // By the keys *_mla, or without that ending in files from before mid-2025. Queries, keys and values have the names
+    // that DeepSeek V3's files give them.
     LayerReader& latentAttention(const AttentionParts& parts);
     LayerReader& gatedDelta(bool fusedSteps = false);
     LayerReader& mixerPostNorm(const std::string& name);

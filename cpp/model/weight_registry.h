@@ -47,12 +47,14 @@ inline bool sharesRows(WeightRole role) {
 }
 
 enum class WeightForm : uint8_t {
-    Matrix,      // products read it whole
-    Table,       // single rows are read
-    Stack,       // one matrix for each expert
-    Vector,      // floats
-    Transposed,  // floats, [cols, rows] of the file's [rows, cols]
-    Parameters,  // floats that loading computes with; the processor does not see them
+    Matrix,       // products read it whole
+    Table,        // single rows are read
+    Stack,        // one matrix for each expert
+    Vector,       // floats
+    Transposed,   // floats, [cols, rows] of the file's [rows, cols]
+    HeadRows,     // a matrix: the rows of each head behind one another; a slice has heads for experts
+    HeadColumns,  // the same with each head's matrix transposed
+    Parameters,   // floats that loading computes with; the processor does not see them
 };
 
 // The passes that use a weight. The output head belongs to both.
@@ -79,7 +81,7 @@ template <WeightForm> struct WeightId {
     int32_t index = -1;
     explicit operator bool() const { return index >= 0; }
 };
-using MatrixId = WeightId<WeightForm::Matrix>;  // also of tables
+using MatrixId = WeightId<WeightForm::Matrix>;  // also of tables and of matrices by head
 using StackId = WeightId<WeightForm::Stack>;
 using VectorId = WeightId<WeightForm::Vector>;  // also of transposed matrices and of parameters
 

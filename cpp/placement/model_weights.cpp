@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cpu/kernels.h"
+#include "placement/head_matrices.h"
 #include "placement/rope_table.h"
 
 namespace sharpi {
@@ -73,10 +74,19 @@ void ModelWeights::place(int32_t index) {
     case WeightForm::Matrix: return placeUnit(index);
     case WeightForm::Table: placed.matrix = _placer.table(inFile(weight)); return;
     case WeightForm::Stack: return placeExperts(index);
+    case WeightForm::HeadRows:
+    case WeightForm::HeadColumns: return placeByHead(weight, placed);
     case WeightForm::Parameters: return;
     case WeightForm::Vector:
     case WeightForm::Transposed: return placeVector(weight, placed);
     }
+}
+
+void ModelWeights::placeByHead(const ListedWeight& weight, Placed& placed) {
+    const Matrix whole = _files.whole(weight.slice());
+    std::vector<uint8_t> bytes;
+    if (whole.data) bytes = headMatrixBytes(weight, whole, cpu::kernels().dequantizeRow);
+    placed.matrix = _placer.made(headMatrix(weight, whole), std::move(bytes), name(weight));
 }
 
 // The host reads a vector in the file if the very same floats lie there, else in a copy.

@@ -54,6 +54,7 @@ private:
     FileMatrix inFile(const ListedWeight& weight) const;
     std::string name(const ListedWeight& weight) const;
     std::vector<float> floats(const ListedWeight& weight) const;
+    void placeByHead(const ListedWeight& weight, Placed& placed);
     void placeVector(const ListedWeight& weight, Placed& placed);
     const float* placeFloats(const std::vector<float>& values, size_t count, const std::string& name);
 

@@ -45,6 +45,14 @@ PlacedExperts MappedPlacer::experts(const ExpertStacks& file, Home, const std::s
     return {stackOf(file.gate), stackOf(file.up), stackOf(file.down)};
 }
 
+Weight MappedPlacer::made(const Matrix& shape, std::vector<uint8_t> bytes, const std::string& name) {
+    const size_t size = static_cast<size_t>(shape.rows) * rowBytes(shape.type, shape.cols);
+    _buffers.emplace_back(_allocator, size, name);
+    auto* const data = _buffers.back().as<uint8_t>();
+    if (!bytes.empty()) _allocator.memory().upload(data, bytes.data(), size);
+    return weightOf(shape, data);
+}
+
 const float* MappedPlacer::vector(const float* host, size_t count, const std::string& name) {
     return copiedVector(_allocator, _buffers, host, count, name);
 }
@@ -52,6 +60,13 @@ const float* MappedPlacer::vector(const float* host, size_t count, const std::st
 const uint8_t* DevicePlacer::room(size_t bytes, const std::string& name) {
     _buffers.emplace_back(_allocator, bytes, name);
     return _buffers.back().as<uint8_t>();
+}
+
+Weight DevicePlacer::made(const Matrix& shape, std::vector<uint8_t> bytes, const std::string& name) {
+    _made.push_back(std::move(bytes));
+    Matrix host = shape;
+    if (!_made.back().empty()) host.data = _made.back().data();
+    return weights({{host, {}, name}})[0];
 }
 
 const float* DevicePlacer::vector(const float* host, size_t count, const std::string& name) {

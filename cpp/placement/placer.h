@@ -34,6 +34,8 @@ public:
     virtual Weight table(const FileMatrix& file) = 0;
     // A layer's experts; home: Vram or Slots, the same for all layers.
     virtual PlacedExperts experts(const ExpertStacks& file, Home home, const std::string& name) = 0;
+    // A matrix that the file does not have as it is: its bytes, which are empty when only planning. It is resident.
+    virtual Weight made(const Matrix& shape, std::vector<uint8_t> bytes, const std::string& name) = 0;
     // `count` floats. If `host` is null, only takes room for them.
     virtual const float* vector(const float* host, size_t count, const std::string& name) = 0;
     // What follows belongs to a prediction layer.
@@ -53,6 +55,7 @@ public:
     std::vector<Weight> weights(const std::vector<FileMatrix>& files) override;
     Weight table(const FileMatrix& file) override;
     PlacedExperts experts(const ExpertStacks& file, Home home, const std::string& name) override;
+    Weight made(const Matrix& shape, std::vector<uint8_t> bytes, const std::string& name) override;
     const float* vector(const float* host, size_t count, const std::string& name) override;
 
 private:
@@ -69,6 +72,7 @@ public:
     std::vector<Weight> weights(const std::vector<FileMatrix>& files) override;
     Weight table(const FileMatrix& file) override;
     PlacedExperts experts(const ExpertStacks& file, Home home, const std::string& name) override;
+    Weight made(const Matrix& shape, std::vector<uint8_t> bytes, const std::string& name) override;
     const float* vector(const float* host, size_t count, const std::string& name) override;
     void startPrediction() override { _stream.startPrediction(); }
     void startHead() override { _stream.startHead(); }
@@ -89,6 +93,7 @@ private:
     ExpertAccessProfiler* _profiler;
     std::vector<Buffer> _buffers;
     std::vector<std::vector<int32_t>> _stackGroups;
+    std::vector<std::vector<uint8_t>> _made;  // what is uploaded from here and not from the file
 };
 
 }  // namespace sharpi

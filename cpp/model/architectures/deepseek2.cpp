@@ -12,8 +12,9 @@ namespace {
 // of the factor's weight; without it, the weight is 1, and rotated elements have the factor too.
 double scoreScale(const ModelReader& model) {
     const Metadata& md = model.metadata();
-    const std::string scaling = model.key("rope.scaling."), length = model.key("attention.key_length_mla");
-    const double plain = 1.0 / std::sqrt(static_cast<double>(md.integer(length, 1, 4096)));
+    const std::string scaling = model.key("rope.scaling."), length = model.key("attention.key_length");
+    const bool later = md.has(length + "_mla");  // than mid-2025
+    const double plain = 1.0 / std::sqrt(static_cast<double>(md.integer(later ? length + "_mla" : length, 1, 4096)));
     if (md.textOr(scaling + "type", "none") != "yarn") return plain;
     const double weight = md.numberOr(scaling + "yarn_log_multiplier", 0.1) / 0.1;
     const double stretch = 1.0 + 0.1 * weight * std::log(md.numberOr(scaling + "factor", 1.0));

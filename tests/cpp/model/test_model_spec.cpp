@@ -81,8 +81,8 @@ TEST(ModelSpec, ReadsEveryArchitecture) {
             EXPECT_FLOAT_EQ(a.scale, arch.gemma4 ? 1.0f : 1.0f / std::sqrt(static_cast<float>(queryDim)));
             ASSERT_EQ(a.latent.has_value(), arch.latent);
             if (a.latent) {
-                EXPECT_EQ(listed(a.latent->keyUp).slice().rows, o.heads * o.latentRank);
-                EXPECT_EQ(listed(a.latent->valueUp).slice().rows, o.heads * o.valueDim);
+                EXPECT_EQ(listed(a.latent->keyUp).slice().rows, o.joinedUp ? o.plainDim : o.heads * o.latentRank);
+                EXPECT_EQ(listed(a.latent->valueUp).slice().rows, o.joinedUp ? o.valueDim : o.heads * o.valueDim);
                 EXPECT_EQ(bool(a.latent->queryDown), o.queryRank > 0);
             }
             EXPECT_EQ(a.qkNorm, arch.embedsPositions(static_cast<int64_t>(i)) ? arch.qkNorm : QkNorm::None);
@@ -144,8 +144,7 @@ TEST(ModelSpec, EveryTensorIsNeeded) {
             model.erase(t.name);
             SCOPED_TRACE(tiny::describe(o) + " without " + t.name);
             // A fused tensor's absence shows as that of its first part.
-            const bool fused =
-                t.name.find("attn_qkv") != std::string::npos || t.name.find("gate_up") != std::string::npos;
+            const bool fused = has("attn_qkv") || has("attn_kv_b") || has("gate_up");
             expectBadModel(fused ? "is missing" : "'" + t.name + "'", [&] { model.spec(); });
         }
     }

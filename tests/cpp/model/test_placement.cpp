@@ -115,7 +115,9 @@ TEST(TensorUses, CountWhatATokenReads) {
                 EXPECT_EQ(use.rows, o.vocab);
             } else {
                 whole[use.tensor] += use.bytesPerToken;
-                EXPECT_EQ(use.bytesPerToken, rowBytes(t.type, use.cols) * static_cast<uint64_t>(use.rows)) << t.name;
+                const bool byHead = t.name.find("attn_kv_b") != std::string::npos;  // its uses are parts of every head
+                const int64_t rows = use.rows * (byHead ? o.heads : 1);
+                EXPECT_EQ(use.bytesPerToken, rowBytes(t.type, use.cols) * static_cast<uint64_t>(rows)) << t.name;
             }
         }
         for (const auto& [tensor, bytes] : whole) {
@@ -150,7 +152,8 @@ bool goTogether(const TensorInfo& a, const TensorInfo& b) {
 Home homeOf(const tiny::Model& model, const Homes& homes, size_t tensor) {
     const TensorInfo& t = model.tensors[tensor];
     const auto has = [&t](const char* part) { return t.name.find(part) != std::string::npos; };
-    if (homes.empty() || t.shape.size() == 1 || has("ssm_conv1d") || has(".bias")) return Home::Vram;
+    if (homes.empty() || t.shape.size() == 1 || has("ssm_conv1d") || has("attn_kv_b") || has(".bias"))
+        return Home::Vram;
     bool away = homes[tensor].home != Home::Vram;
     for (size_t i = 0; i < homes.size(); ++i) away |= goTogether(model.tensors[i], t) && homes[i].home != Home::Vram;
     return !away ? Home::Vram : isStack(t) ? Home::Slots : Home::Direct;

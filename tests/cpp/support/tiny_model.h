@@ -41,6 +41,7 @@ struct Options {
     int64_t denseEvery = 0;   // n: of n layers of a mixture, all but the last are dense
     // Latent attention: head sizes are headDim, of rotated elements, and those of the plain ones and of values.
     int64_t queryRank = 64, latentRank = 32, plainDim = 32, valueDim = 24;  // queryRank: 0: queries come from x
+    bool joinedUp = false;   // keys' and values' matrices of all heads are one, as in files from before mid-2025
     int64_t denseFirst = 0;  // so many layers of a mixture, its first, are dense
     unsigned seed = 1;
 };
@@ -206,11 +207,12 @@ private:
 
     void writeLatentMetadata() {
         const Options& o = _options;
-        metadata[key("attention.head_count_kv")] = int64_t{1};
+        const std::string ending = o.joinedUp ? "" : "_mla";
+        metadata[key("attention.head_count_kv")] = o.joinedUp ? o.heads : int64_t{1};
         metadata[key("attention.key_length")] = o.latentRank + o.headDim;
         metadata[key("attention.value_length")] = o.latentRank;
-        metadata[key("attention.key_length_mla")] = o.plainDim + o.headDim;
-        metadata[key("attention.value_length_mla")] = o.valueDim;
+        metadata[key("attention.key_length" + ending)] = o.plainDim + o.headDim;
+        metadata[key("attention.value_length" + ending)] = o.valueDim;
         metadata[key("attention.kv_lora_rank")] = o.latentRank;
         if (o.queryRank) metadata[key("attention.q_lora_rank")] = o.queryRank;
         metadata[key("rope.dimension_count")] = o.headDim;
@@ -299,8 +301,12 @@ private:
         }
         add(block + "attn_kv_a_mqa.weight", o.matrices, {o.embedding, o.latentRank + o.headDim});
         add(block + "attn_kv_a_norm.weight", DType::F32, {o.latentRank});
-        add(block + "attn_k_b.weight", o.matrices, {o.plainDim, o.latentRank, o.heads});
-        add(block + "attn_v_b.weight", o.matrices, {o.latentRank, o.valueDim, o.heads});
+        if (o.joinedUp) {
+            add(block + "attn_kv_b.weight", o.matrices, {o.latentRank, o.heads * (o.plainDim + o.valueDim)});
+        } else {
+            add(block + "attn_k_b.weight", o.matrices, {o.plainDim, o.latentRank, o.heads});
+            add(block + "attn_v_b.weight", o.matrices, {o.latentRank, o.valueDim, o.heads});
+        }
         add(block + "attn_output.weight", o.matrices, {o.heads * o.valueDim, o.embedding});
     }
 
@@ -526,7 +532,10 @@ inline std::vector<Options> latents() {
     scaled.denseFirst = 0;
     scaled.matrices = DType::Q4_0;
     scaled.fusedExperts = true;
-    return {narrow, wide, scaled};
+    Options joined = narrow;
+    joined.seed = 403;
+    joined.joinedUp = true;
+    return {narrow, wide, scaled, joined};
 }
 
 inline std::vector<Options> variants() {

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden_families import FAMILIES
+from click.testing import CliRunner
+from golden_families import CPU_ONLY, FAMILIES
 from golden_models import GOLDEN, LOGITS, write_golden
 from numpy_model import NumpyModel, relative_error
 
 from sharpi import Model
+from sharpi.cli import main
 
 COUNT = 40  # more than two windows
 CUTS = [1, 7, 2, 20, 1, 1]
@@ -115,6 +117,32 @@ def test_the_number_of_threads_changes_nothing(name: str, tmp_path: Path, monkey
         one = model.logits(tokens)
     with load(path, threads=3) as model:
         np.testing.assert_array_equal(model.logits(tokens, chunks=CUTS), one)
+
+
+@pytest.mark.parametrize("name", CPU_ONLY)
+def test_a_plan_for_the_gpu_refuses_what_it_has_no_kernels_for(name: str, tmp_path: Path) -> None:
+    path, gpu = str(write_golden(name, tmp_path)), ["--device", "cuda", "--vram", "1GiB"]
+    refused = CliRunner().invoke(main, ["plan", "-m", path, *gpu])
+    assert refused.exit_code != 0
+    assert refused.output.strip() == "sharpi: error: the GPU cannot run this model: latent attention; device cpu can"
+    assert CliRunner().invoke(main, ["plan", "-m", path, "--device", "cpu"]).exit_code == 0
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16"])
+def test_joined_matrices_of_heads_change_nothing(kind: str, tmp_path: Path) -> None:
+    """Files from before mid-2025 have the rows of a head's keys and then of its values in one matrix. How quantized
+    rows become columns is in test_head_matrices.cpp."""
+    name, tokens = "deepseek2", tokens_of("deepseek2")
+    weights, joined = dict(GOLDEN[name].weights()), {}
+    for block in (f"blk.{layer}." for layer in range(4)):
+        keys, values = weights[block + "attn_k_b.weight"].transpose(0, 2, 1), weights[block + "attn_v_b.weight"]
+        joined[block + "attn_kv_b.weight"] = np.concatenate([keys, values], axis=1).reshape(-1, values.shape[2])
+    with load(write_golden(name, tmp_path, kind=kind)) as model:
+        apart = model.logits(tokens)
+    path = write_golden(name, tmp_path, kind=kind, extra=joined, change=lambda tensor, data:
+                        None if tensor.endswith(("attn_k_b.weight", "attn_v_b.weight")) else data)
+    with load(path) as model:
+        np.testing.assert_array_equal(model.logits(tokens), apart)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "llama4", "mistral3", "qwen3next"])

@@ -14,7 +14,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-__all__ = ["FAMILIES", "SEED", "VOCABULARY", "WIDTH", "Family", "add_keys"]
+__all__ = ["CPU_ONLY", "FAMILIES", "SEED", "VOCABULARY", "WIDTH", "Family", "add_keys"]
 
 SEED = 7
 WIDTH, VOCABULARY = 256, 512
@@ -494,3 +494,5 @@ FAMILIES = {
         "expert_gating_func": 1, "expert_weights_norm": True, "attention.temperature_scale": 0.1,
         "attention.temperature_length": 64}),
 }
+# Those with latent attention, for which the GPU has no kernels.
+CPU_ONLY = tuple(name for name, family in FAMILIES.items() if "attention.kv_lora_rank" in family.keys)
