@@ -5,6 +5,7 @@ float32 is held to the golden logits in test_reference.py. What rounds is held t
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -126,6 +127,13 @@ def test_a_plan_for_the_gpu_refuses_what_it_has_no_kernels_for(name: str, tmp_pa
     assert refused.exit_code != 0
     assert refused.output.strip() == "sharpi: error: the GPU cannot run this model: latent attention; device cpu can"
     assert CliRunner().invoke(main, ["plan", "-m", path, "--device", "cpu"]).exit_code == 0
+
+
+def test_latent_attention_keeps_one_row_for_all_heads(tmp_path: Path) -> None:
+    """A latent of 64 and a rotated key of 16 in each of four layers; nothing is stored twice."""
+    path = str(write_golden("deepseek2", tmp_path))
+    plan = json.loads(CliRunner().invoke(main, ["plan", "-m", path, "--device", "cpu", "-c", "4096", "--json"]).output)
+    assert plan["kv_bytes"] == 4 * (64 + 16) * 4096 * 2
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16"])
