@@ -19,7 +19,7 @@ public:
     explicit Session(std::shared_ptr<Engine> engine);
 
     std::vector<int32_t> tokens() const;  // evaluated, in order
-    int64_t vocabSize() const { return _text.limits().vocabSize; }
+    int64_t vocabSize() const { return _text.held().limits().vocabSize; }
     // Throws Error(InvalidArgument) if `tokens` is 0, or if the context has no room for that many more.
     void requireRoom(int64_t tokens) const;
     void reset();

@@ -42,39 +42,25 @@ int64_t mostRunning(Engine& engine, const SchedulerOptions& options) {
     return isLimited(model.kv()) ? engine.options().sequences : engine.runner().limits().headRows;
 }
 
-}  // namespace
-
-Scheduler::Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& options)
-    : _engine(std::move(engine)),
-      _options(options),
-      _mostRunning(mostRunning(*_engine, options)),
-      _keepsTexts(isLimited(_engine->runner().lock().kv())),
-      _pace(options.greatestGap, _engine->runner().limits().pieces.rows, _engine->backend().bus().streams) {
-    if (!(options.greatestGap > 0)) throw Error(ErrorKind::InvalidArgument, "the greatest gap must be above 0 seconds");
-    if (options.queue < 1 || options.running < 0)
-        throw Error(ErrorKind::InvalidArgument, "a scheduler needs room for at least one request");
-    _store = openStore();
-    _thread = std::thread([this] { work(); });
+double since(Scheduler::Clock::time_point from) {
+    return std::chrono::duration<double>(Scheduler::Clock::now() - from).count();
 }
 
-uint64_t Scheduler::openStore() const {
-    const LockedModel model = _engine->runner().lock();
-    SpillOptions spill{_options.spillBytes, _options.statesBytes, _options.directory};
-    spill.directory.identity = bitsIdentity(_options.file, *_engine, model);
+// Tokens with which both prompts begin, if they may share what is computed.
+int64_t commonTokens(const Request& a, const Request& b) {
+    if (a.salt != b.salt) return 0;
+    return std::mismatch(a.prompt.begin(), a.prompt.end(), b.prompt.begin(), b.prompt.end()).first - a.prompt.begin();
+}
+
+uint64_t openStore(Engine& engine, const SchedulerOptions& options) {
+    const LockedModel model = engine.runner().lock();
+    SpillOptions spill{options.spillBytes, options.statesBytes, options.directory};
+    spill.directory.identity = bitsIdentity(options.file, engine, model);
     return KvSharing(model.kv()).openStore(spill);
 }
 
-Scheduler::~Scheduler() {
-    {
-        std::lock_guard<std::mutex> lock(_mutex);
-        _isEnding = true;
-    }
-    _changed.notify_all();
-    _thread.join();
-}
-
-void Scheduler::check(const Request& request) const {
-    const SequenceLimits& limits = _engine->runner().limits();
+// Throws Error(InvalidArgument) for a request that can never be served.
+void check(const Request& request, const SequenceLimits& limits) {
     request.params.validate(limits.vocabSize);
     request.drafts.validate();
     if (request.drafts.source == DraftOptions::Source::Prediction && !limits.predictionLayer)
@@ -102,8 +88,32 @@ void Scheduler::check(const Request& request) const {
         throw Error(ErrorKind::InvalidArgument, "a request needs more than 0 seconds");
 }
 
+}  // namespace
+
+Scheduler::Scheduler(std::shared_ptr<Engine> engine, const SchedulerOptions& options)
+    : _engine(std::move(engine)),
+      _options(options),
+      _mostRunning(mostRunning(*_engine, options)),
+      _keepsTexts(isLimited(_engine->runner().lock().kv())),
+      _pace(options.greatestGap, _engine->runner().limits().pieces.rows, _engine->backend().bus().streams) {
+    if (!(options.greatestGap > 0)) throw Error(ErrorKind::InvalidArgument, "the greatest gap must be above 0 seconds");
+    if (options.queue < 1 || options.running < 0)
+        throw Error(ErrorKind::InvalidArgument, "a scheduler needs room for at least one request");
+    _store = openStore(*_engine, _options);
+    _thread = std::thread([this] { work(); });
+}
+
+Scheduler::~Scheduler() {
+    {
+        std::lock_guard<std::mutex> lock(_mutex);
+        _isEnding = true;
+    }
+    _changed.notify_all();
+    _thread.join();
+}
+
 std::shared_ptr<Answer> Scheduler::submit(Request request, std::shared_ptr<Arrivals> arrivals) {
-    check(request);
+    check(request, _engine->runner().limits());
     auto entry = std::make_unique<Entry>();
     entry->submitted = Clock::now();
     std::sort(request.ends.begin(), request.ends.end());
@@ -129,8 +139,6 @@ SchedulerCounts Scheduler::counts() const {
     counts.waiting += static_cast<int64_t>(_submitted.size());
     return counts;
 }
-
-double Scheduler::since(Clock::time_point from) { return std::chrono::duration<double>(Clock::now() - from).count(); }
 
 int64_t Scheduler::count(State state) const {
     return std::count_if(_entries.begin(), _entries.end(),
@@ -165,7 +173,12 @@ void Scheduler::work() {
     while (collect()) {
         endOverdue();
         bool worked = false;
-        if (count(State::Writing) == 0 || !_pace.answersAreDue()) worked = prepareSome();
+        if (count(State::Writing) == 0 || !_pace.answersAreDue()) {
+            const int64_t rows = _pace.pieceRows(count(State::Writing) > 0);
+            const std::vector<Entry*> group = prompts(rows);
+            worked = !group.empty();
+            if (worked) prepare(group, rows);
+        }
         worked = write() || worked;
         removeFinished();
         if (!worked && !_entries.empty()) std::this_thread::sleep_for(kPatience);
@@ -270,15 +283,6 @@ bool Scheduler::bringMatchToEnd(const Request& request) {
     return true;
 }
 
-// Computes a piece of what some requests lack. Returns whether there was any.
-bool Scheduler::prepareSome() {
-    const int64_t rows = _pace.pieceRows(count(State::Writing) > 0);
-    const std::vector<Entry*> group = prompts(rows);
-    if (group.empty()) return false;
-    prepare(group, rows);
-    return true;
-}
-
 // Each prompt in a pass needs states to itself, which those that are being written may hold.
 size_t Scheduler::mostPrompts() const {
     const bool hasStates = _engine->runner().lock().kv().states().any();
@@ -296,28 +300,22 @@ std::vector<Scheduler::Entry*> Scheduler::prompts(int64_t rows) {
         Entry* entry = nextToPrepare(taken, pages);
         if (!entry) break;
         if (!begin(*entry)) continue;
-        if (!group.empty() && sharesNextPage(*entry, group)) {
+        // If its next page has the tokens of one that another is about to compute, it waits for that one.
+        const int64_t held = entry->text->held().cachedTokens(), page = PagePool::kPageTokens;
+        const bool waits = std::any_of(group.begin(), group.end(), [&](const Entry* other) {
+            return commonTokens(entry->request, other->request) >= held / page * page + page;
+        });
+        if (waits) {
             others.push_back(entry);
             continue;
         }
         const auto tokens = static_cast<int64_t>(entry->request.prompt.size());
-        const int64_t lacks = std::max<int64_t>(tokens - entry->text->held().cachedTokens(), 1);
+        const int64_t lacks = std::max<int64_t>(tokens - held, 1);
         missing += lacks;
         pages += PagePool::pagesFor(lacks);
         group.push_back(entry);
     }
     return group;
-}
-
-// Whether the entry's next page has the tokens of one that another is about to compute: it waits for that one.
-bool Scheduler::sharesNextPage(const Entry& entry, const std::vector<Entry*>& group) {
-    const std::vector<int32_t>& prompt = entry.request.prompt;
-    const int64_t held = entry.text->held().cachedTokens() / PagePool::kPageTokens * PagePool::kPageTokens;
-    return std::any_of(group.begin(), group.end(), [&](const Entry* other) {
-        const std::vector<int32_t>& theirs = other->request.prompt;
-        const auto end = std::mismatch(prompt.begin(), prompt.end(), theirs.begin(), theirs.end()).first;
-        return other->request.salt == entry.request.salt && end - prompt.begin() >= held + PagePool::kPageTokens;
-    });
 }
 
 // Gives the text its prompt, and what others have computed of it. Returns whether it has it now: otherwise the request

@@ -56,8 +56,9 @@ public:
     std::shared_ptr<Answer> submit(Request request, std::shared_ptr<Arrivals> arrivals = nullptr);
     SchedulerCounts counts() const;
 
-private:
     using Clock = std::chrono::steady_clock;
+
+private:
     enum class State { Waiting, Preparing, Writing };
     // A request on its way. Waiting ones hold no memory of the cache: they are new, or were paused.
     struct Entry {
@@ -73,20 +74,16 @@ private:
     };
     using Entries = std::vector<std::unique_ptr<Entry>>;
 
-    uint64_t openStore() const;
-    void check(const Request& request) const;
     void work();
     bool collect();
     void endOverdue();
     Entry* nextToPrepare(const std::vector<Entry*>& taken, int64_t promisedPages);
     bool admit(Entry& entry, int64_t promisedPages);
     bool bringMatchToEnd(const Request& request);
-    bool prepareSome();
     bool begin(Entry& entry);
     size_t mostPrompts() const;
     std::vector<Entry*> prompts(int64_t rows);
     void prepare(const std::vector<Entry*>& group, int64_t rows);
-    static bool sharesNextPage(const Entry& entry, const std::vector<Entry*>& group);
     void startWriting(Entry& entry);
     bool write();
     void hand(Entry& entry, std::vector<Chosen> tokens);
@@ -96,7 +93,6 @@ private:
     int64_t count(State state) const;
     void countStates(SchedulerCounts& counts) const;
     void noteShared();
-    static double since(Clock::time_point from);
     template <typename Change> void note(const Change& change);
 
     const std::shared_ptr<Engine> _engine;

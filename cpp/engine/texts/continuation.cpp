@@ -25,6 +25,20 @@ Transcript reusablePart(const std::vector<int32_t>& prompt, const PieceRules& ru
     return part;
 }
 
+// Whether a text holds all of its prompt, which is then forgotten.
+bool endIfWhole(std::optional<Addition>& prompt, const HeldText& held) {
+    if (held.size() < prompt->text.size()) return false;
+    prompt.reset();
+    return true;
+}
+
+// Computes a piece, of about `rows` rows, of what the cache has lost. Returns whether nothing is missing any more.
+bool recompute(HeldText& held, int64_t rows) {
+    const LockedModel model = held.engine().runner().lock();
+    const int64_t computed = held.running().sequence.cutToComputed(model, held.text());
+    return held.recomputePiece(model, computed + std::clamp<int64_t>(rows, 1, held.limits().pieces.rows));
+}
+
 }  // namespace
 
 std::vector<int32_t> Continuation::tokens() const {
@@ -65,7 +79,7 @@ void Continuation::complete(Addition& addition, const std::vector<int64_t>& chun
     try {
         for (size_t chunk = 0; _held.size() < addition.text.size();) {
             if (interrupted && interrupted()) throw Error(ErrorKind::InvalidArgument, "interrupted");
-            if (addPiece(addition, chunk < chunks.size() ? chunks[chunk] : limits().pieces.rows)) ++chunk;
+            if (addPiece(addition, chunk < chunks.size() ? chunks[chunk] : _held.limits().pieces.rows)) ++chunk;
         }
     } catch (...) {
         _held.abandon(addition);
@@ -75,15 +89,13 @@ void Continuation::complete(Addition& addition, const std::vector<int64_t>& chun
 
 // Returns whether the piece had new tokens.
 bool Continuation::addPiece(Addition& addition, int64_t rows) {
-    std::optional<std::vector<Chosen>> chosen = _held.addPiece(addition, rows);
-    if (!chosen) return false;
-    takeChosen(std::move(*chosen));
-    return true;
-}
-
-void Continuation::takeChosen(std::vector<Chosen> chosen) {
+    const LockedModel model = _held.engine().runner().lock();
+    const Piece piece = _held.nextPiece(model, addition, rows);
+    std::vector<Chosen> chosen = TextPasses(model, _held.limits()).run({{&_held.running(), piece}}).front();
+    if (!_held.take(model, addition, piece)) return false;
     if (_held.running().sampler) _held.running().sampler->advance(chosen.size());
     _chosen = std::move(chosen);
+    return true;
 }
 
 // --- generation ------------------------------------------------------------------------------------------------------
@@ -97,20 +109,20 @@ void Continuation::begin(const std::vector<int32_t>& prompt, const SamplingParam
                          const AnswerExtras& extras) {
     RunningText& running = _held.running();
     running.sampler.reset();  // so that nothing follows if this fails
-    params.validate(limits().vocabSize);
+    params.validate(_held.limits().vocabSize);
     drafts.validate();
-    if (drafts.source == DraftOptions::Source::Prediction && !limits().predictionLayer) {
+    if (drafts.source == DraftOptions::Source::Prediction && !_held.limits().predictionLayer) {
         throw Error(ErrorKind::InvalidArgument,
                     "the model has no prediction layer to draft with; n-gram drafts work with any model");
     }
     if (prompt.empty()) throw Error(ErrorKind::InvalidArgument, "the prompt is empty: give at least one token");
-    if (static_cast<int64_t>(prompt.size()) > limits().context) {
-        throw Error(ErrorKind::InvalidArgument, "the prompt has " + std::to_string(prompt.size()) +
-                                                    " tokens, the context holds " + std::to_string(limits().context) +
-                                                    ": shorten it or ask for a larger context");
+    if (static_cast<int64_t>(prompt.size()) > _held.limits().context) {
+        throw Error(ErrorKind::InvalidArgument,
+                    "the prompt has " + std::to_string(prompt.size()) + " tokens, the context holds " +
+                        std::to_string(_held.limits().context) + ": shorten it or ask for a larger context");
     }
     settle();
-    const RowKind kind = promptKind(static_cast<int64_t>(prompt.size()), limits().pieces);
+    const RowKind kind = promptKind(static_cast<int64_t>(prompt.size()), _held.limits().pieces);
     endAnswer();
     _held.keep(extras.echo ? 0 : reusable(prompt), kind);
     _reused = _held.size();
@@ -120,7 +132,7 @@ void Continuation::begin(const std::vector<int32_t>& prompt, const SamplingParam
     if (extras.echo) addition.scores = &_scores.emplace(prompt, std::max(extras.best, 0));
     running.best = extras.best;
     running.constraint = ConstraintFollower(extras.constraint);
-    running.sampler.emplace(params, limits().vocabSize);
+    running.sampler.emplace(params, _held.limits().vocabSize);
     _prompt = std::move(addition);
 }
 
@@ -137,16 +149,10 @@ void Continuation::computePrompt(const Interrupted& interrupted) {
 
 bool Continuation::prepare(int64_t rows) {
     if (!_held.running().sampler) throw Error(ErrorKind::Internal, "prepare() before begin()");
-    if (!_prompt) return _held.recomputeNext(rows);
+    if (!_prompt) return recompute(_held, rows);
     adoptPrompt();
     addPiece(*_prompt, rows);
-    return endPrompt();
-}
-
-bool Continuation::endPrompt() {
-    if (_held.size() < _prompt->text.size()) return false;
-    _prompt.reset();
-    return true;
+    return endIfWhole(_prompt, _held);
 }
 
 void Continuation::adoptPrompt() {
@@ -156,21 +162,9 @@ void Continuation::adoptPrompt() {
     _reused += _held.size() - before;
 }
 
-std::optional<TextPasses::Part> Continuation::promptPart(const LockedModel& model, int64_t rows) {
-    if (!_prompt || _prompt->scores || rows < 1 || TextPasses(model, limits()).predicts(_held.running())) return {};
-    const Piece piece = _held.nextPiece(model, *_prompt, rows);
-    if (piece.kind != RowKind::Prompt || piece.count > rows) return {};
-    return TextPasses::Part{&_held.running(), piece};
-}
-
-bool Continuation::acceptPrompt(const LockedModel& model, const TextPasses::Part& part, std::vector<Chosen> chosen) {
-    if (_held.take(model, *_prompt, part.piece)) takeChosen(std::move(chosen));
-    return endPrompt();
-}
-
 int64_t Continuation::reusable(const std::vector<int32_t>& prompt) const {
     if (prompt.empty()) return 0;
-    return _held.text().agreement(reusablePart(prompt, limits().pieces), limits().pieces.oneArithmetic);
+    return _held.text().agreement(reusablePart(prompt, _held.limits().pieces), _held.limits().pieces.oneArithmetic);
 }
 
 std::vector<Chosen> Continuation::hand(size_t most) {
@@ -190,7 +184,7 @@ Continuation::Rows Continuation::rowsToDecode(const LockedModel& model, int64_t 
     }
     _held.share(model);
     const RunningText& running = _held.running();
-    const int64_t most = std::min(drafts, TextPasses(model, limits()).mostDrafts(running, _held.size()));
+    const int64_t most = std::min(drafts, TextPasses(model, _held.limits()).mostDrafts(running, _held.size()));
     Rows rows{this, running.drafter.drafts(running.history, most)};
     rows.tokens.insert(rows.tokens.begin(), running.history.back());
     const auto count = [&] { return static_cast<int64_t>(rows.tokens.size()); };
@@ -213,6 +207,49 @@ void Continuation::accept(const Rows& rows, std::vector<Chosen> chosen) {
     _held.running().sampler->advance(chosen.size());
     _held.running().drafter.count(static_cast<int64_t>(rows.tokens.size()) - 1, _ahead);
     _chosen = std::move(chosen);
+}
+
+// --- prompts ---------------------------------------------------------------------------------------------------------
+
+std::vector<bool> prepareTogether(const std::vector<Continuation*>& texts, int64_t rows) {
+    std::vector<bool> done(texts.size());
+    std::vector<Continuation*> together;
+    std::vector<TextPasses::Part> parts;
+    for (Continuation* text : texts)
+        if (texts.size() > 1) text->adoptPrompt();
+    const SequenceLimits& limits = texts.front()->_held.limits();
+    {
+        const LockedModel model = texts.front()->_held.engine().runner().lock();
+        const TextPasses passes(model, limits);
+        int64_t left = std::min(rows, limits.pieces.rows);
+        for (Continuation* text : texts) {
+            HeldText& held = text->_held;
+            std::optional<Addition>& prompt = text->_prompt;
+            const bool isAlone = !prompt || prompt->scores || passes.predicts(held.running());
+            const bool isFull = left < 1 || static_cast<int64_t>(parts.size()) == limits.pieces.prompts;
+            if (isAlone || isFull) continue;
+            const Piece piece = held.nextPiece(model, *prompt, left);
+            if (piece.kind != RowKind::Prompt || piece.count > left) continue;
+            left -= piece.count;
+            parts.push_back({&held.running(), piece});
+            together.push_back(text);
+        }
+        if (parts.size() > 1 && together.front() == texts.front()) {
+            std::vector<std::vector<Chosen>> chosen = passes.run(parts);
+            for (size_t i = 0; i < parts.size(); ++i) {
+                Continuation& text = *together[i];
+                if (text._held.take(model, *text._prompt, parts[i].piece)) {
+                    text._held.running().sampler->advance(chosen[i].size());
+                    text._chosen = std::move(chosen[i]);
+                }
+                const auto at = std::find(texts.begin(), texts.end(), &text) - texts.begin();
+                done[static_cast<size_t>(at)] = endIfWhole(text._prompt, text._held);
+            }
+            return done;
+        }
+    }
+    done[0] = texts.front()->prepare(rows);
+    return done;
 }
 
 }  // namespace sharpi

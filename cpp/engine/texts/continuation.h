@@ -27,10 +27,11 @@ public:
     explicit Continuation(std::shared_ptr<Engine> engine, std::optional<std::string> salt = {})
         : _held(std::move(engine), std::move(salt)) {}
 
-    const SequenceLimits& limits() const { return _held.limits(); }
     const HeldText& held() const { return _held; }
-    std::vector<int32_t> tokens() const;                                       // evaluated, in order
-    int64_t room() const { return limits().context - _held.size() + _ahead; }  // tokens that the context still takes
+    std::vector<int32_t> tokens() const;  // evaluated, in order
+    int64_t room() const {
+        return _held.limits().context - _held.size() + _ahead;
+    }                                                 // tokens that the context still takes
     int64_t reusedTokens() const { return _reused; }  // of the last prompt, that did not have to be computed again
 
     // Forgets all tokens.
@@ -50,12 +51,13 @@ public:
     // Computes a piece, of about `rows` rows, of what is missing and no other text has computed: of the prompt, or of
     // what the cache has lost. Returns whether nothing is missing any more. If it throws, it can be called again.
     bool prepare(int64_t rows);
-    // The same for several texts, whose pieces share a pass: see prepareTogether(). First, adoptPrompt() takes what
-    // other texts have computed. Then promptPart() returns the next piece if it is a piece of the prompt that can share
-    // a pass and has at most `rows` rows. Once that is computed, acceptPrompt() does what prepare() does.
+    // Takes what other texts have computed of the prompt, which must have begun. prepare() does it too.
     void adoptPrompt();
-    std::optional<TextPasses::Part> promptPart(const LockedModel& model, int64_t rows);
-    bool acceptPrompt(const LockedModel& model, const TextPasses::Part& part, std::vector<Chosen> chosen);
+    // Computes a piece of each text's prompt in one pass of at most `rows` rows, of as many of the texts as have room
+    // in it; the first one always has. Returns for each text whether nothing is missing any more. All prompts must have
+    // begun. What a text gets does not depend on its company. If it throws, it can be called again, also with other
+    // texts.
+    friend std::vector<bool> prepareTogether(const std::vector<Continuation*>& texts, int64_t rows);
     // The tokens at the beginning of a generation's prompt that begin() would find in the cache.
     int64_t reusable(const std::vector<int32_t>& prompt) const;
 
@@ -86,8 +88,6 @@ private:
     void settle();
     void complete(Addition& addition, const std::vector<int64_t>& chunks, const Interrupted& interrupted);
     bool addPiece(Addition& addition, int64_t rows);
-    void takeChosen(std::vector<Chosen> chosen);
-    bool endPrompt();
 
     HeldText _held;                   // what the cache holds, or has lost and the next step computes again
     std::optional<Addition> _prompt;  // that is to be computed
@@ -96,5 +96,7 @@ private:
     std::optional<PromptScores> _scores;
     int64_t _reused = 0;
 };
+
+std::vector<bool> prepareTogether(const std::vector<Continuation*>& texts, int64_t rows);
 
 }  // namespace sharpi

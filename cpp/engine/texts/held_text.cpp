@@ -85,16 +85,6 @@ void HeldText::cutToAgreement(const LockedModel& model, const Addition& addition
     _running.sequence.cutBack(model, _text.agreement(addition.text, limits().pieces.oneArithmetic));
 }
 
-// The text takes each piece of the tokens once it is computed, and with the first piece the kinds that the tokens give
-// to the rows before them.
-std::optional<std::vector<Chosen>> HeldText::addPiece(Addition& addition, int64_t rows) {
-    const LockedModel model = _engine->runner().lock();
-    const Piece piece = nextPiece(model, addition, rows);
-    std::vector<Chosen> chosen = TextPasses(model, limits()).run({{&_running, piece}}).front();
-    if (!take(model, addition, piece)) return std::nullopt;
-    return chosen;
-}
-
 Piece HeldText::nextPiece(const LockedModel& model, Addition& addition, int64_t rows) {
     if (!std::exchange(addition.begun, true)) cutToAgreement(model, addition);
     const int64_t end = _running.sequence.pieceEnd(model, addition.text, _text.size(), rows);
@@ -105,6 +95,8 @@ Piece HeldText::nextPiece(const LockedModel& model, Addition& addition, int64_t 
     return piece;
 }
 
+// The text takes each piece of the tokens once it is computed, and with the first piece the kinds that the tokens give
+// to the rows before them.
 bool HeldText::take(const LockedModel& model, const Addition& addition, const Piece& piece) {
     if (piece.end() <= _text.size()) return false;
     _text.follow(addition.text, piece.end());
@@ -123,12 +115,6 @@ bool HeldText::recomputePiece(const LockedModel& model, int64_t wanted) {
     TextPasses(model, limits()).run({{&_running, piece}});
     share(model, CachedSequence::statesToCopy(piece));
     return isComputed();
-}
-
-bool HeldText::recomputeNext(int64_t rows) {
-    const LockedModel model = _engine->runner().lock();
-    const int64_t computed = _running.sequence.cutToComputed(model, _text);
-    return recomputePiece(model, computed + std::clamp<int64_t>(rows, 1, limits().pieces.rows));
 }
 
 void HeldText::adopt(const LockedModel& model, const Transcript& text, int64_t tokens) {

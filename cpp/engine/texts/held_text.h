@@ -62,21 +62,16 @@ public:
 
     // Throws what requireRoomFor() throws.
     Addition adding(const std::vector<int32_t>& tokens, RowKind kind, float* logits);
-    // Computes one piece of what an addition lacks, of about `rows` rows. If there is a sampler, a token is chosen from
-    // the last row's logits. Otherwise the logits of every row are written to `logits`. Returns what was chosen, or
-    // nothing if the piece has no new tokens. If it throws, it can be called again.
-    std::optional<std::vector<Chosen>> addPiece(Addition& addition, int64_t rows);
-    // The same in two steps, for a piece that shares its pass: what addPiece() computes, and what it then does. take()
-    // returns whether the piece has new tokens.
+    // The next piece of what an addition lacks, of about `rows` rows. If there is a sampler, the pass over it chooses a
+    // token from the last row's logits. Otherwise it writes the logits of every row to `logits`.
     Piece nextPiece(const LockedModel& model, Addition& addition, int64_t rows);
+    // Takes a piece of an addition that a pass has computed. Returns whether it has new tokens.
     bool take(const LockedModel& model, const Addition& addition, const Piece& piece);
     // Leaves nothing in the cache that was computed for an addition as another kind than the text says.
     void abandon(const Addition& addition);
     // Computes a piece, up to the token `wanted` or near it, of what the cache has lost. Returns whether nothing is
     // missing any more.
     bool recomputePiece(const LockedModel& model, int64_t wanted);
-    // Of about `rows` rows.
-    bool recomputeNext(int64_t rows);
     // Takes what other texts have computed of an addition, but for its last token.
     void adopt(Addition& addition);
     // Lets other texts have what is computed. states: see KvCache::share().

@@ -15,7 +15,7 @@ using Rows = Continuation::Rows;
 void decode(const LockedModel& model, const std::vector<Rows>& step) {
     std::vector<TextPasses::Part> parts;
     for (const Rows& rows : step) parts.push_back(rows.text->partOf(rows));
-    std::vector<std::vector<Chosen>> chosen = TextPasses(model, step.front().text->limits()).run(parts);
+    std::vector<std::vector<Chosen>> chosen = TextPasses(model, step.front().text->held().limits()).run(parts);
     for (size_t i = 0; i < step.size(); ++i) step[i].text->accept(step[i], std::move(chosen[i]));
 }
 
@@ -51,7 +51,7 @@ void stepTogether(const std::vector<Continuation*>& texts, int64_t drafts) {
     for (Continuation* text : texts)
         if (text->chosen().empty() && text->room() >= 1) waiting.push_back(text);
     if (waiting.empty()) return;
-    const SequenceLimits& limits = waiting.front()->limits();
+    const SequenceLimits& limits = waiting.front()->held().limits();
     const LockedModel model = waiting.front()->held().engine().runner().lock();
     const int64_t most = std::min(limits.pieces.decodeRows, limits.headRows);
     std::vector<Rows> step;
@@ -72,38 +72,6 @@ void stepTogether(const std::vector<Continuation*>& texts, int64_t drafts) {
         taken += count;
     }
     decodeTogether(model, std::move(step));
-}
-
-std::vector<bool> prepareTogether(const std::vector<Continuation*>& texts, int64_t rows) {
-    std::vector<bool> done(texts.size());
-    if (texts.size() == 1) {
-        done[0] = texts[0]->prepare(rows);
-        return done;
-    }
-    for (Continuation* text : texts) text->adoptPrompt();
-    const SequenceLimits& limits = texts.front()->limits();
-    std::vector<TextPasses::Part> parts;
-    std::vector<size_t> indices;
-    {
-        const LockedModel model = texts.front()->held().engine().runner().lock();
-        int64_t left = std::min(rows, limits.pieces.rows);
-        for (size_t i = 0; i < texts.size() && static_cast<int64_t>(parts.size()) < limits.pieces.prompts; ++i) {
-            const std::optional<TextPasses::Part> part = texts[i]->promptPart(model, left);
-            if (!part && i == 0) break;
-            if (!part) continue;
-            left -= part->piece.count;
-            parts.push_back(*part);
-            indices.push_back(i);
-        }
-        if (parts.size() > 1) {
-            std::vector<std::vector<Chosen>> chosen = TextPasses(model, limits).run(parts);
-            for (size_t k = 0; k < parts.size(); ++k)
-                done[indices[k]] = texts[indices[k]]->acceptPrompt(model, parts[k], std::move(chosen[k]));
-            return done;
-        }
-    }
-    done[0] = texts[0]->prepare(rows);
-    return done;
 }
 
 }  // namespace sharpi

@@ -1,4 +1,4 @@
-// Passes of the model that several texts share: steps of answers, and pieces of prompts.
+// Steps of the model that several texts share.
 #pragma once
 
 #include <vector>
@@ -11,10 +11,5 @@ namespace sharpi {
 // step, as many as its rows allow; those that draft with the prediction layer have steps of their own. Each drafts at
 // most `drafts` tokens. What a text gets does not depend on its company. If it throws, no token is lost.
 void stepTogether(const std::vector<Continuation*>& texts, int64_t drafts);
-
-// Computes a piece of each text's prompt in one pass of at most `rows` rows, of as many of the texts as have room in
-// it; the first one always has. Returns for each text whether nothing is missing any more. All prompts must have begun.
-// What a text gets does not depend on its company. If it throws, it can be called again, also with other texts.
-std::vector<bool> prepareTogether(const std::vector<Continuation*>& texts, int64_t rows);
 
 }  // namespace sharpi

@@ -8,6 +8,7 @@ SHARPI_OLDEST_CMAKE.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -81,11 +82,17 @@ def run_cmake(cmake: str, *arguments: str, nvcc: Path | None = None,
                           timeout=300)
 
 
+# Where a machine may keep a runtime library that belongs to no toolkit of a test.
+SYSTEM_LIBRARIES = ("/usr/local/lib", "/usr/local/lib64", "/usr/lib", "/usr/lib64", "/lib", "/lib64",
+                    f"/usr/lib/{platform.machine()}-linux-gnu", f"/lib/{platform.machine()}-linux-gnu")
+
+
 def decide(cmake: str, tmp_path: Path, wanted: str, *, nvcc: Path | None = None) -> tuple[int, str]:
     """The exit code of configuring, and what was decided or the error, on one line."""
     (tmp_path / "CMakeLists.txt").write_text(PROJECT % TOOLKIT)
     done = run_cmake(cmake, "-S", str(tmp_path), "-B", str(tmp_path / "build"), f"-DSHARPI_CUDA={wanted}",
-                     f"-DNOTHING_IS_HERE={'OFF' if nvcc else 'ON'}", nvcc=nvcc)
+                     f"-DNOTHING_IS_HERE={'OFF' if nvcc else 'ON'}",
+                     f"-DCMAKE_IGNORE_PATH={';'.join(SYSTEM_LIBRARIES)}", nvcc=nvcc)
     text = " ".join((done.stdout if done.returncode == 0 else done.stderr).split())
     return done.returncode, text
 
