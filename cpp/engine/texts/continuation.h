@@ -31,7 +31,7 @@ public:
     std::vector<int32_t> tokens() const;  // evaluated, in order
     int64_t room() const {
         return _held.limits().context - _held.size() + _ahead;
-    }                                                 // tokens that the context still takes
+    }  // tokens that the context still takes
     int64_t reusedTokens() const { return _reused; }  // of the last prompt, that did not have to be computed again
 
     // Forgets all tokens.
