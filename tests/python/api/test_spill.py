@@ -12,25 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prompts_that_return import LONGER, PROMPT, said
 
 from sharpi import InvalidRequestError, Model
 from sharpi.files.gguf import GgufFile
 from sharpi.files.identity import weights_identity
 from sharpi.loading.description import BUNDLED_MODEL
 
-BEGINNING = [5 + (7 * i) % 300 for i in range(192)]
-PROMPT = [*BEGINNING, 11, 12, 13]
-LONGER = [*BEGINNING, 40, 41, 42, 43, 44]
-
 
 def loaded(**given: Any) -> Model:
     return Model.load(**{"path": None, "device": "cpu", "context": 512, "threads": 1, **given})
-
-
-def said(scheduler: Any, prompt: list[int], **options: Any) -> tuple[list[Any], int]:
-    """The tokens with all that is known of them, and how many of the prompt were not computed."""
-    answer = scheduler.submit(prompt, max_tokens=12, temperature=0.8, seed=3, scores=3, ignore_end=True, **options)
-    return [(token.id, token.logprob, token.top) for token in answer], answer.figures["reused_tokens"]
 
 
 @pytest.fixture(scope="module")
