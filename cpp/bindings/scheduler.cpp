@@ -43,6 +43,7 @@ py::dict toDict(const SchedulerCounts& counts) {
     d["again_seconds"] = counts.againSeconds;
     d["adopted_tokens"] = counts.adoptedTokens;
     d["shared_pages"] = counts.sharedPages;
+    d["kv_usage"] = counts.cacheUsed;
     d["states_bytes"] = counts.spill.statesBytes;
     d["spill_bytes"] = counts.spill.pagesBytes;
     d["spilled_pages"] = counts.spill.spilledPages;

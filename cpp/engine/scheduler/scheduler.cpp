@@ -152,13 +152,15 @@ void Scheduler::countStates(SchedulerCounts& counts) const {
 }
 
 void Scheduler::noteShared() {
-    const auto [pages, spill] = [&] {
+    const auto [pages, free, all, spill] = [&] {
         const LockedModel model = _engine->runner().lock();
         const KvSharing sharing(model.kv());
-        return std::pair(sharing.pages(), sharing.storeCounts());
+        const PagePool& pool = model.kv().pool(0);
+        return std::tuple(sharing.pages(), pool.freePages(), pool.pages().count(), sharing.storeCounts());
     }();
     std::lock_guard<std::mutex> lock(_mutex);
     _counts.sharedPages = pages;
+    _counts.cacheUsed = 1.0 - static_cast<double>(free) / static_cast<double>(std::max<int64_t>(all, 1));
     _counts.spill = spill;
 }
 
@@ -462,8 +464,10 @@ void Scheduler::removeFinished() {
     for (const auto& entry : _entries)
         if (entry->hasEnded && entry->hasBegun && _keepsTexts) _idle.push_back(std::move(entry->text));
     const auto hasEnded = [](const auto& entry) { return entry->hasEnded; };
+    const size_t before = _entries.size();
     _entries.erase(std::remove_if(_entries.begin(), _entries.end(), hasEnded), _entries.end());
     while (_idle.size() > kMostIdle) _idle.erase(_idle.begin());
+    if (_entries.size() < before) noteShared();
 }
 
 // Frees memory of the cache: that of an idle text, or of the running request that came last among those with the

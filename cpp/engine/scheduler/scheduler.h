@@ -40,6 +40,7 @@ struct SchedulerCounts {
     double againSeconds = 0;    // of pieceSeconds: computing what paused requests had lost
     int64_t adoptedTokens = 0;  // that were not computed, as another request had done so
     int64_t sharedPages = 0;    // now: pages of the cache that requests with the same beginning find
+    double cacheUsed = 0;       // now: the part of the cache's pages that requests hold, 0 to 1
     SpillCounts spill;
 };
 

@@ -23,6 +23,7 @@ public:
     PageUses(PageUses&&) = default;  // a copy would move nodes of the other's lists
 
     // Pages that no sequence has.
+    int64_t count() const { return static_cast<int64_t>(_uses.size()); }
     int64_t free() const { return static_cast<int64_t>(_free.size() + _idle.size()); }
     // A page for one sequence; -1 if all are in use.
     int32_t take();

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -35,6 +36,12 @@ bool isHex(const std::string& text) {
 
 bool isSegment(const fs::path& path) {
     return isHex(path.stem().string()) && (path.extension() == ".page" || path.extension() == ".state");
+}
+
+// Names a draft as no other of this process is named, whichever directory object writes it.
+std::string nextDraft() {
+    static std::atomic<uint64_t> drafts{0};
+    return kDraft + std::to_string(::getpid()) + "-" + std::to_string(drafts++);
 }
 
 class File {
@@ -159,7 +166,7 @@ bool CacheDirectory::write(const SegmentKey& key, const std::vector<uint8_t>& co
     }
     if (!makeRoom(bytes)) return true;
     const SegmentHeader header = headerOf(key, _options.identity, copy);
-    const std::string draft = _folder + "/" + kDraft + std::to_string(::getpid()) + "-" + std::to_string(_drafts++);
+    const std::string draft = _folder + "/" + nextDraft();
     bool isWritten = false;
     {
         const File file(draft, O_WRONLY | O_CREAT | O_EXCL);

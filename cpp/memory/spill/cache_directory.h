@@ -81,7 +81,6 @@ private:
     const std::string _folder;      // that of the identity
     uint64_t _held = 0;             // bytes in the directory when it was last looked through, and written since
     uint64_t _unseen = UINT64_MAX;  // bytes written since then; others write too
-    uint64_t _drafts = 0;
     // What was found then and is not yet removed, the longest unused last. Looking for each file that is written would
     // take longer than writing it.
     std::vector<Found> _found;

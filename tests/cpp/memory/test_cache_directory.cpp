@@ -45,13 +45,19 @@ protected:
         made.path = folder.path();
         made.mostBytes = most;
         made.identity = {identity};
-        made.notice = [this](const std::string& line) { notices.push_back(line); };
+        made.notice = [this](const std::string& line) {
+            const std::lock_guard<std::mutex> lock(_mutex);  // writers have threads of their own
+            notices.push_back(line);
+        };
         return made;
     }
     static Bytes copyOf(uint8_t number) { return Bytes(kSize, number); }
 
     TemporaryFolder folder;
     std::vector<std::string> notices;
+
+private:
+    std::mutex _mutex;
 };
 
 TEST_F(CachedFiles, AreThereForAnotherProcess) {

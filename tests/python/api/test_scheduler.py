@@ -68,6 +68,18 @@ def test_prompts_that_begin_alike_are_computed_once(scheduler: Scheduler, model:
     assert counts["shared_pages"] == 4
 
 
+def test_the_part_of_the_cache_in_use_is_counted(scheduler: Scheduler) -> None:
+    assert scheduler.counts()["kv_usage"] == 0
+    answer = scheduler.submit(list(range(40, 168)), max_tokens=400, ignore_end=True)
+    next(iter(answer))
+    assert 0 < scheduler.counts()["kv_usage"] <= 1
+    answer.cancel()
+    deadline = time.monotonic() + 60
+    while scheduler.counts()["kv_usage"] > 0:  # pages that later prompts may find are free
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_an_answer_can_be_read_in_an_event_loop(scheduler: Scheduler, alone: list[str]) -> None:
     async def read(seed: int) -> str:
         return "".join([token.text async for token in submitted(scheduler, seed)])
