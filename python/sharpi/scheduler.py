@@ -356,8 +356,8 @@ class Scheduler:
         `step_seconds`; `pieces` of prompts in `piece_seconds`, of which `again_seconds` went into what pauses lost;
         `adopted_tokens` that other requests had computed, or earlier ones. The cache now holds `shared_pages` that
         later requests may find, and requests hold the part `kv_usage` of it, 0 to 1. RAM holds `states_bytes` of copied
-        states and `spill_bytes` of copied pages. `spilled_pages` were copied from the cache, and `restored_pages` came back; `written_copies` of pages and states
-        went to the directory, and `loaded_copies` came from there."""
+        states and `spill_bytes` of copied pages. `spilled_pages` were copied from the cache, and `restored_pages` came
+        back; `written_copies` of pages and states went to the directory, and `loaded_copies` came from there."""
         core = self._core
         if core is None:
             raise InvalidRequestError("the scheduler is closed")

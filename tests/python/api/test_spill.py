@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prompts_that_return import LONGER, PROMPT, said
+from texts_and_prompts import LONGER, PROMPT, said
 
 from sharpi import InvalidRequestError, Model
 from sharpi.files.gguf import GgufFile

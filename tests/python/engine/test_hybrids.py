@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from long_texts import LONG, long_logits
 from numpy_model import NumpyModel, relative_error
+from texts_and_prompts import LONG, long_logits
 from tiny_models import HYBRIDS, MODELS, write
 
 from sharpi import Model, _core

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from golden_models import LOGITS, write_golden
-from long_texts import LONG, long_logits
 from numpy_model import NumpyModel, relative_error
 from test_gpu import (  # noqa: F401 - `needs_a_gpu` is a fixture
     FLOAT32_BOUND,
@@ -30,6 +29,7 @@ from test_gpu import (  # noqa: F401 - `needs_a_gpu` is a fixture
     needs_a_gpu,
 )
 from test_gpu_partial import cache  # noqa: F401 - a fixture
+from texts_and_prompts import LONG, long_logits
 from tiny_models import HYBRIDS, MODELS, Delta, TinyModel, write
 
 from sharpi import Model

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prompts_that_return import LONGER, PROMPT, said
 from test_gpu import needs_a_gpu  # noqa: F401
+from texts_and_prompts import LONGER, PROMPT, said
 
 from sharpi import Model
 
