@@ -11,7 +11,7 @@ constexpr size_t kAlign = 64;
 constexpr int64_t kHeadRows = 64;
 
 size_t threadScratchBytes(const StepLimits& l) {
-    const size_t bytes = std::max({cpu::matmulScratchBytes(l.maxCols), cpu::deltaScratchBytes(l.deltaDim),
+    const size_t bytes = std::max({cpu::matmulScratchBytes(l.maxCols), cpu::stateScratchBytes(l.deltaDim),
                                    cpu::attentionScratchBytes(l.heads, l.kvHeads, l.headDim, l.pageTokens)});
     return (bytes + kAlign - 1) / kAlign * kAlign;
 }
