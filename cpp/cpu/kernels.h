@@ -94,6 +94,21 @@ struct DeltaArgs {
     float* to = nullptr;          // the state after the last; may be `from`
 };
 
+// Mamba 2's scan over the rows of one sequence, for one head (kernels/scan.cpp): row t's B at b + t * rowStride, and so
+// on.
+struct ScanArgs {
+    const float *x = nullptr, *b = nullptr, *c = nullptr;
+    int64_t rowStride = 0;
+    const float *decay = nullptr, *step = nullptr;  // one number a row: row t's at + t * stepStride
+    int64_t stepStride = 0;
+    float skip = 0;  // the factor of x in what the head gives
+    float* out = nullptr;
+    int64_t outStride = 0, rows = 0;
+    int32_t stateDim = 0, headDim = 0;
+    const float* from = nullptr;  // [stateDim, headDim]: the state before the first row; nullptr: zeros
+    float* to = nullptr;          // the state after the last; may be `from`
+};
+
 struct Kernels {
     const char* name;  // "scalar", "avx2", "avx512", "amx"
 
@@ -137,6 +152,8 @@ struct Kernels {
     void (*convSilu)(const ConvArgs& args, int64_t begin, int64_t end);
     // Columns [begin, end) of the state, and of v and out. `scratch`: 64-byte-aligned, stateScratchBytes(dim).
     void (*deltaRule)(const DeltaArgs& args, int32_t begin, int32_t end, void* scratch);
+    // Columns [begin, end) of the state, and of x and out. `scratch`: 64-byte-aligned, stateScratchBytes(stateDim).
+    void (*scan)(const ScanArgs& args, int32_t begin, int32_t end, void* scratch);
 };
 
 size_t matmulScratchBytes(int64_t cols);

@@ -125,7 +125,8 @@ def test_a_plan_for_the_gpu_refuses_what_it_has_no_kernels_for(name: str, tmp_pa
     path, gpu = str(write_golden(name, tmp_path)), ["--device", "cuda", "--vram", "1GiB"]
     refused = CliRunner().invoke(main, ["plan", "-m", path, *gpu])
     assert refused.exit_code != 0
-    assert refused.output.strip() == "sharpi: error: the GPU cannot run this model: latent attention; device cpu can"
+    expected = f"sharpi: error: the GPU cannot run this model: {CPU_ONLY[name]}; device cpu can"
+    assert refused.output.strip() == expected
     assert CliRunner().invoke(main, ["plan", "-m", path, "--device", "cpu"]).exit_code == 0
 
 
@@ -134,6 +135,19 @@ def test_latent_attention_keeps_one_row_for_all_heads(tmp_path: Path) -> None:
     path = str(write_golden("deepseek2", tmp_path))
     plan = json.loads(CliRunner().invoke(main, ["plan", "-m", path, "--device", "cpu", "-c", "4096", "--json"]).output)
     assert plan["kv_bytes"] == 4 * (64 + 16) * 4096 * 2
+
+
+def test_mamba_keeps_a_matrix_for_each_head_and_the_last_inputs_of_the_convolution(tmp_path: Path) -> None:
+    """Three layers with 12 heads of 32 elements, 32 states each, and three rows of x and of two groups of B and C. Only
+    the layer with attention has keys and values."""
+    path = str(write_golden("nemotron_h_moe", tmp_path))
+    asked = ["plan", "-m", path, "--device", "cpu", "-c", "4096", "--sequences", "10", "--json"]
+    plan = json.loads(CliRunner().invoke(main, asked).output)
+    state = 3 * 4 * (12 * 32 * 32 + 3 * (384 + 2 * 2 * 32))
+    assert abs(plan["state_bytes"] - 10 * state) <= 2 * 4096
+    assert plan["kv_bytes"] == 2 * 2 * 32 * 4096 * 2
+    told = json.loads(CliRunner().invoke(main, ["inspect", path, "--json"]).output)
+    assert told["state_bytes"] == state and told["takes_token_ids"]
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16"])
