@@ -1,5 +1,6 @@
 // Nemotron-H and Nemotron 3 Nano: a layer is Mamba 2, attention without positions, or a feed-forward part. The latter
 // has no gate, and squared ReLU; in mixtures it has experts, and one that every token takes.
+#include "core/error.h"
 #include "model/architecture.h"
 
 namespace sharpi {
@@ -9,6 +10,12 @@ namespace {
 constexpr Activation kReluSquared{ActivationKind::ReluSquared, 0};
 
 void read(ModelReader& model) {
+    const std::string latent = model.key("moe_latent_size");
+    if (model.metadata().integerOr(latent, 0, INT32_MAX, 0) > 0) {
+        throw Error(ErrorKind::BadModel, "metadata key '" + latent +
+                                             "' says that experts read a latent row, as in Nemotron 3 Super, which is "
+                                             "not supported yet");
+    }
     DenseParts dense;
     dense.activation = kReluSquared;
     dense.gated = false;

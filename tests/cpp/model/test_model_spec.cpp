@@ -421,6 +421,8 @@ TEST(ModelSpec, MambaNamesWhatIsWrong) {
     tiny::Model plain(o);
     plain.erase("blk.0.ssm_conv1d.bias");
     EXPECT_FALSE(plain.spec().layers[0].mamba->convBias);
+    expectSpoiled(tiny::mambas()[2], "experts read a latent row",
+                  [](tiny::Model& m) { m.metadata["nemotron_h_moe.moe_latent_size"] = int64_t{32}; });
     // A layer whose heads of keys are 0 has no attention.
     expectSpoiled(o, "'blk.1.ssm_in.weight' is missing", [&](tiny::Model& m) {
         m.metadata["granitehybrid.attention.head_count_kv"] = std::vector<double>{0, 0, 0};

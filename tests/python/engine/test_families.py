@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from fake_weights import plain_machine, set_gpu  # noqa: F401 - a fixture
 from golden_families import CPU_ONLY, FAMILIES
 from golden_models import GOLDEN, LOGITS, write_golden
 from numpy_model import NumpyModel, relative_error
 
 from sharpi import Model
 from sharpi.cli import main
+from sharpi.loading.description import describe
+from sharpi.planning.planner import make_plan
 
 COUNT = 40  # more than two windows
 CUTS = [1, 7, 2, 20, 1, 1]
@@ -128,6 +131,17 @@ def test_a_plan_for_the_gpu_refuses_what_it_has_no_kernels_for(name: str, tmp_pa
     expected = f"sharpi: error: the GPU cannot run this model: {CPU_ONLY[name]}; device cpu can"
     assert refused.output.strip() == expected
     assert CliRunner().invoke(main, ["plan", "-m", path, "--device", "cpu"]).exit_code == 0
+
+
+@pytest.mark.usefixtures("plain_machine")
+@pytest.mark.parametrize("name", CPU_ONLY)
+def test_beside_a_gpu_that_cannot_run_it_a_model_is_left_to_the_cpu(
+        name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_gpu(monkeypatch, 1 << 30)
+    file, spec = describe(write_golden(name, tmp_path))
+    plan = make_plan(file, spec, device="auto")
+    assert (plan.device, plan.why) == ("cpu", f"the GPU cannot run this model: {CPU_ONLY[name]}")
+    plan.require()
 
 
 def test_latent_attention_keeps_one_row_for_all_heads(tmp_path: Path) -> None:
